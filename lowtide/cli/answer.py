@@ -1,0 +1,85 @@
+"""One answer: asked for, shown while it is made, and timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from rich.console import Console
+
+from lowtide.cli.live import LiveView
+from lowtide.cli.text import TextWriter
+from lowtide.params import SamplingParams
+
+if TYPE_CHECKING:
+    from lowtide.decode.block_diffusion import Event
+    from lowtide.llm import LLM, Completion
+
+Prompt = str | list[int] | list[dict[str, str]]  # text, token ids, chat messages
+
+
+class Answer(NamedTuple):
+    """A completion and the seconds from the request to its last token."""
+
+    completion: Completion
+    generation_s: float
+
+
+def ask(
+    llm: LLM,
+    prompt: Prompt,
+    params: SamplingParams,
+    on_event: Callable[[Event], None] | None = None,
+) -> Answer:
+    """Generate one answer, without showing anything."""
+    start_s = time.perf_counter()
+    [completion] = llm.generate([prompt], params, on_event)
+    return Answer(completion, time.perf_counter() - start_s)
+
+
+def ask_live(llm: LLM, prompt: Prompt, params: SamplingParams, view: LiveView) -> Answer:
+    """Generate, drawing every block while it is filled; Ctrl-C leaves the text in `view`."""
+    from lowtide.decode.block_diffusion import Committed, Draft
+
+    def show(event: Event) -> None:
+        if isinstance(event, Draft):
+            view.draft(event.block_start, event.tokens, event.is_masked)
+        elif isinstance(event, Committed):
+            view.commit(event.tokens)
+
+    with view:
+        answer = ask(llm, prompt, params, show)
+        view.finish(answer.completion.text)
+    return answer
+
+
+def ask_writing(llm: LLM, prompt: Prompt, params: SamplingParams, writer: TextWriter) -> Answer:
+    """Generate, writing text as it becomes final; Ctrl-C leaves what was written in `writer`."""
+    from lowtide.decode.block_diffusion import Committed
+
+    def write(event: Event) -> None:
+        if isinstance(event, Committed):
+            writer.commit(event.tokens)
+
+    answer = ask(llm, prompt, params, write)
+    writer.finish(answer.completion.text)
+    return answer
+
+
+def has_view(llm: LLM, console: Console) -> bool:
+    """Whether there are blocks to be drawn, and somebody to see them."""
+    return console.is_terminal and llm.config.is_diffusion
+
+
+def live_view(llm: LLM, prompt: Prompt, stop: Sequence[str], console: Console) -> LiveView:
+    """A view of the answer to `prompt`."""
+    return LiveView(console, llm.tokenizer, _num_prompt_tokens(llm, prompt), stop)
+
+
+def _num_prompt_tokens(llm: LLM, prompt: Prompt) -> int:
+    if llm.tokenizer is None or (prompt and isinstance(prompt[0], int)):
+        return len(prompt)
+    if isinstance(prompt, str):
+        return len(llm.tokenizer.encode(prompt))
+    return len(llm.tokenizer.encode_chat(prompt))  # type: ignore[arg-type]

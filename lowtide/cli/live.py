@@ -1,0 +1,127 @@
+"""The live view: a block of a diffusion model being filled, drawn in place on a terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from lowtide.cli.screen import printable
+
+MASK = "░"
+MIN_FRAME_S = 0.05  # at most 20 drawings a second
+INCOMPLETE = "\ufffd"  # how a decoder shows a character whose last bytes are still to come
+
+
+class Decoder(Protocol):
+    """What the view needs of a tokenizer."""
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str: ...
+
+    def piece(self, token_id: int) -> str: ...
+
+
+class LiveView:
+    """Draws an answer while it is made: whole lines scroll away, the block in work stays below.
+
+    Owns what is on the screen. It is told of drafts and committed tokens, and knows nothing of
+    the engine. `num_prompt_tokens` is where the answer starts: a block may begin with the
+    prompt's last tokens, which are not drawn again.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        decoder: Decoder | None,
+        num_prompt_tokens: int,
+        stop: Collection[str] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._decoder = decoder
+        self._num_prompt_tokens = num_prompt_tokens
+        self._stop = stop
+        self._clock = clock
+        self._committed: list[int] = []
+        self._printed = ""  # whole lines of the answer that have scrolled away
+        self._pending = ""  # its last line so far
+        self._draft = Text()
+        self._before: dict[int, int] = {}  # position -> token, as of the previous draft
+        self._last_frame_s = -MIN_FRAME_S
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self.num_frames = 0
+
+    def __enter__(self) -> LiveView:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.update(Text(), refresh=True)
+        self._live.stop()
+        if self._pending:
+            self._live.console.print(Text(printable(self._pending)))
+
+    @property
+    def text(self) -> str:
+        """The answer so far: what a user who stops it has seen."""
+        return self._printed + self._pending
+
+    def draft(self, block_start: int, tokens: Iterable[int], is_masked: Iterable[bool]) -> None:
+        """The block after a denoising pass: masks dim, tokens new since the last pass bright."""
+        written: dict[int, int] = {}
+        self._draft = Text()
+        for position, (token, masked) in enumerate(
+            zip(tokens, is_masked, strict=True), block_start
+        ):
+            if position < self._num_prompt_tokens:
+                continue
+            if masked:
+                self._draft.append(MASK, "dim")
+                continue
+            written[position] = int(token)
+            is_new = self._before.get(position) != int(token)
+            self._draft.append(self._piece(int(token)), "bold green" if is_new else "")
+        self._before = written
+        self._draw(is_due=self._clock() - self._last_frame_s >= MIN_FRAME_S)
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Tokens that are final: whole lines of the answer leave the live region for good."""
+        self._committed += [int(token) for token in tokens]
+        self._before, self._draft = {}, Text()
+        text = self._text().rstrip(INCOMPLETE)
+        for stop in self._stop:
+            text = text.partition(stop)[0]
+        self._advance(text)
+
+    def finish(self, text: str) -> None:
+        """Take the engine's own text of the whole answer: its end is printed on leaving."""
+        # A stop string may cut within a line that has scrolled away; then nothing is left.
+        self._pending = text[len(self._printed) :] if text.startswith(self._printed) else ""
+
+    def _advance(self, text: str) -> None:
+        unprinted = text[len(self._printed) :]
+        lines, newline, self._pending = unprinted.rpartition("\n")
+        if newline:
+            self._live.console.print(Text(printable(lines)))
+            self._printed += lines + newline
+        self._draw(is_due=True)
+
+    def _draw(self, is_due: bool) -> None:
+        if not is_due:
+            return
+        self._last_frame_s = self._clock()
+        self.num_frames += 1
+        self._live.update(Text(printable(self._pending)) + self._draft, refresh=True)
+
+    def _text(self) -> str:
+        if self._decoder is None:
+            return " ".join(map(str, self._committed))
+        return self._decoder.decode(self._committed)
+
+    def _piece(self, token: int) -> str:
+        if self._decoder is None:
+            return f"{token} "
+        return printable(self._decoder.piece(token))

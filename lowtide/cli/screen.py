@@ -1,0 +1,73 @@
+"""The terminal: consoles for the two streams, text made safe to print, progress bars."""
+
+from __future__ import annotations
+
+import re
+import sys
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+# A model's text must not move the cursor or retitle the window of whoever reads it.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    """`text` with control characters, other than newline and tab, shown as U+FFFD."""
+    return _CONTROL.sub("\ufffd", text.replace("\r\n", "\n"))
+
+
+def stdout_console() -> Console:
+    """A console on standard output: answers, tables that were asked for."""
+    return Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
+
+
+def stderr_console() -> Console:
+    """A console on standard error: everything that accompanies an answer."""
+    return Console(file=sys.stderr, highlight=False, markup=False)
+
+
+class ProgressBars:
+    """A bar per stage on standard error, on a terminal only; elsewhere nothing is shown.
+
+    Called with (stage, done, total), as everything in lowtide that takes long reports. Bars go
+    when the last stage has ended.
+    """
+
+    def __init__(self) -> None:
+        console = stderr_console()
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage not in self._tasks:
+            self._tasks[stage] = self._progress.add_task(stage, total=total)
+        self._progress.update(self._tasks[stage], completed=done, total=total)
+
+    def __enter__(self) -> ProgressBars:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()

@@ -1,0 +1,204 @@
+"""Shared nouns: what the rooms of lowtide hand to each other.
+
+Plain data, numpy at most. Knows nothing of files, devices or models.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+FloatArray = NDArray[np.float64]
+
+ALIGNMENT = 64
+"""Bytes: every weight part and every workspace buffer starts on such a boundary."""
+
+
+def align_up(size: int, alignment: int = ALIGNMENT) -> int:
+    """The least multiple of `alignment` that is not below `size`."""
+    return -(-size // alignment) * alignment
+
+
+class Tier(enum.IntEnum):
+    """Where bytes can lie, fastest first."""
+
+    GPU = 0
+    HOST = 1
+    DISK = 2
+
+
+class StepKind(enum.Enum):
+    """What a forward pass is for; policies are told, kernels are not."""
+
+    PREFILL = "prefill"  # tokens that are final: only their keys and values are wanted
+    DENOISE = "denoise"  # a diffusion block (and, folded in, tokens that became final)
+    DECODE = "decode"  # one new token per sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward pass, as policies see it.
+
+    `index` counts denoising (or decoding) passes. With one sequence it restarts at 0 in every
+    block; in a batch it is one counter of the engine. A prefill pass carries the index of the
+    pass that follows it and does not count.
+    """
+
+    kind: StepKind
+    index: int
+
+
+class Demand(NamedTuple):
+    """What one MoE layer asks for in one step."""
+
+    experts: IntArray  # ascending ids of the experts with at least one token
+    num_tokens: IntArray  # tokens routed to each of them ("hits")
+    is_resident: BoolArray  # whether its weights are in a slot already
+
+
+class Moves(NamedTuple):
+    """A placement policy's answer for one layer: what to keep from now on, what to let go.
+
+    `admit` are experts that are not resident and shall be after this step; `evict` are
+    residents that shall not. An evicted expert that this step needs is evicted after its use.
+    """
+
+    admit: IntArray
+    evict: IntArray
+
+
+NO_MOVES = Moves(np.empty(0, np.int64), np.empty(0, np.int64))
+
+
+class MoEShape(NamedTuple):
+    """What the expert runtime needs to know of a model."""
+
+    num_layers: int  # MoE layers only, numbered from 0
+    num_experts: int  # routed experts per MoE layer
+    num_experts_per_token: int
+    hidden_size: int
+    expert_size: int  # width of an expert's gate and up projections
+
+
+@dataclass(frozen=True, slots=True)
+class TierPlan:
+    """One tier's share of the plan, in bytes. The parts sum to at most `budget_bytes`."""
+
+    budget_bytes: int
+    dense_bytes: int
+    kv_cache_bytes: int
+    workspace_bytes: int
+    ring_bytes: int
+    slot_bytes: int  # of one slot
+    num_slots: int  # resident and staging slots together
+
+    @property
+    def used_bytes(self) -> int:
+        fixed = self.dense_bytes + self.kv_cache_bytes + self.workspace_bytes + self.ring_bytes
+        return fixed + self.slot_bytes * self.num_slots
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Every byte a model will use, decided before anything is loaded.
+
+    `minimum_bytes` is the least budget that runs one sequence of `context` tokens,
+    `full_bytes` the budget from which every expert is resident. `overhead_bytes` is what the
+    process holds outside the budget: interpreter, libraries and a stated allowance.
+    """
+
+    host: TierPlan
+    context: int  # tokens that the KV cache holds, over all running sequences
+    max_rows: int  # token rows of the largest forward pass
+    minimum_bytes: int
+    full_bytes: int
+    overhead_bytes: int
+    num_experts: int  # routed experts of the whole model
+    residents_per_layer: tuple[int, ...]
+    policy: str
+    reason: str
+
+    @property
+    def budget_bytes(self) -> int:
+        return self.host.budget_bytes
+
+
+class Assignment(NamedTuple):
+    """Who computes each activated expert of one layer's step, every one exactly once.
+
+    Ids ascend. `resident` run on the device from the slots they are in, `fetch` on the device
+    once their weights have arrived, `host` on the CPU where their bytes have their home (a
+    resident expert may be among them).
+    """
+
+    resident: IntArray
+    fetch: IntArray
+    host: IntArray
+
+
+_FAR_TOKENS = 2.0**40  # beyond any step: the last segment of a curve is drawn on to here
+
+
+class Curve:
+    """Seconds as a piecewise-linear function of a token count; no tokens take no time.
+
+    Before the first point the time is that of the first point, after the last one the last
+    segment goes on.
+    """
+
+    __slots__ = ("_num_tokens", "_seconds")
+
+    def __init__(self, points: Sequence[tuple[float, float]]) -> None:
+        """`points`: (tokens, seconds), tokens ascending from at least 1, at least one point.
+
+        Raises ValueError when they are not.
+        """
+        tokens, seconds = [p[0] for p in points], [p[1] for p in points]
+        is_ascending = all(a < b for a, b in zip(tokens, tokens[1:], strict=False))
+        if not points or tokens[0] < 1 or not is_ascending or min(seconds) < 0:
+            raise ValueError(f"a curve needs ascending tokens and times from 0, not {points}.")
+        slope = 0.0
+        if len(points) > 1:
+            slope = max(0.0, (seconds[-1] - seconds[-2]) / (tokens[-1] - tokens[-2]))
+        far_s = seconds[-1] + slope * (_FAR_TOKENS - tokens[-1])
+        self._num_tokens = np.array([0.0, 1.0, *tokens, _FAR_TOKENS])
+        self._seconds = np.array([0.0, seconds[0], *seconds, far_s])
+
+    def __call__(self, num_tokens: IntArray) -> FloatArray:
+        """Seconds for each count; the shape of `num_tokens`."""
+        seconds: FloatArray = np.interp(num_tokens, self._num_tokens, self._seconds)
+        return seconds
+
+    def at(self, num_tokens: int) -> float:
+        """Seconds for one count."""
+        return float(np.interp(num_tokens, self._num_tokens, self._seconds))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Costs:
+    """What one expert costs on this machine: measured or from a data sheet, never guessed here.
+
+    Every policy's constants come from here. With `disk_read_s` above 0 the home of experts is
+    the disk, and a read runs beside whatever it feeds.
+    """
+
+    expert_bytes: int
+    link_s: float  # one expert, host memory to a device slot
+    host_s: Curve  # one expert on the CPU
+    device_s: Curve  # one expert on the device, its weights present
+    dense_s: Curve  # the rest of a layer on the device: attention, router, shared expert
+    sync_s: float  # one device-to-host synchronisation
+    disk_read_s: float = 0.0  # one expert, disk to host memory; 0 with a home in host memory
+    num_staging: int = 2  # slots through which fetched experts pass
+
+    @property
+    def fetch_s(self) -> float:
+        """Seconds that each absent expert adds to a steady stream of fetches."""
+        return max(self.link_s, self.disk_read_s)

@@ -1,0 +1,170 @@
+"""Block diffusion: blocks one after the other, the tokens inside a block in order of confidence.
+
+A model of this kind sees a block of masked positions whole and everything before it, so what is
+before can be cached exactly, once it has been through the model as it finally is. A pass of a
+sequence feeds everything that is not so cached, up to the end of its active block: finished
+blocks become cached in the first pass of the next one. Many sequences, each at its own block and
+step, share a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowtide.core import IntArray, Step, StepKind
+from lowtide.decode.decoder import LOGIT_ROWS, Decoder, Model, tiled_logits
+from lowtide.decode.request import Committed, Draft, Event, Finished, Prefill, Request
+from lowtide.decode.sequence import DiffusionSequence, Prediction
+from lowtide.errors import UsageError
+from lowtide.layers.batch import Batch, Segment
+from lowtide.memory.kv_cache import KVCache, KVRange
+
+__all__ = [
+    "LOGIT_ROWS",
+    "BlockDiffusion",
+    "Committed",
+    "Draft",
+    "Event",
+    "Finished",
+    "Model",
+    "Prefill",
+    "Request",
+]
+
+
+class BlockDiffusion(Decoder[DiffusionSequence]):
+    """Decodes requests, one forward pass at a time, over one model and one KV cache.
+
+    With `use_kv_cache=False` everything is computed anew for every pass: a slow reference.
+    `on_pass(request, tokens)` sees the token row [block end] of each sequence as it goes into
+    each denoising pass.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kv_cache: KVCache,
+        mask_token_id: int,
+        max_rows: int,
+        use_kv_cache: bool = True,
+        on_pass: Callable[[int, IntArray], None] | None = None,
+    ) -> None:
+        super().__init__(kv_cache, max_rows)
+        self._model = model
+        self._mask_token_id = mask_token_id
+        self._use_kv_cache = use_kv_cache
+        self._on_pass = on_pass
+        self._num_denoising_passes = 0
+
+    def step(self) -> list[Event]:
+        self._admit()
+        kind, turns = self._next_pass()
+        with torch.inference_mode():
+            hidden = self._model.forward(self._batch(kind, turns))
+            if kind is StepKind.PREFILL:
+                return [turn.sequence.prefilled(turn.stop) for turn in turns]
+            predictions = self._predict(hidden, turns)
+        self._num_denoising_passes += 1
+        events: list[Event] = []
+        for turn, prediction in zip(turns, predictions, strict=True):
+            events += turn.sequence.denoised(prediction, self._use_kv_cache)
+        self._settle(turn.sequence for turn in turns)
+        return events
+
+    def _check(self, request: Request) -> None:
+        for name in ("block_length", "steps", "threshold"):
+            if getattr(request.params.diffusion, name) is None:
+                raise UsageError(f"Request {request.index} has no {name}, and no default to take.")
+        if 2 * request.block_length > self._max_rows:
+            raise UsageError(
+                f"block_length {request.block_length} is above {self._max_rows // 2}, half of the "
+                f"{self._max_rows} rows of a forward pass; choose a shorter block."
+            )
+
+    def _begin(self, request: Request, kv: KVRange) -> DiffusionSequence:
+        return DiffusionSequence(request, kv, self._mask_token_id)
+
+    def _next_pass(self) -> tuple[StepKind, list[_Turn]]:
+        """Who takes part in the next pass, with which positions; at most `max_rows` in all.
+
+        Sequences with more to feed than a pass holds come first, with whole blocks that are final.
+        """
+        turns: list[_Turn] = []
+        num_free = self._max_rows
+        for sequence in self._running:
+            if sequence.num_rows > self._max_rows:
+                length = sequence.request.block_length
+                num_blocks = min(sequence.num_rows - length, num_free) // length
+                if num_blocks:
+                    turns.append(_Turn.of(sequence, num_blocks * length))
+                    num_free -= num_blocks * length
+        if turns:
+            return StepKind.PREFILL, turns
+        for sequence in self._running:
+            if sequence.num_rows <= num_free:
+                turns.append(_Turn.of(sequence, sequence.num_rows))
+                num_free -= sequence.num_rows
+        return StepKind.DENOISE, turns
+
+    def _batch(self, kind: StepKind, turns: Sequence[_Turn]) -> Batch:
+        token_ids, positions, segments = [], [], []
+        num_rows = 0
+        for sequence, first, stop in turns:
+            token_ids.append(sequence.tokens[first:stop])
+            positions.append(np.arange(first, stop))
+            segments.append(
+                Segment(
+                    start=num_rows,
+                    stop=num_rows + stop - first,
+                    first_position=first,
+                    block_length=sequence.request.block_length,
+                    kv=sequence.kv,
+                )
+            )
+            num_rows += stop - first
+            if self._on_pass is not None and kind is StepKind.DENOISE:
+                self._on_pass(sequence.request.index, sequence.tokens[:stop].copy())
+        is_alone = len(self._running) == 1
+        index = turns[0].sequence.num_block_passes if is_alone else self._num_denoising_passes
+        return Batch(
+            token_ids=torch.from_numpy(np.concatenate(token_ids)),
+            positions=torch.from_numpy(np.concatenate(positions)),
+            segments=tuple(segments),
+            step=Step(kind, index),
+        )
+
+    def _predict(self, hidden: Tensor, turns: Sequence[_Turn]) -> list[Prediction]:
+        """What the model would write in each turn's block, logits computed tile by tile."""
+        predictions, rows, starts = [], [], [0]
+        num_before = 0
+        for sequence, first, stop in turns:
+            wanted = sequence.wanted_positions()
+            rows.append(num_before + wanted - first)
+            starts.append(starts[-1] + len(wanted))
+            predictions.append(Prediction.empty(sequence.request.block_length, wanted))
+            num_before += stop - first
+        for tile, logits in tiled_logits(self._model, hidden, np.concatenate(rows)):
+            for turn, prediction, start in zip(turns, predictions, starts, strict=False):
+                low = max(start, tile.start)
+                high = min(start + len(prediction.positions), tile.stop)
+                if low < high:
+                    part = logits[low - tile.start : high - tile.start]
+                    turn.sequence.choose(part, prediction, slice(low - start, high - start))
+        return predictions
+
+
+class _Turn(NamedTuple):
+    """A sequence's part in a pass: its positions `first` to `stop`."""
+
+    sequence: DiffusionSequence
+    first: int
+    stop: int
+
+    @classmethod
+    def of(cls, sequence: DiffusionSequence, num_rows: int) -> _Turn:
+        return cls(sequence, sequence.num_committed, sequence.num_committed + num_rows)

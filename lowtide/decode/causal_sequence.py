@@ -1,0 +1,114 @@
+"""One request of autoregressive decoding: its tokens so far, and how the next one is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowtide.decode.penalties import penalise
+from lowtide.decode.request import Committed, Event, Finished, Prefill, Request, TokenLogprobs
+from lowtide.decode.sampling import Sampling, choose_next
+from lowtide.layers.batch import KVRange
+
+
+class Choice(NamedTuple):
+    """A next token, with its log-probabilities where they were asked for."""
+
+    token: int
+    logprobs: TokenLogprobs | None
+
+
+class CausalSequence:
+    """One running request: the tokens known so far, and how many of them are cached.
+
+    Knows nothing of other sequences or of the model.
+    """
+
+    def __init__(self, request: Request, kv: KVRange) -> None:
+        self.request = request
+        self.kv = kv
+        self.tokens = np.zeros(request.canvas_length, np.int64)
+        self.tokens[: len(request.prompt)] = request.prompt
+        self.num_known = len(request.prompt)
+        self.num_cached = 0
+        self.is_finished = False
+        self.sampling = Sampling.of(request.params, request.seed)
+        self._eos = frozenset(() if request.params.ignore_eos else request.eos_token_ids)
+        self._answer: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+
+    @property
+    def num_rows(self) -> int:
+        """Rows to feed until the next token can be chosen: 1, once the prompt is cached."""
+        return self.num_known - self.num_cached
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether it has a token of its own already."""
+        return bool(self._answer)
+
+    def raw_logprobs(self, logits: Tensor) -> Tensor | None:
+        """Log-probabilities [vocab] if they were asked for, from unchanged logits [vocab]."""
+        return None if self.request.params.logprobs is None else logits.log_softmax(dim=-1)
+
+    def penalise(self, logits: Tensor) -> None:
+        """Changes logits [vocab] in place as the request's penalties say."""
+        known = self.tokens[: self.num_known]
+        penalise(logits, known, len(self.request.prompt), self.request.params)
+
+    def prefilled(self, stop: int) -> list[Event]:
+        """After a pass up to position `stop`, with more known tokens to feed."""
+        self.num_cached = stop
+        return [Prefill(self.request.index, stop, self.num_known)]
+
+    def advanced(self, choice: Choice, use_kv_cache: bool) -> list[Event]:
+        """After a pass over all known tokens: the answer grows by one, and may end."""
+        self.num_cached = self.num_known if use_kv_cache else 0
+        self.tokens[self.num_known] = choice.token
+        self.num_known += 1
+        self._answer.append(choice.token)
+        logprobs = () if choice.logprobs is None else (choice.logprobs,)
+        self._logprobs += logprobs
+        events: list[Event] = [Committed(self.request.index, (choice.token,), logprobs)]
+        reason = self._finish_reason()
+        return events if reason is None else [*events, self._finish(reason)]
+
+    def _finish_reason(self) -> str | None:
+        is_stopped = self.request.is_stopped
+        if self._answer[-1] in self._eos or (is_stopped is not None and is_stopped(self._answer)):
+            return "stop"
+        return "length" if len(self._answer) == self.request.params.max_tokens else None
+
+    def _finish(self, reason: str) -> Finished:
+        self.is_finished = True
+        return Finished(
+            request=self.request.index,
+            token_ids=tuple(self._answer),
+            finish_reason=reason,
+            num_forwards=len(self._answer),
+            logprobs=tuple(self._logprobs),
+        )
+
+
+def choose(logits: Tensor, sequences: Sequence[CausalSequence]) -> list[Choice]:
+    """The next token of each sequence, from its row of logits, float32 [n, vocab]; overwritten."""
+    raw = [sequence.raw_logprobs(row) for sequence, row in zip(sequences, logits, strict=True)]
+    for sequence, row in zip(sequences, logits, strict=True):
+        sequence.penalise(row)
+    samplings = [sequence.sampling for sequence in sequences]
+    tokens = choose_next(logits, samplings, [sequence.num_known for sequence in sequences])
+    return [
+        Choice(token, None if row is None else _logprobs(row, token, sequence))
+        for token, row, sequence in zip(tokens.tolist(), raw, sequences, strict=True)
+    ]
+
+
+def _logprobs(row: Tensor, token: int, sequence: CausalSequence) -> TokenLogprobs:
+    num_top = min(sequence.request.params.logprobs or 0, row.shape[0])
+    values, ids = torch.topk(row, num_top)
+    top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+    return TokenLogprobs(token, float(row[token]), top)

@@ -1,0 +1,172 @@
+"""What every decoder is: a queue of requests, running sequences, and one KV cache for them all.
+
+Sequences join and leave between passes. What a pass consists of, and what its outcome means, is
+the business of `block_diffusion.py` and `autoregressive.py`.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowtide.core import IntArray
+from lowtide.decode.request import Event, Request
+from lowtide.errors import PlanError, UsageError
+from lowtide.layers.batch import Batch
+from lowtide.memory.kv_cache import KVCache, KVRange
+from lowtide.memory.workspace import tiles
+
+LOGIT_ROWS = 32
+"""Rows whose logits exist at a time (and up to 15 more, see `tiles`)."""
+
+ROW_MULTIPLE = 4
+"""Logits are computed for such multiples of rows, the last row repeated: the row counts in between
+change the last bit of a product, and with it a row's logits could depend on its neighbours."""
+
+
+class Model(Protocol):
+    """What decoding asks of a model."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Hidden states [rows, hidden], valid until the next `forward`; keys and values of all
+        rows are written to their sequences' ranges."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Float32 logits [n, vocab] of hidden states [n, hidden], valid until the next call and
+        the caller's to overwrite."""
+        ...
+
+
+class Running(Protocol):
+    """What the queue knows of a running sequence."""
+
+    @property
+    def request(self) -> Request: ...
+
+    @property
+    def kv(self) -> KVRange: ...
+
+    @property
+    def is_finished(self) -> bool: ...
+
+
+S = TypeVar("S", bound=Running)
+
+
+class Decoder(abc.ABC, Generic[S]):
+    """Decodes requests, one forward pass at a time, over one KV cache.
+
+    Owns the sequences and their KV ranges. `max_rows` is the largest pass; it must not depend on
+    any budget, because it decides how rows are divided.
+    """
+
+    def __init__(self, kv_cache: KVCache, max_rows: int) -> None:
+        self._kv_cache = kv_cache
+        self._max_rows = max_rows
+        self._waiting: deque[Request] = deque()
+        self._running: list[S] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def add(self, request: Request) -> None:
+        """Queues a request; it starts when the KV cache has room for its prompt and answer.
+
+        Raises UsageError for one that this decoder cannot honour or an index in use, PlanError
+        for a request that the whole KV cache could not hold.
+        """
+        if any(request.index == other.index for other in self._requests()):
+            raise UsageError(f"Request {request.index} is already being decoded.")
+        self._check(request)
+        if request.canvas_length > self._kv_cache.num_tokens:
+            raise PlanError(
+                f"{len(request.prompt)} prompt tokens and {request.params.max_tokens} new ones "
+                f"take {request.canvas_length} tokens of KV cache, and it holds "
+                f"{self._kv_cache.num_tokens}; raise context or lower max_tokens."
+            )
+        self._waiting.append(request)
+
+    @abc.abstractmethod
+    def step(self) -> list[Event]:
+        """One forward pass: progress of every sequence that took part in it.
+
+        If the model raises, nothing but the pass is lost, and `cancel` and `close` work.
+        """
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Event]:
+        """Events of `requests` until all are finished; gives all room back however it ends."""
+        try:
+            for request in requests:
+                self.add(request)
+            while self.has_work:
+                yield from self.step()
+        finally:
+            self.close()
+
+    def cancel(self, index: int) -> bool:
+        """Drops a request, between passes, and gives back its room. Whether there was one."""
+        for request in self._waiting:
+            if request.index == index:
+                self._waiting.remove(request)
+                return True
+        for sequence in self._running:
+            if sequence.request.index == index:
+                self._running.remove(sequence)
+                self._kv_cache.free(sequence.kv)
+                return True
+        return False
+
+    def close(self) -> None:
+        """Drops every request."""
+        for request in list(self._requests()):
+            self.cancel(request.index)
+
+    @abc.abstractmethod
+    def _check(self, request: Request) -> None:
+        """Raises UsageError for a request that this decoder cannot honour."""
+
+    @abc.abstractmethod
+    def _begin(self, request: Request, kv: KVRange) -> S:
+        """The sequence of a request that now has room."""
+
+    def _requests(self) -> Iterator[Request]:
+        yield from self._waiting
+        yield from (sequence.request for sequence in self._running)
+
+    def _admit(self) -> None:
+        """Starts waiting requests, in order, as far as the KV cache has room for the worst case."""
+        while self._waiting:
+            length = self._waiting[0].canvas_length
+            # With nothing running there is nothing to wait for: let `allocate` say so.
+            if self._running and not self._kv_cache.can_allocate(length):
+                return
+            kv = self._kv_cache.allocate(length)
+            self._running.append(self._begin(self._waiting.popleft(), kv))
+
+    def _settle(self, served: Iterable[S]) -> None:
+        """Frees those of `served` that are finished; the others go behind those not served."""
+        for sequence in served:
+            self._running.remove(sequence)
+            if sequence.is_finished:
+                self._kv_cache.free(sequence.kv)
+            else:
+                self._running.append(sequence)
+
+
+def tiled_logits(model: Model, hidden: Tensor, rows: IntArray) -> Iterator[tuple[slice, Tensor]]:
+    """Logits of `hidden[rows]`, tile by tile: (which of `rows`, float32 [tile, vocab]).
+
+    The last tile may have rows beyond `rows`, which mean nothing.
+    """
+    padded = np.pad(rows, (0, -len(rows) % ROW_MULTIPLE), mode="edge")
+    for tile in tiles(len(padded), LOGIT_ROWS):
+        tile_rows = torch.from_numpy(padded[tile]).to(hidden.device)
+        yield tile, model.logits(hidden.index_select(0, tile_rows))

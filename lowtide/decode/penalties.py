@@ -1,0 +1,29 @@
+"""Penalties: what a text has said already is made less (or more) likely to be said again."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowtide.core import IntArray
+from lowtide.params import SamplingParams
+
+
+def penalise(logits: Tensor, tokens: IntArray, num_prompt: int, params: SamplingParams) -> None:
+    """Changes one row of logits, float32 [vocab], in place.
+
+    tokens: the text so far, of which `num_prompt` are the prompt. First the repetition penalty
+    (CTRL, section 4.1), over prompt and answer: divides positive logits and multiplies negative
+    ones; then OpenAI's presence and frequency penalties, over the answer: subtracted once, and
+    once per use.
+    """
+    if params.repetition_penalty is not None:
+        said = torch.from_numpy(np.unique(tokens)).to(logits.device)
+        values, penalty = logits[said], params.repetition_penalty
+        logits[said] = torch.where(values > 0, values / penalty, values * penalty)
+    presence, frequency = params.presence_penalty or 0.0, params.frequency_penalty or 0.0
+    if presence or frequency:
+        used, num_uses = np.unique(tokens[num_prompt:], return_counts=True)
+        cost = torch.from_numpy((presence + frequency * num_uses).astype(np.float32))
+        logits[torch.from_numpy(used).to(logits.device)] -= cost.to(logits.device)

@@ -1,0 +1,113 @@
+"""What a decoder is asked, `Request`, and what it reports, the events.
+
+Plain data, the same for every kind of decoding; who fills what in when is the decoder's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lowtide.core import align_up
+from lowtide.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A prompt and how to continue it.
+
+    index: names the request in its events. params: with the family's defaults filled in.
+    eos_token_ids end the answer, which keeps the first of them. is_stopped: asked, with the new
+    tokens so far, whether they are enough: after every token, or at each finished block.
+    """
+
+    index: int
+    prompt: Sequence[int]
+    params: SamplingParams
+    eos_token_ids: Collection[int] = ()
+    seed: int = 0
+    is_stopped: Callable[[Sequence[int]], bool] | None = None
+
+    @property
+    def block_length(self) -> int:
+        """Tokens that are written together; 1 for an autoregressive model."""
+        return self.params.diffusion.block_length or 1
+
+    @property
+    def steps(self) -> int:
+        """Denoising steps per block; as published, no more than new tokens."""
+        return min(self.params.diffusion.steps or 1, self.params.max_tokens)
+
+    @property
+    def threshold(self) -> float:
+        return self.params.diffusion.threshold or 0.0
+
+    @property
+    def edit_threshold(self) -> float | None:
+        """`None` where written tokens are never replaced; no probability is above 1."""
+        threshold = self.params.diffusion.edit_threshold
+        return None if threshold is None or threshold >= 1 else threshold
+
+    @property
+    def max_post_steps(self) -> int:
+        return self.params.diffusion.max_post_steps or 0
+
+    @property
+    def canvas_length(self) -> int:
+        """Prompt and new tokens, in whole blocks: the KV cache that the request may need."""
+        return align_up(len(self.prompt) + self.params.max_tokens, self.block_length)
+
+
+class TokenLogprobs(NamedTuple):
+    """Natural logarithms of the model's own probabilities at one new token's place.
+
+    Before temperature, penalties and filters. `top` are the likeliest (token id, logarithm)
+    pairs, likeliest first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Prefill(NamedTuple):
+    """Progress before a request's next tokens: final tokens cached, of how many."""
+
+    request: int
+    num_done: int
+    num_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """The active block after a denoising pass. Masked positions hold the mask id."""
+
+    request: int
+    block_start: int  # absolute position; a first block may begin with the prompt's last tokens
+    tokens: tuple[int, ...]
+    is_masked: tuple[bool, ...]
+    num_forwards: int  # denoising passes of this request so far
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """New tokens of the answer that will not change any more; `logprobs` for each, if asked."""
+
+    request: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request's last event: the whole answer, and why it ends ("stop" or "length")."""
+
+    request: int
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    num_forwards: int  # passes that could write tokens; those that only filled the cache are not
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+Event = Prefill | Draft | Committed | Finished

@@ -1,0 +1,213 @@
+"""One request of block diffusion: its state on the way.
+
+Which tokens are written when is decided here (by the rules of `unmask.py`), for one sequence,
+without knowing the model, the KV cache or other sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from lowtide.core import BoolArray, IntArray
+from lowtide.decode.request import Committed, Draft, Event, Finished, Prefill, Request
+from lowtide.decode.sampling import FloatArray, Sampling, choose_tokens
+from lowtide.decode.unmask import choose_edits, choose_fills, num_scheduled
+from lowtide.layers.batch import KVRange
+
+
+class Prediction(NamedTuple):
+    """Candidates and their confidence in a block; only those at `positions` mean anything."""
+
+    positions: IntArray  # absolute
+    candidates: IntArray  # [block_length]
+    confidence: FloatArray  # [block_length]
+
+    @classmethod
+    def empty(cls, block_length: int, positions: IntArray) -> Prediction:
+        zeros = np.zeros(block_length, np.float32)
+        return cls(positions, np.zeros(block_length, np.int64), zeros)
+
+
+class DiffusionSequence:
+    """One running request: its tokens, its active block, and how much of it is cached.
+
+    Positions before `num_committed` have keys and values of their final tokens; the block at
+    `block_start` is being filled. Knows nothing of other sequences or of the model.
+    """
+
+    def __init__(self, request: Request, kv: KVRange, mask_token_id: int) -> None:
+        length, prompt_length = request.canvas_length, len(request.prompt)
+        self.request = request
+        self.kv = kv
+        self.tokens = np.full(length, mask_token_id, np.int64)
+        self.tokens[:prompt_length] = request.prompt
+        self.num_committed = 0
+        self.is_finished = False
+        self._mask_token_id = mask_token_id
+        self._is_masked = np.arange(length) >= prompt_length
+        self._is_prompt = ~self._is_masked
+        eos_token_ids = () if request.params.ignore_eos else request.eos_token_ids
+        self._eos = np.array(sorted(eos_token_ids), np.int64)
+        params = request.params
+        self._sampling = Sampling.of(params, request.seed)
+        self._block_start = prompt_length // request.block_length * request.block_length
+        self._num_steps = 0  # passes over the active block while it had masks
+        self._num_post_steps = 0  # and while it had none
+        self._num_forwards = 0
+        self._num_reported = 0  # new tokens that went out as committed
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the next denoising pass, what is final and not cached included."""
+        return self._block_end - self.num_committed
+
+    @property
+    def num_block_passes(self) -> int:
+        """Denoising passes over the active block so far."""
+        return self._num_steps + self._num_post_steps
+
+    @property
+    def _block_end(self) -> int:
+        return self._block_start + self.request.block_length
+
+    @property
+    def _block(self) -> slice:
+        return slice(self._block_start, self._block_end)
+
+    def wanted_positions(self) -> IntArray:
+        """The positions [n] of the active block whose logits matter."""
+        is_wanted = self._is_masked[self._block] | self._is_editable()
+        return np.flatnonzero(is_wanted) + self._block_start
+
+    def choose(self, logits: Tensor, prediction: Prediction, part: slice) -> None:
+        """Candidates at `prediction.positions[part]`, from their logits [n, vocab]."""
+        positions = prediction.positions[part]
+        chosen = choose_tokens(
+            logits,
+            self._sampling,
+            positions,
+            self._num_forwards,
+            excluded=self._mask_token_id if self._num_to_fill() is None else None,
+        )
+        block_positions = positions - self._block_start
+        prediction.candidates[block_positions], prediction.confidence[block_positions] = chosen
+
+    def prefilled(self, stop: int) -> Event:
+        """After a pass over final tokens up to position `stop`."""
+        self.num_committed = stop
+        return Prefill(self.request.index, stop, self._block_start)
+
+    def denoised(self, prediction: Prediction, use_kv_cache: bool) -> list[Event]:
+        """After a denoising pass: writes what the rules choose, moves on where they say so."""
+        had_masks = bool(self._is_masked[self._block].any())
+        written = self._write(prediction)
+        self._num_forwards += 1
+        self._num_steps += had_masks
+        self._num_post_steps += not had_masks
+        self.num_committed = self._block_start
+        if not had_masks and not written.any():
+            self.num_committed = self._block_end  # the pass saw the block as it stays
+        if not use_kv_cache:
+            self.num_committed = 0
+        events: list[Event] = [self._draft()]
+        is_answered = self._is_answered(written)
+        if is_answered or self._is_block_finished(had_masks, written):
+            events += self._finish_block(is_answered)
+        return events
+
+    def _write(self, prediction: Prediction) -> BoolArray:
+        """Fills and edits the active block; which positions [block_length] were written."""
+        request, tokens = self.request, self.tokens[self._block]
+        is_masked = self._is_masked[self._block]
+        _, candidates, confidence = prediction
+        fills = choose_fills(is_masked, confidence, self._num_to_fill(), request.threshold)
+        fills &= candidates != self._mask_token_id
+        edits = np.zeros_like(fills)
+        if request.edit_threshold is not None:
+            edits = choose_edits(
+                tokens,
+                self._is_editable(),
+                candidates,
+                confidence,
+                request.edit_threshold,
+                self._mask_token_id,
+            )
+        written = fills | edits
+        tokens[written] = candidates[written]
+        is_masked[fills] = False
+        return written
+
+    def _num_to_fill(self) -> int | None:
+        request = self.request
+        return num_scheduled(request.block_length, request.steps, self._num_steps)
+
+    def _is_editable(self) -> BoolArray:
+        if self.request.edit_threshold is None:
+            return np.zeros(self.request.block_length, np.bool_)
+        return ~(self._is_masked[self._block] | self._is_prompt[self._block])
+
+    def _is_block_finished(self, had_masks: bool, written: BoolArray) -> bool:
+        if self._is_masked[self._block].any():
+            return False
+        if not had_masks and not written.any():
+            return True
+        is_final = self._num_post_steps >= self.request.max_post_steps
+        return is_final or self.request.edit_threshold is None
+
+    def _is_answered(self, written: BoolArray) -> bool:
+        """Whether the block need not be finished: `eos_early_stop`, an end token was just written,
+        and nothing before the first one is masked."""
+        if not self.request.params.diffusion.eos_early_stop:
+            return False
+        if not np.isin(self.tokens[self._block][written], self._eos).any():
+            return False
+        start = len(self.request.prompt)
+        is_masked = self._is_masked[start : self._block_end]
+        is_eos = np.isin(self.tokens[start : self._block_end], self._eos) & ~is_masked
+        return not is_masked[: int(is_eos.argmax())].any()
+
+    def _finish_block(self, is_answered: bool) -> list[Event]:
+        """Goes on to the next block, or ends; `is_answered` leaves masks behind the end token."""
+        self._block_start = self._block_end
+        self._num_steps = self._num_post_steps = 0
+        answer, is_stopped = self._answer(), self.request.is_stopped
+        if self._ends_with_eos(answer) or (is_stopped is not None and is_stopped(answer)):
+            return self._finish(answer, "stop")
+        if is_answered or self._block_start == len(self.tokens):
+            return self._finish(answer, "length")
+        return self._commit(answer)
+
+    def _finish(self, answer: Sequence[int], reason: str) -> list[Event]:
+        self.is_finished = True
+        finished = Finished(self.request.index, tuple(answer), reason, self._num_forwards)
+        return [*self._commit(answer), finished]
+
+    def _commit(self, answer: Sequence[int]) -> list[Event]:
+        tokens = tuple(answer[self._num_reported :])
+        self._num_reported = len(answer)
+        return [Committed(self.request.index, tokens)] if tokens else []
+
+    def _answer(self) -> list[int]:
+        """The new tokens before the active block, cut at `max_tokens` and after the first eos."""
+        start = len(self.request.prompt)
+        stop = min(self._block_start, start + self.request.params.max_tokens)
+        answer = self.tokens[start:stop]
+        is_eos = np.isin(answer, self._eos)
+        num_tokens = int(is_eos.argmax()) + 1 if is_eos.any() else len(answer)
+        return [int(token) for token in answer[:num_tokens]]
+
+    def _ends_with_eos(self, answer: Sequence[int]) -> bool:
+        return bool(answer) and bool(np.isin(answer[-1], self._eos))
+
+    def _draft(self) -> Draft:
+        return Draft(
+            request=self.request.index,
+            block_start=self._block_start,
+            tokens=tuple(self.tokens[self._block].tolist()),
+            is_masked=tuple(self._is_masked[self._block].tolist()),
+            num_forwards=self._num_forwards,
+        )

@@ -1,0 +1,367 @@
+"""Opening a model: its facts, then the plan of every byte, then the weights.
+
+The one place where lowtide's objects are wired together. Each stage refuses what it can before
+the next one costs anything: `open_model` reads `config.json` and headers, `make_plan` runs the
+model's own forward pass in register mode, `load` reads weights. Knows nothing of prompts.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from lowtide.checkpoint import Checkpoint
+from lowtide.config import ModelConfig, parse_size
+from lowtide.core import MemoryPlan, Step, StepKind, align_up
+from lowtide.decode.block_diffusion import LOGIT_ROWS
+from lowtide.dtypes import ITEM_BYTES, SAFETENSORS_NAME
+from lowtide.errors import CheckpointError, UnsupportedError, UsageError
+from lowtide.experts.executor import HostExecutor, InlineExecutor
+from lowtide.experts.loading import DenseWeights, Progress, check_finite
+from lowtide.experts.runtime import ExpertRegistrar, ExpertRuntime
+from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger
+from lowtide.experts.store import FileReader, ring_bytes
+from lowtide.experts.transfer import DiskTransfer, largest_read_bytes
+from lowtide.hardware import available_memory_bytes, resident_bytes, total_memory_bytes
+from lowtide.hub import has_weights, resolve_model
+from lowtide.kernels.library_cache import library_cache_bytes, limit_library_cache
+from lowtide.layers.batch import Batch, KVRange, Segment
+from lowtide.memory.arena import Arena
+from lowtide.memory.budget import Needs, spend
+from lowtide.memory.kv_cache import KVCache, storage_shape
+from lowtide.memory.workspace import Registrar, Workspace
+from lowtide.models import model_class
+from lowtide.models.decoder import Decoder
+from lowtide.policies.placement import Placement
+from lowtide.policies.presets import check_policy, choose_preset, make_placement
+from lowtide.schemas import WeightMap, assume, bind
+from lowtide.tokenizer import Tokenizer
+
+MAX_ROWS = 512
+"""Rows of the largest forward pass. Never a function of the budget: how rows are divided into
+passes must not depend on it."""
+
+MAX_BLOCK_LENGTH = MAX_ROWS // 2
+"""A block's first step also carries the block before it."""
+
+DEFAULT_CONTEXT = 4096
+
+OVERHEAD_ALLOWANCE_BYTES = 128 << 20
+"""What the process may come to hold beyond what it holds after its imports and a warm-up: library
+code paged in on first use, Python objects of running requests, the allocator's slack."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Options of an engine. Sizes are bytes, `10GiB`, `80%` (of this machine) or `auto`.
+
+    device: `auto` or `cpu`. host_memory: the budget for weights, KV cache, workspace, read ring
+    and expert slots. policy, policy_options: what stays resident (`policies/presets.py`).
+    context: tokens that the KV cache holds over all running sequences; by default the model's
+    maximum, 4,096 at most. dtype: the compute type, by default the checkpoint's. block_length:
+    the block of `logits`. config_overrides: values that replace `config.json`'s. kv_cache: False
+    recomputes everything at every step (a reference). check_weights: read all weights once and
+    refuse infinities and NaN. progress: called with (what, bytes done, bytes in all).
+    """
+
+    device: str = "auto"
+    gpu_memory: str | int = "auto"
+    host_memory: str | int = "auto"
+    policy: str = "auto"
+    policy_options: Mapping[str, str] = field(default_factory=dict)
+    context: int | None = None
+    expert_dtype: str | None = None
+    kernels: str = "auto"
+    dtype: str | None = None
+    block_length: int | None = None
+    config_overrides: Mapping[str, object] = field(default_factory=dict)
+    offline: bool = False
+    seed: int | None = None
+    kv_cache: bool = True
+    check_weights: bool = False
+    progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        if self.device not in ("auto", "cpu"):
+            raise UnsupportedError(f"Device {self.device!r} is not available; choose auto or cpu.")
+        if self.gpu_memory not in ("auto", 0, "0"):
+            raise UsageError(
+                f"gpu_memory {self.gpu_memory!r}: there is no GPU in use; leave it out."
+            )
+        if self.kernels not in ("auto", "reference"):
+            raise UnsupportedError(f"Kernels {self.kernels!r} unknown; choose auto or reference.")
+        if self.dtype is not None and self.dtype not in SAFETENSORS_NAME:
+            raise UnsupportedError(
+                f"dtype {self.dtype!r} is not supported; choose {', '.join(SAFETENSORS_NAME)}."
+            )
+        self._check_integer("context", 1, 2**28)
+        self._check_integer("block_length", 1, MAX_BLOCK_LENGTH)
+        self._check_integer("seed", 0, 2**63 - 1)
+        check_policy(self.policy, self.policy_options)
+
+    def _check_integer(self, name: str, low: int, high: int) -> None:
+        value = getattr(self, name)
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and not (is_integer and low <= value <= high):
+            raise UsageError(f"{name} must be an integer from {low} to {high}, not {value!r}.")
+
+
+@dataclass(frozen=True, slots=True)
+class OpenModel:
+    """A model's facts: nothing of its weights has been read.
+
+    `checkpoint` is None for a folder that has a `config.json` and no weights: it can be planned
+    (`weight_map` says where they would lie), not loaded.
+    """
+
+    folder: Path
+    options: EngineConfig
+    config: ModelConfig
+    checkpoint: Checkpoint | None
+    weight_map: WeightMap
+    tokenizer: Tokenizer | None
+    dtype: torch.dtype  # compute type
+    context: int
+
+    @property
+    def dense(self) -> DenseWeights:
+        is_float32 = model_class(self.config.family).is_float32
+        dtypes = {
+            name: torch.float32 if is_float32(name) else self.dtype
+            for name in self.weight_map.dense
+        }
+        return DenseWeights(self.weight_map.dense, dtypes)
+
+    @property
+    def slot_layout(self) -> SlotLayout:
+        return SlotLayout.of(self.config.moe_shape, self.dtype)
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int, int, int]:
+        num_arrays, num_heads, width = self.config.cache_shape
+        num_tokens = align_up(self.context, self.config.block_length)
+        return storage_shape(self.config.num_layers, num_heads, width, num_tokens, num_arrays)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A loaded model and everything it runs on."""
+
+    plan: MemoryPlan
+    opened: OpenModel
+    model: Decoder
+    experts: ExpertRuntime
+    kv_cache: KVCache
+    reader: FileReader
+    executor: HostExecutor
+
+    def close(self) -> None:
+        """Ends all threads and closes the checkpoint's files."""
+        self.executor.close()
+        self.reader.close()
+
+
+def open_model(reference: str | Path, options: EngineConfig) -> OpenModel:
+    """Finds a model and checks all that can be checked without reading a weight."""
+    folder = resolve_model(str(reference), offline=options.offline)
+    config = ModelConfig.load(folder, options.config_overrides)
+    checkpoint = Checkpoint.open(folder) if has_weights(folder) else None
+    weight_map = assume(config) if checkpoint is None else bind(config, checkpoint)
+    _check_loadable(weight_map)
+    tokenizer = Tokenizer.load(folder)
+    if tokenizer is not None:
+        tokenizer.check_vocabulary(config.vocab_size)
+    if options.expert_dtype not in (None, config.dtype):
+        raise UnsupportedError(
+            f"expert_dtype {options.expert_dtype!r} is not supported; this checkpoint's own is "
+            f"{config.dtype!r}."
+        )
+    return OpenModel(
+        folder=folder,
+        options=options,
+        config=config,
+        checkpoint=checkpoint,
+        weight_map=weight_map,
+        tokenizer=tokenizer,
+        dtype=getattr(torch, options.dtype or config.dtype),
+        context=_context(config, options),
+    )
+
+
+def make_plan(opened: OpenModel) -> MemoryPlan:
+    """Every byte the model will use. Raises PlanError when the budget is too small."""
+    options, shape = opened.options, opened.config.moe_shape
+    needs = _needs(opened)
+    overhead_bytes = _overhead_bytes() + library_cache_bytes(opened.dtype)
+    budget_bytes = _budget_bytes(opened, needs)
+    tier, residents = spend(needs, budget_bytes, opened.context)
+    preset, reason = choose_preset(options.policy, everything_fits=budget_bytes >= needs.full_bytes)
+    return MemoryPlan(
+        host=tier,
+        context=opened.context,
+        max_rows=MAX_ROWS,
+        minimum_bytes=needs.minimum_bytes,
+        full_bytes=needs.full_bytes,
+        overhead_bytes=overhead_bytes,
+        num_experts=shape.num_layers * shape.num_experts,
+        residents_per_layer=residents,
+        policy=preset,
+        reason=reason,
+    )
+
+
+def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
+    """Reads the weights that the plan has room for.
+
+    Raises CheckpointError for a folder without weights.
+    """
+    options, config, checkpoint = opened.options, opened.config, opened.checkpoint
+    if checkpoint is None:
+        raise CheckpointError(
+            f"{opened.folder} holds a config.json but no *.safetensors: the model can be planned, "
+            "not loaded. Fetch its weights into this folder."
+        )
+    progress = options.progress or _no_progress
+    if options.check_weights:
+        check_finite(checkpoint, progress)
+    with ExitStack() as undo:
+        reader = FileReader(checkpoint.files, largest_read_bytes(opened.weight_map.experts))
+        undo.callback(reader.close)
+        executor = HostExecutor(config.num_experts_per_token)
+        undo.callback(executor.close)
+        weights = opened.dense.load(reader, progress)
+        experts = _load_experts(opened, plan, reader, executor, progress)
+        kv_cache = KVCache(_kv_storage(opened))
+        workspace = Workspace(Arena(_register(opened).arena_bytes).bytes)
+        model = model_class(config.family)(config, weights, experts, kv_cache, workspace, executor)
+        undo.pop_all()
+    return Engine(plan, opened, model, experts, kv_cache, reader, executor)
+
+
+def _load_experts(
+    opened: OpenModel,
+    plan: MemoryPlan,
+    reader: FileReader,
+    executor: HostExecutor,
+    progress: Progress,
+) -> ExpertRuntime:
+    """The expert runtime with the policy's initial residents in their slots."""
+    config, num_slots = opened.config, plan.host.num_slots
+    table, dtype_name = opened.weight_map.experts, _storage_name(opened.dtype)
+    slots = ExpertSlots(Arena(plan.host.slot_bytes * num_slots), opened.slot_layout)
+    placement = make_placement(
+        plan.policy, opened.options.policy_options, plan.residents_per_layer, config.num_experts
+    )
+    experts = ExpertRuntime(
+        shape=config.moe_shape,
+        slots=slots,
+        ledger=SlotLedger(config.num_moe_layers, config.num_experts, num_slots),
+        transfer=DiskTransfer(reader, table, slots, dtype_name),
+        placement=placement,
+        executor=executor,
+    )
+    _preload(experts, placement, plan, progress)
+    return experts
+
+
+def _preload(
+    experts: ExpertRuntime, placement: Placement, plan: MemoryPlan, progress: Progress
+) -> None:
+    """Makes the policy's initial residents resident, layer by layer."""
+    initial = [placement.initial(layer) for layer in range(len(plan.residents_per_layer))]
+    total_bytes = sum(map(len, initial)) * plan.host.slot_bytes
+    done_bytes = 0
+    for layer, residents in enumerate(initial):
+        experts.preload(layer, residents)
+        done_bytes += len(residents) * plan.host.slot_bytes
+        progress("loading experts", done_bytes, total_bytes)
+
+
+def _check_loadable(weight_map: WeightMap) -> None:
+    dtypes = {name: entry.dtype for name, entry in weight_map.dense.items()}
+    for name, dtype in (*dtypes.items(), ("the experts", weight_map.experts.dtype)):
+        if dtype not in ITEM_BYTES:
+            raise CheckpointError(
+                f"{name} is stored as {dtype}; lowtide reads {', '.join(ITEM_BYTES)}."
+            )
+
+
+def _context(config: ModelConfig, options: EngineConfig) -> int:
+    """May be more than the model's positions: it is shared by all running sequences."""
+    return options.context or min(config.max_positions, DEFAULT_CONTEXT)
+
+
+def _needs(opened: OpenModel) -> Needs:
+    shape = opened.config.moe_shape
+    return Needs(
+        dense_bytes=opened.dense.num_bytes,
+        kv_cache_bytes=math.prod(opened.kv_shape) * opened.dtype.itemsize,
+        workspace_bytes=_register(opened).peak_bytes,
+        ring_bytes=ring_bytes(largest_read_bytes(opened.weight_map.experts)),
+        slot_bytes=opened.slot_layout.num_bytes,
+        num_layers=shape.num_layers,
+        num_experts=shape.num_experts,
+    )
+
+
+def _budget_bytes(opened: OpenModel, needs: Needs) -> int:
+    host_memory = opened.options.host_memory
+    if host_memory != "auto":
+        return parse_size(host_memory, total_memory_bytes())
+    # A tenth is left to others and to the page cache.
+    usable = available_memory_bytes() * 9 // 10 - OVERHEAD_ALLOWANCE_BYTES
+    usable -= library_cache_bytes(opened.dtype)
+    return max(needs.minimum_bytes, min(usable, needs.full_bytes))
+
+
+@functools.cache
+def _overhead_bytes() -> int:
+    """What this process holds outside the budget, after one product of each compute type."""
+    limit_library_cache()
+    for name in SAFETENSORS_NAME:
+        matrix = torch.ones(64, 64, dtype=getattr(torch, name))
+        torch.mm(matrix, matrix)
+    return resident_bytes() + OVERHEAD_ALLOWANCE_BYTES
+
+
+def _register(opened: OpenModel) -> Registrar:
+    """Runs the largest forward pass on the meta device: the same code, nothing computed.
+
+    Layers give back what they take, so those up to the first with experts stand for all.
+    """
+    registrar = Registrar()
+    config = replace(opened.config, num_layers=opened.config.moe_layers[0] + 1)
+    kv_shape = list(opened.kv_shape)
+    kv_shape[3] = max(kv_shape[3], MAX_ROWS)
+    kv_cache = KVCache(torch.empty(kv_shape, dtype=opened.dtype, device="meta"))
+    experts = ExpertRegistrar(config.moe_shape)
+    model = model_class(config.family)(
+        config, opened.dense.meta(), experts, kv_cache, registrar, InlineExecutor()
+    )
+    rows = torch.empty(MAX_ROWS, dtype=torch.int64, device="meta")
+    # Causal, or one block of all rows, at the end of the cache: no other attention needs more.
+    first_position = kv_shape[3] - MAX_ROWS
+    for block_length in (1, kv_shape[3]):
+        segment = Segment(0, MAX_ROWS, first_position, block_length, KVRange(0, kv_shape[3]))
+        hidden = model.forward(Batch(rows, rows, (segment,), Step(StepKind.DENOISE, 0)))
+        model.logits(hidden[: LOGIT_ROWS + 15])
+    return registrar
+
+
+def _kv_storage(opened: OpenModel) -> torch.Tensor:
+    num_bytes = math.prod(opened.kv_shape) * opened.dtype.itemsize
+    return Arena(num_bytes).tensor(0, opened.kv_shape, opened.dtype)
+
+
+def _storage_name(dtype: torch.dtype) -> str:
+    return SAFETENSORS_NAME[str(dtype).removeprefix("torch.")]
+
+
+def _no_progress(what: str, done_bytes: int, total_bytes: int) -> None:
+    pass

@@ -1,0 +1,306 @@
+"""THE HOT PATH: runs one layer's routed experts, wherever their bytes are.
+
+Decides nothing: what stays resident is a placement policy's choice, bytes are moved by a
+transfer, products are a kernel's. Whatever is resident, every token's experts run in the same
+products and are summed in the same order, so the result's bits never depend on placement.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowtide.core import Demand, IntArray, MoEShape, Moves, Step
+from lowtide.errors import InternalError
+from lowtide.experts.executor import Executor
+from lowtide.experts.slots import ExpertSlots, SlotLedger
+from lowtide.experts.store import Ticket
+from lowtide.experts.transfer import Transfer
+from lowtide.kernels.reference import combine, gated_mlp
+from lowtide.memory.workspace import Buffers
+from lowtide.policies.placement import Placement
+
+
+class Routing(NamedTuple):
+    """The router's choice for each token, experts in ascending id."""
+
+    experts: Tensor  # [tokens, k] int64
+    weights: Tensor  # [tokens, k] float32
+
+
+@dataclass
+class ExpertStats:
+    """What the runtime did, in counts, bytes and seconds since it was made."""
+
+    num_hits: int = 0  # activated experts that were resident
+    num_misses: int = 0  # activated experts that had to be read
+    num_admitted: int = 0
+    num_evicted: int = 0
+    read_bytes: int = 0
+    wait_s: float = 0.0  # the computation stood still for a read
+
+    def as_dict(self) -> dict[str, float]:
+        return {**asdict(self), "hit_rate": self.num_hits / max(1, self.num_hits + self.num_misses)}
+
+
+class Observer(Protocol):
+    """Somebody who watches without taking part: a trace, a comparison."""
+
+    def saw_layer(self, layer: int, step: Step, routing: Routing, out: Tensor) -> None:
+        """After a layer's experts were summed: `out` [tokens, hidden] float32, valid until the
+        call returns."""
+        ...
+
+
+class ExpertRuntime:
+    """Owns a model's experts on one compute device and the slots they run from."""
+
+    def __init__(
+        self,
+        shape: MoEShape,
+        slots: ExpertSlots,
+        ledger: SlotLedger,
+        transfer: Transfer,
+        placement: Placement,
+        executor: Executor,
+    ) -> None:
+        self._shape = shape
+        self._slots = slots
+        self.ledger = ledger
+        self.transfer = transfer
+        self.executor = executor
+        self._placement = placement
+        self.observer: Observer | None = None
+        self.stats = ExpertStats()
+
+    def forward(
+        self, layer: int, x: Tensor, routing: Routing, step: Step, workspace: Buffers, out: Tensor
+    ) -> None:
+        """`out[t] = sum over t's experts e of weight * expert_e(x[t])`, in ascending e.
+
+        x [tokens, hidden] compute dtype; out [tokens, hidden] float32; `layer` counts MoE layers.
+        Raises StorageError when an expert cannot be read; the runtime stays usable.
+        """
+        rows = _ExpertRows.sort(routing.experts, self._shape.num_experts)
+        demand = self._demand(layer, rows)
+        moves = self._placement.update(step, layer, demand, self.ledger.is_resident(layer))
+        buffers = _Buffers.take(workspace, self._shape, x)
+        torch.index_select(x, 0, rows.token_of, out=buffers.parts)
+        self._run_all(layer, demand, moves, lambda e, slot: self._run(e, slot, rows, buffers))
+        self.stats.num_hits += int(demand.is_resident.sum())
+        self.stats.num_misses += int((~demand.is_resident).sum())
+        combine(buffers.parts, rows.part_of, routing.weights, buffers.term, buffers.term_fp32, out)
+        if self.observer is not None:
+            self.observer.saw_layer(layer, step, routing, out)
+
+    def preload(self, layer: int, experts: IntArray) -> None:
+        """Makes absent `experts` of `layer` resident before the first step."""
+        demand = Demand(experts, np.zeros_like(experts), np.zeros(len(experts), np.bool_))
+        self._run_all(layer, demand, Moves(experts, experts[:0]), lambda expert, slot: None)
+
+    def _demand(self, layer: int, rows: _ExpertRows) -> Demand:
+        num_tokens = np.diff(rows.bounds)
+        experts = np.flatnonzero(num_tokens)
+        return Demand(experts, num_tokens[experts], self.ledger.is_resident(layer)[experts])
+
+    def _run(self, expert: int, slot: int, rows: _ExpertRows, buffers: _Buffers) -> None:
+        pairs = slice(int(rows.bounds[expert]), int(rows.bounds[expert + 1]))
+        # An expert's inputs are not needed once gate and up are computed: the outputs replace them.
+        parts = buffers.parts[pairs]
+        gated_mlp(parts, self._slots.weights(slot), buffers.gate[pairs], buffers.up[pairs], parts)
+
+    def _run_all(
+        self, layer: int, demand: Demand, moves: Moves, use: Callable[[int, int], None]
+    ) -> None:
+        """Calls `use(expert, slot)` for every demanded expert, on compute threads.
+
+        Reads of absent experts start as slots come free, and so overlap the use of those present.
+        After its use an expert is kept, evicted or dropped, as `moves` says.
+        """
+        pass_ = _LayerPass(self, layer, demand, moves, use)
+        try:
+            pass_.start()
+            while pass_.advance():
+                pass_.start_reads()
+        except BaseException:
+            pass_.abandon()
+            raise
+
+
+class _LayerPass:
+    """One layer's demanded experts on their way: waiting, arriving, ready, used, settled.
+
+    The calling thread starts reads and settles what was used (a slot changes hands on no other
+    thread); compute threads take experts from `ready`, arrivals first, since their slots are
+    wanted by those that wait.
+    """
+
+    def __init__(
+        self,
+        runtime: ExpertRuntime,
+        layer: int,
+        demand: Demand,
+        moves: Moves,
+        use: Callable[[int, int], None],
+    ) -> None:
+        self._runtime = runtime
+        self._layer = layer
+        self._use = use
+        self._admit = frozenset(moves.admit.tolist())
+        self._evict = frozenset(moves.evict.tolist())
+        self._demanded = frozenset(demand.experts.tolist())
+        self._residents = demand.experts[demand.is_resident].tolist()
+        self._waiting = deque(demand.experts[~demand.is_resident].tolist())
+        self._arriving: deque[tuple[int, int, Ticket]] = deque()
+        self._ready: deque[tuple[int, int]] = deque()
+        self._used: deque[int] = deque()
+        self._slots: dict[int, int] = {}  # of experts that are ready or used, not yet settled
+        self._work: deque[Future[None]] = deque()
+
+    def start(self) -> None:
+        """Frees what nobody asks for, starts the first reads and the residents' use."""
+        ledger, layer = self._runtime.ledger, self._layer
+        for expert in sorted(self._evict - self._demanded):
+            self._evict_now(expert)
+        self.start_reads()
+        for expert in self._residents:
+            slot = ledger.slot_of(layer, expert)
+            ledger.lease(slot)
+            self._slots[expert] = slot
+            self._ready.append((expert, slot))
+        for _ in range(min(len(self._residents), self._runtime.executor.num_threads)):
+            self._start_work()
+
+    def start_reads(self) -> None:
+        """Gives every free slot to an expert that waits for one."""
+        ledger, transfer = self._runtime.ledger, self._runtime.transfer
+        while self._waiting and ledger.num_free:
+            expert, slot = self._waiting.popleft(), ledger.take()
+            self._arriving.append((expert, slot, transfer.start(self._layer, expert, slot)))
+
+    def advance(self) -> bool:
+        """Waits for the next arrival, or for work to end; False when all is settled."""
+        if self._arriving:
+            self._accept_arrival()
+        elif self._work:
+            self._work[0].result()
+        elif self._waiting:
+            raise InternalError(f"{len(self._waiting)} experts wait and no slot is free.")
+        while self._work and self._work[0].done():
+            self._work.popleft().result()
+        while self._used:
+            self._settle(self._used.popleft())
+        return bool(self._waiting or self._arriving or self._work)
+
+    def abandon(self) -> None:
+        """After a failure: gives all slots back, once no thread uses or writes them."""
+        self._ready.clear()
+        wait(self._work)
+        wait(ticket for _, _, ticket in self._arriving if not ticket.cancel())
+        # Ctrl-C comes anywhere: what had just been started may not have been noted yet.
+        self._runtime.executor.drain()
+        self._runtime.transfer.drain()
+        self._runtime.ledger.reclaim()
+
+    def _accept_arrival(self) -> None:
+        expert, slot, ticket = self._arriving[0]
+        stats = self._runtime.stats
+        start = perf_counter()
+        stats.read_bytes += ticket.result()
+        stats.wait_s += perf_counter() - start
+        self._arriving.popleft()
+        self._slots[expert] = slot
+        self._ready.appendleft((expert, slot))
+        self._start_work()
+
+    def _start_work(self) -> None:
+        self._work.append(self._runtime.executor.submit(self._use_ready))
+
+    def _use_ready(self) -> None:
+        """On a compute thread: uses experts until none is ready."""
+        while True:
+            try:
+                expert, slot = self._ready.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            self._use(expert, slot)
+            self._used.append(expert)
+
+    def _settle(self, expert: int) -> None:
+        """After its use: keep, evict or drop."""
+        ledger, slot = self._runtime.ledger, self._slots.pop(expert)
+        if expert in self._admit:
+            ledger.bind(self._layer, expert, slot)
+            self._runtime.stats.num_admitted += 1
+        elif ledger.is_bound(slot):
+            ledger.release(slot)
+            if expert in self._evict:
+                self._evict_now(expert)
+        else:
+            ledger.drop(slot)
+
+    def _evict_now(self, expert: int) -> None:
+        self._runtime.ledger.evict(self._layer, expert)
+        self._runtime.stats.num_evicted += 1
+
+
+class ExpertRegistrar:
+    """Stands in for the runtime while a forward pass is only counted."""
+
+    def __init__(self, shape: MoEShape) -> None:
+        self._shape = shape
+
+    def forward(
+        self, layer: int, x: Tensor, routing: Routing, step: Step, workspace: Buffers, out: Tensor
+    ) -> None:
+        _Buffers.take(workspace, self._shape, x)
+
+
+class _ExpertRows(NamedTuple):
+    """The (token, expert) pairs of a step, sorted by expert, tokens ascending within one."""
+
+    token_of: Tensor  # [tokens * k]: the token of each sorted pair
+    part_of: Tensor  # [tokens, k]: where a token's j-th pair went
+    bounds: IntArray  # [num_experts + 1]: expert e has sorted pairs bounds[e] to bounds[e + 1]
+
+    @classmethod
+    def sort(cls, experts: Tensor, num_experts: int) -> _ExpertRows:
+        flat = experts.reshape(-1)
+        order = torch.argsort(flat, stable=True)
+        part_of = torch.empty_like(flat)
+        part_of[order] = torch.arange(len(flat), device=flat.device)
+        bounds = np.zeros(num_experts + 1, np.int64)
+        # The layer's one device-to-host synchronisation.
+        np.cumsum(torch.bincount(flat, minlength=num_experts).cpu().numpy(), out=bounds[1:])
+        return cls(order // experts.shape[1], part_of.view(experts.shape), bounds)
+
+
+class _Buffers(NamedTuple):
+    """The layer's scratch. Rows are bounded by the plan's `max_rows`, so `parts` is too."""
+
+    parts: Tensor  # [tokens * k, hidden]: inputs of each pair, then its expert's output
+    gate: Tensor  # [tokens * k, expert_size]: each expert its own rows, threads share nothing
+    up: Tensor  # [tokens * k, expert_size]
+    term: Tensor  # [tokens, hidden]
+    term_fp32: Tensor  # [tokens, hidden] float32
+
+    @classmethod
+    def take(cls, workspace: Buffers, shape: MoEShape, x: Tensor) -> _Buffers:
+        num_tokens, hidden = x.shape
+        num_pairs = num_tokens * shape.num_experts_per_token
+        workspace.library("expert rows", 6 * 8 * num_pairs)
+        return cls(
+            parts=workspace.take("expert parts", (num_pairs, hidden), x.dtype),
+            gate=workspace.take("expert gate", (num_pairs, shape.expert_size), x.dtype),
+            up=workspace.take("expert up", (num_pairs, shape.expert_size), x.dtype),
+            term=workspace.take("combine term", (num_tokens, hidden), x.dtype),
+            term_fp32=workspace.take("combine term fp32", (num_tokens, hidden), torch.float32),
+        )

@@ -1,0 +1,191 @@
+"""Expert slots of one tier: which expert lies where, and who is using it.
+
+`SlotLedger` is the bookkeeping, `ExpertSlots` the bytes. Neither decides what to keep: that is a
+placement policy's; and neither moves bytes: that is a transfer's.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lowtide.core import BoolArray, MoEShape, align_up
+from lowtide.errors import InternalError
+from lowtide.kernels.reference import ExpertWeights
+from lowtide.memory.arena import Arena
+
+_NO_SLOT = -1
+
+
+class SlotLedger:
+    """Who owns each slot. A leased slot cannot be evicted; all changes are checked.
+
+    A slot is free, taken (its bytes are arriving or it will be dropped after use), or bound to
+    an expert, which is then resident.
+    """
+
+    def __init__(self, num_layers: int, num_experts: int, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._slot_of = np.full((num_layers, num_experts), _NO_SLOT, np.int64)
+        self._owner: list[tuple[int, int] | None] = [None] * num_slots
+        self._is_taken = [False] * num_slots
+        self._num_leases = [0] * num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_resident(self) -> int:
+        return int((self._slot_of != _NO_SLOT).sum())
+
+    def is_resident(self, layer: int) -> BoolArray:
+        """Per expert of `layer`: whether its weights are in a slot. [num_experts]"""
+        is_resident: BoolArray = self._slot_of[layer] != _NO_SLOT
+        return is_resident
+
+    def slot_of(self, layer: int, expert: int) -> int:
+        """The slot of a resident expert."""
+        slot = int(self._slot_of[layer, expert])
+        if slot == _NO_SLOT:
+            raise InternalError(f"Expert {expert} of MoE layer {layer} is in no slot.")
+        return slot
+
+    def take(self) -> int:
+        """A free slot, now taken."""
+        if not self._free:
+            raise InternalError(f"All {self.num_slots} expert slots are in use.")
+        slot = self._free.pop()
+        self._is_taken[slot] = True
+        return slot
+
+    def bind(self, layer: int, expert: int, slot: int) -> None:
+        """Makes a taken slot the place of `expert`, which becomes resident."""
+        self._check_taken(slot)
+        if self._slot_of[layer, expert] != _NO_SLOT:
+            raise InternalError(f"Expert {expert} of MoE layer {layer} is in a slot already.")
+        self._is_taken[slot] = False
+        self._owner[slot] = (layer, expert)
+        self._slot_of[layer, expert] = slot
+
+    def drop(self, slot: int) -> None:
+        """Frees a taken slot: what was in it is forgotten."""
+        self._check_taken(slot)
+        self._is_taken[slot] = False
+        self._free.append(slot)
+
+    def is_bound(self, slot: int) -> bool:
+        """Whether a slot holds a resident expert (and is not free or taken)."""
+        return self._owner[slot] is not None
+
+    def lease(self, slot: int) -> None:
+        """Forbids the eviction of the expert bound to `slot` until the matching `release`."""
+        if self._owner[slot] is None:
+            raise InternalError(f"Slot {slot} holds no expert to lease.")
+        self._num_leases[slot] += 1
+
+    def release(self, slot: int) -> None:
+        if self._num_leases[slot] < 1:
+            raise InternalError(f"Slot {slot} was released without a lease.")
+        self._num_leases[slot] -= 1
+
+    def evict(self, layer: int, expert: int) -> None:
+        """Frees the slot of a resident expert.
+
+        Weights are read-only, so nothing is copied back.
+        """
+        slot = self.slot_of(layer, expert)
+        if self._num_leases[slot]:
+            raise InternalError(f"Slot {slot} holds expert {expert}, which is in use.")
+        self._slot_of[layer, expert] = _NO_SLOT
+        self._owner[slot] = None
+        self._free.append(slot)
+
+    def reclaim(self) -> None:
+        """Frees every taken slot and ends every lease: nobody uses any of them any more.
+
+        Also undoes a change that Ctrl-C left half made.
+        """
+        for slot, owner in enumerate(self._owner):
+            if owner is not None and self._slot_of[owner] != slot:
+                self._owner[slot] = None
+        self._is_taken = [False] * self.num_slots
+        self._num_leases = [0] * self.num_slots
+        self._free = [slot for slot in reversed(range(self.num_slots)) if not self._owner[slot]]
+
+    def check_integrity(self) -> None:
+        """Recounts every slot; raises InternalError if one is lost, shared or still leased."""
+        owners = [(slot, owner) for slot, owner in enumerate(self._owner) if owner is not None]
+        bound = [slot for slot, _ in owners]
+        taken = [slot for slot, is_taken in enumerate(self._is_taken) if is_taken]
+        if sorted(bound + taken + self._free) != list(range(self.num_slots)):
+            raise InternalError(
+                f"{len(bound)} bound, {len(taken)} taken and {len(self._free)} free slots "
+                f"do not make {self.num_slots}."
+            )
+        for slot, owner in owners:
+            if self._slot_of[owner] != slot:
+                raise InternalError(f"Slot {slot} and its expert {owner} disagree.")
+        if self.num_resident != len(bound):
+            raise InternalError(f"{self.num_resident} residents for {len(bound)} bound slots.")
+        if any(self._num_leases):
+            raise InternalError(f"{sum(self._num_leases)} leases were not released.")
+
+    def _check_taken(self, slot: int) -> None:
+        if not self._is_taken[slot]:
+            raise InternalError(f"Slot {slot} is not taken.")
+
+
+class SlotLayout(NamedTuple):
+    """A slot is gate | up | down, each part on a 64-byte boundary, the same for every slot."""
+
+    shapes: tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
+    dtype: torch.dtype
+    offsets: tuple[int, int, int]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, shape: MoEShape, dtype: torch.dtype) -> SlotLayout:
+        """The layout of a model's experts in the compute dtype."""
+        hidden, width = shape.hidden_size, shape.expert_size
+        part_bytes = align_up(hidden * width * dtype.itemsize)
+        return cls(
+            shapes=((width, hidden), (width, hidden), (hidden, width)),
+            dtype=dtype,
+            offsets=(0, part_bytes, 2 * part_bytes),
+            num_bytes=3 * part_bytes,
+        )
+
+
+class ExpertSlots:
+    """The bytes of a tier's slots, in one arena, addressed by slot number."""
+
+    def __init__(self, arena: Arena, layout: SlotLayout) -> None:
+        self._arena = arena
+        self._array = arena.array()
+        self._weights: dict[int, ExpertWeights] = {}
+        self.layout = layout
+
+    def weights(self, slot: int) -> ExpertWeights:
+        """The matrices in a slot, as tensors over it: made once, since a slot never moves."""
+        if slot not in self._weights:
+            self._weights[slot] = self._make_weights(slot)
+        return self._weights[slot]
+
+    def _make_weights(self, slot: int) -> ExpertWeights:
+        base = slot * self.layout.num_bytes
+        gate, up, down = (
+            self._arena.tensor(base + offset, shape, self.layout.dtype)
+            for offset, shape in zip(self.layout.offsets, self.layout.shapes, strict=True)
+        )
+        return ExpertWeights(gate, up, down)
+
+    def part(self, slot: int, part: int) -> NDArray[np.uint8]:
+        """The bytes of one part (0 gate, 1 up, 2 down) of a slot, without padding."""
+        rows, columns = self.layout.shapes[part]
+        start = slot * self.layout.num_bytes + self.layout.offsets[part]
+        return self._array[start : start + rows * columns * self.layout.dtype.itemsize]

@@ -1,0 +1,69 @@
+"""Moves one expert's weights into a slot of the tier below which it lies.
+
+A transfer is started and answered with a ticket; it knows nothing of layers' order, demand or
+what else is resident. Disk to host is here; a GPU tier has the same interface.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from lowtide.experts.slots import ExpertSlots
+from lowtide.experts.store import FileReader, Piece, Read, Ticket
+from lowtide.schemas.weights import MAX_GAP_BYTES, ExpertTable
+
+
+class Transfer(Protocol):
+    """One link of the chain of tiers."""
+
+    def start(self, layer: int, expert: int, slot: int) -> Ticket:
+        """Begins to fill `slot` (taken, not yet bound) with an expert's weights.
+
+        Returns at once. The ticket's result is the number of bytes moved; it raises StorageError
+        if they could not be. The slot must stay taken until the ticket is answered.
+        """
+        ...
+
+    def drain(self) -> None:
+        """Waits until no slot is being filled, whoever has the tickets."""
+        ...
+
+
+class DiskTransfer:
+    """Reads experts from the checkpoint's own files into host slots."""
+
+    def __init__(
+        self, reader: FileReader, table: ExpertTable, slots: ExpertSlots, slot_dtype: str
+    ) -> None:
+        """`slot_dtype`: the compute dtype by its safetensors name; other types are converted."""
+        self._reader = reader
+        self._table = table
+        self._slots = slots
+        self._slot_dtype = slot_dtype
+
+    def drain(self) -> None:
+        self._reader.drain()
+
+    def start(self, layer: int, expert: int, slot: int) -> Ticket:
+        return self._reader.submit(self._reads(layer, expert, slot))
+
+    def _reads(self, layer: int, expert: int, slot: int) -> list[Read]:
+        reads = []
+        for file, start, num_bytes, parts in self._table.ranges(layer, expert):
+            pieces = tuple(self._piece(slot, part, offset) for part, offset in parts)
+            reads.append(Read(file, start, num_bytes, pieces))
+        return reads
+
+    def _piece(self, slot: int, part: int, offset: int) -> Piece:
+        return Piece(
+            offset=offset,
+            num_bytes=self._table.part_bytes[part],
+            dtype=self._table.dtype,
+            target=self._slots.part(slot, part),
+            target_dtype=self._slot_dtype,
+        )
+
+
+def largest_read_bytes(table: ExpertTable) -> int:
+    """An upper bound of one expert's contiguous read, gaps between its parts included."""
+    return sum(table.part_bytes) + 2 * MAX_GAP_BYTES

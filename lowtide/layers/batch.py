@@ -1,0 +1,42 @@
+"""The flat token batch: rows of several sequences, one after the other, no padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lowtide.core import Step
+from lowtide.memory.kv_cache import KVRange
+
+__all__ = ["Batch", "KVRange", "Segment"]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One sequence's rows of a batch: consecutive positions, written to its KV range.
+
+    Position p belongs to block `p // block_length`; a row sees every position of its own and of
+    earlier blocks. `block_length` 1 is causal attention. What lies before `first_position` must
+    be in the KV cache already.
+    """
+
+    start: int  # first row in the batch
+    stop: int  # one past its last row
+    first_position: int  # absolute position of row `start`
+    block_length: int
+    kv: KVRange
+
+    @property
+    def end_position(self) -> int:
+        return self.first_position + self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One forward pass: its rows, the sequences they belong to, and what it is for."""
+
+    token_ids: Tensor  # [rows] int64
+    positions: Tensor  # [rows] int64, absolute
+    segments: tuple[Segment, ...]
+    step: Step

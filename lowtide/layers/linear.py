@@ -1,0 +1,76 @@
+"""Matrix products with stored weights, and the gated MLP made of them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lowtide.core import align_up
+from lowtide.experts.executor import Executor
+from lowtide.kernels.reference import ExpertWeights, silu_times
+from lowtide.memory.workspace import Buffers, tiles
+
+SPLIT_BYTES = 4 << 20
+"""Smaller weights are not worth handing to another thread."""
+
+
+class Linear:
+    """`out = x @ weight.T + bias`, its output features divided among the compute threads."""
+
+    def __init__(self, weight: Tensor, executor: Executor, bias: Tensor | None = None) -> None:
+        """weight: [out, in]. bias: [out]."""
+        self._executor = executor
+        self._bias = bias
+        self._pieces = _pieces(weight, executor.num_threads)
+
+    def forward(self, x: Tensor, out: Tensor) -> None:
+        """x [rows, in], out [rows, out]."""
+        if len(self._pieces) == 1:
+            _multiply(x, self._pieces[0][1], self._bias, out)
+            return
+        bias = self._bias
+        works = [
+            partial(_multiply, x, weight, None if bias is None else bias[rows], out[:, rows])
+            for rows, weight in self._pieces
+        ]
+        self._executor.run(works)
+
+
+class GatedMLP:
+    """down(silu(gate x) * up x): a dense layer's MLP, or experts that every token uses."""
+
+    def __init__(self, weights: ExpertWeights, executor: Executor) -> None:
+        self._width = weights.gate.shape[0]
+        self._gate, self._up, self._down = (Linear(weight, executor) for weight in weights)
+
+    def forward(self, x: Tensor, workspace: Buffers, out: Tensor) -> None:
+        """x, out [rows, hidden]; `out` must not be `x`."""
+        with workspace.scope():
+            gate = workspace.take("mlp gate", (x.shape[0], self._width), x.dtype)
+            up = workspace.take("mlp up", (x.shape[0], self._width), x.dtype)
+            self._gate.forward(x, gate)
+            self._up.forward(x, up)
+            silu_times(gate, up)
+            self._down.forward(gate, out)
+
+
+def _pieces(weight: Tensor, num_pieces: int) -> list[tuple[slice, Tensor]]:
+    """Ranges of output features, each with its transposed rows of `weight`.
+
+    They begin at multiples of 64, and none is narrower than 16: a product's bits would depend on
+    the number of pieces otherwise (measured, float32).
+    """
+    num_features = weight.shape[0]
+    if weight.nbytes < SPLIT_BYTES:
+        num_pieces = 1
+    length = align_up(-(-num_features // num_pieces), 64)
+    return [(features, weight[features].t()) for features in tiles(num_features, length)]
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if bias is None:
+        torch.mm(x, weight, out=out)
+    else:
+        torch.addmm(bias, x, weight, out=out)

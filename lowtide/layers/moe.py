@@ -1,0 +1,67 @@
+"""The mixture-of-experts layer: route, run the routed experts, add the shared one."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lowtide.core import Step
+from lowtide.experts.runtime import Routing
+from lowtide.layers.batch import Batch
+from lowtide.layers.linear import GatedMLP
+from lowtide.layers.router import Router, SigmoidRouter, SoftmaxRouter
+from lowtide.memory.workspace import Buffers
+
+__all__ = ["Experts", "MoELayer", "Router", "SigmoidRouter", "SoftmaxRouter"]
+
+
+class Experts(Protocol):
+    """The expert runtime, as a layer sees it (`experts/runtime.py`)."""
+
+    def forward(
+        self, layer: int, x: Tensor, routing: Routing, step: Step, workspace: Buffers, out: Tensor
+    ) -> None: ...
+
+
+class MoELayer:
+    """Routed experts plus an optional shared expert that every token uses."""
+
+    def __init__(
+        self,
+        index: int,
+        router: Router,
+        experts: Experts,
+        shared: GatedMLP | None,
+        shared_gate: Tensor | None = None,
+    ) -> None:
+        """`index` counts MoE layers. shared_gate: [1, hidden], weighs the shared expert's output
+        for each token by the sigmoid of a product."""
+        self._index = index
+        self._router = router
+        self._experts = experts
+        self._shared = shared
+        self._shared_gate = shared_gate
+
+    def forward(self, x: Tensor, batch: Batch, workspace: Buffers, out: Tensor) -> None:
+        """x, out [rows, hidden] compute dtype; `out` must not be `x`."""
+        with workspace.scope():
+            routing = self._router.route(x, batch.segments, workspace)
+            routed = workspace.take("routed", tuple(x.shape), torch.float32)
+            self._run_experts(x, routing, batch.step, workspace, routed)
+            out.copy_(routed)
+            if self._shared is not None:
+                shared = workspace.take("shared", tuple(x.shape), x.dtype)
+                self._shared.forward(x, workspace, shared)
+                if self._shared_gate is not None:
+                    share = workspace.take("shared gate", (x.shape[0], 1), x.dtype)
+                    torch.mm(x, self._shared_gate.t(), out=share)
+                    shared.mul_(share.sigmoid_())
+                out.add_(shared)
+
+    def _run_experts(
+        self, x: Tensor, routing: Routing, step: Step, workspace: Buffers, out: Tensor
+    ) -> None:
+        with workspace.scope():
+            self._experts.forward(self._index, x, routing, step, workspace, out)

@@ -1,0 +1,27 @@
+"""RMS normalisation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowtide.memory.workspace import Buffers
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, workspace: Buffers, out: Tensor) -> None:
+    """`out = weight * (x / rms(x))` over the last dimension; `out` may be `x`.
+
+    Normalises in float32, rounds to the compute dtype, then multiplies by `weight` (the order of
+    Llama and of every family here), so bfloat16 results round where the original's do.
+    """
+    shape = tuple(x.shape)
+    with workspace.scope():
+        x_fp32 = workspace.take("norm fp32", shape, torch.float32)
+        squares = workspace.take("norm squares", shape, torch.float32)
+        x_fp32.copy_(x)
+        torch.mul(x_fp32, x_fp32, out=squares)
+        workspace.library("norm variance", 4 * 4 * (x.numel() // shape[-1]))
+        variance = squares.mean(-1, keepdim=True)
+        x_fp32.mul_(torch.rsqrt(variance.add_(eps)))
+        out.copy_(x_fp32)
+        out.mul_(weight)

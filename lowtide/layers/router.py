@@ -1,0 +1,138 @@
+"""Routers: which experts a token goes to, and with what weights. Never dependent on placement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lowtide.experts.runtime import Routing
+from lowtide.layers.batch import Segment
+from lowtide.memory.workspace import Buffers
+
+
+class Router(Protocol):
+    """Chooses each token's experts."""
+
+    def route(self, x: Tensor, segments: Sequence[Segment], workspace: Buffers) -> Routing:
+        """For x [rows, hidden] in the compute dtype. Never depends on placement."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SigmoidRouter:
+    """Sigmoid scores with a selection-only bias (LLaDA2, Ling 2.0; DeepSeek-V3's `noaux_tc`).
+
+    scores = sigmoid(x W^T) in float32. Experts are chosen by score + bias, restricted either to
+    the best groups (a group ranks by the sum of its two best) or, with `capacity`, to the experts
+    that rank best in the token's routing window (LLaDA2.2: the maximum over the window's tokens).
+    Their weights are the scores without bias, normalised over the chosen and scaled.
+    """
+
+    weight: Tensor  # [num_experts, hidden] float32
+    bias: Tensor | None  # [num_experts] float32
+    num_experts_per_token: int
+    num_groups: int
+    num_groups_per_token: int
+    capacity: int  # experts per routing window; 0: group-limited routing instead
+    window_tokens: int
+    normalise: bool
+    scaling_factor: float
+
+    def route(self, x: Tensor, segments: Sequence[Segment], workspace: Buffers) -> Routing:
+        num_rows, num_experts = x.shape[0], self.weight.shape[0]
+        # Scores, ranks, masks and top-k results: small, and without `out=` forms.
+        workspace.library("router", 6 * 4 * num_rows * num_experts)
+        with workspace.scope():
+            x_fp32 = workspace.take("router input", tuple(x.shape), torch.float32)
+            x_fp32.copy_(x)
+            scores = torch.mm(x_fp32, self.weight.t()).sigmoid_()
+        rank = scores if self.bias is None else scores + self.bias
+        if self.capacity:
+            rank = self._limit_to_windows(rank, segments)
+        elif self.num_groups > 1:
+            rank = self._limit_to_groups(rank)
+        experts = rank.topk(self.num_experts_per_token, sorted=False).indices.sort().values
+        weights = scores.gather(1, experts)
+        if self.normalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return Routing(experts, weights * self.scaling_factor)
+
+    def _limit_to_groups(self, rank: Tensor) -> Tensor:
+        groups = rank.view(rank.shape[0], self.num_groups, -1)
+        group_rank = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)  # [rows, groups]
+        return _keep_groups(groups, group_rank, self.num_groups_per_token)
+
+    def _limit_to_windows(self, rank: Tensor, segments: Sequence[Segment]) -> Tensor:
+        limited = torch.full_like(rank, -torch.inf)
+        for rows in self._windows(segments):
+            best = rank[rows].amax(0)  # [num_experts]
+            allowed = best.topk(self.capacity, sorted=False).indices
+            limited[rows, allowed] = rank[rows, allowed]
+        return limited
+
+    def _windows(self, segments: Sequence[Segment]) -> list[slice]:
+        """Row ranges of the routing windows: aligned to absolute positions of one sequence."""
+        windows = []
+        for segment in segments:
+            row, position = segment.start, segment.first_position
+            while row < segment.stop:
+                stop = min(segment.stop, row + self.window_tokens - position % self.window_tokens)
+                windows.append(slice(row, stop))
+                row, position = stop, position + stop - row
+        return windows
+
+
+@dataclass(frozen=True, slots=True)
+class SoftmaxRouter:
+    """The likeliest experts of a softmax over all of them (Mixtral, Qwen, OLMoE, DeepSeek-V2).
+
+    The product has the precision of `weight`: the compute dtype, or float32; the softmax is in
+    float32. With several groups only the experts of the best ones may be chosen (a group ranks
+    by its best). Weights are the probabilities, normalised over the chosen or not, and scaled.
+    """
+
+    weight: Tensor  # [num_experts, hidden]
+    num_experts_per_token: int
+    normalise: bool
+    rounds_weights: bool = False  # to the compute dtype, where the family's own code does
+    num_groups: int = 1
+    num_groups_per_token: int = 1
+    scaling_factor: float = 1.0
+
+    def route(self, x: Tensor, segments: Sequence[Segment], workspace: Buffers) -> Routing:
+        # Logits, probabilities, ranks and top-k results: small, and without `out=` forms.
+        workspace.library("router", 6 * 4 * x.shape[0] * self.weight.shape[0])
+        probabilities = self._logits(x, workspace).softmax(-1, dtype=torch.float32)
+        rank = probabilities
+        if self.num_groups > 1:
+            rank = self._limit_to_groups(rank)
+        experts = rank.topk(self.num_experts_per_token, sorted=False).indices.sort().values
+        weights = probabilities.gather(1, experts)
+        if self.normalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        if self.rounds_weights:
+            weights = weights.to(x.dtype).float()
+        return Routing(experts, weights * self.scaling_factor)
+
+    def _logits(self, x: Tensor, workspace: Buffers) -> Tensor:
+        if self.weight.dtype == x.dtype:
+            return torch.mm(x, self.weight.t())
+        with workspace.scope():
+            x_fp32 = workspace.take("router input", tuple(x.shape), torch.float32)
+            x_fp32.copy_(x)
+            return torch.mm(x_fp32, self.weight.t())
+
+    def _limit_to_groups(self, rank: Tensor) -> Tensor:
+        groups = rank.view(rank.shape[0], self.num_groups, -1)
+        return _keep_groups(groups, groups.amax(-1), self.num_groups_per_token)
+
+
+def _keep_groups(groups: Tensor, group_rank: Tensor, num_kept: int) -> Tensor:
+    """Ranks [rows, experts] from groups [rows, groups, experts of one]: -inf but in the best."""
+    chosen = group_rank.topk(num_kept, dim=-1, sorted=False).indices
+    excluded = torch.ones_like(group_rank, dtype=torch.bool).scatter_(1, chosen, False)
+    return groups.masked_fill(excluded[:, :, None], -torch.inf).flatten(1)

@@ -1,0 +1,88 @@
+"""The plan: what one byte budget is spent on, decided before anything is loaded.
+
+Pure arithmetic. What cannot shrink (dense weights, KV cache, workspace, read ring) comes first,
+expert slots get all that is left, and a budget that is too small is refused with the numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowtide.config import format_size
+from lowtide.core import TierPlan
+from lowtide.errors import PlanError
+
+LARGE_SLOT_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a model asks of the host tier, in bytes and counts."""
+
+    dense_bytes: int
+    kv_cache_bytes: int
+    workspace_bytes: int
+    ring_bytes: int
+    slot_bytes: int
+    num_layers: int  # MoE layers
+    num_experts: int  # routed experts per MoE layer
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What every budget must hold, expert slots aside."""
+        return self.dense_bytes + self.kv_cache_bytes + self.workspace_bytes + self.ring_bytes
+
+    @property
+    def num_staging_slots(self) -> int:
+        """Slots that absent experts stream through: enough to read ahead of the computation."""
+        # Four readers stay busy only while twice as many slots wait for their use (docs/log.md).
+        num_ahead = 12 if self.slot_bytes <= LARGE_SLOT_BYTES else 2
+        return min(num_ahead, self.num_layers * self.num_experts)
+
+    @property
+    def minimum_bytes(self) -> int:
+        """The least budget that runs: nothing is resident, every expert streams."""
+        return self.fixed_bytes + self.num_staging_slots * self.slot_bytes
+
+    @property
+    def full_bytes(self) -> int:
+        """The budget from which every expert is resident, so that nothing streams."""
+        return self.fixed_bytes + self.num_layers * self.num_experts * self.slot_bytes
+
+
+def spend(needs: Needs, budget_bytes: int, context: int) -> tuple[TierPlan, tuple[int, ...]]:
+    """Divides `budget_bytes`; returns the tier's plan and the residents of each MoE layer.
+
+    Layers get equal shares, earlier ones the remainder. Raises PlanError below `minimum_bytes`.
+    """
+    if budget_bytes < needs.minimum_bytes:
+        raise PlanError(_refusal(needs, budget_bytes, context))
+    total = needs.num_layers * needs.num_experts
+    if budget_bytes >= needs.full_bytes:
+        num_slots, num_residents = total, total
+    else:
+        num_slots = (budget_bytes - needs.fixed_bytes) // needs.slot_bytes
+        num_residents = num_slots - needs.num_staging_slots
+    share, remainder = divmod(num_residents, max(1, needs.num_layers))
+    residents = tuple(share + (layer < remainder) for layer in range(needs.num_layers))
+    tier = TierPlan(
+        budget_bytes=budget_bytes,
+        dense_bytes=needs.dense_bytes,
+        kv_cache_bytes=needs.kv_cache_bytes,
+        workspace_bytes=needs.workspace_bytes,
+        ring_bytes=needs.ring_bytes,
+        slot_bytes=needs.slot_bytes,
+        num_slots=num_slots,
+    )
+    return tier, residents
+
+
+def _refusal(needs: Needs, budget_bytes: int, context: int) -> str:
+    return (
+        f"A budget of {format_size(budget_bytes)} is too small: at least "
+        f"{format_size(needs.minimum_bytes)} ({needs.minimum_bytes} bytes) are needed, for dense "
+        f"weights {format_size(needs.dense_bytes)}, KV cache of {context} tokens "
+        f"{format_size(needs.kv_cache_bytes)}, workspace {format_size(needs.workspace_bytes)}, "
+        f"read ring {format_size(needs.ring_bytes)} and {needs.num_staging_slots} expert slots of "
+        f"{format_size(needs.slot_bytes)}. Raise --host-memory or lower --context."
+    )

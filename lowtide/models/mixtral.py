@@ -1,0 +1,33 @@
+"""Mixtral (8x7B and relatives).
+
+Grouped-query attention without norms or biases; few, large experts, the best two of a softmax,
+their weights renormalised and kept in float32.
+"""
+
+from __future__ import annotations
+
+from lowtide.layers.router import SoftmaxRouter
+from lowtide.layers.self_attention import GroupedAttention
+from lowtide.models.decoder import Decoder
+
+
+class Mixtral(Decoder):
+    """Names and numbers of Mixtral."""
+
+    def attention(self, layer: int) -> GroupedAttention:
+        return GroupedAttention(
+            layer,
+            self.config,
+            self.separate_qkv(layer),
+            self.linear(f"model.layers.{layer}.self_attn.o_proj"),
+            None,
+            self.kv_cache,
+            self.executor,
+        )
+
+    def router(self, layer: int) -> SoftmaxRouter:
+        return SoftmaxRouter(
+            weight=self.weights[f"model.layers.{layer}.block_sparse_moe.gate.weight"],
+            num_experts_per_token=self.config.num_experts_per_token,
+            normalise=True,
+        )

@@ -1,0 +1,36 @@
+"""OLMoE (1B-7B).
+
+Queries and keys are normalised over all heads together, before they are divided into heads;
+softmax routing whose top-k weights are not renormalised as published; no shared expert.
+"""
+
+from __future__ import annotations
+
+from lowtide.layers.router import SoftmaxRouter
+from lowtide.layers.self_attention import GroupedAttention, QKNorm
+from lowtide.models.decoder import Decoder
+
+
+class Olmoe(Decoder):
+    """Names and numbers of OLMoE."""
+
+    def attention(self, layer: int) -> GroupedAttention:
+        prefix = f"model.layers.{layer}.self_attn."
+        query, key = (self.weights[f"{prefix}{part}_norm.weight"] for part in "qk")
+        return GroupedAttention(
+            layer,
+            self.config,
+            self.separate_qkv(layer),
+            self.linear(prefix + "o_proj"),
+            QKNorm(query, key),  # [query_size] and [kv_size]: all heads together
+            self.kv_cache,
+            self.executor,
+        )
+
+    def router(self, layer: int) -> SoftmaxRouter:
+        return SoftmaxRouter(
+            weight=self.weights[f"model.layers.{layer}.mlp.gate.weight"],
+            num_experts_per_token=self.config.num_experts_per_token,
+            normalise=self.config.norm_topk_prob,
+            rounds_weights=True,
+        )

@@ -1,0 +1,42 @@
+"""Qwen2-MoE (Qwen1.5-MoE-A2.7B and relatives).
+
+Grouped-query attention with biased query, key and value projections; softmax routing whose top-k
+weights are not renormalised as published, and a shared expert weighed by a sigmoid gate.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lowtide.layers.linear import GatedMLP
+from lowtide.layers.router import SoftmaxRouter
+from lowtide.layers.self_attention import GroupedAttention
+from lowtide.models.decoder import Decoder
+
+
+class Qwen2Moe(Decoder):
+    """Names and numbers of Qwen2-MoE."""
+
+    def attention(self, layer: int) -> GroupedAttention:
+        return GroupedAttention(
+            layer,
+            self.config,
+            self.separate_qkv(layer),
+            self.linear(f"model.layers.{layer}.self_attn.o_proj"),
+            None,
+            self.kv_cache,
+            self.executor,
+        )
+
+    def router(self, layer: int) -> SoftmaxRouter:
+        return SoftmaxRouter(
+            weight=self.weights[f"model.layers.{layer}.mlp.gate.weight"],
+            num_experts_per_token=self.config.num_experts_per_token,
+            normalise=self.config.norm_topk_prob,
+            rounds_weights=True,
+        )
+
+    def shared_expert(self, layer: int) -> tuple[GatedMLP | None, Tensor | None]:
+        prefix = f"model.layers.{layer}.mlp."
+        gate = self.weights[prefix + "shared_expert_gate.weight"]
+        return self.mlp(prefix + "shared_expert."), gate

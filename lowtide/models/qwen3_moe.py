@@ -1,0 +1,36 @@
+"""Qwen3-MoE (Qwen3-30B-A3B and relatives).
+
+Grouped-query attention with an RMS norm on each query and key head before the rotary embedding;
+experts chosen by a softmax whose top-k weights are renormalised, without a shared expert.
+"""
+
+from __future__ import annotations
+
+from lowtide.layers.router import SoftmaxRouter
+from lowtide.layers.self_attention import GroupedAttention, QKNorm
+from lowtide.models.decoder import Decoder
+
+
+class Qwen3Moe(Decoder):
+    """Names and numbers of Qwen3-MoE."""
+
+    def attention(self, layer: int) -> GroupedAttention:
+        prefix = f"model.layers.{layer}.self_attn."
+        query, key = (self.weights[f"{prefix}{part}_norm.weight"] for part in "qk")
+        return GroupedAttention(
+            layer,
+            self.config,
+            self.separate_qkv(layer),
+            self.linear(prefix + "o_proj"),
+            QKNorm(query, key),  # [head_dim]: every head by itself
+            self.kv_cache,
+            self.executor,
+        )
+
+    def router(self, layer: int) -> SoftmaxRouter:
+        return SoftmaxRouter(
+            weight=self.weights[f"model.layers.{layer}.mlp.gate.weight"],
+            num_experts_per_token=self.config.num_experts_per_token,
+            normalise=self.config.norm_topk_prob,
+            rounds_weights=True,
+        )

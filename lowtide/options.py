@@ -1,0 +1,347 @@
+"""Every option a user can set, declared once, and where its value came from.
+
+One `Option` gives the command line's flag, the environment variable and the key of a TOML file;
+a flag wins over the environment, the environment over the file, the file over the default.
+Imports no torch, so that a wrong value is refused at once.
+
+    settings = resolve({"host_memory": "2GiB"}, os.environ, Path("lowtide.toml"))
+    settings["host_memory"], settings.engine_options(), settings.sampling_params()
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import json
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowtide.config import parse_size
+from lowtide.errors import UnsupportedError, UsageError
+from lowtide.params import DiffusionParams, SamplingParams
+
+ENV_PREFIX = "LOWTIDE_"
+MAX_FILE_BYTES = 2**20
+
+
+class Kind(enum.Enum):
+    """What a value is, however it was written."""
+
+    TEXT = "text"
+    INTEGER = "integer"
+    NUMBER = "number"
+    BOOLEAN = "true or false"
+    SIZE = "size"  # kept as text: bytes, 10GiB, 80%, auto
+    TEXTS = "texts"  # repeatable
+    PAIRS = "NAME=VALUE"  # repeatable, values are text
+    JSON_PAIRS = "NAME=JSON"  # repeatable
+
+
+class Group(enum.Enum):
+    """What an option is for; a command takes whole groups."""
+
+    ENGINE = "Engine"
+    SAMPLING = "Answer"
+    DIFFUSION = "Diffusion"
+    OUTPUT = "Output"
+    SYNTH = "Synthetic model"
+    HUB = "Hub"
+    RECORD = "Recording"
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One thing a user can set. `name` is also the TOML key."""
+
+    name: str
+    kind: Kind
+    group: Group
+    help: str
+    default: object = None
+    short: str | None = None
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def env(self) -> str:
+        return ENV_PREFIX + self.name.upper()
+
+    @property
+    def is_repeatable(self) -> bool:
+        return self.kind in (Kind.TEXTS, Kind.PAIRS, Kind.JSON_PAIRS)
+
+    def parse(self, raw: object, source: str) -> object:
+        """The value of `raw`, as a flag, variable or file gave it; UsageError names `source`."""
+        try:
+            return _PARSERS[self.kind](raw)
+        except (ValueError, UsageError) as error:
+            raise UsageError(f"{source}: {error}") from error
+
+
+OPTIONS: tuple[Option, ...] = (
+    Option("host_memory", Kind.SIZE, Group.ENGINE, "Memory budget: 10GiB, 80%, auto.", "auto"),
+    Option("gpu_memory", Kind.SIZE, Group.ENGINE, "GPU memory budget: 10GiB, 80%, auto.", "auto"),
+    Option("policy", Kind.TEXT, Group.ENGINE, "Placement policy, or auto.", "auto"),
+    Option("policy_option", Kind.PAIRS, Group.ENGINE, "A policy's own setting, such as tau=4."),
+    Option("device", Kind.TEXT, Group.ENGINE, "auto, cpu, cuda or emulated.", "auto"),
+    Option("device_option", Kind.PAIRS, Group.ENGINE, "A setting of the emulated device."),
+    Option("context", Kind.INTEGER, Group.ENGINE, "Tokens to make room for, prompt included."),
+    Option("dtype", Kind.TEXT, Group.ENGINE, "Compute type; the checkpoint's own if not given."),
+    Option("expert_dtype", Kind.TEXT, Group.ENGINE, "Type that experts are kept in."),
+    Option("kernels", Kind.TEXT, Group.ENGINE, "auto or reference.", "auto"),
+    Option("kv_cache", Kind.BOOLEAN, Group.ENGINE, "Keep keys and values of final tokens.", True),
+    Option(
+        "check_weights", Kind.BOOLEAN, Group.ENGINE, "Refuse weights that are not finite.", False
+    ),
+    Option("config_override", Kind.JSON_PAIRS, Group.ENGINE, "A value to replace config.json's."),
+    Option("offline", Kind.BOOLEAN, Group.HUB, "Use only what is on this machine.", False),
+    Option("max_tokens", Kind.INTEGER, Group.SAMPLING, "New tokens at most (256)."),
+    Option("temperature", Kind.NUMBER, Group.SAMPLING, "0 takes the likeliest token, always (0)."),
+    Option("top_k", Kind.INTEGER, Group.SAMPLING, "Draw only from the k likeliest tokens."),
+    Option("top_p", Kind.NUMBER, Group.SAMPLING, "Draw only from the least set with this mass."),
+    Option("min_p", Kind.NUMBER, Group.SAMPLING, "Draw only what is this share as likely as any."),
+    Option(
+        "repetition_penalty", Kind.NUMBER, Group.SAMPLING, "Above 1 discourages what was said (1)."
+    ),
+    Option("presence_penalty", Kind.NUMBER, Group.SAMPLING, "Off the logit of tokens used (0)."),
+    Option("frequency_penalty", Kind.NUMBER, Group.SAMPLING, "The same for each use (0)."),
+    Option("seed", Kind.INTEGER, Group.SAMPLING, "Equal seeds give equal results."),
+    Option("stop", Kind.TEXTS, Group.SAMPLING, "Text that ends the answer."),
+    Option("ignore_eos", Kind.BOOLEAN, Group.SAMPLING, "Go on after the end-of-text token."),
+    Option(
+        "logprobs", Kind.INTEGER, Group.SAMPLING, "Report log-probabilities, and of this many more."
+    ),
+    Option("block_length", Kind.INTEGER, Group.DIFFUSION, "Tokens denoised together."),
+    Option("steps", Kind.INTEGER, Group.DIFFUSION, "Denoising steps planned per block."),
+    Option("threshold", Kind.NUMBER, Group.DIFFUSION, "Probability that writes a token."),
+    Option("remasking", Kind.TEXT, Group.DIFFUSION, "Which tokens wait: low_confidence."),
+    Option("edit_threshold", Kind.NUMBER, Group.DIFFUSION, "Probability that replaces a token."),
+    Option("max_post_steps", Kind.INTEGER, Group.DIFFUSION, "Editing passes over a full block."),
+    Option("cfg_scale", Kind.NUMBER, Group.DIFFUSION, "Classifier-free guidance."),
+    Option("eos_early_stop", Kind.BOOLEAN, Group.DIFFUSION, "Stop inside a block at its end."),
+    Option("size", Kind.TEXT, Group.SYNTH, "tiny, small or full.", "tiny"),
+    Option("out", Kind.TEXT, Group.SYNTH, "Folder to write, new or empty."),
+    Option("trace", Kind.TEXT, Group.RECORD, "File to write the run's expert routing to."),
+    Option("json", Kind.BOOLEAN, Group.OUTPUT, "Print one JSON object and nothing else.", False),
+    Option("verbose", Kind.BOOLEAN, Group.OUTPUT, "Say more on standard error.", False, "-v"),
+    Option("config", Kind.TEXT, Group.OUTPUT, "A TOML file with any of these options."),
+)
+
+_BY_NAME = {option.name: option for option in OPTIONS}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The value in force of every option, and which of flag, environment or file gave it."""
+
+    values: Mapping[str, object]
+    sources: Mapping[str, str]  # only options that were given
+
+    def __getitem__(self, name: str) -> object:
+        return self.values[name]
+
+    def is_given(self, name: str) -> bool:
+        return name in self.sources
+
+    def flag(self, name: str) -> bool:
+        """A boolean option's value; not given and without a default is false."""
+        return bool(self.values[name])
+
+    def text(self, name: str) -> str | None:
+        value = self.values[name]
+        return None if value is None else str(value)
+
+    def engine_options(self) -> dict[str, object]:
+        """Keyword arguments of `LLM` and `plan_model`: what was given or has a default."""
+        if self.values["device_option"]:
+            raise UnsupportedError(
+                "device options belong to the emulated device, which this version does not have."
+            )
+        chosen = {o.name: self.values[o.name] for o in OPTIONS if o.group is Group.ENGINE}
+        chosen |= {name: self.values[name] for name in ("offline", "seed")}
+        names = {"policy_option": "policy_options", "config_override": "config_overrides"}
+        return {names.get(name, name): value for name, value in chosen.items() if value is not None}
+
+    def sampling_params(self) -> SamplingParams:
+        """The request's parameters; what was not given stays at its default. UsageError."""
+        return SamplingParams(
+            **self._given(Group.SAMPLING),  # type: ignore[arg-type]
+            diffusion=DiffusionParams(**self._given(Group.DIFFUSION)),  # type: ignore[arg-type]
+        )
+
+    def _given(self, group: Group) -> dict[str, object]:
+        return {
+            o.name: self.values[o.name]
+            for o in OPTIONS
+            if o.group is group and self.is_given(o.name)
+        }
+
+
+def resolve(flags: Mapping[str, object], env: Mapping[str, str]) -> Settings:
+    """Settings from the flags given, the environment and the file that either of them names.
+
+    flags: option name to raw value; `None` or an empty list is "not given".
+    Raises UsageError for an unknown `LOWTIDE_*` variable or file key and for a bad value.
+    """
+    given = {
+        name: (raw, _BY_NAME[name].flag)
+        for name, raw in flags.items()
+        if raw is not None and raw != []
+    }
+    from_env = _read_environment(env)
+    file = given.get("config", from_env.get("config"))
+    from_file = _read_file(Path(str(file[0]))) if file else {}
+    raw_values = {**from_file, **from_env, **given}
+    values = {option.name: option.default for option in OPTIONS}
+    for name, (raw, source) in raw_values.items():
+        values[name] = _BY_NAME[name].parse(raw, source)
+    return Settings(values, {name: source for name, (_, source) in raw_values.items()})
+
+
+def _read_environment(env: Mapping[str, str]) -> dict[str, tuple[object, str]]:
+    found: dict[str, tuple[object, str]] = {}
+    by_env = {option.env: option for option in OPTIONS}
+    for variable, raw in env.items():
+        if not variable.startswith(ENV_PREFIX) or not raw:
+            continue
+        if variable not in by_env:
+            raise UsageError(f"{variable} is not an option.{_suggest(variable, by_env)}")
+        option = by_env[variable]
+        found[option.name] = (_from_environment(option, raw), variable)
+    return found
+
+
+def _from_environment(option: Option, raw: str) -> object:
+    """A repeatable option's variable holds one value, or several as a JSON array or object."""
+    if not option.is_repeatable or not raw.lstrip().startswith(("[", "{")):
+        return raw
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{option.env}: not valid JSON: {error}") from error
+
+
+def _read_file(path: Path) -> dict[str, tuple[object, str]]:
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"cannot read the options file {path}: {error.strerror}.") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise UsageError(f"the options file {path} is larger than {MAX_FILE_BYTES} bytes.")
+    try:
+        keys = tomllib.loads(content.decode())
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"the options file {path} is not valid TOML: {error}") from error
+    known = {name: option for name, option in _BY_NAME.items() if name != "config"}
+    for key in keys:
+        if key not in known:
+            raise UsageError(f"{path}: {key!r} is not an option.{_suggest(key, known)}")
+    return {key: (value, f"{path}: {key}") for key, value in keys.items()}
+
+
+def _suggest(name: str, known: Mapping[str, object]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+def _text(raw: object) -> str:
+    if not isinstance(raw, str):
+        raise ValueError(f"expected text, not {raw!r}")
+    if not raw:
+        raise ValueError("expected text, not an empty value")
+    return raw
+
+
+def _integer(raw: object) -> int:
+    if isinstance(raw, int) and not isinstance(raw, bool):
+        return raw
+    try:
+        return int(_text(raw))
+    except ValueError:
+        raise ValueError(f"expected an integer, not {_shown(raw)}") from None
+
+
+def _number(raw: object) -> float:
+    if isinstance(raw, int | float) and not isinstance(raw, bool):
+        return float(raw)
+    try:
+        return float(_text(raw))
+    except ValueError:
+        raise ValueError(f"expected a number, not {_shown(raw)}") from None
+
+
+def _boolean(raw: object) -> bool:
+    if isinstance(raw, bool):
+        return raw
+    words = {"1": True, "true": True, "yes": True, "on": True}
+    words |= {"0": False, "false": False, "no": False, "off": False}
+    if not isinstance(raw, str) or raw.strip().lower() not in words:
+        raise ValueError(f"expected true or false, not {_shown(raw)}")
+    return words[raw.strip().lower()]
+
+
+def _size(raw: object) -> str:
+    text = str(_integer(raw)) if isinstance(raw, int) else _text(raw).strip()
+    if text != "auto":
+        parse_size(text, total=2**62)  # checked now, resolved where the machine is known
+    return text
+
+
+def _texts(raw: object) -> list[str]:
+    return [_text(item) for item in (raw if isinstance(raw, list) else [raw])]
+
+
+def _pairs(raw: object) -> dict[str, str]:
+    if isinstance(raw, Mapping):
+        return {_text(name): _scalar(value) for name, value in raw.items()}
+    return dict(_split_pair(item) for item in _texts(raw))
+
+
+def _json_pairs(raw: object) -> dict[str, object]:
+    if isinstance(raw, Mapping):
+        return {_text(name): value for name, value in raw.items()}
+    return {name: _json(value) for name, value in map(_split_pair, _texts(raw))}
+
+
+def _split_pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name.strip() or not equals:
+        raise ValueError(f"expected NAME=VALUE, not {_shown(text)}")
+    return name.strip(), value.strip()
+
+
+def _scalar(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str | int | float):
+        return str(value)
+    raise ValueError(f"expected a single value, not {_shown(value)}")
+
+
+def _json(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{_shown(text)} is not JSON (text needs double quotes)") from None
+
+
+def _shown(raw: object) -> str:
+    text = repr(raw)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+_PARSERS: Mapping[Kind, Callable[[object], object]] = {
+    Kind.TEXT: _text,
+    Kind.INTEGER: _integer,
+    Kind.NUMBER: _number,
+    Kind.BOOLEAN: _boolean,
+    Kind.SIZE: _size,
+    Kind.TEXTS: _texts,
+    Kind.PAIRS: _pairs,
+    Kind.JSON_PAIRS: _json_pairs,
+}

@@ -1,0 +1,197 @@
+"""The catalogue: which placement, assignment and prefetch each named preset is made of.
+
+What the simulator replays and what the hybrid runtime will offer. Every preset shares all
+mechanisms, so comparing presets compares policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lowtide.core import Costs, FloatArray
+from lowtide.errors import UsageError
+from lowtide.policies.assignment import (
+    AllFetch,
+    AllHost,
+    Assign,
+    Balance,
+    Fiddler,
+    Greedy,
+    HybriMoEThreshold,
+    LayerSplit,
+)
+from lowtide.policies.placement import (
+    LRU,
+    DaliWindow,
+    Frequency,
+    Lowtide,
+    Placement,
+    ScoreCache,
+    Static,
+    Tide,
+)
+from lowtide.policies.prefetch import (
+    NextGate,
+    NoPrefetch,
+    PaysOff,
+    Prefetch,
+    PreviousStep,
+    Residual,
+    Statistics,
+)
+from lowtide.policies.tau import OnlineTau
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Setting:
+    """What the policies of a preset are made from.
+
+    capacity: residents per MoE layer.
+    frequency: [layers, experts], a calibration's activations; without one static presets keep the
+        first experts by id.
+    following: [layers - 1, experts, experts], from `count_following`; without one no statistics.
+    tau: TIDE's interval, and where `lowtide`'s starts; online_tau: whether `lowtide` follows drift.
+    w_size, u_size: DALI's window and swap sizes.
+    num_prefetch: experts fetched ahead per layer, at most.
+    max_step_bytes: moves of `lowtide` per forward pass, at most.
+    """
+
+    capacity: Sequence[int]
+    num_experts: int
+    costs: Costs
+    frequency: FloatArray | None = None
+    following: FloatArray | None = None
+    tau: int = 4
+    online_tau: bool = False
+    w_size: int = 4
+    u_size: int = 8
+    num_prefetch: int = 4
+    max_step_bytes: int | None = None
+    seed: int = 0
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.capacity)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A preset: how each of its three policies is made from a setting.
+
+    waits: whether a step waits for the experts its placement admits (TIDE's Eq. 3) and runs them
+    on the device, or computes them where they are and lets the moves follow (TIDE's Algorithm 1).
+    """
+
+    placement: Callable[[Setting], Placement]
+    assignment: Callable[[Setting], Assign]
+    prefetch: Callable[[Setting], Prefetch] = lambda setting: NoPrefetch()
+    waits: bool = False
+
+
+def recipe(name: str) -> Recipe:
+    """The preset called `name`; raises UsageError when there is none."""
+    if name not in CATALOGUE:
+        raise UsageError(f"Preset {name!r} is not known; choose one of {', '.join(CATALOGUE)}.")
+    return CATALOGUE[name]
+
+
+def _all_residents(setting: Setting) -> Placement:
+    return Static.first([setting.num_experts] * setting.num_layers)
+
+
+def _no_residents(setting: Setting) -> Placement:
+    return Static.first([0] * setting.num_layers)
+
+
+def _best_known(setting: Setting) -> Placement:
+    """The most used experts of the calibration, else the first."""
+    if setting.frequency is None:
+        return Static.first(setting.capacity)
+    return Frequency(setting.capacity, setting.frequency)
+
+
+def _edgemoe(setting: Setting) -> Placement:
+    frequency = setting.frequency
+    if frequency is None:
+        frequency = np.zeros((setting.num_layers, setting.num_experts))
+    return Frequency(setting.capacity, frequency, learns=True)
+
+
+def _device_layers(setting: Setting) -> list[bool]:
+    """The last layers, as many as the slots hold whole; the first are the host's."""
+    num_whole = min(setting.num_layers, sum(setting.capacity) // setting.num_experts)
+    return [layer >= setting.num_layers - num_whole for layer in range(setting.num_layers)]
+
+
+def _whole_layers(setting: Setting) -> Placement:
+    return Static.first([setting.num_experts * on for on in _device_layers(setting)])
+
+
+def _tide(setting: Setting) -> Placement:
+    return Tide(setting.capacity, setting.num_experts, setting.tau)
+
+
+def _dali(setting: Setting) -> Placement:
+    return DaliWindow(
+        setting.capacity, setting.num_experts, setting.w_size, setting.u_size, setting.seed
+    )
+
+
+def _lowtide(setting: Setting) -> Placement:
+    return Lowtide(
+        setting.capacity,
+        setting.num_experts,
+        setting.costs,
+        tau=_online_tau(setting) if setting.online_tau else setting.tau,
+        max_step_bytes=setting.max_step_bytes,
+        frequency=setting.frequency,
+    )
+
+
+def _online_tau(setting: Setting) -> OnlineTau:
+    # A missed expert of a small step has a token or so; four layers of the model are watched.
+    costs, num_layers = setting.costs, setting.num_layers
+    budget = max(1, round(sum(setting.capacity) / num_layers))
+    watched = range(0, num_layers, max(1, num_layers // 4))
+    return OnlineTau(
+        setting.num_experts,
+        budget,
+        costs.fetch_s,
+        costs.host_s.at(1),
+        tau=setting.tau,
+        watched=watched,
+    )
+
+
+def _what_pays(setting: Setting) -> Prefetch:
+    last = PreviousStep(setting.num_prefetch, setting.num_layers, setting.num_experts)
+    return PaysOff(last, gain_s=setting.costs.fetch_s, cost_s=setting.costs.fetch_s)
+
+
+def _statistics(setting: Setting) -> Prefetch:
+    if setting.following is None:
+        return NoPrefetch()
+    return Statistics(setting.num_prefetch, setting.following)
+
+
+CATALOGUE: Mapping[str, Recipe] = {
+    "resident": Recipe(_all_residents, lambda s: AllHost()),
+    "all-host": Recipe(_no_residents, lambda s: AllHost()),
+    "on-demand": Recipe(_no_residents, lambda s: AllFetch(s.costs)),
+    "tide": Recipe(_tide, lambda s: AllHost()),
+    "dali": Recipe(_dali, lambda s: Greedy(s.costs), lambda s: Residual(s.num_prefetch)),
+    "lowtide": Recipe(_lowtide, lambda s: Balance(s.costs), _what_pays),
+    "lru": Recipe(lambda s: LRU(s.capacity, s.num_experts), lambda s: AllFetch(s.costs)),
+    "fiddler": Recipe(_best_known, lambda s: Fiddler(s.costs)),
+    "hybrimoe": Recipe(
+        lambda s: ScoreCache(s.capacity, s.num_experts),
+        lambda s: HybriMoEThreshold(s.costs),
+        lambda s: NextGate(s.num_prefetch),
+    ),
+    "edgemoe": Recipe(_edgemoe, lambda s: AllFetch(s.costs), _statistics),
+    "layer-split": Recipe(_whole_layers, lambda s: LayerSplit(_device_layers(s))),
+}
+"""Every preset by name. `resident` ignores the capacity: it is the machine without a limit."""

@@ -1,0 +1,272 @@
+"""Prefetch: which absent experts of the next layer to fetch before its router has spoken.
+
+Pure decisions. A mechanism may run the next layer's gate early and hand over what it predicts;
+a policy ranks. What is chosen here is fetched into separate slots, in idle link time only.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.random import default_rng
+
+from lowtide.core import BoolArray, Demand, FloatArray, IntArray
+from lowtide.errors import UsageError
+
+
+class Gate(enum.Enum):
+    """What the mechanism feeds to the next layer's gate, to predict its routing."""
+
+    NONE = "none"  # nothing: no prediction is wanted
+    RAW = "raw"  # this layer's gate input as it is
+    RESIDUAL = "residual"  # this layer's gate input plus its calibrated residual vector
+
+
+class Prefetch(ABC):
+    """Ranks the experts of a layer ahead of time, and names the best of those absent."""
+
+    gate: Gate = Gate.NONE
+
+    def __init__(self, num_experts_ahead: int) -> None:
+        """`num_experts_ahead`: experts prefetched per layer, at most."""
+        if num_experts_ahead < 0:
+            raise UsageError(f"A prefetch of {num_experts_ahead} experts is not possible.")
+        self.num_experts_ahead = num_experts_ahead
+
+    @abstractmethod
+    def score(self, layer: int, predicted: IntArray | None) -> FloatArray | IntArray:
+        """How much each expert of `layer` is expected to be wanted; 0 is not at all. [num_experts]
+
+        `predicted` [num_experts]: tokens that the early gate sends to each expert; None without.
+        """
+
+    def observe(self, layer: int, demand: Demand) -> None:  # noqa: B027 (most have no memory)
+        """Tells what `layer` did ask for, before `choose` is asked for the next one."""
+
+    def choose(
+        self, layer: int, is_resident: BoolArray, predicted: IntArray | None = None
+    ) -> IntArray:
+        """Absent experts of `layer` to fetch ahead, the most wanted first; lower ids win ties.
+
+        `is_resident` [num_experts]: resident or on their way.
+        """
+        score = np.where(is_resident, 0, self.score(layer, predicted))
+        wanted = np.flatnonzero(score > 0)
+        order = np.argsort(-score[wanted], kind="stable")[: self.num_experts_ahead]
+        chosen: IntArray = wanted[order]
+        return chosen
+
+    def record(self, outcome: PrefetchOutcome) -> None:  # noqa: B027
+        """Tells what became of the experts prefetched for one layer."""
+
+
+@dataclass(slots=True)
+class PrefetchOutcome:
+    """Counts of prefetched experts, for one layer's step or summed up."""
+
+    num_hits: int = 0  # wanted, and there in time
+    num_late: int = 0  # wanted, and still under way
+    num_wasted: int = 0  # not wanted
+
+    def add(self, other: PrefetchOutcome) -> None:
+        self.num_hits += other.num_hits
+        self.num_late += other.num_late
+        self.num_wasted += other.num_wasted
+
+
+class NoPrefetch(Prefetch):
+    """Fetches nothing ahead."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def score(self, layer: int, predicted: IntArray | None) -> IntArray:
+        return np.zeros(1, np.int64)
+
+    def choose(
+        self, layer: int, is_resident: BoolArray, predicted: IntArray | None = None
+    ) -> IntArray:
+        return np.empty(0, np.int64)
+
+
+class NextGate(Prefetch):
+    """The next layer's gate on this layer's features (HybriMoE), ranked by predicted tokens."""
+
+    gate = Gate.RAW
+
+    def score(self, layer: int, predicted: IntArray | None) -> IntArray:
+        return _needed(predicted, self.gate)
+
+
+class Residual(NextGate):
+    """The next layer's gate on features moved by the mean residual (DALI, Eqs. 10-11)."""
+
+    gate = Gate.RESIDUAL
+
+
+class Statistics(Prefetch):
+    """What usually follows: experts that a calibration saw active together with the last layer's.
+
+    EdgeMoE's activation statistics, as a first-order chain from one layer to the next.
+    """
+
+    def __init__(self, num_experts_ahead: int, following: FloatArray) -> None:
+        """`following` [layers - 1, experts, experts]: from `count_following`."""
+        super().__init__(num_experts_ahead)
+        total = following.sum(axis=2, keepdims=True)
+        self._chance = following / np.maximum(total, 1e-30)
+        num_experts = following.shape[1]
+        self._last = (-1, np.zeros(num_experts))
+
+    def observe(self, layer: int, demand: Demand) -> None:
+        if layer < len(self._chance):
+            self._last = (layer, demand.num_tokens @ self._chance[layer][demand.experts])
+
+    def score(self, layer: int, predicted: IntArray | None) -> FloatArray:
+        last_layer, expected = self._last
+        return expected if last_layer == layer - 1 else np.zeros_like(expected)
+
+
+def count_following(ids: Sequence[IntArray], num_experts: int) -> FloatArray:
+    """How often a token's experts of one layer were followed by each of the next layer's.
+
+    `ids`: arrays [rows, layers, k] of expert ids. Returns [layers - 1, experts, experts].
+    """
+    num_layers = ids[0].shape[1] if len(ids) else 1
+    following = np.zeros((max(0, num_layers - 1), num_experts, num_experts))
+    for rows in ids:
+        for layer in range(num_layers - 1):
+            now, then = rows[:, layer, :, None], rows[:, layer + 1, None, :]
+            np.add.at(following[layer], (now.astype(np.int64), then.astype(np.int64)), 1.0)
+    return following
+
+
+class PreviousStep(Prefetch):
+    """What the same layer asked for one step ago: within a diffusion block it hardly changes."""
+
+    def __init__(self, num_experts_ahead: int, num_layers: int, num_experts: int) -> None:
+        super().__init__(num_experts_ahead)
+        self._hits = np.zeros((num_layers, num_experts), np.int64)
+
+    def observe(self, layer: int, demand: Demand) -> None:
+        hits = self._hits[layer]
+        hits[:] = 0
+        hits[demand.experts] = demand.num_tokens
+
+    def score(self, layer: int, predicted: IntArray | None) -> IntArray:
+        last: IntArray = self._hits[layer]
+        return last
+
+
+class Combined(Prefetch):
+    """The weighted sum of several rankings, each scaled to sum to one."""
+
+    def __init__(self, num_experts_ahead: int, parts: Sequence[tuple[Prefetch, float]]) -> None:
+        """`parts`: each with its weight; those that want an early gate must want the same one."""
+        super().__init__(num_experts_ahead)
+        gates = {part.gate for part, _ in parts} - {Gate.NONE}
+        if len(gates) > 1:
+            names = ", ".join(sorted(gate.value for gate in gates))
+            raise UsageError(f"A combined prefetch can run one early gate, not {names}.")
+        self.gate = gates.pop() if gates else Gate.NONE
+        self._parts = parts
+
+    def observe(self, layer: int, demand: Demand) -> None:
+        for part, _ in self._parts:
+            part.observe(layer, demand)
+
+    def score(self, layer: int, predicted: IntArray | None) -> FloatArray:
+        total = np.zeros(1)
+        for part, weight in self._parts:
+            score = part.score(layer, predicted)
+            total = total + score * (weight / max(float(score.sum()), 1e-30))
+        return total
+
+
+class Random(Prefetch):
+    """Any experts, drawn from a seed: what prefetching is worth without knowing anything."""
+
+    def __init__(self, num_experts_ahead: int, num_experts: int, seed: int = 0) -> None:
+        super().__init__(num_experts_ahead)
+        self._num_experts = num_experts
+        self._draw = default_rng(seed)
+
+    def score(self, layer: int, predicted: IntArray | None) -> FloatArray:
+        return 1.0 - self._draw.random(self._num_experts)  # in (0, 1]
+
+
+class PaysOff(Prefetch):
+    """Lets a prefetcher act while it earns its keep, and watches it in silence while it does not.
+
+    Earned is `hits * gain_s`, lost is `wasted * cost_s`, both exponential sums over layers. It is
+    switched off when less is earned than lost, and on again when its silent forecasts would earn
+    `margin` times what they would lose. A late expert counts neither way: its bytes were wanted.
+    """
+
+    def __init__(
+        self,
+        inner: Prefetch,
+        gain_s: float,
+        cost_s: float,
+        margin: float = 1.5,
+        decay: float = 0.98,
+    ) -> None:
+        """`gain_s`, `cost_s`: seconds that a hit saves and that a wasted transfer costs."""
+        super().__init__(inner.num_experts_ahead)
+        if margin < 1 or not 0 < decay < 1:
+            raise UsageError(
+                f"A prefetch guard needs a margin from 1 and a decay between 0 and 1, "
+                f"not {margin} and {decay}."
+            )
+        self.gate = inner.gate
+        self.is_on = True
+        self.total = PrefetchOutcome()
+        self._inner = inner
+        self._gain_s = gain_s
+        self._cost_s = cost_s
+        self._margin = margin
+        self._decay = decay
+        self._earned_s = self._lost_s = 0.0
+        self._forecasts: dict[int, IntArray] = {}  # layer: what would have been prefetched
+
+    def score(self, layer: int, predicted: IntArray | None) -> FloatArray | IntArray:
+        return self._inner.score(layer, predicted)
+
+    def observe(self, layer: int, demand: Demand) -> None:
+        self._inner.observe(layer, demand)
+        forecast = self._forecasts.pop(layer, None)
+        if forecast is not None:
+            num_hits = len(np.intersect1d(forecast, demand.experts, assume_unique=True))
+            self._weigh(num_hits, len(forecast) - num_hits)
+
+    def choose(
+        self, layer: int, is_resident: BoolArray, predicted: IntArray | None = None
+    ) -> IntArray:
+        chosen = self._inner.choose(layer, is_resident, predicted)
+        if self.is_on:
+            return chosen
+        self._forecasts[layer] = chosen
+        return chosen[:0]
+
+    def record(self, outcome: PrefetchOutcome) -> None:
+        self._inner.record(outcome)
+        self.total.add(outcome)
+        self._weigh(outcome.num_hits, outcome.num_wasted)
+
+    def _weigh(self, num_hits: int, num_wasted: int) -> None:
+        self._earned_s = self._decay * self._earned_s + num_hits * self._gain_s
+        self._lost_s = self._decay * self._lost_s + num_wasted * self._cost_s
+        if self.is_on:
+            self.is_on = self._earned_s >= self._lost_s
+        else:
+            self.is_on = self._earned_s > self._margin * self._lost_s
+
+
+def _needed(predicted: IntArray | None, gate: Gate) -> IntArray:
+    if predicted is None:
+        raise UsageError(f"This prefetch needs the early gate's prediction ({gate.value}).")
+    return predicted

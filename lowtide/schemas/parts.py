@@ -1,0 +1,91 @@
+"""Tensors that families have in common, and how a family's parts become a schema."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lowtide.config import ModelConfig
+from lowtide.schemas.schema import ExpertLayout, ModelSchema, TensorSpec, expert_layouts
+
+Part = Callable[[ModelConfig, str], list[TensorSpec]]
+"""Tensors of one part of a layer, whose names begin with the text given."""
+
+
+def decoder(
+    config: ModelConfig,
+    attention: Part,
+    moe: Part,
+    *,
+    embedding: str = "model.embed_tokens.weight",
+    layouts: tuple[ExpertLayout, ...] | None = None,
+    absent: tuple[str, ...] = (),
+) -> ModelSchema:
+    """A pre-norm decoder with an embedding and a head at its ends.
+
+    attention, moe: what the family has under `model.layers.N.`. layouts: how its experts are
+    stored, if not in `expert_layouts`' own order. absent: see `ModelSchema`.
+    """
+    dense = [TensorSpec(embedding, (config.vocab_size, config.hidden_size))]
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        dense += attention(config, prefix)
+        dense += [
+            vector(prefix + "input_layernorm.weight", config.hidden_size),
+            vector(prefix + "post_attention_layernorm.weight", config.hidden_size),
+        ]
+        if layer in config.moe_layers:
+            dense += moe(config, prefix)
+        else:
+            dense += mlp(prefix + "mlp.", config.dense_intermediate_size, config.hidden_size)
+    dense.append(vector("model.norm.weight", config.hidden_size))
+    if not config.tie_word_embeddings:
+        dense.append(TensorSpec("lm_head.weight", (config.vocab_size, config.hidden_size)))
+    return ModelSchema(
+        dense=tuple(dense),
+        layouts=layouts or layouts_of(config),
+        moe_layers=config.moe_layers,
+        num_experts=config.num_experts,
+        absent=absent,
+    )
+
+
+def layouts_of(config: ModelConfig) -> tuple[ExpertLayout, ...]:
+    """Every known way to store this model's experts."""
+    return expert_layouts(config.num_experts, config.expert_intermediate_size, config.hidden_size)
+
+
+def vector(name: str, length: int) -> TensorSpec:
+    return TensorSpec(name, (length,))
+
+
+def mlp(prefix: str, width: int, hidden_size: int) -> list[TensorSpec]:
+    """A gated MLP that every token uses."""
+    return [
+        TensorSpec(prefix + "gate_proj.weight", (width, hidden_size)),
+        TensorSpec(prefix + "up_proj.weight", (width, hidden_size)),
+        TensorSpec(prefix + "down_proj.weight", (hidden_size, width)),
+    ]
+
+
+def separate_qkv(config: ModelConfig, prefix: str) -> list[TensorSpec]:
+    """Grouped-query attention under `self_attn.` with a projection each, perhaps biased."""
+    prefix += "self_attn."
+    widths = {"q": config.query_size, "k": config.kv_size, "v": config.kv_size}
+    specs = [
+        TensorSpec(f"{prefix}{part}_proj.weight", (width, config.hidden_size))
+        for part, width in widths.items()
+    ]
+    if config.has_qkv_bias:
+        specs += [vector(f"{prefix}{part}_proj.bias", width) for part, width in widths.items()]
+    specs.append(TensorSpec(prefix + "o_proj.weight", (config.hidden_size, config.query_size)))
+    return specs
+
+
+def router(config: ModelConfig, prefix: str) -> list[TensorSpec]:
+    """A linear router at `mlp.gate`."""
+    return [TensorSpec(prefix + "mlp.gate.weight", (config.num_experts, config.hidden_size))]
+
+
+def in_layers(config: ModelConfig, *names: str) -> tuple[str, ...]:
+    """These names in every layer."""
+    return tuple(f"model.layers.{i}.{name}" for i in range(config.num_layers) for name in names)
