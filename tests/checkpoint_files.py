@@ -1,0 +1,114 @@
+"""Writes small checkpoint files byte by byte, right or wrong on purpose."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+TYPE_NAMES = {"float32": "F32", "float16": "F16", "uint16": "BF16", "uint8": "U8"}
+
+
+def safetensors_bytes(header: object, data: bytes = b"", header_bytes: int | None = None) -> bytes:
+    """A file with this header (an object, or raw bytes), whatever it says about `data`."""
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    length = len(raw) if header_bytes is None else header_bytes
+    return length.to_bytes(8, "little") + raw + data
+
+
+def entry(begin: int, end: int, shape: list[int] | None = None, dtype: str = "U8") -> dict:
+    return {
+        "dtype": dtype,
+        "shape": [end - begin] if shape is None else shape,
+        "data_offsets": [begin, end],
+    }
+
+
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """A right file with the arrays in the order given; uint16 is written as BF16."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, array in arrays.items():
+        begin, end = end, end + array.nbytes
+        header[name] = entry(begin, end, list(array.shape), TYPE_NAMES[array.dtype.name])
+    path.write_bytes(safetensors_bytes(header, b"".join(a.tobytes() for a in arrays.values())))
+
+
+def write_index(folder: Path, weight_map: Mapping[str, object]) -> None:
+    text = json.dumps({"metadata": {}, "weight_map": dict(weight_map)})
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+def ling_config(**changes: object) -> dict[str, Any]:
+    """The published LLaDA2.0-mini values; a change to None leaves the key out."""
+    config: dict[str, Any] = {
+        "architectures": ["LLaDA2MoeModelLM"],
+        "model_type": "llada2_moe",
+        "num_hidden_layers": 20,
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "intermediate_size": 5120,
+        "moe_intermediate_size": 512,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_shared_experts": 1,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "first_k_dense_replace": 1,
+        "vocab_size": 157184,
+        "tie_word_embeddings": False,
+        "rope_theta": 600000,
+        "partial_rotary_factor": 0.5,
+        "rotary_dim": 64,
+        "rope_scaling": None,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "use_bias": False,
+        "use_qkv_bias": False,
+        "sliding_window": 4096,
+        "use_sliding_window": False,
+        "norm_head": False,
+        "norm_softmax": False,
+        "pad_token_id": 156892,
+        "torch_dtype": "bfloat16",
+    }
+    config.update(changes)
+    return {name: value for name, value in config.items() if value is not None}
+
+
+FLASH: dict[str, Any] = {
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "intermediate_size": 9216,
+    "moe_intermediate_size": 1024,
+}
+
+TINY: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "rotary_dim": 2,
+    "intermediate_size": 6,
+    "moe_intermediate_size": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "vocab_size": 16,
+    "mask_token_id": 15,
+    "pad_token_id": None,
+    "max_position_embeddings": 64,
+}

@@ -1,0 +1,264 @@
+"""Random tiny models of every autoregressive family, with transformers' own code as the oracle."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from oracle import make_oracle
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from lowtide.config import ModelConfig
+from lowtide.schemas import model_schema
+
+LAYOUTS = ("per expert", "transformers", "VeOmni", "dInfer")
+VOCAB = 97
+
+
+class Written(NamedTuple):
+    """A checkpoint folder and the model that is in it."""
+
+    folder: Path
+    oracle: Callable[[list[int]], Tensor]  # float32 logits [tokens, vocab]
+
+
+def write_model(
+    family: str, seed: int, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any
+) -> Written:
+    """A random model of a random config; `changes` are values of transformers' config."""
+    rng = random.Random(f"{family} {seed}")
+    torch.manual_seed(seed)
+    if family == "bailing_moe_v2":
+        return _write_ling(rng, folder, dtype)
+    config_class, model_class, values = FAMILIES[family](rng)
+    model = model_class(config_class(**{**_common(rng), **values, **changes}))
+    _randomise(model)
+    model = model.to(dtype).eval()
+    model.save_pretrained(folder, save_original_format=True)
+    if rng.random() < 0.5:
+        _flatten_config(folder)
+    store_experts_as(folder, LAYOUTS[seed % len(LAYOUTS)])
+    return Written(folder, lambda ids: _logits(model, ids))
+
+
+def _common(rng: random.Random) -> dict[str, Any]:
+    num_heads = rng.choice([2, 4])
+    return {
+        "vocab_size": VOCAB,
+        "hidden_size": rng.choice([32, 48, 64]),
+        "intermediate_size": rng.choice([24, 40]),
+        "num_hidden_layers": rng.choice([2, 3]),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": rng.choice([1, 2, num_heads]),
+        "num_experts_per_tok": rng.choice([1, 2, 3]),
+        "max_position_embeddings": 1024,
+        "rms_norm_eps": rng.choice([1e-5, 1e-6]),
+        "tie_word_embeddings": rng.random() < 0.25,
+        "eos_token_id": 96,
+        "bos_token_id": None,
+        "pad_token_id": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": rng.choice([1e4, 1e6])},
+    }
+
+
+def _yarn(rng: random.Random, mscale: float | None = None) -> dict[str, Any]:
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": rng.choice([1e4, 1e6]),
+        "factor": rng.choice([4.0, 40.0]),
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    }
+    return yarn if mscale is None else {**yarn, "mscale": mscale, "mscale_all_dim": mscale}
+
+
+def _qwen3_moe(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
+    values: dict[str, Any] = {
+        "head_dim": rng.choice([8, 16]),
+        "moe_intermediate_size": rng.choice([16, 24]),
+        "num_experts": rng.choice([4, 9, 16]),
+        "norm_topk_prob": rng.random() < 0.7,
+        **rng.choice([{}, {"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}]),
+    }
+    if rng.random() < 0.3:
+        values["rope_parameters"] = _yarn(rng)
+    return Qwen3MoeConfig, Qwen3MoeForCausalLM, values
+
+
+def _qwen2_moe(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
+    values: dict[str, Any] = {
+        "moe_intermediate_size": rng.choice([16, 24]),
+        "shared_expert_intermediate_size": rng.choice([20, 32]),
+        "num_experts": rng.choice([4, 9]),
+        "norm_topk_prob": rng.random() < 0.3,
+        "qkv_bias": rng.random() < 0.7,
+    }
+    if rng.random() < 0.3:
+        values["rope_parameters"] = _yarn(rng)
+    return Qwen2MoeConfig, Qwen2MoeForCausalLM, values
+
+
+def _mixtral(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
+    head_dim = rng.choice([None, 16])
+    return (
+        MixtralConfig,
+        MixtralForCausalLM,
+        {"num_local_experts": rng.choice([3, 8]), "head_dim": head_dim},
+    )
+
+
+def _olmoe(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
+    values = {"num_experts": rng.choice([4, 16]), "norm_topk_prob": rng.random() < 0.3}
+    return OlmoeConfig, OlmoeForCausalLM, values
+
+
+def _deepseek_v2(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
+    is_grouped = rng.random() < 0.5
+    values: dict[str, Any] = {
+        "num_key_value_heads": None,
+        "kv_lora_rank": rng.choice([16, 24]),
+        "q_lora_rank": rng.choice([None, 20]),
+        "qk_nope_head_dim": rng.choice([8, 12]),
+        "qk_rope_head_dim": rng.choice([4, 8]),
+        "v_head_dim": rng.choice([8, 12]),
+        "n_routed_experts": 12,
+        "n_shared_experts": rng.choice([1, 2]),
+        "moe_intermediate_size": rng.choice([16, 24]),
+        "first_k_dense_replace": rng.choice([0, 1]),
+        "routed_scaling_factor": rng.choice([1.0, 2.5]),
+        "topk_method": "group_limited_greedy" if is_grouped else "greedy",
+        "n_group": 4 if is_grouped else 1,
+        "topk_group": 2 if is_grouped else 1,
+    }
+    if rng.random() < 0.6:
+        values["rope_parameters"] = _yarn(rng, mscale=rng.choice([0.707, 1.0]))
+    return DeepseekV2Config, DeepseekV2ForCausalLM, values
+
+
+FAMILIES: Mapping[str, Callable[[random.Random], tuple[type, type, dict[str, Any]]]] = {
+    "qwen3_moe": _qwen3_moe,
+    "qwen2_moe": _qwen2_moe,
+    "mixtral": _mixtral,
+    "olmoe": _olmoe,
+    "deepseek_v2": _deepseek_v2,
+}
+
+NAMES = (*FAMILIES, "bailing_moe_v2")
+
+
+def _write_ling(rng: random.Random, folder: Path, dtype: torch.dtype) -> Written:
+    """Ling 2.0's names are not transformers'; the weights are made by the schema."""
+    config = {
+        **_common(rng),
+        "architectures": ["BailingMoeV2ForCausalLM"],
+        "model_type": "bailing_moe_v2",
+        "head_dim": 16,
+        "moe_intermediate_size": 16,
+        "num_experts": 16,
+        "num_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "rope_theta": 600000.0,
+        "partial_rotary_factor": 0.5,
+        "use_qk_norm": rng.random() < 0.7,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    del config["rope_parameters"]
+    config["tie_word_embeddings"] = False  # as published
+    schema = model_schema(ModelConfig.from_dict(config))
+    specs = [*schema.dense]
+    for layer in schema.moe_layers:
+        specs += schema.expert_specs(layer)
+    weights = {spec.name: _random_weight(spec.name, spec.shape).to(dtype) for spec in specs}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    model = make_oracle(config, weights, dtype)
+    return Written(folder, lambda ids: _logits(model, ids))
+
+
+def _randomise(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(_random_weight(name, tuple(parameter.shape)))
+
+
+def _random_weight(name: str, shape: tuple[int, ...]) -> Tensor:
+    """Sizes stay near one from layer to layer, and routing is decided."""
+    if "norm" in name:
+        return 1 + 0.2 * torch.randn(shape)
+    if len(shape) == 1:
+        return 0.3 * torch.randn(shape)
+    if "embed" in name:
+        return torch.randn(shape)
+    return torch.randn(shape) * shape[-1] ** -0.5
+
+
+def _logits(model: torch.nn.Module, token_ids: list[int]) -> Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([token_ids])).logits[0].float()
+
+
+def _flatten_config(folder: Path) -> None:
+    """Rewrites config.json as transformers before version 5 did."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    kind = rope.pop("rope_type")
+    rope.pop("type", None)
+    config["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+    config["torch_dtype"] = config.pop("dtype")
+    path.write_text(json.dumps(config))
+
+
+def store_experts_as(folder: Path, layout: str) -> None:
+    """Rewrites `model.safetensors` with the experts in another layout."""
+    if layout == "per expert":
+        return
+    path = folder / "model.safetensors"
+    weights: dict[str, Tensor] = {}
+    parts: dict[tuple[str, str], dict[int, Tensor]] = {}
+    for name, tensor in load_file(path).items():
+        if ".experts." not in name:
+            # A file in another tool's layout calls Mixtral's layer as all others.
+            weights[name.replace("block_sparse_moe", "mlp")] = tensor
+            continue
+        prefix, rest = name.split(".experts.")
+        expert, part, _ = rest.split(".")
+        prefix = prefix.replace("block_sparse_moe", "mlp")
+        part = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(part, part)
+        parts.setdefault((prefix, part), {})[int(expert)] = tensor
+    stacks = {key: torch.stack([x[i] for i in sorted(x)]) for key, x in parts.items()}
+    for prefix in {prefix for prefix, _ in stacks}:
+        gate, up, down = (stacks[prefix, f"{part}_proj"] for part in ("gate", "up", "down"))
+        if layout == "VeOmni":
+            stacked = {"experts.gate_proj": gate, "experts.up_proj": up, "experts.down_proj": down}
+        elif layout == "dInfer":
+            stacked = {"w1": torch.cat([gate, up], 1), "w2": down}
+        else:
+            both = torch.cat([gate, up], 1)
+            stacked = {"experts.gate_up_proj": both, "experts.down_proj": down}
+        weights |= {f"{prefix}.{name}": tensor for name, tensor in stacked.items()}
+    save_file(weights, path)

@@ -1,0 +1,87 @@
+"""A model of hashes for decoders: exact, so that what it writes can be compared exactly."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from lowtide.decode.decoder import LOGIT_ROWS
+from lowtide.errors import InternalError
+from lowtide.layers.batch import Batch, Segment
+from lowtide.memory.kv_cache import KVCache
+
+VOCAB = 20
+MASK = 19
+EOS = 3
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    """A hash of uint64 values (the finalizer of splitmix64)."""
+    x = np.asarray(x).astype(np.uint64)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class HashModel:
+    """Two block-causal layers of hashes: any wrong or stale key changes everything after it."""
+
+    def __init__(self, kv_cache: KVCache, max_rows: int, can_mask: bool = True) -> None:
+        self.max_rows = max_rows
+        self.steps = []
+        self.rows = []
+        self.can_mask = can_mask
+        self.fails_in: int | None = None
+        self._keys = np.zeros((2, kv_cache.num_tokens), np.uint64)
+        self._is_written = np.zeros(kv_cache.num_tokens, np.bool_)
+        self._hidden = torch.zeros(max_rows, 1, dtype=torch.int64)
+        self._logits = torch.zeros(LOGIT_ROWS + 15, VOCAB)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        num_rows = len(batch.token_ids)
+        assert 0 < num_rows <= self.max_rows
+        if self.fails_in is not None:
+            self.fails_in -= 1
+            if self.fails_in < 0:
+                raise InternalError("as told")
+        self.steps.append(batch.step)
+        self.rows.append(num_rows)
+        self._hidden.fill_(-1)
+        for segment in batch.segments:
+            rows = slice(segment.start, segment.stop)
+            positions = batch.positions[rows].numpy()
+            assert positions.tolist() == list(range(segment.first_position, segment.end_position))
+            state = self._segment(segment, positions, batch.token_ids[rows].numpy())
+            self._hidden[rows, 0] = torch.from_numpy(state.view(np.int64))
+        assert batch.segments[-1].stop == num_rows
+        return self._hidden[:num_rows]
+
+    def _segment(self, segment: Segment, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        first, stop, start = segment.first_position, segment.end_position, segment.kv.start
+        assert stop <= segment.kv.capacity
+        assert self._is_written[start : start + first].all()
+        ends = np.minimum((positions // segment.block_length + 1) * segment.block_length, stop)
+        state = mix(tokens + 1000 * positions)
+        for keys in self._keys:
+            keys[start + first : start + stop] = mix(state)
+            state = mix(np.cumsum(keys[start : start + stop])[ends - 1] ^ state)
+        self._is_written[start + first : start + stop] = True
+        return state
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        state = hidden.numpy().astype(np.uint64)
+        words = mix(state ^ mix(np.arange(VOCAB) + 1)) >> np.uint64(40)
+        sharpness = mix(state + np.uint64(1)) % np.uint64(60)
+        logits = self._logits[: len(hidden)]
+        logits[:] = torch.from_numpy(words / 2.0**24 * sharpness)
+        if not self.can_mask:
+            logits[:, MASK] = -100
+        return logits
+
+
+def make_kv_cache(num_tokens: int) -> KVCache:
+    return KVCache(torch.zeros(1, 2, 1, num_tokens, 1))
+
+
+def is_all_free(kv_cache: KVCache) -> bool:
+    return kv_cache.can_allocate(kv_cache.num_tokens)

@@ -1,0 +1,546 @@
+"""The decoder over a model of hashes (exact, so everything is compared exactly), and the whole
+engine against transformers' own generation on small checkpoints of the Ling body."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hash_model import EOS, VOCAB, HashModel, is_all_free, make_kv_cache
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import GOLDENS
+from test_llm_oracle import open_oracle, random_config, random_weights, write_model
+from transformers import GenerationConfig, RepetitionPenaltyLogitsProcessor
+from whole import SETTINGS, Setting, check_idle
+
+from lowtide import LLM, DiffusionParams, SamplingParams
+from lowtide.cli.text import TextWriter
+from lowtide.core import StepKind
+from lowtide.decode.autoregressive import Autoregressive
+from lowtide.decode.intake import StopStrings, cut_at_stop
+from lowtide.decode.penalties import penalise
+from lowtide.decode.request import Committed, Event, Finished, Prefill, Request
+from lowtide.errors import InternalError, PlanError, UnsupportedError, UsageError
+from lowtide.hub import resolve_model
+from lowtide.tokenizer import Tokenizer
+
+# The decoder, over hashes
+
+
+def make_request(
+    index: int = 0,
+    prompt: Sequence[int] = (1, 2, 4),
+    eos_token_ids: Sequence[int] = (),
+    seed: int = 0,
+    is_stopped: Callable[[Sequence[int]], bool] | None = None,
+    **params: Any,
+) -> Request:
+    return Request(
+        index=index,
+        prompt=prompt,
+        params=SamplingParams(**params),
+        eos_token_ids=eos_token_ids,
+        seed=seed,
+        is_stopped=is_stopped,
+    )
+
+
+class Run:
+    """A finished run over a `HashModel`."""
+
+    def __init__(
+        self,
+        requests: Iterable[Request],
+        num_tokens: int = 512,
+        max_rows: int = 64,
+        use_kv_cache: bool = True,
+    ) -> None:
+        self.kv_cache = make_kv_cache(num_tokens)
+        self.model = HashModel(self.kv_cache, max_rows)
+        decoder = Autoregressive(self.model, self.kv_cache, max_rows, use_kv_cache)
+        self.events = list(decoder.run(requests))
+        self.finished = {e.request: e for e in self.events if isinstance(e, Finished)}
+
+    def of(self, index: int) -> list[Event]:
+        return own_events(self.events, index)
+
+
+def own_events(events: Iterable[Event], index: int) -> list[Event]:
+    """What must not depend on neighbours, caching, or the division into passes."""
+    return [e for e in events if e.request == index and not isinstance(e, Prefill)]
+
+
+@st.composite
+def requests(draw: st.DrawFn, index: int = 0) -> Request:
+    return make_request(
+        index,
+        draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=70)),
+        eos_token_ids=draw(st.sampled_from([(), (EOS,), (EOS, 5)])),
+        seed=draw(st.integers(0, 3)),
+        max_tokens=draw(st.integers(1, 20)),
+        ignore_eos=draw(st.booleans()),
+        temperature=draw(st.sampled_from([0.0, 0.0, 0.7, 2.0])),
+        top_k=draw(st.none() | st.integers(1, VOCAB)),
+        top_p=draw(st.none() | st.floats(0.1, 1)),
+        min_p=draw(st.none() | st.floats(0, 1)),
+        repetition_penalty=draw(st.none() | st.floats(0.5, 2)),
+        presence_penalty=draw(st.none() | st.floats(-2, 2)),
+        frequency_penalty=draw(st.none() | st.floats(-2, 2)),
+        logprobs=draw(st.sampled_from([None, None, 0, 3, 20])),
+    )
+
+
+batches = st.integers(1, 5).flatmap(lambda n: st.tuples(*(requests(i) for i in range(n))))
+
+
+@given(batches, st.sampled_from([96, 160, 512]), st.sampled_from([16, 20, 64, 100]))
+def test_a_batch_decodes_each_request_as_if_alone(batch, num_tokens, max_rows) -> None:
+    together = Run(batch, num_tokens, max_rows)
+    assert is_all_free(together.kv_cache)
+    for request in batch:
+        assert together.of(request.index) == Run([request]).of(request.index)
+
+
+@given(batches, st.sampled_from([16, 33, 256]))
+def test_recomputing_and_other_chunks_give_the_same(batch, max_rows) -> None:
+    reference = Run(batch, max_rows=512)
+    for use_kv_cache in (True, False):
+        other = Run(batch, max_rows=max_rows, use_kv_cache=use_kv_cache)
+        for request in batch:
+            assert other.of(request.index) == reference.of(request.index)
+
+
+@given(requests())
+def test_what_is_reported_is_consistent(request) -> None:
+    run = Run([request])
+    finished = run.finished[0]
+    committed = [e for e in run.events if isinstance(e, Committed)]
+    assert [len(event.tokens) for event in committed] == [1] * finished.num_forwards
+    assert tuple(t for event in committed for t in event.tokens) == finished.token_ids
+    eos = () if request.params.ignore_eos else request.eos_token_ids
+    assert not set(eos) & set(finished.token_ids[:-1])
+    is_stop = finished.token_ids[-1] in eos
+    assert finished.finish_reason == ("stop" if is_stop else "length")
+    assert is_stop or len(finished.token_ids) == request.params.max_tokens
+    logprobs = tuple(row for event in committed for row in event.logprobs)
+    assert logprobs == finished.logprobs
+    if request.params.logprobs is None:
+        assert not logprobs
+    else:
+        assert tuple(row.token_id for row in logprobs) == finished.token_ids
+        for row in logprobs:
+            values = [value for _, value in row.top]
+            assert len(values) == min(request.params.logprobs, VOCAB)
+            assert values == sorted(values, reverse=True) and max([row.logprob, *values]) <= 0
+
+
+@given(batches, st.data())
+def test_joining_and_leaving_at_any_time_changes_nothing_else(batch, data) -> None:
+    kv_cache = make_kv_cache(192)
+    decoder = Autoregressive(HashModel(kv_cache, 32), kv_cache, 32)
+    outside = list(batch)
+    events: list[Event] = []
+    cancelled = set()
+    while outside or decoder.has_work:
+        if outside and (not decoder.has_work or data.draw(st.booleans())):
+            decoder.add(outside.pop(0))
+        if data.draw(st.integers(0, 9)) == 0:
+            index = data.draw(st.integers(0, len(batch) - 1))
+            is_there = all(index != request.index for request in outside)
+            is_done = any(isinstance(e, Finished) and e.request == index for e in events)
+            expected = is_there and not is_done and index not in cancelled
+            assert decoder.cancel(index) is expected
+            cancelled |= {index} if expected else set()
+        if decoder.has_work:
+            events += decoder.step()
+    assert is_all_free(kv_cache)
+    for request in batch:
+        if request.index not in cancelled:
+            assert own_events(events, request.index) == Run([request]).of(request.index)
+
+
+@given(batches, st.integers(0, 20))
+def test_a_failing_pass_leaves_everything_to_go_on_or_to_free(batch, fails_in) -> None:
+    kv_cache = make_kv_cache(192)
+    model = HashModel(kv_cache, 64)
+    model.fails_in = fails_in
+    decoder = Autoregressive(model, kv_cache, 64)
+    events = []
+    for request in batch:
+        decoder.add(request)
+    while decoder.has_work:
+        try:
+            events += decoder.step()
+        except InternalError:
+            model.fails_in = None
+    assert is_all_free(kv_cache)
+    for request in batch:
+        assert own_events(events, request.index) == Run([request]).of(request.index)
+
+
+def test_closing_after_a_failure_frees_everything() -> None:
+    kv_cache = make_kv_cache(64)
+    model = HashModel(kv_cache, 64)
+    model.fails_in = 3
+    decoder = Autoregressive(model, kv_cache, 64)
+    with pytest.raises(InternalError):
+        list(decoder.run([make_request(index, max_tokens=20) for index in range(4)]))
+    assert is_all_free(kv_cache) and not decoder.has_work
+
+
+def test_a_pass_feeds_one_token_per_sequence_and_counts_decoding_only() -> None:
+    run = Run([make_request(index, range(10), max_tokens=4) for index in range(3)])
+    assert run.model.rows == [30, 3, 3, 3]
+    kinds = [StepKind.PREFILL] + 3 * [StepKind.DECODE]
+    assert [step.kind for step in run.model.steps] == kinds
+    assert [step.index for step in run.model.steps] == [0, 0, 1, 2]
+
+
+def test_a_long_prompt_is_fed_in_chunks() -> None:
+    run = Run([make_request(prompt=np.arange(150) % VOCAB, max_tokens=3)], max_rows=70)
+    assert run.model.rows == [64, 64, 22, 1, 1]
+    prefills = [event for event in run.events if isinstance(event, Prefill)]
+    assert prefills == [Prefill(0, 64, 150), Prefill(0, 128, 150)]
+    assert [step.index for step in run.model.steps] == [0, 0, 0, 0, 1]
+
+
+def test_a_long_prompt_starves_nobody_and_prompts_end_one_by_one() -> None:
+    kv_cache = make_kv_cache(1024)
+    model = HashModel(kv_cache, 64)
+    decoder = Autoregressive(model, kv_cache, 64)
+    decoder.add(make_request(0, max_tokens=30))
+    events = decoder.step()
+    for index in (1, 2):
+        decoder.add(make_request(index, np.arange(200) % VOCAB, max_tokens=5))
+    for _ in range(8):
+        events += decoder.step()
+    of_first = [e for e in events if isinstance(e, Committed) and e.request == 0]
+    assert len(of_first) == 9
+    assert all(step.kind is StepKind.DECODE for step in model.steps[1:])
+    assert model.rows[1:6] == [49, 49, 49, 57, 50]
+    assert [e.request for e in events if isinstance(e, Prefill)] == [1, 1, 1, 2, 2, 2]
+    decoder.close()
+    assert is_all_free(kv_cache)
+
+
+def test_requests_wait_in_order_for_room_for_the_worst_case() -> None:
+    run = Run([make_request(index, max_tokens=29) for index in range(5)], num_tokens=64)
+    starts = list(dict.fromkeys(event.request for event in run.events))
+    assert starts == [0, 1, 2, 3, 4]
+    assert max(run.model.rows) <= 6  # two sequences of 32 tokens at a time
+
+
+def test_what_can_never_run_is_refused() -> None:
+    kv_cache = make_kv_cache(64)
+    decoder = Autoregressive(HashModel(kv_cache, 64), kv_cache, 64)
+    with pytest.raises(PlanError, match="3 prompt tokens and 2147483647 .* it holds 64"):
+        decoder.add(make_request(max_tokens=2**31 - 1))
+    with pytest.raises(UsageError, match="empty prompt"):
+        decoder.add(make_request(prompt=()))
+    decoder.add(make_request(7, max_tokens=8))
+    with pytest.raises(UsageError, match="Request 7"):
+        decoder.add(make_request(7, max_tokens=8))
+    with pytest.raises(UsageError, match="at least 16, not 15"):
+        Autoregressive(HashModel(kv_cache, 15), kv_cache, 15)
+
+
+def test_a_stop_is_asked_for_after_every_token() -> None:
+    asked = []
+
+    def is_stopped(tokens: Sequence[int]) -> bool:
+        asked.append(list(tokens))
+        return len(tokens) >= 5
+
+    run = Run([make_request(max_tokens=30, is_stopped=is_stopped)])
+    assert [len(tokens) for tokens in asked] == [1, 2, 3, 4, 5]
+    assert run.finished[0].finish_reason == "stop"
+    assert list(run.finished[0].token_ids) == asked[-1]
+
+
+def test_seeds_make_draws_reproducible() -> None:
+    def answer(seed: int) -> tuple[int, ...]:
+        request = make_request(seed=seed, max_tokens=20, temperature=3.0)
+        return Run([request]).finished[0].token_ids
+
+    assert answer(1) == answer(1)
+    assert len({answer(seed) for seed in range(5)}) == 5
+
+
+def test_not_finite_logits_end_the_run_with_an_error() -> None:
+    class Broken(HashModel):
+        def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+            return super().logits(hidden).fill_(float("nan"))
+
+    kv_cache = make_kv_cache(64)
+    with pytest.raises(InternalError, match="position 3 are not finite"):
+        list(Autoregressive(Broken(kv_cache, 64), kv_cache, 64).run([make_request(max_tokens=8)]))
+    assert is_all_free(kv_cache)
+
+
+# Penalties and log-probabilities
+
+
+@given(st.integers(0, 100), st.floats(0.1, 3), st.floats(-2, 2), st.floats(-2, 2))
+def test_penalties(seed, repetition, presence, frequency) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(VOCAB, generator=generator)
+    tokens = torch.randint(VOCAB, (15,), generator=generator)
+    expected = RepetitionPenaltyLogitsProcessor(repetition)(tokens[None], logits[None].clone())[0]
+    for token in range(VOCAB):
+        num_uses = tokens[6:].tolist().count(token)
+        expected[token] -= presence * (num_uses > 0) + frequency * num_uses
+    params = SamplingParams(
+        repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency
+    )
+    penalise(logits, tokens.numpy(), 6, params)
+    torch.testing.assert_close(logits, expected)
+
+
+def test_logprobs_are_the_models_own() -> None:
+    """Neither temperature nor penalties nor filters change them."""
+    plain = make_request(max_tokens=1, logprobs=20)
+    changed = make_request(
+        max_tokens=1, logprobs=20, temperature=5.0, repetition_penalty=3.0, min_p=0.5, top_k=3
+    )
+    [row], [other] = (Run([request]).finished[0].logprobs for request in (plain, changed))
+    assert row.top == other.top and row.token_id == row.top[0][0]
+    assert dict(other.top)[other.token_id] == other.logprob
+    np.testing.assert_allclose(sum(np.exp(value) for _, value in row.top), 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"min_p": 1.5},
+        {"min_p": float("nan")},
+        {"repetition_penalty": 0.0},
+        {"presence_penalty": -3.0},
+        {"frequency_penalty": "1"},
+        {"logprobs": 21},
+        {"logprobs": -1},
+        {"logprobs": True},
+    ],
+)
+def test_parameters_out_of_range_are_refused(wrong) -> None:
+    [name] = wrong
+    with pytest.raises(UsageError, match=name):
+        SamplingParams(**wrong)
+
+
+# Text
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    found = Tokenizer.load(resolve_model("demo:chat", offline=True))
+    assert found is not None
+    return found
+
+
+TEXTS = st.text(st.sampled_from("ab \nédef日本🦊()"), max_size=30)
+
+
+@given(TEXTS, st.lists(st.text("ab\né日🦊", min_size=1, max_size=4), min_size=1, max_size=2))
+def test_stop_strings_are_found_across_token_borders(tokenizer, text, stop) -> None:
+    token_ids = tokenizer.encode(text)
+    is_stopped = StopStrings(tokenizer, stop)
+    found = [is_stopped(token_ids[: n + 1]) for n in range(len(token_ids))]
+    expected = [
+        any(string in tokenizer.decode(token_ids[: n + 1]) for string in stop)
+        for n in range(len(token_ids))
+    ]
+    if True in expected:  # a decoder goes no further
+        assert found.index(True) == expected.index(True)
+    else:
+        assert True not in found
+
+
+@given(TEXTS, st.lists(st.text("ab\né日🦊", min_size=1, max_size=4), max_size=2))
+def test_streamed_text_is_whole_characters_up_to_the_stop(tokenizer, text, stop) -> None:
+    token_ids = tokenizer.encode(text)
+    expected = cut_at_stop(tokenizer.decode(token_ids), stop)
+    out = io.StringIO()
+    writer = TextWriter(out, tokenizer, stop, is_terminal=False)
+    for token in token_ids:
+        writer.commit([token])
+        assert expected.startswith(out.getvalue())
+    writer.finish(expected)
+    assert out.getvalue() == expected + "\n"
+
+
+# The whole engine
+
+
+def ling_model(folder: Path, seed: int, **changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    config = random_config(seed) | {"architectures": ["BailingMoeV2ForCausalLM"]} | changes
+    config.pop("mask_token_id")
+    weights = random_weights(config, seed)
+    write_model(folder, config, weights, "published")
+    return config, weights
+
+
+def random_prompt(pick: random.Random, config: dict[str, Any], max_length: int) -> list[int]:
+    return [pick.randrange(config["vocab_size"]) for _ in range(pick.randint(1, max_length))]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_greedy_ids_are_those_of_transformers(tmp_path: Path, seed: int) -> None:
+    pick = random.Random(seed)
+    config, weights = ling_model(tmp_path, seed)
+    prompts = [random_prompt(pick, config, 30) for _ in range(2)]
+    oracle = open_oracle(config, weights)
+    generation = GenerationConfig(max_new_tokens=64, eos_token_id=48, pad_token_id=0)
+    with Setting("tide", 0.3).open(tmp_path) as llm:
+        completions = llm.generate(prompts, SamplingParams(max_tokens=64))
+        check_idle(llm)
+    for prompt, completion in zip(prompts, completions, strict=True):
+        ids = torch.tensor([prompt])
+        expected = oracle.generate(
+            ids, generation_config=generation, attention_mask=torch.ones_like(ids)
+        )
+        assert completion.token_ids == expected[0, len(prompt) :].tolist()
+        is_stop = completion.token_ids[-1] == 48
+        assert completion.finish_reason == ("stop" if is_stop else "length")
+        assert completion.usage.completion_tokens == completion.usage.forwards
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ling")
+    ling_model(folder, 5, max_position_embeddings=1200, first_k_dense_replace=1, num_experts=8,
+               n_group=2, topk_group=1, num_experts_per_tok=2)  # fmt: skip
+    return folder
+
+
+def asked() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Requests of many kinds; one prompt is longer than a pass."""
+    pick = random.Random(1)
+    prompts = [[pick.randrange(48) for _ in range(n)] for n in (1, 7, 520, 40, 3)]
+    params = [
+        SamplingParams(max_tokens=12),
+        SamplingParams(max_tokens=20, temperature=1.0, seed=3, top_p=0.9, min_p=0.05),
+        SamplingParams(max_tokens=6, ignore_eos=True),
+        SamplingParams(max_tokens=25, temperature=0.7, seed=4, repetition_penalty=1.3),
+        SamplingParams(max_tokens=17, frequency_penalty=0.5, presence_penalty=0.2, logprobs=2),
+    ]
+    return prompts, params
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[list[int]]:
+    """Each request alone, everything resident."""
+    prompts, params = asked()
+    with LLM(model, policy="resident") as llm:
+        return [
+            llm.generate([prompt], [each])[0].token_ids
+            for prompt, each in zip(prompts, params, strict=True)
+        ]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_ids_are_the_same_at_any_budget_and_in_a_batch(model, expected, setting) -> None:
+    with setting.open(model) as llm:
+        for _ in range(2):
+            answers = [completion.token_ids for completion in llm.generate(*asked())]
+            assert answers == expected
+            check_idle(llm)
+
+
+def test_recomputing_everything_gives_the_same(model, expected) -> None:
+    with LLM(model, kv_cache=False) as llm:
+        assert [completion.token_ids for completion in llm.generate(*asked())] == expected
+
+
+def test_requests_share_the_context_or_wait(model, expected) -> None:
+    with LLM(model, context=544) as llm:
+        assert [completion.token_ids for completion in llm.generate(*asked())] == expected
+        check_idle(llm)
+
+
+def test_policies_see_decoding_steps_counted(model) -> None:
+    with LLM(model) as llm:
+        steps = []
+        forward = llm._engine.model.forward
+        llm._engine.model.forward = lambda batch: steps.append(batch.step) or forward(batch)
+        llm.generate([[1, 2, 3], [4] * 30], SamplingParams(max_tokens=5, ignore_eos=True))
+    assert [step.kind for step in steps] == [StepKind.PREFILL] + 4 * [StepKind.DECODE]
+    assert [step.index for step in steps] == [0, 0, 1, 2, 3]
+
+
+def test_streaming_gives_the_events_and_leaving_early_frees(model, expected) -> None:
+    prompts, params = asked()
+    with LLM(model) as llm:
+        events = list(llm.stream(prompts[0], params[0]))
+        tokens = [t for e in events if isinstance(e, Committed) for t in e.tokens]
+        assert tokens == expected[0] == list(events[-1].token_ids)
+        stream = llm.stream(prompts[2], params[2])
+        assert next(stream) == Prefill(0, 512, 520)
+        stream.close()
+        check_idle(llm)
+
+
+def test_logprobs_belong_to_the_completion(model) -> None:
+    params = SamplingParams(max_tokens=4, logprobs=3, ignore_eos=True)
+    with LLM(model) as llm:
+        [completion] = llm.generate([[5, 6, 7]], params)
+        logits = llm.logits([5, 6, 7, *completion.token_ids])
+        [without] = llm.generate([[5, 6, 7]])
+    assert without.logprobs is None and completion.logprobs is not None
+    expected = logits.log_softmax(-1)[2:6]
+    for row, logprobs in zip(expected, completion.logprobs, strict=True):
+        assert [token for token, _ in logprobs.top] == row.topk(3).indices.tolist()
+        assert logprobs.logprob == pytest.approx(float(row.max()), abs=1e-4)
+
+
+def test_equal_prompts_differ_by_index_and_one_seed_repeats_all(model) -> None:
+    params = SamplingParams(max_tokens=20, temperature=1.5, seed=8, ignore_eos=True)
+    with LLM(model) as llm:
+        first, second = ([c.token_ids for c in llm.generate([[9, 9]] * 3, params)] for _ in "ab")
+        alone = llm.generate([[9, 9]], SamplingParams(max_tokens=20, temperature=1.5, seed=9,
+                                                      ignore_eos=True))  # fmt: skip
+    assert first == second and len(set(map(tuple, first))) == 3
+    assert alone[0].token_ids == first[1]
+
+
+def test_what_the_model_cannot_honour_is_refused_by_name(model) -> None:
+    blocks = DiffusionParams(steps=4, eos_early_stop=False)
+    with LLM(model, context=100) as llm:
+        with pytest.raises(UnsupportedError, match="steps, eos_early_stop: BailingMoeV2"):
+            llm.generate([[1]], SamplingParams(diffusion=blocks))
+        with pytest.raises(PlanError, match="60 prompt tokens and 41 new .* need 101 .* is 100"):
+            llm.generate([[1] * 60], SamplingParams(max_tokens=41))
+        with pytest.raises(PlanError, match="the context is 100"):
+            llm.logits([1] * 101)
+        with pytest.raises(UsageError, match="no tokenizer"):
+            llm.generate([[1]], SamplingParams(max_tokens=5, stop=["x"]))
+        with pytest.raises(UsageError, match="2 prompts and 1 parameters"):
+            llm.generate([[1], [2]], [SamplingParams(max_tokens=5)])
+        check_idle(llm)
+    with pytest.raises(UnsupportedError, match="block_length 4"):
+        LLM(model, block_length=4)
+
+
+def test_diffusion_models_refuse_what_needs_tokens_one_by_one() -> None:
+    params = SamplingParams(max_tokens=8, presence_penalty=1.0, logprobs=0)
+    with LLM(GOLDENS / "llada2-a") as llm:
+        with pytest.raises(UnsupportedError, match="presence_penalty, logprobs: LLaDA2"):
+            llm.generate([[1]], params)
+
+
+def test_the_demo_model_stops_at_a_string() -> None:
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    with LLM("demo:chat", context=256) as llm:
+        [whole] = llm.generate("def add(a, b):\n", params)
+        stop = whole.text[20:24]
+        [cut] = llm.generate("def add(a, b):\n", SamplingParams(max_tokens=60, stop=[stop]))
+        check_idle(llm)
+    assert cut.finish_reason == "stop" and cut.text == whole.text[: whole.text.find(stop)]
+    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+    assert len(cut.token_ids) < 60

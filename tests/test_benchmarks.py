@@ -1,0 +1,182 @@
+"""What the benchmark scripts share; no speed is judged here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from concurrent.futures import Future
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowtide import LLM
+from lowtide.core import Step, StepKind
+from lowtide.engine import EngineConfig
+from lowtide.errors import InternalError, UsageError
+from lowtide.lab.synth import synth
+from lowtide.layers.batch import Batch, KVRange, Segment
+from lowtide.llm import plan_model
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+ceilings, memory, models, peer, record, run, worker, offload = map(
+    import_module,
+    (
+        "common.ceilings",
+        "common.memory",
+        "common.models",
+        "common.peer",
+        "common.record",
+        "common.run",
+        "common.worker",
+        "offload",
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synth("llada2", "tiny", tmp_path_factory.mktemp("models") / "tiny")
+
+
+def test_a_record_is_one_json_line_with_its_circumstances(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new" / "rows.jsonl"
+    recorder = record.Recorder("thing", {"model": "m"}, out)
+    recorder.write("first", {"speed": 1.23456789, "count": 1234567})
+    recorder.write("second", {})
+    lines = out.read_text().splitlines()
+    assert lines == capsys.readouterr().out.splitlines()
+    first, second = map(json.loads, lines)
+    assert (first["speed"], first["count"]) == (1.2346, 1234567)
+    assert second["what"] == "second"
+    assert {"machine", "commit", "date", "settings", "benchmark"} <= first.keys()
+
+
+def test_every_kind_of_limit_wraps_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with memory.choose_limit("none").limited(["run", "me"], 100) as command:
+        assert command == ["run", "me"]
+    with memory.MemoryLimit("systemd", "").limited(["run"], 100) as command:
+        assert "--property=MemoryMax=100" in command and command[-1] == "run"
+    monkeypatch.setattr(memory, "_own_group", lambda kind: tmp_path)
+    removed: list[Path] = []
+    monkeypatch.setattr(memory, "_remove", removed.append)
+    for kind, name in (("cgroup v1", "memory.limit_in_bytes"), ("cgroup v2", "memory.max")):
+        with memory.MemoryLimit(kind, "").limited(["run", "me"], 100) as command:
+            group = Path(command[3]).parent
+            assert (group / name).read_text() == "100" and command[4:] == ["run", "me"]
+        assert removed.pop() == group
+    with pytest.raises(UsageError, match="none"):
+        memory.choose_limit("some")
+
+
+def test_peak_memory_can_start_anew() -> None:
+    block = torch.ones(16 << 20)
+    with_block = memory.peak_resident_bytes()
+    assert with_block >= block.nbytes
+    del block
+    memory.reset_peak()
+    assert memory.peak_resident_bytes() <= with_block
+
+
+def test_ceilings_are_positive(tiny: Path) -> None:
+    rates = ceilings.Disk(tiny, 24576, 1 << 18).measure()
+    rates |= ceilings.memory_ceiling(1 << 16, repeats=1)
+    assert all(rate > 0 for name, rate in rates.items() if name.endswith("GBps"))
+    assert {"random_read_GBps", "sequential_read_GBps"} <= rates.keys()
+
+
+def test_only_time_with_reads_under_way_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter((1.0, 4.0, 10.0, 11.5))
+    monkeypatch.setattr(run.time, "perf_counter", lambda: next(now))
+    tickets: list[Future[int]] = [Future(), Future(), Future()]
+    waiting = iter(tickets)
+
+    class Link:
+        def start(self, layer: int, expert: int, slot: int) -> Future[int]:
+            return next(waiting)
+
+    transfer = run.TimedTransfer(Link())
+    transfer.start(0, 0, 0)
+    transfer.start(0, 1, 1)  # both at once: from 1.0 to 4.0
+    tickets[1].set_result(1)
+    tickets[0].set_result(1)
+    transfer.start(0, 2, 0)  # from 10.0 to 11.5
+    tickets[2].set_exception(OSError())
+    assert (transfer.outstanding_s, transfer.num_reads) == (4.5, 3)
+
+
+def test_cached_and_recomputed_runs_write_the_same(tiny: Path) -> None:
+    options = EngineConfig(context=128, dtype="float32")
+    with run.loaded_engine(str(tiny), options) as engine, engine.executor.in_charge():
+        config = engine.opened.config
+        done = [
+            run.decode(run.engine_decoder(engine, use), run.make_request(config, 40, 64, seed=0))
+            for use in (True, False)
+        ]
+        first = run.decode(run.engine_decoder(engine), run.make_request(config, 40, 64, 0), 2)
+    assert done[0].token_ids == done[1].token_ids
+    assert [each.num_tokens for each in done] == [64, 64]
+    assert (first.num_forwards, first.token_ids) == (2, ())
+
+
+def test_the_worker_reports_reads_and_memory(tiny: Path) -> None:
+    least = plan_model(tiny, context=128).minimum_bytes
+    settings = {
+        "model": str(tiny),
+        "budget_bytes": least,
+        "context": 128,
+        "policy": "tide",
+        "policy_options": {"tau": "2"},
+        "num_prompt": 8,
+        "num_new": 32,
+    }
+    row = worker.run_lowtide(settings)
+    assert (row["num_tokens"], row["hit_rate"], row["resident_share"]) == (32, 0.0, 0.0)
+    assert row["read_bytes"] > 0 < row["outstanding_s"]
+    assert row["budget_bytes"] == least >= row["used_bytes"]
+
+
+def test_a_task_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker.sys, "executable", "false")
+    with pytest.raises(InternalError, match="nothing"):
+        worker.in_process("nothing", {}, memory.choose_limit("none"), 0)
+
+
+def test_budgets_hold_their_share_of_the_experts(tiny: Path) -> None:
+    plan = plan_model(tiny)
+    for share, budget_bytes in offload._budgets(plan, [1.0, 0.5, offload.LEAST]):
+        chosen = plan_model(tiny, host_memory=budget_bytes)
+        if share == offload.LEAST:
+            assert chosen.minimum_bytes == budget_bytes and not sum(chosen.residents_per_layer)
+        else:
+            assert chosen.host.num_slots == share * plan.num_experts
+
+
+def test_a_model_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = models.model_folder(None, "tiny")
+    before = (folder / "config.json").stat().st_mtime_ns
+    assert models.model_folder(None, "tiny") == folder and tmp_path in folder.parents
+    assert (folder / "config.json").stat().st_mtime_ns == before
+    with pytest.raises(UsageError, match="config.json"):
+        models.model_folder(tmp_path, "tiny")
+
+
+def test_the_peer_is_the_same_function(tiny: Path, tmp_path: Path) -> None:
+    folder = peer.convert(tiny, tmp_path / "peer")
+    assert peer.convert(tiny, folder) == folder
+    token_ids = torch.arange(3, 43)
+    with LLM(tiny, dtype="float32", context=64, block_length=8) as llm:
+        wanted = llm.logits(token_ids.tolist())
+    model = peer.load_peer(folder, None, str(tmp_path)).float()
+    segment = Segment(0, 40, 0, 8, KVRange(0, 48))
+    batch = Batch(token_ids, torch.arange(40), (segment,), Step(StepKind.DENOISE, 0))
+    adapter = peer.PeerModel(model, [folder])
+    with torch.inference_mode():
+        logits = adapter.logits(adapter.forward(batch))
+    torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-3)

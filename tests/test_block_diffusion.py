@@ -1,0 +1,430 @@
+"""The decoder over a model of hashes (exact, so everything is compared exactly) and over
+transformers' implementation (so whole published trajectories are)."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from diffusers import BlockRefinementScheduler
+from hash_model import EOS, MASK, VOCAB, HashModel, is_all_free, make_kv_cache
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import GOLDENS, OracleModel, block_causal_mask, load_oracle
+from safetensors.torch import load_file
+from transformers import Glm4MoeForCausalLM
+
+from lowtide.core import Step, StepKind
+from lowtide.decode.block_diffusion import (
+    LOGIT_ROWS,
+    BlockDiffusion,
+    Committed,
+    Draft,
+    Event,
+    Finished,
+    Prefill,
+    Request,
+)
+from lowtide.errors import InternalError, PlanError, UsageError
+from lowtide.layers.batch import Batch, Segment
+from lowtide.params import DiffusionParams, SamplingParams
+
+
+def make_request(
+    index: int = 0,
+    prompt: Sequence[int] = (1, 2, 4),
+    eos_token_ids: Sequence[int] = (EOS,),
+    seed: int = 0,
+    is_stopped: Callable[[Sequence[int]], bool] | None = None,
+    **params: object,
+) -> Request:
+    names = DiffusionParams.__dataclass_fields__
+    diffusion = {"block_length": 4, "steps": 4, "threshold": 0.9}
+    diffusion |= {name: value for name, value in params.items() if name in names}
+    sampling = {name: value for name, value in params.items() if name not in names}
+    return Request(
+        index=index,
+        prompt=prompt,
+        params=SamplingParams(**sampling, diffusion=DiffusionParams(**diffusion)),
+        eos_token_ids=eos_token_ids,
+        seed=seed,
+        is_stopped=is_stopped,
+    )
+
+
+class Run:
+    """A finished run over a `HashModel`: events, token rows into passes, and what was freed."""
+
+    def __init__(
+        self,
+        requests: Iterable[Request],
+        num_tokens: int = 512,
+        max_rows: int = 64,
+        use_kv_cache: bool = True,
+        can_mask: bool = True,
+    ) -> None:
+        self.kv_cache = make_kv_cache(num_tokens)
+        self.model = HashModel(self.kv_cache, max_rows, can_mask)
+        self.trajectories: dict[int, list[list[int]]] = {}
+        self.decoder = BlockDiffusion(
+            self.model, self.kv_cache, MASK, max_rows, use_kv_cache, self._on_pass
+        )
+        self.events = list(self.decoder.run(requests))
+        self.finished = {e.request: e for e in self.events if isinstance(e, Finished)}
+
+    def _on_pass(self, request: int, tokens: np.ndarray) -> None:
+        self.trajectories.setdefault(request, []).append(tokens.tolist())
+
+    def of(self, index: int) -> tuple[list[Event], list[list[int]]]:
+        """What must not depend on neighbours, caching, or the division into passes."""
+        events = [e for e in self.events if e.request == index and not isinstance(e, Prefill)]
+        return events, self.trajectories[index]
+
+
+@st.composite
+def requests(draw, index: int = 0) -> Request:
+    prompt = draw(st.lists(st.integers(0, VOCAB - 1), max_size=40))
+    return make_request(
+        index,
+        prompt,
+        eos_token_ids=draw(st.sampled_from([(), (EOS,), (EOS, 5)])),
+        seed=draw(st.integers(0, 3)),
+        max_tokens=draw(st.integers(1, 40)),
+        block_length=draw(st.sampled_from([1, 2, 4, 8, 16])),
+        steps=draw(st.integers(1, 40)),
+        threshold=draw(st.sampled_from([0.0, 0.5, 0.9, 1.0])),
+        edit_threshold=draw(st.sampled_from([None, None, 0.0, 0.3, 0.9, 1.0])),
+        max_post_steps=draw(st.integers(0, 4)),
+        eos_early_stop=draw(st.booleans()),
+        ignore_eos=draw(st.booleans()),
+        temperature=draw(st.sampled_from([0.0, 0.0, 0.7, 2.0])),
+        top_k=draw(st.none() | st.integers(1, VOCAB)),
+        top_p=draw(st.none() | st.floats(0.1, 1)),
+    )
+
+
+batches = st.integers(1, 4).flatmap(lambda n: st.tuples(*(requests(i) for i in range(n))))
+
+
+@given(batches, st.sampled_from([96, 160, 512]))
+def test_a_batch_decodes_each_request_as_if_alone(batch, num_tokens) -> None:
+    together = Run(batch, num_tokens)
+    assert is_all_free(together.kv_cache)
+    for request in batch:
+        assert together.of(request.index) == Run([request]).of(request.index)
+
+
+@given(batches, st.sampled_from([32, 40, 64, 200]))
+def test_recomputing_and_smaller_passes_give_the_same(batch, max_rows) -> None:
+    reference = Run(batch, use_kv_cache=False)
+    for use_kv_cache in (True, False):
+        other = Run(batch, max_rows=max_rows, use_kv_cache=use_kv_cache)
+        for request in batch:
+            assert other.of(request.index) == reference.of(request.index)
+
+
+@given(requests())
+def test_what_is_reported_is_consistent(request) -> None:
+    run = Run([request])
+    finished = run.finished[0]
+    committed = [t for e in run.events if isinstance(e, Committed) for t in e.tokens]
+    drafts = [e for e in run.events if isinstance(e, Draft)]
+    eos = () if request.params.ignore_eos else request.eos_token_ids
+    assert tuple(committed) == finished.token_ids
+    assert not set(eos) & set(finished.token_ids[:-1])
+    is_stop = finished.token_ids[-1] in eos
+    assert finished.finish_reason == ("stop" if is_stop else "length")
+    assert is_stop or len(finished.token_ids) == request.params.max_tokens
+    assert len(finished.token_ids) <= request.params.max_tokens
+    assert MASK not in finished.token_ids
+    assert [draft.num_forwards for draft in drafts] == list(range(1, finished.num_forwards + 1))
+    assert len(run.trajectories[0]) == finished.num_forwards
+    for draft in drafts:
+        masked = [t for t, m in zip(draft.tokens, draft.is_masked, strict=True) if m]
+        assert masked == [MASK] * len(masked)
+    num_blocks = request.canvas_length // request.block_length
+    per_block = request.steps + 1 + request.max_post_steps
+    assert finished.num_forwards <= num_blocks * per_block
+
+
+@given(batches, st.data())
+def test_cancelling_at_any_time_frees_and_changes_nothing_else(batch, data) -> None:
+    kv_cache = make_kv_cache(192)
+    decoder = BlockDiffusion(HashModel(kv_cache, 64), kv_cache, MASK, 64)
+    for request in batch:
+        decoder.add(request)
+    events, cancelled = [], set()
+    while decoder.has_work:
+        if data.draw(st.integers(0, 5)) == 0:
+            index = data.draw(st.integers(0, len(batch) - 1))
+            is_finished = any(isinstance(e, Finished) and e.request == index for e in events)
+            assert decoder.cancel(index) is (index not in cancelled and not is_finished)
+            cancelled.add(index)
+        if decoder.has_work:
+            events += decoder.step()
+    assert is_all_free(kv_cache)
+    for request in batch:
+        if request.index not in cancelled:
+            own = [e for e in events if e.request == request.index and not isinstance(e, Prefill)]
+            assert own == Run([request]).of(request.index)[0]
+
+
+@given(batches, st.integers(0, 20))
+def test_a_failing_pass_leaves_everything_to_go_on_or_to_free(batch, fails_in) -> None:
+    kv_cache = make_kv_cache(192)
+    model = HashModel(kv_cache, 64)
+    model.fails_in = fails_in
+    decoder = BlockDiffusion(model, kv_cache, MASK, 64)
+    events = []
+    for request in batch:
+        decoder.add(request)
+    while decoder.has_work:
+        try:
+            events += decoder.step()
+        except InternalError:
+            model.fails_in = None
+    for request in batch:
+        own = [e for e in events if e.request == request.index and not isinstance(e, Prefill)]
+        assert own == Run([request]).of(request.index)[0]
+    assert is_all_free(kv_cache)
+
+
+def test_closing_after_a_failure_frees_everything() -> None:
+    kv_cache = make_kv_cache(64)
+    model = HashModel(kv_cache, 64)
+    model.fails_in = 3
+    decoder = BlockDiffusion(model, kv_cache, MASK, 64)
+    with pytest.raises(InternalError):
+        list(decoder.run([make_request(index, max_tokens=20) for index in range(4)]))
+    assert is_all_free(kv_cache) and not decoder.has_work
+
+
+def test_finished_blocks_are_cached_by_the_next_blocks_first_pass() -> None:
+    request = make_request(prompt=range(5), max_tokens=11, threshold=1.0, eos_token_ids=())
+    run = Run([request], can_mask=False)
+    # 4 prompt tokens and the first block, three masks; then 4 rows a pass, 8 in a first one.
+    assert run.model.rows == [8, 4, 4, 8, 4, 4, 4, 8, 4, 4, 4]
+    assert [step.index for step in run.model.steps] == [0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 3]
+
+
+def test_a_block_that_a_pass_left_as_it_was_is_cached_already() -> None:
+    request = make_request(
+        prompt=range(4), max_tokens=8, threshold=0.0, edit_threshold=0.999, max_post_steps=4
+    )
+    run = Run([request], can_mask=False)
+    rows = run.model.rows
+    assert rows[0] == 8 and set(rows[1:]) == {4}
+
+
+def test_a_long_prompt_is_cached_in_whole_blocks_first() -> None:
+    prompt = np.arange(150) % 19
+    run = Run([make_request(prompt=prompt, max_tokens=8)], max_rows=64)
+    prefills = [event for event in run.events if isinstance(event, Prefill)]
+    assert prefills == [Prefill(0, 64, 148), Prefill(0, 128, 148)]
+    assert run.model.rows[:3] == [64, 64, 24]
+    kinds = [step.kind for step in run.model.steps]
+    assert kinds[:3] == [StepKind.PREFILL, StepKind.PREFILL, StepKind.DENOISE]
+    assert [step.index for step in run.model.steps[:4]] == [0, 0, 0, 1]
+
+
+def test_sequences_share_passes_and_count_steps_together() -> None:
+    alone = Run([make_request(0, max_tokens=21)])
+    run = Run([make_request(index, max_tokens=21) for index in range(3)])
+    assert len(run.model.steps) == len(alone.model.steps)
+    assert [step.index for step in run.model.steps] == list(range(len(run.model.steps)))
+    assert max(run.model.rows) <= 3 * max(alone.model.rows)
+
+
+def test_a_literal_mask_token_in_a_prompt_is_just_a_token() -> None:
+    run = Run([make_request(prompt=[1, MASK, MASK], max_tokens=1)])
+    first = next(event for event in run.events if isinstance(event, Draft))
+    assert first.tokens[:3] == (1, MASK, MASK) and first.is_masked[:3] == (False,) * 3
+
+
+def test_predicted_masks_stay_masked_and_the_block_still_ends() -> None:
+    class Stubborn(HashModel):
+        def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+            logits = super().logits(hidden)
+            logits[:, MASK] = 1000.0
+            return logits
+
+    kv_cache = make_kv_cache(64)
+    decoder = BlockDiffusion(Stubborn(kv_cache, 64), kv_cache, MASK, 64)
+    events = list(decoder.run([make_request(prompt=(1, 2, 4, 5), max_tokens=4, eos_token_ids=())]))
+    drafts = [event for event in events if isinstance(event, Draft)]
+    assert [sum(draft.is_masked) for draft in drafts] == [4, 4, 4, 4, 0]
+    assert MASK not in events[-1].token_ids
+
+
+def test_a_stop_is_asked_for_at_each_finished_block() -> None:
+    asked = []
+
+    def is_stopped(tokens: Sequence[int]) -> bool:
+        asked.append(list(tokens))
+        return len(tokens) >= 5
+
+    run = Run([make_request(max_tokens=30, eos_token_ids=(), is_stopped=is_stopped)])
+    assert [len(tokens) for tokens in asked] == [1, 5]
+    assert run.finished[0].finish_reason == "stop"
+    assert list(run.finished[0].token_ids) == asked[-1]
+
+
+def test_requests_wait_in_order_for_room() -> None:
+    run = Run([make_request(index, max_tokens=29) for index in range(5)], num_tokens=64)
+    starts = list(dict.fromkeys(event.request for event in run.events))
+    assert starts == [0, 1, 2, 3, 4]
+    assert max(run.model.rows) <= 16  # two sequences of 32 tokens at a time
+
+
+def test_what_can_never_run_is_refused() -> None:
+    kv_cache = make_kv_cache(64)
+    decoder = BlockDiffusion(HashModel(kv_cache, 64), kv_cache, MASK, 64)
+    with pytest.raises(PlanError, match="2147483652 tokens of KV cache, and it holds 64"):
+        decoder.add(make_request(max_tokens=2**31 - 1))
+    with pytest.raises(UsageError, match="above 32"):
+        decoder.add(make_request(block_length=33))
+    decoder.add(make_request(7, max_tokens=8))
+    with pytest.raises(UsageError, match="Request 7"):
+        decoder.add(make_request(7, max_tokens=8))
+    with pytest.raises(UsageError, match="Request 0 has no threshold"):
+        decoder.add(make_request(max_tokens=8, threshold=None))
+
+
+def test_not_finite_logits_end_the_run_with_an_error() -> None:
+    class Broken(HashModel):
+        def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+            return super().logits(hidden).fill_(float("nan"))
+
+    kv_cache = make_kv_cache(64)
+    decoder = BlockDiffusion(Broken(kv_cache, 64), kv_cache, MASK, 64)
+    with pytest.raises(InternalError, match="not finite"):
+        list(decoder.run([make_request(max_tokens=8)]))
+    assert is_all_free(kv_cache)
+
+
+@given(requests())
+def test_trajectories_are_those_of_the_published_loop(request) -> None:
+    params = replace(request.params, temperature=0.0)
+    request = replace(request, params=params, prompt=[t % MASK for t in request.prompt])
+    run = Run([request], can_mask=False)
+    assert (run.trajectories[0], list(run.finished[0].token_ids)) == published(request)
+
+
+def published(request: Request) -> tuple[list[list[int]], list[int]]:
+    """Token rows into each pass, and the answer: the published loop, everything recomputed.
+
+    One step is that of diffusers' scheduler. For LLaDA2.1 the loop around it is the released
+    model's own, which makes `max_post_steps` editing passes at most (diffusers one more) and goes
+    on editing where the last scheduled step has filled the block.
+    """
+    diffusion, num_prompt = request.params.diffusion, len(request.prompt)
+    length, eos = request.block_length, [] if request.params.ignore_eos else request.eos_token_ids
+    x = np.full(request.canvas_length, MASK)
+    x[:num_prompt] = request.prompt
+    # To the scheduler a threshold of 0 is none; to the published presets it is "always".
+    threshold = diffusion.edit_threshold
+    edit_threshold = 1e-9 if threshold == 0 else None if threshold == 1 else threshold
+    scheduler = BlockRefinementScheduler()
+    scheduler.set_timesteps(min(diffusion.steps, request.params.max_tokens), block_length=length)
+    trajectory = []
+    for start in range(num_prompt // length * length, len(x), length):
+        row, step, num_post = x[: start + length], 0, 0
+        while True:
+            trajectory.append(row.tolist())
+            had_masks = bool((row[start:] == MASK).any())
+            output = scheduler.step(
+                hash_logits(row, length)[None, start:],
+                step,
+                torch.from_numpy(row[None, start:].copy()),
+                mask_token_id=MASK,
+                threshold=diffusion.threshold,
+                editing_threshold=edit_threshold,
+                prompt_mask=torch.arange(start, start + length) < num_prompt,
+            )
+            written = (output.transfer_index | output.editing_transfer_index)[0].numpy()
+            row[start:] = output.prev_sample[0].numpy()
+            step, num_post = step + had_masks, num_post + (not had_masks)
+            answer = row[num_prompt:]
+            if diffusion.eos_early_stop and np.isin(row[start:][written], eos).any():
+                if MASK not in answer[: np.isin(answer, eos).argmax()]:
+                    return trajectory, cut(answer, eos, request.params.max_tokens)
+            if MASK in row[start:]:
+                continue
+            may_edit = edit_threshold is not None and num_post < diffusion.max_post_steps
+            if not may_edit or (not had_masks and not written.any()):
+                break
+        if np.isin(answer, eos).any():
+            break
+    return trajectory, cut(answer, eos, request.params.max_tokens)
+
+
+def cut(answer: np.ndarray, eos: Iterable[int], max_tokens: int) -> list[int]:
+    tokens = answer[:max_tokens].tolist()
+    ends = [index for index, token in enumerate(tokens) if token in eos]
+    return tokens[: ends[0] + 1] if ends else tokens
+
+
+def hash_logits(row: np.ndarray, block_length: int) -> torch.Tensor:
+    kv_cache = make_kv_cache(128)
+    model = HashModel(kv_cache, 128, can_mask=False)
+    segment = Segment(0, len(row), 0, block_length, kv_cache.allocate(len(row)))
+    tokens, positions = torch.from_numpy(row), torch.arange(len(row))
+    hidden = model.forward(Batch(tokens, positions, (segment,), Step(StepKind.DENOISE, 0)))
+    return torch.cat([model.logits(part).clone() for part in hidden.split(LOGIT_ROWS)])
+
+
+@functools.cache
+def oracle(name: str) -> Glm4MoeForCausalLM:
+    return load_oracle(GOLDENS / name)
+
+
+def golden_cases(name: str) -> list[dict]:
+    return json.loads((GOLDENS / name / "generate.json").read_text())["cases"]
+
+
+def golden_request(index: int, case: dict) -> Request:
+    params = case["params"]
+    return make_request(
+        index,
+        case["prompt"],
+        eos_token_ids=(params["eos_id"],),
+        max_tokens=params["gen_length"],
+        **{name: params[name] for name in ("block_length", "steps", "threshold", "eos_early_stop")},
+    )
+
+
+@pytest.mark.parametrize("use_kv_cache", [True, False])
+@pytest.mark.parametrize("name", ["llada2-a", "llada2-b-bf16"])
+def test_golden_trajectories(name, use_kv_cache) -> None:
+    """Whole trajectories of the original implementation, all cases as one batch."""
+    cases = golden_cases(name)
+    trajectories: dict[int, list[list[int]]] = {index: [] for index in range(len(cases))}
+    kv_cache = make_kv_cache(1024)
+    decoder = BlockDiffusion(
+        OracleModel(oracle(name)),
+        kv_cache,
+        cases[0]["params"]["mask_id"],
+        128,
+        use_kv_cache,
+        on_pass=lambda index, tokens: trajectories[index].append(tokens.tolist()),
+    )
+    events = list(decoder.run(golden_request(index, case) for index, case in enumerate(cases)))
+    finished = {event.request: event for event in events if isinstance(event, Finished)}
+    for index, case in enumerate(cases):
+        assert trajectories[index] == case["trajectory"]
+        assert list(finished[index].token_ids) == case["output"]
+        assert finished[index].num_forwards == case["forwards"]
+
+
+@pytest.mark.parametrize("name", ["llada2-a", "llada2-b-bf16"])
+def test_the_oracle_is_the_original_model(name) -> None:
+    golden = load_file(GOLDENS / name / "forward.safetensors")
+    mask = block_causal_mask(0, 24, 8, torch.float32)
+    with torch.inference_mode():
+        logits = oracle(name)(input_ids=golden["input_ids"], attention_mask=mask).logits
+    torch.testing.assert_close(logits, golden["logits"], atol=2e-4, rtol=0)

@@ -1,0 +1,561 @@
+"""The command line, against an engine that only pretends."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from lowtide.cli.answer import ask_live
+from lowtide.cli.chat import Conversation
+from lowtide.cli.live import MASK, LiveView
+from lowtide.cli.main import app
+from lowtide.cli.prompt import parse_ids, read_prompt
+from lowtide.cli.report import answer_object, json_line, plan_object, speed_line
+from lowtide.cli.screen import printable
+from lowtide.cli.text import TextWriter
+from lowtide.core import MemoryPlan, TierPlan
+from lowtide.decode.request import TokenLogprobs
+from lowtide.errors import ConfigError, PlanError, StorageError, UsageError
+from lowtide.params import AUTOREGRESSIVE_ONLY, SamplingParams
+
+MODEL = str(Path(__file__).parent / "goldens" / "llada2-a")
+MIB = 1 << 20
+
+PLAN = MemoryPlan(
+    host=TierPlan(8 * MIB, 2 * MIB, MIB, MIB, MIB, 4096, 96),
+    context=256,
+    max_rows=512,
+    minimum_bytes=5 * MIB,
+    full_bytes=20 * MIB,
+    overhead_bytes=300 * MIB,
+    num_experts=160,
+    residents_per_layer=(19, 19),
+    policy="tide",
+    reason="8 MiB holds 38 of 160 experts, so tide chooses which.",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    request: int
+    block_start: int
+    tokens: Sequence[int]
+    is_masked: Sequence[bool]
+    num_forwards: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Committed:
+    request: int
+    tokens: Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    forwards: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    usage: Usage
+    logprobs: list[Any] | None = None
+
+
+class Letters:
+    """A tokenizer whose ids are code points."""
+
+    has_chat_template = True
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(c) for c in text]
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        return self.encode("".join(m["content"] for m in messages))
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        return "".join(map(chr, ids))
+
+    def piece(self, token_id: int) -> str:
+        return chr(token_id)
+
+    def stream(self) -> LetterStream:
+        return LetterStream()
+
+
+class LetterStream:
+    def push(self, ids: Sequence[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+class PretendLLM:
+    """Answers every prompt with `answer`, in blocks of four, and records how it was asked."""
+
+    answer = "one\ntwo\x1b[2J"
+    fault: BaseException | None = None
+    plan = PLAN
+    config = types.SimpleNamespace(is_diffusion=True)
+    latest: PretendLLM
+
+    def __init__(self, model: str, **options: object) -> None:
+        self.model, self.options = model, options
+        self.asked: list[tuple[Any, SamplingParams]] = []
+        self.is_closed = False
+        self.tokenizer: Letters | None = Letters()
+        PretendLLM.latest = self
+        progress = options["progress"]
+        if callable(progress):
+            progress("loading", 1, 1)
+
+    def __enter__(self) -> PretendLLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.is_closed = True
+
+    def generate(
+        self,
+        prompts: Sequence[object],
+        params: SamplingParams,
+        on_event: Callable[[object], None] | None = None,
+    ) -> list[Completion]:
+        print("a library that chatters")
+        [prompt] = prompts
+        self.asked.append((prompt, params))
+        ids = [ord(c) for c in self.answer]
+        for start in range(0, len(ids), 4):
+            block = ids[start : start + 4]
+            if on_event is not None:
+                on_event(Draft(0, 100 + start, block, [i % 2 == 1 for i in range(len(block))], 1))
+                on_event(Draft(0, 100 + start, block, [False] * len(block), 2))
+                on_event(Committed(0, block))
+            if self.fault is not None:
+                raise self.fault
+        return [Completion(ids, self.answer, "stop", Usage(3, len(ids), 6))]
+
+    def stats(self) -> dict[str, object]:
+        return {"hit_rate": np.float64(0.75), "bytes_read": np.int64(5), "odd": float("nan")}
+
+
+@pytest.fixture(autouse=True)
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[PretendLLM]]:
+    llm = types.ModuleType("lowtide.llm")
+    llm.LLM = PretendLLM  # type: ignore[attr-defined]
+    llm.plan_model = lambda model, **options: PLAN  # type: ignore[attr-defined]
+    llm.check_request = lambda *_, **options: None  # type: ignore[attr-defined]
+    decode = types.ModuleType("lowtide.decode.block_diffusion")
+    decode.Draft, decode.Committed = Draft, Committed  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "lowtide.llm", llm)
+    monkeypatch.setitem(sys.modules, "lowtide.decode.block_diffusion", decode)
+    monkeypatch.setattr(PretendLLM, "fault", None)
+    yield PretendLLM
+
+
+def run(*arguments: str, stdin: str | bytes | None = None) -> Any:
+    return CliRunner().invoke(app, list(arguments), input=stdin)
+
+
+def refused(*arguments: str, code: int = 2, stdin: str | bytes | None = None) -> str:
+    result = run(*arguments, stdin=stdin)
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    return str(result.stderr)
+
+
+# generate
+
+
+def test_json_is_one_object_and_nothing_else() -> None:
+    result = run("generate", MODEL, "-p", "hi", "--json")
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert list(answer) == ["token_ids", "text", "finish_reason", "usage", "stats", "plan"]
+    assert answer["text"] == PretendLLM.answer
+    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 11, "forwards": 6}
+    assert answer["stats"]["hit_rate"] == 0.75 and answer["stats"]["odd"] is None
+    assert answer["stats"]["tokens_per_s"] > 0
+    assert answer["plan"]["minimum_bytes"] == 5 * MIB
+    assert "chatters" in result.stderr
+    assert PretendLLM.latest.is_closed
+
+
+def test_plain_output_is_the_text_and_the_plan_follows_on_stderr() -> None:
+    result = run("generate", MODEL, "-p", "hi")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.endswith(PretendLLM.answer + "\n")
+    for said in ("memory plan", "expert slots", "tide", "tokens/s", "6 forwards", "hit rate 75%"):
+        assert said in result.stderr
+        assert said not in result.stdout
+
+
+def test_every_parameter_reaches_the_engine() -> None:
+    flags = "--max-tokens 9 --temperature 0.5 --top-k 4 --top-p 0.9 --min-p 0.1 --seed 3"
+    flags += " --stop a --stop b --ignore-eos --block-length 8 --steps 4 --threshold 0.8"
+    flags += " --remasking low_confidence"
+    flags += " --edit-threshold 0.7 --max-post-steps 2 --cfg-scale 1 --eos-early-stop"
+    flags += " --policy lru --policy-option tau=2 --context 64 --host-memory 8MiB --no-kv-cache"
+    result = run("generate", MODEL, "--prompt-ids", "5 17 3", *flags.split())
+    assert result.exit_code == 0, result.output
+    [(prompt, params)] = PretendLLM.latest.asked
+    assert prompt == [5, 17, 3]
+    unset = [f.name for p in (params, params.diffusion) for f in dataclasses.fields(p)]
+    given = [getattr(p, f.name) for p in (params, params.diffusion) for f in dataclasses.fields(p)]
+    missing = {name for name, value in zip(unset, given, strict=True) if value is None}
+    assert missing == set(AUTOREGRESSIVE_ONLY)
+    assert params.stop == ["a", "b"] and params.diffusion.eos_early_stop is True
+    options = PretendLLM.latest.options
+    assert options["policy_options"] == {"tau": "2"} and options["kv_cache"] is False
+    assert options["host_memory"] == "8MiB" and options["seed"] == 3
+
+
+def test_autoregressive_models_have_parameters_of_their_own() -> None:
+    flags = "--repetition-penalty 1.1 --presence-penalty 0.5 --frequency-penalty -0.5 --logprobs 2"
+    assert run("generate", "demo:chat", "-p", "hi", *flags.split()).exit_code == 0
+    [(_, params)] = PretendLLM.latest.asked
+    assert None not in [getattr(params, name) for name in AUTOREGRESSIVE_ONLY]
+    assert "logprobs: LLaDA2" in refused("generate", MODEL, "-p", "hi", "--logprobs", "0")
+    assert "steps: Bailing" in refused("generate", "demo:chat", "-p", "hi", "--steps", "3")
+
+
+def test_prompt_from_stdin_loses_one_newline() -> None:
+    for arguments in (("-p", "-"), ()):
+        assert run("generate", MODEL, *arguments, stdin="two\nlines\n\n").exit_code == 0
+        assert PretendLLM.latest.asked[0][0] == "two\nlines\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "said"),
+    [
+        (["-p", ""], None, "empty"),
+        (["--prompt-ids", " "], None, "empty"),
+        ([], "", "empty"),
+        (["-p", "-"], b"\xff\xfe", "not UTF-8"),
+        (["-p", "x\udcff"], None, "not valid UTF-8"),
+        (["--prompt-ids", "5 x"], None, "'x'"),
+        (["--prompt-ids", "-5"], None, "'-5'"),
+        (["--prompt-ids", "99999999999"], None, "not a token id"),
+        (["-p", "a", "--prompt-ids", "5"], None, "not both"),
+        (["-p", "a", "--max-tokens", str(10**12)], None, "max_tokens"),
+        (["-p", "a", "--max-tokens", "9" * 9999], None, "--max-tokens"),
+        (["-p", "a", "--temperature", "nan"], None, "temperature"),
+        (["-p", "a", "--host-memory", "much"], None, "--host-memory"),
+        (["-p", "a", "--device-option", "link_GBps=2"], None, "emulated"),
+        (["-p", "a", "--config", "absent.toml"], None, "absent.toml"),
+    ],
+)
+def test_bad_input_is_refused(arguments: list[str], stdin: str | bytes | None, said: str) -> None:
+    assert said in refused("generate", MODEL, *arguments, stdin=stdin)
+
+
+def test_errors_choose_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    for fault, code in (
+        (UsageError("u"), 2),
+        (ConfigError("c"), 2),
+        (PlanError("needs 5 bytes"), 1),
+        (StorageError("s"), 1),
+        (KeyboardInterrupt(), 130),
+    ):
+        monkeypatch.setattr(PretendLLM, "fault", fault)
+        assert str(fault) in refused("generate", MODEL, "-p", "a", code=code)
+        assert PretendLLM.latest.is_closed
+
+
+def test_with_json_an_error_is_the_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PretendLLM, "fault", PlanError("needs 5 bytes"))
+    result = run("generate", MODEL, "-p", "a", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout) == {"error": {"type": "PlanError", "message": "needs 5 bytes"}}
+    assert "needs 5 bytes" in result.stderr
+
+
+def test_an_absent_model_and_an_unknown_one_are_refused(tmp_path: Path) -> None:
+    assert "no/such/model" in refused("generate", "no/such/model", "-p", "a", code=1)
+    (tmp_path / "config.json").write_text('{"architectures": ["Mystery"]}')
+    assert "Mystery" in refused("generate", str(tmp_path), "-p", "a", code=2)
+
+
+# plan, chat, models
+
+
+def test_plan_prints_the_table_and_the_reason() -> None:
+    result = run("plan", MODEL)
+    assert result.exit_code == 0, result.output
+    for said in ("dense", "kv cache", "workspace", "ring", "expert slots", "budget", PLAN.reason):
+        assert said in result.stdout
+
+
+def test_plan_json_has_the_promised_names() -> None:
+    plan = json.loads(run("plan", MODEL, "--json").stdout)
+    assert plan == json.loads(json.dumps(plan_object(PLAN)))
+    assert plan["minimum_bytes"] < plan["budget_bytes"] < plan["full_bytes"]
+    assert plan["overhead_bytes"] == 300 * MIB
+    host = plan["tiers"]["host"]
+    assert host["used_bytes"] == 5 * MIB + 96 * 4096 <= host["budget_bytes"]
+
+
+def test_chat_keeps_the_conversation() -> None:
+    result = run("chat", MODEL, stdin="hello\n\n/clear\nagain\nmore\n/exit\nnever\n")
+    assert result.exit_code == 0, result.output
+    prompts = [prompt for prompt, _ in PretendLLM.latest.asked]
+    assert [len(prompt) for prompt in prompts] == [1, 1, 3]
+    assert [m["role"] for m in prompts[2]] == ["user", "assistant", "user"]
+    assert "memory plan" in result.stderr
+
+
+def test_chat_without_a_template_continues_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Letters, "has_chat_template", False)
+    run("chat", MODEL, stdin="a\nb\n")
+    assert [p for p, _ in PretendLLM.latest.asked] == ["a", "a" + PretendLLM.answer + "b"]
+
+
+def test_chat_outlives_a_refused_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PretendLLM, "fault", PlanError("too long"))
+    result = run("chat", MODEL, stdin="a\nb\n")
+    assert result.exit_code == 0
+    assert result.stderr.count("lowtide: too long") == 2
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_what_was_said() -> None:
+    llm: Any = PretendLLM(MODEL, progress=None)
+    out = terminal()
+    conversation = Conversation(llm, SamplingParams(), out, Console(file=io.StringIO()))
+    llm.fault = KeyboardInterrupt()
+    conversation._turn("hello")
+    llm.fault = None
+    conversation._turn("go on")
+    assert [m["content"] for m in llm.asked[1][0]] == ["hello", "one\n", "go on"]
+
+
+def test_synth_writes_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, object] = {}
+
+    def synth(family: str, size: str, out: Path, **options: Any) -> Path:
+        asked.update(family=family, size=size, seed=options["seed"])
+        out.mkdir()
+        (out / "config.json").write_text("{}")
+        options["progress"](1, 2)
+        return out
+
+    lab = types.ModuleType("lowtide.lab.synth")
+    lab.synth = synth  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "lowtide.lab.synth", lab)
+    monkeypatch.setattr("lowtide.lab.synth", lab, raising=False)
+    out = str(tmp_path / "m")
+    result = run("synth", "llada2", "--size", "small", "--out", out, "--seed", "4", "--json")
+    assert json.loads(result.stdout) == {"path": out, "bytes": 2}, result.output
+    assert asked == {"family": "llada2", "size": "small", "seed": 4}
+    assert "--out" in refused("synth", "llada2")
+
+
+def test_ls_lists_what_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowtide import hub
+
+    model = hub.LocalModel("org/name", "0123456789abcdef", 3 * MIB, tmp_path, False)
+    monkeypatch.setattr(hub, "list_models", lambda: [model])
+    assert "(incomplete)" in run("ls").stdout
+    [row] = json.loads(run("ls", "--json").stdout)["models"]
+    assert row["name"] == "org/name" and row["num_bytes"] == 3 * MIB
+
+
+def test_pull_and_offline_exclude_each_other() -> None:
+    assert "--offline" in refused("pull", "org/name", "--offline")
+
+
+# the live view
+
+
+def terminal() -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=60, height=10)
+
+
+def shown(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_terminal_sees_the_block_being_filled() -> None:
+    console = terminal()
+    llm: Any = PretendLLM(MODEL, progress=None)
+    view = LiveView(console, Letters(), 3, clock=iter(range(100)).__next__)
+    answer = ask_live(llm, "hi", SamplingParams(), view)
+    drawn = shown(console)
+    assert MASK in drawn
+    assert answer.completion.text == PretendLLM.answer
+    assert "\x1b[2J" not in drawn  # a model's text does not reach the terminal as a command
+
+
+def test_drawing_is_throttled() -> None:
+    now_s = 0.0
+    view = LiveView(terminal(), Letters(), 0, clock=lambda: now_s)
+    with view:
+        for step in range(1000):
+            now_s = step / 1000
+            view.draft(0, [65, 66], [True, False])
+    assert view.num_frames <= 21
+
+
+def test_the_view_prints_the_answer_once_and_skips_the_prompt() -> None:
+    console = Console(file=io.StringIO(), width=60)  # no terminal: no frames, only what stays
+    view = LiveView(console, Letters(), 2)
+    with view:
+        view.draft(0, [80, 81, 65, 66], [False, False, False, True])
+        view.commit([65, 10, 66])
+        view.commit([67, 88])
+        view.finish("A\nBC")
+    assert shown(console).split() == ["A", "BC"]
+
+
+def test_without_a_tokenizer_the_view_shows_ids() -> None:
+    console = terminal()
+    with LiveView(console, None, 0) as view:
+        view.draft(0, [5, 17], [False, True])
+        view.commit([5, 17])
+    assert view.text == "5 17"
+
+
+# plain text as it comes
+
+
+def test_text_is_written_as_it_comes_and_held_where_a_stop_may_begin() -> None:
+    out = io.StringIO()
+    writer = TextWriter(out, Letters(), ["<end>", "\n\n"], is_terminal=False)
+    for piece, shown_so_far in [("hello", "h"), (" <en", "hello"), ("vy>", "hello <e")]:
+        writer.commit([ord(c) for c in piece])
+        assert out.getvalue() == writer.text == shown_so_far
+    writer.commit([ord(c) for c in "!<end>more"])
+    assert out.getvalue() == "hello <e"
+    writer.finish("hello <envy>!")
+    assert out.getvalue() == "hello <envy>!\n"
+
+
+def test_without_a_tokenizer_ids_are_written() -> None:
+    out = io.StringIO()
+    writer = TextWriter(out, None, (), is_terminal=False)
+    writer.commit([5])
+    writer.commit([17])
+    writer.finish("")
+    assert out.getvalue() == "5 17 \n"
+
+
+def test_an_autoregressive_answer_is_written_on_a_terminal_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(PretendLLM, "config", types.SimpleNamespace(is_diffusion=False))
+    llm: Any = PretendLLM(MODEL, progress=None)
+    out = terminal()
+    conversation = Conversation(llm, SamplingParams(), out, Console(file=io.StringIO()))
+    conversation._turn("hello")
+    assert shown(out) == "one\ntwo\ufffd[2J\n"
+    llm.fault = KeyboardInterrupt()
+    conversation._turn("again")
+    assert llm.asked[1][0][1]["content"] == PretendLLM.answer
+    assert conversation._messages[-1]["content"] == "one\n"
+
+
+def test_logprobs_are_part_of_the_object_when_asked_for() -> None:
+    of_token = TokenLogprobs(5, -0.5, ((5, -0.5), (6, -1.5)))
+    completion: Any = Completion([5], "a", "stop", Usage(1, 1, 1), [of_token])
+    answer = json.loads(json_line(answer_object(completion, {}, PLAN)))
+    top = [[5, -0.5], [6, -1.5]]
+    assert answer["logprobs"] == [{"token_id": 5, "logprob": -0.5, "top": top}]
+
+
+# small pieces
+
+
+def test_ids_come_with_spaces_or_commas() -> None:
+    assert parse_ids(" 5 17,3\n") == [5, 17, 3]
+
+
+def test_control_characters_are_shown_not_obeyed() -> None:
+    assert printable("a\tb\r\nc\x1b]0;x\x07\x9b") == "a\tb\nc\ufffd]0;x\ufffd\ufffd"
+
+
+def test_json_is_strict() -> None:
+    value = {"a": np.int64(1), "b": [float("inf"), (True, None)], "c": np.arange(2)}
+    assert json.loads(json_line(value)) == {"a": 1, "b": [None, [True, None]], "c": [0, 1]}
+
+
+def test_speed_line_survives_an_empty_answer() -> None:
+    usage: Any = Usage(1, 0, 0)
+    assert speed_line(usage, {}, 0.0).startswith("0.0 tokens/s")
+
+
+def test_a_terminal_without_a_prompt_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Keyboard(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr("sys.stdin", Keyboard())
+    with pytest.raises(UsageError, match="no prompt"):
+        read_prompt(None, None)
+
+
+# as a program of its own
+
+
+def program(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "lowtide", *arguments],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=120,
+    )
+
+
+def test_the_program_runs_refuses_and_says_its_version() -> None:
+    assert program("--version").stdout == "lowtide 0.1.0\n"
+    result = program("generate", MODEL, "-p", "a", "--max-tokens", str(10**12))
+    assert result.returncode == 2 and "max_tokens" in result.stderr
+
+
+def test_an_absurd_request_is_refused_without_torch() -> None:
+    code = (
+        "import sys\n"
+        f"sys.argv = ['lowtide', 'generate', {MODEL!r}, '-p', 'a', '--max-tokens', '{10**12}']\n"
+        "from lowtide.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+    )
+    assert result.stdout == "2 False\n"
+
+
+@pytest.mark.parametrize(
+    ("happens", "code"),
+    [
+        ("r, w = os.pipe(); os.close(r); os.dup2(w, 1); print('x', flush=True)", 141),
+        ("signal.raise_signal(signal.SIGINT)", 130),
+    ],
+)
+def test_a_closed_pipe_and_ctrl_c_end_quietly(happens: str, code: int) -> None:
+    program_text = (
+        "import os, signal, sys, typer\n"
+        "from lowtide.cli.command import errors_reported\n"
+        "try:\n"
+        f"    with errors_reported(): {happens}\n"
+        "except typer.Exit as end: sys.exit(end.exit_code)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program_text], capture_output=True, text=True, timeout=120
+    )
+    assert (result.returncode, result.stderr) == (code, "")

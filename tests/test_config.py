@@ -1,0 +1,363 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from checkpoint_files import FLASH, TINY, ling_config
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowtide.config import (
+    FAMILIES,
+    DecodingDefaults,
+    ModelConfig,
+    format_size,
+    parse_size,
+    supported_architectures,
+)
+from lowtide.errors import ConfigError, LowtideError, UnsupportedError, UsageError
+
+GOLDENS = Path(__file__).parent / "goldens"
+
+
+def write_config(folder: Path, config: object) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_published_mini_config() -> None:
+    config = ModelConfig.from_dict(ling_config())
+    assert (config.family, config.architecture) == ("llada2", "LLaDA2MoeModelLM")
+    assert (config.num_layers, config.num_moe_layers, config.moe_layers[0]) == (20, 19, 1)
+    assert config.moe_shape == (19, 256, 8, 2048, 512)
+    assert config.expert_elements * 2 == 6 << 20
+    assert config.kv_token_elements * 2 == 40_960
+    assert (config.query_size, config.kv_size) == (2048, 512)
+    assert config.has_qk_norm  # absent from the published file
+    assert config.mask_token_id == 156895  # so are these two
+    assert config.eos_token_ids == (156892,)
+    assert config.pad_token_id == 156892
+    assert config.rotary_dim == 64
+    assert config.shared_intermediate_size == 512
+    assert config.decoding == DecodingDefaults(32, 32, 0.95, None, 16, False)
+
+
+def test_golden_configs() -> None:
+    config = ModelConfig.load(GOLDENS / "llada2-a")
+    assert (config.mask_token_id, config.eos_token_ids, config.dtype) == (383, (380,), "float32")
+    assert (config.num_expert_groups, config.num_groups_per_token) == (4, 2)
+    assert ModelConfig.load(GOLDENS / "llada2-b-bf16").dtype == "bfloat16"
+
+
+def test_autoregressive_ling_has_its_own_ids() -> None:
+    config = ModelConfig.from_dict(
+        ling_config(architectures=["BailingMoeV2ForCausalLM"], model_type="bailing_moe"),
+        generation={"eos_token_id": [156892, 156895]},
+    )
+    assert config.family == "bailing_moe_v2"
+    assert config.eos_token_ids == (156892, 156895)
+    assert not config.is_diffusion and config.mask_token_id is None
+    assert config.block_length == 1 and config.decoding is None
+
+
+def test_block_routing_replaces_group_limits() -> None:
+    config = ModelConfig.from_dict(ling_config(**FLASH, expert_capacity=48, block_size=32))
+    assert (config.expert_capacity, config.routing_block_size, config.block_length) == (48, 32, 32)
+    assert (config.num_expert_groups, config.num_groups_per_token) == (1, 1)
+
+
+def test_nested_rope_and_new_dtype_key() -> None:
+    rope = {"rope_theta": 3e6, "rope_type": "default", "partial_rotary_factor": 0.5}
+    config = ModelConfig.from_dict(
+        ling_config(
+            rope_theta=None,
+            partial_rotary_factor=None,
+            rotary_dim=None,
+            rope_parameters=rope,
+            torch_dtype=None,
+            dtype="float16",
+        )
+    )
+    assert (config.rope_theta, config.rotary_dim, config.dtype) == (3e6, 64, "float16")
+
+
+def test_optional_keys_have_the_published_meaning() -> None:
+    config = ModelConfig.from_dict(
+        ling_config(
+            head_dim=None,
+            num_key_value_heads=None,
+            rotary_dim=None,
+            partial_rotary_factor=None,
+            num_shared_experts=None,
+            torch_dtype=None,
+        )
+    )
+    assert (config.head_dim, config.num_kv_heads, config.rotary_dim) == (128, 16, 128)
+    assert (config.shared_intermediate_size, config.dtype) == (0, "bfloat16")
+
+
+@pytest.mark.parametrize("name", ["n_routed_experts", "num_local_experts"])
+def test_other_names_of_the_expert_count(name: str) -> None:
+    assert ModelConfig.from_dict(ling_config(num_experts=None, **{name: 256})).num_experts == 256
+    with pytest.raises(ConfigError, match="contradicts"):
+        ModelConfig.from_dict(ling_config(**{name: 128}))
+
+
+def test_other_name_of_the_expert_width() -> None:
+    config = ling_config(moe_intermediate_size=None, expert_intermediate_size=512)
+    assert ModelConfig.from_dict(config).expert_intermediate_size == 512
+
+
+def test_eos_ids_come_from_the_file_that_knows_more() -> None:
+    def ids(eos: object, generated: object, **overrides: object) -> tuple[int, ...]:
+        config = ModelConfig.from_dict(
+            ling_config(eos_token_id=eos),
+            generation={"eos_token_id": generated},
+            overrides=overrides,
+        )
+        return config.eos_token_ids
+
+    assert ids(5, None) == (5,)
+    assert ids(5, [6, 7, 6]) == (6, 7)
+    assert ids(5, []) == (5,)
+    assert ids(5, 6) == (5,)
+    assert ids(None, 6) == (6,)
+    assert ids([3, 4], 6) == (3, 4)
+    assert ids(5, [6, 7], eos_token_id=8) == (8,)
+    assert ids(5, [6, 7], eos_token_id=[8, 9]) == (8, 9)
+
+
+def test_small_vocabularies_do_not_inherit_published_ids() -> None:
+    config = ModelConfig.from_dict(ling_config(**TINY))
+    assert config.eos_token_ids == ()
+    with pytest.raises(ConfigError, match=r"156895 .* 16.*mask_token_id"):
+        ModelConfig.from_dict(ling_config(**{**TINY, "mask_token_id": None}))
+
+
+def test_overrides_replace_keys_and_must_have_an_effect(tmp_path: Path) -> None:
+    folder = write_config(tmp_path, ling_config())
+    config = ModelConfig.load(folder, {"mask_token_id": 7, "block_length": 8})
+    assert (config.mask_token_id, config.block_length) == (7, 8)
+    assert config.decoding == DecodingDefaults(block_length=8)
+    with pytest.raises(UsageError, match="'mask_tokn_id'.*did you mean mask_token_id"):
+        ModelConfig.load(folder, {"mask_tokn_id": 7})
+    with pytest.raises(UsageError, match="model_type"):
+        ModelConfig.load(folder, {"model_type": "x"})
+    with pytest.raises(ConfigError, match="mask_token_id 157184"):
+        ModelConfig.load(folder, {"mask_token_id": 157184})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": None}, "names no architecture.*LLaDA2MoeModelLM"),
+        ({"architectures": []}, "names no architecture"),
+        ({"architectures": ["FooLM"]}, "'FooLM' is not supported.*BailingMoeV2ForCausalLM"),
+        ({"num_experts_per_tok": 257}, "257 experts per token, but there are 256"),
+        ({"num_experts_per_tok": 200}, "200 experts per token, but 4 groups hold only 128"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok 0 must be an integer from 1"),
+        ({"n_group": 7}, "256 experts do not divide into 7 groups"),
+        ({"n_group": 256}, "groups of one expert"),
+        ({"topk_group": 9}, "9 groups per token, but there are 8"),
+        ({"n_group": None, "topk_group": None}, "no n_group"),
+        ({"num_experts": 0}, "num_experts 0"),
+        ({"num_experts": 2**20}, "num_experts 1048576"),
+        ({"hidden_size": -1}, "hidden_size -1"),
+        ({"hidden_size": True}, "hidden_size True"),
+        ({"hidden_size": 2048.0}, "hidden_size 2048.0"),
+        ({"hidden_size": "2048"}, "hidden_size '2048'"),
+        ({"hidden_size": 10**400}, "hidden_size an integer of 1329 bits"),
+        ({"hidden_size": 1000, "head_dim": None}, "1000 does not divide by 16"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers 1000000000000"),
+        ({"num_hidden_layers": [20]}, "num_hidden_layers a list of 1 values"),
+        ({"num_hidden_layers": None}, "no num_hidden_layers"),
+        ({"first_k_dense_replace": 20}, "20 dense layers of 20"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace -1"),
+        ({"num_key_value_heads": 3}, "16 attention heads do not divide among 3"),
+        ({"num_key_value_heads": 32}, "do not divide"),
+        ({"rotary_dim": 63, "partial_rotary_factor": None}, "63 rotating dimensions must be even"),
+        ({"rotary_dim": 130, "partial_rotary_factor": None}, "130 rotating .* head's 128"),
+        ({"rotary_dim": 32}, "twice: 32 and 64"),
+        ({"partial_rotary_factor": 1.5, "rotary_dim": None}, "partial_rotary_factor 1.5"),
+        ({"rope_theta": float("nan")}, "rope_theta nan"),
+        ({"rope_theta": float("inf")}, "rope_theta inf"),
+        ({"rope_theta": 10**400}, "rope_theta an integer of 1329 bits"),
+        ({"rope_theta": None}, "no rope_theta"),
+        ({"rope_parameters": {"rope_theta": 1e4}}, "rope_theta twice"),
+        ({"rope_parameters": 3}, "rope_parameters 3 must be an object"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps 0"),
+        ({"rms_norm_eps": True}, "rms_norm_eps True"),
+        ({"routed_scaling_factor": -2.5}, "routed_scaling_factor -2.5"),
+        ({"routed_scaling_factor": None}, "no routed_scaling_factor"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob 1 must be true or false"),
+        ({"torch_dtype": 16}, "torch_dtype 16 must be a text"),
+        ({"dtype": "float32"}, "contradicts torch_dtype"),
+        ({"eos_token_id": "5"}, "eos_token_id '5'"),
+        ({"eos_token_id": [True]}, "eos_token_id True"),
+        ({"eos_token_id": 157184}, "157184 is outside the vocabulary of 157184"),
+        ({"pad_token_id": -1}, "pad_token_id -1"),
+        ({"expert_capacity": 4}, "expert_capacity 4"),
+        ({"expert_capacity": 48, "block_length": 40}, "block of 40 .* block_size 32"),
+        (
+            {"num_hidden_layers": 1024, "num_experts": 4096, "moe_intermediate_size": 2**20},
+            "more than any model",
+        ),
+    ],
+)
+def test_refused_with_numbers(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_dict(ling_config(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' .* only 'silu'"),
+        ({"score_function": "softmax"}, "score_function 'softmax'"),
+        ({"use_bias": True}, "use_bias True"),
+        ({"use_qkv_bias": True}, "use_qkv_bias True"),
+        ({"norm_head": True}, "norm_head True"),
+        ({"use_sliding_window": True}, "use_sliding_window True"),
+        ({"use_rmsnorm": False}, "use_rmsnorm False"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_scaling.type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.rope_type 'linear'"),
+        ({"rope_parameters": {"full_attention": {}}}, "rope_parameters.'full_attention'"),
+        ({"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn'.*bfloat16"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ],
+)
+def test_unsupported_features_are_named(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        ModelConfig.from_dict(ling_config(**changes))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "config.json is missing"),
+        (b"{", "not valid JSON"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b"[1]", "a JSON object, not a list"),
+        (b"[" * 200_000, "nested too deeply"),
+        (b'{"a": ' * 200_000, "nested too deeply"),
+        (b'{"vocab_size": ' + b"9" * 5000 + b"}", "not valid JSON"),
+        (b'{"vocab_size": 1, "vocab_size": 2}', "'vocab_size' occurs twice"),
+        (b" " * (16 * 2**20 + 1), "16777217 bytes; at most 16777216"),
+    ],
+    ids=range(9),
+)
+def test_broken_files(tmp_path: Path, content: bytes | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.load(tmp_path)
+
+
+def test_broken_folders(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a folder"):
+        ModelConfig.load(tmp_path / "nowhere")
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ConfigError, match="not a regular file"):
+        ModelConfig.load(tmp_path)
+
+
+def test_broken_generation_config_is_named(tmp_path: Path) -> None:
+    folder = write_config(tmp_path, ling_config())
+    (folder / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    with pytest.raises(ConfigError, match="generation_config.json: eos_token_id 'x'"):
+        ModelConfig.load(folder)
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(ConfigError, match="generation_config.json is not valid"):
+        ModelConfig.load(folder)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=4,
+)
+
+
+@given(st.dictionaries(st.sampled_from(sorted(ling_config()) + ["eos_token_id"]), JSON))
+def test_any_value_gives_a_config_or_a_typed_error(changes: dict[str, object]) -> None:
+    try:
+        config = ModelConfig.from_dict({**ling_config(), **changes})
+    except LowtideError:
+        return
+    assert config.num_experts_per_token <= config.num_experts
+
+
+def test_every_architecture_has_a_family() -> None:
+    assert supported_architectures() == (
+        "BailingMoeV2ForCausalLM",
+        "DeepseekV2ForCausalLM",
+        "LLaDA2MoeModelLM",
+        "MixtralForCausalLM",
+        "OlmoeForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "Qwen3MoeForCausalLM",
+    )
+    for name in ("BailingMoeV2ForCausalLM", "LLaDA2MoeModelLM"):
+        assert ModelConfig.from_dict(ling_config(architectures=[name])).family in FAMILIES
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("4096", 4096),
+        (4096, 4096),
+        ("0", 0),
+        ("10GiB", 10 * 2**30),
+        ("10GB", 10**10),
+        ("512MiB", 2**29),
+        ("1.5GiB", 3 * 2**29),
+        (" 1.5 gib ", 3 * 2**29),
+        ("0.1KB", 100),
+        ("1KiB", 1024),
+        ("7B", 7),
+        ("80%", 800),
+        ("12.5%", 125),
+        ("100%", 1000),
+    ],
+)
+def test_sizes(text: str | int, num_bytes: int) -> None:
+    assert parse_size(text, total=1000) == num_bytes
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "GiB", "-1", "-5GiB", "1.5", "1e9", "nan", "inf", "nanGiB", "10G", "10XB", "1 0"),
+        *("101%", "-1%", "9" * 30, "9" * 9000, "9999999999PiB", "٣GiB", "0x10", "1_000"),
+        *(-1, 2**63, True, 1.5, None, float("nan")),
+    ],
+)
+def test_refused_sizes(text: object) -> None:
+    with pytest.raises(UsageError):
+        parse_size(text, total=1000)  # type: ignore[arg-type]
+
+
+def test_a_size_too_long_to_print() -> None:
+    with pytest.raises(UsageError, match="an integer of 16610 bits"):
+        parse_size(10**5000)
+
+
+def test_a_share_needs_a_whole() -> None:
+    with pytest.raises(UsageError, match="'80%' needs a whole"):
+        parse_size("80%")
+
+
+def test_format_size() -> None:
+    sizes = [0, 512, 1023, 1024, 1536, 2**20 - 1, 2**20, 32_513_000_000, 2**63 - 1]
+    assert [format_size(size) for size in sizes] == [
+        *("0 B", "512 B", "1023 B", "1.0 KiB", "1.5 KiB", "1.0 MiB", "1.0 MiB"),
+        *("30.3 GiB", "8.0 EiB"),
+    ]
+
+
+@given(st.integers(0, 2**63 - 1))
+def test_a_printed_size_reads_back(num_bytes: int) -> None:
+    text = format_size(num_bytes)
+    if not text.endswith("EiB"):
+        assert abs(parse_size(text) - num_bytes) <= max(num_bytes * 0.051, 0)

@@ -1,0 +1,81 @@
+"""Compute threads: work is done once, errors come back, torch's settings stay."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from lowtide.experts.executor import Executor, HostExecutor, InlineExecutor
+
+
+@pytest.fixture
+def executor() -> Iterator[HostExecutor]:
+    executor = HostExecutor(num_experts_per_token=4)
+    yield executor
+    executor.close()
+
+
+@pytest.mark.parametrize("is_inline", [False, True])
+def test_all_work_is_done_once(is_inline: bool, executor: HostExecutor) -> None:
+    chosen: Executor = InlineExecutor() if is_inline else executor
+    done: list[int] = []
+    chosen.run([partial(done.append, i) for i in range(20)])
+    assert sorted(done) == list(range(20))
+    for i in range(20, 30):
+        assert chosen.submit(partial(done.append, i)).result() is None
+    assert sorted(done) == list(range(30))
+
+
+@pytest.mark.parametrize("which", [0, 3])
+def test_an_error_comes_back_after_all_work_ended(which: int, executor: HostExecutor) -> None:
+    done: list[int] = []
+
+    def work(i: int) -> None:
+        done.append(i)
+        if i == which:
+            raise ZeroDivisionError(f"work {i}")
+
+    with pytest.raises(ZeroDivisionError, match=f"work {which}"):
+        executor.run([partial(work, i) for i in range(8)])
+    assert sorted(done) == list(range(8))
+    with pytest.raises(ZeroDivisionError, match=f"work {which}"):
+        executor.submit(partial(work, which)).result()
+
+
+def test_torch_keeps_its_threads_and_workers_make_no_gradients() -> None:
+    before = torch.get_num_threads()
+    executor = HostExecutor(num_experts_per_token=4)
+    try:
+        assert torch.get_num_threads() == before
+        with executor.in_charge():
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == before
+        modes: list[bool] = []
+        executor.submit(lambda: modes.append(torch.is_inference_mode_enabled())).result()
+        assert modes == [True]
+        assert torch.get_num_threads() == before
+    finally:
+        executor.close()
+
+
+def test_every_thread_is_made_at_once_and_ends_at_the_close() -> None:
+    """A thread made later would change the process's setting while it is in use."""
+    before = set(threading.enumerate())
+    executor = HostExecutor(num_experts_per_token=8)
+    made = set(threading.enumerate()) - before
+    assert len(made) == executor.num_threads
+    assert all(thread.name.startswith("lowtide-compute") for thread in made)
+    executor.close()
+    assert set(threading.enumerate()) == before
+
+
+def test_no_more_threads_than_experts_of_a_token() -> None:
+    executor = HostExecutor(num_experts_per_token=1)
+    try:
+        assert executor.num_threads == 1
+    finally:
+        executor.close()

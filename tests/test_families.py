@@ -1,0 +1,315 @@
+"""Autoregressive families against transformers' own models, from checkpoints that it wrote."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from family_models import LAYOUTS, NAMES, VOCAB, Written, store_experts_as, write_model
+from torch import Tensor
+from transformers.utils import logging as transformers_logging
+
+from lowtide.checkpoint import Checkpoint
+from lowtide.config import ModelConfig
+from lowtide.errors import CheckpointError, ConfigError, PlanError, UnsupportedError
+from lowtide.lab.synth import FAMILIES, synth
+from lowtide.llm import LLM, plan_model
+from lowtide.models import model_class
+from lowtide.params import SamplingParams
+from lowtide.schemas import model_schema, weight_bytes
+
+LENGTHS = (1, 17, 40, 200, 3, 60, 16, 520, 130, 90)
+"""Tokens: one row, one tile of causal attention, several, and more than one pass (512)."""
+
+NUM_SEEDS = 20
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quiet_transformers() -> None:
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+def random_ids(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+def logits(folder: Path, token_ids: list[int], **options: object) -> Tensor:
+    with LLM(folder, **options) as llm:
+        return llm.logits(token_ids)
+
+
+def check_parity(written: Written, seed: int) -> None:
+    token_ids = random_ids(seed, LENGTHS[seed % len(LENGTHS)])
+    plan = plan_model(written.folder, context=600)
+    least_bytes, full_bytes = plan.minimum_bytes, plan.full_bytes
+    ours = logits(written.folder, token_ids, context=600, host_memory=least_bytes)
+    torch.testing.assert_close(ours, written.oracle(token_ids), atol=2e-4, rtol=0)
+    if seed % 5 == 1:
+        full = logits(written.folder, token_ids, context=600, host_memory=full_bytes)
+        assert torch.equal(ours, full)
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    for seed in range(NUM_SEEDS):
+        check_parity(write_model(family, seed, tmp_path / str(seed)), seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", NAMES)
+def test_logits_are_those_of_transformers_often(family: str, tmp_path: Path) -> None:
+    for seed in range(NUM_SEEDS, 10 * NUM_SEEDS):
+        check_parity(write_model(family, seed, tmp_path / str(seed)), seed)
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_bfloat16_is_as_close_to_float32_as_transformers(family: str, tmp_path: Path) -> None:
+    """Tolerance: at most twice the root-mean-square error of transformers' own bfloat16."""
+    our_error = their_error = 0.0
+    for seed in range(6):
+        written = write_model(family, seed, tmp_path / str(seed), torch.bfloat16)
+        token_ids = random_ids(seed, 64)
+        ours = logits(written.folder, token_ids)
+        exact = logits(written.folder, token_ids, dtype="float32")
+        our_error += float((ours - exact).square().mean())
+        their_error += float((written.oracle(token_ids) - exact).square().mean())
+    assert 0 < our_error < 4 * their_error
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_greedy_answers_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    """Each of 64 tokens is the oracle's arg-max after those before it, or within 1e-4 of it."""
+    for seed in range(3):
+        written = write_model(family, seed, tmp_path / str(seed))
+        prompt = random_ids(seed, 12)
+        with LLM(written.folder, context=128) as llm:
+            [answer] = llm.generate(prompt, SamplingParams(max_tokens=64, ignore_eos=True))
+        assert len(answer.token_ids) == 64
+        expected = written.oracle(prompt + answer.token_ids[:-1])[len(prompt) - 1 :]
+        chosen = expected.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+        assert (chosen >= expected.amax(1) - 1e-4).all()
+
+
+@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_expert_layout_gives_the_same_bits(family: str, layout: str, tmp_path: Path) -> None:
+    token_ids = random_ids(0, 30)
+    plain = write_model(family, 0, tmp_path / "plain")  # seed 0: a tensor per expert
+    other = write_model(family, 0, tmp_path / "other")
+    store_experts_as(other.folder, layout)
+    assert torch.equal(logits(plain.folder, token_ids), logits(other.folder, token_ids))
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_synthetic_checkpoints_run(family: str, tmp_path: Path) -> None:
+    folder = synth(family, "tiny", tmp_path / "model")
+    plan = plan_model(folder, context=256)
+    token_ids = random_ids(0, 50)
+    budgets = (plan.minimum_bytes, plan.full_bytes)
+    least, full = (logits(folder, token_ids, context=256, host_memory=b) for b in budgets)
+    assert torch.equal(least, full)
+    assert least.isfinite().all()
+    assert least.std(1).min() > 0.1  # no row says that all tokens are alike
+
+
+@pytest.mark.parametrize("family", sorted(set(NAMES) - {"bailing_moe_v2"}))
+def test_small_is_about_a_gigabyte(family: str) -> None:
+    config = ModelConfig.from_dict(FAMILIES[family]["small"].config)
+    assert 0.9e9 < sum(weight_bytes(config, "bfloat16")) < 1.1e9
+
+
+def test_routers_without_a_bias_are_skewed(tmp_path: Path) -> None:
+    size = FAMILIES["mixtral"]["tiny"]
+    checkpoint = Checkpoint.open(synth("mixtral", "tiny", tmp_path / "model"))
+    names = [f"model.layers.{i}.block_sparse_moe.gate.weight" for i in (0, 1)]
+    bits = [checkpoint.read_array(name).astype(np.int32) << 16 for name in names]
+    spreads = [x.view(np.float32).std(axis=1) * 64**0.5 for x in bits]
+    mean, skew = size.character.router_std, size.character.router_skew
+    for spread in spreads:
+        assert spread.max() == pytest.approx(mean * (1 + skew), rel=0.3)
+        assert spread.min() == pytest.approx(mean * (1 - skew), rel=0.3)
+    assert not np.array_equal(spreads[0].argsort(), spreads[1].argsort())
+
+
+# Sizes that are published
+
+
+PUBLISHED = {
+    "qwen3_moe": (18_867, 30.532, 98_304),
+    "mixtral": (995, 46.703, 131_072),
+    "qwen2_moe": (4_659, 14.316, 196_608),
+    "olmoe": (3_219, 6.919, 131_072),
+    "deepseek_v2": (5_291, 15.706, 31_104),
+    "bailing_moe_v2": (14_813, 16.256, 40_960),
+}
+"""Tensors, parameters in units of 10**9, bytes of KV cache per token in bfloat16."""
+
+DEEPSEEK_V2 = {
+    **FAMILIES["deepseek_v2"]["full"].config,
+    "hidden_size": 5120,
+    "num_hidden_layers": 60,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 160,
+    "n_group": 8,
+    "topk_group": 3,
+    "topk_method": "group_limited_greedy",
+    "routed_scaling_factor": 16.0,
+}
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_published_sizes(family: str) -> None:
+    config = ModelConfig.from_dict(FAMILIES[family]["full"].config)
+    num_tensors, billions, token_bytes = PUBLISHED[family]
+    schema = model_schema(config)
+    assert schema.num_tensors == num_tensors
+    assert round(schema.num_parameters / 1e9, 3) == billions
+    assert 2 * config.kv_token_elements == token_bytes
+    assert weight_bytes(config, "bfloat16")[1] == 2 * schema.expert_elements
+
+
+def test_numbers_that_are_easily_missed() -> None:
+    lite = ModelConfig.from_dict(FAMILIES["deepseek_v2"]["full"].config)
+    assert lite.softmax_scale == pytest.approx(0.114721, abs=1e-6)
+    assert lite.yarn is not None and lite.yarn.amplitude == 1.0
+    assert lite.cache_shape == (1, 1, 576)
+    large = ModelConfig.from_dict(DEEPSEEK_V2)
+    assert round(model_schema(large).num_parameters / 1e9) == 236
+    assert (large.num_expert_groups, large.num_groups_per_token) == (8, 3)
+    qwen3 = ModelConfig.from_dict(FAMILIES["qwen3_moe"]["full"].config)
+    assert qwen3.head_dim == 128 and qwen3.softmax_scale == pytest.approx(128**-0.5)
+    qwen3_long = {
+        **FAMILIES["qwen3_moe"]["full"].config,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32768,
+        },
+    }
+    yarn = ModelConfig.from_dict(qwen3_long).yarn
+    assert yarn is not None and yarn.amplitude == pytest.approx(1.138629)
+
+
+def test_layers_without_experts() -> None:
+    config = FAMILIES["qwen3_moe"]["full"].config
+    leading = ModelConfig.from_dict({**config, "mlp_only_layers": [0, 1]})
+    assert leading.moe_layers == range(2, 48) and leading.dense_intermediate_size == 6144
+    every_third = ModelConfig.from_dict({**config, "decoder_sparse_step": 3})
+    assert list(every_third.moe_layers) == list(range(2, 48, 3))
+    with pytest.raises(UnsupportedError, match="mlp_only_layers a list of 1 values leaves experts"):
+        ModelConfig.from_dict({**config, "mlp_only_layers": [7]})
+    with pytest.raises(ConfigError, match="leave no layer with experts"):
+        ModelConfig.from_dict({**config, "mlp_only_layers": list(range(48))})
+
+
+# Plans from config.json alone
+
+
+def write_config(folder: Path, config: object) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_a_plan_needs_no_shards(family: str, tmp_path: Path) -> None:
+    whole = synth(family, "tiny", tmp_path / "whole")
+    bare = write_config(tmp_path / "bare", json.loads((whole / "config.json").read_text()))
+    assert plan_model(bare, host_memory="1GiB") == plan_model(whole, host_memory="1GiB")
+    with pytest.raises(CheckpointError, match=r"holds a config.json but no \*.safetensors"):
+        LLM(bare)
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_models_larger_than_the_machine_are_planned(family: str, tmp_path: Path) -> None:
+    config = FAMILIES[family]["full"].config
+    plan = plan_model(write_config(tmp_path / "model", config), context=4096)
+    dense, experts = weight_bytes(ModelConfig.from_dict(config), "bfloat16")
+    assert plan.full_bytes > dense + experts
+    assert dense < plan.minimum_bytes < plan.full_bytes
+    assert plan.host.kv_cache_bytes == 4096 * PUBLISHED[family][2]
+    with pytest.raises(PlanError, match="too small"):
+        plan_model(tmp_path / "model", context=4096, host_memory="1GiB")
+
+
+# What is refused by name
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("qwen3_moe", {"attention_bias": True}, "attention_bias True"),
+        ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window True"),
+        ("qwen3_moe", {"layer_types": ["sliding_attention"] * 48}, "layer_types"),
+        ("qwen3_moe", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "type 'linear'"),
+        ("qwen2_moe", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ("mixtral", {"sliding_window": 4096}, "sliding_window 4096"),
+        ("mixtral", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "type 'yarn'"),
+        ("mixtral", {"quantization_config": {}}, "quantization_config"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0"),
+        ("olmoe", {"attention_bias": True}, "attention_bias True"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob True"),
+        ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'"),
+        ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq 2"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
+    ],
+)
+def test_unsupported_features_are_named(family: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        ModelConfig.from_dict({**FAMILIES[family]["full"].config, **changes})
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("qwen3_moe", {"num_experts_per_tok": 129}, "129 experts per token, but there are 128"),
+        ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers 3 must be a list"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": None}, "no shared_expert_interm"),
+        ("mixtral", {"num_key_value_heads": 5}, "32 attention heads do not divide among 5"),
+        ("deepseek_v2", {"kv_lora_rank": None}, "no kv_lora_rank"),
+        ("deepseek_v2", {"qk_rope_head_dim": 63}, "63 rotating dimensions must be even"),
+        ("deepseek_v2", {"rope_scaling": {"type": "yarn"}}, "no rope_scaling.factor"),
+        (
+            "deepseek_v2",
+            {"topk_method": "group_limited_greedy", "n_group": 7},
+            "64 experts do not divide into 7 groups",
+        ),
+    ],
+)
+def test_what_cannot_be_right_is_refused(
+    family: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_dict({**FAMILIES[family]["full"].config, **changes})
+
+
+def test_other_architectures_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="'GptOssForCausalLM' is not supported.*Qwen3Moe"):
+        ModelConfig.from_dict({"architectures": ["GptOssForCausalLM"]})
+
+
+def test_a_bias_that_the_config_denies_is_refused(tmp_path: Path) -> None:
+    written = write_model("qwen2_moe", 2, tmp_path / "model", qkv_bias=True)
+    path = written.folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "qkv_bias": False}))
+    with pytest.raises(CheckpointError, match="q_proj.bias, which its config.json has switched"):
+        LLM(written.folder)
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_routers_keep_the_precision_of_their_family(family: str) -> None:
+    is_float32 = model_class(family).is_float32
+    has_fp32_router = family in ("deepseek_v2", "bailing_moe_v2")
+    assert is_float32("model.layers.1.mlp.gate.weight") == has_fp32_router
+    assert not is_float32("model.layers.1.mlp.gate_proj.weight")

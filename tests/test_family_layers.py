@@ -1,0 +1,237 @@
+"""Pieces that the autoregressive families brought: causal tiles, latents, routers, rotations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lowtide.config import Yarn
+from lowtide.experts.executor import Executor, InlineExecutor, Work
+from lowtide.layers import attention as attention_module
+from lowtide.layers.attention import CAUSAL_ROWS, attention
+from lowtide.layers.batch import Segment
+from lowtide.layers.linear import Linear
+from lowtide.layers.rotary import Rotary, rotate_pairs
+from lowtide.layers.router import SoftmaxRouter
+from lowtide.memory.arena import Arena
+from lowtide.memory.kv_cache import KVCache, storage_shape
+from lowtide.memory.workspace import Registrar, Workspace
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def workspace() -> Workspace:
+    return Workspace(Arena(64 << 20).bytes)
+
+
+# Causal attention
+
+
+def causal(query: Tensor, keys: Tensor, values: Tensor, first: int, scale: float) -> Tensor:
+    """In float64; keys [tokens, kv_heads, head_dim], of which row i sees `first + i + 1`."""
+    group = query.shape[1] // keys.shape[1]
+    keys, values = (x.double().repeat_interleave(group, 1) for x in (keys, values))
+    scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * scale
+    sees = torch.arange(len(keys)) <= first + torch.arange(len(query))[:, None]
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~sees, -torch.inf).softmax(-1), values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 15, CAUSAL_ROWS, CAUSAL_ROWS + 15, 3 * CAUSAL_ROWS + 40])
+@pytest.mark.parametrize("first", [0, 1, 300])
+def test_causal_tiles_see_exactly_what_came_before(
+    dtype: torch.dtype, rows: int, first: int
+) -> None:
+    heads, kv_heads, head_dim = 4, 2, 16
+    query = randn(rows, heads, head_dim, dtype=dtype)
+    keys, values = (randn(first + rows, kv_heads, head_dim, seed=s, dtype=dtype) for s in (1, 2))
+    cache = KVCache(torch.full(storage_shape(1, kv_heads, head_dim, 800), torch.nan, dtype=dtype))
+    kv, out = cache.allocate(first + rows), torch.empty_like(query)
+    cache.write(0, kv, 0, keys[:first], values[:first])
+    segment = Segment(0, rows, first, 1, kv)
+    attention(0, query, keys[first:], values[first:], [segment], cache, workspace(), out)
+    expected = causal(query, keys, values, first, head_dim**-0.5)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+class Threads:
+    """Runs every piece of work on a thread."""
+
+    num_threads = 3
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+        self.num_works = 0
+
+    def submit(self, work: Work) -> Future[None]:
+        self.num_works += 1
+        return self._pool.submit(work)
+
+    def run(self, works: list[Work]) -> None:
+        for future in wait([self.submit(work) for work in works]).done:
+            future.result()
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 4), (20, 1), (4, 4)])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_heads_on_threads_give_the_same_bits(
+    heads: int, kv_heads: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_module, "SPLIT_OPERATIONS", 1)
+    query = randn(rows, heads, 16)
+    keys, values = (randn(100 + rows, kv_heads, 16, seed=s) for s in (1, 2))
+    outs = []
+    # As in the engine: one torch thread each. SDPA divides a single row's keys among more.
+    with one_torch_thread(), ThreadPoolExecutor(3, "", torch.set_num_threads, (1,)) as pool:
+        threads = Threads(pool)
+        executors: list[Executor] = [InlineExecutor(), threads]
+        for executor in executors:
+            cache = KVCache(torch.zeros(storage_shape(1, kv_heads, 16, 160)))
+            kv = cache.allocate(100 + rows)
+            cache.write(0, kv, 0, keys[:100], values[:100])
+            out = torch.empty_like(query)
+            segment = Segment(0, rows, 100, 1, kv)
+            arguments = (0, query, keys[100:], values[100:], [segment], cache, workspace(), out)
+            attention(*arguments, executor=executor)
+            outs.append(out)
+        assert threads.num_works > 1
+    assert torch.equal(*outs)
+    expected = causal(query, keys, values, 100, 0.25)
+    torch.testing.assert_close(outs[0].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("block_length", [1, 8])
+def test_a_latent_is_key_and_value_at_once(block_length: int) -> None:
+    storage = torch.zeros(storage_shape(2, 1, 12, 64, num_arrays=1))
+    assert storage.shape == (2, 1, 1, 64, 12)
+    cache = KVCache(storage)
+    query, latent = randn(40, 6, 12), randn(40, 1, 12, seed=1)
+    kv, out = cache.allocate(40), torch.empty(40, 6, 12)
+    segment = Segment(0, 40, 0, block_length, kv)
+    attention(1, query, latent, latent, [segment], cache, workspace(), out, scale=0.3)
+    seen = cache.read(1, kv, 40)
+    assert all(torch.equal(x.transpose(0, 1), latent) for x in seen)
+    if block_length == 1:
+        expected = causal(query, latent, latent, 0, 0.3)
+        torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_registered_bytes_hold_for_any_number_of_causal_rows() -> None:
+    """The largest pass is registered; every smaller one takes no more of the workspace."""
+    cache = KVCache(torch.zeros(storage_shape(1, 2, 8, 512), device="meta"))
+    sizes = []
+    for rows in (1, 7, 128, 143, 144, 300, 512):
+        registrar, kv = Registrar(), cache.allocate(512)
+        query, key = (torch.empty(rows, heads, 8, device="meta") for heads in (4, 2))
+        segment = Segment(0, rows, 512 - rows, 1, kv)
+        attention(0, query, key, key, [segment], cache, registrar, torch.empty_like(query))
+        sizes.append(registrar.arena_bytes)
+        cache.free(kv)
+    assert sizes[-1] <= max(sizes) == sizes[3]  # a tile with the remainder that joins it
+    assert sizes[3] == 143 * 4 * 8 * 4
+
+
+# Routers
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    groups=st.sampled_from([(1, 1), (4, 2), (4, 1)]),
+    normalise=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    rounds=st.booleans(),
+)
+def test_softmax_routing_is_the_rule_token_by_token(
+    seed: int, groups: tuple[int, int], normalise: bool, dtype: torch.dtype, rounds: bool
+) -> None:
+    x, weight = randn(7, 8, seed=seed, dtype=dtype), randn(12, 8, seed=seed + 1, dtype=dtype)
+    router = SoftmaxRouter(weight, 3, normalise, rounds, *groups, scaling_factor=2.0)
+    experts, weights = router.route(x, [], workspace())
+    for row in range(7):
+        probabilities = (x[row : row + 1] @ weight.T)[0].float().softmax(-1)
+        best_of_group = probabilities.view(groups[0], -1).amax(1)
+        kept = best_of_group.topk(groups[1]).indices.tolist()
+        allowed = [e for e in range(12) if e // (12 // groups[0]) in kept]
+        expected = sorted(sorted(allowed, key=lambda e: -float(probabilities[e]))[:3])
+        chosen = probabilities[expected]
+        chosen = chosen / chosen.sum() if normalise else chosen
+        chosen = chosen.to(dtype).float() if rounds else chosen
+        margin = probabilities[allowed].sort(descending=True).values.diff().abs().min()
+        if margin > 1e-6:
+            assert experts[row].tolist() == expected
+            torch.testing.assert_close(weights[row], 2 * chosen, atol=1e-6, rtol=1e-2)
+
+
+def test_a_float32_router_widens_its_input() -> None:
+    x, weight = randn(5, 8, dtype=torch.bfloat16), randn(6, 8, seed=1)
+    _, weights = SoftmaxRouter(weight, 2, normalise=False).route(x, [], workspace())
+    expected = (x.float() @ weight.T).softmax(-1).topk(2).values.sum(-1)
+    torch.testing.assert_close(weights.sum(-1), expected)
+
+
+# Rotations
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pairs_turn_together(dtype: torch.dtype) -> None:
+    x, positions = randn(5, 3, 8, dtype=dtype), torch.tensor([0, 1, 2, 50, 50])
+    expected = x.double()
+    for row, position in enumerate(positions.tolist()):
+        for i in range(4):
+            angle = position * 1e4 ** (-i / 4)
+            even, odd = x[row, :, 2 * i].double(), x[row, :, 2 * i + 1].double()
+            expected[row, :, 2 * i] = even * math.cos(angle) - odd * math.sin(angle)
+            expected[row, :, 2 * i + 1] = odd * math.cos(angle) + even * math.sin(angle)
+    buffers = workspace()
+    rotation = Rotary(8, 1e4, x.device).rotation(positions, torch.float32, buffers)
+    rotate_pairs(x, rotation, buffers)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(x.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_yarn_keeps_fast_dimensions_and_slows_the_slow_ones() -> None:
+    yarn = Yarn(factor=8.0, original_positions=256, beta_fast=32, beta_slow=1, amplitude=1.5)
+    plain = Rotary(64, 1e4, torch.device("cpu"))._inv_freq
+    rotary = Rotary(64, 1e4, torch.device("cpu"), yarn)
+    ratio = plain / rotary._inv_freq
+    turns = 256 * plain / (2 * math.pi)
+    assert (ratio[turns > 40] == 1).all()
+    torch.testing.assert_close(ratio[turns < 0.7], torch.full_like(ratio[turns < 0.7], 8.0))
+    assert (ratio.diff() >= -1e-6).all()
+    cos, sin = rotary.rotation(torch.tensor([0, 9]), torch.float32, workspace())
+    torch.testing.assert_close(cos.square() + sin.square(), torch.full_like(cos, 2.25))
+
+
+# Biased products
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_biased_product(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowtide.layers.linear.SPLIT_BYTES", 1)
+    weight, bias, x = randn(150, 8), randn(150, seed=1), randn(5, 8, seed=2)
+    executor = InlineExecutor()
+    executor.num_threads = num_threads
+    out = torch.empty(5, 150)
+    Linear(weight, executor, bias).forward(x, out)
+    torch.testing.assert_close(out, x @ weight.T + bias)

@@ -1,0 +1,529 @@
+"""Bad input, failing files and Ctrl-C: a clear error, nothing left behind, and life goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from typer.testing import CliRunner
+from whole import Setting, check_idle, reads_counted
+
+from lowtide import SamplingParams
+from lowtide.checkpoint import Checkpoint
+from lowtide.cli.main import app
+from lowtide.decode.block_diffusion import Draft
+from lowtide.errors import (
+    CheckpointError,
+    ConfigError,
+    LowtideError,
+    PlanError,
+    StorageError,
+    UnsupportedError,
+    UsageError,
+)
+from lowtide.experts.runtime import ExpertRuntime
+from lowtide.experts.store import FileReader
+from lowtide.lab.synth import synth
+from lowtide.llm import LLM
+from lowtide.models.llada2 import LLaDA2
+
+INDEX = "model.safetensors.index.json"
+PROMPT = [5, 17, 3]
+PARAMS = SamplingParams(max_tokens=72)
+
+
+@pytest.fixture(scope="module")
+def whole_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synth("llada2", "tiny", tmp_path_factory.mktemp("faults") / "model", seed=5)
+
+
+@pytest.fixture
+def model(whole_model: Path, tmp_path: Path) -> Path:
+    """A copy of one's own to be damaged: a few shards and an index."""
+    return Path(shutil.copytree(whole_model, tmp_path / "model"))
+
+
+# Damage
+
+
+def shards(model: Path) -> list[Path]:
+    return sorted(model.glob("*.safetensors"))
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_header(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    """Rewrites the header in place, in as many bytes as before."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    edit(header)
+    raw = json.dumps(header, separators=(",", ":")).encode().ljust(length)
+    assert len(raw) == length, "the edited header is longer"
+    path.write_bytes(data[:8] + raw + data[8 + length :])
+
+
+def without_shard(model: Path) -> None:
+    shards(model)[1].unlink()
+
+
+def without_shard_and_index(model: Path) -> None:
+    shards(model)[1].unlink()
+    (model / INDEX).unlink()
+
+
+def truncated_shard(model: Path) -> None:
+    path = shards(model)[-1]
+    os.truncate(path, path.stat().st_size - 100)
+
+
+def tensor_names(header: dict[str, Any]) -> list[str]:
+    names = [name for name in header if name != "__metadata__"]
+    return sorted(names, key=lambda name: header[name]["data_offsets"])
+
+
+def overlapping(model: Path) -> None:
+    def edit(header: dict[str, Any]) -> None:
+        first, second = tensor_names(header)[:2]
+        size = -1 * header[second]["data_offsets"][0] + header[second]["data_offsets"][1]
+        begin = header[first]["data_offsets"][1] - 2
+        header[second]["data_offsets"] = [begin, begin + size]
+
+    edit_header(shards(model)[0], edit)
+
+
+def overflowing(model: Path) -> None:
+    def edit(header: dict[str, Any]) -> None:
+        last = tensor_names(header)[-1]
+        begin, end = header[last]["data_offsets"]
+        header[last]["data_offsets"] = [begin + 64, end + 64]
+
+    edit_header(shards(model)[0], edit)
+
+
+def immense_header(model: Path) -> None:
+    path = shards(model)[0]
+    data = path.read_bytes()
+    path.write_bytes((10**7).to_bytes(8, "little") + data[8:])
+
+
+def index_naming(name: str) -> Callable[[Path], None]:
+    def damage(model: Path) -> None:
+        weight_map = json.loads((model / INDEX).read_text())["weight_map"]
+        weight_map[next(iter(weight_map))] = name
+        edit_json(model / INDEX, weight_map=weight_map)
+
+    return damage
+
+
+def config_saying(**changes: Any) -> Callable[[Path], None]:
+    return lambda model: edit_json(model / "config.json", **changes)
+
+
+def large_tokenizer(model: Path) -> None:
+    """One token more than there are rows of the embedding."""
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"] | {"one too many": 320}
+    edit_json(model / "tokenizer.json", model=tokenizer["model"] | {"vocab": vocabulary})
+
+
+def nan_weight(model: Path) -> None:
+    """One bfloat16 NaN in the middle of an expert."""
+    checkpoint = Checkpoint.open(model)
+    entry = checkpoint.tensors["model.layers.2.mlp.experts.7.up_proj.weight"]
+    with checkpoint.files[entry.file].open("r+b") as file:
+        file.seek(entry.offset + 100)
+        file.write(b"\xc0\x7f")
+
+
+class Fault(NamedTuple):
+    """A damaged model or a bad wish, and how it is to be refused."""
+
+    damage: Callable[[Path], None]
+    error: type[LowtideError]
+    said: str  # a pattern
+    options: dict[str, Any] = {}
+
+
+def nothing(model: Path) -> None:
+    pass
+
+
+FAULTS = {
+    "missing shard": Fault(without_shard, CheckpointError, r"model-00002-of-\d+.*is missing"),
+    "missing shard, no index": Fault(
+        without_shard_and_index, CheckpointError, r"holds \d+ of \d+ shards; number 2 is missing"
+    ),
+    "truncated shard": Fault(truncated_shard, CheckpointError, r"byte \d+ of \d+ data bytes"),
+    "overlapping tensors": Fault(overlapping, CheckpointError, r"overlap at data byte \d+"),
+    "tensor past the end": Fault(overflowing, CheckpointError, r"byte \d+ of \d+ data bytes"),
+    "immense header": Fault(immense_header, CheckpointError, r"header of 10000000 bytes.*has \d+"),
+    "index leaving the folder": Fault(
+        index_naming("../other.safetensors"), CheckpointError, r"'\.\./other\.safetensors'.*plain"
+    ),
+    "index with an absolute path": Fault(
+        index_naming("/etc/passwd.safetensors"), CheckpointError, r"'/etc/passwd.*plain name"
+    ),
+    "index with a missing file": Fault(
+        index_naming("absent.safetensors"), CheckpointError, r"absent\.safetensors.*is missing"
+    ),
+    "unknown architecture": Fault(
+        config_saying(architectures=["MysteryLM"]), LowtideError, r"MysteryLM.*LLaDA2MoeModelLM"
+    ),
+    "more experts per token than there are": Fault(
+        config_saying(num_experts_per_tok=33), ConfigError, r"33 experts per token.*32"
+    ),
+    "more experts than there are tensors": Fault(
+        config_saying(num_experts=128), CheckpointError, r"128"
+    ),
+    "large tokenizer": Fault(large_tokenizer, CheckpointError, r"ids up to 320.*ends at 319"),
+    "broken weights": Fault(
+        nan_weight,
+        CheckpointError,
+        r"layers\.2\.mlp\.experts\.7\.up_proj\.weight.*NaN",
+        {"check_weights": True},
+    ),
+    "small budget": Fault(
+        nothing, PlanError, r"at least .*\(\d+ bytes\).*expert slots", {"host_memory": "64KiB"}
+    ),
+    "resident in a small budget": Fault(
+        nothing, UsageError, r"full_bytes", {"host_memory": "8MiB", "policy": "resident"}
+    ),
+    "immense context": Fault(nothing, UsageError, r"1 to 268435456.*10{12}", {"context": 10**12}),
+    "context above the budget": Fault(
+        nothing,
+        PlanError,
+        r"KV cache of 8000000 tokens",
+        {"context": 8 * 10**6, "host_memory": "1GiB"},
+    ),
+    "unknown policy": Fault(nothing, UsageError, r"'fortune'.*tide", {"policy": "fortune"}),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_bad_model_is_refused_before_any_weight_is_read(model: Path, name: str) -> None:
+    damage, error, said, options = FAULTS[name]
+    damage(model)
+    with nothing_left(model), reads_counted() as reads, pytest.raises(error) as caught:
+        LLM(model, **options)
+    assert re.search(said, str(caught.value), re.DOTALL), caught.value
+    assert not reads
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_command_line_says_so_in_one_line(model: Path, name: str) -> None:
+    damage, _, said, options = FAULTS[name]
+    damage(model)
+    result = refused(model, "--prompt-ids", "5 17 3", *flags(options))
+    assert re.search(said, result.stderr, re.DOTALL)
+
+
+BAD_REQUESTS = {
+    "id out of range": (["--prompt-ids", "5 320"], r"320.*0 to 319"),
+    "empty ids": (["--prompt-ids", " "], "prompt is empty"),
+    "empty text": (["-p", ""], "prompt is empty"),
+    "absurd length": (["--prompt-ids", "5", "--max-tokens", str(10**12)], str(2**31 - 1)),
+    "beyond the context": (
+        ["--prompt-ids", "5", "--max-tokens", "100000"],
+        r"1 prompt tokens and 100000 new ones",
+    ),
+    "block too long": (["--prompt-ids", "5", "--block-length", "257"], "257.*256"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_REQUESTS)
+def test_a_bad_request_is_refused_before_any_weight_is_read(whole_model: Path, name: str) -> None:
+    arguments, said = BAD_REQUESTS[name]
+    result = refused(whole_model, *arguments)
+    assert re.search(said, result.stderr, re.DOTALL)
+
+
+def refused(model: Path, *arguments: str) -> Any:
+    """The result of a `generate --json` that must fail: one object, one line, no weight read."""
+    with nothing_left(model), reads_counted() as reads:
+        result = CliRunner().invoke(app, ["generate", str(model), "--json", *arguments])
+    assert result.exit_code in (1, 2), result.output
+    error = json.loads(result.stdout)["error"]
+    assert error["type"].endswith("Error")
+    assert error["message"] in result.stderr.replace("\n", "") or error["message"] in result.stderr
+    assert "Traceback" not in result.output
+    assert not reads
+    return result
+
+
+def flags(options: dict[str, Any]) -> list[str]:
+    arguments = []
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        arguments += [flag] if value is True else [flag, str(value)]
+    return arguments
+
+
+def test_bad_prompts_are_refused_before_the_first_step(whole_model: Path) -> None:
+    with nothing_left(whole_model), LLM(whole_model) as llm:
+        for prompt in ([[]], [5, 320], [5, -1], [[5], [320]], "", [True], [2**70]):
+            with pytest.raises(UsageError, match="empty|0 to 319"):
+                llm.generate(prompt)  # type: ignore[arg-type]
+            with pytest.raises(UsageError, match="empty|0 to 319"):
+                llm.logits([5, 320])
+        with pytest.raises(PlanError, match="40000"):
+            llm.generate([5] * 40000, PARAMS)
+        with pytest.raises(PlanError, match="5000"):
+            llm.logits([5] * 5000)
+        with pytest.raises(UnsupportedError, match="cfg_scale"):
+            guided = SamplingParams(diffusion=PARAMS.diffusion.__class__(cfg_scale=2.0))
+            llm.generate([5], guided)
+        with pytest.raises(UsageError, match=str(10**12)):
+            SamplingParams(max_tokens=10**12)
+        assert llm.stats()["forwards"] == 0
+        check_idle(llm)
+
+
+@contextmanager
+def nothing_left(model: Path) -> Iterator[None]:
+    """Checks that no thread, no open file and no new file outlives what is done inside."""
+    before = snapshot(model)
+    yield
+    assert snapshot(model) == before
+
+
+def snapshot(model: Path) -> tuple[list[str], list[str], dict[str, int]]:
+    threads = [t.name for t in threading.enumerate() if t.name.startswith("lowtide")]
+    files = {str(path.relative_to(model)): path.stat().st_size for path in model.rglob("*")}
+    return threads, open_files(model), files
+
+
+def open_files(model: Path, process: int | str = "self") -> list[str]:
+    links = []
+    for descriptor in Path(f"/proc/{process}/fd").iterdir():
+        try:
+            links.append(os.readlink(descriptor))
+        except FileNotFoundError:  # the listing's own
+            continue
+    return [link for link in links if link.startswith(str(model))]
+
+
+# Failing while it runs
+
+
+LEAST = Setting("tide", 0.1)
+
+
+class Reference(NamedTuple):
+    token_ids: list[int]
+    logits: Any
+
+
+def reference(model: Path) -> Reference:
+    with LEAST.open(model) as llm:
+        return ask(llm)
+
+
+def ask(llm: LLM) -> Reference:
+    [completion] = llm.generate(PROMPT, PARAMS)
+    return Reference(completion.token_ids, llm.logits(completion.token_ids))
+
+
+def check_still_right(llm: LLM, expected: Reference) -> None:
+    check_idle(llm)
+    result = ask(llm)
+    assert result.token_ids == expected.token_ids
+    assert (result.logits == expected.logits).all()
+    check_idle(llm)
+
+
+@pytest.mark.parametrize("at", [1, 4])
+def test_a_file_truncated_while_generating(model: Path, at: int) -> None:
+    """The very object goes on working once the file is whole again."""
+    expected = reference(model)
+    path = max(shards(model), key=lambda p: "experts.31" in str(p))
+    contents = {path: path.read_bytes() for path in shards(model)}
+    steps = 0
+
+    def truncate(event: object) -> None:
+        nonlocal steps
+        steps += isinstance(event, Draft)
+        if steps == at:
+            for path in contents:
+                os.truncate(path, path.stat().st_size // 2)
+
+    with nothing_left(model), LEAST.open(model) as llm:
+        with pytest.raises(StorageError, match=r"ends at byte \d+.*truncated"):
+            llm.generate(PROMPT, PARAMS, truncate)
+        check_idle(llm)
+        with pytest.raises(StorageError):
+            llm.generate(PROMPT, PARAMS)
+        for path, data in contents.items():
+            path.write_bytes(data)  # the same file, not a new one in its place
+        check_still_right(llm, expected)
+
+
+def test_a_file_truncated_before_loading(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its header was checked and before its weights are read."""
+    submit = FileReader.submit
+
+    def truncate_first(reader: FileReader, reads: Sequence[Any]) -> Any:
+        for path in shards(model):
+            os.truncate(path, 2000)
+        return submit(reader, reads)
+
+    sizes = {path: path.read_bytes() for path in shards(model)}
+    monkeypatch.setattr(FileReader, "submit", truncate_first)
+    with pytest.raises(StorageError, match="truncated"):
+        LLM(model)
+    for path, data in sizes.items():
+        path.write_bytes(data)
+    assert not [t for t in threading.enumerate() if t.name.startswith("lowtide")]
+    assert not open_files(model)
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt at the call of one method with a number, once."""
+
+    def __init__(self, owner: type, name: str, is_after: bool = False) -> None:
+        self.owner, self.name, self.is_after = owner, name, is_after
+        self.num_calls = 0
+
+    @contextmanager
+    def armed(self, at: int) -> Iterator[None]:
+        """`at`: 0 is the first call."""
+        real = getattr(self.owner, self.name)
+        self.num_calls = 0
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            number, self.num_calls = self.num_calls, self.num_calls + 1
+            if number == at and not self.is_after:
+                raise KeyboardInterrupt
+            result = real(*arguments, **named)
+            if number == at:
+                raise KeyboardInterrupt
+            return result
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.owner, self.name, call)
+            yield
+
+
+CHECKPOINTS = {
+    "before a read starts": Interrupter(FileReader, "submit"),
+    "after a read has started": Interrupter(FileReader, "submit", is_after=True),
+    "before a layer's experts": Interrupter(ExpertRuntime, "forward"),
+    "after a layer's experts": Interrupter(ExpertRuntime, "forward", is_after=True),
+    "in an expert's use": Interrupter(ExpertRuntime, "_run"),
+    "before a pass": Interrupter(LLaDA2, "forward"),
+    "after a pass": Interrupter(LLaDA2, "forward", is_after=True),
+    "before logits": Interrupter(LLaDA2, "logits"),
+}
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_ctrl_c_while_generating(whole_model: Path, checkpoint: str) -> None:
+    expected = reference(whole_model)
+    interrupter = CHECKPOINTS[checkpoint]
+    with nothing_left(whole_model), LEAST.open(whole_model) as llm:
+        for at in (0, 1, 2, 7, 20):
+            with interrupter.armed(at), pytest.raises(KeyboardInterrupt):
+                llm.generate([PROMPT, [*PROMPT, 9]], PARAMS)
+            check_idle(llm)
+            assert interrupter.num_calls > at
+        with interrupter.armed(0), pytest.raises(KeyboardInterrupt):
+            llm.logits([5] * 40)
+        check_idle(llm)
+        check_still_right(llm, expected)
+
+
+def test_ctrl_c_from_a_callback_and_a_stream_that_is_left(whole_model: Path) -> None:
+    expected = reference(whole_model)
+
+    def interrupt(event: object) -> None:
+        raise KeyboardInterrupt
+
+    with LEAST.open(whole_model) as llm:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPT, PARAMS, interrupt)
+        events = llm.stream(PROMPT, PARAMS)
+        next(events)
+        events.close()  # type: ignore[attr-defined]
+        check_still_right(llm, expected)
+
+
+@pytest.mark.parametrize("at", [0, 1, 5, 30, 60])
+@pytest.mark.parametrize("is_after", [False, True])
+def test_ctrl_c_while_loading(whole_model: Path, at: int, is_after: bool) -> None:
+    """Dense weights first, then experts: both are interrupted at some of these."""
+    interrupter = Interrupter(FileReader, "submit", is_after)
+    with nothing_left(whole_model), interrupter.armed(at), pytest.raises(KeyboardInterrupt):
+        LLM(whole_model, policy="static")
+
+
+def test_an_engine_that_was_closed_says_so(whole_model: Path) -> None:
+    llm = LEAST.open(whole_model)
+    llm.close()
+    llm.close()
+    with pytest.raises((LowtideError, RuntimeError)):
+        llm.generate(PROMPT, PARAMS)
+
+
+def test_a_real_ctrl_c_ends_the_program_quietly(whole_model: Path) -> None:
+    """SIGINT as soon as it is known to be at work: a progress report comes from inside."""
+    program = (
+        "import os, signal, sys\n"
+        "from lowtide.decode import block_diffusion\n"
+        "step = block_diffusion.BlockDiffusion.step\n"
+        "def interrupted(self):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return step(self)\n"
+        "block_diffusion.BlockDiffusion.step = interrupted\n"
+        f"sys.argv = ['lowtide', 'generate', {str(whole_model)!r}, '--prompt-ids', '5 17 3']\n"
+        "from lowtide.cli.main import main\n"
+        "main()"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    check_quiet_end(result.returncode, result.stderr)
+
+
+def test_a_real_ctrl_c_from_outside(whole_model: Path) -> None:
+    arguments = ["generate", str(whole_model), "-p", "-", "--max-tokens", "900"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "lowtide", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None and process.stderr is not None
+        process.stdin.write("x" * 100)
+        process.stdin.close()
+        wait_for_open_files(process, whole_model)
+        process.send_signal(signal.SIGINT)
+        errors = process.stderr.read()
+        code = process.wait(timeout=120)
+    check_quiet_end(code, errors)
+
+
+def wait_for_open_files(process: subprocess.Popen[str], model: Path) -> None:
+    """Until it holds the weights open: then it loads or writes (3,900 tokens take a while)."""
+    while process.poll() is None and not any(
+        link.endswith(".safetensors") for link in open_files(model, process.pid)
+    ):
+        os.sched_yield()
+
+
+def check_quiet_end(code: int, errors: str) -> None:
+    assert code == 130, errors
+    assert "Traceback" not in errors and "Error" not in errors

@@ -1,0 +1,550 @@
+"""Layers against plain references, and the bytes they take against the bytes registered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lowtide.core import MoEShape, Step, StepKind
+from lowtide.experts.executor import Executor, InlineExecutor
+from lowtide.experts.runtime import ExpertRegistrar, ExpertRuntime, Routing
+from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger
+from lowtide.kernels.reference import ExpertWeights
+from lowtide.layers import linear as linear_module
+from lowtide.layers.attention import attention
+from lowtide.layers.batch import Batch, Segment
+from lowtide.layers.linear import GatedMLP, Linear
+from lowtide.layers.moe import MoELayer, SigmoidRouter
+from lowtide.layers.norm import rms_norm
+from lowtide.layers.rotary import Rotary, rotate
+from lowtide.memory.arena import Arena
+from lowtide.memory.kv_cache import KVCache, KVRange, storage_shape
+from lowtide.memory.workspace import Buffers, Registrar, Workspace
+from lowtide.policies.placement import Static
+
+FLOATS = [torch.float32, torch.bfloat16]
+STEP = Step(StepKind.DENOISE, 0)
+INLINE: Executor = InlineExecutor()
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+class Watched(Workspace):
+    """Remembers how far it was filled."""
+
+    highest = 0
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        tensor = super().take(name, shape, dtype)
+        tensor.view(torch.uint8).fill_(0xFF)  # NaN: nobody may rely on what a buffer held before
+        self.highest = max(self.highest, self.top)
+        return tensor
+
+
+def run(layer: Callable[..., object], *arguments: Tensor) -> object:
+    """Runs `layer(*arguments, workspace)` after registering it, and compares the bytes."""
+    registrar = Registrar()
+    layer(*(tensor.to("meta") for tensor in arguments), registrar)
+    workspace = Watched(Arena(registrar.arena_bytes).bytes)
+    result = layer(*arguments, workspace)
+    assert workspace.highest == registrar.arena_bytes
+    assert workspace.top == registrar.top == 0
+    return result
+
+
+def plain_mlp(x: Tensor, weights: ExpertWeights) -> Tensor:
+    return (F.silu(x @ weights.gate.T) * (x @ weights.up.T)) @ weights.down.T
+
+
+# Norm
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(7, 48), (5, 3, 16), (1, 8)])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_rms_norm_rounds_before_it_scales(
+    dtype: torch.dtype, shape: tuple[int, ...], in_place: bool
+) -> None:
+    x, weight = randn(*shape, dtype=dtype) * 3, randn(shape[-1], seed=1, dtype=dtype)
+    wide = x.float()
+    expected = weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype)
+    out = x if in_place else torch.empty_like(x)
+    run(lambda x, weight, out, buffers: rms_norm(x, weight, 1e-6, buffers, out), x, weight, out)
+    assert torch.equal(out, expected)
+
+
+def test_rms_norm_of_zeros_is_zero_and_of_a_view_is_right() -> None:
+    qkv = randn(6, 5, 8)
+    expected = qkv.clone()
+    heads = expected[:, 1:3]
+    heads /= (heads.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+    workspace = Workspace(Arena(1 << 16).bytes)
+    rms_norm(qkv[:, 1:3], torch.ones(8), 1e-5, workspace, qkv[:, 1:3])
+    torch.testing.assert_close(qkv, expected)
+    zeros = torch.zeros(2, 8)
+    rms_norm(zeros, torch.ones(8), 1e-5, workspace, zeros)
+    assert not zeros.any()
+
+
+# Rotary
+
+
+def rotated(x: Tensor, positions: Tensor, dim: int, theta: float, workspace: Buffers) -> None:
+    rotation = Rotary(dim, theta, x.device).rotation(positions, x.dtype, workspace)
+    rotate(x, rotation, workspace)
+
+
+@pytest.mark.parametrize("rotary_dim", [2, 8, 16])
+@pytest.mark.parametrize("theta", [1e4, 6e5])
+def test_rotary_turns_pairs_by_their_angle(rotary_dim: int, theta: float) -> None:
+    x, positions = randn(9, 3, 16), torch.tensor([0, 1, 2, 31, 32, 511, 4095, 5, 5])
+    expected, half = x.double(), rotary_dim // 2
+    for row, position in enumerate(positions.tolist()):
+        for i in range(half):
+            angle = position * theta ** (-2 * i / rotary_dim)
+            first, second = x[row, :, i].double(), x[row, :, i + half].double()
+            expected[row, :, i] = first * math.cos(angle) - second * math.sin(angle)
+            expected[row, :, i + half] = second * math.cos(angle) + first * math.sin(angle)
+    run(lambda x, at, buffers: rotated(x, at, rotary_dim, theta, buffers), x, positions)
+    torch.testing.assert_close(x.double(), expected, atol=2e-3, rtol=0)  # float32 angles at 4095
+    torch.testing.assert_close(x[:5].double(), expected[:5], atol=2e-5, rtol=0)
+    assert torch.equal(x[..., rotary_dim:].double(), expected[..., rotary_dim:])
+
+
+def test_rotary_in_bfloat16_rounds_as_the_families_own_code() -> None:
+    x, positions = randn(40, 2, 16, dtype=torch.bfloat16), torch.arange(100, 140)
+    frequencies = 1.0 / (6e5 ** (torch.arange(0, 8, 2).float() / 8))
+    angles = positions[:, None, None].float() * torch.cat([frequencies, frequencies])
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    turned = torch.cat([-x[..., 4:8], x[..., :4]], -1)
+    expected = torch.cat([x[..., :8] * cos + turned * sin, x[..., 8:]], -1)
+    workspace = Workspace(Arena(1 << 16).bytes)
+    rotated(x, positions, 8, 6e5, workspace)
+    assert torch.equal(x, expected)
+
+
+# Attention
+
+
+def plain_attention(
+    query: Tensor, keys: Tensor, values: Tensor, sees: Tensor
+) -> Tensor:  # [rows, heads, head_dim]
+    """Masked softmax in float64; `sees` [rows, tokens]."""
+    group = query.shape[1] // keys.shape[1]
+    keys = keys.double().repeat_interleave(group, 1)
+    values = values.double().repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * query.shape[-1] ** -0.5
+    weights = scores.masked_fill(~sees, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, values)
+
+
+@st.composite
+def sequences(draw: st.DrawFn) -> list[tuple[int, int, int]]:
+    """Per sequence: block length, tokens in the cache already (whole blocks), new rows."""
+    result = []
+    for _ in range(draw(st.integers(1, 3))):
+        block_length = draw(st.sampled_from([1, 4, 7, 32]))
+        cached = block_length * draw(st.integers(0, 3))
+        result.append((block_length, cached, draw(st.integers(1, 40))))
+    return result
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "layers"), [(4, 2, 1), (3, 1, 2), (2, 2, 1)])
+@given(wanted=sequences(), seed=st.integers(0, 10**6))
+def test_attention_is_block_causal_for_every_segment(
+    heads: int, kv_heads: int, layers: int, wanted: list[tuple[int, int, int]], seed: int
+) -> None:
+    head_dim, layer = 8, layers - 1
+    num_rows = sum(rows for _, _, rows in wanted)
+    query = randn(num_rows, heads, head_dim, seed=seed)
+    key, value = (randn(num_rows, kv_heads, head_dim, seed=seed + i) for i in (1, 2))
+    cache = KVCache(torch.full(storage_shape(layers, kv_heads, head_dim, 500), torch.nan))
+    segments, expected, start = [], torch.empty(num_rows, heads, head_dim).double(), 0
+    for i, (block_length, cached, rows) in enumerate(wanted):
+        kv = cache.allocate(cached + rows)
+        old = [randn(cached, kv_heads, head_dim, seed=seed + 10 * i + j) for j in (3, 4)]
+        cache.write(layer, kv, 0, *old)
+        segments.append(Segment(start, start + rows, cached, block_length, kv))
+        new = slice(start, start + rows)
+        keys, values = torch.cat([old[0], key[new]]), torch.cat([old[1], value[new]])
+        position = torch.arange(cached + rows)
+        sees = position // block_length <= (position[cached:] // block_length)[:, None]
+        expected[new] = plain_attention(query[new], keys, values, sees)
+        start += rows
+    out = torch.full_like(query, torch.nan)
+    run_attention(layer, query, key, value, segments, cache, out)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+    for segment in segments:
+        keys, values = cache.read(layer, segment.kv, segment.end_position)
+        new = slice(segment.first_position, segment.end_position)
+        assert torch.equal(keys[:, new].transpose(0, 1), key[segment.start : segment.stop])
+        assert torch.equal(values[:, new].transpose(0, 1), value[segment.start : segment.stop])
+
+
+def run_attention(
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Sequence[Segment],
+    cache: KVCache,
+    out: Tensor,
+) -> None:
+    def on(device_cache: KVCache) -> Callable[..., None]:
+        return lambda q, k, v, out, buffers: attention(
+            layer, q, k, v, segments, device_cache, buffers, out
+        )
+
+    registrar = Registrar()
+    meta_cache = KVCache(cache._storage.to("meta"))
+    on(meta_cache)(*(tensor.to("meta") for tensor in (query, key, value, out)), registrar)
+    workspace = Watched(Arena(registrar.arena_bytes).bytes)
+    on(cache)(query, key, value, out, workspace)
+    assert workspace.highest == registrar.arena_bytes
+    assert workspace.top == 0
+
+
+def test_attention_takes_views_of_a_fused_projection() -> None:
+    """As the models call it: query, key and value are slices of one buffer."""
+    qkv = randn(20, 8, 16)
+    query, key, value = qkv[:, :4], qkv[:, 4:6], qkv[:, 6:]
+    cache = KVCache(torch.zeros(storage_shape(1, 2, 16, 32)))
+    segment = Segment(0, 20, 0, 32, cache.allocate(20))
+    out = torch.empty(20, 4, 16)
+    run_attention(0, query, key, value, [segment], cache, out)
+    expected = plain_attention(query, key, value, torch.ones(20, 20, dtype=torch.bool))
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("block_length", [1, 8])
+def test_attention_in_parts_is_attention_at_once(block_length: int) -> None:
+    """Rows that came in an earlier pass are read from the cache."""
+    query, key, value = (randn(32, 2, 8, seed=i) for i in range(3))
+    outs = []
+    for bounds in ([0, 32], [0, 8, 16, 32], [0, 24, 32]):
+        cache = KVCache(torch.zeros(storage_shape(1, 2, 8, 32)))
+        kv, out = cache.allocate(32), torch.empty_like(query)
+        for start, stop in zip(bounds, bounds[1:], strict=False):
+            rows = slice(start, stop)
+            segment = Segment(0, stop - start, start, block_length, kv)
+            run_attention(0, query[rows], key[rows], value[rows], [segment], cache, out[rows])
+        outs.append(out)
+    torch.testing.assert_close(outs[0], outs[1], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(outs[0], outs[2], atol=1e-6, rtol=1e-6)
+
+
+def test_neighbours_in_a_batch_change_nothing_but_rounding() -> None:
+    key, value, query = (randn(24, 2, 8, seed=i) for i in range(3))
+    cache = KVCache(torch.zeros(storage_shape(1, 2, 8, 128)))
+    together, alone = torch.empty_like(query), torch.empty_like(query)
+    segments = [Segment(0, 9, 0, 4, cache.allocate(9)), Segment(9, 24, 0, 8, cache.allocate(15))]
+    run_attention(0, query, key, value, segments, cache, together)
+    for segment in segments:
+        rows = slice(segment.start, segment.stop)
+        single = Segment(0, segment.stop - segment.start, 0, segment.block_length, segment.kv)
+        run_attention(0, query[rows], key[rows], value[rows], [single], cache, alone[rows])
+    torch.testing.assert_close(together, alone, atol=1e-6, rtol=1e-6)
+
+
+# Linear
+
+
+class Threads:
+    """An executor with as many threads as a test wants."""
+
+    def __init__(self, num_threads: int, pool: ThreadPoolExecutor) -> None:
+        self.num_threads = num_threads
+        self._pool = pool
+
+    def submit(self, work: Callable[[], None]) -> Future[None]:
+        return self._pool.submit(work)
+
+    def run(self, works: Sequence[Callable[[], None]]) -> None:
+        for future in [self.submit(work) for work in works]:
+            future.result()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 40])
+@pytest.mark.parametrize("rows", [1, 2, 5, 16, 37])
+@pytest.mark.parametrize("num_features", [40, 129, 330, 512])
+def test_linear_gives_the_same_bits_on_any_number_of_threads(
+    dtype: torch.dtype,
+    num_threads: int,
+    rows: int,
+    num_features: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(linear_module, "SPLIT_BYTES", 0)
+    x, weight = randn(rows, 96, dtype=dtype), randn(num_features, 96, seed=1, dtype=dtype)
+    out = torch.full((rows, num_features), torch.nan, dtype=dtype)
+    # As in a pass: OpenMP would divide one-row products itself, at other features.
+    with ThreadPoolExecutor(2, "", torch.set_num_threads, (1,)) as pool:
+        Linear(weight, Threads(num_threads, pool)).forward(x, out)
+    assert torch.equal(out, x @ weight.T)
+
+
+def test_small_products_stay_on_one_thread() -> None:
+    class Refuses(InlineExecutor):
+        num_threads = 4
+
+        def run(self, works: Sequence[Callable[[], None]]) -> None:
+            raise AssertionError("not worth handing over")
+
+    out = torch.empty(3, 64)
+    Linear(torch.ones(64, 8), Refuses()).forward(torch.ones(3, 8), out)
+    assert bool((out == 8).all())
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_gated_mlp(dtype: torch.dtype) -> None:
+    x, out = randn(5, 32, dtype=dtype), torch.empty(5, 32, dtype=dtype)
+    gate, up = (randn(48, 32, seed=i, dtype=dtype) for i in (1, 2))
+    weights = ExpertWeights(gate, up, randn(32, 48, seed=3, dtype=dtype))
+
+    def layer(
+        x: Tensor, gate: Tensor, up: Tensor, down: Tensor, out: Tensor, buffers: Buffers
+    ) -> None:
+        GatedMLP(ExpertWeights(gate, up, down), INLINE).forward(x, buffers, out)
+
+    run(layer, x, *weights, out)
+    assert torch.equal(out, plain_mlp(x, weights))
+
+
+# Router
+
+
+def make_router(seed: int, num_experts: int, hidden: int = 12, **changes: object) -> SigmoidRouter:
+    settings: dict[str, object] = {
+        "weight": randn(num_experts, hidden, seed=seed),
+        "bias": randn(num_experts, seed=seed + 1) * 0.3,
+        "num_experts_per_token": 2,
+        "num_groups": 1,
+        "num_groups_per_token": 1,
+        "capacity": 0,
+        "window_tokens": 1,
+        "normalise": True,
+        "scaling_factor": 2.5,
+        **changes,
+    }
+    return SigmoidRouter(**settings)  # type: ignore[arg-type]
+
+
+def route(router: SigmoidRouter, x: Tensor, segments: Sequence[Segment] = ()) -> Routing:
+    result = run(
+        lambda x, weight, bias, buffers: changed(router, weight, bias).route(x, segments, buffers),
+        x,
+        router.weight,
+        router.bias if router.bias is not None else torch.empty(0),
+    )
+    assert isinstance(result, Routing)
+    assert result.weights.dtype == torch.float32
+    assert torch.equal(result.experts, result.experts.sort().values)
+    return result
+
+
+def changed(router: SigmoidRouter, weight: Tensor, bias: Tensor) -> SigmoidRouter:
+    """The same router on the device of `weight`."""
+    return replace(router, weight=weight, bias=None if router.bias is None else bias)
+
+
+def choose(rank: list[float], allowed: Sequence[int], k: int) -> list[int]:
+    return sorted(sorted(allowed, key=lambda e: -rank[e])[:k])
+
+
+def check_weights(router: SigmoidRouter, scores: list[float], row: Tensor, ids: list[int]) -> None:
+    total = sum(scores[e] for e in ids) if router.normalise else 1.0
+    expected = torch.tensor([scores[e] / total * router.scaling_factor for e in ids])
+    torch.testing.assert_close(row, expected, atol=1e-6, rtol=1e-5)
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    groups=st.sampled_from([(1, 1, 6), (4, 2, 4), (4, 4, 2), (8, 4, 3), (3, 1, 5), (6, 3, 1)]),
+    k=st.integers(1, 3),
+    has_bias=st.booleans(),
+    normalise=st.booleans(),
+    dtype=st.sampled_from(FLOATS),
+)
+def test_grouped_routing_is_the_rule_token_by_token(
+    seed: int,
+    groups: tuple[int, int, int],
+    k: int,
+    has_bias: bool,
+    normalise: bool,
+    dtype: torch.dtype,
+) -> None:
+    num_groups, num_kept, size = groups
+    router = make_router(
+        seed,
+        num_groups * size,
+        num_experts_per_token=k,
+        num_groups=num_groups,
+        num_groups_per_token=num_kept,
+        normalise=normalise,
+    )
+    if not has_bias:
+        router = replace(router, bias=None)
+    x = randn(9, 12, seed=seed + 2, dtype=dtype)
+    routing = route(router, x)
+    all_scores = (x.float() @ router.weight.T).sigmoid()
+    bias = router.bias if router.bias is not None else torch.zeros(num_groups * size)
+    for token in range(9):
+        scores, rank = all_scores[token].tolist(), (all_scores[token] + bias).tolist()
+        members = [list(range(g * size, (g + 1) * size)) for g in range(num_groups)]
+        group_rank = [sum(sorted((rank[e] for e in m), reverse=True)[:2]) for m in members]
+        kept = choose(group_rank, range(num_groups), num_kept)
+        ids = choose(rank, [e for g in kept for e in members[g]], k)
+        assert routing.experts[token].tolist() == ids
+        check_weights(router, scores, routing.weights[token], ids)
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    window=st.sampled_from([1, 4, 8]),
+    lengths=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), min_size=1, max_size=3),
+    capacity=st.integers(2, 16),
+    is_whole=st.booleans(),
+)
+def test_block_routing_limits_the_experts_of_every_window_of_every_sequence(
+    seed: int, window: int, lengths: list[tuple[int, int]], capacity: int, is_whole: bool
+) -> None:
+    """LLaDA2.2: a window's experts rank by the best of its tokens; no window spans sequences."""
+    router = make_router(
+        seed,
+        16,
+        num_groups=4,  # present in the config, and ignored
+        num_groups_per_token=1,
+        capacity=capacity,
+        window_tokens=window,
+    )
+    segments, windows, row = [], [], 0
+    for first, count in lengths:
+        num_rows = count * window if is_whole else count
+        segments.append(Segment(row, row + num_rows, first * window, window, KVRange(0, 0)))
+        windows += [
+            range(start, min(start + window, row + num_rows))
+            for start in range(row, row + num_rows, window)
+        ]
+        row += num_rows
+    x = randn(row, 12, seed=seed + 2)
+    routing = route(router, x, segments)
+    scores = (x @ router.weight.T).sigmoid()
+    assert router.bias is not None
+    rank = scores + router.bias
+    for tokens in windows:
+        best = rank[tokens.start : tokens.stop].max(0).values.tolist()
+        allowed = choose(best, range(16), capacity)
+        distinct = set()
+        for token in tokens:
+            ids = choose(rank[token].tolist(), allowed, 2)
+            assert routing.experts[token].tolist() == ids
+            check_weights(router, scores[token].tolist(), routing.weights[token], ids)
+            distinct.update(ids)
+        assert len(distinct) <= capacity
+
+
+def test_windows_are_aligned_to_absolute_positions() -> None:
+    """A segment that starts inside a window has a shorter first one."""
+    router = make_router(3, 16, capacity=3, window_tokens=8)
+    x = randn(12, 12, seed=9)
+    routing = route(router, x, [Segment(0, 12, 5, 8, KVRange(0, 0))])
+    for start, stop, first in ((0, 3, 5), (3, 11, 8), (11, 12, 16)):
+        segment = Segment(0, stop - start, first, 8, KVRange(0, 0))
+        part = route(router, x[start:stop], [segment])
+        assert torch.equal(part.experts, routing.experts[start:stop])
+
+
+def test_the_bias_chooses_and_does_not_weigh() -> None:
+    router = make_router(1, 4, bias=torch.tensor([0.0, 0.0, 5.0, 5.0]), normalise=False)
+    x = randn(6, 12, seed=2)
+    routing = route(router, x)
+    assert routing.experts.tolist() == [[2, 3]] * 6
+    expected = (x @ router.weight.T).sigmoid()[:, 2:] * 2.5
+    torch.testing.assert_close(routing.weights, expected)
+
+
+# MoE layer
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("has_shared", [False, True])
+@pytest.mark.parametrize("num_residents", [0, 3, 6])
+def test_moe_layer_routes_runs_and_adds_the_shared_expert(
+    dtype: torch.dtype, has_shared: bool, num_residents: int
+) -> None:
+    """Experts in memory, some of them absent; the bytes are as registered."""
+    hidden, width, rows = 32, 16, 11
+    shape = MoEShape(1, 6, 2, hidden, width)
+    shapes = [(width, hidden), (width, hidden), (hidden, width)]
+    weights = [
+        ExpertWeights(*(randn(*s, seed=3 * e + i, dtype=dtype) / 4 for i, s in enumerate(shapes)))
+        for e in range(7)
+    ]
+    layout = SlotLayout.of(shape, dtype)
+    slots = ExpertSlots(Arena((num_residents + 2) * layout.num_bytes), layout)
+    ledger = SlotLedger(1, 6, num_residents + 2)
+    placement = Static.first([num_residents])
+    runtime = ExpertRuntime(shape, slots, ledger, Instant(slots, weights), placement, INLINE)
+    runtime.preload(0, placement.initial(0))
+    router = make_router(7, 6, hidden)
+    x, out = randn(rows, hidden, seed=8, dtype=dtype), torch.empty(rows, hidden, dtype=dtype)
+    segments = (Segment(0, rows, 0, rows, KVRange(0, 0)),)
+    batch = Batch(torch.zeros(rows), torch.arange(rows), segments, STEP)
+
+    def layer(
+        x: Tensor, out: Tensor, gate: Tensor, up: Tensor, down: Tensor, *rest: Tensor
+    ) -> None:
+        weight, bias, buffers = rest
+        experts = ExpertRegistrar(shape) if x.is_meta else runtime
+        shared = GatedMLP(ExpertWeights(gate, up, down), INLINE) if has_shared else None
+        moe = MoELayer(0, changed(router, weight, bias), experts, shared)
+        moe.forward(x, batch, buffers, out)  # type: ignore[arg-type]
+
+    assert router.bias is not None
+    run(layer, x, out, *weights[6], router.weight, router.bias)
+    routing = route(router, x)
+    routed = torch.zeros(rows, hidden)
+    for expert in range(6):
+        tokens = (routing.experts == expert).any(1).nonzero()[:, 0]
+        if len(tokens):
+            scale = routing.weights[tokens][routing.experts[tokens] == expert][:, None]
+            routed[tokens] += plain_mlp(x[tokens], weights[expert]).float() * scale
+    expected = routed.to(dtype)
+    if has_shared:
+        expected = expected + plain_mlp(x, weights[6])
+    assert torch.equal(out, expected)
+
+
+class Instant:
+    """A transfer that has moved an expert before it returns."""
+
+    def __init__(self, slots: ExpertSlots, weights: Sequence[ExpertWeights]) -> None:
+        self._slots, self._weights = slots, weights
+
+    def start(self, layer: int, expert: int, slot: int) -> Future[int]:
+        for part, weight in enumerate(self._weights[expert]):
+            self._slots.part(slot, part)[:] = weight.flatten().view(torch.uint8).numpy()
+        answer: Future[int] = Future()
+        answer.set_result(self._slots.layout.num_bytes)
+        return answer

@@ -1,0 +1,161 @@
+"""A budget is a promise: what a process really holds, measured from outside it.
+
+A checkpoint of some 400 MB is run in processes of their own. The greatest resident size that the
+kernel saw, less the overhead that the plan names, must stay within the budget.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowtide.errors import PlanError
+from lowtide.lab import synth as synth_module
+from lowtide.lab.synth import SynthSize, llada2_config, synth
+from lowtide.llm import LLM, plan_model
+
+MIN_CHECKPOINT_BYTES = 300 << 20
+CONTEXT = 1024
+EOS = 8000
+
+# Wide enough that what libraries do (packed weights, attention tiles) would show.
+SIZE = SynthSize(
+    llada2_config(
+        hidden_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        rotary_dim=32,
+        intermediate_size=1280,
+        moe_intermediate_size=256,
+        moe_shared_expert_intermediate_size=256,
+        num_experts=256,
+        num_experts_per_tok=8,
+        n_group=8,
+        topk_group=4,
+        vocab_size=8192,
+        eos_token_id=EOS,
+        pad_token_id=EOS,
+        mask_token_id=EOS + 3,
+    ),
+    eos_token_id=EOS,
+    max_shard_bytes=256 << 20,
+)
+
+CHILD = """
+import json, re, sys
+from pathlib import Path
+from lowtide import SamplingParams
+from lowtide.llm import LLM
+
+folder, works, options = json.loads(sys.argv[1])
+with LLM(folder, **options) as llm:
+    plan = llm.plan
+    for work in works:
+        if work == "logits":
+            llm.logits([i * 37 % 8000 for i in range(plan.context)])
+        else:
+            prompts = [[i * 31 % 8000 for i in range(n)] for n in work]
+            llm.generate(prompts, SamplingParams(max_tokens=16))
+    status = Path("/proc/self/status").read_text()
+    peak_bytes = int(re.search(r"VmHWM:\\s+(\\d+) kB", status)[1]) * 1024
+    print(json.dumps({
+        "peak_bytes": peak_bytes,
+        "budget_bytes": plan.budget_bytes,
+        "overhead_bytes": plan.overhead_bytes,
+        "used_bytes": plan.host.used_bytes,
+        # The array that `logits` hands out is the caller's.
+        "caller_bytes": 4 * plan.context * llm.config.vocab_size * ("logits" in works),
+        "policy": plan.policy,
+        "num_misses": llm.stats()["num_misses"],
+    }))
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(synth_module.FAMILIES["llada2"], "medium", SIZE)
+        folder = synth("llada2", "medium", tmp_path_factory.mktemp("promise") / "model")
+    num_bytes = sum(path.stat().st_size for path in folder.iterdir())
+    assert num_bytes >= MIN_CHECKPOINT_BYTES
+    return folder
+
+
+def measure(model: Path, works: list[Any], **options: object) -> dict[str, Any]:
+    arguments = json.dumps([str(model), works, {"context": CONTEXT, **options}])
+    result = subprocess.run(
+        [sys.executable, "-c", CHILD, arguments], capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def check_promise(measured: dict[str, Any]) -> None:
+    assert measured["used_bytes"] <= measured["budget_bytes"]
+    outside_bytes = measured["overhead_bytes"] + measured["caller_bytes"]
+    inside_bytes = measured["peak_bytes"] - outside_bytes
+    assert inside_bytes <= measured["budget_bytes"], (
+        f"the process held {measured['peak_bytes']} bytes: {inside_bytes} above its overhead, "
+        f"with a budget of {measured['budget_bytes']}"
+    )
+
+
+GENERATE_ONE = [[40]]
+GENERATE_MANY = [[3, 700, 90, 150]]  # prompts of these lengths, as one batch
+LOGITS = ["logits"]
+
+
+@pytest.mark.parametrize(
+    ("share", "policy", "works"),
+    [
+        (0.0, "tide", [*LOGITS, *GENERATE_MANY]),
+        (0.5, "lru", [*GENERATE_ONE, *LOGITS, *GENERATE_MANY]),
+        (1.0, "resident", [*GENERATE_MANY, *LOGITS]),
+    ],
+)
+def test_the_process_stays_within_the_budget(
+    model: Path, share: float, policy: str, works: list[Any]
+) -> None:
+    plan = plan_model(model, context=CONTEXT)
+    budget = plan.minimum_bytes + int(share * (plan.full_bytes - plan.minimum_bytes))
+    measured = measure(model, works, host_memory=budget, policy=policy)
+    assert measured["budget_bytes"] == budget
+    assert (measured["num_misses"] == 0) == (share == 1.0), "the budget decides what streams"
+    check_promise(measured)
+
+
+def test_in_float32_too(model: Path) -> None:
+    """Converted while read, so that nothing holds the weights twice."""
+    budget = plan_model(model, context=CONTEXT, dtype="float32").minimum_bytes
+    check_promise(measure(model, LOGITS, host_memory=budget, dtype="float32"))
+
+
+def test_one_byte_less_than_the_least_is_refused_with_the_numbers(model: Path) -> None:
+    plan = plan_model(model, context=CONTEXT)
+    with pytest.raises(PlanError, match=f"{plan.minimum_bytes} bytes.*Raise --host-memory"):
+        LLM(model, context=CONTEXT, host_memory=plan.minimum_bytes - 1)
+
+
+@settings(max_examples=15)
+@given(
+    share=st.floats(0, 1.5), context=st.integers(1, 4096), dtype=st.sampled_from([None, "float32"])
+)
+def test_a_plan_is_never_above_its_budget(
+    model: Path, share: float, context: int, dtype: str | None
+) -> None:
+    free = plan_model(model, context=context, dtype=dtype)
+    budget = free.minimum_bytes + int(share * (free.full_bytes - free.minimum_bytes))
+    plan = plan_model(model, context=context, dtype=dtype, host_memory=budget)
+    assert plan.host.used_bytes <= plan.budget_bytes == budget
+    assert plan.minimum_bytes == free.minimum_bytes and plan.full_bytes == free.full_bytes
+    assert sum(plan.residents_per_layer) <= plan.host.num_slots
+    assert (sum(plan.residents_per_layer) == plan.num_experts) == (budget >= plan.full_bytes)

@@ -1,0 +1,229 @@
+"""DALI's window, HybriMoE's score, frequencies, and lowtide's own placement."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowtide.core import BoolArray, Costs, Curve, Demand, Moves, Step, StepKind
+from lowtide.errors import UsageError
+from lowtide.policies.placement import (
+    DaliWindow,
+    Frequency,
+    KeepsFetched,
+    Lowtide,
+    Placement,
+    ScoreCache,
+    layer_budgets,
+)
+from lowtide.policies.tau import OnlineTau
+
+COSTS = Costs(
+    expert_bytes=10,
+    link_s=8.0,
+    host_s=Curve([(1, 3.0), (2, 6.0)]),
+    device_s=Curve([(1, 1.0)]),
+    dense_s=Curve([(1, 2.0)]),
+    sync_s=0.0,
+)
+
+
+def denoise(index: int) -> Step:
+    return Step(StepKind.DENOISE, index)
+
+
+class Layer:
+    """One layer's residents, kept as a policy says."""
+
+    def __init__(self, placement: Placement, num_experts: int, capacity: int) -> None:
+        self.placement = placement
+        self.capacity = capacity
+        self.is_resident = np.zeros(num_experts, np.bool_)
+        self.is_resident[placement.initial(0)] = True
+
+    def step(self, index: int, tokens: list[int], fetched: list[int] | None = None) -> Moves:
+        hits = np.array(tokens, np.int64)
+        experts = np.flatnonzero(hits)
+        demand = Demand(experts, hits[experts], self.is_resident[experts])
+        if isinstance(self.placement, KeepsFetched):
+            self.placement.fetched(0, np.array(fetched or [], np.int64))
+        moves = self.placement.update(denoise(index), 0, demand, self.is_resident.copy())
+        assert not self.is_resident[moves.admit].any() and self.is_resident[moves.evict].all()
+        self.is_resident[moves.admit] = True
+        self.is_resident[moves.evict] = False
+        assert self.is_resident.sum() <= self.capacity
+        return moves
+
+    @property
+    def residents(self) -> list[int]:
+        return [int(expert) for expert in np.flatnonzero(self.is_resident)]
+
+
+def test_dali_swaps_after_a_full_window_and_no_earlier() -> None:
+    window = DaliWindow([2], 4, w_size=2, u_size=1, seed=3)
+    layer = Layer(window, 4, 2)
+    stay, leave = layer.residents
+    out = [e for e in range(4) if e not in layer.residents]
+    tokens = [0, 0, 0, 0]
+    tokens[stay], tokens[out[0]], tokens[out[1]] = 3, 2, 4
+    assert not len(layer.step(0, tokens).admit)
+    moves = layer.step(1, tokens)  # scores 6, 0 inside and 4, 8 outside
+    assert moves.admit.tolist() == [out[1]] and moves.evict.tolist() == [leave]
+    assert not len(layer.step(2, tokens).admit)  # a new window
+
+
+def test_dali_scores_start_anew_and_never_swap_downwards() -> None:
+    layer = Layer(DaliWindow([1], 3, w_size=1, u_size=5, seed=0), 3, 1)
+    [kept] = layer.residents
+    other = (kept + 1) % 3
+    tokens = [0, 0, 0]
+    tokens[kept], tokens[other] = 2, 2
+    assert not len(layer.step(0, tokens).admit)  # equal: nothing to gain
+    tokens[other] = 3
+    assert layer.step(1, tokens).admit.tolist() == [other]
+    tokens[kept], tokens[other] = 4, 3  # the last window's scores would have summed to 6 and 8
+    assert layer.step(2, tokens).admit.tolist() == [kept]
+
+
+def test_dali_starts_at_random_from_its_seed() -> None:
+    first, again = DaliWindow([8, 8], 64, seed=5), DaliWindow([8, 8], 64, seed=5)
+    other = DaliWindow([8, 8], 64, seed=6)
+    assert first.initial(0).tolist() == again.initial(0).tolist()
+    assert first.initial(0).tolist() != first.initial(1).tolist()
+    assert first.initial(0).tolist() != other.initial(0).tolist()
+    with pytest.raises(UsageError, match="w_size"):
+        DaliWindow([8], 64, w_size=0)
+
+
+def test_the_score_cache_admits_only_what_was_fetched() -> None:
+    layer = Layer(ScoreCache([2], 4), 4, 2)
+    assert layer.residents == [0, 1]
+    assert not len(layer.step(0, [1, 0, 5, 5]).admit)
+    moves = layer.step(1, [1, 0, 5, 5], fetched=[3])
+    assert moves.admit.tolist() == [3] and moves.evict.tolist() == [1]
+
+
+def test_score_residents_win_ties() -> None:
+    layer = Layer(ScoreCache([1], 2, alpha=1.0), 2, 1)
+    assert not len(layer.step(0, [3, 3], fetched=[1]).admit)
+    assert layer.step(1, [3, 4], fetched=[1]).admit.tolist() == [1]
+
+
+def test_frequency_keeps_the_most_used() -> None:
+    counts = np.array([[5.0, 9.0, 1.0, 9.0]])
+    static = Layer(Frequency([2], counts), 4, 2)
+    assert static.residents == [1, 3]
+    assert not len(static.step(0, [0, 0, 7, 0]).admit)
+    learning = Layer(Frequency([2], counts, learns=True), 4, 2)
+    for index in range(8):
+        assert not len(learning.step(index, [0, 0, 7, 0]).admit)
+    assert learning.step(8, [0, 0, 7, 0]).admit.tolist() == [2]  # 10 activations against 9
+
+
+def test_lowtide_moves_what_pays_within_the_interval() -> None:
+    # Two tokens of an absent expert take 6 s on the host, 8 s by a fetch and 1 s when resident.
+    layer = Layer(Lowtide([1], 3, COSTS, tau=4), 3, 1)
+    assert layer.residents == [0]
+    assert layer.step(0, [1, 0, 2]).admit.tolist() == [2]
+    # The link was idle, so a move costs nothing; at equal worth nobody moves.
+    assert not len(Layer(Lowtide([1], 2, COSTS), 2, 1).step(0, [2, 2]).admit)
+
+
+def test_lowtide_charges_a_move_for_a_busy_link() -> None:
+    layer = Layer(Lowtide([2], 4, COSTS, tau=1), 4, 2)
+    layer.step(0, [1, 2, 9, 9], fetched=[2, 3])
+    assert layer.residents == [2, 3]  # fetched experts come for free
+    tokens = [1, 2, 0, 1]
+    assert Layer(Lowtide([1], 4, COSTS, tau=1), 4, 1).step(0, tokens).admit.tolist() == [1]
+    busy = Layer(Lowtide([1], 4, COSTS, tau=1), 4, 1)
+    assert not len(busy.step(0, tokens, fetched=[3]).admit)
+
+
+def test_a_cap_on_bytes_limits_moves_but_not_fetched_experts() -> None:
+    # Fetching is dear and the host slow: every move pays.
+    costs = Costs(10, 1.0, Curve([(1, 50.0)]), Curve([(1, 0.1)]), Curve([(1, 99.0)]), 0.0)
+    layer = Layer(Lowtide([4], 12, costs, max_step_bytes=20), 12, 4)
+    tokens = [0] * 4 + [1] * 8
+    assert layer.step(0, tokens).admit.tolist() == [4, 5]
+    layer = Layer(Lowtide([4], 12, costs, max_step_bytes=20), 12, 4)
+    assert layer.step(0, tokens, fetched=[10, 11]).admit.tolist() == [4, 5, 10, 11]
+
+
+def test_a_small_cap_saves_up() -> None:
+    costs = Costs(10, 1.0, Curve([(1, 50.0)]), Curve([(1, 0.1)]), Curve([(1, 99.0)]), 0.0)
+    layer = Layer(Lowtide([4], 8, costs, max_step_bytes=5), 8, 4)
+    admitted = [len(layer.step(index, [0] * 4 + [1] * 4).admit) for index in range(4)]
+    assert admitted == [0, 1, 0, 1]
+
+
+def test_lowtide_follows_an_online_tau() -> None:
+    online = OnlineTau(4, 2, 1.0, 1.0, tau=3)
+    assert Lowtide([2], 4, COSTS, tau=online).tau == 3
+    with pytest.raises(UsageError, match="tau"):
+        Lowtide([2], 4, COSTS, tau=0)
+    with pytest.raises(UsageError, match="decay"):
+        Lowtide([2], 4, COSTS, decay=1.5)
+
+
+def make_all(capacity: int, num_experts: int) -> list[Placement]:
+    counts = np.arange(num_experts, dtype=np.float64)[None]
+    return [
+        DaliWindow([capacity], num_experts, w_size=2, u_size=3),
+        ScoreCache([capacity], num_experts),
+        Frequency([capacity], counts, learns=True),
+        Lowtide([capacity], num_experts, COSTS),
+        Lowtide([capacity], num_experts, COSTS, max_step_bytes=10, frequency=counts),
+    ]
+
+
+@given(data=st.data())
+def test_no_placement_exceeds_its_capacity(data: st.DataObject) -> None:
+    num_experts = data.draw(st.integers(1, 8))
+    capacity = data.draw(st.integers(0, num_experts))
+    one_step = st.lists(st.integers(0, 5), min_size=num_experts, max_size=num_experts)
+    steps = data.draw(st.lists(one_step, min_size=1, max_size=6))
+    for placement in make_all(capacity, num_experts):
+        layer = Layer(placement, num_experts, capacity)  # `step` checks the ledger
+        for index, tokens in enumerate(steps):
+            absent = np.flatnonzero(np.array(tokens) * ~layer.is_resident).tolist()
+            layer.step(index, tokens, fetched=absent[::2])
+
+
+def test_layer_budgets_follow_marginal_benefit() -> None:
+    worth = np.array([[9.0, 8.0, 1.0], [7.0, 1.0, 1.0]])
+    assert layer_budgets(worth, 3).tolist() == [2, 1]
+    assert layer_budgets(worth, 3, least=1).tolist() == [2, 1]
+    assert layer_budgets(worth, 2).tolist() == [2, 0]
+    assert layer_budgets(worth, 2, least=1).tolist() == [1, 1]
+    assert layer_budgets(np.ones((3, 4)), 7).tolist() == [3, 2, 2]  # equals go round
+    for total, least in ((7, 0), (-1, 0), (1, 1)):
+        with pytest.raises(UsageError, match="cannot be spread"):
+            layer_budgets(worth, total, least)
+
+
+@given(
+    rows=st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), min_size=2, max_size=3),
+    total=st.integers(0, 6),
+)
+def test_layer_budgets_are_optimal(rows: list[list[int]], total: int) -> None:
+    worth = np.array(rows, np.float64)
+    best = -np.sort(-worth, axis=1)
+
+    def value(budgets: tuple[int, ...]) -> float:
+        return sum(float(best[layer, :count].sum()) for layer, count in enumerate(budgets))
+
+    mine = tuple(layer_budgets(worth, total).tolist())
+    everyone = [b for b in product(range(4), repeat=len(rows)) if sum(b) == total]
+    assert sum(mine) == total and value(mine) == max(value(b) for b in everyone)
+
+
+def test_unused_layers_of_flags_are_independent() -> None:
+    is_resident: BoolArray = np.zeros(4, np.bool_)
+    placement = ScoreCache([1, 1], 4)
+    placement.fetched(0, np.array([2]))
+    demand = Demand(np.array([2]), np.array([9]), np.array([False]))
+    assert not len(placement.update(denoise(0), 1, demand, is_resident).admit)

@@ -1,0 +1,650 @@
+"""The expert runtime: same bits wherever the experts lie and in whatever order they arrive."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lowtide.core import MoEShape, Step, StepKind
+from lowtide.errors import InternalError, StorageError
+from lowtide.experts import runtime as runtime_module
+from lowtide.experts.executor import Executor, InlineExecutor, drain
+from lowtide.experts.runtime import ExpertRegistrar, ExpertRuntime, Routing
+from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger
+from lowtide.experts.store import FileReader, Ticket
+from lowtide.experts.transfer import DiskTransfer, Transfer, largest_read_bytes
+from lowtide.kernels.reference import ExpertWeights, combine, gated_mlp
+from lowtide.memory.arena import Arena
+from lowtide.memory.workspace import Registrar, Workspace
+from lowtide.policies.placement import Placement
+from lowtide.policies.presets import make_placement
+from lowtide.schemas.weights import ExpertTable
+
+SHAPE = MoEShape(
+    num_layers=2, num_experts=6, num_experts_per_token=3, hidden_size=32, expert_size=16
+)
+NUM_STAGING = 2
+POLICIES = ["tide", "lru", "static"]
+Weights = dict[tuple[int, int], ExpertWeights]
+
+
+def make_weights(dtype: torch.dtype) -> Weights:
+    generator = torch.Generator().manual_seed(5)
+    hidden, width = SHAPE.hidden_size, SHAPE.expert_size
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=generator).div(columns**0.5).to(dtype)
+
+    return {
+        (layer, expert): ExpertWeights(
+            matrix(width, hidden), matrix(width, hidden), matrix(hidden, width)
+        )
+        for layer in range(SHAPE.num_layers)
+        for expert in range(SHAPE.num_experts)
+    }
+
+
+WEIGHTS = {dtype: make_weights(dtype) for dtype in (torch.float32, torch.bfloat16)}
+
+
+class StepInput(NamedTuple):
+    """One call of one layer."""
+
+    layer: int
+    step: Step
+    x: Tensor
+    routing: Routing
+
+
+def make_step(seed: int, layer: int, index: int, num_tokens: int, dtype: torch.dtype) -> StepInput:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_tokens, SHAPE.hidden_size, generator=generator).to(dtype)
+    # Skewed, so that some experts are hit by many tokens and some by none.
+    rank = torch.rand(num_tokens, SHAPE.num_experts, generator=generator)
+    rank += torch.rand(SHAPE.num_experts, generator=generator)
+    experts = rank.topk(SHAPE.num_experts_per_token).indices.sort().values
+    weights = torch.rand(num_tokens, SHAPE.num_experts_per_token, generator=generator)
+    kind = StepKind.PREFILL if seed % 7 == 0 else StepKind.DENOISE
+    return StepInput(layer, Step(kind, index), x, Routing(experts, weights))
+
+
+def dense_oracle(call: StepInput, weights: Weights) -> Tensor:
+    """Every token's experts in ascending id, multiplied and added in float32, one at a time."""
+    experts, scales = call.routing
+    result = torch.zeros(call.x.shape, dtype=torch.float32)
+    for expert in range(SHAPE.num_experts):
+        tokens = (experts == expert).any(1).nonzero()[:, 0]
+        if len(tokens):
+            gate, up, down = weights[call.layer, expert]
+            x = call.x[tokens]
+            output = (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
+            for i, token in enumerate(tokens.tolist()):
+                scale = scales[token][experts[token] == expert]
+                result[token] = result[token] + output[i].float() * scale
+    return result
+
+
+class Disorder:
+    """A transfer whose reads end in random order, on the thread that waits for one of them.
+
+    A slot is spoiled when its read starts, so that whoever does not wait computes nonsense.
+    """
+
+    def __init__(
+        self, slots: ExpertSlots, weights: Weights, seed: int = 0, fail_at: Sequence[int] = ()
+    ) -> None:
+        self.started: list[tuple[int, int]] = []
+        self._slots = slots
+        self._weights = weights
+        self._random = random.Random(seed)
+        self._fail_at = set(fail_at)
+        self._under_way: list[tuple[_Answer, Callable[[], int]]] = []
+
+    def start(self, layer: int, expert: int, slot: int) -> Ticket:
+        number = len(self.started)
+        self.started.append((layer, expert))
+        for part in range(3):
+            self._slots.part(slot, part)[:] = 0xFF  # NaN in every type
+        answer = _Answer(self)
+
+        def read() -> int:
+            if number in self._fail_at:
+                raise StorageError(f"read {number} failed")
+            return fill(self._slots, slot, self._weights[layer, expert])
+
+        self._under_way.append((answer, read))
+        return answer
+
+    def drain(self) -> None:
+        pass  # nothing moves by itself
+
+    def finish_until(self, answer: _Answer) -> None:
+        while not answer.done():
+            i = self._random.randrange(len(self._under_way))
+            finish(*self._under_way.pop(i))
+
+
+class _Answer(Future[int]):
+    def __init__(self, owner: Disorder) -> None:
+        super().__init__()
+        self._owner = owner
+
+    def result(self, timeout: float | None = None) -> int:
+        self._owner.finish_until(self)
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._owner.finish_until(self)
+        return super().exception(timeout)
+
+
+class Pool:
+    """An executor of real threads, more of them than this machine may have cores."""
+
+    num_threads = 3
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(self.num_threads)
+
+    def submit(self, work: Callable[[], None]) -> Future[None]:
+        return self._pool.submit(work)
+
+    def run(self, works: Sequence[Callable[[], None]]) -> None:
+        for future in [self.submit(work) for work in works]:
+            future.result()
+
+    def drain(self) -> None:
+        drain(self._pool, self.num_threads)
+
+
+POOL = Pool()
+EXECUTORS: list[Executor] = [InlineExecutor(), POOL]
+
+
+class Threads:
+    """A transfer that reads on threads of a pool."""
+
+    def __init__(self, slots: ExpertSlots, weights: Weights, pool: ThreadPoolExecutor) -> None:
+        self._slots, self._weights, self._pool = slots, weights, pool
+
+    def start(self, layer: int, expert: int, slot: int) -> Ticket:
+        return self._pool.submit(fill, self._slots, slot, self._weights[layer, expert])
+
+    def drain(self) -> None:
+        pass  # every ticket is with the runtime
+
+
+def finish(answer: Future[int], read: Callable[[], int]) -> None:
+    if answer.set_running_or_notify_cancel():
+        try:
+            answer.set_result(read())
+        except StorageError as error:
+            answer.set_exception(error)
+
+
+def fill(slots: ExpertSlots, slot: int, weights: ExpertWeights) -> int:
+    num_bytes = 0
+    for part, weight in enumerate(weights):
+        target = slots.part(slot, part)
+        target[:] = weight.flatten().view(torch.uint8).numpy()
+        num_bytes += len(target)
+    return num_bytes
+
+
+class Rig:
+    """A runtime with random weights, and a workspace of exactly the registered size."""
+
+    def __init__(
+        self,
+        policy: str,
+        capacity: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        num_staging: int = NUM_STAGING,
+        make_transfer: Callable[[ExpertSlots], Transfer] | None = None,
+        executor: Executor | None = None,
+        **disorder: object,
+    ) -> None:
+        self.capacity = capacity
+        self.layout = SlotLayout.of(SHAPE, dtype)
+        num_slots = sum(capacity) + num_staging
+        self.slots = ExpertSlots(Arena(num_slots * self.layout.num_bytes), self.layout)
+        self.transfer: Transfer = (
+            make_transfer(self.slots)
+            if make_transfer
+            else Disorder(self.slots, WEIGHTS[dtype], **disorder)  # type: ignore[arg-type]
+        )
+        self.placement = make_policy(policy, capacity)
+        ledger = SlotLedger(SHAPE.num_layers, SHAPE.num_experts, num_slots)
+        self.runtime = ExpertRuntime(
+            SHAPE, self.slots, ledger, self.transfer, self.placement, executor or InlineExecutor()
+        )
+        for layer in range(SHAPE.num_layers):
+            self.runtime.preload(layer, self.placement.initial(layer))
+        self.check()
+
+    def run(self, call: StepInput) -> Tensor:
+        registrar = Registrar()
+        out = torch.full(call.x.shape, torch.nan)
+        arguments = (call.layer, call.x, call.routing, call.step)
+        ExpertRegistrar(SHAPE).forward(*arguments, registrar, out)
+        workspace = Workspace(Arena(registrar.arena_bytes).bytes)
+        self.runtime.forward(*arguments, workspace, out)
+        return out
+
+    def check(self) -> None:
+        ledger = self.runtime.ledger
+        ledger.check_integrity()
+        assert ledger.num_free + ledger.num_resident == ledger.num_slots, "no slot stays taken"
+        for layer, capacity in enumerate(self.capacity):
+            assert ledger.is_resident(layer).sum() <= capacity
+
+
+def make_policy(name: str, capacity: Sequence[int]) -> Placement:
+    return make_placement(name, {"tau": "2"} if name == "tide" else {}, capacity, SHAPE.num_experts)
+
+
+capacities = st.lists(
+    st.integers(0, SHAPE.num_experts), min_size=SHAPE.num_layers, max_size=SHAPE.num_layers
+)
+calls = st.lists(
+    st.tuples(st.integers(0, 10**6), st.integers(0, SHAPE.num_layers - 1), st.integers(1, 40)),
+    min_size=1,
+    max_size=8,
+)
+
+
+def make_steps(numbers: list[tuple[int, int, int]], dtype: torch.dtype) -> list[StepInput]:
+    return [
+        make_step(seed, layer, index, num_tokens, dtype)
+        for index, (seed, layer, num_tokens) in enumerate(numbers)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("policy", POLICIES)
+@given(
+    numbers=calls,
+    capacity=capacities,
+    num_staging=st.integers(1, 7),
+    seed=st.integers(0, 10**6),
+    executor=st.sampled_from(EXECUTORS),
+)
+def test_bits_never_depend_on_placement_or_on_the_order_of_reads(
+    policy: str,
+    dtype: torch.dtype,
+    numbers: list[tuple[int, int, int]],
+    capacity: list[int],
+    num_staging: int,
+    seed: int,
+    executor: Executor,
+) -> None:
+    rig = Rig(policy, capacity, dtype, num_staging, executor=executor, seed=seed)
+    for call in make_steps(numbers, dtype):
+        result = rig.run(call)
+        rig.check()
+        assert torch.equal(result, dense_oracle(call, WEIGHTS[dtype]))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(numbers=calls, capacity=capacities)
+def test_reads_on_real_threads(
+    policy: str, numbers: list[tuple[int, int, int]], capacity: list[int]
+) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        rig = Rig(
+            policy,
+            capacity,
+            make_transfer=lambda slots: Threads(slots, WEIGHTS[torch.float32], pool),
+            executor=POOL,
+        )
+        for call in make_steps(numbers, torch.float32):
+            assert torch.equal(rig.run(call), dense_oracle(call, WEIGHTS[torch.float32]))
+            rig.check()
+
+
+@given(numbers=calls, policy=st.sampled_from(POLICIES), capacity=capacities)
+def test_every_miss_is_one_read_and_every_hit_is_none(
+    numbers: list[tuple[int, int, int]], policy: str, capacity: list[int]
+) -> None:
+    rig = Rig(policy, capacity)
+    assert isinstance(rig.transfer, Disorder)
+    num_preloaded = len(rig.transfer.started)
+    assert rig.runtime.stats.num_misses == 0, "what is loaded beforehand was not missed"
+    hits = misses = 0
+    for call in make_steps(numbers, torch.float32):
+        wanted = set(call.routing.experts.flatten().tolist())
+        present = set(np.flatnonzero(rig.runtime.ledger.is_resident(call.layer)).tolist())
+        before = len(rig.transfer.started)
+        rig.run(call)
+        reads = rig.transfer.started[before:]
+        assert sorted(reads) == sorted((call.layer, e) for e in wanted - present)
+        hits += len(wanted & present)
+        misses += len(wanted - present)
+    stats = rig.runtime.stats
+    assert (stats.num_hits, stats.num_misses) == (hits, misses)
+    assert stats.as_dict()["hit_rate"] == hits / (hits + misses)
+    assert stats.num_admitted - stats.num_evicted == rig.runtime.ledger.num_resident
+    expert_bytes = 3 * SHAPE.hidden_size * SHAPE.expert_size * 4
+    assert stats.read_bytes == (num_preloaded + misses) * expert_bytes
+
+
+def test_every_read_is_under_way_before_the_first_resident_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[str] = []
+    rig = Rig("static", [3, 0], num_staging=3)
+    assert isinstance(rig.transfer, Disorder)
+    start = rig.transfer.start
+
+    def noted_start(layer: int, expert: int, slot: int) -> Ticket:
+        events.append(f"read {expert}")
+        return start(layer, expert, slot)
+
+    def noted_product(
+        x: Tensor, weights: ExpertWeights, gate: Tensor, up: Tensor, out: Tensor
+    ) -> None:
+        events.append("run")
+        gated_mlp(x, weights, gate, up, out)
+
+    monkeypatch.setattr(rig.transfer, "start", noted_start)
+    monkeypatch.setattr(runtime_module, "gated_mlp", noted_product)
+    rig.run(every_expert())
+    assert events == ["read 3", "read 4", "read 5", *["run"] * 6]
+
+
+def every_expert(layer: int = 0, index: int = 0) -> StepInput:
+    """A step that hits all six experts."""
+    call = make_step(1, layer, index, 2, torch.float32)
+    experts = torch.tensor([[0, 1, 2], [3, 4, 5]])
+    return call._replace(routing=Routing(experts, call.routing.weights))
+
+
+def test_as_many_reads_as_slots_stay_under_way() -> None:
+    """With two slots the third read starts as soon as the first expert was used."""
+    rig = Rig("static", [0, 0], num_staging=2)
+    assert isinstance(rig.transfer, Disorder)
+    under_way: list[int] = []
+    result = _Answer.result
+
+    def noted(answer: _Answer, timeout: float | None = None) -> int:
+        under_way.append(len(rig.transfer.started))  # type: ignore[attr-defined]
+        return result(answer, timeout)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Answer, "result", noted)
+        rig.run(every_expert())
+    assert under_way == [2, 3, 4, 5, 6, 6]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(numbers=calls, capacity=capacities, data=st.data(), executor=st.sampled_from(EXECUTORS))
+def test_a_read_that_fails_leaves_a_usable_runtime(
+    policy: str,
+    numbers: list[tuple[int, int, int]],
+    capacity: list[int],
+    data: st.DataObject,
+    executor: Executor,
+) -> None:
+    steps = make_steps(numbers, torch.float32)
+    rig = Rig(policy, capacity, executor=executor, seed=data.draw(st.integers(0, 99)))
+    assert isinstance(rig.transfer, Disorder)
+    first = len(rig.transfer.started)
+    rig.transfer._fail_at = data.draw(st.sets(st.integers(first, first + 20), max_size=4))
+    for call in steps:
+        try:
+            result = rig.run(call)
+        except StorageError as error:
+            assert str(error).startswith("read ")
+        else:
+            assert torch.equal(result, dense_oracle(call, WEIGHTS[torch.float32]))
+        rig.check()
+    rig.transfer._fail_at = set()
+    for call in steps:
+        assert torch.equal(rig.run(call), dense_oracle(call, WEIGHTS[torch.float32]))
+        rig.check()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(
+    numbers=calls,
+    capacity=capacities,
+    at=st.integers(0, 25),
+    executor=st.sampled_from(EXECUTORS),
+)
+def test_an_interrupt_at_any_product_leaves_a_usable_runtime(
+    policy: str,
+    numbers: list[tuple[int, int, int]],
+    capacity: list[int],
+    at: int,
+    executor: Executor,
+) -> None:
+    steps = make_steps(numbers, torch.float32)
+    rig = Rig(policy, capacity, executor=executor)
+    with interrupted_at(at):
+        for call in steps:
+            try:
+                rig.run(call)
+            except KeyboardInterrupt:
+                break
+            finally:
+                rig.check()
+    for call in steps:
+        assert torch.equal(rig.run(call), dense_oracle(call, WEIGHTS[torch.float32]))
+        rig.check()
+
+
+@contextmanager
+def interrupted_at(number: int) -> Iterator[None]:
+    """Ctrl-C inside the expert product of that number."""
+    count = [0]
+
+    def product(x: Tensor, weights: ExpertWeights, gate: Tensor, up: Tensor, out: Tensor) -> None:
+        count[0] += 1
+        if count[0] > number:
+            raise KeyboardInterrupt
+        gated_mlp(x, weights, gate, up, out)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime_module, "gated_mlp", product)
+        yield
+
+
+def test_an_interrupt_while_waiting_for_a_read() -> None:
+    rig = Rig("tide", [2, 2], num_staging=3)
+    result = _Answer.result
+    waits = []
+
+    def interrupted(answer: _Answer, timeout: float | None = None) -> int:
+        waits.append(answer)
+        if len(waits) == 3:
+            raise KeyboardInterrupt
+        return result(answer, timeout)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(_Answer, "result", interrupted)
+        rig.run(every_expert())
+    rig.check()
+    call = every_expert(index=1)
+    assert torch.equal(rig.run(call), dense_oracle(call, WEIGHTS[torch.float32]))
+
+
+def test_reads_under_way_are_waited_for_before_their_slots_are_given_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A read that cannot be cancelled any more still writes into its slot."""
+    waited_for = threading.Event()
+    answers: dict[int, Future[int]] = {}  # by slot
+    rig = Rig("static", [0, 0], num_staging=3)
+
+    def read(slot: int, has_begun: threading.Event) -> int:
+        has_begun.set()
+        if slot == 0:
+            raise StorageError("read 0 failed")
+        waited_for.wait(60)  # until the runtime waits for it
+        return fill(rig.slots, slot, WEIGHTS[torch.float32][0, 0])
+
+    def start(layer: int, expert: int, slot: int) -> Ticket:
+        has_begun = threading.Event()
+        answers[slot] = pool.submit(read, slot, has_begun)
+        has_begun.wait(60)
+        return answers[slot]
+
+    def noted_wait(futures: Iterable[Future[int]]) -> object:
+        wanted = set(futures)
+        if wanted & set(answers.values()):
+            waited_for.set()
+        return wait(wanted)
+
+    drop = rig.runtime.ledger.drop
+
+    def checked_drop(slot: int) -> None:
+        assert answers[slot].done()
+        drop(slot)
+
+    monkeypatch.setattr(rig.transfer, "start", start)
+    monkeypatch.setattr(runtime_module, "wait", noted_wait)
+    monkeypatch.setattr(rig.runtime.ledger, "drop", checked_drop)
+    with ThreadPoolExecutor(3) as pool:
+        try:
+            with pytest.raises(StorageError, match="read 0"):
+                rig.run(every_expert())
+        finally:
+            waited_for.set()
+    assert len(answers) == 3
+    rig.check()
+
+
+def test_products_under_way_are_waited_for_before_an_error_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A compute thread still reads from its slot and writes to the workspace; none begins anew."""
+    all_began, is_waited_for = threading.Barrier(3, timeout=60), threading.Event()
+    here, ended = threading.local(), []
+    pool_submit = POOL.submit
+    numbers, products = itertools.count(), itertools.count()
+
+    def submit(work: Callable[[], None]) -> Future[None]:
+        number = next(numbers)
+
+        def numbered() -> None:
+            here.number = number
+            work()
+
+        return pool_submit(numbered)
+
+    def product(x: Tensor, weights: ExpertWeights, gate: Tensor, up: Tensor, out: Tensor) -> None:
+        if next(products) < 3:
+            all_began.wait()
+        if here.number == 0:
+            raise KeyboardInterrupt
+        is_waited_for.wait(60)
+        ended.append(here.number)
+
+    def noted_wait(futures: Iterable[Future[None]]) -> object:
+        is_waited_for.set()
+        return wait(futures)
+
+    rig = Rig("static", [6, 0], executor=POOL)
+    monkeypatch.setattr(POOL, "submit", submit)
+    monkeypatch.setattr(runtime_module, "gated_mlp", product)
+    monkeypatch.setattr(runtime_module, "wait", noted_wait)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            rig.run(every_expert())
+        assert sorted(ended) == [1, 2]
+    finally:
+        is_waited_for.set()
+    rig.check()
+
+
+def test_no_slot_for_an_absent_expert_is_an_error_and_not_a_wait_without_end() -> None:
+    rig = Rig("static", [2, 0], num_staging=0)
+    with pytest.raises(InternalError, match="experts wait and no slot is free"):
+        rig.run(every_expert())
+    rig.check()
+
+
+def test_preloaded_experts_are_resident_before_the_first_step() -> None:
+    rig = Rig("static", [4, 6])
+    assert rig.runtime.ledger.is_resident(0).tolist() == [True] * 4 + [False] * 2
+    assert rig.runtime.ledger.is_resident(1).all()
+    for call in (every_expert(0), every_expert(1)):
+        assert torch.equal(rig.run(call), dense_oracle(call, WEIGHTS[torch.float32]))
+    assert (rig.runtime.stats.num_hits, rig.runtime.stats.num_misses) == (10, 2)
+
+
+def test_a_step_does_not_see_the_former() -> None:
+    """Buffers are reused: a smaller step after a larger one has only its own tokens."""
+    rig = Rig("lru", [2, 2])
+    for num_tokens in (40, 1, 17, 2):
+        call = make_step(num_tokens, 0, 0, num_tokens, torch.float32)
+        assert torch.equal(rig.run(call), dense_oracle(call, WEIGHTS[torch.float32]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_experts_from_a_real_file(policy: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """The whole chain: unaligned bytes on disk, reader threads, slots, products."""
+    stored, weights = "BF16", WEIGHTS[torch.bfloat16]
+    content = bytearray(b"\0" * 11)
+    offsets = np.zeros((SHAPE.num_layers, SHAPE.num_experts, 3), np.int64)
+    for (layer, expert), matrices in weights.items():
+        for part in (2, 0, 1):
+            offsets[layer, expert, part] = len(content)
+            content += matrices[part].view(torch.int16).numpy().tobytes()
+    path = tmp_path / "experts.bin"
+    path.write_bytes(content)
+    num_bytes = SHAPE.hidden_size * SHAPE.expert_size * 2
+    table = ExpertTable(stored, np.zeros_like(offsets), offsets, (num_bytes,) * 3)
+    widened = {
+        place: ExpertWeights(*(matrix.to(dtype) for matrix in matrices))
+        for place, matrices in weights.items()
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a file system without direct reads says so
+        reader = FileReader([path], largest_read_bytes(table))
+    slot_dtype = {torch.float32: "F32", torch.bfloat16: "BF16"}[dtype]
+    try:
+        rig = Rig(
+            policy,
+            [2, 3],
+            dtype,
+            make_transfer=lambda slots: DiskTransfer(reader, table, slots, slot_dtype),
+        )
+        for index in range(6):
+            call = make_step(index, index % 2, index, 9, dtype)
+            assert torch.equal(rig.run(call), dense_oracle(call, widened))
+            rig.check()
+    finally:
+        reader.close()
+
+
+@given(st.integers(1, 20), st.integers(1, 4), st.integers(0, 10**6))
+def test_combine_is_a_loop_over_tokens(num_tokens: int, k: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    parts = torch.randn(num_tokens * k, 8, generator=generator).bfloat16()
+    part_of = torch.randperm(num_tokens * k, generator=generator).view(num_tokens, k)
+    weights = torch.rand(num_tokens, k, generator=generator)
+    out = torch.full((num_tokens, 8), torch.nan)
+    term = torch.empty(num_tokens, 8, dtype=torch.bfloat16)
+    combine(parts, part_of, weights, term, torch.empty(num_tokens, 8), out)
+    for token in range(num_tokens):
+        expected = torch.zeros(8)
+        for j in range(k):
+            expected = expected + parts[part_of[token, j]].float() * weights[token, j]
+        assert torch.equal(out[token], expected)

@@ -1,0 +1,300 @@
+"""The simulator: timelines worked out by hand, and what must hold for every preset."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowtide.core import Costs, Curve, MoEShape, Step, StepKind
+from lowtide.errors import UsageError
+from lowtide.lab.profiles import load_profile, parse_profile, profile_names
+from lowtide.lab.simulate import Report, calibrate, compare, simulate
+from lowtide.lab.synth_trace import synth_trace
+from lowtide.policies.assignment import AllFetch, AllHost, Greedy
+from lowtide.policies.catalogue import CATALOGUE, Recipe, Setting, recipe
+from lowtide.policies.placement import Static, Tide
+from lowtide.policies.prefetch import Gate, PreviousStep
+from lowtide.policies.tau import auto_tau
+from lowtide.trace import Trace, TraceShape, TraceWriter
+
+FIXED = Costs(
+    expert_bytes=100,
+    link_s=10.0,
+    host_s=Curve([(1, 4.0)]),
+    device_s=Curve([(1, 3.0)]),
+    dense_s=Curve([(1, 1.0)]),
+    sync_s=0.5,
+    num_staging=1,
+)
+SHAPE = TraceShape(3, 16, 2)
+FULL = TraceShape(2, 64, 4)
+
+
+def make_trace(passes: list[list[list[int]]], num_experts: int = 8) -> Trace:
+    """One row per pass; `passes[p][layer]` are its experts."""
+    shape = TraceShape(len(passes[0]), num_experts, len(passes[0][0]))
+    writer = TraceWriter("m", shape)
+    for index, ids in enumerate(passes):
+        writer.append(Step(StepKind.DENOISE, index), 0, np.array([ids]), num_committed=1)
+    return writer.trace()
+
+
+def make_setting(trace: Trace, capacity: int, costs: Costs = FIXED) -> Setting:
+    layers, experts, _ = trace.shape[:3]
+    return Setting([capacity] * layers, experts, costs)
+
+
+def test_one_layer_by_hand() -> None:
+    trace = make_trace([[[0, 1, 2, 3]]])
+    setting = make_setting(trace, 2)
+    # Dense 1, sync 0.5, residents 0 and 1 take 6 s on the device; the host takes 8 s.
+    report = simulate(trace, "fiddler", setting)
+    assert report.total_s == 9.5 and report.binds == "host" and report.hit_rate == 0.5
+    # Fetched: the first arrives at 11.5 and runs until 14.5, which frees the one staging slot;
+    # the second arrives at 24.5 and runs until 27.5.
+    fetch = Recipe(lambda s: Static.first(s.capacity), lambda s: AllFetch(s.costs))
+    report = simulate(trace, fetch, setting)
+    assert report.total_s == 27.5 and report.num_fetched == 2 and report.moved_bytes == 200
+    assert report.binds == "link" and report.bound_s["link"] == pytest.approx(4 + 10)
+    # All resident: no synchronisation.
+    assert simulate(trace, "resident", setting).total_s == 13.0
+    assert simulate(trace, "all-host", setting).total_s == 1.5 + 16
+
+
+def test_two_staging_slots_keep_the_link_busy() -> None:
+    trace = make_trace([[[0, 1, 2, 3]]])
+    costs = Costs(100, 10.0, FIXED.host_s, FIXED.device_s, FIXED.dense_s, 0.5, num_staging=2)
+    report = simulate(trace, "on-demand", make_setting(trace, 0, costs))
+    assert report.total_s == 1.5 + 4 * 10 + 3
+
+
+def test_moves_ride_in_idle_link_time() -> None:
+    # Tide admits 0 and 1 at its refresh; the moves begin when the layer has ended, at 9.5, and
+    # end at 19.5 and 29.5. Each pass takes 9.5 s while nothing is there.
+    trace = make_trace([[[0, 1]]] * 4)
+    report = simulate(trace, Recipe(_tide_once, lambda s: AllHost()), make_setting(trace, 2))
+    # Passes: 0-9.5, 9.5-19 (in flight), 19-: expert 0 is there at 19.5, before the router is
+    # read at 20, so 20.5 + max(3, 4); then 1.5 later, at 26, expert 1 is still under way.
+    assert report.num_moved == 2 and report.num_hits == 2
+    assert report.total_s == pytest.approx(9.5 + 9.5 + 5.5 + 5.5)
+
+
+def _tide_once(setting: Setting) -> Tide:
+    return Tide(setting.capacity, setting.num_experts, 100)
+
+
+def test_waiting_for_moves_is_an_option() -> None:
+    trace = make_trace([[[0, 1]]] * 2)
+    waiting = Recipe(_tide_once, lambda s: AllHost(), waits=True)
+    report = simulate(trace, waiting, make_setting(trace, 2))
+    assert report.num_fetched == 2 and report.num_moved == 0
+    assert report.total_s == (1.5 + 10 + 3 + 10 + 3) + (1 + 6)
+
+
+def test_a_prefetch_arrives_while_the_layer_before_computes() -> None:
+    # Layer 1's expert of the last pass is fetched while layer 0's host computes.
+    trace = make_trace([[[0], [1]]] * 2)
+    made = Recipe(
+        lambda s: Static.first([0, 0]),
+        lambda s: Greedy(s.costs),
+        lambda s: PreviousStep(1, s.num_layers, s.num_experts),
+    )
+    costs = Costs(100, 6.0, FIXED.host_s, FIXED.device_s, FIXED.dense_s, 0.5)
+    report = simulate(trace, made, make_setting(trace, 0, costs))
+    # First pass: 5.5 per layer. Second: layer 0 until 16.5; the prefetch began at 12.5 and ends
+    # at 18.5, just after layer 1 has routed (18): late by 0.5, then 3 s: 18 + max(3.5).
+    assert report.num_prefetched == 1 and report.prefetch.num_late == 1
+    assert report.total_s == pytest.approx(21.5)
+
+
+def test_the_link_serves_demand_before_moves() -> None:
+    trace = synth_trace(SHAPE, num_blocks=2, steps_per_block=4, block_length=8, num_prompt_rows=0)
+    fetch_all = Recipe(_tide_once, lambda s: AllFetch(s.costs))
+    alone = Recipe(lambda s: Static.first([0] * s.num_layers), lambda s: AllFetch(s.costs))
+    moving = simulate(trace, fetch_all, make_setting(trace, 4))
+    still = simulate(trace, alone, make_setting(trace, 4))
+    assert moving.total_s <= still.total_s + FIXED.link_s * len(trace.passes) * SHAPE.num_layers
+
+
+presets = sorted(CATALOGUE)
+
+
+@given(
+    seed=st.integers(0, 5),
+    capacity=st.integers(0, 16),
+    locality=st.sampled_from([0.0, 0.9, 1.0]),
+)
+def test_every_preset_at_every_budget(seed: int, capacity: int, locality: float) -> None:
+    trace = synth_trace(
+        SHAPE,
+        num_blocks=2,
+        steps_per_block=3,
+        block_length=6,
+        num_prompt_rows=5,
+        locality=locality,
+        seed=seed,
+    )
+    known = calibrate(trace)
+    setting = Setting([capacity] * 3, 16, FIXED, known.frequency, known.following, online_tau=True)
+    reports = compare(trace, presets, setting)
+    activated = int((trace.hits() > 0).sum())
+    for report in reports:
+        assert report.num_activated == activated and report.num_tokens == 12
+        assert 0 <= report.num_hits <= activated
+        busiest = max(report.device_s, report.host_s, report.link_s - FIXED.link_s)
+        assert busiest <= report.total_s + 1e-6
+        assert sum(report.bound_s.values()) == pytest.approx(report.total_s)
+        transfers = report.num_fetched + report.num_moved + report.num_prefetched
+        assert report.link_s == pytest.approx(transfers * FIXED.link_s)
+        late = report.prefetch
+        assert late.num_hits + late.num_late + late.num_wasted <= report.num_prefetched
+        assert report.as_dict()["binds"] in ("device", "host", "link")
+
+
+def test_replays_are_repeatable() -> None:
+    trace = synth_trace(SHAPE, num_blocks=2, steps_per_block=3)
+    setting = make_setting(trace, 5)
+    for preset in presets:
+        first, again = simulate(trace, preset, setting), simulate(trace, preset, setting)
+        assert first.as_dict() == again.as_dict()
+
+
+def test_locality_is_what_tide_lives_on() -> None:
+    costs = load_profile("a100-40gb").costs(MoEShape(2, 64, 4, 2048, 512))
+
+    def run(locality: float) -> Report:
+        trace = synth_trace(
+            FULL, num_blocks=3, steps_per_block=12, block_length=8, locality=locality, skew=0.0
+        )
+        return simulate(trace, "tide", Setting([24, 24], 64, costs))
+
+    restless, frozen = run(0.0), run(1.0)
+    assert frozen.hit_rate > restless.hit_rate + 0.2
+    assert frozen.tokens_per_s > 1.2 * restless.tokens_per_s
+    assert frozen.num_moved < restless.num_moved
+
+
+@pytest.mark.parametrize("capacity", [16, 32, 48])
+def test_lowtide_is_not_behind_the_others(capacity: int) -> None:
+    shape = MoEShape(2, 64, 4, 2048, 512)
+    trace = synth_trace(FULL, num_blocks=4, steps_per_block=10, locality=0.97)
+    setting = Setting([capacity] * 2, 64, load_profile("a100-40gb").costs(shape))
+    others = ["tide", "dali", "lru", "fiddler", "hybrimoe", "layer-split", "edgemoe"]
+    ours, *rest = compare(trace, ["lowtide", *others], setting)
+    assert ours.tokens_per_s >= max(report.tokens_per_s for report in rest)
+
+
+def test_auto_tau_by_simulation() -> None:
+    shape = MoEShape(2, 64, 4, 2048, 512)
+    costs = load_profile("rtx3090").costs(shape)
+    trace = synth_trace(FULL, num_blocks=3, steps_per_block=8, locality=0.9)
+
+    def simulated_s(tau: int) -> float:
+        return simulate(trace, "tide", Setting([24, 24], 64, costs, tau=tau)).total_s
+
+    times = {tau: simulated_s(tau) for tau in range(1, 8)}
+    assert times[auto_tau(simulated_s, range(1, 8))] == min(times.values())
+
+
+def test_an_early_gate_is_as_good_as_it_is_said_to_be() -> None:
+    trace = synth_trace(SHAPE, num_blocks=3, steps_per_block=6)
+    costs = Costs(100, 0.1, FIXED.host_s, FIXED.device_s, FIXED.dense_s, 0.0)
+    setting = make_setting(trace, 2, costs)
+
+    def wasted(accuracy: float) -> float:
+        report = simulate(trace, "hybrimoe", setting, gate_accuracy={Gate.RAW: accuracy})
+        return report.prefetch.num_wasted / max(1, report.num_prefetched)
+
+    assert wasted(1.0) == 0.0 < wasted(0.0)
+
+
+def test_mismatches_are_refused() -> None:
+    trace = synth_trace(SHAPE, num_blocks=1, steps_per_block=1)
+    with pytest.raises(UsageError, match="3 MoE layers of 16"):
+        simulate(trace, "tide", Setting([1] * 3, 17, FIXED))
+    with pytest.raises(UsageError, match="from 0 to 16"):
+        simulate(trace, "tide", Setting([17] * 3, 16, FIXED))
+    with pytest.raises(UsageError, match="not known; choose one of"):
+        recipe("nothing")
+    with pytest.raises(UsageError, match="locality"):
+        synth_trace(SHAPE, locality=1.5)
+
+
+def test_synthetic_locality_is_controlled() -> None:
+    def overlap(locality: float) -> float:
+        trace = synth_trace(FULL, num_blocks=1, steps_per_block=6, locality=locality, skew=0.0)
+        steps = [ids.reshape(-1, 4) for ids in trace.iter_ids()][1:]
+        shared = [
+            np.mean([len(np.intersect1d(a, b)) / 4 for a, b in zip(now, then, strict=True)])
+            for now, then in zip(steps, steps[1:], strict=False)
+        ]
+        return float(np.mean(shared))
+
+    assert overlap(1.0) == 1.0 > overlap(0.95) > overlap(0.5) > overlap(0.0)
+    assert overlap(0.0) < 0.2
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_shipped_profiles(name: str) -> None:
+    profile = load_profile(name)
+    costs = profile.costs(MoEShape(19, 256, 8, 2048, 512))
+    assert costs.expert_bytes == 6 << 20
+    one, many = np.array([1]), np.array([4096])
+    assert costs.device_s(one) < costs.host_s(one) and costs.device_s(many) < costs.host_s(many)
+    assert costs.link_s > costs.device_s.at(1)
+    assert profile.costs(MoEShape(1, 8, 2, 64, 32), on_disk=True).disk_read_s > 0
+
+
+def test_the_profiles_of_the_papers_are_there() -> None:
+    assert {"rtx3090", "a100-40gb", "h100", "h200", "laptop-8gb"} <= set(profile_names())
+
+
+GOOD = """
+name = "x"
+device = { memory_GB = 1, bandwidth_GBps = 1, compute_TFLOPs = 1 }
+host = { memory_GB = 1, bandwidth_GBps = 1, compute_TFLOPs = 1 }
+link = { bandwidth_GBps = 1, latency_us = 1 }
+disk = { bandwidth_GBps = 1 }
+sync = { latency_us = 1 }
+efficiency = { device = 1, link = 1, host = 1, disk = 1 }
+"""
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("name = ", "title = "),
+        ("sync = { latency_us = 1 }", ""),
+        ("sync = { latency_us = 1 }", "sync = 3"),
+        ("latency_us = 1 }", "latency_us = 1, more = 2 }"),
+        ("memory_GB = 1,", "memory_GB = 0,"),
+        ("memory_GB = 1,", "memory_GB = nan,"),
+        ("memory_GB = 1,", "memory_GB = true,"),
+        ("efficiency = { device = 1,", "efficiency = { device = 1.5,"),
+        ("=", "=="),
+    ],
+)
+def test_bad_profiles_are_refused(old: str, new: str) -> None:
+    assert parse_profile(GOOD, "x.toml").name == "x"
+    with pytest.raises(UsageError, match="x.toml"):
+        parse_profile(GOOD.replace(old, new), "x.toml")
+
+
+def test_profiles_from_files(tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    with pytest.raises(UsageError, match="cannot be read"):
+        load_profile(str(path))
+    path.write_text(GOOD, encoding="utf-8")
+    assert load_profile(str(path)).sync_s == 1e-6
+    path.write_bytes(b"\xff")
+    with pytest.raises(UsageError, match="UTF-8"):
+        load_profile(str(path))
+    path.write_bytes(b"#" * (1 << 17))
+    with pytest.raises(UsageError, match="more than"):
+        load_profile(str(path))
+    with pytest.raises(UsageError, match="a100-40gb"):
+        load_profile("b200")

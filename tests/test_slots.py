@@ -1,0 +1,205 @@
+"""The slot ledger under any sequence of events, and the layout of slots."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from lowtide.core import ALIGNMENT, MoEShape
+from lowtide.errors import InternalError
+from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger
+from lowtide.memory.arena import Arena
+
+indices = st.integers(0, 10**6)
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """The ledger against plain sets and dictionaries; wrong requests must change nothing."""
+
+    @initialize(
+        num_layers=st.integers(1, 3), num_experts=st.integers(1, 5), num_slots=st.integers(0, 8)
+    )
+    def make(self, num_layers: int, num_experts: int, num_slots: int) -> None:
+        self.ledger = SlotLedger(num_layers, num_experts, num_slots)
+        self.experts = [(layer, e) for layer in range(num_layers) for e in range(num_experts)]
+        self.num_layers = num_layers
+        self.num_slots = num_slots
+        self.taken: set[int] = set()
+        self.bound: dict[tuple[int, int], int] = {}
+        self.leases: dict[int, int] = {}
+
+    @property
+    def free(self) -> set[int]:
+        return set(range(self.num_slots)) - self.taken - set(self.bound.values())
+
+    @rule()
+    def take(self) -> None:
+        if self.free:
+            slot = self.ledger.take()
+            assert slot in self.free
+            self.taken.add(slot)
+        else:
+            with pytest.raises(InternalError, match=f"All {self.num_slots} "):
+                self.ledger.take()
+
+    @precondition(lambda self: self.taken)
+    @rule(which=indices, expert=indices)
+    def bind(self, which: int, expert: int) -> None:
+        slot = sorted(self.taken)[which % len(self.taken)]
+        place = self.experts[expert % len(self.experts)]
+        if place in self.bound:
+            with pytest.raises(InternalError, match="already"):
+                self.ledger.bind(*place, slot)
+        else:
+            self.ledger.bind(*place, slot)
+            self.taken.remove(slot)
+            self.bound[place] = slot
+
+    @precondition(lambda self: self.taken)
+    @rule(which=indices)
+    def drop(self, which: int) -> None:
+        slot = sorted(self.taken)[which % len(self.taken)]
+        self.ledger.drop(slot)
+        self.taken.remove(slot)
+
+    @precondition(lambda self: self.taken != set(range(self.num_slots)))
+    @rule(which=indices, expert=indices)
+    def use_a_slot_that_is_not_taken(self, which: int, expert: int) -> None:
+        others = sorted(set(range(self.num_slots)) - self.taken)
+        slot = others[which % len(others)]
+        with pytest.raises(InternalError, match="not taken"):
+            self.ledger.drop(slot)
+        with pytest.raises(InternalError, match="not taken"):
+            self.ledger.bind(*self.experts[expert % len(self.experts)], slot)
+
+    @precondition(lambda self: self.bound)
+    @rule(which=indices)
+    def lease(self, which: int) -> None:
+        place = sorted(self.bound)[which % len(self.bound)]
+        slot = self.ledger.slot_of(*place)
+        self.ledger.lease(slot)
+        self.leases[slot] = self.leases.get(slot, 0) + 1
+
+    @precondition(lambda self: self.num_slots)
+    @rule(which=indices)
+    def lease_only_what_is_bound(self, which: int) -> None:
+        slot = which % self.num_slots
+        if slot not in self.bound.values():
+            with pytest.raises(InternalError, match="no expert"):
+                self.ledger.lease(slot)
+
+    @precondition(lambda self: self.num_slots)
+    @rule(which=indices)
+    def release(self, which: int) -> None:
+        slot = which % self.num_slots
+        if self.leases.get(slot):
+            self.ledger.release(slot)
+            self.leases[slot] -= 1
+        else:
+            with pytest.raises(InternalError, match="without a lease"):
+                self.ledger.release(slot)
+
+    @rule(which=indices)
+    def evict(self, which: int) -> None:
+        place = self.experts[which % len(self.experts)]
+        slot = self.bound.get(place)
+        if slot is None:
+            with pytest.raises(InternalError, match="in no slot"):
+                self.ledger.evict(*place)
+        elif self.leases.get(slot):
+            with pytest.raises(InternalError, match="in use"):
+                self.ledger.evict(*place)
+        else:
+            self.ledger.evict(*place)
+            del self.bound[place]
+
+    @invariant()
+    def agrees(self) -> None:
+        assert self.ledger.num_free == len(self.free)
+        assert self.ledger.num_resident == len(self.bound)
+        for layer in range(self.num_layers):
+            residents = np.flatnonzero(self.ledger.is_resident(layer)).tolist()
+            assert residents == sorted(e for other, e in self.bound if other == layer)
+        for place, slot in self.bound.items():
+            assert self.ledger.slot_of(*place) == slot
+
+    @invariant()
+    def is_whole(self) -> None:
+        if any(self.leases.values()):
+            with pytest.raises(InternalError, match=f"{sum(self.leases.values())} leases"):
+                self.ledger.check_integrity()
+        else:
+            self.ledger.check_integrity()
+
+
+TestLedger = LedgerMachine.TestCase
+TestLedger.settings = settings(max_examples=40, stateful_step_count=30)
+
+
+def test_integrity_is_really_checked() -> None:
+    ledger = SlotLedger(1, 4, 3)
+    ledger.bind(0, 2, ledger.take())
+    ledger._free.append(0)  # slot 0 is now bound and free
+    with pytest.raises(InternalError, match="do not make 3"):
+        ledger.check_integrity()
+    ledger._free.pop()
+    ledger._slot_of[0, 3] = 0
+    with pytest.raises(InternalError, match="2 residents for 1 bound"):
+        ledger.check_integrity()
+    ledger._slot_of[0] = [-1, -1, 1, -1]
+    with pytest.raises(InternalError, match="disagree"):
+        ledger.check_integrity()
+
+
+def test_asking_what_is_resident_gives_a_copy() -> None:
+    ledger = SlotLedger(1, 4, 3)
+    before = ledger.is_resident(0)
+    ledger.bind(0, 2, ledger.take())
+    assert not before.any()
+    assert ledger.is_resident(0).tolist() == [False, False, True, False]
+
+
+@given(
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.sampled_from([torch.bfloat16, torch.float32]),
+    st.integers(1, 5),
+)
+def test_parts_are_aligned_disjoint_and_the_same_in_every_slot(
+    hidden: int, width: int, dtype: torch.dtype, num_slots: int
+) -> None:
+    layout = SlotLayout.of(MoEShape(1, 1, 1, hidden, width), dtype)
+    assert layout.num_bytes % ALIGNMENT == 0
+    arena = Arena(num_slots * layout.num_bytes)
+    slots = ExpertSlots(arena, layout)
+    shapes = [(width, hidden), (width, hidden), (hidden, width)]
+    for slot in range(num_slots):
+        base = arena.bytes.data_ptr() + slot * layout.num_bytes
+        for part, (weight, shape) in enumerate(zip(slots.weights(slot), shapes, strict=True)):
+            assert tuple(weight.shape) == shape
+            assert weight.dtype == dtype
+            assert weight.data_ptr() == base + layout.offsets[part]
+            assert weight.data_ptr() % ALIGNMENT == 0
+            assert len(slots.part(slot, part)) == weight.numel() * dtype.itemsize
+            slots.part(slot, part)[:] = 1 + (3 * slot + part) % 100
+    for slot in range(num_slots):  # nothing overlapped
+        for part, weight in enumerate(slots.weights(slot)):
+            assert bool((weight.view(torch.uint8) == 1 + (3 * slot + part) % 100).all())
+
+
+def test_reclaiming_ends_all_use_and_undoes_what_was_half_made() -> None:
+    ledger = SlotLedger(num_layers=1, num_experts=4, num_slots=4)
+    for expert in (0, 1):
+        ledger.bind(0, expert, ledger.take())
+    ledger.lease(ledger.slot_of(0, 0))
+    ledger.take()
+    ledger._slot_of[0, 1] = -1  # an eviction that Ctrl-C stopped after its first half
+    ledger.reclaim()
+    ledger.check_integrity()
+    assert (ledger.num_free, ledger.num_resident) == (3, 1)
+    ledger.evict(0, 0)
+    assert sorted(ledger.take() for _ in range(4)) == [0, 1, 2, 3]

@@ -1,0 +1,340 @@
+"""Synthetic checkpoints: format, determinism, sizes, and that a failure leaves nothing."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from lowtide.checkpoint import Checkpoint
+from lowtide.config import ModelConfig
+from lowtide.errors import StorageError, UsageError
+from lowtide.lab.safetensors_writer import Buffer, OpenFile, OutputFile, open_for_writing
+from lowtide.lab.synth import (
+    FAMILIES,
+    SIZES,
+    Noise,
+    plan_shards,
+    synth,
+    tensors_of,
+    to_bfloat16,
+    zipf_bias,
+)
+from lowtide.schemas import bind, model_schema
+from lowtide.tokenizer import Tokenizer
+
+TINY = FAMILIES["llada2"]["tiny"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synth("llada2", "tiny", tmp_path_factory.mktemp("synth") / "tiny")
+
+
+def digest(folder: Path) -> dict[str, str]:
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir())}
+
+
+def read(folder: Path, name: str) -> np.ndarray[Any, Any]:
+    bits = Checkpoint.open(folder).read_array(name)
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def test_the_library_reads_every_tensor(tiny: Path) -> None:
+    index = json.loads((tiny / "model.safetensors.index.json").read_text())
+    expected = {t.name: t for t in tensors_of(TINY)}
+    assert index["weight_map"].keys() == expected.keys()
+    num_bytes = 0
+    for shard in sorted(set(index["weight_map"].values())):
+        with safe_open(tiny / shard, "pt") as file:
+            for name in file.keys():
+                tensor = file.get_tensor(name)
+                assert index["weight_map"][name] == shard
+                assert tuple(tensor.shape) == expected[name].shape
+                assert tensor.isfinite().all()
+                num_bytes += tensor.nbytes
+    assert num_bytes == index["metadata"]["total_size"]
+
+
+def test_the_engine_accepts_it(tiny: Path) -> None:
+    config = ModelConfig.load(tiny)
+    checkpoint = Checkpoint.open(tiny)
+    bind(config, checkpoint)
+    assert len(checkpoint.files) > 1
+    assert config.mask_token_id == TINY.config["mask_token_id"]
+    tokenizer = Tokenizer.load(tiny)
+    assert tokenizer is not None
+    tokenizer.check_vocabulary(config.vocab_size)
+    assert tokenizer.mask_token_id == config.mask_token_id
+    assert tokenizer.eos_token_ids == config.eos_token_ids
+
+
+def test_equal_seeds_give_equal_files(tiny: Path, tmp_path: Path) -> None:
+    assert digest(synth("llada2", "tiny", tmp_path / "again")) == digest(tiny)
+    other = digest(synth("llada2", "tiny", tmp_path / "other", seed=1))
+    assert other["config.json"] == digest(tiny)["config.json"]
+    assert all(other[name] != digest(tiny)[name] for name in other if name.endswith("safetensors"))
+
+
+def test_full_is_the_published_model() -> None:
+    size = FAMILIES["llada2"]["full"]
+    tensors = list(tensors_of(size))
+    assert len(tensors) == 14_813
+    assert round(sum(math.prod(t.shape) for t in tensors) / 1e9, 2) == 16.26
+    assert round(sum(t.output.num_bytes for t in tensors) / 2**30, 1) == 30.3
+    shards = plan_shards(tensors, size.max_shard_bytes)
+    assert len(shards) == 8
+    assert all(sum(t.output.num_bytes for t in shard) <= 4 << 30 for shard in shards)
+    assert ModelConfig.from_dict(size.config).mask_token_id == 156895
+    assert size.eos_token_id == 156892
+
+
+@pytest.mark.parametrize("size", SIZES["llada2"])
+def test_every_size_follows_the_schema(size: str) -> None:
+    chosen = FAMILIES["llada2"][size]
+    tensors = list(tensors_of(chosen))
+    schema = model_schema(ModelConfig.from_dict(chosen.config))
+    assert len({t.name for t in tensors}) == schema.num_tensors
+    assert tensors[0].name == "model.word_embeddings.weight"
+    assert tensors[-1].name == "lm_head.weight"
+
+
+def test_experts_lie_together_as_down_gate_up(tiny: Path) -> None:
+    checkpoint = Checkpoint.open(tiny)
+    prefix = "model.layers.1.mlp.experts.3."
+    down, gate, up = (
+        checkpoint.tensors[f"{prefix}{part}_proj.weight"] for part in ("down", "gate", "up")
+    )
+    assert down.offset + down.num_bytes == gate.offset
+    assert gate.offset + gate.num_bytes == up.offset
+
+
+def test_experts_differ(tiny: Path) -> None:
+    names = [t.name for t in tensors_of(TINY) if ".experts." in t.name]
+    seen = {read(tiny, name).tobytes() for name in names}
+    assert len(seen) == len(names)
+
+
+def test_weights_have_the_sizes_they_should(tiny: Path) -> None:
+    gate = read(tiny, "model.layers.1.mlp.experts.0.gate_proj.weight")
+    assert gate.std() == pytest.approx(1 / math.sqrt(64), rel=0.1)
+    assert (read(tiny, "model.norm.weight") == 1).all()
+    head = read(tiny, "lm_head.weight")
+    assert (head[TINY.eos_token_id :] == 0).all()
+    assert (np.abs(head[: TINY.eos_token_id]).sum(1) > 0).all()
+    assert len(np.unique(head[: TINY.eos_token_id], axis=0)) == TINY.eos_token_id
+    embeddings = read(tiny, "model.word_embeddings.weight")
+    assert len(np.unique(embeddings, axis=0)) == len(embeddings)
+
+
+def test_the_routing_bias_is_skewed_and_differs_by_layer(tiny: Path) -> None:
+    biases = [read(tiny, f"model.layers.{i}.mlp.gate.expert_bias") for i in (1, 2)]
+    assert not np.array_equal(biases[0], biases[1])
+    for bias in biases:
+        assert bias.max() == 0
+        assert bias.min() == pytest.approx(-TINY.character.expert_bias, rel=0.01)
+        assert np.array_equal(np.sort(bias), np.sort(biases[0]))
+
+
+@given(st.integers(1, 300), st.integers(0, 2**32))
+def test_bias_is_a_permutation_of_one_curve(num_experts: int, seed: int) -> None:
+    bias = zipf_bias(num_experts, 0.5, np.random.default_rng(seed))
+    assert len(np.unique(bias)) == num_experts
+    assert bias.max() == 0
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(1, 400_000), min_size=1, max_size=5))
+def test_noise_has_the_length_asked_for(lengths: list[int]) -> None:
+    noise = Noise(0, 1)
+    for length in lengths:
+        assert sum(len(part) for part in noise.stretch(length, 0.5)) == length
+
+
+@given(st.floats(width=32, allow_nan=False, allow_infinity=False))
+def test_bfloat16_is_the_nearest(value: float) -> None:
+    import torch
+
+    expected = torch.tensor([value]).bfloat16().view(torch.int16).numpy().view(np.uint16)
+    assert np.array_equal(to_bfloat16(np.array([value], np.float32)), expected)
+
+
+def test_progress_counts_the_bytes(tmp_path: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    synth("llada2", "tiny", tmp_path / "m", progress=lambda done, all_: calls.append((done, all_)))
+    done = [d for d, _ in calls]
+    assert done == sorted(done)
+    assert calls[-1][0] == calls[-1][1] == sum(t.output.num_bytes for t in tensors_of(TINY))
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "seed"), [("gpt", "tiny", 0), ("llada2", "huge", 0), ("llada2", "tiny", -1)]
+)
+def test_unknown_families_sizes_and_seeds(
+    tmp_path: Path, family: str, size: str, seed: int
+) -> None:
+    with pytest.raises(UsageError):
+        synth(family, size, tmp_path / "m", seed=seed)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["config.json", "notes.txt", "x.partial", "model.safetensors"])
+def test_a_folder_with_anything_in_it_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    (tmp_path / "model-00001-of-00003.safetensors.partial").write_text("")
+    before = digest(tmp_path)
+    with pytest.raises(UsageError, match=f"not empty.*{name}"):
+        synth("llada2", "tiny", tmp_path)
+    assert digest(tmp_path) == before
+
+
+def test_what_a_killed_run_left_is_replaced(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "model-00001-of-00003.safetensors.partial").write_text("half")
+    assert digest(synth("llada2", "tiny", tmp_path)) == digest(tiny)
+
+
+def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "m").write_text("mine")
+    for out in (tmp_path / "m", tmp_path / "m" / "below"):
+        with pytest.raises(StorageError):
+            synth("llada2", "tiny", out)
+    assert (tmp_path / "m").read_text() == "mine"
+
+
+def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = SimpleNamespace(free=1000)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    with pytest.raises(StorageError, match="1000 are free"):
+        synth("llada2", "tiny", tmp_path / "new" / "m")
+    assert list(tmp_path.iterdir()) == []
+
+
+class Checkpoints:
+    """Numbers every open, write and flush of a run and raises at one of them."""
+
+    def __init__(self, fail_at: int, error: BaseException) -> None:
+        self.count = itertools.count()
+        self.fail_at, self.error = fail_at, error
+
+    def pass_one(self) -> None:
+        if next(self.count) == self.fail_at:
+            raise self.error
+
+    def open(self, path: Path) -> OutputFile:
+        self.pass_one()
+        file = open_for_writing(path)
+        return _NumberedFile(file, self)
+
+
+class _NumberedFile:
+    def __init__(self, file: OutputFile, checkpoints: Checkpoints) -> None:
+        self.file, self.checkpoints = file, checkpoints
+
+    def write(self, data: Buffer, /) -> int | None:
+        self.checkpoints.pass_one()
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        self.checkpoints.pass_one()
+        self.file.flush()
+
+    def fileno(self) -> int:
+        return self.file.fileno()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def num_checkpoints(tmp_path: Path) -> int:
+    probe = Checkpoints(-1, KeyboardInterrupt())
+    synth("llada2", "tiny", tmp_path / "probe", open_file=probe.open)
+    return next(probe.count)
+
+
+def spread(total: int) -> Iterator[int]:
+    """The first and last ones, and some in between."""
+    return iter(sorted({0, 1, 2, *range(3, total, total // 20), *range(total - 12, total)}))
+
+
+@pytest.mark.parametrize("kind", ["interrupt", "full disk"])
+def test_a_failure_at_any_checkpoint_leaves_nothing(tmp_path: Path, kind: str) -> None:
+    error: BaseException = KeyboardInterrupt()
+    expected: type[BaseException] = KeyboardInterrupt
+    if kind == "full disk":
+        error, expected = OSError(errno.ENOSPC, "No space left on device"), StorageError
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "earlier").write_text("mine")
+    total = num_checkpoints(tmp_path / "kept")
+    before = digest(tmp_path / "kept" / "probe")
+    for fail_at in spread(total):
+        with pytest.raises(expected):
+            synth(
+                "llada2",
+                "tiny",
+                tmp_path / "new" / "m",
+                open_file=Checkpoints(fail_at, error).open,
+            )
+        assert not (tmp_path / "new").exists()
+    assert digest(tmp_path / "kept" / "probe") == before
+    assert (tmp_path / "kept" / "earlier").read_text() == "mine"
+
+
+def limited(num_bytes: int) -> OpenFile:
+    """Files that together take this many bytes, to the byte, as a disk does."""
+    left = [num_bytes]
+
+    class Limited(_NumberedFile):
+        def write(self, data: Buffer, /) -> int | None:
+            if left[0] == 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            written = self.file.write(data[: left[0]]) or 0
+            left[0] -= written
+            return written
+
+    return lambda path: Limited(open_for_writing(path), Checkpoints(-1, KeyboardInterrupt()))
+
+
+@settings(max_examples=15)
+@given(share=st.floats(0, 1, exclude_max=True))
+def test_a_disk_that_is_full_at_any_byte(
+    tiny: Path, tmp_path_factory: pytest.TempPathFactory, share: float
+) -> None:
+    total = sum(p.stat().st_size for p in tiny.iterdir())
+    out = tmp_path_factory.mktemp("full")
+    with pytest.raises(StorageError, match="No space left"):
+        synth("llada2", "tiny", out, open_file=limited(int(share * total)))
+    assert out.is_dir()
+    assert list(out.iterdir()) == []
+
+
+def test_an_interrupt_in_the_progress_callback(tmp_path: Path) -> None:
+    def interrupt(done_bytes: int, total_bytes: int) -> None:
+        if done_bytes > total_bytes // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        synth("llada2", "tiny", tmp_path / "m", progress=interrupt)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_config_json_comes_last(tmp_path: Path) -> None:
+    opened: list[str] = []
+
+    def note(path: Path) -> OutputFile:
+        opened.append(path.name)
+        return open_for_writing(path)
+
+    synth("llada2", "tiny", tmp_path / "m", open_file=note)
+    assert opened[-1] == "config.json.partial"

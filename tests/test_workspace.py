@@ -1,0 +1,153 @@
+"""The workspace, and that a registrar counts exactly what it will take."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowtide.core import ALIGNMENT, align_up
+from lowtide.errors import InternalError
+from lowtide.memory.arena import Arena
+from lowtide.memory.workspace import Buffers, Registrar, Workspace, tiles
+
+DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.int64]
+
+takes = st.tuples(st.just("take"), st.lists(st.integers(0, 9), max_size=3), st.sampled_from(DTYPES))
+libraries = st.tuples(st.just("library"), st.integers(0, 5000))
+programs = st.recursive(
+    st.lists(st.one_of(takes, libraries), max_size=4),
+    lambda inner: st.lists(
+        st.one_of(takes, libraries, st.tuples(st.just("scope"), inner)), max_size=5
+    ),
+    max_leaves=25,
+)
+
+
+def run(program: list, buffers: Buffers, alive: list) -> None:  # type: ignore[type-arg]
+    """A made-up forward pass. Every tensor taken is filled and must stay as it was filled."""
+    for kind, *arguments in program:
+        if kind == "take":
+            shape, dtype = arguments
+            tensor = buffers.take("t", tuple(shape), dtype)
+            assert tuple(tensor.shape) == tuple(shape)
+            assert tensor.dtype == dtype
+            tensor.fill_(len(alive) % 100)
+            alive.append((tensor, len(alive) % 100))
+        elif kind == "library":
+            buffers.library("l", *arguments)
+        else:
+            depth = len(alive)
+            [inner] = arguments
+            with buffers.scope():
+                run(inner, buffers, alive)
+                for tensor, value in alive:
+                    assert tensor.is_meta or bool((tensor == value).all())
+            del alive[depth:]
+
+
+class Watched(Workspace):
+    """Remembers how far it was filled."""
+
+    highest = 0
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        tensor = super().take(name, shape, dtype)
+        self.highest = max(self.highest, self.top)
+        return tensor
+
+
+@given(programs)
+def test_the_registrar_counts_exactly_what_the_workspace_takes(program: list) -> None:  # type: ignore[type-arg]
+    registrar = Registrar()
+    run(program, registrar, [])
+    workspace = Watched(Arena(registrar.arena_bytes).bytes)
+    run(program, workspace, [])
+    assert workspace.highest == registrar.arena_bytes
+    assert workspace.top == registrar.top
+    assert registrar.peak_bytes >= registrar.arena_bytes
+    assert sum(num_bytes for _, num_bytes in registrar.peak) == registrar.peak_bytes
+
+
+@given(programs)
+def test_one_byte_less_does_not_do(program: list) -> None:  # type: ignore[type-arg]
+    registrar = Registrar()
+    run(program, registrar, [])
+    if registrar.arena_bytes == 0:
+        return
+    workspace = Workspace(torch.zeros(max(0, registrar.arena_bytes - ALIGNMENT), dtype=torch.uint8))
+    with pytest.raises(InternalError, match=r"planned \d+"):
+        run(program, workspace, [])
+
+
+def test_buffers_are_aligned_and_inside_a_scope_only() -> None:
+    workspace = Workspace(Arena(4096).bytes)
+    first = workspace.take("first", (3,), torch.uint8)
+    with workspace.scope():
+        second = workspace.take("second", (5, 7), torch.float32)
+        assert second.data_ptr() == first.data_ptr() + ALIGNMENT
+        assert second.data_ptr() % ALIGNMENT == 0
+    third = workspace.take("third", (1,), torch.float32)
+    assert third.data_ptr() == second.data_ptr()
+
+
+def test_an_overflow_names_the_buffer_and_the_numbers() -> None:
+    workspace = Workspace(torch.zeros(128, dtype=torch.uint8))
+    workspace.take("fits", (16,), torch.float32)
+    with pytest.raises(InternalError, match=r"logits \[3, 11\] ends at 196 .* planned 128"):
+        workspace.take("logits", (3, 11), torch.float32)
+    workspace.take("fits too", (16,), torch.float32)
+
+
+@pytest.mark.parametrize("make", [Registrar, lambda: Workspace(Arena(4096).bytes)])
+def test_marks_and_scopes_give_back_even_after_a_failure(make) -> None:  # type: ignore[no-untyped-def]
+    buffers = make()
+    buffers.take("kept", (10,), torch.float32)
+    mark = buffers.mark()
+    top = buffers.top
+    with pytest.raises(KeyError), buffers.scope():
+        buffers.take("lost", (10,), torch.float32)
+        buffers.library("lost", 100)
+        raise KeyError
+    assert buffers.mark() == mark
+    buffers.take("lost", (10,), torch.float32)
+    buffers.reset(mark)
+    assert buffers.top == top
+    buffers.reset()
+    assert buffers.top == 0
+
+
+def test_the_peak_names_what_was_alive() -> None:
+    registrar = Registrar()
+    registrar.take("hidden", (16,), torch.float32)
+    with registrar.scope():
+        registrar.take("query", (32,), torch.float32)
+        registrar.library("attention", 1000)
+    with registrar.scope():
+        registrar.take("mlp", (64,), torch.float32)
+    assert registrar.peak == (("hidden", 64), ("query", 128), ("attention", 1000))
+    assert registrar.peak_bytes == 1192
+    assert registrar.arena_bytes == 64 + 256
+
+
+@given(st.integers(0, 500), st.integers(1, 8).map(lambda n: 16 * n))
+def test_tiles_cover_all_rows_and_are_safe_for_bits(num_rows: int, tile_rows: int) -> None:
+    covered = list(tiles(num_rows, tile_rows))
+    assert [row for tile in covered for row in range(tile.start, tile.stop)] == list(
+        range(num_rows)
+    )
+    for tile in covered[:-1]:
+        assert tile.stop - tile.start == tile_rows
+    for tile in covered:
+        assert tile.stop - tile.start <= tile_rows + 15
+        assert tile.start % 16 == 0
+    if len(covered) > 1:
+        assert covered[-1].stop - covered[-1].start >= 16
+
+
+@given(st.integers(0, 10**12), st.integers(1, 10**5))
+def test_align_up_is_the_least_multiple(size: int, alignment: int) -> None:
+    aligned = align_up(size, alignment)
+    assert aligned % alignment == 0
+    assert size <= aligned < size + alignment

@@ -1,0 +1,135 @@
+"""What the tests of the whole engine share: budgets, routing and trajectories, made visible."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lowtide import llm as llm_module
+from lowtide.core import Step
+from lowtide.decode.block_diffusion import BlockDiffusion, Finished, Request
+from lowtide.experts.runtime import Routing
+from lowtide.experts.store import FileReader, Read, Ticket
+from lowtide.llm import LLM, plan_model
+from lowtide.memory.workspace import Buffers
+
+Trajectories = dict[int, list[list[int]]]
+"""By request: the token row of every denoising pass, as it went in."""
+
+
+class Setting(NamedTuple):
+    """A policy, and a budget as a share of the way from the least to everything."""
+
+    policy: str
+    share: float
+    options: dict[str, str] = {}
+
+    def __str__(self) -> str:
+        return f"{self.policy}-{self.share:.0%}"
+
+    def open(self, folder: Path, **options: object) -> LLM:
+        """The model under this setting."""
+        return LLM(
+            folder,
+            policy=self.policy,
+            policy_options=self.options,
+            host_memory=budget_bytes(folder, self.share, **options),
+            **options,
+        )
+
+
+SETTINGS = [
+    Setting("auto", 0.0),
+    Setting("tide", 0.0),
+    Setting("tide", 0.5, {"tau": "2"}),
+    Setting("tide", 1.0),
+    Setting("lru", 0.0),
+    Setting("lru", 0.5),
+    Setting("lru", 1.0),
+    Setting("static", 0.0),
+    Setting("static", 0.5),
+    Setting("static", 1.0),
+    Setting("resident", 1.0),
+]
+"""Every policy at the least, a middle and the full budget."""
+
+
+def budget_bytes(folder: Path, share: float, **options: object) -> int:
+    """The budget that lies `share` of the way from `minimum_bytes` to `full_bytes`."""
+    plan = plan_model(folder, **options)
+    return plan.minimum_bytes + int((plan.full_bytes - plan.minimum_bytes) * share)
+
+
+def answers(llm: LLM, requests: Sequence[Request]) -> tuple[list[Finished], Trajectories]:
+    """Decodes requests, each with parameters of its own, as one flat batch."""
+    with trajectories_noted() as trajectories:
+        events = list(llm._run(requests))
+    finished = {event.request: event for event in events if isinstance(event, Finished)}
+    return [finished[request.index] for request in requests], trajectories
+
+
+@contextmanager
+def trajectories_noted() -> Iterator[Trajectories]:
+    """The trajectories of everything that is generated inside."""
+    trajectories: Trajectories = {}
+
+    def note(request: int, tokens: np.ndarray) -> None:
+        trajectories.setdefault(request, []).append(tokens.tolist())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm_module, "BlockDiffusion", partial(BlockDiffusion, on_pass=note))
+        yield trajectories
+
+
+@contextmanager
+def routing_noted(llm: LLM) -> Iterator[dict[int, list[Tensor]]]:
+    """By MoE layer: the expert ids [rows, k] of every forward pass inside."""
+    noted: dict[int, list[Tensor]] = {}
+    experts = llm._engine.experts
+    forward = experts.forward
+
+    def noting(
+        layer: int, x: Tensor, routing: Routing, step: Step, workspace: Buffers, out: Tensor
+    ) -> None:
+        noted.setdefault(layer, []).append(routing.experts.clone())
+        forward(layer, x, routing, step, workspace, out)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts, "forward", noting)
+        yield noted
+
+
+def check_idle(llm: LLM) -> None:
+    """Between requests nothing is held: no lease, no taken slot, no room in the KV cache."""
+    ledger = llm._engine.experts.ledger
+    ledger.check_integrity()
+    assert ledger.num_free + ledger.num_resident == ledger.num_slots
+    assert not llm._engine.kv_cache._taken
+
+
+@contextmanager
+def reads_counted() -> Iterator[list[Sequence[Read]]]:
+    """Every list of reads that a `FileReader` is asked for inside."""
+    asked: list[Sequence[Read]] = []
+    submit = FileReader.submit
+
+    def noting(reader: FileReader, reads: Sequence[Read]) -> Ticket:
+        asked.append(reads)
+        return submit(reader, reads)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileReader, "submit", noting)
+        yield asked
+
+
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    """Whether two float32 tensors are equal bit by bit."""
+    return torch.equal(first.view(torch.int32), second.view(torch.int32))
