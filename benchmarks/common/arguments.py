@@ -1,0 +1,32 @@
+"""The command line options that every benchmark script has."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from lowtide.errors import LowtideError
+
+
+def make_parser(description: str | None, size: str) -> argparse.ArgumentParser:
+    """A parser with `--model`, `--out` and `--quick`; `size` is the synthetic model's."""
+    parser = argparse.ArgumentParser(description=(description or "").split("\n\n")[0])
+    parser.add_argument(
+        "--model",
+        type=Path,
+        help=f"model folder; made with `synth llada2 --size {size}` where it does not exist "
+        "(default: one in the user's cache)",
+    )
+    parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
+    parser.add_argument("--quick", action="store_true", help="few tokens: a look, not a result")
+    return parser
+
+
+def run_script(main: Callable[[], None]) -> None:
+    """Runs `main`; an error of lowtide's is a message and exit status 1."""
+    try:
+        main()
+    except LowtideError as error:
+        sys.exit(f"error: {error}")

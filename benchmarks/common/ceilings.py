@@ -1,0 +1,117 @@
+"""What the machine can do at best, measured beside everything that is compared with it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common.memory import drop_pages
+from lowtide.core import align_up
+from lowtide.experts.store import NUM_READERS, FileReader, Piece, Read, Ticket
+from lowtide.memory.arena import Arena
+
+_NUM_TARGETS = 16
+_GIGA = 1e9
+
+
+class Disk:
+    """The disk that holds a model: its read ceiling, measured again and again."""
+
+    def __init__(self, folder: Path, read_bytes: int, total_bytes: int) -> None:
+        """Reads of `read_bytes`; `total_bytes` in each measurement, random and sequential."""
+        self._folder = folder
+        self._files = sorted(folder.glob("*.safetensors"))
+        self._read_bytes = read_bytes
+        self._total_bytes = total_bytes
+
+    def measure(self) -> dict[str, float]:
+        """See `read_ceiling`. The model's pages in the page cache are dropped first."""
+        drop_pages([self._folder])
+        return read_ceiling(self._files, self._read_bytes, self._total_bytes)
+
+
+def read_ceiling(
+    files: Sequence[Path], read_bytes: int, total_bytes: int = 1 << 30, seed: int = 0
+) -> dict[str, float]:
+    """GB/s of lowtide's own reader with nothing else to do: random and sequential reads.
+
+    Every read is of `read_bytes`, an expert's size, as many are queued as there are readers and
+    more, and each ends in memory that has been touched before. `total_bytes` in each of the two.
+    """
+    targets = Arena(_NUM_TARGETS * align_up(read_bytes))
+    targets.array()[:] = 1
+    reader = FileReader(files, read_bytes)
+    num_reads = max(NUM_READERS, total_bytes // read_bytes)
+    draw = np.random.default_rng(seed)
+    places = _places(files, read_bytes)
+    try:
+        rates = {}
+        for name in ("random", "sequential"):
+            chosen = draw.permutation(len(places)) if name == "random" else range(len(places))
+            order = [places[chosen[i % len(places)]] for i in range(num_reads)]
+            rates[f"{name}_read_GBps"] = _read_rate(reader, targets, order, read_bytes)
+    finally:
+        reader.close()
+    return {**rates, "read_bytes": read_bytes, "is_direct": reader.is_direct}
+
+
+def memory_ceiling(num_bytes: int = 256 << 20, repeats: int = 5) -> dict[str, float]:
+    """GB/s: reading memory, and copying it (payload), with one thread and with torch's own number.
+
+    Medians over `repeats`, each on a buffer far larger than any cache.
+    """
+    source = torch.ones(num_bytes // 4)
+    target = torch.empty_like(source)
+    rates = {}
+    default = torch.get_num_threads()
+    for num_threads in sorted({1, default}):
+        torch.set_num_threads(num_threads)
+        read_s = _median_s(lambda: source.sum(), repeats)
+        copy_s = _median_s(lambda: target.copy_(source), repeats)
+        rates[f"memory_read_{num_threads}_threads_GBps"] = num_bytes / read_s / _GIGA
+        rates[f"memory_copy_{num_threads}_threads_GBps"] = num_bytes / copy_s / _GIGA
+    torch.set_num_threads(default)
+    return rates
+
+
+def _places(files: Sequence[Path], read_bytes: int) -> list[tuple[int, int]]:
+    """Adjacent (file, start) ranges; they begin off every sector boundary, as experts do."""
+    offset = 2222
+    return [
+        (file, start)
+        for file, path in enumerate(files)
+        for start in range(offset, path.stat().st_size - read_bytes, read_bytes)
+    ]
+
+
+def _read_rate(
+    reader: FileReader, targets: Arena, places: Sequence[tuple[int, int]], read_bytes: int
+) -> float:
+    array, stride = targets.array(), align_up(read_bytes)
+    tickets: deque[Ticket] = deque()
+    start_s = time.perf_counter()
+    for i, (file, start) in enumerate(places):
+        if len(tickets) == _NUM_TARGETS:
+            tickets.popleft().result()
+        slot = i % _NUM_TARGETS * stride
+        piece = Piece(0, read_bytes, "BF16", array[slot : slot + read_bytes], "BF16")
+        tickets.append(reader.submit([Read(file, start, read_bytes, (piece,))]))
+    for ticket in tickets:
+        ticket.result()
+    return len(places) * read_bytes / (time.perf_counter() - start_s) / _GIGA
+
+
+def _median_s(work: Callable[[], object], repeats: int) -> float:
+    work()
+    seconds = []
+    for _ in range(repeats):
+        start_s = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start_s)
+    return statistics.median(seconds)

@@ -1,0 +1,32 @@
+"""The synthetic models that are measured, made once and kept."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from common.record import say
+from lowtide.errors import UsageError
+from lowtide.lab.synth import synth
+
+
+def model_folder(given: Path | None, size: str) -> Path:
+    """The folder to measure: `given`, or a `synth llada2` of `size` in the cache.
+
+    Either is made when it does not exist yet; `synth` checks the free disk first. Raises
+    UsageError for a folder that is not a model's.
+    """
+    folder = given if given is not None else cache_folder() / f"llada2-{size}"
+    if not folder.exists():
+        say(f"Making `synth llada2 --size {size}` in {folder} ...")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        synth("llada2", size, folder)
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"{folder} has no config.json; name a model's folder or a new one.")
+    return folder
+
+
+def cache_folder() -> Path:
+    """Where benchmarks keep models: `$XDG_CACHE_HOME/lowtide/benchmarks` or below `~/.cache`."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "lowtide" / "benchmarks"

@@ -1,0 +1,124 @@
+"""One lowtide engine, loaded and timed: what the scripts measure, in their process or another's."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+
+from lowtide.config import ModelConfig
+from lowtide.decode.block_diffusion import BlockDiffusion, Committed, Finished, Model, Request
+from lowtide.engine import MAX_ROWS, Engine, EngineConfig, load, make_plan, open_model
+from lowtide.errors import UsageError
+from lowtide.experts.store import Ticket
+from lowtide.experts.transfer import Transfer
+from lowtide.memory.kv_cache import KVCache
+from lowtide.params import DiffusionParams, SamplingParams
+
+
+class Decoded(NamedTuple):
+    """What one generation took."""
+
+    num_tokens: int  # committed
+    num_forwards: int  # passes through the model, prefill included
+    seconds: float
+    token_ids: tuple[int, ...]  # of the answer; empty where passes were limited
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+def decode(decoder: BlockDiffusion, request: Request, max_forwards: int | None = None) -> Decoded:
+    """Runs `request` alone until it is finished, or for `max_forwards` passes."""
+    num_tokens = num_forwards = 0
+    answer: tuple[int, ...] = ()
+    decoder.add(request)
+    start_s = time.perf_counter()
+    try:
+        while decoder.has_work and num_forwards != max_forwards:
+            for event in decoder.step():
+                if isinstance(event, Committed):
+                    num_tokens += len(event.tokens)
+                if isinstance(event, Finished):
+                    answer = event.token_ids
+            num_forwards += 1
+        seconds = time.perf_counter() - start_s
+    finally:
+        decoder.close()
+    return Decoded(num_tokens, num_forwards, seconds, answer)
+
+
+def make_decoder(
+    model: Model, kv_cache: KVCache, config: ModelConfig, max_rows: int, use_kv_cache: bool
+) -> BlockDiffusion:
+    """lowtide's decoder over `model`. Raises UsageError for a model that is not of its kind."""
+    if config.mask_token_id is None:
+        raise UsageError(f"{config.architecture} is not a block diffusion model.")
+    return BlockDiffusion(model, kv_cache, config.mask_token_id, max_rows, use_kv_cache)
+
+
+def make_request(config: ModelConfig, num_prompt: int, num_new: int, seed: int) -> Request:
+    """`num_prompt` random ids and `num_new` tokens to come, ends ignored, by published defaults."""
+    if config.decoding is None:
+        raise UsageError(f"{config.architecture} has no published decoding defaults.")
+    defaults = config.decoding
+    diffusion = DiffusionParams(
+        block_length=defaults.block_length, steps=defaults.steps, threshold=defaults.threshold
+    )
+    params = SamplingParams(max_tokens=num_new, ignore_eos=True, diffusion=diffusion)
+    ordinary = min((config.vocab_size, *config.eos_token_ids))  # special ids are the last ones
+    prompt = np.random.default_rng(seed).integers(0, ordinary, num_prompt).tolist()
+    return Request(index=0, prompt=prompt, params=params)
+
+
+@contextmanager
+def loaded_engine(model: str, options: EngineConfig) -> Iterator[Engine]:
+    """A loaded engine, closed at the end."""
+    opened = open_model(model, options)
+    engine = load(opened, make_plan(opened))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def engine_decoder(engine: Engine, use_kv_cache: bool = True) -> BlockDiffusion:
+    """A decoder over a loaded engine, as `LLM` has it."""
+    return make_decoder(engine.model, engine.kv_cache, engine.opened.config, MAX_ROWS, use_kv_cache)
+
+
+class TimedTransfer:
+    """A transfer that knows for how long at least one of its reads was under way."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        self._transfer = transfer
+        self._lock = threading.Lock()
+        self._num_outstanding = 0
+        self._started_s = 0.0
+        self.outstanding_s = 0.0
+        self.num_reads = 0
+
+    def start(self, layer: int, expert: int, slot: int) -> Ticket:
+        with self._lock:
+            if not self._num_outstanding:
+                self._started_s = time.perf_counter()
+            self._num_outstanding += 1
+            self.num_reads += 1
+        ticket = self._transfer.start(layer, expert, slot)
+        ticket.add_done_callback(self._ended)
+        return ticket
+
+    def drain(self) -> None:
+        """Waits until no slot is being filled."""
+        self._transfer.drain()
+
+    def _ended(self, ticket: Ticket) -> None:
+        with self._lock:
+            self._num_outstanding -= 1
+            if not self._num_outstanding:
+                self.outstanding_s += time.perf_counter() - self._started_s

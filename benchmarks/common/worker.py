@@ -1,0 +1,140 @@
+"""Measurements that need a process of their own: `python -m common.worker TASK JSON`.
+
+Prints one JSON object on standard output. Started by `in_process` and `measure_lowtide` only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from common.ceilings import Disk
+from common.memory import MemoryLimit, drop_pages, peak_resident_bytes, storage_read_bytes
+from common.run import TimedTransfer, decode, engine_decoder, loaded_engine, make_request
+from lowtide.engine import EngineConfig
+from lowtide.errors import InternalError
+from lowtide.experts.runtime import ExpertStats
+
+Settings = Mapping[str, Any]
+
+LIMIT_SLACK_BYTES = 1 << 30
+"""What a memory limit leaves above the budget: the process itself and some page cache."""
+
+
+def in_process(
+    task: str, settings: Settings, limit: MemoryLimit, limit_bytes: int
+) -> dict[str, Any]:
+    """The answer of `task`, run in a fresh process under `limit`.
+
+    Raises InternalError with what the process said when it fails.
+    """
+    command = [sys.executable, "-m", "common.worker", task, json.dumps(dict(settings))]
+    paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    with limit.limited(command, limit_bytes) as limited:
+        done = subprocess.run(limited, env=environment, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise InternalError(f"Task {task} ended with status {done.returncode} (see above).")
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def measure_lowtide(settings: Settings, limit: MemoryLimit, disk: Disk) -> dict[str, Any]:
+    """`run_lowtide` in a process of its own, the read ceiling measured just before and after.
+
+    Adds how close reads came to the ceiling (the mean of the two) while any were under way, and
+    whether the process stayed inside budget and overhead.
+    """
+    before = disk.measure()
+    run = in_process("lowtide", settings, limit, settings["budget_bytes"] + LIMIT_SLACK_BYTES)
+    after = disk.measure()
+    ceiling = statistics.mean(each["random_read_GBps"] for each in (before, after))
+    rate = run["miss_read_GBps"]
+    allowed_bytes = run["budget_bytes"] + run["overhead_bytes"]
+    return {
+        **run,
+        "random_read_before_GBps": before["random_read_GBps"],
+        "random_read_after_GBps": after["random_read_GBps"],
+        "share_of_read_ceiling": rate / ceiling if rate else None,
+        "allowed_bytes": allowed_bytes,
+        "is_within_budget": run["peak_resident_bytes"] <= allowed_bytes,
+    }
+
+
+def run_lowtide(settings: Settings) -> dict[str, Any]:
+    """Loads a model under a budget and answers one prompt, after a warm-up of one block."""
+    options = EngineConfig(
+        host_memory=settings["budget_bytes"],
+        context=settings["context"],
+        policy=settings["policy"],
+        policy_options=settings["policy_options"],
+    )
+    drop_pages([Path(settings["model"])])
+    start_s = time.perf_counter()
+    with loaded_engine(settings["model"], options) as engine:
+        load_s = time.perf_counter() - start_s
+        config, plan, experts = engine.opened.config, engine.plan, engine.experts
+        experts.transfer = transfer = TimedTransfer(experts.transfer)
+        decoder = engine_decoder(engine)
+        with engine.executor.in_charge():
+            # One block first: residents settle, memory has been touched.
+            warm_up = make_request(config, settings["num_prompt"], config.block_length, seed=1)
+            warm = decode(decoder, warm_up)
+            before = _counts(experts.stats, transfer)
+            request = make_request(config, settings["num_prompt"], settings["num_new"], seed=0)
+            decoded = decode(decoder, request)
+        after = _counts(experts.stats, transfer)
+    spent = {name: after[name] - before[name] for name in after}
+    num_uses = spent["num_hits"] + spent["num_misses"]
+    outstanding_s = spent["outstanding_s"]
+    return {
+        "load_s": load_s,
+        "is_direct": engine.reader.is_direct,
+        "warm_up_tokens_per_s": warm.tokens_per_s,
+        "tokens_per_s": decoded.tokens_per_s,
+        "num_tokens": decoded.num_tokens,
+        "num_forwards": decoded.num_forwards,
+        "s_per_forward": decoded.seconds / decoded.num_forwards,
+        "hit_rate": spent["num_hits"] / max(1, num_uses),
+        "misses_per_forward": spent["num_misses"] / decoded.num_forwards,
+        "read_bytes": spent["read_bytes"],
+        "outstanding_s": outstanding_s,
+        "wait_s": spent["wait_s"],
+        "miss_read_GBps": spent["read_bytes"] / outstanding_s / 1e9 if outstanding_s else None,
+        "policy_in_force": plan.policy,
+        "resident_share": sum(plan.residents_per_layer) / plan.num_experts,
+        "num_slots": plan.host.num_slots,
+        "budget_bytes": plan.budget_bytes,
+        "used_bytes": plan.host.used_bytes,
+        "overhead_bytes": plan.overhead_bytes,
+        "peak_resident_bytes": peak_resident_bytes(),
+        "storage_read_bytes": storage_read_bytes(),
+    }
+
+
+def run_peer(settings: Settings) -> dict[str, Any]:
+    """The peer's first passes over the same prompt."""
+    from common.peer import measure  # imports transformers
+
+    return measure(settings)
+
+
+def _counts(stats: ExpertStats, transfer: TimedTransfer) -> dict[str, float]:
+    return {**stats.as_dict(), "outstanding_s": transfer.outstanding_s}
+
+
+TASKS: Mapping[str, Callable[[Settings], dict[str, Any]]] = {
+    "lowtide": run_lowtide,
+    "peer": run_peer,
+}
+
+
+if __name__ == "__main__":
+    print(json.dumps(TASKS[sys.argv[1]](json.loads(sys.argv[2]))))

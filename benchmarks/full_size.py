@@ -1,0 +1,69 @@
+"""A 16-billion-parameter model, 30 GiB of weights, on a small memory budget.
+
+`synth llada2 --size full` has the published dimensions of LLaDA2.0-mini. Every policy has a
+process of its own; tokens per second, expert hits, bytes read and peak memory against the plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from common.arguments import make_parser, run_script
+from common.ceilings import Disk, memory_ceiling
+from common.memory import LIMITS, choose_limit
+from common.models import model_folder
+from common.record import Recorder, say
+from common.worker import measure_lowtide
+
+from lowtide.config import parse_size
+from lowtide.llm import plan_model
+
+
+def main() -> None:
+    options = _options()
+    folder = model_folder(options.model, "full")
+    limit = choose_limit(options.limit)
+    say(f"Memory limit: {limit.kind} ({limit.reason}).")
+    settings = {
+        "model": folder.name,
+        "host_memory": options.host_memory,
+        "num_prompt": options.prompt,
+        "num_new": options.new,
+        "limit": limit.kind,
+        "limit_reason": limit.reason,
+    }
+    recorder = Recorder("full size", settings, options.out)
+    budget_bytes = parse_size(options.host_memory)
+    plan = plan_model(folder, host_memory=budget_bytes, context=options.context)
+    disk = Disk(folder, plan.host.slot_bytes, (1 << 30) if options.quick else (4 << 30))
+    recorder.write("ceiling", {**memory_ceiling(), **disk.measure()})
+    for policy in options.policies:
+        task = {
+            "model": str(folder),
+            "budget_bytes": budget_bytes,
+            "context": options.context,
+            "policy": policy,
+            "policy_options": {},
+            "num_prompt": options.prompt,
+            "num_new": options.new,
+        }
+        run = measure_lowtide(task, limit, disk)
+        recorder.write("lowtide", {"policy": policy, **run})
+
+
+def _options() -> argparse.Namespace:
+    parser = make_parser(__doc__, "full")
+    parser.add_argument("--host-memory", default="12GiB", help="the budget (12GiB)")
+    parser.add_argument("--policies", nargs="+", default=["tide", "lru"])
+    parser.add_argument("--prompt", type=int, default=64, help="prompt tokens (64)")
+    parser.add_argument("--new", type=int, default=None, help="new tokens (64)")
+    parser.add_argument("--context", type=int, default=4096, help="tokens of KV cache (4096)")
+    parser.add_argument("--limit", choices=LIMITS, default="auto", help="how memory is limited")
+    options = parser.parse_args()
+    if options.new is None:
+        options.new = 32 if options.quick else 64
+    return options
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,147 @@
+"""Experts on disk: lowtide at falling memory budgets, against accelerate's disk offload.
+
+Every run has a process of its own. Reads are compared with what lowtide's reader reaches with
+nothing else to do, measured just before and after. lowtide reads past the page cache; the peer's
+pages are dropped before each of its passes, so that neither lives on memory outside its budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from common.arguments import make_parser, run_script
+from common.ceilings import Disk, memory_ceiling
+from common.memory import LIMITS, MemoryLimit, choose_limit
+from common.models import model_folder
+from common.record import Recorder, say
+from common.worker import LIMIT_SLACK_BYTES, in_process, measure_lowtide
+
+from lowtide.core import MemoryPlan
+from lowtide.llm import plan_model
+
+LEAST = 0.0
+"""Stands for the least budget that runs, among shares of the experts."""
+
+
+def main() -> None:
+    options = _options()
+    folder = model_folder(options.model, "small")
+    limit = choose_limit(options.limit)
+    say(f"Memory limit: {limit.kind} ({limit.reason}).")
+    settings = {
+        "model": folder.name,
+        "num_prompt": options.prompt,
+        "num_new": options.new,
+        "policy": options.policy,
+        "policy_options": dict(option.split("=", 1) for option in options.policy_option),
+        "limit": limit.kind,
+        "limit_reason": limit.reason,
+        "page_cache": "dropped before every run, and before every pass of the peer",
+    }
+    recorder = Recorder("offload", settings, options.out)
+    context = options.prompt + options.new + 32
+    plan = plan_model(folder, context=context)
+    disk = Disk(folder, plan.host.slot_bytes, (1 << 28) if options.quick else (1 << 30))
+    recorder.write("ceiling", {**memory_ceiling(), **disk.measure()})
+    runs: dict[int, dict[str, Any]] = {}
+    for share, budget_bytes in _budgets(plan, options.shares):
+        task = {
+            **settings,
+            "model": str(folder),
+            "context": context,
+            "budget_bytes": budget_bytes,
+        }
+        run = measure_lowtide(task, limit, disk)
+        recorder.write("lowtide", {"experts_in_memory": _name(share), **run})
+        runs[budget_bytes] = run
+    if options.peer_forwards:
+        _peer_rows(recorder, folder, plan, limit, options, runs)
+
+
+def _budgets(plan: MemoryPlan, shares: list[float]) -> Iterator[tuple[float, int]]:
+    """Each share of the experts with the budget whose slots hold it; `LEAST` with the least."""
+    experts_bytes = plan.num_experts * plan.host.slot_bytes
+    for share in shares:
+        away_bytes = int((1 - share) * experts_bytes)
+        is_least = share == LEAST
+        yield share, plan.minimum_bytes if is_least else plan.full_bytes - away_bytes
+
+
+def _peer_rows(
+    recorder: Recorder,
+    folder: Path,
+    plan: MemoryPlan,
+    limit: MemoryLimit,
+    options: argparse.Namespace,
+    runs: dict[int, dict[str, Any]],
+) -> None:
+    """The peer at lowtide's budgets. Its tokens per second are converted, not waited for.
+
+    Its first passes are measured: the shortest ones, since it recomputes everything. How many
+    tokens a pass commits is the decoder's and the model's affair, so lowtide's figure holds.
+    """
+    from common.peer import convert  # imports transformers
+
+    peer_model = folder.parent / f"{folder.name}-glm4-moe"
+    if not peer_model.exists():
+        say(f"Writing {peer_model} ...")
+    convert(folder, peer_model)
+    for share, budget_bytes in _budgets(plan, options.peer_shares):
+        task = {
+            "model": str(folder),
+            "peer_model": str(peer_model),
+            "max_memory_bytes": budget_bytes,
+            "num_prompt": options.prompt,
+            "num_new": options.new,
+            "num_forwards": options.peer_forwards,
+        }
+        run = in_process("peer", task, limit, budget_bytes + LIMIT_SLACK_BYTES)
+        ours = runs.get(budget_bytes)
+        tokens_per_forward = ours["num_tokens"] / ours["num_forwards"] if ours else None
+        tokens_per_s = tokens_per_forward / run["s_per_forward"] if tokens_per_forward else None
+        recorder.write(
+            "transformers with accelerate's disk offload",
+            {
+                "experts_in_memory": _name(share),
+                **run,
+                "tokens_per_s": tokens_per_s,
+                "how": f"first {run['num_forwards']} passes of the same decoder without a cache, "
+                "times lowtide's tokens per pass",
+                "ratio": ours["tokens_per_s"] / tokens_per_s if ours and tokens_per_s else None,
+            },
+        )
+
+
+def _name(share: float) -> float | str:
+    return "least" if share == LEAST else share
+
+
+def _options() -> argparse.Namespace:
+    parser = make_parser(__doc__, "small")
+    parser.add_argument("--prompt", type=int, default=64, help="prompt tokens (64)")
+    parser.add_argument("--new", type=int, default=None, help="new tokens (256)")
+    parser.add_argument(
+        "--shares",
+        type=float,
+        nargs="+",
+        default=[1.0, 0.75, 0.5, 0.25, LEAST],
+        help="shares of the experts that fit into memory; 0: the least budget that runs",
+    )
+    parser.add_argument("--policy", default="auto")
+    parser.add_argument("--policy-option", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--peer-shares", type=float, nargs="+", default=[0.5])
+    parser.add_argument(
+        "--peer-forwards", type=int, default=3, help="passes of the peer; 0: no peer (3)"
+    )
+    parser.add_argument("--limit", choices=LIMITS, default="auto", help="how memory is limited")
+    options = parser.parse_args()
+    if options.new is None:
+        options.new = 64 if options.quick else 256
+    return options
+
+
+if __name__ == "__main__":
+    run_script(main)
