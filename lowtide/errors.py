@@ -8,6 +8,7 @@ LowtideError
 ├── HubError              a model that could not be fetched
 ├── PlanError             a memory budget that something does not fit into
 ├── StorageError          a read or write that failed while running
+├── DeviceError           a compute device that failed or did not answer
 └── InternalError         a fault of lowtide's own, caught before it could spread
 
 Messages carry the numbers and the way out. This module imports nothing.
@@ -44,6 +45,10 @@ class PlanError(LowtideError):
 
 class StorageError(LowtideError):
     """A read or write that failed while running: a truncated file, a full disk."""
+
+
+class DeviceError(LowtideError):
+    """A compute device, or the link to it, that failed or did not answer in time."""
 
 
 class InternalError(LowtideError):

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from lowtide.core import MoEShape, Step, StepKind
 from lowtide.experts.executor import Executor, InlineExecutor
-from lowtide.experts.runtime import ExpertRegistrar, ExpertRuntime, Routing
+from lowtide.experts.rows import Routing
+from lowtide.experts.runtime import ExpertRegistrar, ExpertRuntime
 from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger
 from lowtide.kernels.reference import ExpertWeights
 from lowtide.layers import linear as linear_module

@@ -24,7 +24,8 @@ from lowtide.core import MoEShape, Step, StepKind
 from lowtide.errors import InternalError, StorageError
 from lowtide.experts import runtime as runtime_module
 from lowtide.experts.executor import Executor, InlineExecutor, drain
-from lowtide.experts.runtime import ExpertRegistrar, ExpertRuntime, Routing
+from lowtide.experts.rows import Routing
+from lowtide.experts.runtime import ExpertRegistrar, ExpertRuntime
 from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger
 from lowtide.experts.store import FileReader, Ticket
 from lowtide.experts.transfer import DiskTransfer, Transfer, largest_read_bytes

@@ -16,7 +16,7 @@ from torch import Tensor
 from lowtide import llm as llm_module
 from lowtide.core import Step
 from lowtide.decode.block_diffusion import BlockDiffusion, Finished, Request
-from lowtide.experts.runtime import Routing
+from lowtide.experts.rows import Routing
 from lowtide.experts.store import FileReader, Read, Ticket
 from lowtide.llm import LLM, plan_model
 from lowtide.memory.workspace import Buffers

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,19 +21,13 @@ from torch import Tensor
 from lowtide.core import Demand, IntArray, MoEShape, Moves, Step
 from lowtide.errors import InternalError
 from lowtide.experts.executor import Executor
+from lowtide.experts.rows import ExpertBuffers, ExpertRows, Routing
 from lowtide.experts.slots import ExpertSlots, SlotLedger
 from lowtide.experts.store import Ticket
 from lowtide.experts.transfer import Transfer
 from lowtide.kernels.reference import combine, gated_mlp
 from lowtide.memory.workspace import Buffers
 from lowtide.policies.placement import Placement
-
-
-class Routing(NamedTuple):
-    """The router's choice for each token, experts in ascending id."""
-
-    experts: Tensor  # [tokens, k] int64
-    weights: Tensor  # [tokens, k] float32
 
 
 @dataclass
@@ -89,10 +83,10 @@ class ExpertRuntime:
         x [tokens, hidden] compute dtype; out [tokens, hidden] float32; `layer` counts MoE layers.
         Raises StorageError when an expert cannot be read; the runtime stays usable.
         """
-        rows = _ExpertRows.sort(routing.experts, self._shape.num_experts)
+        rows = ExpertRows(routing.experts, self._shape.num_experts)
         demand = self._demand(layer, rows)
         moves = self._placement.update(step, layer, demand, self.ledger.is_resident(layer))
-        buffers = _Buffers.take(workspace, self._shape, x)
+        buffers = ExpertBuffers.take(workspace, self._shape, x)
         torch.index_select(x, 0, rows.token_of, out=buffers.parts)
         self._run_all(layer, demand, moves, lambda e, slot: self._run(e, slot, rows, buffers))
         self.stats.num_hits += int(demand.is_resident.sum())
@@ -106,13 +100,13 @@ class ExpertRuntime:
         demand = Demand(experts, np.zeros_like(experts), np.zeros(len(experts), np.bool_))
         self._run_all(layer, demand, Moves(experts, experts[:0]), lambda expert, slot: None)
 
-    def _demand(self, layer: int, rows: _ExpertRows) -> Demand:
+    def _demand(self, layer: int, rows: ExpertRows) -> Demand:
         num_tokens = np.diff(rows.bounds)
         experts = np.flatnonzero(num_tokens)
         return Demand(experts, num_tokens[experts], self.ledger.is_resident(layer)[experts])
 
-    def _run(self, expert: int, slot: int, rows: _ExpertRows, buffers: _Buffers) -> None:
-        pairs = slice(int(rows.bounds[expert]), int(rows.bounds[expert + 1]))
+    def _run(self, expert: int, slot: int, rows: ExpertRows, buffers: ExpertBuffers) -> None:
+        pairs = rows.pairs(expert)
         # An expert's inputs are not needed once gate and up are computed: the outputs replace them.
         parts = buffers.parts[pairs]
         gated_mlp(parts, self._slots.weights(slot), buffers.gate[pairs], buffers.up[pairs], parts)
@@ -261,46 +255,4 @@ class ExpertRegistrar:
     def forward(
         self, layer: int, x: Tensor, routing: Routing, step: Step, workspace: Buffers, out: Tensor
     ) -> None:
-        _Buffers.take(workspace, self._shape, x)
-
-
-class _ExpertRows(NamedTuple):
-    """The (token, expert) pairs of a step, sorted by expert, tokens ascending within one."""
-
-    token_of: Tensor  # [tokens * k]: the token of each sorted pair
-    part_of: Tensor  # [tokens, k]: where a token's j-th pair went
-    bounds: IntArray  # [num_experts + 1]: expert e has sorted pairs bounds[e] to bounds[e + 1]
-
-    @classmethod
-    def sort(cls, experts: Tensor, num_experts: int) -> _ExpertRows:
-        flat = experts.reshape(-1)
-        order = torch.argsort(flat, stable=True)
-        part_of = torch.empty_like(flat)
-        part_of[order] = torch.arange(len(flat), device=flat.device)
-        bounds = np.zeros(num_experts + 1, np.int64)
-        # The layer's one device-to-host synchronisation.
-        np.cumsum(torch.bincount(flat, minlength=num_experts).cpu().numpy(), out=bounds[1:])
-        return cls(order // experts.shape[1], part_of.view(experts.shape), bounds)
-
-
-class _Buffers(NamedTuple):
-    """The layer's scratch. Rows are bounded by the plan's `max_rows`, so `parts` is too."""
-
-    parts: Tensor  # [tokens * k, hidden]: inputs of each pair, then its expert's output
-    gate: Tensor  # [tokens * k, expert_size]: each expert its own rows, threads share nothing
-    up: Tensor  # [tokens * k, expert_size]
-    term: Tensor  # [tokens, hidden]
-    term_fp32: Tensor  # [tokens, hidden] float32
-
-    @classmethod
-    def take(cls, workspace: Buffers, shape: MoEShape, x: Tensor) -> _Buffers:
-        num_tokens, hidden = x.shape
-        num_pairs = num_tokens * shape.num_experts_per_token
-        workspace.library("expert rows", 6 * 8 * num_pairs)
-        return cls(
-            parts=workspace.take("expert parts", (num_pairs, hidden), x.dtype),
-            gate=workspace.take("expert gate", (num_pairs, shape.expert_size), x.dtype),
-            up=workspace.take("expert up", (num_pairs, shape.expert_size), x.dtype),
-            term=workspace.take("combine term", (num_tokens, hidden), x.dtype),
-            term_fp32=workspace.take("combine term fp32", (num_tokens, hidden), torch.float32),
-        )
+        ExpertBuffers.take(workspace, self._shape, x)

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from lowtide.core import Step, StepKind
-from lowtide.experts.runtime import Routing
+from lowtide.experts.rows import Routing
 from lowtide.llm import LLM
 from lowtide.trace import TraceShape, TraceWriter
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lowtide.core import MemoryPlan, Step
 from lowtide.engine import EngineConfig, open_model
-from lowtide.experts.runtime import Routing
+from lowtide.experts.rows import Routing
 from lowtide.llm import LLM, plan_model
 from lowtide.params import SamplingParams
 

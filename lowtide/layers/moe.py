@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core import Step
-from lowtide.experts.runtime import Routing
+from lowtide.experts.rows import Routing
 from lowtide.layers.batch import Batch
 from lowtide.layers.linear import GatedMLP
 from lowtide.layers.router import Router, SigmoidRouter, SoftmaxRouter

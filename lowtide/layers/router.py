@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lowtide.experts.runtime import Routing
+from lowtide.experts.rows import Routing
 from lowtide.layers.batch import Segment
 from lowtide.memory.workspace import Buffers
 
