@@ -8,7 +8,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 # Smaller than the demo model, so that experts are read from disk while it writes.
 DEMO_MEMORY ?= 9MiB
 
-.PHONY: demo test check bench gpu
+# Where the results of a GPU go.
+OUT ?= docs/results
+
+.PHONY: demo test check bench gpu gpu-test gpu-bench-short gpu-bench-full
 
 demo: $(VENV)/.lowtide
 	$(BIN)/lowtide generate demo:diffusion -p 'def fibonacci(n):' --max-tokens 128 --context 512 --host-memory $(DEMO_MEMORY)
@@ -25,9 +28,18 @@ check: $(VENV)/.lowtide-dev
 bench: $(VENV)/.lowtide-dev
 	for name in decode offload batching; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
-gpu: $(VENV)/.lowtide-dev
-	$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("There is no GPU here: nothing was tested.")'
-	$(BIN)/python -m pytest -q -m gpu
+# On a machine with a GPU, from the source tree, with the torch that $(PYTHON) has; installs nothing.
+gpu: gpu-test gpu-bench-short
+
+gpu-test:
+	PYTHONPATH=. $(PYTHON) benchmarks/gpu.py test --deadline 150 --out $(OUT)
+
+gpu-bench-short:
+	PYTHONPATH=. $(PYTHON) benchmarks/gpu.py short --deadline 270 --out $(OUT)
+
+# Only by name: `make gpu-bench-full`.
+gpu-bench-full:
+	PYTHONPATH=. $(PYTHON) benchmarks/gpu.py full --deadline 510 --out $(OUT)
 
 # What running needs; what developing needs is put on top of it.
 $(VENV)/.lowtide: pyproject.toml constraints.txt

@@ -109,9 +109,10 @@ class TierPlan:
 class MemoryPlan:
     """Every byte a model will use, decided before anything is loaded.
 
-    `minimum_bytes` is the least budget that runs one sequence of `context` tokens,
-    `full_bytes` the budget from which every expert is resident. `overhead_bytes` is what the
-    process holds outside the budget: interpreter, libraries and a stated allowance.
+    `minimum_bytes` is the least budget of the fast tier (the GPU where there is one, else the
+    host) that runs one sequence of `context` tokens, `full_bytes` the budget from which every
+    expert is resident in it. `overhead_bytes` is what the process holds outside the budgets:
+    interpreter, libraries and a stated allowance.
     """
 
     host: TierPlan
@@ -121,13 +122,21 @@ class MemoryPlan:
     full_bytes: int
     overhead_bytes: int
     num_experts: int  # routed experts of the whole model
-    residents_per_layer: tuple[int, ...]
+    residents_per_layer: tuple[int, ...]  # of the fast tier
     policy: str
     reason: str
+    device: str = "cpu"
+    gpu: TierPlan | None = None
+    host_residents_per_layer: tuple[int, ...] = ()  # with a GPU: who is in host memory
 
     @property
     def budget_bytes(self) -> int:
-        return self.host.budget_bytes
+        """Of the fast tier."""
+        return self.fast_tier.budget_bytes
+
+    @property
+    def fast_tier(self) -> TierPlan:
+        return self.host if self.gpu is None else self.gpu
 
 
 class Assignment(NamedTuple):
@@ -175,6 +184,12 @@ class Curve:
         """Seconds for each count; the shape of `num_tokens`."""
         seconds: FloatArray = np.interp(num_tokens, self._num_tokens, self._seconds)
         return seconds
+
+    def scaled(self, factor: float) -> Curve:
+        """`factor` times as long at every count."""
+        scaled = Curve([(1.0, 0.0)])
+        scaled._num_tokens, scaled._seconds = self._num_tokens, factor * self._seconds
+        return scaled
 
     def at(self, num_tokens: int) -> float:
         """Seconds for one count."""

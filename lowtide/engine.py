@@ -9,39 +9,49 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from time import perf_counter
 
 import torch
 
+from lowtide.calibration import Calibration, default_path
 from lowtide.checkpoint import Checkpoint
 from lowtide.config import ModelConfig, parse_size
-from lowtide.core import MemoryPlan, Step, StepKind, align_up
+from lowtide.core import Costs, Curve, MemoryPlan, Step, StepKind, align_up
 from lowtide.decode.block_diffusion import LOGIT_ROWS
+from lowtide.device_engine import ExpertSource, check_device, load_runtime, resolve_device
 from lowtide.dtypes import ITEM_BYTES, SAFETENSORS_NAME
 from lowtide.errors import CheckpointError, UnsupportedError, UsageError
+from lowtide.experts.early_gate import EarlyGate, Route
+from lowtide.experts.emulated import measure_device_s
 from lowtide.experts.executor import HostExecutor, InlineExecutor
+from lowtide.experts.hybrid import HybridRuntime
 from lowtide.experts.loading import DenseWeights, Progress, check_finite
 from lowtide.experts.runtime import ExpertRegistrar, ExpertRuntime
 from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger
 from lowtide.experts.store import FileReader, ring_bytes
-from lowtide.experts.transfer import DiskTransfer, largest_read_bytes
+from lowtide.experts.transfer import DiskTransfer, Transfer, largest_read_bytes, ticket_result
 from lowtide.hardware import available_memory_bytes, resident_bytes, total_memory_bytes
 from lowtide.hub import has_weights, resolve_model
 from lowtide.kernels.library_cache import library_cache_bytes, limit_library_cache
 from lowtide.layers.batch import Batch, KVRange, Segment
+from lowtide.layers.router import Router, SigmoidRouter
 from lowtide.memory.arena import Arena
-from lowtide.memory.budget import Needs, spend
+from lowtide.memory.budget import DeviceNeeds, Needs, spend
 from lowtide.memory.kv_cache import KVCache, storage_shape
 from lowtide.memory.workspace import Registrar, Workspace
 from lowtide.models import model_class
 from lowtide.models.decoder import Decoder
+from lowtide.policies.catalogue import Setting, recipe
 from lowtide.policies.placement import Placement
-from lowtide.policies.presets import check_policy, choose_preset, make_placement
+from lowtide.policies.prefetch import Gate
+from lowtide.policies.presets import OnDemand, check_policy, choose_preset, parse_options
 from lowtide.schemas import WeightMap, assume, bind
 from lowtide.tokenizer import Tokenizer
+from lowtide.trace import TraceShape
 
 MAX_ROWS = 512
 """Rows of the largest forward pass. Never a function of the budget: how rows are divided into
@@ -61,16 +71,21 @@ code paged in on first use, Python objects of running requests, the allocator's 
 class EngineConfig:
     """Options of an engine. Sizes are bytes, `10GiB`, `80%` (of this machine) or `auto`.
 
-    device: `auto` or `cpu`. host_memory: the budget for weights, KV cache, workspace, read ring
-    and expert slots. policy, policy_options: what stays resident (`policies/presets.py`).
+    device: `auto` (a GPU if there is one), `cpu`, `cuda` or `emulated`, with `device_options` for
+    the last. host_memory: the budget for weights, KV cache, workspace, read ring and expert slots,
+    or with a device for the experts at home; gpu_memory: the device's budget for all but those.
+    policy, policy_options: what stays resident (`policies/presets.py`).
     context: tokens that the KV cache holds over all running sequences; by default the model's
     maximum, 4,096 at most. dtype: the compute type, by default the checkpoint's. block_length:
-    the block of `logits`. config_overrides: values that replace `config.json`'s. kv_cache: False
-    recomputes everything at every step (a reference). check_weights: read all weights once and
-    refuse infinities and NaN. progress: called with (what, bytes done, bytes in all).
+    the block of `logits`. calibration: what `lowtide calibrate` wrote; by default what it wrote
+    to its default place for this model, if anything. config_overrides: values that replace
+    `config.json`'s. kv_cache: False recomputes everything at every step (a reference).
+    check_weights: read all weights once and refuse infinities and NaN. progress: called with
+    (what, bytes done, bytes in all).
     """
 
     device: str = "auto"
+    device_options: Mapping[str, str] = field(default_factory=dict)
     gpu_memory: str | int = "auto"
     host_memory: str | int = "auto"
     policy: str = "auto"
@@ -80,6 +95,7 @@ class EngineConfig:
     kernels: str = "auto"
     dtype: str | None = None
     block_length: int | None = None
+    calibration: str | None = None
     config_overrides: Mapping[str, object] = field(default_factory=dict)
     offline: bool = False
     seed: int | None = None
@@ -88,9 +104,8 @@ class EngineConfig:
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
-        if self.device not in ("auto", "cpu"):
-            raise UnsupportedError(f"Device {self.device!r} is not available; choose auto or cpu.")
-        if self.gpu_memory not in ("auto", 0, "0"):
+        check_device(self.device, self.device_options)
+        if resolve_device(self.device) == "cpu" and self.gpu_memory not in ("auto", 0, "0"):
             raise UsageError(
                 f"gpu_memory {self.gpu_memory!r}: there is no GPU in use; leave it out."
             )
@@ -140,13 +155,32 @@ class OpenModel:
 
     @property
     def slot_layout(self) -> SlotLayout:
-        return SlotLayout.of(self.config.moe_shape, self.dtype)
+        return SlotLayout.of(
+            self.config.moe_shape, self.dtype, is_clamped=self.config.has_clamped_experts
+        )
 
     @property
     def kv_shape(self) -> tuple[int, int, int, int, int]:
         num_arrays, num_heads, width = self.config.cache_shape
         num_tokens = align_up(self.context, self.config.block_length)
         return storage_shape(self.config.num_layers, num_heads, width, num_tokens, num_arrays)
+
+
+def find_calibration(opened: OpenModel) -> Calibration | None:
+    """The calibration that was asked for, or the one in the default place, if there is one.
+
+    Raises UsageError for one that is damaged or of another model.
+    """
+    config, given = opened.config, opened.options.calibration
+    shape = TraceShape(*config.moe_shape)
+    path = default_path(opened.folder, config.architecture, shape)
+    if given is not None:
+        path = Path(given)
+    elif not path.exists():
+        return None
+    calibration = Calibration.load(path)
+    calibration.check(config.architecture, shape)
+    return calibration
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +190,7 @@ class Engine:
     plan: MemoryPlan
     opened: OpenModel
     model: Decoder
-    experts: ExpertRuntime
+    experts: ExpertRuntime | HybridRuntime
     kv_cache: KVCache
     reader: FileReader
     executor: HostExecutor
@@ -164,6 +198,7 @@ class Engine:
     def close(self) -> None:
         """Ends all threads and closes the checkpoint's files."""
         self.executor.close()
+        self.experts.close()
         self.reader.close()
 
 
@@ -195,14 +230,16 @@ def open_model(reference: str | Path, options: EngineConfig) -> OpenModel:
 
 
 def make_plan(opened: OpenModel) -> MemoryPlan:
-    """Every byte the model will use. Raises PlanError when the budget is too small."""
+    """Every byte the model will use. Raises PlanError when a budget is too small."""
     options, shape = opened.options, opened.config.moe_shape
-    needs = _needs(opened)
+    device = resolve_device(options.device)
+    needs = _needs(opened) if device == "cpu" else _device_needs(opened)
     overhead_bytes = _overhead_bytes() + library_cache_bytes(opened.dtype)
-    budget_bytes = _budget_bytes(opened, needs)
+    budget_bytes = _budget_bytes(opened, needs) if device == "cpu" else _gpu_bytes(opened, needs)
     tier, residents = spend(needs, budget_bytes, opened.context)
-    preset, reason = choose_preset(options.policy, everything_fits=budget_bytes >= needs.full_bytes)
-    return MemoryPlan(
+    fits = budget_bytes >= needs.full_bytes
+    preset, reason = choose_preset(options.policy, everything_fits=fits, has_device=device != "cpu")
+    plan = MemoryPlan(
         host=tier,
         context=opened.context,
         max_rows=MAX_ROWS,
@@ -213,7 +250,13 @@ def make_plan(opened: OpenModel) -> MemoryPlan:
         residents_per_layer=residents,
         policy=preset,
         reason=reason,
+        device=device,
     )
+    if device == "cpu":
+        return plan
+    home_needs = _home_needs(opened)
+    home, at_home = spend(home_needs, _budget_bytes(opened, home_needs), opened.context)
+    return replace(plan, host=home, gpu=tier, host_residents_per_layer=at_home)
 
 
 def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
@@ -233,41 +276,116 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
     with ExitStack() as undo:
         reader = FileReader(checkpoint.files, largest_read_bytes(opened.weight_map.experts))
         undo.callback(reader.close)
-        executor = HostExecutor(config.num_experts_per_token)
+        # An emulated device is one core, and so is the host beside it.
+        num_cores = 1 if plan.device == "emulated" else None
+        executor = HostExecutor(config.num_experts_per_token, num_cores)
         undo.callback(executor.close)
         weights = opened.dense.load(reader, progress)
-        experts = _load_experts(opened, plan, reader, executor, progress)
         kv_cache = KVCache(_kv_storage(opened))
         workspace = Workspace(Arena(_register(opened).arena_bytes).bytes)
-        model = model_class(config.family)(config, weights, experts, kv_cache, workspace, executor)
+        calibration = find_calibration(opened)
+        experts = _load_experts(opened, plan, calibration, reader, executor, progress)
+        undo.callback(experts.close)
+        dense_executor = executor if plan.gpu is None else InlineExecutor()
+        model = model_class(config.family)(
+            config, weights, experts, kv_cache, workspace, dense_executor
+        )
+        if isinstance(experts, HybridRuntime):
+            experts.early_gate = _early_gate(opened, experts.gate, model.routers, calibration)
         undo.pop_all()
     return Engine(plan, opened, model, experts, kv_cache, reader, executor)
+
+
+def _early_gate(
+    opened: OpenModel, gate: Gate, routers: Sequence[Router], calibration: Calibration | None
+) -> EarlyGate:
+    """Without a calibration the features are taken as they are."""
+    residual = None
+    if gate is Gate.RESIDUAL and calibration is not None:
+        residual = torch.from_numpy(calibration.residual).to(opened.dtype)
+    routes = [_route(router) for router in routers]
+    return EarlyGate(gate, routes, residual, opened.config.num_experts)
+
+
+def _route(router: Router) -> Route:
+    """A router by itself, for a guess: without the windows that tokens of a block share."""
+    if isinstance(router, SigmoidRouter) and router.capacity:
+        router = replace(router, capacity=0)
+    return lambda x, workspace: router.route(x, (), workspace).experts
 
 
 def _load_experts(
     opened: OpenModel,
     plan: MemoryPlan,
+    calibration: Calibration | None,
     reader: FileReader,
     executor: HostExecutor,
     progress: Progress,
-) -> ExpertRuntime:
+) -> ExpertRuntime | HybridRuntime:
     """The expert runtime with the policy's initial residents in their slots."""
+    make_setting = functools.partial(_setting, opened, plan, calibration)
+    if plan.gpu is not None:
+        return load_runtime(
+            _expert_source(opened),
+            plan,
+            plan.gpu,
+            make_setting,
+            opened.options.device_options,
+            reader,
+            executor,
+            progress,
+        )
     config, num_slots = opened.config, plan.host.num_slots
     table, dtype_name = opened.weight_map.experts, _storage_name(opened.dtype)
     slots = ExpertSlots(Arena(plan.host.slot_bytes * num_slots), opened.slot_layout)
-    placement = make_placement(
-        plan.policy, opened.options.policy_options, plan.residents_per_layer, config.num_experts
-    )
+    transfer = DiskTransfer(reader, table, slots, dtype_name)
+    made = recipe(plan.policy)
+    num_probes = min(8, config.num_experts, num_slots) if made.weighs_moves else 0
+    costs = _disk_costs(opened, transfer, num_probes)
+    placement = OnDemand(made.placement(make_setting(costs)))
     experts = ExpertRuntime(
         shape=config.moe_shape,
         slots=slots,
         ledger=SlotLedger(config.num_moe_layers, config.num_experts, num_slots),
-        transfer=DiskTransfer(reader, table, slots, dtype_name),
+        transfer=transfer,
         placement=placement,
         executor=executor,
     )
     _preload(experts, placement, plan, progress)
     return experts
+
+
+def _setting(
+    opened: OpenModel, plan: MemoryPlan, calibration: Calibration | None, costs: Costs
+) -> Setting:
+    """What the preset's policies are made from."""
+    return Setting(
+        plan.residents_per_layer,
+        opened.config.num_experts,
+        costs,
+        frequency=None if calibration is None else calibration.frequency,
+        following=None if calibration is None else calibration.following,
+        seed=opened.options.seed or 0,
+        **parse_options(opened.options.policy_options),  # type: ignore[arg-type]
+    )
+
+
+def _disk_costs(opened: OpenModel, transfer: Transfer, num_probes: int) -> Costs:
+    """What an absent expert costs where it is always read: measured on the first experts.
+
+    Without probes nothing is measured and every time is 0, for policies that do not ask.
+    """
+    slot_bytes = opened.slot_layout.num_bytes
+    if not num_probes:
+        nothing = Curve([(1, 0.0)])
+        return Costs(slot_bytes, 0.0, nothing, nothing, nothing, 0.0)
+    start = perf_counter()
+    for ticket in [transfer.start(0, expert, expert) for expert in range(num_probes)]:
+        ticket_result(ticket)
+    read_s = (perf_counter() - start) / num_probes
+    compute_s = measure_device_s(opened.slot_layout, opened.config.moe_shape)
+    absent_s = Curve([(n, max(read_s, compute_s.at(n))) for n in (1, MAX_ROWS)])
+    return Costs(slot_bytes, read_s, absent_s, compute_s, compute_s, 0.0)
 
 
 def _preload(
@@ -310,6 +428,38 @@ def _needs(opened: OpenModel) -> Needs:
     )
 
 
+def _device_needs(opened: OpenModel) -> DeviceNeeds:
+    """The model but for what its experts need at home."""
+    needs = _needs(opened)
+    parts = {field.name: getattr(needs, field.name) for field in fields(needs)}
+    return DeviceNeeds(**{**parts, "ring_bytes": 0})
+
+
+def _home_needs(opened: OpenModel) -> Needs:
+    """The host's experts, the scratch they compute in, and the ring they are read through."""
+    scratch_bytes = _expert_source(opened).scratch_bytes
+    return replace(_needs(opened), dense_bytes=0, kv_cache_bytes=0, workspace_bytes=scratch_bytes)
+
+
+def _expert_source(opened: OpenModel) -> ExpertSource:
+    config = opened.config
+    return ExpertSource(
+        shape=config.moe_shape,
+        table=opened.weight_map.experts,
+        layout=opened.slot_layout,
+        dtype_name=_storage_name(opened.dtype),
+        layer_bytes=opened.dense.num_bytes // config.num_layers,
+        max_rows=MAX_ROWS,
+    )
+
+
+def _gpu_bytes(opened: OpenModel, needs: Needs) -> int:
+    gpu_memory = opened.options.gpu_memory
+    if gpu_memory == "auto":
+        return needs.full_bytes  # an emulated device has as much as is asked for
+    return parse_size(gpu_memory, total_memory_bytes())
+
+
 def _budget_bytes(opened: OpenModel, needs: Needs) -> int:
     host_memory = opened.options.host_memory
     if host_memory != "auto":
@@ -336,7 +486,7 @@ def _register(opened: OpenModel) -> Registrar:
     Layers give back what they take, so those up to the first with experts stand for all.
     """
     registrar = Registrar()
-    config = replace(opened.config, num_layers=opened.config.moe_layers[0] + 1)
+    config = replace(opened.config, num_layers=opened.config.num_leading_layers)
     kv_shape = list(opened.kv_shape)
     kv_shape[3] = max(kv_shape[3], MAX_ROWS)
     kv_cache = KVCache(torch.empty(kv_shape, dtype=opened.dtype, device="meta"))
@@ -347,7 +497,7 @@ def _register(opened: OpenModel) -> Registrar:
     rows = torch.empty(MAX_ROWS, dtype=torch.int64, device="meta")
     # Causal, or one block of all rows, at the end of the cache: no other attention needs more.
     first_position = kv_shape[3] - MAX_ROWS
-    for block_length in (1, kv_shape[3]):
+    for block_length in (1, kv_shape[3]) if config.is_diffusion else (1,):
         segment = Segment(0, MAX_ROWS, first_position, block_length, KVRange(0, kv_shape[3]))
         hidden = model.forward(Batch(rows, rows, (segment,), Step(StepKind.DENOISE, 0)))
         model.logits(hidden[: LOGIT_ROWS + 15])

@@ -38,6 +38,7 @@ from lowtide.engine import (
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.experts.runtime import Observer
 from lowtide.layers.batch import Batch, KVRange, Segment
+from lowtide.layers.router import Router
 from lowtide.memory.workspace import tiles
 from lowtide.params import SamplingParams
 from lowtide.tokenizer import Tokenizer
@@ -92,6 +93,11 @@ class LLM:
     def tokenizer(self) -> Tokenizer | None:
         """None when the folder has no `tokenizer.json`: prompts are token ids then."""
         return self._engine.opened.tokenizer
+
+    @property
+    def routers(self) -> list[Router]:
+        """Those of the MoE layers, in order."""
+        return [self._engine.model.router(layer) for layer in self.config.moe_layers]
 
     def generate(
         self,
@@ -158,7 +164,7 @@ class LLM:
 
     def stats(self) -> dict[str, float]:
         """Counters since loading: expert hits and misses, bytes read, tokens and seconds."""
-        return {**self._engine.experts.stats.as_dict(), **self._speed.as_dict()}
+        return {**self._engine.experts.as_dict(), **self._speed.as_dict()}
 
     def close(self) -> None:
         """Ends the reader threads and closes the checkpoint's files."""

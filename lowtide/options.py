@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowtide.config import parse_size
-from lowtide.errors import UnsupportedError, UsageError
+from lowtide.errors import UsageError
 from lowtide.params import DiffusionParams, SamplingParams
 
 ENV_PREFIX = "LOWTIDE_"
@@ -49,6 +49,7 @@ class Group(enum.Enum):
     SYNTH = "Synthetic model"
     HUB = "Hub"
     RECORD = "Recording"
+    CALIBRATION = "Calibration"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,12 @@ OPTIONS: tuple[Option, ...] = (
     Option("policy", Kind.TEXT, Group.ENGINE, "Placement policy, or auto.", "auto"),
     Option("policy_option", Kind.PAIRS, Group.ENGINE, "A policy's own setting, such as tau=4."),
     Option("device", Kind.TEXT, Group.ENGINE, "auto, cpu, cuda or emulated.", "auto"),
-    Option("device_option", Kind.PAIRS, Group.ENGINE, "A setting of the emulated device."),
+    Option(
+        "device_option",
+        Kind.PAIRS,
+        Group.ENGINE,
+        "The emulated device's link_GBps=2 and the like.",
+    ),
     Option("context", Kind.INTEGER, Group.ENGINE, "Tokens to make room for, prompt included."),
     Option("dtype", Kind.TEXT, Group.ENGINE, "Compute type; the checkpoint's own if not given."),
     Option("expert_dtype", Kind.TEXT, Group.ENGINE, "Type that experts are kept in."),
@@ -97,6 +103,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "check_weights", Kind.BOOLEAN, Group.ENGINE, "Refuse weights that are not finite.", False
     ),
+    Option("calibration", Kind.TEXT, Group.ENGINE, "What lowtide calibrate wrote."),
     Option("config_override", Kind.JSON_PAIRS, Group.ENGINE, "A value to replace config.json's."),
     Option("offline", Kind.BOOLEAN, Group.HUB, "Use only what is on this machine.", False),
     Option("max_tokens", Kind.INTEGER, Group.SAMPLING, "New tokens at most (256)."),
@@ -126,6 +133,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("size", Kind.TEXT, Group.SYNTH, "tiny, small or full.", "tiny"),
     Option("out", Kind.TEXT, Group.SYNTH, "Folder to write, new or empty."),
     Option("trace", Kind.TEXT, Group.RECORD, "File to write the run's expert routing to."),
+    Option("text", Kind.TEXT, Group.CALIBRATION, "Text file that shows what a model will do."),
+    Option("pieces", Kind.INTEGER, Group.CALIBRATION, "Parts of the text that are run.", 16),
+    Option("plot", Kind.TEXT, Group.CALIBRATION, "Folder to draw the steps' routing into."),
     Option("json", Kind.BOOLEAN, Group.OUTPUT, "Print one JSON object and nothing else.", False),
     Option("verbose", Kind.BOOLEAN, Group.OUTPUT, "Say more on standard error.", False, "-v"),
     Option("config", Kind.TEXT, Group.OUTPUT, "A TOML file with any of these options."),
@@ -157,13 +167,15 @@ class Settings:
 
     def engine_options(self) -> dict[str, object]:
         """Keyword arguments of `LLM` and `plan_model`: what was given or has a default."""
-        if self.values["device_option"]:
-            raise UnsupportedError(
-                "device options belong to the emulated device, which this version does not have."
-            )
+        if self.values["device_option"] and self.values["device"] != "emulated":
+            raise UsageError("Device options belong to the emulated device; add --device emulated.")
         chosen = {o.name: self.values[o.name] for o in OPTIONS if o.group is Group.ENGINE}
         chosen |= {name: self.values[name] for name in ("offline", "seed")}
-        names = {"policy_option": "policy_options", "config_override": "config_overrides"}
+        names = {
+            "policy_option": "policy_options",
+            "device_option": "device_options",
+            "config_override": "config_overrides",
+        }
         return {names.get(name, name): value for name, value in chosen.items() if value is not None}
 
     def sampling_params(self) -> SamplingParams:

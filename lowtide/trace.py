@@ -6,26 +6,24 @@ arrays: no pickle, every size checked before a byte of data is read.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import zipfile
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import NamedTemporaryFile
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.lib import format as npy
 from numpy.typing import NDArray
 
+from lowtide.array_file import Arrays, Contradiction, load_arrays, save_arrays
 from lowtide.core import BoolArray, Demand, IntArray, Step, StepKind
 from lowtide.errors import StorageError, UsageError
 
 TRACE_VERSION = 1
 MAX_TRACE_BYTES = 1 << 32
 """Routing data of one trace, at most, in memory and when read."""
+
+TRACE_DTYPES = {"version": "<i8", "shape": "<i8", "model": "|u1", "passes": "<i4", "ids": "<u2"}
+"""The arrays of a trace's file, and their types."""
 
 _KINDS = (StepKind.PREFILL, StepKind.DENOISE, StepKind.DECODE)
 _PASS_FIELDS = ("kind", "block", "index", "num_rows", "num_committed")
@@ -111,17 +109,20 @@ class Trace:
 
     def save(self, path: Path) -> None:
         """Writes the trace, whole or not at all. Raises StorageError."""
+        save_arrays(path, self.arrays(), "trace")
+
+    def arrays(self) -> dict[str, Any]:
+        """What a file holds of it: `TRACE_DTYPES` names them."""
         columns = [[_KINDS.index(p.step.kind) for p in self.passes]]
         columns += [[p.block for p in self.passes], [p.step.index for p in self.passes]]
         columns += [[p.num_rows for p in self.passes], [p.num_committed for p in self.passes]]
-        arrays: dict[str, Any] = {
+        return {
             "version": np.array([TRACE_VERSION], np.int64),
             "shape": np.array(self.shape, np.int64),
             "model": np.frombuffer(self.model.encode(), np.uint8),
             "passes": np.ascontiguousarray(np.array(columns, np.int32).T),
             "ids": np.ascontiguousarray(self.ids),
         }
-        _save(path, arrays)
 
     @classmethod
     def load(cls, path: Path) -> Trace:
@@ -130,16 +131,10 @@ class Trace:
         Raises UsageError when the file is not one or contradicts itself, StorageError when it
         cannot be read.
         """
+        arrays = load_arrays(path, TRACE_DTYPES, MAX_TRACE_BYTES, "trace")
         try:
-            with zipfile.ZipFile(path) as archive:
-                arrays = _read(archive)
-        except OSError as reason:
-            raise StorageError(f"Trace {path} cannot be read: {reason.strerror}.") from reason
-        except _DAMAGE as reason:
-            raise UsageError(f"{path} is not a whole lowtide trace: {reason}.") from None
-        try:
-            return _build(arrays)
-        except _Contradiction as reason:
+            return trace_of(arrays)
+        except Contradiction as reason:
             raise UsageError(f"Trace {path} contradicts itself: {reason}.") from None
 
 
@@ -225,103 +220,31 @@ def demand_of(hits: IntArray, is_resident: BoolArray) -> Demand:
     return Demand(experts, hits[experts], is_resident[experts])
 
 
-class _Contradiction(Exception):
-    pass
-
-
-_DAMAGE = (
-    _Contradiction,
-    zipfile.BadZipFile,
-    zlib.error,
-    ValueError,
-    EOFError,
-    KeyError,
-    NotImplementedError,  # a compression that zipfile does not know
-    RuntimeError,  # an encrypted member
-)
-
-
-def _save(path: Path, arrays: dict[str, Any]) -> None:
-    path = Path(path)
-    temporary: Path | None = None
-    try:
-        with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            temporary = Path(file.name)
-            np.savez_compressed(file, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as reason:
-        raise StorageError(f"Trace {path} cannot be written: {reason.strerror}.") from reason
-    finally:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-
-
-_MEMBERS = {"version": "<i8", "shape": "<i8", "model": "|u1", "passes": "<i4", "ids": "<u2"}
-
-
-def _read(archive: zipfile.ZipFile) -> dict[str, NDArray[Any]]:
-    expected = {f"{name}.npy" for name in _MEMBERS}
-    names = archive.namelist()
-    if set(names) != expected or len(names) != len(expected):
-        raise _Contradiction(f"it holds {len(names)} members that are not a trace's")
-    total = sum(info.file_size for info in archive.infolist())
-    if total > MAX_TRACE_BYTES:
-        raise _Contradiction(f"it holds {total} bytes; at most {MAX_TRACE_BYTES} are read")
-    arrays = {}
-    for name, dtype in _MEMBERS.items():
-        info = archive.getinfo(f"{name}.npy")
-        with archive.open(info) as file:
-            arrays[name] = _read_array(file, name, dtype, info.file_size)
-    return arrays
-
-
-def _read_array(file: IO[bytes], name: str, dtype: str, size: int) -> NDArray[Any]:
-    """An array whose header agrees with its size: nothing is allocated on a header's word."""
-    if npy.read_magic(file) != (1, 0):
-        raise _Contradiction(f"{name} has an unknown array format")
-    shape, is_fortran, found = npy.read_array_header_1_0(file)
-    if found != np.dtype(dtype) or is_fortran:
-        raise _Contradiction(f"{name} is {found}, not {np.dtype(dtype)} in C order")
-    if any(extent < 0 for extent in shape):
-        raise _Contradiction(f"{name} has shape {shape}")
-    num_bytes = found.itemsize
-    for extent in shape:
-        num_bytes *= extent
-    if num_bytes > size:
-        raise _Contradiction(f"{name} claims {num_bytes} bytes of {size}")
-    data = file.read(num_bytes + 1)
-    if len(data) != num_bytes:
-        raise _Contradiction(f"{name} claims {num_bytes} bytes and has others")
-    return np.frombuffer(data, found).reshape(shape)
-
-
-def _build(arrays: dict[str, NDArray[Any]]) -> Trace:
+def trace_of(arrays: Arrays) -> Trace:
+    """The trace whose `arrays` these are; raises Contradiction."""
     version, passes, ids = arrays["version"], arrays["passes"], arrays["ids"]
     if version.tolist() != [TRACE_VERSION]:
-        raise _Contradiction(f"its version is {version.tolist()[:1]}, not {TRACE_VERSION}")
+        raise Contradiction(f"its version is {version.tolist()[:1]}, not {TRACE_VERSION}")
     if (
         arrays["shape"].shape != (len(TraceShape._fields),)
         or passes.ndim != 2
         or passes.shape[1] != len(_PASS_FIELDS)
     ):
-        raise _Contradiction("its tables have other columns than a trace's")
+        raise Contradiction("its tables have other columns than a trace's")
     shape = TraceShape(*arrays["shape"].tolist())
     try:
         _check_shape(shape)
         model = arrays["model"].tobytes().decode()
     except (UsageError, UnicodeDecodeError) as reason:
-        raise _Contradiction(str(reason)) from None
+        raise Contradiction(str(reason)) from None
     if (passes < 0).any() or (passes[:, 0] >= len(_KINDS)).any():
-        raise _Contradiction("a pass has a kind or count that cannot be")
+        raise Contradiction("a pass has a kind or count that cannot be")
     num_rows = int(passes[:, 3].sum(dtype=np.int64))
     expected = (num_rows, shape.num_layers, shape.num_experts_per_token)
     if ids.shape != expected:
-        raise _Contradiction(f"its ids have shape {ids.shape}, its passes {expected}")
+        raise Contradiction(f"its ids have shape {ids.shape}, its passes {expected}")
     if ids.size and int(ids.max()) >= shape.num_experts:
-        raise _Contradiction(f"expert {int(ids.max())} of {shape.num_experts} is named")
+        raise Contradiction(f"expert {int(ids.max())} of {shape.num_experts} is named")
     rows = [
         Pass(Step(_KINDS[kind], index), block, num_rows, num_committed)
         for kind, block, index, num_rows, num_committed in passes.tolist()

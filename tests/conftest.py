@@ -1,17 +1,23 @@
-"""Set before anything of lowtide is imported: how property tests and Triton run."""
+"""Set before anything of lowtide is imported: how property tests, Triton and torch run."""
 
 from __future__ import annotations
 
 import os
 
-import hypothesis
 import pytest
 
-hypothesis.settings.register_profile(
-    "ci", derandomize=True, deadline=None, database=None, max_examples=50
-)
-hypothesis.settings.register_profile("deep", deadline=None, max_examples=2000)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+try:
+    import hypothesis
+except ImportError:  # a bare machine with a GPU, whose tests need none
+    pass
+else:
+    from examples import NORMAL_EXAMPLES
+
+    hypothesis.settings.register_profile(
+        "ci", derandomize=True, deadline=None, database=None, max_examples=NORMAL_EXAMPLES
+    )
+    hypothesis.settings.register_profile("deep", deadline=None, max_examples=2000)
+    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -20,3 +26,19 @@ def pytest_configure(config: pytest.Config) -> None:
     wants_gpu = "gpu" in expression.replace("not gpu", "")
     if not wants_gpu:
         os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_sessionstart() -> None:
+    """Matrices of tests are small: more threads of torch would only wait for each other."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests of a GPU run where there is one and they are asked for by name: `-m gpu`."""
+    import torch
+
+    if item.get_closest_marker("gpu") is not None:
+        if "TRITON_INTERPRET" in os.environ or not torch.cuda.is_available():
+            pytest.skip("needs a GPU and -m gpu")

@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
@@ -24,6 +26,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from lowtide.config import ModelConfig
 from lowtide.schemas import model_schema
@@ -50,11 +53,15 @@ def write_model(
     config_class, model_class, values = FAMILIES[family](rng)
     model = model_class(config_class(**{**_common(rng), **values, **changes}))
     _randomise(model)
+    packed = _pack_experts(model) if family == "gpt_oss" and seed % 2 == 0 else {}
     model = model.to(dtype).eval()
     model.save_pretrained(folder, save_original_format=True)
     if rng.random() < 0.5:
         _flatten_config(folder)
-    store_experts_as(folder, LAYOUTS[seed % len(LAYOUTS)])
+    if packed:
+        _store_packed(folder, packed)
+    elif family != "gpt_oss":
+        store_experts_as(folder, LAYOUTS[seed % len(LAYOUTS)])
     return Written(folder, lambda ids: _logits(model, ids))
 
 
@@ -153,15 +160,59 @@ def _deepseek_v2(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
     return DeepseekV2Config, DeepseekV2ForCausalLM, values
 
 
+def _gpt_oss(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
+    num_layers = rng.choice([2, 3])
+    kinds = [rng.choice(["sliding_attention", "full_attention"]) for _ in range(num_layers)]
+    values: dict[str, Any] = {
+        "hidden_size": rng.choice([32, 64]),
+        "intermediate_size": rng.choice([32, 64, 96]),
+        "num_hidden_layers": num_layers,
+        "head_dim": rng.choice([8, 16]),
+        "num_local_experts": rng.choice([4, 9]),
+        "sliding_window": rng.choice([1, 5, 40, 150, 600]),
+        "layer_types": rng.choice([None, kinds]),
+        "attn_implementation": "eager",
+    }
+    if rng.random() < 0.6:
+        values["rope_parameters"] = {**_yarn(rng), "truncate": rng.random() < 0.5}
+    return GptOssConfig, GptOssForCausalLM, values
+
+
 FAMILIES: Mapping[str, Callable[[random.Random], tuple[type, type, dict[str, Any]]]] = {
     "qwen3_moe": _qwen3_moe,
     "qwen2_moe": _qwen2_moe,
     "mixtral": _mixtral,
     "olmoe": _olmoe,
     "deepseek_v2": _deepseek_v2,
+    "gpt_oss": _gpt_oss,
 }
 
 NAMES = (*FAMILIES, "bailing_moe_v2")
+
+
+def _pack_experts(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Random MXFP4 experts by their checkpoint names; the model's become what they stand for."""
+    packed: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            continue
+        num_experts, num_in, num_out = parameter.shape
+        blocks = torch.randint(0, 256, (num_experts, num_out, num_in // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(121, 125, blocks.shape[:3], dtype=torch.uint8)
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        with torch.no_grad():
+            parameter.copy_(convert_moe_packed_tensors(blocks, scales))
+    return packed
+
+
+def _store_packed(folder: Path, packed: Mapping[str, Tensor]) -> None:
+    path = folder / "model.safetensors"
+    unpacked = {name.removesuffix("_blocks") for name in packed}
+    weights = {name: x for name, x in load_file(path).items() if name not in unpacked}
+    save_file({**weights, **packed}, path)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def _write_ling(rng: random.Random, folder: Path, dtype: torch.dtype) -> Written:
@@ -208,6 +259,8 @@ def _random_weight(name: str, shape: tuple[int, ...]) -> Tensor:
     """Sizes stay near one from layer to layer, and routing is decided."""
     if "norm" in name:
         return 1 + 0.2 * torch.randn(shape)
+    if name.endswith("gate_up_proj_bias"):
+        return 3 * torch.randn(shape)  # some of what they are added to is clamped
     if len(shape) == 1:
         return 0.3 * torch.randn(shape)
     if "embed" in name:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from concurrent.futures import Future
+from contextlib import closing
 from importlib import import_module
 from pathlib import Path
 
@@ -12,15 +13,16 @@ import pytest
 import torch
 
 from lowtide import LLM
-from lowtide.core import Step, StepKind
+from lowtide.core import Curve, MoEShape, Step, StepKind
 from lowtide.engine import EngineConfig
 from lowtide.errors import InternalError, UsageError
+from lowtide.experts.emulated import EmulatedSpeeds
 from lowtide.lab.synth import synth
 from lowtide.layers.batch import Batch, KVRange, Segment
 from lowtide.llm import plan_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-ceilings, memory, models, peer, record, run, worker, offload = map(
+ceilings, memory, models, peer, record, run, worker, offload, overlap = map(
     import_module,
     (
         "common.ceilings",
@@ -31,6 +33,7 @@ ceilings, memory, models, peer, record, run, worker, offload = map(
         "common.run",
         "common.worker",
         "offload",
+        "overlap",
     ),
 )
 
@@ -155,6 +158,17 @@ def test_budgets_hold_their_share_of_the_experts(tiny: Path) -> None:
             assert chosen.minimum_bytes == budget_bytes and not sum(chosen.residents_per_layer)
         else:
             assert chosen.host.num_slots == share * plan.num_experts
+
+
+def test_a_shared_step_lasts_as_long_as_emulated() -> None:
+    shape = MoEShape(1, 20, 8, hidden_size=32, expert_size=16)
+    speeds = EmulatedSpeeds(1e12, 0.0, 1.0, Curve([(1, 0.001), (8, 0.008)]))
+    with closing(overlap.Step(shape, 12, 4, speeds)) as step:
+        num_host_pairs = 4 * 8 - 2 * 12  # 32 pairs: two for each of the first 12 experts
+        assert step.emulated_host_s() == pytest.approx(0.001 * num_host_pairs)
+        for with_device in (False, True):
+            assert step.seconds(with_device, with_host=True) >= step.emulated_host_s()
+        assert step.seconds(with_device=True, with_host=False) > 0
 
 
 def test_a_model_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

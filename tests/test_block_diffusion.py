@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import BlockRefinementScheduler
+from examples import examples
 from hash_model import EOS, MASK, VOCAB, HashModel, is_all_free, make_kv_cache
 from hypothesis import given
 from hypothesis import strategies as st
@@ -119,6 +120,7 @@ def test_a_batch_decodes_each_request_as_if_alone(batch, num_tokens) -> None:
         assert together.of(request.index) == Run([request]).of(request.index)
 
 
+@examples(25)
 @given(batches, st.sampled_from([32, 40, 64, 200]))
 def test_recomputing_and_smaller_passes_give_the_same(batch, max_rows) -> None:
     reference = Run(batch, use_kv_cache=False)

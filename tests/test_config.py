@@ -292,6 +292,7 @@ def test_every_architecture_has_a_family() -> None:
     assert supported_architectures() == (
         "BailingMoeV2ForCausalLM",
         "DeepseekV2ForCausalLM",
+        "GptOssForCausalLM",
         "LLaDA2MoeModelLM",
         "MixtralForCausalLM",
         "OlmoeForCausalLM",

@@ -48,18 +48,20 @@ def test_an_error_comes_back_after_all_work_ended(which: int, executor: HostExec
 
 def test_torch_keeps_its_threads_and_workers_make_no_gradients() -> None:
     before = torch.get_num_threads()
+    torch.set_num_threads(3)
     executor = HostExecutor(num_experts_per_token=4)
     try:
-        assert torch.get_num_threads() == before
+        assert torch.get_num_threads() == 3
         with executor.in_charge():
             assert torch.get_num_threads() == 1
-        assert torch.get_num_threads() == before
+        assert torch.get_num_threads() == 3
         modes: list[bool] = []
         executor.submit(lambda: modes.append(torch.is_inference_mode_enabled())).result()
         assert modes == [True]
-        assert torch.get_num_threads() == before
+        assert torch.get_num_threads() == 3
     finally:
         executor.close()
+        torch.set_num_threads(before)
 
 
 def test_every_thread_is_made_at_once_and_ends_at_the_close() -> None:

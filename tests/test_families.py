@@ -26,7 +26,7 @@ from lowtide.schemas import model_schema, weight_bytes
 LENGTHS = (1, 17, 40, 200, 3, 60, 16, 520, 130, 90)
 """Tokens: one row, one tile of causal attention, several, and more than one pass (512)."""
 
-NUM_SEEDS = 20
+NUM_SEEDS = 10
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -65,7 +65,7 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", NAMES)
 def test_logits_are_those_of_transformers_often(family: str, tmp_path: Path) -> None:
-    for seed in range(NUM_SEEDS, 10 * NUM_SEEDS):
+    for seed in range(NUM_SEEDS, 200):
         check_parity(write_model(family, seed, tmp_path / str(seed)), seed)
 
 
@@ -97,7 +97,7 @@ def test_greedy_answers_are_those_of_transformers(family: str, tmp_path: Path) -
         assert (chosen >= expected.amax(1) - 1e-4).all()
 
 
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", sorted(set(NAMES) - {"gpt_oss"}))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_expert_layout_gives_the_same_bits(family: str, layout: str, tmp_path: Path) -> None:
     token_ids = random_ids(0, 30)
@@ -148,6 +148,7 @@ PUBLISHED = {
     "olmoe": (3_219, 6.919, 131_072),
     "deepseek_v2": (5_291, 15.706, 31_104),
     "bailing_moe_v2": (14_813, 16.256, 40_960),
+    "gpt_oss": (459, 20.915, 49_152),
 }
 """Tensors, parameters in units of 10**9, bytes of KV cache per token in bfloat16."""
 
@@ -295,8 +296,8 @@ def test_what_cannot_be_right_is_refused(
 
 
 def test_other_architectures_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="'GptOssForCausalLM' is not supported.*Qwen3Moe"):
-        ModelConfig.from_dict({"architectures": ["GptOssForCausalLM"]})
+    with pytest.raises(ConfigError, match="'JambaForCausalLM' is not supported.*Qwen3Moe"):
+        ModelConfig.from_dict({"architectures": ["JambaForCausalLM"]})
 
 
 def test_a_bias_that_the_config_denies_is_refused(tmp_path: Path) -> None:

@@ -332,6 +332,11 @@ def reference(model: Path) -> Reference:
         return ask(llm)
 
 
+@pytest.fixture(scope="module")
+def expected(whole_model: Path) -> Reference:
+    return reference(whole_model)
+
+
 def ask(llm: LLM) -> Reference:
     [completion] = llm.generate(PROMPT, PARAMS)
     return Reference(completion.token_ids, llm.logits(completion.token_ids))
@@ -346,9 +351,8 @@ def check_still_right(llm: LLM, expected: Reference) -> None:
 
 
 @pytest.mark.parametrize("at", [1, 4])
-def test_a_file_truncated_while_generating(model: Path, at: int) -> None:
+def test_a_file_truncated_while_generating(model: Path, expected: Reference, at: int) -> None:
     """The very object goes on working once the file is whole again."""
-    expected = reference(model)
     path = max(shards(model), key=lambda p: "experts.31" in str(p))
     contents = {path: path.read_bytes() for path in shards(model)}
     steps = 0
@@ -430,8 +434,7 @@ CHECKPOINTS = {
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_ctrl_c_while_generating(whole_model: Path, checkpoint: str) -> None:
-    expected = reference(whole_model)
+def test_ctrl_c_while_generating(whole_model: Path, expected: Reference, checkpoint: str) -> None:
     interrupter = CHECKPOINTS[checkpoint]
     with nothing_left(whole_model), LEAST.open(whole_model) as llm:
         for at in (0, 1, 2, 7, 20):
@@ -445,9 +448,9 @@ def test_ctrl_c_while_generating(whole_model: Path, checkpoint: str) -> None:
         check_still_right(llm, expected)
 
 
-def test_ctrl_c_from_a_callback_and_a_stream_that_is_left(whole_model: Path) -> None:
-    expected = reference(whole_model)
-
+def test_ctrl_c_from_a_callback_and_a_stream_that_is_left(
+    whole_model: Path, expected: Reference
+) -> None:
     def interrupt(event: object) -> None:
         raise KeyboardInterrupt
 

@@ -1,14 +1,81 @@
-"""What the machine says of its memory."""
+"""Sizes and rates of the machine, measured costs, what is kept of them, and `lowtide doctor`."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from lowtide import hardware
+from lowtide.checkpoint import TensorEntry
+from lowtide.cli.main import app
+from lowtide.core import Curve, MoEShape
+from lowtide.errors import PlanError, StorageError
+from lowtide.experts.emulated import EmulatedDevice, EmulatedSpeeds
+from lowtide.experts.executor import HostExecutor
+from lowtide.experts.slots import SlotLayout
+from lowtide.hardware import machine, measure, memory
+from lowtide.hardware.machine import Machine, cpu_model, pcie_bytes_per_s, this_machine
+from lowtide.hardware.measure import (
+    Measured,
+    Measurements,
+    Point,
+    layer_dense_bytes,
+    measure_costs,
+)
+from lowtide.hardware.store import CostKey, Stored, cache_folder, load, save, stored_or_measured
+from lowtide.hardware.streams import last_level_cache_bytes
+from lowtide.hardware.timing import MAX_REPEATS, MIN_REPEATS, Timing, repeat_interleaved
+from lowtide.lab import doctor
+from lowtide.memory.arena import Arena
+
+# A temporary folder may be on a file system without them.
+pytestmark = pytest.mark.filterwarnings("ignore:.* has no direct reads")
+
+SHAPE = MoEShape(2, 8, 2, 64, 32)
+LAYOUT = SlotLayout.of(SHAPE, torch.float32)
+DENSE_BYTES = 4 * 64 * 256
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As few repeats and as little memory as can be."""
+    monkeypatch.setattr(measure, "COMPUTE_LIMIT_S", 0.0)
+    monkeypatch.setattr(measure, "DISK_LIMIT_S", 0.0)
+    monkeypatch.setattr(measure, "WARM_UP_LIMIT_S", 0.0)
+    monkeypatch.setattr(measure, "cold_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(machine, "cold_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(machine, "RATE_LIMIT_S", 0.0)
+    monkeypatch.setattr(machine, "_PRODUCT_SIZE", 64)
+    monkeypatch.setattr(doctor, "SCRATCH_BYTES", machine.READ_BYTES)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "lowtide"
+
+
+@pytest.fixture
+def executor() -> Iterator[HostExecutor]:
+    executor = HostExecutor(SHAPE.num_experts_per_token)
+    yield executor
+    executor.close()
+
+
+# Memory.
 
 
 def test_sizes_are_in_order() -> None:
@@ -32,7 +99,407 @@ def test_a_control_group_limits_the_total(
 ) -> None:
     path = tmp_path / "memory.max"
     path.write_text(text)
-    monkeypatch.setattr(hardware, "_CGROUP_LIMITS", (tmp_path / "missing", path))
+    monkeypatch.setattr(memory, "_CGROUP_LIMITS", (tmp_path / "missing", path))
     machine_bytes = psutil.virtual_memory().total
     assert hardware.total_memory_bytes() == (1 << 20 if is_limit else machine_bytes)
     assert hardware.available_memory_bytes() <= hardware.total_memory_bytes()
+
+
+# The machine, from what the system says.
+
+
+def test_this_machine_has_a_name_and_sizes() -> None:
+    here = this_machine()
+    assert here.cpu and here.kernel
+    assert here.num_cores == len(os.sched_getaffinity(0))
+    assert here.memory_bytes == hardware.total_memory_bytes()
+    assert here == this_machine()
+
+
+def test_the_processor_is_named_where_the_system_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text("processor\t: 0\nmodel name\t: Abacus 9: wooden\nmodel name\t: other\n")
+    assert cpu_model(path) == "Abacus 9: wooden"
+    path.write_text("processor\t: 0\n")
+    assert cpu_model(path) == cpu_model(tmp_path / "missing") != ""
+
+
+def test_the_last_level_is_the_largest_cache(tmp_path: Path) -> None:
+    for index, size in enumerate(("48K\n", "2048K\n", "33792K\n")):
+        folder = tmp_path / f"index{index}"
+        folder.mkdir()
+        (folder / "size").write_text(size)
+    assert last_level_cache_bytes(tmp_path) == 33 << 20
+    assert last_level_cache_bytes(tmp_path / "missing") == 0
+
+
+@pytest.mark.parametrize(
+    ("speed", "width", "gigabytes"),
+    [("16.0 GT/s PCIe", "16", 31.5), ("32.0 GT/s PCIe", "16", 63.0), ("5.0 GT/s", "8", 4.0)],
+)
+def test_a_link_has_the_ceiling_of_its_specification(
+    speed: str, width: str, gigabytes: float, tmp_path: Path
+) -> None:
+    (tmp_path / "max_link_speed").write_text(speed)
+    (tmp_path / "current_link_width").write_text(width)
+    assert pcie_bytes_per_s(tmp_path) == pytest.approx(gigabytes * 1e9, rel=0.001)
+
+
+@pytest.mark.parametrize("speed", [None, "Unknown\n", ""])
+def test_a_link_that_is_not_described_has_no_ceiling(speed: str | None, tmp_path: Path) -> None:
+    if speed is not None:
+        (tmp_path / "max_link_speed").write_text(speed)
+    assert pcie_bytes_per_s(tmp_path) is None
+
+
+# Repeats.
+
+
+def test_repeats_are_interleaved_and_their_median_counts() -> None:
+    order: list[str] = []
+
+    def sample(name: str, times: list[float]) -> Callable[[], float]:
+        def take() -> float:
+            order.append(name)
+            return times.pop(0)
+
+        return take
+
+    samples = [sample("a", [3.0, 1.0, 2.0]), sample("b", [5.0, 5.0, 50.0])]
+    assert repeat_interleaved(samples, 0.0) == [Timing(2.0, 1.0, 3.0, 3), Timing(5.0, 5.0, 50.0, 3)]
+    assert order == ["a", "b"] * MIN_REPEATS
+    assert Timing(2.0, 1.0, 3.0, 3).spread == 1.0 and Timing(0.0, 0.0, 0.0, 3).spread == 0.0
+
+
+def test_there_is_an_end_to_repeats() -> None:
+    [timing] = repeat_interleaved([lambda: 1.0], 1e9)
+    assert timing.num_repeats == MAX_REPEATS
+
+
+# Costs.
+
+
+def test_without_a_device_the_host_is_the_device(quick: None, executor: HostExecutor) -> None:
+    costs, measurements = measure_costs(SHAPE, LAYOUT, executor, DENSE_BYTES)
+    assert costs.expert_bytes == LAYOUT.num_bytes
+    assert (costs.link_s, costs.sync_s, costs.disk_read_s) == (0.0, 0.0, 0.0)
+    for num_tokens in (1, 3, 8, 100):
+        assert 0 < costs.host_s.at(num_tokens) == costs.device_s.at(num_tokens)
+        assert costs.dense_s.at(num_tokens) > 0
+    assert all(point.timing.num_repeats >= MIN_REPEATS for point in measurements.host)
+    assert costs.host_s.at(1) == measurements.host[0].timing.median_s
+
+
+def test_curves_reach_where_time_grows_with_tokens(quick: None, executor: HostExecutor) -> None:
+    """However slow the machine is: what lies beyond is drawn on from the last two points."""
+    _, measurements = measure_costs(SHAPE, LAYOUT, executor, DENSE_BYTES)
+    for curve in (measurements.host, measurements.dense):
+        assert [point.num_tokens for point in curve] == [1, 2, 4, 8, 16, 32, 64]
+
+
+def test_the_spread_is_that_of_most_timings() -> None:
+    wide, narrow = Timing(1.0, 1.0, 9.0, 3), Timing(1.0, 1.0, 1.5, 3)
+    curve = (Point(1, wide), Point(2, narrow))
+    assert Measurements(1, curve, (Point(1, narrow),)).spread == 0.5
+    assert Measurements(1, curve, curve, link=wide).spread == 8.0
+
+
+def test_torch_keeps_its_threads(quick: None, executor: HostExecutor) -> None:
+    before = torch.get_num_threads()
+    measure_costs(SHAPE, LAYOUT, executor, DENSE_BYTES)
+    assert torch.get_num_threads() == before
+
+
+def test_times_of_a_device_are_its_own(quick: None, executor: HostExecutor) -> None:
+    """What an emulated device is told to take is the least that can be measured."""
+    speeds = EmulatedSpeeds(
+        1e12, link_latency_s=5e-4, host_slowdown=3.0, device_s=Curve([(1, 1e-4)])
+    )
+    num_slots = 4
+    arena = Arena(num_slots * LAYOUT.num_bytes)
+    device = EmulatedDevice(arena, LAYOUT, num_slots, speeds)
+    try:
+        costs, measurements = measure_costs(SHAPE, LAYOUT, executor, DENSE_BYTES, device=device)
+    finally:
+        device.close()
+    assert costs.link_s >= 5e-4
+    assert costs.host_s.at(1) >= 3e-4
+    assert costs.device_s.at(1) > 0 and costs.sync_s > 0
+    assert measurements.link is not None and costs.fetch_s == measurements.link.median_s
+    slots = [arena.bytes[i * LAYOUT.num_bytes :][: LAYOUT.num_bytes] for i in range(num_slots)]
+    assert all(slot.any() for slot in slots)  # every slot was copied into
+
+
+def test_too_little_memory_is_refused_with_the_numbers(
+    executor: HostExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "available_memory_bytes", lambda: 1 << 20)
+    with pytest.raises(PlanError, match=r"256\.0 MiB .* 512\.0 KiB"):
+        measure_costs(SHAPE, LAYOUT, executor, DENSE_BYTES, least_cold_bytes=256 << 20)
+
+
+def test_a_layer_s_dense_weights_are_counted_by_its_number() -> None:
+    def entry(*shape: int) -> TensorEntry:
+        return TensorEntry(0, 0, 0, "F32", shape)
+
+    dense = {
+        "model.embed_tokens.weight": entry(100, 8),
+        "model.layers.1.self_attn.q_proj.weight": entry(8, 8),
+        "model.layers.1.norm.weight": entry(8),
+        "model.layers.11.self_attn.q_proj.weight": entry(8, 8),
+    }
+    assert layer_dense_bytes(dense, 1, item_bytes=2) == 2 * (64 + 8)
+    assert layer_dense_bytes(dense, 11, item_bytes=4) == 4 * 64
+
+
+# What is kept.
+
+HERE = Machine("Abacus 9", 4, 1 << 34, "Linux 7", None)
+KEY = CostKey.of(HERE, SHAPE, LAYOUT, DENSE_BYTES)
+SOME = Timing(2e-3, 1e-3, 4e-3, 5)
+MEASUREMENTS = Measurements(LAYOUT.num_bytes, (Point(1, SOME),), (Point(1, SOME), Point(8, SOME)))
+STORED = Stored(MEASUREMENTS, "2026-11-21T10:00:00+00:00")
+
+seconds = st.floats(0, 1e6, allow_nan=False)
+
+
+@st.composite
+def timings(draw: st.DrawFn) -> Timing:
+    least_s, median_s, most_s = sorted(draw(st.tuples(seconds, seconds, seconds)))
+    return Timing(median_s, least_s, most_s, draw(st.integers(1, 99)))
+
+
+@st.composite
+def curves(draw: st.DrawFn, least: int = 1) -> tuple[Point, ...]:
+    counts = sorted(draw(st.sets(st.integers(1, 512), min_size=least, max_size=4)))
+    return tuple(Point(count, draw(timings())) for count in counts)
+
+
+@given(
+    host=curves(),
+    dense=curves(),
+    device=curves(least=0),
+    others=st.tuples(*[st.none() | timings()] * 3),
+    is_direct=st.booleans(),
+)
+def test_what_is_kept_comes_back(
+    host: tuple[Point, ...],
+    dense: tuple[Point, ...],
+    device: tuple[Point, ...],
+    others: tuple[Timing | None, ...],
+    is_direct: bool,
+) -> None:
+    measurements = Measurements(LAYOUT.num_bytes, host, dense, device, *others, is_direct)
+    stored = Stored(measurements, STORED.date)
+    save(KEY, stored)
+    assert load(KEY) == stored
+    assert stored.costs.host_s.at(host[0].num_tokens) == host[0].timing.median_s
+
+
+def test_a_file_says_what_it_is_of(cache: Path) -> None:
+    save(KEY, STORED)
+    assert [path.parent for path in cache.rglob("*.json")] == [cache / "costs"]
+    of = json.loads(KEY.path.read_text())["of"]
+    assert of["machine"]["cpu"] == "Abacus 9" and of["hidden_size"] == 64
+    assert of["dtype"] == "float32" and of["version"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"machine": dataclasses.replace(HERE, cpu="Abacus 10")},
+        {"machine": dataclasses.replace(HERE, gpu="Loom")},
+        {"dtype": "bfloat16"},
+        {"dense_bytes": 1},
+        {"device": "cuda"},
+        {"checkpoint": "/models/a"},
+    ],
+)
+def test_another_machine_or_model_has_its_own(changes: dict[str, Any]) -> None:
+    save(KEY, STORED)
+    assert load(dataclasses.replace(KEY, **changes)) is None
+
+
+def test_another_machine_s_file_under_this_one_s_name_is_refused() -> None:
+    other = dataclasses.replace(KEY, machine=dataclasses.replace(HERE, num_cores=8))
+    save(other, STORED)
+    other.path.rename(KEY.path)
+    with pytest.raises(StorageError, match="another machine"):
+        load(KEY)
+
+
+def damaged(change: Callable[[Any], None]) -> str:
+    save(KEY, STORED)
+    content = json.loads(KEY.path.read_text())
+    change(content)
+    return json.dumps(content)
+
+
+DAMAGES: list[Callable[[Any], None]] = [
+    lambda c: c.pop("measurements"),
+    lambda c: c.update(measurements=[]),
+    lambda c: c.update(date=5),
+    lambda c: c.update(date="yesterday"),
+    lambda c: c["measurements"].update(host=[]),
+    lambda c: c["measurements"].update(host=None),
+    lambda c: c["measurements"].update(expert_bytes=1),
+    lambda c: c["measurements"].update(is_read_direct=1),
+    lambda c: c["measurements"].update(link=[1.0, 1.0, 1.0]),
+    lambda c: c["measurements"].update(link=[-1.0, -1.0, 1.0, 3]),
+    lambda c: c["measurements"].update(link=[float("nan"), 1.0, 1.0, 3]),
+    lambda c: c["measurements"].update(link=[float("inf"), 1.0, float("inf"), 3]),
+    lambda c: c["measurements"].update(link=[5.0, 1.0, 2.0, 3]),
+    lambda c: c["measurements"].update(link=["1", 1.0, 2.0, 3]),
+    lambda c: c["measurements"].update(link=[True, 1, 2, 3]),
+    lambda c: c["measurements"]["host"][0].__setitem__(0, 0),
+    lambda c: c["measurements"]["dense"].reverse(),
+]
+
+
+@pytest.mark.parametrize("change", DAMAGES)
+def test_a_damaged_file_is_a_typed_error(change: Callable[[Any], None]) -> None:
+    text = damaged(change)
+    KEY.path.write_text(text)
+    with pytest.raises(StorageError, match=KEY.path.name):
+        load(KEY)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "\xff", '{"of": 1, "of": 2}'])
+def test_what_is_no_object_is_a_typed_error(text: str) -> None:
+    KEY.path.parent.mkdir(parents=True)
+    KEY.path.write_text(text, encoding="latin-1")
+    with pytest.raises(StorageError, match=KEY.path.name):
+        load(KEY)
+
+
+class Count:
+    """Measures nothing, and counts how often."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self) -> Measured:
+        self.num_calls += 1
+        return Measured(MEASUREMENTS.costs(), MEASUREMENTS)
+
+
+def test_costs_are_measured_once_unless_asked_for_anew() -> None:
+    count = Count()
+    first = stored_or_measured(KEY, count)
+    assert stored_or_measured(KEY, count) == first and count.num_calls == 1
+    stored_or_measured(KEY, count, is_fresh=True)
+    assert count.num_calls == 2
+
+
+def test_damage_is_said_and_mended(caplog: pytest.LogCaptureFixture) -> None:
+    KEY.path.parent.mkdir(parents=True)
+    KEY.path.write_text("{")
+    count = Count()
+    with caplog.at_level(logging.WARNING, "lowtide"):
+        stored = stored_or_measured(KEY, count)
+    assert "Measuring again" in caplog.text and KEY.path.name in caplog.text
+    assert load(KEY) == stored and count.num_calls == 1
+
+
+def test_a_cache_that_cannot_be_written_costs_only_the_keeping(
+    cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.parent.mkdir()
+    cache.write_text("in the way")
+    with caplog.at_level(logging.WARNING, "lowtide"):
+        assert stored_or_measured(KEY, Count()).measurements == MEASUREMENTS
+    assert "this run only" in caplog.text
+
+
+def test_an_interrupted_write_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(path: Path, target: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(KEY, STORED)
+    assert list(KEY.path.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize("given", ["", "relative/cache"])
+def test_the_cache_is_the_user_s(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", given)
+    assert cache_folder() == Path.home() / ".cache" / "lowtide"
+
+
+# `lowtide doctor`.
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["doctor", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_doctor_says_what_a_model_costs_and_keeps_it(quick: None, cache: Path) -> None:
+    told = json.loads(run("demo:diffusion", "--json"))
+    assert told["machine"]["cpu"] == this_machine().cpu
+    assert [rate["unit"] for rate in told["rates"][:4]] == ["B", "FLOP", "FLOP", "B"]
+    assert all(rate["per_s"] > 0 for rate in told["rates"])
+    [costs] = told["costs"]
+    assert costs["name"] == "demo:diffusion" and costs["link"] is None
+    assert costs["disk_read"]["median_s"] > 0
+    assert costs["host"][0]["num_tokens"] == 1 and costs["host"][0]["median_s"] > 0
+    assert not told["skipped"]
+    assert len(list((cache / "costs").iterdir())) == 1
+    assert list(cache.iterdir()) == [cache / "costs"]  # the scratch file has gone
+    assert json.loads(run("demo:diffusion", "--json"))["costs"] == [costs]
+
+
+def test_doctor_measures_again_when_told(quick: None) -> None:
+    first = json.loads(run("demo:diffusion", "--json"))["costs"]
+    assert json.loads(run("demo:diffusion", "--fresh", "--json"))["costs"] != first
+
+
+def test_doctor_in_words(quick: None) -> None:
+    text = run("demo:diffusion")
+    assert this_machine().cpu in text
+    assert "memory copy" in text and "not known" in text
+    assert "demo:diffusion: experts of 48.0 KiB, bfloat16" in text
+    assert "read in" in text
+
+
+def test_doctor_says_when_repeats_disagree(monkeypatch: pytest.MonkeyPatch, quick: None) -> None:
+    point = Point(1, Timing(1e-3, 1e-3, 5e-3, 3))
+    restless = Measurements(48 << 10, (point,), (point,))
+    measured = Measured(restless.costs(), restless)
+    monkeypatch.setattr(doctor, "measure_costs", lambda *args, **options: measured)
+    assert "400% of their median apart" in run("demo:diffusion")
+
+
+def test_an_emulated_device_is_named_and_never_kept(quick: None, cache: Path) -> None:
+    given = ("link_latency_us=100", "link_GBps=10", "host_slowdown=1")
+    options = ["--device", "emulated", *(f"--device-option={option}" for option in given)]
+    text = run("demo:diffusion", *options)
+    assert "emulated" in text and "fetched in" in text
+    assert not (cache / "costs").exists()
+
+
+def test_without_a_model_known_experts_are_measured_as_far_as_they_fit(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[MoEShape] = []
+
+    def fake(shape: MoEShape, layout: SlotLayout, *args: object, **options: object) -> Measured:
+        asked.append(shape)
+        if shape.expert_size > 10_000:
+            raise PlanError("too large for this machine")
+        of_layout = dataclasses.replace(MEASUREMENTS, expert_bytes=layout.num_bytes)
+        return Measured(of_layout.costs(), of_layout)
+
+    monkeypatch.setattr(doctor, "measure_costs", fake)
+    told = json.loads(run("--json"))
+    sizes = [(costs["hidden_size"], costs["expert_size"]) for costs in told["costs"]]
+    assert sizes == [(2048, 512), (2048, 768)] and len(asked) == 3
+    assert [skipped["name"] for skipped in told["skipped"]] == ["Mixtral-8x7B"]
+    assert "Mixtral-8x7B was not measured: too large" in run()
+
+
+def test_doctor_refuses_what_is_not_there() -> None:
+    result = CliRunner().invoke(app, ["doctor", "no/such/model", "--json"])
+    assert result.exit_code == 1 and "error" in json.loads(result.stdout)

@@ -18,6 +18,7 @@ FLOORS = (
     "lab",
     "llm",
     "engine",
+    "device_engine",
     "decode",
     "models",
     "layers",
@@ -28,7 +29,8 @@ FLOORS = (
 FRONT_DOORS = ("cli", "serve", "__main__")
 # Known to every room; they know only each other.
 FACTS = {"core", "params", "errors", "config", "checkpoint", "schemas", "tokenizer", "hub"}
-FACTS |= {"options", "dtypes", "json_file", "template_worker", "trace"}
+FACTS |= {"options", "dtypes", "json_file", "template_worker", "trace", "array_file", "profiles"}
+FACTS |= {"calibration"}
 BESIDE_EXPERTS = {"policies", "hardware"}
 # What `policies` and the planning half of `memory` may import besides the facts.
 PURE_FILES = ("policies", "memory.planner", "memory.budget")
@@ -111,6 +113,8 @@ def may_import(importer: str, imported: str) -> bool:
     if importer == "policies":
         return False
     floor = floor_of(importer)
+    if imported == "hardware":  # beside the experts, and built on them
+        return floor < FLOORS.index("experts")
     if imported in BESIDE_EXPERTS:
         return floor <= FLOORS.index("experts")
     return floor <= floor_of(imported)
@@ -193,6 +197,7 @@ def test_a_refusal_does_not_wait_for_torch() -> None:
 def test_the_rules_themselves() -> None:
     assert may_import("cli", "llm") and not may_import("llm", "cli")
     assert may_import("experts", "policies") and not may_import("policies", "experts")
+    assert may_import("hardware", "experts") and not may_import("experts", "hardware")
     assert not may_import("kernels", "memory") and not may_import("config", "llm")
     tree = ast.parse("from .. import llm\nfrom ..experts.store import Reader")
     names = [name for name, _ in imports(tree, "lowtide.cli")]

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from whole import Setting, Trajectories, answers, check_idle, same_bits
@@ -47,6 +48,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return synth("llada2", "tiny", tmp_path_factory.mktemp("invariance") / "model", seed=3)
 
 
+@pytest.fixture(scope="module", params=DTYPES)
+def resident(request: pytest.FixtureRequest, model: Path) -> Iterator[LLM]:
+    """The model with nothing to read, in each dtype."""
+    with EVERYTHING.open(model, dtype=request.param) as llm:
+        yield llm
+
+
+def dtype_of(llm: LLM) -> str | None:
+    return llm._engine.opened.options.dtype
+
+
 # Budgets, policies, order of reads: strict
 
 
@@ -71,8 +83,7 @@ def check_same(first: Answered, second: Answered) -> None:
     assert same_bits(first.logits, second.logits)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=15)
+@examples(10)
 @given(
     prompt=prompts,
     policy=policies,
@@ -83,7 +94,7 @@ def check_same(first: Answered, second: Answered) -> None:
 )
 def test_no_budget_policy_or_order_of_reads_changes_a_bit(
     model: Path,
-    dtype: str,
+    resident: LLM,
     prompt: list[int],
     policy: tuple[str, dict[str, str]],
     share: float,
@@ -92,16 +103,15 @@ def test_no_budget_policy_or_order_of_reads_changes_a_bit(
     order: int,
 ) -> None:
     params = SamplingParams(
-        max_tokens=40,
+        max_tokens=24,
         temperature=temperature,
         seed=order,
         diffusion=DiffusionParams(block_length=16, steps=8, threshold=threshold),
     )
-    with EVERYTHING.open(model, dtype=dtype) as llm:
-        expected = answer(llm, prompt, params)
+    expected = answer(resident, prompt, params)
     name, options = policy
     with reads_end_in_random_order(order):
-        with Setting(name, share, options).open(model, dtype=dtype) as llm:
+        with Setting(name, share, options).open(model, dtype=dtype_of(resident)) as llm:
             check_same(answer(llm, prompt, params), expected)
             # Warm: what the policy has kept by now makes no difference either.
             check_same(answer(llm, prompt, params), expected)
@@ -143,16 +153,14 @@ class _LateAnswer(Future[int]):
             self.set_result(self._read())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_no_number_of_compute_threads_changes_a_bit(
-    model: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+    model: Path, resident: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(max_tokens=40)
-    with EVERYTHING.open(model, dtype=dtype) as llm:
-        expected = answer(llm, [5, 17, 3], params)
+    expected = answer(resident, [5, 17, 3], params)
     for num_cores in (1, 3):
         monkeypatch.setattr("os.sched_getaffinity", lambda process, n=num_cores: range(n))
-        with Setting("tide", 0.3).open(model, dtype=dtype) as llm:
+        with Setting("tide", 0.3).open(model, dtype=dtype_of(resident)) as llm:
             assert llm._engine.executor.num_threads == num_cores
             check_same(answer(llm, [5, 17, 3], params), expected)
 
@@ -305,7 +313,7 @@ def check_same_but_for_ties(
     )
 
 
-@settings(max_examples=20)
+@examples(8)
 @given(batch=st.lists(wishes, min_size=2, max_size=5), share=st.floats(0, 1))
 def test_a_batch_is_its_requests_alone(model: Path, batch: list[Wish], share: float) -> None:
     with Setting("tide", share).open(model, dtype="float32") as llm:
@@ -317,7 +325,7 @@ def test_a_batch_is_its_requests_alone(model: Path, batch: list[Wish], share: fl
         check_idle(llm)
 
 
-@settings(max_examples=15)
+@examples(8)
 @given(batch=st.lists(wishes, min_size=1, max_size=3), share=st.floats(0, 1))
 def test_cached_is_recomputed(model: Path, batch: list[Wish], share: float) -> None:
     setting = Setting("lru", share)

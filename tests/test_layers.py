@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -162,6 +163,7 @@ def sequences(draw: st.DrawFn) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "layers"), [(4, 2, 1), (3, 1, 2), (2, 2, 1)])
+@examples(25)
 @given(wanted=sequences(), seed=st.integers(0, 10**6))
 def test_attention_is_block_causal_for_every_segment(
     heads: int, kv_heads: int, layers: int, wanted: list[tuple[int, int, int]], seed: int

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowtide.errors import UnsupportedError, UsageError
+from lowtide.errors import UsageError
 from lowtide.options import MAX_FILE_BYTES, OPTIONS, Group, Kind, resolve
 from lowtide.params import DiffusionParams, SamplingParams, field_names
 
@@ -148,8 +148,12 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_device_options_need_the_device_they_are_for() -> None:
-    with pytest.raises(UnsupportedError, match="emulated"):
+    with pytest.raises(UsageError, match="--device emulated"):
         resolve({"device_option": ["link_GBps=20"]}, {}).engine_options()
+    options = resolve(
+        {"device": "emulated", "device_option": ["link_GBps=20"]}, {}
+    ).engine_options()
+    assert options["device_options"] == {"link_GBps": "20"}
 
 
 @given(st.sampled_from(OPTIONS), st.text(max_size=20))

@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowtide.core import BoolArray, Demand, Moves, Step, StepKind
+from lowtide.core import BoolArray, Costs, Curve, Demand, Moves, Step, StepKind
 from lowtide.errors import UsageError
+from lowtide.policies.catalogue import Setting, recipe
 from lowtide.policies.placement import LRU, Placement, Static, Tide
 from lowtide.policies.presets import (
-    DEFAULT_TAU,
     PRESETS,
+    OnDemand,
     check_policy,
     choose_preset,
-    make_placement,
-    parse_tau,
+    parse_options,
 )
 
 NUM_EXPERTS = 12
@@ -67,6 +67,16 @@ class Layer:
         self.is_resident[moves.admit] = True
         assert len(self.residents) <= self.capacity
         return moves
+
+
+COSTS = Costs(100, 4.0, Curve([(1, 3.0)]), Curve([(1, 1.0)]), Curve([(1, 1.0)]), 0.0)
+
+
+def make_placement(
+    preset: str, options: Mapping[str, str], capacity: Sequence[int], num_experts: int
+) -> Placement:
+    setting = Setting(capacity, num_experts, COSTS, **parse_options(options))  # type: ignore[arg-type]
+    return recipe(preset).placement(setting)
 
 
 def make(preset: str, capacity: Sequence[int]) -> Placement:
@@ -209,12 +219,12 @@ def test_static_keeps_what_it_is_told() -> None:
 def test_presets_make_what_they_name() -> None:
     assert isinstance(make_placement("tide", {}, [3], NUM_EXPERTS), Tide)
     assert isinstance(make_placement("lru", {}, [3], NUM_EXPERTS), LRU)
-    for name in ("static", "resident"):
-        assert make_placement(name, {}, [3], NUM_EXPERTS).initial(0).tolist() == [0, 1, 2]
+    everyone = list(range(NUM_EXPERTS))
+    for name, first in (("static", [0, 1, 2]), ("resident", everyone), ("all-host", [])):
+        assert make_placement(name, {}, [3], NUM_EXPERTS).initial(0).tolist() == first
 
 
 def test_tau_reaches_the_policy() -> None:
-    assert DEFAULT_TAU == 4
     for options, refreshes in (({}, [0, 4, 8]), ({"tau": "3"}, [0, 3, 6, 9])):
         layer = Layer(make_placement("tide", options, [1], NUM_EXPERTS), 0, 1)
         moved = [index for index in range(10) if len(layer.step(denoise(index), {index: 1}).admit)]
@@ -228,7 +238,8 @@ def test_auto_is_resident_if_everything_fits_else_tide() -> None:
         assert choose_preset(name, everything_fits=True)[0] == name
     for name in set(PRESETS) - {"auto", "resident"}:
         assert choose_preset(name, everything_fits=False)[0] == name
-    with pytest.raises(UsageError, match="--host-memory.*--policy tide"):
+    assert choose_preset("auto", everything_fits=False, has_device=True)[0] == "lowtide"
+    with pytest.raises(UsageError, match="full_bytes.*--policy tide"):
         choose_preset("resident", everything_fits=False)
 
 
@@ -246,7 +257,7 @@ def test_unknown_options_are_refused_by_name(name: str, options: dict[str, str])
 
 @pytest.mark.parametrize("tau", ["0", "-1", "4.0", "", "four", "1e3", "1000000", "9" * 5000, "²"])
 def test_a_wrong_tau_is_refused(tau: str) -> None:
-    with pytest.raises(UsageError, match="tau must be a whole number of steps from 1 to 999999"):
+    with pytest.raises(UsageError, match="tau must be a whole number from 1 to 999999, or auto"):
         check_policy("tide", {"tau": tau})
 
 
@@ -254,7 +265,27 @@ def test_a_wrong_tau_is_refused(tau: str) -> None:
 def test_a_right_tau_is_taken(tau: str) -> None:
     check_policy("tide", {"tau": tau})
     check_policy("auto", {"tau": tau})
-    assert parse_tau({"tau": tau}) == int(tau)
+    assert parse_options({"tau": tau}) == {"tau": int(tau)}
+
+
+def test_tau_may_follow_the_drift() -> None:
+    assert parse_options({"tau": "auto"}) == {"online_tau": True}
+    check_policy("lowtide", {"tau": "auto", "num_prefetch": "0"})
+
+
+WITHIN_CAPACITY = sorted(PRESETS.keys() - {"auto", "resident", "layer-split"})
+
+
+@pytest.mark.parametrize("preset", WITHIN_CAPACITY)
+@given(trace=traces, capacity=st.integers(0, NUM_EXPERTS))
+def test_with_one_processor_every_preset_admits_only_what_is_read_anyway(
+    preset: str,
+    trace: list,  # type: ignore[type-arg]
+    capacity: int,
+) -> None:
+    layer = Layer(OnDemand(make_placement(preset, {}, [capacity], NUM_EXPERTS)), 0, capacity)
+    for step, hits in trace:
+        layer.step(step, hits)
 
 
 def test_policies_and_the_plan_import_no_torch() -> None:

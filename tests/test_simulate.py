@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from lowtide.core import Costs, Curve, MoEShape, Step, StepKind
 from lowtide.errors import UsageError
-from lowtide.lab.profiles import load_profile, parse_profile, profile_names
 from lowtide.lab.simulate import Report, calibrate, compare, simulate
 from lowtide.lab.synth_trace import synth_trace
 from lowtide.policies.assignment import AllFetch, AllHost, Greedy
@@ -19,6 +18,7 @@ from lowtide.policies.catalogue import CATALOGUE, Recipe, Setting, recipe
 from lowtide.policies.placement import Static, Tide
 from lowtide.policies.prefetch import Gate, PreviousStep
 from lowtide.policies.tau import auto_tau
+from lowtide.profiles import load_profile, parse_profile, profile_names
 from lowtide.trace import Trace, TraceShape, TraceWriter
 
 FIXED = Costs(

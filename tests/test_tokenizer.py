@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide import tokenizer as module
@@ -251,7 +252,7 @@ def test_files_that_are_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         Tokenizer.load(tmp_path)
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(st.text(max_size=50))
 def test_content_is_never_a_template(content: str) -> None:
     assert render("{{ messages[0].content }}", {"messages": [{"content": content}]}, 999) == content

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 from lowtide.cli.main import app
 from lowtide.experts import runtime
 from lowtide.kernels import reference
+from lowtide.lab import verify as verify_module
 from lowtide.lab.verify import LOSSLESS_PRESETS, NUM_BUDGETS, verify
 
 MODEL = Path(__file__).parent / "goldens" / "llada2-a"
@@ -39,7 +41,8 @@ def test_a_broken_promise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {verdict.first_layer for verdict in verdicts} == {1}
 
 
-def test_the_command_prints_one_object() -> None:
+def test_the_command_prints_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify_module, "verify", partial(verify, max_tokens=8))
     result = CliRunner().invoke(app, ["verify", str(MODEL), "--context", "128", "--json"])
     assert result.exit_code == 0
     assert json.loads(result.stdout)["is_same"] is True

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lowtide import llm as llm_module
-from lowtide.core import Step
+from lowtide.core import MemoryPlan, Step
 from lowtide.decode.block_diffusion import BlockDiffusion, Finished, Request
 from lowtide.experts.rows import Routing
 from lowtide.experts.store import FileReader, Read, Ticket
@@ -64,8 +64,19 @@ SETTINGS = [
 
 def budget_bytes(folder: Path, share: float, **options: object) -> int:
     """The budget that lies `share` of the way from `minimum_bytes` to `full_bytes`."""
-    plan = plan_model(folder, **options)
+    plan = _plan(folder, **options)
     return plan.minimum_bytes + int((plan.full_bytes - plan.minimum_bytes) * share)
+
+
+def _plan(folder: Path, **options: object) -> MemoryPlan:
+    """Made once for each folder and its options."""
+    key = repr((folder, sorted(options.items())))
+    if key not in _PLANS:
+        _PLANS[key] = plan_model(folder, **options)
+    return _PLANS[key]
+
+
+_PLANS: dict[str, MemoryPlan] = {}
 
 
 def answers(llm: LLM, requests: Sequence[Request]) -> tuple[list[Finished], Trajectories]:

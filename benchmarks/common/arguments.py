@@ -10,13 +10,16 @@ from pathlib import Path
 from lowtide.errors import LowtideError
 
 
-def make_parser(description: str | None, size: str) -> argparse.ArgumentParser:
-    """A parser with `--model`, `--out` and `--quick`; `size` is the synthetic model's."""
+def make_parser(
+    description: str | None, size: str, family: str = "llada2"
+) -> argparse.ArgumentParser:
+    """A parser with `--model`, `--out` and `--quick`; `family` and `size` are the synthetic
+    model's."""
     parser = argparse.ArgumentParser(description=(description or "").split("\n\n")[0])
     parser.add_argument(
         "--model",
         type=Path,
-        help=f"model folder; made with `synth llada2 --size {size}` where it does not exist "
+        help=f"model folder; made with `synth {family} --size {size}` where it does not exist "
         "(default: one in the user's cache)",
     )
     parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")

@@ -10,17 +10,17 @@ from lowtide.errors import UsageError
 from lowtide.lab.synth import synth
 
 
-def model_folder(given: Path | None, size: str) -> Path:
-    """The folder to measure: `given`, or a `synth llada2` of `size` in the cache.
+def model_folder(given: Path | None, size: str, family: str = "llada2") -> Path:
+    """The folder to measure: `given`, or a `synth` of `family` and `size` in the cache.
 
     Either is made when it does not exist yet; `synth` checks the free disk first. Raises
     UsageError for a folder that is not a model's.
     """
-    folder = given if given is not None else cache_folder() / f"llada2-{size}"
+    folder = given if given is not None else cache_folder() / f"{family}-{size}"
     if not folder.exists():
-        say(f"Making `synth llada2 --size {size}` in {folder} ...")
+        say(f"Making `synth {family} --size {size}` in {folder} ...")
         folder.parent.mkdir(parents=True, exist_ok=True)
-        synth("llada2", size, folder)
+        synth(family, size, folder)
     if not (folder / "config.json").is_file():
         raise UsageError(f"{folder} has no config.json; name a model's folder or a new one.")
     return folder

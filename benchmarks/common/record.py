@@ -12,7 +12,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import psutil
 import torch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -60,7 +59,7 @@ def machine() -> Mapping[str, object]:
     return {
         "cpu": _cpu_name(),
         "num_cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": psutil.virtual_memory().total,
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": torch.__version__,

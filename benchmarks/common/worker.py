@@ -126,6 +126,13 @@ def run_peer(settings: Settings) -> dict[str, Any]:
     return measure(settings)
 
 
+def run_causal(settings: Settings) -> dict[str, Any]:
+    """One autoregressive lane under a budget."""
+    from common.causal import measure
+
+    return measure(settings)
+
+
 def _counts(stats: ExpertStats, transfer: TimedTransfer) -> dict[str, float]:
     return {**stats.as_dict(), "outstanding_s": transfer.outstanding_s}
 
@@ -133,6 +140,7 @@ def _counts(stats: ExpertStats, transfer: TimedTransfer) -> dict[str, float]:
 TASKS: Mapping[str, Callable[[Settings], dict[str, Any]]] = {
     "lowtide": run_lowtide,
     "peer": run_peer,
+    "causal": run_causal,
 }
 
 

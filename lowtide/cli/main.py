@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 
 from lowtide import __version__
+from lowtide.cli.calibrate import calibrate
 from lowtide.cli.chat import chat
 from lowtide.cli.command import EXIT_INTERRUPTED
+from lowtide.cli.doctor import doctor
 from lowtide.cli.generate import generate
 from lowtide.cli.models import ls, pull, synth
 from lowtide.cli.plan import plan
@@ -22,7 +24,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,  # a fault of ours is shown as Python shows it
 )
-for verb in (generate, chat, plan, verify, simulate, synth, pull, ls):
+for verb in (generate, chat, plan, doctor, verify, calibrate, simulate, synth, pull, ls):
     app.command(verb.__name__)(verb)
 
 

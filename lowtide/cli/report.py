@@ -37,7 +37,8 @@ def plan_table(plan: MemoryPlan) -> Group:
     table = Table(title="memory plan", title_justify="left", title_style="bold")
     table.add_column("part")
     for name, _ in tiers:
-        table.add_column(name, justify="right")
+        is_emulated = name == "gpu" and plan.device == "emulated"
+        table.add_column("emulated gpu" if is_emulated else name, justify="right")
     for part in ("dense", "kv_cache", "workspace", "ring"):
         sizes = [getattr(tier, part + "_bytes") for _, tier in tiers]
         table.add_row(part.replace("_", " "), *map(format_size, sizes))
@@ -105,7 +106,7 @@ def _slots(tier: TierPlan) -> str:
 def _facts(plan: MemoryPlan) -> str:
     residents = sum(plan.residents_per_layer)
     return (
-        f"policy {plan.policy} · {residents} of {plan.num_experts} experts resident · "
+        f"device {plan.device} · policy {plan.policy} · {residents} of {plan.num_experts} experts resident · "
         f"context {plan.context} tokens\n"
         f"least that runs {format_size(plan.minimum_bytes)} · "
         f"everything resident {format_size(plan.full_bytes)} · "

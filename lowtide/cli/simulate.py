@@ -16,6 +16,7 @@ from lowtide.errors import UsageError
 from lowtide.options import Group, Settings
 
 if TYPE_CHECKING:
+    from lowtide.calibration import Calibration
     from lowtide.lab.simulate import Report
     from lowtide.trace import Trace
 
@@ -35,16 +36,17 @@ def simulate(
     tau: Annotated[int, typer.Option(help="TIDE's refresh interval in steps.", min=1)] = 4,
     calibration: Annotated[
         Path | None,
-        typer.Option(help="A trace of another text, for presets that know expert frequencies."),
+        typer.Option(help="What calibrate wrote, for presets that know frequencies or features."),
     ] = None,
     *,
     settings: Settings,
 ) -> None:
     """Replay a trace in simulated time; nothing is computed."""
+    from lowtide.calibration import Calibration
     from lowtide.trace import Trace
 
     recorded = Trace.load(trace)
-    known = Trace.load(calibration) if calibration is not None else None
+    known = Calibration.load(calibration) if calibration is not None else None
     names = [name.strip() for name in presets.split(",") if name.strip()]
     if not names:
         raise UsageError("--presets names none; give at least one.")
@@ -53,39 +55,39 @@ def simulate(
         print(json_line({"trace": str(trace), "machine": machine, "runs": _objects(reports)}))
         return
     stdout_console().print(_table(reports, f"{machine}, {residents:.0%} of the experts"))
-    note = "simulated time of the MoE layers; prefetch gates err at published rates"
+    rates = "published" if known is None else "measured"
+    note = f"simulated time of the MoE layers; prefetch gates err at {rates} rates"
     stderr_console().print(note, style="dim")
 
 
 def _replay(
     recorded: Trace,
-    known: Trace | None,
+    known: Calibration | None,
     machine: str,
     presets: list[str],
     residents: float,
     tau: int,
 ) -> list[Report]:
     from lowtide.core import MoEShape
-    from lowtide.lab.profiles import load_profile
-    from lowtide.lab.simulate import calibrate, compare
+    from lowtide.lab.simulate import GATE_ACCURACY, compare, measured_accuracy
     from lowtide.policies.catalogue import Setting
+    from lowtide.profiles import load_profile
 
     shape = MoEShape(*recorded.shape)
     if not shape.hidden_size or not shape.expert_size:
         raise UsageError("The trace does not say how large an expert is; record it again.")
-    calibration = None
     if known is not None:
-        known.check(recorded.shape)
-        calibration = calibrate(known)
+        known.check(known.architecture, recorded.shape)
     setting = Setting(
         capacity=[round(residents * shape.num_experts)] * shape.num_layers,
         num_experts=shape.num_experts,
         costs=load_profile(machine).costs(shape),
-        frequency=calibration.frequency if calibration else None,
-        following=calibration.following if calibration else None,
+        frequency=known.frequency if known else None,
+        following=known.following if known else None,
         tau=tau,
     )
-    return compare(recorded, presets, setting)
+    accuracy = measured_accuracy(known) if known else GATE_ACCURACY
+    return compare(recorded, presets, setting, gate_accuracy=accuracy)
 
 
 def _objects(reports: list[Report]) -> list[dict[str, object]]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from lowtide.config.fields import Fields
 from lowtide.config.model import FAMILIES, Family, ModelConfig
 from lowtide.config.rope import Rope, mscale, read_rope
-from lowtide.dtypes import SAFETENSORS_NAME
+from lowtide.dtypes import MXFP4_BLOCK, SAFETENSORS_NAME
 from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.json_file import shown
 
@@ -52,6 +52,7 @@ class _Heads(NamedTuple):
     q_lora_rank: int = 0
     value_head_dim: int = 0
     softmax_factor: float = 1.0
+    windows: tuple[int, ...] = ()
 
 
 class _Routed(NamedTuple):
@@ -72,6 +73,8 @@ class _Routed(NamedTuple):
     has_bias: bool = False
     capacity: int = 0
     block_size: int = 0
+    is_clamped: bool = False
+    is_mxfp4: bool = False
 
 
 def _read_ling(
@@ -238,6 +241,61 @@ def _read_deepseek_v2(
     return _decoder(fields, architecture, eos_token_ids, _latent_heads(fields), routed)
 
 
+def _read_gpt_oss(
+    fields: Fields, architecture: str, eos_token_ids: tuple[int, ...] | None
+) -> ModelConfig:
+    fields.only("attention_bias", True)
+    fields.only("swiglu_alpha", 1.702)
+    fields.only("swiglu_limit", 7.0)
+    expert_size = fields.integer("intermediate_size", low=1, high=_MAX_WIDTH)
+    routed = _Routed(
+        expert_size=expert_size,
+        num_experts=fields.integer(*_EXPERT_COUNT_NAMES, low=1, high=_MAX_EXPERTS),
+        norm_topk_prob=True,
+        is_clamped=True,
+        is_mxfp4=_is_mxfp4(fields, expert_size),
+    )
+    heads = _heads(fields, can_yarn=True)
+    heads = heads._replace(has_qkv_bias=True, windows=_windows(fields))
+    return _decoder(fields, architecture, eos_token_ids, heads, routed)
+
+
+def _is_mxfp4(fields: Fields, expert_size: int) -> bool:
+    """Whether experts are published in MXFP4, which is unpacked as they are read."""
+    quantised = fields.raw("quantization_config")
+    if quantised is None:
+        return False
+    if not isinstance(quantised, dict):
+        raise fields.error("quantization_config", "must be an object")
+    Fields(quantised, "quantization_config.").only("quant_method", "mxfp4")
+    hidden_size = fields.integer("hidden_size", low=1, high=_MAX_WIDTH)
+    for width in (hidden_size, expert_size):
+        if width % MXFP4_BLOCK:
+            raise ConfigError(
+                f"config.json: MXFP4 experts of {hidden_size} by {expert_size} weights do not "
+                f"divide into blocks of {MXFP4_BLOCK}."
+            )
+    return True
+
+
+def _windows(fields: Fields) -> tuple[int, ...]:
+    """Each layer's sliding window; every other layer has one where the file does not say."""
+    num_layers = fields.integer("num_hidden_layers", low=1, high=_MAX_LAYERS)
+    window = fields.integer("sliding_window", low=1, high=_MAX_POSITIONS, default=128)
+    sizes = {"sliding_attention": window, "full_attention": 0}
+    kinds = fields.raw("layer_types")
+    if kinds is None:
+        return tuple(0 if layer % 2 else window for layer in range(num_layers))
+    if not isinstance(kinds, list | tuple) or len(kinds) != num_layers:
+        raise fields.error("layer_types", f"must be a list of {num_layers} kinds")
+    for kind in kinds:
+        if not isinstance(kind, str) or kind not in sizes:
+            raise UnsupportedError(
+                f"config.json: layer_types has {shown(kind)}; supported: {', '.join(sizes)}."
+            )
+    return tuple(sizes[kind] for kind in kinds)
+
+
 def _deepseek_groups(fields: Fields, num_experts: int) -> tuple[int, int]:
     num_groups = fields.integer("n_group", low=1, high=num_experts, default=1)
     per_token = fields.integer("topk_group", low=1, high=num_experts, default=1)
@@ -288,7 +346,8 @@ def _decoder(
 ) -> ModelConfig:
     """Joins what a family says of its attention and experts with what all say alike."""
     fields.only("hidden_act", "silu")
-    _refuse_quantised(fields)
+    if not routed.is_mxfp4:
+        _refuse_quantised(fields)
     family = _ARCHITECTURES[architecture].family
     facts = FAMILIES[family]
     vocab_size = fields.integer("vocab_size", low=1, high=_MAX_VOCAB)
@@ -334,6 +393,9 @@ def _decoder(
         q_lora_rank=heads.q_lora_rank,
         value_head_dim=heads.value_head_dim,
         softmax_factor=heads.softmax_factor,
+        windows=heads.windows,
+        has_clamped_experts=routed.is_clamped,
+        has_mxfp4_experts=routed.is_mxfp4,
     )
 
 
@@ -458,4 +520,5 @@ _ARCHITECTURES: Mapping[str, _Architecture] = {
     "MixtralForCausalLM": _Architecture("mixtral", _read_mixtral),
     "OlmoeForCausalLM": _Architecture("olmoe", _read_olmoe),
     "DeepseekV2ForCausalLM": _Architecture("deepseek_v2", _read_deepseek_v2),
+    "GptOssForCausalLM": _Architecture("gpt_oss", _read_gpt_oss),
 }

@@ -85,6 +85,10 @@ class ModelConfig:
     q_lora_rank: int = 0  # 0 = queries are projected in one step
     value_head_dim: int = 0
     softmax_factor: float = 1.0  # on the softmax scale, head_dim ** -0.5
+    # Per layer: so many positions a row sees, its own included, 0 = all; () = all in every layer.
+    windows: tuple[int, ...] = ()
+    has_clamped_experts: bool = False  # biased, with gpt-oss's activation
+    has_mxfp4_experts: bool = False  # as published: weights of four bits, blocks with scales
 
     def __post_init__(self) -> None:
         _check_attention(self)
@@ -153,8 +157,16 @@ class ModelConfig:
 
     @property
     def expert_elements(self) -> int:
-        """Weights of one routed expert: gate, up and down together."""
-        return 3 * self.hidden_size * self.expert_intermediate_size
+        """Weights of one routed expert: gate, up and down together, and their biases if any."""
+        matrices = 3 * self.hidden_size * self.expert_intermediate_size
+        biases = 2 * self.expert_intermediate_size + self.hidden_size
+        return matrices + (biases if self.has_clamped_experts else 0)
+
+    @property
+    def num_leading_layers(self) -> int:
+        """Layers from the first on until each kind of them has come."""
+        first_of_windows = [self.windows.index(window) for window in set(self.windows)]
+        return max([self.moe_layers[0], *first_of_windows]) + 1
 
     @property
     def query_size(self) -> int:
@@ -204,6 +216,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "mixtral": Family((2,), None, None),
         "olmoe": Family((50279,), None, None),
         "deepseek_v2": Family((100001,), None, None),
+        "gpt_oss": Family((200002,), None, None),
     }
 )
 

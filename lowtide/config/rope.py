@@ -18,7 +18,8 @@ class Yarn(NamedTuple):
 
     Dimensions that turn more than `beta_fast` times in `original_positions` keep their frequency,
     those that turn less than `beta_slow` times have it divided by `factor`, the others lie
-    between. Cosines and sines are multiplied by `amplitude`.
+    between: the ends of that ramp are whole pairs if it `is_rounded`. Cosines and sines are
+    multiplied by `amplitude`.
     """
 
     factor: float
@@ -26,6 +27,7 @@ class Yarn(NamedTuple):
     beta_fast: float
     beta_slow: float
     amplitude: float
+    is_rounded: bool = True
 
 
 class Rope(NamedTuple):
@@ -81,7 +83,6 @@ def _rotary_dim(fields: Fields, head_dim: int, factor: float | None) -> int:
 
 def _yarn(inner: Fields, max_positions: int) -> tuple[Yarn, float]:
     factor = inner.number("factor", low=1.0, high=1e6)
-    inner.only("truncate", True)
     own, everywhere = (
         inner.optional_number(name, low=0.0, high=100.0) for name in ("mscale", "mscale_all_dim")
     )
@@ -96,6 +97,7 @@ def _yarn(inner: Fields, max_positions: int) -> tuple[Yarn, float]:
         beta_fast=inner.optional_number("beta_fast", low=0.0, high=1e6) or 32.0,
         beta_slow=inner.optional_number("beta_slow", low=0.0, high=1e6) or 1.0,
         amplitude=mscale(factor, 1.0) if amplitude is None else amplitude,
+        is_rounded=inner.boolean("truncate", default=True),
     )
     return yarn, everywhere or 0.0
 

@@ -18,6 +18,11 @@ from typing import Protocol
 
 import torch
 
+from lowtide.errors import InternalError
+
+DRAIN_LIMIT_S = 60.0
+"""After a failure, what is under way may take this long to end."""
+
 Work = Callable[[], None]
 
 
@@ -42,12 +47,15 @@ class Executor(Protocol):
 class HostExecutor:
     """Owns the compute threads; does not know what they compute."""
 
-    def __init__(self, num_experts_per_token: int) -> None:
-        """As many threads as one token's experts keep busy; more cores go into each product."""
-        num_cores = len(os.sched_getaffinity(0))
+    def __init__(self, num_experts_per_token: int, num_cores: int | None = None) -> None:
+        """As many threads as one token's experts keep busy; more cores go into each product.
+
+        `num_cores`: what to use of the machine, by default all that this process may use.
+        """
+        num_cores = num_cores or len(os.sched_getaffinity(0))
         self.num_threads = max(1, min(num_cores, num_experts_per_token))
         cores_per_thread = max(1, num_cores // self.num_threads)
-        with _process_threads_kept():
+        with process_threads_kept():
             self._pool = ThreadPoolExecutor(
                 self.num_threads, "lowtide-compute", torch.set_num_threads, (cores_per_thread,)
             )
@@ -75,7 +83,7 @@ class HostExecutor:
     @contextmanager
     def in_charge(self) -> Iterator[None]:
         """Meanwhile the calling thread's own operators stay on that thread."""
-        with _process_threads_kept():
+        with process_threads_kept():
             torch.set_num_threads(1)
             yield
 
@@ -103,21 +111,28 @@ class InlineExecutor:
         pass
 
 
-def drain(pool: ThreadPoolExecutor, num_threads: int) -> None:
+def drain(pool: ThreadPoolExecutor, num_threads: int, limit_s: float = DRAIN_LIMIT_S) -> None:
     """Waits until a pool of `num_threads` has ended all that was submitted to it.
 
     Needs no list of what that was: once all threads stand at one barrier, none is at work.
+    Raises InternalError after `limit_s`.
     """
     barrier = Barrier(num_threads)
     try:
-        wait([pool.submit(barrier.wait) for _ in range(num_threads)])
+        pending = wait([pool.submit(barrier.wait) for _ in range(num_threads)], limit_s).not_done
     except BaseException:
         barrier.abort()
         raise
+    if pending:
+        barrier.abort()
+        raise InternalError(
+            f"A thread has not ended its work within {limit_s:g} s; close the model, and look for "
+            "a disk or network drive that does not answer."
+        )
 
 
 @contextmanager
-def _process_threads_kept() -> Iterator[None]:
+def process_threads_kept() -> Iterator[None]:
     """Setting one thread's count also sets the default of the process: put it back."""
     num_threads = torch.get_num_threads()
     try:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowtide.checkpoint import Checkpoint, TensorEntry
 from lowtide.core import align_up
-from lowtide.dtypes import ITEM_BYTES, SAFETENSORS_NAME, is_finite
+from lowtide.dtypes import ITEM_BYTES, PACKED_DTYPE, SAFETENSORS_NAME, is_finite
 from lowtide.errors import CheckpointError, StorageError
 from lowtide.experts.store import FileReader, Piece, Read, Ticket
 from lowtide.memory.arena import Arena
@@ -70,7 +70,8 @@ def check_finite(checkpoint: Checkpoint, progress: Progress) -> None:
     total = sum(entry.num_bytes for entry in checkpoint.tensors.values())
     done = 0
     for name, entry in checkpoint.tensors.items():
-        if entry.dtype not in ITEM_BYTES:
+        is_scales = entry.dtype == PACKED_DTYPE and name.endswith("_scales")
+        if entry.dtype not in ITEM_BYTES and not is_scales:
             continue
         with open(checkpoint.files[entry.file], "rb", buffering=0) as file:
             for start in range(0, entry.num_bytes, _CHECK_BYTES):

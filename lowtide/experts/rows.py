@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core import IntArray, MoEShape
+from lowtide.kernels.routing import sort_pairs
 from lowtide.memory.workspace import Buffers
 
 
@@ -31,13 +32,7 @@ class ExpertRows:
 
     def __init__(self, experts: Tensor, num_experts: int) -> None:
         """experts [tokens, k] int64."""
-        flat = experts.reshape(-1)
-        order = torch.argsort(flat, stable=True)
-        part_of = torch.empty_like(flat)
-        part_of[order] = torch.arange(len(flat), device=flat.device)
-        self.token_of = order // experts.shape[1]
-        self.part_of = part_of.view(experts.shape)
-        self.counts = torch.bincount(flat, minlength=num_experts)
+        self.token_of, self.part_of, self.counts = sort_pairs(experts, num_experts)
         self._bounds: IntArray | None = None
 
     @property
@@ -47,9 +42,20 @@ class ExpertRows:
         The first use is the layer's one device-to-host synchronisation.
         """
         if self._bounds is None:
-            self._bounds = np.zeros(len(self.counts) + 1, np.int64)
-            np.cumsum(self.counts.cpu().numpy(), out=self._bounds[1:])
+            return self.learn(self.counts.cpu())
         return self._bounds
+
+    def learn(self, host_counts: Tensor) -> IntArray:
+        """Makes `bounds` known from a copy of `counts` in host memory."""
+        bounds = np.zeros(len(host_counts) + 1, np.int64)
+        np.cumsum(host_counts.numpy(), out=bounds[1:])
+        self._bounds = bounds
+        return bounds
+
+    @property
+    def is_known(self) -> bool:
+        """Whether `bounds` needs no synchronisation any more."""
+        return self._bounds is not None
 
     def pairs(self, expert: int) -> slice:
         """The sorted pairs of one expert."""

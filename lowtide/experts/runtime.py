@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
+from functools import partial
 from time import perf_counter
 from typing import Protocol
 
@@ -21,9 +22,9 @@ from torch import Tensor
 from lowtide.core import Demand, IntArray, MoEShape, Moves, Step
 from lowtide.errors import InternalError
 from lowtide.experts.executor import Executor
+from lowtide.experts.read_ahead import Arrival, ReadAhead
 from lowtide.experts.rows import ExpertBuffers, ExpertRows, Routing
 from lowtide.experts.slots import ExpertSlots, SlotLedger
-from lowtide.experts.store import Ticket
 from lowtide.experts.transfer import Transfer
 from lowtide.kernels.reference import combine, gated_mlp
 from lowtide.memory.workspace import Buffers
@@ -35,22 +36,27 @@ class ExpertStats:
     """What the runtime did, in counts, bytes and seconds since it was made."""
 
     num_hits: int = 0  # activated experts that were resident
-    num_misses: int = 0  # activated experts that had to be read
+    num_misses: int = 0  # activated experts that were not
     num_admitted: int = 0
     num_evicted: int = 0
+    num_ahead: int = 0  # of the misses, those whose read began before their layer did
+    num_wasted: int = 0  # reads that began before their layer did, for nothing
     read_bytes: int = 0
     wait_s: float = 0.0  # the computation stood still for a read
 
     def as_dict(self) -> dict[str, float]:
-        return {**asdict(self), "hit_rate": self.num_hits / max(1, self.num_hits + self.num_misses)}
+        num_activated = self.num_hits + self.num_misses
+        hit_rate = self.num_hits / num_activated if num_activated else 1.0
+        return {**asdict(self), "hit_rate": hit_rate}
 
 
 class Observer(Protocol):
     """Somebody who watches without taking part: a trace, a comparison."""
 
-    def saw_layer(self, layer: int, step: Step, routing: Routing, out: Tensor) -> None:
-        """After a layer's experts were summed: `out` [tokens, hidden] float32, valid until the
-        call returns."""
+    def saw_layer(self, layer: int, step: Step, x: Tensor, routing: Routing, out: Tensor) -> None:
+        """After a layer's experts were summed: `x` [tokens, hidden] compute dtype, what its router
+        and its experts were given, and `out` [tokens, hidden] float32, valid until the call
+        returns."""
         ...
 
 
@@ -71,6 +77,7 @@ class ExpertRuntime:
         self.ledger = ledger
         self.transfer = transfer
         self.executor = executor
+        self.read_ahead = ReadAhead(ledger, shape.num_experts)
         self._placement = placement
         self.observer: Observer | None = None
         self.stats = ExpertStats()
@@ -88,17 +95,26 @@ class ExpertRuntime:
         moves = self._placement.update(step, layer, demand, self.ledger.is_resident(layer))
         buffers = ExpertBuffers.take(workspace, self._shape, x)
         torch.index_select(x, 0, rows.token_of, out=buffers.parts)
-        self._run_all(layer, demand, moves, lambda e, slot: self._run(e, slot, rows, buffers))
+        use = partial(self._run, rows=rows, buffers=buffers)
+        self._run_all(layer, demand, moves, use, has_next=layer + 1 < self._shape.num_layers)
         self.stats.num_hits += int(demand.is_resident.sum())
         self.stats.num_misses += int((~demand.is_resident).sum())
         combine(buffers.parts, rows.part_of, routing.weights, buffers.term, buffers.term_fp32, out)
         if self.observer is not None:
-            self.observer.saw_layer(layer, step, routing, out)
+            self.observer.saw_layer(layer, step, x, routing, out)
 
     def preload(self, layer: int, experts: IntArray) -> None:
         """Makes absent `experts` of `layer` resident before the first step."""
         demand = Demand(experts, np.zeros_like(experts), np.zeros(len(experts), np.bool_))
-        self._run_all(layer, demand, Moves(experts, experts[:0]), lambda expert, slot: None)
+        moves = Moves(experts, experts[:0])
+        self._run_all(layer, demand, moves, lambda expert, slot: None, has_next=False)
+
+    def close(self) -> None:
+        """Its threads belong to others: nothing is left to end."""
+
+    def as_dict(self) -> dict[str, float]:
+        """What it did since it was made."""
+        return self.stats.as_dict()
 
     def _demand(self, layer: int, rows: ExpertRows) -> Demand:
         num_tokens = np.diff(rows.bounds)
@@ -112,21 +128,36 @@ class ExpertRuntime:
         gated_mlp(parts, self._slots.weights(slot), buffers.gate[pairs], buffers.up[pairs], parts)
 
     def _run_all(
-        self, layer: int, demand: Demand, moves: Moves, use: Callable[[int, int], None]
+        self,
+        layer: int,
+        demand: Demand,
+        moves: Moves,
+        use: Callable[[int, int], None],
+        has_next: bool,
     ) -> None:
         """Calls `use(expert, slot)` for every demanded expert, on compute threads.
 
-        Reads of absent experts start as slots come free, and so overlap the use of those present.
+        Reads of absent experts start as slots come free, and so overlap the use of those present;
+        once all have started, those expected of the next layer do, where it `has_next`.
         After its use an expert is kept, evicted or dropped, as `moves` says.
         """
         pass_ = _LayerPass(self, layer, demand, moves, use)
         try:
             pass_.start()
-            while pass_.advance():
+            if has_next:
+                self.read_ahead.expect(layer + 1, demand)
+            is_busy = True
+            while is_busy:
                 pass_.start_reads()
+                is_busy = pass_.advance()
+            pass_.start_reads()  # ahead, into the last slots that came free
         except BaseException:
             pass_.abandon()
             raise
+
+
+LOOK_S = 1e-3
+"""How often used experts' slots are looked for: about as long as one of many tokens takes."""
 
 
 class _LayerPass:
@@ -152,8 +183,9 @@ class _LayerPass:
         self._evict = frozenset(moves.evict.tolist())
         self._demanded = frozenset(demand.experts.tolist())
         self._residents = demand.experts[demand.is_resident].tolist()
-        self._waiting = deque(demand.experts[~demand.is_resident].tolist())
-        self._arriving: deque[tuple[int, int, Ticket]] = deque()
+        self._absent = demand.experts[~demand.is_resident].tolist()
+        self._waiting = deque(self._absent)
+        self._arriving: deque[Arrival] = deque()
         self._ready: deque[tuple[int, int]] = deque()
         self._used: deque[int] = deque()
         self._slots: dict[int, int] = {}  # of experts that are ready or used, not yet settled
@@ -164,6 +196,7 @@ class _LayerPass:
         ledger, layer = self._runtime.ledger, self._layer
         for expert in sorted(self._evict - self._demanded):
             self._evict_now(expert)
+        self._claim()
         self.start_reads()
         for expert in self._residents:
             slot = ledger.slot_of(layer, expert)
@@ -174,18 +207,21 @@ class _LayerPass:
             self._start_work()
 
     def start_reads(self) -> None:
-        """Gives every free slot to an expert that waits for one."""
+        """Gives every free slot to an expert that waits for one, then to the next layer's."""
         ledger, transfer = self._runtime.ledger, self._runtime.transfer
         while self._waiting and ledger.num_free:
             expert, slot = self._waiting.popleft(), ledger.take()
-            self._arriving.append((expert, slot, transfer.start(self._layer, expert, slot)))
+            ticket = transfer.start(self._layer, expert, slot)
+            self._arriving.append(Arrival(expert, slot, ticket))
+        if not self._waiting:
+            self._runtime.read_ahead.start_reads(transfer)
 
     def advance(self) -> bool:
         """Waits for the next arrival, or for work to end; False when all is settled."""
         if self._arriving:
             self._accept_arrival()
         elif self._work:
-            self._work[0].result()
+            self._await_use()
         elif self._waiting:
             raise InternalError(f"{len(self._waiting)} experts wait and no slot is free.")
         while self._work and self._work[0].done():
@@ -199,10 +235,28 @@ class _LayerPass:
         self._ready.clear()
         wait(self._work)
         wait(ticket for _, _, ticket in self._arriving if not ticket.cancel())
+        self._runtime.read_ahead.cancel()
         # Ctrl-C comes anywhere: what had just been started may not have been noted yet.
         self._runtime.executor.drain()
         self._runtime.transfer.drain()
         self._runtime.ledger.reclaim()
+
+    def _claim(self) -> None:
+        """Goes on with the reads that began before this layer did."""
+        read_ahead, stats = self._runtime.read_ahead, self._runtime.stats
+        num_begun = len(read_ahead)
+        self._arriving.extend(read_ahead.claim(self._layer, self._absent))
+        for arrival in self._arriving:
+            self._waiting.remove(arrival.expert)
+        stats.num_ahead += len(self._arriving)
+        stats.num_wasted += num_begun - len(self._arriving)
+
+    def _await_use(self) -> None:
+        """Waits for work to end, or looks in between for slots that a read ahead could have."""
+        if self._runtime.read_ahead.is_waiting:
+            wait([self._work[0]], timeout=LOOK_S)
+        else:
+            self._work[0].result()
 
     def _accept_arrival(self) -> None:
         expert, slot, ticket = self._arriving[0]

@@ -6,16 +6,21 @@ placement policy's; and neither moves bytes: that is a transfer's.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import itertools
+import math
+from collections import deque
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from lowtide.core import BoolArray, MoEShape, align_up
+from lowtide.core import BoolArray, IntArray, MoEShape, align_up
 from lowtide.errors import InternalError
-from lowtide.kernels.reference import ExpertWeights
+from lowtide.kernels.reference import ClampedWeights, ExpertWeights
 from lowtide.memory.arena import Arena
+from lowtide.schemas.schema import SlotTarget
 
 _NO_SLOT = -1
 
@@ -33,7 +38,7 @@ class SlotLedger:
         self._owner: list[tuple[int, int] | None] = [None] * num_slots
         self._is_taken = [False] * num_slots
         self._num_leases = [0] * num_slots
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._free = deque(range(num_slots))  # the one that was freed first is taken first
 
     @property
     def num_free(self) -> int:
@@ -59,7 +64,7 @@ class SlotLedger:
         """A free slot, now taken."""
         if not self._free:
             raise InternalError(f"All {self.num_slots} expert slots are in use.")
-        slot = self._free.pop()
+        slot = self._free.popleft()
         self._is_taken[slot] = True
         return slot
 
@@ -81,6 +86,17 @@ class SlotLedger:
     def is_bound(self, slot: int) -> bool:
         """Whether a slot holds a resident expert (and is not free or taken)."""
         return self._owner[slot] is not None
+
+    def is_leased(self, slot: int) -> bool:
+        """Whether the expert in `slot` is in use."""
+        return self._num_leases[slot] > 0
+
+    def slots_of(self, layer: int, experts: IntArray) -> IntArray:
+        """The slots of resident experts."""
+        slots: IntArray = self._slot_of[layer, experts]
+        if len(slots) and slots.min() == _NO_SLOT:
+            raise InternalError(f"Some of experts {experts} of MoE layer {layer} are in no slot.")
+        return slots
 
     def lease(self, slot: int) -> None:
         """Forbids the eviction of the expert bound to `slot` until the matching `release`."""
@@ -115,14 +131,14 @@ class SlotLedger:
                 self._owner[slot] = None
         self._is_taken = [False] * self.num_slots
         self._num_leases = [0] * self.num_slots
-        self._free = [slot for slot in reversed(range(self.num_slots)) if not self._owner[slot]]
+        self._free = deque(slot for slot in range(self.num_slots) if not self._owner[slot])
 
     def check_integrity(self) -> None:
         """Recounts every slot; raises InternalError if one is lost, shared or still leased."""
         owners = [(slot, owner) for slot, owner in enumerate(self._owner) if owner is not None]
         bound = [slot for slot, _ in owners]
         taken = [slot for slot, is_taken in enumerate(self._is_taken) if is_taken]
-        if sorted(bound + taken + self._free) != list(range(self.num_slots)):
+        if sorted([*bound, *taken, *self._free]) != list(range(self.num_slots)):
             raise InternalError(
                 f"{len(bound)} bound, {len(taken)} taken and {len(self._free)} free slots "
                 f"do not make {self.num_slots}."
@@ -141,24 +157,27 @@ class SlotLedger:
 
 
 class SlotLayout(NamedTuple):
-    """A slot is gate | up | down, each part on a 64-byte boundary, the same for every slot."""
+    """A slot is gate | up | down, each part on a 64-byte boundary, the same for every slot.
 
-    shapes: tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
+    Clamped experts have the biases of the three after them.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
-    offsets: tuple[int, int, int]
+    offsets: tuple[int, ...]
     num_bytes: int
 
     @classmethod
-    def of(cls, shape: MoEShape, dtype: torch.dtype) -> SlotLayout:
-        """The layout of a model's experts in the compute dtype."""
+    def of(cls, shape: MoEShape, dtype: torch.dtype, is_clamped: bool = False) -> SlotLayout:
+        """The layout of a model's experts in the compute dtype; `is_clamped`: see
+        `ClampedWeights`."""
         hidden, width = shape.hidden_size, shape.expert_size
-        part_bytes = align_up(hidden * width * dtype.itemsize)
-        return cls(
-            shapes=((width, hidden), (width, hidden), (hidden, width)),
-            dtype=dtype,
-            offsets=(0, part_bytes, 2 * part_bytes),
-            num_bytes=3 * part_bytes,
-        )
+        shapes: tuple[tuple[int, ...], ...] = ((width, hidden), (width, hidden), (hidden, width))
+        if is_clamped:
+            shapes += ((width,), (width,), (hidden,))
+        ends = [align_up(math.prod(part) * dtype.itemsize) for part in shapes]
+        offsets = (0, *itertools.accumulate(ends))
+        return cls(shapes, dtype, offsets[:-1], offsets[-1])
 
 
 class ExpertSlots:
@@ -167,25 +186,50 @@ class ExpertSlots:
     def __init__(self, arena: Arena, layout: SlotLayout) -> None:
         self._arena = arena
         self._array = arena.array()
-        self._weights: dict[int, ExpertWeights] = {}
+        self._weights: dict[int, ExpertWeights | ClampedWeights] = {}
         self.layout = layout
 
-    def weights(self, slot: int) -> ExpertWeights:
+    def weights(self, slot: int) -> ExpertWeights | ClampedWeights:
         """The matrices in a slot, as tensors over it: made once, since a slot never moves."""
         if slot not in self._weights:
             self._weights[slot] = self._make_weights(slot)
         return self._weights[slot]
 
-    def _make_weights(self, slot: int) -> ExpertWeights:
+    def _make_weights(self, slot: int) -> ExpertWeights | ClampedWeights:
         base = slot * self.layout.num_bytes
-        gate, up, down = (
+        parts = [
             self._arena.tensor(base + offset, shape, self.layout.dtype)
             for offset, shape in zip(self.layout.offsets, self.layout.shapes, strict=True)
-        )
-        return ExpertWeights(gate, up, down)
+        ]
+        return ExpertWeights(*parts) if len(parts) == 3 else ClampedWeights(*parts)
 
     def part(self, slot: int, part: int) -> NDArray[np.uint8]:
-        """The bytes of one part (0 gate, 1 up, 2 down) of a slot, without padding."""
-        rows, columns = self.layout.shapes[part]
+        """The bytes of one part (0 gate, 1 up, 2 down, then their biases) of a slot, without
+        padding."""
+        num_elements = math.prod(self.layout.shapes[part])
         start = slot * self.layout.num_bytes + self.layout.offsets[part]
-        return self._array[start : start + rows * columns * self.layout.dtype.itemsize]
+        return self._array[start : start + num_elements * self.layout.dtype.itemsize]
+
+    def in_file_order(self, slot: int, target: SlotTarget) -> NDArray[Any]:
+        """The bits of the elements of a target's parts, in the order in which they are stored.
+
+        [rows, parts, columns], or [columns, rows, parts] where that is transposed; a bias has
+        one column.
+        """
+        layout, item_bytes = self.layout, self.layout.dtype.itemsize
+        rows, columns = (*layout.shapes[target.first], 1)[:2]
+        last = target.first + target.num_parts - 1
+        step = layout.offsets[min(target.first + 1, last)] - layout.offsets[target.first]
+        parts: NDArray[Any] = np.ndarray(
+            (target.num_parts, rows, columns),
+            f"u{item_bytes}",
+            self._array.data,
+            slot * layout.num_bytes + layout.offsets[target.first],
+            (step, columns * item_bytes, item_bytes),
+        )
+        return parts.transpose((2, 1, 0) if target.is_transposed else (1, 0, 2))
+
+    def image(self, slot: int) -> Tensor:
+        """All bytes of a slot, as one contiguous tensor. [slot_bytes] uint8"""
+        start = slot * self.layout.num_bytes
+        return self._arena.bytes[start : start + self.layout.num_bytes]

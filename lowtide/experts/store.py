@@ -15,13 +15,13 @@ import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.core import align_up
-from lowtide.dtypes import ITEM_BYTES, convert
+from lowtide.dtypes import ITEM_BYTES, MXFP4_BLOCK, convert, convert_rows
 from lowtide.errors import StorageError
 from lowtide.experts.executor import drain
 from lowtide.memory.arena import Arena
@@ -53,6 +53,29 @@ class Read(NamedTuple):
     start: int
     num_bytes: int
     pieces: tuple[Piece, ...]
+
+
+class ArrayRead(NamedTuple):
+    """One contiguous byte range of one file that goes into an array of any strides.
+
+    target [rows, ...]: bits of `target_dtype` as unsigned integers; its C order is that of the
+    file. With `scales` the bytes are MXFP4 blocks, and those of the rows' scales begin there.
+    """
+
+    file: int
+    start: int
+    dtype: str  # of the elements in the file, if they are not MXFP4
+    target: NDArray[Any]
+    target_dtype: str
+    scales: tuple[int, int] | None = None  # file and start
+
+    def stored_bytes(self, num_elements: int) -> int:
+        if self.scales is not None:
+            return num_elements // 2
+        return num_elements * ITEM_BYTES[self.dtype]
+
+    def scale_bytes(self, num_elements: int) -> int:
+        return 0 if self.scales is None else num_elements // MXFP4_BLOCK
 
 
 Ticket = Future[int]
@@ -87,7 +110,7 @@ class FileReader:
         self._descriptors, self.is_direct = self._open()
         self._pool = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="lowtide-read")
 
-    def submit(self, reads: Sequence[Read]) -> Ticket:
+    def submit(self, reads: Sequence[Read | ArrayRead]) -> Ticket:
         """Starts reads, in order, on one thread; their targets must stay alive until it ends."""
         try:
             return self._pool.submit(self._run, reads)
@@ -145,15 +168,17 @@ class FileReader:
             self._buffers.put(buffer)
         return True
 
-    def _run(self, reads: Sequence[Read]) -> int:
+    def _run(self, reads: Sequence[Read | ArrayRead]) -> int:
         buffer = self._buffers.get()
         try:
             return sum(self._read(read, buffer) for read in reads)
         finally:
             self._buffers.put(buffer)
 
-    def _read(self, read: Read, buffer: NDArray[np.uint8]) -> int:
+    def _read(self, read: Read | ArrayRead, buffer: NDArray[np.uint8]) -> int:
         """One pull for all pieces, or, where the buffer is too small for that, piece by piece."""
+        if isinstance(read, ArrayRead):
+            return self._read_array(read, buffer)
         if read.num_bytes <= self._payload_bytes:
             payload = self._pull(read.file, read.start, read.num_bytes, buffer)
             for piece in read.pieces:
@@ -168,6 +193,24 @@ class FileReader:
             start = read.start + piece.offset + done
             _store(piece, done, self._pull(read.file, start, num_bytes, buffer))
         return piece.num_bytes
+
+    def _read_array(self, read: ArrayRead, buffer: NDArray[np.uint8]) -> int:
+        """As many rows at a time as the buffer holds, with their scales before them."""
+        row_size = read.target[0].size
+        row_bytes = read.stored_bytes(row_size) + read.scale_bytes(row_size)
+        num_rows = max(1, (self._payload_bytes - 2 * SECTOR_BYTES) // row_bytes)
+        for first in range(0, len(read.target), num_rows):
+            rows = read.target[first : first + num_rows]
+            scales, rest = None, buffer
+            if read.scales is not None:
+                file, start = read.scales
+                start += read.scale_bytes(first * row_size)
+                scales = self._pull(file, start, read.scale_bytes(rows.size), buffer)
+                rest = buffer[align_up(len(scales) + SECTOR_BYTES, SECTOR_BYTES) :]
+            start = read.start + read.stored_bytes(first * row_size)
+            stored = self._pull(read.file, start, read.stored_bytes(rows.size), rest)
+            convert_rows(stored, read.dtype, scales, rows, read.target_dtype)
+        return row_bytes * len(read.target)
 
     def _pull(
         self, file: int, start: int, num_bytes: int, buffer: NDArray[np.uint8]

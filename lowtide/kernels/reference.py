@@ -20,11 +20,33 @@ class ExpertWeights(NamedTuple):
     down: Tensor  # [hidden, expert_size]
 
 
-def gated_mlp(x: Tensor, weights: ExpertWeights, gate: Tensor, up: Tensor, out: Tensor) -> None:
+class ClampedWeights(NamedTuple):
+    """One expert of gpt-oss: biased, and gated by `clamped_swiglu`."""
+
+    gate: Tensor  # [expert_size, hidden]
+    up: Tensor  # [expert_size, hidden]
+    down: Tensor  # [hidden, expert_size]
+    gate_bias: Tensor  # [expert_size]
+    up_bias: Tensor  # [expert_size]
+    down_bias: Tensor  # [hidden]
+
+
+CLAMP_LIMIT = 7.0
+CLAMP_SLOPE = 1.702
+"""Of `clamped_swiglu`; every published gpt-oss has these."""
+
+
+def gated_mlp(
+    x: Tensor, weights: ExpertWeights | ClampedWeights, gate: Tensor, up: Tensor, out: Tensor
+) -> None:
     """`out = down(silu(gate(x)) * up(x))` for x [n, hidden]; gate, up [n, expert_size] are scratch.
 
     Rounds where the families' own code does: after each matrix product, SiLU and product.
+    Clamped weights make it `out = down(clamped_swiglu(gate(x), up(x)))`, every product biased.
     """
+    if isinstance(weights, ClampedWeights):
+        _clamped_mlp(x, weights, gate, up, out)
+        return
     torch.mm(x, weights.gate.t(), out=gate)
     torch.mm(x, weights.up.t(), out=up)
     silu_times(gate, up)
@@ -35,6 +57,26 @@ def silu_times(gate: Tensor, up: Tensor) -> None:
     """`gate = silu(gate) * up`, in place, rounded after each of the two."""
     F.silu(gate, inplace=True)
     gate.mul_(up)
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> None:
+    """`gate = (up + 1) * gate * sigmoid(slope * gate)`, in place, of clamped inputs.
+
+    gate is clamped from above, up on both sides; `up` is used up. gate * sigmoid(slope * gate) is
+    computed as silu(slope * gate) / slope, which needs no scratch and rounds as often.
+    """
+    gate.clamp_(max=CLAMP_LIMIT).mul_(CLAMP_SLOPE)
+    F.silu(gate, inplace=True)
+    up.clamp_(-CLAMP_LIMIT, CLAMP_LIMIT).add_(1)
+    gate.mul_(up).div_(CLAMP_SLOPE)
+
+
+def _clamped_mlp(x: Tensor, weights: ClampedWeights, gate: Tensor, up: Tensor, out: Tensor) -> None:
+    torch.mm(x, weights.gate.t(), out=gate)
+    torch.mm(x, weights.up.t(), out=up)
+    clamped_swiglu(gate.add_(weights.gate_bias), up.add_(weights.up_bias))
+    torch.mm(gate, weights.down.t(), out=out)
+    out.add_(weights.down_bias)
 
 
 def combine(
@@ -56,3 +98,31 @@ def combine(
         term_fp32.copy_(term)
         term_fp32.mul_(weights[:, j : j + 1])
         out.add_(term_fp32)
+
+
+class SortedPairs(NamedTuple):
+    """The (token, expert) pairs of a step, sorted by expert, tokens ascending within one."""
+
+    token_of: Tensor  # [tokens * k] int64: the token of each sorted pair
+    part_of: Tensor  # [tokens, k] int64: where a token's j-th pair went
+    counts: Tensor  # [num_experts] int64: pairs of each expert
+
+
+def sort_pairs(experts: Tensor, num_experts: int) -> SortedPairs:
+    """Sorts the pairs of experts [tokens, k] int64 by expert; waits for no device."""
+    flat = experts.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    part_of = torch.empty_like(flat)
+    part_of[order] = torch.arange(len(flat), device=flat.device)
+    # `bincount` would look for the largest id first, on the host.
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
+    counts.scatter_add_(0, flat, torch.ones_like(flat))
+    return SortedPairs(order // experts.shape[1], part_of.view(experts.shape), counts)
+
+
+def top_experts(rank: Tensor, num_chosen: int) -> Tensor:
+    """The experts of highest rank for each token: [tokens, num_chosen] int64, ascending ids.
+
+    rank [tokens, num_experts], floating point. Which of several equal ones is chosen is left open.
+    """
+    return rank.topk(num_chosen, sorted=False).indices.sort().values

@@ -41,7 +41,7 @@ class Recorder:
         self._block = 0
         self._last_index = -1
 
-    def saw_layer(self, layer: int, step: Step, routing: Routing, out: Tensor) -> None:
+    def saw_layer(self, layer: int, step: Step, x: Tensor, routing: Routing, out: Tensor) -> None:
         if layer == 0:
             self._begin(step, routing.experts.shape[0])
         self.writer.record(layer, routing.experts.cpu().numpy())

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import repeat
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from lowtide.calibration import GATES, Calibration
 from lowtide.core import (
     Assignment,
     BoolArray,
@@ -34,10 +36,16 @@ from lowtide.policies.placement import KeepsFetched
 from lowtide.policies.prefetch import Gate, PrefetchOutcome, count_following
 from lowtide.trace import Trace, count_hits, demand_of
 
-GATE_ACCURACY: Mapping[Gate, float] = {Gate.RAW: 0.75, Gate.RESIDUAL: 0.86}
-"""Share of routed experts that an early gate predicts rightly: about what DALI reports (means of
-its figures for Qwen and DeepSeek). A trace holds no features, so predictions are the truth with
-errors drawn at this rate; measure with a calibration before believing a prefetch."""
+GateAccuracies = Mapping[Gate, float | FloatArray]
+"""Share of routed experts that each early gate predicts rightly: of all layers, or of each layer
+after the first [layers - 1]."""
+
+GATE_ACCURACY: GateAccuracies = {Gate.RAW: 0.75, Gate.RESIDUAL: 0.86}
+"""About what DALI reports (means of its figures for Qwen and DeepSeek). A trace holds no features,
+so predictions are the truth with errors drawn at this rate, one by one: that flatters a gate whose
+errors come together, as those of a diffusion block's tokens do (`benchmarks/prefetch.py`)."""
+
+_NOTHING: Mapping[Gate, Sequence[IntArray]] = MappingProxyType({})
 
 _RESOURCES: tuple[str, ...] = ("device", "host", "link")
 
@@ -91,22 +99,28 @@ def simulate(
     setting: Setting,
     *,
     pass_s: float = 0.0,
-    gate_accuracy: Mapping[Gate, float] = GATE_ACCURACY,
+    gate_accuracy: GateAccuracies = GATE_ACCURACY,
+    predictions: Mapping[Gate, Sequence[IntArray]] = _NOTHING,
     hits: IntArray | None = None,
 ) -> Report:
     """Replays `trace` under one preset.
 
     pass_s: seconds of each pass outside the MoE layers (embedding, head, sampling).
+    predictions: what early gates did predict, tokens per expert of each pass [layers, experts];
+    a gate that is not in it guesses with its `gate_accuracy`.
     hits: `trace.hits()`, if it is at hand. Raises UsageError when setting and trace disagree.
     """
     _check(trace, setting)
     made = recipe(preset) if isinstance(preset, str) else preset
     name = preset if isinstance(preset, str) else "custom"
     run = _Replay(name, made, setting)
-    foresight = _Foresight(trace, run.prefetch.gate, gate_accuracy, setting.seed)
+    gate = run.prefetch.gate
+    foreseen: Iterable[IntArray | None] = repeat(None, len(trace.passes))
+    if gate is not Gate.NONE:
+        guesses = _guesses(trace, gate_accuracy.get(gate, 1.0), setting.seed)
+        foreseen = predictions.get(gate, guesses)
     all_hits = trace.hits() if hits is None else hits
-    for one, ids, pass_hits in zip(trace.passes, trace.iter_ids(), all_hits, strict=True):
-        predicted = foresight.predict(ids)
+    for one, pass_hits, predicted in zip(trace.passes, all_hits, foreseen, strict=True):
         for layer in range(trace.shape.num_layers):
             run.layer(layer, one.step, one.num_rows, pass_hits[layer], predicted)
         run.end_pass(pass_s, one.num_committed)
@@ -119,7 +133,7 @@ def compare(
     setting: Setting,
     *,
     pass_s: float = 0.0,
-    gate_accuracy: Mapping[Gate, float] = GATE_ACCURACY,
+    gate_accuracy: GateAccuracies = GATE_ACCURACY,
 ) -> list[Report]:
     """Replays `trace` under each preset; the reports in that order."""
     hits = trace.hits()
@@ -129,18 +143,23 @@ def compare(
     ]
 
 
-class Calibration(NamedTuple):
+class Activations(NamedTuple):
     """What static presets are made from: `Setting`'s fields of these names."""
 
     frequency: FloatArray  # [layers, experts]
     following: FloatArray  # [layers - 1, experts, experts]
 
 
-def calibrate(trace: Trace) -> Calibration:
+def calibrate(trace: Trace) -> Activations:
     """Activations per expert and their succession; from another run than the one replayed."""
     hits = trace.hits()
     following = count_following([ids.astype(np.int64) for ids in trace.iter_ids()], trace.shape[1])
-    return Calibration((hits > 0).sum(axis=0).astype(np.float64), following)
+    return Activations((hits > 0).sum(axis=0).astype(np.float64), following)
+
+
+def measured_accuracy(calibration: Calibration) -> GateAccuracies:
+    """How well each early gate did on the calibration's text, layer by layer."""
+    return {Gate(n): routed for n, routed in zip(GATES, calibration.accuracy.routed, strict=True)}
 
 
 _ABSENT = np.inf
@@ -399,22 +418,19 @@ class _Replay:
             link.look_ahead(following, chosen, routed_s)
 
 
-class _Foresight:
-    """Stands in for early gates: the truth, with each choice replaced by chance at a known rate."""
+def _guesses(trace: Trace, accuracy: float | FloatArray, seed: int) -> Iterator[IntArray]:
+    """Stands in for an early gate: the truth, with each choice replaced by chance at a known rate.
 
-    def __init__(self, trace: Trace, gate: Gate, accuracy: Mapping[Gate, float], seed: int) -> None:
-        self._num_experts = trace.shape.num_experts
-        self._error_rate = 1.0 - accuracy.get(gate, 1.0)
-        self._is_wanted = gate is not Gate.NONE
-        self._draw = np.random.default_rng(seed)
-
-    def predict(self, ids: NDArray[np.uint16]) -> IntArray | None:
-        """Predicted tokens per expert. [layers, experts]"""
-        if not self._is_wanted:
-            return None
-        is_wrong = self._draw.random(ids.shape) < self._error_rate
-        chance = self._draw.integers(0, self._num_experts, ids.shape, np.uint16)
-        return count_hits(np.where(is_wrong, chance, ids), self._num_experts)
+    Predicted tokens per expert of each pass. [layers, experts]
+    """
+    num_layers, num_experts = trace.shape[:2]
+    error_rate = np.zeros((num_layers, 1))
+    error_rate[1:, 0] = 1.0 - np.asarray(accuracy)  # nothing is predicted of the first layer
+    draw = np.random.default_rng(seed)
+    for ids in trace.iter_ids():
+        is_wrong = draw.random(ids.shape) < error_rate
+        chance = draw.integers(0, num_experts, ids.shape, np.uint16)
+        yield count_hits(np.where(is_wrong, chance, ids), num_experts)
 
 
 def _promoted(assignment: Assignment, admit: IntArray) -> Assignment:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from lowtide import dtypes
 from lowtide.config import ModelConfig
+from lowtide.dtypes import PACKED_DTYPE
 from lowtide.errors import StorageError, UsageError
 from lowtide.lab.safetensors_writer import (
     OpenFile,
@@ -119,11 +120,27 @@ class SkewedRows(NamedTuple):
     skew: float
 
 
-Fill = Normal | Constant | SkewedBias | SkewedRows
+class PackedBlocks(NamedTuple):
+    """Any bytes: MXFP4 weights of the standard deviation `_FP4_STD`, times their scales."""
+
+
+class PackedScales(NamedTuple):
+    """The scale that gives uniform MXFP4 weights the power of two nearest to this deviation."""
+
+    std: float
+
+    @property
+    def byte(self) -> int:
+        return 127 + round(math.log2(self.std / _FP4_STD))
+
+
+_FP4_STD = math.sqrt(8.5625)  # the mean square of 0, 0.5, 1, 1.5, 2, 3, 4 and 6
+
+Fill = Normal | Constant | SkewedBias | SkewedRows | PackedBlocks | PackedScales
 
 
 class SynthTensor(NamedTuple):
-    """One tensor and what it is filled with. All are bfloat16."""
+    """One tensor and what it is filled with. All are bfloat16, but packed ones."""
 
     name: str
     shape: tuple[int, ...]
@@ -131,7 +148,8 @@ class SynthTensor(NamedTuple):
 
     @property
     def output(self) -> OutputTensor:
-        return OutputTensor(self.name, "BF16", self.shape)
+        is_packed = isinstance(self.fill, PackedBlocks | PackedScales)
+        return OutputTensor(self.name, PACKED_DTYPE if is_packed else "BF16", self.shape)
 
 
 def tensors_of(size: SynthSize) -> Iterator[SynthTensor]:
@@ -164,27 +182,44 @@ def _fill(spec: TensorSpec, size: SynthSize, config: ModelConfig) -> Fill:
         return Constant(character.qk_gain)
     if part == "expert_bias":
         return SkewedBias(character.expert_bias)
-    if part == "bias":
+    if part == "bias" or part.endswith("_bias"):
         return Normal(0.1)
+    if part == "sinks":
+        return Normal(1.0)
     if len(spec.shape) == 1:  # the other norms
         return Constant(1.0)
+    if spec.dtype == PACKED_DTYPE:
+        return _packed_fill(part, size, config)
     if part in ("word_embeddings", "embed_tokens"):
         return Normal(1.0)
     num_rows, width = spec.shape
     if part == "lm_head":
         std = character.logit_std * math.sqrt(2 * math.log(num_rows))
         return Normal(std / math.sqrt(width), zero_from_row=size.eos_token_id)
-    if part == "gate":
+    if part in ("gate", "router"):
         std = character.router_std / math.sqrt(width)
         return Normal(std) if config.has_expert_bias else SkewedRows(std, character.router_skew)
     if part in ("dense", "o_proj", "down_proj", "w2"):
         # Two additions to the residual stream per layer, independent: their variances add up.
-        num_additions = 2 * config.num_layers
-        return Normal(character.residual_gain / math.sqrt(num_additions * width))
+        return Normal(_residual_std(character, config) / math.sqrt(width))
     if part in ("q_proj", "q_b_proj") and not config.has_qk_norm:
         # Where no norms do it, queries alone make attention pick fewer positions.
         return Normal(character.qk_gain**2 / math.sqrt(width))
     return Normal(1 / math.sqrt(width))
+
+
+def _packed_fill(part: str, size: SynthSize, config: ModelConfig) -> Fill:
+    if part.endswith("_blocks"):
+        return PackedBlocks()
+    if part.startswith("down"):
+        std = _residual_std(size.character, config)
+        return PackedScales(std / math.sqrt(config.expert_intermediate_size))
+    return PackedScales(1 / math.sqrt(config.hidden_size))
+
+
+def _residual_std(character: Character, config: ModelConfig) -> float:
+    """Of one addition to the residual stream, for inputs of unit size."""
+    return character.residual_gain / math.sqrt(2 * config.num_layers)
 
 
 class Noise:
@@ -321,13 +356,21 @@ def _write_checkpoint(
 class _Source:
     """The elements of one checkpoint's tensors, in the order they are asked for."""
 
+    _MAX_BYTES = 1 << 22  # of packed weights at a time
+
     def __init__(self, seed: int, num_elements: int) -> None:
         self._noise = Noise(seed, num_elements)
         self._rng = np.random.default_rng([seed, 1])
 
-    def elements(self, tensor: SynthTensor) -> Iterator[Bits]:
+    def elements(self, tensor: SynthTensor) -> Iterator[Bits | NDArray[np.uint8]]:
         fill, num_elements = tensor.fill, math.prod(tensor.shape)
-        if isinstance(fill, Constant):
+        if isinstance(fill, PackedBlocks):
+            for start in range(0, num_elements, self._MAX_BYTES):
+                num_bytes = min(self._MAX_BYTES, num_elements - start)
+                yield self._rng.integers(0, 256, num_bytes, np.uint8)
+        elif isinstance(fill, PackedScales):
+            yield np.full(num_elements, fill.byte, np.uint8)
+        elif isinstance(fill, Constant):
             yield to_bfloat16(np.full(num_elements, fill.value, np.float32))
         elif isinstance(fill, SkewedBias):
             yield to_bfloat16(zipf_bias(num_elements, fill.depth, self._rng))

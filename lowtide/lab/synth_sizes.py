@@ -190,6 +190,39 @@ def deepseek_v2_config(**sizes: Any) -> dict[str, Any]:
     }
 
 
+def gpt_oss_config(**sizes: Any) -> dict[str, Any]:
+    """The same for gpt-oss-20b."""
+    kinds = ("sliding_attention", "full_attention")
+    return {
+        **_usual("GptOssForCausalLM", "gpt_oss"),
+        "attention_bias": True,
+        "layer_types": [kinds[i % 2] for i in range(sizes["num_hidden_layers"])],
+        "max_position_embeddings": 131072,
+        "quantization_config": {
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+            "quant_method": "mxfp4",
+        },
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        **sizes,
+    }
+
+
 def _usual(architecture: str, model_type: str) -> dict[str, Any]:
     return {
         "architectures": [architecture],
@@ -525,6 +558,47 @@ _DEEPSEEK_V2 = {
 }
 
 
+_GPT_OSS = {
+    "tiny": _tiny(
+        gpt_oss_config(
+            **_TINY_BODY,
+            num_key_value_heads=2,
+            head_dim=16,
+            intermediate_size=64,
+            num_local_experts=16,
+            num_experts_per_tok=4,
+            sliding_window=32,
+        )
+    ),
+    "small": _small(
+        gpt_oss_config(
+            **_SMALL_BODY,
+            num_hidden_layers=8,
+            num_key_value_heads=2,
+            head_dim=128,
+            intermediate_size=512,
+            num_local_experts=32,
+            num_experts_per_tok=4,
+        )
+    ),
+    "full": _full(
+        gpt_oss_config(
+            hidden_size=2880,
+            num_hidden_layers=24,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+            head_dim=64,
+            intermediate_size=2880,
+            num_local_experts=32,
+            num_experts_per_tok=4,
+            vocab_size=201088,
+            eos_token_id=200002,
+            pad_token_id=199999,
+        )
+    ),
+}
+
+
 def _as_ling(size: SynthSize) -> SynthSize:
     """The autoregressive model of an LLaDA2's dimensions."""
     config = bailing_moe_v2_config(**_without(size.config, *_LING_ONLY_DIFFUSION))
@@ -541,6 +615,7 @@ FAMILIES: Mapping[str, Mapping[str, SynthSize]] = {
     "mixtral": _MIXTRAL,
     "olmoe": _OLMOE,
     "deepseek_v2": _DEEPSEEK_V2,
+    "gpt_oss": _GPT_OSS,
 }
 """Every checkpoint that can be made, by family and size: a few MB, about 1 GB (LLaDA2 and Ling
 2 GB), and the published dimensions."""

@@ -110,7 +110,7 @@ class _Layers:
     def __init__(self) -> None:
         self.outputs: list[Tensor] = []
 
-    def saw_layer(self, layer: int, step: Step, routing: Routing, out: Tensor) -> None:
+    def saw_layer(self, layer: int, step: Step, x: Tensor, routing: Routing, out: Tensor) -> None:
         self.outputs.append(out.clone())
 
 

@@ -11,10 +11,10 @@ from lowtide.core import Step
 from lowtide.experts.rows import Routing
 from lowtide.layers.batch import Batch
 from lowtide.layers.linear import GatedMLP
-from lowtide.layers.router import Router, SigmoidRouter, SoftmaxRouter
+from lowtide.layers.router import Router, SigmoidRouter, SoftmaxRouter, TopSoftmaxRouter
 from lowtide.memory.workspace import Buffers
 
-__all__ = ["Experts", "MoELayer", "Router", "SigmoidRouter", "SoftmaxRouter"]
+__all__ = ["Experts", "MoELayer", "Router", "SigmoidRouter", "SoftmaxRouter", "TopSoftmaxRouter"]
 
 
 class Experts(Protocol):

@@ -12,7 +12,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, workspace: Buffers, out: Ten
     """`out = weight * (x / rms(x))` over the last dimension; `out` may be `x`.
 
     Normalises in float32, rounds to the compute dtype, then multiplies by `weight` (the order of
-    Llama and of every family here), so bfloat16 results round where the original's do.
+    Llama and of most families here), so bfloat16 results round where the original's do. A float32
+    weight multiplies before that (gpt-oss).
     """
     shape = tuple(x.shape)
     with workspace.scope():
@@ -23,5 +24,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, workspace: Buffers, out: Ten
         workspace.library("norm variance", 4 * 4 * (x.numel() // shape[-1]))
         variance = squares.mean(-1, keepdim=True)
         x_fp32.mul_(torch.rsqrt(variance.add_(eps)))
-        out.copy_(x_fp32)
-        out.mul_(weight)
+        if weight.dtype == torch.float32:
+            out.copy_(x_fp32.mul_(weight))
+        else:
+            out.copy_(x_fp32)
+            out.mul_(weight)

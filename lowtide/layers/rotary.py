@@ -86,8 +86,10 @@ def rotate_pairs(x: Tensor, rotation: Rotation, workspace: Buffers) -> None:
 def _stretched(inv_freq: Tensor, theta: float, yarn: Yarn) -> Tensor:
     """YaRN's frequencies: see `Yarn`. A ramp over the index of a pair joins the two ends."""
     half = inv_freq.shape[0]
-    first = max(math.floor(_pair_of(yarn.beta_fast, half, theta, yarn)), 0)
-    last = min(math.ceil(_pair_of(yarn.beta_slow, half, theta, yarn)), 2 * half - 1)
+    fast, slow = (_pair_of(beta, half, theta, yarn) for beta in (yarn.beta_fast, yarn.beta_slow))
+    if yarn.is_rounded:
+        fast, slow = math.floor(fast), math.ceil(slow)
+    first, last = max(fast, 0), min(slow, 2 * half - 1)
     index = torch.arange(half, dtype=torch.float32, device=inv_freq.device)
     # 0: the frequency stays, 1: it is divided by the factor.
     ramp = ((index - first) / max(last - first, 1e-3)).clamp_(0, 1)

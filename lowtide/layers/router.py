@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lowtide.experts.rows import Routing
+from lowtide.kernels.routing import top_experts
 from lowtide.layers.batch import Segment
 from lowtide.memory.workspace import Buffers
 
@@ -55,7 +56,7 @@ class SigmoidRouter:
             rank = self._limit_to_windows(rank, segments)
         elif self.num_groups > 1:
             rank = self._limit_to_groups(rank)
-        experts = rank.topk(self.num_experts_per_token, sorted=False).indices.sort().values
+        experts = top_experts(rank, self.num_experts_per_token)
         weights = scores.gather(1, experts)
         if self.normalise:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
@@ -110,7 +111,7 @@ class SoftmaxRouter:
         rank = probabilities
         if self.num_groups > 1:
             rank = self._limit_to_groups(rank)
-        experts = rank.topk(self.num_experts_per_token, sorted=False).indices.sort().values
+        experts = top_experts(rank, self.num_experts_per_token)
         weights = probabilities.gather(1, experts)
         if self.normalise:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -129,6 +130,25 @@ class SoftmaxRouter:
     def _limit_to_groups(self, rank: Tensor) -> Tensor:
         groups = rank.view(rank.shape[0], self.num_groups, -1)
         return _keep_groups(groups, groups.amax(-1), self.num_groups_per_token)
+
+
+@dataclass(frozen=True, slots=True)
+class TopSoftmaxRouter:
+    """The experts of the highest logits, weighed by a softmax over those alone (gpt-oss).
+
+    Logits and weights are in the compute dtype.
+    """
+
+    weight: Tensor  # [num_experts, hidden]
+    bias: Tensor  # [num_experts]
+    num_experts_per_token: int
+
+    def route(self, x: Tensor, segments: Sequence[Segment], workspace: Buffers) -> Routing:
+        # Logits and top-k results: small, and without `out=` forms.
+        workspace.library("router", 4 * 4 * x.shape[0] * self.weight.shape[0])
+        logits = torch.addmm(self.bias, x, self.weight.t())
+        experts = top_experts(logits, self.num_experts_per_token)
+        return Routing(experts, logits.gather(1, experts).softmax(-1).float())
 
 
 def _keep_groups(groups: Tensor, group_rank: Tensor, num_kept: int) -> Tensor:

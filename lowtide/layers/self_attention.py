@@ -62,7 +62,10 @@ class GroupedAttention:
         norm: QKNorm | None,
         kv_cache: KVCache,
         executor: Executor,
+        sinks: Tensor | None = None,
+        window: int = 0,
     ) -> None:
+        """sinks, window: see `layers.attention.attention`."""
         self._layer = layer
         self._config = config
         self._projection = projection
@@ -70,6 +73,8 @@ class GroupedAttention:
         self._norm = norm
         self._kv_cache = kv_cache
         self._executor = executor
+        self._sinks = sinks
+        self._window = window
 
     def forward(
         self, x: Tensor, batch: Batch, rotation: Rotation, workspace: Buffers, out: Tensor
@@ -96,6 +101,8 @@ class GroupedAttention:
                 self._kv_cache,
                 workspace,
                 attended,
+                window=self._window,
+                sinks=self._sinks,
                 executor=self._executor,
             )
             self._output.forward(attended.view(num_rows, -1), out)

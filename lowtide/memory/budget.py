@@ -7,6 +7,7 @@ expert slots get all that is left, and a budget that is too small is refused wit
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from lowtide.config import format_size
 from lowtide.core import TierPlan
@@ -15,9 +16,15 @@ from lowtide.errors import PlanError
 LARGE_SLOT_BYTES = 64 << 20
 
 
+DEVICE_STAGING_SLOTS = 8
+"""Half of them for experts that a step demands, half for experts fetched ahead."""
+
+
 @dataclass(frozen=True, slots=True)
 class Needs:
     """What a model asks of the host tier, in bytes and counts."""
+
+    budget_flag: ClassVar[str] = "--host-memory"
 
     dense_bytes: int
     kv_cache_bytes: int
@@ -50,6 +57,21 @@ class Needs:
         return self.fixed_bytes + self.num_layers * self.num_experts * self.slot_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceNeeds(Needs):
+    """What a model asks of a GPU tier: it runs without any slot, experts being computed at home."""
+
+    budget_flag: ClassVar[str] = "--gpu-memory"
+
+    @property
+    def num_staging_slots(self) -> int:
+        return min(DEVICE_STAGING_SLOTS, self.num_layers * self.num_experts)
+
+    @property
+    def minimum_bytes(self) -> int:
+        return self.fixed_bytes
+
+
 def spend(needs: Needs, budget_bytes: int, context: int) -> tuple[TierPlan, tuple[int, ...]]:
     """Divides `budget_bytes`; returns the tier's plan and the residents of each MoE layer.
 
@@ -62,7 +84,7 @@ def spend(needs: Needs, budget_bytes: int, context: int) -> tuple[TierPlan, tupl
         num_slots, num_residents = total, total
     else:
         num_slots = (budget_bytes - needs.fixed_bytes) // needs.slot_bytes
-        num_residents = num_slots - needs.num_staging_slots
+        num_residents = max(0, num_slots - needs.num_staging_slots)
     share, remainder = divmod(num_residents, max(1, needs.num_layers))
     residents = tuple(share + (layer < remainder) for layer in range(needs.num_layers))
     tier = TierPlan(
@@ -78,11 +100,14 @@ def spend(needs: Needs, budget_bytes: int, context: int) -> tuple[TierPlan, tupl
 
 
 def _refusal(needs: Needs, budget_bytes: int, context: int) -> str:
+    slots = ""
+    if needs.minimum_bytes > needs.fixed_bytes:
+        slots = f" and {needs.num_staging_slots} expert slots of {format_size(needs.slot_bytes)}"
     return (
         f"A budget of {format_size(budget_bytes)} is too small: at least "
         f"{format_size(needs.minimum_bytes)} ({needs.minimum_bytes} bytes) are needed, for dense "
         f"weights {format_size(needs.dense_bytes)}, KV cache of {context} tokens "
         f"{format_size(needs.kv_cache_bytes)}, workspace {format_size(needs.workspace_bytes)}, "
-        f"read ring {format_size(needs.ring_bytes)} and {needs.num_staging_slots} expert slots of "
-        f"{format_size(needs.slot_bytes)}. Raise --host-memory or lower --context."
+        f"read ring {format_size(needs.ring_bytes)}{slots}. Raise {needs.budget_flag} or lower "
+        "--context."
     )

@@ -47,27 +47,44 @@ class Buffers(Protocol):
         ...
 
 
+MAX_VIEWS = 4096
+"""Views kept; a model's decoding passes need some hundred, prompts of all lengths many."""
+
+
 class Workspace:
-    """Hands out 64-byte-aligned views of one buffer; allocates nothing."""
+    """Hands out 64-byte-aligned views of one buffer; allocates nothing.
+
+    The same view is handed out again for the same place, shape and type: making one costs as much
+    as a small operator, and a pass takes some 25 per layer.
+    """
 
     def __init__(self, buffer: Tensor) -> None:
         """`buffer`: uint8, of the size a `Registrar` counted for the largest pass."""
         self._buffer = buffer
+        self._views: dict[tuple[int, tuple[int, ...], torch.dtype], tuple[Tensor, int]] = {}
         self.top = 0
 
     def scope(self) -> _Scope:
         return _Scope(self)
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        num_bytes = _num_bytes(shape, dtype)
-        start, stop = self.top, self.top + num_bytes
+        place = (self.top, shape, dtype)
+        if place not in self._views:
+            if len(self._views) == MAX_VIEWS:
+                self._views.clear()
+            self._views[place] = self._view(name, shape, dtype)
+        view, self.top = self._views[place]
+        return view
+
+    def _view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, int]:
+        """The view at `top`, and where the next one begins."""
+        start, stop = self.top, self.top + _num_bytes(shape, dtype)
         if stop > self._buffer.numel():
             raise InternalError(
                 f"Workspace buffer {name} {list(shape)} ends at {stop} bytes, "
                 f"past the planned {self._buffer.numel()}."
             )
-        self.top = align_up(stop)
-        return self._buffer[start:stop].view(dtype).view(shape)
+        return self._buffer[start:stop].view(dtype).view(shape), align_up(stop)
 
     def mark(self) -> Mark:
         return (self.top, 0, 0)

@@ -15,6 +15,7 @@ _CLASSES: Mapping[str, tuple[str, str]] = {
     "mixtral": ("mixtral", "Mixtral"),
     "olmoe": ("olmoe", "Olmoe"),
     "deepseek_v2": ("deepseek_v2", "DeepseekV2"),
+    "gpt_oss": ("gpt_oss", "GptOss"),
 }
 
 

@@ -69,6 +69,7 @@ class Decoder(ABC):
         self._rotary = Rotary(
             config.rotary_dim, config.rope_theta, self._embedding.device, config.yarn
         )
+        self.routers: list[Router] = []  # of the layers that have experts
         self._blocks = [self._block(layer) for layer in range(config.num_layers)]
 
     @staticmethod
@@ -146,7 +147,8 @@ class Decoder(ABC):
         moe = dense = None
         if layer in self.config.moe_layers:
             index = self.config.moe_layers.index(layer)
-            moe = MoELayer(index, self.router(layer), self._experts, *self.shared_expert(layer))
+            self.routers.append(self.router(layer))
+            moe = MoELayer(index, self.routers[-1], self._experts, *self.shared_expert(layer))
         else:
             dense = self.mlp(prefix + "mlp.")
         return _Block(

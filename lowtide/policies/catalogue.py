@@ -23,6 +23,7 @@ from lowtide.policies.assignment import (
     HybriMoEThreshold,
     LayerSplit,
 )
+from lowtide.policies.decision import Policies
 from lowtide.policies.placement import (
     LRU,
     DaliWindow,
@@ -89,6 +90,13 @@ class Recipe:
     assignment: Callable[[Setting], Assign]
     prefetch: Callable[[Setting], Prefetch] = lambda setting: NoPrefetch()
     waits: bool = False
+    weighs_moves: bool = False  # whether the placement asks what a move costs
+
+    def policies(self, setting: Setting) -> Policies:
+        """The preset at work, for one model, budget and machine."""
+        return Policies(
+            self.placement(setting), self.assignment(setting), self.prefetch(setting), self.waits
+        )
 
 
 def recipe(name: str) -> Recipe:
@@ -131,7 +139,8 @@ def _whole_layers(setting: Setting) -> Placement:
 
 
 def _tide(setting: Setting) -> Placement:
-    return Tide(setting.capacity, setting.num_experts, setting.tau)
+    tau = _online_tau(setting) if setting.online_tau else setting.tau
+    return Tide(setting.capacity, setting.num_experts, tau)
 
 
 def _dali(setting: Setting) -> Placement:
@@ -183,7 +192,8 @@ CATALOGUE: Mapping[str, Recipe] = {
     "on-demand": Recipe(_no_residents, lambda s: AllFetch(s.costs)),
     "tide": Recipe(_tide, lambda s: AllHost()),
     "dali": Recipe(_dali, lambda s: Greedy(s.costs), lambda s: Residual(s.num_prefetch)),
-    "lowtide": Recipe(_lowtide, lambda s: Balance(s.costs), _what_pays),
+    "lowtide": Recipe(_lowtide, lambda s: Balance(s.costs), _what_pays, weighs_moves=True),
+    "static": Recipe(_best_known, lambda s: AllFetch(s.costs)),
     "lru": Recipe(lambda s: LRU(s.capacity, s.num_experts), lambda s: AllFetch(s.costs)),
     "fiddler": Recipe(_best_known, lambda s: Fiddler(s.costs)),
     "hybrimoe": Recipe(

@@ -99,7 +99,7 @@ class Tide:
     count as a step. Among equals residents stay, then lower ids win.
     """
 
-    def __init__(self, capacity: Sequence[int], num_experts: int, tau: int) -> None:
+    def __init__(self, capacity: Sequence[int], num_experts: int, tau: int | OnlineTau) -> None:
         self._capacity = capacity
         self._hits = np.empty(num_experts, np.int64)
         self._tau = tau
@@ -108,7 +108,10 @@ class Tide:
         return np.empty(0, np.int64)
 
     def update(self, step: Step, layer: int, demand: Demand, is_resident: BoolArray) -> Moves:
-        if step.kind is StepKind.PREFILL or step.index % self._tau:
+        if isinstance(self._tau, OnlineTau):
+            self._tau.observe(step, layer, demand)
+        tau = _interval(self._tau)
+        if step.kind is StepKind.PREFILL or step.index % tau:
             return NO_MOVES
         rank = self._hits  # 2 * hits, plus one for residents, so that they win ties
         rank[:] = is_resident
@@ -284,7 +287,7 @@ class Lowtide:
     @property
     def tau(self) -> int:
         """The interval in force, in steps."""
-        return self._tau.tau if isinstance(self._tau, OnlineTau) else self._tau
+        return _interval(self._tau)
 
     def initial(self, layer: int) -> IntArray:
         if self._frequency is None:
@@ -379,6 +382,11 @@ def _top(rank: IntArray | FloatArray, candidates: BoolArray, count: int) -> IntA
     experts = np.flatnonzero(candidates)
     order = np.argsort(-rank[experts], kind="stable")
     return experts[order[:count]]
+
+
+def _interval(tau: int | OnlineTau) -> int:
+    """The refresh interval in force, in steps."""
+    return tau.tau if isinstance(tau, OnlineTau) else tau
 
 
 def _moves(target: IntArray, is_resident: BoolArray) -> Moves:

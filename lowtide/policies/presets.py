@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
+import numpy as np
+
+from lowtide.core import BoolArray, Demand, IntArray, Moves, Step
 from lowtide.errors import UsageError
-from lowtide.policies.placement import LRU, Placement, Static, Tide
-
-DEFAULT_TAU = 4
+from lowtide.policies.catalogue import Setting, recipe
+from lowtide.policies.decision import Policies
+from lowtide.policies.placement import KeepsFetched, Placement
 
 PRESETS: Mapping[str, tuple[str, ...]] = {
     "auto": ("tau",),
     "resident": (),
-    "tide": ("tau",),
-    "lru": (),
+    "all-host": (),
+    "on-demand": (),
     "static": (),
+    "tide": ("tau",),
+    "dali": ("w_size", "u_size", "num_prefetch"),
+    "lowtide": ("tau", "num_prefetch", "max_step_bytes"),
+    "lru": (),
+    "fiddler": (),
+    "hybrimoe": ("num_prefetch",),
+    "edgemoe": ("num_prefetch",),
+    "layer-split": (),
 }
 """Every preset with the names of its options."""
+
+_RANGES: Mapping[str, tuple[int, int]] = {
+    "tau": (1, 999_999),
+    "w_size": (1, 999_999),
+    "u_size": (0, 999_999),
+    "num_prefetch": (0, 999_999),
+    "max_step_bytes": (1, 10**15),
+}
+_ONLINE = "auto"
 
 
 def check_policy(name: str, options: Mapping[str, str]) -> None:
@@ -27,37 +47,65 @@ def check_policy(name: str, options: Mapping[str, str]) -> None:
         if option not in PRESETS[name]:
             known = ", ".join(PRESETS[name]) or "none"
             raise UsageError(f"Policy {name!r} has no option {option!r}; its options: {known}.")
-    parse_tau(options)
+    parse_options(options)
 
 
-def choose_preset(name: str, *, everything_fits: bool) -> tuple[str, str]:
+def parse_options(options: Mapping[str, str]) -> dict[str, int | bool]:
+    """A policy's options as fields of `Setting`. `tau=auto` follows the drift that it sees."""
+    parsed: dict[str, int | bool] = {}
+    for name, value in options.items():
+        text = str(value)
+        if name == "tau" and text == _ONLINE:
+            parsed["online_tau"] = True
+            continue
+        low, high = _RANGES[name]
+        if not text.isdecimal() or len(text) > 16 or not low <= int(text) <= high:
+            word = ", or auto" if name == "tau" else ""
+            raise UsageError(
+                f"{name} must be a whole number from {low} to {high}{word}, not {text!r}."
+            )
+        parsed[name] = int(text)
+    return parsed
+
+
+def choose_preset(name: str, *, everything_fits: bool, has_device: bool = False) -> tuple[str, str]:
     """The preset that `name` stands for here, and the reason."""
     if name == "auto":
         if everything_fits:
             return "resident", "every expert fits into the budget"
+        if has_device:
+            return "lowtide", "not every expert fits: measured costs decide who computes what"
         return "tide", "not every expert fits, and routing changes little from step to step"
     if name == "resident" and not everything_fits:
         raise UsageError(
             "Policy 'resident' keeps every expert in memory and the budget is too small for that; "
-            "raise --host-memory to the plan's full_bytes or choose --policy tide."
+            "raise it to the plan's full_bytes or choose --policy tide."
         )
     return name, "asked for"
 
 
-def make_placement(
-    preset: str, options: Mapping[str, str], capacity: Sequence[int], num_experts: int
-) -> Placement:
-    """The placement policy of a preset, for `capacity[layer]` residents per MoE layer."""
-    if preset == "tide":
-        return Tide(capacity, num_experts, parse_tau(options))
-    if preset == "lru":
-        return LRU(capacity, num_experts)
-    return Static.first(capacity)
+def make_policies(preset: str, setting: Setting, *, everything_fits: bool) -> Policies:
+    """The policies of a preset; with room for every expert there is nothing to decide."""
+    return recipe("resident" if everything_fits else preset).policies(setting)
 
 
-def parse_tau(options: Mapping[str, str]) -> int:
-    """The refresh interval in denoising steps."""
-    text = str(options.get("tau", DEFAULT_TAU))
-    if not text.isdecimal() or not 1 <= len(text) <= 6 or int(text) < 1:
-        raise UsageError(f"tau must be a whole number of steps from 1 to 999999, not {text!r}.")
-    return int(text)
+class OnDemand:
+    """A preset's placement on a machine with one processor: every absent expert is read anyway.
+
+    Keeps those of its moves that admit experts of the present demand; for others there is no idle
+    link here, and the policy will ask again.
+    """
+
+    def __init__(self, inner: Placement) -> None:
+        self._inner = inner
+
+    def initial(self, layer: int) -> IntArray:
+        return self._inner.initial(layer)
+
+    def update(self, step: Step, layer: int, demand: Demand, is_resident: BoolArray) -> Moves:
+        if isinstance(self._inner, KeepsFetched):
+            self._inner.fetched(layer, demand.experts[~demand.is_resident])
+        moves = self._inner.update(step, layer, demand, is_resident)
+        admit = moves.admit[np.isin(moves.admit, demand.experts)]
+        num_left_out = len(moves.admit) - len(admit)
+        return Moves(admit, moves.evict[num_left_out:])

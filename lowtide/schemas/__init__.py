@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from lowtide.checkpoint import Checkpoint
 from lowtide.config import ModelConfig
 from lowtide.dtypes import ITEM_BYTES, SAFETENSORS_NAME
-from lowtide.schemas import deepseek_v2, llada2, mixtral, olmoe, qwen2_moe, qwen3_moe
-from lowtide.schemas.schema import ExpertLayout, ModelSchema, PartSource, TensorSpec
+from lowtide.schemas import deepseek_v2, gpt_oss, llada2, mixtral, olmoe, qwen2_moe, qwen3_moe
+from lowtide.schemas.schema import ExpertLayout, ModelSchema, PartSource, SlotTarget, TensorSpec
 from lowtide.schemas.weights import (
     ExpertRange,
     ExpertTable,
@@ -29,6 +29,7 @@ __all__ = [
     "ExpertTable",
     "ModelSchema",
     "PartSource",
+    "SlotTarget",
     "TensorSpec",
     "WeightMap",
     "assume",
@@ -45,6 +46,7 @@ _SCHEMAS: Mapping[str, Callable[[ModelConfig], ModelSchema]] = {
     "mixtral": mixtral.schema,
     "olmoe": olmoe.schema,
     "deepseek_v2": deepseek_v2.schema,
+    "gpt_oss": gpt_oss.schema,
 }
 
 

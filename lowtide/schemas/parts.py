@@ -45,6 +45,7 @@ def decoder(
         layouts=layouts or layouts_of(config),
         moe_layers=config.moe_layers,
         num_experts=config.num_experts,
+        one_expert_elements=config.expert_elements,
         absent=absent,
     )
 

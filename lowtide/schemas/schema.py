@@ -27,30 +27,45 @@ class TensorSpec(NamedTuple):
         return math.prod(self.shape)
 
 
-class PartSource(NamedTuple):
-    """Where one part (gate, up or down) of every expert of a layer is found.
+class SlotTarget(NamedTuple):
+    """Where a stored part goes that is not simply one part of a slot, element by element.
 
-    In a tensor per expert; or, with `num_stacked` experts, in one tensor [experts, rows, columns]
+    It is `num_parts` slot parts of one shape from `first` on, which take turns: row by row, or
+    element by element if it `is_transposed`. With `scales` (the stored part that holds them) its
+    bytes are MXFP4 blocks.
+    """
+
+    first: int
+    num_parts: int = 1
+    is_transposed: bool = False
+    scales: int | None = None
+
+
+class PartSource(NamedTuple):
+    """Where one stored part (gate, up or down, mostly) of every expert of a layer is found.
+
+    In a tensor per expert; or, with `num_stacked` experts, in one tensor [experts, rows, ...]
     whose rows may hold several parts of an expert, one after the other.
     """
 
     template: str  # with {layer}, and with {expert} if every expert has a tensor of its own
-    part_shape: tuple[int, int]  # of this part of one expert: rows, columns
+    part_shape: tuple[int, ...]  # of this part of one expert: rows, mostly columns too
     num_stacked: int = 0
     num_fused: int = 1  # parts of equal size that share an expert's rows
     position: int = 0  # of this part among them
+    dtype: str | None = None  # as in TensorSpec
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the whole tensor."""
-        rows, columns = self.part_shape
+        rows, *others = self.part_shape
         if self.num_stacked == 0:
-            return rows, columns
-        return self.num_stacked, self.num_fused * rows, columns
+            return self.part_shape
+        return self.num_stacked, self.num_fused * rows, *others
 
     @property
     def part_elements(self) -> int:
-        return self.part_shape[0] * self.part_shape[1]
+        return math.prod(self.part_shape)
 
     def first_element(self, expert: int) -> int:
         """Elements of the tensor before this part of `expert`; the part is contiguous."""
@@ -60,14 +75,19 @@ class PartSource(NamedTuple):
 
     def spec(self, layer: int, expert: int) -> TensorSpec:
         """The tensor that holds this part of an expert."""
-        return TensorSpec(self.template.format(layer=layer, expert=expert), self.shape)
+        return TensorSpec(self.template.format(layer=layer, expert=expert), self.shape, self.dtype)
 
 
 class ExpertLayout(NamedTuple):
-    """One way that expert weights are stored."""
+    """One way that expert weights are stored.
+
+    Without `targets` the parts are those of a slot: gate, up, down. With them, part i goes to
+    `targets[i]`; None for the scales of another part.
+    """
 
     name: str
-    parts: tuple[PartSource, PartSource, PartSource]  # gate, up, down
+    parts: tuple[PartSource, ...]
+    targets: tuple[SlotTarget | None, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +103,22 @@ class ModelSchema:
     layouts: tuple[ExpertLayout, ...]
     moe_layers: range  # by their number in the model
     num_experts: int
+    one_expert_elements: int  # weights (and biases) of one expert, however they are stored
     absent: tuple[str, ...] = ()
 
     def expert_specs(self, layer: int) -> Iterator[TensorSpec]:
         """The published expert tensors of a layer, by expert, each as gate, up, down."""
-        for expert in range(self.num_experts):
-            for source in self.layouts[0].parts:
+        parts = self.layouts[0].parts
+        num_separate = 1 if all(source.num_stacked for source in parts) else self.num_experts
+        for expert in range(num_separate):
+            for source in parts:
                 yield source.spec(layer, expert)
 
     @property
     def num_tensors(self) -> int:
         """In the published layout."""
-        return len(self.dense) + 3 * len(self.moe_layers) * self.num_experts
+        num_per_layer = sum(1 for _ in self.expert_specs(self.moe_layers[0]))
+        return len(self.dense) + len(self.moe_layers) * num_per_layer
 
     @property
     def num_parameters(self) -> int:
@@ -107,8 +131,7 @@ class ModelSchema:
     @property
     def expert_elements(self) -> int:
         """Of all routed experts together."""
-        one = sum(source.part_elements for source in self.layouts[0].parts)
-        return one * self.num_experts * len(self.moe_layers)
+        return self.one_expert_elements * self.num_experts * len(self.moe_layers)
 
 
 def expert_layouts(

@@ -13,12 +13,13 @@ import numpy as np
 
 from lowtide.checkpoint import Checkpoint, TensorEntry
 from lowtide.core import IntArray
-from lowtide.dtypes import ITEM_BYTES
+from lowtide.dtypes import ITEM_BYTES, PACKED_DTYPE
 from lowtide.errors import CheckpointError, UnsupportedError
 from lowtide.schemas.schema import (
     ExpertLayout,
     ModelSchema,
     PartSource,
+    SlotTarget,
     TensorSpec,
 )
 
@@ -27,7 +28,7 @@ MAX_GAP_BYTES = 4096
 
 
 class ExpertRange(NamedTuple):
-    """One contiguous read, and where the parts begin in it: (0 gate, 1 up or 2 down, offset)."""
+    """One contiguous read, and where the parts begin in it: (stored part, offset)."""
 
     file: int
     start: int  # bytes from the start of the file
@@ -39,13 +40,15 @@ class ExpertRange(NamedTuple):
 class ExpertTable:
     """The byte ranges of every routed expert. Arrays are read-only.
 
-    Layers are MoE layers, numbered from 0; the last axis is gate, up, down.
+    Layers are MoE layers, numbered from 0; the last axis is the stored parts: gate, up, down, or
+    those of an `ExpertLayout` with `targets`.
     """
 
-    dtype: str  # as stored, of all expert weights: "BF16"
-    files: IntArray  # [moe_layers, experts, 3], indices into Checkpoint.files
-    offsets: IntArray  # [moe_layers, experts, 3], bytes from the start of the file
-    part_bytes: tuple[int, int, int]  # as stored
+    dtype: str  # as stored, of all expert weights but packed ones: "BF16"
+    files: IntArray  # [moe_layers, experts, parts], indices into Checkpoint.files
+    offsets: IntArray  # [moe_layers, experts, parts], bytes from the start of the file
+    part_bytes: tuple[int, ...]  # as stored
+    targets: tuple[SlotTarget | None, ...] | None = None  # see ExpertLayout
 
     @property
     def expert_bytes(self) -> int:
@@ -53,11 +56,11 @@ class ExpertTable:
         return sum(self.part_bytes)
 
     def ranges(self, layer: int, expert: int) -> list[ExpertRange]:
-        """The reads that bring one expert, in file order; at most three, usually one."""
+        """The reads that bring one expert, in file order; usually one."""
         files = self.files[layer, expert].tolist()
         offsets = self.offsets[layer, expert].tolist()
         ranges: list[ExpertRange] = []
-        for file, offset, part in sorted(zip(files, offsets, range(3), strict=True)):
+        for file, offset, part in sorted(zip(files, offsets, range(len(files)), strict=True)):
             end = offset + self.part_bytes[part]
             if ranges and _is_near(ranges[-1], file, offset):
                 last = ranges[-1]
@@ -95,7 +98,7 @@ def bind_schema(schema: ModelSchema, checkpoint: Checkpoint) -> WeightMap:
 def assumed_weights(schema: ModelSchema, dtype: str) -> WeightMap:
     """Where the weights would lie in one published file of `dtype`, for a plan without shards.
 
-    An expert's parts are adjacent in the order down, gate, up, as published files have them.
+    An expert's parts are adjacent in the order of their names, as published files have them.
     """
     item_bytes = ITEM_BYTES[dtype]
     offset = 0
@@ -104,14 +107,18 @@ def assumed_weights(schema: ModelSchema, dtype: str) -> WeightMap:
         num_bytes = spec.num_elements * item_bytes
         dense[spec.name] = TensorEntry(0, offset, num_bytes, dtype, spec.shape)
         offset += num_bytes
-    gate, up, down = (part.part_elements * item_bytes for part in schema.layouts[0].parts)
+    layout = schema.layouts[0]
+    part_bytes = tuple(_stored_bytes(source, dtype) for source in layout.parts)
     num_layers, num_experts = len(schema.moe_layers), schema.num_experts
     index = np.arange(num_layers * num_experts, dtype=np.int64).reshape(num_layers, num_experts)
-    start = offset + index * (gate + up + down)
-    offsets = np.stack([start + down, start + down + gate, start], axis=-1)
+    offsets = np.empty((num_layers, num_experts, len(part_bytes)), np.int64)
+    start = offset + index * sum(part_bytes)
+    for part in sorted(range(len(part_bytes)), key=lambda part: layout.parts[part].template):
+        offsets[:, :, part] = start
+        start = start + part_bytes[part]
     files = np.zeros_like(offsets)
     files.flags.writeable = offsets.flags.writeable = False
-    return WeightMap(dense, ExpertTable(dtype, files, offsets, (gate, up, down)))
+    return WeightMap(dense, ExpertTable(dtype, files, offsets, part_bytes, layout.targets))
 
 
 def _is_near(last: ExpertRange, file: int, offset: int) -> bool:
@@ -142,18 +149,28 @@ def _find(spec: TensorSpec, checkpoint: Checkpoint) -> TensorEntry:
 
 def _expert_table(schema: ModelSchema, checkpoint: Checkpoint) -> ExpertTable:
     layout, layers = _detect(schema, checkpoint), schema.moe_layers
-    dtype = _find(layout.parts[0].spec(layers[0], 0), checkpoint).dtype
+    unpacked = next(source for source in layout.parts if source.dtype is None)
+    dtype = _find(unpacked.spec(layers[0], 0), checkpoint).dtype
     # Found before memory is taken: a config may claim more experts than a disk can hold.
-    _find(layout.parts[2].spec(layers[-1], schema.num_experts - 1), checkpoint)
-    files = np.empty((len(layers), schema.num_experts, 3), np.int64)
+    _find(layout.parts[-1].spec(layers[-1], schema.num_experts - 1), checkpoint)
+    files = np.empty((len(layers), schema.num_experts, len(layout.parts)), np.int64)
     offsets = np.empty_like(files)
     for row, layer in enumerate(layers):
         for part, source in enumerate(layout.parts):
             places = _places(source, layer, dtype, schema.num_experts, checkpoint)
             files[row, :, part], offsets[row, :, part] = places
     files.flags.writeable = offsets.flags.writeable = False
-    gate, up, down = (source.part_elements * ITEM_BYTES[dtype] for source in layout.parts)
-    return ExpertTable(dtype, files, offsets, (gate, up, down))
+    part_bytes = tuple(_stored_bytes(source, dtype) for source in layout.parts)
+    return ExpertTable(dtype, files, offsets, part_bytes, layout.targets)
+
+
+def _stored_bytes(source: PartSource, dtype: str) -> int:
+    """Of one part of one expert, in a checkpoint whose expert weights are of `dtype`."""
+    return source.part_elements * _item_bytes(source, dtype)
+
+
+def _item_bytes(source: PartSource, dtype: str) -> int:
+    return 1 if source.dtype == PACKED_DTYPE else ITEM_BYTES[dtype]
 
 
 def _detect(schema: ModelSchema, checkpoint: Checkpoint) -> ExpertLayout:
@@ -175,12 +192,13 @@ def _places(
     """File and offset in bytes of this part of every expert."""
     files, offsets = [], []
     previous: TensorSpec | None = None
+    item_bytes = _item_bytes(source, dtype)
     for expert in range(num_experts):
         spec = source.spec(layer, expert)
         if spec != previous:  # a stacked tensor is looked up once
-            entry, previous = _find_expert(spec, dtype, checkpoint), spec
+            entry, previous = _find_expert(spec, source.dtype or dtype, checkpoint), spec
         files.append(entry.file)
-        offsets.append(entry.offset + source.first_element(expert) * ITEM_BYTES[dtype])
+        offsets.append(entry.offset + source.first_element(expert) * item_bytes)
     return files, offsets
 
 

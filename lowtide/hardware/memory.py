@@ -1,4 +1,4 @@
-"""What this machine has: memory that a process may use, and what it uses now."""
+"""Memory that a process may use, and what it uses now."""
 
 from __future__ import annotations
 

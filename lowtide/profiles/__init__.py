@@ -94,7 +94,7 @@ def profile_names() -> list[str]:
 def load_profile(name: str) -> Profile:
     """A shipped profile by name, or one from a TOML file. Raises UsageError."""
     if name in profile_names():
-        file: Traversable = resources.files("lowtide").joinpath("profiles", f"{name}.toml")
+        file: Traversable = resources.files(__name__).joinpath(f"{name}.toml")
     elif name.endswith(".toml"):
         file = Path(name)
     else:
@@ -161,7 +161,7 @@ def _numbers(section: Any, name: str, source: str) -> dict[str, float]:
 
 
 def _shipped() -> list[Traversable]:
-    return list(resources.files("lowtide").joinpath("profiles").iterdir())
+    return list(resources.files(__name__).iterdir())
 
 
 def _is_profile(file: Traversable) -> bool:

@@ -1,0 +1,191 @@
+"""Autoregressive decoding at batch 1: lowtide, transformers and llama.cpp on the same weights.
+
+In memory all answer the same prompt in one process, in turn, so that they share what the machine
+is doing at the time. With half and a quarter of the experts in memory each has a process of its
+own: transformers with accelerate's disk offload, llama.cpp with mapped weights. lowtide reads past
+the page cache; pages are dropped before every pass of transformers and every answer of llama.cpp.
+
+Answers are not compared here: in bfloat16 every engine rounds elsewhere, and the random weights of
+`synth` make other tokens of that (in float32 lowtide's logits and transformers' differ by 0.005 of
+44, and every arg-max agrees: `tests/test_llm_oracle.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from common.arguments import make_parser, run_script
+from common.causal import (
+    Answer,
+    Lane,
+    make_prompt,
+    open_llama_cpp,
+    open_lowtide,
+    open_transformers,
+    speeds,
+)
+from common.ceilings import Disk, memory_ceiling
+from common.gguf_file import write_gguf
+from common.memory import LIMITS, MemoryLimit, choose_limit
+from common.models import model_folder
+from common.record import Recorder, say
+from common.worker import LIMIT_SLACK_BYTES, in_process
+
+from lowtide.core import MemoryPlan
+from lowtide.errors import UsageError
+from lowtide.llm import plan_model
+
+LANES = ("lowtide", "transformers", "llama.cpp")
+
+
+def main() -> None:
+    options = _options()
+    folder = model_folder(options.model, "small", "qwen3_moe")
+    limit = choose_limit(options.limit)
+    settings = {
+        "model": folder.name,
+        "num_prompt": options.prompt,
+        "num_new": options.new,
+        "repeats": options.repeats,
+        "limit": limit.kind,
+        "page_cache": "dropped before every pass of transformers and every answer of llama.cpp",
+    }
+    recorder = Recorder("ar_decode", settings, options.out)
+    gguf = _gguf(folder, options.lanes, recorder)
+    lanes = [lane for lane in options.lanes if lane != "llama.cpp" or gguf is not None]
+    plan = plan_model(folder, context=_context(options))
+    disk = Disk(folder, plan.host.slot_bytes, 1 << 28)
+    recorder.write("ceiling", {**memory_ceiling(), **disk.measure()})
+    if not options.only_offload:
+        _in_memory(recorder, folder, gguf, lanes, options)
+    for share in options.shares:
+        _on_disk(recorder, folder, gguf, lanes, options, limit, share, plan)
+
+
+def _in_memory(
+    recorder: Recorder,
+    folder: Path,
+    gguf: Path | None,
+    lanes: Sequence[str],
+    options: argparse.Namespace,
+) -> None:
+    """All lanes in this process, a whole answer each in turn, after a warm-up of each."""
+    prompt = make_prompt(folder, options.prompt)
+    with ExitStack() as stack:
+        opened = {
+            name: stack.enter_context(_open(name, folder, gguf, _context(options)))
+            for name in lanes
+        }
+        answers: dict[str, list[Answer]] = {name: [] for name in lanes}
+        for lane in opened.values():
+            lane.answer(prompt, 2)
+        for _ in range(options.repeats):
+            for name, lane in opened.items():
+                answers[name].append(lane.answer(prompt, options.new))
+        rows = {
+            name: {
+                **speeds(prompt, answers[name]),
+                **lane.facts,
+            }
+            for name, lane in opened.items()
+        }
+    _record(recorder, "in memory", rows)
+
+
+def _on_disk(
+    recorder: Recorder,
+    folder: Path,
+    gguf: Path | None,
+    lanes: Sequence[str],
+    options: argparse.Namespace,
+    limit: MemoryLimit,
+    share: float,
+    plan: MemoryPlan,
+) -> None:
+    """Each lane in a process of its own, under the budget that holds `share` of the experts."""
+    away_bytes = int((1 - share) * plan.num_experts * plan.host.slot_bytes)
+    budget_bytes = plan.full_bytes - away_bytes
+    rows = {}
+    for name in lanes:
+        is_ours = name == "lowtide"
+        task = {
+            "lane": name,
+            "model": str(folder),
+            "gguf": str(gguf),
+            "policy": options.policy,
+            "context": _context(options),
+            "budget_bytes": budget_bytes,
+            "num_prompt": options.prompt,
+            "num_new": options.new if is_ours else options.peer_new,
+            "repeats": options.repeats if is_ours else 1,
+        }
+        rows[name] = in_process("causal", task, limit, budget_bytes + LIMIT_SLACK_BYTES)
+    _record(recorder, f"{share:.0%} of the experts in memory", rows)
+
+
+def _record(recorder: Recorder, what: str, rows: Mapping[str, dict[str, Any]]) -> None:
+    """A row for each lane; those of peers with lowtide's speeds over theirs."""
+    ours = rows.get("lowtide")
+    for name, row in rows.items():
+        values = {"lane": name, **row}
+        if ours is not None and name != "lowtide":
+            for phase in ("prefill", "decode"):
+                speed = f"{phase}_tokens_per_s"
+                values[f"{phase}_ratio"] = ours[speed] / row[speed]
+        recorder.write(what, values)
+
+
+def _gguf(folder: Path, lanes: Sequence[str], recorder: Recorder) -> Path | None:
+    """llama.cpp's file; None without the packages that write and read one."""
+    if "llama.cpp" not in lanes:
+        return None
+    missing = [package for package in ("llama_cpp", "gguf") if find_spec(package) is None]
+    if missing:
+        say(f"llama.cpp is left out: {', '.join(missing)} not installed.")
+        recorder.write("llama.cpp", {"not_installed": missing})
+        return None
+    return write_gguf(folder, folder.parent / f"{folder.name}-gguf" / "model.gguf")
+
+
+def _open(name: str, folder: Path, gguf: Path | None, context: int) -> AbstractContextManager[Lane]:
+    if name == "lowtide":
+        return open_lowtide(folder, context, None, "resident")
+    if name == "transformers":
+        return open_transformers(folder, None)
+    if gguf is None:
+        raise UsageError(f"There is no lane {name!r}.")
+    return open_llama_cpp(gguf, context, drops=False)
+
+
+def _context(options: argparse.Namespace) -> int:
+    return int(options.prompt + options.new)
+
+
+def _options() -> argparse.Namespace:
+    parser = make_parser(__doc__, "small", "qwen3_moe")
+    parser.add_argument("--prompt", type=int, default=512, help="prompt tokens (512)")
+    parser.add_argument("--new", type=int, default=None, help="new tokens (64)")
+    parser.add_argument(
+        "--peer-new", type=int, default=4, help="new tokens of offloading peers (4)"
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="answers, for medians (3)")
+    parser.add_argument("--lanes", nargs="+", choices=LANES, default=list(LANES))
+    parser.add_argument(
+        "--shares", type=float, nargs="*", default=[0.5, 0.25], help="of the experts in memory"
+    )
+    parser.add_argument("--only-offload", action="store_true", help="leave out the race in memory")
+    parser.add_argument("--policy", default="auto", help="under a budget (auto)")
+    parser.add_argument("--limit", choices=LIMITS, default="auto", help="how memory is limited")
+    options = parser.parse_args()
+    if options.new is None:
+        options.new = 16 if options.quick else 64
+    return options
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,116 @@
+"""Routing traces that the simulated benchmarks replay: recorded runs, and synthetic ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from common.models import cache_folder
+from common.record import REPOSITORY, say
+from lowtide import LLM, DiffusionParams, SamplingParams
+from lowtide.core import MoEShape
+from lowtide.errors import UsageError
+from lowtide.lab.record import recorded
+from lowtide.lab.synth import synth
+from lowtide.trace import Trace
+
+_SYNTH = {"synth:llada2": "llada2", "synth:qwen3_moe": "qwen3_moe"}
+# Texts that are ours; one half is replayed, the other calibrates.
+_TEXTS = ("core.py", "trace.py", "params.py", "errors.py", "options.py", "checkpoint.py")
+_PROMPT_CHARACTERS = 400
+
+
+class Run(NamedTuple):
+    """A run to record: `model`, as `LLM` takes it, or `synth:FAMILY` for its small size.
+
+    num_rounds follow each other, in each of which num_requests are answered at once, every one
+    to another prompt; `for_calibration` takes other prompts again.
+    """
+
+    model: str
+    num_requests: int = 1
+    num_rounds: int = 4
+    new_tokens: int = 64
+    block_length: int | None = None
+    threshold: float | None = None
+    for_calibration: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of the file that keeps it, and in the results."""
+        parts = [self.model.replace(":", "-"), f"n{self.num_requests}", f"r{self.num_rounds}"]
+        parts += [f"t{self.new_tokens}"]
+        parts += [f"b{self.block_length}"] if self.block_length else []
+        parts += [f"p{self.threshold:g}"] if self.threshold else []
+        return "-".join([*parts, *(["calibration"] if self.for_calibration else [])])
+
+
+def record_all(runs: list[Run]) -> list[Trace]:
+    """The traces of `runs`, recorded in the user's cache where they are not there already.
+
+    One model is loaded at a time, once for all of its runs.
+    """
+    folder = cache_folder() / "traces"
+    folder.mkdir(parents=True, exist_ok=True)
+    for model in dict.fromkeys(run.model for run in runs):
+        missing = [r for r in runs if r.model == model and not _path(folder, r).exists()]
+        if missing:
+            _record(missing, folder)
+    return [Trace.load(_path(folder, run)) for run in runs]
+
+
+def moe_shape(trace: Trace) -> MoEShape:
+    """What the trace's own experts cost is computed from."""
+    return MoEShape(*trace.shape)
+
+
+def _record(runs: list[Run], folder: Path) -> None:
+    with LLM(_model(runs[0].model), context=4096) as llm:
+        for run in runs:
+            say(f"Recording {run.name} ...")
+            diffusion = DiffusionParams(block_length=run.block_length, threshold=run.threshold)
+            params = SamplingParams(
+                max_tokens=run.new_tokens,
+                ignore_eos=True,
+                diffusion=diffusion if llm.config.is_diffusion else DiffusionParams(),
+            )
+            with recorded(llm, _path(folder, run), run.model):
+                for prompts in _prompts(llm, run):
+                    llm.generate(prompts, params)
+
+
+def _model(name: str) -> str | Path:
+    if not name.startswith("synth:"):
+        return name
+    if name not in _SYNTH:
+        raise UsageError(f"{name} cannot be recorded; choose {', '.join(_SYNTH)}.")
+    folder = cache_folder() / f"{_SYNTH[name].replace('_', '-')}-small"
+    if not folder.exists():
+        say(f"Making {folder} ...")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        synth(_SYNTH[name], "small", folder)
+    return folder
+
+
+def _prompts(llm: LLM, run: Run) -> list[list[list[int]]]:
+    """Pieces of our own source for each round, every one from another place."""
+    half = len(_TEXTS) // 2
+    names = _TEXTS[half:] if run.for_calibration else _TEXTS[:half]
+    text = "".join((REPOSITORY / "lowtide" / name).read_text() for name in names)
+    stride = (len(text) - _PROMPT_CHARACTERS) // (run.num_rounds * run.num_requests)
+    pieces = [
+        text[i * stride :][:_PROMPT_CHARACTERS] for i in range(run.num_rounds * run.num_requests)
+    ]
+    ids = [_token_ids(llm, piece) for piece in pieces]
+    return [ids[start :: run.num_rounds] for start in range(run.num_rounds)]
+
+
+def _token_ids(llm: LLM, piece: str) -> list[int]:
+    """The piece's tokens; a synthetic model's tokenizer knows its own words only, so bytes do."""
+    if llm.tokenizer is not None:
+        return list(llm.tokenizer.encode(piece))[:64]
+    return [1 + byte for byte in piece.encode()[:64]]
+
+
+def _path(folder: Path, run: Run) -> Path:
+    return folder / f"{run.name}.npz"

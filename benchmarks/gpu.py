@@ -1,0 +1,594 @@
+"""A GPU at work: its tests, what its link and kernels reach, and hybrid steps under every policy.
+
+    python benchmarks/gpu.py test|short|full --deadline SECONDS --out FOLDER
+
+Runs from the source tree, needs torch with its Triton, numpy and pytest, and installs nothing.
+Experts have LLaDA2.0-mini's shape and are generated in host memory: 6 MoE layers in `short`, all
+19 in `full`, a block of 32 tokens per step, routing with that model's locality. No attention, no
+head and no early gates: tokens per second are of the MoE layers alone, and `dali` and `hybrimoe`
+prefetch nothing. Every line is written when it is measured; at the deadline the run ends with what
+it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import faulthandler
+import signal
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from types import FrameType
+
+import numpy as np
+import pytest
+import torch
+from common.record import REPOSITORY, Recorder, say
+from torch import Tensor
+
+from lowtide.core import Costs, MoEShape, Step
+from lowtide.errors import LowtideError
+from lowtide.experts.cuda import CudaDevice
+from lowtide.experts.device import ExpertGroup
+from lowtide.experts.executor import HostExecutor
+from lowtide.experts.home import HostHome
+from lowtide.experts.hybrid import HostScratch, HybridRuntime
+from lowtide.experts.link import Link
+from lowtide.experts.rows import ExpertBuffers, ExpertRows, Routing
+from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger
+from lowtide.kernels.routing import combine
+from lowtide.kernels.triton_experts import SlotImage, Tiles, gated_mlps, plan_tiles, tile_rows
+from lowtide.lab.synth_trace import synth_trace
+from lowtide.memory.arena import Arena
+from lowtide.memory.pinned import PinnedMemory
+from lowtide.memory.workspace import Workspace
+from lowtide.policies.catalogue import Setting
+from lowtide.policies.decision import Policies
+from lowtide.policies.prefetch import Gate, NoPrefetch
+from lowtide.policies.presets import make_policies
+from lowtide.trace import TraceShape
+
+MODEL = MoEShape(
+    num_layers=19, num_experts=256, num_experts_per_token=8, hidden_size=2048, expert_size=512
+)
+DTYPE = torch.bfloat16
+DEVICE = torch.device("cuda")
+BLOCK_TOKENS = 32
+STEPS_PER_BLOCK = 8
+LOCALITY = 0.98  # from step to step, as TIDE reports it for this model
+NUM_LAYERS = {"short": 6, "full": MODEL.num_layers}
+NUM_BLOCKS = {"short": 5, "full": 9}  # the first warms up
+PRESETS = {
+    "short": ("lowtide", "tide", "dali", "lru", "all-host", "on-demand"),
+    "full": (
+        *("lowtide", "tide", "dali", "lru", "fiddler", "hybrimoe", "edgemoe", "static"),
+        *("layer-split", "all-host", "on-demand"),
+    ),
+}
+BUDGETS = (64, 128)  # residents of 256 experts, per layer
+NUM_STAGING = 16
+DECODE_TOKENS = (1, 8, 32)
+_GIGA = 1e9
+_COPY_BYTES = 256 << 20
+_GRACE_S = 20.0  # after the deadline a hanging process is ended
+
+
+class DeadlineReached(KeyboardInterrupt):
+    """The time is over: what runs is interrupted, as by Ctrl-C."""
+
+
+class Report:
+    """Writes measurements as they come and remembers a short table of them."""
+
+    def __init__(self, stage: str, out: Path) -> None:
+        today = datetime.datetime.now(datetime.UTC).date().isoformat()
+        settings = {
+            "gpu": torch.cuda.get_device_name(),
+            "gpu_memory_bytes": _total_memory_bytes(),
+            "cuda": torch.version.cuda,
+            "stage": stage,
+        }
+        self.path = out / f"{today}-gpu-{stage}.jsonl"
+        self._recorder = Recorder("gpu", settings, self.path)
+        self._rows: list[tuple[str, str]] = []
+
+    def write(self, what: str, values: Mapping[str, object]) -> None:
+        self._recorder.write(what, values)
+
+    def line(self, name: str, text: str) -> None:
+        self._rows.append((name, text))
+
+    def print_table(self) -> None:
+        width = max((len(name) for name, _ in self._rows), default=0)
+        for name, text in self._rows:
+            print(f"{name:<{width}}  {text}")
+        print(f"written to {self.path}", flush=True)
+
+
+def main() -> int:
+    arguments = _arguments()
+    if not torch.cuda.is_available():
+        say("There is no GPU here (torch.cuda.is_available() is false): nothing was run.")
+        return 1
+    report = Report(arguments.stage, arguments.out)
+    is_good = arguments.stage != "test"  # tests that were not run have not passed
+    try:
+        with deadline(arguments.deadline):
+            if arguments.stage == "test":
+                is_good = run_tests(report)
+            else:
+                run_benchmarks(arguments.stage, report)
+    except DeadlineReached:
+        report.line("deadline", f"reached after {arguments.deadline:g} s: the rest was not run")
+    finally:
+        report.print_table()
+    return 0 if is_good else 1
+
+
+def run_tests(report: Report) -> bool:
+    """All tests marked `gpu`; whether all of them passed."""
+    files = [str(path) for path in sorted((REPOSITORY / "tests").glob("test_*.py"))]
+    files = [file for file in files if "mark.gpu" in Path(file).read_text(encoding="utf-8")]
+    outcomes = _Outcomes(report)
+    # Other people's deprecations on a machine that is not ours are no failures.
+    options = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "-W", "default"]
+    try:
+        status = pytest.main([*options, *files], plugins=[outcomes])
+    finally:
+        for name, counts in outcomes.counts.items():
+            text = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+            report.line(name, text)
+    if status == pytest.ExitCode.INTERRUPTED:
+        raise DeadlineReached
+    return status == pytest.ExitCode.OK
+
+
+class _Outcomes:
+    """Writes down every test's outcome when it is known."""
+
+    def __init__(self, report: Report) -> None:
+        self.counts: dict[str, dict[str, int]] = {}
+        self._report = report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" and report.passed:
+            return
+        file = report.nodeid.partition("::")[0]
+        counts = self.counts.setdefault(file, {})
+        counts[report.outcome] = counts.get(report.outcome, 0) + 1
+        values = {"test": report.nodeid, "outcome": report.outcome, "seconds": report.duration}
+        if report.failed:
+            values["message"] = report.longreprtext[-2000:]
+        self._report.write("test", values)
+
+
+def run_benchmarks(stage: str, report: Report) -> None:
+    """Ceilings first, then what the device reaches, then whole steps."""
+    shape = MODEL._replace(num_layers=NUM_LAYERS[stage])
+    link_rate, device_rate = measure_ceilings(report)
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode())
+        executor = HostExecutor(shape.num_experts_per_token)
+        stack.callback(executor.close)
+        stack.enter_context(executor.in_charge())
+        pinned = PinnedMemory()
+        stack.callback(pinned.close)
+        home = make_experts(shape, pinned, report)
+        measure_link(home, pinned, link_rate, report)
+        kernel_rate = measure_kernel(home, device_rate, report)
+        measure_resident_layer(home, pinned, report)
+        try:
+            costs = measure_expert_costs(executor, pinned, report)
+        except ImportError as error:
+            report.line("hybrid steps", f"not run: {error}")
+            return
+        rates = (link_rate, kernel_rate)
+        for preset in PRESETS[stage]:
+            for budget in BUDGETS:
+                try:
+                    bench = HybridBench(shape, home, pinned, executor, costs, budget, preset)
+                except LowtideError as error:
+                    report.line(f"{preset}, {budget} residents", f"not run: {error}")
+                    continue
+                with bench.running():
+                    bench.measure(NUM_BLOCKS[stage], rates, report)
+                    if preset == "lowtide":
+                        bench.write_timeline(report)
+
+
+def measure_ceilings(report: Report) -> tuple[float, float]:
+    """Bytes per second of a plain pinned copy, and of a device copy (read and written)."""
+    host = torch.ones(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    device, other = (torch.ones(4 * _COPY_BYTES, dtype=torch.uint8, device=DEVICE) for _ in "ab")
+    part = device[:_COPY_BYTES]
+    link_s = _median_s(lambda: part.copy_(host, non_blocking=True))
+    back_s = _median_s(lambda: host.copy_(part, non_blocking=True))
+    copy_s = _median_s(lambda: other.copy_(device, non_blocking=True))
+    link_rate, device_rate = _COPY_BYTES / link_s, 8 * _COPY_BYTES / copy_s
+    report.write(
+        "ceilings",
+        {
+            "pinned_to_device_GBps": link_rate / _GIGA,
+            "device_to_pinned_GBps": _COPY_BYTES / back_s / _GIGA,
+            "device_copy_read_and_written_GBps": device_rate / _GIGA,
+        },
+    )
+    report.line("plain pinned copy", f"{link_rate / _GIGA:.1f} GB/s")
+    report.line("device copy, read + written", f"{device_rate / _GIGA:.0f} GB/s")
+    return link_rate, device_rate
+
+
+def make_experts(shape: MoEShape, pinned: PinnedMemory, report: Report) -> HostHome:
+    """All experts in pinned host memory. Few different ones: only their bytes count here."""
+    layout = SlotLayout.of(shape, DTYPE)
+    num_experts = shape.num_layers * shape.num_experts
+    start_s = perf_counter()
+    arena = Arena(num_experts * layout.num_bytes)
+    is_pinned = pinned.register(arena)
+    slots = ExpertSlots(arena, layout)
+    pattern = torch.randn(7 * layout.num_bytes // 2).mul_(shape.hidden_size**-0.5).to(DTYPE)
+    images = pattern.view(7, -1).view(torch.uint8)
+    for expert in range(num_experts):
+        slots.image(expert).copy_(images[expert % 7])
+    report.write(
+        "experts",
+        {
+            "num_layers": shape.num_layers,
+            "host_bytes": arena.num_bytes,
+            "is_pinned": is_pinned,
+            "seconds": perf_counter() - start_s,
+        },
+    )
+    return HostHome(slots, shape.num_experts)
+
+
+def measure_link(home: HostHome, pinned: PinnedMemory, ceiling: float, report: Report) -> None:
+    """One copy per expert, as the runtime does it."""
+    layout, num_slots = home.slots.layout, 64
+    device = CudaDevice(MODEL, layout, num_slots, BLOCK_TOKENS, pinned)
+    draw = np.random.default_rng(0)
+
+    def fetch() -> None:
+        for slot, expert in enumerate(draw.integers(0, MODEL.num_experts, num_slots).tolist()):
+            last = device.copy(home.slots.image(expert), slot, None)
+        last.wait()
+
+    rate = num_slots * layout.num_bytes / _median_host_s(fetch)
+    device.close()
+    values = {"expert_bytes": layout.num_bytes, "GBps": rate / _GIGA, "of_plain": rate / ceiling}
+    report.write("link", values)
+    text = f"{rate / _GIGA:.1f} GB/s, {rate / ceiling:.0%} of plain (expected: 85%)"
+    report.line("expert copies", text)
+
+
+def measure_kernel(home: HostHome, ceiling: float, report: Report) -> float:
+    """Bytes per second of weights at decode sizes; the launches are replayed from a graph."""
+    layout = home.slots.layout
+    images = [home.slots.image(expert) for expert in range(MODEL.num_experts)]
+    slots = torch.stack(images).to(DEVICE).view(DTYPE)
+    image = SlotImage(slots.shape[1], *(start // DTYPE.itemsize for start in layout.offsets))
+    slot_of = torch.arange(MODEL.num_experts, dtype=torch.int32, device=DEVICE)
+    rate = 0.0
+    for num_tokens in DECODE_TOKENS:
+        layers = [LayerInput(num_tokens, seed) for seed in range(8)]
+        launches = [_planned(layer, slots, image, slot_of) for layer in layers]
+        seconds = _median_s(_graph_of(launches))
+        num_hit = sum(int((np.diff(layer.rows.bounds) > 0).sum()) for layer in layers)
+        rate = num_hit * layout.num_bytes / seconds
+        values = {
+            "num_tokens": num_tokens,
+            "experts_hit": num_hit / len(layers),
+            "layer_us": seconds / len(layers) * 1e6,
+            "GBps": rate / _GIGA,
+            "of_device_copy": rate / ceiling,
+        }
+        report.write("kernel", values)
+        text = f"{rate / _GIGA:.0f} GB/s, {rate / ceiling:.0%} of a device copy (expected: 70%)"
+        report.line(f"kernel, {num_tokens} tokens", text)
+    return rate
+
+
+def _planned(
+    layer: LayerInput, slots: Tensor, image: SlotImage, slot_of: Tensor
+) -> Callable[[], None]:
+    """A layer's products alone: its tiles are planned here, once."""
+    parts, gate = layer.buffers.parts, layer.buffers.gate
+    tiles = Tiles.empty(len(parts), MODEL.num_experts, parts.device)
+    rows = tile_rows(len(parts), MODEL.num_experts)
+    plan_tiles(layer.rows.counts, slot_of, rows, tiles)
+    num_tiles = int(tiles.num_tiles)
+    return lambda: gated_mlps(slots, image, tiles, num_tiles, rows, parts, gate)
+
+
+def _graph_of(launches: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    """All of `launches` in one: the calling thread is slower than the smallest of them."""
+    for launch in launches:
+        launch()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch in launches:
+            launch()
+    return graph.replay
+
+
+def measure_resident_layer(home: HostHome, pinned: PinnedMemory, report: Report) -> None:
+    """A layer with every expert resident, as the runtime runs it: sort, products, sum."""
+    device = CudaDevice(MODEL, home.slots.layout, MODEL.num_experts, BLOCK_TOKENS, pinned)
+    for expert in range(MODEL.num_experts):
+        last = device.copy(home.slots.image(expert), expert, None)
+    last.wait()
+    group = everyone()
+    for num_tokens in DECODE_TOKENS:
+        layers = [LayerInput(num_tokens, seed) for seed in range(8)]
+
+        def run_all(layers: Sequence[LayerInput] = layers) -> None:
+            for layer in layers:
+                layer.run(device, group)
+
+        layer_us = _median_s(run_all) / len(layers) * 1e6
+        report.write("resident_layer", {"num_tokens": num_tokens, "layer_us": layer_us})
+        report.line(f"resident layer, {num_tokens} tokens", f"{layer_us:.0f} us")
+    device.close()
+
+
+def everyone() -> ExpertGroup:
+    """All experts of a layer, expert e in slot e."""
+    return ExpertGroup(np.arange(MODEL.num_experts), np.arange(MODEL.num_experts))
+
+
+class LayerInput:
+    """One layer's step with every expert resident."""
+
+    def __init__(self, num_tokens: int, seed: int) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        k, hidden = MODEL.num_experts_per_token, MODEL.hidden_size
+        rank = torch.rand(num_tokens, MODEL.num_experts, generator=draw)
+        self._experts = rank.topk(k).indices.sort().values.to(DEVICE)
+        self._weights = torch.rand(num_tokens, k, generator=draw).to(DEVICE)
+        self._x = torch.randn(num_tokens, hidden, generator=draw).to(DEVICE, DTYPE)
+        self.out = torch.empty_like(self._x, dtype=torch.float32)
+        self.rows = ExpertRows(self._experts, MODEL.num_experts)
+        scratch = self._x.new_empty((2, num_tokens * k, MODEL.expert_size))
+        parts = self._x[self.rows.token_of]
+        self.buffers = ExpertBuffers(parts, *scratch, self._x.clone(), self.out.clone())
+
+    def run(self, device: CudaDevice, group: ExpertGroup) -> None:
+        rows = ExpertRows(self._experts, MODEL.num_experts)
+        torch.index_select(self._x, 0, rows.token_of, out=self.buffers.parts)
+        device.run(group, rows, self.buffers, None)
+        combine(self.buffers.parts, rows.part_of, self._weights, *self.buffers[3:], self.out)
+
+
+def measure_expert_costs(executor: HostExecutor, pinned: PinnedMemory, report: Report) -> Costs:
+    """What policies are told, measured as `lowtide doctor` does it."""
+    from lowtide.hardware.measure import measure_costs  # needs psutil, which the rest does not
+
+    def pinned_arena(num_bytes: int) -> Arena:
+        arena = Arena(num_bytes)
+        pinned.register(arena)
+        return arena
+
+    layout = SlotLayout.of(MODEL, DTYPE)
+    device = CudaDevice(MODEL, layout, 128, 512, pinned)
+    dense_bytes = 4 * MODEL.hidden_size**2 * DTYPE.itemsize  # about an attention layer
+    costs, _ = measure_costs(
+        MODEL, layout, executor, dense_bytes, device=device, make_arena=pinned_arena
+    )
+    device.close()
+    values = {
+        "link_us": costs.link_s * 1e6,
+        "sync_us": costs.sync_s * 1e6,
+        **{f"host_{n}_us": costs.host_s.at(n) * 1e6 for n in (1, 2, 4, 16)},
+        **{f"device_{n}_us": costs.device_s.at(n) * 1e6 for n in (1, 2, 4, 16)},
+    }
+    report.write("costs", values)
+    return costs
+
+
+class HybridBench:
+    """The MoE layers of a model under one preset and budget, fed with a synthetic routing."""
+
+    def __init__(
+        self,
+        shape: MoEShape,
+        home: HostHome,
+        pinned: PinnedMemory,
+        executor: HostExecutor,
+        costs: Costs,
+        budget: int,
+        preset: str,
+    ) -> None:
+        """Raises PlanError when the GPU has no room for the budget."""
+        self._shape = shape
+        self._name = preset
+        self._budget = budget
+        self._slot_bytes = home.slots.layout.num_bytes
+        num_slots = shape.num_layers * budget + NUM_STAGING
+        self._costs = replace(costs, num_staging=NUM_STAGING // 2)
+        setting = Setting([budget] * shape.num_layers, shape.num_experts, self._costs)
+        device = CudaDevice(shape, home.slots.layout, num_slots, BLOCK_TOKENS, pinned)
+        num_pairs = BLOCK_TOKENS * shape.num_experts_per_token
+        ledger = SlotLedger(shape.num_layers, shape.num_experts, num_slots)
+        self._runtime = HybridRuntime(
+            shape=shape,
+            device=device,
+            link=Link(device, ledger, home, costs.link_s, self._costs.num_staging),
+            home=home,
+            policies=_without_gates(make_policies(preset, setting, everything_fits=False)),
+            costs=self._costs,
+            executor=executor,
+            scratch=HostScratch(*torch.empty((2, num_pairs, shape.expert_size), dtype=DTYPE)),
+        )
+        self._x = torch.randn(BLOCK_TOKENS, shape.hidden_size).to(DEVICE, DTYPE)
+        self._out = torch.empty_like(self._x, dtype=torch.float32)
+        weights = torch.rand(BLOCK_TOKENS, shape.num_experts_per_token)
+        self._weights = weights.div_(weights.sum(1, keepdim=True)).to(DEVICE)
+        row_bytes = 4 * (shape.hidden_size + 2 * shape.expert_size)
+        buffer = torch.empty(2 * num_pairs * row_bytes, dtype=torch.uint8, device=DEVICE)
+        self._workspace = Workspace(buffer)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The first residents are loaded; at the end the device is closed."""
+        try:
+            self._runtime.preload(lambda *progress: None)
+            yield
+        finally:
+            self._runtime.close()
+
+    def measure(self, num_blocks: int, rates: tuple[float, float], report: Report) -> None:
+        """Tokens per second, and step time against the bound of the bytes that were moved."""
+        steps = self._steps(num_blocks)
+        warm = steps[:STEPS_PER_BLOCK]
+        for step, experts in warm:
+            self._forward(step, experts)
+        before = self._runtime.as_dict()
+        seconds = [self._forward(step, experts) for step, experts in steps[len(warm) :]]
+        after = self._runtime.as_dict()
+        done = {name: value - before[name] for name, value in after.items()}
+        total_s, num_steps = sum(seconds), len(seconds)
+        tokens = num_steps * BLOCK_TOKENS / STEPS_PER_BLOCK
+        bound_s, by = self._bound_s(done, num_steps, rates)
+        values = {
+            "preset": self._name,
+            "residents_per_layer": self._budget,
+            "num_layers": self._shape.num_layers,
+            "moe_tokens_per_s": tokens / total_s,
+            "step_ms": statistics.median(seconds) * 1e3,
+            "bound_ms": bound_s / num_steps * 1e3,
+            "bound_by": by,
+            "of_bound": total_s / bound_s,
+            "hit_rate": done["num_hits"] / max(1, done["num_hits"] + done["num_misses"]),
+            "link_GBps": done["link_bytes"] / total_s / _GIGA,
+            "host_experts_per_step": done["num_on_host"] / num_steps,
+        }
+        report.write("hybrid", values)
+        report.line(
+            f"{self._name}, {self._budget} residents",
+            f"{tokens / total_s:.0f} tokens/s, step {total_s / bound_s:.2f}x its bound by {by} "
+            "(expected: 1.5x)",
+        )
+
+    def write_timeline(self, report: Report) -> None:
+        """Two steps as a Chrome trace, for Perfetto."""
+        from torch.profiler import ProfilerActivity, profile
+
+        path = report.path.with_name(f"{report.path.stem}-{self._name}-{self._budget}.trace.json")
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            for step, experts in self._steps(1)[:2]:
+                self._forward(step, experts)
+        profiler.export_chrome_trace(str(path))
+        report.write("timeline", {"file": path.name, "bytes": path.stat().st_size})
+
+    def _bound_s(
+        self, done: Mapping[str, float], num_steps: int, rates: tuple[float, float]
+    ) -> tuple[float, str]:
+        """The longest that any part must take alone, and which part that is."""
+        link_rate, kernel_rate = rates
+        num_used = done["num_hits"] + done["num_misses"]
+        num_pairs = num_steps * self._shape.num_layers * len(self._weights.view(-1))
+        host_s = self._costs.host_s.at(max(1, round(num_pairs / num_used)))
+        times = {
+            "link": done["link_bytes"] / link_rate,
+            "host": done["num_on_host"] * host_s,
+            "device": (num_used - done["num_on_host"]) * self._slot_bytes / kernel_rate,
+        }
+        by = max(times, key=times.__getitem__)
+        return times[by], by
+
+    def _forward(self, step: Step, experts: Tensor) -> float:
+        """Seconds of one step through all layers. experts [layers, tokens, k]"""
+        torch.cuda.synchronize()
+        start_s = perf_counter()
+        for layer in range(self._shape.num_layers):
+            with self._workspace.scope():
+                routing = Routing(experts[layer], self._weights)
+                self._runtime.forward(layer, self._x, routing, step, self._workspace, self._out)
+        torch.cuda.synchronize()
+        return perf_counter() - start_s
+
+    def _steps(self, num_blocks: int) -> list[tuple[Step, Tensor]]:
+        trace = synth_trace(
+            TraceShape(*self._shape),
+            num_blocks=num_blocks,
+            steps_per_block=STEPS_PER_BLOCK,
+            block_length=BLOCK_TOKENS,
+            num_prompt_rows=0,
+            locality=LOCALITY,
+        )
+        return [
+            (
+                one.step,
+                torch.from_numpy(ids.astype(np.int64)).transpose(0, 1).contiguous().to(DEVICE),
+            )
+            for one, ids in zip(trace.passes, trace.iter_ids(), strict=True)
+        ]
+
+
+def _without_gates(policies: Policies) -> Policies:
+    """A synthetic routing has no router to run early: prefetches that need one are left out."""
+    if policies.prefetch.gate is Gate.NONE:
+        return policies
+    return replace(policies, prefetch=NoPrefetch())
+
+
+@contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Raises DeadlineReached after `seconds`; ends the process if that is not heard."""
+
+    def reached(signal_number: int, frame: FrameType | None) -> None:
+        raise DeadlineReached
+
+    signal.signal(signal.SIGALRM, reached)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    faulthandler.dump_traceback_later(seconds + _GRACE_S, exit=True)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _total_memory_bytes() -> int:
+    return torch.cuda.get_device_properties(DEVICE).total_memory
+
+
+def _median_s(work: Callable[[], object], repeats: int = 11) -> float:
+    """Seconds on the GPU, between events around `work`."""
+    times = []
+    for _ in range(repeats + 2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times[2:])
+
+
+def _median_host_s(work: Callable[[], object], repeats: int = 7) -> float:
+    """Seconds on the clock; `work` waits for its own end."""
+    times = []
+    for _ in range(repeats + 1):
+        start_s = perf_counter()
+        work()
+        times.append(perf_counter() - start_s)
+    return statistics.median(times[1:])
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("stage", choices=("test", "short", "full"))
+    parser.add_argument("--deadline", type=float, default=300.0, metavar="SECONDS")
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "docs" / "results")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,234 @@
+"""Prefetch: how well each predictor names the next layer's experts, and what that is worth.
+
+Each run is recorded after a calibration on other text. First the accuracy of the n experts that a
+predictor ranks highest (the share of them that is among the n with most tokens, as DALI counts),
+then the same predictors at work in the simulator: DALI's cache and assignment, experts as large
+as LLaDA2.0-mini's. The ceiling is a predictor that knows the truth. Early gates are replayed as
+they did predict, and beside that with errors drawn at the rates measured on the calibration's own
+held-out text and at those published.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from common.arguments import run_script
+from common.models import model_folder
+from common.record import REPOSITORY, Recorder, say
+
+from lowtide import LLM
+from lowtide.calibration import TOP_SIZES, GateAccuracy
+from lowtide.core import FloatArray, IntArray, MoEShape
+from lowtide.lab.calibrate import foresee, learn, split, top_share
+from lowtide.lab.simulate import GATE_ACCURACY, GateAccuracies, Report, calibrate, simulate
+from lowtide.policies.catalogue import Recipe, Setting, recipe
+from lowtide.policies.prefetch import (
+    Combined,
+    Gate,
+    NextGate,
+    NoPrefetch,
+    Prefetch,
+    PreviousStep,
+    Random,
+    Residual,
+    Statistics,
+)
+from lowtide.profiles import load_profile
+from lowtide.trace import Trace, demand_of
+
+MODELS = ("demo:diffusion", "demo:chat", "synth")
+RESIDENT_SHARES = (0.25, 0.5)
+NUM_AHEAD = (1, 4)
+HIDDEN_SIZE, EXPERT_SIZE = 2048, 512  # LLaDA2.0-mini's experts
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A recorded run, what early gates predicted of it, and what was known before it."""
+
+    trace: Trace
+    predicted: Mapping[Gate, list[IntArray]]
+    accuracy: GateAccuracy  # of the gates, on this run
+    measured: GateAccuracies  # of the gates, on another text
+    setting: Setting
+
+    @property
+    def truth(self) -> Mapping[Gate, list[IntArray]]:
+        """A gate that is never wrong."""
+        return {Gate.RAW: list(self.trace.hits())}
+
+
+def _combined(setting: Setting) -> Prefetch:
+    last = PreviousStep(setting.num_prefetch, setting.num_layers, setting.num_experts)
+    return Combined(setting.num_prefetch, [(Residual(setting.num_prefetch), 1.0), (last, 1.0)])
+
+
+def _statistics(setting: Setting) -> Prefetch:
+    return Statistics(setting.num_prefetch, np.asarray(setting.following))
+
+
+PREDICTORS: Mapping[str, Callable[[Setting], Prefetch]] = {
+    "random": lambda s: Random(s.num_prefetch, s.num_experts, s.seed),
+    "statistics": _statistics,
+    "previous step": lambda s: PreviousStep(s.num_prefetch, s.num_layers, s.num_experts),
+    "raw gate": lambda s: NextGate(s.num_prefetch),
+    "residual gate": lambda s: Residual(s.num_prefetch),
+    "residual gate and previous step": _combined,
+}
+
+
+def main() -> None:
+    options = _options()
+    for name in options.model or MODELS:
+        run = _record(name, options.pieces, options.quick)
+        settings = {
+            "model": name,
+            "pieces": options.pieces,
+            "machine": options.machine,
+            "expert": [HIDDEN_SIZE, EXPERT_SIZE],
+            "policy": "dali",
+            "num_passes": len(run.trace.passes),
+            "shape": run.trace.shape[:3],
+        }
+        recorder = Recorder("prefetch", settings, options.out)
+        say(f"{name}: {len(run.trace.passes)} passes of {run.trace.shape[:3]}")
+        _write_accuracies(recorder, run)
+        costs = load_profile(options.machine).costs(_large_experts(run.trace))
+        for share in RESIDENT_SHARES:
+            capacity = [round(share * run.trace.shape.num_experts)] * run.trace.shape.num_layers
+            for num_prefetch in NUM_AHEAD:
+                setting = replace(
+                    run.setting, capacity=capacity, costs=costs, num_prefetch=num_prefetch
+                )
+                _write_gains(recorder, run, setting)
+
+
+def _record(name: str, num_pieces: int, is_quick: bool) -> Run:
+    """Calibrates on one part of our own source and records another."""
+    model = model_folder(None, "tiny" if is_quick else "small") if name == "synth" else name
+    package = REPOSITORY / "lowtide"
+    text = "".join(path.read_text() for path in sorted(package.rglob("*.py")))
+    with LLM(model) as llm:
+        learning, testing = split(llm, text, 2 * num_pieces)
+        say(f"{name}: calibrating on {len(learning)} pieces, testing on {len(testing)} ...")
+        known, residual = learn(llm, learning, name)
+        half = len(testing) // 2
+        before = foresee(llm, testing[:half], name, residual)
+        then = foresee(llm, testing[half:], name, residual)
+    shape = known.shape
+    frequency, following = calibrate(known)
+    return Run(
+        then.trace,
+        then.predicted,
+        then.accuracy,
+        dict(zip(before.predicted, before.accuracy.routed, strict=True)),
+        Setting(
+            capacity=[0] * shape.num_layers,
+            num_experts=shape.num_experts,
+            costs=load_profile("rtx3090").costs(MoEShape(*shape)),
+            frequency=frequency,
+            following=following,
+            num_prefetch=max(TOP_SIZES),
+        ),
+    )
+
+
+def _write_accuracies(recorder: Recorder, run: Run) -> None:
+    for name, make in PREDICTORS.items():
+        tops = _top_shares(run, make(run.setting))
+        values = {f"top_{n}": share for n, share in zip(TOP_SIZES, tops.tolist(), strict=True)}
+        recorder.write("accuracy", {"predictor": name, **values})
+        say(f"  {name:32} " + "  ".join(f"{k} {share:4.0%}" for k, share in values.items()))
+    for gate, routed, cosine in zip(
+        run.predicted, run.accuracy.routed, run.accuracy.cosine, strict=True
+    ):
+        values = {"routed": routed.tolist(), "cosine": cosine.tolist()}
+        recorder.write("gate", {"gate": gate.value, **values})
+
+
+def _top_shares(run: Run, prefetch: Prefetch) -> FloatArray:
+    """The mean over passes and over the layers after the first, for each of `TOP_SIZES`."""
+    shares: list[list[float]] = []
+    nobody = np.zeros(run.trace.shape.num_experts, np.bool_)
+    for index, hits in enumerate(run.trace.hits()):
+        for layer in range(len(hits) - 1):
+            prefetch.observe(layer, demand_of(hits[layer], nobody))
+            predicted = None
+            if prefetch.gate is not Gate.NONE:
+                predicted = run.predicted[prefetch.gate][index][layer + 1]
+            score = prefetch.score(layer + 1, predicted)
+            shares.append([top_share(score, hits[layer + 1], n) for n in TOP_SIZES])
+        prefetch.observe(len(hits) - 1, demand_of(hits[-1], nobody))
+    means: FloatArray = np.mean(shares, axis=0)
+    return means
+
+
+def _write_gains(recorder: Recorder, run: Run, setting: Setting) -> None:
+    none = _replay(run, setting, lambda s: NoPrefetch())
+    perfect = _replay(run, setting, lambda s: NextGate(s.num_prefetch), predictions=run.truth)
+    _write_gain(recorder, setting, none, "the truth", "ceiling", perfect)
+    for name, make in PREDICTORS.items():
+        report = _replay(run, setting, make, predictions=run.predicted)
+        _write_gain(recorder, setting, none, name, "recorded", report)
+        if make(setting).gate is not Gate.NONE:
+            for source, accuracy in (("measured", run.measured), ("published", GATE_ACCURACY)):
+                report = _replay(run, setting, make, gate_accuracy=accuracy)
+                _write_gain(recorder, setting, none, name, f"errors at {source} rates", report)
+
+
+def _replay(
+    run: Run, setting: Setting, make: Callable[[Setting], Prefetch], **options: object
+) -> Report:
+    dali = recipe("dali")
+    made = Recipe(dali.placement, dali.assignment, make)
+    return simulate(run.trace, made, setting, hits=run.trace.hits(), **options)  # type: ignore[arg-type]
+
+
+def _write_gain(
+    recorder: Recorder, setting: Setting, none: Report, name: str, foresight: str, report: Report
+) -> None:
+    outcome, num = report.prefetch, max(1, report.num_prefetched)
+    values = {
+        "predictor": name,
+        "foresight": foresight,
+        "residents": setting.capacity[0],
+        "num_prefetch": setting.num_prefetch,
+        "gain": none.total_s / report.total_s,
+        "num_prefetched": report.num_prefetched,
+        "hit_share": outcome.num_hits / num,
+        "late_share": outcome.num_late / num,
+        "wasted_share": outcome.num_wasted / num,
+        "moved_bytes": report.moved_bytes,
+    }
+    recorder.write("end to end", values)
+    say(
+        f"  {setting.capacity[0]} resident, {setting.num_prefetch} ahead, {name} ({foresight}): "
+        f"{values['gain']:.3f}x, {values['wasted_share']:.0%} wasted"
+    )
+
+
+def _large_experts(trace: Trace) -> MoEShape:
+    return MoEShape(*trace.shape[:3], HIDDEN_SIZE, EXPERT_SIZE)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument(
+        "--model", action="append", help=f"folder, hub id, or one of {', '.join(MODELS)} (all)"
+    )
+    parser.add_argument("--machine", default="rtx3090", help="hardware profile (rtx3090)")
+    parser.add_argument("--pieces", type=int, default=None, help="half of the text's pieces (12)")
+    parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
+    parser.add_argument("--quick", action="store_true", help="few pieces: a look, not a result")
+    options = parser.parse_args()
+    if options.pieces is None:
+        options.pieces = 4 if options.quick else 12
+    return options
+
+
+if __name__ == "__main__":
+    run_script(main)

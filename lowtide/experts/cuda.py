@@ -1,0 +1,395 @@
+"""A CUDA device: expert slots in its memory, a stream that fills them, experts run from them.
+
+Copies have a stream of their own; experts are computed on the stream of the caller, between what
+it queued before and what it queues next. Streams wait for each other's events on the device. The
+calling thread waits in `to_host`, and where it has run so far ahead that a ring is used up.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cached_property
+from time import perf_counter, sleep
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowtide.config import format_size
+from lowtide.core import IntArray, MoEShape
+from lowtide.errors import DeviceError, InternalError, PlanError
+from lowtide.experts.device import WAIT_LIMIT_S, Event, ExpertGroup
+from lowtide.experts.executor import Work
+from lowtide.experts.rows import ExpertBuffers, ExpertRows
+from lowtide.experts.slots import SlotLayout
+from lowtide.kernels.reference import ClampedWeights, ExpertWeights, gated_mlp
+from lowtide.kernels.routing import has_triton
+from lowtide.memory.pinned import PinnedMemory
+
+_NUM_TABLES = 64  # launches that the calling thread may be ahead
+_NUM_PIECES = 4
+_PIECE_BYTES = 4 << 20
+_SPIN_S = 2e-3  # a layer's synchronisation is shorter; sleeping would add its own latency
+_PAUSE_S = 1e-4
+
+RING_BYTES = _NUM_PIECES * _PIECE_BYTES
+"""Pinned memory that copies from pageable memory need on top of `pinned_bytes`."""
+
+
+def pinned_bytes(shape: MoEShape, dtype: torch.dtype, max_rows: int) -> int:
+    """Pinned host memory of a device for steps of up to `max_rows` token rows."""
+    num_pairs = max_rows * shape.num_experts_per_token
+    parts = num_pairs * shape.hidden_size * dtype.itemsize
+    counts, tables = shape.num_experts * 8, _NUM_TABLES * shape.num_experts * 4
+    # torch's allocator of pinned memory rounds every block up to a power of two.
+    return sum(1 << (num_bytes - 1).bit_length() for num_bytes in (parts, counts, tables))
+
+
+class Mark(Protocol):
+    """A recorded event, as CUDA has it."""
+
+    def query(self) -> bool: ...
+
+
+class Stream(Protocol):
+    """A stream, as CUDA has it."""
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self) -> Mark: ...
+
+
+class Streams(Protocol):
+    """All that a device needs of CUDA."""
+
+    torch_device: torch.device
+    copies: Stream
+
+    @property
+    def current(self) -> Stream:
+        """The stream that the calling thread queues on."""
+        ...
+
+    def use(self, stream: Stream) -> AbstractContextManager[None]:
+        """Makes `stream` the current one for a while."""
+        ...
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Uninitialised pinned host memory. Raises RuntimeError where it is refused."""
+        ...
+
+
+class CudaStreams:
+    """Streams of the process's current GPU."""
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self.copies: Stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+
+    @property
+    def current(self) -> Stream:
+        stream: Stream = torch.cuda.current_stream(self.torch_device)
+        return stream
+
+    def use(self, stream: Stream) -> AbstractContextManager[None]:
+        return torch.cuda.stream(stream)  # type: ignore[arg-type]
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+
+class CudaEvent:
+    """A point in a stream's order of work."""
+
+    __slots__ = ("mark",)
+
+    def __init__(self, mark: Mark) -> None:
+        self.mark = mark
+
+    def is_done(self) -> bool:
+        try:
+            return self.mark.query()
+        except RuntimeError:  # ended by a failure, which `wait` reports
+            return True
+
+    def wait(self, limit_s: float = WAIT_LIMIT_S) -> None:
+        self.wait_until_ended(limit_s)
+        with _device_errors("running what was queued"):
+            self.mark.query()
+
+    def wait_until_ended(self, limit_s: float = WAIT_LIMIT_S) -> None:
+        """As `wait`, whether the work failed or not."""
+        start_s = perf_counter()
+        while not self.is_done():
+            waited_s = perf_counter() - start_s
+            if waited_s > limit_s:
+                raise DeviceError(
+                    f"The GPU has not ended its work within {limit_s:g} s: its link or driver "
+                    "hangs. Restart the process; `nvidia-smi` tells whether the GPU answers."
+                )
+            sleep(0.0 if waited_s < _SPIN_S else _PAUSE_S)
+
+
+class PinnedRing:
+    """Rows of pinned memory that are written and handed to a stream in turn."""
+
+    def __init__(self, streams: Streams, shape: tuple[int, int], dtype: torch.dtype) -> None:
+        with _plan_errors(shape[0] * shape[1] * dtype.itemsize, "pinned host memory"):
+            self._rows = streams.pinned(shape, dtype)
+        self._uses: list[CudaEvent | None] = [None] * shape[0]
+        self._next = 0
+
+    def take(self) -> Tensor:
+        """The next row, once its last use has ended; `used` follows."""
+        use = self._uses[self._next]
+        if use is not None:
+            use.wait()
+        return self._rows[self._next]
+
+    def used(self, stream: Stream) -> None:
+        """The row taken last is free after what has been queued on `stream`."""
+        self._uses[self._next] = CudaEvent(stream.record_event())
+        self._next = (self._next + 1) % len(self._uses)
+
+
+class Computation(Protocol):
+    """Experts computed from slots: Triton's kernels, or plain torch."""
+
+    def run(self, group: ExpertGroup, rows: ExpertRows, buffers: ExpertBuffers) -> None: ...
+
+    def place(
+        self, host_parts: Tensor, experts: IntArray, rows: ExpertRows, parts: Tensor
+    ) -> None: ...
+
+
+class CudaDevice:
+    """Owns the slots, as one tensor [num_slots, slot_bytes], and the copy stream."""
+
+    name = "cuda"
+
+    def __init__(
+        self,
+        shape: MoEShape,
+        layout: SlotLayout,
+        num_slots: int,
+        max_rows: int,
+        pinned: PinnedMemory,
+        kernels: str = "auto",
+        streams: Streams | None = None,
+    ) -> None:
+        """`max_rows`: token rows of the largest step. `pinned`: where sources may lie.
+        `kernels`: `auto` (Triton's where there are any for these experts) or `reference`.
+
+        Raises PlanError when the GPU or the system has too little memory.
+        """
+        self._streams = CudaStreams() if streams is None else streams
+        self.torch_device = self._streams.torch_device
+        self.num_slots = num_slots
+        self._pinned = pinned
+        num_pairs = max_rows * shape.num_experts_per_token
+        with _plan_errors(num_slots * layout.num_bytes, f"GPU memory for {num_slots} slots"):
+            slots = torch.empty(
+                (num_slots, layout.num_bytes), dtype=torch.uint8, device=self.torch_device
+            )
+        with _plan_errors(pinned_bytes(shape, layout.dtype, max_rows), "pinned host memory"):
+            self._host_parts = self._streams.pinned((num_pairs, shape.hidden_size), layout.dtype)
+            self._host_counts = self._streams.pinned((shape.num_experts,), torch.int64)
+        self._slots = slots
+        self._computation: Computation
+        if _wants_triton(kernels, layout):
+            self._computation = TritonExperts(self._streams, slots, layout, shape, num_pairs)
+        else:
+            self._computation = ReferenceExperts(slots, layout)
+
+    def copy(self, source: Tensor, slot: int, after: Event | None) -> Event:
+        stream = self._streams.copies
+        with _device_errors("fetching an expert"), self._streams.use(stream):
+            _wait_on(stream, after)
+            if self._pinned.holds(source):
+                self._slots[slot].copy_(source, non_blocking=True)
+            else:
+                self._copy_in_pieces(source, self._slots[slot])
+            return CudaEvent(stream.record_event())
+
+    def run(
+        self, group: ExpertGroup, rows: ExpertRows, buffers: ExpertBuffers, after: Event | None
+    ) -> Event:
+        stream = self._streams.current
+        with _device_errors("computing experts"):
+            _wait_on(stream, after)
+            self._computation.run(group, rows, buffers)
+            return CudaEvent(stream.record_event())
+
+    def to_host(self, rows: ExpertRows, parts: Tensor) -> Tensor:
+        host_parts = self._host_parts[: len(parts)]
+        with _device_errors("copying a layer's inputs to the host"):
+            self._host_counts.copy_(rows.counts, non_blocking=True)
+            host_parts.copy_(parts, non_blocking=True)
+            event = CudaEvent(self._streams.current.record_event())
+        event.wait()
+        rows.learn(self._host_counts)
+        return host_parts
+
+    def from_host(
+        self, host_parts: Tensor, rows: ExpertRows, experts: IntArray, parts: Tensor
+    ) -> None:
+        with _device_errors("taking over the host's experts"):
+            self._computation.place(host_parts, experts, rows, parts)
+
+    def host_work(self, num_tokens: int, work: Work) -> Work:
+        return work
+
+    def join(self) -> None:
+        """Nothing to do: experts run on the caller's own stream."""
+
+    def drain(self) -> None:
+        for stream in (self._streams.copies, self._streams.current):
+            with suppress(RuntimeError):  # a GPU that failed has nothing under way
+                CudaEvent(stream.record_event()).wait_until_ended()
+
+    def close(self) -> None:
+        self.drain()
+        del self._slots, self._computation, self._host_parts
+
+    def _copy_in_pieces(self, source: Tensor, target: Tensor) -> None:
+        for start in range(0, len(source), _PIECE_BYTES):
+            stop = min(start + _PIECE_BYTES, len(source))
+            piece = self._ring.take()[: stop - start]
+            piece.copy_(source[start:stop])
+            target[start:stop].copy_(piece, non_blocking=True)
+            self._ring.used(self._streams.copies)
+
+    @cached_property
+    def _ring(self) -> PinnedRing:
+        return PinnedRing(self._streams, (_NUM_PIECES, _PIECE_BYTES), torch.uint8)
+
+
+class TritonExperts:
+    """All experts of a group in one go; no loop over them on the host."""
+
+    def __init__(
+        self, streams: Streams, slots: Tensor, layout: SlotLayout, shape: MoEShape, num_pairs: int
+    ) -> None:
+        from lowtide.kernels import triton_experts
+
+        self._kernels = triton_experts
+        self._streams = streams
+        self._num_pairs = num_pairs
+        self._slots = slots.view(layout.dtype)
+        item_bytes = layout.dtype.itemsize
+        offsets = (offset // item_bytes for offset in layout.offsets)
+        self._image = triton_experts.SlotImage(layout.num_bytes // item_bytes, *offsets)
+        self._tables = PinnedRing(streams, (_NUM_TABLES, shape.num_experts), torch.int32)
+        self._tiles = triton_experts.Tiles.empty(num_pairs, shape.num_experts, slots.device)
+
+    def run(self, group: ExpertGroup, rows: ExpertRows, buffers: ExpertBuffers) -> None:
+        tile_rows, num_tiles = self._plan(group, rows)
+        if num_tiles:
+            self._kernels.gated_mlps(
+                self._slots,
+                self._image,
+                self._tiles,
+                num_tiles,
+                tile_rows,
+                buffers.parts,
+                buffers.gate,
+            )
+
+    def place(self, host_parts: Tensor, experts: IntArray, rows: ExpertRows, parts: Tensor) -> None:
+        """The GPU reads the pinned rows in place: they do not queue behind fetches."""
+        group = ExpertGroup(experts, np.zeros_like(experts))  # any slot: a tile needs none
+        tile_rows, num_tiles = self._plan(group, rows)
+        if num_tiles:
+            self._kernels.place_rows(host_parts, self._tiles, num_tiles, tile_rows, parts)
+
+    def _plan(self, group: ExpertGroup, rows: ExpertRows) -> tuple[int, int]:
+        """Plans the tiles of a group; returns the pairs of a tile and a bound of their number."""
+        num_pairs, num_experts = len(rows.token_of), len(rows.counts)
+        tile_rows = self._kernels.tile_rows(num_pairs, num_experts)
+        if rows.is_known:
+            counts = np.diff(rows.bounds)[group.experts]
+            num_tiles = int((-(-counts // tile_rows)).sum())
+        else:
+            num_tiles = self._kernels.max_tiles(num_pairs, len(group.experts), tile_rows)
+        if num_pairs > self._num_pairs:
+            raise InternalError(
+                f"A step of {num_pairs} pairs on a device planned for {self._num_pairs}."
+            )
+        if num_tiles:
+            table = self._tables.take()
+            slot_of = table.numpy()
+            slot_of.fill(-1)
+            slot_of[group.experts] = group.slots
+            self._kernels.plan_tiles(rows.counts, table, tile_rows, self._tiles)
+            self._tables.used(self._streams.current)
+        return tile_rows, num_tiles
+
+
+class ReferenceExperts:
+    """One expert after the other, in plain torch."""
+
+    def __init__(self, slots: Tensor, layout: SlotLayout) -> None:
+        self._slots = slots
+        self._layout = layout
+
+    def run(self, group: ExpertGroup, rows: ExpertRows, buffers: ExpertBuffers) -> None:
+        for expert, slot in zip(group.experts.tolist(), group.slots.tolist(), strict=True):
+            pairs = rows.pairs(expert)
+            if pairs.start < pairs.stop:
+                parts, gate, up = (buffer[pairs] for buffer in buffers[:3])
+                gated_mlp(parts, self._weights(slot), gate, up, parts)
+
+    def place(self, host_parts: Tensor, experts: IntArray, rows: ExpertRows, parts: Tensor) -> None:
+        for expert in experts.tolist():
+            pairs = rows.pairs(expert)
+            parts[pairs].copy_(host_parts[pairs], non_blocking=True)
+
+    def _weights(self, slot: int) -> ExpertWeights | ClampedWeights:
+        layout, image = self._layout, self._slots[slot].view(self._layout.dtype)
+        starts = (offset // layout.dtype.itemsize for offset in layout.offsets)
+        parts = [
+            image[start : start + int(np.prod(shape))].view(shape)
+            for start, shape in zip(starts, layout.shapes, strict=True)
+        ]
+        return ExpertWeights(*parts) if len(parts) == 3 else ClampedWeights(*parts)
+
+
+def _wants_triton(kernels: str, layout: SlotLayout) -> bool:
+    if kernels == "reference":
+        return False
+    if len(layout.shapes) == 3 and has_triton():
+        return True
+    why = "this torch has no Triton" if len(layout.shapes) == 3 else "there is none with biases"
+    warnings.warn(
+        f"Experts on the GPU run one by one, without the Triton kernel: {why}.", stacklevel=3
+    )
+    return False
+
+
+def _wait_on(stream: Stream, after: Event | None) -> None:
+    if isinstance(after, CudaEvent):
+        stream.wait_event(after.mark)
+    elif after is not None:  # of another kind of device
+        after.wait()
+
+
+@contextmanager
+def _device_errors(doing: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise DeviceError(f"The GPU failed while {doing}: {error}") from error
+
+
+@contextmanager
+def _plan_errors(num_bytes: int, what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise PlanError(
+            f"{format_size(num_bytes)} of {what} cannot be had; lower --gpu-memory or --context, "
+            f"or free memory that other programs hold: {error}"
+        ) from error

@@ -1,0 +1,327 @@
+"""THE HOT PATH with a device: one layer's experts, some on the device, some on the host.
+
+Decides nothing: who runs where, what stays and what is fetched ahead are the policies' choices.
+The host's share is handed over first, then the device's is queued, and both run at once; an
+expert's products and the order of the sum are the same wherever it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Future, wait
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowtide.core import Costs, Demand, MoEShape, Step, StepKind
+from lowtide.errors import DeviceError
+from lowtide.experts.device import WAIT_LIMIT_S, Device, Event, ExpertGroup
+from lowtide.experts.early_gate import EarlyGate
+from lowtide.experts.executor import Executor
+from lowtide.experts.home import Home
+from lowtide.experts.link import Arrival, Link
+from lowtide.experts.loading import Progress
+from lowtide.experts.rows import ExpertBuffers, ExpertRows, Routing
+from lowtide.experts.runtime import ExpertStats, Observer
+from lowtide.kernels.reference import gated_mlp
+from lowtide.kernels.routing import combine
+from lowtide.memory.workspace import Buffers
+from lowtide.policies.decision import Decision, Policies
+from lowtide.policies.prefetch import Gate, PrefetchOutcome
+
+_START = Step(StepKind.PREFILL, 0)
+
+
+class HostScratch(NamedTuple):
+    """Where the host's experts keep gate and up, in host memory: rows as in `ExpertBuffers`."""
+
+    gate: Tensor  # [max_rows * k, expert_size]
+    up: Tensor  # [max_rows * k, expert_size]
+
+
+class HybridRuntime:
+    """Owns a model's experts on a device and at home, and the policies that share the work."""
+
+    def __init__(
+        self,
+        shape: MoEShape,
+        device: Device,
+        link: Link,
+        home: Home,
+        policies: Policies,
+        costs: Costs,
+        executor: Executor,
+        scratch: HostScratch,
+    ) -> None:
+        self._shape = shape
+        self.device = device
+        self.link = link
+        self.home = home
+        self._policies = policies
+        self.costs = costs
+        self.executor = executor
+        self.scratch = scratch
+        self.early_gate: EarlyGate | None = None
+        self.observer: Observer | None = None
+        self.stats = ExpertStats()
+        self.num_on_host = 0
+        self.wave_size = max(1, costs.num_staging // 2)  # the other half arrives meanwhile
+
+    def forward(
+        self, layer: int, x: Tensor, routing: Routing, step: Step, workspace: Buffers, out: Tensor
+    ) -> None:
+        """`out[t] = sum over t's experts e of weight * expert_e(x[t])`, in ascending e.
+
+        x [tokens, hidden] compute dtype; out [tokens, hidden] float32; `layer` counts MoE layers.
+        Raises StorageError or DeviceError when an expert cannot be had; the runtime stays usable.
+        """
+        try:
+            rows = ExpertRows(routing.experts, self._shape.num_experts)
+            predicted = self._predict(layer, x, workspace)
+            buffers = ExpertBuffers.take(workspace, self._shape, x)
+            torch.index_select(x, 0, rows.token_of, out=buffers.parts)
+            if self.link.ledger.is_resident(layer).all():
+                self._run_whole_layer(layer, rows, buffers)
+            else:
+                self._run_split_layer(layer, step, x, rows, buffers, predicted)
+            self.device.join()
+            self.link.confirm()
+            terms = (buffers.term, buffers.term_fp32)
+            combine(buffers.parts, rows.part_of, routing.weights, *terms, out)
+        except BaseException:
+            self._abandon()
+            raise
+        if self.observer is not None:
+            self.observer.saw_layer(layer, step, x, routing, out)
+
+    def preload(self, progress: Progress) -> None:
+        """Makes the placement's first residents resident, layer by layer."""
+        initial = [self._policies.placement.initial(i) for i in range(self._shape.num_layers)]
+        slot_bytes = self.home.slots.layout.num_bytes
+        total_bytes, done_bytes = sum(map(len, initial)) * slot_bytes, 0
+        for layer, experts in enumerate(initial):
+            here, coming = self.home.bring(_START, layer, experts.tolist())
+            for expert, host_slot in chain(here, coming):
+                self.link.load(layer, expert, host_slot)
+                done_bytes += slot_bytes
+                progress("loading experts onto the device", done_bytes, total_bytes)
+
+    @property
+    def gate(self) -> Gate:
+        """What the prefetch policy wants the next layer's router to be run on."""
+        return self._policies.prefetch.gate
+
+    def close(self) -> None:
+        """Ends the device's work and its threads."""
+        self.device.close()
+
+    def as_dict(self) -> dict[str, float]:
+        """What it did since it was made."""
+        link = self.link.stats
+        return {
+            **self.stats.as_dict(),
+            "num_on_host": self.num_on_host,
+            **link.as_dict(),
+            "link_bytes": link.num_copies * self.home.slots.layout.num_bytes,
+        }
+
+    def _run_whole_layer(self, layer: int, rows: ExpertRows, buffers: ExpertBuffers) -> None:
+        """Every expert is resident: the device needs nobody's help and no synchronisation."""
+        everyone = self.link.resident_group(layer, np.arange(self._shape.num_experts))
+        self.link.note_use(everyone, self.device.run(everyone, rows, buffers, None))
+
+    def _run_split_layer(
+        self,
+        layer: int,
+        step: Step,
+        x: Tensor,
+        rows: ExpertRows,
+        buffers: ExpertBuffers,
+        predicted: Tensor | None,
+    ) -> None:
+        host_parts = self.device.to_host(rows, buffers.parts)
+        demand = self._demand(layer, rows)
+        outcome = self.link.end_prefetch(layer, demand)
+        decision = self._decide(layer, step, demand)
+        _LayerSplit(self, layer, step, decision, rows, buffers, host_parts).run()
+        self.link.end_layer(layer)
+        self._look_ahead(layer, demand, outcome, predicted)
+        self.link.pump(self.costs.dense_s.at(x.shape[0]))
+
+    def _demand(self, layer: int, rows: ExpertRows) -> Demand:
+        num_tokens = np.diff(rows.bounds)
+        experts = np.flatnonzero(num_tokens)
+        self.link.pump()
+        is_resident = self.link.ledger.is_resident(layer)[experts]
+        self.stats.num_hits += int(is_resident.sum())
+        self.stats.num_misses += int((~is_resident).sum())
+        return Demand(experts, num_tokens[experts], is_resident)
+
+    def _decide(self, layer: int, step: Step, demand: Demand) -> Decision:
+        return self._policies.decide(
+            layer,
+            step,
+            demand,
+            self.link.is_kept(layer),
+            self.link.arriving_s(layer, demand.experts),
+            can_fetch=self.costs.num_staging > 0,
+        )
+
+    def _predict(self, layer: int, x: Tensor, workspace: Buffers) -> Tensor | None:
+        return None if self.early_gate is None else self.early_gate.predict(layer, x, workspace)
+
+    def _look_ahead(
+        self,
+        layer: int,
+        demand: Demand,
+        outcome: PrefetchOutcome | None,
+        predicted: Tensor | None,
+    ) -> None:
+        prefetch, following = self._policies.prefetch, layer + 1
+        if outcome is not None:
+            prefetch.record(outcome)
+        prefetch.observe(layer, demand)
+        if following < self._shape.num_layers:
+            counts = None if predicted is None else predicted.cpu().numpy()
+            chosen = prefetch.choose(following, self.link.is_kept(following), counts)
+            self.link.look_ahead(following, chosen)
+
+    def _abandon(self) -> None:
+        """After a failure: gives all slots back, once nobody uses or fills them."""
+        self.executor.drain()
+        self.device.drain()
+        self.link.abandon()
+        self.home.abandon()
+
+
+class _HostUse:
+    """A host expert under way: reads its slot until its work has ended."""
+
+    def __init__(self, work: Future[None]) -> None:
+        self._work = work
+
+    def is_done(self) -> bool:
+        return self._work.done()
+
+    def pause(self, limit_s: float) -> None:
+        """Waits for a while, or less if the work ends."""
+        wait([self._work], limit_s)
+
+    def wait(self, limit_s: float = WAIT_LIMIT_S) -> None:
+        """Raises what the work raised, DeviceError after `limit_s`."""
+        try:
+            self._work.result(limit_s)
+        except TimeoutError as error:
+            raise DeviceError(
+                f"An expert on the host has not been computed within {limit_s:g} s: a compute "
+                "thread hangs or the machine is far too busy."
+            ) from error
+
+
+class _LayerSplit:
+    """One layer's step, divided between the host and the device."""
+
+    def __init__(
+        self,
+        runtime: HybridRuntime,
+        layer: int,
+        step: Step,
+        decision: Decision,
+        rows: ExpertRows,
+        buffers: ExpertBuffers,
+        host_parts: Tensor,
+    ) -> None:
+        self._runtime = runtime
+        self._link = runtime.link
+        self._device = runtime.device
+        self._layer = layer
+        self._step = step
+        self._assignment, self._moves = decision
+        self._rows = rows
+        self._buffers = buffers
+        self._host_parts = host_parts
+        self._for_host: frozenset[int] = frozenset()
+        self._on_host: list[_HostUse] = []
+        self._keep: frozenset[int] = frozenset()
+        self._wave: list[tuple[int, Arrival]] = []
+
+    def run(self) -> None:
+        """Starts the host's share, then the device's, then what is still read from disk."""
+        host, fetch = self._assignment.host.tolist(), self._assignment.fetch.tolist()
+        arrivals = {expert: self._link.take_arrival(self._layer, expert) for expert in fetch}
+        wanted = [*host, *(expert for expert, arrival in arrivals.items() if arrival is None)]
+        here, coming = self._runtime.home.bring(self._step, self._layer, wanted)
+        self._for_host = frozenset(host)
+        self._accept(pair for pair in here if pair[0] in self._for_host)
+        self._run_residents()
+        self._keep = self._link.obey(self._layer, self._moves, fetch)
+        for expert, arrival in arrivals.items():
+            if arrival is not None:
+                self._add_to_wave(expert, arrival)
+        self._accept(pair for pair in here if pair[0] not in self._for_host)
+        self._accept(coming)
+        self._run_wave()
+        self._collect_host()
+
+    def _accept(self, experts: Iterable[tuple[int, int]]) -> None:
+        """Sends experts that are in host memory where they are assigned."""
+        for expert, host_slot in experts:
+            if expert in self._for_host:
+                self._start_on_host(expert, host_slot)
+            else:
+                self._add_to_wave(expert, self._link.fetch(host_slot))
+
+    def _start_on_host(self, expert: int, host_slot: int) -> None:
+        runtime, pairs = self._runtime, self._rows.pairs(expert)
+        parts, weights = self._host_parts[pairs], runtime.home.slots.weights(host_slot)
+        gate, up = (buffer[pairs] for buffer in runtime.scratch)
+
+        def compute() -> None:
+            gated_mlp(parts, weights, gate, up, parts)
+
+        work = self._device.host_work(pairs.stop - pairs.start, compute)
+        use = _HostUse(runtime.executor.submit(work))
+        runtime.home.used_by(host_slot, use)
+        self._on_host.append(use)
+
+    def _run_residents(self) -> None:
+        if len(self._assignment.resident):
+            self._run(self._link.resident_group(self._layer, self._assignment.resident), None)
+
+    def _run(self, group: ExpertGroup, after: Event | None) -> None:
+        use = self._device.run(group, self._rows, self._buffers, after)
+        self._link.note_use(group, use)
+
+    def _add_to_wave(self, expert: int, arrival: Arrival) -> None:
+        self._wave.append((expert, arrival))
+        if len(self._wave) == self._runtime.wave_size:
+            self._run_wave()
+
+    def _run_wave(self) -> None:
+        """Queues the experts of a wave behind the last of their arrivals, and settles them."""
+        if not self._wave:
+            return
+        wave = sorted(self._wave, key=lambda pair: pair[0])
+        self._wave = []
+        last = max((arrival for _, arrival in wave), key=lambda arrival: arrival.order)
+        experts = np.array([expert for expert, _ in wave])
+        slots = np.array([arrival.slot for _, arrival in wave])
+        self._run(ExpertGroup(experts, slots), last.event)
+        for expert, arrival in wave:
+            keep = arrival.is_move or expert in self._keep
+            self._link.settle(self._layer, expert, arrival.slot, keep)
+
+    def _collect_host(self) -> None:
+        """Waits for the host; the link goes on with what waits for it meanwhile."""
+        host = self._assignment.host
+        self._runtime.num_on_host += len(host)
+        for use in self._on_host:
+            while self._link.has_waiting and not use.is_done():
+                self._link.pump()
+                use.pause(self._runtime.costs.link_s)
+            use.wait(WAIT_LIMIT_S)
+        if len(host):
+            self._device.from_host(self._host_parts, self._rows, host, self._buffers.parts)

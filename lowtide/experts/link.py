@@ -1,0 +1,302 @@
+"""The link to a device and the slots behind it: who is there, who is coming, who comes next.
+
+What a step demands is queued at once. Prefetches and moves wait until the link would stand idle,
+go one at a time, and are finished once begun. Decides nothing: policies say what to bring.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from lowtide.core import BoolArray, Demand, FloatArray, IntArray, Moves
+from lowtide.experts.device import Device, Event, ExpertGroup
+from lowtide.experts.home import Home
+from lowtide.experts.slots import SlotLedger
+from lowtide.policies.prefetch import PrefetchOutcome
+
+
+@dataclass
+class LinkStats:
+    """Experts that crossed the link, by reason."""
+
+    num_fetched: int = 0  # on demand
+    num_moved: int = 0  # to be resident, for later
+    num_prefetched: int = 0
+    prefetch: PrefetchOutcome = field(default_factory=PrefetchOutcome)
+
+    @property
+    def num_copies(self) -> int:
+        return self.num_fetched + self.num_moved + self.num_prefetched
+
+    def as_dict(self) -> dict[str, float]:
+        counts = asdict(self)
+        outcome = counts.pop("prefetch")
+        return {**counts, **{f"prefetch_{name}": count for name, count in outcome.items()}}
+
+
+class Arrival(NamedTuple):
+    """An expert that is in a taken slot, or on its way into it."""
+
+    slot: int
+    event: Event
+    order: int  # of its copy among all copies
+    is_move: bool  # resident when it has arrived; else prefetched for one step
+
+
+class _Wanted(NamedTuple):
+    """An expert that waits for an idle link."""
+
+    layer: int
+    expert: int
+    victim: int | None  # the resident that it replaces, if it is a move and no slot is free
+
+
+class Link:
+    """Owns the ledger of a device's slots and the order of copies into them.
+
+    A slot changes owner at once, in the ledger; its next copy waits for the event of its last
+    use, so bytes change only when nobody needs them.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        ledger: SlotLedger,
+        home: Home,
+        link_s: float,
+        num_demand_slots: int,
+    ) -> None:
+        """`link_s`: seconds of one copy. `num_demand_slots`: slots that prefetches leave free."""
+        self.ledger = ledger
+        self.stats = LinkStats()
+        self._device = device
+        self._home = home
+        self._link_s = link_s
+        self._num_demand_slots = num_demand_slots
+        self._last_use: list[Event | None] = [None] * ledger.num_slots
+        self._coming: dict[tuple[int, int], Arrival] = {}
+        self._ahead: deque[_Wanted] = deque()
+        self._moves: deque[_Wanted] = deque()
+        self._in_flight: deque[Event] = deque()
+        self._num_copies = 0
+        self._unproven: list[tuple[int, int]] = []  # residents whose copies may have failed
+
+    def is_kept(self, layer: int) -> BoolArray:
+        """Residents, and those on their way to be. [num_experts]"""
+        kept = self.ledger.is_resident(layer)
+        for (its_layer, expert), arrival in self._coming.items():
+            if its_layer == layer and arrival.is_move:
+                kept[expert] = True
+        return kept
+
+    def arriving_s(self, layer: int, experts: IntArray) -> FloatArray:
+        """Seconds until each can be used from the slot it is coming to; infinite if it is not."""
+        left_s = np.full(len(experts), np.inf)
+        if self._coming:
+            self._forget_ended()
+            first = self._num_copies - len(self._in_flight)
+            for place, expert in enumerate(experts.tolist()):
+                arrival = self._coming.get((layer, expert))
+                if arrival is not None:
+                    left_s[place] = self._link_s * max(0, arrival.order + 1 - first)
+        return left_s
+
+    def resident_group(self, layer: int, experts: IntArray) -> ExpertGroup:
+        return ExpertGroup(experts, self.ledger.slots_of(layer, experts))
+
+    def note_use(self, group: ExpertGroup, use: Event) -> None:
+        """Copies into the group's slots wait for `use` from now on."""
+        for slot in group.slots.tolist():
+            self._last_use[slot] = use
+
+    def take_arrival(self, layer: int, expert: int) -> Arrival | None:
+        """An expert that is in a slot already, or coming to one; the caller settles it."""
+        return self._coming.pop((layer, expert), None)
+
+    def fetch(self, host_slot: int) -> Arrival:
+        """Queues the copy of an expert into a slot taken for it; the caller settles it."""
+        self.stats.num_fetched += 1
+        return self._copy(host_slot, is_move=False)
+
+    def load(self, layer: int, expert: int, host_slot: int) -> None:
+        """Makes an absent expert resident at once, before the first step."""
+        arrival = self._copy(host_slot, is_move=True)
+        arrival.event.wait()
+        self.ledger.bind(layer, expert, arrival.slot)
+
+    def obey(self, layer: int, moves: Moves, at_hand: Iterable[int]) -> frozenset[int]:
+        """Carries out moves; returns those of `at_hand` (on the device this step) to keep.
+
+        The others wait for an idle link, and their victims stay until then. New moves of a layer
+        replace those of its old ones that have not begun.
+        """
+        if not len(moves.admit) and not len(moves.evict):
+            return frozenset()
+        self._moves = deque(wanted for wanted in self._moves if wanted.layer != layer)
+        here = frozenset(at_hand)
+        admit = sorted(moves.admit.tolist(), key=lambda expert: expert not in here)
+        victims: list[int | None] = list(moves.evict.tolist())
+        num_unpaired = max(0, len(victims) - len(admit))
+        for victim in victims[:num_unpaired]:
+            self._evict(layer, victim)
+        pairs = zip(admit, self._paired(victims[num_unpaired:], len(admit)), strict=True)
+        for expert, victim in pairs:
+            if expert in here:
+                self._evict(layer, victim)
+            elif (layer, expert) not in self._coming:
+                self._moves.append(_Wanted(layer, expert, victim))
+        return here.intersection(admit)
+
+    def settle(self, layer: int, expert: int, slot: int, keep: bool) -> None:
+        """After the use of a fetched expert was queued: resident, or its slot is free again."""
+        if keep:
+            self.ledger.bind(layer, expert, slot)
+            self._unproven.append((layer, expert))
+        else:
+            self.ledger.drop(slot)
+
+    def confirm(self) -> None:
+        """The device has joined: what was bound since the last time did arrive."""
+        self._unproven.clear()
+
+    def look_ahead(self, layer: int, experts: IntArray) -> None:
+        """Queues prefetches for `layer`, the most wanted first."""
+        self._ahead.extend(_Wanted(layer, expert, None) for expert in experts.tolist())
+
+    def end_prefetch(self, layer: int, demand: Demand) -> PrefetchOutcome | None:
+        """What became of the experts prefetched for a layer, now that its demand is known.
+
+        Forgets those that had not begun and frees the slots of those not wanted.
+        """
+        self._ahead = deque(wanted for wanted in self._ahead if wanted.layer != layer)
+        staged = {
+            expert: arrival
+            for (its_layer, expert), arrival in self._coming.items()
+            if its_layer == layer and not arrival.is_move
+        }
+        if not staged:
+            return None
+        outcome, wanted = PrefetchOutcome(), frozenset(demand.experts.tolist())
+        for expert, arrival in staged.items():
+            if expert not in wanted:
+                outcome.num_wasted += 1
+                self._drop_arrival(layer, expert)
+            elif arrival.event.is_done():
+                outcome.num_hits += 1
+            else:
+                outcome.num_late += 1
+        self.stats.prefetch.add(outcome)
+        return outcome
+
+    def end_layer(self, layer: int) -> None:
+        """Frees the slots of prefetched experts that were wanted but ran on the host."""
+        for its_layer, expert in [key for key in self._coming if key[0] == layer]:
+            if not self._coming[its_layer, expert].is_move:
+                self._drop_arrival(layer, expert)
+
+    def pump(self, idle_s: float = 0.0) -> None:
+        """Makes arrived moves resident; begins waiting transfers while the link would be idle.
+
+        `idle_s`: how long the caller is away with nothing to demand; at least one is begun.
+        """
+        self._forget_ended()
+        self._bind_arrived()
+        while (self._ahead or self._moves) and len(self._in_flight) * self._link_s <= idle_s:
+            if not self._begin_next():
+                return
+
+    @property
+    def num_coming(self) -> int:
+        """Slots that moves and prefetches are in, or on their way into."""
+        return len(self._coming)
+
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self._ahead or self._moves)
+
+    def abandon(self) -> None:
+        """After a failure, when both streams have ended everything: forgets what was coming."""
+        for layer, expert in self._unproven:
+            self._evict(layer, expert)
+        self._unproven.clear()
+        self._coming.clear()
+        self._ahead.clear()
+        self._moves.clear()
+        self._in_flight.clear()
+        self._last_use = [None] * self.ledger.num_slots
+        self.ledger.reclaim()
+
+    def _copy(self, host_slot: int, is_move: bool) -> Arrival:
+        slot = self.ledger.take()
+        source = self._home.slots.image(host_slot)
+        event = self._device.copy(source, slot, self._last_use[slot])
+        self._last_use[slot] = None  # the copy comes after it
+        self._home.used_by(host_slot, event)
+        self._in_flight.append(event)
+        self._num_copies += 1
+        return Arrival(slot, event, self._num_copies - 1, is_move)
+
+    def _begin_next(self) -> bool:
+        """Begins the next waiting transfer that can be; whether there was one."""
+        while self._ahead:
+            wanted = self._ahead.popleft()
+            if self._can_come(wanted) and self.ledger.num_free > self._num_demand_slots:
+                self._come(wanted, is_move=False)
+                self.stats.num_prefetched += 1
+                return True
+        while self._moves:
+            wanted = self._moves.popleft()
+            if self._can_come(wanted) and self._has_room(wanted):
+                self._evict(wanted.layer, wanted.victim)
+                self._come(wanted, is_move=True)
+                self.stats.num_moved += 1
+                return True
+        return False
+
+    def _has_room(self, wanted: _Wanted) -> bool:
+        num_freed = 0
+        if wanted.victim is not None:
+            num_freed = int(self.is_kept(wanted.layer)[wanted.victim])
+        return self.ledger.num_free + num_freed > self._num_demand_slots
+
+    def _can_come(self, wanted: _Wanted) -> bool:
+        key = (wanted.layer, wanted.expert)
+        is_here = bool(self.ledger.is_resident(wanted.layer)[wanted.expert])
+        return not is_here and key not in self._coming and self._home.has(*key)
+
+    def _come(self, wanted: _Wanted, is_move: bool) -> None:
+        key = (wanted.layer, wanted.expert)
+        self._coming[key] = self._copy(self._home.lease(*key), is_move)
+
+    def _evict(self, layer: int, expert: int | None) -> None:
+        """A resident, or one that is on its way to be."""
+        if expert is None:
+            return
+        if self.ledger.is_resident(layer)[expert]:
+            self.ledger.evict(layer, expert)
+        elif (layer, expert) in self._coming:
+            self._drop_arrival(layer, expert)
+
+    def _drop_arrival(self, layer: int, expert: int) -> None:
+        # Its copy may be under way: the slot's next copy is queued behind it.
+        self.ledger.drop(self._coming.pop((layer, expert)).slot)
+
+    def _bind_arrived(self) -> None:
+        arrived = [key for key, a in self._coming.items() if a.is_move and a.event.is_done()]
+        for key in arrived:
+            self._coming[key].event.wait()  # ended already: raises what it failed with
+            self.ledger.bind(*key, self._coming.pop(key).slot)
+
+    def _forget_ended(self) -> None:
+        while self._in_flight and self._in_flight[0].is_done():
+            self._in_flight.popleft()
+
+    @staticmethod
+    def _paired(victims: list[int | None], num_admitted: int) -> list[int | None]:
+        """A victim for each admitted expert, none for the first where there are too few."""
+        return [None] * (num_admitted - len(victims)) + victims

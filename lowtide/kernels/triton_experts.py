@@ -1,0 +1,280 @@
+"""The gated MLPs of many experts at once, in Triton, from slots that are named by their number.
+
+Pairs of (token, expert) are sorted by expert. A tile is up to `BLOCK_M` pairs of one expert; one
+small launch turns counts and slots into a table of tiles on the device, then two launches compute:
+
+    gate[pair]  = silu(parts[pair] @ gate_e^T) * (parts[pair] @ up_e^T)
+    parts[pair] = gate[pair] @ down_e^T
+
+Products accumulate in float32 and are rounded where `reference.gated_mlp` rounds: after each
+product, SiLU and multiplication. The order of a sum is that of the columns, whatever the tile, so
+which experts share a launch changes no bit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# One shape for all sizes, so that an expert's sums never depend on what runs beside it. Small
+# steps read each weight once: what counts is bytes under way, which three stages provide.
+_BLOCK_N = 64
+_BLOCK_K = 64
+_NUM_STAGES = 3
+_SMALL_TILE = 16
+_LARGE_TILE = 64
+# The interpreter multiplies bfloat16 wrongly, without a word.
+_UPCAST = triton.knobs.runtime.interpret
+
+
+class SlotImage(NamedTuple):
+    """Where one expert's matrices lie in a slot, in elements of the compute dtype."""
+
+    stride: int  # from slot to slot
+    gate: int  # [expert_size, hidden], rows adjacent
+    up: int  # [expert_size, hidden]
+    down: int  # [hidden, expert_size]
+
+
+class Tiles(NamedTuple):
+    """The table of a launch's tiles: room for the largest, filled on the device.
+
+    The first `num_tiles` of each hold the slot of the tile's expert, its first pair and the pair
+    after its last.
+    """
+
+    slot: Tensor  # [max_tiles] int32
+    start: Tensor  # [max_tiles] int32
+    stop: Tensor  # [max_tiles] int32
+    num_tiles: Tensor  # [1] int32
+
+    @classmethod
+    def empty(cls, max_pairs: int, num_experts: int, device: torch.device) -> Tiles:
+        """Room for steps of up to `max_pairs` pairs."""
+        room = max_tiles(max_pairs, num_experts, _SMALL_TILE)
+        slot, start, stop = torch.empty((3, room), dtype=torch.int32, device=device)
+        return cls(slot, start, stop, torch.empty(1, dtype=torch.int32, device=device))
+
+
+def tile_rows(num_pairs: int, num_experts: int) -> int:
+    """Pairs of a tile: few where experts have few pairs each, many where they have many.
+
+    Depends on the step's size only, not on what is resident.
+    """
+    return _SMALL_TILE if num_pairs <= 2 * _SMALL_TILE * num_experts else _LARGE_TILE
+
+
+def max_tiles(num_pairs: int, num_experts: int, rows: int) -> int:
+    """Tiles of `rows` pairs that `num_pairs` of `num_experts` experts can come to, at most."""
+    return min(num_pairs, num_pairs // rows + num_experts)
+
+
+def plan_tiles(counts: Tensor, slot_of: Tensor, rows: int, tiles: Tiles) -> None:
+    """Fills `tiles` for the experts whose slot is not negative.
+
+    counts [num_experts] int64: pairs of each expert; slot_of [num_experts] int32, on the device
+    or in pinned host memory (it is read once, in place).
+    """
+    num_experts = len(counts)
+    _plan_tiles[(1,)](
+        counts,
+        slot_of,
+        *tiles,
+        num_experts,
+        BLOCK_M=rows,
+        BLOCK_E=triton.next_power_of_2(num_experts),
+    )
+
+
+def gated_mlps(
+    slots: Tensor,
+    image: SlotImage,
+    tiles: Tiles,
+    max_tiles: int,
+    rows: int,
+    parts: Tensor,
+    gate: Tensor,
+) -> None:
+    """Runs the gated MLPs of the planned tiles: `parts` from inputs to outputs, in place.
+
+    slots [num_slots, image.stride] compute dtype; rows: pairs of a tile; max_tiles: a bound of
+    the planned tiles, known on the host; parts [pairs, hidden]; gate [pairs, expert_size] scratch.
+    """
+    hidden, width = parts.shape[1], gate.shape[1]
+    settings = {
+        "BLOCK_M": rows,
+        "BLOCK_N": _BLOCK_N,
+        "BLOCK_K": _BLOCK_K,
+        "UPCAST": _UPCAST,
+        "num_warps": 4,
+        "num_stages": _NUM_STAGES,
+    }
+    _gate_up[(max_tiles, triton.cdiv(width, _BLOCK_N))](
+        slots, image.stride, image.gate, image.up, *tiles, parts, gate, hidden, width, **settings
+    )
+    _down[(max_tiles, triton.cdiv(hidden, _BLOCK_N))](
+        slots, image.stride, image.down, *tiles, gate, parts, hidden, width, **settings
+    )
+
+
+def place_rows(source: Tensor, tiles: Tiles, max_tiles: int, rows: int, parts: Tensor) -> None:
+    """`parts[pair] = source[pair]` for the pairs of the planned tiles.
+
+    source [pairs, hidden]: on the device or in pinned host memory, which is then read in place,
+    and only where it is wanted.
+    """
+    hidden = parts.shape[1]
+    block = min(1024, triton.next_power_of_2(hidden))
+    _place_rows[(max_tiles, triton.cdiv(hidden, block))](
+        source, tiles.start, tiles.stop, tiles.num_tiles, parts, hidden, BLOCK_M=rows, BLOCK_H=block
+    )
+
+
+@triton.jit
+def _plan_tiles(
+    counts,
+    slot_of,
+    slots,
+    starts,
+    stops,
+    num_tiles,
+    num_experts,
+    BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    experts = tl.arange(0, BLOCK_E)
+    is_expert = experts < num_experts
+    count = tl.load(counts + experts, mask=is_expert, other=0).to(tl.int32)
+    slot = tl.load(slot_of + experts, mask=is_expert, other=-1)
+    own_tiles = tl.where(slot >= 0, tl.cdiv(count, BLOCK_M), 0)
+    first_tile = tl.cumsum(own_tiles, 0) - own_tiles
+    start = tl.cumsum(count, 0) - count
+    stop = start + count
+    tl.store(num_tiles, tl.sum(own_tiles, 0))
+    for i in range(tl.max(own_tiles, 0)):
+        is_own = i < own_tiles
+        tl.store(slots + first_tile + i, slot, mask=is_own)
+        tl.store(starts + first_tile + i, start + i * BLOCK_M, mask=is_own)
+        tl.store(stops + first_tile + i, tl.minimum(start + (i + 1) * BLOCK_M, stop), mask=is_own)
+
+
+@triton.jit
+def _gate_up(
+    weights,
+    slot_stride,
+    gate_offset,
+    up_offset,
+    slots,
+    starts,
+    stops,
+    num_tiles,
+    x,
+    out,
+    hidden,
+    width,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    if tile >= tl.load(num_tiles):
+        return
+    dtype = x.dtype.element_ty
+    start = tl.load(starts + tile)
+    pairs = start.to(tl.int64) + tl.arange(0, BLOCK_M)
+    is_pair = pairs < tl.load(stops + tile)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_column = columns < width
+    k = tl.arange(0, BLOCK_K)
+    slot = weights + tl.load(slots + tile).to(tl.int64) * slot_stride
+    matrix = columns[None, :] * hidden + k[:, None]  # transposed: [BLOCK_K, BLOCK_N]
+    x_rows = x + pairs[:, None] * hidden + k[None, :]
+    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(0, hidden, BLOCK_K):
+        is_k = k < hidden - first
+        is_weight = is_k[:, None] & is_column[None, :]
+        a = tl.load(x_rows + first, mask=is_pair[:, None] & is_k[None, :], other=0.0)
+        b_gate = tl.load(slot + gate_offset + matrix + first, mask=is_weight, other=0.0)
+        b_up = tl.load(slot + up_offset + matrix + first, mask=is_weight, other=0.0)
+        gate = _add_product(a, b_gate, gate, UPCAST)
+        up = _add_product(a, b_up, up, UPCAST)
+    gate = gate.to(dtype).to(tl.float32)
+    gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    product = (gate * up.to(dtype).to(tl.float32)).to(dtype)
+    is_out = is_pair[:, None] & is_column[None, :]
+    tl.store(out + pairs[:, None] * width + columns[None, :], product, mask=is_out)
+
+
+@triton.jit
+def _down(
+    weights,
+    slot_stride,
+    down_offset,
+    slots,
+    starts,
+    stops,
+    num_tiles,
+    x,
+    out,
+    hidden,
+    width,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    if tile >= tl.load(num_tiles):
+        return
+    start = tl.load(starts + tile)
+    pairs = start.to(tl.int64) + tl.arange(0, BLOCK_M)
+    is_pair = pairs < tl.load(stops + tile)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_column = columns < hidden
+    k = tl.arange(0, BLOCK_K)
+    slot = weights + tl.load(slots + tile).to(tl.int64) * slot_stride + down_offset
+    matrix = columns[None, :] * width + k[:, None]  # transposed: [BLOCK_K, BLOCK_N]
+    x_rows = x + pairs[:, None] * width + k[None, :]
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(0, width, BLOCK_K):
+        is_k = k < width - first
+        a = tl.load(x_rows + first, mask=is_pair[:, None] & is_k[None, :], other=0.0)
+        b = tl.load(slot + matrix + first, mask=is_k[:, None] & is_column[None, :], other=0.0)
+        total = _add_product(a, b, total, UPCAST)
+    is_out = is_pair[:, None] & is_column[None, :]
+    tl.store(
+        out + pairs[:, None] * hidden + columns[None, :],
+        total.to(out.dtype.element_ty),
+        mask=is_out,
+    )
+
+
+@triton.jit
+def _add_product(a, b, total, UPCAST: tl.constexpr):
+    if UPCAST:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    # "ieee": float32 stays float32, not TF32.
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def _place_rows(
+    source, starts, stops, num_tiles, out, hidden, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr
+):
+    tile = tl.program_id(0)
+    if tile >= tl.load(num_tiles):
+        return
+    columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    is_column = columns < hidden
+    stop = tl.load(stops + tile)
+    for i in range(BLOCK_M):
+        pair = tl.load(starts + tile).to(tl.int64) + i
+        offset = pair * hidden + columns
+        is_in = is_column & (pair < stop)
+        tl.store(out + offset, tl.load(source + offset, mask=is_in), mask=is_in)

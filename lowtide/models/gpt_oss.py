@@ -1,0 +1,43 @@
+"""gpt-oss (20b and 120b).
+
+Grouped-query attention, all its projections biased, with a sink in each head's softmax and a
+sliding window in some layers (as published, every other one); routing by a softmax over the
+logits of the chosen alone; biased experts with a clamped gate (`kernels.reference.clamped_swiglu`).
+Norms multiply by their weights in float32, before they round.
+"""
+
+from __future__ import annotations
+
+from lowtide.layers.router import TopSoftmaxRouter
+from lowtide.layers.self_attention import GroupedAttention
+from lowtide.models.decoder import Decoder
+
+
+class GptOss(Decoder):
+    """Names and numbers of gpt-oss."""
+
+    @staticmethod
+    def is_float32(name: str) -> bool:
+        return name.endswith(("norm.weight", ".sinks"))
+
+    def attention(self, layer: int) -> GroupedAttention:
+        prefix = f"model.layers.{layer}.self_attn."
+        return GroupedAttention(
+            layer,
+            self.config,
+            self.separate_qkv(layer),
+            self.linear(prefix + "o_proj"),
+            None,
+            self.kv_cache,
+            self.executor,
+            sinks=self.weights[prefix + "sinks"],
+            window=self.config.windows[layer],
+        )
+
+    def router(self, layer: int) -> TopSoftmaxRouter:
+        prefix = f"model.layers.{layer}.mlp.router."
+        return TopSoftmaxRouter(
+            weight=self.weights[prefix + "weight"],
+            bias=self.weights[prefix + "bias"],
+            num_experts_per_token=self.config.num_experts_per_token,
+        )

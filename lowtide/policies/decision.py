@@ -1,0 +1,67 @@
+"""What the policies of one preset decide together, for one layer of one step.
+
+The same object is driven by the runtime and by the simulator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from lowtide.core import Assignment, BoolArray, Demand, FloatArray, IntArray, Moves, Step
+from lowtide.policies.assignment import Assign
+from lowtide.policies.placement import KeepsFetched, Placement
+from lowtide.policies.prefetch import Prefetch
+
+
+class Decision(NamedTuple):
+    """Who computes what now, and what is resident from now on."""
+
+    assignment: Assignment
+    moves: Moves
+
+
+@dataclass(frozen=True, slots=True)
+class Policies:
+    """A preset at work: its three policies, made for one model and one budget.
+
+    waits: whether a step waits for the experts its placement admits (TIDE's Eq. 3) and runs them
+    on the device, or computes them where they are and lets the moves follow (TIDE's Algorithm 1).
+    """
+
+    placement: Placement
+    assign: Assign
+    prefetch: Prefetch
+    waits: bool = False
+
+    def decide(
+        self,
+        layer: int,
+        step: Step,
+        demand: Demand,
+        is_kept: BoolArray,
+        arriving_s: FloatArray,
+        can_fetch: bool,
+    ) -> Decision:
+        """One layer's decisions, after its router.
+
+        is_kept [num_experts]: residents, and those on their way to be. arriving_s
+        [len(demand.experts)]: seconds until each can be used, infinite if nothing is under way.
+        """
+        if self.waits:
+            moves = self.placement.update(step, layer, demand, is_kept)
+            assignment = self.assign(layer, demand, arriving_s)
+            return Decision(_promoted(assignment, moves.admit) if can_fetch else assignment, moves)
+        assignment = self.assign(layer, demand, arriving_s)
+        if isinstance(self.placement, KeepsFetched):
+            self.placement.fetched(layer, assignment.fetch)
+        return Decision(assignment, self.placement.update(step, layer, demand, is_kept))
+
+
+def _promoted(assignment: Assignment, admit: IntArray) -> Assignment:
+    """The host's experts that become resident now are waited for instead."""
+    is_promoted = np.isin(assignment.host, admit)
+    fetch = np.sort(np.concatenate([assignment.fetch, assignment.host[is_promoted]]))
+    return Assignment(assignment.resident, fetch, assignment.host[~is_promoted])

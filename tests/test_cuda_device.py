@@ -1,0 +1,495 @@
+"""The CUDA device: its logic on stand-in streams here, all of it on a GPU with `-m gpu`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+from torch import Tensor
+
+from lowtide.core import MoEShape
+from lowtide.errors import DeviceError, InternalError, PlanError
+from lowtide.experts import cuda
+from lowtide.experts.cuda import CudaDevice, CudaEvent, CudaStreams, pinned_bytes
+from lowtide.experts.device import Device, ExpertGroup
+from lowtide.experts.rows import ExpertBuffers, ExpertRows
+from lowtide.experts.slots import ExpertSlots, SlotLayout
+from lowtide.kernels.reference import gated_mlp
+from lowtide.kernels.routing import combine
+from lowtide.memory.arena import Arena
+from lowtide.memory.pinned import PinnedMemory
+
+SHAPE = MoEShape(1, num_experts=6, num_experts_per_token=2, hidden_size=48, expert_size=32)
+LAYOUT = SlotLayout.of(SHAPE, torch.float32)
+MAX_ROWS = 40
+NUM_SLOTS = 4
+
+
+class StandInMark:
+    """An event that has ended, unless a test says otherwise."""
+
+    def __init__(self) -> None:
+        self.has_ended = True
+        self.failure: RuntimeError | None = None
+
+    def query(self) -> bool:
+        if self.failure is not None:
+            raise self.failure
+        return self.has_ended
+
+
+class StandInStream:
+    """Work runs at once, on the calling thread; what was waited for is noted."""
+
+    def __init__(self) -> None:
+        self.waited_for: list[StandInMark] = []
+        self.recorded: list[StandInMark] = []
+
+    def wait_event(self, event: StandInMark) -> None:
+        self.waited_for.append(event)
+
+    def record_event(self) -> StandInMark:
+        self.recorded.append(StandInMark())
+        return self.recorded[-1]
+
+
+class StandInStreams:
+    torch_device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.copies = StandInStream()
+        self.current = StandInStream()
+        self.refuses_pinned = False
+        self.pinned_bytes = 0
+
+    @contextmanager
+    def use(self, stream: StandInStream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if self.refuses_pinned:
+            raise RuntimeError("out of memory")
+        block = torch.empty(shape, dtype=dtype)
+        self.pinned_bytes += block.nbytes
+        return block
+
+
+class StandInCudart:
+    """Registers host memory, or refuses with an error code."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code = code
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        if self.code == 0:
+            self.registered[address] = num_bytes
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+
+class HostExperts(ExpertSlots):
+    """All experts in host memory, expert e in slot e."""
+
+    def __init__(self, layout: SlotLayout = LAYOUT, num_experts: int = SHAPE.num_experts) -> None:
+        self.arena = Arena(num_experts * layout.num_bytes)
+        elements = self.arena.bytes.view(layout.dtype)
+        elements.normal_(std=0.2, generator=torch.Generator().manual_seed(0))
+        super().__init__(self.arena, layout)
+
+
+def make_device(
+    home: HostExperts,
+    streams: StandInStreams | None = None,
+    kernels: str = "auto",
+    is_pinned: bool = True,
+) -> CudaDevice:
+    pinned = PinnedMemory(cudart=StandInCudart())
+    if is_pinned:
+        pinned.register(home.arena)
+    return CudaDevice(
+        SHAPE, home.layout, NUM_SLOTS, MAX_ROWS, pinned, kernels, streams or StandInStreams()
+    )
+
+
+class Layer:
+    """One step of one layer: its pairs and their inputs."""
+
+    def __init__(
+        self,
+        num_tokens: int,
+        shape: MoEShape = SHAPE,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+        seed: int = 0,
+    ) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        k = shape.num_experts_per_token
+        rank = torch.rand(num_tokens, shape.num_experts, generator=draw)
+        self.experts = rank.topk(k).indices.sort().values.to(device)
+        self.weights = torch.rand(num_tokens, k, generator=draw).to(device)
+        self.x = torch.randn(num_tokens, shape.hidden_size, generator=draw).to(device, dtype)
+        self.rows = ExpertRows(self.experts, shape.num_experts)
+        self.buffers = ExpertBuffers(
+            self.x[self.rows.token_of],
+            *self.x.new_empty((2, num_tokens * k, shape.expert_size)),
+            torch.empty_like(self.x),
+            torch.empty_like(self.x, dtype=torch.float32),
+        )
+
+    def on_host(self, expert: int, home: HostExperts, parts: Tensor) -> None:
+        """One expert's products on the host, in place."""
+        pairs = self.rows.pairs(expert)
+        width = self.buffers.gate.shape[1]
+        gate, up = torch.empty((2, pairs.stop - pairs.start, width), dtype=parts.dtype)
+        gated_mlp(parts[pairs], home.weights(expert), gate, up, parts[pairs])
+
+    def expected(self, home: HostExperts) -> Tensor:
+        """What `parts` must become."""
+        parts = self.x.cpu()[self.rows.token_of.cpu()]
+        for expert in range(len(self.rows.counts)):
+            self.on_host(expert, home, parts)
+        return parts
+
+
+def group(pairs: dict[int, int]) -> ExpertGroup:
+    """`pairs`: expert to slot, experts ascending."""
+    experts, slots = list(pairs), list(pairs.values())
+    return ExpertGroup(np.array(experts, np.int64), np.array(slots, np.int64))
+
+
+def is_close(found: Tensor, wanted: Tensor, tolerance: float = 2e-6) -> bool:
+    largest_error = (found.cpu().float() - wanted.float()).abs().max().item()
+    return largest_error <= tolerance * wanted.abs().max().item()
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("num_tokens", [1, 3, 37])
+def test_a_layer_shared_with_the_host(kernels: str, num_tokens: int) -> None:
+    """Residents first, then one that arrives into a slot that was in use, then the host's."""
+    home, layer = HostExperts(), Layer(num_tokens)
+    wanted = layer.expected(home)
+    device: Device = make_device(home, kernels=kernels)
+    host_parts = device.to_host(layer.rows, layer.buffers.parts)
+    for expert in (1, 3):
+        layer.on_host(expert, home, host_parts)
+    arrived = [device.copy(home.image(e), slot, None) for e, slot in ((0, 3), (4, 1), (5, 0))]
+    used = device.run(group({0: 3, 4: 1, 5: 0}), layer.rows, layer.buffers, arrived[-1])
+    arrived.append(device.copy(home.image(2), 3, used))
+    device.run(group({2: 3}), layer.rows, layer.buffers, arrived[-1])
+    device.from_host(host_parts, layer.rows, np.array([1, 3]), layer.buffers.parts)
+    device.join()
+    assert is_close(layer.buffers.parts, wanted)
+    device.close()
+
+
+def test_a_fully_resident_layer_needs_no_counts_on_the_host() -> None:
+    home, layer = (
+        HostExperts(num_experts=NUM_SLOTS),
+        Layer(9, SHAPE._replace(num_experts=NUM_SLOTS)),
+    )
+    wanted = Layer(9, SHAPE._replace(num_experts=NUM_SLOTS)).expected(home)
+    shape = SHAPE._replace(num_experts=NUM_SLOTS)
+    pinned = PinnedMemory(cudart=StandInCudart())
+    device = CudaDevice(shape, LAYOUT, NUM_SLOTS, MAX_ROWS, pinned, "auto", StandInStreams())
+    for expert in range(NUM_SLOTS):
+        device.copy(home.image(expert), expert, None)
+    device.run(group({e: e for e in range(NUM_SLOTS)}), layer.rows, layer.buffers, None)
+    assert not layer.rows.is_known
+    assert is_close(layer.buffers.parts, wanted)
+
+
+def test_an_empty_group_and_experts_without_tokens_are_nothing_to_do() -> None:
+    home, layer = HostExperts(), Layer(1)
+    device, before = make_device(home), layer.buffers.parts.clone()
+    absent = next(e for e in range(SHAPE.num_experts) if not int(layer.rows.counts[e]))
+    device.to_host(layer.rows, layer.buffers.parts)
+    for experts in ({absent: 0}, {}):
+        device.run(group(experts), layer.rows, layer.buffers, None)
+    device.from_host(before, layer.rows, np.array([absent]), layer.buffers.parts)
+    assert torch.equal(layer.buffers.parts, before)
+
+
+def test_streams_wait_for_events_and_the_caller_for_neither() -> None:
+    home, layer, streams = HostExperts(), Layer(3), StandInStreams()
+    device = make_device(home, streams)
+    never = CudaEvent(StandInMark())
+    never.mark.has_ended = False
+    arrival = device.copy(home.image(0), 0, never)
+    assert streams.copies.waited_for == [never.mark]
+    assert isinstance(arrival, CudaEvent) and arrival.mark is streams.copies.recorded[-1]
+    use = device.run(group({0: 0}), layer.rows, layer.buffers, arrival)
+    assert streams.current.waited_for == [arrival.mark]
+    assert isinstance(use, CudaEvent) and use.mark is streams.current.recorded[-1]
+
+
+def test_an_event_of_another_device_is_waited_for_by_the_caller() -> None:
+    class Other:
+        num_waits = 0
+
+        def is_done(self) -> bool:
+            return False
+
+        def wait(self, limit_s: float = 1.0) -> None:
+            self.num_waits += 1
+
+    home, other = HostExperts(), Other()
+    make_device(home).copy(home.image(0), 0, other)
+    assert other.num_waits == 1
+
+
+def test_a_wait_that_never_ends_becomes_an_error() -> None:
+    event = CudaEvent(StandInMark())
+    event.wait(0.0)
+    event.mark.has_ended = False
+    assert not event.is_done()
+    with pytest.raises(DeviceError, match=r"0\.01 s"):
+        event.wait(0.01)
+
+
+def test_a_failure_of_the_gpu_is_reported_by_whoever_waits_and_ends_a_drain() -> None:
+    home, streams = HostExperts(), StandInStreams()
+    device = make_device(home, streams)
+    event = device.copy(home.image(0), 0, None)
+    streams.copies.recorded[-1].failure = RuntimeError("illegal memory access")
+    assert event.is_done()
+    with pytest.raises(DeviceError, match="illegal memory access"):
+        event.wait()
+    record = streams.copies.record_event
+
+    def failing() -> StandInMark:
+        mark = record()
+        mark.failure = RuntimeError("illegal memory access")
+        return mark
+
+    streams.copies.record_event = failing  # type: ignore[method-assign]
+    device.drain()
+    device.close()
+
+
+def test_what_fails_while_queueing_is_a_device_error() -> None:
+    home = HostExperts()
+    device, layer = make_device(home), Layer(3)
+    with pytest.raises(DeviceError, match="fetching an expert"):
+        device.copy(home.image(0)[:100], 0, None)
+    too_many = Layer(MAX_ROWS + 1)
+    with pytest.raises(DeviceError, match="to the host"):
+        device.to_host(too_many.rows, too_many.buffers.parts)
+    with pytest.raises(InternalError, match="82 pairs"):
+        device.run(group({0: 0}), too_many.rows, too_many.buffers, None)
+    device.to_host(layer.rows, layer.buffers.parts)  # goes on
+
+
+@pytest.mark.parametrize("piece_bytes", [100, 4096, 1 << 20])
+def test_pageable_memory_goes_through_the_ring(
+    piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "_PIECE_BYTES", piece_bytes)
+    home, layer, streams = HostExperts(), Layer(20), StandInStreams()
+    wanted = layer.expected(home)
+    device = make_device(home, streams, is_pinned=False)
+    before = streams.pinned_bytes
+    for expert in range(NUM_SLOTS):
+        device.copy(home.image(expert), expert, None)
+    assert streams.pinned_bytes == before + cuda._NUM_PIECES * piece_bytes
+    device.to_host(layer.rows, layer.buffers.parts)
+    device.run(group({e: e for e in range(NUM_SLOTS)}), layer.rows, layer.buffers, None)
+    rest = layer.buffers.parts.clone()
+    for expert in range(NUM_SLOTS, SHAPE.num_experts):
+        layer.on_host(expert, home, rest)
+    assert is_close(rest, wanted)
+
+
+def test_a_ring_is_not_written_before_its_last_use_has_ended() -> None:
+    streams = StandInStreams()
+    ring = cuda.PinnedRing(streams, (2, 8), torch.int32)
+    rows = []
+    for _ in range(2):
+        rows.append(ring.take().data_ptr())
+        ring.used(streams.current)
+    assert len(set(rows)) == 2
+    streams.current.recorded[0].failure = RuntimeError("seen")
+    with pytest.raises(DeviceError, match="seen"):
+        ring.take()
+
+
+def test_the_calling_thread_may_run_ahead_of_many_launches() -> None:
+    home, layer, streams = HostExperts(), Layer(2), StandInStreams()
+    device = make_device(home, streams)
+    device.to_host(layer.rows, layer.buffers.parts)
+    for _ in range(cuda._NUM_TABLES + 3):
+        device.run(group({0: 0}), layer.rows, layer.buffers, None)
+    assert streams.pinned_bytes <= pinned_bytes(SHAPE, LAYOUT.dtype, MAX_ROWS)
+
+
+def test_too_little_pinned_memory_is_a_plan_error() -> None:
+    streams = StandInStreams()
+    streams.refuses_pinned = True
+    with pytest.raises(PlanError, match="KiB of pinned host memory"):
+        make_device(HostExperts(), streams)
+
+
+def test_experts_with_biases_have_no_triton_kernel_and_say_so() -> None:
+    layout = SlotLayout.of(SHAPE, torch.float32, is_clamped=True)
+    home, layer = HostExperts(layout), Layer(12)
+    wanted = layer.expected(home)
+    with pytest.warns(UserWarning, match="one by one"):
+        device = make_device(home)
+    device.to_host(layer.rows, layer.buffers.parts)
+    for expert in range(SHAPE.num_experts):
+        used = device.copy(home.image(expert), expert % 2, None)
+        device.run(group({expert: expert % 2}), layer.rows, layer.buffers, used)
+    assert is_close(layer.buffers.parts, wanted)
+
+
+def test_an_arena_is_pinned_at_its_exact_size_within_the_limit() -> None:
+    cudart = StandInCudart()
+    pinned = PinnedMemory(limit_bytes=10_000, cudart=cudart)
+    first, second = Arena(7_001), Arena(3_000)
+    assert pinned.register(first) and pinned.register(Arena(0))
+    assert cudart.registered == {first.bytes.data_ptr(): 7_001}
+    with pytest.warns(UserWarning, match=r"limit is 9\.8 KiB"):
+        assert not pinned.register(second)
+    assert pinned.holds(first.bytes[5:]) and not pinned.holds(second.bytes)
+    assert pinned.num_bytes == 7_001
+    pinned.close()
+    assert not cudart.registered and not pinned.holds(first.bytes)
+
+
+def test_a_refusal_of_the_system_is_said() -> None:
+    pinned = PinnedMemory(cudart=StandInCudart(code=2))
+    with pytest.warns(UserWarning, match="CUDA error 2"):
+        assert not pinned.register(Arena(100))
+    assert pinned.num_bytes == 0
+
+
+# On a GPU.
+
+GPU_SHAPE = MoEShape(1, num_experts=64, num_experts_per_token=6, hidden_size=512, expert_size=256)
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+
+
+@contextmanager
+def gpu_device(
+    home: HostExperts, num_slots: int, kernels: str = "auto", is_pinned: bool = True
+) -> Iterator[CudaDevice]:
+    pinned = PinnedMemory()
+    if is_pinned:
+        assert pinned.register(home.arena)
+    device = CudaDevice(GPU_SHAPE, home.layout, num_slots, 256, pinned, kernels)
+    yield device
+    device.close()
+    pinned.close()
+
+
+def share_a_layer(device: CudaDevice, home: HostExperts, layer: Layer, seed: int) -> None:
+    """A third of the experts on the host, the rest fetched in waves through too few slots."""
+    host_parts = device.to_host(layer.rows, layer.buffers.parts)
+    order = np.random.default_rng(seed).permutation(GPU_SHAPE.num_experts)
+    on_host, fetched = np.sort(order[:20]), order[20:]
+    for expert in on_host.tolist():
+        layer.on_host(expert, home, host_parts)
+    last_use: list[Any] = [None] * device.num_slots
+    half = device.num_slots // 2
+    for i in range(0, len(fetched), half):
+        first_slot = i // half % 2 * half
+        slots = {int(e): first_slot + j for j, e in enumerate(fetched[i : i + half])}
+        slots = dict(sorted(slots.items()))
+        events = [device.copy(home.image(e), s, last_use[s]) for e, s in slots.items()]
+        used = device.run(group(slots), layer.rows, layer.buffers, events[-1])
+        for slot in slots.values():
+            last_use[slot] = used
+    device.from_host(host_parts, layer.rows, on_host, layer.buffers.parts)
+    device.join()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("is_pinned", [True, False])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_layers_shared_with_the_host_on_a_gpu(
+    dtype: torch.dtype, is_pinned: bool, kernels: str
+) -> None:
+    home = HostExperts(SlotLayout.of(GPU_SHAPE, dtype), GPU_SHAPE.num_experts)
+    with gpu_device(home, 8, kernels, is_pinned) as device:
+        for seed, num_tokens in enumerate((1, 32, 7, 256, 32)):
+            layer = Layer(num_tokens, GPU_SHAPE, dtype, device.torch_device, seed)
+            share_a_layer(device, home, layer, seed)
+            assert is_close(layer.buffers.parts, layer.expected(home), TOLERANCE[dtype])
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_a_resident_layer_neither_waits_nor_allocates_on_a_gpu() -> None:
+    home = HostExperts(SlotLayout.of(GPU_SHAPE, torch.bfloat16), GPU_SHAPE.num_experts)
+    everyone = group({e: e for e in range(GPU_SHAPE.num_experts)})
+    with gpu_device(home, GPU_SHAPE.num_experts) as device:
+        for expert in range(GPU_SHAPE.num_experts):
+            device.copy(home.image(expert), expert, None).wait()
+        layer = Layer(32, GPU_SHAPE, torch.bfloat16, device.torch_device)
+        out = torch.empty_like(layer.x, dtype=torch.float32)
+
+        def step() -> None:
+            rows = ExpertRows(layer.experts, GPU_SHAPE.num_experts)
+            torch.index_select(layer.x, 0, rows.token_of, out=layer.buffers.parts)
+            device.run(everyone, rows, layer.buffers, None)
+            combine(layer.buffers.parts, rows.part_of, layer.weights, *layer.buffers[3:], out)
+
+        step()
+        wanted = out.clone()
+        reserved = torch.cuda.memory_reserved()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(5):
+                step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.cuda.memory_reserved() == reserved
+        assert torch.equal(out, wanted)
+
+
+@pytest.mark.gpu
+def test_a_copy_waits_for_the_last_use_of_its_slot_on_a_gpu() -> None:
+    home = HostExperts(SlotLayout.of(GPU_SHAPE, torch.bfloat16), GPU_SHAPE.num_experts)
+    with gpu_device(home, 1) as device:
+        layer = Layer(256, GPU_SHAPE, torch.bfloat16, device.torch_device)
+        wanted = layer.expected(home)
+        device.to_host(layer.rows, layer.buffers.parts)
+        used = None
+        for expert in range(GPU_SHAPE.num_experts):
+            torch.cuda._sleep(200_000)  # the computation lags behind the link
+            arrived = device.copy(home.image(expert), 0, used)
+            used = device.run(group({expert: 0}), layer.rows, layer.buffers, arrived)
+        assert is_close(layer.buffers.parts, wanted, TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.gpu
+def test_a_refused_registration_leaves_cuda_usable() -> None:
+    arena, pinned = Arena(1 << 20), PinnedMemory()
+    assert pinned.register(arena)
+    with pytest.warns(UserWarning, match="CUDA error"):
+        assert not pinned.register(arena)
+    assert torch.ones(3, device="cuda").sum().item() == 3
+    torch.cuda.synchronize()
+    pinned.close()
+
+
+@pytest.mark.gpu
+def test_more_slots_than_memory_are_refused_on_a_gpu() -> None:
+    layout = SlotLayout.of(GPU_SHAPE, torch.bfloat16)
+    num_slots = 2 * torch.cuda.mem_get_info()[1] // layout.num_bytes
+    with pytest.raises(PlanError, match="GPU memory"):
+        CudaDevice(GPU_SHAPE, layout, num_slots, 256, PinnedMemory())
+    assert CudaStreams().torch_device.type == "cuda"

@@ -1,0 +1,453 @@
+"""The emulated device: order, overlap, bits, failures and the time it pretends to take."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowtide.core import Curve, MoEShape
+from lowtide.errors import DeviceError, UsageError
+from lowtide.experts.device import Device, Event, ExpertGroup
+from lowtide.experts.emulated import (
+    COMPUTE,
+    HOST,
+    LINK,
+    EmulatedDevice,
+    EmulatedSpeeds,
+    Span,
+    check_emulated_options,
+    emulated_speeds,
+)
+from lowtide.experts.rows import ExpertBuffers, ExpertRows
+from lowtide.experts.slots import ExpertSlots, SlotLayout
+from lowtide.experts.stream import Stream
+from lowtide.kernels.reference import gated_mlp
+from lowtide.memory.arena import Arena
+from lowtide.profiles import load_profile
+
+SHAPE = MoEShape(1, num_experts=5, num_experts_per_token=2, hidden_size=32, expert_size=24)
+LAYOUT = SlotLayout.of(SHAPE, torch.float32)
+NUM_SLOTS = 3
+AT_ONCE = EmulatedSpeeds(1e15, 0.0, 1.0, Curve([(1, 0.0)]))
+LONG_S = 60.0  # more than any test here lasts
+
+
+def speeds(link_s: float = 0.0, host_s: float = 0.0) -> EmulatedSpeeds:
+    """Copies and host experts of these times."""
+    return EmulatedSpeeds(1e15, link_s, 1.0, Curve([(1, host_s)]))
+
+
+def make_device(chosen: EmulatedSpeeds = AT_ONCE, layout: SlotLayout = LAYOUT) -> EmulatedDevice:
+    device = EmulatedDevice(Arena(NUM_SLOTS * layout.num_bytes), layout, NUM_SLOTS, chosen)
+    device.timeline = []
+    return device
+
+
+@pytest.fixture
+def device() -> Iterator[EmulatedDevice]:
+    with closing(make_device()) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def no_thread_stays() -> Iterator[None]:
+    yield
+    assert not [t.name for t in threading.enumerate() if t.name in (COMPUTE, LINK)]
+
+
+def make_experts(layout: SlotLayout = LAYOUT, seed: int = 0) -> ExpertSlots:
+    """All experts in host memory, expert e in slot e."""
+    arena = Arena(SHAPE.num_experts * layout.num_bytes)
+    elements = arena.bytes.view(layout.dtype)
+    elements.normal_(generator=torch.Generator().manual_seed(seed))
+    return ExpertSlots(arena, layout)
+
+
+class Layer(NamedTuple):
+    rows: ExpertRows
+    buffers: ExpertBuffers
+
+
+def make_layer(num_tokens: int = 12, seed: int = 0, dtype: torch.dtype = torch.float32) -> Layer:
+    """A step's pairs, their inputs in `buffers.parts`."""
+    draw = torch.Generator().manual_seed(seed)
+    order = torch.rand(num_tokens, SHAPE.num_experts, generator=draw).argsort(1)
+    rows = ExpertRows(order[:, : SHAPE.num_experts_per_token].sort(1).values, SHAPE.num_experts)
+    x = torch.randn(num_tokens, SHAPE.hidden_size, generator=draw).to(dtype)
+    num_pairs = num_tokens * SHAPE.num_experts_per_token
+    gate, up = (torch.empty(num_pairs, SHAPE.expert_size, dtype=dtype) for _ in range(2))
+    return Layer(rows, ExpertBuffers(x[rows.token_of], gate, up, x, x))
+
+
+def group(pairs: dict[int, int]) -> ExpertGroup:
+    """`pairs`: expert to slot."""
+    experts = sorted(pairs)
+    return ExpertGroup(np.array(experts), np.array([pairs[expert] for expert in experts]))
+
+
+def compute(layer: Layer, expert: int, weights: ExpertSlots, slot: int) -> None:
+    """One expert's products, as the runtime without a device does them."""
+    pairs, buffers = layer.rows.pairs(expert), layer.buffers
+    parts = buffers.parts[pairs]
+    gated_mlp(parts, weights.weights(slot), buffers.gate[pairs], buffers.up[pairs], parts)
+
+
+def spans_of(device: EmulatedDevice, stream: str) -> list[Span]:
+    assert device.timeline is not None
+    return [span for span in device.timeline if span.stream == stream]
+
+
+def test_it_is_a_device(device: EmulatedDevice) -> None:
+    made: Device = device
+    assert (made.name, made.torch_device, made.num_slots) == ("emulated", torch.device("cpu"), 3)
+    assert device.describe().startswith("emulated: link ")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens", [1, 6, 37])
+def test_bits_are_those_of_the_host(dtype: torch.dtype, num_tokens: int) -> None:
+    """Some experts from slots in two groups, the others on the host, all at once."""
+    layout = SlotLayout.of(SHAPE, dtype)
+    experts = make_experts(layout)
+    layer, wanted = make_layer(num_tokens, dtype=dtype), make_layer(num_tokens, dtype=dtype)
+    with closing(make_device(layout=layout)) as device:
+        arrived = [device.copy(experts.image(e), slot, None) for e, slot in ((4, 0), (1, 2))]
+        host_parts = device.to_host(layer.rows, layer.buffers.parts)
+        assert host_parts is layer.buffers.parts
+        device.run(group({4: 0}), *layer, arrived[0])
+        device.run(group({1: 2}), *layer, arrived[1])
+        for expert in (0, 2, 3):
+            device.host_work(1, lambda e=expert: compute(layer, e, experts, e))()
+        device.from_host(host_parts, layer.rows, np.array([0, 2, 3]), layer.buffers.parts)
+        device.join()
+    for expert in range(SHAPE.num_experts):
+        compute(wanted, expert, experts, expert)
+    assert torch.equal(layer.buffers.parts, wanted.buffers.parts)
+
+
+def test_a_group_may_have_experts_without_tokens(device: EmulatedDevice) -> None:
+    layer = make_layer(1)
+    absent = next(e for e in range(SHAPE.num_experts) if layer.rows.pairs(e) == slice(0, 0))
+    before = layer.buffers.parts.clone()
+    device.run(group({absent: 0}), *layer, None)
+    device.join()
+    assert torch.equal(layer.buffers.parts, before)
+
+
+def test_a_run_waits_for_its_copy_and_a_copy_for_the_slots_last_use() -> None:
+    experts, layer = make_experts(), make_layer()
+    with closing(make_device(speeds(link_s=0.02))) as device:
+        first = device.copy(experts.image(0), 1, None)
+        use = device.run(group({0: 1}), *layer, first)
+        assert not use.is_done()
+        second = device.copy(experts.image(2), 1, use)
+        device.run(group({2: 1}), *layer, second).wait()
+        (copy_1, copy_2), (run_1, run_2) = spans_of(device, LINK), spans_of(device, COMPUTE)
+    assert copy_1.end_s <= run_1.start_s <= run_1.end_s
+    assert run_1.end_s <= copy_2.start_s < copy_2.end_s <= run_2.start_s
+    assert (copy_1.name, run_1.name, run_2.name) == ("copy 1", "run [0]", "run [2]")
+
+
+def test_copies_go_in_order_and_each_begins_where_the_last_one_ended() -> None:
+    """Late wake-ups do not add up: to the emulated link there is no gap between copies."""
+    experts = make_experts()
+    with closing(make_device(speeds(link_s=0.003))) as device:
+        events = [device.copy(experts.image(e), e % NUM_SLOTS, None) for e in range(5)]
+        events[-1].wait()
+        assert all(event.is_done() for event in events)
+        spans = spans_of(device, LINK)
+    assert [span.name for span in spans] == [f"copy {e % NUM_SLOTS}" for e in range(5)]
+    assert all(a.end_s == b.start_s for a, b in zip(spans, spans[1:], strict=False))
+
+
+def test_times_are_honoured() -> None:
+    experts = make_experts()
+    slow = EmulatedSpeeds(LAYOUT.num_bytes / 0.004, 0.002, 3.0, Curve([(1, 0.001), (2, 0.002)]))
+    assert slow.link_s(LAYOUT.num_bytes) == pytest.approx(0.006)
+    with closing(make_device(slow)) as device:
+        start_s = perf_counter()
+        for expert in range(3):
+            copied = device.copy(experts.image(expert), expert, None)
+        copied.wait()
+        assert perf_counter() - start_s >= 3 * 0.006
+        start_s = perf_counter()
+        device.host_work(4, lambda: None)()
+        assert perf_counter() - start_s >= 3 * 0.004
+
+
+def test_the_host_is_one_processor() -> None:
+    """Two threads do not make the emulated host twice as fast."""
+    with closing(make_device(speeds(host_s=0.01))) as device, ThreadPoolExecutor(2) as threads:
+        start_s = perf_counter()
+        for future in [threads.submit(device.host_work(1, lambda: None)) for _ in range(4)]:
+            future.result()
+        assert perf_counter() - start_s >= 4 * 0.01
+
+
+def test_host_device_and_link_work_at_the_same_time() -> None:
+    experts, layer = make_experts(), make_layer()
+    has_begun = threading.Event()
+    with (
+        closing(make_device(speeds(link_s=0.2, host_s=0.2))) as device,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        host = threads.submit(device.host_work(1, has_begun.set))
+        has_begun.wait(LONG_S)
+        copied = device.copy(experts.image(0), 0, None)
+        device.run(group({1: 1}), *layer, None)
+        device.join()
+        copied.wait()
+        host.result()
+        (copy,), (run,), (on_host,) = (spans_of(device, s) for s in (LINK, COMPUTE, HOST))
+    for asleep in (copy, on_host):
+        assert asleep.start_s < run.start_s < run.end_s < asleep.end_s
+    assert on_host.name == "1 tokens"
+
+
+def test_no_gradients_and_one_thread_on_the_device() -> None:
+    before = torch.get_num_threads()
+    settings: list[tuple[bool, int]] = []
+    stream = Stream(COMPUTE)
+    assert torch.get_num_threads() == before
+
+    def note(ready_s: float) -> None:
+        settings.append((torch.is_inference_mode_enabled(), torch.get_num_threads()))
+
+    stream.queue(note).wait()
+    stream.stop()
+    stream.join()
+    assert settings == [(True, 1)] and torch.get_num_threads() == before
+
+
+def test_a_failed_copy_fails_what_waits_for_it_and_no_more(device: EmulatedDevice) -> None:
+    experts, layer = make_experts(), make_layer()
+    bad = device.copy(torch.zeros(5, dtype=torch.uint8), 0, None)
+    good = device.copy(experts.image(1), 1, None)
+    use = device.run(group({0: 0}), *layer, bad)
+    again = device.copy(experts.image(0), 0, use)
+    other = device.run(group({1: 1}), *layer, good)
+    for event, name in ((bad, LINK), (use, COMPUTE), (again, LINK)):
+        with pytest.raises(DeviceError, match=name) as caught:
+            event.wait()
+        assert event.is_done() and caught.value.__cause__ is not None
+    good.wait()
+    other.wait()
+    with pytest.raises(DeviceError, match="must match the size"):
+        device.join()
+    device.drain()
+    device.run(group({1: 1}), *layer, None)
+    device.join()
+
+
+def test_a_failed_copy_is_not_passed_over(device: EmulatedDevice) -> None:
+    """A run that waits for the last of several copies would else compute from old bytes."""
+    experts, layer = make_experts(), make_layer()
+    device.copy(torch.zeros(5, dtype=torch.uint8), 0, None)
+    last = device.copy(experts.image(1), 1, None)
+    device.run(group({0: 0, 1: 1}), *layer, last).wait()
+    with pytest.raises(DeviceError, match=LINK):
+        device.join()
+
+
+def test_a_failed_run_is_an_error_of_the_join(device: EmulatedDevice) -> None:
+    layer = make_layer()
+    bad = device.run(group({0: NUM_SLOTS}), *layer, None)
+    device.run(group({1: 1}), *layer, None)
+    for _ in range(2):
+        with pytest.raises(DeviceError, match=COMPUTE):
+            device.join()
+    device.drain()
+    device.join()
+    with pytest.raises(DeviceError, match=COMPUTE):
+        bad.wait()
+
+
+def test_a_stalled_link_is_an_error(device: EmulatedDevice) -> None:
+    with closing(make_device(speeds(link_s=LONG_S))) as stalled:
+        copied = stalled.copy(make_experts().image(0), 0, None)
+        use = stalled.run(group({0: 0}), *make_layer(), copied)
+        for event, name in ((copied, LINK), (use, COMPUTE)):
+            with pytest.raises(DeviceError, match=f"{name}.* 0.02 s.*link_GBps"):
+                event.wait(0.02)
+            assert not event.is_done()
+
+
+def test_a_stream_that_hangs_is_an_error() -> None:
+    stream, go_on = Stream(LINK), threading.Event()
+    stream.queue(lambda ready_s: go_on.wait(LONG_S) and None)
+    for wait in (stream.drain, stream.join):
+        with pytest.raises(DeviceError, match=f"{LINK}.* 0.01 s"):
+            wait(0.01)
+    go_on.set()
+    stream.drain()
+    stream.stop()
+    stream.join()
+
+
+def test_work_may_wait_for_what_is_no_stream(device: EmulatedDevice) -> None:
+    class Signal(threading.Event):
+        is_done = threading.Event.is_set
+
+    signal, experts = Signal(), make_experts()
+    copied = device.copy(experts.image(0), 0, signal)
+    signalled_s = perf_counter()
+    assert not copied.is_done()
+    signal.set()
+    copied.wait()
+    (span,) = spans_of(device, LINK)
+    assert span.start_s >= signalled_s
+
+
+def test_closing_ends_what_is_queued() -> None:
+    experts, layer = make_experts(), make_layer()
+    device = make_device(speeds(link_s=LONG_S, host_s=LONG_S))
+    with ThreadPoolExecutor(1) as threads:
+        host = threads.submit(device.host_work(1, lambda: None))
+        copied = device.copy(experts.image(0), 0, None)
+        events: list[Event] = [copied, device.run(group({0: 0}), *layer, copied)]
+        events.append(device.copy(experts.image(1), 0, events[-1]))
+        device.close()
+        for event in events:
+            with pytest.raises(DeviceError, match="closed"):
+                event.wait()
+        with pytest.raises(DeviceError, match="closed"):
+            host.result()
+    with pytest.raises(DeviceError, match="closed"):
+        device.copy(experts.image(0), 0, None)
+    with pytest.raises(DeviceError, match="closed"):
+        device.run(group({0: 0}), *layer, None)
+    device.drain()
+    device.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_dies_leaves_errors_behind() -> None:
+    stream = Stream(LINK)
+    go_on = threading.Event()
+
+    def die(ready_s: float) -> None:
+        go_on.wait()
+        raise SystemExit
+
+    events = [stream.queue(die), stream.queue(lambda ready_s: None)]
+    go_on.set()
+    for event in events:
+        with pytest.raises(DeviceError, match=f"thread of {LINK} has ended"):
+            event.wait()
+    with pytest.raises(DeviceError, match=f"thread of {LINK} has ended"):
+        stream.queue(lambda ready_s: None)
+    stream.drain()
+    stream.stop()
+    stream.join()
+
+
+programmes = st.lists(
+    st.one_of(
+        st.tuples(st.integers(0, SHAPE.num_experts - 1), st.integers(0, NUM_SLOTS - 1)),
+        st.dictionaries(
+            st.integers(0, SHAPE.num_experts - 1),
+            st.integers(0, NUM_SLOTS - 1),
+            min_size=1,
+            max_size=NUM_SLOTS,
+        ),
+    ),
+    max_size=20,
+)
+
+
+@given(programme=programmes, link_s=st.sampled_from([0.0, 2e-4]))
+def test_any_programme_ends_as_if_done_one_by_one(
+    programme: list[tuple[int, int] | dict[int, int]], link_s: float
+) -> None:
+    """Copies (expert, slot) and runs (expert: slot it is computed from), waiting as they must."""
+    experts = make_experts()
+    last_use: list[Event | None] = [None] * NUM_SLOTS
+    last_copy: Event | None = None
+    got, wanted = ([make_layer(3, i) for i in range(len(programme))] for _ in range(2))
+    slots = ExpertSlots(Arena(NUM_SLOTS * LAYOUT.num_bytes), LAYOUT)
+    with closing(make_device(speeds(link_s))) as device:
+        for i, item in enumerate(programme):
+            if isinstance(item, tuple):
+                expert, slot = item
+                last_copy = device.copy(experts.image(expert), slot, last_use[slot])
+                slots.image(slot).copy_(experts.image(expert))
+                continue
+            use = device.run(group(item), *got[i], last_copy)
+            for expert, slot in item.items():
+                last_use[slot] = use
+                compute(wanted[i], expert, slots, slot)
+        device.join()
+    for done, right in zip(got, wanted, strict=True):
+        assert torch.equal(done.buffers.parts, right.buffers.parts)
+
+
+def test_speeds_keep_the_ratios_of_the_profile() -> None:
+    before = torch.get_num_threads()
+    shape = SHAPE._replace(hidden_size=256, expert_size=128)
+    layout = SlotLayout.of(shape, torch.bfloat16)
+    made = emulated_speeds({}, layout, shape, torch.bfloat16)
+    assert torch.get_num_threads() == before
+    costs = load_profile("rtx3090").costs(shape)
+    assert layout.num_bytes == costs.expert_bytes
+    device_s = made.device_s.at(1)
+    assert device_s > 0
+    assert made.link_s(layout.num_bytes) / device_s == pytest.approx(
+        costs.link_s / costs.device_s.at(1)
+    )
+    assert made.host_s(1) / device_s == pytest.approx(costs.host_s.at(1) / costs.device_s.at(1))
+    assert "emulated" in made.describe() and "RTX 3090" in made.describe()
+    assert "as given" not in made.describe()
+
+
+def test_options_replace_parts() -> None:
+    options = {"link_GBps": "0.5", "link_latency_us": "7"}
+    made = emulated_speeds(options, LAYOUT, SHAPE, torch.float32)
+    assert made.link_bytes_per_s == 0.5e9 and made.link_latency_s == pytest.approx(7e-6)
+    assert made.host_slowdown > 1
+    described = made.describe()
+    assert "link 0.5 GB/s + 7 us" in described
+    assert "as given: link_GBps, link_latency_us" in described
+
+
+def test_more_tokens_never_take_less_time() -> None:
+    """Also of an expert that is far larger than what is measured of it."""
+    for shape in (SHAPE, SHAPE._replace(hidden_size=2048, expert_size=8192)):
+        layout = SlotLayout.of(shape, torch.float32)
+        curve = emulated_speeds({}, layout, shape, torch.float32).device_s
+        seconds = curve(2 ** np.arange(12))
+        assert (np.diff(seconds) >= 0).all() and seconds[0] > 0
+
+
+def test_good_options_are_read() -> None:
+    options = {"link_GBps": "1.5", "link_latency_us": "0", "host_slowdown": "1e1"}
+    values = {"link_GBps": 1.5, "link_latency_us": 0.0, "host_slowdown": 10.0}
+    assert check_emulated_options(options) == values
+    assert check_emulated_options({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("speed", "1", "link_GBps, link_latency_us, host_slowdown"),
+        ("link_GBps", "0", "link_GBps must be a number from"),
+        ("link_GBps", "-1", "'-1'"),
+        ("link_GBps", "fast", "'fast'"),
+        ("link_GBps", "inf", "'inf'"),
+        ("link_latency_us", "-0.1", "from 0"),
+        ("host_slowdown", "0.5", "from 1"),
+        ("host_slowdown", "nan", "'nan'"),
+    ],
+)
+def test_bad_options_are_refused(name: str, value: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        check_emulated_options({name: value})

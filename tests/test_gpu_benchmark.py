@@ -1,0 +1,91 @@
+"""The GPU benchmark's own logic, on a stand-in for the GPU: what it drives, counts and writes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+from test_cuda_device import StandInCudart, StandInStreams
+
+from lowtide.core import Costs, Curve, MoEShape
+from lowtide.experts.cuda import CudaDevice
+from lowtide.experts.executor import HostExecutor
+from lowtide.memory.pinned import PinnedMemory
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import gpu
+
+SHAPE = MoEShape(2, num_experts=16, num_experts_per_token=2, hidden_size=32, expert_size=16)
+COSTS = Costs(6144, 1e-4, *[Curve([(1, 1e-4)])] * 3, sync_s=1e-5)
+
+
+@pytest.fixture
+def report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> gpu.Report:
+    monkeypatch.setattr(gpu, "MODEL", SHAPE)
+    monkeypatch.setattr(gpu, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(gpu, "BUDGETS", (4,))
+    stand_in = partial(CudaDevice, streams=StandInStreams(), kernels="reference")
+    monkeypatch.setattr(gpu, "CudaDevice", stand_in)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "stand-in")
+    monkeypatch.setattr(gpu, "_total_memory_bytes", lambda: 1)
+    return gpu.Report("short", tmp_path)
+
+
+@pytest.mark.parametrize("preset", gpu.PRESETS["full"])
+def test_steps_under_every_preset(
+    preset: str, report: gpu.Report, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pinned = PinnedMemory(cudart=StandInCudart())
+    executor = HostExecutor(SHAPE.num_experts_per_token)
+    with torch.inference_mode():
+        home = gpu.make_experts(SHAPE, pinned, report)
+        bench = gpu.HybridBench(SHAPE, home, pinned, executor, COSTS, 4, preset)
+        with bench.running():
+            bench.measure(2, (1e9, 1e9), report)
+    executor.close()
+    report.print_table()
+    row = json.loads(report.path.read_text().splitlines()[-1])
+    assert row["what"] == "hybrid" and row["preset"] == preset
+    assert row["moe_tokens_per_s"] > 0 and row["bound_ms"] > 0 and 0 <= row["hit_rate"] <= 1
+    assert f"{preset}, 4 residents" in capsys.readouterr().out
+
+
+def test_a_resident_layer_runs(report: gpu.Report) -> None:
+    pinned = PinnedMemory(cudart=StandInCudart())
+    home = gpu.make_experts(SHAPE, pinned, report)
+    device = CudaDevice(SHAPE, home.slots.layout, 16, 32, pinned, "auto", StandInStreams())
+    group = gpu.everyone()
+    for expert in group.experts.tolist():
+        device.copy(home.slots.image(expert), expert, None)
+    layer = gpu.LayerInput(3, 0)
+    layer.run(device, group)
+    assert layer.out.isfinite().all() and layer.out.any()
+
+
+def test_the_deadline_interrupts() -> None:
+    before, start_s = signal.getsignal(signal.SIGALRM), perf_counter()
+    with pytest.raises(gpu.DeadlineReached), gpu.deadline(0.05):
+        while perf_counter() - start_s < 30:
+            pass
+    assert perf_counter() - start_s < 20
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_without_a_gpu_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "short", "--out", str(tmp_path)])
+    assert gpu.main() == 1
+    assert "no GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())

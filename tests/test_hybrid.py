@@ -1,0 +1,280 @@
+"""A device beside the host: whatever runs where, the words and the bits stay the same."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from whole import answers
+
+from lowtide.decode.request import Request
+from lowtide.errors import DeviceError, PlanError, StorageError, UnsupportedError, UsageError
+from lowtide.experts import hybrid
+from lowtide.experts.hybrid import HybridRuntime
+from lowtide.experts.store import FileReader
+from lowtide.lab.synth import synth
+from lowtide.llm import LLM, plan_model
+from lowtide.params import DiffusionParams, SamplingParams
+from lowtide.policies.presets import PRESETS
+
+FAST = {"link_GBps": "1000", "link_latency_us": "0", "host_slowdown": "1"}
+OPTIONS: dict[str, Any] = {"device": "emulated", "device_options": FAST, "context": 256}
+NEEDS_A_SLOT = {"on-demand", "static", "lru", "edgemoe"}
+FAMILIES = ("llada2", "qwen3_moe", "deepseek_v2")
+PARAMS = SamplingParams(
+    max_tokens=16, diffusion=DiffusionParams(block_length=8, steps=4, threshold=0.5)
+)
+AUTOREGRESSIVE = SamplingParams(max_tokens=16)
+
+
+class Case:
+    """A model, what it answers with everything resident on the CPU, and its plan on a device."""
+
+    def __init__(self, family: str, folder: Path) -> None:
+        self.folder = synth(family, "tiny", folder, seed=5)
+        self.params = PARAMS if family == "llada2" else AUTOREGRESSIVE
+        self.plan = plan_model(self.folder, **OPTIONS)
+        self.prompt = [7, 3, 120, 9, 44, 3, 3, 80]
+        with LLM(self.folder, device="cpu", context=256) as llm:
+            self.expected = self.answer(llm)
+
+    def answer(self, llm: LLM) -> tuple[list[int], list[list[int]] | None, torch.Tensor]:
+        [request] = llm._intake.requests([self.prompt], self.params)
+        [finished], trajectories = answers(llm, [request])
+        ids = list(finished.token_ids)
+        return ids, trajectories.get(request.index), llm.logits([*self.prompt, *ids])
+
+    def open(self, policy: str, gpu_share: float, home_share: float = 1.0, **options: Any) -> LLM:
+        plan, host = self.plan, self.plan.host
+        assert plan.gpu is not None
+        gpu = plan.minimum_bytes + int(gpu_share * (plan.full_bytes - plan.minimum_bytes))
+        least = host.used_bytes - (host.num_slots - 12) * host.slot_bytes
+        home = least + int(home_share * (host.used_bytes - least))
+        given = {**OPTIONS, "gpu_memory": gpu, "host_memory": home, **options}
+        return LLM(self.folder, policy=policy, **given)
+
+    def check(self, llm: LLM) -> None:
+        ids, trajectory, logits = self.answer(llm)
+        assert (ids, trajectory) == self.expected[:2]
+        assert torch.equal(logits, self.expected[2])
+        check_idle(llm)
+
+
+def runtime_of(llm: LLM) -> HybridRuntime:
+    experts = llm._engine.experts
+    assert isinstance(experts, HybridRuntime)
+    return experts
+
+
+def check_idle(llm: LLM) -> None:
+    """No slot is lost, shared or leased between passes."""
+    runtime = runtime_of(llm)
+    link, ledger = runtime.link, runtime.link.ledger
+    assert ledger.num_free + ledger.num_resident + link.num_coming == ledger.num_slots
+    link.abandon()
+    ledger.check_integrity()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(request.param, tmp_path_factory.mktemp("hybrid") / "model")
+
+
+@pytest.fixture(scope="module")
+def diffusion(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case("llada2", tmp_path_factory.mktemp("hybrid") / "model")
+
+
+presets = st.sampled_from(sorted(PRESETS.keys() - {"resident"}))
+shares = st.one_of(st.sampled_from([0.0, 0.02, 1.0]), st.floats(0, 1))
+
+
+@examples(12)
+@given(policy=presets, gpu_share=shares, home_share=shares, prefetch=st.sampled_from([None, 0, 3]))
+def test_no_preset_budget_or_prefetch_changes_a_bit(
+    case: Case, policy: str, gpu_share: float, home_share: float, prefetch: int | None
+) -> None:
+    options = {}
+    if prefetch is not None and "num_prefetch" in PRESETS[policy]:
+        options["num_prefetch"] = str(prefetch)
+    try:
+        llm = case.open(policy, gpu_share, home_share, policy_options=options)
+    except PlanError as error:
+        assert policy in NEEDS_A_SLOT and "staging slot" in str(error)
+        return
+    with llm:
+        case.check(llm)
+        case.check(llm)  # warm: what the policy has moved by now makes no difference either
+
+
+@pytest.mark.parametrize("policy", sorted(PRESETS.keys() - {"resident"}))
+def test_every_preset_with_a_part_on_the_device_and_a_part_on_disk(
+    diffusion: Case, policy: str
+) -> None:
+    with diffusion.open(policy, 0.4, 0.4) as llm:
+        diffusion.check(llm)
+        stats = llm.stats()
+    assert stats["num_misses"] > 0
+    assert stats["num_on_host"] + stats["num_fetched"] + stats["num_prefetched"] > 0
+
+
+def test_everything_resident_needs_nothing_of_the_host(diffusion: Case) -> None:
+    with diffusion.open("resident", 1.0) as llm:
+        diffusion.check(llm)
+        stats = llm.stats()
+    assert stats["hit_rate"] == 1.0
+    assert stats["num_on_host"] == stats["num_fetched"] == 0
+
+
+def test_the_plan_has_both_tiers_and_says_emulated(diffusion: Case) -> None:
+    with diffusion.open("lowtide", 0.5) as llm:
+        plan = llm.plan
+        assert plan.device == "emulated" and plan.gpu is not None
+        assert plan.gpu.used_bytes <= plan.gpu.budget_bytes == plan.budget_bytes
+        assert plan.host.used_bytes <= plan.host.budget_bytes
+        assert plan.host.dense_bytes == 0 < plan.gpu.dense_bytes
+        assert 0 < sum(plan.residents_per_layer) < plan.num_experts
+    least = diffusion.plan.minimum_bytes
+    with pytest.raises(PlanError, match=f"{least} bytes.*--gpu-memory"):
+        LLM(diffusion.folder, gpu_memory=least - 1, **OPTIONS)
+    with pytest.raises(PlanError, match="--host-memory"):
+        LLM(diffusion.folder, host_memory=1000, **OPTIONS)
+
+
+def test_wrong_devices_are_refused_by_name(diffusion: Case) -> None:
+    folder = diffusion.folder
+    with pytest.raises(UsageError, match="'tpu' is not known"):
+        LLM(folder, device="tpu")
+    with pytest.raises(UsageError, match="--device emulated"):
+        LLM(folder, device="cpu", device_options=FAST)
+    with pytest.raises(UsageError, match="link_GBps"):
+        LLM(folder, device="emulated", device_options={"link": "2"})
+    if not torch.cuda.is_available():
+        with pytest.raises(UnsupportedError, match="sees no GPU"):
+            LLM(folder, device="cuda")
+
+
+# Faults: a typed error, and the engine goes on as if nothing had been
+
+
+class Broken(Exception):
+    pass
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise Broken("on purpose")
+
+
+def check_fails_once(case: Case, llm: LLM, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        case.answer(llm)
+
+
+@pytest.mark.parametrize("policy", ["lru", "lowtide", "dali"])
+def test_a_failing_copy(diffusion: Case, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with diffusion.open(policy, 0.3) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(runtime_of(llm).device._slots, "image", refuse)
+            check_fails_once(diffusion, llm, DeviceError, "on purpose")
+        diffusion.check(llm)
+
+
+@pytest.mark.parametrize("policy", ["all-host", "lru"])
+def test_a_failing_expert(diffusion: Case, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with diffusion.open(policy, 0.3) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(hybrid, "gated_mlp", refuse)
+            patch.setattr("lowtide.experts.emulated.gated_mlp", refuse)
+            with pytest.raises((Broken, DeviceError), match="on purpose"):
+                diffusion.answer(llm)
+        diffusion.check(llm)
+
+
+def test_a_failing_read(diffusion: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise StorageError("no such sector")
+
+    with diffusion.open("lowtide", 0.3, 0.2) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(FileReader, "_run", fail)
+            check_fails_once(diffusion, llm, StorageError, "no such sector")
+        diffusion.check(llm)
+
+
+def test_a_host_thread_that_hangs_is_an_error(
+    diffusion: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+    with diffusion.open("all-host", 0.0) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(hybrid, "WAIT_LIMIT_S", 0.05)
+            patch.setattr(hybrid, "gated_mlp", lambda *_: release.wait(10))
+            timer = threading.Timer(0.5, release.set)
+            timer.start()
+            check_fails_once(diffusion, llm, DeviceError, "has not been computed within 0.05 s")
+            timer.join()
+        diffusion.check(llm)
+
+
+def test_a_device_that_was_closed_is_an_error(diffusion: Case) -> None:
+    with diffusion.open("lowtide", 0.3) as llm:
+        runtime_of(llm).device.close()
+        check_fails_once(diffusion, llm, DeviceError, "load the model again|closed")
+
+
+def test_memory_that_the_device_does_not_get(
+    diffusion: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import lowtide.device_engine as wiring
+
+    def no_memory(num_bytes: int) -> None:
+        raise PlanError(f"The system refuses to reserve {num_bytes} bytes.")
+
+    before = threading.active_count()
+    monkeypatch.setattr(wiring, "Arena", no_memory)
+    with pytest.raises(PlanError, match="refuses to reserve"):
+        diffusion.open("lowtide", 0.3)
+    assert threading.active_count() == before
+
+
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Ctrl-C at the n-th expert that the host starts; the list holds the countdown."""
+    countdown = [0]
+    start = hybrid._LayerSplit._start_on_host
+
+    def start_or_stop(split: Any, expert: int, slot: int) -> None:
+        countdown[0] -= 1
+        if countdown[0] == 0:
+            raise KeyboardInterrupt
+        start(split, expert, slot)
+
+    monkeypatch.setattr(hybrid._LayerSplit, "_start_on_host", start_or_stop)
+    yield countdown
+
+
+@pytest.mark.parametrize("at", [1, 2, 7, 20])
+def test_an_interrupt_leaves_a_usable_engine(
+    diffusion: Case, interrupted: list[int], at: int
+) -> None:
+    with diffusion.open("tide", 0.3, 0.3) as llm:
+        interrupted[0] = at
+        with pytest.raises(KeyboardInterrupt):
+            diffusion.answer(llm)
+        interrupted[0] = 0
+        diffusion.check(llm)
+
+
+def test_a_batch_of_requests_shares_a_pass(diffusion: Case) -> None:
+    with diffusion.open("lowtide", 0.4) as llm:
+        requests: list[Request] = llm._intake.requests([[5, 6, 7], [9, 9], [1] * 20], PARAMS)
+        finished, _ = answers(llm, requests)
+        alone = [answers(llm, [request])[0][0] for request in requests]
+    assert [f.token_ids for f in finished] == [f.token_ids for f in alone]

@@ -1,0 +1,71 @@
+"""Compiles the Triton kernels for a GPU that need not be there; prints what instructions they use.
+
+One JSON object: per kernel, how often each of `INSTRUCTIONS` occurs in its PTX. Run by
+test_triton.py as a process of its own, because the interpreter is chosen at import.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from lowtide.kernels import triton_experts, triton_routing
+
+INSTRUCTIONS = ("mma.sync", "cp.async.cg", "fma.", "mul.rn.f32", "add.rn.f32")
+TARGET = GPUTarget("cuda", 80, 32)
+
+TILES = {"slots": "*i32", "starts": "*i32", "stops": "*i32", "num_tiles": "*i32"}
+MATRICES = {"weights": "*bf16", "slot_stride": "i32", "x": "*bf16", "out": "*bf16"}
+MATRICES |= {"hidden": "i32", "width": "i32"}
+BLOCKS = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 64, "UPCAST": False}
+
+
+def compiled(
+    kernel: Any, types: Mapping[str, str], constants: Mapping[str, int], **options: Any
+) -> dict[str, int]:
+    names = kernel.arg_names
+    source = ASTSource(
+        kernel,
+        {name: types.get(name, "constexpr") for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+        {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in types},
+    )
+    ptx = triton.compile(source, target=TARGET, options=options).asm["ptx"]
+    return {instruction: ptx.count(instruction) for instruction in INSTRUCTIONS}
+
+
+def main() -> None:
+    offsets = {"gate_offset": "i32", "up_offset": "i32"}
+    plan = {"counts": "*i64", "slot_of": "*i32", "num_experts": "i32", **TILES}
+    place = {"source": "*bf16", "out": "*bf16", "hidden": "i32", **TILES}
+    del place["slots"]
+    top = {"rank": "*fp32", "chosen": "*i64", "num_experts": "i32", "num_chosen": "i32"}
+    sort = {"experts": "*i64", "token_of": "*i64", "part_of": "*i64", "counts": "*i64"}
+    sort |= {"num_pairs": "i32", "k": "i32"}
+    combine = {"parts": "*bf16", "part_of": "*i64", "weights": "*fp32", "out": "*fp32"}
+    combine |= {"hidden": "i32", "k": "i32"}
+    found = {
+        "gate_up": compiled(
+            triton_experts._gate_up, MATRICES | TILES | offsets, BLOCKS, num_stages=3
+        ),
+        "down": compiled(
+            triton_experts._down, MATRICES | TILES | {"down_offset": "i32"}, BLOCKS, num_stages=3
+        ),
+        "plan": compiled(triton_experts._plan_tiles, plan, {"BLOCK_M": 16, "BLOCK_E": 256}),
+        "place": compiled(triton_experts._place_rows, place, {"BLOCK_M": 16, "BLOCK_H": 1024}),
+        "top": compiled(triton_routing._top_experts, top, {"BLOCK_E": 256}, num_warps=1),
+        "sort": compiled(triton_routing._sort_pairs, sort, {"BLOCK": 256}),
+        "combine": compiled(
+            triton_routing._combine, combine, {"BLOCK_H": 1024}, enable_fp_fusion=False
+        ),
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
