@@ -17,7 +17,7 @@ demo: $(VENV)/.lowtide
 	$(BIN)/lowtide generate demo:diffusion -p 'def fibonacci(n):' --max-tokens 128 --context 512 --host-memory $(DEMO_MEMORY)
 
 test: $(VENV)/.lowtide-dev
-	$(BIN)/python -m pytest -q -m 'not slow and not gpu'
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m 'not slow and not gpu'
 
 check: $(VENV)/.lowtide-dev
 	$(BIN)/ruff format --check .

@@ -3,9 +3,9 @@
 Each run is recorded after a calibration on other text. First the accuracy of the n experts that a
 predictor ranks highest (the share of them that is among the n with most tokens, as DALI counts),
 then the same predictors at work in the simulator: DALI's cache and assignment, experts as large
-as LLaDA2.0-mini's. The ceiling is a predictor that knows the truth. Early gates are replayed as
-they did predict, and beside that with errors drawn at the rates measured on the calibration's own
-held-out text and at those published.
+as LLaDA2.0-mini's. Beside them stands a predictor that knows the truth: where even that gains
+nothing, the link has no idle time to give. Early gates are replayed as they did predict, and
+beside that with errors drawn at the rates measured on other held-out text and at those published.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _top_shares(run: Run, prefetch: Prefetch) -> FloatArray:
 def _write_gains(recorder: Recorder, run: Run, setting: Setting) -> None:
     none = _replay(run, setting, lambda s: NoPrefetch())
     perfect = _replay(run, setting, lambda s: NextGate(s.num_prefetch), predictions=run.truth)
-    _write_gain(recorder, setting, none, "the truth", "ceiling", perfect)
+    _write_gain(recorder, setting, none, "the truth", "perfect", perfect)
     for name, make in PREDICTORS.items():
         report = _replay(run, setting, make, predictions=run.predicted)
         _write_gain(recorder, setting, none, name, "recorded", report)

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -14,7 +16,7 @@ from lowtide.core import Costs, MemoryPlan, MoEShape, TierPlan
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.experts.device import Device
 from lowtide.experts.emulated import EmulatedDevice, check_emulated_options, emulated_speeds
-from lowtide.experts.executor import Executor
+from lowtide.experts.executor import HostExecutor
 from lowtide.experts.home import DiskHome, Home, HostHome
 from lowtide.experts.hybrid import HostScratch, HybridRuntime
 from lowtide.experts.link import Link
@@ -22,6 +24,9 @@ from lowtide.experts.loading import Progress
 from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger
 from lowtide.experts.store import FileReader
 from lowtide.experts.transfer import DiskTransfer
+from lowtide.hardware.machine import this_machine
+from lowtide.hardware.measure import Measured, measure_costs
+from lowtide.hardware.store import CostKey, stored_or_measured
 from lowtide.memory.arena import Arena
 from lowtide.policies.catalogue import Setting
 from lowtide.policies.placement import LRU
@@ -55,6 +60,13 @@ def resolve_device(name: str) -> str:
     return name
 
 
+class DeviceOptions(NamedTuple):
+    """What a user says of the device."""
+
+    options: Mapping[str, str]  # of an emulated one
+    kernels: str
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertSource:
     """A model's experts: their shape, where they lie in its files, and how a slot holds them."""
@@ -82,9 +94,9 @@ def load_runtime(
     plan: MemoryPlan,
     tier: TierPlan,
     make_setting: Callable[[Costs], Setting],
-    device_options: Mapping[str, str],
+    machine: DeviceOptions,
     reader: FileReader,
-    executor: Executor,
+    executor: HostExecutor,
     progress: Progress,
 ) -> HybridRuntime:
     """The experts of `plan`, which has the device's `tier`: the host's in their home, the
@@ -92,35 +104,51 @@ def load_runtime(
 
     Raises StorageError, DeviceError, or PlanError when the policy needs more than the plan has.
     """
-    device, costs = _open_device(source, tier, device_options)
-    try:
-        home = _load_home(source, plan, reader, progress)
+    with ExitStack() as undo:
+        opened = _open_device(source, plan, tier, machine, executor)
+        undo.callback(opened.close)
+        home = _load_home(source, plan, opened, reader, progress)
         num_staging = tier.num_slots - sum(plan.residents_per_layer)
-        costs = replace(costs, num_staging=num_staging - num_staging // 2)
+        costs = replace(opened.costs, num_staging=num_staging - num_staging // 2)
         fits = tier.num_slots == source.num_experts
-        ledger = SlotLedger(*source.shape[:2], tier.num_slots)
+        ledger = SlotLedger(source.shape.num_layers, source.shape.num_experts, tier.num_slots)
         runtime = HybridRuntime(
             shape=source.shape,
-            device=device,
-            link=Link(device, ledger, home, costs.link_s, costs.num_staging),
+            device=opened.device,
+            link=Link(opened.device, ledger, home, costs.link_s, costs.num_staging),
             home=home,
             policies=make_policies(plan.policy, make_setting(costs), everything_fits=fits),
             costs=costs,
             executor=executor,
             scratch=_scratch(source),
+            close=opened.close,
         )
         runtime.preload(progress)
-    except BaseException:
-        device.close()
-        raise
+        undo.pop_all()
     return runtime
 
 
+@dataclass(frozen=True, slots=True)
+class _OpenDevice:
+    """A device with its slots, what it costs, and where it copies from fastest."""
+
+    device: Device
+    costs: Costs
+    make_arena: Callable[[int], Arena]
+    close: Callable[[], None]
+
+
 def _open_device(
-    source: ExpertSource, tier: TierPlan, options: Mapping[str, str]
-) -> tuple[Device, Costs]:
+    source: ExpertSource,
+    plan: MemoryPlan,
+    tier: TierPlan,
+    machine: DeviceOptions,
+    executor: HostExecutor,
+) -> _OpenDevice:
+    if plan.device == "cuda":
+        return _open_cuda(source, tier, machine, executor)
     layout = source.layout
-    speeds = emulated_speeds(options, layout, source.shape, layout.dtype)
+    speeds = emulated_speeds(machine.options, layout, source.shape, layout.dtype)
     arena = Arena(tier.num_slots * layout.num_bytes)
     device = EmulatedDevice(arena, layout, tier.num_slots, speeds)
     costs = Costs(
@@ -131,15 +159,55 @@ def _open_device(
         dense_s=speeds.device_s.scaled(source.layer_bytes / layout.num_bytes),
         sync_s=0.0,
     )
-    return device, costs
+    return _OpenDevice(device, costs, Arena, device.close)
+
+
+def _open_cuda(
+    source: ExpertSource, tier: TierPlan, machine: DeviceOptions, executor: HostExecutor
+) -> _OpenDevice:
+    """The GPU; what it costs is measured once per model and machine."""
+    from lowtide.experts.cuda import CudaDevice
+    from lowtide.memory.pinned import PinnedMemory
+
+    pinned = PinnedMemory()
+
+    def make_arena(num_bytes: int) -> Arena:
+        arena = Arena(num_bytes)
+        pinned.register(arena)
+        return arena
+
+    shape, layout = source.shape, source.layout
+    device = CudaDevice(shape, layout, tier.num_slots, source.max_rows, pinned, machine.kernels)
+
+    def close() -> None:
+        device.close()
+        pinned.close()
+
+    def measure() -> Measured:
+        return measure_costs(
+            shape, layout, executor, source.layer_bytes, device=device, make_arena=make_arena
+        )
+
+    try:
+        name = torch.cuda.get_device_name()
+        key = CostKey.of(this_machine(), shape, layout, source.layer_bytes, device=name)
+        costs = stored_or_measured(key, measure).costs
+    except BaseException:
+        close()
+        raise
+    return _OpenDevice(device, costs, make_arena, close)
 
 
 def _load_home(
-    source: ExpertSource, plan: MemoryPlan, reader: FileReader, progress: Progress
+    source: ExpertSource,
+    plan: MemoryPlan,
+    opened: _OpenDevice,
+    reader: FileReader,
+    progress: Progress,
 ) -> Home:
     """The host's slots, filled if all experts have one."""
     tier, shape = plan.host, source.shape
-    slots = ExpertSlots(Arena(tier.slot_bytes * tier.num_slots), source.layout)
+    slots = ExpertSlots(opened.make_arena(tier.slot_bytes * tier.num_slots), source.layout)
     transfer = DiskTransfer(reader, source.table, slots, source.dtype_name)
     if tier.num_slots < source.num_experts:
         ledger = SlotLedger(shape.num_layers, shape.num_experts, tier.num_slots)

@@ -22,9 +22,16 @@ from lowtide.checkpoint import Checkpoint
 from lowtide.config import ModelConfig, parse_size
 from lowtide.core import Costs, Curve, MemoryPlan, Step, StepKind, align_up
 from lowtide.decode.block_diffusion import LOGIT_ROWS
-from lowtide.device_engine import ExpertSource, check_device, load_runtime, resolve_device
+from lowtide.device_engine import (
+    DeviceOptions,
+    ExpertSource,
+    check_device,
+    load_runtime,
+    resolve_device,
+)
 from lowtide.dtypes import ITEM_BYTES, SAFETENSORS_NAME
 from lowtide.errors import CheckpointError, UnsupportedError, UsageError
+from lowtide.experts.cuda import pinned_bytes
 from lowtide.experts.early_gate import EarlyGate, Route
 from lowtide.experts.emulated import measure_device_s
 from lowtide.experts.executor import HostExecutor, InlineExecutor
@@ -280,9 +287,16 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
         num_cores = 1 if plan.device == "emulated" else None
         executor = HostExecutor(config.num_experts_per_token, num_cores)
         undo.callback(executor.close)
-        weights = opened.dense.load(reader, progress)
-        kv_cache = KVCache(_kv_storage(opened))
-        workspace = Workspace(Arena(_register(opened).arena_bytes).bytes)
+        arena_bytes = _register(opened).arena_bytes
+        if plan.device == "cuda":
+            gpu = torch.device("cuda")
+            weights = opened.dense.load_onto(gpu, reader, progress)
+            kv_cache = KVCache(torch.zeros(opened.kv_shape, dtype=opened.dtype, device=gpu))
+            workspace = Workspace(torch.empty(arena_bytes, dtype=torch.uint8, device=gpu))
+        else:
+            weights = opened.dense.load(reader, progress)
+            kv_cache = KVCache(_kv_storage(opened))
+            workspace = Workspace(Arena(arena_bytes).bytes)
         calibration = find_calibration(opened)
         experts = _load_experts(opened, plan, calibration, reader, executor, progress)
         undo.callback(experts.close)
@@ -291,18 +305,21 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
             config, weights, experts, kv_cache, workspace, dense_executor
         )
         if isinstance(experts, HybridRuntime):
-            experts.early_gate = _early_gate(opened, experts.gate, model.routers, calibration)
+            experts.early_gate = _early_gate(opened, experts, model.routers, calibration)
         undo.pop_all()
     return Engine(plan, opened, model, experts, kv_cache, reader, executor)
 
 
 def _early_gate(
-    opened: OpenModel, gate: Gate, routers: Sequence[Router], calibration: Calibration | None
+    opened: OpenModel,
+    experts: HybridRuntime,
+    routers: Sequence[Router],
+    calibration: Calibration | None,
 ) -> EarlyGate:
     """Without a calibration the features are taken as they are."""
-    residual = None
+    residual, gate, device = None, experts.gate, experts.device.torch_device
     if gate is Gate.RESIDUAL and calibration is not None:
-        residual = torch.from_numpy(calibration.residual).to(opened.dtype)
+        residual = torch.from_numpy(calibration.residual).to(device, opened.dtype)
     routes = [_route(router) for router in routers]
     return EarlyGate(gate, routes, residual, opened.config.num_experts)
 
@@ -330,7 +347,7 @@ def _load_experts(
             plan,
             plan.gpu,
             make_setting,
-            opened.options.device_options,
+            DeviceOptions(opened.options.device_options, opened.options.kernels),
             reader,
             executor,
             progress,
@@ -438,6 +455,8 @@ def _device_needs(opened: OpenModel) -> DeviceNeeds:
 def _home_needs(opened: OpenModel) -> Needs:
     """The host's experts, the scratch they compute in, and the ring they are read through."""
     scratch_bytes = _expert_source(opened).scratch_bytes
+    if resolve_device(opened.options.device) == "cuda":
+        scratch_bytes += pinned_bytes(opened.config.moe_shape, opened.dtype, MAX_ROWS)
     return replace(_needs(opened), dense_bytes=0, kv_cache_bytes=0, workspace_bytes=scratch_bytes)
 
 
@@ -454,10 +473,16 @@ def _expert_source(opened: OpenModel) -> ExpertSource:
 
 
 def _gpu_bytes(opened: OpenModel, needs: Needs) -> int:
-    gpu_memory = opened.options.gpu_memory
-    if gpu_memory == "auto":
-        return needs.full_bytes  # an emulated device has as much as is asked for
-    return parse_size(gpu_memory, total_memory_bytes())
+    """The device's budget. An emulated device has as much as is asked for."""
+    gpu_memory, free_bytes = opened.options.gpu_memory, total_memory_bytes()
+    if resolve_device(opened.options.device) == "cuda":
+        free_bytes = torch.cuda.mem_get_info()[0]
+        needed = needs.full_bytes
+        if gpu_memory == "auto":  # a tenth is left to the driver, libraries and others
+            return max(needs.minimum_bytes, min(free_bytes * 9 // 10, needed))
+    elif gpu_memory == "auto":
+        return needs.full_bytes
+    return parse_size(gpu_memory, free_bytes)
 
 
 def _budget_bytes(opened: OpenModel, needs: Needs) -> int:

@@ -325,7 +325,7 @@ def test_a_batch_is_its_requests_alone(model: Path, batch: list[Wish], share: fl
         check_idle(llm)
 
 
-@examples(8)
+@examples(6)
 @given(batch=st.lists(wishes, min_size=1, max_size=3), share=st.floats(0, 1))
 def test_cached_is_recomputed(model: Path, batch: list[Wish], share: float) -> None:
     setting = Setting("lru", share)

@@ -106,8 +106,8 @@ def _slots(tier: TierPlan) -> str:
 def _facts(plan: MemoryPlan) -> str:
     residents = sum(plan.residents_per_layer)
     return (
-        f"device {plan.device} · policy {plan.policy} · {residents} of {plan.num_experts} experts resident · "
-        f"context {plan.context} tokens\n"
+        f"device {plan.device} · policy {plan.policy} · {residents} of {plan.num_experts} experts "
+        f"resident · context {plan.context} tokens\n"
         f"least that runs {format_size(plan.minimum_bytes)} · "
         f"everything resident {format_size(plan.full_bytes)} · "
         f"process outside the budget {format_size(plan.overhead_bytes)}"

@@ -169,4 +169,4 @@ def tiled_logits(model: Model, hidden: Tensor, rows: IntArray) -> Iterator[tuple
     padded = np.pad(rows, (0, -len(rows) % ROW_MULTIPLE), mode="edge")
     for tile in tiles(len(padded), LOGIT_ROWS):
         tile_rows = torch.from_numpy(padded[tile]).to(hidden.device)
-        yield tile, model.logits(hidden.index_select(0, tile_rows))
+        yield tile, model.logits(hidden.index_select(0, tile_rows)).cpu()

@@ -7,7 +7,7 @@ expert's products and the order of the sum are the same wherever it runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from itertools import chain
 from typing import NamedTuple
@@ -55,7 +55,9 @@ class HybridRuntime:
         costs: Costs,
         executor: Executor,
         scratch: HostScratch,
+        close: Callable[[], None],
     ) -> None:
+        """`close`: gives back the device and what it was given."""
         self._shape = shape
         self.device = device
         self.link = link
@@ -64,6 +66,7 @@ class HybridRuntime:
         self.costs = costs
         self.executor = executor
         self.scratch = scratch
+        self.close = close
         self.early_gate: EarlyGate | None = None
         self.observer: Observer | None = None
         self.stats = ExpertStats()
@@ -113,10 +116,6 @@ class HybridRuntime:
     def gate(self) -> Gate:
         """What the prefetch policy wants the next layer's router to be run on."""
         return self._policies.prefetch.gate
-
-    def close(self) -> None:
-        """Ends the device's work and its threads."""
-        self.device.close()
 
     def as_dict(self) -> dict[str, float]:
         """What it did since it was made."""

@@ -43,6 +43,19 @@ class DenseWeights:
             for name, entry in self._entries.items()
         }
 
+    def load_onto(
+        self, device: torch.device, reader: FileReader, progress: Progress
+    ) -> dict[str, Tensor]:
+        """Reads all of them onto a GPU, through host memory for one at a time."""
+        weights: dict[str, Tensor] = {}
+        done, total = 0, sum(entry.num_bytes for entry in self._entries.values())
+        for name, entry in self._entries.items():
+            alone = DenseWeights({name: entry}, self._dtypes)
+            weights[name] = alone.load(reader, lambda *_: None)[name].to(device)
+            done += entry.num_bytes
+            progress("loading dense weights onto the GPU", done, total)
+        return weights
+
     def load(self, reader: FileReader, progress: Progress) -> dict[str, Tensor]:
         """Reads all of them. The tensors share one arena, which lives as long as they do."""
         arena = Arena(self.num_bytes)

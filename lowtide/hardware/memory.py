@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-
-import psutil
 
 _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -14,7 +13,7 @@ _CGROUP_LIMITS = (
 
 def total_memory_bytes() -> int:
     """Host memory that this process could ever have: the machine's, or its cgroup's limit."""
-    total = int(psutil.virtual_memory().total)
+    total = _host_memory()[0]
     for path in _CGROUP_LIMITS:
         try:
             text = path.read_text().strip()
@@ -27,9 +26,23 @@ def total_memory_bytes() -> int:
 
 def available_memory_bytes() -> int:
     """Host memory that can be taken now without swapping."""
-    return min(int(psutil.virtual_memory().available), total_memory_bytes())
+    return min(_host_memory()[1], total_memory_bytes())
 
 
 def resident_bytes() -> int:
     """Physical memory of this process."""
+    import psutil
+
     return int(psutil.Process().memory_info().rss)
+
+
+def _host_memory() -> tuple[int, int]:
+    """Bytes of the machine, and those available now."""
+    try:
+        import psutil
+    except ImportError:  # GPU tests also run where torch alone is installed
+        page_bytes = os.sysconf("SC_PAGE_SIZE")
+        num_free = os.sysconf("SC_AVPHYS_PAGES")
+        return page_bytes * os.sysconf("SC_PHYS_PAGES"), page_bytes * num_free
+    memory = psutil.virtual_memory()
+    return int(memory.total), int(memory.available)

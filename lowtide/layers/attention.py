@@ -267,10 +267,16 @@ def _flash(
     scale: float | None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The CPU's SDPA, with the log-sum-exp of every row's scores in float32 [batch, heads, rows].
+    """SDPA with the log-sum-exp of every row's scores in float32 [batch, heads, rows].
 
-    Called by its own name because `scaled_dot_product_attention` keeps that number to itself.
+    Called by the names of its kernels because `scaled_dot_product_attention` keeps that number to
+    itself.
     """
+    if query.is_cuda:
+        output, log_sum, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, keys, values, mask, True, 0.0, is_causal, scale=scale
+        )
+        return output, log_sum[:, :, : query.shape[2]]  # the kernel pads its rows
     output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, keys, values, 0.0, is_causal, attn_mask=mask, scale=scale
     )

@@ -118,8 +118,10 @@ class Decoder(ABC):
         num_rows, dtype = batch.token_ids.shape[0], self._embedding.dtype
         x = workspace.take("hidden", (num_rows, self.config.hidden_size), dtype)
         self._hidden_end = workspace.mark()
-        torch.index_select(self._embedding, 0, batch.token_ids, out=x)
-        rotation = self._rotary.rotation(batch.positions, self.rotation_dtype or dtype, workspace)
+        device = self._embedding.device
+        torch.index_select(self._embedding, 0, batch.token_ids.to(device), out=x)
+        positions = batch.positions.to(device)
+        rotation = self._rotary.rotation(positions, self.rotation_dtype or dtype, workspace)
         for block in self._blocks:
             block.forward(x, batch, rotation, workspace)
         workspace.reset(self._hidden_end)
