@@ -23,6 +23,7 @@ from common.record import REPOSITORY, Recorder, say
 from lowtide import LLM
 from lowtide.calibration import TOP_SIZES, GateAccuracy
 from lowtide.core import FloatArray, IntArray, MoEShape
+from lowtide.errors import UsageError
 from lowtide.lab.calibrate import foresee, learn, split, top_share
 from lowtide.lab.simulate import GATE_ACCURACY, GateAccuracies, Report, calibrate, simulate
 from lowtide.policies.catalogue import Recipe, Setting, recipe
@@ -227,6 +228,8 @@ def _options() -> argparse.Namespace:
     options = parser.parse_args()
     if options.pieces is None:
         options.pieces = 4 if options.quick else 12
+    if options.pieces < 4:
+        raise UsageError(f"--pieces {options.pieces}: it takes 4, or a part has none to test on.")
     return options
 
 

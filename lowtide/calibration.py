@@ -121,7 +121,10 @@ class Calibration:
         try:
             return _build(arrays)
         except Contradiction as reason:
-            raise UsageError(f"Calibration {path} contradicts itself: {reason}.") from None
+            raise UsageError(
+                f"Calibration {path} contradicts itself: {reason}; delete it and run lowtide "
+                "calibrate again."
+            ) from None
 
 
 def default_path(folder: Path, architecture: str, shape: TraceShape) -> Path:

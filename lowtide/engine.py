@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -55,7 +56,8 @@ from lowtide.models.decoder import Decoder
 from lowtide.policies.catalogue import Setting, recipe
 from lowtide.policies.placement import Placement
 from lowtide.policies.prefetch import Gate
-from lowtide.policies.presets import OnDemand, check_policy, choose_preset, parse_options
+from lowtide.policies.presets import TAU_PAPER, TAU_SOLVED, OnDemand, check_policy, choose_preset, parse_options
+from lowtide.policies.tau import calibrated_tau
 from lowtide.schemas import WeightMap, assume, bind
 from lowtide.tokenizer import Tokenizer
 from lowtide.trace import TraceShape
@@ -319,7 +321,7 @@ def _early_gate(
     """Without a calibration the features are taken as they are."""
     residual, gate, device = None, experts.gate, experts.device.torch_device
     if gate is Gate.RESIDUAL and calibration is not None:
-        residual = torch.from_numpy(calibration.residual).to(device, opened.dtype)
+        residual = torch.tensor(calibration.residual, dtype=opened.dtype, device=device)
     routes = [_route(router) for router in routers]
     return EarlyGate(gate, routes, residual, opened.config.num_experts)
 
@@ -357,7 +359,8 @@ def _load_experts(
     slots = ExpertSlots(Arena(plan.host.slot_bytes * num_slots), opened.slot_layout)
     transfer = DiskTransfer(reader, table, slots, dtype_name)
     made = recipe(plan.policy)
-    num_probes = min(8, config.num_experts, num_slots) if made.weighs_moves else 0
+    asks_costs = made.weighs_moves or opened.options.policy_options.get("tau") in TAU_SOLVED
+    num_probes = min(8, config.num_experts, num_slots) if asks_costs else 0
     costs = _disk_costs(opened, transfer, num_probes)
     placement = OnDemand(made.placement(make_setting(costs)))
     experts = ExpertRuntime(
@@ -375,16 +378,28 @@ def _load_experts(
 def _setting(
     opened: OpenModel, plan: MemoryPlan, calibration: Calibration | None, costs: Costs
 ) -> Setting:
-    """What the preset's policies are made from."""
-    return Setting(
-        plan.residents_per_layer,
-        opened.config.num_experts,
-        costs,
-        frequency=None if calibration is None else calibration.frequency,
-        following=None if calibration is None else calibration.following,
-        seed=opened.options.seed or 0,
-        **parse_options(opened.options.policy_options),  # type: ignore[arg-type]
-    )
+    """What the preset's policies are made from. Raises UsageError for `tau=paper` without a
+    calibration."""
+    given = opened.options.policy_options
+    options: dict[str, Any] = dict(parse_options(given))
+    if given.get("tau") == TAU_PAPER:
+        options["tau"] = _paper_tau(plan, calibration, costs)
+    if calibration is not None:
+        options |= {"frequency": calibration.frequency, "following": calibration.following}
+    seed = opened.options.seed or 0
+    return Setting(plan.residents_per_layer, opened.config.num_experts, costs, seed=seed, **options)
+
+
+def _paper_tau(plan: MemoryPlan, calibration: Calibration | None, costs: Costs) -> int:
+    if calibration is None:
+        raise UsageError(
+            "tau=paper is solved from a calibration and there is none for this model: run "
+            "`lowtide calibrate` first, or choose a number or tau=auto."
+        )
+    residents = plan.residents_per_layer
+    budget = max(1, round(sum(residents) / len(residents)))
+    blocks = calibration.trace.blocks()
+    return calibrated_tau(blocks, budget, costs.fetch_s, costs.host_s.at(1))
 
 
 def _disk_costs(opened: OpenModel, transfer: Transfer, num_probes: int) -> Costs:

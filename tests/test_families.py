@@ -26,7 +26,7 @@ from lowtide.schemas import model_schema, weight_bytes
 LENGTHS = (1, 17, 40, 200, 3, 60, 16, 520, 130, 90)
 """Tokens: one row, one tile of causal attention, several, and more than one pass (512)."""
 
-NUM_SEEDS = 10
+NUM_SEEDS = 20
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -19,6 +19,7 @@ from lowtide.errors import DeviceError, PlanError, StorageError, UnsupportedErro
 from lowtide.experts import hybrid
 from lowtide.experts.hybrid import HybridRuntime
 from lowtide.experts.store import FileReader
+from lowtide.lab.calibrate import calibrate
 from lowtide.lab.synth import synth
 from lowtide.llm import LLM, plan_model
 from lowtide.params import DiffusionParams, SamplingParams
@@ -146,6 +147,35 @@ def test_the_plan_has_both_tiers_and_says_emulated(diffusion: Case) -> None:
         LLM(diffusion.folder, gpu_memory=least - 1, **OPTIONS)
     with pytest.raises(PlanError, match="--host-memory"):
         LLM(diffusion.folder, host_memory=1000, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [("tide", {"tau": "paper"}), ("tide", {"tau": "auto"}), ("dali", {}), ("edgemoe", {})],
+)
+def test_what_a_calibration_knows(
+    diffusion: Case, calibration: Path, policy: str, options: dict[str, str]
+) -> None:
+    opened = diffusion.open(
+        policy, 0.4, policy_options=options, calibration=str(calibration), seed=1
+    )
+    with opened as llm:
+        diffusion.check(llm)
+        gate = runtime_of(llm).early_gate
+        assert gate is not None and (gate.has_residual == (policy == "dali"))
+
+
+@pytest.fixture(scope="module")
+def calibration(diffusion: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("calibration") / "text.lowtide"
+    with LLM(diffusion.folder, context=256) as llm:
+        calibrate(llm, [3 + i * i % 200 for i in range(200)], "tiny", num_pieces=4).save(path)
+    return path
+
+
+def test_tau_of_the_paper_needs_a_calibration(diffusion: Case) -> None:
+    with pytest.raises(UsageError, match="lowtide calibrate"):
+        diffusion.open("tide", 0.4, policy_options={"tau": "paper"})
 
 
 def test_wrong_devices_are_refused_by_name(diffusion: Case) -> None:

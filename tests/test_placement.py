@@ -257,7 +257,7 @@ def test_unknown_options_are_refused_by_name(name: str, options: dict[str, str])
 
 @pytest.mark.parametrize("tau", ["0", "-1", "4.0", "", "four", "1e3", "1000000", "9" * 5000, "²"])
 def test_a_wrong_tau_is_refused(tau: str) -> None:
-    with pytest.raises(UsageError, match="tau must be a whole number from 1 to 999999, or auto"):
+    with pytest.raises(UsageError, match="tau must be a whole number from 1 to 999999, or auto, or paper"):
         check_policy("tide", {"tau": tau})
 
 

@@ -146,7 +146,6 @@ class ExpertRuntime:
             pass_.start()
             if has_next:
                 self.read_ahead.expect(layer + 1, demand)
-            pass_.start_residents()
             is_busy = True
             while is_busy:
                 pass_.start_reads()
@@ -193,26 +192,19 @@ class _LayerPass:
         self._work: deque[Future[None]] = deque()
 
     def start(self) -> None:
-        """Frees what nobody asks for and starts the first reads."""
+        """Frees what nobody asks for, starts the first reads and the residents' use."""
+        ledger, layer = self._runtime.ledger, self._layer
         for expert in sorted(self._evict - self._demanded):
             self._evict_now(expert)
         self._claim()
         self.start_reads()
-
-    def start_residents(self) -> None:
-        """Starts the residents' use; where nothing is read, the calling thread takes part."""
-        ledger, layer = self._runtime.ledger, self._layer
         for expert in self._residents:
             slot = ledger.slot_of(layer, expert)
             ledger.lease(slot)
             self._slots[expert] = slot
             self._ready.append((expert, slot))
-        num_threads = min(len(self._residents), self._runtime.executor.num_threads)
-        takes_part = not (self._absent or self._runtime.read_ahead.is_waiting)
-        for _ in range(num_threads - takes_part):
+        for _ in range(min(len(self._residents), self._runtime.executor.num_threads)):
             self._start_work()
-        if takes_part:
-            self._use_ready()
 
     def start_reads(self) -> None:
         """Gives every free slot to an expert that waits for one, then to the next layer's."""

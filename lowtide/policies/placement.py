@@ -27,6 +27,7 @@ from lowtide.core import (
     StepKind,
 )
 from lowtide.errors import UsageError
+from lowtide.policies.forecast import Forecast
 from lowtide.policies.tau import OnlineTau
 
 
@@ -244,15 +245,15 @@ class DaliWindow:
 class Lowtide:
     """TIDE's interval with a memory, and only moves that pay for themselves.
 
-    For each expert it keeps the seconds per step that residency would have saved: the cheaper way
-    of running it absent, less its time when resident, as an exponential mean over steps. At each
-    step the rest of the interval, `tau - t % tau` steps, is what a move can still earn: an expert
-    enters only where its saving over that time, less its cost, exceeds that of the resident it
-    replaces. Experts that this step fetches anyway cost nothing. Another move costs the time it
-    takes from demand on the link: its transfer times the share of time the link is busy with
-    demand. And such moves ride in idle link time: per layer as many as fit into what demand left
-    idle, at most `max_step_bytes` per step over all layers; what a layer does not use it may use
-    within `tau` steps.
+    For each expert it forecasts the seconds per step that residency would save: the cheaper way
+    of running it absent, less its time when resident. At each step the rest of the interval,
+    `tau - t % tau` steps, is what a move can still earn: an expert enters only where its saving
+    over that time, less its cost, exceeds that of the resident it replaces. Experts that this
+    step fetches anyway cost nothing. Another move costs the time it takes from demand on the
+    link: its transfer times the share of time the link is busy with demand. And such moves ride
+    in idle link time: per layer as many as fit into what demand left idle, at most
+    `max_step_bytes` per step over all layers; what a layer does not use it may use within `tau`
+    steps.
     """
 
     def __init__(
@@ -265,8 +266,8 @@ class Lowtide:
         max_step_bytes: int | None = None,
         frequency: FloatArray | None = None,
     ) -> None:
-        """`decay`: weight of the past in the mean. `frequency` [layers, experts]: who starts; else
-        the first experts by id do.
+        """`decay`: weight of the past in the link's mean use. `frequency` [layers, experts]: steps
+        of a calibration in which each was active; its most active start, else the first by id.
         """
         _check_share("decay", decay)
         if not isinstance(tau, OnlineTau) and tau < 1:
@@ -277,12 +278,12 @@ class Lowtide:
         self._tau = tau
         self._decay = decay
         self._frequency = frequency
-        self._saved_s = np.zeros((num_layers, num_experts))
+        self._forecast = Forecast(num_layers, num_experts, frequency)
         self._is_fetched = np.zeros((num_layers, num_experts), np.bool_)
         per_layer = np.inf if max_step_bytes is None else max_step_bytes / max(1, num_layers)
         self._max_moves = per_layer / costs.expert_bytes
-        self._credit = np.zeros(num_layers)  # moves that a layer may still make
-        self._busy = np.zeros(num_layers)  # share of a layer's time that demand keeps the link busy
+        self._credit = [0.0] * num_layers  # moves that a layer may still make
+        self._busy = [0.0] * num_layers  # share of a layer's time that demand keeps the link busy
 
     @property
     def tau(self) -> int:
@@ -310,46 +311,45 @@ class Lowtide:
         return moves
 
     def _learn(self, layer: int, demand: Demand) -> None:
-        costs, saved_s = self._costs, self._saved_s[layer]
+        costs = self._costs
         device_s, host_s = costs.device_s(demand.num_tokens), costs.host_s(demand.num_tokens)
         absent_s = np.maximum(device_s, costs.fetch_s) if costs.num_staging else host_s
-        gain_s = np.maximum(0.0, np.minimum(absent_s, host_s) - device_s)
-        saved_s *= self._decay
-        saved_s[demand.experts] += (1 - self._decay) * gain_s
+        worth_s = np.maximum(0.0, np.minimum(absent_s, host_s) - device_s)
+        self._forecast.observe(layer, demand.experts, demand.num_tokens, worth_s)
         self._watch_link(layer, demand, device_s, host_s)
 
     def _watch_link(
         self, layer: int, demand: Demand, device_s: FloatArray, host_s: FloatArray
     ) -> None:
         """Learns how busy demand keeps the link, and grants moves for the time it leaves."""
-        is_on_host = ~(demand.is_resident | self._is_fetched[layer, demand.experts])
-        link_s = np.count_nonzero(self._is_fetched[layer]) * self._costs.fetch_s
-        host_part_s = float(host_s[is_on_host].sum())
-        device_part_s = float(device_s.sum()) - float(device_s[is_on_host].sum())
+        is_fetched = self._is_fetched[layer]
+        link_s = np.count_nonzero(is_fetched) * self._costs.fetch_s
+        is_on_device = demand.is_resident | is_fetched[demand.experts]
+        device_part_s = float(device_s @ is_on_device)
+        host_part_s = float(host_s.sum()) - float(host_s @ is_on_device)
         # A pass has at least as many rows as its busiest expert has tokens.
         dense_s = self._costs.dense_s.at(int(demand.num_tokens.max(initial=0)))
         layer_s = dense_s + max(link_s, host_part_s, device_part_s)
-        self._busy[layer] *= self._decay
-        self._busy[layer] += (1 - self._decay) * link_s / max(layer_s, 1e-30)
+        busy = link_s / max(layer_s, 1e-30)
+        self._busy[layer] += (1 - self._decay) * (busy - self._busy[layer])
         granted = min(self._max_moves, (layer_s - link_s) / self._costs.fetch_s)
         most = max(1.0, granted) * self.tau
         self._credit[layer] = min(self._credit[layer] + granted, most)
 
     def _swap(self, layer: int, remaining: int, is_resident: BoolArray) -> Moves:
-        gain_s = self._saved_s[layer] * remaining
+        gain_s = self._forecast(layer) * remaining
         is_fetched = self._is_fetched[layer]
-        move_s = self._costs.fetch_s * float(self._busy[layer])
-        net_s = np.where(is_fetched, gain_s, gain_s - move_s)
+        net_s = gain_s - self._costs.fetch_s * self._busy[layer] * ~is_fetched
         residents = np.flatnonzero(is_resident)
-        leaving = residents[np.argsort(gain_s[residents], kind="stable")]
         is_full = len(residents) >= self._capacity[layer]
-        floor_s = gain_s[leaving[0]] if len(leaving) and is_full else 0.0
+        floor_s = float(gain_s[residents].min()) if len(residents) and is_full else 0.0
         entering = np.flatnonzero(~is_resident & (net_s > floor_s))
         if not len(entering):
             return NO_MOVES
         entering = entering[np.argsort(-net_s[entering], kind="stable")]
         must_pay = ~is_fetched[entering]
         entering = entering[~must_pay | (np.cumsum(must_pay) <= self._credit[layer])]
+        leaving = residents[np.argsort(gain_s[residents], kind="stable")]
         moves = _exchange(entering, leaving, net_s[entering], gain_s, self._capacity[layer])
         self._credit[layer] -= np.count_nonzero(~is_fetched[moves.admit])
         return moves

@@ -36,7 +36,10 @@ _RANGES: Mapping[str, tuple[int, int]] = {
     "num_prefetch": (0, 999_999),
     "max_step_bytes": (1, 10**15),
 }
-_ONLINE = "auto"
+_ONLINE = "auto"  # tau follows the drift that is seen
+TAU_PAPER = "paper"  # tau is TIDE's Eq. 7, from a calibration
+TAU_SOLVED = (_ONLINE, TAU_PAPER)
+"""Values of tau that are solved for with the machine's costs."""
 
 
 def check_policy(name: str, options: Mapping[str, str]) -> None:
@@ -51,16 +54,18 @@ def check_policy(name: str, options: Mapping[str, str]) -> None:
 
 
 def parse_options(options: Mapping[str, str]) -> dict[str, int | bool]:
-    """A policy's options as fields of `Setting`. `tau=auto` follows the drift that it sees."""
+    """A policy's options as fields of `Setting`; `tau=paper` is the caller's to solve."""
     parsed: dict[str, int | bool] = {}
     for name, value in options.items():
         text = str(value)
         if name == "tau" and text == _ONLINE:
             parsed["online_tau"] = True
             continue
+        if name == "tau" and text == TAU_PAPER:
+            continue
         low, high = _RANGES[name]
         if not text.isdecimal() or len(text) > 16 or not low <= int(text) <= high:
-            word = ", or auto" if name == "tau" else ""
+            word = ", or auto, or paper" if name == "tau" else ""
             raise UsageError(
                 f"{name} must be a whole number from {low} to {high}{word}, not {text!r}."
             )

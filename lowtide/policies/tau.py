@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lowtide.core import BoolArray, Demand, FloatArray, IntArray, Step, StepKind
 from lowtide.errors import UsageError
@@ -99,6 +100,15 @@ def paper_tau(
     return min(
         taus, key=lambda tau: paper_cost_s(tau, d, misses, num_steps, budget, link_s, host_s)
     )
+
+
+def calibrated_tau(blocks: Sequence[IntArray], budget: int, link_s: float, host_s: float) -> int:
+    """`paper_tau` with the drift and the misses of recorded blocks, of their mean length."""
+    if not blocks:
+        raise UsageError("tau=paper needs a calibration with at least one block of steps.")
+    num_steps = max(1, round(float(np.mean([len(hits) for hits in blocks]))))
+    misses = miss_shares(blocks, budget, max(1, num_steps - 1))
+    return paper_tau(drift(blocks, budget), misses, num_steps, budget, link_s, host_s)
 
 
 def auto_tau(simulated_s: Callable[[int], float], taus: Iterable[int]) -> int:
@@ -200,54 +210,60 @@ class _Ages:
     """One layer: how many activated experts each of its last best sets would have missed."""
 
     def __init__(self, num_experts: int, budget: int, max_tau: int, decay: float) -> None:
-        self._budget = budget
+        self._budget = min(budget, num_experts)
         self._decay = decay
-        self._bests = np.zeros((max_tau, num_experts), np.bool_)  # newest first
+        # Newest first; float32, because a product with them is what counting costs least by.
+        self._bests = np.zeros((max_tau, num_experts), np.float32)
         self._num_ages = 0
         self._rank = np.zeros(num_experts, np.int64)
-        self._missed_sum = np.zeros(max_tau)
-        self._weight = np.zeros(max_tau)
+        self._is_active = np.zeros(num_experts, np.float32)
+        self._order = np.arange(num_experts)[::-1].copy()
+        self._sums = np.zeros((2, max_tau))  # of misses by age, and of what they are divided by
         self._drift_sum = 0.0
 
     def observe(self, step: Step, demand: Demand) -> None:
         if step.index == 0:
             self._num_ages = 0
         had_last = self._num_ages > 0
-        last = self._bests[0] & had_last
+        last = self._bests[0] if had_last else np.zeros_like(self._bests[0])
         best = self._best(demand, last)
         if had_last:
             self._drift_sum *= self._decay
-            self._drift_sum += np.count_nonzero(best & ~last) / self._budget
+            self._drift_sum += float(best.sum() - best @ last) / self._budget
         self._bests[1:] = self._bests[:-1]
         self._bests[0] = best
         self._num_ages = min(self._num_ages + 1, len(self._bests))
-        found = np.count_nonzero(self._bests[: self._num_ages, demand.experts], axis=1)
-        for total, now in ((self._missed_sum, len(demand.experts) - found), (self._weight, 1.0)):
-            total[: self._num_ages] *= self._decay
-            total[: self._num_ages] += now
+        self._is_active[:] = 0.0
+        self._is_active[demand.experts] = 1.0
+        found = self._bests[: self._num_ages] @ self._is_active
+        sums = self._sums[:, : self._num_ages]
+        sums *= self._decay
+        sums[0] += len(demand.experts) - found
+        sums[1] += 1.0
 
-    def _best(self, demand: Demand, last: BoolArray) -> BoolArray:
-        """As `best_residents`."""
-        rank = self._rank
+    def _best(self, demand: Demand, last: NDArray[np.float32]) -> NDArray[np.float32]:
+        """As `best_residents`; 1.0 for those, else 0.0."""
+        num_experts = len(last)
+        rank = self._rank  # made distinct: lower ids win among equals
         rank[:] = last
         rank[demand.experts] += 2 * demand.num_tokens
-        order = np.argsort(-rank, kind="stable")[: self._budget]
-        best = np.zeros(len(rank), np.bool_)
-        best[order] = True
-        best &= rank > 0
-        return best
+        rank *= num_experts
+        rank += self._order
+        least = int(np.partition(rank, -self._budget)[-self._budget])
+        return (rank >= max(least, num_experts)).astype(np.float32)
 
     @property
     def drift(self) -> float:
-        num_pairs = float(self._weight[1:2].sum())  # observations that had a predecessor
+        num_pairs = float(self._sums[1, 1:2].sum())  # observations that had a predecessor
         return self._drift_sum / num_pairs if num_pairs else 0.0
 
     @property
     def missed(self) -> FloatArray:
         """Mean misses by age [max_tau]; an age not met yet takes that of the one before."""
-        known = int(np.count_nonzero(self._weight))
-        missed = np.zeros(len(self._weight))
-        missed[:known] = self._missed_sum[:known] / self._weight[:known]
+        sums, weights = self._sums
+        known = int(np.count_nonzero(weights))
+        missed = np.zeros(len(weights))
+        missed[:known] = sums[:known] / weights[:known]
         if known:
             missed[known:] = missed[known - 1]
         return missed
