@@ -11,9 +11,9 @@ import torch
 for name in ("tokenizers", "jinja2", "huggingface_hub"):
     pytest.importorskip(name)
 
-from lowtide.lab.synth import synth
-from lowtide.llm import LLM, plan_model
-from lowtide.params import DiffusionParams, SamplingParams
+from lowtide.lab.synth import synth  # noqa: E402
+from lowtide.llm import LLM, plan_model  # noqa: E402
+from lowtide.params import DiffusionParams, SamplingParams  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
