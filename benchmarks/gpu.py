@@ -431,6 +431,7 @@ class HybridBench:
             costs=self._costs,
             executor=executor,
             scratch=HostScratch(*torch.empty((2, num_pairs, shape.expert_size), dtype=DTYPE)),
+            close=device.close,
         )
         self._x = torch.randn(BLOCK_TOKENS, shape.hidden_size).to(DEVICE, DTYPE)
         self._out = torch.empty_like(self._x, dtype=torch.float32)

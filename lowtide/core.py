@@ -153,6 +153,7 @@ class Assignment(NamedTuple):
 
 
 _FAR_TOKENS = 2.0**40  # beyond any step: the last segment of a curve is drawn on to here
+_NUM_KNOWN = 1025  # counts whose time is looked up: those of nearly every expert in every step
 
 
 class Curve:
@@ -162,7 +163,7 @@ class Curve:
     segment goes on.
     """
 
-    __slots__ = ("_num_tokens", "_seconds")
+    __slots__ = ("_known_s", "_num_tokens", "_seconds")
 
     def __init__(self, points: Sequence[tuple[float, float]]) -> None:
         """`points`: (tokens, seconds), tokens ascending from at least 1, at least one point.
@@ -179,21 +180,31 @@ class Curve:
         far_s = seconds[-1] + slope * (_FAR_TOKENS - tokens[-1])
         self._num_tokens = np.array([0.0, 1.0, *tokens, _FAR_TOKENS])
         self._seconds = np.array([0.0, seconds[0], *seconds, far_s])
+        self._known_s = self._interpolated(np.arange(_NUM_KNOWN))
 
     def __call__(self, num_tokens: IntArray) -> FloatArray:
         """Seconds for each count; the shape of `num_tokens`."""
-        seconds: FloatArray = np.interp(num_tokens, self._num_tokens, self._seconds)
-        return seconds
+        try:
+            return self._known_s[num_tokens]
+        except IndexError:
+            return self._interpolated(num_tokens)
 
     def scaled(self, factor: float) -> Curve:
         """`factor` times as long at every count."""
         scaled = Curve([(1.0, 0.0)])
         scaled._num_tokens, scaled._seconds = self._num_tokens, factor * self._seconds
+        scaled._known_s = factor * self._known_s
         return scaled
 
     def at(self, num_tokens: int) -> float:
         """Seconds for one count."""
-        return float(np.interp(num_tokens, self._num_tokens, self._seconds))
+        if num_tokens < _NUM_KNOWN:
+            return float(self._known_s[num_tokens])
+        return float(self._interpolated(np.array([num_tokens]))[0])
+
+    def _interpolated(self, num_tokens: IntArray) -> FloatArray:
+        seconds: FloatArray = np.interp(num_tokens, self._num_tokens, self._seconds)
+        return seconds
 
 
 @dataclass(frozen=True, slots=True, eq=False)

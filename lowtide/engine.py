@@ -56,7 +56,15 @@ from lowtide.models.decoder import Decoder
 from lowtide.policies.catalogue import Setting, recipe
 from lowtide.policies.placement import Placement
 from lowtide.policies.prefetch import Gate
-from lowtide.policies.presets import TAU_PAPER, TAU_SOLVED, OnDemand, check_policy, choose_preset, parse_options
+from lowtide.policies.presets import (
+    TAU_PAPER,
+    TAU_SOLVED,
+    OnDemand,
+    check_policy,
+    choose_preset,
+    make_policies,
+    parse_options,
+)
 from lowtide.policies.tau import calibrated_tau
 from lowtide.schemas import WeightMap, assume, bind
 from lowtide.tokenizer import Tokenizer
@@ -247,7 +255,12 @@ def make_plan(opened: OpenModel) -> MemoryPlan:
     budget_bytes = _budget_bytes(opened, needs) if device == "cpu" else _gpu_bytes(opened, needs)
     tier, residents = spend(needs, budget_bytes, opened.context)
     fits = budget_bytes >= needs.full_bytes
-    preset, reason = choose_preset(options.policy, everything_fits=fits, has_device=device != "cpu")
+    preset, reason = choose_preset(
+        options.policy,
+        everything_fits=fits,
+        has_device=device != "cpu",
+        is_diffusion=opened.config.is_diffusion,
+    )
     plan = MemoryPlan(
         host=tier,
         context=opened.context,
@@ -312,6 +325,36 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
     return Engine(plan, opened, model, experts, kv_cache, reader, executor)
 
 
+def adopt_policy(engine: Engine, policy: str, policy_options: Mapping[str, str]) -> Engine:
+    """The same engine under another policy, which starts from its own first residents.
+
+    Between passes only; `engine` itself is to be forgotten. Raises UsageError for a policy or an
+    option that there is not, PlanError for a policy that needs more than the plan has: `engine`
+    then goes on as before.
+    """
+    options = replace(engine.opened.options, policy=policy, policy_options=policy_options)
+    opened, plan, experts = replace(engine.opened, options=options), engine.plan, engine.experts
+    fits = plan.fast_tier.num_slots == plan.num_experts
+    preset, reason = choose_preset(
+        policy,
+        everything_fits=fits,
+        has_device=plan.gpu is not None,
+        is_diffusion=opened.config.is_diffusion,
+    )
+    plan = replace(plan, policy=preset, reason=reason)
+    calibration, progress = find_calibration(opened), options.progress or _no_progress
+    if isinstance(experts, HybridRuntime):
+        setting = _setting(opened, plan, calibration, experts.costs)
+        experts.adopt(make_policies(preset, setting, everything_fits=fits), progress)
+        experts.early_gate = _early_gate(opened, experts, engine.model.routers, calibration)
+    else:
+        experts.evict_all()
+        placement = _placement(opened, plan, calibration, experts.transfer)
+        experts.adopt(placement)
+        _preload(experts, placement, plan, progress)
+    return replace(engine, opened=opened, plan=plan)
+
+
 def _early_gate(
     opened: OpenModel,
     experts: HybridRuntime,
@@ -342,13 +385,12 @@ def _load_experts(
     progress: Progress,
 ) -> ExpertRuntime | HybridRuntime:
     """The expert runtime with the policy's initial residents in their slots."""
-    make_setting = functools.partial(_setting, opened, plan, calibration)
     if plan.gpu is not None:
         return load_runtime(
             _expert_source(opened),
             plan,
             plan.gpu,
-            make_setting,
+            functools.partial(_setting, opened, plan, calibration),
             DeviceOptions(opened.options.device_options, opened.options.kernels),
             reader,
             executor,
@@ -358,11 +400,7 @@ def _load_experts(
     table, dtype_name = opened.weight_map.experts, _storage_name(opened.dtype)
     slots = ExpertSlots(Arena(plan.host.slot_bytes * num_slots), opened.slot_layout)
     transfer = DiskTransfer(reader, table, slots, dtype_name)
-    made = recipe(plan.policy)
-    asks_costs = made.weighs_moves or opened.options.policy_options.get("tau") in TAU_SOLVED
-    num_probes = min(8, config.num_experts, num_slots) if asks_costs else 0
-    costs = _disk_costs(opened, transfer, num_probes)
-    placement = OnDemand(made.placement(make_setting(costs)))
+    placement = _placement(opened, plan, calibration, transfer)
     experts = ExpertRuntime(
         shape=config.moe_shape,
         slots=slots,
@@ -373,6 +411,17 @@ def _load_experts(
     )
     _preload(experts, placement, plan, progress)
     return experts
+
+
+def _placement(
+    opened: OpenModel, plan: MemoryPlan, calibration: Calibration | None, transfer: Transfer
+) -> Placement:
+    """The policy's, where there is no device; its slots are free, to be read into."""
+    made = recipe(plan.policy)
+    asks_costs = made.weighs_moves or opened.options.policy_options.get("tau") in TAU_SOLVED
+    num_probes = min(8, opened.config.num_experts, plan.host.num_slots) if asks_costs else 0
+    costs = _disk_costs(opened, transfer, num_probes)
+    return OnDemand(made.placement(_setting(opened, plan, calibration, costs)))
 
 
 def _setting(

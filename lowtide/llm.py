@@ -10,7 +10,7 @@ behind it is put together is `engine.py`'s business.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,11 +31,13 @@ from lowtide.engine import (
     MAX_ROWS,
     EngineConfig,
     OpenModel,
+    adopt_policy,
     load,
     make_plan,
     open_model,
 )
 from lowtide.errors import UnsupportedError, UsageError
+from lowtide.experts.hybrid import HybridRuntime
 from lowtide.experts.runtime import Observer
 from lowtide.layers.batch import Batch, KVRange, Segment
 from lowtide.layers.router import Router
@@ -95,6 +97,12 @@ class LLM:
         return self._engine.opened.tokenizer
 
     @property
+    def device(self) -> str:
+        """One line on the device beside the host, for people; empty where there is none."""
+        experts = self._engine.experts
+        return experts.device.describe() if isinstance(experts, HybridRuntime) else ""
+
+    @property
     def routers(self) -> list[Router]:
         """Those of the MoE layers, in order."""
         return [self._engine.model.router(layer) for layer in self.config.moe_layers]
@@ -124,9 +132,11 @@ class LLM:
                 finished[event.request] = event
         return [self._completion(request, finished[request.index]) for request in requests]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Event]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Generator[Event, None, None]:
         """Events of one prompt as they happen: drafts of a diffusion model's block, committed
-        tokens, the end."""
+        tokens, the end. Closing it ends the answer."""
         return self._run(self._intake.requests([prompt], params or SamplingParams()))
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
@@ -162,6 +172,19 @@ class LLM:
         finally:
             self._engine.experts.observer = None
 
+    def token_ids(self, prompt: Prompt) -> list[int]:
+        """A prompt's ids, as `generate` would take them. Raises UsageError."""
+        return self._intake.token_ids(prompt)
+
+    def adopt_policy(self, policy: str, policy_options: Mapping[str, str] | None = None) -> None:
+        """Goes on under another policy without loading again, from its own first residents.
+
+        Between answers only; counters go on. Raises UsageError for a policy or an option that
+        there is not, PlanError for a policy that needs more than the plan has: the one in force
+        then stays.
+        """
+        self._engine = adopt_policy(self._engine, policy, policy_options or {})
+
     def stats(self) -> dict[str, float]:
         """Counters since loading: expert hits and misses, bytes read, tokens and seconds."""
         return {**self._engine.experts.as_dict(), **self._speed.as_dict()}
@@ -181,7 +204,7 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _run(self, requests: Sequence[Request]) -> Iterator[Event]:
+    def _run(self, requests: Sequence[Request]) -> Generator[Event, None, None]:
         """Drives the decoder; however this ends, every sequence gives back its room."""
         decoder = self._decoder()
         try:

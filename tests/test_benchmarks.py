@@ -22,9 +22,10 @@ from lowtide.layers.batch import Batch, KVRange, Segment
 from lowtide.llm import plan_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-ceilings, memory, models, peer, record, run, worker, offload, overlap = map(
+causal, ceilings, memory, models, peer, record, run, worker, offload, overlap = map(
     import_module,
     (
+        "common.causal",
         "common.ceilings",
         "common.memory",
         "common.models",
@@ -194,3 +195,24 @@ def test_the_peer_is_the_same_function(tiny: Path, tmp_path: Path) -> None:
     with torch.inference_mode():
         logits = adapter.logits(adapter.forward(batch))
     torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_an_autoregressive_lane_is_measured_under_a_budget(tmp_path: Path) -> None:
+    model = synth("qwen3_moe", "tiny", tmp_path / "tiny")
+    plan = plan_model(model, context=96)
+    settings = {
+        "lane": "lowtide",
+        "model": str(model),
+        "gguf": "",
+        "policy": "lru",
+        "context": 96,
+        "budget_bytes": plan.full_bytes - plan.num_experts * plan.host.slot_bytes // 2,
+        "num_prompt": 80,
+        "num_new": 4,
+        "repeats": 1,
+    }
+    row = causal.measure(settings)
+    assert 0 < row["resident_share"] < 1 and row["storage_read_bytes_per_answer"] > 0
+    assert row["prefill_tokens_per_s"] > 0 < row["decode_tokens_per_s"]
+    gain = causal.measure_read_ahead(settings)
+    assert gain["num_ahead_per_prefill"] > 0 < gain["gain"]

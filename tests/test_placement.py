@@ -231,7 +231,7 @@ def test_tau_reaches_the_policy() -> None:
         assert moved == refreshes
 
 
-def test_auto_is_resident_if_everything_fits_else_tide() -> None:
+def test_auto_is_resident_if_everything_fits_else_what_suits_the_decoding() -> None:
     assert choose_preset("auto", everything_fits=True)[0] == "resident"
     assert choose_preset("auto", everything_fits=False)[0] == "tide"
     for name in set(PRESETS) - {"auto"}:
@@ -239,6 +239,7 @@ def test_auto_is_resident_if_everything_fits_else_tide() -> None:
     for name in set(PRESETS) - {"auto", "resident"}:
         assert choose_preset(name, everything_fits=False)[0] == name
     assert choose_preset("auto", everything_fits=False, has_device=True)[0] == "lowtide"
+    assert choose_preset("auto", everything_fits=False, is_diffusion=False)[0] == "lru"
     with pytest.raises(UsageError, match="full_bytes.*--policy tide"):
         choose_preset("resident", everything_fits=False)
 
@@ -257,7 +258,9 @@ def test_unknown_options_are_refused_by_name(name: str, options: dict[str, str])
 
 @pytest.mark.parametrize("tau", ["0", "-1", "4.0", "", "four", "1e3", "1000000", "9" * 5000, "²"])
 def test_a_wrong_tau_is_refused(tau: str) -> None:
-    with pytest.raises(UsageError, match="tau must be a whole number from 1 to 999999, or auto, or paper"):
+    with pytest.raises(
+        UsageError, match="tau must be a whole number from 1 to 999999, or auto, or paper"
+    ):
         check_policy("tide", {"tau": tau})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -89,8 +90,8 @@ def _tide_once(setting: Setting) -> Tide:
 
 def test_waiting_for_moves_is_an_option() -> None:
     trace = make_trace([[[0, 1]]] * 2)
-    waiting = Recipe(_tide_once, lambda s: AllHost(), waits=True)
-    report = simulate(trace, waiting, make_setting(trace, 2))
+    waiting = Recipe(_tide_once, lambda s: AllHost(), can_wait=True)
+    report = simulate(trace, waiting, replace(make_setting(trace, 2), waits=True))
     assert report.num_fetched == 2 and report.num_moved == 0
     assert report.total_s == (1.5 + 10 + 3 + 10 + 3) + (1 + 6)
 

@@ -12,6 +12,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lowtide.errors import UsageError
+from lowtide.hardware.memory import peak_resident_bytes, reset_peak
+
+__all__ = [
+    "LIMITS",
+    "MemoryLimit",
+    "choose_limit",
+    "drop_pages",
+    "peak_resident_bytes",
+    "reset_peak",
+    "storage_read_bytes",
+]
 
 LIMITS = ("auto", "systemd", "cgroup", "none")
 CGROUP_ROOT = Path("/sys/fs/cgroup")
@@ -63,22 +74,6 @@ def choose_limit(wanted: str) -> MemoryLimit:
     if wanted == "systemd":
         raise UsageError(f"systemd-run cannot set a limit here: {problem}.")
     return MemoryLimit("none", f"systemd-run cannot set one here: {problem}")
-
-
-def peak_resident_bytes() -> int:
-    """The most physical memory this process has had, file pages that it mapped included.
-
-    From `VmHWM`: unlike getrusage's figure it starts anew with the program.
-    """
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) << 10
-    raise UsageError("This system does not report a process's peak memory.")
-
-
-def reset_peak() -> None:
-    """Lets `peak_resident_bytes` start anew from what the process holds now."""
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def storage_read_bytes() -> int:

@@ -133,6 +133,13 @@ def run_causal(settings: Settings) -> dict[str, Any]:
     return measure(settings)
 
 
+def run_read_ahead(settings: Settings) -> dict[str, Any]:
+    """Prefills with and without reads ahead of the layer that runs."""
+    from common.causal import measure_read_ahead
+
+    return measure_read_ahead(settings)
+
+
 def _counts(stats: ExpertStats, transfer: TimedTransfer) -> dict[str, float]:
     return {**stats.as_dict(), "outstanding_s": transfer.outstanding_s}
 
@@ -141,6 +148,7 @@ TASKS: Mapping[str, Callable[[Settings], dict[str, Any]]] = {
     "lowtide": run_lowtide,
     "peer": run_peer,
     "causal": run_causal,
+    "read ahead": run_read_ahead,
 }
 
 

@@ -61,8 +61,8 @@ def doctor(
 
 def _print(diagnosis: Diagnosis) -> None:
     console = stdout_console()
-    console.print(_machine_line(diagnosis.machine))
-    console.print(_rates_table(diagnosis.rates))
+    console.print(machine_line(diagnosis.machine))
+    console.print(rates_table(diagnosis.rates))
     for costs in diagnosis.costs:
         console.print(_costs_table(costs))
         console.print(Text(_moves_line(costs)))
@@ -72,13 +72,15 @@ def _print(diagnosis: Diagnosis) -> None:
         console.print(Text(f"{name} was not measured: {reason}"))
 
 
-def _machine_line(machine: Machine) -> str:
+def machine_line(machine: Machine) -> str:
+    """What the machine is, on one line."""
     gpu = machine.gpu or "no GPU"
     memory = format_size(machine.memory_bytes)
     return f"{machine.cpu} · {machine.num_cores} cores · {memory} · {gpu} · {machine.kernel}"
 
 
-def _rates_table(rates: Sequence[Rate]) -> Table:
+def rates_table(rates: Sequence[Rate]) -> Table:
+    """The machine's rates beside their ceilings."""
     table = Table(title="this machine at its best", title_justify="left", title_style="bold")
     table.add_column("what")
     for name in ("measured", "repeats within", "ceiling"):

@@ -22,15 +22,26 @@ from lowtide.options import Group, Settings
 if TYPE_CHECKING:
     from lowtide.lab.verify import Verdict
 
+# The option, and the keyword that it becomes.
+_OWN_CHOICE = {
+    "host_memory": "host_memory",
+    "gpu_memory": "gpu_memory",
+    "policy": "policy",
+    "policy_option": "policy_options",
+}
+
 
 @takes(Group.ENGINE, Group.HUB, Group.OUTPUT)
 def verify(model: ModelName, *, settings: Settings) -> None:
-    """Prove that budgets and policies change no token and no bit; exit 1 if they do."""
+    """Prove that budgets and policies change no token and no bit; exit 1 if they do.
+
+    On the CPU, on the GPU if there is one, and with --device emulated on an emulated one.
+    """
     options = settings.engine_options()
-    for name in ("host_memory", "policy", "policy_options"):
-        options.pop(name, None)
-        if settings.is_given(name.replace("policy_options", "policy_option")):
-            raise UsageError(f"verify chooses {name} itself: it runs several; leave it out.")
+    for name, keyword in _OWN_CHOICE.items():
+        options.pop(keyword, None)
+        if settings.is_given(name):
+            raise UsageError(f"verify chooses {keyword} itself: it runs several; leave it out.")
     with redirect_stdout(sys.stderr):
         folder = find_model(model, settings)
         from lowtide.lab.verify import verify as compare
@@ -38,7 +49,7 @@ def verify(model: ModelName, *, settings: Settings) -> None:
         verdicts = compare(str(folder), on_verdict=_show_progress, **options)  # type: ignore[arg-type]
     is_kept = all(verdict.is_same for verdict in verdicts)
     if settings.flag("json"):
-        rows = [dataclasses.asdict(verdict) for verdict in verdicts]
+        rows = [dataclasses.asdict(v) | {"is_same": v.is_same} for v in verdicts]
         print(json_line({"is_same": is_kept, "runs": rows}))
     else:
         stdout_console().print(_table(verdicts))
@@ -48,26 +59,52 @@ def verify(model: ModelName, *, settings: Settings) -> None:
 
 def _show_progress(verdict: Verdict) -> None:
     if stderr_console().is_terminal:
-        stderr_console().print(f"{verdict.policy} at {format_size(verdict.budget_bytes)}: done")
+        at = f"{verdict.device}, {verdict.policy} at {format_size(verdict.budget_bytes)}"
+        stderr_console().print(f"{at}: done")
 
 
 def _table(verdicts: list[Verdict]) -> Table:
-    table = Table(title="against the run with most experts resident", title_justify="left")
-    for name in ("policy", "budget", "residents", "hit rate", "layers", "logits", "tokens"):
-        table.add_column(name, justify="left" if name == "policy" else "right")
+    table = Table(title=_title(verdicts), title_justify="left")
+    numbers = ("budget", "residents", "hit rate", "layers", "logits", "tokens")
+    for name in ("device", "policy", *numbers):
+        table.add_column(name, justify="right" if name in numbers else "left")
+    last = None
     for verdict in verdicts:
-        layers = f"{verdict.largest_layer_difference:g} from {verdict.first_layer}"
-        tokens = f"differ at {verdict.first_token}"
+        setting = (verdict.device, verdict.budget_bytes)
+        if last not in (None, setting):
+            table.add_section()
+        last = setting
         table.add_row(
+            verdict.device,
             verdict.policy,
             format_size(verdict.budget_bytes),
             str(verdict.num_residents),
-            f"{verdict.hit_rate:.0%}",
-            "same bits" if verdict.first_layer is None else layers,
-            _difference(verdict.largest_logit_difference),
-            "same" if verdict.first_token is None else tokens,
+            *_outcome(verdict),
         )
     return table
+
+
+def _title(verdicts: list[Verdict]) -> str:
+    title = "against the run with most experts resident"
+    for verdict in verdicts:
+        if verdict.tolerance:
+            return f"{title}; on {verdict.device} within {verdict.tolerance:g} of the largest value"
+    return title
+
+
+def _outcome(verdict: Verdict) -> list[str]:
+    if verdict.reason:
+        return ["", "", "", "cannot run"]
+    layers = _difference(verdict.largest_layer_difference)
+    if verdict.first_layer is not None:
+        layers += f" from {verdict.first_layer}"
+    token = verdict.first_token
+    return [
+        f"{verdict.hit_rate:.0%}",
+        layers,
+        _difference(verdict.largest_logit_difference),
+        "same" if token is None else f"differ at {token}",
+    ]
 
 
 def _difference(value: float) -> str:

@@ -102,7 +102,7 @@ class Intake:
             )
 
     def _request(self, index: int, prompt: Prompt, asked: SamplingParams) -> Request:
-        token_ids = self._token_ids(prompt)
+        token_ids = self.token_ids(prompt)
         params = self._resolved(asked)
         self.check_fits(len(token_ids), params.max_tokens, params.diffusion.block_length or 1)
         is_stopped = StopStrings(self._needed_tokenizer(), params.stop) if params.stop else None
@@ -130,7 +130,8 @@ class Intake:
         self.check_block_length(cast(int, diffusion.block_length))
         return replace(params, diffusion=diffusion)
 
-    def _token_ids(self, prompt: Prompt) -> list[int]:
+    def token_ids(self, prompt: Prompt) -> list[int]:
+        """A prompt's ids. Raises UsageError for none, and for text without a tokenizer."""
         if isinstance(prompt, str):
             token_ids = self._needed_tokenizer().encode(prompt)
         elif is_chat(prompt):

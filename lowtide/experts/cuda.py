@@ -45,7 +45,7 @@ def pinned_bytes(shape: MoEShape, dtype: torch.dtype, max_rows: int) -> int:
     parts = num_pairs * shape.hidden_size * dtype.itemsize
     counts, tables = shape.num_experts * 8, _NUM_TABLES * shape.num_experts * 4
     # torch's allocator of pinned memory rounds every block up to a power of two.
-    return sum(1 << (num_bytes - 1).bit_length() for num_bytes in (parts, counts, tables))
+    return sum(1 << (num_bytes - 1).bit_length() for num_bytes in (parts, counts, counts, tables))
 
 
 class Mark(Protocol):
@@ -197,6 +197,7 @@ class CudaDevice:
         with _plan_errors(pinned_bytes(shape, layout.dtype, max_rows), "pinned host memory"):
             self._host_parts = self._streams.pinned((num_pairs, shape.hidden_size), layout.dtype)
             self._host_counts = self._streams.pinned((shape.num_experts,), torch.int64)
+            self._host_predicted = self._streams.pinned((shape.num_experts,), torch.int64)
         self._slots = slots
         self._computation: Computation
         if _wants_triton(kernels, layout):
@@ -213,6 +214,10 @@ class CudaDevice:
             else:
                 self._copy_in_pieces(source, self._slots[slot])
             return CudaEvent(stream.record_event())
+
+    def describe(self) -> str:
+        """The GPU's name."""
+        return torch.cuda.get_device_name(self.torch_device)
 
     def run(
         self, group: ExpertGroup, rows: ExpertRows, buffers: ExpertBuffers, after: Event | None
@@ -232,6 +237,11 @@ class CudaDevice:
         event.wait()
         rows.learn(self._host_counts)
         return host_parts
+
+    def stage(self, predicted: Tensor) -> Tensor:
+        with _device_errors("copying a prediction to the host"):
+            self._host_predicted.copy_(predicted, non_blocking=True)
+        return self._host_predicted
 
     def from_host(
         self, host_parts: Tensor, rows: ExpertRows, experts: IntArray, parts: Tensor

@@ -47,6 +47,10 @@ class Device(Protocol):
     torch_device: torch.device  # of dense weights, activations and KV cache
     num_slots: int
 
+    def describe(self) -> str:
+        """One line on what it is, for people."""
+        ...
+
     def copy(self, source: Tensor, slot: int, after: Event | None) -> Event:
         """Queues one contiguous copy of an expert's slot image into `slot`.
 
@@ -70,6 +74,13 @@ class Device(Protocol):
 
         Waits for the device: the layer's one synchronisation. Emulated devices hand out `parts`
         itself. Valid until the next layer.
+        """
+        ...
+
+    def stage(self, predicted: Tensor) -> Tensor:
+        """Queues the copy of tokens per expert [num_experts] int64 into host memory.
+
+        The answer is valid from the next `to_host` to the next `stage`: no synchronisation more.
         """
         ...
 

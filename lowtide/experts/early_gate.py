@@ -47,5 +47,7 @@ class EarlyGate:
             if self._residual is not None:
                 features = workspace.take("early features", tuple(x.shape), x.dtype)
                 torch.add(x, self._residual[layer], out=features)
-            experts = self._routes[layer + 1](features, workspace)
-            return torch.bincount(experts.reshape(-1), minlength=self._num_experts)
+            experts = self._routes[layer + 1](features, workspace).reshape(-1)
+            # `bincount` would look for the largest id first, on the host.
+            counts = torch.zeros(self._num_experts, dtype=torch.int64, device=x.device)
+            return counts.scatter_add_(0, experts, torch.ones_like(experts))

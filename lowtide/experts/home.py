@@ -40,6 +40,7 @@ class Home(Protocol):
     """Hands out host slots that hold experts, and is told how long they are needed."""
 
     slots: ExpertSlots
+    read_bytes: int  # from disk, on demand
 
     def has(self, layer: int, expert: int) -> bool:
         """Whether an expert's bytes are in host memory now."""
@@ -71,6 +72,7 @@ class HostHome:
 
     def __init__(self, slots: ExpertSlots, num_experts: int) -> None:
         self.slots = slots
+        self.read_bytes = 0
         self._num_experts = num_experts
 
     def fill(self, transfer: Transfer, num_layers: int, progress: Progress) -> None:
@@ -140,6 +142,8 @@ class DiskHome:
         waiting = deque(expert for expert in experts if not is_here[expert])
         moves = self._moves(step, layer, experts)
         leases = [(expert, self.lease(layer, expert)) for expert in here]
+        for _, slot in leases:
+            self._evict_after.pop(slot, None)  # wanted again before its last use ended
         for expert in moves.evict.tolist():
             self._evict(layer, expert)
         arriving: deque[_Arriving] = deque()
@@ -159,8 +163,9 @@ class DiskHome:
                     self.ledger.bind(layer, arrived.expert, arrived.slot)
                     self.ledger.lease(arrived.slot)
                 yield arrived.expert, arrived.slot
-            self._settle()
-            self._start_reads(layer, waiting, arriving)
+            if waiting:
+                self._settle()
+                self._start_reads(layer, waiting, arriving)
 
     def abandon(self) -> None:
         self._uses.clear()

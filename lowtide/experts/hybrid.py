@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -71,6 +72,9 @@ class HybridRuntime:
         self.observer: Observer | None = None
         self.stats = ExpertStats()
         self.num_on_host = 0
+        self._is_under_way = False  # a step, or what has to be cleared up after one
+        # Of layers whose experts are all resident: counted where nothing waits for the count.
+        self._num_more_hits = torch.zeros((), dtype=torch.int64, device=device.torch_device)
         self.wave_size = max(1, costs.num_staging // 2)  # the other half arrives meanwhile
 
     def forward(
@@ -81,36 +85,51 @@ class HybridRuntime:
         x [tokens, hidden] compute dtype; out [tokens, hidden] float32; `layer` counts MoE layers.
         Raises StorageError or DeviceError when an expert cannot be had; the runtime stays usable.
         """
+        if self._is_under_way:  # Ctrl-C came again while the last failure was cleared up
+            self._abandon()
         try:
+            self._is_under_way = True
             rows = ExpertRows(routing.experts, self._shape.num_experts)
-            predicted = self._predict(layer, x, workspace)
+            is_whole = self.link.ledger.is_resident(layer).all()
+            predicted = None if is_whole else self._predict(layer, x, workspace)
             buffers = ExpertBuffers.take(workspace, self._shape, x)
             torch.index_select(x, 0, rows.token_of, out=buffers.parts)
-            if self.link.ledger.is_resident(layer).all():
+            if is_whole:
                 self._run_whole_layer(layer, rows, buffers)
             else:
-                self._run_split_layer(layer, step, x, rows, buffers, predicted)
+                self._run_split_layer(layer, step, rows, buffers, predicted)
+            self.link.pump(self.costs.dense_s.at(x.shape[0]))
             self.device.join()
             self.link.confirm()
             terms = (buffers.term, buffers.term_fp32)
             combine(buffers.parts, rows.part_of, routing.weights, *terms, out)
+            self._is_under_way = False
         except BaseException:
             self._abandon()
             raise
         if self.observer is not None:
             self.observer.saw_layer(layer, step, x, routing, out)
 
+    def adopt(self, policies: Policies, progress: Progress) -> None:
+        """Goes on under other policies, from their own first residents. Between passes only."""
+        self._abandon()  # nothing is demanded: ends what was begun for later
+        self._policies = policies
+        self.preload(progress)
+
     def preload(self, progress: Progress) -> None:
-        """Makes the placement's first residents resident, layer by layer."""
+        """Makes the placement's first residents resident, layer by layer, and no others."""
+        self._is_under_way = True
         initial = [self._policies.placement.initial(i) for i in range(self._shape.num_layers)]
+        absent = [self.link.keep(layer, experts) for layer, experts in enumerate(initial)]
         slot_bytes = self.home.slots.layout.num_bytes
-        total_bytes, done_bytes = sum(map(len, initial)) * slot_bytes, 0
-        for layer, experts in enumerate(initial):
+        total_bytes, done_bytes = sum(map(len, absent)) * slot_bytes, 0
+        for layer, experts in enumerate(absent):
             here, coming = self.home.bring(_START, layer, experts.tolist())
             for expert, host_slot in chain(here, coming):
                 self.link.load(layer, expert, host_slot)
                 done_bytes += slot_bytes
                 progress("loading experts onto the device", done_bytes, total_bytes)
+        self._is_under_way = False
 
     @property
     def gate(self) -> Gate:
@@ -119,9 +138,10 @@ class HybridRuntime:
 
     def as_dict(self) -> dict[str, float]:
         """What it did since it was made."""
-        link = self.link.stats
+        link, num_hits = self.link.stats, self.stats.num_hits + int(self._num_more_hits)
         return {
-            **self.stats.as_dict(),
+            **replace(self.stats, num_hits=num_hits).as_dict(),
+            "read_bytes": self.home.read_bytes,
             "num_on_host": self.num_on_host,
             **link.as_dict(),
             "link_bytes": link.num_copies * self.home.slots.layout.num_bytes,
@@ -129,6 +149,7 @@ class HybridRuntime:
 
     def _run_whole_layer(self, layer: int, rows: ExpertRows, buffers: ExpertBuffers) -> None:
         """Every expert is resident: the device needs nobody's help and no synchronisation."""
+        self._num_more_hits += rows.counts.count_nonzero()
         everyone = self.link.resident_group(layer, np.arange(self._shape.num_experts))
         self.link.note_use(everyone, self.device.run(everyone, rows, buffers, None))
 
@@ -136,24 +157,21 @@ class HybridRuntime:
         self,
         layer: int,
         step: Step,
-        x: Tensor,
         rows: ExpertRows,
         buffers: ExpertBuffers,
         predicted: Tensor | None,
     ) -> None:
         host_parts = self.device.to_host(rows, buffers.parts)
         demand = self._demand(layer, rows)
-        outcome = self.link.end_prefetch(layer, demand)
         decision = self._decide(layer, step, demand)
+        outcome = self.link.end_prefetch(layer, decision.assignment.fetch)
         _LayerSplit(self, layer, step, decision, rows, buffers, host_parts).run()
-        self.link.end_layer(layer)
         self._look_ahead(layer, demand, outcome, predicted)
-        self.link.pump(self.costs.dense_s.at(x.shape[0]))
 
     def _demand(self, layer: int, rows: ExpertRows) -> Demand:
         num_tokens = np.diff(rows.bounds)
         experts = np.flatnonzero(num_tokens)
-        self.link.pump()
+        self.link.bind_arrived()
         is_resident = self.link.ledger.is_resident(layer)[experts]
         self.stats.num_hits += int(is_resident.sum())
         self.stats.num_misses += int((~is_resident).sum())
@@ -166,11 +184,16 @@ class HybridRuntime:
             demand,
             self.link.is_kept(layer),
             self.link.arriving_s(layer, demand.experts),
+            self.link.busy_s,
             can_fetch=self.costs.num_staging > 0,
         )
 
     def _predict(self, layer: int, x: Tensor, workspace: Buffers) -> Tensor | None:
-        return None if self.early_gate is None else self.early_gate.predict(layer, x, workspace)
+        """What the early gate says of the next layer, in host memory after `to_host`."""
+        if self.early_gate is None:
+            return None
+        predicted = self.early_gate.predict(layer, x, workspace)
+        return None if predicted is None else self.device.stage(predicted)
 
     def _look_ahead(
         self,
@@ -184,7 +207,7 @@ class HybridRuntime:
             prefetch.record(outcome)
         prefetch.observe(layer, demand)
         if following < self._shape.num_layers:
-            counts = None if predicted is None else predicted.cpu().numpy()
+            counts = None if predicted is None else predicted.numpy()
             chosen = prefetch.choose(following, self.link.is_kept(following), counts)
             self.link.look_ahead(following, chosen)
 
@@ -194,6 +217,7 @@ class HybridRuntime:
         self.device.drain()
         self.link.abandon()
         self.home.abandon()
+        self._is_under_way = False
 
 
 class _HostUse:
@@ -244,7 +268,7 @@ class _LayerSplit:
         self._host_parts = host_parts
         self._for_host: frozenset[int] = frozenset()
         self._on_host: list[_HostUse] = []
-        self._keep: frozenset[int] = frozenset()
+        self._keep: set[int] = set()
         self._wave: list[tuple[int, Arrival]] = []
 
     def run(self) -> None:
@@ -256,7 +280,7 @@ class _LayerSplit:
         self._for_host = frozenset(host)
         self._accept(pair for pair in here if pair[0] in self._for_host)
         self._run_residents()
-        self._keep = self._link.obey(self._layer, self._moves, fetch)
+        self._keep = self._link.obey(self._layer, self._moves, arrivals)
         for expert, arrival in arrivals.items():
             if arrival is not None:
                 self._add_to_wave(expert, arrival)
@@ -310,8 +334,7 @@ class _LayerSplit:
         slots = np.array([arrival.slot for _, arrival in wave])
         self._run(ExpertGroup(experts, slots), last.event)
         for expert, arrival in wave:
-            keep = arrival.is_move or expert in self._keep
-            self._link.settle(self._layer, expert, arrival.slot, keep)
+            self._link.settle(self._layer, expert, arrival.slot, expert in self._keep)
 
     def _collect_host(self) -> None:
         """Waits for the host; the link goes on with what waits for it meanwhile."""

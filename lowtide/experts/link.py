@@ -7,13 +7,13 @@ go one at a time, and are finished once begun. Decides nothing: policies say wha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from lowtide.core import BoolArray, Demand, FloatArray, IntArray, Moves
+from lowtide.core import BoolArray, FloatArray, IntArray, Moves
 from lowtide.experts.device import Device, Event, ExpertGroup
 from lowtide.experts.home import Home
 from lowtide.experts.slots import SlotLedger
@@ -96,15 +96,13 @@ class Link:
 
     def arriving_s(self, layer: int, experts: IntArray) -> FloatArray:
         """Seconds until each can be used from the slot it is coming to; infinite if it is not."""
-        left_s = np.full(len(experts), np.inf)
-        if self._coming:
-            self._forget_ended()
-            first = self._num_copies - len(self._in_flight)
-            for place, expert in enumerate(experts.tolist()):
-                arrival = self._coming.get((layer, expert))
-                if arrival is not None:
-                    left_s[place] = self._link_s * max(0, arrival.order + 1 - first)
-        return left_s
+        left_s = np.full(len(self.ledger.is_resident(layer)), np.inf)
+        self._forget_ended()
+        first = self._num_copies - len(self._in_flight)
+        for (its_layer, expert), arrival in self._coming.items():
+            if its_layer == layer:
+                left_s[expert] = self._link_s * max(0, arrival.order + 1 - first)
+        return left_s[experts]
 
     def resident_group(self, layer: int, experts: IntArray) -> ExpertGroup:
         return ExpertGroup(experts, self.ledger.slots_of(layer, experts))
@@ -123,40 +121,50 @@ class Link:
         self.stats.num_fetched += 1
         return self._copy(host_slot, is_move=False)
 
+    def keep(self, layer: int, experts: IntArray) -> IntArray:
+        """Evicts all residents but `experts`; returns those of `experts` that are absent."""
+        is_resident = self.ledger.is_resident(layer)
+        for expert in np.setdiff1d(np.flatnonzero(is_resident), experts).tolist():
+            self.ledger.evict(layer, expert)
+        return experts[~is_resident[experts]]
+
     def load(self, layer: int, expert: int, host_slot: int) -> None:
         """Makes an absent expert resident at once, before the first step."""
         arrival = self._copy(host_slot, is_move=True)
         arrival.event.wait()
         self.ledger.bind(layer, expert, arrival.slot)
 
-    def obey(self, layer: int, moves: Moves, at_hand: Iterable[int]) -> frozenset[int]:
-        """Carries out moves; returns those of `at_hand` (on the device this step) to keep.
+    def obey(self, layer: int, moves: Moves, at_hand: Mapping[int, Arrival | None]) -> set[int]:
+        """Carries out moves; returns those of `at_hand` to keep, which `settle` is told.
 
-        The others wait for an idle link, and their victims stay until then. New moves of a layer
-        replace those of its old ones that have not begun.
+        `at_hand`: absent experts that the device runs this step, with the arrivals that the
+        caller took. Others wait for an idle link, and their victims stay until then. New moves of
+        a layer replace those of its old ones that have not begun.
         """
+        keep = {expert for expert, arrival in at_hand.items() if arrival and arrival.is_move}
         if not len(moves.admit) and not len(moves.evict):
-            return frozenset()
+            return keep
         self._moves = deque(wanted for wanted in self._moves if wanted.layer != layer)
-        here = frozenset(at_hand)
-        admit = sorted(moves.admit.tolist(), key=lambda expert: expert not in here)
+        admit = sorted(moves.admit.tolist(), key=lambda expert: expert not in at_hand)
         victims: list[int | None] = list(moves.evict.tolist())
         num_unpaired = max(0, len(victims) - len(admit))
-        for victim in victims[:num_unpaired]:
-            self._evict(layer, victim)
+        leaving = victims[:num_unpaired]
         pairs = zip(admit, self._paired(victims[num_unpaired:], len(admit)), strict=True)
         for expert, victim in pairs:
-            if expert in here:
-                self._evict(layer, victim)
-            elif (layer, expert) not in self._coming:
+            if expert in at_hand:
+                keep.add(expert)
+                leaving.append(victim)
+            else:
                 self._moves.append(_Wanted(layer, expert, victim))
-        return here.intersection(admit)
+        for victim in leaving:
+            self._evict(layer, victim)
+        return keep.difference(leaving)
 
     def settle(self, layer: int, expert: int, slot: int, keep: bool) -> None:
         """After the use of a fetched expert was queued: resident, or its slot is free again."""
         if keep:
+            self._unproven.append((layer, expert))  # first: Ctrl-C may come in between
             self.ledger.bind(layer, expert, slot)
-            self._unproven.append((layer, expert))
         else:
             self.ledger.drop(slot)
 
@@ -168,24 +176,21 @@ class Link:
         """Queues prefetches for `layer`, the most wanted first."""
         self._ahead.extend(_Wanted(layer, expert, None) for expert in experts.tolist())
 
-    def end_prefetch(self, layer: int, demand: Demand) -> PrefetchOutcome | None:
-        """What became of the experts prefetched for a layer, now that its demand is known.
+    def end_prefetch(self, layer: int, fetch: IntArray) -> PrefetchOutcome | None:
+        """What became of the experts prefetched for a layer, of which the device runs `fetch`.
 
-        Forgets those that had not begun and frees the slots of those not wanted.
+        Forgets those that had not begun and frees the slots of those not used, also where a pass
+        was broken off before it came to their layer: what follows needs the slots.
         """
-        self._ahead = deque(wanted for wanted in self._ahead if wanted.layer != layer)
-        staged = {
-            expert: arrival
-            for (its_layer, expert), arrival in self._coming.items()
-            if its_layer == layer and not arrival.is_move
-        }
+        self._ahead.clear()
+        staged = {key: arrival for key, arrival in self._coming.items() if not arrival.is_move}
         if not staged:
             return None
-        outcome, wanted = PrefetchOutcome(), frozenset(demand.experts.tolist())
-        for expert, arrival in staged.items():
-            if expert not in wanted:
+        outcome, used = PrefetchOutcome(), frozenset(fetch.tolist())
+        for (its_layer, expert), arrival in staged.items():
+            if its_layer != layer or expert not in used:
                 outcome.num_wasted += 1
-                self._drop_arrival(layer, expert)
+                self._drop_arrival(its_layer, expert)
             elif arrival.event.is_done():
                 outcome.num_hits += 1
             else:
@@ -193,22 +198,29 @@ class Link:
         self.stats.prefetch.add(outcome)
         return outcome
 
-    def end_layer(self, layer: int) -> None:
-        """Frees the slots of prefetched experts that were wanted but ran on the host."""
-        for its_layer, expert in [key for key in self._coming if key[0] == layer]:
-            if not self._coming[its_layer, expert].is_move:
-                self._drop_arrival(layer, expert)
-
     def pump(self, idle_s: float = 0.0) -> None:
         """Makes arrived moves resident; begins waiting transfers while the link would be idle.
 
         `idle_s`: how long the caller is away with nothing to demand; at least one is begun.
         """
         self._forget_ended()
-        self._bind_arrived()
+        self.bind_arrived()
         while (self._ahead or self._moves) and len(self._in_flight) * self._link_s <= idle_s:
             if not self._begin_next():
                 return
+
+    def bind_arrived(self) -> None:
+        """Makes arrived moves resident. Raises DeviceError when one has failed."""
+        arrived = [key for key, a in self._coming.items() if a.is_move and a.event.is_done()]
+        for key in arrived:
+            self._coming[key].event.wait()  # ended already: raises what it failed with
+            self.ledger.bind(*key, self._coming.pop(key).slot)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds until the copies under way have ended, at most."""
+        self._forget_ended()
+        return len(self._in_flight) * self._link_s
 
     @property
     def num_coming(self) -> int:
@@ -285,12 +297,6 @@ class Link:
     def _drop_arrival(self, layer: int, expert: int) -> None:
         # Its copy may be under way: the slot's next copy is queued behind it.
         self.ledger.drop(self._coming.pop((layer, expert)).slot)
-
-    def _bind_arrived(self) -> None:
-        arrived = [key for key, a in self._coming.items() if a.is_move and a.event.is_done()]
-        for key in arrived:
-            self._coming[key].event.wait()  # ended already: raises what it failed with
-            self.ledger.bind(*key, self._coming.pop(key).slot)
 
     def _forget_ended(self) -> None:
         while self._in_flight and self._in_flight[0].is_done():

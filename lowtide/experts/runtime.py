@@ -103,6 +103,24 @@ class ExpertRuntime:
         if self.observer is not None:
             self.observer.saw_layer(layer, step, x, routing, out)
 
+    def evict_all(self) -> None:
+        """Between passes only."""
+        self.reclaim()  # what is read ahead
+        for layer in range(self._shape.num_layers):
+            for expert in np.flatnonzero(self.ledger.is_resident(layer)).tolist():
+                self.ledger.evict(layer, expert)
+
+    def adopt(self, placement: Placement) -> None:
+        """Goes on under another placement. Between passes only, with nothing resident."""
+        self._placement = placement
+
+    def reclaim(self) -> None:
+        """Gives all slots back but residents', once no thread uses or writes them."""
+        self.read_ahead.cancel()
+        self.executor.drain()
+        self.transfer.drain()
+        self.ledger.reclaim()
+
     def preload(self, layer: int, experts: IntArray) -> None:
         """Makes absent `experts` of `layer` resident before the first step."""
         demand = Demand(experts, np.zeros_like(experts), np.zeros(len(experts), np.bool_))
@@ -235,11 +253,8 @@ class _LayerPass:
         self._ready.clear()
         wait(self._work)
         wait(ticket for _, _, ticket in self._arriving if not ticket.cancel())
-        self._runtime.read_ahead.cancel()
         # Ctrl-C comes anywhere: what had just been started may not have been noted yet.
-        self._runtime.executor.drain()
-        self._runtime.transfer.drain()
-        self._runtime.ledger.reclaim()
+        self._runtime.reclaim()
 
     def _claim(self) -> None:
         """Goes on with the reads that began before this layer did."""

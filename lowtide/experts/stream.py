@@ -106,6 +106,7 @@ class Stream:
         Raises DeviceError after `limit_s`.
         """
         with self._change:
+            self._change.notify_all()  # Ctrl-C may have come between queueing and notifying
             if not self._change.wait_for(lambda: not self._tasks, limit_s):
                 raise DeviceError(_stalled(self.name, limit_s))
             self._failed = None

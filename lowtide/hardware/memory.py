@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from lowtide.errors import UsageError
+
 _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -34,6 +36,23 @@ def resident_bytes() -> int:
     import psutil
 
     return int(psutil.Process().memory_info().rss)
+
+
+def peak_resident_bytes() -> int:
+    """The most physical memory this process has had, file pages that it mapped included.
+
+    From `VmHWM`: unlike getrusage's figure it starts anew with the program. Raises UsageError
+    where the system does not tell.
+    """
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) << 10
+    raise UsageError("This system does not report a process's peak memory.")
+
+
+def reset_peak() -> None:
+    """Lets `peak_resident_bytes` start anew from what the process holds now."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def _host_memory() -> tuple[int, int]:

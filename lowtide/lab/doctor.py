@@ -128,7 +128,7 @@ def diagnose(
     progress("measuring", 0, total)
     machine = this_machine()
     skipped: list[Skipped] = []
-    rates = _rates(machine, opened, skipped)
+    rates = machine_rates(machine, opened, skipped)
     costs: list[ExpertCosts] = []
     for done, patient in enumerate(patients, start=1):
         progress("measuring", done, total)
@@ -170,7 +170,12 @@ def _known_models(options: EngineConfig) -> list[_Patient]:
     return patients
 
 
-def _rates(machine: Machine, opened: OpenModel | None, skipped: list[Skipped]) -> list[Rate]:
+def machine_rates(machine: Machine, opened: OpenModel | None, skipped: list[Skipped]) -> list[Rate]:
+    """Ceilings of the machine's parts; what cannot be measured is added to `skipped`.
+
+    opened: the model from whose files the disk is read; without one, or without its weights, a
+    file in the cache folder.
+    """
     executor = HostExecutor(machine.num_cores)
     try:
         with _disk_file(opened) as file:

@@ -32,7 +32,7 @@ from lowtide.core import (
 )
 from lowtide.errors import UsageError
 from lowtide.policies.catalogue import Recipe, Setting, recipe
-from lowtide.policies.placement import KeepsFetched
+from lowtide.policies.decision import Decision
 from lowtide.policies.prefetch import Gate, PrefetchOutcome, count_following
 from lowtide.trace import Trace, count_hits, demand_of
 
@@ -114,7 +114,7 @@ def simulate(
     made = recipe(preset) if isinstance(preset, str) else preset
     name = preset if isinstance(preset, str) else "custom"
     run = _Replay(name, made, setting)
-    gate = run.prefetch.gate
+    gate = run.gate
     foreseen: Iterable[IntArray | None] = repeat(None, len(trace.passes))
     if gate is not Gate.NONE:
         guesses = _guesses(trace, gate_accuracy.get(gate, 1.0), setting.seed)
@@ -191,6 +191,10 @@ class _Link:
         self._fetch_s = fetch_s
         self._ahead: deque[_Transfer] = deque()
         self._moves: deque[_Transfer] = deque()
+
+    def busy_from(self, now_s: float) -> float:
+        """Seconds from `now_s` until what has begun has ended."""
+        return max(0.0, self.free_s - now_s)
 
     def is_kept(self, layer: int) -> BoolArray:
         """Residents, and those on their way to be. [num_experts]"""
@@ -284,19 +288,22 @@ class _Replay:
 
     def __init__(self, name: str, made: Recipe, setting: Setting) -> None:
         self.report = Report(name, expert_bytes=setting.costs.expert_bytes)
-        self.prefetch = made.prefetch(setting)
-        self._placement = made.placement(setting)
-        self._assign = made.assignment(setting)
-        self._waits = made.waits
+        self._policies = made.policies(setting)
         self._costs = setting.costs
         self._num_layers = setting.num_layers
         self._now_s = 0.0
-        initial = [self._placement.initial(layer) for layer in range(setting.num_layers)]
+        placement = self._policies.placement
+        initial = [placement.initial(layer) for layer in range(setting.num_layers)]
         # What a preset starts with it may keep: `resident` has all, `layer-split` whole layers.
         capacity = [max(c, len(i)) for c, i in zip(setting.capacity, initial, strict=True)]
         self._link = _Link(capacity, setting.num_experts, setting.costs.fetch_s)
         for layer, experts in enumerate(initial):
             self._link.ready_s[layer, experts] = 0.0
+
+    @property
+    def gate(self) -> Gate:
+        """What the prefetch wants to be told ahead."""
+        return self._policies.prefetch.gate
 
     def layer(
         self, layer: int, step: Step, num_rows: int, hits: IntArray, predicted: IntArray | None
@@ -316,7 +323,7 @@ class _Replay:
         report.num_hits += int(demand.is_resident.sum())
         assignment, moves = self._decide(layer, step, demand, routed_s)
         self._now_s = self._run(layer, demand, assignment, routed_s)
-        self._look_ahead(layer, demand, routed_s, predicted)
+        self._look_ahead(layer, demand, assignment, routed_s, predicted)
         link.obey(layer, moves, set(assignment.fetch.tolist()), self._now_s)
 
     def end_pass(self, pass_s: float, num_committed: int) -> None:
@@ -331,21 +338,17 @@ class _Replay:
         report.link_s = self._link.busy_s
         report.num_moved, report.num_prefetched = self._link.num_moved, self._link.num_prefetched
 
-    def _decide(
-        self, layer: int, step: Step, demand: Demand, now_s: float
-    ) -> tuple[Assignment, Moves]:
-        placement, is_kept = self._placement, self._link.is_kept(layer)
-        arriving_s = self._link.arriving_s(layer, now_s)[demand.experts]
-        if self._waits:
-            moves = placement.update(step, layer, demand, is_kept)
-            assignment = self._assign(layer, demand, arriving_s)
-            if self._costs.num_staging:
-                assignment = _promoted(assignment, moves.admit)
-            return assignment, moves
-        assignment = self._assign(layer, demand, arriving_s)
-        if isinstance(placement, KeepsFetched):
-            placement.fetched(layer, assignment.fetch)
-        return assignment, placement.update(step, layer, demand, is_kept)
+    def _decide(self, layer: int, step: Step, demand: Demand, now_s: float) -> Decision:
+        link = self._link
+        return self._policies.decide(
+            layer,
+            step,
+            demand,
+            link.is_kept(layer),
+            link.arriving_s(layer, now_s)[demand.experts],
+            link.busy_from(now_s),
+            can_fetch=self._costs.num_staging > 0,
+        )
 
     def _run(self, layer: int, demand: Demand, assignment: Assignment, start_s: float) -> float:
         """Runs a layer's experts from `start_s` and returns when the slower side has ended."""
@@ -394,19 +397,24 @@ class _Replay:
         return device_s, waited_s
 
     def _look_ahead(
-        self, layer: int, demand: Demand, routed_s: float, predicted: IntArray | None
+        self,
+        layer: int,
+        demand: Demand,
+        assignment: Assignment,
+        routed_s: float,
+        predicted: IntArray | None,
     ) -> None:
         """Settles what was prefetched for this layer, and chooses for the next one."""
-        link, prefetch = self._link, self.prefetch
+        link, prefetch = self._link, self._policies.prefetch
         due_s = link.staged_s[layer].copy()
         staged = link.end_layer(layer, self._now_s)
         if len(staged):
-            is_wanted = np.isin(staged, demand.experts)
+            is_used = np.isin(staged, assignment.fetch)
             is_late = due_s[staged] > routed_s
             outcome = PrefetchOutcome(
-                int((is_wanted & ~is_late).sum()),
-                int((is_wanted & is_late).sum()),
-                int((~is_wanted).sum()),
+                int((is_used & ~is_late).sum()),
+                int((is_used & is_late).sum()),
+                int((~is_used).sum()),
             )
             self.report.prefetch.add(outcome)
             prefetch.record(outcome)
@@ -431,13 +439,6 @@ def _guesses(trace: Trace, accuracy: float | FloatArray, seed: int) -> Iterator[
         is_wrong = draw.random(ids.shape) < error_rate
         chance = draw.integers(0, num_experts, ids.shape, np.uint16)
         yield count_hits(np.where(is_wrong, chance, ids), num_experts)
-
-
-def _promoted(assignment: Assignment, admit: IntArray) -> Assignment:
-    """The host's experts that become resident now are waited for instead."""
-    is_promoted = np.isin(assignment.host, admit)
-    fetch = np.sort(np.concatenate([assignment.fetch, assignment.host[is_promoted]]))
-    return Assignment(assignment.resident, fetch, assignment.host[~is_promoted])
 
 
 def _check(trace: Trace, setting: Setting) -> None:

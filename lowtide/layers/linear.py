@@ -13,7 +13,10 @@ from lowtide.kernels.reference import ExpertWeights, silu_times
 from lowtide.memory.workspace import Buffers, tiles
 
 SPLIT_BYTES = 4 << 20
-"""Smaller weights are not worth handing to another thread."""
+"""Larger weights are always worth handing to another thread: reading them is the work."""
+
+SPLIT_OPERATIONS = 1 << 24
+"""Multiplications and additions from which smaller weights are, too (docs/log.md)."""
 
 
 class Linear:
@@ -23,12 +26,14 @@ class Linear:
         """weight: [out, in]. bias: [out]."""
         self._executor = executor
         self._bias = bias
+        self._weight = weight
+        self._whole = weight.t()
         self._pieces = _pieces(weight, executor.num_threads)
 
     def forward(self, x: Tensor, out: Tensor) -> None:
         """x [rows, in], out [rows, out]."""
-        if len(self._pieces) == 1:
-            _multiply(x, self._pieces[0][1], self._bias, out)
+        if len(self._pieces) == 1 or not self._is_large(x.shape[0]):
+            _multiply(x, self._whole, self._bias, out)
             return
         bias = self._bias
         works = [
@@ -36,6 +41,10 @@ class Linear:
             for rows, weight in self._pieces
         ]
         self._executor.run(works)
+
+    def _is_large(self, num_rows: int) -> bool:
+        num_operations = 2 * num_rows * self._weight.numel()
+        return self._weight.nbytes >= SPLIT_BYTES or num_operations >= SPLIT_OPERATIONS
 
 
 class GatedMLP:
@@ -63,8 +72,6 @@ def _pieces(weight: Tensor, num_pieces: int) -> list[tuple[slice, Tensor]]:
     the number of pieces otherwise (measured, float32).
     """
     num_features = weight.shape[0]
-    if weight.nbytes < SPLIT_BYTES:
-        num_pieces = 1
     length = align_up(-(-num_features // num_pieces), 64)
     return [(features, weight[features].t()) for features in tiles(num_features, length)]
 

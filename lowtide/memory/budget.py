@@ -20,6 +20,17 @@ DEVICE_STAGING_SLOTS = 8
 """Half of them for experts that a step demands, half for experts fetched ahead."""
 
 
+def host_staging_slots(slot_bytes: int, num_experts: int) -> int:
+    """Host slots that experts pass through on their way from disk; `num_experts` of all layers."""
+    # Four readers stay busy only while twice as many slots wait for their use (docs/log.md).
+    return min(12 if slot_bytes <= LARGE_SLOT_BYTES else 2, num_experts)
+
+
+def device_staging_slots(num_experts: int) -> int:
+    """Device slots for experts that come for a step or ahead of one."""
+    return min(DEVICE_STAGING_SLOTS, num_experts)
+
+
 @dataclass(frozen=True, slots=True)
 class Needs:
     """What a model asks of the host tier, in bytes and counts."""
@@ -42,9 +53,7 @@ class Needs:
     @property
     def num_staging_slots(self) -> int:
         """Slots that absent experts stream through: enough to read ahead of the computation."""
-        # Four readers stay busy only while twice as many slots wait for their use (docs/log.md).
-        num_ahead = 12 if self.slot_bytes <= LARGE_SLOT_BYTES else 2
-        return min(num_ahead, self.num_layers * self.num_experts)
+        return host_staging_slots(self.slot_bytes, self.num_layers * self.num_experts)
 
     @property
     def minimum_bytes(self) -> int:
@@ -65,7 +74,7 @@ class DeviceNeeds(Needs):
 
     @property
     def num_staging_slots(self) -> int:
-        return min(DEVICE_STAGING_SLOTS, self.num_layers * self.num_experts)
+        return device_staging_slots(self.num_layers * self.num_experts)
 
     @property
     def minimum_bytes(self) -> int:

@@ -20,12 +20,17 @@ class Assign(Protocol):
     """Decides for one layer's step."""
 
     def __call__(
-        self, layer: int, demand: Demand, arriving_s: FloatArray | None = None
+        self,
+        layer: int,
+        demand: Demand,
+        arriving_s: FloatArray | None = None,
+        link_s: float = 0.0,
     ) -> Assignment:
         """Every activated expert once.
 
         `arriving_s` [len(demand.experts)]: seconds until an expert that is on its way (or staged)
-        can be used, infinite where nothing is under way; None means nothing at all is.
+        can be used, infinite where nothing is under way; None means nothing at all is. `link_s`:
+        seconds until the link is free for a fetch.
         """
         ...
 
@@ -64,6 +69,21 @@ def is_on_device(demand: Demand, assignment: Assignment) -> BoolArray:
     return mask
 
 
+def divide(demand: Demand, mask: BoolArray) -> Assignment:
+    """The experts under `mask` [num_activated] to the device, the others to the host."""
+    experts = demand.experts
+    return Assignment(
+        experts[mask & demand.is_resident], experts[mask & ~demand.is_resident], experts[~mask]
+    )
+
+
+def is_here(demand: Demand, arriving_s: FloatArray | None) -> BoolArray:
+    """Per activated expert: whether it is resident, or prefetched and arrived."""
+    if arriving_s is None:
+        return demand.is_resident
+    return demand.is_resident | (arriving_s <= 0.0)
+
+
 def break_even_tokens(costs: Costs, max_tokens: int = 1 << 14) -> int:
     """The least count from which fetching an expert is not slower than computing it at home.
 
@@ -89,9 +109,13 @@ class Greedy:
         self._costs = costs
 
     def __call__(
-        self, layer: int, demand: Demand, arriving_s: FloatArray | None = None
+        self,
+        layer: int,
+        demand: Demand,
+        arriving_s: FloatArray | None = None,
+        link_s: float = 0.0,
     ) -> Assignment:
-        return _split(demand, greedy_mask(prices(self._costs, demand, arriving_s)))
+        return divide(demand, greedy_mask(prices(self._costs, demand, arriving_s)))
 
 
 def greedy_mask(price: Prices) -> BoolArray:
@@ -117,35 +141,42 @@ def greedy_mask(price: Prices) -> BoolArray:
 class Balance:
     """Ours: like `Greedy`, but the link works beside the device instead of being added to it.
 
-    Residents start on the device. Absent experts, the longest on the host first, each go where
-    they would be done sooner: on the host behind its other work, or on the device once the link
-    has brought them and the residents are done. At last residents that cost the host least for
-    what they spare the device go over to a host that is idle.
+    Residents start on the device. Absent experts stand in a queue, those on their way first, then
+    by tokens: a transfer costs the same for many tokens as for one, the host does not. The device
+    takes from the front what the link, after all it has begun, brings; the host takes from the
+    back; whichever would be done sooner takes next. At last residents that cost the host least
+    for what they spare the device go over to a host that is idle.
     """
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
 
     def __call__(
-        self, layer: int, demand: Demand, arriving_s: FloatArray | None = None
+        self,
+        layer: int,
+        demand: Demand,
+        arriving_s: FloatArray | None = None,
+        link_s: float = 0.0,
     ) -> Assignment:
         costs, is_resident = self._costs, demand.is_resident
         compute_s, host_s = costs.device_s(demand.num_tokens), costs.host_s(demand.num_tokens)
         if costs.disk_read_s:
             host_s = np.maximum(host_s, costs.disk_read_s)
-        residents, absent = np.flatnonzero(is_resident), np.flatnonzero(~is_resident)
+        residents, absent = is_resident.nonzero()[0], (~is_resident).nonzero()[0]
         resident_s = compute_s[residents]
-        absent = absent[np.argsort(-host_s[absent], kind="stable")]
-        fetched, device_end_s, host_end_s = self._share(
+        due_s = np.full(len(absent), np.inf) if arriving_s is None else arriving_s[absent]
+        absent, due_s = _queued(absent, demand.num_tokens, due_s)
+        num_fetched, device_end_s, host_end_s = self._share(
             compute_s[absent].tolist(),
             host_s[absent].tolist(),
-            None if arriving_s is None else arriving_s[absent].tolist(),
+            due_s.tolist(),
             float(resident_s.sum()),
+            link_s,
         )
         mask = is_resident.copy()
-        mask[absent[fetched]] = True
+        mask[absent[:num_fetched]] = True
         if host_end_s < device_end_s:
-            order = np.argsort(host_s[residents] / resident_s, kind="stable")
+            order = (host_s[residents] / resident_s).argsort(kind="stable")
             relieved = _num_relieved(
                 resident_s[order].tolist(),
                 host_s[residents[order]].tolist(),
@@ -153,33 +184,33 @@ class Balance:
                 host_end_s,
             )
             mask[residents[order[:relieved]]] = False
-        return _split(demand, mask)
+        return divide(demand, mask)
 
     def _share(
         self,
         compute_s: list[float],
         host_s: list[float],
-        due_s: list[float] | None,
+        due_s: list[float],
         device_end_s: float,
-    ) -> tuple[list[int], float, float]:
-        """Places of those that go to the device, then when the device and the host end."""
+        link_end_s: float,
+    ) -> tuple[int, float, float]:
+        """How many go to the device, from the front; when the device and the host end."""
         fetch_s = self._costs.fetch_s if self._costs.num_staging else np.inf
-        host_end_s = link_end_s = 0.0
-        fetched: list[int] = []
-        for place, alone_s in enumerate(host_s):
-            here_s = link_end_s + fetch_s
-            is_coming = due_s is not None and due_s[place] < np.inf
-            if due_s is not None and is_coming:
-                here_s = due_s[place]
-            done_s = (here_s if here_s > device_end_s else device_end_s) + compute_s[place]
-            if done_s <= host_end_s + alone_s:
-                fetched.append(place)
+        host_end_s = 0.0
+        front, back = 0, len(host_s) - 1
+        while front <= back:
+            is_coming = due_s[front] < np.inf
+            here_s = due_s[front] if is_coming else link_end_s + fetch_s
+            done_s = (here_s if here_s > device_end_s else device_end_s) + compute_s[front]
+            if done_s <= host_end_s + host_s[back]:
                 device_end_s = done_s
                 if not is_coming:
                     link_end_s = here_s
+                front += 1
             else:
-                host_end_s += alone_s
-        return fetched, device_end_s, host_end_s
+                host_end_s += host_s[back]
+                back -= 1
+        return front, device_end_s, host_end_s
 
 
 class GreedyDevices:
@@ -237,9 +268,13 @@ class Beam:
         self._width = width
 
     def __call__(
-        self, layer: int, demand: Demand, arriving_s: FloatArray | None = None
+        self,
+        layer: int,
+        demand: Demand,
+        arriving_s: FloatArray | None = None,
+        link_s: float = 0.0,
     ) -> Assignment:
-        return _split(demand, beam_mask(prices(self._costs, demand, arriving_s), self._width))
+        return divide(demand, beam_mask(prices(self._costs, demand, arriving_s), self._width))
 
 
 def beam_mask(price: Prices, width: int) -> BoolArray:
@@ -274,10 +309,14 @@ class Exact:
         self._max_states = max_states
 
     def __call__(
-        self, layer: int, demand: Demand, arriving_s: FloatArray | None = None
+        self,
+        layer: int,
+        demand: Demand,
+        arriving_s: FloatArray | None = None,
+        link_s: float = 0.0,
     ) -> Assignment:
         price = prices(self._costs, demand, arriving_s)
-        return _split(demand, exact_mask(price, self._max_states))
+        return divide(demand, exact_mask(price, self._max_states))
 
 
 def exact_mask(price: Prices, max_states: int = 1 << 20) -> BoolArray:
@@ -285,7 +324,7 @@ def exact_mask(price: Prices, max_states: int = 1 << 20) -> BoolArray:
     best = beam_mask(price, width=8)
     best_ps = round(makespan(price, best) * _PS)
     is_free = np.isfinite(price.device_s)  # the others have no choice but the host
-    order = np.flatnonzero(is_free)[_lopsided_first(Prices(*(p[is_free] for p in price)))]
+    order = is_free.nonzero()[0][_lopsided_first(Prices(*(p[is_free] for p in price)))]
     device_ps, host_ps = _picoseconds(price.device_s[order]), _picoseconds(price.host_s[order])
     forced_ps = int(_picoseconds(price.host_s[~is_free]).sum())
     bits = _search(device_ps, host_ps, forced_ps, best_ps, max_states)
@@ -303,9 +342,13 @@ class AllFetch:
             raise PlanError("Fetching absent experts needs at least 1 staging slot; there is none.")
 
     def __call__(
-        self, layer: int, demand: Demand, arriving_s: FloatArray | None = None
+        self,
+        layer: int,
+        demand: Demand,
+        arriving_s: FloatArray | None = None,
+        link_s: float = 0.0,
     ) -> Assignment:
-        return _split(demand, np.ones(len(demand.experts), np.bool_))
+        return divide(demand, np.ones(len(demand.experts), np.bool_))
 
 
 class AllHost:
@@ -315,9 +358,13 @@ class AllHost:
     """
 
     def __call__(
-        self, layer: int, demand: Demand, arriving_s: FloatArray | None = None
+        self,
+        layer: int,
+        demand: Demand,
+        arriving_s: FloatArray | None = None,
+        link_s: float = 0.0,
     ) -> Assignment:
-        return _split(demand, _is_here(demand, arriving_s))
+        return divide(demand, is_here(demand, arriving_s))
 
 
 class Fiddler:
@@ -332,15 +379,19 @@ class Fiddler:
         self._by_threshold = by_threshold
 
     def __call__(
-        self, layer: int, demand: Demand, arriving_s: FloatArray | None = None
+        self,
+        layer: int,
+        demand: Demand,
+        arriving_s: FloatArray | None = None,
+        link_s: float = 0.0,
     ) -> Assignment:
-        mask = _is_here(demand, arriving_s)
+        mask = is_here(demand, arriving_s)
         if self._by_threshold:
             costs = self._costs
             device_s = costs.device_s(demand.num_tokens)
             device_s += costs.fetch_s if costs.num_staging else np.inf
             mask = mask | (device_s < costs.host_s(demand.num_tokens))
-        return _split(demand, mask)
+        return divide(demand, mask)
 
 
 class HybriMoEThreshold:
@@ -355,12 +406,47 @@ class HybriMoEThreshold:
         self._can_fetch = costs.num_staging > 0
 
     def __call__(
-        self, layer: int, demand: Demand, arriving_s: FloatArray | None = None
+        self,
+        layer: int,
+        demand: Demand,
+        arriving_s: FloatArray | None = None,
+        link_s: float = 0.0,
     ) -> Assignment:
-        mask = _is_here(demand, arriving_s)
+        mask = is_here(demand, arriving_s)
         if self._can_fetch:
             mask = mask | (demand.num_tokens >= self.min_tokens)
-        return _split(demand, mask)
+        return divide(demand, mask)
+
+
+class HybriMoEGreedy:
+    """HybriMoE's released code: one queue, which the device empties from its front and the host
+    from its back, whoever would end sooner taking its next.
+
+    In the queue stand residents, then absent experts, each with most tokens first. An absent
+    expert on the device waits for the link, which brings one after another. Ties go to the device.
+    """
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
+
+    def __call__(
+        self,
+        layer: int,
+        demand: Demand,
+        arriving_s: FloatArray | None = None,
+        link_s: float = 0.0,
+    ) -> Assignment:
+        here, costs = is_here(demand, arriving_s), self._costs
+        queue = np.lexsort((-demand.num_tokens, ~here))
+        fetch_s = costs.fetch_s if costs.num_staging else np.inf
+        num_taken = _two_ended(
+            costs.device_s(demand.num_tokens)[queue].tolist(),
+            costs.host_s(demand.num_tokens)[queue].tolist(),
+            np.where(here, 0.0, fetch_s)[queue].tolist(),
+        )
+        mask = np.zeros(len(queue), np.bool_)
+        mask[queue[:num_taken]] = True
+        return divide(demand, mask)
 
 
 class LayerSplit:
@@ -370,19 +456,42 @@ class LayerSplit:
         self._is_device_layer = is_device_layer
 
     def __call__(
-        self, layer: int, demand: Demand, arriving_s: FloatArray | None = None
+        self,
+        layer: int,
+        demand: Demand,
+        arriving_s: FloatArray | None = None,
+        link_s: float = 0.0,
     ) -> Assignment:
-        return _split(demand, np.full(len(demand.experts), self._is_device_layer[layer], np.bool_))
+        return divide(demand, np.full(len(demand.experts), self._is_device_layer[layer], np.bool_))
 
 
 _PS = 1e12  # picoseconds in a second
 
 
-def _split(demand: Demand, mask: BoolArray) -> Assignment:
-    experts = demand.experts
-    return Assignment(
-        experts[mask & demand.is_resident], experts[mask & ~demand.is_resident], experts[~mask]
-    )
+def _two_ended(device_s: list[float], host_s: list[float], fetch_s: list[float]) -> int:
+    """How many of a queue the device has taken from the front when it meets the host."""
+    front, back = 0, len(device_s) - 1
+    device_end_s = host_end_s = link_end_s = 0.0
+    while front <= back:
+        link_s = link_end_s + fetch_s[front]
+        start_s = max(device_end_s, link_s) if fetch_s[front] else device_end_s
+        if start_s + device_s[front] <= host_end_s + host_s[back]:
+            device_end_s, link_end_s = start_s + device_s[front], link_s
+            front += 1
+        else:
+            host_end_s += host_s[back]
+            back -= 1
+    return front
+
+
+def _queued(
+    absent: IntArray, num_tokens: IntArray, due_s: FloatArray
+) -> tuple[IntArray, FloatArray]:
+    """Absent experts as `Balance` queues them: the soonest due, then those with most tokens."""
+    order = (-num_tokens[absent]).argsort(kind="stable")
+    if np.isfinite(due_s).any():
+        order = order[due_s[order].argsort(kind="stable")]
+    return absent[order], due_s[order]
 
 
 def _num_relieved(
@@ -395,12 +504,6 @@ def _num_relieved(
             return place
         device_end_s -= spared_s
     return len(device_s)
-
-
-def _is_here(demand: Demand, arriving_s: FloatArray | None) -> BoolArray:
-    if arriving_s is None:
-        return demand.is_resident
-    return demand.is_resident | (arriving_s <= 0.0)
 
 
 def _lopsided_first(price: Prices) -> IntArray:
@@ -427,7 +530,7 @@ def _search(
         host = np.concatenate([host, host + host_ps[place]])
         bound_ps = weight * device + (1 - weight) * host + rest_ps[place + 1]
         is_open = (np.maximum(device, host) < best_ps) & (bound_ps < best_ps - 0.5)
-        keep = np.flatnonzero(is_open)
+        keep = is_open.nonzero()[0]
         keep = keep[np.lexsort((host[keep], device[keep]))]
         keep = keep[_is_new_minimum(host[keep])]
         if not len(keep):

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
-from lowtide.core import Costs, FloatArray
+from lowtide.core import Costs, FloatArray, IntArray
 from lowtide.errors import UsageError
 from lowtide.policies.assignment import (
     AllFetch,
@@ -20,6 +21,7 @@ from lowtide.policies.assignment import (
     Balance,
     Fiddler,
     Greedy,
+    HybriMoEGreedy,
     HybriMoEThreshold,
     LayerSplit,
 )
@@ -35,6 +37,7 @@ from lowtide.policies.placement import (
     Tide,
 )
 from lowtide.policies.prefetch import (
+    Combined,
     NextGate,
     NoPrefetch,
     PaysOff,
@@ -43,6 +46,7 @@ from lowtide.policies.prefetch import (
     Residual,
     Statistics,
 )
+from lowtide.policies.split import Favourites, FixedShare, Split, best_split
 from lowtide.policies.tau import OnlineTau
 
 
@@ -54,8 +58,13 @@ class Setting:
     frequency: [layers, experts], a calibration's activations; without one static presets keep the
         first experts by id.
     following: [layers - 1, experts, experts], from `count_following`; without one no statistics.
-    tau: TIDE's interval, and where `lowtide`'s starts; online_tau: whether `lowtide` follows drift.
+    hits: [passes, layers, experts], a calibration's tokens per expert, the load that
+        `moe-lightning` plans for; without one every expert is given one token.
+    tau: TIDE's interval, and where `lowtide`'s starts; online_tau: whether it follows the drift.
+    waits: whether `tide` waits for the experts it admits (Eq. 3), or lets the moves follow.
     w_size, u_size: DALI's window and swap sizes.
+    by_threshold: whether `fiddler` fetches an expert that would end sooner so, or never fetches.
+    by_greedy: whether `hybrimoe` assigns as its code does, or by the threshold DALI describes.
     num_prefetch: experts fetched ahead per layer, at most.
     max_step_bytes: moves of `lowtide` per forward pass, at most.
     """
@@ -65,8 +74,12 @@ class Setting:
     costs: Costs
     frequency: FloatArray | None = None
     following: FloatArray | None = None
+    hits: IntArray | None = None
     tau: int = 4
     online_tau: bool = False
+    waits: bool = False
+    by_threshold: bool = False
+    by_greedy: bool = False
     w_size: int = 4
     u_size: int = 8
     num_prefetch: int = 4
@@ -82,20 +95,22 @@ class Setting:
 class Recipe:
     """A preset: how each of its three policies is made from a setting.
 
-    waits: whether a step waits for the experts its placement admits (TIDE's Eq. 3) and runs them
-    on the device, or computes them where they are and lets the moves follow (TIDE's Algorithm 1).
+    can_wait: whether it has the choice that `Setting.waits` makes.
     """
 
     placement: Callable[[Setting], Placement]
     assignment: Callable[[Setting], Assign]
     prefetch: Callable[[Setting], Prefetch] = lambda setting: NoPrefetch()
-    waits: bool = False
+    can_wait: bool = False
     weighs_moves: bool = False  # whether the placement asks what a move costs
 
     def policies(self, setting: Setting) -> Policies:
         """The preset at work, for one model, budget and machine."""
         return Policies(
-            self.placement(setting), self.assignment(setting), self.prefetch(setting), self.waits
+            self.placement(setting),
+            self.assignment(setting),
+            self.prefetch(setting),
+            waits=self.can_wait and setting.waits,
         )
 
 
@@ -176,8 +191,13 @@ def _online_tau(setting: Setting) -> OnlineTau:
 
 
 def _what_pays(setting: Setting) -> Prefetch:
-    last = PreviousStep(setting.num_prefetch, setting.num_layers, setting.num_experts)
-    return PaysOff(last, gain_s=setting.costs.fetch_s, cost_s=setting.costs.fetch_s)
+    """The next gate and the step before together, while they pay."""
+    num_ahead, costs = setting.num_prefetch, setting.costs
+    is_calibrated = setting.frequency is not None  # and so has residual vectors
+    gate = Residual(num_ahead) if is_calibrated else NextGate(num_ahead)
+    last = PreviousStep(num_ahead, setting.num_layers, setting.num_experts)
+    both = Combined(num_ahead, [(gate, 1.0), (last, 1.0)])
+    return PaysOff(both, gain_s=costs.fetch_s, cost_s=costs.fetch_s)
 
 
 def _statistics(setting: Setting) -> Prefetch:
@@ -186,22 +206,54 @@ def _statistics(setting: Setting) -> Prefetch:
     return Statistics(setting.num_prefetch, setting.following)
 
 
+@lru_cache(maxsize=1)  # asked for by each of the preset's three policies
+def _best_split(setting: Setting) -> Split:
+    load = _load(setting)
+    return best_split(load, setting.capacity, _use(load), setting.costs, setting.num_prefetch)
+
+
+def _load(setting: Setting) -> IntArray:
+    if setting.hits is not None:
+        return setting.hits
+    return np.ones((1, setting.num_layers, setting.num_experts), np.int64)
+
+
+def _use(load: IntArray) -> FloatArray:
+    """Passes in which each expert is active. [layers, experts]"""
+    use: FloatArray = (load > 0).sum(axis=0).astype(np.float64)
+    return use
+
+
+def _planned_residents(setting: Setting) -> Placement:
+    share = _best_split(setting).resident_share
+    return Frequency([round(share * slots) for slots in setting.capacity], _use(_load(setting)))
+
+
+def _planned_prefetch(setting: Setting) -> Prefetch:
+    return Favourites(_best_split(setting).num_ahead, _use(_load(setting)))
+
+
 CATALOGUE: Mapping[str, Recipe] = {
     "resident": Recipe(_all_residents, lambda s: AllHost()),
     "all-host": Recipe(_no_residents, lambda s: AllHost()),
     "on-demand": Recipe(_no_residents, lambda s: AllFetch(s.costs)),
-    "tide": Recipe(_tide, lambda s: AllHost()),
+    "tide": Recipe(_tide, lambda s: AllHost(), can_wait=True),
     "dali": Recipe(_dali, lambda s: Greedy(s.costs), lambda s: Residual(s.num_prefetch)),
     "lowtide": Recipe(_lowtide, lambda s: Balance(s.costs), _what_pays, weighs_moves=True),
     "static": Recipe(_best_known, lambda s: AllFetch(s.costs)),
     "lru": Recipe(lambda s: LRU(s.capacity, s.num_experts), lambda s: AllFetch(s.costs)),
-    "fiddler": Recipe(_best_known, lambda s: Fiddler(s.costs)),
+    "fiddler": Recipe(_best_known, lambda s: Fiddler(s.costs, s.by_threshold)),
     "hybrimoe": Recipe(
         lambda s: ScoreCache(s.capacity, s.num_experts),
-        lambda s: HybriMoEThreshold(s.costs),
+        lambda s: HybriMoEGreedy(s.costs) if s.by_greedy else HybriMoEThreshold(s.costs),
         lambda s: NextGate(s.num_prefetch),
     ),
     "edgemoe": Recipe(_edgemoe, lambda s: AllFetch(s.costs), _statistics),
+    "moe-lightning": Recipe(
+        _planned_residents,
+        lambda s: FixedShare(_best_split(s).fetch_share),
+        _planned_prefetch,
+    ),
     "layer-split": Recipe(_whole_layers, lambda s: LayerSplit(_device_layers(s))),
 }
 """Every preset by name. `resident` ignores the capacity: it is the machine without a limit."""

@@ -43,18 +43,20 @@ class Policies:
         demand: Demand,
         is_kept: BoolArray,
         arriving_s: FloatArray,
+        link_s: float,
         can_fetch: bool,
     ) -> Decision:
         """One layer's decisions, after its router.
 
         is_kept [num_experts]: residents, and those on their way to be. arriving_s
         [len(demand.experts)]: seconds until each can be used, infinite if nothing is under way.
+        link_s: seconds until the link is free for a fetch.
         """
         if self.waits:
             moves = self.placement.update(step, layer, demand, is_kept)
-            assignment = self.assign(layer, demand, arriving_s)
+            assignment = self.assign(layer, demand, arriving_s, link_s)
             return Decision(_promoted(assignment, moves.admit) if can_fetch else assignment, moves)
-        assignment = self.assign(layer, demand, arriving_s)
+        assignment = self.assign(layer, demand, arriving_s, link_s)
         if isinstance(self.placement, KeepsFetched):
             self.placement.fetched(layer, assignment.fetch)
         return Decision(assignment, self.placement.update(step, layer, demand, is_kept))

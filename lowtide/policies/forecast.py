@@ -7,7 +7,8 @@ import numpy as np
 from lowtide.core import FloatArray, IntArray
 
 _DECAYS = (0.0, 0.8, 0.95)  # the last step, some five, some twenty; and everything ever seen
-_FORGET = 0.995  # weight of the past in what is learnt, per layer and step
+_FORGET = 0.99  # weight of the past in what is learnt, per watched layer and step
+_WATCHED = 4  # every fourth layer is learnt from
 _RIDGE = 1e-9  # keeps memories that say the same from cancelling each other
 
 
@@ -17,7 +18,7 @@ class Forecast:
     A step's worth is a share: all experts of a layer sum to one, so that a prefill pass, which
     wants every expert, teaches as much as any other. Every layer remembers the last step, two
     exponential means and the mean of all steps, which a calibration starts. How much each memory
-    says about the next step is learnt while running, by least squares over all layers: routing
+    says about the next step is learnt while running, by least squares over some layers: routing
     that stays (a diffusion block), that drifts and that only has favourites want other mixtures.
     """
 
@@ -26,18 +27,18 @@ class Forecast:
     ) -> None:
         """`frequency` [layers, experts]: the steps of a calibration in which each was active."""
         num_memories = len(_DECAYS) + 1
-        # [layers, experts, memories and, last, the step that they are to forecast]
-        self._shares = np.zeros((num_layers, num_experts, num_memories + 1))
+        # [layers, memories and, last, the step that they are to forecast, experts]
+        self._shares = np.zeros((num_layers, num_memories + 1, num_experts))
+        self._change = np.empty((num_memories, num_experts))
         self._num_steps = np.zeros(num_layers)
         if frequency is not None:
             self._num_steps[:] = frequency.max(initial=0.0)
             total = np.maximum(frequency.sum(axis=1, keepdims=True), 1.0)
-            self._shares[:, :, -2] = frequency / total
+            self._shares[:, -2] = frequency / total
         self._products = np.zeros((num_memories, num_memories + 1))
         self._weights = np.full(num_memories, 1 / num_memories)
-        self._rates = np.array([*(1 - decay for decay in _DECAYS), 0.0])
+        self._rates = np.array([*(1 - decay for decay in _DECAYS), 0.0])[:, None]
         self._worth_s = np.zeros(num_layers)  # of all experts together, in the last step
-        self._num_observed = 0
 
     def observe(
         self, layer: int, experts: IntArray, num_tokens: IntArray, worth_s: FloatArray
@@ -52,30 +53,31 @@ class Forecast:
             return
         self._worth_s[layer] = total_s
         shares = self._shares[layer]
-        memories, target = shares[:, :-1], shares[:, -1]
+        memories, target = shares[:-1], shares[-1]
         target[:] = 0.0
         target[experts] = worth_s / total_s
-        self._products *= _FORGET
-        self._products += memories.T @ shares
-        self._learn()
+        if layer % _WATCHED == 0:
+            self._products *= _FORGET
+            self._products += memories @ shares.T
         # One of an expert's tokens stays with it as often as not, so one with many comes again.
         kept_s = worth_s * (1.0 - np.exp2(-num_tokens))
         target[experts] = kept_s / kept_s.sum()
         self._num_steps[layer] += 1
         self._rates[-1] = 1 / self._num_steps[layer]
-        memories += self._rates * (target[:, None] - memories)
+        change = np.subtract(target, memories, out=self._change)
+        change *= self._rates
+        memories += change
 
     def __call__(self, layer: int) -> FloatArray:
         """Seconds that each expert's residency will be worth in the next step. [num_experts]"""
-        share: FloatArray = self._shares[layer, :, :-1] @ (self._weights * self._worth_s[layer])
-        return np.maximum(share, 0.0, out=share)
+        if layer == 0:
+            self._learn()
+        worth_s: FloatArray = (self._weights * self._worth_s[layer]) @ self._shares[layer, :-1]
+        return np.maximum(worth_s, 0.0, out=worth_s)
 
     def _learn(self) -> None:
-        """The mixture of least squared error, anew when every layer has been seen once more."""
-        self._num_observed += 1
-        if self._num_observed % len(self._shares) == 0:
-            gram = self._products[:, :-1]
-            ridge = _RIDGE + 1e-6 * np.trace(gram)
-            # What nothing is known about yet stays at equal weights.
-            target = self._products[:, -1] + ridge / len(gram)
-            self._weights = np.linalg.solve(gram + ridge * np.eye(len(gram)), target)
+        """The mixture of least squared error; as long as little is known, equal weights."""
+        gram = self._products[:, :-1]
+        ridge = _RIDGE + 1e-6 * np.trace(gram)
+        target = self._products[:, -1] + ridge / len(gram)
+        self._weights = np.linalg.solve(gram + ridge * np.eye(len(gram)), target)

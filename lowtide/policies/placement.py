@@ -237,9 +237,10 @@ class DaliWindow:
 
     def _swap(self, score: IntArray, is_resident: BoolArray, capacity: int) -> Moves:
         entering = _top(score, ~is_resident & (score > 0), self._u_size)
-        residents = np.flatnonzero(is_resident)
-        leaving = residents[np.argsort(score[residents], kind="stable")]
-        return _exchange(entering, leaving, score[entering], score, capacity)
+        residents = is_resident.nonzero()[0]
+        leaving = residents[score[residents].argsort(kind="stable")]
+        num_free = max(0, capacity - len(residents))
+        return _exchange(entering, leaving, score[entering], score, num_free)
 
 
 class Lowtide:
@@ -339,18 +340,22 @@ class Lowtide:
     def _swap(self, layer: int, remaining: int, is_resident: BoolArray) -> Moves:
         gain_s = self._forecast(layer) * remaining
         is_fetched = self._is_fetched[layer]
-        net_s = gain_s - self._costs.fetch_s * self._busy[layer] * ~is_fetched
-        residents = np.flatnonzero(is_resident)
-        is_full = len(residents) >= self._capacity[layer]
-        floor_s = float(gain_s[residents].min()) if len(residents) and is_full else 0.0
-        entering = np.flatnonzero(~is_resident & (net_s > floor_s))
+        move_s = self._costs.fetch_s * self._busy[layer]
+        net_s = gain_s - move_s * ~is_fetched if move_s else gain_s
+        residents = is_resident.nonzero()[0]
+        num_free = max(0, self._capacity[layer] - len(residents))
+        floor_s = float(gain_s[residents].min()) if len(residents) and not num_free else 0.0
+        entering = ((net_s > floor_s) & ~is_resident).nonzero()[0]
         if not len(entering):
             return NO_MOVES
-        entering = entering[np.argsort(-net_s[entering], kind="stable")]
+        entering = entering[(-net_s[entering]).argsort(kind="stable")]
         must_pay = ~is_fetched[entering]
-        entering = entering[~must_pay | (np.cumsum(must_pay) <= self._credit[layer])]
-        leaving = residents[np.argsort(gain_s[residents], kind="stable")]
-        moves = _exchange(entering, leaving, net_s[entering], gain_s, self._capacity[layer])
+        entering = entering[~must_pay | (must_pay.cumsum() <= self._credit[layer])]
+        if not len(entering):
+            return NO_MOVES
+        leaving = residents[gain_s[residents] < net_s[entering[0]]]
+        leaving = leaving[gain_s[leaving].argsort(kind="stable")]
+        moves = _exchange(entering, leaving, net_s[entering], gain_s, num_free)
         self._credit[layer] -= np.count_nonzero(~is_fetched[moves.admit])
         return moves
 
@@ -379,8 +384,8 @@ def layer_budgets(frequency: FloatArray, total: int, least: int = 0) -> IntArray
 
 def _top(rank: IntArray | FloatArray, candidates: BoolArray, count: int) -> IntArray:
     """The `count` candidates with the highest rank; lower ids win ties."""
-    experts = np.flatnonzero(candidates)
-    order = np.argsort(-rank[experts], kind="stable")
+    experts = candidates.nonzero()[0]
+    order = (-rank[experts]).argsort(kind="stable")
     return experts[order[:count]]
 
 
@@ -401,7 +406,7 @@ def _moves(target: IntArray, is_resident: BoolArray) -> Moves:
 
 def _keep(score: FloatArray, candidates: BoolArray, is_resident: BoolArray, count: int) -> IntArray:
     """The `count` candidates with the highest score; residents, then lower ids, win ties."""
-    experts = np.flatnonzero(candidates)
+    experts = candidates.nonzero()[0]
     return experts[np.lexsort((~is_resident[experts], -score[experts]))[:count]]
 
 
@@ -410,20 +415,20 @@ def _exchange(
     leaving: IntArray,
     entering_worth: FloatArray | IntArray,
     worth: FloatArray | IntArray,
-    capacity: int,
+    num_free: int,
 ) -> Moves:
     """Admits the best of `entering`, each for a free slot or for a resident that is worth less.
 
-    `entering` best first with `entering_worth`; `leaving`: the residents, least `worth` first.
+    `entering` best first with `entering_worth`; `leaving`: residents that may go, least `worth`
+    first.
     """
-    num_free = max(0, capacity - len(leaving))
-    free, rest = entering[:num_free], entering[num_free:]
+    rest = entering[num_free:]
     num_pairs = min(len(rest), len(leaving))
     is_better = entering_worth[num_free : num_free + num_pairs] > worth[leaving[:num_pairs]]
     # Both sides are sorted, so the pairs that pay come first.
     num_swaps = int(is_better.sum())
-    admit = np.concatenate([free, rest[:num_swaps]])
-    return Moves(np.sort(admit), np.sort(leaving[:num_swaps]))
+    admit = np.sort(entering[: num_free + num_swaps])
+    return Moves(admit, np.sort(leaving[:num_swaps]))
 
 
 def _check_share(name: str, value: float) -> None:

@@ -55,8 +55,8 @@ class Prefetch(ABC):
         `is_resident` [num_experts]: resident or on their way.
         """
         score = np.where(is_resident, 0, self.score(layer, predicted))
-        wanted = np.flatnonzero(score > 0)
-        order = np.argsort(-score[wanted], kind="stable")[: self.num_experts_ahead]
+        wanted = (score > 0).nonzero()[0]
+        order = (-score[wanted]).argsort(kind="stable")[: self.num_experts_ahead]
         chosen: IntArray = wanted[order]
         return chosen
 
@@ -68,9 +68,9 @@ class Prefetch(ABC):
 class PrefetchOutcome:
     """Counts of prefetched experts, for one layer's step or summed up."""
 
-    num_hits: int = 0  # wanted, and there in time
-    num_late: int = 0  # wanted, and still under way
-    num_wasted: int = 0  # not wanted
+    num_hits: int = 0  # used on the device, and there in time
+    num_late: int = 0  # used on the device, but waited for
+    num_wasted: int = 0  # not wanted, or done on the host before it came
 
     def add(self, other: PrefetchOutcome) -> None:
         self.num_hits += other.num_hits
@@ -204,7 +204,7 @@ class PaysOff(Prefetch):
 
     Earned is `hits * gain_s`, lost is `wasted * cost_s`, both exponential sums over layers. It is
     switched off when less is earned than lost, and on again when its silent forecasts would earn
-    `margin` times what they would lose. A late expert counts neither way: its bytes were wanted.
+    `margin` times what they would lose. A late expert counts neither way: its bytes were used.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class PaysOff(Prefetch):
         self._inner.observe(layer, demand)
         forecast = self._forecasts.pop(layer, None)
         if forecast is not None:
-            num_hits = len(np.intersect1d(forecast, demand.experts, assume_unique=True))
+            num_hits = len(set(forecast.tolist()).intersection(demand.experts.tolist()))
             self._weigh(num_hits, len(forecast) - num_hits)
 
     def choose(

@@ -18,14 +18,15 @@ PRESETS: Mapping[str, tuple[str, ...]] = {
     "all-host": (),
     "on-demand": (),
     "static": (),
-    "tide": ("tau",),
+    "tide": ("tau", "waits"),
     "dali": ("w_size", "u_size", "num_prefetch"),
     "lowtide": ("tau", "num_prefetch", "max_step_bytes"),
     "lru": (),
-    "fiddler": (),
-    "hybrimoe": ("num_prefetch",),
+    "fiddler": ("by_threshold",),
+    "hybrimoe": ("num_prefetch", "by_greedy"),
     "edgemoe": ("num_prefetch",),
     "layer-split": (),
+    "moe-lightning": ("num_prefetch",),
 }
 """Every preset with the names of its options."""
 
@@ -36,6 +37,8 @@ _RANGES: Mapping[str, tuple[int, int]] = {
     "num_prefetch": (0, 999_999),
     "max_step_bytes": (1, 10**15),
 }
+_SWITCHES: Mapping[str, bool] = {"true": True, "false": False}
+_SWITCHED = ("waits", "by_threshold", "by_greedy")
 _ONLINE = "auto"  # tau follows the drift that is seen
 TAU_PAPER = "paper"  # tau is TIDE's Eq. 7, from a calibration
 TAU_SOLVED = (_ONLINE, TAU_PAPER)
@@ -63,6 +66,9 @@ def parse_options(options: Mapping[str, str]) -> dict[str, int | bool]:
             continue
         if name == "tau" and text == TAU_PAPER:
             continue
+        if name in _SWITCHED:
+            parsed[name] = _switch(name, text)
+            continue
         low, high = _RANGES[name]
         if not text.isdecimal() or len(text) > 16 or not low <= int(text) <= high:
             word = ", or auto, or paper" if name == "tau" else ""
@@ -73,14 +79,25 @@ def parse_options(options: Mapping[str, str]) -> dict[str, int | bool]:
     return parsed
 
 
-def choose_preset(name: str, *, everything_fits: bool, has_device: bool = False) -> tuple[str, str]:
+def _switch(name: str, text: str) -> bool:
+    if text not in _SWITCHES:
+        raise UsageError(f"{name} must be true or false, not {text!r}.")
+    return _SWITCHES[text]
+
+
+def choose_preset(
+    name: str, *, everything_fits: bool, has_device: bool = False, is_diffusion: bool = True
+) -> tuple[str, str]:
     """The preset that `name` stands for here, and the reason."""
     if name == "auto":
         if everything_fits:
             return "resident", "every expert fits into the budget"
         if has_device:
             return "lowtide", "not every expert fits: measured costs decide who computes what"
-        return "tide", "not every expert fits, and routing changes little from step to step"
+        if is_diffusion:
+            return "tide", "not every expert fits, and routing changes little from step to step"
+        # TIDE would keep the few experts of one token and leave the other slots empty.
+        return "lru", "not every expert fits, and each token asks for a few experts only"
     if name == "resident" and not everything_fits:
         raise UsageError(
             "Policy 'resident' keeps every expert in memory and the budget is too small for that; "

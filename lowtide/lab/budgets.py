@@ -1,0 +1,30 @@
+"""Budgets by the share of a model's experts that they hold: what benchmarks and proofs choose."""
+
+from __future__ import annotations
+
+from lowtide.core import MemoryPlan, TierPlan
+from lowtide.memory.budget import device_staging_slots, host_staging_slots
+
+
+def budget_of_share(plan: MemoryPlan, share: float) -> int:
+    """The fast tier's budget in bytes with which `share` of all experts is resident.
+
+    plan: of the same model and options, with any budget. Slots that experts only pass through
+    come on top; a share of 1 is the plan's `full_bytes`.
+    """
+    num_staging = device_staging_slots(plan.num_experts)
+    if plan.gpu is None:
+        num_staging = host_staging_slots(plan.host.slot_bytes, plan.num_experts)
+    return min(plan.full_bytes, _with_slots(plan.fast_tier, num_staging, share, plan))
+
+
+def home_of_share(plan: MemoryPlan, share: float) -> int:
+    """With a device: the host's budget with which `share` of all experts is in host memory."""
+    num_staging = host_staging_slots(plan.host.slot_bytes, plan.num_experts)
+    return _with_slots(plan.host, num_staging, share, plan)
+
+
+def _with_slots(tier: TierPlan, num_staging: int, share: float, plan: MemoryPlan) -> int:
+    fixed_bytes = tier.used_bytes - tier.num_slots * tier.slot_bytes
+    num_slots = min(plan.num_experts, num_staging + round(share * plan.num_experts))
+    return fixed_bytes + num_slots * tier.slot_bytes

@@ -1,0 +1,495 @@
+"""The slots of a device under any programme of decisions: the right bytes, and no slot lost.
+
+A world of one thread stands in for device, host threads and disk. What is queued there ends in a
+random order, but a legal one, and whenever somebody looks or waits; a wait that nothing can end
+is an error. Every run checks whose bytes it reads.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from random import Random
+from types import FrameType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lowtide.core import (
+    Assignment,
+    BoolArray,
+    Costs,
+    Curve,
+    Demand,
+    FloatArray,
+    IntArray,
+    MoEShape,
+    Moves,
+    Step,
+    StepKind,
+)
+from lowtide.errors import DeviceError, InternalError, StorageError
+from lowtide.experts import home, hybrid, link, slots
+from lowtide.experts.device import ExpertGroup
+from lowtide.experts.home import DiskHome, HostHome
+from lowtide.experts.hybrid import HostScratch, HybridRuntime
+from lowtide.experts.link import Link
+from lowtide.experts.rows import ExpertBuffers, ExpertRows, Routing
+from lowtide.experts.slots import SlotLedger
+from lowtide.memory.workspace import Workspace
+from lowtide.policies.decision import Policies
+from lowtide.policies.placement import LRU
+from lowtide.policies.prefetch import Gate, PrefetchOutcome
+
+GARBAGE = -1.0
+HIDDEN = 2
+
+
+class Task:
+    """Something that a queue of the world does: it begins, and later it ends or fails."""
+
+    def __init__(self, begin: Callable[[], None], end: Callable[[], None], after: Any) -> None:
+        self.begin = begin
+        self.end = end
+        self.after = after
+        self.has_begun = self.has_ended = False
+        self.error: Exception | None = None
+
+
+class World:
+    """Queues of tasks, each in its own order, as a random source lets them go on."""
+
+    def __init__(self, random: Random) -> None:
+        self.random = random
+        self.can_fail = False
+        self._pace = random.choice([0.02, 0.3, 0.7])
+        self._queues: dict[str, deque[Task]] = {}
+        self._speeds: dict[str, float] = {}  # of each queue
+
+    def queue(self, name: str, task: Task) -> None:
+        self._queues.setdefault(name, deque()).append(task)
+        self._speeds.setdefault(name, self.random.choice([1.0, 0.1, 0.01]))
+
+    def look(self) -> None:
+        """Time passes whenever anybody looks."""
+        while self.random.random() < self._pace and self._step():
+            pass
+
+    def until(self, is_done: Callable[[], bool]) -> None:
+        while not is_done():
+            assert self._step(), "nothing that is under way can end"
+
+    def drain(self, *names: str) -> None:
+        queues = [queue for name, queue in self._queues.items() if name.startswith(names)]
+        self.until(lambda: not any(queues))
+
+    def _step(self) -> bool:
+        heads = [(name, queue[0]) for name, queue in self._queues.items() if queue]
+        ready = [(n, t) for n, t in heads if t.after is None or t.after.has_ended]
+        if not ready:
+            return False
+        [(name, task)] = self.random.choices(ready, [self._speeds[name] for name, _ in ready])
+        if not task.has_begun:
+            task.has_begun = True
+            task.begin()
+        else:
+            self._end(task)
+            self._queues[name].popleft()
+        return True
+
+    def _end(self, task: Task) -> None:
+        try:
+            if task.after is not None and task.after.error is not None:
+                raise DeviceError("what it waited for failed")
+            if self.can_fail and self.random.random() < 0.02:
+                raise StorageError("on purpose")
+            task.end()
+        except (DeviceError, StorageError) as error:
+            task.error = error
+        task.has_ended = True
+
+
+class FakeEvent:
+    def __init__(self, world: World, task: Task) -> None:
+        self._world = world
+        self._task = task
+
+    @property
+    def has_ended(self) -> bool:
+        return self._task.has_ended
+
+    @property
+    def error(self) -> Exception | None:
+        return self._task.error
+
+    def is_done(self) -> bool:
+        self._world.look()
+        return self._task.has_ended
+
+    def wait(self, limit_s: float = 1.0) -> None:
+        self._world.until(lambda: self._task.has_ended)
+        if self._task.error is not None:
+            raise DeviceError(str(self._task.error))
+
+
+class LateFuture(Future[Any]):
+    """Of work that the world does when it likes."""
+
+    def __init__(self, world: World, name: str, begin: Callable[[], None], end: Any) -> None:
+        super().__init__()
+        self._world = world
+        self._answer: Any = None
+        self.task = Task(begin, lambda: setattr(self, "_answer", end()), None)
+        world.queue(name, self.task)
+
+    def done(self) -> bool:
+        self._world.look()
+        return self.task.has_ended
+
+    def result(self, timeout: float | None = None) -> Any:
+        self._world.until(lambda: self.task.has_ended)
+        if self.task.error is not None:
+            raise self.task.error
+        return self._answer
+
+
+class FakeSlots:
+    """Slots of one number each: whose expert it is."""
+
+    class Layout(NamedTuple):
+        num_bytes: int = 4
+
+    layout = Layout()
+
+    def __init__(self, num_slots: int) -> None:
+        self.values = torch.full((max(1, num_slots),), GARBAGE)
+
+    def image(self, slot: int) -> Tensor:
+        return self.values[slot : slot + 1]
+
+    weights = image
+
+
+class FakeDevice:
+    """Copies and runs in two queues; each run's output is what it found in the slot."""
+
+    name = "fake"
+    torch_device = torch.device("cpu")
+
+    def __init__(self, world: World, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._world = world
+        self._slots = FakeSlots(num_slots).values
+        self._tasks: list[Task] = []
+
+    def copy(self, source: Tensor, slot: int, after: Any) -> FakeEvent:
+        def end() -> None:
+            self._slots[slot] = source[0]
+
+        return self._queue("copies", lambda: self._slots[slot].fill_(GARBAGE), end, after)
+
+    def run(
+        self, group: ExpertGroup, rows: ExpertRows, buffers: ExpertBuffers, after: Any
+    ) -> FakeEvent:
+        assert (np.diff(group.experts) > 0).all()
+        pairs = [(rows.pairs(expert), slot) for expert, slot in zip(*group, strict=True)]
+
+        def begin() -> None:
+            for of_expert, slot in pairs:
+                buffers.parts[of_expert] = self._slots[slot]
+
+        def end() -> None:
+            for of_expert, slot in pairs:
+                same = buffers.parts[of_expert] == self._slots[slot]
+                assert same.all(), "a slot changed under a run"
+
+        return self._queue("runs", begin, end, after)
+
+    def to_host(self, rows: ExpertRows, parts: Tensor) -> Tensor:
+        self._world.drain("runs")
+        _ = rows.bounds
+        return parts
+
+    def stage(self, predicted: Tensor) -> Tensor:
+        return predicted
+
+    def from_host(self, *_: Any) -> None:
+        pass
+
+    def host_work(self, num_tokens: int, work: Any) -> Any:
+        return work
+
+    def join(self) -> None:
+        self._world.drain("runs")
+        for task in self._tasks:
+            if task.error is not None:
+                raise DeviceError(str(task.error))
+
+    def drain(self) -> None:
+        self._world.drain("copies", "runs")
+        self._tasks.clear()
+
+    def close(self) -> None:
+        pass
+
+    def _queue(self, name: str, begin: Any, end: Any, after: Any) -> FakeEvent:
+        self._world.look()
+        task = Task(begin, end, after)
+        self._tasks.append(task)
+        self._world.queue(name, task)
+        return FakeEvent(self._world, task)
+
+
+class FakeExecutor:
+    """Two host threads."""
+
+    num_threads = 2
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def submit(self, work: Callable[[], None]) -> Future[None]:
+        name = f"host {self._world.random.randrange(2)}"
+        return LateFuture(self._world, name, lambda: None, work)
+
+    def run(self, works: Any) -> None:
+        raise AssertionError("not used here")
+
+    def drain(self) -> None:
+        self._world.drain("host")
+
+
+class FakeTransfer:
+    """Four readers, each of which spoils a slot at once and fills it later."""
+
+    def __init__(self, world: World, values: Tensor, num_experts: int) -> None:
+        self._world = world
+        self._values = values
+        self._num_experts = num_experts
+
+    def start(self, layer: int, expert: int, slot: int) -> Future[int]:
+        self._values[slot] = GARBAGE
+
+        def end() -> int:
+            self._values[slot] = value_of(layer, expert, self._num_experts)
+            return 4
+
+        name = f"reader {self._world.random.randrange(4)}"
+        return LateFuture(self._world, name, lambda: None, end)
+
+    def drain(self) -> None:
+        self._world.drain("reader")
+
+
+def value_of(layer: int, expert: int, num_experts: int) -> float:
+    return float(1 + layer * num_experts + expert)
+
+
+class AnyPlacement:
+    """Keeps whatever it likes, within the capacity."""
+
+    def __init__(self, random: Random, capacity: list[int], num_experts: int) -> None:
+        self._random = random
+        self._num_experts = num_experts
+        self.capacity = capacity
+
+    def initial(self, layer: int) -> IntArray:
+        num_initial = self._random.randint(0, self.capacity[layer])
+        return np.array(sorted(self._random.sample(range(self._num_experts), num_initial)), int)
+
+    def update(self, step: Step, layer: int, demand: Demand, is_resident: BoolArray) -> Moves:
+        kept = np.flatnonzero(is_resident).tolist()
+        assert len(kept) <= self.capacity[layer]
+        evict = [expert for expert in kept if self._random.random() < 0.3]
+        num_free = self.capacity[layer] - len(kept) + len(evict)
+        absent = np.flatnonzero(~is_resident).tolist()
+        admit = self._random.sample(absent, self._random.randint(0, min(num_free, len(absent))))
+        return Moves(np.array(sorted(admit), int), np.array(evict, int))
+
+
+class AnyAssign:
+    """Sends experts wherever they can be run."""
+
+    def __init__(self, random: Random, can_fetch: bool) -> None:
+        self._random = random
+        self._can_fetch = can_fetch
+
+    def __call__(
+        self, layer: int, demand: Demand, arriving_s: FloatArray | None = None, *_: Any
+    ) -> Assignment:
+        assert arriving_s is not None
+        share = self._random.choice([0.1, 0.5, 0.9, 1.0])
+        can_run = demand.is_resident | np.isfinite(arriving_s) | self._can_fetch
+        draws = [self._random.random() < share for _ in demand.experts]
+        on_device = np.array(draws, np.bool_) & can_run
+        return Assignment(
+            demand.experts[on_device & demand.is_resident],
+            demand.experts[on_device & ~demand.is_resident],
+            demand.experts[~on_device],
+        )
+
+
+class AnyPrefetch:
+    gate = Gate.NONE
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+
+    def observe(self, layer: int, demand: Demand) -> None:
+        pass
+
+    def record(self, outcome: PrefetchOutcome) -> None:
+        pass
+
+    def choose(self, layer: int, is_resident: BoolArray, predicted: Any = None) -> IntArray:
+        absent = np.flatnonzero(~is_resident).tolist()
+        return np.array(self._random.sample(absent, self._random.randint(0, len(absent))), int)
+
+
+class Machine:
+    """A hybrid runtime of random size in a world of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random = Random(seed)
+        self.world = World(random)
+        num_layers, num_experts = random.randint(1, 3), random.randint(2, 7)
+        self.shape = MoEShape(num_layers, num_experts, random.randint(1, 2), HIDDEN, HIDDEN)
+        self.capacity = [random.randint(0, num_experts) for _ in range(num_layers)]
+        num_staging = random.choice([0, 1, 2, 3, 4, 8])
+        if not num_staging:  # as a plan has it: no slot at all, or one for every expert
+            self.capacity = [random.choice([0, num_experts])] * num_layers
+        num_demand_slots = num_staging - num_staging // 2
+        device = FakeDevice(self.world, sum(self.capacity) + num_staging)
+        ledger = SlotLedger(num_layers, num_experts, device.num_slots)
+        self.home = self._disk_home() if random.random() < 0.5 else self._host_home()
+        self.runtime = HybridRuntime(
+            shape=self.shape,
+            device=device,
+            link=Link(device, ledger, self.home, 1e-9, num_demand_slots),
+            home=self.home,
+            policies=self._policies(num_demand_slots > 0),
+            costs=costs(num_demand_slots),
+            executor=FakeExecutor(self.world),
+            scratch=HostScratch(torch.empty(32, HIDDEN), torch.empty(32, HIDDEN)),
+            close=device.close,
+        )
+        self.workspace = Workspace(torch.empty(1 << 16, dtype=torch.uint8))
+        self.num_passes = 0
+
+    def _policies(self, can_fetch: bool) -> Policies:
+        random = self.random
+        placement: Any = AnyPlacement(random, self.capacity, self.shape.num_experts)
+        assign, prefetch = AnyAssign(random, can_fetch), AnyPrefetch(random)
+        return Policies(placement, assign, prefetch, random.random() < 0.5)  # type: ignore[arg-type]
+
+    def _host_home(self) -> HostHome:
+        num_layers, num_experts = self.shape[:2]
+        slots: Any = FakeSlots(num_layers * num_experts)
+        slots.values[:] = torch.arange(num_layers * num_experts) + 1
+        return HostHome(slots, num_experts)
+
+    def _disk_home(self) -> DiskHome:
+        num_layers, num_experts = self.shape[:2]
+        capacity = [self.random.randint(0, num_experts) for _ in range(num_layers)]
+        num_slots = sum(capacity) + self.random.randint(1, 4)
+        slots: Any = FakeSlots(num_slots)
+        return DiskHome(
+            slots,
+            SlotLedger(num_layers, num_experts, num_slots),
+            FakeTransfer(self.world, slots.values, num_experts),  # type: ignore[arg-type]
+            LRU(capacity, num_experts),
+        )
+
+    def preload(self) -> None:
+        self.runtime.preload(lambda *_: None)
+
+    def run_pass(self) -> None:
+        for layer in range(self.shape.num_layers):
+            self._run_layer(layer)
+            self.check()
+        self.num_passes += 1
+
+    def _run_layer(self, layer: int) -> None:
+        num_tokens, k = self.random.randint(1, 6), self.shape.num_experts_per_token
+        chosen = [
+            sorted(self.random.sample(range(self.shape.num_experts), k)) for _ in range(num_tokens)
+        ]
+        routing = Routing(torch.tensor(chosen), torch.ones(num_tokens, k))
+        x, out = torch.zeros(num_tokens, HIDDEN), torch.empty(num_tokens, HIDDEN)
+        with self.workspace.scope():
+            step = Step(StepKind.DENOISE, self.num_passes)
+            self.runtime.forward(layer, x, routing, step, self.workspace, out)
+        values = [[value_of(layer, e, self.shape.num_experts) for e in row] for row in chosen]
+        assert torch.equal(out[:, 0], torch.tensor(values).sum(1))
+
+    def check(self) -> None:
+        """Between layers: no slot is lost, and nobody is resident whom nobody asked for."""
+        link, ledger = self.runtime.link, self.runtime.link.ledger
+        assert ledger.num_free + ledger.num_resident + link.num_coming == ledger.num_slots
+        for layer, capacity in enumerate(self.capacity):
+            assert link.is_kept(layer).sum() <= capacity
+
+    def check_idle(self) -> None:
+        """At the end: every slot is free or a resident's."""
+        self.world.can_fail = False
+        self.run_pass()
+        self.runtime.adopt(self.runtime._policies, lambda *_: None)
+        self.runtime.device.drain()
+        self.home.abandon()
+        self.runtime.link.ledger.check_integrity()
+        if isinstance(self.home, DiskHome):
+            self.home.ledger.check_integrity()
+            for layer, capacity in enumerate(self.home._placement._capacity):  # type: ignore[attr-defined]
+                assert self.home.ledger.is_resident(layer).sum() <= capacity
+
+
+def costs(num_staging: int) -> Costs:
+    curve = Curve([(1, 1e-9)])
+    return Costs(4, 1e-9, curve, curve, curve, 0.0, num_staging=num_staging)
+
+
+def host_mlp(x: Tensor, weights: Tensor, gate: Tensor, up: Tensor, out: Tensor) -> None:
+    out[:] = weights
+
+
+@pytest.fixture(autouse=True, scope="module")
+def labels_for_products() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hybrid, "gated_mlp", host_mlp)
+        yield
+
+
+seeds = st.integers(0, 2**32)
+
+
+@examples(300)
+@given(seeds)
+def test_every_run_reads_its_own_experts_bytes(seed: int) -> None:
+    machine = Machine(seed)
+    machine.preload()
+    for _ in range(6):
+        machine.run_pass()
+    machine.check_idle()
+
+
+@examples(300)
+@given(seeds)
+def test_failures_lose_no_slot_and_leave_no_old_bytes(seed: int) -> None:
+    machine = Machine(seed)
+    machine.preload()
+    for _ in range(6):
+        machine.world.can_fail = True
+        try:
+            machine.run_pass()
+        except (DeviceError, StorageError):
+            machine.check()
+    machine.check_idle()
