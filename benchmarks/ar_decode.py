@@ -1,7 +1,7 @@
 """Autoregressive decoding at batch 1: lowtide, transformers and llama.cpp on the same weights.
 
 In memory all answer the same prompt in one process, in turn, so that they share what the machine
-is doing at the time. With half and a quarter of the experts in memory each has a process of its
+is doing at the time; lowtide once more without its own kernels (`reference`). With half and a quarter of the experts in memory each has a process of its
 own: transformers with accelerate's disk offload, llama.cpp with mapped weights. lowtide reads past
 the page cache; pages are dropped before every pass of transformers and every answer of llama.cpp.
 
@@ -42,7 +42,7 @@ from lowtide.core import MemoryPlan
 from lowtide.errors import UsageError
 from lowtide.llm import plan_model
 
-LANES = ("lowtide", "transformers", "llama.cpp")
+LANES = ("lowtide", "reference", "transformers", "llama.cpp")
 
 
 def main() -> None:
@@ -67,8 +67,9 @@ def main() -> None:
     recorder.write("ceiling", {**memory_ceiling(), **disk.measure()})
     if not options.only_offload:
         _in_memory(recorder, folder, gguf, lanes, options)
+    on_disk = [lane for lane in lanes if lane != "reference"]
     for share in options.shares:
-        _on_disk(recorder, folder, gguf, lanes, options, limit, share, plan)
+        _on_disk(recorder, folder, gguf, on_disk, options, limit, share, plan)
 
 
 def _in_memory(
@@ -168,8 +169,9 @@ def _gguf(folder: Path, lanes: Sequence[str], recorder: Recorder) -> Path | None
 
 
 def _open(name: str, folder: Path, gguf: Path | None, context: int) -> AbstractContextManager[Lane]:
-    if name == "lowtide":
-        return open_lowtide(folder, context, None, "resident")
+    if name in ("lowtide", "reference"):
+        kernels = "auto" if name == "lowtide" else name
+        return open_lowtide(folder, context, None, "resident", kernels)
     if name == "transformers":
         return open_transformers(folder, None)
     if gguf is None:

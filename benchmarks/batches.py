@@ -30,8 +30,9 @@ from common.record import Recorder, say
 from common.run import loaded_engine
 
 from lowtide import LLM
+from lowtide.calibration import GATES, Calibration
 from lowtide.config import ModelConfig
-from lowtide.core import MemoryPlan, MoEShape
+from lowtide.core import MemoryPlan, MoEShape, align_up
 from lowtide.decode.autoregressive import Autoregressive
 from lowtide.decode.request import Committed, Request
 from lowtide.engine import MAX_ROWS, Engine, EngineConfig, adopt_policy
@@ -41,6 +42,7 @@ from lowtide.experts.hybrid import HybridRuntime
 from lowtide.lab.calibrate import calibrate
 from lowtide.llm import plan_model
 from lowtide.memory.budget import DEVICE_STAGING_SLOTS
+from lowtide.memory.kv_cache import GRANULE_TOKENS
 from lowtide.params import SamplingParams
 from lowtide.profiles import load_profile
 
@@ -89,7 +91,7 @@ _COUNTS = (
     "prefetch_num_wasted",
 )
 _STREAMS = (COMPUTE, LINK, HOST)
-_ADDED_UP = ("num_passes", "planning_s", "gate_s", *_STREAMS)
+_ADDED_UP = ("num_passes", "planning_s", "gate_s", "experts_s", *_STREAMS)
 _TOKENS = (1, 8, 64)  # of an expert, where costs are shown
 
 
@@ -110,6 +112,7 @@ class Totals:
         num_passes, seconds = self["num_passes"], self["seconds"]
         return {
             "s_per_pass": seconds / num_passes,
+            "experts_s_per_pass": self["experts_s"] / num_passes,
             "per_pass": {name: round(self[name] / num_passes, 2) for name in _COUNTS},
             "busy": {name: round(self[name] / seconds, 3) for name in _STREAMS},
             "planning_share": self["planning_s"] / seconds,
@@ -128,11 +131,13 @@ class Watched:
         self.device = runtime.device
         self.device.timeline = []
         self._totals: Counter[str] = Counter()
-        # What a layer asks of its policies, and the next layer's router that a prefetch may want.
+        # What a layer asks of its policies, the next layer's router that a prefetch may want, and
+        # both with the experts themselves.
         for method, name in (
             ("_decide", "planning_s"),
             ("_look_ahead", "planning_s"),
             ("_predict", "gate_s"),
+            ("forward", "experts_s"),
         ):
             setattr(runtime, method, self._timed(getattr(runtime, method), name))
 
@@ -187,13 +192,19 @@ class Answers:
     def go_on(self, num_passes: int) -> None:
         """As many passes, each with a token for every prompt."""
         for _ in range(num_passes):
-            self._step()
+            num_tokens = self._step()
+            if num_tokens != len(self.token_ids):
+                raise InternalError(f"{num_tokens} of {len(self.token_ids)} prompts went on.")
 
-    def _step(self) -> None:
+    def _step(self) -> int:
+        """One pass; how many prompts got a token."""
+        num_tokens = 0
         for event in self._decoder.step():
             if isinstance(event, Committed):
                 self.token_ids[event.request] += event.tokens
+                num_tokens += len(event.tokens)
         self._watched.count_pass()
+        return num_tokens
 
 
 class Taken(NamedTuple):
@@ -246,6 +257,13 @@ def prefill(watched: Watched, prompts: Ids) -> Taken:
     return Taken(len(prompts[-1]), taken, token_ids)
 
 
+class Ratios(NamedTuple):
+    """DALI's speed over another's."""
+
+    tokens_per_s: float
+    experts: float  # of the routed experts' time alone: few layers leave the rest a large share
+
+
 class Race:
     """Presets in one engine, in turn, and the ceiling in its own."""
 
@@ -276,7 +294,8 @@ class Race:
 def main() -> None:
     options = _options()
     folder = model_folder(options.model, "small", options.family)
-    overrides = {"num_hidden_layers": FAMILIES[options.family].num_layers}
+    num_layers = min(ModelConfig.load(folder).num_layers, FAMILIES[options.family].num_layers)
+    overrides = {"num_hidden_layers": num_layers}
     plan = plan_model(
         folder, device="emulated", context=_context(options), config_overrides=overrides
     )
@@ -296,6 +315,7 @@ def main() -> None:
         settings = _settings(options, folder, budget)
         recorder = Recorder("batches", settings, options.out)
         recorder.write("device", _device(budget))
+        recorder.write("early gates", _accuracy(calibration))
         race.run(lambda watched: decode(watched, _prompts(watched, 2, 8), 1, 1), 1)  # warm
         _measure_decode(recorder, race, options)
         _measure_prefill(recorder, race, options)
@@ -303,7 +323,7 @@ def main() -> None:
 
 
 def _measure_decode(recorder: Recorder, race: Race, options: argparse.Namespace) -> None:
-    ratios: dict[str, list[float]] = {}
+    ratios: dict[str, list[Ratios]] = {}
     for batch in options.batches:
         prompts = _prompts(race.budget, batch, options.prompt)
 
@@ -313,7 +333,10 @@ def _measure_decode(recorder: Recorder, race: Race, options: argparse.Namespace)
         taken = race.run(work, options.repeats)
         for name, ratio in _write(recorder, race, "decode", batch, taken).items():
             ratios.setdefault(name, []).append(ratio)
-    means = {name: statistics.mean(each) for name, each in ratios.items()}
+    means = {
+        name: Ratios(*(statistics.mean(column) for column in zip(*each, strict=True)))
+        for name, each in ratios.items()
+    }
     _write_ratios(recorder, race, "decode", "mean", means)
 
 
@@ -363,7 +386,7 @@ def _planning(preset: str, taken: Totals, num_layers: int, speedup: float) -> di
 
 def _write(
     recorder: Recorder, race: Race, phase: str, batch: int, taken: Mapping[str, list[Taken]]
-) -> dict[str, float]:
+) -> dict[str, Ratios]:
     """A row for each lane, and one with DALI's speed over theirs, which is returned."""
     medians = {
         name: statistics.median(t.tokens_per_s for t in each) for name, each in taken.items()
@@ -383,21 +406,35 @@ def _write(
         recorder.write(phase, {**values, **_emulated(race)})
         is_same = "same ids" if values["same_ids"] else "OTHER IDS"
         say(f"{phase}, batch {batch}, {name}: {medians[name]:.2f} tokens/s, {is_same}")
-    ratios = {name: medians["dali"] / medians[name] for name in medians if name != "dali"}
+    ratios = _ratios_of_dali(medians, taken)
     _write_ratios(recorder, race, phase, batch, ratios)
     return ratios
 
 
+def _ratios_of_dali(
+    medians: Mapping[str, float], taken: Mapping[str, list[Taken]]
+) -> dict[str, Ratios]:
+    experts_s = {
+        name: statistics.median(t.totals["experts_s"] for t in each) for name, each in taken.items()
+    }
+    return {
+        name: Ratios(medians["dali"] / medians[name], experts_s[name] / experts_s["dali"])
+        for name in medians
+        if name != "dali"
+    }
+
+
 def _write_ratios(
-    recorder: Recorder, race: Race, phase: str, batch: int | str, ratios: Mapping[str, float]
+    recorder: Recorder, race: Race, phase: str, batch: int | str, ratios: Mapping[str, Ratios]
 ) -> None:
     for name, ratio in ratios.items():
-        values = {"over": name, "batch": batch, "ratio": ratio}
         published = PUBLISHED[phase].get(name)
-        recorder.write(
-            f"{phase}: dali over others", {**values, "published": published, **_emulated(race)}
+        values = {"over": name, "batch": batch, **ratio._asdict(), "published": published}
+        recorder.write(f"{phase}: dali over others", {**values, **_emulated(race)})
+        say(
+            f"{phase}, batch {batch}: dali {ratio.tokens_per_s:.2f}x {name}, "
+            f"{ratio.experts:.2f}x in the experts' time (published: {published})"
         )
-        say(f"{phase}, batch {batch}: dali {ratio:.2f}x {name} (published: {published})")
 
 
 def _emulated(race: Race) -> dict[str, str]:
@@ -419,6 +456,15 @@ def _device(watched: Watched) -> dict[str, Any]:
         }
     seconds = {n: costs.device_s.at(n) for n in _TOKENS}
     return {**rows, "device_s": seconds, "link_s": costs.link_s, "num_staging": costs.num_staging}
+
+
+def _accuracy(calibration: Path) -> dict[str, Any]:
+    """Of each token's experts the share foreseen, and the features' cosine, by predicted layer."""
+    accuracy = Calibration.load(calibration).accuracy
+    return {
+        gate: {"routed": routed.round(3).tolist(), "cosine": cosine.round(3).tolist()}
+        for gate, routed, cosine in zip(GATES, accuracy.routed, accuracy.cosine, strict=True)
+    }
 
 
 def _speedup(watched: Watched, published: MoEShape) -> float:
@@ -491,10 +537,14 @@ def _num_new(num_prompts: int, num_passes: int) -> int:
 
 
 def _context(options: argparse.Namespace) -> int:
-    num_passes = options.warm + options.new
-    needed = [n * (options.prompt + _num_new(n, num_passes)) for n in options.batches]
-    planning = options.prompt + _num_new(options.planning_batch, max(options.lengths))
-    return max(*needed, options.prefill + 2, options.planning_batch * planning)
+    """Room for every prompt of a batch at once: one that waits would not be in the passes."""
+    decoding = [(batch, options.warm + options.new) for batch in options.batches]
+    planning = (options.planning_batch, max(options.lengths))
+    needed = [
+        batch * align_up(options.prompt + _num_new(batch, num_passes), GRANULE_TOKENS)
+        for batch, num_passes in (*decoding, planning)
+    ]
+    return max(*needed, align_up(options.prefill + _num_new(1, 0), GRANULE_TOKENS))
 
 
 def _options() -> argparse.Namespace:
@@ -506,7 +556,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--warm", type=int, default=8, help="passes before those timed (8)")
     parser.add_argument("--new", type=int, default=None, help="timed passes (16)")
     parser.add_argument("--prefill", type=int, default=512, help="tokens of a prefill (512)")
-    parser.add_argument("--planning-batch", type=int, default=8, help="for planning (8)")
+    parser.add_argument("--planning-batch", type=int, default=None, help="for planning (8)")
     parser.add_argument(
         "--lengths", type=int, nargs="+", default=None, help="for planning (128 256 512 1024)"
     )
@@ -515,8 +565,9 @@ def _options() -> argparse.Namespace:
     options = parser.parse_args()
     if "dali" not in options.presets:
         raise UsageError("Ratios are dali's over others: --presets must have it.")
-    usual = [4, [128, 256], 4, 1] if options.quick else [16, [128, 256, 512, 1024], 16, 3]
-    for name, value in zip(("new", "lengths", "pieces", "repeats"), usual, strict=True):
+    names = ("new", "planning_batch", "lengths", "pieces", "repeats")
+    usual = [4, 1, [128, 256], 4, 1] if options.quick else [16, 8, [128, 256, 512, 1024], 16, 3]
+    for name, value in zip(names, usual, strict=True):
         if getattr(options, name) is None:
             setattr(options, name, value)
     return options

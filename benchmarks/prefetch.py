@@ -25,7 +25,6 @@ from lowtide.calibration import TOP_SIZES, GateAccuracy
 from lowtide.core import FloatArray, IntArray, MoEShape
 from lowtide.errors import UsageError
 from lowtide.lab.calibrate import foresee, learn, split, top_share
-from lowtide.lab.simulate import GATE_ACCURACY, GateAccuracies, Report, calibrate, simulate
 from lowtide.policies.catalogue import Recipe, Setting, recipe
 from lowtide.policies.prefetch import (
     Combined,
@@ -39,6 +38,7 @@ from lowtide.policies.prefetch import (
     Statistics,
 )
 from lowtide.profiles import load_profile
+from lowtide.simulate import GATE_ACCURACY, GateAccuracies, Report, calibrate, simulate
 from lowtide.trace import Trace, demand_of
 
 MODELS = ("demo:diffusion", "demo:chat", "synth")

@@ -27,6 +27,7 @@ from lowtide.experts.transfer import DiskTransfer
 from lowtide.hardware.machine import this_machine
 from lowtide.hardware.measure import Measured, measure_costs
 from lowtide.hardware.store import CostKey, stored_or_measured
+from lowtide.kernels.products import Products
 from lowtide.memory.arena import Arena
 from lowtide.policies.catalogue import Setting
 from lowtide.policies.placement import LRU
@@ -61,10 +62,11 @@ def resolve_device(name: str) -> str:
 
 
 class DeviceOptions(NamedTuple):
-    """What a user says of the device."""
+    """What a user says of the device, and what the host beside it multiplies with."""
 
     options: Mapping[str, str]  # of an emulated one
     kernels: str
+    products: Products
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class ExpertSource:
     table: ExpertTable
     layout: SlotLayout
     dtype_name: str  # the compute dtype's safetensors name
-    layer_bytes: int  # dense weights of one layer, on average
+    layer_bytes: int  # dense weights of one MoE layer
     max_rows: int
 
     @property
@@ -122,6 +124,7 @@ def load_runtime(
             executor=executor,
             scratch=_scratch(source),
             close=opened.close,
+            products=machine.products,
         )
         runtime.preload(progress)
         undo.pop_all()
@@ -147,14 +150,14 @@ def _open_device(
 ) -> _OpenDevice:
     if plan.device == "cuda":
         return _open_cuda(source, tier, machine, executor)
-    layout = source.layout
-    speeds = emulated_speeds(machine.options, layout, source.shape, layout.dtype)
+    layout, products = source.layout, machine.products
+    speeds = emulated_speeds(machine.options, layout, source.shape, layout.dtype, products)
     arena = Arena(tier.num_slots * layout.num_bytes)
-    device = EmulatedDevice(arena, layout, tier.num_slots, speeds)
+    device = EmulatedDevice(arena, layout, tier.num_slots, speeds, products)
     costs = Costs(
         expert_bytes=layout.num_bytes,
         link_s=speeds.link_s(layout.num_bytes),
-        host_s=speeds.device_s.scaled(speeds.host_slowdown),
+        host_s=speeds.host_s,
         device_s=speeds.device_s,
         dense_s=speeds.device_s.scaled(source.layer_bytes / layout.num_bytes),
         sync_s=0.0,
@@ -185,12 +188,25 @@ def _open_cuda(
 
     def measure() -> Measured:
         return measure_costs(
-            shape, layout, executor, source.layer_bytes, device=device, make_arena=make_arena
+            shape,
+            layout,
+            executor,
+            source.layer_bytes,
+            device=device,
+            make_arena=make_arena,
+            products=machine.products,
         )
 
     try:
         name = torch.cuda.get_device_name()
-        key = CostKey.of(this_machine(), shape, layout, source.layer_bytes, device=name)
+        key = CostKey.of(
+            this_machine(),
+            shape,
+            layout,
+            source.layer_bytes,
+            device=name,
+            products=machine.products.name,
+        )
         costs = stored_or_measured(key, measure).costs
     except BaseException:
         close()

@@ -43,8 +43,10 @@ from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger
 from lowtide.experts.store import FileReader, ring_bytes
 from lowtide.experts.transfer import DiskTransfer, Transfer, largest_read_bytes, ticket_result
 from lowtide.hardware import available_memory_bytes, resident_bytes, total_memory_bytes
+from lowtide.hardware.measure import layer_dense_bytes
 from lowtide.hub import has_weights, resolve_model
 from lowtide.kernels.library_cache import library_cache_bytes, limit_library_cache
+from lowtide.kernels.products import Products, choose_products
 from lowtide.layers.batch import Batch, KVRange, Segment
 from lowtide.layers.router import Router, SigmoidRouter
 from lowtide.memory.arena import Arena
@@ -57,6 +59,7 @@ from lowtide.policies.catalogue import Setting, recipe
 from lowtide.policies.placement import Placement
 from lowtide.policies.prefetch import Gate
 from lowtide.policies.presets import (
+    CANDIDATES,
     TAU_PAPER,
     TAU_SOLVED,
     OnDemand,
@@ -67,6 +70,7 @@ from lowtide.policies.presets import (
 )
 from lowtide.policies.tau import calibrated_tau
 from lowtide.schemas import WeightMap, assume, bind
+from lowtide.simulate import compare, measured_accuracy
 from lowtide.tokenizer import Tokenizer
 from lowtide.trace import TraceShape
 
@@ -175,6 +179,11 @@ class OpenModel:
         return SlotLayout.of(
             self.config.moe_shape, self.dtype, is_clamped=self.config.has_clamped_experts
         )
+
+    @property
+    def products(self) -> Products:
+        """The host's products; the first use of compiled ones in a process loads them."""
+        return choose_products(self.options.kernels, self.dtype)
 
     @property
     def kv_shape(self) -> tuple[int, int, int, int, int]:
@@ -317,12 +326,39 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
         undo.callback(experts.close)
         dense_executor = executor if plan.gpu is None else InlineExecutor()
         model = model_class(config.family)(
-            config, weights, experts, kv_cache, workspace, dense_executor
+            config, weights, experts, kv_cache, workspace, dense_executor, opened.products
         )
         if isinstance(experts, HybridRuntime):
             experts.early_gate = _early_gate(opened, experts, model.routers, calibration)
+        engine = Engine(plan, opened, model, experts, kv_cache, reader, executor)
+        if options.policy == "auto" and isinstance(experts, HybridRuntime):
+            engine = _choose_by_simulation(engine, experts, calibration)
         undo.pop_all()
-    return Engine(plan, opened, model, experts, kv_cache, reader, executor)
+    return engine
+
+
+def _choose_by_simulation(
+    engine: Engine, experts: HybridRuntime, calibration: Calibration | None
+) -> Engine:
+    """The preset of most simulated tokens per second, on the calibration's routing and the costs
+    measured here; as it is where everything fits or nothing was calibrated."""
+    plan, opened = engine.plan, engine.opened
+    if calibration is None or plan.fast_tier.num_slots == plan.num_experts:
+        return engine
+    # A second or so: a layer takes about 0.1 ms under each preset.
+    trace = calibration.trace.beginning(max(32, 2000 // len(plan.residents_per_layer)))
+    setting = _setting(opened, plan, calibration, experts.costs)
+    names = CANDIDATES if experts.costs.num_staging else ("tide", "fiddler", "layer-split")
+    reports = compare(trace, names, setting, gate_accuracy=measured_accuracy(calibration))
+    best, second = sorted(reports, key=lambda report: -report.tokens_per_s)[:2]
+    reason = (
+        f"simulated on the calibration's routing and this machine's costs: "
+        f"{best.tokens_per_s:.3g} tokens/s in the expert layers, {second.preset} "
+        f"{second.tokens_per_s:.3g}; the {best.binds} binds"
+    )
+    if best.preset != plan.policy:
+        engine = adopt_policy(engine, best.preset, {})
+    return replace(engine, plan=replace(plan, policy=best.preset, reason=reason))
 
 
 def adopt_policy(engine: Engine, policy: str, policy_options: Mapping[str, str]) -> Engine:
@@ -385,13 +421,14 @@ def _load_experts(
     progress: Progress,
 ) -> ExpertRuntime | HybridRuntime:
     """The expert runtime with the policy's initial residents in their slots."""
+    products = opened.products
     if plan.gpu is not None:
         return load_runtime(
             _expert_source(opened),
             plan,
             plan.gpu,
             functools.partial(_setting, opened, plan, calibration),
-            DeviceOptions(opened.options.device_options, opened.options.kernels),
+            DeviceOptions(opened.options.device_options, opened.options.kernels, products),
             reader,
             executor,
             progress,
@@ -408,6 +445,7 @@ def _load_experts(
         transfer=transfer,
         placement=placement,
         executor=executor,
+        products=products,
     )
     _preload(experts, placement, plan, progress)
     return experts
@@ -435,6 +473,9 @@ def _setting(
         options["tau"] = _paper_tau(plan, calibration, costs)
     if calibration is not None:
         options |= {"frequency": calibration.frequency, "following": calibration.following}
+        if recipe(plan.policy).plans_load:
+            options["hits"] = calibration.trace.hits()
+        options["hits"] = calibration.trace.hits()
     seed = opened.options.seed or 0
     return Setting(plan.residents_per_layer, opened.config.num_experts, costs, seed=seed, **options)
 
@@ -464,7 +505,7 @@ def _disk_costs(opened: OpenModel, transfer: Transfer, num_probes: int) -> Costs
     for ticket in [transfer.start(0, expert, expert) for expert in range(num_probes)]:
         ticket_result(ticket)
     read_s = (perf_counter() - start) / num_probes
-    compute_s = measure_device_s(opened.slot_layout, opened.config.moe_shape)
+    compute_s = measure_device_s(opened.slot_layout, opened.config.moe_shape, opened.products)
     absent_s = Curve([(n, max(read_s, compute_s.at(n))) for n in (1, MAX_ROWS)])
     return Costs(slot_bytes, read_s, absent_s, compute_s, compute_s, 0.0)
 
@@ -531,7 +572,9 @@ def _expert_source(opened: OpenModel) -> ExpertSource:
         table=opened.weight_map.experts,
         layout=opened.slot_layout,
         dtype_name=_storage_name(opened.dtype),
-        layer_bytes=opened.dense.num_bytes // config.num_layers,
+        layer_bytes=layer_dense_bytes(
+            opened.weight_map.dense, config.moe_layers[-1], opened.dtype.itemsize
+        ),
         max_rows=MAX_ROWS,
     )
 

@@ -7,7 +7,7 @@ arrays: no pickle, every size checked before a byte of data is read.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,6 +94,11 @@ class Trace:
             blocks[-1].append(counts)
             last_index = one.step.index
         return [np.stack(block) for block in blocks]
+
+    def beginning(self, num_passes: int) -> Trace:
+        """The first passes."""
+        passes = self.passes[:num_passes]
+        return replace(self, passes=passes, ids=self.ids[: sum(p.num_rows for p in passes)])
 
     @property
     def num_committed(self) -> int:

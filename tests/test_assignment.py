@@ -21,6 +21,7 @@ from lowtide.policies.assignment import (
     Fiddler,
     Greedy,
     GreedyDevices,
+    HybriMoEGreedy,
     HybriMoEThreshold,
     LayerSplit,
     Prices,
@@ -31,6 +32,7 @@ from lowtide.policies.assignment import (
     makespan,
     prices,
 )
+from lowtide.policies.split import FixedShare
 
 
 def make_costs(
@@ -62,8 +64,8 @@ def ids(assignment: Assignment) -> tuple[list[int], list[int], list[int]]:
 def all_policies(costs: Costs) -> list[Assign]:
     policies: list[Assign] = [Greedy(costs), Beam(costs, 3), Exact(costs), Balance(costs)]
     policies += [AllHost(), Fiddler(costs), Fiddler(costs, by_threshold=True)]
-    policies += [HybriMoEThreshold(costs), LayerSplit([False]), AllFetch(costs)]
-    return policies
+    policies += [HybriMoEThreshold(costs), HybriMoEGreedy(costs), LayerSplit([False])]
+    return [*policies, AllFetch(costs), FixedShare(0.5)]
 
 
 def best_makespan(price: Prices) -> float:
@@ -124,7 +126,7 @@ def test_a_prefetched_expert_costs_what_remains() -> None:
 def test_without_staging_nothing_is_fetched() -> None:
     costs = make_costs(link_s=0.0, num_staging=0)
     demand = make_demand([9, 9, 9], resident=[0])
-    for policy in (Greedy(costs), Beam(costs), Exact(costs), Balance(costs)):
+    for policy in (Greedy(costs), Beam(costs), Exact(costs), Balance(costs), HybriMoEGreedy(costs)):
         assert not len(policy(0, demand).fetch)
     with pytest.raises(PlanError, match="staging"):
         AllFetch(costs)
@@ -153,6 +155,32 @@ def test_balance_lets_the_link_work_beside_the_device() -> None:
 def test_balance_relieves_a_busy_device() -> None:
     costs = make_costs(device_s=1.0, host_s=1.5)  # 4 s against 6 s: three here, two there
     assert len(Balance(costs)(0, make_demand([4] * 5, resident=[0, 1, 2, 3, 4])).host) == 2
+
+
+def test_balance_fetches_those_that_the_host_is_slowest_at() -> None:
+    # A transfer takes 7 s whatever it brings: 10 tokens are 20 s on the host, 1 is 2 s.
+    demand = make_demand([1, 10, 1, 1])
+    assert ids(Balance(make_costs())(0, demand)) == ([], [1], [0, 2, 3])
+    # With the order of ids, or the longest to the host first, expert 1 would wait.
+
+
+def test_balance_waits_for_what_the_link_has_begun() -> None:
+    demand, balance = make_demand([4, 4]), Balance(make_costs())
+    assert ids(balance(0, demand)) == ([], [0], [1])  # 7 + 4 against 8 + 8
+    assert ids(balance(0, demand, link_s=6.0)) == ([], [], [0, 1])
+    # What is on its way is not behind the link's other work.
+    coming = np.array([np.inf, 2.0])
+    assert ids(balance(0, demand, coming, link_s=6.0)) == ([], [1], [0])
+
+
+def test_hybrimoes_code_meets_in_the_middle() -> None:
+    # Queue: residents 0 (6 tokens), 1 (2), absent 3 (9), 2 (1). The device takes 0 (6 s) when the
+    # host has taken 2 (2 s), for 6 <= 2 + 18; then 1 (8 s), and 3 at max(8, 7) + 9 <= 2 + 18.
+    demand = make_demand([6, 2, 1, 9], resident=[0, 1])
+    assert ids(HybriMoEGreedy(make_costs())(0, demand)) == ([0, 1], [3], [2])
+    # A slow link: the host takes expert 3 after all, and then a resident.
+    work = HybriMoEGreedy(make_costs(link_s=100.0, device_s=4.0))(0, demand)
+    assert ids(work) == ([0], [], [1, 2, 3])
 
 
 @given(demand=demands, costs=some_costs)

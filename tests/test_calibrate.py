@@ -42,7 +42,7 @@ from lowtide.lab.calibration_report import (
     weigh_budgets,
 )
 from lowtide.lab.record import recorded
-from lowtide.lab.simulate import measured_accuracy, simulate
+from lowtide.simulate import measured_accuracy, simulate
 from lowtide.lab.synth import synth
 from lowtide.lab.synth_trace import synth_trace
 from lowtide.policies.catalogue import Setting

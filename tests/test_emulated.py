@@ -272,6 +272,31 @@ def test_a_failed_run_is_an_error_of_the_join(device: EmulatedDevice) -> None:
         bad.wait()
 
 
+def test_a_failure_is_over_once_drained_though_nothing_runs_after_it(
+    device: EmulatedDevice,
+) -> None:
+    device.run(group({0: NUM_SLOTS}), *make_layer(), None)
+    with pytest.raises(DeviceError, match=COMPUTE):
+        device.join()
+    device.drain()
+    device.join()
+
+
+def test_ctrl_c_before_a_stream_is_told_of_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    stream, is_done = Stream(LINK), threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(stream._change, "notify_all", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            stream.queue(lambda ready_s: is_done.set())
+    stream.drain(5.0)
+    assert is_done.is_set()
+    stream.stop()
+    stream.join()
+
+
 def test_a_stalled_link_is_an_error(device: EmulatedDevice) -> None:
     with closing(make_device(speeds(link_s=LONG_S))) as stalled:
         copied = stalled.copy(make_experts().image(0), 0, None)
@@ -404,7 +429,9 @@ def test_speeds_keep_the_ratios_of_the_profile() -> None:
     assert made.link_s(layout.num_bytes) / device_s == pytest.approx(
         costs.link_s / costs.device_s.at(1)
     )
-    assert made.host_s(1) / device_s == pytest.approx(costs.host_s.at(1) / costs.device_s.at(1))
+    for num_tokens in (1, 8, 64):
+        ratio = costs.host_s.at(num_tokens) / costs.device_s.at(1)
+        assert made.host_s.at(num_tokens) / device_s == pytest.approx(ratio)
     assert "emulated" in made.describe() and "RTX 3090" in made.describe()
     assert "as given" not in made.describe()
 

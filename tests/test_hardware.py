@@ -26,6 +26,7 @@ from lowtide.errors import PlanError, StorageError
 from lowtide.experts.emulated import EmulatedDevice, EmulatedSpeeds
 from lowtide.experts.executor import HostExecutor
 from lowtide.experts.slots import SlotLayout
+from lowtide.folders import cache_folder
 from lowtide.hardware import machine, measure, memory
 from lowtide.hardware.machine import Machine, cpu_model, pcie_bytes_per_s, this_machine
 from lowtide.hardware.measure import (
@@ -35,7 +36,7 @@ from lowtide.hardware.measure import (
     layer_dense_bytes,
     measure_costs,
 )
-from lowtide.hardware.store import CostKey, Stored, cache_folder, load, save, stored_or_measured
+from lowtide.hardware.store import CostKey, Stored, load, save, stored_or_measured
 from lowtide.hardware.streams import last_level_cache_bytes
 from lowtide.hardware.timing import MAX_REPEATS, MIN_REPEATS, Timing, repeat_interleaved
 from lowtide.lab import doctor

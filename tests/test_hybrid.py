@@ -23,7 +23,7 @@ from lowtide.lab.calibrate import calibrate
 from lowtide.lab.synth import synth
 from lowtide.llm import LLM, plan_model
 from lowtide.params import DiffusionParams, SamplingParams
-from lowtide.policies.presets import PRESETS
+from lowtide.policies.presets import CANDIDATES, PRESETS
 
 FAST = {"link_GBps": "1000", "link_latency_us": "0", "host_slowdown": "1"}
 OPTIONS: dict[str, Any] = {"device": "emulated", "device_options": FAST, "context": 256}
@@ -173,6 +173,14 @@ def calibration(diffusion: Case, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return path
 
 
+def test_auto_chooses_by_simulation_and_says_why(diffusion: Case, calibration: Path) -> None:
+    with diffusion.open("auto", 0.4, calibration=str(calibration)) as llm:
+        assert llm.plan.policy in CANDIDATES and "simulated" in llm.plan.reason
+        diffusion.check(llm)
+    with diffusion.open("auto", 0.4) as llm:
+        assert llm.plan.policy == "lowtide"
+
+
 def test_tau_of_the_paper_needs_a_calibration(diffusion: Case) -> None:
     with pytest.raises(UsageError, match="lowtide calibrate"):
         diffusion.open("tide", 0.4, policy_options={"tau": "paper"})
@@ -220,8 +228,10 @@ def test_a_failing_copy(diffusion: Case, policy: str, monkeypatch: pytest.Monkey
 def test_a_failing_expert(diffusion: Case, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with diffusion.open(policy, 0.3) as llm:
         with monkeypatch.context() as patch:
-            patch.setattr(hybrid, "gated_mlp", refuse)
-            patch.setattr("lowtide.experts.emulated.gated_mlp", refuse)
+            runtime = runtime_of(llm)
+            broken = runtime.products._replace(gated_mlp=refuse)
+            patch.setattr(runtime, "products", broken)
+            patch.setattr(runtime.device, "_products", broken)
             with pytest.raises((Broken, DeviceError), match="on purpose"):
                 diffusion.answer(llm)
         diffusion.check(llm)
@@ -245,7 +255,9 @@ def test_a_host_thread_that_hangs_is_an_error(
     with diffusion.open("all-host", 0.0) as llm:
         with monkeypatch.context() as patch:
             patch.setattr(hybrid, "WAIT_LIMIT_S", 0.05)
-            patch.setattr(hybrid, "gated_mlp", lambda *_: release.wait(10))
+            runtime = runtime_of(llm)
+            hanging = runtime.products._replace(gated_mlp=lambda *_: release.wait(10))
+            patch.setattr(runtime, "products", hanging)
             timer = threading.Timer(0.5, release.set)
             timer.start()
             check_fails_once(diffusion, llm, DeviceError, "has not been computed within 0.05 s")

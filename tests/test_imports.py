@@ -30,8 +30,8 @@ FRONT_DOORS = ("cli", "serve", "__main__")
 # Known to every room; they know only each other.
 FACTS = {"core", "params", "errors", "config", "checkpoint", "schemas", "tokenizer", "hub"}
 FACTS |= {"options", "dtypes", "json_file", "template_worker", "trace", "array_file", "profiles"}
-FACTS |= {"calibration"}
-BESIDE_EXPERTS = {"policies", "hardware"}
+FACTS |= {"calibration", "folders"}
+BESIDE_EXPERTS = {"policies", "hardware", "simulate"}
 # What `policies` and the planning half of `memory` may import besides the facts.
 PURE_FILES = ("policies", "memory.planner", "memory.budget")
 PURE_LIBRARIES = {"numpy", "__future__", "abc", "bisect", "collections", "dataclasses", "enum"}
@@ -112,6 +112,10 @@ def may_import(importer: str, imported: str) -> bool:
         return False
     if importer == "policies":
         return False
+    if importer == "simulate":  # drives policies, and nothing else
+        return imported == "policies"
+    if imported == "simulate":
+        return True
     floor = floor_of(importer)
     if imported == "hardware":  # beside the experts, and built on them
         return floor < FLOORS.index("experts")

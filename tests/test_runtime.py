@@ -29,7 +29,8 @@ from lowtide.experts.runtime import ExpertRegistrar, ExpertRuntime
 from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger
 from lowtide.experts.store import FileReader, Ticket
 from lowtide.experts.transfer import DiskTransfer, Transfer, largest_read_bytes
-from lowtide.kernels.reference import ExpertWeights, combine, gated_mlp
+from lowtide.kernels.products import Products
+from lowtide.kernels.reference import ExpertWeights, combine, gated_mlp, multiply
 from lowtide.memory.arena import Arena
 from lowtide.memory.workspace import Registrar, Workspace
 from lowtide.policies.catalogue import Setting, recipe
@@ -209,6 +210,12 @@ def fill(slots: ExpertSlots, slot: int, weights: ExpertWeights) -> int:
     return num_bytes
 
 
+class Experts:
+    """What runs the experts of every rig; some tests have something else do it."""
+
+    product = staticmethod(gated_mlp)
+
+
 class Rig:
     """A runtime with random weights, and a workspace of exactly the registered size."""
 
@@ -234,7 +241,13 @@ class Rig:
         self.placement = make_policy(policy, capacity)
         ledger = SlotLedger(SHAPE.num_layers, SHAPE.num_experts, num_slots)
         self.runtime = ExpertRuntime(
-            SHAPE, self.slots, ledger, self.transfer, self.placement, executor or InlineExecutor()
+            SHAPE,
+            self.slots,
+            ledger,
+            self.transfer,
+            self.placement,
+            executor or InlineExecutor(),
+            Products("test", multiply, lambda *args: Experts.product(*args)),
         )
         for layer in range(SHAPE.num_layers):
             self.runtime.preload(layer, self.placement.initial(layer))
@@ -371,7 +384,7 @@ def test_every_read_is_under_way_before_the_first_resident_runs(
         gated_mlp(x, weights, gate, up, out)
 
     monkeypatch.setattr(rig.transfer, "start", noted_start)
-    monkeypatch.setattr(runtime_module, "gated_mlp", noted_product)
+    monkeypatch.setattr(Experts, "product", noted_product)
     rig.run(every_expert(layer=1))
     assert events == ["read 3", "read 4", "read 5", *["run"] * 6]
 
@@ -470,7 +483,7 @@ def interrupted_at(number: int) -> Iterator[None]:
         gated_mlp(x, weights, gate, up, out)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runtime_module, "gated_mlp", product)
+        patch.setattr(Experts, "product", product)
         yield
 
 
@@ -571,7 +584,7 @@ def test_products_under_way_are_waited_for_before_an_error_is_told(
 
     rig = Rig("static", [0, 6], executor=POOL)
     monkeypatch.setattr(POOL, "submit", submit)
-    monkeypatch.setattr(runtime_module, "gated_mlp", product)
+    monkeypatch.setattr(Experts, "product", product)
     monkeypatch.setattr(runtime_module, "wait", noted_wait)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -624,7 +637,7 @@ def test_slots_that_come_free_while_others_are_in_use_read_ahead() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rig.transfer, "start", noted_start)
-        patch.setattr(runtime_module, "gated_mlp", product)
+        patch.setattr(Experts, "product", product)
         assert rig.runtime.ledger.slot_of(0, 0) == 0
         rig.run(every_expert(0))
     rig.check()

@@ -12,14 +12,20 @@ from hypothesis import strategies as st
 
 from lowtide.core import Costs, Curve, MoEShape, Step, StepKind
 from lowtide.errors import UsageError
-from lowtide.lab.simulate import Report, calibrate, compare, simulate
-from lowtide.lab.synth_trace import synth_trace
+from lowtide.lab.calibration_report import step_similarity
+from lowtide.lab.synth_trace import (
+    locality_for,
+    preference_for,
+    synth_decode_trace,
+    synth_trace,
+)
 from lowtide.policies.assignment import AllFetch, AllHost, Greedy
 from lowtide.policies.catalogue import CATALOGUE, Recipe, Setting, recipe
 from lowtide.policies.placement import Static, Tide
 from lowtide.policies.prefetch import Gate, PreviousStep
 from lowtide.policies.tau import auto_tau
 from lowtide.profiles import load_profile, parse_profile, profile_names
+from lowtide.simulate import Report, calibrate, compare, simulate
 from lowtide.trace import Trace, TraceShape, TraceWriter
 
 FIXED = Costs(
@@ -184,9 +190,24 @@ def test_lowtide_is_not_behind_the_others(capacity: int) -> None:
     shape = MoEShape(2, 64, 4, 2048, 512)
     trace = synth_trace(FULL, num_blocks=4, steps_per_block=10, locality=0.97)
     setting = Setting([capacity] * 2, 64, load_profile("a100-40gb").costs(shape))
-    others = ["tide", "dali", "lru", "fiddler", "hybrimoe", "layer-split", "edgemoe"]
+    others = sorted(CATALOGUE.keys() - {"resident", "lowtide"})
     ours, *rest = compare(trace, ["lowtide", *others], setting)
+    rest.append(simulate(trace, "hybrimoe", replace(setting, by_greedy=True)))
+    rest.append(simulate(trace, "tide", replace(setting, tau=1)))
     assert ours.tokens_per_s >= max(report.tokens_per_s for report in rest)
+
+
+def test_a_prefetched_expert_that_the_host_computes_is_wasted() -> None:
+    # Layer 1's expert takes 100 s to come and 4 s on the host.
+    trace = make_trace([[[0], [1]]] * 3)
+    made = Recipe(
+        lambda s: Static.first([0, 0]),
+        lambda s: Greedy(s.costs),
+        lambda s: PreviousStep(1, s.num_layers, s.num_experts),
+    )
+    costs = Costs(100, 100.0, FIXED.host_s, FIXED.device_s, FIXED.dense_s, 0.5)
+    outcome = simulate(trace, made, make_setting(trace, 0, costs)).prefetch
+    assert (outcome.num_hits, outcome.num_late, outcome.num_wasted) == (0, 0, 1)
 
 
 def test_auto_tau_by_simulation() -> None:
@@ -237,6 +258,34 @@ def test_synthetic_locality_is_controlled() -> None:
 
     assert overlap(1.0) == 1.0 > overlap(0.95) > overlap(0.5) > overlap(0.0)
     assert overlap(0.0) < 0.2
+
+
+@pytest.mark.parametrize("num_rows, similarity", [(8, 0.97), (32, 0.985), (32, 0.9)])
+def test_synthetic_steps_are_as_alike_as_asked(num_rows: int, similarity: float) -> None:
+    locality = locality_for(similarity, FULL, num_rows, skew=0.5)
+    trace = synth_trace(FULL, num_blocks=8, locality=locality, block_length=num_rows, skew=0.5)
+    assert step_similarity(trace.blocks()).mean() == pytest.approx(similarity, abs=0.01)
+    with pytest.raises(UsageError, match="alike"):
+        locality_for(0.1, FULL, num_rows)
+
+
+def test_synthetic_sequences_have_favourites_of_their_own() -> None:
+    shape = FULL._replace(num_layers=12)
+    preference = preference_for(0.25, shape)
+    first, again, other = (
+        synth_decode_trace(shape, num_new=96, skew=preference, taste=preference, text=text)
+        for text in (0, 0, 1)
+    )
+    assert np.array_equal(first.ids, again.ids)
+    assert first.num_committed == 96 and first.passes[0].step.kind is StepKind.PREFILL
+    for distance in (1, 16):
+        similar = step_similarity(first.blocks(), distance).mean()
+        assert similar == pytest.approx(0.25, abs=0.05)
+    usage = [trace.hits()[1:].sum(axis=0) for trace in (first, other)]
+    alike = np.mean([np.corrcoef(a, b)[0, 1] for a, b in zip(*usage, strict=True)])
+    assert 0.2 < alike < 0.8
+    with pytest.raises(UsageError, match="alike"):
+        preference_for(0.01, shape)
 
 
 @pytest.mark.parametrize("name", profile_names())

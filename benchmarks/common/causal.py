@@ -140,11 +140,14 @@ class LlamaCpp:
 
 @contextmanager
 def open_lowtide(
-    model: Path, context: int, budget_bytes: int | None, policy: str
+    model: Path, context: int, budget_bytes: int | None, policy: str, kernels: str = "auto"
 ) -> Iterator[Lane]:
     """`budget_bytes`: None keeps all experts in memory."""
     options = EngineConfig(
-        host_memory="auto" if budget_bytes is None else budget_bytes, context=context, policy=policy
+        host_memory="auto" if budget_bytes is None else budget_bytes,
+        context=context,
+        policy=policy,
+        kernels=kernels,
     )
     with loaded_engine(str(model), options) as engine:
         yield Lowtide(engine)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from lowtide import __version__
+from lowtide.cli.bench import bench
 from lowtide.cli.calibrate import calibrate
 from lowtide.cli.chat import chat
 from lowtide.cli.command import EXIT_INTERRUPTED
@@ -24,7 +25,19 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,  # a fault of ours is shown as Python shows it
 )
-for verb in (generate, chat, plan, doctor, verify, calibrate, simulate, synth, pull, ls):
+for verb in (
+    generate,
+    chat,
+    plan,
+    doctor,
+    bench,
+    verify,
+    calibrate,
+    simulate,
+    synth,
+    pull,
+    ls,
+):
     app.command(verb.__name__)(verb)
 
 

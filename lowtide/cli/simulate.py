@@ -17,7 +17,7 @@ from lowtide.options import Group, Settings
 
 if TYPE_CHECKING:
     from lowtide.calibration import Calibration
-    from lowtide.lab.simulate import Report
+    from lowtide.simulate import Report
     from lowtide.trace import Trace
 
 DEFAULT_PRESETS = "tide,dali,lowtide,lru,fiddler,hybrimoe,layer-split"
@@ -69,7 +69,7 @@ def _replay(
     tau: int,
 ) -> list[Report]:
     from lowtide.core import MoEShape
-    from lowtide.lab.simulate import GATE_ACCURACY, compare, measured_accuracy
+    from lowtide.simulate import GATE_ACCURACY, compare, measured_accuracy
     from lowtide.policies.catalogue import Setting
     from lowtide.profiles import load_profile
 
@@ -84,6 +84,7 @@ def _replay(
         costs=load_profile(machine).costs(shape),
         frequency=known.frequency if known else None,
         following=known.following if known else None,
+        hits=known.trace.hits() if known else None,
         tau=tau,
     )
     accuracy = measured_accuracy(known) if known else GATE_ACCURACY

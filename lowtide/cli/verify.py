@@ -64,23 +64,19 @@ def _show_progress(verdict: Verdict) -> None:
 
 
 def _table(verdicts: list[Verdict]) -> Table:
+    """A section for each device and budget."""
     table = Table(title=_title(verdicts), title_justify="left")
-    numbers = ("budget", "residents", "hit rate", "layers", "logits", "tokens")
-    for name in ("device", "policy", *numbers):
-        table.add_column(name, justify="right" if name in numbers else "left")
-    last = None
+    table.add_column("budget, resident experts", no_wrap=True)
+    table.add_column("policy", no_wrap=True)
+    for name in ("hits", "layers", "logits", "tokens"):
+        table.add_column(name, justify="right")
+    last = ""
     for verdict in verdicts:
-        setting = (verdict.device, verdict.budget_bytes)
-        if last not in (None, setting):
+        setting = f"{verdict.device} {format_size(verdict.budget_bytes)}, {verdict.num_residents}"
+        if setting != last:
             table.add_section()
+        table.add_row(setting if setting != last else "", verdict.policy, *_outcome(verdict))
         last = setting
-        table.add_row(
-            verdict.device,
-            verdict.policy,
-            format_size(verdict.budget_bytes),
-            str(verdict.num_residents),
-            *_outcome(verdict),
-        )
     return table
 
 
@@ -108,4 +104,4 @@ def _outcome(verdict: Verdict) -> list[str]:
 
 
 def _difference(value: float) -> str:
-    return f"differ by {value:g}" if value else "same bits"
+    return f"differ by {value:g}" if value else "same"

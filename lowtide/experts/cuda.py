@@ -189,6 +189,7 @@ class CudaDevice:
         self.torch_device = self._streams.torch_device
         self.num_slots = num_slots
         self._pinned = pinned
+        self._is_closed = False
         num_pairs = max_rows * shape.num_experts_per_token
         with _plan_errors(num_slots * layout.num_bytes, f"GPU memory for {num_slots} slots"):
             slots = torch.empty(
@@ -261,8 +262,11 @@ class CudaDevice:
                 CudaEvent(stream.record_event()).wait_until_ended()
 
     def close(self) -> None:
-        self.drain()
-        del self._slots, self._computation, self._host_parts
+        """May be called again."""
+        if not self._is_closed:
+            self.drain()
+            self._is_closed = True
+            del self._slots, self._computation, self._host_parts
 
     def _copy_in_pieces(self, source: Tensor, target: Tensor) -> None:
         for start in range(0, len(source), _PIECE_BYTES):

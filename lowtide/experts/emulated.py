@@ -12,6 +12,7 @@ import math
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from time import perf_counter, thread_time
 from typing import NamedTuple
 
@@ -26,7 +27,8 @@ from lowtide.experts.executor import Work, process_threads_kept
 from lowtide.experts.rows import ExpertBuffers, ExpertRows
 from lowtide.experts.slots import ExpertSlots, SlotLayout
 from lowtide.experts.stream import Stream, StreamEvent
-from lowtide.kernels.reference import ClampedWeights, ExpertWeights, gated_mlp
+from lowtide.kernels.products import REFERENCE, Products
+from lowtide.kernels.reference import ClampedWeights, ExpertWeights
 from lowtide.memory.arena import Arena
 from lowtide.profiles import load_profile
 
@@ -45,29 +47,31 @@ _MIN_ROUNDS = 3
 _MAX_TOKENS = 512  # rows of the largest pass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EmulatedSpeeds:
     """What an emulated device pretends to be, in the scaled time that starts from `device_s`."""
 
     link_bytes_per_s: float
     link_latency_s: float  # of each copy
-    host_slowdown: float  # the host's time for an expert over the device's, at any token count
+    host_slowdown: float  # the host's time for an expert of one token over the device's
     device_s: Curve  # one expert on one core of this machine, its weights not in a cache
     origin: str = "as given"  # where the ratios are from, for people
+    host_curve: Curve | None = None  # one expert on the host; None: that ratio at any token count
 
     def link_s(self, num_bytes: int) -> float:
         """Seconds of one copy."""
         return self.link_latency_s + num_bytes / self.link_bytes_per_s
 
-    def host_s(self, num_tokens: int) -> float:
+    @cached_property
+    def host_s(self) -> Curve:
         """Seconds of one expert on the host."""
-        return self.host_slowdown * self.device_s.at(num_tokens)
+        return self.host_curve or self.device_s.scaled(self.host_slowdown)
 
     def describe(self) -> str:
         return (
             f"emulated: link {self.link_bytes_per_s / 1e9:.3g} GB/s + "
             f"{self.link_latency_s * 1e6:.0f} us, "
-            f"host {self.host_slowdown:.1f}x slower than the device ({self.origin})"
+            f"host {self.host_slowdown:.1f}x slower than the device at one token ({self.origin})"
         )
 
 
@@ -75,7 +79,7 @@ def check_emulated_options(options: Mapping[str, str]) -> dict[str, float]:
     """The values of `device_options`, by name; needs no model.
 
     Known are `link_GBps` and `link_latency_us` of the emulated link, and `host_slowdown`, the
-    host's time for an expert over the device's. Raises UsageError.
+    host's time for an expert over the device's at any token count. Raises UsageError.
     """
     values = {}
     for name, text in options.items():
@@ -99,16 +103,21 @@ def _number(name: str, text: str) -> float:
 
 
 def emulated_speeds(
-    options: Mapping[str, str], layout: SlotLayout, shape: MoEShape, dtype: torch.dtype
+    options: Mapping[str, str],
+    layout: SlotLayout,
+    shape: MoEShape,
+    dtype: torch.dtype,
+    products: Products = REFERENCE,
 ) -> EmulatedSpeeds:
     """Speeds for a model's experts: the device's measured here, the rest by the profile's ratios.
 
     All of the profile's times are stretched by one factor, which makes its device's time for an
-    expert with one token what it is on a core of this machine. `options` replace parts (see
-    `check_emulated_options`). Takes about 0.3 s. Raises UsageError.
+    expert with one token what it is on a core of this machine. With more tokens the host falls
+    behind as it does in the profile, where its arithmetic is the limit before the device's.
+    `options` replace parts (see `check_emulated_options`). Takes about 0.3 s. Raises UsageError.
     """
     given = check_emulated_options(options)
-    device_s = measure_device_s(layout, shape)
+    device_s = measure_device_s(layout, shape, products)
     profile = load_profile(_PROFILE)
     costs = profile.costs(shape, dtype.itemsize)
     stretch = device_s.at(1) / costs.device_s.at(1)
@@ -125,11 +134,12 @@ def emulated_speeds(
         host_slowdown=values["host_slowdown"],
         device_s=device_s,
         origin=f"{origin}; as given: {', '.join(given)}" if given else origin,
+        host_curve=None if "host_slowdown" in given else costs.host_s.scaled(stretch),
     )
 
 
-def measure_device_s(layout: SlotLayout, shape: MoEShape) -> Curve:
-    """Seconds of the reference gated MLP on one core, by tokens: 1, 2, 4 and so on.
+def measure_device_s(layout: SlotLayout, shape: MoEShape, products: Products = REFERENCE) -> Curve:
+    """Seconds of one expert's gated MLP on one core, by tokens: 1, 2, 4 and so on.
 
     Medians of rounds over all counts, each product with weights that have not been used for a
     while, as in a model. Of a very large expert a slice is measured: time goes with its width.
@@ -141,11 +151,11 @@ def measure_device_s(layout: SlotLayout, shape: MoEShape) -> Curve:
     experts = _cold_experts(part)
     with process_threads_kept(), torch.inference_mode():
         torch.set_num_threads(1)
-        counts = _affordable_counts(experts)
+        counts = _affordable_counts(experts, products)
         rounds: list[list[float]] = []
         end_s = perf_counter() + _MEASURE_S
         while len(rounds) < _MIN_ROUNDS or perf_counter() < end_s:
-            rounds.append([_mlp_s(num_tokens, experts) for num_tokens in counts])
+            rounds.append([_mlp_s(num_tokens, experts, products) for num_tokens in counts])
     seconds = np.median(rounds, axis=0) * (shape.expert_size / width)
     # What took longer than more tokens did was held up by something.
     seconds = np.minimum.accumulate(seconds[::-1])[::-1]
@@ -161,22 +171,23 @@ def _cold_experts(layout: SlotLayout) -> Iterator[_Weights]:
     return itertools.cycle([slots.weights(i) for i in range(num_experts)])
 
 
-def _affordable_counts(experts: Iterator[_Weights]) -> list[int]:
+def _affordable_counts(experts: Iterator[_Weights], products: Products) -> list[int]:
     """Token counts, at least two, of which the least number of rounds fits into the time."""
     counts: list[int] = []
     num_tokens, round_s, last_s = 1, 0.0, 0.0
     while num_tokens <= _MAX_TOKENS and (
         len(counts) < 2 or round_s + 2 * last_s < _MEASURE_S / _MIN_ROUNDS
     ):
-        _mlp_s(num_tokens, experts)  # the first product of its size does more than compute
-        last_s = _mlp_s(num_tokens, experts)
+        # The first product of its size does more than compute.
+        _mlp_s(num_tokens, experts, products)
+        last_s = _mlp_s(num_tokens, experts, products)
         round_s += last_s
         counts.append(num_tokens)
         num_tokens *= 2
     return counts
 
 
-def _mlp_s(num_tokens: int, experts: Iterator[_Weights]) -> float:
+def _mlp_s(num_tokens: int, experts: Iterator[_Weights], products: Products) -> float:
     """Seconds of the next expert's products, by the thread's clock: others use the core too."""
     weights = next(experts)
     (width, hidden), dtype = weights.gate.shape, weights.gate.dtype
@@ -184,7 +195,7 @@ def _mlp_s(num_tokens: int, experts: Iterator[_Weights]) -> float:
         torch.full((num_tokens, size), 0.01, dtype=dtype) for size in (hidden, hidden, width, width)
     )
     start_s = thread_time()
-    gated_mlp(x, weights, gate, up, out)
+    products.gated_mlp(x, weights, gate, up, out)
     return thread_time() - start_s
 
 
@@ -201,19 +212,25 @@ class EmulatedDevice:
     """Owns the device's slots and its two threads; the host's threads are an executor's.
 
     The methods are those of `Device`. Copies really copy, then last as long as on the link;
-    products are the reference's, so their bits are those of a run on the host. `timeline`, where
-    set, receives a span per copy, run and host expert.
+    products are the host's, so their bits are those of a run there. `timeline`, where set,
+    receives a span per copy, run and host expert.
     """
 
     name = "emulated"
     torch_device = torch.device("cpu")
 
     def __init__(
-        self, arena: Arena, layout: SlotLayout, num_slots: int, speeds: EmulatedSpeeds
+        self,
+        arena: Arena,
+        layout: SlotLayout,
+        num_slots: int,
+        speeds: EmulatedSpeeds,
+        products: Products = REFERENCE,
     ) -> None:
         """`arena` holds `num_slots` slots of `layout`."""
         self.num_slots = num_slots
         self.speeds = speeds
+        self._products = products
         self.timeline: list[Span] | None = None
         self._slots = ExpertSlots(arena, layout)
         self._is_closing = threading.Event()
@@ -266,14 +283,14 @@ class EmulatedDevice:
         """`work`, ended when the emulated host would have; call it on any thread.
 
         The host is one processor: it computes one expert at a time, on all its cores, whatever
-        the number of threads that call.
+        the number of threads that call. It could begin from now on.
         """
+        ready_s = perf_counter()
 
         def stretched() -> None:
-            start_s = perf_counter()
             work()
-            host_s = self.speeds.host_s(num_tokens)
-            span = self._host_pace.stretch(start_s, host_s)
+            host_s = self.speeds.host_s.at(num_tokens)
+            span = self._host_pace.stretch(ready_s, host_s)
             self._note(HOST, f"{num_tokens} tokens", *span)
 
         return stretched
@@ -307,7 +324,7 @@ class EmulatedDevice:
     def _run_expert(self, slot: int, pairs: slice, buffers: ExpertBuffers) -> None:
         parts = buffers.parts[pairs]  # an expert's outputs replace its inputs
         weights = self._slots.weights(slot)
-        gated_mlp(parts, weights, buffers.gate[pairs], buffers.up[pairs], parts)
+        self._products.gated_mlp(parts, weights, buffers.gate[pairs], buffers.up[pairs], parts)
 
     def _note(self, stream: str, name: str, start_s: float, end_s: float) -> None:
         if self.timeline is not None:

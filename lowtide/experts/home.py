@@ -142,8 +142,6 @@ class DiskHome:
         waiting = deque(expert for expert in experts if not is_here[expert])
         moves = self._moves(step, layer, experts)
         leases = [(expert, self.lease(layer, expert)) for expert in here]
-        for _, slot in leases:
-            self._evict_after.pop(slot, None)  # wanted again before its last use ended
         for expert in moves.evict.tolist():
             self._evict(layer, expert)
         arriving: deque[_Arriving] = deque()
@@ -169,9 +167,12 @@ class DiskHome:
 
     def abandon(self) -> None:
         self._uses.clear()
-        self._evict_after.clear()
         self._transfer.drain()
         self.ledger.reclaim()
+        for layer, expert in self._evict_after.values():
+            if self.has(layer, expert):  # not so where Ctrl-C came just after its eviction
+                self.ledger.evict(layer, expert)
+        self._evict_after.clear()
 
     def _moves(self, step: Step, layer: int, experts: Sequence[int]) -> Moves:
         """The placement's moves for those whose bytes are wanted in host memory."""
@@ -215,4 +216,5 @@ class DiskHome:
             return
         ledger.release(slot)
         if slot in self._evict_after and not ledger.is_leased(slot):
-            ledger.evict(*self._evict_after.pop(slot))
+            ledger.evict(*self._evict_after[slot])
+            del self._evict_after[slot]

@@ -27,7 +27,7 @@ from lowtide.experts.link import Arrival, Link
 from lowtide.experts.loading import Progress
 from lowtide.experts.rows import ExpertBuffers, ExpertRows, Routing
 from lowtide.experts.runtime import ExpertStats, Observer
-from lowtide.kernels.reference import gated_mlp
+from lowtide.kernels.products import REFERENCE, Products
 from lowtide.kernels.routing import combine
 from lowtide.memory.workspace import Buffers
 from lowtide.policies.decision import Decision, Policies
@@ -57,8 +57,9 @@ class HybridRuntime:
         executor: Executor,
         scratch: HostScratch,
         close: Callable[[], None],
+        products: Products = REFERENCE,
     ) -> None:
-        """`close`: gives back the device and what it was given."""
+        """`close`: gives back the device and what it was given. products: the host's."""
         self._shape = shape
         self.device = device
         self.link = link
@@ -67,6 +68,7 @@ class HybridRuntime:
         self.costs = costs
         self.executor = executor
         self.scratch = scratch
+        self.products = products
         self.close = close
         self.early_gate: EarlyGate | None = None
         self.observer: Observer | None = None
@@ -87,8 +89,8 @@ class HybridRuntime:
         """
         if self._is_under_way:  # Ctrl-C came again while the last failure was cleared up
             self._abandon()
+        self._is_under_way = True
         try:
-            self._is_under_way = True
             rows = ExpertRows(routing.experts, self._shape.num_experts)
             is_whole = self.link.ledger.is_resident(layer).all()
             predicted = None if is_whole else self._predict(layer, x, workspace)
@@ -213,6 +215,7 @@ class HybridRuntime:
 
     def _abandon(self) -> None:
         """After a failure: gives all slots back, once nobody uses or fills them."""
+        self._is_under_way = True
         self.executor.drain()
         self.device.drain()
         self.link.abandon()
@@ -299,11 +302,12 @@ class _LayerSplit:
 
     def _start_on_host(self, expert: int, host_slot: int) -> None:
         runtime, pairs = self._runtime, self._rows.pairs(expert)
-        parts, weights = self._host_parts[pairs], runtime.home.slots.weights(host_slot)
-        gate, up = (buffer[pairs] for buffer in runtime.scratch)
+        weights = runtime.home.slots.weights(host_slot)
 
         def compute() -> None:
-            gated_mlp(parts, weights, gate, up, parts)
+            parts = self._host_parts[pairs]
+            gate, up = (buffer[pairs] for buffer in runtime.scratch)
+            runtime.products.gated_mlp(parts, weights, gate, up, parts)
 
         work = self._device.host_work(pairs.stop - pairs.start, compute)
         use = _HostUse(runtime.executor.submit(work))
@@ -342,7 +346,8 @@ class _LayerSplit:
         self._runtime.num_on_host += len(host)
         for use in self._on_host:
             while self._link.has_waiting and not use.is_done():
-                self._link.pump()
+                # One copy behind the one under way: the link does not wait for the next look.
+                self._link.pump(self._runtime.costs.link_s)
                 use.pause(self._runtime.costs.link_s)
             use.wait(WAIT_LIMIT_S)
         if len(host):

@@ -26,7 +26,8 @@ from lowtide.experts.read_ahead import Arrival, ReadAhead
 from lowtide.experts.rows import ExpertBuffers, ExpertRows, Routing
 from lowtide.experts.slots import ExpertSlots, SlotLedger
 from lowtide.experts.transfer import Transfer
-from lowtide.kernels.reference import combine, gated_mlp
+from lowtide.kernels.products import REFERENCE, Products
+from lowtide.kernels.reference import combine
 from lowtide.memory.workspace import Buffers
 from lowtide.policies.placement import Placement
 
@@ -71,9 +72,11 @@ class ExpertRuntime:
         transfer: Transfer,
         placement: Placement,
         executor: Executor,
+        products: Products = REFERENCE,
     ) -> None:
         self._shape = shape
         self._slots = slots
+        self._products = products
         self.ledger = ledger
         self.transfer = transfer
         self.executor = executor
@@ -143,7 +146,8 @@ class ExpertRuntime:
         pairs = rows.pairs(expert)
         # An expert's inputs are not needed once gate and up are computed: the outputs replace them.
         parts = buffers.parts[pairs]
-        gated_mlp(parts, self._slots.weights(slot), buffers.gate[pairs], buffers.up[pairs], parts)
+        weights, gate, up = self._slots.weights(slot), buffers.gate[pairs], buffers.up[pairs]
+        self._products.gated_mlp(parts, weights, gate, up, parts)
 
     def _run_all(
         self,

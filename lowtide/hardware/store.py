@@ -22,10 +22,12 @@ from lowtide import __version__
 from lowtide.core import Costs, MoEShape
 from lowtide.errors import CheckpointError, StorageError
 from lowtide.experts.slots import SlotLayout
+from lowtide.folders import cache_folder
 from lowtide.hardware.machine import Machine
 from lowtide.hardware.measure import Measured, Measurements, Point
 from lowtide.hardware.timing import Timing
 from lowtide.json_file import read_object
+from lowtide.kernels.products import REFERENCE
 
 MAX_FILE_BYTES = 1 << 20
 
@@ -45,6 +47,7 @@ class CostKey:
     dense_bytes: int
     device: str  # "" without one
     checkpoint: str  # the folder that experts are read from; "" when their home is host memory
+    products: str  # the host's, by name
 
     @classmethod
     def of(
@@ -55,6 +58,7 @@ class CostKey:
         dense_bytes: int,
         device: str = "",
         checkpoint: Path | None = None,
+        products: str = REFERENCE.name,
     ) -> CostKey:
         """The key of `measure_costs` with these arguments. device: its name, and what of it may
         change."""
@@ -68,6 +72,7 @@ class CostKey:
             dense_bytes=dense_bytes,
             device=device,
             checkpoint="" if checkpoint is None else str(checkpoint.resolve()),
+            products=products,
         )
 
     @property
@@ -92,13 +97,6 @@ class Stored(NamedTuple):
     @property
     def costs(self) -> Costs:
         return self.measurements.costs()
-
-
-def cache_folder() -> Path:
-    """lowtide's folder in the user's cache (XDG Base Directory Specification)."""
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # The specification has relative paths ignored.
-    return (given if given.is_absolute() else Path.home() / ".cache") / "lowtide"
 
 
 def stored_or_measured(

@@ -25,7 +25,7 @@ from lowtide.experts.rows import ExpertBuffers, ExpertRows
 from lowtide.experts.slots import ExpertSlots, SlotLayout
 from lowtide.experts.store import FileReader, Ticket
 from lowtide.experts.transfer import DiskTransfer, ticket_result
-from lowtide.kernels.reference import gated_mlp
+from lowtide.kernels.products import Products
 from lowtide.memory.arena import Arena
 from lowtide.schemas import ExpertTable
 
@@ -105,11 +105,17 @@ class HostStream:
     """Whole experts side by side on the compute threads, each thread taking the next one."""
 
     def __init__(
-        self, shape: MoEShape, weights: ColdWeights, executor: Executor, device: Device | None
+        self,
+        shape: MoEShape,
+        weights: ColdWeights,
+        executor: Executor,
+        device: Device | None,
+        products: Products,
     ) -> None:
         """device: whose host it is; an emulated one stretches the host's time."""
         self._weights = weights
         self._executor = executor
+        self._products = products
         self._device = device
         layout = weights.slots.layout
         per_thread = min(_MAX_EXPERTS, STREAM_BYTES // layout.num_bytes) // executor.num_threads
@@ -136,7 +142,7 @@ class HostStream:
         rows = slice(place * num_tokens, (place + 1) * num_tokens)
         expert = self._weights.slots.weights(self._weights.next_slot())
         buffers = (self._gate[rows], self._up[rows], self._out[rows])
-        work = partial(gated_mlp, self._x[rows], expert, *buffers)
+        work = partial(self._products.gated_mlp, self._x[rows], expert, *buffers)
         return work if self._device is None else self._device.host_work(num_tokens, work)
 
 
@@ -148,9 +154,15 @@ class DenseStream:
     """
 
     def __init__(
-        self, shape: MoEShape, weights: ColdWeights, executor: Executor, dense_bytes: int
+        self,
+        shape: MoEShape,
+        weights: ColdWeights,
+        executor: Executor,
+        dense_bytes: int,
+        products: Products,
     ) -> None:
         self._executor = executor
+        self._multiply = products.multiply
         self._elements = weights.arena.bytes.view(weights.slots.layout.dtype)
         self._hidden = shape.hidden_size
         self._next = 0
@@ -180,7 +192,7 @@ class DenseStream:
         self._next += align_up(num_elements)
         x, out = self._x[:num_tokens], self._out[:num_tokens]
         return [
-            partial(_multiply, x, piece, out[:, start : start + len(piece)])
+            partial(self._multiply, x, piece.t(), None, out[:, start : start + len(piece)])
             for start, piece in zip(
                 range(0, self._num_features, self._piece),
                 torch.split(weight, self._piece),
@@ -344,10 +356,6 @@ def _take_all(works: deque[Work]) -> None:
         except IndexError:  # another thread took the last one
             return
         work()
-
-
-def _multiply(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    torch.mm(x, weight.t(), out=out)
 
 
 def _copy(source: Tensor, target: Tensor) -> None:

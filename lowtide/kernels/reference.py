@@ -5,6 +5,7 @@ All write into buffers they are given and allocate nothing of size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,14 @@ CLAMP_SLOPE = 1.702
 """Of `clamped_swiglu`; every published gpt-oss has these."""
 
 
+def multiply(x: Tensor, weight_t: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """`out = x @ weight_t + bias` for x [n, in], weight_t [in, out], bias [out], out [n, out]."""
+    if bias is None:
+        torch.mm(x, weight_t, out=out)
+    else:
+        torch.addmm(bias, x, weight_t, out=out)
+
+
 def gated_mlp(
     x: Tensor, weights: ExpertWeights | ClampedWeights, gate: Tensor, up: Tensor, out: Tensor
 ) -> None:
@@ -45,7 +54,7 @@ def gated_mlp(
     Clamped weights make it `out = down(clamped_swiglu(gate(x), up(x)))`, every product biased.
     """
     if isinstance(weights, ClampedWeights):
-        _clamped_mlp(x, weights, gate, up, out)
+        clamped_mlp(x, weights, gate, up, out, multiply)
         return
     torch.mm(x, weights.gate.t(), out=gate)
     torch.mm(x, weights.up.t(), out=up)
@@ -71,11 +80,19 @@ def clamped_swiglu(gate: Tensor, up: Tensor) -> None:
     gate.mul_(up).div_(CLAMP_SLOPE)
 
 
-def _clamped_mlp(x: Tensor, weights: ClampedWeights, gate: Tensor, up: Tensor, out: Tensor) -> None:
-    torch.mm(x, weights.gate.t(), out=gate)
-    torch.mm(x, weights.up.t(), out=up)
+def clamped_mlp(
+    x: Tensor,
+    weights: ClampedWeights,
+    gate: Tensor,
+    up: Tensor,
+    out: Tensor,
+    multiply: Callable[[Tensor, Tensor, Tensor | None, Tensor], None],
+) -> None:
+    """`gated_mlp` of clamped weights, by the given products; rounds before and after each bias."""
+    multiply(x, weights.gate.t(), None, gate)
+    multiply(x, weights.up.t(), None, up)
     clamped_swiglu(gate.add_(weights.gate_bias), up.add_(weights.up_bias))
-    torch.mm(gate, weights.down.t(), out=out)
+    multiply(gate, weights.down.t(), None, out)
     out.add_(weights.down_bias)
 
 

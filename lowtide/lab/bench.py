@@ -27,7 +27,6 @@ from lowtide.lab.doctor import Skipped, machine_rates
 from lowtide.lab.verify import random_prompt
 from lowtide.llm import LLM, plan_model
 from lowtide.params import SamplingParams
-from lowtide.policies.presets import PRESETS, check_policy
 
 DEFAULT_SHARE = 0.5
 """Of the experts that are resident where no budget is given."""
@@ -135,6 +134,13 @@ class Ceilings(NamedTuple):
     rates: tuple[Rate, ...]
     skipped: tuple[Skipped, ...]
 
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "machine": asdict(self.machine),
+            "ceilings": [rate._asdict() for rate in self.rates],
+            "skipped": [skipped._asdict() for skipped in self.skipped],
+        }
+
 
 class Peak(NamedTuple):
     """The most memory that was held of one tier, and what the plan says; None: not known."""
@@ -156,24 +162,17 @@ class Result:
     runs: tuple[Run, ...]
     peaks: tuple[Peak, ...]
 
-
-def check_presets(names: Sequence[str], options: Mapping[str, str]) -> list[Preset]:
-    """Presets by name, each with those of `options` that it has; needs no model.
-
-    Raises UsageError for a name that is not known or given twice, and for an option that none
-    of them has.
-    """
-    if len(set(names)) < len(names):
-        raise UsageError(f"--policy names a policy twice: {', '.join(names)}.")
-    presets = []
-    for name in names:
-        own = {key: value for key, value in options.items() if key in PRESETS.get(name, ())}
-        check_policy(name, own)
-        presets.append(Preset(name, own))
-    for option in options:
-        if not any(option in preset.options for preset in presets):
-            raise UsageError(f"None of {', '.join(names)} has an option {option!r}.")
-    return presets
+    def as_dict(self) -> dict[str, Any]:
+        """All but the plan."""
+        return {
+            "device": self.device,
+            "is_emulated": self.plan.device == "emulated",
+            "is_budget_given": self.is_budget_given,
+            "prompt_tokens": self.prompt_tokens,
+            "prefill_tokens": self.prefill_tokens,
+            "runs": [run.as_dict() for run in self.runs],
+            "peaks": [peak._asdict() for peak in self.peaks],
+        }
 
 
 def measure_ceilings(model: str | Path, **options: object) -> Ceilings:
@@ -209,8 +208,9 @@ def bench(
     with LLM(model, progress=progress, **options) as llm:
         load = Load.of(llm, prompt, params)
         runs = take_turns(llm, presets, load, repeats, progress)
+        policies = ", ".join(preset.label for preset in presets)
         return Result(
-            plan=llm.plan,
+            plan=replace(llm.plan, policy=policies, reason="policies take turns over one plan"),
             device=llm.device,
             is_budget_given=is_given,
             prompt_tokens=len(load.prompt),
@@ -316,18 +316,3 @@ def _peaks(plan: MemoryPlan, can_reset: bool) -> list[Peak]:
     if plan.gpu is not None and plan.device == "cuda":
         peaks.append(Peak("gpu", torch.cuda.max_memory_allocated(), plan.gpu.used_bytes))
     return peaks
-
-
-def as_dict(result: Result, ceilings: Ceilings) -> dict[str, Any]:
-    """As `--json` prints it, but for the plan and the settings."""
-    return {
-        "machine": asdict(ceilings.machine),
-        "ceilings": [rate._asdict() for rate in ceilings.rates],
-        "skipped": [skipped._asdict() for skipped in ceilings.skipped],
-        "device": result.device,
-        "is_emulated": result.plan.device == "emulated",
-        "prompt_tokens": result.prompt_tokens,
-        "prefill_tokens": result.prefill_tokens,
-        "runs": [run.as_dict() for run in result.runs],
-        "peaks": [peak._asdict() for peak in result.peaks],
-    }

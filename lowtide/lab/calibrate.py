@@ -27,7 +27,7 @@ from lowtide.errors import UsageError
 from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import Observer
 from lowtide.lab.record import Recorder
-from lowtide.lab.simulate import calibrate as count_activations
+from lowtide.simulate import calibrate as count_activations
 from lowtide.layers.batch import KVRange, Segment
 from lowtide.llm import LLM
 from lowtide.memory.workspace import Workspace

@@ -29,6 +29,7 @@ from lowtide.experts.executor import HostExecutor
 from lowtide.experts.slots import SlotLayout
 from lowtide.experts.store import FileReader
 from lowtide.experts.transfer import largest_read_bytes
+from lowtide.folders import cache_folder
 from lowtide.hardware.machine import READ_BYTES, Machine, Rate, measure_rates, this_machine
 from lowtide.hardware.measure import (
     DiskSource,
@@ -40,12 +41,12 @@ from lowtide.hardware.measure import (
 from lowtide.hardware.store import (
     CostKey,
     Stored,
-    cache_folder,
     measured_now,
     stored_or_measured,
 )
 from lowtide.hardware.timing import Timing
 from lowtide.kernels.library_cache import limit_library_cache
+from lowtide.kernels.products import choose_products
 from lowtide.lab.synth_sizes import FAMILIES
 from lowtide.memory.arena import Arena
 from lowtide.schemas import assume
@@ -228,6 +229,7 @@ def _costs(
 ) -> ExpertCosts:
     device = resolve_device(options.device)
     checkpoint = None if patient.opened is None else patient.opened.checkpoint
+    products = choose_products(options.kernels, patient.layout.dtype)
     measure = partial(_measure, patient, device, options)
     if device == "emulated":
         measured, description = measure()
@@ -236,7 +238,13 @@ def _costs(
         description = "" if device == "cpu" else f"{device}, {options.kernels} kernels"
         folder = None if checkpoint is None else checkpoint.files[0].parent
         key = CostKey.of(
-            machine, patient.shape, patient.layout, patient.dense_bytes, description, folder
+            machine,
+            patient.shape,
+            patient.layout,
+            patient.dense_bytes,
+            description,
+            folder,
+            products.name,
         )
         stored = stored_or_measured(key, lambda: measure()[0], is_fresh=is_fresh)
     dtype = str(patient.layout.dtype).removeprefix("torch.")
@@ -247,6 +255,7 @@ def _measure(patient: _Patient, name: str, options: EngineConfig) -> tuple[Measu
     """The costs, and a line on the device that they were measured with."""
     # An emulated device is one core, and so is the host beside it.
     num_cores = 1 if name == "emulated" else None
+    products = choose_products(options.kernels, patient.layout.dtype)
     executor = HostExecutor(patient.shape.num_experts_per_token, num_cores)
     try:
         with _device(patient, name, options) as (device, make_arena, description):
@@ -259,6 +268,7 @@ def _measure(patient: _Patient, name: str, options: EngineConfig) -> tuple[Measu
                     device=device,
                     disk=disk,
                     make_arena=make_arena,
+                    products=products,
                 )
     finally:
         executor.close()
@@ -291,8 +301,11 @@ def _device(patient: _Patient, name: str, options: EngineConfig) -> Iterator[_Op
             yield device, make_arena, name
     else:
         layout, num_slots = patient.layout, _num_slots(patient)
-        speeds = emulated_speeds(options.device_options, layout, patient.shape, layout.dtype)
-        emulated = EmulatedDevice(Arena(num_slots * layout.num_bytes), layout, num_slots, speeds)
+        products = choose_products(options.kernels, layout.dtype)
+        given = options.device_options
+        speeds = emulated_speeds(given, layout, patient.shape, layout.dtype, products)
+        arena = Arena(num_slots * layout.num_bytes)
+        emulated = EmulatedDevice(arena, layout, num_slots, speeds, products)
         try:
             yield emulated, Arena, emulated.describe()
         finally:

@@ -32,7 +32,10 @@ LOSSLESS_PRESETS = tuple(name for name in PRESETS if name not in ("auto", "resid
 SHARES = (0.0, 1 / 3, 2 / 3)
 """Of the experts that are resident, from none, with the least budget, upwards."""
 
-NUM_PROMPT_TOKENS = 48
+NUM_PROMPT_TOKENS = 40
+
+EMULATED_SPEEDS = {"link_GBps": "2", "link_latency_us": "20", "host_slowdown": "1"}
+"""Of an emulated device, where no others are given: it need not be slow to change nothing."""
 
 TOLERANCES: Mapping[torch.dtype, float] = {
     torch.float32: 1e-4,
@@ -91,7 +94,7 @@ class _Run(NamedTuple):
 def verify(
     model: str | Path,
     prompt: Sequence[int] | None = None,
-    max_tokens: int = 32,
+    max_tokens: int = 24,
     on_verdict: Callable[[Verdict], None] | None = None,
     **options: object,
 ) -> list[Verdict]:
@@ -149,9 +152,8 @@ def _devices(asked: str) -> list[str]:
 def _on_device(options: Mapping[str, object], device: str) -> dict[str, object]:
     """Options that hold everything there; device options are an emulated device's."""
     chosen = {**options, "device": device}
-    if device != "emulated":
-        chosen.pop("device_options", None)
-    return chosen
+    speeds = chosen.pop("device_options", None) or EMULATED_SPEEDS
+    return {**chosen, "device_options": speeds} if device == "emulated" else chosen
 
 
 def _budgets(plan: MemoryPlan, share: float) -> dict[str, int]:

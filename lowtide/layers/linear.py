@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from lowtide.core import align_up
 from lowtide.experts.executor import Executor
+from lowtide.kernels.products import REFERENCE, Products
 from lowtide.kernels.reference import ExpertWeights, silu_times
 from lowtide.memory.workspace import Buffers, tiles
 
@@ -22,9 +22,16 @@ SPLIT_OPERATIONS = 1 << 24
 class Linear:
     """`out = x @ weight.T + bias`, its output features divided among the compute threads."""
 
-    def __init__(self, weight: Tensor, executor: Executor, bias: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        executor: Executor,
+        bias: Tensor | None = None,
+        products: Products = REFERENCE,
+    ) -> None:
         """weight: [out, in]. bias: [out]."""
         self._executor = executor
+        self._multiply = products.multiply
         self._bias = bias
         self._weight = weight
         self._whole = weight.t()
@@ -33,11 +40,11 @@ class Linear:
     def forward(self, x: Tensor, out: Tensor) -> None:
         """x [rows, in], out [rows, out]."""
         if len(self._pieces) == 1 or not self._is_large(x.shape[0]):
-            _multiply(x, self._whole, self._bias, out)
+            self._multiply(x, self._whole, self._bias, out)
             return
         bias = self._bias
         works = [
-            partial(_multiply, x, weight, None if bias is None else bias[rows], out[:, rows])
+            partial(self._multiply, x, weight, None if bias is None else bias[rows], out[:, rows])
             for rows, weight in self._pieces
         ]
         self._executor.run(works)
@@ -50,9 +57,13 @@ class Linear:
 class GatedMLP:
     """down(silu(gate x) * up x): a dense layer's MLP, or experts that every token uses."""
 
-    def __init__(self, weights: ExpertWeights, executor: Executor) -> None:
+    def __init__(
+        self, weights: ExpertWeights, executor: Executor, products: Products = REFERENCE
+    ) -> None:
         self._width = weights.gate.shape[0]
-        self._gate, self._up, self._down = (Linear(weight, executor) for weight in weights)
+        self._gate, self._up, self._down = (
+            Linear(weight, executor, products=products) for weight in weights
+        )
 
     def forward(self, x: Tensor, workspace: Buffers, out: Tensor) -> None:
         """x, out [rows, hidden]; `out` must not be `x`."""
@@ -74,10 +85,3 @@ def _pieces(weight: Tensor, num_pieces: int) -> list[tuple[slice, Tensor]]:
     num_features = weight.shape[0]
     length = align_up(-(-num_features // num_pieces), 64)
     return [(features, weight[features].t()) for features in tiles(num_features, length)]
-
-
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    if bias is None:
-        torch.mm(x, weight, out=out)
-    else:
-        torch.addmm(bias, x, weight, out=out)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lowtide.config import ModelConfig
 from lowtide.experts.executor import Executor
+from lowtide.kernels.products import REFERENCE, Products
 from lowtide.kernels.reference import ExpertWeights
 from lowtide.layers.batch import Batch
 from lowtide.layers.linear import GatedMLP, Linear
@@ -55,17 +56,19 @@ class Decoder(ABC):
         kv_cache: KVCache,
         workspace: Buffers,
         executor: Executor,
+        products: Products = REFERENCE,
     ) -> None:
         self.config = config
         self.weights = weights
         self.kv_cache = kv_cache
         self.executor = executor
+        self.products = products
         self._experts = experts
         self._workspace = workspace
         self._embedding = weights[self.embedding_name]
         self._norm = weights["model.norm.weight"]
         head = self._embedding if config.tie_word_embeddings else weights["lm_head.weight"]
-        self._head = Linear(head, executor)
+        self._head = Linear(head, executor, products=products)
         self._rotary = Rotary(
             config.rotary_dim, config.rope_theta, self._embedding.device, config.yarn
         )
@@ -91,16 +94,15 @@ class Decoder(ABC):
 
     def linear(self, name: str) -> Linear:
         """The product with the weight `name.weight`, plus `name.bias` where there is one."""
-        return Linear(
-            self.weights[f"{name}.weight"], self.executor, self.weights.get(f"{name}.bias")
-        )
+        weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
+        return Linear(weight, self.executor, bias, self.products)
 
     def mlp(self, prefix: str) -> GatedMLP:
         """The gated MLP whose weights' names begin with `prefix`."""
         gate, up, down = (
             self.weights[f"{prefix}{part}_proj.weight"] for part in ("gate", "up", "down")
         )
-        return GatedMLP(ExpertWeights(gate, up, down), self.executor)
+        return GatedMLP(ExpertWeights(gate, up, down), self.executor, self.products)
 
     def separate_qkv(self, layer: int) -> SeparateQKV:
         """The projections that most families call `self_attn.{q,k,v}_proj`."""

@@ -103,6 +103,7 @@ class Recipe:
     prefetch: Callable[[Setting], Prefetch] = lambda setting: NoPrefetch()
     can_wait: bool = False
     weighs_moves: bool = False  # whether the placement asks what a move costs
+    plans_load: bool = False  # whether it is planned for the load of `Setting.hits`
 
     def policies(self, setting: Setting) -> Policies:
         """The preset at work, for one model, budget and machine."""
@@ -253,6 +254,7 @@ CATALOGUE: Mapping[str, Recipe] = {
         _planned_residents,
         lambda s: FixedShare(_best_split(s).fetch_share),
         _planned_prefetch,
+        plans_load=True,
     ),
     "layer-split": Recipe(_whole_layers, lambda s: LayerSplit(_device_layers(s))),
 }

@@ -48,7 +48,7 @@ class Forecast:
         experts, num_tokens, worth_s [num_activated]. A step in which nothing was worth anything
         is passed over.
         """
-        total_s = float(worth_s.sum())
+        total_s = float(np.add.reduce(worth_s))
         if total_s <= 0:
             return
         self._worth_s[layer] = total_s
@@ -61,7 +61,7 @@ class Forecast:
             self._products += memories @ shares.T
         # One of an expert's tokens stays with it as often as not, so one with many comes again.
         kept_s = worth_s * (1.0 - np.exp2(-num_tokens))
-        target[experts] = kept_s / kept_s.sum()
+        target[experts] = kept_s / np.add.reduce(kept_s)
         self._num_steps[layer] += 1
         self._rates[-1] = 1 / self._num_steps[layer]
         change = np.subtract(target, memories, out=self._change)

@@ -30,6 +30,8 @@ from lowtide.errors import UsageError
 from lowtide.policies.forecast import Forecast
 from lowtide.policies.tau import OnlineTau
 
+_NUM_KNOWN = 1025  # token counts whose worth is looked up
+
 
 class Placement(Protocol):
     """Chooses the residents of every layer, within that layer's capacity."""
@@ -280,6 +282,7 @@ class Lowtide:
         self._decay = decay
         self._frequency = frequency
         self._forecast = Forecast(num_layers, num_experts, frequency)
+        self._known_worth_s = self._worth_s(np.arange(_NUM_KNOWN))
         self._is_fetched = np.zeros((num_layers, num_experts), np.bool_)
         per_layer = np.inf if max_step_bytes is None else max_step_bytes / max(1, num_layers)
         self._max_moves = per_layer / costs.expert_bytes
@@ -299,7 +302,6 @@ class Lowtide:
         return np.sort(_top(frequency, everyone, self._capacity[layer]))
 
     def fetched(self, layer: int, experts: IntArray) -> None:
-        self._is_fetched[layer] = False
         self._is_fetched[layer, experts] = True
 
     def update(self, step: Step, layer: int, demand: Demand, is_resident: BoolArray) -> Moves:
@@ -312,28 +314,35 @@ class Lowtide:
         return moves
 
     def _learn(self, layer: int, demand: Demand) -> None:
-        costs = self._costs
-        device_s, host_s = costs.device_s(demand.num_tokens), costs.host_s(demand.num_tokens)
-        absent_s = np.maximum(device_s, costs.fetch_s) if costs.num_staging else host_s
-        worth_s = np.maximum(0.0, np.minimum(absent_s, host_s) - device_s)
+        try:
+            worth_s = self._known_worth_s[demand.num_tokens]
+        except IndexError:
+            worth_s = self._worth_s(demand.num_tokens)
         self._forecast.observe(layer, demand.experts, demand.num_tokens, worth_s)
-        self._watch_link(layer, demand, device_s, host_s)
+        self._watch_link(layer, demand)
 
-    def _watch_link(
-        self, layer: int, demand: Demand, device_s: FloatArray, host_s: FloatArray
-    ) -> None:
+    def _worth_s(self, num_tokens: IntArray) -> FloatArray:
+        """Seconds that residency saves an expert with so many tokens. [len(num_tokens)]"""
+        costs = self._costs
+        device_s, host_s = costs.device_s(num_tokens), costs.host_s(num_tokens)
+        absent_s = np.maximum(device_s, costs.fetch_s) if costs.num_staging else host_s
+        return np.maximum(0.0, np.minimum(absent_s, host_s) - device_s)
+
+    def _watch_link(self, layer: int, demand: Demand) -> None:
         """Learns how busy demand keeps the link, and grants moves for the time it leaves."""
-        is_fetched = self._is_fetched[layer]
-        link_s = np.count_nonzero(is_fetched) * self._costs.fetch_s
-        is_on_device = demand.is_resident | is_fetched[demand.experts]
-        device_part_s = float(device_s @ is_on_device)
-        host_part_s = float(host_s.sum()) - float(host_s @ is_on_device)
+        costs, is_fetched = self._costs, self._is_fetched[layer]
+        device_s, host_s = costs.device_s(demand.num_tokens), costs.host_s(demand.num_tokens)
+        link_s = np.count_nonzero(is_fetched) * costs.fetch_s
+        is_on_host = (~(demand.is_resident | is_fetched[demand.experts])).astype(np.float64)
+        host_part_s = float(host_s @ is_on_host)
+        device_part_s = float(np.add.reduce(device_s) - device_s @ is_on_host)
         # A pass has at least as many rows as its busiest expert has tokens.
-        dense_s = self._costs.dense_s.at(int(demand.num_tokens.max(initial=0)))
+        num_tokens = demand.num_tokens
+        dense_s = costs.dense_s.at(int(np.maximum.reduce(num_tokens, initial=0)))
         layer_s = dense_s + max(link_s, host_part_s, device_part_s)
         busy = link_s / max(layer_s, 1e-30)
         self._busy[layer] += (1 - self._decay) * (busy - self._busy[layer])
-        granted = min(self._max_moves, (layer_s - link_s) / self._costs.fetch_s)
+        granted = min(self._max_moves, (layer_s - link_s) / costs.fetch_s)
         most = max(1.0, granted) * self.tau
         self._credit[layer] = min(self._credit[layer] + granted, most)
 
@@ -344,13 +353,14 @@ class Lowtide:
         net_s = gain_s - move_s * ~is_fetched if move_s else gain_s
         residents = is_resident.nonzero()[0]
         num_free = max(0, self._capacity[layer] - len(residents))
-        floor_s = float(gain_s[residents].min()) if len(residents) and not num_free else 0.0
+        floor_s = (
+            float(np.minimum.reduce(gain_s[residents])) if len(residents) and not num_free else 0.0
+        )
         entering = ((net_s > floor_s) & ~is_resident).nonzero()[0]
         if not len(entering):
             return NO_MOVES
         entering = entering[(-net_s[entering]).argsort(kind="stable")]
-        must_pay = ~is_fetched[entering]
-        entering = entering[~must_pay | (must_pay.cumsum() <= self._credit[layer])]
+        entering = self._affordable(layer, entering)
         if not len(entering):
             return NO_MOVES
         leaving = residents[gain_s[residents] < net_s[entering[0]]]
@@ -358,6 +368,17 @@ class Lowtide:
         moves = _exchange(entering, leaving, net_s[entering], gain_s, num_free)
         self._credit[layer] -= np.count_nonzero(~is_fetched[moves.admit])
         return moves
+
+    def _affordable(self, layer: int, entering: IntArray) -> IntArray:
+        """Those, best first, that cost nothing, and of the others as many as there is credit."""
+        credit = int(self._credit[layer])
+        if len(entering) <= credit:
+            return entering
+        is_free = self._is_fetched[layer, entering]
+        if not is_free.any():
+            return entering[:credit]
+        affordable: IntArray = entering[is_free | ((~is_free).cumsum() <= credit)]
+        return affordable
 
 
 def layer_budgets(frequency: FloatArray, total: int, least: int = 0) -> IntArray:

@@ -183,7 +183,7 @@ class Combined(Prefetch):
         total = np.zeros(1)
         for part, weight in self._parts:
             score = part.score(layer, predicted)
-            total = total + score * (weight / max(float(score.sum()), 1e-30))
+            total = total + score * (weight / max(float(np.add.reduce(score)), 1e-30))
         return total
 
 

@@ -30,6 +30,9 @@ PRESETS: Mapping[str, tuple[str, ...]] = {
 }
 """Every preset with the names of its options."""
 
+CANDIDATES = ("lowtide", "tide", "dali", "fiddler", "hybrimoe", "lru", "layer-split")
+"""Presets that `auto` compares where it can simulate them; of equals the first."""
+
 _RANGES: Mapping[str, tuple[int, int]] = {
     "tau": (1, 999_999),
     "w_size": (1, 999_999),
@@ -120,13 +123,14 @@ class OnDemand:
 
     def __init__(self, inner: Placement) -> None:
         self._inner = inner
+        self._keeper = inner if isinstance(inner, KeepsFetched) else None
 
     def initial(self, layer: int) -> IntArray:
         return self._inner.initial(layer)
 
     def update(self, step: Step, layer: int, demand: Demand, is_resident: BoolArray) -> Moves:
-        if isinstance(self._inner, KeepsFetched):
-            self._inner.fetched(layer, demand.experts[~demand.is_resident])
+        if self._keeper is not None:
+            self._keeper.fetched(layer, demand.experts[~demand.is_resident])
         moves = self._inner.update(step, layer, demand, is_resident)
         admit = moves.admit[np.isin(moves.admit, demand.experts)]
         num_left_out = len(moves.admit) - len(admit)

@@ -1,0 +1,218 @@
+"""DALI's parts one by one, and every preset, at the published dimensions of its three models.
+
+Qwen3-30B-A3B, DeepSeek-V2-Lite and Mixtral-8x7B on an RTX 3090 with PCIe 4, in simulated time:
+everything on the host, then the greedy assignment, prefetch and the cache added in turn; decode
+at batch 1 to 64 beside the ratios that DALI reports; prefill; decode lengths and what planning
+takes at each. Half of the experts are resident. No weights of these sizes are here, so routing is
+synthetic: tokens of a sequence are as alike as those of the recorded demo chat model, beyond what
+chance makes them, which there does not fade with distance; half of the preference is the
+sequence's own and half the model's, which alone a calibration on other sequences can know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from common.arguments import run_script
+from common.record import Recorder, Row, say
+from common.simulated import (
+    VARIANTS,
+    ceilings,
+    first_passes,
+    make_parser,
+    make_setting,
+    policy_s,
+    published,
+    replay,
+    summary,
+    trace_shape,
+)
+from common.traces import Run, record_all
+
+from lowtide.core import Costs, MoEShape
+from lowtide.lab.calibration_report import step_similarity
+from lowtide.lab.synth_trace import preference_for, synth_decode_trace
+from lowtide.policies.assignment import AllHost, Greedy
+from lowtide.policies.catalogue import Recipe, Setting, recipe
+from lowtide.policies.placement import Static
+from lowtide.policies.prefetch import Residual
+from lowtide.profiles import load_profile
+from lowtide.simulate import simulate
+from lowtide.trace import Trace
+
+MACHINE = "rtx3090"
+RESIDENT_SHARE = 0.5
+PUBLISHED: Mapping[str, Mapping[str, float]] = {
+    "decode": {"layer-split": 3.97, "moe-lightning": 1.48, "hybrimoe": 1.32},
+    "prefill": {"layer-split": 7.62, "moe-lightning": 2.45, "hybrimoe": 2.00},
+}
+"""DALI's own speed over each, as its paper reports it (means over its models and batches;
+prefill on DeepSeek-V2-Lite only). Its layer-wise splits: llama.cpp here, KTransformers 2.16 and
+3.80."""
+STAGES: Mapping[str, Recipe] = {
+    "all on the host": recipe("all-host"),
+    "+ greedy": Recipe(lambda s: Static.first(s.capacity), lambda s: Greedy(s.costs)),
+    "+ prefetch": Recipe(
+        lambda s: Static.first(s.capacity),
+        lambda s: Greedy(s.costs),
+        lambda s: Residual(s.num_prefetch),
+    ),
+    "+ cache": recipe("dali"),
+    "residents only": Recipe(lambda s: Static.first(s.capacity), lambda s: AllHost()),
+}
+"""DALI's breakdown; the last one shows what of the first step is the residents' merit."""
+
+
+class Model(NamedTuple):
+    """A model and DALI's options for it."""
+
+    family: str
+    options: Mapping[str, int]
+
+    @property
+    def shape(self) -> MoEShape:
+        return published(self.family)
+
+
+MODELS = {
+    "Qwen3-30B-A3B": Model("qwen3_moe", {"num_prefetch": 4, "u_size": 8}),
+    "DeepSeek-V2-Lite": Model("deepseek_v2", {"num_prefetch": 4, "u_size": 8}),
+    "Mixtral-8x7B": Model("mixtral", {"num_prefetch": 1, "u_size": 1}),
+}
+
+
+class Load(NamedTuple):
+    """A batch and its answer's length."""
+
+    num_sequences: int
+    num_prompt: int
+    num_new: int
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    options = parser.parse_args()
+    excess = _recorded_excess()
+    settings = {
+        "profile": MACHINE,
+        "resident_share": RESIDENT_SHARE,
+        "similarity_beyond_chance": excess,
+    }
+    recorder = Recorder("ablation", settings, options.out)
+    for name in options.models[:1] if options.quick else options.models:
+        _measure(recorder, name, excess, options.quick)
+
+
+def _recorded_excess() -> float:
+    """Cosine of neighbouring tokens of the demo chat model, from 0 by chance to 1."""
+    [trace] = record_all([Run("demo:chat", 1, 4, 64)])
+    chance = trace.shape.num_experts_per_token / trace.shape.num_experts
+    return (float(step_similarity(trace.blocks()).mean()) - chance) / (1 - chance)
+
+
+def _measure(recorder: Recorder, name: str, excess: float, is_quick: bool) -> None:
+    model = MODELS[name]
+    costs = load_profile(MACHINE).costs(model.shape)
+    recorder.write("ceiling", {"model": name, **ceilings(costs)})
+    chance = model.shape.num_experts_per_token / model.shape.num_experts
+    preference = preference_for(chance + excess * (1 - chance), trace_shape(model.shape))
+    for batch in (1, 8) if is_quick else (1, 8, 16, 32, 64):
+        load = Load(batch, 64, 16 if is_quick else 32)
+        say(f"{name}, batch {batch}")
+        trace, setting = _case(model, costs, load, preference)
+        _decode(recorder, {"model": name, "batch": batch, "preference": preference}, trace, setting)
+    lengths = (128,) if is_quick else (128, 256, 512, 1024)
+    for length in lengths:
+        say(f"{name}, {length} tokens")
+        trace, setting = _case(model, costs, Load(4, 32, length), preference, num_layers=8)
+        _lengths(recorder, {"model": name, "batch": 4, "length": length}, trace, setting)
+    for num_prompt in (64,) if is_quick else (64, 512, 2048):
+        trace, setting = _case(model, costs, Load(1, num_prompt, 1), preference)
+        _prefill(recorder, {"model": name, "prompt_tokens": num_prompt}, trace, setting)
+
+
+def _case(
+    model: Model, costs: Costs, load: Load, preference: float, num_layers: int | None = None
+) -> tuple[Trace, Setting]:
+    """A run, and the setting that other sequences of the same model calibrate."""
+    shape = trace_shape(model.shape)
+    if num_layers is not None:
+        shape = shape._replace(num_layers=num_layers)
+    trace, known = (
+        synth_decode_trace(
+            shape,
+            num_sequences=load.num_sequences,
+            num_prompt=load.num_prompt,
+            num_new=load.num_new,
+            skew=preference,
+            taste=preference,
+            text=text,
+        )
+        for text in (0, 1)
+    )
+    num_residents = round(RESIDENT_SHARE * shape.num_experts)
+    setting = make_setting(trace, costs, num_residents, known)
+    return trace, replace(setting, **model.options)
+
+
+def _decode(recorder: Recorder, facts: Row, trace: Trace, setting: Setting) -> None:
+    hits = trace.hits()
+    stages = {name: simulate(trace, one, setting, hits=hits) for name, one in STAGES.items()}
+    base = stages["all on the host"].tokens_per_s
+    for name, report in stages.items():
+        row = {**facts, "stage": name, "over_all_host": report.tokens_per_s / base}
+        recorder.write("stage", {**row, **summary(report)})
+    reports = replay(trace, hits, setting, VARIANTS)
+    dali, lowtide = reports["dali"].tokens_per_s, reports["lowtide"].tokens_per_s
+    for name, report in reports.items():
+        row = {
+            **facts,
+            "preset": name,
+            "dali_over_this": dali / report.tokens_per_s,
+            "published_dali_over_this": PUBLISHED["decode"].get(name),
+            "lowtide_over_this": lowtide / report.tokens_per_s,
+        }
+        recorder.write("decode", {**row, **summary(report)})
+
+
+def _lengths(recorder: Recorder, facts: Row, trace: Trace, setting: Setting) -> None:
+    """Some presets at one answer length, and how long deciding took beside simulated time."""
+    hits = trace.hits()
+    names: Sequence[str] = ("layer-split", "hybrimoe", "dali", "lowtide")
+    reports = replay(trace, hits, setting, names)
+    for name, report in reports.items():
+        spent_s = policy_s(recipe(VARIANTS[name].preset), setting, trace)
+        row = {
+            **facts,
+            "preset": name,
+            "dali_over_this": reports["dali"].tokens_per_s / report.tokens_per_s,
+            "planning_us_per_layer": 1e6 * float(np.median(spent_s)),
+            "planning_share": float(spent_s.sum()) / report.total_s,
+        }
+        recorder.write("length", {**row, **summary(report)})
+
+
+def _prefill(recorder: Recorder, facts: Row, trace: Trace, setting: Setting) -> None:
+    """The prompt alone: seconds of its passes."""
+    prompt = first_passes(trace, len(trace.passes) - 1)
+    reports = replay(prompt, prompt.hits(), setting, VARIANTS)
+    num_rows = len(prompt.ids)
+    for name, report in reports.items():
+        row = {
+            **facts,
+            "preset": name,
+            "dali_over_this": report.total_s / reports["dali"].total_s,
+            "published_dali_over_this": PUBLISHED["prefill"].get(name),
+            "lowtide_over_this": report.total_s / reports["lowtide"].total_s,
+            **summary(report),
+            "tokens_per_s": num_rows / report.total_s,
+        }
+        recorder.write("prefill", row)
+
+
+if __name__ == "__main__":
+    run_script(main)

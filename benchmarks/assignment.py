@@ -1,0 +1,220 @@
+"""Assignment: how near to the optimum each policy comes, and what deciding costs.
+
+On recorded demand, with the residents that TIDE's refresh one step earlier leaves: the makespan
+of DALI's cost model (device and host side by side, an expert on the device takes the longer of
+its transfer and its computation) against the exact optimum; and the makespan when the link works
+beside the device, which is what a step really takes. Then the time that each preset's policies
+take per layer at 256 experts: placement, assignment and prefetch together.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from common.arguments import run_script
+from common.record import Recorder, Row, say
+from common.simulated import (
+    VARIANTS,
+    ceilings,
+    make_parser,
+    make_setting,
+    policy_s,
+    published,
+    trace_shape,
+)
+from common.traces import Run, record_all
+
+from lowtide.core import Assignment, Costs, Demand, StepKind
+from lowtide.errors import UsageError
+from lowtide.lab.synth_trace import locality_for, synth_trace
+from lowtide.policies.assignment import (
+    AllFetch,
+    AllHost,
+    Assign,
+    Balance,
+    Beam,
+    Exact,
+    Fiddler,
+    Greedy,
+    HybriMoEGreedy,
+    HybriMoEThreshold,
+    LayerSplit,
+    is_on_device,
+    makespan,
+    prices,
+)
+from lowtide.policies.catalogue import recipe
+from lowtide.policies.split import FixedShare
+from lowtide.policies.tau import best_residents
+from lowtide.profiles import load_profile
+from lowtide.simulate import simulate
+from lowtide.trace import Trace, demand_of
+
+RUNS = {
+    "demo:diffusion": (Run("demo:diffusion", 1, 6, 64), "llada2"),
+    "synth:llada2": (Run("synth:llada2", 1, 3, 96), "llada2"),
+    "demo:chat, 8 at once": (Run("demo:chat", 8, 2, 48), "qwen3_moe"),
+    "synth:qwen3_moe, 8 at once": (Run("synth:qwen3_moe", 8, 2, 32), "qwen3_moe"),
+}
+SHARES = (0.25, 0.5, 0.75)
+MACHINES = ("rtx3090", "a100-40gb")
+_MAX_STATES = 1 << 14  # of the exact search, per layer
+
+Maker = Callable[[Costs], Assign]
+POLICIES: Mapping[str, Maker] = {
+    "greedy": Greedy,
+    "balance": Balance,
+    "beam 2": lambda costs: Beam(costs, 2),
+    "exact": lambda costs: Exact(costs, _MAX_STATES),
+    "all host": lambda costs: AllHost(),
+    "all fetch": AllFetch,
+    "fiddler": Fiddler,
+    "fiddler threshold": lambda costs: Fiddler(costs, by_threshold=True),
+    "hybrimoe threshold": HybriMoEThreshold,
+    "hybrimoe greedy": HybriMoEGreedy,
+    "fixed half": lambda costs: FixedShare(0.5),
+    "layer on the host": lambda costs: LayerSplit([False]),
+}
+
+
+class Solved(NamedTuple):
+    """A layer's demand and the makespan of its exact optimum."""
+
+    demand: Demand
+    best_s: float
+
+
+class Timed(NamedTuple):
+    """What one policy did with every demand: makespans in its two readings, and its own time."""
+
+    optimum_share: float  # of the exact optimum's speed, mean
+    worst_share: float
+    overlapped_s: float  # of all layers, link beside device
+    policy_us: float  # median
+
+
+def main() -> None:
+    options = make_parser(__doc__).parse_args()
+    recorder = Recorder("assignment", {"max_states": _MAX_STATES}, options.out)
+    names = list(RUNS)[:1] if options.quick else list(RUNS)
+    traces = record_all([RUNS[name][0] for name in names])
+    for name, trace in zip(names, traces, strict=True):
+        for machine in MACHINES[:1] if options.quick else MACHINES:
+            _compare(recorder, name, trace, machine, options.quick)
+    _time_presets(recorder, options.quick)
+
+
+def _compare(recorder: Recorder, name: str, trace: Trace, machine: str, is_quick: bool) -> None:
+    shape = published(RUNS[name][1])
+    costs = load_profile(machine).costs(shape)
+    say(f"{name}, {machine}")
+    facts: Row = {"trace": RUNS[name][0].name, "experts_of": RUNS[name][1], "profile": machine}
+    recorder.write("ceiling", {**facts, **ceilings(costs)})
+    for share in SHARES[:1] if is_quick else SHARES:
+        num_residents = round(share * trace.shape.num_experts)
+        demands = [d for d in _demands(trace, num_residents) if len(d.experts)]
+        demands = demands[:: max(1, len(demands) // (40 if is_quick else 120))]
+        solved = _solvable(demands, costs)
+        most = [int(one.demand.num_tokens.max()) for one in solved]
+        dense_s = float(np.mean([costs.dense_s.at(num_tokens) for num_tokens in most]))
+        for policy, maker in POLICIES.items():
+            timed = _judge(maker(costs), solved, costs)
+            step_s = timed.overlapped_s / len(solved) + dense_s + costs.sync_s
+            row: Row = {
+                **facts,
+                "residents": num_residents,
+                "num_layers": len(solved),
+                "num_unsolved": len(demands) - len(solved),
+                "policy": policy,
+                **timed._asdict(),
+                "layer_us": 1e6 * step_s,
+                "policy_share_of_layer": 1e-6 * timed.policy_us / step_s,
+            }
+            recorder.write("assignment", row)
+
+
+def _demands(trace: Trace, num_residents: int) -> Iterator[Demand]:
+    """Each layer's demand of the passes that generate, with the residents one step earlier."""
+    resident = np.zeros((trace.shape.num_layers, trace.shape.num_experts), np.bool_)
+    for one, hits in zip(trace.passes, trace.hits(), strict=True):
+        if one.step.kind is not StepKind.PREFILL:
+            for layer, counts in enumerate(hits):
+                yield demand_of(counts, resident[layer])
+        resident = best_residents(hits, resident, num_residents)
+
+
+def _solvable(demands: list[Demand], costs: Costs) -> list[Solved]:
+    """Those whose optimum is found within the states allowed."""
+    exact, solved = Exact(costs, _MAX_STATES), []
+    for demand in demands:
+        try:
+            mask = is_on_device(demand, exact(0, demand))
+        except UsageError:
+            continue
+        solved.append(Solved(demand, makespan(prices(costs, demand), mask)))
+    return solved
+
+
+def _judge(assign: Assign, solved: list[Solved], costs: Costs) -> Timed:
+    shares, seconds, overlapped_s = [], [], 0.0
+    for demand, best_s in solved:
+        start_s = time.perf_counter()
+        work = assign(0, demand)
+        seconds.append(time.perf_counter() - start_s)
+        shares.append(best_s / makespan(prices(costs, demand), is_on_device(demand, work)))
+        overlapped_s += _overlapped_s(demand, work, costs)
+    return Timed(
+        statistics.mean(shares), min(shares), overlapped_s, 1e6 * statistics.median(seconds)
+    )
+
+
+def _overlapped_s(demand: Demand, work: Assignment, costs: Costs) -> float:
+    """Seconds of a layer whose fetches arrive one by one while residents run."""
+    tokens = dict(zip(demand.experts.tolist(), demand.num_tokens.tolist(), strict=True))
+    device_s = sum(costs.device_s.at(tokens[e]) for e in work.resident.tolist())
+    for place, expert in enumerate(work.fetch.tolist()):
+        device_s = max(device_s, (place + 1) * costs.fetch_s) + costs.device_s.at(tokens[expert])
+    return max(device_s, sum(costs.host_s.at(tokens[e]) for e in work.host.tolist()))
+
+
+def _time_presets(recorder: Recorder, is_quick: bool) -> None:
+    """Each preset's own time, on a block-diffusion run of 256 experts; median over layers."""
+    shape = published("llada2")._replace(num_layers=4 if is_quick else 20)
+    routed = trace_shape(shape)
+    locality = locality_for(0.985, routed, 32, skew=0.5)
+    trace, known = (
+        synth_trace(routed, num_blocks=2, steps_per_block=12, locality=locality, skew=0.5, seed=s)
+        for s in (0, 1)
+    )
+    costs = load_profile("rtx3090").costs(shape)
+    setting = make_setting(trace, costs, 128, known)
+    step_s = simulate(trace, "lowtide", setting).total_s / len(trace.passes) / shape.num_layers
+    cases = {
+        name: (recipe(one.preset), replace(setting, **one.options))
+        for name, one in VARIANTS.items()
+    }
+    online = replace(setting, online_tau=True)
+    cases |= {
+        "tide online": (recipe("tide"), online),
+        "lowtide online": (recipe("lowtide"), online),
+    }
+    for name, (made, its_setting) in cases.items():
+        seconds = policy_s(made, its_setting, trace)
+        row: Row = {
+            "preset": name,
+            "median_us": 1e6 * float(np.median(seconds)),
+            "mean_us": 1e6 * float(seconds.mean()),
+            "least_us": 1e6 * float(seconds.min()),
+            "is_within_50_us": bool(np.median(seconds) <= 50e-6),
+            "share_of_lowtide_layer": float(np.median(seconds)) / step_s,
+        }
+        recorder.write("policy time", row)
+
+
+if __name__ == "__main__":
+    run_script(main)

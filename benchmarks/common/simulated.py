@@ -1,0 +1,172 @@
+"""What the simulated benchmarks share: published shapes, presets with options, and records."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from common.record import Row
+from lowtide.config.families import read_config
+from lowtide.core import Costs, FloatArray, IntArray, MoEShape, StepKind
+from lowtide.lab.synth_sizes import FAMILIES
+from lowtide.policies.assignment import break_even_tokens
+from lowtide.policies.catalogue import Recipe, Setting
+from lowtide.simulate import Report, calibrate, simulate
+from lowtide.trace import Trace, TraceShape, demand_of
+
+
+class Variant(NamedTuple):
+    """A preset with options of its own, as a row of results."""
+
+    preset: str
+    options: Mapping[str, Any] = {}
+
+
+VARIANTS: Mapping[str, Variant] = {
+    "all-host": Variant("all-host"),
+    "on-demand": Variant("on-demand"),
+    "static": Variant("static"),
+    "lru": Variant("lru"),
+    "fiddler": Variant("fiddler"),
+    "fiddler threshold": Variant("fiddler", {"by_threshold": True}),
+    "edgemoe": Variant("edgemoe"),
+    "layer-split": Variant("layer-split"),
+    "moe-lightning": Variant("moe-lightning"),
+    "hybrimoe": Variant("hybrimoe"),
+    "hybrimoe greedy": Variant("hybrimoe", {"by_greedy": True}),
+    "tide tau=1 waits": Variant("tide", {"tau": 1, "waits": True}),
+    "tide tau=1": Variant("tide", {"tau": 1}),
+    "tide waits": Variant("tide", {"waits": True}),
+    "tide": Variant("tide"),
+    "dali": Variant("dali"),
+    "lowtide": Variant("lowtide"),
+}
+"""Every preset that is compared. `hybrimoe` is the static threshold that DALI compares itself
+with, `hybrimoe greedy` assigns as its released code does; `tide tau=1 waits` is the paper's
+Mixtral-Offload: every step waits for the experts it moves."""
+
+FLASH = MoEShape(31, 256, 8, 4096, 1024)
+"""LLaDA2.0-flash's experts: 24 MiB each in bfloat16."""
+
+
+def published(family: str) -> MoEShape:
+    """The experts of the model whose dimensions `synth FAMILY --size full` has."""
+    return read_config(FAMILIES[family]["full"].config, {}, {}).moe_shape
+
+
+def trace_shape(shape: MoEShape) -> TraceShape:
+    return TraceShape(*shape)
+
+
+def make_setting(
+    trace: Trace,
+    costs: Costs,
+    num_residents: int,
+    known: Trace | None = None,
+    known_hits: IntArray | None = None,
+) -> Setting:
+    """`num_residents` in every layer; `known`: another trace of the model, to calibrate on."""
+    setting = Setting([num_residents] * trace.shape.num_layers, trace.shape.num_experts, costs)
+    if known is None:
+        return setting
+    calibration = calibrate(known)
+    hits = known.hits() if known_hits is None else known_hits
+    return replace(
+        setting, frequency=calibration.frequency, following=calibration.following, hits=hits
+    )
+
+
+def replay(
+    trace: Trace, hits: IntArray, setting: Setting, names: Iterable[str]
+) -> dict[str, Report]:
+    """What each of `VARIANTS` named would have done; hits: `trace.hits()`."""
+    return {
+        name: simulate(
+            trace,
+            VARIANTS[name].preset,
+            replace(setting, **VARIANTS[name].options),
+            hits=hits,
+        )
+        for name in names
+    }
+
+
+def ceilings(costs: Costs) -> Row:
+    """The least and most that sharing a layer between host and device could give.
+
+    The host alone takes a time t for its experts; with a device that does some of them meanwhile
+    at the rate r, in units of the host's own, the two take t / (1 + r) at perfect balance: with
+    residents r is the device's rate, with absent experts the link's.
+    """
+    host_s, device_s = costs.host_s.at(1), costs.device_s.at(1)
+    return {
+        "expert_bytes": costs.expert_bytes,
+        "host_us": 1e6 * host_s,
+        "device_us": 1e6 * device_s,
+        "fetch_us": 1e6 * costs.fetch_s,
+        "perfect_balance_over_host_residents": 1 + host_s / device_s,
+        "perfect_balance_over_host_fetched": 1 + host_s / costs.fetch_s,
+        "break_even_tokens": break_even_tokens(costs),
+    }
+
+
+def summary(report: Report) -> Row:
+    """A report's row in the results."""
+    waited = {f"{name}_bound_share": s / report.total_s for name, s in report.bound_s.items()}
+    return {
+        "tokens_per_s": report.tokens_per_s,
+        "hit_rate": report.hit_rate,
+        "num_fetched": report.num_fetched,
+        "num_moved": report.num_moved,
+        "num_prefetched": report.num_prefetched,
+        "moved_GB": report.moved_bytes / 1e9,
+        "binds": report.binds,
+        **waited,
+    }
+
+
+def first_passes(trace: Trace, num_passes: int) -> Trace:
+    """The beginning of a run."""
+    num_rows = sum(one.num_rows for one in trace.passes[:num_passes])
+    return replace(trace, passes=trace.passes[:num_passes], ids=trace.ids[:num_rows])
+
+
+def policy_s(made: Recipe, setting: Setting, trace: Trace) -> FloatArray:
+    """Seconds per layer of the passes that generate; moves are carried out at once."""
+    policies = made.policies(setting)
+    placement, num_layers = policies.placement, setting.num_layers
+    resident = np.zeros((num_layers, setting.num_experts), np.bool_)
+    for layer in range(num_layers):
+        resident[layer, placement.initial(layer)] = True
+    nothing = np.full(setting.num_experts, np.inf)
+    seconds = []
+    for one, hits in zip(trace.passes, trace.hits(), strict=True):
+        for layer in range(num_layers):
+            demand = demand_of(hits[layer], resident[layer])
+            following = (layer + 1) % num_layers
+            start_s = time.perf_counter()
+            decision = policies.decide(
+                layer, one.step, demand, resident[layer], nothing[demand.experts], 0.0, True
+            )
+            policies.prefetch.observe(layer, demand)
+            policies.prefetch.choose(following, resident[following], hits[following])
+            spent_s = time.perf_counter() - start_s
+            resident[layer, decision.moves.admit] = True
+            resident[layer, decision.moves.evict] = False
+            if one.step.kind is not StepKind.PREFILL:
+                seconds.append(spent_s)
+    return np.array(seconds)
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with `--out` and `--quick`."""
+    parser = argparse.ArgumentParser(description=(description or "").split("\n\n")[0])
+    parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
+    parser.add_argument("--quick", action="store_true", help="few cases: a look, not a result")
+    return parser

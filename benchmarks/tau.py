@@ -1,0 +1,216 @@
+"""TIDE's refresh interval: every tau, the paper's choice, the simulated best and chance.
+
+TIDE's Table 2 and Figures 1, 2, 4 and 5, in simulated time: synthetic routing with the shapes of
+LLaDA2.0-mini on an A100 40 GB and LLaDA2.0-flash on an H100, as alike from step to step as the
+paper reports (cosine 0.985), and recorded routing of the demo diffusion model at several blocks
+and thresholds, with experts of LLaDA2.0-mini's size. Each interval twice: steps that wait for
+what they move (the paper's Eq. 3; at tau = 1 its Mixtral-Offload baseline) and moves that follow
+behind. Misses and migrations beside the paper's formulas for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from common.arguments import run_script
+from common.record import Recorder, Row, say
+from common.simulated import (
+    FLASH,
+    ceilings,
+    make_parser,
+    make_setting,
+    published,
+    replay,
+    trace_shape,
+)
+from common.traces import Run, record_all
+
+from lowtide.core import Costs, MoEShape
+from lowtide.lab.calibration_report import distinct_experts, step_similarity
+from lowtide.lab.synth_trace import locality_for, synth_trace
+from lowtide.policies.catalogue import Setting
+from lowtide.policies.tau import auto_tau, drift, expected_migrations, miss_shares, paper_tau
+from lowtide.profiles import load_profile
+from lowtide.simulate import Report, simulate
+from lowtide.trace import Trace
+
+SIMILARITY = 0.985  # TIDE, between neighbouring steps
+TOKENS_PER_PASS = {"LLaDA2.0-mini": 2.6, "LLaDA2.0-flash": 3.08}  # the models' reports, means
+SKEW = 0.5  # of the synthetic popularity: about 120 of 256 experts in a step of 32 tokens
+NUM_DRAWS = 5  # of a random tau
+
+
+class Case(NamedTuple):
+    """A trace, how it came about, and the machine it is replayed on."""
+
+    model: str
+    routing: str  # "synthetic" or "recorded"
+    trace: Trace
+    known: Trace  # another run, for what presets know beforehand
+    machine: str
+    costs: Costs
+    block_length: int
+    threshold: float | None
+
+
+def main() -> None:
+    options = make_parser(__doc__).parse_args()
+    recorder = Recorder("tau", {"num_random": NUM_DRAWS, "similarity": SIMILARITY}, options.out)
+    for case in [*_synthetic(options.quick), *_recorded(options.quick)]:
+        _measure(recorder, case, options.quick)
+
+
+def _synthetic(is_quick: bool) -> list[Case]:
+    models = {
+        "LLaDA2.0-mini": (published("llada2"), "a100-40gb"),
+        "LLaDA2.0-flash": (FLASH, "h100"),
+    }
+    blocks = (32,) if is_quick else (32, 64, 128)
+    return [
+        _synthetic_case(model, shape, machine, block_length)
+        for model, (shape, machine) in models.items()
+        for block_length in blocks
+    ]
+
+
+def _synthetic_case(model: str, shape: MoEShape, machine: str, block_length: int) -> Case:
+    locality = locality_for(SIMILARITY, trace_shape(shape), block_length, SKEW)
+    num_steps = round(block_length / TOKENS_PER_PASS[model])
+
+    def make(seed: int) -> Trace:
+        return synth_trace(
+            trace_shape(shape),
+            num_blocks=max(1, 128 // block_length),
+            steps_per_block=num_steps,
+            block_length=block_length,
+            locality=locality,
+            skew=SKEW,
+            seed=seed,
+        )
+
+    costs = load_profile(machine).costs(shape)
+    return Case(model, "synthetic", make(0), make(1), machine, costs, block_length, None)
+
+
+def _recorded(is_quick: bool) -> list[Case]:
+    blocks = (32,) if is_quick else (32, 64, 128)
+    thresholds = (0.9,) if is_quick else (0.7, 0.8, 0.9, 0.95)
+    chosen = [(b, t) for b in blocks for t in thresholds]
+    runs = [Run("demo:diffusion", 1, 2, max(64, b), b, t) for b, t in chosen]
+    known = [run._replace(for_calibration=True) for run in runs]
+    traces = record_all([*runs, *known])
+    mini = published("llada2")
+    return [
+        Case(
+            "demo:diffusion",
+            "recorded",
+            traces[place],
+            traces[place + len(runs)],
+            machine,
+            load_profile(machine).costs(mini),
+            block_length,
+            threshold,
+        )
+        for machine in ("a100-40gb",)
+        for place, (block_length, threshold) in enumerate(chosen)
+    ]
+
+
+def _measure(recorder: Recorder, case: Case, is_quick: bool) -> None:
+    blocks, hits = case.trace.blocks(), case.trace.hits()
+    facts: Row = {
+        "model": case.model,
+        "routing": case.routing,
+        "machine_profile": case.machine,
+        "block_length": case.block_length,
+        "threshold": case.threshold,
+    }
+    say(f"{case.model}, {case.routing}, block {case.block_length}, {case.threshold}")
+    recorder.write("ceiling", {**facts, **ceilings(case.costs)})
+    similar, distinct = step_similarity(blocks), distinct_experts(blocks)
+    recorder.write(
+        "routing",
+        {
+            **facts,
+            "num_steps": max(map(len, blocks)),
+            "tokens_per_pass": case.trace.num_committed / max(1, sum(map(len, blocks))),
+            "similarity": float(similar.mean()),
+            "similarity_at_5": float(step_similarity(blocks, 5).mean())
+            if len(similar) > 5
+            else None,
+            "distinct_experts_by_step": [round(float(one), 1) for one in distinct],
+        },
+    )
+    for share in (0.25,) if is_quick else (0.125, 0.25, 0.5):
+        num_residents = round(share * case.trace.shape.num_experts)
+        setting = make_setting(case.trace, case.costs, num_residents, case.known)
+        for waits in (True, False):
+            values = _sweep(case, replace(setting, waits=waits), hits)
+            recorder.write("tau", {**facts, "residents": num_residents, "waits": waits, **values})
+        others = replay(case.trace, hits, setting, ("lru", "fiddler", "dali", "lowtide"))
+        speeds = {name: report.tokens_per_s for name, report in others.items()}
+        recorder.write("others", {**facts, "residents": num_residents, **speeds})
+
+
+def _sweep(case: Case, setting: Setting, hits: np.ndarray) -> Row:
+    """tokens/s of every tau, and of the ways to choose one."""
+    blocks, costs, budget = case.trace.blocks(), case.costs, setting.capacity[0]
+    num_steps = max(map(len, blocks))
+    taus = range(1, max(2, min(num_steps, 33)))
+    reports = {
+        tau: simulate(case.trace, "tide", replace(setting, tau=tau), hits=hits) for tau in taus
+    }
+    speeds = {tau: report.tokens_per_s for tau, report in reports.items()}
+    d, misses = drift(blocks, budget), miss_shares(blocks, budget, max(taus))
+    paper = paper_tau(d, misses, num_steps, budget, costs.fetch_s, costs.host_s.at(1))
+    auto = auto_tau(lambda tau: reports[tau].total_s, taus)
+    drawn = np.random.default_rng(0).choice(np.array(taus), NUM_DRAWS)
+    return {
+        **_ratios(speeds, paper, auto, [speeds[int(tau)] for tau in drawn]),
+        "drift": d,
+        "taus": list(taus),
+        "tokens_per_s_by_tau": _listed(speeds),
+        "miss_share_by_tau": [round(float(one), 4) for one in misses],
+        "moved_by_tau": [_num_moved(reports[tau]) for tau in taus],
+        "expected_moved_by_tau": [
+            round(_expected(case, d, budget, num_steps, tau)) for tau in taus
+        ],
+    }
+
+
+def _ratios(speeds: Mapping[int, float], paper: int, auto: int, drawn: list[float]) -> Row:
+    mean = float(np.mean(drawn))
+    return {
+        "paper_tau": paper,
+        "auto_tau": auto,
+        "tau_1_tokens_per_s": speeds[1],
+        "paper_tokens_per_s": speeds[paper],
+        "auto_tokens_per_s": speeds[auto],
+        "random_tokens_per_s": [round(one, 2) for one in drawn],
+        "paper_over_tau_1": speeds[paper] / speeds[1],
+        "auto_over_tau_1": speeds[auto] / speeds[1],
+        "paper_over_random": speeds[paper] / mean,
+        "auto_over_random": speeds[auto] / mean,
+    }
+
+
+def _listed(speeds: Mapping[int, float]) -> list[float]:
+    return [round(one, 2) for one in speeds.values()]
+
+
+def _num_moved(report: Report) -> int:
+    return report.num_moved + report.num_fetched
+
+
+def _expected(case: Case, d: float, budget: int, num_steps: int, tau: int) -> float:
+    """TIDE's Eq. 6 over the whole run; the first refresh of all fills empty slots."""
+    blocks = case.trace.blocks()
+    per_block = expected_migrations(d, num_steps, budget, tau)
+    return case.trace.shape.num_layers * len(blocks) * per_block
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,289 @@
+"""The compiled products of few rows, how they are built and kept, and who uses them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lowtide.engine import EngineConfig, open_model
+from lowtide.errors import StorageError, UnsupportedError
+from lowtide.experts.executor import InlineExecutor
+from lowtide.kernels import products, reference
+from lowtide.kernels.cpu import library
+from lowtide.kernels.cpu.few_rows import MAX_ROWS, FewRows
+from lowtide.kernels.cpu.library import load_library
+from lowtide.kernels.products import REFERENCE, choose_products
+from lowtide.kernels.reference import ClampedWeights, ExpertWeights
+from lowtide.layers.linear import Linear
+
+SOURCE = Path(library.__file__).with_name("few_rows.cpp")
+STEP = 2.0**-8
+"""A number is rounded by at most this share of it."""
+
+
+@pytest.fixture(scope="module")
+def variants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[FewRows]]:
+    """All that this CPU can run, from the portable to the best."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        best = FewRows.load()
+        built = load_library(SOURCE)
+        yield [FewRows(built, number) for number in range(best.num_variants)]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where compiled kernels go: an empty cache, and nothing loaded in this process."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(products, "_compiled", products._compiled.__wrapped__)
+    return tmp_path / "lowtide" / "kernels"
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).bfloat16()
+
+
+def product(kernel: FewRows, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    out = torch.full((x.shape[0], weight.shape[0]), torch.nan, dtype=torch.bfloat16)
+    kernel.multiply(x, weight.t(), bias, out)
+    return out
+
+
+def is_rounded(out: Tensor, exact: Tensor, terms: Tensor) -> bool:
+    """Whether `out` is `exact` but for its rounding and float32's, which goes with the terms."""
+    error = (out.double() - exact).abs()
+    return bool((error <= STEP * exact.abs() + 1e-5 * terms).all())
+
+
+sizes = st.one_of(st.integers(1, 70), st.sampled_from([127, 128, 257, 512]))
+
+
+@examples(60)
+@given(num_rows=st.integers(1, MAX_ROWS), num_k=sizes, num_outs=sizes, biased=st.booleans())
+def test_products_are_exact_but_for_rounding(
+    variants: list[FewRows], num_rows: int, num_k: int, num_outs: int, biased: bool
+) -> None:
+    x, weight = randn(num_rows, num_k), randn(num_outs, num_k, seed=1)
+    bias = randn(num_outs, seed=2) if biased else None
+    exact = x.double() @ weight.double().t()
+    terms = x.double().abs() @ weight.double().abs().t()
+    if bias is not None:
+        exact, terms = exact + bias, terms + bias.abs()
+    answers = [product(kernel, x, weight, bias) for kernel in variants]
+    assert all(is_rounded(answer, exact, terms) for answer in answers)
+    assert all(torch.equal(answer, answers[0]) for answer in answers), "variants differ"
+
+
+@examples(40)
+@given(num_rows=st.integers(1, MAX_ROWS), num_k=sizes, num_outs=sizes, cut=st.integers(0, 600))
+def test_a_rows_bits_depend_on_nothing_else(
+    variants: list[FewRows], num_rows: int, num_k: int, num_outs: int, cut: int
+) -> None:
+    """Alone or with others, features in one piece or two, rows at any stride and alignment."""
+    kernel, cut = variants[-1], cut % num_outs
+    x, weight = randn(num_rows, num_k), randn(num_outs, num_k, seed=1)
+    together = product(kernel, x, weight)
+    alone = [product(kernel, x[r : r + 1], weight) for r in range(num_rows)]
+    assert torch.equal(torch.cat(alone), together)
+    wide = torch.full((num_rows, num_k + 3), torch.nan, dtype=torch.bfloat16)
+    wide[:, 1 : num_k + 1] = x
+    out = torch.empty(num_rows, num_outs + 5, dtype=torch.bfloat16)
+    for features in (slice(0, cut), slice(cut, num_outs)):
+        columns = out[:, 3 : num_outs + 3][:, features]
+        kernel.multiply(wide[:, 1 : num_k + 1], weight[features].t(), None, columns)
+    assert torch.equal(out[:, 3 : num_outs + 3], together)
+
+
+def test_nothing_is_written_beside_the_columns(variants: list[FewRows]) -> None:
+    for kernel in variants:
+        out = torch.full((3, 21), 7.0, dtype=torch.bfloat16)
+        kernel.multiply(randn(3, 33), randn(17, 33, seed=1).t(), None, out[:, 2:19])
+        assert (out[:, :2] == 7).all() and (out[:, 19:] == 7).all()
+
+
+def test_infinities_and_nan_come_through(variants: list[FewRows]) -> None:
+    x, weight = randn(1, 40), randn(3, 40, seed=1)
+    x[0, 39], weight[:, 39] = torch.inf, torch.tensor([1.0, -1.0, torch.nan])
+    for kernel in variants:
+        out = product(kernel, x, weight)[0]
+        assert out[:2].tolist() == [torch.inf, -torch.inf] and out[2].isnan()
+
+
+def test_ties_round_to_even(variants: list[FewRows]) -> None:
+    """1 + 2^-8 lies between 1 and 1 + 2^-7, 1 + 3 * 2^-8 between that and 1 + 2^-6."""
+    weight = torch.tensor([[1.0, 2.0**-8], [1.0, 3 * 2.0**-8]]).bfloat16()
+    for kernel in variants:
+        out = product(kernel, torch.ones(1, 2).bfloat16(), weight)
+        assert out.tolist() == [[1.0, 1.0 + 2.0**-6]]
+
+
+def make_expert(hidden: int, width: int) -> ExpertWeights:
+    gate, up, down = (randn(width * hidden, seed=seed) * 0.2 for seed in range(3))
+    return ExpertWeights(gate.view(width, -1), up.view(width, -1), down.view(hidden, -1))
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, MAX_ROWS])
+@pytest.mark.parametrize(("hidden", "width"), [(32, 48), (33, 7), (64, 129)])
+def test_an_expert_rounds_where_the_reference_does(
+    variants: list[FewRows], num_rows: int, hidden: int, width: int
+) -> None:
+    """Step by step: products by the kernel, the rest by the reference; and in place of its x."""
+    x, weights = randn(num_rows, hidden, seed=3), make_expert(hidden, width)
+    for kernel in variants:
+        gate, up = product(kernel, x, weights.gate), product(kernel, x, weights.up)
+        reference.silu_times(gate, up)
+        expected = product(kernel, gate, weights.down)
+        parts = x.clone()
+        kernel.gated_mlp(parts, weights, torch.empty_like(gate), torch.empty_like(up), parts)
+        # An exponential's last bit may make a SiLU round the other way.
+        torch.testing.assert_close(parts.float(), expected.float(), rtol=2 * STEP, atol=2 * STEP)
+        assert (parts == expected).float().mean() > 0.9
+
+
+def test_a_clamped_expert(variants: list[FewRows]) -> None:
+    hidden, width = 32, 24
+    biases = [randn(size, seed=size) for size in (width, width, hidden)]
+    weights = ClampedWeights(*make_expert(hidden, width), *biases)
+    x = randn(2, hidden, seed=3)
+    answers = []
+    for run in (variants[-1].gated_mlp, reference.gated_mlp):
+        gate, up, out = (torch.empty(2, n, dtype=torch.bfloat16) for n in (width, width, hidden))
+        run(x, weights, gate, up, out)
+        answers.append(out.float())
+    torch.testing.assert_close(*answers, rtol=4 * STEP, atol=16 * STEP)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "dtype"), [(MAX_ROWS + 1, torch.bfloat16), (1, torch.float32)]
+)
+def test_all_other_products_are_the_references(
+    variants: list[FewRows], num_rows: int, dtype: torch.dtype
+) -> None:
+    x, weight = randn(num_rows, 64).to(dtype), randn(48, 64, seed=1).to(dtype)
+    expected, out = (torch.empty(num_rows, 48, dtype=dtype) for _ in range(2))
+    torch.mm(x, weight.t(), out=expected)
+    variants[-1].multiply(x, weight.t(), None, out)
+    assert torch.equal(out, expected)
+
+
+class FourThreads(InlineExecutor):
+    num_threads = 4
+
+
+def test_a_layers_threads_change_no_bit(variants: list[FewRows]) -> None:
+    x, weight, bias = randn(2, 1024), randn(2304, 1024, seed=1), randn(2304, seed=2)
+    kernel = variants[-1]
+    compiled = REFERENCE._replace(multiply=kernel.multiply, gated_mlp=kernel.gated_mlp)
+    answers = []
+    for executor in (InlineExecutor(), FourThreads()):
+        answers.append(torch.empty(2, 2304, dtype=torch.bfloat16))
+        Linear(weight, executor, bias, compiled).forward(x, answers[-1])
+    assert torch.equal(*answers)
+
+
+def kept(cache: Path) -> list[Path]:
+    return list(cache.iterdir())
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Compiles faster than products do."""
+    path = tmp_path / "answer.cpp"
+    path.write_text('extern "C" int answer() { return 42; }')
+    return path
+
+
+def check_loads(source: Path, cache: Path) -> None:
+    """The library works, and is all that is in the cache."""
+    assert load_library(source).answer() == 42
+    assert len(kept(cache)) == 1
+
+
+def test_a_library_is_compiled_once(source: Path, cache: Path) -> None:
+    check_loads(source, cache)
+    [first] = kept(cache)
+    written = first.stat().st_mtime_ns
+    assert cache.stat().st_mode & 0o777 == 0o700
+    check_loads(source, cache)
+    assert first.stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize("damage", ["empty", "short", "changed", "writable", "link"])
+def test_a_damaged_or_foreign_library_is_not_loaded(source: Path, cache: Path, damage: str) -> None:
+    """One that was loaded before may be mapped: it is replaced, never changed in place."""
+    check_loads(source, cache)
+    [path] = kept(cache)
+    content = path.read_bytes()
+    path.unlink()
+    if damage == "link":
+        path.symlink_to("/dev/null")
+    else:
+        half = len(content) // 2
+        path.write_bytes(
+            {
+                "empty": b"",
+                "short": content[:half],
+                "changed": content[:half] + b"?" + content[half + 1 :],
+            }.get(damage, content)
+        )
+        path.chmod(0o722 if damage == "writable" else 0o700)
+    check_loads(source, cache)
+    assert path.is_file() and not path.is_symlink() and path.stat().st_mode & 0o777 == 0o700
+
+
+def test_several_may_compile_at_once(source: Path, cache: Path) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        loads = [pool.submit(load_library, source) for _ in range(3)]
+        assert all(load.result().answer() == 42 for load in loads)
+    check_loads(source, cache)
+
+
+def test_a_folder_that_others_may_write_to_is_refused(source: Path, cache: Path) -> None:
+    cache.mkdir(parents=True)
+    cache.chmod(0o777)
+    with pytest.raises(StorageError, match="chmod 700"):
+        load_library(source)
+
+
+def test_a_cache_that_cannot_be_written(source: Path, cache: Path) -> None:
+    cache.parent.write_text("a file where the folder should be")
+    with pytest.raises(StorageError, match="XDG_CACHE_HOME names another"):
+        load_library(source)
+
+
+def test_a_source_that_does_not_compile(cache: Path, tmp_path: Path) -> None:
+    source = tmp_path / "broken.cpp"
+    source.write_text("int broken( {")
+    with pytest.raises(UnsupportedError, match="failed: .*broken"):
+        load_library(source)
+    assert kept(cache) == []
+
+
+def test_without_a_compiler_torch_multiplies(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", str(cache))
+    with caplog.at_level(logging.WARNING):
+        assert choose_products("auto", torch.bfloat16) is REFERENCE
+    [notice] = caplog.messages
+    assert "There is no C++ compiler; install one of c++, g++" in notice
+
+
+def test_the_reference_and_other_types_compile_nothing(cache: Path) -> None:
+    assert choose_products("reference", torch.bfloat16) is REFERENCE
+    assert choose_products("auto", torch.float32) is REFERENCE
+    assert not cache.exists()
+    for kernels, name in (("reference", "torch"), ("auto", "compiled")):
+        options = EngineConfig(dtype="bfloat16", kernels=kernels)
+        assert open_model("demo:chat", options).products.name == name
+    assert len(kept(cache)) == 1

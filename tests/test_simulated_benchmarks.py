@@ -1,0 +1,130 @@
+"""What the simulated benchmark scripts compute beside the simulator; no result is judged here."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lowtide.core import Assignment, Costs, Curve, Demand, MoEShape, StepKind
+from lowtide.lab.synth_trace import synth_decode_trace, synth_trace
+from lowtide.policies.catalogue import CATALOGUE, recipe
+from lowtide.simulate import simulate
+from lowtide.trace import TraceShape
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+simulated, traces, tau, cache, assignment, ablation = map(
+    import_module,
+    ("common.simulated", "common.traces", "tau", "cache", "assignment", "ablation"),
+)
+
+COSTS = Costs(
+    expert_bytes=100,
+    link_s=10.0,
+    host_s=Curve([(1, 4.0)]),
+    device_s=Curve([(1, 3.0)]),
+    dense_s=Curve([(1, 1.0)]),
+    sync_s=0.5,
+)
+SHAPE = TraceShape(2, 16, 2)
+
+
+def test_published_dimensions() -> None:
+    assert simulated.published("llada2") == MoEShape(19, 256, 8, 2048, 512)
+    assert simulated.published("qwen3_moe") == MoEShape(48, 128, 8, 2048, 768)
+    assert simulated.published("deepseek_v2") == MoEShape(26, 64, 6, 2048, 1408)
+    assert simulated.published("mixtral") == MoEShape(32, 8, 2, 4096, 14336)
+
+
+def test_every_preset_that_shares_is_a_row() -> None:
+    rows = {variant.preset for variant in simulated.VARIANTS.values()}
+    assert rows == CATALOGUE.keys() - {"resident"}
+    known, trace = (synth_trace(SHAPE, num_blocks=1, steps_per_block=3, seed=s) for s in (0, 1))
+    setting = simulated.make_setting(trace, COSTS, 4, known)
+    reports = simulated.replay(trace, trace.hits(), setting, simulated.VARIANTS)
+    assert all(report.num_tokens == trace.num_committed for report in reports.values())
+    waits, follows = reports["tide waits"], reports["tide"]
+    assert waits.num_moved == 0 < waits.num_fetched and follows.num_fetched == 0
+    row = simulated.summary(follows)
+    shares = [value for name, value in row.items() if name.endswith("_bound_share")]
+    assert sum(shares) == pytest.approx(1.0)
+
+
+def test_ceilings_are_those_of_perfect_balance() -> None:
+    row = simulated.ceilings(COSTS)
+    assert row["perfect_balance_over_host_residents"] == pytest.approx(1 + 4 / 3)
+    assert row["perfect_balance_over_host_fetched"] == pytest.approx(1.4)
+
+
+def test_runs_are_recorded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    run = traces.Run("demo:chat", num_requests=2, num_rounds=1, new_tokens=3)
+    [first, other] = traces.record_all([run, run._replace(for_calibration=True)])
+    assert first.num_committed == 6 and first.passes[0].step.kind is StepKind.PREFILL
+    assert not np.array_equal(first.hits()[0], other.hits()[0])
+    path = next(tmp_path.rglob(f"{run.name}.npz"))
+    before = path.stat().st_mtime_ns
+    [again] = traces.record_all([run])
+    assert np.array_equal(again.ids, first.ids) and path.stat().st_mtime_ns == before
+
+
+def test_the_parts_of_a_sequence_sum_to_the_whole() -> None:
+    trace = synth_decode_trace(SHAPE, num_sequences=2, num_prompt=4, num_new=8)
+    setting = simulated.make_setting(trace, COSTS, 8)
+    whole = simulate(trace, recipe("lru"), setting)
+    assert simulated.first_passes(trace, 3).hits().shape[0] == 3
+    rates = cache._along(trace, recipe("fiddler"), setting, trace.hits())
+    assert len(rates) == cache.NUM_PARTS and all(0 <= rate <= 1 for rate in rates)
+    assert 0 < whole.hit_rate < 1
+
+
+def test_fetches_arrive_one_by_one_beside_the_residents() -> None:
+    demand = Demand(np.arange(4), np.ones(4, np.int64), np.arange(4) < 2)
+    work = Assignment(np.array([0, 1]), np.array([2]), np.array([3]))
+    assert assignment._overlapped_s(demand, work, COSTS) == 13.0  # at 10, then 3
+    fetched = Assignment(np.array([0, 1]), np.array([2, 3]), np.array([], np.int64))
+    assert assignment._overlapped_s(demand, fetched, COSTS) == 23.0
+    alone = Assignment(np.array([], np.int64), np.array([], np.int64), np.arange(4))
+    assert assignment._overlapped_s(demand, alone, COSTS) == 16.0
+
+
+def test_the_exact_optimum_is_the_measure() -> None:
+    trace = synth_trace(SHAPE, num_blocks=1, steps_per_block=2, num_prompt_rows=4)
+    demands = list(assignment._demands(trace, 4))
+    assert len(demands) == 2 * SHAPE.num_layers and demands[0].is_resident.any()
+    solved = assignment._solvable(demands, COSTS)
+    assert len(solved) == len(demands)
+    for maker in assignment.POLICIES.values():
+        timed = assignment._judge(maker(COSTS), solved, COSTS)
+        assert 0 < timed.worst_share <= timed.optimum_share <= 1 + 1e-9
+    exact = assignment._judge(assignment.POLICIES["exact"](COSTS), solved, COSTS)
+    assert exact.worst_share == pytest.approx(1.0)
+
+
+def test_the_time_of_policies_is_that_of_passes_that_generate() -> None:
+    trace = synth_trace(SHAPE, num_blocks=1, steps_per_block=3)
+    setting = simulated.make_setting(trace, COSTS, 4)
+    seconds = simulated.policy_s(recipe("lowtide"), setting, trace)
+    assert len(seconds) == 3 * SHAPE.num_layers and (seconds > 0).all()
+
+
+def test_a_sweep_of_tau_names_its_best() -> None:
+    trace = synth_trace(SHAPE, num_blocks=2, steps_per_block=5)
+    case = tau.Case("m", "synthetic", trace, trace, "none", COSTS, 32, None)
+    setting = simulated.make_setting(trace, COSTS, 4)
+    row = tau._sweep(case, setting, trace.hits())
+    speeds = dict(zip(row["taus"], row["tokens_per_s_by_tau"], strict=True))
+    assert list(speeds) == [1, 2, 3, 4]
+    assert speeds[row["auto_tau"]] == max(speeds.values())
+    assert row["paper_tau"] in speeds and len(row["random_tokens_per_s"]) == tau.NUM_DRAWS
+    assert row["moved_by_tau"][0] >= row["moved_by_tau"][-1]
+
+
+def test_two_texts_of_one_model() -> None:
+    model = ablation.Model("mixtral", {"u_size": 1})
+    trace, setting = ablation._case(model, COSTS, ablation.Load(2, 4, 3), 0.5, num_layers=2)
+    assert trace.num_committed == 6 and setting.u_size == 1
+    assert setting.hits is not None and not np.array_equal(setting.hits, trace.hits())
