@@ -26,7 +26,7 @@ check: $(VENV)/.lowtide-dev
 
 # All but full_size.py, which writes 30 GiB: start that one by hand.
 bench: $(VENV)/.lowtide-dev
-	for name in decode offload batching; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	for name in decode offload batching policies; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 # On a machine with a GPU, from the source tree, with the torch that $(PYTHON) has; installs nothing.
 gpu: gpu-test gpu-bench-short

@@ -1,9 +1,10 @@
 """Autoregressive decoding at batch 1: lowtide, transformers and llama.cpp on the same weights.
 
 In memory all answer the same prompt in one process, in turn, so that they share what the machine
-is doing at the time; lowtide once more without its own kernels (`reference`). With half and a quarter of the experts in memory each has a process of its
-own: transformers with accelerate's disk offload, llama.cpp with mapped weights. lowtide reads past
-the page cache; pages are dropped before every pass of transformers and every answer of llama.cpp.
+is doing at the time; lowtide once more without its own kernels (`reference`). With half and a
+quarter of the experts in memory each has a process of its own: transformers with accelerate's disk
+offload, llama.cpp with mapped weights. lowtide reads past the page cache; pages are dropped before
+every pass of transformers and every answer of llama.cpp.
 
 Pages that llama.cpp has mapped stay: without a memory limit its rows are speeds in memory.
 

@@ -2,10 +2,10 @@
 
 TIDE's Table 2 and Figures 1, 2, 4 and 5, in simulated time: synthetic routing with the shapes of
 LLaDA2.0-mini on an A100 40 GB and LLaDA2.0-flash on an H100, as alike from step to step as the
-paper reports (cosine 0.985), and recorded routing of the demo diffusion model at several blocks
-and thresholds, with experts of LLaDA2.0-mini's size. Each interval twice: steps that wait for
-what they move (the paper's Eq. 3; at tau = 1 its Mixtral-Offload baseline) and moves that follow
-behind. Misses and migrations beside the paper's formulas for them.
+paper reports (cosine 0.985), and recorded routing of the demo diffusion model and of a synthetic
+checkpoint at several blocks and thresholds, with experts of LLaDA2.0-mini's size. Each interval
+twice: steps that wait for what they move (the paper's Eq. 3; at tau = 1 its Mixtral-Offload
+baseline) and moves that follow behind. Misses and migrations beside the paper's formulas.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Case(NamedTuple):
     known: Trace  # another run, for what presets know beforehand
     machine: str
     costs: Costs
-    block_length: int
+    block_length: int | None
     threshold: float | None
 
 
@@ -96,26 +96,22 @@ def _synthetic_case(model: str, shape: MoEShape, machine: str, block_length: int
 
 
 def _recorded(is_quick: bool) -> list[Case]:
+    """The demo model commits one token a pass at any threshold, the synthetic checkpoint some."""
     blocks = (32,) if is_quick else (32, 64, 128)
-    thresholds = (0.9,) if is_quick else (0.7, 0.8, 0.9, 0.95)
-    chosen = [(b, t) for b in blocks for t in thresholds]
-    runs = [Run("demo:diffusion", 1, 2, max(64, b), b, t) for b, t in chosen]
-    known = [run._replace(for_calibration=True) for run in runs]
-    traces = record_all([*runs, *known])
-    mini = published("llada2")
+    runs = [Run("demo:diffusion", 1, 2, max(64, block), block, 0.95) for block in blocks]
+    if not is_quick:
+        runs += [
+            Run("synth:llada2", 1, 2, max(64, block), block, threshold)
+            for block in blocks
+            for threshold in (0.7, 0.8, 0.9, 0.95)
+        ]
+    traces = record_all([*runs, *(run._replace(for_calibration=True) for run in runs)])
+    machine = "a100-40gb"
+    costs = load_profile(machine).costs(published("llada2"))
+    pairs = zip(runs, traces[: len(runs)], traces[len(runs) :], strict=True)
     return [
-        Case(
-            "demo:diffusion",
-            "recorded",
-            traces[place],
-            traces[place + len(runs)],
-            machine,
-            load_profile(machine).costs(mini),
-            block_length,
-            threshold,
-        )
-        for machine in ("a100-40gb",)
-        for place, (block_length, threshold) in enumerate(chosen)
+        Case(run.model, "recorded", trace, known, machine, costs, run.block_length, run.threshold)
+        for run, trace, known in pairs
     ]
 
 

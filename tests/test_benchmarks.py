@@ -20,13 +20,17 @@ from lowtide.experts.emulated import EmulatedSpeeds
 from lowtide.lab.synth import synth
 from lowtide.layers.batch import Batch, KVRange, Segment
 from lowtide.llm import plan_model
+from lowtide.policies.catalogue import Setting
+from lowtide.profiles import load_profile
+from lowtide.simulate import simulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-causal, ceilings, memory, models, peer, record, run, worker, offload, overlap = map(
+causal, ceilings, emulated, memory, models, peer, record, run, worker, offload, overlap = map(
     import_module,
     (
         "common.causal",
         "common.ceilings",
+        "common.emulated",
         "common.memory",
         "common.models",
         "common.peer",
@@ -216,3 +220,41 @@ def test_an_autoregressive_lane_is_measured_under_a_budget(tmp_path: Path) -> No
     assert row["prefill_tokens_per_s"] > 0 < row["decode_tokens_per_s"]
     gain = causal.measure_read_ahead(settings)
     assert gain["num_ahead_per_prefill"] > 0 < gain["gain"]
+
+
+def test_presets_take_turns_on_one_emulated_engine(tiny: Path, tmp_path: Path) -> None:
+    model = emulated.Model("tiny", str(tiny), num_layers=4)
+    learned, calibration = emulated.learn(model, tmp_path, num_new=8)
+    [link, latency, slowdown] = emulated.device_options(model).values()
+    assert float(link) > 0 == float(latency) and float(slowdown) > 1
+    speeds = {"link_GBps": "100", "link_latency_us": "0", "host_slowdown": "1"}
+    with emulated.Track(model, 0.5, speeds, calibration) as track:
+        assert track.describe()["num_residents"] == track.describe()["num_experts"] // 2
+        for preset, options in (("tide", {"tau": 1, "waits": True}), ("layer-split", {})):
+            track.adopt(preset, options)
+            stretch = track.answer(learned.prompts[0], learned.params, learned.token_ids[0])
+            row = emulated.stretches_row([stretch, stretch])
+            assert row["least"] == row["tokens_per_s"] == row["most"] > 0
+            assert 0 < row["experts_share"] < 1 and stretch.num_tokens == 8
+        with pytest.raises(InternalError, match="something else"):
+            track.answer(learned.prompts[0], learned.params, [])
+    validate = import_module("simulate")
+    first = validate.first_answer(learned.trace)
+    assert first.num_committed == 8 and len(first.passes) < len(learned.trace.passes)
+    setting = Setting([32] * 3, 64, load_profile("rtx3090").costs(MoEShape(*first.shape)))
+    report = simulate(first, "tide", setting)
+    assert report.num_passes == stretch.num_passes
+    predicted_s = stretch.s_per_pass
+    assert validate.compared(predicted_s * 1.1, [stretch])["holds"]
+    assert not validate.compared(predicted_s * 1.3, [stretch])["holds"]
+
+
+def test_what_is_expected_of_presets_is_a_ratio() -> None:
+    policies = import_module("policies")
+    speeds = {"tide tau=1": 1.0, "tide": 2.0, "dali": 4.0, "hybrimoe": 2.0, "lowtide": 3.0}
+    assert policies.expectations(speeds) == {
+        "tide / tide tau=1": 2.0,
+        "dali / hybrimoe": 2.0,
+        "lowtide / best other": 0.75,
+        "lowtide / tide or dali": 0.75,
+    }

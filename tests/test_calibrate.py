@@ -42,11 +42,11 @@ from lowtide.lab.calibration_report import (
     weigh_budgets,
 )
 from lowtide.lab.record import recorded
-from lowtide.simulate import measured_accuracy, simulate
 from lowtide.lab.synth import synth
 from lowtide.lab.synth_trace import synth_trace
 from lowtide.policies.catalogue import Setting
 from lowtide.policies.prefetch import Gate
+from lowtide.simulate import measured_accuracy, simulate
 from lowtide.trace import TraceShape
 
 SHAPE = TraceShape(3, 8, 2, 4, 6)
@@ -383,9 +383,11 @@ def test_the_simulator_takes_measured_gates() -> None:
 
     perfect = {Gate.RAW: np.ones(2)}
     truth = {Gate.RAW: list(trace.hits())}
-    assert wasted(gate_accuracy=perfect) == wasted(predictions=truth) == 0
-    assert wasted(gate_accuracy=measured_accuracy(calibration)) > 0
-    assert wasted(predictions={Gate.RAW: list(np.roll(trace.hits(), 3, axis=2))}) > 0
+    # Who knows everything still wastes what the host then computes.
+    least = wasted(gate_accuracy=perfect)
+    assert wasted(predictions=truth) == least
+    assert wasted(gate_accuracy=measured_accuracy(calibration)) > least
+    assert wasted(predictions={Gate.RAW: list(np.roll(trace.hits(), 3, axis=2))}) > least
     with pytest.raises(ValueError, match="shorter"):
         simulate(trace, "hybrimoe", setting, predictions={Gate.RAW: []})
 

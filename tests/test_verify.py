@@ -5,50 +5,110 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
 from lowtide.cli.main import app
-from lowtide.experts import runtime
-from lowtide.kernels import reference
+from lowtide.experts import hybrid, runtime
 from lowtide.lab import verify as verify_module
-from lowtide.lab.verify import LOSSLESS_PRESETS, NUM_BUDGETS, verify
+from lowtide.lab.verify import LOSSLESS_PRESETS, SHARES, Verdict, verify
 
 MODEL = Path(__file__).parent / "goldens" / "llada2-a"
+NUM_CASES = len(SHARES) * len(LOSSLESS_PRESETS)
+NEED_A_SLOT = {"on-demand", "static", "lru", "edgemoe"}
 
 
-def test_every_preset_gives_the_same_bits_at_every_budget() -> None:
-    verdicts = verify(MODEL, max_tokens=16, context=128)
-    assert len(verdicts) == NUM_BUDGETS * len(LOSSLESS_PRESETS)
-    assert all(verdict.is_same for verdict in verdicts)
-    assert verdicts[0].num_residents == 0
+def test_every_preset_gives_the_same_bits_at_every_budget_on_every_device() -> None:
+    verdicts = verify(MODEL, max_tokens=8, context=128, device="emulated")
+    assert [verdict.device for verdict in verdicts] == ["cpu"] * NUM_CASES + [
+        "emulated"
+    ] * NUM_CASES
+    assert all(verdict.is_same and verdict.tolerance == 0 for verdict in verdicts)
+    refused = {verdict.policy for verdict in verdicts if verdict.reason}
+    assert refused <= NEED_A_SLOT
+    least = verdicts[NUM_CASES]
+    assert verdicts[0].num_residents == least.num_residents == 0
+    assert least.host_budget_bytes < verdicts[-1].host_budget_bytes  # half of them on disk
 
 
-def test_a_broken_promise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_calls = 0
+def disturb(monkeypatch: pytest.MonkeyPatch, module: Any, call: int) -> None:
+    """One combination of a layer's experts goes wrong."""
+    num_calls, combine = 0, module.combine
 
     def disturbed(parts: Tensor, part_of: Tensor, weights: Tensor, *rest: Tensor) -> None:
         nonlocal num_calls
-        reference.combine(parts, part_of, weights, *rest)
+        combine(parts, part_of, weights, *rest)
         num_calls += 1
-        if num_calls == 2:  # in the reference's pass over the prompt
+        if num_calls == call:
             rest[-1].add_(1.0)
 
-    monkeypatch.setattr(runtime, "combine", disturbed)
-    verdicts = verify(MODEL, prompt=[1, 2, 3], max_tokens=1, context=128)
+    monkeypatch.setattr(module, "combine", disturbed)
+
+
+def test_a_broken_promise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    disturb(monkeypatch, runtime, call=2)  # in the reference's pass over the prompt
+    verdicts = verify(MODEL, prompt=[1, 2, 3], max_tokens=1, context=128, device="cpu")
     assert {verdict.first_layer for verdict in verdicts} == {1}
+    assert not any(verdict.is_same for verdict in verdicts)
+
+
+def test_a_broken_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    disturb(monkeypatch, hybrid, call=3)
+    verdicts = verify(MODEL, prompt=[1, 2, 3], max_tokens=1, context=128, device="emulated")
+    broken = [verdict for verdict in verdicts if not verdict.is_same]
+    assert [(verdict.device, verdict.first_layer) for verdict in broken] == [("emulated", 2)]
+    assert broken[0].largest_layer_difference > 0
+
+
+def test_a_tolerance_is_for_values_and_their_consequences() -> None:
+    within = Verdict(
+        "cuda",
+        "tide",
+        budget_bytes=1,
+        host_budget_bytes=1,
+        num_residents=0,
+        tolerance=0.05,
+        largest_layer_difference=0.04,
+        largest_logit_difference=0.04,
+        first_token=3,
+    )
+    assert within.is_same
+    assert not verify_module.replace(within, largest_logit_difference=0.06).is_same
+    assert not verify_module.replace(within, tolerance=0.0).is_same
+
+
+def test_differences_are_shares_of_the_largest_value() -> None:
+    wanted = torch.tensor([1.0, -4.0])
+    assert verify_module._difference(wanted, wanted) == 0
+    assert verify_module._difference(wanted + 1, wanted) == 0.25
+    assert verify_module._difference(wanted * torch.nan, wanted) == float("inf")
 
 
 def test_the_command_prints_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify_module, "verify", partial(verify, max_tokens=8))
+    monkeypatch.setattr(verify_module, "verify", partial(verify, max_tokens=4))
     result = CliRunner().invoke(app, ["verify", str(MODEL), "--context", "128", "--json"])
     assert result.exit_code == 0
-    assert json.loads(result.stdout)["is_same"] is True
+    found = json.loads(result.stdout)
+    assert found["is_same"] is True
+    assert all(one["is_same"] for one in found["runs"])
 
 
-def test_budget_and_policy_are_its_own_choice() -> None:
-    result = CliRunner().invoke(app, ["verify", str(MODEL), "--policy", "lru"])
+def test_a_broken_promise_is_an_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = Verdict("cpu", "lru", 9000, 9000, 1, 0.0, first_layer=2, largest_layer_difference=0.5)
+    refused = Verdict("cpu", "tide", 9000, 9000, 1, 0.0, reason="no slot")
+    monkeypatch.setattr(verify_module, "verify", lambda *_, **__: [broken, refused])
+    result = CliRunner().invoke(app, ["verify", str(MODEL)])
+    assert result.exit_code == 1
+    assert "from 2" in result.stdout and "cannot run" in result.stdout
+
+
+@pytest.mark.parametrize("option", ["--policy", "--host-memory", "--gpu-memory"])
+def test_budget_and_policy_are_its_own_choice(option: str) -> None:
+    value = "lru" if option == "--policy" else "1GiB"
+    result = CliRunner().invoke(app, ["verify", str(MODEL), option, value])
     assert result.exit_code == 2
-    assert "policy" in result.stderr
+    assert option.removeprefix("--").replace("-", "_") in result.stderr

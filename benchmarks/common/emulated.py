@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -192,6 +193,11 @@ class Track:
         start_s = time.perf_counter()
         self._forward(*arguments)
         self._experts_s += time.perf_counter() - start_s
+
+
+def median_speed(stretches: Sequence[Stretch], seconds: str) -> float:
+    """Committed tokens per second; seconds: which of a stretch's times counts."""
+    return statistics.median(one.num_tokens / getattr(one, seconds) for one in stretches)
 
 
 def stretches_row(stretches: Sequence[Stretch]) -> Row:

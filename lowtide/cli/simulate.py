@@ -69,9 +69,9 @@ def _replay(
     tau: int,
 ) -> list[Report]:
     from lowtide.core import MoEShape
-    from lowtide.simulate import GATE_ACCURACY, compare, measured_accuracy
     from lowtide.policies.catalogue import Setting
     from lowtide.profiles import load_profile
+    from lowtide.simulate import GATE_ACCURACY, compare, measured_accuracy
 
     shape = MoEShape(*recorded.shape)
     if not shape.hidden_size or not shape.expert_size:

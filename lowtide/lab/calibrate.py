@@ -27,12 +27,12 @@ from lowtide.errors import UsageError
 from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import Observer
 from lowtide.lab.record import Recorder
-from lowtide.simulate import calibrate as count_activations
 from lowtide.layers.batch import KVRange, Segment
 from lowtide.llm import LLM
 from lowtide.memory.workspace import Workspace
 from lowtide.params import SamplingParams
 from lowtide.policies.prefetch import Gate
+from lowtide.simulate import calibrate as count_activations
 from lowtide.trace import Trace
 
 NUM_PIECES = 16

@@ -15,9 +15,9 @@ import numpy as np
 from lowtide.calibration import GATES, TOP_SIZES, Calibration
 from lowtide.core import Costs, FloatArray, IntArray
 from lowtide.errors import StorageError, UnsupportedError
-from lowtide.simulate import simulate
 from lowtide.policies.catalogue import Setting
 from lowtide.policies.tau import auto_tau, drift, miss_shares, paper_tau
+from lowtide.simulate import simulate
 from lowtide.trace import Trace
 
 if TYPE_CHECKING:
