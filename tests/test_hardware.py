@@ -87,8 +87,8 @@ def test_sizes_are_in_order() -> None:
 
 def test_touched_pages_become_resident() -> None:
     before = hardware.resident_bytes()
-    block = np.ones(32 << 20, np.uint8)
-    assert hardware.resident_bytes() - before > 24 << 20
+    block = np.ones(96 << 20, np.uint8)  # more than the allocator may have kept of freed blocks
+    assert hardware.resident_bytes() - before > 72 << 20
     del block
 
 
@@ -223,8 +223,9 @@ def test_times_of_a_device_are_its_own(quick: None, executor: HostExecutor) -> N
         costs, measurements = measure_costs(SHAPE, LAYOUT, executor, DENSE_BYTES, device=device)
     finally:
         device.close()
-    assert costs.link_s >= 5e-4
-    assert costs.host_s.at(1) >= 3e-4
+    # Waits end by a clock of their own, which may be a little ahead of the one that measures.
+    assert costs.link_s >= 0.99 * 5e-4
+    assert costs.host_s.at(1) >= 0.99 * 3e-4
     assert costs.device_s.at(1) > 0 and costs.sync_s > 0
     assert measurements.link is not None and costs.fetch_s == measurements.link.median_s
     slots = [arena.bytes[i * LAYOUT.num_bytes :][: LAYOUT.num_bytes] for i in range(num_slots)]
