@@ -449,7 +449,8 @@ def test_doctor_says_what_a_model_costs_and_keeps_it(quick: None, cache: Path) -
     assert costs["host"][0]["num_tokens"] == 1 and costs["host"][0]["median_s"] > 0
     assert not told["skipped"]
     assert len(list((cache / "costs").iterdir())) == 1
-    assert list(cache.iterdir()) == [cache / "costs"]  # the scratch file has gone
+    # The scratch file has gone; a compiled kernel may have been kept.
+    assert {path.name for path in cache.iterdir()} <= {"costs", "kernels"}
     assert json.loads(run("demo:diffusion", "--json"))["costs"] == [costs]
 
 
