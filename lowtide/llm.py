@@ -22,8 +22,8 @@ from torch import Tensor
 from lowtide.config import ModelConfig
 from lowtide.core import MemoryPlan, Step, StepKind
 from lowtide.decode.autoregressive import Autoregressive
+from lowtide.decode.batch_decoder import LOGIT_ROWS
 from lowtide.decode.block_diffusion import BlockDiffusion
-from lowtide.decode.decoder import LOGIT_ROWS
 from lowtide.decode.intake import Intake, Prompt, as_prompts, cut_at_stop
 from lowtide.decode.request import Committed, Event, Finished, Request, TokenLogprobs
 from lowtide.engine import (
@@ -37,7 +37,9 @@ from lowtide.engine import (
     open_model,
 )
 from lowtide.errors import UnsupportedError, UsageError
+from lowtide.experts.cuda import device_failures
 from lowtide.experts.hybrid import HybridRuntime
+from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import Observer
 from lowtide.layers.batch import Batch, KVRange, Segment
 from lowtide.layers.router import Router
@@ -80,6 +82,7 @@ class LLM:
         self._engine = load(opened, make_plan(opened))
         self._intake = _intake(opened)
         self._speed = _Speed()
+        self._is_closed = False
 
     @property
     def plan(self) -> MemoryPlan:
@@ -146,6 +149,7 @@ class LLM:
         UsageError for ids out of range or a block length that the model's routing does not allow,
         PlanError beyond the context.
         """
+        self._check_open()
         self._intake.check_ids(token_ids)
         self._intake.check_fits(len(token_ids), 0, 1)
         block_length = self._engine.opened.options.block_length or self.config.block_length
@@ -155,13 +159,25 @@ class LLM:
         result = torch.empty(len(token_ids), self.config.vocab_size)
         pass_rows = MAX_ROWS // block_length * block_length
         try:
-            with self._engine.executor.in_charge(), torch.inference_mode():
+            with device_failures(), self._engine.executor.in_charge(), torch.inference_mode():
                 for start in range(0, len(token_ids), pass_rows):
                     stop = min(len(token_ids), start + pass_rows)
                     self._logits_pass(token_ids[start:stop], start, block_length, kv_range, result)
         finally:
             kv_cache.free(kv_range)
         return result
+
+    def run_experts(self, layer: int, x: Tensor, routing: Routing, step: Step) -> Tensor:
+        """What a MoE layer's experts make of given rows, as an observer saw them.
+
+        `layer` counts MoE layers; x [rows, hidden] compute dtype, 512 rows at most. Returns
+        float32 [rows, hidden] on the CPU.
+        """
+        engine, device = self._engine, self._engine.model.device
+        moved = Routing(routing.experts.to(device), routing.weights.to(device))
+        with device_failures(), engine.executor.in_charge(), torch.inference_mode():
+            out = engine.model.run_experts(layer, x.to(device), moved, step)
+            return out.to("cpu", copy=True)
 
     @contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
@@ -190,7 +206,8 @@ class LLM:
         return {**self._engine.experts.as_dict(), **self._speed.as_dict()}
 
     def close(self) -> None:
-        """Ends the reader threads and closes the checkpoint's files."""
+        """Ends the reader threads and closes the checkpoint's files; nothing can be asked then."""
+        self._is_closed = True
         self._engine.close()
 
     def __enter__(self) -> LLM:
@@ -206,17 +223,23 @@ class LLM:
 
     def _run(self, requests: Sequence[Request]) -> Generator[Event, None, None]:
         """Drives the decoder; however this ends, every sequence gives back its room."""
+        self._check_open()
         decoder = self._decoder()
         try:
             for request in requests:
                 decoder.add(request)
             while decoder.has_work:
-                with self._speed.measured(), self._engine.executor.in_charge():
+                measured, in_charge = self._speed.measured(), self._engine.executor.in_charge()
+                with device_failures(), measured, in_charge:
                     events = decoder.step()
                 self._speed.count(events)
                 yield from events
         finally:
             decoder.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise UsageError("This LLM is closed; make another one.")
 
     def _decoder(self) -> BlockDiffusion | Autoregressive:
         engine, use_kv_cache = self._engine, self._engine.opened.options.kv_cache

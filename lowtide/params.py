@@ -127,7 +127,8 @@ class SamplingParams:
             _check_int("seed", self.seed, 0, 2**63 - 1)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
-        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+        is_list = isinstance(self.stop, Sequence) and not isinstance(self.stop, str)
+        if not is_list or not all(isinstance(string, str) and string for string in self.stop):
             raise UsageError(f"stop must be a list of non-empty strings, not {self.stop!r}.")
         if not isinstance(self.ignore_eos, bool):
             raise UsageError(f"ignore_eos must be true or false, not {self.ignore_eos!r}.")

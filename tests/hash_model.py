@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from lowtide.decode.decoder import LOGIT_ROWS
+from lowtide.decode.batch_decoder import LOGIT_ROWS
 from lowtide.errors import InternalError
 from lowtide.layers.batch import Batch, Segment
 from lowtide.memory.kv_cache import KVCache
@@ -32,8 +32,7 @@ class HashModel:
         self.rows = []
         self.can_mask = can_mask
         self.fails_in: int | None = None
-        self._keys = np.zeros((2, kv_cache.num_tokens), np.uint64)
-        self._is_written = np.zeros(kv_cache.num_tokens, np.bool_)
+        self._kv_cache = kv_cache
         self._hidden = torch.zeros(max_rows, 1, dtype=torch.int64)
         self._logits = torch.zeros(LOGIT_ROWS + 15, VOCAB)
 
@@ -57,15 +56,16 @@ class HashModel:
         return self._hidden[:num_rows]
 
     def _segment(self, segment: Segment, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        first, stop, start = segment.first_position, segment.end_position, segment.kv.start
+        first, stop = segment.first_position, segment.end_position
         assert stop <= segment.kv.capacity
-        assert self._is_written[start : start + first].all()
         ends = np.minimum((positions // segment.block_length + 1) * segment.block_length, stop)
         state = mix(tokens + 1000 * positions)
-        for keys in self._keys:
-            keys[start + first : start + stop] = mix(state)
-            state = mix(np.cumsum(keys[start : start + stop])[ends - 1] ^ state)
-        self._is_written[start + first : start + stop] = True
+        for layer in (0, 1):
+            rows = torch.from_numpy(mix(state).view(np.int64))[:, None, None]
+            self._kv_cache.write(layer, segment.kv, first, rows, ~rows)
+            keys, values = (x.numpy().ravel() for x in self._kv_cache.read(layer, segment.kv, stop))
+            assert (keys == ~values).all(), "keys that nobody wrote"
+            state = mix(np.cumsum(keys.view(np.uint64))[ends - 1] ^ state)
         return state
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -80,7 +80,7 @@ class HashModel:
 
 
 def make_kv_cache(num_tokens: int) -> KVCache:
-    return KVCache(torch.zeros(1, 2, 1, num_tokens, 1))
+    return KVCache(torch.zeros(2, 2, 1, num_tokens, 1, dtype=torch.int64))
 
 
 def is_all_free(kv_cache: KVCache) -> bool:

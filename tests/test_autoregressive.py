@@ -4,8 +4,10 @@ engine against transformers' own generation on small checkpoints of the Ling bod
 from __future__ import annotations
 
 import io
+import itertools
 import random
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,8 @@ from lowtide.decode.penalties import penalise
 from lowtide.decode.request import Committed, Event, Finished, Prefill, Request
 from lowtide.errors import InternalError, PlanError, UnsupportedError, UsageError
 from lowtide.hub import resolve_model
+from lowtide.llm import plan_model
+from lowtide.memory.kv_cache import KVCache
 from lowtide.tokenizer import Tokenizer
 
 # The decoder, over hashes
@@ -235,6 +239,16 @@ def test_requests_wait_in_order_for_room_for_the_worst_case() -> None:
     starts = list(dict.fromkeys(event.request for event in run.events))
     assert starts == [0, 1, 2, 3, 4]
     assert max(run.model.rows) <= 6  # two sequences of 32 tokens at a time
+
+
+def test_free_tokens_in_pieces_are_room_too() -> None:
+    lengths = [5, 40, 5, 29]  # new tokens; the last needs the room that the first and third had
+    requests = [make_request(index, max_tokens=length) for index, length in enumerate(lengths)]
+    run = Run(requests, num_tokens=80)
+    joined = next(i for i, event in enumerate(run.events) if event.request == 3)
+    assert joined < run.events.index(run.finished[1])
+    for request in requests:
+        assert run.of(request.index) == Run([request]).of(request.index)
 
 
 def test_what_can_never_run_is_refused() -> None:
@@ -464,6 +478,22 @@ def test_requests_share_the_context_or_wait(model, expected) -> None:
         check_idle(llm)
 
 
+def test_moved_keys_and_values_give_the_same(model, expected, monkeypatch) -> None:
+    moved = []
+    move = KVCache._move
+    monkeypatch.setattr(
+        KVCache, "_move", lambda cache, kv, start: (moved.append(kv), move(cache, kv, start))
+    )
+    prompts, params = asked()
+    first = replace(params[0], max_tokens=2)  # leaves a piece that is too small for the last
+    with LLM(model, context=608) as llm:
+        answers = llm.generate([prompts[i] for i in (0, 2, 3)], [first, params[2], params[3]])
+        check_idle(llm)
+    wanted = [expected[0][:2], expected[2], expected[3]]
+    assert [completion.token_ids for completion in answers] == wanted
+    assert [kv.num_written >= 520 for kv in moved] == [True]
+
+
 def test_policies_see_decoding_steps_counted(model) -> None:
     with LLM(model) as llm:
         steps = []
@@ -525,6 +555,102 @@ def test_what_the_model_cannot_honour_is_refused_by_name(model) -> None:
         check_idle(llm)
     with pytest.raises(UnsupportedError, match="block_length 4"):
         LLM(model, block_length=4)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "said"),
+    [
+        (None, "not NoneType"),
+        (5, "not int"),
+        ([1.5], "not float"),
+        ([[1], None], "not NoneType"),
+        (b"ids?", "not bytes"),
+        ({"role": "user"}, "not dict"),
+        (np.array([1, 2]), r"not ndarray.*tolist\(\)"),
+        (torch.tensor([[1, 2]]), "not Tensor"),
+        ([], None),
+        ([[]], "prompt is empty"),
+        ([True], "True is not one of 0 to"),
+        ([np.int64(1), 2], None),
+    ],
+    ids=repr,
+)
+def test_what_is_no_prompt_is_refused(model, prompts, said) -> None:
+    params = SamplingParams(max_tokens=1)
+    with LLM(model, context=32) as llm:
+        if said is None:
+            assert len(llm.generate(prompts, params)) == bool(prompts)
+            return
+        with pytest.raises(UsageError, match=said):
+            llm.generate(prompts, params)
+
+
+def test_what_are_no_parameters_is_refused(model) -> None:
+    with LLM(model, context=32) as llm:
+        for params in ({"max_tokens": 3}, "3", [None]):
+            with pytest.raises(UsageError, match="params must be SamplingParams or a list"):
+                llm.generate([[1]], params)
+    for stop in (None, 5, "x", [""], [1]):
+        with pytest.raises(UsageError, match="stop must be a list of non-empty strings"):
+            SamplingParams(stop=stop)
+
+
+def test_a_closed_model_says_so(model) -> None:
+    with LLM(model, context=32) as llm:
+        stream = llm.stream([1], SamplingParams(max_tokens=1))
+    for ask in (
+        lambda: llm.generate([[1]], SamplingParams(max_tokens=1)),
+        lambda: llm.logits([1]),
+        lambda: next(stream),
+    ):
+        with pytest.raises(UsageError, match="closed"):
+            ask()
+
+
+def test_a_model_that_this_machine_cannot_hold_now_is_planned_not_loaded(
+    model, monkeypatch
+) -> None:
+    monkeypatch.setattr("lowtide.engine.available_memory_bytes", lambda: 1 << 16)
+    least_bytes = plan_model(model).minimum_bytes
+    with pytest.raises(PlanError, match=r"MiB of memory are needed, and 64.0 KiB .*--context"):
+        LLM(model)
+    with LLM(model, host_memory=least_bytes) as llm:  # the user's own word
+        assert llm.plan.host.budget_bytes == least_bytes
+
+
+@pytest.mark.parametrize("at", [0, 1, 5, 20])
+def test_an_interrupt_inside_a_pass_loses_the_answers_only(model, expected, at) -> None:
+    with Setting("lru", 0.5).open(model) as llm:
+        forward, calls = llm._engine.experts.forward, itertools.count()
+
+        def interrupted(*arguments: Any) -> None:
+            if next(calls) == at:
+                raise KeyboardInterrupt
+            forward(*arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(llm._engine.experts, "forward", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(*asked())
+        check_idle(llm)
+        assert [completion.token_ids for completion in llm.generate(*asked())] == expected
+
+
+def test_two_answers_take_turns_on_one_model(model, expected) -> None:
+    """Streams that are open at once share the KV cache; one that has no room says so."""
+    prompts, params = asked()
+    with LLM(model, context=96) as llm:
+        streams = [llm.stream(prompts[i], params[i]) for i in (0, 1)]
+        turns = list(itertools.zip_longest(*streams))
+        for i in (0, 1):
+            [finished] = [turn[i] for turn in turns if isinstance(turn[i], Finished)]
+            assert list(finished.token_ids) == expected[i]
+        open_stream = llm.stream(prompts[0], SamplingParams(max_tokens=60))
+        next(open_stream)
+        with pytest.raises(PlanError, match="no room for 65 tokens: 32 of its 96 are free"):
+            llm.generate(prompts[3], params[3])
+        open_stream.close()
+        assert llm.generate(prompts[3], params[3])[0].token_ids == expected[3]
 
 
 def test_diffusion_models_refuse_what_needs_tokens_one_by_one() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from family_models import LAYOUTS, NAMES, VOCAB, Written, store_experts_as, write_model
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from lowtide.checkpoint import Checkpoint
@@ -19,6 +20,7 @@ from lowtide.config import ModelConfig
 from lowtide.errors import CheckpointError, ConfigError, PlanError, UnsupportedError
 from lowtide.lab.synth import FAMILIES, synth
 from lowtide.llm import LLM, plan_model
+from lowtide.memory.kv_cache import KVCache
 from lowtide.models import model_class
 from lowtide.params import SamplingParams
 from lowtide.schemas import model_schema, weight_bytes
@@ -69,12 +71,72 @@ def test_logits_are_those_of_transformers_often(family: str, tmp_path: Path) -> 
         check_parity(write_model(family, seed, tmp_path / str(seed)), seed)
 
 
-@pytest.mark.parametrize("family", NAMES)
-def test_bfloat16_is_as_close_to_float32_as_transformers(family: str, tmp_path: Path) -> None:
-    """Tolerance: at most twice the root-mean-square error of transformers' own bfloat16."""
+def yarn(**changes: Any) -> dict[str, Any]:
+    return {
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, **changes},
+    }
+
+
+ORIGINAL = {"original_max_position_embeddings": 64}
+GROUPS = {"topk_method": "group_limited_greedy", "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3_moe", {"hidden_size": 40, "num_attention_heads": 4, "head_dim": 24}),
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 4}),
+        ("qwen3_moe", {"num_experts": 1, "num_experts_per_tok": 1}),
+        ("qwen3_moe", {"num_hidden_layers": 6, "mlp_only_layers": [1], "decoder_sparse_step": 2}),
+        ("qwen3_moe", {"use_sliding_window": False, "sliding_window": 5, "max_window_layers": 0}),
+        ("qwen3_moe", {"rms_norm_eps": 1e-3}),
+        ("qwen3_moe", yarn()),
+        ("qwen3_moe", yarn(**ORIGINAL, attention_factor=1.5)),
+        ("qwen3_moe", yarn(**ORIGINAL, beta_fast=2, beta_slow=2)),
+        ("qwen2_moe", {"head_dim": 12, "shared_expert_intermediate_size": 13}),
+        ("qwen2_moe", {"num_hidden_layers": 3, "mlp_only_layers": [0]}),
+        ("mixtral", {"head_dim": 12, "num_experts_per_tok": 1}),
+        ("olmoe", {"num_key_value_heads": 1, "norm_topk_prob": True}),
+        ("deepseek_v2", {**GROUPS, "n_group": 12, "topk_group": 3}),
+        ("deepseek_v2", {**GROUPS, "n_group": 3, "topk_group": 2, "routed_scaling_factor": 16.0}),
+        ("deepseek_v2", {"topk_method": "greedy", "n_group": 4, "topk_group": 2}),
+        ("deepseek_v2", {"v_head_dim": 16, "qk_nope_head_dim": 4, "qk_rope_head_dim": 6}),
+        ("deepseek_v2", {"n_shared_experts": 3, "q_lora_rank": 7, "rms_norm_eps": 1e-3}),
+        ("deepseek_v2", yarn(**ORIGINAL, mscale=0.7)),
+        ("deepseek_v2", yarn(**ORIGINAL, mscale_all_dim=0.7)),
+        ("deepseek_v2", yarn(**ORIGINAL, mscale=0.7, mscale_all_dim=1.0)),
+        ("gpt_oss", {"num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2}),
+        ("gpt_oss", {"head_dim": 24, "tie_word_embeddings": True, "sliding_window": 3}),
+    ],
+    ids=str,
+)
+def test_logits_of_odd_configs(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    written = write_model(family, 0, tmp_path, **changes)
+    token_ids = random_ids(0, 70)
+    ours = logits(written.folder, token_ids, context=128)
+    torch.testing.assert_close(ours, written.oracle(token_ids), atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("is_published", [True, False], ids=["published", "fused"])
+@pytest.mark.parametrize("family", sorted(set(NAMES) - {"bailing_moe_v2"}))
+def test_what_transformers_reads_and_writes_again_gives_the_same_bits(
+    family: str, is_published: bool, tmp_path: Path
+) -> None:
+    """In many shards, with the experts by their published names or fused as in memory."""
+    seed = 9 if family == "gpt_oss" else 0  # a layout that transformers can read
+    written = write_model(family, seed, tmp_path / "first")
+    token_ids = random_ids(seed, 30)
+    model = AutoModelForCausalLM.from_pretrained(written.folder)
+    again = tmp_path / "again"
+    model.save_pretrained(again, max_shard_size="30KB", save_original_format=is_published)
+    assert len(list(again.glob("*.safetensors"))) > 4
+    assert torch.equal(logits(again, token_ids), logits(written.folder, token_ids))
+
+
+def check_bfloat16(family: str, seeds: range, folder: Path) -> None:
     our_error = their_error = 0.0
-    for seed in range(6):
-        written = write_model(family, seed, tmp_path / str(seed), torch.bfloat16)
+    for seed in seeds:
+        written = write_model(family, seed, folder / str(seed), torch.bfloat16)
         token_ids = random_ids(seed, 64)
         ours = logits(written.folder, token_ids)
         exact = logits(written.folder, token_ids, dtype="float32")
@@ -84,10 +146,20 @@ def test_bfloat16_is_as_close_to_float32_as_transformers(family: str, tmp_path: 
 
 
 @pytest.mark.parametrize("family", NAMES)
-def test_greedy_answers_are_those_of_transformers(family: str, tmp_path: Path) -> None:
-    """Each of 64 tokens is the oracle's arg-max after those before it, or within 1e-4 of it."""
-    for seed in range(3):
-        written = write_model(family, seed, tmp_path / str(seed))
+def test_bfloat16_is_as_close_to_float32_as_transformers(family: str, tmp_path: Path) -> None:
+    """Tolerance: at most twice the root-mean-square error of transformers' own bfloat16."""
+    check_bfloat16(family, range(6), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", NAMES)
+def test_bfloat16_is_as_close_to_float32_as_transformers_often(family: str, tmp_path: Path) -> None:
+    check_bfloat16(family, range(6, 26), tmp_path)
+
+
+def check_greedy(family: str, seeds: range, folder: Path) -> None:
+    for seed in seeds:
+        written = write_model(family, seed, folder / str(seed))
         prompt = random_ids(seed, 12)
         with LLM(written.folder, context=128) as llm:
             [answer] = llm.generate(prompt, SamplingParams(max_tokens=64, ignore_eos=True))
@@ -95,6 +167,39 @@ def test_greedy_answers_are_those_of_transformers(family: str, tmp_path: Path) -
         expected = written.oracle(prompt + answer.token_ids[:-1])[len(prompt) - 1 :]
         chosen = expected.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
         assert (chosen >= expected.amax(1) - 1e-4).all()
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_greedy_answers_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    """Each of 64 tokens is the oracle's arg-max after those before it, or within 1e-4 of it."""
+    check_greedy(family, range(3), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", NAMES)
+def test_greedy_answers_are_those_of_transformers_often(family: str, tmp_path: Path) -> None:
+    check_greedy(family, range(3, 23), tmp_path)
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_a_batch_in_a_small_cache_is_its_requests_alone(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests wait, and one that runs is moved to make room for the last."""
+    moves, move = [], KVCache._move
+    monkeypatch.setattr(KVCache, "_move", lambda *given: (moves.append(given), move(*given)))
+    written = write_model(family, 1, tmp_path)
+    wishes = [(3, 4), (40, 20), (17, 9), (50, 16)]  # tokens of prompts and answers
+    prompts = [random_ids(length, length) for length, _ in wishes]
+    params = [SamplingParams(max_tokens=length, ignore_eos=True) for _, length in wishes]
+    with LLM(written.folder, context=144) as llm:
+        alone = [llm.generate([p], [each])[0] for p, each in zip(prompts, params, strict=True)]
+    assert not moves
+    least_bytes = plan_model(written.folder, context=144).minimum_bytes
+    with LLM(written.folder, context=144, host_memory=least_bytes) as llm:
+        together = llm.generate(prompts, params)
+    assert len(moves) == 1
+    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
 
 
 @pytest.mark.parametrize("family", sorted(set(NAMES) - {"gpt_oss"}))
@@ -253,10 +358,24 @@ def test_models_larger_than_the_machine_are_planned(family: str, tmp_path: Path)
         ("qwen3_moe", {"attention_bias": True}, "attention_bias True"),
         ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window True"),
         ("qwen3_moe", {"layer_types": ["sliding_attention"] * 48}, "layer_types"),
-        ("qwen3_moe", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "type 'linear'"),
+        (
+            "qwen3_moe",
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_scaling: the rotary embedding 'linear' is not supported, only 'default' and 'ya",
+        ),
+        (
+            "mixtral",
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+            "rope_parameters: the rotary embedding 'llama3' is not supported, only 'default'.",
+        ),
+        ("gpt_oss", {"partial_rotary_factor": 0.5}, "32 of 64 dimensions rotate"),
+        ("qwen3_moe", {"partial_rotary_factor": 0.25}, "32 of 128 dimensions rotate"),
+        ("deepseek_v2", {"rotary_dim": 32}, "32 of 64 dimensions rotate"),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias False"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit 5.0"),
         ("qwen2_moe", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ("mixtral", {"sliding_window": 4096}, "sliding_window 4096"),
-        ("mixtral", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "type 'yarn'"),
+        ("mixtral", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "embedding 'yarn'"),
         ("mixtral", {"quantization_config": {}}, "quantization_config"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0"),
         ("olmoe", {"attention_bias": True}, "attention_bias True"),

@@ -22,7 +22,7 @@ from whole import Setting, Trajectories, answers, check_idle, same_bits
 
 from lowtide import DiffusionParams, SamplingParams
 from lowtide.decode.block_diffusion import Finished, Request
-from lowtide.decode.sequence import DiffusionSequence, Prediction
+from lowtide.decode.block_sequence import BlockSequence, Prediction
 from lowtide.experts.store import FileReader, Read, Ticket
 from lowtide.lab.synth import synth
 from lowtide.layers.batch import Segment
@@ -182,11 +182,11 @@ class Margins:
 
     @contextmanager
     def noted(self) -> Iterator[Margins]:
-        choose, route = DiffusionSequence.choose, SigmoidRouter.route
+        choose, route = BlockSequence.choose, SigmoidRouter.route
         margins = self
 
         def noting_choose(
-            sequence: DiffusionSequence, logits: Tensor, prediction: Prediction, part: slice
+            sequence: BlockSequence, logits: Tensor, prediction: Prediction, part: slice
         ) -> None:
             margin = _token_margin(logits, sequence.request)
             seen = margins.tokens.setdefault(sequence.request.index, [])
@@ -201,7 +201,7 @@ class Margins:
             return route(router, x, segments, workspace)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(DiffusionSequence, "choose", noting_choose)
+            patch.setattr(BlockSequence, "choose", noting_choose)
             patch.setattr(SigmoidRouter, "route", noting_route)
             yield self
 

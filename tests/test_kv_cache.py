@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
+
 import pytest
 import torch
+from family_models import write_model
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lowtide import LLM, SamplingParams
+from lowtide.core import align_up
 from lowtide.errors import InternalError, PlanError
+from lowtide.hardware import resident_bytes
 from lowtide.memory.kv_cache import GRANULE_TOKENS, KVCache, KVRange, storage_shape
 
 
@@ -15,42 +22,127 @@ def make_cache(num_tokens: int, num_layers: int = 1, kv_heads: int = 1) -> KVCac
     return KVCache(torch.zeros(storage_shape(num_layers, kv_heads, 4, num_tokens)))
 
 
-@given(
-    st.integers(0, 200),
-    st.lists(st.one_of(st.integers(1, 90), st.integers(0, 20).map(lambda i: -i)), max_size=40),
+class Held:
+    """A range and what was written to it: rows [layers, tokens] of numbers that are used once."""
+
+    def __init__(self, kv: KVRange) -> None:
+        self.kv = kv
+        self.rows = torch.zeros(2, 0)
+
+    def append(self, cache: KVCache, rows: torch.Tensor) -> None:
+        """rows: [layers, tokens]."""
+        first = self.rows.shape[1]
+        self.rows = torch.cat([self.rows, rows], 1)
+        for layer in (0, 1):
+            keys = rows[layer, :, None, None] + torch.tensor([0.25, 0.5])[:, None].expand(2, 4)
+            cache.write(layer, self.kv, first, keys, -keys)
+
+    def check(self, cache: KVCache) -> None:
+        for layer in (0, 1):
+            keys, values = cache.read(layer, self.kv, self.rows.shape[1])
+            expected = self.rows[layer, None, :, None].expand(2, -1, 4)
+            assert torch.equal(keys, expected + torch.tensor([0.25, 0.5])[:, None, None])
+            assert torch.equal(values, -keys)
+
+
+actions = st.one_of(
+    st.tuples(st.just("allocate"), st.integers(1, 90)),
+    st.tuples(st.just("write"), st.integers(0, 40)),
+    st.tuples(st.just("free"), st.integers(0, 20)),
 )
-def test_ranges_never_overlap_and_refusals_are_true(num_tokens: int, actions: list[int]) -> None:
-    """Positive numbers allocate that many tokens; others free a range."""
-    cache = make_cache(num_tokens)
-    owner = [-1] * cache.num_tokens  # per token: the range that has it
-    held: dict[int, KVRange] = {}
-    for i, action in enumerate(actions):
-        if action <= 0:
-            if held:
-                name = sorted(held)[-action % len(held)]
-                cache.free(held.pop(name))
-                owner = [-1 if o == name else o for o in owner]
-            continue
-        wanted = -(-action // GRANULE_TOKENS) * GRANULE_TOKENS
-        starts = [
-            start
-            for start in range(cache.num_tokens - wanted + 1)
-            if all(o == -1 for o in owner[start : start + wanted])
-        ]
-        assert cache.can_allocate(action) == bool(starts)
-        if not starts:
-            with pytest.raises(PlanError, match=f"{action} tokens.*{cache.num_tokens}.*context"):
-                cache.allocate(action)
-            continue
-        kv = held[i] = cache.allocate(action)
-        assert kv.start == starts[0]  # first fit
-        assert kv.start % GRANULE_TOKENS == 0
-        assert kv.capacity >= action
-        assert all(o == -1 for o in owner[kv.start : kv.start + kv.capacity])
-        owner[kv.start : kv.start + kv.capacity] = [i] * kv.capacity
-    for kv in held.values():
-        cache.free(kv)
-    assert cache.can_allocate(cache.num_tokens) or cache.num_tokens == 0
+
+
+@given(st.integers(0, 200), st.lists(actions, max_size=40))
+def test_a_range_is_refused_only_where_too_few_tokens_are_free(num_tokens, actions) -> None:
+    """Ranges never overlap, and what was written to one is there wherever it is moved."""
+    cache = make_cache(num_tokens, num_layers=2, kv_heads=2)
+    held: list[Held] = []
+    fresh = itertools.count()
+    for action, number in actions:
+        if action == "allocate":
+            wanted = align_up(number, GRANULE_TOKENS)
+            num_free = cache.num_tokens - sum(each.kv.capacity for each in held)
+            assert cache.num_free_tokens == num_free
+            assert cache.can_allocate(number) == (wanted <= num_free)
+            if wanted > num_free:
+                with pytest.raises(PlanError, match=f"{number} tokens: {num_free} of.*context"):
+                    cache.allocate(number)
+            else:
+                held.append(Held(cache.allocate(number)))
+                assert held[-1].kv.capacity == wanted
+        elif held and action == "free":
+            cache.free(held.pop(number % len(held)).kv)
+        elif held:
+            each = held[number % len(held)]
+            num_rows = min(number, each.kv.capacity - each.rows.shape[1])
+            numbers = [[float(next(fresh)) for _ in range(num_rows)] for _ in (0, 1)]
+            each.append(cache, torch.tensor(numbers).view(2, num_rows))
+        ends = 0
+        for each in sorted(held, key=lambda each: each.kv.start):
+            assert each.kv.start >= ends and each.kv.start % GRANULE_TOKENS == 0
+            ends = each.kv.start + each.kv.capacity
+            each.check(cache)
+        assert ends <= cache.num_tokens
+    for each in held:
+        cache.free(each.kv)
+    assert cache.num_free_tokens == cache.num_tokens
+
+
+def test_nothing_moves_while_a_range_fits_where_it_is() -> None:
+    cache = make_cache(64)
+    first, second, third = (cache.allocate(16) for _ in range(3))
+    cache.free(first)
+    assert cache.allocate(10).start == 0
+    cache.free(second)
+    assert (cache.allocate(16).start, third.start) == (16, 32)
+
+
+def test_a_move_that_was_interrupted_joins_no_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make_cache(96, num_layers=2, kv_heads=2)
+    first, second = cache.allocate(16), Held(cache.allocate(64))
+    second.append(cache, torch.arange(80.0).view(2, 40))
+    cache.free(first)
+    calls = itertools.count()
+    copy = torch.Tensor.copy_
+
+    def interrupted(target: torch.Tensor, source: torch.Tensor) -> None:
+        if next(calls):
+            raise KeyboardInterrupt
+        copy(target, source)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "copy_", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cache.allocate(32)
+    with pytest.raises(InternalError, match="leave a KV range"):
+        second.append(cache, torch.ones(2, 1))
+    # What is left of it disturbs nobody who comes after.
+    others = [Held(cache.allocate(16)) for _ in range(6)]
+    for number, each in enumerate(others):
+        each.append(cache, torch.full((2, 16), 100.0 + number))
+    for each in others[::2]:
+        cache.free(each.kv)
+    wide = cache.allocate(48)
+    for each in others[1::2]:
+        each.check(cache)
+        cache.free(each.kv)
+    cache.free(wide)
+    cache.free(second.kv)
+    assert cache.allocate(96).start == 0
+
+
+def test_memory_grows_with_the_sequences(tmp_path: Path) -> None:
+    """Nothing of a long context is physical before it is used."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
+    written = write_model("qwen3_moe", 0, tmp_path, num_hidden_layers=8, **heads)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    with LLM(written.folder, context=128) as llm:
+        llm.generate([[1] * 100], params)  # what libraries take at first use
+    before_bytes = resident_bytes()
+    with LLM(written.folder, context=1 << 15) as llm:
+        llm.generate([[1] * 100], params)
+        assert llm.plan.host.kv_cache_bytes == 128 << 20
+        assert resident_bytes() - before_bytes < 32 << 20
 
 
 def test_what_is_written_is_read_back_and_nothing_else() -> None:

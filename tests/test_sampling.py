@@ -145,6 +145,15 @@ def test_the_next_tokens_are_each_chosen_their_own_way() -> None:
     assert tokens[1] == drawn[0]
 
 
+@given(st.integers(0, 1000), st.none() | st.integers(1, VOCAB), st.floats(0.01, 1.0))
+def test_filters_never_contradict_the_arg_max(seed, top_k, share) -> None:
+    """Without temperature they mean nothing; with it the likeliest token always passes them all."""
+    logits = random_logits(2, seed)
+    least = Sampling(1.0, 1, 1e-6, seed, 1.0)
+    samplings = [Sampling(0.0, top_k, share, seed, share), least]
+    assert choose_next(logits.clone(), samplings, [3, 3]).tolist() == logits.argmax(-1).tolist()
+
+
 @pytest.mark.parametrize("temperature", [1e-300, 1e-6, 100.0])
 def test_extreme_temperatures_stay_finite(temperature) -> None:
     logits = random_logits(5) * 100

@@ -120,7 +120,8 @@ def _read_ling(
         block_size=block_size if capacity else 0,
     )
     # Absent from the published LLaDA2.0 and 2.1 configs, whose checkpoints have the tensors.
-    heads = _heads(fields)._replace(has_qk_norm=fields.boolean("use_qk_norm", default=True))
+    heads = _heads(fields, can_be_partial=True)
+    heads = heads._replace(has_qk_norm=fields.boolean("use_qk_norm", default=True))
     return _decoder(fields, architecture, eos_token_ids, heads, routed, block_length)
 
 
@@ -399,7 +400,7 @@ def _decoder(
     )
 
 
-def _heads(fields: Fields, can_yarn: bool = False) -> _Heads:
+def _heads(fields: Fields, can_yarn: bool = False, can_be_partial: bool = False) -> _Heads:
     """Grouped-query attention."""
     num_heads = fields.integer("num_attention_heads", low=1, high=_MAX_HEADS)
     hidden_size = fields.integer("hidden_size", low=1, high=_MAX_WIDTH)
@@ -411,7 +412,7 @@ def _heads(fields: Fields, can_yarn: bool = False) -> _Heads:
             "num_key_value_heads", low=1, high=_MAX_HEADS, default=num_heads
         ),
         head_dim=head_dim,
-        rope=read_rope(fields, head_dim, max_positions, can_yarn),
+        rope=read_rope(fields, head_dim, max_positions, can_yarn, can_be_partial),
     )
 
 
@@ -462,12 +463,12 @@ def _architecture(fields: Fields) -> str:
 def _eos_token_ids(
     fields: Fields, generation: Mapping[str, object], is_overridden: bool
 ) -> tuple[int, ...] | None:
-    """None where neither file says. A list in generation_config.json knows more than one id."""
+    """None where neither file says. As in transformers, generation_config.json has the last word:
+    what ends a chat's turn is often said only there."""
     published = fields.raw("eos_token_id")
     generated = generation.get("eos_token_id")
-    if not is_overridden and generated is not None:
-        if published is None or (isinstance(generated, list) and generated):
-            return _token_ids(generated, "generation_config.json")
+    if not is_overridden and generated not in (None, []):
+        return _token_ids(generated, "generation_config.json")
     return None if published is None else _token_ids(published, "config.json")
 
 

@@ -44,8 +44,17 @@ def mscale(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def read_rope(fields: Fields, head_dim: int, max_positions: int, can_yarn: bool = False) -> Rope:
-    """Of a family that rotates heads of `head_dim`; with `can_yarn` it may be stretched."""
+def read_rope(
+    fields: Fields,
+    head_dim: int,
+    max_positions: int,
+    can_yarn: bool = False,
+    can_be_partial: bool = False,
+) -> Rope:
+    """Of a family that rotates heads of `head_dim`.
+
+    With `can_yarn` it may be stretched, with `can_be_partial` some dimensions may stay as they are.
+    """
     thetas = [fields.optional_number("rope_theta", low=1.0, high=1e15)]
     factors = [fields.optional_number("partial_rotary_factor", low=0.0, high=1.0)]
     stretches: list[tuple[Yarn, float]] = []
@@ -56,11 +65,15 @@ def read_rope(fields: Fields, head_dim: int, max_positions: int, can_yarn: bool 
         if not isinstance(nested, dict):
             raise fields.error(name, "must be an object")
         inner = Fields(nested, f"{name}.")
-        if can_yarn and inner.raw("rope_type", "type") == "yarn":
+        kind = inner.text("rope_type", "type", default="default")
+        if can_yarn and kind == "yarn":
             stretches.append(_yarn(inner, max_positions))
-        else:
-            inner.only("rope_type", "default")
-            inner.only("type", "default")
+        elif kind != "default":
+            also = " and 'yarn'" if can_yarn else ""
+            raise UnsupportedError(
+                f"config.json: {name}: the rotary embedding {shown(kind)} is not supported, only "
+                f"'default'{also}."
+            )
         thetas.append(inner.optional_number("rope_theta", low=1.0, high=1e15))
         factors.append(inner.optional_number("partial_rotary_factor", low=0.0, high=1.0))
         _refuse_unknown(inner)
@@ -70,8 +83,13 @@ def read_rope(fields: Fields, head_dim: int, max_positions: int, can_yarn: bool 
     if len(set(stretches)) > 1:
         raise ConfigError("config.json: rope_parameters and rope_scaling disagree.")
     yarn, mscale_all_dim = stretches[0] if stretches else (None, 0.0)
-    factor = _agreed("partial_rotary_factor", factors)
-    return Rope(theta, _rotary_dim(fields, head_dim, factor), yarn, mscale_all_dim)
+    rotary_dim = _rotary_dim(fields, head_dim, _agreed("partial_rotary_factor", factors))
+    if rotary_dim != head_dim and not can_be_partial:
+        raise UnsupportedError(
+            f"config.json: {rotary_dim} of {head_dim} dimensions rotate (partial_rotary_factor, "
+            "rotary_dim); in this family all do."
+        )
+    return Rope(theta, rotary_dim, yarn, mscale_all_dim)
 
 
 def _rotary_dim(fields: Fields, head_dim: int, factor: float | None) -> int:

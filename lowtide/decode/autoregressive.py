@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lowtide.core import Step, StepKind
+from lowtide.decode.batch_decoder import BatchDecoder, Model, tiled_logits
 from lowtide.decode.causal_sequence import CausalSequence, Choice, choose
-from lowtide.decode.decoder import Decoder, Model, tiled_logits
 from lowtide.decode.request import Event, Request
 from lowtide.errors import UsageError
 from lowtide.layers.batch import Batch, Segment
@@ -26,7 +26,7 @@ CHUNK_MULTIPLE = 16
 """A part of a prompt that is not its last has a multiple of so many rows."""
 
 
-class Autoregressive(Decoder[CausalSequence]):
+class Autoregressive(BatchDecoder[CausalSequence]):
     """Decodes requests, one forward pass at a time, over one model and one KV cache.
 
     With `use_kv_cache=False` everything is computed anew for every token: a slow reference.

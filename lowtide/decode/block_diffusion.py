@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from lowtide.core import IntArray, Step, StepKind
-from lowtide.decode.decoder import LOGIT_ROWS, Decoder, Model, tiled_logits
+from lowtide.decode.batch_decoder import LOGIT_ROWS, BatchDecoder, Model, tiled_logits
+from lowtide.decode.block_sequence import BlockSequence, Prediction
 from lowtide.decode.request import Committed, Draft, Event, Finished, Prefill, Request
-from lowtide.decode.sequence import DiffusionSequence, Prediction
 from lowtide.errors import UsageError
 from lowtide.layers.batch import Batch, Segment
 from lowtide.memory.kv_cache import KVCache, KVRange
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-class BlockDiffusion(Decoder[DiffusionSequence]):
+class BlockDiffusion(BatchDecoder[BlockSequence]):
     """Decodes requests, one forward pass at a time, over one model and one KV cache.
 
     With `use_kv_cache=False` everything is computed anew for every pass: a slow reference.
@@ -86,8 +86,8 @@ class BlockDiffusion(Decoder[DiffusionSequence]):
                 f"{self._max_rows} rows of a forward pass; choose a shorter block."
             )
 
-    def _begin(self, request: Request, kv: KVRange) -> DiffusionSequence:
-        return DiffusionSequence(request, kv, self._mask_token_id)
+    def _begin(self, request: Request, kv: KVRange) -> BlockSequence:
+        return BlockSequence(request, kv, self._mask_token_id)
 
     def _next_pass(self) -> tuple[StepKind, list[_Turn]]:
         """Who takes part in the next pass, with which positions; at most `max_rows` in all.
@@ -161,10 +161,10 @@ class BlockDiffusion(Decoder[DiffusionSequence]):
 class _Turn(NamedTuple):
     """A sequence's part in a pass: its positions `first` to `stop`."""
 
-    sequence: DiffusionSequence
+    sequence: BlockSequence
     first: int
     stop: int
 
     @classmethod
-    def of(cls, sequence: DiffusionSequence, num_rows: int) -> _Turn:
+    def of(cls, sequence: BlockSequence, num_rows: int) -> _Turn:
         return cls(sequence, sequence.num_committed, sequence.num_committed + num_rows)

@@ -55,7 +55,7 @@ class Intake:
             first = self.seed if params.seed is None else params.seed
             each = [replace(params, seed=first + index) for index in range(len(prompts))]
         else:
-            each = list(params)
+            each = _as_list(params)
         if len(each) != len(prompts):
             raise UsageError(f"There are {len(prompts)} prompts and {len(each)} parameters.")
         return [
@@ -137,6 +137,7 @@ class Intake:
         elif is_chat(prompt):
             token_ids = self._needed_tokenizer().encode_chat(cast(Sequence[Message], prompt))
         else:
+            _check_is_list(prompt)
             token_ids = list(cast(Sequence[int], prompt))
         self.check_ids(token_ids)
         return token_ids
@@ -168,9 +169,10 @@ class StopStrings:
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """A list of prompts, from one or from a list of them."""
+    """A list of prompts, from one or from a list of them. Raises UsageError for anything else."""
     if isinstance(prompts, str) or is_chat(prompts):
         return [cast(Prompt, prompts)]
+    _check_is_list(prompts)
     is_ids = bool(prompts) and all(isinstance(item, int | np.integer) for item in prompts)
     return [cast(Prompt, prompts)] if is_ids else cast(Sequence[Prompt], prompts)
 
@@ -179,6 +181,24 @@ def is_chat(prompt: object) -> bool:
     """Whether a prompt is a list of chat messages."""
     is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str) and bool(prompt)
     return is_list and isinstance(cast(Sequence[object], prompt)[0], Mapping)
+
+
+def _check_is_list(prompt: object) -> None:
+    """Raises UsageError for what is no list: an array of ids, say, or bytes."""
+    if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+        raise UsageError(
+            "A prompt is a string, a list of token ids or a list of chat messages, not "
+            f"{type(prompt).__name__}; an array of ids becomes a list by its tolist()."
+        )
+
+
+def _as_list(params: Sequence[SamplingParams]) -> list[SamplingParams]:
+    """Parameters that were given one by one. Raises UsageError for anything else."""
+    each = list(params) if isinstance(params, Sequence) else [params]
+    for one in each:
+        if not isinstance(one, SamplingParams):
+            raise UsageError(f"params must be SamplingParams or a list of them, not {one!r}.")
+    return each
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:

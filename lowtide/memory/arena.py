@@ -23,11 +23,12 @@ HUGE_PAGE_BYTES = 2 << 20
 class Arena:
     """`num_bytes` of zeroed anonymous memory, starting on a huge-page boundary.
 
-    Pages become physical when they are first touched. The memory lives until the last tensor
-    or array over it is gone.
+    Pages become physical when they are first touched: with `grows_slowly` small ones, for what is
+    filled in many places a little at a time. The memory lives until the last tensor or array over
+    it is gone.
     """
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, grows_slowly: bool = False) -> None:
         self.num_bytes = num_bytes
         # The kernel aligns a mapping to 4 KiB only, so one huge page more is reserved (never
         # touched) and the range starts at the first boundary inside.
@@ -37,14 +38,15 @@ class Arena:
         except (OSError, OverflowError) as error:
             raise PlanError(
                 f"The system refuses to reserve {num_bytes} bytes of host memory: {error}. "
-                "Lower --host-memory."
+                "Lower --host-memory or --context."
             ) from error
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._start = -address % HUGE_PAGE_BYTES
         whole = num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
         # Only whole huge pages inside the range: the tail must not grow past its own bytes.
         if whole and hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE, self._start, whole)
+            advice = mmap.MADV_NOHUGEPAGE if grows_slowly else mmap.MADV_HUGEPAGE
+            self._map.madvise(advice, self._start, whole)
         self.bytes: Tensor = torch.frombuffer(
             self._map, dtype=torch.uint8, count=max(num_bytes, 1), offset=self._start
         )[:num_bytes]

@@ -23,42 +23,54 @@ def storage_shape(
     return (num_layers, num_arrays, num_kv_heads, align_up(num_tokens, GRANULE_TOKENS), head_dim)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class KVRange:
-    """Where a sequence's keys and values lie: tokens `start` to `start + capacity` of the cache."""
+    """Where a sequence's keys and values lie: tokens `start` to `start + capacity` of the cache.
+
+    The cache moves it when it makes room, between passes: keep the range, not its numbers.
+    """
 
     start: int
     capacity: int
+    num_written: int = 0  # leading tokens that may hold something
 
 
 class KVCache:
     """Owns the token ranges; does not know what a sequence is.
 
-    `storage` is of a `storage_shape`, in the compute dtype.
+    `storage` is of a `storage_shape`, in the compute dtype. Of a range only what was written is
+    ever touched, so that memory which is physical from its first use on grows with the sequences.
     """
 
     def __init__(self, storage: Tensor) -> None:
         self._storage = storage
+        # By layer: keys and values [kv_heads, tokens, head_dim]; each pass asks for all of them.
+        self._arrays = [(layer[0], layer[-1]) for layer in storage]
         self.num_tokens = storage.shape[3]
         self._taken: list[KVRange] = []  # ascending by start
 
+    @property
+    def num_free_tokens(self) -> int:
+        return self.num_tokens - sum(taken.capacity for taken in self._taken)
+
     def can_allocate(self, num_tokens: int) -> bool:
         """Whether `allocate(num_tokens)` would succeed now."""
-        return self._find(align_up(num_tokens, GRANULE_TOKENS)) is not None
+        return align_up(num_tokens, GRANULE_TOKENS) <= self.num_free_tokens
 
     def allocate(self, num_tokens: int) -> KVRange:
         """A free range of at least `num_tokens` tokens, first fit.
 
-        Raises PlanError when there is none.
+        Between passes only: where the free tokens are in pieces, other ranges move together.
+        Raises PlanError when there are not as many.
         """
+        if not self.can_allocate(num_tokens):
+            raise PlanError(
+                f"The KV cache has no room for {num_tokens} tokens: {self.num_free_tokens} of its "
+                f"{self.num_tokens} are free; wait for a sequence to end, or raise context."
+            )
         capacity = align_up(num_tokens, GRANULE_TOKENS)
         start = self._find(capacity)
-        if start is None:
-            raise PlanError(
-                f"The KV cache has no free range of {num_tokens} tokens (it holds "
-                f"{self.num_tokens} in all); wait for a sequence to end, or raise context."
-            )
-        kv_range = KVRange(start, capacity)
+        kv_range = KVRange(self._compact() if start is None else start, capacity)
         self._taken.append(kv_range)
         self._taken.sort(key=lambda taken: taken.start)
         return kv_range
@@ -81,17 +93,18 @@ class KVCache:
                 f"{key.shape[0]} rows from position {position} on leave a KV range of "
                 f"{kv_range.capacity} tokens."
             )
-        start = kv_range.start + position
-        stop = start + key.shape[0]
-        self._storage[layer, 0, :, start:stop].copy_(key.transpose(0, 1))
+        start, num_rows = kv_range.start + position, key.shape[0]
+        kv_range.num_written = max(kv_range.num_written, position + num_rows)
+        keys, values = self._arrays[layer]
+        keys.narrow(1, start, num_rows).copy_(key.transpose(0, 1))
         if self._storage.shape[1] == 2:
-            self._storage[layer, 1, :, start:stop].copy_(value.transpose(0, 1))
+            values.narrow(1, start, num_rows).copy_(value.transpose(0, 1))
 
     def read(self, layer: int, kv_range: KVRange, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Views of the first `num_tokens` keys and values, each [kv_heads, tokens, head_dim]."""
-        stop = kv_range.start + num_tokens
-        layer_storage = self._storage[layer, :, :, kv_range.start : stop]
-        return layer_storage[0], layer_storage[-1]
+        keys, values = self._arrays[layer]
+        start = kv_range.start
+        return keys.narrow(1, start, num_tokens), values.narrow(1, start, num_tokens)
 
     def _find(self, capacity: int) -> int | None:
         start = 0
@@ -100,3 +113,26 @@ class KVCache:
                 return start
             start = taken.start + taken.capacity
         return start if self.num_tokens - start >= capacity else None
+
+    def _compact(self) -> int:
+        """Moves all ranges together at the front; returns where they end."""
+        end = 0
+        for taken in self._taken:
+            if taken.start > end:
+                self._move(taken, end)
+            end += taken.capacity
+        return end
+
+    def _move(self, kv_range: KVRange, start: int) -> None:
+        """Moves a range and what is written in it down to `start`."""
+        capacity, num_written = kv_range.capacity, kv_range.num_written
+        # Empty meanwhile: were Ctrl-C to come between two pieces, the owner's next write would be
+        # refused instead of joining halves.
+        kv_range.capacity = kv_range.num_written = 0
+        old, distance = kv_range.start, kv_range.start - start
+        # A piece may be as long as the distance: then no copy overlaps its source.
+        for first in range(0, num_written, distance):
+            length = min(distance, num_written - first)
+            source = self._storage.narrow(3, old + first, length)
+            self._storage.narrow(3, start + first, length).copy_(source)
+        kv_range.start, kv_range.capacity, kv_range.num_written = start, capacity, num_written

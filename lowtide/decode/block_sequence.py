@@ -32,7 +32,7 @@ class Prediction(NamedTuple):
         return cls(positions, np.zeros(block_length, np.int64), zeros)
 
 
-class DiffusionSequence:
+class BlockSequence:
     """One running request: its tokens, its active block, and how much of it is cached.
 
     Positions before `num_committed` have keys and values of their final tokens; the block at

@@ -60,7 +60,7 @@ class Running(Protocol):
 S = TypeVar("S", bound=Running)
 
 
-class Decoder(abc.ABC, Generic[S]):
+class BatchDecoder(abc.ABC, Generic[S]):
     """Decodes requests, one forward pass at a time, over one KV cache.
 
     Owns the sequences and their KV ranges. `max_rows` is the largest pass; it must not depend on
