@@ -2,7 +2,8 @@
 
     python benchmarks/gpu.py test|short|full --deadline SECONDS --out FOLDER
 
-Runs from the source tree, needs torch with its Triton, numpy and pytest, and installs nothing.
+Runs from the source tree and installs nothing: needs torch with its Triton and numpy, `test` also
+pytest. What cannot run there is named in the table, and the rest runs.
 Experts have LLaDA2.0-mini's shape and are generated in host memory: 6 MoE layers in `short`, all
 19 in `full`, a block of 32 tokens per step, routing with that model's locality. No attention, no
 head and no early gates: tokens per second are of the MoE layers alone, and `dali` and `hybrimoe`
@@ -18,21 +19,23 @@ import faulthandler
 import signal
 import statistics
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pytest
 import torch
 from common.record import REPOSITORY, Recorder, say
 from torch import Tensor
 
 from lowtide.core import Costs, MoEShape, Step
-from lowtide.errors import LowtideError
+from lowtide.errors import PlanError
 from lowtide.experts.cuda import CudaDevice
 from lowtide.experts.device import ExpertGroup
 from lowtide.experts.executor import HostExecutor
@@ -42,7 +45,6 @@ from lowtide.experts.link import Link
 from lowtide.experts.rows import ExpertBuffers, ExpertRows, Routing
 from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger
 from lowtide.kernels.routing import combine
-from lowtide.kernels.triton_experts import SlotImage, Tiles, gated_mlps, plan_tiles, tile_rows
 from lowtide.lab.synth_trace import synth_trace
 from lowtide.memory.arena import Arena
 from lowtide.memory.pinned import PinnedMemory
@@ -52,6 +54,11 @@ from lowtide.policies.decision import Policies
 from lowtide.policies.prefetch import Gate, NoPrefetch
 from lowtide.policies.presets import make_policies
 from lowtide.trace import TraceShape
+
+if TYPE_CHECKING:
+    import pytest
+
+    from lowtide.kernels.triton_experts import SlotImage
 
 MODEL = MoEShape(
     num_layers=19, num_experts=256, num_experts_per_token=8, hidden_size=2048, expert_size=512
@@ -96,6 +103,19 @@ class Report:
         self.path = out / f"{today}-gpu-{stage}.jsonl"
         self._recorder = Recorder("gpu", settings, self.path)
         self._rows: list[tuple[str, str]] = []
+        self.num_failed = 0
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """What fails inside is reported, and the next part begins."""
+        try:
+            yield
+        except PlanError as error:  # this GPU is too small for it
+            self.line(name, f"not run: {error}")
+        except Exception as error:
+            self.num_failed += 1
+            self.line(name, f"failed: {type(error).__name__}: {str(error)[:200]}")
+            self.write("failure", {"part": name, "message": traceback.format_exc()[-2000:]})
 
     def write(self, what: str, values: Mapping[str, object]) -> None:
         self._recorder.write(what, values)
@@ -123,6 +143,7 @@ def main() -> int:
                 is_good = run_tests(report)
             else:
                 run_benchmarks(arguments.stage, report)
+                is_good = not report.num_failed
     except DeadlineReached:
         report.line("deadline", f"reached after {arguments.deadline:g} s: the rest was not run")
     finally:
@@ -132,12 +153,19 @@ def main() -> int:
 
 def run_tests(report: Report) -> bool:
     """All tests marked `gpu`; whether all of them passed."""
+    if find_spec("pytest") is None:
+        report.line("tests", f"not run: {sys.executable} has no pytest")
+        return False
+    import pytest
+
     files = [str(path) for path in sorted((REPOSITORY / "tests").glob("test_*.py"))]
     files = [file for file in files if "mark.gpu" in Path(file).read_text(encoding="utf-8")]
     outcomes = _Outcomes(report)
     # Other people's deprecations on a machine that is not ours are no failures.
     options = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "-W", "default"]
     options += ["--continue-on-collection-errors"]  # a module that is missing there
+    # A failed test would call off the dump that ends a process which hangs after the deadline.
+    options += ["-p", "no:faulthandler"]
     try:
         status = pytest.main([*options, *files], plugins=[outcomes])
     finally:
@@ -163,6 +191,8 @@ class _Outcomes:
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
             self._note(report, 0.0)
+        elif report.skipped:  # the file needs a module that is not there
+            self._report.line(report.nodeid, f"not run: {report.longrepr[-1]}")
 
     def _note(self, report: pytest.TestReport | pytest.CollectReport, seconds: float) -> None:
         file = report.nodeid.partition("::")[0]
@@ -186,22 +216,34 @@ def run_benchmarks(stage: str, report: Report) -> None:
         pinned = PinnedMemory()
         stack.callback(pinned.close)
         home = make_experts(shape, pinned, report)
-        measure_link(home, pinned, link_rate, report)
-        kernel_rate = measure_kernel(home, device_rate, report)
-        measure_resident_layer(home, pinned, report)
-        try:
+        with report.part("expert copies"):
+            measure_link(home, pinned, link_rate, report)
+        kernel_rate = device_rate
+        with report.part("kernel"):
+            kernel_rate = measure_kernel(home, device_rate, report)
+        with report.part("resident layer"):
+            measure_resident_layer(home, pinned, report)
+        with report.part("costs"):
             costs = measure_expert_costs(executor, pinned, report)
-        except ImportError as error:
-            report.line("hybrid steps", f"not run: {error}")
-            return
-        rates = (link_rate, kernel_rate)
-        for preset in PRESETS[stage]:
-            for budget in BUDGETS:
-                try:
-                    bench = HybridBench(shape, home, pinned, executor, costs, budget, preset)
-                except LowtideError as error:
-                    report.line(f"{preset}, {budget} residents", f"not run: {error}")
-                    continue
+            rates = (link_rate, kernel_rate)
+            measure_presets(stage, shape, home, pinned, executor, costs, rates, report)
+
+
+def measure_presets(
+    stage: str,
+    shape: MoEShape,
+    home: HostHome,
+    pinned: PinnedMemory,
+    executor: HostExecutor,
+    costs: Costs,
+    rates: tuple[float, float],
+    report: Report,
+) -> None:
+    """Whole steps under every preset, at every budget."""
+    for preset in PRESETS[stage]:
+        for budget in BUDGETS:
+            with report.part(f"{preset}, {budget} residents"):
+                bench = HybridBench(shape, home, pinned, executor, costs, budget, preset)
                 with bench.running():
                     bench.measure(NUM_BLOCKS[stage], rates, report)
                     if preset == "lowtide":
@@ -275,6 +317,8 @@ def measure_link(home: HostHome, pinned: PinnedMemory, ceiling: float, report: R
 
 def measure_kernel(home: HostHome, ceiling: float, report: Report) -> float:
     """Bytes per second of weights at decode sizes; the launches are replayed from a graph."""
+    from lowtide.kernels.triton_experts import SlotImage
+
     layout = home.slots.layout
     images = [home.slots.image(expert) for expert in range(MODEL.num_experts)]
     slots = torch.stack(images).to(DEVICE).view(DTYPE)
@@ -304,6 +348,8 @@ def _planned(
     layer: LayerInput, slots: Tensor, image: SlotImage, slot_of: Tensor
 ) -> Callable[[], None]:
     """A layer's products alone: its tiles are planned here, once."""
+    from lowtide.kernels.triton_experts import Tiles, gated_mlps, plan_tiles, tile_rows
+
     parts, gate = layer.buffers.parts, layer.buffers.gate
     tiles = Tiles.empty(len(parts), MODEL.num_experts, parts.device)
     rows = tile_rows(len(parts), MODEL.num_experts)
@@ -374,7 +420,7 @@ class LayerInput:
 
 def measure_expert_costs(executor: HostExecutor, pinned: PinnedMemory, report: Report) -> Costs:
     """What policies are told, measured as `lowtide doctor` does it."""
-    from lowtide.hardware.measure import measure_costs  # needs psutil, which the rest does not
+    from lowtide.hardware.measure import measure_costs
 
     def pinned_arena(num_bytes: int) -> Arena:
         arena = Arena(num_bytes)
@@ -384,9 +430,10 @@ def measure_expert_costs(executor: HostExecutor, pinned: PinnedMemory, report: R
     layout = SlotLayout.of(MODEL, DTYPE)
     device = CudaDevice(MODEL, layout, 128, 512, pinned)
     dense_bytes = 4 * MODEL.hidden_size**2 * DTYPE.itemsize  # about an attention layer
-    costs, _ = measure_costs(
-        MODEL, layout, executor, dense_bytes, device=device, make_arena=pinned_arena
-    )
+    with pinned.lent():
+        costs, _ = measure_costs(
+            MODEL, layout, executor, dense_bytes, device=device, make_arena=pinned_arena
+        )
     device.close()
     values = {
         "link_us": costs.link_s * 1e6,
@@ -554,7 +601,8 @@ def deadline(seconds: float) -> Iterator[None]:
         raise DeadlineReached
 
     signal.signal(signal.SIGALRM, reached)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    # Again and again: one that is raised while an object is destroyed is lost.
+    signal.setitimer(signal.ITIMER_REAL, seconds, _GRACE_S / 2)
     faulthandler.dump_traceback_later(seconds + _GRACE_S, exit=True)
     try:
         yield

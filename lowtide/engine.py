@@ -8,6 +8,7 @@ model's own forward pass in register mode, `load` reads weights. Knows nothing o
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -20,8 +21,8 @@ import torch
 
 from lowtide.calibration import Calibration, default_path
 from lowtide.checkpoint import Checkpoint
-from lowtide.config import ModelConfig, parse_size
-from lowtide.core import Costs, Curve, MemoryPlan, Step, StepKind, align_up
+from lowtide.config import ModelConfig, format_size, parse_size
+from lowtide.core import Costs, Curve, MemoryPlan, Step, StepKind, TierPlan, align_up
 from lowtide.decode.block_diffusion import LOGIT_ROWS
 from lowtide.device_engine import (
     DeviceOptions,
@@ -31,8 +32,8 @@ from lowtide.device_engine import (
     resolve_device,
 )
 from lowtide.dtypes import ITEM_BYTES, SAFETENSORS_NAME
-from lowtide.errors import CheckpointError, UnsupportedError, UsageError
-from lowtide.experts.cuda import pinned_bytes
+from lowtide.errors import CheckpointError, PlanError, UnsupportedError, UsageError
+from lowtide.experts.cuda import free_memory_bytes, pinned_bytes, plan_errors
 from lowtide.experts.early_gate import EarlyGate, Route
 from lowtide.experts.emulated import measure_device_s
 from lowtide.experts.executor import HostExecutor, InlineExecutor
@@ -68,11 +69,13 @@ from lowtide.policies.presets import (
     make_policies,
     parse_options,
 )
-from lowtide.policies.tau import calibrated_tau
+from lowtide.policies.tau import MAX_ONLINE_TAU, TauChange, calibrated_tau
 from lowtide.schemas import WeightMap, assume, bind
-from lowtide.simulate import compare, measured_accuracy
+from lowtide.simulate import compare, fastest_tau, measured_accuracy
 from lowtide.tokenizer import Tokenizer
-from lowtide.trace import TraceShape
+from lowtide.trace import Trace, TraceShape
+
+_log = logging.getLogger(__name__)
 
 MAX_ROWS = 512
 """Rows of the largest forward pass. Never a function of the budget: how rows are divided into
@@ -301,6 +304,7 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
             f"{opened.folder} holds a config.json but no *.safetensors: the model can be planned, "
             "not loaded. Fetch its weights into this folder."
         )
+    _check_available(plan.host, options)
     progress = options.progress or _no_progress
     if options.check_weights:
         check_finite(checkpoint, progress)
@@ -314,9 +318,11 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
         arena_bytes = _register(opened).arena_bytes
         if plan.device == "cuda":
             gpu = torch.device("cuda")
-            weights = opened.dense.load_onto(gpu, reader, progress)
-            kv_cache = KVCache(torch.zeros(opened.kv_shape, dtype=opened.dtype, device=gpu))
-            workspace = Workspace(torch.empty(arena_bytes, dtype=torch.uint8, device=gpu))
+            with plan_errors(opened.dense.num_bytes, "GPU memory for dense weights"):
+                weights = opened.dense.load_onto(gpu, reader, progress)
+            with plan_errors(arena_bytes, "GPU memory for workspace, beside keys and values,"):
+                kv_cache = KVCache(torch.zeros(opened.kv_shape, dtype=opened.dtype, device=gpu))
+                workspace = Workspace(torch.empty(arena_bytes, dtype=torch.uint8, device=gpu))
         else:
             weights = opened.dense.load(reader, progress)
             kv_cache = KVCache(_kv_storage(opened))
@@ -345,8 +351,7 @@ def _choose_by_simulation(
     plan, opened = engine.plan, engine.opened
     if calibration is None or plan.fast_tier.num_slots == plan.num_experts:
         return engine
-    # A second or so: a layer takes about 0.1 ms under each preset.
-    trace = calibration.trace.beginning(max(32, 2000 // len(plan.residents_per_layer)))
+    trace = _beginning(calibration, plan)
     setting = _setting(opened, plan, calibration, experts.costs)
     names = CANDIDATES if experts.costs.num_staging else ("tide", "fiddler", "layer-split")
     reports = compare(trace, names, setting, gate_accuracy=measured_accuracy(calibration))
@@ -359,6 +364,12 @@ def _choose_by_simulation(
     if best.preset != plan.policy:
         engine = adopt_policy(engine, best.preset, {})
     return replace(engine, plan=replace(plan, policy=best.preset, reason=reason))
+
+
+def _beginning(calibration: Calibration, plan: MemoryPlan) -> Trace:
+    """As much of the routing as replays in a second or so, under some ten policies: a layer takes
+    about 0.1 ms under each."""
+    return calibration.trace.beginning(max(32, 2000 // len(plan.residents_per_layer)))
 
 
 def adopt_policy(engine: Engine, policy: str, policy_options: Mapping[str, str]) -> Engine:
@@ -469,15 +480,29 @@ def _setting(
     calibration."""
     given = opened.options.policy_options
     options: dict[str, Any] = dict(parse_options(given))
+    options["on_tau_change"] = _log_tau
     if given.get("tau") == TAU_PAPER:
         options["tau"] = _paper_tau(plan, calibration, costs)
     if calibration is not None:
         options |= {"frequency": calibration.frequency, "following": calibration.following}
-        if recipe(plan.policy).plans_load:
-            options["hits"] = calibration.trace.hits()
         options["hits"] = calibration.trace.hits()
     seed = opened.options.seed or 0
-    return Setting(plan.residents_per_layer, opened.config.num_experts, costs, seed=seed, **options)
+    capacity = plan.residents_per_layer
+    setting = Setting(capacity, opened.config.num_experts, costs, seed=seed, **options)
+    if setting.online_tau and calibration is not None:
+        trace = _beginning(calibration, plan)
+        return replace(setting, tau=fastest_tau(trace, plan.policy, setting, MAX_ONLINE_TAU))
+    return setting
+
+
+def _log_tau(change: TauChange) -> None:
+    _log.info(
+        "tau %d -> %d after %d steps: %.0f%% of the best residents change per step.",
+        change.old,
+        change.new,
+        change.num_steps,
+        100 * change.drift,
+    )
 
 
 def _paper_tau(plan: MemoryPlan, calibration: Calibration | None, costs: Costs) -> int:
@@ -583,7 +608,7 @@ def _gpu_bytes(opened: OpenModel, needs: Needs) -> int:
     """The device's budget. An emulated device has as much as is asked for."""
     gpu_memory, free_bytes = opened.options.gpu_memory, total_memory_bytes()
     if resolve_device(opened.options.device) == "cuda":
-        free_bytes = torch.cuda.mem_get_info()[0]
+        free_bytes = free_memory_bytes()
         needed = needs.full_bytes
         if gpu_memory == "auto":  # a tenth is left to the driver, libraries and others
             return max(needs.minimum_bytes, min(free_bytes * 9 // 10, needed))
@@ -600,6 +625,18 @@ def _budget_bytes(opened: OpenModel, needs: Needs) -> int:
     usable = available_memory_bytes() * 9 // 10 - OVERHEAD_ALLOWANCE_BYTES
     usable -= library_cache_bytes(opened.dtype)
     return max(needs.minimum_bytes, min(usable, needs.full_bytes))
+
+
+def _check_available(tier: TierPlan, options: EngineConfig) -> None:
+    """Raises PlanError where even the least that runs is more than this machine has free now; a
+    budget that was given is the user's own word."""
+    available_bytes = available_memory_bytes()
+    if options.host_memory == "auto" and tier.budget_bytes > available_bytes:
+        raise PlanError(
+            f"At least {format_size(tier.budget_bytes)} of memory are needed, and "
+            f"{format_size(available_bytes)} are available. Lower --context or free memory; a "
+            "--host-memory that is given is taken at its word."
+        )
 
 
 @functools.cache
@@ -638,7 +675,7 @@ def _register(opened: OpenModel) -> Registrar:
 
 def _kv_storage(opened: OpenModel) -> torch.Tensor:
     num_bytes = math.prod(opened.kv_shape) * opened.dtype.itemsize
-    return Arena(num_bytes).tensor(0, opened.kv_shape, opened.dtype)
+    return Arena(num_bytes, grows_slowly=True).tensor(0, opened.kv_shape, opened.dtype)
 
 
 def _storage_name(dtype: torch.dtype) -> str:

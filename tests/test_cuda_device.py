@@ -21,6 +21,7 @@ from lowtide.experts.cuda import CudaDevice, CudaEvent, CudaStreams, pinned_byte
 from lowtide.experts.device import Device, ExpertGroup
 from lowtide.experts.rows import ExpertBuffers, ExpertRows
 from lowtide.experts.slots import ExpertSlots, SlotLayout
+from lowtide.kernels import routing, triton_experts, triton_routing
 from lowtide.kernels.reference import gated_mlp
 from lowtide.kernels.routing import combine
 from lowtide.memory.arena import Arena
@@ -68,6 +69,7 @@ class StandInStreams:
         self.current = StandInStream()
         self.refuses_pinned = False
         self.pinned_bytes = 0
+        self.num_released = 0
 
     @contextmanager
     def use(self, stream: StandInStream) -> Iterator[None]:
@@ -81,6 +83,9 @@ class StandInStreams:
         block = torch.empty(shape, dtype=dtype)
         self.pinned_bytes += block.nbytes
         return block
+
+    def release(self) -> None:
+        self.num_released += 1
 
 
 class StandInCudart:
@@ -225,10 +230,12 @@ def test_an_empty_group_and_experts_without_tokens_are_nothing_to_do() -> None:
 def test_streams_wait_for_events_and_the_caller_for_neither() -> None:
     home, layer, streams = HostExperts(), Layer(3), StandInStreams()
     device = make_device(home, streams)
+    [first] = streams.copies.waited_for  # what was queued when the slots' memory was handed out
+    assert first is streams.current.recorded[0]
     never = CudaEvent(StandInMark())
     never.mark.has_ended = False
     arrival = device.copy(home.image(0), 0, never)
-    assert streams.copies.waited_for == [never.mark]
+    assert streams.copies.waited_for == [first, never.mark]
     assert isinstance(arrival, CudaEvent) and arrival.mark is streams.copies.recorded[-1]
     use = device.run(group({0: 0}), layer.rows, layer.buffers, arrival)
     assert streams.current.waited_for == [arrival.mark]
@@ -354,6 +361,50 @@ def test_experts_with_biases_have_no_triton_kernel_and_say_so() -> None:
     assert is_close(layer.buffers.parts, wanted)
 
 
+@pytest.mark.parametrize("kernel", ["plan_tiles", "gated_mlps", "place_rows"])
+def test_kernels_that_cannot_run_here_are_left_alone_and_it_is_said(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's errors are no RuntimeErrors."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError("the cache folder cannot be written")
+
+    monkeypatch.setattr(triton_experts, kernel, refuse)
+    home, layer = HostExperts(), Layer(12)
+    wanted = layer.expected(home)
+    with pytest.warns(UserWarning, match="one by one.*cache folder"):
+        device = make_device(home)
+    device.to_host(layer.rows, layer.buffers.parts)
+    for expert in range(SHAPE.num_experts):
+        used = device.copy(home.image(expert), expert % 2, None)
+        device.run(group({expert: expert % 2}), layer.rows, layer.buffers, used)
+    assert is_close(layer.buffers.parts, wanted)
+
+
+def test_a_triton_that_cannot_compile_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("Failed to find C compiler.")
+
+    monkeypatch.setattr(triton_routing, "sort_pairs", refuse)
+    routing.why_no_triton.cache_clear()
+    try:
+        assert "C compiler" in (routing.why_no_triton(torch.device("cpu")) or "")
+        with pytest.warns(UserWarning, match="one by one.*C compiler"):
+            make_device(HostExperts())
+    finally:
+        routing.why_no_triton.cache_clear()
+
+
+def test_what_a_closed_device_had_is_given_back() -> None:
+    streams = StandInStreams()
+    device = make_device(HostExperts(), streams)
+    assert streams.num_released == 0
+    device.close()
+    device.close()
+    assert streams.num_released == 1
+
+
 def test_an_arena_is_pinned_at_its_exact_size_within_the_limit() -> None:
     cudart = StandInCudart()
     pinned = PinnedMemory(limit_bytes=10_000, cudart=cudart)
@@ -366,6 +417,28 @@ def test_an_arena_is_pinned_at_its_exact_size_within_the_limit() -> None:
     assert pinned.num_bytes == 7_001
     pinned.close()
     assert not cudart.registered and not pinned.holds(first.bytes)
+
+
+def test_what_is_lent_is_pinned_for_a_while() -> None:
+    cudart = StandInCudart()
+    pinned, kept = PinnedMemory(cudart=cudart), Arena(100)
+    pinned.register(kept)
+    with pinned.lent():
+        lent = Arena(200)
+        pinned.register(lent)
+        assert pinned.num_bytes == 300 and pinned.holds(lent.bytes)
+    assert cudart.registered == {kept.bytes.data_ptr(): 100}
+    assert pinned.num_bytes == 100 and not pinned.holds(lent.bytes)
+    pinned.close()
+
+
+def test_memory_is_unpinned_before_it_goes_though_nobody_closed() -> None:
+    cudart, arena = StandInCudart(), Arena(100)
+    pinned = PinnedMemory(cudart=cudart)
+    pinned.register(arena)
+    assert cudart.registered
+    del pinned
+    assert not cudart.registered
 
 
 def test_a_refusal_of_the_system_is_said() -> None:
@@ -428,6 +501,14 @@ def test_layers_shared_with_the_host_on_a_gpu(
             layer = Layer(num_tokens, GPU_SHAPE, dtype, device.torch_device, seed)
             share_a_layer(device, home, layer, seed)
             assert is_close(layer.buffers.parts, layer.expected(home), TOLERANCE[dtype])
+
+
+@pytest.mark.gpu
+def test_a_gpu_runs_the_triton_kernels() -> None:
+    """A fallback gives the same results, and would hide that they do not work."""
+    with gpu_device(HostExperts(SlotLayout.of(GPU_SHAPE, torch.bfloat16), 64), 8) as device:
+        assert routing.why_no_triton(device.torch_device) is None
+        assert isinstance(device._computation, cuda.TritonExperts)
 
 
 @pytest.mark.gpu

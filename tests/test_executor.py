@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
-from lowtide.experts.executor import Executor, HostExecutor, InlineExecutor
+from lowtide.experts import executor as executor_module
+from lowtide.experts.executor import Executor, HostExecutor, InlineExecutor, core_shares
 
 
 @pytest.fixture
@@ -79,5 +82,51 @@ def test_no_more_threads_than_experts_of_a_token() -> None:
     executor = HostExecutor(num_experts_per_token=1)
     try:
         assert executor.num_threads == 1
+    finally:
+        executor.close()
+
+
+def describe_cores(folder: Path, cores: list[str]) -> Path:
+    """As Linux does: the CPUs of each core."""
+    for text in cores:
+        for cpu in executor_module._siblings_of(text):
+            topology = folder / f"cpu{cpu}" / "topology"
+            topology.mkdir(parents=True)
+            (topology / "thread_siblings_list").write_text(text + "\n")
+    return folder
+
+
+def test_threads_share_out_whole_cores(tmp_path: Path) -> None:
+    folder = describe_cores(tmp_path, ["0,4", "1,5", "2-3", "6"])
+    every = range(7)
+    assert core_shares(4, every, folder) == core_shares(9, every, folder) == []
+    assert core_shares(3, every, folder) == [{0, 4}, {1, 5}, {2, 3}]
+    assert core_shares(2, every, folder) == [{0, 4, 1, 5}, {2, 3, 6}]
+    assert core_shares(1, [3, 6], folder) == [{3, 6}]
+    # Where the system does not tell, every CPU counts as a core.
+    assert core_shares(1, [0, 1], tmp_path / "nothing") == [{0, 1}]
+
+
+def test_every_thread_keeps_to_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = [frozenset({100 + i}) for i in range(3)]
+    kept: dict[int, frozenset[int]] = {}
+    monkeypatch.setattr(executor_module, "core_shares", lambda *_: shares)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    monkeypatch.setattr(
+        os, "sched_setaffinity", lambda _, share: kept.update({threading.get_ident(): share})
+    )
+    executor = HostExecutor(num_experts_per_token=3)
+    executor.close()
+    assert sorted(kept.values(), key=min) == shares and threading.get_ident() not in kept
+    kept.clear()
+    HostExecutor(num_experts_per_token=3, num_cores=2).close()  # a part of the machine: anywhere
+    assert not kept
+
+
+def test_a_share_that_was_taken_away_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor_module, "core_shares", lambda *_: [frozenset({1 << 20})])
+    executor = HostExecutor(num_experts_per_token=1)
+    try:
+        assert executor.submit(lambda: None).result() is None
     finally:
         executor.close()

@@ -17,6 +17,7 @@ import torch
 from test_cuda_device import StandInCudart, StandInStreams
 
 from lowtide.core import Costs, Curve, MoEShape
+from lowtide.errors import PlanError
 from lowtide.experts.cuda import CudaDevice
 from lowtide.experts.executor import HostExecutor
 from lowtide.memory.pinned import PinnedMemory
@@ -71,6 +72,35 @@ def test_a_resident_layer_runs(report: gpu.Report) -> None:
     layer = gpu.LayerInput(3, 0)
     layer.run(device, group)
     assert layer.out.isfinite().all() and layer.out.any()
+
+
+def test_a_part_that_fails_leaves_the_others(
+    report: gpu.Report, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with report.part("first"):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    with report.part("second"):
+        raise PlanError("24 GiB are needed")
+    with report.part("third"):
+        report.line("third", "12 GB/s")
+    with pytest.raises(gpu.DeadlineReached), report.part("fourth"):
+        raise gpu.DeadlineReached
+    assert report.num_failed == 1  # a GPU that is too small is no failure
+    report.print_table()
+    rows = capsys.readouterr().out.splitlines()[-4:-1]
+    assert ["failed" in row for row in rows] == [True, False, False]
+    assert (
+        "illegal memory access" in json.loads(report.path.read_text().splitlines()[-1])["message"]
+    )
+
+
+def test_the_tests_need_pytest_and_say_so(
+    report: gpu.Report, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "find_spec", lambda name: None)
+    assert not gpu.run_tests(report)
+    report.print_table()
+    assert "no pytest" in capsys.readouterr().out
 
 
 def test_the_deadline_interrupts() -> None:

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from lowtide import hardware
 from lowtide.checkpoint import TensorEntry
-from lowtide.cli.main import app
+from lowtide.cli.app import app
 from lowtide.core import Curve, MoEShape
 from lowtide.errors import PlanError, StorageError
 from lowtide.experts.emulated import EmulatedDevice, EmulatedSpeeds
@@ -41,6 +41,7 @@ from lowtide.hardware.streams import last_level_cache_bytes
 from lowtide.hardware.timing import MAX_REPEATS, MIN_REPEATS, Timing, repeat_interleaved
 from lowtide.lab import doctor
 from lowtide.memory.arena import Arena
+from lowtide.profiles import load_profile
 
 # A temporary folder may be on a file system without them.
 pytestmark = pytest.mark.filterwarnings("ignore:.* has no direct reads")
@@ -414,10 +415,10 @@ def test_a_cache_that_cannot_be_written_costs_only_the_keeping(
 
 
 def test_an_interrupted_write_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(path: Path, target: Path) -> None:
+    def interrupted(source: Path, target: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "replace", interrupted)
+    monkeypatch.setattr(os, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save(KEY, STORED)
     assert list(KEY.path.parent.iterdir()) == []
@@ -481,6 +482,33 @@ def test_an_emulated_device_is_named_and_never_kept(quick: None, cache: Path) ->
     text = run("demo:diffusion", *options)
     assert "emulated" in text and "fetched in" in text
     assert not (cache / "costs").exists()
+
+
+def test_this_machine_as_a_profile(quick: None, tmp_path: Path) -> None:
+    file = tmp_path / "this.toml"
+    given = ("link_latency_us=0", "link_GBps=10", "host_slowdown=1")
+    options = ["--device", "emulated", *(f"--device-option={option}" for option in given)]
+    told = json.loads(run("demo:diffusion", *options, "--profile", str(file), "--json"))
+    [measured] = told["costs"]
+    shape = MoEShape(*(measured[name] for name in MoEShape._fields))
+    profile = load_profile(str(file))
+    costs = profile.costs(shape)
+    assert "emulated" in profile.name
+    assert costs.link_s == pytest.approx(measured["link"]["median_s"], rel=1e-3)
+    for curve, points in ((costs.host_s, measured["host"]), (costs.device_s, measured["device"])):
+        for point in (points[0], points[-1]):  # what is between them is a roofline
+            assert curve.at(point["num_tokens"]) >= 0.99 * point["median_s"]
+        assert curve.at(1) == pytest.approx(points[0]["median_s"], rel=0.5)
+
+
+@pytest.mark.parametrize("place", ["none/this.toml", "."])
+def test_a_profile_is_refused_before_anything_is_measured(place: str, tmp_path: Path) -> None:
+    arguments = ["doctor", "--profile", str(tmp_path / place), "--device", "emulated"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1 and "cannot be written" in result.stderr
+    arguments = ["doctor", "--profile", str(tmp_path / "this.toml"), "--device", "cpu"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2 and "emulated" in result.stderr
 
 
 def test_without_a_model_known_experts_are_measured_as_far_as_they_fit(

@@ -1,7 +1,8 @@
-"""Compiles the Triton kernels for a GPU that need not be there; prints what instructions they use.
+"""Compiles the Triton kernels for GPUs that need not be there; prints what they use.
 
-One JSON object: per kernel, how often each of `INSTRUCTIONS` occurs in its PTX. Run by
-test_triton.py as a process of its own, because the interpreter is chosen at import.
+One JSON object: per kernel, how often each of `INSTRUCTIONS` occurs in its PTX, and the shared
+memory of a block. Run by test_triton.py as a process of its own, because the interpreter is chosen
+at import.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from triton.compiler import ASTSource
 
 from lowtide.kernels import triton_experts, triton_routing
 
-INSTRUCTIONS = ("mma.sync", "cp.async.cg", "fma.", "mul.rn.f32", "add.rn.f32")
+INSTRUCTIONS = ("mma.sync", "cp.async.cg", "fma.", "mul.rn.f32", "add.rn.f32", "wgmma.mma")
 TARGET = GPUTarget("cuda", 80, 32)
 
 TILES = {"slots": "*i32", "starts": "*i32", "stops": "*i32", "num_tiles": "*i32"}
@@ -26,7 +27,11 @@ BLOCKS = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 64, "UPCAST": False}
 
 
 def compiled(
-    kernel: Any, types: Mapping[str, str], constants: Mapping[str, int], **options: Any
+    kernel: Any,
+    types: Mapping[str, str],
+    constants: Mapping[str, int],
+    target: GPUTarget = TARGET,
+    **options: Any,
 ) -> dict[str, int]:
     names = kernel.arg_names
     source = ASTSource(
@@ -35,8 +40,9 @@ def compiled(
         {(names.index(name),): value for name, value in constants.items()},
         {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in types},
     )
-    ptx = triton.compile(source, target=TARGET, options=options).asm["ptx"]
-    return {instruction: ptx.count(instruction) for instruction in INSTRUCTIONS}
+    done = triton.compile(source, target=target, options=options)
+    found = {instruction: done.asm["ptx"].count(instruction) for instruction in INSTRUCTIONS}
+    return {**found, "shared_bytes": done.metadata.shared}
 
 
 def main() -> None:
@@ -55,6 +61,20 @@ def main() -> None:
         ),
         "down": compiled(
             triton_experts._down, MATRICES | TILES | {"down_offset": "i32"}, BLOCKS, num_stages=3
+        ),
+        "largest": compiled(  # float32, an RTX 3090
+            triton_experts._gate_up,
+            MATRICES | {"weights": "*fp32", "x": "*fp32", "out": "*fp32"} | TILES | offsets,
+            BLOCKS | {"BLOCK_M": 64},
+            GPUTarget("cuda", 86, 32),
+            num_stages=3,
+        ),
+        "hopper": compiled(  # bfloat16 on a Hopper: products of 64 rows by warp groups
+            triton_experts._gate_up,
+            MATRICES | TILES | offsets,
+            BLOCKS | {"BLOCK_M": 64},
+            GPUTarget("cuda", 90, 32),
+            num_stages=3,
         ),
         "plan": compiled(triton_experts._plan_tiles, plan, {"BLOCK_M": 16, "BLOCK_E": 256}),
         "place": compiled(triton_experts._place_rows, place, {"BLOCK_M": 16, "BLOCK_H": 1024}),

@@ -84,7 +84,8 @@ def _title(verdicts: list[Verdict]) -> str:
     title = "against the run with most experts resident"
     for verdict in verdicts:
         if verdict.tolerance:
-            return f"{title}; on {verdict.device} within {verdict.tolerance:g} of the largest value"
+            within = f"{verdict.tolerance:g} of the largest value, given the same input"
+            return f"{title}; on {verdict.device} layers within {within}"
     return title
 
 

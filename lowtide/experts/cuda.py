@@ -26,7 +26,7 @@ from lowtide.experts.executor import Work
 from lowtide.experts.rows import ExpertBuffers, ExpertRows
 from lowtide.experts.slots import SlotLayout
 from lowtide.kernels.reference import ClampedWeights, ExpertWeights, gated_mlp
-from lowtide.kernels.routing import has_triton
+from lowtide.kernels.routing import why_no_triton
 from lowtide.memory.pinned import PinnedMemory
 
 _NUM_TABLES = 64  # launches that the calling thread may be ahead
@@ -81,6 +81,10 @@ class Streams(Protocol):
         """Uninitialised pinned host memory. Raises RuntimeError where it is refused."""
         ...
 
+    def release(self) -> None:
+        """Gives the device memory that torch keeps for later, but nothing uses, back to CUDA."""
+        ...
+
 
 class CudaStreams:
     """Streams of the process's current GPU."""
@@ -99,6 +103,15 @@ class CudaStreams:
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def release(self) -> None:
+        torch.cuda.empty_cache()
+
+
+def free_memory_bytes() -> int:
+    """GPU memory that can be taken now, by this process or any other."""
+    torch.cuda.empty_cache()  # CUDA does not know what torch only keeps for later
+    return torch.cuda.mem_get_info()[0]
 
 
 class CudaEvent:
@@ -137,10 +150,11 @@ class PinnedRing:
     """Rows of pinned memory that are written and handed to a stream in turn."""
 
     def __init__(self, streams: Streams, shape: tuple[int, int], dtype: torch.dtype) -> None:
-        with _plan_errors(shape[0] * shape[1] * dtype.itemsize, "pinned host memory"):
+        with plan_errors(shape[0] * shape[1] * dtype.itemsize, "pinned host memory"):
             self._rows = streams.pinned(shape, dtype)
         self._uses: list[CudaEvent | None] = [None] * shape[0]
         self._next = 0
+        self.num_columns = shape[1]
 
     def take(self) -> Tensor:
         """The next row, once its last use has ended; `used` follows."""
@@ -191,20 +205,21 @@ class CudaDevice:
         self._pinned = pinned
         self._is_closed = False
         num_pairs = max_rows * shape.num_experts_per_token
-        with _plan_errors(num_slots * layout.num_bytes, f"GPU memory for {num_slots} slots"):
+        with plan_errors(num_slots * layout.num_bytes, f"GPU memory for {num_slots} slots"):
             slots = torch.empty(
                 (num_slots, layout.num_bytes), dtype=torch.uint8, device=self.torch_device
             )
-        with _plan_errors(pinned_bytes(shape, layout.dtype, max_rows), "pinned host memory"):
+        with plan_errors(pinned_bytes(shape, layout.dtype, max_rows), "pinned host memory"):
             self._host_parts = self._streams.pinned((num_pairs, shape.hidden_size), layout.dtype)
             self._host_counts = self._streams.pinned((shape.num_experts,), torch.int64)
             self._host_predicted = self._streams.pinned((shape.num_experts,), torch.int64)
+        # The slots' memory may have been another's, whose last use is still queued.
+        self._streams.copies.wait_event(self._streams.current.record_event())
         self._slots = slots
-        self._computation: Computation
-        if _wants_triton(kernels, layout):
-            self._computation = TritonExperts(self._streams, slots, layout, shape, num_pairs)
-        else:
-            self._computation = ReferenceExperts(slots, layout)
+        with plan_errors(num_pairs * 12, "GPU memory for tables"):
+            self._computation = _choose_computation(
+                kernels, self._streams, slots, layout, shape, self._host_parts
+            )
 
     def copy(self, source: Tensor, slot: int, after: Event | None) -> Event:
         stream = self._streams.copies
@@ -217,8 +232,9 @@ class CudaDevice:
             return CudaEvent(stream.record_event())
 
     def describe(self) -> str:
-        """The GPU's name."""
-        return torch.cuda.get_device_name(self.torch_device)
+        """The GPU's name, and that others are not used."""
+        name, num_gpus = torch.cuda.get_device_name(self.torch_device), torch.cuda.device_count()
+        return name if num_gpus == 1 else f"{name}, the first of {num_gpus} GPUs, used alone"
 
     def run(
         self, group: ExpertGroup, rows: ExpertRows, buffers: ExpertBuffers, after: Event | None
@@ -267,6 +283,7 @@ class CudaDevice:
             self.drain()
             self._is_closed = True
             del self._slots, self._computation, self._host_parts
+            self._streams.release()
 
     def _copy_in_pieces(self, source: Tensor, target: Tensor) -> None:
         for start in range(0, len(source), _PIECE_BYTES):
@@ -292,12 +309,28 @@ class TritonExperts:
         self._kernels = triton_experts
         self._streams = streams
         self._num_pairs = num_pairs
+        self._layout = layout
         self._slots = slots.view(layout.dtype)
         item_bytes = layout.dtype.itemsize
         offsets = (offset // item_bytes for offset in layout.offsets)
         self._image = triton_experts.SlotImage(layout.num_bytes // item_bytes, *offsets)
         self._tables = PinnedRing(streams, (_NUM_TABLES, shape.num_experts), torch.int32)
         self._tiles = triton_experts.Tiles.empty(num_pairs, shape.num_experts, slots.device)
+
+    def try_out(self, host_parts: Tensor) -> None:
+        """Launches every kernel over no pairs: compiles them, and raises what they fail with."""
+        hidden, (width, _) = host_parts.shape[1], self._layout.shapes[0]
+        counts = self._slots.new_zeros(self._tables.num_columns, dtype=torch.int64)
+        parts, gate = self._slots.new_empty(hidden)[None], self._slots.new_empty(width)[None]
+        for tile_rows in self._kernels.TILE_ROWS:
+            table = self._tables.take()
+            table.fill_(-1)
+            self._kernels.plan_tiles(counts, table, tile_rows, self._tiles)
+            self._tables.used(self._streams.current)
+            self._kernels.gated_mlps(
+                self._slots, self._image, self._tiles, 1, tile_rows, parts, gate
+            )
+            self._kernels.place_rows(host_parts, self._tiles, 1, tile_rows, parts)
 
     def run(self, group: ExpertGroup, rows: ExpertRows, buffers: ExpertBuffers) -> None:
         tile_rows, num_tiles = self._plan(group, rows)
@@ -371,16 +404,29 @@ class ReferenceExperts:
         return ExpertWeights(*parts) if len(parts) == 3 else ClampedWeights(*parts)
 
 
-def _wants_triton(kernels: str, layout: SlotLayout) -> bool:
+def _choose_computation(
+    kernels: str,
+    streams: Streams,
+    slots: Tensor,
+    layout: SlotLayout,
+    shape: MoEShape,
+    host_parts: Tensor,
+) -> Computation:
+    """Triton's kernels unless `reference` is asked for; where they cannot be used it says why."""
     if kernels == "reference":
-        return False
-    if len(layout.shapes) == 3 and has_triton():
-        return True
-    why = "this torch has no Triton" if len(layout.shapes) == 3 else "there is none with biases"
+        return ReferenceExperts(slots, layout)
+    why = why_no_triton(slots.device) if len(layout.shapes) == 3 else "there is none with biases"
+    if why is None:
+        computation = TritonExperts(streams, slots, layout, shape, len(host_parts))
+        try:
+            computation.try_out(host_parts)
+            return computation
+        except Exception as error:  # a GPU too small for them, a compiler, a folder, a driver
+            why = f"{type(error).__name__}: {error}"
     warnings.warn(
         f"Experts on the GPU run one by one, without the Triton kernel: {why}.", stacklevel=3
     )
-    return False
+    return ReferenceExperts(slots, layout)
 
 
 def _wait_on(stream: Stream, after: Event | None) -> None:
@@ -399,7 +445,22 @@ def _device_errors(doing: str) -> Iterator[None]:
 
 
 @contextmanager
-def _plan_errors(num_bytes: int, what: str) -> Iterator[None]:
+def device_failures() -> Iterator[None]:
+    """What torch raises of a GPU that fails becomes a DeviceError; a CPU raises none of it."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(
+            "The GPU's memory ran out; lower --gpu-memory or --context, or free memory that other "
+            f"programs hold: {error}"
+        ) from error
+    except torch.AcceleratorError as error:
+        raise DeviceError(f"The GPU failed: {error}") from error
+
+
+@contextmanager
+def plan_errors(num_bytes: int, what: str) -> Iterator[None]:
+    """What torch says of memory that it does not get becomes a PlanError."""
     try:
         yield
     except RuntimeError as error:

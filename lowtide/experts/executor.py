@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from threading import Barrier
 from typing import Protocol
 
@@ -24,6 +26,8 @@ DRAIN_LIMIT_S = 60.0
 """After a failure, what is under way may take this long to end."""
 
 Work = Callable[[], None]
+
+_CPU_FOLDER = Path("/sys/devices/system/cpu")
 
 
 class Executor(Protocol):
@@ -50,15 +54,16 @@ class HostExecutor:
     def __init__(self, num_experts_per_token: int, num_cores: int | None = None) -> None:
         """As many threads as one token's experts keep busy; more cores go into each product.
 
-        `num_cores`: what to use of the machine, by default all that this process may use.
+        `num_cores`: what to use of the machine, by default all that this process may use. Then,
+        and where there are more cores than threads, every thread keeps to cores of its own.
         """
-        num_cores = num_cores or len(os.sched_getaffinity(0))
-        self.num_threads = max(1, min(num_cores, num_experts_per_token))
-        cores_per_thread = max(1, num_cores // self.num_threads)
+        usable = os.sched_getaffinity(0)
+        self.num_threads = max(1, min(num_cores or len(usable), num_experts_per_token))
+        cores_per_thread = max(1, (num_cores or len(usable)) // self.num_threads)
+        shares = [] if num_cores else core_shares(self.num_threads, usable)
+        begin = _Beginning(shares, cores_per_thread)
         with process_threads_kept():
-            self._pool = ThreadPoolExecutor(
-                self.num_threads, "lowtide-compute", torch.set_num_threads, (cores_per_thread,)
-            )
+            self._pool = ThreadPoolExecutor(self.num_threads, "lowtide-compute", begin)
             # A pool makes a thread only while the others are busy: all are held until all exist.
             all_exist = threading.Barrier(self.num_threads)
             for future in [self._pool.submit(all_exist.wait) for _ in range(self.num_threads)]:
@@ -90,6 +95,60 @@ class HostExecutor:
     def close(self) -> None:
         """Waits for the work under way and ends the threads."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def core_shares(
+    num_threads: int, usable: Iterable[int], folder: Path = _CPU_FOLDER
+) -> list[frozenset[int]]:
+    """The CPUs that each of `num_threads` threads should keep to, no core in two shares.
+
+    usable: CPUs by Linux's numbers, several to a core that has hyper-threads. folder: where Linux
+    describes them. Empty where there are no more cores than threads: the scheduler then has to
+    move threads out of other programs' way.
+    """
+    left, cores = set(usable), list[frozenset[int]]()
+    while left:
+        core = _siblings(min(left), folder) & left
+        cores.append(core)
+        left -= core
+    if len(cores) <= num_threads:
+        return []
+    size = len(cores) // num_threads
+    return [
+        frozenset().union(*cores[start : start + size])
+        for start in range(0, num_threads * size, size)
+    ]
+
+
+def _siblings(cpu: int, folder: Path) -> frozenset[int]:
+    """The CPUs of the core that `cpu` is of; itself where the system does not tell."""
+    try:
+        text = (folder / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text()
+        return _siblings_of(text) | {cpu}
+    except (OSError, ValueError):
+        return frozenset((cpu,))
+
+
+def _siblings_of(text: str) -> frozenset[int]:
+    """The numbers in a text such as `0,8` or `0-1`."""
+    ranges = [part.partition("-") for part in text.split(",")]
+    return frozenset().union(*(range(int(low), int(high or low) + 1) for low, _, high in ranges))
+
+
+class _Beginning:
+    """What every compute thread does first: takes its share of the cores."""
+
+    def __init__(self, shares: Sequence[frozenset[int]], cores_per_thread: int) -> None:
+        self._shares = deque(shares)
+        self._cores_per_thread = cores_per_thread
+
+    def __call__(self) -> None:
+        num_cores = self._cores_per_thread
+        with suppress(IndexError, OSError):  # no shares, or CPUs that were taken away meanwhile
+            share = self._shares.popleft()
+            os.sched_setaffinity(0, share)  # of this thread, and of those that it makes
+            num_cores = min(num_cores, len(share))
+        torch.set_num_threads(num_cores)
 
 
 class InlineExecutor:

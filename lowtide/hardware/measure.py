@@ -138,7 +138,14 @@ def measure_costs(
     _check_memory(layout, executor, least_cold_bytes)
     with executor.in_charge(), torch.inference_mode():
         weights = ColdWeights(layout, executor, least_cold_bytes, make_arena)
-        measurements = _measure(shape, weights, executor, dense_bytes, device, disk, products)
+        try:
+            measurements = _measure(shape, weights, executor, dense_bytes, device, disk, products)
+        except torch.OutOfMemoryError as error:
+            raise PlanError(
+                f"Measuring what experts cost on the GPU takes about "
+                f"{format_size(least_cold_bytes)} of its memory beside the slots; lower "
+                f"--gpu-memory, or free memory that other programs hold: {error}"
+            ) from error
     return Measured(measurements.costs(), measurements)
 
 

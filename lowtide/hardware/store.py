@@ -28,6 +28,7 @@ from lowtide.hardware.measure import Measured, Measurements, Point
 from lowtide.hardware.timing import Timing
 from lowtide.json_file import read_object
 from lowtide.kernels.products import REFERENCE
+from lowtide.whole_file import whole_file
 
 MAX_FILE_BYTES = 1 << 20
 
@@ -151,16 +152,12 @@ def save(key: CostKey, stored: Stored) -> None:
         "measurements": asdict(stored.measurements),
     }
     path = key.path
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
     except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror or error}.") from error
+        raise StorageError(f"{path.parent} cannot be made: {error.strerror}.") from error
+    with whole_file(path, "costs") as file:
+        file.write((json.dumps(content, indent=1) + "\n").encode())
 
 
 def _load_or_notice(key: CostKey) -> Stored | None:

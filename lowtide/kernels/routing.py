@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 
+import torch
 from torch import Tensor
 
 from lowtide.kernels import reference
@@ -15,14 +16,30 @@ from lowtide.kernels.reference import SortedPairs
 
 
 @functools.cache
-def has_triton() -> bool:
-    """Whether this torch came with Triton."""
-    return importlib.util.find_spec("triton") is not None
+def why_no_triton(device: torch.device) -> str | None:
+    """Why Triton's kernels cannot be used on a GPU; None where they can.
+
+    Triton builds a part of itself with a C compiler, into a cache folder, when it is first used:
+    the first call tries that out.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "this torch has no Triton"
+    try:
+        from lowtide.kernels import triton_routing
+
+        triton_routing.sort_pairs(torch.zeros((1, 1), dtype=torch.int64, device=device), 1)
+    except Exception as error:  # whatever may be missing there
+        return f"Triton fails with {type(error).__name__}: {error}"
+    return None
+
+
+def _is_for_triton(tensor: Tensor) -> bool:
+    return tensor.is_cuda and why_no_triton(tensor.device) is None
 
 
 def top_experts(rank: Tensor, num_chosen: int) -> Tensor:
     """See `reference.top_experts`."""
-    if rank.is_cuda and has_triton():
+    if _is_for_triton(rank):
         from lowtide.kernels import triton_routing
 
         return triton_routing.top_experts(rank, num_chosen)
@@ -31,7 +48,7 @@ def top_experts(rank: Tensor, num_chosen: int) -> Tensor:
 
 def sort_pairs(experts: Tensor, num_experts: int) -> SortedPairs:
     """See `reference.sort_pairs`."""
-    if experts.is_cuda and has_triton():
+    if _is_for_triton(experts):
         from lowtide.kernels import triton_routing
 
         return triton_routing.sort_pairs(experts, num_experts)
@@ -42,7 +59,7 @@ def combine(
     parts: Tensor, part_of: Tensor, weights: Tensor, term: Tensor, term_fp32: Tensor, out: Tensor
 ) -> None:
     """See `reference.combine`."""
-    if parts.is_cuda and has_triton():
+    if _is_for_triton(parts):
         from lowtide.kernels import triton_routing
 
         triton_routing.combine(parts, part_of, weights, out)

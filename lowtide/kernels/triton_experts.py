@@ -27,6 +27,9 @@ _BLOCK_K = 64
 _NUM_STAGES = 3
 _SMALL_TILE = 16
 _LARGE_TILE = 64
+TILE_ROWS = (_SMALL_TILE, _LARGE_TILE)
+"""Pairs of a tile: the two that `tile_rows` chooses from."""
+
 # The interpreter multiplies bfloat16 wrongly, without a word.
 _UPCAST = triton.knobs.runtime.interpret
 

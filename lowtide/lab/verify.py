@@ -39,11 +39,15 @@ EMULATED_SPEEDS = {"link_GBps": "2", "link_latency_us": "20", "host_slowdown": "
 
 TOLERANCES: Mapping[torch.dtype, float] = {
     torch.float32: 1e-4,
-    torch.float16: 1e-2,
-    torch.bfloat16: 5e-2,
+    torch.float16: 5e-3,
+    torch.bfloat16: 2e-2,
 }
-"""Where a GPU shares the work: how far values may lie from the reference's, as a share of its
-largest. Its sums go in another order than the CPU's; elsewhere every bit is the same."""
+"""Where a GPU shares the work: how far a layer's values may lie from the reference's, as a share of
+its largest. Its sums go in another order than the CPU's; elsewhere every bit is the same.
+
+There every layer is given the reference's input and routing. Left to itself a model goes on from
+its own roundings: a token in a hundred is then sent to another expert, and differs by far more
+(docs/log.md). So its logits and tokens are shown, not judged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +73,11 @@ class Verdict:
 
     @property
     def is_same(self) -> bool:
-        """Layers and logits within the tolerance and, where that is 0, the whole answer."""
-        is_close = self.first_layer is None and self.largest_logit_difference <= self.tolerance
-        return is_close and (self.first_token is None or self.tolerance > 0)
+        """All layers within the tolerance and, where that is 0, logits and the whole answer."""
+        if self.first_layer is not None:
+            return False
+        is_all_same = not self.largest_logit_difference and self.first_token is None
+        return is_all_same or self.tolerance > 0
 
 
 class _Case(NamedTuple):
@@ -82,10 +88,20 @@ class _Case(NamedTuple):
     tolerance: float
 
 
+class _Layer(NamedTuple):
+    """What a MoE layer was given, and what it made of it: copies on the CPU."""
+
+    layer: int
+    step: Step
+    x: Tensor
+    routing: Routing
+    out: Tensor
+
+
 class _Run(NamedTuple):
     """What a run of the model showed."""
 
-    layers: list[Tensor]  # each MoE layer's output for the prompt, on the CPU
+    layers: list[_Layer]  # of the prompt
     logits: Tensor
     token_ids: list[int]
     hit_rate: float
@@ -112,13 +128,20 @@ def verify(
         compared_with = "cuda" if case.device == "cuda" else "cpu"
         if compared_with not in references:
             whole = _on_device(options, compared_with)
-            with LLM(model, **whole) as llm:
-                references[compared_with] = _run(llm, ids, params)
+            references[compared_with] = _reference(model, whole, ids, params)
         for verdict in _verdicts(model, case, references[compared_with], ids, params):
             verdicts.append(verdict)
             if on_verdict is not None:
                 on_verdict(verdict)
     return verdicts
+
+
+def _reference(
+    model: str | Path, options: Mapping[str, object], ids: Sequence[int], params: SamplingParams
+) -> _Run:
+    """The weights are gone when it returns: the next run has its own."""
+    with LLM(model, **options) as llm:
+        return _run(llm, ids, params)
 
 
 def random_prompt(config: ModelConfig, num_tokens: int = NUM_PROMPT_TOKENS) -> list[int]:
@@ -183,7 +206,10 @@ def _verdicts(
             except PlanError as error:
                 yield replace(verdict, reason=str(error))
             else:
-                yield _compared(verdict, _run(llm, ids, params), reference)
+                run = _run(llm, ids, params)
+                if case.tolerance:
+                    run = run._replace(layers=_given_the_same(llm, reference.layers))
+                yield _compared(verdict, run, reference)
 
 
 def _run(llm: LLM, ids: Sequence[int], params: SamplingParams) -> _Run:
@@ -194,21 +220,31 @@ def _run(llm: LLM, ids: Sequence[int], params: SamplingParams) -> _Run:
     after = llm.stats()
     num_hits, num_misses = (after[name] - before[name] for name in ("num_hits", "num_misses"))
     hit_rate = num_hits / max(1, num_hits + num_misses)
-    return _Run(layers.outputs, logits, completion.token_ids, hit_rate)
+    return _Run(layers.seen, logits, completion.token_ids, hit_rate)
+
+
+def _given_the_same(llm: LLM, layers: Sequence[_Layer]) -> list[_Layer]:
+    """What the experts make of each layer's input and routing, by themselves."""
+    return [
+        seen._replace(out=llm.run_experts(seen.layer, seen.x, seen.routing, seen.step))
+        for seen in layers
+    ]
 
 
 class _Layers:
-    """Keeps a copy of every MoE layer's output."""
+    """Keeps a copy of what every MoE layer was given and made of it."""
 
     def __init__(self) -> None:
-        self.outputs: list[Tensor] = []
+        self.seen: list[_Layer] = []
 
     def saw_layer(self, layer: int, step: Step, x: Tensor, routing: Routing, out: Tensor) -> None:
-        self.outputs.append(out.to("cpu", copy=True))
+        x, experts, weights, out = (t.to("cpu", copy=True) for t in (x, *routing, out))
+        self.seen.append(_Layer(layer, step, x, Routing(experts, weights), out))
 
 
 def _compared(verdict: Verdict, run: _Run, reference: _Run) -> Verdict:
-    differences = [_difference(a, b) for a, b in zip(run.layers, reference.layers, strict=True)]
+    pairs = zip(run.layers, reference.layers, strict=True)
+    differences = [_difference(one.out, other.out) for one, other in pairs]
     return replace(
         verdict,
         hit_rate=run.hit_rate,

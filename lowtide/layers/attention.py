@@ -12,6 +12,8 @@ from torch import Tensor
 
 from lowtide.errors import InternalError
 from lowtide.experts.executor import Executor, InlineExecutor
+from lowtide.kernels.cpu.few_rows import MAX_HEAD_DIM, FewRows
+from lowtide.kernels.products import REFERENCE, Products
 from lowtide.layers.batch import Segment
 from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.workspace import Buffers, tiles
@@ -43,18 +45,20 @@ def attention(
     window: int = 0,
     sinks: Tensor | None = None,
     executor: Executor = _INLINE,
+    products: Products = REFERENCE,
 ) -> None:
     """Stores keys and values of all rows, then attends segment by segment.
 
     query [rows, heads, head_dim]; key, value [rows, kv_heads, head_dim]; out [rows, heads,
     head_dim]. scale: of the scores, by default head_dim ** -0.5. Causal segments divide their
-    heads among the executor's threads.
+    heads among the executor's threads. `products` may have an operator for single rows.
 
     Of causal segments only: window: positions that a row sees, its own included, 0 for all.
     sinks: [heads] float32, a score for each head that takes its share of the softmax and adds
     nothing to the output.
     """
     scores = _Scores(scale, window, sinks)
+    few_rows = products.few_rows if sinks is None and _is_for_few_rows(query) else None
     for segment in segments:
         rows = slice(segment.start, segment.stop)
         kv_cache.write(layer, segment.kv, segment.first_position, key[rows], value[rows])
@@ -62,6 +66,16 @@ def attention(
             for tile, position, end_position in _causal_tiles(segment):
                 keys, values = kv_cache.read(layer, segment.kv, end_position)
                 first = max(0, position - window + 1) if window else 0  # that the tile sees
+                if few_rows is not None and tile.stop - tile.start == 1:
+                    few_rows.attend(
+                        query[tile.start],
+                        keys[:, first:],
+                        values[:, first:],
+                        scale,
+                        out[tile.start],
+                        executor.num_threads,
+                    )
+                    continue
                 _attend_causally(
                     query[tile],
                     keys[:, first:],
@@ -78,6 +92,11 @@ def attention(
         for block, end_position in _blocks(segment):
             keys, values = kv_cache.read(layer, segment.kv, end_position)
             _attend(query[block], keys, values, scale, workspace, out[block])
+
+
+def _is_for_few_rows(query: Tensor) -> bool:
+    """Whether a single row of `query` is for the compiled operator, however many there are."""
+    return FewRows.takes(query[:1]) and query.shape[2] <= MAX_HEAD_DIM
 
 
 class _Scores(NamedTuple):
@@ -273,6 +292,8 @@ def _flash(
     itself.
     """
     if query.is_cuda:
+        if mask is not None:
+            mask = _with_aligned_rows(mask).expand(*query.shape[:3], -1)
         output, log_sum, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             query, keys, values, mask, True, 0.0, is_causal, scale=scale
         )
@@ -281,6 +302,12 @@ def _flash(
         query, keys, values, 0.0, is_causal, attn_mask=mask, scale=scale
     )
     return output, log_sum
+
+
+def _with_aligned_rows(mask: Tensor) -> Tensor:
+    """The same values [rows, tokens], each row from 16 bytes on, as the CUDA kernel wants them."""
+    num_tokens = mask.shape[1]
+    return F.pad(mask, (0, -num_tokens % 8))[:, :num_tokens]
 
 
 def _sdpa_bytes(query: Tensor, keys: Tensor) -> int:

@@ -5,8 +5,10 @@ Pinned bytes are a budget of their own: the system cannot swap or move them, and
 
 from __future__ import annotations
 
-import contextlib
 import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -25,6 +27,8 @@ class PinnedMemory:
         self._limit_bytes = limit_bytes
         self._cudart = cudart or torch.cuda.cudart()  # type: ignore[no-untyped-call]
         self._arenas: list[Arena] = []
+        # Memory that is unmapped while it is registered could never be registered again.
+        weakref.finalize(self, _unpin_all, self._cudart, self._arenas)
 
     def register(self, arena: Arena) -> bool:
         """Pins an arena at its exact size; False, with a warning, where that is refused.
@@ -55,12 +59,25 @@ class PinnedMemory:
             for first in (arena.bytes.data_ptr(),)
         )
 
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Unpins and lets go, at its end, what is registered meanwhile.
+
+        No copy may be under way then.
+        """
+        before = len(self._arenas)
+        try:
+            yield
+        finally:
+            self._unpin(before)
+
     def close(self) -> None:
         """Unpins everything; no copy may be under way."""
-        for arena in self._arenas:
-            self._cudart.cudaHostUnregister(arena.bytes.data_ptr())
-        self._arenas.clear()
-        self.num_bytes = 0
+        self._unpin(0)
+
+    def _unpin(self, first: int) -> None:
+        _unpin_all(self._cudart, self._arenas, first)
+        self.num_bytes = sum(arena.num_bytes for arena in self._arenas)
 
     def _refusal(self, arena: Arena) -> str | None:
         """Registers; says why not."""
@@ -74,8 +91,14 @@ class PinnedMemory:
         return f"CUDA error {code}"
 
 
+def _unpin_all(cudart: Any, arenas: list[Arena], first: int = 0) -> None:
+    while len(arenas) > first:
+        cudart.cudaHostUnregister(arenas[-1].bytes.data_ptr())
+        del arenas[-1]
+
+
 def _forget_last_error() -> None:
     """CUDA keeps a refusal as its last error and torch would raise it at the next launch."""
     if torch.cuda.is_available():
-        with contextlib.suppress(RuntimeError):
+        with suppress(RuntimeError):
             torch.ones(1, device="cuda")

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from lowtide.config import ModelConfig
+from lowtide.core import Step
 from lowtide.experts.executor import Executor
+from lowtide.experts.rows import Routing
 from lowtide.kernels.products import REFERENCE, Products
 from lowtide.kernels.reference import ExpertWeights
 from lowtide.layers.batch import Batch
@@ -75,6 +77,11 @@ class Decoder(ABC):
         self.routers: list[Router] = []  # of the layers that have experts
         self._blocks = [self._block(layer) for layer in range(config.num_layers)]
 
+    @property
+    def device(self) -> torch.device:
+        """Where its dense weights are, and what it computes on."""
+        return self._embedding.device
+
     @staticmethod
     def is_float32(name: str) -> bool:
         """Whether a dense weight is kept in float32 whatever the compute dtype."""
@@ -129,6 +136,18 @@ class Decoder(ABC):
         workspace.reset(self._hidden_end)
         return x
 
+    def run_experts(self, layer: int, x: Tensor, routing: Routing, step: Step) -> Tensor:
+        """A MoE layer's routed experts alone, for given rows.
+
+        `layer` counts MoE layers; x [rows, hidden] compute dtype. Returns float32 [rows, hidden],
+        valid until the next call of anything.
+        """
+        workspace = self._workspace
+        workspace.reset()
+        out = workspace.take("routed", tuple(x.shape), torch.float32)
+        self._experts.forward(layer, x, routing, step, workspace, out)
+        return out
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [n, vocab] of hidden states [n, hidden], valid until the next call."""
         workspace = self._workspace
@@ -137,7 +156,8 @@ class Decoder(ABC):
         logits = workspace.take("logits", (num_rows, vocab_size), torch.float32)
         with workspace.scope():
             normed = workspace.take("head input", tuple(hidden.shape), hidden.dtype)
-            rms_norm(hidden, self._norm, self.config.rms_norm_eps, workspace, normed)
+            eps = self.config.rms_norm_eps
+            rms_norm(hidden, self._norm, eps, workspace, normed, self.products)
             if hidden.dtype == torch.float32:
                 self._head.forward(normed, logits)
             else:
@@ -162,6 +182,7 @@ class Decoder(ABC):
             self.weights[prefix + "input_layernorm.weight"],
             self.weights[prefix + "post_attention_layernorm.weight"],
             self.config.rms_norm_eps,
+            self.products,
         )
 
 
@@ -176,6 +197,7 @@ class _Block:
         attention_norm: Tensor,
         mlp_norm: Tensor,
         eps: float,
+        products: Products,
     ) -> None:
         self._attention = attention
         self._moe = moe
@@ -183,17 +205,21 @@ class _Block:
         self._attention_norm = attention_norm
         self._mlp_norm = mlp_norm
         self._eps = eps
+        self._products = products
 
     def forward(self, x: Tensor, batch: Batch, rotation: Rotation, workspace: Buffers) -> None:
         with workspace.scope():
             normed = workspace.take("normed", tuple(x.shape), x.dtype)
             update = workspace.take("update", tuple(x.shape), x.dtype)
-            rms_norm(x, self._attention_norm, self._eps, workspace, normed)
+            self._normalise(x, self._attention_norm, workspace, normed)
             self._attention.forward(normed, batch, rotation, workspace, update)
             x.add_(update)
-            rms_norm(x, self._mlp_norm, self._eps, workspace, normed)
+            self._normalise(x, self._mlp_norm, workspace, normed)
             if self._moe is not None:
                 self._moe.forward(normed, batch, workspace, update)
             elif self._dense is not None:
                 self._dense.forward(normed, workspace, update)
             x.add_(update)
+
+    def _normalise(self, x: Tensor, weight: Tensor, workspace: Buffers, out: Tensor) -> None:
+        rms_norm(x, weight, self._eps, workspace, out, self._products)

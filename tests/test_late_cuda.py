@@ -1,0 +1,288 @@
+"""The engine on a GPU that does everything late (`late_cuda.py`): the same words as on the CPU."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+from late_cuda import CUDA, CudaTensor, LateGpu, late_cuda
+
+from lowtide import device_engine
+from lowtide.core import Costs, Curve, MoEShape
+from lowtide.errors import DeviceError, PlanError
+from lowtide.experts import cuda
+from lowtide.experts.executor import HostExecutor
+from lowtide.experts.slots import SlotLayout
+from lowtide.hardware import measure, streams
+from lowtide.kernels import routing
+from lowtide.lab import verify as verify_module
+from lowtide.lab.synth import synth
+from lowtide.lab.synth_sizes import FAMILIES
+from lowtide.lab.verify import verify
+from lowtide.llm import LLM, plan_model
+from lowtide.memory.arena import Arena
+from lowtide.memory.pinned import PinnedMemory
+from lowtide.params import DiffusionParams, SamplingParams
+from lowtide.policies.presets import CANDIDATES
+
+OPTIONS: dict[str, Any] = {"context": 128}
+PROMPT = [7, 3, 120, 9, 44, 3, 3, 80] * 4
+AUTOREGRESSIVE = SamplingParams(max_tokens=4)
+DIFFUSION = SamplingParams(
+    max_tokens=8, diffusion=DiffusionParams(block_length=8, steps=4, threshold=0.5)
+)
+TOLERANCE = 1e-4
+"""Of the largest logit, in float32: a GPU's attention sums in another order."""
+
+
+@pytest.fixture(autouse=True)
+def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring takes seconds, and there is nothing to measure."""
+    curve = Curve([(1, 1e-4), (512, 1e-3)])
+    costs = Costs(1, 2e-4, curve, curve.scaled(0.3), curve, 1e-5)
+    stored = SimpleNamespace(costs=costs)
+    monkeypatch.setattr(device_engine, "stored_or_measured", lambda key, measure: stored)
+
+
+@pytest.fixture
+def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter is slow, and has tests of its own."""
+    for module in (routing, cuda):
+        monkeypatch.setattr(module, "why_no_triton", lambda device: "it is slow")
+
+
+class Case:
+    """A model and what it answers on the CPU."""
+
+    def __init__(self, family: str, folder: Path, dtype: str = "float32") -> None:
+        self.folder = synth(family, "tiny", folder, seed=5)
+        self.options = {**OPTIONS, "dtype": dtype}
+        self.params = DIFFUSION if family == "llada2" else AUTOREGRESSIVE
+        with LLM(self.folder, device="cpu", **self.options) as llm:
+            self.ids, self.logits = self.answer(llm)
+
+    def answer(self, llm: LLM) -> tuple[list[int], torch.Tensor]:
+        [completion] = llm.generate([PROMPT], self.params)
+        return completion.token_ids, llm.logits([*PROMPT, *completion.token_ids])
+
+    def open(self, share: float, policy: str, **options: Any) -> LLM:
+        """With a share of the experts' bytes beyond the least budget."""
+        plan = plan_model(self.folder, device="cuda", **self.options)
+        budget = plan.minimum_bytes + int(share * (plan.full_bytes - plan.minimum_bytes))
+        given = {"device": "cuda", "gpu_memory": budget, "policy": policy}
+        return LLM(self.folder, **self.options, **given, **options)
+
+    def check(self, llm: LLM) -> None:
+        ids, logits = self.answer(llm)
+        assert ids == self.ids
+        largest = self.logits.abs().max().item()
+        assert (logits - self.logits).abs().max().item() <= TOLERANCE * largest
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(request.param, tmp_path_factory.mktemp(request.param) / "model")
+
+
+@pytest.fixture(scope="module")
+def small_case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case("mixtral", tmp_path_factory.mktemp("small") / "model")
+
+
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.filterwarnings("ignore:Experts on the GPU run one by one")
+@pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2, 3))])
+def test_every_family_says_the_same(case: Case, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(f"{case.folder.parent.name} {seed}")
+    share, policy = draw.choice([0.0, draw.random(), 1.0]), draw.choice(CANDIDATES)
+    with late_cuda(monkeypatch, seed, haste=0.25 * seed):
+        try:
+            llm = case.open(share, policy)
+        except PlanError:  # some policies need a slot
+            assert not share
+            return
+        with llm:
+            case.check(llm)
+
+
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.filterwarnings("ignore:Experts on the GPU run one by one")
+@pytest.mark.filterwarnings("ignore:.*cannot be pinned")
+@pytest.mark.parametrize(
+    "policy", ["dali", *(pytest.param(p, marks=pytest.mark.slow) for p in CANDIDATES)]
+)
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_every_policy_says_the_same(
+    small_case: Case, policy: str, is_pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with late_cuda(monkeypatch, seed=3, haste=0.2) as gpu:
+        if not is_pinned:
+            monkeypatch.setattr(gpu.cudart, "cudaHostRegister", lambda *_: 2)
+            monkeypatch.setattr(gpu, "pin", pin_without_the_system(gpu))
+        with small_case.open(0.5, policy) as llm:
+            assert llm.device == "late"
+            small_case.check(llm)
+
+
+def pin_without_the_system(gpu: LateGpu) -> Any:
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        gpu.pinned.append(tensor)
+        gpu.cudart.ranges[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    return pin
+
+
+@pytest.mark.slow
+def test_the_triton_kernels_say_the_same(small_case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    with late_cuda(monkeypatch), small_case.open(0.5, "lowtide") as llm:
+        assert isinstance(llm._engine.experts.device._computation, cuda.TritonExperts)
+        assert small_case.answer(llm)[0] == small_case.ids
+
+
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.filterwarnings("ignore:Experts on the GPU run one by one")
+def test_bfloat16_keeps_to_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No operator that is compiled for the CPU is given an address of the GPU's."""
+    case = Case("qwen3_moe", tmp_path / "model", "bfloat16")
+    with late_cuda(monkeypatch, haste=0.3), case.open(0.5, "lowtide") as llm:
+        case.answer(llm)
+
+
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.filterwarnings("ignore:Experts on the GPU run one by one")
+def test_verify_on_a_gpu(small_case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify_module, "LOSSLESS_PRESETS", ("lowtide",))
+    with late_cuda(monkeypatch, haste=0.3):
+        verdicts = verify(small_case.folder, max_tokens=2, device="cuda", **small_case.options)
+    on_gpu = [verdict for verdict in verdicts if verdict.device == "cuda"]
+    assert len(on_gpu) == 3 and all(verdict.is_same for verdict in verdicts)
+    assert {verdict.tolerance for verdict in on_gpu} == {1e-4}
+
+
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.filterwarnings("ignore:Experts on the GPU run one by one")
+@pytest.mark.parametrize("forgotten", ["the last use of a slot", "a ring's last use"])
+def test_a_wait_that_is_forgotten_is_noticed(
+    small_case: Case, forgotten: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if forgotten == "the last use of a slot":
+        monkeypatch.setattr(cuda, "_wait_on", lambda stream, after: None)
+    else:
+        monkeypatch.setattr(cuda.CudaEvent, "wait", lambda self, limit_s=0.0: None)
+    with late_cuda(monkeypatch, seed=1), pytest.raises((AssertionError, DeviceError, ValueError)):
+        with small_case.open(0.3, "on-demand") as llm:
+            small_case.check(llm)
+
+
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_a_gpu_that_fails_is_a_typed_error_and_the_engine_goes_on(
+    small_case: Case, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with late_cuda(monkeypatch) as gpu, small_case.open(0.5, "lowtide", kernels="reference") as llm:
+        for num_good in (0, 40, 200):
+            with monkeypatch.context() as patch:
+                patch.setattr(gpu, "put", failing_after(num_good, gpu.put, error))
+                with pytest.raises(DeviceError, match="GPU.*made up"):
+                    small_case.answer(llm)
+            small_case.check(llm)
+
+
+def failing_after(num_good: int, put: Any, error: type[Exception]) -> Any:
+    left = iter(range(num_good))
+
+    def fail(work: Any) -> None:
+        if next(left, None) is None:
+            raise error("made up")
+        put(work)
+
+    return fail
+
+
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_the_host_waits_once_per_layer_and_never_for_resident_ones(
+    small_case: Case, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_waits, wait = 0, cuda.CudaDevice.to_host
+
+    def counted(self: cuda.CudaDevice, *arguments: Any) -> torch.Tensor:
+        nonlocal num_waits
+        num_waits += 1
+        return wait(self, *arguments)
+
+    monkeypatch.setattr(cuda.CudaDevice, "to_host", counted)
+    monkeypatch.setattr(cuda.ReferenceExperts, "run", lambda *_: None)  # asks for the counts
+    with late_cuda(monkeypatch) as gpu, small_case.open(share, "tide", kernels="reference") as llm:
+        before = gpu.num_waits
+        llm.logits(PROMPT[:8])
+        assert gpu.num_waits - before == 1  # for the logits
+        num_layers = len(llm.plan.residents_per_layer)
+        assert num_waits == (0 if share == 1 else num_layers)
+
+
+def test_costs_are_measured_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "COMPUTE_LIMIT_S", 0.0)
+    monkeypatch.setattr(measure, "NUM_TOKENS", (1, 8))
+    monkeypatch.setattr(streams, "cold_bytes", lambda: 1 << 16)
+    shape = MoEShape(1, num_experts=8, num_experts_per_token=2, hidden_size=64, expert_size=32)
+    layout = SlotLayout.of(shape, torch.float32)
+    executor = HostExecutor(2)
+    with late_cuda(monkeypatch, haste=0.5):
+        pinned = PinnedMemory()
+        device = cuda.CudaDevice(shape, layout, 8, 32, pinned, "reference")
+
+        def make_arena(num_bytes: int) -> Arena:
+            arena = Arena(num_bytes)
+            assert pinned.register(arena)
+            return arena
+
+        with pinned.lent():
+            costs, _ = measure.measure_costs(
+                shape,
+                layout,
+                executor,
+                1 << 14,
+                device=device,
+                make_arena=make_arena,
+                least_cold_bytes=1 << 18,
+            )
+        device.close()
+    executor.close()
+    assert pinned.num_bytes == 0
+    assert costs.link_s > 0 and costs.sync_s > 0 and costs.device_s.at(8) > 0
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateGpu]:
+    with late_cuda(monkeypatch) as gpu:
+        yield gpu
+
+
+def test_work_is_done_when_it_is_waited_for(gpu: LateGpu) -> None:
+    host = torch.empty(4, pin_memory=True)
+    host.fill_(1.0)
+    there = torch.zeros(4, device=CUDA)
+    assert isinstance(there, CudaTensor)
+    there.copy_(host, non_blocking=True)
+    host.fill_(2.0)  # too early: the copy was only queued
+    assert there.cpu().tolist() == [2.0] * 4
+
+
+def test_devices_are_not_mixed(gpu: LateGpu) -> None:
+    there, here = torch.zeros(4, device=CUDA), torch.zeros(4)
+    with pytest.raises(AssertionError, match="mixes"):
+        there + here
+    with pytest.raises(AssertionError, match="not pinned"):
+        there.copy_(here, non_blocking=True)
+    with pytest.raises(AssertionError, match="address"):
+        there.data_ptr()
