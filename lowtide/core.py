@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -61,6 +61,7 @@ class Demand(NamedTuple):
     experts: IntArray  # ascending ids of the experts with at least one token
     num_tokens: IntArray  # tokens routed to each of them ("hits")
     is_resident: BoolArray  # whether its weights are in a slot already
+    device_of: IntArray | None = None  # of several: which has it or awaits it, -1: none does
 
 
 class Moves(NamedTuple):
@@ -122,7 +123,7 @@ class MemoryPlan:
     full_bytes: int
     overhead_bytes: int
     num_experts: int  # routed experts of the whole model
-    residents_per_layer: tuple[int, ...]  # of the fast tier
+    residents_per_layer: tuple[int, ...]  # of the fast tier; a policy may divide as many otherwise
     policy: str
     reason: str
     device: str = "cpu"
@@ -144,12 +145,14 @@ class Assignment(NamedTuple):
 
     Ids ascend. `resident` run on the device from the slots they are in, `fetch` on the device
     once their weights have arrived, `host` on the CPU where their bytes have their home (a
-    resident expert may be among them).
+    resident expert may be among them). `fetch_on` [len(fetch)]: of several devices, the one for
+    each of `fetch`; None leaves that to the link.
     """
 
     resident: IntArray
     fetch: IntArray
     host: IntArray
+    fetch_on: IntArray | None = None
 
 
 _FAR_TOKENS = 2.0**40  # beyond any step: the last segment of a curve is drawn on to here
@@ -212,7 +215,8 @@ class Costs:
     """What one expert costs on this machine: measured or from a data sheet, never guessed here.
 
     Every policy's constants come from here. With `disk_read_s` above 0 the home of experts is
-    the disk, and a read runs beside whatever it feeds.
+    the disk, and a read runs beside whatever it feeds. Several equal devices count as one that
+    is as fast as all of them; `each` is what one of them costs.
     """
 
     expert_bytes: int
@@ -223,6 +227,15 @@ class Costs:
     sync_s: float  # one device-to-host synchronisation
     disk_read_s: float = 0.0  # one expert, disk to host memory; 0 with a home in host memory
     num_staging: int = 2  # slots through which fetched experts pass
+    num_devices: int = 1  # each with a link of its own
+
+    @property
+    def each(self) -> Costs:
+        """Of one of the devices alone."""
+        num = self.num_devices
+        return replace(
+            self, link_s=num * self.link_s, device_s=self.device_s.scaled(num), num_devices=1
+        )
 
     @property
     def fetch_s(self) -> float:

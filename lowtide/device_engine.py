@@ -15,13 +15,19 @@ import torch
 from lowtide.core import Costs, MemoryPlan, MoEShape, TierPlan
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.experts.device import Device
-from lowtide.experts.emulated import EmulatedDevice, check_emulated_options, emulated_speeds
+from lowtide.experts.device_group import DeviceGroup
+from lowtide.experts.emulated import (
+    EmulatedDevice,
+    check_emulated_options,
+    emulated_speeds,
+    num_emulated_devices,
+)
 from lowtide.experts.executor import HostExecutor
 from lowtide.experts.home import DiskHome, Home, HostHome
 from lowtide.experts.hybrid import HostScratch, HybridRuntime
 from lowtide.experts.link import Link
 from lowtide.experts.loading import Progress
-from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger
+from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger, slots_per_device
 from lowtide.experts.store import FileReader
 from lowtide.experts.transfer import DiskTransfer
 from lowtide.hardware.machine import this_machine
@@ -39,6 +45,11 @@ DEVICES = ("auto", "cpu", "cuda", "emulated")
 
 def check_device(name: str, options: Mapping[str, str]) -> None:
     """Raises UsageError for a device or an option of one that there is not; needs no model."""
+    if name.startswith("cuda:"):
+        raise UnsupportedError(
+            f"Device {name!r}: one GPU is used, the first that this process sees. Choose --device "
+            "cuda; the environment's CUDA_VISIBLE_DEVICES says which GPUs a process sees."
+        )
     if name not in DEVICES:
         raise UsageError(f"Device {name!r} is not known; choose one of {', '.join(DEVICES)}.")
     if name == "emulated":
@@ -113,11 +124,13 @@ def load_runtime(
         num_staging = tier.num_slots - sum(plan.residents_per_layer)
         costs = replace(opened.costs, num_staging=num_staging - num_staging // 2)
         fits = tier.num_slots == source.num_experts
-        ledger = SlotLedger(source.shape.num_layers, source.shape.num_experts, tier.num_slots)
+        ledger = SlotLedger(
+            source.shape.num_layers, source.shape.num_experts, tier.num_slots, costs.num_devices
+        )
         runtime = HybridRuntime(
             shape=source.shape,
             device=opened.device,
-            link=Link(opened.device, ledger, home, costs.link_s, costs.num_staging),
+            link=Link(opened.device, ledger, home, costs.each.link_s, costs.num_staging),
             home=home,
             policies=make_policies(plan.policy, make_setting(costs), everything_fits=fits),
             costs=costs,
@@ -152,17 +165,26 @@ def _open_device(
         return _open_cuda(source, tier, machine, executor)
     layout, products = source.layout, machine.products
     speeds = emulated_speeds(machine.options, layout, source.shape, layout.dtype, products)
-    arena = Arena(tier.num_slots * layout.num_bytes)
-    device = EmulatedDevice(arena, layout, tier.num_slots, speeds, products)
+    num_devices = num_emulated_devices(machine.options)
+    shares = slots_per_device(tier.num_slots, num_devices)
+    arenas = [Arena(num_slots * layout.num_bytes) for num_slots in shares]
+    group = DeviceGroup(
+        [
+            EmulatedDevice(arena, layout, num_slots, speeds, products, number)
+            for number, (arena, num_slots) in enumerate(zip(arenas, shares, strict=True), 1)
+        ]
+    )
     costs = Costs(
         expert_bytes=layout.num_bytes,
-        link_s=speeds.link_s(layout.num_bytes),
+        link_s=speeds.link_s(layout.num_bytes) / num_devices,
         host_s=speeds.host_s,
-        device_s=speeds.device_s,
+        device_s=speeds.device_s.scaled(1 / num_devices),
         dense_s=speeds.device_s.scaled(source.layer_bytes / layout.num_bytes),
         sync_s=0.0,
+        num_devices=num_devices,
     )
-    return _OpenDevice(device, costs, Arena, device.close)
+    device = group if num_devices > 1 else group.devices[0]
+    return _OpenDevice(device, costs, Arena, group.close)
 
 
 def _open_cuda(
@@ -187,24 +209,24 @@ def _open_cuda(
         pinned.close()
 
     def measure() -> Measured:
-        return measure_costs(
-            shape,
-            layout,
-            executor,
-            source.layer_bytes,
-            device=device,
-            make_arena=make_arena,
-            products=machine.products,
-        )
+        with pinned.lent():
+            return measure_costs(
+                shape,
+                layout,
+                executor,
+                source.layer_bytes,
+                device=device,
+                make_arena=make_arena,
+                products=machine.products,
+            )
 
     try:
-        name = torch.cuda.get_device_name()
         key = CostKey.of(
             this_machine(),
             shape,
             layout,
             source.layer_bytes,
-            device=name,
+            device=f"cuda, {machine.kernels} kernels",  # as `lowtide doctor` stores it
             products=machine.products.name,
         )
         costs = stored_or_measured(key, measure).costs

@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import repeat
 from types import MappingProxyType
 from typing import NamedTuple
@@ -34,6 +34,7 @@ from lowtide.errors import UsageError
 from lowtide.policies.catalogue import Recipe, Setting, recipe
 from lowtide.policies.decision import Decision
 from lowtide.policies.prefetch import Gate, PrefetchOutcome, count_following
+from lowtide.policies.tau import auto_tau
 from lowtide.trace import Trace, count_hits, demand_of
 
 GateAccuracies = Mapping[Gate, float | FloatArray]
@@ -44,6 +45,9 @@ GATE_ACCURACY: GateAccuracies = {Gate.RAW: 0.75, Gate.RESIDUAL: 0.86}
 """About what DALI reports (means of its figures for Qwen and DeepSeek). A trace holds no features,
 so predictions are the truth with errors drawn at this rate, one by one: that flatters a gate whose
 errors come together, as those of a diffusion block's tokens do (`benchmarks/prefetch.py`)."""
+
+TAUS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Refresh intervals that are tried, in steps."""
 
 _NOTHING: Mapping[Gate, Sequence[IntArray]] = MappingProxyType({})
 
@@ -143,6 +147,22 @@ def compare(
     ]
 
 
+def fastest_tau(trace: Trace, preset: str, setting: Setting, max_tau: int = max(TAUS)) -> int:
+    """Of `TAUS` up to `max_tau` and below a block's mean length, the one of least simulated time.
+
+    The interval is fixed while one is tried, whatever `setting` says of following the drift.
+    """
+    hits = trace.hits()
+    num_steps = [len(block) for block in trace.blocks(hits)]
+    most = min(max_tau, max(1, round(float(np.mean(num_steps or [1]))) - 1))
+
+    def simulated_s(tau: int) -> float:
+        fixed = replace(setting, tau=tau, online_tau=False)
+        return simulate(trace, preset, fixed, hits=hits).total_s
+
+    return auto_tau(simulated_s, [tau for tau in TAUS if tau <= most])
+
+
 class Activations(NamedTuple):
     """What static presets are made from: `Setting`'s fields of these names."""
 
@@ -187,7 +207,7 @@ class _Link:
         self.free_s = 0.0
         self.busy_s = 0.0
         self.num_moved = self.num_prefetched = 0
-        self._capacity = capacity
+        self._num_slots = sum(capacity)  # of residents: any layer may have them
         self._fetch_s = fetch_s
         self._ahead: deque[_Transfer] = deque()
         self._moves: deque[_Transfer] = deque()
@@ -267,10 +287,10 @@ class _Link:
 
     def _has_room(self, transfer: _Transfer) -> bool:
         is_kept = self.is_kept(transfer.layer)
-        num_kept = int(is_kept.sum())
+        num_kept = int(np.count_nonzero(self.ready_s < _ABSENT))
         if transfer.victim is not None and is_kept[transfer.victim]:
             num_kept -= 1
-        return not is_kept[transfer.expert] and num_kept < self._capacity[transfer.layer]
+        return num_kept < self._num_slots and not is_kept[transfer.expert]
 
     def _replace(self, layer: int, expert: int, victim: int | None, ready_s: float) -> None:
         if victim is not None:
@@ -321,10 +341,13 @@ class _Replay:
         report.bound_s["device"] += routed_s - self._now_s
         report.num_activated += len(demand.experts)
         report.num_hits += int(demand.is_resident.sum())
-        assignment, moves = self._decide(layer, step, demand, routed_s)
+        is_kept = link.is_kept(layer)
+        decision = self._decide(layer, step, demand, is_kept, routed_s)
+        assignment = decision.assignment
         self._now_s = self._run(layer, demand, assignment, routed_s)
+        moves = self._policies.moves(layer, step, demand, is_kept, decision)
         self._look_ahead(layer, demand, assignment, routed_s, predicted)
-        link.obey(layer, moves, set(assignment.fetch.tolist()), self._now_s)
+        link.obey(layer, moves, set(assignment.fetch.tolist()), routed_s)
 
     def end_pass(self, pass_s: float, num_committed: int) -> None:
         """What follows the layers; the link goes on meanwhile."""
@@ -338,13 +361,15 @@ class _Replay:
         report.link_s = self._link.busy_s
         report.num_moved, report.num_prefetched = self._link.num_moved, self._link.num_prefetched
 
-    def _decide(self, layer: int, step: Step, demand: Demand, now_s: float) -> Decision:
+    def _decide(
+        self, layer: int, step: Step, demand: Demand, is_kept: BoolArray, now_s: float
+    ) -> Decision:
         link = self._link
         return self._policies.decide(
             layer,
             step,
             demand,
-            link.is_kept(layer),
+            is_kept,
             link.arriving_s(layer, now_s)[demand.experts],
             link.busy_from(now_s),
             can_fetch=self._costs.num_staging > 0,

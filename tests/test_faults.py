@@ -21,7 +21,7 @@ from whole import Setting, check_idle, reads_counted
 
 from lowtide import SamplingParams
 from lowtide.checkpoint import Checkpoint
-from lowtide.cli.main import app
+from lowtide.cli.app import app
 from lowtide.decode.block_diffusion import Draft
 from lowtide.errors import (
     CheckpointError,

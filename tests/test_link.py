@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from random import Random
@@ -40,11 +40,12 @@ from lowtide.core import (
 from lowtide.errors import DeviceError, StorageError
 from lowtide.experts import home, hybrid, link, slots
 from lowtide.experts.device import ExpertGroup
+from lowtide.experts.device_group import DeviceGroup
 from lowtide.experts.home import DiskHome, HostHome
 from lowtide.experts.hybrid import HostScratch, HybridRuntime
 from lowtide.experts.link import Link
 from lowtide.experts.rows import ExpertBuffers, ExpertRows, Routing
-from lowtide.experts.slots import SlotLedger
+from lowtide.experts.slots import SlotLedger, slots_per_device
 from lowtide.memory.workspace import Workspace
 from lowtide.policies.decision import Policies
 from lowtide.policies.placement import LRU
@@ -185,9 +186,10 @@ class FakeDevice:
     name = "fake"
     torch_device = torch.device("cpu")
 
-    def __init__(self, world: World, num_slots: int) -> None:
+    def __init__(self, world: World, num_slots: int, number: int) -> None:
         self.num_slots = num_slots
         self._world = world
+        self._number = number
         self._slots = FakeSlots(num_slots).values
         self._tasks: list[Task] = []
 
@@ -245,7 +247,7 @@ class FakeDevice:
         self._world.look()
         task = Task(begin, end, after)
         self._tasks.append(task)
-        self._world.queue(name, task)
+        self._world.queue(f"{name} {self._number}", task)
         return FakeEvent(self._world, task)
 
 
@@ -338,10 +340,16 @@ class AnyAssign:
         can_run = demand.is_resident | np.isfinite(arriving_s) | self._can_fetch
         draws = [self._random.random() < share for _ in demand.experts]
         on_device = np.array(draws, np.bool_) & can_run
+        fetch = demand.experts[on_device & ~demand.is_resident]
+        num_devices = 1 + int(demand.device_of.max()) if demand.device_of is not None else 0
+        is_told = num_devices > 0 and self._random.random() < 0.5
         return Assignment(
             demand.experts[on_device & demand.is_resident],
-            demand.experts[on_device & ~demand.is_resident],
+            fetch,
             demand.experts[~on_device],
+            np.array([self._random.randrange(num_devices) for _ in fetch], int)
+            if is_told
+            else None,
         )
 
 
@@ -383,6 +391,7 @@ class Machine:
             self.home,
             self._policies(num_demand_slots > 0),
             costs(num_demand_slots, link_s=random.choice([1e-9, 1e-10])),
+            num_devices=random.choice([1, 1, 2, 3]),
         )
         self.workspace = Workspace(torch.empty(1 << 16, dtype=torch.uint8))
         self.num_passes = 0
@@ -457,9 +466,11 @@ def make_runtime(
     at_home: HostHome | DiskHome,
     policies: Policies,
     its_costs: Costs,
+    num_devices: int = 1,
 ) -> HybridRuntime:
-    device = FakeDevice(world, num_slots)
-    ledger = SlotLedger(shape.num_layers, shape.num_experts, num_slots)
+    shares = slots_per_device(num_slots, num_devices)
+    device = DeviceGroup([FakeDevice(world, share, n) for n, share in enumerate(shares)])
+    ledger = SlotLedger(shape.num_layers, shape.num_experts, num_slots, num_devices)
     return HybridRuntime(
         shape=shape,
         device=device,
@@ -607,16 +618,43 @@ def scripted(
     return world, runtime
 
 
-def run_layer(runtime: HybridRuntime, layer: int) -> None:
-    routing = Routing(torch.tensor([[0]]), torch.ones(1, 1))
-    x, out = torch.zeros(1, HIDDEN), torch.empty(1, HIDDEN)
+def run_layer(runtime: HybridRuntime, layer: int, chosen: Sequence[list[int]] = ([0],)) -> None:
+    routing = Routing(torch.tensor(chosen), torch.ones(len(chosen), 1))
+    x, out = torch.zeros(len(chosen), HIDDEN), torch.empty(len(chosen), HIDDEN)
     workspace = Workspace(torch.empty(1 << 12, dtype=torch.uint8))
     runtime.forward(layer, x, routing, Step(StepKind.DENOISE, 0), workspace, out)
 
 
+def test_moves_and_prefetches_are_chosen_while_the_work_is_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, runtime = scripted({}, admit=[], ahead=[])
+    script: Any = runtime._policies.placement
+    order: list[str] = []
+
+    def note(owner: Any, method: str, name: str) -> None:
+        original = getattr(owner, method)
+        monkeypatch.setattr(
+            owner, method, lambda *arguments: (order.append(name), original(*arguments))[1]
+        )
+
+    note(runtime.executor, "submit", "host")
+    note(runtime.device, "copy", "copy")
+    note(runtime.device, "run", "run")
+    note(runtime.device, "from_host", "collect")
+    note(script, "update", "moves")
+    note(script, "choose", "ahead")
+    monkeypatch.setattr(
+        Script, "__call__", lambda _, layer, d, *__: Assignment(d.experts[:0], *np.split(d[0], 2))
+    )
+    run_layer(runtime, 0, [[0], [1]])
+    assert order == ["host", "copy", "moves", "run", "ahead", "collect"]
+
+
 def test_no_prefetch_begins_once_its_layer_has_spoken() -> None:
-    world, runtime = scripted({}, admit=[], ahead=[1, 2])
-    run_layer(runtime, 0)
+    world, runtime = scripted({}, admit=[], ahead=[])
+    runtime.link.look_ahead(1, np.array([1, 2]))
+    runtime.link.pump()
     world.drain("copies")
     run_layer(runtime, 1)
     assert runtime.link.stats.num_prefetched == runtime.link.stats.prefetch.num_wasted == 1

@@ -25,7 +25,7 @@ from lowtide.policies.placement import Static, Tide
 from lowtide.policies.prefetch import Gate, PreviousStep
 from lowtide.policies.tau import auto_tau
 from lowtide.profiles import load_profile, parse_profile, profile_names
-from lowtide.simulate import Report, calibrate, compare, simulate
+from lowtide.simulate import TAUS, Report, calibrate, compare, fastest_tau, simulate
 from lowtide.trace import Trace, TraceShape, TraceWriter
 
 FIXED = Costs(
@@ -80,14 +80,14 @@ def test_two_staging_slots_keep_the_link_busy() -> None:
 
 
 def test_moves_ride_in_idle_link_time() -> None:
-    # Tide admits 0 and 1 at its refresh; the moves begin when the layer has ended, at 9.5, and
-    # end at 19.5 and 29.5. Each pass takes 9.5 s while nothing is there.
+    # Tide admits 0 and 1 at its refresh; the moves begin when the first layer's work does, at 1.5,
+    # and end at 11.5 and 21.5. A pass takes 9.5 s while nothing is there.
     trace = make_trace([[[0, 1]]] * 4)
     report = simulate(trace, Recipe(_tide_once, lambda s: AllHost()), make_setting(trace, 2))
-    # Passes: 0-9.5, 9.5-19 (in flight), 19-: expert 0 is there at 19.5, before the router is
-    # read at 20, so 20.5 + max(3, 4); then 1.5 later, at 26, expert 1 is still under way.
-    assert report.num_moved == 2 and report.num_hits == 2
-    assert report.total_s == pytest.approx(9.5 + 9.5 + 5.5 + 5.5)
+    # Passes: 0-9.5, 9.5-19 (its router is read at 10.5), 19-: expert 0 is there at 20, so
+    # 20.5 + max(3, 4); then both are there at 25.5, which takes no synchronisation.
+    assert report.num_moved == 2 and report.num_hits == 3
+    assert report.total_s == pytest.approx(9.5 + 9.5 + 5.5 + 7)
 
 
 def _tide_once(setting: Setting) -> Tide:
@@ -220,6 +220,10 @@ def test_auto_tau_by_simulation() -> None:
 
     times = {tau: simulated_s(tau) for tau in range(1, 8)}
     assert times[auto_tau(simulated_s, range(1, 8))] == min(times.values())
+    follows = Setting([24, 24], 64, costs, tau=5, online_tau=True)
+    tried = [tau for tau in TAUS if tau < 8]
+    assert fastest_tau(trace, "tide", follows) == min(tried, key=lambda tau: times[tau])
+    assert fastest_tau(trace, "tide", follows, max_tau=1) == 1
 
 
 def test_an_early_gate_is_as_good_as_it_is_said_to_be() -> None:
@@ -323,6 +327,7 @@ efficiency = { device = 1, link = 1, host = 1, disk = 1 }
         ("latency_us = 1 }", "latency_us = 1, more = 2 }"),
         ("memory_GB = 1,", "memory_GB = 0,"),
         ("memory_GB = 1,", "memory_GB = nan,"),
+        ("bandwidth_GBps = 1,", "bandwidth_GBps = 1e-300,"),
         ("memory_GB = 1,", "memory_GB = true,"),
         ("efficiency = { device = 1,", "efficiency = { device = 1.5,"),
         ("=", "=="),

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lowtide.core import ALIGNMENT, MoEShape
 from lowtide.errors import InternalError
-from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger
+from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger, slots_per_device
 from lowtide.memory.arena import Arena
 
 indices = st.integers(0, 10**6)
@@ -22,10 +22,16 @@ class LedgerMachine(RuleBasedStateMachine):
     """The ledger against plain sets and dictionaries; wrong requests must change nothing."""
 
     @initialize(
-        num_layers=st.integers(1, 3), num_experts=st.integers(1, 5), num_slots=st.integers(0, 8)
+        num_layers=st.integers(1, 3),
+        num_experts=st.integers(1, 5),
+        num_slots=st.integers(0, 8),
+        num_devices=st.integers(1, 3),
     )
-    def make(self, num_layers: int, num_experts: int, num_slots: int) -> None:
-        self.ledger = SlotLedger(num_layers, num_experts, num_slots)
+    def make(self, num_layers: int, num_experts: int, num_slots: int, num_devices: int) -> None:
+        self.ledger = SlotLedger(num_layers, num_experts, num_slots, num_devices)
+        shares = slots_per_device(num_slots, num_devices)
+        self.device_of = [device for device, share in enumerate(shares) for _ in range(share)]
+        self.num_devices = num_devices
         self.experts = [(layer, e) for layer in range(num_layers) for e in range(num_experts)]
         self.num_layers = num_layers
         self.num_slots = num_slots
@@ -37,15 +43,16 @@ class LedgerMachine(RuleBasedStateMachine):
     def free(self) -> set[int]:
         return set(range(self.num_slots)) - self.taken - set(self.bound.values())
 
-    @rule()
-    def take(self) -> None:
-        if self.free:
-            slot = self.ledger.take()
-            assert slot in self.free
+    @rule(which=indices)
+    def take(self, which: int) -> None:
+        device = which % self.num_devices
+        if any(self.device_of[slot] == device for slot in self.free):
+            slot = self.ledger.take(device)
+            assert slot in self.free and self.device_of[slot] == device
             self.taken.add(slot)
         else:
-            with pytest.raises(InternalError, match=f"All {self.num_slots} "):
-                self.ledger.take()
+            with pytest.raises(InternalError, match=f"All {self.device_of.count(device)} "):
+                self.ledger.take(device)
 
     @precondition(lambda self: self.taken)
     @rule(which=indices, expert=indices)
@@ -120,6 +127,11 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
+        num_free = [self.ledger.num_free_on(device) for device in range(self.num_devices)]
+        assert num_free == [
+            sum(self.device_of[slot] == device for slot in self.free)
+            for device in range(self.num_devices)
+        ]
         assert self.ledger.num_free == len(self.free)
         assert self.ledger.num_resident == len(self.bound)
         for layer in range(self.num_layers):
@@ -127,6 +139,10 @@ class LedgerMachine(RuleBasedStateMachine):
             assert residents == sorted(e for other, e in self.bound if other == layer)
         for place, slot in self.bound.items():
             assert self.ledger.slot_of(*place) == slot
+        for layer, expert in self.experts:
+            at = self.bound.get((layer, expert))
+            [device] = self.ledger.devices_with(layer, np.array([expert]))
+            assert device == (-1 if at is None else self.device_of[at])
 
     @invariant()
     def is_whole(self) -> None:
@@ -144,10 +160,10 @@ TestLedger.settings = settings(max_examples=scaled(40), stateful_step_count=30)
 def test_integrity_is_really_checked() -> None:
     ledger = SlotLedger(1, 4, 3)
     ledger.bind(0, 2, ledger.take())
-    ledger._free.append(0)  # slot 0 is now bound and free
+    ledger._free[0].append(0)  # slot 0 is now bound and free
     with pytest.raises(InternalError, match="do not make 3"):
         ledger.check_integrity()
-    ledger._free.pop()
+    ledger._free[0].pop()
     ledger._slot_of[0, 3] = 0
     with pytest.raises(InternalError, match="2 residents for 1 bound"):
         ledger.check_integrity()

@@ -2,7 +2,8 @@
 
 Two streams of work, each in its own order: copies into slots, and experts computed from slots.
 Streams wait for each other's events, never for the calling thread, which only queues. `cuda.py`
-and `emulated.py` are the two kinds. A device decides nothing.
+and `emulated.py` are the two kinds; `device_group.py` makes one of several. A device decides
+nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Event(Protocol):
 
 
 class ExpertGroup(NamedTuple):
-    """Experts that are computed in one go, and the device slots that hold their weights."""
+    """Experts that are computed in one go, and the slots of one device that hold their weights."""
 
     experts: IntArray  # ascending ids
     slots: IntArray

@@ -35,11 +35,14 @@ from lowtide.profiles import load_profile
 _Weights = ExpertWeights | ClampedWeights
 
 COMPUTE, LINK, HOST = "lowtide-device", "lowtide-link", "lowtide-host"
-"""The streams of a timeline; the first two are threads of the device."""
+"""The streams of a timeline; the first two are threads of the device. Those of a second device
+end in `-2`."""
 
 _PROFILE = "rtx3090"
 # Name: least value. A host that is faster than the device cannot be had by sleeping.
 _OPTIONS: Mapping[str, float] = {"link_GBps": 1e-6, "link_latency_us": 0.0, "host_slowdown": 1.0}
+_DEVICES = "devices"
+_MAX_DEVICES = 8
 
 _COLD_BYTES = 32 << 20  # weights of the measurement: far more than a core's own caches
 _MEASURE_S = 0.15  # of measured rounds
@@ -76,19 +79,33 @@ class EmulatedSpeeds:
 
 
 def check_emulated_options(options: Mapping[str, str]) -> dict[str, float]:
-    """The values of `device_options`, by name; needs no model.
+    """The values of `device_options` that are speeds, by name; needs no model.
 
     Known are `link_GBps` and `link_latency_us` of the emulated link, and `host_slowdown`, the
-    host's time for an expert over the device's at any token count. Raises UsageError.
+    host's time for an expert over the device's at any token count; and `devices`, how many there
+    are, each with that link. Raises UsageError.
     """
+    num_emulated_devices(options)
     values = {}
     for name, text in options.items():
+        if name == _DEVICES:
+            continue
         if name not in _OPTIONS:
-            raise UsageError(
-                f"The emulated device has no option {name!r}; choose {', '.join(_OPTIONS)}."
-            )
+            known = ", ".join([*_OPTIONS, _DEVICES])
+            raise UsageError(f"The emulated device has no option {name!r}; choose {known}.")
         values[name] = _number(name, text)
     return values
+
+
+def num_emulated_devices(options: Mapping[str, str]) -> int:
+    """The option `devices`, by default 1. Raises UsageError."""
+    text = str(options.get(_DEVICES, 1))
+    if text not in map(str, range(1, _MAX_DEVICES + 1)):
+        raise UsageError(
+            f"Device option {_DEVICES} must be a whole number from 1 to {_MAX_DEVICES}, not "
+            f"{text!r}."
+        )
+    return int(text)
 
 
 def _number(name: str, text: str) -> float:
@@ -226,8 +243,9 @@ class EmulatedDevice:
         num_slots: int,
         speeds: EmulatedSpeeds,
         products: Products = REFERENCE,
+        number: int = 1,
     ) -> None:
-        """`arena` holds `num_slots` slots of `layout`."""
+        """`arena` holds `num_slots` slots of `layout`; `number`: which of several it is."""
         self.num_slots = num_slots
         self.speeds = speeds
         self._products = products
@@ -235,7 +253,8 @@ class EmulatedDevice:
         self._slots = ExpertSlots(arena, layout)
         self._is_closing = threading.Event()
         self._link_pace, self._host_pace = _Pace(self._is_closing), _Pace(self._is_closing)
-        self._link, self._compute = Stream(LINK), Stream(COMPUTE)
+        suffix = f"-{number}" if number > 1 else ""
+        self._link, self._compute = Stream(LINK + suffix), Stream(COMPUTE + suffix)
         self._last_run: StreamEvent | None = None
 
     def describe(self) -> str:
@@ -247,7 +266,7 @@ class EmulatedDevice:
             image = self._slots.image(slot)
             image.copy_(source)
             link_s = self.speeds.link_s(image.nbytes)
-            self._note(LINK, f"copy {slot}", *self._link_pace.stretch(ready_s, link_s))
+            self._note(self._link.name, f"copy {slot}", *self._link_pace.stretch(ready_s, link_s))
 
         return self._link.queue(work, after)
 
@@ -262,7 +281,8 @@ class EmulatedDevice:
             for slot, of_expert in zip(group.slots.tolist(), pairs, strict=True):
                 if of_expert.start < of_expert.stop:
                     self._run_expert(slot, of_expert, buffers)
-            self._note(COMPUTE, f"run {group.experts.tolist()}", start_s, perf_counter())
+            name = f"run {group.experts.tolist()}"
+            self._note(self._compute.name, name, start_s, perf_counter())
 
         self._last_run = self._compute.queue(work, after)
         return self._last_run

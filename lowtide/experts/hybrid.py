@@ -1,8 +1,9 @@
 """THE HOT PATH with a device: one layer's experts, some on the device, some on the host.
 
 Decides nothing: who runs where, what stays and what is fetched ahead are the policies' choices.
-The host's share is handed over first, then the device's is queued, and both run at once; an
-expert's products and the order of the sum are the same wherever it runs.
+The host's share is handed over first, then the device's is queued, and both run at once, while
+the policies say what is to move; an expert's products and the order of the sum are the same
+wherever it runs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide.core import Costs, Demand, MoEShape, Step, StepKind
+from lowtide.core import Assignment, BoolArray, Costs, Demand, MoEShape, Moves, Step, StepKind
 from lowtide.errors import DeviceError
 from lowtide.experts.device import WAIT_LIMIT_S, Device, Event, ExpertGroup
 from lowtide.experts.early_gate import EarlyGate
@@ -152,8 +153,8 @@ class HybridRuntime:
     def _run_whole_layer(self, layer: int, rows: ExpertRows, buffers: ExpertBuffers) -> None:
         """Every expert is resident: the device needs nobody's help and no synchronisation."""
         self._num_more_hits += rows.counts.count_nonzero()
-        everyone = self.link.resident_group(layer, np.arange(self._shape.num_experts))
-        self.link.note_use(everyone, self.device.run(everyone, rows, buffers, None))
+        for group in self.link.resident_groups(layer, np.arange(self._shape.num_experts)):
+            self.link.note_use(group, self.device.run(group, rows, buffers, None))
 
     def _run_split_layer(
         self,
@@ -165,10 +166,14 @@ class HybridRuntime:
     ) -> None:
         host_parts = self.device.to_host(rows, buffers.parts)
         demand = self._demand(layer, rows)
-        decision = self._decide(layer, step, demand)
+        is_kept = self.link.is_kept(layer)
+        decision = self._decide(layer, step, demand, is_kept)
         outcome = self.link.end_prefetch(layer, decision.assignment.fetch)
-        _LayerSplit(self, layer, step, decision, rows, buffers, host_parts).run()
+        split = _LayerSplit(self, layer, step, decision.assignment, rows, buffers, host_parts)
+        split.start()
+        split.fetch(self._policies.moves(layer, step, demand, is_kept, decision))
         self._look_ahead(layer, demand, outcome, predicted)
+        split.collect_host()
 
     def _demand(self, layer: int, rows: ExpertRows) -> Demand:
         num_tokens = np.diff(rows.bounds)
@@ -177,14 +182,15 @@ class HybridRuntime:
         is_resident = self.link.ledger.is_resident(layer)[experts]
         self.stats.num_hits += int(is_resident.sum())
         self.stats.num_misses += int((~is_resident).sum())
-        return Demand(experts, num_tokens[experts], is_resident)
+        device_of = self.link.devices_with(layer, experts)
+        return Demand(experts, num_tokens[experts], is_resident, device_of)
 
-    def _decide(self, layer: int, step: Step, demand: Demand) -> Decision:
+    def _decide(self, layer: int, step: Step, demand: Demand, is_kept: BoolArray) -> Decision:
         return self._policies.decide(
             layer,
             step,
             demand,
-            self.link.is_kept(layer),
+            is_kept,
             self.link.arriving_s(layer, demand.experts),
             self.link.busy_s,
             can_fetch=self.costs.num_staging > 0,
@@ -255,7 +261,7 @@ class _LayerSplit:
         runtime: HybridRuntime,
         layer: int,
         step: Step,
-        decision: Decision,
+        assignment: Assignment,
         rows: ExpertRows,
         buffers: ExpertBuffers,
         host_parts: Tensor,
@@ -265,32 +271,43 @@ class _LayerSplit:
         self._device = runtime.device
         self._layer = layer
         self._step = step
-        self._assignment, self._moves = decision
+        self._assignment = assignment
         self._rows = rows
         self._buffers = buffers
         self._host_parts = host_parts
-        self._for_host: frozenset[int] = frozenset()
+        self._for_host = frozenset(assignment.host.tolist())
+        self._fetch_on: dict[int, int] = {}
+        if assignment.fetch_on is not None:
+            pairs = zip(assignment.fetch.tolist(), assignment.fetch_on.tolist(), strict=True)
+            self._fetch_on = dict(pairs)
         self._on_host: list[_HostUse] = []
+        self._arrivals: dict[int, Arrival | None] = {}  # of the experts to fetch, before `fetch`
+        self._begun: list[tuple[int, Arrival]] = []
+        self._to_fetch: Iterable[tuple[int, int]] = ()
         self._keep: set[int] = set()
         self._wave: list[tuple[int, Arrival]] = []
 
-    def run(self) -> None:
-        """Starts the host's share, then the device's, then what is still read from disk."""
+    def start(self) -> None:
+        """Starts what needs no moves: the host's share, the residents, a first wave's copies."""
         host, fetch = self._assignment.host.tolist(), self._assignment.fetch.tolist()
-        arrivals = {expert: self._link.take_arrival(self._layer, expert) for expert in fetch}
-        wanted = [*host, *(expert for expert, arrival in arrivals.items() if arrival is None)]
+        self._arrivals = {expert: self._link.take_arrival(self._layer, expert) for expert in fetch}
+        wanted = [*host, *(e for e, arrival in self._arrivals.items() if arrival is None)]
         here, coming = self._runtime.home.bring(self._step, self._layer, wanted)
-        self._for_host = frozenset(host)
         self._accept(pair for pair in here if pair[0] in self._for_host)
         self._run_residents()
-        self._keep = self._link.obey(self._layer, self._moves, arrivals)
-        for expert, arrival in arrivals.items():
-            if arrival is not None:
-                self._add_to_wave(expert, arrival)
-        self._accept(pair for pair in here if pair[0] not in self._for_host)
-        self._accept(coming)
+        fetched = [pair for pair in here if pair[0] not in self._for_host]
+        first, rest = fetched[: self._runtime.wave_size], fetched[self._runtime.wave_size :]
+        self._begun = [(expert, self._fetch(expert, host_slot)) for expert, host_slot in first]
+        self._to_fetch = chain(rest, coming)
+
+    def fetch(self, moves: Moves) -> None:
+        """Queues the fetched experts as they arrive, and what is still read from disk."""
+        self._keep = self._link.obey(self._layer, moves, self._arrivals)
+        taken = [(e, arrival) for e, arrival in self._arrivals.items() if arrival is not None]
+        for expert, arrival in chain(taken, self._begun):
+            self._add_to_wave(expert, arrival)
+        self._accept(self._to_fetch)
         self._run_wave()
-        self._collect_host()
 
     def _accept(self, experts: Iterable[tuple[int, int]]) -> None:
         """Sends experts that are in host memory where they are assigned."""
@@ -298,7 +315,10 @@ class _LayerSplit:
             if expert in self._for_host:
                 self._start_on_host(expert, host_slot)
             else:
-                self._add_to_wave(expert, self._link.fetch(host_slot))
+                self._add_to_wave(expert, self._fetch(expert, host_slot))
+
+    def _fetch(self, expert: int, host_slot: int) -> Arrival:
+        return self._link.fetch(host_slot, self._fetch_on.get(expert))
 
     def _start_on_host(self, expert: int, host_slot: int) -> None:
         runtime, pairs = self._runtime, self._rows.pairs(expert)
@@ -315,8 +335,8 @@ class _LayerSplit:
         self._on_host.append(use)
 
     def _run_residents(self) -> None:
-        if len(self._assignment.resident):
-            self._run(self._link.resident_group(self._layer, self._assignment.resident), None)
+        for group in self._link.resident_groups(self._layer, self._assignment.resident):
+            self._run(group, None)
 
     def _run(self, group: ExpertGroup, after: Event | None) -> None:
         use = self._device.run(group, self._rows, self._buffers, after)
@@ -328,27 +348,30 @@ class _LayerSplit:
             self._run_wave()
 
     def _run_wave(self) -> None:
-        """Queues the experts of a wave behind the last of their arrivals, and settles them."""
+        """Queues the experts of a wave, on each device behind the last of their arrivals there,
+        and settles them."""
         if not self._wave:
             return
         wave = sorted(self._wave, key=lambda pair: pair[0])
         self._wave = []
-        last = max((arrival for _, arrival in wave), key=lambda arrival: arrival.order)
         experts = np.array([expert for expert, _ in wave])
         slots = np.array([arrival.slot for _, arrival in wave])
-        self._run(ExpertGroup(experts, slots), last.event)
+        arrivals = {arrival.slot: arrival for _, arrival in wave}
+        for group in self._link.by_device(ExpertGroup(experts, slots)):
+            last = max((arrivals[slot] for slot in group.slots.tolist()), key=lambda a: a.order)
+            self._run(group, last.event)
         for expert, arrival in wave:
             self._link.settle(self._layer, expert, arrival.slot, expert in self._keep)
 
-    def _collect_host(self) -> None:
+    def collect_host(self) -> None:
         """Waits for the host; the link goes on with what waits for it meanwhile."""
         host = self._assignment.host
         self._runtime.num_on_host += len(host)
         for use in self._on_host:
             while self._link.has_waiting and not use.is_done():
                 # One copy behind the one under way: the link does not wait for the next look.
-                self._link.pump(self._runtime.costs.link_s)
-                use.pause(self._runtime.costs.link_s)
+                self._link.pump(self._link.link_s)
+                use.pause(self._link.link_s)
             use.wait(WAIT_LIMIT_S)
         if len(host):
             self._device.from_host(self._host_parts, self._rows, host, self._buffers.parts)

@@ -44,7 +44,7 @@ class Arrival(NamedTuple):
 
     slot: int
     event: Event
-    order: int  # of its copy among all copies
+    order: int  # of its copy among all copies to its device
     is_move: bool  # resident when it has arrived; else prefetched for one step
 
 
@@ -60,7 +60,8 @@ class Link:
     """Owns the ledger of a device's slots and the order of copies into them.
 
     A slot changes owner at once, in the ledger; its next copy waits for the event of its last
-    use, so bytes change only when nobody needs them.
+    use, so bytes change only when nobody needs them. Several devices have a link each; what no
+    policy sends to one of them goes where the link is soonest free.
     """
 
     def __init__(
@@ -73,17 +74,17 @@ class Link:
     ) -> None:
         """`link_s`: seconds of one copy. `num_demand_slots`: slots that prefetches leave free."""
         self.ledger = ledger
+        self.link_s = link_s
         self.stats = LinkStats()
         self._device = device
         self._home = home
-        self._link_s = link_s
         self._num_demand_slots = num_demand_slots
         self._last_use: list[Event | None] = [None] * ledger.num_slots
         self._coming: dict[tuple[int, int], Arrival] = {}
         self._ahead: deque[_Wanted] = deque()
         self._moves: deque[_Wanted] = deque()
-        self._in_flight: deque[Event] = deque()
-        self._num_copies = 0
+        self._in_flight: list[deque[Event]] = [deque() for _ in range(ledger.num_devices)]
+        self._num_copies = [0] * ledger.num_devices
         self._unproven: list[tuple[int, int]] = []  # residents whose copies may have failed
 
     def is_kept(self, layer: int) -> BoolArray:
@@ -98,14 +99,34 @@ class Link:
         """Seconds until each can be used from the slot it is coming to; infinite if it is not."""
         left_s = np.full(len(self.ledger.is_resident(layer)), np.inf)
         self._forget_ended()
-        first = self._num_copies - len(self._in_flight)
         for (its_layer, expert), arrival in self._coming.items():
             if its_layer == layer:
-                left_s[expert] = self._link_s * max(0, arrival.order + 1 - first)
+                device = self.ledger.device_of[arrival.slot]
+                first = self._num_copies[device] - len(self._in_flight[device])
+                left_s[expert] = self.link_s * max(0, arrival.order + 1 - first)
         return left_s[experts]
 
-    def resident_group(self, layer: int, experts: IntArray) -> ExpertGroup:
-        return ExpertGroup(experts, self.ledger.slots_of(layer, experts))
+    def devices_with(self, layer: int, experts: IntArray) -> IntArray | None:
+        """The device that has each, or that it is coming to, else -1; None where there is one."""
+        if self.ledger.num_devices == 1:
+            return None
+        devices = self.ledger.devices_with(layer, experts)
+        for (its_layer, expert), arrival in self._coming.items():
+            if its_layer == layer:
+                devices[experts == expert] = self.ledger.device_of[arrival.slot]
+        return devices
+
+    def resident_groups(self, layer: int, experts: IntArray) -> list[ExpertGroup]:
+        """One for each device that has some of them."""
+        return self.by_device(ExpertGroup(experts, self.ledger.slots_of(layer, experts)))
+
+    def by_device(self, group: ExpertGroup) -> list[ExpertGroup]:
+        """The parts of what would be a group if there were only one device."""
+        if self.ledger.num_devices == 1:
+            return [group] if len(group.experts) else []
+        devices = self.ledger.device_of[group.slots]
+        parts = [devices == device for device in range(self.ledger.num_devices)]
+        return [ExpertGroup(*(ids[part] for ids in group)) for part in parts if part.any()]
 
     def note_use(self, group: ExpertGroup, use: Event) -> None:
         """Copies into the group's slots wait for `use` from now on."""
@@ -116,10 +137,13 @@ class Link:
         """An expert that is in a slot already, or coming to one; the caller settles it."""
         return self._coming.pop((layer, expert), None)
 
-    def fetch(self, host_slot: int) -> Arrival:
-        """Queues the copy of an expert into a slot taken for it; the caller settles it."""
+    def fetch(self, host_slot: int, device: int | None = None) -> Arrival:
+        """Queues the copy of an expert into a slot taken for it; the caller settles it.
+
+        The slot is one of `device`, if that has a free one.
+        """
         self.stats.num_fetched += 1
-        return self._copy(host_slot, is_move=False)
+        return self._copy(host_slot, is_move=False, device=device)
 
     def keep(self, layer: int, experts: IntArray) -> IntArray:
         """Evicts all residents but `experts`; returns those of `experts` that are absent."""
@@ -205,7 +229,7 @@ class Link:
         """
         self._forget_ended()
         self.bind_arrived()
-        while (self._ahead or self._moves) and len(self._in_flight) * self._link_s <= idle_s:
+        while (self._ahead or self._moves) and self._soonest_free_s() <= idle_s:
             if not self._begin_next():
                 return
 
@@ -218,9 +242,9 @@ class Link:
 
     @property
     def busy_s(self) -> float:
-        """Seconds until the copies under way have ended, at most."""
+        """Seconds until the copies under way have ended, at most; on the link for the next one."""
         self._forget_ended()
-        return len(self._in_flight) * self._link_s
+        return self._soonest_free_s()
 
     @property
     def num_coming(self) -> int:
@@ -239,19 +263,36 @@ class Link:
         self._coming.clear()
         self._ahead.clear()
         self._moves.clear()
-        self._in_flight.clear()
+        for in_flight in self._in_flight:
+            in_flight.clear()
         self._last_use = [None] * self.ledger.num_slots
         self.ledger.reclaim()
 
-    def _copy(self, host_slot: int, is_move: bool) -> Arrival:
-        slot = self.ledger.take()
+    def _copy(self, host_slot: int, is_move: bool, device: int | None = None) -> Arrival:
+        if device is None or not self.ledger.num_free_on(device):
+            device = self._next_device()
+        slot = self.ledger.take(device)
         source = self._home.slots.image(host_slot)
         event = self._device.copy(source, slot, self._last_use[slot])
         self._last_use[slot] = None  # the copy comes after it
         self._home.used_by(host_slot, event)
-        self._in_flight.append(event)
-        self._num_copies += 1
-        return Arrival(slot, event, self._num_copies - 1, is_move)
+        self._in_flight[device].append(event)
+        self._num_copies[device] += 1
+        return Arrival(slot, event, self._num_copies[device] - 1, is_move)
+
+    def _next_device(self) -> int:
+        """Where a slot is free, the link is soonest free and residents are fewest."""
+        ledger, in_flight = self.ledger, self._in_flight
+        if ledger.num_devices == 1:
+            return 0
+        num_free = [ledger.num_free_on(device) for device in range(ledger.num_devices)]
+        return min(
+            range(ledger.num_devices),
+            key=lambda device: (not num_free[device], len(in_flight[device]), -num_free[device]),
+        )
+
+    def _soonest_free_s(self) -> float:
+        return len(self._in_flight[self._next_device()]) * self.link_s
 
     def _begin_next(self) -> bool:
         """Begins the next waiting transfer that can be; whether there was one."""
@@ -299,8 +340,9 @@ class Link:
         self.ledger.drop(self._coming.pop((layer, expert)).slot)
 
     def _forget_ended(self) -> None:
-        while self._in_flight and self._in_flight[0].is_done():
-            self._in_flight.popleft()
+        for in_flight in self._in_flight:
+            while in_flight and in_flight[0].is_done():
+                in_flight.popleft()
 
     @staticmethod
     def _paired(victims: list[int | None], num_admitted: int) -> list[int | None]:

@@ -25,24 +25,43 @@ from lowtide.schemas.schema import SlotTarget
 _NO_SLOT = -1
 
 
+def slots_per_device(num_slots: int, num_devices: int) -> list[int]:
+    """Equal shares of a tier's slots; the first devices get the remainder."""
+    share, remainder = divmod(num_slots, num_devices)
+    return [share + (device < remainder) for device in range(num_devices)]
+
+
 class SlotLedger:
     """Who owns each slot. A leased slot cannot be evicted; all changes are checked.
 
     A slot is free, taken (its bytes are arriving or it will be dropped after use), or bound to
-    an expert, which is then resident.
+    an expert, which is then resident. Of several devices each has a range of the slots.
     """
 
-    def __init__(self, num_layers: int, num_experts: int, num_slots: int) -> None:
+    def __init__(
+        self, num_layers: int, num_experts: int, num_slots: int, num_devices: int = 1
+    ) -> None:
         self.num_slots = num_slots
+        self.num_devices = num_devices
+        devices = np.repeat(np.arange(num_devices), slots_per_device(num_slots, num_devices))
+        self.device_of: IntArray = np.append(devices, -1)  # by slot, at last that of _NO_SLOT
         self._slot_of = np.full((num_layers, num_experts), _NO_SLOT, np.int64)
         self._owner: list[tuple[int, int] | None] = [None] * num_slots
         self._is_taken = [False] * num_slots
         self._num_leases = [0] * num_slots
-        self._free = deque(range(num_slots))  # the one that was freed first is taken first
+        self._free = self._all_free()
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return sum(map(len, self._free))
+
+    def num_free_on(self, device: int) -> int:
+        return len(self._free[device])
+
+    def devices_with(self, layer: int, experts: IntArray) -> IntArray:
+        """The device in whose slots each expert is resident, -1 where it is not."""
+        devices: IntArray = self.device_of[self._slot_of[layer, experts]]
+        return devices
 
     @property
     def num_resident(self) -> int:
@@ -60,11 +79,12 @@ class SlotLedger:
             raise InternalError(f"Expert {expert} of MoE layer {layer} is in no slot.")
         return slot
 
-    def take(self) -> int:
-        """A free slot, now taken."""
-        if not self._free:
-            raise InternalError(f"All {self.num_slots} expert slots are in use.")
-        slot = self._free.popleft()
+    def take(self, device: int = 0) -> int:
+        """A free slot of `device`, now taken."""
+        if not self._free[device]:
+            num_slots = int((self.device_of == device).sum())
+            raise InternalError(f"All {num_slots} expert slots are in use.")
+        slot = self._free[device].popleft()
         self._is_taken[slot] = True
         return slot
 
@@ -81,7 +101,7 @@ class SlotLedger:
         """Frees a taken slot: what was in it is forgotten."""
         self._check_taken(slot)
         self._is_taken[slot] = False
-        self._free.append(slot)
+        self._free[self.device_of[slot]].append(slot)
 
     def is_bound(self, slot: int) -> bool:
         """Whether a slot holds a resident expert (and is not free or taken)."""
@@ -119,7 +139,7 @@ class SlotLedger:
             raise InternalError(f"Slot {slot} holds expert {expert}, which is in use.")
         self._slot_of[layer, expert] = _NO_SLOT
         self._owner[slot] = None
-        self._free.append(slot)
+        self._free[self.device_of[slot]].append(slot)
 
     def reclaim(self) -> None:
         """Frees every taken slot and ends every lease: nobody uses any of them any more.
@@ -131,16 +151,16 @@ class SlotLedger:
                 self._owner[slot] = None
         self._is_taken = [False] * self.num_slots
         self._num_leases = [0] * self.num_slots
-        self._free = deque(slot for slot in range(self.num_slots) if not self._owner[slot])
+        self._free = self._all_free()
 
     def check_integrity(self) -> None:
         """Recounts every slot; raises InternalError if one is lost, shared or still leased."""
         owners = [(slot, owner) for slot, owner in enumerate(self._owner) if owner is not None]
         bound = [slot for slot, _ in owners]
         taken = [slot for slot, is_taken in enumerate(self._is_taken) if is_taken]
-        if sorted([*bound, *taken, *self._free]) != list(range(self.num_slots)):
+        if sorted([*bound, *taken, *itertools.chain(*self._free)]) != list(range(self.num_slots)):
             raise InternalError(
-                f"{len(bound)} bound, {len(taken)} taken and {len(self._free)} free slots "
+                f"{len(bound)} bound, {len(taken)} taken and {self.num_free} free slots "
                 f"do not make {self.num_slots}."
             )
         for slot, owner in owners:
@@ -150,6 +170,14 @@ class SlotLedger:
             raise InternalError(f"{self.num_resident} residents for {len(bound)} bound slots.")
         if any(self._num_leases):
             raise InternalError(f"{sum(self._num_leases)} leases were not released.")
+
+    def _all_free(self) -> list[deque[int]]:
+        """By device: slots without an owner; the one that is freed first is taken first."""
+        free: list[deque[int]] = [deque() for _ in range(self.num_devices)]
+        for slot, owner in enumerate(self._owner):
+            if owner is None:
+                free[self.device_of[slot]].append(slot)
+        return free
 
     def _check_taken(self, slot: int) -> None:
         if not self._is_taken[slot]:

@@ -8,6 +8,8 @@ of its transfer and its computation, since the two overlap along a stream of exp
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import add
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -103,10 +105,15 @@ class Greedy:
     device. No memory limit, as printed: staging slots come free as experts finish. Never slower
     than twice the optimum: each choice adds at most min(t_gpu, t_cpu), and the sum of those is at
     most twice the optimum (Ibarra and Kim, 1977, for unrelated machines).
+
+    Several devices are as many sides, t_gpu the least of theirs, and ties go to the first; the
+    bound is then the number of sides. Only the device that has an expert, or awaits it, can run
+    it; an absent one is fetched to the device it was given to.
     """
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
+        self._each = costs.each
 
     def __call__(
         self,
@@ -115,7 +122,44 @@ class Greedy:
         arriving_s: FloatArray | None = None,
         link_s: float = 0.0,
     ) -> Assignment:
-        return divide(demand, greedy_mask(prices(self._costs, demand, arriving_s)))
+        if demand.device_of is None:
+            return divide(demand, greedy_mask(prices(self._costs, demand, arriving_s)))
+        sides_s = prices_by_side(self._each, self._costs.num_devices, demand, arriving_s)
+        side_of = greedy_sides(sides_s)
+        mask = side_of < self._costs.num_devices
+        return divide(demand, mask)._replace(fetch_on=side_of[mask & ~demand.is_resident])
+
+
+def prices_by_side(
+    costs: Costs, num_devices: int, demand: Demand, arriving_s: FloatArray | None = None
+) -> FloatArray:
+    """Seconds that each activated expert would add to each device and, at last, to the host.
+
+    costs: of one device. [num_devices + 1, num_activated]
+    """
+    price, device_of = prices(costs, demand, arriving_s), demand.device_of
+    if device_of is None:
+        raise UsageError("An assignment to several devices must be told who is on which.")
+    can_run = [(device_of < 0) | (device_of == device) for device in range(num_devices)]
+    return np.stack([*(np.where(can, price.device_s, np.inf) for can in can_run), price.host_s])
+
+
+def greedy_sides(sides_s: FloatArray) -> IntArray:
+    """Algorithm 1 over any number of devices and the host: the side that each expert is given to.
+
+    sides_s [num_devices + 1, num_activated], the host last.
+    """
+    order = _lopsided_first(Prices(sides_s[:-1].min(axis=0), sides_s[-1]))
+    totals_s = [0.0] * len(sides_s)
+    picks: list[int] = []
+    for added_s in sides_s[:, order].T.tolist():
+        ends_s = list(map(add, totals_s, added_s))
+        side = ends_s.index(min(ends_s))
+        totals_s[side] = ends_s[side]
+        picks.append(side)
+    side_of = np.empty(len(order), np.int64)
+    side_of[order] = picks
+    return side_of
 
 
 def greedy_mask(price: Prices) -> BoolArray:
@@ -196,63 +240,17 @@ class Balance:
     ) -> tuple[int, float, float]:
         """How many go to the device, from the front; when the device and the host end."""
         fetch_s = self._costs.fetch_s if self._costs.num_staging else np.inf
-        host_end_s = 0.0
-        front, back = 0, len(host_s) - 1
-        while front <= back:
+        rest_s = _from_the_back(host_s)
+        for front, expert_s in enumerate(compute_s):
             is_coming = due_s[front] < np.inf
             here_s = due_s[front] if is_coming else link_end_s + fetch_s
-            done_s = (here_s if here_s > device_end_s else device_end_s) + compute_s[front]
-            if done_s <= host_end_s + host_s[back]:
-                device_end_s = done_s
-                if not is_coming:
-                    link_end_s = here_s
-                front += 1
-            else:
-                host_end_s += host_s[back]
-                back -= 1
-        return front, device_end_s, host_end_s
-
-
-class GreedyDevices:
-    """The greedy rule over several devices and one host: the side that would end soonest.
-
-    Ties go to the first device, the host comes last. With one device this is `Greedy`.
-    """
-
-    def __init__(self, costs: Sequence[Costs]) -> None:
-        """`costs`: one per device; the host's times are taken from the first."""
-        if not costs:
-            raise UsageError("An assignment over several devices needs at least one device.")
-        self._costs = costs
-
-    def __call__(
-        self, experts: IntArray, num_tokens: IntArray, is_resident: BoolArray
-    ) -> tuple[Assignment, ...]:
-        """One assignment per device, which together hold every expert once.
-
-        `is_resident` [num_devices, num_activated]. The host's experts stand in the first one.
-        """
-        price = [
-            prices(costs, Demand(experts, num_tokens, here))
-            for costs, here in zip(self._costs, is_resident, strict=True)
-        ]
-        sides_s = np.stack([p.device_s for p in price] + [price[0].host_s])  # [sides, activated]
-        order = _lopsided_first(Prices(sides_s[:-1].min(axis=0), sides_s[-1]))
-        totals_s = np.zeros(len(sides_s))
-        side_of = np.empty(len(experts), np.int64)
-        for expert in order.tolist():
-            ends_s = totals_s + sides_s[:, expert]
-            side = int(ends_s.argmin())
-            side_of[expert], totals_s[side] = side, ends_s[side]
-        host = experts[side_of == len(price)]
-        return tuple(
-            Assignment(
-                experts[(side_of == device) & here],
-                experts[(side_of == device) & ~here],
-                host if device == 0 else host[:0],
-            )
-            for device, here in enumerate(is_resident)
-        )
+            done_s = (here_s if here_s > device_end_s else device_end_s) + expert_s
+            if done_s > rest_s[front]:
+                return front, device_end_s, rest_s[front]
+            device_end_s = done_s
+            if not is_coming:
+                link_end_s = here_s
+        return len(compute_s), device_end_s, 0.0
 
 
 class Beam:
@@ -470,18 +468,26 @@ _PS = 1e12  # picoseconds in a second
 
 def _two_ended(device_s: list[float], host_s: list[float], fetch_s: list[float]) -> int:
     """How many of a queue the device has taken from the front when it meets the host."""
-    front, back = 0, len(device_s) - 1
-    device_end_s = host_end_s = link_end_s = 0.0
-    while front <= back:
-        link_s = link_end_s + fetch_s[front]
-        start_s = max(device_end_s, link_s) if fetch_s[front] else device_end_s
-        if start_s + device_s[front] <= host_end_s + host_s[back]:
-            device_end_s, link_end_s = start_s + device_s[front], link_s
-            front += 1
-        else:
-            host_end_s += host_s[back]
-            back -= 1
-    return front
+    device_end_s = link_end_s = 0.0
+    rest_s = _from_the_back(host_s)
+    for front, expert_s in enumerate(device_s):
+        link_end_s += fetch_s[front]
+        start_s = max(device_end_s, link_end_s) if fetch_s[front] else device_end_s
+        device_end_s = start_s + expert_s
+        if device_end_s > rest_s[front]:
+            return front
+    return len(device_s)
+
+
+def _from_the_back(host_s: list[float]) -> list[float]:
+    """When the host, working from the end of a queue, would be through with each of it.
+
+    The device, working from the front, takes an expert if it is done with it by then: until then
+    the host takes the others, and never comes to this one.
+    """
+    rest_s = list(accumulate(reversed(host_s)))
+    rest_s.reverse()
+    return rest_s
 
 
 def _queued(
@@ -489,7 +495,7 @@ def _queued(
 ) -> tuple[IntArray, FloatArray]:
     """Absent experts as `Balance` queues them: the soonest due, then those with most tokens."""
     order = (-num_tokens[absent]).argsort(kind="stable")
-    if np.isfinite(due_s).any():
+    if len(due_s) and due_s[due_s.argmin()] < np.inf:  # is any on its way
         order = order[due_s[order].argsort(kind="stable")]
     return absent[order], due_s[order]
 

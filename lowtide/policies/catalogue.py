@@ -35,6 +35,7 @@ from lowtide.policies.placement import (
     ScoreCache,
     Static,
     Tide,
+    layer_budgets,
 )
 from lowtide.policies.prefetch import (
     Combined,
@@ -46,21 +47,25 @@ from lowtide.policies.prefetch import (
     Residual,
     Statistics,
 )
-from lowtide.policies.split import Favourites, FixedShare, Split, best_split
-from lowtide.policies.tau import OnlineTau
+from lowtide.policies.split import Favourites, FixedShare, Split, best_split, least_s
+from lowtide.policies.tau import OnlineTau, TauChange
+
+_LEAST_GAIN = 1.02  # less may be chance: another text has other favourites (docs/log.md)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Setting:
     """What the policies of a preset are made from.
 
-    capacity: residents per MoE layer.
+    capacity: residents per MoE layer; `lowtide` divides as many in all as it finds best.
     frequency: [layers, experts], a calibration's activations; without one static presets keep the
         first experts by id.
     following: [layers - 1, experts, experts], from `count_following`; without one no statistics.
     hits: [passes, layers, experts], a calibration's tokens per expert, the load that
-        `moe-lightning` plans for; without one every expert is given one token.
-    tau: TIDE's interval, and where `lowtide`'s starts; online_tau: whether it follows the drift.
+        `moe-lightning` plans for and `lowtide` divides its residents for; without one every
+        expert is given one token, and all layers what `capacity` says.
+    tau: TIDE's interval, also `lowtide`'s; online_tau: whether it follows the drift from there,
+        and tells `on_tau_change`.
     waits: whether `tide` waits for the experts it admits (Eq. 3), or lets the moves follow.
     w_size, u_size: DALI's window and swap sizes.
     by_threshold: whether `fiddler` fetches an expert that would end sooner so, or never fetches.
@@ -77,6 +82,7 @@ class Setting:
     hits: IntArray | None = None
     tau: int = 4
     online_tau: bool = False
+    on_tau_change: Callable[[TauChange], None] = lambda change: None
     waits: bool = False
     by_threshold: bool = False
     by_greedy: bool = False
@@ -103,7 +109,6 @@ class Recipe:
     prefetch: Callable[[Setting], Prefetch] = lambda setting: NoPrefetch()
     can_wait: bool = False
     weighs_moves: bool = False  # whether the placement asks what a move costs
-    plans_load: bool = False  # whether it is planned for the load of `Setting.hits`
 
     def policies(self, setting: Setting) -> Policies:
         """The preset at work, for one model, budget and machine."""
@@ -167,13 +172,26 @@ def _dali(setting: Setting) -> Placement:
 
 def _lowtide(setting: Setting) -> Placement:
     return Lowtide(
-        setting.capacity,
+        _divided(setting),
         setting.num_experts,
         setting.costs,
         tau=_online_tau(setting) if setting.online_tau else setting.tau,
         max_step_bytes=setting.max_step_bytes,
         frequency=setting.frequency,
     )
+
+
+def _divided(setting: Setting) -> Sequence[int]:
+    """Residents of each layer by marginal benefit, where the calibration would run faster so."""
+    if setting.hits is None:
+        return setting.capacity
+    use = _use(setting.hits)
+    budgets = layer_budgets(use, sum(setting.capacity)).tolist()
+    as_given_s, divided_s = (
+        least_s(setting.hits, capacity, use, setting.costs)
+        for capacity in (setting.capacity, budgets)
+    )
+    return budgets if as_given_s > _LEAST_GAIN * divided_s else setting.capacity
 
 
 def _online_tau(setting: Setting) -> OnlineTau:
@@ -188,6 +206,7 @@ def _online_tau(setting: Setting) -> OnlineTau:
         costs.host_s.at(1),
         tau=setting.tau,
         watched=watched,
+        on_change=setting.on_tau_change,
     )
 
 
@@ -254,7 +273,6 @@ CATALOGUE: Mapping[str, Recipe] = {
         _planned_residents,
         lambda s: FixedShare(_best_split(s).fetch_share),
         _planned_prefetch,
-        plans_load=True,
     ),
     "layer-split": Recipe(_whole_layers, lambda s: LayerSplit(_device_layers(s))),
 }

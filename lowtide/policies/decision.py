@@ -17,10 +17,10 @@ from lowtide.policies.prefetch import Prefetch
 
 
 class Decision(NamedTuple):
-    """Who computes what now, and what is resident from now on."""
+    """What has to be known before a layer's work starts."""
 
     assignment: Assignment
-    moves: Moves
+    moves: Moves | None  # None: nothing waits for them, `Policies.moves` will tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Policies:
         link_s: float,
         can_fetch: bool,
     ) -> Decision:
-        """One layer's decisions, after its router.
+        """Who computes what, after a layer's router.
 
         is_kept [num_experts]: residents, and those on their way to be. arriving_s
         [len(demand.experts)]: seconds until each can be used, infinite if nothing is under way.
@@ -62,10 +62,20 @@ class Policies:
             moves = self.placement.update(step, layer, demand, is_kept)
             assignment = self.assign(layer, demand, arriving_s, link_s)
             return Decision(_promoted(assignment, moves.admit) if can_fetch else assignment, moves)
-        assignment = self.assign(layer, demand, arriving_s, link_s)
+        return Decision(self.assign(layer, demand, arriving_s, link_s), None)
+
+    def moves(
+        self, layer: int, step: Step, demand: Demand, is_kept: BoolArray, decision: Decision
+    ) -> Moves:
+        """What is resident from now on; asked once, when the work of `decision` is under way.
+
+        is_kept [num_experts]: as `decide` was told.
+        """
+        if decision.moves is not None:
+            return decision.moves
         if self._keeper is not None:
-            self._keeper.fetched(layer, assignment.fetch)
-        return Decision(assignment, self.placement.update(step, layer, demand, is_kept))
+            self._keeper.fetched(layer, decision.assignment.fetch)
+        return self.placement.update(step, layer, demand, is_kept)
 
 
 def _promoted(assignment: Assignment, admit: IntArray) -> Assignment:

@@ -10,6 +10,9 @@ _DECAYS = (0.0, 0.8, 0.95)  # the last step, some five, some twenty; and everyth
 _FORGET = 0.99  # weight of the past in what is learnt, per watched layer and step
 _WATCHED = 4  # every fourth layer is learnt from
 _RIDGE = 1e-9  # keeps memories that say the same from cancelling each other
+# One of an expert's tokens stays with it as often as not, so one with many comes again: the chance
+# by tokens, which is 1 to the last bit from 53 on.
+_STAYS = 1.0 - np.exp2(-np.arange(54.0))
 
 
 class Forecast:
@@ -54,13 +57,12 @@ class Forecast:
         self._worth_s[layer] = total_s
         shares = self._shares[layer]
         memories, target = shares[:-1], shares[-1]
-        target[:] = 0.0
-        target[experts] = worth_s / total_s
+        target.fill(0.0)
         if layer % _WATCHED == 0:
+            target[experts] = worth_s / total_s
             self._products *= _FORGET
-            self._products += memories @ shares.T
-        # One of an expert's tokens stays with it as often as not, so one with many comes again.
-        kept_s = worth_s * (1.0 - np.exp2(-num_tokens))
+            self._products += memories.dot(shares.T)
+        kept_s = worth_s * _STAYS.take(num_tokens, mode="clip")
         target[experts] = kept_s / np.add.reduce(kept_s)
         self._num_steps[layer] += 1
         self._rates[-1] = 1 / self._num_steps[layer]
@@ -72,7 +74,14 @@ class Forecast:
         """Seconds that each expert's residency will be worth in the next step. [num_experts]"""
         if layer == 0:
             self._learn()
-        worth_s: FloatArray = (self._weights * self._worth_s[layer]) @ self._shares[layer, :-1]
+        weights = self._weights * self._worth_s[layer]
+        worth_s: FloatArray = weights.dot(self._shares[layer, :-1])
+        return np.maximum(worth_s, 0.0, out=worth_s)
+
+    def of_all_layers(self) -> FloatArray:
+        """The same of every layer, by the mixture learnt last. [num_layers, num_experts]"""
+        worth_s: FloatArray = np.matmul(self._weights, self._shares[:, :-1])
+        worth_s *= self._worth_s[:, None]
         return np.maximum(worth_s, 0.0, out=worth_s)
 
     def _learn(self) -> None:

@@ -27,6 +27,7 @@ from lowtide.core import (
     StepKind,
 )
 from lowtide.errors import UsageError
+from lowtide.policies.budgets import Budgets
 from lowtide.policies.forecast import Forecast
 from lowtide.policies.tau import OnlineTau
 
@@ -257,6 +258,9 @@ class Lowtide:
     in idle link time: per layer as many as fit into what demand left idle, at most
     `max_step_bytes` per step over all layers; what a layer does not use it may use within `tau`
     steps.
+
+    `Budgets` moves residents between layers. A layer that has too many by that evicts those that
+    are worth least, and does nothing else in that step.
     """
 
     def __init__(
@@ -276,14 +280,16 @@ class Lowtide:
         if not isinstance(tau, OnlineTau) and tau < 1:
             raise UsageError(f"tau must be a whole number of steps from 1, not {tau}.")
         num_layers = len(capacity)
-        self._capacity = capacity
+        self._budgets = Budgets(capacity, num_experts)
+        self._capacity = self._budgets.capacity
         self._costs = costs
         self._tau = tau
         self._decay = decay
         self._frequency = frequency
         self._forecast = Forecast(num_layers, num_experts, frequency)
-        self._known_worth_s = self._worth_s(np.arange(_NUM_KNOWN))
-        self._is_fetched = np.zeros((num_layers, num_experts), np.bool_)
+        self._known_s = self._seconds(np.arange(_NUM_KNOWN))
+        self._sides = np.ones((2, num_experts))  # [all activated experts, those on the host]
+        self._is_fetched = np.zeros(num_experts, np.bool_)  # in the step of one layer
         per_layer = np.inf if max_step_bytes is None else max_step_bytes / max(1, num_layers)
         self._max_moves = per_layer / costs.expert_bytes
         self._credit = [0.0] * num_layers  # moves that a layer may still make
@@ -302,44 +308,52 @@ class Lowtide:
         return np.sort(_top(frequency, everyone, self._capacity[layer]))
 
     def fetched(self, layer: int, experts: IntArray) -> None:
-        self._is_fetched[layer, experts] = True
+        self._is_fetched[experts] = True
 
     def update(self, step: Step, layer: int, demand: Demand, is_resident: BoolArray) -> Moves:
         if isinstance(self._tau, OnlineTau):
             self._tau.observe(step, layer, demand)
+        if layer == 0 and step.kind is not StepKind.PREFILL:
+            self._budgets.begin_step(self._forecast.of_all_layers)
         self._learn(layer, demand)
+        num_over = self._budgets.settle(layer, int(np.count_nonzero(is_resident)))
         remaining = self.tau if step.kind is StepKind.PREFILL else self.tau - step.index % self.tau
-        moves = self._swap(layer, remaining, is_resident)
-        self._is_fetched[layer] = False
+        if num_over:
+            moves = self._shrink(layer, num_over, is_resident)
+        else:
+            moves = self._swap(layer, remaining, is_resident)
+        self._is_fetched.fill(False)
         return moves
 
     def _learn(self, layer: int, demand: Demand) -> None:
+        if not len(demand.experts):
+            return
         try:
-            worth_s = self._known_worth_s[demand.num_tokens]
+            seconds = self._known_s[demand.num_tokens]
         except IndexError:
-            worth_s = self._worth_s(demand.num_tokens)
-        self._forecast.observe(layer, demand.experts, demand.num_tokens, worth_s)
-        self._watch_link(layer, demand)
+            seconds = self._seconds(demand.num_tokens)
+        self._forecast.observe(layer, demand.experts, demand.num_tokens, seconds[:, 2])
+        self._watch_link(layer, demand, seconds)
 
-    def _worth_s(self, num_tokens: IntArray) -> FloatArray:
-        """Seconds that residency saves an expert with so many tokens. [len(num_tokens)]"""
+    def _seconds(self, num_tokens: IntArray) -> FloatArray:
+        """On the device, on the host, and saved by residency. [len(num_tokens), 3]"""
         costs = self._costs
         device_s, host_s = costs.device_s(num_tokens), costs.host_s(num_tokens)
         absent_s = np.maximum(device_s, costs.fetch_s) if costs.num_staging else host_s
-        return np.maximum(0.0, np.minimum(absent_s, host_s) - device_s)
+        saved_s = np.maximum(0.0, np.minimum(absent_s, host_s) - device_s)
+        return np.stack([device_s, host_s, saved_s], axis=1)
 
-    def _watch_link(self, layer: int, demand: Demand) -> None:
+    def _watch_link(self, layer: int, demand: Demand, seconds: FloatArray) -> None:
         """Learns how busy demand keeps the link, and grants moves for the time it leaves."""
-        costs, is_fetched = self._costs, self._is_fetched[layer]
-        device_s, host_s = costs.device_s(demand.num_tokens), costs.host_s(demand.num_tokens)
-        link_s = np.count_nonzero(is_fetched) * costs.fetch_s
-        is_on_host = (~(demand.is_resident | is_fetched[demand.experts])).astype(np.float64)
-        host_part_s = float(host_s @ is_on_host)
-        device_part_s = float(np.add.reduce(device_s) - device_s @ is_on_host)
+        costs, num_tokens = self._costs, demand.num_tokens
+        link_s = np.count_nonzero(self._is_fetched) * costs.fetch_s
+        sides = self._sides[:, : len(num_tokens)]
+        sides[1] = ~(demand.is_resident | self._is_fetched[demand.experts])
+        # All sums in one product: each costs as much as it.
+        (all_s, _, _), (spared_s, host_part_s, _) = sides.dot(seconds).tolist()
         # A pass has at least as many rows as its busiest expert has tokens.
-        num_tokens = demand.num_tokens
-        dense_s = costs.dense_s.at(int(np.maximum.reduce(num_tokens, initial=0)))
-        layer_s = dense_s + max(link_s, host_part_s, device_part_s)
+        dense_s = costs.dense_s.at(int(num_tokens[num_tokens.argmax()]))
+        layer_s = dense_s + max(link_s, host_part_s, all_s - spared_s)
         busy = link_s / max(layer_s, 1e-30)
         self._busy[layer] += (1 - self._decay) * (busy - self._busy[layer])
         granted = min(self._max_moves, (layer_s - link_s) / costs.fetch_s)
@@ -348,36 +362,41 @@ class Lowtide:
 
     def _swap(self, layer: int, remaining: int, is_resident: BoolArray) -> Moves:
         gain_s = self._forecast(layer) * remaining
-        is_fetched = self._is_fetched[layer]
-        move_s = self._costs.fetch_s * self._busy[layer]
-        net_s = gain_s - move_s * ~is_fetched if move_s else gain_s
+        net_s = gain_s - self._costs.fetch_s * self._busy[layer]
+        np.copyto(net_s, gain_s, where=self._is_fetched)
         residents = is_resident.nonzero()[0]
+        kept_s = gain_s[residents]
         num_free = max(0, self._capacity[layer] - len(residents))
-        floor_s = (
-            float(np.minimum.reduce(gain_s[residents])) if len(residents) and not num_free else 0.0
-        )
-        entering = ((net_s > floor_s) & ~is_resident).nonzero()[0]
+        floor_s = kept_s[kept_s.argmin()] if len(residents) and not num_free else 0.0
+        entering = ((net_s > floor_s) > is_resident).nonzero()[0]
         if not len(entering):
             return NO_MOVES
         entering = entering[(-net_s[entering]).argsort(kind="stable")]
         entering = self._affordable(layer, entering)
         if not len(entering):
             return NO_MOVES
-        leaving = residents[gain_s[residents] < net_s[entering[0]]]
-        leaving = leaving[gain_s[leaving].argsort(kind="stable")]
+        worse = (kept_s < net_s[entering[0]]).nonzero()[0]
+        leaving = residents[worse[kept_s[worse].argsort(kind="stable")]]
         moves = _exchange(entering, leaving, net_s[entering], gain_s, num_free)
-        self._credit[layer] -= np.count_nonzero(~is_fetched[moves.admit])
+        is_fetched = self._is_fetched[moves.admit]
+        self._credit[layer] -= len(is_fetched) - np.count_nonzero(is_fetched)
         return moves
+
+    def _shrink(self, layer: int, num_over: int, is_resident: BoolArray) -> Moves:
+        residents = is_resident.nonzero()[0]
+        leaving = residents[self._forecast(layer)[residents].argsort(kind="stable")[:num_over]]
+        return Moves(NO_MOVES.admit, np.sort(leaving))
 
     def _affordable(self, layer: int, entering: IntArray) -> IntArray:
         """Those, best first, that cost nothing, and of the others as many as there is credit."""
         credit = int(self._credit[layer])
         if len(entering) <= credit:
             return entering
-        is_free = self._is_fetched[layer, entering]
-        if not is_free.any():
+        is_free = self._is_fetched[entering]
+        if not np.count_nonzero(is_free):
             return entering[:credit]
-        affordable: IntArray = entering[is_free | ((~is_free).cumsum() <= credit)]
+        num_paid = (~is_free).cumsum()
+        affordable: IntArray = entering[(is_free | (num_paid <= credit)).nonzero()[0]]
         return affordable
 
 
@@ -420,15 +439,17 @@ def _moves(target: IntArray, is_resident: BoolArray) -> Moves:
     is_target = np.zeros(len(is_resident), np.bool_)
     is_target[target] = True
     return Moves(
-        admit=np.flatnonzero(is_target & ~is_resident),
-        evict=np.flatnonzero(is_resident & ~is_target),
+        admit=(is_target > is_resident).nonzero()[0],
+        evict=(is_resident > is_target).nonzero()[0],
     )
 
 
 def _keep(score: FloatArray, candidates: BoolArray, is_resident: BoolArray, count: int) -> IntArray:
     """The `count` candidates with the highest score; residents, then lower ids, win ties."""
-    experts = candidates.nonzero()[0]
-    return experts[np.lexsort((~is_resident[experts], -score[experts]))[:count]]
+    residents, others = is_resident.nonzero()[0], (candidates > is_resident).nonzero()[0]
+    experts = np.concatenate((residents, others))
+    order = (-score[experts]).argsort(kind="stable")
+    return experts[order[:count]]
 
 
 def _exchange(
@@ -447,9 +468,11 @@ def _exchange(
     num_pairs = min(len(rest), len(leaving))
     is_better = entering_worth[num_free : num_free + num_pairs] > worth[leaving[:num_pairs]]
     # Both sides are sorted, so the pairs that pay come first.
-    num_swaps = int(is_better.sum())
-    admit = np.sort(entering[: num_free + num_swaps])
-    return Moves(admit, np.sort(leaving[:num_swaps]))
+    num_swaps = np.count_nonzero(is_better)
+    admit, evict = entering[: num_free + num_swaps].copy(), leaving[:num_swaps].copy()
+    admit.sort()
+    evict.sort()
+    return Moves(admit, evict)
 
 
 def _check_share(name: str, value: float) -> None:

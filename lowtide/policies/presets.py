@@ -132,6 +132,8 @@ class OnDemand:
         if self._keeper is not None:
             self._keeper.fetched(layer, demand.experts[~demand.is_resident])
         moves = self._inner.update(step, layer, demand, is_resident)
+        if not len(moves.admit):
+            return moves
         admit = moves.admit[np.isin(moves.admit, demand.experts)]
         num_left_out = len(moves.admit) - len(admit)
         return Moves(admit, moves.evict[num_left_out:])

@@ -18,7 +18,8 @@ from lowtide.policies.assignment import divide, is_here
 from lowtide.policies.prefetch import Prefetch
 
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-_MAX_PASSES = 32  # of a calibration, evenly spaced: enough to see the load
+_SEARCH_PASSES = 32  # of a calibration, evenly spaced: enough to see the load
+_COMPARED_PASSES = 128  # where two ways differ by little (docs/log.md)
 
 
 class Split(NamedTuple):
@@ -37,11 +38,16 @@ def best_split(
     Among equals the one with most residents and least transfers. hits [passes, layers, experts]:
     the load; frequency [layers, experts]: who is kept and brought.
     """
-    num_passes = len(hits)
-    some = hits[np.unique(np.linspace(0, num_passes - 1, min(num_passes, _MAX_PASSES)).astype(int))]
-    aheads = sorted({0, max_ahead})
+    some, aheads = _evenly(hits, _SEARCH_PASSES), sorted({0, max_ahead})
     splits = [Split(*parts) for parts in product(_SHARES[::-1], _SHARES, aheads)]
     return min(splits, key=lambda split: split_s(split, some, capacity, frequency, costs))
+
+
+def least_s(hits: IntArray, capacity: Sequence[int], frequency: FloatArray, costs: Costs) -> float:
+    """`split_s` of some passes of `hits` with all residents, at the best share of fetches."""
+    some = _evenly(hits, _COMPARED_PASSES)
+    splits = [Split(1.0, share, 0) for share in _SHARES]
+    return min(split_s(split, some, capacity, frequency, costs) for split in splits)
 
 
 def split_s(
@@ -102,6 +108,13 @@ class Favourites(Prefetch):
     def score(self, layer: int, predicted: IntArray | None) -> FloatArray:
         favourites: FloatArray = self._frequency[layer]
         return favourites
+
+
+def _evenly(hits: IntArray, most: int) -> IntArray:
+    """At most `most` of the passes."""
+    chosen = np.unique(np.linspace(0, len(hits) - 1, min(len(hits), most)).astype(int))
+    some: IntArray = hits[chosen]
+    return some
 
 
 def _favourites(frequency: FloatArray, num_kept: Sequence[int] | int) -> BoolArray:

@@ -119,8 +119,12 @@ def auto_tau(simulated_s: Callable[[int], float], taus: Iterable[int]) -> int:
     return min(candidates, key=simulated_s)
 
 
+MAX_ONLINE_TAU = 16
+"""Longest interval that `OnlineTau` watches unless it is told otherwise."""
+
+
 class TauChange(NamedTuple):
-    """One line of the log of `OnlineTau`."""
+    """What `OnlineTau` tells of a change."""
 
     num_steps: int  # seen until then
     old: int
@@ -134,7 +138,7 @@ class OnlineTau:
     Watches a few layers. Misses are kept by the age of the resident set they were met with, in
     exponential means, so f(tau) is the mean over ages 0 to tau - 1; ages do not reach across a
     block's start. After every `window` steps the best tau is computed; it is taken only when it
-    lowers the expected cost by more than `hysteresis`. Changes are logged in `changes`.
+    lowers the expected cost by more than `hysteresis`; `on_change` is told.
     """
 
     def __init__(
@@ -145,11 +149,12 @@ class OnlineTau:
         host_s: float,
         *,
         tau: int = 4,
-        max_tau: int = 16,
+        max_tau: int = MAX_ONLINE_TAU,
         window: int = 32,
         hysteresis: float = 0.1,
         decay: float = 0.95,
         watched: Iterable[int] = (0,),
+        on_change: Callable[[TauChange], None] = lambda change: None,
     ) -> None:
         """`link_s`, `host_s`: seconds per expert moved, per missed expert computed on the host.
 
@@ -161,13 +166,13 @@ class OnlineTau:
                 f"tau {tau} must be in 1..{max_tau} and the window {window} at least 1."
             )
         self.tau = tau
-        self.changes: list[TauChange] = []
         self._budget = budget
         self._link_s = link_s
         self._host_s = host_s
         self._max_tau = max_tau
         self._window = window
         self._hysteresis = hysteresis
+        self._on_change = on_change
         self._watched = {layer: _Ages(num_experts, budget, max_tau, decay) for layer in watched}
         self._pacer = min(self._watched, default=-1)
         self._num_steps = 0
@@ -202,7 +207,7 @@ class OnlineTau:
 
         best = min(range(1, self._max_tau + 1), key=cost_s)
         if cost_s(best) < (1 - self._hysteresis) * cost_s(self.tau):
-            self.changes.append(TauChange(self._num_steps, self.tau, best, d))
+            self._on_change(TauChange(self._num_steps, self.tau, best, d))
             self.tau = best
 
 

@@ -1,0 +1,84 @@
+"""Budgets: how many residents each layer may have, of a total that never changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from lowtide.core import FloatArray
+
+_PERIOD = 2  # steps between two looks at the layers
+_FORGET = 0.9  # weight of the past in what a layer's residents are worth, per look
+_LEAST_RATIO = 2.0  # of the worth gained to the worth lost, so that slots do not go to and fro
+_SHARE = 32  # of a layer's experts, one in so many changes layers at once
+
+
+class Budgets:
+    """Residents per layer, which move from where the last one is worth least to where the next
+    one would be worth most.
+
+    A layer that is to shrink may keep less at once and says later what it has evicted; a layer
+    that is to grow waits until then. So all layers together never have more than the total. Only
+    layers that are full take part: the others wait for the link, and what is on its way counts.
+    """
+
+    def __init__(self, capacity: Sequence[int], num_experts: int) -> None:
+        """`capacity`: of each layer, at the start."""
+        self.capacity = [int(slots) for slots in capacity]
+        """What each layer may keep now."""
+        self._total = sum(self.capacity)
+        self._held = list(self.capacity)  # residents of each layer, at most
+        self._due = [0] * len(self.capacity)  # what each will get when others have evicted it
+        self._num_moved = max(1, num_experts // _SHARE)
+        # [layers, experts]: a mean, best expert of each look first
+        self._worth_s = np.zeros((len(self.capacity), num_experts))
+        self._num_steps = 0
+
+    def begin_step(self, worth_s: Callable[[], FloatArray]) -> None:
+        """At every second step decides who gives slots to whom.
+
+        worth_s: tells what residency is worth in a step. [layers, experts]
+        """
+        self._num_steps += 1
+        if self._num_steps % _PERIOD == 0:
+            self._divide(worth_s())
+
+    def settle(self, layer: int, num_residents: int) -> int:
+        """Tells how many residents a layer has; how many of them it has to evict now."""
+        self._held[layer] = num_residents
+        if self._due[layer]:
+            num_free = self._total - sum(map(max, self.capacity, self._held))
+            num_given = min(num_free, self._due[layer])
+            self.capacity[layer] += num_given
+            self._due[layer] -= num_given
+        return max(0, num_residents - self.capacity[layer])
+
+    def _divide(self, worth_s: FloatArray) -> None:
+        self._worth_s *= _FORGET
+        self._worth_s += (1 - _FORGET) * np.sort(worth_s, axis=1)[:, ::-1]
+        gains_s = [self._gain_s(layer) for layer in range(len(self.capacity))]
+        losses_s = [self._loss_s(layer) for layer in range(len(self.capacity))]
+        growing, shrinking = np.argsort(gains_s)[::-1].tolist(), np.argsort(losses_s).tolist()
+        for to, of in zip(growing, shrinking, strict=True):
+            if gains_s[to] <= _LEAST_RATIO * losses_s[of]:
+                return
+            self.capacity[of] -= self._num_moved
+            self._due[to] = self._num_moved
+
+    def _gain_s(self, layer: int) -> float:
+        """Worth of the last expert that the layer would get; below 0 if it gets none."""
+        num_kept = self.capacity[layer] + self._num_moved
+        if not self._is_full(layer) or num_kept > self._worth_s.shape[1]:
+            return -1.0
+        return float(self._worth_s[layer, num_kept - 1])
+
+    def _loss_s(self, layer: int) -> float:
+        """Worth of the best expert that the layer would give; infinite if it gives none."""
+        num_kept = self.capacity[layer] - self._num_moved
+        if not self._is_full(layer) or num_kept < 0:
+            return np.inf
+        return float(self._worth_s[layer, num_kept])
+
+    def _is_full(self, layer: int) -> bool:
+        return not self._due[layer] and self._held[layer] >= self.capacity[layer]
