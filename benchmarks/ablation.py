@@ -190,7 +190,7 @@ def _lengths(recorder: Recorder, facts: Row, trace: Trace, setting: Setting) -> 
             **facts,
             "preset": name,
             "dali_over_this": reports["dali"].tokens_per_s / report.tokens_per_s,
-            "planning_us_per_layer": 1e6 * float(np.median(spent_s)),
+            "planning_us_per_layer": 1e6 * float(np.median(spent_s.sum(axis=1))),
             "planning_share": float(spent_s.sum()) / report.total_s,
         }
         recorder.write("length", {**row, **summary(report)})

@@ -4,7 +4,8 @@ On recorded demand, with the residents that TIDE's refresh one step earlier leav
 of DALI's cost model (device and host side by side, an expert on the device takes the longer of
 its transfer and its computation) against the exact optimum; and the makespan when the link works
 beside the device, which is what a step really takes. Then the time that each preset's policies
-take per layer at 256 experts: placement, assignment and prefetch together.
+take per layer at 256 experts: before the layer's work can start (the assignment, and the placement
+where a step waits for its moves), and beside that work (placement and prefetch).
 """
 
 from __future__ import annotations
@@ -205,13 +206,17 @@ def _time_presets(recorder: Recorder, is_quick: bool) -> None:
     }
     for name, (made, its_setting) in cases.items():
         seconds = policy_s(made, its_setting, trace)
+        total_s, (before_s, beside_s) = seconds.sum(axis=1), np.median(seconds, axis=0)
         row: Row = {
             "preset": name,
-            "median_us": 1e6 * float(np.median(seconds)),
-            "mean_us": 1e6 * float(seconds.mean()),
-            "least_us": 1e6 * float(seconds.min()),
-            "is_within_50_us": bool(np.median(seconds) <= 50e-6),
-            "share_of_lowtide_layer": float(np.median(seconds)) / step_s,
+            "before_us": 1e6 * float(before_s),
+            "beside_us": 1e6 * float(beside_s),
+            "median_us": 1e6 * float(np.median(total_s)),
+            "mean_us": 1e6 * float(total_s.mean()),
+            "least_us": 1e6 * float(total_s.min()),
+            "is_begun_within_50_us": bool(before_s <= 50e-6),
+            "is_within_50_us": bool(np.median(total_s) <= 50e-6),
+            "share_of_lowtide_layer": float(before_s) / step_s,
         }
         recorder.write("policy time", row)
 

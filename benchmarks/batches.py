@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,9 +23,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from common.arguments import make_parser, run_script
+from common.emulated import STREAMS, Stretch, Totals, Track, check_home
 from common.models import model_folder
 from common.record import Recorder, say
-from common.run import loaded_engine
 
 from lowtide import LLM
 from lowtide.calibration import GATES, Calibration
@@ -35,10 +33,8 @@ from lowtide.config import ModelConfig
 from lowtide.core import MemoryPlan, MoEShape, align_up
 from lowtide.decode.autoregressive import Autoregressive
 from lowtide.decode.request import Committed, Request
-from lowtide.engine import MAX_ROWS, Engine, EngineConfig, adopt_policy
-from lowtide.errors import InternalError, PlanError, UsageError
-from lowtide.experts.emulated import COMPUTE, HOST, LINK, EmulatedDevice
-from lowtide.experts.hybrid import HybridRuntime
+from lowtide.engine import MAX_ROWS
+from lowtide.errors import InternalError, UsageError
 from lowtide.lab.calibrate import calibrate
 from lowtide.llm import plan_model
 from lowtide.memory.budget import DEVICE_STAGING_SLOTS
@@ -90,97 +86,13 @@ _COUNTS = (
     "prefetch_num_late",
     "prefetch_num_wasted",
 )
-_STREAMS = (COMPUTE, LINK, HOST)
-_ADDED_UP = ("num_passes", "planning_s", "gate_s", "experts_s", *_STREAMS)
 _TOKENS = (1, 8, 64)  # of an expert, where costs are shown
 
 
-class Totals:
-    """What an engine has done since it was watched; the difference of two is a stretch of it."""
-
-    def __init__(self, values: Mapping[str, float]) -> None:
-        self._values = values
-
-    def __getitem__(self, name: str) -> float:
-        return self._values[name]
-
-    def __sub__(self, other: Totals) -> Totals:
-        return Totals({name: value - other[name] for name, value in self._values.items()})
-
-    def as_row(self) -> dict[str, Any]:
-        """Counts per pass, and what its streams and its policies take of the time."""
-        num_passes, seconds = self["num_passes"], self["seconds"]
-        return {
-            "s_per_pass": seconds / num_passes,
-            "experts_s_per_pass": self["experts_s"] / num_passes,
-            "per_pass": {name: round(self[name] / num_passes, 2) for name in _COUNTS},
-            "busy": {name: round(self[name] / seconds, 3) for name in _STREAMS},
-            "planning_share": self["planning_s"] / seconds,
-            "gate_share": self["gate_s"] / seconds,
-        }
-
-
-class Watched:
-    """An engine whose passes, streams and policies' time are added up."""
-
-    def __init__(self, engine: Engine) -> None:
-        runtime = engine.experts
-        if not isinstance(runtime, HybridRuntime) or not isinstance(runtime.device, EmulatedDevice):
-            raise InternalError("Only an engine with an emulated device can be watched.")
-        self.engine = engine
-        self.device = runtime.device
-        self.device.timeline = []
-        self._totals: Counter[str] = Counter()
-        # What a layer asks of its policies, the next layer's router that a prefetch may want, and
-        # both with the experts themselves.
-        for method, name in (
-            ("_decide", "planning_s"),
-            ("_look_ahead", "planning_s"),
-            ("_predict", "gate_s"),
-            ("forward", "experts_s"),
-        ):
-            setattr(runtime, method, self._timed(getattr(runtime, method), name))
-
-    @property
-    def num_layers(self) -> int:
-        return self.engine.opened.config.num_moe_layers
-
-    def adopt(self, preset: str, options: Mapping[str, str]) -> None:
-        """Starts anew under another preset."""
-        self.engine = adopt_policy(self.engine, preset, options)
-
-    def totals(self) -> Totals:
-        """Of everything so far."""
-        spans, self.device.timeline = self.device.timeline or [], []
-        for span in spans:
-            self._totals[span.stream] += span.end_s - span.start_s
-        stats = self.engine.experts.as_dict()
-        return Totals(
-            {
-                "seconds": time.perf_counter(),
-                **{name: self._totals[name] for name in _ADDED_UP},
-                **{name: stats[name] for name in _COUNTS},
-            }
-        )
-
-    def count_pass(self) -> None:
-        self._totals["num_passes"] += 1
-
-    def _timed(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def timed(*arguments: Any) -> Any:
-            start_s = time.perf_counter()
-            answer = method(*arguments)
-            self._totals[name] += time.perf_counter() - start_s
-            return answer
-
-        return timed
-
-
 class Answers:
-    """Prompts being answered greedily by a watched engine, pass by pass."""
+    """Prompts being answered greedily, pass by pass."""
 
-    def __init__(self, watched: Watched, decoder: Autoregressive, num_prompts: int) -> None:
-        self._watched = watched
+    def __init__(self, decoder: Autoregressive, num_prompts: int) -> None:
         self._decoder = decoder
         self.token_ids: Ids = [[] for _ in range(num_prompts)]
 
@@ -203,58 +115,45 @@ class Answers:
             if isinstance(event, Committed):
                 self.token_ids[event.request] += event.tokens
                 num_tokens += len(event.tokens)
-        self._watched.count_pass()
         return num_tokens
 
 
-class Taken(NamedTuple):
-    """What some passes gave, and what they took."""
-
-    num_tokens: int
-    totals: Totals
-    token_ids: Ids  # of whole answers, whatever came before those passes too
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.num_tokens / self.totals["seconds"]
-
-
 @contextmanager
-def answering(watched: Watched, prompts: Ids, num_passes: int) -> Iterator[Answers]:
+def answering(track: Track, prompts: Ids, num_passes: int) -> Iterator[Answers]:
     """Answers that may go on for `num_passes` passes once all have begun."""
-    engine = watched.engine
+    engine = track.engine
     decoder = Autoregressive(engine.model, engine.kv_cache, MAX_ROWS)
     params = SamplingParams(max_tokens=_num_new(len(prompts), num_passes), ignore_eos=True)
     with engine.executor.in_charge():
         try:
             for index, prompt in enumerate(prompts):
                 decoder.add(Request(index=index, prompt=prompt, params=params))
-            yield Answers(watched, decoder, len(prompts))
+            yield Answers(decoder, len(prompts))
         finally:
             decoder.close()
 
 
-def decode(watched: Watched, prompts: Ids, num_warm: int, num_timed: int) -> Taken:
+def decode(track: Track, prompts: Ids, num_warm: int, num_timed: int) -> Stretch:
     """Passes of one token per prompt, after others that are not timed."""
-    with answering(watched, prompts, num_warm + num_timed) as answers:
+    with answering(track, prompts, num_warm + num_timed) as answers:
         answers.begin()
         answers.go_on(num_warm)
-        before = watched.totals()
+        before = track.totals()
         answers.go_on(num_timed)
-        taken = watched.totals() - before
-    return Taken(num_timed * len(prompts), taken, answers.token_ids)
+        taken = track.totals() - before
+    return Stretch(num_timed * len(prompts), taken, answers.token_ids)
 
 
-def prefill(watched: Watched, prompts: Ids) -> Taken:
+def prefill(track: Track, prompts: Ids) -> Stretch:
     """The last of `prompts`, which are read one after the other."""
     token_ids: Ids = []
     for prompt in prompts:
-        with answering(watched, [prompt], 0) as answers:
-            before = watched.totals()
+        with answering(track, [prompt], 0) as answers:
+            before = track.totals()
             answers.begin()
-            taken = watched.totals() - before
+            taken = track.totals() - before
         token_ids += answers.token_ids
-    return Taken(len(prompts[-1]), taken, token_ids)
+    return Stretch(len(prompts[-1]), taken, token_ids)
 
 
 class Ratios(NamedTuple):
@@ -268,7 +167,7 @@ class Race:
     """Presets in one engine, in turn, and the ceiling in its own."""
 
     def __init__(
-        self, budget: Watched, ceiling: Watched, presets: Sequence[str], dali: Mapping[str, str]
+        self, budget: Track, ceiling: Track, presets: Sequence[str], dali: Mapping[str, str]
     ) -> None:
         """`dali`: the options of that preset."""
         self.budget = budget
@@ -276,16 +175,23 @@ class Race:
         self._presets = presets
         self._dali = dali
 
-    def run(self, work: Callable[[Watched], Taken], num_repeats: int) -> dict[str, list[Taken]]:
-        """What each lane took, every time; the lanes take turns."""
-        taken: dict[str, list[Taken]] = {name: [] for name in (CEILING, *self._presets)}
-        for _ in range(num_repeats):
-            taken[CEILING].append(work(self._ceiling))
-            for preset in self._presets:
-                taken[preset].append(work(self.under(preset)))
+    def run(
+        self, work: Callable[[Track], Stretch], num_repeats: int, repeated: Collection[str]
+    ) -> dict[str, list[Stretch]]:
+        """What each lane took, every time; the lanes take turns.
+
+        All once; again only DALI, the ceiling and those `repeated`, whose ratios are published.
+        """
+        lanes = (CEILING, *self._presets)
+        taken: dict[str, list[Stretch]] = {name: [] for name in lanes}
+        again = [name for name in lanes if name in (CEILING, "dali", *repeated)]
+        for names in (lanes, *[again] * (num_repeats - 1)):
+            for name in names:
+                track = self._ceiling if name == CEILING else self.under(name)
+                taken[name].append(work(track))
         return taken
 
-    def under(self, preset: str) -> Watched:
+    def under(self, preset: str) -> Track:
         """The engine with the budget, from the preset's first residents."""
         self.budget.adopt(preset, self._dali if preset == "dali" else {})
         return self.budget
@@ -299,24 +205,20 @@ def main() -> None:
     plan = plan_model(
         folder, device="emulated", context=_context(options), config_overrides=overrides
     )
-    if plan.host.num_slots < plan.num_experts:
-        raise PlanError(
-            f"Host memory has room for {plan.host.num_slots} of {plan.num_experts} experts; free "
-            "some or name a smaller --model."
-        )
+    check_home(plan)
     with TemporaryDirectory() as temporary, ExitStack() as stack:
         calibration = Path(temporary) / "calibration.lowtide"
         _calibrate(folder, overrides, options.pieces, calibration)
         budget, ceiling = (
-            Watched(stack.enter_context(loaded_engine(str(folder), config)))
-            for config in _configs(plan, overrides, calibration)
+            stack.enter_context(Track(LLM(folder, **each)))
+            for each in _llm_options(plan, overrides, calibration)
         )
         race = Race(budget, ceiling, options.presets, FAMILIES[options.family].dali)
         settings = _settings(options, folder, budget)
         recorder = Recorder("batches", settings, options.out)
         recorder.write("device", _device(budget))
         recorder.write("early gates", _accuracy(calibration))
-        race.run(lambda watched: decode(watched, _prompts(watched, 2, 8), 1, 1), 1)  # warm
+        race.run(lambda track: decode(track, _prompts(track, 2, 8), 1, 1), 1, ())  # warm
         _measure_decode(recorder, race, options)
         _measure_prefill(recorder, race, options)
         _measure_planning(recorder, race, options)
@@ -327,10 +229,10 @@ def _measure_decode(recorder: Recorder, race: Race, options: argparse.Namespace)
     for batch in options.batches:
         prompts = _prompts(race.budget, batch, options.prompt)
 
-        def work(watched: Watched, prompts: Ids = prompts) -> Taken:
-            return decode(watched, prompts, options.warm, options.new)
+        def work(track: Track, prompts: Ids = prompts) -> Stretch:
+            return decode(track, prompts, options.warm, options.new)
 
-        taken = race.run(work, options.repeats)
+        taken = race.run(work, options.repeats, PUBLISHED["decode"])
         for name, ratio in _write(recorder, race, "decode", batch, taken).items():
             ratios.setdefault(name, []).append(ratio)
     means = {
@@ -343,7 +245,7 @@ def _measure_decode(recorder: Recorder, race: Race, options: argparse.Namespace)
 def _measure_prefill(recorder: Recorder, race: Race, options: argparse.Namespace) -> None:
     """The second of two prompts: a cache that starts empty is filled by the first."""
     prompts = _prompts(race.budget, 2, options.prefill)
-    taken = race.run(lambda watched: prefill(watched, prompts), options.repeats)
+    taken = race.run(lambda track: prefill(track, prompts), options.repeats, PUBLISHED["prefill"])
     _write(recorder, race, "prefill", 1, taken)
 
 
@@ -352,14 +254,16 @@ def _measure_planning(recorder: Recorder, race: Race, options: argparse.Namespac
     prompts = _prompts(race.budget, options.planning_batch, options.prompt)
     speedup = _speedup(race.budget, FAMILIES[options.family].published)
     for preset in (name for name in PLANNING_PRESETS if name in options.presets):
-        watched, num_done = race.under(preset), 0
-        with answering(watched, prompts, max(options.lengths)) as answers:
+        track, num_done = race.under(preset), 0
+        with answering(track, prompts, max(options.lengths)) as answers:
             answers.begin()
-            before = watched.totals()
+            before = track.totals()
             for length in sorted(options.lengths):
                 answers.go_on(length - num_done)
                 num_done = length
-                row = _planning(preset, watched.totals() - before, watched.num_layers, speedup)
+                row = _planning(
+                    preset, track.totals() - before, track.llm.config.num_moe_layers, speedup
+                )
                 values = {"preset": preset, "batch": len(prompts), "num_new": length, **row}
                 recorder.write("planning", {**values, **_emulated(race)})
                 say(
@@ -385,13 +289,13 @@ def _planning(preset: str, taken: Totals, num_layers: int, speedup: float) -> di
 
 
 def _write(
-    recorder: Recorder, race: Race, phase: str, batch: int, taken: Mapping[str, list[Taken]]
+    recorder: Recorder, race: Race, phase: str, batch: int, taken: Mapping[str, list[Stretch]]
 ) -> dict[str, Ratios]:
     """A row for each lane, and one with DALI's speed over theirs, which is returned."""
     medians = {
         name: statistics.median(t.tokens_per_s for t in each) for name, each in taken.items()
     }
-    wanted = [each.token_ids for each in taken[CEILING]]
+    wanted = taken[CEILING][0].token_ids
     for name, each in taken.items():
         middle = min(each, key=lambda t: abs(t.tokens_per_s - medians[name]))
         values = {
@@ -400,8 +304,8 @@ def _write(
             "tokens_per_s": medians[name],
             "share_of_ceiling": medians[name] / medians[CEILING],
             "each_tokens_per_s": [round(t.tokens_per_s, 2) for t in each],
-            "same_ids": [t.token_ids for t in each] == wanted,
-            **middle.totals.as_row(),
+            "same_ids": all(t.token_ids == wanted for t in each),
+            **_totals_row(middle.totals),
         }
         recorder.write(phase, {**values, **_emulated(race)})
         is_same = "same ids" if values["same_ids"] else "OTHER IDS"
@@ -411,8 +315,21 @@ def _write(
     return ratios
 
 
+def _totals_row(totals: Totals) -> dict[str, Any]:
+    """Counts per pass, and what its streams and its policies take of the time."""
+    num_passes, seconds = totals["num_passes"], totals["seconds"]
+    return {
+        "s_per_pass": seconds / num_passes,
+        "experts_s_per_pass": totals["experts_s"] / num_passes,
+        "per_pass": {name: round(totals[name] / num_passes, 2) for name in _COUNTS},
+        "busy": {name: round(totals[name] / seconds, 3) for name in STREAMS},
+        "planning_share": totals["planning_s"] / seconds,
+        "gate_share": totals["gate_s"] / seconds,
+    }
+
+
 def _ratios_of_dali(
-    medians: Mapping[str, float], taken: Mapping[str, list[Taken]]
+    medians: Mapping[str, float], taken: Mapping[str, list[Stretch]]
 ) -> dict[str, Ratios]:
     experts_s = {
         name: statistics.median(t.totals["experts_s"] for t in each) for name, each in taken.items()
@@ -442,12 +359,12 @@ def _emulated(race: Race) -> dict[str, str]:
     return {"time": "emulated", "device": race.budget.device.describe()}
 
 
-def _device(watched: Watched) -> dict[str, Any]:
+def _device(track: Track) -> dict[str, Any]:
     """The emulated costs of an expert beside the profile's, by tokens."""
-    costs = watched.engine.experts.costs
-    shape, dtype = watched.engine.opened.config.moe_shape, watched.engine.opened.dtype
+    costs = track.engine.experts.costs
+    shape, dtype = track.engine.opened.config.moe_shape, track.engine.opened.dtype
     profile = load_profile(PROFILE).costs(shape, dtype.itemsize)
-    rows = {"device": watched.device.describe(), "time": "emulated"}
+    rows = {"device": track.device.describe(), "time": "emulated"}
     for name, c in (("emulated", costs), ("profile", profile)):
         rows[name] = {
             "link_over_device": round(c.link_s / c.device_s.at(1), 1),
@@ -467,10 +384,10 @@ def _accuracy(calibration: Path) -> dict[str, Any]:
     }
 
 
-def _speedup(watched: Watched, published: MoEShape) -> float:
+def _speedup(track: Track, published: MoEShape) -> float:
     """How much faster the profile's machine runs an expert of the published model."""
     expert_s = load_profile(PROFILE).costs(published).device_s.at(1)
-    return watched.device.speeds.device_s.at(1) / expert_s
+    return track.device.speeds.device_s.at(1) / expert_s
 
 
 def _calibrate(folder: Path, overrides: Mapping[str, object], num_pieces: int, path: Path) -> None:
@@ -481,28 +398,28 @@ def _calibrate(folder: Path, overrides: Mapping[str, object], num_pieces: int, p
         calibrate(llm, token_ids, folder.name, num_pieces=num_pieces).save(path)
 
 
-def _configs(
+def _llm_options(
     plan: MemoryPlan, overrides: Mapping[str, object], calibration: Path
-) -> Iterator[EngineConfig]:
-    """The one with half of the experts resident, then the ceiling."""
+) -> Iterator[dict[str, Any]]:
+    """Of the one with half of the experts resident, then of the ceiling."""
     num_slots = plan.num_experts // 2 + DEVICE_STAGING_SLOTS
     for policy, gpu_memory in (
         ("all-host", plan.minimum_bytes + num_slots * plan.fast_tier.slot_bytes),
         (CEILING, plan.full_bytes),
     ):
-        yield EngineConfig(
-            device="emulated",
-            gpu_memory=gpu_memory,
-            host_memory=plan.host.used_bytes,
-            context=plan.context,
-            policy=policy,
-            calibration=str(calibration),
-            config_overrides=overrides,
-        )
+        yield {
+            "device": "emulated",
+            "gpu_memory": gpu_memory,
+            "host_memory": plan.host.used_bytes,
+            "context": plan.context,
+            "policy": policy,
+            "calibration": str(calibration),
+            "config_overrides": overrides,
+        }
 
 
-def _settings(options: argparse.Namespace, folder: Path, watched: Watched) -> dict[str, Any]:
-    plan, config = watched.engine.plan, watched.engine.opened.config
+def _settings(options: argparse.Namespace, folder: Path, track: Track) -> dict[str, Any]:
+    plan, config = track.engine.plan, track.engine.opened.config
     return {
         "model": folder.name,
         "shape": config.moe_shape._asdict(),
@@ -519,8 +436,8 @@ def _settings(options: argparse.Namespace, folder: Path, watched: Watched) -> di
     }
 
 
-def _prompts(watched: Watched, num_prompts: int, num_tokens: int) -> Ids:
-    config = watched.engine.opened.config
+def _prompts(track: Track, num_prompts: int, num_tokens: int) -> Ids:
+    config = track.engine.opened.config
     return [_random_ids(config, num_tokens, (0, index)) for index in range(num_prompts)]
 
 
@@ -554,7 +471,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 16, 32, 64])
     parser.add_argument("--prompt", type=int, default=16, help="tokens before decoding (16)")
     parser.add_argument("--warm", type=int, default=8, help="passes before those timed (8)")
-    parser.add_argument("--new", type=int, default=None, help="timed passes (16)")
+    parser.add_argument("--new", type=int, default=None, help="timed passes (12)")
     parser.add_argument("--prefill", type=int, default=512, help="tokens of a prefill (512)")
     parser.add_argument("--planning-batch", type=int, default=None, help="for planning (8)")
     parser.add_argument(
@@ -566,7 +483,7 @@ def _options() -> argparse.Namespace:
     if "dali" not in options.presets:
         raise UsageError("Ratios are dali's over others: --presets must have it.")
     names = ("new", "planning_batch", "lengths", "pieces", "repeats")
-    usual = [4, 1, [128, 256], 4, 1] if options.quick else [16, 8, [128, 256, 512, 1024], 16, 3]
+    usual = [4, 1, [128, 256], 4, 1] if options.quick else [12, 8, [128, 256, 512, 1024], 16, 3]
     for name, value in zip(names, usual, strict=True):
         if getattr(options, name) is None:
             setattr(options, name, value)

@@ -2,27 +2,33 @@
 
 All placements share DALI's assignment and no prefetch, so that only the cache differs: hit rate
 and tokens per second over cache ratios, over DALI's window and swap sizes, and along the
-generated sequence. Recorded routing of the demo models and of synthetic checkpoints, experts of
-the published models' sizes, in simulated time.
+generated sequence. Then `lowtide` as it is, with its residents divided among layers evenly, by
+what it sees and by a calibration; there also synthetic layers of very different skew. Recorded
+routing of the demo models and of synthetic checkpoints, experts of the published models' sizes,
+in simulated time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 from common.arguments import run_script
 from common.record import Recorder, Row, say
 from common.simulated import ceilings, first_passes, make_parser, make_setting, published, summary
 from common.traces import Run, record_all
 
-from lowtide.core import IntArray, StepKind
+from lowtide.core import IntArray, MoEShape, StepKind
+from lowtide.lab.synth_trace import synth_decode_trace
 from lowtide.policies.assignment import Greedy
+from lowtide.policies.budgets import Budgets
 from lowtide.policies.catalogue import Recipe, Setting, recipe
 from lowtide.profiles import load_profile
 from lowtide.simulate import Report, simulate
-from lowtide.trace import Trace
+from lowtide.trace import Trace, TraceShape
 
 PLACEMENTS: Mapping[str, Recipe] = {
     name: Recipe(recipe(preset).placement, lambda setting: Greedy(setting.costs))
@@ -38,6 +44,9 @@ PLACEMENTS: Mapping[str, Recipe] = {
 RATIOS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75)
 WINDOWS = ((1, 8), (2, 8), (4, 1), (4, 4), (4, 8), (4, 16), (8, 8), (16, 8))  # w_size, u_size
 MACHINE = "rtx3090"
+BUDGET_MACHINES = ("rtx3090", "a100-40gb", "h100")
+BUDGET_RATIOS = (0.25, 0.5, 0.75)
+SKEWS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)  # of the layers of the uneven trace
 NUM_PARTS = 4  # of the generated sequence
 
 
@@ -64,7 +73,10 @@ def main() -> None:
     runs = [one.run for one in recorded]
     traces = record_all([*runs, *(run._replace(for_calibration=True) for run in runs)])
     for place, one in enumerate(recorded):
-        _measure(recorder, one, traces[place], traces[place + len(runs)], options.quick)
+        trace, known = traces[place], traces[place + len(runs)]
+        _measure(recorder, one, trace, known, options.quick)
+        _divide(recorder, one.run.name, published(one.sizes_of), trace, known)
+    _divide(recorder, "uneven", published("llada2"), _uneven(text=0), _uneven(text=1))
 
 
 def _measure(recorder: Recorder, one: Recorded, trace: Trace, known: Trace, is_quick: bool) -> None:
@@ -91,6 +103,62 @@ def _measure(recorder: Recorder, one: Recorded, trace: Trace, known: Trace, is_q
     for name, made in PLACEMENTS.items():
         parts = _along(trace, made, settings[0.5], hits)
         recorder.write("along the sequence", {**facts, "placement": name, "hit_rates": parts})
+
+
+def _divide(recorder: Recorder, name: str, sizes: MoEShape, trace: Trace, known: Trace) -> None:
+    """How much faster `lowtide` is than with even budgets, without a calibration and with one."""
+    shape = sizes._replace(num_layers=trace.shape.num_layers, num_experts=trace.shape.num_experts)
+    hits = trace.hits()
+    for machine in BUDGET_MACHINES:
+        costs = load_profile(machine).costs(shape)
+        for ratio in BUDGET_RATIOS:
+            calibrated = make_setting(trace, costs, round(ratio * shape.num_experts), known)
+            unknown = replace(calibrated, frequency=None, following=None, hits=None)
+            learnt, divided = (
+                simulate(trace, "lowtide", one, hits=hits).tokens_per_s
+                for one in (unknown, calibrated)
+            )
+            with _even_budgets():
+                even, calibrated_even = (
+                    simulate(trace, "lowtide", one, hits=hits).tokens_per_s
+                    for one in (unknown, replace(calibrated, hits=None))
+                )
+            row: Row = {"trace": name, "profile": machine, "ratio": ratio, "tokens_per_s": even}
+            row |= {
+                "learnt_over_even": learnt / even,
+                "divided_over_even": divided / calibrated_even,
+            }
+            recorder.write("budgets", row)
+
+
+@contextmanager
+def _even_budgets() -> Iterator[None]:
+    """Inside, no slot moves from layer to layer."""
+    begin_step = Budgets.begin_step
+    Budgets.begin_step = lambda self, worth_s: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Budgets.begin_step = begin_step  # type: ignore[method-assign]
+
+
+def _uneven(text: int) -> Trace:
+    """Eight sequences whose layers have very different favourites: `SKEWS`."""
+    layers = [
+        synth_decode_trace(
+            TraceShape(1, 128, 8),
+            num_sequences=8,
+            num_new=48,
+            locality=0.3,
+            skew=skew,
+            taste=skew / 2,
+            seed=seed,
+            text=text,
+        )
+        for seed, skew in enumerate(SKEWS)
+    ]
+    shape = layers[0].shape._replace(num_layers=len(layers))
+    return replace(layers[0], shape=shape, ids=np.concatenate([one.ids for one in layers], axis=1))
 
 
 def _along(trace: Trace, made: Recipe, setting: Setting, hits: IntArray) -> list[float]:

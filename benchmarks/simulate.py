@@ -67,7 +67,7 @@ def main() -> None:
         learned, path = learn(model, Path(folder), options.new)
         calibration = Calibration.load(path)
         recorder.write("ceiling", memory_ceiling())
-        with Track(model, options.share, device_options(model), path) as track:
+        with Track.open(model, options.share, device_options(model), path) as track:
             recorder.write("device", track.describe())
             measured = _measure_costs(track, learned)
             recorder.write("costs", _costs_row(measured))
@@ -153,15 +153,16 @@ def _measure_costs(track: Track, learned: Learned) -> MeasuredCosts:
         ).costs
     _answer(track, learned, "all-host")  # warms
     alone = _answer(track, learned, "all-host")
-    num_layers = shape.num_layers * alone.num_passes
+    taken = alone.totals
+    num_layers = shape.num_layers * taken["num_passes"]
     return MeasuredCosts(
         replace(
             costs,
             dense_s=runtime.costs.dense_s.scaled(0.0),  # in `pass_s`
-            sync_s=max(0.0, alone.experts_s - alone.busy_s[HOST]) / num_layers,
+            sync_s=max(0.0, taken["experts_s"] - taken[HOST]) / num_layers,
             num_staging=runtime.costs.num_staging,
         ),
-        pass_s=(alone.seconds - alone.experts_s) / alone.num_passes,
+        pass_s=(taken["seconds"] - taken["experts_s"]) / taken["num_passes"],
     )
 
 

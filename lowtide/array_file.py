@@ -6,13 +6,10 @@ read. Knows nothing of what the arrays mean.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import zipfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import IO, Any
 
 import numpy as np
@@ -20,6 +17,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from lowtide.errors import StorageError, UsageError
+from lowtide.whole_file import whole_file
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -42,22 +40,8 @@ _DAMAGE = (
 
 def save_arrays(path: Path, arrays: Mapping[str, Any], noun: str) -> None:
     """Writes `arrays` to `path`; `noun` ("trace") names the file in the StorageError raised."""
-    path = Path(path)
-    temporary: Path | None = None
-    try:
-        with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            temporary = Path(file.name)
-            np.savez_compressed(file, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as reason:
-        text = f"{noun.capitalize()} {path} cannot be written: {reason.strerror}."
-        raise StorageError(text) from reason
-    finally:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
+    with whole_file(Path(path), noun) as file:
+        np.savez_compressed(file, **arrays)
 
 
 def load_arrays(path: Path, dtypes: Mapping[str, str], max_bytes: int, noun: str) -> Arrays:

@@ -24,6 +24,7 @@ from lowtide.array_file import Arrays, Contradiction, load_arrays, save_arrays
 from lowtide.core import FloatArray
 from lowtide.errors import StorageError, UsageError
 from lowtide.trace import MAX_TRACE_BYTES, TRACE_DTYPES, Trace, TraceShape, trace_of
+from lowtide.whole_file import check_writable
 
 CALIBRATION_VERSION = 1
 GATES = ("raw", "residual")
@@ -91,13 +92,7 @@ class Calibration:
 
     def save(self, path: Path) -> None:
         """Writes it, whole or not at all, making its folder. Raises StorageError."""
-        path = Path(path)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as reason:
-            raise StorageError(
-                f"The folder {path.parent} cannot be made: {reason.strerror}; choose another."
-            ) from reason
+        check_calibration_path(path)
         facts = json.dumps({name: getattr(self, name) for name in _FACTS})
         arrays = {
             **{_PREFIX + name: array for name, array in self.trace.arrays().items()},
@@ -125,6 +120,17 @@ class Calibration:
                 f"Calibration {path} contradicts itself: {reason}; delete it and run lowtide "
                 "calibrate again."
             ) from None
+
+
+def check_calibration_path(path: Path) -> None:
+    """Makes the folder; raises StorageError where a calibration could not be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as reason:
+        raise StorageError(
+            f"The folder {path.parent} cannot be made: {reason.strerror}; choose another."
+        ) from reason
+    check_writable(path, "calibration")
 
 
 def default_path(folder: Path, architecture: str, shape: TraceShape) -> Path:

@@ -59,11 +59,6 @@ class Trace:
     passes: tuple[Pass, ...]
     ids: NDArray[np.uint16]  # [rows of all passes, layers, k]
 
-    def pass_ids(self, index: int) -> NDArray[np.uint16]:
-        """Expert ids of one pass. [rows, layers, k]"""
-        start = sum(p.num_rows for p in self.passes[:index])
-        return self.ids[start : start + self.passes[index].num_rows]
-
     def iter_ids(self) -> Iterator[NDArray[np.uint16]]:
         """Expert ids pass by pass. Each [rows, layers, k]"""
         start = 0
@@ -259,6 +254,10 @@ def trace_of(arrays: Arrays) -> Trace:
 
 def _check_shape(shape: TraceShape) -> None:
     layers, experts, k = shape[:3]
+    if not all(0 <= size <= _MAX_COUNT for size in (shape.hidden_size, shape.expert_size)):
+        raise UsageError(
+            f"A trace's experts cannot be of {shape.hidden_size} x {shape.expert_size} weights."
+        )
     if not (1 <= layers <= 1 << 16 and 1 <= experts <= 1 << 16 and 1 <= k <= experts):
         raise UsageError(
             f"A trace cannot have {layers} layers of {experts} experts, {k} per token; "

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lowtide import LLM, SamplingParams
-from lowtide.cli.main import app
+from lowtide.cli.app import app
 from lowtide.errors import PlanError, UsageError
 from lowtide.hardware.machine import Rate, this_machine
 from lowtide.lab import bench as bench_module

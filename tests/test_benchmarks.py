@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from concurrent.futures import Future
 from contextlib import closing
 from importlib import import_module
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lowtide import LLM
 from lowtide.core import Curve, MoEShape, Step, StepKind
 from lowtide.engine import EngineConfig
-from lowtide.errors import InternalError, UsageError
+from lowtide.errors import InternalError, PlanError, UsageError
 from lowtide.experts.emulated import EmulatedSpeeds
 from lowtide.lab.synth import synth
 from lowtide.layers.batch import Batch, KVRange, Segment
@@ -25,21 +29,24 @@ from lowtide.profiles import load_profile
 from lowtide.simulate import simulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-causal, ceilings, emulated, memory, models, peer, record, run, worker, offload, overlap = map(
-    import_module,
-    (
-        "common.causal",
-        "common.ceilings",
-        "common.emulated",
-        "common.memory",
-        "common.models",
-        "common.peer",
-        "common.record",
-        "common.run",
-        "common.worker",
-        "offload",
-        "overlap",
-    ),
+balloon, causal, ceilings, emulated, memory, models, peer, record, run, worker, offload, overlap = (
+    map(
+        import_module,
+        (
+            "common.balloon",
+            "common.causal",
+            "common.ceilings",
+            "common.emulated",
+            "common.memory",
+            "common.models",
+            "common.peer",
+            "common.record",
+            "common.run",
+            "common.worker",
+            "offload",
+            "overlap",
+        ),
+    )
 )
 
 
@@ -80,6 +87,70 @@ def test_every_kind_of_limit_wraps_the_command(
         assert removed.pop() == group
     with pytest.raises(UsageError, match="none"):
         memory.choose_limit("some")
+
+
+def test_a_balloon_holds_until_what_ran_has_ended() -> None:
+    left_bytes = balloon.memory_info("MemAvailable") - (64 << 20)
+    limit = memory.choose_limit("balloon")
+    with limit.limited(["run", "me"], left_bytes) as command:
+        assert command == ["run", "me"]
+        [process] = psutil.Process().children()
+        assert Path(f"/proc/{process.pid}/oom_score_adj").read_text().strip() == "1000"
+    assert not process.is_running()
+    with pytest.raises(PlanError, match="burst"), limit.limited(["run"], left_bytes):
+        [process] = psutil.Process().children()
+        process.kill()
+        process.wait()
+
+
+def test_what_a_balloon_takes_has_pages() -> None:
+    before = psutil.Process().memory_info().rss
+    taken = balloon.touched(16 << 20)
+    assert psutil.Process().memory_info().rss - before >= len(taken) - (1 << 20)
+
+
+def test_a_balloon_goes_with_who_wanted_it() -> None:
+    code = (
+        "import sys; from common import memory\n"
+        "with memory.choose_limit('balloon').limited(['run'], int(sys.argv[1])):\n"
+        "    import psutil; print(psutil.Process().children()[0].pid, flush=True); 1 / 0"
+    )
+    left = str(balloon.memory_info("MemAvailable") - (32 << 20))
+    folder = Path(memory.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", code, left], cwd=folder, capture_output=True, text=True, timeout=60
+    )
+    assert "ZeroDivisionError" in done.stderr and not psutil.pid_exists(int(done.stdout))
+
+
+@given(
+    st.integers(0, 1 << 36),
+    st.lists(st.integers(-(1 << 27), 1 << 27), min_size=1, max_size=50),
+)
+def test_a_balloon_stops_at_its_mark(left_bytes: int, others: list[int]) -> None:
+    """Whatever others take (or give back) meanwhile, a step never goes below the mark."""
+    available_bytes = left_bytes + (1 << 31)
+    moves = iter(others)
+
+    def available() -> int:
+        nonlocal available_bytes
+        available_bytes -= next(moves, 0)
+        return available_bytes
+
+    def take(num_bytes: int) -> range:
+        nonlocal available_bytes
+        available_bytes -= num_bytes
+        assert available_bytes >= left_bytes
+        return range(num_bytes)  # has a length, as memory has
+
+    balloon.inflate(left_bytes, available, take, lambda: True)
+    assert available_bytes <= left_bytes + balloon.TOLERANCE_BYTES
+    assert balloon.inflate(0, lambda: 1 << 40, take, lambda: False) == []
+
+
+def test_a_balloon_gives_up_where_nothing_becomes_less() -> None:
+    with pytest.raises(SystemExit, match="less"):
+        balloon.inflate(0, lambda: 1 << 30, lambda num_bytes: range(num_bytes), lambda: True)
 
 
 def test_peak_memory_can_start_anew() -> None:
@@ -228,7 +299,7 @@ def test_presets_take_turns_on_one_emulated_engine(tiny: Path, tmp_path: Path) -
     [link, latency, slowdown] = emulated.device_options(model).values()
     assert float(link) > 0 == float(latency) and float(slowdown) > 1
     speeds = {"link_GBps": "100", "link_latency_us": "0", "host_slowdown": "1"}
-    with emulated.Track(model, 0.5, speeds, calibration) as track:
+    with emulated.Track.open(model, 0.5, speeds, calibration) as track:
         assert track.describe()["num_residents"] == track.describe()["num_experts"] // 2
         for preset, options in (("tide", {"tau": 1, "waits": True}), ("layer-split", {})):
             track.adopt(preset, options)
@@ -243,10 +314,24 @@ def test_presets_take_turns_on_one_emulated_engine(tiny: Path, tmp_path: Path) -
     assert first.num_committed == 8 and len(first.passes) < len(learned.trace.passes)
     setting = Setting([32] * 3, 64, load_profile("rtx3090").costs(MoEShape(*first.shape)))
     report = simulate(first, "tide", setting)
-    assert report.num_passes == stretch.num_passes
+    assert report.num_passes == stretch.totals["num_passes"]
     predicted_s = stretch.s_per_pass
     assert validate.compared(predicted_s * 1.1, [stretch])["holds"]
     assert not validate.compared(predicted_s * 1.3, [stretch])["holds"]
+
+
+def test_only_presets_that_may_decide_something_go_on() -> None:
+    policies = import_module("policies")
+    names = ("lru", "tide", "tide tau=1", "dali", "layer-split", "lowtide", "static")
+    assert policies.contenders(names, {}) == list(names)
+    # 1.1 is near the 1.2 expected, 3 is far from 1.3; static may be the fastest.
+    speeds = {"lru": 1, "tide": 33, "tide tau=1": 30, "dali": 30, "layer-split": 10}
+    speeds |= {"lowtide": 80, "static": 70}
+    taken = {
+        name: [emulated.Stretch(speed, emulated.Totals({"seconds": 1.0}), [])]
+        for name, speed in speeds.items()
+    }
+    assert policies.contenders(names, taken) == ["tide", "tide tau=1", "lowtide", "static"]
 
 
 def test_what_is_expected_of_presets_is_a_ratio() -> None:

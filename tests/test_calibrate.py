@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from lowtide import LLM, SamplingParams
 from lowtide.calibration import GATES, Calibration, GateAccuracy, default_path
-from lowtide.cli.main import app
+from lowtide.cli.app import app
 from lowtide.core import Costs, Curve, Step, StepKind
 from lowtide.errors import StorageError, UnsupportedError, UsageError
 from lowtide.experts.rows import Routing
@@ -442,6 +442,10 @@ def test_what_cannot_be_calibrated_is_refused(models: Path, tmp_path: Path) -> N
         (["--text", str(tmp_path / "bytes")], "UTF-8"),
         (["--text", str(tmp_path / "short")], "16 pieces"),
         (["--text", str(tmp_path / "short"), "--machine", "abacus"], "abacus"),
+        # Told before the text is run, which is too short.
+        (["--text", str(tmp_path / "short"), "--out", str(tmp_path)], "cannot be written"),
+        (["--text", str(tmp_path / "short"), "--out", "/dev/null/c"], "cannot be made"),
+        (["--text", str(tmp_path / "short"), "--plot", "/dev/null/c"], "Plots cannot be written"),
     ):
         result = CliRunner().invoke(app, ["calibrate", model, *arguments])
         assert result.exit_code in (1, 2)

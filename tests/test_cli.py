@@ -18,12 +18,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lowtide.cli.answer import ask_live
+from lowtide.cli.app import app
 from lowtide.cli.chat import Conversation
 from lowtide.cli.live import MASK, LiveView
-from lowtide.cli.main import app
 from lowtide.cli.prompt import parse_ids, read_prompt
 from lowtide.cli.report import answer_object, json_line, plan_object, speed_line
-from lowtide.cli.screen import printable
+from lowtide.cli.screen import FILE_WIDTH, printable, stdout_console
 from lowtide.cli.text import TextWriter
 from lowtide.core import MemoryPlan, TierPlan
 from lowtide.decode.request import TokenLogprobs
@@ -520,6 +520,11 @@ def program(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_tables_have_room_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert stdout_console().width >= FILE_WIDTH
+
+
 def test_the_program_runs_refuses_and_says_its_version() -> None:
     assert program("--version").stdout == "lowtide 0.1.0\n"
     result = program("generate", MODEL, "-p", "a", "--max-tokens", str(10**12))
@@ -538,6 +543,22 @@ def test_an_absurd_request_is_refused_without_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
     )
     assert result.stdout == "2 False\n"
+
+
+def test_ctrl_c_while_the_program_is_imported_ends_quietly() -> None:
+    program_text = (
+        "import sys\n"
+        "from lowtide.cli.main import main\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'lowtide.cli.app': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "main()"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program_text], capture_output=True, text=True, timeout=120
+    )
+    assert (result.returncode, result.stderr) == (130, "")
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ FRONT_DOORS = ("cli", "serve", "__main__")
 # Known to every room; they know only each other.
 FACTS = {"core", "params", "errors", "config", "checkpoint", "schemas", "tokenizer", "hub"}
 FACTS |= {"options", "dtypes", "json_file", "template_worker", "trace", "array_file", "profiles"}
-FACTS |= {"calibration", "folders"}
+FACTS |= {"calibration", "folders", "whole_file"}
 BESIDE_EXPERTS = {"policies", "hardware", "simulate"}
 # What `policies` and the planning half of `memory` may import besides the facts.
 PURE_FILES = ("policies", "memory.planner", "memory.budget")

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lowtide import LLM, DiffusionParams, SamplingParams
-from lowtide.cli.main import app
+from lowtide.cli.app import app
 from lowtide.core import StepKind
 from lowtide.lab.record import recorded
 from lowtide.trace import Trace
@@ -45,12 +45,22 @@ def test_simulate_replays_it(trace_file: Path) -> None:
     assert all(run["tokens_per_s"] > 0 and run["num_tokens"] == 24 for run in runs)
 
 
+@pytest.mark.parametrize("place", ["absent/run.trace", "."])
+def test_a_place_for_no_trace_is_refused_before_loading(place: str, tmp_path: Path) -> None:
+    arguments = ["generate", str(MODEL), "--prompt-ids", "5 17", "--trace", str(tmp_path / place)]
+    result = CliRunner().invoke(app, [*arguments, "--host-memory", "1KiB"])  # no plan has room
+    assert result.exit_code == 1 and "cannot be written" in result.stderr
+
+
 def test_what_cannot_be_replayed_is_refused(trace_file: Path, tmp_path: Path) -> None:
     runner = CliRunner()
     bad = tmp_path / "bad.trace"
     bad.write_bytes(trace_file.read_bytes()[:100])
+    empty = tmp_path / "empty.trace"
+    Trace.load(trace_file).beginning(0).save(empty)
     for arguments in (
         [str(bad)],
+        [str(empty)],
         [str(tmp_path / "absent")],
         [str(trace_file), "--presets", "nonsense"],
         [str(trace_file), "--machine", "abacus"],

@@ -78,7 +78,7 @@ def test_blocks_begin_where_the_counter_restarts() -> None:
         step = Step(StepKind.PREFILL if kind == "p" else StepKind.DENOISE, index)
         writer.append(step, 0, ids)
     assert [len(block) for block in writer.trace().blocks()] == [3, 1]
-    assert np.array_equal(writer.trace().pass_ids(1), ids)
+    assert np.array_equal(list(writer.trace().iter_ids())[1], ids)
 
 
 def test_another_models_trace_is_refused_with_both_named() -> None:
@@ -124,8 +124,10 @@ def members(**changes: Any) -> dict[str, Any]:
         {"version": np.array([2], np.int64)},
         {"version": np.array([], np.int64)},
         {"shape": np.array([2, 5], np.int64)},
-        {"shape": np.array([2, 5, 0], np.int64)},
-        {"shape": np.array([2, 2**40, 2], np.int64)},
+        {"shape": np.array([2, 5, 0, 4, 4], np.int64)},
+        {"shape": np.array([2, 2**40, 2, 4, 4], np.int64)},
+        {"shape": np.array([2, 5, 2, -4, 4], np.int64)},
+        {"shape": np.array([2, 5, 2, 4, 2**60], np.int64)},
         {"model": np.array([255], np.uint8)},
         {"passes": np.array([[3, 0, 0, 1, 0]], np.int32)},
         {"passes": np.array([[1, 0, 0, -1, 0]], np.int32)},

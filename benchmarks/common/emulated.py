@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from inspect import ismethod
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -16,7 +20,7 @@ from common.record import REPOSITORY, Row, say
 from common.simulated import published
 from lowtide import LLM, SamplingParams
 from lowtide.core import MemoryPlan
-from lowtide.engine import EngineConfig, open_model
+from lowtide.engine import Engine, EngineConfig, open_model
 from lowtide.errors import InternalError, PlanError
 from lowtide.experts.emulated import COMPUTE, HOST, LINK, EmulatedDevice, measure_device_s
 from lowtide.experts.hybrid import HybridRuntime
@@ -31,8 +35,16 @@ from lowtide.trace import Trace
 
 PROFILE = "rtx3090"
 FAMILY = "llada2"  # the published model whose experts' proportions are emulated
+STREAMS = (COMPUTE, LINK, HOST)
 _NUM_PIECES = 8  # of the text that calibrates
 _PROMPT_TOKENS = 64
+
+_TIMED = {
+    "_look_ahead": "planning_s",  # and what else a layer asks of its policies
+    "_predict": "gate_s",  # the next layer's router, which a prefetch may want
+    "forward": "experts_s",  # all of it, with the experts themselves
+}
+"""Methods of the runtime, and under which name their time is added up."""
 
 
 class Model(NamedTuple):
@@ -52,30 +64,40 @@ class Model(NamedTuple):
 class Learned(NamedTuple):
     """What a run with every expert in its place tells of a model, before presets take turns."""
 
-    prompts: list[list[int]]  # the first one warms, the second is measured
+    prompts: list[list[int]]  # the last one is measured, the others warm
     params: SamplingParams
     token_ids: list[list[int]]  # the answers
-    trace: Trace  # of both
+    trace: Trace  # of them
     known: Trace  # of other prompts
 
 
-class Stretch(NamedTuple):
-    """What a preset did in a stretch of time, and how busy the machine's parts were."""
+class Totals:
+    """What an engine has done since it was watched; the difference of two is a stretch of it."""
 
-    num_tokens: float
-    num_passes: float
-    seconds: float
-    experts_s: float  # of it, in the layers' experts
-    busy_s: Mapping[str, float]  # by stream
-    counts: Mapping[str, float]  # of the runtime
+    def __init__(self, values: Mapping[str, float]) -> None:
+        self._values = values
+
+    def __getitem__(self, name: str) -> float:
+        return self._values[name]
+
+    def __sub__(self, other: Totals) -> Totals:
+        return Totals({name: value - other[name] for name, value in self._values.items()})
+
+
+class Stretch(NamedTuple):
+    """What a preset did in a stretch of time."""
+
+    num_tokens: int
+    totals: Totals
+    token_ids: list[list[int]]  # of whole answers, whatever came before the stretch too
 
     @property
     def tokens_per_s(self) -> float:
-        return self.num_tokens / self.seconds
+        return self.num_tokens / self.totals["seconds"]
 
     @property
     def s_per_pass(self) -> float:
-        return self.seconds / self.num_passes
+        return self.totals["seconds"] / self.totals["num_passes"]
 
 
 def find_model(name: str, num_layers: int | None) -> Model:
@@ -85,18 +107,25 @@ def find_model(name: str, num_layers: int | None) -> Model:
     return Model(name, name)
 
 
-def learn(model: Model, folder: Path, num_new: int) -> tuple[Learned, Path]:
-    """Calibrates a model and answers two prompts; the calibration's file lies in `folder`."""
+def learn(
+    model: Model, folder: Path, num_new: int, num_prompts: int = 2, steps: int | None = None
+) -> tuple[Learned, Path]:
+    """Calibrates a model and answers some prompts; the calibration's file lies in `folder`.
+
+    steps: of a block, at most; the family's own by default.
+    """
     text = "".join(p.read_text() for p in sorted((REPOSITORY / "lowtide").rglob("*.py")))
     path, trace_path = folder / "calibration", folder / "trace"
-    params = SamplingParams(max_tokens=num_new, ignore_eos=True, diffusion=DiffusionParams())
+    diffusion = DiffusionParams(steps=steps)
+    params = SamplingParams(max_tokens=num_new, ignore_eos=True, diffusion=diffusion)
     say(f"{model.name}: calibrating, and recording the run that is measured ...")
     with LLM(model.reference, device="cpu", **model.options) as llm:
         ids = _token_ids(llm, text)
         half = len(ids) // 2
         calibration = calibrate(llm, ids[:half], model.name, num_pieces=_NUM_PIECES)
         calibration.save(path)
-        prompts = [ids[start:][:_PROMPT_TOKENS] for start in (half, half + half // 2)]
+        starts = (half + i * half // num_prompts for i in range(num_prompts))
+        prompts = [ids[start:][:_PROMPT_TOKENS] for start in starts]
         with recorded(llm, trace_path, model.name):
             answers = [llm.generate([prompt], params)[0].token_ids for prompt in prompts]
     return Learned(prompts, params, answers, Trace.load(trace_path), calibration.trace), path
@@ -120,25 +149,47 @@ def device_options(model: Model) -> dict[str, str]:
     }
 
 
-class Track:
-    """One engine with an emulated device, on which presets take turns."""
+class _Watched:
+    """Policies, the time of whose methods is added up as planning."""
 
-    def __init__(
-        self, model: Model, share: float, speeds: Mapping[str, str], calibration: Path
-    ) -> None:
+    def __init__(self, policies: Any, timed: Callable[[Any, str], Any]) -> None:
+        self._policies = policies
+        self._timed = timed
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._policies, name)
+        return self._timed(value, "planning_s") if ismethod(value) else value
+
+
+class Track:
+    """One engine with an emulated device, on which presets take turns and are watched.
+
+    Its passes, its streams, and the time of its layers and policies are added up.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        """llm: closed with the track. Raises InternalError if it has no emulated device."""
+        runtime = llm._engine.experts
+        if not isinstance(runtime, HybridRuntime) or not isinstance(runtime.device, EmulatedDevice):
+            raise InternalError("The engine has no emulated device.")
+        self.llm = llm
+        self.runtime, self.device = runtime, runtime.device
+        self.device.timeline = []
+        self._spent: Counter[str] = Counter()
+        for method, name in _TIMED.items():
+            setattr(runtime, method, self._timed(getattr(runtime, method), name))
+        self._watch_policies()
+
+    @classmethod
+    def open(
+        cls, model: Model, share: float, speeds: Mapping[str, str], calibration: Path
+    ) -> Track:
         """share: of the experts that is resident. Raises PlanError without host memory for all."""
         options = {**model.options, "device": "emulated", "device_options": speeds}
         plan = plan_model(model.reference, **options)
-        _check_home(plan)
+        check_home(plan)
         options |= {"gpu_memory": budget_of_share(plan, share), "calibration": str(calibration)}
-        self.llm = LLM(model.reference, **options)
-        runtime = self.llm._engine.experts
-        if not isinstance(runtime, HybridRuntime) or not isinstance(runtime.device, EmulatedDevice):
-            raise InternalError("The engine has no emulated device.")
-        self.runtime, self.device = runtime, runtime.device
-        self._experts_s = 0.0
-        self._forward = runtime.forward
-        runtime.forward = self._timed_forward  # type: ignore[method-assign]
+        return cls(LLM(model.reference, **options))
 
     def __enter__(self) -> Track:
         return self
@@ -146,30 +197,46 @@ class Track:
     def __exit__(self, *_: object) -> None:
         self.llm.close()
 
+    @property
+    def engine(self) -> Engine:
+        """The present one: another preset makes another of the same parts."""
+        return self.llm._engine
+
     def adopt(self, preset: str, options: Mapping[str, Any]) -> None:
-        """Starts from a preset's own first residents. Raises PlanError."""
+        """Starts from a preset's own first residents, which the link brings at once.
+
+        Raises PlanError.
+        """
         given = {name: str(value).lower() for name, value in options.items()}
-        self.llm.adopt_policy(preset, given)
+        speeds = self.device.speeds
+        self.device.speeds = replace(speeds, link_bytes_per_s=math.inf, link_latency_s=0.0)
+        try:
+            self.llm.adopt_policy(preset, given)
+        finally:
+            self.device.speeds = speeds
+        self._watch_policies()
 
     def answer(self, prompt: list[int], params: SamplingParams, wanted: list[int]) -> Stretch:
         """One answer; raises InternalError if it is not the one that is `wanted`."""
-        before, self._experts_s, self.device.timeline = self.llm.stats(), 0.0, []
+        before = self.totals()
         [completion] = self.llm.generate([prompt], params)
+        done = self.totals() - before
         if completion.token_ids != wanted:
             raise InternalError(f"{self.llm.plan.policy} wrote something else than all resident.")
-        spans, self.device.timeline = self.device.timeline, None
-        after = self.llm.stats()
-        done = {name: after[name] - before[name] for name in after}
-        busy_s = dict.fromkeys((COMPUTE, LINK, HOST), 0.0)
+        return Stretch(len(wanted), done, [completion.token_ids])
+
+    def totals(self) -> Totals:
+        """Of everything so far: the runtime's counts, passes, seconds by stream and by `_TIMED`."""
+        spans, self.device.timeline = self.device.timeline or [], []
         for span in spans:
-            busy_s[span.stream] += span.end_s - span.start_s
-        return Stretch(
-            num_tokens=done["committed_tokens"],
-            num_passes=done["forwards"],
-            seconds=done["generation_s"],
-            experts_s=self._experts_s,
-            busy_s=busy_s,
-            counts=done,
+            self._spent[span.stream] += span.end_s - span.start_s
+        return Totals(
+            {
+                **self.llm.stats(),
+                **{name: self._spent[name] for name in (*STREAMS, *_TIMED.values())},
+                "num_passes": self._spent["num_layers"] // self.llm.config.num_moe_layers,
+                "seconds": time.perf_counter(),
+            }
         )
 
     def describe(self) -> Row:
@@ -189,38 +256,49 @@ class Track:
             "num_experts": self.llm.plan.num_experts,
         }
 
-    def _timed_forward(self, *arguments: Any) -> None:
-        start_s = time.perf_counter()
-        self._forward(*arguments)
-        self._experts_s += time.perf_counter() - start_s
+    def _watch_policies(self) -> None:
+        policies: Any = self.runtime._policies
+        if not isinstance(policies, _Watched):  # where a preset was refused, it is still the last
+            self.runtime._policies = cast(Any, _Watched(policies, self._timed))
+
+    def _timed(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def timed(*arguments: Any, **named: Any) -> Any:
+            start_s = time.perf_counter()
+            answer = method(*arguments, **named)
+            self._spent[name] += time.perf_counter() - start_s
+            self._spent["num_layers"] += name == "experts_s"
+            return answer
+
+        return timed
 
 
 def median_speed(stretches: Sequence[Stretch], seconds: str) -> float:
     """Committed tokens per second; seconds: which of a stretch's times counts."""
-    return statistics.median(one.num_tokens / getattr(one, seconds) for one in stretches)
+    return statistics.median(one.num_tokens / one.totals[seconds] for one in stretches)
 
 
 def stretches_row(stretches: Sequence[Stretch]) -> Row:
     """Medians with their spread, and where the time went."""
     speed = Spread.of([one.tokens_per_s for one in stretches])
-    seconds = sum(one.seconds for one in stretches)
-    num_tokens = sum(one.num_tokens for one in stretches)
-    num_passes = sum(one.num_passes for one in stretches)
-    hits, misses = (sum(s.counts[name] for s in stretches) for name in ("num_hits", "num_misses"))
+
+    def total(name: str) -> float:
+        return sum(one.totals[name] for one in stretches)
+
+    seconds, num_passes = total("seconds"), total("num_passes")
+    hits, misses = total("num_hits"), total("num_misses")
     names = ("num_on_host", "num_fetched", "num_moved", "num_prefetched", "prefetch_num_hits")
     return {
+        "num_turns": len(stretches),
         "tokens_per_s": speed.median,
         "least": speed.least,
         "most": speed.most,
         "ms_per_pass": 1e3 * seconds / num_passes,
-        "experts_share": sum(one.experts_s for one in stretches) / seconds,
-        "busy": {
-            name: round(sum(one.busy_s[name] for one in stretches) / seconds, 3)
-            for name in (COMPUTE, LINK, HOST)
-        },
+        "experts_share": total("experts_s") / seconds,
+        "planning_share": total("planning_s") / seconds,
+        "busy": {name: round(total(name) / seconds, 3) for name in STREAMS},
         "hit_rate": hits / max(1, hits + misses),
-        "link_bytes_per_token": sum(s.counts["link_bytes"] for s in stretches) / num_tokens,
-        "per_pass": {n: round(sum(s.counts[n] for s in stretches) / num_passes, 2) for n in names},
+        "link_bytes_per_token": total("link_bytes") / sum(one.num_tokens for one in stretches),
+        "per_pass": {name: round(total(name) / num_passes, 2) for name in names},
     }
 
 
@@ -236,7 +314,7 @@ def _token_ids(llm: LLM, text: str) -> list[int]:
     return (1 + np.frombuffer(text.encode(), np.uint8).astype(np.int64)).tolist()
 
 
-def _check_home(plan: MemoryPlan) -> None:
+def check_home(plan: MemoryPlan) -> None:
     if plan.host.num_slots < plan.num_experts:
         raise PlanError(
             f"Host memory has room for {plan.host.num_slots} of {plan.num_experts} experts, and "

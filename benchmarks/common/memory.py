@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from lowtide.errors import UsageError
-from lowtide.hardware.memory import peak_resident_bytes, reset_peak
+import psutil
+
+from lowtide.errors import PlanError, UsageError
+from lowtide.hardware.memory import peak_resident_bytes, reset_peak, total_memory_bytes
 
 __all__ = [
     "LIMITS",
@@ -24,14 +27,14 @@ __all__ = [
     "storage_read_bytes",
 ]
 
-LIMITS = ("auto", "systemd", "cgroup", "none")
+LIMITS = ("auto", "systemd", "cgroup", "balloon", "none")
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 class MemoryLimit(NamedTuple):
     """A way to run commands under a memory limit that counts their page cache too."""
 
-    kind: str  # "systemd", "cgroup v2", "cgroup v1" or "none"
+    kind: str  # "systemd", "cgroup v2", "cgroup v1", "balloon" or "none"
     reason: str
 
     @contextmanager
@@ -41,6 +44,9 @@ class MemoryLimit(NamedTuple):
             yield [*_SYSTEMD_RUN, f"--property=MemoryMax={num_bytes}", "--", *command]
         elif self.kind == "none":
             yield list(command)
+        elif self.kind == "balloon":
+            with _balloon(num_bytes):
+                yield list(command)
         else:
             group = _make_group(_own_group(self.kind), self.kind, num_bytes)
             try:
@@ -59,8 +65,9 @@ def choose_limit(wanted: str) -> MemoryLimit:
     """`wanted`: one of `LIMITS`. `auto` asks systemd and otherwise sets none.
 
     `cgroup` makes a group below this process's own, by hand: it needs write access to the control
-    group tree, which may be somebody else's to arrange, so it is never chosen unasked. Raises
-    UsageError for what this machine cannot do.
+    group tree, which may be somebody else's to arrange, so it is never chosen unasked. Nor is
+    `balloon`: a process that holds all memory but the limit, whoever else may want some; for a
+    machine with nothing else to do. Raises UsageError for what this machine cannot do.
     """
     if wanted not in LIMITS:
         raise UsageError(f"A limit is one of {', '.join(LIMITS)}, not {wanted!r}.")
@@ -68,6 +75,9 @@ def choose_limit(wanted: str) -> MemoryLimit:
         return MemoryLimit("none", "none was asked for")
     if wanted == "cgroup":
         return _by_hand()
+    if wanted == "balloon":
+        _check_ungrouped()
+        return MemoryLimit("balloon", "a process holds all memory but the limit, for everybody")
     problem = _systemd_problem()
     if problem is None:
         return MemoryLimit("systemd", "a transient scope with MemoryMax")
@@ -127,6 +137,33 @@ def _by_hand() -> MemoryLimit:
     if not os.access(group, os.W_OK):
         raise UsageError(f"{group} cannot be written to; choose another limit than cgroup.")
     return MemoryLimit(kind, f"a group of its own below {group}")
+
+
+@contextmanager
+def _balloon(left_bytes: int) -> Iterator[None]:
+    """Meanwhile `left_bytes` of the machine's memory are available.
+
+    Raises UsageError where they cannot be made so, PlanError if what ran took more: the balloon
+    then burst, and the limit stood no longer.
+    """
+    command = [sys.executable, str(Path(__file__).with_name("balloon.py")), str(left_bytes)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as balloon:
+        assert balloon.stdin is not None and balloon.stdout is not None
+        held = balloon.stdout.readline()
+        if not held:
+            raise UsageError("The balloon could not be filled (see above); choose another limit.")
+        yield
+        if balloon.poll() is not None:
+            raise PlanError(
+                f"What ran took more than the {left_bytes} bytes that a balloon of {int(held)} "
+                "bytes had left, and burst it: the limit did not stand. Raise the limit."
+            )
+
+
+def _check_ungrouped() -> None:
+    """A group's limit would be met before the machine's, by everybody in the group."""
+    if total_memory_bytes() < psutil.virtual_memory().total:
+        raise UsageError("This process's group has a memory limit already: take --limit none.")
 
 
 def _own_group(kind: str) -> Path:

@@ -138,7 +138,10 @@ def first_passes(trace: Trace, num_passes: int) -> Trace:
 
 
 def policy_s(made: Recipe, setting: Setting, trace: Trace) -> FloatArray:
-    """Seconds per layer of the passes that generate; moves are carried out at once."""
+    """Seconds per layer of the passes that generate: before its work can start, and beside it.
+
+    Moves are carried out at once. [layers of all passes, 2]
+    """
     policies = made.policies(setting)
     placement, num_layers = policies.placement, setting.num_layers
     resident = np.zeros((num_layers, setting.num_experts), np.bool_)
@@ -154,13 +157,15 @@ def policy_s(made: Recipe, setting: Setting, trace: Trace) -> FloatArray:
             decision = policies.decide(
                 layer, one.step, demand, resident[layer], nothing[demand.experts], 0.0, True
             )
+            decided_s = time.perf_counter()
+            moves = policies.moves(layer, one.step, demand, resident[layer], decision)
             policies.prefetch.observe(layer, demand)
             policies.prefetch.choose(following, resident[following], hits[following])
-            spent_s = time.perf_counter() - start_s
-            resident[layer, decision.moves.admit] = True
-            resident[layer, decision.moves.evict] = False
+            end_s = time.perf_counter()
+            resident[layer, moves.admit] = True
+            resident[layer, moves.evict] = False
             if one.step.kind is not StepKind.PREFILL:
-                seconds.append(spent_s)
+                seconds.append((decided_s - start_s, end_s - decided_s))
     return np.array(seconds)
 
 

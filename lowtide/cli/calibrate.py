@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 from rich.table import Table
 
-from lowtide.calibration import GATES, TOP_SIZES, Calibration, default_path
+from lowtide.calibration import (
+    GATES,
+    TOP_SIZES,
+    Calibration,
+    check_calibration_path,
+    default_path,
+)
 from lowtide.cli.command import takes
 from lowtide.cli.generate import ModelName
 from lowtide.cli.opening import find_model, open_llm
@@ -19,6 +25,7 @@ from lowtide.cli.report import json_line
 from lowtide.cli.screen import ProgressBars, stdout_console
 from lowtide.errors import StorageError, UsageError
 from lowtide.options import Group, Settings
+from lowtide.trace import TraceShape
 
 if TYPE_CHECKING:
     from lowtide.lab.calibration_report import Budget
@@ -68,12 +75,15 @@ def _calibrate(
     from lowtide.lab.calibrate import calibrate as run
     from lowtide.lab.calibration_report import check_plot
 
-    if settings.text("plot") is not None:
-        check_plot()
+    plots = settings.text("plot")
+    if plots is not None:
+        check_plot(Path(plots))
     with open_llm(model, settings) as llm, ProgressBars() as progress:
+        shape = TraceShape(*llm.config.moe_shape)
+        path = out or default_path(folder, llm.config.architecture, shape)
+        check_calibration_path(path)
         num_pieces = cast(int, settings["pieces"])
         calibration = run(llm, text, model, num_pieces=num_pieces, progress=progress)
-    path = out or default_path(folder, calibration.architecture, calibration.shape)
     calibration.save(path)
     return calibration, path
 

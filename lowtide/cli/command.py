@@ -15,13 +15,13 @@ from typing import Annotated, TextIO
 
 import typer
 
+from lowtide.cli.main import EXIT_INTERRUPTED
 from lowtide.cli.screen import printable
 from lowtide.errors import ConfigError, LowtideError, UsageError
 from lowtide.options import OPTIONS, Group, Kind, Option, Settings, resolve
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
-EXIT_INTERRUPTED = 128 + 2  # as a shell reports a program that SIGINT ended
 EXIT_BROKEN_PIPE = 128 + 13
 
 Verb = Callable[..., None]

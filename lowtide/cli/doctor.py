@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -40,6 +41,9 @@ OptionalModelName = Annotated[
 def doctor(
     model: OptionalModelName = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure what is stored again.")] = False,
+    profile: Annotated[
+        Path | None, typer.Option(help="File for this machine's profile, as simulate takes it.")
+    ] = None,
     *,
     settings: Settings,
 ) -> None:
@@ -48,11 +52,16 @@ def doctor(
     with redirect_stdout(sys.stderr):
         folder = None if model is None else find_model(model, settings)
         from lowtide.lab.doctor import diagnose
+        from lowtide.lab.machine_profile import check_profile, save_profile
 
+        if profile is not None:
+            check_profile(profile, str(options["device"]))
         with ProgressBars() as progress:
             diagnosis = diagnose(
                 folder, name=model or "", is_fresh=fresh, progress=progress, **options
             )
+    if profile is not None:
+        save_profile(diagnosis, profile)
     if settings.flag("json"):
         print(json_line(diagnosis.as_dict()))
     else:

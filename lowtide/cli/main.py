@@ -1,68 +1,18 @@
-"""The `lowtide` command: one verb per thing a user wants."""
+"""Where the `lowtide` command begins: what it needs is imported with Ctrl-C already understood."""
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated
 
-import typer
-
-from lowtide import __version__
-from lowtide.cli.bench import bench
-from lowtide.cli.calibrate import calibrate
-from lowtide.cli.chat import chat
-from lowtide.cli.command import EXIT_INTERRUPTED
-from lowtide.cli.doctor import doctor
-from lowtide.cli.generate import generate
-from lowtide.cli.models import ls, pull, synth
-from lowtide.cli.plan import plan
-from lowtide.cli.simulate import simulate
-from lowtide.cli.verify import verify
-
-app = typer.Typer(
-    name="lowtide",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,  # a fault of ours is shown as Python shows it
-)
-for verb in (
-    generate,
-    chat,
-    plan,
-    doctor,
-    bench,
-    verify,
-    calibrate,
-    simulate,
-    synth,
-    pull,
-    ls,
-):
-    app.command(verb.__name__)(verb)
+EXIT_INTERRUPTED = 128 + 2  # as a shell reports a program that SIGINT ended
 
 
 def main() -> None:
     """Run the command line; the exit code is 0, 1, 2 (wrong usage) or 130 (Ctrl-C)."""
-    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
+        from lowtide.cli.app import app
+
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
         app()
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
-
-
-def _print_version(is_wanted: bool) -> None:
-    if is_wanted:
-        typer.echo(f"lowtide {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _lowtide(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", help="Print the version.", callback=_print_version, is_eager=True
-        ),
-    ] = False,
-) -> None:
-    """Run mixture-of-experts language models in less memory than they have weights."""

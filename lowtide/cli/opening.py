@@ -13,6 +13,7 @@ from lowtide.config import ModelConfig
 from lowtide.core import MemoryPlan
 from lowtide.options import Settings
 from lowtide.params import check_kind
+from lowtide.whole_file import check_writable
 
 if TYPE_CHECKING:
     from lowtide.cli.answer import Prompt
@@ -28,6 +29,9 @@ def open_llm(model: str, settings: Settings, prompt: Prompt | None = None) -> It
     """
     folder, config = _find(model, settings)
     params, options = settings.sampling_params(), settings.engine_options()
+    trace = settings.text("trace")
+    if trace is not None:
+        check_writable(Path(trace), "trace")
     check_kind(params, config.architecture, config.is_diffusion)
     from lowtide.llm import LLM, check_request
 
@@ -35,7 +39,6 @@ def open_llm(model: str, settings: Settings, prompt: Prompt | None = None) -> It
         check_request(str(folder), prompt, params, **options)
     with ProgressBars() as progress:
         llm = LLM(str(folder), progress=progress, **options)
-    trace = settings.text("trace")
     with llm, ExitStack() as stack:
         if trace is not None:
             from lowtide.lab.record import recorded

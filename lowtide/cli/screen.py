@@ -16,6 +16,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+FILE_WIDTH = 120
+"""Columns of a table that is not shown on a terminal."""
+
 # A model's text must not move the cursor or retitle the window of whoever reads it.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -26,8 +29,14 @@ def printable(text: str) -> str:
 
 
 def stdout_console() -> Console:
-    """A console on standard output: answers, tables that were asked for."""
-    return Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
+    """A console on standard output: answers, tables that were asked for.
+
+    Where that is no terminal, tables have room for their columns.
+    """
+    console = Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = max(console.width, FILE_WIDTH)
+    return console
 
 
 def stderr_console() -> Console:

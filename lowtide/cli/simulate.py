@@ -17,6 +17,7 @@ from lowtide.options import Group, Settings
 
 if TYPE_CHECKING:
     from lowtide.calibration import Calibration
+    from lowtide.profiles import Profile
     from lowtide.simulate import Report
     from lowtide.trace import Trace
 
@@ -43,18 +44,22 @@ def simulate(
 ) -> None:
     """Replay a trace in simulated time; nothing is computed."""
     from lowtide.calibration import Calibration
+    from lowtide.profiles import load_profile
     from lowtide.trace import Trace
 
+    profile = load_profile(machine)
     recorded = Trace.load(trace)
     known = Calibration.load(calibration) if calibration is not None else None
+    if not recorded.passes:
+        raise UsageError(f"Trace {trace} has no passes: nothing ran while it was recorded.")
     names = [name.strip() for name in presets.split(",") if name.strip()]
     if not names:
         raise UsageError("--presets names none; give at least one.")
-    reports = _replay(recorded, known, machine, names, residents, tau)
+    reports = _replay(recorded, known, profile, names, residents, tau)
     if settings.flag("json"):
         print(json_line({"trace": str(trace), "machine": machine, "runs": _objects(reports)}))
         return
-    stdout_console().print(_table(reports, f"{machine}, {residents:.0%} of the experts"))
+    stdout_console().print(_table(reports, f"{profile.name}; {residents:.0%} of the experts"))
     rates = "published" if known is None else "measured"
     note = f"simulated time of the MoE layers; prefetch gates err at {rates} rates"
     stderr_console().print(note, style="dim")
@@ -63,14 +68,13 @@ def simulate(
 def _replay(
     recorded: Trace,
     known: Calibration | None,
-    machine: str,
+    profile: Profile,
     presets: list[str],
     residents: float,
     tau: int,
 ) -> list[Report]:
     from lowtide.core import MoEShape
     from lowtide.policies.catalogue import Setting
-    from lowtide.profiles import load_profile
     from lowtide.simulate import GATE_ACCURACY, compare, measured_accuracy
 
     shape = MoEShape(*recorded.shape)
@@ -81,7 +85,7 @@ def _replay(
     setting = Setting(
         capacity=[round(residents * shape.num_experts)] * shape.num_layers,
         num_experts=shape.num_experts,
-        costs=load_profile(machine).costs(shape),
+        costs=profile.costs(shape),
         frequency=known.frequency if known else None,
         following=known.following if known else None,
         hits=known.trace.hits() if known else None,

@@ -18,7 +18,7 @@ import torch
 from lowtide.core import MemoryPlan
 from lowtide.decode.intake import Prompt
 from lowtide.decode.request import Prefill
-from lowtide.engine import EngineConfig, open_model
+from lowtide.engine import EngineConfig, make_plan, open_model
 from lowtide.errors import PlanError, UsageError
 from lowtide.hardware.machine import Machine, Rate, this_machine
 from lowtide.hardware.memory import peak_resident_bytes, reset_peak
@@ -176,9 +176,13 @@ class Result:
 
 
 def measure_ceilings(model: str | Path, **options: object) -> Ceilings:
-    """The machine's rates, the disk's from the model's files. Raises what `open_model` raises."""
+    """The machine's rates, the disk's from the model's files.
+
+    Raises what `plan_model` raises, before anything is measured.
+    """
     machine, skipped = this_machine(), list[Skipped]()
     opened = open_model(model, EngineConfig(**options))  # type: ignore[arg-type]
+    make_plan(opened)
     rates = machine_rates(machine, opened, skipped)
     return Ceilings(machine, tuple(rates), tuple(skipped))
 

@@ -222,8 +222,9 @@ class _EarlyGates:
         # One sequence runs, and its passes begin where a block does: so do routing windows.
         num_rows = len(features)
         segment = Segment(0, num_rows, 0, num_rows, KVRange(0, num_rows))
-        # A router takes its input in float32.
-        room = torch.empty(4 * features.numel(), dtype=torch.uint8, device=features.device)
+        # A router's input and its logits, in float32, each on a 64-byte boundary.
+        num_bytes = 4 * num_rows * (features.shape[1] + self._num_experts) + 2 * 64
+        room = torch.empty(num_bytes, dtype=torch.uint8, device=features.device)
         return self._routers[layer].route(features, (segment,), Workspace(room)).experts
 
 

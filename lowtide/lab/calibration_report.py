@@ -16,16 +16,14 @@ from lowtide.calibration import GATES, TOP_SIZES, Calibration
 from lowtide.core import Costs, FloatArray, IntArray
 from lowtide.errors import StorageError, UnsupportedError
 from lowtide.policies.catalogue import Setting
-from lowtide.policies.tau import auto_tau, drift, miss_shares, paper_tau
-from lowtide.simulate import simulate
+from lowtide.policies.tau import drift, miss_shares, paper_tau
+from lowtide.simulate import TAUS, fastest_tau
 from lowtide.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RESIDENT_SHARES = (0.25, 0.5, 0.75)
-TAUS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Refresh intervals that are tried in the simulator."""
 INTERVALS = (1, 2, 5)
 """Steps apart, of those that are compared."""
 
@@ -88,12 +86,16 @@ def token_share(calibration: Calibration) -> FloatArray:
     return share
 
 
-def check_plot() -> None:
-    """Raises UnsupportedError where nothing can be drawn."""
+def check_plot(folder: Path) -> None:
+    """Makes the folder; raises UnsupportedError or StorageError where nothing can be drawn."""
     if find_spec("matplotlib") is None:
         raise UnsupportedError(
             "--plot draws with matplotlib, which is not installed: pip install 'lowtide[plot]'."
         )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as reason:
+        raise _no_plots(folder, reason) from reason
 
 
 def plot(calibration: Calibration, folder: Path) -> list[Path]:
@@ -101,7 +103,7 @@ def plot(calibration: Calibration, folder: Path) -> list[Path]:
 
     Raises UnsupportedError without matplotlib, StorageError when a file cannot be written.
     """
-    check_plot()
+    check_plot(folder)
     blocks = calibration.trace.blocks()
     apart = {f"{n} apart": (n, step_similarity(blocks, n)) for n in INTERVALS}
     each = {"all layers": (0, distinct_experts(blocks))}
@@ -110,23 +112,22 @@ def plot(calibration: Calibration, folder: Path) -> list[Path]:
         "distinct-experts.png": _figure("experts activated per layer", each),
     }
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         for name, figure in figures.items():
             figure.savefig(folder / name, dpi=120)
     except OSError as reason:
-        raise StorageError(f"Plots cannot be written to {folder}: {reason.strerror}.") from reason
+        raise _no_plots(folder, reason) from reason
     return [folder / name for name in figures]
+
+
+def _no_plots(folder: Path, reason: OSError) -> StorageError:
+    return StorageError(f"Plots cannot be written to {folder}: {reason.strerror}.")
 
 
 def _budget(trace: Trace, hits: IntArray, num_residents: int, costs: Costs) -> Budget:
     layers, experts = trace.shape[:2]
     blocks = trace.blocks(hits)
     num_steps = round(float(np.mean([len(block) for block in blocks]))) if blocks else 1
-
-    def simulated_s(tau: int) -> float:
-        setting = Setting([num_residents] * layers, experts, costs, tau=tau)
-        return simulate(trace, "tide", setting, hits=hits).total_s
-
+    setting = Setting([num_residents] * layers, experts, costs)
     max_tau = min(max(TAUS), max(4, num_steps - 1))
     d, misses = drift(blocks, num_residents), miss_shares(blocks, num_residents, max_tau)
     return Budget(
@@ -134,7 +135,7 @@ def _budget(trace: Trace, hits: IntArray, num_residents: int, costs: Costs) -> B
         d,
         misses.tolist(),
         paper_tau(d, misses, num_steps, num_residents, costs.fetch_s, costs.host_s.at(1)),
-        auto_tau(simulated_s, [tau for tau in TAUS if tau < max(2, num_steps)]),
+        fastest_tau(trace, "tide", setting),
     )
 
 

@@ -18,6 +18,7 @@ from lowtide.core import Costs, Curve, MoEShape
 from lowtide.errors import UsageError
 
 _MAX_PROFILE_BYTES = 1 << 16
+_LEAST = 1e-6  # of any value: times stay finite
 _SECTIONS: Mapping[str, tuple[str, ...]] = {
     "device": ("memory_GB", "bandwidth_GBps", "compute_TFLOPs"),
     "link": ("bandwidth_GBps", "latency_us"),
@@ -152,9 +153,9 @@ def _numbers(section: Any, name: str, source: str) -> dict[str, float]:
     for key, value in section.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         limit = 1.0 if name == "efficiency" else 1e9
-        if not is_number or not 0 < value <= limit:
+        if not is_number or not _LEAST <= value <= limit:
             raise UsageError(
-                f"Profile {source}: {name}.{key} must be above 0 and at most {limit:g}, "
+                f"Profile {source}: {name}.{key} must be from {_LEAST:g} to {limit:g}, "
                 f"not {value!r}."
             )
     return {key: float(value) for key, value in section.items()}

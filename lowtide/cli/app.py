@@ -1,0 +1,57 @@
+"""The `lowtide` command: one verb per thing a user wants."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from lowtide import __version__
+from lowtide.cli.bench import bench
+from lowtide.cli.calibrate import calibrate
+from lowtide.cli.chat import chat
+from lowtide.cli.doctor import doctor
+from lowtide.cli.generate import generate
+from lowtide.cli.models import ls, pull, synth
+from lowtide.cli.plan import plan
+from lowtide.cli.simulate import simulate
+from lowtide.cli.verify import verify
+
+app = typer.Typer(
+    name="lowtide",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # a fault of ours is shown as Python shows it
+)
+for verb in (
+    generate,
+    chat,
+    plan,
+    doctor,
+    bench,
+    verify,
+    calibrate,
+    simulate,
+    synth,
+    pull,
+    ls,
+):
+    app.command(verb.__name__)(verb)
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"lowtide {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _lowtide(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Run mixture-of-experts language models in less memory than they have weights."""
