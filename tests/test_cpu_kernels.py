@@ -1,7 +1,8 @@
-"""The compiled products of few rows, how they are built and kept, and who uses them."""
+"""The compiled operators of few rows, how they are built and kept, and who uses them."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,14 +19,15 @@ from lowtide.engine import EngineConfig, open_model
 from lowtide.errors import StorageError, UnsupportedError
 from lowtide.experts.executor import InlineExecutor
 from lowtide.kernels import products, reference
-from lowtide.kernels.cpu import library
-from lowtide.kernels.cpu.few_rows import MAX_ROWS, FewRows
+from lowtide.kernels.cpu.few_rows import MAX_ROWS, SOURCES, FewRows, SlotPlaces
 from lowtide.kernels.cpu.library import load_library
-from lowtide.kernels.products import REFERENCE, choose_products
+from lowtide.kernels.products import REFERENCE, Products, choose_products
 from lowtide.kernels.reference import ClampedWeights, ExpertWeights
 from lowtide.layers.linear import Linear
+from lowtide.layers.norm import rms_norm
+from lowtide.layers.rotary import Rotation, rotate
+from lowtide.memory.workspace import Workspace
 
-SOURCE = Path(library.__file__).with_name("few_rows.cpp")
 STEP = 2.0**-8
 """A number is rounded by at most this share of it."""
 
@@ -36,7 +38,7 @@ def variants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[FewRows]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         best = FewRows.load()
-        built = load_library(SOURCE)
+        built = load_library(*SOURCES)
         yield [FewRows(built, number) for number in range(best.num_variants)]
 
 
@@ -176,6 +178,164 @@ def test_all_other_products_are_the_references(
     assert torch.equal(out, expected)
 
 
+@examples(30)
+@given(
+    num_rows=st.integers(1, MAX_ROWS),
+    num_outs=st.integers(1, 900),
+    num_k=st.sampled_from([33, 256, 1000]),
+    num_threads=st.integers(2, 5),
+)
+def test_a_teams_products_are_one_threads(
+    variants: list[FewRows], num_rows: int, num_outs: int, num_k: int, num_threads: int
+) -> None:
+    x, weight, bias = randn(num_rows, num_k), randn(num_outs, num_k, seed=1), randn(num_outs)
+    alone, shared = (torch.full((num_rows, num_outs), torch.nan).bfloat16() for _ in range(2))
+    variants[-1].multiply(x, weight.t(), bias, alone)
+    variants[-1].multiply(x, weight.t(), bias, shared, num_threads)
+    assert torch.equal(alone, shared)
+
+
+def test_several_threads_may_want_the_team_at_once(variants: list[FewRows]) -> None:
+    x, weight = randn(1, 512), randn(1024, 512, seed=1)
+    expected = product(variants[-1], x, weight)
+
+    def multiply(_: int) -> Tensor:
+        out = torch.empty_like(expected)
+        variants[-1].multiply(x, weight.t(), None, out, num_threads=3)
+        return out
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(torch.equal(out, expected) for out in pool.map(multiply, range(100)))
+
+
+@examples(40)
+@given(
+    num_tokens=st.integers(1, MAX_ROWS),
+    k=st.integers(1, 6),
+    sizes=st.sampled_from([(16, 24), (40, 17), (256, 320)]),
+    num_threads=st.integers(1, 4),
+    seed=st.integers(0, 99),
+)
+def test_experts_at_once_have_the_bits_of_one_by_one(
+    variants: list[FewRows],
+    num_tokens: int,
+    k: int,
+    sizes: tuple[int, int],
+    num_threads: int,
+    seed: int,
+) -> None:
+    """Wherever they lie, and with every variant."""
+    num_experts, (hidden, width) = 7, sizes
+    generator = torch.Generator().manual_seed(seed)
+    slots = randn(num_experts, 3, hidden * width, seed=seed) * 0.2
+    slot_of = torch.randperm(num_experts, generator=generator)
+    x, weights = randn(num_tokens, hidden, seed=1), torch.rand(num_tokens, k, generator=generator)
+    chosen = [torch.randperm(num_experts, generator=generator)[:k] for _ in range(num_tokens)]
+    experts = torch.stack(chosen).sort().values
+    parts = randn(num_tokens * k, hidden)
+    part_of = torch.arange(num_tokens * k).view(num_tokens, k)
+    gate, up = (torch.empty(num_tokens * k, width).bfloat16() for _ in range(2))
+    for token, j in itertools.product(range(num_tokens), range(k)):
+        gate_w, up_w, down_w = slots[slot_of[experts[token, j]]]
+        stored = ExpertWeights(
+            gate_w.view(width, hidden), up_w.view(width, hidden), down_w.view(hidden, width)
+        )
+        row = slice(token * k + j, token * k + j + 1)
+        variants[-1].gated_mlp(x[token : token + 1], stored, gate[row], up[row], parts[row])
+    term, term_fp32 = torch.empty_like(x), torch.empty(x.shape)
+    expected = torch.empty(x.shape)
+    reference.combine(parts, part_of, weights, term, term_fp32, expected)
+    start, part_bytes = slots.data_ptr(), 2 * hidden * width
+    places = SlotPlaces(start, start + part_bytes, start + 2 * part_bytes, 3 * part_bytes)
+    named = slot_of[experts.unique()].numpy()
+    for kernel in variants:
+        out = torch.full_like(expected, torch.nan)
+        kernel.run_experts(x, experts, weights, named, places, parts, gate, up, out, num_threads)
+        assert torch.equal(out, expected)
+
+
+@examples(40)
+@given(
+    num_tokens=st.integers(1, 700),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 11),
+    head_dim=st.sampled_from([8, 33, 64, 576]),
+    num_threads=st.integers(1, 3),
+)
+def test_attention_of_one_row(
+    variants: list[FewRows],
+    num_tokens: int,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    num_threads: int,
+) -> None:
+    query = randn(kv_heads * group, head_dim) * 3
+    cache = randn(2, kv_heads, num_tokens + 5, head_dim, seed=1)
+    keys, values = cache[:, :, 3 : 3 + num_tokens]
+    grouped = query.view(kv_heads, group, head_dim).double()
+    scores = grouped @ keys.double().transpose(1, 2) * 0.2
+    expected = (scores.softmax(-1) @ values.double()).view(query.shape)
+    answers = []
+    for kernel in variants:
+        answers.append(torch.full_like(query, torch.nan))
+        kernel.attend(query, keys, values, 0.2, answers[-1], num_threads)
+    assert all(torch.equal(answer, answers[0]) for answer in answers), "variants differ"
+    torch.testing.assert_close(answers[0].double(), expected, rtol=STEP, atol=1e-4)
+
+
+def test_attention_to_extreme_scores(variants: list[FewRows]) -> None:
+    """One key takes all, wherever it is; nan stays nan."""
+    keys = torch.zeros(1, 300, 8).bfloat16()
+    values = randn(1, 300, 8)
+    for at in (0, 150, 299):
+        keys.zero_()[0, at] = 1e4
+        out = torch.empty(1, 8).bfloat16()
+        variants[-1].attend(torch.ones(1, 8).bfloat16(), keys, values, None, out, 1)
+        assert torch.equal(out[0], values[0, at])
+    keys[0, 7] = torch.nan
+    variants[-1].attend(torch.ones(1, 8).bfloat16(), keys, values, None, out, 1)
+    assert out.isnan().all()
+
+
+@pytest.mark.parametrize("shape", [(1, 1000), (8, 64), (3, 5, 24)])
+def test_a_norm_is_the_references_but_for_rounding(
+    variants: list[FewRows], shape: tuple[int, ...]
+) -> None:
+    """Rows with others' columns between them, in place."""
+    wide = randn(shape[0], *shape[1:-1], shape[-1] + 8) if len(shape) == 2 else randn(*shape)
+    x, weight = wide[..., : shape[-1]], randn(shape[-1], seed=1)
+    expected = torch.empty_like(x)
+    buffers = Workspace(torch.empty(1 << 20, dtype=torch.uint8))
+    rms_norm(x, weight, 1e-6, buffers, expected)
+    beside = wide[..., shape[-1] :].clone()
+    answers = []
+    for kernel in variants:
+        out = wide.clone()
+        own = out[..., : shape[-1]]
+        kernel.rms_norm(own, weight, 1e-6, own)
+        assert torch.equal(out[..., shape[-1] :], beside)
+        answers.append(own)
+    assert all(torch.equal(answer, answers[0]) for answer in answers), "variants differ"
+    torch.testing.assert_close(answers[0], expected, rtol=2 * STEP, atol=0)
+    assert (answers[0] == expected).float().mean() > 0.99
+
+
+@pytest.mark.parametrize(("num_rows", "half"), [(1, 16), (5, 8), (MAX_ROWS, 3)])
+def test_a_rotation_has_the_references_bits(
+    variants: list[FewRows], num_rows: int, half: int
+) -> None:
+    x = randn(num_rows, 6, 32)
+    angles = torch.rand(num_rows, 1, half) * 6
+    rotation = Rotation(angles.cos().bfloat16(), angles.sin().bfloat16())
+    expected = x.clone()
+    rotate(expected[:, :4], rotation, Workspace(torch.empty(1 << 16, dtype=torch.uint8)))
+    for kernel in variants:
+        out = x.clone()
+        kernel.rotate(out[:, :4], rotation.cos, rotation.sin)
+        assert torch.equal(out, expected)
+
+
 class FourThreads(InlineExecutor):
     num_threads = 4
 
@@ -183,7 +343,7 @@ class FourThreads(InlineExecutor):
 def test_a_layers_threads_change_no_bit(variants: list[FewRows]) -> None:
     x, weight, bias = randn(2, 1024), randn(2304, 1024, seed=1), randn(2304, seed=2)
     kernel = variants[-1]
-    compiled = REFERENCE._replace(multiply=kernel.multiply, gated_mlp=kernel.gated_mlp)
+    compiled = Products("compiled", kernel.multiply, kernel.gated_mlp, kernel)
     answers = []
     for executor in (InlineExecutor(), FourThreads()):
         answers.append(torch.empty(2, 2304, dtype=torch.bfloat16))

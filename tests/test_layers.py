@@ -20,6 +20,7 @@ from lowtide.experts.executor import Executor, InlineExecutor
 from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import ExpertRegistrar, ExpertRuntime
 from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger
+from lowtide.kernels.products import REFERENCE, Products, choose_products
 from lowtide.kernels.reference import ExpertWeights
 from lowtide.layers import linear as linear_module
 from lowtide.layers.attention import attention
@@ -193,6 +194,38 @@ def test_attention_is_block_causal_for_every_segment(
         new = slice(segment.first_position, segment.end_position)
         assert torch.equal(keys[:, new].transpose(0, 1), key[segment.start : segment.stop])
         assert torch.equal(values[:, new].transpose(0, 1), value[segment.start : segment.stop])
+
+
+@pytest.mark.parametrize("window", [0, 20])
+def test_a_decoding_rows_attention_depends_on_its_sequence_alone(window: int) -> None:
+    """Compiled: 12 sequences at once, and each by itself; beside the reference's."""
+    compiled = choose_products("auto", torch.bfloat16)
+    num_rows, heads, kv_heads, head_dim = 12, 4, 2, 16
+    query, key, value = (
+        randn(num_rows, count, head_dim, seed=seed, dtype=torch.bfloat16)
+        for seed, count in enumerate((heads, kv_heads, kv_heads))
+    )
+    shape = storage_shape(1, kv_heads, head_dim, 2000)
+    cache = KVCache(torch.full(shape, torch.nan, dtype=torch.bfloat16))
+    segments = []
+    for row in range(num_rows):
+        kv = cache.allocate(10 * row + 1)
+        old = randn(10 * row, kv_heads, head_dim, seed=row, dtype=torch.bfloat16)
+        cache.write(0, kv, 0, old, old)
+        segments.append(Segment(row, row + 1, 10 * row, 1, kv))
+    workspace = Workspace(Arena(1 << 20).bytes)
+
+    def attended(chosen: Sequence[Segment], products: Products) -> Tensor:
+        out = torch.full_like(query, torch.nan)
+        arguments = (0, query, key, value, chosen, cache, workspace, out)
+        attention(*arguments, window=window, products=products)
+        return out
+
+    together = attended(segments, compiled)
+    for segment in segments:
+        alone = attended([segment], compiled)
+        assert torch.equal(alone[segment.start], together[segment.start])
+    torch.testing.assert_close(together, attended(segments, REFERENCE), atol=2e-2, rtol=2e-2)
 
 
 def run_attention(

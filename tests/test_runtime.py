@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ from lowtide.experts.runtime import ExpertRegistrar, ExpertRuntime
 from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger
 from lowtide.experts.store import FileReader, Ticket
 from lowtide.experts.transfer import DiskTransfer, Transfer, largest_read_bytes
-from lowtide.kernels.products import Products
+from lowtide.kernels.products import Products, choose_products
 from lowtide.kernels.reference import ExpertWeights, combine, gated_mlp, multiply
 from lowtide.memory.arena import Arena
 from lowtide.memory.workspace import Registrar, Workspace
@@ -227,6 +228,7 @@ class Rig:
         num_staging: int = NUM_STAGING,
         make_transfer: Callable[[ExpertSlots], Transfer] | None = None,
         executor: Executor | None = None,
+        products: Products | None = None,
         **disorder: object,
     ) -> None:
         self.capacity = capacity
@@ -247,7 +249,7 @@ class Rig:
             self.transfer,
             self.placement,
             executor or InlineExecutor(),
-            Products("test", multiply, lambda *args: Experts.product(*args)),
+            products or Products("test", multiply, lambda *args: Experts.product(*args)),
         )
         for layer in range(SHAPE.num_layers):
             self.runtime.preload(layer, self.placement.initial(layer))
@@ -318,6 +320,28 @@ def test_bits_never_depend_on_placement_or_on_the_order_of_reads(
         result = rig.run(call)
         rig.check()
         assert torch.equal(result, dense_oracle(call, WEIGHTS[dtype]))
+
+
+@given(
+    numbers=st.lists(
+        st.tuples(st.integers(0, 10**6), st.integers(0, 1), st.integers(1, 12)), max_size=8
+    ),
+    capacity=capacities,
+    policy=st.sampled_from(POLICIES),
+    executor=st.sampled_from(EXECUTORS),
+)
+def test_compiled_experts_have_the_same_bits_at_once_and_one_by_one(
+    numbers: list[tuple[int, int, int]], capacity: list[int], policy: str, executor: Executor
+) -> None:
+    """With everything resident few tokens' experts run in one call, else each when it is there."""
+    products = choose_products("auto", torch.bfloat16)
+    make = partial(Rig, dtype=torch.bfloat16, executor=executor, products=products)
+    everything = make("static", [SHAPE.num_experts] * SHAPE.num_layers)
+    some = make(policy, capacity)
+    for call in make_steps(numbers, torch.bfloat16):
+        result = some.run(call)
+        some.check()
+        assert torch.equal(result, everything.run(call))
 
 
 @pytest.mark.parametrize("policy", POLICIES)

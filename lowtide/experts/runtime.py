@@ -26,6 +26,7 @@ from lowtide.experts.read_ahead import Arrival, ReadAhead
 from lowtide.experts.rows import ExpertBuffers, ExpertRows, Routing
 from lowtide.experts.slots import ExpertSlots, SlotLedger
 from lowtide.experts.transfer import Transfer
+from lowtide.kernels.cpu.few_rows import SlotPlaces
 from lowtide.kernels.products import REFERENCE, Products
 from lowtide.kernels.reference import combine
 from lowtide.memory.workspace import Buffers
@@ -77,6 +78,8 @@ class ExpertRuntime:
         self._shape = shape
         self._slots = slots
         self._products = products
+        self._few_rows = products.few_rows if len(slots.layout.shapes) == 3 else None
+        self._places = _places(slots)
         self.ledger = ledger
         self.transfer = transfer
         self.executor = executor
@@ -93,16 +96,20 @@ class ExpertRuntime:
         x [tokens, hidden] compute dtype; out [tokens, hidden] float32; `layer` counts MoE layers.
         Raises StorageError when an expert cannot be read; the runtime stays usable.
         """
-        rows = ExpertRows(routing.experts, self._shape.num_experts)
-        demand = self._demand(layer, rows)
+        demand = self._demand(layer, routing)
         moves = self._placement.update(step, layer, demand, self.ledger.is_resident(layer))
         buffers = ExpertBuffers.take(workspace, self._shape, x)
-        torch.index_select(x, 0, rows.token_of, out=buffers.parts)
-        use = partial(self._run, rows=rows, buffers=buffers)
-        self._run_all(layer, demand, moves, use, has_next=layer + 1 < self._shape.num_layers)
-        self.stats.num_hits += int(demand.is_resident.sum())
-        self.stats.num_misses += int((~demand.is_resident).sum())
-        combine(buffers.parts, rows.part_of, routing.weights, buffers.term, buffers.term_fp32, out)
+        few_rows = self._few_rows
+        if few_rows is not None and few_rows.takes(x) and self._is_settled(demand, moves):
+            # No other thread changes what is in a slot, and this one waits: nothing is leased.
+            slots = self.ledger.slots_of(layer, demand.experts)
+            threads = self.executor.num_threads
+            few_rows.run_experts(x, *routing, slots, self._places, *buffers[:3], out, threads)
+        else:
+            self._run_one_by_one(layer, x, routing, demand, moves, buffers, out)
+        num_hits = int(np.count_nonzero(demand.is_resident))
+        self.stats.num_hits += num_hits
+        self.stats.num_misses += len(demand.experts) - num_hits
         if self.observer is not None:
             self.observer.saw_layer(layer, step, x, routing, out)
 
@@ -137,10 +144,33 @@ class ExpertRuntime:
         """What it did since it was made."""
         return self.stats.as_dict()
 
-    def _demand(self, layer: int, rows: ExpertRows) -> Demand:
-        num_tokens = np.diff(rows.bounds)
+    def _demand(self, layer: int, routing: Routing) -> Demand:
+        chosen = routing.experts.numpy().ravel()
+        num_tokens = np.bincount(chosen, minlength=self._shape.num_experts)
         experts = np.flatnonzero(num_tokens)
         return Demand(experts, num_tokens[experts], self.ledger.is_resident(layer)[experts])
+
+    def _is_settled(self, demand: Demand, moves: Moves) -> bool:
+        """Whether all that is demanded is there and nothing is on the move."""
+        is_moving = len(moves.admit) or len(moves.evict) or len(self.read_ahead)
+        return not is_moving and bool(demand.is_resident.all())
+
+    def _run_one_by_one(
+        self,
+        layer: int,
+        x: Tensor,
+        routing: Routing,
+        demand: Demand,
+        moves: Moves,
+        buffers: ExpertBuffers,
+        out: Tensor,
+    ) -> None:
+        """Each expert once it has arrived and a thread is free: the same bits as all at once."""
+        rows = ExpertRows(routing.experts, self._shape.num_experts)
+        torch.index_select(x, 0, rows.token_of, out=buffers.parts)
+        use = partial(self._run, rows=rows, buffers=buffers)
+        self._run_all(layer, demand, moves, use, has_next=layer + 1 < self._shape.num_layers)
+        combine(buffers.parts, rows.part_of, routing.weights, buffers.term, buffers.term_fp32, out)
 
     def _run(self, expert: int, slot: int, rows: ExpertRows, buffers: ExpertBuffers) -> None:
         pairs = rows.pairs(expert)
@@ -176,6 +206,12 @@ class ExpertRuntime:
         except BaseException:
             pass_.abandon()
             raise
+
+
+def _places(slots: ExpertSlots) -> SlotPlaces:
+    start, layout = slots.image(0).data_ptr(), slots.layout
+    gate, up, down = (start + offset for offset in layout.offsets[:3])
+    return SlotPlaces(gate, up, down, layout.num_bytes)
 
 
 LOOK_S = 1e-3

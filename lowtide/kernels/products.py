@@ -24,13 +24,15 @@ _log = logging.getLogger(__name__)
 
 
 class Products(NamedTuple):
-    """What multiplies with a weight, and what runs an expert."""
+    """What multiplies with a weight, and what runs an expert or comes between products."""
 
     name: str  # of where they come from, for people and stored costs
     multiply: Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
     """As `reference.multiply`."""
     gated_mlp: Callable[[Tensor, ExpertWeights | ClampedWeights, Tensor, Tensor, Tensor], None]
     """As `reference.gated_mlp`."""
+    few_rows: FewRows | None = None
+    """Compiled operators beside products, where there are any, for the rows that they take."""
 
 
 REFERENCE = Products("torch", reference.multiply, reference.gated_mlp)
@@ -53,4 +55,4 @@ def _compiled() -> Products:
     except (StorageError, UnsupportedError) as error:
         _log.warning("%s Single tokens will take longer: torch's products are used.", error)
         return REFERENCE
-    return Products("compiled", few_rows.multiply, few_rows.gated_mlp)
+    return Products("compiled", few_rows.multiply, few_rows.gated_mlp, few_rows)

@@ -32,6 +32,7 @@ class Linear:
         """weight: [out, in]. bias: [out]."""
         self._executor = executor
         self._multiply = products.multiply
+        self._few_rows = products.few_rows
         self._bias = bias
         self._weight = weight
         self._whole = weight.t()
@@ -39,6 +40,9 @@ class Linear:
 
     def forward(self, x: Tensor, out: Tensor) -> None:
         """x [rows, in], out [rows, out]."""
+        if self._few_rows is not None and self._few_rows.takes(x):
+            self._few_rows.multiply(x, self._whole, self._bias, out, self._executor.num_threads)
+            return
         if len(self._pieces) == 1 or not self._is_large(x.shape[0]):
             self._multiply(x, self._whole, self._bias, out)
             return

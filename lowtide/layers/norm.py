@@ -5,16 +5,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lowtide.kernels.products import REFERENCE, Products
 from lowtide.memory.workspace import Buffers
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, workspace: Buffers, out: Tensor) -> None:
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    workspace: Buffers,
+    out: Tensor,
+    products: Products = REFERENCE,
+) -> None:
     """`out = weight * (x / rms(x))` over the last dimension; `out` may be `x`.
+
+    x, out [rows, length] or [rows, heads, length].
 
     Normalises in float32, rounds to the compute dtype, then multiplies by `weight` (the order of
     Llama and of most families here), so bfloat16 results round where the original's do. A float32
     weight multiplies before that (gpt-oss).
     """
+    few_rows = products.few_rows
+    if few_rows is not None and weight.dtype == x.dtype and few_rows.takes(x):
+        few_rows.rms_norm(x, weight, eps, out)
+        return
     shape = tuple(x.shape)
     with workspace.scope():
         x_fp32 = workspace.take("norm fp32", shape, torch.float32)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lowtide.config import Yarn
+from lowtide.kernels.products import REFERENCE, Products
 from lowtide.memory.workspace import Buffers
 
 
@@ -46,11 +47,17 @@ class Rotary:
         return Rotation(cos.to(dtype), sin.to(dtype))
 
 
-def rotate(x: Tensor, rotation: Rotation, workspace: Buffers) -> None:
+def rotate(
+    x: Tensor, rotation: Rotation, workspace: Buffers, products: Products = REFERENCE
+) -> None:
     """Turns x [rows, heads, head_dim] in place: dimension i with dimension i + rotary_dim / 2.
 
     Computed in the compute dtype, as `rotation` has to be. Dimensions past rotary_dim pass through.
     """
+    few_rows = products.few_rows
+    if few_rows is not None and few_rows.takes(x):
+        few_rows.rotate(x, rotation.cos, rotation.sin)
+        return
     half = rotation.cos.shape[-1]
     first, second = x[..., :half], x[..., half : 2 * half]
     shape = tuple(first.shape)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lowtide.experts.rows import Routing
+from lowtide.kernels.products import REFERENCE, Products
 from lowtide.kernels.routing import top_experts
 from lowtide.layers.batch import Segment
 from lowtide.memory.workspace import Buffers
@@ -103,11 +104,14 @@ class SoftmaxRouter:
     num_groups: int = 1
     num_groups_per_token: int = 1
     scaling_factor: float = 1.0
+    products: Products = REFERENCE
 
     def route(self, x: Tensor, segments: Sequence[Segment], workspace: Buffers) -> Routing:
         # Logits, probabilities, ranks and top-k results: small, and without `out=` forms.
         workspace.library("router", 6 * 4 * x.shape[0] * self.weight.shape[0])
-        probabilities = self._logits(x, workspace).softmax(-1, dtype=torch.float32)
+        with workspace.scope():
+            logits = self._logits(x, workspace)
+            probabilities = logits.softmax(-1, dtype=torch.float32)
         rank = probabilities
         if self.num_groups > 1:
             rank = self._limit_to_groups(rank)
@@ -120,12 +124,13 @@ class SoftmaxRouter:
         return Routing(experts, weights * self.scaling_factor)
 
     def _logits(self, x: Tensor, workspace: Buffers) -> Tensor:
-        if self.weight.dtype == x.dtype:
-            return torch.mm(x, self.weight.t())
-        with workspace.scope():
-            x_fp32 = workspace.take("router input", tuple(x.shape), torch.float32)
-            x_fp32.copy_(x)
-            return torch.mm(x_fp32, self.weight.t())
+        dtype = self.weight.dtype
+        logits = workspace.take("router logits", (x.shape[0], self.weight.shape[0]), dtype)
+        if dtype != x.dtype:
+            x_fp32 = workspace.take("router input", tuple(x.shape), dtype)
+            x = x_fp32.copy_(x)
+        self.products.multiply(x, self.weight.t(), None, logits)
+        return logits
 
     def _limit_to_groups(self, rank: Tensor) -> Tensor:
         groups = rank.view(rank.shape[0], self.num_groups, -1)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lowtide.config import ModelConfig
 from lowtide.experts.executor import Executor
+from lowtide.kernels.products import REFERENCE, Products
 from lowtide.layers.attention import attention
 from lowtide.layers.batch import Batch
 from lowtide.layers.linear import Linear
@@ -62,6 +63,7 @@ class GroupedAttention:
         norm: QKNorm | None,
         kv_cache: KVCache,
         executor: Executor,
+        products: Products = REFERENCE,
         sinks: Tensor | None = None,
         window: int = 0,
     ) -> None:
@@ -73,6 +75,7 @@ class GroupedAttention:
         self._norm = norm
         self._kv_cache = kv_cache
         self._executor = executor
+        self._products = products
         self._sinks = sinks
         self._window = window
 
@@ -89,8 +92,7 @@ class GroupedAttention:
             if self._norm is not None:
                 self._normalise(query, self._norm.query, workspace)
                 self._normalise(key, self._norm.key, workspace)
-            rotate(query, rotation, workspace)
-            rotate(key, rotation, workspace)
+            rotate(qkv[:, : heads + kv_heads], rotation, workspace, self._products)
             attended = workspace.take("attended", (num_rows, heads, head_dim), x.dtype)
             attention(
                 self._layer,
@@ -104,6 +106,7 @@ class GroupedAttention:
                 window=self._window,
                 sinks=self._sinks,
                 executor=self._executor,
+                products=self._products,
             )
             self._output.forward(attended.view(num_rows, -1), out)
 
@@ -111,4 +114,4 @@ class GroupedAttention:
         """x: [rows, heads, head_dim], in place."""
         if weight.shape[0] != x.shape[-1]:
             x = x.flatten(1)  # a view: heads are adjacent
-        rms_norm(x, weight, self._config.rms_norm_eps, workspace, x)
+        rms_norm(x, weight, self._config.rms_norm_eps, workspace, x, self._products)

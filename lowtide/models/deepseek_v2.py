@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lowtide.config import ModelConfig
 from lowtide.experts.executor import Executor
+from lowtide.kernels.products import REFERENCE, Products
 from lowtide.layers.attention import attention
 from lowtide.layers.batch import Batch
 from lowtide.layers.linear import GatedMLP, Linear
@@ -59,6 +60,7 @@ class DeepseekV2(Decoder):
             self.linear(prefix + "o_proj"),
             self.kv_cache,
             self.executor,
+            self.products,
         )
 
     def router(self, layer: int) -> SoftmaxRouter:
@@ -70,6 +72,7 @@ class DeepseekV2(Decoder):
             num_groups=config.num_expert_groups,
             num_groups_per_token=config.num_groups_per_token,
             scaling_factor=config.routed_scaling_factor,
+            products=self.products,
         )
 
     def shared_expert(self, layer: int) -> tuple[GatedMLP | None, Tensor | None]:
@@ -112,6 +115,7 @@ class LatentAttention:
         output: Linear,
         kv_cache: KVCache,
         executor: Executor,
+        products: Products = REFERENCE,
     ) -> None:
         """expansion: [heads * (fixed + value_head_dim), rank], a head's keys, then its values."""
         self._layer = layer
@@ -126,6 +130,7 @@ class LatentAttention:
         self._output = output
         self._kv_cache = kv_cache
         self._executor = executor
+        self._products = products
 
     def forward(
         self, x: Tensor, batch: Batch, rotation: Rotation, workspace: Buffers, out: Tensor
@@ -137,7 +142,7 @@ class LatentAttention:
             cached = workspace.take("latent", (num_rows, 1, width), x.dtype)
             self._latent.forward(x, cached.view(num_rows, width))
             latent, rotating_key = cached[..., :rank], cached[..., rank:]
-            rms_norm(latent, self._latent_norm, LATENT_EPS, workspace, latent)
+            rms_norm(latent, self._latent_norm, LATENT_EPS, workspace, latent, self._products)
             rotate_pairs(rotating_key, rotation, workspace)
             query = workspace.take("latent query", (num_rows, config.num_heads, width), x.dtype)
             self._query(x, rotation, workspace, query)
@@ -153,6 +158,7 @@ class LatentAttention:
                 attended,
                 scale=config.softmax_scale,
                 executor=self._executor,
+                products=self._products,
             )
             values = (num_rows, config.num_heads, config.value_head_dim)
             value = workspace.take("value", values, x.dtype)

@@ -30,6 +30,7 @@ class GptOss(Decoder):
             None,
             self.kv_cache,
             self.executor,
+            self.products,
             sinks=self.weights[prefix + "sinks"],
             window=self.config.windows[layer],
         )

@@ -41,6 +41,7 @@ class LLaDA2(Decoder):
             norm,
             self.kv_cache,
             self.executor,
+            self.products,
         )
 
     def router(self, layer: int) -> SigmoidRouter:

@@ -23,6 +23,7 @@ class Mixtral(Decoder):
             None,
             self.kv_cache,
             self.executor,
+            self.products,
         )
 
     def router(self, layer: int) -> SoftmaxRouter:
@@ -30,4 +31,5 @@ class Mixtral(Decoder):
             weight=self.weights[f"model.layers.{layer}.block_sparse_moe.gate.weight"],
             num_experts_per_token=self.config.num_experts_per_token,
             normalise=True,
+            products=self.products,
         )

@@ -25,6 +25,7 @@ class Olmoe(Decoder):
             QKNorm(query, key),  # [query_size] and [kv_size]: all heads together
             self.kv_cache,
             self.executor,
+            self.products,
         )
 
     def router(self, layer: int) -> SoftmaxRouter:
@@ -33,4 +34,5 @@ class Olmoe(Decoder):
             num_experts_per_token=self.config.num_experts_per_token,
             normalise=self.config.norm_topk_prob,
             rounds_weights=True,
+            products=self.products,
         )

@@ -26,6 +26,7 @@ class Qwen2Moe(Decoder):
             None,
             self.kv_cache,
             self.executor,
+            self.products,
         )
 
     def router(self, layer: int) -> SoftmaxRouter:
@@ -34,6 +35,7 @@ class Qwen2Moe(Decoder):
             num_experts_per_token=self.config.num_experts_per_token,
             normalise=self.config.norm_topk_prob,
             rounds_weights=True,
+            products=self.products,
         )
 
     def shared_expert(self, layer: int) -> tuple[GatedMLP | None, Tensor | None]:

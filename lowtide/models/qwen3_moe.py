@@ -25,6 +25,7 @@ class Qwen3Moe(Decoder):
             QKNorm(query, key),  # [head_dim]: every head by itself
             self.kv_cache,
             self.executor,
+            self.products,
         )
 
     def router(self, layer: int) -> SoftmaxRouter:
@@ -33,4 +34,5 @@ class Qwen3Moe(Decoder):
             num_experts_per_token=self.config.num_experts_per_token,
             normalise=self.config.norm_topk_prob,
             rounds_weights=True,
+            products=self.products,
         )

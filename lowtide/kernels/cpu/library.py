@@ -14,6 +14,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from lowtide.errors import StorageError, UnsupportedError
@@ -21,22 +22,22 @@ from lowtide.folders import cache_folder
 
 _COMPILERS = ("c++", "g++", "clang++")
 # Nothing of this machine: variants are chosen at run time. Nothing that changes arithmetic either.
-_FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC")
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
 _LIMIT_S = 120.0
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
-def load_library(source: Path) -> ctypes.CDLL:
-    """The C++ file `source`, compiled and loaded; calls into it do not hold the GIL.
+def load_library(*sources: Path) -> ctypes.CDLL:
+    """C++ files of one folder, compiled and loaded as one; calls into it do not hold the GIL.
 
-    Raises UnsupportedError where it cannot be compiled or loaded, StorageError where the cache
-    cannot be written or is not this user's own.
+    Called as the first of them. Raises UnsupportedError where it cannot be compiled or loaded,
+    StorageError where the cache cannot be written or is not this user's own.
     """
     compiler = _compiler()
     try:
-        path = _private_folder() / f"{source.stem}-{_key(source, compiler)}.so"
+        path = _private_folder() / f"{sources[0].stem}-{_key(sources, compiler)}.so"
         if not _is_whole(path):
-            _build(source, compiler, path)
+            _build(sources, compiler, path)
     except OSError as error:
         raise StorageError(
             f"{error.filename or cache_folder()} cannot be used: {error.strerror or error}; "
@@ -56,10 +57,12 @@ def _compiler() -> str:
     raise UnsupportedError(f"There is no C++ compiler; install one of {', '.join(_COMPILERS)}.")
 
 
-def _key(source: Path, compiler: str) -> str:
+def _key(sources: Sequence[Path], compiler: str) -> str:
     """Differs wherever the library would."""
     version = _run([compiler, "--version"])
-    parts = [source.read_bytes(), version, " ".join(_FLAGS).encode(), platform.machine().encode()]
+    headers = sorted(sources[0].parent.glob("*.hpp"))
+    contents = [path.read_bytes() for path in (*sources, *headers)]
+    parts = [*contents, version, " ".join(_FLAGS).encode(), platform.machine().encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
@@ -92,11 +95,11 @@ def _is_whole(path: Path) -> bool:
     return hashlib.sha256(image).digest() == digest
 
 
-def _build(source: Path, compiler: str, path: Path) -> None:
+def _build(sources: Sequence[Path], compiler: str, path: Path) -> None:
     """Writes the file whole or not at all: another process may be at it, too."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
         built = Path(folder) / path.name
-        _run([compiler, *_FLAGS, str(source), "-o", str(built)])
+        _run([compiler, *_FLAGS, *map(str, sources), "-o", str(built)])
         with built.open("ab") as file:  # what follows its sections is nothing to a loader
             file.write(hashlib.sha256(built.read_bytes()).digest())
         built.chmod(0o700)

@@ -1,0 +1,104 @@
+// All experts of a few tokens in one call: what the runtime does expert by expert, with its bits.
+//
+//     out[t] = sum over t's experts e, ascending, of weight[t, e] * expert_e(x[t])
+//
+// The threads share every expert's weights: gates and ups first, then downs, then the sum, which
+// is one multiplication and one addition in float32 for each expert.
+
+#include <vector>
+
+#include "products.hpp"
+#include "team.hpp"
+
+using namespace lowtide;
+
+namespace {
+
+constexpr long PIECE_BYTES = WORTH_BYTES / 2;  // of a matrix
+
+// The tokens of one expert: consecutive rows of the scratch.
+struct Group {
+    std::int64_t expert, slot;
+    long first, num_rows;
+};
+
+long features_of_piece(long num_k) {
+    return std::max(1L, PIECE_BYTES / (num_k * static_cast<long>(sizeof(bf16))));
+}
+
+}  // namespace
+
+extern "C" {
+
+// x [num_tokens, hidden]; experts [num_tokens, k], ascending for each token, and their weights;
+// slots: of every expert that is named, ascending by expert. gate_w, up_w, down_w: where slot 0 has them.
+// Scratch, a row for each pair of a token and an expert: parts [.., hidden], gate and up
+// [.., width]. out [num_tokens, hidden]. Rows of all are adjacent.
+void lowtide_run_experts(
+    int variant, int num_threads, const bf16* x, const std::int64_t* experts, const float* weights,
+    const std::int64_t* slots, const char* gate_w, const char* up_w, const char* down_w,
+    long slot_bytes, bf16* parts, bf16* gate, bf16* up, float* out, long num_tokens, long k,
+    long hidden, long width
+) {
+    const long num_pairs = num_tokens * k;
+    std::vector<long> order(num_pairs), row_of(num_pairs);
+    for (long pair = 0; pair < num_pairs; ++pair) order[pair] = pair;
+    std::stable_sort(order.begin(), order.end(), [&](long a, long b) {
+        return experts[a] < experts[b];
+    });
+    std::vector<Group> groups;
+    for (long row = 0; row < num_pairs; ++row) {
+        const long pair = order[row];
+        row_of[pair] = row;
+        std::memcpy(parts + row * hidden, x + pair / k * hidden, hidden * sizeof(bf16));
+        if (groups.empty() || groups.back().expert != experts[pair])
+            groups.push_back({experts[pair], slots[groups.size()], row, 0});
+        groups.back().num_rows += 1;
+    }
+    const auto weight = [&](const char* of_slot_0, const Group& group) {
+        return reinterpret_cast<const bf16*>(of_slot_0 + group.slot * slot_bytes);
+    };
+    const auto num_groups = static_cast<long>(groups.size());
+    const bf16* none = nullptr;
+    const long num_bytes = num_groups * 3 * hidden * width * static_cast<long>(sizeof(bf16));
+    if (num_bytes < WORTH_BYTES) num_threads = 1;
+
+    const long wide = std::min(width, features_of_piece(hidden));
+    const long num_wide = (width + wide - 1) / wide;
+    together(num_threads, num_groups * num_wide, [&](long number) {
+        const Group& group = groups[number / num_wide];
+        const long first = number % num_wide * wide, length = std::min(wide, width - first);
+        const bf16* in = parts + group.first * hidden;
+        const long start = group.first * width + first;
+        for (auto [w, to] : {std::pair(gate_w, gate), std::pair(up_w, up)})
+            multiply<bf16>(variant, {
+                in, hidden, weight(w, group) + first * hidden, none, to + start, width,
+                group.num_rows, length, hidden,
+            });
+        for (long row = 0; row < group.num_rows; ++row)
+            silu_times(variant, gate + start + row * width, up + start + row * width, length);
+    });
+
+    const long tall = std::min(hidden, features_of_piece(width));
+    const long num_tall = (hidden + tall - 1) / tall;
+    together(num_threads, num_groups * num_tall, [&](long number) {
+        const Group& group = groups[number / num_tall];
+        const long first = number % num_tall * tall, length = std::min(tall, hidden - first);
+        multiply<bf16>(variant, {
+            gate + group.first * width, width, weight(down_w, group) + first * width, none,
+            parts + group.first * hidden + first, hidden, group.num_rows, length, width,
+        });
+    });
+
+    const long* rows = row_of.data();
+    vectorised(variant, [=]() EVERY_LAMBDA {
+        std::fill(out, out + num_tokens * hidden, 0.0f);
+        for (long pair = 0; pair < num_pairs; ++pair) {
+            const bf16* part = parts + rows[pair] * hidden;
+            float* sum = out + pair / k * hidden;
+            for (long i = 0; i < hidden; ++i) sum[i] += weights[pair] * widen(part[i]);
+        }
+    });
+}
+
+}

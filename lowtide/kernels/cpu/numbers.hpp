@@ -1,0 +1,98 @@
+// bfloat16 and float32 numbers, and which instructions a function may use.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+// Includes all of AVX2's: what that may use is not inlined here otherwise, at three times the cost.
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx2,fma")))
+#define AVX2 __attribute__((target("avx2,fma")))
+#endif
+
+// For loops that the compiler makes vectors of, with the instructions of the function around them.
+#define EVERY_LAMBDA __attribute__((always_inline))
+#define EVERYWHERE inline EVERY_LAMBDA
+
+namespace lowtide {
+
+using bf16 = std::uint16_t;
+
+enum Variant { PORTABLE, WITH_AVX2, WITH_AVX512 };
+
+EVERYWHERE float widen(bf16 value) {
+    const std::uint32_t bits = static_cast<std::uint32_t>(value) << 16;
+    float wide;
+    std::memcpy(&wide, &bits, sizeof wide);
+    return wide;
+}
+
+// To nearest, ties to even.
+EVERYWHERE bf16 round_bf16(float value) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    const auto rounded = static_cast<bf16>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    return value != value ? 0x7fc0 : rounded;
+}
+
+// e^x, to the last bit or two, without a call or a branch: loops over it become vectors.
+// x = n ln 2 + r; 2^n by the exponent's bits, e^r by a polynomial (Cephes, expf). Beyond what
+// float32 holds it stays at the border.
+EVERYWHERE float exponential(float x) {
+    constexpr float SHIFT = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to integers
+    x = x < -87.3f ? -87.3f : x > 88.0f ? 88.0f : x;
+    const float shifted = x * 1.44269504f + SHIFT;
+    const float n = shifted - SHIFT;
+    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float y = 1.9875691500e-4f;
+    y = y * r + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * (r * r) + r + 1.0f;
+    std::int32_t bits;
+    std::memcpy(&bits, &shifted, sizeof bits);
+    bits = (bits - 0x4b400000 + 127) << 23;
+    float power;
+    std::memcpy(&power, &bits, sizeof power);
+    return y * power;
+}
+
+// As the reference does between two operators: a result is rounded before it is used again.
+EVERYWHERE float rounded(float value) { return widen(round_bf16(value)); }
+
+#if defined(__x86_64__)
+template <class Body>
+AVX512 void with_avx512(const Body& body) { body(); }
+
+template <class Body>
+AVX2 void with_avx2(const Body& body) { body(); }
+#endif
+
+// Runs `body`, an EVERYWHERE function object, with the variant's instructions. Nothing is fused
+// (see library.py), so its bits are the same in all.
+template <class Body>
+void vectorised(int variant, const Body& body) {
+#if defined(__x86_64__)
+    if (variant == WITH_AVX512) return with_avx512(body);
+    if (variant == WITH_AVX2) return with_avx2(body);
+#endif
+    body();
+}
+
+// gate = silu(gate) * up, rounded after each of the two.
+inline void silu_times(int variant, bf16* gate, const bf16* up, long length) {
+    vectorised(variant, [=]() EVERY_LAMBDA {
+        for (long i = 0; i < length; ++i) {
+            const float value = widen(gate[i]);
+            const float silu = rounded(value / (1.0f + exponential(-value)));
+            gate[i] = round_bf16(silu * widen(up[i]));
+        }
+    });
+}
+
+}  // namespace lowtide

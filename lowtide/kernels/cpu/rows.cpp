@@ -1,0 +1,66 @@
+// What happens to a few rows between products: normalised, and turned by their position.
+
+#include "numbers.hpp"
+
+using namespace lowtide;
+
+namespace {
+
+// out = weight * rounded(x / rms(x))
+EVERYWHERE void normalise(const bf16* x, const bf16* weight, float eps, bf16* out, long length) {
+    float lanes[16] = {};
+    long i = 0;
+    for (; i + 16 <= length; i += 16)
+        for (long lane = 0; lane < 16; ++lane)
+            lanes[lane] += widen(x[i + lane]) * widen(x[i + lane]);
+    for (long lane = 0; i + lane < length; ++lane)
+        lanes[lane] += widen(x[i + lane]) * widen(x[i + lane]);
+    float sum = 0;
+    for (float lane : lanes) sum += lane;
+    const float factor = 1.0f / std::sqrt(sum / static_cast<float>(length) + eps);
+    for (i = 0; i < length; ++i)
+        out[i] = round_bf16(rounded(widen(x[i]) * factor) * widen(weight[i]));
+}
+
+}  // namespace
+
+extern "C" {
+
+// x, out [num_rows, num_heads, length], weight [length]; a row's stride in elements is given, its
+// heads are adjacent. out may be x.
+void lowtide_rms_norm(
+    int variant, const bf16* x, long x_stride, const bf16* weight, float eps, bf16* out,
+    long out_stride, long num_rows, long num_heads, long length
+) {
+    vectorised(variant, [=]() EVERY_LAMBDA {
+        for (long row = 0; row < num_rows; ++row)
+            for (long head = 0; head < num_heads; ++head) {
+                const long start = head * length;
+                normalise(x + row * x_stride + start, weight, eps, out + row * out_stride + start,
+                          length);
+            }
+    });
+}
+
+// x [num_rows, num_heads, length], in place: dimension i with dimension i + half, rounded after
+// each operator. cos, sin [num_rows, half]. A row's stride in elements is given.
+void lowtide_rotate(
+    int variant, bf16* x, long x_stride, const bf16* cos, const bf16* sin, long num_rows,
+    long num_heads, long length, long half
+) {
+    vectorised(variant, [=]() EVERY_LAMBDA {
+        for (long row = 0; row < num_rows; ++row)
+            for (long head = 0; head < num_heads; ++head) {
+                bf16* first = x + row * x_stride + head * length;
+                bf16* second = first + half;
+                for (long i = 0; i < half; ++i) {
+                    const float a = widen(first[i]), b = widen(second[i]);
+                    const float c = widen(cos[row * half + i]), s = widen(sin[row * half + i]);
+                    first[i] = round_bf16(rounded(a * c) - rounded(b * s));
+                    second[i] = round_bf16(rounded(b * c) + rounded(a * s));
+                }
+            }
+    });
+}
+
+}
