@@ -313,7 +313,7 @@ def check_same_but_for_ties(
     )
 
 
-@examples(8)
+@examples(4)
 @given(batch=st.lists(wishes, min_size=2, max_size=5), share=st.floats(0, 1))
 def test_a_batch_is_its_requests_alone(model: Path, batch: list[Wish], share: float) -> None:
     with Setting("tide", share).open(model, dtype="float32") as llm:
@@ -325,7 +325,7 @@ def test_a_batch_is_its_requests_alone(model: Path, batch: list[Wish], share: fl
         check_idle(llm)
 
 
-@examples(6)
+@examples(3)
 @given(batch=st.lists(wishes, min_size=1, max_size=3), share=st.floats(0, 1))
 def test_cached_is_recomputed(model: Path, batch: list[Wish], share: float) -> None:
     setting = Setting("lru", share)

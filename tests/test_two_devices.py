@@ -64,7 +64,7 @@ def spans_by_device(devices: Sequence[Device], stream: str) -> list[list[Span]]:
     return [spans_of(first, stream), spans_of(second, f"{stream}-2")]
 
 
-@examples(12)
+@examples(6)
 @given(policy=presets, gpu_share=shares, home_share=shares, num_devices=st.sampled_from([2, 2, 3]))
 def test_no_preset_or_budget_changes_a_bit(
     case: Case, policy: str, gpu_share: float, home_share: float, num_devices: int
