@@ -173,10 +173,13 @@ class LLM:
         `layer` counts MoE layers; x [rows, hidden] compute dtype, 512 rows at most. Returns
         float32 [rows, hidden] on the CPU.
         """
+        self._check_open()
         engine, device = self._engine, self._engine.model.device
-        moved = Routing(routing.experts.to(device), routing.weights.to(device))
+        experts = routing.experts.to(device, torch.int64).contiguous()
+        weights = routing.weights.to(device, torch.float32).contiguous()
+        x = x.to(device).contiguous()
         with device_failures(), engine.executor.in_charge(), torch.inference_mode():
-            out = engine.model.run_experts(layer, x.to(device), moved, step)
+            out = engine.model.run_experts(layer, x, Routing(experts, weights), step)
             return out.to("cpu", copy=True)
 
     @contextmanager
@@ -229,6 +232,7 @@ class LLM:
             for request in requests:
                 decoder.add(request)
             while decoder.has_work:
+                self._check_open()  # it may have been closed while this stream was not looked at
                 measured, in_charge = self._speed.measured(), self._engine.executor.in_charge()
                 with device_failures(), measured, in_charge:
                     events = decoder.step()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from secrets import token_hex
 from tempfile import NamedTemporaryFile
 from typing import IO
 
@@ -19,10 +21,9 @@ def whole_file(path: Path, noun: str) -> Iterator[IO[bytes]]:
 
     `noun` ("trace") names the file in the StorageError that a failing write raises.
     """
-    temporary: Path | None = None
+    temporary = path.with_name(f".{path.name}.{token_hex(4)}")
     try:
-        with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            temporary = Path(file.name)
+        with open(temporary, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -30,16 +31,15 @@ def whole_file(path: Path, noun: str) -> Iterator[IO[bytes]]:
     except OSError as reason:
         raise _refusal(path, noun, reason) from reason
     finally:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def check_writable(path: Path, noun: str) -> None:
     """Raises StorageError where `whole_file` would: before a long run, not after it."""
     try:
         if path.is_dir():
-            raise IsADirectoryError(21, "it is a folder")
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
         with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):
             pass
     except OSError as reason:

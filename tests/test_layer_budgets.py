@@ -74,15 +74,34 @@ def test_slots_stay_where_little_is_to_be_gained(worth: list[list[float]]) -> No
     assert held.capacity == [2, 2]
 
 
-def test_a_layer_may_have_all_or_nothing() -> None:
-    held, num_held = Budgets([2, 2], 4), [2, 2]
-    worth = np.array([[9.0, 9.0, 9.0, 9.0], [1.0, 1.0, 1.0, 1.0]])
+@pytest.mark.parametrize(("num_experts", "ends"), [(5, [4, 0]), (4, [3, 1])])
+def test_a_layer_may_have_nothing_and_none_becomes_whole(num_experts: int, ends: list[int]) -> None:
+    held, num_held = Budgets([2, 2], num_experts), [2, 2]
+    worth = np.array([[9.0] * num_experts, [1.0] * num_experts])
     for _ in range(8):
         look(held, worth)
         for layer in (0, 1):
             num_held[layer] -= held.settle(layer, num_held[layer])
             num_held[layer] = max(num_held[layer], held.capacity[layer])  # fills up at once
-    assert held.capacity == num_held == [4, 0]
+    assert held.capacity == num_held == ends
+
+
+def test_a_whole_layer_gives_nothing_since_nobody_asks_it_to() -> None:
+    held = Budgets([4, 2], 4)
+    worth = np.array([[0.0] * 4, [9.0] * 4])
+    for _ in range(8):
+        look(held, worth)
+        held.settle(1, 2)
+    assert held.capacity == [4, 2]
+    held = Budgets([4, 2, 2], 4)  # the others go on
+    worth = np.array([[0.0] * 4, [9.0] * 4, [1.0] * 4])
+    num_held = [2, 2]
+    for _ in range(8):
+        look(held, worth)
+        for layer in (1, 2):
+            num_held[layer - 1] -= held.settle(layer, num_held[layer - 1])
+            num_held[layer - 1] = max(num_held[layer - 1], held.capacity[layer])
+    assert held.capacity == [4, 3, 1]
 
 
 def make_restless(patch: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,7 @@ class _Answer(Future[int]):
 class Pool:
     """An executor of real threads, more of them than this machine may have cores."""
 
-    num_threads = 3
+    num_threads = num_cores = 3
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(self.num_threads)

@@ -154,6 +154,18 @@ def test_online_tau_follows_the_drift_and_tells_it(link_s: float, host_s: float,
     assert 0.9 < changes[0].drift <= 1.0
 
 
+def test_a_watched_layer_that_is_never_heard_of_counts_for_nothing() -> None:
+    """One whose experts are all resident asks no policy."""
+    hits = make_hits(64, num_changes=8)
+    one, two = (OnlineTau(32, 8, 1.0, 0.1, window=16, watched=(0, *more)) for more in ((), (3,)))
+    silent = OnlineTau(32, 8, 1.0, 0.1, window=16, watched=(0, 3))
+    for index, now in enumerate(hits):
+        for online, layer in ((one, 0), (two, 0), (silent, 3)):
+            online.observe(Step(StepKind.DENOISE, index), layer, demand_of(now[0]))
+    assert one.tau == two.tau == silent.tau != 4
+    assert one.drift == two.drift == silent.drift
+
+
 def test_online_tau_stays_where_little_is_to_be_gained() -> None:
     changes: list[TauChange] = []
     online = OnlineTau(32, 8, 1.0, 1.0, tau=4, window=8, hysteresis=1.0, on_change=changes.append)

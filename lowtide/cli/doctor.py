@@ -60,12 +60,12 @@ def doctor(
             diagnosis = diagnose(
                 folder, name=model or "", is_fresh=fresh, progress=progress, **options
             )
-    if profile is not None:
-        save_profile(diagnosis, profile)
     if settings.flag("json"):
         print(json_line(diagnosis.as_dict()))
     else:
         _print(diagnosis)
+    if profile is not None:
+        save_profile(diagnosis, profile)
 
 
 def _print(diagnosis: Diagnosis) -> None:

@@ -283,6 +283,7 @@ class CudaDevice:
             self.drain()
             self._is_closed = True
             del self._slots, self._computation, self._host_parts
+            self.__dict__.pop("_ring", None)
             self._streams.release()
 
     def _copy_in_pieces(self, source: Tensor, target: Tensor) -> None:

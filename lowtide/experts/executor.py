@@ -34,6 +34,7 @@ class Executor(Protocol):
     """Runs pieces of work that share nothing."""
 
     num_threads: int
+    num_cores: int  # for what divides one product itself
 
     def submit(self, work: Work) -> Future[None]:
         """Starts `work`; the answer raises what it raised."""
@@ -52,14 +53,16 @@ class HostExecutor:
     """Owns the compute threads; does not know what they compute."""
 
     def __init__(self, num_experts_per_token: int, num_cores: int | None = None) -> None:
-        """As many threads as one token's experts keep busy; more cores go into each product.
+        """As many threads as one token's experts keep busy; more cores go into each product
+        (torch's of an expert, or the compiled operators', which have threads of their own).
 
         `num_cores`: what to use of the machine, by default all that this process may use. Then,
         and where there are more cores than threads, every thread keeps to cores of its own.
         """
         usable = os.sched_getaffinity(0)
-        self.num_threads = max(1, min(num_cores or len(usable), num_experts_per_token))
-        cores_per_thread = max(1, (num_cores or len(usable)) // self.num_threads)
+        self.num_cores = num_cores or len(usable)
+        self.num_threads = max(1, min(self.num_cores, num_experts_per_token))
+        cores_per_thread = max(1, self.num_cores // self.num_threads)
         shares = [] if num_cores else core_shares(self.num_threads, usable)
         begin = _Beginning(shares, cores_per_thread)
         with process_threads_kept():
@@ -155,6 +158,7 @@ class InlineExecutor:
     """Runs everything at once on the calling thread: for passes that are only counted."""
 
     num_threads = 1
+    num_cores = 1
 
     def submit(self, work: Work) -> Future[None]:
         future: Future[None] = Future()

@@ -171,7 +171,7 @@ class HybridRuntime:
         outcome = self.link.end_prefetch(layer, decision.assignment.fetch)
         split = _LayerSplit(self, layer, step, decision.assignment, rows, buffers, host_parts)
         split.start()
-        split.fetch(self._policies.moves(layer, step, demand, is_kept, decision))
+        split.follow(self._policies.moves(layer, step, demand, is_kept, decision))
         self._look_ahead(layer, demand, outcome, predicted)
         split.collect_host()
 
@@ -281,8 +281,10 @@ class _LayerSplit:
             pairs = zip(assignment.fetch.tolist(), assignment.fetch_on.tolist(), strict=True)
             self._fetch_on = dict(pairs)
         self._on_host: list[_HostUse] = []
-        self._arrivals: dict[int, Arrival | None] = {}  # of the experts to fetch, before `fetch`
-        self._begun: list[tuple[int, Arrival]] = []
+        self._arrivals: dict[
+            int, Arrival | None
+        ] = {}  # by expert to fetch: its copy, if one is under way
+        self._first_wave: list[tuple[int, Arrival]] = []
         self._to_fetch: Iterable[tuple[int, int]] = ()
         self._keep: set[int] = set()
         self._wave: list[tuple[int, Arrival]] = []
@@ -297,14 +299,15 @@ class _LayerSplit:
         self._run_residents()
         fetched = [pair for pair in here if pair[0] not in self._for_host]
         first, rest = fetched[: self._runtime.wave_size], fetched[self._runtime.wave_size :]
-        self._begun = [(expert, self._fetch(expert, host_slot)) for expert, host_slot in first]
+        self._first_wave = [(expert, self._begin_copy(expert, slot)) for expert, slot in first]
         self._to_fetch = chain(rest, coming)
 
-    def fetch(self, moves: Moves) -> None:
-        """Queues the fetched experts as they arrive, and what is still read from disk."""
+    def follow(self, moves: Moves) -> None:
+        """Notes which fetched experts stay; queues them as they arrive, with what is still read
+        from disk."""
         self._keep = self._link.obey(self._layer, moves, self._arrivals)
         taken = [(e, arrival) for e, arrival in self._arrivals.items() if arrival is not None]
-        for expert, arrival in chain(taken, self._begun):
+        for expert, arrival in chain(taken, self._first_wave):
             self._add_to_wave(expert, arrival)
         self._accept(self._to_fetch)
         self._run_wave()
@@ -315,9 +318,9 @@ class _LayerSplit:
             if expert in self._for_host:
                 self._start_on_host(expert, host_slot)
             else:
-                self._add_to_wave(expert, self._fetch(expert, host_slot))
+                self._add_to_wave(expert, self._begin_copy(expert, host_slot))
 
-    def _fetch(self, expert: int, host_slot: int) -> Arrival:
+    def _begin_copy(self, expert: int, host_slot: int) -> Arrival:
         return self._link.fetch(host_slot, self._fetch_on.get(expert))
 
     def _start_on_host(self, expert: int, host_slot: int) -> None:

@@ -242,7 +242,7 @@ class Link:
 
     @property
     def busy_s(self) -> float:
-        """Seconds until the copies under way have ended, at most; on the link for the next one."""
+        """Seconds until the link that the next copy would take is free, at most."""
         self._forget_ended()
         return self._soonest_free_s()
 

@@ -26,7 +26,7 @@ from lowtide.experts.read_ahead import Arrival, ReadAhead
 from lowtide.experts.rows import ExpertBuffers, ExpertRows, Routing
 from lowtide.experts.slots import ExpertSlots, SlotLedger
 from lowtide.experts.transfer import Transfer
-from lowtide.kernels.cpu.few_rows import SlotPlaces
+from lowtide.kernels.cpu.few_rows import FewRows, SlotPlaces
 from lowtide.kernels.products import REFERENCE, Products
 from lowtide.kernels.reference import combine
 from lowtide.memory.workspace import Buffers
@@ -93,18 +93,16 @@ class ExpertRuntime:
     ) -> None:
         """`out[t] = sum over t's experts e of weight * expert_e(x[t])`, in ascending e.
 
-        x [tokens, hidden] compute dtype; out [tokens, hidden] float32; `layer` counts MoE layers.
-        Raises StorageError when an expert cannot be read; the runtime stays usable.
+        x [tokens, hidden] compute dtype; out [tokens, hidden] float32; both and the routing are
+        contiguous; `layer` counts MoE layers. Raises StorageError when an expert cannot be read;
+        the runtime stays usable.
         """
         demand = self._demand(layer, routing)
         moves = self._placement.update(step, layer, demand, self.ledger.is_resident(layer))
         buffers = ExpertBuffers.take(workspace, self._shape, x)
         few_rows = self._few_rows
         if few_rows is not None and few_rows.takes(x) and self._is_settled(demand, moves):
-            # No other thread changes what is in a slot, and this one waits: nothing is leased.
-            slots = self.ledger.slots_of(layer, demand.experts)
-            threads = self.executor.num_threads
-            few_rows.run_experts(x, *routing, slots, self._places, *buffers[:3], out, threads)
+            self._run_at_once(few_rows, layer, x, routing, demand, buffers, out)
         else:
             self._run_one_by_one(layer, x, routing, demand, moves, buffers, out)
         num_hits = int(np.count_nonzero(demand.is_resident))
@@ -154,6 +152,34 @@ class ExpertRuntime:
         """Whether all that is demanded is there and nothing is on the move."""
         is_moving = len(moves.admit) or len(moves.evict) or len(self.read_ahead)
         return not is_moving and bool(demand.is_resident.all())
+
+    def _run_at_once(
+        self,
+        few_rows: FewRows,
+        layer: int,
+        x: Tensor,
+        routing: Routing,
+        demand: Demand,
+        buffers: ExpertBuffers,
+        out: Tensor,
+    ) -> None:
+        """All experts in one call. No other thread changes what is in a slot, and this one waits:
+        nothing is leased."""
+        if layer + 1 < self._shape.num_layers:
+            self.read_ahead.expect(layer + 1, demand)
+            self.read_ahead.start_reads(self.transfer)
+        few_rows.run_experts(
+            x,
+            experts=routing.experts,
+            weights=routing.weights,
+            slots=self.ledger.slots_of(layer, demand.experts),
+            places=self._places,
+            parts=buffers.parts,
+            gate=buffers.gate,
+            up=buffers.up,
+            out=out,
+            num_threads=self.executor.num_cores,
+        )
 
     def _run_one_by_one(
         self,

@@ -1,4 +1,4 @@
-"""The host's products with stored weights: compiled ones where they are faster, else torch's.
+"""The host's products with stored weights: compiled ones where there is a compiler, else torch's.
 
 Chosen once for an engine and handed to everything that computes on the host, so that an expert's
 bits do not depend on where it runs. Unlike routing's, the two give different bits: sums are added

@@ -38,9 +38,14 @@ def profile_text(diagnosis: Diagnosis) -> str:
     """In TOML, from the first model's experts: the more they are like those replayed, the better.
 
     An expert of one token shows how fast weights are read, of most tokens how fast is computed.
-    Raises StorageError where device or disk were not measured.
+    Raises StorageError where no experts, device or disk were measured.
     """
-    [costs, *_] = diagnosis.costs
+    if not diagnosis.costs:
+        raise StorageError(
+            "No experts were measured, and a profile is of some: there is too little memory for "
+            "those of any known model. Name a smaller one: lowtide doctor MODEL --profile FILE."
+        )
+    costs = diagnosis.costs[0]
     measured = costs.stored.measurements
     if measured.link is None or measured.sync is None:
         raise StorageError("No device was measured, and a profile needs one.")

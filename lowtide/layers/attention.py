@@ -58,7 +58,7 @@ def attention(
     nothing to the output.
     """
     scores = _Scores(scale, window, sinks)
-    few_rows = products.few_rows if sinks is None and _is_for_few_rows(query) else None
+    few_rows = products.few_rows if sinks is None and _has_row_kernel(query) else None
     for segment in segments:
         rows = slice(segment.start, segment.stop)
         kv_cache.write(layer, segment.kv, segment.first_position, key[rows], value[rows])
@@ -73,7 +73,7 @@ def attention(
                         values[:, first:],
                         scale,
                         out[tile.start],
-                        executor.num_threads,
+                        executor.num_cores,
                     )
                     continue
                 _attend_causally(
@@ -94,8 +94,8 @@ def attention(
             _attend(query[block], keys, values, scale, workspace, out[block])
 
 
-def _is_for_few_rows(query: Tensor) -> bool:
-    """Whether a single row of `query` is for the compiled operator, however many there are."""
+def _has_row_kernel(query: Tensor) -> bool:
+    """Whether the compiled operator takes single rows of `query`."""
     return FewRows.takes(query[:1]) and query.shape[2] <= MAX_HEAD_DIM
 
 

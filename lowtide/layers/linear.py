@@ -41,7 +41,7 @@ class Linear:
     def forward(self, x: Tensor, out: Tensor) -> None:
         """x [rows, in], out [rows, out]."""
         if self._few_rows is not None and self._few_rows.takes(x):
-            self._few_rows.multiply(x, self._whole, self._bias, out, self._executor.num_threads)
+            self._few_rows.multiply(x, self._whole, self._bias, out, self._executor.num_cores)
             return
         if len(self._pieces) == 1 or not self._is_large(x.shape[0]):
             self._multiply(x, self._whole, self._bias, out)

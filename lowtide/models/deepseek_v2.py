@@ -47,6 +47,7 @@ class DeepseekV2(Decoder):
                 self.linear(prefix + "q_b_proj"),
                 self.linear(prefix + "q_a_proj"),
                 self.weights[prefix + "q_a_layernorm.weight"],
+                self.products,
             )
         else:
             queries = _Queries(self.linear(prefix + "q_proj"))
@@ -84,10 +85,17 @@ class DeepseekV2(Decoder):
 class _Queries:
     """From hidden states to queries, in V2 through a normalised latent of their own."""
 
-    def __init__(self, up: Linear, down: Linear | None = None, norm: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        up: Linear,
+        down: Linear | None = None,
+        norm: Tensor | None = None,
+        products: Products = REFERENCE,
+    ) -> None:
         self._up = up
         self._down = down
         self._norm = norm
+        self._products = products
 
     def forward(self, x: Tensor, workspace: Buffers, out: Tensor) -> None:
         """x [rows, hidden]; out [rows, query_size]."""
@@ -97,7 +105,7 @@ class _Queries:
         with workspace.scope():
             latent = workspace.take("query latent", (x.shape[0], self._norm.shape[0]), x.dtype)
             self._down.forward(x, latent)
-            rms_norm(latent, self._norm, LATENT_EPS, workspace, latent)
+            rms_norm(latent, self._norm, LATENT_EPS, workspace, latent, self._products)
             self._up.forward(latent, out)
 
 

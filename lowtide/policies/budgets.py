@@ -21,6 +21,7 @@ class Budgets:
     A layer that is to shrink may keep less at once and says later what it has evicted; a layer
     that is to grow waits until then. So all layers together never have more than the total. Only
     layers that are full take part: the others wait for the link, and what is on its way counts.
+    A layer with all its experts stays so, and none becomes it: nobody decides for such layers.
     """
 
     def __init__(self, capacity: Sequence[int], num_experts: int) -> None:
@@ -30,6 +31,7 @@ class Budgets:
         self._total = sum(self.capacity)
         self._held = list(self.capacity)  # residents of each layer, at most
         self._due = [0] * len(self.capacity)  # what each will get when others have evicted it
+        self._num_experts = num_experts
         self._num_moved = max(1, num_experts // _SHARE)
         # [layers, experts]: a mean, best expert of each look first
         self._worth_s = np.zeros((len(self.capacity), num_experts))
@@ -69,14 +71,15 @@ class Budgets:
     def _gain_s(self, layer: int) -> float:
         """Worth of the last expert that the layer would get; below 0 if it gets none."""
         num_kept = self.capacity[layer] + self._num_moved
-        if not self._is_full(layer) or num_kept > self._worth_s.shape[1]:
+        if not self._is_full(layer) or num_kept >= self._num_experts:
             return -1.0
         return float(self._worth_s[layer, num_kept - 1])
 
     def _loss_s(self, layer: int) -> float:
         """Worth of the best expert that the layer would give; infinite if it gives none."""
         num_kept = self.capacity[layer] - self._num_moved
-        if not self._is_full(layer) or num_kept < 0:
+        is_whole = self.capacity[layer] == self._num_experts
+        if not self._is_full(layer) or num_kept < 0 or is_whole:
             return np.inf
         return float(self._worth_s[layer, num_kept])
 

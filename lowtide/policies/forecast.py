@@ -29,6 +29,7 @@ class Forecast:
         self, num_layers: int, num_experts: int, frequency: FloatArray | None = None
     ) -> None:
         """`frequency` [layers, experts]: the steps of a calibration in which each was active."""
+        self._last_layer = num_layers
         num_memories = len(_DECAYS) + 1
         # [layers, memories and, last, the step that they are to forecast, experts]
         self._shares = np.zeros((num_layers, num_memories + 1, num_experts))
@@ -72,8 +73,9 @@ class Forecast:
 
     def __call__(self, layer: int) -> FloatArray:
         """Seconds that each expert's residency will be worth in the next step. [num_experts]"""
-        if layer == 0:
+        if layer <= self._last_layer:  # a step begins; layer 0 may be one that is not heard of
             self._learn()
+        self._last_layer = layer
         weights = self._weights * self._worth_s[layer]
         worth_s: FloatArray = weights.dot(self._shares[layer, :-1])
         return np.maximum(worth_s, 0.0, out=worth_s)

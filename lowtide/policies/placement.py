@@ -280,6 +280,7 @@ class Lowtide:
         if not isinstance(tau, OnlineTau) and tau < 1:
             raise UsageError(f"tau must be a whole number of steps from 1, not {tau}.")
         num_layers = len(capacity)
+        self._last_layer = num_layers
         self._budgets = Budgets(capacity, num_experts)
         self._capacity = self._budgets.capacity
         self._costs = costs
@@ -313,7 +314,9 @@ class Lowtide:
     def update(self, step: Step, layer: int, demand: Demand, is_resident: BoolArray) -> Moves:
         if isinstance(self._tau, OnlineTau):
             self._tau.observe(step, layer, demand)
-        if layer == 0 and step.kind is not StepKind.PREFILL:
+        # Not by layer 0: a layer whose experts are all resident is not heard of.
+        is_first, self._last_layer = layer <= self._last_layer, layer
+        if is_first and step.kind is not StepKind.PREFILL:
             self._budgets.begin_step(self._forecast.of_all_layers)
         self._learn(layer, demand)
         num_over = self._budgets.settle(layer, int(np.count_nonzero(is_resident)))

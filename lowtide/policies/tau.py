@@ -174,7 +174,7 @@ class OnlineTau:
         self._hysteresis = hysteresis
         self._on_change = on_change
         self._watched = {layer: _Ages(num_experts, budget, max_tau, decay) for layer in watched}
-        self._pacer = min(self._watched, default=-1)
+        self._last_layer = max(self._watched, default=0)
         self._num_steps = 0
 
     def observe(self, step: Step, layer: int, demand: Demand) -> None:
@@ -183,7 +183,8 @@ class OnlineTau:
         if ages is None or step.kind is StepKind.PREFILL:
             return
         ages.observe(step, demand)
-        if layer == self._pacer:
+        is_first, self._last_layer = layer <= self._last_layer, layer
+        if is_first:
             self._num_steps += 1
             if self._num_steps % self._window == 0:
                 self._choose()
@@ -191,13 +192,19 @@ class OnlineTau:
     @property
     def drift(self) -> float:
         """d over the watched layers, as it is seen now."""
-        return float(np.mean([ages.drift for ages in self._watched.values()]))
+        return float(np.mean([ages.drift for ages in self._heard]))
 
     def misses(self) -> FloatArray:
         """f(1)..f(max_tau) as they are seen now."""
-        by_age = np.mean([ages.missed for ages in self._watched.values()], axis=0)
+        by_age = np.mean([ages.missed for ages in self._heard], axis=0)
         shares: FloatArray = np.cumsum(by_age) / np.arange(1, self._max_tau + 1) / self._budget
         return shares
+
+    @property
+    def _heard(self) -> list[_Ages]:
+        """Of the watched layers; one whose experts are all resident is never told of."""
+        watched = list(self._watched.values())
+        return [ages for ages in watched if ages.is_heard] or watched
 
     def _choose(self) -> None:
         d, misses = self.drift, self.misses()
@@ -256,6 +263,10 @@ class _Ages:
         rank += self._order
         least = int(np.partition(rank, -self._budget)[-self._budget])
         return (rank >= max(least, num_experts)).astype(np.float32)
+
+    @property
+    def is_heard(self) -> bool:
+        return bool(self._sums[1, 0])
 
     @property
     def drift(self) -> float:

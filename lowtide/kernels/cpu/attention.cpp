@@ -33,7 +33,7 @@ struct State {
 };
 
 // From scores to weights; scales down what the head has so far.
-EVERYWHERE void weigh(float* weights, long length, float scale, float& largest, float& total,
+INLINED void weigh(float* weights, long length, float scale, float& largest, float& total,
                       float* sums, long dim) {
     float peak = largest;
     for (long t = 0; t < length; ++t) {
@@ -53,7 +53,7 @@ EVERYWHERE void weigh(float* weights, long length, float scale, float& largest, 
 }
 
 // Four tokens for each time that the sums are loaded and stored; added one by one all the same.
-EVERYWHERE void add_values(const float* weights, const bf16* values, long length, long dim,
+INLINED void add_values(const float* weights, const bf16* values, long length, long dim,
                            float* sums) {
     long t = 0;
     for (; t + 4 <= length; t += 4) {
@@ -83,7 +83,7 @@ void attend(int variant, const Heads& a) {
             a.query, a.dim, keys, nullptr, state.weights[0], BLOCK, a.num_heads, length, a.dim,
         });
         State* of = &state;
-        vectorised(variant, [=, &a]() EVERY_LAMBDA {
+        vectorised(variant, [=, &a]() INLINED_LAMBDA {
             for (long h = 0; h < a.num_heads; ++h) {
                 weigh(of->weights[h], length, a.scale, of->largest[h], of->total[h], of->sums[h],
                       a.dim);

@@ -31,7 +31,8 @@ long features_of_piece(long num_k) {
 extern "C" {
 
 // x [num_tokens, hidden]; experts [num_tokens, k], ascending for each token, and their weights;
-// slots: of every expert that is named, ascending by expert. gate_w, up_w, down_w: where slot 0 has them.
+// slots: one for each distinct expert, ascending by expert. gate_w, up_w, down_w: where slot 0 has
+// them.
 // Scratch, a row for each pair of a token and an expert: parts [.., hidden], gate and up
 // [.., width]. out [num_tokens, hidden]. Rows of all are adjacent.
 void lowtide_run_experts(
@@ -91,7 +92,7 @@ void lowtide_run_experts(
     });
 
     const long* rows = row_of.data();
-    vectorised(variant, [=]() EVERY_LAMBDA {
+    vectorised(variant, [=]() INLINED_LAMBDA {
         std::fill(out, out + num_tokens * hidden, 0.0f);
         for (long pair = 0; pair < num_pairs; ++pair) {
             const bf16* part = parts + rows[pair] * hidden;

@@ -5,7 +5,7 @@ memory; between products an operator of torch takes longer to call than to run (
 C++ beside this file does both, and shares a product or a layer's experts among threads.
 
 `takes` tells which rows are theirs. A row's bits depend on the row and what it is used with alone:
-not on other rows, on the number of threads, or on the variant.
+not on other rows, on the number of threads, or (above the least normal numbers) on the variant.
 """
 
 from __future__ import annotations
@@ -150,11 +150,10 @@ class FewRows:
     ) -> None:
         """`gated_mlp` of every expert of the tokens and `reference.combine`, bit for bit.
 
-        x [tokens, hidden], which it `takes`; experts [tokens, k] int64, ascending
-        for each token, and their weights [tokens, k] float32; slots: of the
-        experts that are named, ascending by expert; parts [tokens * k, hidden] and gate and up
-        [tokens * k, expert_size] bfloat16 are scratch; out [tokens, hidden] float32. All of them
-        contiguous.
+        x [tokens, hidden], which it `takes`; experts [tokens, k] int64, ascending for each token,
+        and their weights [tokens, k] float32; slots: one for each distinct expert, ascending by
+        expert; parts [tokens * k, hidden] and gate and up [tokens * k, expert_size] bfloat16 are
+        scratch; out [tokens, hidden] float32. All of them contiguous.
         """
         num_tokens, k = experts.shape
         self._run_experts(

@@ -13,9 +13,10 @@
 #define AVX2 __attribute__((target("avx2,fma")))
 #endif
 
-// For loops that the compiler makes vectors of, with the instructions of the function around them.
-#define EVERY_LAMBDA __attribute__((always_inline))
-#define EVERYWHERE inline EVERY_LAMBDA
+// Inlined always: the instructions of the function around it apply, also to loops in it that the
+// compiler makes vectors of.
+#define INLINED_LAMBDA __attribute__((always_inline))
+#define INLINED inline INLINED_LAMBDA
 
 namespace lowtide {
 
@@ -23,7 +24,7 @@ using bf16 = std::uint16_t;
 
 enum Variant { PORTABLE, WITH_AVX2, WITH_AVX512 };
 
-EVERYWHERE float widen(bf16 value) {
+INLINED float widen(bf16 value) {
     const std::uint32_t bits = static_cast<std::uint32_t>(value) << 16;
     float wide;
     std::memcpy(&wide, &bits, sizeof wide);
@@ -31,7 +32,7 @@ EVERYWHERE float widen(bf16 value) {
 }
 
 // To nearest, ties to even.
-EVERYWHERE bf16 round_bf16(float value) {
+INLINED bf16 round_bf16(float value) {
     std::uint32_t bits;
     std::memcpy(&bits, &value, sizeof bits);
     const auto rounded = static_cast<bf16>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
@@ -41,7 +42,7 @@ EVERYWHERE bf16 round_bf16(float value) {
 // e^x, to the last bit or two, without a call or a branch: loops over it become vectors.
 // x = n ln 2 + r; 2^n by the exponent's bits, e^r by a polynomial (Cephes, expf). Beyond what
 // float32 holds it stays at the border.
-EVERYWHERE float exponential(float x) {
+INLINED float exponential(float x) {
     constexpr float SHIFT = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to integers
     x = x < -87.3f ? -87.3f : x > 88.0f ? 88.0f : x;
     const float shifted = x * 1.44269504f + SHIFT;
@@ -63,7 +64,7 @@ EVERYWHERE float exponential(float x) {
 }
 
 // As the reference does between two operators: a result is rounded before it is used again.
-EVERYWHERE float rounded(float value) { return widen(round_bf16(value)); }
+INLINED float rounded(float value) { return widen(round_bf16(value)); }
 
 #if defined(__x86_64__)
 template <class Body>
@@ -73,7 +74,7 @@ template <class Body>
 AVX2 void with_avx2(const Body& body) { body(); }
 #endif
 
-// Runs `body`, an EVERYWHERE function object, with the variant's instructions. Nothing is fused
+// Runs `body`, an INLINED function object, with the variant's instructions. Nothing is fused
 // (see library.py), so its bits are the same in all.
 template <class Body>
 void vectorised(int variant, const Body& body) {
@@ -86,10 +87,12 @@ void vectorised(int variant, const Body& body) {
 
 // gate = silu(gate) * up, rounded after each of the two.
 inline void silu_times(int variant, bf16* gate, const bf16* up, long length) {
-    vectorised(variant, [=]() EVERY_LAMBDA {
+    vectorised(variant, [=]() INLINED_LAMBDA {
         for (long i = 0; i < length; ++i) {
             const float value = widen(gate[i]);
-            const float silu = rounded(value / (1.0f + exponential(-value)));
+            // Beyond the border of `exponential` the quotient is 0, as in the limit.
+            const float e = value < -88.0f ? INFINITY : exponential(-value);
+            const float silu = rounded(value / (1.0f + e));
             gate[i] = round_bf16(silu * widen(up[i]));
         }
     });

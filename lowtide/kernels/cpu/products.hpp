@@ -52,22 +52,22 @@ inline void ahead(const bf16* from, long stride) {
     _mm_prefetch(reinterpret_cast<const char*>(from + AHEAD * stride), _MM_HINT_T0);
 }
 
-AVX2 EVERYWHERE float sum_of(__m256 lanes) {
+AVX2 INLINED float sum_of(__m256 lanes) {
     __m128 four = _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps(lanes, 1));
     four = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
 }
 
-AVX2 EVERYWHERE __m256 even8(__m256i pairs) {
+AVX2 INLINED __m256 even8(__m256i pairs) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
 }
 
-AVX2 EVERYWHERE __m256 odd8(__m256i pairs) {
+AVX2 INLINED __m256 odd8(__m256i pairs) {
     const __m256i mask = _mm256_set1_epi32(static_cast<int>(0xffff0000));
     return _mm256_castsi256_ps(_mm256_and_si256(pairs, mask));
 }
 
-AVX2 EVERYWHERE __m256i load16(const bf16* from) {
+AVX2 INLINED __m256i load16(const bf16* from) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
 }
 
@@ -94,7 +94,7 @@ struct Avx2 {
     }
 
     template <int outs>
-    AVX2 static inline void add(
+    AVX2 static INLINED void add(
         const bf16* x, const bf16* w, long w_stride, __m256 (&even)[outs][2], __m256 (&odd)[outs][2]
     ) {
         for (int half = 0; half < 2; ++half) {
@@ -110,11 +110,11 @@ struct Avx2 {
     }
 };
 
-AVX512 EVERYWHERE __m512 even16(__m512i pairs) {
+AVX512 INLINED __m512 even16(__m512i pairs) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
 }
 
-AVX512 EVERYWHERE __m512 odd16(__m512i pairs) {
+AVX512 INLINED __m512 odd16(__m512i pairs) {
     const __m512i mask = _mm512_set1_epi32(static_cast<int>(0xffff0000));
     return _mm512_castsi512_ps(_mm512_and_si512(pairs, mask));
 }
@@ -143,7 +143,7 @@ struct Avx512 {
     }
 
     template <int rows, int outs>
-    AVX512 static inline void add(
+    AVX512 static INLINED void add(
         __mmask32 mask, const bf16* x, long x_stride, const bf16* w, long num_k,
         __m512 (&even)[rows][outs], __m512 (&odd)[rows][outs]
     ) {

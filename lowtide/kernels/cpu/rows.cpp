@@ -7,7 +7,7 @@ using namespace lowtide;
 namespace {
 
 // out = weight * rounded(x / rms(x))
-EVERYWHERE void normalise(const bf16* x, const bf16* weight, float eps, bf16* out, long length) {
+INLINED void normalise(const bf16* x, const bf16* weight, float eps, bf16* out, long length) {
     float lanes[16] = {};
     long i = 0;
     for (; i + 16 <= length; i += 16)
@@ -32,7 +32,7 @@ void lowtide_rms_norm(
     int variant, const bf16* x, long x_stride, const bf16* weight, float eps, bf16* out,
     long out_stride, long num_rows, long num_heads, long length
 ) {
-    vectorised(variant, [=]() EVERY_LAMBDA {
+    vectorised(variant, [=]() INLINED_LAMBDA {
         for (long row = 0; row < num_rows; ++row)
             for (long head = 0; head < num_heads; ++head) {
                 const long start = head * length;
@@ -48,7 +48,7 @@ void lowtide_rotate(
     int variant, bf16* x, long x_stride, const bf16* cos, const bf16* sin, long num_rows,
     long num_heads, long length, long half
 ) {
-    vectorised(variant, [=]() EVERY_LAMBDA {
+    vectorised(variant, [=]() INLINED_LAMBDA {
         for (long row = 0; row < num_rows; ++row)
             for (long head = 0; head < num_heads; ++head) {
                 bf16* first = x + row * x_stride + head * length;

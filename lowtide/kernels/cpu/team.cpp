@@ -7,6 +7,7 @@
 
 #include "team.hpp"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -27,15 +28,18 @@ using Clock = std::chrono::steady_clock;
 // A pass has a handover every 50 to 100 us; waking a thread takes as long.
 constexpr auto AWAKE = std::chrono::microseconds(200);
 
-// A piece takes less. Who waits longer, waits for a thread that another process has taken the core
-// from, for milliseconds: likely one that has used up its time by waiting for work. So it gives its
-// own core away, and for some passes threads sleep between handovers (docs/log.md).
+// Pieces are alike, so the others are done soon after the caller's own. Who waits so much longer,
+// waits for a thread that another process has taken the core from, for milliseconds: likely one that
+// has used up its time by waiting for work. So it gives its own core away, and for some passes
+// threads sleep between handovers (docs/log.md).
 constexpr auto PATIENCE = std::chrono::microseconds(300);
 constexpr int CROWDED_CALLS = 1000;
 
 inline void pause() {
 #if defined(__x86_64__)
     _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
 #else
     std::this_thread::yield();
 #endif
@@ -44,7 +48,8 @@ inline void pause() {
 class Team {
    public:
     void run(int num_threads, long num_pieces, Piece piece, const void* work) {
-        if (num_threads > 1 && num_pieces > 1) {
+        num_threads = static_cast<int>(std::min<long>(num_threads, num_pieces));
+        if (num_threads > 1) {
             const std::unique_lock<std::mutex> own(in_use_, std::try_to_lock);
             if (own.owns_lock()) return share(num_threads, num_pieces, piece, work);
         }
@@ -64,8 +69,9 @@ class Team {
         offer_.store(turn << 32 | static_cast<std::uint32_t>(num_pieces));
         // Without the sleepers' lock: who misses this call hears the next.
         if (num_asleep_.load() > 0) wake_.notify_all();
+        const auto begun = Clock::now();
         take_pieces();
-        await(num_pieces);
+        await(num_pieces, PATIENCE + (Clock::now() - begun));
     }
 
     void grow(int num_helpers) {
@@ -77,8 +83,8 @@ class Team {
         }
     }
 
-    void await(long num_pieces) {
-        const auto patient_until = Clock::now() + PATIENCE;
+    void await(long num_pieces, Clock::duration patience) {
+        const auto patient_until = Clock::now() + patience;
         while (num_done_.load(std::memory_order_acquire) < num_pieces) {
             if (Clock::now() < patient_until) {
                 pause();
@@ -105,15 +111,15 @@ class Team {
     void help(int number) {
         auto awake_until = bedtime();
         for (;;) {
-            if (is_offered() && number < num_invited_.load(std::memory_order_relaxed)) {
+            if (is_wanted(number)) {
                 take_pieces();
                 awake_until = bedtime();
             }
-            for (int i = 0; i < 64 && !is_offered(); ++i) pause();
+            for (int i = 0; i < 64 && !is_wanted(number); ++i) pause();
             if (Clock::now() < awake_until) continue;
             std::unique_lock<std::mutex> lock(sleep_);
             num_asleep_.fetch_add(1);
-            wake_.wait(lock, [this] { return is_offered(); });
+            wake_.wait(lock, [this, number] { return is_wanted(number); });
             num_asleep_.fetch_sub(1);
             awake_until = bedtime();
         }
@@ -123,7 +129,10 @@ class Team {
         return num_crowded_calls_ > 0 ? Clock::now() : Clock::now() + AWAKE;
     }
 
-    bool is_offered() const { return static_cast<std::uint32_t>(offer_.load()) > 0; }
+    bool is_wanted(int number) const {
+        const bool is_offered = static_cast<std::uint32_t>(offer_.load()) > 0;
+        return is_offered && number < num_invited_.load(std::memory_order_relaxed);
+    }
 
     std::mutex in_use_;
     int num_helpers_ = 0;
