@@ -29,8 +29,13 @@ from time import perf_counter
 from types import FrameType
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
+try:
+    import numpy as np
+    import torch
+except ModuleNotFoundError as missing:
+    raise SystemExit(
+        f"{sys.executable} has no {missing.name}; name a Python that has: make gpu PYTHON=..."
+    ) from None
 from common.record import REPOSITORY, Recorder, say
 from torch import Tensor
 
