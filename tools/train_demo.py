@@ -33,6 +33,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
+from lowtide.lab.demo_text import is_held_out
+
 ENDOFTEXT, MASK, ROLE_END = 0, 1, 2
 SPECIAL_TOKENS = ["<|endoftext|>", "<|mask|>", "<|role_end|>"]
 MAX_SHARD_BYTES = 4_000_000
@@ -63,10 +65,6 @@ def source_files() -> Iterator[tuple[str, Path]]:
             is_test = path.name.startswith("test_") or path.name.endswith("_test.py")
             if not is_test and not SKIPPED_FOLDERS.intersection(relative.parts):
                 yield relative.as_posix(), path
-
-
-def is_held_out(module: str) -> bool:
-    return int(hashlib.sha256(module.encode()).hexdigest(), 16) % 20 == 0
 
 
 def read_corpus() -> dict[str, list[str]]:

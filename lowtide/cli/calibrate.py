@@ -89,12 +89,14 @@ def _calibrate(
 
 
 def _text(model: str, settings: Settings) -> str:
-    """The text of `--text`; a demo model has lowtide's own source, which it was not trained on."""
+    """The text of `--text`; a demo model has one that it was not trained on."""
     name = settings.text("text")
     if name is None:
         if not model.startswith("demo:"):
             raise UsageError("Give --text FILE: what this model will be used for.")
-        return own_source()
+        from lowtide.lab.demo_text import held_out_text
+
+        return held_out_text()
     try:
         with open(name, "rb") as file:
             data = file.read(MAX_TEXT_BYTES + 1)
@@ -108,12 +110,6 @@ def _text(model: str, settings: Settings) -> str:
         return data.decode()
     except UnicodeDecodeError:
         raise UsageError(f"The text {name} is not in UTF-8.") from None
-
-
-def own_source() -> str:
-    """The Python files of lowtide, one after the other."""
-    package = Path(__file__).parents[1]
-    return "".join(path.read_text(encoding="utf-8") for path in sorted(package.rglob("*.py")))
 
 
 def _gate_table(calibration: Calibration) -> Table:
