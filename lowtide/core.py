@@ -26,14 +26,6 @@ def align_up(size: int, alignment: int = ALIGNMENT) -> int:
     return -(-size // alignment) * alignment
 
 
-class Tier(enum.IntEnum):
-    """Where bytes can lie, fastest first."""
-
-    GPU = 0
-    HOST = 1
-    DISK = 2
-
-
 class StepKind(enum.Enum):
     """What a forward pass is for; policies are told, kernels are not."""
 
