@@ -225,6 +225,39 @@ def test_a_calibration_divides_slots_by_what_they_are_worth() -> None:
     assert first_residents(replace(setting, hits=None)) == setting.capacity
 
 
+def test_layers_are_made_whole_where_waiting_for_the_device_is_what_takes_time() -> None:
+    trace, known = decoding((1.0,) * 4, 0), decoding((1.0,) * 4, 1)
+    setting = calibrated(trace, known, share=0.6)
+    slow = replace(setting.costs, sync_s=100 * setting.costs.host_s.at(1))
+    waiting = replace(setting, costs=slow)
+    *others, last = first_residents(waiting)
+    assert last == 64 and sum(others) + last == sum(setting.capacity)
+    assert simulate(trace, "lowtide", waiting).tokens_per_s > 1.15 * max(
+        simulate(trace, preset, waiting).tokens_per_s for preset in ("dali", "tide")
+    )
+    assert first_residents(setting) == setting.capacity
+
+
+@examples(25)
+@given(
+    seed=st.integers(0, 10**6),
+    num_layers=st.integers(1, 5),
+    num_experts=st.integers(1, 9),
+    sync_s=st.sampled_from([0.0, 1e-3, 1.0]),
+)
+def test_dividing_keeps_the_total(
+    seed: int, num_layers: int, num_experts: int, sync_s: float
+) -> None:
+    draw = np.random.default_rng(seed)
+    hits = draw.poisson(0.5, (6, num_layers, num_experts))
+    costs = load_profile("rtx3090").costs(MoEShape(num_layers, num_experts, 1, 256, 128))
+    capacity = draw.integers(0, num_experts + 1, num_layers).tolist()
+    frequency = (hits > 0).sum(axis=0).astype(np.float64)
+    made = Setting(capacity, num_experts, replace(costs, sync_s=sync_s), frequency, hits=hits)
+    divided = first_residents(made)
+    assert sum(divided) == sum(capacity) and max(divided) <= num_experts
+
+
 def test_divided_slots_are_faster_and_found_while_running(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -119,15 +119,35 @@ def test_a_prefetch_that_does_not_pay_is_switched_off_and_comes_back() -> None:
     assert guard.is_on  # as much earned as lost, and late ones count neither way
     guard.record(PrefetchOutcome(num_wasted=2))
     assert not guard.is_on
-    assert guard.choose(1, NOBODY, predicted).tolist() == []
-    guard.observe(1, make_demand(e0=1, e5=1))  # one of two silent forecasts was right
+    for _ in range(8):  # of which one is watched
+        assert guard.choose(1, NOBODY, predicted).tolist() == []
+        guard.observe(1, make_demand(e0=1, e5=1))  # one of two silent forecasts was right
     assert not guard.is_on
-    for _ in range(4):
+    for _ in range(4 * 8):
         guard.choose(1, NOBODY, predicted)
         guard.observe(1, make_demand(e0=1, e1=1))
     assert guard.is_on
     assert guard.choose(1, NOBODY, predicted).tolist() == [0, 1]
     assert guard.total == PrefetchOutcome(1, 5, 3)
+
+
+def test_in_silence_few_forecasts_are_made_and_every_layer_has_its_turn() -> None:
+    guard = PaysOff(NextGate(2), gain_s=1.0, cost_s=1.0)
+    assert all(guard.wants_prediction(layer) for layer in range(1, 5))
+    guard.record(PrefetchOutcome(num_wasted=1))
+    wanted = []
+    for _ in range(16):
+        for layer in range(1, 5):
+            is_wanted = guard.wants_prediction(layer)
+            wanted += [layer] * is_wanted
+            predicted = np.array([3, 2, 0, 0, 0, 0]) if is_wanted else None
+            assert guard.choose(layer, NOBODY, predicted).tolist() == []
+    assert sorted(wanted) == sorted(2 * [1, 2, 3, 4])
+
+
+def test_a_prediction_passed_over_is_no_error_once_it_is_switched_on() -> None:
+    guard = PaysOff(NextGate(2), gain_s=1.0, cost_s=1.0)
+    assert guard.choose(1, NOBODY, None).tolist() == []
 
 
 def test_switching_needs_more_than_breaking_even() -> None:

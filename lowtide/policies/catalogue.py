@@ -6,7 +6,7 @@ mechanisms, so comparing presets compares policies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -50,6 +50,7 @@ from lowtide.policies.prefetch import (
 from lowtide.policies.split import Favourites, FixedShare, Split, best_split, least_s
 from lowtide.policies.tau import OnlineTau, TauChange
 
+_NUM_WHOLE = 4  # numbers of whole layers that are compared
 _LEAST_GAIN = 1.02  # less may be chance: another text has other favourites (docs/log.md)
 
 
@@ -182,16 +183,33 @@ def _lowtide(setting: Setting) -> Placement:
 
 
 def _divided(setting: Setting) -> Sequence[int]:
-    """Residents of each layer by marginal benefit, where the calibration would run faster so."""
+    """Residents of each layer by marginal benefit, or with some layers whole, where the
+    calibration would run faster so."""
     if setting.hits is None:
         return setting.capacity
-    use = _use(setting.hits)
-    budgets = layer_budgets(use, sum(setting.capacity)).tolist()
-    as_given_s, divided_s = (
+    use, total = _use(setting.hits), sum(setting.capacity)
+    by_benefit: list[int] = layer_budgets(use, total).tolist()
+    divided = [by_benefit, *_with_whole_layers(setting)]
+    as_given_s, *seconds = (
         least_s(setting.hits, capacity, use, setting.costs)
-        for capacity in (setting.capacity, budgets)
+        for capacity in (setting.capacity, *divided)
     )
-    return budgets if as_given_s > _LEAST_GAIN * divided_s else setting.capacity
+    least = min(seconds)
+    is_faster = as_given_s > _LEAST_GAIN * least
+    return divided[seconds.index(least)] if is_faster else setting.capacity
+
+
+def _with_whole_layers(setting: Setting) -> Iterator[list[int]]:
+    """As many residents, with some of the last layers whole: nothing has to be decided about
+    such layers, nor be waited for. The others have equal shares of the rest."""
+    num_layers, num_experts = setting.num_layers, setting.num_experts
+    total = sum(setting.capacity)
+    most = min(num_layers - 1, total // num_experts)
+    for num_whole in np.unique(np.linspace(0, most, 1 + _NUM_WHOLE).astype(int))[1:].tolist():
+        num_others = num_layers - num_whole
+        share, num_more = divmod(total - num_whole * num_experts, num_others)
+        others = [min(num_experts, share + (layer < num_more)) for layer in range(num_others)]
+        yield others + [num_experts] * num_whole
 
 
 def _online_tau(setting: Setting) -> OnlineTau:

@@ -323,8 +323,10 @@ class Lowtide:
         remaining = self.tau if step.kind is StepKind.PREFILL else self.tau - step.index % self.tau
         if num_over:
             moves = self._shrink(layer, num_over, is_resident)
-        else:
+        elif self._credit[layer] >= 1 or np.count_nonzero(self._is_fetched):
             moves = self._swap(layer, remaining, is_resident)
+        else:
+            moves = NO_MOVES  # nothing could be afforded
         self._is_fetched.fill(False)
         return moves
 

@@ -44,6 +44,10 @@ class Prefetch(ABC):
         `predicted` [num_experts]: tokens that the early gate sends to each expert; None without.
         """
 
+    def wants_prediction(self, layer: int) -> bool:
+        """Whether `choose` will go by an early gate's prediction of `layer`: they cost time."""
+        return self.gate is not Gate.NONE
+
     def observe(self, layer: int, demand: Demand) -> None:  # noqa: B027 (most have no memory)
         """Tells what `layer` did ask for, before `choose` is asked for the next one."""
 
@@ -204,12 +208,16 @@ class Random(Prefetch):
         return 1.0 - self._draw.random(self._num_experts)  # in (0, 1]
 
 
+_WATCH_STRIDE = 8
+
+
 class PaysOff(Prefetch):
     """Lets a prefetcher act while it earns its keep, and watches it in silence while it does not.
 
     Earned is `hits * gain_s`, lost is `wasted * cost_s`, both exponential sums over layers. It is
     switched off when less is earned than lost, and on again when its silent forecasts would earn
     `margin` times what they would lose. A late expert counts neither way: its bytes were used.
+    Forecasts cost time too: in silence it makes them for every eighth layer, others each step.
     """
 
     def __init__(
@@ -237,6 +245,11 @@ class PaysOff(Prefetch):
         self._decay = decay
         self._earned_s = self._lost_s = 0.0
         self._forecasts: dict[int, IntArray] = {}  # layer: what would have been prefetched
+        self._num_steps = 0
+        self._last_layer = -1
+
+    def wants_prediction(self, layer: int) -> bool:
+        return self._inner.wants_prediction(layer) and self._is_watched(layer)
 
     def score(self, layer: int, predicted: IntArray | None) -> FloatArray | IntArray:
         return self._inner.score(layer, predicted)
@@ -251,11 +264,23 @@ class PaysOff(Prefetch):
     def choose(
         self, layer: int, is_resident: BoolArray, predicted: IntArray | None = None
     ) -> IntArray:
+        is_watched = self._is_watched(layer)
+        self._num_steps += layer <= self._last_layer
+        self._last_layer = layer
+        # It may have been switched on after the early gate was passed over.
+        is_foretold = predicted is not None or self.gate is Gate.NONE
+        if not (is_watched and is_foretold):
+            return np.empty(0, np.int64)
         chosen = self._inner.choose(layer, is_resident, predicted)
         if self.is_on:
             return chosen
         self._forecasts[layer] = chosen
         return chosen[:0]
+
+    def _is_watched(self, layer: int) -> bool:
+        """Whether a forecast of `layer` is made when it is its turn next."""
+        num_steps = self._num_steps + (layer <= self._last_layer)
+        return self.is_on or (num_steps + layer) % _WATCH_STRIDE == 0
 
     def record(self, outcome: PrefetchOutcome) -> None:
         self._inner.record(outcome)

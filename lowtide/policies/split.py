@@ -55,12 +55,14 @@ def split_s(
 ) -> float:
     """Seconds that the passes of `hits` would take: device, host and link work side by side.
 
-    A layer takes its dense part and the slowest of the three, or the time of all its transfers,
-    where those brought ahead make that longer.
+    A layer takes its dense part, a synchronisation unless all its experts are resident, and the
+    slowest of the three, or the time of all its transfers, where those brought ahead make that
+    longer.
     """
     if split.fetch_share and not costs.num_staging:
         return np.inf
     is_here_now = _favourites(frequency, [round(split.resident_share * c) for c in capacity])
+    sync_s = np.where(is_here_now.all(axis=1), 0.0, costs.sync_s)
     is_here_now |= _favourites(np.where(is_here_now, -1.0, frequency), split.num_ahead)
     is_absent = (hits > 0) & ~is_here_now
     place = np.cumsum(is_absent, axis=2)
@@ -71,7 +73,7 @@ def split_s(
     fetch_s = costs.fetch_s * is_fetched.sum(axis=2)
     # A pass has at least as many rows as its busiest expert has tokens.
     dense_s = costs.dense_s(hits.max(axis=(1, 2)))[:, None]
-    layer_s = dense_s + np.maximum(np.maximum(host_s, device_s), fetch_s)
+    layer_s = dense_s + sync_s + np.maximum(np.maximum(host_s, device_s), fetch_s)
     return float(np.maximum(layer_s, fetch_s + split.num_ahead * costs.fetch_s).sum())
 
 
