@@ -29,7 +29,9 @@ bench: $(VENV)/.lowtide-dev
 	for name in decode offload batching policies; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 # On a machine with a GPU, from the source tree, with the torch that $(PYTHON) has; installs nothing.
-gpu: gpu-test gpu-bench-short
+# What fails or cannot run in one stage keeps no other from running.
+gpu:
+	@failed=0; for stage in gpu-test gpu-bench-short; do $(MAKE) $$stage || failed=1; done; exit $$failed
 
 gpu-test:
 	PYTHONPATH=. $(PYTHON) benchmarks/gpu.py test --deadline 150 --out $(OUT)

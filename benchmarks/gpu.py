@@ -16,9 +16,11 @@ from __future__ import annotations
 import argparse
 import datetime
 import faulthandler
+import os
 import signal
 import statistics
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -39,7 +41,7 @@ except ModuleNotFoundError as missing:
 from common.record import REPOSITORY, Recorder, say
 from torch import Tensor
 
-from lowtide.core import Costs, MoEShape, Step
+from lowtide.core import Costs, Curve, MoEShape, Step
 from lowtide.errors import PlanError
 from lowtide.experts.cuda import CudaDevice
 from lowtide.experts.device import ExpertGroup
@@ -49,6 +51,8 @@ from lowtide.experts.hybrid import HostScratch, HybridRuntime
 from lowtide.experts.link import Link
 from lowtide.experts.rows import ExpertBuffers, ExpertRows, Routing
 from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger
+from lowtide.hardware import available_memory_bytes
+from lowtide.kernels.products import choose_products
 from lowtide.kernels.routing import combine
 from lowtide.lab.synth_trace import synth_trace
 from lowtide.memory.arena import Arena
@@ -88,6 +92,7 @@ DECODE_TOKENS = (1, 8, 32)
 _GIGA = 1e9
 _COPY_BYTES = 256 << 20
 _GRACE_S = 20.0  # after the deadline a hanging process is ended
+_CACHES = {"TRITON_CACHE_DIR": "~/.triton/cache", "XDG_CACHE_HOME": "~/.cache"}
 
 
 class DeadlineReached(KeyboardInterrupt):
@@ -140,7 +145,12 @@ def main() -> int:
     if not torch.cuda.is_available():
         say("There is no GPU here (torch.cuda.is_available() is false): nothing was run.")
         return 1
-    report = Report(arguments.stage, arguments.out)
+    find_caches()
+    try:
+        report = Report(arguments.stage, arguments.out)
+    except OSError as error:
+        say(f"Results cannot be written: {error}. Name another folder: make gpu OUT=...")
+        return 1
     is_good = arguments.stage != "test"  # tests that were not run have not passed
     try:
         with deadline(arguments.deadline):
@@ -156,6 +166,22 @@ def main() -> int:
     return 0 if is_good else 1
 
 
+def find_caches() -> None:
+    """What is compiled or measured goes to temporary folders where the home cannot be written."""
+    for name, place in _CACHES.items():
+        if name not in os.environ and not _can_write(Path(place).expanduser()):
+            os.environ[name] = tempfile.mkdtemp(prefix="lowtide-")
+
+
+def _can_write(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return False
+    return True
+
+
 def run_tests(report: Report) -> bool:
     """All tests marked `gpu`; whether all of them passed."""
     if find_spec("pytest") is None:
@@ -163,8 +189,10 @@ def run_tests(report: Report) -> bool:
         return False
     import pytest
 
-    files = [str(path) for path in sorted((REPOSITORY / "tests").glob("test_*.py"))]
-    files = [file for file in files if "mark.gpu" in Path(file).read_text(encoding="utf-8")]
+    paths = [*(REPOSITORY / "tests").glob("test_*.py")]
+    paths = [path for path in paths if "mark.gpu" in path.read_text(encoding="utf-8")]
+    # Whole models last: they take the longest, and fail with whatever fails before.
+    files = [str(path) for path in sorted(paths, key=lambda path: ("engine" in path.name, path))]
     outcomes = _Outcomes(report)
     # Other people's deprecations on a machine that is not ours are no failures.
     options = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "-W", "default"]
@@ -211,7 +239,7 @@ class _Outcomes:
 
 def run_benchmarks(stage: str, report: Report) -> None:
     """Ceilings first, then what the device reaches, then whole steps."""
-    shape = MODEL._replace(num_layers=NUM_LAYERS[stage])
+    shape = MODEL._replace(num_layers=num_layers_with_room(stage, report))
     link_rate, device_rate = measure_ceilings(report)
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode())
@@ -234,6 +262,22 @@ def run_benchmarks(stage: str, report: Report) -> None:
             measure_presets(stage, shape, home, pinned, executor, costs, rates, report)
 
 
+def num_layers_with_room(stage: str, report: Report) -> int:
+    """The stage's layers, or as many as half of the free host memory holds; ends without one."""
+    layer_bytes = MODEL.num_experts * SlotLayout.of(MODEL, DTYPE).num_bytes
+    free_bytes, wanted = available_memory_bytes(), NUM_LAYERS[stage]
+    num_layers = min(wanted, free_bytes // 2 // layer_bytes)
+    if not num_layers:
+        raise SystemExit(
+            f"One layer's experts take {layer_bytes / _GIGA:.1f} GB of host memory; "
+            f"{free_bytes / _GIGA:.1f} GB are free, of which half is used."
+        )
+    if num_layers < wanted:
+        text = f"{num_layers} MoE layers instead of {wanted}: {free_bytes / _GIGA:.1f} GB are free"
+        report.line("host memory", text)
+    return num_layers
+
+
 def measure_presets(
     stage: str,
     shape: MoEShape,
@@ -251,8 +295,11 @@ def measure_presets(
                 bench = HybridBench(shape, home, pinned, executor, costs, budget, preset)
                 with bench.running():
                     bench.measure(NUM_BLOCKS[stage], rates, report)
-                    if preset == "lowtide":
-                        bench.write_timeline(report)
+    for budget in BUDGETS:  # last: what a profiler leaves behind slows launches down
+        with report.part(f"timeline, {budget} residents"):
+            bench = HybridBench(shape, home, pinned, executor, costs, budget, "lowtide")
+            with bench.running():
+                bench.write_timeline(report)
 
 
 def measure_ceilings(report: Report) -> tuple[float, float]:
@@ -432,15 +479,22 @@ def measure_expert_costs(executor: HostExecutor, pinned: PinnedMemory, report: R
         pinned.register(arena)
         return arena
 
-    layout = SlotLayout.of(MODEL, DTYPE)
+    layout, products = SlotLayout.of(MODEL, DTYPE), choose_products("auto", DTYPE)
     device = CudaDevice(MODEL, layout, 128, 512, pinned)
     dense_bytes = 4 * MODEL.hidden_size**2 * DTYPE.itemsize  # about an attention layer
     with pinned.lent():
         costs, _ = measure_costs(
-            MODEL, layout, executor, dense_bytes, device=device, make_arena=pinned_arena
+            MODEL,
+            layout,
+            executor,
+            dense_bytes,
+            device=device,
+            make_arena=pinned_arena,
+            products=products,
         )
     device.close()
     values = {
+        "host_products": products.name,
         "link_us": costs.link_s * 1e6,
         "sync_us": costs.sync_s * 1e6,
         **{f"host_{n}_us": costs.host_s.at(n) * 1e6 for n in (1, 2, 4, 16)},
@@ -469,7 +523,8 @@ class HybridBench:
         self._budget = budget
         self._slot_bytes = home.slots.layout.num_bytes
         num_slots = shape.num_layers * budget + NUM_STAGING
-        self._costs = replace(costs, num_staging=NUM_STAGING // 2)
+        # Nothing comes between two layers here: no time in which the link is left alone.
+        self._costs = replace(costs, num_staging=NUM_STAGING // 2, dense_s=Curve([(1, 0.0)]))
         setting = Setting([budget] * shape.num_layers, shape.num_experts, self._costs)
         device = CudaDevice(shape, home.slots.layout, num_slots, BLOCK_TOKENS, pinned)
         num_pairs = BLOCK_TOKENS * shape.num_experts_per_token
@@ -484,6 +539,7 @@ class HybridBench:
             executor=executor,
             scratch=HostScratch(*torch.empty((2, num_pairs, shape.expert_size), dtype=DTYPE)),
             close=device.close,
+            products=choose_products("auto", DTYPE),
         )
         self._x = torch.randn(BLOCK_TOKENS, shape.hidden_size).to(DEVICE, DTYPE)
         self._out = torch.empty_like(self._x, dtype=torch.float32)
@@ -536,12 +592,15 @@ class HybridBench:
         )
 
     def write_timeline(self, report: Report) -> None:
-        """Two steps as a Chrome trace, for Perfetto."""
+        """Two steps of a second block as a Chrome trace, for Perfetto."""
         from torch.profiler import ProfilerActivity, profile
 
+        steps = self._steps(2)
+        for step, experts in steps[:STEPS_PER_BLOCK]:
+            self._forward(step, experts)
         path = report.path.with_name(f"{report.path.stem}-{self._name}-{self._budget}.trace.json")
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-            for step, experts in self._steps(1)[:2]:
+            for step, experts in steps[STEPS_PER_BLOCK:][:2]:
                 self._forward(step, experts)
         profiler.export_chrome_trace(str(path))
         report.write("timeline", {"file": path.name, "bytes": path.stat().st_size})

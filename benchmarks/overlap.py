@@ -88,7 +88,7 @@ class Step:
         parts, gate, up = (buffer[pairs] for buffer in self._buffers[:3])
         weights = self._home.weights(expert)
         work = partial(gated_mlp, parts, weights, gate, up, parts)
-        return self.device.host_work(pairs.stop - pairs.start, work)
+        return self.device.host_work([pairs.stop - pairs.start], work)
 
 
 def main() -> None:

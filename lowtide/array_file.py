@@ -57,7 +57,9 @@ def load_arrays(path: Path, dtypes: Mapping[str, str], max_bytes: int, noun: str
         text = f"{noun.capitalize()} {path} cannot be read: {reason.strerror}."
         raise StorageError(text) from reason
     except _DAMAGE as reason:
-        raise UsageError(f"{path} is not a whole lowtide {noun}: {reason}.") from None
+        told = str(reason).rstrip(".")
+        text = f"{path} is not a whole lowtide {noun}: {told}; make it anew or leave it out."
+        raise UsageError(text) from None
 
 
 def _read(archive: zipfile.ZipFile, dtypes: Mapping[str, str], max_bytes: int, noun: str) -> Arrays:

@@ -179,7 +179,10 @@ def _open_device(
         link_s=speeds.link_s(layout.num_bytes) / num_devices,
         host_s=speeds.host_s,
         device_s=speeds.device_s.scaled(1 / num_devices),
-        dense_s=speeds.device_s.scaled(source.layer_bytes / layout.num_bytes),
+        # Dense layers are the caller's own work, at the speed of this machine.
+        dense_s=speeds.device_s.scaled(
+            source.layer_bytes / layout.num_bytes / speeds.device_slowdown
+        ),
         sync_s=0.0,
         num_devices=num_devices,
     )
@@ -202,20 +205,29 @@ def _open_cuda(
         return arena
 
     shape, layout = source.shape, source.layout
-    device = CudaDevice(shape, layout, tier.num_slots, source.max_rows, pinned, machine.kernels)
+
+    def make_device(num_slots: int) -> CudaDevice:
+        return CudaDevice(shape, layout, num_slots, source.max_rows, pinned, machine.kernels)
+
+    device = make_device(tier.num_slots)
 
     def close() -> None:
         device.close()
         pinned.close()
 
     def measure() -> Measured:
-        with pinned.lent():
+        with pinned.lent(), ExitStack() as stack:
+            measured = device
+            # The least budgets have no slots; what is measured then is kept for all others, too.
+            if tier.num_slots < shape.num_experts_per_token:
+                measured = make_device(shape.num_experts_per_token)
+                stack.callback(measured.close)
             return measure_costs(
                 shape,
                 layout,
                 executor,
                 source.layer_bytes,
-                device=device,
+                device=measured,
                 make_arena=make_arena,
                 products=machine.products,
             )

@@ -10,11 +10,13 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from time import perf_counter
+from types import UnionType
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ import torch
 from lowtide.calibration import Calibration, default_path
 from lowtide.checkpoint import Checkpoint
 from lowtide.config import ModelConfig, format_size, parse_size
-from lowtide.core import Costs, Curve, MemoryPlan, Step, StepKind, TierPlan, align_up
+from lowtide.core import Costs, Curve, MemoryPlan, Step, StepKind, align_up
 from lowtide.decode.block_diffusion import LOGIT_ROWS
 from lowtide.device_engine import (
     DeviceOptions,
@@ -61,6 +63,7 @@ from lowtide.policies.placement import Placement
 from lowtide.policies.prefetch import Gate
 from lowtide.policies.presets import (
     CANDIDATES,
+    FETCHING,
     TAU_PAPER,
     TAU_SOLVED,
     OnDemand,
@@ -128,6 +131,7 @@ class EngineConfig:
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         check_device(self.device, self.device_options)
         if resolve_device(self.device) == "cpu" and self.gpu_memory not in ("auto", 0, "0"):
             raise UsageError(
@@ -143,6 +147,18 @@ class EngineConfig:
         self._check_integer("block_length", 1, MAX_BLOCK_LENGTH)
         self._check_integer("seed", 0, 2**63 - 1)
         check_policy(self.policy, self.policy_options)
+
+    def _check_kinds(self) -> None:
+        kinds: list[tuple[str, type | UnionType, str]] = [
+            ("device", str, "a name such as 'auto'"),
+            ("calibration", str | os.PathLike | None, "the path of a file"),
+        ]
+        for name in ("device_options", "policy_options", "config_overrides"):
+            kinds.append((name, Mapping, "a mapping of names to values"))
+        for name, kind, noun in kinds:
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise UsageError(f"{name} must be {noun}, not {value!r}.")
 
     def _check_integer(self, name: str, low: int, high: int) -> None:
         value = getattr(self, name)
@@ -304,7 +320,9 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
             f"{opened.folder} holds a config.json but no *.safetensors: the model can be planned, "
             "not loaded. Fetch its weights into this folder."
         )
-    _check_available(plan.host, options)
+    shortage = shortage_of(plan, options)
+    if shortage:
+        raise PlanError(shortage)
     progress = options.progress or _no_progress
     if options.check_weights:
         check_finite(checkpoint, progress)
@@ -505,12 +523,23 @@ def _log_tau(change: TauChange) -> None:
     )
 
 
+def check_calibration(opened: OpenModel) -> None:
+    """Raises UsageError where loading would, for what the options say of a calibration."""
+    calibration = find_calibration(opened)
+    if calibration is None and opened.options.policy_options.get("tau") == TAU_PAPER:
+        raise _no_calibration()
+
+
+def _no_calibration() -> UsageError:
+    return UsageError(
+        "tau=paper is solved from a calibration and there is none for this model: run "
+        "`lowtide calibrate` first, or choose a number or tau=auto."
+    )
+
+
 def _paper_tau(plan: MemoryPlan, calibration: Calibration | None, costs: Costs) -> int:
     if calibration is None:
-        raise UsageError(
-            "tau=paper is solved from a calibration and there is none for this model: run "
-            "`lowtide calibrate` first, or choose a number or tau=auto."
-        )
+        raise _no_calibration()
     residents = plan.residents_per_layer
     budget = max(1, round(sum(residents) / len(residents)))
     blocks = calibration.trace.blocks()
@@ -579,7 +608,8 @@ def _device_needs(opened: OpenModel) -> DeviceNeeds:
     """The model but for what its experts need at home."""
     needs = _needs(opened)
     parts = {field.name: getattr(needs, field.name) for field in fields(needs)}
-    return DeviceNeeds(**{**parts, "ring_bytes": 0})
+    fetches_all = opened.options.policy in FETCHING
+    return DeviceNeeds(**{**parts, "ring_bytes": 0, "fetches_all": fetches_all})
 
 
 def _home_needs(opened: OpenModel) -> Needs:
@@ -627,16 +657,17 @@ def _budget_bytes(opened: OpenModel, needs: Needs) -> int:
     return max(needs.minimum_bytes, min(usable, needs.full_bytes))
 
 
-def _check_available(tier: TierPlan, options: EngineConfig) -> None:
-    """Raises PlanError where even the least that runs is more than this machine has free now; a
-    budget that was given is the user's own word."""
-    available_bytes = available_memory_bytes()
-    if options.host_memory == "auto" and tier.budget_bytes > available_bytes:
-        raise PlanError(
-            f"At least {format_size(tier.budget_bytes)} of memory are needed, and "
-            f"{format_size(available_bytes)} are available. Lower --context or free memory; a "
-            "--host-memory that is given is taken at its word."
-        )
+def shortage_of(plan: MemoryPlan, options: EngineConfig) -> str:
+    """Why this machine cannot hold the plan now, or nothing; a budget that was given is the
+    user's own word."""
+    needed_bytes, available_bytes = plan.host.budget_bytes, available_memory_bytes()
+    if options.host_memory != "auto" or needed_bytes <= available_bytes:
+        return ""
+    return (
+        f"At least {format_size(needed_bytes)} of memory are needed, and "
+        f"{format_size(available_bytes)} are available. Lower --context or free memory; a "
+        "--host-memory that is given is taken at its word."
+    )
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -32,12 +32,14 @@ from lowtide.engine import (
     EngineConfig,
     OpenModel,
     adopt_policy,
+    check_calibration,
     load,
     make_plan,
     open_model,
+    shortage_of,
 )
 from lowtide.errors import UnsupportedError, UsageError
-from lowtide.experts.cuda import device_failures
+from lowtide.experts.cuda import device_pass
 from lowtide.experts.hybrid import HybridRuntime
 from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import Observer
@@ -159,7 +161,7 @@ class LLM:
         result = torch.empty(len(token_ids), self.config.vocab_size)
         pass_rows = MAX_ROWS // block_length * block_length
         try:
-            with device_failures(), self._engine.executor.in_charge(), torch.inference_mode():
+            with device_pass(), self._engine.executor.in_charge(), torch.inference_mode():
                 for start in range(0, len(token_ids), pass_rows):
                     stop = min(len(token_ids), start + pass_rows)
                     self._logits_pass(token_ids[start:stop], start, block_length, kv_range, result)
@@ -178,7 +180,7 @@ class LLM:
         experts = routing.experts.to(device, torch.int64).contiguous()
         weights = routing.weights.to(device, torch.float32).contiguous()
         x = x.to(device).contiguous()
-        with device_failures(), engine.executor.in_charge(), torch.inference_mode():
+        with device_pass(), engine.executor.in_charge(), torch.inference_mode():
             out = engine.model.run_experts(layer, x, Routing(experts, weights), step)
             return out.to("cpu", copy=True)
 
@@ -234,7 +236,7 @@ class LLM:
             while decoder.has_work:
                 self._check_open()  # it may have been closed while this stream was not looked at
                 measured, in_charge = self._speed.measured(), self._engine.executor.in_charge()
-                with device_failures(), measured, in_charge:
+                with device_pass(), measured, in_charge:
                     events = decoder.step()
                 self._speed.count(events)
                 yield from events
@@ -291,8 +293,15 @@ def check_request(
 
 
 def plan_model(model: str | Path, **options: object) -> MemoryPlan:
-    """The plan that `LLM(model, **options)` would load with; no weight is read."""
-    return make_plan(_open(model, options))
+    """The plan that `LLM(model, **options)` would load with; no weight is read.
+
+    Its reason says so where this machine has too little memory free to load it.
+    """
+    opened = _open(model, options)
+    check_calibration(opened)
+    plan = make_plan(opened)
+    shortage = shortage_of(plan, opened.options)
+    return replace(plan, reason=f"{plan.reason}\n{shortage}") if shortage else plan
 
 
 class _Speed:

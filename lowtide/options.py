@@ -50,6 +50,9 @@ class Group(enum.Enum):
     HUB = "Hub"
     RECORD = "Recording"
     CALIBRATION = "Calibration"
+    SIMULATION = "Simulation"
+    BENCH = "Measurement"
+    DOCTOR = "Diagnosis"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +134,32 @@ OPTIONS: tuple[Option, ...] = (
     Option("cfg_scale", Kind.NUMBER, Group.DIFFUSION, "Classifier-free guidance."),
     Option("eos_early_stop", Kind.BOOLEAN, Group.DIFFUSION, "Stop inside a block at its end."),
     Option("size", Kind.TEXT, Group.SYNTH, "tiny, small or full.", "tiny"),
-    Option("out", Kind.TEXT, Group.SYNTH, "Folder to write, new or empty."),
+    Option("out", Kind.TEXT, Group.SYNTH, "synth's new folder, calibrate's file."),
     Option("trace", Kind.TEXT, Group.RECORD, "File to write the run's expert routing to."),
     Option("text", Kind.TEXT, Group.CALIBRATION, "Text file that shows what a model will do."),
     Option("pieces", Kind.INTEGER, Group.CALIBRATION, "Parts of the text that are run.", 16),
     Option("plot", Kind.TEXT, Group.CALIBRATION, "Folder to draw the steps' routing into."),
+    Option(
+        "machine",
+        Kind.TEXT,
+        Group.SIMULATION,
+        "A hardware profile: rtx3090, a100-40gb, ... or a TOML file.",
+        "rtx3090",
+    ),
+    Option(
+        "presets",
+        Kind.TEXT,
+        Group.SIMULATION,
+        "Policies, separated by commas.",
+        "tide,dali,lowtide,lru,fiddler,hybrimoe,layer-split",
+    ),
+    Option(
+        "residents", Kind.NUMBER, Group.SIMULATION, "Share of a layer's experts that fits.", 0.5
+    ),
+    Option("tau", Kind.INTEGER, Group.SIMULATION, "TIDE's refresh interval in steps.", 4),
+    Option("repeats", Kind.INTEGER, Group.BENCH, "Answers of each policy, in turn.", 3),
+    Option("fresh", Kind.BOOLEAN, Group.DOCTOR, "Measure what is stored again.", False),
+    Option("profile", Kind.TEXT, Group.DOCTOR, "File for this machine, as simulate takes it."),
     Option("json", Kind.BOOLEAN, Group.OUTPUT, "Print one JSON object and nothing else.", False),
     Option("verbose", Kind.BOOLEAN, Group.OUTPUT, "Say more on standard error.", False, "-v"),
     Option("config", Kind.TEXT, Group.OUTPUT, "A TOML file with any of these options."),

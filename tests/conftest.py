@@ -29,10 +29,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart() -> None:
-    """Matrices of tests are small: more threads of torch would only wait for each other."""
+    """Matrices of tests are small: more threads of torch would only wait for each other.
+
+    Some containers have a GPU multiply float32 in TF32, which no tolerance here is made for.
+    """
     import torch
 
     torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("highest")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

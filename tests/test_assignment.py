@@ -33,6 +33,8 @@ from lowtide.policies.assignment import (
     prices,
     prices_by_side,
 )
+from lowtide.policies.catalogue import CATALOGUE, Setting
+from lowtide.policies.presets import FETCHING
 from lowtide.policies.split import FixedShare
 
 
@@ -131,6 +133,16 @@ def test_without_staging_nothing_is_fetched() -> None:
         assert not len(policy(0, demand).fetch)
     with pytest.raises(PlanError, match="staging"):
         AllFetch(costs)
+
+
+def test_presets_that_need_a_staging_slot_are_those_that_fetch_everything() -> None:
+    setting = Setting([0], 4, make_costs(num_staging=0))
+    for name in CATALOGUE:
+        if name in FETCHING:
+            with pytest.raises(PlanError, match="--gpu-memory"):
+                CATALOGUE[name].policies(setting)
+        else:
+            CATALOGUE[name].policies(setting)
 
 
 def test_the_simple_ones() -> None:

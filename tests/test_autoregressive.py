@@ -29,7 +29,7 @@ from lowtide.decode.autoregressive import Autoregressive
 from lowtide.decode.intake import StopStrings, cut_at_stop
 from lowtide.decode.penalties import penalise
 from lowtide.decode.request import Committed, Event, Finished, Prefill, Request
-from lowtide.errors import InternalError, PlanError, UnsupportedError, UsageError
+from lowtide.errors import InternalError, PlanError, StorageError, UnsupportedError, UsageError
 from lowtide.hub import resolve_model
 from lowtide.llm import plan_model
 from lowtide.memory.kv_cache import KVCache
@@ -611,11 +611,35 @@ def test_a_model_that_this_machine_cannot_hold_now_is_planned_not_loaded(
     model, monkeypatch
 ) -> None:
     monkeypatch.setattr("lowtide.engine.available_memory_bytes", lambda: 1 << 16)
-    least_bytes = plan_model(model).minimum_bytes
+    plan = plan_model(model)
+    least_bytes = plan.minimum_bytes
+    assert "MiB of memory are needed, and 64.0 KiB" in plan.reason
     with pytest.raises(PlanError, match=r"MiB of memory are needed, and 64.0 KiB .*--context"):
         LLM(model)
     with LLM(model, host_memory=least_bytes) as llm:  # the user's own word
         assert llm.plan.host.budget_bytes == least_bytes
+
+
+def test_a_plan_refuses_a_calibration_as_loading_does(model, tmp_path) -> None:
+    with pytest.raises(StorageError, match="absent cannot be read"):
+        plan_model(model, calibration=str(tmp_path / "absent"))
+    with pytest.raises(UsageError, match="lowtide calibrate"):
+        plan_model(model, policy="tide", policy_options={"tau": "paper"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("device", None),
+        ("device_options", [1]),
+        ("policy_options", "tau=4"),
+        ("config_overrides", 3),
+        ("calibration", 3),
+    ],
+)
+def test_options_of_another_kind_are_refused_by_name(model, name, value) -> None:
+    with pytest.raises(UsageError, match=f"{name} must be"):
+        LLM(model, **{name: value})
 
 
 @pytest.mark.parametrize("at", [0, 1, 5, 20])

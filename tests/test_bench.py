@@ -144,6 +144,8 @@ def test_the_command_says_what_there_was_to_decide(quick: None) -> None:
     assert result.exit_code == 0, result.stderr
     for words in ("nothing to decide", "resident cannot run", "No budget was given", "memory copy"):
         assert words in result.stdout
+    nothing = CliRunner().invoke(app, [*ARGUMENTS, "--policy", "resident"])
+    assert nothing.exit_code == 1 and "resident cannot run" in nothing.stdout
     emulated = CliRunner().invoke(app, [*ARGUMENTS, "--device", "emulated", "--policy", "tide"])
     assert "The device is emulated" in emulated.stdout
     assert "nothing to decide" not in emulated.stdout

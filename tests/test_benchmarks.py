@@ -296,8 +296,8 @@ def test_an_autoregressive_lane_is_measured_under_a_budget(tmp_path: Path) -> No
 def test_presets_take_turns_on_one_emulated_engine(tiny: Path, tmp_path: Path) -> None:
     model = emulated.Model("tiny", str(tiny), num_layers=4)
     learned, calibration = emulated.learn(model, tmp_path, num_new=8)
-    [link, latency, slowdown] = emulated.device_options(model).values()
-    assert float(link) > 0 == float(latency) and float(slowdown) > 1
+    device, link, latency, host = map(float, emulated.device_options(model).values())
+    assert link > 0 == latency and device > 1 < host
     speeds = {"link_GBps": "100", "link_latency_us": "0", "host_slowdown": "1"}
     with emulated.Track.open(model, 0.5, speeds, calibration) as track:
         assert track.describe()["num_residents"] == track.describe()["num_experts"] // 2

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.errors import PlanError
-from lowtide.memory.budget import LARGE_SLOT_BYTES, Needs, spend
+from lowtide.memory.budget import LARGE_SLOT_BYTES, DeviceNeeds, Needs, spend
 
 sizes = st.one_of(st.just(0), st.integers(0, 1 << 40))
 needs_of_any_model = st.builds(
@@ -107,6 +108,16 @@ def test_the_refusal_counts_the_slots_that_a_tiny_model_really_needs() -> None:
     assert needs.minimum_bytes == needs.full_bytes == 200
     with pytest.raises(PlanError, match="2 expert slots"):
         spend(needs, 199, 1)
+
+
+def test_a_device_that_fetches_every_absent_expert_needs_a_slot() -> None:
+    at_home = DeviceNeeds(50, 0, 0, 0, slot_bytes=100, num_layers=1, num_experts=2)
+    fetched = replace(at_home, fetches_all=True)
+    assert (at_home.minimum_bytes, fetched.minimum_bytes) == (50, 150)
+    assert spend(at_home, 50, 1)[0].num_slots == 0
+    assert spend(fetched, 150, 1)[0].num_slots == 1
+    with pytest.raises(PlanError, match=r"\(150 bytes\).* and 1 expert slot of .*--gpu-memory"):
+        spend(fetched, 149, 1)
 
 
 def test_large_experts_read_less_far_ahead() -> None:

@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+import lowtide.profiles
 from lowtide.cli.answer import ask_live
 from lowtide.cli.app import app
 from lowtide.cli.chat import Conversation
@@ -24,11 +25,13 @@ from lowtide.cli.live import MASK, LiveView
 from lowtide.cli.prompt import parse_ids, read_prompt
 from lowtide.cli.report import answer_object, json_line, plan_object, speed_line
 from lowtide.cli.screen import FILE_WIDTH, printable, stdout_console
+from lowtide.cli.simulate import check_same_model
 from lowtide.cli.text import TextWriter
-from lowtide.core import MemoryPlan, TierPlan
+from lowtide.core import MemoryPlan, Step, StepKind, TierPlan
 from lowtide.decode.request import TokenLogprobs
 from lowtide.errors import ConfigError, PlanError, StorageError, UsageError
 from lowtide.params import AUTOREGRESSIVE_ONLY, SamplingParams
+from lowtide.trace import Pass, Trace, TraceShape
 
 MODEL = str(Path(__file__).parent / "goldens" / "llada2-a")
 MIB = 1 << 20
@@ -580,3 +583,76 @@ def test_a_closed_pipe_and_ctrl_c_end_quietly(happens: str, code: int) -> None:
         [sys.executable, "-c", program_text], capture_output=True, text=True, timeout=120
     )
     assert (result.returncode, result.stderr) == (code, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_behind_standard_output_is_told_in_one_line() -> None:
+    program_text = (
+        "import os, sys, typer\n"
+        "from lowtide.cli.command import errors_reported\n"
+        "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
+        "try:\n"
+        "    with errors_reported(): print('x')\n"
+        "except typer.Exit as end: sys.exit(end.exit_code)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program_text], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 1
+    assert result.stderr == (
+        "lowtide: Standard output cannot be written: No space left on device.\n"
+    )
+
+
+# simulate
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> str:
+    shape = TraceShape(2, 4, 1, hidden_size=8, expert_size=8)
+    passes = (Pass(Step(StepKind.DENOISE, 0), 0, 2, 2),)
+    path = tmp_path / "run.trace"
+    Trace("org/name", shape, passes, np.array([[[0], [1]], [[2], [1]]], np.uint16)).save(path)
+    return str(path)
+
+
+def test_what_is_simulated_can_come_from_the_environment_and_a_file(
+    recorded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "lowtide.toml"
+    file.write_text('presets = "lru,all-host"\nresidents = 1.0\n')
+    monkeypatch.setenv("LOWTIDE_MACHINE", "h100")
+    told = json.loads(run("simulate", recorded, "--config", str(file), "--json").stdout)
+    assert told["machine"] == "h100"
+    assert [each["preset"] for each in told["runs"]] == ["lru", "all-host"]
+    monkeypatch.setenv("LOWTIDE_CALIBRATION", str(tmp_path / "absent"))
+    assert "absent cannot be read" in refused("simulate", recorded, code=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--residents", "1.5"], "from 0 to 1"),
+        (["--residents", "nan"], "from 0 to 1"),
+        (["--tau", "0"], "at least 1"),
+        (["--presets", ","], "names none"),
+    ],
+)
+def test_simulate_refuses_what_cannot_be(recorded: str, arguments: list[str], said: str) -> None:
+    assert said in refused("simulate", recorded, *arguments)
+
+
+def test_a_budget_that_the_machine_does_not_have_is_told(recorded: str, tmp_path: Path) -> None:
+    shipped = Path(lowtide.profiles.__file__).parent / "rtx3090.toml"
+    assert "The residents take" not in run("simulate", recorded).stderr
+    small = tmp_path / "small.toml"
+    small.write_text(shipped.read_text().replace("memory_GB = 24", "memory_GB = 0.000001"))
+    told = run("simulate", recorded, "--machine", str(small)).stderr
+    assert "The residents take 1.5 KiB; the device has 1000 B." in told
+
+
+def test_a_calibration_of_another_model_is_refused_by_both_names(recorded: str) -> None:
+    other = Trace("org/other", TraceShape(3, 4, 1), (), np.zeros((0, 3, 1), np.uint16))
+    known = types.SimpleNamespace(trace=other, shape=other.shape)
+    with pytest.raises(UsageError, match="'org/name' and the calibration of 'org/other'"):
+        check_same_model(Trace.load(Path(recorded)), known)  # type: ignore[arg-type]

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from examples import examples
@@ -252,6 +256,77 @@ def test_experts_at_once_have_the_bits_of_one_by_one(
         out = torch.full_like(expected, torch.nan)
         kernel.run_experts(x, experts, weights, named, places, parts, gate, up, out, num_threads)
         assert torch.equal(out, expected)
+
+
+@examples(40)
+@given(
+    num_rows=st.lists(st.integers(1, MAX_ROWS), max_size=9),
+    sizes=st.sampled_from([(16, 24), (40, 17), (256, 320)]),
+    num_threads=st.integers(1, 4),
+    seed=st.integers(0, 99),
+)
+def test_groups_at_once_have_the_bits_of_one_by_one(
+    variants: list[FewRows],
+    num_rows: list[int],
+    sizes: tuple[int, int],
+    num_threads: int,
+    seed: int,
+) -> None:
+    """Wherever experts lie and their rows are; rows between the groups are left alone."""
+    num_slots, (hidden, width) = 11, sizes
+    draw = np.random.default_rng(seed)
+    arena = randn(num_slots, 3, hidden * width, seed=seed) * 0.2
+    firsts, end = [], 0
+    for count in num_rows:
+        firsts.append(end + int(draw.integers(3)))
+        end = firsts[-1] + count
+    order = draw.permutation(len(num_rows))
+    slots = draw.permutation(num_slots)[: len(num_rows)]
+    groups = np.stack([slots, firsts, num_rows], 1).astype(np.int64)[order].copy()
+    parts = randn(end + 2, hidden, seed=1)
+    gate, up = (torch.empty(end + 2, width).bfloat16() for _ in range(2))
+    expected = parts.clone()
+    for slot, first, count in groups.tolist():
+        gate_w, up_w, down_w = arena[slot]
+        stored = ExpertWeights(
+            gate_w.view(width, hidden), up_w.view(width, hidden), down_w.view(hidden, width)
+        )
+        rows = slice(first, first + count)
+        own = expected[rows]
+        variants[-1].gated_mlp(own, stored, gate[rows], up[rows], own)
+    start, part_bytes = arena.data_ptr(), 2 * hidden * width
+    places = SlotPlaces(start, start + part_bytes, start + 2 * part_bytes, 3 * part_bytes)
+    for kernel in variants:
+        out = parts.clone()
+        kernel.gated_mlps(groups, places, out, gate, up, num_threads)
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads go where they like")
+def test_a_team_is_not_kept_to_the_cores_of_who_calls_it(variants: list[FewRows]) -> None:
+    """As a compute thread, which keeps to its share."""
+    x, weight = randn(1, 1024), randn(8192, 1024, seed=1)
+    everywhere, before = os.sched_getaffinity(os.getpid()), threads_of_the_system()
+
+    def multiply() -> set[int]:
+        os.sched_setaffinity(0, {min(everywhere)})
+        out = torch.empty(1, 8192, dtype=torch.bfloat16)
+        variants[-1].multiply(x, weight.t(), None, out, num_threads=32)
+        return threads_of_the_system() - before - {threading.get_native_id()}
+
+    with ThreadPoolExecutor(1) as pool:
+        helpers = pool.submit(multiply).result()
+    assert helpers
+    for _ in range(1000):  # some may only be about to begin
+        bound = [helper for helper in helpers if os.sched_getaffinity(helper) != everywhere]
+        if not bound:
+            break
+        time.sleep(0.01)
+    assert not bound
+
+
+def threads_of_the_system() -> set[int]:
+    return {int(path.name) for path in Path("/proc/self/task").iterdir()}
 
 
 @examples(40)

@@ -324,7 +324,7 @@ def test_a_ring_is_not_written_before_its_last_use_has_ended() -> None:
     ring = cuda.PinnedRing(streams, (2, 8), torch.int32)
     rows = []
     for _ in range(2):
-        rows.append(ring.take().data_ptr())
+        rows.append(ring.take().tensor.data_ptr())
         ring.used(streams.current)
     assert len(set(rows)) == 2
     streams.current.recorded[0].failure = RuntimeError("seen")
@@ -554,6 +554,20 @@ def test_a_copy_waits_for_the_last_use_of_its_slot_on_a_gpu() -> None:
             arrived = device.copy(home.image(expert), 0, used)
             used = device.run(group({expert: 0}), layer.rows, layer.buffers, arrived)
         assert is_close(layer.buffers.parts, wanted, TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.gpu
+def test_slots_may_lie_beyond_two_to_the_31_elements_on_a_gpu() -> None:
+    home = HostExperts(SlotLayout.of(GPU_SHAPE, torch.bfloat16), GPU_SHAPE.num_experts)
+    num_slots = 2**31 * torch.bfloat16.itemsize // home.layout.num_bytes + 8  # 4 GiB
+    with gpu_device(home, num_slots) as device:
+        layer = Layer(32, GPU_SHAPE, torch.bfloat16, device.torch_device)
+        device.to_host(layer.rows, layer.buffers.parts)
+        for expert in range(GPU_SHAPE.num_experts):
+            slot = num_slots - 1 - expert % 8
+            device.copy(home.image(expert), slot, None).wait()
+            device.run(group({expert: slot}), layer.rows, layer.buffers, None).wait()
+        assert is_close(layer.buffers.parts, layer.expected(home), TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.gpu

@@ -42,9 +42,10 @@ AT_ONCE = EmulatedSpeeds(1e15, 0.0, 1.0, Curve([(1, 0.0)]))
 LONG_S = 60.0  # more than any test here lasts
 
 
-def speeds(link_s: float = 0.0, host_s: float = 0.0) -> EmulatedSpeeds:
-    """Copies and host experts of these times."""
-    return EmulatedSpeeds(1e15, link_s, 1.0, Curve([(1, host_s)]))
+def speeds(link_s: float = 0.0, host_s: float = 0.0, device_s: float = 0.0) -> EmulatedSpeeds:
+    """Copies, and experts with one token, of these times."""
+    on_device, on_host = Curve([(1, device_s)]), Curve([(1, host_s)])
+    return EmulatedSpeeds(1e15, link_s, 1.0, on_device, host_curve=on_host)
 
 
 def make_device(chosen: EmulatedSpeeds = AT_ONCE, layout: SlotLayout = LAYOUT) -> EmulatedDevice:
@@ -127,7 +128,7 @@ def test_bits_are_those_of_the_host(dtype: torch.dtype, num_tokens: int) -> None
         device.run(group({4: 0}), *layer, arrived[0])
         device.run(group({1: 2}), *layer, arrived[1])
         for expert in (0, 2, 3):
-            device.host_work(1, lambda e=expert: compute(layer, e, experts, e))()
+            device.host_work([1], lambda e=expert: compute(layer, e, experts, e))()
         device.from_host(host_parts, layer.rows, np.array([0, 2, 3]), layer.buffers.parts)
         device.join()
     for expert in range(SHAPE.num_experts):
@@ -181,15 +182,15 @@ def test_times_are_honoured() -> None:
         copied.wait()
         assert perf_counter() - start_s >= 3 * 0.006
         start_s = perf_counter()
-        device.host_work(4, lambda: None)()
-        assert perf_counter() - start_s >= 3 * 0.004
+        device.host_work([4, 1], lambda: None)()
+        assert perf_counter() - start_s >= 3 * (0.004 + 0.001)
 
 
 def test_the_host_is_one_processor() -> None:
     """Two threads do not make the emulated host twice as fast."""
     with closing(make_device(speeds(host_s=0.01))) as device, ThreadPoolExecutor(2) as threads:
         start_s = perf_counter()
-        for future in [threads.submit(device.host_work(1, lambda: None)) for _ in range(4)]:
+        for future in [threads.submit(device.host_work([1], lambda: None)) for _ in range(4)]:
             future.result()
         assert perf_counter() - start_s >= 4 * 0.01
 
@@ -201,7 +202,7 @@ def test_host_device_and_link_work_at_the_same_time() -> None:
         closing(make_device(speeds(link_s=0.2, host_s=0.2))) as device,
         ThreadPoolExecutor(1) as threads,
     ):
-        host = threads.submit(device.host_work(1, has_begun.set))
+        host = threads.submit(device.host_work([1], has_begun.set))
         has_begun.wait(LONG_S)
         copied = device.copy(experts.image(0), 0, None)
         device.run(group({1: 1}), *layer, None)
@@ -211,7 +212,7 @@ def test_host_device_and_link_work_at_the_same_time() -> None:
         (copy,), (run,), (on_host,) = (spans_of(device, s) for s in (LINK, COMPUTE, HOST))
     for asleep in (copy, on_host):
         assert asleep.start_s < run.start_s < run.end_s < asleep.end_s
-    assert on_host.name == "1 tokens"
+    assert on_host.name == "1 experts, 1 tokens"
 
 
 def test_no_gradients_and_one_thread_on_the_device() -> None:
@@ -337,7 +338,7 @@ def test_closing_ends_what_is_queued() -> None:
     experts, layer = make_experts(), make_layer()
     device = make_device(speeds(link_s=LONG_S, host_s=LONG_S))
     with ThreadPoolExecutor(1) as threads:
-        host = threads.submit(device.host_work(1, lambda: None))
+        host = threads.submit(device.host_work([1], lambda: None))
         copied = device.copy(experts.image(0), 0, None)
         events: list[Event] = [copied, device.run(group({0: 0}), *layer, copied)]
         events.append(device.copy(experts.image(1), 0, events[-1]))
@@ -436,6 +437,28 @@ def test_speeds_keep_the_ratios_of_the_profile() -> None:
     assert "as given" not in made.describe()
 
 
+def test_experts_last_as_long_as_the_device_is_said_to_take() -> None:
+    layer = make_layer()
+    with closing(make_device(speeds(device_s=0.02))) as device:
+        for groups in ({1: 1}, {1: 1, 2: 0}):
+            start_s = perf_counter()
+            device.run(group(groups), *layer, None)
+            device.join()
+            assert perf_counter() - start_s >= 0.02 * len(groups)
+
+
+def test_a_slower_device_stretches_everything() -> None:
+    shape = SHAPE._replace(hidden_size=256, expert_size=128)
+    layout = SlotLayout.of(shape, torch.bfloat16)
+    made = emulated_speeds({"device_slowdown": "1000"}, layout, shape, torch.bfloat16)
+    costs = load_profile("rtx3090").costs(shape)
+    fast_s = emulated_speeds({}, layout, shape, torch.bfloat16).device_s.at(1)
+    assert made.device_s.at(1) > 10 * fast_s
+    ratio = costs.link_s / costs.device_s.at(1)
+    assert made.link_s(layout.num_bytes) / made.device_s.at(1) == pytest.approx(ratio)
+    assert "1e+03 times a core's time" in made.describe()
+
+
 def test_options_replace_parts() -> None:
     options = {"link_GBps": "0.5", "link_latency_us": "7"}
     made = emulated_speeds(options, LAYOUT, SHAPE, torch.float32)
@@ -473,6 +496,7 @@ def test_good_options_are_read() -> None:
         ("link_latency_us", "-0.1", "from 0"),
         ("host_slowdown", "0.5", "from 1"),
         ("host_slowdown", "nan", "'nan'"),
+        ("device_slowdown", "0.9", "from 1"),
     ],
 )
 def test_bad_options_are_refused(name: str, value: str, message: str) -> None:

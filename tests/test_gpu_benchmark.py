@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -101,6 +104,58 @@ def test_the_tests_need_pytest_and_say_so(
     assert not gpu.run_tests(report)
     report.print_table()
     assert "no pytest" in capsys.readouterr().out
+
+
+def test_what_is_compiled_goes_elsewhere_where_the_home_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    home = tmp_path / "no folder"
+    home.write_text("")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in gpu._CACHES:
+        monkeypatch.setenv(name, "")  # for its return
+        monkeypatch.delenv(name)
+    gpu.find_caches()
+    assert all(Path(os.environ[name]).parent == tmp_path for name in gpu._CACHES)
+
+
+def test_experts_that_host_memory_has_no_room_for_are_left_out(
+    report: gpu.Report, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layer_bytes = SHAPE.num_experts * 3 * SHAPE.hidden_size * SHAPE.expert_size * 2
+    monkeypatch.setattr(gpu, "available_memory_bytes", lambda: 4 * layer_bytes)
+    assert gpu.num_layers_with_room("short", report) == 2
+    report.print_table()
+    assert "2 MoE layers instead of 6" in capsys.readouterr().out
+    monkeypatch.setattr(gpu, "available_memory_bytes", lambda: layer_bytes)
+    with pytest.raises(SystemExit, match="host memory"):
+        gpu.num_layers_with_room("short", report)
+
+
+def test_benchmarks_run_though_tests_could_not() -> None:
+    environment = {name: value for name, value in os.environ.items() if "MAKE" not in name}
+    done = subprocess.run(
+        ["make", "gpu", "PYTHON=false"],
+        cwd=gpu.REPOSITORY,
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert done.returncode and "gpu.py test" in done.stdout and "gpu.py short" in done.stdout
+
+
+def test_results_that_cannot_be_written_are_said_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "stand-in")
+    monkeypatch.setattr(gpu, "_total_memory_bytes", lambda: 1)
+    monkeypatch.setattr(gpu, "find_caches", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "short", "--out", str(tmp_path / "file" / "out")])
+    assert gpu.main() == 1
+    assert "OUT=" in capsys.readouterr().err
 
 
 def test_the_deadline_interrupts() -> None:

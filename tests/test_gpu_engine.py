@@ -9,10 +9,12 @@ import pytest
 import torch
 
 # The GPU tests also run on machines where little but torch is installed.
-for name in ("tokenizers", "jinja2", "huggingface_hub"):
+for name in ("tokenizers", "jinja2", "huggingface_hub", "psutil"):
     pytest.importorskip(name)
 
+from lowtide.lab import verify as verify_module  # noqa: E402
 from lowtide.lab.synth import synth  # noqa: E402
+from lowtide.lab.verify import verify  # noqa: E402
 from lowtide.llm import LLM, plan_model  # noqa: E402
 from lowtide.params import DiffusionParams, SamplingParams  # noqa: E402
 
@@ -48,3 +50,13 @@ def test_the_gpu_says_what_the_cpu_says(family: str, policy: str, tmp_path: Path
         assert 0 < sum(llm.plan.residents_per_layer) < llm.plan.num_experts
     torch.testing.assert_close(again, logits, atol=TOLERANCE, rtol=TOLERANCE)
     assert completion.token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_verify_on_the_gpu(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From no slot to all experts; every layer of a run is given what the resident run's was."""
+    monkeypatch.setattr(verify_module, "LOSSLESS_PRESETS", ("lowtide", "lru", "all-host"))
+    folder = synth("llada2", "tiny", tmp_path / "model", seed=5)
+    verdicts = verify(folder, max_tokens=8, device="cuda", dtype=dtype, context=256)
+    on_gpu = [verdict for verdict in verdicts if verdict.device == "cuda" and not verdict.reason]
+    assert len(on_gpu) > 6 and all(verdict.is_same for verdict in verdicts)

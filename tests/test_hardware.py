@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,14 @@ from typer.testing import CliRunner
 from lowtide import hardware
 from lowtide.checkpoint import TensorEntry
 from lowtide.cli.app import app
-from lowtide.core import Curve, MoEShape
-from lowtide.errors import PlanError, StorageError
+from lowtide.core import Curve, IntArray, MoEShape
+from lowtide.errors import PlanError, StorageError, UsageError
+from lowtide.experts.at_once import ExpertsAtOnce
 from lowtide.experts.emulated import EmulatedDevice, EmulatedSpeeds
 from lowtide.experts.executor import HostExecutor
 from lowtide.experts.slots import SlotLayout
 from lowtide.folders import cache_folder
-from lowtide.hardware import machine, measure, memory
+from lowtide.hardware import machine, measure, memory, store, streams
 from lowtide.hardware.machine import Machine, cpu_model, pcie_bytes_per_s, this_machine
 from lowtide.hardware.measure import (
     Measured,
@@ -37,8 +39,9 @@ from lowtide.hardware.measure import (
     measure_costs,
 )
 from lowtide.hardware.store import CostKey, Stored, load, save, stored_or_measured
-from lowtide.hardware.streams import last_level_cache_bytes
+from lowtide.hardware.streams import DeviceDenseStream, last_level_cache_bytes
 from lowtide.hardware.timing import MAX_REPEATS, MIN_REPEATS, Timing, repeat_interleaved
+from lowtide.kernels.products import choose_products
 from lowtide.lab import doctor
 from lowtide.memory.arena import Arena
 from lowtide.profiles import load_profile
@@ -192,11 +195,52 @@ def test_without_a_device_the_host_is_the_device(quick: None, executor: HostExec
     assert costs.host_s.at(1) == measurements.host[0].timing.median_s
 
 
+def test_memory_is_known_without_psutil(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with_psutil = memory._host_memory()
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    total, available = memory._host_memory()
+    assert total == with_psutil[0]
+    assert abs(available - with_psutil[1]) < total // 4  # others take and give back meanwhile
+    with pytest.raises(UsageError, match="install psutil"):
+        memory._meminfo("MemAvailable", tmp_path / "meminfo")
+
+
 def test_curves_reach_where_time_grows_with_tokens(quick: None, executor: HostExecutor) -> None:
     """However slow the machine is: what lies beyond is drawn on from the last two points."""
     _, measurements = measure_costs(SHAPE, LAYOUT, executor, DENSE_BYTES)
     for curve in (measurements.host, measurements.dense):
         assert [point.num_tokens for point in curve] == [1, 2, 4, 8, 16, 32, 64]
+
+
+def test_a_small_model_s_dense_weights_are_no_endless_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streams, "cold_bytes", lambda: 64 << 20)
+    shape = MoEShape(1, 8, 2, hidden_size=64, expert_size=32)
+    stream = DeviceDenseStream(shape, torch.float32, torch.device("cpu"), dense_bytes=4096)
+    assert 1 < len(stream._weights) <= 256
+    assert stream.sample(2) > 0
+
+
+def test_few_tokens_on_the_host_are_measured_in_the_call_that_will_run(
+    quick: None, executor: HostExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products = choose_products("auto", torch.bfloat16)
+    if products.few_rows is None:
+        pytest.skip("nothing can be compiled here")
+    calls: list[list[int]] = []
+    run = ExpertsAtOnce.run
+
+    def noted(at_once: ExpertsAtOnce, groups: IntArray, *scratch: torch.Tensor) -> None:
+        calls.append(groups[:, 2].tolist())
+        run(at_once, groups, *scratch)
+
+    monkeypatch.setattr(ExpertsAtOnce, "run", noted)
+    layout = SlotLayout.of(SHAPE, torch.bfloat16)
+    costs, _ = measure_costs(SHAPE, layout, executor, DENSE_BYTES, products=products)
+    assert costs.host_s.at(1) > 0
+    assert {tuple(set(num_tokens)) for num_tokens in calls} == {(1,), (2,), (4,), (8,)}
+    assert min(map(len, calls)) > 1
 
 
 def test_the_spread_is_that_of_most_timings() -> None:
@@ -321,6 +365,12 @@ def test_a_file_says_what_it_is_of(cache: Path) -> None:
 def test_another_machine_or_model_has_its_own(changes: dict[str, Any]) -> None:
     save(KEY, STORED)
     assert load(dataclasses.replace(KEY, **changes)) is None
+
+
+def test_what_was_measured_in_another_way_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    save(KEY, STORED)
+    monkeypatch.setattr(store, "METHOD", store.METHOD + 1)
+    assert load(KEY) is None
 
 
 def test_another_machine_s_file_under_this_one_s_name_is_refused() -> None:

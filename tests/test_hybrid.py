@@ -14,20 +14,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from whole import answers
 
+from lowtide.core import IntArray
 from lowtide.decode.request import Request
 from lowtide.errors import DeviceError, PlanError, StorageError, UnsupportedError, UsageError
 from lowtide.experts import hybrid
+from lowtide.experts.at_once import ExpertsAtOnce
+from lowtide.experts.home import DiskHome
 from lowtide.experts.hybrid import HybridRuntime
 from lowtide.experts.store import FileReader
 from lowtide.lab.calibrate import calibrate
 from lowtide.lab.synth import synth
 from lowtide.llm import LLM, plan_model
 from lowtide.params import DiffusionParams, SamplingParams
-from lowtide.policies.presets import CANDIDATES, PRESETS
+from lowtide.policies.presets import CANDIDATES, FETCHING, PRESETS
 
 FAST = {"link_GBps": "1000", "link_latency_us": "0", "host_slowdown": "1"}
 OPTIONS: dict[str, Any] = {"device": "emulated", "device_options": FAST, "context": 256}
-NEEDS_A_SLOT = {"on-demand", "static", "lru", "edgemoe"}
 FAMILIES = ("llada2", "qwen3_moe", "deepseek_v2")
 PARAMS = SamplingParams(
     max_tokens=16, diffusion=DiffusionParams(block_length=8, steps=4, threshold=0.5)
@@ -108,7 +110,7 @@ def test_no_preset_budget_or_prefetch_changes_a_bit(
     try:
         llm = case.open(policy, gpu_share, home_share, policy_options=options)
     except PlanError as error:
-        assert policy in NEEDS_A_SLOT and "staging slot" in str(error)
+        assert policy in FETCHING and "1 expert slot" in str(error)
         return
     with llm:
         case.check(llm)
@@ -237,6 +239,51 @@ def test_a_failing_expert(diffusion: Case, policy: str, monkeypatch: pytest.Monk
         diffusion.check(llm)
 
 
+@pytest.mark.parametrize("home_share", [0.3, 1.0])
+def test_a_failing_call_over_several_experts(
+    diffusion: Case, home_share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    run = ExpertsAtOnce.run
+
+    def run_and_fail(at_once: ExpertsAtOnce, groups: IntArray, *scratch: torch.Tensor) -> None:
+        run(at_once, groups, *scratch)
+        sizes.append(len(groups))
+        if len(sizes) == 7:
+            raise Broken("on purpose")
+
+    with diffusion.open("all-host", 0.3, home_share) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(ExpertsAtOnce, "run", run_and_fail)
+            check_fails_once(diffusion, llm, Broken, "on purpose")
+        diffusion.check(llm)
+    assert len(sizes) == 7 and max(sizes) > 1
+
+
+def test_an_interrupt_while_a_call_over_several_experts_is_under_way(
+    diffusion: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads its slots for a while yet."""
+    is_interrupted = threading.Event()
+    run = ExpertsAtOnce.run
+
+    def run_late(at_once: ExpertsAtOnce, *arguments: Any) -> None:
+        is_interrupted.wait(10)
+        run(at_once, *arguments)
+
+    def interrupt(*_: Any) -> None:
+        is_interrupted.set()
+        raise KeyboardInterrupt
+
+    with diffusion.open("all-host", 0.3, 0.3) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(ExpertsAtOnce, "run", run_late)
+            patch.setattr(hybrid._HostUse, "wait", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                diffusion.answer(llm)
+        diffusion.check(llm)
+
+
 def test_a_failing_read(diffusion: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise StorageError("no such sector")
@@ -288,17 +335,18 @@ def test_memory_that_the_device_does_not_get(
 
 @pytest.fixture
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Ctrl-C at the n-th expert that the host starts; the list holds the countdown."""
+    """Ctrl-C at the n-th slot that is in use by the host; the list holds the countdown."""
     countdown = [0]
-    start = hybrid._LayerSplit._start_on_host
+    used_by = DiskHome.used_by
 
-    def start_or_stop(split: Any, expert: int, slot: int) -> None:
-        countdown[0] -= 1
+    def used_or_stop(home: DiskHome, slot: int, use: Any) -> None:
+        countdown[0] -= isinstance(use, hybrid._HostUse)
         if countdown[0] == 0:
+            countdown[0] = -1
             raise KeyboardInterrupt
-        start(split, expert, slot)
+        used_by(home, slot, use)
 
-    monkeypatch.setattr(hybrid._LayerSplit, "_start_on_host", start_or_stop)
+    monkeypatch.setattr(DiskHome, "used_by", used_or_stop)
     yield countdown
 
 
@@ -310,7 +358,6 @@ def test_an_interrupt_leaves_a_usable_engine(
         interrupted[0] = at
         with pytest.raises(KeyboardInterrupt):
             diffusion.answer(llm)
-        interrupted[0] = 0
         diffusion.check(llm)
 
 

@@ -17,7 +17,7 @@ from late_cuda import CUDA, CudaTensor, LateGpu, late_cuda
 
 from lowtide import device_engine
 from lowtide.core import Costs, Curve, MoEShape
-from lowtide.errors import DeviceError, PlanError
+from lowtide.errors import DeviceError, InternalError, PlanError
 from lowtide.experts import cuda
 from lowtide.experts.executor import HostExecutor
 from lowtide.experts.slots import SlotLayout
@@ -178,7 +178,9 @@ def test_a_wait_that_is_forgotten_is_noticed(
         monkeypatch.setattr(cuda, "_wait_on", lambda stream, after: None)
     else:
         monkeypatch.setattr(cuda.CudaEvent, "wait", lambda self, limit_s=0.0: None)
-    with late_cuda(monkeypatch, seed=1), pytest.raises((AssertionError, DeviceError, ValueError)):
+    # Old bytes, another answer, or logits that are not numbers.
+    noticed = (AssertionError, DeviceError, InternalError, ValueError)
+    with late_cuda(monkeypatch, seed=1), pytest.raises(noticed):
         with small_case.open(0.3, "on-demand") as llm:
             small_case.check(llm)
 
@@ -230,10 +232,52 @@ def test_the_host_waits_once_per_layer_and_never_for_resident_ones(
         assert num_waits == (0 if share == 1 else num_layers)
 
 
-def test_costs_are_measured_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "COMPUTE_LIMIT_S", 0.0)
     monkeypatch.setattr(measure, "NUM_TOKENS", (1, 8))
-    monkeypatch.setattr(streams, "cold_bytes", lambda: 1 << 16)
+    for module in (measure, streams):
+        monkeypatch.setattr(module, "cold_bytes", lambda: 1 << 16)
+
+
+@pytest.mark.usefixtures("plain_kernels", "short_measurements")
+@pytest.mark.filterwarnings("ignore:Experts on the GPU run one by one")
+def test_a_budget_without_slots_is_measured_with_some(
+    small_case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Costs] = []
+
+    def measured(key: object, measure: Any) -> SimpleNamespace:
+        found.append(measure().costs)
+        return SimpleNamespace(costs=found[0])
+
+    monkeypatch.setattr(device_engine, "stored_or_measured", measured)
+    with late_cuda(monkeypatch, haste=0.3), small_case.open(0.0, "all-host") as llm:
+        assert llm._engine.experts.device.num_slots == 0
+        small_case.check(llm)
+    assert found[0].device_s.at(1) > 0 and found[0].link_s > 0
+
+
+def test_attention_is_not_left_to_cudnn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither on a GPU nor, where it has no meaning, on the CPU; others get it back."""
+    was_on, attend = [], torch.nn.functional.scaled_dot_product_attention
+
+    def noted(*arguments: Any, **options: Any) -> torch.Tensor:
+        was_on.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attend(*arguments, **options)
+
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    with LLM(synth("llada2", "tiny", tmp_path / "model", seed=5), device="cpu", **OPTIONS) as llm:
+        was_on.clear()  # what was only registered
+        llm.generate([PROMPT], DIFFUSION)
+        llm.logits(PROMPT)
+    assert was_on and not any(was_on)
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
+
+
+@pytest.mark.usefixtures("short_measurements")
+def test_costs_are_measured_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = MoEShape(1, num_experts=8, num_experts_per_token=2, hidden_size=64, expert_size=32)
     layout = SlotLayout.of(shape, torch.float32)
     executor = HostExecutor(2)

@@ -168,6 +168,7 @@ class FakeSlots:
 
     class Layout(NamedTuple):
         num_bytes: int = 4
+        shapes: tuple[tuple[int, ...], ...] = 3 * ((1, 1),)
 
     layout = Layout()
 
@@ -227,7 +228,7 @@ class FakeDevice:
     def from_host(self, *_: Any) -> None:
         pass
 
-    def host_work(self, num_tokens: int, work: Any) -> Any:
+    def host_work(self, num_tokens: Sequence[int], work: Any) -> Any:
         return work
 
     def join(self) -> None:
@@ -254,14 +255,31 @@ class FakeDevice:
 class WhoseWeights:
     """The host's products, as on the device: whose weights were found."""
 
+    few_rows = None
+
     def gated_mlp(self, x: Tensor, weights: Tensor, gate: Tensor, up: Tensor, out: Tensor) -> None:
         out[:] = weights
+
+
+class FakeAtOnce:
+    """Any experts of few tokens in one call, which reads all their slots."""
+
+    def __init__(self, random: Random, slots: FakeSlots) -> None:
+        self._random = random
+        self._values = slots.values
+
+    def takes_experts(self, num_tokens: IntArray) -> BoolArray:
+        return num_tokens <= self._random.randint(0, 4)
+
+    def run(self, groups: IntArray, parts: Tensor, gate: Tensor, up: Tensor) -> None:
+        for slot, first, num_rows in groups.tolist():
+            parts[first : first + num_rows] = self._values[slot]
 
 
 class FakeExecutor:
     """Two host threads."""
 
-    num_threads = 2
+    num_threads = num_cores = 2
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -471,7 +489,7 @@ def make_runtime(
     shares = slots_per_device(num_slots, num_devices)
     device = DeviceGroup([FakeDevice(world, share, n) for n, share in enumerate(shares)])
     ledger = SlotLedger(shape.num_layers, shape.num_experts, num_slots, num_devices)
-    return HybridRuntime(
+    runtime = HybridRuntime(
         shape=shape,
         device=device,
         link=Link(device, ledger, at_home, its_costs.link_s, its_costs.num_staging),
@@ -483,6 +501,9 @@ def make_runtime(
         close=device.close,
         products=WhoseWeights(),  # type: ignore[arg-type]
     )
+    if world.random.random() < 0.7:
+        runtime.at_once = FakeAtOnce(world.random, at_home.slots)  # type: ignore[assignment, arg-type]
+    return runtime
 
 
 def host_home(shape: MoEShape) -> HostHome:

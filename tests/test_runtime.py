@@ -8,10 +8,10 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -24,6 +24,7 @@ from torch import Tensor
 from lowtide.core import Costs, Curve, MoEShape, Step, StepKind
 from lowtide.errors import InternalError, StorageError
 from lowtide.experts import runtime as runtime_module
+from lowtide.experts.at_once import ExpertsAtOnce
 from lowtide.experts.executor import Executor, InlineExecutor, drain
 from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import ExpertRegistrar, ExpertRuntime
@@ -324,7 +325,7 @@ def test_bits_never_depend_on_placement_or_on_the_order_of_reads(
 
 @given(
     numbers=st.lists(
-        st.tuples(st.integers(0, 10**6), st.integers(0, 1), st.integers(1, 12)), max_size=8
+        st.tuples(st.integers(0, 10**6), st.integers(0, 1), st.integers(1, 24)), max_size=8
     ),
     capacity=capacities,
     policy=st.sampled_from(POLICIES),
@@ -333,7 +334,8 @@ def test_bits_never_depend_on_placement_or_on_the_order_of_reads(
 def test_compiled_experts_have_the_same_bits_at_once_and_one_by_one(
     numbers: list[tuple[int, int, int]], capacity: list[int], policy: str, executor: Executor
 ) -> None:
-    """With everything resident few tokens' experts run in one call, else each when it is there."""
+    """A step of few tokens and all experts resident is one call; so are residents of few tokens,
+    unless somebody waits for a slot; others run each by itself."""
     products = choose_products("auto", torch.bfloat16)
     make = partial(Rig, dtype=torch.bfloat16, executor=executor, products=products)
     everything = make("static", [SHAPE.num_experts] * SHAPE.num_layers)
@@ -492,6 +494,35 @@ def test_an_interrupt_at_any_product_leaves_a_usable_runtime(
                 rig.check()
     for call in steps:
         assert torch.equal(rig.run(call), dense_oracle(call, WEIGHTS[torch.float32]))
+        rig.check()
+
+
+@pytest.mark.parametrize("is_after", [False, True])
+@given(numbers=calls, capacity=capacities, policy=st.sampled_from(POLICIES), at=st.integers(0, 3))
+def test_an_interrupt_at_any_call_over_several_leaves_a_usable_runtime(
+    numbers: list[tuple[int, int, int]], capacity: list[int], policy: str, at: int, is_after: bool
+) -> None:
+    steps = make_steps(numbers, torch.bfloat16)
+    products = choose_products("auto", torch.bfloat16)
+    make = partial(Rig, dtype=torch.bfloat16, executor=POOL, products=products)
+    rig, everything = make(policy, capacity), make("static", [SHAPE.num_experts] * SHAPE.num_layers)
+    count, run = itertools.count(), ExpertsAtOnce.run
+
+    def run_or_stop(at_once: ExpertsAtOnce, *arguments: Any) -> None:
+        is_due = next(count) == at
+        if is_due and not is_after:
+            raise KeyboardInterrupt
+        run(at_once, *arguments)
+        if is_due:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(ExpertsAtOnce, "run", run_or_stop)
+        for call in steps:
+            rig.run(call)
+    rig.check()
+    for call in steps:
+        assert torch.equal(rig.run(call), everything.run(call))
         rig.check()
 
 

@@ -78,6 +78,7 @@ class Case:
         self.slot_of = torch.full((num_experts,), -1, dtype=torch.int32)
         own = torch.arange(0, num_experts, 2)
         self.slot_of[own] = torch.randperm(num_slots, generator=generator)[: len(own)].int()
+        self.tables: list[Tensor] = []
 
     def expected(self) -> Tensor:
         """Inputs, replaced by outputs for the experts in slots, one expert after the other."""
@@ -107,6 +108,7 @@ class Case:
         tiles = triton_experts.Tiles.empty(len(parts), self.num_experts, parts.device)
         bound = triton_experts.max_tiles(len(parts), int((slot_of >= 0).sum()), tile_rows)
         table = slot_of.pin_memory() if parts.is_cuda else slot_of
+        self.tables.append(table)  # a GPU reads it later; pinned memory that is let go comes again
         triton_experts.plan_tiles(self.rows.counts, table, tile_rows, tiles)
         triton_experts.gated_mlps(self.slots, image, tiles, bound, tile_rows, parts, self.gate)
 

@@ -23,7 +23,12 @@ TARGET = GPUTarget("cuda", 80, 32)
 TILES = {"slots": "*i32", "starts": "*i32", "stops": "*i32", "num_tiles": "*i32"}
 MATRICES = {"weights": "*bf16", "slot_stride": "i32", "x": "*bf16", "out": "*bf16"}
 MATRICES |= {"hidden": "i32", "width": "i32"}
-BLOCKS = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 64, "UPCAST": False}
+
+
+def blocks(rows: int, chosen: Mapping[int, triton_experts.Blocks]) -> dict[str, int]:
+    """The constants of a launch over tiles of `rows` pairs."""
+    columns, depth = chosen[rows]
+    return {"BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_K": depth, "UPCAST": False}
 
 
 def compiled(
@@ -55,31 +60,40 @@ def main() -> None:
     sort |= {"num_pairs": "i32", "k": "i32"}
     combine = {"parts": "*bf16", "part_of": "*i64", "weights": "*fp32", "out": "*fp32"}
     combine |= {"hidden": "i32", "k": "i32"}
+    wide_weights = {"weights": "*fp32", "x": "*fp32", "out": "*fp32"}
+    gate_up, gate_up_types = triton_experts._gate_up, MATRICES | TILES | offsets
+    down, down_types = triton_experts._down, MATRICES | TILES | {"down_offset": "i32"}
+    small, large = triton_experts.TILE_ROWS
+    gate_up_blocks, down_blocks = triton_experts.GATE_UP_BLOCKS, triton_experts.DOWN_BLOCKS
+    stages = {"num_stages": triton_experts._NUM_STAGES}
     found = {
-        "gate_up": compiled(
-            triton_experts._gate_up, MATRICES | TILES | offsets, BLOCKS, num_stages=3
-        ),
-        "down": compiled(
-            triton_experts._down, MATRICES | TILES | {"down_offset": "i32"}, BLOCKS, num_stages=3
-        ),
-        "largest": compiled(  # float32, an RTX 3090
-            triton_experts._gate_up,
-            MATRICES | {"weights": "*fp32", "x": "*fp32", "out": "*fp32"} | TILES | offsets,
-            BLOCKS | {"BLOCK_M": 64},
-            GPUTarget("cuda", 86, 32),
-            num_stages=3,
-        ),
+        "gate_up": compiled(gate_up, gate_up_types, blocks(small, gate_up_blocks), **stages),
+        "down": compiled(down, down_types, blocks(small, down_blocks), **stages),
+        **{
+            f"float32 {kernel.__name__} {rows} on {capability}": compiled(
+                kernel,
+                types | wide_weights,
+                blocks(rows, chosen),
+                GPUTarget("cuda", capability, 32),
+                **stages,
+            )
+            for kernel, types, chosen, rows, capability in (
+                (gate_up, gate_up_types, gate_up_blocks, small, 86),  # an RTX 3090
+                (gate_up, gate_up_types, gate_up_blocks, large, 86),
+                (down, down_types, down_blocks, small, 120),  # an RTX 5090
+            )
+        },
         "hopper": compiled(  # bfloat16 on a Hopper: products of 64 rows by warp groups
-            triton_experts._gate_up,
-            MATRICES | TILES | offsets,
-            BLOCKS | {"BLOCK_M": 64},
+            gate_up,
+            gate_up_types,
+            blocks(large, gate_up_blocks),
             GPUTarget("cuda", 90, 32),
-            num_stages=3,
+            **stages,
         ),
         "plan": compiled(triton_experts._plan_tiles, plan, {"BLOCK_M": 16, "BLOCK_E": 256}),
-        "place": compiled(triton_experts._place_rows, place, {"BLOCK_M": 16, "BLOCK_H": 1024}),
+        "place": compiled(triton_experts._place_rows, place, {"BLOCK_M": 16, "BLOCK_H": 256}),
         "top": compiled(triton_routing._top_experts, top, {"BLOCK_E": 256}, num_warps=1),
-        "sort": compiled(triton_routing._sort_pairs, sort, {"BLOCK": 256}),
+        "sort": compiled(triton_routing._sort_pairs, sort, {"BLOCK": 1024}),
         "combine": compiled(
             triton_routing._combine, combine, {"BLOCK_H": 1024}, enable_fp_fusion=False
         ),

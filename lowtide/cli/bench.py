@@ -6,14 +6,14 @@ import sys
 from collections.abc import Collection, Mapping
 from contextlib import redirect_stdout
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from lowtide import __version__
-from lowtide.cli.command import takes
+from lowtide.cli.command import EXIT_FAILURE, takes
 from lowtide.cli.doctor import machine_line, rates_table
 from lowtide.cli.generate import ModelName
 from lowtide.cli.opening import find_model
@@ -32,14 +32,13 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS = 64
 
 
-@takes(Group.ENGINE, Group.HUB, Group.SAMPLING, Group.DIFFUSION, Group.OUTPUT)
+@takes(Group.ENGINE, Group.HUB, Group.SAMPLING, Group.DIFFUSION, Group.BENCH, Group.OUTPUT)
 def bench(
     model: ModelName,
     prompt: Annotated[
         str | None,
         typer.Option("-p", "--prompt", help="What to continue; random tokens if not given."),
     ] = None,
-    repeats: Annotated[int, typer.Option(help="Answers of each policy, in turn.", min=1)] = 3,
     *,
     settings: Settings,
 ) -> None:
@@ -47,7 +46,9 @@ def bench(
 
     Without a budget half of the experts is resident.
     """
-    params = _params(settings)
+    params, repeats = _params(settings), cast(int, settings["repeats"])
+    if repeats < 1:
+        raise UsageError(f"--repeats must be at least 1, not {repeats}.")
     question = None if prompt is None else read_prompt(prompt, None)
     options = settings.engine_options()
     names = [name.strip() for name in str(options.pop("policy")).split(",")]
@@ -73,6 +74,8 @@ def bench(
         print(json_line(_object(model, params, repeats, ceilings, result)))
     else:
         _print(model, params, repeats, ceilings, result)
+    if all(run.reason for run in result.runs):
+        raise typer.Exit(EXIT_FAILURE)
 
 
 def _policies(names: list[str], options: Any) -> dict[str, dict[str, str]]:
@@ -176,7 +179,10 @@ def _notes(result: Result) -> list[str]:
             "nothing to decide."
         )
     if plan.device == "emulated":
-        notes.append("The device is emulated: speeds are those of scaled time.")
+        notes.append(
+            "The device is emulated: speeds are those of scaled time; a higher --device-option "
+            "device_slowdown keeps its threads out of each other's way."
+        )
     notes.append(f"Prefill: {result.prefill_tokens} tokens, up to the first pass that writes.")
     return [*notes, *(_peak_line(peak) for peak in result.peaks)]
 

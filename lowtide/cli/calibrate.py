@@ -6,9 +6,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, cast
 
-import typer
 from rich.table import Table
 
 from lowtide.calibration import (
@@ -33,24 +32,22 @@ if TYPE_CHECKING:
 MAX_TEXT_BYTES = 1 << 28
 
 
-@takes(Group.ENGINE, Group.HUB, Group.CALIBRATION, Group.OUTPUT)
+@takes(Group.ENGINE, Group.HUB, Group.CALIBRATION, "out", "machine", Group.OUTPUT)
 def calibrate(
     model: ModelName,
-    out: Annotated[
-        Path | None, typer.Option(help="File to write; one in the user's cache if not given.")
-    ] = None,
-    machine: Annotated[
-        str, typer.Option(help="A hardware profile or a TOML file, for the intervals that pay.")
-    ] = "rtx3090",
     *,
     settings: Settings,
 ) -> None:
-    """Run a text and write down routing, residual vectors and statistics for the policies."""
+    """Run a text and write down routing, residual vectors and statistics for the policies.
+
+    Without --out they go to a file in the user's cache; --machine is what the intervals are for.
+    """
     from lowtide.profiles import load_profile
 
+    machine = str(settings["machine"])
     text, profile = _text(model, settings), load_profile(machine)
     with redirect_stdout(sys.stderr):
-        calibration, path = _calibrate(model, text, out, settings)
+        calibration, path = _calibrate(model, text, settings)
     from lowtide.core import MoEShape
     from lowtide.lab.calibration_report import as_object, plot, weigh_budgets
 
@@ -68,9 +65,7 @@ def calibrate(
         console.print(f"wrote {written}")
 
 
-def _calibrate(
-    model: str, text: str, out: Path | None, settings: Settings
-) -> tuple[Calibration, Path]:
+def _calibrate(model: str, text: str, settings: Settings) -> tuple[Calibration, Path]:
     folder = find_model(model, settings)
     from lowtide.lab.calibrate import calibrate as run
     from lowtide.lab.calibration_report import check_plot
@@ -80,7 +75,8 @@ def _calibrate(
         check_plot(Path(plots))
     with open_llm(model, settings) as llm, ProgressBars() as progress:
         shape = TraceShape(*llm.config.moe_shape)
-        path = out or default_path(folder, llm.config.architecture, shape)
+        out = settings.text("out")
+        path = Path(out) if out else default_path(folder, llm.config.architecture, shape)
         check_calibration_path(path)
         num_pieces = cast(int, settings["pieces"])
         calibration = run(llm, text, model, num_pieces=num_pieces, progress=progress)

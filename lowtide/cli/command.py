@@ -27,12 +27,13 @@ EXIT_BROKEN_PIPE = 128 + 13
 Verb = Callable[..., None]
 
 
-def takes(*groups: Group) -> Callable[[Verb], Verb]:
-    """Make a command of a function: its own parameters, and a flag per option of `groups`.
+def takes(*wanted: Group | str) -> Callable[[Verb], Verb]:
+    """Make a command of a function: its own parameters, and a flag per option that is wanted.
 
-    The function is called with `settings`, the options in force, in place of their flags.
+    wanted: groups of options, and names of single ones. The function is called with `settings`,
+    the options in force, in place of their flags.
     """
-    options = [option for group in groups for option in OPTIONS if option.group is group]
+    options = [o for each in wanted for o in OPTIONS if each in (o.group, o.name)]
 
     def decorate(verb: Verb) -> Verb:
         own = inspect.signature(verb, eval_str=True).parameters.values()
@@ -63,6 +64,7 @@ def errors_reported(wants_json: bool = False, is_verbose: bool = False) -> Itera
     """
     try:
         yield
+        sys.stdout.flush()
     except LowtideError as error:
         if is_verbose:
             traceback.print_exception(error)
@@ -76,6 +78,12 @@ def errors_reported(wants_json: bool = False, is_verbose: bool = False) -> Itera
     except BrokenPipeError:
         close_stdout()
         raise typer.Exit(EXIT_BROKEN_PIPE) from None
+    except OSError as error:
+        if error.filename is not None:  # a file that should have been a typed error
+            raise
+        close_stdout()
+        typer.echo(f"lowtide: Standard output cannot be written: {error.strerror}.", err=True)
+        raise typer.Exit(EXIT_FAILURE) from None
 
 
 def close_stdout() -> None:

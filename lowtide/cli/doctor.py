@@ -37,18 +37,15 @@ OptionalModelName = Annotated[
 ]
 
 
-@takes(Group.ENGINE, Group.HUB, Group.OUTPUT)
+@takes(Group.ENGINE, Group.HUB, Group.DOCTOR, Group.OUTPUT)
 def doctor(
     model: OptionalModelName = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure what is stored again.")] = False,
-    profile: Annotated[
-        Path | None, typer.Option(help="File for this machine's profile, as simulate takes it.")
-    ] = None,
     *,
     settings: Settings,
 ) -> None:
     """Measure this machine, and what a model's experts cost on it."""
-    options = settings.engine_options()
+    options, name = settings.engine_options(), settings.text("profile")
+    profile = None if name is None else Path(name)
     with redirect_stdout(sys.stderr):
         folder = None if model is None else find_model(model, settings)
         from lowtide.lab.doctor import diagnose
@@ -58,7 +55,11 @@ def doctor(
             check_profile(profile, str(options["device"]))
         with ProgressBars() as progress:
             diagnosis = diagnose(
-                folder, name=model or "", is_fresh=fresh, progress=progress, **options
+                folder,
+                name=model or "",
+                is_fresh=settings.flag("fresh"),
+                progress=progress,
+                **options,
             )
     if settings.flag("json"):
         print(json_line(diagnosis.as_dict()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 from rich.table import Table
@@ -18,10 +18,9 @@ from lowtide.errors import UsageError
 from lowtide.options import Group, Settings
 
 
-@takes(Group.SYNTH, Group.OUTPUT)
+@takes(Group.SYNTH, "seed", Group.OUTPUT)
 def synth(
     family: Annotated[str, typer.Argument(help="A model family, such as llada2.")],
-    seed: Annotated[int, typer.Option(help="Equal seeds give equal files.", min=0)] = 0,
     *,
     settings: Settings,
 ) -> None:
@@ -29,6 +28,9 @@ def synth(
     out = settings.text("out")
     if out is None:
         raise UsageError("synth needs --out FOLDER, the folder to write.")
+    seed = cast(int, settings["seed"]) if settings.is_given("seed") else 0
+    if seed < 0:
+        raise UsageError(f"--seed must be at least 0, not {seed}.")
     from lowtide.lab import synth as lab
 
     with ProgressBars() as progress:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.table import Table
@@ -21,24 +21,10 @@ if TYPE_CHECKING:
     from lowtide.simulate import Report
     from lowtide.trace import Trace
 
-DEFAULT_PRESETS = "tide,dali,lowtide,lru,fiddler,hybrimoe,layer-split"
 
-
-@takes(Group.OUTPUT)
+@takes(Group.SIMULATION, "calibration", Group.OUTPUT)
 def simulate(
     trace: Annotated[Path, typer.Argument(help="What generate --trace wrote.")],
-    machine: Annotated[
-        str, typer.Option(help="A hardware profile: rtx3090, a100-40gb, ... or a TOML file.")
-    ] = "rtx3090",
-    presets: Annotated[str, typer.Option(help="Policies, separated by commas.")] = DEFAULT_PRESETS,
-    residents: Annotated[
-        float, typer.Option(help="Share of each layer's experts that fits.", min=0.0, max=1.0)
-    ] = 0.5,
-    tau: Annotated[int, typer.Option(help="TIDE's refresh interval in steps.", min=1)] = 4,
-    calibration: Annotated[
-        Path | None,
-        typer.Option(help="What calibrate wrote, for presets that know frequencies or features."),
-    ] = None,
     *,
     settings: Settings,
 ) -> None:
@@ -47,12 +33,18 @@ def simulate(
     from lowtide.profiles import load_profile
     from lowtide.trace import Trace
 
+    machine, calibration = str(settings["machine"]), settings.text("calibration")
+    residents, tau = cast(float, settings["residents"]), cast(int, settings["tau"])
+    if not 0 <= residents <= 1:
+        raise UsageError(f"--residents is a share from 0 to 1, not {residents}.")
+    if tau < 1:
+        raise UsageError(f"--tau must be at least 1, not {tau}.")
     profile = load_profile(machine)
     recorded = Trace.load(trace)
-    known = Calibration.load(calibration) if calibration is not None else None
+    known = Calibration.load(Path(calibration)) if calibration is not None else None
     if not recorded.passes:
         raise UsageError(f"Trace {trace} has no passes: nothing ran while it was recorded.")
-    names = [name.strip() for name in presets.split(",") if name.strip()]
+    names = [name.strip() for name in str(settings["presets"]).split(",") if name.strip()]
     if not names:
         raise UsageError("--presets names none; give at least one.")
     reports = _replay(recorded, known, profile, names, residents, tau)
@@ -61,8 +53,10 @@ def simulate(
         return
     stdout_console().print(_table(reports, f"{profile.name}; {residents:.0%} of the experts"))
     rates = "published" if known is None else "measured"
-    note = f"simulated time of the MoE layers; prefetch gates err at {rates} rates"
-    stderr_console().print(note, style="dim")
+    notes = [f"simulated time of the MoE layers; prefetch gates err at {rates} rates"]
+    notes += _what_does_not_fit(recorded, profile, residents)
+    for note in notes:
+        stderr_console().print(note, style="dim")
 
 
 def _replay(
@@ -81,7 +75,7 @@ def _replay(
     if not shape.hidden_size or not shape.expert_size:
         raise UsageError("The trace does not say how large an expert is; record it again.")
     if known is not None:
-        known.check(known.architecture, recorded.shape)
+        check_same_model(recorded, known)
     setting = Setting(
         capacity=[round(residents * shape.num_experts)] * shape.num_layers,
         num_experts=shape.num_experts,
@@ -93,6 +87,39 @@ def _replay(
     )
     accuracy = measured_accuracy(known) if known else GATE_ACCURACY
     return compare(recorded, presets, setting, gate_accuracy=accuracy)
+
+
+def _what_does_not_fit(recorded: Trace, profile: Profile, residents: float) -> list[str]:
+    """The budget is the user's; that the machine could not give it is only told."""
+    from lowtide.core import MoEShape
+
+    shape = MoEShape(*recorded.shape)
+    all_bytes = profile.costs(shape).expert_bytes * shape.num_layers * shape.num_experts
+    notes = []
+    if residents * all_bytes > profile.device.memory_bytes:
+        notes.append(
+            f"The residents take {_size(residents * all_bytes)}; the device has "
+            f"{_size(profile.device.memory_bytes)}."
+        )
+    if all_bytes > profile.host.memory_bytes:
+        notes.append(
+            f"All experts take {_size(all_bytes)} and the host has "
+            f"{_size(profile.host.memory_bytes)}: reading the others from disk is not simulated."
+        )
+    return notes
+
+
+def _size(num_bytes: float) -> str:
+    return format_size(round(num_bytes))
+
+
+def check_same_model(recorded: Trace, known: Calibration) -> None:
+    """Raises UsageError when trace and calibration are of models of different shapes."""
+    if known.shape != recorded.shape:
+        raise UsageError(
+            f"The trace is of {recorded.model!r} and the calibration of {known.trace.model!r}, "
+            "whose layers or experts differ; calibrate the model of the trace."
+        )
 
 
 def _objects(reports: list[Report]) -> list[dict[str, object]]:

@@ -8,14 +8,15 @@ calling thread waits in `to_host`, and where it has run so far ahead that a ring
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
 from time import perf_counter, sleep
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lowtide.config import format_size
@@ -146,17 +147,25 @@ class CudaEvent:
             sleep(0.0 if waited_s < _SPIN_S else _PAUSE_S)
 
 
+class PinnedRow(NamedTuple):
+    """The same memory for torch and for numpy, whose small operations cost far less."""
+
+    tensor: Tensor
+    array: NDArray[Any]
+
+
 class PinnedRing:
     """Rows of pinned memory that are written and handed to a stream in turn."""
 
     def __init__(self, streams: Streams, shape: tuple[int, int], dtype: torch.dtype) -> None:
         with plan_errors(shape[0] * shape[1] * dtype.itemsize, "pinned host memory"):
-            self._rows = streams.pinned(shape, dtype)
+            rows = streams.pinned(shape, dtype)
+        self._rows = [PinnedRow(row, row.numpy()) for row in rows]
         self._uses: list[CudaEvent | None] = [None] * shape[0]
         self._next = 0
         self.num_columns = shape[1]
 
-    def take(self) -> Tensor:
+    def take(self) -> PinnedRow:
         """The next row, once its last use has ended; `used` follows."""
         use = self._uses[self._next]
         if use is not None:
@@ -266,7 +275,7 @@ class CudaDevice:
         with _device_errors("taking over the host's experts"):
             self._computation.place(host_parts, experts, rows, parts)
 
-    def host_work(self, num_tokens: int, work: Work) -> Work:
+    def host_work(self, num_tokens: Sequence[int], work: Work) -> Work:
         return work
 
     def join(self) -> None:
@@ -289,7 +298,7 @@ class CudaDevice:
     def _copy_in_pieces(self, source: Tensor, target: Tensor) -> None:
         for start in range(0, len(source), _PIECE_BYTES):
             stop = min(start + _PIECE_BYTES, len(source))
-            piece = self._ring.take()[: stop - start]
+            piece = self._ring.take().tensor[: stop - start]
             piece.copy_(source[start:stop])
             target[start:stop].copy_(piece, non_blocking=True)
             self._ring.used(self._streams.copies)
@@ -325,8 +334,8 @@ class TritonExperts:
         parts, gate = self._slots.new_empty(hidden)[None], self._slots.new_empty(width)[None]
         for tile_rows in self._kernels.TILE_ROWS:
             table = self._tables.take()
-            table.fill_(-1)
-            self._kernels.plan_tiles(counts, table, tile_rows, self._tiles)
+            table.array.fill(-1)
+            self._kernels.plan_tiles(counts, table.tensor, tile_rows, self._tiles)
             self._tables.used(self._streams.current)
             self._kernels.gated_mlps(
                 self._slots, self._image, self._tiles, 1, tile_rows, parts, gate
@@ -368,10 +377,9 @@ class TritonExperts:
             )
         if num_tiles:
             table = self._tables.take()
-            slot_of = table.numpy()
-            slot_of.fill(-1)
-            slot_of[group.experts] = group.slots
-            self._kernels.plan_tiles(rows.counts, table, tile_rows, self._tiles)
+            table.array.fill(-1)
+            table.array[group.experts] = group.slots
+            self._kernels.plan_tiles(rows.counts, table.tensor, tile_rows, self._tiles)
             self._tables.used(self._streams.current)
         return tile_rows, num_tiles
 
@@ -393,7 +401,8 @@ class ReferenceExperts:
     def place(self, host_parts: Tensor, experts: IntArray, rows: ExpertRows, parts: Tensor) -> None:
         for expert in experts.tolist():
             pairs = rows.pairs(expert)
-            parts[pairs].copy_(host_parts[pairs], non_blocking=True)
+            if pairs.start < pairs.stop:
+                parts[pairs].copy_(host_parts[pairs], non_blocking=True)
 
     def _weights(self, slot: int) -> ExpertWeights | ClampedWeights:
         layout, image = self._layout, self._slots[slot].view(self._layout.dtype)
@@ -446,8 +455,15 @@ def _device_errors(doing: str) -> Iterator[None]:
 
 
 @contextmanager
-def device_failures() -> Iterator[None]:
-    """What torch raises of a GPU that fails becomes a DeviceError; a CPU raises none of it."""
+def device_pass() -> Iterator[None]:
+    """Around passes of a model, on whatever device: settles how a GPU attends, and makes what torch
+    raises of one that fails a DeviceError.
+
+    cuDNN's attention, torch's first choice on some GPUs, builds a plan of its own for every number
+    of keys, for some 30 ms on the host, and there is another number in every block.
+    """
+    uses_cudnn = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -457,6 +473,8 @@ def device_failures() -> Iterator[None]:
         ) from error
     except torch.AcceleratorError as error:
         raise DeviceError(f"The GPU failed: {error}") from error
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(uses_cudnn)
 
 
 @contextmanager

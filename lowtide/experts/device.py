@@ -8,6 +8,7 @@ nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -91,8 +92,11 @@ class Device(Protocol):
         """Queues the copy of the host experts' outputs into `parts`, where they belong."""
         ...
 
-    def host_work(self, num_tokens: int, work: Work) -> Work:
-        """What computing one expert on the host becomes here: itself, or stretched in time."""
+    def host_work(self, num_tokens: Sequence[int], work: Work) -> Work:
+        """What computing experts on the host becomes here: itself, or stretched in time.
+
+        num_tokens: of each expert that `work` computes.
+        """
         ...
 
     def join(self) -> None:

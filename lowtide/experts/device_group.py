@@ -59,7 +59,7 @@ class DeviceGroup:
     ) -> None:
         self._first.from_host(host_parts, rows, experts, parts)
 
-    def host_work(self, num_tokens: int, work: Work) -> Work:
+    def host_work(self, num_tokens: Sequence[int], work: Work) -> Work:
         return self._first.host_work(num_tokens, work)
 
     def join(self) -> None:

@@ -1,8 +1,10 @@
 """An emulated device: a second arena in host memory, a slow link to it, and one core that computes.
 
 So that hybrid execution is tested and timed for real on a machine without a GPU. Time is scaled:
-the device computes at the real speed of one core; copies and the host's experts are stretched by
-sleeping to the ratios of a hardware profile, so that cores are idle while time is emulated.
+the device computes at the real speed of one core, or slower by a factor; copies and the host's
+experts are stretched by sleeping to the ratios of a hardware profile. Cores are idle while time is
+emulated: the slower the device is made, the less the threads of the emulation get into each
+other's way, as those of a real device would not.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from time import perf_counter, thread_time
@@ -39,8 +41,13 @@ COMPUTE, LINK, HOST = "lowtide-device", "lowtide-link", "lowtide-host"
 end in `-2`."""
 
 _PROFILE = "rtx3090"
-# Name: least value. A host that is faster than the device cannot be had by sleeping.
-_OPTIONS: Mapping[str, float] = {"link_GBps": 1e-6, "link_latency_us": 0.0, "host_slowdown": 1.0}
+# Name: least value. What is faster than it is here cannot be had by sleeping.
+_OPTIONS: Mapping[str, float] = {
+    "link_GBps": 1e-6,
+    "link_latency_us": 0.0,
+    "host_slowdown": 1.0,
+    "device_slowdown": 1.0,
+}
 _DEVICES = "devices"
 _MAX_DEVICES = 8
 
@@ -57,9 +64,10 @@ class EmulatedSpeeds:
     link_bytes_per_s: float
     link_latency_s: float  # of each copy
     host_slowdown: float  # the host's time for an expert of one token over the device's
-    device_s: Curve  # one expert on one core of this machine, its weights not in a cache
+    device_s: Curve  # one expert on the device
     origin: str = "as given"  # where the ratios are from, for people
     host_curve: Curve | None = None  # one expert on the host; None: that ratio at any token count
+    device_slowdown: float = 1.0  # the device's time over that of a core of this machine
 
     def link_s(self, num_bytes: int) -> float:
         """Seconds of one copy."""
@@ -71,9 +79,10 @@ class EmulatedSpeeds:
         return self.host_curve or self.device_s.scaled(self.host_slowdown)
 
     def describe(self) -> str:
+        slowly = f"device as {self.device_slowdown:.3g} times a core's time, "
         return (
             f"emulated: link {self.link_bytes_per_s / 1e9:.3g} GB/s + "
-            f"{self.link_latency_s * 1e6:.0f} us, "
+            f"{self.link_latency_s * 1e6:.0f} us, {slowly if self.device_slowdown > 1 else ''}"
             f"host {self.host_slowdown:.1f}x slower than the device at one token ({self.origin})"
         )
 
@@ -81,9 +90,10 @@ class EmulatedSpeeds:
 def check_emulated_options(options: Mapping[str, str]) -> dict[str, float]:
     """The values of `device_options` that are speeds, by name; needs no model.
 
-    Known are `link_GBps` and `link_latency_us` of the emulated link, and `host_slowdown`, the
-    host's time for an expert over the device's at any token count; and `devices`, how many there
-    are, each with that link. Raises UsageError.
+    Known are `link_GBps` and `link_latency_us` of the emulated link; `host_slowdown`, the host's
+    time for an expert over the device's at any token count; `device_slowdown`, the device's over
+    that of a core of this machine; and `devices`, how many there are, each with that link. Raises
+    UsageError.
     """
     num_emulated_devices(options)
     values = {}
@@ -129,12 +139,14 @@ def emulated_speeds(
     """Speeds for a model's experts: the device's measured here, the rest by the profile's ratios.
 
     All of the profile's times are stretched by one factor, which makes its device's time for an
-    expert with one token what it is on a core of this machine. With more tokens the host falls
+    expert with one token what it is on a core of this machine, or `device_slowdown` times that.
+    With more tokens the host falls
     behind as it does in the profile, where its arithmetic is the limit before the device's.
     `options` replace parts (see `check_emulated_options`). Takes about 0.3 s. Raises UsageError.
     """
     given = check_emulated_options(options)
-    device_s = measure_device_s(layout, shape, products)
+    device_slowdown = given.get("device_slowdown", 1.0)
+    device_s = measure_device_s(layout, shape, products).scaled(device_slowdown)
     profile = load_profile(_PROFILE)
     costs = profile.costs(shape, dtype.itemsize)
     stretch = device_s.at(1) / costs.device_s.at(1)
@@ -152,6 +164,7 @@ def emulated_speeds(
         device_s=device_s,
         origin=f"{origin}; as given: {', '.join(given)}" if given else origin,
         host_curve=None if "host_slowdown" in given else costs.host_s.scaled(stretch),
+        device_slowdown=device_slowdown,
     )
 
 
@@ -228,8 +241,9 @@ class Span(NamedTuple):
 class EmulatedDevice:
     """Owns the device's slots and its two threads; the host's threads are an executor's.
 
-    The methods are those of `Device`. Copies really copy, then last as long as on the link;
-    products are the host's, so their bits are those of a run there. `timeline`, where set,
+    The methods are those of `Device`. Copies really copy, then last as long as on the link, and
+    experts as long as its speeds say; products are the host's, so their bits are those of a run
+    there. `timeline`, where set,
     receives a span per copy, run and host expert.
     """
 
@@ -252,7 +266,9 @@ class EmulatedDevice:
         self.timeline: list[Span] | None = None
         self._slots = ExpertSlots(arena, layout)
         self._is_closing = threading.Event()
-        self._link_pace, self._host_pace = _Pace(self._is_closing), _Pace(self._is_closing)
+        self._link_pace, self._compute_pace, self._host_pace = (
+            _Pace(self._is_closing) for _ in range(3)
+        )
         suffix = f"-{number}" if number > 1 else ""
         self._link, self._compute = Stream(LINK + suffix), Stream(COMPUTE + suffix)
         self._last_run: StreamEvent | None = None
@@ -277,12 +293,13 @@ class EmulatedDevice:
         pairs = [rows.pairs(expert) for expert in group.experts.tolist()]
 
         def work(ready_s: float) -> None:
-            start_s = perf_counter()
+            run_s = 0.0
             for slot, of_expert in zip(group.slots.tolist(), pairs, strict=True):
                 if of_expert.start < of_expert.stop:
                     self._run_expert(slot, of_expert, buffers)
+                    run_s += self.speeds.device_s.at(of_expert.stop - of_expert.start)
             name = f"run {group.experts.tolist()}"
-            self._note(self._compute.name, name, start_s, perf_counter())
+            self._note(self._compute.name, name, *self._compute_pace.stretch(ready_s, run_s))
 
         self._last_run = self._compute.queue(work, after)
         return self._last_run
@@ -299,7 +316,7 @@ class EmulatedDevice:
     ) -> None:
         """Nothing: the host has written into `parts` itself."""
 
-    def host_work(self, num_tokens: int, work: Work) -> Work:
+    def host_work(self, num_tokens: Sequence[int], work: Work) -> Work:
         """`work`, ended when the emulated host would have; call it on any thread.
 
         The host is one processor: it computes one expert at a time, on all its cores, whatever
@@ -309,9 +326,9 @@ class EmulatedDevice:
 
         def stretched() -> None:
             work()
-            host_s = self.speeds.host_s.at(num_tokens)
+            host_s = sum(map(self.speeds.host_s.at, num_tokens))
             span = self._host_pace.stretch(ready_s, host_s)
-            self._note(HOST, f"{num_tokens} tokens", *span)
+            self._note(HOST, f"{len(num_tokens)} experts, {sum(num_tokens)} tokens", *span)
 
         return stretched
 

@@ -34,7 +34,7 @@ class Executor(Protocol):
     """Runs pieces of work that share nothing."""
 
     num_threads: int
-    num_cores: int  # for what divides one product itself
+    num_cores: int  # for what divides its work among threads of its own
 
     def submit(self, work: Work) -> Future[None]:
         """Starts `work`; the answer raises what it raised."""

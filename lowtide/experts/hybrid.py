@@ -8,9 +8,10 @@ wherever it runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -20,9 +21,10 @@ from torch import Tensor
 
 from lowtide.core import Assignment, BoolArray, Costs, Demand, MoEShape, Moves, Step, StepKind
 from lowtide.errors import DeviceError
+from lowtide.experts.at_once import ExpertsAtOnce
 from lowtide.experts.device import WAIT_LIMIT_S, Device, Event, ExpertGroup
 from lowtide.experts.early_gate import EarlyGate
-from lowtide.experts.executor import Executor
+from lowtide.experts.executor import Executor, Work
 from lowtide.experts.home import Home
 from lowtide.experts.link import Arrival, Link
 from lowtide.experts.loading import Progress
@@ -70,6 +72,8 @@ class HybridRuntime:
         self.executor = executor
         self.scratch = scratch
         self.products = products
+        # One core is the calling thread's, which queues the device's work meanwhile.
+        self.at_once = ExpertsAtOnce.of(home.slots, products, max(1, executor.num_cores - 1))
         self.close = close
         self.early_gate: EarlyGate | None = None
         self.observer: Observer | None = None
@@ -198,7 +202,7 @@ class HybridRuntime:
 
     def _predict(self, layer: int, x: Tensor, workspace: Buffers) -> Tensor | None:
         """What the early gate says of the next layer, in host memory after `to_host`."""
-        if self.early_gate is None:
+        if self.early_gate is None or not self._policies.prefetch.wants_prediction(layer + 1):
             return None
         predicted = self.early_gate.predict(layer, x, workspace)
         return None if predicted is None else self.device.stage(predicted)
@@ -230,7 +234,7 @@ class HybridRuntime:
 
 
 class _HostUse:
-    """A host expert under way: reads its slot until its work has ended."""
+    """Host experts under way: read their slots until their work has ended."""
 
     def __init__(self, work: Future[None]) -> None:
         self._work = work
@@ -295,7 +299,7 @@ class _LayerSplit:
         self._arrivals = {expert: self._link.take_arrival(self._layer, expert) for expert in fetch}
         wanted = [*host, *(e for e, arrival in self._arrivals.items() if arrival is None)]
         here, coming = self._runtime.home.bring(self._step, self._layer, wanted)
-        self._accept(pair for pair in here if pair[0] in self._for_host)
+        self._start_here([pair for pair in here if pair[0] in self._for_host])
         self._run_residents()
         fetched = [pair for pair in here if pair[0] not in self._for_host]
         first, rest = fetched[: self._runtime.wave_size], fetched[self._runtime.wave_size :]
@@ -323,6 +327,23 @@ class _LayerSplit:
     def _begin_copy(self, expert: int, host_slot: int) -> Arrival:
         return self._link.fetch(host_slot, self._fetch_on.get(expert))
 
+    def _start_here(self, experts: list[tuple[int, int]]) -> None:
+        """Starts the host's experts that are in host memory; those of few tokens in one call.
+
+        That call comes last: all cores share it, so it fills the time that the others leave.
+        """
+        at_once, num_experts = self._runtime.at_once, len(experts)
+        groups = self._rows.groups(*np.array(experts, np.int64).reshape(num_experts, 2).T)
+        is_shared = np.zeros(num_experts, np.bool_)
+        if at_once is not None:
+            is_shared = at_once.takes_experts(groups[:, 2])
+        for i in np.flatnonzero(~is_shared).tolist():
+            self._start_on_host(*experts[i])
+        shared = groups[is_shared]
+        if at_once is not None and len(shared):
+            compute = partial(at_once.run, shared, self._host_parts, *self._runtime.scratch)
+            self._submit(compute, shared[:, 2].tolist(), shared[:, 0].tolist())
+
     def _start_on_host(self, expert: int, host_slot: int) -> None:
         runtime, pairs = self._runtime, self._rows.pairs(expert)
         weights = runtime.home.slots.weights(host_slot)
@@ -332,9 +353,13 @@ class _LayerSplit:
             gate, up = (buffer[pairs] for buffer in runtime.scratch)
             runtime.products.gated_mlp(parts, weights, gate, up, parts)
 
-        work = self._device.host_work(pairs.stop - pairs.start, compute)
-        use = _HostUse(runtime.executor.submit(work))
-        runtime.home.used_by(host_slot, use)
+        self._submit(compute, [pairs.stop - pairs.start], [host_slot])
+
+    def _submit(self, compute: Work, num_tokens: Sequence[int], host_slots: Sequence[int]) -> None:
+        work = self._device.host_work(num_tokens, compute)
+        use = _HostUse(self._runtime.executor.submit(work))
+        for slot in host_slots:
+            self._runtime.home.used_by(slot, use)
         self._on_host.append(use)
 
     def _run_residents(self) -> None:

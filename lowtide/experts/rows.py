@@ -62,6 +62,14 @@ class ExpertRows:
         bounds = self.bounds
         return slice(int(bounds[expert]), int(bounds[expert + 1]))
 
+    def groups(self, experts: IntArray, slots: IntArray) -> IntArray:
+        """The slot, first sorted pair and number of pairs of each expert. [experts, 3]"""
+        groups = np.empty((len(experts), 3), np.int64)
+        groups[:, 0] = slots
+        groups[:, 1] = self.bounds[experts]
+        groups[:, 2] = self.bounds[experts + 1] - groups[:, 1]
+        return groups
+
 
 class ExpertBuffers(NamedTuple):
     """The layer's scratch. Rows are bounded by the plan's `max_rows`, so `parts` is too."""

@@ -13,20 +13,20 @@ from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
 from functools import partial
 from time import perf_counter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide.core import Demand, IntArray, MoEShape, Moves, Step
+from lowtide.core import BoolArray, Demand, IntArray, MoEShape, Moves, Step
 from lowtide.errors import InternalError
+from lowtide.experts.at_once import ExpertsAtOnce
 from lowtide.experts.executor import Executor
 from lowtide.experts.read_ahead import Arrival, ReadAhead
 from lowtide.experts.rows import ExpertBuffers, ExpertRows, Routing
 from lowtide.experts.slots import ExpertSlots, SlotLedger
 from lowtide.experts.transfer import Transfer
-from lowtide.kernels.cpu.few_rows import FewRows, SlotPlaces
 from lowtide.kernels.products import REFERENCE, Products
 from lowtide.kernels.reference import combine
 from lowtide.memory.workspace import Buffers
@@ -78,8 +78,7 @@ class ExpertRuntime:
         self._shape = shape
         self._slots = slots
         self._products = products
-        self._few_rows = products.few_rows if len(slots.layout.shapes) == 3 else None
-        self._places = _places(slots)
+        self._at_once = ExpertsAtOnce.of(slots, products, executor.num_cores)
         self.ledger = ledger
         self.transfer = transfer
         self.executor = executor
@@ -100,9 +99,9 @@ class ExpertRuntime:
         demand = self._demand(layer, routing)
         moves = self._placement.update(step, layer, demand, self.ledger.is_resident(layer))
         buffers = ExpertBuffers.take(workspace, self._shape, x)
-        few_rows = self._few_rows
-        if few_rows is not None and few_rows.takes(x) and self._is_settled(demand, moves):
-            self._run_at_once(few_rows, layer, x, routing, demand, buffers, out)
+        at_once = self._at_once
+        if at_once is not None and at_once.takes(x) and self._is_settled(demand, moves):
+            self._run_at_once(at_once, layer, x, routing, demand, buffers, out)
         else:
             self._run_one_by_one(layer, x, routing, demand, moves, buffers, out)
         num_hits = int(np.count_nonzero(demand.is_resident))
@@ -133,7 +132,7 @@ class ExpertRuntime:
         """Makes absent `experts` of `layer` resident before the first step."""
         demand = Demand(experts, np.zeros_like(experts), np.zeros(len(experts), np.bool_))
         moves = Moves(experts, experts[:0])
-        self._run_all(layer, demand, moves, lambda expert, slot: None, has_next=False)
+        self._run_all(layer, demand, moves, _NO_USE, has_next=False)
 
     def close(self) -> None:
         """Its threads belong to others: nothing is left to end."""
@@ -155,7 +154,7 @@ class ExpertRuntime:
 
     def _run_at_once(
         self,
-        few_rows: FewRows,
+        at_once: ExpertsAtOnce,
         layer: int,
         x: Tensor,
         routing: Routing,
@@ -168,18 +167,8 @@ class ExpertRuntime:
         if layer + 1 < self._shape.num_layers:
             self.read_ahead.expect(layer + 1, demand)
             self.read_ahead.start_reads(self.transfer)
-        few_rows.run_experts(
-            x,
-            experts=routing.experts,
-            weights=routing.weights,
-            slots=self.ledger.slots_of(layer, demand.experts),
-            places=self._places,
-            parts=buffers.parts,
-            gate=buffers.gate,
-            up=buffers.up,
-            out=out,
-            num_threads=self.executor.num_cores,
-        )
+        slots = self.ledger.slots_of(layer, demand.experts)
+        at_once.run_layer(x, routing, slots, buffers, out)
 
     def _run_one_by_one(
         self,
@@ -191,10 +180,14 @@ class ExpertRuntime:
         buffers: ExpertBuffers,
         out: Tensor,
     ) -> None:
-        """Each expert once it has arrived and a thread is free: the same bits as all at once."""
+        """Residents of few tokens in one call, the others each once it is there and a thread is
+        free: the same bits as all at once."""
         rows = ExpertRows(routing.experts, self._shape.num_experts)
         torch.index_select(x, 0, rows.token_of, out=buffers.parts)
-        use = partial(self._run, rows=rows, buffers=buffers)
+        use = _Use(
+            partial(self._run, rows=rows, buffers=buffers),
+            partial(self._run_few, rows=rows, buffers=buffers),
+        )
         self._run_all(layer, demand, moves, use, has_next=layer + 1 < self._shape.num_layers)
         combine(buffers.parts, rows.part_of, routing.weights, buffers.term, buffers.term_fp32, out)
 
@@ -205,15 +198,26 @@ class ExpertRuntime:
         weights, gate, up = self._slots.weights(slot), buffers.gate[pairs], buffers.up[pairs]
         self._products.gated_mlp(parts, weights, gate, up, parts)
 
+    def _run_few(
+        self, experts: IntArray, slots: IntArray, rows: ExpertRows, buffers: ExpertBuffers
+    ) -> BoolArray:
+        """Runs those of few tokens in one call; says which they are."""
+        if self._at_once is None:
+            return np.zeros(len(experts), np.bool_)
+        groups = rows.groups(experts, slots)
+        is_few = self._at_once.takes_experts(groups[:, 2])
+        self._at_once.run(groups[is_few], buffers.parts, buffers.gate, buffers.up)
+        return is_few
+
     def _run_all(
         self,
         layer: int,
         demand: Demand,
         moves: Moves,
-        use: Callable[[int, int], None],
+        use: _Use,
         has_next: bool,
     ) -> None:
-        """Calls `use(expert, slot)` for every demanded expert, on compute threads.
+        """Uses every demanded expert: residents of few tokens at once, others on compute threads.
 
         Reads of absent experts start as slots come free, and so overlap the use of those present;
         once all have started, those expected of the next layer do, where it `has_next`.
@@ -224,6 +228,8 @@ class ExpertRuntime:
             pass_.start()
             if has_next:
                 self.read_ahead.expect(layer + 1, demand)
+            pass_.start_reads()
+            pass_.use_residents()
             is_busy = True
             while is_busy:
                 pass_.start_reads()
@@ -234,14 +240,18 @@ class ExpertRuntime:
             raise
 
 
-def _places(slots: ExpertSlots) -> SlotPlaces:
-    start, layout = slots.image(0).data_ptr(), slots.layout
-    gate, up, down = (start + offset for offset in layout.offsets[:3])
-    return SlotPlaces(gate, up, down, layout.num_bytes)
-
-
 LOOK_S = 1e-3
 """How often used experts' slots are looked for: about as long as one of many tokens takes."""
+
+
+class _Use(NamedTuple):
+    """What experts are brought for."""
+
+    one: Callable[[int, int], None]  # expert, slot; on any thread
+    several: Callable[[IntArray, IntArray], BoolArray]  # experts, slots; says which it has used
+
+
+_NO_USE = _Use(lambda expert, slot: None, lambda experts, slots: np.zeros(len(experts), np.bool_))
 
 
 class _LayerPass:
@@ -258,7 +268,7 @@ class _LayerPass:
         layer: int,
         demand: Demand,
         moves: Moves,
-        use: Callable[[int, int], None],
+        use: _Use,
     ) -> None:
         self._runtime = runtime
         self._layer = layer
@@ -266,7 +276,7 @@ class _LayerPass:
         self._admit = frozenset(moves.admit.tolist())
         self._evict = frozenset(moves.evict.tolist())
         self._demanded = frozenset(demand.experts.tolist())
-        self._residents = demand.experts[demand.is_resident].tolist()
+        self._residents = demand.experts[demand.is_resident]
         self._absent = demand.experts[~demand.is_resident].tolist()
         self._waiting = deque(self._absent)
         self._arriving: deque[Arrival] = deque()
@@ -276,19 +286,10 @@ class _LayerPass:
         self._work: deque[Future[None]] = deque()
 
     def start(self) -> None:
-        """Frees what nobody asks for, starts the first reads and the residents' use."""
-        ledger, layer = self._runtime.ledger, self._layer
+        """Frees what nobody asks for, and goes on with the reads that began before."""
         for expert in sorted(self._evict - self._demanded):
             self._evict_now(expert)
         self._claim()
-        self.start_reads()
-        for expert in self._residents:
-            slot = ledger.slot_of(layer, expert)
-            ledger.lease(slot)
-            self._slots[expert] = slot
-            self._ready.append((expert, slot))
-        for _ in range(min(len(self._residents), self._runtime.executor.num_threads)):
-            self._start_work()
 
     def start_reads(self) -> None:
         """Gives every free slot to an expert that waits for one, then to the next layer's."""
@@ -299,6 +300,23 @@ class _LayerPass:
             self._arriving.append(Arrival(expert, slot, ticket))
         if not self._waiting:
             self._runtime.read_ahead.start_reads(transfer)
+
+    def use_residents(self) -> None:
+        """Uses those that can be at once, while all reads are under way; starts the others' use."""
+        ledger, residents = self._runtime.ledger, self._residents
+        slots = ledger.slots_of(self._layer, residents)
+        is_used = np.zeros(len(residents), np.bool_)
+        if not self._waiting:  # for slots, which only this thread gives to others
+            is_used = self._use.several(residents, slots)
+        for expert in sorted(self._evict.intersection(residents[is_used].tolist())):
+            self._evict_now(expert)
+        pairs = zip(residents[~is_used].tolist(), slots[~is_used].tolist(), strict=True)
+        for expert, slot in pairs:
+            ledger.lease(slot)
+            self._slots[expert] = slot
+            self._ready.append((expert, slot))
+        for _ in range(min(len(self._ready), self._runtime.executor.num_threads)):
+            self._start_work()
 
     def advance(self) -> bool:
         """Waits for the next arrival, or for work to end; False when all is settled."""
@@ -360,7 +378,7 @@ class _LayerPass:
                 expert, slot = self._ready.popleft()
             except IndexError:  # another thread took the last one
                 return
-            self._use(expert, slot)
+            self._use.one(expert, slot)
             self._used.append(expert)
 
     def _settle(self, expert: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from lowtide.errors import UsageError
@@ -60,8 +59,18 @@ def _host_memory() -> tuple[int, int]:
     try:
         import psutil
     except ImportError:  # GPU tests also run where torch alone is installed
-        page_bytes = os.sysconf("SC_PAGE_SIZE")
-        num_free = os.sysconf("SC_AVPHYS_PAGES")
-        return page_bytes * os.sysconf("SC_PHYS_PAGES"), page_bytes * num_free
+        return _meminfo("MemTotal"), _meminfo("MemAvailable")
     memory = psutil.virtual_memory()
     return int(memory.total), int(memory.available)
+
+
+def _meminfo(name: str, path: Path = Path("/proc/meminfo")) -> int:
+    """Bytes. Raises UsageError where the system does not tell."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) << 10
+    raise UsageError(f"This system does not tell its memory ({name}); install psutil.")

@@ -24,7 +24,7 @@ from lowtide.errors import CheckpointError, StorageError
 from lowtide.experts.slots import SlotLayout
 from lowtide.folders import cache_folder
 from lowtide.hardware.machine import Machine
-from lowtide.hardware.measure import Measured, Measurements, Point
+from lowtide.hardware.measure import METHOD, Measured, Measurements, Point
 from lowtide.hardware.timing import Timing
 from lowtide.json_file import read_object
 from lowtide.kernels.products import REFERENCE
@@ -85,8 +85,8 @@ class CostKey:
         return cache_folder() / "costs" / name
 
     def _identity(self) -> dict[str, Any]:
-        """As the file has it. Another version may compute differently."""
-        return {"version": __version__, **asdict(self)}
+        """As the file has it. Another version may compute differently, or measure so."""
+        return {"version": __version__, "method": METHOD, **asdict(self)}
 
 
 class Stored(NamedTuple):

@@ -8,7 +8,7 @@ of them is used in turn, and a weight has left the caches before its turn comes 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lowtide.core import MoEShape, align_up
 from lowtide.dtypes import SAFETENSORS_NAME
+from lowtide.experts.at_once import ExpertsAtOnce
 from lowtide.experts.device import Device, Event, ExpertGroup
 from lowtide.experts.executor import Executor, Work
 from lowtide.experts.rows import ExpertBuffers, ExpertRows
@@ -39,7 +40,9 @@ STREAM_ROWS = 4096
 """Rows of one sample at most: what a pass of 512 tokens with 8 experts each has."""
 
 _MAX_EXPERTS = 64  # of one sample
+_MAX_LAYERS = 64  # of one sample
 _NUM_PRODUCTS = 4  # that a layer's dense weights are divided into: attention in and out, MLP
+_NUM_SMALL_OPERATORS = 64  # of a layer, beside its products: about as many as LLaDA2.0 has
 _SPLIT_BYTES = 4 << 20  # a smaller dense product is not divided among threads
 _MAX_GROUPS = 4  # one after the other over the same pairs, whose values shrink each time
 _BLOCK_ELEMENTS = 1 << 20
@@ -102,7 +105,11 @@ def num_cold_experts(layout: SlotLayout, num_threads: int, least_bytes: int) -> 
 
 
 class HostStream:
-    """Whole experts side by side on the compute threads, each thread taking the next one."""
+    """Experts on the compute threads, as a layer has them.
+
+    Those of few tokens in one call, where there is one; else whole experts side by side, each
+    thread taking the next one.
+    """
 
     def __init__(
         self,
@@ -117,6 +124,7 @@ class HostStream:
         self._executor = executor
         self._products = products
         self._device = device
+        self._at_once = ExpertsAtOnce.of(weights.slots, products, executor.num_cores)
         layout = weights.slots.layout
         per_thread = min(_MAX_EXPERTS, STREAM_BYTES // layout.num_bytes) // executor.num_threads
         self._most_experts = executor.num_threads * max(1, per_thread)
@@ -131,18 +139,37 @@ class HostStream:
         """Seconds per expert of `num_tokens` tokens."""
         num_threads = self._executor.num_threads
         num_experts = max(num_threads, min(self._most_experts, STREAM_ROWS // num_tokens))
-        works = deque(self._work(place, num_tokens) for place in range(num_experts))
+        works = deque(self._works(num_experts, num_tokens))
+        num_threads = min(num_threads, len(works))
         start_s = perf_counter()
         threads = [self._executor.submit(partial(_take_all, works)) for _ in range(num_threads)]
         for thread in threads:
             thread.result()
         return (perf_counter() - start_s) / num_experts
 
+    def _works(self, num_experts: int, num_tokens: int) -> list[Work]:
+        at_once = self._at_once
+        if at_once is not None and at_once.takes_experts(np.array(num_tokens)):
+            return [self._shared_work(at_once, num_experts, num_tokens)]
+        return [self._work(place, num_tokens) for place in range(num_experts)]
+
     def _work(self, place: int, num_tokens: int) -> Work:
         rows = slice(place * num_tokens, (place + 1) * num_tokens)
         expert = self._weights.slots.weights(self._weights.next_slot())
         buffers = (self._gate[rows], self._up[rows], self._out[rows])
         work = partial(self._products.gated_mlp, self._x[rows], expert, *buffers)
+        return self._beside_device([num_tokens], work)
+
+    def _shared_work(self, at_once: ExpertsAtOnce, num_experts: int, num_tokens: int) -> Work:
+        """All experts in one call."""
+        slots = [self._weights.next_slot() for _ in range(num_experts)]
+        groups = np.array([(slot, i * num_tokens, num_tokens) for i, slot in enumerate(slots)])
+        num_rows = num_experts * num_tokens
+        self._out[:num_rows] = self._x[:num_rows]  # outputs replace inputs
+        work = partial(at_once.run, groups, self._out, self._gate, self._up)
+        return self._beside_device([num_tokens] * num_experts, work)
+
+    def _beside_device(self, num_tokens: Sequence[int], work: Work) -> Work:
         return work if self._device is None else self._device.host_work(num_tokens, work)
 
 
@@ -202,26 +229,35 @@ class DenseStream:
 
 
 class DeviceDenseStream:
-    """The same products on a device with memory of its own, queued one behind the other."""
+    """The same products on a device with memory of its own, and small operators beside them.
+
+    On a fast GPU it is not the bytes that take a layer's time, but handing over its norms,
+    rotations, scores and sums, one by one.
+    """
 
     def __init__(
         self, shape: MoEShape, dtype: torch.dtype, torch_device: torch.device, dense_bytes: int
     ) -> None:
         self._torch_device = torch_device
         num_features = max(64, dense_bytes // (shape.hidden_size * dtype.itemsize) // _NUM_PRODUCTS)
-        num_layers = max(2, -(-cold_bytes() // dense_bytes))
+        # Small layers stay in a GPU's cache anyway; ten thousand of them would take seconds.
+        num_layers = max(2, min(_MAX_LAYERS, -(-cold_bytes() // dense_bytes)))
         shapes = (num_layers * _NUM_PRODUCTS, num_features, shape.hidden_size)
         self._weights = _random(shapes, dtype, torch_device)
         self._x = _random((MAX_TOKENS, shape.hidden_size), dtype, torch_device)
         self._out = torch.empty((MAX_TOKENS, num_features), dtype=dtype, device=torch_device)
+        self.sample(1)  # a process's first product also loads the GPU's library of them
 
     def sample(self, num_tokens: int) -> float:
         """Seconds per layer of `num_tokens` tokens."""
         x, out = self._x[:num_tokens], self._out[:num_tokens]
         _synchronise(self._torch_device)
         start_s = perf_counter()
-        for weight in self._weights:
+        for number, weight in enumerate(self._weights):
             torch.mm(x, weight.t(), out=out)
+            if number % _NUM_PRODUCTS == 0:
+                for _ in range(_NUM_SMALL_OPERATORS):
+                    x.mul_(1.0)
         _synchronise(self._torch_device)
         return (perf_counter() - start_s) * _NUM_PRODUCTS / len(self._weights)
 

@@ -20,15 +20,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# One shape for all sizes, so that an expert's sums never depend on what runs beside it. Small
-# steps read each weight once: what counts is bytes under way, which three stages provide.
-_BLOCK_N = 64
-_BLOCK_K = 64
-_NUM_STAGES = 3
 _SMALL_TILE = 16
 _LARGE_TILE = 64
 TILE_ROWS = (_SMALL_TILE, _LARGE_TILE)
 """Pairs of a tile: the two that `tile_rows` chooses from."""
+
+# A block's shape depends on the tile alone, so that an expert's sums never depend on what runs
+# beside it. Small tiles read each weight once, so what counts is bytes under way: one token's 8
+# experts of LLaDA2.0-mini make 128 programs of the first launch, about one for each processor of a
+# large GPU, with two stages of 16 KiB of weights under way in each. In float32 that is 80 KiB of
+# shared memory with the inputs, of the 99 that a consumer GPU's block may have.
+_NUM_STAGES = 3  # one computed, two under way
+_PLACED_ELEMENTS = 4096  # that a program of `place_rows` has under way
 
 # The interpreter multiplies bfloat16 wrongly, without a word.
 _UPCAST = triton.knobs.runtime.interpret
@@ -93,6 +96,18 @@ def plan_tiles(counts: Tensor, slot_of: Tensor, rows: int, tiles: Tiles) -> None
     )
 
 
+class Blocks(NamedTuple):
+    """What one program computes of a product, and how much of the sum at a time."""
+
+    columns: int
+    depth: int
+
+
+GATE_UP_BLOCKS = {_SMALL_TILE: Blocks(32, 128), _LARGE_TILE: Blocks(64, 64)}
+DOWN_BLOCKS = {_SMALL_TILE: Blocks(64, 128), _LARGE_TILE: Blocks(64, 64)}
+"""By the pairs of a tile."""
+
+
 def gated_mlps(
     slots: Tensor,
     image: SlotImage,
@@ -110,17 +125,38 @@ def gated_mlps(
     hidden, width = parts.shape[1], gate.shape[1]
     settings = {
         "BLOCK_M": rows,
-        "BLOCK_N": _BLOCK_N,
-        "BLOCK_K": _BLOCK_K,
         "UPCAST": _UPCAST,
         "num_warps": 4,
         "num_stages": _NUM_STAGES,
     }
-    _gate_up[(max_tiles, triton.cdiv(width, _BLOCK_N))](
-        slots, image.stride, image.gate, image.up, *tiles, parts, gate, hidden, width, **settings
+    columns, depth = GATE_UP_BLOCKS[rows]
+    _gate_up[(max_tiles, triton.cdiv(width, columns))](
+        slots,
+        image.stride,
+        image.gate,
+        image.up,
+        *tiles,
+        parts,
+        gate,
+        hidden,
+        width,
+        BLOCK_N=columns,
+        BLOCK_K=depth,
+        **settings,
     )
-    _down[(max_tiles, triton.cdiv(hidden, _BLOCK_N))](
-        slots, image.stride, image.down, *tiles, gate, parts, hidden, width, **settings
+    columns, depth = DOWN_BLOCKS[rows]
+    _down[(max_tiles, triton.cdiv(hidden, columns))](
+        slots,
+        image.stride,
+        image.down,
+        *tiles,
+        gate,
+        parts,
+        hidden,
+        width,
+        BLOCK_N=columns,
+        BLOCK_K=depth,
+        **settings,
     )
 
 
@@ -131,7 +167,7 @@ def place_rows(source: Tensor, tiles: Tiles, max_tiles: int, rows: int, parts: T
     and only where it is wanted.
     """
     hidden = parts.shape[1]
-    block = min(1024, triton.next_power_of_2(hidden))
+    block = min(_PLACED_ELEMENTS // rows, triton.next_power_of_2(hidden))
     _place_rows[(max_tiles, triton.cdiv(hidden, block))](
         source, tiles.start, tiles.stop, tiles.num_tiles, parts, hidden, BLOCK_M=rows, BLOCK_H=block
     )
@@ -274,10 +310,8 @@ def _place_rows(
     if tile >= tl.load(num_tiles):
         return
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    is_column = columns < hidden
-    stop = tl.load(stops + tile)
-    for i in range(BLOCK_M):
-        pair = tl.load(starts + tile).to(tl.int64) + i
-        offset = pair * hidden + columns
-        is_in = is_column & (pair < stop)
-        tl.store(out + offset, tl.load(source + offset, mask=is_in), mask=is_in)
+    pairs = tl.load(starts + tile).to(tl.int64) + tl.arange(0, BLOCK_M)
+    is_in = (pairs < tl.load(stops + tile))[:, None] & (columns < hidden)[None, :]
+    offset = pairs[:, None] * hidden + columns[None, :]
+    # All at once: a row from the host takes as long to come as all of them.
+    tl.store(out + offset, tl.load(source + offset, mask=is_in), mask=is_in)

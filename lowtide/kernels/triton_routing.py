@@ -36,9 +36,10 @@ def sort_pairs(experts: Tensor, num_experts: int) -> SortedPairs:
     token_of = torch.empty(num_pairs, dtype=torch.int64, device=experts.device)
     part_of = torch.empty_like(experts, memory_format=torch.contiguous_format)
     counts = torch.empty(num_experts, dtype=torch.int64, device=experts.device)
-    block = min(_BLOCK, max(16, triton.next_power_of_2(num_pairs)))
+    # A block of one size, and numbers that are not specialised on: every step's size would
+    # otherwise compile a kernel of its own, for half a second, when it is first seen.
     _sort_pairs[(num_experts,)](
-        experts.contiguous(), token_of, part_of, counts, num_pairs, experts.shape[1], BLOCK=block
+        experts.contiguous(), token_of, part_of, counts, num_pairs, experts.shape[1], BLOCK=_BLOCK
     )
     return SortedPairs(token_of, part_of, counts)
 
@@ -77,7 +78,7 @@ def _top_experts(rank, chosen, num_experts, num_chosen, BLOCK_E: tl.constexpr):
     tl.store(chosen + token * num_chosen + place, experts.to(tl.int64), mask=is_chosen)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "k"])
 def _sort_pairs(experts, token_of, part_of, counts, num_pairs, k, BLOCK: tl.constexpr):
     """A counting sort in which every program places one expert's pairs, in order."""
     expert = tl.program_id(0)

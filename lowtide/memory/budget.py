@@ -56,9 +56,14 @@ class Needs:
         return host_staging_slots(self.slot_bytes, self.num_layers * self.num_experts)
 
     @property
+    def num_least_slots(self) -> int:
+        """Slots without which nothing runs."""
+        return self.num_staging_slots
+
+    @property
     def minimum_bytes(self) -> int:
         """The least budget that runs: nothing is resident, every expert streams."""
-        return self.fixed_bytes + self.num_staging_slots * self.slot_bytes
+        return self.fixed_bytes + self.num_least_slots * self.slot_bytes
 
     @property
     def full_bytes(self) -> int:
@@ -68,17 +73,22 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class DeviceNeeds(Needs):
-    """What a model asks of a GPU tier: it runs without any slot, experts being computed at home."""
+    """What a model asks of a GPU tier.
+
+    It runs without any slot, experts being computed at home, unless every absent one is fetched.
+    """
 
     budget_flag: ClassVar[str] = "--gpu-memory"
+
+    fetches_all: bool = False
 
     @property
     def num_staging_slots(self) -> int:
         return device_staging_slots(self.num_layers * self.num_experts)
 
     @property
-    def minimum_bytes(self) -> int:
-        return self.fixed_bytes
+    def num_least_slots(self) -> int:
+        return int(self.fetches_all)
 
 
 def spend(needs: Needs, budget_bytes: int, context: int) -> tuple[TierPlan, tuple[int, ...]]:
@@ -109,9 +119,10 @@ def spend(needs: Needs, budget_bytes: int, context: int) -> tuple[TierPlan, tupl
 
 
 def _refusal(needs: Needs, budget_bytes: int, context: int) -> str:
-    slots = ""
-    if needs.minimum_bytes > needs.fixed_bytes:
-        slots = f" and {needs.num_staging_slots} expert slots of {format_size(needs.slot_bytes)}"
+    slots, count = "", needs.num_least_slots
+    if count:
+        noun = "slot" if count == 1 else "slots"
+        slots = f" and {count} expert {noun} of {format_size(needs.slot_bytes)}"
     return (
         f"A budget of {format_size(budget_bytes)} is too small: at least "
         f"{format_size(needs.minimum_bytes)} ({needs.minimum_bytes} bytes) are needed, for dense "

@@ -337,7 +337,10 @@ class AllFetch:
 
     def __init__(self, costs: Costs) -> None:
         if not costs.num_staging:
-            raise PlanError("Fetching absent experts needs at least 1 staging slot; there is none.")
+            raise PlanError(
+                "Fetching absent experts needs at least 1 staging slot and there is none; raise "
+                "--gpu-memory or choose a policy that computes them on the host, such as tide."
+            )
 
     def __call__(
         self,

@@ -30,6 +30,9 @@ PRESETS: Mapping[str, tuple[str, ...]] = {
 }
 """Every preset with the names of its options."""
 
+FETCHING = ("on-demand", "static", "lru", "edgemoe")
+"""Presets that fetch every absent expert, and so cannot be without a staging slot."""
+
 CANDIDATES = ("lowtide", "tide", "dali", "fiddler", "hybrimoe", "lru", "layer-split")
 """Presets that `auto` compares where it can simulate them; of equals the first."""
 

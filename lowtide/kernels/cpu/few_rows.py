@@ -36,6 +36,7 @@ _P, _LONG = ctypes.c_void_p, ctypes.c_long
 _TYPES = {
     "multiply": (_INT, _INT, _P, _LONG, _P, _P, _P, *4 * (_LONG,)),
     "gated_mlp": (_INT, _P, _LONG, *6 * (_P,), *4 * (_LONG,)),
+    "gated_mlps": (_INT, _INT, _P, _LONG, *3 * (_P,), _LONG, *3 * (_P,), *2 * (_LONG,)),
     "run_experts": (_INT, _INT, *7 * (_P,), _LONG, *4 * (_P,), *4 * (_LONG,)),
     "attend": (_INT, _INT, *3 * (_P,), _LONG, _P, *4 * (_LONG,), _FLOAT),
     "rms_norm": (_INT, _P, _LONG, _P, _FLOAT, _P, *4 * (_LONG,)),
@@ -64,7 +65,8 @@ class FewRows:
         for name, function in functions.items():
             function.argtypes, function.restype = _TYPES[name], None
         self._multiply, self._gated_mlp = functions["multiply"], functions["gated_mlp"]
-        self._run_experts, self._attend = functions["run_experts"], functions["attend"]
+        self._gated_mlps, self._run_experts = functions["gated_mlps"], functions["run_experts"]
+        self._attend = functions["attend"]
         self._rms_norm, self._rotate = functions["rms_norm"], functions["rotate"]
 
     @classmethod
@@ -132,6 +134,34 @@ class FewRows:
             out.data_ptr(),
             out.stride(0),
             *x.shape,
+            gate.shape[1],
+        )
+
+    def gated_mlps(
+        self,
+        groups: IntArray,
+        places: SlotPlaces,
+        parts: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        num_threads: int,
+    ) -> None:
+        """`gated_mlp` of several experts over their rows of `parts`, in place, bit for bit.
+
+        groups [experts, 3] int64: each expert's slot, its first row and its number of rows, at
+        most `MAX_ROWS`; no two share a row. parts [rows, hidden], which become outputs, and gate
+        and up [rows, expert_size], scratch, are bfloat16. All of them contiguous.
+        """
+        self._gated_mlps(
+            self._variant,
+            num_threads,
+            groups.ctypes.data,
+            len(groups),
+            *places,
+            parts.data_ptr(),
+            gate.data_ptr(),
+            up.data_ptr(),
+            parts.shape[1],
             gate.shape[1],
         )
 

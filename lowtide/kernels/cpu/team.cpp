@@ -16,6 +16,11 @@
 #include <system_error>
 #include <thread>
 
+#if defined(__linux__)
+#include <sched.h>
+#include <unistd.h>
+#endif
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -42,6 +47,16 @@ inline void pause() {
     asm volatile("yield");
 #else
     std::this_thread::yield();
+#endif
+}
+
+// Whoever makes a helper may keep to a share of the cores, which a new thread does, too; helpers are
+// to go wherever the process may.
+void use_every_core() {
+#if defined(__linux__)
+    cpu_set_t cores;
+    if (sched_getaffinity(getpid(), sizeof cores, &cores) == 0)
+        sched_setaffinity(0, sizeof cores, &cores);
 #endif
 }
 
@@ -109,6 +124,7 @@ class Team {
     }
 
     void help(int number) {
+        use_every_core();
         auto awake_until = bedtime();
         for (;;) {
             if (is_wanted(number)) {
