@@ -7,8 +7,7 @@ with all of them. Whatever the preset, the answers must be the same.
 Time is emulated: the link and the host keep an RTX 3090's ratios to a core of this machine, so
 ratios mean something and tokens per second do not. The published ratios compare whole systems
 (with HybriMoE's threshold, llama.cpp, KTransformers); ours compare policies over one runtime. The
-host's ratio is the same at any number of tokens here; see the row "device" for what the profile
-says of it.
+row "device" has the emulated costs beside the profile's.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from common.arguments import make_parser, run_script
-from common.emulated import STREAMS, Stretch, Totals, Track, check_home
+from common.emulated import SLOWDOWN, STREAMS, Stretch, Totals, Track, check_home
 from common.models import model_folder
 from common.record import Recorder, say
 
@@ -409,6 +408,7 @@ def _llm_options(
     ):
         yield {
             "device": "emulated",
+            "device_options": {"device_slowdown": str(SLOWDOWN)},
             "gpu_memory": gpu_memory,
             "host_memory": plan.host.used_bytes,
             "context": plan.context,

@@ -13,13 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 from common.arguments import run_script
 from common.record import Recorder, Row, say
 from common.simulated import ceilings, first_passes, make_parser, make_setting, published, summary
-from common.traces import Run, record_all
+from common.traces import RECORDED, Recorded, record_with_known
 
 from lowtide.core import IntArray, MoEShape, StepKind
 from lowtide.lab.synth_trace import synth_decode_trace
@@ -50,30 +49,11 @@ SKEWS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)  # of the layers of the uneve
 NUM_PARTS = 4  # of the generated sequence
 
 
-class Recorded(NamedTuple):
-    """A recorded run, replayed with experts of `sizes_of`."""
-
-    run: Run
-    sizes_of: str
-
-
-RECORDED = (
-    Recorded(Run("demo:diffusion", 1, 6, 64), "llada2"),
-    Recorded(Run("synth:llada2", 1, 3, 96), "llada2"),
-    Recorded(Run("demo:chat", 1, 4, 64), "qwen3_moe"),
-    Recorded(Run("demo:chat", 8, 2, 48), "qwen3_moe"),
-    Recorded(Run("synth:qwen3_moe", 8, 2, 32), "qwen3_moe"),
-)
-
-
 def main() -> None:
     options = make_parser(__doc__).parse_args()
     recorder = Recorder("cache", {"assignment": "dali's greedy", "profile": MACHINE}, options.out)
     recorded = RECORDED[:1] if options.quick else RECORDED
-    runs = [one.run for one in recorded]
-    traces = record_all([*runs, *(run._replace(for_calibration=True) for run in runs)])
-    for place, one in enumerate(recorded):
-        trace, known = traces[place], traces[place + len(runs)]
+    for one, trace, known in record_with_known(recorded):
         _measure(recorder, one, trace, known, options.quick)
         _divide(recorder, one.run.name, published(one.sizes_of), trace, known)
     _divide(recorder, "uneven", published("llada2"), _uneven(text=0), _uneven(text=1))

@@ -10,6 +10,8 @@ with experts of the published size.
 A block takes 16 passes, two tokens each, as published models write several at once; one token at
 a time, which random weights would do, is twice the passes and routes more alike.
 
+`--recorded` replays six recorded runs instead, diffusion and autoregressive, on more machines.
+
 Time is emulated: ratios mean something, tokens per second do not. `busy` says which part of the
 machine worked for what share of the time, so that a lost advantage can be found.
 """
@@ -35,13 +37,16 @@ from common.emulated import (
 )
 from common.record import Recorder, Row, say
 from common.simulated import VARIANTS, ceilings, make_setting, published, replay, summary
+from common.traces import RECORDED, record_with_known
 
 from lowtide.errors import PlanError
 from lowtide.profiles import load_profile
+from lowtide.trace import Trace
 
 MODELS = ("demo:diffusion", "synth:llada2")
 SHARES = (0.25, 0.5, 0.75)
 MACHINES = ("rtx3090", "a100-40gb")
+RECORDED_MACHINES = (*MACHINES, "h100")
 SIMULATED = "llada2"  # whose experts' size the replay takes
 
 EXPECTED: Mapping[tuple[str, str], float] = {
@@ -70,6 +75,9 @@ def main() -> None:
     options = _options()
     names = QUICK_VARIANTS if options.quick else tuple(VARIANTS)
     shares = (0.5,) if options.quick else SHARES
+    if options.recorded:
+        _replay_recorded(options.out, shares, names)
+        return
     for name in options.models:
         model = find_model(name, options.layers)
         settings = {
@@ -90,7 +98,15 @@ def main() -> None:
                 with Track.open(model, share, speeds, calibration) as track:
                     _measure(recorder, track, share, learned, names, options.repeats)
         for machine in MACHINES:
-            _simulate(recorder, machine, shares, learned, names)
+            _simulate(recorder, machine, SIMULATED, shares, learned.trace, learned.known, names)
+
+
+def _replay_recorded(out: Path | None, shares: tuple[float, ...], names: tuple[str, ...]) -> None:
+    for one, trace, known in record_with_known(RECORDED):
+        recorder = Recorder("policies", {"trace": one.run.name}, out)
+        say(one.run.name)
+        for machine in RECORDED_MACHINES:
+            _simulate(recorder, machine, one.sizes_of, shares, trace, known, names)
 
 
 def _measure(
@@ -146,15 +162,17 @@ def _take_turn(track: Track, name: str, learned: Learned) -> Stretch:
 def _simulate(
     recorder: Recorder,
     machine: str,
+    sizes_of: str,
     shares: tuple[float, ...],
-    learned: Learned,
+    trace: Trace,
+    known: Trace,
     names: tuple[str, ...],
 ) -> None:
-    trace, known = learned.trace, learned.known
+    """sizes_of: the published model whose experts' size the replay takes."""
     num_layers, num_experts = trace.shape[:2]
-    shape = published(SIMULATED)._replace(num_layers=num_layers, num_experts=num_experts)
+    shape = published(sizes_of)._replace(num_layers=num_layers, num_experts=num_experts)
     costs, hits = load_profile(machine).costs(shape), trace.hits()
-    facts: Row = {"machine_profile": machine, "experts_of": SIMULATED}
+    facts: Row = {"machine_profile": machine, "experts_of": sizes_of}
     recorder.write("ceiling", {**facts, **ceilings(costs)})
     for share in shares:
         setting = make_setting(trace, costs, round(share * num_experts), known)
@@ -196,6 +214,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--new", type=int, default=32, help="new tokens of an answer (32)")
     parser.add_argument("--repeats", type=int, default=None, help="turns of each preset (3)")
     parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
+    parser.add_argument("--recorded", action="store_true", help="replay recorded runs only")
     parser.add_argument("--quick", action="store_true", help="few presets: a look, not a result")
     options = parser.parse_args()
     options.repeats = options.repeats or (1 if options.quick else 3)

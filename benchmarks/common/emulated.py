@@ -36,6 +36,11 @@ from lowtide.trace import Trace
 PROFILE = "rtx3090"
 FAMILY = "llada2"  # the published model whose experts' proportions are emulated
 STREAMS = (COMPUTE, LINK, HOST)
+SLOWDOWN = 2.0
+"""Of the device, whose thread then leaves a core to the others for half of its time, as a real
+device would always."""
+
+_LEAST_EXPERT_S = 3e-4  # on the device, with one token: several times a thread's wake-up
 _NUM_PIECES = 8  # of the text that calibrates
 _PROMPT_TOKENS = 64
 
@@ -134,15 +139,16 @@ def learn(
 def device_options(model: Model) -> dict[str, str]:
     """Speeds in the proportions of a published model's experts on a published machine.
 
-    A tiny expert's own would be those of the link's latency. Relative to what an expert with one
-    token takes on a core of this machine, which is measured here.
+    A tiny expert's own would be those of the link's latency, and shorter than a thread's wake-up.
     """
     opened = open_model(model.reference, EngineConfig(device="emulated", **model.options))
     layout = opened.slot_layout
-    device_s = measure_device_s(layout, opened.config.moe_shape, opened.products).at(1)
+    core_s = measure_device_s(layout, opened.config.moe_shape, opened.products).at(1)
+    slowdown = max(SLOWDOWN, _LEAST_EXPERT_S / core_s)
     costs = load_profile(PROFILE).costs(published(FAMILY))
-    link_s = costs.link_s / costs.device_s.at(1) * device_s
+    link_s = costs.link_s / costs.device_s.at(1) * core_s * slowdown
     return {
+        "device_slowdown": f"{slowdown:.4g}",
         "link_GBps": f"{layout.num_bytes / link_s / 1e9:.4g}",
         "link_latency_us": "0",
         "host_slowdown": f"{costs.host_s.at(1) / costs.device_s.at(1):.3g}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,6 +44,30 @@ class Run(NamedTuple):
         parts += [f"b{self.block_length}"] if self.block_length else []
         parts += [f"p{self.threshold:g}"] if self.threshold else []
         return "-".join([*parts, *(["calibration"] if self.for_calibration else [])])
+
+
+class Recorded(NamedTuple):
+    """A recorded run, replayed with experts of `sizes_of`."""
+
+    run: Run
+    sizes_of: str
+
+
+RECORDED = (
+    Recorded(Run("demo:diffusion", 1, 6, 64), "llada2"),
+    Recorded(Run("synth:llada2", 1, 3, 96), "llada2"),
+    Recorded(Run("demo:chat", 1, 4, 64), "qwen3_moe"),
+    Recorded(Run("demo:chat", 8, 2, 48), "qwen3_moe"),
+    Recorded(Run("synth:qwen3_moe", 1, 4, 32), "qwen3_moe"),
+    Recorded(Run("synth:qwen3_moe", 8, 2, 32), "qwen3_moe"),
+)
+
+
+def record_with_known(recorded: Sequence[Recorded]) -> list[tuple[Recorded, Trace, Trace]]:
+    """Each with its trace, and one of other prompts to calibrate on."""
+    runs = [one.run for one in recorded]
+    traces = record_all([*runs, *(run._replace(for_calibration=True) for run in runs)])
+    return list(zip(recorded, traces[: len(runs)], traces[len(runs) :], strict=True))
 
 
 def record_all(runs: list[Run]) -> list[Trace]:
