@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lowtide.core import Curve, IntArray, MoEShape
 from lowtide.errors import DeviceError, UsageError
+from lowtide.experts.at_once import ExpertsAtOnce
 from lowtide.experts.device import Event, ExpertGroup
 from lowtide.experts.executor import Work, process_threads_kept
 from lowtide.experts.rows import ExpertBuffers, ExpertRows
@@ -265,6 +266,7 @@ class EmulatedDevice:
         self._products = products
         self.timeline: list[Span] | None = None
         self._slots = ExpertSlots(arena, layout)
+        self._at_once = ExpertsAtOnce.of(self._slots, products, num_threads=1)
         self._is_closing = threading.Event()
         self._link_pace, self._compute_pace, self._host_pace = (
             _Pace(self._is_closing) for _ in range(3)
@@ -289,15 +291,13 @@ class EmulatedDevice:
     def run(
         self, group: ExpertGroup, rows: ExpertRows, buffers: ExpertBuffers, after: Event | None
     ) -> StreamEvent:
-        # Pairs are looked up here: the first look makes `rows.bounds`, which threads must not.
-        pairs = [rows.pairs(expert) for expert in group.experts.tolist()]
+        # Looked up here: the first look makes `rows.bounds`, which threads must not.
+        groups = rows.groups(group.experts, group.slots)
+        groups = groups[groups[:, 2] > 0]
 
         def work(ready_s: float) -> None:
-            run_s = 0.0
-            for slot, of_expert in zip(group.slots.tolist(), pairs, strict=True):
-                if of_expert.start < of_expert.stop:
-                    self._run_expert(slot, of_expert, buffers)
-                    run_s += self.speeds.device_s.at(of_expert.stop - of_expert.start)
+            self._run_groups(groups, buffers)
+            run_s = float(self.speeds.device_s(groups[:, 2]).sum())
             name = f"run {group.experts.tolist()}"
             self._note(self._compute.name, name, *self._compute_pace.stretch(ready_s, run_s))
 
@@ -356,12 +356,19 @@ class EmulatedDevice:
             stream.stop()  # both, before either is waited for: one may wait for the other
         for stream in (self._link, self._compute):
             stream.join()
-        del self._slots
+        del self._slots, self._at_once
 
-    def _run_expert(self, slot: int, pairs: slice, buffers: ExpertBuffers) -> None:
-        parts = buffers.parts[pairs]  # an expert's outputs replace its inputs
-        weights = self._slots.weights(slot)
-        self._products.gated_mlp(parts, weights, buffers.gate[pairs], buffers.up[pairs], parts)
+    def _run_groups(self, groups: IntArray, buffers: ExpertBuffers) -> None:
+        """Most in one call, where there is one: a real device leaves the interpreter alone."""
+        if self._at_once is not None:
+            is_few = self._at_once.takes_experts(groups[:, 2])
+            self._at_once.run(groups[is_few], buffers.parts, buffers.gate, buffers.up)
+            groups = groups[~is_few]
+        for slot, first, num_pairs in groups.tolist():
+            pairs = slice(first, first + num_pairs)
+            parts = buffers.parts[pairs]  # an expert's outputs replace its inputs
+            weights = self._slots.weights(slot)
+            self._products.gated_mlp(parts, weights, buffers.gate[pairs], buffers.up[pairs], parts)
 
     def _note(self, stream: str, name: str, start_s: float, end_s: float) -> None:
         if self.timeline is not None:
