@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lowtide.kernels import triton_experts, triton_routing
+from lowtide.kernels import triton_experts, triton_routing, triton_rows
 
 INSTRUCTIONS = ("mma.sync", "cp.async.cg", "fma.", "mul.rn.f32", "add.rn.f32", "wgmma.mma")
 TARGET = GPUTarget("cuda", 80, 32)
@@ -34,7 +34,7 @@ def blocks(rows: int, chosen: Mapping[int, triton_experts.Blocks]) -> dict[str, 
 def compiled(
     kernel: Any,
     types: Mapping[str, str],
-    constants: Mapping[str, int],
+    constants: Mapping[str, int | None],
     target: GPUTarget = TARGET,
     **options: Any,
 ) -> dict[str, int]:
@@ -60,6 +60,24 @@ def main() -> None:
     sort |= {"num_pairs": "i32", "k": "i32"}
     combine = {"parts": "*bf16", "part_of": "*i64", "weights": "*fp32", "out": "*fp32"}
     combine |= {"hidden": "i32", "k": "i32"}
+    choose = {"logits": "*fp32", "bias": "*fp32", "chosen": "*i64", "weights": "*fp32"}
+    choose |= {"num_experts": "i32", "num_chosen": "i32", "num_groups": "i32"}
+    choose |= {"num_groups_kept": "i32", "scaling_factor": "fp32"}
+    sigmoid = {"IS_SIGMOID": True, "NORMALISE": True, "ROUNDS_WEIGHTS": False}
+    sigmoid |= {"NUM_GROUP_BEST": 2, "BLOCK_G": 8, "BLOCK_S": 32}  # LLaDA2's 256 experts
+    softmax = {"IS_SIGMOID": False, "NORMALISE": True, "ROUNDS_WEIGHTS": True, "bias": None}
+    softmax |= {"NUM_GROUP_BEST": 1, "BLOCK_G": 1, "BLOCK_S": 128}  # Qwen3's
+    narrow_choose = {name: kind for name, kind in choose.items() if name != "bias"}
+    narrow_choose["logits"] = "*bf16"
+    norm = {"x": "*bf16", "x_stride": "i32", "weight": "*bf16", "eps": "fp32", "out": "*bf16"}
+    norm |= {"out_stride": "i32", "length": "i32"}
+    rotate = {"x": "*bf16", "row_stride": "i32", "head_stride": "i32", "cos": "*bf16"}
+    rotate |= {"sin": "*bf16", "half": "i32", "pair_step": "i32", "partner": "i32"}
+    both = {"x": "*bf16", "row_stride": "i32", "num_queries": "i32", "query_weight": "*bf16"}
+    both |= {"key_weight": "*bf16", "eps": "fp32", "cos": "*bf16", "sin": "*bf16"}
+    both |= {"half": "i32", "head_dim": "i32"}
+    one_warp: dict[str, Any] = {"num_warps": 1}
+    unfused = {**one_warp, "enable_fp_fusion": False}
     wide_weights = {"weights": "*fp32", "x": "*fp32", "out": "*fp32"}
     gate_up, gate_up_types = triton_experts._gate_up, MATRICES | TILES | offsets
     down, down_types = triton_experts._down, MATRICES | TILES | {"down_offset": "i32"}
@@ -97,6 +115,25 @@ def main() -> None:
         "combine": compiled(
             triton_routing._combine, combine, {"BLOCK_H": 1024}, enable_fp_fusion=False
         ),
+        **{
+            f"{name} on {capability}": compiled(
+                kernel, types, constants, GPUTarget("cuda", capability, 32), **options
+            )
+            for capability in (80, 120)
+            for name, kernel, types, constants, options in (
+                ("sigmoid", triton_routing._choose_experts, choose, sigmoid, one_warp),
+                ("softmax", triton_routing._choose_experts, narrow_choose, softmax, one_warp),
+                ("norm", triton_rows._rms_norm, norm, {"BLOCK": 2048}, {"num_warps": 4}),
+                ("rotate", triton_rows._rotate, rotate, {"BLOCK": 64}, unfused),
+                (
+                    "normalise and rotate",
+                    triton_rows._normalise_and_rotate,
+                    both,
+                    {"BLOCK_HALF": 32, "BLOCK_REST": 64},
+                    unfused,
+                ),
+            )
+        },
     }
     print(json.dumps(found))
 

@@ -1,6 +1,7 @@
 """Routing kernels, chosen by where the tensors are: Triton's on a GPU that has it, else torch's.
 
-Both give the same bits, so the choice is nobody's business.
+Both give the same bits, so the choice is nobody's business. Layers that have Triton kernels of
+their own choose by `is_for_triton`, too; those differ in rounding alone.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ def why_no_triton(device: torch.device) -> str | None:
     return None
 
 
-def _is_for_triton(tensor: Tensor) -> bool:
+def is_for_triton(tensor: Tensor) -> bool:
+    """Whether what is done with `tensor` is Triton's: it is on a GPU that has it."""
     return tensor.is_cuda and why_no_triton(tensor.device) is None
 
 
 def top_experts(rank: Tensor, num_chosen: int) -> Tensor:
     """See `reference.top_experts`."""
-    if _is_for_triton(rank):
+    if is_for_triton(rank):
         from lowtide.kernels import triton_routing
 
         return triton_routing.top_experts(rank, num_chosen)
@@ -48,7 +50,7 @@ def top_experts(rank: Tensor, num_chosen: int) -> Tensor:
 
 def sort_pairs(experts: Tensor, num_experts: int) -> SortedPairs:
     """See `reference.sort_pairs`."""
-    if _is_for_triton(experts):
+    if is_for_triton(experts):
         from lowtide.kernels import triton_routing
 
         return triton_routing.sort_pairs(experts, num_experts)
@@ -59,7 +61,7 @@ def combine(
     parts: Tensor, part_of: Tensor, weights: Tensor, term: Tensor, term_fp32: Tensor, out: Tensor
 ) -> None:
     """See `reference.combine`."""
-    if _is_for_triton(parts):
+    if is_for_triton(parts):
         from lowtide.kernels import triton_routing
 
         triton_routing.combine(parts, part_of, weights, out)

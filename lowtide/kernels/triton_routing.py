@@ -1,18 +1,24 @@
 """Choosing, sorting and summing up experts in Triton: one launch each, no host synchronisation.
 
-The bits are those of the plain twins in `reference.py`.
+The bits are those of the plain twins in `reference.py`. `choose_experts` is all that a router does
+after its product; its twins are the routers themselves (`layers/router.py`), from whose scores and
+weights its own differ in rounding.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
 from lowtide.kernels.reference import SortedPairs
 
 _BLOCK = 1024  # pairs or columns at a time
+_IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 def top_experts(rank: Tensor, num_chosen: int) -> Tensor:
@@ -28,6 +34,51 @@ def top_experts(rank: Tensor, num_chosen: int) -> Tensor:
         num_warps=1,
     )
     return experts
+
+
+class Choice(NamedTuple):
+    """How experts are chosen by their logits, and weighed."""
+
+    num_chosen: int
+    is_sigmoid: bool  # scores by sigmoid, else by softmax
+    normalise: bool
+    rounds_weights: bool = False  # to the logits' dtype
+    num_groups: int = 1
+    num_groups_kept: int = 1
+    num_group_best: int = 1  # experts, 1 or 2, whose sum is their group's rank
+    scaling_factor: float = 1.0
+
+
+def choose_experts(logits: Tensor, bias: Tensor | None, choice: Choice) -> tuple[Tensor, Tensor]:
+    """Each token's experts [tokens, num_chosen] int64, ascending, and their float32 weights.
+
+    logits [tokens, num_experts] contiguous; bias [num_experts] float32 ranks and does not weigh.
+    Of equal ranks the first expert's or group's is the higher.
+    """
+    num_tokens, num_experts = logits.shape
+    group_size = num_experts // choice.num_groups
+    shape = (num_tokens, choice.num_chosen)
+    experts = torch.empty(shape, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    _choose_experts[(num_tokens,)](
+        logits,
+        bias,
+        experts,
+        weights,
+        num_experts,
+        choice.num_chosen,
+        choice.num_groups,
+        choice.num_groups_kept,
+        choice.scaling_factor,
+        IS_SIGMOID=choice.is_sigmoid,
+        NORMALISE=choice.normalise,
+        ROUNDS_WEIGHTS=choice.rounds_weights,
+        NUM_GROUP_BEST=min(choice.num_group_best, group_size),
+        BLOCK_G=triton.next_power_of_2(choice.num_groups),
+        BLOCK_S=triton.next_power_of_2(group_size),
+        num_warps=1,
+    )
+    return experts, weights
 
 
 def sort_pairs(experts: Tensor, num_experts: int) -> SortedPairs:
@@ -65,17 +116,109 @@ def combine(parts: Tensor, part_of: Tensor, weights: Tensor, out: Tensor) -> Non
 def _top_experts(rank, chosen, num_experts, num_chosen, BLOCK_E: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK_E)
-    is_free = experts < num_experts
-    value = tl.load(rank + token * num_experts + experts, mask=is_free, other=-float("inf"))
+    is_expert = experts < num_experts
+    value = tl.load(rank + token * num_experts + experts, mask=is_expert, other=-float("inf"))
     # Not a number ranks first, as in torch.
     value = tl.where(value != value, float("inf"), value.to(tl.float32))
-    for _ in range(num_chosen):
-        best = tl.max(tl.where(is_free, value, -float("inf")), 0)
-        first = tl.min(tl.where(is_free & (value == best), experts, BLOCK_E), 0)
-        is_free = is_free & (experts != first)
-    is_chosen = (experts < num_experts) & (is_free == 0)
+    is_chosen = _best(value, is_expert, num_chosen, BLOCK_E)
     place = tl.cumsum(is_chosen.to(tl.int32), 0) - 1
     tl.store(chosen + token * num_chosen + place, experts.to(tl.int64), mask=is_chosen)
+
+
+@triton.jit
+def _choose_experts(
+    logits,
+    bias,
+    chosen,
+    weights,
+    num_experts,
+    num_chosen,
+    num_groups,
+    num_groups_kept,
+    scaling_factor,
+    IS_SIGMOID: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    ROUNDS_WEIGHTS: tl.constexpr,
+    NUM_GROUP_BEST: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """One token's. Experts lie group after group, each group in a block of its own."""
+    token = tl.program_id(0).to(tl.int64)
+    group_size = num_experts // num_groups
+    places = tl.arange(0, BLOCK_G * BLOCK_S)
+    group, member = places // BLOCK_S, places % BLOCK_S
+    is_expert = (group < num_groups) & (member < group_size)
+    experts = group * group_size + member
+    logit = tl.load(logits + token * num_experts + experts, mask=is_expert, other=-float("inf"))
+    score = _scores(logit.to(tl.float32), IS_SIGMOID)
+    rank = score
+    if bias is not None:
+        rank += tl.load(bias + experts, mask=is_expert, other=0.0)
+    # Not a number ranks first, as in torch.
+    rank = tl.where(rank != rank, float("inf"), rank)
+    if BLOCK_G > 1:
+        rank = tl.where(is_expert, rank, -float("inf"))
+        rank = _limit_to_groups(rank, num_groups, num_groups_kept, NUM_GROUP_BEST, BLOCK_G, BLOCK_S)
+    is_chosen = _best(rank, is_expert, num_chosen, BLOCK_G * BLOCK_S)
+    weight = score
+    if NORMALISE:
+        weight = tl.div_rn(score, tl.sum(tl.where(is_chosen, score, 0.0), 0) + 1e-20)
+    if ROUNDS_WEIGHTS:
+        weight = weight.to(logit.dtype).to(tl.float32)
+    place = token * num_chosen + tl.cumsum(is_chosen.to(tl.int32), 0) - 1
+    tl.store(chosen + place, experts.to(tl.int64), mask=is_chosen)
+    tl.store(weights + place, weight * scaling_factor, mask=is_chosen)
+
+
+@triton.jit
+def _scores(logit, IS_SIGMOID: tl.constexpr):
+    if IS_SIGMOID:
+        return tl.div_rn(1.0, 1.0 + _exp(-logit))
+    likeness = _exp(logit - tl.max(logit, 0))
+    return tl.div_rn(likeness, tl.sum(likeness, 0))
+
+
+@triton.jit
+def _exp(x):
+    # That of libdevice is torch's, too; Triton's own, which the interpreter has, is less exact.
+    if _IS_INTERPRETED:
+        return tl.exp(x)
+    return libdevice.exp(x)
+
+
+@triton.jit
+def _limit_to_groups(
+    rank,
+    num_groups,
+    num_kept,
+    NUM_GROUP_BEST: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """`rank`, -inf but in the best groups."""
+    ranks = tl.reshape(rank, (BLOCK_G, BLOCK_S))
+    group_rank = tl.max(ranks, 1)
+    if NUM_GROUP_BEST > 1:
+        members = tl.arange(0, BLOCK_S)[None, :]
+        best = tl.min(tl.where(ranks == group_rank[:, None], members, BLOCK_S), 1)
+        group_rank += tl.max(tl.where(members == best[:, None], -float("inf"), ranks), 1)
+    groups = tl.arange(0, BLOCK_G)
+    is_kept = _best(group_rank, groups < num_groups, num_kept, BLOCK_G)
+    limited = tl.where(is_kept[:, None], ranks, -float("inf"))
+    return tl.reshape(limited, (BLOCK_G * BLOCK_S,))
+
+
+@triton.jit
+def _best(rank, is_there, num_best, BLOCK: tl.constexpr):
+    """Which of those there have the highest ranks; of equal ones the first."""
+    index = tl.arange(0, BLOCK)
+    is_free = is_there
+    for _ in range(num_best):
+        best = tl.max(tl.where(is_free, rank, -float("inf")), 0)
+        first = tl.min(tl.where(is_free & (rank == best), index, BLOCK), 0)
+        is_free = is_free & (index != first)
+    return is_there & (is_free == 0)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "k"])

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lowtide.kernels.products import REFERENCE, Products
+from lowtide.kernels.routing import is_for_triton
 from lowtide.memory.workspace import Buffers
 
 
@@ -28,6 +29,11 @@ def rms_norm(
     few_rows = products.few_rows
     if few_rows is not None and weight.dtype == x.dtype and few_rows.takes(x):
         few_rows.rms_norm(x, weight, eps, out)
+        return
+    if is_for_triton(x):
+        from lowtide.kernels import triton_rows
+
+        triton_rows.rms_norm(x, weight, eps, out)
         return
     shape = tuple(x.shape)
     with workspace.scope():

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lowtide.config import Yarn
 from lowtide.kernels.products import REFERENCE, Products
+from lowtide.kernels.routing import is_for_triton
 from lowtide.memory.workspace import Buffers
 
 
@@ -58,6 +59,11 @@ def rotate(
     if few_rows is not None and few_rows.takes(x):
         few_rows.rotate(x, rotation.cos, rotation.sin)
         return
+    if is_for_triton(x):
+        from lowtide.kernels import triton_rows
+
+        triton_rows.rotate(x, rotation.cos, rotation.sin)
+        return
     half = rotation.cos.shape[-1]
     first, second = x[..., :half], x[..., half : 2 * half]
     shape = tuple(first.shape)
@@ -75,6 +81,11 @@ def rotate_pairs(x: Tensor, rotation: Rotation, workspace: Buffers) -> None:
 
     Computed in float32, as `rotation` has to be, and rounded once.
     """
+    if is_for_triton(x):
+        from lowtide.kernels import triton_rows
+
+        triton_rows.rotate(x, rotation.cos, rotation.sin, is_interleaved=True)
+        return
     even, odd = x[..., 0::2], x[..., 1::2]
     shape = tuple(even.shape)
     with workspace.scope():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowtide.experts.rows import Routing
 from lowtide.kernels.products import REFERENCE, Products
-from lowtide.kernels.routing import top_experts
+from lowtide.kernels.routing import is_for_triton, top_experts
 from lowtide.layers.batch import Segment
 from lowtide.memory.workspace import Buffers
 
@@ -51,7 +51,10 @@ class SigmoidRouter:
         with workspace.scope():
             x_fp32 = workspace.take("router input", tuple(x.shape), torch.float32)
             x_fp32.copy_(x)
-            scores = torch.mm(x_fp32, self.weight.t()).sigmoid_()
+            logits = torch.mm(x_fp32, self.weight.t())
+        if not self.capacity and is_for_triton(logits):
+            return self._choose_by_triton(logits)
+        scores = logits.sigmoid_()
         rank = scores if self.bias is None else scores + self.bias
         if self.capacity:
             rank = self._limit_to_windows(rank, segments)
@@ -62,6 +65,20 @@ class SigmoidRouter:
         if self.normalise:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return Routing(experts, weights * self.scaling_factor)
+
+    def _choose_by_triton(self, logits: Tensor) -> Routing:
+        from lowtide.kernels.triton_routing import Choice, choose_experts
+
+        choice = Choice(
+            self.num_experts_per_token,
+            is_sigmoid=True,
+            normalise=self.normalise,
+            num_groups=self.num_groups,
+            num_groups_kept=self.num_groups_per_token,
+            num_group_best=2,
+            scaling_factor=self.scaling_factor,
+        )
+        return Routing(*choose_experts(logits, self.bias, choice))
 
     def _limit_to_groups(self, rank: Tensor) -> Tensor:
         groups = rank.view(rank.shape[0], self.num_groups, -1)
@@ -100,7 +117,7 @@ class SoftmaxRouter:
     weight: Tensor  # [num_experts, hidden]
     num_experts_per_token: int
     normalise: bool
-    rounds_weights: bool = False  # to the compute dtype, where the family's own code does
+    rounds_weights: bool = False  # to the dtype of `weight`, where the family's own code does
     num_groups: int = 1
     num_groups_per_token: int = 1
     scaling_factor: float = 1.0
@@ -111,6 +128,8 @@ class SoftmaxRouter:
         workspace.library("router", 6 * 4 * x.shape[0] * self.weight.shape[0])
         with workspace.scope():
             logits = self._logits(x, workspace)
+            if is_for_triton(logits):
+                return self._choose_by_triton(logits)
             probabilities = logits.softmax(-1, dtype=torch.float32)
         rank = probabilities
         if self.num_groups > 1:
@@ -120,8 +139,22 @@ class SoftmaxRouter:
         if self.normalise:
             weights = weights / weights.sum(-1, keepdim=True)
         if self.rounds_weights:
-            weights = weights.to(x.dtype).float()
+            weights = weights.to(self.weight.dtype).float()
         return Routing(experts, weights * self.scaling_factor)
+
+    def _choose_by_triton(self, logits: Tensor) -> Routing:
+        from lowtide.kernels.triton_routing import Choice, choose_experts
+
+        choice = Choice(
+            self.num_experts_per_token,
+            is_sigmoid=False,
+            normalise=self.normalise,
+            rounds_weights=self.rounds_weights,
+            num_groups=self.num_groups,
+            num_groups_kept=self.num_groups_per_token,
+            scaling_factor=self.scaling_factor,
+        )
+        return Routing(*choose_experts(logits, None, choice))
 
     def _logits(self, x: Tensor, workspace: Buffers) -> Tensor:
         dtype = self.weight.dtype

@@ -10,6 +10,7 @@ from torch import Tensor
 from lowtide.config import ModelConfig
 from lowtide.experts.executor import Executor
 from lowtide.kernels.products import REFERENCE, Products
+from lowtide.kernels.routing import is_for_triton
 from lowtide.layers.attention import attention
 from lowtide.layers.batch import Batch
 from lowtide.layers.linear import Linear
@@ -89,10 +90,8 @@ class GroupedAttention:
             qkv = workspace.take("qkv", (num_rows, heads + 2 * kv_heads, head_dim), x.dtype)
             self._projection.forward(x, qkv.view(num_rows, -1))
             query, key, value = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
-            if self._norm is not None:
-                self._normalise(query, self._norm.query, workspace)
-                self._normalise(key, self._norm.key, workspace)
-            rotate(qkv[:, : heads + kv_heads], rotation, workspace, self._products)
+            both = qkv[:, : heads + kv_heads]
+            self._normalise_and_rotate(both, query, key, rotation, workspace)
             attended = workspace.take("attended", (num_rows, heads, head_dim), x.dtype)
             attention(
                 self._layer,
@@ -109,6 +108,21 @@ class GroupedAttention:
                 products=self._products,
             )
             self._output.forward(attended.view(num_rows, -1), out)
+
+    def _normalise_and_rotate(
+        self, both: Tensor, query: Tensor, key: Tensor, rotation: Rotation, workspace: Buffers
+    ) -> None:
+        """In place, [rows, heads, head_dim]; `both`: queries, then keys."""
+        norm, eps = self._norm, self._config.rms_norm_eps
+        if norm is not None:
+            if is_for_triton(both) and norm.query.shape[0] == both.shape[-1]:
+                from lowtide.kernels.triton_rows import normalise_and_rotate
+
+                normalise_and_rotate(both, self._config.num_heads, *norm, eps, *rotation)
+                return
+            self._normalise(query, norm.query, workspace)
+            self._normalise(key, norm.key, workspace)
+        rotate(both, rotation, workspace, self._products)
 
     def _normalise(self, x: Tensor, weight: Tensor, workspace: Buffers) -> None:
         """x: [rows, heads, head_dim], in place."""

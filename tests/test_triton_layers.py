@@ -1,0 +1,257 @@
+"""Norms, rotations and routers in Triton against the plain ones: here, or a GPU with `-m gpu`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+from torch import Tensor
+
+from lowtide.experts.rows import Routing
+from lowtide.kernels import triton_routing, triton_rows
+from lowtide.layers import norm, rotary, router
+from lowtide.layers.router import SigmoidRouter, SoftmaxRouter
+from lowtide.memory.workspace import Workspace
+
+# Of the largest output. The interpreter cuts off where a GPU rounds to bfloat16.
+TOLERANCE = {torch.float32: 4e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def randn(*shape: int, seed: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def workspace(device: str) -> Workspace:
+    return Workspace(torch.empty(128 << 20, dtype=torch.uint8, device=device))
+
+
+@contextmanager
+def kernels(is_triton: bool) -> Iterator[None]:
+    """Layers computed by Triton, or by torch with the one order of equal ranks that Triton has."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (norm, rotary, router):
+            patch.setattr(module, "is_for_triton", lambda tensor: is_triton)
+        patch.setattr(router, "top_experts", triton_routing.top_experts)
+        yield
+
+
+def plain_and_triton(layer: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    with kernels(is_triton=False):
+        plain = layer()
+    with kernels(is_triton=True):
+        return plain, layer()
+
+
+def is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    return bool((one - other).abs().max() <= tolerance * other.abs().max())
+
+
+# Norms: [rows, length] or [rows, heads, length]; at most 64 programs per launch
+
+SMALL_ROWS = [(7, 48), (1, 1), (3, 2050), (5, 3, 16), (1, 2, 128)]
+LARGE_ROWS = [(32, 2048), (4096, 2048), (33, 7168), (517, 20, 128)]
+
+
+def check_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    # Rows of a wider buffer, as queries and keys are.
+    wide = randn(shape[0], *shape[1:-1], 3 * shape[-1], seed=0, device=device, dtype=dtype) * 3
+    x = wide.view(shape[0], -1)[:, : wide[0].numel() // 3].view(shape)
+    for weight_dtype in (dtype, torch.float32):
+        weight = randn(shape[-1], seed=1, device=device, dtype=weight_dtype)
+
+        def layer(weight: Tensor = weight) -> Tensor:
+            out = torch.empty_like(x)
+            norm.rms_norm(x, weight, 1e-5, workspace(device), out)
+            return out
+
+        plain, found = plain_and_triton(layer)
+        assert is_close(found.float(), plain.float(), TOLERANCE[dtype])
+        in_place = x.clone()
+        with kernels(is_triton=True):
+            norm.rms_norm(in_place, weight, 1e-5, workspace(device), in_place)
+        assert torch.equal(in_place, found)
+
+
+@pytest.mark.parametrize("shape", SMALL_ROWS, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_norms_equal_the_plain_ones(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    check_rms_norm(shape, dtype, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SMALL_ROWS + LARGE_ROWS, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_norms_on_a_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    check_rms_norm(shape, dtype, "cuda")
+
+
+# Rotations
+
+
+class Turn(NamedTuple):
+    rows: int
+    heads: int
+    head_dim: int
+    rotary_dim: int
+
+
+SMALL_TURNS = [Turn(9, 3, 20, 12), Turn(1, 1, 2, 2), Turn(3, 8, 64, 64), Turn(8, 2, 16, 8)]
+LARGE_TURNS = [Turn(32, 20, 128, 64), Turn(517, 36, 128, 128), Turn(33, 128, 192, 64)]
+
+
+def check_rotations(turn: Turn, dtype: torch.dtype, device: str) -> None:
+    shape = (turn.rows, turn.heads, turn.head_dim)
+    angles = rotary.Rotary(turn.rotary_dim, 1e4, torch.device(device))
+    positions = 37 * torch.arange(turn.rows, device=device)
+
+    def rotated(is_interleaved: bool) -> Tensor:
+        x = randn(*shape, seed=0, device=device, dtype=dtype)
+        buffers = workspace(device)
+        if is_interleaved:
+            rotation = angles.rotation(positions, torch.float32, buffers)
+            # The last dimensions of each head, as a latent's are.
+            rotary.rotate_pairs(x[..., -turn.rotary_dim :], rotation, buffers)
+        else:
+            rotary.rotate(x, angles.rotation(positions, dtype, buffers), buffers)
+        return x
+
+    for is_interleaved in (False, True):
+        plain, found = plain_and_triton(partial(rotated, is_interleaved))
+        if dtype == torch.bfloat16 and device == "cpu":
+            assert is_close(found.float(), plain.float(), TOLERANCE[dtype])
+        else:
+            assert torch.equal(found, plain)
+
+
+def check_normalised_and_rotated(turn: Turn, dtype: torch.dtype, device: str) -> None:
+    """As the norm and the rotation that it stands for, queries' and keys' weights apart."""
+    num_queries = 2 * turn.heads // 3
+    weights = [randn(turn.head_dim, seed=seed, device=device, dtype=dtype) for seed in (1, 2)]
+    angles, buffers = rotary.Rotary(turn.rotary_dim, 1e4, torch.device(device)), workspace(device)
+    rotation = angles.rotation(37 * torch.arange(turn.rows, device=device), dtype, buffers)
+    # Values lie beside them, and stay.
+    qkv = randn(turn.rows, turn.heads + 1, turn.head_dim, seed=0, device=device, dtype=dtype)
+    expected = qkv.clone()
+    with kernels(is_triton=False):
+        for heads, weight in zip(
+            (slice(num_queries), slice(num_queries, -1)), weights, strict=True
+        ):
+            norm.rms_norm(expected[:, heads], weight, 1e-5, buffers, expected[:, heads])
+        rotary.rotate(expected[:, :-1], rotation, buffers)
+    triton_rows.normalise_and_rotate(qkv[:, :-1], num_queries, *weights, 1e-5, *rotation)
+    assert is_close(qkv.float(), expected.float(), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("turn", SMALL_TURNS, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_both_at_once_equal_one_after_the_other(turn: Turn, dtype: torch.dtype) -> None:
+    check_normalised_and_rotated(turn, dtype, "cpu")
+
+
+@pytest.mark.parametrize("turn", SMALL_TURNS, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_rotations_have_the_bits_of_the_plain_ones(turn: Turn, dtype: torch.dtype) -> None:
+    check_rotations(turn, dtype, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("turn", SMALL_TURNS + LARGE_TURNS, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_rotations_on_a_gpu(turn: Turn, dtype: torch.dtype) -> None:
+    check_rotations(turn, dtype, "cuda")
+    check_normalised_and_rotated(turn, dtype, "cuda")
+
+
+# Routers
+
+
+class Choices(NamedTuple):
+    num_tokens: int
+    num_experts: int
+    k: int
+    num_groups: int = 1
+    num_kept: int = 1
+
+
+SMALL_CHOICES = [
+    Choices(6, 256, 8, 8, 4),  # LLaDA2's
+    Choices(2, 160, 6, 8, 3),  # DeepSeek-V2's
+    Choices(2, 128, 8),  # Qwen3's
+    Choices(5, 8, 2, 8, 4),  # an expert for each group
+    Choices(3, 18, 4, 3, 1),
+    Choices(2, 7, 7),
+    Choices(1, 1, 1),
+]
+LARGE_CHOICES = [Choices(4096, 256, 8, 8, 4), Choices(517, 160, 6, 8, 3), Choices(4096, 128, 8)]
+HIDDEN = 16
+
+
+def routers(choices: Choices, device: str) -> list[tuple[SigmoidRouter | SoftmaxRouter, Tensor]]:
+    """With inputs of the dtype that each is used with."""
+    _, num_experts, k, num_groups, num_kept = choices
+    weight = randn(num_experts, HIDDEN, seed=1, device=device)
+    bias = 0.3 * randn(num_experts, seed=2, device=device)
+    x = randn(choices.num_tokens, HIDDEN, seed=3, device=device)
+    groups = (num_groups, num_kept)
+    found: list[tuple[SigmoidRouter | SoftmaxRouter, Tensor]] = [
+        (SigmoidRouter(weight, bias, k, *groups, 0, 1, True, 2.5), x.half()),
+        (SigmoidRouter(weight, None, k, *groups, 0, 1, False, 1.0), x),
+        (SoftmaxRouter(weight, k, False, False, *groups, scaling_factor=16.0), x.half()),
+    ]
+    if num_groups == 1:  # equal logits are common in narrow types, and torch has any of them first
+        found.append((SoftmaxRouter(weight.half(), k, True, rounds_weights=True), x.half()))
+    return found
+
+
+def check_routers(choices: Choices, device: str) -> None:
+    for one, x in routers(choices, device):
+
+        def route(one: SigmoidRouter | SoftmaxRouter = one, x: Tensor = x) -> Routing:
+            return one.route(x, [], workspace(device))
+
+        with kernels(is_triton=False):
+            plain = route()
+        with kernels(is_triton=True):
+            found = route()
+        # Of thousands of tokens some have ranks that differ by less than their rounding.
+        is_same = (found.experts == plain.experts).all(1)
+        assert (~is_same).sum() <= choices.num_tokens // 200
+        tolerance = 1e-3 if isinstance(one, SoftmaxRouter) and one.rounds_weights else 5e-6
+        torch.testing.assert_close(
+            found.weights[is_same], plain.weights[is_same], atol=0, rtol=tolerance
+        )
+        assert found.experts.dtype == torch.int64 and found.weights.dtype == torch.float32
+
+
+def check_ties(choices: Choices, device: str) -> None:
+    """Equal ranks, also those of what is not a number: the first groups' first experts."""
+    first = torch.arange(choices.k, device=device).expand(choices.num_tokens, -1)
+    for one, x in routers(choices, device):
+        if isinstance(one, SigmoidRouter) and one.bias is not None:
+            continue
+        for value in (0.0, torch.nan):
+            with kernels(is_triton=True):
+                found = one.route(torch.full_like(x, value), [], workspace(device))
+            assert torch.equal(found.experts, first)
+            assert bool(found.weights.isnan().all()) == (value != value)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")  # the interpreter's
+@pytest.mark.parametrize("choices", SMALL_CHOICES, ids=str)
+def test_routers_choose_as_the_plain_ones(choices: Choices) -> None:
+    check_routers(choices, "cpu")
+    check_ties(choices, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("choices", SMALL_CHOICES + LARGE_CHOICES, ids=str)
+def test_routers_on_a_gpu(choices: Choices) -> None:
+    check_routers(choices, "cuda")
+    check_ties(choices, "cuda")

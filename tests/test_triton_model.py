@@ -1,0 +1,59 @@
+"""A model whose norms, rotations and routers are Triton's, on a GPU that is late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from late_cuda import late_cuda
+
+from lowtide import device_engine
+from lowtide.core import Costs, Curve
+from lowtide.kernels import routing, triton_routing, triton_rows
+from lowtide.lab.synth import synth
+from lowtide.llm import LLM
+
+KERNELS = {
+    triton_rows: ("rms_norm", "rotate", "normalise_and_rotate"),
+    triton_routing: ("choose_experts",),
+}
+USED = {
+    "llada2": {"rms_norm", "normalise_and_rotate", "choose_experts"},
+    "deepseek_v2": {"rms_norm", "rotate", "choose_experts"},
+}
+
+
+@pytest.mark.parametrize("family", USED)
+def test_layers_in_triton_say_the_same(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts and their sums are torch's: they have tests of their own, and take long."""
+    curve = Curve([(1, 1e-4), (512, 1e-3)])
+    stored = SimpleNamespace(costs=Costs(1, 2e-4, curve, curve, curve, 1e-5))
+    monkeypatch.setattr(device_engine, "stored_or_measured", lambda key, measure: stored)
+    monkeypatch.setattr(routing, "is_for_triton", lambda tensor: False)  # the layers know theirs
+    folder, ids = synth(family, "tiny", tmp_path / "model", seed=5), [7, 3]
+    options: dict[str, Any] = {"context": 16, "dtype": "float32", "kernels": "reference"}
+    with LLM(folder, device="cpu", **options) as llm:
+        wanted = llm.logits(ids)
+    used = set()
+
+    def noted(name: str, kernel: Callable[..., object], *given: object, **named: object) -> object:
+        used.add(name)
+        return kernel(*given, **named)
+
+    for module, names in KERNELS.items():
+        for name in names:
+            monkeypatch.setattr(module, name, partial(noted, name, getattr(module, name)))
+    with late_cuda(monkeypatch, haste=0.2):
+        with LLM(folder, device="cuda", gpu_memory="64MiB", **options) as llm:
+            found = llm.logits(ids)
+    assert used == USED[family]
+    assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
