@@ -4,7 +4,8 @@ Inside `late_cuda()` tensors on "cuda" are wrappers that only know where they ar
 on them is queued on the current stream, and run when the host waits for it or at random moments
 before, as a GPU may. What a GPU would refuse or do slowly raises: operators that mix devices,
 copies said to be asynchronous from memory that is not pinned, launches over pageable memory.
-Triton's launches go to its interpreter. Every hidden wait of the host is counted.
+Triton's launches go to its interpreter. Every hidden wait of the host is counted, and every byte
+that is copied to it.
 """
 
 from __future__ import annotations
@@ -134,6 +135,7 @@ class LateGpu:
         self.cudart = Cudart()
         self.pinned: list[Tensor] = []
         self.num_waits = 0
+        self.num_bytes_to_host = 0
 
     def stream(self, device: Any = None) -> LateStream:
         self.streams.append(LateStream(self.random))
@@ -170,6 +172,8 @@ class LateGpu:
         """`target.copy_(source)`, of which one is on the GPU."""
         host = [x for x in (target, source) if not isinstance(x, CudaTensor) and x.dim()]
         one, other = _elements(target), _elements(source)
+        if host and host[0] is target:
+            self.num_bytes_to_host += source.nbytes
         if host and not non_blocking:
             self.wait()
             one.copy_(other)
@@ -204,7 +208,9 @@ class _Functions(TorchFunctionMode):
         if name == "to" and _is_gpu(args[1]):
             if isinstance(args[0], CudaTensor):
                 return args[0].to(*args[2:], **kwargs) if len(args) > 2 or kwargs else args[0]
-            return CudaTensor(args[0].clone().to(*args[2:], **kwargs))
+            is_queued = kwargs.pop("non_blocking", False)
+            source = args[0].to(*args[2:], **kwargs)
+            return self.gpu.copied(CudaTensor(torch.empty_like(source)), source, is_queued)
         if not args or not isinstance(args[0], CudaTensor):
             if name == "__setitem__" and isinstance(args[2], CudaTensor):
                 args[0][args[1]].copy_(args[2])
@@ -236,7 +242,7 @@ class _Functions(TorchFunctionMode):
             index, value = tree_map(_elements, index), tree_map(_elements, value)
             self.gpu.put(lambda: this.elements.__setitem__(index, value))
         elif isinstance(value, Tensor):
-            CudaTensor(this.elements[index]).copy_(value)
+            self.gpu.copied(CudaTensor(this.elements[index]), value)
         else:
             CudaTensor(this.elements[index]).fill_(value)
 
@@ -303,6 +309,7 @@ class _Operators(TorchDispatchMode):
         kwargs["device"] = torch.device("cpu")
         if isinstance(source, CudaTensor) and not goes_to_gpu:
             self.gpu.wait()
+            self.gpu.num_bytes_to_host += source.nbytes
             moved: Tensor = func(source.elements, **kwargs)
             return moved
         if isinstance(source, CudaTensor):

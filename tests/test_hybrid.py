@@ -12,15 +12,17 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 from whole import answers
 
-from lowtide.core import IntArray
+from lowtide.core import IntArray, Step
 from lowtide.decode.request import Request
 from lowtide.errors import DeviceError, PlanError, StorageError, UnsupportedError, UsageError
 from lowtide.experts import hybrid
 from lowtide.experts.at_once import ExpertsAtOnce
 from lowtide.experts.home import DiskHome
 from lowtide.experts.hybrid import HybridRuntime
+from lowtide.experts.rows import Routing
 from lowtide.experts.store import FileReader
 from lowtide.lab.calibrate import calibrate
 from lowtide.lab.synth import synth
@@ -134,6 +136,25 @@ def test_everything_resident_needs_nothing_of_the_host(diffusion: Case) -> None:
         stats = llm.stats()
     assert stats["hit_rate"] == 1.0
     assert stats["num_on_host"] == stats["num_fetched"] == 0
+
+
+def test_hits_of_layers_that_are_whole_are_counted(
+    diffusion: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many are kept to be added up together."""
+    monkeypatch.setattr(hybrid, "_MAX_COUNTS", 5)
+    num_hits = 0
+
+    class Counter:
+        def saw_layer(self, layer: int, step: Step, x: Tensor, routing: Routing, _: Tensor) -> None:
+            nonlocal num_hits
+            num_hits += len(routing.experts.unique())
+
+    with diffusion.open("tide", 1.0) as llm, llm.observed(Counter()):
+        for _ in range(2):
+            diffusion.answer(llm)
+            stats = llm.stats()
+            assert stats["num_hits"] == num_hits and stats["num_misses"] == 0
 
 
 def test_the_plan_has_both_tiers_and_says_emulated(diffusion: Case) -> None:

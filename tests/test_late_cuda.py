@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +22,9 @@ from lowtide.errors import DeviceError, InternalError, PlanError
 from lowtide.experts import cuda
 from lowtide.experts.executor import HostExecutor
 from lowtide.experts.slots import SlotLayout
-from lowtide.hardware import measure, streams
+from lowtide.hardware import measure, store, streams
 from lowtide.kernels import routing
+from lowtide.lab import doctor
 from lowtide.lab import verify as verify_module
 from lowtide.lab.synth import synth
 from lowtide.lab.synth_sizes import FAMILIES
@@ -232,6 +234,58 @@ def test_the_host_waits_once_per_layer_and_never_for_resident_ones(
         assert num_waits == (0 if share == 1 else num_layers)
 
 
+@pytest.fixture(scope="module")
+def diffusion_case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case("llada2", tmp_path_factory.mktemp("diffusion") / "model")
+
+
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.parametrize("name", ["small_case", "diffusion_case"])
+def test_a_pass_sends_nothing_back_but_what_it_decides(
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the host waits for that alone: nothing hides in the copies there."""
+    case: Case = request.getfixturevalue(name)
+    num_waits, wait = 0, cuda.CudaEvent.wait
+
+    def counted(self: cuda.CudaEvent, *arguments: Any) -> None:
+        nonlocal num_waits
+        num_waits += 1
+        wait(self, *arguments)
+
+    monkeypatch.setattr(cuda.CudaEvent, "wait", counted)
+    monkeypatch.setattr(cuda.ReferenceExperts, "run", lambda *_: None)  # asks for the counts
+    with late_cuda(monkeypatch) as gpu, case.open(1.0, "tide", kernels="reference") as llm:
+        num_waits = gpu.num_waits = gpu.num_bytes_to_host = 0
+        llm.generate([PROMPT] * 3, case.params)
+        num_hidden, num_passes = gpu.num_waits, llm.stats()["forwards"]
+        assert (num_waits, num_hidden) == (num_passes, 0)
+        num_rows = 3 * (case.params.diffusion.block_length or 1)
+        assert gpu.num_bytes_to_host <= num_passes * num_rows * 24
+
+
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.filterwarnings("ignore:Experts on the GPU run one by one")
+@pytest.mark.parametrize("name", ["small_case", "diffusion_case"])
+def test_who_draws_and_who_does_not_say_the_same_together(
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case: Case = request.getfixturevalue(name)
+    drawn = replace(case.params, temperature=1.0, top_p=0.9, seed=3)
+    params = [drawn, case.params, replace(drawn, seed=4)]
+    if case.params is AUTOREGRESSIVE:
+        params += [replace(case.params, logprobs=2), replace(case.params, repetition_penalty=1.3)]
+    prompts = [PROMPT[start:] for start in range(len(params))]
+
+    def answers(llm: LLM) -> list[list[int]]:
+        return [completion.token_ids for completion in llm.generate(prompts, params)]
+
+    with LLM(case.folder, device="cpu", **case.options) as llm:
+        expected = answers(llm)
+    with late_cuda(monkeypatch, haste=0.2), case.open(0.5, "lowtide") as llm:
+        assert answers(llm) == expected
+
+
 @pytest.fixture
 def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "COMPUTE_LIMIT_S", 0.0)
@@ -256,6 +310,20 @@ def test_a_budget_without_slots_is_measured_with_some(
         assert llm._engine.experts.device.num_slots == 0
         small_case.check(llm)
     assert found[0].device_s.at(1) > 0 and found[0].link_s > 0
+
+
+@pytest.mark.usefixtures("plain_kernels", "short_measurements")
+@pytest.mark.filterwarnings("ignore:Experts on the GPU run one by one")
+def test_what_doctor_measured_is_not_measured_again(
+    small_case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(doctor, "machine_rates", lambda *_: [])
+    monkeypatch.setattr(device_engine, "stored_or_measured", lambda key, measure: store.load(key))
+    with late_cuda(monkeypatch, haste=0.5):
+        [measured] = doctor.diagnose(small_case.folder, device="cuda", dtype="float32").costs
+        with small_case.open(0.5, "lowtide") as llm:
+            assert llm._engine.experts.costs.link_s == measured.stored.costs.link_s > 0
 
 
 def test_attention_is_not_left_to_cudnn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

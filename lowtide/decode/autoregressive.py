@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from lowtide.core import Step, StepKind
-from lowtide.decode.batch_decoder import BatchDecoder, Model, tiled_logits
+from lowtide.decode.batch_decoder import BatchDecoder, Model
 from lowtide.decode.causal_sequence import CausalSequence, Choice, choose
+from lowtide.decode.logits import tiled_logits
 from lowtide.decode.request import Event, Request
 from lowtide.errors import UsageError
 from lowtide.layers.batch import Batch, Segment
@@ -88,10 +89,11 @@ class Autoregressive(BatchDecoder[CausalSequence]):
         wanted = [i for i, turn in enumerate(turns) if turn.is_last]
         choices: list[Choice | None] = [None] * len(turns)
         if wanted:
-            for tile, logits in tiled_logits(self._model, hidden, ends[wanted] - 1):
-                chosen = wanted[tile]
-                sequences = [turns[i].sequence for i in chosen]
-                for i, choice in zip(chosen, choose(logits[: len(chosen)], sequences), strict=True):
+            sequences = [turns[i].sequence for i in wanted]
+            needs_logits = np.array([sequence.needs_logits for sequence in sequences])
+            rows = ends[wanted] - 1
+            for part, logits in tiled_logits(self._model, hidden, rows, needs_logits):
+                for i, choice in zip(wanted[part], choose(logits, sequences[part]), strict=True):
                     choices[i] = choice
         return choices
 

@@ -11,23 +11,15 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from lowtide.core import IntArray
 from lowtide.decode.request import Event, Request
 from lowtide.errors import PlanError, UsageError
 from lowtide.layers.batch import Batch
 from lowtide.memory.kv_cache import KVCache, KVRange
-from lowtide.memory.workspace import tiles
 
 LOGIT_ROWS = 32
 """Rows whose logits exist at a time (and up to 15 more, see `tiles`)."""
-
-ROW_MULTIPLE = 4
-"""Logits are computed for such multiples of rows, the last row repeated: the row counts in between
-change the last bit of a product, and with it a row's logits could depend on its neighbours."""
 
 
 class Model(Protocol):
@@ -159,14 +151,3 @@ class BatchDecoder(abc.ABC, Generic[S]):
                 self._kv_cache.free(sequence.kv)
             else:
                 self._running.append(sequence)
-
-
-def tiled_logits(model: Model, hidden: Tensor, rows: IntArray) -> Iterator[tuple[slice, Tensor]]:
-    """Logits of `hidden[rows]`, tile by tile: (which of `rows`, float32 [tile, vocab]).
-
-    The last tile may have rows beyond `rows`, which mean nothing.
-    """
-    padded = np.pad(rows, (0, -len(rows) % ROW_MULTIPLE), mode="edge")
-    for tile in tiles(len(padded), LOGIT_ROWS):
-        tile_rows = torch.from_numpy(padded[tile]).to(hidden.device)
-        yield tile, model.logits(hidden.index_select(0, tile_rows)).cpu()

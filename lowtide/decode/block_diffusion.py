@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from lowtide.core import IntArray, Step, StepKind
-from lowtide.decode.batch_decoder import LOGIT_ROWS, BatchDecoder, Model, tiled_logits
+from lowtide.decode.batch_decoder import LOGIT_ROWS, BatchDecoder, Model
 from lowtide.decode.block_sequence import BlockSequence, Prediction
+from lowtide.decode.logits import tiled_logits
 from lowtide.decode.request import Committed, Draft, Event, Finished, Prefill, Request
 from lowtide.errors import UsageError
 from lowtide.layers.batch import Batch, Segment
@@ -140,15 +141,18 @@ class BlockDiffusion(BatchDecoder[BlockSequence]):
 
     def _predict(self, hidden: Tensor, turns: Sequence[_Turn]) -> list[Prediction]:
         """What the model would write in each turn's block, logits computed tile by tile."""
-        predictions, rows, starts = [], [], [0]
+        predictions, rows, needs_logits, starts = [], [], [], [0]
         num_before = 0
         for sequence, first, stop in turns:
             wanted = sequence.wanted_positions()
             rows.append(num_before + wanted - first)
+            needs_logits.append(np.full(len(wanted), sequence.needs_logits))
             starts.append(starts[-1] + len(wanted))
             predictions.append(Prediction.empty(sequence.request.block_length, wanted))
             num_before += stop - first
-        for tile, logits in tiled_logits(self._model, hidden, np.concatenate(rows)):
+        for tile, logits in tiled_logits(
+            self._model, hidden, np.concatenate(rows), np.concatenate(needs_logits)
+        ):
             for turn, prediction, start in zip(turns, predictions, starts, strict=False):
                 low = max(start, tile.start)
                 high = min(start + len(prediction.positions), tile.stop)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowtide.core import BoolArray, IntArray
 from lowtide.decode.request import Committed, Draft, Event, Finished, Prefill, Request
-from lowtide.decode.sampling import FloatArray, Sampling, choose_tokens
+from lowtide.decode.sampling import ArgMax, FloatArray, Sampling, choose_tokens
 from lowtide.decode.unmask import choose_edits, choose_fills, num_scheduled
 from lowtide.layers.batch import KVRange
 
@@ -83,7 +83,12 @@ class BlockSequence:
         is_wanted = self._is_masked[self._block] | self._is_editable()
         return np.flatnonzero(is_wanted) + self._block_start
 
-    def choose(self, logits: Tensor, prediction: Prediction, part: slice) -> None:
+    @property
+    def needs_logits(self) -> bool:
+        """Whether candidates are chosen from whole rows of logits, not from their arg-max."""
+        return self._sampling.temperature > 0 or self._num_to_fill() is None
+
+    def choose(self, logits: Tensor | ArgMax, prediction: Prediction, part: slice) -> None:
         """Candidates at `prediction.positions[part]`, from their logits [n, vocab]."""
         positions = prediction.positions[part]
         chosen = choose_tokens(

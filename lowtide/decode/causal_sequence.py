@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide.decode.penalties import penalise
+from lowtide.decode.penalties import has_penalties, penalise
 from lowtide.decode.request import Committed, Event, Finished, Prefill, Request, TokenLogprobs
-from lowtide.decode.sampling import Sampling, choose_next
+from lowtide.decode.sampling import ArgMax, Sampling, choose_next
 from lowtide.layers.batch import KVRange
 
 
@@ -50,6 +50,12 @@ class CausalSequence:
     def has_answer(self) -> bool:
         """Whether it has a token of its own already."""
         return bool(self._answer)
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether its next token is chosen from a whole row of logits, not from the arg-max."""
+        params = self.request.params
+        return params.temperature > 0 or params.logprobs is not None or has_penalties(params)
 
     def raw_logprobs(self, logits: Tensor) -> Tensor | None:
         """Log-probabilities [vocab] if they were asked for, from unchanged logits [vocab]."""
@@ -94,11 +100,16 @@ class CausalSequence:
         )
 
 
-def choose(logits: Tensor, sequences: Sequence[CausalSequence]) -> list[Choice]:
-    """The next token of each sequence, from its row of logits, float32 [n, vocab]; overwritten."""
-    raw = [sequence.raw_logprobs(row) for sequence, row in zip(sequences, logits, strict=True)]
-    for sequence, row in zip(sequences, logits, strict=True):
-        sequence.penalise(row)
+def choose(logits: Tensor | ArgMax, sequences: Sequence[CausalSequence]) -> list[Choice]:
+    """The next token of each sequence, from its row of logits, float32 [n, vocab]; overwritten.
+
+    The arg-max alone is enough for sequences that are not `needs_logits`.
+    """
+    raw: list[Tensor | None] = [None] * len(sequences)
+    if not isinstance(logits, ArgMax):
+        raw = [sequence.raw_logprobs(row) for sequence, row in zip(sequences, logits, strict=True)]
+        for sequence, row in zip(sequences, logits, strict=True):
+            sequence.penalise(row)
     samplings = [sequence.sampling for sequence in sequences]
     tokens = choose_next(logits, samplings, [sequence.num_known for sequence in sequences])
     return [

@@ -10,6 +10,12 @@ from lowtide.core import IntArray
 from lowtide.params import SamplingParams
 
 
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether `penalise` would change anything."""
+    is_counted = params.presence_penalty or params.frequency_penalty
+    return params.repetition_penalty is not None or bool(is_counted)
+
+
 def penalise(logits: Tensor, tokens: IntArray, num_prompt: int, params: SamplingParams) -> None:
     """Changes one row of logits, float32 [vocab], in place.
 

@@ -38,8 +38,50 @@ class Sampling(NamedTuple):
         return cls(params.temperature, params.top_k, params.top_p, seed, params.min_p)
 
 
+class ArgMax:
+    """All that a choice at temperature 0 asks of rows of logits; in host memory."""
+
+    __slots__ = ("_rows",)
+
+    def __init__(self, rows: Tensor) -> None:
+        """rows: float64 [n, 3], as `find_arg_max` fills them."""
+        self._rows = rows
+
+    def __getitem__(self, part: slice) -> ArgMax:
+        return ArgMax(self._rows[part])
+
+    @property
+    def tokens(self) -> IntArray:
+        """The likeliest token of each row, the lowest id on ties. [n]"""
+        tokens: IntArray = self._rows[:, 0].long().numpy()
+        return tokens
+
+    @property
+    def greatest(self) -> Tensor:
+        """Its logit. float32 [n]"""
+        return self._rows[:, 1].float()
+
+    @property
+    def confidence(self) -> FloatArray:
+        """Its softmax probability. [n]"""
+        confidence: FloatArray = self._rows[:, 2].float().numpy()
+        return confidence
+
+
+def find_arg_max(logits: Tensor, out: Tensor) -> None:
+    """The arg-max of each row, its logit and its probability, on the device of the logits.
+
+    logits: float32 [n, vocab]; overwritten. out: float64 [n, 3], which holds ids and float32
+    exactly: everything crosses to the host in one copy, and is looked at there.
+    """
+    best, greatest = _best(logits)
+    out[:, 0] = best
+    out[:, 1] = greatest[:, 0]
+    out[:, 2] = _confidence(logits.sub_(greatest))
+
+
 def choose_tokens(
-    logits: Tensor,
+    logits: Tensor | ArgMax,
     sampling: Sampling,
     positions: Sequence[int] | IntArray,
     num_passes: int,
@@ -47,38 +89,43 @@ def choose_tokens(
 ) -> tuple[IntArray, FloatArray]:
     """A token for each row, and its confidence.
 
-    logits: float32 [n, vocab]; overwritten. positions: [n], where the rows lie in their sequence.
-    num_passes: passes that this sequence has had before. excluded: a token that is not chosen.
+    logits: float32 [n, vocab] in host memory; overwritten. Their arg-max is enough at temperature
+    0 where nothing is excluded. positions: [n], where the rows lie in their sequence. num_passes:
+    passes that this sequence has had before. excluded: a token that is not chosen.
     At temperature 0 the confidence is the softmax probability of the arg-max (the lowest id on
     ties). Above 0 it is the probability of the drawn token among those that it was drawn from,
     after temperature, top-k, top-p and min-p, as in the published decoder of LLaDA2.
     Raises InternalError when a row has a NaN, an infinity, or nothing to choose.
     """
+    if isinstance(logits, ArgMax):
+        _check_finite(logits.greatest, positions)
+        return logits.tokens, logits.confidence
     if excluded is not None:
         logits[:, excluded] = -math.inf
-    best = logits.argmax(dim=-1)  # the first of equals; a NaN counts as the greatest
-    greatest = logits.gather(-1, best[:, None])
+    best, greatest = _best(logits)
     _check_finite(greatest, positions)
     logits.sub_(greatest)
     if sampling.temperature > 0:
         return _draw_rows(logits, sampling, positions, num_passes)
-    confidence = logits.exp_().sum(dim=-1).reciprocal_()  # exp of the arg-max's logit is 1
-    return best.cpu().numpy(), confidence.cpu().numpy()
+    return best.numpy(), _confidence(logits).numpy()
 
 
 def choose_next(
-    logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]
+    logits: Tensor | ArgMax, samplings: Sequence[Sampling], positions: Sequence[int]
 ) -> IntArray:
     """The next token [n] of n sequences, each by its own `Sampling`.
 
-    logits: float32 [n, vocab]; overwritten. positions: [n], where the tokens will lie.
+    logits: float32 [n, vocab] in host memory; overwritten. Their arg-max is enough where every
+    temperature is 0. positions: [n], where the tokens will lie.
     The arg-max (the lowest id on ties) at temperature 0, else a draw that depends on seed and
     position only. Raises InternalError as `choose_tokens` does.
     """
-    best = logits.argmax(dim=-1)
-    greatest = logits.gather(-1, best[:, None])
+    if isinstance(logits, ArgMax):
+        _check_finite(logits.greatest, positions)
+        return logits.tokens
+    best, greatest = _best(logits)
     _check_finite(greatest, positions)
-    tokens: IntArray = best.cpu().numpy()
+    tokens: IntArray = best.numpy()
     if any(sampling.temperature > 0 for sampling in samplings):
         logits.sub_(greatest)
     for row, (sampling, position) in enumerate(zip(samplings, positions, strict=True)):
@@ -91,6 +138,17 @@ def uniform(seed: int, position: int, num_passes: int) -> float:
     """The random number in [0, 1) of a position in a pass, by counter (Philox)."""
     counter = (num_passes << 128) | (position << 64)
     return float(np.random.Generator(np.random.Philox(key=seed, counter=counter)).random())
+
+
+def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The arg-max [n] of each row and its logit [n, 1]."""
+    best = logits.argmax(dim=-1)  # the first of equals; a NaN counts as the greatest
+    return best, logits.gather(-1, best[:, None])
+
+
+def _confidence(logits: Tensor) -> Tensor:
+    """The probability [n] of each row's arg-max, whose logit is 0; overwrites the logits."""
+    return logits.exp_().sum(dim=-1).reciprocal_()  # exp of the arg-max's logit is 1
 
 
 def _draw_rows(

@@ -37,6 +37,7 @@ from lowtide.policies.decision import Decision, Policies
 from lowtide.policies.prefetch import Gate, PrefetchOutcome
 
 _START = Step(StepKind.PREFILL, 0)
+_MAX_COUNTS = 64  # kept until they are added up together: small operators cost a launch each
 
 
 class HostScratch(NamedTuple):
@@ -82,6 +83,7 @@ class HybridRuntime:
         self._is_under_way = False  # a step, or what has to be cleared up after one
         # Of layers whose experts are all resident: counted where nothing waits for the count.
         self._num_more_hits = torch.zeros((), dtype=torch.int64, device=device.torch_device)
+        self._whole_counts: list[Tensor] = []  # of the last such layers, each [num_experts]
         self.wave_size = max(1, costs.num_staging // 2)  # the other half arrives meanwhile
 
     def forward(
@@ -145,6 +147,7 @@ class HybridRuntime:
 
     def as_dict(self) -> dict[str, float]:
         """What it did since it was made."""
+        self._add_whole_counts()
         link, num_hits = self.link.stats, self.stats.num_hits + int(self._num_more_hits)
         return {
             **replace(self.stats, num_hits=num_hits).as_dict(),
@@ -156,9 +159,16 @@ class HybridRuntime:
 
     def _run_whole_layer(self, layer: int, rows: ExpertRows, buffers: ExpertBuffers) -> None:
         """Every expert is resident: the device needs nobody's help and no synchronisation."""
-        self._num_more_hits += rows.counts.count_nonzero()
+        self._whole_counts.append(rows.counts)
+        if len(self._whole_counts) == _MAX_COUNTS:
+            self._add_whole_counts()
         for group in self.link.resident_groups(layer, np.arange(self._shape.num_experts)):
             self.link.note_use(group, self.device.run(group, rows, buffers, None))
+
+    def _add_whole_counts(self) -> None:
+        if self._whole_counts:
+            self._num_more_hits += torch.stack(self._whole_counts).count_nonzero()
+            self._whole_counts.clear()
 
     def _run_split_layer(
         self,

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from lowtide.checkpoint import Checkpoint
 from lowtide.config import ModelConfig
 from lowtide.core import MoEShape
 from lowtide.device_engine import resolve_device
@@ -228,7 +229,7 @@ def _costs(
     patient: _Patient, machine: Machine, options: EngineConfig, is_fresh: bool
 ) -> ExpertCosts:
     device = resolve_device(options.device)
-    checkpoint = None if patient.opened is None else patient.opened.checkpoint
+    checkpoint = _checkpoint(patient, device)
     products = choose_products(options.kernels, patient.layout.dtype)
     measure = partial(_measure, patient, device, options)
     if device == "emulated":
@@ -259,7 +260,7 @@ def _measure(patient: _Patient, name: str, options: EngineConfig) -> tuple[Measu
     executor = HostExecutor(patient.shape.num_experts_per_token, num_cores)
     try:
         with _device(patient, name, options) as (device, make_arena, description):
-            with _disk_source(patient) as disk:
+            with _disk_source(patient, name) as disk:
                 measured = measure_costs(
                     patient.shape,
                     patient.layout,
@@ -275,13 +276,23 @@ def _measure(patient: _Patient, name: str, options: EngineConfig) -> tuple[Measu
     return measured, description
 
 
+def _checkpoint(patient: _Patient, device: str) -> Checkpoint | None:
+    """The files that experts are read from, if reads are a part of what they cost.
+
+    With a GPU they are not, as in the engine, which looks for these costs when it loads a model;
+    the disk's rate is among the machine's.
+    """
+    return None if patient.opened is None or device == "cuda" else patient.opened.checkpoint
+
+
 @contextmanager
-def _disk_source(patient: _Patient) -> Iterator[DiskSource | None]:
-    if patient.opened is None or patient.opened.checkpoint is None:
+def _disk_source(patient: _Patient, device: str) -> Iterator[DiskSource | None]:
+    checkpoint = _checkpoint(patient, device)
+    if patient.opened is None or checkpoint is None:
         yield None
         return
     table = patient.opened.weight_map.experts
-    reader = FileReader(patient.opened.checkpoint.files, largest_read_bytes(table))
+    reader = FileReader(checkpoint.files, largest_read_bytes(table))
     try:
         yield DiskSource(reader, table)
     finally:

@@ -17,6 +17,7 @@ from torch import Tensor
 from lowtide.config import ModelConfig
 from lowtide.core import Step
 from lowtide.experts.executor import Executor
+from lowtide.experts.pinned_copies import to_device
 from lowtide.experts.rows import Routing
 from lowtide.kernels.products import REFERENCE, Products
 from lowtide.kernels.reference import ExpertWeights
@@ -127,9 +128,8 @@ class Decoder(ABC):
         num_rows, dtype = batch.token_ids.shape[0], self._embedding.dtype
         x = workspace.take("hidden", (num_rows, self.config.hidden_size), dtype)
         self._hidden_end = workspace.mark()
-        device = self._embedding.device
-        torch.index_select(self._embedding, 0, batch.token_ids.to(device), out=x)
-        positions = batch.positions.to(device)
+        token_ids, positions = to_device(self.device, batch.token_ids, batch.positions)
+        torch.index_select(self._embedding, 0, token_ids, out=x)
         rotation = self._rotary.rotation(positions, self.rotation_dtype or dtype, workspace)
         for block in self._blocks:
             block.forward(x, batch, rotation, workspace)
