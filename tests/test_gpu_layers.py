@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowtide.experts.cuda import device_pass
 from lowtide.layers.attention import attention
 from lowtide.layers.batch import Segment
 from lowtide.layers.router import SigmoidRouter, SoftmaxRouter
@@ -76,7 +77,7 @@ def attended(case: Case, device: str, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_attention_on_a_gpu(case: Case, dtype: torch.dtype) -> None:
-    with torch.inference_mode():
+    with device_pass(), torch.inference_mode():
         wanted, found = attended(case, "cpu", torch.float32), attended(case, "cuda", dtype)
     tolerance = TOLERANCE if dtype == torch.bfloat16 else 1e-4
     assert (found - wanted).abs().max() <= tolerance * wanted.abs().max()

@@ -326,15 +326,20 @@ def test_what_doctor_measured_is_not_measured_again(
             assert llm._engine.experts.costs.link_s == measured.stored.costs.link_s > 0
 
 
-def test_attention_is_not_left_to_cudnn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither on a GPU nor, where it has no meaning, on the CPU; others get it back."""
+def test_neither_cudnn_attends_nor_tf32_multiplies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither on a GPU nor, where it has no meaning, on the CPU; others get them back."""
     was_on, attend = [], torch.nn.functional.scaled_dot_product_attention
+    products = torch.backends.cuda.matmul
 
     def noted(*arguments: Any, **options: Any) -> torch.Tensor:
         was_on.append(torch.backends.cuda.cudnn_sdp_enabled())
+        was_on.append(products.fp32_precision != "ieee")
         return attend(*arguments, **options)
 
     before = torch.backends.cuda.cudnn_sdp_enabled()
+    monkeypatch.setattr(products, "fp32_precision", "tf32")
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
     with LLM(synth("llada2", "tiny", tmp_path / "model", seed=5), device="cpu", **OPTIONS) as llm:
         was_on.clear()  # what was only registered
@@ -342,6 +347,7 @@ def test_attention_is_not_left_to_cudnn(tmp_path: Path, monkeypatch: pytest.Monk
         llm.logits(PROMPT)
     assert was_on and not any(was_on)
     assert torch.backends.cuda.cudnn_sdp_enabled() == before
+    assert products.fp32_precision == "tf32"
 
 
 @pytest.mark.usefixtures("short_measurements")

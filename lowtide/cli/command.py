@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import inspect
 import json
@@ -19,6 +20,8 @@ from lowtide.cli.main import EXIT_INTERRUPTED
 from lowtide.cli.screen import printable
 from lowtide.errors import ConfigError, LowtideError, UsageError
 from lowtide.options import OPTIONS, Group, Kind, Option, Settings, resolve
+
+_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -79,7 +82,8 @@ def errors_reported(wants_json: bool = False, is_verbose: bool = False) -> Itera
         close_stdout()
         raise typer.Exit(EXIT_BROKEN_PIPE) from None
     except OSError as error:
-        if error.filename is not None:  # a file that should have been a typed error
+        # Of a file, or of memory: what should have been a typed error.
+        if error.filename is not None or error.errno not in _WRITE_ERRORS:
             raise
         close_stdout()
         typer.echo(f"lowtide: Standard output cannot be written: {error.strerror}.", err=True)

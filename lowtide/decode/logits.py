@@ -58,10 +58,14 @@ def _on_host(
     num_rows = len(needs_logits)
     best = torch.empty((num_rows, 3), dtype=torch.float64, device=device)
     host_best = torch.empty((num_rows, 3), dtype=torch.float64, pin_memory=True)
+    host_tile: Tensor | None = None  # one for all tiles, whose parts are valid until the next
     parts: list[tuple[slice, Tensor | None]] = []
     for tile, logits in computed:
         is_needed = needs_logits[tile]
-        parts += _copied(logits, tile.start, is_needed)
+        if host_tile is None and is_needed.any():
+            # Always of one size, so that torch keeps no more pinned memory than one.
+            host_tile = torch.empty((LOGIT_ROWS + 15, logits.shape[1]), pin_memory=True)
+        parts += _copied(logits, host_tile, tile.start, is_needed)
         find_arg_max(logits, best[tile])
         if is_needed.any() or tile.stop == num_rows:
             host_best.copy_(best, non_blocking=True)
@@ -71,18 +75,18 @@ def _on_host(
             parts.clear()
 
 
-def _copied(logits: Tensor, first: int, is_needed: BoolArray) -> list[tuple[slice, Tensor | None]]:
+def _copied(
+    logits: Tensor, host_tile: Tensor | None, first: int, is_needed: BoolArray
+) -> list[tuple[slice, Tensor | None]]:
     """Runs of a tile's rows, of which row 0 is row `first` of all; with their logits, on the way
-    to the host, where those are needed."""
+    to `host_tile`, where those are needed."""
     num_rows = len(is_needed)
-    if not is_needed.any():
+    if host_tile is None or not is_needed.any():
         return [(slice(first, first + num_rows), None)]
-    # Always of one size, so that torch keeps no more than it needs for one.
-    host = torch.empty((LOGIT_ROWS + 15, logits.shape[1]), pin_memory=True)
     edges = np.flatnonzero(np.diff(is_needed)) + 1
     parts: list[tuple[slice, Tensor | None]] = []
     for start, stop in pairwise([0, *edges.tolist(), num_rows]):
         run = slice(start, stop)
-        copy = host[run].copy_(logits[run], non_blocking=True) if is_needed[start] else None
+        copy = host_tile[run].copy_(logits[run], non_blocking=True) if is_needed[start] else None
         parts.append((slice(first + start, first + stop), copy))
     return parts

@@ -98,6 +98,8 @@ def choose_tokens(
     Raises InternalError when a row has a NaN, an infinity, or nothing to choose.
     """
     if isinstance(logits, ArgMax):
+        if excluded is not None or sampling.temperature > 0:
+            raise InternalError("Tokens are to be chosen from logits, and only their arg-max came.")
         _check_finite(logits.greatest, positions)
         return logits.tokens, logits.confidence
     if excluded is not None:

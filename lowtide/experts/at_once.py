@@ -10,10 +10,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from lowtide.core import BoolArray, IntArray
+from lowtide.experts.executor import Executor
 from lowtide.experts.rows import ExpertBuffers, Routing
 from lowtide.experts.slots import ExpertSlots
 from lowtide.kernels.cpu.few_rows import MAX_ROWS, FewRows, SlotPlaces
 from lowtide.kernels.products import Products
+
+
+def cores_beside_device(executor: Executor) -> int:
+    """All but one, which is the calling thread's: it queues the device's work meanwhile."""
+    return max(1, executor.num_cores - 1)
 
 
 class ExpertsAtOnce:
@@ -23,7 +29,7 @@ class ExpertsAtOnce:
     """
 
     def __init__(self, few_rows: FewRows, slots: ExpertSlots, num_threads: int) -> None:
-        """`slots`: of experts without biases."""
+        """`slots`: of experts without biases; their memory has to last as long as this is used."""
         self._few_rows = few_rows
         self._places = _places(slots)
         self._num_threads = num_threads

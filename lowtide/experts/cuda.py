@@ -456,15 +456,20 @@ def _device_errors(doing: str) -> Iterator[None]:
 
 @contextmanager
 def device_pass() -> Iterator[None]:
-    """Around passes of a model, on whatever device: settles how a GPU attends, and makes what torch
-    raises of one that fails a DeviceError.
+    """Around passes of a model, on whatever device: settles how a GPU attends and multiplies, and
+    makes what torch raises of one that fails a DeviceError.
 
     cuDNN's attention, torch's first choice on some GPUs, builds a plan of its own for every number
-    of keys, for some 30 ms on the host, and there is another number in every block.
+    of keys, for some 30 ms on the host, and there is another number in every block. Products in
+    float32, routers' above all, are not to be TF32's, which some containers choose. Both are
+    settings of the process, put back afterwards.
     """
-    uses_cudnn = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    attention, products = torch.backends.cuda, torch.backends.cuda.matmul
+    uses_cudnn = attention.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    precision = products.fp32_precision
     try:
+        attention.enable_cudnn_sdp(False)
+        products.fp32_precision = "ieee"
         yield
     except torch.OutOfMemoryError as error:
         raise DeviceError(
@@ -474,7 +479,8 @@ def device_pass() -> Iterator[None]:
     except torch.AcceleratorError as error:
         raise DeviceError(f"The GPU failed: {error}") from error
     finally:
-        torch.backends.cuda.enable_cudnn_sdp(uses_cudnn)
+        attention.enable_cudnn_sdp(uses_cudnn)
+        products.fp32_precision = precision
 
 
 @contextmanager

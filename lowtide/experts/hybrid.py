@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lowtide.core import Assignment, BoolArray, Costs, Demand, MoEShape, Moves, Step, StepKind
 from lowtide.errors import DeviceError
-from lowtide.experts.at_once import ExpertsAtOnce
+from lowtide.experts.at_once import ExpertsAtOnce, cores_beside_device
 from lowtide.experts.device import WAIT_LIMIT_S, Device, Event, ExpertGroup
 from lowtide.experts.early_gate import EarlyGate
 from lowtide.experts.executor import Executor, Work
@@ -73,8 +73,7 @@ class HybridRuntime:
         self.executor = executor
         self.scratch = scratch
         self.products = products
-        # One core is the calling thread's, which queues the device's work meanwhile.
-        self.at_once = ExpertsAtOnce.of(home.slots, products, max(1, executor.num_cores - 1))
+        self.at_once = ExpertsAtOnce.of(home.slots, products, cores_beside_device(executor))
         self.close = close
         self.early_gate: EarlyGate | None = None
         self.observer: Observer | None = None
@@ -166,9 +165,9 @@ class HybridRuntime:
             self.link.note_use(group, self.device.run(group, rows, buffers, None))
 
     def _add_whole_counts(self) -> None:
-        if self._whole_counts:
-            self._num_more_hits += torch.stack(self._whole_counts).count_nonzero()
-            self._whole_counts.clear()
+        counts, self._whole_counts = self._whole_counts, []
+        if counts:
+            self._num_more_hits += torch.stack(counts).count_nonzero()
 
     def _run_split_layer(
         self,
@@ -343,6 +342,8 @@ class _LayerSplit:
         That call comes last: all cores share it, so it fills the time that the others leave.
         """
         at_once, num_experts = self._runtime.at_once, len(experts)
+        if not num_experts:
+            return
         groups = self._rows.groups(*np.array(experts, np.int64).reshape(num_experts, 2).T)
         is_shared = np.zeros(num_experts, np.bool_)
         if at_once is not None:

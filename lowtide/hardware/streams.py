@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lowtide.core import MoEShape, align_up
 from lowtide.dtypes import SAFETENSORS_NAME
-from lowtide.experts.at_once import ExpertsAtOnce
+from lowtide.experts.at_once import ExpertsAtOnce, cores_beside_device
 from lowtide.experts.device import Device, Event, ExpertGroup
 from lowtide.experts.executor import Executor, Work
 from lowtide.experts.rows import ExpertBuffers, ExpertRows
@@ -27,6 +27,7 @@ from lowtide.experts.slots import ExpertSlots, SlotLayout
 from lowtide.experts.store import FileReader, Ticket
 from lowtide.experts.transfer import DiskTransfer, ticket_result
 from lowtide.kernels.products import Products
+from lowtide.kernels.routing import why_no_triton
 from lowtide.memory.arena import Arena
 from lowtide.schemas import ExpertTable
 
@@ -42,7 +43,8 @@ STREAM_ROWS = 4096
 _MAX_EXPERTS = 64  # of one sample
 _MAX_LAYERS = 64  # of one sample
 _NUM_PRODUCTS = 4  # that a layer's dense weights are divided into: attention in and out, MLP
-_NUM_SMALL_OPERATORS = 64  # of a layer, beside its products: about as many as LLaDA2.0 has
+# Of a layer, beside its products: about as many as LLaDA2.0 has, without Triton and with it.
+_NUM_SMALL_OPERATORS, _NUM_SMALL_KERNELS = 64, 20
 _SPLIT_BYTES = 4 << 20  # a smaller dense product is not divided among threads
 _MAX_GROUPS = 4  # one after the other over the same pairs, whose values shrink each time
 _BLOCK_ELEMENTS = 1 << 20
@@ -124,7 +126,8 @@ class HostStream:
         self._executor = executor
         self._products = products
         self._device = device
-        self._at_once = ExpertsAtOnce.of(weights.slots, products, executor.num_cores)
+        num_cores = executor.num_cores if device is None else cores_beside_device(executor)
+        self._at_once = ExpertsAtOnce.of(weights.slots, products, num_cores)
         layout = weights.slots.layout
         per_thread = min(_MAX_EXPERTS, STREAM_BYTES // layout.num_bytes) // executor.num_threads
         self._most_experts = executor.num_threads * max(1, per_thread)
@@ -239,6 +242,8 @@ class DeviceDenseStream:
         self, shape: MoEShape, dtype: torch.dtype, torch_device: torch.device, dense_bytes: int
     ) -> None:
         self._torch_device = torch_device
+        is_plain = why_no_triton(torch_device) is not None
+        self._num_small = _NUM_SMALL_OPERATORS if is_plain else _NUM_SMALL_KERNELS
         num_features = max(64, dense_bytes // (shape.hidden_size * dtype.itemsize) // _NUM_PRODUCTS)
         # Small layers stay in a GPU's cache anyway; ten thousand of them would take seconds.
         num_layers = max(2, min(_MAX_LAYERS, -(-cold_bytes() // dense_bytes)))
@@ -256,7 +261,7 @@ class DeviceDenseStream:
         for number, weight in enumerate(self._weights):
             torch.mm(x, weight.t(), out=out)
             if number % _NUM_PRODUCTS == 0:
-                for _ in range(_NUM_SMALL_OPERATORS):
+                for _ in range(self._num_small):
                     x.mul_(1.0)
         _synchronise(self._torch_device)
         return (perf_counter() - start_s) * _NUM_PRODUCTS / len(self._weights)

@@ -36,7 +36,7 @@ def top_experts(rank: Tensor, num_chosen: int) -> Tensor:
     return experts
 
 
-class Choice(NamedTuple):
+class ExpertChoice(NamedTuple):
     """How experts are chosen by their logits, and weighed."""
 
     num_chosen: int
@@ -49,7 +49,9 @@ class Choice(NamedTuple):
     scaling_factor: float = 1.0
 
 
-def choose_experts(logits: Tensor, bias: Tensor | None, choice: Choice) -> tuple[Tensor, Tensor]:
+def choose_experts(
+    logits: Tensor, bias: Tensor | None, choice: ExpertChoice
+) -> tuple[Tensor, Tensor]:
     """Each token's experts [tokens, num_chosen] int64, ascending, and their float32 weights.
 
     logits [tokens, num_experts] contiguous; bias [num_experts] float32 ranks and does not weigh.

@@ -67,9 +67,9 @@ class SigmoidRouter:
         return Routing(experts, weights * self.scaling_factor)
 
     def _choose_by_triton(self, logits: Tensor) -> Routing:
-        from lowtide.kernels.triton_routing import Choice, choose_experts
+        from lowtide.kernels.triton_routing import ExpertChoice, choose_experts
 
-        choice = Choice(
+        choice = ExpertChoice(
             self.num_experts_per_token,
             is_sigmoid=True,
             normalise=self.normalise,
@@ -143,9 +143,9 @@ class SoftmaxRouter:
         return Routing(experts, weights * self.scaling_factor)
 
     def _choose_by_triton(self, logits: Tensor) -> Routing:
-        from lowtide.kernels.triton_routing import Choice, choose_experts
+        from lowtide.kernels.triton_routing import ExpertChoice, choose_experts
 
-        choice = Choice(
+        choice = ExpertChoice(
             self.num_experts_per_token,
             is_sigmoid=False,
             normalise=self.normalise,
