@@ -338,16 +338,20 @@ def test_neither_cudnn_attends_nor_tf32_multiplies(
         was_on.append(products.fp32_precision != "ieee")
         return attend(*arguments, **options)
 
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    monkeypatch.setattr(products, "fp32_precision", "tf32")
+    before, products_before = torch.backends.cuda.cudnn_sdp_enabled(), products.fp32_precision
+    products.fp32_precision = "tf32"
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
-    with LLM(synth("llada2", "tiny", tmp_path / "model", seed=5), device="cpu", **OPTIONS) as llm:
-        was_on.clear()  # what was only registered
-        llm.generate([PROMPT], DIFFUSION)
-        llm.logits(PROMPT)
-    assert was_on and not any(was_on)
-    assert torch.backends.cuda.cudnn_sdp_enabled() == before
-    assert products.fp32_precision == "tf32"
+    model = synth("llada2", "tiny", tmp_path / "model", seed=5)
+    try:
+        with LLM(model, device="cpu", **OPTIONS) as llm:
+            was_on.clear()  # what was only registered
+            llm.generate([PROMPT], DIFFUSION)
+            llm.logits(PROMPT)
+        assert was_on and not any(was_on)
+        assert torch.backends.cuda.cudnn_sdp_enabled() == before
+        assert products.fp32_precision == "tf32"
+    finally:
+        products.fp32_precision = products_before
 
 
 @pytest.mark.usefixtures("short_measurements")
