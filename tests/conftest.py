@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 
@@ -37,6 +38,9 @@ def pytest_sessionstart() -> None:
 
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("highest")
+    # A shell has what it runs in the background ignore Ctrl-C, and so would programs under test.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
