@@ -141,9 +141,9 @@ def emulated_speeds(
 
     All of the profile's times are stretched by one factor, which makes its device's time for an
     expert with one token what it is on a core of this machine, or `device_slowdown` times that.
-    With more tokens the host falls
-    behind as it does in the profile, where its arithmetic is the limit before the device's.
-    `options` replace parts (see `check_emulated_options`). Takes about 0.3 s. Raises UsageError.
+    With more tokens the host falls behind as it does in the profile, where its arithmetic is the
+    limit before the device's. `options` replace parts (see `check_emulated_options`). Takes about
+    0.3 s. Raises UsageError.
     """
     given = check_emulated_options(options)
     device_slowdown = given.get("device_slowdown", 1.0)
@@ -244,8 +244,7 @@ class EmulatedDevice:
 
     The methods are those of `Device`. Copies really copy, then last as long as on the link, and
     experts as long as its speeds say; products are the host's, so their bits are those of a run
-    there. `timeline`, where set,
-    receives a span per copy, run and host expert.
+    there. `timeline`, where set, receives a span per copy, run and host expert.
     """
 
     name = "emulated"
