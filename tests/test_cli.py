@@ -25,7 +25,7 @@ from lowtide.cli.live import MASK, LiveView
 from lowtide.cli.prompt import parse_ids, read_prompt
 from lowtide.cli.report import answer_object, json_line, plan_object, speed_line
 from lowtide.cli.screen import FILE_WIDTH, printable, stdout_console
-from lowtide.cli.simulate import check_same_model
+from lowtide.cli.simulate import check_same_shape
 from lowtide.cli.text import TextWriter
 from lowtide.core import MemoryPlan, Step, StepKind, TierPlan
 from lowtide.decode.request import TokenLogprobs
@@ -655,4 +655,4 @@ def test_a_calibration_of_another_model_is_refused_by_both_names(recorded: str) 
     other = Trace("org/other", TraceShape(3, 4, 1), (), np.zeros((0, 3, 1), np.uint16))
     known = types.SimpleNamespace(trace=other, shape=other.shape)
     with pytest.raises(UsageError, match="'org/name' and the calibration of 'org/other'"):
-        check_same_model(Trace.load(Path(recorded)), known)  # type: ignore[arg-type]
+        check_same_shape(Trace.load(Path(recorded)), known)  # type: ignore[arg-type]

@@ -75,7 +75,7 @@ def _replay(
     if not shape.hidden_size or not shape.expert_size:
         raise UsageError("The trace does not say how large an expert is; record it again.")
     if known is not None:
-        check_same_model(recorded, known)
+        check_same_shape(recorded, known)
     setting = Setting(
         capacity=[round(residents * shape.num_experts)] * shape.num_layers,
         num_experts=shape.num_experts,
@@ -113,7 +113,7 @@ def _size(num_bytes: float) -> str:
     return format_size(round(num_bytes))
 
 
-def check_same_model(recorded: Trace, known: Calibration) -> None:
+def check_same_shape(recorded: Trace, known: Calibration) -> None:
     """Raises UsageError when trace and calibration are of models of different shapes."""
     if known.shape != recorded.shape:
         raise UsageError(

@@ -294,9 +294,8 @@ class _LayerSplit:
             pairs = zip(assignment.fetch.tolist(), assignment.fetch_on.tolist(), strict=True)
             self._fetch_on = dict(pairs)
         self._on_host: list[_HostUse] = []
-        self._arrivals: dict[
-            int, Arrival | None
-        ] = {}  # by expert to fetch: its copy, if one is under way
+        # By expert to fetch: its copy, if one is under way.
+        self._arrivals: dict[int, Arrival | None] = {}
         self._first_wave: list[tuple[int, Arrival]] = []
         self._to_fetch: Iterable[tuple[int, int]] = ()
         self._keep: set[int] = set()

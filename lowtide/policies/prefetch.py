@@ -208,7 +208,7 @@ class Random(Prefetch):
         return 1.0 - self._draw.random(self._num_experts)  # in (0, 1]
 
 
-_WATCH_STRIDE = 8
+_WATCH_STRIDE = 8  # of a silent prefetch: one layer in so many is forecast, each in its turn
 
 
 class PaysOff(Prefetch):
@@ -217,7 +217,7 @@ class PaysOff(Prefetch):
     Earned is `hits * gain_s`, lost is `wasted * cost_s`, both exponential sums over layers. It is
     switched off when less is earned than lost, and on again when its silent forecasts would earn
     `margin` times what they would lose. A late expert counts neither way: its bytes were used.
-    Forecasts cost time too: in silence it makes them for every eighth layer, others each step.
+    Forecasts cost time too: in silence few are made.
     """
 
     def __init__(
