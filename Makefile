@@ -34,14 +34,14 @@ gpu:
 	@failed=0; for stage in gpu-test gpu-bench-short; do $(MAKE) $$stage || failed=1; done; exit $$failed
 
 gpu-test:
-	PYTHONPATH=. $(PYTHON) benchmarks/gpu.py test --deadline 150 --out $(OUT)
+	PYTHONPATH=src $(PYTHON) benchmarks/gpu.py test --deadline 150 --out $(OUT)
 
 gpu-bench-short:
-	PYTHONPATH=. $(PYTHON) benchmarks/gpu.py short --deadline 270 --out $(OUT)
+	PYTHONPATH=src $(PYTHON) benchmarks/gpu.py short --deadline 270 --out $(OUT)
 
 # Only by name: `make gpu-bench-full`.
 gpu-bench-full:
-	PYTHONPATH=. $(PYTHON) benchmarks/gpu.py full --deadline 510 --out $(OUT)
+	PYTHONPATH=src $(PYTHON) benchmarks/gpu.py full --deadline 510 --out $(OUT)
 
 # What running needs; what developing needs is put on top of it.
 $(VENV)/.lowtide: pyproject.toml constraints.txt

@@ -40,8 +40,8 @@ from lowtide.policies.catalogue import Recipe, Setting, recipe
 from lowtide.policies.placement import Static
 from lowtide.policies.prefetch import Residual
 from lowtide.profiles import load_profile
-from lowtide.simulate import simulate
-from lowtide.trace import Trace
+from lowtide.replay.simulator import simulate
+from lowtide.replay.trace import Trace
 
 MACHINE = "rtx3090"
 RESIDENT_SHARE = 0.5

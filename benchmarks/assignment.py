@@ -53,8 +53,8 @@ from lowtide.policies.catalogue import recipe
 from lowtide.policies.split import FixedShare
 from lowtide.policies.tau import best_residents
 from lowtide.profiles import load_profile
-from lowtide.simulate import simulate
-from lowtide.trace import Trace, demand_of
+from lowtide.replay.simulator import simulate
+from lowtide.replay.trace import Trace, demand_of
 
 RUNS = {
     "demo:diffusion": (Run("demo:diffusion", 1, 6, 64), "llada2"),

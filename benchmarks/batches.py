@@ -27,12 +27,11 @@ from common.models import model_folder
 from common.record import Recorder, say
 
 from lowtide import LLM
-from lowtide.calibration import GATES, Calibration
 from lowtide.config import ModelConfig
 from lowtide.core import MemoryPlan, MoEShape, align_up
 from lowtide.decode.autoregressive import Autoregressive
 from lowtide.decode.request import Committed, Request
-from lowtide.engine import MAX_ROWS
+from lowtide.engine.opening import MAX_PASS_ROWS
 from lowtide.errors import InternalError, UsageError
 from lowtide.lab.calibrate import calibrate
 from lowtide.llm import plan_model
@@ -40,6 +39,7 @@ from lowtide.memory.budget import DEVICE_STAGING_SLOTS
 from lowtide.memory.kv_cache import GRANULE_TOKENS
 from lowtide.params import SamplingParams
 from lowtide.profiles import load_profile
+from lowtide.replay.calibration import GATES, Calibration
 
 Ids = list[list[int]]
 
@@ -121,7 +121,7 @@ class Answers:
 def answering(track: Track, prompts: Ids, num_passes: int) -> Iterator[Answers]:
     """Answers that may go on for `num_passes` passes once all have begun."""
     engine = track.engine
-    decoder = Autoregressive(engine.model, engine.kv_cache, MAX_ROWS)
+    decoder = Autoregressive(engine.model, engine.kv_cache, MAX_PASS_ROWS)
     params = SamplingParams(max_tokens=_num_new(len(prompts), num_passes), ignore_eos=True)
     with engine.executor.in_charge():
         try:

@@ -26,8 +26,8 @@ from lowtide.policies.assignment import Greedy
 from lowtide.policies.budgets import Budgets
 from lowtide.policies.catalogue import Recipe, Setting, recipe
 from lowtide.profiles import load_profile
-from lowtide.simulate import Report, simulate
-from lowtide.trace import Trace, TraceShape
+from lowtide.replay.simulator import Report, simulate
+from lowtide.replay.trace import Trace, TraceShape
 
 PLACEMENTS: Mapping[str, Recipe] = {
     name: Recipe(recipe(preset).placement, lambda setting: Greedy(setting.costs))

@@ -42,10 +42,9 @@ from common.record import REPOSITORY, Recorder, say
 from torch import Tensor
 
 from lowtide.core import Costs, Curve, MoEShape, Step
+from lowtide.devices.cuda import CudaDevice
 from lowtide.errors import PlanError
-from lowtide.experts.cuda import CudaDevice
 from lowtide.experts.device import ExpertGroup
-from lowtide.experts.executor import HostExecutor
 from lowtide.experts.home import HostHome
 from lowtide.experts.hybrid import HostScratch, HybridRuntime
 from lowtide.experts.link import Link
@@ -62,7 +61,8 @@ from lowtide.policies.catalogue import Setting
 from lowtide.policies.decision import Policies
 from lowtide.policies.prefetch import Gate, NoPrefetch
 from lowtide.policies.presets import make_policies
-from lowtide.trace import TraceShape
+from lowtide.replay.trace import TraceShape
+from lowtide.threads.executor import HostExecutor
 
 if TYPE_CHECKING:
     import pytest

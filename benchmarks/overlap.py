@@ -23,13 +23,13 @@ from common.ceilings import memory_ceiling
 from common.record import Recorder, say
 
 from lowtide.core import MoEShape
+from lowtide.devices.emulated import EmulatedDevice, EmulatedSpeeds, emulated_speeds
 from lowtide.experts.device import ExpertGroup
-from lowtide.experts.emulated import EmulatedDevice, EmulatedSpeeds, emulated_speeds
-from lowtide.experts.executor import HostExecutor, Work
 from lowtide.experts.rows import ExpertBuffers, ExpertRows
 from lowtide.experts.slots import ExpertSlots, SlotLayout
 from lowtide.kernels.reference import gated_mlp
 from lowtide.memory.arena import Arena
+from lowtide.threads.executor import HostExecutor, Work
 
 _SIZES = ((1024, 256), (2048, 512))  # hidden, expert
 _EXPERTS_PER_TOKEN = 8

@@ -41,7 +41,7 @@ from common.traces import RECORDED, record_with_known
 
 from lowtide.errors import PlanError
 from lowtide.profiles import load_profile
-from lowtide.trace import Trace
+from lowtide.replay.trace import Trace
 
 MODELS = ("demo:diffusion", "synth:llada2")
 SHARES = (0.25, 0.5, 0.75)

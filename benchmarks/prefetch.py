@@ -21,7 +21,6 @@ from common.models import model_folder
 from common.record import REPOSITORY, Recorder, say
 
 from lowtide import LLM
-from lowtide.calibration import TOP_SIZES, GateAccuracy
 from lowtide.core import FloatArray, IntArray, MoEShape
 from lowtide.errors import UsageError
 from lowtide.lab.calibrate import foresee, learn, split, top_share
@@ -38,8 +37,9 @@ from lowtide.policies.prefetch import (
     Statistics,
 )
 from lowtide.profiles import load_profile
-from lowtide.simulate import GATE_ACCURACY, GateAccuracies, Report, calibrate, simulate
-from lowtide.trace import Trace, demand_of
+from lowtide.replay.calibration import TOP_SIZES, GateAccuracy
+from lowtide.replay.simulator import GATE_ACCURACY, GateAccuracies, Report, calibrate, simulate
+from lowtide.replay.trace import Trace, demand_of
 
 MODELS = ("demo:diffusion", "demo:chat", "synth")
 RESIDENT_SHARES = (0.25, 0.5)

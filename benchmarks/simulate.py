@@ -30,15 +30,15 @@ from common.emulated import (
 from common.record import Recorder, Row, say
 from common.simulated import VARIANTS
 
-from lowtide.calibration import Calibration
 from lowtide.core import Costs
-from lowtide.experts.emulated import HOST, EmulatedDevice
+from lowtide.devices.emulated import HOST, EmulatedDevice
 from lowtide.hardware.measure import measure_costs
 from lowtide.lab.bench import Spread
 from lowtide.memory.arena import Arena
 from lowtide.policies.catalogue import Setting
-from lowtide.simulate import measured_accuracy, simulate
-from lowtide.trace import Trace
+from lowtide.replay.calibration import Calibration
+from lowtide.replay.simulator import measured_accuracy, simulate
+from lowtide.replay.trace import Trace
 
 NAMES = ("all-host", "layer-split", "fiddler", "lru", "tide", "dali", "lowtide")
 LIMIT = 0.15

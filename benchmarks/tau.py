@@ -34,8 +34,8 @@ from lowtide.lab.synth_trace import locality_for, synth_trace
 from lowtide.policies.catalogue import Setting
 from lowtide.policies.tau import auto_tau, drift, expected_migrations, miss_shares, paper_tau
 from lowtide.profiles import load_profile
-from lowtide.simulate import Report, simulate
-from lowtide.trace import Trace
+from lowtide.replay.simulator import Report, simulate
+from lowtide.replay.trace import Trace
 
 SIMILARITY = 0.985  # TIDE, between neighbouring steps
 TOKENS_PER_PASS = {"LLaDA2.0-mini": 2.6, "LLaDA2.0-flash": 3.08}  # the models' reports, means

@@ -30,10 +30,10 @@ from lowtide.decode.intake import StopStrings, cut_at_stop
 from lowtide.decode.penalties import penalise
 from lowtide.decode.request import Committed, Event, Finished, Prefill, Request
 from lowtide.errors import InternalError, PlanError, StorageError, UnsupportedError, UsageError
-from lowtide.hub import resolve_model
 from lowtide.llm import plan_model
 from lowtide.memory.kv_cache import KVCache
-from lowtide.tokenizer import Tokenizer
+from lowtide.model_folder.hub import resolve_model
+from lowtide.model_folder.tokenizer import Tokenizer
 
 # The decoder, over hashes
 
@@ -610,7 +610,7 @@ def test_a_closed_model_says_so(model) -> None:
 def test_a_model_that_this_machine_cannot_hold_now_is_planned_not_loaded(
     model, monkeypatch
 ) -> None:
-    monkeypatch.setattr("lowtide.engine.available_memory_bytes", lambda: 1 << 16)
+    monkeypatch.setattr("lowtide.engine.planning.available_memory_bytes", lambda: 1 << 16)
     plan = plan_model(model)
     least_bytes = plan.minimum_bytes
     assert "MiB of memory are needed, and 64.0 KiB" in plan.reason

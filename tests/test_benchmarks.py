@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 
 from lowtide import LLM
 from lowtide.core import Curve, MoEShape, Step, StepKind
-from lowtide.engine import EngineConfig
+from lowtide.devices.emulated import EmulatedSpeeds
+from lowtide.engine.opening import EngineConfig
 from lowtide.errors import InternalError, PlanError, UsageError
-from lowtide.experts.emulated import EmulatedSpeeds
 from lowtide.lab.synth import synth
 from lowtide.layers.batch import Batch, KVRange, Segment
 from lowtide.llm import plan_model
 from lowtide.policies.catalogue import Setting
 from lowtide.profiles import load_profile
-from lowtide.simulate import simulate
+from lowtide.replay.simulator import simulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 balloon, causal, ceilings, emulated, memory, models, peer, record, run, worker, offload, overlap = (

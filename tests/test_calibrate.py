@@ -20,7 +20,6 @@ from transformers import DeepseekV2ForCausalLM
 from typer.testing import CliRunner
 
 from lowtide import LLM, SamplingParams
-from lowtide.calibration import GATES, Calibration, GateAccuracy, default_path
 from lowtide.cli.app import app
 from lowtide.core import Costs, Curve, Step, StepKind
 from lowtide.errors import StorageError, UnsupportedError, UsageError
@@ -48,8 +47,9 @@ from lowtide.lab.synth import synth
 from lowtide.lab.synth_trace import synth_trace
 from lowtide.policies.catalogue import Setting
 from lowtide.policies.prefetch import Gate
-from lowtide.simulate import measured_accuracy, simulate
-from lowtide.trace import TraceShape
+from lowtide.replay.calibration import GATES, Calibration, GateAccuracy, default_path
+from lowtide.replay.simulator import measured_accuracy, simulate
+from lowtide.replay.trace import TraceShape
 
 SHAPE = TraceShape(3, 8, 2, 4, 6)
 COSTS = Costs(

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file
 
-from lowtide.checkpoint import MAX_HEADER_BYTES, Checkpoint
 from lowtide.errors import CheckpointError, StorageError, UnsupportedError
+from lowtide.model_folder.checkpoint import MAX_HEADER_BYTES, Checkpoint
 
 GOLDENS = Path(__file__).parent / "goldens"
 

@@ -31,7 +31,7 @@ from lowtide.core import MemoryPlan, Step, StepKind, TierPlan
 from lowtide.decode.request import TokenLogprobs
 from lowtide.errors import ConfigError, PlanError, StorageError, UsageError
 from lowtide.params import AUTOREGRESSIVE_ONLY, SamplingParams
-from lowtide.trace import Pass, Trace, TraceShape
+from lowtide.replay.trace import Pass, Trace, TraceShape
 
 MODEL = str(Path(__file__).parent / "goldens" / "llada2-a")
 MIB = 1 << 20
@@ -367,7 +367,7 @@ def test_synth_writes_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_ls_lists_what_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowtide import hub
+    from lowtide.model_folder import hub
 
     model = hub.LocalModel("org/name", "0123456789abcdef", 3 * MIB, tmp_path, False)
     monkeypatch.setattr(hub, "list_models", lambda: [model])

@@ -19,11 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lowtide.engine import EngineConfig, open_model
+from lowtide.engine.opening import EngineConfig, open_model
 from lowtide.errors import StorageError, UnsupportedError
-from lowtide.experts.executor import InlineExecutor
 from lowtide.kernels import products, reference
-from lowtide.kernels.cpu.few_rows import MAX_ROWS, SOURCES, FewRows, SlotPlaces
+from lowtide.kernels.cpu.few_rows import MAX_FEW_ROWS, SOURCES, FewRows, SlotPlaces
 from lowtide.kernels.cpu.library import load_library
 from lowtide.kernels.products import REFERENCE, Products, choose_products
 from lowtide.kernels.reference import ClampedWeights, ExpertWeights
@@ -31,6 +30,7 @@ from lowtide.layers.linear import Linear
 from lowtide.layers.norm import rms_norm
 from lowtide.layers.rotary import Rotation, rotate
 from lowtide.memory.workspace import Workspace
+from lowtide.threads.executor import InlineExecutor
 
 STEP = 2.0**-8
 """A number is rounded by at most this share of it."""
@@ -75,7 +75,7 @@ sizes = st.one_of(st.integers(1, 70), st.sampled_from([127, 128, 257, 512]))
 
 
 @examples(60)
-@given(num_rows=st.integers(1, MAX_ROWS), num_k=sizes, num_outs=sizes, biased=st.booleans())
+@given(num_rows=st.integers(1, MAX_FEW_ROWS), num_k=sizes, num_outs=sizes, biased=st.booleans())
 def test_products_are_exact_but_for_rounding(
     variants: list[FewRows], num_rows: int, num_k: int, num_outs: int, biased: bool
 ) -> None:
@@ -91,7 +91,7 @@ def test_products_are_exact_but_for_rounding(
 
 
 @examples(40)
-@given(num_rows=st.integers(1, MAX_ROWS), num_k=sizes, num_outs=sizes, cut=st.integers(0, 600))
+@given(num_rows=st.integers(1, MAX_FEW_ROWS), num_k=sizes, num_outs=sizes, cut=st.integers(0, 600))
 def test_a_rows_bits_depend_on_nothing_else(
     variants: list[FewRows], num_rows: int, num_k: int, num_outs: int, cut: int
 ) -> None:
@@ -138,7 +138,7 @@ def make_expert(hidden: int, width: int) -> ExpertWeights:
     return ExpertWeights(gate.view(width, -1), up.view(width, -1), down.view(hidden, -1))
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 3, MAX_ROWS])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, MAX_FEW_ROWS])
 @pytest.mark.parametrize(("hidden", "width"), [(32, 48), (33, 7), (64, 129)])
 def test_an_expert_rounds_where_the_reference_does(
     variants: list[FewRows], num_rows: int, hidden: int, width: int
@@ -170,7 +170,7 @@ def test_a_clamped_expert(variants: list[FewRows]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "dtype"), [(MAX_ROWS + 1, torch.bfloat16), (1, torch.float32)]
+    ("num_rows", "dtype"), [(MAX_FEW_ROWS + 1, torch.bfloat16), (1, torch.float32)]
 )
 def test_all_other_products_are_the_references(
     variants: list[FewRows], num_rows: int, dtype: torch.dtype
@@ -184,7 +184,7 @@ def test_all_other_products_are_the_references(
 
 @examples(30)
 @given(
-    num_rows=st.integers(1, MAX_ROWS),
+    num_rows=st.integers(1, MAX_FEW_ROWS),
     num_outs=st.integers(1, 900),
     num_k=st.sampled_from([33, 256, 1000]),
     num_threads=st.integers(2, 5),
@@ -214,7 +214,7 @@ def test_several_threads_may_want_the_team_at_once(variants: list[FewRows]) -> N
 
 @examples(40)
 @given(
-    num_tokens=st.integers(1, MAX_ROWS),
+    num_tokens=st.integers(1, MAX_FEW_ROWS),
     k=st.integers(1, 6),
     sizes=st.sampled_from([(16, 24), (40, 17), (256, 320)]),
     num_threads=st.integers(1, 4),
@@ -260,7 +260,7 @@ def test_experts_at_once_have_the_bits_of_one_by_one(
 
 @examples(40)
 @given(
-    num_rows=st.lists(st.integers(1, MAX_ROWS), max_size=9),
+    num_rows=st.lists(st.integers(1, MAX_FEW_ROWS), max_size=9),
     sizes=st.sampled_from([(16, 24), (40, 17), (256, 320)]),
     num_threads=st.integers(1, 4),
     seed=st.integers(0, 99),
@@ -396,7 +396,7 @@ def test_a_norm_is_the_references_but_for_rounding(
     assert (answers[0] == expected).float().mean() > 0.99
 
 
-@pytest.mark.parametrize(("num_rows", "half"), [(1, 16), (5, 8), (MAX_ROWS, 3)])
+@pytest.mark.parametrize(("num_rows", "half"), [(1, 16), (5, 8), (MAX_FEW_ROWS, 3)])
 def test_a_rotation_has_the_references_bits(
     variants: list[FewRows], num_rows: int, half: int
 ) -> None:

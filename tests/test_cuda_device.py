@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from lowtide.core import MoEShape
+from lowtide.devices import cuda
+from lowtide.devices.cuda import CudaDevice, pinned_bytes
 from lowtide.errors import DeviceError, InternalError, PlanError
-from lowtide.experts import cuda
-from lowtide.experts.cuda import CudaDevice, CudaEvent, CudaStreams, pinned_bytes
 from lowtide.experts.device import Device, ExpertGroup
 from lowtide.experts.rows import ExpertBuffers, ExpertRows
 from lowtide.experts.slots import ExpertSlots, SlotLayout
@@ -25,6 +25,7 @@ from lowtide.kernels import routing, triton_experts, triton_routing
 from lowtide.kernels.reference import gated_mlp
 from lowtide.kernels.routing import combine
 from lowtide.memory.arena import Arena
+from lowtide.memory.cuda_streams import CudaEvent, CudaStreams
 from lowtide.memory.pinned import PinnedMemory
 
 SHAPE = MoEShape(1, num_experts=6, num_experts_per_token=2, hidden_size=48, expert_size=32)

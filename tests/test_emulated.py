@@ -16,9 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.core import Curve, MoEShape
-from lowtide.errors import DeviceError, UsageError
-from lowtide.experts.device import Device, Event, ExpertGroup
-from lowtide.experts.emulated import (
+from lowtide.devices.emulated import (
     COMPUTE,
     HOST,
     LINK,
@@ -28,12 +26,15 @@ from lowtide.experts.emulated import (
     check_emulated_options,
     emulated_speeds,
 )
+from lowtide.errors import DeviceError, UsageError
+from lowtide.experts.device import Device, ExpertGroup
 from lowtide.experts.rows import ExpertBuffers, ExpertRows
 from lowtide.experts.slots import ExpertSlots, SlotLayout
-from lowtide.experts.stream import Stream
 from lowtide.kernels.reference import gated_mlp
 from lowtide.memory.arena import Arena
 from lowtide.profiles import load_profile
+from lowtide.threads.event import Event
+from lowtide.threads.stream import ThreadStream
 
 SHAPE = MoEShape(1, num_experts=5, num_experts_per_token=2, hidden_size=32, expert_size=24)
 LAYOUT = SlotLayout.of(SHAPE, torch.float32)
@@ -218,7 +219,7 @@ def test_host_device_and_link_work_at_the_same_time() -> None:
 def test_no_gradients_and_one_thread_on_the_device() -> None:
     before = torch.get_num_threads()
     settings: list[tuple[bool, int]] = []
-    stream = Stream(COMPUTE)
+    stream = ThreadStream(COMPUTE)
     assert torch.get_num_threads() == before
 
     def note(ready_s: float) -> None:
@@ -287,7 +288,7 @@ def test_ctrl_c_before_a_stream_is_told_of_its_work(monkeypatch: pytest.MonkeyPa
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    stream, is_done = Stream(LINK), threading.Event()
+    stream, is_done = ThreadStream(LINK), threading.Event()
     with monkeypatch.context() as patch:
         patch.setattr(stream._change, "notify_all", interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -309,7 +310,7 @@ def test_a_stalled_link_is_an_error(device: EmulatedDevice) -> None:
 
 
 def test_a_stream_that_hangs_is_an_error() -> None:
-    stream, go_on = Stream(LINK), threading.Event()
+    stream, go_on = ThreadStream(LINK), threading.Event()
     stream.queue(lambda ready_s: go_on.wait(LONG_S) and None)
     for wait in (stream.drain, stream.join):
         with pytest.raises(DeviceError, match=f"{LINK}.* 0.01 s"):
@@ -358,7 +359,7 @@ def test_closing_ends_what_is_queued() -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_dies_leaves_errors_behind() -> None:
-    stream = Stream(LINK)
+    stream = ThreadStream(LINK)
     go_on = threading.Event()
 
     def die(ready_s: float) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowtide.experts import executor as executor_module
-from lowtide.experts.executor import Executor, HostExecutor, InlineExecutor, core_shares
+from lowtide.threads import executor as executor_module
+from lowtide.threads.executor import Executor, HostExecutor, InlineExecutor, core_shares
 
 
 @pytest.fixture

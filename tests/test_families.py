@@ -15,12 +15,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from lowtide.checkpoint import Checkpoint
 from lowtide.config import ModelConfig
 from lowtide.errors import CheckpointError, ConfigError, PlanError, UnsupportedError
 from lowtide.lab.synth import FAMILIES, synth
 from lowtide.llm import LLM, plan_model
 from lowtide.memory.kv_cache import KVCache
+from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.models import model_class
 from lowtide.params import SamplingParams
 from lowtide.schemas import model_schema, weight_bytes

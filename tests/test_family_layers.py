@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lowtide.config import Yarn
-from lowtide.experts.executor import Executor, InlineExecutor, Work
 from lowtide.layers import attention as attention_module
 from lowtide.layers.attention import CAUSAL_ROWS, attention
 from lowtide.layers.batch import Segment
@@ -24,6 +23,7 @@ from lowtide.layers.router import SoftmaxRouter
 from lowtide.memory.arena import Arena
 from lowtide.memory.kv_cache import KVCache, storage_shape
 from lowtide.memory.workspace import Registrar, Workspace
+from lowtide.threads.executor import Executor, InlineExecutor, Work
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -20,7 +20,6 @@ from typer.testing import CliRunner
 from whole import Setting, check_idle, reads_counted
 
 from lowtide import SamplingParams
-from lowtide.checkpoint import Checkpoint
 from lowtide.cli.app import app
 from lowtide.decode.block_diffusion import Draft
 from lowtide.errors import (
@@ -33,10 +32,11 @@ from lowtide.errors import (
     UsageError,
 )
 from lowtide.experts.runtime import ExpertRuntime
-from lowtide.experts.store import FileReader
 from lowtide.lab.synth import synth
 from lowtide.llm import LLM
+from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.models.llada2 import LLaDA2
+from lowtide.reading.file_reader import FileReader
 
 INDEX = "model.safetensors.index.json"
 PROMPT = [5, 17, 3]

@@ -20,7 +20,6 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from lowtide.config import ModelConfig
 from lowtide.errors import ConfigError, InternalError, UnsupportedError
-from lowtide.experts.executor import HostExecutor
 from lowtide.kernels.reference import ClampedWeights, gated_mlp
 from lowtide.lab.synth import FAMILIES
 from lowtide.layers.attention import attention
@@ -30,6 +29,7 @@ from lowtide.memory.arena import Arena
 from lowtide.memory.kv_cache import KVCache, storage_shape
 from lowtide.memory.workspace import Registrar, Workspace
 from lowtide.models import model_class
+from lowtide.threads.executor import HostExecutor
 
 FULL = FAMILIES["gpt_oss"]["full"].config
 

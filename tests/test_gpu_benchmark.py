@@ -20,10 +20,10 @@ import torch
 from test_cuda_device import StandInCudart, StandInStreams
 
 from lowtide.core import Costs, Curve, MoEShape
+from lowtide.devices.cuda import CudaDevice
 from lowtide.errors import PlanError
-from lowtide.experts.cuda import CudaDevice
-from lowtide.experts.executor import HostExecutor
 from lowtide.memory.pinned import PinnedMemory
+from lowtide.threads.executor import HostExecutor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 

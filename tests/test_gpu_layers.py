@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.experts.cuda import device_pass
 from lowtide.layers.attention import attention
 from lowtide.layers.batch import Segment
 from lowtide.layers.router import SigmoidRouter, SoftmaxRouter
+from lowtide.memory.cuda_streams import device_pass
 from lowtide.memory.kv_cache import KVCache, storage_shape
 from lowtide.memory.workspace import Workspace
 

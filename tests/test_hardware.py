@@ -20,15 +20,13 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from lowtide import hardware
-from lowtide.checkpoint import TensorEntry
 from lowtide.cli.app import app
 from lowtide.core import Curve, IntArray, MoEShape
+from lowtide.devices.emulated import EmulatedDevice, EmulatedSpeeds
 from lowtide.errors import PlanError, StorageError, UsageError
 from lowtide.experts.at_once import ExpertsAtOnce
-from lowtide.experts.emulated import EmulatedDevice, EmulatedSpeeds
-from lowtide.experts.executor import HostExecutor
 from lowtide.experts.slots import SlotLayout
-from lowtide.folders import cache_folder
+from lowtide.files.folders import cache_folder
 from lowtide.hardware import machine, measure, memory, store, streams
 from lowtide.hardware.machine import Machine, cpu_model, pcie_bytes_per_s, this_machine
 from lowtide.hardware.measure import (
@@ -44,7 +42,9 @@ from lowtide.hardware.timing import MAX_REPEATS, MIN_REPEATS, Timing, repeat_int
 from lowtide.kernels.products import choose_products
 from lowtide.lab import doctor
 from lowtide.memory.arena import Arena
+from lowtide.model_folder.checkpoint import TensorEntry
 from lowtide.profiles import load_profile
+from lowtide.threads.executor import HostExecutor
 
 # A temporary folder may be on a file system without them.
 pytestmark = pytest.mark.filterwarnings("ignore:.* has no direct reads")

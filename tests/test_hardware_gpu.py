@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from lowtide.core import MoEShape
-from lowtide.experts.cuda import CudaDevice
-from lowtide.experts.executor import HostExecutor
+from lowtide.devices.cuda import CudaDevice
 from lowtide.experts.slots import SlotLayout
 from lowtide.hardware.machine import measure_rates, this_machine
 from lowtide.hardware.measure import measure_costs
 from lowtide.memory.arena import Arena
 from lowtide.memory.pinned import PinnedMemory
+from lowtide.threads.executor import HostExecutor
 
 pytestmark = pytest.mark.gpu
 

@@ -23,12 +23,12 @@ from lowtide.experts.at_once import ExpertsAtOnce
 from lowtide.experts.home import DiskHome
 from lowtide.experts.hybrid import HybridRuntime
 from lowtide.experts.rows import Routing
-from lowtide.experts.store import FileReader
 from lowtide.lab.calibrate import calibrate
 from lowtide.lab.synth import synth
 from lowtide.llm import LLM, plan_model
 from lowtide.params import DiffusionParams, SamplingParams
 from lowtide.policies.presets import CANDIDATES, FETCHING, PRESETS
+from lowtide.reading.file_reader import FileReader
 
 FAST = {"link_GBps": "1000", "link_latency_us": "0", "host_slowdown": "1"}
 OPTIONS: dict[str, Any] = {"device": "emulated", "device_options": FAST, "context": 256}
@@ -342,7 +342,7 @@ def test_a_device_that_was_closed_is_an_error(diffusion: Case) -> None:
 def test_memory_that_the_device_does_not_get(
     diffusion: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import lowtide.device_engine as wiring
+    import lowtide.engine.device as wiring
 
     def no_memory(num_bytes: int) -> None:
         raise PlanError(f"The system refuses to reserve {num_bytes} bytes.")

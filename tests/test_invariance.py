@@ -23,12 +23,12 @@ from whole import Setting, Trajectories, answers, check_idle, same_bits
 from lowtide import DiffusionParams, SamplingParams
 from lowtide.decode.block_diffusion import Finished, Request
 from lowtide.decode.block_sequence import BlockSequence, Prediction
-from lowtide.experts.store import FileReader, Read, Ticket
 from lowtide.lab.synth import synth
 from lowtide.layers.batch import Segment
 from lowtide.layers.moe import SigmoidRouter
 from lowtide.llm import LLM
 from lowtide.memory.workspace import Buffers
+from lowtide.reading.file_reader import FileReader, Read, Ticket
 
 TIE = 1e-5
 DTYPES = ["float32", "bfloat16"]

@@ -16,11 +16,10 @@ pytest.importorskip("triton")
 import torch
 from late_cuda import CUDA, CudaTensor, LateGpu, late_cuda
 
-from lowtide import device_engine
 from lowtide.core import Costs, Curve, MoEShape
+from lowtide.devices import cuda
+from lowtide.engine import device as device_engine
 from lowtide.errors import DeviceError, InternalError, PlanError
-from lowtide.experts import cuda
-from lowtide.experts.executor import HostExecutor
 from lowtide.experts.slots import SlotLayout
 from lowtide.hardware import measure, store, streams
 from lowtide.kernels import routing
@@ -34,6 +33,7 @@ from lowtide.memory.arena import Arena
 from lowtide.memory.pinned import PinnedMemory
 from lowtide.params import DiffusionParams, SamplingParams
 from lowtide.policies.presets import CANDIDATES
+from lowtide.threads.executor import HostExecutor
 
 OPTIONS: dict[str, Any] = {"context": 128}
 PROMPT = [7, 3, 120, 9, 44, 3, 3, 80] * 4

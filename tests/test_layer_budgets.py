@@ -25,8 +25,8 @@ from lowtide.policies.budgets import Budgets
 from lowtide.policies.catalogue import Setting, recipe
 from lowtide.policies.placement import Lowtide
 from lowtide.profiles import load_profile
-from lowtide.simulate import calibrate, simulate
-from lowtide.trace import Trace, TraceShape
+from lowtide.replay.simulator import calibrate, simulate
+from lowtide.replay.trace import Trace, TraceShape
 
 COSTS = Costs(10, 6.0, Curve([(1, 8.0)]), Curve([(1, 1.0)]), Curve([(1, 2.0)]), 0.0)
 WORTH = np.array([[9.0, 8.0, 7.0, 6.0], [1.0, 1.0, 0.0, 0.0]])

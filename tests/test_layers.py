@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lowtide.core import MoEShape, Step, StepKind
-from lowtide.experts.executor import Executor, InlineExecutor
 from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import ExpertRegistrar, ExpertRuntime
 from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger
@@ -33,6 +32,7 @@ from lowtide.memory.arena import Arena
 from lowtide.memory.kv_cache import KVCache, KVRange, storage_shape
 from lowtide.memory.workspace import Buffers, Registrar, Workspace
 from lowtide.policies.placement import Static
+from lowtide.threads.executor import Executor, InlineExecutor
 
 FLOATS = [torch.float32, torch.bfloat16]
 STEP = Step(StepKind.DENOISE, 0)

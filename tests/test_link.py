@@ -37,10 +37,10 @@ from lowtide.core import (
     Step,
     StepKind,
 )
+from lowtide.devices.group import DeviceGroup
 from lowtide.errors import DeviceError, StorageError
 from lowtide.experts import home, hybrid, link, slots
 from lowtide.experts.device import ExpertGroup
-from lowtide.experts.device_group import DeviceGroup
 from lowtide.experts.home import DiskHome, HostHome
 from lowtide.experts.hybrid import HostScratch, HybridRuntime
 from lowtide.experts.link import Link

@@ -19,10 +19,10 @@ from lowtide.core import BoolArray, IntArray
 from lowtide.decode.batch_decoder import LOGIT_ROWS
 from lowtide.decode.logits import tiled_logits
 from lowtide.decode.sampling import ArgMax, Sampling, choose_next, choose_tokens
+from lowtide.devices import cuda
 from lowtide.errors import InternalError
-from lowtide.experts import cuda
-from lowtide.experts.pinned_copies import to_device
 from lowtide.layers.batch import Batch
+from lowtide.memory.pinned_copies import to_device
 
 VOCAB = 30
 ARG_MAX_BYTES = 24

@@ -10,7 +10,7 @@ import torch
 
 from lowtide.decode.logits import tiled_logits
 from lowtide.decode.sampling import ArgMax, Sampling, choose_tokens
-from lowtide.experts.pinned_copies import to_device
+from lowtide.memory.pinned_copies import to_device
 
 pytestmark = pytest.mark.gpu
 

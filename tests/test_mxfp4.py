@@ -15,19 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from lowtide.checkpoint import Checkpoint
 from lowtide.config import ModelConfig
 from lowtide.core import ALIGNMENT, MoEShape
 from lowtide.dtypes import ITEM_BYTES, SAFETENSORS_NAME, convert_rows, is_finite, unpack_mxfp4
 from lowtide.errors import CheckpointError, StorageError, UnsupportedError
-from lowtide.experts.loading import check_finite
 from lowtide.experts.slots import ExpertSlots, SlotLayout
-from lowtide.experts.store import ArrayRead, FileReader
 from lowtide.experts.transfer import DiskTransfer, largest_read_bytes
 from lowtide.kernels.reference import ClampedWeights
 from lowtide.lab.safetensors_writer import OutputTensor, write_safetensors
 from lowtide.lab.synth_sizes import gpt_oss_config
 from lowtide.memory.arena import Arena
+from lowtide.model_folder.checkpoint import Checkpoint
+from lowtide.reading.dense_weights import check_finite
+from lowtide.reading.file_reader import ArrayRead, FileReader
 from lowtide.schemas import SlotTarget, TensorSpec, bind, model_schema
 
 TORCH = {name: getattr(torch, torch_name) for torch_name, name in SAFETENSORS_NAME.items()}

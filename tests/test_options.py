@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lowtide.cli.options import MAX_FILE_BYTES, OPTIONS, Group, Kind, resolve
 from lowtide.errors import UsageError
-from lowtide.options import MAX_FILE_BYTES, OPTIONS, Group, Kind, resolve
 from lowtide.params import DiffusionParams, SamplingParams, field_names
 
 

@@ -12,7 +12,7 @@ from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.cli.app import app
 from lowtide.core import StepKind
 from lowtide.lab.record import recorded
-from lowtide.trace import Trace
+from lowtide.replay.trace import Trace
 
 MODEL = Path(__file__).parent / "goldens" / "llada2-a"
 

@@ -25,11 +25,9 @@ from lowtide.core import Costs, Curve, MoEShape, Step, StepKind
 from lowtide.errors import InternalError, StorageError
 from lowtide.experts import runtime as runtime_module
 from lowtide.experts.at_once import ExpertsAtOnce
-from lowtide.experts.executor import Executor, InlineExecutor, drain
 from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import ExpertRegistrar, ExpertRuntime
 from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger
-from lowtide.experts.store import FileReader, Ticket
 from lowtide.experts.transfer import DiskTransfer, Transfer, largest_read_bytes
 from lowtide.kernels.products import Products, choose_products
 from lowtide.kernels.reference import ExpertWeights, combine, gated_mlp, multiply
@@ -37,7 +35,9 @@ from lowtide.memory.arena import Arena
 from lowtide.memory.workspace import Registrar, Workspace
 from lowtide.policies.catalogue import Setting, recipe
 from lowtide.policies.placement import Placement
+from lowtide.reading.file_reader import FileReader, Ticket
 from lowtide.schemas.weights import ExpertTable
+from lowtide.threads.executor import Executor, InlineExecutor, drain
 
 SHAPE = MoEShape(
     num_layers=2, num_experts=6, num_experts_per_token=3, hidden_size=32, expert_size=16

@@ -10,9 +10,9 @@ from checkpoint_files import FLASH, TINY, ling_config, write_arrays
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowtide.checkpoint import Checkpoint
 from lowtide.config import ModelConfig
 from lowtide.errors import CheckpointError, UnsupportedError
+from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.schemas import ExpertTable, bind, model_schema, weight_bytes
 
 GOLDENS = Path(__file__).parent / "goldens"

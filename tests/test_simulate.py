@@ -25,8 +25,8 @@ from lowtide.policies.placement import Static, Tide
 from lowtide.policies.prefetch import Gate, PreviousStep
 from lowtide.policies.tau import auto_tau
 from lowtide.profiles import load_profile, parse_profile, profile_names
-from lowtide.simulate import TAUS, Report, calibrate, compare, fastest_tau, simulate
-from lowtide.trace import Trace, TraceShape, TraceWriter
+from lowtide.replay.simulator import TAUS, Report, calibrate, compare, fastest_tau, simulate
+from lowtide.replay.trace import Trace, TraceShape, TraceWriter
 
 FIXED = Costs(
     expert_bytes=100,

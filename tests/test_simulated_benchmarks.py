@@ -12,8 +12,8 @@ import pytest
 from lowtide.core import Assignment, Costs, Curve, Demand, MoEShape, StepKind
 from lowtide.lab.synth_trace import synth_decode_trace, synth_trace
 from lowtide.policies.catalogue import CATALOGUE, recipe
-from lowtide.simulate import simulate
-from lowtide.trace import TraceShape
+from lowtide.replay.simulator import simulate
+from lowtide.replay.trace import TraceShape
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 simulated, traces, tau, cache, assignment, ablation = map(

@@ -19,16 +19,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lowtide.checkpoint import TensorEntry
 from lowtide.core import MoEShape
 from lowtide.dtypes import ITEM_BYTES
 from lowtide.errors import StorageError
-from lowtide.experts import store
-from lowtide.experts.loading import DenseWeights
 from lowtide.experts.slots import ExpertSlots, SlotLayout
-from lowtide.experts.store import SECTOR_BYTES, FileReader, Piece, Read, ring_bytes
 from lowtide.experts.transfer import DiskTransfer, largest_read_bytes
 from lowtide.memory.arena import Arena
+from lowtide.model_folder.checkpoint import TensorEntry
+from lowtide.reading import file_reader as store
+from lowtide.reading.dense_weights import DenseWeights
+from lowtide.reading.file_reader import SECTOR_BYTES, FileReader, Piece, Read, ring_bytes
 from lowtide.schemas.weights import ExpertTable
 
 FILE_SIZES = (3 * SECTOR_BYTES + 777, SECTOR_BYTES, 5)

@@ -19,7 +19,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from lowtide.checkpoint import Checkpoint
 from lowtide.config import ModelConfig
 from lowtide.errors import StorageError, UsageError
 from lowtide.lab.safetensors_writer import Buffer, OpenFile, OutputFile, open_for_writing
@@ -33,8 +32,9 @@ from lowtide.lab.synth import (
     to_bfloat16,
     zipf_bias,
 )
+from lowtide.model_folder.checkpoint import Checkpoint
+from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.schemas import bind, model_schema
-from lowtide.tokenizer import Tokenizer
 
 TINY = FAMILIES["llada2"]["tiny"]
 

@@ -10,11 +10,11 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowtide import tokenizer as module
 from lowtide.errors import CheckpointError, UsageError
 from lowtide.lab.synth_tokenizer import SPECIAL_TOKENS, tokenizer_config_json, tokenizer_json
-from lowtide.template_worker import render
-from lowtide.tokenizer import Tokenizer
+from lowtide.model_folder import tokenizer as module
+from lowtide.model_folder.template_worker import render
+from lowtide.model_folder.tokenizer import Tokenizer
 
 EOS = 300
 HELLO = [{"role": "user", "content": "hello"}]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lowtide.core import Step, StepKind
 from lowtide.errors import StorageError, UsageError
-from lowtide.trace import Trace, TraceShape, TraceWriter, count_hits
+from lowtide.replay.trace import Trace, TraceShape, TraceWriter, count_hits
 
 SHAPE = TraceShape(2, 5, 2)
 

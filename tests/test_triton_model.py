@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 
 from late_cuda import late_cuda
 
-from lowtide import device_engine
 from lowtide.core import Costs, Curve
+from lowtide.engine import device as device_engine
 from lowtide.kernels import routing, triton_routing, triton_rows
 from lowtide.lab.synth import synth
 from lowtide.llm import LLM

@@ -20,16 +20,16 @@ from test_cuda_device import make_device as make_cuda_device
 from test_emulated import LAYOUT, group, make_experts, make_layer, spans_of, speeds
 from test_hybrid import FAST, Case, presets, refuse, runtime_of, shares
 
-from lowtide import device_engine
+from lowtide.devices.emulated import COMPUTE, LINK, EmulatedDevice, Span, num_emulated_devices
+from lowtide.devices.group import DeviceGroup
+from lowtide.engine import device as device_engine
 from lowtide.errors import DeviceError, PlanError, UnsupportedError, UsageError
 from lowtide.experts.device import Device
-from lowtide.experts.device_group import DeviceGroup
-from lowtide.experts.emulated import COMPUTE, LINK, EmulatedDevice, Span, num_emulated_devices
 from lowtide.experts.slots import slots_per_device
-from lowtide.experts.stream import StreamEvent
 from lowtide.llm import LLM
 from lowtide.memory.arena import Arena
 from lowtide.policies.presets import FETCHING, PRESETS
+from lowtide.threads.stream import ThreadEvent
 
 TWO = {**FAST, "devices": "2"}
 
@@ -171,7 +171,7 @@ def test_a_second_link_that_stalls(diffusion: Case, monkeypatch: pytest.MonkeyPa
                 return image(slot)
 
             patch.setattr(slots, "image", late_image)
-            patch.setattr(StreamEvent.wait, "__defaults__", (0.05,))
+            patch.setattr(ThreadEvent.wait, "__defaults__", (0.05,))
             timer = threading.Timer(0.5, release.set)
             timer.start()
             with pytest.raises(DeviceError, match=f"({LINK}|{COMPUTE})-2 has not ended .* 0.05 s"):

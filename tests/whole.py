@@ -18,9 +18,9 @@ from lowtide.core import MemoryPlan, Step
 from lowtide.decode.block_diffusion import BlockDiffusion, Finished, Request
 from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import ExpertRuntime
-from lowtide.experts.store import FileReader, Read, Ticket
 from lowtide.llm import LLM, plan_model
 from lowtide.memory.workspace import Buffers
+from lowtide.reading.file_reader import FileReader, Read, Ticket
 
 Trajectories = dict[int, list[list[int]]]
 """By request: the token row of every denoising pass, as it went in."""

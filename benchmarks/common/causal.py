@@ -23,7 +23,8 @@ from common.run import loaded_engine
 from lowtide.config import ModelConfig
 from lowtide.decode.autoregressive import Autoregressive
 from lowtide.decode.request import Committed, Request
-from lowtide.engine import MAX_ROWS, Engine, EngineConfig
+from lowtide.engine.engine import Engine
+from lowtide.engine.opening import MAX_PASS_ROWS, EngineConfig
 from lowtide.experts import read_ahead
 from lowtide.params import SamplingParams
 
@@ -59,7 +60,7 @@ class Lowtide:
 
     def answer(self, prompt: Sequence[int], num_new: int) -> Answer:
         engine = self._engine
-        decoder = Autoregressive(engine.model, engine.kv_cache, MAX_ROWS)
+        decoder = Autoregressive(engine.model, engine.kv_cache, MAX_PASS_ROWS)
         params = SamplingParams(max_tokens=num_new, ignore_eos=True)
         with engine.executor.in_charge():
             decoder.add(Request(index=0, prompt=prompt, params=params))
@@ -181,8 +182,8 @@ def open_llama_cpp(gguf: Path, context: int, drops: bool) -> Iterator[Lane]:
     model = llama_cpp.Llama(
         str(gguf),
         n_ctx=context,
-        n_batch=MAX_ROWS,
-        n_ubatch=MAX_ROWS,
+        n_batch=MAX_PASS_ROWS,
+        n_ubatch=MAX_PASS_ROWS,
         n_threads=num_threads,
         n_threads_batch=num_threads,
         use_mmap=drops,

@@ -13,8 +13,8 @@ import torch
 
 from common.memory import drop_pages
 from lowtide.core import align_up
-from lowtide.experts.store import NUM_READERS, FileReader, Piece, Read, Ticket
 from lowtide.memory.arena import Arena
+from lowtide.reading.file_reader import NUM_READERS, FileReader, Piece, Read, Ticket
 
 _NUM_TARGETS = 16
 _GIGA = 1e9

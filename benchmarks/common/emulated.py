@@ -20,9 +20,10 @@ from common.record import REPOSITORY, Row, say
 from common.simulated import published
 from lowtide import LLM, SamplingParams
 from lowtide.core import MemoryPlan
-from lowtide.engine import Engine, EngineConfig, open_model
+from lowtide.devices.emulated import COMPUTE, HOST, LINK, EmulatedDevice, measure_device_s
+from lowtide.engine.engine import Engine
+from lowtide.engine.opening import EngineConfig, open_model
 from lowtide.errors import InternalError, PlanError
-from lowtide.experts.emulated import COMPUTE, HOST, LINK, EmulatedDevice, measure_device_s
 from lowtide.experts.hybrid import HybridRuntime
 from lowtide.lab.bench import Spread
 from lowtide.lab.budgets import budget_of_share
@@ -31,7 +32,7 @@ from lowtide.lab.record import recorded
 from lowtide.llm import plan_model
 from lowtide.params import DiffusionParams
 from lowtide.profiles import load_profile
-from lowtide.trace import Trace
+from lowtide.replay.trace import Trace
 
 PROFILE = "rtx3090"
 FAMILY = "llada2"  # the published model whose experts' proportions are emulated

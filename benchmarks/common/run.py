@@ -12,12 +12,15 @@ import numpy as np
 
 from lowtide.config import ModelConfig
 from lowtide.decode.block_diffusion import BlockDiffusion, Committed, Finished, Model, Request
-from lowtide.engine import MAX_ROWS, Engine, EngineConfig, load, make_plan, open_model
+from lowtide.engine.engine import Engine
+from lowtide.engine.opening import MAX_PASS_ROWS, EngineConfig, open_model
+from lowtide.engine.planning import make_plan
+from lowtide.engine.wiring import load
 from lowtide.errors import UsageError
-from lowtide.experts.store import Ticket
 from lowtide.experts.transfer import Transfer
 from lowtide.memory.kv_cache import KVCache
 from lowtide.params import DiffusionParams, SamplingParams
+from lowtide.reading.file_reader import Ticket
 
 
 class Decoded(NamedTuple):
@@ -89,7 +92,9 @@ def loaded_engine(model: str, options: EngineConfig) -> Iterator[Engine]:
 
 def engine_decoder(engine: Engine, use_kv_cache: bool = True) -> BlockDiffusion:
     """A decoder over a loaded engine, as `LLM` has it."""
-    return make_decoder(engine.model, engine.kv_cache, engine.opened.config, MAX_ROWS, use_kv_cache)
+    return make_decoder(
+        engine.model, engine.kv_cache, engine.opened.config, MAX_PASS_ROWS, use_kv_cache
+    )
 
 
 class TimedTransfer:

@@ -17,8 +17,8 @@ from lowtide.core import Costs, FloatArray, IntArray, MoEShape, StepKind
 from lowtide.lab.synth_sizes import FAMILIES
 from lowtide.policies.assignment import break_even_tokens
 from lowtide.policies.catalogue import Recipe, Setting
-from lowtide.simulate import Report, calibrate, simulate
-from lowtide.trace import Trace, TraceShape, demand_of
+from lowtide.replay.simulator import Report, calibrate, simulate
+from lowtide.replay.trace import Trace, TraceShape, demand_of
 
 
 class Variant(NamedTuple):

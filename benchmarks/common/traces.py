@@ -13,7 +13,7 @@ from lowtide.core import MoEShape
 from lowtide.errors import UsageError
 from lowtide.lab.record import recorded
 from lowtide.lab.synth import synth
-from lowtide.trace import Trace
+from lowtide.replay.trace import Trace
 
 _SYNTH = {"synth:llada2": "llada2", "synth:qwen3_moe": "qwen3_moe"}
 # Texts that are ours; one half is replayed, the other calibrates.

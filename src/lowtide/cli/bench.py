@@ -1,0 +1,194 @@
+"""`lowtide bench`: how fast a model is here, under one policy or several."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Mapping
+from contextlib import redirect_stdout
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from lowtide import __version__
+from lowtide.cli.command import EXIT_FAILURE, takes
+from lowtide.cli.doctor import machine_line, rates_table
+from lowtide.cli.generate import ModelName
+from lowtide.cli.opening import find_model
+from lowtide.cli.options import Group, Settings
+from lowtide.cli.prompt import read_prompt
+from lowtide.cli.report import json_line, plan_object, plan_table
+from lowtide.cli.screen import ProgressBars, stdout_console
+from lowtide.config import format_size
+from lowtide.errors import UsageError
+from lowtide.params import SamplingParams
+from lowtide.policies.presets import PRESETS, check_policy
+
+if TYPE_CHECKING:
+    from lowtide.lab.bench import Ceilings, Peak, Result, Run
+
+DEFAULT_MAX_TOKENS = 64
+
+
+@takes(Group.ENGINE, Group.HUB, Group.SAMPLING, Group.DIFFUSION, Group.BENCH, Group.OUTPUT)
+def bench(
+    model: ModelName,
+    prompt: Annotated[
+        str | None,
+        typer.Option("-p", "--prompt", help="What to continue; random tokens if not given."),
+    ] = None,
+    *,
+    settings: Settings,
+) -> None:
+    """Measure the machine, then how fast a model writes; --policy takes several, by commas.
+
+    Without a budget half of the experts is resident.
+    """
+    params, repeats = _params(settings), cast(int, settings["repeats"])
+    if repeats < 1:
+        raise UsageError(f"--repeats must be at least 1, not {repeats}.")
+    question = None if prompt is None else read_prompt(prompt, None)
+    options = settings.engine_options()
+    names = [name.strip() for name in str(options.pop("policy")).split(",")]
+    policies = _policies(names, options.pop("policy_options", {}))
+    with redirect_stdout(sys.stderr):
+        folder = str(find_model(model, settings))
+        from lowtide.lab import bench as lab
+
+        with ProgressBars() as progress:
+            progress("measuring the machine", 0, 1)
+            ceilings = lab.measure_ceilings(folder, **options)
+            progress("measuring the machine", 1, 1)
+            result = lab.bench(
+                folder,
+                [lab.Preset(name, own) for name, own in policies.items()],
+                question,
+                params,
+                repeats=repeats,
+                progress=progress,
+                **options,
+            )
+    if settings.flag("json"):
+        print(json_line(_object(model, params, repeats, ceilings, result)))
+    else:
+        _print(model, params, repeats, ceilings, result)
+    if all(run.reason for run in result.runs):
+        raise typer.Exit(EXIT_FAILURE)
+
+
+def _policies(names: list[str], options: Any) -> dict[str, dict[str, str]]:
+    """Policies by name, each with those of the options that it has. Raises UsageError."""
+    if len(set(names)) < len(names):
+        raise UsageError(f"--policy names a policy twice: {', '.join(names)}.")
+    policies = {name: _own(options, PRESETS.get(name, ())) for name in names}
+    for name, own in policies.items():
+        check_policy(name, own)
+    for option in options:
+        if not any(option in own for own in policies.values()):
+            raise UsageError(f"None of the policies {', '.join(names)} has an option {option!r}.")
+    return policies
+
+
+def _own(options: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
+    return {name: value for name, value in options.items() if name in names}
+
+
+def _params(settings: Settings) -> SamplingParams:
+    params = settings.sampling_params()
+    if params.stop:
+        raise UsageError("bench writes answers of one length: leave --stop out.")
+    if not settings.is_given("max_tokens"):
+        params = replace(params, max_tokens=DEFAULT_MAX_TOKENS)
+    return params
+
+
+def _object(
+    model: str, params: SamplingParams, repeats: int, ceilings: Ceilings, result: Result
+) -> dict[str, object]:
+    return {
+        "model": model,
+        "version": __version__,
+        **ceilings.as_dict(),
+        **result.as_dict(),
+        "max_tokens": params.max_tokens,
+        "repeats": repeats,
+        "plan": plan_object(result.plan),
+    }
+
+
+def _print(
+    model: str, params: SamplingParams, repeats: int, ceilings: Ceilings, result: Result
+) -> None:
+    console = stdout_console()
+    console.print(machine_line(ceilings.machine))
+    console.print(rates_table(ceilings.rates))
+    for name, reason in ceilings.skipped:
+        console.print(Text(f"{name} was not measured: {reason}"))
+    if result.device:
+        console.print(Text(result.device))
+    console.print(plan_table(result.plan))
+    console.print(_table(_title(model, params, repeats, result), result.runs))
+    for line in _notes(result):
+        console.print(Text(line))
+
+
+def _title(model: str, params: SamplingParams, repeats: int, result: Result) -> str:
+    parts = [f"{model}, {result.plan.device}, lowtide {__version__}"]
+    parts += [f"{params.max_tokens} tokens after {result.prompt_tokens}"]
+    parts += [f"medians of {repeats}"]
+    return " · ".join(parts)
+
+
+def _table(title: str, runs: tuple[Run, ...]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("policy", no_wrap=True)
+    for name in ("tokens/s", "range", "prefill/s", "hits", "link/token", "disk/token"):
+        table.add_column(name, justify="right")
+    for run in runs:
+        table.add_row(*_row(run))
+    return table
+
+
+def _row(run: Run) -> list[str]:
+    label = run.preset.label
+    if run.policy not in ("", run.preset.name):
+        label += f": {run.policy}"
+    if run.reason:
+        return [label, "cannot run"]
+    return [
+        label,
+        f"{run.tokens_per_s.median:.1f}",
+        f"{run.tokens_per_s.least:.1f}-{run.tokens_per_s.most:.1f}",
+        f"{run.prefill_tokens_per_s.median:.0f}",
+        f"{run.hit_rate:.0%}",
+        format_size(round(run.link_bytes_per_token)),
+        format_size(round(run.read_bytes_per_token)),
+    ]
+
+
+def _notes(result: Result) -> list[str]:
+    plan = result.plan
+    notes = [f"{run.preset.label} cannot run: {run.reason}" for run in result.runs if run.reason]
+    if not result.is_budget_given:
+        notes.append("No budget was given: half of the experts is resident.")
+    if plan.gpu is None:
+        notes.append(
+            "One processor: policies differ in what they keep; assignment and prefetch had "
+            "nothing to decide."
+        )
+    if plan.device == "emulated":
+        notes.append(
+            "The device is emulated: speeds are those of scaled time; a higher --device-option "
+            "device_slowdown keeps its threads out of each other's way."
+        )
+    notes.append(f"Prefill: {result.prefill_tokens} tokens, up to the first pass that writes.")
+    return [*notes, *(_peak_line(peak) for peak in result.peaks)]
+
+
+def _peak_line(peak: Peak) -> str:
+    planned = format_size(peak.planned_bytes)
+    if peak.peak_bytes is None:
+        return f"peak memory of the {peak.tier}: not known; planned {planned}"
+    return f"peak memory of the {peak.tier}: {format_size(peak.peak_bytes)} of {planned} planned"

@@ -1,0 +1,137 @@
+"""`lowtide calibrate`: what a text tells about a model's routing, kept for the policies."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from rich.table import Table
+
+from lowtide.cli.command import takes
+from lowtide.cli.generate import ModelName
+from lowtide.cli.opening import find_model, open_llm
+from lowtide.cli.options import Group, Settings
+from lowtide.cli.report import json_line
+from lowtide.cli.screen import ProgressBars, stdout_console
+from lowtide.errors import StorageError, UsageError
+from lowtide.replay.calibration import (
+    GATES,
+    TOP_SIZES,
+    Calibration,
+    check_calibration_path,
+    default_path,
+)
+from lowtide.replay.trace import TraceShape
+
+if TYPE_CHECKING:
+    from lowtide.lab.calibration_report import Budget
+
+MAX_TEXT_BYTES = 1 << 28
+
+
+@takes(Group.ENGINE, Group.HUB, Group.CALIBRATION, "out", "machine", Group.OUTPUT)
+def calibrate(
+    model: ModelName,
+    *,
+    settings: Settings,
+) -> None:
+    """Run a text and write down routing, residual vectors and statistics for the policies.
+
+    Without --out they go to a file in the user's cache; --machine is what the intervals are for.
+    """
+    from lowtide.profiles import load_profile
+
+    machine = str(settings["machine"])
+    text, profile = _text(model, settings), load_profile(machine)
+    with redirect_stdout(sys.stderr):
+        calibration, path = _calibrate(model, text, settings)
+    from lowtide.core import MoEShape
+    from lowtide.lab.calibration_report import as_object, plot, weigh_budgets
+
+    budgets = weigh_budgets(calibration, profile.costs(MoEShape(*calibration.shape)))
+    folder = settings.text("plot")
+    plots = plot(calibration, Path(folder)) if folder is not None else []
+    if settings.flag("json"):
+        files = {"path": str(path), "plots": [str(each) for each in plots]}
+        print(json_line({**files, "machine": machine, **as_object(calibration, budgets)}))
+        return
+    console = stdout_console()
+    console.print(_gate_table(calibration))
+    console.print(_budget_table(budgets, calibration.shape.num_experts, machine))
+    for written in (path, *plots):
+        console.print(f"wrote {written}")
+
+
+def _calibrate(model: str, text: str, settings: Settings) -> tuple[Calibration, Path]:
+    folder = find_model(model, settings)
+    from lowtide.lab.calibrate import calibrate as run
+    from lowtide.lab.calibration_report import check_plot
+
+    plots = settings.text("plot")
+    if plots is not None:
+        check_plot(Path(plots))
+    with open_llm(model, settings) as llm, ProgressBars() as progress:
+        shape = TraceShape(*llm.config.moe_shape)
+        out = settings.text("out")
+        path = Path(out) if out else default_path(folder, llm.config.architecture, shape)
+        check_calibration_path(path)
+        num_pieces = cast(int, settings["pieces"])
+        calibration = run(llm, text, model, num_pieces=num_pieces, progress=progress)
+    calibration.save(path)
+    return calibration, path
+
+
+def _text(model: str, settings: Settings) -> str:
+    """The text of `--text`; a demo model has one that it was not trained on."""
+    name = settings.text("text")
+    if name is None:
+        if not model.startswith("demo:"):
+            raise UsageError("Give --text FILE: what this model will be used for.")
+        from lowtide.lab.demo_text import held_out_text
+
+        return held_out_text()
+    try:
+        with open(name, "rb") as file:
+            data = file.read(MAX_TEXT_BYTES + 1)
+    except OSError as error:
+        raise StorageError(f"The text {name} cannot be read: {error.strerror}.") from error
+    if len(data) > MAX_TEXT_BYTES:
+        raise UsageError(
+            f"The text {name} has more than {MAX_TEXT_BYTES} bytes; give a part of it."
+        )
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise UsageError(f"The text {name} is not in UTF-8.") from None
+
+
+def _gate_table(calibration: Calibration) -> Table:
+    table = Table(title="the next layer's routing, foreseen", title_justify="left")
+    table.add_column("gate input")
+    for name in ("routed", *(f"top {n}" for n in TOP_SIZES), "cosine"):
+        table.add_column(name, justify="right")
+    accuracy = calibration.accuracy
+    for gate, name in enumerate(GATES):
+        shares = [accuracy.routed[gate].mean(), *accuracy.top[gate].mean(axis=0)]
+        row = [f"{share:.0%}" for share in shares] + [f"{accuracy.cosine[gate].mean():.3f}"]
+        table.add_row(name, *row)
+    return table
+
+
+def _budget_table(budgets: Sequence[Budget], num_experts: int, machine: str) -> Table:
+    table = Table(title=f"refresh intervals, {machine}", title_justify="left")
+    for name in ("residents", "drift", "missed, tau 1", "tau 4", "tau by paper", "by simulation"):
+        table.add_column(name, justify="right")
+    for budget in budgets:
+        table.add_row(
+            f"{budget.num_residents} of {num_experts}",
+            f"{budget.drift:.0%}",
+            f"{budget.misses[0]:.0%}",
+            f"{budget.misses[3]:.0%}",
+            str(budget.paper_tau),
+            str(budget.auto_tau),
+        )
+    return table

@@ -1,0 +1,149 @@
+"""What every command shares: flags made from the option table, and how errors end it."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import inspect
+import json
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, TextIO
+
+import typer
+
+from lowtide.cli.main import EXIT_INTERRUPTED
+from lowtide.cli.options import OPTIONS, Group, Kind, Option, Settings, resolve
+from lowtide.cli.screen import printable
+from lowtide.errors import ConfigError, LowtideError, UsageError
+
+_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_BROKEN_PIPE = 128 + 13
+
+Verb = Callable[..., None]
+
+
+def takes(*wanted: Group | str) -> Callable[[Verb], Verb]:
+    """Make a command of a function: its own parameters, and a flag per option that is wanted.
+
+    wanted: groups of options, and names of single ones. The function is called with `settings`,
+    the options in force, in place of their flags.
+    """
+    options = [o for each in wanted for o in OPTIONS if each in (o.group, o.name)]
+
+    def decorate(verb: Verb) -> Verb:
+        own = inspect.signature(verb, eval_str=True).parameters.values()
+        parameters = [parameter for parameter in own if parameter.name != "settings"]
+        parameters += [_flag_parameter(option) for option in options]
+
+        @functools.wraps(verb)
+        def command(**arguments: object) -> None:
+            flags = {option.name: arguments.pop(option.name) for option in options}
+            with errors_reported(wants_json=flags.get("json") is True):
+                settings = resolve(flags, os.environ)
+                with errors_reported(settings.flag("json"), settings.flag("verbose")):
+                    _start_log(settings)
+                    verb(settings=settings, **arguments)
+
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        return command
+
+    return decorate
+
+
+@contextmanager
+def errors_reported(wants_json: bool = False, is_verbose: bool = False) -> Iterator[None]:
+    """End the command with one clear line and a telling exit code, never with a traceback.
+
+    With `--json` the one object on standard output is then `{"error": {"type", "message"}}`.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except LowtideError as error:
+        if is_verbose:
+            traceback.print_exception(error)
+        if wants_json:
+            typer.echo(json.dumps({"error": {"type": type(error).__name__, "message": str(error)}}))
+        typer.echo(f"lowtide: {printable(str(error))}", err=True)
+        is_usage = isinstance(error, UsageError | ConfigError)
+        raise typer.Exit(EXIT_USAGE if is_usage else EXIT_FAILURE) from error
+    except KeyboardInterrupt:
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except BrokenPipeError:
+        close_stdout()
+        raise typer.Exit(EXIT_BROKEN_PIPE) from None
+    except OSError as error:
+        # Of a file, or of memory: what should have been a typed error.
+        if error.filename is not None or error.errno not in _WRITE_ERRORS:
+            raise
+        close_stdout()
+        typer.echo(f"lowtide: Standard output cannot be written: {error.strerror}.", err=True)
+        raise typer.Exit(EXIT_FAILURE) from None
+
+
+def close_stdout() -> None:
+    """Point standard output nowhere, so that the interpreter's last flush fails no more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _flag_parameter(option: Option) -> inspect.Parameter:
+    names = [option.flag] if option.short is None else [option.flag, option.short]
+    annotation: object = str | None
+    if option.kind is Kind.BOOLEAN:
+        annotation = bool | None
+        if option.group is not Group.OUTPUT:
+            names[0] += "/--no-" + option.flag.removeprefix("--")
+    elif option.is_repeatable:
+        annotation = list[str] | None
+    info = typer.Option(
+        *names,
+        help=_help(option),
+        metavar=None if option.kind is Kind.BOOLEAN else _metavar(option),
+        rich_help_panel=option.group.value,
+        show_default=False,
+    )
+    return inspect.Parameter(
+        option.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[annotation, info],
+    )
+
+
+def _help(option: Option) -> str:
+    repeatable = " Repeatable." if option.is_repeatable else ""
+    is_told = option.default not in (None, False)
+    default = f" Default: {str(option.default).lower()}." if is_told else ""
+    return f"{option.help}{repeatable}{default}"
+
+
+def _metavar(option: Option) -> str:
+    return "TEXT" if option.kind is Kind.TEXTS else option.kind.value.upper()
+
+
+def _start_log(settings: Settings) -> None:
+    """Send lowtide's own notices to standard error; `-v` adds what is only of interest."""
+    logger = logging.getLogger("lowtide")
+    logger.handlers.clear()
+    handler = _StderrHandler()
+    handler.setFormatter(logging.Formatter("lowtide: %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO if settings.flag("verbose") else logging.WARNING)
+    logger.propagate = False
+
+
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to whatever standard error is now: progress bars and live views replace it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)

@@ -1,0 +1,163 @@
+"""`lowtide doctor`: what this machine is, and what experts cost on it, measured."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from lowtide.cli.command import takes
+from lowtide.cli.opening import find_model
+from lowtide.cli.options import Group, Settings
+from lowtide.cli.report import json_line
+from lowtide.cli.screen import ProgressBars, stdout_console
+from lowtide.config import format_size
+
+if TYPE_CHECKING:
+    from lowtide.hardware.machine import Machine, Rate
+    from lowtide.hardware.measure import Measurements, Point
+    from lowtide.hardware.timing import Timing
+    from lowtide.lab.doctor import Diagnosis, ExpertCosts
+
+WIDE_SPREAD = 0.5
+"""Repeats that lie further apart are not what the machine can do."""
+
+OptionalModelName = Annotated[
+    str | None,
+    typer.Argument(
+        help="A folder, a hub id or a demo; without one the experts of well-known models.",
+        metavar="[MODEL]",
+    ),
+]
+
+
+@takes(Group.ENGINE, Group.HUB, Group.DOCTOR, Group.OUTPUT)
+def doctor(
+    model: OptionalModelName = None,
+    *,
+    settings: Settings,
+) -> None:
+    """Measure this machine, and what a model's experts cost on it."""
+    options, name = settings.engine_options(), settings.text("profile")
+    profile = None if name is None else Path(name)
+    with redirect_stdout(sys.stderr):
+        folder = None if model is None else find_model(model, settings)
+        from lowtide.lab.doctor import diagnose
+        from lowtide.lab.machine_profile import check_profile, save_profile
+
+        if profile is not None:
+            check_profile(profile, str(options["device"]))
+        with ProgressBars() as progress:
+            diagnosis = diagnose(
+                folder,
+                name=model or "",
+                is_fresh=settings.flag("fresh"),
+                progress=progress,
+                **options,
+            )
+    if settings.flag("json"):
+        print(json_line(diagnosis.as_dict()))
+    else:
+        _print(diagnosis)
+    if profile is not None:
+        save_profile(diagnosis, profile)
+
+
+def _print(diagnosis: Diagnosis) -> None:
+    console = stdout_console()
+    console.print(machine_line(diagnosis.machine))
+    console.print(rates_table(diagnosis.rates))
+    for costs in diagnosis.costs:
+        console.print(_costs_table(costs))
+        console.print(Text(_moves_line(costs)))
+        if costs.stored.measurements.spread > WIDE_SPREAD:
+            console.print(Text(_wide_line(costs)))
+    for name, reason in diagnosis.skipped:
+        console.print(Text(f"{name} was not measured: {reason}"))
+
+
+def machine_line(machine: Machine) -> str:
+    """What the machine is, on one line."""
+    gpu = machine.gpu or "no GPU"
+    memory = format_size(machine.memory_bytes)
+    return f"{machine.cpu} · {machine.num_cores} cores · {memory} · {gpu} · {machine.kernel}"
+
+
+def rates_table(rates: Sequence[Rate]) -> Table:
+    """The machine's rates beside their ceilings."""
+    table = Table(title="this machine at its best", title_justify="left", title_style="bold")
+    table.add_column("what")
+    for name in ("measured", "repeats within", "ceiling"):
+        table.add_column(name, justify="right")
+    for rate in rates:
+        ceiling = "not known" if rate.ceiling is None else _per_s(rate.ceiling, rate.unit)
+        table.add_row(rate.name, _per_s(rate.per_s, rate.unit), f"{rate.spread:.0%}", ceiling)
+    return table
+
+
+def _costs_table(costs: ExpertCosts) -> Table:
+    measurements = costs.stored.measurements
+    size = format_size(measurements.expert_bytes)
+    title = f"{costs.name}: experts of {size}, {costs.dtype}, measured {costs.stored.date[:10]}"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    curves = {"expert on host": measurements.host}
+    if measurements.device:
+        curves["expert on device"] = measurements.device
+    curves[f"rest of layer, {format_size(costs.dense_bytes)}"] = measurements.dense
+    table.add_column("tokens", justify="right")
+    for name in curves:
+        table.add_column(f"{name}, ms", justify="right")
+    for count in sorted({point.num_tokens for curve in curves.values() for point in curve}):
+        table.add_row(str(count), *[_cell(curve, count) for curve in curves.values()])
+    return table
+
+
+def _cell(curve: Sequence[Point], num_tokens: int) -> str:
+    """Empty where a curve has no such point: its last slope goes on."""
+    median_s = {point.num_tokens: point.timing.median_s for point in curve}
+    return _milliseconds(median_s[num_tokens]) if num_tokens in median_s else ""
+
+
+def _moves_line(costs: ExpertCosts) -> str:
+    """What it takes to bring an expert, and how near its computation is to the memory's rate."""
+    measurements = costs.stored.measurements
+    parts = [f"{_rate(measurements, measurements.host[0].timing)} of weights with 1 token"]
+    if costs.device:
+        parts.append(costs.device)
+    if measurements.link is not None:
+        parts.append(f"fetched in {_move(measurements, measurements.link)}")
+    if measurements.sync is not None:
+        parts.append(f"synchronised in {measurements.sync.median_s * 1e6:.0f} us")
+    if measurements.disk_read is not None:
+        how = "direct" if measurements.is_read_direct else "through the page cache"
+        parts.append(f"read in {_move(measurements, measurements.disk_read)}, {how}")
+    return " · ".join(parts)
+
+
+def _wide_line(costs: ExpertCosts) -> str:
+    return (
+        f"Repeats lie {costs.stored.measurements.spread:.0%} of their median apart: something else "
+        "used the machine. Measure again with --fresh when it is quiet."
+    )
+
+
+def _move(measurements: Measurements, timing: Timing) -> str:
+    return f"{_milliseconds(timing.median_s)} ms ({_rate(measurements, timing)})"
+
+
+def _rate(measurements: Measurements, timing: Timing) -> str:
+    return _per_s(measurements.expert_bytes / timing.median_s, "B")
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g}"
+
+
+def _per_s(per_s: float, unit: str) -> str:
+    return f"{per_s / 1e9:.3g} G{unit}/s"

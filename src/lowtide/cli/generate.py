@@ -1,0 +1,91 @@
+"""`lowtide generate`: one answer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from typing import Annotated
+
+import typer
+
+from lowtide.cli.answer import (
+    Answer,
+    Prompt,
+    ask,
+    ask_live,
+    ask_writing,
+    has_view,
+    live_view,
+)
+from lowtide.cli.command import takes
+from lowtide.cli.opening import open_llm
+from lowtide.cli.options import Group, Settings
+from lowtide.cli.prompt import read_prompt
+from lowtide.cli.report import answer_object, json_line, plan_table, speed, speed_line
+from lowtide.cli.screen import stderr_console, stdout_console
+from lowtide.cli.text import TextWriter
+from lowtide.core import MemoryPlan
+from lowtide.params import SamplingParams
+
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        help="A folder, a hub id such as org/name, demo:diffusion or demo:chat.", metavar="MODEL"
+    ),
+]
+
+
+@takes(Group.ENGINE, Group.HUB, Group.SAMPLING, Group.DIFFUSION, Group.RECORD, Group.OUTPUT)
+def generate(
+    model: ModelName,
+    prompt: Annotated[
+        str | None,
+        typer.Option("-p", "--prompt", help="The text to continue; - reads standard input."),
+    ] = None,
+    prompt_ids: Annotated[
+        str | None, typer.Option(help='Token ids in place of text: "5 17 3".', metavar="IDS")
+    ] = None,
+    *,
+    settings: Settings,
+) -> None:
+    """Write one answer; the plan in force and the speed follow on standard error."""
+    params = settings.sampling_params()
+    question = read_prompt(prompt, prompt_ids)
+    if settings.flag("json"):
+        print(_as_json(model, question, params, settings))
+        return
+    answer, plan, stats = _on_screen(model, question, params, settings)
+    console = stderr_console()
+    console.print(plan_table(plan))
+    usage = answer.completion.usage
+    console.print(speed_line(usage, stats, answer.generation_s), soft_wrap=True)
+
+
+def _as_json(model: str, prompt: Prompt, params: SamplingParams, settings: Settings) -> str:
+    # Whatever a library prints while at work must not share standard output with the object.
+    with redirect_stdout(sys.stderr), open_llm(model, settings, prompt) as llm:
+        answer = ask(llm, prompt, params)
+        return json_line(answer_object(answer.completion, _stats(llm.stats(), answer), llm.plan))
+
+
+def _on_screen(
+    model: str, prompt: Prompt, params: SamplingParams, settings: Settings
+) -> tuple[Answer, MemoryPlan, dict[str, object]]:
+    console = stdout_console()
+    with open_llm(model, settings, prompt) as llm:
+        if has_view(llm, console):
+            answer = ask_live(llm, prompt, params, live_view(llm, prompt, params.stop, console))
+        else:
+            writer = TextWriter(sys.stdout, llm.tokenizer, params.stop, console.is_terminal)
+            answer = ask_writing(llm, prompt, params, writer)
+        return answer, llm.plan, _stats(llm.stats(), answer)
+
+
+def _stats(stats: Mapping[str, object], answer: Answer) -> dict[str, object]:
+    num_tokens = len(answer.completion.token_ids)
+    times = {
+        "generation_s": answer.generation_s,
+        "tokens_per_s": speed(num_tokens, answer.generation_s),
+    }
+    return {**times, **stats}

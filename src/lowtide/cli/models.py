@@ -1,0 +1,87 @@
+"""`lowtide synth`, `pull` and `ls`: models written, fetched and listed."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+from rich.table import Table
+
+from lowtide.cli.command import takes
+from lowtide.cli.opening import quiet_downloads
+from lowtide.cli.options import Group, Settings
+from lowtide.cli.report import json_line
+from lowtide.cli.screen import ProgressBars, stdout_console
+from lowtide.config import format_size
+from lowtide.errors import UsageError
+
+
+@takes(Group.SYNTH, "seed", Group.OUTPUT)
+def synth(
+    family: Annotated[str, typer.Argument(help="A model family, such as llada2.")],
+    *,
+    settings: Settings,
+) -> None:
+    """Write a checkpoint with random weights and a realistic routing skew."""
+    out = settings.text("out")
+    if out is None:
+        raise UsageError("synth needs --out FOLDER, the folder to write.")
+    seed = cast(int, settings["seed"]) if settings.is_given("seed") else 0
+    if seed < 0:
+        raise UsageError(f"--seed must be at least 0, not {seed}.")
+    from lowtide.lab import synth as lab
+
+    with ProgressBars() as progress:
+        folder = lab.synth(
+            family,
+            settings.text("size") or "tiny",
+            Path(out),
+            seed=seed,
+            progress=lambda done, total: progress("writing", done, total),
+        )
+    _tell(settings, "wrote", folder)
+
+
+@takes(Group.HUB, Group.OUTPUT)
+def pull(
+    model: Annotated[str, typer.Argument(help="A hub id: org/name or org/name@revision.")],
+    *,
+    settings: Settings,
+) -> None:
+    """Fetch a model from the hub: weights, configuration and tokenizer, never code."""
+    if settings.flag("offline"):
+        raise UsageError("pull fetches from the hub, which --offline forbids.")
+    quiet_downloads()
+    from lowtide.model_folder import hub
+
+    _tell(settings, "fetched", hub.pull(model))
+
+
+@takes(Group.OUTPUT)
+def ls(*, settings: Settings) -> None:
+    """List the models that are on this machine."""
+    quiet_downloads()
+    from lowtide.model_folder.hub import list_models
+
+    models = list_models()
+    if settings.flag("json"):
+        rows = [dataclasses.asdict(m) | {"path": str(m.path)} for m in models]
+        print(json_line({"models": rows}))
+        return
+    table = Table()
+    for column in ("model", "revision", "size", "path"):
+        table.add_column(column, justify="right" if column == "size" else "left")
+    for m in models:
+        size = format_size(m.num_bytes) + ("" if m.is_complete else " (incomplete)")
+        table.add_row(m.name, m.revision[:12], size, str(m.path))
+    stdout_console().print(table)
+
+
+def _tell(settings: Settings, done: str, folder: Path) -> None:
+    num_bytes = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+    if settings.flag("json"):
+        print(json_line({"path": str(folder), "bytes": num_bytes}))
+    else:
+        print(f"{done} {folder} ({format_size(num_bytes)})")

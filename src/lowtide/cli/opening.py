@@ -1,0 +1,80 @@
+"""From a model's name to an engine: what is cheap to refuse is refused before torch is imported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lowtide.cli.options import Settings
+from lowtide.cli.screen import ProgressBars, stderr_console
+from lowtide.config import ModelConfig
+from lowtide.core import MemoryPlan
+from lowtide.files.whole_file import check_writable
+from lowtide.params import check_kind
+
+if TYPE_CHECKING:
+    from lowtide.cli.answer import Prompt
+    from lowtide.llm import LLM
+
+
+@contextmanager
+def open_llm(model: str, settings: Settings, prompt: Prompt | None = None) -> Iterator[LLM]:
+    """The engine for a model, loaded under a progress bar, closed afterwards.
+
+    Parameters that the model's kind does not have, and a `prompt` that it cannot answer, are
+    refused before anything is loaded.
+    """
+    folder, config = _find(model, settings)
+    params, options = settings.sampling_params(), settings.engine_options()
+    trace = settings.text("trace")
+    if trace is not None:
+        check_writable(Path(trace), "trace")
+    check_kind(params, config.architecture, config.is_diffusion)
+    from lowtide.llm import LLM, check_request
+
+    if prompt is not None:
+        check_request(str(folder), prompt, params, **options)
+    with ProgressBars() as progress:
+        llm = LLM(str(folder), progress=progress, **options)
+    with llm, ExitStack() as stack:
+        if trace is not None:
+            from lowtide.lab.record import recorded
+
+            stack.enter_context(recorded(llm, Path(trace), model))
+        yield llm
+
+
+def make_plan(model: str, settings: Settings) -> MemoryPlan:
+    """The memory plan of a model; no weight is read."""
+    folder = find_model(model, settings)
+    from lowtide.llm import plan_model
+
+    return plan_model(str(folder), **settings.engine_options())
+
+
+def find_model(model: str, settings: Settings) -> Path:
+    """A model's folder, fetched if need be, with a `config.json` that lowtide understands.
+
+    Raises UsageError or HubError if there is no such model, ConfigError for its configuration.
+    """
+    return _find(model, settings)[0]
+
+
+def quiet_downloads() -> None:
+    """Keep the hub library's progress bars to terminals. It reads this when imported."""
+    if not stderr_console().is_terminal:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def _find(model: str, settings: Settings) -> tuple[Path, ModelConfig]:
+    settings.engine_options()  # refused before anything is fetched
+    quiet_downloads()
+    from lowtide.model_folder.hub import resolve_model
+
+    folder = resolve_model(model, offline=settings.flag("offline"))
+    overrides = settings["config_override"]
+    config = ModelConfig.load(folder, overrides if isinstance(overrides, dict) else {})
+    return folder, config

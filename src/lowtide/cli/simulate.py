@@ -1,0 +1,141 @@
+"""`lowtide simulate`: a recorded run replayed under other policies, budgets and machines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+from rich.table import Table
+
+from lowtide.cli.command import takes
+from lowtide.cli.options import Group, Settings
+from lowtide.cli.report import json_line
+from lowtide.cli.screen import stderr_console, stdout_console
+from lowtide.config import format_size
+from lowtide.errors import UsageError
+
+if TYPE_CHECKING:
+    from lowtide.profiles import Profile
+    from lowtide.replay.calibration import Calibration
+    from lowtide.replay.simulator import Report
+    from lowtide.replay.trace import Trace
+
+
+@takes(Group.SIMULATION, "calibration", Group.OUTPUT)
+def simulate(
+    trace: Annotated[Path, typer.Argument(help="What generate --trace wrote.")],
+    *,
+    settings: Settings,
+) -> None:
+    """Replay a trace in simulated time; nothing is computed."""
+    from lowtide.profiles import load_profile
+    from lowtide.replay.calibration import Calibration
+    from lowtide.replay.trace import Trace
+
+    machine, calibration = str(settings["machine"]), settings.text("calibration")
+    residents, tau = cast(float, settings["residents"]), cast(int, settings["tau"])
+    if not 0 <= residents <= 1:
+        raise UsageError(f"--residents is a share from 0 to 1, not {residents}.")
+    if tau < 1:
+        raise UsageError(f"--tau must be at least 1, not {tau}.")
+    profile = load_profile(machine)
+    recorded = Trace.load(trace)
+    known = Calibration.load(Path(calibration)) if calibration is not None else None
+    if not recorded.passes:
+        raise UsageError(f"Trace {trace} has no passes: nothing ran while it was recorded.")
+    names = [name.strip() for name in str(settings["presets"]).split(",") if name.strip()]
+    if not names:
+        raise UsageError("--presets names none; give at least one.")
+    reports = _replay(recorded, known, profile, names, residents, tau)
+    if settings.flag("json"):
+        print(json_line({"trace": str(trace), "machine": machine, "runs": _objects(reports)}))
+        return
+    stdout_console().print(_table(reports, f"{profile.name}; {residents:.0%} of the experts"))
+    rates = "published" if known is None else "measured"
+    notes = [f"simulated time of the MoE layers; prefetch gates err at {rates} rates"]
+    notes += _what_does_not_fit(recorded, profile, residents)
+    for note in notes:
+        stderr_console().print(note, style="dim")
+
+
+def _replay(
+    recorded: Trace,
+    known: Calibration | None,
+    profile: Profile,
+    presets: list[str],
+    residents: float,
+    tau: int,
+) -> list[Report]:
+    from lowtide.core import MoEShape
+    from lowtide.policies.catalogue import Setting
+    from lowtide.replay.simulator import GATE_ACCURACY, compare, measured_accuracy
+
+    shape = MoEShape(*recorded.shape)
+    if not shape.hidden_size or not shape.expert_size:
+        raise UsageError("The trace does not say how large an expert is; record it again.")
+    if known is not None:
+        check_same_shape(recorded, known)
+    setting = Setting(
+        capacity=[round(residents * shape.num_experts)] * shape.num_layers,
+        num_experts=shape.num_experts,
+        costs=profile.costs(shape),
+        frequency=known.frequency if known else None,
+        following=known.following if known else None,
+        hits=known.trace.hits() if known else None,
+        tau=tau,
+    )
+    accuracy = measured_accuracy(known) if known else GATE_ACCURACY
+    return compare(recorded, presets, setting, gate_accuracy=accuracy)
+
+
+def _what_does_not_fit(recorded: Trace, profile: Profile, residents: float) -> list[str]:
+    """The budget is the user's; that the machine could not give it is only told."""
+    from lowtide.core import MoEShape
+
+    shape = MoEShape(*recorded.shape)
+    all_bytes = profile.costs(shape).expert_bytes * shape.num_layers * shape.num_experts
+    notes = []
+    if residents * all_bytes > profile.device.memory_bytes:
+        notes.append(
+            f"The residents take {_size(residents * all_bytes)}; the device has "
+            f"{_size(profile.device.memory_bytes)}."
+        )
+    if all_bytes > profile.host.memory_bytes:
+        notes.append(
+            f"All experts take {_size(all_bytes)} and the host has "
+            f"{_size(profile.host.memory_bytes)}: reading the others from disk is not simulated."
+        )
+    return notes
+
+
+def _size(num_bytes: float) -> str:
+    return format_size(round(num_bytes))
+
+
+def check_same_shape(recorded: Trace, known: Calibration) -> None:
+    """Raises UsageError when trace and calibration are of models of different shapes."""
+    if known.shape != recorded.shape:
+        raise UsageError(
+            f"The trace is of {recorded.model!r} and the calibration of {known.trace.model!r}, "
+            "whose layers or experts differ; calibrate the model of the trace."
+        )
+
+
+def _objects(reports: list[Report]) -> list[dict[str, object]]:
+    return [report.as_dict() for report in reports]
+
+
+def _table(reports: list[Report], title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in ("policy", "tokens/s", "hit rate", "moved", "what binds"):
+        table.add_column(name, justify="left" if name in ("policy", "what binds") else "right")
+    for report in reports:
+        table.add_row(
+            report.preset,
+            f"{report.tokens_per_s:.1f}",
+            f"{report.hit_rate:.0%}",
+            format_size(report.moved_bytes),
+            report.binds,
+        )
+    return table

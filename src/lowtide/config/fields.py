@@ -1,0 +1,111 @@
+"""Typed access to the keys of one `config.json`: every value checked where it is read."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+
+from lowtide.errors import ConfigError, UnsupportedError, UsageError
+from lowtide.files.json_file import shown
+
+
+class Fields:
+    """The keys of one `config.json`, and which of them were asked for.
+
+    A key that is null counts as absent. Where a thing has several names, they may not disagree.
+    """
+
+    def __init__(self, values: Mapping[str, object], prefix: str = "") -> None:
+        self.values = values
+        self.prefix = prefix
+        self.asked: set[str] = set()
+
+    def raw(self, *names: str) -> object | None:
+        self.asked.update(names)
+        found = [name for name in names if self.values.get(name) is not None]
+        if not found:
+            return None
+        first, *others = found
+        for other in others:
+            if self.values[other] != self.values[first]:
+                raise self.error(first, f"contradicts {other} {shown(self.values[other])}")
+        return self.values[first]
+
+    def integer(self, *names: str, low: int, high: int, default: int | None = None) -> int:
+        value = self.optional_integer(*names, low=low, high=high)
+        if value is None:
+            value = default
+        if value is None:
+            raise ConfigError(f"config.json has no {self.prefix}{' or '.join(names)}.")
+        return value
+
+    def optional_integer(self, *names: str, low: int, high: int) -> int | None:
+        value = self.raw(*names)
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise self.error(self._present(names), f"must be an integer from {low} to {high}")
+        return value
+
+    def optional_number(self, *names: str, low: float, high: float) -> float | None:
+        value = self.raw(*names)
+        if value is None:
+            return None
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high:  # type: ignore[operator]
+            raise self.error(self._present(names), f"must be a number from {low} to {high}")
+        return float(value)  # type: ignore[arg-type]
+
+    def number(self, *names: str, low: float, high: float) -> float:
+        value = self.optional_number(*names, low=low, high=high)
+        if value is None:
+            raise ConfigError(f"config.json has no {self.prefix}{' or '.join(names)}.")
+        return value
+
+    def boolean(self, *names: str, default: bool) -> bool:
+        value = self.raw(*names)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.error(self._present(names), "must be true or false")
+        return value
+
+    def text(self, *names: str, default: str) -> str:
+        value = self.raw(*names)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise self.error(self._present(names), "must be a text")
+        return value
+
+    def only(self, name: str, supported: object) -> None:
+        """Refuses any value but `supported`, the one that lowtide computes."""
+        value = self.raw(name)
+        if value is not None and (type(value) is not type(supported) or value != supported):
+            raise UnsupportedError(
+                f"config.json: {self.prefix}{name} {shown(value)} is not supported, only "
+                f"{shown(supported)}."
+            )
+
+    def refuse(self, name: str) -> None:
+        """Refuses a feature that is switched on by any value at all."""
+        value = self.raw(name)
+        if value is not None:
+            raise UnsupportedError(
+                f"config.json: {self.prefix}{name} {shown(value)} is not supported."
+            )
+
+    def refuse_unread(self, name: str) -> None:
+        """Refuses an override whose key nobody asked for: it would have no effect."""
+        if name in self.asked:
+            return
+        close = difflib.get_close_matches(str(name), self.asked, 1)
+        hint = f"; did you mean {close[0]}?" if close else "."
+        raise UsageError(f"The config override {shown(name)} is not a key that lowtide reads{hint}")
+
+    def error(self, name: str, problem: str) -> ConfigError:
+        value = shown(self.values[name])
+        return ConfigError(f"config.json: {self.prefix}{name} {value} {problem}.")
+
+    def _present(self, names: tuple[str, ...]) -> str:
+        return next(name for name in names if self.values.get(name) is not None)

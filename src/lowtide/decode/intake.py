@@ -1,0 +1,207 @@
+"""From what a user asks to requests that a decoder can run, or a refusal.
+
+Prompts become token ids, parameters get the family's published defaults, stop strings become a
+question that a decoder can ask. Nothing here touches a weight or a running sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import numpy as np
+
+from lowtide.config import ModelConfig
+from lowtide.core import align_up
+from lowtide.decode.request import Request
+from lowtide.errors import PlanError, UnsupportedError, UsageError
+from lowtide.model_folder.tokenizer import Tokenizer
+from lowtide.params import SamplingParams, check_kind
+
+Message = Mapping[str, str]
+Prompt = str | Sequence[int] | Sequence[Message]
+
+_DEFAULTED = (
+    "block_length",
+    "steps",
+    "threshold",
+    "edit_threshold",
+    "max_post_steps",
+    "eos_early_stop",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """Makes requests for one model. `seed` is for those that bring none."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    context: int  # tokens that the KV cache was asked to hold
+    max_block_length: int
+    seed: int = 0
+
+    def requests(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Request]:
+        """A request for each prompt, its index its place.
+
+        Under one `params` for all, request i draws with `seed + i`, so that equal prompts differ;
+        a list of them, one for each prompt, is taken as it is. Raises UsageError or PlanError for
+        what cannot be honoured.
+        """
+        if isinstance(params, SamplingParams):
+            first = self.seed if params.seed is None else params.seed
+            each = [replace(params, seed=first + index) for index in range(len(prompts))]
+        else:
+            each = _as_list(params)
+        if len(each) != len(prompts):
+            raise UsageError(f"There are {len(prompts)} prompts and {len(each)} parameters.")
+        return [
+            self._request(index, prompt, asked)
+            for index, (prompt, asked) in enumerate(zip(prompts, each, strict=True))
+        ]
+
+    def check_ids(self, token_ids: Sequence[int]) -> None:
+        """Raises UsageError for no ids, or one that is out of range."""
+        vocab_size = self.config.vocab_size
+        if not len(token_ids):
+            raise UsageError("The prompt is empty; give at least one token.")
+        for token_id in token_ids:
+            is_integer = isinstance(token_id, int | np.integer) and not isinstance(token_id, bool)
+            if not is_integer or not 0 <= token_id < vocab_size:
+                raise UsageError(f"Prompt id {token_id!r} is not one of 0 to {vocab_size - 1}.")
+
+    def check_fits(self, num_prompt: int, max_tokens: int, block_length: int) -> None:
+        """Raises PlanError where prompt and new tokens exceed the model's positions or, in whole
+        blocks, the context."""
+        if num_prompt + max_tokens > self.config.max_positions:
+            raise PlanError(
+                f"{num_prompt} prompt tokens and {max_tokens} new ones are more than the "
+                f"{self.config.max_positions} positions of this model. Lower max_tokens."
+            )
+        canvas = align_up(num_prompt + max_tokens, block_length)
+        if canvas > align_up(self.context, block_length):
+            raise PlanError(
+                f"{num_prompt} prompt tokens and {max_tokens} new ones need {canvas} tokens of "
+                f"KV cache; the context is {self.context}. Lower max_tokens or raise context."
+            )
+
+    def check_block_length(self, block_length: int) -> None:
+        """Raises UsageError for one that a pass or the model's routing does not allow."""
+        window = self.config.routing_block_size if self.config.expert_capacity else 1
+        if block_length > self.max_block_length:
+            raise UsageError(
+                f"block_length {block_length} is above the most, {self.max_block_length}."
+            )
+        if block_length % window:
+            raise UsageError(
+                f"This model routes in windows of {window} tokens: block_length must be a multiple "
+                f"of that, not {block_length}."
+            )
+
+    def _request(self, index: int, prompt: Prompt, asked: SamplingParams) -> Request:
+        token_ids = self.token_ids(prompt)
+        params = self._resolved(asked)
+        self.check_fits(len(token_ids), params.max_tokens, params.diffusion.block_length or 1)
+        is_stopped = StopStrings(self._needed_tokenizer(), params.stop) if params.stop else None
+        return Request(
+            index=index,
+            prompt=token_ids,
+            params=params,
+            eos_token_ids=self.config.eos_token_ids,
+            seed=self.seed if params.seed is None else params.seed,
+            is_stopped=is_stopped,
+        )
+
+    def _resolved(self, params: SamplingParams) -> SamplingParams:
+        """`params` with the family's published defaults where nothing was asked."""
+        check_kind(params, self.config.architecture, self.config.is_diffusion)
+        defaults, asked = self.config.decoding, params.diffusion
+        if defaults is None:
+            return params
+        if asked.cfg_scale:
+            raise UnsupportedError(
+                f"cfg_scale {asked.cfg_scale}: block diffusion models decode without guidance."
+            )
+        unset = {n: getattr(defaults, n) for n in _DEFAULTED if getattr(asked, n) is None}
+        diffusion = replace(asked, **unset)
+        self.check_block_length(cast(int, diffusion.block_length))
+        return replace(params, diffusion=diffusion)
+
+    def token_ids(self, prompt: Prompt) -> list[int]:
+        """A prompt's ids. Raises UsageError for none, and for text without a tokenizer."""
+        if isinstance(prompt, str):
+            token_ids = self._needed_tokenizer().encode(prompt)
+        elif is_chat(prompt):
+            token_ids = self._needed_tokenizer().encode_chat(cast(Sequence[Message], prompt))
+        else:
+            _check_is_list(prompt)
+            token_ids = list(cast(Sequence[int], prompt))
+        self.check_ids(token_ids)
+        return token_ids
+
+    def _needed_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise UsageError("This model has no tokenizer.json: prompts are token ids, no stop.")
+        return self.tokenizer
+
+
+class StopStrings:
+    """Asked with an answer's growing token ids: whether its text has a stop string by now.
+
+    Looks at each token once, and at text across their borders.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+        self._stop = tuple(stop)
+        self._stream = tokenizer.stream()
+        self._num_seen = 0
+        self._tail = ""  # the text's end, in which a stop string may have begun
+        self._num_kept = max(map(len, stop)) - 1
+
+    def __call__(self, token_ids: Sequence[int]) -> bool:
+        text = self._tail + self._stream.push(token_ids[self._num_seen :])
+        self._num_seen = len(token_ids)
+        self._tail = text[max(0, len(text) - self._num_kept) :]
+        return any(string in text for string in self._stop)
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """A list of prompts, from one or from a list of them. Raises UsageError for anything else."""
+    if isinstance(prompts, str) or is_chat(prompts):
+        return [cast(Prompt, prompts)]
+    _check_is_list(prompts)
+    is_ids = bool(prompts) and all(isinstance(item, int | np.integer) for item in prompts)
+    return [cast(Prompt, prompts)] if is_ids else cast(Sequence[Prompt], prompts)
+
+
+def is_chat(prompt: object) -> bool:
+    """Whether a prompt is a list of chat messages."""
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str) and bool(prompt)
+    return is_list and isinstance(cast(Sequence[object], prompt)[0], Mapping)
+
+
+def _check_is_list(prompt: object) -> None:
+    """Raises UsageError for what is no list: an array of ids, say, or bytes."""
+    if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+        raise UsageError(
+            "A prompt is a string, a list of token ids or a list of chat messages, not "
+            f"{type(prompt).__name__}; an array of ids becomes a list by its tolist()."
+        )
+
+
+def _as_list(params: Sequence[SamplingParams]) -> list[SamplingParams]:
+    """Parameters that were given one by one. Raises UsageError for anything else."""
+    each = list(params) if isinstance(params, Sequence) else [params]
+    for one in each:
+        if not isinstance(one, SamplingParams):
+            raise UsageError(f"params must be SamplingParams or a list of them, not {one!r}.")
+    return each
+
+
+def cut_at_stop(text: str, stop: Sequence[str]) -> str:
+    """`text` before the earliest of the stop strings; all of it where there is none."""
+    ends = [end for string in stop if (end := text.find(string)) >= 0]
+    return text[: min(ends, default=None)]

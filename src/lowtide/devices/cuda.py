@@ -1,0 +1,315 @@
+"""A CUDA device: expert slots in its memory, a stream that fills them, experts run from them.
+
+Copies have a stream of their own; experts are computed on the stream of the caller, between what
+it queued before and what it queues next. Streams wait for each other's events on the device. The
+calling thread waits in `to_host`, and where it has run so far ahead that a ring is used up.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowtide.core import IntArray, MoEShape
+from lowtide.errors import InternalError
+from lowtide.experts.device import ExpertGroup
+from lowtide.experts.rows import ExpertBuffers, ExpertRows
+from lowtide.experts.slots import SlotLayout
+from lowtide.kernels.reference import ClampedWeights, ExpertWeights, gated_mlp
+from lowtide.kernels.routing import why_no_triton
+from lowtide.memory.cuda_streams import (
+    CudaEvent,
+    CudaStreams,
+    PinnedRing,
+    Streams,
+    device_errors,
+    plan_errors,
+    wait_on,
+)
+from lowtide.memory.pinned import PinnedMemory
+from lowtide.threads.event import Event
+from lowtide.threads.executor import Work
+
+_NUM_TABLES = 64  # launches that the calling thread may be ahead
+_NUM_PIECES = 4
+_PIECE_BYTES = 4 << 20
+
+RING_BYTES = _NUM_PIECES * _PIECE_BYTES
+"""Pinned memory that copies from pageable memory need on top of `pinned_bytes`."""
+
+
+def pinned_bytes(shape: MoEShape, dtype: torch.dtype, max_rows: int) -> int:
+    """Pinned host memory of a device for steps of up to `max_rows` token rows."""
+    num_pairs = max_rows * shape.num_experts_per_token
+    parts = num_pairs * shape.hidden_size * dtype.itemsize
+    counts, tables = shape.num_experts * 8, _NUM_TABLES * shape.num_experts * 4
+    # torch's allocator of pinned memory rounds every block up to a power of two.
+    return sum(1 << (num_bytes - 1).bit_length() for num_bytes in (parts, counts, counts, tables))
+
+
+class Computation(Protocol):
+    """Experts computed from slots: Triton's kernels, or plain torch."""
+
+    def run(self, group: ExpertGroup, rows: ExpertRows, buffers: ExpertBuffers) -> None: ...
+
+    def place(
+        self, host_parts: Tensor, experts: IntArray, rows: ExpertRows, parts: Tensor
+    ) -> None: ...
+
+
+class CudaDevice:
+    """Owns the slots, as one tensor [num_slots, slot_bytes], and the copy stream."""
+
+    name = "cuda"
+
+    def __init__(
+        self,
+        shape: MoEShape,
+        layout: SlotLayout,
+        num_slots: int,
+        max_rows: int,
+        pinned: PinnedMemory,
+        kernels: str = "auto",
+        streams: Streams | None = None,
+    ) -> None:
+        """`max_rows`: token rows of the largest step. `pinned`: where sources may lie.
+        `kernels`: `auto` (Triton's where there are any for these experts) or `reference`.
+
+        Raises PlanError when the GPU or the system has too little memory.
+        """
+        self._streams = CudaStreams() if streams is None else streams
+        self.torch_device = self._streams.torch_device
+        self.num_slots = num_slots
+        self._pinned = pinned
+        self._is_closed = False
+        num_pairs = max_rows * shape.num_experts_per_token
+        with plan_errors(num_slots * layout.num_bytes, f"GPU memory for {num_slots} slots"):
+            slots = torch.empty(
+                (num_slots, layout.num_bytes), dtype=torch.uint8, device=self.torch_device
+            )
+        with plan_errors(pinned_bytes(shape, layout.dtype, max_rows), "pinned host memory"):
+            self._host_parts = self._streams.pinned((num_pairs, shape.hidden_size), layout.dtype)
+            self._host_counts = self._streams.pinned((shape.num_experts,), torch.int64)
+            self._host_predicted = self._streams.pinned((shape.num_experts,), torch.int64)
+        # The slots' memory may have been another's, whose last use is still queued.
+        self._streams.copies.wait_event(self._streams.current.record_event())
+        self._slots = slots
+        with plan_errors(num_pairs * 12, "GPU memory for tables"):
+            self._computation = _choose_computation(
+                kernels, self._streams, slots, layout, shape, self._host_parts
+            )
+
+    def copy(self, source: Tensor, slot: int, after: Event | None) -> Event:
+        stream = self._streams.copies
+        with device_errors("fetching an expert"), self._streams.use(stream):
+            wait_on(stream, after)
+            if self._pinned.holds(source):
+                self._slots[slot].copy_(source, non_blocking=True)
+            else:
+                self._copy_in_pieces(source, self._slots[slot])
+            return CudaEvent(stream.record_event())
+
+    def describe(self) -> str:
+        """The GPU's name, and that others are not used."""
+        name, num_gpus = torch.cuda.get_device_name(self.torch_device), torch.cuda.device_count()
+        return name if num_gpus == 1 else f"{name}, the first of {num_gpus} GPUs, used alone"
+
+    def run(
+        self, group: ExpertGroup, rows: ExpertRows, buffers: ExpertBuffers, after: Event | None
+    ) -> Event:
+        stream = self._streams.current
+        with device_errors("computing experts"):
+            wait_on(stream, after)
+            self._computation.run(group, rows, buffers)
+            return CudaEvent(stream.record_event())
+
+    def to_host(self, rows: ExpertRows, parts: Tensor) -> Tensor:
+        host_parts = self._host_parts[: len(parts)]
+        with device_errors("copying a layer's inputs to the host"):
+            self._host_counts.copy_(rows.counts, non_blocking=True)
+            host_parts.copy_(parts, non_blocking=True)
+            event = CudaEvent(self._streams.current.record_event())
+        event.wait()
+        rows.learn(self._host_counts)
+        return host_parts
+
+    def stage(self, predicted: Tensor) -> Tensor:
+        with device_errors("copying a prediction to the host"):
+            self._host_predicted.copy_(predicted, non_blocking=True)
+        return self._host_predicted
+
+    def from_host(
+        self, host_parts: Tensor, rows: ExpertRows, experts: IntArray, parts: Tensor
+    ) -> None:
+        with device_errors("taking over the host's experts"):
+            self._computation.place(host_parts, experts, rows, parts)
+
+    def host_work(self, num_tokens: Sequence[int], work: Work) -> Work:
+        return work
+
+    def join(self) -> None:
+        """Nothing to do: experts run on the caller's own stream."""
+
+    def drain(self) -> None:
+        for stream in (self._streams.copies, self._streams.current):
+            with suppress(RuntimeError):  # a GPU that failed has nothing under way
+                CudaEvent(stream.record_event()).wait_until_ended()
+
+    def close(self) -> None:
+        """May be called again."""
+        if not self._is_closed:
+            self.drain()
+            self._is_closed = True
+            del self._slots, self._computation, self._host_parts
+            self.__dict__.pop("_ring", None)
+            self._streams.release()
+
+    def _copy_in_pieces(self, source: Tensor, target: Tensor) -> None:
+        for start in range(0, len(source), _PIECE_BYTES):
+            stop = min(start + _PIECE_BYTES, len(source))
+            piece = self._ring.take().tensor[: stop - start]
+            piece.copy_(source[start:stop])
+            target[start:stop].copy_(piece, non_blocking=True)
+            self._ring.used(self._streams.copies)
+
+    @cached_property
+    def _ring(self) -> PinnedRing:
+        return PinnedRing(self._streams, (_NUM_PIECES, _PIECE_BYTES), torch.uint8)
+
+
+class TritonExperts:
+    """All experts of a group in one go; no loop over them on the host."""
+
+    def __init__(
+        self, streams: Streams, slots: Tensor, layout: SlotLayout, shape: MoEShape, num_pairs: int
+    ) -> None:
+        from lowtide.kernels import triton_experts
+
+        self._kernels = triton_experts
+        self._streams = streams
+        self._num_pairs = num_pairs
+        self._layout = layout
+        self._slots = slots.view(layout.dtype)
+        item_bytes = layout.dtype.itemsize
+        offsets = (offset // item_bytes for offset in layout.offsets)
+        self._image = triton_experts.SlotImage(layout.num_bytes // item_bytes, *offsets)
+        self._tables = PinnedRing(streams, (_NUM_TABLES, shape.num_experts), torch.int32)
+        self._tiles = triton_experts.Tiles.empty(num_pairs, shape.num_experts, slots.device)
+
+    def try_out(self, host_parts: Tensor) -> None:
+        """Launches every kernel over no pairs: compiles them, and raises what they fail with."""
+        hidden, (width, _) = host_parts.shape[1], self._layout.shapes[0]
+        counts = self._slots.new_zeros(self._tables.num_columns, dtype=torch.int64)
+        parts, gate = self._slots.new_empty(hidden)[None], self._slots.new_empty(width)[None]
+        for tile_rows in self._kernels.TILE_ROWS:
+            table = self._tables.take()
+            table.array.fill(-1)
+            self._kernels.plan_tiles(counts, table.tensor, tile_rows, self._tiles)
+            self._tables.used(self._streams.current)
+            self._kernels.gated_mlps(
+                self._slots, self._image, self._tiles, 1, tile_rows, parts, gate
+            )
+            self._kernels.place_rows(host_parts, self._tiles, 1, tile_rows, parts)
+
+    def run(self, group: ExpertGroup, rows: ExpertRows, buffers: ExpertBuffers) -> None:
+        tile_rows, num_tiles = self._plan(group, rows)
+        if num_tiles:
+            self._kernels.gated_mlps(
+                self._slots,
+                self._image,
+                self._tiles,
+                num_tiles,
+                tile_rows,
+                buffers.parts,
+                buffers.gate,
+            )
+
+    def place(self, host_parts: Tensor, experts: IntArray, rows: ExpertRows, parts: Tensor) -> None:
+        """The GPU reads the pinned rows in place: they do not queue behind fetches."""
+        group = ExpertGroup(experts, np.zeros_like(experts))  # any slot: a tile needs none
+        tile_rows, num_tiles = self._plan(group, rows)
+        if num_tiles:
+            self._kernels.place_rows(host_parts, self._tiles, num_tiles, tile_rows, parts)
+
+    def _plan(self, group: ExpertGroup, rows: ExpertRows) -> tuple[int, int]:
+        """Plans the tiles of a group; returns the pairs of a tile and a bound of their number."""
+        num_pairs, num_experts = len(rows.token_of), len(rows.counts)
+        tile_rows = self._kernels.tile_rows(num_pairs, num_experts)
+        if rows.is_known:
+            counts = np.diff(rows.bounds)[group.experts]
+            num_tiles = int((-(-counts // tile_rows)).sum())
+        else:
+            num_tiles = self._kernels.max_tiles(num_pairs, len(group.experts), tile_rows)
+        if num_pairs > self._num_pairs:
+            raise InternalError(
+                f"A step of {num_pairs} pairs on a device planned for {self._num_pairs}."
+            )
+        if num_tiles:
+            table = self._tables.take()
+            table.array.fill(-1)
+            table.array[group.experts] = group.slots
+            self._kernels.plan_tiles(rows.counts, table.tensor, tile_rows, self._tiles)
+            self._tables.used(self._streams.current)
+        return tile_rows, num_tiles
+
+
+class ReferenceExperts:
+    """One expert after the other, in plain torch."""
+
+    def __init__(self, slots: Tensor, layout: SlotLayout) -> None:
+        self._slots = slots
+        self._layout = layout
+
+    def run(self, group: ExpertGroup, rows: ExpertRows, buffers: ExpertBuffers) -> None:
+        for expert, slot in zip(group.experts.tolist(), group.slots.tolist(), strict=True):
+            pairs = rows.pairs(expert)
+            if pairs.start < pairs.stop:
+                parts, gate, up = (buffer[pairs] for buffer in buffers[:3])
+                gated_mlp(parts, self._weights(slot), gate, up, parts)
+
+    def place(self, host_parts: Tensor, experts: IntArray, rows: ExpertRows, parts: Tensor) -> None:
+        for expert in experts.tolist():
+            pairs = rows.pairs(expert)
+            if pairs.start < pairs.stop:
+                parts[pairs].copy_(host_parts[pairs], non_blocking=True)
+
+    def _weights(self, slot: int) -> ExpertWeights | ClampedWeights:
+        layout, image = self._layout, self._slots[slot].view(self._layout.dtype)
+        starts = (offset // layout.dtype.itemsize for offset in layout.offsets)
+        parts = [
+            image[start : start + int(np.prod(shape))].view(shape)
+            for start, shape in zip(starts, layout.shapes, strict=True)
+        ]
+        return ExpertWeights(*parts) if len(parts) == 3 else ClampedWeights(*parts)
+
+
+def _choose_computation(
+    kernels: str,
+    streams: Streams,
+    slots: Tensor,
+    layout: SlotLayout,
+    shape: MoEShape,
+    host_parts: Tensor,
+) -> Computation:
+    """Triton's kernels unless `reference` is asked for; where they cannot be used it says why."""
+    if kernels == "reference":
+        return ReferenceExperts(slots, layout)
+    why = why_no_triton(slots.device) if len(layout.shapes) == 3 else "there is none with biases"
+    if why is None:
+        computation = TritonExperts(streams, slots, layout, shape, len(host_parts))
+        try:
+            computation.try_out(host_parts)
+            return computation
+        except Exception as error:  # a GPU too small for them, a compiler, a folder, a driver
+            why = f"{type(error).__name__}: {error}"
+    warnings.warn(
+        f"Experts on the GPU run one by one, without the Triton kernel: {why}.", stacklevel=3
+    )
+    return ReferenceExperts(slots, layout)

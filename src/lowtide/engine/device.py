@@ -1,0 +1,276 @@
+"""Wiring of a machine with a compute device: its two memory plans and its expert runtime.
+
+`engine.py` comes here when there is a device. Knows nothing of models or requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from lowtide.core import Costs, MemoryPlan, MoEShape, TierPlan
+from lowtide.devices.emulated import (
+    EmulatedDevice,
+    check_emulated_options,
+    emulated_speeds,
+    num_emulated_devices,
+)
+from lowtide.devices.group import DeviceGroup
+from lowtide.errors import UnsupportedError, UsageError
+from lowtide.experts.device import Device
+from lowtide.experts.home import DiskHome, Home, HostHome
+from lowtide.experts.hybrid import HostScratch, HybridRuntime
+from lowtide.experts.link import Link
+from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger, slots_per_device
+from lowtide.experts.transfer import DiskTransfer
+from lowtide.hardware.machine import this_machine
+from lowtide.hardware.measure import Measured, measure_costs
+from lowtide.hardware.store import CostKey, stored_or_measured
+from lowtide.kernels.products import Products
+from lowtide.memory.arena import Arena
+from lowtide.policies.catalogue import Setting
+from lowtide.policies.placement import LRU
+from lowtide.policies.presets import make_policies
+from lowtide.reading.dense_weights import Progress
+from lowtide.reading.file_reader import FileReader
+from lowtide.schemas import ExpertTable
+from lowtide.threads.executor import HostExecutor
+
+DEVICES = ("auto", "cpu", "cuda", "emulated")
+
+
+def check_device(name: str, options: Mapping[str, str]) -> None:
+    """Raises UsageError for a device or an option of one that there is not; needs no model."""
+    if name.startswith("cuda:"):
+        raise UnsupportedError(
+            f"Device {name!r}: one GPU is used, the first that this process sees. Choose --device "
+            "cuda; the environment's CUDA_VISIBLE_DEVICES says which GPUs a process sees."
+        )
+    if name not in DEVICES:
+        raise UsageError(f"Device {name!r} is not known; choose one of {', '.join(DEVICES)}.")
+    if name == "emulated":
+        check_emulated_options(options)
+    elif options:
+        raise UsageError(
+            f"Device options ({', '.join(options)}) belong to --device emulated, not to {name}."
+        )
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError(
+            "Device 'cuda': this torch sees no GPU. Choose --device cpu, or install a torch build "
+            "for your GPU."
+        )
+
+
+def resolve_device(name: str) -> str:
+    """`auto` is the GPU if there is one; an emulated device is never chosen."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return name
+
+
+class DeviceOptions(NamedTuple):
+    """What a user says of the device, and what the host beside it multiplies with."""
+
+    options: Mapping[str, str]  # of an emulated one
+    kernels: str
+    products: Products
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSource:
+    """A model's experts: their shape, where they lie in its files, and how a slot holds them."""
+
+    shape: MoEShape
+    table: ExpertTable
+    layout: SlotLayout
+    dtype_name: str  # the compute dtype's safetensors name
+    layer_bytes: int  # dense weights of one MoE layer
+    max_rows: int
+
+    @property
+    def num_experts(self) -> int:
+        return self.shape.num_layers * self.shape.num_experts
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What the host's experts need beside weights."""
+        num_pairs = self.max_rows * self.shape.num_experts_per_token
+        return 2 * num_pairs * self.shape.expert_size * self.layout.dtype.itemsize
+
+
+def load_runtime(
+    source: ExpertSource,
+    plan: MemoryPlan,
+    tier: TierPlan,
+    make_setting: Callable[[Costs], Setting],
+    machine: DeviceOptions,
+    reader: FileReader,
+    executor: HostExecutor,
+    progress: Progress,
+) -> HybridRuntime:
+    """The experts of `plan`, which has the device's `tier`: the host's in their home, the
+    policy's first residents on the device.
+
+    Raises StorageError, DeviceError, or PlanError when the policy needs more than the plan has.
+    """
+    with ExitStack() as undo:
+        opened = _open_device(source, plan, tier, machine, executor)
+        undo.callback(opened.close)
+        home = _load_home(source, plan, opened, reader, progress)
+        num_staging = tier.num_slots - sum(plan.residents_per_layer)
+        costs = replace(opened.costs, num_staging=num_staging - num_staging // 2)
+        fits = tier.num_slots == source.num_experts
+        ledger = SlotLedger(
+            source.shape.num_layers, source.shape.num_experts, tier.num_slots, costs.num_devices
+        )
+        runtime = HybridRuntime(
+            shape=source.shape,
+            device=opened.device,
+            link=Link(opened.device, ledger, home, costs.each.link_s, costs.num_staging),
+            home=home,
+            policies=make_policies(plan.policy, make_setting(costs), everything_fits=fits),
+            costs=costs,
+            executor=executor,
+            scratch=_scratch(source),
+            close=opened.close,
+            products=machine.products,
+        )
+        runtime.preload(progress)
+        undo.pop_all()
+    return runtime
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenDevice:
+    """A device with its slots, what it costs, and where it copies from fastest."""
+
+    device: Device
+    costs: Costs
+    make_arena: Callable[[int], Arena]
+    close: Callable[[], None]
+
+
+def _open_device(
+    source: ExpertSource,
+    plan: MemoryPlan,
+    tier: TierPlan,
+    machine: DeviceOptions,
+    executor: HostExecutor,
+) -> _OpenDevice:
+    if plan.device == "cuda":
+        return _open_cuda(source, tier, machine, executor)
+    layout, products = source.layout, machine.products
+    speeds = emulated_speeds(machine.options, layout, source.shape, layout.dtype, products)
+    num_devices = num_emulated_devices(machine.options)
+    shares = slots_per_device(tier.num_slots, num_devices)
+    arenas = [Arena(num_slots * layout.num_bytes) for num_slots in shares]
+    group = DeviceGroup(
+        [
+            EmulatedDevice(arena, layout, num_slots, speeds, products, number)
+            for number, (arena, num_slots) in enumerate(zip(arenas, shares, strict=True), 1)
+        ]
+    )
+    costs = Costs(
+        expert_bytes=layout.num_bytes,
+        link_s=speeds.link_s(layout.num_bytes) / num_devices,
+        host_s=speeds.host_s,
+        device_s=speeds.device_s.scaled(1 / num_devices),
+        # Dense layers are the caller's own work, at the speed of this machine.
+        dense_s=speeds.device_s.scaled(
+            source.layer_bytes / layout.num_bytes / speeds.device_slowdown
+        ),
+        sync_s=0.0,
+        num_devices=num_devices,
+    )
+    device = group if num_devices > 1 else group.devices[0]
+    return _OpenDevice(device, costs, Arena, group.close)
+
+
+def _open_cuda(
+    source: ExpertSource, tier: TierPlan, machine: DeviceOptions, executor: HostExecutor
+) -> _OpenDevice:
+    """The GPU; what it costs is measured once per model and machine."""
+    from lowtide.devices.cuda import CudaDevice
+    from lowtide.memory.pinned import PinnedMemory
+
+    pinned = PinnedMemory()
+
+    def make_arena(num_bytes: int) -> Arena:
+        arena = Arena(num_bytes)
+        pinned.register(arena)
+        return arena
+
+    shape, layout = source.shape, source.layout
+
+    def make_device(num_slots: int) -> CudaDevice:
+        return CudaDevice(shape, layout, num_slots, source.max_rows, pinned, machine.kernels)
+
+    device = make_device(tier.num_slots)
+
+    def close() -> None:
+        device.close()
+        pinned.close()
+
+    def measure() -> Measured:
+        with pinned.lent(), ExitStack() as stack:
+            measured = device
+            # The least budgets have no slots; what is measured then is kept for all others, too.
+            if tier.num_slots < shape.num_experts_per_token:
+                measured = make_device(shape.num_experts_per_token)
+                stack.callback(measured.close)
+            return measure_costs(
+                shape,
+                layout,
+                executor,
+                source.layer_bytes,
+                device=measured,
+                make_arena=make_arena,
+                products=machine.products,
+            )
+
+    try:
+        key = CostKey.of(
+            this_machine(),
+            shape,
+            layout,
+            source.layer_bytes,
+            device=f"cuda, {machine.kernels} kernels",  # as `lowtide doctor` stores it
+            products=machine.products.name,
+        )
+        costs = stored_or_measured(key, measure).costs
+    except BaseException:
+        close()
+        raise
+    return _OpenDevice(device, costs, make_arena, close)
+
+
+def _load_home(
+    source: ExpertSource,
+    plan: MemoryPlan,
+    opened: _OpenDevice,
+    reader: FileReader,
+    progress: Progress,
+) -> Home:
+    """The host's slots, filled if all experts have one."""
+    tier, shape = plan.host, source.shape
+    slots = ExpertSlots(opened.make_arena(tier.slot_bytes * tier.num_slots), source.layout)
+    transfer = DiskTransfer(reader, source.table, slots, source.dtype_name)
+    if tier.num_slots < source.num_experts:
+        ledger = SlotLedger(shape.num_layers, shape.num_experts, tier.num_slots)
+        placement = LRU(plan.host_residents_per_layer, shape.num_experts)
+        return DiskHome(slots, ledger, transfer, placement)
+    home = HostHome(slots, shape.num_experts)
+    home.fill(transfer, shape.num_layers, progress)
+    return home
+
+
+def _scratch(source: ExpertSource) -> HostScratch:
+    num_pairs = source.max_rows * source.shape.num_experts_per_token
+    size, dtype = (num_pairs, source.shape.expert_size), source.layout.dtype
+    half_bytes = source.scratch_bytes // 2
+    arena = Arena(source.scratch_bytes)
+    return HostScratch(arena.tensor(0, size, dtype), arena.tensor(half_bytes, size, dtype))

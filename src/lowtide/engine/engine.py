@@ -1,0 +1,33 @@
+"""What a loaded model is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowtide.core import MemoryPlan
+from lowtide.engine.opening import OpenModel
+from lowtide.experts.hybrid import HybridRuntime
+from lowtide.experts.runtime import ExpertRuntime
+from lowtide.memory.kv_cache import KVCache
+from lowtide.models.decoder import Decoder
+from lowtide.reading.file_reader import FileReader
+from lowtide.threads.executor import HostExecutor
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A loaded model and everything it runs on."""
+
+    plan: MemoryPlan
+    opened: OpenModel
+    model: Decoder
+    experts: ExpertRuntime | HybridRuntime
+    kv_cache: KVCache
+    reader: FileReader
+    executor: HostExecutor
+
+    def close(self) -> None:
+        """Ends all threads and closes the checkpoint's files."""
+        self.executor.close()
+        self.experts.close()
+        self.reader.close()

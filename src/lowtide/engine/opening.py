@@ -1,0 +1,240 @@
+"""Opening a model: its options and its facts, or a refusal. Nothing of its weights is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import UnionType
+
+import torch
+
+from lowtide.config import ModelConfig
+from lowtide.core import align_up
+from lowtide.dtypes import ITEM_BYTES, SAFETENSORS_NAME
+from lowtide.engine.device import (
+    check_device,
+    resolve_device,
+)
+from lowtide.errors import CheckpointError, UnsupportedError, UsageError
+from lowtide.experts.slots import SlotLayout
+from lowtide.kernels.products import Products, choose_products
+from lowtide.memory.kv_cache import storage_shape
+from lowtide.model_folder.checkpoint import Checkpoint
+from lowtide.model_folder.hub import has_weights, resolve_model
+from lowtide.model_folder.tokenizer import Tokenizer
+from lowtide.models import model_class
+from lowtide.policies.presets import (
+    TAU_PAPER,
+    check_policy,
+)
+from lowtide.reading.dense_weights import DenseWeights, Progress
+from lowtide.replay.calibration import Calibration, default_path
+from lowtide.replay.trace import TraceShape
+from lowtide.schemas import WeightMap, assume, bind
+
+MAX_PASS_ROWS = 512
+"""Rows of the largest forward pass. Never a function of the budget: how rows are divided into
+passes must not depend on it."""
+
+
+MAX_BLOCK_LENGTH = MAX_PASS_ROWS // 2
+"""A block's first step also carries the block before it."""
+
+
+DEFAULT_CONTEXT = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Options of an engine. Sizes are bytes, `10GiB`, `80%` (of this machine) or `auto`.
+
+    device: `auto` (a GPU if there is one), `cpu`, `cuda` or `emulated`, with `device_options` for
+    the last. host_memory: the budget for weights, KV cache, workspace, read ring and expert slots,
+    or with a device for the experts at home; gpu_memory: the device's budget for all but those.
+    policy, policy_options: what stays resident (`policies/presets.py`).
+    context: tokens that the KV cache holds over all running sequences; by default the model's
+    maximum, 4,096 at most. dtype: the compute type, by default the checkpoint's. block_length:
+    the block of `logits`. calibration: what `lowtide calibrate` wrote; by default what it wrote
+    to its default place for this model, if anything. config_overrides: values that replace
+    `config.json`'s. kv_cache: False recomputes everything at every step (a reference).
+    check_weights: read all weights once and refuse infinities and NaN. progress: called with
+    (what, bytes done, bytes in all).
+    """
+
+    device: str = "auto"
+    device_options: Mapping[str, str] = field(default_factory=dict)
+    gpu_memory: str | int = "auto"
+    host_memory: str | int = "auto"
+    policy: str = "auto"
+    policy_options: Mapping[str, str] = field(default_factory=dict)
+    context: int | None = None
+    expert_dtype: str | None = None
+    kernels: str = "auto"
+    dtype: str | None = None
+    block_length: int | None = None
+    calibration: str | None = None
+    config_overrides: Mapping[str, object] = field(default_factory=dict)
+    offline: bool = False
+    seed: int | None = None
+    kv_cache: bool = True
+    check_weights: bool = False
+    progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        self._check_kinds()
+        check_device(self.device, self.device_options)
+        if resolve_device(self.device) == "cpu" and self.gpu_memory not in ("auto", 0, "0"):
+            raise UsageError(
+                f"gpu_memory {self.gpu_memory!r}: there is no GPU in use; leave it out."
+            )
+        if self.kernels not in ("auto", "reference"):
+            raise UnsupportedError(f"Kernels {self.kernels!r} unknown; choose auto or reference.")
+        if self.dtype is not None and self.dtype not in SAFETENSORS_NAME:
+            raise UnsupportedError(
+                f"dtype {self.dtype!r} is not supported; choose {', '.join(SAFETENSORS_NAME)}."
+            )
+        self._check_integer("context", 1, 2**28)
+        self._check_integer("block_length", 1, MAX_BLOCK_LENGTH)
+        self._check_integer("seed", 0, 2**63 - 1)
+        check_policy(self.policy, self.policy_options)
+
+    def _check_kinds(self) -> None:
+        kinds: list[tuple[str, type | UnionType, str]] = [
+            ("device", str, "a name such as 'auto'"),
+            ("calibration", str | os.PathLike | None, "the path of a file"),
+        ]
+        for name in ("device_options", "policy_options", "config_overrides"):
+            kinds.append((name, Mapping, "a mapping of names to values"))
+        for name, kind, noun in kinds:
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise UsageError(f"{name} must be {noun}, not {value!r}.")
+
+    def _check_integer(self, name: str, low: int, high: int) -> None:
+        value = getattr(self, name)
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and not (is_integer and low <= value <= high):
+            raise UsageError(f"{name} must be an integer from {low} to {high}, not {value!r}.")
+
+
+@dataclass(frozen=True, slots=True)
+class OpenModel:
+    """A model's facts: nothing of its weights has been read.
+
+    `checkpoint` is None for a folder that has a `config.json` and no weights: it can be planned
+    (`weight_map` says where they would lie), not loaded.
+    """
+
+    folder: Path
+    options: EngineConfig
+    config: ModelConfig
+    checkpoint: Checkpoint | None
+    weight_map: WeightMap
+    tokenizer: Tokenizer | None
+    dtype: torch.dtype  # compute type
+    context: int
+
+    @property
+    def dense(self) -> DenseWeights:
+        is_float32 = model_class(self.config.family).is_float32
+        dtypes = {
+            name: torch.float32 if is_float32(name) else self.dtype
+            for name in self.weight_map.dense
+        }
+        return DenseWeights(self.weight_map.dense, dtypes)
+
+    @property
+    def storage_name(self) -> str:
+        """The compute dtype's safetensors name."""
+        return SAFETENSORS_NAME[str(self.dtype).removeprefix("torch.")]
+
+    @property
+    def slot_layout(self) -> SlotLayout:
+        return SlotLayout.of(
+            self.config.moe_shape, self.dtype, is_clamped=self.config.has_clamped_experts
+        )
+
+    @property
+    def products(self) -> Products:
+        """The host's products; the first use of compiled ones in a process loads them."""
+        return choose_products(self.options.kernels, self.dtype)
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int, int, int]:
+        num_arrays, num_heads, width = self.config.cache_shape
+        num_tokens = align_up(self.context, self.config.block_length)
+        return storage_shape(self.config.num_layers, num_heads, width, num_tokens, num_arrays)
+
+
+def open_model(reference: str | Path, options: EngineConfig) -> OpenModel:
+    """Finds a model and checks all that can be checked without reading a weight."""
+    folder = resolve_model(str(reference), offline=options.offline)
+    config = ModelConfig.load(folder, options.config_overrides)
+    checkpoint = Checkpoint.open(folder) if has_weights(folder) else None
+    weight_map = assume(config) if checkpoint is None else bind(config, checkpoint)
+    _check_loadable(weight_map)
+    tokenizer = Tokenizer.load(folder)
+    if tokenizer is not None:
+        tokenizer.check_vocabulary(config.vocab_size)
+    if options.expert_dtype not in (None, config.dtype):
+        raise UnsupportedError(
+            f"expert_dtype {options.expert_dtype!r} is not supported; this checkpoint's own is "
+            f"{config.dtype!r}."
+        )
+    return OpenModel(
+        folder=folder,
+        options=options,
+        config=config,
+        checkpoint=checkpoint,
+        weight_map=weight_map,
+        tokenizer=tokenizer,
+        dtype=getattr(torch, options.dtype or config.dtype),
+        context=_context(config, options),
+    )
+
+
+def find_calibration(opened: OpenModel) -> Calibration | None:
+    """The calibration that was asked for, or the one in the default place, if there is one.
+
+    Raises UsageError for one that is damaged or of another model.
+    """
+    config, given = opened.config, opened.options.calibration
+    shape = TraceShape(*config.moe_shape)
+    path = default_path(opened.folder, config.architecture, shape)
+    if given is not None:
+        path = Path(given)
+    elif not path.exists():
+        return None
+    calibration = Calibration.load(path)
+    calibration.check(config.architecture, shape)
+    return calibration
+
+
+def check_calibration(opened: OpenModel) -> None:
+    """Raises UsageError where loading would, for what the options say of a calibration."""
+    calibration = find_calibration(opened)
+    if calibration is None and opened.options.policy_options.get("tau") == TAU_PAPER:
+        raise no_calibration()
+
+
+def no_calibration() -> UsageError:
+    return UsageError(
+        "tau=paper is solved from a calibration and there is none for this model: run "
+        "`lowtide calibrate` first, or choose a number or tau=auto."
+    )
+
+
+def _check_loadable(weight_map: WeightMap) -> None:
+    dtypes = {name: entry.dtype for name, entry in weight_map.dense.items()}
+    for name, dtype in (*dtypes.items(), ("the experts", weight_map.experts.dtype)):
+        if dtype not in ITEM_BYTES:
+            raise CheckpointError(
+                f"{name} is stored as {dtype}; lowtide reads {', '.join(ITEM_BYTES)}."
+            )
+
+
+def _context(config: ModelConfig, options: EngineConfig) -> int:
+    """May be more than the model's positions: it is shared by all running sequences."""
+    return options.context or min(config.max_positions, DEFAULT_CONTEXT)

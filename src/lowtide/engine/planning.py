@@ -1,0 +1,192 @@
+"""The plan of every byte of an open model, and the refusal of a budget that is too small.
+
+Runs the model's own forward pass in register mode; no weight is read.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import fields, replace
+
+import torch
+
+from lowtide.config import format_size, parse_size
+from lowtide.core import MemoryPlan, Step, StepKind
+from lowtide.decode.block_diffusion import LOGIT_ROWS
+from lowtide.devices.cuda import pinned_bytes
+from lowtide.dtypes import SAFETENSORS_NAME
+from lowtide.engine.device import (
+    ExpertSource,
+    resolve_device,
+)
+from lowtide.engine.opening import MAX_PASS_ROWS, EngineConfig, OpenModel
+from lowtide.experts.runtime import ExpertRegistrar
+from lowtide.experts.transfer import largest_read_bytes
+from lowtide.hardware import available_memory_bytes, resident_bytes, total_memory_bytes
+from lowtide.hardware.measure import layer_dense_bytes
+from lowtide.kernels.library_cache import library_cache_bytes, limit_library_cache
+from lowtide.layers.batch import Batch, KVRange, Segment
+from lowtide.memory.budget import DeviceNeeds, Needs, spend
+from lowtide.memory.cuda_streams import free_memory_bytes
+from lowtide.memory.kv_cache import KVCache
+from lowtide.memory.workspace import Registrar
+from lowtide.models import model_class
+from lowtide.policies.presets import (
+    FETCHING,
+    choose_preset,
+)
+from lowtide.reading.file_reader import ring_bytes
+from lowtide.threads.executor import InlineExecutor
+
+OVERHEAD_ALLOWANCE_BYTES = 128 << 20
+"""What the process may come to hold beyond what it holds after its imports and a warm-up: library
+code paged in on first use, Python objects of running requests, the allocator's slack."""
+
+
+def make_plan(opened: OpenModel) -> MemoryPlan:
+    """Every byte the model will use. Raises PlanError when a budget is too small."""
+    options, shape = opened.options, opened.config.moe_shape
+    device = resolve_device(options.device)
+    needs = _needs(opened) if device == "cpu" else _device_needs(opened)
+    overhead_bytes = _overhead_bytes() + library_cache_bytes(opened.dtype)
+    budget_bytes = _budget_bytes(opened, needs) if device == "cpu" else _gpu_bytes(opened, needs)
+    tier, residents = spend(needs, budget_bytes, opened.context)
+    fits = budget_bytes >= needs.full_bytes
+    preset, reason = choose_preset(
+        options.policy,
+        everything_fits=fits,
+        has_device=device != "cpu",
+        is_diffusion=opened.config.is_diffusion,
+    )
+    plan = MemoryPlan(
+        host=tier,
+        context=opened.context,
+        max_rows=MAX_PASS_ROWS,
+        minimum_bytes=needs.minimum_bytes,
+        full_bytes=needs.full_bytes,
+        overhead_bytes=overhead_bytes,
+        num_experts=shape.num_layers * shape.num_experts,
+        residents_per_layer=residents,
+        policy=preset,
+        reason=reason,
+        device=device,
+    )
+    if device == "cpu":
+        return plan
+    home_needs = _home_needs(opened)
+    home, at_home = spend(home_needs, _budget_bytes(opened, home_needs), opened.context)
+    return replace(plan, host=home, gpu=tier, host_residents_per_layer=at_home)
+
+
+def shortage_of(plan: MemoryPlan, options: EngineConfig) -> str:
+    """Why this machine cannot hold the plan now, or nothing; a budget that was given is the
+    user's own word."""
+    needed_bytes, available_bytes = plan.host.budget_bytes, available_memory_bytes()
+    if options.host_memory != "auto" or needed_bytes <= available_bytes:
+        return ""
+    return (
+        f"At least {format_size(needed_bytes)} of memory are needed, and "
+        f"{format_size(available_bytes)} are available. Lower --context or free memory; a "
+        "--host-memory that is given is taken at its word."
+    )
+
+
+def _needs(opened: OpenModel) -> Needs:
+    shape = opened.config.moe_shape
+    return Needs(
+        dense_bytes=opened.dense.num_bytes,
+        kv_cache_bytes=math.prod(opened.kv_shape) * opened.dtype.itemsize,
+        workspace_bytes=register(opened).peak_bytes,
+        ring_bytes=ring_bytes(largest_read_bytes(opened.weight_map.experts)),
+        slot_bytes=opened.slot_layout.num_bytes,
+        num_layers=shape.num_layers,
+        num_experts=shape.num_experts,
+    )
+
+
+def _device_needs(opened: OpenModel) -> DeviceNeeds:
+    """The model but for what its experts need at home."""
+    needs = _needs(opened)
+    parts = {field.name: getattr(needs, field.name) for field in fields(needs)}
+    fetches_all = opened.options.policy in FETCHING
+    return DeviceNeeds(**{**parts, "ring_bytes": 0, "fetches_all": fetches_all})
+
+
+def _home_needs(opened: OpenModel) -> Needs:
+    """The host's experts, the scratch they compute in, and the ring they are read through."""
+    scratch_bytes = expert_source(opened).scratch_bytes
+    if resolve_device(opened.options.device) == "cuda":
+        scratch_bytes += pinned_bytes(opened.config.moe_shape, opened.dtype, MAX_PASS_ROWS)
+    return replace(_needs(opened), dense_bytes=0, kv_cache_bytes=0, workspace_bytes=scratch_bytes)
+
+
+def expert_source(opened: OpenModel) -> ExpertSource:
+    config = opened.config
+    return ExpertSource(
+        shape=config.moe_shape,
+        table=opened.weight_map.experts,
+        layout=opened.slot_layout,
+        dtype_name=opened.storage_name,
+        layer_bytes=layer_dense_bytes(
+            opened.weight_map.dense, config.moe_layers[-1], opened.dtype.itemsize
+        ),
+        max_rows=MAX_PASS_ROWS,
+    )
+
+
+def _gpu_bytes(opened: OpenModel, needs: Needs) -> int:
+    """The device's budget. An emulated device has as much as is asked for."""
+    gpu_memory, free_bytes = opened.options.gpu_memory, total_memory_bytes()
+    if resolve_device(opened.options.device) == "cuda":
+        free_bytes = free_memory_bytes()
+        needed = needs.full_bytes
+        if gpu_memory == "auto":  # a tenth is left to the driver, libraries and others
+            return max(needs.minimum_bytes, min(free_bytes * 9 // 10, needed))
+    elif gpu_memory == "auto":
+        return needs.full_bytes
+    return parse_size(gpu_memory, free_bytes)
+
+
+def _budget_bytes(opened: OpenModel, needs: Needs) -> int:
+    host_memory = opened.options.host_memory
+    if host_memory != "auto":
+        return parse_size(host_memory, total_memory_bytes())
+    # A tenth is left to others and to the page cache.
+    usable = available_memory_bytes() * 9 // 10 - OVERHEAD_ALLOWANCE_BYTES
+    usable -= library_cache_bytes(opened.dtype)
+    return max(needs.minimum_bytes, min(usable, needs.full_bytes))
+
+
+@functools.cache
+def _overhead_bytes() -> int:
+    """What this process holds outside the budget, after one product of each compute type."""
+    limit_library_cache()
+    for name in SAFETENSORS_NAME:
+        matrix = torch.ones(64, 64, dtype=getattr(torch, name))
+        torch.mm(matrix, matrix)
+    return resident_bytes() + OVERHEAD_ALLOWANCE_BYTES
+
+
+def register(opened: OpenModel) -> Registrar:
+    """Runs the largest forward pass on the meta device: the same code, nothing computed.
+
+    Layers give back what they take, so those up to the first with experts stand for all.
+    """
+    registrar = Registrar()
+    config = replace(opened.config, num_layers=opened.config.num_leading_layers)
+    kv_shape = list(opened.kv_shape)
+    kv_shape[3] = max(kv_shape[3], MAX_PASS_ROWS)
+    kv_cache = KVCache(torch.empty(kv_shape, dtype=opened.dtype, device="meta"))
+    experts = ExpertRegistrar(config.moe_shape)
+    model = model_class(config.family)(
+        config, opened.dense.meta(), experts, kv_cache, registrar, InlineExecutor()
+    )
+    rows = torch.empty(MAX_PASS_ROWS, dtype=torch.int64, device="meta")
+    # Causal, or one block of all rows, at the end of the cache: no other attention needs more.
+    first_position = kv_shape[3] - MAX_PASS_ROWS
+    for block_length in (1, kv_shape[3]) if config.is_diffusion else (1,):
+        segment = Segment(0, MAX_PASS_ROWS, first_position, block_length, KVRange(0, kv_shape[3]))
+        hidden = model.forward(Batch(rows, rows, (segment,), Step(StepKind.DENOISE, 0)))
+        model.logits(hidden[: LOGIT_ROWS + 15])
+    return registrar

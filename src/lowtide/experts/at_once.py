@@ -1,0 +1,86 @@
+"""Several experts of a few tokens each in one call on the host, where compiled products can.
+
+Handing one expert to a thread takes Python as long as a machine of many cores takes to compute it.
+One call has that cost once, and all cores share each expert's weights, however few experts there
+are.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lowtide.core import BoolArray, IntArray
+from lowtide.experts.rows import ExpertBuffers, Routing
+from lowtide.experts.slots import ExpertSlots
+from lowtide.kernels.cpu.few_rows import MAX_FEW_ROWS, FewRows, SlotPlaces
+from lowtide.kernels.products import Products
+from lowtide.threads.executor import Executor
+
+
+def cores_beside_device(executor: Executor) -> int:
+    """All but one, which is the calling thread's: it queues the device's work meanwhile."""
+    return max(1, executor.num_cores - 1)
+
+
+class ExpertsAtOnce:
+    """Calls over experts in some slots.
+
+    Does not know which expert is in which slot, nor how long it stays there.
+    """
+
+    def __init__(self, few_rows: FewRows, slots: ExpertSlots, num_threads: int) -> None:
+        """`slots`: of experts without biases; their memory has to last as long as this is used."""
+        self._few_rows = few_rows
+        self._places = _places(slots)
+        self._num_threads = num_threads
+
+    @classmethod
+    def of(cls, slots: ExpertSlots, products: Products, num_threads: int) -> ExpertsAtOnce | None:
+        """None where `products` have no call for the experts in `slots`."""
+        has_biases = len(slots.layout.shapes) > 3
+        if products.few_rows is None or has_biases:
+            return None
+        return cls(products.few_rows, slots, num_threads)
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether `run_layer` takes these rows."""
+        return self._few_rows.takes(x)
+
+    def takes_experts(self, num_tokens: IntArray) -> BoolArray:
+        """Which experts `run` takes, by their tokens."""
+        return num_tokens <= MAX_FEW_ROWS
+
+    def run(self, groups: IntArray, parts: Tensor, gate: Tensor, up: Tensor) -> None:
+        """Gated MLPs over their groups' rows of `parts`, in place, with the bits of one by one.
+
+        groups [experts, 3]: see `ExpertRows.groups`; parts [pairs, hidden]; gate, up [pairs,
+        expert_size]: scratch. All of them contiguous.
+        """
+        self._few_rows.gated_mlps(groups, self._places, parts, gate, up, self._num_threads)
+
+    def run_layer(
+        self, x: Tensor, routing: Routing, slots: IntArray, buffers: ExpertBuffers, out: Tensor
+    ) -> None:
+        """All experts of a few tokens and their sum, with the bits of one by one.
+
+        x [tokens, hidden]; slots: one for each distinct expert, ascending by expert; out [tokens,
+        hidden] float32. All of them contiguous.
+        """
+        self._few_rows.run_experts(
+            x,
+            experts=routing.experts,
+            weights=routing.weights,
+            slots=slots,
+            places=self._places,
+            parts=buffers.parts,
+            gate=buffers.gate,
+            up=buffers.up,
+            out=out,
+            num_threads=self._num_threads,
+        )
+
+
+def _places(slots: ExpertSlots) -> SlotPlaces:
+    start, layout = slots.image(0).data_ptr(), slots.layout
+    gate, up, down = (start + offset for offset in layout.offsets[:3])
+    return SlotPlaces(gate, up, down, layout.num_bytes)

@@ -1,0 +1,351 @@
+"""The link to a device and the slots behind it: who is there, who is coming, who comes next.
+
+What a step demands is queued at once. Prefetches and moves wait until the link would stand idle,
+go one at a time, and are finished once begun. Decides nothing: policies say what to bring.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from lowtide.core import BoolArray, FloatArray, IntArray, Moves
+from lowtide.experts.device import Device, ExpertGroup
+from lowtide.experts.home import Home
+from lowtide.experts.slots import SlotLedger
+from lowtide.policies.prefetch import PrefetchOutcome
+from lowtide.threads.event import Event
+
+
+@dataclass
+class LinkStats:
+    """Experts that crossed the link, by reason."""
+
+    num_fetched: int = 0  # on demand
+    num_moved: int = 0  # to be resident, for later
+    num_prefetched: int = 0
+    prefetch: PrefetchOutcome = field(default_factory=PrefetchOutcome)
+
+    @property
+    def num_copies(self) -> int:
+        return self.num_fetched + self.num_moved + self.num_prefetched
+
+    def as_dict(self) -> dict[str, float]:
+        counts = asdict(self)
+        outcome = counts.pop("prefetch")
+        return {**counts, **{f"prefetch_{name}": count for name, count in outcome.items()}}
+
+
+class Arrival(NamedTuple):
+    """An expert that is in a taken slot, or on its way into it."""
+
+    slot: int
+    event: Event
+    order: int  # of its copy among all copies to its device
+    is_move: bool  # resident when it has arrived; else prefetched for one step
+
+
+class _Wanted(NamedTuple):
+    """An expert that waits for an idle link."""
+
+    layer: int
+    expert: int
+    victim: int | None  # the resident that it replaces, if it is a move and no slot is free
+
+
+class Link:
+    """Owns the ledger of a device's slots and the order of copies into them.
+
+    A slot changes owner at once, in the ledger; its next copy waits for the event of its last
+    use, so bytes change only when nobody needs them. Several devices have a link each; what no
+    policy sends to one of them goes where the link is soonest free.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        ledger: SlotLedger,
+        home: Home,
+        link_s: float,
+        num_demand_slots: int,
+    ) -> None:
+        """`link_s`: seconds of one copy. `num_demand_slots`: slots that prefetches leave free."""
+        self.ledger = ledger
+        self.link_s = link_s
+        self.stats = LinkStats()
+        self._device = device
+        self._home = home
+        self._num_demand_slots = num_demand_slots
+        self._last_use: list[Event | None] = [None] * ledger.num_slots
+        self._coming: dict[tuple[int, int], Arrival] = {}
+        self._ahead: deque[_Wanted] = deque()
+        self._moves: deque[_Wanted] = deque()
+        self._in_flight: list[deque[Event]] = [deque() for _ in range(ledger.num_devices)]
+        self._num_copies = [0] * ledger.num_devices
+        self._unproven: list[tuple[int, int]] = []  # residents whose copies may have failed
+
+    def is_kept(self, layer: int) -> BoolArray:
+        """Residents, and those on their way to be. [num_experts]"""
+        kept = self.ledger.is_resident(layer)
+        for (its_layer, expert), arrival in self._coming.items():
+            if its_layer == layer and arrival.is_move:
+                kept[expert] = True
+        return kept
+
+    def arriving_s(self, layer: int, experts: IntArray) -> FloatArray:
+        """Seconds until each can be used from the slot it is coming to; infinite if it is not."""
+        left_s = np.full(len(self.ledger.is_resident(layer)), np.inf)
+        self._forget_ended()
+        for (its_layer, expert), arrival in self._coming.items():
+            if its_layer == layer:
+                device = self.ledger.device_of[arrival.slot]
+                first = self._num_copies[device] - len(self._in_flight[device])
+                left_s[expert] = self.link_s * max(0, arrival.order + 1 - first)
+        return left_s[experts]
+
+    def devices_with(self, layer: int, experts: IntArray) -> IntArray | None:
+        """The device that has each, or that it is coming to, else -1; None where there is one."""
+        if self.ledger.num_devices == 1:
+            return None
+        devices = self.ledger.devices_with(layer, experts)
+        for (its_layer, expert), arrival in self._coming.items():
+            if its_layer == layer:
+                devices[experts == expert] = self.ledger.device_of[arrival.slot]
+        return devices
+
+    def resident_groups(self, layer: int, experts: IntArray) -> list[ExpertGroup]:
+        """One for each device that has some of them."""
+        return self.by_device(ExpertGroup(experts, self.ledger.slots_of(layer, experts)))
+
+    def by_device(self, group: ExpertGroup) -> list[ExpertGroup]:
+        """The parts of what would be a group if there were only one device."""
+        if self.ledger.num_devices == 1:
+            return [group] if len(group.experts) else []
+        devices = self.ledger.device_of[group.slots]
+        parts = [devices == device for device in range(self.ledger.num_devices)]
+        return [ExpertGroup(*(ids[part] for ids in group)) for part in parts if part.any()]
+
+    def note_use(self, group: ExpertGroup, use: Event) -> None:
+        """Copies into the group's slots wait for `use` from now on."""
+        for slot in group.slots.tolist():
+            self._last_use[slot] = use
+
+    def take_arrival(self, layer: int, expert: int) -> Arrival | None:
+        """An expert that is in a slot already, or coming to one; the caller settles it."""
+        return self._coming.pop((layer, expert), None)
+
+    def fetch(self, host_slot: int, device: int | None = None) -> Arrival:
+        """Queues the copy of an expert into a slot taken for it; the caller settles it.
+
+        The slot is one of `device`, if that has a free one.
+        """
+        self.stats.num_fetched += 1
+        return self._copy(host_slot, is_move=False, device=device)
+
+    def keep(self, layer: int, experts: IntArray) -> IntArray:
+        """Evicts all residents but `experts`; returns those of `experts` that are absent."""
+        is_resident = self.ledger.is_resident(layer)
+        for expert in np.setdiff1d(np.flatnonzero(is_resident), experts).tolist():
+            self.ledger.evict(layer, expert)
+        return experts[~is_resident[experts]]
+
+    def load(self, layer: int, expert: int, host_slot: int) -> None:
+        """Makes an absent expert resident at once, before the first step."""
+        arrival = self._copy(host_slot, is_move=True)
+        arrival.event.wait()
+        self.ledger.bind(layer, expert, arrival.slot)
+
+    def obey(self, layer: int, moves: Moves, at_hand: Mapping[int, Arrival | None]) -> set[int]:
+        """Carries out moves; returns those of `at_hand` to keep, which `settle` is told.
+
+        `at_hand`: absent experts that the device runs this step, with the arrivals that the
+        caller took. Others wait for an idle link, and their victims stay until then. New moves of
+        a layer replace those of its old ones that have not begun.
+        """
+        keep = {expert for expert, arrival in at_hand.items() if arrival and arrival.is_move}
+        if not len(moves.admit) and not len(moves.evict):
+            return keep
+        self._moves = deque(wanted for wanted in self._moves if wanted.layer != layer)
+        admit = sorted(moves.admit.tolist(), key=lambda expert: expert not in at_hand)
+        victims: list[int | None] = list(moves.evict.tolist())
+        num_unpaired = max(0, len(victims) - len(admit))
+        leaving = victims[:num_unpaired]
+        pairs = zip(admit, self._paired(victims[num_unpaired:], len(admit)), strict=True)
+        for expert, victim in pairs:
+            if expert in at_hand:
+                keep.add(expert)
+                leaving.append(victim)
+            else:
+                self._moves.append(_Wanted(layer, expert, victim))
+        for victim in leaving:
+            self._evict(layer, victim)
+        return keep.difference(leaving)
+
+    def settle(self, layer: int, expert: int, slot: int, keep: bool) -> None:
+        """After the use of a fetched expert was queued: resident, or its slot is free again."""
+        if keep:
+            self._unproven.append((layer, expert))  # first: Ctrl-C may come in between
+            self.ledger.bind(layer, expert, slot)
+        else:
+            self.ledger.drop(slot)
+
+    def confirm(self) -> None:
+        """The device has joined: what was bound since the last time did arrive."""
+        self._unproven.clear()
+
+    def look_ahead(self, layer: int, experts: IntArray) -> None:
+        """Queues prefetches for `layer`, the most wanted first."""
+        self._ahead.extend(_Wanted(layer, expert, None) for expert in experts.tolist())
+
+    def end_prefetch(self, layer: int, fetch: IntArray) -> PrefetchOutcome | None:
+        """What became of the experts prefetched for a layer, of which the device runs `fetch`.
+
+        Forgets those that had not begun and frees the slots of those not used, also where a pass
+        was broken off before it came to their layer: what follows needs the slots.
+        """
+        self._ahead.clear()
+        staged = {key: arrival for key, arrival in self._coming.items() if not arrival.is_move}
+        if not staged:
+            return None
+        outcome, used = PrefetchOutcome(), frozenset(fetch.tolist())
+        for (its_layer, expert), arrival in staged.items():
+            if its_layer != layer or expert not in used:
+                outcome.num_wasted += 1
+                self._drop_arrival(its_layer, expert)
+            elif arrival.event.is_done():
+                outcome.num_hits += 1
+            else:
+                outcome.num_late += 1
+        self.stats.prefetch.add(outcome)
+        return outcome
+
+    def pump(self, idle_s: float = 0.0) -> None:
+        """Makes arrived moves resident; begins waiting transfers while the link would be idle.
+
+        `idle_s`: how long the caller is away with nothing to demand; at least one is begun.
+        """
+        self._forget_ended()
+        self.bind_arrived()
+        while (self._ahead or self._moves) and self._soonest_free_s() <= idle_s:
+            if not self._begin_next():
+                return
+
+    def bind_arrived(self) -> None:
+        """Makes arrived moves resident. Raises DeviceError when one has failed."""
+        arrived = [key for key, a in self._coming.items() if a.is_move and a.event.is_done()]
+        for key in arrived:
+            self._coming[key].event.wait()  # ended already: raises what it failed with
+            self.ledger.bind(*key, self._coming.pop(key).slot)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds until the link that the next copy would take is free, at most."""
+        self._forget_ended()
+        return self._soonest_free_s()
+
+    @property
+    def num_coming(self) -> int:
+        """Slots that moves and prefetches are in, or on their way into."""
+        return len(self._coming)
+
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self._ahead or self._moves)
+
+    def abandon(self) -> None:
+        """After a failure, when both streams have ended everything: forgets what was coming."""
+        for layer, expert in self._unproven:
+            self._evict(layer, expert)
+        self._unproven.clear()
+        self._coming.clear()
+        self._ahead.clear()
+        self._moves.clear()
+        for in_flight in self._in_flight:
+            in_flight.clear()
+        self._last_use = [None] * self.ledger.num_slots
+        self.ledger.reclaim()
+
+    def _copy(self, host_slot: int, is_move: bool, device: int | None = None) -> Arrival:
+        if device is None or not self.ledger.num_free_on(device):
+            device = self._next_device()
+        slot = self.ledger.take(device)
+        source = self._home.slots.image(host_slot)
+        event = self._device.copy(source, slot, self._last_use[slot])
+        self._last_use[slot] = None  # the copy comes after it
+        self._home.used_by(host_slot, event)
+        self._in_flight[device].append(event)
+        self._num_copies[device] += 1
+        return Arrival(slot, event, self._num_copies[device] - 1, is_move)
+
+    def _next_device(self) -> int:
+        """Where a slot is free, the link is soonest free and residents are fewest."""
+        ledger, in_flight = self.ledger, self._in_flight
+        if ledger.num_devices == 1:
+            return 0
+        num_free = [ledger.num_free_on(device) for device in range(ledger.num_devices)]
+        return min(
+            range(ledger.num_devices),
+            key=lambda device: (not num_free[device], len(in_flight[device]), -num_free[device]),
+        )
+
+    def _soonest_free_s(self) -> float:
+        return len(self._in_flight[self._next_device()]) * self.link_s
+
+    def _begin_next(self) -> bool:
+        """Begins the next waiting transfer that can be; whether there was one."""
+        while self._ahead:
+            wanted = self._ahead.popleft()
+            if self._can_come(wanted) and self.ledger.num_free > self._num_demand_slots:
+                self._come(wanted, is_move=False)
+                self.stats.num_prefetched += 1
+                return True
+        while self._moves:
+            wanted = self._moves.popleft()
+            if self._can_come(wanted) and self._has_room(wanted):
+                self._evict(wanted.layer, wanted.victim)
+                self._come(wanted, is_move=True)
+                self.stats.num_moved += 1
+                return True
+        return False
+
+    def _has_room(self, wanted: _Wanted) -> bool:
+        num_freed = 0
+        if wanted.victim is not None:
+            num_freed = int(self.is_kept(wanted.layer)[wanted.victim])
+        return self.ledger.num_free + num_freed > self._num_demand_slots
+
+    def _can_come(self, wanted: _Wanted) -> bool:
+        key = (wanted.layer, wanted.expert)
+        is_here = bool(self.ledger.is_resident(wanted.layer)[wanted.expert])
+        return not is_here and key not in self._coming and self._home.has(*key)
+
+    def _come(self, wanted: _Wanted, is_move: bool) -> None:
+        key = (wanted.layer, wanted.expert)
+        self._coming[key] = self._copy(self._home.lease(*key), is_move)
+
+    def _evict(self, layer: int, expert: int | None) -> None:
+        """A resident, or one that is on its way to be."""
+        if expert is None:
+            return
+        if self.ledger.is_resident(layer)[expert]:
+            self.ledger.evict(layer, expert)
+        elif (layer, expert) in self._coming:
+            self._drop_arrival(layer, expert)
+
+    def _drop_arrival(self, layer: int, expert: int) -> None:
+        # Its copy may be under way: the slot's next copy is queued behind it.
+        self.ledger.drop(self._coming.pop((layer, expert)).slot)
+
+    def _forget_ended(self) -> None:
+        for in_flight in self._in_flight:
+            while in_flight and in_flight[0].is_done():
+                in_flight.popleft()
+
+    @staticmethod
+    def _paired(victims: list[int | None], num_admitted: int) -> list[int | None]:
+        """A victim for each admitted expert, none for the first where there are too few."""
+        return [None] * (num_admitted - len(victims)) + victims

@@ -1,0 +1,94 @@
+"""Reads of the next layer's experts, begun under the present layer's computation.
+
+A pass over hundreds of tokens hits nearly every expert of every layer, so what the next layer will
+ask for is known before its router has run. Decides nothing about residence: what arrives is the
+next layer's to use, keep or drop, as any other read.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from concurrent.futures import wait
+from typing import NamedTuple
+
+import numpy as np
+
+from lowtide.core import Demand, IntArray
+from lowtide.experts.slots import SlotLedger
+from lowtide.experts.transfer import Transfer
+from lowtide.reading.file_reader import Ticket
+
+NEARLY_ALL = 0.9
+"""A layer's share of demanded experts from which the next layer is expected to ask for all: no
+more than a tenth of the reads ahead are for nothing then, if the layers are alike."""
+
+
+class Arrival(NamedTuple):
+    """An expert on its way into a taken slot."""
+
+    expert: int
+    slot: int
+    ticket: Ticket
+
+
+class ReadAhead:
+    """Owns reads for one coming layer, each in a taken slot, until that layer claims them.
+
+    Takes free slots only: nothing is evicted for a guess, and no demanded expert waits for one
+    (the layer that runs has started all its reads by then).
+    """
+
+    def __init__(self, ledger: SlotLedger, num_experts: int) -> None:
+        self._ledger = ledger
+        self._num_experts = num_experts
+        self._layer = -1
+        self._waiting: deque[int] = deque()
+        self._arriving: deque[Arrival] = deque()
+
+    def __len__(self) -> int:
+        """Slots that are taken."""
+        return len(self._arriving)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there is more to read than slots have come free for."""
+        return bool(self._waiting)
+
+    def expect(self, layer: int, demand: Demand) -> None:
+        """Told the demand of the layer before `layer`: what to read while that is computed."""
+        self._layer = layer
+        self._waiting = deque(self._expected(layer, demand).tolist())
+
+    def start_reads(self, transfer: Transfer) -> None:
+        """Gives every free slot to an expert that is expected to be demanded."""
+        while self._waiting and self._ledger.num_free:
+            expert, slot = self._waiting.popleft(), self._ledger.take()
+            self._arriving.append(Arrival(expert, slot, transfer.start(self._layer, expert, slot)))
+
+    def claim(self, layer: int, absent: Collection[int]) -> list[Arrival]:
+        """Hands over the `absent` experts of `layer` that are on their way, oldest first.
+
+        Their slots stay taken. What nobody asked for is dropped, once its read has ended: all of
+        it where another layer comes than was expected (a pass was interrupted).
+        """
+        arriving, self._arriving = self._arriving, deque()
+        self._waiting.clear()
+        demanded = frozenset(absent if layer == self._layer else ())
+        unwanted = [arrival for arrival in arriving if arrival.expert not in demanded]
+        wait([ticket for _, _, ticket in unwanted if not ticket.cancel()])
+        for _, slot, _ in unwanted:
+            self._ledger.drop(slot)
+        return [arrival for arrival in arriving if arrival.expert in demanded]
+
+    def cancel(self) -> None:
+        """After a failure: forgets its reads; those under way are the caller's to wait for."""
+        for _, _, ticket in self._arriving:
+            ticket.cancel()
+        self._waiting.clear()
+        self._arriving.clear()
+
+    def _expected(self, layer: int, demand: Demand) -> IntArray:
+        if len(demand.experts) < NEARLY_ALL * self._num_experts:
+            return demand.experts[:0]
+        return np.flatnonzero(~self._ledger.is_resident(layer))

@@ -1,0 +1,106 @@
+"""Moves one expert's weights into a slot of the tier below which it lies.
+
+A transfer is started and answered with a ticket; it knows nothing of layers' order, demand or
+what else is resident. Disk to host is here; a GPU tier has the same interface.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from lowtide.errors import StorageError
+from lowtide.experts.slots import ExpertSlots
+from lowtide.reading.file_reader import ArrayRead, FileReader, Piece, Read, Ticket
+from lowtide.schemas.schema import SlotTarget
+from lowtide.schemas.weights import MAX_GAP_BYTES, ExpertTable
+from lowtide.threads.event import WAIT_LIMIT_S
+
+
+class Transfer(Protocol):
+    """One link of the chain of tiers."""
+
+    def start(self, layer: int, expert: int, slot: int) -> Ticket:
+        """Begins to fill `slot` (taken, not yet bound) with an expert's weights.
+
+        Returns at once. The ticket's result is the number of bytes moved; it raises StorageError
+        if they could not be. The slot must stay taken until the ticket is answered.
+        """
+        ...
+
+    def drain(self) -> None:
+        """Waits until no slot is being filled, whoever has the tickets."""
+        ...
+
+
+class DiskTransfer:
+    """Reads experts from the checkpoint's own files into host slots."""
+
+    def __init__(
+        self, reader: FileReader, table: ExpertTable, slots: ExpertSlots, slot_dtype: str
+    ) -> None:
+        """`slot_dtype`: the compute dtype by its safetensors name; other types are converted."""
+        self._reader = reader
+        self._table = table
+        self._slots = slots
+        self._slot_dtype = slot_dtype
+
+    def drain(self) -> None:
+        self._reader.drain()
+
+    def start(self, layer: int, expert: int, slot: int) -> Ticket:
+        return self._reader.submit(self._reads(layer, expert, slot))
+
+    def _reads(self, layer: int, expert: int, slot: int) -> Sequence[Read | ArrayRead]:
+        if self._table.targets is not None:
+            return self._array_reads(layer, expert, slot, self._table.targets)
+        reads = []
+        for file, start, num_bytes, parts in self._table.ranges(layer, expert):
+            pieces = tuple(self._piece(slot, part, offset) for part, offset in parts)
+            reads.append(Read(file, start, num_bytes, pieces))
+        return reads
+
+    def _array_reads(
+        self, layer: int, expert: int, slot: int, targets: Sequence[SlotTarget | None]
+    ) -> list[ArrayRead]:
+        files = self._table.files[layer, expert].tolist()
+        starts = self._table.offsets[layer, expert].tolist()
+        return [
+            ArrayRead(
+                file=files[part],
+                start=starts[part],
+                dtype=self._table.dtype,
+                target=self._slots.in_file_order(slot, target),
+                target_dtype=self._slot_dtype,
+                scales=None
+                if target.scales is None
+                else (files[target.scales], starts[target.scales]),
+            )
+            for part, target in enumerate(targets)
+            if target is not None
+        ]
+
+    def _piece(self, slot: int, part: int, offset: int) -> Piece:
+        return Piece(
+            offset=offset,
+            num_bytes=self._table.part_bytes[part],
+            dtype=self._table.dtype,
+            target=self._slots.part(slot, part),
+            target_dtype=self._slot_dtype,
+        )
+
+
+def ticket_result(ticket: Ticket, limit_s: float = WAIT_LIMIT_S) -> int:
+    """The bytes moved. Raises StorageError when they were not, or not within `limit_s`."""
+    try:
+        return ticket.result(limit_s)
+    except TimeoutError as error:
+        raise StorageError(
+            f"A read of expert weights has not ended within {limit_s:g} s; the disk or network "
+            "drive that holds the checkpoint does not answer."
+        ) from error
+
+
+def largest_read_bytes(table: ExpertTable) -> int:
+    """An upper bound of one expert's contiguous read, gaps between its parts included."""
+    return sum(table.part_bytes) + 2 * MAX_GAP_BYTES

@@ -1,0 +1,98 @@
+"""Arrays in a file, written whole or not at all and read without trust.
+
+A numpy archive of plain arrays: no pickle, and every size is checked before a byte of data is
+read. Knows nothing of what the arrays mean.
+"""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+
+from lowtide.errors import StorageError, UsageError
+from lowtide.files.whole_file import whole_file
+
+Arrays = dict[str, NDArray[Any]]
+
+
+class Contradiction(Exception):
+    """What a file holds cannot be: raised by its reader, turned into a UsageError with its name."""
+
+
+_DAMAGE = (
+    Contradiction,
+    zipfile.BadZipFile,
+    zlib.error,
+    ValueError,
+    EOFError,
+    KeyError,
+    NotImplementedError,  # a compression that zipfile does not know
+    RuntimeError,  # an encrypted member
+)
+
+
+def save_arrays(path: Path, arrays: Mapping[str, Any], noun: str) -> None:
+    """Writes `arrays` to `path`; `noun` ("trace") names the file in the StorageError raised."""
+    with whole_file(Path(path), noun) as file:
+        np.savez_compressed(file, **arrays)
+
+
+def load_arrays(path: Path, dtypes: Mapping[str, str], max_bytes: int, noun: str) -> Arrays:
+    """The arrays that `save_arrays` wrote: exactly those named by `dtypes`, of those types.
+
+    Raises UsageError when the file is not such a one or holds more than `max_bytes`, StorageError
+    when it cannot be read.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return _read(archive, dtypes, max_bytes, noun)
+    except OSError as reason:
+        text = f"{noun.capitalize()} {path} cannot be read: {reason.strerror}."
+        raise StorageError(text) from reason
+    except _DAMAGE as reason:
+        told = str(reason).rstrip(".")
+        text = f"{path} is not a whole lowtide {noun}: {told}; make it anew or leave it out."
+        raise UsageError(text) from None
+
+
+def _read(archive: zipfile.ZipFile, dtypes: Mapping[str, str], max_bytes: int, noun: str) -> Arrays:
+    expected = {f"{name}.npy" for name in dtypes}
+    names = archive.namelist()
+    if set(names) != expected or len(names) != len(expected):
+        raise Contradiction(f"it holds {len(names)} members that are not a {noun}'s")
+    total = sum(info.file_size for info in archive.infolist())
+    if total > max_bytes:
+        raise Contradiction(f"it holds {total} bytes; at most {max_bytes} are read")
+    arrays = {}
+    for name, dtype in dtypes.items():
+        info = archive.getinfo(f"{name}.npy")
+        with archive.open(info) as file:
+            arrays[name] = _read_array(file, name, dtype, info.file_size)
+    return arrays
+
+
+def _read_array(file: IO[bytes], name: str, dtype: str, size: int) -> NDArray[Any]:
+    """An array whose header agrees with its size: nothing is allocated on a header's word."""
+    if npy.read_magic(file) != (1, 0):
+        raise Contradiction(f"{name} has an unknown array format")
+    shape, is_fortran, found = npy.read_array_header_1_0(file)
+    if found != np.dtype(dtype) or is_fortran:
+        raise Contradiction(f"{name} is {found}, not {np.dtype(dtype)} in C order")
+    if any(extent < 0 for extent in shape):
+        raise Contradiction(f"{name} has shape {shape}")
+    num_bytes = found.itemsize
+    for extent in shape:
+        num_bytes *= extent
+    if num_bytes > size:
+        raise Contradiction(f"{name} claims {num_bytes} bytes of {size}")
+    data = file.read(num_bytes + 1)
+    if len(data) != num_bytes:
+        raise Contradiction(f"{name} claims {num_bytes} bytes and has others")
+    return np.frombuffer(data, found).reshape(shape)

@@ -1,0 +1,212 @@
+"""Which machine this is, and how fast its parts are at what they do best.
+
+These rates are the ceilings beside which a model's costs are read; no policy uses them.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+
+from lowtide.hardware.memory import total_memory_bytes
+from lowtide.hardware.streams import cold_bytes
+from lowtide.hardware.timing import Sample, repeat_interleaved
+from lowtide.memory.arena import Arena
+from lowtide.reading.file_reader import FileReader, Piece, Read
+from lowtide.threads.executor import Executor, HostExecutor, Work
+
+RATE_LIMIT_S = 1.0
+READ_BYTES = 16 << 20
+"""Of one sequential read; the reader has several under way."""
+
+_MAX_READS = 32  # of one sample: half a GiB
+_PRODUCT_SIZE = 2048
+_LINK_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What measurements hold for: another machine, or this one changed, is measured anew."""
+
+    cpu: str
+    num_cores: int  # that this process may use
+    memory_bytes: int
+    kernel: str
+    gpu: str | None
+
+
+class Rate(NamedTuple):
+    """How fast something is: units per second, from the median of its repeats.
+
+    `ceiling` is what it could be by its specification, where that is known.
+    """
+
+    name: str
+    unit: str  # "B" or "FLOP"
+    per_s: float
+    spread: float  # of the repeats, as a share of the median
+    ceiling: float | None = None
+
+
+def this_machine() -> Machine:
+    """Names and sizes as the system has them."""
+    has_gpu = torch.cuda.is_available()
+    return Machine(
+        cpu=cpu_model(),
+        num_cores=len(os.sched_getaffinity(0)),
+        memory_bytes=total_memory_bytes(),
+        kernel=f"{platform.system()} {platform.release()}",
+        gpu=torch.cuda.get_device_name(0) if has_gpu else None,
+    )
+
+
+def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name, or its architecture where the system does not tell."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def measure_rates(executor: HostExecutor, file: Path | None) -> list[Rate]:
+    """Memory, arithmetic and disk, then the GPU's memory and link if there is one.
+
+    executor: with a thread for each core. file: what the disk's rate is read from, sequentially
+    and past the page cache where that is possible; at least `READ_BYTES` long. None leaves the
+    disk out. Raises StorageError when it cannot be read.
+    """
+    with executor.in_charge(), torch.inference_mode():
+        rates = [_memory_rate(executor), *_product_rates(executor)]
+        rates += [] if file is None else [_disk_rate(file)]
+        if torch.cuda.is_available():
+            rates += _gpu_rates(torch.device("cuda", 0))
+    return rates
+
+
+def pcie_bytes_per_s(folder: Path) -> float | None:
+    """The ceiling of a PCI Express link, from a device's folder below /sys/bus/pci/devices.
+
+    Transfers per second and lane times lanes, less the line code: 8 of 10 bits in generations 1
+    and 2, 128 of 130 from 3 on (PCI Express Base Specification). None if the system does not say.
+    """
+    try:
+        # A GPU at rest slows its link down, but does not narrow it.
+        speed = float((folder / "max_link_speed").read_text().split()[0])
+        width = int((folder / "current_link_width").read_text())
+    except (OSError, ValueError, IndexError):
+        return None
+    code = 128 / 130 if speed >= 8 else 8 / 10
+    return speed * 1e9 * width * code / 8
+
+
+def _memory_rate(executor: Executor) -> Rate:
+    """A copy of what no cache holds, divided among all threads; read and written bytes count."""
+    num_bytes = cold_bytes() // 2
+    source, target = Arena(num_bytes).bytes, Arena(num_bytes).bytes
+    source.fill_(1)
+    step = -(-num_bytes // executor.num_threads)
+    works = [
+        partial(_copy, one, other)
+        for one, other in zip(torch.split(source, step), torch.split(target, step), strict=True)
+    ]
+    return _rate(
+        "memory copy, read and written", "B", 2 * num_bytes, partial(_time, executor, works)
+    )
+
+
+def _product_rates(executor: Executor) -> list[Rate]:
+    """A large product on every thread at once, in the types that models have."""
+    rates = []
+    for dtype in (torch.bfloat16, torch.float32):
+        matrix = torch.ones((_PRODUCT_SIZE, _PRODUCT_SIZE), dtype=dtype)
+        outs = [torch.empty_like(matrix) for _ in range(executor.num_threads)]
+        works = [partial(_multiply, matrix, out) for out in outs]
+        num_operations = 2 * _PRODUCT_SIZE**3 * len(works)
+        name = f"products in {str(dtype).removeprefix('torch.')}"
+        rates.append(_rate(name, "FLOP", num_operations, partial(_time, executor, works)))
+    return rates
+
+
+def _disk_rate(path: Path) -> Rate:
+    num_reads = min(_MAX_READS, path.stat().st_size // READ_BYTES)
+    reader = FileReader([path], READ_BYTES)
+    try:
+        targets = [Arena(READ_BYTES).array() for _ in range(min(num_reads, 4))]
+        reads = [
+            Read(0, i * READ_BYTES, READ_BYTES, (piece,))
+            for i in range(num_reads)
+            for piece in [Piece(0, READ_BYTES, "BF16", targets[i % len(targets)], "BF16")]
+        ]
+        how = "direct" if reader.is_direct else "through the page cache"
+        sample = partial(_time_reads, reader, reads)
+        return _rate(f"disk, sequential, {how}", "B", num_reads * READ_BYTES, sample)
+    finally:
+        reader.close()
+
+
+def _gpu_rates(device: torch.device) -> list[Rate]:
+    on_device = torch.ones(_LINK_BYTES, dtype=torch.uint8, device=device)
+    other = torch.empty_like(on_device)
+    pinned = torch.ones(_LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+    ceiling = pcie_bytes_per_s(_pci_folder(device))
+    memory = partial(_time_on_gpu, on_device, other)
+    link = partial(_time_on_gpu, pinned, on_device)
+    return [
+        _rate("GPU memory copy, read and written", "B", 2 * _LINK_BYTES, memory),
+        _rate("link, host to GPU, pinned", "B", _LINK_BYTES, link, ceiling),
+    ]
+
+
+def _pci_folder(device: torch.device) -> Path:
+    """Where Linux describes the GPU's slot; a folder that is not there if torch does not tell."""
+    properties = torch.cuda.get_device_properties(device)
+    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")  # not in every torch
+    domain, bus, slot = (getattr(properties, name, 0) for name in names)
+    return Path(f"/sys/bus/pci/devices/{domain:04x}:{bus:02x}:{slot:02x}.0")
+
+
+def _rate(
+    name: str, unit: str, amount: float, sample: Sample, ceiling: float | None = None
+) -> Rate:
+    sample()
+    timing = repeat_interleaved([sample], RATE_LIMIT_S)[0]
+    return Rate(name, unit, amount / timing.median_s, timing.spread, ceiling)
+
+
+def _time(executor: Executor, works: Sequence[Work]) -> float:
+    start_s = perf_counter()
+    executor.run(works)
+    return perf_counter() - start_s
+
+
+def _time_reads(reader: FileReader, reads: Sequence[Read]) -> float:
+    start_s = perf_counter()
+    for ticket in [reader.submit([read]) for read in reads]:
+        ticket.result()
+    return perf_counter() - start_s
+
+
+def _time_on_gpu(source: torch.Tensor, target: torch.Tensor) -> float:
+    torch.cuda.synchronize()
+    start_s = perf_counter()
+    target.copy_(source, non_blocking=True)
+    torch.cuda.synchronize()
+    return perf_counter() - start_s
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(source)
+
+
+def _multiply(matrix: torch.Tensor, out: torch.Tensor) -> None:
+    torch.mm(matrix, matrix, out=out)

@@ -1,0 +1,266 @@
+"""What one expert, and the rest of a layer, cost on this machine: measured, never assumed.
+
+A measurement takes a few seconds; `store` keeps it for the machine and the model's shape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+
+from lowtide.config import format_size
+from lowtide.core import Costs, Curve, MoEShape
+from lowtide.errors import PlanError
+from lowtide.experts.device import Device
+from lowtide.experts.slots import SlotLayout
+from lowtide.hardware.memory import available_memory_bytes
+from lowtide.hardware.streams import (
+    MAX_TOKENS,
+    ColdWeights,
+    DenseStream,
+    DeviceDenseStream,
+    DeviceStream,
+    DiskStream,
+    HostStream,
+    cold_bytes,
+    num_cold_experts,
+)
+from lowtide.hardware.timing import Sample, Timing, repeat_interleaved
+from lowtide.kernels.products import REFERENCE, Products
+from lowtide.memory.arena import Arena
+from lowtide.memory.budget import LARGE_SLOT_BYTES
+from lowtide.model_folder.checkpoint import TensorEntry
+from lowtide.reading.file_reader import FileReader
+from lowtide.schemas import ExpertTable
+from lowtide.threads.executor import Executor, HostExecutor, InlineExecutor
+
+NUM_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, MAX_TOKENS)
+"""Tokens at which curves have their points; every other one for large experts."""
+
+METHOD = 3
+"""Counted up when something else is measured under the same name: stored costs are then of no use.
+
+2: on the host, experts of few tokens share one call; on a GPU, a layer has small operators, too.
+3: fewer of them with Triton; beside a device the host leaves a core to the calling thread."""
+
+WARM_UP_LIMIT_S = 0.4
+COMPUTE_LIMIT_S = 2.5
+DISK_LIMIT_S = 1.0
+_LEAST_TOKENS = 64  # from here on time surely grows with the tokens, as curves go on
+
+
+class Point(NamedTuple):
+    """One point of a curve."""
+
+    num_tokens: int
+    timing: Timing
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """Every time that costs are made of, with its spread.
+
+    `device`, `link` and `sync` are empty without a device, `disk_read` without a checkpoint.
+    """
+
+    expert_bytes: int  # of one slot
+    host: tuple[Point, ...]  # one expert
+    dense: tuple[Point, ...]  # the rest of one layer
+    device: tuple[Point, ...] = ()  # one expert
+    link: Timing | None = None  # one expert
+    sync: Timing | None = None
+    disk_read: Timing | None = None  # one expert
+    is_read_direct: bool = False  # past the page cache
+
+    @property
+    def spread(self) -> float:
+        """How far repeats lie apart, as a share of their median: the median of all timings."""
+        points = (*self.host, *self.dense, *self.device)
+        timings = [point.timing for point in points]
+        timings += [t for t in (self.link, self.sync, self.disk_read) if t is not None]
+        return median(timing.spread for timing in timings)
+
+    def costs(self, num_staging: int = 2) -> Costs:
+        """The medians. Without a device the host is the device, and nothing crosses a link."""
+        host_s = _curve(self.host)
+        return Costs(
+            expert_bytes=self.expert_bytes,
+            link_s=0.0 if self.link is None else self.link.median_s,
+            host_s=host_s,
+            device_s=_curve(self.device) if self.device else host_s,
+            dense_s=_curve(self.dense),
+            sync_s=0.0 if self.sync is None else self.sync.median_s,
+            disk_read_s=0.0 if self.disk_read is None else self.disk_read.median_s,
+            num_staging=num_staging,
+        )
+
+
+class Measured(NamedTuple):
+    """Costs, and what they were made of."""
+
+    costs: Costs
+    measurements: Measurements
+
+
+class DiskSource(NamedTuple):
+    """Where experts are read from."""
+
+    reader: FileReader
+    table: ExpertTable
+
+
+def measure_costs(
+    shape: MoEShape,
+    layout: SlotLayout,
+    executor: HostExecutor,
+    dense_bytes: int,
+    *,
+    device: Device | None = None,
+    disk: DiskSource | None = None,
+    make_arena: Callable[[int], Arena] = Arena,
+    least_cold_bytes: int | None = None,
+    products: Products = REFERENCE,
+) -> Measured:
+    """Measures a model's costs, with random weights of its shape.
+
+    layout: of the model's slots. executor: the host's compute threads. dense_bytes: of one
+    layer's weights besides the routed experts (`layer_dense_bytes`). device: with all its slots
+    free; they are overwritten. disk: the experts' home, if it is not host memory. make_arena: host
+    memory that the device copies from fastest. least_cold_bytes: the set of weights used in turn,
+    by default more than the caches hold. products: the host's.
+
+    Raises PlanError when the memory for that is not there, StorageError and DeviceError when a
+    read or a device fails.
+    """
+    if least_cold_bytes is None:
+        least_cold_bytes = max(cold_bytes(), dense_bytes)
+    _check_memory(layout, executor, least_cold_bytes)
+    with executor.in_charge(), torch.inference_mode():
+        weights = ColdWeights(layout, executor, least_cold_bytes, make_arena)
+        try:
+            measurements = _measure(shape, weights, executor, dense_bytes, device, disk, products)
+        except torch.OutOfMemoryError as error:
+            raise PlanError(
+                f"Measuring what experts cost on the GPU takes about "
+                f"{format_size(least_cold_bytes)} of its memory beside the slots; lower "
+                f"--gpu-memory, or free memory that other programs hold: {error}"
+            ) from error
+    return Measured(measurements.costs(), measurements)
+
+
+def layer_dense_bytes(dense: Mapping[str, TensorEntry], layer: int, item_bytes: int) -> int:
+    """Bytes of a layer's dense weights; `layer` counts all layers of the model.
+
+    dense: entries by checkpoint name, of which those of a layer have `layers.N.` in it.
+    """
+    names = [name for name in dense if f".layers.{layer}." in f".{name}"]
+    return sum(math.prod(dense[name].shape) for name in names) * item_bytes
+
+
+def _measure(
+    shape: MoEShape,
+    weights: ColdWeights,
+    executor: Executor,
+    dense_bytes: int,
+    device: Device | None,
+    disk: DiskSource | None,
+    products: Products,
+) -> Measurements:
+    host = HostStream(shape, weights, executor, device, products)
+    dense = _dense_stream(shape, weights, executor, dense_bytes, device, products)
+    streams: list[Callable[[int], float]] = [host.sample, dense.sample]
+    others: list[Sample] = []
+    if device is not None:
+        stream = DeviceStream(shape, weights, device)
+        streams.append(stream.sample)
+        others = [stream.sample_link, stream.sample_sync]
+    is_large = weights.slots.layout.num_bytes > LARGE_SLOT_BYTES
+    num_tokens = NUM_TOKENS[::2] if is_large else NUM_TOKENS
+    curves, timings = _measure_all(num_tokens, streams, others)
+    # Last, because reads overwrite the weights.
+    disk_read = None if disk is None else _read_timing(disk, weights)
+    return Measurements(
+        expert_bytes=weights.slots.layout.num_bytes,
+        host=curves[0],
+        dense=curves[1],
+        device=() if device is None else curves[2],
+        link=None if device is None else timings[0],
+        sync=None if device is None else timings[1],
+        disk_read=disk_read,
+        is_read_direct=disk is not None and disk.reader.is_direct,
+    )
+
+
+def _measure_all(
+    num_tokens: Sequence[int],
+    streams: Sequence[Callable[[int], float]],
+    others: Sequence[Sample],
+) -> tuple[list[tuple[Point, ...]], list[Timing]]:
+    """A curve for each stream and a timing for each of `others`, repeats interleaved."""
+    counts = [_warm_up(num_tokens, stream) for stream in streams]
+    for sample in others:
+        sample()
+    samples = [partial(stream, n) for stream, ns in zip(streams, counts, strict=True) for n in ns]
+    timings = iter(repeat_interleaved([*samples, *others], COMPUTE_LIMIT_S))
+    curves = [tuple(Point(n, next(timings)) for n in ns) for ns in counts]
+    return curves, list(timings)
+
+
+def _warm_up(num_tokens: Sequence[int], stream: Callable[[int], float]) -> list[int]:
+    """Takes a sample at each of `num_tokens` and returns those that there is time to repeat.
+
+    Large experts on slow cores end early.
+    """
+    start_s = perf_counter()
+    counts: list[int] = []
+    for count in num_tokens:
+        is_late = perf_counter() - start_s > WARM_UP_LIMIT_S
+        if is_late and counts and counts[-1] >= _LEAST_TOKENS:
+            break
+        stream(count)
+        counts.append(count)
+    return counts
+
+
+def _dense_stream(
+    shape: MoEShape,
+    weights: ColdWeights,
+    executor: Executor,
+    dense_bytes: int,
+    device: Device | None,
+    products: Products,
+) -> DenseStream | DeviceDenseStream:
+    if device is None:
+        return DenseStream(shape, weights, executor, dense_bytes, products)
+    if device.torch_device.type == "cpu":  # emulated, by the one core that calls
+        return DenseStream(shape, weights, InlineExecutor(), dense_bytes, products)
+    dtype = weights.slots.layout.dtype
+    return DeviceDenseStream(shape, dtype, device.torch_device, dense_bytes)
+
+
+def _read_timing(disk: DiskSource, weights: ColdWeights) -> Timing:
+    stream = DiskStream(disk.reader, disk.table, weights)
+    stream.sample()
+    return repeat_interleaved([stream.sample], DISK_LIMIT_S)[0]
+
+
+def _check_memory(layout: SlotLayout, executor: Executor, least_cold_bytes: int) -> None:
+    num_experts = num_cold_experts(layout, executor.num_threads, least_cold_bytes)
+    needed, free = num_experts * layout.num_bytes, available_memory_bytes()
+    if needed > free // 2:
+        raise PlanError(
+            f"Measuring experts of {format_size(layout.num_bytes)} takes {num_experts} of them, "
+            f"{format_size(needed)} of host memory; half of what is free is "
+            f"{format_size(free // 2)}. Close other programs first."
+        )
+
+
+def _curve(points: tuple[Point, ...]) -> Curve:
+    return Curve([(point.num_tokens, point.timing.median_s) for point in points])

@@ -1,0 +1,208 @@
+"""Keeps measured costs from one run to the next, for this machine and one model shape.
+
+One JSON file per key below the user's cache folder (`$XDG_CACHE_HOME` or `~/.cache`), which says
+what was measured, on which machine, when and by which version. Emulated devices have no place
+here: their speeds are options.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lowtide import __version__
+from lowtide.core import Costs, MoEShape
+from lowtide.errors import CheckpointError, StorageError
+from lowtide.experts.slots import SlotLayout
+from lowtide.files.folders import cache_folder
+from lowtide.files.json_file import read_object
+from lowtide.files.whole_file import whole_file
+from lowtide.hardware.machine import Machine
+from lowtide.hardware.measure import METHOD, Measured, Measurements, Point
+from lowtide.hardware.timing import Timing
+from lowtide.kernels.products import REFERENCE
+
+MAX_FILE_BYTES = 1 << 20
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CostKey:
+    """What a measurement is of. Where any of it differs, another measurement is needed."""
+
+    machine: Machine
+    hidden_size: int
+    expert_size: int
+    num_experts_per_token: int  # decides how many threads work side by side
+    expert_bytes: int
+    dtype: str
+    dense_bytes: int
+    device: str  # "" without one
+    checkpoint: str  # the folder that experts are read from; "" when their home is host memory
+    products: str  # the host's, by name
+
+    @classmethod
+    def of(
+        cls,
+        machine: Machine,
+        shape: MoEShape,
+        layout: SlotLayout,
+        dense_bytes: int,
+        device: str = "",
+        checkpoint: Path | None = None,
+        products: str = REFERENCE.name,
+    ) -> CostKey:
+        """The key of `measure_costs` with these arguments. device: its name, and what of it may
+        change."""
+        return cls(
+            machine=machine,
+            hidden_size=shape.hidden_size,
+            expert_size=shape.expert_size,
+            num_experts_per_token=shape.num_experts_per_token,
+            expert_bytes=layout.num_bytes,
+            dtype=str(layout.dtype).removeprefix("torch."),
+            dense_bytes=dense_bytes,
+            device=device,
+            checkpoint="" if checkpoint is None else str(checkpoint.resolve()),
+            products=products,
+        )
+
+    @property
+    def path(self) -> Path:
+        """Where its file is, or would be."""
+        text = json.dumps(self._identity(), sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        name = f"{self.hidden_size}x{self.expert_size}-{self.dtype}-{digest}.json"
+        return cache_folder() / "costs" / name
+
+    def _identity(self) -> dict[str, Any]:
+        """As the file has it. Another version may compute differently, or measure so."""
+        return {"version": __version__, "method": METHOD, **asdict(self)}
+
+
+class Stored(NamedTuple):
+    """Costs and when they were measured, in UTC to the second."""
+
+    measurements: Measurements
+    date: str
+
+    @property
+    def costs(self) -> Costs:
+        return self.measurements.costs()
+
+
+def stored_or_measured(
+    key: CostKey, measure: Callable[[], Measured], *, is_fresh: bool = False
+) -> Stored:
+    """The costs stored under `key`, or those that `measure` gives, which are then stored.
+
+    is_fresh: measure in any case. A file that is damaged or cannot be written is a notice in the
+    log, not an error. Raises what `measure` raises.
+    """
+    stored = None if is_fresh else _load_or_notice(key)
+    if stored is None:
+        stored = measured_now(measure())
+        try:
+            save(key, stored)
+        except StorageError as error:
+            _log.warning("%s The measured costs hold for this run only.", error)
+    return stored
+
+
+def measured_now(measured: Measured) -> Stored:
+    """With the present date."""
+    date = datetime.now(UTC).replace(microsecond=0).isoformat()
+    return Stored(measured.measurements, date)
+
+
+def load(key: CostKey) -> Stored | None:
+    """What is stored under `key`; None if nothing is.
+
+    Raises StorageError for a file that cannot be read or is not what it claims to be.
+    """
+    path = key.path
+    if not os.path.lexists(path):
+        return None
+    try:
+        content = read_object(path, MAX_FILE_BYTES)
+        if content.get("of") != json.loads(json.dumps(key._identity())):
+            raise ValueError("it is of another machine, model or version")
+        measurements = _read_measurements(content["measurements"], key.expert_bytes)
+        return Stored(measurements, datetime.fromisoformat(content["date"]).isoformat())
+    except CheckpointError as error:
+        raise StorageError(str(error)) from error
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise StorageError(f"{path} does not hold measured costs: {error}.") from error
+
+
+def save(key: CostKey, stored: Stored) -> None:
+    """Writes the file, whole or not at all. Raises StorageError."""
+    content = {
+        "of": key._identity(),
+        "date": stored.date,
+        "measurements": asdict(stored.measurements),
+    }
+    path = key.path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{path.parent} cannot be made: {error.strerror}.") from error
+    with whole_file(path, "costs") as file:
+        file.write((json.dumps(content, indent=1) + "\n").encode())
+
+
+def _load_or_notice(key: CostKey) -> Stored | None:
+    try:
+        return load(key)
+    except StorageError as error:
+        _log.warning("%s Measuring again.", error)
+        return None
+
+
+def _read_measurements(value: Mapping[str, Any], expert_bytes: int) -> Measurements:
+    """Raises ValueError, KeyError or TypeError if `value` is anything else."""
+    if value["expert_bytes"] != expert_bytes or type(value["is_read_direct"]) is not bool:
+        raise ValueError("the size of an expert or the kind of its reads is wrong")
+    host, dense, device = (_read_curve(value[name]) for name in ("host", "dense", "device"))
+    link, sync, read = (_read_optional(value[name]) for name in ("link", "sync", "disk_read"))
+    is_direct = value["is_read_direct"]
+    measurements = Measurements(expert_bytes, host, dense, device, link, sync, read, is_direct)
+    measurements.costs()  # curves without points, or with points out of order
+    return measurements
+
+
+def _read_curve(value: Any) -> tuple[Point, ...]:
+    return tuple(Point(_count(num_tokens), _read_timing(timing)) for num_tokens, timing in value)
+
+
+def _read_optional(value: Any) -> Timing | None:
+    return None if value is None else _read_timing(value)
+
+
+def _read_timing(value: Any) -> Timing:
+    median_s, least_s, most_s, num_repeats = value
+    timing = Timing(_seconds(median_s), _seconds(least_s), _seconds(most_s), _count(num_repeats))
+    if not timing.least_s <= timing.median_s <= timing.most_s:
+        raise ValueError(f"the median {median_s} is not from {least_s} to {most_s}")
+    return timing
+
+
+def _seconds(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value < math.inf:
+        raise ValueError(f"{value!r} is not a time in seconds")
+    return float(value)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{value!r} is not a count")
+    return value

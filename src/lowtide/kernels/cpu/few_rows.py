@@ -1,0 +1,270 @@
+"""Operators of a few bfloat16 rows on the CPU: decoding one token, or a handful.
+
+A product of one row is a matter of reading its weight, which torch's does at half the speed of
+memory; between products an operator of torch takes longer to call than to run (docs/log.md). The
+C++ beside this file does both, and shares a product or a layer's experts among threads.
+
+`takes` tells which rows are theirs. A row's bits depend on the row and what it is used with alone:
+not on other rows, on the number of threads, or (above the least normal numbers) on the variant.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowtide.core import IntArray
+from lowtide.kernels import reference
+from lowtide.kernels.cpu.library import load_library
+from lowtide.kernels.reference import ClampedWeights, ExpertWeights
+
+MAX_FEW_ROWS = 8
+"""With more rows computing is the work, and torch's products are faster (docs/log.md)."""
+
+MAX_HEAD_DIM = 1024
+"""`MAX_DIM` of attention.cpp; a latent of DeepSeek-V2 is 576 wide."""
+
+_NAMES = ("few_rows", "experts", "attention", "rows", "team")
+SOURCES = tuple(Path(__file__).with_name(f"{name}.cpp") for name in _NAMES)
+
+_INT, _FLOAT = ctypes.c_int, ctypes.c_float
+_P, _LONG = ctypes.c_void_p, ctypes.c_long
+_TYPES = {
+    "multiply": (_INT, _INT, _P, _LONG, _P, _P, _P, *4 * (_LONG,)),
+    "gated_mlp": (_INT, _P, _LONG, *6 * (_P,), *4 * (_LONG,)),
+    "gated_mlps": (_INT, _INT, _P, _LONG, *3 * (_P,), _LONG, *3 * (_P,), *2 * (_LONG,)),
+    "run_experts": (_INT, _INT, *7 * (_P,), _LONG, *4 * (_P,), *4 * (_LONG,)),
+    "attend": (_INT, _INT, *3 * (_P,), _LONG, _P, *4 * (_LONG,), _FLOAT),
+    "rms_norm": (_INT, _P, _LONG, _P, _FLOAT, _P, *4 * (_LONG,)),
+    "rotate": (_INT, _P, _LONG, _P, _P, *4 * (_LONG,)),
+}
+
+
+class SlotPlaces(NamedTuple):
+    """Where experts' weights are: those of slot s at `s * slot_bytes` beyond these addresses."""
+
+    gate: int
+    up: int
+    down: int
+    slot_bytes: int
+
+
+class FewRows:
+    """The compiled operators in one of their variants. All variants give the same bits."""
+
+    def __init__(self, library: ctypes.CDLL, variant: int | None = None) -> None:
+        """variant: from 0, portable, to `num_variants - 1`, the best of this CPU and default."""
+        self.num_variants = library.lowtide_best_variant() + 1
+        self._variant = self.num_variants - 1 if variant is None else variant
+        # Functions of their own: those of the library's attributes are shared.
+        functions = {name: library[f"lowtide_{name}"] for name in _TYPES}
+        for name, function in functions.items():
+            function.argtypes, function.restype = _TYPES[name], None
+        self._multiply, self._gated_mlp = functions["multiply"], functions["gated_mlp"]
+        self._gated_mlps, self._run_experts = functions["gated_mlps"], functions["run_experts"]
+        self._attend = functions["attend"]
+        self._rms_norm, self._rotate = functions["rms_norm"], functions["rotate"]
+
+    @classmethod
+    def load(cls) -> FewRows:
+        """Compiled now, or from the cache. Raises UnsupportedError or StorageError."""
+        return cls(load_library(*SOURCES))
+
+    @staticmethod
+    def takes(x: Tensor) -> bool:
+        """Whether the rows of `x` [rows, ...] are few, of the right type and in host memory."""
+        return x.shape[0] <= MAX_FEW_ROWS and x.dtype is torch.bfloat16 and x.is_cpu
+
+    def multiply(
+        self,
+        x: Tensor,
+        weight_t: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        num_threads: int = 1,
+    ) -> None:
+        """See `reference.multiply`; rounds once, after the bias."""
+        num_rows, num_k = x.shape
+        if not (self.takes(x) and weight_t.stride() == (1, num_k) and _has_rows(x, out)):
+            reference.multiply(x, weight_t, bias, out)
+            return
+        self._multiply(
+            self._variant,
+            num_threads,
+            x.data_ptr(),
+            x.stride(0),
+            weight_t.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            out.stride(0),
+            num_rows,
+            out.shape[1],
+            num_k,
+        )
+
+    def gated_mlp(
+        self,
+        x: Tensor,
+        weights: ExpertWeights | ClampedWeights,
+        gate: Tensor,
+        up: Tensor,
+        out: Tensor,
+    ) -> None:
+        """See `reference.gated_mlp`; rounds in the same places. Weights are contiguous."""
+        if isinstance(weights, ClampedWeights):
+            reference.clamped_mlp(x, weights, gate, up, out, self.multiply)
+            return
+        is_whole = gate.is_contiguous() and up.is_contiguous()
+        if not (self.takes(x) and _has_rows(x, out) and is_whole):
+            reference.gated_mlp(x, weights, gate, up, out)
+            return
+        self._gated_mlp(
+            self._variant,
+            x.data_ptr(),
+            x.stride(0),
+            weights.gate.data_ptr(),
+            weights.up.data_ptr(),
+            weights.down.data_ptr(),
+            gate.data_ptr(),
+            up.data_ptr(),
+            out.data_ptr(),
+            out.stride(0),
+            *x.shape,
+            gate.shape[1],
+        )
+
+    def gated_mlps(
+        self,
+        groups: IntArray,
+        places: SlotPlaces,
+        parts: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        num_threads: int,
+    ) -> None:
+        """`gated_mlp` of several experts over their rows of `parts`, in place, bit for bit.
+
+        groups [experts, 3] int64: each expert's slot, its first row and its number of rows, at
+        most `MAX_FEW_ROWS`; no two share a row. parts [rows, hidden], which become outputs, and
+        gate and up [rows, expert_size], scratch, are bfloat16. All of them contiguous.
+        """
+        self._gated_mlps(
+            self._variant,
+            num_threads,
+            groups.ctypes.data,
+            len(groups),
+            *places,
+            parts.data_ptr(),
+            gate.data_ptr(),
+            up.data_ptr(),
+            parts.shape[1],
+            gate.shape[1],
+        )
+
+    def run_experts(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        slots: IntArray,
+        places: SlotPlaces,
+        parts: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        out: Tensor,
+        num_threads: int,
+    ) -> None:
+        """`gated_mlp` of every expert of the tokens and `reference.combine`, bit for bit.
+
+        x [tokens, hidden], which it `takes`; experts [tokens, k] int64, ascending for each token,
+        and their weights [tokens, k] float32; slots: one for each distinct expert, ascending by
+        expert; parts [tokens * k, hidden] and gate and up [tokens * k, expert_size] bfloat16 are
+        scratch; out [tokens, hidden] float32. All of them contiguous.
+        """
+        num_tokens, k = experts.shape
+        self._run_experts(
+            self._variant,
+            num_threads,
+            x.data_ptr(),
+            experts.data_ptr(),
+            weights.data_ptr(),
+            slots.ctypes.data,
+            *places,
+            parts.data_ptr(),
+            gate.data_ptr(),
+            up.data_ptr(),
+            out.data_ptr(),
+            num_tokens,
+            k,
+            x.shape[1],
+            gate.shape[1],
+        )
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float | None,
+        out: Tensor,
+        num_threads: int,
+    ) -> None:
+        """One row's heads over all of keys and values, softmax and sums in float32.
+
+        query, out [heads, head_dim] contiguous; keys, values [kv_heads, tokens, head_dim], rows
+        adjacent, the same stride of heads; scale: by default head_dim ** -0.5.
+        """
+        kv_heads, num_tokens, head_dim = keys.shape
+        self._attend(
+            self._variant,
+            num_threads,
+            query.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            keys.stride(0),
+            out.data_ptr(),
+            kv_heads,
+            query.shape[0] // kv_heads,
+            num_tokens,
+            head_dim,
+            head_dim**-0.5 if scale is None else scale,
+        )
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        """See `layers.norm.rms_norm`. x, out [rows, length] or [rows, heads, length], heads
+        adjacent; weight [length] bfloat16."""
+        length = weight.shape[0]
+        self._rms_norm(
+            self._variant,
+            x.data_ptr(),
+            x.stride(0),
+            weight.data_ptr(),
+            eps,
+            out.data_ptr(),
+            out.stride(0),
+            x.shape[0],
+            x.shape[1] if x.dim() == 3 else 1,
+            length,
+        )
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """See `layers.rotary.rotate`, whose bits these are. x [rows, heads, head_dim], heads
+        adjacent; cos, sin [rows, 1, rotary_dim / 2] bfloat16, contiguous."""
+        self._rotate(
+            self._variant,
+            x.data_ptr(),
+            x.stride(0),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            *x.shape,
+            cos.shape[2],
+        )
+
+
+def _has_rows(x: Tensor, out: Tensor) -> bool:
+    """Whether the elements of each row are adjacent."""
+    return x.stride(1) == 1 and out.stride(1) == 1

@@ -1,0 +1,117 @@
+"""Compiled kernels: built with the system's compiler at first use, then kept in the user's cache.
+
+A library is code that this process will run: its folder and file must belong to this user alone,
+and a digest at the file's end says that it is whole.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from lowtide.errors import StorageError, UnsupportedError
+from lowtide.files.folders import cache_folder
+
+_COMPILERS = ("c++", "g++", "clang++")
+# Nothing of this machine: variants are chosen at run time. Nothing that changes arithmetic either.
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
+_LIMIT_S = 120.0
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+def load_library(*sources: Path) -> ctypes.CDLL:
+    """C++ files of one folder, compiled and loaded as one; calls into it do not hold the GIL.
+
+    Called as the first of them. Raises UnsupportedError where it cannot be compiled or loaded,
+    StorageError where the cache cannot be written or is not this user's own.
+    """
+    compiler = _compiler()
+    try:
+        path = _private_folder() / f"{sources[0].stem}-{_key(sources, compiler)}.so"
+        if not _is_whole(path):
+            _build(sources, compiler, path)
+    except OSError as error:
+        raise StorageError(
+            f"{error.filename or cache_folder()} cannot be used: {error.strerror or error}; "
+            "XDG_CACHE_HOME names another cache folder."
+        ) from error
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise UnsupportedError(f"{path} cannot be loaded: {error}.") from error
+
+
+def _compiler() -> str:
+    for name in _COMPILERS:
+        path = shutil.which(name)
+        if path is not None:
+            return path
+    raise UnsupportedError(f"There is no C++ compiler; install one of {', '.join(_COMPILERS)}.")
+
+
+def _key(sources: Sequence[Path], compiler: str) -> str:
+    """Differs wherever the library would."""
+    version = _run([compiler, "--version"])
+    headers = sorted(sources[0].parent.glob("*.hpp"))
+    contents = [path.read_bytes() for path in (*sources, *headers)]
+    parts = [*contents, version, " ".join(_FLAGS).encode(), platform.machine().encode()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _private_folder() -> Path:
+    """Raises StorageError if others could put something there."""
+    folder = cache_folder() / "kernels"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.is_symlink() or not _is_own(folder.stat()):
+        raise StorageError(
+            f"{folder} does not belong to this user alone; remove it, or make it so (chmod 700)."
+        )
+    return folder
+
+
+def _is_own(facts: os.stat_result) -> bool:
+    """This user's, and not for others to write."""
+    return facts.st_uid == os.getuid() and not facts.st_mode & 0o022
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether `path` is this user's file and ends with the digest of what is before."""
+    try:
+        facts = path.lstat()
+        if not stat.S_ISREG(facts.st_mode) or not _is_own(facts):
+            return False
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return False
+    image, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
+    return hashlib.sha256(image).digest() == digest
+
+
+def _build(sources: Sequence[Path], compiler: str, path: Path) -> None:
+    """Writes the file whole or not at all: another process may be at it, too."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
+        built = Path(folder) / path.name
+        _run([compiler, *_FLAGS, *map(str, sources), "-o", str(built)])
+        with built.open("ab") as file:  # what follows its sections is nothing to a loader
+            file.write(hashlib.sha256(built.read_bytes()).digest())
+        built.chmod(0o700)
+        built.replace(path)
+
+
+def _run(command: list[str]) -> bytes:
+    try:
+        done = subprocess.run(command, capture_output=True, check=True, timeout=_LIMIT_S)
+    except subprocess.TimeoutExpired as error:
+        raise UnsupportedError(f"{command[0]} has not ended within {_LIMIT_S:g} s.") from error
+    except subprocess.CalledProcessError as error:
+        last_lines = error.stderr.decode(errors="replace").strip()[-500:]
+        raise UnsupportedError(f"{command[0]} failed: {last_lines}") from error
+    return done.stdout

@@ -1,0 +1,323 @@
+"""`lowtide bench`: how fast a model writes here, under one preset or several.
+
+One engine is loaded and handed from preset to preset, round by round, so that all of them have
+the same bytes, the same device and the same moments of the machine: what is compared is policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+
+from lowtide.core import MemoryPlan
+from lowtide.decode.intake import Prompt
+from lowtide.decode.request import Prefill
+from lowtide.engine.opening import EngineConfig, open_model
+from lowtide.engine.planning import make_plan
+from lowtide.errors import PlanError, UsageError
+from lowtide.hardware.machine import Machine, Rate, this_machine
+from lowtide.hardware.memory import peak_resident_bytes, reset_peak
+from lowtide.lab.budgets import budget_of_share
+from lowtide.lab.doctor import Skipped, machine_rates
+from lowtide.lab.verify import random_prompt
+from lowtide.llm import LLM, plan_model
+from lowtide.params import SamplingParams
+
+DEFAULT_SHARE = 0.5
+"""Of the experts that are resident where no budget is given."""
+
+PREFILL_TOKENS = 256
+"""Of the prompt that prefill is timed with, or as many as the context has room for."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being done, how much of it is, how much there is)."""
+
+
+class Preset(NamedTuple):
+    """A policy by name, with its options."""
+
+    name: str
+    options: Mapping[str, str] = {}
+
+    @property
+    def label(self) -> str:
+        return " ".join([self.name, *(f"{name}={value}" for name, value in self.options.items())])
+
+
+class Spread(NamedTuple):
+    """Repeats of one measurement."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(median(values), min(values), max(values))
+
+
+class Turn(NamedTuple):
+    """One answer: committed tokens and seconds, and what the experts did meanwhile."""
+
+    num_tokens: float
+    seconds: float
+    num_forwards: float
+    num_hits: float  # activated experts that were resident
+    num_activated: float
+    link_bytes: float
+    read_bytes: float
+    prefill_tokens_per_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+@dataclass(slots=True)
+class Run:
+    """One preset's turns, or why it had none."""
+
+    preset: Preset
+    policy: str = ""  # what it stood for, if it is `auto`
+    turns: list[Turn] = field(default_factory=list)
+    reason: str = ""  # why it cannot run
+
+    @property
+    def tokens_per_s(self) -> Spread:
+        return Spread.of([turn.tokens_per_s for turn in self.turns])
+
+    @property
+    def prefill_tokens_per_s(self) -> Spread:
+        return Spread.of([turn.prefill_tokens_per_s for turn in self.turns])
+
+    @property
+    def hit_rate(self) -> float:
+        return self._total("num_hits") / max(1, self._total("num_activated"))
+
+    @property
+    def link_bytes_per_token(self) -> float:
+        return self._total("link_bytes") / self._total("num_tokens")
+
+    @property
+    def read_bytes_per_token(self) -> float:
+        return self._total("read_bytes") / self._total("num_tokens")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Rates per second; for a preset that cannot run its name and the reason."""
+        named = {"preset": self.preset.name, "policy_options": dict(self.preset.options)}
+        if not self.turns:
+            return {**named, "reason": self.reason}
+        names = ("hit_rate", "link_bytes_per_token", "read_bytes_per_token")
+        return {
+            **named,
+            "policy": self.policy,
+            "tokens_per_s": self.tokens_per_s._asdict(),
+            "prefill_tokens_per_s": self.prefill_tokens_per_s._asdict(),
+            **{name: getattr(self, name) for name in names},
+            "num_tokens": int(self.turns[0].num_tokens),
+            "num_forwards": int(self.turns[0].num_forwards),
+        }
+
+    def _total(self, name: str) -> float:
+        return sum(float(getattr(turn, name)) for turn in self.turns)
+
+
+class Ceilings(NamedTuple):
+    """What the machine can do at best; what could not be measured, and why."""
+
+    machine: Machine
+    rates: tuple[Rate, ...]
+    skipped: tuple[Skipped, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "machine": asdict(self.machine),
+            "ceilings": [rate._asdict() for rate in self.rates],
+            "skipped": [skipped._asdict() for skipped in self.skipped],
+        }
+
+
+class Peak(NamedTuple):
+    """The most memory that was held of one tier, and what the plan says; None: not known."""
+
+    tier: str
+    peak_bytes: int | None
+    planned_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Everything that a bench found."""
+
+    plan: MemoryPlan
+    device: str  # a line on it; empty where there is none
+    is_budget_given: bool
+    prompt_tokens: int
+    prefill_tokens: int
+    runs: tuple[Run, ...]
+    peaks: tuple[Peak, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """All but the plan."""
+        return {
+            "device": self.device,
+            "is_emulated": self.plan.device == "emulated",
+            "is_budget_given": self.is_budget_given,
+            "prompt_tokens": self.prompt_tokens,
+            "prefill_tokens": self.prefill_tokens,
+            "runs": [run.as_dict() for run in self.runs],
+            "peaks": [peak._asdict() for peak in self.peaks],
+        }
+
+
+def measure_ceilings(model: str | Path, **options: object) -> Ceilings:
+    """The machine's rates, the disk's from the model's files.
+
+    Raises what `plan_model` raises, before anything is measured.
+    """
+    machine, skipped = this_machine(), list[Skipped]()
+    opened = open_model(model, EngineConfig(**options))  # type: ignore[arg-type]
+    make_plan(opened)
+    rates = machine_rates(machine, opened, skipped)
+    return Ceilings(machine, tuple(rates), tuple(skipped))
+
+
+def bench(
+    model: str | Path,
+    presets: Sequence[Preset],
+    prompt: Prompt | None,
+    params: SamplingParams,
+    *,
+    repeats: int,
+    progress: Progress = lambda what, done, total: None,
+    **options: object,
+) -> Result:
+    """Loads a model and measures every preset.
+
+    prompt: seeded random ids if None. options: `LLM`'s but for the policy; without a budget for
+    the fast tier, `DEFAULT_SHARE` of the experts is resident. Raises what `LLM` raises; a preset
+    that cannot run at this budget is a run with its reason.
+    """
+    budget = "host_memory" if plan_model(model, **options).gpu is None else "gpu_memory"
+    is_given = options.get(budget, "auto") != "auto"
+    if not is_given:
+        full = plan_model(model, **options)
+        options = {**options, budget: budget_of_share(full, DEFAULT_SHARE)}
+    can_reset = _reset_peaks()
+    with LLM(model, progress=progress, **options) as llm:
+        load = Load.of(llm, prompt, params)
+        runs = take_turns(llm, presets, load, repeats, progress)
+        policies = ", ".join(preset.label for preset in presets)
+        return Result(
+            plan=replace(llm.plan, policy=policies, reason="policies take turns over one plan"),
+            device=llm.device,
+            is_budget_given=is_given,
+            prompt_tokens=len(load.prompt),
+            prefill_tokens=len(load.prefill),
+            runs=tuple(runs),
+            peaks=tuple(_peaks(llm.plan, can_reset)),
+        )
+
+
+class Load(NamedTuple):
+    """What every turn answers."""
+
+    prompt: list[int]
+    prefill: list[int]  # the prompt that prefill is timed with
+    params: SamplingParams
+
+    @classmethod
+    def of(cls, llm: LLM, prompt: Prompt | None, params: SamplingParams) -> Load:
+        """The end of the text does not end an answer: all have the same number of tokens."""
+        ids = random_prompt(llm.config) if prompt is None else llm.token_ids(prompt)
+        room = llm.plan.context - params.max_tokens - len(ids)
+        num_prefill = max(len(ids), min(PREFILL_TOKENS, room))
+        prefill = (ids * -(-num_prefill // len(ids)))[:num_prefill]
+        return cls(ids, prefill, replace(params, ignore_eos=True))
+
+
+def take_turns(
+    llm: LLM,
+    presets: Sequence[Preset],
+    load: Load,
+    repeats: int,
+    progress: Progress = lambda what, done, total: None,
+) -> list[Run]:
+    """`repeats` rounds, in each of which every preset has one turn.
+
+    It starts a turn from its own first residents, is timed with a long prompt, and answers twice:
+    the first time to find its residents, which does not count.
+    """
+    runs = [Run(preset) for preset in presets]
+    total = repeats * len(runs)
+    for done in range(total):
+        progress("measuring", done, total)
+        run = runs[done % len(runs)]
+        if not run.reason:
+            _take_turn(llm, run, load)
+    progress("measuring", total, total)
+    return runs
+
+
+def _take_turn(llm: LLM, run: Run, load: Load) -> None:
+    try:
+        llm.adopt_policy(*run.preset)
+    except (PlanError, UsageError) as error:  # names and options were known: it is the budget
+        run.reason = str(error)
+        return
+    run.policy = llm.plan.policy
+    prefill_s = _prefill_s(llm, load)
+    llm.generate([load.prompt], load.params)
+    before = llm.stats()
+    llm.generate([load.prompt], load.params)
+    after = llm.stats()
+    done = {name: after[name] - before.get(name, 0.0) for name in after}
+    run.turns.append(
+        Turn(
+            num_tokens=done["committed_tokens"],
+            seconds=done["generation_s"],
+            num_forwards=done["forwards"],
+            num_hits=done["num_hits"],
+            num_activated=done["num_hits"] + done["num_misses"],
+            link_bytes=done.get("link_bytes", 0.0),
+            read_bytes=done["read_bytes"],
+            prefill_tokens_per_s=len(load.prefill) / prefill_s,
+        )
+    )
+
+
+def _prefill_s(llm: LLM, load: Load) -> float:
+    """Until the first pass that can write has ended: it has the prompt's last tokens in it."""
+    start_s = perf_counter()
+    events = llm.stream(load.prefill, load.params)
+    while isinstance(next(events), Prefill):
+        pass
+    seconds = perf_counter() - start_s
+    events.close()
+    return seconds
+
+
+def _reset_peaks() -> bool:
+    """Whether the process's peak memory could be made to start anew."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        reset_peak()
+    except OSError:  # some containers forbid it
+        return False
+    return True
+
+
+def _peaks(plan: MemoryPlan, can_reset: bool) -> list[Peak]:
+    in_ram = [plan.host] if plan.gpu is None or plan.device == "cuda" else [plan.host, plan.gpu]
+    planned_bytes = plan.overhead_bytes + sum(tier.used_bytes for tier in in_ram)
+    peaks = [Peak("process", peak_resident_bytes() if can_reset else None, planned_bytes)]
+    if plan.gpu is not None and plan.device == "cuda":
+        peaks.append(Peak("gpu", torch.cuda.max_memory_allocated(), plan.gpu.used_bytes))
+    return peaks

@@ -1,0 +1,290 @@
+"""`lowtide calibrate`: how a model routes on a text, and how well that can be foreseen.
+
+Pieces of the text go through the model as prompts of short answers: an autoregressive model reads
+each in one pass and then writes token by token, a diffusion model denoises blocks behind it, so
+that the routing from step to step is real. The first three quarters of the pieces are calibrated
+on, the others test what was learnt. Prompts are run one at a time and answered greedily: equal
+texts give equal calibrations.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from lowtide.core import FloatArray, IntArray, Step
+from lowtide.errors import UsageError
+from lowtide.experts.rows import Routing
+from lowtide.experts.runtime import Observer
+from lowtide.lab.record import Recorder
+from lowtide.layers.batch import KVRange, Segment
+from lowtide.llm import LLM
+from lowtide.memory.workspace import Workspace
+from lowtide.params import SamplingParams
+from lowtide.policies.prefetch import Gate
+from lowtide.replay.calibration import GATES, TOP_SIZES, Calibration, GateAccuracy
+from lowtide.replay.simulator import calibrate as count_activations
+from lowtide.replay.trace import Trace
+
+NUM_PIECES = 16
+TEST_SHARE = 0.25
+MIN_PIECE_TOKENS = 8
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is done, how much of it, and how much there is."""
+
+
+class Length(NamedTuple):
+    """Of one piece of the text."""
+
+    prompt_tokens: int
+    new_tokens: int
+
+
+AUTOREGRESSIVE = Length(256, 16)
+DIFFUSION = Length(64, 64)  # most of its rows are of blocks being filled, as in use
+
+
+@dataclass(frozen=True, slots=True)
+class Foresight:
+    """What early gates predicted of a run, beside what was asked for."""
+
+    trace: Trace
+    predicted: dict[Gate, list[IntArray]]  # tokens per expert of each pass [layers, experts]
+    accuracy: GateAccuracy
+
+
+def calibrate(
+    llm: LLM,
+    text: str | Sequence[int],
+    model: str,
+    *,
+    num_pieces: int = NUM_PIECES,
+    progress: Progress | None = None,
+) -> Calibration:
+    """The calibration of `llm` on a text, or on token ids.
+
+    model: the name that the trace will carry. Raises UsageError for a text that is too short or a
+    model without a tokenizer, and what `LLM.generate` raises.
+    """
+    learning, testing = split(llm, text, num_pieces)
+    trace, residual = learn(llm, learning, model, progress)
+    accuracy = foresee(llm, testing, model, residual, progress).accuracy
+    data = text.encode() if isinstance(text, str) else np.asarray(text, np.int64).tobytes()
+    frequency, following = count_activations(trace)
+    return Calibration(
+        architecture=llm.config.architecture,
+        text_sha256=hashlib.sha256(data).hexdigest(),
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        trace=trace,
+        residual=residual,
+        frequency=frequency,
+        following=following,
+        accuracy=accuracy,
+    )
+
+
+def split(
+    llm: LLM, text: str | Sequence[int], num_pieces: int = NUM_PIECES
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts to calibrate on, and later ones to test on, evenly spaced in the text."""
+    token_ids = _token_ids(llm, text)
+    if num_pieces < 2 or len(token_ids) < MIN_PIECE_TOKENS * num_pieces:
+        raise UsageError(
+            f"A text of {len(token_ids)} tokens cannot be calibrated on in {num_pieces} pieces: "
+            f"it takes at least 2, of {MIN_PIECE_TOKENS} tokens each."
+        )
+    stride = len(token_ids) // num_pieces
+    length = min(stride, _length(llm).prompt_tokens)
+    pieces = [token_ids[i * stride :][:length] for i in range(num_pieces)]
+    num_learning = num_pieces - max(1, round(TEST_SHARE * num_pieces))
+    return pieces[:num_learning], pieces[num_learning:]
+
+
+def learn(
+    llm: LLM, prompts: Sequence[list[int]], model: str, progress: Progress | None = None
+) -> tuple[Trace, NDArray[np.float32]]:
+    """The routing of the prompts and their answers, and the residual vectors [layers - 1, hidden].
+
+    A residual vector is the mean over all rows of the next MoE layer's gate input less this
+    one's, both after their norms (DALI, Eq. 10).
+    """
+    mean = _ResidualMean(*llm.config.moe_shape[:1], llm.config.hidden_size)
+    trace = _run(llm, prompts, model, mean, "calibrating", progress)
+    return trace, mean.vectors()
+
+
+def foresee(
+    llm: LLM,
+    prompts: Sequence[list[int]],
+    model: str,
+    residual: NDArray[np.float32],
+    progress: Progress | None = None,
+) -> Foresight:
+    """Runs every layer's gate one layer early beside the prompts and their answers."""
+    gates = _EarlyGates(llm, residual)
+    trace = _run(llm, prompts, model, gates, "testing", progress)
+    return Foresight(trace, gates.predicted, _accuracy(trace, gates))
+
+
+def top_share(score: IntArray | FloatArray, hits: IntArray, num_top: int) -> float:
+    """Of the `num_top` experts of best score, the share that is among those with most hits.
+
+    Experts with as many hits as the last of those count too, and where fewer were activated these
+    are all; of equal scores the lower id is taken. score, hits [experts], hits not all 0.
+    """
+    num_top = min(num_top, len(hits))
+    chosen = np.argsort(-score, kind="stable")[:num_top]
+    chosen = chosen[score[chosen] > 0]
+    least = max(1, int(np.sort(hits)[-num_top]))
+    return int((hits[chosen] >= least).sum()) / min(num_top, int((hits > 0).sum()))
+
+
+class _ResidualMean:
+    """The mean difference between the gate inputs of MoE layers that follow each other."""
+
+    def __init__(self, num_layers: int, hidden_size: int) -> None:
+        self._sum = np.zeros((num_layers - 1, hidden_size))
+        self._num_rows = 0
+        self._last = torch.empty(0)
+
+    def saw_layer(self, layer: int, step: Step, x: Tensor, routing: Routing, out: Tensor) -> None:
+        if layer:
+            self._sum[layer - 1] += (x.float() - self._last).sum(0).cpu().numpy()
+        else:
+            self._num_rows += len(x)
+        self._last = x.to(torch.float32, copy=True)
+
+    def vectors(self) -> NDArray[np.float32]:
+        return (self._sum / self._num_rows).astype(np.float32)
+
+
+class _EarlyGates:
+    """Runs each layer's router one layer early, on raw features and with the residual added.
+
+    As `experts/early_gate.py` does, with the choice of each token kept.
+    """
+
+    def __init__(self, llm: LLM, residual: NDArray[np.float32]) -> None:
+        self._routers = llm.routers
+        self._residual = torch.from_numpy(residual)
+        self._num_experts = llm.config.num_experts
+        self._features: list[Tensor] = []  # of the layer before, by gate
+        self._experts: list[Tensor] = []  # predicted for this layer, by gate: [rows, k]
+        self._num_rows = 0
+        num_predicted = len(self._routers) - 1
+        self._num_routed = np.zeros((len(GATES), num_predicted))
+        self._cosine = np.zeros((len(GATES), num_predicted))
+        self.predicted: dict[Gate, list[IntArray]] = {Gate(name): [] for name in GATES}
+
+    @property
+    def routed(self) -> NDArray[np.float64]:
+        """Share of each token's experts that were predicted. [2, layers - 1]"""
+        return self._num_routed / self._num_rows
+
+    @property
+    def cosine(self) -> NDArray[np.float64]:
+        """Mean cosine of the features used and the true ones. [2, layers - 1]"""
+        return self._cosine / self._num_rows
+
+    def saw_layer(self, layer: int, step: Step, x: Tensor, routing: Routing, out: Tensor) -> None:
+        if layer == 0:
+            self._num_rows += len(x)
+            for passes in self.predicted.values():
+                passes.append(np.zeros((len(self._routers), self._num_experts), np.int64))
+        else:
+            self._judge(layer, x, routing.experts)
+        if layer + 1 < len(self._routers):
+            self._features = [x.clone(), x + self._residual[layer].to(x)]
+            self._experts = [self._route(layer + 1, features) for features in self._features]
+
+    def _judge(self, layer: int, x: Tensor, experts: Tensor) -> None:
+        for gate, (name, features, early) in enumerate(
+            zip(GATES, self._features, self._experts, strict=True)
+        ):
+            is_foreseen = (experts[:, :, None] == early[:, None, :]).any(2)
+            self._num_routed[gate, layer - 1] += float(is_foreseen.float().mean(1).sum())
+            cosines = cosine_similarity(features.float(), x.float(), dim=1)
+            self._cosine[gate, layer - 1] += float(cosines.sum())
+            counts = torch.bincount(early.reshape(-1), minlength=self._num_experts)
+            self.predicted[Gate(name)][-1][layer] = counts.cpu().numpy()
+
+    def _route(self, layer: int, features: Tensor) -> Tensor:
+        # One sequence runs, and its passes begin where a block does: so do routing windows.
+        num_rows = len(features)
+        segment = Segment(0, num_rows, 0, num_rows, KVRange(0, num_rows))
+        # A router's input and its logits, in float32, each on a 64-byte boundary.
+        num_bytes = 4 * num_rows * (features.shape[1] + self._num_experts) + 2 * 64
+        room = torch.empty(num_bytes, dtype=torch.uint8, device=features.device)
+        return self._routers[layer].route(features, (segment,), Workspace(room)).experts
+
+
+class _Both:
+    """Two observers as one."""
+
+    def __init__(self, first: Observer, second: Observer) -> None:
+        self._observers = (first, second)
+
+    def saw_layer(self, layer: int, step: Step, x: Tensor, routing: Routing, out: Tensor) -> None:
+        for observer in self._observers:
+            observer.saw_layer(layer, step, x, routing, out)
+
+
+def _run(
+    llm: LLM,
+    prompts: Sequence[list[int]],
+    model: str,
+    observer: Observer,
+    what: str,
+    progress: Progress | None,
+) -> Trace:
+    """Answers the prompts one after the other under the eyes of `observer`; their trace."""
+    recorder = Recorder(llm, model)
+    params = SamplingParams(max_tokens=_length(llm).new_tokens, ignore_eos=True)
+    with llm.observed(_Both(recorder, observer)):
+        for index, prompt in enumerate(prompts):
+            llm.generate([prompt], params)
+            if progress is not None:
+                progress(what, index + 1, len(prompts))
+    recorder.finish()
+    return recorder.writer.trace()
+
+
+def _accuracy(trace: Trace, gates: _EarlyGates) -> GateAccuracy:
+    hits = trace.hits()[:, 1:]  # [passes, layers - 1, experts]
+    top = np.zeros((*gates.routed.shape, len(TOP_SIZES)))
+    for gate, passes in enumerate(gates.predicted.values()):
+        for scores, asked in zip(passes, hits, strict=True):
+            for layer, size in np.ndindex(top.shape[1:]):
+                share = top_share(scores[layer + 1], asked[layer], TOP_SIZES[size])
+                top[gate, layer, size] += share / len(hits)
+    return GateAccuracy(gates.routed, top.clip(max=1.0), gates.cosine)
+
+
+def _length(llm: LLM) -> Length:
+    """What a piece takes: less than usual where the context is short."""
+    usual = DIFFUSION if llm.config.is_diffusion else AUTOREGRESSIVE
+    room = min(llm.plan.context, llm.config.max_positions)
+    block_length = llm.config.block_length
+    new_tokens = max(block_length, min(usual.new_tokens, room // 2) // block_length * block_length)
+    # A prompt may share its last block with the answer, which then takes one block more.
+    return Length(
+        max(1, min(usual.prompt_tokens, room - new_tokens - block_length + 1)), new_tokens
+    )
+
+
+def _token_ids(llm: LLM, text: str | Sequence[int]) -> list[int]:
+    if not isinstance(text, str):
+        return list(text)
+    if llm.tokenizer is None:
+        raise UsageError("This model has no tokenizer.json: it can be calibrated on ids only.")
+    return list(llm.tokenizer.encode(text))

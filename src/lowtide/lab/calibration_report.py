@@ -1,0 +1,176 @@
+"""What a calibration says: drift, the refresh interval that pays, how steps resemble each other.
+
+Everything is computed from the calibration's trace; times are those of a machine's costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from lowtide.core import Costs, FloatArray, IntArray
+from lowtide.errors import StorageError, UnsupportedError
+from lowtide.policies.catalogue import Setting
+from lowtide.policies.tau import drift, miss_shares, paper_tau
+from lowtide.replay.calibration import GATES, TOP_SIZES, Calibration
+from lowtide.replay.simulator import TAUS, fastest_tau
+from lowtide.replay.trace import Trace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+RESIDENT_SHARES = (0.25, 0.5, 0.75)
+INTERVALS = (1, 2, 5)
+"""Steps apart, of those that are compared."""
+
+
+class Budget(NamedTuple):
+    """What so many residents per layer mean for TIDE's interval."""
+
+    num_residents: int
+    drift: float  # TIDE's d
+    misses: list[float]  # TIDE's f(tau) for tau from 1
+    paper_tau: int
+    auto_tau: int  # of least simulated time
+
+
+def weigh_budgets(calibration: Calibration, costs: Costs) -> list[Budget]:
+    """Drift and intervals with each of `RESIDENT_SHARES` of the experts, at least one."""
+    num_experts = calibration.shape.num_experts
+    hits = calibration.trace.hits()
+    return [
+        _budget(calibration.trace, hits, max(1, round(share * num_experts)), costs)
+        for share in RESIDENT_SHARES
+    ]
+
+
+def step_similarity(blocks: Sequence[IntArray], interval: int = 1) -> FloatArray:
+    """Cosine of a step's hits with those `interval` steps before, step by step (TIDE's Fig. 2b).
+
+    The mean over layers and over the blocks that are long enough; `blocks` as `Trace.blocks`
+    gives them. [most steps - interval]
+    """
+    return _by_step([_cosines(block[interval:], block[:-interval]) for block in blocks])
+
+
+def distinct_experts(blocks: Sequence[IntArray]) -> FloatArray:
+    """Experts of a layer that are activated, step by step (TIDE's Fig. 2a): means as above."""
+    return _by_step([(block > 0).sum(2).mean(1) for block in blocks])
+
+
+def as_object(calibration: Calibration, budgets: Sequence[Budget]) -> dict[str, object]:
+    """All of it for `--json`."""
+    trace, blocks = calibration.trace, calibration.trace.blocks()
+    return {
+        "architecture": calibration.architecture,
+        "text_sha256": calibration.text_sha256,
+        "date": calibration.date,
+        "num_passes": len(trace.passes),
+        "num_rows": len(trace.ids),
+        "budgets": [budget._asdict() for budget in budgets],
+        "gates": {name: _gate(calibration, gate) for gate, name in enumerate(GATES)},
+        "token_share": token_share(calibration),
+        "step_similarity": step_similarity(blocks),
+        "distinct_experts": distinct_experts(blocks),
+    }
+
+
+def token_share(calibration: Calibration) -> FloatArray:
+    """Each expert's share of a layer's (token, expert) pairs. [layers, experts]"""
+    num_tokens = calibration.trace.hits().sum(axis=0)
+    share: FloatArray = num_tokens / np.maximum(1, num_tokens.sum(axis=1, keepdims=True))
+    return share
+
+
+def check_plot(folder: Path) -> None:
+    """Makes the folder; raises UnsupportedError or StorageError where nothing can be drawn."""
+    if find_spec("matplotlib") is None:
+        raise UnsupportedError(
+            "--plot draws with matplotlib, which is not installed: pip install 'lowtide[plot]'."
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as reason:
+        raise _no_plots(folder, reason) from reason
+
+
+def plot(calibration: Calibration, folder: Path) -> list[Path]:
+    """Draws similarity and distinct experts step by step into `folder`; the files.
+
+    Raises UnsupportedError without matplotlib, StorageError when a file cannot be written.
+    """
+    check_plot(folder)
+    blocks = calibration.trace.blocks()
+    apart = {f"{n} apart": (n, step_similarity(blocks, n)) for n in INTERVALS}
+    each = {"all layers": (0, distinct_experts(blocks))}
+    figures = {
+        "step-similarity.png": _figure("cosine of the hits of two steps", apart),
+        "distinct-experts.png": _figure("experts activated per layer", each),
+    }
+    try:
+        for name, figure in figures.items():
+            figure.savefig(folder / name, dpi=120)
+    except OSError as reason:
+        raise _no_plots(folder, reason) from reason
+    return [folder / name for name in figures]
+
+
+def _no_plots(folder: Path, reason: OSError) -> StorageError:
+    return StorageError(f"Plots cannot be written to {folder}: {reason.strerror}.")
+
+
+def _budget(trace: Trace, hits: IntArray, num_residents: int, costs: Costs) -> Budget:
+    layers, experts = trace.shape[:2]
+    blocks = trace.blocks(hits)
+    num_steps = round(float(np.mean([len(block) for block in blocks]))) if blocks else 1
+    setting = Setting([num_residents] * layers, experts, costs)
+    max_tau = min(max(TAUS), max(4, num_steps - 1))
+    d, misses = drift(blocks, num_residents), miss_shares(blocks, num_residents, max_tau)
+    return Budget(
+        num_residents,
+        d,
+        misses.tolist(),
+        paper_tau(d, misses, num_steps, num_residents, costs.fetch_s, costs.host_s.at(1)),
+        fastest_tau(trace, "tide", setting),
+    )
+
+
+def _figure(label: str, curves: dict[str, tuple[int, FloatArray]]) -> Figure:
+    """Curves over a block's steps, each from the step it begins at."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for name, (first, values) in curves.items():
+        axes.plot(range(first, first + len(values)), values, marker=".", label=name)
+    axes.set_xlabel("step of the block")
+    axes.set_ylabel(label)
+    axes.legend()
+    return figure
+
+
+def _gate(calibration: Calibration, gate: int) -> dict[str, object]:
+    accuracy = calibration.accuracy
+    tops = {f"top_{n}": accuracy.top[gate, :, i] for i, n in enumerate(TOP_SIZES)}
+    return {"routed": accuracy.routed[gate], **tops, "cosine": accuracy.cosine[gate]}
+
+
+def _by_step(curves: Sequence[FloatArray]) -> FloatArray:
+    """The mean of curves of different lengths, over those that reach a step."""
+    longest = max(map(len, curves), default=0)
+    total, count = np.zeros(longest), np.zeros(longest)
+    for curve in curves:
+        total[: len(curve)] += curve
+        count[: len(curve)] += 1
+    return total / count
+
+
+def _cosines(a: IntArray, b: IntArray) -> FloatArray:
+    """Mean over layers of the cosine of hits [steps, layers, experts]. [steps]"""
+    lengths = np.linalg.norm(a, axis=2) * np.linalg.norm(b, axis=2)
+    cosines: FloatArray = ((a * b).sum(2) / lengths).mean(1)
+    return cosines

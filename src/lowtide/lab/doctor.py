@@ -1,0 +1,380 @@
+"""`lowtide doctor`: what this machine is, and what experts cost on it.
+
+The machine's rates first, as ceilings; then the costs of one model, or of the experts of a few
+well-known ones. Costs are kept (`hardware/store.py`), except those of an emulated device.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from lowtide.config import ModelConfig
+from lowtide.core import MoEShape
+from lowtide.devices.emulated import EmulatedDevice, emulated_speeds
+from lowtide.engine.device import resolve_device
+from lowtide.engine.opening import MAX_PASS_ROWS, EngineConfig, OpenModel, open_model
+from lowtide.errors import PlanError, StorageError
+from lowtide.experts.device import Device
+from lowtide.experts.slots import SlotLayout
+from lowtide.experts.transfer import largest_read_bytes
+from lowtide.files.folders import cache_folder
+from lowtide.hardware.machine import READ_BYTES, Machine, Rate, measure_rates, this_machine
+from lowtide.hardware.measure import (
+    DiskSource,
+    Measured,
+    Point,
+    layer_dense_bytes,
+    measure_costs,
+)
+from lowtide.hardware.store import (
+    CostKey,
+    Stored,
+    measured_now,
+    stored_or_measured,
+)
+from lowtide.hardware.timing import Timing
+from lowtide.kernels.library_cache import limit_library_cache
+from lowtide.kernels.products import choose_products
+from lowtide.lab.synth_sizes import FAMILIES
+from lowtide.memory.arena import Arena
+from lowtide.model_folder.checkpoint import Checkpoint
+from lowtide.reading.file_reader import FileReader
+from lowtide.schemas import assume
+from lowtide.threads.executor import HostExecutor
+
+KNOWN_MODELS: Mapping[str, str] = {
+    "LLaDA2.0-mini": "llada2",
+    "Qwen3-30B-A3B": "qwen3_moe",
+    "Mixtral-8x7B": "mixtral",
+}
+"""Whose experts are measured when no model is named; the families whose full size they are."""
+
+SCRATCH_BYTES = 256 << 20
+"""Of the file that the disk is measured with where there is no model's."""
+
+_DEVICE_BYTES = 256 << 20  # of slots: more than a GPU's cache holds
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being measured, how much of it is done, how much there is)."""
+
+
+class ExpertCosts(NamedTuple):
+    """What one model's experts cost here."""
+
+    name: str
+    shape: MoEShape
+    dtype: str
+    dense_bytes: int  # of one layer
+    device: str  # "" where there is none
+    stored: Stored
+
+
+class Skipped(NamedTuple):
+    """What was not measured, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """The machine, its rates, and what experts cost on it."""
+
+    machine: Machine
+    rates: tuple[Rate, ...]
+    costs: tuple[ExpertCosts, ...]
+    skipped: tuple[Skipped, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """As `--json` prints it: seconds, bytes and rates per second."""
+        return {
+            "machine": asdict(self.machine),
+            "rates": [rate._asdict() for rate in self.rates],
+            "costs": [_as_dict(costs) for costs in self.costs],
+            "skipped": [skipped._asdict() for skipped in self.skipped],
+        }
+
+
+def diagnose(
+    model: str | Path | None,
+    *,
+    name: str = "",
+    is_fresh: bool = False,
+    progress: Progress = lambda what, done, total: None,
+    **options: object,
+) -> Diagnosis:
+    """Measures the machine, and what is not stored of a model's costs or the known models'.
+
+    model: a folder, a hub id or a demo. name: what to call it, if not that. is_fresh: measures
+    costs that are stored, too. options: fields of `EngineConfig`, of which `device`,
+    `device_options`, `dtype`, `kernels` and `config_overrides` have a part in costs.
+
+    Raises as `open_model` does, StorageError when the checkpoint cannot be read, DeviceError when
+    a device fails, and PlanError when there is too little memory to measure the model named.
+    """
+    limit_library_cache()
+    config = EngineConfig(**options)  # type: ignore[arg-type]
+    opened = None if model is None else open_model(model, config)
+    patients = _known_models(config) if opened is None else [_patient(name or str(model), opened)]
+    total = 1 + len(patients)
+    progress("measuring", 0, total)
+    machine = this_machine()
+    skipped: list[Skipped] = []
+    rates = machine_rates(machine, opened, skipped)
+    costs: list[ExpertCosts] = []
+    for done, patient in enumerate(patients, start=1):
+        progress("measuring", done, total)
+        try:
+            costs.append(_costs(patient, machine, config, is_fresh))
+        except PlanError as error:
+            if opened is not None:
+                raise
+            skipped.append(Skipped(patient.name, str(error)))
+    progress("measuring", total, total)
+    return Diagnosis(machine, tuple(rates), tuple(costs), tuple(skipped))
+
+
+class _Patient(NamedTuple):
+    """A model whose costs are wanted; `opened` if its weights may be here."""
+
+    name: str
+    shape: MoEShape
+    layout: SlotLayout
+    dense_bytes: int
+    opened: OpenModel | None = None
+
+
+def _patient(name: str, opened: OpenModel) -> _Patient:
+    config, layout = opened.config, opened.slot_layout
+    item_bytes = layout.dtype.itemsize
+    dense_bytes = layer_dense_bytes(opened.weight_map.dense, config.moe_layers[-1], item_bytes)
+    return _Patient(name, config.moe_shape, layout, dense_bytes, opened)
+
+
+def _known_models(options: EngineConfig) -> list[_Patient]:
+    patients = []
+    for name, family in KNOWN_MODELS.items():
+        config = ModelConfig.from_dict(FAMILIES[family]["full"].config)
+        layout = SlotLayout.of(config.moe_shape, getattr(torch, options.dtype or config.dtype))
+        dense, last = assume(config).dense, config.moe_layers[-1]
+        dense_bytes = layer_dense_bytes(dense, last, layout.dtype.itemsize)
+        patients.append(_Patient(name, config.moe_shape, layout, dense_bytes))
+    return patients
+
+
+def machine_rates(machine: Machine, opened: OpenModel | None, skipped: list[Skipped]) -> list[Rate]:
+    """Ceilings of the machine's parts; what cannot be measured is added to `skipped`.
+
+    opened: the model from whose files the disk is read; without one, or without its weights, a
+    file in the cache folder.
+    """
+    executor = HostExecutor(machine.num_cores)
+    try:
+        with _disk_file(opened) as file:
+            return measure_rates(executor, file)
+    except StorageError as error:
+        skipped.append(Skipped("disk", str(error)))
+        return measure_rates(executor, None)
+    finally:
+        executor.close()
+
+
+@contextmanager
+def _disk_file(opened: OpenModel | None) -> Iterator[Path]:
+    """The model's largest file, or one in the cache folder that goes again."""
+    checkpoint = None if opened is None else opened.checkpoint
+    if checkpoint is not None:
+        size, largest = max(zip(checkpoint.file_sizes, checkpoint.files, strict=True))
+        if size >= SCRATCH_BYTES // 4:
+            yield largest
+            return
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.NamedTemporaryFile(dir=folder, prefix="doctor-")
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be written: {error.strerror}.") from error
+    with scratch:
+        _fill(scratch.fileno(), folder)
+        yield Path(scratch.name)
+
+
+def _fill(descriptor: int, folder: Path) -> None:
+    """Bytes that do not compress, on the disk and out of the page cache."""
+    block = np.random.default_rng(0).bytes(READ_BYTES)
+    try:
+        for _ in range(0, SCRATCH_BYTES, READ_BYTES):
+            os.write(descriptor, block)
+        os.fsync(descriptor)
+    except OSError as error:
+        raise StorageError(
+            f"A scratch file of {SCRATCH_BYTES} bytes cannot be written to {folder}: "
+            f"{error.strerror}."
+        ) from error
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, 0, SCRATCH_BYTES, os.POSIX_FADV_DONTNEED)
+
+
+def _costs(
+    patient: _Patient, machine: Machine, options: EngineConfig, is_fresh: bool
+) -> ExpertCosts:
+    device = resolve_device(options.device)
+    checkpoint = _checkpoint(patient, device)
+    products = choose_products(options.kernels, patient.layout.dtype)
+    measure = partial(_measure, patient, device, options)
+    if device == "emulated":
+        measured, description = measure()
+        stored = measured_now(measured)
+    else:
+        description = "" if device == "cpu" else f"{device}, {options.kernels} kernels"
+        folder = None if checkpoint is None else checkpoint.files[0].parent
+        key = CostKey.of(
+            machine,
+            patient.shape,
+            patient.layout,
+            patient.dense_bytes,
+            description,
+            folder,
+            products.name,
+        )
+        stored = stored_or_measured(key, lambda: measure()[0], is_fresh=is_fresh)
+    dtype = str(patient.layout.dtype).removeprefix("torch.")
+    return ExpertCosts(patient.name, patient.shape, dtype, patient.dense_bytes, description, stored)
+
+
+def _measure(patient: _Patient, name: str, options: EngineConfig) -> tuple[Measured, str]:
+    """The costs, and a line on the device that they were measured with."""
+    # An emulated device is one core, and so is the host beside it.
+    num_cores = 1 if name == "emulated" else None
+    products = choose_products(options.kernels, patient.layout.dtype)
+    executor = HostExecutor(patient.shape.num_experts_per_token, num_cores)
+    try:
+        with _device(patient, name, options) as (device, make_arena, description):
+            with _disk_source(patient, name) as disk:
+                measured = measure_costs(
+                    patient.shape,
+                    patient.layout,
+                    executor,
+                    patient.dense_bytes,
+                    device=device,
+                    disk=disk,
+                    make_arena=make_arena,
+                    products=products,
+                )
+    finally:
+        executor.close()
+    return measured, description
+
+
+def _checkpoint(patient: _Patient, device: str) -> Checkpoint | None:
+    """The files that experts are read from, if reads are a part of what they cost.
+
+    With a GPU they are not, as in the engine, which looks for these costs when it loads a model;
+    the disk's rate is among the machine's.
+    """
+    return None if patient.opened is None or device == "cuda" else patient.opened.checkpoint
+
+
+@contextmanager
+def _disk_source(patient: _Patient, device: str) -> Iterator[DiskSource | None]:
+    checkpoint = _checkpoint(patient, device)
+    if patient.opened is None or checkpoint is None:
+        yield None
+        return
+    table = patient.opened.weight_map.experts
+    reader = FileReader(checkpoint.files, largest_read_bytes(table))
+    try:
+        yield DiskSource(reader, table)
+    finally:
+        reader.close()
+
+
+_OpenDevice = tuple[Device | None, Callable[[int], Arena], str]
+
+
+@contextmanager
+def _device(patient: _Patient, name: str, options: EngineConfig) -> Iterator[_OpenDevice]:
+    """The device with slots for a measurement, memory that it copies from, and a line on it."""
+    if name == "cpu":
+        yield None, Arena, ""
+    elif name == "cuda":
+        with _cuda_device(patient, options) as (device, make_arena):
+            yield device, make_arena, name
+    else:
+        layout, num_slots = patient.layout, _num_slots(patient)
+        products = choose_products(options.kernels, layout.dtype)
+        given = options.device_options
+        speeds = emulated_speeds(given, layout, patient.shape, layout.dtype, products)
+        arena = Arena(num_slots * layout.num_bytes)
+        emulated = EmulatedDevice(arena, layout, num_slots, speeds, products)
+        try:
+            yield emulated, Arena, emulated.describe()
+        finally:
+            emulated.close()
+
+
+@contextmanager
+def _cuda_device(
+    patient: _Patient, options: EngineConfig
+) -> Iterator[tuple[Device, Callable[[int], Arena]]]:
+    from lowtide.devices.cuda import CudaDevice
+    from lowtide.memory.pinned import PinnedMemory
+
+    pinned = PinnedMemory()
+
+    def make_arena(num_bytes: int) -> Arena:
+        arena = Arena(num_bytes)
+        pinned.register(arena)
+        return arena
+
+    shape, num_slots = patient.shape, _num_slots(patient)
+    device = CudaDevice(shape, patient.layout, num_slots, MAX_PASS_ROWS, pinned, options.kernels)
+    try:
+        yield device, make_arena
+    finally:
+        device.close()
+        pinned.close()
+
+
+def _num_slots(patient: _Patient) -> int:
+    """Enough for the groups that are measured, and for none to stay in a cache."""
+    shape = patient.shape
+    num_slots = max(4 * shape.num_experts_per_token, -(-_DEVICE_BYTES // patient.layout.num_bytes))
+    return min(num_slots, shape.num_layers * shape.num_experts)
+
+
+def _as_dict(costs: ExpertCosts) -> dict[str, Any]:
+    measurements = costs.stored.measurements
+    curves = {name: getattr(measurements, name) for name in ("host", "dense", "device")}
+    timings = {name: getattr(measurements, name) for name in ("link", "sync", "disk_read")}
+    return {
+        "name": costs.name,
+        **costs.shape._asdict(),
+        "dtype": costs.dtype,
+        "expert_bytes": measurements.expert_bytes,
+        "dense_bytes": costs.dense_bytes,
+        "device": costs.device,
+        "date": costs.stored.date,
+        "spread": measurements.spread,
+        "is_read_direct": measurements.is_read_direct,
+        **{name: [_point(point) for point in curve] for name, curve in curves.items()},
+        **{name: timing and _timing(timing) for name, timing in timings.items()},
+    }
+
+
+def _point(point: Point) -> dict[str, Any]:
+    return {"num_tokens": point.num_tokens, **_timing(point.timing)}
+
+
+def _timing(timing: Timing) -> dict[str, Any]:
+    return {**timing._asdict(), "spread": timing.spread}

@@ -1,0 +1,102 @@
+"""This machine as a hardware profile: what `lowtide simulate --machine` takes.
+
+Rates are those of the experts that `doctor` measured, so nothing is taken off them as efficiency.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from lowtide.core import MoEShape
+from lowtide.engine.device import resolve_device
+from lowtide.errors import StorageError, UsageError
+from lowtide.files.whole_file import check_writable, whole_file
+from lowtide.hardware.measure import Point
+from lowtide.lab.doctor import Diagnosis, ExpertCosts
+
+
+def check_profile(path: Path, device: str) -> None:
+    """Refuses before anything is measured: raises UsageError without a device, StorageError."""
+    check_writable(path, "profile")
+    if resolve_device(device) == "cpu":
+        raise UsageError(
+            "A profile is of a host and a device beside it, and there is no GPU; add --device "
+            "emulated, or run doctor where there is one."
+        )
+
+
+def save_profile(diagnosis: Diagnosis, path: Path) -> None:
+    """Writes the profile to `path`. Raises StorageError."""
+    text = profile_text(diagnosis)
+    with whole_file(path, "profile") as file:
+        file.write(text.encode())
+
+
+def profile_text(diagnosis: Diagnosis) -> str:
+    """In TOML, from the first model's experts: the more they are like those replayed, the better.
+
+    An expert of one token shows how fast weights are read, of most tokens how fast is computed.
+    Raises StorageError where no experts, device or disk were measured.
+    """
+    if not diagnosis.costs:
+        raise StorageError(
+            "No experts were measured, and a profile is of some: there is too little memory for "
+            "those of any known model. Name a smaller one: lowtide doctor MODEL --profile FILE."
+        )
+    costs = diagnosis.costs[0]
+    measured = costs.stored.measurements
+    if measured.link is None or measured.sync is None:
+        raise StorageError("No device was measured, and a profile needs one.")
+    machine = diagnosis.machine
+    device_bytes = machine.memory_bytes
+    if machine.gpu is not None and costs.device.startswith("cuda"):
+        device_bytes = torch.cuda.get_device_properties(0).total_memory
+    sections = {
+        "device": _engine(costs, measured.device, device_bytes),
+        # One copy of an expert, its start included.
+        "link": {
+            "bandwidth_GBps": measured.expert_bytes / measured.link.median_s / 1e9,
+            "latency_us": 1e-3,
+        },
+        "host": _engine(costs, measured.host, machine.memory_bytes),
+        "disk": {"bandwidth_GBps": _disk_bytes_per_s(diagnosis) / 1e9},
+        "sync": {"latency_us": max(1e-3, measured.sync.median_s * 1e6)},
+        "efficiency": dict.fromkeys(("device", "link", "host", "disk"), 1.0),
+    }
+    lines = [f"# Measured by lowtide doctor: experts of {costs.name}, {costs.stored.date[:10]}."]
+    lines.append(f"name = {_quoted(f'{machine.cpu}, {costs.device}')}")
+    for section, values in sections.items():
+        lines += ["", f"[{section}]", *(f"{name} = {value:.6g}" for name, value in values.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _engine(costs: ExpertCosts, curve: tuple[Point, ...], memory_bytes: int) -> dict[str, float]:
+    first, last = curve[0], curve[-1]
+    operations = _operations(costs.shape) * last.num_tokens
+    return {
+        "memory_GB": memory_bytes / 1e9,
+        "bandwidth_GBps": costs.stored.measurements.expert_bytes / first.timing.median_s / 1e9,
+        "compute_TFLOPs": operations / last.timing.median_s / 1e12,
+    }
+
+
+def _operations(shape: MoEShape) -> int:
+    """Of one expert with one token: a multiplication and an addition per weight."""
+    return 2 * 3 * shape.hidden_size * shape.expert_size
+
+
+def _disk_bytes_per_s(diagnosis: Diagnosis) -> float:
+    measured = diagnosis.costs[0].stored.measurements
+    if measured.disk_read is not None:
+        return measured.expert_bytes / measured.disk_read.median_s
+    for rate in diagnosis.rates:
+        if rate.name.startswith("disk"):
+            return rate.per_s
+    raise StorageError("The disk was not measured, and a profile needs its rate.")
+
+
+def _quoted(text: str) -> str:
+    """A TOML string of one line."""
+    return '"' + text.replace("\\", "/").replace('"', "'") + '"'

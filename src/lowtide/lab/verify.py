@@ -1,0 +1,274 @@
+"""`lowtide verify`: proof that placement decides only speed.
+
+The same text goes through a model with every expert resident (or as many as this machine holds)
+and through runs that hold fewer, on every device and under every lossless preset: each MoE
+layer's output and the logits are compared, and so are the tokens of a whole answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowtide.config import ModelConfig
+from lowtide.core import MemoryPlan, Step
+from lowtide.engine.opening import EngineConfig, open_model
+from lowtide.errors import PlanError
+from lowtide.experts.rows import Routing
+from lowtide.lab.budgets import budget_of_share, home_of_share
+from lowtide.llm import LLM, plan_model
+from lowtide.params import SamplingParams
+from lowtide.policies.presets import PRESETS
+
+LOSSLESS_PRESETS = tuple(name for name in PRESETS if name not in ("auto", "resident"))
+"""Presets that promise the resident run's tokens while holding fewer experts."""
+
+SHARES = (0.0, 1 / 3, 2 / 3)
+"""Of the experts that are resident, from none, with the least budget, upwards."""
+
+NUM_PROMPT_TOKENS = 40
+
+EMULATED_SPEEDS = {"link_GBps": "2", "link_latency_us": "20", "host_slowdown": "1"}
+"""Of an emulated device, where no others are given: it need not be slow to change nothing."""
+
+TOLERANCES: Mapping[torch.dtype, float] = {
+    torch.float32: 1e-4,
+    torch.float16: 5e-3,
+    torch.bfloat16: 2e-2,
+}
+"""Where a GPU shares the work: how far a layer's values may lie from the reference's, as a share of
+its largest. Its sums go in another order than the CPU's; elsewhere every bit is the same.
+
+There every layer is given the reference's input and routing. Left to itself a model goes on from
+its own roundings: a token in a hundred is then sent to another expert, and differs by far more
+(docs/log.md). So its logits and tokens are shown, not judged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One offloaded run beside the reference run.
+
+    Differences are the largest of any element, as a share of the reference's largest element;
+    0.0 is bit-identical.
+    """
+
+    device: str
+    policy: str
+    budget_bytes: int  # of the fast tier
+    host_budget_bytes: int
+    num_residents: int
+    tolerance: float
+    hit_rate: float = 0.0
+    largest_layer_difference: float = 0.0  # of any MoE layer's output
+    first_layer: int | None = None  # the first MoE layer that differs by more than the tolerance
+    largest_logit_difference: float = 0.0
+    first_token: int | None = None  # the first token of the answer that differs
+    reason: str = ""  # why the policy cannot run at this budget: then nothing was compared
+
+    @property
+    def is_same(self) -> bool:
+        """All layers within the tolerance and, where that is 0, logits and the whole answer."""
+        if self.first_layer is not None:
+            return False
+        is_all_same = not self.largest_logit_difference and self.first_token is None
+        return is_all_same or self.tolerance > 0
+
+
+class _Case(NamedTuple):
+    """A device and how much of the experts it holds."""
+
+    device: str
+    options: Mapping[str, object]  # of `LLM`, budgets among them
+    tolerance: float
+
+
+class _Layer(NamedTuple):
+    """What a MoE layer was given, and what it made of it: copies on the CPU."""
+
+    layer: int
+    step: Step
+    x: Tensor
+    routing: Routing
+    out: Tensor
+
+
+class _Run(NamedTuple):
+    """What a run of the model showed."""
+
+    layers: list[_Layer]  # of the prompt
+    logits: Tensor
+    token_ids: list[int]
+    hit_rate: float
+
+
+def verify(
+    model: str | Path,
+    prompt: Sequence[int] | None = None,
+    max_tokens: int = 24,
+    on_verdict: Callable[[Verdict], None] | None = None,
+    **options: object,
+) -> list[Verdict]:
+    """Compares runs at several budgets, the least among them, with reference runs.
+
+    On the CPU, on the GPU if there is one, and on an emulated device if that is asked for; a GPU
+    is compared with itself holding every expert it can. `options` are `LLM`'s, except the budgets
+    and the policy. `prompt`: token ids, by default seeded random ones. Raises what `LLM` raises.
+    """
+    opened = open_model(model, EngineConfig(**options))  # type: ignore[arg-type]
+    ids = random_prompt(opened.config) if prompt is None else prompt
+    params = SamplingParams(max_tokens=max_tokens)
+    verdicts, references = [], dict[str, _Run]()
+    for case in _cases(model, options, TOLERANCES[opened.dtype]):
+        compared_with = "cuda" if case.device == "cuda" else "cpu"
+        if compared_with not in references:
+            whole = _on_device(options, compared_with)
+            references[compared_with] = _reference(model, whole, ids, params)
+        for verdict in _verdicts(model, case, references[compared_with], ids, params):
+            verdicts.append(verdict)
+            if on_verdict is not None:
+                on_verdict(verdict)
+    return verdicts
+
+
+def _reference(
+    model: str | Path, options: Mapping[str, object], ids: Sequence[int], params: SamplingParams
+) -> _Run:
+    """The weights are gone when it returns: the next run has its own."""
+    with LLM(model, **options) as llm:
+        return _run(llm, ids, params)
+
+
+def random_prompt(config: ModelConfig, num_tokens: int = NUM_PROMPT_TOKENS) -> list[int]:
+    """Seeded ids of text, not of special tokens: those lie at the end of the vocabulary or are
+    named in the config."""
+    special = {config.mask_token_id, config.pad_token_id, *config.eos_token_ids}
+    ordinary = [i for i in range(config.vocab_size) if i not in special]
+    random = np.random.default_rng(0)
+    return [ordinary[i] for i in random.integers(len(ordinary), size=num_tokens)]
+
+
+def _cases(
+    model: str | Path, options: Mapping[str, object], gpu_tolerance: float
+) -> Iterator[_Case]:
+    """Every device with every budget. The least device budget has half of the experts on disk."""
+    for device in _devices(str(options.get("device", "auto"))):
+        whole = _on_device(options, device)
+        plan = plan_model(model, **whole)
+        tolerance = gpu_tolerance if device == "cuda" else 0.0
+        for share in SHARES:
+            yield _Case(device, {**whole, **_budgets(plan, share)}, tolerance)
+
+
+def _devices(asked: str) -> list[str]:
+    if asked == "emulated":
+        return ["cpu", "emulated"]
+    has_gpu = asked != "cpu" and torch.cuda.is_available()
+    return ["cpu", "cuda"] if has_gpu else ["cpu"]
+
+
+def _on_device(options: Mapping[str, object], device: str) -> dict[str, object]:
+    """Options that hold everything there; device options are an emulated device's."""
+    chosen = {**options, "device": device}
+    speeds = chosen.pop("device_options", None) or EMULATED_SPEEDS
+    return {**chosen, "device_options": speeds} if device == "emulated" else chosen
+
+
+def _budgets(plan: MemoryPlan, share: float) -> dict[str, int]:
+    budget_bytes = budget_of_share(plan, share) if share else plan.minimum_bytes
+    if plan.gpu is None:
+        return {"host_memory": budget_bytes}
+    home = {} if share else {"host_memory": home_of_share(plan, 0.5)}
+    return {"gpu_memory": budget_bytes, **home}
+
+
+def _verdicts(
+    model: str | Path, case: _Case, reference: _Run, ids: Sequence[int], params: SamplingParams
+) -> Iterator[Verdict]:
+    """One for each preset; the model is loaded once."""
+    with LLM(model, **case.options) as llm:
+        for policy in LOSSLESS_PRESETS:
+            verdict = Verdict(
+                device=case.device,
+                policy=policy,
+                budget_bytes=llm.plan.budget_bytes,
+                host_budget_bytes=llm.plan.host.budget_bytes,
+                num_residents=sum(llm.plan.residents_per_layer),
+                tolerance=case.tolerance,
+            )
+            try:
+                llm.adopt_policy(policy)
+            except PlanError as error:
+                yield replace(verdict, reason=str(error))
+            else:
+                run = _run(llm, ids, params)
+                if case.tolerance:
+                    run = run._replace(layers=_given_the_same(llm, reference.layers))
+                yield _compared(verdict, run, reference)
+
+
+def _run(llm: LLM, ids: Sequence[int], params: SamplingParams) -> _Run:
+    before, layers = llm.stats(), _Layers()
+    with llm.observed(layers):
+        logits = llm.logits(ids)
+    [completion] = llm.generate([list(ids)], params)
+    after = llm.stats()
+    num_hits, num_misses = (after[name] - before[name] for name in ("num_hits", "num_misses"))
+    hit_rate = num_hits / max(1, num_hits + num_misses)
+    return _Run(layers.seen, logits, completion.token_ids, hit_rate)
+
+
+def _given_the_same(llm: LLM, layers: Sequence[_Layer]) -> list[_Layer]:
+    """What the experts make of each layer's input and routing, by themselves."""
+    return [
+        seen._replace(out=llm.run_experts(seen.layer, seen.x, seen.routing, seen.step))
+        for seen in layers
+    ]
+
+
+class _Layers:
+    """Keeps a copy of what every MoE layer was given and made of it."""
+
+    def __init__(self) -> None:
+        self.seen: list[_Layer] = []
+
+    def saw_layer(self, layer: int, step: Step, x: Tensor, routing: Routing, out: Tensor) -> None:
+        x, experts, weights, out = (t.to("cpu", copy=True) for t in (x, *routing, out))
+        self.seen.append(_Layer(layer, step, x, Routing(experts, weights), out))
+
+
+def _compared(verdict: Verdict, run: _Run, reference: _Run) -> Verdict:
+    pairs = zip(run.layers, reference.layers, strict=True)
+    differences = [_difference(one.out, other.out) for one, other in pairs]
+    return replace(
+        verdict,
+        hit_rate=run.hit_rate,
+        largest_layer_difference=max(differences, default=0.0),
+        first_layer=_first(difference > verdict.tolerance for difference in differences),
+        largest_logit_difference=_difference(run.logits, reference.logits),
+        first_token=_first_different(run.token_ids, reference.token_ids),
+    )
+
+
+def _difference(found: Tensor, wanted: Tensor) -> float:
+    """The largest difference as a share of the largest value; infinite where one is NaN."""
+    if torch.equal(found, wanted):
+        return 0.0
+    largest = float((found - wanted).abs().nan_to_num(torch.inf).max())
+    scale = float(wanted.abs().nan_to_num(0.0).max())
+    return largest / scale if scale else torch.inf
+
+
+def _first_different(a: Sequence[int], b: Sequence[int]) -> int | None:
+    if len(a) != len(b):
+        return min(len(a), len(b))
+    return _first(x != y for x, y in zip(a, b, strict=True))
+
+
+def _first(flags: Iterator[bool]) -> int | None:
+    return next((i for i, flag in enumerate(flags) if flag), None)

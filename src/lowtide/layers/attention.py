@@ -1,0 +1,351 @@
+"""Attention of a flat batch over the KV cache, without masks, gathers or repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowtide.errors import InternalError
+from lowtide.kernels.cpu.few_rows import MAX_HEAD_DIM, FewRows
+from lowtide.kernels.products import REFERENCE, Products
+from lowtide.layers.batch import Segment
+from lowtide.memory.kv_cache import KVCache
+from lowtide.memory.workspace import Buffers, tiles
+from lowtide.threads.executor import Executor, InlineExecutor
+
+CAUSAL_ROWS = 128
+"""Rows of a causal tile (and up to 15 more): bounds what its products allocate."""
+
+MAX_GROUP = 8
+"""Query heads of one key head that are computed together at most: a latent has one key head for
+all of them, and they shall not all be one piece of work. Fixed, because it decides bits."""
+
+SPLIT_OPERATIONS = 1 << 23
+"""Multiplications and additions; less is not worth handing to another thread."""
+
+_INLINE: Executor = InlineExecutor()
+
+
+def attention(
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Sequence[Segment],
+    kv_cache: KVCache,
+    workspace: Buffers,
+    out: Tensor,
+    *,
+    scale: float | None = None,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    executor: Executor = _INLINE,
+    products: Products = REFERENCE,
+) -> None:
+    """Stores keys and values of all rows, then attends segment by segment.
+
+    query [rows, heads, head_dim]; key, value [rows, kv_heads, head_dim]; out [rows, heads,
+    head_dim]. scale: of the scores, by default head_dim ** -0.5. Causal segments divide their
+    heads among the executor's threads. `products` may have an operator for single rows.
+
+    Of causal segments only: window: positions that a row sees, its own included, 0 for all.
+    sinks: [heads] float32, a score for each head that takes its share of the softmax and adds
+    nothing to the output.
+    """
+    scores = _Scores(scale, window, sinks)
+    few_rows = products.few_rows if sinks is None and _has_row_kernel(query) else None
+    for segment in segments:
+        rows = slice(segment.start, segment.stop)
+        kv_cache.write(layer, segment.kv, segment.first_position, key[rows], value[rows])
+        if segment.block_length == 1:
+            for tile, position, end_position in _causal_tiles(segment):
+                keys, values = kv_cache.read(layer, segment.kv, end_position)
+                first = max(0, position - window + 1) if window else 0  # that the tile sees
+                if few_rows is not None and tile.stop - tile.start == 1:
+                    few_rows.attend(
+                        query[tile.start],
+                        keys[:, first:],
+                        values[:, first:],
+                        scale,
+                        out[tile.start],
+                        executor.num_cores,
+                    )
+                    continue
+                _attend_causally(
+                    query[tile],
+                    keys[:, first:],
+                    values[:, first:],
+                    position - first,
+                    scores,
+                    executor,
+                    workspace,
+                    out[tile],
+                )
+            continue
+        if window or sinks is not None:
+            raise InternalError("Only causal attention has windows or sinks.")
+        for block, end_position in _blocks(segment):
+            keys, values = kv_cache.read(layer, segment.kv, end_position)
+            _attend(query[block], keys, values, scale, workspace, out[block])
+
+
+def _has_row_kernel(query: Tensor) -> bool:
+    """Whether the compiled operator takes single rows of `query`."""
+    return FewRows.takes(query[:1]) and query.shape[2] <= MAX_HEAD_DIM
+
+
+class _Scores(NamedTuple):
+    """What becomes of a layer's scores; see `attention`."""
+
+    scale: float | None
+    window: int
+    sinks: Tensor | None
+
+
+def _blocks(segment: Segment) -> Iterator[tuple[slice, int]]:
+    """The rows of each block of a segment, and the end of what they may see."""
+    row, position = segment.start, segment.first_position
+    while row < segment.stop:
+        block_end = (position // segment.block_length + 1) * segment.block_length
+        stop = min(segment.stop, row + block_end - position)
+        position += stop - row
+        yield slice(row, stop), position
+        row = stop
+
+
+def _causal_tiles(segment: Segment) -> Iterator[tuple[slice, int, int]]:
+    """The rows of each tile, the position of its first row and that after its last."""
+    for rows in tiles(segment.stop - segment.start, CAUSAL_ROWS):
+        tile = slice(segment.start + rows.start, segment.start + rows.stop)
+        yield tile, segment.first_position + rows.start, segment.first_position + rows.stop
+
+
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float | None,
+    workspace: Buffers,
+    out: Tensor,
+) -> None:
+    """Every query row sees all of keys and values [kv_heads, tokens, head_dim].
+
+    Nothing is masked, so the query heads that share a key head are simply more rows of it:
+    grouped-query attention without repeating a key.
+    """
+    rows, heads, head_dim = query.shape
+    kv_heads = keys.shape[0]
+    group = heads // kv_heads
+    with workspace.scope():
+        grouped = workspace.take("query", (kv_heads, group, rows, head_dim), query.dtype)
+        grouped.copy_(query.view(rows, kv_heads, group, head_dim).permute(1, 2, 0, 3))
+        workspace.library("attention", _sdpa_bytes(query, keys))
+        attended = F.scaled_dot_product_attention(
+            grouped.view(1, kv_heads, group * rows, head_dim), keys[None], values[None], scale=scale
+        )
+        attended = attended.view(kv_heads, group, rows, head_dim).permute(2, 0, 1, 3)
+        out.view(rows, kv_heads, group, head_dim).copy_(attended)
+
+
+def _attend_causally(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: int,
+    scores: _Scores,
+    executor: Executor,
+    workspace: Buffers,
+    out: Tensor,
+) -> None:
+    """Row i, at `position + i`, sees keys and values [kv_heads, tokens, head_dim] up to its own,
+    of which the first is the first that row 0 sees."""
+    rows, heads, head_dim = query.shape
+    kv_heads = keys.shape[0]
+    group = heads // kv_heads
+    sinks = None if scores.sinks is None else scores.sinks.view(kv_heads, group, 1)
+    with workspace.scope():
+        band = None
+        if rows > 1 and 0 < scores.window < position + rows:
+            band = _band(rows, position, scores.window, query.dtype, workspace)
+            workspace.library("window attention", _band_bytes(query, keys))
+        grouped = workspace.take("query", (kv_heads, group, rows, head_dim), query.dtype)
+        grouped.copy_(query.view(rows, kv_heads, group, head_dim).permute(1, 2, 0, 3))
+        workspace.library("attention", _causal_bytes(query, keys))
+        by_head = out.view(rows, kv_heads, group, head_dim).permute(1, 2, 0, 3)
+        num_operations = 4 * query.numel() * keys.shape[1]
+        num_pieces = executor.num_threads if num_operations >= SPLIT_OPERATIONS else 1
+        works = [
+            partial(
+                _attend_heads,
+                grouped[heads, part],
+                keys[heads],
+                values[heads],
+                position,
+                scores.scale,
+                band,
+                None if sinks is None else sinks[heads, part],
+                by_head[heads, part],
+            )
+            for heads in _pieces(kv_heads, -(-kv_heads // num_pieces))
+            for part in _pieces(group, MAX_GROUP)
+        ]
+        if num_pieces == 1:
+            for work in works:
+                work()
+        else:
+            executor.run(works)
+
+
+def _pieces(length: int, piece: int) -> list[slice]:
+    return [slice(start, min(length, start + piece)) for start in range(0, length, piece)]
+
+
+def _band(rows: int, position: int, window: int, dtype: torch.dtype, workspace: Buffers) -> Tensor:
+    """What is added to the scores of a tile [rows, position + rows]: -inf outside the window.
+
+    As a tile is short, this is no more than the window and a square of the tile.
+    """
+    shape = (rows, position + rows)
+    band, later, all_hidden = (
+        workspace.take(name, shape, dtype) for name in ("window", "after window", "hidden")
+    )
+    all_hidden.fill_(-torch.inf)
+    torch.triu(all_hidden, position + 1, out=later)
+    torch.tril(all_hidden, position - window, out=band)
+    return band.add_(later)
+
+
+def _attend_heads(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: int,
+    scale: float | None,
+    band: Tensor | None,
+    sinks: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Some key heads and of their query heads some; query, out [kv_heads, group, rows, head_dim].
+
+    What came before the tile is seen by all its rows, so the heads of a group are more rows
+    there, as in `_attend`; the tile itself is a causal square whose keys the group shares through
+    a stride of zero. The two are joined by the weight of each in the whole softmax, which their
+    log-sum-exps give; so does what the sinks [kv_heads, group, 1] leave. With a band (see `_band`)
+    all is one product.
+    """
+    kv_heads, group, rows, head_dim = query.shape
+    folded = query.view(1, kv_heads, group * rows, head_dim)
+    if rows == 1:
+        whole, whole_sum = _flash(folded, keys[None], values[None], False, scale)
+        out.copy_(whole.view_as(query))
+        _leave_to_sinks(out, whole_sum.view(kv_heads, group, 1), sinks)
+        return
+    if band is not None:
+        all_keys, all_values = (x[:, None].expand(-1, group, -1, -1) for x in (keys, values))
+        whole, whole_sum = _flash(query, all_keys, all_values, False, scale, band)
+        out.copy_(whole)
+        _leave_to_sinks(out, whole_sum, sinks)
+        return
+    shape = (kv_heads, group, rows, head_dim)
+    own_keys, own_values = (x[:, None, position:].expand(shape) for x in (keys, values))
+    own, own_sum = _flash(query, own_keys, own_values, True, scale)
+    if position == 0:
+        out.copy_(own)
+        _leave_to_sinks(out, own_sum, sinks)
+        return
+    before, before_sum = _flash(
+        folded, keys[None, :, :position], values[None, :, :position], False, scale
+    )
+    before_sum = before_sum.view(kv_heads, group, rows)
+    share = torch.sigmoid(before_sum - own_sum)[..., None]
+    out.copy_(own.float().lerp_(before.view(shape).float(), share))
+    if sinks is not None:
+        _leave_to_sinks(out, torch.logaddexp(before_sum, own_sum), sinks)
+
+
+def _leave_to_sinks(out: Tensor, log_sum: Tensor, sinks: Tensor | None) -> None:
+    """Takes from attention outputs what their softmax gives to the sinks.
+
+    out [kv_heads, group, rows, head_dim]; log_sum [kv_heads, group, rows]: log-sum-exp of a row's
+    scores without its sink; sinks [kv_heads, group, 1].
+    """
+    if sinks is not None:
+        out.mul_(torch.sigmoid(log_sum - sinks)[..., None])
+
+
+def _flash(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """SDPA with the log-sum-exp of every row's scores in float32 [batch, heads, rows].
+
+    Called by the names of its kernels because `scaled_dot_product_attention` keeps that number to
+    itself.
+    """
+    if query.is_cuda:
+        if mask is not None:
+            mask = _with_aligned_rows(mask).expand(*query.shape[:3], -1)
+        output, log_sum, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, keys, values, mask, True, 0.0, is_causal, scale=scale
+        )
+        return output, log_sum[:, :, : query.shape[2]]  # the kernel pads its rows
+    output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, 0.0, is_causal, attn_mask=mask, scale=scale
+    )
+    return output, log_sum
+
+
+def _with_aligned_rows(mask: Tensor) -> Tensor:
+    """The same values [rows, tokens], each row from 16 bytes on, as the CUDA kernel wants them."""
+    num_tokens = mask.shape[1]
+    return F.pad(mask, (0, -num_tokens % 8))[:, :num_tokens]
+
+
+def _sdpa_bytes(query: Tensor, keys: Tensor) -> int:
+    """What SDPA allocates on a CPU: its output, a log-sum-exp per row, tiles of scores, and for
+    narrow types, where it chooses to, a packed copy of the keys and values."""
+    output_bytes: int = query.numel() * query.dtype.itemsize
+    packed_bytes: int = 2 * keys.numel() * keys.dtype.itemsize if keys.dtype.itemsize < 4 else 0
+    sums_bytes = 4 * query.shape[0] * query.shape[1]
+    return output_bytes + sums_bytes + _scores_bytes(query, keys) + packed_bytes
+
+
+def _scores_bytes(query: Tensor, keys: Tensor) -> int:
+    """One thread's tiles: scores in float32 and in the compute type, and outputs in float32.
+
+    The CPU kernel takes 32, 64 or 256 rows at a time, by their number, and 512 keys.
+    """
+    rows = query.shape[0] * (query.shape[1] // keys.shape[0])
+    tile_rows = 256 if rows >= 768 else 64 if rows >= 192 else 32
+    return tile_rows * ((4 + query.dtype.itemsize) * 512 + 4 * query.shape[2] + 16)
+
+
+def _band_bytes(query: Tensor, keys: Tensor) -> int:
+    """What a tile with a band allocates beyond `_causal_bytes`: keys and values of narrow types,
+    packed once per query head."""
+    if keys.dtype.itemsize == 4:
+        return 0
+    num_bytes: int = 2 * query.shape[1] * keys.shape[1] * keys.shape[2] * keys.dtype.itemsize
+    return num_bytes
+
+
+def _causal_bytes(query: Tensor, keys: Tensor) -> int:
+    """The same for both parts of a tile, and for joining them in float32."""
+    rows, heads, head_dim = query.shape
+    num_concurrent = min(keys.shape[0] * -(-heads // (keys.shape[0] * MAX_GROUP)), 8)
+    fp32_bytes: int = 4 * query.numel()
+    joined_bytes = fp32_bytes if query.dtype.itemsize == 4 else 2 * fp32_bytes
+    # The square's keys and values may be packed once per query head.
+    square_bytes = 2 * query.numel() * query.dtype.itemsize if query.dtype.itemsize < 4 else 0
+    others_bytes = (num_concurrent - 1) * _scores_bytes(query, keys)
+    sums_bytes = 4 * 4 * rows * heads
+    return 2 * _sdpa_bytes(query, keys) + joined_bytes + square_bytes + others_bytes + sums_bytes

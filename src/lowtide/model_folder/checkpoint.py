@@ -1,0 +1,333 @@
+"""What lies where in a model folder's safetensors files.
+
+Reads headers only, and believes none of them: every offset is checked against the file before
+anything else sees it. Knows names, shapes and byte ranges; not what the tensors mean.
+
+    checkpoint = Checkpoint.open(folder)
+    checkpoint.tensors["lm_head.weight"]  # TensorEntry(file=0, offset=..., num_bytes=..., ...)
+
+The accepted files are those that the safetensors library accepts (compared with 0.8.0): tensors
+fill the data section without holes, overlaps or trailing bytes, in any order. Two
+things that the library lets pass are refused: a name given twice, and unprintable names.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.errors import CheckpointError, StorageError, UnsupportedError
+from lowtide.files.json_file import file_bytes, parse_object, read_object, shown
+
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of the safetensors format; an index file is held to it too."""
+
+DTYPE_BITS = {
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
+    **dict.fromkeys(("F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+}
+"""Bits per element of every type the format has; not all of them can be computed with."""
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"model-([0-9]{5})-of-([0-9]{5})\.safetensors")
+_LENGTH_BYTES = 8  # of the header's length, little-endian, at the start of the file
+_MAX_ELEMENTS = 2**63
+_ARRAY_DTYPES = {
+    "BOOL": "?",
+    "U8": "u1",
+    "I8": "i1",
+    "U16": "<u2",
+    "I16": "<i2",
+    "F16": "<f2",
+    "BF16": "<u2",
+    "U32": "<u4",
+    "I32": "<i4",
+    "F32": "<f4",
+    "U64": "<u8",
+    "I64": "<i8",
+    "F64": "<f8",
+}
+
+
+class TensorEntry(NamedTuple):
+    """One tensor's place."""
+
+    file: int  # index into Checkpoint.files
+    offset: int  # of its first byte, from the start of the file; aligned to nothing
+    num_bytes: int
+    dtype: str  # the format's name: "BF16"
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The tensors of a folder, by name. Holds no file open and no weight."""
+
+    files: tuple[Path, ...]
+    file_sizes: tuple[int, ...]  # bytes
+    tensors: Mapping[str, TensorEntry]
+
+    @classmethod
+    def open(cls, folder: Path) -> Checkpoint:
+        """Reads the headers in `folder`: `model.safetensors`, or an index and its shards.
+
+        Shards named `model-00001-of-00003.safetensors` need no index. Raises CheckpointError,
+        naming the file and the numbers, if anything is missing, damaged or contradictory.
+        """
+        names, weight_map = _find_files(folder)
+        files = tuple(folder / name for name in names)
+        tensors: dict[str, TensorEntry] = {}
+        file_sizes = []
+        for i, path in enumerate(files):
+            size, entries = _read_header(path, i)
+            file_sizes.append(size)
+            _refuse_shared_names(tensors, entries, files)
+            tensors.update(entries)
+        _check_index(weight_map, tensors, names, folder)
+        return cls(files, tuple(file_sizes), tensors)
+
+    def read_array(self, name: str) -> NDArray[Any]:
+        """A tensor in its own type and shape; bfloat16 as the bits in uint16.
+
+        Raises CheckpointError for an unknown name, UnsupportedError for a type numpy has no
+        equal of, StorageError when the file cannot be read or has become shorter.
+        """
+        if name not in self.tensors:
+            raise CheckpointError(f"There is no tensor {shown(name)} in {self.files[0].parent}.")
+        entry = self.tensors[name]
+        if entry.dtype not in _ARRAY_DTYPES:
+            raise UnsupportedError(f"Tensor {name} is of type {entry.dtype}, which numpy lacks.")
+        data = np.empty(entry.num_bytes, np.uint8)
+        _read_into(data, self.files[entry.file], entry.offset)
+        return data.view(_ARRAY_DTYPES[entry.dtype]).reshape(entry.shape)
+
+
+def _find_files(folder: Path) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """File names in order, and the index's map from tensor to file name (empty without one)."""
+    if not os.path.isdir(folder):
+        raise CheckpointError(f"{folder} is not a folder.")
+    if os.path.lexists(folder / _SINGLE):
+        return (_SINGLE,), {}
+    if os.path.lexists(folder / _INDEX):
+        weight_map = _read_weight_map(folder / _INDEX)
+        return tuple(sorted(set(weight_map.values()))), weight_map
+    return _find_shards(folder), {}
+
+
+def _find_shards(folder: Path) -> tuple[str, ...]:
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    matches = [match for name in names if (match := _SHARD.fullmatch(name))]
+    if not matches:
+        found = f"found only {', '.join(names[:4])}" if names else "no *.safetensors was found"
+        raise CheckpointError(f"{folder} holds neither {_SINGLE} nor {_INDEX}; {found}.")
+    totals = sorted({int(match[2]) for match in matches})
+    if len(totals) > 1:
+        raise CheckpointError(
+            f"{folder} mixes shards of {' and '.join(map(str, totals))} without {_INDEX}; "
+            "remove the set that does not belong."
+        )
+    present = {int(match[1]) for match in matches}
+    missing = [i for i in range(1, totals[0] + 1) if i not in present]
+    if missing or len(matches) != totals[0]:
+        raise CheckpointError(
+            f"{folder} holds {len(matches)} of {totals[0]} shards"
+            + (f"; number {missing[0]} is missing." if missing else ".")
+        )
+    return tuple(match[0] for match in matches)
+
+
+def _read_weight_map(path: Path) -> dict[str, Any]:
+    weight_map = read_object(path, MAX_HEADER_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path} has no weight_map, or an empty one.")
+    for tensor, name in weight_map.items():
+        if not _is_plain_file_name(name):
+            raise CheckpointError(
+                f"{path} says that tensor {shown(tensor)} is in {shown(name)}, which is not the "
+                "plain name of a *.safetensors file beside it."
+            )
+    return weight_map
+
+
+def _is_plain_file_name(name: object) -> bool:
+    # The file itself may be a link: the hub's cache is made of links to blobs.
+    is_name = isinstance(name, str) and name.endswith(".safetensors") and name.isprintable()
+    return is_name and not any(c in str(name) for c in "/\\:") and not str(name).startswith(".")
+
+
+def _refuse_shared_names(
+    tensors: Mapping[str, TensorEntry], entries: Mapping[str, TensorEntry], files: tuple[Path, ...]
+) -> None:
+    shared = tensors.keys() & entries.keys()
+    if shared:
+        name = min(shared)
+        first, second = files[tensors[name].file].name, files[entries[name].file].name
+        raise CheckpointError(f"Tensor {shown(name)} is both in {first} and in {second}.")
+
+
+def _check_index(
+    weight_map: Mapping[str, str],
+    tensors: Mapping[str, TensorEntry],
+    names: tuple[str, ...],
+    folder: Path,
+) -> None:
+    for tensor, name in weight_map.items():
+        entry = tensors.get(tensor)
+        if entry is None or names[entry.file] != name:
+            where = "in no shard" if entry is None else f"in {names[entry.file]}"
+            raise CheckpointError(
+                f"{folder / _INDEX} says that tensor {shown(tensor)} is in {name}, but it is "
+                f"{where}; fetch the model again."
+            )
+
+
+def _read_header(path: Path, file: int) -> tuple[int, dict[str, TensorEntry]]:
+    """The file's size in bytes, and its tensors by name."""
+    size = file_bytes(path)
+    if size < _LENGTH_BYTES:
+        raise CheckpointError(f"{path} has {size} bytes, too few for a safetensors file.")
+    try:
+        with path.open("rb") as stream:
+            header_bytes = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+            _check_header_bytes(path, header_bytes, size)
+            data = stream.read(header_bytes)
+    except OSError as reason:
+        raise CheckpointError(f"{path} cannot be read: {reason.strerror}.") from reason
+    if len(data) != header_bytes:
+        raise CheckpointError(f"{path} ended after {len(data)} of {header_bytes} header bytes.")
+    header = parse_object(data, f"The header of {path}")
+    _check_metadata(path, header.pop("__metadata__", None))
+    start = _LENGTH_BYTES + header_bytes
+    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # thousands of equal ones are held once
+    try:
+        entries = {
+            name: _entry(name, item, file, start, size, shapes) for name, item in header.items()
+        }
+        _check_coverage(entries.values(), start, size)
+    except ValueError as reason:
+        raise CheckpointError(f"{path}: {reason}.") from None
+    return size, entries
+
+
+def _check_header_bytes(path: Path, header_bytes: int, size: int) -> None:
+    if header_bytes > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{path} announces a header of {header_bytes} bytes; the format allows "
+            f"{MAX_HEADER_BYTES}."
+        )
+    if header_bytes > size - _LENGTH_BYTES:
+        raise CheckpointError(
+            f"{path} announces a header of {header_bytes} bytes but has {size} bytes in all; "
+            "it is truncated or not a safetensors file."
+        )
+
+
+def _check_metadata(path: Path, metadata: object) -> None:
+    if metadata is None:
+        return
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise CheckpointError(f"{path}: __metadata__ must map names to texts.")
+
+
+def _entry(
+    name: str,
+    item: object,
+    file: int,
+    start: int,
+    size: int,
+    shapes: dict[tuple[int, ...], tuple[int, ...]],
+) -> TensorEntry:
+    """One checked entry; ValueError says what is wrong with it."""
+    if not name.isprintable():
+        raise ValueError(f"tensor name {shown(name)} has unprintable characters")
+    if not isinstance(item, dict):
+        raise ValueError(f"the entry of tensor {shown(name)} is not an object")
+    dtype, shape, span = item.get("dtype"), item.get("shape"), item.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise ValueError(f"tensor {shown(name)} has the unknown type {shown(dtype)}")
+    if not _are_sizes(shape):
+        raise ValueError(f"tensor {shown(name)} has the shape {_listed(shape)}")
+    if not _are_sizes(span) or len(span) != 2:
+        raise ValueError(f"tensor {shown(name)} has the data_offsets {_listed(span)}")
+    begin, end = span
+    if begin > end:
+        raise ValueError(f"tensor {shown(name)} begins at {begin} and ends before, at {end}")
+    if end > size - start:
+        raise ValueError(
+            f"tensor {shown(name)} ends at byte {end} of {size - start} data bytes; the file of "
+            f"{size} bytes is truncated or its header is wrong"
+        )
+    bits = _num_elements(name, shape) * DTYPE_BITS[dtype]
+    if bits != 8 * (end - begin):
+        raise ValueError(
+            f"tensor {shown(name)} has {end - begin} bytes, but shape {_listed(shape)} in {dtype} "
+            f"takes {bits / 8:.12g}"
+        )
+    key = tuple(shape)
+    return TensorEntry(file, start + begin, end - begin, dtype, shapes.setdefault(key, key))
+
+
+def _are_sizes(values: object) -> TypeGuard[list[int]]:
+    return isinstance(values, list) and all(
+        type(v) is int and 0 <= v < _MAX_ELEMENTS for v in values
+    )
+
+
+def _num_elements(name: str, shape: Iterable[int]) -> int:
+    product = 1
+    for extent in shape:
+        product *= extent
+        if product >= _MAX_ELEMENTS:
+            raise ValueError(f"tensor {shown(name)} has more than 2**63 elements")
+    return product
+
+
+def _check_coverage(entries: Iterable[TensorEntry], start: int, size: int) -> None:
+    end = start
+    for _, offset, num_bytes, _, _ in sorted(entries, key=lambda e: (e.offset, e.num_bytes)):
+        if offset < end:
+            raise ValueError(f"two tensors overlap at data byte {offset - start}")
+        if offset > end:
+            raise ValueError(f"data bytes {end - start} to {offset - start} belong to no tensor")
+        end = offset + num_bytes
+    if end != size:
+        raise ValueError(f"{size - end} bytes after the last tensor belong to no tensor")
+
+
+def _listed(values: object) -> str:
+    if isinstance(values, list) and len(values) <= 8:
+        return "[" + ", ".join(shown(v) for v in values) + "]"
+    return shown(values)
+
+
+def _read_into(target: NDArray[np.uint8], path: Path, offset: int) -> None:
+    view, done = memoryview(target.data), 0
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            while done < len(view):
+                count = os.preadv(descriptor, [view[done:]], offset + done)
+                if count == 0:
+                    raise StorageError(
+                        f"{path} ended at byte {offset + done}; {len(view) - done} more were "
+                        "expected. It was complete when it was opened: was it replaced?"
+                    )
+                done += count
+        finally:
+            os.close(descriptor)
+    except OSError as reason:
+        raise StorageError(f"{path} cannot be read: {reason.strerror}.") from reason

@@ -1,0 +1,225 @@
+"""The frame of every family here: embedding, pre-norm layers, last norm, head.
+
+    x += attention(norm(x)), then x += mlp(norm(x))
+
+A family says what its attention, its router and its shared expert are, and what they are called.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from lowtide.config import ModelConfig
+from lowtide.core import Step
+from lowtide.experts.rows import Routing
+from lowtide.kernels.products import REFERENCE, Products
+from lowtide.kernels.reference import ExpertWeights
+from lowtide.layers.batch import Batch
+from lowtide.layers.linear import GatedMLP, Linear
+from lowtide.layers.moe import Experts, MoELayer
+from lowtide.layers.norm import rms_norm
+from lowtide.layers.rotary import Rotary, Rotation
+from lowtide.layers.router import Router
+from lowtide.layers.self_attention import SeparateQKV
+from lowtide.memory.kv_cache import KVCache
+from lowtide.memory.pinned_copies import to_device
+from lowtide.memory.workspace import Buffers
+from lowtide.threads.executor import Executor
+
+Weights = Mapping[str, Tensor]
+"""Dense weights by their checkpoint names."""
+
+
+class Attention(Protocol):
+    """A layer's attention, projections included."""
+
+    def forward(
+        self, x: Tensor, batch: Batch, rotation: Rotation, workspace: Buffers, out: Tensor
+    ) -> None:
+        """x, out [rows, hidden] in the compute dtype; writes all rows' keys and values."""
+        ...
+
+
+class Decoder(ABC):
+    """The model: `forward` for hidden states, `logits` for the rows that are wanted."""
+
+    embedding_name: ClassVar[str] = "model.embed_tokens.weight"
+    rotation_dtype: ClassVar[torch.dtype | None] = None  # None: the compute dtype
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        experts: Experts,
+        kv_cache: KVCache,
+        workspace: Buffers,
+        executor: Executor,
+        products: Products = REFERENCE,
+    ) -> None:
+        self.config = config
+        self.weights = weights
+        self.kv_cache = kv_cache
+        self.executor = executor
+        self.products = products
+        self._experts = experts
+        self._workspace = workspace
+        self._embedding = weights[self.embedding_name]
+        self._norm = weights["model.norm.weight"]
+        head = self._embedding if config.tie_word_embeddings else weights["lm_head.weight"]
+        self._head = Linear(head, executor, products=products)
+        self._rotary = Rotary(
+            config.rotary_dim, config.rope_theta, self._embedding.device, config.yarn
+        )
+        self.routers: list[Router] = []  # of the layers that have experts
+        self._blocks = [self._block(layer) for layer in range(config.num_layers)]
+
+    @property
+    def device(self) -> torch.device:
+        """Where its dense weights are, and what it computes on."""
+        return self._embedding.device
+
+    @staticmethod
+    def is_float32(name: str) -> bool:
+        """Whether a dense weight is kept in float32 whatever the compute dtype."""
+        return False
+
+    @abstractmethod
+    def attention(self, layer: int) -> Attention:
+        """The attention of a layer."""
+
+    @abstractmethod
+    def router(self, layer: int) -> Router:
+        """The router of a layer that has experts."""
+
+    def shared_expert(self, layer: int) -> tuple[GatedMLP | None, Tensor | None]:
+        """The expert that every token of a layer uses, and the gate [1, hidden] on its output."""
+        return None, None
+
+    def linear(self, name: str) -> Linear:
+        """The product with the weight `name.weight`, plus `name.bias` where there is one."""
+        weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
+        return Linear(weight, self.executor, bias, self.products)
+
+    def mlp(self, prefix: str) -> GatedMLP:
+        """The gated MLP whose weights' names begin with `prefix`."""
+        gate, up, down = (
+            self.weights[f"{prefix}{part}_proj.weight"] for part in ("gate", "up", "down")
+        )
+        return GatedMLP(ExpertWeights(gate, up, down), self.executor, self.products)
+
+    def separate_qkv(self, layer: int) -> SeparateQKV:
+        """The projections that most families call `self_attn.{q,k,v}_proj`."""
+        prefix = f"model.layers.{layer}.self_attn."
+        query, key, value = (self.linear(f"{prefix}{part}_proj") for part in "qkv")
+        return SeparateQKV(query, key, value, self.config)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Hidden states of every row before the last norm, valid until the next `forward`.
+
+        Returns [rows, hidden] in the compute dtype; writes all rows' keys and values.
+        """
+        workspace = self._workspace
+        workspace.reset()
+        num_rows, dtype = batch.token_ids.shape[0], self._embedding.dtype
+        x = workspace.take("hidden", (num_rows, self.config.hidden_size), dtype)
+        self._hidden_end = workspace.mark()
+        token_ids, positions = to_device(self.device, batch.token_ids, batch.positions)
+        torch.index_select(self._embedding, 0, token_ids, out=x)
+        rotation = self._rotary.rotation(positions, self.rotation_dtype or dtype, workspace)
+        for block in self._blocks:
+            block.forward(x, batch, rotation, workspace)
+        workspace.reset(self._hidden_end)
+        return x
+
+    def run_experts(self, layer: int, x: Tensor, routing: Routing, step: Step) -> Tensor:
+        """A MoE layer's routed experts alone, for given rows.
+
+        `layer` counts MoE layers; x [rows, hidden] compute dtype. Returns float32 [rows, hidden],
+        valid until the next call of anything.
+        """
+        workspace = self._workspace
+        workspace.reset()
+        out = workspace.take("routed", tuple(x.shape), torch.float32)
+        self._experts.forward(layer, x, routing, step, workspace, out)
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Float32 logits [n, vocab] of hidden states [n, hidden], valid until the next call."""
+        workspace = self._workspace
+        workspace.reset(self._hidden_end)
+        num_rows, vocab_size = hidden.shape[0], self.config.vocab_size
+        logits = workspace.take("logits", (num_rows, vocab_size), torch.float32)
+        with workspace.scope():
+            normed = workspace.take("head input", tuple(hidden.shape), hidden.dtype)
+            eps = self.config.rms_norm_eps
+            rms_norm(hidden, self._norm, eps, workspace, normed, self.products)
+            if hidden.dtype == torch.float32:
+                self._head.forward(normed, logits)
+            else:
+                product = workspace.take("logits product", (num_rows, vocab_size), hidden.dtype)
+                self._head.forward(normed, product)
+                logits.copy_(product)
+        return logits
+
+    def _block(self, layer: int) -> _Block:
+        prefix = f"model.layers.{layer}."
+        moe = dense = None
+        if layer in self.config.moe_layers:
+            index = self.config.moe_layers.index(layer)
+            self.routers.append(self.router(layer))
+            moe = MoELayer(index, self.routers[-1], self._experts, *self.shared_expert(layer))
+        else:
+            dense = self.mlp(prefix + "mlp.")
+        return _Block(
+            self.attention(layer),
+            moe,
+            dense,
+            self.weights[prefix + "input_layernorm.weight"],
+            self.weights[prefix + "post_attention_layernorm.weight"],
+            self.config.rms_norm_eps,
+            self.products,
+        )
+
+
+class _Block:
+    """One layer. Exactly one of `moe` and `dense` is there."""
+
+    def __init__(
+        self,
+        attention: Attention,
+        moe: MoELayer | None,
+        dense: GatedMLP | None,
+        attention_norm: Tensor,
+        mlp_norm: Tensor,
+        eps: float,
+        products: Products,
+    ) -> None:
+        self._attention = attention
+        self._moe = moe
+        self._dense = dense
+        self._attention_norm = attention_norm
+        self._mlp_norm = mlp_norm
+        self._eps = eps
+        self._products = products
+
+    def forward(self, x: Tensor, batch: Batch, rotation: Rotation, workspace: Buffers) -> None:
+        with workspace.scope():
+            normed = workspace.take("normed", tuple(x.shape), x.dtype)
+            update = workspace.take("update", tuple(x.shape), x.dtype)
+            self._normalise(x, self._attention_norm, workspace, normed)
+            self._attention.forward(normed, batch, rotation, workspace, update)
+            x.add_(update)
+            self._normalise(x, self._mlp_norm, workspace, normed)
+            if self._moe is not None:
+                self._moe.forward(normed, batch, workspace, update)
+            elif self._dense is not None:
+                self._dense.forward(normed, workspace, update)
+            x.add_(update)
+
+    def _normalise(self, x: Tensor, weight: Tensor, workspace: Buffers, out: Tensor) -> None:
+        rms_norm(x, weight, self._eps, workspace, out, self._products)

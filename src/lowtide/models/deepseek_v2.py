@@ -1,0 +1,199 @@
+"""DeepSeek-V2 and V2-Lite: multi-head latent attention and group-limited softmax routing.
+
+What is cached of a token is its latent and one rotating key, shared by all heads: for V2-Lite
+512 + 64 numbers instead of 16 heads of 192 + 128. The matrices that would expand a latent into a
+head's key and value are applied to the head's query and output instead (arXiv 2405.04434,
+section 2.1.2), so attention runs over the cache as it is, as if it had one key head:
+
+    q k = (q_fixed  W_key latent) + q_rotated key_rotated = [q_fixed W_key | q_rotated] cached
+    out = W_value (sum of weight * latent)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowtide.config import ModelConfig
+from lowtide.kernels.products import REFERENCE, Products
+from lowtide.layers.attention import attention
+from lowtide.layers.batch import Batch
+from lowtide.layers.linear import GatedMLP, Linear
+from lowtide.layers.norm import rms_norm
+from lowtide.layers.rotary import Rotation, rotate_pairs
+from lowtide.layers.router import SoftmaxRouter
+from lowtide.memory.kv_cache import KVCache
+from lowtide.memory.workspace import Buffers
+from lowtide.models.decoder import Decoder
+from lowtide.threads.executor import Executor
+
+LATENT_EPS = 1e-6
+"""Of the norms on latents, whatever `rms_norm_eps` is: the published code sets it nowhere else."""
+
+
+class DeepseekV2(Decoder):
+    """Names and numbers of DeepSeek-V2."""
+
+    rotation_dtype = torch.float32
+
+    @staticmethod
+    def is_float32(name: str) -> bool:
+        return name.endswith(".mlp.gate.weight")
+
+    def attention(self, layer: int) -> LatentAttention:
+        prefix = f"model.layers.{layer}.self_attn."
+        if self.config.q_lora_rank:
+            queries = _Queries(
+                self.linear(prefix + "q_b_proj"),
+                self.linear(prefix + "q_a_proj"),
+                self.weights[prefix + "q_a_layernorm.weight"],
+                self.products,
+            )
+        else:
+            queries = _Queries(self.linear(prefix + "q_proj"))
+        return LatentAttention(
+            layer,
+            self.config,
+            queries,
+            self.linear(prefix + "kv_a_proj_with_mqa"),
+            self.weights[prefix + "kv_a_layernorm.weight"],
+            self.weights[prefix + "kv_b_proj.weight"],
+            self.linear(prefix + "o_proj"),
+            self.kv_cache,
+            self.executor,
+            self.products,
+        )
+
+    def router(self, layer: int) -> SoftmaxRouter:
+        config = self.config
+        return SoftmaxRouter(
+            weight=self.weights[f"model.layers.{layer}.mlp.gate.weight"],
+            num_experts_per_token=config.num_experts_per_token,
+            normalise=False,
+            num_groups=config.num_expert_groups,
+            num_groups_per_token=config.num_groups_per_token,
+            scaling_factor=config.routed_scaling_factor,
+            products=self.products,
+        )
+
+    def shared_expert(self, layer: int) -> tuple[GatedMLP | None, Tensor | None]:
+        if not self.config.shared_intermediate_size:
+            return None, None
+        return self.mlp(f"model.layers.{layer}.mlp.shared_experts."), None
+
+
+class _Queries:
+    """From hidden states to queries, in V2 through a normalised latent of their own."""
+
+    def __init__(
+        self,
+        up: Linear,
+        down: Linear | None = None,
+        norm: Tensor | None = None,
+        products: Products = REFERENCE,
+    ) -> None:
+        self._up = up
+        self._down = down
+        self._norm = norm
+        self._products = products
+
+    def forward(self, x: Tensor, workspace: Buffers, out: Tensor) -> None:
+        """x [rows, hidden]; out [rows, query_size]."""
+        if self._down is None or self._norm is None:
+            self._up.forward(x, out)
+            return
+        with workspace.scope():
+            latent = workspace.take("query latent", (x.shape[0], self._norm.shape[0]), x.dtype)
+            self._down.forward(x, latent)
+            rms_norm(latent, self._norm, LATENT_EPS, workspace, latent, self._products)
+            self._up.forward(latent, out)
+
+
+class LatentAttention:
+    """Attention over latents. A head's queries are [fixed | rotating]."""
+
+    def __init__(
+        self,
+        layer: int,
+        config: ModelConfig,
+        queries: _Queries,
+        latent: Linear,
+        latent_norm: Tensor,
+        expansion: Tensor,
+        output: Linear,
+        kv_cache: KVCache,
+        executor: Executor,
+        products: Products = REFERENCE,
+    ) -> None:
+        """expansion: [heads * (fixed + value_head_dim), rank], a head's keys, then its values."""
+        self._layer = layer
+        self._config = config
+        self._queries = queries
+        self._latent = latent
+        self._latent_norm = latent_norm
+        self._fixed_dim = config.head_dim - config.rotary_dim
+        by_head = expansion.view(config.num_heads, -1, config.kv_lora_rank)
+        self._to_key = by_head[:, : self._fixed_dim]  # [heads, fixed, rank]
+        self._to_value = by_head[:, self._fixed_dim :].transpose(1, 2)  # [heads, rank, value]
+        self._output = output
+        self._kv_cache = kv_cache
+        self._executor = executor
+        self._products = products
+
+    def forward(
+        self, x: Tensor, batch: Batch, rotation: Rotation, workspace: Buffers, out: Tensor
+    ) -> None:
+        """x, out [rows, hidden] in the compute dtype."""
+        config, num_rows = self._config, x.shape[0]
+        rank, width = config.kv_lora_rank, config.kv_lora_rank + config.rotary_dim
+        with workspace.scope():
+            cached = workspace.take("latent", (num_rows, 1, width), x.dtype)
+            self._latent.forward(x, cached.view(num_rows, width))
+            latent, rotating_key = cached[..., :rank], cached[..., rank:]
+            rms_norm(latent, self._latent_norm, LATENT_EPS, workspace, latent, self._products)
+            rotate_pairs(rotating_key, rotation, workspace)
+            query = workspace.take("latent query", (num_rows, config.num_heads, width), x.dtype)
+            self._query(x, rotation, workspace, query)
+            attended = workspace.take("attended", (num_rows, config.num_heads, width), x.dtype)
+            attention(
+                self._layer,
+                query,
+                cached,
+                cached,
+                batch.segments,
+                self._kv_cache,
+                workspace,
+                attended,
+                scale=config.softmax_scale,
+                executor=self._executor,
+                products=self._products,
+            )
+            values = (num_rows, config.num_heads, config.value_head_dim)
+            value = workspace.take("value", values, x.dtype)
+            # What the rotating key would be as a value is computed too, and dropped.
+            self._by_head(attended[..., :rank], self._to_value, workspace, value)
+            self._output.forward(value.view(num_rows, -1), out)
+
+    def _query(self, x: Tensor, rotation: Rotation, workspace: Buffers, out: Tensor) -> None:
+        """Queries for cached latents: out [rows, heads, rank + rotary_dim]."""
+        config, num_rows, rank = self._config, x.shape[0], self._config.kv_lora_rank
+        with workspace.scope():
+            shape = (num_rows, config.num_heads, config.head_dim)
+            query = workspace.take("query", shape, x.dtype)
+            self._queries.forward(x, workspace, query.view(num_rows, -1))
+            rotating = query[..., self._fixed_dim :]
+            rotate_pairs(rotating, rotation, workspace)
+            out[..., rank:].copy_(rotating)
+            self._by_head(query[..., : self._fixed_dim], self._to_key, workspace, out[..., :rank])
+
+    def _by_head(self, x: Tensor, weight: Tensor, workspace: Buffers, out: Tensor) -> None:
+        """out[:, h] = x[:, h] weight[h]: x [rows, heads, in], weight [heads, in, out]."""
+        num_rows, num_heads, _ = x.shape
+        with workspace.scope():
+            heads_first = workspace.take("heads", (num_heads, num_rows, x.shape[2]), x.dtype)
+            product = workspace.take("product", (num_heads, num_rows, out.shape[2]), x.dtype)
+            # Some types are multiplied from a contiguous copy of the weight.
+            workspace.library("weight copy", weight.numel() * weight.dtype.itemsize)
+            heads_first.copy_(x.transpose(0, 1))
+            torch.bmm(heads_first, weight, out=product)
+            out.copy_(product.transpose(0, 1))

@@ -1,0 +1,169 @@
+"""Hardware profiles: machines by their data sheets, turned into the costs of one expert.
+
+For replaying traces on machines that are not here; a machine that is here is measured instead.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from lowtide.core import Costs, Curve, MoEShape
+from lowtide.errors import UsageError
+
+_MAX_PROFILE_BYTES = 1 << 16
+_LEAST = 1e-6  # of any value: times stay finite
+_SECTIONS: Mapping[str, tuple[str, ...]] = {
+    "device": ("memory_GB", "bandwidth_GBps", "compute_TFLOPs"),
+    "link": ("bandwidth_GBps", "latency_us"),
+    "host": ("memory_GB", "bandwidth_GBps", "compute_TFLOPs"),
+    "disk": ("bandwidth_GBps",),
+    "sync": ("latency_us",),
+    "efficiency": ("device", "link", "host", "disk"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """Something that computes: as fast as its memory or its arithmetic allows (roofline)."""
+
+    memory_bytes: float
+    bytes_per_s: float
+    operations_per_s: float
+
+    def curve(self, weight_bytes: float, operations_per_token: float) -> Curve:
+        """Seconds to run weights of `weight_bytes`, by tokens: reading, then arithmetic."""
+        read_s = weight_bytes / self.bytes_per_s
+        token_s = operations_per_token / self.operations_per_s
+        knee = max(1, math.ceil(read_s / token_s))
+        return Curve([(knee, max(read_s, knee * token_s)), (2 * knee, 2 * knee * token_s)])
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A machine, with its assumed efficiency already taken off. Rates per second."""
+
+    name: str
+    device: Processor
+    host: Processor
+    link_bytes_per_s: float
+    link_latency_s: float
+    disk_bytes_per_s: float
+    sync_s: float
+
+    def costs(
+        self,
+        shape: MoEShape,
+        weight_bytes: float = 2.0,
+        dense_bytes: float | None = None,
+        num_staging: int = 2,
+        on_disk: bool = False,
+    ) -> Costs:
+        """The costs of a model's experts here.
+
+        `weight_bytes` per weight; `dense_bytes`: the rest of a layer's weights (by default four
+        square projections and one shared expert); `on_disk`: the experts' home is the disk.
+        """
+        num_weights = 3 * shape.hidden_size * shape.expert_size
+        expert_bytes = round(weight_bytes * num_weights)
+        if dense_bytes is None:
+            dense_bytes = weight_bytes * (4 * shape.hidden_size**2 + num_weights)
+        operations = 2 * num_weights  # one multiplication and one addition per weight and token
+        return Costs(
+            expert_bytes=expert_bytes,
+            link_s=self.link_latency_s + expert_bytes / self.link_bytes_per_s,
+            host_s=self.host.curve(expert_bytes, operations),
+            device_s=self.device.curve(expert_bytes, operations),
+            dense_s=self.device.curve(dense_bytes, 2 * dense_bytes / weight_bytes),
+            sync_s=self.sync_s,
+            disk_read_s=expert_bytes / self.disk_bytes_per_s if on_disk else 0.0,
+            num_staging=num_staging,
+        )
+
+
+def profile_names() -> list[str]:
+    """The profiles that come with lowtide."""
+    return sorted(file.name.removesuffix(".toml") for file in _shipped() if _is_profile(file))
+
+
+def load_profile(name: str) -> Profile:
+    """A shipped profile by name, or one from a TOML file. Raises UsageError."""
+    if name in profile_names():
+        file: Traversable = resources.files(__name__).joinpath(f"{name}.toml")
+    elif name.endswith(".toml"):
+        file = Path(name)
+    else:
+        raise UsageError(
+            f"Hardware profile {name!r} is not known; choose {', '.join(profile_names())} "
+            "or give a .toml file."
+        )
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(_MAX_PROFILE_BYTES + 1)
+    except OSError as reason:
+        raise UsageError(f"Profile {name} cannot be read: {reason.strerror}.") from reason
+    if len(data) > _MAX_PROFILE_BYTES:
+        raise UsageError(f"Profile {name} has more than {_MAX_PROFILE_BYTES} bytes.")
+    try:
+        return parse_profile(data.decode(), name)
+    except UnicodeDecodeError:
+        raise UsageError(f"Profile {name} is not text in UTF-8.") from None
+
+
+def parse_profile(text: str, source: str) -> Profile:
+    """A profile from TOML text; `source` names it in the UsageError raised when it is not one."""
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as reason:
+        raise UsageError(f"Profile {source} is not valid TOML: {reason}.") from None
+    name = table.pop("name", None)
+    if not isinstance(name, str) or set(table) != set(_SECTIONS):
+        raise UsageError(f"Profile {source} needs a name and the sections {', '.join(_SECTIONS)}.")
+    value = {section: _numbers(table[section], section, source) for section in _SECTIONS}
+    share = value["efficiency"]
+    return Profile(
+        name=name,
+        device=_engine(value["device"], share["device"]),
+        host=_engine(value["host"], share["host"]),
+        link_bytes_per_s=1e9 * value["link"]["bandwidth_GBps"] * share["link"],
+        link_latency_s=1e-6 * value["link"]["latency_us"],
+        disk_bytes_per_s=1e9 * value["disk"]["bandwidth_GBps"] * share["disk"],
+        sync_s=1e-6 * value["sync"]["latency_us"],
+    )
+
+
+def _engine(value: Mapping[str, float], share: float) -> Processor:
+    return Processor(
+        memory_bytes=1e9 * value["memory_GB"],
+        bytes_per_s=1e9 * value["bandwidth_GBps"] * share,
+        operations_per_s=1e12 * value["compute_TFLOPs"] * share,
+    )
+
+
+def _numbers(section: Any, name: str, source: str) -> dict[str, float]:
+    keys = _SECTIONS[name]
+    if not isinstance(section, dict) or set(section) != set(keys):
+        raise UsageError(f"Profile {source}: section {name} needs exactly {', '.join(keys)}.")
+    for key, value in section.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        limit = 1.0 if name == "efficiency" else 1e9
+        if not is_number or not _LEAST <= value <= limit:
+            raise UsageError(
+                f"Profile {source}: {name}.{key} must be from {_LEAST:g} to {limit:g}, "
+                f"not {value!r}."
+            )
+    return {key: float(value) for key, value in section.items()}
+
+
+def _shipped() -> list[Traversable]:
+    return list(resources.files(__name__).iterdir())
+
+
+def _is_profile(file: Traversable) -> bool:
+    return file.name.endswith(".toml")

@@ -1,0 +1,108 @@
+"""Start-up: dense weights into their arena, and the check for broken numbers."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowtide.core import align_up
+from lowtide.dtypes import ITEM_BYTES, PACKED_DTYPE, SAFETENSORS_NAME, is_finite
+from lowtide.errors import CheckpointError, StorageError
+from lowtide.memory.arena import Arena
+from lowtide.model_folder.checkpoint import Checkpoint, TensorEntry
+from lowtide.reading.file_reader import FileReader, Piece, Read, Ticket
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being done, bytes done, bytes in all)."""
+
+_CHECK_BYTES = 8 << 20
+
+
+def no_progress(what: str, done_bytes: int, total_bytes: int) -> None:
+    """Of a start-up that nobody watches."""
+
+
+class DenseWeights:
+    """Where every dense weight lies in one arena. Nothing is read until `load`."""
+
+    def __init__(self, entries: Mapping[str, TensorEntry], dtypes: Mapping[str, torch.dtype]):
+        """`dtypes`: the element type in memory of every entry."""
+        self._entries = entries
+        self._dtypes = dtypes
+        self._offsets: dict[str, int] = {}
+        self.num_bytes = 0
+        for name, entry in entries.items():
+            self._offsets[name] = self.num_bytes
+            self.num_bytes += align_up(_num_elements(entry) * dtypes[name].itemsize)
+
+    def meta(self) -> dict[str, Tensor]:
+        """The weights without bytes, for a pass that is only counted."""
+        return {
+            name: torch.empty(entry.shape, dtype=self._dtypes[name], device="meta")
+            for name, entry in self._entries.items()
+        }
+
+    def load_onto(
+        self, device: torch.device, reader: FileReader, progress: Progress
+    ) -> dict[str, Tensor]:
+        """Reads all of them onto a GPU, through host memory for one at a time."""
+        weights: dict[str, Tensor] = {}
+        done, total = 0, sum(entry.num_bytes for entry in self._entries.values())
+        for name, entry in self._entries.items():
+            alone = DenseWeights({name: entry}, self._dtypes)
+            weights[name] = alone.load(reader, lambda *_: None)[name].to(device)
+            done += entry.num_bytes
+            progress("loading dense weights onto the GPU", done, total)
+        return weights
+
+    def load(self, reader: FileReader, progress: Progress) -> dict[str, Tensor]:
+        """Reads all of them. The tensors share one arena, which lives as long as they do."""
+        arena = Arena(self.num_bytes)
+        array = arena.array()
+        weights: dict[str, Tensor] = {}
+        tickets: deque[Ticket] = deque()
+        total = sum(entry.num_bytes for entry in self._entries.values())
+        for name, entry in self._entries.items():
+            offset, dtype = self._offsets[name], self._dtypes[name]
+            weights[name] = arena.tensor(offset, entry.shape, dtype)
+            stop = offset + _num_elements(entry) * dtype.itemsize
+            dtype_name = SAFETENSORS_NAME[str(dtype).removeprefix("torch.")]
+            piece = Piece(0, entry.num_bytes, entry.dtype, array[offset:stop], dtype_name)
+            read = Read(entry.file, entry.offset, entry.num_bytes, (piece,))
+            tickets.append(reader.submit([read]))
+        done = 0
+        while tickets:
+            done += tickets.popleft().result()
+            progress("loading dense weights", done, total)
+        return weights
+
+
+def check_finite(checkpoint: Checkpoint, progress: Progress) -> None:
+    """Reads every weight once and raises CheckpointError at an infinity or NaN, by its name."""
+    total = sum(entry.num_bytes for entry in checkpoint.tensors.values())
+    done = 0
+    for name, entry in checkpoint.tensors.items():
+        is_scales = entry.dtype == PACKED_DTYPE and name.endswith("_scales")
+        if entry.dtype not in ITEM_BYTES and not is_scales:
+            continue
+        with open(checkpoint.files[entry.file], "rb", buffering=0) as file:
+            for start in range(0, entry.num_bytes, _CHECK_BYTES):
+                num_bytes = min(_CHECK_BYTES, entry.num_bytes - start)
+                chunk = os.pread(file.fileno(), num_bytes, entry.offset + start)
+                if len(chunk) < num_bytes:
+                    raise StorageError(f"{file.name} ends inside {name}; fetch it again.")
+                if not is_finite(np.frombuffer(chunk, np.uint8), entry.dtype):
+                    raise CheckpointError(
+                        f"{name} in {file.name} holds an infinity or NaN; the file is damaged."
+                    )
+                done += num_bytes
+                progress("checking weights", done, total)
+
+
+def _num_elements(entry: TensorEntry) -> int:
+    return int(np.prod(entry.shape, dtype=np.int64))

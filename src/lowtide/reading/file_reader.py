@@ -1,0 +1,258 @@
+"""Reads byte ranges of checkpoint files into memory, on threads of its own.
+
+Direct reads go past the page cache: the enclosing aligned range is pulled into a small ring of
+huge-page buffers and the wanted bytes are copied (and converted) from there to where they belong.
+Where a file system has no direct reads, buffered ones are used, said once, and the pages are
+dropped again. Makes no torch calls on its threads, and decides nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.core import align_up
+from lowtide.dtypes import ITEM_BYTES, MXFP4_BLOCK, convert, convert_rows
+from lowtide.errors import StorageError
+from lowtide.memory.arena import Arena
+from lowtide.threads.executor import drain
+
+NUM_READERS = 4
+"""Reads outstanding at a time, each with one buffer of the ring."""
+
+SECTOR_BYTES = 4096
+"""Direct reads start, end and land on multiples of this; no block device asks for more."""
+
+MAX_READ_BYTES = 16 << 20
+"""A longer range is read in pieces, so that the ring stays small for the largest experts."""
+
+
+class Piece(NamedTuple):
+    """Part of a read: bytes `offset` to `offset + num_bytes` of it belong in `target`."""
+
+    offset: int
+    num_bytes: int
+    dtype: str  # of the bytes in the file
+    target: NDArray[np.uint8]
+    target_dtype: str
+
+
+class Read(NamedTuple):
+    """One contiguous byte range of one file, and where its pieces go."""
+
+    file: int
+    start: int
+    num_bytes: int
+    pieces: tuple[Piece, ...]
+
+
+class ArrayRead(NamedTuple):
+    """One contiguous byte range of one file that goes into an array of any strides.
+
+    target [rows, ...]: bits of `target_dtype` as unsigned integers; its C order is that of the
+    file. With `scales` the bytes are MXFP4 blocks, and those of the rows' scales begin there.
+    """
+
+    file: int
+    start: int
+    dtype: str  # of the elements in the file, if they are not MXFP4
+    target: NDArray[Any]
+    target_dtype: str
+    scales: tuple[int, int] | None = None  # file and start
+
+    def stored_bytes(self, num_elements: int) -> int:
+        if self.scales is not None:
+            return num_elements // 2
+        return num_elements * ITEM_BYTES[self.dtype]
+
+    def scale_bytes(self, num_elements: int) -> int:
+        return 0 if self.scales is None else num_elements // MXFP4_BLOCK
+
+
+Ticket = Future[int]
+"""The answer to a submitted list of reads: bytes read, or the StorageError they ended with."""
+
+
+def ring_bytes(largest_read_bytes: int) -> int:
+    """Bytes of the ring that reads of at most `largest_read_bytes` need."""
+    return NUM_READERS * _buffer_bytes(largest_read_bytes)
+
+
+class FileReader:
+    """Owns the reader threads, the ring and the open files.
+
+    `is_direct` says whether the page cache is bypassed. Every read that was submitted ends
+    before `close` returns.
+    """
+
+    def __init__(self, files: Sequence[Path], largest_read_bytes: int) -> None:
+        """Opens `files`; a Read's `file` is an index into them.
+
+        Raises StorageError when one cannot be opened.
+        """
+        self._files = tuple(files)
+        size = _buffer_bytes(largest_read_bytes)
+        self._ring = Arena(NUM_READERS * size)
+        ring = self._ring.array()
+        self._buffers: queue.SimpleQueue[NDArray[np.uint8]] = queue.SimpleQueue()
+        for i in range(NUM_READERS):
+            self._buffers.put(ring[i * size : (i + 1) * size])
+        self._payload_bytes = size - 2 * SECTOR_BYTES
+        self._descriptors, self.is_direct = self._open()
+        self._pool = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="lowtide-read")
+
+    def submit(self, reads: Sequence[Read | ArrayRead]) -> Ticket:
+        """Starts reads, in order, on one thread; their targets must stay alive until it ends."""
+        try:
+            return self._pool.submit(self._run, reads)
+        except RuntimeError as error:
+            raise StorageError(f"No read can start on a closed reader: {error}.") from error
+
+    def drain(self) -> None:
+        """Waits until every read submitted so far has ended, whoever has its ticket."""
+        drain(self._pool, NUM_READERS)
+
+    def close(self) -> None:
+        """Waits for the reads under way, drops those not begun and closes the files."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors = []
+
+    def _open(self) -> tuple[list[int], bool]:
+        flags = getattr(os, "O_DIRECT", 0)
+        if flags:
+            descriptors = self._open_all(flags)
+            if descriptors is not None and self._can_read_direct(descriptors):
+                return descriptors, True
+            for descriptor in descriptors or ():
+                os.close(descriptor)
+        descriptors = self._open_all(0) or []
+        warnings.warn(
+            f"{self._files[0].parent} has no direct reads; reading through the page cache, "
+            "which is slower when memory is short.",
+            stacklevel=3,
+        )
+        return descriptors, False
+
+    def _open_all(self, flags: int) -> list[int] | None:
+        descriptors: list[int] = []
+        for path in self._files:
+            try:
+                descriptors.append(os.open(path, os.O_RDONLY | flags))
+            except OSError as error:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                if flags:
+                    return None
+                raise StorageError(f"{path} cannot be opened: {error}.") from error
+        return descriptors
+
+    def _can_read_direct(self, descriptors: Sequence[int]) -> bool:
+        buffer = self._buffers.get()
+        try:
+            for descriptor in descriptors:
+                os.preadv(descriptor, [buffer[:SECTOR_BYTES].data], 0)
+        except OSError:
+            return False
+        finally:
+            self._buffers.put(buffer)
+        return True
+
+    def _run(self, reads: Sequence[Read | ArrayRead]) -> int:
+        buffer = self._buffers.get()
+        try:
+            return sum(self._read(read, buffer) for read in reads)
+        finally:
+            self._buffers.put(buffer)
+
+    def _read(self, read: Read | ArrayRead, buffer: NDArray[np.uint8]) -> int:
+        """One pull for all pieces, or, where the buffer is too small for that, piece by piece."""
+        if isinstance(read, ArrayRead):
+            return self._read_array(read, buffer)
+        if read.num_bytes <= self._payload_bytes:
+            payload = self._pull(read.file, read.start, read.num_bytes, buffer)
+            for piece in read.pieces:
+                _store(piece, 0, payload[piece.offset : piece.offset + piece.num_bytes])
+            return read.num_bytes
+        return sum(self._read_piece(read, piece, buffer) for piece in read.pieces)
+
+    def _read_piece(self, read: Read, piece: Piece, buffer: NDArray[np.uint8]) -> int:
+        # The buffer holds whole sectors, hence whole elements counted from the piece's start.
+        for done in range(0, piece.num_bytes, self._payload_bytes):
+            num_bytes = min(self._payload_bytes, piece.num_bytes - done)
+            start = read.start + piece.offset + done
+            _store(piece, done, self._pull(read.file, start, num_bytes, buffer))
+        return piece.num_bytes
+
+    def _read_array(self, read: ArrayRead, buffer: NDArray[np.uint8]) -> int:
+        """As many rows at a time as the buffer holds, with their scales before them."""
+        row_size = read.target[0].size
+        row_bytes = read.stored_bytes(row_size) + read.scale_bytes(row_size)
+        num_rows = max(1, (self._payload_bytes - 2 * SECTOR_BYTES) // row_bytes)
+        for first in range(0, len(read.target), num_rows):
+            rows = read.target[first : first + num_rows]
+            scales, rest = None, buffer
+            if read.scales is not None:
+                file, start = read.scales
+                start += read.scale_bytes(first * row_size)
+                scales = self._pull(file, start, read.scale_bytes(rows.size), buffer)
+                rest = buffer[align_up(len(scales) + SECTOR_BYTES, SECTOR_BYTES) :]
+            start = read.start + read.stored_bytes(first * row_size)
+            stored = self._pull(read.file, start, read.stored_bytes(rows.size), rest)
+            convert_rows(stored, read.dtype, scales, rows, read.target_dtype)
+        return row_bytes * len(read.target)
+
+    def _pull(
+        self, file: int, start: int, num_bytes: int, buffer: NDArray[np.uint8]
+    ) -> NDArray[np.uint8]:
+        """Bytes `start` to `start + num_bytes` of a file, as a view of `buffer`."""
+        aligned_start = start - start % SECTOR_BYTES
+        skip = start - aligned_start
+        wanted = skip + num_bytes
+        filled = 0
+        while filled < wanted:
+            target = buffer[filled : align_up(wanted, SECTOR_BYTES)].data
+            try:
+                got = os.preadv(self._descriptors[file], [target], aligned_start + filled)
+            except OSError as error:
+                raise StorageError(
+                    f"Reading {num_bytes} bytes at {start} of {self._files[file]} failed: {error}."
+                ) from error
+            filled += got
+            if filled < wanted and (got == 0 or got % SECTOR_BYTES):
+                size = os.fstat(self._descriptors[file]).st_size
+                raise StorageError(
+                    f"{self._files[file]} ends at byte {size}, before the end of bytes {start} to "
+                    f"{start + num_bytes} that hold weights; the file was truncated after it was "
+                    "opened. Fetch it again."
+                )
+        if not self.is_direct:
+            self._drop_pages(file, aligned_start, filled)
+        return buffer[skip:wanted]
+
+    def _drop_pages(self, file: int, start: int, num_bytes: int) -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            os.posix_fadvise(self._descriptors[file], start, num_bytes, os.POSIX_FADV_DONTNEED)
+
+
+def _store(piece: Piece, done: int, stored: NDArray[np.uint8]) -> None:
+    """Copies `stored`, the bytes from `done` on of `piece`, to where they belong."""
+    item_bytes, target_item_bytes = ITEM_BYTES[piece.dtype], ITEM_BYTES[piece.target_dtype]
+    start = done // item_bytes * target_item_bytes
+    stop = start + len(stored) // item_bytes * target_item_bytes
+    convert(stored, piece.dtype, piece.target[start:stop], piece.target_dtype)
+
+
+def _buffer_bytes(largest_read_bytes: int) -> int:
+    payload = align_up(min(largest_read_bytes, MAX_READ_BYTES), SECTOR_BYTES)
+    return payload + 2 * SECTOR_BYTES

@@ -1,0 +1,198 @@
+"""What one pass over a text tells about a model's routing: the file that `calibrate` writes.
+
+    calibration = Calibration.load(path)
+    calibration.check(config.architecture, TraceShape(*config.moe_shape))
+    calibration.residual, calibration.frequency, calibration.following
+
+Read without trust, as traces are. Knows how to keep these numbers, not how they come about.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.core import FloatArray
+from lowtide.errors import StorageError, UsageError
+from lowtide.files.array_file import Arrays, Contradiction, load_arrays, save_arrays
+from lowtide.files.whole_file import check_writable
+from lowtide.replay.trace import MAX_TRACE_BYTES, TRACE_DTYPES, Trace, TraceShape, trace_of
+
+CALIBRATION_VERSION = 1
+GATES = ("raw", "residual")
+"""Early gates that are judged: the first axis of `GateAccuracy`."""
+TOP_SIZES = (1, 2, 4, 8)
+"""How many experts a prefetch might name."""
+
+_FACTS = ("architecture", "text_sha256", "date")
+_MAX_FACTS_BYTES = 1 << 16
+_PREFIX = "trace_"
+_COSINE_SLACK = 1e-6  # what rounding may add to a cosine
+_DTYPES = {
+    **{_PREFIX + name: dtype for name, dtype in TRACE_DTYPES.items()},
+    "version": "<i8",
+    "facts": "|u1",
+    "residual": "<f4",
+    "frequency": "<f8",
+    "following": "<f8",
+    "routed": "<f8",
+    "top": "<f8",
+    "cosine": "<f8",
+}
+
+
+class GateAccuracy(NamedTuple):
+    """How well the next layer's gate, run one layer early, foresaw what that layer asked for.
+
+    Means over a text that was not calibrated on. First axis: `GATES`; second: the layers after
+    the first one.
+    """
+
+    routed: FloatArray  # [2, layers - 1] share of each token's experts that were predicted
+    # [2, layers - 1, 4] for each n of TOP_SIZES: of the n experts predicted to have most tokens in
+    # a pass, the share that was among the n that did (DALI's accuracy)
+    top: FloatArray
+    cosine: FloatArray  # [2, layers - 1] of the features used and the true ones
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Calibration:
+    """A model's routing on one text."""
+
+    architecture: str  # as published: "LLaDA2MoeModelLM"
+    text_sha256: str
+    date: str  # ISO 8601
+    trace: Trace
+    # [layers - 1, hidden]: mean of the next MoE layer's gate input less this one's (DALI, Eq. 10)
+    residual: NDArray[np.float32]
+    frequency: FloatArray  # [layers, experts]: passes in which each expert was activated
+    # [layers - 1, experts, experts]: how often a token's expert was followed by each
+    following: FloatArray
+    accuracy: GateAccuracy
+
+    @property
+    def shape(self) -> TraceShape:
+        return self.trace.shape
+
+    def check(self, architecture: str, shape: TraceShape) -> None:
+        """Raises UsageError when this is another model's calibration."""
+        if (self.architecture, self.shape) != (architecture, shape):
+            raise UsageError(
+                f"The calibration is another model's: {_described(self.architecture, self.shape)}, "
+                f"and this is {_described(architecture, shape)}; run lowtide calibrate on this one."
+            )
+
+    def save(self, path: Path) -> None:
+        """Writes it, whole or not at all, making its folder. Raises StorageError."""
+        check_calibration_path(path)
+        facts = json.dumps({name: getattr(self, name) for name in _FACTS})
+        arrays = {
+            **{_PREFIX + name: array for name, array in self.trace.arrays().items()},
+            "version": np.array([CALIBRATION_VERSION], np.int64),
+            "facts": np.frombuffer(facts.encode(), np.uint8),
+            "residual": self.residual,
+            "frequency": self.frequency,
+            "following": self.following,
+            **self.accuracy._asdict(),
+        }
+        save_arrays(path, arrays, "calibration")
+
+    @classmethod
+    def load(cls, path: Path) -> Calibration:
+        """Reads a calibration that `save` wrote.
+
+        Raises UsageError when the file is not one or contradicts itself, StorageError when it
+        cannot be read.
+        """
+        arrays = load_arrays(path, _DTYPES, MAX_TRACE_BYTES, "calibration")
+        try:
+            return _build(arrays)
+        except Contradiction as reason:
+            raise UsageError(
+                f"Calibration {path} contradicts itself: {reason}; delete it and run lowtide "
+                "calibrate again."
+            ) from None
+
+
+def check_calibration_path(path: Path) -> None:
+    """Makes the folder; raises StorageError where a calibration could not be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as reason:
+        raise StorageError(
+            f"The folder {path.parent} cannot be made: {reason.strerror}; choose another."
+        ) from reason
+    check_writable(path, "calibration")
+
+
+def default_path(folder: Path, architecture: str, shape: TraceShape) -> Path:
+    """Where the calibration of the model in `folder` is kept unless a path is given.
+
+    In `$XDG_CACHE_HOME/lowtide/calibrations`, or below `~/.cache`; the name holds a digest of the
+    folder and of what `check` compares.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    facts = json.dumps([str(folder.resolve()), architecture, *shape])
+    digest = hashlib.sha256(facts.encode()).hexdigest()[:12]
+    name = re.sub(r"[^\w.-]+", "-", folder.resolve().name)[:64]
+    return Path(base) / "lowtide" / "calibrations" / f"{name}-{digest}.lowtide"
+
+
+def _build(arrays: Arrays) -> Calibration:
+    version = arrays["version"].tolist()
+    if version != [CALIBRATION_VERSION]:
+        raise Contradiction(f"its version is {version[:1]}, not {CALIBRATION_VERSION}")
+    trace = trace_of({name: arrays[_PREFIX + name] for name in TRACE_DTYPES})
+    layers, experts, _, hidden, _ = trace.shape
+    _check(arrays, "residual", (layers - 1, hidden), -np.inf, np.inf)
+    _check(arrays, "frequency", (layers, experts), 0, np.inf)
+    _check(arrays, "following", (layers - 1, experts, experts), 0, np.inf)
+    _check(arrays, "routed", (len(GATES), layers - 1), 0, 1)
+    _check(arrays, "top", (len(GATES), layers - 1, len(TOP_SIZES)), 0, 1)
+    most = 1 + _COSINE_SLACK
+    _check(arrays, "cosine", (len(GATES), layers - 1), -most, most)
+    return Calibration(
+        **_read_facts(arrays["facts"]),
+        trace=trace,
+        residual=arrays["residual"],
+        frequency=arrays["frequency"],
+        following=arrays["following"],
+        accuracy=GateAccuracy(arrays["routed"], arrays["top"], arrays["cosine"]),
+    )
+
+
+def _check(arrays: Arrays, name: str, shape: tuple[int, ...], low: float, high: float) -> None:
+    array = arrays[name]
+    if array.shape != shape:
+        raise Contradiction(f"its {name} has shape {array.shape}, its trace asks for {shape}")
+    if not (np.isfinite(array) & (array >= low) & (array <= high)).all():
+        raise Contradiction(f"its {name} has values that cannot be")
+
+
+def _read_facts(data: NDArray[Any]) -> dict[str, str]:
+    if data.ndim != 1 or data.size > _MAX_FACTS_BYTES:
+        raise Contradiction(f"its facts have shape {data.shape}")
+    try:
+        facts: dict[str, str] = json.loads(data.tobytes().decode())
+    except (ValueError, RecursionError):
+        raise Contradiction("its facts are not JSON") from None
+    is_whole = isinstance(facts, dict) and set(facts) == set(_FACTS)
+    if not is_whole or not all(isinstance(value, str) for value in facts.values()):
+        raise Contradiction(f"its facts are not {', '.join(_FACTS)}")
+    return facts
+
+
+def _described(architecture: str, shape: TraceShape) -> str:
+    layers, experts, k, hidden, width = shape
+    return (
+        f"{architecture!r} with {layers} MoE layers of {experts} experts, {k} per token, hidden "
+        f"size {hidden}, expert size {width}"
+    )

@@ -1,0 +1,477 @@
+"""Replays a routing trace under any policies, budget and machine: the policies are the real ones.
+
+A discrete-event model of three things that work at the same time: the device, the host's CPU and
+the link between them (with a disk behind it, where that is the experts' home). A layer begins when
+the one before it has ended. Its dense part runs first; then residents run on the device, fetched
+experts follow as they arrive through the staging slots, and the host computes its share. Demand
+goes before everything else on the link; moves and prefetches use what is left, one transfer at a
+time, and one that has begun is finished. The time that policies themselves take is not counted.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import repeat
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+
+from lowtide.core import (
+    Assignment,
+    BoolArray,
+    Demand,
+    FloatArray,
+    IntArray,
+    Moves,
+    Step,
+)
+from lowtide.errors import UsageError
+from lowtide.policies.catalogue import Recipe, Setting, recipe
+from lowtide.policies.decision import Decision
+from lowtide.policies.prefetch import Gate, PrefetchOutcome, count_following
+from lowtide.policies.tau import auto_tau
+from lowtide.replay.calibration import GATES, Calibration
+from lowtide.replay.trace import Trace, count_hits, demand_of
+
+GateAccuracies = Mapping[Gate, float | FloatArray]
+"""Share of routed experts that each early gate predicts rightly: of all layers, or of each layer
+after the first [layers - 1]."""
+
+GATE_ACCURACY: GateAccuracies = {Gate.RAW: 0.75, Gate.RESIDUAL: 0.86}
+"""About what DALI reports (means of its figures for Qwen and DeepSeek). A trace holds no features,
+so predictions are the truth with errors drawn at this rate, one by one: that flatters a gate whose
+errors come together, as those of a diffusion block's tokens do (`benchmarks/prefetch.py`)."""
+
+TAUS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Refresh intervals that are tried, in steps."""
+
+_NOTHING: Mapping[Gate, Sequence[IntArray]] = MappingProxyType({})
+
+_RESOURCES: tuple[str, ...] = ("device", "host", "link")
+
+
+@dataclass(slots=True)
+class Report:
+    """What one preset would have done. Seconds are simulated."""
+
+    preset: str
+    num_passes: int = 0
+    num_tokens: int = 0  # committed
+    total_s: float = 0.0
+    num_hits: int = 0  # activated experts that were resident
+    num_activated: int = 0
+    num_fetched: int = 0  # on demand
+    num_moved: int = 0  # by the placement, beyond those
+    num_prefetched: int = 0
+    expert_bytes: int = 0
+    device_s: float = 0.0  # time each was busy
+    host_s: float = 0.0
+    link_s: float = 0.0
+    bound_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_RESOURCES, 0.0))
+    prefetch: PrefetchOutcome = field(default_factory=PrefetchOutcome)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.total_s if self.total_s else 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        return self.num_hits / max(1, self.num_activated)
+
+    @property
+    def moved_bytes(self) -> int:
+        """All bytes over the link: fetched on demand, moved, and prefetched."""
+        return self.expert_bytes * (self.num_fetched + self.num_moved + self.num_prefetched)
+
+    @property
+    def binds(self) -> str:
+        """What most of the time was waited for: device, host or link."""
+        return max(_RESOURCES, key=lambda name: self.bound_s[name])
+
+    def as_dict(self) -> dict[str, object]:
+        derived = ("tokens_per_s", "hit_rate", "moved_bytes", "binds")
+        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
+
+
+def simulate(
+    trace: Trace,
+    preset: str | Recipe,
+    setting: Setting,
+    *,
+    pass_s: float = 0.0,
+    gate_accuracy: GateAccuracies = GATE_ACCURACY,
+    predictions: Mapping[Gate, Sequence[IntArray]] = _NOTHING,
+    hits: IntArray | None = None,
+) -> Report:
+    """Replays `trace` under one preset.
+
+    pass_s: seconds of each pass outside the MoE layers (embedding, head, sampling).
+    predictions: what early gates did predict, tokens per expert of each pass [layers, experts];
+    a gate that is not in it guesses with its `gate_accuracy`.
+    hits: `trace.hits()`, if it is at hand. Raises UsageError when setting and trace disagree.
+    """
+    _check(trace, setting)
+    made = recipe(preset) if isinstance(preset, str) else preset
+    name = preset if isinstance(preset, str) else "custom"
+    run = _Replay(name, made, setting)
+    gate = run.gate
+    foreseen: Iterable[IntArray | None] = repeat(None, len(trace.passes))
+    if gate is not Gate.NONE:
+        guesses = _guesses(trace, gate_accuracy.get(gate, 1.0), setting.seed)
+        foreseen = predictions.get(gate, guesses)
+    all_hits = trace.hits() if hits is None else hits
+    for one, pass_hits, predicted in zip(trace.passes, all_hits, foreseen, strict=True):
+        for layer in range(trace.shape.num_layers):
+            run.layer(layer, one.step, one.num_rows, pass_hits[layer], predicted)
+        run.end_pass(pass_s, one.num_committed)
+    return run.report
+
+
+def compare(
+    trace: Trace,
+    presets: Sequence[str],
+    setting: Setting,
+    *,
+    pass_s: float = 0.0,
+    gate_accuracy: GateAccuracies = GATE_ACCURACY,
+) -> list[Report]:
+    """Replays `trace` under each preset; the reports in that order."""
+    hits = trace.hits()
+    return [
+        simulate(trace, preset, setting, pass_s=pass_s, gate_accuracy=gate_accuracy, hits=hits)
+        for preset in presets
+    ]
+
+
+def fastest_tau(trace: Trace, preset: str, setting: Setting, max_tau: int = max(TAUS)) -> int:
+    """Of `TAUS` up to `max_tau` and below a block's mean length, the one of least simulated time.
+
+    The interval is fixed while one is tried, whatever `setting` says of following the drift.
+    """
+    hits = trace.hits()
+    num_steps = [len(block) for block in trace.blocks(hits)]
+    most = min(max_tau, max(1, round(float(np.mean(num_steps or [1]))) - 1))
+
+    def simulated_s(tau: int) -> float:
+        fixed = replace(setting, tau=tau, online_tau=False)
+        return simulate(trace, preset, fixed, hits=hits).total_s
+
+    return auto_tau(simulated_s, [tau for tau in TAUS if tau <= most])
+
+
+class Activations(NamedTuple):
+    """What static presets are made from: `Setting`'s fields of these names."""
+
+    frequency: FloatArray  # [layers, experts]
+    following: FloatArray  # [layers - 1, experts, experts]
+
+
+def calibrate(trace: Trace) -> Activations:
+    """Activations per expert and their succession; from another run than the one replayed."""
+    hits = trace.hits()
+    following = count_following([ids.astype(np.int64) for ids in trace.iter_ids()], trace.shape[1])
+    return Activations((hits > 0).sum(axis=0).astype(np.float64), following)
+
+
+def measured_accuracy(calibration: Calibration) -> GateAccuracies:
+    """How well each early gate did on the calibration's text, layer by layer."""
+    return {Gate(n): routed for n, routed in zip(GATES, calibration.accuracy.routed, strict=True)}
+
+
+_ABSENT = np.inf
+
+
+class _Transfer(NamedTuple):
+    """An expert that waits for an idle link."""
+
+    layer: int
+    expert: int
+    issued_s: float
+    victim: int | None  # the resident it replaces, if no slot is free for it
+
+
+class _Link:
+    """The link and the slots behind it: when each expert can be used, and what is on its way.
+
+    `ready_s` and `staged_s` [layers, experts]: the time from which an expert can be used as a
+    resident, or from a prefetch slot; infinite when it is neither there nor under way.
+    """
+
+    def __init__(self, capacity: Sequence[int], num_experts: int, fetch_s: float) -> None:
+        self.ready_s = np.full((len(capacity), num_experts), _ABSENT)
+        self.staged_s = np.full((len(capacity), num_experts), _ABSENT)
+        self.free_s = 0.0
+        self.busy_s = 0.0
+        self.num_moved = self.num_prefetched = 0
+        self._num_slots = sum(capacity)  # of residents: any layer may have them
+        self._fetch_s = fetch_s
+        self._ahead: deque[_Transfer] = deque()
+        self._moves: deque[_Transfer] = deque()
+
+    def busy_from(self, now_s: float) -> float:
+        """Seconds from `now_s` until what has begun has ended."""
+        return max(0.0, self.free_s - now_s)
+
+    def is_kept(self, layer: int) -> BoolArray:
+        """Residents, and those on their way to be. [num_experts]"""
+        kept: BoolArray = self.ready_s[layer] < _ABSENT
+        return kept
+
+    def arriving_s(self, layer: int, now_s: float) -> FloatArray:
+        """Seconds until each expert can be used; infinite if nothing is under way. [num_experts]"""
+        soonest = np.minimum(self.ready_s[layer], self.staged_s[layer])
+        left_s: FloatArray = np.maximum(0.0, soonest - now_s)
+        return left_s
+
+    def run_until(self, now_s: float) -> None:
+        """Starts every waiting transfer whose turn comes before `now_s`."""
+        while queue := self._ahead or self._moves:
+            start_s = max(self.free_s, queue[0].issued_s)
+            if start_s >= now_s:
+                return
+            transfer = queue.popleft()
+            starts = self._start_ahead if queue is self._ahead else self._start_move
+            starts(transfer, start_s)
+
+    def fetch(self, start_s: float) -> float:
+        """Transfers one expert on demand, not before `start_s`; returns its arrival."""
+        return self._occupy(max(start_s, self.free_s))
+
+    def look_ahead(self, layer: int, experts: IntArray, now_s: float) -> None:
+        self._ahead.extend(_Transfer(layer, e, now_s, None) for e in experts.tolist())
+
+    def end_layer(self, layer: int, now_s: float) -> IntArray:
+        """Empties the layer's prefetch slots and forgets what had not begun; who was staged."""
+        staged = np.flatnonzero(self.staged_s[layer] < _ABSENT)
+        self.staged_s[layer] = _ABSENT
+        self._ahead = deque(t for t in self._ahead if t.layer != layer)
+        return staged
+
+    def obey(self, layer: int, moves: Moves, at_hand: set[int], now_s: float) -> None:
+        """Carries out moves: experts `at_hand` (just fetched) at once, the others when idle.
+
+        New moves of a layer replace those of its old ones that have not begun.
+        """
+        if not len(moves.admit) and not len(moves.evict):
+            return
+        self._moves = deque(t for t in self._moves if t.layer != layer)
+        ready_s = self.ready_s[layer]
+        admit = sorted(moves.admit.tolist(), key=lambda expert: expert not in at_hand)
+        victims = moves.evict.tolist()
+        num_unpaired = len(victims) - len(admit)
+        for victim in victims[: max(0, num_unpaired)]:
+            ready_s[victim] = _ABSENT
+        victims = victims[max(0, num_unpaired) :]
+        num_free = len(admit) - len(victims)
+        for place, expert in enumerate(admit):
+            victim = victims[place - num_free] if place >= num_free else None
+            if expert in at_hand:
+                self._replace(layer, expert, victim, now_s)
+            else:
+                self._moves.append(_Transfer(layer, expert, now_s, victim))
+
+    def _start_ahead(self, transfer: _Transfer, start_s: float) -> None:
+        if np.isinf(self.ready_s[transfer.layer, transfer.expert]):
+            self.staged_s[transfer.layer, transfer.expert] = self._occupy(start_s)
+            self.num_prefetched += 1
+
+    def _start_move(self, transfer: _Transfer, start_s: float) -> None:
+        if self._has_room(transfer):
+            end_s = self._occupy(start_s)
+            self._replace(transfer.layer, transfer.expert, transfer.victim, end_s)
+            self.num_moved += 1
+
+    def _has_room(self, transfer: _Transfer) -> bool:
+        is_kept = self.is_kept(transfer.layer)
+        num_kept = int(np.count_nonzero(self.ready_s < _ABSENT))
+        if transfer.victim is not None and is_kept[transfer.victim]:
+            num_kept -= 1
+        return num_kept < self._num_slots and not is_kept[transfer.expert]
+
+    def _replace(self, layer: int, expert: int, victim: int | None, ready_s: float) -> None:
+        if victim is not None:
+            self.ready_s[layer, victim] = _ABSENT
+        self.ready_s[layer, expert] = ready_s
+
+    def _occupy(self, start_s: float) -> float:
+        self.free_s = start_s + self._fetch_s
+        self.busy_s += self._fetch_s
+        return self.free_s
+
+
+class _Replay:
+    """The state of a simulated machine, moved on layer by layer."""
+
+    def __init__(self, name: str, made: Recipe, setting: Setting) -> None:
+        self.report = Report(name, expert_bytes=setting.costs.expert_bytes)
+        self._policies = made.policies(setting)
+        self._costs = setting.costs
+        self._num_layers = setting.num_layers
+        self._now_s = 0.0
+        placement = self._policies.placement
+        initial = [placement.initial(layer) for layer in range(setting.num_layers)]
+        # What a preset starts with it may keep: `resident` has all, `layer-split` whole layers.
+        capacity = [max(c, len(i)) for c, i in zip(setting.capacity, initial, strict=True)]
+        self._link = _Link(capacity, setting.num_experts, setting.costs.fetch_s)
+        for layer, experts in enumerate(initial):
+            self._link.ready_s[layer, experts] = 0.0
+
+    @property
+    def gate(self) -> Gate:
+        """What the prefetch wants to be told ahead."""
+        return self._policies.prefetch.gate
+
+    def layer(
+        self, layer: int, step: Step, num_rows: int, hits: IntArray, predicted: IntArray | None
+    ) -> None:
+        """One layer of one pass. hits [experts]; predicted [layers, experts]"""
+        report, link = self.report, self._link
+        dense_s = self._costs.dense_s.at(num_rows)
+        routed_s = self._now_s + dense_s
+        report.device_s += dense_s
+        link.run_until(routed_s)
+        demand = demand_of(hits, link.ready_s[layer] <= routed_s)
+        if not demand.is_resident.all():
+            routed_s += self._costs.sync_s
+            link.run_until(routed_s)
+        report.bound_s["device"] += routed_s - self._now_s
+        report.num_activated += len(demand.experts)
+        report.num_hits += int(demand.is_resident.sum())
+        is_kept = link.is_kept(layer)
+        decision = self._decide(layer, step, demand, is_kept, routed_s)
+        assignment = decision.assignment
+        self._now_s = self._run(layer, demand, assignment, routed_s)
+        moves = self._policies.moves(layer, step, demand, is_kept, decision)
+        self._look_ahead(layer, demand, assignment, routed_s, predicted)
+        link.obey(layer, moves, set(assignment.fetch.tolist()), routed_s)
+
+    def end_pass(self, pass_s: float, num_committed: int) -> None:
+        """What follows the layers; the link goes on meanwhile."""
+        self._now_s += pass_s
+        report = self.report
+        report.bound_s["device"] += pass_s
+        report.device_s += pass_s
+        report.total_s = self._now_s
+        report.num_passes += 1
+        report.num_tokens += num_committed
+        report.link_s = self._link.busy_s
+        report.num_moved, report.num_prefetched = self._link.num_moved, self._link.num_prefetched
+
+    def _decide(
+        self, layer: int, step: Step, demand: Demand, is_kept: BoolArray, now_s: float
+    ) -> Decision:
+        link = self._link
+        return self._policies.decide(
+            layer,
+            step,
+            demand,
+            is_kept,
+            link.arriving_s(layer, now_s)[demand.experts],
+            link.busy_from(now_s),
+            can_fetch=self._costs.num_staging > 0,
+        )
+
+    def _run(self, layer: int, demand: Demand, assignment: Assignment, start_s: float) -> float:
+        """Runs a layer's experts from `start_s` and returns when the slower side has ended."""
+        num_tokens = np.zeros(int(demand.experts.max(initial=-1)) + 1, np.int64)
+        num_tokens[demand.experts] = demand.num_tokens
+        host_s = self._host_s(num_tokens[assignment.host])
+        resident_s = float(self._costs.device_s(num_tokens[assignment.resident]).sum())
+        arriving_s = self._link.arriving_s(layer, start_s)[assignment.fetch]
+        fetched_s = self._costs.device_s(num_tokens[assignment.fetch])
+        device_end_s, waited_s = self._fetch(arriving_s, fetched_s, start_s, resident_s)
+        end_s = max(start_s + host_s, device_end_s)
+        report = self.report
+        report.device_s += resident_s + float(fetched_s.sum())
+        report.host_s += host_s
+        if start_s + host_s > device_end_s:
+            report.bound_s["host"] += end_s - start_s
+        else:
+            report.bound_s["link"] += waited_s
+            report.bound_s["device"] += end_s - start_s - waited_s
+        return end_s
+
+    def _host_s(self, num_tokens: IntArray) -> float:
+        host_s = self._costs.host_s(num_tokens)
+        return float(np.maximum(host_s, self._costs.disk_read_s).sum())
+
+    def _fetch(
+        self, arriving_s: FloatArray, compute_s: FloatArray, start_s: float, resident_s: float
+    ) -> tuple[float, float]:
+        """Runs fetched experts behind the residents: when the device ends, and how long it waited.
+
+        Those already on their way come first, then the others through the staging slots, of which
+        one is free again when its expert has been computed.
+        """
+        device_s, waited_s = start_s + resident_s, 0.0
+        staging = [start_s] * self._costs.num_staging
+        for index in np.argsort(arriving_s, kind="stable").tolist():
+            if np.isinf(arriving_s[index]):
+                arrival_s = self._link.fetch(heapq.heappop(staging))
+                self.report.num_fetched += 1
+            else:
+                arrival_s = start_s + float(arriving_s[index])
+            waited_s += max(0.0, arrival_s - device_s)
+            device_s = max(device_s, arrival_s) + float(compute_s[index])
+            if np.isinf(arriving_s[index]):
+                heapq.heappush(staging, device_s)
+        return device_s, waited_s
+
+    def _look_ahead(
+        self,
+        layer: int,
+        demand: Demand,
+        assignment: Assignment,
+        routed_s: float,
+        predicted: IntArray | None,
+    ) -> None:
+        """Settles what was prefetched for this layer, and chooses for the next one."""
+        link, prefetch = self._link, self._policies.prefetch
+        due_s = link.staged_s[layer].copy()
+        staged = link.end_layer(layer, self._now_s)
+        if len(staged):
+            is_used = np.isin(staged, assignment.fetch)
+            is_late = due_s[staged] > routed_s
+            outcome = PrefetchOutcome(
+                int((is_used & ~is_late).sum()),
+                int((is_used & is_late).sum()),
+                int((~is_used).sum()),
+            )
+            self.report.prefetch.add(outcome)
+            prefetch.record(outcome)
+        prefetch.observe(layer, demand)
+        following = layer + 1
+        if following < self._num_layers:
+            ahead = None if predicted is None else predicted[following]
+            chosen = prefetch.choose(following, link.is_kept(following), ahead)
+            link.look_ahead(following, chosen, routed_s)
+
+
+def _guesses(trace: Trace, accuracy: float | FloatArray, seed: int) -> Iterator[IntArray]:
+    """Stands in for an early gate: the truth, with each choice replaced by chance at a known rate.
+
+    Predicted tokens per expert of each pass. [layers, experts]
+    """
+    num_layers, num_experts = trace.shape[:2]
+    error_rate = np.zeros((num_layers, 1))
+    error_rate[1:, 0] = 1.0 - np.asarray(accuracy)  # nothing is predicted of the first layer
+    draw = np.random.default_rng(seed)
+    for ids in trace.iter_ids():
+        is_wrong = draw.random(ids.shape) < error_rate
+        chance = draw.integers(0, num_experts, ids.shape, np.uint16)
+        yield count_hits(np.where(is_wrong, chance, ids), num_experts)
+
+
+def _check(trace: Trace, setting: Setting) -> None:
+    layers, experts, _ = trace.shape[:3]
+    if (setting.num_layers, setting.num_experts) != (layers, experts):
+        raise UsageError(
+            f"The trace has {layers} MoE layers of {experts} experts, the setting "
+            f"{setting.num_layers} of {setting.num_experts}; they must agree."
+        )
+    if any(not 0 <= slots <= experts for slots in setting.capacity):
+        raise UsageError(f"Residents per layer must be from 0 to {experts} experts.")

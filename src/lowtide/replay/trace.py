@@ -1,0 +1,271 @@
+"""Routing traces: which experts every token of every pass chose, kept small and read safely.
+
+A trace replays against any policy and any machine. On disk it is a numpy archive of plain
+arrays: no pickle, every size checked before a byte of data is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.core import BoolArray, Demand, IntArray, Step, StepKind
+from lowtide.errors import StorageError, UsageError
+from lowtide.files.array_file import Arrays, Contradiction, load_arrays, save_arrays
+
+TRACE_VERSION = 1
+MAX_TRACE_BYTES = 1 << 32
+"""Routing data of one trace, at most, in memory and when read."""
+
+TRACE_DTYPES = {"version": "<i8", "shape": "<i8", "model": "|u1", "passes": "<i4", "ids": "<u2"}
+"""The arrays of a trace's file, and their types."""
+
+_KINDS = (StepKind.PREFILL, StepKind.DENOISE, StepKind.DECODE)
+_PASS_FIELDS = ("kind", "block", "index", "num_rows", "num_committed")
+_MAX_COUNT = 2**31 - 1
+_MAX_MODEL_BYTES = 4096
+
+
+class TraceShape(NamedTuple):
+    """What a trace and the model it was recorded from must agree on."""
+
+    num_layers: int  # MoE layers
+    num_experts: int
+    num_experts_per_token: int
+    hidden_size: int = 0  # what an expert costs follows from these two
+    expert_size: int = 0
+
+
+class Pass(NamedTuple):
+    """One forward pass."""
+
+    step: Step
+    block: int  # running number of the diffusion block; 0 where there are none
+    num_rows: int
+    num_committed: int  # answer tokens that became final in it
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """What was routed where, pass by pass. Knows nothing of weights, scores or time."""
+
+    model: str  # the model's name or fingerprint, as its recorder gave it
+    shape: TraceShape
+    passes: tuple[Pass, ...]
+    ids: NDArray[np.uint16]  # [rows of all passes, layers, k]
+
+    def iter_ids(self) -> Iterator[NDArray[np.uint16]]:
+        """Expert ids pass by pass. Each [rows, layers, k]"""
+        start = 0
+        for one in self.passes:
+            yield self.ids[start : start + one.num_rows]
+            start += one.num_rows
+
+    def hits(self) -> IntArray:
+        """Tokens routed to each expert. [passes, layers, experts]"""
+        counts = [count_hits(ids, self.shape.num_experts) for ids in self.iter_ids()]
+        shape = (0, self.shape.num_layers, self.shape.num_experts)
+        return np.stack(counts) if counts else np.zeros(shape, np.int64)
+
+    def blocks(self, hits: IntArray | None = None) -> list[IntArray]:
+        """Hits of the passes that are no prefill, split where the step counter restarts.
+
+        Each [steps, layers, experts]; what the solvers of tau work on. `hits`: of this trace, if
+        they are at hand.
+        """
+        hits = self.hits() if hits is None else hits
+        blocks: list[list[IntArray]] = []
+        last_index = _MAX_COUNT
+        for one, counts in zip(self.passes, hits, strict=True):
+            if one.step.kind is StepKind.PREFILL:
+                continue
+            if one.step.index <= last_index:
+                blocks.append([])
+            blocks[-1].append(counts)
+            last_index = one.step.index
+        return [np.stack(block) for block in blocks]
+
+    def beginning(self, num_passes: int) -> Trace:
+        """The first passes."""
+        passes = self.passes[:num_passes]
+        return replace(self, passes=passes, ids=self.ids[: sum(p.num_rows for p in passes)])
+
+    @property
+    def num_committed(self) -> int:
+        return sum(p.num_committed for p in self.passes)
+
+    def check(self, shape: TraceShape, model: str | None = None) -> None:
+        """Raises UsageError when this trace was recorded from another model."""
+        if self.shape != shape or (model is not None and self.model != model):
+            raise UsageError(
+                f"The trace was recorded from another model: {_described(self.model, self.shape)}, "
+                f"and this is {_described(model, shape)}; record one with this model."
+            )
+
+    def save(self, path: Path) -> None:
+        """Writes the trace, whole or not at all. Raises StorageError."""
+        save_arrays(path, self.arrays(), "trace")
+
+    def arrays(self) -> dict[str, Any]:
+        """What a file holds of it: `TRACE_DTYPES` names them."""
+        columns = [[_KINDS.index(p.step.kind) for p in self.passes]]
+        columns += [[p.block for p in self.passes], [p.step.index for p in self.passes]]
+        columns += [[p.num_rows for p in self.passes], [p.num_committed for p in self.passes]]
+        return {
+            "version": np.array([TRACE_VERSION], np.int64),
+            "shape": np.array(self.shape, np.int64),
+            "model": np.frombuffer(self.model.encode(), np.uint8),
+            "passes": np.ascontiguousarray(np.array(columns, np.int32).T),
+            "ids": np.ascontiguousarray(self.ids),
+        }
+
+    @classmethod
+    def load(cls, path: Path) -> Trace:
+        """Reads a trace that `save` wrote.
+
+        Raises UsageError when the file is not one or contradicts itself, StorageError when it
+        cannot be read.
+        """
+        arrays = load_arrays(path, TRACE_DTYPES, MAX_TRACE_BYTES, "trace")
+        try:
+            return trace_of(arrays)
+        except Contradiction as reason:
+            raise UsageError(f"Trace {path} contradicts itself: {reason}.") from None
+
+
+class TraceWriter:
+    """Collects passes in memory while a model runs; `trace` makes a `Trace` of them."""
+
+    def __init__(self, model: str, shape: TraceShape, max_bytes: int = MAX_TRACE_BYTES) -> None:
+        """`max_bytes`: of routing data, at most; beyond it `begin` raises StorageError."""
+        _check_shape(shape)
+        if len(model.encode()) > _MAX_MODEL_BYTES:
+            raise UsageError(f"A trace's model name has at most {_MAX_MODEL_BYTES} bytes.")
+        self._model = model
+        self._shape = shape
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._passes: list[Pass] = []
+        self._ids: list[NDArray[np.uint16]] = []
+
+    def begin(self, step: Step, block: int, num_rows: int) -> None:
+        """Starts a pass; `record` fills it layer by layer."""
+        if not (0 <= block <= _MAX_COUNT and 0 <= step.index <= _MAX_COUNT and num_rows >= 0):
+            raise UsageError(f"A pass cannot have block {block}, {step}, {num_rows} rows.")
+        layers, _, k = self._shape[:3]
+        self._num_bytes += 2 * num_rows * layers * k
+        if self._num_bytes > self._max_bytes:
+            raise StorageError(
+                f"The routing trace would pass {self._max_bytes} bytes; record a shorter run."
+            )
+        self._passes.append(Pass(step, block, num_rows, 0))
+        self._ids.append(np.zeros((num_rows, layers, k), np.uint16))
+
+    def record(self, layer: int, ids: IntArray) -> None:
+        """One layer's choice in the pass that has begun. ids [rows, k]"""
+        if not self._passes:
+            raise UsageError("A trace's first pass has not begun.")
+        target = self._ids[-1]
+        if ids.shape != (target.shape[0], target.shape[2]) or not 0 <= layer < target.shape[1]:
+            raise UsageError(
+                f"Layer {layer}'s ids have shape {ids.shape}; the pass is {target.shape} "
+                "as rows, layers, experts per token."
+            )
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self._shape.num_experts:
+            raise UsageError(f"Expert ids must be below {self._shape.num_experts}.")
+        target[:, layer] = ids
+
+    def append(self, step: Step, block: int, ids: IntArray, num_committed: int = 0) -> None:
+        """A whole pass. ids [rows, layers, k]"""
+        self.begin(step, block, ids.shape[0])
+        for layer in range(self._shape.num_layers):
+            self.record(layer, ids[:, layer])
+        self.commit(num_committed)
+
+    def commit(self, num_tokens: int) -> None:
+        """Adds answer tokens that became final in the last pass."""
+        if not self._passes or num_tokens < 0:
+            raise UsageError(f"{num_tokens} tokens cannot become final in pass 0.")
+        last = self._passes[-1]
+        self._passes[-1] = last._replace(num_committed=last.num_committed + num_tokens)
+
+    def trace(self) -> Trace:
+        """All passes so far."""
+        layers, _, k = self._shape[:3]
+        nothing = np.zeros((0, layers, k), np.uint16)
+        ids = np.concatenate([nothing, *self._ids])
+        return Trace(self._model, self._shape, tuple(self._passes), ids)
+
+    def save(self, path: Path) -> None:
+        self.trace().save(path)
+
+
+def count_hits(ids: NDArray[np.uint16], num_experts: int) -> IntArray:
+    """Tokens routed to each expert of each layer. ids [rows, layers, k] -> [layers, experts]"""
+    num_layers = ids.shape[1]
+    offsets = np.arange(num_layers)[:, None] * num_experts
+    flat = (ids.astype(np.int64) + offsets).ravel()
+    counts: IntArray = np.bincount(flat, minlength=num_layers * num_experts)
+    return counts.reshape(num_layers, num_experts)
+
+
+def demand_of(hits: IntArray, is_resident: BoolArray) -> Demand:
+    """One layer's demand from its hits. hits, is_resident [experts]"""
+    experts = np.flatnonzero(hits)
+    return Demand(experts, hits[experts], is_resident[experts])
+
+
+def trace_of(arrays: Arrays) -> Trace:
+    """The trace whose `arrays` these are; raises Contradiction."""
+    version, passes, ids = arrays["version"], arrays["passes"], arrays["ids"]
+    if version.tolist() != [TRACE_VERSION]:
+        raise Contradiction(f"its version is {version.tolist()[:1]}, not {TRACE_VERSION}")
+    if (
+        arrays["shape"].shape != (len(TraceShape._fields),)
+        or passes.ndim != 2
+        or passes.shape[1] != len(_PASS_FIELDS)
+    ):
+        raise Contradiction("its tables have other columns than a trace's")
+    shape = TraceShape(*arrays["shape"].tolist())
+    try:
+        _check_shape(shape)
+        model = arrays["model"].tobytes().decode()
+    except (UsageError, UnicodeDecodeError) as reason:
+        raise Contradiction(str(reason)) from None
+    if (passes < 0).any() or (passes[:, 0] >= len(_KINDS)).any():
+        raise Contradiction("a pass has a kind or count that cannot be")
+    num_rows = int(passes[:, 3].sum(dtype=np.int64))
+    expected = (num_rows, shape.num_layers, shape.num_experts_per_token)
+    if ids.shape != expected:
+        raise Contradiction(f"its ids have shape {ids.shape}, its passes {expected}")
+    if ids.size and int(ids.max()) >= shape.num_experts:
+        raise Contradiction(f"expert {int(ids.max())} of {shape.num_experts} is named")
+    rows = [
+        Pass(Step(_KINDS[kind], index), block, num_rows, num_committed)
+        for kind, block, index, num_rows, num_committed in passes.tolist()
+    ]
+    return Trace(model, shape, tuple(rows), ids)
+
+
+def _check_shape(shape: TraceShape) -> None:
+    layers, experts, k = shape[:3]
+    if not all(0 <= size <= _MAX_COUNT for size in (shape.hidden_size, shape.expert_size)):
+        raise UsageError(
+            f"A trace's experts cannot be of {shape.hidden_size} x {shape.expert_size} weights."
+        )
+    if not (1 <= layers <= 1 << 16 and 1 <= experts <= 1 << 16 and 1 <= k <= experts):
+        raise UsageError(
+            f"A trace cannot have {layers} layers of {experts} experts, {k} per token; "
+            f"each is from 1 to {1 << 16}."
+        )
+
+
+def _described(model: str | None, shape: TraceShape) -> str:
+    layers, experts, k = shape[:3]
+    name = f"{model!r} with " if model is not None else ""
+    return f"{name}{layers} MoE layers of {experts} experts, {k} per token"

@@ -1,0 +1,79 @@
+"""Each family's tensor names and shapes as data, and how they are found in a checkpoint.
+
+Without torch: the loader, the planner and the synthesiser read the same schema.
+
+    weights = bind(config, Checkpoint.open(folder))
+    weights.dense["lm_head.weight"], weights.experts.ranges(layer=0, expert=7)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from lowtide.config import ModelConfig
+from lowtide.dtypes import ITEM_BYTES, SAFETENSORS_NAME
+from lowtide.model_folder.checkpoint import Checkpoint
+from lowtide.schemas import deepseek_v2, gpt_oss, llada2, mixtral, olmoe, qwen2_moe, qwen3_moe
+from lowtide.schemas.schema import ExpertLayout, ModelSchema, PartSource, SlotTarget, TensorSpec
+from lowtide.schemas.weights import (
+    ExpertRange,
+    ExpertTable,
+    WeightMap,
+    assumed_weights,
+    bind_schema,
+)
+
+__all__ = [
+    "ExpertLayout",
+    "ExpertRange",
+    "ExpertTable",
+    "ModelSchema",
+    "PartSource",
+    "SlotTarget",
+    "TensorSpec",
+    "WeightMap",
+    "assume",
+    "bind",
+    "model_schema",
+    "weight_bytes",
+]
+
+_SCHEMAS: Mapping[str, Callable[[ModelConfig], ModelSchema]] = {
+    "llada2": llada2.schema,
+    "bailing_moe_v2": llada2.schema,
+    "qwen3_moe": qwen3_moe.schema,
+    "qwen2_moe": qwen2_moe.schema,
+    "mixtral": mixtral.schema,
+    "olmoe": olmoe.schema,
+    "deepseek_v2": deepseek_v2.schema,
+    "gpt_oss": gpt_oss.schema,
+}
+
+
+def model_schema(config: ModelConfig) -> ModelSchema:
+    """Every tensor that a model of this config needs."""
+    return _SCHEMAS[config.family](config)
+
+
+def bind(config: ModelConfig, checkpoint: Checkpoint) -> WeightMap:
+    """Where the model's weights lie in `checkpoint`; tensors it does not need are ignored.
+
+    Raises CheckpointError for a tensor that is missing, has another shape or contradicts the
+    config, UnsupportedError for a type that weights cannot be loaded from.
+    """
+    return bind_schema(model_schema(config), checkpoint)
+
+
+def assume(config: ModelConfig) -> WeightMap:
+    """Where the weights would lie if the checkpoint were here, stored as config.json says."""
+    return assumed_weights(model_schema(config), SAFETENSORS_NAME[config.dtype])
+
+
+def weight_bytes(config: ModelConfig, dtype: str) -> tuple[int, int]:
+    """Bytes of the dense weights and of all routed experts if both were stored in `dtype`.
+
+    From the config alone, for a plan before any shard is here; `dtype` as in `ModelConfig.dtype`.
+    """
+    item_bytes = ITEM_BYTES[SAFETENSORS_NAME[dtype]]
+    schema = model_schema(config)
+    return schema.dense_elements * item_bytes, schema.expert_elements * item_bytes

@@ -1,0 +1,184 @@
+"""A stream of work on a thread of its own: what is queued ends in order, or fails, but ends.
+
+Streams wait for each other's events without a turn of the processor. A failure stays with the
+work that failed and with what waited for it, and is remembered until the stream is drained; the
+stream goes on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+
+from lowtide.errors import DeviceError
+from lowtide.threads.event import WAIT_LIMIT_S, Event
+from lowtide.threads.executor import process_threads_kept
+
+ThreadWork = Callable[[float], None]
+"""Told when it could start, by `perf_counter`: when it was queued, or what it waited for ended."""
+
+
+class ThreadEvent:
+    """The end of one piece of a stream's work."""
+
+    def __init__(self, stream: str) -> None:
+        self._stream = stream
+        self.end_s = 0.0  # by `perf_counter`, once it is done
+        self._has_ended = threading.Event()
+        self._error: BaseException | None = None
+
+    def is_done(self) -> bool:
+        """Whether the work has ended, failed or not."""
+        return self._has_ended.is_set()
+
+    def wait(self, limit_s: float = WAIT_LIMIT_S) -> None:
+        """Raises DeviceError after `limit_s`, or when the work failed."""
+        if not self._has_ended.wait(limit_s):
+            raise DeviceError(_stalled(self._stream, limit_s))
+        if self._error is not None:
+            raise DeviceError(f"Work on {self._stream} failed: {self._error}") from self._error
+
+    def end(self, error: BaseException | None) -> None:
+        """Once, by the stream: wakes all who wait."""
+        self._error = error
+        self.end_s = perf_counter()
+        self._has_ended.set()
+
+
+class _Task(NamedTuple):
+    work: ThreadWork
+    after: Event | None
+    queued_s: float
+    event: ThreadEvent
+
+    def run(self) -> None:
+        ready_s = self.queued_s
+        if self.after is not None:
+            self.after.wait()
+            ended_s = self.after.end_s if isinstance(self.after, ThreadEvent) else perf_counter()
+            ready_s = max(ready_s, ended_s)
+        self.work(ready_s)
+
+
+class ThreadStream:
+    """Owns one thread; does not know what its work is about."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._change = threading.Condition()
+        self._tasks: deque[_Task] = deque()  # the first one is under way
+        self._is_open = True
+        self._failed: ThreadEvent | None = None  # the first one since a drain
+        is_set_up = threading.Event()
+        self._thread = threading.Thread(
+            target=self._serve, args=(is_set_up,), name=name, daemon=True
+        )
+        with process_threads_kept():
+            self._thread.start()
+            is_set_up.wait()
+
+    def queue(self, work: ThreadWork, after: Event | None = None) -> ThreadEvent:
+        """Work that starts when all queued before has ended and `after` is done.
+
+        Fails with `after`. Raises DeviceError when the stream has ended.
+        """
+        event = ThreadEvent(self.name)
+        with self._change:
+            if not self._is_open:
+                raise DeviceError(_ended(self.name))
+            self._tasks.append(_Task(work, after, perf_counter(), event))
+            self._change.notify_all()
+        return event
+
+    def check(self) -> None:
+        """Raises DeviceError when any work has failed since the last `drain`."""
+        if self._failed is not None:
+            self._failed.wait()
+
+    def drain(self, limit_s: float = WAIT_LIMIT_S) -> None:
+        """Waits until all that was queued has ended, failed or not, and forgets failures.
+
+        Raises DeviceError after `limit_s`.
+        """
+        with self._change:
+            self._change.notify_all()  # Ctrl-C may have come between queueing and notifying
+            if not self._change.wait_for(lambda: not self._tasks, limit_s):
+                raise DeviceError(_stalled(self.name, limit_s))
+            self._failed = None
+
+    def stop(self) -> None:
+        """Nothing queued starts any more: it fails once the work under way has ended."""
+        with self._change:
+            self._is_open = False
+            self._change.notify_all()
+
+    def join(self, limit_s: float = WAIT_LIMIT_S) -> None:
+        """After `stop`: waits for the thread. Raises DeviceError."""
+        self._thread.join(limit_s)
+        if self._thread.is_alive():
+            raise DeviceError(_stalled(self.name, limit_s))
+
+    def _serve(self, is_set_up: threading.Event) -> None:
+        torch.set_num_threads(1)  # a setting of the thread, as is the mode
+        is_set_up.set()
+        try:
+            with torch.inference_mode():
+                while self._do_next():
+                    pass
+        finally:
+            self._fail_all()
+
+    def _do_next(self) -> bool:
+        """Waits for a task and does it; False when there is no more to do."""
+        task = self._next()
+        if task is not None:
+            self._end(task, _outcome(task))
+        return task is not None
+
+    def _next(self) -> _Task | None:
+        with self._change:
+            self._change.wait_for(lambda: self._tasks or not self._is_open)
+            return self._tasks[0] if self._is_open else None
+
+    def _end(self, task: _Task, error: Exception | None) -> None:
+        with self._change:
+            task.event.end(error)
+            if error is not None and self._failed is None:
+                self._failed = task.event
+            self._tasks.popleft()
+            self._change.notify_all()
+
+    def _fail_all(self) -> None:
+        """The thread ends, asked to or not: nobody may wait for what it will not do."""
+        with self._change:
+            self._is_open = False
+            for task in self._tasks:
+                task.event.end(DeviceError(_ended(self.name)))
+            self._tasks.clear()
+            self._change.notify_all()
+
+
+def _outcome(task: _Task) -> Exception | None:
+    try:
+        task.run()
+    except Exception as error:  # whoever waits for the event raises it
+        return error
+    return None
+
+
+def _stalled(stream: str, limit_s: float) -> str:
+    return (
+        f"{stream} has not ended its work within {limit_s:g} s. Close the model and load it again; "
+        "on an emulated device, a higher link_GBps shortens copies."
+    )
+
+
+def _ended(stream: str) -> str:
+    return (
+        f"The thread of {stream} has ended, its device was closed or broke; load the model again."
+    )
