@@ -111,7 +111,7 @@ def main() -> None:
 def _record(name: str, num_pieces: int, is_quick: bool) -> Run:
     """Calibrates on one part of our own source and records another."""
     model = model_folder(None, "tiny" if is_quick else "small") if name == "synth" else name
-    package = REPOSITORY / "lowtide"
+    package = REPOSITORY / "src" / "lowtide"
     text = "".join(path.read_text() for path in sorted(package.rglob("*.py")))
     with LLM(model) as llm:
         learning, testing = split(llm, text, 2 * num_pieces)

@@ -234,13 +234,13 @@ def test_streams_wait_for_events_and_the_caller_for_neither() -> None:
     [first] = streams.copies.waited_for  # what was queued when the slots' memory was handed out
     assert first is streams.current.recorded[0]
     never = CudaEvent(StandInMark())
-    never.mark.has_ended = False
+    never.recorded.has_ended = False
     arrival = device.copy(home.image(0), 0, never)
-    assert streams.copies.waited_for == [first, never.mark]
-    assert isinstance(arrival, CudaEvent) and arrival.mark is streams.copies.recorded[-1]
+    assert streams.copies.waited_for == [first, never.recorded]
+    assert isinstance(arrival, CudaEvent) and arrival.recorded is streams.copies.recorded[-1]
     use = device.run(group({0: 0}), layer.rows, layer.buffers, arrival)
-    assert streams.current.waited_for == [arrival.mark]
-    assert isinstance(use, CudaEvent) and use.mark is streams.current.recorded[-1]
+    assert streams.current.waited_for == [arrival.recorded]
+    assert isinstance(use, CudaEvent) and use.recorded is streams.current.recorded[-1]
 
 
 def test_an_event_of_another_device_is_waited_for_by_the_caller() -> None:
@@ -261,7 +261,7 @@ def test_an_event_of_another_device_is_waited_for_by_the_caller() -> None:
 def test_a_wait_that_never_ends_becomes_an_error() -> None:
     event = CudaEvent(StandInMark())
     event.wait(0.0)
-    event.mark.has_ended = False
+    event.recorded.has_ended = False
     assert not event.is_done()
     with pytest.raises(DeviceError, match=r"0\.01 s"):
         event.wait(0.01)

@@ -177,7 +177,7 @@ def test_a_wait_that_is_forgotten_is_noticed(
     small_case: Case, forgotten: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if forgotten == "the last use of a slot":
-        monkeypatch.setattr(cuda, "_wait_on", lambda stream, after: None)
+        monkeypatch.setattr(cuda, "wait_on", lambda stream, after: None)
     else:
         monkeypatch.setattr(cuda.CudaEvent, "wait", lambda self, limit_s=0.0: None)
     # Old bytes, another answer, or logits that are not numbers.

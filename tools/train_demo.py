@@ -5,7 +5,7 @@ language model (`chat`), then, from those weights, as a block diffusion model (`
 Both are written as Hugging Face checkpoint folders that any loader of the real families reads.
 
     python tools/train_demo.py all --work /tmp/demo --ar-minutes 50 --diffusion-minutes 60
-    python tools/train_demo.py evaluate --work /tmp/demo --model lowtide/demo/diffusion
+    python tools/train_demo.py evaluate --work /tmp/demo --model src/lowtide/demo/diffusion
 
 Nothing here is imported by the engine, and nothing of the engine is imported here: the model is
 written a second time, for training, so the checkpoints also test the engine's own reading of them.

@@ -120,7 +120,7 @@ def learn(
 
     steps: of a block, at most; the family's own by default.
     """
-    text = "".join(p.read_text() for p in sorted((REPOSITORY / "lowtide").rglob("*.py")))
+    text = "".join(p.read_text() for p in sorted((REPOSITORY / "src" / "lowtide").rglob("*.py")))
     path, trace_path = folder / "calibration", folder / "trace"
     diffusion = DiffusionParams(steps=steps)
     params = SamplingParams(max_tokens=num_new, ignore_eos=True, diffusion=diffusion)

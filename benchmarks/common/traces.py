@@ -121,7 +121,7 @@ def _prompts(llm: LLM, run: Run) -> list[list[list[int]]]:
     """Pieces of our own source for each round, every one from another place."""
     half = len(_TEXTS) // 2
     names = _TEXTS[half:] if run.for_calibration else _TEXTS[:half]
-    text = "".join((REPOSITORY / "lowtide" / name).read_text() for name in names)
+    text = "".join((REPOSITORY / "src" / "lowtide" / name).read_text() for name in names)
     stride = (len(text) - _PROMPT_CHARACTERS) // (run.num_rounds * run.num_requests)
     pieces = [
         text[i * stride :][:_PROMPT_CHARACTERS] for i in range(run.num_rounds * run.num_requests)

@@ -4,7 +4,7 @@
         [completion] = llm.generate("def fib(n):", SamplingParams(max_tokens=64))
 
 Turns what a user asks into requests for a decoder and its events into answers; how the engine
-behind it is put together is `engine.py`'s business.
+behind it is put together is the business of `engine/`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Wiring of a machine with a compute device: its two memory plans and its expert runtime.
 
-`engine.py` comes here when there is a device. Knows nothing of models or requests.
+`wiring.py` comes here when there is a device. Knows nothing of models or requests.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from pathlib import Path
 from lowtide.errors import CheckpointError, HubError, UsageError
 from lowtide.files.json_file import read_object
 
-DEMO_FOLDER = Path(__file__).parent / "demo"
+DEMO_FOLDER = Path(__file__).parent.parent / "demo"
 DEMO_NAMES = ("diffusion", "chat")
 
 ALLOWED_FILES = ("*.safetensors", "*.json", "*.jinja")
