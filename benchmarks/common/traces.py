@@ -17,7 +17,8 @@ from lowtide.replay.trace import Trace
 
 _SYNTH = {"synth:llada2": "llada2", "synth:qwen3_moe": "qwen3_moe"}
 # Texts that are ours; one half is replayed, the other calibrates.
-_TEXTS = ("core.py", "trace.py", "params.py", "errors.py", "options.py", "checkpoint.py")
+_TEXTS = ("core.py", "replay/trace.py", "params.py")
+_TEXTS += ("errors.py", "cli/options.py", "model_folder/checkpoint.py")
 _PROMPT_CHARACTERS = 400
 
 
