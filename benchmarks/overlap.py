@@ -51,7 +51,8 @@ class Step:
         for expert in self._on_device.tolist():
             self.device.copy(self._home.image(expert), expert, None)
         self.device.drain()
-        self._executor = HostExecutor(_EXPERTS_PER_TOKEN)
+        # As on the device: an expert costs what it would on one core.
+        self._executor = HostExecutor(_EXPERTS_PER_TOKEN, cores_per_expert=1)
         self._rows = _even_rows(shape.num_experts, num_tokens)
         self._inputs = torch.randn(len(self._rows.token_of), shape.hidden_size).bfloat16()
         gate, up = (

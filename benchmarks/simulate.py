@@ -141,12 +141,20 @@ def _measure_costs(track: Track, learned: Learned) -> MeasuredCosts:
     layout, shape = opened.slot_layout, opened.config.moe_shape
     num_slots = 4 * shape.num_experts_per_token
     arena = Arena(num_slots * layout.num_bytes)
-    device = EmulatedDevice(arena, layout, num_slots, track.device.speeds, opened.products)
+    executor = track.llm._engine.executor
+    device = EmulatedDevice(
+        arena,
+        layout,
+        num_slots,
+        track.device.speeds,
+        opened.products,
+        cores_per_expert=executor.cores_per_expert,
+    )
     with closing(device):
         costs = measure_costs(
             shape,
             layout,
-            track.llm._engine.executor,
+            executor,
             dense_bytes=layout.num_bytes,
             device=device,
             products=opened.products,

@@ -165,7 +165,8 @@ class Pool:
     num_threads = num_cores = 3
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(self.num_threads)
+        # As the calling thread's (conftest.py): some machines have other bits with more.
+        self._pool = ThreadPoolExecutor(self.num_threads, "", torch.set_num_threads, (1,))
 
     def submit(self, work: Callable[[], None]) -> Future[None]:
         return self._pool.submit(work)

@@ -1,8 +1,9 @@
-"""An emulated device: a second arena in host memory, a slow link to it, and one core that computes.
+"""An emulated device: a second arena in host memory, a slow link to it, and a thread that computes.
 
 So that hybrid execution is tested and timed for real on a machine without a GPU. Time is scaled:
-the device computes at the real speed of one core, or slower by a factor; copies and the host's
-experts are stretched by sleeping to the ratios of a hardware profile. Cores are idle while time is
+the device computes at the real speed of one compute thread of the host, which is a core unless the
+machine has far more than a token has experts, or slower by a factor; copies and the host's experts
+are stretched by sleeping to the ratios of a hardware profile. Cores are idle while time is
 emulated: the slower the device is made, the less the threads of the emulation get into each
 other's way, as those of a real device would not.
 """
@@ -33,7 +34,7 @@ from lowtide.kernels.reference import ClampedWeights, ExpertWeights
 from lowtide.memory.arena import Arena
 from lowtide.profiles import load_profile
 from lowtide.threads.event import Event
-from lowtide.threads.executor import Work, process_threads_kept
+from lowtide.threads.executor import Work, process_threads_kept, set_cores_per_product
 from lowtide.threads.stream import ThreadEvent, ThreadStream
 
 _Weights = ExpertWeights | ClampedWeights
@@ -137,6 +138,7 @@ def emulated_speeds(
     shape: MoEShape,
     dtype: torch.dtype,
     products: Products = REFERENCE,
+    cores_per_expert: int = 1,
 ) -> EmulatedSpeeds:
     """Speeds for a model's experts: the device's measured here, the rest by the profile's ratios.
 
@@ -148,7 +150,8 @@ def emulated_speeds(
     """
     given = check_emulated_options(options)
     device_slowdown = given.get("device_slowdown", 1.0)
-    device_s = measure_device_s(layout, shape, products).scaled(device_slowdown)
+    core_s = measure_device_s(layout, shape, products, cores_per_expert)
+    device_s = core_s.scaled(device_slowdown)
     profile = load_profile(_PROFILE)
     costs = profile.costs(shape, dtype.itemsize)
     stretch = device_s.at(1) / costs.device_s.at(1)
@@ -170,8 +173,13 @@ def emulated_speeds(
     )
 
 
-def measure_device_s(layout: SlotLayout, shape: MoEShape, products: Products = REFERENCE) -> Curve:
-    """Seconds of one expert's gated MLP on one core, by tokens: 1, 2, 4 and so on.
+def measure_device_s(
+    layout: SlotLayout,
+    shape: MoEShape,
+    products: Products = REFERENCE,
+    cores_per_expert: int = 1,
+) -> Curve:
+    """Seconds of one expert's gated MLP on one compute thread, by tokens: 1, 2, 4 and so on.
 
     Medians of rounds over all counts, each product with weights that have not been used for a
     while, as in a model. Of a very large expert a slice is measured: time goes with its width.
@@ -182,7 +190,7 @@ def measure_device_s(layout: SlotLayout, shape: MoEShape, products: Products = R
     part = SlotLayout.of(shape._replace(expert_size=width), layout.dtype, is_clamped)
     experts = _cold_experts(part)
     with process_threads_kept(), torch.inference_mode():
-        torch.set_num_threads(1)
+        set_cores_per_product(cores_per_expert)
         counts = _affordable_counts(experts, products)
         rounds: list[list[float]] = []
         end_s = perf_counter() + _MEASURE_S
@@ -259,8 +267,10 @@ class EmulatedDevice:
         speeds: EmulatedSpeeds,
         products: Products = REFERENCE,
         number: int = 1,
+        cores_per_expert: int = 1,
     ) -> None:
-        """`arena` holds `num_slots` slots of `layout`; `number`: which of several it is."""
+        """`arena` holds `num_slots` slots of `layout`; number: which of several it is.
+        cores_per_expert: the host's, so that an expert has the same bits on either side."""
         self.num_slots = num_slots
         self.speeds = speeds
         self._products = products
@@ -272,7 +282,8 @@ class EmulatedDevice:
             _Pace(self._is_closing) for _ in range(3)
         )
         suffix = f"-{number}" if number > 1 else ""
-        self._link, self._compute = ThreadStream(LINK + suffix), ThreadStream(COMPUTE + suffix)
+        self._link = ThreadStream(LINK + suffix)
+        self._compute = ThreadStream(COMPUTE + suffix, cores_per_expert)
         self._last_run: ThreadEvent | None = None
 
     def describe(self) -> str:

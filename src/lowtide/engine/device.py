@@ -164,13 +164,16 @@ def _open_device(
     if plan.device == "cuda":
         return _open_cuda(source, tier, machine, executor)
     layout, products = source.layout, machine.products
-    speeds = emulated_speeds(machine.options, layout, source.shape, layout.dtype, products)
+    cores_per_expert = executor.cores_per_expert
+    speeds = emulated_speeds(
+        machine.options, layout, source.shape, layout.dtype, products, cores_per_expert
+    )
     num_devices = num_emulated_devices(machine.options)
     shares = slots_per_device(tier.num_slots, num_devices)
     arenas = [Arena(num_slots * layout.num_bytes) for num_slots in shares]
     group = DeviceGroup(
         [
-            EmulatedDevice(arena, layout, num_slots, speeds, products, number)
+            EmulatedDevice(arena, layout, num_slots, speeds, products, number, cores_per_expert)
             for number, (arena, num_slots) in enumerate(zip(arenas, shares, strict=True), 1)
         ]
     )

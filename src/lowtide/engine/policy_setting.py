@@ -64,7 +64,8 @@ def adopt_policy(engine: Engine, policy: str, policy_options: Mapping[str, str])
         experts.early_gate = make_early_gate(opened, experts, engine.model.routers, calibration)
     else:
         experts.evict_all()
-        placement = make_placement(opened, plan, calibration, experts.transfer)
+        cores_per_expert = engine.executor.cores_per_expert
+        placement = make_placement(opened, plan, calibration, experts.transfer, cores_per_expert)
         experts.adopt(placement)
         preload(experts, placement, plan, progress)
     return replace(engine, opened=opened, plan=plan)
@@ -116,13 +117,17 @@ def make_setting(
 
 
 def make_placement(
-    opened: OpenModel, plan: MemoryPlan, calibration: Calibration | None, transfer: Transfer
+    opened: OpenModel,
+    plan: MemoryPlan,
+    calibration: Calibration | None,
+    transfer: Transfer,
+    cores_per_expert: int,
 ) -> Placement:
     """The policy's, where there is no device; its slots are free, to be read into."""
     made = recipe(plan.policy)
     asks_costs = made.weighs_moves or opened.options.policy_options.get("tau") in TAU_SOLVED
     num_probes = min(8, opened.config.num_experts, plan.host.num_slots) if asks_costs else 0
-    costs = _disk_costs(opened, transfer, num_probes)
+    costs = _disk_costs(opened, transfer, num_probes, cores_per_expert)
     return OnDemand(made.placement(make_setting(opened, plan, calibration, costs)))
 
 
@@ -185,7 +190,9 @@ def _paper_tau(plan: MemoryPlan, calibration: Calibration | None, costs: Costs) 
     return calibrated_tau(blocks, budget, costs.fetch_s, costs.host_s.at(1))
 
 
-def _disk_costs(opened: OpenModel, transfer: Transfer, num_probes: int) -> Costs:
+def _disk_costs(
+    opened: OpenModel, transfer: Transfer, num_probes: int, cores_per_expert: int
+) -> Costs:
     """What an absent expert costs where it is always read: measured on the first experts.
 
     Without probes nothing is measured and every time is 0, for policies that do not ask.
@@ -198,6 +205,7 @@ def _disk_costs(opened: OpenModel, transfer: Transfer, num_probes: int) -> Costs
     for ticket in [transfer.start(0, expert, expert) for expert in range(num_probes)]:
         ticket_result(ticket)
     read_s = (perf_counter() - start) / num_probes
-    compute_s = measure_device_s(opened.slot_layout, opened.config.moe_shape, opened.products)
+    shape, products = opened.config.moe_shape, opened.products
+    compute_s = measure_device_s(opened.slot_layout, shape, products, cores_per_expert)
     absent_s = Curve([(n, max(read_s, compute_s.at(n))) for n in (1, MAX_PASS_ROWS)])
     return Costs(slot_bytes, read_s, absent_s, compute_s, compute_s, 0.0)

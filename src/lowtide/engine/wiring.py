@@ -62,9 +62,10 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
     with ExitStack() as undo:
         reader = FileReader(checkpoint.files, largest_read_bytes(opened.weight_map.experts))
         undo.callback(reader.close)
-        # An emulated device is one core, and so is the host beside it.
-        num_cores = 1 if plan.device == "emulated" else None
-        executor = HostExecutor(config.num_experts_per_token, num_cores)
+        # An emulated device is one thread, and so is the host beside it.
+        is_emulated = plan.device == "emulated"
+        make_executor = HostExecutor.beside_emulated if is_emulated else HostExecutor
+        executor = make_executor(config.num_experts_per_token)
         undo.callback(executor.close)
         arena_bytes = register(opened).arena_bytes
         if plan.device == "cuda":
@@ -119,7 +120,7 @@ def _load_experts(
     table, dtype_name = opened.weight_map.experts, opened.storage_name
     slots = ExpertSlots(Arena(plan.host.slot_bytes * num_slots), opened.slot_layout)
     transfer = DiskTransfer(reader, table, slots, dtype_name)
-    placement = make_placement(opened, plan, calibration, transfer)
+    placement = make_placement(opened, plan, calibration, transfer, executor.cores_per_expert)
     experts = ExpertRuntime(
         shape=config.moe_shape,
         slots=slots,

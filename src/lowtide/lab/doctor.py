@@ -254,12 +254,12 @@ def _costs(
 
 def _measure(patient: _Patient, name: str, options: EngineConfig) -> tuple[Measured, str]:
     """The costs, and a line on the device that they were measured with."""
-    # An emulated device is one core, and so is the host beside it.
-    num_cores = 1 if name == "emulated" else None
+    make_executor = HostExecutor.beside_emulated if name == "emulated" else HostExecutor
     products = choose_products(options.kernels, patient.layout.dtype)
-    executor = HostExecutor(patient.shape.num_experts_per_token, num_cores)
+    executor = make_executor(patient.shape.num_experts_per_token)
     try:
-        with _device(patient, name, options) as (device, make_arena, description):
+        opening = _device(patient, name, options, executor.cores_per_expert)
+        with opening as (device, make_arena, description):
             with _disk_source(patient, name) as disk:
                 measured = measure_costs(
                     patient.shape,
@@ -303,7 +303,9 @@ _OpenDevice = tuple[Device | None, Callable[[int], Arena], str]
 
 
 @contextmanager
-def _device(patient: _Patient, name: str, options: EngineConfig) -> Iterator[_OpenDevice]:
+def _device(
+    patient: _Patient, name: str, options: EngineConfig, cores_per_expert: int
+) -> Iterator[_OpenDevice]:
     """The device with slots for a measurement, memory that it copies from, and a line on it."""
     if name == "cpu":
         yield None, Arena, ""
@@ -313,10 +315,12 @@ def _device(patient: _Patient, name: str, options: EngineConfig) -> Iterator[_Op
     else:
         layout, num_slots = patient.layout, _num_slots(patient)
         products = choose_products(options.kernels, layout.dtype)
-        given = options.device_options
-        speeds = emulated_speeds(given, layout, patient.shape, layout.dtype, products)
+        shape, given = patient.shape, options.device_options
+        speeds = emulated_speeds(given, layout, shape, layout.dtype, products, cores_per_expert)
         arena = Arena(num_slots * layout.num_bytes)
-        emulated = EmulatedDevice(arena, layout, num_slots, speeds, products)
+        emulated = EmulatedDevice(
+            arena, layout, num_slots, speeds, products, cores_per_expert=cores_per_expert
+        )
         try:
             yield emulated, Arena, emulated.describe()
         finally:

@@ -4,6 +4,11 @@ A step's products are small. Splitting each over all cores would mean a barrier 
 one core that somebody else is using would hold up every one of them; here threads take the next
 piece as they become free and meet once per layer (docs/log.md has the measurement). Results do
 not depend on the number of threads.
+
+They may depend on how many torch threads one product has: on an AMD Zen 5 float32 products of 5 to
+7 rows have other bits with two than with one, on other machines larger products do. So a product
+has one and the same count wherever it runs, and this file says which: an expert's products
+`cores_per_expert`, all others `CORES_PER_PIECE`.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Barrier
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -24,6 +29,11 @@ from lowtide.errors import InternalError
 
 DRAIN_LIMIT_S = 60.0
 """After a failure, what is under way may take this long to end."""
+
+CORES_PER_PIECE = 1
+"""torch threads of everything but experts, on the calling thread and on others: a layer is divided
+among threads instead, at features and heads where that changes no bit, and idle OpenMP threads
+would spin on the cores that the experts want (docs/log.md)."""
 
 Work = Callable[[], None]
 
@@ -37,11 +47,12 @@ class Executor(Protocol):
     num_cores: int  # for what divides its work among threads of its own
 
     def submit(self, work: Work) -> Future[None]:
-        """Starts `work`; the answer raises what it raised."""
+        """Starts `work`, an expert's or several experts'; the answer raises what it raised."""
         ...
 
     def run(self, works: Sequence[Work]) -> None:
-        """Runs all of `works` and waits for them; one of them on the calling thread."""
+        """Runs all of `works`, pieces of a layer, and waits for them; one of them on the calling
+        thread."""
         ...
 
     def drain(self) -> None:
@@ -52,31 +63,41 @@ class Executor(Protocol):
 class HostExecutor:
     """Owns the compute threads; does not know what they compute."""
 
-    def __init__(self, num_experts_per_token: int, num_cores: int | None = None) -> None:
-        """As many threads as one token's experts keep busy; more cores go into each product
-        (torch's of an expert, or the compiled operators', which have threads of their own).
+    def __init__(
+        self,
+        num_experts_per_token: int,
+        num_cores: int | None = None,
+        cores_per_expert: int | None = None,
+    ) -> None:
+        """As many threads as one token's experts keep busy; more cores go into each expert's
+        products (torch's, or the compiled operators', which have threads of their own).
 
-        `num_cores`: what to use of the machine, by default all that this process may use. Then,
-        and where there are more cores than threads, every thread keeps to cores of its own.
+        num_cores: what to use of the machine, by default all that this process may use. Then, and
+        where there are more cores than threads, every thread keeps to cores of its own.
+        cores_per_expert: torch threads of an expert's products, by default the cores of a thread.
         """
-        usable = os.sched_getaffinity(0)
-        self.num_cores = num_cores or len(usable)
-        self.num_threads = max(1, min(self.num_cores, num_experts_per_token))
-        cores_per_thread = max(1, self.num_cores // self.num_threads)
-        shares = [] if num_cores else core_shares(self.num_threads, usable)
-        begin = _Beginning(shares, cores_per_thread)
+        division = _Division.of(num_experts_per_token, num_cores)
+        self.num_cores, self.num_threads = division.num_cores, division.num_threads
+        self.cores_per_expert = cores_per_expert or division.cores_per_expert
+        pin = _Pinning(division.shares)
         with process_threads_kept():
-            self._pool = ThreadPoolExecutor(self.num_threads, "lowtide-compute", begin)
+            self._pool = ThreadPoolExecutor(self.num_threads, "lowtide-compute", pin)
             # A pool makes a thread only while the others are busy: all are held until all exist.
             all_exist = threading.Barrier(self.num_threads)
             for future in [self._pool.submit(all_exist.wait) for _ in range(self.num_threads)]:
                 future.result()
 
+    @classmethod
+    def beside_emulated(cls, num_experts_per_token: int) -> HostExecutor:
+        """One thread, as an emulated device has, and each expert's products on as many cores as
+        without that device: so they have the same bits."""
+        return cls(num_experts_per_token, 1, _Division.of(num_experts_per_token).cores_per_expert)
+
     def submit(self, work: Work) -> Future[None]:
-        return self._pool.submit(_without_gradients, work)
+        return self._pool.submit(_compute, work, self.cores_per_expert)
 
     def run(self, works: Sequence[Work]) -> None:
-        futures = [self.submit(work) for work in works[1:]]
+        futures = [self._pool.submit(_compute, work, CORES_PER_PIECE) for work in works[1:]]
         try:
             works[0]()
         finally:
@@ -92,12 +113,34 @@ class HostExecutor:
     def in_charge(self) -> Iterator[None]:
         """Meanwhile the calling thread's own operators stay on that thread."""
         with process_threads_kept():
-            torch.set_num_threads(1)
+            set_cores_per_product(CORES_PER_PIECE)
             yield
 
     def close(self) -> None:
         """Waits for the work under way and ends the threads."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class _Division(NamedTuple):
+    """Cores divided among compute threads."""
+
+    num_cores: int
+    num_threads: int
+    shares: list[frozenset[int]]  # see `core_shares`
+
+    @classmethod
+    def of(cls, num_experts_per_token: int, num_cores: int | None = None) -> _Division:
+        """Of `num_cores` anywhere, or of all that this process may use."""
+        usable = os.sched_getaffinity(0)
+        num_usable = num_cores or len(usable)
+        num_threads = max(1, min(num_usable, num_experts_per_token))
+        shares = [] if num_cores else core_shares(num_threads, usable)
+        return cls(num_usable, num_threads, shares)
+
+    @property
+    def cores_per_expert(self) -> int:
+        """The same for all threads, so that it does not matter which of them takes an expert."""
+        return min([self.num_cores // self.num_threads, *map(len, self.shares)])
 
 
 def core_shares(
@@ -138,20 +181,17 @@ def _siblings_of(text: str) -> frozenset[int]:
     return frozenset().union(*(range(int(low), int(high or low) + 1) for low, _, high in ranges))
 
 
-class _Beginning:
+class _Pinning:
     """What every compute thread does first: takes its share of the cores."""
 
-    def __init__(self, shares: Sequence[frozenset[int]], cores_per_thread: int) -> None:
+    def __init__(self, shares: Sequence[frozenset[int]]) -> None:
         self._shares = deque(shares)
-        self._cores_per_thread = cores_per_thread
 
     def __call__(self) -> None:
-        num_cores = self._cores_per_thread
         with suppress(IndexError, OSError):  # no shares, or CPUs that were taken away meanwhile
-            share = self._shares.popleft()
-            os.sched_setaffinity(0, share)  # of this thread, and of those that it makes
-            num_cores = min(num_cores, len(share))
-        torch.set_num_threads(num_cores)
+            # Of this thread, and of those that it makes.
+            os.sched_setaffinity(0, self._shares.popleft())
+        set_cores_per_product(CORES_PER_PIECE)
 
 
 class InlineExecutor:
@@ -204,6 +244,16 @@ def process_threads_kept() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def _without_gradients(work: Work) -> None:
+def set_cores_per_product(num_cores: int) -> None:
+    """Says how many torch threads the calling thread's products have from now on.
+
+    Sets the default of the process, too: see `process_threads_kept`.
+    """
+    torch.set_num_threads(num_cores)
+
+
+def _compute(work: Work, num_cores: int) -> None:
+    if torch.get_num_threads() != num_cores:
+        set_cores_per_product(num_cores)
     with torch.inference_mode():  # a setting of the thread
         work()

@@ -17,7 +17,7 @@ import torch
 
 from lowtide.errors import DeviceError
 from lowtide.threads.event import WAIT_LIMIT_S, Event
-from lowtide.threads.executor import process_threads_kept
+from lowtide.threads.executor import process_threads_kept, set_cores_per_product
 
 ThreadWork = Callable[[float], None]
 """Told when it could start, by `perf_counter`: when it was queued, or what it waited for ended."""
@@ -68,8 +68,10 @@ class _Task(NamedTuple):
 class ThreadStream:
     """Owns one thread; does not know what its work is about."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, num_cores: int = 1) -> None:
+        """num_cores: torch threads of each of its products."""
         self.name = name
+        self._num_cores = num_cores
         self._change = threading.Condition()
         self._tasks: deque[_Task] = deque()  # the first one is under way
         self._is_open = True
@@ -124,7 +126,7 @@ class ThreadStream:
             raise DeviceError(_stalled(self.name, limit_s))
 
     def _serve(self, is_set_up: threading.Event) -> None:
-        torch.set_num_threads(1)  # a setting of the thread, as is the mode
+        set_cores_per_product(self._num_cores)  # a setting of the thread, as is the mode
         is_set_up.set()
         try:
             with torch.inference_mode():
