@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import mmap
 import weakref
 
 import pytest
@@ -23,6 +25,20 @@ def test_zeroed_bytes_of_the_size_asked_for_on_a_huge_page_boundary(num_bytes: i
         assert arena.bytes.data_ptr() % HUGE_PAGE_BYTES == 0
         assert not arena.array()[::4096].any()
         assert arena.array()[-1] == 0
+
+
+@pytest.mark.parametrize("grows_slowly", [False, True])
+def test_a_kernel_without_huge_pages_has_small_ones(
+    grows_slowly: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class SmallPages(mmap.mmap):
+        def madvise(self, *_: int) -> None:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", SmallPages)
+    arena = Arena(HUGE_PAGE_BYTES, grows_slowly)
+    arena.bytes.fill_(3)
+    assert arena.array().sum() == 3 * HUGE_PAGE_BYTES
 
 
 def test_tensors_and_array_share_the_bytes() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -46,7 +47,8 @@ class Arena:
         # Only whole huge pages inside the range: the tail must not grow past its own bytes.
         if whole and hasattr(mmap, "MADV_HUGEPAGE"):
             advice = mmap.MADV_NOHUGEPAGE if grows_slowly else mmap.MADV_HUGEPAGE
-            self._map.madvise(advice, self._start, whole)
+            with suppress(OSError):  # a kernel without huge pages refuses either advice
+                self._map.madvise(advice, self._start, whole)
         self.bytes: Tensor = torch.frombuffer(
             self._map, dtype=torch.uint8, count=max(num_bytes, 1), offset=self._start
         )[:num_bytes]
