@@ -11,13 +11,17 @@ DEMO_MEMORY ?= 9MiB
 # Where the results of a GPU go.
 OUT ?= docs/results
 
-.PHONY: demo test check bench gpu gpu-test gpu-bench-short gpu-bench-full
+.PHONY: demo test test-machines check bench gpu gpu-test gpu-bench-short gpu-bench-full
 
 demo: $(VENV)/.lowtide
 	$(BIN)/lowtide generate demo:diffusion -p 'def fibonacci(n):' --max-tokens 128 --context 512 --host-memory $(DEMO_MEMORY)
 
 test: $(VENV)/.lowtide-dev
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m 'not slow and not gpu'
+
+# What no machine may change, once more as on others: older processors, no compiler and so on.
+test-machines: $(VENV)/.lowtide-dev
+	$(BIN)/python tools/test_machines.py --jobs 2
 
 check: $(VENV)/.lowtide-dev
 	$(BIN)/ruff format --check .

@@ -6,6 +6,7 @@ import os
 import signal
 
 import pytest
+from machines import make_machine
 
 try:
     import hypothesis
@@ -17,12 +18,20 @@ else:
     hypothesis.settings.register_profile(
         "ci", derandomize=True, deadline=None, database=None, max_examples=NORMAL_EXAMPLES
     )
+    hypothesis.settings.register_profile(
+        "machines", derandomize=True, deadline=None, database=None, max_examples=10
+    )
     hypothesis.settings.register_profile("deep", deadline=None, max_examples=2000)
     hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Without a GPU, Triton kernels run in its interpreter, which is chosen at import."""
+    """Without a GPU, Triton kernels run in its interpreter, which is chosen at import.
+
+    LOWTIDE_TEST_MACHINE: what this machine is to lack, see `machines.py`.
+    """
+    for allowed in make_machine(os.environ.get("LOWTIDE_TEST_MACHINE", "")):
+        config.addinivalue_line("filterwarnings", allowed)
     expression = str(config.getoption("-m"))
     wants_gpu = "gpu" in expression.replace("not gpu", "")
     if not wants_gpu:

@@ -115,6 +115,7 @@ def test_it_is_a_device(device: EmulatedDevice) -> None:
     assert device.describe().startswith("emulated: link ")
 
 
+@pytest.mark.invariant
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_tokens", [1, 6, 37])
 def test_bits_are_those_of_the_host(dtype: torch.dtype, num_tokens: int) -> None:

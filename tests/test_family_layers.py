@@ -93,6 +93,7 @@ def one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
+@pytest.mark.invariant
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 4), (20, 1), (4, 4)])
 @pytest.mark.parametrize("rows", [1, 40])
 def test_heads_on_threads_give_the_same_bits(

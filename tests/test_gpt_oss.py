@@ -123,6 +123,7 @@ def test_bfloat16_attention_with_sinks(window: int) -> None:
     torch.testing.assert_close(out.double(), expected, atol=0.02, rtol=0.02)
 
 
+@pytest.mark.invariant
 def test_threads_change_no_bit() -> None:
     query, key, value = (randn(700, 8, 64, seed=i) for i in range(3))
     options: dict[str, Any] = {"window": 128, "sinks": randn(8, seed=3)}

@@ -101,6 +101,7 @@ presets = st.sampled_from(sorted(PRESETS.keys() - {"resident"}))
 shares = st.one_of(st.sampled_from([0.0, 0.02, 1.0]), st.floats(0, 1))
 
 
+@pytest.mark.invariant
 @examples(12)
 @given(policy=presets, gpu_share=shares, home_share=shares, prefetch=st.sampled_from([None, 0, 3]))
 def test_no_preset_budget_or_prefetch_changes_a_bit(

@@ -83,6 +83,7 @@ def check_same(first: Answered, second: Answered) -> None:
     assert same_bits(first.logits, second.logits)
 
 
+@pytest.mark.invariant
 @examples(10)
 @given(
     prompt=prompts,
@@ -153,6 +154,7 @@ class _LateAnswer(Future[int]):
             self.set_result(self._read())
 
 
+@pytest.mark.invariant
 def test_no_number_of_compute_threads_changes_a_bit(
     model: Path, resident: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,6 +322,7 @@ def check_same_but_for_ties(
     )
 
 
+@pytest.mark.invariant
 @examples(4)
 @given(batch=st.lists(wishes, min_size=2, max_size=5), share=st.floats(0, 1))
 def test_a_batch_is_its_requests_alone(model: Path, batch: list[Wish], share: float) -> None:
@@ -332,6 +335,7 @@ def test_a_batch_is_its_requests_alone(model: Path, batch: list[Wish], share: fl
         check_idle(llm)
 
 
+@pytest.mark.invariant
 @examples(3)
 @given(batch=st.lists(wishes, min_size=1, max_size=3), share=st.floats(0, 1))
 def test_cached_is_recomputed(model: Path, batch: list[Wish], share: float) -> None:

@@ -319,6 +319,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
+@pytest.mark.invariant
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 40])

@@ -299,6 +299,7 @@ def make_steps(numbers: list[tuple[int, int, int]], dtype: torch.dtype) -> list[
     ]
 
 
+@pytest.mark.invariant
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("policy", POLICIES)
 @given(
@@ -324,6 +325,7 @@ def test_bits_never_depend_on_placement_or_on_the_order_of_reads(
         assert torch.equal(result, dense_oracle(call, WEIGHTS[dtype]))
 
 
+@pytest.mark.invariant
 @given(
     numbers=st.lists(
         st.tuples(st.integers(0, 10**6), st.integers(0, 1), st.integers(1, 24)), max_size=8
@@ -347,6 +349,7 @@ def test_compiled_experts_have_the_same_bits_at_once_and_one_by_one(
         assert torch.equal(result, everything.run(call))
 
 
+@pytest.mark.invariant
 @pytest.mark.parametrize("policy", POLICIES)
 @given(numbers=calls, capacity=capacities)
 def test_reads_on_real_threads(
@@ -788,6 +791,7 @@ def test_a_step_does_not_see_the_former() -> None:
         assert torch.equal(rig.run(call), dense_oracle(call, WEIGHTS[torch.float32]))
 
 
+@pytest.mark.invariant
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_experts_from_a_real_file(policy: str, dtype: torch.dtype, tmp_path: Path) -> None:
