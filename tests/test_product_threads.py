@@ -21,10 +21,8 @@ import torch
 import torch.nn.functional as F
 
 import lowtide
-from lowtide import engine as engine_module
 from lowtide.config import ModelConfig
-from lowtide.experts import executor as executor_module
-from lowtide.experts.executor import HostExecutor
+from lowtide.engine import opening
 from lowtide.kernels.products import REFERENCE, Products
 from lowtide.lab.synth import synth
 from lowtide.layers import attention as attention_module
@@ -32,6 +30,8 @@ from lowtide.layers import linear as linear_module
 from lowtide.layers.linear import Linear
 from lowtide.llm import LLM, plan_model
 from lowtide.params import SamplingParams
+from lowtide.threads import executor as executor_module
+from lowtide.threads.executor import HostExecutor
 
 CORES_PER_EXPERT = [1, 2, 4]
 EXPERT, PIECE = "of an expert", "of a layer"
@@ -92,7 +92,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
     told = Told()
     monkeypatch.setattr(linear_module, "SPLIT_BYTES", 0)
     monkeypatch.setattr(attention_module, "SPLIT_OPERATIONS", 1)
-    monkeypatch.setattr(engine_module, "choose_products", lambda *_: told.products())
+    monkeypatch.setattr(opening, "choose_products", lambda *_: told.products())
     for owner, name in (
         (torch, "mm"),
         (torch, "addmm"),
