@@ -12,7 +12,6 @@ sequence's own and half the model's, which alone a calibration on other sequence
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -30,15 +29,17 @@ from common.simulated import (
     summary,
     trace_shape,
 )
+from common.synth_trace import preference_for, synth_decode_trace
 from common.traces import Run, record_all
 
 from lowtide.core import Costs, MoEShape
 from lowtide.lab.calibration_report import step_similarity
-from lowtide.lab.synth_trace import preference_for, synth_decode_trace
 from lowtide.policies.assignment import AllHost, Greedy
-from lowtide.policies.catalogue import Recipe, Setting, recipe
+from lowtide.policies.catalogue import NUM_PREFETCH
 from lowtide.policies.placement import Static
 from lowtide.policies.prefetch import Residual
+from lowtide.policies.presets import recipe
+from lowtide.policies.recipe import Recipe, Setting
 from lowtide.profiles import load_profile
 from lowtide.replay.simulator import simulate
 from lowtide.replay.trace import Trace
@@ -54,11 +55,11 @@ prefill on DeepSeek-V2-Lite only). Its layer-wise splits: llama.cpp here, KTrans
 3.80."""
 STAGES: Mapping[str, Recipe] = {
     "all on the host": recipe("all-host"),
-    "+ greedy": Recipe(lambda s: Static.first(s.capacity), lambda s: Greedy(s.costs)),
+    "+ greedy": Recipe(lambda s: Static.first(s.capacity), lambda s: Greedy()),
     "+ prefetch": Recipe(
         lambda s: Static.first(s.capacity),
-        lambda s: Greedy(s.costs),
-        lambda s: Residual(s.num_prefetch),
+        lambda s: Greedy(),
+        lambda s: Residual(NUM_PREFETCH.of(s)),
     ),
     "+ cache": recipe("dali"),
     "residents only": Recipe(lambda s: Static.first(s.capacity), lambda s: AllHost()),
@@ -156,7 +157,7 @@ def _case(
     )
     num_residents = round(RESIDENT_SHARE * shape.num_experts)
     setting = make_setting(trace, costs, num_residents, known)
-    return trace, replace(setting, **model.options)
+    return trace, setting.having(**model.options)
 
 
 def _decode(recorder: Recorder, facts: Row, trace: Trace, setting: Setting) -> None:

@@ -13,11 +13,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from common.arguments import run_script
+from common.exact import Beam, Exact
 from common.record import Recorder, Row, say
 from common.simulated import (
     VARIANTS,
@@ -28,18 +28,16 @@ from common.simulated import (
     published,
     trace_shape,
 )
+from common.synth_trace import locality_for, synth_trace
 from common.traces import Run, record_all
 
-from lowtide.core import Assignment, Costs, Demand, StepKind
+from lowtide.core import Assignment, Costs, Demand, Facts, Step, StepKind
 from lowtide.errors import UsageError
-from lowtide.lab.synth_trace import locality_for, synth_trace
 from lowtide.policies.assignment import (
     AllFetch,
     AllHost,
     Assign,
     Balance,
-    Beam,
-    Exact,
     Fiddler,
     Greedy,
     HybriMoEGreedy,
@@ -49,9 +47,9 @@ from lowtide.policies.assignment import (
     makespan,
     prices,
 )
-from lowtide.policies.catalogue import recipe
+from lowtide.policies.presets import recipe
 from lowtide.policies.split import FixedShare
-from lowtide.policies.tau import best_residents
+from lowtide.policies.tau import FollowDrift, best_residents
 from lowtide.profiles import load_profile
 from lowtide.replay.simulator import simulate
 from lowtide.replay.trace import Trace, demand_of
@@ -68,18 +66,18 @@ _MAX_STATES = 1 << 14  # of the exact search, per layer
 
 Maker = Callable[[Costs], Assign]
 POLICIES: Mapping[str, Maker] = {
-    "greedy": Greedy,
-    "balance": Balance,
-    "beam 2": lambda costs: Beam(costs, 2),
-    "exact": lambda costs: Exact(costs, _MAX_STATES),
+    "greedy": lambda costs: Greedy(),
+    "balance": lambda costs: Balance(),
+    "beam 2": lambda costs: Beam(2),
+    "exact": lambda costs: Exact(_MAX_STATES),
     "all host": lambda costs: AllHost(),
-    "all fetch": AllFetch,
-    "fiddler": Fiddler,
-    "fiddler threshold": lambda costs: Fiddler(costs, by_threshold=True),
+    "all fetch": lambda costs: AllFetch(),
+    "fiddler": lambda costs: Fiddler(),
+    "fiddler threshold": lambda costs: Fiddler(by_threshold=True),
     "hybrimoe threshold": HybriMoEThreshold,
-    "hybrimoe greedy": HybriMoEGreedy,
+    "hybrimoe greedy": lambda costs: HybriMoEGreedy(),
     "fixed half": lambda costs: FixedShare(0.5),
-    "layer on the host": lambda costs: LayerSplit([False]),
+    "layer on the host": lambda costs: LayerSplit(),
 }
 
 
@@ -151,23 +149,33 @@ def _demands(trace: Trace, num_residents: int) -> Iterator[Demand]:
 
 def _solvable(demands: list[Demand], costs: Costs) -> list[Solved]:
     """Those whose optimum is found within the states allowed."""
-    exact, solved = Exact(costs, _MAX_STATES), []
+    exact, solved = Exact(_MAX_STATES), []
     for demand in demands:
+        facts = _facts(demand, costs)
         try:
-            mask = is_on_device(demand, exact(0, demand))
+            mask = is_on_device(demand, exact(facts))
         except UsageError:
             continue
-        solved.append(Solved(demand, makespan(prices(costs, demand), mask)))
+        solved.append(Solved(demand, makespan(prices(facts), mask)))
     return solved
+
+
+def _facts(demand: Demand, costs: Costs) -> Facts:
+    """A layer that has room for nobody, with an idle link."""
+    num_experts = int(demand.experts[-1]) + 1
+    is_kept = np.zeros(num_experts, np.bool_)
+    is_kept[demand.experts[demand.is_resident]] = True
+    return Facts(Step(StepKind.DENOISE, 0), 0, demand, is_kept, np.zeros(1, np.int64), costs)
 
 
 def _judge(assign: Assign, solved: list[Solved], costs: Costs) -> Timed:
     shares, seconds, overlapped_s = [], [], 0.0
     for demand, best_s in solved:
+        facts = _facts(demand, costs)
         start_s = time.perf_counter()
-        work = assign(0, demand)
+        work = assign(facts)
         seconds.append(time.perf_counter() - start_s)
-        shares.append(best_s / makespan(prices(costs, demand), is_on_device(demand, work)))
+        shares.append(best_s / makespan(prices(facts), is_on_device(demand, work)))
         overlapped_s += _overlapped_s(demand, work, costs)
     return Timed(
         statistics.mean(shares), min(shares), overlapped_s, 1e6 * statistics.median(seconds)
@@ -196,10 +204,9 @@ def _time_presets(recorder: Recorder, is_quick: bool) -> None:
     setting = make_setting(trace, costs, 128, known)
     step_s = simulate(trace, "lowtide", setting).total_s / len(trace.passes) / shape.num_layers
     cases = {
-        name: (recipe(one.preset), replace(setting, **one.options))
-        for name, one in VARIANTS.items()
+        name: (recipe(one.preset), setting.having(**one.options)) for name, one in VARIANTS.items()
     }
-    online = replace(setting, online_tau=True)
+    online = setting.having(tau=FollowDrift())
     cases |= {
         "tide online": (recipe("tide"), online),
         "lowtide online": (recipe("lowtide"), online),

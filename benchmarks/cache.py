@@ -18,19 +18,23 @@ import numpy as np
 from common.arguments import run_script
 from common.record import Recorder, Row, say
 from common.simulated import ceilings, first_passes, make_parser, make_setting, published, summary
+from common.synth_trace import synth_decode_trace
 from common.traces import RECORDED, Recorded, record_with_known
 
 from lowtide.core import IntArray, MoEShape, StepKind
-from lowtide.lab.synth_trace import synth_decode_trace
 from lowtide.policies.assignment import Greedy
 from lowtide.policies.budgets import Budgets
-from lowtide.policies.catalogue import Recipe, Setting, recipe
+from lowtide.policies.prefetch import NoPrefetch
+from lowtide.policies.presets import recipe
+from lowtide.policies.recipe import Recipe, Setting
 from lowtide.profiles import load_profile
 from lowtide.replay.simulator import Report, simulate
 from lowtide.replay.trace import Trace, TraceShape
 
 PLACEMENTS: Mapping[str, Recipe] = {
-    name: Recipe(recipe(preset).placement, lambda setting: Greedy(setting.costs))
+    name: replace(
+        recipe(preset), assignment=lambda setting: Greedy(), prefetch=lambda setting: NoPrefetch()
+    )
     for name, preset in {
         "lru": "lru",
         "score": "hybrimoe",
@@ -77,7 +81,7 @@ def _measure(recorder: Recorder, one: Recorded, trace: Trace, known: Trace, is_q
             row = {**facts, "ratio": ratio, "placement": name, **summary(report)}
             recorder.write("ratio", row)
     for w_size, u_size in WINDOWS[:2] if is_quick else WINDOWS:
-        setting = replace(settings[0.5], w_size=w_size, u_size=u_size)
+        setting = settings[0.5].having(w_size=w_size, u_size=u_size)
         report = simulate(trace, PLACEMENTS["dali"], setting, hits=hits)
         recorder.write("window", {**facts, "w_size": w_size, "u_size": u_size, **summary(report)})
     for name, made in PLACEMENTS.items():

@@ -39,6 +39,7 @@ except ModuleNotFoundError as missing:
         f"{sys.executable} has no {missing.name}; name a Python that has: make gpu PYTHON=..."
     ) from None
 from common.record import REPOSITORY, Recorder, say
+from common.synth_trace import synth_trace
 from torch import Tensor
 
 from lowtide.core import Costs, Curve, MoEShape, Step
@@ -53,14 +54,13 @@ from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger
 from lowtide.hardware import available_memory_bytes
 from lowtide.kernels.products import choose_products
 from lowtide.kernels.routing import combine
-from lowtide.lab.synth_trace import synth_trace
 from lowtide.memory.arena import Arena
 from lowtide.memory.pinned import PinnedMemory
 from lowtide.memory.workspace import Workspace
-from lowtide.policies.catalogue import Setting
 from lowtide.policies.decision import Policies
 from lowtide.policies.prefetch import Gate, NoPrefetch
 from lowtide.policies.presets import make_policies
+from lowtide.policies.recipe import Setting
 from lowtide.replay.trace import TraceShape
 from lowtide.threads.executor import HostExecutor
 

@@ -21,11 +21,12 @@ from common.models import model_folder
 from common.record import REPOSITORY, Recorder, say
 
 from lowtide import LLM
-from lowtide.core import FloatArray, IntArray, MoEShape
+from lowtide.core import Facts, FloatArray, IntArray, MoEShape, Step, StepKind
 from lowtide.errors import UsageError
 from lowtide.lab.calibrate import foresee, learn, split, top_share
-from lowtide.policies.catalogue import Recipe, Setting, recipe
+from lowtide.policies.catalogue import NUM_PREFETCH
 from lowtide.policies.prefetch import (
+    Ahead,
     Combined,
     Gate,
     NextGate,
@@ -36,6 +37,8 @@ from lowtide.policies.prefetch import (
     Residual,
     Statistics,
 )
+from lowtide.policies.presets import recipe
+from lowtide.policies.recipe import Setting
 from lowtide.profiles import load_profile
 from lowtide.replay.calibration import TOP_SIZES, GateAccuracy
 from lowtide.replay.simulator import GATE_ACCURACY, GateAccuracies, Report, calibrate, simulate
@@ -64,20 +67,23 @@ class Run:
 
 
 def _combined(setting: Setting) -> Prefetch:
-    last = PreviousStep(setting.num_prefetch, setting.num_layers, setting.num_experts)
-    return Combined(setting.num_prefetch, [(Residual(setting.num_prefetch), 1.0), (last, 1.0)])
+    num_ahead = NUM_PREFETCH.of(setting)
+    last = PreviousStep(num_ahead, setting.num_layers, setting.num_experts)
+    return Combined(num_ahead, [(Residual(num_ahead), 1.0), (last, 1.0)])
 
 
 def _statistics(setting: Setting) -> Prefetch:
-    return Statistics(setting.num_prefetch, np.asarray(setting.following))
+    return Statistics(NUM_PREFETCH.of(setting), np.asarray(setting.following))
 
+
+_STEP = Step(StepKind.DECODE, 0)
 
 PREDICTORS: Mapping[str, Callable[[Setting], Prefetch]] = {
-    "random": lambda s: Random(s.num_prefetch, s.num_experts, s.seed),
+    "random": lambda s: Random(NUM_PREFETCH.of(s), s.num_experts, s.seed),
     "statistics": _statistics,
-    "previous step": lambda s: PreviousStep(s.num_prefetch, s.num_layers, s.num_experts),
-    "raw gate": lambda s: NextGate(s.num_prefetch),
-    "residual gate": lambda s: Residual(s.num_prefetch),
+    "previous step": lambda s: PreviousStep(NUM_PREFETCH.of(s), s.num_layers, s.num_experts),
+    "raw gate": lambda s: NextGate(NUM_PREFETCH.of(s)),
+    "residual gate": lambda s: Residual(NUM_PREFETCH.of(s)),
     "residual gate and previous step": _combined,
 }
 
@@ -102,10 +108,8 @@ def main() -> None:
         for share in RESIDENT_SHARES:
             capacity = [round(share * run.trace.shape.num_experts)] * run.trace.shape.num_layers
             for num_prefetch in NUM_AHEAD:
-                setting = replace(
-                    run.setting, capacity=capacity, costs=costs, num_prefetch=num_prefetch
-                )
-                _write_gains(recorder, run, setting)
+                setting = replace(run.setting, capacity=capacity, costs=costs)
+                _write_gains(recorder, run, setting.having(num_prefetch=num_prefetch))
 
 
 def _record(name: str, num_pieces: int, is_quick: bool) -> Run:
@@ -133,7 +137,7 @@ def _record(name: str, num_pieces: int, is_quick: bool) -> Run:
             costs=load_profile("rtx3090").costs(MoEShape(*shape)),
             frequency=frequency,
             following=following,
-            num_prefetch=max(TOP_SIZES),
+            options={"num_prefetch": max(TOP_SIZES)},
         ),
     )
 
@@ -157,20 +161,28 @@ def _top_shares(run: Run, prefetch: Prefetch) -> FloatArray:
     nobody = np.zeros(run.trace.shape.num_experts, np.bool_)
     for index, hits in enumerate(run.trace.hits()):
         for layer in range(len(hits) - 1):
-            prefetch.observe(layer, demand_of(hits[layer], nobody))
+            prefetch.observe(_facts(run, layer, hits))
             predicted = None
             if prefetch.gate is not Gate.NONE:
                 predicted = run.predicted[prefetch.gate][index][layer + 1]
-            score = prefetch.score(layer + 1, predicted)
+            score = prefetch.score(Ahead(layer + 1, nobody, predicted))
             shares.append([top_share(score, hits[layer + 1], n) for n in TOP_SIZES])
-        prefetch.observe(len(hits) - 1, demand_of(hits[-1], nobody))
+        prefetch.observe(_facts(run, len(hits) - 1, hits))
     means: FloatArray = np.mean(shares, axis=0)
     return means
 
 
+def _facts(run: Run, layer: int, hits: IntArray) -> Facts:
+    """Of a layer with no residents. hits [layers, experts]"""
+    nobody = np.zeros(hits.shape[1], np.bool_)
+    capacity = np.zeros(len(hits), np.int64)
+    demand = demand_of(hits[layer], nobody)
+    return Facts(_STEP, layer, demand, nobody, capacity, run.setting.costs)
+
+
 def _write_gains(recorder: Recorder, run: Run, setting: Setting) -> None:
     none = _replay(run, setting, lambda s: NoPrefetch())
-    perfect = _replay(run, setting, lambda s: NextGate(s.num_prefetch), predictions=run.truth)
+    perfect = _replay(run, setting, lambda s: NextGate(NUM_PREFETCH.of(s)), predictions=run.truth)
     _write_gain(recorder, setting, none, "the truth", "perfect", perfect)
     for name, make in PREDICTORS.items():
         report = _replay(run, setting, make, predictions=run.predicted)
@@ -184,8 +196,7 @@ def _write_gains(recorder: Recorder, run: Run, setting: Setting) -> None:
 def _replay(
     run: Run, setting: Setting, make: Callable[[Setting], Prefetch], **options: object
 ) -> Report:
-    dali = recipe("dali")
-    made = Recipe(dali.placement, dali.assignment, make)
+    made = replace(recipe("dali"), prefetch=make)
     return simulate(run.trace, made, setting, hits=run.trace.hits(), **options)  # type: ignore[arg-type]
 
 
@@ -197,7 +208,7 @@ def _write_gain(
         "predictor": name,
         "foresight": foresight,
         "residents": setting.capacity[0],
-        "num_prefetch": setting.num_prefetch,
+        "num_prefetch": NUM_PREFETCH.of(setting),
         "gain": none.total_s / report.total_s,
         "num_prefetched": report.num_prefetched,
         "hit_share": outcome.num_hits / num,
@@ -207,7 +218,7 @@ def _write_gain(
     }
     recorder.write("end to end", values)
     say(
-        f"  {setting.capacity[0]} resident, {setting.num_prefetch} ahead, {name} ({foresight}): "
+        f"  {values['residents']} resident, {values['num_prefetch']} ahead, {name} ({foresight}): "
         f"{values['gain']:.3f}x, {values['wasted_share']:.0%} wasted"
     )
 

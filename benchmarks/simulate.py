@@ -35,7 +35,7 @@ from lowtide.devices.emulated import HOST, EmulatedDevice
 from lowtide.hardware.measure import measure_costs
 from lowtide.lab.bench import Spread
 from lowtide.memory.arena import Arena
-from lowtide.policies.catalogue import Setting
+from lowtide.policies.recipe import Setting
 from lowtide.replay.calibration import Calibration
 from lowtide.replay.simulator import measured_accuracy, simulate
 from lowtide.replay.trace import Trace
@@ -82,7 +82,7 @@ def main() -> None:
             frequency=calibration.frequency,
             following=calibration.following,
         )
-        setting = replace(setting, **VARIANTS[name].options)
+        setting = setting.having(**VARIANTS[name].options)
         report = simulate(
             trace,
             VARIANTS[name].preset,

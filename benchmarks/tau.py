@@ -11,7 +11,6 @@ baseline) and moves that follow behind. Misses and migrations beside the paper's
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -26,12 +25,12 @@ from common.simulated import (
     replay,
     trace_shape,
 )
+from common.synth_trace import locality_for, synth_trace
 from common.traces import Run, record_all
 
 from lowtide.core import Costs, MoEShape
 from lowtide.lab.calibration_report import distinct_experts, step_similarity
-from lowtide.lab.synth_trace import locality_for, synth_trace
-from lowtide.policies.catalogue import Setting
+from lowtide.policies.recipe import Setting
 from lowtide.policies.tau import auto_tau, drift, expected_migrations, miss_shares, paper_tau
 from lowtide.profiles import load_profile
 from lowtide.replay.simulator import Report, simulate
@@ -144,7 +143,7 @@ def _measure(recorder: Recorder, case: Case, is_quick: bool) -> None:
         num_residents = round(share * case.trace.shape.num_experts)
         setting = make_setting(case.trace, case.costs, num_residents, case.known)
         for waits in (True, False):
-            values = _sweep(case, replace(setting, waits=waits), hits)
+            values = _sweep(case, setting.having(waits=waits), hits)
             recorder.write("tau", {**facts, "residents": num_residents, "waits": waits, **values})
         others = replay(case.trace, hits, setting, ("lru", "fiddler", "dali", "lowtide"))
         speeds = {name: report.tokens_per_s for name, report in others.items()}
@@ -157,7 +156,7 @@ def _sweep(case: Case, setting: Setting, hits: np.ndarray) -> Row:
     num_steps = max(map(len, blocks))
     taus = range(1, max(2, min(num_steps, 33)))
     reports = {
-        tau: simulate(case.trace, "tide", replace(setting, tau=tau), hits=hits) for tau in taus
+        tau: simulate(case.trace, "tide", setting.having(tau=tau), hits=hits) for tau in taus
     }
     speeds = {tau: report.tokens_per_s for tau, report in reports.items()}
     d, misses = drift(blocks, budget), miss_shares(blocks, budget, max(taus))

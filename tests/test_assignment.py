@@ -7,8 +7,10 @@ from itertools import product
 
 import numpy as np
 import pytest
+from common.exact import Beam, Exact, exact_mask
 from hypothesis import given
 from hypothesis import strategies as st
+from policy_facts import make_facts
 
 from lowtide.core import Assignment, Costs, Curve, Demand, FloatArray, IntArray
 from lowtide.errors import PlanError, UsageError
@@ -17,24 +19,23 @@ from lowtide.policies.assignment import (
     AllHost,
     Assign,
     Balance,
-    Beam,
-    Exact,
     Fiddler,
     Greedy,
+    HostAlone,
     HybriMoEGreedy,
     HybriMoEThreshold,
     LayerSplit,
     Prices,
     break_even_tokens,
-    exact_mask,
     greedy_mask,
     is_on_device,
     makespan,
     prices,
     prices_by_side,
 )
-from lowtide.policies.catalogue import CATALOGUE, Setting
-from lowtide.policies.presets import FETCHING
+from lowtide.policies.catalogue import CATALOGUE
+from lowtide.policies.presets import fetches_all
+from lowtide.policies.recipe import Setting
 from lowtide.policies.split import FixedShare
 
 
@@ -65,10 +66,10 @@ def ids(assignment: Assignment) -> tuple[list[int], list[int], list[int]]:
 
 
 def all_policies(costs: Costs) -> list[Assign]:
-    policies: list[Assign] = [Greedy(costs), Beam(costs, 3), Exact(costs), Balance(costs)]
-    policies += [AllHost(), Fiddler(costs), Fiddler(costs, by_threshold=True)]
-    policies += [HybriMoEThreshold(costs), HybriMoEGreedy(costs), LayerSplit([False])]
-    return [*policies, AllFetch(costs), FixedShare(0.5)]
+    policies: list[Assign] = [Greedy(), Beam(3), Exact(), Balance()]
+    policies += [AllHost(), Fiddler(), Fiddler(by_threshold=True)]
+    policies += [HybriMoEThreshold(costs), HybriMoEGreedy(), LayerSplit()]
+    return [*policies, AllFetch(), FixedShare(0.5)]
 
 
 def best_makespan(price: Prices) -> float:
@@ -100,106 +101,113 @@ def test_a_curve_is_linear_between_its_points_and_beyond() -> None:
 
 def test_prices_are_those_of_the_paper() -> None:
     demand = make_demand([1, 20, 5, 0], resident=[2])
-    price = prices(make_costs(), demand)
+    price = prices(make_facts(demand, make_costs()))
     assert price.device_s.tolist() == [7, 20, 5]  # a transfer, a computation, a resident
     assert price.host_s.tolist() == [2, 40, 10]
-    under_way = prices(make_costs(), demand, np.array([3.0, np.inf, np.inf]))
+    under_way = prices(make_facts(demand, make_costs(), arriving_s=np.array([3.0, np.inf, np.inf])))
     assert under_way.device_s.tolist() == [3, 20, 5]
 
 
 def test_greedy_follows_algorithm_1() -> None:
     # |t_gpu - t_cpu| = 20, 5, 5 for experts 1, 0, 2: expert 1 to the device (20 <= 40), then
     # expert 0 to the host (27 > 2), expert 2 to the host (25 > 12).
-    greedy = Greedy(make_costs())
-    assert ids(greedy(0, make_demand([1, 20, 5], resident=[2]))) == ([], [1], [0, 2])
+    facts = make_facts(make_demand([1, 20, 5], resident=[2]), make_costs())
+    assert ids(Greedy()(facts)) == ([], [1], [0, 2])
 
 
 def test_ties_go_to_the_device() -> None:
     demand = make_demand([1])
-    assert ids(Greedy(make_costs(link_s=2.0))(0, demand)) == ([], [0], [])
+    assert ids(Greedy()(make_facts(demand, make_costs(link_s=2.0)))) == ([], [0], [])
 
 
 def test_a_prefetched_expert_costs_what_remains() -> None:
     costs, demand = make_costs(link_s=70.0), make_demand([3, 3])
-    assert ids(Greedy(costs)(0, demand)) == ([], [], [0, 1])
-    assert ids(Greedy(costs)(0, demand, np.array([np.inf, 1.0]))) == ([], [1], [0])
-    assert ids(AllHost()(0, demand, np.array([0.0, 1.0]))) == ([], [0], [1])
+    facts = make_facts(demand, costs)
+    assert ids(Greedy()(facts)) == ([], [], [0, 1])
+    assert ids(Greedy()(facts._replace(arriving_s=np.array([np.inf, 1.0])))) == ([], [1], [0])
+    assert ids(AllHost()(facts._replace(arriving_s=np.array([0.0, 1.0])))) == ([], [0], [1])
 
 
 def test_without_staging_nothing_is_fetched() -> None:
     costs = make_costs(link_s=0.0, num_staging=0)
-    demand = make_demand([9, 9, 9], resident=[0])
-    for policy in (Greedy(costs), Beam(costs), Exact(costs), Balance(costs), HybriMoEGreedy(costs)):
-        assert not len(policy(0, demand).fetch)
-    with pytest.raises(PlanError, match="staging"):
-        AllFetch(costs)
+    facts = make_facts(make_demand([9, 9, 9], resident=[0]), costs)
+    assert not facts.can_fetch
+    policies: list[Assign] = [Greedy(), Beam(), Exact(), Balance(), HybriMoEGreedy(), AllHost()]
+    policies += [Fiddler(by_threshold=True), HybriMoEThreshold(costs, 1), LayerSplit()]
+    for policy in policies:
+        assert not len(policy(facts).fetch)
+        assert not len(policy(facts._replace(capacity=np.array([3]))).fetch)
 
 
 def test_presets_that_need_a_staging_slot_are_those_that_fetch_everything() -> None:
     setting = Setting([0], 4, make_costs(num_staging=0))
     for name in CATALOGUE:
-        if name in FETCHING:
-            with pytest.raises(PlanError, match="--gpu-memory"):
+        if fetches_all(name):
+            with pytest.raises(PlanError, match="staging.*--gpu-memory"):
                 CATALOGUE[name].policies(setting)
         else:
             CATALOGUE[name].policies(setting)
 
 
 def test_the_simple_ones() -> None:
-    demand, costs = make_demand([1, 2, 9, 9], resident=[0, 3]), make_costs()
-    assert ids(AllHost()(0, demand)) == ([0, 3], [], [1, 2])
-    assert ids(AllFetch(costs)(0, demand)) == ([0, 3], [1, 2], [])
-    assert ids(Fiddler(costs)(0, demand)) == ([0, 3], [], [1, 2])
+    costs = make_costs()
+    facts = make_facts(make_demand([1, 2, 9, 9], resident=[0, 3]), costs)
+    assert ids(AllHost()(facts)) == ([0, 3], [], [1, 2])
+    assert ids(HostAlone()(facts)) == ([], [], [0, 1, 2, 3])
+    assert ids(AllFetch()(facts)) == ([0, 3], [1, 2], [])
+    assert ids(Fiddler()(facts)) == ([0, 3], [], [1, 2])
     # Transfer and computation in turn: 7 + 9 < 18, but 7 + 2 > 4.
-    assert ids(Fiddler(costs, by_threshold=True)(0, demand)) == ([0, 3], [2], [1])
+    assert ids(Fiddler(by_threshold=True)(facts)) == ([0, 3], [2], [1])
     assert break_even_tokens(costs) == 4  # max(7, 4) <= 8
-    assert ids(HybriMoEThreshold(costs)(0, demand)) == ([0, 3], [2], [1])
-    split = LayerSplit([False, True])
-    assert ids(split(0, demand)) == ([], [], [0, 1, 2, 3])
-    assert ids(split(1, demand)) == ([0, 3], [1, 2], [])
+    assert ids(HybriMoEThreshold(costs)(facts)) == ([0, 3], [2], [1])
+    both = facts._replace(capacity=np.array([0, 4]))
+    assert ids(LayerSplit()(both)) == ([], [], [0, 1, 2, 3])
+    assert ids(LayerSplit()(both._replace(layer=1))) == ([0, 3], [1, 2], [])
 
 
 def test_balance_lets_the_link_work_beside_the_device() -> None:
     # Residents keep the device busy for 20 s. Expert 2 (40 s on the host) arrives meanwhile.
     demand = make_demand([10, 10, 20, 1], resident=[0, 1])
-    assert ids(Balance(make_costs(host_s=2.0))(0, demand)) == ([1], [2], [0, 3])
+    assert ids(Balance()(make_facts(demand, make_costs(host_s=2.0)))) == ([1], [2], [0, 3])
 
 
 def test_balance_relieves_a_busy_device() -> None:
     costs = make_costs(device_s=1.0, host_s=1.5)  # 4 s against 6 s: three here, two there
-    assert len(Balance(costs)(0, make_demand([4] * 5, resident=[0, 1, 2, 3, 4])).host) == 2
+    facts = make_facts(make_demand([4] * 5, resident=[0, 1, 2, 3, 4]), costs)
+    assert len(Balance()(facts).host) == 2
 
 
 def test_balance_fetches_those_that_the_host_is_slowest_at() -> None:
     # A transfer takes 7 s whatever it brings: 10 tokens are 20 s on the host, 1 is 2 s.
     demand = make_demand([1, 10, 1, 1])
-    assert ids(Balance(make_costs())(0, demand)) == ([], [1], [0, 2, 3])
+    assert ids(Balance()(make_facts(demand, make_costs()))) == ([], [1], [0, 2, 3])
     # With the order of ids, or the longest to the host first, expert 1 would wait.
 
 
 def test_balance_waits_for_what_the_link_has_begun() -> None:
-    demand, balance = make_demand([4, 4]), Balance(make_costs())
-    assert ids(balance(0, demand)) == ([], [0], [1])  # 7 + 4 against 8 + 8
-    assert ids(balance(0, demand, link_s=6.0)) == ([], [], [0, 1])
+    facts, balance = make_facts(make_demand([4, 4]), make_costs()), Balance()
+    assert ids(balance(facts)) == ([], [0], [1])  # 7 + 4 against 8 + 8
+    facts = facts._replace(link_s=6.0)
+    assert ids(balance(facts)) == ([], [], [0, 1])
     # What is on its way is not behind the link's other work.
     coming = np.array([np.inf, 2.0])
-    assert ids(balance(0, demand, coming, link_s=6.0)) == ([], [1], [0])
+    assert ids(balance(facts._replace(arriving_s=coming))) == ([], [1], [0])
 
 
 def test_hybrimoes_code_meets_in_the_middle() -> None:
     # Queue: residents 0 (6 tokens), 1 (2), absent 3 (9), 2 (1). The device takes 0 (6 s) when the
     # host has taken 2 (2 s), for 6 <= 2 + 18; then 1 (8 s), and 3 at max(8, 7) + 9 <= 2 + 18.
     demand = make_demand([6, 2, 1, 9], resident=[0, 1])
-    assert ids(HybriMoEGreedy(make_costs())(0, demand)) == ([0, 1], [3], [2])
+    assert ids(HybriMoEGreedy()(make_facts(demand, make_costs()))) == ([0, 1], [3], [2])
     # A slow link: the host takes expert 3 after all, and then a resident.
-    work = HybriMoEGreedy(make_costs(link_s=100.0, device_s=4.0))(0, demand)
-    assert ids(work) == ([0], [], [1, 2, 3])
+    slow = make_facts(demand, make_costs(link_s=100.0, device_s=4.0))
+    assert ids(HybriMoEGreedy()(slow)) == ([0], [], [1, 2, 3])
 
 
 @given(demand=demands, costs=some_costs)
 def test_every_activated_expert_is_placed_once(demand: Demand, costs: Costs) -> None:
     for policy in all_policies(costs):
-        work = policy(0, demand)
+        work = policy(make_facts(demand, costs))
         placed = np.concatenate(work[:3])
         assert np.array_equal(np.sort(placed), demand.experts)
         residents = set(demand.experts[demand.is_resident].tolist())
@@ -210,14 +218,15 @@ def test_every_activated_expert_is_placed_once(demand: Demand, costs: Costs) -> 
 
 @given(demand=demands, costs=some_costs)
 def test_exact_is_the_optimum_and_greedy_is_within_twice(demand: Demand, costs: Costs) -> None:
-    price = prices(costs, demand)
+    facts = make_facts(demand, costs)
+    price = prices(facts)
     best = best_makespan(price)
     slack = 1e-9 * len(price.host_s)
-    exact = makespan(price, is_on_device(demand, Exact(costs)(0, demand)))
+    exact = makespan(price, is_on_device(demand, Exact()(facts)))
     assert abs(exact - best) <= slack
     assert makespan(price, greedy_mask(price)) <= 2 * best + slack
     for policy in all_policies(costs):
-        assert makespan(price, is_on_device(demand, policy(0, demand))) >= best - slack
+        assert makespan(price, is_on_device(demand, policy(facts))) >= best - slack
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -226,7 +235,7 @@ def test_exact_solves_a_whole_layer(seed: int) -> None:
     tokens = 1 + draw.geometric(0.5, 120)
     is_resident = draw.random(120) < 0.4
     costs = make_costs(link_s=9.0, host_s=1.7, device_s=0.31)
-    price = prices(costs, Demand(np.arange(120), tokens, is_resident))
+    price = prices(make_facts(Demand(np.arange(120), tokens, is_resident), costs))
     exact = makespan(price, exact_mask(price))
     assert exact <= makespan(price, greedy_mask(price))
     # No fractional split is shorter: the Lagrangian bound at any weight.
@@ -243,15 +252,15 @@ def test_exact_names_its_limit() -> None:
 
 def test_beam_refuses_no_width() -> None:
     with pytest.raises(UsageError, match="width"):
-        Beam(make_costs(), 0)
+        Beam(0)
 
 
 @given(demand=demands, costs=some_costs)
 def test_one_device_of_several_is_greedy(demand: Demand, costs: Costs) -> None:
     """The same decisions to the bit, whether the device is said to be one or the only one."""
     alone = demand._replace(device_of=np.where(demand.is_resident, 0, -1))
-    work = Greedy(costs)(0, alone)
-    assert ids(work) == ids(Greedy(costs)(0, demand))
+    work = Greedy()(make_facts(alone, costs))
+    assert ids(work) == ids(Greedy()(make_facts(demand, costs)))
     assert work.fetch_on is not None and work.fetch_on.tolist() == [0] * len(work.fetch)
 
 
@@ -262,8 +271,11 @@ def test_several_devices_are_so_many_sides(
     num_devices = data.draw(st.integers(2, 3))
     demand, arriving_s = scattered(demand, num_devices, data.draw(st.integers(0, 99)))
     costs = replace(costs, num_devices=num_devices)
-    work = Greedy(costs)(0, demand, arriving_s)
-    sides_s = prices_by_side(costs.each, num_devices, demand, arriving_s)
+    facts = make_facts(demand, costs, arriving_s=arriving_s)
+    work, sides_s = Greedy()(facts), prices_by_side(facts)
+    one = prices(facts._replace(costs=costs.each))  # of one device alone
+    assert np.array_equal(np.min(sides_s[:-1], axis=0), one.device_s)
+    assert np.array_equal(sides_s[-1], one.host_s)
     side_of = sides(demand, work, num_devices)
     assert np.isfinite(sides_s[side_of, np.arange(len(side_of))]).all()  # each where it can run
     end_s = latest_s(sides_s, side_of)
@@ -315,13 +327,15 @@ def test_two_devices_by_hand() -> None:
     # resident 0 would be 2 s on the host and comes last: 4 there, 9 where it is.
     costs = replace(make_costs(link_s=3.5, device_s=0.5), num_devices=2)
     demand = make_demand([1, 9, 8, 1], resident=[0])
-    work = Greedy(costs)(0, demand._replace(device_of=np.array([1, -1, -1, -1])))
+    placed = demand._replace(device_of=np.array([1, -1, -1, -1]))
+    work = Greedy()(make_facts(placed, costs))
     assert ids(work) == ([], [1, 2], [0, 3])
     assert work.fetch_on is not None and work.fetch_on.tolist() == [0, 1]
     # As one device that is twice as fast it is Algorithm 1 with those costs.
-    assert ids(Greedy(costs)(0, demand)) == ids(Greedy(replace(costs, num_devices=1))(0, demand))
+    as_one, only = (make_facts(demand, one) for one in (costs, replace(costs, num_devices=1)))
+    assert ids(Greedy()(as_one)) == ids(Greedy()(only))
 
 
 def test_who_is_on_which_device_must_be_known() -> None:
     with pytest.raises(UsageError, match="which"):
-        prices_by_side(make_costs(), 2, make_demand([1, 2]))
+        prices_by_side(make_facts(make_demand([1, 2]), replace(make_costs(), num_devices=2)))

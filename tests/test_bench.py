@@ -17,7 +17,7 @@ from lowtide.lab import bench as bench_module
 from lowtide.lab.bench import Ceilings, Preset, Result, Run, bench
 from lowtide.lab.budgets import budget_of_share, home_of_share
 from lowtide.llm import plan_model
-from lowtide.policies.presets import PRESETS
+from lowtide.policies.presets import preset_names
 
 MODEL = Path(__file__).parent / "goldens" / "llada2-a"
 FAST = {"link_GBps": "1000", "link_latency_us": "0", "host_slowdown": "1"}
@@ -89,7 +89,7 @@ def test_an_engine_goes_on_under_any_policy(options: dict[str, Any]) -> None:
     with LLM(MODEL, device="cpu", context=128) as llm:
         [wanted] = llm.generate([[5, 6, 7]], PARAMS)
     with LLM(MODEL, **{budget: budget_of_share(plan, 0.4)}, **options) as llm:
-        for policy in sorted(PRESETS.keys() - {"resident"}):
+        for policy in sorted(set(preset_names()) - {"resident"}):
             llm.adopt_policy(policy)
             [found] = llm.generate([[5, 6, 7]], PARAMS)
             assert found.token_ids == wanted.token_ids, policy

@@ -24,7 +24,7 @@ from lowtide.errors import InternalError, PlanError, UsageError
 from lowtide.lab.synth import synth
 from lowtide.layers.batch import Batch, KVRange, Segment
 from lowtide.llm import plan_model
-from lowtide.policies.catalogue import Setting
+from lowtide.policies.recipe import Setting
 from lowtide.profiles import load_profile
 from lowtide.replay.simulator import simulate
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from common.synth_trace import synth_trace
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -44,9 +45,8 @@ from lowtide.lab.calibration_report import (
 from lowtide.lab.demo_text import held_out_text, is_held_out
 from lowtide.lab.record import recorded
 from lowtide.lab.synth import synth
-from lowtide.lab.synth_trace import synth_trace
-from lowtide.policies.catalogue import Setting
 from lowtide.policies.prefetch import Gate
+from lowtide.policies.recipe import Setting
 from lowtide.replay.calibration import GATES, Calibration, GateAccuracy, default_path
 from lowtide.replay.simulator import measured_accuracy, simulate
 from lowtide.replay.trace import TraceShape
@@ -367,7 +367,9 @@ def test_budgets_are_weighed_by_the_tau_solvers() -> None:
         assert 0 <= budget.drift <= 1 and 1 <= budget.paper_tau <= 3
         times = {
             tau: simulate(
-                calibration.trace, "tide", Setting([budget.num_residents] * 3, 8, COSTS, tau=tau)
+                calibration.trace,
+                "tide",
+                Setting([budget.num_residents] * 3, 8, COSTS, options={"tau": tau}),
             ).total_s
             for tau in (1, 2, 3)
         }
@@ -458,7 +460,7 @@ def test_the_benchmark_ranks_predictors(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "benchmarks"))
     prefetch = importlib.import_module("prefetch")
     known = make_calibration()
-    setting = Setting([0] * 3, 8, COSTS, following=known.following, num_prefetch=8)
+    setting = Setting([0] * 3, 8, COSTS, following=known.following, options={"num_prefetch": 8})
     truth = list(known.trace.hits())
     predicted = {Gate.RAW: truth, Gate.RESIDUAL: [np.roll(hits, 1, axis=1) for hits in truth]}
     run = prefetch.Run(known.trace, predicted, known.accuracy, measured_accuracy(known), setting)

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
+import pytest
 
-from lowtide.core import Assignment, BoolArray, Demand, IntArray, Moves, Step, StepKind
-from lowtide.policies.decision import Decision, Policies
+from lowtide.core import Assignment, Costs, Demand, Facts, IntArray, Moves, Step, StepKind
+from lowtide.policies.assignment import HostAlone
+from lowtide.policies.decision import Policies, of_demand
 from lowtide.policies.prefetch import NoPrefetch
 
 STEP = Step(StepKind.DENOISE, 0)
 DEMAND = Demand(np.array([1, 4, 6]), np.array([3, 1, 2]), np.array([True, False, False]))
-IS_KEPT = np.isin(np.arange(8), [1, 2])
+FACTS = Facts(
+    step=STEP,
+    layer=3,
+    demand=DEMAND,
+    is_kept=np.isin(np.arange(8), [1, 2]),
+    capacity=np.full(4, 2),
+    costs=Costs.unknown(1),
+    arriving_s=np.full(3, np.inf),
+)
 
 
 class Recorder:
@@ -24,45 +34,70 @@ class Recorder:
     def initial(self, layer: int) -> IntArray:
         return np.array([1, 2])
 
-    def fetched(self, layer: int, experts: IntArray) -> None:
-        self.asked.append(f"fetched {experts.tolist()}")
-
-    def update(self, step: Step, layer: int, demand: Demand, is_resident: BoolArray) -> Moves:
-        assert (step, layer) == (STEP, 3) and demand is DEMAND and is_resident is IS_KEPT
-        self.asked.append("update")
+    def update(self, facts: Facts) -> Moves:
+        assert facts._replace(fetched=FACTS.fetched, can_fetch=True, has_idle_link=True) == FACTS
+        self.asked.append(f"update, fetched {facts.fetched.tolist()}")
         return Moves(np.array([4]), np.array([2]))
 
-    def __call__(self, layer: int, demand: Demand, *_: Any) -> Assignment:
+    def __call__(self, facts: Facts) -> Assignment:
         self.asked.append("assign")
-        return Assignment(demand.experts[:1], demand.experts[2:], demand.experts[1:2])
+        experts = facts.demand.experts
+        return Assignment(experts[:1], experts[2:], experts[1:2])
 
 
-def decide(policies: Policies, can_fetch: bool = True) -> Decision:
-    return policies.decide(3, STEP, DEMAND, IS_KEPT, np.full(3, np.inf), 0.0, can_fetch)
+def make_policies(recorder: Recorder, waits: bool = False) -> Policies:
+    capacity, costs = FACTS.capacity, FACTS.costs
+    return Policies(recorder, recorder, NoPrefetch(), capacity, costs, waits)
 
 
 def test_moves_that_nothing_waits_for_are_asked_for_afterwards() -> None:
     recorder = Recorder()
-    policies = Policies(recorder, recorder, NoPrefetch())
-    decision = decide(policies)
+    policies = make_policies(recorder)
+    decision = policies.decide(FACTS)
     assert recorder.asked == ["assign"]
     assert [part.tolist() for part in decision.assignment[:3]] == [[1], [6], [4]]
-    moves = policies.moves(3, STEP, DEMAND, IS_KEPT, decision)
-    assert recorder.asked == ["assign", "fetched [6]", "update"]
+    moves = policies.moves(FACTS, decision)
+    assert recorder.asked == ["assign", "update, fetched [6]"]
     assert [part.tolist() for part in moves] == [[4], [2]]
 
 
 def test_a_step_that_waits_for_its_moves_knows_them_first() -> None:
     recorder = Recorder()
-    policies = Policies(recorder, recorder, NoPrefetch(), waits=True)
-    decision = decide(policies)
-    assert recorder.asked == ["update", "assign"]
+    policies = make_policies(recorder, waits=True)
+    decision = policies.decide(FACTS)
+    assert recorder.asked == ["update, fetched []", "assign"]
     assert [part.tolist() for part in decision.assignment[:3]] == [[1], [4, 6], []]
-    assert policies.moves(3, STEP, DEMAND, IS_KEPT, decision) is decision.moves
-    assert recorder.asked == ["update", "assign"]
+    assert policies.moves(FACTS, decision) is decision.moves
+    assert recorder.asked == ["update, fetched []", "assign"]
 
 
 def test_what_cannot_be_fetched_is_not_waited_for() -> None:
-    recorder = Recorder()
-    decision = decide(Policies(recorder, recorder, NoPrefetch(), waits=True), can_fetch=False)
+    decision = make_policies(Recorder(), waits=True).decide(FACTS._replace(can_fetch=False))
     assert decision.assignment.host.tolist() == [4] and decision.moves is not None
+
+
+def test_without_a_device_every_absent_expert_is_brought_and_nobody_else() -> None:
+    recorder = Recorder()
+    policies = replace(make_policies(recorder), assign=HostAlone())
+    facts = FACTS._replace(has_idle_link=False)
+    decision = policies.decide(facts)
+    assert [part.tolist() for part in decision.assignment[:3]] == [[], [], [1, 4, 6]]
+    assert [part.tolist() for part in policies.moves(facts, decision)] == [[4], [2]]
+    assert recorder.asked == ["update, fetched [4, 6]"]
+
+
+@pytest.mark.parametrize(
+    ("admit", "evict", "left"),
+    [
+        ([4, 6], [1, 2], ([4, 6], [1, 2])),
+        ([3, 4], [1, 2], ([4], [2])),  # whom 3 would have replaced stays
+        ([3, 5], [1], ([], [])),
+        ([3], [1, 2], ([], [2])),  # room was lost: one has to go all the same
+        ([], [1, 2], ([], [1, 2])),
+    ],
+)
+def test_moves_of_others_than_the_demand_are_left_out(
+    admit: list[int], evict: list[int], left: tuple[list[int], list[int]]
+) -> None:
+    moves = of_demand(Moves(np.array(admit, np.int64), np.array(evict, np.int64)), DEMAND)
+    assert (moves.admit.tolist(), moves.evict.tolist()) == left

@@ -55,7 +55,7 @@ def test_the_gpu_says_what_the_cpu_says(family: str, policy: str, tmp_path: Path
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_verify_on_the_gpu(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From no slot to all experts; every layer of a run is given what the resident run's was."""
-    monkeypatch.setattr(verify_module, "LOSSLESS_PRESETS", ("lowtide", "lru", "all-host"))
+    monkeypatch.setattr(verify_module, "lossless_presets", lambda: ("lowtide", "lru", "all-host"))
     folder = synth("llada2", "tiny", tmp_path / "model", seed=5)
     verdicts = verify(folder, max_tokens=8, device="cuda", dtype=dtype, context=256)
     on_gpu = [verdict for verdict in verdicts if verdict.device == "cuda" and not verdict.reason]

@@ -27,7 +27,7 @@ from lowtide.lab.calibrate import calibrate
 from lowtide.lab.synth import synth
 from lowtide.llm import LLM, plan_model
 from lowtide.params import DiffusionParams, SamplingParams
-from lowtide.policies.presets import CANDIDATES, FETCHING, PRESETS
+from lowtide.policies.presets import candidates, fetches_all, options_of, preset_names
 from lowtide.reading.file_reader import FileReader
 
 FAST = {"link_GBps": "1000", "link_latency_us": "0", "host_slowdown": "1"}
@@ -97,7 +97,7 @@ def diffusion(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case("llada2", tmp_path_factory.mktemp("hybrid") / "model")
 
 
-presets = st.sampled_from(sorted(PRESETS.keys() - {"resident"}))
+presets = st.sampled_from(sorted(set(preset_names()) - {"resident"}))
 shares = st.one_of(st.sampled_from([0.0, 0.02, 1.0]), st.floats(0, 1))
 
 
@@ -108,19 +108,19 @@ def test_no_preset_budget_or_prefetch_changes_a_bit(
     case: Case, policy: str, gpu_share: float, home_share: float, prefetch: int | None
 ) -> None:
     options = {}
-    if prefetch is not None and "num_prefetch" in PRESETS[policy]:
+    if prefetch is not None and "num_prefetch" in options_of(policy):
         options["num_prefetch"] = str(prefetch)
     try:
         llm = case.open(policy, gpu_share, home_share, policy_options=options)
     except PlanError as error:
-        assert policy in FETCHING and "1 expert slot" in str(error)
+        assert fetches_all(policy) and "1 expert slot" in str(error)
         return
     with llm:
         case.check(llm)
         case.check(llm)  # warm: what the policy has moved by now makes no difference either
 
 
-@pytest.mark.parametrize("policy", sorted(PRESETS.keys() - {"resident"}))
+@pytest.mark.parametrize("policy", sorted(set(preset_names()) - {"resident"}))
 def test_every_preset_with_a_part_on_the_device_and_a_part_on_disk(
     diffusion: Case, policy: str
 ) -> None:
@@ -199,7 +199,7 @@ def calibration(diffusion: Case, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 def test_auto_chooses_by_simulation_and_says_why(diffusion: Case, calibration: Path) -> None:
     with diffusion.open("auto", 0.4, calibration=str(calibration)) as llm:
-        assert llm.plan.policy in CANDIDATES and "simulated" in llm.plan.reason
+        assert llm.plan.policy in candidates() and "simulated" in llm.plan.reason
         diffusion.check(llm)
     with diffusion.open("auto", 0.4) as llm:
         assert llm.plan.policy == "lowtide"

@@ -161,6 +161,17 @@ def test_no_code_from_models_and_no_oracles(path: Path) -> None:
     assert not any(ast.unparse(func) == "torch.load" for func in calls)
 
 
+def unseeded(tree: ast.AST, own_package: str) -> list[str]:
+    """Randomness that does not come from a seed that was given."""
+    found = {name for name, _ in imports(tree, own_package) if name.startswith("numpy.random")}
+    others = sorted(found - {"numpy.random", "numpy.random.default_rng"})
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "default_rng":
+            if not node.args or ast.unparse(node.args[0]) == "None":
+                others.append(ast.unparse(node))
+    return others
+
+
 @pytest.mark.parametrize("path", [p for p in FILES if is_pure(module_name(p))], ids=module_name)
 def test_decisions_are_pure(path: Path) -> None:
     tree = parse(path)
@@ -173,6 +184,7 @@ def test_decisions_are_pure(path: Path) -> None:
     assert not attributes & {"np.random", "numpy.random"}
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     assert not names & {"open", "print", "input"}
+    assert not unseeded(tree, package_of(path)), "what is drawn is drawn from a seed"
 
 
 @pytest.mark.parametrize(
@@ -211,3 +223,7 @@ def test_the_rules_themselves() -> None:
     tree = ast.parse("from .. import llm\nfrom ..experts.slots import SlotLedger")
     names = [name for name, _ in imports(tree, "lowtide.cli")]
     assert "lowtide.llm" in names and "lowtide.experts.slots" in names
+    drawn = "from numpy.random import default_rng\n"
+    assert not unseeded(ast.parse(drawn + "default_rng(seed)"), "lowtide.policies")
+    for text in ("default_rng()", "default_rng(None)", "from numpy.random import normal"):
+        assert unseeded(ast.parse(drawn + text), "lowtide.policies")

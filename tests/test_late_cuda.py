@@ -32,7 +32,7 @@ from lowtide.llm import LLM, plan_model
 from lowtide.memory.arena import Arena
 from lowtide.memory.pinned import PinnedMemory
 from lowtide.params import DiffusionParams, SamplingParams
-from lowtide.policies.presets import CANDIDATES
+from lowtide.policies.presets import candidates
 from lowtide.threads.executor import HostExecutor
 
 OPTIONS: dict[str, Any] = {"context": 128}
@@ -104,7 +104,7 @@ def small_case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2, 3))])
 def test_every_family_says_the_same(case: Case, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(f"{case.folder.parent.name} {seed}")
-    share, policy = draw.choice([0.0, draw.random(), 1.0]), draw.choice(CANDIDATES)
+    share, policy = draw.choice([0.0, draw.random(), 1.0]), draw.choice(candidates())
     with late_cuda(monkeypatch, seed, haste=0.25 * seed):
         try:
             llm = case.open(share, policy)
@@ -119,7 +119,7 @@ def test_every_family_says_the_same(case: Case, seed: int, monkeypatch: pytest.M
 @pytest.mark.filterwarnings("ignore:Experts on the GPU run one by one")
 @pytest.mark.filterwarnings("ignore:.*cannot be pinned")
 @pytest.mark.parametrize(
-    "policy", ["dali", *(pytest.param(p, marks=pytest.mark.slow) for p in CANDIDATES)]
+    "policy", ["dali", *(pytest.param(p, marks=pytest.mark.slow) for p in candidates())]
 )
 @pytest.mark.parametrize("is_pinned", [True, False])
 def test_every_policy_says_the_same(
@@ -162,7 +162,7 @@ def test_bfloat16_keeps_to_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.usefixtures("plain_kernels")
 @pytest.mark.filterwarnings("ignore:Experts on the GPU run one by one")
 def test_verify_on_a_gpu(small_case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify_module, "LOSSLESS_PRESETS", ("lowtide",))
+    monkeypatch.setattr(verify_module, "lossless_presets", lambda: ("lowtide",))
     with late_cuda(monkeypatch, haste=0.3):
         verdicts = verify(small_case.folder, max_tokens=2, device="cuda", **small_case.options)
     on_gpu = [verdict for verdict in verdicts if verdict.device == "cuda"]

@@ -10,20 +10,23 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from common.synth_trace import synth_decode_trace, synth_trace
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from policy_facts import make_facts
 from whole import budget_bytes
 
 from lowtide import SamplingParams
 from lowtide.core import Costs, Curve, Demand, FloatArray, MoEShape, Moves, Step, StepKind
 from lowtide.lab.synth import synth
-from lowtide.lab.synth_trace import synth_decode_trace, synth_trace
 from lowtide.llm import LLM, plan_model
-from lowtide.policies import budgets, catalogue
+from lowtide.policies import budgets
 from lowtide.policies.budgets import Budgets
-from lowtide.policies.catalogue import Setting, recipe
-from lowtide.policies.placement import Lowtide
+from lowtide.policies.catalogue import CATALOGUE
+from lowtide.policies.lowtide import Lowtide
+from lowtide.policies.presets import recipe
+from lowtide.policies.recipe import Setting
 from lowtide.profiles import load_profile
 from lowtide.replay.simulator import calibrate, simulate
 from lowtide.replay.trace import Trace, TraceShape
@@ -115,7 +118,7 @@ class Machine:
 
     def __init__(self, draw: np.random.Generator, capacity: list[int], num_experts: int) -> None:
         self.draw = draw
-        self.num_slots = sum(capacity)
+        self.capacity = np.array(capacity)
         self.placement = Lowtide(capacity, num_experts, COSTS)
         self.is_kept = np.zeros((len(capacity), num_experts), np.bool_)
         for layer in range(len(capacity)):
@@ -128,12 +131,20 @@ class Machine:
         demand = Demand(experts, num_tokens[experts], kept[experts])
         absent = experts[~demand.is_resident]
         fetched = absent[self.draw.random(len(absent)) < 0.3]
-        self.placement.fetched(layer, fetched)
-        moves = self.placement.update(step, layer, demand, kept.copy())
+        facts = make_facts(
+            demand,
+            COSTS,
+            step=step,
+            layer=layer,
+            is_kept=kept.copy(),
+            capacity=self.capacity,
+            fetched=fetched,
+        )
+        moves = self.placement.update(facts)
         if self.draw.random() < 0.9:  # else the pass was broken off
             self._obey(layer, moves, fetched.tolist())
         self._pump()
-        assert self.is_kept.sum() <= self.num_slots
+        assert self.is_kept.sum() <= self.capacity.sum()
 
     def _obey(self, layer: int, moves: Moves, fetched: list[int]) -> None:
         """As `Link.obey`: those fetched at once, the others when there is time."""
@@ -210,8 +221,10 @@ def calibrated(trace: Trace, known: Trace, share: float = 0.5) -> Setting:
 
 
 def first_residents(setting: Setting) -> list[int]:
-    placement = recipe("lowtide").placement(setting)
-    return [len(placement.initial(layer)) for layer in range(setting.num_layers)]
+    policies = recipe("lowtide").policies(setting)
+    initial = [len(policies.placement.initial(layer)) for layer in range(setting.num_layers)]
+    assert initial == policies.capacity.tolist()
+    return initial
 
 
 def test_a_calibration_divides_slots_by_what_they_are_worth() -> None:
@@ -330,7 +343,8 @@ def lopsided(setting: Setting) -> list[int]:
 def division(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Whole layers and empty ones; or slots that go to and fro at every step."""
     if request.param == "lopsided":
-        monkeypatch.setattr(catalogue, "_divided", lopsided)
+        made = replace(CATALOGUE["lowtide"], capacity=lopsided)
+        monkeypatch.setitem(CATALOGUE, "lowtide", made)
     else:
         make_restless(monkeypatch)
     yield request.param

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lowtide.core import MoEShape, Step, StepKind
+from lowtide.core import Costs, MoEShape, Step, StepKind
 from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import ExpertRegistrar, ExpertRuntime
 from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger
@@ -31,7 +31,8 @@ from lowtide.layers.rotary import Rotary, rotate
 from lowtide.memory.arena import Arena
 from lowtide.memory.kv_cache import KVCache, KVRange, storage_shape
 from lowtide.memory.workspace import Buffers, Registrar, Workspace
-from lowtide.policies.placement import Static
+from lowtide.policies.presets import recipe
+from lowtide.policies.recipe import Setting
 from lowtide.threads.executor import Executor, InlineExecutor
 
 FLOATS = [torch.float32, torch.bfloat16]
@@ -541,9 +542,10 @@ def test_moe_layer_routes_runs_and_adds_the_shared_expert(
     layout = SlotLayout.of(shape, dtype)
     slots = ExpertSlots(Arena((num_residents + 2) * layout.num_bytes), layout)
     ledger = SlotLedger(1, 6, num_residents + 2)
-    placement = Static.first([num_residents])
-    runtime = ExpertRuntime(shape, slots, ledger, Instant(slots, weights), placement, INLINE)
-    runtime.preload(0, placement.initial(0))
+    setting = Setting([num_residents], 6, Costs.unknown(1))
+    policies = recipe("static").policies_without_device(setting)
+    runtime = ExpertRuntime(shape, slots, ledger, Instant(slots, weights), policies, INLINE)
+    runtime.preload(0, policies.placement.initial(0))
     router = make_router(7, 6, hidden)
     x, out = randn(rows, hidden, seed=8, dtype=dtype), torch.empty(rows, hidden, dtype=dtype)
     segments = (Segment(0, rows, 0, rows, KVRange(0, 0)),)

@@ -29,8 +29,7 @@ from lowtide.core import (
     BoolArray,
     Costs,
     Curve,
-    Demand,
-    FloatArray,
+    Facts,
     IntArray,
     MoEShape,
     Moves,
@@ -49,7 +48,7 @@ from lowtide.experts.slots import SlotLedger, slots_per_device
 from lowtide.memory.workspace import Workspace
 from lowtide.policies.decision import Policies
 from lowtide.policies.placement import LRU
-from lowtide.policies.prefetch import Gate, PrefetchOutcome
+from lowtide.policies.prefetch import Ahead, Gate, PrefetchOutcome
 
 GARBAGE = -1.0
 HIDDEN = 2
@@ -333,7 +332,8 @@ class AnyPlacement:
         num_initial = self._random.randint(0, self.capacity[layer])
         return np.array(sorted(self._random.sample(range(self._num_experts), num_initial)), int)
 
-    def update(self, step: Step, layer: int, demand: Demand, is_resident: BoolArray) -> Moves:
+    def update(self, facts: Facts) -> Moves:
+        layer, is_resident = facts.layer, facts.is_kept
         kept = np.flatnonzero(is_resident).tolist()
         assert len(kept) <= self.capacity[layer]
         evict = [expert for expert in kept if self._random.random() < 0.3]
@@ -350,9 +350,8 @@ class AnyAssign:
         self._random = random
         self._can_fetch = can_fetch
 
-    def __call__(
-        self, layer: int, demand: Demand, arriving_s: FloatArray | None = None, *_: Any
-    ) -> Assignment:
+    def __call__(self, facts: Facts) -> Assignment:
+        demand, arriving_s = facts.demand, facts.arriving_s
         assert arriving_s is not None
         share = self._random.choice([0.1, 0.5, 0.9, 1.0])
         can_run = demand.is_resident | np.isfinite(arriving_s) | self._can_fetch
@@ -377,14 +376,14 @@ class AnyPrefetch:
     def __init__(self, random: Random) -> None:
         self._random = random
 
-    def observe(self, layer: int, demand: Demand) -> None:
+    def observe(self, facts: Facts) -> None:
         pass
 
     def record(self, outcome: PrefetchOutcome) -> None:
         pass
 
-    def choose(self, layer: int, is_resident: BoolArray, predicted: Any = None) -> IntArray:
-        absent = np.flatnonzero(~is_resident).tolist()
+    def choose(self, ahead: Ahead) -> IntArray:
+        absent = np.flatnonzero(~ahead.is_kept).tolist()
         return np.array(self._random.sample(absent, self._random.randint(0, len(absent))), int)
 
 
@@ -418,7 +417,8 @@ class Machine:
         random = self.random
         placement: Any = AnyPlacement(random, self.capacity, self.shape.num_experts)
         assign, prefetch = AnyAssign(random, can_fetch), AnyPrefetch(random)
-        return Policies(placement, assign, prefetch, random.random() < 0.5)  # type: ignore[arg-type]
+        waits, capacity = random.random() < 0.5, np.array(self.capacity)
+        return Policies(placement, assign, prefetch, capacity, Costs.unknown(1), waits)  # type: ignore[arg-type]
 
     def _disk_home(self) -> DiskHome:
         num_layers, num_experts = self.shape[:2]
@@ -429,7 +429,8 @@ class Machine:
             slots,
             SlotLedger(num_layers, num_experts, num_slots),
             FakeTransfer(self.world, slots.values, num_experts),  # type: ignore[arg-type]
-            LRU(capacity, num_experts),
+            LRU(num_layers, num_experts),
+            capacity,
         )
 
     def preload(self) -> None:
@@ -473,7 +474,7 @@ class Machine:
         self.runtime.link.ledger.check_integrity()
         if isinstance(self.home, DiskHome):
             self.home.ledger.check_integrity()
-            for layer, capacity in enumerate(self.home._placement._capacity):  # type: ignore[attr-defined]
+            for layer, capacity in enumerate(self.home._capacity):
                 assert self.home.ledger.is_resident(layer).sum() <= capacity
 
 
@@ -609,19 +610,20 @@ class Script:
     def initial(self, layer: int) -> IntArray:
         return np.array(self._first.get(layer, []), int)
 
-    def update(self, step: Step, layer: int, demand: Demand, is_resident: BoolArray) -> Moves:
-        return Moves(self._admit[~is_resident[self._admit]], np.empty(0, int))
+    def update(self, facts: Facts) -> Moves:
+        return Moves(self._admit[~facts.is_kept[self._admit]], np.empty(0, int))
 
-    def __call__(self, layer: int, demand: Demand, *_: Any) -> Assignment:
-        return Assignment(demand.experts[:0], demand.experts[:0], demand.experts)
+    def __call__(self, facts: Facts) -> Assignment:
+        experts = facts.demand.experts
+        return Assignment(experts[:0], experts[:0], experts)
 
-    def observe(self, layer: int, demand: Demand) -> None:
+    def observe(self, facts: Facts) -> None:
         pass
 
     def record(self, outcome: PrefetchOutcome) -> None:
         pass
 
-    def choose(self, layer: int, is_resident: BoolArray, predicted: Any = None) -> IntArray:
+    def choose(self, ahead: Ahead) -> IntArray:
         return self._ahead
 
 
@@ -632,7 +634,7 @@ def scripted(
     first: dict[int, list[int]], admit: list[int], ahead: list[int]
 ) -> tuple[World, HybridRuntime]:
     world, script = World(Random(0)), Script(first, admit, ahead)
-    policies = Policies(script, script, script)  # type: ignore[arg-type]
+    policies = Policies(script, script, script, np.full(2, 4), Costs.unknown(1))  # type: ignore[arg-type]
     at_home = host_home(TWO_LAYERS)
     runtime = make_runtime(world, TWO_LAYERS, 10, at_home, policies, costs(2, link_s=1e-3))
     runtime.preload(lambda *_: None)
@@ -666,7 +668,7 @@ def test_moves_and_prefetches_are_chosen_while_the_work_is_under_way(
     note(script, "update", "moves")
     note(script, "choose", "ahead")
     monkeypatch.setattr(
-        Script, "__call__", lambda _, layer, d, *__: Assignment(d.experts[:0], *np.split(d[0], 2))
+        Script, "__call__", lambda _, f: Assignment(f.demand[0][:0], *np.split(f.demand[0], 2))
     )
     run_layer(runtime, 0, [[0], [1]])
     assert order == ["host", "copy", "moves", "run", "ahead", "collect"]
@@ -716,7 +718,7 @@ def test_a_home_that_is_abandoned_still_evicts_what_was_in_use() -> None:
     at_home_slots: Any = FakeSlots(2)
     ledger = SlotLedger(1, 3, 2)
     transfer: Any = FakeTransfer(world, at_home_slots.values, 3)
-    at_home = DiskHome(at_home_slots, ledger, transfer, LRU([1], 3))
+    at_home = DiskHome(at_home_slots, ledger, transfer, LRU(1, 3), [1])
     step = Step(StepKind.DENOISE, 0)
     late = FakeEvent(world, Task(lambda: None, lambda: None, None))
     [(_, slot)] = at_home.bring(step, 0, [0]).coming

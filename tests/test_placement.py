@@ -11,18 +11,23 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from policy_facts import make_facts
 
 from lowtide.core import BoolArray, Costs, Curve, Demand, Moves, Step, StepKind
 from lowtide.errors import UsageError
-from lowtide.policies.catalogue import Setting, recipe
+from lowtide.policies.assignment import HostAlone
+from lowtide.policies.decision import Policies
 from lowtide.policies.placement import LRU, Placement, Static, Tide
+from lowtide.policies.prefetch import NoPrefetch
 from lowtide.policies.presets import (
-    PRESETS,
-    OnDemand,
     check_policy,
     choose_preset,
     parse_options,
+    preset_names,
+    recipe,
 )
+from lowtide.policies.recipe import Setting
+from lowtide.policies.tau import FollowDrift, SolvedTau
 
 NUM_EXPERTS = 12
 
@@ -38,9 +43,14 @@ def denoise(index: int) -> Step:
 class Layer:
     """What the runtime does with a policy's moves, and checks that it can."""
 
-    def __init__(self, policy: Placement, layer: int, capacity: int) -> None:
+    def __init__(
+        self, policy: Placement | Policies, layer: int, capacity: int, num_layers: int = 1
+    ) -> None:
+        if not isinstance(policy, Policies):
+            own = np.full(num_layers, capacity)
+            policy = Policies(policy, HostAlone(), NoPrefetch(), own, COSTS)
         self.policy, self.layer, self.capacity = policy, layer, capacity
-        initial = policy.initial(layer)
+        initial = policy.placement.initial(layer)
         assert np.array_equal(initial, np.unique(initial))
         assert len(initial) <= capacity
         self.is_resident = np.zeros(NUM_EXPERTS, np.bool_)
@@ -55,7 +65,15 @@ class Layer:
         num_tokens = np.array([hits[e] for e in experts.tolist()], np.int64)
         demand = Demand(experts, num_tokens, self.is_resident[experts])
         given_state = self.is_resident.copy()
-        moves = self.policy.update(step, self.layer, demand, self.is_resident)
+        facts = make_facts(
+            demand,
+            self.policy.costs,
+            step=step,
+            layer=self.layer,
+            is_kept=self.is_resident,
+            capacity=self.policy.capacity,
+        )._replace(has_idle_link=False)
+        moves = self.policy.moves(facts, self.policy.decide(facts))
         assert np.array_equal(given_state, self.is_resident), "a policy changes no facts"
         admit, evict = set(moves.admit.tolist()), set(moves.evict.tolist())
         assert len(admit) == len(moves.admit)
@@ -72,16 +90,22 @@ class Layer:
 COSTS = Costs(100, 4.0, Curve([(1, 3.0)]), Curve([(1, 1.0)]), Curve([(1, 1.0)]), 0.0)
 
 
+def make_policies(
+    preset: str, options: Mapping[str, str], capacity: Sequence[int], num_experts: int
+) -> Policies:
+    setting = Setting(capacity, num_experts, COSTS, options=parse_options(preset, options))
+    return recipe(preset).policies_without_device(setting)
+
+
 def make_placement(
     preset: str, options: Mapping[str, str], capacity: Sequence[int], num_experts: int
 ) -> Placement:
-    setting = Setting(capacity, num_experts, COSTS, **parse_options(options))  # type: ignore[arg-type]
-    return recipe(preset).placement(setting)
+    return make_policies(preset, options, capacity, num_experts).placement
 
 
-def make(preset: str, capacity: Sequence[int]) -> Placement:
+def make(preset: str, capacity: Sequence[int]) -> Policies:
     options = {"tau": "2"} if preset == "tide" else {}
-    return make_placement(preset, options, capacity, NUM_EXPERTS)
+    return make_policies(preset, options, capacity, NUM_EXPERTS)
 
 
 @pytest.mark.parametrize("preset", ["tide", "lru", "static"])
@@ -123,7 +147,7 @@ def top(hits: Mapping[int, int], residents: set[int], capacity: int) -> set[int]
     tau=st.integers(1, 5),
 )
 def test_tide_is_its_text(trace: list, capacity: int, tau: int) -> None:  # type: ignore[type-arg]
-    layer = Layer(Tide([capacity], NUM_EXPERTS, tau), 0, capacity)
+    layer = Layer(Tide(NUM_EXPERTS, tau), 0, capacity)
     assert not layer.residents
     for step, hits in trace:
         before = layer.residents
@@ -136,7 +160,7 @@ def test_tide_is_its_text(trace: list, capacity: int, tau: int) -> None:  # type
 
 
 def test_tide_refreshes_at_multiples_of_tau_only() -> None:
-    layer = Layer(Tide([2], NUM_EXPERTS, tau=3), 0, 2)
+    layer = Layer(Tide(NUM_EXPERTS, tau=3), 0, 2)
     changed = []
     for index in range(10):
         moves = layer.step(denoise(index), {index: 5, index + 1: 4, index + 2: 1})
@@ -147,7 +171,7 @@ def test_tide_refreshes_at_multiples_of_tau_only() -> None:
 
 
 def test_tide_never_moves_in_a_prefill_even_at_step_zero() -> None:
-    layer = Layer(Tide([2], NUM_EXPERTS, tau=1), 0, 2)
+    layer = Layer(Tide(NUM_EXPERTS, tau=1), 0, 2)
     layer.step(Step(StepKind.PREFILL, 0), {1: 9, 2: 9})
     assert layer.residents == set()
     layer.step(denoise(0), {3: 1, 4: 1})
@@ -155,14 +179,14 @@ def test_tide_never_moves_in_a_prefill_even_at_step_zero() -> None:
 
 
 def test_tide_counts_this_step_and_no_history() -> None:
-    layer = Layer(Tide([1], NUM_EXPERTS, tau=1), 0, 1)
+    layer = Layer(Tide(NUM_EXPERTS, tau=1), 0, 1)
     layer.step(denoise(0), {7: 100})
     layer.step(denoise(1), {2: 1})
     assert layer.residents == {2}
 
 
 def test_tide_breaks_ties_by_residence_then_by_lower_id() -> None:
-    layer = Layer(Tide([3], NUM_EXPERTS, tau=1), 0, 3)
+    layer = Layer(Tide(NUM_EXPERTS, tau=1), 0, 3)
     layer.step(denoise(0), {9: 2, 5: 2, 7: 2, 11: 2})
     assert layer.residents == {5, 7, 9}
     layer.step(denoise(1), {0: 2, 9: 2, 1: 2, 3: 1})  # 9 stays; 0 and 1 have more than 5 and 7
@@ -172,7 +196,7 @@ def test_tide_breaks_ties_by_residence_then_by_lower_id() -> None:
 
 
 def test_tide_fills_up_and_keeps_residents_that_were_not_hit() -> None:
-    layer = Layer(Tide([4], NUM_EXPERTS, tau=1), 0, 4)
+    layer = Layer(Tide(NUM_EXPERTS, tau=1), 0, 4)
     layer.step(denoise(0), {3: 1, 4: 1})
     layer.step(denoise(1), {8: 1})
     assert layer.residents == {3, 4, 8}
@@ -185,8 +209,8 @@ def test_tide_fills_up_and_keeps_residents_that_were_not_hit() -> None:
 def test_lru_is_an_ordinary_lru_cache_per_layer(
     capacities: list[int], trace: list[tuple[int, dict[int, int]]]
 ) -> None:
-    policy = LRU(capacities, NUM_EXPERTS)
-    layers = [Layer(policy, i, capacity) for i, capacity in enumerate(capacities)]
+    policy, num_layers = LRU(len(capacities), NUM_EXPERTS), len(capacities)
+    layers = [Layer(policy, i, capacity, num_layers) for i, capacity in enumerate(capacities)]
     caches: list[OrderedDict[int, None]] = [OrderedDict() for _ in capacities]
     for i, (which, hits) in enumerate(trace):
         which %= len(capacities)
@@ -213,7 +237,7 @@ def test_static_keeps_what_it_is_told() -> None:
     chosen = [np.array([2, 5]), np.array([], np.int64)]
     policy = Static(chosen)
     assert Layer(policy, 0, 2).residents == {2, 5}
-    assert Layer(policy, 1, 0).residents == set()
+    assert Layer(policy, 1, 0, num_layers=2).residents == set()
 
 
 def test_presets_make_what_they_name() -> None:
@@ -234,9 +258,9 @@ def test_tau_reaches_the_policy() -> None:
 def test_auto_is_resident_if_everything_fits_else_what_suits_the_decoding() -> None:
     assert choose_preset("auto", everything_fits=True)[0] == "resident"
     assert choose_preset("auto", everything_fits=False)[0] == "tide"
-    for name in set(PRESETS) - {"auto"}:
+    for name in set(preset_names()) - {"auto"}:
         assert choose_preset(name, everything_fits=True)[0] == name
-    for name in set(PRESETS) - {"auto", "resident"}:
+    for name in set(preset_names()) - {"auto", "resident"}:
         assert choose_preset(name, everything_fits=False)[0] == name
     assert choose_preset("auto", everything_fits=False, has_device=True)[0] == "lowtide"
     assert choose_preset("auto", everything_fits=False, is_diffusion=False)[0] == "lru"
@@ -268,15 +292,16 @@ def test_a_wrong_tau_is_refused(tau: str) -> None:
 def test_a_right_tau_is_taken(tau: str) -> None:
     check_policy("tide", {"tau": tau})
     check_policy("auto", {"tau": tau})
-    assert parse_options({"tau": tau}) == {"tau": int(tau)}
+    assert parse_options("tide", {"tau": tau}) == {"tau": int(tau)}
 
 
 def test_tau_may_follow_the_drift() -> None:
-    assert parse_options({"tau": "auto"}) == {"online_tau": True}
+    assert parse_options("tide", {"tau": "auto"}) == {"tau": FollowDrift()}
+    assert parse_options("auto", {"tau": "paper"}) == {"tau": SolvedTau.PAPER}
     check_policy("lowtide", {"tau": "auto", "num_prefetch": "0"})
 
 
-WITHIN_CAPACITY = sorted(PRESETS.keys() - {"auto", "resident", "layer-split"})
+WITHIN_CAPACITY = sorted(set(preset_names()) - {"auto", "resident", "layer-split"})
 
 
 @pytest.mark.parametrize("preset", WITHIN_CAPACITY)
@@ -286,7 +311,7 @@ def test_with_one_processor_every_preset_admits_only_what_is_read_anyway(
     trace: list,  # type: ignore[type-arg]
     capacity: int,
 ) -> None:
-    layer = Layer(OnDemand(make_placement(preset, {}, [capacity], NUM_EXPERTS)), 0, capacity)
+    layer = Layer(make_policies(preset, {}, [capacity], NUM_EXPERTS), 0, capacity)
     for step, hits in trace:
         layer.step(step, hits)
 
@@ -306,7 +331,8 @@ def bools(*values: int) -> BoolArray:
 def test_an_empty_demand_moves_nothing_out() -> None:
     nothing = np.empty(0, np.int64)
     demand = Demand(nothing, nothing, bools())
-    for policy in (Tide([2], 4, 1), LRU([2], 4), Static.first([2])):
-        moves = policy.update(denoise(0), 0, demand, bools(1, 1, 0, 0))
+    facts = make_facts(demand, is_kept=bools(1, 1, 0, 0))
+    for policy in (Tide(4, 1), LRU(1, 4), Static.first([2])):
+        moves = policy.update(facts)
         assert not len(moves.admit)
         assert not len(moves.evict)

@@ -8,18 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from policy_facts import make_facts
 
-from lowtide.core import BoolArray, Costs, Curve, Demand, Moves, Step, StepKind
+from lowtide.core import NOBODY, Costs, Curve, Demand, Moves, Step, StepKind
 from lowtide.errors import UsageError
-from lowtide.policies.placement import (
-    DaliWindow,
-    Frequency,
-    KeepsFetched,
-    Lowtide,
-    Placement,
-    ScoreCache,
-    layer_budgets,
-)
+from lowtide.policies.division import layer_budgets
+from lowtide.policies.lowtide import Lowtide
+from lowtide.policies.placement import DaliWindow, Frequency, Placement, ScoreCache
 from lowtide.policies.tau import OnlineTau
 
 COSTS = Costs(
@@ -39,8 +34,11 @@ def denoise(index: int) -> Step:
 class Layer:
     """One layer's residents, kept as a policy says."""
 
-    def __init__(self, placement: Placement, num_experts: int, capacity: int) -> None:
+    def __init__(
+        self, placement: Placement, num_experts: int, capacity: int, costs: Costs = COSTS
+    ) -> None:
         self.placement = placement
+        self.costs = costs
         self.capacity = capacity
         self.is_resident = np.zeros(num_experts, np.bool_)
         self.is_resident[placement.initial(0)] = True
@@ -49,9 +47,15 @@ class Layer:
         hits = np.array(tokens, np.int64)
         experts = np.flatnonzero(hits)
         demand = Demand(experts, hits[experts], self.is_resident[experts])
-        if isinstance(self.placement, KeepsFetched):
-            self.placement.fetched(0, np.array(fetched or [], np.int64))
-        moves = self.placement.update(denoise(index), 0, demand, self.is_resident.copy())
+        facts = make_facts(
+            demand,
+            self.costs,
+            step=denoise(index),
+            is_kept=self.is_resident.copy(),
+            capacity=[self.capacity],
+            fetched=np.array(fetched or [], np.int64),
+        )
+        moves = self.placement.update(facts)
         assert not self.is_resident[moves.admit].any() and self.is_resident[moves.evict].all()
         self.is_resident[moves.admit] = True
         self.is_resident[moves.evict] = False
@@ -146,16 +150,16 @@ def test_lowtide_charges_a_move_for_a_busy_link() -> None:
 def test_a_cap_on_bytes_limits_moves_but_not_fetched_experts() -> None:
     # Fetching is dear and the host slow: every move pays.
     costs = Costs(10, 1.0, Curve([(1, 50.0)]), Curve([(1, 0.1)]), Curve([(1, 99.0)]), 0.0)
-    layer = Layer(Lowtide([4], 12, costs, max_step_bytes=20), 12, 4)
+    layer = Layer(Lowtide([4], 12, costs, max_step_bytes=20), 12, 4, costs)
     tokens = [0] * 4 + [1] * 8
     assert layer.step(0, tokens).admit.tolist() == [4, 5]
-    layer = Layer(Lowtide([4], 12, costs, max_step_bytes=20), 12, 4)
+    layer = Layer(Lowtide([4], 12, costs, max_step_bytes=20), 12, 4, costs)
     assert layer.step(0, tokens, fetched=[10, 11]).admit.tolist() == [4, 5, 10, 11]
 
 
 def test_a_small_cap_saves_up() -> None:
     costs = Costs(10, 1.0, Curve([(1, 50.0)]), Curve([(1, 0.1)]), Curve([(1, 99.0)]), 0.0)
-    layer = Layer(Lowtide([4], 8, costs, max_step_bytes=5), 8, 4)
+    layer = Layer(Lowtide([4], 8, costs, max_step_bytes=5), 8, 4, costs)
     admitted = [len(layer.step(index, [0] * 4 + [1] * 4).admit) for index in range(4)]
     assert admitted == [0, 1, 0, 1]
 
@@ -221,9 +225,9 @@ def test_layer_budgets_are_optimal(rows: list[list[int]], total: int) -> None:
     assert sum(mine) == total and value(mine) == max(value(b) for b in everyone)
 
 
-def test_unused_layers_of_flags_are_independent() -> None:
-    is_resident: BoolArray = np.zeros(4, np.bool_)
-    placement = ScoreCache([1, 1], 4)
-    placement.fetched(0, np.array([2]))
+def test_what_one_layer_fetches_is_no_other_layers() -> None:
+    placement, nobody = ScoreCache([1, 1], 4), np.zeros(4, np.bool_)
     demand = Demand(np.array([2]), np.array([9]), np.array([False]))
-    assert not len(placement.update(denoise(0), 1, demand, is_resident).admit)
+    facts = make_facts(demand, is_kept=nobody, capacity=[1, 1], fetched=np.array([2]))
+    assert placement.update(facts).admit.tolist() == [2]
+    assert not len(placement.update(facts._replace(layer=1, fetched=NOBODY)).admit)

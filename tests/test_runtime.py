@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lowtide.core import Costs, Curve, MoEShape, Step, StepKind
+from lowtide.core import Costs, MoEShape, Step, StepKind
 from lowtide.errors import InternalError, StorageError
 from lowtide.experts import runtime as runtime_module
 from lowtide.experts.at_once import ExpertsAtOnce
@@ -33,8 +33,9 @@ from lowtide.kernels.products import Products, choose_products
 from lowtide.kernels.reference import ExpertWeights, combine, gated_mlp, multiply
 from lowtide.memory.arena import Arena
 from lowtide.memory.workspace import Registrar, Workspace
-from lowtide.policies.catalogue import Setting, recipe
-from lowtide.policies.placement import Placement
+from lowtide.policies.decision import Policies
+from lowtide.policies.presets import recipe
+from lowtide.policies.recipe import Setting
 from lowtide.reading.file_reader import FileReader, Ticket
 from lowtide.schemas.weights import ExpertTable
 from lowtide.threads.executor import Executor, InlineExecutor, drain
@@ -242,19 +243,19 @@ class Rig:
             if make_transfer
             else Disorder(self.slots, WEIGHTS[dtype], **disorder)  # type: ignore[arg-type]
         )
-        self.placement = make_policy(policy, capacity)
+        self.policies = make_policies(policy, capacity)
         ledger = SlotLedger(SHAPE.num_layers, SHAPE.num_experts, num_slots)
         self.runtime = ExpertRuntime(
             SHAPE,
             self.slots,
             ledger,
             self.transfer,
-            self.placement,
+            self.policies,
             executor or InlineExecutor(),
             products or Products("test", multiply, lambda *args: Experts.product(*args)),
         )
         for layer in range(SHAPE.num_layers):
-            self.runtime.preload(layer, self.placement.initial(layer))
+            self.runtime.preload(layer, self.policies.placement.initial(layer))
         self.check()
 
     def run(self, call: StepInput) -> Tensor:
@@ -275,11 +276,11 @@ class Rig:
             assert ledger.is_resident(layer).sum() <= capacity
 
 
-def make_policy(name: str, capacity: Sequence[int]) -> Placement:
-    tau = {"tau": 2} if name == "tide" else {}
-    nothing = Curve([(1, 0.0)])
-    costs = Costs(1, 0.0, nothing, nothing, nothing, 0.0)
-    return recipe(name).placement(Setting(capacity, SHAPE.num_experts, costs, **tau))
+def make_policies(name: str, capacity: Sequence[int]) -> Policies:
+    options = {"tau": 2} if name == "tide" else {}
+    costs = Costs.unknown(1)
+    setting = Setting(capacity, SHAPE.num_experts, costs, options=options)
+    return recipe(name).policies_without_device(setting)
 
 
 capacities = st.lists(

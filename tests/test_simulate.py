@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from common.synth_trace import (
+    locality_for,
+    preference_for,
+    synth_decode_trace,
+    synth_trace,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.core import Costs, Curve, MoEShape, Step, StepKind
 from lowtide.errors import UsageError
 from lowtide.lab.calibration_report import step_similarity
-from lowtide.lab.synth_trace import (
-    locality_for,
-    preference_for,
-    synth_decode_trace,
-    synth_trace,
-)
 from lowtide.policies.assignment import AllFetch, AllHost, Greedy
-from lowtide.policies.catalogue import CATALOGUE, Recipe, Setting, recipe
+from lowtide.policies.catalogue import CATALOGUE, WAITS
 from lowtide.policies.placement import Static, Tide
 from lowtide.policies.prefetch import Gate, PreviousStep
-from lowtide.policies.tau import auto_tau
+from lowtide.policies.presets import recipe
+from lowtide.policies.recipe import Recipe, Setting
+from lowtide.policies.tau import FollowDrift, auto_tau
 from lowtide.profiles import load_profile, parse_profile, profile_names
 from lowtide.replay.simulator import TAUS, Report, calibrate, compare, fastest_tau, simulate
 from lowtide.replay.trace import Trace, TraceShape, TraceWriter
@@ -63,7 +64,7 @@ def test_one_layer_by_hand() -> None:
     assert report.total_s == 9.5 and report.binds == "host" and report.hit_rate == 0.5
     # Fetched: the first arrives at 11.5 and runs until 14.5, which frees the one staging slot;
     # the second arrives at 24.5 and runs until 27.5.
-    fetch = Recipe(lambda s: Static.first(s.capacity), lambda s: AllFetch(s.costs))
+    fetch = Recipe(lambda s: Static.first(s.capacity), lambda s: AllFetch())
     report = simulate(trace, fetch, setting)
     assert report.total_s == 27.5 and report.num_fetched == 2 and report.moved_bytes == 200
     assert report.binds == "link" and report.bound_s["link"] == pytest.approx(4 + 10)
@@ -91,13 +92,13 @@ def test_moves_ride_in_idle_link_time() -> None:
 
 
 def _tide_once(setting: Setting) -> Tide:
-    return Tide(setting.capacity, setting.num_experts, 100)
+    return Tide(setting.num_experts, 100)
 
 
 def test_waiting_for_moves_is_an_option() -> None:
     trace = make_trace([[[0, 1]]] * 2)
-    waiting = Recipe(_tide_once, lambda s: AllHost(), can_wait=True)
-    report = simulate(trace, waiting, replace(make_setting(trace, 2), waits=True))
+    waiting = Recipe(_tide_once, lambda s: AllHost(), waits=WAITS.of)
+    report = simulate(trace, waiting, make_setting(trace, 2).having(waits=True))
     assert report.num_fetched == 2 and report.num_moved == 0
     assert report.total_s == (1.5 + 10 + 3 + 10 + 3) + (1 + 6)
 
@@ -107,7 +108,7 @@ def test_a_prefetch_arrives_while_the_layer_before_computes() -> None:
     trace = make_trace([[[0], [1]]] * 2)
     made = Recipe(
         lambda s: Static.first([0, 0]),
-        lambda s: Greedy(s.costs),
+        lambda s: Greedy(),
         lambda s: PreviousStep(1, s.num_layers, s.num_experts),
     )
     costs = Costs(100, 6.0, FIXED.host_s, FIXED.device_s, FIXED.dense_s, 0.5)
@@ -120,8 +121,8 @@ def test_a_prefetch_arrives_while_the_layer_before_computes() -> None:
 
 def test_the_link_serves_demand_before_moves() -> None:
     trace = synth_trace(SHAPE, num_blocks=2, steps_per_block=4, block_length=8, num_prompt_rows=0)
-    fetch_all = Recipe(_tide_once, lambda s: AllFetch(s.costs))
-    alone = Recipe(lambda s: Static.first([0] * s.num_layers), lambda s: AllFetch(s.costs))
+    fetch_all = Recipe(_tide_once, lambda s: AllFetch())
+    alone = Recipe(lambda s: Static.first([0] * s.num_layers), lambda s: AllFetch())
     moving = simulate(trace, fetch_all, make_setting(trace, 4))
     still = simulate(trace, alone, make_setting(trace, 4))
     assert moving.total_s <= still.total_s + FIXED.link_s * len(trace.passes) * SHAPE.num_layers
@@ -146,7 +147,9 @@ def test_every_preset_at_every_budget(seed: int, capacity: int, locality: float)
         seed=seed,
     )
     known = calibrate(trace)
-    setting = Setting([capacity] * 3, 16, FIXED, known.frequency, known.following, online_tau=True)
+    setting = Setting([capacity] * 3, 16, FIXED, known.frequency, known.following).having(
+        tau=FollowDrift()
+    )
     reports = compare(trace, presets, setting)
     activated = int((trace.hits() > 0).sum())
     for report in reports:
@@ -192,8 +195,8 @@ def test_lowtide_is_not_behind_the_others(capacity: int) -> None:
     setting = Setting([capacity] * 2, 64, load_profile("a100-40gb").costs(shape))
     others = sorted(CATALOGUE.keys() - {"resident", "lowtide"})
     ours, *rest = compare(trace, ["lowtide", *others], setting)
-    rest.append(simulate(trace, "hybrimoe", replace(setting, by_greedy=True)))
-    rest.append(simulate(trace, "tide", replace(setting, tau=1)))
+    rest.append(simulate(trace, "hybrimoe", setting.having(by_greedy=True)))
+    rest.append(simulate(trace, "tide", setting.having(tau=1)))
     assert ours.tokens_per_s >= max(report.tokens_per_s for report in rest)
 
 
@@ -202,7 +205,7 @@ def test_a_prefetched_expert_that_the_host_computes_is_wasted() -> None:
     trace = make_trace([[[0], [1]]] * 3)
     made = Recipe(
         lambda s: Static.first([0, 0]),
-        lambda s: Greedy(s.costs),
+        lambda s: Greedy(),
         lambda s: PreviousStep(1, s.num_layers, s.num_experts),
     )
     costs = Costs(100, 100.0, FIXED.host_s, FIXED.device_s, FIXED.dense_s, 0.5)
@@ -216,11 +219,11 @@ def test_auto_tau_by_simulation() -> None:
     trace = synth_trace(FULL, num_blocks=3, steps_per_block=8, locality=0.9)
 
     def simulated_s(tau: int) -> float:
-        return simulate(trace, "tide", Setting([24, 24], 64, costs, tau=tau)).total_s
+        return simulate(trace, "tide", Setting([24, 24], 64, costs, options={"tau": tau})).total_s
 
     times = {tau: simulated_s(tau) for tau in range(1, 8)}
     assert times[auto_tau(simulated_s, range(1, 8))] == min(times.values())
-    follows = Setting([24, 24], 64, costs, tau=5, online_tau=True)
+    follows = Setting([24, 24], 64, costs, options={"tau": FollowDrift(5)})
     tried = [tau for tau in TAUS if tau < 8]
     assert fastest_tau(trace, "tide", follows) == min(tried, key=lambda tau: times[tau])
     assert fastest_tau(trace, "tide", follows, max_tau=1) == 1

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 import pytest
+from common.synth_trace import synth_decode_trace, synth_trace
 
 from lowtide.core import Assignment, Costs, Curve, Demand, MoEShape, StepKind
-from lowtide.lab.synth_trace import synth_decode_trace, synth_trace
-from lowtide.policies.catalogue import CATALOGUE, recipe
+from lowtide.policies.catalogue import CATALOGUE
+from lowtide.policies.presets import recipe
 from lowtide.replay.simulator import simulate
 from lowtide.replay.trace import TraceShape
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 simulated, traces, tau, cache, assignment, ablation = map(
     import_module,
     ("common.simulated", "common.traces", "tau", "cache", "assignment", "ablation"),
@@ -126,5 +125,5 @@ def test_a_sweep_of_tau_names_its_best() -> None:
 def test_two_texts_of_one_model() -> None:
     model = ablation.Model("mixtral", {"u_size": 1})
     trace, setting = ablation._case(model, COSTS, ablation.Load(2, 4, 3), 0.5, num_layers=2)
-    assert trace.num_committed == 6 and setting.u_size == 1
+    assert trace.num_committed == 6 and setting.options["u_size"] == 1
     assert setting.hits is not None and not np.array_equal(setting.hits, trace.hits())

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from policy_facts import make_facts
 
-from lowtide.core import Costs, Curve, Demand, Step, StepKind
-from lowtide.policies.catalogue import Setting, recipe
+from lowtide.core import Costs, Curve, Demand
+from lowtide.policies.prefetch import Ahead
+from lowtide.policies.presets import recipe
+from lowtide.policies.recipe import Setting
 from lowtide.policies.split import Favourites, FixedShare, Split, best_split, split_s
 
 COSTS = Costs(
@@ -65,27 +68,30 @@ def test_the_machine_decides() -> None:
 
 def test_a_fixed_share_is_fetched() -> None:
     demand = Demand(np.arange(6), np.ones(6, np.int64), np.arange(6) < 2)
-    work = FixedShare(0.5)(0, demand)
+    facts = make_facts(demand)
+    work = FixedShare(0.5)(facts)
     assert (work.resident.tolist(), work.fetch.tolist(), work.host.tolist()) == (
         [0, 1],
         [2, 3],
         [4, 5],
     )
     arrived = np.array([np.inf] * 5 + [0.0])
-    assert FixedShare(0.0)(0, demand, arrived).fetch.tolist() == [5]
+    assert FixedShare(0.0)(facts._replace(arriving_s=arrived)).fetch.tolist() == [5]
 
 
 def test_favourites_come_ahead() -> None:
     ahead = Favourites(1, np.array([[0.0, 5.0, 9.0]]))
-    assert ahead.choose(0, np.array([False, False, True])).tolist() == [1]
+    assert ahead.choose(Ahead(0, np.array([False, False, True]))).tolist() == [1]
 
 
 def test_the_preset_holds_to_its_plan() -> None:
     setting = Setting([2], 4, COSTS, hits=HITS)
     policies = recipe("moe-lightning").policies(setting)
     assert policies.placement.initial(0).tolist() == [0, 3]
+    assert policies.capacity.tolist() == [2]
     demand = Demand(np.array([0, 1]), np.array([4, 2]), np.array([True, False]))
-    moves = policies.placement.update(Step(StepKind.DENOISE, 0), 0, demand, np.ones(4, np.bool_))
+    is_kept = np.array([True, False, False, True])
+    moves = policies.placement.update(make_facts(demand, is_kept=is_kept))
     assert not len(moves.admit) and not len(moves.evict)
     blank = recipe("moe-lightning").policies(Setting([2], 4, COSTS))
     assert blank.placement.initial(0).tolist() == [0, 1]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from policy_facts import make_facts
 
 from lowtide.core import Demand, IntArray, Step, StepKind
 from lowtide.errors import UsageError
@@ -30,13 +31,20 @@ def demand_of(hits: IntArray) -> Demand:
 def replay_tide(hits: IntArray, budget: int, tau: int) -> tuple[int, list[int]]:
     """Misses and admissions per step, summed over layers, of the policy itself. [steps, L, E]"""
     num_layers, num_experts = hits.shape[1:]
-    tide = Tide([budget] * num_layers, num_experts, tau)
+    tide = Tide(num_experts, tau)
     is_resident = np.zeros((num_layers, num_experts), np.bool_)
     num_misses, admitted = 0, [0] * len(hits)
     for index, now in enumerate(hits):
         for layer in range(num_layers):
             here = is_resident[layer]
-            moves = tide.update(Step(StepKind.DENOISE, index), layer, demand_of(now[layer]), here)
+            facts = make_facts(
+                demand_of(now[layer]),
+                step=Step(StepKind.DENOISE, index),
+                layer=layer,
+                is_kept=here,
+                capacity=[budget] * num_layers,
+            )
+            moves = tide.update(facts)
             here[moves.evict], here[moves.admit] = False, True
             admitted[index] += len(moves.admit)
             num_misses += int(((now[layer] > 0) & ~here).sum())

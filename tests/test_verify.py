@@ -15,10 +15,11 @@ from typer.testing import CliRunner
 from lowtide.cli.app import app
 from lowtide.experts import hybrid, runtime
 from lowtide.lab import verify as verify_module
-from lowtide.lab.verify import LOSSLESS_PRESETS, SHARES, Verdict, verify
+from lowtide.lab.verify import SHARES, Verdict, verify
+from lowtide.policies.presets import lossless_presets
 
 MODEL = Path(__file__).parent / "goldens" / "llada2-a"
-NUM_CASES = len(SHARES) * len(LOSSLESS_PRESETS)
+NUM_CASES = len(SHARES) * len(lossless_presets())
 NEED_A_SLOT = {"on-demand", "static", "lru", "edgemoe"}
 
 

@@ -13,10 +13,11 @@ import numpy as np
 
 from common.record import Row
 from lowtide.config.families import read_config
-from lowtide.core import Costs, FloatArray, IntArray, MoEShape, StepKind
+from lowtide.core import Costs, Facts, FloatArray, IntArray, MoEShape, StepKind
 from lowtide.lab.synth_sizes import FAMILIES
 from lowtide.policies.assignment import break_even_tokens
-from lowtide.policies.catalogue import Recipe, Setting
+from lowtide.policies.prefetch import Ahead
+from lowtide.policies.recipe import Recipe, Setting
 from lowtide.replay.simulator import Report, calibrate, simulate
 from lowtide.replay.trace import Trace, TraceShape, demand_of
 
@@ -90,7 +91,7 @@ def replay(
         name: simulate(
             trace,
             VARIANTS[name].preset,
-            replace(setting, **VARIANTS[name].options),
+            setting.having(**VARIANTS[name].options),
             hits=hits,
         )
         for name in names
@@ -153,14 +154,15 @@ def policy_s(made: Recipe, setting: Setting, trace: Trace) -> FloatArray:
         for layer in range(num_layers):
             demand = demand_of(hits[layer], resident[layer])
             following = (layer + 1) % num_layers
+            is_kept, due_s = resident[layer], nothing[demand.experts]
+            capacity, costs = policies.capacity, setting.costs
             start_s = time.perf_counter()
-            decision = policies.decide(
-                layer, one.step, demand, resident[layer], nothing[demand.experts], 0.0, True
-            )
+            facts = Facts(one.step, layer, demand, is_kept, capacity, costs, due_s)
+            decision = policies.decide(facts)
             decided_s = time.perf_counter()
-            moves = policies.moves(layer, one.step, demand, resident[layer], decision)
-            policies.prefetch.observe(layer, demand)
-            policies.prefetch.choose(following, resident[following], hits[following])
+            moves = policies.moves(facts, decision)
+            policies.prefetch.observe(facts)
+            policies.prefetch.choose(Ahead(following, resident[following], hits[following]))
             end_s = time.perf_counter()
             resident[layer, moves.admit] = True
             resident[layer, moves.evict] = False

@@ -221,6 +221,12 @@ class Costs:
     num_staging: int = 2  # slots through which fetched experts pass
     num_devices: int = 1  # each with a link of its own
 
+    @classmethod
+    def unknown(cls, expert_bytes: int) -> Costs:
+        """Every time is 0: for policies that do not ask."""
+        nothing = Curve([(1, 0.0)])
+        return cls(expert_bytes, 0.0, nothing, nothing, nothing, 0.0)
+
     @property
     def each(self) -> Costs:
         """Of one of the devices alone."""
@@ -233,3 +239,40 @@ class Costs:
     def fetch_s(self) -> float:
         """Seconds that each absent expert adds to a steady stream of fetches."""
         return max(self.link_s, self.disk_read_s)
+
+
+NOBODY: IntArray = np.empty(0, np.int64)
+"""No expert."""
+
+
+class Facts(NamedTuple):
+    """What a layer's policies are told in one step, once its router has spoken.
+
+    Made once per layer and step and never changed: a policy reads it and keeps what it wants to
+    remember elsewhere. Costs come with it; a policy that makes a table or a plan of them does so
+    when it is made, of the same ones.
+    """
+
+    step: Step
+    layer: int
+    demand: Demand
+    is_kept: BoolArray  # [num_experts]: residents, and those on their way to be
+    capacity: IntArray  # [num_layers]: residents that each layer may have now
+    costs: Costs
+    arriving_s: FloatArray | None = None
+    """[len(demand.experts)]: seconds until an expert that is on its way, or staged, can be used;
+    infinite where nothing is under way, None where nothing at all is."""
+    link_s: float = 0.0  # seconds until the link is free for a fetch
+    can_fetch: bool = True  # whether there is a slot for an absent expert on the device
+    has_idle_link: bool = True
+    """Whether experts that the step does not ask for can be brought, too; without a device the
+    layer's reads are all there is."""
+    fetched: IntArray = NOBODY
+    """Absent experts that the step brings anyway, once decided: keeping one moves nothing."""
+    weights: FloatArray | None = None  # [tokens, k] of the routing, for those who ask for it
+    scores: FloatArray | None = None  # [tokens, num_experts] of the router, for the same
+
+    @property
+    def room(self) -> int:
+        """Residents that the layer may have now."""
+        return int(self.capacity[self.layer])

@@ -24,7 +24,7 @@ from lowtide.cli.screen import ProgressBars, stdout_console
 from lowtide.config import format_size
 from lowtide.errors import UsageError
 from lowtide.params import SamplingParams
-from lowtide.policies.presets import PRESETS, check_policy
+from lowtide.policies.presets import check_policy, options_of
 
 if TYPE_CHECKING:
     from lowtide.lab.bench import Ceilings, Peak, Result, Run
@@ -82,7 +82,7 @@ def _policies(names: list[str], options: Any) -> dict[str, dict[str, str]]:
     """Policies by name, each with those of the options that it has. Raises UsageError."""
     if len(set(names)) < len(names):
         raise UsageError(f"--policy names a policy twice: {', '.join(names)}.")
-    policies = {name: _own(options, PRESETS.get(name, ())) for name in names}
+    policies = {name: _own(options, options_of(name)) for name in names}
     for name, own in policies.items():
         check_policy(name, own)
     for option in options:

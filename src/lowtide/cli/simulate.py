@@ -68,7 +68,7 @@ def _replay(
     tau: int,
 ) -> list[Report]:
     from lowtide.core import MoEShape
-    from lowtide.policies.catalogue import Setting
+    from lowtide.policies.recipe import Setting
     from lowtide.replay.simulator import GATE_ACCURACY, compare, measured_accuracy
 
     shape = MoEShape(*recorded.shape)
@@ -83,7 +83,7 @@ def _replay(
         frequency=known.frequency if known else None,
         following=known.following if known else None,
         hits=known.trace.hits() if known else None,
-        tau=tau,
+        options={"tau": tau},
     )
     accuracy = measured_accuracy(known) if known else GATE_ACCURACY
     return compare(recorded, presets, setting, gate_accuracy=accuracy)

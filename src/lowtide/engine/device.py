@@ -32,9 +32,9 @@ from lowtide.hardware.measure import Measured, measure_costs
 from lowtide.hardware.store import CostKey, stored_or_measured
 from lowtide.kernels.products import Products
 from lowtide.memory.arena import Arena
-from lowtide.policies.catalogue import Setting
 from lowtide.policies.placement import LRU
 from lowtide.policies.presets import make_policies
+from lowtide.policies.recipe import Setting
 from lowtide.reading.dense_weights import Progress
 from lowtide.reading.file_reader import FileReader
 from lowtide.schemas import ExpertTable
@@ -264,8 +264,8 @@ def _load_home(
     transfer = DiskTransfer(reader, source.table, slots, source.dtype_name)
     if tier.num_slots < source.num_experts:
         ledger = SlotLedger(shape.num_layers, shape.num_experts, tier.num_slots)
-        placement = LRU(plan.host_residents_per_layer, shape.num_experts)
-        return DiskHome(slots, ledger, transfer, placement)
+        placement = LRU(shape.num_layers, shape.num_experts)
+        return DiskHome(slots, ledger, transfer, placement, plan.host_residents_per_layer)
     home = HostHome(slots, shape.num_experts)
     home.fill(transfer, shape.num_layers, progress)
     return home

@@ -25,10 +25,8 @@ from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.model_folder.hub import has_weights, resolve_model
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.models import model_class
-from lowtide.policies.presets import (
-    TAU_PAPER,
-    check_policy,
-)
+from lowtide.policies.presets import check_policy, parse_options
+from lowtide.policies.tau import SolvedTau
 from lowtide.reading.dense_weights import DenseWeights, Progress
 from lowtide.replay.calibration import Calibration, default_path
 from lowtide.replay.trace import TraceShape
@@ -214,8 +212,9 @@ def find_calibration(opened: OpenModel) -> Calibration | None:
 
 def check_calibration(opened: OpenModel) -> None:
     """Raises UsageError where loading would, for what the options say of a calibration."""
-    calibration = find_calibration(opened)
-    if calibration is None and opened.options.policy_options.get("tau") == TAU_PAPER:
+    calibration, options = find_calibration(opened), opened.options
+    tau = parse_options(options.policy, options.policy_options).get("tau")
+    if calibration is None and tau is SolvedTau.PAPER:
         raise no_calibration()
 
 

@@ -32,10 +32,7 @@ from lowtide.memory.cuda_streams import free_memory_bytes
 from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.workspace import Registrar
 from lowtide.models import model_class
-from lowtide.policies.presets import (
-    FETCHING,
-    choose_preset,
-)
+from lowtide.policies.presets import choose_preset, fetches_all
 from lowtide.reading.file_reader import ring_bytes
 from lowtide.threads.executor import InlineExecutor
 
@@ -109,8 +106,8 @@ def _device_needs(opened: OpenModel) -> DeviceNeeds:
     """The model but for what its experts need at home."""
     needs = _needs(opened)
     parts = {field.name: getattr(needs, field.name) for field in fields(needs)}
-    fetches_all = opened.options.policy in FETCHING
-    return DeviceNeeds(**{**parts, "ring_bytes": 0, "fetches_all": fetches_all})
+    has_to_fetch = fetches_all(opened.options.policy)
+    return DeviceNeeds(**{**parts, "ring_bytes": 0, "fetches_all": has_to_fetch})
 
 
 def _home_needs(opened: OpenModel) -> Needs:

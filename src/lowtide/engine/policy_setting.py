@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
 
 import torch
 
@@ -19,19 +18,23 @@ from lowtide.experts.hybrid import HybridRuntime
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.experts.transfer import Transfer, ticket_result
 from lowtide.layers.router import Router, SigmoidRouter
-from lowtide.policies.catalogue import Setting, recipe
-from lowtide.policies.placement import Placement
+from lowtide.policies.decision import Policies
 from lowtide.policies.prefetch import Gate
 from lowtide.policies.presets import (
-    CANDIDATES,
-    TAU_PAPER,
-    TAU_SOLVED,
-    OnDemand,
+    candidates,
     choose_preset,
     make_policies,
     parse_options,
+    recipe,
 )
-from lowtide.policies.tau import MAX_ONLINE_TAU, TauChange, calibrated_tau
+from lowtide.policies.recipe import Setting
+from lowtide.policies.tau import (
+    MAX_ONLINE_TAU,
+    FollowDrift,
+    SolvedTau,
+    TauChange,
+    calibrated_tau,
+)
 from lowtide.reading.dense_weights import Progress, no_progress
 from lowtide.replay.calibration import Calibration
 from lowtide.replay.simulator import compare, fastest_tau, measured_accuracy
@@ -65,9 +68,11 @@ def adopt_policy(engine: Engine, policy: str, policy_options: Mapping[str, str])
     else:
         experts.evict_all()
         cores_per_expert = engine.executor.cores_per_expert
-        placement = make_placement(opened, plan, calibration, experts.transfer, cores_per_expert)
-        experts.adopt(placement)
-        preload(experts, placement, plan, progress)
+        policies = policies_without_device(
+            opened, plan, calibration, experts.transfer, cores_per_expert
+        )
+        experts.adopt(policies)
+        preload(experts, policies, plan, progress)
     return replace(engine, opened=opened, plan=plan)
 
 
@@ -81,7 +86,7 @@ def choose_by_simulation(
         return engine
     trace = _beginning(calibration, plan)
     setting = make_setting(opened, plan, calibration, experts.costs)
-    names = CANDIDATES if experts.costs.num_staging else ("tide", "fiddler", "layer-split")
+    names = candidates(can_fetch=experts.costs.num_staging > 0)
     reports = compare(trace, names, setting, gate_accuracy=measured_accuracy(calibration))
     best, second = sorted(reports, key=lambda report: -report.tokens_per_s)[:2]
     reason = (
@@ -99,36 +104,46 @@ def make_setting(
 ) -> Setting:
     """What the preset's policies are made from. Raises UsageError for `tau=paper` without a
     calibration."""
-    given = opened.options.policy_options
-    options: dict[str, Any] = dict(parse_options(given))
-    options["on_tau_change"] = _log_tau
-    if given.get("tau") == TAU_PAPER:
+    options = parse_options(opened.options.policy, opened.options.policy_options)
+    if options.get("tau") is SolvedTau.PAPER:
         options["tau"] = _paper_tau(plan, calibration, costs)
-    if calibration is not None:
-        options |= {"frequency": calibration.frequency, "following": calibration.following}
-        options["hits"] = calibration.trace.hits()
-    seed = opened.options.seed or 0
-    capacity = plan.residents_per_layer
-    setting = Setting(capacity, opened.config.num_experts, costs, seed=seed, **options)
-    if setting.online_tau and calibration is not None:
+    setting = Setting(
+        plan.residents_per_layer,
+        opened.config.num_experts,
+        costs,
+        options=options,
+        on_tau_change=_log_tau,
+        seed=opened.options.seed or 0,
+    )
+    if calibration is None:
+        return setting
+    setting = replace(
+        setting,
+        frequency=calibration.frequency,
+        following=calibration.following,
+        hits=calibration.trace.hits(),
+    )
+    if isinstance(options.get("tau"), FollowDrift):
         trace = _beginning(calibration, plan)
-        return replace(setting, tau=fastest_tau(trace, plan.policy, setting, MAX_ONLINE_TAU))
+        tau = fastest_tau(trace, plan.policy, setting, MAX_ONLINE_TAU)
+        return setting.having(tau=FollowDrift(tau))
     return setting
 
 
-def make_placement(
+def policies_without_device(
     opened: OpenModel,
     plan: MemoryPlan,
     calibration: Calibration | None,
     transfer: Transfer,
     cores_per_expert: int,
-) -> Placement:
+) -> Policies:
     """The policy's, where there is no device; its slots are free, to be read into."""
-    made = recipe(plan.policy)
-    asks_costs = made.weighs_moves or opened.options.policy_options.get("tau") in TAU_SOLVED
+    made, options = recipe(plan.policy), opened.options
+    parsed = parse_options(options.policy, options.policy_options)
+    asks_costs = made.weighs_moves or isinstance(parsed.get("tau"), FollowDrift | SolvedTau)
     num_probes = min(8, opened.config.num_experts, plan.host.num_slots) if asks_costs else 0
     costs = _disk_costs(opened, transfer, num_probes, cores_per_expert)
-    return OnDemand(made.placement(make_setting(opened, plan, calibration, costs)))
+    return made.policies_without_device(make_setting(opened, plan, calibration, costs))
 
 
 def make_early_gate(
@@ -146,10 +161,10 @@ def make_early_gate(
 
 
 def preload(
-    experts: ExpertRuntime, placement: Placement, plan: MemoryPlan, progress: Progress
+    experts: ExpertRuntime, policies: Policies, plan: MemoryPlan, progress: Progress
 ) -> None:
     """Makes the policy's initial residents resident, layer by layer."""
-    initial = [placement.initial(layer) for layer in range(len(plan.residents_per_layer))]
+    initial = [policies.placement.initial(layer) for layer in range(len(plan.residents_per_layer))]
     total_bytes = sum(map(len, initial)) * plan.host.slot_bytes
     done_bytes = 0
     for layer, residents in enumerate(initial):
@@ -199,8 +214,7 @@ def _disk_costs(
     """
     slot_bytes = opened.slot_layout.num_bytes
     if not num_probes:
-        nothing = Curve([(1, 0.0)])
-        return Costs(slot_bytes, 0.0, nothing, nothing, nothing, 0.0)
+        return Costs.unknown(slot_bytes)
     start = perf_counter()
     for ticket in [transfer.start(0, expert, expert) for expert in range(num_probes)]:
         ticket_result(ticket)

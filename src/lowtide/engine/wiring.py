@@ -22,8 +22,8 @@ from lowtide.engine.planning import expert_source, register, shortage_of
 from lowtide.engine.policy_setting import (
     choose_by_simulation,
     make_early_gate,
-    make_placement,
     make_setting,
+    policies_without_device,
     preload,
 )
 from lowtide.errors import CheckpointError, PlanError
@@ -120,17 +120,18 @@ def _load_experts(
     table, dtype_name = opened.weight_map.experts, opened.storage_name
     slots = ExpertSlots(Arena(plan.host.slot_bytes * num_slots), opened.slot_layout)
     transfer = DiskTransfer(reader, table, slots, dtype_name)
-    placement = make_placement(opened, plan, calibration, transfer, executor.cores_per_expert)
+    cores_per_expert = executor.cores_per_expert
+    policies = policies_without_device(opened, plan, calibration, transfer, cores_per_expert)
     experts = ExpertRuntime(
         shape=config.moe_shape,
         slots=slots,
         ledger=SlotLedger(config.num_moe_layers, config.num_experts, num_slots),
         transfer=transfer,
-        placement=placement,
+        policies=policies,
         executor=executor,
         products=products,
     )
-    preload(experts, placement, plan, progress)
+    preload(experts, policies, plan, progress)
     return experts
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from lowtide.core import Demand, Moves, Step
+from lowtide.core import Costs, Demand, Facts, Moves, Step
 from lowtide.errors import InternalError
 from lowtide.experts.slots import ExpertSlots, SlotLedger
 from lowtide.experts.transfer import Transfer, ticket_result
@@ -114,13 +114,21 @@ class DiskHome:
     """Some experts in host memory, by a placement of its own; the others are read when wanted."""
 
     def __init__(
-        self, slots: ExpertSlots, ledger: SlotLedger, transfer: Transfer, placement: Placement
+        self,
+        slots: ExpertSlots,
+        ledger: SlotLedger,
+        transfer: Transfer,
+        placement: Placement,
+        capacity: Sequence[int],
     ) -> None:
+        """`capacity`: residents of each layer, at most."""
         self.slots = slots
         self.ledger = ledger
         self.read_bytes = 0
         self._transfer = transfer
         self._placement = placement
+        self._capacity = np.array(capacity, np.int64)
+        self._costs = Costs.unknown(slots.layout.num_bytes)
         self._uses: deque[tuple[int, Use]] = deque()
         self._evict_after: dict[int, tuple[int, int]] = {}  # slot: its (layer, expert)
 
@@ -179,7 +187,10 @@ class DiskHome:
         is_resident = self.ledger.is_resident(layer)
         wanted = np.array(sorted(experts), np.int64)
         demand = Demand(wanted, np.ones_like(wanted), is_resident[wanted])
-        return self._placement.update(step, layer, demand, is_resident)
+        facts = Facts(
+            step, layer, demand, is_resident, self._capacity, self._costs, has_idle_link=False
+        )
+        return self._placement.update(facts)
 
     def _evict(self, layer: int, expert: int) -> None:
         """Now, or after its last use."""

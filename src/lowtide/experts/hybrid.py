@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide.core import Assignment, BoolArray, Costs, Demand, MoEShape, Moves, Step, StepKind
+from lowtide.core import Assignment, Costs, Demand, Facts, MoEShape, Moves, Step, StepKind
 from lowtide.errors import DeviceError
 from lowtide.experts.at_once import ExpertsAtOnce, cores_beside_device
 from lowtide.experts.device import Device, ExpertGroup
@@ -31,8 +31,8 @@ from lowtide.experts.runtime import ExpertStats, Observer
 from lowtide.kernels.products import REFERENCE, Products
 from lowtide.kernels.routing import combine
 from lowtide.memory.workspace import Buffers
-from lowtide.policies.decision import Decision, Policies
-from lowtide.policies.prefetch import Gate, PrefetchOutcome
+from lowtide.policies.decision import Policies
+from lowtide.policies.prefetch import Ahead, Gate, PrefetchOutcome
 from lowtide.reading.dense_weights import Progress
 from lowtide.threads.event import WAIT_LIMIT_S, Event
 from lowtide.threads.executor import Executor, Work
@@ -180,13 +180,13 @@ class HybridRuntime:
     ) -> None:
         host_parts = self.device.to_host(rows, buffers.parts)
         demand = self._demand(layer, rows)
-        is_kept = self.link.is_kept(layer)
-        decision = self._decide(layer, step, demand, is_kept)
+        facts = self._facts(step, layer, demand)
+        decision = self._policies.decide(facts)
         outcome = self.link.end_prefetch(layer, decision.assignment.fetch)
         split = _LayerSplit(self, layer, step, decision.assignment, rows, buffers, host_parts)
         split.start()
-        split.follow(self._policies.moves(layer, step, demand, is_kept, decision))
-        self._look_ahead(layer, demand, outcome, predicted)
+        split.follow(self._policies.moves(facts, decision))
+        self._look_ahead(facts, outcome, predicted)
         split.collect_host()
 
     def _demand(self, layer: int, rows: ExpertRows) -> Demand:
@@ -199,12 +199,14 @@ class HybridRuntime:
         device_of = self.link.devices_with(layer, experts)
         return Demand(experts, num_tokens[experts], is_resident, device_of)
 
-    def _decide(self, layer: int, step: Step, demand: Demand, is_kept: BoolArray) -> Decision:
-        return self._policies.decide(
-            layer,
+    def _facts(self, step: Step, layer: int, demand: Demand) -> Facts:
+        return Facts(
             step,
+            layer,
             demand,
-            is_kept,
+            self.link.is_kept(layer),
+            self._policies.capacity,
+            self.costs,
             self.link.arriving_s(layer, demand.experts),
             self.link.busy_s,
             can_fetch=self.costs.num_staging > 0,
@@ -218,19 +220,15 @@ class HybridRuntime:
         return None if predicted is None else self.device.stage(predicted)
 
     def _look_ahead(
-        self,
-        layer: int,
-        demand: Demand,
-        outcome: PrefetchOutcome | None,
-        predicted: Tensor | None,
+        self, facts: Facts, outcome: PrefetchOutcome | None, predicted: Tensor | None
     ) -> None:
-        prefetch, following = self._policies.prefetch, layer + 1
+        prefetch, following = self._policies.prefetch, facts.layer + 1
         if outcome is not None:
             prefetch.record(outcome)
-        prefetch.observe(layer, demand)
+        prefetch.observe(facts)
         if following < self._shape.num_layers:
             counts = None if predicted is None else predicted.numpy()
-            chosen = prefetch.choose(following, self.link.is_kept(following), counts)
+            chosen = prefetch.choose(Ahead(following, self.link.is_kept(following), counts))
             self.link.look_ahead(following, chosen)
 
     def _abandon(self) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide.core import BoolArray, Demand, IntArray, MoEShape, Moves, Step
+from lowtide.core import BoolArray, Demand, Facts, IntArray, MoEShape, Moves, Step
 from lowtide.errors import InternalError
 from lowtide.experts.at_once import ExpertsAtOnce
 from lowtide.experts.read_ahead import Arrival, ReadAhead
@@ -29,7 +29,7 @@ from lowtide.experts.transfer import Transfer
 from lowtide.kernels.products import REFERENCE, Products
 from lowtide.kernels.reference import combine
 from lowtide.memory.workspace import Buffers
-from lowtide.policies.placement import Placement
+from lowtide.policies.decision import Policies
 from lowtide.threads.executor import Executor
 
 
@@ -71,7 +71,7 @@ class ExpertRuntime:
         slots: ExpertSlots,
         ledger: SlotLedger,
         transfer: Transfer,
-        placement: Placement,
+        policies: Policies,
         executor: Executor,
         products: Products = REFERENCE,
     ) -> None:
@@ -83,7 +83,7 @@ class ExpertRuntime:
         self.transfer = transfer
         self.executor = executor
         self.read_ahead = ReadAhead(ledger, shape.num_experts)
-        self._placement = placement
+        self._policies = policies
         self.observer: Observer | None = None
         self.stats = ExpertStats()
 
@@ -97,7 +97,7 @@ class ExpertRuntime:
         the runtime stays usable.
         """
         demand = self._demand(layer, routing)
-        moves = self._placement.update(step, layer, demand, self.ledger.is_resident(layer))
+        moves = self._moves(step, layer, demand)
         buffers = ExpertBuffers.take(workspace, self._shape, x)
         at_once = self._at_once
         if at_once is not None and at_once.takes(x) and self._is_settled(demand, moves):
@@ -117,9 +117,9 @@ class ExpertRuntime:
             for expert in np.flatnonzero(self.ledger.is_resident(layer)).tolist():
                 self.ledger.evict(layer, expert)
 
-    def adopt(self, placement: Placement) -> None:
-        """Goes on under another placement. Between passes only, with nothing resident."""
-        self._placement = placement
+    def adopt(self, policies: Policies) -> None:
+        """Goes on under other policies. Between passes only, with nothing resident."""
+        self._policies = policies
 
     def reclaim(self) -> None:
         """Gives all slots back but residents', once no thread uses or writes them."""
@@ -146,6 +146,20 @@ class ExpertRuntime:
         num_tokens = np.bincount(chosen, minlength=self._shape.num_experts)
         experts = np.flatnonzero(num_tokens)
         return Demand(experts, num_tokens[experts], self.ledger.is_resident(layer)[experts])
+
+    def _moves(self, step: Step, layer: int, demand: Demand) -> Moves:
+        policies = self._policies
+        facts = Facts(
+            step,
+            layer,
+            demand,
+            self.ledger.is_resident(layer),
+            policies.capacity,
+            policies.costs,
+            can_fetch=False,
+            has_idle_link=False,
+        )
+        return policies.moves(facts, policies.decide(facts))
 
     def _is_settled(self, demand: Demand, moves: Moves) -> bool:
         """Whether all that is demanded is there and nothing is on the move."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from lowtide.core import Costs, FloatArray, IntArray
 from lowtide.errors import StorageError, UnsupportedError
-from lowtide.policies.catalogue import Setting
+from lowtide.policies.recipe import Setting
 from lowtide.policies.tau import drift, miss_shares, paper_tau
 from lowtide.replay.calibration import GATES, TOP_SIZES, Calibration
 from lowtide.replay.simulator import TAUS, fastest_tau

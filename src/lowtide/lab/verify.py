@@ -24,10 +24,7 @@ from lowtide.experts.rows import Routing
 from lowtide.lab.budgets import budget_of_share, home_of_share
 from lowtide.llm import LLM, plan_model
 from lowtide.params import SamplingParams
-from lowtide.policies.presets import PRESETS
-
-LOSSLESS_PRESETS = tuple(name for name in PRESETS if name not in ("auto", "resident"))
-"""Presets that promise the resident run's tokens while holding fewer experts."""
+from lowtide.policies.presets import lossless_presets
 
 SHARES = (0.0, 1 / 3, 2 / 3)
 """Of the experts that are resident, from none, with the least budget, upwards."""
@@ -192,7 +189,7 @@ def _verdicts(
 ) -> Iterator[Verdict]:
     """One for each preset; the model is loaded once."""
     with LLM(model, **case.options) as llm:
-        for policy in LOSSLESS_PRESETS:
+        for policy in lossless_presets():
             verdict = Verdict(
                 device=case.device,
                 policy=policy,

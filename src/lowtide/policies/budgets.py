@@ -1,4 +1,4 @@
-"""Budgets: how many residents each layer may have, of a total that never changes."""
+"""Budgets: how many residents each layer may have, of as many as there is room for in all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from lowtide.core import FloatArray
+from lowtide.core import FloatArray, IntArray
 
 _PERIOD = 2  # steps between two looks at the layers
 _FORGET = 0.9  # weight of the past in what a layer's residents are worth, per look
@@ -28,7 +28,8 @@ class Budgets:
         """`capacity`: of each layer, at the start."""
         self.capacity = [int(slots) for slots in capacity]
         """What each layer may keep now."""
-        self._total = sum(self.capacity)
+        self._given = np.array(self.capacity, np.int64)
+        self._given_bytes = self._given.tobytes()  # what is compared quickest
         self._held = list(self.capacity)  # residents of each layer, at most
         self._due = [0] * len(self.capacity)  # what each will get when others have evicted it
         self._num_experts = num_experts
@@ -36,6 +37,26 @@ class Budgets:
         # [layers, experts]: a mean, best expert of each look first
         self._worth_s = np.zeros((len(self.capacity), num_experts))
         self._num_steps = 0
+
+    def resize(self, given: IntArray) -> None:
+        """Tells how many residents the layers were given, of which each keeps what it has come by
+        since the start. given [num_layers]
+
+        What is lost is to be evicted at once; what is won has to come free first.
+        """
+        if given.tobytes() == self._given_bytes:
+            return
+        then = np.array(self.capacity) + self._due + given - self._given
+        then = np.clip(then, 0, self._num_experts)
+        while then.sum() > given.sum():  # some had nothing left to lose
+            then[then.argmax()] -= 1
+        while then.sum() < given.sum():  # some had no more to win
+            then[then.argmin()] += 1
+        self._due = [
+            max(0, new - now) for new, now in zip(then.tolist(), self.capacity, strict=True)
+        ]
+        self.capacity[:] = np.minimum(then, self.capacity).tolist()
+        self._given, self._given_bytes = given.copy(), given.tobytes()
 
     def begin_step(self, worth_s: Callable[[], FloatArray]) -> None:
         """At every second step decides who gives slots to whom.
@@ -50,8 +71,8 @@ class Budgets:
         """Tells how many residents a layer has; how many of them it has to evict now."""
         self._held[layer] = num_residents
         if self._due[layer]:
-            num_free = self._total - sum(map(max, self.capacity, self._held))
-            num_given = min(num_free, self._due[layer])
+            num_free = int(self._given.sum()) - sum(map(max, self.capacity, self._held))
+            num_given = max(0, min(num_free, self._due[layer]))
             self.capacity[layer] += num_given
             self._due[layer] -= num_given
         return max(0, num_residents - self.capacity[layer])

@@ -1,23 +1,19 @@
-"""The catalogue: which placement, assignment and prefetch each named preset is made of.
+"""The catalogue: every preset, each with all that it is.
 
-What the simulator replays and what the hybrid runtime will offer. Every preset shares all
-mechanisms, so comparing presets compares policies.
+Presets share all mechanisms, so comparing presets compares policies. To add one, add an entry
+here (and a paragraph to docs/policies.md); everything else asks the catalogue.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from lowtide.core import Costs, FloatArray, IntArray
+from lowtide.core import IntArray
 from lowtide.errors import UsageError
 from lowtide.policies.assignment import (
     AllFetch,
-    AllHost,
-    Assign,
     Balance,
     Fiddler,
     Greedy,
@@ -25,17 +21,16 @@ from lowtide.policies.assignment import (
     HybriMoEThreshold,
     LayerSplit,
 )
-from lowtide.policies.decision import Policies
+from lowtide.policies.division import divided, use_of, whole_layers
+from lowtide.policies.lowtide import Lowtide
 from lowtide.policies.placement import (
     LRU,
     DaliWindow,
     Frequency,
-    Lowtide,
     Placement,
     ScoreCache,
     Static,
     Tide,
-    layer_budgets,
 )
 from lowtide.policies.prefetch import (
     Combined,
@@ -47,99 +42,45 @@ from lowtide.policies.prefetch import (
     Residual,
     Statistics,
 )
-from lowtide.policies.split import Favourites, FixedShare, Split, best_split, least_s
-from lowtide.policies.tau import OnlineTau, TauChange
+from lowtide.policies.recipe import MAX_WHOLE, Option, Recipe, Setting, switch
+from lowtide.policies.split import Favourites, FixedShare, Split, best_split
+from lowtide.policies.tau import FollowDrift, OnlineTau, SolvedTau
 
-_NUM_WHOLE = 4  # numbers of whole layers that are compared
-_LEAST_GAIN = 1.02  # less may be chance: another text has other favourites (docs/log.md)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Setting:
-    """What the policies of a preset are made from.
-
-    capacity: residents per MoE layer; `lowtide` divides as many in all as it finds best.
-    frequency: [layers, experts], a calibration's activations; without one static presets keep the
-        first experts by id.
-    following: [layers - 1, experts, experts], from `count_following`; without one no statistics.
-    hits: [passes, layers, experts], a calibration's tokens per expert, the load that
-        `moe-lightning` plans for and `lowtide` divides its residents for; without one every
-        expert is given one token, and all layers what `capacity` says.
-    tau: TIDE's interval, also `lowtide`'s; online_tau: whether it follows the drift from there,
-        and tells `on_tau_change`.
-    waits: whether `tide` waits for the experts it admits (Eq. 3), or lets the moves follow.
-    w_size, u_size: DALI's window and swap sizes.
-    by_threshold: whether `fiddler` fetches an expert that would end sooner so, or never fetches.
-    by_greedy: whether `hybrimoe` assigns as its code does, or by the threshold DALI describes.
-    num_prefetch: experts fetched ahead per layer, at most.
-    max_step_bytes: moves of `lowtide` per forward pass, at most.
-    """
-
-    capacity: Sequence[int]
-    num_experts: int
-    costs: Costs
-    frequency: FloatArray | None = None
-    following: FloatArray | None = None
-    hits: IntArray | None = None
-    tau: int = 4
-    online_tau: bool = False
-    on_tau_change: Callable[[TauChange], None] = lambda change: None
-    waits: bool = False
-    by_threshold: bool = False
-    by_greedy: bool = False
-    w_size: int = 4
-    u_size: int = 8
-    num_prefetch: int = 4
-    max_step_bytes: int | None = None
-    seed: int = 0
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.capacity)
+TAU: Option[int | FollowDrift | SolvedTau] = Option(
+    "tau",
+    "TIDE's interval, in steps: auto follows the drift, paper is its Eq. 7",
+    4,
+    1,
+    MAX_WHOLE,
+    {"auto": FollowDrift(), "paper": SolvedTau.PAPER},
+)
+WAITS = switch("waits", "whether a refresh waits for what it admits, or the moves follow")
+BY_THRESHOLD = switch("by_threshold", "whether an expert that alone would end sooner is fetched")
+BY_GREEDY = switch("by_greedy", "whether it assigns as its code does, not by a threshold")
+W_SIZE = Option("w_size", "steps of a window", 4, 1, MAX_WHOLE)
+U_SIZE = Option("u_size", "residents that a window may swap, at most", 8, 0, MAX_WHOLE)
+NUM_PREFETCH = Option("num_prefetch", "experts fetched ahead per layer, at most", 4, 0, MAX_WHOLE)
+MAX_STEP_BYTES: Option[int | None] = Option(
+    "max_step_bytes", "moves per forward pass, at most; any number unless given", None, 1, 10**15
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """A preset: how each of its three policies is made from a setting.
-
-    can_wait: whether it has the choice that `Setting.waits` makes.
-    """
-
-    placement: Callable[[Setting], Placement]
-    assignment: Callable[[Setting], Assign]
-    prefetch: Callable[[Setting], Prefetch] = lambda setting: NoPrefetch()
-    can_wait: bool = False
-    weighs_moves: bool = False  # whether the placement asks what a move costs
-
-    def policies(self, setting: Setting) -> Policies:
-        """The preset at work, for one model, budget and machine."""
-        return Policies(
-            self.placement(setting),
-            self.assignment(setting),
-            self.prefetch(setting),
-            waits=self.can_wait and setting.waits,
-        )
+def _first(setting: Setting) -> Placement:
+    return Static.first(setting.capacity)
 
 
-def recipe(name: str) -> Recipe:
-    """The preset called `name`; raises UsageError when there is none."""
-    if name not in CATALOGUE:
-        raise UsageError(f"Preset {name!r} is not known; choose one of {', '.join(CATALOGUE)}.")
-    return CATALOGUE[name]
+def _everybody(setting: Setting) -> list[int]:
+    return [setting.num_experts] * setting.num_layers
 
 
-def _all_residents(setting: Setting) -> Placement:
-    return Static.first([setting.num_experts] * setting.num_layers)
-
-
-def _no_residents(setting: Setting) -> Placement:
-    return Static.first([0] * setting.num_layers)
+def _nobody(setting: Setting) -> list[int]:
+    return [0] * setting.num_layers
 
 
 def _best_known(setting: Setting) -> Placement:
     """The most used experts of the calibration, else the first."""
     if setting.frequency is None:
-        return Static.first(setting.capacity)
+        return _first(setting)
     return Frequency(setting.capacity, setting.frequency)
 
 
@@ -150,87 +91,52 @@ def _edgemoe(setting: Setting) -> Placement:
     return Frequency(setting.capacity, frequency, learns=True)
 
 
-def _device_layers(setting: Setting) -> list[bool]:
-    """The last layers, as many as the slots hold whole; the first are the host's."""
-    num_whole = min(setting.num_layers, sum(setting.capacity) // setting.num_experts)
-    return [layer >= setting.num_layers - num_whole for layer in range(setting.num_layers)]
-
-
-def _whole_layers(setting: Setting) -> Placement:
-    return Static.first([setting.num_experts * on for on in _device_layers(setting)])
+def _lru(setting: Setting) -> Placement:
+    return LRU(setting.num_layers, setting.num_experts)
 
 
 def _tide(setting: Setting) -> Placement:
-    tau = _online_tau(setting) if setting.online_tau else setting.tau
-    return Tide(setting.capacity, setting.num_experts, tau)
+    return Tide(setting.num_experts, _tau(setting))
 
 
 def _dali(setting: Setting) -> Placement:
-    return DaliWindow(
-        setting.capacity, setting.num_experts, setting.w_size, setting.u_size, setting.seed
-    )
+    w_size, u_size = W_SIZE.of(setting), U_SIZE.of(setting)
+    return DaliWindow(setting.capacity, setting.num_experts, w_size, u_size, setting.seed)
 
 
 def _lowtide(setting: Setting) -> Placement:
     return Lowtide(
-        _divided(setting),
+        setting.capacity,
         setting.num_experts,
         setting.costs,
-        tau=_online_tau(setting) if setting.online_tau else setting.tau,
-        max_step_bytes=setting.max_step_bytes,
+        tau=_tau(setting),
+        max_step_bytes=MAX_STEP_BYTES.of(setting),
         frequency=setting.frequency,
     )
 
 
-def _divided(setting: Setting) -> Sequence[int]:
-    """Residents of each layer by marginal benefit, or with some layers whole, where the
-    calibration would run faster so."""
-    if setting.hits is None:
-        return setting.capacity
-    use, total = _use(setting.hits), sum(setting.capacity)
-    by_benefit: list[int] = layer_budgets(use, total).tolist()
-    divided = [by_benefit, *_with_whole_layers(setting)]
-    as_given_s, *seconds = (
-        least_s(setting.hits, capacity, use, setting.costs)
-        for capacity in (setting.capacity, *divided)
-    )
-    least = min(seconds)
-    is_faster = as_given_s > _LEAST_GAIN * least
-    return divided[seconds.index(least)] if is_faster else setting.capacity
-
-
-def _with_whole_layers(setting: Setting) -> Iterator[list[int]]:
-    """As many residents, with some of the last layers whole: nothing has to be decided about
-    such layers, nor be waited for. The others have equal shares of the rest."""
-    num_layers, num_experts = setting.num_layers, setting.num_experts
-    total = sum(setting.capacity)
-    most = min(num_layers - 1, total // num_experts)
-    for num_whole in np.unique(np.linspace(0, most, 1 + _NUM_WHOLE).astype(int))[1:].tolist():
-        num_others = num_layers - num_whole
-        share, num_more = divmod(total - num_whole * num_experts, num_others)
-        others = [min(num_experts, share + (layer < num_more)) for layer in range(num_others)]
-        yield others + [num_experts] * num_whole
-
-
-def _online_tau(setting: Setting) -> OnlineTau:
+def _tau(setting: Setting) -> int | OnlineTau:
+    tau = TAU.of(setting)
+    if isinstance(tau, SolvedTau):
+        raise UsageError(f"tau={tau.value} is to be solved from a calibration first.")
+    if isinstance(tau, int):
+        return tau
     # A missed expert of a small step has a token or so; four layers of the model are watched.
     costs, num_layers = setting.costs, setting.num_layers
-    budget = max(1, round(sum(setting.capacity) / num_layers))
-    watched = range(0, num_layers, max(1, num_layers // 4))
     return OnlineTau(
         setting.num_experts,
-        budget,
+        max(1, round(sum(setting.capacity) / num_layers)),
         costs.fetch_s,
         costs.host_s.at(1),
-        tau=setting.tau,
-        watched=watched,
+        tau=tau.start,
+        watched=range(0, num_layers, max(1, num_layers // 4)),
         on_change=setting.on_tau_change,
     )
 
 
 def _what_pays(setting: Setting) -> Prefetch:
     """The next gate and the step before together, while they pay."""
-    num_ahead, costs = setting.num_prefetch, setting.costs
+    num_ahead, costs = NUM_PREFETCH.of(setting), setting.costs
     is_calibrated = setting.frequency is not None  # and so has residual vectors
     gate = Residual(num_ahead) if is_calibrated else NextGate(num_ahead)
     last = PreviousStep(num_ahead, setting.num_layers, setting.num_experts)
@@ -241,13 +147,13 @@ def _what_pays(setting: Setting) -> Prefetch:
 def _statistics(setting: Setting) -> Prefetch:
     if setting.following is None:
         return NoPrefetch()
-    return Statistics(setting.num_prefetch, setting.following)
+    return Statistics(NUM_PREFETCH.of(setting), setting.following)
 
 
-@lru_cache(maxsize=1)  # asked for by each of the preset's three policies
+@lru_cache(maxsize=1)  # asked for by each of the preset's policies
 def _best_split(setting: Setting) -> Split:
-    load = _load(setting)
-    return best_split(load, setting.capacity, _use(load), setting.costs, setting.num_prefetch)
+    load, num_ahead = _load(setting), NUM_PREFETCH.of(setting)
+    return best_split(load, setting.capacity, use_of(load), setting.costs, num_ahead)
 
 
 def _load(setting: Setting) -> IntArray:
@@ -256,42 +162,115 @@ def _load(setting: Setting) -> IntArray:
     return np.ones((1, setting.num_layers, setting.num_experts), np.int64)
 
 
-def _use(load: IntArray) -> FloatArray:
-    """Passes in which each expert is active. [layers, experts]"""
-    use: FloatArray = (load > 0).sum(axis=0).astype(np.float64)
-    return use
+def _planned_capacity(setting: Setting) -> list[int]:
+    share = _best_split(setting).resident_share
+    return [round(share * slots) for slots in setting.capacity]
 
 
 def _planned_residents(setting: Setting) -> Placement:
-    share = _best_split(setting).resident_share
-    return Frequency([round(share * slots) for slots in setting.capacity], _use(_load(setting)))
+    return Frequency(setting.capacity, use_of(_load(setting)))
 
 
 def _planned_prefetch(setting: Setting) -> Prefetch:
-    return Favourites(_best_split(setting).num_ahead, _use(_load(setting)))
+    return Favourites(_best_split(setting).num_ahead, use_of(_load(setting)))
 
 
-CATALOGUE: Mapping[str, Recipe] = {
-    "resident": Recipe(_all_residents, lambda s: AllHost()),
-    "all-host": Recipe(_no_residents, lambda s: AllHost()),
-    "on-demand": Recipe(_no_residents, lambda s: AllFetch(s.costs)),
-    "tide": Recipe(_tide, lambda s: AllHost(), can_wait=True),
-    "dali": Recipe(_dali, lambda s: Greedy(s.costs), lambda s: Residual(s.num_prefetch)),
-    "lowtide": Recipe(_lowtide, lambda s: Balance(s.costs), _what_pays, weighs_moves=True),
-    "static": Recipe(_best_known, lambda s: AllFetch(s.costs)),
-    "lru": Recipe(lambda s: LRU(s.capacity, s.num_experts), lambda s: AllFetch(s.costs)),
-    "fiddler": Recipe(_best_known, lambda s: Fiddler(s.costs, s.by_threshold)),
+CATALOGUE: dict[str, Recipe] = {
+    "resident": Recipe(
+        _first,
+        summary="every expert on the device: the machine without a limit",
+        capacity=_everybody,
+    ),
+    "all-host": Recipe(
+        _first,
+        summary="nothing on the device; the host computes all experts",
+        capacity=_nobody,
+    ),
+    "on-demand": Recipe(
+        _first,
+        lambda s: AllFetch(),
+        summary="nothing stays; every expert is fetched and dropped",
+        capacity=_nobody,
+        fetches_all=True,
+    ),
+    "static": Recipe(
+        _best_known,
+        lambda s: AllFetch(),
+        summary="keeps what a calibration used most and fetches the others",
+        fetches_all=True,
+    ),
+    "lowtide": Recipe(
+        _lowtide,
+        lambda s: Balance(),
+        _what_pays,
+        summary="ours: moves that pay, in idle link time; host, link and device side by side",
+        options=(TAU, NUM_PREFETCH, MAX_STEP_BYTES),
+        capacity=divided,
+        weighs_moves=True,
+        is_candidate=True,
+    ),
+    "tide": Recipe(
+        _tide,
+        summary="TIDE: residents refreshed every tau steps, the others on the host",
+        options=(TAU, WAITS),
+        waits=WAITS.of,
+        fetches_none=True,
+        is_candidate=True,
+    ),
+    "dali": Recipe(
+        _dali,
+        lambda s: Greedy(),
+        lambda s: Residual(NUM_PREFETCH.of(s)),
+        summary="DALI: window cache, greedy assignment, prefetch by residual vectors",
+        options=(W_SIZE, U_SIZE, NUM_PREFETCH),
+        is_candidate=True,
+    ),
+    "fiddler": Recipe(
+        _best_known,
+        lambda s: Fiddler(BY_THRESHOLD.of(s)),
+        summary="Fiddler: a static set, the others on the host",
+        options=(BY_THRESHOLD,),
+        fetches_none=True,
+        is_candidate=True,
+    ),
     "hybrimoe": Recipe(
         lambda s: ScoreCache(s.capacity, s.num_experts),
-        lambda s: HybriMoEGreedy(s.costs) if s.by_greedy else HybriMoEThreshold(s.costs),
-        lambda s: NextGate(s.num_prefetch),
+        lambda s: HybriMoEGreedy() if BY_GREEDY.of(s) else HybriMoEThreshold(s.costs),
+        lambda s: NextGate(NUM_PREFETCH.of(s)),
+        summary="HybriMoE: score cache, token threshold, prefetch by the next gate",
+        options=(NUM_PREFETCH, BY_GREEDY),
+        is_candidate=True,
     ),
-    "edgemoe": Recipe(_edgemoe, lambda s: AllFetch(s.costs), _statistics),
+    "lru": Recipe(
+        _lru,
+        lambda s: AllFetch(),
+        summary="Mixtral-Offloading: the experts used last, the others fetched",
+        fetches_all=True,
+        is_candidate=True,
+    ),
+    "layer-split": Recipe(
+        _first,
+        lambda s: LayerSplit(),
+        summary="llama.cpp, KTransformers: whole layers on the device, whole layers on the host",
+        capacity=whole_layers,
+        fetches_none=True,
+        is_candidate=True,
+    ),
+    "edgemoe": Recipe(
+        _edgemoe,
+        lambda s: AllFetch(),
+        _statistics,
+        summary="EdgeMoE: activation frequency, prefetch by activation statistics",
+        options=(NUM_PREFETCH,),
+        fetches_all=True,
+    ),
     "moe-lightning": Recipe(
         _planned_residents,
         lambda s: FixedShare(_best_split(s).fetch_share),
         _planned_prefetch,
+        summary="MoE-Lightning: the best fixed split, searched before the run",
+        options=(NUM_PREFETCH,),
+        capacity=_planned_capacity,
     ),
-    "layer-split": Recipe(_whole_layers, lambda s: LayerSplit(_device_layers(s))),
 }
-"""Every preset by name. `resident` ignores the capacity: it is the machine without a limit."""
+"""Every preset by name. `resident` ignores the capacity it is given."""

@@ -5,14 +5,14 @@ The same object is driven by the runtime and by the simulator.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from lowtide.core import Assignment, BoolArray, Demand, FloatArray, IntArray, Moves, Step
+from lowtide.core import Assignment, Costs, Demand, Facts, IntArray, Moves
 from lowtide.policies.assignment import Assign
-from lowtide.policies.placement import KeepsFetched, Placement
+from lowtide.policies.placement import Placement
 from lowtide.policies.prefetch import Prefetch
 
 
@@ -27,55 +27,57 @@ class Decision(NamedTuple):
 class Policies:
     """A preset at work: its three policies, made for one model and one budget.
 
+    capacity: [num_layers], residents of each layer at the start, as the preset divides them; what
+    `Facts.capacity` is until there is more room or less. costs: what the policies were made for,
+    and are told of in every step.
     waits: whether a step waits for the experts its placement admits (TIDE's Eq. 3) and runs them
     on the device, or computes them where they are and lets the moves follow (TIDE's Algorithm 1).
+    asks_routing: whether the facts are to have routing weights and router scores.
     """
 
     placement: Placement
     assign: Assign
     prefetch: Prefetch
+    capacity: IntArray
+    costs: Costs
     waits: bool = False
-    _keeper: KeepsFetched | None = field(init=False, repr=False)
+    asks_routing: bool = False
 
-    def __post_init__(self) -> None:
-        # Asked once: a protocol takes 9 us to tell who keeps to it.
-        keeper = self.placement if isinstance(self.placement, KeepsFetched) else None
-        object.__setattr__(self, "_keeper", keeper)
-
-    def decide(
-        self,
-        layer: int,
-        step: Step,
-        demand: Demand,
-        is_kept: BoolArray,
-        arriving_s: FloatArray,
-        link_s: float,
-        can_fetch: bool,
-    ) -> Decision:
-        """Who computes what, after a layer's router.
-
-        is_kept [num_experts]: residents, and those on their way to be. arriving_s
-        [len(demand.experts)]: seconds until each can be used, infinite if nothing is under way.
-        link_s: seconds until the link is free for a fetch.
-        """
+    def decide(self, facts: Facts) -> Decision:
+        """Who computes what, after a layer's router."""
         if self.waits:
-            moves = self.placement.update(step, layer, demand, is_kept)
-            assignment = self.assign(layer, demand, arriving_s, link_s)
-            return Decision(_promoted(assignment, moves.admit) if can_fetch else assignment, moves)
-        return Decision(self.assign(layer, demand, arriving_s, link_s), None)
+            moves = self.placement.update(facts)
+            assignment = self.assign(facts)
+            is_awaited = facts.can_fetch and len(moves.admit)
+            return Decision(_promoted(assignment, moves.admit) if is_awaited else assignment, moves)
+        return Decision(self.assign(facts), None)
 
-    def moves(
-        self, layer: int, step: Step, demand: Demand, is_kept: BoolArray, decision: Decision
-    ) -> Moves:
+    def moves(self, facts: Facts, decision: Decision) -> Moves:
         """What is resident from now on; asked once, when the work of `decision` is under way.
 
-        is_kept [num_experts]: as `decide` was told.
+        `facts` are those that `decide` was told.
         """
         if decision.moves is not None:
             return decision.moves
-        if self._keeper is not None:
-            self._keeper.fetched(layer, decision.assignment.fetch)
-        return self.placement.update(step, layer, demand, is_kept)
+        demand, fetched = facts.demand, decision.assignment.fetch
+        if not facts.has_idle_link:
+            fetched = demand.experts[~demand.is_resident]
+        if len(fetched):
+            facts = facts._replace(fetched=fetched)
+        moves = self.placement.update(facts)
+        return moves if facts.has_idle_link else of_demand(moves, demand)
+
+
+def of_demand(moves: Moves, demand: Demand) -> Moves:
+    """Those of `moves` that admit experts of the present demand, and none in place of the others.
+
+    Without an idle link nobody else can come; the placement will ask again.
+    """
+    if not len(moves.admit):
+        return moves
+    admit = moves.admit[np.isin(moves.admit, demand.experts)]
+    num_left_out = len(moves.admit) - len(admit)
+    return Moves(admit, moves.evict[num_left_out:])
 
 
 def _promoted(assignment: Assignment, admit: IntArray) -> Assignment:

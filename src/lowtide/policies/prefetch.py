@@ -10,11 +10,12 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.random import default_rng
 
-from lowtide.core import BoolArray, Demand, FloatArray, IntArray
+from lowtide.core import NOBODY, BoolArray, Facts, FloatArray, IntArray
 from lowtide.errors import UsageError
 
 
@@ -24,6 +25,15 @@ class Gate(enum.Enum):
     NONE = "none"  # nothing: no prediction is wanted
     RAW = "raw"  # this layer's gate input as it is
     RESIDUAL = "residual"  # this layer's gate input plus its calibrated residual vector
+
+
+class Ahead(NamedTuple):
+    """What is known of a layer before its router has spoken."""
+
+    layer: int
+    is_kept: BoolArray  # [num_experts]: residents, and those on their way to be
+    predicted: IntArray | None = None
+    """[num_experts]: tokens that an early gate sends to each expert; None without."""
 
 
 class Prefetch(ABC):
@@ -38,28 +48,20 @@ class Prefetch(ABC):
         self.num_experts_ahead = num_experts_ahead
 
     @abstractmethod
-    def score(self, layer: int, predicted: IntArray | None) -> FloatArray | IntArray:
-        """How much each expert of `layer` is expected to be wanted; 0 is not at all. [num_experts]
-
-        `predicted` [num_experts]: tokens that the early gate sends to each expert; None without.
-        """
+    def score(self, ahead: Ahead) -> FloatArray | IntArray:
+        """How much each expert is expected to be wanted; 0 is not at all. [num_experts]"""
 
     def wants_prediction(self, layer: int) -> bool:
         """Whether `choose` will go by an early gate's prediction of `layer`: they cost time."""
         return self.gate is not Gate.NONE
 
-    def observe(self, layer: int, demand: Demand) -> None:  # noqa: B027 (most have no memory)
-        """Tells what `layer` did ask for, before `choose` is asked for the next one."""
+    def observe(self, facts: Facts) -> None:  # noqa: B027 (most have no memory)
+        """Tells what a layer did ask for, before `choose` is asked for the next one."""
 
-    def choose(
-        self, layer: int, is_resident: BoolArray, predicted: IntArray | None = None
-    ) -> IntArray:
-        """Absent experts of `layer` to fetch ahead, the most wanted first; lower ids win ties.
-
-        `is_resident` [num_experts]: resident or on their way.
-        """
-        score = self.score(layer, predicted)
-        wanted = ((score > 0) > is_resident).nonzero()[0]
+    def choose(self, ahead: Ahead) -> IntArray:
+        """Absent experts to fetch ahead, the most wanted first; lower ids win ties."""
+        score = self.score(ahead)
+        wanted = ((score > 0) > ahead.is_kept).nonzero()[0]
         order = (-score[wanted]).argsort(kind="stable")[: self.num_experts_ahead]
         chosen: IntArray = wanted[order]
         return chosen
@@ -88,13 +90,11 @@ class NoPrefetch(Prefetch):
     def __init__(self) -> None:
         super().__init__(0)
 
-    def score(self, layer: int, predicted: IntArray | None) -> IntArray:
+    def score(self, ahead: Ahead) -> IntArray:
         return np.zeros(1, np.int64)
 
-    def choose(
-        self, layer: int, is_resident: BoolArray, predicted: IntArray | None = None
-    ) -> IntArray:
-        return np.empty(0, np.int64)
+    def choose(self, ahead: Ahead) -> IntArray:
+        return NOBODY
 
 
 class NextGate(Prefetch):
@@ -102,8 +102,12 @@ class NextGate(Prefetch):
 
     gate = Gate.RAW
 
-    def score(self, layer: int, predicted: IntArray | None) -> IntArray:
-        return _needed(predicted, self.gate)
+    def score(self, ahead: Ahead) -> IntArray:
+        if ahead.predicted is None:
+            raise UsageError(
+                f"This prefetch needs the early gate's prediction ({self.gate.value})."
+            )
+        return ahead.predicted
 
 
 class Residual(NextGate):
@@ -127,7 +131,8 @@ class Statistics(Prefetch):
         self._num_tokens = np.zeros(num_experts)
         self._last = (-1, np.zeros(num_experts))
 
-    def observe(self, layer: int, demand: Demand) -> None:
+    def observe(self, facts: Facts) -> None:
+        layer, demand = facts.layer, facts.demand
         if layer < len(self._chance):
             # With the experts that were not active: faster than picking the others' rows.
             num_tokens = self._num_tokens
@@ -135,9 +140,9 @@ class Statistics(Prefetch):
             num_tokens[demand.experts] = demand.num_tokens
             self._last = (layer, num_tokens.dot(self._chance[layer]))
 
-    def score(self, layer: int, predicted: IntArray | None) -> FloatArray:
+    def score(self, ahead: Ahead) -> FloatArray:
         last_layer, expected = self._last
-        return expected if last_layer == layer - 1 else np.zeros_like(expected)
+        return expected if last_layer == ahead.layer - 1 else np.zeros_like(expected)
 
 
 def count_following(ids: Sequence[IntArray], num_experts: int) -> FloatArray:
@@ -161,13 +166,13 @@ class PreviousStep(Prefetch):
         super().__init__(num_experts_ahead)
         self._hits = np.zeros((num_layers, num_experts), np.int64)
 
-    def observe(self, layer: int, demand: Demand) -> None:
-        hits = self._hits[layer]
+    def observe(self, facts: Facts) -> None:
+        hits, demand = self._hits[facts.layer], facts.demand
         hits[:] = 0
         hits[demand.experts] = demand.num_tokens
 
-    def score(self, layer: int, predicted: IntArray | None) -> IntArray:
-        last: IntArray = self._hits[layer]
+    def score(self, ahead: Ahead) -> IntArray:
+        last: IntArray = self._hits[ahead.layer]
         return last
 
 
@@ -184,14 +189,14 @@ class Combined(Prefetch):
         self.gate = gates.pop() if gates else Gate.NONE
         self._parts = parts
 
-    def observe(self, layer: int, demand: Demand) -> None:
+    def observe(self, facts: Facts) -> None:
         for part, _ in self._parts:
-            part.observe(layer, demand)
+            part.observe(facts)
 
-    def score(self, layer: int, predicted: IntArray | None) -> FloatArray:
+    def score(self, ahead: Ahead) -> FloatArray:
         total = np.zeros(1)
         for part, weight in self._parts:
-            score = part.score(layer, predicted)
+            score = part.score(ahead)
             total = total + score * (weight / max(float(np.add.reduce(score)), 1e-30))
         return total
 
@@ -204,7 +209,7 @@ class Random(Prefetch):
         self._num_experts = num_experts
         self._draw = default_rng(seed)
 
-    def score(self, layer: int, predicted: IntArray | None) -> FloatArray:
+    def score(self, ahead: Ahead) -> FloatArray:
         return 1.0 - self._draw.random(self._num_experts)  # in (0, 1]
 
 
@@ -251,27 +256,27 @@ class PaysOff(Prefetch):
     def wants_prediction(self, layer: int) -> bool:
         return self._inner.wants_prediction(layer) and self._is_watched(layer)
 
-    def score(self, layer: int, predicted: IntArray | None) -> FloatArray | IntArray:
-        return self._inner.score(layer, predicted)
+    def score(self, ahead: Ahead) -> FloatArray | IntArray:
+        return self._inner.score(ahead)
 
-    def observe(self, layer: int, demand: Demand) -> None:
-        self._inner.observe(layer, demand)
-        forecast = self._forecasts.pop(layer, None)
+    def observe(self, facts: Facts) -> None:
+        self._inner.observe(facts)
+        forecast = self._forecasts.pop(facts.layer, None)
         if forecast is not None:
-            num_hits = len(set(forecast.tolist()).intersection(demand.experts.tolist()))
+            wanted = facts.demand.experts.tolist()
+            num_hits = len(set(forecast.tolist()).intersection(wanted))
             self._weigh(num_hits, len(forecast) - num_hits)
 
-    def choose(
-        self, layer: int, is_resident: BoolArray, predicted: IntArray | None = None
-    ) -> IntArray:
+    def choose(self, ahead: Ahead) -> IntArray:
+        layer = ahead.layer
         is_watched = self._is_watched(layer)
         self._num_steps += layer <= self._last_layer
         self._last_layer = layer
         # It may have been switched on after the early gate was passed over.
-        is_foretold = predicted is not None or self.gate is Gate.NONE
+        is_foretold = ahead.predicted is not None or self.gate is Gate.NONE
         if not (is_watched and is_foretold):
-            return np.empty(0, np.int64)
-        chosen = self._inner.choose(layer, is_resident, predicted)
+            return NOBODY
+        chosen = self._inner.choose(ahead)
         if self.is_on:
             return chosen
         self._forecasts[layer] = chosen
@@ -294,9 +299,3 @@ class PaysOff(Prefetch):
             self.is_on = self._earned_s >= self._lost_s
         else:
             self.is_on = self._earned_s > self._margin * self._lost_s
-
-
-def _needed(predicted: IntArray | None, gate: Gate) -> IntArray:
-    if predicted is None:
-        raise UsageError(f"This prefetch needs the early gate's prediction ({gate.value}).")
-    return predicted

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lowtide.core import Assignment, BoolArray, Costs, Demand, FloatArray, IntArray
+from lowtide.core import Assignment, BoolArray, Costs, Facts, FloatArray, IntArray
 from lowtide.policies.assignment import divide, is_here
-from lowtide.policies.prefetch import Prefetch
+from lowtide.policies.prefetch import Ahead, Prefetch
 
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 _SEARCH_PASSES = 32  # of a calibration, evenly spaced: enough to see the load
@@ -86,17 +86,11 @@ class FixedShare:
     def __init__(self, fetch_share: float) -> None:
         self._fetch_share = fetch_share
 
-    def __call__(
-        self,
-        layer: int,
-        demand: Demand,
-        arriving_s: FloatArray | None = None,
-        link_s: float = 0.0,
-    ) -> Assignment:
-        mask = is_here(demand, arriving_s)
+    def __call__(self, facts: Facts) -> Assignment:
+        mask = is_here(facts)
         absent = (~mask).nonzero()[0]
         fetched = absent[: int(self._fetch_share * len(absent))]
-        return divide(demand, mask | np.isin(np.arange(len(mask)), fetched))
+        return divide(facts.demand, mask | np.isin(np.arange(len(mask)), fetched))
 
 
 class Favourites(Prefetch):
@@ -107,8 +101,8 @@ class Favourites(Prefetch):
         super().__init__(num_experts_ahead)
         self._frequency = frequency
 
-    def score(self, layer: int, predicted: IntArray | None) -> FloatArray:
-        favourites: FloatArray = self._frequency[layer]
+    def score(self, ahead: Ahead) -> FloatArray:
+        favourites: FloatArray = self._frequency[ahead.layer]
         return favourites
 
 

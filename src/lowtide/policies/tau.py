@@ -7,6 +7,7 @@ of TIDE: B residents per layer, T steps, d the drift, f(tau) the misses.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -119,6 +120,18 @@ def auto_tau(simulated_s: Callable[[int], float], taus: Iterable[int]) -> int:
     return min(candidates, key=simulated_s)
 
 
+class FollowDrift(NamedTuple):
+    """The interval that follows the drift while a model runs."""
+
+    start: int = 4
+
+
+class SolvedTau(enum.Enum):
+    """An interval that is solved for before policies are made."""
+
+    PAPER = "paper"  # TIDE's Eq. 7, from a calibration
+
+
 MAX_ONLINE_TAU = 16
 """Longest interval that `OnlineTau` watches unless it is told otherwise."""
 
@@ -216,6 +229,11 @@ class OnlineTau:
         if cost_s(best) < (1 - self._hysteresis) * cost_s(self.tau):
             self._on_change(TauChange(self._num_steps, self.tau, best, d))
             self.tau = best
+
+
+def interval(tau: int | OnlineTau) -> int:
+    """The refresh interval in force, in steps."""
+    return tau.tau if isinstance(tau, OnlineTau) else tau
 
 
 class _Ages:

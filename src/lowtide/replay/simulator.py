@@ -11,30 +11,22 @@ time, and one that has begun is finished. The time that policies themselves take
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import repeat
 from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
-from lowtide.core import (
-    Assignment,
-    BoolArray,
-    Demand,
-    FloatArray,
-    IntArray,
-    Moves,
-    Step,
-)
+from lowtide.core import Assignment, Demand, Facts, FloatArray, IntArray, Step
 from lowtide.errors import UsageError
-from lowtide.policies.catalogue import Recipe, Setting, recipe
-from lowtide.policies.decision import Decision
-from lowtide.policies.prefetch import Gate, PrefetchOutcome, count_following
+from lowtide.policies.prefetch import Ahead, Gate, PrefetchOutcome, count_following
+from lowtide.policies.presets import recipe
+from lowtide.policies.recipe import Recipe, Setting
 from lowtide.policies.tau import auto_tau
 from lowtide.replay.calibration import GATES, Calibration
+from lowtide.replay.simulated_link import SimulatedLink
 from lowtide.replay.trace import Trace, count_hits, demand_of
 
 GateAccuracies = Mapping[Gate, float | FloatArray]
@@ -157,8 +149,7 @@ def fastest_tau(trace: Trace, preset: str, setting: Setting, max_tau: int = max(
     most = min(max_tau, max(1, round(float(np.mean(num_steps or [1]))) - 1))
 
     def simulated_s(tau: int) -> float:
-        fixed = replace(setting, tau=tau, online_tau=False)
-        return simulate(trace, preset, fixed, hits=hits).total_s
+        return simulate(trace, preset, setting.having(tau=tau), hits=hits).total_s
 
     return auto_tau(simulated_s, [tau for tau in TAUS if tau <= most])
 
@@ -182,127 +173,6 @@ def measured_accuracy(calibration: Calibration) -> GateAccuracies:
     return {Gate(n): routed for n, routed in zip(GATES, calibration.accuracy.routed, strict=True)}
 
 
-_ABSENT = np.inf
-
-
-class _Transfer(NamedTuple):
-    """An expert that waits for an idle link."""
-
-    layer: int
-    expert: int
-    issued_s: float
-    victim: int | None  # the resident it replaces, if no slot is free for it
-
-
-class _Link:
-    """The link and the slots behind it: when each expert can be used, and what is on its way.
-
-    `ready_s` and `staged_s` [layers, experts]: the time from which an expert can be used as a
-    resident, or from a prefetch slot; infinite when it is neither there nor under way.
-    """
-
-    def __init__(self, capacity: Sequence[int], num_experts: int, fetch_s: float) -> None:
-        self.ready_s = np.full((len(capacity), num_experts), _ABSENT)
-        self.staged_s = np.full((len(capacity), num_experts), _ABSENT)
-        self.free_s = 0.0
-        self.busy_s = 0.0
-        self.num_moved = self.num_prefetched = 0
-        self._num_slots = sum(capacity)  # of residents: any layer may have them
-        self._fetch_s = fetch_s
-        self._ahead: deque[_Transfer] = deque()
-        self._moves: deque[_Transfer] = deque()
-
-    def busy_from(self, now_s: float) -> float:
-        """Seconds from `now_s` until what has begun has ended."""
-        return max(0.0, self.free_s - now_s)
-
-    def is_kept(self, layer: int) -> BoolArray:
-        """Residents, and those on their way to be. [num_experts]"""
-        kept: BoolArray = self.ready_s[layer] < _ABSENT
-        return kept
-
-    def arriving_s(self, layer: int, now_s: float) -> FloatArray:
-        """Seconds until each expert can be used; infinite if nothing is under way. [num_experts]"""
-        soonest = np.minimum(self.ready_s[layer], self.staged_s[layer])
-        left_s: FloatArray = np.maximum(0.0, soonest - now_s)
-        return left_s
-
-    def run_until(self, now_s: float) -> None:
-        """Starts every waiting transfer whose turn comes before `now_s`."""
-        while queue := self._ahead or self._moves:
-            start_s = max(self.free_s, queue[0].issued_s)
-            if start_s >= now_s:
-                return
-            transfer = queue.popleft()
-            starts = self._start_ahead if queue is self._ahead else self._start_move
-            starts(transfer, start_s)
-
-    def fetch(self, start_s: float) -> float:
-        """Transfers one expert on demand, not before `start_s`; returns its arrival."""
-        return self._occupy(max(start_s, self.free_s))
-
-    def look_ahead(self, layer: int, experts: IntArray, now_s: float) -> None:
-        self._ahead.extend(_Transfer(layer, e, now_s, None) for e in experts.tolist())
-
-    def end_layer(self, layer: int, now_s: float) -> IntArray:
-        """Empties the layer's prefetch slots and forgets what had not begun; who was staged."""
-        staged = np.flatnonzero(self.staged_s[layer] < _ABSENT)
-        self.staged_s[layer] = _ABSENT
-        self._ahead = deque(t for t in self._ahead if t.layer != layer)
-        return staged
-
-    def obey(self, layer: int, moves: Moves, at_hand: set[int], now_s: float) -> None:
-        """Carries out moves: experts `at_hand` (just fetched) at once, the others when idle.
-
-        New moves of a layer replace those of its old ones that have not begun.
-        """
-        if not len(moves.admit) and not len(moves.evict):
-            return
-        self._moves = deque(t for t in self._moves if t.layer != layer)
-        ready_s = self.ready_s[layer]
-        admit = sorted(moves.admit.tolist(), key=lambda expert: expert not in at_hand)
-        victims = moves.evict.tolist()
-        num_unpaired = len(victims) - len(admit)
-        for victim in victims[: max(0, num_unpaired)]:
-            ready_s[victim] = _ABSENT
-        victims = victims[max(0, num_unpaired) :]
-        num_free = len(admit) - len(victims)
-        for place, expert in enumerate(admit):
-            victim = victims[place - num_free] if place >= num_free else None
-            if expert in at_hand:
-                self._replace(layer, expert, victim, now_s)
-            else:
-                self._moves.append(_Transfer(layer, expert, now_s, victim))
-
-    def _start_ahead(self, transfer: _Transfer, start_s: float) -> None:
-        if np.isinf(self.ready_s[transfer.layer, transfer.expert]):
-            self.staged_s[transfer.layer, transfer.expert] = self._occupy(start_s)
-            self.num_prefetched += 1
-
-    def _start_move(self, transfer: _Transfer, start_s: float) -> None:
-        if self._has_room(transfer):
-            end_s = self._occupy(start_s)
-            self._replace(transfer.layer, transfer.expert, transfer.victim, end_s)
-            self.num_moved += 1
-
-    def _has_room(self, transfer: _Transfer) -> bool:
-        is_kept = self.is_kept(transfer.layer)
-        num_kept = int(np.count_nonzero(self.ready_s < _ABSENT))
-        if transfer.victim is not None and is_kept[transfer.victim]:
-            num_kept -= 1
-        return num_kept < self._num_slots and not is_kept[transfer.expert]
-
-    def _replace(self, layer: int, expert: int, victim: int | None, ready_s: float) -> None:
-        if victim is not None:
-            self.ready_s[layer, victim] = _ABSENT
-        self.ready_s[layer, expert] = ready_s
-
-    def _occupy(self, start_s: float) -> float:
-        self.free_s = start_s + self._fetch_s
-        self.busy_s += self._fetch_s
-        return self.free_s
-
-
 class _Replay:
     """The state of a simulated machine, moved on layer by layer."""
 
@@ -316,7 +186,7 @@ class _Replay:
         initial = [placement.initial(layer) for layer in range(setting.num_layers)]
         # What a preset starts with it may keep: `resident` has all, `layer-split` whole layers.
         capacity = [max(c, len(i)) for c, i in zip(setting.capacity, initial, strict=True)]
-        self._link = _Link(capacity, setting.num_experts, setting.costs.fetch_s)
+        self._link = SimulatedLink(capacity, setting.num_experts, setting.costs.fetch_s)
         for layer, experts in enumerate(initial):
             self._link.ready_s[layer, experts] = 0.0
 
@@ -341,13 +211,13 @@ class _Replay:
         report.bound_s["device"] += routed_s - self._now_s
         report.num_activated += len(demand.experts)
         report.num_hits += int(demand.is_resident.sum())
-        is_kept = link.is_kept(layer)
-        decision = self._decide(layer, step, demand, is_kept, routed_s)
+        facts = self._facts(step, layer, demand, routed_s)
+        decision = self._policies.decide(facts)
         assignment = decision.assignment
         self._now_s = self._run(layer, demand, assignment, routed_s)
-        moves = self._policies.moves(layer, step, demand, is_kept, decision)
-        self._look_ahead(layer, demand, assignment, routed_s, predicted)
-        link.obey(layer, moves, set(assignment.fetch.tolist()), routed_s)
+        moves = self._policies.moves(facts, decision)
+        self._look_ahead(facts, assignment, routed_s, predicted)
+        link.carry_out(layer, moves, set(assignment.fetch.tolist()), routed_s)
 
     def end_pass(self, pass_s: float, num_committed: int) -> None:
         """What follows the layers; the link goes on meanwhile."""
@@ -361,15 +231,15 @@ class _Replay:
         report.link_s = self._link.busy_s
         report.num_moved, report.num_prefetched = self._link.num_moved, self._link.num_prefetched
 
-    def _decide(
-        self, layer: int, step: Step, demand: Demand, is_kept: BoolArray, now_s: float
-    ) -> Decision:
+    def _facts(self, step: Step, layer: int, demand: Demand, now_s: float) -> Facts:
         link = self._link
-        return self._policies.decide(
-            layer,
+        return Facts(
             step,
+            layer,
             demand,
-            is_kept,
+            link.is_kept(layer),
+            self._policies.capacity,
+            self._costs,
             link.arriving_s(layer, now_s)[demand.experts],
             link.busy_from(now_s),
             can_fetch=self._costs.num_staging > 0,
@@ -422,15 +292,10 @@ class _Replay:
         return device_s, waited_s
 
     def _look_ahead(
-        self,
-        layer: int,
-        demand: Demand,
-        assignment: Assignment,
-        routed_s: float,
-        predicted: IntArray | None,
+        self, facts: Facts, assignment: Assignment, routed_s: float, predicted: IntArray | None
     ) -> None:
         """Settles what was prefetched for this layer, and chooses for the next one."""
-        link, prefetch = self._link, self._policies.prefetch
+        link, prefetch, layer = self._link, self._policies.prefetch, facts.layer
         due_s = link.staged_s[layer].copy()
         staged = link.end_layer(layer, self._now_s)
         if len(staged):
@@ -443,11 +308,11 @@ class _Replay:
             )
             self.report.prefetch.add(outcome)
             prefetch.record(outcome)
-        prefetch.observe(layer, demand)
+        prefetch.observe(facts)
         following = layer + 1
         if following < self._num_layers:
-            ahead = None if predicted is None else predicted[following]
-            chosen = prefetch.choose(following, link.is_kept(following), ahead)
+            its_hits = None if predicted is None else predicted[following]
+            chosen = prefetch.choose(Ahead(following, link.is_kept(following), its_hits))
             link.look_ahead(following, chosen, routed_s)
 
 

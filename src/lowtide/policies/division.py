@@ -1,0 +1,83 @@
+"""Division: residents of each layer at the start, by what a calibration says they are worth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from lowtide.core import FloatArray, IntArray
+from lowtide.errors import UsageError
+from lowtide.policies.recipe import Setting
+from lowtide.policies.split import least_s
+
+_NUM_WHOLE = 4  # numbers of whole layers that are compared
+_LEAST_GAIN = 1.02  # less may be chance: another text has other favourites (docs/log.md)
+
+
+def divided(setting: Setting) -> Sequence[int]:
+    """Residents of each layer by marginal benefit, or with some layers whole, where the
+    calibration would run faster so."""
+    if setting.hits is None:
+        return setting.capacity
+    use, total = use_of(setting.hits), sum(setting.capacity)
+    by_benefit: list[int] = layer_budgets(use, total).tolist()
+    ways = [by_benefit, *_with_whole_layers(setting)]
+    as_given_s, *seconds = (
+        least_s(setting.hits, capacity, use, setting.costs)
+        for capacity in (setting.capacity, *ways)
+    )
+    least = min(seconds)
+    is_faster = as_given_s > _LEAST_GAIN * least
+    return ways[seconds.index(least)] if is_faster else setting.capacity
+
+
+def whole_layers(setting: Setting) -> list[int]:
+    """The last layers whole, as many as there is room for; nothing in the first."""
+    num_layers, num_experts = setting.num_layers, setting.num_experts
+    num_whole = min(num_layers, sum(setting.capacity) // num_experts)
+    return [0] * (num_layers - num_whole) + [num_experts] * num_whole
+
+
+def use_of(load: IntArray) -> FloatArray:
+    """Passes in which each expert is active. [layers, experts]
+
+    load [passes, layers, experts]: tokens.
+    """
+    use: FloatArray = (load > 0).sum(axis=0).astype(np.float64)
+    return use
+
+
+def layer_budgets(frequency: FloatArray, total: int, least: int = 0) -> IntArray:
+    """Residents per layer, `total` in all, where they do most: by marginal benefit.
+
+    frequency [layers, experts]: what an expert's residency is worth, in any one unit; the best
+    `total` experts of the whole model are counted by layer. Equal worth goes round the layers,
+    the next best expert of each in turn. Every layer gets `least`. Raises UsageError when that
+    does not fit, or `total` exceeds the experts there are. [layers]
+    """
+    num_layers, num_experts = frequency.shape
+    if not num_layers * least <= total <= num_layers * num_experts or not 0 <= least <= num_experts:
+        raise UsageError(
+            f"{total} residents cannot be spread over {num_layers} layers of {num_experts} "
+            f"experts with at least {least} in each."
+        )
+    worth = -np.sort(-frequency, axis=1)  # a layer's marginal benefit of one more resident
+    worth[:, :least] = np.inf
+    rank = np.broadcast_to(np.arange(num_experts), worth.shape)
+    order = np.lexsort((rank.ravel(), -worth.ravel()))
+    budgets: IntArray = np.bincount(order[:total] // num_experts, minlength=num_layers)
+    return budgets
+
+
+def _with_whole_layers(setting: Setting) -> Iterator[list[int]]:
+    """As many residents, with some of the last layers whole: nothing has to be decided about
+    such layers, nor be waited for. The others have equal shares of the rest."""
+    num_layers, num_experts = setting.num_layers, setting.num_experts
+    total = sum(setting.capacity)
+    most = min(num_layers - 1, total // num_experts)
+    for num_whole in np.unique(np.linspace(0, most, 1 + _NUM_WHOLE).astype(int))[1:].tolist():
+        num_others = num_layers - num_whole
+        share, num_more = divmod(total - num_whole * num_experts, num_others)
+        others = [min(num_experts, share + (layer < num_more)) for layer in range(num_others)]
+        yield others + [num_experts] * num_whole

@@ -1,0 +1,159 @@
+"""A recipe: everything that a preset is, in one place.
+
+Its three policies and how they are made, the options that a user may give, and what others ask
+about it: who compares it, who must make room for its fetches, whether it changes a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar, cast
+
+import numpy as np
+
+from lowtide.core import Costs, FloatArray, IntArray
+from lowtide.errors import PlanError, UsageError
+from lowtide.policies.assignment import AllHost, Assign, HostAlone
+from lowtide.policies.decision import Policies
+from lowtide.policies.placement import Placement
+from lowtide.policies.prefetch import NoPrefetch, Prefetch
+from lowtide.policies.tau import TauChange
+
+T_co = TypeVar("T_co", covariant=True)
+
+MAX_WHOLE = 999_999
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Setting:
+    """What the policies of a preset are made from.
+
+    capacity: residents per MoE layer; a preset may divide as many in all otherwise.
+    options: values by name; each recipe takes those of its own, defaults for the others.
+    frequency: [layers, experts], a calibration's activations; without one static presets keep the
+        first experts by id.
+    following: [layers - 1, experts, experts], from `count_following`; without one no statistics.
+    hits: [passes, layers, experts], a calibration's tokens per expert, the load that
+        `moe-lightning` plans for and `lowtide` divides its residents for; without one every
+        expert is given one token, and all layers what `capacity` says.
+    on_tau_change: is told of an interval that follows the drift.
+    """
+
+    capacity: Sequence[int]
+    num_experts: int
+    costs: Costs
+    frequency: FloatArray | None = None
+    following: FloatArray | None = None
+    hits: IntArray | None = None
+    options: Mapping[str, object] = field(default_factory=dict)
+    on_tau_change: Callable[[TauChange], None] = lambda change: None
+    seed: int = 0
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.capacity)
+
+    def having(self, **options: object) -> Setting:
+        """The same with these options, too."""
+        return replace(self, options={**self.options, **options})
+
+
+@dataclass(frozen=True, slots=True)
+class Option(Generic[T_co]):
+    """Something about a preset that a user may say: a whole number in a range, or a word.
+
+    words: what each of them stands for; a switch has `true` and `false` and no range.
+    """
+
+    name: str
+    summary: str
+    default: T_co
+    low: int = 0
+    high: int = -1  # below `low`: no number will do
+    words: Mapping[str, T_co] = field(default_factory=dict)
+
+    def of(self, setting: Setting) -> T_co:
+        """The value in force."""
+        return cast(T_co, setting.options.get(self.name, self.default))
+
+    def parse(self, text: str) -> T_co:
+        """Raises UsageError for what is neither a number in the range nor one of the words."""
+        if text in self.words:
+            return self.words[text]
+        is_number = text.isdecimal() and text.isascii() and len(text) <= 16
+        if not is_number or not self.low <= int(text) <= self.high:
+            raise UsageError(f"{self.name} must be {self.choices}, not {text!r}.")
+        return cast(T_co, int(text))
+
+    @property
+    def choices(self) -> str:
+        """What may be said, in words."""
+        if self.high < self.low:
+            return " or ".join(self.words)
+        number = f"a whole number from {self.low} to {self.high}"
+        return ", or ".join([number, *self.words])
+
+
+def switch(name: str, summary: str) -> Option[bool]:
+    """An option that is `true` or `false`, false unless it is given."""
+    return Option(name, summary, False, words={"true": True, "false": False})
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A preset: how each of its three policies is made from a setting, and what is true of it.
+
+    capacity: residents of each layer at the start, which the placement's setting has.
+    waits: whether a step waits for the experts it admits.
+    fetches_all: every absent expert is fetched, so that it cannot be without a staging slot;
+    fetches_none: none is, unless an option says so.
+    weighs_moves: the placement asks what a move costs.
+    is_candidate: `auto` compares it where it can simulate; of equals the first is taken.
+    is_lossless: no token depends on what it decides.
+    asks_routing: its policies want routing weights and router scores in their facts.
+    """
+
+    placement: Callable[[Setting], Placement]
+    assignment: Callable[[Setting], Assign] = lambda setting: AllHost()
+    prefetch: Callable[[Setting], Prefetch] = lambda setting: NoPrefetch()
+    summary: str = ""
+    options: tuple[Option[object], ...] = ()
+    capacity: Callable[[Setting], Sequence[int]] = lambda setting: setting.capacity
+    waits: Callable[[Setting], bool] = lambda setting: False
+    fetches_all: bool = False
+    fetches_none: bool = False
+    weighs_moves: bool = False
+    is_candidate: bool = False
+    is_lossless: bool = True
+    asks_routing: bool = False
+
+    def policies(self, setting: Setting) -> Policies:
+        """The preset at work, for one model, budget and machine.
+
+        Raises PlanError where it fetches everything and there is no slot to fetch into.
+        """
+        if self.fetches_all and not setting.costs.num_staging:
+            raise PlanError(
+                "Fetching absent experts needs at least 1 staging slot and there is none; raise "
+                "--gpu-memory or choose a policy that computes them on the host, such as tide."
+            )
+        alone = self.policies_without_device(setting)
+        return replace(
+            alone,
+            assign=self.assignment(setting),
+            prefetch=self.prefetch(setting),
+            waits=self.waits(setting),
+        )
+
+    def policies_without_device(self, setting: Setting) -> Policies:
+        """Its placement, where the host runs every expert and reads each that is absent."""
+        divided = replace(setting, capacity=self.capacity(setting))
+        return Policies(
+            self.placement(divided),
+            HostAlone(),
+            NoPrefetch(),
+            np.array(divided.capacity, np.int64),
+            setting.costs,
+            asks_routing=self.asks_routing,
+        )

@@ -1,0 +1,131 @@
+"""The simulated link and the slots behind it: a queue of transfers in simulated time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from lowtide.core import BoolArray, FloatArray, IntArray, Moves
+
+_ABSENT = np.inf
+
+
+class _Transfer(NamedTuple):
+    """An expert that waits for an idle link."""
+
+    layer: int
+    expert: int
+    issued_s: float
+    victim: int | None  # the resident it replaces, if no slot is free for it
+
+
+class SimulatedLink:
+    """The link and the slots behind it: when each expert can be used, and what is on its way.
+
+    `ready_s` and `staged_s` [layers, experts]: the time from which an expert can be used as a
+    resident, or from a prefetch slot; infinite when it is neither there nor under way.
+    """
+
+    def __init__(self, capacity: Sequence[int], num_experts: int, fetch_s: float) -> None:
+        self.ready_s = np.full((len(capacity), num_experts), _ABSENT)
+        self.staged_s = np.full((len(capacity), num_experts), _ABSENT)
+        self.free_s = 0.0
+        self.busy_s = 0.0
+        self.num_moved = self.num_prefetched = 0
+        self._num_slots = sum(capacity)  # of residents: any layer may have them
+        self._fetch_s = fetch_s
+        self._ahead: deque[_Transfer] = deque()
+        self._moves: deque[_Transfer] = deque()
+
+    def busy_from(self, now_s: float) -> float:
+        """Seconds from `now_s` until what has begun has ended."""
+        return max(0.0, self.free_s - now_s)
+
+    def is_kept(self, layer: int) -> BoolArray:
+        """Residents, and those on their way to be. [num_experts]"""
+        kept: BoolArray = self.ready_s[layer] < _ABSENT
+        return kept
+
+    def arriving_s(self, layer: int, now_s: float) -> FloatArray:
+        """Seconds until each expert can be used; infinite if nothing is under way. [num_experts]"""
+        soonest = np.minimum(self.ready_s[layer], self.staged_s[layer])
+        left_s: FloatArray = np.maximum(0.0, soonest - now_s)
+        return left_s
+
+    def run_until(self, now_s: float) -> None:
+        """Starts every waiting transfer whose turn comes before `now_s`."""
+        while queue := self._ahead or self._moves:
+            start_s = max(self.free_s, queue[0].issued_s)
+            if start_s >= now_s:
+                return
+            transfer = queue.popleft()
+            starts = self._start_ahead if queue is self._ahead else self._start_move
+            starts(transfer, start_s)
+
+    def fetch(self, start_s: float) -> float:
+        """Transfers one expert on demand, not before `start_s`; returns its arrival."""
+        return self._occupy(max(start_s, self.free_s))
+
+    def look_ahead(self, layer: int, experts: IntArray, now_s: float) -> None:
+        self._ahead.extend(_Transfer(layer, e, now_s, None) for e in experts.tolist())
+
+    def end_layer(self, layer: int, now_s: float) -> IntArray:
+        """Empties the layer's prefetch slots and forgets what had not begun; who was staged."""
+        staged = np.flatnonzero(self.staged_s[layer] < _ABSENT)
+        self.staged_s[layer] = _ABSENT
+        self._ahead = deque(t for t in self._ahead if t.layer != layer)
+        return staged
+
+    def carry_out(self, layer: int, moves: Moves, at_hand: set[int], now_s: float) -> None:
+        """Carries out moves: experts `at_hand` (just fetched) at once, the others when idle.
+
+        New moves of a layer replace those of its old ones that have not begun.
+        """
+        if not len(moves.admit) and not len(moves.evict):
+            return
+        self._moves = deque(t for t in self._moves if t.layer != layer)
+        ready_s = self.ready_s[layer]
+        admit = sorted(moves.admit.tolist(), key=lambda expert: expert not in at_hand)
+        victims = moves.evict.tolist()
+        num_unpaired = len(victims) - len(admit)
+        for victim in victims[: max(0, num_unpaired)]:
+            ready_s[victim] = _ABSENT
+        victims = victims[max(0, num_unpaired) :]
+        num_free = len(admit) - len(victims)
+        for place, expert in enumerate(admit):
+            victim = victims[place - num_free] if place >= num_free else None
+            if expert in at_hand:
+                self._replace(layer, expert, victim, now_s)
+            else:
+                self._moves.append(_Transfer(layer, expert, now_s, victim))
+
+    def _start_ahead(self, transfer: _Transfer, start_s: float) -> None:
+        if np.isinf(self.ready_s[transfer.layer, transfer.expert]):
+            self.staged_s[transfer.layer, transfer.expert] = self._occupy(start_s)
+            self.num_prefetched += 1
+
+    def _start_move(self, transfer: _Transfer, start_s: float) -> None:
+        if self._has_room(transfer):
+            end_s = self._occupy(start_s)
+            self._replace(transfer.layer, transfer.expert, transfer.victim, end_s)
+            self.num_moved += 1
+
+    def _has_room(self, transfer: _Transfer) -> bool:
+        is_kept = self.is_kept(transfer.layer)
+        num_kept = int(np.count_nonzero(self.ready_s < _ABSENT))
+        if transfer.victim is not None and is_kept[transfer.victim]:
+            num_kept -= 1
+        return num_kept < self._num_slots and not is_kept[transfer.expert]
+
+    def _replace(self, layer: int, expert: int, victim: int | None, ready_s: float) -> None:
+        if victim is not None:
+            self.ready_s[layer, victim] = _ABSENT
+        self.ready_s[layer, expert] = ready_s
+
+    def _occupy(self, start_s: float) -> float:
+        self.free_s = start_s + self._fetch_s
+        self.busy_s += self._fetch_s
+        return self.free_s

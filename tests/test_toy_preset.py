@@ -1,0 +1,127 @@
+"""A preset is one place: here one is added, with an option of its own, used, and taken out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from common.synth_trace import synth_trace
+
+from lowtide import LLM, SamplingParams
+from lowtide.core import Assignment, Facts, IntArray, MoEShape, Moves
+from lowtide.errors import UsageError
+from lowtide.llm import plan_model
+from lowtide.policies.assignment import divide
+from lowtide.policies.catalogue import CATALOGUE
+from lowtide.policies.presets import (
+    candidates,
+    check_policy,
+    lossless_presets,
+    preset_names,
+    register,
+    unregister,
+)
+from lowtide.policies.ranking import moves_to
+from lowtide.policies.recipe import Option, Recipe, Setting
+from lowtide.profiles import load_profile
+from lowtide.replay.simulator import simulate
+from lowtide.replay.trace import TraceShape
+
+MODEL = Path(__file__).parent / "goldens" / "llada2-a"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "policies.md"
+STRIDE = Option("stride", "every so many experts one is kept", 2, 1, 9)
+
+
+class EveryNth:
+    """Keeps every so many experts, starting from the step's index."""
+
+    def __init__(self, num_experts: int, stride: int) -> None:
+        self._num_experts = num_experts
+        self._stride = stride
+
+    def initial(self, layer: int) -> IntArray:
+        return np.empty(0, np.int64)
+
+    def update(self, facts: Facts) -> Moves:
+        first = facts.step.index % self._stride
+        chosen = np.arange(first, self._num_experts, self._stride)
+        return moves_to(chosen[: facts.room], facts.is_kept)
+
+
+class EverySecond:
+    """The device has every second expert of a step."""
+
+    def __call__(self, facts: Facts) -> Assignment:
+        experts, is_resident = facts.demand.experts, facts.demand.is_resident
+        mask = np.arange(len(experts)) % 2 == 0
+        return divide(facts.demand, mask & (is_resident | facts.can_fetch))
+
+
+TOY = Recipe(
+    lambda s: EveryNth(s.num_experts, STRIDE.of(s)),
+    lambda s: EverySecond(),
+    summary="for a test",
+    options=(STRIDE,),
+)
+
+
+@pytest.fixture
+def toy() -> Iterator[str]:
+    register("toy", TOY)
+    yield "toy"
+    unregister("toy")
+
+
+def test_a_preset_that_is_not_there_is_refused_and_one_that_is_cannot_be_added() -> None:
+    with pytest.raises(UsageError, match="'toy' is not known"):
+        check_policy("toy", {})
+    with pytest.raises(UsageError, match="'toy' is not known"):
+        unregister("toy")
+    for name in ("tide", "auto"):
+        with pytest.raises(UsageError, match="already"):
+            register(name, TOY)
+
+
+def test_its_name_and_its_option_are_checked(toy: str) -> None:
+    assert toy in preset_names() and toy in lossless_presets() and toy not in candidates()
+    check_policy(toy, {})
+    check_policy(toy, {"stride": "3"})
+    with pytest.raises(UsageError, match="stride must be a whole number from 1 to 9, not '0'"):
+        check_policy(toy, {"stride": "0"})
+    with pytest.raises(UsageError, match="no option 'tau'; its options: stride"):
+        check_policy(toy, {"tau": "4"})
+
+
+def test_it_is_simulated(toy: str) -> None:
+    shape = TraceShape(2, 16, 2, 64, 32)
+    trace = synth_trace(shape, num_blocks=2, steps_per_block=3, num_prompt_rows=4)
+    setting = Setting([8, 8], 16, load_profile("rtx3090").costs(MoEShape(*shape)))
+    reports = [simulate(trace, toy, setting.having(stride=n)) for n in (1, 2, 9)]
+    assert all(report.num_tokens == trace.num_committed for report in reports)
+    assert len({report.num_moved for report in reports}) == 3
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_it_runs_a_model_and_changes_no_token(toy: str, device: str) -> None:
+    prompt, params = [7, 3, 20, 9, 4], SamplingParams(max_tokens=8, ignore_eos=True)
+    options: dict[str, object] = {"context": 128, "device": device}
+    plan = plan_model(MODEL, **options)  # type: ignore[arg-type]
+    half = (plan.minimum_bytes + plan.full_bytes) // 2
+    options["host_memory" if device == "cpu" else "gpu_memory"] = half
+    ids = []
+    for policy, own in ((toy, {"stride": "3"}), ("tide", {})):
+        with LLM(MODEL, policy=policy, policy_options=own, **options) as llm:  # type: ignore[arg-type]
+            assert llm.plan.policy == policy
+            ids.append(llm.generate([prompt], params)[0].token_ids)
+            assert llm.stats()["num_misses"] > 0
+    assert ids[0] == ids[1]
+
+
+def test_the_document_has_every_preset_and_every_option() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    for name, made in CATALOGUE.items():
+        assert f"`{name}`" in text and made.summary
+        for option in made.options:
+            assert f"`{option.name}" in text and option.summary, (name, option.name)
