@@ -360,7 +360,7 @@ def _emulated(race: Race) -> dict[str, str]:
 
 def _device(track: Track) -> dict[str, Any]:
     """The emulated costs of an expert beside the profile's, by tokens."""
-    costs = track.engine.experts.costs
+    costs = track.costs
     shape, dtype = track.engine.opened.config.moe_shape, track.engine.opened.dtype
     profile = load_profile(PROFILE).costs(shape, dtype.itemsize)
     rows = {"device": track.device.describe(), "time": "emulated"}

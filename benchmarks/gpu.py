@@ -45,11 +45,14 @@ from torch import Tensor
 from lowtide.core import Costs, Curve, MoEShape, Step
 from lowtide.devices.cuda import CudaDevice
 from lowtide.errors import PlanError
+from lowtide.experts.at_once import ExpertsAtOnce, cores_beside_device
 from lowtide.experts.device import ExpertGroup
-from lowtide.experts.home import HostHome
-from lowtide.experts.hybrid import HostScratch, HybridRuntime
+from lowtide.experts.device_tier import DeviceTier
+from lowtide.experts.host_share import HostCompute
+from lowtide.experts.host_tier import HostTier
 from lowtide.experts.link import Link
-from lowtide.experts.rows import ExpertBuffers, ExpertRows, Routing
+from lowtide.experts.rows import ExpertBuffers, ExpertRows, HostScratch, Routing
+from lowtide.experts.runtime import ExpertRuntime
 from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger
 from lowtide.hardware import available_memory_bytes
 from lowtide.kernels.products import choose_products
@@ -61,6 +64,7 @@ from lowtide.policies.decision import Policies
 from lowtide.policies.prefetch import Gate, NoPrefetch
 from lowtide.policies.presets import make_policies
 from lowtide.policies.recipe import Setting
+from lowtide.reading.file_reader import Ticket
 from lowtide.replay.trace import TraceShape
 from lowtide.threads.executor import HostExecutor
 
@@ -281,7 +285,7 @@ def num_layers_with_room(stage: str, report: Report) -> int:
 def measure_presets(
     stage: str,
     shape: MoEShape,
-    home: HostHome,
+    home: HostTier,
     pinned: PinnedMemory,
     executor: HostExecutor,
     costs: Costs,
@@ -324,7 +328,7 @@ def measure_ceilings(report: Report) -> tuple[float, float]:
     return link_rate, device_rate
 
 
-def make_experts(shape: MoEShape, pinned: PinnedMemory, report: Report) -> HostHome:
+def make_experts(shape: MoEShape, pinned: PinnedMemory, report: Report) -> HostTier:
     """All experts in pinned host memory. Few different ones: only their bytes count here."""
     layout = SlotLayout.of(shape, DTYPE)
     num_experts = shape.num_layers * shape.num_experts
@@ -345,10 +349,25 @@ def make_experts(shape: MoEShape, pinned: PinnedMemory, report: Report) -> HostH
             "seconds": perf_counter() - start_s,
         },
     )
-    return HostHome(slots, shape.num_experts)
+    ledger = SlotLedger(shape.num_layers, shape.num_experts, num_experts)
+    home = HostTier(slots, ledger, _InPlace(), reads_ahead=False, is_permanent=True)
+    home.load_all(lambda *progress: None)
+    return home
 
 
-def measure_link(home: HostHome, pinned: PinnedMemory, ceiling: float, report: Report) -> None:
+class _InPlace:
+    """A transfer of experts whose bytes are in their slots already."""
+
+    def start(self, layer: int, expert: int, slot: int) -> Ticket:
+        ticket: Ticket = Ticket()
+        ticket.set_result(0)
+        return ticket
+
+    def drain(self) -> None:
+        pass
+
+
+def measure_link(home: HostTier, pinned: PinnedMemory, ceiling: float, report: Report) -> None:
     """One copy per expert, as the runtime does it."""
     layout, num_slots = home.slots.layout, 64
     device = CudaDevice(MODEL, layout, num_slots, BLOCK_TOKENS, pinned)
@@ -367,7 +386,7 @@ def measure_link(home: HostHome, pinned: PinnedMemory, ceiling: float, report: R
     report.line("expert copies", text)
 
 
-def measure_kernel(home: HostHome, ceiling: float, report: Report) -> float:
+def measure_kernel(home: HostTier, ceiling: float, report: Report) -> float:
     """Bytes per second of weights at decode sizes; the launches are replayed from a graph."""
     from lowtide.kernels.triton_experts import SlotImage
 
@@ -422,7 +441,7 @@ def _graph_of(launches: Sequence[Callable[[], None]]) -> Callable[[], None]:
     return graph.replay
 
 
-def measure_resident_layer(home: HostHome, pinned: PinnedMemory, report: Report) -> None:
+def measure_resident_layer(home: HostTier, pinned: PinnedMemory, report: Report) -> None:
     """A layer with every expert resident, as the runtime runs it: sort, products, sum."""
     device = CudaDevice(MODEL, home.slots.layout, MODEL.num_experts, BLOCK_TOKENS, pinned)
     for expert in range(MODEL.num_experts):
@@ -510,7 +529,7 @@ class HybridBench:
     def __init__(
         self,
         shape: MoEShape,
-        home: HostHome,
+        home: HostTier,
         pinned: PinnedMemory,
         executor: HostExecutor,
         costs: Costs,
@@ -529,17 +548,16 @@ class HybridBench:
         device = CudaDevice(shape, home.slots.layout, num_slots, BLOCK_TOKENS, pinned)
         num_pairs = BLOCK_TOKENS * shape.num_experts_per_token
         ledger = SlotLedger(shape.num_layers, shape.num_experts, num_slots)
-        self._runtime = HybridRuntime(
+        link = Link(device, ledger, home, costs.link_s, self._costs.num_staging)
+        products = choose_products("auto", DTYPE)
+        at_once = ExpertsAtOnce.of(home.slots, products, cores_beside_device(executor))
+        self._runtime = ExpertRuntime(
             shape=shape,
-            device=device,
-            link=Link(device, ledger, home, costs.link_s, self._costs.num_staging),
-            home=home,
+            host=home,
             policies=_without_gates(make_policies(preset, setting, everything_fits=False)),
-            costs=self._costs,
-            executor=executor,
+            compute=HostCompute(executor, products, at_once, device.host_work),
+            device=DeviceTier(device, link, self._costs),
             scratch=HostScratch(*torch.empty((2, num_pairs, shape.expert_size), dtype=DTYPE)),
-            close=device.close,
-            products=choose_products("auto", DTYPE),
         )
         self._x = torch.randn(BLOCK_TOKENS, shape.hidden_size).to(DEVICE, DTYPE)
         self._out = torch.empty_like(self._x, dtype=torch.float32)
@@ -553,7 +571,7 @@ class HybridBench:
     def running(self) -> Iterator[None]:
         """The first residents are loaded; at the end the device is closed."""
         try:
-            self._runtime.preload(lambda *progress: None)
+            self._runtime.load()
             yield
         finally:
             self._runtime.close()

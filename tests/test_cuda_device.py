@@ -18,7 +18,7 @@ from lowtide.core import MoEShape
 from lowtide.devices import cuda
 from lowtide.devices.cuda import CudaDevice, pinned_bytes
 from lowtide.errors import DeviceError, InternalError, PlanError
-from lowtide.experts.device import Device, ExpertGroup
+from lowtide.experts.device import ExpertGroup
 from lowtide.experts.rows import ExpertBuffers, ExpertRows
 from lowtide.experts.slots import ExpertSlots, SlotLayout
 from lowtide.kernels import routing, triton_experts, triton_routing
@@ -155,6 +155,15 @@ class Layer:
             torch.empty_like(self.x, dtype=torch.float32),
         )
 
+    def to_host(self, device: CudaDevice) -> Tensor:
+        """The host's side of `parts`, filled as the runtime does; also makes `rows` known."""
+        x, experts = device.to_host(self.x, self.experts)
+        rows = ExpertRows(experts, len(self.rows.counts))
+        self.rows.learn(rows.counts)
+        host_parts = device.host_parts(self.buffers.parts)
+        torch.index_select(x, 0, rows.token_of, out=host_parts)
+        return host_parts
+
     def on_host(self, expert: int, home: HostExperts, parts: Tensor) -> None:
         """One expert's products on the host, in place."""
         pairs = self.rows.pairs(expert)
@@ -187,8 +196,8 @@ def test_a_layer_shared_with_the_host(kernels: str, num_tokens: int) -> None:
     """Residents first, then one that arrives into a slot that was in use, then the host's."""
     home, layer = HostExperts(), Layer(num_tokens)
     wanted = layer.expected(home)
-    device: Device = make_device(home, kernels=kernels)
-    host_parts = device.to_host(layer.rows, layer.buffers.parts)
+    device = make_device(home, kernels=kernels)
+    host_parts = layer.to_host(device)
     for expert in (1, 3):
         layer.on_host(expert, home, host_parts)
     arrived = [device.copy(home.image(e), slot, None) for e, slot in ((0, 3), (4, 1), (5, 0))]
@@ -221,7 +230,7 @@ def test_an_empty_group_and_experts_without_tokens_are_nothing_to_do() -> None:
     home, layer = HostExperts(), Layer(1)
     device, before = make_device(home), layer.buffers.parts.clone()
     absent = next(e for e in range(SHAPE.num_experts) if not int(layer.rows.counts[e]))
-    device.to_host(layer.rows, layer.buffers.parts)
+    layer.to_host(device)
     for experts in ({absent: 0}, {}):
         device.run(group(experts), layer.rows, layer.buffers, None)
     device.from_host(before, layer.rows, np.array([absent]), layer.buffers.parts)
@@ -294,10 +303,10 @@ def test_what_fails_while_queueing_is_a_device_error() -> None:
         device.copy(home.image(0)[:100], 0, None)
     too_many = Layer(MAX_ROWS + 1)
     with pytest.raises(DeviceError, match="to the host"):
-        device.to_host(too_many.rows, too_many.buffers.parts)
+        too_many.to_host(device)
     with pytest.raises(InternalError, match="82 pairs"):
         device.run(group({0: 0}), too_many.rows, too_many.buffers, None)
-    device.to_host(layer.rows, layer.buffers.parts)  # goes on
+    layer.to_host(device)  # goes on
 
 
 @pytest.mark.parametrize("piece_bytes", [100, 4096, 1 << 20])
@@ -312,7 +321,7 @@ def test_pageable_memory_goes_through_the_ring(
     for expert in range(NUM_SLOTS):
         device.copy(home.image(expert), expert, None)
     assert streams.pinned_bytes == before + cuda._NUM_PIECES * piece_bytes
-    device.to_host(layer.rows, layer.buffers.parts)
+    layer.to_host(device)
     device.run(group({e: e for e in range(NUM_SLOTS)}), layer.rows, layer.buffers, None)
     rest = layer.buffers.parts.clone()
     for expert in range(NUM_SLOTS, SHAPE.num_experts):
@@ -336,7 +345,7 @@ def test_a_ring_is_not_written_before_its_last_use_has_ended() -> None:
 def test_the_calling_thread_may_run_ahead_of_many_launches() -> None:
     home, layer, streams = HostExperts(), Layer(2), StandInStreams()
     device = make_device(home, streams)
-    device.to_host(layer.rows, layer.buffers.parts)
+    layer.to_host(device)
     for _ in range(cuda._NUM_TABLES + 3):
         device.run(group({0: 0}), layer.rows, layer.buffers, None)
     assert streams.pinned_bytes <= pinned_bytes(SHAPE, LAYOUT.dtype, MAX_ROWS)
@@ -355,7 +364,7 @@ def test_experts_with_biases_have_no_triton_kernel_and_say_so() -> None:
     wanted = layer.expected(home)
     with pytest.warns(UserWarning, match="one by one"):
         device = make_device(home)
-    device.to_host(layer.rows, layer.buffers.parts)
+    layer.to_host(device)
     for expert in range(SHAPE.num_experts):
         used = device.copy(home.image(expert), expert % 2, None)
         device.run(group({expert: expert % 2}), layer.rows, layer.buffers, used)
@@ -376,7 +385,7 @@ def test_kernels_that_cannot_run_here_are_left_alone_and_it_is_said(
     wanted = layer.expected(home)
     with pytest.warns(UserWarning, match="one by one.*cache folder"):
         device = make_device(home)
-    device.to_host(layer.rows, layer.buffers.parts)
+    layer.to_host(device)
     for expert in range(SHAPE.num_experts):
         used = device.copy(home.image(expert), expert % 2, None)
         device.run(group({expert: expert % 2}), layer.rows, layer.buffers, used)
@@ -470,7 +479,7 @@ def gpu_device(
 
 def share_a_layer(device: CudaDevice, home: HostExperts, layer: Layer, seed: int) -> None:
     """A third of the experts on the host, the rest fetched in waves through too few slots."""
-    host_parts = device.to_host(layer.rows, layer.buffers.parts)
+    host_parts = layer.to_host(device)
     order = np.random.default_rng(seed).permutation(GPU_SHAPE.num_experts)
     on_host, fetched = np.sort(order[:20]), order[20:]
     for expert in on_host.tolist():
@@ -548,7 +557,7 @@ def test_a_copy_waits_for_the_last_use_of_its_slot_on_a_gpu() -> None:
     with gpu_device(home, 1) as device:
         layer = Layer(256, GPU_SHAPE, torch.bfloat16, device.torch_device)
         wanted = layer.expected(home)
-        device.to_host(layer.rows, layer.buffers.parts)
+        layer.to_host(device)
         used = None
         for expert in range(GPU_SHAPE.num_experts):
             torch.cuda._sleep(200_000)  # the computation lags behind the link
@@ -563,7 +572,7 @@ def test_slots_may_lie_beyond_two_to_the_31_elements_on_a_gpu() -> None:
     num_slots = 2**31 * torch.bfloat16.itemsize // home.layout.num_bytes + 8  # 4 GiB
     with gpu_device(home, num_slots) as device:
         layer = Layer(32, GPU_SHAPE, torch.bfloat16, device.torch_device)
-        device.to_host(layer.rows, layer.buffers.parts)
+        layer.to_host(device)
         for expert in range(GPU_SHAPE.num_experts):
             slot = num_slots - 1 - expert % 8
             device.copy(home.image(expert), slot, None).wait()

@@ -31,6 +31,7 @@ from lowtide.errors import (
     UnsupportedError,
     UsageError,
 )
+from lowtide.experts.host_share import HostShare
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.lab.synth import synth
 from lowtide.llm import LLM
@@ -426,7 +427,7 @@ CHECKPOINTS = {
     "after a read has started": Interrupter(FileReader, "submit", is_after=True),
     "before a layer's experts": Interrupter(ExpertRuntime, "forward"),
     "after a layer's experts": Interrupter(ExpertRuntime, "forward", is_after=True),
-    "in an expert's use": Interrupter(ExpertRuntime, "_run"),
+    "in an expert's use": Interrupter(HostShare, "_run"),
     "before a pass": Interrupter(LLaDA2, "forward"),
     "after a pass": Interrupter(LLaDA2, "forward", is_after=True),
     "before logits": Interrupter(LLaDA2, "logits"),

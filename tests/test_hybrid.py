@@ -18,11 +18,13 @@ from whole import answers
 from lowtide.core import IntArray, Step
 from lowtide.decode.request import Request
 from lowtide.errors import DeviceError, PlanError, StorageError, UnsupportedError, UsageError
-from lowtide.experts import hybrid
+from lowtide.experts import device_tier, runtime
 from lowtide.experts.at_once import ExpertsAtOnce
-from lowtide.experts.home import DiskHome
-from lowtide.experts.hybrid import HybridRuntime
+from lowtide.experts.device_tier import DeviceTier
+from lowtide.experts.host_share import HostShare
+from lowtide.experts.host_tier import HostTier
 from lowtide.experts.rows import Routing
+from lowtide.experts.runtime import ExpertRuntime
 from lowtide.lab.calibrate import calibrate
 from lowtide.lab.synth import synth
 from lowtide.llm import LLM, plan_model
@@ -72,16 +74,19 @@ class Case:
         check_idle(llm)
 
 
-def runtime_of(llm: LLM) -> HybridRuntime:
-    experts = llm._engine.experts
-    assert isinstance(experts, HybridRuntime)
-    return experts
+def runtime_of(llm: LLM) -> ExpertRuntime:
+    return llm._engine.experts
+
+
+def tier_of(llm: LLM) -> DeviceTier:
+    tier = runtime_of(llm).device
+    assert tier is not None
+    return tier
 
 
 def check_idle(llm: LLM) -> None:
     """No slot is lost, shared or leased between passes."""
-    runtime = runtime_of(llm)
-    link, ledger = runtime.link, runtime.link.ledger
+    link, ledger = tier_of(llm).link, tier_of(llm).link.ledger
     assert ledger.num_free + ledger.num_resident + link.num_coming == ledger.num_slots
     link.abandon()
     ledger.check_integrity()
@@ -143,7 +148,7 @@ def test_hits_of_layers_that_are_whole_are_counted(
     diffusion: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many are kept to be added up together."""
-    monkeypatch.setattr(hybrid, "_MAX_COUNTS", 5)
+    monkeypatch.setattr(device_tier, "_MAX_COUNTS", 5)
     num_hits = 0
 
     class Counter:
@@ -185,7 +190,7 @@ def test_what_a_calibration_knows(
     )
     with opened as llm:
         diffusion.check(llm)
-        gate = runtime_of(llm).early_gate
+        gate = tier_of(llm).early_gate
         assert gate is not None and (gate.has_residual == (policy == "dali"))
 
 
@@ -243,7 +248,7 @@ def check_fails_once(case: Case, llm: LLM, error: type[Exception], match: str) -
 def test_a_failing_copy(diffusion: Case, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with diffusion.open(policy, 0.3) as llm:
         with monkeypatch.context() as patch:
-            patch.setattr(runtime_of(llm).device._slots, "image", refuse)
+            patch.setattr(tier_of(llm).device._slots, "image", refuse)
             check_fails_once(diffusion, llm, DeviceError, "on purpose")
         diffusion.check(llm)
 
@@ -252,10 +257,10 @@ def test_a_failing_copy(diffusion: Case, policy: str, monkeypatch: pytest.Monkey
 def test_a_failing_expert(diffusion: Case, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with diffusion.open(policy, 0.3) as llm:
         with monkeypatch.context() as patch:
-            runtime = runtime_of(llm)
-            broken = runtime.products._replace(gated_mlp=refuse)
-            patch.setattr(runtime, "products", broken)
-            patch.setattr(runtime.device, "_products", broken)
+            broken = runtime_of(llm).compute.products._replace(gated_mlp=refuse)
+            compute = runtime_of(llm).compute._replace(products=broken)
+            patch.setattr(runtime_of(llm), "compute", compute)
+            patch.setattr(tier_of(llm).device, "_products", broken)
             with pytest.raises((Broken, DeviceError), match="on purpose"):
                 diffusion.answer(llm)
         diffusion.check(llm)
@@ -300,7 +305,7 @@ def test_an_interrupt_while_a_call_over_several_experts_is_under_way(
     with diffusion.open("all-host", 0.3, 0.3) as llm:
         with monkeypatch.context() as patch:
             patch.setattr(ExpertsAtOnce, "run", run_late)
-            patch.setattr(hybrid._HostUse, "wait", interrupt)
+            patch.setattr(HostShare, "wait", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 diffusion.answer(llm)
         diffusion.check(llm)
@@ -323,10 +328,10 @@ def test_a_host_thread_that_hangs_is_an_error(
     release = threading.Event()
     with diffusion.open("all-host", 0.0) as llm:
         with monkeypatch.context() as patch:
-            patch.setattr(hybrid, "WAIT_LIMIT_S", 0.05)
-            runtime = runtime_of(llm)
-            hanging = runtime.products._replace(gated_mlp=lambda *_: release.wait(10))
-            patch.setattr(runtime, "products", hanging)
+            patch.setattr(runtime, "WAIT_LIMIT_S", 0.05)
+            compute = runtime_of(llm).compute
+            hanging = compute.products._replace(gated_mlp=lambda *_: release.wait(10))
+            patch.setattr(runtime_of(llm), "compute", compute._replace(products=hanging))
             timer = threading.Timer(0.5, release.set)
             timer.start()
             check_fails_once(diffusion, llm, DeviceError, "has not been computed within 0.05 s")
@@ -336,14 +341,14 @@ def test_a_host_thread_that_hangs_is_an_error(
 
 def test_a_device_that_was_closed_is_an_error(diffusion: Case) -> None:
     with diffusion.open("lowtide", 0.3) as llm:
-        runtime_of(llm).device.close()
+        tier_of(llm).device.close()
         check_fails_once(diffusion, llm, DeviceError, "load the model again|closed")
 
 
 def test_memory_that_the_device_does_not_get(
     diffusion: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import lowtide.engine.device as wiring
+    from lowtide.engine import device as wiring
 
     def no_memory(num_bytes: int) -> None:
         raise PlanError(f"The system refuses to reserve {num_bytes} bytes.")
@@ -359,16 +364,16 @@ def test_memory_that_the_device_does_not_get(
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Ctrl-C at the n-th slot that is in use by the host; the list holds the countdown."""
     countdown = [0]
-    used_by = DiskHome.used_by
+    lease = HostTier.lease
 
-    def used_or_stop(home: DiskHome, slot: int, use: Any) -> None:
-        countdown[0] -= isinstance(use, hybrid._HostUse)
+    def leased_or_stop(tier: HostTier, layer: int, expert: int) -> int:
+        countdown[0] -= 1
         if countdown[0] == 0:
             countdown[0] = -1
             raise KeyboardInterrupt
-        used_by(home, slot, use)
+        return lease(tier, layer, expert)
 
-    monkeypatch.setattr(DiskHome, "used_by", used_or_stop)
+    monkeypatch.setattr(HostTier, "lease", leased_or_stop)
     yield countdown
 
 

@@ -146,7 +146,7 @@ def pin_without_the_system(gpu: LateGpu) -> Any:
 @pytest.mark.slow
 def test_the_triton_kernels_say_the_same(small_case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     with late_cuda(monkeypatch), small_case.open(0.5, "lowtide") as llm:
-        assert isinstance(llm._engine.experts.device._computation, cuda.TritonExperts)
+        assert isinstance(llm._engine.experts.device.device._computation, cuda.TritonExperts)
         assert small_case.answer(llm)[0] == small_case.ids
 
 
@@ -180,8 +180,8 @@ def test_a_wait_that_is_forgotten_is_noticed(
         monkeypatch.setattr(cuda, "wait_on", lambda stream, after: None)
     else:
         monkeypatch.setattr(cuda.CudaEvent, "wait", lambda self, limit_s=0.0: None)
-    # Old bytes, another answer, or logits that are not numbers.
-    noticed = (AssertionError, DeviceError, InternalError, ValueError)
+    # Old bytes, another answer, logits that are not numbers, experts that there are not.
+    noticed = (AssertionError, DeviceError, InternalError, MemoryError, ValueError)
     with late_cuda(monkeypatch, seed=1), pytest.raises(noticed):
         with small_case.open(0.3, "on-demand") as llm:
             small_case.check(llm)
@@ -307,7 +307,7 @@ def test_a_budget_without_slots_is_measured_with_some(
 
     monkeypatch.setattr(device_engine, "stored_or_measured", measured)
     with late_cuda(monkeypatch, haste=0.3), small_case.open(0.0, "all-host") as llm:
-        assert llm._engine.experts.device.num_slots == 0
+        assert llm._engine.experts.device.device.num_slots == 0
         small_case.check(llm)
     assert found[0].device_s.at(1) > 0 and found[0].link_s > 0
 
@@ -323,7 +323,8 @@ def test_what_doctor_measured_is_not_measured_again(
     with late_cuda(monkeypatch, haste=0.5):
         [measured] = doctor.diagnose(small_case.folder, device="cuda", dtype="float32").costs
         with small_case.open(0.5, "lowtide") as llm:
-            assert llm._engine.experts.costs.link_s == measured.stored.costs.link_s > 0
+            tier = llm._engine.experts.device
+            assert tier is not None and tier.costs.link_s == measured.stored.costs.link_s > 0
 
 
 def test_neither_cudnn_attends_nor_tf32_multiplies(

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lowtide.core import Costs, MoEShape, Step, StepKind
+from lowtide.experts.host_share import HostCompute
+from lowtide.experts.host_tier import HostTier
 from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import ExpertRegistrar, ExpertRuntime
 from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger
@@ -544,8 +546,10 @@ def test_moe_layer_routes_runs_and_adds_the_shared_expert(
     ledger = SlotLedger(1, 6, num_residents + 2)
     setting = Setting([num_residents], 6, Costs.unknown(1))
     policies = recipe("static").policies_without_device(setting)
-    runtime = ExpertRuntime(shape, slots, ledger, Instant(slots, weights), policies, INLINE)
-    runtime.preload(0, policies.placement.initial(0))
+    compute = HostCompute(INLINE, REFERENCE, None, lambda num_tokens, work: work)
+    host = HostTier(slots, ledger, Instant(slots, weights))
+    runtime = ExpertRuntime(shape, host, policies, compute)
+    runtime.load()
     router = make_router(7, 6, hidden)
     x, out = randn(rows, hidden, seed=8, dtype=dtype), torch.empty(rows, hidden, dtype=dtype)
     segments = (Segment(0, rows, 0, rows, KVRange(0, 0)),)

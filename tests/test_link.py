@@ -38,17 +38,20 @@ from lowtide.core import (
 )
 from lowtide.devices.group import DeviceGroup
 from lowtide.errors import DeviceError, StorageError
-from lowtide.experts import home, hybrid, link, slots
+from lowtide.experts import device_tier, host_share, host_tier, link, runtime, slots
 from lowtide.experts.device import ExpertGroup
-from lowtide.experts.home import DiskHome, HostHome
-from lowtide.experts.hybrid import HostScratch, HybridRuntime
+from lowtide.experts.device_tier import DeviceTier
+from lowtide.experts.host_share import HostCompute
+from lowtide.experts.host_tier import HostTier
 from lowtide.experts.link import Link
-from lowtide.experts.rows import ExpertBuffers, ExpertRows, Routing
+from lowtide.experts.rows import ExpertBuffers, ExpertRows, HostScratch, Routing
+from lowtide.experts.runtime import ExpertRuntime
 from lowtide.experts.slots import SlotLedger, slots_per_device
 from lowtide.memory.workspace import Workspace
 from lowtide.policies.decision import Policies
-from lowtide.policies.placement import LRU
 from lowtide.policies.prefetch import Ahead, Gate, PrefetchOutcome
+from lowtide.policies.presets import recipe
+from lowtide.policies.recipe import Setting
 
 GARBAGE = -1.0
 HIDDEN = 2
@@ -155,6 +158,11 @@ class LateFuture(Future[Any]):
         self._world.look()
         return self.task.has_ended
 
+    def cancel(self) -> bool:
+        """It will not happen any more: here because it has."""
+        self._world.until(lambda: self.task.has_ended)
+        return True
+
     def result(self, timeout: float | None = None) -> Any:
         self._world.until(lambda: self.task.has_ended)
         if self.task.error is not None:
@@ -216,9 +224,11 @@ class FakeDevice:
 
         return self._queue("runs", begin, end, after)
 
-    def to_host(self, rows: ExpertRows, parts: Tensor) -> Tensor:
+    def to_host(self, x: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
         self._world.drain("runs")
-        _ = rows.bounds
+        return x, experts
+
+    def host_parts(self, parts: Tensor) -> Tensor:
         return parts
 
     def stage(self, predicted: Tensor) -> Tensor:
@@ -400,12 +410,13 @@ class Machine:
         if not num_staging:  # as a plan has it: no slot at all, or one for every expert
             self.capacity = [random.choice([0, num_experts])] * num_layers
         num_demand_slots = num_staging - num_staging // 2
-        self.home = self._disk_home() if random.random() < 0.5 else host_home(self.shape)
+        is_on_disk = random.random() < 0.5
+        self.host = self._disk_host() if is_on_disk else whole_host(self.world, self.shape)
         self.runtime = make_runtime(
             self.world,
             self.shape,
             sum(self.capacity) + num_staging,
-            self.home,
+            self.host,
             self._policies(num_demand_slots > 0),
             costs(num_demand_slots, link_s=random.choice([1e-9, 1e-10])),
             num_devices=random.choice([1, 1, 2, 3]),
@@ -420,21 +431,23 @@ class Machine:
         waits, capacity = random.random() < 0.5, np.array(self.capacity)
         return Policies(placement, assign, prefetch, capacity, Costs.unknown(1), waits)  # type: ignore[arg-type]
 
-    def _disk_home(self) -> DiskHome:
+    def _disk_host(self) -> HostTier:
         num_layers, num_experts = self.shape[:2]
         capacity = [self.random.randint(0, num_experts) for _ in range(num_layers)]
+        self.host_capacity = capacity
+        setting = Setting(capacity, num_experts, Costs.unknown(1))
         num_slots = sum(capacity) + self.random.randint(1, 4)
         slots: Any = FakeSlots(num_slots)
-        return DiskHome(
+        return HostTier(
             slots,
             SlotLedger(num_layers, num_experts, num_slots),
             FakeTransfer(self.world, slots.values, num_experts),  # type: ignore[arg-type]
-            LRU(num_layers, num_experts),
-            capacity,
+            recipe("lru").policies_without_device(setting),
+            reads_ahead=self.random.random() < 0.5,
         )
 
     def preload(self) -> None:
-        self.runtime.preload(lambda *_: None)
+        self.runtime.load()
 
     def run_pass(self) -> None:
         """All layers, or the first ones: Ctrl-C may have come between two of them."""
@@ -459,7 +472,7 @@ class Machine:
 
     def check(self) -> None:
         """Between layers: no slot is lost, and nobody is resident whom nobody asked for."""
-        link, ledger = self.runtime.link, self.runtime.link.ledger
+        link, ledger = tier_of(self.runtime).link, tier_of(self.runtime).link.ledger
         assert ledger.num_free + ledger.num_resident + link.num_coming == ledger.num_slots
         for layer, capacity in enumerate(self.capacity):
             assert link.is_kept(layer).sum() <= capacity
@@ -468,50 +481,57 @@ class Machine:
         """At the end: every slot is free or a resident's."""
         self.world.can_fail = False
         self.run_pass()
-        self.runtime.adopt(self.runtime._policies, lambda *_: None)
-        self.runtime.device.drain()
-        self.home.abandon()
-        self.runtime.link.ledger.check_integrity()
-        if isinstance(self.home, DiskHome):
-            self.home.ledger.check_integrity()
-            for layer, capacity in enumerate(self.home._capacity):
-                assert self.home.ledger.is_resident(layer).sum() <= capacity
+        self.runtime.adopt(self.runtime.policies)
+        tier_of(self.runtime).device.drain()
+        self.host.abandon()
+        tier_of(self.runtime).link.ledger.check_integrity()
+        self.host.ledger.check_integrity()
+        if not self.host.is_permanent:
+            for layer, capacity in enumerate(self.host_capacity):
+                assert self.host.ledger.is_resident(layer).sum() <= capacity
 
 
 def make_runtime(
     world: World,
     shape: MoEShape,
     num_slots: int,
-    at_home: HostHome | DiskHome,
+    host: HostTier,
     policies: Policies,
     its_costs: Costs,
     num_devices: int = 1,
-) -> HybridRuntime:
+) -> ExpertRuntime:
     shares = slots_per_device(num_slots, num_devices)
     device = DeviceGroup([FakeDevice(world, share, n) for n, share in enumerate(shares)])
     ledger = SlotLedger(shape.num_layers, shape.num_experts, num_slots, num_devices)
-    runtime = HybridRuntime(
+    at_once: Any = FakeAtOnce(world.random, host.slots) if world.random.random() < 0.7 else None
+    products: Any = WhoseWeights()
+    return ExpertRuntime(
         shape=shape,
-        device=device,
-        link=Link(device, ledger, at_home, its_costs.link_s, its_costs.num_staging),
-        home=at_home,
+        host=host,
         policies=policies,
-        costs=its_costs,
-        executor=FakeExecutor(world),
+        compute=HostCompute(FakeExecutor(world), products, at_once, device.host_work),
+        device=DeviceTier(
+            device, Link(device, ledger, host, its_costs.link_s, its_costs.num_staging), its_costs
+        ),
         scratch=HostScratch(torch.empty(32, HIDDEN), torch.empty(32, HIDDEN)),
-        close=device.close,
-        products=WhoseWeights(),  # type: ignore[arg-type]
     )
-    if world.random.random() < 0.7:
-        runtime.at_once = FakeAtOnce(world.random, at_home.slots)  # type: ignore[assignment, arg-type]
-    return runtime
 
 
-def host_home(shape: MoEShape) -> HostHome:
+def tier_of(runtime: ExpertRuntime) -> DeviceTier:
+    assert runtime.device is not None
+    return runtime.device
+
+
+def whole_host(world: World, shape: MoEShape) -> HostTier:
+    """All experts in host memory for ever."""
     num_layers, num_experts = shape[:2]
-    filled: Any = FakeSlots(num_layers * num_experts)
-    filled.values[:] = torch.arange(num_layers * num_experts) + 1
-    return HostHome(filled, num_experts)
+    num_slots = num_layers * num_experts
+    slots: Any = FakeSlots(num_slots)
+    transfer: Any = FakeTransfer(world, slots.values, num_experts)
+    ledger = SlotLedger(num_layers, num_experts, num_slots)
+    host = HostTier(slots, ledger, transfer, reads_ahead=False, is_permanent=True)
+    host.load_all(lambda *_: None)
+    return host
 
 
 def costs(num_staging: int, link_s: float) -> Costs:
@@ -549,13 +569,15 @@ def test_failures_lose_no_slot_and_leave_no_old_bytes(seed: int) -> None:
 class CtrlC:
     """Comes at the n-th line of the calling thread's code in the runtime."""
 
-    FILES = frozenset(module.__file__ for module in (home, hybrid, link, slots))
+    ON_THREADS = ("_run_ready", "_run", "_run_few", "_gather", "give_back")
+    MODULES = (runtime, host_tier, host_share, device_tier, link, slots)
+    FILES = frozenset(module.__file__ for module in MODULES)
 
     def __init__(self, num_lines: int) -> None:
         self._num_left = num_lines
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> CtrlC | None:
-        if frame.f_code.co_filename not in self.FILES or frame.f_code.co_name == "compute":
+        if frame.f_code.co_filename not in self.FILES or frame.f_code.co_name in self.ON_THREADS:
             return None
         self._num_left -= event == "line"
         if not self._num_left:
@@ -632,16 +654,16 @@ TWO_LAYERS = MoEShape(2, 4, 1, HIDDEN, HIDDEN)
 
 def scripted(
     first: dict[int, list[int]], admit: list[int], ahead: list[int]
-) -> tuple[World, HybridRuntime]:
+) -> tuple[World, ExpertRuntime]:
     world, script = World(Random(0)), Script(first, admit, ahead)
     policies = Policies(script, script, script, np.full(2, 4), Costs.unknown(1))  # type: ignore[arg-type]
-    at_home = host_home(TWO_LAYERS)
-    runtime = make_runtime(world, TWO_LAYERS, 10, at_home, policies, costs(2, link_s=1e-3))
-    runtime.preload(lambda *_: None)
+    host = whole_host(world, TWO_LAYERS)
+    runtime = make_runtime(world, TWO_LAYERS, 10, host, policies, costs(2, link_s=1e-3))
+    runtime.load()
     return world, runtime
 
 
-def run_layer(runtime: HybridRuntime, layer: int, chosen: Sequence[list[int]] = ([0],)) -> None:
+def run_layer(runtime: ExpertRuntime, layer: int, chosen: Sequence[list[int]] = ([0],)) -> None:
     routing = Routing(torch.tensor(chosen), torch.ones(len(chosen), 1))
     x, out = torch.zeros(len(chosen), HIDDEN), torch.empty(len(chosen), HIDDEN)
     workspace = Workspace(torch.empty(1 << 12, dtype=torch.uint8))
@@ -652,7 +674,7 @@ def test_moves_and_prefetches_are_chosen_while_the_work_is_under_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _, runtime = scripted({}, admit=[], ahead=[])
-    script: Any = runtime._policies.placement
+    script: Any = runtime.policies.placement
     order: list[str] = []
 
     def note(owner: Any, method: str, name: str) -> None:
@@ -661,10 +683,10 @@ def test_moves_and_prefetches_are_chosen_while_the_work_is_under_way(
             owner, method, lambda *arguments: (order.append(name), original(*arguments))[1]
         )
 
-    note(runtime.executor, "submit", "host")
-    note(runtime.device, "copy", "copy")
-    note(runtime.device, "run", "run")
-    note(runtime.device, "from_host", "collect")
+    note(runtime.compute.executor, "submit", "host")
+    note(tier_of(runtime).device, "copy", "copy")
+    note(tier_of(runtime).device, "run", "run")
+    note(tier_of(runtime).device, "from_host", "collect")
     note(script, "update", "moves")
     note(script, "choose", "ahead")
     monkeypatch.setattr(
@@ -676,28 +698,32 @@ def test_moves_and_prefetches_are_chosen_while_the_work_is_under_way(
 
 def test_no_prefetch_begins_once_its_layer_has_spoken() -> None:
     world, runtime = scripted({}, admit=[], ahead=[])
-    runtime.link.look_ahead(1, np.array([1, 2]))
-    runtime.link.pump()
+    tier_of(runtime).link.look_ahead(1, np.array([1, 2]))
+    tier_of(runtime).link.pump()
     world.drain("copies")
     run_layer(runtime, 1)
-    assert runtime.link.stats.num_prefetched == runtime.link.stats.prefetch.num_wasted == 1
+    assert (
+        tier_of(runtime).link.stats.num_prefetched
+        == tier_of(runtime).link.stats.prefetch.num_wasted
+        == 1
+    )
 
 
 def test_a_layer_that_is_resident_asks_no_gate_and_leaves_the_link_to_moves() -> None:
     _, runtime = scripted({0: [0, 1, 2, 3]}, admit=[], ahead=[])
-    runtime.early_gate = object()  # type: ignore[assignment]  # nobody asks it anything
-    runtime.link.obey(1, Moves(np.array([2]), np.empty(0, int)), {})
+    tier_of(runtime).early_gate = object()  # type: ignore[assignment]  # nobody asks it anything
+    tier_of(runtime).link.obey(1, Moves(np.array([2]), np.empty(0, int)), {})
     run_layer(runtime, 0)
-    assert runtime.link.stats.num_moved == 1
+    assert tier_of(runtime).link.stats.num_moved == 1
 
 
 def test_prefetches_of_a_pass_that_was_broken_off_make_room() -> None:
     _, runtime = scripted({}, admit=[], ahead=[1])
     run_layer(runtime, 0)
-    assert runtime.link.num_coming == 1
-    runtime._policies.prefetch._ahead = np.empty(0, int)  # type: ignore[attr-defined]
+    assert tier_of(runtime).link.num_coming == 1
+    runtime.policies.prefetch._ahead = np.empty(0, int)  # type: ignore[attr-defined]
     run_layer(runtime, 0)
-    assert runtime.link.num_coming == 0
+    assert tier_of(runtime).link.num_coming == 0
 
 
 @pytest.mark.parametrize(("admit", "kept"), [([], set()), ([2], {2})])
@@ -705,24 +731,26 @@ def test_a_move_that_arrives_for_a_step_may_leave_in_the_same(
     admit: list[int], kept: set[int]
 ) -> None:
     _, runtime = scripted({}, admit=[], ahead=[])
-    runtime.link.obey(0, Moves(np.array([1]), np.empty(0, int)), {})
-    runtime.link.pump()
-    arrival = runtime.link.take_arrival(0, 1)
+    tier_of(runtime).link.obey(0, Moves(np.array([1]), np.empty(0, int)), {})
+    tier_of(runtime).link.pump()
+    arrival = tier_of(runtime).link.take_arrival(0, 1)
     assert arrival is not None
     moves = Moves(np.array(admit, int), np.array([1]))
-    assert runtime.link.obey(0, moves, {1: arrival, 2: None}) == kept
+    assert tier_of(runtime).link.obey(0, moves, {1: arrival, 2: None}) == kept
 
 
-def test_a_home_that_is_abandoned_still_evicts_what_was_in_use() -> None:
+def test_a_host_tier_that_is_abandoned_still_evicts_what_was_in_use() -> None:
     world = World(Random(0))
-    at_home_slots: Any = FakeSlots(2)
+    host_slots: Any = FakeSlots(2)
     ledger = SlotLedger(1, 3, 2)
-    transfer: Any = FakeTransfer(world, at_home_slots.values, 3)
-    at_home = DiskHome(at_home_slots, ledger, transfer, LRU(1, 3), [1])
+    transfer: Any = FakeTransfer(world, host_slots.values, 3)
+    policies = recipe("lru").policies_without_device(Setting([1], 3, Costs.unknown(1)))
+    host = HostTier(host_slots, ledger, transfer, policies)
     step = Step(StepKind.DENOISE, 0)
     late = FakeEvent(world, Task(lambda: None, lambda: None, None))
-    [(_, slot)] = at_home.bring(step, 0, [0]).coming
-    at_home.used_by(slot, late)
-    at_home.bring(step, 0, [1])
-    at_home.abandon()
+    first, second = np.array([0]), np.array([1])
+    [(_, slot)] = host.open(0, first, host.own_moves(step, 0, first))
+    host.used_by(slot, late)
+    host.open(0, second, host.own_moves(step, 0, second))
+    host.abandon()
     assert ledger.num_resident == 0

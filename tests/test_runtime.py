@@ -23,8 +23,10 @@ from torch import Tensor
 
 from lowtide.core import Costs, MoEShape, Step, StepKind
 from lowtide.errors import InternalError, StorageError
-from lowtide.experts import runtime as runtime_module
+from lowtide.experts import read_ahead
 from lowtide.experts.at_once import ExpertsAtOnce
+from lowtide.experts.host_share import HostCompute
+from lowtide.experts.host_tier import HostTier
 from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import ExpertRegistrar, ExpertRuntime
 from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger
@@ -245,17 +247,17 @@ class Rig:
         )
         self.policies = make_policies(policy, capacity)
         ledger = SlotLedger(SHAPE.num_layers, SHAPE.num_experts, num_slots)
+        executor = executor or InlineExecutor()
+        products = products or Products("test", multiply, lambda *args: Experts.product(*args))
+        self.host = HostTier(self.slots, ledger, self.transfer)
+        at_once = ExpertsAtOnce.of(self.slots, products, executor.num_cores)
         self.runtime = ExpertRuntime(
             SHAPE,
-            self.slots,
-            ledger,
-            self.transfer,
+            self.host,
             self.policies,
-            executor or InlineExecutor(),
-            products or Products("test", multiply, lambda *args: Experts.product(*args)),
+            HostCompute(executor, products, at_once, lambda num_tokens, work: work),
         )
-        for layer in range(SHAPE.num_layers):
-            self.runtime.preload(layer, self.policies.placement.initial(layer))
+        self.runtime.load()
         self.check()
 
     def run(self, call: StepInput) -> Tensor:
@@ -268,9 +270,9 @@ class Rig:
         return out
 
     def check(self) -> None:
-        ledger = self.runtime.ledger
+        ledger = self.host.ledger
         ledger.check_integrity()
-        num_held = ledger.num_resident + len(self.runtime.read_ahead)
+        num_held = ledger.num_resident + self.host.num_ahead
         assert ledger.num_free + num_held == ledger.num_slots, "no slot stays taken"
         for layer, capacity in enumerate(self.capacity):
             assert ledger.is_resident(layer).sum() <= capacity
@@ -379,19 +381,19 @@ def test_every_miss_is_one_read_and_no_hit_is_any(
     hits = misses = 0
     for call in make_steps(numbers, torch.float32):
         wanted = set(call.routing.experts.flatten().tolist())
-        present = set(np.flatnonzero(rig.runtime.ledger.is_resident(call.layer)).tolist())
+        present = set(np.flatnonzero(rig.host.ledger.is_resident(call.layer)).tolist())
         before = len(rig.transfer.started)
         rig.run(call)
         reads = {e for layer, e in rig.transfer.started[before:] if layer == call.layer}
         assert reads <= wanted - present
         hits += len(wanted & present)
         misses += len(wanted - present)
-    stats = rig.runtime.stats
-    assert (stats.num_hits, stats.num_misses) == (hits, misses)
-    num_reads = num_preloaded + misses + stats.num_wasted + len(rig.runtime.read_ahead)
+    stats = rig.host.stats
+    assert (rig.runtime.stats.num_hits, rig.runtime.stats.num_misses) == (hits, misses)
+    num_reads = num_preloaded + misses + stats.num_wasted + rig.host.num_ahead
     assert len(rig.transfer.started) == num_reads
-    assert stats.as_dict()["hit_rate"] == hits / (hits + misses)
-    assert stats.num_admitted - stats.num_evicted == rig.runtime.ledger.num_resident
+    assert rig.runtime.as_dict()["hit_rate"] == hits / (hits + misses)
+    assert stats.num_admitted - stats.num_evicted == rig.host.ledger.num_resident
     expert_bytes = 3 * SHAPE.hidden_size * SHAPE.expert_size * 4
     assert stats.read_bytes == (num_preloaded + misses) * expert_bytes
 
@@ -467,7 +469,8 @@ def test_a_read_that_fails_leaves_a_usable_runtime(
             assert torch.equal(result, dense_oracle(call, WEIGHTS[torch.float32]))
         rig.check()
     rig.transfer._fail_at = set()
-    rig.runtime.read_ahead.claim(0, ())  # as at the begin of a pass
+    assert rig.host.read_ahead is not None
+    rig.host.read_ahead.claim(0, ())  # as at the begin of a pass
     for call in steps:
         assert torch.equal(rig.run(call), dense_oracle(call, WEIGHTS[torch.float32]))
         rig.check()
@@ -593,15 +596,15 @@ def test_reads_under_way_are_waited_for_before_their_slots_are_given_away(
             waited_for.set()
         return wait(wanted)
 
-    drop = rig.runtime.ledger.drop
+    drop = rig.host.ledger.drop
 
     def checked_drop(slot: int) -> None:
         assert answers[slot].done()
         drop(slot)
 
     monkeypatch.setattr(rig.transfer, "start", start)
-    monkeypatch.setattr(runtime_module, "wait", noted_wait)
-    monkeypatch.setattr(rig.runtime.ledger, "drop", checked_drop)
+    monkeypatch.setattr(read_ahead, "wait", noted_wait)
+    monkeypatch.setattr(rig.host.ledger, "drop", checked_drop)
     with ThreadPoolExecutor(3) as pool:
         try:
             with pytest.raises(StorageError, match="read 0"):
@@ -618,7 +621,7 @@ def test_products_under_way_are_waited_for_before_an_error_is_told(
     """A compute thread still reads from its slot and writes to the workspace; none begins anew."""
     all_began, is_waited_for = threading.Barrier(3, timeout=60), threading.Event()
     here, ended = threading.local(), []
-    pool_submit = POOL.submit
+    pool_submit, pool_drain = POOL.submit, POOL.drain
     numbers, products = itertools.count(), itertools.count()
 
     def submit(work: Callable[[], None]) -> Future[None]:
@@ -638,14 +641,14 @@ def test_products_under_way_are_waited_for_before_an_error_is_told(
         is_waited_for.wait(60)
         ended.append(here.number)
 
-    def noted_wait(futures: Iterable[Future[None]]) -> object:
+    def noted_drain() -> None:
         is_waited_for.set()
-        return wait(futures)
+        pool_drain()
 
     rig = Rig("static", [0, 6], executor=POOL)
     monkeypatch.setattr(POOL, "submit", submit)
     monkeypatch.setattr(Experts, "product", product)
-    monkeypatch.setattr(runtime_module, "wait", noted_wait)
+    monkeypatch.setattr(POOL, "drain", noted_drain)
     try:
         with pytest.raises(KeyboardInterrupt):
             rig.run(every_expert(layer=1))
@@ -675,8 +678,8 @@ def test_the_next_layer_is_read_ahead_where_nearly_all_experts_are_hit(executor:
     call = every_expert(1)
     assert torch.equal(rig.run(call), dense_oracle(call, WEIGHTS[torch.float32]))
     assert started(rig)[3:] == [(1, 5)], "there is no layer after the last one"
-    stats = rig.runtime.stats
-    assert (stats.num_misses, stats.num_ahead, stats.num_wasted) == (4, 3, 0)
+    stats = rig.host.stats
+    assert (rig.runtime.stats.num_misses, stats.num_ahead, stats.num_wasted) == (4, 3, 0)
 
 
 def test_slots_that_come_free_while_others_are_in_use_read_ahead() -> None:
@@ -698,7 +701,7 @@ def test_slots_that_come_free_while_others_are_in_use_read_ahead() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rig.transfer, "start", noted_start)
         patch.setattr(Experts, "product", product)
-        assert rig.runtime.ledger.slot_of(0, 0) == 0
+        assert rig.host.ledger.slot_of(0, 0) == 0
         rig.run(every_expert(0))
     rig.check()
 
@@ -706,7 +709,7 @@ def test_slots_that_come_free_while_others_are_in_use_read_ahead() -> None:
 def test_a_step_of_few_experts_reads_nothing_ahead() -> None:
     rig = Rig("static", [6, 2], num_staging=3)
     rig.run(make_step(1, 0, 0, 1, torch.float32))
-    assert not started(rig) and not len(rig.runtime.read_ahead)
+    assert not started(rig) and not rig.host.num_ahead
 
 
 def test_what_was_read_ahead_for_nothing_is_dropped() -> None:
@@ -715,7 +718,7 @@ def test_what_was_read_ahead_for_nothing_is_dropped() -> None:
         wanted = set(call.routing.experts.flatten().tolist()) if call.layer else set()
         num_used = len({2, 3, 4} & wanted)
         assert torch.equal(rig.run(call), dense_oracle(call, WEIGHTS[torch.float32]))
-        stats = rig.runtime.stats
+        stats = rig.host.stats
         assert (stats.num_ahead, stats.num_wasted) == (num_used, 3 - num_used)
         rig.check()
 
@@ -777,8 +780,8 @@ def test_no_slot_for_an_absent_expert_is_an_error_and_not_a_wait_without_end() -
 
 def test_preloaded_experts_are_resident_before_the_first_step() -> None:
     rig = Rig("static", [4, 6])
-    assert rig.runtime.ledger.is_resident(0).tolist() == [True] * 4 + [False] * 2
-    assert rig.runtime.ledger.is_resident(1).all()
+    assert rig.host.ledger.is_resident(0).tolist() == [True] * 4 + [False] * 2
+    assert rig.host.ledger.is_resident(1).all()
     for call in (every_expert(0), every_expert(1)):
         assert torch.equal(rig.run(call), dense_oracle(call, WEIGHTS[torch.float32]))
     assert (rig.runtime.stats.num_hits, rig.runtime.stats.num_misses) == (10, 2)

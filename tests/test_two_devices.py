@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from test_cuda_device import HostExperts
 from test_cuda_device import make_device as make_cuda_device
 from test_emulated import LAYOUT, group, make_experts, make_layer, spans_of, speeds
-from test_hybrid import FAST, Case, presets, refuse, runtime_of, shares
+from test_hybrid import FAST, Case, presets, refuse, runtime_of, shares, tier_of
 
 from lowtide.devices.emulated import COMPUTE, LINK, EmulatedDevice, Span, num_emulated_devices
 from lowtide.devices.group import DeviceGroup
@@ -51,7 +51,7 @@ def no_thread_stays() -> Iterator[None]:
 
 
 def devices_of(llm: LLM) -> list[EmulatedDevice]:
-    device = runtime_of(llm).device
+    device = tier_of(llm).device
     assert isinstance(device, DeviceGroup)
     assert all(isinstance(one, EmulatedDevice) for one in device.devices)
     return list(device.devices)  # type: ignore[arg-type]
@@ -97,7 +97,7 @@ def test_both_devices_have_a_part_of_every_presets_work(diffusion: Case, policy:
 
 def test_everything_resident_is_divided_evenly(diffusion: Case) -> None:
     with diffusion.open("resident", 1.0, device_options=TWO) as llm:
-        ledger, shape = runtime_of(llm).link.ledger, llm.config.moe_shape
+        ledger, shape = tier_of(llm).link.ledger, llm.config.moe_shape
         for layer in range(shape.num_layers):
             devices = ledger.devices_with(layer, np.arange(shape.num_experts))
             assert abs(np.count_nonzero(devices) * 2 - shape.num_experts) <= 2
@@ -152,7 +152,7 @@ def test_a_failing_copy_to_the_second(
 def test_a_failing_second_device(diffusion: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     with diffusion.open("lru", 0.3, device_options=TWO) as llm:
         with monkeypatch.context() as patch:
-            broken = runtime_of(llm).products._replace(gated_mlp=refuse)
+            broken = runtime_of(llm).compute.products._replace(gated_mlp=refuse)
             patch.setattr(devices_of(llm)[1], "_products", broken)
             with pytest.raises(DeviceError, match=f"{COMPUTE}-2 failed: on purpose"):
                 diffusion.answer(llm)
@@ -210,8 +210,8 @@ def test_the_number_of_devices_is_an_option(diffusion: Case) -> None:
     assert num_emulated_devices({}) == 1 and num_emulated_devices(TWO) == 2
     with diffusion.open("dali", 0.3, device_options=TWO) as llm:
         assert llm.device.startswith("2 devices, each emulated: link 1e+03 GB/s")
-        costs = runtime_of(llm).costs
-        assert costs.num_devices == 2 and costs.each.link_s == runtime_of(llm).link.link_s
+        costs = tier_of(llm).costs
+        assert costs.num_devices == 2 and costs.each.link_s == tier_of(llm).link.link_s
         assert sum(d.num_slots for d in devices_of(llm)) == llm.plan.fast_tier.num_slots
 
 

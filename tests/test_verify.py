@@ -13,7 +13,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from lowtide.cli.app import app
-from lowtide.experts import hybrid, runtime
+from lowtide.experts import runtime
+from lowtide.experts.device_tier import DeviceTier
 from lowtide.lab import verify as verify_module
 from lowtide.lab.verify import SHARES, Verdict, verify
 from lowtide.policies.presets import lossless_presets
@@ -58,7 +59,25 @@ def test_a_broken_promise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_broken_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    disturb(monkeypatch, hybrid, call=3)
+    """The sum after the third layer that the device ran a share of."""
+    num_layers, finish, combine = 0, DeviceTier.finish, runtime.combine
+    is_due = False
+
+    def counted(tier: DeviceTier, num_rows: int) -> None:
+        nonlocal num_layers, is_due
+        finish(tier, num_rows)
+        num_layers += 1
+        is_due = num_layers == 3
+
+    def disturbed(parts: Tensor, part_of: Tensor, weights: Tensor, *rest: Tensor) -> None:
+        nonlocal is_due
+        combine(parts, part_of, weights, *rest)
+        if is_due:
+            rest[-1].add_(1.0)
+            is_due = False
+
+    monkeypatch.setattr(DeviceTier, "finish", counted)
+    monkeypatch.setattr(runtime, "combine", disturbed)
     verdicts = verify(MODEL, prompt=[1, 2, 3], max_tokens=1, context=128, device="emulated")
     broken = [verdict for verdict in verdicts if not verdict.is_same]
     assert [(verdict.device, verdict.first_layer) for verdict in broken] == [("emulated", 2)]

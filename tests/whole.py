@@ -17,7 +17,6 @@ from lowtide import llm as llm_module
 from lowtide.core import MemoryPlan, Step
 from lowtide.decode.block_diffusion import BlockDiffusion, Finished, Request
 from lowtide.experts.rows import Routing
-from lowtide.experts.runtime import ExpertRuntime
 from lowtide.llm import LLM, plan_model
 from lowtide.memory.workspace import Buffers
 from lowtide.reading.file_reader import FileReader, Read, Ticket
@@ -126,10 +125,10 @@ def check_idle(llm: LLM) -> None:
     for the next pass to drop.
     """
     experts = llm._engine.experts
-    ledger = experts.ledger
+    ledger = experts.host.ledger
     ledger.check_integrity()
-    num_ahead = len(experts.read_ahead) if isinstance(experts, ExpertRuntime) else 0
-    assert ledger.num_free + ledger.num_resident + num_ahead == ledger.num_slots
+    num_held = ledger.num_resident + experts.host.num_ahead
+    assert ledger.num_free + num_held == ledger.num_slots
     assert not llm._engine.kv_cache._taken
 
 

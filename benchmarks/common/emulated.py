@@ -24,7 +24,6 @@ from lowtide.devices.emulated import COMPUTE, HOST, LINK, EmulatedDevice, measur
 from lowtide.engine.engine import Engine
 from lowtide.engine.opening import EngineConfig, open_model
 from lowtide.errors import InternalError, PlanError
-from lowtide.experts.hybrid import HybridRuntime
 from lowtide.lab.bench import Spread
 from lowtide.lab.budgets import budget_of_share
 from lowtide.lab.calibrate import calibrate
@@ -46,11 +45,11 @@ _NUM_PIECES = 8  # of the text that calibrates
 _PROMPT_TOKENS = 64
 
 _TIMED = {
-    "_look_ahead": "planning_s",  # and what else a layer asks of its policies
+    "look_ahead": "planning_s",  # and what else a layer asks of its policies
     "_predict": "gate_s",  # the next layer's router, which a prefetch may want
     "forward": "experts_s",  # all of it, with the experts themselves
 }
-"""Methods of the runtime, and under which name their time is added up."""
+"""Methods of the device tier and of the runtime, and under which name their time is added up."""
 
 
 class Model(NamedTuple):
@@ -177,14 +176,15 @@ class Track:
     def __init__(self, llm: LLM) -> None:
         """llm: closed with the track. Raises InternalError if it has no emulated device."""
         runtime = llm._engine.experts
-        if not isinstance(runtime, HybridRuntime) or not isinstance(runtime.device, EmulatedDevice):
+        if runtime.device is None or not isinstance(runtime.device.device, EmulatedDevice):
             raise InternalError("The engine has no emulated device.")
         self.llm = llm
-        self.runtime, self.device = runtime, runtime.device
+        self.runtime, self.costs, self.device = runtime, runtime.device.costs, runtime.device.device
         self.device.timeline = []
         self._spent: Counter[str] = Counter()
         for method, name in _TIMED.items():
-            setattr(runtime, method, self._timed(getattr(runtime, method), name))
+            owner = runtime if method == "forward" else runtime.device
+            setattr(owner, method, self._timed(getattr(owner, method), name))
         self._watch_policies()
 
     @classmethod
@@ -248,7 +248,7 @@ class Track:
 
     def describe(self) -> Row:
         """What the machine is made to be, in milliseconds per expert."""
-        costs = self.runtime.costs
+        costs = self.costs
         return {
             "device": self.llm.device,
             "profile": PROFILE,
@@ -264,9 +264,9 @@ class Track:
         }
 
     def _watch_policies(self) -> None:
-        policies: Any = self.runtime._policies
+        policies: Any = self.runtime.policies
         if not isinstance(policies, _Watched):  # where a preset was refused, it is still the last
-            self.runtime._policies = cast(Any, _Watched(policies, self._timed))
+            self.runtime.policies = cast(Any, _Watched(policies, self._timed))
 
     def _timed(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
         def timed(*arguments: Any, **named: Any) -> Any:

@@ -20,7 +20,7 @@ from common.memory import MemoryLimit, drop_pages, peak_resident_bytes, storage_
 from common.run import TimedTransfer, decode, engine_decoder, loaded_engine, make_request
 from lowtide.engine.opening import EngineConfig
 from lowtide.errors import InternalError
-from lowtide.experts.runtime import ExpertStats
+from lowtide.experts.runtime import ExpertRuntime
 
 Settings = Mapping[str, Any]
 
@@ -81,16 +81,16 @@ def run_lowtide(settings: Settings) -> dict[str, Any]:
     with loaded_engine(settings["model"], options) as engine:
         load_s = time.perf_counter() - start_s
         config, plan, experts = engine.opened.config, engine.plan, engine.experts
-        experts.transfer = transfer = TimedTransfer(experts.transfer)
+        experts.host.transfer = transfer = TimedTransfer(experts.host.transfer)
         decoder = engine_decoder(engine)
         with engine.executor.in_charge():
             # One block first: residents settle, memory has been touched.
             warm_up = make_request(config, settings["num_prompt"], config.block_length, seed=1)
             warm = decode(decoder, warm_up)
-            before = _counts(experts.stats, transfer)
+            before = _counts(experts, transfer)
             request = make_request(config, settings["num_prompt"], settings["num_new"], seed=0)
             decoded = decode(decoder, request)
-        after = _counts(experts.stats, transfer)
+        after = _counts(experts, transfer)
     spent = {name: after[name] - before[name] for name in after}
     num_uses = spent["num_hits"] + spent["num_misses"]
     outstanding_s = spent["outstanding_s"]
@@ -140,8 +140,8 @@ def run_read_ahead(settings: Settings) -> dict[str, Any]:
     return measure_read_ahead(settings)
 
 
-def _counts(stats: ExpertStats, transfer: TimedTransfer) -> dict[str, float]:
-    return {**stats.as_dict(), "outstanding_s": transfer.outstanding_s}
+def _counts(experts: ExpertRuntime, transfer: TimedTransfer) -> dict[str, float]:
+    return {**experts.as_dict(), "outstanding_s": transfer.outstanding_s}
 
 
 TASKS: Mapping[str, Callable[[Settings], dict[str, Any]]] = {

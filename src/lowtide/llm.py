@@ -38,7 +38,6 @@ from lowtide.engine.planning import make_plan, shortage_of
 from lowtide.engine.policy_setting import adopt_policy
 from lowtide.engine.wiring import load
 from lowtide.errors import UnsupportedError, UsageError
-from lowtide.experts.hybrid import HybridRuntime
 from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import Observer
 from lowtide.layers.batch import Batch, KVRange, Segment
@@ -103,8 +102,8 @@ class LLM:
     @property
     def device(self) -> str:
         """One line on the device beside the host, for people; empty where there is none."""
-        experts = self._engine.experts
-        return experts.device.describe() if isinstance(experts, HybridRuntime) else ""
+        tier = self._engine.experts.device
+        return "" if tier is None else tier.device.describe()
 
     @property
     def routers(self) -> list[Router]:

@@ -48,10 +48,11 @@ RING_BYTES = _NUM_PIECES * _PIECE_BYTES
 def pinned_bytes(shape: MoEShape, dtype: torch.dtype, max_rows: int) -> int:
     """Pinned host memory of a device for steps of up to `max_rows` token rows."""
     num_pairs = max_rows * shape.num_experts_per_token
-    parts = num_pairs * shape.hidden_size * dtype.itemsize
+    row_bytes = shape.hidden_size * dtype.itemsize
     counts, tables = shape.num_experts * 8, _NUM_TABLES * shape.num_experts * 4
+    blocks = (num_pairs * row_bytes, max_rows * row_bytes, num_pairs * 8, counts, tables)
     # torch's allocator of pinned memory rounds every block up to a power of two.
-    return sum(1 << (num_bytes - 1).bit_length() for num_bytes in (parts, counts, counts, tables))
+    return sum(1 << (num_bytes - 1).bit_length() for num_bytes in blocks)
 
 
 class Computation(Protocol):
@@ -96,7 +97,9 @@ class CudaDevice:
             )
         with plan_errors(pinned_bytes(shape, layout.dtype, max_rows), "pinned host memory"):
             self._host_parts = self._streams.pinned((num_pairs, shape.hidden_size), layout.dtype)
-            self._host_counts = self._streams.pinned((shape.num_experts,), torch.int64)
+            self._host_x = self._streams.pinned((max_rows, shape.hidden_size), layout.dtype)
+            shape_of_experts = (max_rows, shape.num_experts_per_token)
+            self._host_experts = self._streams.pinned(shape_of_experts, torch.int64)
             self._host_predicted = self._streams.pinned((shape.num_experts,), torch.int64)
         # The slots' memory may have been another's, whose last use is still queued.
         self._streams.copies.wait_event(self._streams.current.record_event())
@@ -130,15 +133,17 @@ class CudaDevice:
             self._computation.run(group, rows, buffers)
             return CudaEvent(stream.record_event())
 
-    def to_host(self, rows: ExpertRows, parts: Tensor) -> Tensor:
-        host_parts = self._host_parts[: len(parts)]
+    def to_host(self, x: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
+        host_x, host_experts = self._host_x[: len(x)], self._host_experts[: len(x)]
         with device_errors("copying a layer's inputs to the host"):
-            self._host_counts.copy_(rows.counts, non_blocking=True)
-            host_parts.copy_(parts, non_blocking=True)
+            host_experts.copy_(experts, non_blocking=True)
+            host_x.copy_(x, non_blocking=True)
             event = CudaEvent(self._streams.current.record_event())
         event.wait()
-        rows.learn(self._host_counts)
-        return host_parts
+        return host_x, host_experts
+
+    def host_parts(self, parts: Tensor) -> Tensor:
+        return self._host_parts[: len(parts)]
 
     def stage(self, predicted: Tensor) -> Tensor:
         with device_errors("copying a prediction to the host"):
@@ -167,7 +172,7 @@ class CudaDevice:
         if not self._is_closed:
             self.drain()
             self._is_closed = True
-            del self._slots, self._computation, self._host_parts
+            del self._slots, self._computation, self._host_parts, self._host_x
             self.__dict__.pop("_ring", None)
             self._streams.release()
 

@@ -49,8 +49,11 @@ class DeviceGroup:
         local = ExpertGroup(group.experts, group.slots - self._starts[owner])
         return self.devices[owner].run(local, rows, buffers, after)
 
-    def to_host(self, rows: ExpertRows, parts: Tensor) -> Tensor:
-        return self._first.to_host(rows, parts)
+    def to_host(self, x: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
+        return self._first.to_host(x, experts)
+
+    def host_parts(self, parts: Tensor) -> Tensor:
+        return self._first.host_parts(parts)
 
     def stage(self, predicted: Tensor) -> Tensor:
         return self._first.stage(predicted)

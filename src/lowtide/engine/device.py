@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -22,21 +22,12 @@ from lowtide.devices.emulated import (
 from lowtide.devices.group import DeviceGroup
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.experts.device import Device
-from lowtide.experts.home import DiskHome, Home, HostHome
-from lowtide.experts.hybrid import HostScratch, HybridRuntime
-from lowtide.experts.link import Link
-from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger, slots_per_device
-from lowtide.experts.transfer import DiskTransfer
+from lowtide.experts.slots import SlotLayout, slots_per_device
 from lowtide.hardware.machine import this_machine
 from lowtide.hardware.measure import Measured, measure_costs
 from lowtide.hardware.store import CostKey, stored_or_measured
 from lowtide.kernels.products import Products
 from lowtide.memory.arena import Arena
-from lowtide.policies.placement import LRU
-from lowtide.policies.presets import make_policies
-from lowtide.policies.recipe import Setting
-from lowtide.reading.dense_weights import Progress
-from lowtide.reading.file_reader import FileReader
 from lowtide.schemas import ExpertTable
 from lowtide.threads.executor import HostExecutor
 
@@ -102,50 +93,8 @@ class ExpertSource:
         return 2 * num_pairs * self.shape.expert_size * self.layout.dtype.itemsize
 
 
-def load_runtime(
-    source: ExpertSource,
-    plan: MemoryPlan,
-    tier: TierPlan,
-    make_setting: Callable[[Costs], Setting],
-    machine: DeviceOptions,
-    reader: FileReader,
-    executor: HostExecutor,
-    progress: Progress,
-) -> HybridRuntime:
-    """The experts of `plan`, which has the device's `tier`: the host's in their home, the
-    policy's first residents on the device.
-
-    Raises StorageError, DeviceError, or PlanError when the policy needs more than the plan has.
-    """
-    with ExitStack() as undo:
-        opened = _open_device(source, plan, tier, machine, executor)
-        undo.callback(opened.close)
-        home = _load_home(source, plan, opened, reader, progress)
-        num_staging = tier.num_slots - sum(plan.residents_per_layer)
-        costs = replace(opened.costs, num_staging=num_staging - num_staging // 2)
-        fits = tier.num_slots == source.num_experts
-        ledger = SlotLedger(
-            source.shape.num_layers, source.shape.num_experts, tier.num_slots, costs.num_devices
-        )
-        runtime = HybridRuntime(
-            shape=source.shape,
-            device=opened.device,
-            link=Link(opened.device, ledger, home, costs.each.link_s, costs.num_staging),
-            home=home,
-            policies=make_policies(plan.policy, make_setting(costs), everything_fits=fits),
-            costs=costs,
-            executor=executor,
-            scratch=_scratch(source),
-            close=opened.close,
-            products=machine.products,
-        )
-        runtime.preload(progress)
-        undo.pop_all()
-    return runtime
-
-
 @dataclass(frozen=True, slots=True)
-class _OpenDevice:
+class OpenDevice:
     """A device with its slots, what it costs, and where it copies from fastest."""
 
     device: Device
@@ -154,13 +103,13 @@ class _OpenDevice:
     close: Callable[[], None]
 
 
-def _open_device(
+def open_device(
     source: ExpertSource,
     plan: MemoryPlan,
     tier: TierPlan,
     machine: DeviceOptions,
     executor: HostExecutor,
-) -> _OpenDevice:
+) -> OpenDevice:
     if plan.device == "cuda":
         return _open_cuda(source, tier, machine, executor)
     layout, products = source.layout, machine.products
@@ -190,12 +139,12 @@ def _open_device(
         num_devices=num_devices,
     )
     device = group if num_devices > 1 else group.devices[0]
-    return _OpenDevice(device, costs, Arena, group.close)
+    return OpenDevice(device, costs, Arena, group.close)
 
 
 def _open_cuda(
     source: ExpertSource, tier: TierPlan, machine: DeviceOptions, executor: HostExecutor
-) -> _OpenDevice:
+) -> OpenDevice:
     """The GPU; what it costs is measured once per model and machine."""
     from lowtide.devices.cuda import CudaDevice
     from lowtide.memory.pinned import PinnedMemory
@@ -248,32 +197,4 @@ def _open_cuda(
     except BaseException:
         close()
         raise
-    return _OpenDevice(device, costs, make_arena, close)
-
-
-def _load_home(
-    source: ExpertSource,
-    plan: MemoryPlan,
-    opened: _OpenDevice,
-    reader: FileReader,
-    progress: Progress,
-) -> Home:
-    """The host's slots, filled if all experts have one."""
-    tier, shape = plan.host, source.shape
-    slots = ExpertSlots(opened.make_arena(tier.slot_bytes * tier.num_slots), source.layout)
-    transfer = DiskTransfer(reader, source.table, slots, source.dtype_name)
-    if tier.num_slots < source.num_experts:
-        ledger = SlotLedger(shape.num_layers, shape.num_experts, tier.num_slots)
-        placement = LRU(shape.num_layers, shape.num_experts)
-        return DiskHome(slots, ledger, transfer, placement, plan.host_residents_per_layer)
-    home = HostHome(slots, shape.num_experts)
-    home.fill(transfer, shape.num_layers, progress)
-    return home
-
-
-def _scratch(source: ExpertSource) -> HostScratch:
-    num_pairs = source.max_rows * source.shape.num_experts_per_token
-    size, dtype = (num_pairs, source.shape.expert_size), source.layout.dtype
-    half_bytes = source.scratch_bytes // 2
-    arena = Arena(source.scratch_bytes)
-    return HostScratch(arena.tensor(0, size, dtype), arena.tensor(half_bytes, size, dtype))
+    return OpenDevice(device, costs, make_arena, close)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from lowtide.core import MemoryPlan
 from lowtide.engine.opening import OpenModel
-from lowtide.experts.hybrid import HybridRuntime
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.memory.kv_cache import KVCache
 from lowtide.models.decoder import Decoder
@@ -21,7 +20,7 @@ class Engine:
     plan: MemoryPlan
     opened: OpenModel
     model: Decoder
-    experts: ExpertRuntime | HybridRuntime
+    experts: ExpertRuntime
     kv_cache: KVCache
     reader: FileReader
     executor: HostExecutor

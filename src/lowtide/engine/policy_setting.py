@@ -7,16 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
 
+import numpy as np
 import torch
 
 from lowtide.core import Costs, Curve, MemoryPlan
 from lowtide.devices.emulated import measure_device_s
 from lowtide.engine.engine import Engine
 from lowtide.engine.opening import MAX_PASS_ROWS, OpenModel, find_calibration, no_calibration
+from lowtide.experts.device_tier import DeviceTier
 from lowtide.experts.early_gate import EarlyGate, Route
-from lowtide.experts.hybrid import HybridRuntime
+from lowtide.experts.host_tier import HostTier
 from lowtide.experts.runtime import ExpertRuntime
-from lowtide.experts.transfer import Transfer, ticket_result
+from lowtide.experts.transfer import ticket_result
 from lowtide.layers.router import Router, SigmoidRouter
 from lowtide.policies.decision import Policies
 from lowtide.policies.prefetch import Gate
@@ -35,7 +37,7 @@ from lowtide.policies.tau import (
     TauChange,
     calibrated_tau,
 )
-from lowtide.reading.dense_weights import Progress, no_progress
+from lowtide.reading.dense_weights import no_progress
 from lowtide.replay.calibration import Calibration
 from lowtide.replay.simulator import compare, fastest_tau, measured_accuracy
 from lowtide.replay.trace import Trace
@@ -61,32 +63,24 @@ def adopt_policy(engine: Engine, policy: str, policy_options: Mapping[str, str])
     )
     plan = replace(plan, policy=preset, reason=reason)
     calibration, progress = find_calibration(opened), options.progress or no_progress
-    if isinstance(experts, HybridRuntime):
-        setting = make_setting(opened, plan, calibration, experts.costs)
-        experts.adopt(make_policies(preset, setting, everything_fits=fits), progress)
-        experts.early_gate = make_early_gate(opened, experts, engine.model.routers, calibration)
-    else:
-        experts.evict_all()
-        cores_per_expert = engine.executor.cores_per_expert
-        policies = policies_without_device(
-            opened, plan, calibration, experts.transfer, cores_per_expert
-        )
-        experts.adopt(policies)
-        preload(experts, policies, plan, progress)
+    cores_per_expert = engine.executor.cores_per_expert
+    policies = make_engine_policies(
+        opened, plan, calibration, experts.host, experts.device, cores_per_expert
+    )
+    experts.adopt(policies, progress)
+    set_early_gate(opened, experts, engine.model.routers, calibration)
     return replace(engine, opened=opened, plan=plan)
 
 
-def choose_by_simulation(
-    engine: Engine, experts: HybridRuntime, calibration: Calibration | None
-) -> Engine:
+def choose_by_simulation(engine: Engine, costs: Costs, calibration: Calibration | None) -> Engine:
     """The preset of most simulated tokens per second, on the calibration's routing and the costs
     measured here; as it is where everything fits or nothing was calibrated."""
     plan, opened = engine.plan, engine.opened
     if calibration is None or plan.fast_tier.num_slots == plan.num_experts:
         return engine
     trace = _beginning(calibration, plan)
-    setting = make_setting(opened, plan, calibration, experts.costs)
-    names = candidates(can_fetch=experts.costs.num_staging > 0)
+    setting = _setting(opened, plan, calibration, costs)
+    names = candidates(can_fetch=costs.num_staging > 0)
     reports = compare(trace, names, setting, gate_accuracy=measured_accuracy(calibration))
     best, second = sorted(reports, key=lambda report: -report.tokens_per_s)[:2]
     reason = (
@@ -99,7 +93,7 @@ def choose_by_simulation(
     return replace(engine, plan=replace(plan, policy=best.preset, reason=reason))
 
 
-def make_setting(
+def _setting(
     opened: OpenModel, plan: MemoryPlan, calibration: Calibration | None, costs: Costs
 ) -> Setting:
     """What the preset's policies are made from. Raises UsageError for `tau=paper` without a
@@ -130,47 +124,41 @@ def make_setting(
     return setting
 
 
-def policies_without_device(
+def make_engine_policies(
     opened: OpenModel,
     plan: MemoryPlan,
     calibration: Calibration | None,
-    transfer: Transfer,
+    host: HostTier,
+    device: DeviceTier | None,
     cores_per_expert: int,
 ) -> Policies:
-    """The policy's, where there is no device; its slots are free, to be read into."""
-    made, options = recipe(plan.policy), opened.options
-    parsed = parse_options(options.policy, options.policy_options)
-    asks_costs = made.weighs_moves or isinstance(parsed.get("tau"), FollowDrift | SolvedTau)
-    num_probes = min(8, opened.config.num_experts, plan.host.num_slots) if asks_costs else 0
-    costs = _disk_costs(opened, transfer, num_probes, cores_per_expert)
-    return made.policies_without_device(make_setting(opened, plan, calibration, costs))
+    """The plan's preset at work on these tiers. Raises UsageError for `tau=paper` without a
+    calibration, StorageError when an expert cannot be read."""
+    if device is None:
+        costs = _disk_costs(opened, host, plan.policy, cores_per_expert)
+        setting = _setting(opened, plan, calibration, costs)
+        return recipe(plan.policy).policies_without_device(setting)
+    setting = _setting(opened, plan, calibration, device.costs)
+    fits = plan.fast_tier.num_slots == plan.num_experts
+    return make_policies(plan.policy, setting, everything_fits=fits)
 
 
-def make_early_gate(
+def set_early_gate(
     opened: OpenModel,
-    experts: HybridRuntime,
+    experts: ExpertRuntime,
     routers: Sequence[Router],
     calibration: Calibration | None,
-) -> EarlyGate:
-    """Without a calibration the features are taken as they are."""
-    residual, gate, device = None, experts.gate, experts.device.torch_device
-    if gate is Gate.RESIDUAL and calibration is not None:
-        residual = torch.tensor(calibration.residual, dtype=opened.dtype, device=device)
-    routes = [_route(router) for router in routers]
-    return EarlyGate(gate, routes, residual, opened.config.num_experts)
-
-
-def preload(
-    experts: ExpertRuntime, policies: Policies, plan: MemoryPlan, progress: Progress
 ) -> None:
-    """Makes the policy's initial residents resident, layer by layer."""
-    initial = [policies.placement.initial(layer) for layer in range(len(plan.residents_per_layer))]
-    total_bytes = sum(map(len, initial)) * plan.host.slot_bytes
-    done_bytes = 0
-    for layer, residents in enumerate(initial):
-        experts.preload(layer, residents)
-        done_bytes += len(residents) * plan.host.slot_bytes
-        progress("loading experts", done_bytes, total_bytes)
+    """Gives a device what its prefetch policy predicts by; without a calibration the features are
+    taken as they are."""
+    if experts.device is None:
+        return
+    residual, gate = None, experts.policies.prefetch.gate
+    if gate is Gate.RESIDUAL and calibration is not None:
+        torch_device = experts.device.device.torch_device
+        residual = torch.tensor(calibration.residual, dtype=opened.dtype, device=torch_device)
+    routes = [_route(router) for router in routers]
+    experts.device.early_gate = EarlyGate(gate, routes, residual, opened.config.num_experts)
 
 
 def _beginning(calibration: Calibration, plan: MemoryPlan) -> Trace:
@@ -205,21 +193,32 @@ def _paper_tau(plan: MemoryPlan, calibration: Calibration | None, costs: Costs) 
     return calibrated_tau(blocks, budget, costs.fetch_s, costs.host_s.at(1))
 
 
-def _disk_costs(
-    opened: OpenModel, transfer: Transfer, num_probes: int, cores_per_expert: int
-) -> Costs:
+def _disk_costs(opened: OpenModel, host: HostTier, preset: str, cores_per_expert: int) -> Costs:
     """What an absent expert costs where it is always read: measured on the first experts.
 
-    Without probes nothing is measured and every time is 0, for policies that do not ask.
+    For policies that do not ask nothing is measured and every time is 0.
     """
-    slot_bytes = opened.slot_layout.num_bytes
-    if not num_probes:
+    slot_bytes, options = opened.slot_layout.num_bytes, opened.options
+    tau = parse_options(options.policy, options.policy_options).get("tau")
+    if not (recipe(preset).weighs_moves or isinstance(tau, FollowDrift | SolvedTau)):
         return Costs.unknown(slot_bytes)
-    start = perf_counter()
-    for ticket in [transfer.start(0, expert, expert) for expert in range(num_probes)]:
-        ticket_result(ticket)
-    read_s = (perf_counter() - start) / num_probes
+    if not host.ledger.num_free:
+        host.keep(0, np.empty(0, np.int64))  # another policy's, who may want them read again
+    read_s = _read_s(host, min(8, host.ledger.num_experts, host.ledger.num_free))
     shape, products = opened.config.moe_shape, opened.products
     compute_s = measure_device_s(opened.slot_layout, shape, products, cores_per_expert)
     absent_s = Curve([(n, max(read_s, compute_s.at(n))) for n in (1, MAX_PASS_ROWS)])
     return Costs(slot_bytes, read_s, absent_s, compute_s, compute_s, 0.0)
+
+
+def _read_s(host: HostTier, num_probes: int) -> float:
+    """Seconds per expert, of so many read at once."""
+    slots = [host.ledger.take() for _ in range(num_probes)]
+    start_s = perf_counter()
+    tickets = [host.transfer.start(0, expert, slot) for expert, slot in enumerate(slots)]
+    for ticket in tickets:
+        ticket_result(ticket)
+    read_s = (perf_counter() - start_s) / num_probes
+    for slot in slots:
+        host.ledger.drop(slot)
+    return read_s

@@ -5,40 +5,29 @@ Knows nothing of prompts.
 
 from __future__ import annotations
 
-import functools
 import math
 from contextlib import ExitStack
 
 import torch
 
 from lowtide.core import MemoryPlan
-from lowtide.engine.device import (
-    DeviceOptions,
-    load_runtime,
-)
 from lowtide.engine.engine import Engine
+from lowtide.engine.experts import load_experts
 from lowtide.engine.opening import OpenModel, find_calibration
-from lowtide.engine.planning import expert_source, register, shortage_of
+from lowtide.engine.planning import register, shortage_of
 from lowtide.engine.policy_setting import (
     choose_by_simulation,
-    make_early_gate,
-    make_setting,
-    policies_without_device,
-    preload,
+    set_early_gate,
 )
 from lowtide.errors import CheckpointError, PlanError
-from lowtide.experts.hybrid import HybridRuntime
-from lowtide.experts.runtime import ExpertRuntime
-from lowtide.experts.slots import ExpertSlots, SlotLedger
-from lowtide.experts.transfer import DiskTransfer, largest_read_bytes
+from lowtide.experts.transfer import largest_read_bytes
 from lowtide.memory.arena import Arena
 from lowtide.memory.cuda_streams import plan_errors
 from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.workspace import Workspace
 from lowtide.models import model_class
-from lowtide.reading.dense_weights import Progress, check_finite, no_progress
+from lowtide.reading.dense_weights import check_finite, no_progress
 from lowtide.reading.file_reader import FileReader
-from lowtide.replay.calibration import Calibration
 from lowtide.threads.executor import HostExecutor, InlineExecutor
 
 
@@ -80,59 +69,18 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
             kv_cache = KVCache(_kv_storage(opened))
             workspace = Workspace(Arena(arena_bytes).bytes)
         calibration = find_calibration(opened)
-        experts = _load_experts(opened, plan, calibration, reader, executor, progress)
+        experts = load_experts(opened, plan, calibration, reader, executor, progress)
         undo.callback(experts.close)
         dense_executor = executor if plan.gpu is None else InlineExecutor()
         model = model_class(config.family)(
             config, weights, experts, kv_cache, workspace, dense_executor, opened.products
         )
-        if isinstance(experts, HybridRuntime):
-            experts.early_gate = make_early_gate(opened, experts, model.routers, calibration)
+        set_early_gate(opened, experts, model.routers, calibration)
         engine = Engine(plan, opened, model, experts, kv_cache, reader, executor)
-        if options.policy == "auto" and isinstance(experts, HybridRuntime):
-            engine = choose_by_simulation(engine, experts, calibration)
+        if options.policy == "auto" and experts.device is not None:
+            engine = choose_by_simulation(engine, experts.device.costs, calibration)
         undo.pop_all()
     return engine
-
-
-def _load_experts(
-    opened: OpenModel,
-    plan: MemoryPlan,
-    calibration: Calibration | None,
-    reader: FileReader,
-    executor: HostExecutor,
-    progress: Progress,
-) -> ExpertRuntime | HybridRuntime:
-    """The expert runtime with the policy's initial residents in their slots."""
-    products = opened.products
-    if plan.gpu is not None:
-        return load_runtime(
-            expert_source(opened),
-            plan,
-            plan.gpu,
-            functools.partial(make_setting, opened, plan, calibration),
-            DeviceOptions(opened.options.device_options, opened.options.kernels, products),
-            reader,
-            executor,
-            progress,
-        )
-    config, num_slots = opened.config, plan.host.num_slots
-    table, dtype_name = opened.weight_map.experts, opened.storage_name
-    slots = ExpertSlots(Arena(plan.host.slot_bytes * num_slots), opened.slot_layout)
-    transfer = DiskTransfer(reader, table, slots, dtype_name)
-    cores_per_expert = executor.cores_per_expert
-    policies = policies_without_device(opened, plan, calibration, transfer, cores_per_expert)
-    experts = ExpertRuntime(
-        shape=config.moe_shape,
-        slots=slots,
-        ledger=SlotLedger(config.num_moe_layers, config.num_experts, num_slots),
-        transfer=transfer,
-        policies=policies,
-        executor=executor,
-        products=products,
-    )
-    preload(experts, policies, plan, progress)
-    return experts
 
 
 def _kv_storage(opened: OpenModel) -> torch.Tensor:

@@ -56,11 +56,19 @@ class Device(Protocol):
         """
         ...
 
-    def to_host(self, rows: ExpertRows, parts: Tensor) -> Tensor:
-        """The pairs' inputs [tokens * k, hidden] in host memory; also makes `rows.bounds` known.
+    def to_host(self, x: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
+        """x [tokens, hidden] and experts [tokens, k] int64 in host memory.
 
-        Waits for the device: the layer's one synchronisation. Emulated devices hand out `parts`
-        itself. Valid until the next layer.
+        Waits for the device: the layer's one synchronisation. Emulated devices hand out what they
+        are given. Valid until the next call.
+        """
+        ...
+
+    def host_parts(self, parts: Tensor) -> Tensor:
+        """Where the host computes its share of `parts` [tokens * k, hidden], in host memory.
+
+        Emulated devices hand out `parts` itself, which hold the inputs; others a buffer that is to
+        be filled with those of the host's experts. Valid until the next layer.
         """
         ...
 

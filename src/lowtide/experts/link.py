@@ -15,7 +15,7 @@ import numpy as np
 
 from lowtide.core import BoolArray, FloatArray, IntArray, Moves
 from lowtide.experts.device import Device, ExpertGroup
-from lowtide.experts.home import Home
+from lowtide.experts.host_tier import HostTier
 from lowtide.experts.slots import SlotLedger
 from lowtide.policies.prefetch import PrefetchOutcome
 from lowtide.threads.event import Event
@@ -69,7 +69,7 @@ class Link:
         self,
         device: Device,
         ledger: SlotLedger,
-        home: Home,
+        host: HostTier,
         link_s: float,
         num_demand_slots: int,
     ) -> None:
@@ -78,7 +78,7 @@ class Link:
         self.link_s = link_s
         self.stats = LinkStats()
         self._device = device
-        self._home = home
+        self._host = host
         self._num_demand_slots = num_demand_slots
         self._last_use: list[Event | None] = [None] * ledger.num_slots
         self._coming: dict[tuple[int, int], Arrival] = {}
@@ -273,10 +273,10 @@ class Link:
         if device is None or not self.ledger.num_free_on(device):
             device = self._next_device()
         slot = self.ledger.take(device)
-        source = self._home.slots.image(host_slot)
+        source = self._host.slots.image(host_slot)
         event = self._device.copy(source, slot, self._last_use[slot])
         self._last_use[slot] = None  # the copy comes after it
-        self._home.used_by(host_slot, event)
+        self._host.used_by(host_slot, event)
         self._in_flight[device].append(event)
         self._num_copies[device] += 1
         return Arrival(slot, event, self._num_copies[device] - 1, is_move)
@@ -321,11 +321,11 @@ class Link:
     def _can_come(self, wanted: _Wanted) -> bool:
         key = (wanted.layer, wanted.expert)
         is_here = bool(self.ledger.is_resident(wanted.layer)[wanted.expert])
-        return not is_here and key not in self._coming and self._home.has(*key)
+        return not is_here and key not in self._coming and self._host.has(*key)
 
     def _come(self, wanted: _Wanted, is_move: bool) -> None:
         key = (wanted.layer, wanted.expert)
-        self._coming[key] = self._copy(self._home.lease(*key), is_move)
+        self._coming[key] = self._copy(self._host.lease(*key), is_move)
 
     def _evict(self, layer: int, expert: int | None) -> None:
         """A resident, or one that is on its way to be."""

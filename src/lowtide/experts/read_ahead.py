@@ -24,8 +24,8 @@ NEARLY_ALL = 0.9
 more than a tenth of the reads ahead are for nothing then, if the layers are alike."""
 
 
-class Arrival(NamedTuple):
-    """An expert on its way into a taken slot."""
+class PendingRead(NamedTuple):
+    """An expert on its way from disk into a taken slot."""
 
     expert: int
     slot: int
@@ -39,16 +39,15 @@ class ReadAhead:
     (the layer that runs has started all its reads by then).
     """
 
-    def __init__(self, ledger: SlotLedger, num_experts: int) -> None:
+    def __init__(self, ledger: SlotLedger) -> None:
         self._ledger = ledger
-        self._num_experts = num_experts
         self._layer = -1
         self._waiting: deque[int] = deque()
-        self._arriving: deque[Arrival] = deque()
+        self._pending: deque[PendingRead] = deque()
 
     def __len__(self) -> int:
         """Slots that are taken."""
-        return len(self._arriving)
+        return len(self._pending)
 
     @property
     def is_waiting(self) -> bool:
@@ -64,31 +63,38 @@ class ReadAhead:
         """Gives every free slot to an expert that is expected to be demanded."""
         while self._waiting and self._ledger.num_free:
             expert, slot = self._waiting.popleft(), self._ledger.take()
-            self._arriving.append(Arrival(expert, slot, transfer.start(self._layer, expert, slot)))
+            ticket = transfer.start(self._layer, expert, slot)
+            self._pending.append(PendingRead(expert, slot, ticket))
 
-    def claim(self, layer: int, absent: Collection[int]) -> list[Arrival]:
+    def claim(self, layer: int, absent: Collection[int]) -> list[PendingRead]:
         """Hands over the `absent` experts of `layer` that are on their way, oldest first.
 
         Their slots stay taken. What nobody asked for is dropped, once its read has ended: all of
         it where another layer comes than was expected (a pass was interrupted).
         """
-        arriving, self._arriving = self._arriving, deque()
+        pending, self._pending = self._pending, deque()
         self._waiting.clear()
         demanded = frozenset(absent if layer == self._layer else ())
-        unwanted = [arrival for arrival in arriving if arrival.expert not in demanded]
-        wait([ticket for _, _, ticket in unwanted if not ticket.cancel()])
-        for _, slot, _ in unwanted:
-            self._ledger.drop(slot)
-        return [arrival for arrival in arriving if arrival.expert in demanded]
+        unwanted = [read for read in pending if read.expert not in demanded]
+        end_reads(unwanted)
+        for read in unwanted:
+            self._ledger.drop(read.slot)
+        return [read for read in pending if read.expert in demanded]
 
     def cancel(self) -> None:
         """After a failure: forgets its reads; those under way are the caller's to wait for."""
-        for _, _, ticket in self._arriving:
-            ticket.cancel()
+        for read in self._pending:
+            read.ticket.cancel()
         self._waiting.clear()
-        self._arriving.clear()
+        self._pending.clear()
 
     def _expected(self, layer: int, demand: Demand) -> IntArray:
-        if len(demand.experts) < NEARLY_ALL * self._num_experts:
+        is_resident = self._ledger.is_resident(layer)
+        if len(demand.experts) < NEARLY_ALL * len(is_resident):
             return demand.experts[:0]
-        return np.flatnonzero(~self._ledger.is_resident(layer))
+        return np.flatnonzero(~is_resident)
+
+
+def end_reads(reads: Collection[PendingRead]) -> None:
+    """Cancels those that have not begun and waits for the others: no slot is written any more."""
+    wait([read.ticket for read in reads if not read.ticket.cancel()])

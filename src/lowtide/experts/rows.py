@@ -71,6 +71,13 @@ class ExpertRows:
         return groups
 
 
+class HostScratch(NamedTuple):
+    """Where the host's experts keep gate and up beside a device: rows as in `ExpertBuffers`."""
+
+    gate: Tensor  # [max_rows * k, expert_size]
+    up: Tensor  # [max_rows * k, expert_size]
+
+
 class ExpertBuffers(NamedTuple):
     """The layer's scratch. Rows are bounded by the plan's `max_rows`, so `parts` is too."""
 

@@ -1,55 +1,34 @@
 """THE HOT PATH: runs one layer's routed experts, wherever their bytes are.
 
-Decides nothing: what stays resident is a placement policy's choice, bytes are moved by a
-transfer, products are a kernel's. Whatever is resident, every token's experts run in the same
-products and are summed in the same order, so the result's bits never depend on placement.
+A host tier, and a device tier on top of it where there is a device; without one the host runs
+every expert. Decides nothing: who runs where, what stays and what comes next are the policies'
+choices. An expert's products and the order of the sum are the same wherever it runs and whatever
+is resident, so the result's bits never depend on placement.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
-from functools import partial
-from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide.core import BoolArray, Demand, Facts, IntArray, MoEShape, Moves, Step
+from lowtide.core import NO_MOVES, Demand, Facts, IntArray, MoEShape, Moves, Step
 from lowtide.errors import InternalError
-from lowtide.experts.at_once import ExpertsAtOnce
-from lowtide.experts.read_ahead import Arrival, ReadAhead
-from lowtide.experts.rows import ExpertBuffers, ExpertRows, Routing
-from lowtide.experts.slots import ExpertSlots, SlotLedger
-from lowtide.experts.transfer import Transfer
-from lowtide.kernels.products import REFERENCE, Products
-from lowtide.kernels.reference import combine
+from lowtide.experts.device_tier import AtHost, DeviceShare, DeviceTier
+from lowtide.experts.host_share import HostBuffers, HostCompute, HostShare
+from lowtide.experts.host_tier import HostReads, HostTier
+from lowtide.experts.rows import ExpertBuffers, ExpertRows, HostScratch, Routing
+from lowtide.kernels.routing import combine
 from lowtide.memory.workspace import Buffers
-from lowtide.policies.decision import Policies
-from lowtide.threads.executor import Executor
+from lowtide.policies.decision import Decision, Policies
+from lowtide.reading.dense_weights import Progress, no_progress
+from lowtide.threads.event import WAIT_LIMIT_S
 
-
-@dataclass
-class ExpertStats:
-    """What the runtime did, in counts, bytes and seconds since it was made."""
-
-    num_hits: int = 0  # activated experts that were resident
-    num_misses: int = 0  # activated experts that were not
-    num_admitted: int = 0
-    num_evicted: int = 0
-    num_ahead: int = 0  # of the misses, those whose read began before their layer did
-    num_wasted: int = 0  # reads that began before their layer did, for nothing
-    read_bytes: int = 0
-    wait_s: float = 0.0  # the computation stood still for a read
-
-    def as_dict(self) -> dict[str, float]:
-        num_activated = self.num_hits + self.num_misses
-        hit_rate = self.num_hits / num_activated if num_activated else 1.0
-        return {**asdict(self), "hit_rate": hit_rate}
+LOOK_S = 1e-3
+"""How often used experts' slots are looked for: about as long as one of many tokens takes."""
 
 
 class Observer(Protocol):
@@ -62,30 +41,38 @@ class Observer(Protocol):
         ...
 
 
+@dataclass
+class ExpertStats:
+    """Activated experts, counted since the runtime was made."""
+
+    num_hits: int = 0  # those that were resident in the fast tier
+    num_misses: int = 0  # those that were not
+
+
 class ExpertRuntime:
-    """Owns a model's experts on one compute device and the slots they run from."""
+    """Owns a model's experts, in the host tier and on the device if there is one, and the policies
+    that decide about them."""
 
     def __init__(
         self,
         shape: MoEShape,
-        slots: ExpertSlots,
-        ledger: SlotLedger,
-        transfer: Transfer,
+        host: HostTier,
         policies: Policies,
-        executor: Executor,
-        products: Products = REFERENCE,
+        compute: HostCompute,
+        device: DeviceTier | None = None,
+        scratch: HostScratch | None = None,
     ) -> None:
+        """scratch: where the host's experts compute beside a device; in the workspace without."""
         self._shape = shape
-        self._slots = slots
-        self._products = products
-        self._at_once = ExpertsAtOnce.of(slots, products, executor.num_cores)
-        self.ledger = ledger
-        self.transfer = transfer
-        self.executor = executor
-        self.read_ahead = ReadAhead(ledger, shape.num_experts)
-        self._policies = policies
+        self.host = host
+        self.device = device
+        self.policies = policies
+        self.compute = compute
+        self.scratch = scratch
         self.observer: Observer | None = None
         self.stats = ExpertStats()
+        self.num_on_host = 0
+        self._is_under_way = False  # a step, or what has to be cleared up after one
 
     def forward(
         self, layer: int, x: Tensor, routing: Routing, step: Step, workspace: Buffers, out: Tensor
@@ -93,82 +80,155 @@ class ExpertRuntime:
         """`out[t] = sum over t's experts e of weight * expert_e(x[t])`, in ascending e.
 
         x [tokens, hidden] compute dtype; out [tokens, hidden] float32; both and the routing are
-        contiguous; `layer` counts MoE layers. Raises StorageError when an expert cannot be read;
-        the runtime stays usable.
+        contiguous; `layer` counts MoE layers. Raises StorageError or DeviceError when an expert
+        cannot be had; the runtime stays usable.
         """
-        demand = self._demand(layer, routing)
-        moves = self._moves(step, layer, demand)
-        buffers = ExpertBuffers.take(workspace, self._shape, x)
-        at_once = self._at_once
-        if at_once is not None and at_once.takes(x) and self._is_settled(demand, moves):
-            self._run_at_once(at_once, layer, x, routing, demand, buffers, out)
-        else:
-            self._run_one_by_one(layer, x, routing, demand, moves, buffers, out)
-        num_hits = int(np.count_nonzero(demand.is_resident))
-        self.stats.num_hits += num_hits
-        self.stats.num_misses += len(demand.experts) - num_hits
+        if self._is_under_way:  # Ctrl-C came again while the last failure was cleared up
+            self._abandon()
+        self._is_under_way = True
+        try:
+            if self.device is not None and self.device.is_whole(layer):
+                self._run_whole(self.device, layer, x, routing, workspace, out)
+            else:
+                self._run_layer(layer, x, routing, step, workspace, out)
+            self._is_under_way = False
+        except BaseException:
+            self._abandon()
+            raise
         if self.observer is not None:
             self.observer.saw_layer(layer, step, x, routing, out)
 
-    def evict_all(self) -> None:
-        """Between passes only."""
-        self.reclaim()  # what is read ahead
-        for layer in range(self._shape.num_layers):
-            for expert in np.flatnonzero(self.ledger.is_resident(layer)).tolist():
-                self.ledger.evict(layer, expert)
+    def load(self, progress: Progress = no_progress) -> None:
+        """Makes the policies' first residents resident, and no others. Between passes only."""
+        self._is_under_way = True
+        initial = [self.policies.placement.initial(i) for i in range(self._shape.num_layers)]
+        if self.device is None:
+            self.host.load(initial, progress)
+        else:
+            self.device.load(self.host, initial, progress)
+        self._is_under_way = False
 
-    def adopt(self, policies: Policies) -> None:
-        """Goes on under other policies. Between passes only, with nothing resident."""
-        self._policies = policies
-
-    def reclaim(self) -> None:
-        """Gives all slots back but residents', once no thread uses or writes them."""
-        self.read_ahead.cancel()
-        self.executor.drain()
-        self.transfer.drain()
-        self.ledger.reclaim()
-
-    def preload(self, layer: int, experts: IntArray) -> None:
-        """Makes absent `experts` of `layer` resident before the first step."""
-        demand = Demand(experts, np.zeros_like(experts), np.zeros(len(experts), np.bool_))
-        moves = Moves(experts, experts[:0])
-        self._run_all(layer, demand, moves, _NO_USE, has_next=False)
+    def adopt(self, policies: Policies, progress: Progress = no_progress) -> None:
+        """Goes on under other policies, from their own first residents. Between passes only."""
+        self._abandon()  # nothing is demanded: ends what was begun for later
+        self.policies = policies
+        self.load(progress)
 
     def close(self) -> None:
-        """Its threads belong to others: nothing is left to end."""
+        """Gives back the device; the host's threads and files are others'."""
+        if self.device is not None:
+            self.device.close()
 
     def as_dict(self) -> dict[str, float]:
         """What it did since it was made."""
-        return self.stats.as_dict()
+        device = self.device
+        num_hits = self.stats.num_hits + (0 if device is None else device.num_hits)
+        num_activated = num_hits + self.stats.num_misses
+        counts = {
+            **asdict(self.stats),
+            **asdict(self.host.stats),
+            "num_hits": num_hits,
+            "hit_rate": num_hits / num_activated if num_activated else 1.0,
+        }
+        if device is None:
+            return counts
+        link = device.link.stats
+        link_bytes = link.num_copies * self.host.slots.layout.num_bytes
+        counts["num_on_host"] = self.num_on_host
+        return {**counts, **link.as_dict(), "link_bytes": link_bytes}
 
-    def _demand(self, layer: int, routing: Routing) -> Demand:
-        chosen = routing.experts.numpy().ravel()
+    def _run_whole(
+        self,
+        device: DeviceTier,
+        layer: int,
+        x: Tensor,
+        routing: Routing,
+        workspace: Buffers,
+        out: Tensor,
+    ) -> None:
+        """A layer of which the device has every expert: it needs nobody's help."""
+        buffers = ExpertBuffers.take(workspace, self._shape, x)
+        rows = self._rows(x, routing, buffers)
+        device.run_whole(layer, rows, buffers)
+        device.finish(x.shape[0])
+        _combine(rows, routing, buffers, out)
+
+    def _run_layer(
+        self, layer: int, x: Tensor, routing: Routing, step: Step, workspace: Buffers, out: Tensor
+    ) -> None:
+        """Demand, decide, rows, run, combine."""
+        at_host = self._look(layer, x, routing, workspace)
+        demand = self._demand(layer, at_host)
+        facts = self._facts(step, layer, demand)
+        decision = self.policies.decide(facts)
+        if self.device is None:  # who stays says whose slots are given to whom
+            decision = decision._replace(moves=self.policies.moves(facts, decision))
+        buffers = ExpertBuffers.take(workspace, self._shape, x)
+        if self._can_run_at_once(x, demand, decision):
+            self._run_at_once(layer, x, routing, demand, buffers, out)
+            return
+        rows = self._rows(x, routing, buffers)
+        _LayerRun(self, facts, decision, at_host, rows, buffers).run()
+        _combine(rows, routing, buffers, out)
+
+    def _look(self, layer: int, x: Tensor, routing: Routing, workspace: Buffers) -> AtHost:
+        if self.device is None:
+            return AtHost(x, routing.experts)
+        return self.device.look(layer, x, routing, self.policies.prefetch, workspace)
+
+    def _demand(self, layer: int, at_host: AtHost) -> Demand:
+        chosen = at_host.experts.numpy().ravel()
         num_tokens = np.bincount(chosen, minlength=self._shape.num_experts)
         experts = np.flatnonzero(num_tokens)
-        return Demand(experts, num_tokens[experts], self.ledger.is_resident(layer)[experts])
+        device_of = None
+        if self.device is None:
+            is_resident = self.host.ledger.is_resident(layer)[experts]
+        else:
+            link = self.device.link
+            link.bind_arrived()
+            is_resident = link.ledger.is_resident(layer)[experts]
+            device_of = link.devices_with(layer, experts)
+        num_hits = int(np.count_nonzero(is_resident))
+        self.stats.num_hits += num_hits
+        self.stats.num_misses += len(experts) - num_hits
+        return Demand(experts, num_tokens[experts], is_resident, device_of)
 
-    def _moves(self, step: Step, layer: int, demand: Demand) -> Moves:
-        policies = self._policies
-        facts = Facts(
+    def _facts(self, step: Step, layer: int, demand: Demand) -> Facts:
+        capacity, costs = self.policies.capacity, self.policies.costs
+        if self.device is None:
+            is_kept = self.host.ledger.is_resident(layer)
+            return Facts(
+                step, layer, demand, is_kept, capacity, costs, can_fetch=False, has_idle_link=False
+            )
+        link = self.device.link
+        return Facts(
             step,
             layer,
             demand,
-            self.ledger.is_resident(layer),
-            policies.capacity,
-            policies.costs,
-            can_fetch=False,
-            has_idle_link=False,
+            link.is_kept(layer),
+            capacity,
+            costs,
+            link.arriving_s(layer, demand.experts),
+            link.busy_s,
+            can_fetch=costs.num_staging > 0,
         )
-        return policies.moves(facts, policies.decide(facts))
 
-    def _is_settled(self, demand: Demand, moves: Moves) -> bool:
-        """Whether all that is demanded is there and nothing is on the move."""
-        is_moving = len(moves.admit) or len(moves.evict) or len(self.read_ahead)
-        return not is_moving and bool(demand.is_resident.all())
+    def _rows(self, x: Tensor, routing: Routing, buffers: ExpertBuffers) -> ExpertRows:
+        rows = ExpertRows(routing.experts, self._shape.num_experts)
+        torch.index_select(x, 0, rows.token_of, out=buffers.parts)
+        return rows
+
+    def _can_run_at_once(self, x: Tensor, demand: Demand, decision: Decision) -> bool:
+        """Whether one compiled call can do all: the host runs every expert, all that is demanded
+        is there and nothing is on the move."""
+        at_once, moves = self.compute.at_once, decision.moves
+        if self.device is not None or at_once is None or not at_once.takes(x):
+            return False
+        is_moving = moves is not None and (len(moves.admit) or len(moves.evict))
+        return not is_moving and not self.host.num_ahead and bool(demand.is_resident.all())
 
     def _run_at_once(
         self,
-        at_once: ExpertsAtOnce,
         layer: int,
         x: Tensor,
         routing: Routing,
@@ -176,241 +236,154 @@ class ExpertRuntime:
         buffers: ExpertBuffers,
         out: Tensor,
     ) -> None:
-        """All experts in one call. No other thread changes what is in a slot, and this one waits:
-        nothing is leased."""
-        if layer + 1 < self._shape.num_layers:
-            self.read_ahead.expect(layer + 1, demand)
-            self.read_ahead.start_reads(self.transfer)
-        slots = self.ledger.slots_of(layer, demand.experts)
-        at_once.run_layer(x, routing, slots, buffers, out)
+        """No other thread changes what is in a slot, and this one waits: nothing is leased."""
+        self.expect_next(layer, demand)
+        if self.host.read_ahead is not None:
+            self.host.read_ahead.start_reads(self.host.transfer)
+        slots = self.host.ledger.slots_of(layer, demand.experts)
+        if self.compute.at_once is not None:
+            self.compute.at_once.run_layer(x, routing, slots, buffers, out)
 
-    def _run_one_by_one(
-        self,
-        layer: int,
-        x: Tensor,
-        routing: Routing,
-        demand: Demand,
-        moves: Moves,
-        buffers: ExpertBuffers,
-        out: Tensor,
-    ) -> None:
-        """Residents of few tokens in one call, the others each once it is there and a thread is
-        free: the same bits as all at once."""
-        rows = ExpertRows(routing.experts, self._shape.num_experts)
-        torch.index_select(x, 0, rows.token_of, out=buffers.parts)
-        use = _Use(
-            partial(self._run, rows=rows, buffers=buffers),
-            partial(self._run_few, rows=rows, buffers=buffers),
-        )
-        self._run_all(layer, demand, moves, use, has_next=layer + 1 < self._shape.num_layers)
-        combine(buffers.parts, rows.part_of, routing.weights, buffers.term, buffers.term_fp32, out)
+    def expect_next(self, layer: int, demand: Demand) -> None:
+        """Tells what reads ahead what to expect of the layer after `layer`."""
+        read_ahead = self.host.read_ahead
+        if read_ahead is not None and layer + 1 < self._shape.num_layers:
+            read_ahead.expect(layer + 1, demand)
 
-    def _run(self, expert: int, slot: int, rows: ExpertRows, buffers: ExpertBuffers) -> None:
-        pairs = rows.pairs(expert)
-        # An expert's inputs are not needed once gate and up are computed: the outputs replace them.
-        parts = buffers.parts[pairs]
-        weights, gate, up = self._slots.weights(slot), buffers.gate[pairs], buffers.up[pairs]
-        self._products.gated_mlp(parts, weights, gate, up, parts)
-
-    def _run_few(
-        self, experts: IntArray, slots: IntArray, rows: ExpertRows, buffers: ExpertBuffers
-    ) -> BoolArray:
-        """Runs those of few tokens in one call; says which they are."""
-        if self._at_once is None:
-            return np.zeros(len(experts), np.bool_)
-        groups = rows.groups(experts, slots)
-        is_few = self._at_once.takes_experts(groups[:, 2])
-        self._at_once.run(groups[is_few], buffers.parts, buffers.gate, buffers.up)
-        return is_few
-
-    def _run_all(
-        self,
-        layer: int,
-        demand: Demand,
-        moves: Moves,
-        use: _Use,
-        has_next: bool,
-    ) -> None:
-        """Uses every demanded expert: residents of few tokens at once, others on compute threads.
-
-        Reads of absent experts start as slots come free, and so overlap the use of those present;
-        once all have started, those expected of the next layer do, where it `has_next`.
-        After its use an expert is kept, evicted or dropped, as `moves` says.
-        """
-        pass_ = _LayerPass(self, layer, demand, moves, use)
-        try:
-            pass_.start()
-            if has_next:
-                self.read_ahead.expect(layer + 1, demand)
-            pass_.start_reads()
-            pass_.use_residents()
-            is_busy = True
-            while is_busy:
-                pass_.start_reads()
-                is_busy = pass_.advance()
-            pass_.start_reads()  # ahead, into the last slots that came free
-        except BaseException:
-            pass_.abandon()
-            raise
+    def _abandon(self) -> None:
+        """After a failure: gives all slots back, once nobody uses or fills them."""
+        self._is_under_way = True
+        self.compute.executor.drain()
+        if self.device is not None:
+            self.device.abandon()
+        self.host.abandon()
+        self._is_under_way = False
 
 
-LOOK_S = 1e-3
-"""How often used experts' slots are looked for: about as long as one of many tokens takes."""
-
-
-class _Use(NamedTuple):
-    """What experts are brought for."""
-
-    one: Callable[[int, int], None]  # expert, slot; on any thread
-    several: Callable[[IntArray, IntArray], BoolArray]  # experts, slots; says which it has used
-
-
-_NO_USE = _Use(lambda expert, slot: None, lambda experts, slots: np.zeros(len(experts), np.bool_))
-
-
-class _LayerPass:
-    """One layer's demanded experts on their way: waiting, arriving, ready, used, settled.
-
-    The calling thread starts reads and settles what was used (a slot changes hands on no other
-    thread); compute threads take experts from `ready`, arrivals first, since their slots are
-    wanted by those that wait.
-    """
+class _LayerRun:
+    """One layer's step, divided between the host and the device, if there is one."""
 
     def __init__(
         self,
         runtime: ExpertRuntime,
-        layer: int,
-        demand: Demand,
-        moves: Moves,
-        use: _Use,
+        facts: Facts,
+        decision: Decision,
+        at_host: AtHost,
+        rows: ExpertRows,
+        buffers: ExpertBuffers,
     ) -> None:
         self._runtime = runtime
-        self._layer = layer
-        self._use = use
-        self._admit = frozenset(moves.admit.tolist())
-        self._evict = frozenset(moves.evict.tolist())
-        self._demanded = frozenset(demand.experts.tolist())
-        self._residents = demand.experts[demand.is_resident]
-        self._absent = demand.experts[~demand.is_resident].tolist()
-        self._waiting = deque(self._absent)
-        self._arriving: deque[Arrival] = deque()
-        self._ready: deque[tuple[int, int]] = deque()
-        self._used: deque[int] = deque()
-        self._slots: dict[int, int] = {}  # of experts that are ready or used, not yet settled
-        self._work: deque[Future[None]] = deque()
+        self._facts = facts
+        self._layer = facts.layer
+        self._decision = decision
+        self._at_host = at_host
+        self._buffers = buffers
+        self._rows = rows
+        self._for_host = frozenset(decision.assignment.host.tolist())
+        self._host_rows, self._host_buffers = self._host_side()
+        self._host = HostShare(runtime.host, runtime.compute, self._host_rows, self._host_buffers)
+        self._reads: HostReads | None = None
 
-    def start(self) -> None:
-        """Frees what nobody asks for, and goes on with the reads that began before."""
-        for expert in sorted(self._evict - self._demanded):
-            self._evict_now(expert)
-        self._claim()
+    def run(self) -> None:
+        """Both shares, from the first expert handed over to the last one's outputs in place."""
+        try:
+            if self._runtime.device is None:
+                self._run_alone()
+            else:
+                self._run_split(self._runtime.device)
+        except BaseException:
+            self._host.cancel()
+            if self._reads is not None:
+                self._reads.cancel()
+            raise
 
-    def start_reads(self) -> None:
-        """Gives every free slot to an expert that waits for one, then to the next layer's."""
-        ledger, transfer = self._runtime.ledger, self._runtime.transfer
-        while self._waiting and ledger.num_free:
-            expert, slot = self._waiting.popleft(), ledger.take()
-            ticket = transfer.start(self._layer, expert, slot)
-            self._arriving.append(Arrival(expert, slot, ticket))
-        if not self._waiting:
-            self._runtime.read_ahead.start_reads(transfer)
+    def _run_alone(self) -> None:
+        """The host runs everything. Residents of few tokens in one call, unless somebody waits for
+        a slot, which only this thread gives to others."""
+        reads = self._open(self._facts.demand.experts, self._decision.moves or NO_MOVES)
+        rest = reads.here if reads.num_waiting else self._host.run_few(reads.here)
+        self._host.submit(rest)
+        self._take_reads(reads, None)
+        self._collect(reads)
 
-    def use_residents(self) -> None:
-        """Uses those that can be at once, while all reads are under way; starts the others' use."""
-        ledger, residents = self._runtime.ledger, self._residents
-        slots = ledger.slots_of(self._layer, residents)
-        is_used = np.zeros(len(residents), np.bool_)
-        if not self._waiting:  # for slots, which only this thread gives to others
-            is_used = self._use.several(residents, slots)
-        for expert in sorted(self._evict.intersection(residents[is_used].tolist())):
-            self._evict_now(expert)
-        pairs = zip(residents[~is_used].tolist(), slots[~is_used].tolist(), strict=True)
-        for expert, slot in pairs:
-            ledger.lease(slot)
-            self._slots[expert] = slot
-            self._ready.append((expert, slot))
-        for _ in range(min(len(self._ready), self._runtime.executor.num_threads)):
-            self._start_work()
+    def _run_split(self, device: DeviceTier) -> None:
+        """The host's share is handed over first, then the device's is queued, and both run at once
+        while the policies say what is to move."""
+        runtime, assignment = self._runtime, self._decision.assignment
+        outcome = device.link.end_prefetch(self._layer, assignment.fetch)
+        share = DeviceShare(device, self._layer, assignment, self._rows, self._buffers)
+        wanted = np.sort(np.concatenate([assignment.host, np.array(share.wanted, np.int64)]))
+        reads = self._open(wanted, runtime.host.own_moves(self._facts.step, self._layer, wanted))
+        self._host.submit_all([pair for pair in reads.here if pair[0] in self._for_host])
+        rest = share.start([pair for pair in reads.here if pair[0] not in self._for_host])
+        share.follow(runtime.policies.moves(self._facts, self._decision))
+        for expert, slot in rest:
+            share.fetch(expert, slot)
+        self._take_reads(reads, share)
+        share.run_wave()
+        prefetch = runtime.policies.prefetch
+        if outcome is not None:
+            prefetch.record(outcome)
+        device.look_ahead(self._facts, self._at_host, prefetch)
+        self._collect(reads)
+        share.take_over(self._host_buffers.parts)
+        runtime.num_on_host += len(assignment.host)
+        device.finish(len(self._at_host.x))
 
-    def advance(self) -> bool:
-        """Waits for the next arrival, or for work to end; False when all is settled."""
-        if self._arriving:
-            self._accept_arrival()
-        elif self._work:
-            self._await_use()
-        elif self._waiting:
-            raise InternalError(f"{len(self._waiting)} experts wait and no slot is free.")
-        while self._work and self._work[0].done():
-            self._work.popleft().result()
-        while self._used:
-            self._settle(self._used.popleft())
-        return bool(self._waiting or self._arriving or self._work)
+    def _open(self, wanted: IntArray, moves: Moves) -> HostReads:
+        """Starts the reads of what is not in host memory, then those ahead."""
+        self._reads = reads = self._runtime.host.open(self._layer, wanted, moves)
+        self._runtime.expect_next(self._layer, self._facts.demand)
+        reads.start()
+        return reads
 
-    def abandon(self) -> None:
-        """After a failure: gives all slots back, once no thread uses or writes them."""
-        self._ready.clear()
-        wait(self._work)
-        wait(ticket for _, _, ticket in self._arriving if not ticket.cancel())
-        # Ctrl-C comes anywhere: what had just been started may not have been noted yet.
-        self._runtime.reclaim()
+    def _take_reads(self, reads: HostReads, share: DeviceShare | None) -> None:
+        """Sends experts where they are assigned, as they are read."""
+        while reads.has_more:
+            arrived = reads.next()
+            if arrived is None:
+                self._wait_for_slot(reads)
+            elif share is None or arrived[0] in self._for_host:
+                self._host.submit_first(*arrived)
+            else:
+                share.fetch(*arrived)
+            reads.start()
 
-    def _claim(self) -> None:
-        """Goes on with the reads that began before this layer did."""
-        read_ahead, stats = self._runtime.read_ahead, self._runtime.stats
-        num_begun = len(read_ahead)
-        self._arriving.extend(read_ahead.claim(self._layer, self._absent))
-        for arrival in self._arriving:
-            self._waiting.remove(arrival.expert)
-        stats.num_ahead += len(self._arriving)
-        stats.num_wasted += num_begun - len(self._arriving)
+    def _wait_for_slot(self, reads: HostReads) -> None:
+        if self._host.is_busy:
+            self._host.wait(LOOK_S)
+        elif not self._runtime.host.wait_for_use():
+            raise InternalError(f"{reads.num_waiting} experts wait and no slot is free.")
 
-    def _await_use(self) -> None:
-        """Waits for work to end, or looks in between for slots that a read ahead could have."""
-        if self._runtime.read_ahead.is_waiting:
-            wait([self._work[0]], timeout=LOOK_S)
-        else:
-            self._work[0].result()
+    def _collect(self, reads: HostReads) -> None:
+        """Waits for the host; the link and reads ahead go on with what waits for them meanwhile."""
+        device, read_ahead = self._runtime.device, self._runtime.host.read_ahead
+        while self._host.is_busy:
+            reads.start()
+            pause_s = WAIT_LIMIT_S
+            if device is not None and device.link.has_waiting:
+                # One copy behind the one under way: the link does not wait for the next look.
+                pause_s = device.link.link_s
+                device.link.pump(pause_s)
+            elif read_ahead is not None and read_ahead.is_waiting:
+                pause_s = LOOK_S
+            self._host.wait(pause_s)
+            if device is not None:
+                self._host.check_progress(WAIT_LIMIT_S)
+        reads.start()  # gives slots back, and the last of them to reads ahead
 
-    def _accept_arrival(self) -> None:
-        expert, slot, ticket = self._arriving[0]
-        stats = self._runtime.stats
-        start = perf_counter()
-        stats.read_bytes += ticket.result()
-        stats.wait_s += perf_counter() - start
-        self._arriving.popleft()
-        self._slots[expert] = slot
-        self._ready.appendleft((expert, slot))
-        self._start_work()
-
-    def _start_work(self) -> None:
-        self._work.append(self._runtime.executor.submit(self._use_ready))
-
-    def _use_ready(self) -> None:
-        """On a compute thread: uses experts until none is ready."""
-        while True:
-            try:
-                expert, slot = self._ready.popleft()
-            except IndexError:  # another thread took the last one
-                return
-            self._use.one(expert, slot)
-            self._used.append(expert)
-
-    def _settle(self, expert: int) -> None:
-        """After its use: keep, evict or drop."""
-        ledger, slot = self._runtime.ledger, self._slots.pop(expert)
-        if expert in self._admit:
-            ledger.bind(self._layer, expert, slot)
-            self._runtime.stats.num_admitted += 1
-        elif ledger.is_bound(slot):
-            ledger.release(slot)
-            if expert in self._evict:
-                self._evict_now(expert)
-        else:
-            ledger.drop(slot)
-
-    def _evict_now(self, expert: int) -> None:
-        self._runtime.ledger.evict(self._layer, expert)
-        self._runtime.stats.num_evicted += 1
+    def _host_side(self) -> tuple[ExpertRows, HostBuffers]:
+        """The rows in host memory, and where the host computes: in the workspace if that is there,
+        too, and nobody else computes in it."""
+        device, scratch, buffers = self._runtime.device, self._runtime.scratch, self._buffers
+        if device is None or scratch is None:
+            return self._rows, HostBuffers(buffers.parts, buffers.gate, buffers.up, None)
+        parts = device.device.host_parts(buffers.parts)
+        if parts is buffers.parts:
+            return self._rows, HostBuffers(parts, *scratch, None)
+        rows = ExpertRows(self._at_host.experts, len(self._rows.counts))
+        self._rows.learn(rows.counts)
+        return rows, HostBuffers(parts, *scratch, self._at_host.x)
 
 
 class ExpertRegistrar:
@@ -423,3 +396,8 @@ class ExpertRegistrar:
         self, layer: int, x: Tensor, routing: Routing, step: Step, workspace: Buffers, out: Tensor
     ) -> None:
         ExpertBuffers.take(workspace, self._shape, x)
+
+
+def _combine(rows: ExpertRows, routing: Routing, buffers: ExpertBuffers, out: Tensor) -> None:
+    terms = (buffers.term, buffers.term_fp32)
+    combine(buffers.parts, rows.part_of, routing.weights, *terms, out)

@@ -41,6 +41,7 @@ class SlotLedger:
     def __init__(
         self, num_layers: int, num_experts: int, num_slots: int, num_devices: int = 1
     ) -> None:
+        self.num_layers, self.num_experts = num_layers, num_experts
         self.num_slots = num_slots
         self.num_devices = num_devices
         devices = np.repeat(np.arange(num_devices), slots_per_device(num_slots, num_devices))

@@ -316,12 +316,11 @@ class DeviceStream:
         return (perf_counter() - start_s) / num_copies
 
     def sample_sync(self) -> float:
-        """Seconds from the queue's end to one token's pairs in host memory."""
+        """Seconds from the queue's end to one token's input and experts in host memory."""
         experts = torch.arange(self._top_k, device=self._device.torch_device)[None]
-        rows = ExpertRows(experts, self._shape.num_experts)
         self._settle()
         start_s = perf_counter()
-        self._device.to_host(rows, self._inputs[: self._top_k])
+        self._device.to_host(self._inputs[:1], experts)
         return perf_counter() - start_s
 
     def _copy(self) -> Event:

@@ -1,0 +1,118 @@
+"""Wiring of a model's experts: the host tier, the device's on top of it, and what runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+
+from lowtide.core import Costs, MemoryPlan, TierPlan
+from lowtide.engine.device import DeviceOptions, ExpertSource, OpenDevice, open_device
+from lowtide.engine.opening import OpenModel
+from lowtide.engine.planning import expert_source
+from lowtide.engine.policy_setting import make_engine_policies
+from lowtide.experts.at_once import ExpertsAtOnce, cores_beside_device
+from lowtide.experts.device_tier import DeviceTier
+from lowtide.experts.host_share import HostCompute
+from lowtide.experts.host_tier import HostTier
+from lowtide.experts.link import Link
+from lowtide.experts.rows import HostScratch
+from lowtide.experts.runtime import ExpertRuntime
+from lowtide.experts.slots import ExpertSlots, SlotLedger
+from lowtide.experts.transfer import DiskTransfer
+from lowtide.kernels.products import Products
+from lowtide.memory.arena import Arena
+from lowtide.policies.presets import recipe
+from lowtide.policies.recipe import Setting
+from lowtide.reading.dense_weights import Progress
+from lowtide.reading.file_reader import FileReader
+from lowtide.replay.calibration import Calibration
+from lowtide.threads.executor import Executor, HostExecutor, Work
+
+
+def load_experts(
+    opened: OpenModel,
+    plan: MemoryPlan,
+    calibration: Calibration | None,
+    reader: FileReader,
+    executor: HostExecutor,
+    progress: Progress,
+) -> ExpertRuntime:
+    """The experts of `plan`, the policy's first residents in their slots.
+
+    Raises StorageError, DeviceError, or PlanError when the policy needs more than the plan has.
+    """
+    source, products = expert_source(opened), opened.products
+    with ExitStack() as undo:
+        if plan.gpu is None:
+            host = _host_tier(source, plan, Arena, reader)
+            compute, device, scratch = _host_compute(host, products, executor), None, None
+        else:
+            options = DeviceOptions(opened.options.device_options, opened.options.kernels, products)
+            made = open_device(source, plan, plan.gpu, options, executor)
+            undo.callback(made.close)
+            host = _host_tier(source, plan, made.make_arena, reader)
+            if host.is_permanent:
+                host.load_all(progress)
+            compute = _host_compute(host, products, executor, made)
+            device, scratch = _device_tier(source, plan, plan.gpu, made, host), _scratch(source)
+        policies = make_engine_policies(
+            opened, plan, calibration, host, device, executor.cores_per_expert
+        )
+        runtime = ExpertRuntime(source.shape, host, policies, compute, device, scratch)
+        runtime.load(progress)
+        undo.pop_all()
+    return runtime
+
+
+def _host_tier(
+    source: ExpertSource,
+    plan: MemoryPlan,
+    make_arena: Callable[[int], Arena],
+    reader: FileReader,
+) -> HostTier:
+    """Beside a device it keeps every expert if all have a slot, else those used last."""
+    tier, shape = plan.host, source.shape
+    slots = ExpertSlots(make_arena(tier.slot_bytes * tier.num_slots), source.layout)
+    ledger = SlotLedger(shape.num_layers, shape.num_experts, tier.num_slots)
+    transfer = DiskTransfer(reader, source.table, slots, source.dtype_name)
+    if plan.gpu is None:
+        return HostTier(slots, ledger, transfer)
+    if tier.num_slots == source.num_experts:
+        return HostTier(slots, ledger, transfer, reads_ahead=False, is_permanent=True)
+    costs = Costs.unknown(source.layout.num_bytes)
+    setting = Setting(plan.host_residents_per_layer, shape.num_experts, costs)
+    policies = recipe("lru").policies_without_device(setting)
+    return HostTier(slots, ledger, transfer, policies, reads_ahead=False)
+
+
+def _device_tier(
+    source: ExpertSource, plan: MemoryPlan, tier: TierPlan, made: OpenDevice, host: HostTier
+) -> DeviceTier:
+    shape, num_staging = source.shape, tier.num_slots - sum(plan.residents_per_layer)
+    costs = replace(made.costs, num_staging=num_staging - num_staging // 2)
+    ledger = SlotLedger(shape.num_layers, shape.num_experts, tier.num_slots, costs.num_devices)
+    link = Link(made.device, ledger, host, costs.each.link_s, costs.num_staging)
+    return DeviceTier(made.device, link, costs, made.close)
+
+
+def _host_compute(
+    host: HostTier, products: Products, executor: Executor, made: OpenDevice | None = None
+) -> HostCompute:
+    num_cores = executor.num_cores if made is None else cores_beside_device(executor)
+    at_once = ExpertsAtOnce.of(host.slots, products, num_cores)
+    return HostCompute(
+        executor, products, at_once, _unpaced if made is None else made.device.host_work
+    )
+
+
+def _unpaced(num_tokens: object, work: Work) -> Work:
+    return work
+
+
+def _scratch(source: ExpertSource) -> HostScratch:
+    num_pairs = source.max_rows * source.shape.num_experts_per_token
+    size, dtype = (num_pairs, source.shape.expert_size), source.layout.dtype
+    half_bytes = source.scratch_bytes // 2
+    arena = Arena(source.scratch_bytes)
+    return HostScratch(arena.tensor(0, size, dtype), arena.tensor(half_bytes, size, dtype))
