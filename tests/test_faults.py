@@ -33,10 +33,10 @@ from lowtide.errors import (
 )
 from lowtide.experts.host_share import HostShare
 from lowtide.experts.runtime import ExpertRuntime
+from lowtide.families.llada2.model import LLaDA2
 from lowtide.lab.synth import synth
 from lowtide.llm import LLM
 from lowtide.model_folder.checkpoint import Checkpoint
-from lowtide.models.llada2 import LLaDA2
 from lowtide.reading.file_reader import FileReader
 
 INDEX = "model.safetensors.index.json"

@@ -30,7 +30,7 @@ FLOORS = (
 FRONT_DOORS = ("cli", "serve", "__main__")
 # Known to every room; they know only each other.
 FACTS = {"core", "params", "errors", "config", "schemas", "dtypes", "files", "model_folder"}
-FACTS |= {"profiles"}
+FACTS |= {"families", "profiles"}
 # They drive policies and replay traces without a model.
 BESIDE_EXPERTS = {"policies", "replay"}
 # Built on the experts' interfaces; wired to them by the engine, unknown to models and layers.
@@ -52,6 +52,9 @@ def module_name(path: Path) -> str:
 
 
 def room(name: str) -> str:
+    """A family's model file is of the models' floor; the rest of a family is facts."""
+    if name.startswith("families.") and name.endswith(".model"):
+        return "models"
     return name.split(".")[0]
 
 

@@ -22,5 +22,7 @@ _CLASSES: Mapping[str, tuple[str, str]] = {
 def model_class(family: str) -> type[Decoder]:
     """The model of a family (a key of `config.FAMILIES`); its file is imported when asked for."""
     module, name = _CLASSES[family]
-    found: type[Decoder] = getattr(importlib.import_module(f"lowtide.models.{module}"), name)
+    found: type[Decoder] = getattr(
+        importlib.import_module(f"lowtide.families.{module}.model"), name
+    )
     return found
