@@ -127,7 +127,7 @@ def test_residuals_are_those_of_another_implementation(models: Path) -> None:
     with open_tiny(models, "deepseek_v2") as llm:
         prompts, _ = split(llm, TOKEN_IDS, 4)
         _, residual = learn(llm, prompts, "deepseek")
-        first_layer = llm.config.first_dense_layers
+        first_layer = llm.config.moe.first_layer
         params = SamplingParams(max_tokens=AUTOREGRESSIVE.new_tokens, ignore_eos=True)
         answers = [llm.generate([prompt], params)[0].token_ids for prompt in prompts]
     model = DeepseekV2ForCausalLM.from_pretrained(models / "deepseek_v2", dtype=torch.float32)

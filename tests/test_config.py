@@ -1,22 +1,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from checkpoint_files import FLASH, TINY, ling_config
 from hypothesis import given
 from hypothesis import strategies as st
+from schema_sizes import kv_elements_of
 
 from lowtide.config import (
-    FAMILIES,
     DecodingDefaults,
     ModelConfig,
     format_size,
     parse_size,
-    supported_architectures,
 )
 from lowtide.errors import ConfigError, LowtideError, UnsupportedError, UsageError
+from lowtide.families import families, supported_architectures
 
 GOLDENS = Path(__file__).parent / "goldens"
 
@@ -31,22 +32,22 @@ def test_published_mini_config() -> None:
     assert (config.family, config.architecture) == ("llada2", "LLaDA2MoeModelLM")
     assert (config.num_layers, config.num_moe_layers, config.moe_layers[0]) == (20, 19, 1)
     assert config.moe_shape == (19, 256, 8, 2048, 512)
-    assert config.expert_elements * 2 == 6 << 20
-    assert config.kv_token_elements * 2 == 40_960
-    assert (config.query_size, config.kv_size) == (2048, 512)
-    assert config.has_qk_norm  # absent from the published file
+    assert config.moe.elements(config.hidden_size) * 2 == 6 << 20
+    assert kv_elements_of(config) * 2 == 40_960
+    assert (config.attention.query_size, config.attention.kv_size) == (2048, 512)
+    assert config.attention.has_qk_norm  # absent from the published file
     assert config.mask_token_id == 156895  # so are these two
     assert config.eos_token_ids == (156892,)
     assert config.pad_token_id == 156892
-    assert config.rotary_dim == 64
-    assert config.shared_intermediate_size == 512
+    assert config.attention.rope.rotary_dim == 64
+    assert config.moe.shared_size == 512
     assert config.decoding == DecodingDefaults(32, 32, 0.95, None, 16, False)
 
 
 def test_golden_configs() -> None:
     config = ModelConfig.load(GOLDENS / "llada2-a")
     assert (config.mask_token_id, config.eos_token_ids, config.dtype) == (383, (380,), "float32")
-    assert (config.num_expert_groups, config.num_groups_per_token) == (4, 2)
+    assert (config.moe.num_groups, config.moe.num_groups_per_token) == (4, 2)
     assert ModelConfig.load(GOLDENS / "llada2-b-bf16").dtype == "bfloat16"
 
 
@@ -63,8 +64,8 @@ def test_autoregressive_ling_has_its_own_ids() -> None:
 
 def test_block_routing_replaces_group_limits() -> None:
     config = ModelConfig.from_dict(ling_config(**FLASH, expert_capacity=48, block_size=32))
-    assert (config.expert_capacity, config.routing_block_size, config.block_length) == (48, 32, 32)
-    assert (config.num_expert_groups, config.num_groups_per_token) == (1, 1)
+    assert (config.moe.capacity, config.moe.window_tokens, config.block_length) == (48, 32, 32)
+    assert (config.moe.num_groups, config.moe.num_groups_per_token) == (1, 1)
 
 
 def test_nested_rope_and_new_dtype_key() -> None:
@@ -79,7 +80,8 @@ def test_nested_rope_and_new_dtype_key() -> None:
             dtype="float16",
         )
     )
-    assert (config.rope_theta, config.rotary_dim, config.dtype) == (3e6, 64, "float16")
+    rope = config.attention.rope
+    assert (rope.theta, rope.rotary_dim, config.dtype) == (3e6, 64, "float16")
 
 
 def test_optional_keys_have_the_published_meaning() -> None:
@@ -93,20 +95,23 @@ def test_optional_keys_have_the_published_meaning() -> None:
             torch_dtype=None,
         )
     )
-    assert (config.head_dim, config.num_kv_heads, config.rotary_dim) == (128, 16, 128)
-    assert (config.shared_intermediate_size, config.dtype) == (0, "bfloat16")
+    attention = config.attention
+    assert (attention.head_dim, attention.num_kv_heads) == (128, 16)
+    assert attention.rope.rotary_dim == 128
+    assert (config.moe.shared_size, config.dtype) == (0, "bfloat16")
 
 
 @pytest.mark.parametrize("name", ["n_routed_experts", "num_local_experts"])
 def test_other_names_of_the_expert_count(name: str) -> None:
-    assert ModelConfig.from_dict(ling_config(num_experts=None, **{name: 256})).num_experts == 256
+    config = ModelConfig.from_dict(ling_config(num_experts=None, **{name: 256}))
+    assert config.moe.num_experts == 256
     with pytest.raises(ConfigError, match="contradicts"):
         ModelConfig.from_dict(ling_config(**{name: 128}))
 
 
 def test_other_name_of_the_expert_width() -> None:
     config = ling_config(moe_intermediate_size=None, expert_intermediate_size=512)
-    assert ModelConfig.from_dict(config).expert_intermediate_size == 512
+    assert ModelConfig.from_dict(config).moe.expert_size == 512
 
 
 def test_eos_ids_of_the_generation_config_have_the_last_word() -> None:
@@ -127,6 +132,30 @@ def test_eos_ids_of_the_generation_config_have_the_last_word() -> None:
     assert ids([3, 4], None) == (3, 4)
     assert ids(5, [6, 7], eos_token_id=8) == (8,)
     assert ids(5, [6, 7], eos_token_id=[8, 9]) == (8, 9)
+
+
+def test_eos_ids_outside_the_vocabulary_never_end_anything(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Some tiny models on the hub have kept the ids of the large one."""
+
+    def ids(eos: object, generated: object = None) -> tuple[int, ...]:
+        config = ling_config(**TINY, eos_token_id=eos)
+        return ModelConfig.from_dict(config, generation={"eos_token_id": generated}).eos_token_ids
+
+    assert ids([15, 16, 151645]) == (15,)
+    assert ids([15, 16, 151645]) == (15,)
+    message = "eos_token_id 16, 151645 is outside the vocabulary of 16 and ignored."
+    assert caplog.messages == [message]  # once
+    assert ids(3, 100001) == ()
+    assert "100001 is outside" in caplog.messages[1]
+    assert "answers end by length" in caplog.messages[1]
+    assert len(caplog.messages) == 2 and {r.levelname for r in caplog.records} == {"WARNING"}
+    with pytest.raises(ConfigError, match="eos_token_id -1 is not a token id"):
+        ids(-1)
+    made = ModelConfig.from_dict(ling_config(**TINY))
+    with pytest.raises(ConfigError, match="16 is outside the vocabulary of 16"):
+        replace(made, eos_token_ids=(16,))  # by hand, where nobody would be told
 
 
 def test_small_vocabularies_do_not_inherit_published_ids() -> None:
@@ -196,7 +225,6 @@ def test_overrides_replace_keys_and_must_have_an_effect(tmp_path: Path) -> None:
         ({"dtype": "float32"}, "contradicts torch_dtype"),
         ({"eos_token_id": "5"}, "eos_token_id '5'"),
         ({"eos_token_id": [True]}, "eos_token_id True"),
-        ({"eos_token_id": 157184}, "157184 is outside the vocabulary of 157184"),
         ({"pad_token_id": -1}, "pad_token_id -1"),
         ({"expert_capacity": 4}, "expert_capacity 4"),
         ({"expert_capacity": 48, "block_length": 40}, "block of 40 .* block_size 32"),
@@ -289,7 +317,7 @@ def test_any_value_gives_a_config_or_a_typed_error(changes: dict[str, object]) -
         config = ModelConfig.from_dict({**ling_config(), **changes})
     except LowtideError:
         return
-    assert config.num_experts_per_token <= config.num_experts
+    assert config.moe.num_experts_per_token <= config.moe.num_experts
 
 
 def test_every_architecture_has_a_family() -> None:
@@ -304,7 +332,7 @@ def test_every_architecture_has_a_family() -> None:
         "Qwen3MoeForCausalLM",
     )
     for name in ("BailingMoeV2ForCausalLM", "LLaDA2MoeModelLM"):
-        assert ModelConfig.from_dict(ling_config(architectures=[name])).family in FAMILIES
+        assert ModelConfig.from_dict(ling_config(architectures=[name])).family in families()
 
 
 @pytest.mark.parametrize(

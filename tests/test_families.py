@@ -11,17 +11,19 @@ import numpy as np
 import pytest
 import torch
 from family_models import LAYOUTS, NAMES, VOCAB, Written, store_experts_as, write_model
+from schema_sizes import kv_elements_of, num_parameters_of, num_tensors_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from lowtide.config import ModelConfig
 from lowtide.errors import CheckpointError, ConfigError, PlanError, UnsupportedError
-from lowtide.lab.synth import FAMILIES, synth
+from lowtide.families import families
+from lowtide.lab.synth import synth
+from lowtide.lab.synth_weights import CHARACTER
 from lowtide.llm import LLM, plan_model
 from lowtide.memory.kv_cache import KVCache
 from lowtide.model_folder.checkpoint import Checkpoint
-from lowtide.models import model_class
 from lowtide.params import SamplingParams
 from lowtide.schemas import model_schema, weight_bytes
 
@@ -226,17 +228,16 @@ def test_synthetic_checkpoints_run(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", sorted(set(NAMES) - {"bailing_moe_v2"}))
 def test_small_is_about_a_gigabyte(family: str) -> None:
-    config = ModelConfig.from_dict(FAMILIES[family]["small"].config)
+    config = ModelConfig.from_dict(families()[family].sizes()["small"].config)
     assert 0.9e9 < sum(weight_bytes(config, "bfloat16")) < 1.1e9
 
 
 def test_routers_without_a_bias_are_skewed(tmp_path: Path) -> None:
-    size = FAMILIES["mixtral"]["tiny"]
     checkpoint = Checkpoint.open(synth("mixtral", "tiny", tmp_path / "model"))
     names = [f"model.layers.{i}.block_sparse_moe.gate.weight" for i in (0, 1)]
     bits = [checkpoint.read_array(name).astype(np.int32) << 16 for name in names]
     spreads = [x.view(np.float32).std(axis=1) * 64**0.5 for x in bits]
-    mean, skew = size.character.router_std, size.character.router_skew
+    mean, skew = CHARACTER.router_std, CHARACTER.router_skew
     for spread in spreads:
         assert spread.max() == pytest.approx(mean * (1 + skew), rel=0.3)
         assert spread.min() == pytest.approx(mean * (1 - skew), rel=0.3)
@@ -258,7 +259,7 @@ PUBLISHED = {
 """Tensors, parameters in units of 10**9, bytes of KV cache per token in bfloat16."""
 
 DEEPSEEK_V2 = {
-    **FAMILIES["deepseek_v2"]["full"].config,
+    **families()["deepseek_v2"].sizes()["full"].config,
     "hidden_size": 5120,
     "num_hidden_layers": 60,
     "num_attention_heads": 128,
@@ -276,41 +277,43 @@ DEEPSEEK_V2 = {
 
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_published_sizes(family: str) -> None:
-    config = ModelConfig.from_dict(FAMILIES[family]["full"].config)
+    config = ModelConfig.from_dict(families()[family].sizes()["full"].config)
     num_tensors, billions, token_bytes = PUBLISHED[family]
     schema = model_schema(config)
-    assert schema.num_tensors == num_tensors
-    assert round(schema.num_parameters / 1e9, 3) == billions
-    assert 2 * config.kv_token_elements == token_bytes
+    assert num_tensors_of(schema) == num_tensors
+    assert round(num_parameters_of(schema) / 1e9, 3) == billions
+    assert 2 * kv_elements_of(config) == token_bytes
     assert weight_bytes(config, "bfloat16")[1] == 2 * schema.expert_elements
 
 
 def test_numbers_that_are_easily_missed() -> None:
-    lite = ModelConfig.from_dict(FAMILIES["deepseek_v2"]["full"].config)
-    assert lite.softmax_scale == pytest.approx(0.114721, abs=1e-6)
-    assert lite.yarn is not None and lite.yarn.amplitude == 1.0
-    assert lite.cache_shape == (1, 1, 576)
+    lite = ModelConfig.from_dict(families()["deepseek_v2"].sizes()["full"].config)
+    latent = lite.attention
+    assert latent.softmax_scale == pytest.approx(0.114721, abs=1e-6)
+    assert latent.rope.yarn is not None and latent.rope.yarn.amplitude == 1.0
+    assert latent.cache_shape == (1, 1, 576)
     large = ModelConfig.from_dict(DEEPSEEK_V2)
-    assert round(model_schema(large).num_parameters / 1e9) == 236
-    assert (large.num_expert_groups, large.num_groups_per_token) == (8, 3)
-    qwen3 = ModelConfig.from_dict(FAMILIES["qwen3_moe"]["full"].config)
-    assert qwen3.head_dim == 128 and qwen3.softmax_scale == pytest.approx(128**-0.5)
+    assert round(num_parameters_of(model_schema(large)) / 1e9) == 236
+    assert (large.moe.num_groups, large.moe.num_groups_per_token) == (8, 3)
+    qwen3 = ModelConfig.from_dict(families()["qwen3_moe"].sizes()["full"].config)
+    assert qwen3.attention.head_dim == 128
+    assert qwen3.attention.softmax_scale == pytest.approx(128**-0.5)
     qwen3_long = {
-        **FAMILIES["qwen3_moe"]["full"].config,
+        **families()["qwen3_moe"].sizes()["full"].config,
         "rope_scaling": {
             "rope_type": "yarn",
             "factor": 4.0,
             "original_max_position_embeddings": 32768,
         },
     }
-    yarn = ModelConfig.from_dict(qwen3_long).yarn
+    yarn = ModelConfig.from_dict(qwen3_long).attention.rope.yarn
     assert yarn is not None and yarn.amplitude == pytest.approx(1.138629)
 
 
 def test_layers_without_experts() -> None:
-    config = FAMILIES["qwen3_moe"]["full"].config
+    config = families()["qwen3_moe"].sizes()["full"].config
     leading = ModelConfig.from_dict({**config, "mlp_only_layers": [0, 1]})
-    assert leading.moe_layers == range(2, 48) and leading.dense_intermediate_size == 6144
+    assert leading.moe_layers == range(2, 48) and leading.dense_size == 6144
     every_third = ModelConfig.from_dict({**config, "decoder_sparse_step": 3})
     assert list(every_third.moe_layers) == list(range(2, 48, 3))
     with pytest.raises(UnsupportedError, match="mlp_only_layers a list of 1 values leaves experts"):
@@ -339,7 +342,7 @@ def test_a_plan_needs_no_shards(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_models_larger_than_the_machine_are_planned(family: str, tmp_path: Path) -> None:
-    config = FAMILIES[family]["full"].config
+    config = families()[family].sizes()["full"].config
     plan = plan_model(write_config(tmp_path / "model", config), context=4096)
     dense, experts = weight_bytes(ModelConfig.from_dict(config), "bfloat16")
     assert plan.full_bytes > dense + experts
@@ -387,7 +390,7 @@ def test_models_larger_than_the_machine_are_planned(family: str, tmp_path: Path)
 )
 def test_unsupported_features_are_named(family: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
-        ModelConfig.from_dict({**FAMILIES[family]["full"].config, **changes})
+        ModelConfig.from_dict({**families()[family].sizes()["full"].config, **changes})
 
 
 @pytest.mark.parametrize(
@@ -411,7 +414,7 @@ def test_what_cannot_be_right_is_refused(
     family: str, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        ModelConfig.from_dict({**FAMILIES[family]["full"].config, **changes})
+        ModelConfig.from_dict({**families()[family].sizes()["full"].config, **changes})
 
 
 def test_other_architectures_are_refused_by_name() -> None:
@@ -429,7 +432,7 @@ def test_a_bias_that_the_config_denies_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", NAMES)
 def test_routers_keep_the_precision_of_their_family(family: str) -> None:
-    is_float32 = model_class(family).is_float32
+    is_float32 = families()[family].model().is_float32
     has_fp32_router = family in ("deepseek_v2", "bailing_moe_v2")
     assert is_float32("model.layers.1.mlp.gate.weight") == has_fp32_router
     assert not is_float32("model.layers.1.mlp.gate_proj.weight")

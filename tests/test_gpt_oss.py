@@ -20,18 +20,17 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from lowtide.config import ModelConfig
 from lowtide.errors import ConfigError, InternalError, UnsupportedError
+from lowtide.families import families
 from lowtide.kernels.reference import ClampedWeights, gated_mlp
-from lowtide.lab.synth import FAMILIES
 from lowtide.layers.attention import attention
 from lowtide.layers.batch import Segment
 from lowtide.llm import LLM
 from lowtide.memory.arena import Arena
 from lowtide.memory.kv_cache import KVCache, storage_shape
 from lowtide.memory.workspace import Registrar, Workspace
-from lowtide.models import model_class
 from lowtide.threads.executor import HostExecutor
 
-FULL = FAMILIES["gpt_oss"]["full"].config
+FULL = families()["gpt_oss"].sizes()["full"].config
 
 
 def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -206,7 +205,7 @@ def test_packed_and_unpacked_experts_give_the_same_bits(dtype: torch.dtype, tmp_
 
 
 def test_norms_and_sinks_are_kept_in_float32() -> None:
-    is_float32 = model_class("gpt_oss").is_float32
+    is_float32 = families()["gpt_oss"].model().is_float32
     names = ("norm", "layers.0.input_layernorm", "layers.1.post_attention_layernorm")
     assert all(is_float32(f"model.{name}.weight") for name in names)
     assert is_float32("model.layers.0.self_attn.sinks")
@@ -218,13 +217,14 @@ def test_norms_and_sinks_are_kept_in_float32() -> None:
 
 def test_the_published_numbers() -> None:
     config = ModelConfig.from_dict(FULL)
-    assert config.windows == (128, 0) * 12
+    assert config.attention.windows == (128, 0) * 12
     assert config.num_leading_layers == 2
-    assert config.has_mxfp4_experts and config.has_clamped_experts
-    assert config.yarn is not None and not config.yarn.is_rounded
-    assert config.yarn.amplitude == pytest.approx(1.346574)
+    assert config.moe.is_mxfp4 and config.moe.is_clamped
+    yarn = config.attention.rope.yarn
+    assert yarn is not None and not yarn.is_rounded
+    assert yarn.amplitude == pytest.approx(1.346574)
     without = {name: FULL[name] for name in FULL if name not in ("layer_types", "sliding_window")}
-    assert ModelConfig.from_dict(without).windows == config.windows
+    assert ModelConfig.from_dict(without).attention.windows == config.attention.windows
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,8 @@ def may_import(importer: str, imported: str) -> bool:
         return True
     if imported in FACTS:
         return True
+    if importer == "families":  # when asked: see test_a_family_imports_its_model_when_asked
+        return imported == "models"
     if importer in FACTS:
         return False
     if importer == "policies":
@@ -198,6 +200,28 @@ def test_no_torch_at_load(path: Path) -> None:
     assert "torch" not in {name.split(".")[0] for name, _ in found}
 
 
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if room(module_name(p)) == "families"], ids=module_name
+)
+def test_a_family_imports_its_model_when_asked(path: Path) -> None:
+    found = [name for name, _ in imports(parse(path), package_of(path), only_at_load=True)]
+    rooms = {room(name.removeprefix("lowtide.")) for name in found if name.startswith("lowtide.")}
+    assert rooms <= FACTS
+
+
+def test_families_are_known_by_their_folders_alone() -> None:
+    """Nothing but a family's folder names it: what else mentions one makes it no family."""
+    folders = {path.parent.name for path in PACKAGE.glob("families/*/__init__.py")}
+    for path in FILES:
+        name = module_name(path)
+        if name.startswith("families.") and name.split(".")[1] in folders:
+            continue
+        named = {
+            imported.split(".")[1] for imported in own_imports(path) if "families." in imported
+        }
+        assert not named & folders, f"lowtide.{name} imports {named & folders}"
+
+
 def test_a_refusal_does_not_wait_for_torch() -> None:
     modules = [
         "lowtide." + module_name(path) if module_name(path) != "__init__" else "lowtide"
@@ -222,6 +246,8 @@ def test_the_rules_themselves() -> None:
     assert may_import("hardware", "experts") and not may_import("experts", "hardware")
     assert not may_import("kernels", "memory") and not may_import("config", "llm")
     assert may_import("engine", "devices") and not may_import("models", "devices")
+    assert not may_import("config", "models") and not may_import("families", "layers")
+    assert room("families.mixtral.model") == "models" and room("families.sizes") == "families"
     assert not may_import("experts", "devices") and not may_import("layers", "devices")
     tree = ast.parse("from .. import llm\nfrom ..experts.slots import SlotLedger")
     names = [name for name, _ in imports(tree, "lowtide.cli")]

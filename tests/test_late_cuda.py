@@ -21,12 +21,12 @@ from lowtide.devices import cuda
 from lowtide.engine import device as device_engine
 from lowtide.errors import DeviceError, InternalError, PlanError
 from lowtide.experts.slots import SlotLayout
+from lowtide.families import families
 from lowtide.hardware import measure, store, streams
 from lowtide.kernels import routing
 from lowtide.lab import doctor
 from lowtide.lab import verify as verify_module
 from lowtide.lab.synth import synth
-from lowtide.lab.synth_sizes import FAMILIES
 from lowtide.lab.verify import verify
 from lowtide.llm import LLM, plan_model
 from lowtide.memory.arena import Arena
@@ -89,7 +89,7 @@ class Case:
         assert (logits - self.logits).abs().max().item() <= TOLERANCE * largest
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(scope="module", params=sorted(families()))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(request.param, tmp_path_factory.mktemp(request.param) / "model")
 

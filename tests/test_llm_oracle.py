@@ -21,7 +21,7 @@ from whole import Setting, check_idle
 from lowtide import DiffusionParams, SamplingParams
 from lowtide.config import ModelConfig
 from lowtide.errors import UsageError
-from lowtide.lab.synth import to_bfloat16
+from lowtide.lab.synth_weights import to_bfloat16
 from lowtide.schemas import model_schema
 
 TOLERANCE = 2e-4

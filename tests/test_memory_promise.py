@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.errors import PlanError
-from lowtide.lab import synth as synth_module
-from lowtide.lab.synth import SynthSize, llada2_config, synth
+from lowtide.families import SynthSize, families
+from lowtide.lab.synth import write_checkpoint
 from lowtide.llm import LLM, plan_model
 
 MIN_CHECKPOINT_BYTES = 300 << 20
@@ -28,25 +28,26 @@ EOS = 8000
 
 # Wide enough that what libraries do (packed weights, attention tiles) would show.
 SIZE = SynthSize(
-    llada2_config(
-        hidden_size=512,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
-        rotary_dim=32,
-        intermediate_size=1280,
-        moe_intermediate_size=256,
-        moe_shared_expert_intermediate_size=256,
-        num_experts=256,
-        num_experts_per_tok=8,
-        n_group=8,
-        topk_group=4,
-        vocab_size=8192,
-        eos_token_id=EOS,
-        pad_token_id=EOS,
-        mask_token_id=EOS + 3,
-    ),
+    {
+        **families()["llada2"].sizes()["small"].config,
+        "hidden_size": 512,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "rotary_dim": 32,
+        "intermediate_size": 1280,
+        "moe_intermediate_size": 256,
+        "moe_shared_expert_intermediate_size": 256,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "vocab_size": 8192,
+        "eos_token_id": EOS,
+        "pad_token_id": EOS,
+        "mask_token_id": EOS + 3,
+    },
     eos_token_id=EOS,
     max_shard_bytes=256 << 20,
 )
@@ -85,9 +86,7 @@ with LLM(folder, **options) as llm:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(synth_module.FAMILIES["llada2"], "medium", SIZE)
-        folder = synth("llada2", "medium", tmp_path_factory.mktemp("promise") / "model")
+    folder = write_checkpoint(SIZE, tmp_path_factory.mktemp("promise") / "model")
     num_bytes = sum(path.stat().st_size for path in folder.iterdir())
     assert num_bytes >= MIN_CHECKPOINT_BYTES
     return folder

@@ -21,9 +21,9 @@ from lowtide.dtypes import ITEM_BYTES, SAFETENSORS_NAME, convert_rows, is_finite
 from lowtide.errors import CheckpointError, StorageError, UnsupportedError
 from lowtide.experts.slots import ExpertSlots, SlotLayout
 from lowtide.experts.transfer import DiskTransfer, largest_read_bytes
+from lowtide.families import families
 from lowtide.kernels.reference import ClampedWeights
 from lowtide.lab.safetensors_writer import OutputTensor, write_safetensors
-from lowtide.lab.synth_sizes import gpt_oss_config
 from lowtide.memory.arena import Arena
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.reading.dense_weights import check_finite
@@ -169,18 +169,21 @@ def test_slots_of_clamped_experts(dtype: str) -> None:
 Arrays = dict[str, np.ndarray]
 
 CONFIG = ModelConfig.from_dict(
-    gpt_oss_config(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        intermediate_size=96,
-        num_local_experts=3,
-        num_experts_per_tok=2,
-        vocab_size=32,
-        eos_token_id=31,
-    )
+    {
+        **families()["gpt_oss"].sizes()["full"].config,
+        "layer_types": None,
+        "pad_token_id": None,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "intermediate_size": 96,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "vocab_size": 32,
+        "eos_token_id": 31,
+    }
 )
 
 

@@ -18,25 +18,20 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
+from schema_sizes import num_tensors_of
 
 from lowtide.config import ModelConfig
 from lowtide.errors import StorageError, UsageError
+from lowtide.families import families
 from lowtide.lab.safetensors_writer import Buffer, OpenFile, OutputFile, open_for_writing
-from lowtide.lab.synth import (
-    FAMILIES,
-    SIZES,
-    Noise,
-    plan_shards,
-    synth,
-    tensors_of,
-    to_bfloat16,
-    zipf_bias,
-)
+from lowtide.lab.synth import plan_shards, synth
+from lowtide.lab.synth_weights import CHARACTER, Noise, tensors_of, to_bfloat16, zipf_bias
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.schemas import bind, model_schema
 
-TINY = FAMILIES["llada2"]["tiny"]
+SIZES = families()["llada2"].sizes()
+TINY = SIZES["tiny"]
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +85,7 @@ def test_equal_seeds_give_equal_files(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_full_is_the_published_model() -> None:
-    size = FAMILIES["llada2"]["full"]
+    size = SIZES["full"]
     tensors = list(tensors_of(size))
     assert len(tensors) == 14_813
     assert round(sum(math.prod(t.shape) for t in tensors) / 1e9, 2) == 16.26
@@ -102,12 +97,12 @@ def test_full_is_the_published_model() -> None:
     assert size.eos_token_id == 156892
 
 
-@pytest.mark.parametrize("size", SIZES["llada2"])
+@pytest.mark.parametrize("size", SIZES)
 def test_every_size_follows_the_schema(size: str) -> None:
-    chosen = FAMILIES["llada2"][size]
+    chosen = SIZES[size]
     tensors = list(tensors_of(chosen))
     schema = model_schema(ModelConfig.from_dict(chosen.config))
-    assert len({t.name for t in tensors}) == schema.num_tensors
+    assert len({t.name for t in tensors}) == num_tensors_of(schema)
     assert tensors[0].name == "model.word_embeddings.weight"
     assert tensors[-1].name == "lm_head.weight"
 
@@ -146,7 +141,7 @@ def test_the_routing_bias_is_skewed_and_differs_by_layer(tiny: Path) -> None:
     assert not np.array_equal(biases[0], biases[1])
     for bias in biases:
         assert bias.max() == 0
-        assert bias.min() == pytest.approx(-TINY.character.expert_bias, rel=0.01)
+        assert bias.min() == pytest.approx(-CHARACTER.expert_bias, rel=0.01)
         assert np.array_equal(np.sort(bias), np.sort(biases[0]))
 
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.record import Row
-from lowtide.config.families import read_config
+from lowtide.config import ModelConfig
 from lowtide.core import Costs, Facts, FloatArray, IntArray, MoEShape, StepKind
-from lowtide.lab.synth_sizes import FAMILIES
+from lowtide.families import families
 from lowtide.policies.assignment import break_even_tokens
 from lowtide.policies.prefetch import Ahead
 from lowtide.policies.recipe import Recipe, Setting
@@ -58,7 +58,7 @@ FLASH = MoEShape(31, 256, 8, 4096, 1024)
 
 def published(family: str) -> MoEShape:
     """The experts of the model whose dimensions `synth FAMILY --size full` has."""
-    return read_config(FAMILIES[family]["full"].config, {}, {}).moe_shape
+    return ModelConfig.from_dict(families()[family].sizes()["full"].config).moe_shape
 
 
 def trace_shape(shape: MoEShape) -> TraceShape:

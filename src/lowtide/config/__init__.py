@@ -4,24 +4,25 @@ Every value is checked where it is read, so the rest of the house may trust it. 
 so that a refusal never waits for it.
 
     config = ModelConfig.load(folder, {"mask_token_id": 383})
-    config.moe_shape, config.num_moe_layers, config.decoding
+    config.attention.head_dim, config.moe.num_experts, config.moe_shape, config.decoding
 """
 
 from __future__ import annotations
 
-from lowtide.config.families import supported_architectures
-from lowtide.config.model import FAMILIES, DecodingDefaults, Family, ModelConfig
-from lowtide.config.rope import Yarn
+from lowtide.config.model import DecodingDefaults, ModelConfig, Published
+from lowtide.config.rope import Rope, Yarn
 from lowtide.config.sizes import MAX_SIZE_BYTES, format_size, parse_size
+from lowtide.config.specs import AttentionSpec, ExpertSpec
 
 __all__ = [
-    "FAMILIES",
     "MAX_SIZE_BYTES",
+    "AttentionSpec",
     "DecodingDefaults",
-    "Family",
+    "ExpertSpec",
     "ModelConfig",
+    "Published",
+    "Rope",
     "Yarn",
     "format_size",
     "parse_size",
-    "supported_architectures",
 ]

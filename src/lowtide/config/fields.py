@@ -8,6 +8,14 @@ from collections.abc import Mapping
 from lowtide.errors import ConfigError, UnsupportedError, UsageError
 from lowtide.files.json_file import shown
 
+# Far above any model, low enough that no product of sizes leaves 63 bits or fills memory.
+MAX_VOCAB = 2**24
+MAX_WIDTH = 2**20
+MAX_LAYERS = 1024
+MAX_HEADS = 4096
+MAX_EXPERTS = 4096
+MAX_POSITIONS = 2**28
+
 
 class Fields:
     """The keys of one `config.json`, and which of them were asked for.

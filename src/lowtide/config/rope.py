@@ -5,12 +5,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from lowtide.config.fields import Fields
+from lowtide.config.fields import MAX_HEADS, MAX_POSITIONS, Fields
 from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.files.json_file import shown
-
-_MAX_DIM = 4096
-_MAX_POSITIONS = 2**28
 
 
 class Yarn(NamedTuple):
@@ -55,35 +52,26 @@ def read_rope(
 
     With `can_yarn` it may be stretched, with `can_be_partial` some dimensions may stay as they are.
     """
-    thetas = [fields.optional_number("rope_theta", low=1.0, high=1e15)]
-    factors = [fields.optional_number("partial_rotary_factor", low=0.0, high=1.0)]
-    stretches: list[tuple[Yarn, float]] = []
+    said = [
+        _Said(
+            fields.optional_number("rope_theta", low=1.0, high=1e15),
+            fields.optional_number("partial_rotary_factor", low=0.0, high=1.0),
+        )
+    ]
     for name in ("rope_parameters", "rope_scaling"):
-        nested = fields.raw(name)
-        if nested is None:
-            continue
-        if not isinstance(nested, dict):
-            raise fields.error(name, "must be an object")
-        inner = Fields(nested, f"{name}.")
-        kind = inner.text("rope_type", "type", default="default")
-        if can_yarn and kind == "yarn":
-            stretches.append(_yarn(inner, max_positions))
-        elif kind != "default":
-            also = " and 'yarn'" if can_yarn else ""
-            raise UnsupportedError(
-                f"config.json: {name}: the rotary embedding {shown(kind)} is not supported, only "
-                f"'default'{also}."
-            )
-        thetas.append(inner.optional_number("rope_theta", low=1.0, high=1e15))
-        factors.append(inner.optional_number("partial_rotary_factor", low=0.0, high=1.0))
-        _refuse_unknown(inner)
-    theta = _agreed("rope_theta", thetas)
+        if (nested := fields.raw(name)) is not None:
+            if not isinstance(nested, dict):
+                raise fields.error(name, "must be an object")
+            said.append(_nested(Fields(nested, f"{name}."), max_positions, can_yarn))
+    theta = _agreed("rope_theta", [each.theta for each in said])
     if theta is None:
         raise ConfigError("config.json has no rope_theta, neither flat nor in rope_parameters.")
+    stretches = [each.stretch for each in said if each.stretch is not None]
     if len(set(stretches)) > 1:
         raise ConfigError("config.json: rope_parameters and rope_scaling disagree.")
     yarn, mscale_all_dim = stretches[0] if stretches else (None, 0.0)
-    rotary_dim = _rotary_dim(fields, head_dim, _agreed("partial_rotary_factor", factors))
+    factor = _agreed("partial_rotary_factor", [each.factor for each in said])
+    rotary_dim = _rotary_dim(fields, head_dim, factor)
     if rotary_dim != head_dim and not can_be_partial:
         raise UnsupportedError(
             f"config.json: {rotary_dim} of {head_dim} dimensions rotate (partial_rotary_factor, "
@@ -92,8 +80,34 @@ def read_rope(
     return Rope(theta, rotary_dim, yarn, mscale_all_dim)
 
 
+class _Said(NamedTuple):
+    """What one place of the file says; None where it says nothing."""
+
+    theta: float | None
+    factor: float | None  # of a head's dimensions, those that rotate
+    stretch: tuple[Yarn, float] | None = None  # with `Rope.mscale_all_dim`
+
+
+def _nested(inner: Fields, max_positions: int, can_yarn: bool) -> _Said:
+    kind = inner.text("rope_type", "type", default="default")
+    stretch = _yarn(inner, max_positions) if can_yarn and kind == "yarn" else None
+    if stretch is None and kind != "default":
+        also = " and 'yarn'" if can_yarn else ""
+        raise UnsupportedError(
+            f"config.json: {inner.prefix[:-1]}: the rotary embedding {shown(kind)} is not "
+            f"supported, only 'default'{also}."
+        )
+    said = _Said(
+        inner.optional_number("rope_theta", low=1.0, high=1e15),
+        inner.optional_number("partial_rotary_factor", low=0.0, high=1.0),
+        stretch,
+    )
+    _refuse_unknown(inner)
+    return said
+
+
 def _rotary_dim(fields: Fields, head_dim: int, factor: float | None) -> int:
-    rotary_dim = fields.optional_integer("rotary_dim", low=2, high=_MAX_DIM)
+    rotary_dim = fields.optional_integer("rotary_dim", low=2, high=MAX_HEADS)
     from_factor = None if factor is None else float(int(head_dim * factor))
     rotating = _agreed("rotary_dim (partial_rotary_factor * head_dim)", [rotary_dim, from_factor])
     return head_dim if rotating is None else int(rotating)
@@ -110,7 +124,7 @@ def _yarn(inner: Fields, max_positions: int) -> tuple[Yarn, float]:
     yarn = Yarn(
         factor=factor,
         original_positions=inner.integer(
-            "original_max_position_embeddings", low=1, high=_MAX_POSITIONS, default=max_positions
+            "original_max_position_embeddings", low=1, high=MAX_POSITIONS, default=max_positions
         ),
         beta_fast=inner.optional_number("beta_fast", low=0.0, high=1e6) or 32.0,
         beta_slow=inner.optional_number("beta_slow", low=0.0, high=1e6) or 1.0,

@@ -90,7 +90,8 @@ class Intake:
 
     def check_block_length(self, block_length: int) -> None:
         """Raises UsageError for one that a pass or the model's routing does not allow."""
-        window = self.config.routing_block_size if self.config.expert_capacity else 1
+        experts = self.config.experts
+        window = experts.window_tokens if experts and experts.capacity else 1
         if block_length > self.max_block_length:
             raise UsageError(
                 f"block_length {block_length} is above the most, {self.max_block_length}."

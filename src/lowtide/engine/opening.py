@@ -19,12 +19,12 @@ from lowtide.engine.device import (
 )
 from lowtide.errors import CheckpointError, UnsupportedError, UsageError
 from lowtide.experts.slots import SlotLayout
+from lowtide.families import families
 from lowtide.kernels.products import Products, choose_products
 from lowtide.memory.kv_cache import storage_shape
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.model_folder.hub import has_weights, resolve_model
 from lowtide.model_folder.tokenizer import Tokenizer
-from lowtide.models import model_class
 from lowtide.policies.presets import check_policy, parse_options
 from lowtide.policies.tau import SolvedTau
 from lowtide.reading.dense_weights import DenseWeights, Progress
@@ -136,7 +136,7 @@ class OpenModel:
 
     @property
     def dense(self) -> DenseWeights:
-        is_float32 = model_class(self.config.family).is_float32
+        is_float32 = families()[self.config.family].model().is_float32
         dtypes = {
             name: torch.float32 if is_float32(name) else self.dtype
             for name in self.weight_map.dense
@@ -151,7 +151,7 @@ class OpenModel:
     @property
     def slot_layout(self) -> SlotLayout:
         return SlotLayout.of(
-            self.config.moe_shape, self.dtype, is_clamped=self.config.has_clamped_experts
+            self.config.moe_shape, self.dtype, is_clamped=self.config.moe.is_clamped
         )
 
     @property
@@ -161,7 +161,7 @@ class OpenModel:
 
     @property
     def kv_shape(self) -> tuple[int, int, int, int, int]:
-        num_arrays, num_heads, width = self.config.cache_shape
+        num_arrays, num_heads, width = self.config.attention.cache_shape
         num_tokens = align_up(self.context, self.config.block_length)
         return storage_shape(self.config.num_layers, num_heads, width, num_tokens, num_arrays)
 
@@ -170,6 +170,10 @@ def open_model(reference: str | Path, options: EngineConfig) -> OpenModel:
     """Finds a model and checks all that can be checked without reading a weight."""
     folder = resolve_model(str(reference), offline=options.offline)
     config = ModelConfig.load(folder, options.config_overrides)
+    if config.experts is None:
+        raise UnsupportedError(
+            f"{config.architecture} has no layer with experts; lowtide runs models that have some."
+        )
     checkpoint = Checkpoint.open(folder) if has_weights(folder) else None
     weight_map = assume(config) if checkpoint is None else bind(config, checkpoint)
     _check_loadable(weight_map)

@@ -23,6 +23,7 @@ from lowtide.engine.device import (
 from lowtide.engine.opening import MAX_PASS_ROWS, EngineConfig, OpenModel
 from lowtide.experts.runtime import ExpertRegistrar
 from lowtide.experts.transfer import largest_read_bytes
+from lowtide.families import families
 from lowtide.hardware import available_memory_bytes, resident_bytes, total_memory_bytes
 from lowtide.hardware.measure import layer_dense_bytes
 from lowtide.kernels.library_cache import library_cache_bytes, limit_library_cache
@@ -31,7 +32,6 @@ from lowtide.memory.budget import DeviceNeeds, Needs, spend
 from lowtide.memory.cuda_streams import free_memory_bytes
 from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.workspace import Registrar
-from lowtide.models import model_class
 from lowtide.policies.presets import choose_preset, fetches_all
 from lowtide.reading.file_reader import ring_bytes
 from lowtide.threads.executor import InlineExecutor
@@ -176,7 +176,7 @@ def register(opened: OpenModel) -> Registrar:
     kv_shape[3] = max(kv_shape[3], MAX_PASS_ROWS)
     kv_cache = KVCache(torch.empty(kv_shape, dtype=opened.dtype, device="meta"))
     experts = ExpertRegistrar(config.moe_shape)
-    model = model_class(config.family)(
+    model = families()[config.family].model()(
         config, opened.dense.meta(), experts, kv_cache, registrar, InlineExecutor()
     )
     rows = torch.empty(MAX_PASS_ROWS, dtype=torch.int64, device="meta")

@@ -103,7 +103,7 @@ def _setting(
         options["tau"] = _paper_tau(plan, calibration, costs)
     setting = Setting(
         plan.residents_per_layer,
-        opened.config.num_experts,
+        opened.config.moe.num_experts,
         costs,
         options=options,
         on_tau_change=_log_tau,

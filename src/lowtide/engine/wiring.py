@@ -21,11 +21,11 @@ from lowtide.engine.policy_setting import (
 )
 from lowtide.errors import CheckpointError, PlanError
 from lowtide.experts.transfer import largest_read_bytes
+from lowtide.families import families
 from lowtide.memory.arena import Arena
 from lowtide.memory.cuda_streams import plan_errors
 from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.workspace import Workspace
-from lowtide.models import model_class
 from lowtide.reading.dense_weights import check_finite, no_progress
 from lowtide.reading.file_reader import FileReader
 from lowtide.threads.executor import HostExecutor, InlineExecutor
@@ -54,7 +54,7 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
         # An emulated device is one thread, and so is the host beside it.
         is_emulated = plan.device == "emulated"
         make_executor = HostExecutor.beside_emulated if is_emulated else HostExecutor
-        executor = make_executor(config.num_experts_per_token)
+        executor = make_executor(config.moe.num_experts_per_token)
         undo.callback(executor.close)
         arena_bytes = register(opened).arena_bytes
         if plan.device == "cuda":
@@ -72,7 +72,7 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
         experts = load_experts(opened, plan, calibration, reader, executor, progress)
         undo.callback(experts.close)
         dense_executor = executor if plan.gpu is None else InlineExecutor()
-        model = model_class(config.family)(
+        model = families()[config.family].model()(
             config, weights, experts, kv_cache, workspace, dense_executor, opened.products
         )
         set_early_gate(opened, experts, model.routers, calibration)

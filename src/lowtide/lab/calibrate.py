@@ -177,7 +177,7 @@ class _EarlyGates:
     def __init__(self, llm: LLM, residual: NDArray[np.float32]) -> None:
         self._routers = llm.routers
         self._residual = torch.from_numpy(residual)
-        self._num_experts = llm.config.num_experts
+        self._num_experts = llm.config.moe.num_experts
         self._features: list[Tensor] = []  # of the layer before, by gate
         self._experts: list[Tensor] = []  # predicted for this layer, by gate: [rows, k]
         self._num_rows = 0

@@ -27,6 +27,7 @@ from lowtide.errors import PlanError, StorageError
 from lowtide.experts.device import Device
 from lowtide.experts.slots import SlotLayout
 from lowtide.experts.transfer import largest_read_bytes
+from lowtide.families import families
 from lowtide.files.folders import cache_folder
 from lowtide.hardware.machine import READ_BYTES, Machine, Rate, measure_rates, this_machine
 from lowtide.hardware.measure import (
@@ -45,7 +46,6 @@ from lowtide.hardware.store import (
 from lowtide.hardware.timing import Timing
 from lowtide.kernels.library_cache import limit_library_cache
 from lowtide.kernels.products import choose_products
-from lowtide.lab.synth_sizes import FAMILIES
 from lowtide.memory.arena import Arena
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.reading.file_reader import FileReader
@@ -164,7 +164,7 @@ def _patient(name: str, opened: OpenModel) -> _Patient:
 def _known_models(options: EngineConfig) -> list[_Patient]:
     patients = []
     for name, family in KNOWN_MODELS.items():
-        config = ModelConfig.from_dict(FAMILIES[family]["full"].config)
+        config = ModelConfig.from_dict(families()[family].sizes()["full"].config)
         layout = SlotLayout.of(config.moe_shape, getattr(torch, options.dtype or config.dtype))
         dense, last = assume(config).dense, config.moe_layers[-1]
         dense_bytes = layer_dense_bytes(dense, last, layout.dtype.itemsize)

@@ -33,7 +33,8 @@ class SeparateQKV:
 
     def __init__(self, query: Linear, key: Linear, value: Linear, config: ModelConfig) -> None:
         self._products = (query, key, value)
-        self._widths = [config.query_size, config.kv_size, config.kv_size]
+        spec = config.attention
+        self._widths = [spec.query_size, spec.kv_size, spec.kv_size]
 
     def forward(self, x: Tensor, out: Tensor) -> None:
         for product, columns in zip(
@@ -84,8 +85,8 @@ class GroupedAttention:
         self, x: Tensor, batch: Batch, rotation: Rotation, workspace: Buffers, out: Tensor
     ) -> None:
         """x, out [rows, hidden] in the compute dtype."""
-        config, num_rows = self._config, x.shape[0]
-        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        spec, num_rows = self._config.attention, x.shape[0]
+        heads, kv_heads, head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         with workspace.scope():
             qkv = workspace.take("qkv", (num_rows, heads + 2 * kv_heads, head_dim), x.dtype)
             self._projection.forward(x, qkv.view(num_rows, -1))
@@ -118,7 +119,7 @@ class GroupedAttention:
             if is_for_triton(both) and norm.query.shape[0] == both.shape[-1]:
                 from lowtide.kernels.triton_rows import normalise_and_rotate
 
-                normalise_and_rotate(both, self._config.num_heads, *norm, eps, *rotation)
+                normalise_and_rotate(both, self._config.attention.num_heads, *norm, eps, *rotation)
                 return
             self._normalise(query, norm.query, workspace)
             self._normalise(key, norm.key, workspace)

@@ -72,9 +72,8 @@ class Decoder(ABC):
         self._norm = weights["model.norm.weight"]
         head = self._embedding if config.tie_word_embeddings else weights["lm_head.weight"]
         self._head = Linear(head, executor, products=products)
-        self._rotary = Rotary(
-            config.rotary_dim, config.rope_theta, self._embedding.device, config.yarn
-        )
+        rope = config.attention.rope
+        self._rotary = Rotary(rope.rotary_dim, rope.theta, self._embedding.device, rope.yarn)
         self.routers: list[Router] = []  # of the layers that have experts
         self._blocks = [self._block(layer) for layer in range(config.num_layers)]
 

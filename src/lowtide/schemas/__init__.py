@@ -8,12 +8,10 @@ Without torch: the loader, the planner and the synthesiser read the same schema.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 from lowtide.config import ModelConfig
 from lowtide.dtypes import ITEM_BYTES, SAFETENSORS_NAME
+from lowtide.families.registry import families
 from lowtide.model_folder.checkpoint import Checkpoint
-from lowtide.schemas import deepseek_v2, gpt_oss, llada2, mixtral, olmoe, qwen2_moe, qwen3_moe
 from lowtide.schemas.schema import ExpertLayout, ModelSchema, PartSource, SlotTarget, TensorSpec
 from lowtide.schemas.weights import (
     ExpertRange,
@@ -38,21 +36,10 @@ __all__ = [
     "weight_bytes",
 ]
 
-_SCHEMAS: Mapping[str, Callable[[ModelConfig], ModelSchema]] = {
-    "llada2": llada2.schema,
-    "bailing_moe_v2": llada2.schema,
-    "qwen3_moe": qwen3_moe.schema,
-    "qwen2_moe": qwen2_moe.schema,
-    "mixtral": mixtral.schema,
-    "olmoe": olmoe.schema,
-    "deepseek_v2": deepseek_v2.schema,
-    "gpt_oss": gpt_oss.schema,
-}
-
 
 def model_schema(config: ModelConfig) -> ModelSchema:
     """Every tensor that a model of this config needs."""
-    return _SCHEMAS[config.family](config)
+    return families()[config.family].schema(config)
 
 
 def bind(config: ModelConfig, checkpoint: Checkpoint) -> WeightMap:

@@ -25,6 +25,7 @@ def decoder(
     attention, moe: what the family has under `model.layers.N.`. layouts: how its experts are
     stored, if not in `expert_layouts`' own order. absent: see `ModelSchema`.
     """
+    experts = config.experts
     dense = [TensorSpec(embedding, (config.vocab_size, config.hidden_size))]
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
@@ -36,7 +37,7 @@ def decoder(
         if layer in config.moe_layers:
             dense += moe(config, prefix)
         else:
-            dense += mlp(prefix + "mlp.", config.dense_intermediate_size, config.hidden_size)
+            dense += mlp(prefix + "mlp.", config.dense_size, config.hidden_size)
     dense.append(vector("model.norm.weight", config.hidden_size))
     if not config.tie_word_embeddings:
         dense.append(TensorSpec("lm_head.weight", (config.vocab_size, config.hidden_size)))
@@ -44,15 +45,17 @@ def decoder(
         dense=tuple(dense),
         layouts=layouts or layouts_of(config),
         moe_layers=config.moe_layers,
-        num_experts=config.num_experts,
-        one_expert_elements=config.expert_elements,
+        num_experts=experts.num_experts if experts else 0,
+        one_expert_elements=experts.elements(config.hidden_size) if experts else 0,
         absent=absent,
     )
 
 
 def layouts_of(config: ModelConfig) -> tuple[ExpertLayout, ...]:
-    """Every known way to store this model's experts."""
-    return expert_layouts(config.num_experts, config.expert_intermediate_size, config.hidden_size)
+    """Every known way to store this model's experts; none where it has none."""
+    if config.experts is None:
+        return ()
+    return expert_layouts(config.moe.num_experts, config.moe.expert_size, config.hidden_size)
 
 
 def vector(name: str, length: int) -> TensorSpec:
@@ -71,20 +74,21 @@ def mlp(prefix: str, width: int, hidden_size: int) -> list[TensorSpec]:
 def separate_qkv(config: ModelConfig, prefix: str) -> list[TensorSpec]:
     """Grouped-query attention under `self_attn.` with a projection each, perhaps biased."""
     prefix += "self_attn."
-    widths = {"q": config.query_size, "k": config.kv_size, "v": config.kv_size}
+    spec = config.attention
+    widths = {"q": spec.query_size, "k": spec.kv_size, "v": spec.kv_size}
     specs = [
         TensorSpec(f"{prefix}{part}_proj.weight", (width, config.hidden_size))
         for part, width in widths.items()
     ]
-    if config.has_qkv_bias:
+    if spec.has_qkv_bias:
         specs += [vector(f"{prefix}{part}_proj.bias", width) for part, width in widths.items()]
-    specs.append(TensorSpec(prefix + "o_proj.weight", (config.hidden_size, config.query_size)))
+    specs.append(TensorSpec(prefix + "o_proj.weight", (config.hidden_size, spec.query_size)))
     return specs
 
 
 def router(config: ModelConfig, prefix: str) -> list[TensorSpec]:
     """A linear router at `mlp.gate`."""
-    return [TensorSpec(prefix + "mlp.gate.weight", (config.num_experts, config.hidden_size))]
+    return [TensorSpec(prefix + "mlp.gate.weight", (config.moe.num_experts, config.hidden_size))]
 
 
 def in_layers(config: ModelConfig, *names: str) -> tuple[str, ...]:

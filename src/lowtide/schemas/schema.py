@@ -115,16 +115,6 @@ class ModelSchema:
                 yield source.spec(layer, expert)
 
     @property
-    def num_tensors(self) -> int:
-        """In the published layout."""
-        num_per_layer = sum(1 for _ in self.expert_specs(self.moe_layers[0]))
-        return len(self.dense) + len(self.moe_layers) * num_per_layer
-
-    @property
-    def num_parameters(self) -> int:
-        return self.dense_elements + self.expert_elements
-
-    @property
     def dense_elements(self) -> int:
         return sum(spec.num_elements for spec in self.dense)
 

@@ -42,7 +42,7 @@ class DeepseekV2(Decoder):
 
     def attention(self, layer: int) -> LatentAttention:
         prefix = f"model.layers.{layer}.self_attn."
-        if self.config.q_lora_rank:
+        if self.config.attention.q_lora_rank:
             queries = _Queries(
                 self.linear(prefix + "q_b_proj"),
                 self.linear(prefix + "q_a_proj"),
@@ -65,19 +65,19 @@ class DeepseekV2(Decoder):
         )
 
     def router(self, layer: int) -> SoftmaxRouter:
-        config = self.config
+        experts = self.config.moe
         return SoftmaxRouter(
             weight=self.weights[f"model.layers.{layer}.mlp.gate.weight"],
-            num_experts_per_token=config.num_experts_per_token,
+            num_experts_per_token=experts.num_experts_per_token,
             normalise=False,
-            num_groups=config.num_expert_groups,
-            num_groups_per_token=config.num_groups_per_token,
-            scaling_factor=config.routed_scaling_factor,
+            num_groups=experts.num_groups,
+            num_groups_per_token=experts.num_groups_per_token,
+            scaling_factor=experts.scaling_factor,
             products=self.products,
         )
 
     def shared_expert(self, layer: int) -> tuple[GatedMLP | None, Tensor | None]:
-        if not self.config.shared_intermediate_size:
+        if not self.config.moe.shared_size:
             return None, None
         return self.mlp(f"model.layers.{layer}.mlp.shared_experts."), None
 
@@ -127,12 +127,12 @@ class LatentAttention:
     ) -> None:
         """expansion: [heads * (fixed + value_head_dim), rank], a head's keys, then its values."""
         self._layer = layer
-        self._config = config
+        self._spec = spec = config.attention
         self._queries = queries
         self._latent = latent
         self._latent_norm = latent_norm
-        self._fixed_dim = config.head_dim - config.rotary_dim
-        by_head = expansion.view(config.num_heads, -1, config.kv_lora_rank)
+        self._fixed_dim = spec.head_dim - spec.rope.rotary_dim
+        by_head = expansion.view(spec.num_heads, -1, spec.kv_lora_rank)
         self._to_key = by_head[:, : self._fixed_dim]  # [heads, fixed, rank]
         self._to_value = by_head[:, self._fixed_dim :].transpose(1, 2)  # [heads, rank, value]
         self._output = output
@@ -144,17 +144,17 @@ class LatentAttention:
         self, x: Tensor, batch: Batch, rotation: Rotation, workspace: Buffers, out: Tensor
     ) -> None:
         """x, out [rows, hidden] in the compute dtype."""
-        config, num_rows = self._config, x.shape[0]
-        rank, width = config.kv_lora_rank, config.kv_lora_rank + config.rotary_dim
+        spec, num_rows = self._spec, x.shape[0]
+        rank, width = spec.kv_lora_rank, spec.kv_lora_rank + spec.rope.rotary_dim
         with workspace.scope():
             cached = workspace.take("latent", (num_rows, 1, width), x.dtype)
             self._latent.forward(x, cached.view(num_rows, width))
             latent, rotating_key = cached[..., :rank], cached[..., rank:]
             rms_norm(latent, self._latent_norm, LATENT_EPS, workspace, latent, self._products)
             rotate_pairs(rotating_key, rotation, workspace)
-            query = workspace.take("latent query", (num_rows, config.num_heads, width), x.dtype)
+            query = workspace.take("latent query", (num_rows, spec.num_heads, width), x.dtype)
             self._query(x, rotation, workspace, query)
-            attended = workspace.take("attended", (num_rows, config.num_heads, width), x.dtype)
+            attended = workspace.take("attended", (num_rows, spec.num_heads, width), x.dtype)
             attention(
                 self._layer,
                 query,
@@ -164,11 +164,11 @@ class LatentAttention:
                 self._kv_cache,
                 workspace,
                 attended,
-                scale=config.softmax_scale,
+                scale=spec.softmax_scale,
                 executor=self._executor,
                 products=self._products,
             )
-            values = (num_rows, config.num_heads, config.value_head_dim)
+            values = (num_rows, spec.num_heads, spec.value_head_dim)
             value = workspace.take("value", values, x.dtype)
             # What the rotating key would be as a value is computed too, and dropped.
             self._by_head(attended[..., :rank], self._to_value, workspace, value)
@@ -176,9 +176,9 @@ class LatentAttention:
 
     def _query(self, x: Tensor, rotation: Rotation, workspace: Buffers, out: Tensor) -> None:
         """Queries for cached latents: out [rows, heads, rank + rotary_dim]."""
-        config, num_rows, rank = self._config, x.shape[0], self._config.kv_lora_rank
+        spec, num_rows, rank = self._spec, x.shape[0], self._spec.kv_lora_rank
         with workspace.scope():
-            shape = (num_rows, config.num_heads, config.head_dim)
+            shape = (num_rows, spec.num_heads, spec.head_dim)
             query = workspace.take("query", shape, x.dtype)
             self._queries.forward(x, workspace, query.view(num_rows, -1))
             rotating = query[..., self._fixed_dim :]

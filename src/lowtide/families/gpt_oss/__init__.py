@@ -1,0 +1,175 @@
+"""gpt-oss (20b and 120b): `config.json`, tensors, sizes.
+
+Experts of a layer are stacked, rows (or, unpacked, columns) of gate and up taking turns.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from lowtide.config import ExpertSpec, ModelConfig, Published, keys
+from lowtide.config.fields import MAX_POSITIONS, Fields
+from lowtide.config.keys import Origin
+from lowtide.dtypes import MXFP4_BLOCK, PACKED_DTYPE
+from lowtide.errors import ConfigError, UnsupportedError
+from lowtide.families.family import Family
+from lowtide.families.sizes import read_sizes
+from lowtide.files.json_file import shown
+from lowtide.schemas.parts import decoder, separate_qkv, vector
+from lowtide.schemas.schema import ExpertLayout, ModelSchema, PartSource, SlotTarget, TensorSpec
+
+if TYPE_CHECKING:
+    from lowtide.models.decoder import Decoder
+
+_GATE, _DOWN, _GATE_BIAS, _DOWN_BIAS = 0, 2, 3, 5  # parts of a slot: see SlotLayout
+_EXPERTS = "model.layers.{layer}.mlp.experts."
+
+
+def read(fields: Fields, origin: Origin) -> ModelConfig:
+    fields.only("attention_bias", True)
+    fields.only("swiglu_alpha", 1.702)
+    fields.only("swiglu_limit", 7.0)
+    expert_size = keys.width(fields, "intermediate_size")
+    experts = ExpertSpec(
+        num_experts=keys.num_experts(fields),
+        num_experts_per_token=keys.num_experts_per_token(fields),
+        expert_size=expert_size,
+        norm_topk_prob=True,
+        is_clamped=True,
+        is_mxfp4=_is_mxfp4(fields, expert_size),
+    )
+    attention = keys.grouped_attention(
+        fields, can_yarn=True, has_qkv_bias=True, windows=_windows(fields)
+    )
+    return keys.decoder(fields, origin, attention, experts)
+
+
+def _is_mxfp4(fields: Fields, expert_size: int) -> bool:
+    """Whether experts are published in MXFP4, which is unpacked as they are read."""
+    quantised = fields.raw("quantization_config")
+    if quantised is None:
+        return False
+    if not isinstance(quantised, dict):
+        raise fields.error("quantization_config", "must be an object")
+    Fields(quantised, "quantization_config.").only("quant_method", "mxfp4")
+    hidden_size = keys.width(fields, "hidden_size")
+    for size in (hidden_size, expert_size):
+        if size % MXFP4_BLOCK:
+            raise ConfigError(
+                f"config.json: MXFP4 experts of {hidden_size} by {expert_size} weights do not "
+                f"divide into blocks of {MXFP4_BLOCK}."
+            )
+    return True
+
+
+def _windows(fields: Fields) -> tuple[int, ...]:
+    """Each layer's sliding window; every other layer has one where the file does not say."""
+    count = keys.num_layers(fields)
+    window = fields.integer("sliding_window", low=1, high=MAX_POSITIONS, default=128)
+    sizes = {"sliding_attention": window, "full_attention": 0}
+    kinds = fields.raw("layer_types")
+    if kinds is None:
+        return tuple(0 if layer % 2 else window for layer in range(count))
+    if not isinstance(kinds, list | tuple) or len(kinds) != count:
+        raise fields.error("layer_types", f"must be a list of {count} kinds")
+    for kind in kinds:
+        if not isinstance(kind, str) or kind not in sizes:
+            raise UnsupportedError(
+                f"config.json: layer_types has {shown(kind)}; supported: {', '.join(sizes)}."
+            )
+    return tuple(sizes[kind] for kind in kinds)
+
+
+def schema(config: ModelConfig) -> ModelSchema:
+    layouts = (_mxfp4(config), _unpacked(config))
+    published = layouts if config.moe.is_mxfp4 else layouts[::-1]
+    return decoder(config, _attention, _moe, layouts=published)
+
+
+def _attention(config: ModelConfig, prefix: str) -> list[TensorSpec]:
+    return [
+        *separate_qkv(config, prefix),
+        vector(prefix + "self_attn.o_proj.bias", config.hidden_size),
+        vector(prefix + "self_attn.sinks", config.attention.num_heads),
+    ]
+
+
+def _moe(config: ModelConfig, prefix: str) -> list[TensorSpec]:
+    return [
+        TensorSpec(prefix + "mlp.router.weight", (config.moe.num_experts, config.hidden_size)),
+        vector(prefix + "mlp.router.bias", config.moe.num_experts),
+    ]
+
+
+def _mxfp4(config: ModelConfig) -> ExpertLayout:
+    """As published: blocks of a row's weights, 16 bytes each, and a scale for every block."""
+    hidden, width = config.hidden_size, config.moe.expert_size
+
+    def packed(name: str, rows: int, columns: int) -> tuple[PartSource, PartSource]:
+        num_blocks = columns // MXFP4_BLOCK
+        return (
+            _stacked(config, name + "_blocks", (rows, num_blocks, MXFP4_BLOCK // 2), PACKED_DTYPE),
+            _stacked(config, name + "_scales", (rows, num_blocks), PACKED_DTYPE),
+        )
+
+    return ExpertLayout(
+        "MXFP4",
+        (
+            *packed("gate_up_proj", 2 * width, hidden),
+            _stacked(config, "gate_up_proj_bias", (2 * width,)),
+            *packed("down_proj", hidden, width),
+            _stacked(config, "down_proj_bias", (hidden,)),
+        ),
+        (
+            SlotTarget(_GATE, num_parts=2, scales=1),
+            None,
+            SlotTarget(_GATE_BIAS, num_parts=2),
+            SlotTarget(_DOWN, scales=4),
+            None,
+            SlotTarget(_DOWN_BIAS),
+        ),
+    )
+
+
+def _unpacked(config: ModelConfig) -> ExpertLayout:
+    """As transformers holds and saves them: matrices as [in, out]."""
+    hidden, width = config.hidden_size, config.moe.expert_size
+    return ExpertLayout(
+        "unpacked (transformers)",
+        (
+            _stacked(config, "gate_up_proj", (hidden, 2 * width)),
+            _stacked(config, "gate_up_proj_bias", (2 * width,)),
+            _stacked(config, "down_proj", (width, hidden)),
+            _stacked(config, "down_proj_bias", (hidden,)),
+        ),
+        (
+            SlotTarget(_GATE, num_parts=2, is_transposed=True),
+            SlotTarget(_GATE_BIAS, num_parts=2),
+            SlotTarget(_DOWN, is_transposed=True),
+            SlotTarget(_DOWN_BIAS),
+        ),
+    )
+
+
+def _stacked(
+    config: ModelConfig, name: str, shape: tuple[int, ...], dtype: str | None = None
+) -> PartSource:
+    return PartSource(_EXPERTS + name, shape, config.moe.num_experts, dtype=dtype)
+
+
+def _model() -> type[Decoder]:
+    from lowtide.families.gpt_oss.model import GptOss
+
+    return GptOss
+
+
+FAMILY = Family(
+    name="gpt_oss",
+    architectures=("GptOssForCausalLM",),
+    published=Published(eos_token_ids=(200002,)),
+    read=read,
+    schema=schema,
+    model=_model,
+    sizes=partial(read_sizes, __name__),
+)

@@ -32,7 +32,7 @@ class GptOss(Decoder):
             self.executor,
             self.products,
             sinks=self.weights[prefix + "sinks"],
-            window=self.config.windows[layer],
+            window=self.config.attention.windows[layer],
         )
 
     def router(self, layer: int) -> TopSoftmaxRouter:
@@ -40,5 +40,5 @@ class GptOss(Decoder):
         return TopSoftmaxRouter(
             weight=self.weights[prefix + "weight"],
             bias=self.weights[prefix + "bias"],
-            num_experts_per_token=self.config.num_experts_per_token,
+            num_experts_per_token=self.config.moe.num_experts_per_token,
         )

@@ -27,7 +27,7 @@ class LLaDA2(Decoder):
     def attention(self, layer: int) -> GroupedAttention:
         prefix = f"model.layers.{layer}.attention."
         norm = None
-        if self.config.has_qk_norm:
+        if self.config.attention.has_qk_norm:
             norm = QKNorm(
                 self.weights[prefix + "query_layernorm.weight"],
                 self.weights[prefix + "key_layernorm.weight"],
@@ -45,20 +45,20 @@ class LLaDA2(Decoder):
         )
 
     def router(self, layer: int) -> SigmoidRouter:
-        config, prefix = self.config, f"model.layers.{layer}.mlp.gate."
+        experts, prefix = self.config.moe, f"model.layers.{layer}.mlp.gate."
         return SigmoidRouter(
             weight=self.weights[prefix + "weight"],
-            bias=self.weights[prefix + "expert_bias"] if config.has_expert_bias else None,
-            num_experts_per_token=config.num_experts_per_token,
-            num_groups=config.num_expert_groups,
-            num_groups_per_token=config.num_groups_per_token,
-            capacity=config.expert_capacity,
-            window_tokens=config.routing_block_size,
-            normalise=config.norm_topk_prob,
-            scaling_factor=config.routed_scaling_factor,
+            bias=self.weights[prefix + "expert_bias"] if experts.has_bias else None,
+            num_experts_per_token=experts.num_experts_per_token,
+            num_groups=experts.num_groups,
+            num_groups_per_token=experts.num_groups_per_token,
+            capacity=experts.capacity,
+            window_tokens=experts.window_tokens,
+            normalise=experts.norm_topk_prob,
+            scaling_factor=experts.scaling_factor,
         )
 
     def shared_expert(self, layer: int) -> tuple[GatedMLP | None, Tensor | None]:
-        if not self.config.shared_intermediate_size:
+        if not self.config.moe.shared_size:
             return None, None
         return self.mlp(f"model.layers.{layer}.mlp.shared_experts."), None

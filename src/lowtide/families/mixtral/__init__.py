@@ -1,0 +1,57 @@
+"""Mixtral (8x7B and relatives): `config.json`, tensors, sizes."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from lowtide.config import ExpertSpec, ModelConfig, Published, keys
+from lowtide.config.fields import Fields
+from lowtide.config.keys import Origin
+from lowtide.families.family import Family
+from lowtide.families.sizes import read_sizes
+from lowtide.schemas.parts import decoder, layouts_of, separate_qkv
+from lowtide.schemas.schema import ModelSchema, TensorSpec
+
+if TYPE_CHECKING:
+    from lowtide.models.decoder import Decoder
+
+
+def read(fields: Fields, origin: Origin) -> ModelConfig:
+    fields.refuse("sliding_window")
+    experts = ExpertSpec(
+        num_experts=keys.num_experts(fields),
+        num_experts_per_token=keys.num_experts_per_token(fields),
+        expert_size=keys.width(fields, "intermediate_size"),
+        norm_topk_prob=True,
+    )
+    return keys.decoder(fields, origin, keys.grouped_attention(fields), experts)
+
+
+def schema(config: ModelConfig) -> ModelSchema:
+    per_expert, published, *others = layouts_of(config)
+    return decoder(config, separate_qkv, _moe, layouts=(published, per_expert, *others))
+
+
+def _moe(config: ModelConfig, prefix: str) -> list[TensorSpec]:
+    # Files in transformers' own layout call the layer `mlp`.
+    shape = (config.moe.num_experts, config.hidden_size)
+    name, other_name = (f"{prefix}{x}.gate.weight" for x in ("block_sparse_moe", "mlp"))
+    return [TensorSpec(name, shape, other_name=other_name)]
+
+
+def _model() -> type[Decoder]:
+    from lowtide.families.mixtral.model import Mixtral
+
+    return Mixtral
+
+
+FAMILY = Family(
+    name="mixtral",
+    architectures=("MixtralForCausalLM",),
+    published=Published(eos_token_ids=(2,)),
+    read=read,
+    schema=schema,
+    model=_model,
+    sizes=partial(read_sizes, __name__),
+)

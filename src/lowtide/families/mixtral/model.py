@@ -29,7 +29,7 @@ class Mixtral(Decoder):
     def router(self, layer: int) -> SoftmaxRouter:
         return SoftmaxRouter(
             weight=self.weights[f"model.layers.{layer}.block_sparse_moe.gate.weight"],
-            num_experts_per_token=self.config.num_experts_per_token,
+            num_experts_per_token=self.config.moe.num_experts_per_token,
             normalise=True,
             products=self.products,
         )

@@ -1,0 +1,59 @@
+"""OLMoE (1B-7B): `config.json`, tensors, sizes."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from lowtide.config import ExpertSpec, ModelConfig, Published, keys
+from lowtide.config.fields import Fields
+from lowtide.config.keys import Origin
+from lowtide.families.family import Family
+from lowtide.families.sizes import read_sizes
+from lowtide.schemas.parts import decoder, router, separate_qkv, vector
+from lowtide.schemas.schema import ModelSchema, TensorSpec
+
+if TYPE_CHECKING:
+    from lowtide.models.decoder import Decoder
+
+
+def read(fields: Fields, origin: Origin) -> ModelConfig:
+    fields.only("attention_bias", False)
+    fields.refuse("clip_qkv")
+    experts = ExpertSpec(
+        num_experts=keys.num_experts(fields),
+        num_experts_per_token=keys.num_experts_per_token(fields),
+        expert_size=keys.width(fields, "intermediate_size"),
+        norm_topk_prob=fields.boolean("norm_topk_prob", default=False),
+    )
+    return keys.decoder(fields, origin, keys.grouped_attention(fields, has_qk_norm=True), experts)
+
+
+def schema(config: ModelConfig) -> ModelSchema:
+    return decoder(config, _attention, router)
+
+
+def _attention(config: ModelConfig, prefix: str) -> list[TensorSpec]:
+    # The norms are as wide as all heads together.
+    norms = [
+        vector(prefix + "self_attn.q_norm.weight", config.attention.query_size),
+        vector(prefix + "self_attn.k_norm.weight", config.attention.kv_size),
+    ]
+    return [*separate_qkv(config, prefix), *norms]
+
+
+def _model() -> type[Decoder]:
+    from lowtide.families.olmoe.model import Olmoe
+
+    return Olmoe
+
+
+FAMILY = Family(
+    name="olmoe",
+    architectures=("OlmoeForCausalLM",),
+    published=Published(eos_token_ids=(50279,)),
+    read=read,
+    schema=schema,
+    model=_model,
+    sizes=partial(read_sizes, __name__),
+)

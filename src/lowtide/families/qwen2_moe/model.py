@@ -32,8 +32,8 @@ class Qwen2Moe(Decoder):
     def router(self, layer: int) -> SoftmaxRouter:
         return SoftmaxRouter(
             weight=self.weights[f"model.layers.{layer}.mlp.gate.weight"],
-            num_experts_per_token=self.config.num_experts_per_token,
-            normalise=self.config.norm_topk_prob,
+            num_experts_per_token=self.config.moe.num_experts_per_token,
+            normalise=self.config.moe.norm_topk_prob,
             rounds_weights=True,
             products=self.products,
         )

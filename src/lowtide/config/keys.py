@@ -1,0 +1,162 @@
+"""What the `config.json` of most decoders have in common; a family's reader puts it together.
+
+experts = ExpertSpec(num_experts(fields), num_experts_per_token(fields), ...)
+return decoder(fields, origin, grouped_attention(fields), experts)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from lowtide.config.fields import (
+    MAX_EXPERTS,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    Fields,
+)
+from lowtide.config.model import ModelConfig, Published
+from lowtide.config.rope import read_rope
+from lowtide.config.specs import AttentionSpec, ExpertSpec
+from lowtide.config.token_ids import eos_token_ids, mask_token_id
+from lowtide.dtypes import SAFETENSORS_NAME
+from lowtide.errors import ConfigError, UnsupportedError
+from lowtide.files.json_file import shown
+
+
+class Origin(NamedTuple):
+    """Where a `config.json` comes from."""
+
+    family: str
+    architecture: str
+    published: Published
+    eos_token_ids: tuple[int, ...] | None  # as the model's files have them; None: not at all
+
+
+def decoder(
+    fields: Fields,
+    origin: Origin,
+    attention: AttentionSpec,
+    experts: ExpertSpec | None,
+    dense_size: int = 0,
+    block_length: int = 1,
+) -> ModelConfig:
+    """Adds what all families say alike. block_length: of a diffusion model."""
+    fields.only("hidden_act", "silu")
+    if experts is None or not experts.is_mxfp4:
+        _refuse_quantised(fields)
+    vocab_size = fields.integer("vocab_size", low=1, high=MAX_VOCAB)
+    decoding = origin.published.decoding
+    return ModelConfig(
+        architecture=origin.architecture,
+        family=origin.family,
+        vocab_size=vocab_size,
+        hidden_size=width(fields, "hidden_size"),
+        num_layers=num_layers(fields),
+        attention=attention,
+        experts=experts,
+        dense_size=dense_size,
+        rms_norm_eps=fields.number("rms_norm_eps", low=1e-12, high=1.0),
+        max_positions=max_positions(fields),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
+        dtype=_dtype(fields),
+        mask_token_id=mask_token_id(fields, origin.published, vocab_size),
+        eos_token_ids=eos_token_ids(origin.eos_token_ids, origin.published, vocab_size),
+        pad_token_id=fields.optional_integer("pad_token_id", low=0, high=vocab_size - 1),
+        decoding=None if decoding is None else replace(decoding, block_length=block_length),
+    )
+
+
+def grouped_attention(
+    fields: Fields,
+    *,
+    can_yarn: bool = False,
+    can_be_partial: bool = False,
+    has_qk_norm: bool = False,
+    has_qkv_bias: bool = False,
+    windows: tuple[int, ...] = (),
+) -> AttentionSpec:
+    """Heads that share keys and values in groups. can_yarn, can_be_partial: see `read_rope`."""
+    num_heads = fields.integer("num_attention_heads", low=1, high=MAX_HEADS)
+    head_dim = _head_dim(fields, width(fields, "hidden_size"), num_heads)
+    return AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=fields.integer(
+            "num_key_value_heads", low=1, high=MAX_HEADS, default=num_heads
+        ),
+        head_dim=head_dim,
+        rope=read_rope(fields, head_dim, max_positions(fields), can_yarn, can_be_partial),
+        has_qk_norm=has_qk_norm,
+        has_qkv_bias=has_qkv_bias,
+        windows=windows,
+    )
+
+
+def num_layers(fields: Fields) -> int:
+    return fields.integer("num_hidden_layers", low=1, high=MAX_LAYERS)
+
+
+def max_positions(fields: Fields) -> int:
+    return fields.integer("max_position_embeddings", low=1, high=MAX_POSITIONS)
+
+
+def num_experts(fields: Fields) -> int:
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    return fields.integer(*names, low=1, high=MAX_EXPERTS)
+
+
+def num_experts_per_token(fields: Fields) -> int:
+    return fields.integer("num_experts_per_tok", low=1, high=MAX_EXPERTS)
+
+
+def expert_size(fields: Fields) -> int:
+    """Of a family whose `intermediate_size` is that of its dense layers."""
+    return width(fields, "moe_intermediate_size", "expert_intermediate_size")
+
+
+def width(fields: Fields, *names: str, default: int | None = None) -> int:
+    return fields.integer(*names, low=1, high=MAX_WIDTH, default=default)
+
+
+def refuse_sliding_windows(fields: Fields) -> None:
+    fields.only("use_sliding_window", False)
+    kinds = fields.raw("layer_types")
+    if kinds is None:
+        return
+    if not isinstance(kinds, list | tuple) or any(kind != "full_attention" for kind in kinds):
+        raise UnsupportedError(
+            f"config.json: layer_types {shown(kinds)}: only full_attention is supported."
+        )
+
+
+def _head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
+    head_dim = fields.optional_integer("head_dim", low=1, high=MAX_HEADS)
+    if head_dim is not None:
+        return head_dim
+    if hidden_size % num_heads:
+        raise ConfigError(
+            f"config.json has no head_dim, and hidden_size {hidden_size} does not divide by "
+            f"{num_heads} heads."
+        )
+    return hidden_size // num_heads
+
+
+def _refuse_quantised(fields: Fields) -> None:
+    if fields.raw("quantization_config") is not None:
+        raise UnsupportedError(
+            "config.json has a quantization_config; only unquantised checkpoints "
+            f"({', '.join(SAFETENSORS_NAME)}) are read."
+        )
+
+
+def _dtype(fields: Fields) -> str:
+    dtype = fields.text("dtype", "torch_dtype", default="bfloat16").removeprefix("torch.")
+    if dtype not in SAFETENSORS_NAME:
+        raise UnsupportedError(
+            f"config.json: dtype {shown(dtype)} is not supported; "
+            f"supported: {', '.join(SAFETENSORS_NAME)}."
+        )
+    return dtype

@@ -1,0 +1,127 @@
+"""`AttentionSpec` and `ExpertSpec`: the two halves of a layer, whatever their family.
+
+Whoever makes one gets the checks of what must fit together; they raise ConfigError.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lowtide.config.rope import Rope
+from lowtide.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Grouped-query attention or, with a rank for keys and values, multi-head latent attention.
+
+    Which positions see each other, but for windows, is said by the batch and not here.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    has_qk_norm: bool = False  # before rotation
+    has_qkv_bias: bool = False
+    # Of latent attention, where a head is [without rotation | rotary_dim] and values have a
+    # width of their own; 0 = not of this kind.
+    kv_lora_rank: int = 0
+    q_lora_rank: int = 0  # 0 = queries are projected in one step
+    value_head_dim: int = 0
+    softmax_factor: float = 1.0  # on the softmax scale, head_dim ** -0.5
+    # Per layer: so many positions a row sees, its own included, 0 = all; () = all in every layer.
+    windows: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"config.json: {self.num_heads} attention heads do not divide among "
+                f"{self.num_kv_heads} key/value heads."
+            )
+        rotary_dim = self.rope.rotary_dim
+        if rotary_dim % 2 or not 2 <= rotary_dim <= self.head_dim:
+            raise ConfigError(
+                f"config.json: {rotary_dim} rotating dimensions must be even and from 2 to the "
+                f"head's {self.head_dim}."
+            )
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of the keys (or of the values) of one layer and token."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """What attention scores are multiplied by."""
+        return self.softmax_factor / math.sqrt(self.head_dim)
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int]:
+        """Arrays, heads and width of what is cached of a token in each layer.
+
+        Two arrays are keys and values; one is a latent that serves as both.
+        """
+        if self.kv_lora_rank:
+            return 1, 1, self.kv_lora_rank + self.rope.rotary_dim
+        return 2, self.num_kv_heads, self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSpec:
+    """The routed experts of a layer, the choice among them, and what all tokens share beside."""
+
+    num_experts: int
+    num_experts_per_token: int
+    expert_size: int  # width of one
+    norm_topk_prob: bool  # the weights of the chosen add up to one
+    first_layer: int = 0  # the first that has experts
+    layer_step: int = 1  # from one layer with experts to the next
+    shared_size: int = 0  # width of the one MLP that all shared experts form; 0 = none
+    num_groups: int = 1  # 1 = no group limit
+    num_groups_per_token: int = 1
+    scaling_factor: float = 1.0
+    score_function: str = "softmax"  # or "sigmoid"
+    has_bias: bool = False  # that takes part in choosing experts, not in weighing them
+    capacity: int = 0  # experts that one window may use (LLaDA2.2); 0 = no such limit
+    window_tokens: int = 0  # positions that share this limit; 0 without one
+    is_clamped: bool = False  # biased, with gpt-oss's activation
+    is_mxfp4: bool = False  # as published: weights of four bits, blocks with scales
+
+    def __post_init__(self) -> None:
+        experts, top_k = self.num_experts, self.num_experts_per_token
+        groups, kept = self.num_groups, self.num_groups_per_token
+        if top_k > experts:
+            raise ConfigError(f"config.json: {top_k} experts per token, but there are {experts}.")
+        if experts % groups:
+            raise ConfigError(f"config.json: {experts} experts do not divide into {groups} groups.")
+        if kept > groups:
+            raise ConfigError(f"config.json: {kept} groups per token, but there are {groups}.")
+        if self.score_function == "sigmoid" and groups > 1 and experts // groups < 2:
+            raise ConfigError(
+                f"config.json: {groups} groups of one expert; a group is judged by its best two."
+            )
+        if top_k > kept * (experts // groups):
+            raise ConfigError(
+                f"config.json: {top_k} experts per token, but {kept} groups hold only "
+                f"{kept * (experts // groups)}."
+            )
+        if self.capacity and not top_k <= self.capacity <= experts:
+            raise ConfigError(
+                f"config.json: expert_capacity {self.capacity} must be from the experts per "
+                f"token, {top_k}, to the {experts} there are."
+            )
+
+    def layers(self, num_layers: int) -> range:
+        """Those that have experts, of a model with so many in all."""
+        return range(self.first_layer, num_layers, self.layer_step)
+
+    def elements(self, hidden_size: int) -> int:
+        """Weights of one routed expert: gate, up and down together, and their biases if any."""
+        matrices = 3 * hidden_size * self.expert_size
+        return matrices + (2 * self.expert_size + hidden_size if self.is_clamped else 0)

@@ -1,0 +1,72 @@
+"""The special tokens of a model: what its files say, else what its family has published."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import cache
+
+from lowtide.config.fields import MAX_VOCAB, Fields
+from lowtide.config.model import Published
+from lowtide.errors import ConfigError
+from lowtide.files.json_file import shown
+
+_log = logging.getLogger(__name__)
+
+
+def read_eos_token_ids(
+    fields: Fields, generation: Mapping[str, object], is_overridden: bool
+) -> tuple[int, ...] | None:
+    """None where neither file says. As in transformers, generation_config.json has the last word:
+    what ends a chat's turn is often said only there."""
+    published = fields.raw("eos_token_id")
+    generated = generation.get("eos_token_id")
+    if not is_overridden and generated not in (None, []):
+        return _token_ids(generated, "generation_config.json")
+    return None if published is None else _token_ids(published, "config.json")
+
+
+def eos_token_ids(
+    ids: tuple[int, ...] | None, published: Published, vocab_size: int
+) -> tuple[int, ...]:
+    """Those of the files, else the family's, that the vocabulary has; others never come."""
+    if ids is None:
+        return tuple(token for token in published.eos_token_ids if token < vocab_size)
+    outside = tuple(token for token in ids if token >= vocab_size)
+    inside = tuple(token for token in ids if token < vocab_size)
+    if outside:
+        _warn_of(outside, vocab_size, has_others=bool(inside))
+    return inside
+
+
+def mask_token_id(fields: Fields, published: Published, vocab_size: int) -> int | None:
+    mask = fields.optional_integer("mask_token_id", low=0, high=vocab_size - 1)
+    if published.mask_token_id is None:
+        return None
+    if mask is None and published.mask_token_id >= vocab_size:
+        raise ConfigError(
+            f"config.json has no mask_token_id, and the family's {published.mask_token_id} is not "
+            f"in a vocabulary of {vocab_size}; give the config override mask_token_id."
+        )
+    return published.mask_token_id if mask is None else mask
+
+
+def _token_ids(value: object, source: str) -> tuple[int, ...]:
+    ids = value if isinstance(value, list | tuple) else [value]
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < MAX_VOCAB:
+            raise ConfigError(f"{source}: eos_token_id {shown(token)} is not a token id.")
+    return tuple(dict.fromkeys(ids))
+
+
+@cache  # once, however often the model is opened
+def _warn_of(outside: tuple[int, ...], vocab_size: int, has_others: bool) -> None:
+    _log.warning(
+        "eos_token_id %s is outside the vocabulary of %d and ignored%s.",
+        ", ".join(map(str, outside)),
+        vocab_size,
+        ""
+        if has_others
+        else "; answers end by length, unless the config override eos_token_id "
+        "names a token that ends them",
+    )

@@ -1,0 +1,21 @@
+"""Ling 2.0 (BailingMoeV2): the body of LLaDA2, autoregressive."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from lowtide.config import Published
+from lowtide.families.family import Family
+from lowtide.families.llada2 import FAMILY as LLADA2
+from lowtide.families.sizes import read_sizes
+
+FAMILY = Family(
+    name="bailing_moe_v2",
+    architectures=("BailingMoeV2ForCausalLM",),
+    # LLaDA2's vocabulary, but 156895 is <|role_end|> here: ids belong to a family.
+    published=Published(eos_token_ids=(156892,)),
+    read=LLADA2.read,
+    schema=LLADA2.schema,
+    model=LLADA2.model,
+    sizes=partial(read_sizes, __name__),
+)

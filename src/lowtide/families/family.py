@@ -1,0 +1,34 @@
+"""`Family`: all that lowtide knows of one model family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lowtide.config import ModelConfig, Published
+from lowtide.config.fields import Fields
+from lowtide.config.keys import Origin
+from lowtide.families.sizes import SynthSize
+
+if TYPE_CHECKING:  # the one asks families for their schemas, the other imports torch
+    from lowtide.models.decoder import Decoder
+    from lowtide.schemas.schema import ModelSchema
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """How a family's files are read, and what computes it. Holds no torch until `model`.
+
+    architectures: the names under `architectures` in `config.json`. read: that file's keys; it
+    refuses by name what the model does not do. schema: names and shapes of the tensors. model:
+    imports the model's file and returns its class. sizes: the checkpoints that `synth` can make.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    published: Published
+    read: Callable[[Fields, Origin], ModelConfig]
+    schema: Callable[[ModelConfig], ModelSchema]
+    model: Callable[[], type[Decoder]]
+    sizes: Callable[[], Mapping[str, SynthSize]]

@@ -1,0 +1,81 @@
+"""Which families there are: the folders beside this file, and what else was registered."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+
+from lowtide.config import ModelConfig
+from lowtide.config.fields import Fields
+from lowtide.config.keys import Origin
+from lowtide.config.token_ids import read_eos_token_ids
+from lowtide.errors import ConfigError
+from lowtide.families.family import Family
+from lowtide.files.json_file import shown
+
+_registered: dict[str, Family] = {}
+
+
+def families() -> Mapping[str, Family]:
+    """All of them, by name."""
+    _register_own()
+    return MappingProxyType(_registered)
+
+
+def register(family: Family) -> None:
+    """Makes a family known; raises ValueError for a name or architecture that is taken."""
+    taken = {family.name, *family.architectures} & {
+        name for other in _registered.values() for name in (other.name, *other.architectures)
+    }
+    if taken:
+        raise ValueError(f"The family {family.name}: {', '.join(sorted(taken))} is taken.")
+    _registered[family.name] = family
+
+
+def unregister(name: str) -> None:
+    """Forgets a family; raises KeyError if there is none of that name."""
+    del _registered[name]
+
+
+def supported_architectures() -> tuple[str, ...]:
+    """The names under `architectures` that can be read, in alphabetical order."""
+    return tuple(sorted(name for each in families().values() for name in each.architectures))
+
+
+def read_config(
+    config: Mapping[str, object], generation: Mapping[str, object], overrides: Mapping[str, object]
+) -> ModelConfig:
+    """See `ModelConfig.from_dict`."""
+    fields = Fields({**config, **overrides})
+    family, architecture = _family_of(fields)
+    eos = read_eos_token_ids(fields, generation, "eos_token_id" in overrides)
+    result = family.read(fields, Origin(family.name, architecture, family.published, eos))
+    for name in overrides:
+        fields.refuse_unread(name)
+    return result
+
+
+def _family_of(fields: Fields) -> tuple[Family, str]:
+    """The family of a `config.json`, and which of its architectures this is."""
+    names = fields.raw("architectures")
+    supported = ", ".join(supported_architectures())
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise ConfigError(f"config.json names no architecture; supported: {supported}.")
+    for family in families().values():
+        if names[0] in family.architectures:
+            return family, names[0]
+    raise ConfigError(
+        f"config.json: the architecture {shown(names[0])} is not supported; supported: {supported}."
+    )
+
+
+@cache
+def _register_own() -> None:
+    package = __name__.rpartition(".")[0]
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        if module.ispkg:
+            register(importlib.import_module(f"{package}.{module.name}").FAMILY)

@@ -1,0 +1,36 @@
+"""The checkpoints that can be made of a family: published constants and sizes, from JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class SynthSize:
+    """One checkpoint that can be made.
+
+    config: what `config.json` will hold. eos_token_id: the first of the special tokens, which
+    end the vocabulary. max_shard_bytes: of one file's tensors.
+    """
+
+    config: Mapping[str, Any]
+    eos_token_id: int
+    max_shard_bytes: int
+
+
+@cache
+def read_sizes(package: str) -> Mapping[str, SynthSize]:
+    """Those of `sizes.json` beside a family: a few MB, 1 or 2 GB, and the published dimensions."""
+    content = json.loads(resources.files(package).joinpath("sizes.json").read_text("utf-8"))
+    return {name: _size(content["published"], size) for name, size in content["sizes"].items()}
+
+
+def _size(published: Mapping[str, Any], size: Mapping[str, Any]) -> SynthSize:
+    config = {**published, **size["config"]}
+    eos_token_id = size.get("eos_token_id", config.get("eos_token_id"))
+    return SynthSize(config, eos_token_id, size["max_shard_bytes"])

@@ -1,0 +1,23 @@
+"""How much a model holds, counted from its schema and config."""
+
+from __future__ import annotations
+
+import math
+
+from lowtide.config import ModelConfig
+from lowtide.schemas import ModelSchema
+
+
+def num_tensors_of(schema: ModelSchema) -> int:
+    """In the published layout."""
+    num_per_layer = sum(1 for _ in schema.expert_specs(schema.moe_layers[0]))
+    return len(schema.dense) + len(schema.moe_layers) * num_per_layer
+
+
+def num_parameters_of(schema: ModelSchema) -> int:
+    return schema.dense_elements + schema.expert_elements
+
+
+def kv_elements_of(config: ModelConfig) -> int:
+    """What is cached of one token in all layers."""
+    return config.num_layers * math.prod(config.attention.cache_shape)
