@@ -158,7 +158,7 @@ def set_early_gate(
         torch_device = experts.device.device.torch_device
         residual = torch.tensor(calibration.residual, dtype=opened.dtype, device=torch_device)
     routes = [_route(router) for router in routers]
-    experts.device.early_gate = EarlyGate(gate, routes, residual, opened.config.num_experts)
+    experts.device.early_gate = EarlyGate(gate, routes, residual, opened.config.moe.num_experts)
 
 
 def _beginning(calibration: Calibration, plan: MemoryPlan) -> Trace:
