@@ -436,3 +436,13 @@ def test_routers_keep_the_precision_of_their_family(family: str) -> None:
     has_fp32_router = family in ("deepseek_v2", "bailing_moe_v2")
     assert is_float32("model.layers.1.mlp.gate.weight") == has_fp32_router
     assert not is_float32("model.layers.1.mlp.gate_proj.weight")
+
+
+def test_without_an_end_that_can_come_answers_end_by_length(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = synth("mixtral", "tiny", tmp_path / "model")
+    with LLM(folder, context=64, config_overrides={"eos_token_id": 151644}) as llm:
+        [answer] = llm.generate([1, 2, 3], SamplingParams(max_tokens=8))
+    assert (len(answer.token_ids), answer.finish_reason) == (8, "length")
+    assert [r.message for r in caplog.records if "151644 is outside" in r.message]
