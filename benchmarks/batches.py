@@ -126,7 +126,7 @@ def answering(track: Track, prompts: Ids, num_passes: int) -> Iterator[Answers]:
     with engine.executor.in_charge():
         try:
             for index, prompt in enumerate(prompts):
-                decoder.add(Request(index=index, prompt=prompt, params=params))
+                decoder.add(Request(id=index, prompt=prompt, params=params))
             yield Answers(decoder, len(prompts))
         finally:
             decoder.close()

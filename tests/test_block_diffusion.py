@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from oracle import GOLDENS, OracleModel, block_causal_mask, load_oracle
 from safetensors.torch import load_file
 from transformers import Glm4MoeForCausalLM
+from whole import decoded, trajectories_noted
 
 from lowtide.core import Step, StepKind
 from lowtide.decode.block_diffusion import (
@@ -49,7 +50,7 @@ def make_request(
     diffusion |= {name: value for name, value in params.items() if name in names}
     sampling = {name: value for name, value in params.items() if name not in names}
     return Request(
-        index=index,
+        id=index,
         prompt=prompt,
         params=SamplingParams(**sampling, diffusion=DiffusionParams(**diffusion)),
         eos_token_ids=eos_token_ids,
@@ -71,15 +72,10 @@ class Run:
     ) -> None:
         self.kv_cache = make_kv_cache(num_tokens)
         self.model = HashModel(self.kv_cache, max_rows, can_mask)
-        self.trajectories: dict[int, list[list[int]]] = {}
-        self.decoder = BlockDiffusion(
-            self.model, self.kv_cache, MASK, max_rows, use_kv_cache, self._on_pass
-        )
-        self.events = list(self.decoder.run(requests))
+        self.decoder = BlockDiffusion(self.model, self.kv_cache, MASK, max_rows, use_kv_cache)
+        with trajectories_noted() as self.trajectories:
+            self.events = decoded(self.decoder, requests)
         self.finished = {e.request: e for e in self.events if isinstance(e, Finished)}
-
-    def _on_pass(self, request: int, tokens: np.ndarray) -> None:
-        self.trajectories.setdefault(request, []).append(tokens.tolist())
 
     def of(self, index: int) -> tuple[list[Event], list[list[int]]]:
         """What must not depend on neighbours, caching, or the division into passes."""
@@ -117,7 +113,7 @@ def test_a_batch_decodes_each_request_as_if_alone(batch, num_tokens) -> None:
     together = Run(batch, num_tokens)
     assert is_all_free(together.kv_cache)
     for request in batch:
-        assert together.of(request.index) == Run([request]).of(request.index)
+        assert together.of(request.id) == Run([request]).of(request.id)
 
 
 @examples(25)
@@ -127,7 +123,7 @@ def test_recomputing_and_smaller_passes_give_the_same(batch, max_rows) -> None:
     for use_kv_cache in (True, False):
         other = Run(batch, max_rows=max_rows, use_kv_cache=use_kv_cache)
         for request in batch:
-            assert other.of(request.index) == reference.of(request.index)
+            assert other.of(request.id) == reference.of(request.id)
 
 
 @given(requests())
@@ -171,9 +167,9 @@ def test_cancelling_at_any_time_frees_and_changes_nothing_else(batch, data) -> N
             events += decoder.step()
     assert is_all_free(kv_cache)
     for request in batch:
-        if request.index not in cancelled:
-            own = [e for e in events if e.request == request.index and not isinstance(e, Prefill)]
-            assert own == Run([request]).of(request.index)[0]
+        if request.id not in cancelled:
+            own = [e for e in events if e.request == request.id and not isinstance(e, Prefill)]
+            assert own == Run([request]).of(request.id)[0]
 
 
 @given(batches, st.integers(0, 20))
@@ -191,8 +187,8 @@ def test_a_failing_pass_leaves_everything_to_go_on_or_to_free(batch, fails_in) -
         except InternalError:
             model.fails_in = None
     for request in batch:
-        own = [e for e in events if e.request == request.index and not isinstance(e, Prefill)]
-        assert own == Run([request]).of(request.index)[0]
+        own = [e for e in events if e.request == request.id and not isinstance(e, Prefill)]
+        assert own == Run([request]).of(request.id)[0]
     assert is_all_free(kv_cache)
 
 
@@ -202,7 +198,7 @@ def test_closing_after_a_failure_frees_everything() -> None:
     model.fails_in = 3
     decoder = BlockDiffusion(model, kv_cache, MASK, 64)
     with pytest.raises(InternalError):
-        list(decoder.run([make_request(index, max_tokens=20) for index in range(4)]))
+        decoded(decoder, [make_request(index, max_tokens=20) for index in range(4)])
     assert is_all_free(kv_cache) and not decoder.has_work
 
 
@@ -257,7 +253,7 @@ def test_predicted_masks_stay_masked_and_the_block_still_ends() -> None:
 
     kv_cache = make_kv_cache(64)
     decoder = BlockDiffusion(Stubborn(kv_cache, 64), kv_cache, MASK, 64)
-    events = list(decoder.run([make_request(prompt=(1, 2, 4, 5), max_tokens=4, eos_token_ids=())]))
+    events = decoded(decoder, [make_request(prompt=(1, 2, 4, 5), max_tokens=4, eos_token_ids=())])
     drafts = [event for event in events if isinstance(event, Draft)]
     assert [sum(draft.is_masked) for draft in drafts] == [4, 4, 4, 4, 0]
     assert MASK not in events[-1].token_ids
@@ -305,7 +301,7 @@ def test_not_finite_logits_end_the_run_with_an_error() -> None:
     kv_cache = make_kv_cache(64)
     decoder = BlockDiffusion(Broken(kv_cache, 64), kv_cache, MASK, 64)
     with pytest.raises(InternalError, match="not finite"):
-        list(decoder.run([make_request(max_tokens=8)]))
+        decoded(decoder, [make_request(max_tokens=8)])
     assert is_all_free(kv_cache)
 
 
@@ -405,7 +401,6 @@ def golden_request(index: int, case: dict) -> Request:
 def test_golden_trajectories(name, use_kv_cache) -> None:
     """Whole trajectories of the original implementation, all cases as one batch."""
     cases = golden_cases(name)
-    trajectories: dict[int, list[list[int]]] = {index: [] for index in range(len(cases))}
     kv_cache = make_kv_cache(1024)
     decoder = BlockDiffusion(
         OracleModel(oracle(name)),
@@ -413,9 +408,10 @@ def test_golden_trajectories(name, use_kv_cache) -> None:
         cases[0]["params"]["mask_id"],
         128,
         use_kv_cache,
-        on_pass=lambda index, tokens: trajectories[index].append(tokens.tolist()),
     )
-    events = list(decoder.run(golden_request(index, case) for index, case in enumerate(cases)))
+    requests = [golden_request(index, case) for index, case in enumerate(cases)]
+    with trajectories_noted() as trajectories:
+        events = decoded(decoder, requests)
     finished = {event.request: event for event in events if isinstance(event, Finished)}
     for index, case in enumerate(cases):
         assert trajectories[index] == case["trajectory"]

@@ -21,7 +21,7 @@ from whole import Setting, check_idle, reads_counted
 
 from lowtide import SamplingParams
 from lowtide.cli.app import app
-from lowtide.decode.block_diffusion import Draft
+from lowtide.decode.block_diffusion import BlockDiffusion, Draft, Event
 from lowtide.errors import (
     CheckpointError,
     ConfigError,
@@ -356,18 +356,27 @@ def test_a_file_truncated_while_generating(model: Path, expected: Reference, at:
     """The very object goes on working once the file is whole again."""
     path = max(shards(model), key=lambda p: "experts.31" in str(p))
     contents = {path: path.read_bytes() for path in shards(model)}
-    steps = 0
+    steps, seen, step = 0, 0, BlockDiffusion.step
 
-    def truncate(event: object) -> None:
+    def truncate_after(decoder: BlockDiffusion) -> list[Event]:
         nonlocal steps
-        steps += isinstance(event, Draft)
+        events = step(decoder)
+        steps += any(isinstance(event, Draft) for event in events)
         if steps == at:
             for path in contents:
                 os.truncate(path, path.stat().st_size // 2)
+        return events
+
+    def count(event: Event) -> None:
+        nonlocal seen
+        seen += isinstance(event, Draft)
 
     with nothing_left(model), LEAST.open(model) as llm:
-        with pytest.raises(StorageError, match=r"ends at byte \d+.*truncated"):
-            llm.generate(PROMPT, PARAMS, truncate)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(BlockDiffusion, "step", truncate_after)
+            with pytest.raises(StorageError, match=r"ends at byte \d+.*truncated"):
+                llm.generate(PROMPT, PARAMS, count)
+        assert seen == steps == at
         check_idle(llm)
         with pytest.raises(StorageError):
             llm.generate(PROMPT, PARAMS)

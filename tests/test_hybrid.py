@@ -13,7 +13,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from whole import answers
+from whole import answers, settle
 
 from lowtide.core import IntArray, Step
 from lowtide.decode.request import Request
@@ -56,7 +56,7 @@ class Case:
         [request] = llm._intake.requests([self.prompt], self.params)
         [finished], trajectories = answers(llm, [request])
         ids = list(finished.token_ids)
-        return ids, trajectories.get(request.index), llm.logits([*self.prompt, *ids])
+        return ids, trajectories.get(request.id), llm.logits([*self.prompt, *ids])
 
     def open(self, policy: str, gpu_share: float, home_share: float = 1.0, **options: Any) -> LLM:
         plan, host = self.plan, self.plan.host
@@ -86,6 +86,7 @@ def tier_of(llm: LLM) -> DeviceTier:
 
 def check_idle(llm: LLM) -> None:
     """No slot is lost, shared or leased between passes."""
+    settle(llm)
     link, ledger = tier_of(llm).link, tier_of(llm).link.ledger
     assert ledger.num_free + ledger.num_resident + link.num_coming == ledger.num_slots
     link.abandon()

@@ -72,7 +72,7 @@ def answer(llm: LLM, token_ids: Sequence[int], params: SamplingParams) -> Answer
     [request] = llm._intake.requests([list(token_ids)], params)
     [finished], trajectories = answers(llm, [request])
     whole = [*token_ids, *finished.token_ids]
-    result = Answered(list(finished.token_ids), trajectories[0], llm.logits(whole))
+    result = Answered(list(finished.token_ids), trajectories[request.id], llm.logits(whole))
     check_idle(llm)
     return result
 
@@ -198,7 +198,7 @@ class Margins:
             sequence: BlockSequence, logits: Tensor, prediction: Prediction, part: slice
         ) -> None:
             margin = _token_margin(logits, sequence.request)
-            seen = margins.tokens.setdefault(sequence.request.index, [])
+            seen = margins.tokens.setdefault(sequence.request.id, [])
             is_new = len(seen) == sequence._num_forwards
             seen[sequence._num_forwards :] = [margin if is_new else min(margin, seen[-1])]
             choose(sequence, logits, prediction, part)
@@ -283,7 +283,7 @@ wishes = st.builds(
 
 def requests_of(llm: LLM, batch: Sequence[Wish]) -> list[Request]:
     return [
-        replace(llm._intake.requests([wish.prompt], wish.params)[0], index=index)
+        replace(llm._intake.requests([wish.prompt], wish.params)[0], id=index)
         for index, wish in enumerate(batch)
     ]
 
@@ -299,7 +299,7 @@ def alone(llm: LLM, requests: Sequence[Request]) -> list[Run]:
     for request in requests:
         with Margins().noted() as margins:
             runs.append(Run(*answers(llm, [request]), margins))
-        assert margins.tokens[request.index] and margins.routing, "margins are noted"
+        assert margins.tokens[request.id] and margins.routing, "margins are noted"
     return runs
 
 
@@ -365,6 +365,6 @@ def test_a_tie_is_seen_and_a_difference_without_one_is_not_forgiven() -> None:
 def test_margins_are_those_of_the_decisions() -> None:
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]]))
     sampling = DiffusionParams(block_length=4, steps=4, threshold=0.45)
-    request = Request(index=0, prompt=[1], params=SamplingParams(diffusion=sampling))
+    request = Request(id=0, prompt=[1], params=SamplingParams(diffusion=sampling))
     assert _token_margin(logits, request) == pytest.approx(0.05)
     assert np.isclose(_gap(torch.tensor([[0.5, 0.9, 0.8]]), 2).item(), 0.3)

@@ -45,7 +45,7 @@ def requests_of(llm: LLM, cases: Sequence[Case]) -> list[Request]:
     for index, case in enumerate(cases):
         [request] = llm._intake.requests([case["prompt"]], params_of(case))
         eos = (case["params"]["eos_id"],)
-        requests.append(replace(request, index=index, eos_token_ids=eos))
+        requests.append(replace(request, id=index, eos_token_ids=eos))
     return requests
 
 
@@ -110,7 +110,7 @@ def test_each_case_alone(name: str, setting: Setting, kv_cache: bool) -> None:
             for case in (case for case in cases if case["params"]["eos_id"] == eos_id):
                 with trajectories_noted() as trajectories:
                     [completion] = llm.generate(case["prompt"], params_of(case))
-                assert trajectories == {0: case["trajectory"]}
+                assert list(trajectories.values()) == [case["trajectory"]]
                 assert completion.token_ids == case["output"]
                 assert completion.usage.forwards == case["forwards"]
                 assert completion.finish_reason == ends_of(case)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from lowtide import llm as llm_module
-from lowtide.core import MemoryPlan, Step
-from lowtide.decode.block_diffusion import BlockDiffusion, Finished, Request
+from lowtide.core import MemoryPlan, Step, StepKind
+from lowtide.decode.batch_decoder import BatchDecoder
+from lowtide.decode.block_diffusion import BlockDiffusion, Event, Finished, Request
 from lowtide.experts.rows import Routing
+from lowtide.layers.batch import Batch
 from lowtide.llm import LLM, plan_model
 from lowtide.memory.workspace import Buffers
 from lowtide.reading.file_reader import FileReader, Read, Ticket
@@ -82,21 +81,38 @@ _PLANS: dict[str, MemoryPlan] = {}
 def answers(llm: LLM, requests: Sequence[Request]) -> tuple[list[Finished], Trajectories]:
     """Decodes requests, each with parameters of its own, as one flat batch."""
     with trajectories_noted() as trajectories:
-        events = list(llm._run(requests))
+        events = list(llm._loop.answers(requests))
     finished = {event.request: event for event in events if isinstance(event, Finished)}
-    return [finished[request.index] for request in requests], trajectories
+    return [finished[request.id] for request in requests], trajectories
+
+
+def decoded(decoder: BatchDecoder[Any], requests: Iterable[Request]) -> list[Event]:
+    """What a decoder makes of requests; gives all room back however it ends."""
+    events: list[Event] = []
+    try:
+        for request in requests:
+            decoder.add(request)
+        while decoder.has_work:
+            events += decoder.step()
+    finally:
+        decoder.close()
+    return events
 
 
 @contextmanager
 def trajectories_noted() -> Iterator[Trajectories]:
     """The trajectories of everything that is generated inside."""
     trajectories: Trajectories = {}
+    batch = BlockDiffusion._batch
 
-    def note(request: int, tokens: np.ndarray) -> None:
-        trajectories.setdefault(request, []).append(tokens.tolist())
+    def noting(decoder: BlockDiffusion, kind: StepKind, turns: Sequence[Any]) -> Batch:
+        for sequence, _, stop in turns if kind is StepKind.DENOISE else ():
+            rows = trajectories.setdefault(sequence.request.id, [])
+            rows.append(sequence.tokens[:stop].tolist())
+        return batch(decoder, kind, turns)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm_module, "BlockDiffusion", partial(BlockDiffusion, on_pass=note))
+        patch.setattr(BlockDiffusion, "_batch", noting)
         yield trajectories
 
 
@@ -118,12 +134,18 @@ def routing_noted(llm: LLM) -> Iterator[dict[int, list[Tensor]]]:
         yield noted
 
 
+def settle(llm: LLM) -> None:
+    """Waits until the engine has heard of everything that happened before, and done it."""
+    llm._loop.run(lambda engine: None)
+
+
 def check_idle(llm: LLM) -> None:
     """Between requests nothing is held: no lease, no taken slot, no room in the KV cache.
 
     Only a pass that was interrupted between two layers leaves what was read ahead of the second,
     for the next pass to drop.
     """
+    settle(llm)
     experts = llm._engine.experts
     ledger = experts.host.ledger
     ledger.check_integrity()

@@ -63,7 +63,7 @@ class Lowtide:
         decoder = Autoregressive(engine.model, engine.kv_cache, MAX_PASS_ROWS)
         params = SamplingParams(max_tokens=num_new, ignore_eos=True)
         with engine.executor.in_charge():
-            decoder.add(Request(index=0, prompt=prompt, params=params))
+            decoder.add(Request(id=0, prompt=prompt, params=params))
 
             def next_token() -> int:
                 committed: list[int] = []

@@ -76,7 +76,7 @@ def make_request(config: ModelConfig, num_prompt: int, num_new: int, seed: int) 
     params = SamplingParams(max_tokens=num_new, ignore_eos=True, diffusion=diffusion)
     ordinary = min((config.vocab_size, *config.eos_token_ids))  # special ids are the last ones
     prompt = np.random.default_rng(seed).integers(0, ordinary, num_prompt).tolist()
-    return Request(index=0, prompt=prompt, params=params)
+    return Request(id=0, prompt=prompt, params=params)
 
 
 @contextmanager

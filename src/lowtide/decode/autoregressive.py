@@ -42,16 +42,16 @@ class Autoregressive(BatchDecoder[CausalSequence]):
         super().__init__(kv_cache, max_rows)
         self._model = model
         self._use_kv_cache = use_kv_cache
-        self._num_decode_passes = 0
 
     def step(self) -> list[Event]:
         self._admit()
         turns = self._next_pass()
+        self._taking_part = [turn.sequence.request for turn in turns]
         kind = _kind(turns)
         with torch.inference_mode():
-            hidden = self._model.forward(_batch(turns, Step(kind, self._num_decode_passes)))
+            hidden = self._model.forward(_batch(turns, Step(kind, self._num_passes)))
             choices = self._choose(hidden, turns)
-        self._num_decode_passes += kind is StepKind.DECODE
+        self._num_passes += kind is StepKind.DECODE
         events: list[Event] = []
         for turn, choice in zip(turns, choices, strict=True):
             if choice is None:
@@ -65,7 +65,7 @@ class Autoregressive(BatchDecoder[CausalSequence]):
 
     def _check(self, request: Request) -> None:
         if not len(request.prompt):
-            raise UsageError(f"Request {request.index} has an empty prompt; give one token.")
+            raise UsageError(f"Request {request.id} has an empty prompt; give one token.")
 
     def _begin(self, request: Request, kv: KVRange) -> CausalSequence:
         return CausalSequence(request, kv)

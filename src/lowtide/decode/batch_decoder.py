@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
@@ -64,19 +64,26 @@ class BatchDecoder(abc.ABC, Generic[S]):
         self._max_rows = max_rows
         self._waiting: deque[Request] = deque()
         self._running: list[S] = []
+        self._taking_part: list[Request] = []
+        self._num_passes = 0  # that could write tokens, since there was last nothing to do
 
     @property
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 
+    @property
+    def taking_part(self) -> Sequence[Request]:
+        """Whom the last `step` was for: if it failed, it failed for them."""
+        return self._taking_part
+
     def add(self, request: Request) -> None:
         """Queues a request; it starts when the KV cache has room for its prompt and answer.
 
-        Raises UsageError for one that this decoder cannot honour or an index in use, PlanError
-        for a request that the whole KV cache could not hold.
+        Raises UsageError for one that this decoder cannot honour or an id in use, PlanError for a
+        request that the whole KV cache could not hold.
         """
-        if any(request.index == other.index for other in self._requests()):
-            raise UsageError(f"Request {request.index} is already being decoded.")
+        if any(request.id == other.id for other in self._requests()):
+            raise UsageError(f"Request {request.id} is already being decoded.")
         self._check(request)
         if request.canvas_length > self._kv_cache.num_tokens:
             raise PlanError(
@@ -84,6 +91,8 @@ class BatchDecoder(abc.ABC, Generic[S]):
                 f"take {request.canvas_length} tokens of KV cache, and it holds "
                 f"{self._kv_cache.num_tokens}; raise context or lower max_tokens."
             )
+        if not self.has_work:
+            self._num_passes = 0
         self._waiting.append(request)
 
     @abc.abstractmethod
@@ -93,24 +102,14 @@ class BatchDecoder(abc.ABC, Generic[S]):
         If the model raises, nothing but the pass is lost, and `cancel` and `close` work.
         """
 
-    def run(self, requests: Iterable[Request]) -> Iterator[Event]:
-        """Events of `requests` until all are finished; gives all room back however it ends."""
-        try:
-            for request in requests:
-                self.add(request)
-            while self.has_work:
-                yield from self.step()
-        finally:
-            self.close()
-
-    def cancel(self, index: int) -> bool:
+    def cancel(self, request_id: int) -> bool:
         """Drops a request, between passes, and gives back its room. Whether there was one."""
         for request in self._waiting:
-            if request.index == index:
+            if request.id == request_id:
                 self._waiting.remove(request)
                 return True
         for sequence in self._running:
-            if sequence.request.index == index:
+            if sequence.request.id == request_id:
                 self._running.remove(sequence)
                 self._kv_cache.free(sequence.kv)
                 return True
@@ -119,7 +118,7 @@ class BatchDecoder(abc.ABC, Generic[S]):
     def close(self) -> None:
         """Drops every request."""
         for request in list(self._requests()):
-            self.cancel(request.index)
+            self.cancel(request.id)
 
     @abc.abstractmethod
     def _check(self, request: Request) -> None:
@@ -136,12 +135,18 @@ class BatchDecoder(abc.ABC, Generic[S]):
     def _admit(self) -> None:
         """Starts waiting requests, in order, as far as the KV cache has room for the worst case."""
         while self._waiting:
-            length = self._waiting[0].canvas_length
+            request = self._waiting[0]
             # With nothing running there is nothing to wait for: let `allocate` say so.
-            if self._running and not self._kv_cache.can_allocate(length):
+            if self._running and not self._kv_cache.can_allocate(request.canvas_length):
                 return
-            kv = self._kv_cache.allocate(length)
-            self._running.append(self._begin(self._waiting.popleft(), kv))
+            self._taking_part = [request]
+            kv = self._kv_cache.allocate(request.canvas_length)
+            try:
+                self._running.append(self._begin(request, kv))
+            except BaseException:
+                self._kv_cache.free(kv)
+                raise
+            self._waiting.popleft()
 
     def _settle(self, served: Iterable[S]) -> None:
         """Frees those of `served` that are finished; the others go behind those not served."""

@@ -9,14 +9,14 @@ step, share a pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide.core import IntArray, Step, StepKind
+from lowtide.core import Step, StepKind
 from lowtide.decode.batch_decoder import LOGIT_ROWS, BatchDecoder, Model
 from lowtide.decode.block_sequence import BlockSequence, Prediction
 from lowtide.decode.logits import tiled_logits
@@ -42,8 +42,6 @@ class BlockDiffusion(BatchDecoder[BlockSequence]):
     """Decodes requests, one forward pass at a time, over one model and one KV cache.
 
     With `use_kv_cache=False` everything is computed anew for every pass: a slow reference.
-    `on_pass(request, tokens)` sees the token row [block end] of each sequence as it goes into
-    each denoising pass.
     """
 
     def __init__(
@@ -53,24 +51,22 @@ class BlockDiffusion(BatchDecoder[BlockSequence]):
         mask_token_id: int,
         max_rows: int,
         use_kv_cache: bool = True,
-        on_pass: Callable[[int, IntArray], None] | None = None,
     ) -> None:
         super().__init__(kv_cache, max_rows)
         self._model = model
         self._mask_token_id = mask_token_id
         self._use_kv_cache = use_kv_cache
-        self._on_pass = on_pass
-        self._num_denoising_passes = 0
 
     def step(self) -> list[Event]:
         self._admit()
         kind, turns = self._next_pass()
+        self._taking_part = [turn.sequence.request for turn in turns]
         with torch.inference_mode():
             hidden = self._model.forward(self._batch(kind, turns))
             if kind is StepKind.PREFILL:
                 return [turn.sequence.prefilled(turn.stop) for turn in turns]
             predictions = self._predict(hidden, turns)
-        self._num_denoising_passes += 1
+        self._num_passes += 1
         events: list[Event] = []
         for turn, prediction in zip(turns, predictions, strict=True):
             events += turn.sequence.denoised(prediction, self._use_kv_cache)
@@ -80,7 +76,7 @@ class BlockDiffusion(BatchDecoder[BlockSequence]):
     def _check(self, request: Request) -> None:
         for name in ("block_length", "steps", "threshold"):
             if getattr(request.params.diffusion, name) is None:
-                raise UsageError(f"Request {request.index} has no {name}, and no default to take.")
+                raise UsageError(f"Request {request.id} has no {name}, and no default to take.")
         if 2 * request.block_length > self._max_rows:
             raise UsageError(
                 f"block_length {request.block_length} is above {self._max_rows // 2}, half of the "
@@ -128,10 +124,8 @@ class BlockDiffusion(BatchDecoder[BlockSequence]):
                 )
             )
             num_rows += stop - first
-            if self._on_pass is not None and kind is StepKind.DENOISE:
-                self._on_pass(sequence.request.index, sequence.tokens[:stop].copy())
         is_alone = len(self._running) == 1
-        index = turns[0].sequence.num_block_passes if is_alone else self._num_denoising_passes
+        index = turns[0].sequence.num_block_passes if is_alone else self._num_passes
         return Batch(
             token_ids=torch.from_numpy(np.concatenate(token_ids)),
             positions=torch.from_numpy(np.concatenate(positions)),

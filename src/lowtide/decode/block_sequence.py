@@ -104,7 +104,7 @@ class BlockSequence:
     def prefilled(self, stop: int) -> Event:
         """After a pass over final tokens up to position `stop`."""
         self.num_committed = stop
-        return Prefill(self.request.index, stop, self._block_start)
+        return Prefill(self.request.id, stop, self._block_start)
 
     def denoised(self, prediction: Prediction, use_kv_cache: bool) -> list[Event]:
         """After a denoising pass: writes what the rules choose, moves on where they say so."""
@@ -188,13 +188,13 @@ class BlockSequence:
 
     def _finish(self, answer: Sequence[int], reason: str) -> list[Event]:
         self.is_finished = True
-        finished = Finished(self.request.index, tuple(answer), reason, self._num_forwards)
+        finished = Finished(self.request.id, tuple(answer), reason, self._num_forwards)
         return [*self._commit(answer), finished]
 
     def _commit(self, answer: Sequence[int]) -> list[Event]:
         tokens = tuple(answer[self._num_reported :])
         self._num_reported = len(answer)
-        return [Committed(self.request.index, tokens)] if tokens else []
+        return [Committed(self.request.id, tokens)] if tokens else []
 
     def _answer(self) -> list[int]:
         """The new tokens before the active block, cut at `max_tokens` and after the first eos."""
@@ -210,7 +210,7 @@ class BlockSequence:
 
     def _draft(self) -> Draft:
         return Draft(
-            request=self.request.index,
+            request=self.request.id,
             block_start=self._block_start,
             tokens=tuple(self.tokens[self._block].tolist()),
             is_masked=tuple(self._is_masked[self._block].tolist()),

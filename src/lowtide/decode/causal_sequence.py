@@ -69,7 +69,7 @@ class CausalSequence:
     def prefilled(self, stop: int) -> list[Event]:
         """After a pass up to position `stop`, with more known tokens to feed."""
         self.num_cached = stop
-        return [Prefill(self.request.index, stop, self.num_known)]
+        return [Prefill(self.request.id, stop, self.num_known)]
 
     def advanced(self, choice: Choice, use_kv_cache: bool) -> list[Event]:
         """After a pass over all known tokens: the answer grows by one, and may end."""
@@ -79,7 +79,7 @@ class CausalSequence:
         self._answer.append(choice.token)
         logprobs = () if choice.logprobs is None else (choice.logprobs,)
         self._logprobs += logprobs
-        events: list[Event] = [Committed(self.request.index, (choice.token,), logprobs)]
+        events: list[Event] = [Committed(self.request.id, (choice.token,), logprobs)]
         reason = self._finish_reason()
         return events if reason is None else [*events, self._finish(reason)]
 
@@ -92,7 +92,7 @@ class CausalSequence:
     def _finish(self, reason: str) -> Finished:
         self.is_finished = True
         return Finished(
-            request=self.request.index,
+            request=self.request.id,
             token_ids=tuple(self._answer),
             finish_reason=reason,
             num_forwards=len(self._answer),

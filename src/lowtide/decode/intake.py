@@ -45,7 +45,7 @@ class Intake:
     def requests(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[Request]:
-        """A request for each prompt, its index its place.
+        """A request for each prompt.
 
         Under one `params` for all, request i draws with `seed + i`, so that equal prompts differ;
         a list of them, one for each prompt, is taken as it is. Raises UsageError or PlanError for
@@ -58,10 +58,7 @@ class Intake:
             each = _as_list(params)
         if len(each) != len(prompts):
             raise UsageError(f"There are {len(prompts)} prompts and {len(each)} parameters.")
-        return [
-            self._request(index, prompt, asked)
-            for index, (prompt, asked) in enumerate(zip(prompts, each, strict=True))
-        ]
+        return [self._request(prompt, asked) for prompt, asked in zip(prompts, each, strict=True)]
 
     def check_ids(self, token_ids: Sequence[int]) -> None:
         """Raises UsageError for no ids, or one that is out of range."""
@@ -102,13 +99,12 @@ class Intake:
                 f"of that, not {block_length}."
             )
 
-    def _request(self, index: int, prompt: Prompt, asked: SamplingParams) -> Request:
+    def _request(self, prompt: Prompt, asked: SamplingParams) -> Request:
         token_ids = self.token_ids(prompt)
         params = self._resolved(asked)
         self.check_fits(len(token_ids), params.max_tokens, params.diffusion.block_length or 1)
         is_stopped = StopStrings(self._needed_tokenizer(), params.stop) if params.stop else None
         return Request(
-            index=index,
             prompt=token_ids,
             params=params,
             eos_token_ids=self.config.eos_token_ids,

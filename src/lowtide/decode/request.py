@@ -5,26 +5,30 @@ Plain data, the same for every kind of decoding; who fills what in when is the d
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from lowtide.core import align_up
 from lowtide.params import SamplingParams
+
+_ids = itertools.count()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """A prompt and how to continue it.
 
-    index: names the request in its events. params: with the family's defaults filled in.
-    eos_token_ids end the answer, which keeps the first of them. is_stopped: asked, with the new
-    tokens so far, whether they are enough: after every token, or at each finished block.
+    id: names the request in its events; no other of this process has it. params: with the
+    family's defaults filled in. eos_token_ids end the answer, which keeps the first of them.
+    is_stopped: asked, with the new tokens so far, whether they are enough: after every token, or
+    at each finished block.
     """
 
-    index: int
     prompt: Sequence[int]
     params: SamplingParams
+    id: int = field(default_factory=lambda: next(_ids))
     eos_token_ids: Collection[int] = ()
     seed: int = 0
     is_stopped: Callable[[Sequence[int]], bool] | None = None
@@ -111,3 +115,10 @@ class Finished:
 
 
 Event = Prefill | Draft | Committed | Finished
+
+
+def named(event: Event, request: int) -> Event:
+    """The same event under another name of its request."""
+    if isinstance(event, Prefill):
+        return event._replace(request=request)
+    return replace(event, request=request)

@@ -116,6 +116,15 @@ class HostExecutor:
             set_cores_per_product(CORES_PER_PIECE)
             yield
 
+    def take_charge(self) -> None:
+        """The calling thread's own operators stay on that thread from now on."""
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        # That was also the default of threads to come: another thread puts it back.
+        other = threading.Thread(target=torch.set_num_threads, args=(num_threads,))
+        other.start()
+        other.join()
+
     def close(self) -> None:
         """Waits for the work under way and ends the threads."""
         self._pool.shutdown(wait=True, cancel_futures=True)

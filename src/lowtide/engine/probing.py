@@ -1,0 +1,128 @@
+"""What is asked of a loaded model besides answers: logits of given tokens, experts of given rows.
+
+Work for the engine's thread. What it is given is checked here, before compiled code sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+
+import torch
+from torch import Tensor
+
+from lowtide.config import ModelConfig
+from lowtide.core import Step, StepKind
+from lowtide.decode.batch_decoder import LOGIT_ROWS
+from lowtide.engine.engine import Engine
+from lowtide.engine.opening import MAX_PASS_ROWS
+from lowtide.errors import UsageError
+from lowtide.experts.rows import Routing
+from lowtide.layers.batch import Batch, KVRange, Segment
+from lowtide.memory.cuda_streams import device_pass
+from lowtide.memory.workspace import tiles
+
+
+def logits(
+    engine: Engine, token_ids: Sequence[int], block_length: int
+) -> Generator[None, None, Tensor]:
+    """Float32 logits [len, vocab] of every position, on the CPU; yields between its passes."""
+    num_tokens = len(token_ids)
+    kv_range = engine.kv_cache.allocate(num_tokens)
+    try:
+        result = torch.empty(num_tokens, engine.opened.config.vocab_size)
+        pass_rows = MAX_PASS_ROWS // block_length * block_length
+        for start in range(0, num_tokens, pass_rows):
+            if start:
+                yield
+            part = token_ids[start : start + pass_rows]
+            with device_pass(), torch.inference_mode():
+                _logits_pass(engine, part, start, block_length, kv_range, result)
+        return result
+    finally:
+        engine.kv_cache.free(kv_range)
+
+
+def run_experts(engine: Engine, layer: int, x: Tensor, routing: Routing, step: Step) -> Tensor:
+    """What the experts of MoE layer `layer` make of rows x [rows, hidden], which have been checked:
+    float32 [rows, hidden] on the CPU."""
+    device = engine.model.device
+    rows = x.to(device).contiguous()
+    experts, weights = (tensor.to(device).contiguous() for tensor in routing)
+    with device_pass(), torch.inference_mode():
+        out = engine.model.run_experts(layer, rows, Routing(experts, weights), step)
+        return out.to("cpu", copy=True)
+
+
+def checked_rows(
+    config: ModelConfig, dtype: torch.dtype, layer: int, x: Tensor, routing: Routing, step: Step
+) -> tuple[Tensor, Routing]:
+    """Copies of rows and routing that a MoE layer of `config` can be given, whatever becomes of
+    the originals. Raises UsageError for others."""
+    shape = config.moe_shape
+    _check_layer(layer, shape.num_layers)
+    _check_tensor("x", x, (dtype,), f"[rows, {config.hidden_size}]")
+    num_rows = x.shape[0] if x.dim() else 0
+    if tuple(x.shape) != (num_rows, config.hidden_size) or not 1 <= num_rows <= MAX_PASS_ROWS:
+        raise UsageError(
+            f"x must be [rows, {config.hidden_size}] of 1 to {MAX_PASS_ROWS} rows, not "
+            f"{list(x.shape)}."
+        )
+    if not isinstance(routing, Routing):
+        raise UsageError(f"routing must be a Routing, not {type(routing).__name__}.")
+    wanted = (num_rows, shape.num_experts_per_token)
+    _check_tensor("routing.experts", routing.experts, (torch.int64, torch.int32), list(wanted))
+    _check_tensor("routing.weights", routing.weights, (torch.float32,), list(wanted))
+    for name, tensor in routing._asdict().items():
+        if tuple(tensor.shape) != wanted:
+            raise UsageError(
+                f"routing.{name} must be {list(wanted)}, {wanted[1]} experts for each row of x, "
+                f"not {list(tensor.shape)}."
+            )
+    if not isinstance(step, Step):
+        raise UsageError(f"step must be a Step, not {step!r}.")
+    experts = routing.experts.to(torch.int64, copy=True)
+    _check_ids(experts, shape.num_experts)
+    return x.clone(), Routing(experts, routing.weights.clone())
+
+
+def _check_layer(layer: object, num_layers: int) -> None:
+    is_integer = isinstance(layer, int) and not isinstance(layer, bool)
+    if not is_integer or not 0 <= layer < num_layers:  # type: ignore[operator]
+        raise UsageError(f"layer {layer!r} is not a MoE layer: they are 0 to {num_layers - 1}.")
+
+
+def _check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype], shape: object) -> None:
+    kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    if not isinstance(value, Tensor):
+        raise UsageError(f"{name} must be a {kinds} tensor {shape}, not {type(value).__name__}.")
+    if value.dtype not in dtypes or value.layout is not torch.strided:
+        raise UsageError(f"{name} must be {kinds}, not {value.dtype} ({value.layout}).")
+
+
+def _check_ids(experts: Tensor, num_experts: int) -> None:
+    low, high = int(experts.min()), int(experts.max())
+    if low < 0 or high >= num_experts:
+        wrong = low if low < 0 else high
+        raise UsageError(f"Expert {wrong} is not one of 0 to {num_experts - 1}.")
+    if (experts.diff(dim=1) <= 0).any():
+        raise UsageError("routing.experts must ascend within each row, no expert twice.")
+
+
+def _logits_pass(
+    engine: Engine,
+    token_ids: Sequence[int],
+    start: int,
+    block_length: int,
+    kv_range: KVRange,
+    result: Tensor,
+) -> None:
+    stop = start + len(token_ids)
+    batch = Batch(
+        token_ids=torch.tensor(token_ids),
+        positions=torch.arange(start, stop),
+        segments=(Segment(0, len(token_ids), start, block_length, kv_range),),
+        step=Step(StepKind.PREFILL, 0),
+    )
+    hidden = engine.model.forward(batch)
+    for rows in tiles(len(token_ids), LOGIT_ROWS):
+        result[start:stop][rows] = engine.model.logits(hidden[rows])
