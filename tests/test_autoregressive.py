@@ -26,14 +26,14 @@ from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.cli.text import TextWriter
 from lowtide.core import StepKind
 from lowtide.decode.autoregressive import Autoregressive
-from lowtide.decode.intake import StopStrings, cut_at_stop
+from lowtide.decode.intake import StopTest
 from lowtide.decode.penalties import penalise
 from lowtide.decode.request import Committed, Event, Finished, Prefill, Request
 from lowtide.errors import InternalError, PlanError, StorageError, UnsupportedError, UsageError
 from lowtide.llm import plan_model
 from lowtide.memory.kv_cache import KVCache
 from lowtide.model_folder.hub import resolve_model
-from lowtide.model_folder.tokenizer import Tokenizer
+from lowtide.model_folder.tokenizer import Tokenizer, cut_at_stop
 
 # The decoder, over hashes
 
@@ -364,7 +364,7 @@ TEXTS = st.text(st.sampled_from("ab \nédef日本🦊()"), max_size=30)
 @given(TEXTS, st.lists(st.text("ab\né日🦊", min_size=1, max_size=4), min_size=1, max_size=2))
 def test_stop_strings_are_found_across_token_borders(tokenizer, text, stop) -> None:
     token_ids = tokenizer.encode(text)
-    is_stopped = StopStrings(tokenizer, stop)
+    is_stopped = StopTest(tokenizer.stream(stop))
     found = [is_stopped(token_ids[: n + 1]) for n in range(len(token_ids))]
     expected = [
         any(string in tokenizer.decode(token_ids[: n + 1]) for string in stop)

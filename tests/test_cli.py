@@ -30,6 +30,7 @@ from lowtide.cli.text import TextWriter
 from lowtide.core import MemoryPlan, Step, StepKind, TierPlan
 from lowtide.decode.request import TokenLogprobs
 from lowtide.errors import ConfigError, PlanError, StorageError, UsageError
+from lowtide.model_folder.tokenizer import TextStream
 from lowtide.params import AUTOREGRESSIVE_ONLY, SamplingParams
 from lowtide.replay.trace import Pass, Trace, TraceShape
 
@@ -98,13 +99,8 @@ class Letters:
     def piece(self, token_id: int) -> str:
         return chr(token_id)
 
-    def stream(self) -> LetterStream:
-        return LetterStream()
-
-
-class LetterStream:
-    def push(self, ids: Sequence[int]) -> str:
-        return "".join(map(chr, ids))
+    def stream(self, stop: Sequence[str] = ()) -> TextStream:
+        return TextStream(self, stop)  # type: ignore[arg-type]
 
 
 class PretendLLM:
@@ -438,13 +434,27 @@ def test_without_a_tokenizer_the_view_shows_ids() -> None:
 def test_text_is_written_as_it_comes_and_held_where_a_stop_may_begin() -> None:
     out = io.StringIO()
     writer = TextWriter(out, Letters(), ["<end>", "\n\n"], is_terminal=False)
-    for piece, shown_so_far in [("hello", "h"), (" <en", "hello"), ("vy>", "hello <e")]:
+    pieces = [("hello", "hello"), (" <en", "hello "), ("vy>\n", "hello <envy>")]
+    for piece, shown_so_far in pieces:
         writer.commit([ord(c) for c in piece])
         assert out.getvalue() == writer.text == shown_so_far
     writer.commit([ord(c) for c in "!<end>more"])
-    assert out.getvalue() == "hello <e"
-    writer.finish("hello <envy>!")
-    assert out.getvalue() == "hello <envy>!\n"
+    assert out.getvalue() == "hello <envy>\n!"
+    writer.commit([ord(c) for c in "and more"])
+    assert out.getvalue() == writer.text == "hello <envy>\n!"
+    writer.finish("hello <envy>\n!")
+    assert out.getvalue() == "hello <envy>\n!\n"
+
+
+def test_the_view_shows_what_a_stop_string_leaves() -> None:
+    console = Console(file=io.StringIO(), width=60)
+    view = LiveView(console, Letters(), 0, ["<end>"])  # type: ignore[arg-type]
+    with view:
+        for piece, shown_so_far in [("A\nB<en", "A\nB"), ("d>C", "A\nB"), ("D", "A\nB")]:
+            view.commit([ord(c) for c in piece])
+            assert view.text == shown_so_far
+        view.finish("A\nB")
+    assert shown(console).split() == ["A", "B"]
 
 
 def test_without_a_tokenizer_ids_are_written() -> None:

@@ -14,7 +14,7 @@ from lowtide.errors import CheckpointError, UsageError
 from lowtide.lab.synth_tokenizer import SPECIAL_TOKENS, tokenizer_config_json, tokenizer_json
 from lowtide.model_folder import tokenizer as module
 from lowtide.model_folder.template_worker import render
-from lowtide.model_folder.tokenizer import Tokenizer
+from lowtide.model_folder.tokenizer import Tokenizer, cut_at_stop
 
 EOS = 300
 HELLO = [{"role": "user", "content": "hello"}]
@@ -98,6 +98,23 @@ def test_stream_gives_the_whole_text(tokenizer: Tokenizer, ids: list[int], width
     stream = tokenizer.stream()
     parts = [stream.push(ids[i : i + width]) for i in range(0, len(ids), width)]
     assert "".join(parts) + stream.finish() == tokenizer.decode(ids)
+
+
+@given(
+    st.text("ab \u732b!", max_size=20),
+    st.lists(st.text("ab\u732b!", min_size=1, max_size=4), min_size=1, max_size=2),
+)
+def test_stream_ends_before_the_first_stop_string(
+    tokenizer: Tokenizer, text: str, stop: list[str]
+) -> None:
+    stream, parts = tokenizer.stream(stop), list[str]()
+    for token_id in tokenizer.encode(text):
+        parts.append(stream.push([token_id]))
+        shown = "".join(parts)
+        assert cut_at_stop(text, stop).startswith(shown)
+        assert stream.is_stopped or not any(string in shown for string in stop)
+    assert "".join(parts) + stream.finish() == cut_at_stop(text, stop)
+    assert stream.is_stopped is any(string in text for string in stop)
 
 
 def test_stream_shortens_its_window_and_goes_on(tokenizer: Tokenizer) -> None:

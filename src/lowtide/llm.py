@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lowtide.config import ModelConfig
 from lowtide.core import MemoryPlan, Step
-from lowtide.decode.intake import Intake, Prompt, as_prompts, cut_at_stop
+from lowtide.decode.intake import Intake, Prompt, as_prompts
 from lowtide.decode.request import Event, Finished, Request, TokenLogprobs, named
 from lowtide.engine import probing
 from lowtide.engine.engine import Engine
@@ -39,7 +39,7 @@ from lowtide.errors import UnsupportedError, UsageError
 from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import Observer
 from lowtide.layers.router import Router
-from lowtide.model_folder.tokenizer import Tokenizer
+from lowtide.model_folder.tokenizer import Tokenizer, cut_at_stop
 from lowtide.params import SamplingParams
 
 

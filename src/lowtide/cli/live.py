@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.live import Live
@@ -12,17 +12,11 @@ from rich.text import Text
 
 from lowtide.cli.screen import printable
 
+if TYPE_CHECKING:
+    from lowtide.model_folder.tokenizer import Tokenizer
+
 MASK = "░"
 MIN_FRAME_S = 0.05  # at most 20 drawings a second
-INCOMPLETE = "\ufffd"  # how a decoder shows a character whose last bytes are still to come
-
-
-class Decoder(Protocol):
-    """What the view needs of a tokenizer."""
-
-    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str: ...
-
-    def piece(self, token_id: int) -> str: ...
 
 
 class LiveView:
@@ -36,16 +30,15 @@ class LiveView:
     def __init__(
         self,
         console: Console,
-        decoder: Decoder | None,
+        tokenizer: Tokenizer | None,
         num_prompt_tokens: int,
-        stop: Collection[str] = (),
+        stop: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._decoder = decoder
+        self._tokenizer = tokenizer
+        self._stream = None if tokenizer is None else tokenizer.stream(stop)
         self._num_prompt_tokens = num_prompt_tokens
-        self._stop = stop
         self._clock = clock
-        self._committed: list[int] = []
         self._printed = ""  # whole lines of the answer that have scrolled away
         self._pending = ""  # its last line so far
         self._draft = Text()
@@ -89,12 +82,11 @@ class LiveView:
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Tokens that are final: whole lines of the answer leave the live region for good."""
-        self._committed += [int(token) for token in tokens]
         self._before, self._draft = {}, Text()
-        text = self._text().rstrip(INCOMPLETE)
-        for stop in self._stop:
-            text = text.partition(stop)[0]
-        self._advance(text)
+        if self._stream is None:
+            self._advance(" " * bool(self.text) + " ".join(map(str, tokens)))
+        else:
+            self._advance(self._stream.push(tokens))
 
     def finish(self, text: str) -> None:
         """Take the engine's own text of the whole answer: its end is printed on leaving."""
@@ -102,8 +94,7 @@ class LiveView:
         self._pending = text[len(self._printed) :] if text.startswith(self._printed) else ""
 
     def _advance(self, text: str) -> None:
-        unprinted = text[len(self._printed) :]
-        lines, newline, self._pending = unprinted.rpartition("\n")
+        lines, newline, self._pending = (self._pending + text).rpartition("\n")
         if newline:
             self._live.console.print(Text(printable(lines)))
             self._printed += lines + newline
@@ -116,12 +107,7 @@ class LiveView:
         self.num_frames += 1
         self._live.update(Text(printable(self._pending)) + self._draft, refresh=True)
 
-    def _text(self) -> str:
-        if self._decoder is None:
-            return " ".join(map(str, self._committed))
-        return self._decoder.decode(self._committed)
-
     def _piece(self, token: int) -> str:
-        if self._decoder is None:
+        if self._tokenizer is None:
             return f"{token} "
-        return printable(self._decoder.piece(token))
+        return printable(self._tokenizer.piece(token))

@@ -16,7 +16,7 @@ from lowtide.config import ModelConfig
 from lowtide.core import align_up
 from lowtide.decode.request import Request
 from lowtide.errors import PlanError, UnsupportedError, UsageError
-from lowtide.model_folder.tokenizer import Tokenizer
+from lowtide.model_folder.tokenizer import TextStream, Tokenizer
 from lowtide.params import SamplingParams, check_kind
 
 Message = Mapping[str, str]
@@ -103,7 +103,9 @@ class Intake:
         token_ids = self.token_ids(prompt)
         params = self._resolved(asked)
         self.check_fits(len(token_ids), params.max_tokens, params.diffusion.block_length or 1)
-        is_stopped = StopStrings(self._needed_tokenizer(), params.stop) if params.stop else None
+        is_stopped = None
+        if params.stop:
+            is_stopped = StopTest(self._needed_tokenizer().stream(params.stop))
         return Request(
             prompt=token_ids,
             params=params,
@@ -145,24 +147,17 @@ class Intake:
         return self.tokenizer
 
 
-class StopStrings:
-    """Asked with an answer's growing token ids: whether its text has a stop string by now.
+class StopTest:
+    """Asked with an answer's growing token ids: whether its text has a stop string by now."""
 
-    Looks at each token once, and at text across their borders.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
-        self._stop = tuple(stop)
-        self._stream = tokenizer.stream()
+    def __init__(self, stream: TextStream) -> None:
+        self._stream = stream
         self._num_seen = 0
-        self._tail = ""  # the text's end, in which a stop string may have begun
-        self._num_kept = max(map(len, stop)) - 1
 
     def __call__(self, token_ids: Sequence[int]) -> bool:
-        text = self._tail + self._stream.push(token_ids[self._num_seen :])
+        self._stream.push(token_ids[self._num_seen :])
         self._num_seen = len(token_ids)
-        self._tail = text[max(0, len(text) - self._num_kept) :]
-        return any(string in text for string in self._stop)
+        return self._stream.is_stopped
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
@@ -196,9 +191,3 @@ def _as_list(params: Sequence[SamplingParams]) -> list[SamplingParams]:
         if not isinstance(one, SamplingParams):
             raise UsageError(f"params must be SamplingParams or a list of them, not {one!r}.")
     return each
-
-
-def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """`text` before the earliest of the stop strings; all of it where there is none."""
-    ends = [end for string in stop if (end := text.find(string)) >= 0]
-    return text[: min(ends, default=None)]

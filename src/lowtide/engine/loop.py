@@ -67,8 +67,8 @@ class EngineLoop:
     def run_passes(self, work: Passes[T], num_tokens: int) -> T:
         """As `run`, for work with passes of its own: it yields wherever others may have one.
 
-        It begins, and all that was asked later waits, when the KV cache has `num_tokens` free. It
-        is closed at a `yield` if whoever waits here is interrupted.
+        It begins when the KV cache has `num_tokens` free; requests that are asked later wait until
+        then. It is closed at a `yield` if whoever waits here is interrupted.
         """
         job = Job(work, num_tokens)
         try:

@@ -119,7 +119,10 @@ class Worker:
     # Messages
 
     def accept(self, asked: Asked) -> None:
-        self._waiting.append(asked)
+        if isinstance(asked, Job) and not asked.num_tokens:
+            self._jobs.append(asked)
+        else:
+            self._waiting.append(asked)
 
     def drop(self, asked: Asked) -> None:
         """Ends what was asked, wherever it is; nobody waits for it any more."""
@@ -142,8 +145,7 @@ class Worker:
         """What the thread runs, from its beginning to its end."""
         try:
             self._take_charge()
-            while not self._is_stopped:
-                self._read_mail()
+            while self._read_mail():
                 self._begin_waiting()
                 self._jobs = [job for job in self._jobs if job.advance(self.engine)]
                 if self._decoder.has_work:
@@ -178,12 +180,13 @@ class Worker:
         if device.type == "cuda":
             torch.cuda.set_device(device)
 
-    def _read_mail(self) -> None:
-        """All there is; waits for some where there is nothing to do."""
+    def _read_mail(self) -> bool:
+        """All there is; waits for some where there is nothing to do. False: stop."""
         is_idle = not (self._decoder.has_work or self._jobs or self._waiting)
         while is_idle or not self.mailbox.empty():
             self.mailbox.get()(self)
             is_idle = False
+        return not self._is_stopped
 
     def _begin_waiting(self) -> None:
         """In order: what has no room yet keeps back what came later, so that it gets it."""

@@ -123,9 +123,9 @@ class Tokenizer:
         # Sentence-piece decoders drop the space in front of a text's first word.
         return f" {text}" if raw.startswith("\u2581") and not text.startswith(" ") else text
 
-    def stream(self) -> TextStream:
+    def stream(self, stop: Sequence[str] = ()) -> TextStream:
         """A decoder for ids that come a few at a time."""
-        return TextStream(self)
+        return TextStream(self, stop)
 
     def check_vocabulary(self, config_vocab_size: int) -> None:
         """Raises CheckpointError if the tokenizer has ids that the model has no row for."""
@@ -169,10 +169,18 @@ class Tokenizer:
         return None if text is None else self.token_id(text)
 
 
-class TextStream:
-    """Decodes ids as they come and hands out complete characters only.
+def cut_at_stop(text: str, stop: Sequence[str]) -> str:
+    """`text` before the earliest of the stop strings; all of it where there is none."""
+    ends = [end for string in stop if (end := text.find(string)) >= 0]
+    return text[: min(ends, default=None)]
 
-    The texts of all `push` calls and of `finish`, joined, are the text of all ids together.
+
+class TextStream:
+    """Decodes ids as they come and hands out what is certain: complete characters, and none of
+    those with which a stop string may have begun.
+
+    The texts of all `push` calls and of `finish`, joined, are the text of all ids together, cut
+    at the first of the stop strings; `is_stopped` as soon as there is one.
     """
 
     # A decoder may show an unfinished character, or a whole run of byte tokens that ends in one,
@@ -180,8 +188,11 @@ class TextStream:
     _MAX_HELD_CHARS = 16
     _WINDOW_TOKENS = 64
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self.is_stopped = False
         self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._held = ""  # complete characters that may begin a stop string
         self._window: list[int] = []  # the latest ids
         self._sent = ""  # of the window's text, what was handed out
 
@@ -195,13 +206,27 @@ class TextStream:
         new = self._take(end)
         if self._sent == text and len(self._window) > self._WINDOW_TOKENS:
             self._shorten()
-        return new
+        return self._before_stop(new)
 
     def finish(self) -> str:
         """What was held back. The stream can go on afterwards with a new text."""
-        new = self._take(self._tokenizer.decode(self._window))
-        self._window, self._sent = [], ""
+        new = self._before_stop(self._take(self._tokenizer.decode(self._window))) + self._held
+        self._window, self._sent, self._held = [], "", ""
         return new
+
+    def _before_stop(self, new: str) -> str:
+        """What of the characters held back and `new` ones is before any stop string."""
+        text, self._held = self._held + new, ""
+        if self.is_stopped:
+            return ""
+        cut = cut_at_stop(text, self._stop)
+        self.is_stopped = len(cut) < len(text)
+        if self.is_stopped:
+            return cut
+        num_held = max((_num_begun(text, string) for string in self._stop), default=0)
+        certain = text[: len(text) - num_held]
+        self._held = text[len(certain) :]
+        return certain
 
     def _take(self, text: str) -> str:
         if not text.startswith(self._sent):
@@ -216,6 +241,12 @@ class TextStream:
         text = self._tokenizer.decode(window)
         if text and not text.startswith("\ufffd"):  # else it would cut a character in two
             self._window, self._sent = window, text
+
+
+def _num_begun(text: str, stop: str) -> int:
+    """With how many of its last characters `text` may have begun a stop string."""
+    lengths = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((n for n in lengths if text.endswith(stop[:n])), 0)
 
 
 def _check_size(path: Path, max_bytes: int) -> None:
