@@ -119,9 +119,9 @@ class HostExecutor:
     def take_charge(self) -> None:
         """The calling thread's own operators stay on that thread from now on."""
         num_threads = torch.get_num_threads()
-        torch.set_num_threads(1)
+        set_cores_per_product(CORES_PER_PIECE)
         # That was also the default of threads to come: another thread puts it back.
-        other = threading.Thread(target=torch.set_num_threads, args=(num_threads,))
+        other = threading.Thread(target=set_cores_per_product, args=(num_threads,))
         other.start()
         other.join()
 
