@@ -27,7 +27,7 @@ from whole import Setting, check_idle, settle
 from lowtide import SamplingParams
 from lowtide.decode.request import Event, Finished, Request
 from lowtide.engine import probing
-from lowtide.errors import LowtideError, PlanError, StorageError, UsageError
+from lowtide.errors import InternalError, LowtideError, PlanError, StorageError, UsageError
 from lowtide.lab.synth import synth
 from lowtide.llm import LLM
 
@@ -303,6 +303,20 @@ def test_a_model_that_nobody_has_any_more_ends_its_thread(model: Model) -> None:
     next(stream)
     assert len(engine_threads()) == 1
     del llm, stream  # and the fixture waits for the thread's end
+
+
+def test_a_system_without_another_thread_is_an_error(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with model.open() as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(InternalError, match="no thread"):
+                ask(llm, 0)
+        assert ask(llm, 0) == model.answers[0]
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from typing import TypeVar
 from lowtide.decode.request import Event, Request
 from lowtide.engine.engine import Engine
 from lowtide.engine.worker import Answers, Job, Mailbox, Passes, Speed, Worker
-from lowtide.errors import UsageError
+from lowtide.errors import InternalError, UsageError
 
 T = TypeVar("T")
 
@@ -132,7 +132,11 @@ class EngineLoop:
         self._thread = threading.Thread(target=worker.serve, name="lowtide-engine", daemon=True)
         # A daemon that is in the midst of a product would crash the interpreter's end.
         weakref.finalize(worker, _end_at_exit, worker.mailbox, self._thread)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._thread = None
+            raise InternalError(f"The system gives the engine no thread: {error}.") from error
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:
@@ -143,7 +147,7 @@ class EngineLoop:
 
 
 def _end_at_exit(mailbox: Mailbox, thread: threading.Thread) -> None:
-    if thread is not threading.current_thread():
+    if thread.is_alive() and thread is not threading.current_thread():
         mailbox.put(Worker.stop)
         thread.join()
 
