@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from lowtide.decode.request import Event, Request
 from lowtide.engine.engine import Engine
-from lowtide.engine.worker import Answers, Job, Mailbox, Passes, Speed, Worker
+from lowtide.engine.worker import HEED_S, Answers, Job, Mailbox, Passes, Speed, Worker
 from lowtide.errors import InternalError, UsageError
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ class EngineLoop:
         job = Job(work, num_tokens)
         try:
             self._ask(job)
-            return job.outcome.result()
+            return job.result()
         finally:
             if not job.outcome.done():
                 self._worker.mailbox.put(partial(Worker.drop, asked=job))
@@ -92,7 +92,7 @@ class EngineLoop:
             if self._thread is None:
                 return work(worker.engine)
         if worker.is_closed:
-            self._thread.join()
+            _join(self._thread)
             return work(worker.engine)
         return self.run(work)
 
@@ -111,7 +111,7 @@ class EngineLoop:
                 return
             worker.mailbox.put(Worker.stop)
         if not self._is_own_thread:
-            self._thread.join()
+            _join(self._thread)
 
     @property
     def _is_own_thread(self) -> bool:
@@ -149,7 +149,12 @@ class EngineLoop:
 def _end_at_exit(mailbox: Mailbox, thread: threading.Thread) -> None:
     if thread.is_alive() and thread is not threading.current_thread():
         mailbox.put(Worker.stop)
-        thread.join()
+        _join(thread)
+
+
+def _join(thread: threading.Thread) -> None:
+    while thread.is_alive():
+        thread.join(HEED_S)
 
 
 def _at_once(work: Callable[[Engine], T], engine: Engine) -> Generator[None, None, T]:

@@ -6,9 +6,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
-from queue import SimpleQueue
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -22,6 +22,9 @@ from lowtide.errors import InternalError, UsageError
 from lowtide.memory.cuda_streams import device_pass
 
 T = TypeVar("T")
+
+HEED_S = 0.3
+"""Ctrl-C interrupts a wait at once, except one that is just beginning: none is longer than so."""
 
 Passes = Callable[[Engine], Generator[None, None, T]]
 """Work with passes of its own, which yields between them."""
@@ -49,13 +52,18 @@ class Answers:
         """In the order in which they happened; raises what `fail` was told."""
         num_unfinished = len(self.requests)
         while num_unfinished:
-            news = self._news.get()  # without a time limit, which Ctrl-C would have to wait for
+            news = self._next_news()
             if isinstance(news, BaseException):
                 self.is_over = True
                 raise _twin(news) from news
             num_unfinished -= sum(isinstance(event, Finished) for event in news)
             self.is_over = not num_unfinished
             yield from news
+
+    def _next_news(self) -> list[Event] | BaseException:
+        while True:
+            with suppress(Empty):
+                return self._news.get(timeout=HEED_S)
 
 
 class Job(Generic[T]):
@@ -66,6 +74,12 @@ class Job(Generic[T]):
         self.num_tokens = num_tokens
         self.outcome: Future[T] = Future()
         self._passes: Generator[None, None, T] | None = None
+
+    def result(self) -> T:
+        """The outcome, once there is one."""
+        while wait([self.outcome], HEED_S).not_done:
+            pass
+        return self.outcome.result()
 
     def advance(self, engine: Engine) -> bool:
         """Goes on to the next `yield`; False when there is no more to do."""
