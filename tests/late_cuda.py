@@ -24,6 +24,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.interpreter import InterpretedFunction
 
+from lowtide.engine.worker import Worker
+
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
 TOTAL_BYTES = 1 << 30
@@ -436,6 +438,7 @@ def late_cuda(
         "mem_get_info": lambda device=None: (total_bytes, total_bytes),
         "reset_peak_memory_stats": lambda device=None: None,
         "stream": gpu.use,
+        "set_device": lambda device: None,
         "Stream": gpu.stream,
         "synchronize": gpu.synchronize,
     }
@@ -443,5 +446,12 @@ def late_cuda(
         for name, replacement in replacements.items():
             patches.setattr(torch.cuda, name, replacement)
         patches.setattr(InterpretedFunction, "run", launch)
+        serve = Worker.serve
+
+        def serve_late(worker: Worker) -> None:  # modes belong to a thread
+            with _Operators(gpu), _Functions(gpu):
+                serve(worker)
+
+        patches.setattr(Worker, "serve", serve_late)
         with _Operators(gpu), _Functions(gpu):
             yield gpu
