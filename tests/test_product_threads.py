@@ -134,7 +134,7 @@ def test_every_product_of_a_kind_has_one_count_wherever_it_runs(
 ) -> None:
     """On the calling thread, on compute threads and on an emulated device."""
     options: dict[str, Any] = {"device": device, "dtype": "float32", "context": 128}
-    have_cores(monkeypatch, ModelConfig.load(model).num_experts_per_token * cores_per_expert)
+    have_cores(monkeypatch, ModelConfig.load(model).moe.num_experts_per_token * cores_per_expert)
     with LLM(model, policy="tide", **options, **budget(model, options)) as llm:
         ask(llm)
     of_experts, of_pieces = told.of(EXPERT), told.of(PIECE)
