@@ -92,7 +92,7 @@ WILD = {
 @pytest.mark.parametrize("name", WILD)
 def test_wild_rows_are_refused_with_the_numbers(llm: LLM, name: str) -> None:
     said, given = WILD[name]
-    num_chosen = llm.config.num_experts_per_token
+    num_chosen = llm.config.moe.num_experts_per_token
     experts = ids(*range(num_chosen))
     experts[0, 0] = given.get("first", 0)
     experts[0, -1] = given.get("last", num_chosen - 1)
