@@ -1,4 +1,4 @@
-"""Writes small checkpoint files byte by byte, right or wrong on purpose."""
+"""Writes small checkpoint files byte by byte, right or wrong on purpose, and reads tensors back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from lowtide.model_folder.checkpoint import Checkpoint
+from lowtide.schemas.schema import ModelSchema
+
 TYPE_NAMES = {"float32": "F32", "float16": "F16", "uint16": "BF16", "uint8": "U8"}
+ARRAY_DTYPES = dict(zip(TYPE_NAMES.values(), TYPE_NAMES, strict=True)) | {"BOOL": "bool"}
 
 
 def safetensors_bytes(header: object, data: bytes = b"", header_bytes: int | None = None) -> bytes:
@@ -40,6 +44,23 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 def write_index(folder: Path, weight_map: Mapping[str, object]) -> None:
     text = json.dumps({"metadata": {}, "weight_map": dict(weight_map)})
     (folder / "model.safetensors.index.json").write_text(text)
+
+
+def read_array(checkpoint: Checkpoint, name: str) -> np.ndarray:
+    """A tensor in its own type and shape, by its entry; bfloat16 as the bits in uint16."""
+    entry = checkpoint.tensors[name]
+    data = checkpoint.files[entry.file].path.read_bytes()[entry.offset :][: entry.num_bytes]
+    return np.frombuffer(data, ARRAY_DTYPES[entry.dtype]).reshape(entry.shape)
+
+
+def count_tensors(schema: ModelSchema) -> int:
+    """In the published layout."""
+    num_per_layer = sum(1 for _ in schema.expert_specs(schema.moe_layers[0]))
+    return len(schema.dense) + len(schema.moe_layers) * num_per_layer
+
+
+def count_parameters(schema: ModelSchema) -> int:
+    return schema.dense_elements + schema.expert_elements
 
 
 def ling_config(**changes: object) -> dict[str, Any]:

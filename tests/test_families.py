@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checkpoint_files import read_array
 from family_models import LAYOUTS, NAMES, VOCAB, Written, store_experts_as, write_model
 from schema_sizes import kv_elements_of, num_parameters_of, num_tensors_of
 from torch import Tensor
@@ -235,7 +236,7 @@ def test_small_is_about_a_gigabyte(family: str) -> None:
 def test_routers_without_a_bias_are_skewed(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(synth("mixtral", "tiny", tmp_path / "model"))
     names = [f"model.layers.{i}.block_sparse_moe.gate.weight" for i in (0, 1)]
-    bits = [checkpoint.read_array(name).astype(np.int32) << 16 for name in names]
+    bits = [read_array(checkpoint, name).astype(np.int32) << 16 for name in names]
     spreads = [x.view(np.float32).std(axis=1) * 64**0.5 for x in bits]
     mean, skew = CHARACTER.router_std, CHARACTER.router_skew
     for spread in spreads:

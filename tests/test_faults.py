@@ -16,12 +16,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from test_regular_file import at_once
 from typer.testing import CliRunner
 from whole import Setting, check_idle, reads_counted
 
 from lowtide import SamplingParams
 from lowtide.cli.app import app
 from lowtide.decode.block_diffusion import BlockDiffusion, Draft, Event
+from lowtide.engine.opening import EngineConfig, open_model
+from lowtide.engine.planning import make_plan
+from lowtide.engine.wiring import load
 from lowtide.errors import (
     CheckpointError,
     ConfigError,
@@ -145,7 +149,7 @@ def nan_weight(model: Path) -> None:
     """One bfloat16 NaN in the middle of an expert."""
     checkpoint = Checkpoint.open(model)
     entry = checkpoint.tensors["model.layers.2.mlp.experts.7.up_proj.weight"]
-    with checkpoint.files[entry.file].open("r+b") as file:
+    with checkpoint.files[entry.file].path.open("r+b") as file:
         file.seek(entry.offset + 100)
         file.write(b"\xc0\x7f")
 
@@ -400,6 +404,40 @@ def test_a_file_truncated_before_loading(model: Path, monkeypatch: pytest.Monkey
         LLM(model)
     for path, data in sizes.items():
         path.write_bytes(data)
+    assert not [t for t in threading.enumerate() if t.name.startswith("lowtide")]
+    assert not open_files(model)
+
+
+def a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def zeros(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def a_link_to_zeros(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def another_file(path: Path) -> None:
+    shutil.copy(path, path.with_name("copy"))
+    path.with_name("copy").rename(path)
+
+
+@pytest.mark.parametrize("check_weights", [False, True])
+@pytest.mark.parametrize("swap", [a_pipe, zeros, a_link_to_zeros, another_file])
+def test_what_was_checked_is_what_is_read(
+    model: Path, swap: Callable[[Path], None], check_weights: bool
+) -> None:
+    """A shard that becomes something else between the checks and the reads."""
+    opened = open_model(model, EngineConfig(policy="static", check_weights=check_weights))
+    plan = make_plan(opened)
+    swap(shards(model)[1])
+    with at_once(20), pytest.raises(StorageError, match="model-00002-of.* (changed|not a regular)"):
+        load(opened, plan)
     assert not [t for t in threading.enumerate() if t.name.startswith("lowtide")]
     assert not open_files(model)
 

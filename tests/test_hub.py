@@ -14,6 +14,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from lowtide.errors import HubError, UsageError
 from lowtide.model_folder import hub
+from lowtide.model_folder.tokenizer import Tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -86,6 +87,17 @@ def test_a_path_that_does_not_exist_says_what_was_tried(reference: str) -> None:
         return
     with pytest.raises(HubError, match=r"Tried: the folder .*demo:diffusion"):
         hub.resolve_model(reference)
+
+
+def test_the_demos_are_where_they_are_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    for name in hub.DEMO_NAMES:
+        folder = hub.resolve_model(f"demo:{name}", offline=True)
+        tokenizer = Tokenizer.load(folder)  # the one that they share
+        assert tokenizer is not None and tokenizer.eos_token_ids == (0,)
+        monkeypatch.chdir(folder.parent)
+        assert Tokenizer.load(Path(name)) is not None
+    assert [model.name for model in hub.list_models()][:2] == ["demo:diffusion", "demo:chat"]
 
 
 def test_demo_models(tmp_path: Path) -> None:

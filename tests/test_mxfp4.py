@@ -22,12 +22,13 @@ from lowtide.errors import CheckpointError, StorageError, UnsupportedError
 from lowtide.experts.slots import ExpertSlots, SlotLayout
 from lowtide.experts.transfer import DiskTransfer, largest_read_bytes
 from lowtide.families import families
+from lowtide.files.regular_file import RegularFile
 from lowtide.kernels.reference import ClampedWeights
-from lowtide.lab.safetensors_writer import OutputTensor, write_safetensors
+from lowtide.lab.safetensors_writer import OutputTensor, SafetensorsWriter
 from lowtide.memory.arena import Arena
 from lowtide.model_folder.checkpoint import Checkpoint
-from lowtide.reading.dense_weights import check_finite
 from lowtide.reading.file_reader import ArrayRead, FileReader
+from lowtide.reading.finite_weights import check_finite
 from lowtide.schemas import SlotTarget, TensorSpec, bind, model_schema
 
 TORCH = {name: getattr(torch, torch_name) for torch_name, name in SAFETENSORS_NAME.items()}
@@ -86,7 +87,7 @@ def test_rows_go_into_arrays_of_any_strides(
 def reading(path: Path, largest_bytes: int) -> Iterator[FileReader]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a file system without direct reads says so
-        reader = FileReader([path], largest_bytes)
+        reader = FileReader([RegularFile.at(path)], largest_bytes)
     try:
         yield reader
     finally:
@@ -207,7 +208,9 @@ def write(folder: Path, arrays: Arrays, **dtypes: str) -> Checkpoint:
         for spec in tensors()
         if (x := arrays.get(spec.name)) is not None
     ]
-    write_safetensors(folder / "model.safetensors", outputs)
+    with SafetensorsWriter(folder / "model.safetensors", [t for t, _ in outputs]) as writer:
+        for _, data in outputs:
+            writer.write(data)
     return Checkpoint.open(folder)
 
 
@@ -226,7 +229,7 @@ def test_published_experts_arrive_in_their_slots(slot_dtype: str, tmp_path: Path
     dtype = TORCH[slot_dtype]
     layout = SlotLayout.of(CONFIG.moe_shape, dtype, is_clamped=True)
     slots = ExpertSlots(Arena(3 * layout.num_bytes), layout)
-    with reading(checkpoint.files[0], largest_read_bytes(table)) as reader:
+    with reading(checkpoint.files[0].path, largest_read_bytes(table)) as reader:
         transfer = DiskTransfer(reader, table, slots, slot_dtype)
         num_bytes = [transfer.start(1, expert, 2 - expert).result() for expert in range(3)]
     assert num_bytes == [table.expert_bytes] * 3

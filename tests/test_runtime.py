@@ -31,6 +31,7 @@ from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import ExpertRegistrar, ExpertRuntime
 from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger
 from lowtide.experts.transfer import DiskTransfer, Transfer, largest_read_bytes
+from lowtide.files.regular_file import RegularFile
 from lowtide.kernels.products import Products, choose_products
 from lowtide.kernels.reference import ExpertWeights, combine, gated_mlp, multiply
 from lowtide.memory.arena import Arena
@@ -817,7 +818,7 @@ def test_experts_from_a_real_file(policy: str, dtype: torch.dtype, tmp_path: Pat
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a file system without direct reads says so
-        reader = FileReader([path], largest_read_bytes(table))
+        reader = FileReader([RegularFile.at(path)], largest_read_bytes(table))
     slot_dtype = {torch.float32: "F32", torch.bfloat16: "BF16"}[dtype]
     try:
         rig = Rig(

@@ -6,7 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_files import FLASH, TINY, ling_config, write_arrays
+from checkpoint_files import (
+    FLASH,
+    TINY,
+    ling_config,
+    write_arrays,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from schema_sizes import num_parameters_of, num_tensors_of
@@ -95,7 +100,7 @@ def write_model(folder: Path, arrays: Arrays, num_shards: int = 1) -> Checkpoint
 def read_parts(table: ExpertTable, checkpoint: Checkpoint, layer: int, expert: int) -> list[bytes]:
     parts = [b""] * 3
     for file, start, num_bytes, places in table.ranges(layer, expert):
-        content = checkpoint.files[file].read_bytes()[start : start + num_bytes]
+        content = checkpoint.files[file].path.read_bytes()[start : start + num_bytes]
         assert len(content) == num_bytes
         for part, offset in places:
             parts[part] = content[offset : offset + table.part_bytes[part]]

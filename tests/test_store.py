@@ -24,6 +24,7 @@ from lowtide.dtypes import ITEM_BYTES
 from lowtide.errors import StorageError
 from lowtide.experts.slots import ExpertSlots, SlotLayout
 from lowtide.experts.transfer import DiskTransfer, largest_read_bytes
+from lowtide.files.regular_file import RegularFile
 from lowtide.memory.arena import Arena
 from lowtide.model_folder.checkpoint import TensorEntry
 from lowtide.reading import file_reader as store
@@ -56,7 +57,7 @@ def reading(files: list[Path], largest_read_bytes: int = 1 << 15) -> Iterator[Fi
     """A reader on any file system: whether it is direct is another test's question."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        reader = FileReader(files, largest_read_bytes)
+        reader = FileReader([RegularFile.at(path) for path in files], largest_read_bytes)
     try:
         yield reader
     finally:
@@ -208,7 +209,7 @@ def test_without_direct_reads_buffered_ones_are_used_and_said_once(
     before = open_descriptors()
     with no_direct_reads(monkeypatch, fails_at):
         with pytest.warns(UserWarning, match="no direct reads.*page cache") as said:
-            reader = FileReader(files, SECTOR_BYTES)
+            reader = FileReader([RegularFile.at(path) for path in files], SECTOR_BYTES)
         assert len(said) == 1
         assert not reader.is_direct
         read, target = whole(0, 4097, 6000)
@@ -288,10 +289,29 @@ def test_a_missing_file_is_an_error_and_nothing_stays_open(
     which: int, files: list[Path], tmp_path: Path
 ) -> None:
     before = open_descriptors()
-    paths = [files[0], files[1]]
-    paths[which] = tmp_path / "missing"
-    with pytest.raises(StorageError, match="missing cannot be opened"):
-        FileReader(paths, SECTOR_BYTES)
+    gone = tmp_path / "gone"
+    gone.write_bytes(b"x" * SECTOR_BYTES)
+    there = [RegularFile.at(files[0]), RegularFile.at(files[1])]
+    there[which] = RegularFile.at(gone)
+    gone.unlink()
+    with pytest.raises(StorageError, match="gone is missing"):
+        FileReader(there, SECTOR_BYTES)
+    assert open_descriptors() == before
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_replaced_file_is_an_error_and_nothing_stays_open(
+    which: int, files: list[Path], tmp_path: Path
+) -> None:
+    before = open_descriptors()
+    path = tmp_path / "replaced"
+    path.write_bytes(b"x" * SECTOR_BYTES)
+    there = [RegularFile.at(files[0]), RegularFile.at(files[1])]
+    there[which] = RegularFile.at(path)
+    (tmp_path / "other").write_bytes(b"y" * SECTOR_BYTES)
+    (tmp_path / "other").rename(path)
+    with pytest.raises(StorageError, match=r"replaced was changed or replaced.*4096 bytes then"):
+        FileReader(there, SECTOR_BYTES)
     assert open_descriptors() == before
 
 

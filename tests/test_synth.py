@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from checkpoint_files import read_array
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,7 +45,7 @@ def digest(folder: Path) -> dict[str, str]:
 
 
 def read(folder: Path, name: str) -> np.ndarray[Any, Any]:
-    bits = Checkpoint.open(folder).read_array(name)
+    bits = read_array(Checkpoint.open(folder), name)
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
@@ -120,7 +121,7 @@ def test_experts_lie_together_as_down_gate_up(tiny: Path) -> None:
 def test_experts_differ(tiny: Path) -> None:
     names = [t.name for t in tensors_of(TINY) if ".experts." in t.name]
     checkpoint = Checkpoint.open(tiny)
-    seen = {checkpoint.read_array(name).tobytes() for name in names}
+    seen = {read_array(checkpoint, name).tobytes() for name in names}
     assert len(seen) == len(names)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from examples import examples
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from lowtide.errors import CheckpointError, UsageError
 from lowtide.lab.synth_tokenizer import SPECIAL_TOKENS, tokenizer_config_json, tokenizer_json
+from lowtide.model_folder import chat_template
 from lowtide.model_folder import tokenizer as module
 from lowtide.model_folder.template_worker import render
 from lowtide.model_folder.tokenizer import Tokenizer, cut_at_stop
@@ -219,14 +222,14 @@ def test_format_reaches_no_python_object() -> None:
 
 
 def test_template_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "TEMPLATE_CPU_S", 1)
+    monkeypatch.setattr(chat_template, "TEMPLATE_CPU_S", 1)
     loops = "".join(f"{{% for x{i} in range(99999) %}}" for i in range(4)) + "{% endfor %}" * 4
     with pytest.raises(UsageError, match="stopped|did not finish"):
         load(tmp_path, chat_template=loops).render_chat(HELLO)
 
 
 def test_template_that_waits_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "TEMPLATE_WALL_S", 0.001)
+    monkeypatch.setattr(chat_template, "TEMPLATE_WALL_S", 0.001)
     with pytest.raises(UsageError, match="did not finish"):
         load(tmp_path).render_chat(HELLO)
 
@@ -248,6 +251,120 @@ def test_damaged_tokenizer(tmp_path: Path, content: str) -> None:
         Tokenizer.load(tmp_path)
 
 
+def edit_tokenizer(folder: Path, **changes: object) -> Path:
+    path = make_folder(folder) / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
+
+
+SLOW_SPLIT = {
+    "type": "Split",
+    "pattern": {"Regex": "(a+)+$"},
+    "behavior": "Isolated",
+    "invert": False,
+}
+
+
+def test_a_tokenizer_that_panics_on_a_text(tmp_path: Path) -> None:
+    """A panic of Rust code is a BaseException, and no Exception."""
+    tokenizer = Tokenizer.load(edit_tokenizer(tmp_path, pre_tokenizer=SLOW_SPLIT))
+    assert tokenizer is not None
+    assert tokenizer.encode("ab")
+    with pytest.raises(CheckpointError, match="failed on a text of 41 characters.*token ids"):
+        tokenizer.encode("a" * 40 + "!")
+
+
+class Failing:
+    """A tokenizer of the library that fails at one thing, from then on."""
+
+    def __init__(self, backend: Any, name: str, error: BaseException) -> None:
+        self._backend, self._name, self._error = backend, name, error
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._name:
+            raise self._error
+        return getattr(self._backend, name)
+
+
+class Panic(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("error", [Panic("\x1b[2Jgone"), Exception("gone")])
+def test_whatever_the_tokenizer_fails_with_is_typed(tmp_path: Path, error: BaseException) -> None:
+    tokenizer = load(tmp_path)
+    stream = tokenizer.stream()
+    tokenizer._backend = Failing(tokenizer._backend, "decode", error)
+    for fails in (
+        lambda: tokenizer.decode([1, 2]),
+        lambda: tokenizer.piece(2),
+        lambda: stream.push([1, 2]),
+        stream.finish,
+    ):
+        with pytest.raises(
+            CheckpointError, match=r"failed to write \d tokens as text: .*gone"
+        ) as said:
+            fails()
+        assert said.value.args[0].isprintable()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupted_tokenizer_is_interrupted(
+    tmp_path: Path, error: type[BaseException]
+) -> None:
+    tokenizer = load(tmp_path)
+    for name, call in (("encode", tokenizer.encode), ("decode", tokenizer.decode)):
+        tokenizer._backend = Failing(tokenizer._backend, name, error())
+        with pytest.raises(error):
+            call("1" if name == "encode" else [1])
+
+
+def test_special_tokens_that_are_no_text(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json do not make a tokenizer"):
+        load(tmp_path, eos_token="\ud800")
+
+
+def test_a_tokenizer_that_adds_very_many_tokens(tmp_path: Path) -> None:
+    added = {"id": "x", "ids": [1] * 1000, "tokens": ["x"] * 1000}
+    template = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "x", "type_id": 0}}] * 5
+        + [{"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"x": added},
+    }
+    edit_tokenizer(tmp_path, post_processor=template)
+    with pytest.raises(CheckpointError, match="adds 5000 special tokens .* at most 4096"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["normalizer", "decoder"])
+def test_a_tokenizer_that_makes_texts_very_long(tmp_path: Path, kind: str) -> None:
+    replace = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
+    for num_steps in (3, 12):
+        steps = {"type": "Sequence", f"{kind}s": [replace] * num_steps}
+        edit_tokenizer(tmp_path, **{kind: steps})
+        if num_steps == 3:
+            assert Tokenizer.load(tmp_path) is not None
+            continue
+        with pytest.raises(CheckpointError, match=f"one character with {10**12}; at most 1024"):
+            Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_file_that_is_none(tmp_path: Path, name: str) -> None:
+    """Who opens a pipe for reading waits for a writer; a dangling link is not an absent file."""
+    path = make_folder(tmp_path) / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match=f"{name} is not a regular file"):
+        Tokenizer.load(tmp_path)
+    path.unlink()
+    path.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=f"{name} is missing: its link leads nowhere"):
+        Tokenizer.load(tmp_path)
+
+
 @pytest.mark.parametrize("content", ["{", "[]", "[" * 200_000])
 def test_damaged_tokenizer_config(tmp_path: Path, content: str) -> None:
     make_folder(tmp_path)
@@ -256,10 +373,43 @@ def test_damaged_tokenizer_config(tmp_path: Path, content: str) -> None:
         Tokenizer.load(tmp_path)
 
 
-@pytest.mark.parametrize("template", [3, [3], [], "a" * (module.MAX_TEMPLATE_CHARS + 1)])
+@pytest.mark.parametrize("template", [3, [3], [], "a" * (chat_template.MAX_TEMPLATE_CHARS + 1)])
 def test_chat_template_of_a_wrong_kind(tmp_path: Path, template: object) -> None:
     with pytest.raises(CheckpointError, match="chat.template"):
         load(tmp_path, chat_template=template)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"name": [1], "template": "x"},
+        {"name": {}, "template": "x"},
+        {"name": 3, "template": "x"},
+        {"name": "default", "template": ["x"]},
+        {"name": "default"},
+        {"template": "x"},
+        ["default", "x"],
+        None,
+    ],
+)
+def test_named_chat_templates_of_a_wrong_kind(tmp_path: Path, entry: object) -> None:
+    right = {"name": "default", "template": "d"}
+    for named in ([entry], [right, entry]):
+        number = len(named) - 1
+        with pytest.raises(CheckpointError, match=f"entry {number} of the {len(named)} in chat_te"):
+            load(tmp_path, chat_template=named)
+
+
+def test_what_a_template_says_cannot_reach_the_terminal(tmp_path: Path) -> None:
+    tokenizer = load(tmp_path, chat_template="{{ raise_exception('a\x1b[2Jb\u4e2d') }}")
+    with pytest.raises(UsageError, match=r"failed: a\\x1b\[2Jb\u4e2d\."):
+        tokenizer.render_chat(HELLO)
+
+
+@pytest.mark.parametrize("template", ["{{ 5 | dictsort }}", "{{ messages | sum }}", "{{ 5() }}"])
+def test_templates_that_compute_with_wrong_kinds(tmp_path: Path, template: str) -> None:
+    with pytest.raises(UsageError, match="chat template failed"):
+        load(tmp_path, chat_template=template).render_chat(HELLO)
 
 
 def test_files_that_are_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -908,6 +908,7 @@ def publish(folder: Path, destination: Path | None) -> None:
     partial = destination / (folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(folder, partial)
+    (partial / "tokenizer.json").replace(destination / "tokenizer.json")  # both models' own
     replace_folder(partial, destination / folder.name)
 
 
@@ -1049,7 +1050,9 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("command", choices=["corpus", "ar", "diffusion", "evaluate", "all"])
     parser.add_argument("--work", type=Path, required=True, help="corpus, state and out/ lie here")
-    parser.add_argument("--publish", type=Path, help="also copy each checkpoint into this folder")
+    parser.add_argument(
+        "--publish", type=Path, help="also copy each checkpoint into this folder of demos"
+    )
     parser.add_argument("--model", type=Path, help="what to evaluate; default both of out/")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ar-steps", type=int, default=4000)

@@ -13,6 +13,7 @@ import torch
 
 from common.memory import drop_pages
 from lowtide.core import align_up
+from lowtide.files.regular_file import RegularFile
 from lowtide.memory.arena import Arena
 from lowtide.reading.file_reader import NUM_READERS, FileReader, Piece, Read, Ticket
 
@@ -46,7 +47,7 @@ def read_ceiling(
     """
     targets = Arena(_NUM_TARGETS * align_up(read_bytes))
     targets.array()[:] = 1
-    reader = FileReader(files, read_bytes)
+    reader = FileReader([RegularFile.at(path) for path in files], read_bytes)
     num_reads = max(NUM_READERS, total_bytes // read_bytes)
     draw = np.random.default_rng(seed)
     places = _places(files, read_bytes)

@@ -26,8 +26,9 @@ from lowtide.memory.arena import Arena
 from lowtide.memory.cuda_streams import plan_errors
 from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.workspace import Workspace
-from lowtide.reading.dense_weights import check_finite, no_progress
+from lowtide.reading.dense_weights import no_progress
 from lowtide.reading.file_reader import FileReader
+from lowtide.reading.finite_weights import check_finite
 from lowtide.threads.executor import HostExecutor, InlineExecutor
 
 

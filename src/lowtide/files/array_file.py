@@ -17,6 +17,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from lowtide.errors import StorageError, UsageError
+from lowtide.files.regular_file import open_regular
 from lowtide.files.whole_file import whole_file
 
 Arrays = dict[str, NDArray[Any]]
@@ -51,7 +52,7 @@ def load_arrays(path: Path, dtypes: Mapping[str, str], max_bytes: int, noun: str
     when it cannot be read.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
+        with open_regular(Path(path)) as (file, _), zipfile.ZipFile(file) as archive:
             return _read(archive, dtypes, max_bytes, noun)
     except OSError as reason:
         text = f"{noun.capitalize()} {path} cannot be read: {reason.strerror}."

@@ -7,11 +7,14 @@ one typed error. Knows nothing of what the keys mean.
 from __future__ import annotations
 
 import json
-import stat
 from pathlib import Path
 from typing import Any
 
 from lowtide.errors import CheckpointError
+from lowtide.files.regular_file import read_regular
+
+MAX_VALUES = 4_000_000
+"""Separators and brackets of one file: half a million tensors. Each may cost 100 bytes parsed."""
 
 _SHOWN_CHARS = 120
 _SHOWN_BITS = 256  # a longer integer is described: printing it could cost more than reading it
@@ -21,20 +24,16 @@ def read_object(
     path: Path, max_bytes: int, error: type[CheckpointError] = CheckpointError
 ) -> dict[str, Any]:
     """The JSON object in the file at `path`; raises `error` if there is none to be had."""
-    size = file_bytes(path, error)
-    if size > max_bytes:
-        raise error(f"{path} has {size} bytes; at most {max_bytes} are read.")
-    try:
-        data = path.read_bytes()
-    except OSError as reason:
-        raise error(f"{path} cannot be read: {reason.strerror}.") from reason
-    return parse_object(data, str(path), error)
+    return parse_object(read_regular(path, max_bytes, error), str(path), error)
 
 
 def parse_object(
     data: bytes, source: str, error: type[CheckpointError] = CheckpointError
 ) -> dict[str, Any]:
     """The JSON object that `data` is, in UTF-8; `source` names it in the `error` raised if not."""
+    num_values = sum(data.count(mark) for mark in (b",", b"[", b"{"))
+    if num_values > MAX_VALUES:
+        raise error(f"{source} has about {num_values} values; at most {MAX_VALUES} are read.")
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_object)
     except RecursionError:
@@ -46,19 +45,6 @@ def parse_object(
     return value
 
 
-def file_bytes(path: Path, error: type[CheckpointError] = CheckpointError) -> int:
-    """Size of a regular file (or of the one that a link leads to); raises `error` otherwise."""
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        raise error(f"{path} is missing.") from None
-    except (OSError, ValueError) as reason:
-        raise error(f"{path} cannot be read: {shown(reason)}.") from reason
-    if not stat.S_ISREG(status.st_mode):
-        raise error(f"{path} is not a regular file.")
-    return status.st_size
-
-
 def shown(value: object) -> str:
     """`value` as an error message can print it: escaped, and cut where it gets long."""
     if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
@@ -68,10 +54,15 @@ def shown(value: object) -> str:
     elif isinstance(value, dict | list | tuple):
         text = f"a {type(value).__name__} of {len(value)} values"
     elif isinstance(value, Exception):
-        text = str(value).encode("ascii", "backslashreplace").decode("ascii")
+        text = printable(str(value).encode("ascii", "backslashreplace").decode("ascii"))
     else:
         text = repr(value)
     return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
+
+
+def printable(text: str) -> str:
+    """`text` with all that could move a terminal's cursor or colour it escaped."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

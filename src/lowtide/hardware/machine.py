@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from lowtide.files.regular_file import RegularFile
 from lowtide.hardware.memory import total_memory_bytes
 from lowtide.hardware.streams import cold_bytes
 from lowtide.hardware.timing import Sample, repeat_interleaved
@@ -138,8 +139,9 @@ def _product_rates(executor: Executor) -> list[Rate]:
 
 
 def _disk_rate(path: Path) -> Rate:
-    num_reads = min(_MAX_READS, path.stat().st_size // READ_BYTES)
-    reader = FileReader([path], READ_BYTES)
+    file = RegularFile.at(path)
+    num_reads = min(_MAX_READS, file.num_bytes // READ_BYTES)
+    reader = FileReader([file], READ_BYTES)
     try:
         targets = [Arena(READ_BYTES).array() for _ in range(min(num_reads, 4))]
         reads = [

@@ -194,9 +194,9 @@ def _disk_file(opened: OpenModel | None) -> Iterator[Path]:
     """The model's largest file, or one in the cache folder that goes again."""
     checkpoint = None if opened is None else opened.checkpoint
     if checkpoint is not None:
-        size, largest = max(zip(checkpoint.file_sizes, checkpoint.files, strict=True))
-        if size >= SCRATCH_BYTES // 4:
-            yield largest
+        largest = max(checkpoint.files, key=lambda file: file.num_bytes)
+        if largest.num_bytes >= SCRATCH_BYTES // 4:
+            yield largest.path
             return
     folder = cache_folder()
     try:
@@ -237,7 +237,7 @@ def _costs(
         stored = measured_now(measured)
     else:
         description = "" if device == "cpu" else f"{device}, {options.kernels} kernels"
-        folder = None if checkpoint is None else checkpoint.files[0].parent
+        folder = None if checkpoint is None else checkpoint.files[0].path.parent
         key = CostKey.of(
             machine,
             patient.shape,

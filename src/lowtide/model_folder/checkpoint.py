@@ -5,6 +5,7 @@ anything else sees it. Knows names, shapes and byte ranges; not what the tensors
 
     checkpoint = Checkpoint.open(folder)
     checkpoint.tensors["lm_head.weight"]  # TensorEntry(file=0, offset=..., num_bytes=..., ...)
+    checkpoint.files[0].open()  # the file that was checked, or a StorageError
 
 The accepted files are those that the safetensors library accepts (compared with 0.8.0): tensors
 fill the data section without holes, overlaps or trailing bytes, in any order. Two
@@ -20,11 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-import numpy as np
-from numpy.typing import NDArray
-
-from lowtide.errors import CheckpointError, StorageError, UnsupportedError
-from lowtide.files.json_file import file_bytes, parse_object, read_object, shown
+from lowtide.errors import CheckpointError
+from lowtide.files.json_file import parse_object, read_object, shown
+from lowtide.files.regular_file import RegularFile, open_regular
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors format; an index file is held to it too."""
@@ -46,21 +45,6 @@ _INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"model-([0-9]{5})-of-([0-9]{5})\.safetensors")
 _LENGTH_BYTES = 8  # of the header's length, little-endian, at the start of the file
 _MAX_ELEMENTS = 2**63
-_ARRAY_DTYPES = {
-    "BOOL": "?",
-    "U8": "u1",
-    "I8": "i1",
-    "U16": "<u2",
-    "I16": "<i2",
-    "F16": "<f2",
-    "BF16": "<u2",
-    "U32": "<u4",
-    "I32": "<i4",
-    "F32": "<f4",
-    "U64": "<u8",
-    "I64": "<i8",
-    "F64": "<f8",
-}
 
 
 class TensorEntry(NamedTuple):
@@ -77,8 +61,7 @@ class TensorEntry(NamedTuple):
 class Checkpoint:
     """The tensors of a folder, by name. Holds no file open and no weight."""
 
-    files: tuple[Path, ...]
-    file_sizes: tuple[int, ...]  # bytes
+    files: tuple[RegularFile, ...]  # as their headers were checked
     tensors: Mapping[str, TensorEntry]
 
     @classmethod
@@ -89,31 +72,15 @@ class Checkpoint:
         naming the file and the numbers, if anything is missing, damaged or contradictory.
         """
         names, weight_map = _find_files(folder)
-        files = tuple(folder / name for name in names)
+        files: list[RegularFile] = []
         tensors: dict[str, TensorEntry] = {}
-        file_sizes = []
-        for i, path in enumerate(files):
-            size, entries = _read_header(path, i)
-            file_sizes.append(size)
-            _refuse_shared_names(tensors, entries, files)
+        for i, name in enumerate(names):
+            file, entries = _read_header(folder / name, i)
+            _refuse_shared_names(tensors, entries, names)
+            files.append(file)
             tensors.update(entries)
         _check_index(weight_map, tensors, names, folder)
-        return cls(files, tuple(file_sizes), tensors)
-
-    def read_array(self, name: str) -> NDArray[Any]:
-        """A tensor in its own type and shape; bfloat16 as the bits in uint16.
-
-        Raises CheckpointError for an unknown name, UnsupportedError for a type numpy has no
-        equal of, StorageError when the file cannot be read or has become shorter.
-        """
-        if name not in self.tensors:
-            raise CheckpointError(f"There is no tensor {shown(name)} in {self.files[0].parent}.")
-        entry = self.tensors[name]
-        if entry.dtype not in _ARRAY_DTYPES:
-            raise UnsupportedError(f"Tensor {name} is of type {entry.dtype}, which numpy lacks.")
-        data = np.empty(entry.num_bytes, np.uint8)
-        _read_into(data, self.files[entry.file], entry.offset)
-        return data.view(_ARRAY_DTYPES[entry.dtype]).reshape(entry.shape)
+        return cls(tuple(files), tensors)
 
 
 def _find_files(folder: Path) -> tuple[tuple[str, ...], dict[str, Any]]:
@@ -170,12 +137,12 @@ def _is_plain_file_name(name: object) -> bool:
 
 
 def _refuse_shared_names(
-    tensors: Mapping[str, TensorEntry], entries: Mapping[str, TensorEntry], files: tuple[Path, ...]
+    tensors: Mapping[str, TensorEntry], entries: Mapping[str, TensorEntry], names: tuple[str, ...]
 ) -> None:
     shared = tensors.keys() & entries.keys()
     if shared:
         name = min(shared)
-        first, second = files[tensors[name].file].name, files[entries[name].file].name
+        first, second = names[tensors[name].file], names[entries[name].file]
         raise CheckpointError(f"Tensor {shown(name)} is both in {first} and in {second}.")
 
 
@@ -195,32 +162,37 @@ def _check_index(
             )
 
 
-def _read_header(path: Path, file: int) -> tuple[int, dict[str, TensorEntry]]:
-    """The file's size in bytes, and its tensors by name."""
-    size = file_bytes(path)
-    if size < _LENGTH_BYTES:
-        raise CheckpointError(f"{path} has {size} bytes, too few for a safetensors file.")
-    try:
-        with path.open("rb") as stream:
-            header_bytes = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
-            _check_header_bytes(path, header_bytes, size)
-            data = stream.read(header_bytes)
-    except OSError as reason:
-        raise CheckpointError(f"{path} cannot be read: {reason.strerror}.") from reason
-    if len(data) != header_bytes:
-        raise CheckpointError(f"{path} ended after {len(data)} of {header_bytes} header bytes.")
+def _read_header(path: Path, index: int) -> tuple[RegularFile, dict[str, TensorEntry]]:
+    """What the file is, and its tensors by name."""
+    file, data = _header_of(path)
     header = parse_object(data, f"The header of {path}")
     _check_metadata(path, header.pop("__metadata__", None))
-    start = _LENGTH_BYTES + header_bytes
+    start, size = _LENGTH_BYTES + len(data), file.num_bytes
     shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # thousands of equal ones are held once
     try:
         entries = {
-            name: _entry(name, item, file, start, size, shapes) for name, item in header.items()
+            name: _entry(name, item, index, start, size, shapes) for name, item in header.items()
         }
         _check_coverage(entries.values(), start, size)
     except ValueError as reason:
         raise CheckpointError(f"{path}: {reason}.") from None
-    return size, entries
+    return file, entries
+
+
+def _header_of(path: Path) -> tuple[RegularFile, bytes]:
+    with open_regular(path, CheckpointError) as (stream, file):
+        size = file.num_bytes
+        if size < _LENGTH_BYTES:
+            raise CheckpointError(f"{path} has {size} bytes, too few for a safetensors file.")
+        try:
+            header_bytes = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+            _check_header_bytes(path, header_bytes, size)
+            data = stream.read(header_bytes)
+        except OSError as reason:
+            raise CheckpointError(f"{path} cannot be read: {reason.strerror}.") from reason
+    if len(data) != header_bytes:
+        raise CheckpointError(f"{path} ended after {len(data)} of {header_bytes} header bytes.")
+    return file, data
 
 
 def _check_header_bytes(path: Path, header_bytes: int, size: int) -> None:
@@ -312,22 +284,3 @@ def _listed(values: object) -> str:
     if isinstance(values, list) and len(values) <= 8:
         return "[" + ", ".join(shown(v) for v in values) + "]"
     return shown(values)
-
-
-def _read_into(target: NDArray[np.uint8], path: Path, offset: int) -> None:
-    view, done = memoryview(target.data), 0
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            while done < len(view):
-                count = os.preadv(descriptor, [view[done:]], offset + done)
-                if count == 0:
-                    raise StorageError(
-                        f"{path} ended at byte {offset + done}; {len(view) - done} more were "
-                        "expected. It was complete when it was opened: was it replaced?"
-                    )
-                done += count
-        finally:
-            os.close(descriptor)
-    except OSError as reason:
-        raise StorageError(f"{path} cannot be read: {reason.strerror}.") from reason

@@ -12,10 +12,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowtide.errors import CheckpointError, HubError, UsageError
+from lowtide.errors import CheckpointError, HubError, StorageError, UsageError
 from lowtide.files.json_file import read_object
+from lowtide.files.regular_file import read_regular
 
-DEMO_FOLDER = Path(__file__).parent.parent / "demo"
+DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 DEMO_NAMES = ("diffusion", "chat")
 
 ALLOWED_FILES = ("*.safetensors", "*.json", "*.jinja")
@@ -27,6 +28,7 @@ MAX_INDEX_BYTES = 64 << 20
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _REVISION = re.compile(r"[A-Za-z0-9][\w./+-]{0,199}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_MAX_REF_BYTES = 1 << 10
 _DEFAULT_REVISION = "main"
 
 
@@ -100,6 +102,13 @@ def missing_files(folder: Path) -> list[str]:
 def has_weights(folder: Path) -> bool:
     """Whether a folder holds any weights at all, or an index of them; whole or not."""
     return any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json"))
+
+
+def tokenizer_file(folder: Path) -> Path:
+    """Where a model's `tokenizer.json` is, if it has one: the demos share the one beside them."""
+    shared = DEMO_FOLDER / "tokenizer.json"
+    is_demo = folder.resolve().parent == DEMO_FOLDER.resolve()
+    return shared if is_demo else folder / shared.name
 
 
 def _demo(name: str) -> Path:
@@ -219,8 +228,8 @@ def _cached_commit(repo_id: str, revision: str) -> str | None:
         return revision
     path = _repo_folder(repo_id) / "refs" / revision
     try:
-        commit = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):  # never fetched by this name
+        commit = read_regular(path, _MAX_REF_BYTES).decode().strip()
+    except (StorageError, UnicodeDecodeError):  # never fetched by this name
         return None
     return commit if _COMMIT.fullmatch(commit) else None
 

@@ -21,6 +21,9 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+# What expressions and filters raise for values of a wrong kind.
+_FAULTS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
 
 def main() -> None:
     request = json.load(sys.stdin)
@@ -32,7 +35,7 @@ def main() -> None:
         answer = {"error": f"it needs more than {request['max_memory_bytes']} bytes of memory"}
     except RecursionError:
         answer = {"error": "it recurses too deeply"}
-    except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+    except (TemplateError, *_FAULTS) as error:
         answer = {"error": str(error)[:500] or type(error).__name__}
     json.dump(answer, sys.stdout)
 

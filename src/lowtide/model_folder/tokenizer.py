@@ -7,30 +7,30 @@ model's own Python code is never run. Knows nothing of models and imports no tor
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from lowtide.errors import CheckpointError, UsageError
-from lowtide.files.json_file import file_bytes, read_object
+from lowtide.files.json_file import printable, read_object
+from lowtide.files.regular_file import read_regular
+from lowtide.model_folder.chat_template import (
+    MAX_TEXT_CHARS,
+    Message,
+    read_template,
+    render_template,
+)
+from lowtide.model_folder.hub import tokenizer_file
 
 MAX_TOKENIZER_BYTES = 128 << 20
 MAX_CONFIG_BYTES = 16 << 20
-MAX_TEMPLATE_CHARS = 256 << 10
-MAX_TEXT_CHARS = 64 << 20
 MAX_TOKEN_ID = 2**31 - 1
-
-TEMPLATE_MEMORY_BYTES = 512 << 20
-TEMPLATE_CPU_S = 2
-TEMPLATE_WALL_S = 20  # a busy machine may take seconds to start a process
-
-ROLES = ("system", "user", "assistant", "tool")
-
-Message = Mapping[str, str]
+MAX_ADDED_TOKENS = 4096  # to every text, such as the one that begins it
+MAX_GROWTH = 1024  # characters that one may be replaced with
 
 
 class Tokenizer:
@@ -47,13 +47,16 @@ class Tokenizer:
 
         Raises CheckpointError for files that are too large or not what they should be.
         """
-        path = folder / "tokenizer.json"
-        if not path.exists():
+        path = tokenizer_file(folder)
+        if not os.path.lexists(path):
             return None
-        _check_size(path, MAX_TOKENIZER_BYTES)
+        backend = _read_tokenizer(path)
         config_path = folder / "tokenizer_config.json"
-        config = read_object(config_path, MAX_CONFIG_BYTES) if config_path.exists() else {}
-        return cls(_read_tokenizer(path), config, _read_template(folder, config))
+        exists = os.path.lexists(config_path)
+        config = read_object(config_path, MAX_CONFIG_BYTES) if exists else {}
+        template = read_template(folder, config)
+        with _blamed(f"{path} and {config_path.name} do not make a tokenizer", "Fetch them again"):
+            return cls(backend, config, template)
 
     def __init__(
         self,
@@ -82,7 +85,8 @@ class Tokenizer:
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of a text; `add_special` lets the tokenizer add what it adds to a prompt.
 
-        Raises UsageError for text that is too long or not valid Unicode.
+        Raises UsageError for text that is too long or not valid Unicode, CheckpointError where
+        the tokenizer fails.
         """
         if len(text) > MAX_TEXT_CHARS:
             raise UsageError(
@@ -92,17 +96,22 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise UsageError(f"The text is not valid Unicode at character {error.start}.") from None
-        return list(self._backend.encode(text, add_special_tokens=add_special).ids)
+        failure = f"This model's tokenizer failed on a text of {len(text)} characters"
+        with _blamed(failure, "Give token ids instead of text"):
+            return list(self._backend.encode(text, add_special_tokens=add_special).ids)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of token ids; ids without a token (a padded vocabulary's) are nothing.
 
-        Raises UsageError for ids that no vocabulary can have.
+        Raises UsageError for ids that no vocabulary can have, CheckpointError where the tokenizer
+        fails.
         """
         for i in ids:
             if not 0 <= i <= MAX_TOKEN_ID:
                 raise UsageError(f"Token id {i} is outside 0 to {MAX_TOKEN_ID}.")
-        return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
+        failure = f"This model's tokenizer failed to write {len(ids)} tokens as text"
+        with _blamed(failure, "Without its tokenizer.json the model answers in token ids"):
+            return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
 
     def token_id(self, text: str) -> int | None:
         """The id of exactly this token, or None."""
@@ -160,9 +169,8 @@ class Tokenizer:
                 "there is no chat_template.jinja); give it a plain text prompt."
             )
         variables = dict(self._special) | dict(options or {})
-        variables["messages"] = _checked_messages(messages)
         variables["add_generation_prompt"] = add_generation_prompt
-        return _render(self._template, variables)
+        return render_template(self._template, messages, variables)
 
     def _special_id(self, name: str) -> int | None:
         text = self._special.get(name)
@@ -249,66 +257,51 @@ def _num_begun(text: str, stop: str) -> int:
     return next((n for n in lengths if text.endswith(stop[:n])), 0)
 
 
-def _check_size(path: Path, max_bytes: int) -> None:
-    size_bytes = file_bytes(path)
-    if size_bytes > max_bytes:
-        raise CheckpointError(f"{path} has {size_bytes} bytes; at most {max_bytes} are accepted.")
+@contextmanager
+def _blamed(failure: str, way_out: str) -> Iterator[None]:
+    """Around calls of the tokenizers library: whatever it fails with is a CheckpointError.
+
+    Not all of it is an Exception: a panic of Rust code derives from BaseException alone.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        reason = printable(str(error)[:300]) or type(error).__name__
+        raise CheckpointError(f"{failure}: {reason}. {way_out}.") from error
 
 
 def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
-    try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    # A panic of the Rust library is not an Exception, and its errors are bare Exceptions.
-    except BaseException as error:
+    data = read_regular(path, MAX_TOKENIZER_BYTES, CheckpointError)
+    with _blamed(f"{path} is not a tokenizer that can be read", "Fetch it again"):
+        backend = tokenizers.Tokenizer.from_buffer(data)
+        num_added = backend.num_special_tokens_to_add(is_pair=False)
+        growth = max(_growth(part) for part in (backend.normalizer, backend.decoder))
+    if num_added > MAX_ADDED_TOKENS:
         raise CheckpointError(
-            f"{path} is not a tokenizer that can be read: {str(error)[:300]}."
-        ) from error
-
-
-def _read_text(path: Path, max_bytes: int) -> str:
-    _check_size(path, max_bytes)
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.") from error
-
-
-def _read_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The folder's `chat_template.jinja`, else what `tokenizer_config.json` holds."""
-    path = folder / "chat_template.jinja"
-    if path.exists():
-        template: object = _read_text(path, 4 * MAX_TEMPLATE_CHARS)
-    else:
-        template = config.get("chat_template")
-    if isinstance(template, list):
-        template = _default_template(template, folder)
-    if template is None:
-        return None
-    if not isinstance(template, str):
-        raise CheckpointError(
-            f"{folder}: chat_template must be a string or a list of named ones, "
-            f"not {type(template).__name__}."
+            f"{path} adds {num_added} special tokens to every text; at most {MAX_ADDED_TOKENS} "
+            "are accepted."
         )
-    if len(template) > MAX_TEMPLATE_CHARS:
+    if growth > MAX_GROWTH:
         raise CheckpointError(
-            f"{folder}: the chat template has {len(template)} characters; "
-            f"at most {MAX_TEMPLATE_CHARS} are accepted."
+            f"{path} may replace one character with {growth}; at most {MAX_GROWTH} are accepted."
         )
-    return template
+    return backend
 
 
-def _default_template(named: list[Any], folder: Path) -> object:
-    """Of several templates the one named `default`, or the only one."""
-    templates = {e["name"]: e.get("template") for e in named if isinstance(e, dict) and "name" in e}
-    if "default" in templates:
-        return templates["default"]
-    if len(templates) == 1:
-        return next(iter(templates.values()))
-    raise CheckpointError(
-        f"{folder}: chat_template lists {len(named)} templates and none is named 'default'."
-    )
+def _growth(part: Any) -> int:
+    """Characters that one may become in a normalizer's or decoder's replacements, one by one."""
+    if part is None:
+        return 1
+    growth, steps = 1, [json.loads(part.__getstate__())]  # its entry in tokenizer.json
+    while steps:
+        step = steps.pop()
+        steps += step.get("normalizers", ()) or step.get("decoders", ())
+        if step.get("type") == "Replace":
+            replaced = len(step["pattern"].get("String", "")) or 1  # an expression may match one
+            growth *= max(1, -(-len(step["content"]) // replaced))
+    return growth
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -321,76 +314,3 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(text, str):
             special[name] = text
     return special
-
-
-def _checked_messages(messages: object) -> list[dict[str, str]]:
-    if not isinstance(messages, list | tuple) or not messages:
-        raise UsageError("A conversation must be a list of at least one message.")
-    return [_checked_message(message, i) for i, message in enumerate(messages)]
-
-
-def _checked_message(message: object, index: int) -> dict[str, str]:
-    if not isinstance(message, Mapping):
-        raise UsageError(f"Message {index} must have a role and a content, not be {message!r:.80}.")
-    for name in ("role", "content"):
-        if not isinstance(message.get(name), str):
-            raise UsageError(
-                f"Message {index} needs a string {name}, not {message.get(name)!r:.80}."
-            )
-    if message["role"] not in ROLES:
-        raise UsageError(
-            f"Message {index} has the role {message['role']!r:.80}; "
-            f"known roles: {', '.join(ROLES)}."
-        )
-    unknown = sorted(str(name) for name in message if name not in ("role", "content"))
-    if unknown:
-        raise UsageError(f"Message {index} has fields that are not known: {', '.join(unknown)}.")
-    return {"role": message["role"], "content": message["content"]}
-
-
-def _render(template: str, variables: Mapping[str, Any]) -> str:
-    """Renders in a child process (why: see `template_worker`). Raises UsageError if it fails."""
-    try:
-        size = len(json.dumps(variables))
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"Template options must be plain JSON values: {error}.") from None
-    if size > MAX_TEXT_CHARS:
-        raise UsageError(f"The conversation has {size} characters, more than {MAX_TEXT_CHARS}.")
-    request = {
-        "template": template,
-        "variables": variables,
-        "max_output_chars": 4 * size + (64 << 10),
-        "max_memory_bytes": TEMPLATE_MEMORY_BYTES + 16 * size,
-        "max_cpu_s": TEMPLATE_CPU_S,
-    }
-    answer = _ask_worker(json.dumps(request))
-    if "text" not in answer:
-        raise UsageError(f"The model's chat template failed: {answer.get('error')}.")
-    return str(answer["text"])
-
-
-def _ask_worker(request: str) -> dict[str, Any]:
-    worker = Path(__file__).with_name("template_worker.py")
-    # -P: this package's own folder must not become a place where the child finds modules.
-    command = [sys.executable, "-P", str(worker)]
-    try:
-        done = subprocess.run(
-            command, input=request.encode(), capture_output=True, timeout=TEMPLATE_WALL_S
-        )
-        answer = json.loads(done.stdout)
-    except subprocess.TimeoutExpired:
-        raise UsageError(
-            f"The model's chat template did not finish within {TEMPLATE_WALL_S} s; "
-            "give a plain text prompt instead."
-        ) from None
-    except ValueError:
-        if done.returncode >= 0:
-            detail = done.stderr.decode(errors="replace").strip()[-300:]
-            raise UsageError(f"The model's chat template could not be rendered: {detail}") from None
-        raise UsageError(
-            f"The model's chat template was stopped (signal {-done.returncode}): it used more than "
-            f"{TEMPLATE_CPU_S} s of processor time or {TEMPLATE_MEMORY_BYTES} bytes of memory."
-        ) from None
-    except OSError as error:
-        raise UsageError(f"No process could be started to render the template: {error}.") from error
-    return answer if isinstance(answer, dict) else {}

@@ -1,8 +1,7 @@
-"""Start-up: dense weights into their arena, and the check for broken numbers."""
+"""Start-up: dense weights into their arena."""
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Mapping
 
@@ -11,16 +10,13 @@ import torch
 from torch import Tensor
 
 from lowtide.core import align_up
-from lowtide.dtypes import ITEM_BYTES, PACKED_DTYPE, SAFETENSORS_NAME, is_finite
-from lowtide.errors import CheckpointError, StorageError
+from lowtide.dtypes import SAFETENSORS_NAME
 from lowtide.memory.arena import Arena
-from lowtide.model_folder.checkpoint import Checkpoint, TensorEntry
+from lowtide.model_folder.checkpoint import TensorEntry
 from lowtide.reading.file_reader import FileReader, Piece, Read, Ticket
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, bytes done, bytes in all)."""
-
-_CHECK_BYTES = 8 << 20
 
 
 def no_progress(what: str, done_bytes: int, total_bytes: int) -> None:
@@ -80,28 +76,6 @@ class DenseWeights:
             done += tickets.popleft().result()
             progress("loading dense weights", done, total)
         return weights
-
-
-def check_finite(checkpoint: Checkpoint, progress: Progress) -> None:
-    """Reads every weight once and raises CheckpointError at an infinity or NaN, by its name."""
-    total = sum(entry.num_bytes for entry in checkpoint.tensors.values())
-    done = 0
-    for name, entry in checkpoint.tensors.items():
-        is_scales = entry.dtype == PACKED_DTYPE and name.endswith("_scales")
-        if entry.dtype not in ITEM_BYTES and not is_scales:
-            continue
-        with open(checkpoint.files[entry.file], "rb", buffering=0) as file:
-            for start in range(0, entry.num_bytes, _CHECK_BYTES):
-                num_bytes = min(_CHECK_BYTES, entry.num_bytes - start)
-                chunk = os.pread(file.fileno(), num_bytes, entry.offset + start)
-                if len(chunk) < num_bytes:
-                    raise StorageError(f"{file.name} ends inside {name}; fetch it again.")
-                if not is_finite(np.frombuffer(chunk, np.uint8), entry.dtype):
-                    raise CheckpointError(
-                        f"{name} in {file.name} holds an infinity or NaN; the file is damaged."
-                    )
-                done += num_bytes
-                progress("checking weights", done, total)
 
 
 def _num_elements(entry: TensorEntry) -> int:

@@ -14,7 +14,6 @@ import queue
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 from lowtide.core import align_up
 from lowtide.dtypes import ITEM_BYTES, MXFP4_BLOCK, convert, convert_rows
 from lowtide.errors import StorageError
+from lowtide.files.regular_file import RegularFile
 from lowtide.memory.arena import Arena
 from lowtide.threads.executor import drain
 
@@ -94,10 +94,10 @@ class FileReader:
     before `close` returns.
     """
 
-    def __init__(self, files: Sequence[Path], largest_read_bytes: int) -> None:
+    def __init__(self, files: Sequence[RegularFile], largest_read_bytes: int) -> None:
         """Opens `files`; a Read's `file` is an index into them.
 
-        Raises StorageError when one cannot be opened.
+        Raises StorageError when one cannot be opened or is not what it was.
         """
         self._files = tuple(files)
         size = _buffer_bytes(largest_read_bytes)
@@ -138,7 +138,7 @@ class FileReader:
                 os.close(descriptor)
         descriptors = self._open_all(0) or []
         warnings.warn(
-            f"{self._files[0].parent} has no direct reads; reading through the page cache, "
+            f"{self._files[0].path.parent} has no direct reads; reading through the page cache, "
             "which is slower when memory is short.",
             stacklevel=3,
         )
@@ -146,15 +146,15 @@ class FileReader:
 
     def _open_all(self, flags: int) -> list[int] | None:
         descriptors: list[int] = []
-        for path in self._files:
+        for file in self._files:
             try:
-                descriptors.append(os.open(path, os.O_RDONLY | flags))
-            except OSError as error:
+                descriptors.append(file.open(flags))
+            except StorageError:
                 for descriptor in descriptors:
                     os.close(descriptor)
                 if flags:
                     return None
-                raise StorageError(f"{path} cannot be opened: {error}.") from error
+                raise
         return descriptors
 
     def _can_read_direct(self, descriptors: Sequence[int]) -> bool:
@@ -226,15 +226,16 @@ class FileReader:
                 got = os.preadv(self._descriptors[file], [target], aligned_start + filled)
             except OSError as error:
                 raise StorageError(
-                    f"Reading {num_bytes} bytes at {start} of {self._files[file]} failed: {error}."
+                    f"Reading {num_bytes} bytes at {start} of {self._files[file].path} failed: "
+                    f"{error}."
                 ) from error
             filled += got
             if filled < wanted and (got == 0 or got % SECTOR_BYTES):
                 size = os.fstat(self._descriptors[file]).st_size
                 raise StorageError(
-                    f"{self._files[file]} ends at byte {size}, before the end of bytes {start} to "
-                    f"{start + num_bytes} that hold weights; the file was truncated after it was "
-                    "opened. Fetch it again."
+                    f"{self._files[file].path} ends at byte {size}, before the end of bytes "
+                    f"{start} to {start + num_bytes} that hold weights; the file was truncated "
+                    "after it was opened. Fetch it again."
                 )
         if not self.is_direct:
             self._drop_pages(file, aligned_start, filled)

@@ -1,0 +1,91 @@
+"""Files that others may change at any time: opened without waiting, and told apart when replaced.
+
+Whatever lies at a path when it is opened is what is judged: a pipe there never makes a reader
+wait, a device is never read, and a file that was checked is the file that is read later. Links
+are followed: the hub's cache is made of links to blobs.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from lowtide.errors import LowtideError, StorageError
+
+
+class RegularFile(NamedTuple):
+    """A file as it was when it was looked at. Holds nothing open."""
+
+    path: Path
+    num_bytes: int
+    identity: tuple[int, int, int]  # device, inode, nanoseconds of the last change
+
+    @classmethod
+    def at(cls, path: Path, error: type[LowtideError] = StorageError) -> RegularFile:
+        """The one that is there now; raises `error` if there is none."""
+        with open_regular(path, error) as (_, file):
+            return file
+
+    def open(self, flags: int = 0) -> int:
+        """A descriptor of this very file, for reading; `flags` are further ones of `os.open`.
+
+        Raises StorageError if it cannot be opened or is not what was looked at.
+        """
+        descriptor, now = _open(self.path, StorageError, flags)
+        if now != self:
+            os.close(descriptor)
+            raise StorageError(
+                f"{self.path} was changed or replaced after it was checked ({self.num_bytes} "
+                f"bytes then, {now.num_bytes} now); open the model again."
+            )
+        return descriptor
+
+
+@contextmanager
+def open_regular(
+    path: Path, error: type[LowtideError] = StorageError
+) -> Iterator[tuple[BinaryIO, RegularFile]]:
+    """The file at `path`, open for reading, and what it is.
+
+    Raises `error` where it is missing, is no regular file or cannot be opened.
+    """
+    descriptor, file = _open(path, error)
+    with open(descriptor, "rb") as stream:
+        yield stream, file
+
+
+def read_regular(path: Path, max_bytes: int, error: type[LowtideError] = StorageError) -> bytes:
+    """All of a file; raises `error` where it cannot be read or has more than `max_bytes`."""
+    with open_regular(path, error) as (stream, file):
+        try:
+            # It may grow meanwhile, and the size of some files is not known before they are read.
+            data = stream.read(max_bytes + 1)
+        except OSError as reason:
+            raise error(f"{path} cannot be read: {reason.strerror}.") from reason
+    num_bytes = max(file.num_bytes, len(data))
+    if num_bytes > max_bytes:
+        raise error(f"{path} has {num_bytes} bytes; at most {max_bytes} are read.")
+    return data
+
+
+def _open(path: Path, error: type[LowtideError], flags: int = 0) -> tuple[int, RegularFile]:
+    try:
+        # Without O_NONBLOCK this waits for a pipe's other end.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | flags)
+    except FileNotFoundError:
+        detail = ": its link leads nowhere" if os.path.islink(path) else ""
+        raise error(f"{path} is missing{detail}.") from None
+    except (OSError, ValueError) as reason:
+        text = reason.strerror if isinstance(reason, OSError) else str(reason)
+        raise error(f"{path} cannot be opened: {text}.") from reason
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise error(f"{path} is not a regular file.")
+    os.set_blocking(descriptor, True)
+    identity = (status.st_dev, status.st_ino, status.st_mtime_ns)
+    return descriptor, RegularFile(path, status.st_size, identity)
