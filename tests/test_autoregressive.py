@@ -29,7 +29,14 @@ from lowtide.decode.autoregressive import Autoregressive
 from lowtide.decode.intake import StopTest
 from lowtide.decode.penalties import penalise
 from lowtide.decode.request import Committed, Event, Finished, Prefill, Request
-from lowtide.errors import InternalError, PlanError, StorageError, UnsupportedError, UsageError
+from lowtide.errors import (
+    InternalError,
+    NumericError,
+    PlanError,
+    StorageError,
+    UnsupportedError,
+    UsageError,
+)
 from lowtide.llm import plan_model
 from lowtide.memory.kv_cache import KVCache
 from lowtide.model_folder.hub import resolve_model
@@ -293,7 +300,7 @@ def test_not_finite_logits_end_the_run_with_an_error() -> None:
             return super().logits(hidden).fill_(float("nan"))
 
     kv_cache = make_kv_cache(64)
-    with pytest.raises(InternalError, match="position 3 are not finite"):
+    with pytest.raises(NumericError, match="position 3 are not finite"):
         decoded(Autoregressive(Broken(kv_cache, 64), kv_cache, 64), [make_request(max_tokens=8)])
     assert is_all_free(kv_cache)
 

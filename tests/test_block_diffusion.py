@@ -32,7 +32,7 @@ from lowtide.decode.block_diffusion import (
     Prefill,
     Request,
 )
-from lowtide.errors import InternalError, PlanError, UsageError
+from lowtide.errors import InternalError, NumericError, PlanError, UsageError
 from lowtide.layers.batch import Batch, Segment
 from lowtide.params import DiffusionParams, SamplingParams
 
@@ -300,7 +300,7 @@ def test_not_finite_logits_end_the_run_with_an_error() -> None:
 
     kv_cache = make_kv_cache(64)
     decoder = BlockDiffusion(Broken(kv_cache, 64), kv_cache, MASK, 64)
-    with pytest.raises(InternalError, match="not finite"):
+    with pytest.raises(NumericError, match="not finite"):
         decoded(decoder, [make_request(max_tokens=8)])
     assert is_all_free(kv_cache)
 

@@ -23,6 +23,7 @@ from whole import Setting, check_idle, reads_counted
 from lowtide import SamplingParams
 from lowtide.cli.app import app
 from lowtide.decode.block_diffusion import BlockDiffusion, Draft, Event
+from lowtide.engine import not_finite
 from lowtide.engine.opening import EngineConfig, open_model
 from lowtide.engine.planning import make_plan
 from lowtide.engine.wiring import load
@@ -30,6 +31,7 @@ from lowtide.errors import (
     CheckpointError,
     ConfigError,
     LowtideError,
+    NumericError,
     PlanError,
     StorageError,
     UnsupportedError,
@@ -440,6 +442,55 @@ def test_what_was_checked_is_what_is_read(
         load(opened, plan)
     assert not [t for t in threading.enumerate() if t.name.startswith("lowtide")]
     assert not open_files(model)
+
+
+def write_weights(model: Path, name: str, bits: int) -> Path:
+    """Every bfloat16 weight of a tensor becomes that; returns its file."""
+    checkpoint = Checkpoint.open(model)
+    entry = checkpoint.tensors[name]
+    path = checkpoint.files[entry.file].path
+    with path.open("r+b") as file:
+        file.seek(entry.offset)
+        file.write(bits.to_bytes(2, "little") * (entry.num_bytes // 2))
+    return path
+
+
+HUGE, NAN, OVERFLOWING = 0x4748, 0x7FC0, 0x7149  # bfloat16: 51,200; no number; 1e30
+
+
+@pytest.mark.parametrize(
+    "name", ["model.norm.weight", "model.layers.2.mlp.experts.7.down_proj.weight"]
+)
+def test_weights_that_are_not_numbers_are_the_checkpoints_fault(model: Path, name: str) -> None:
+    path = write_weights(model, name, NAN)
+    with nothing_left(model), LLM(model) as llm:
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match=f"{name} in .*{path.name} holds an inf") as e:
+                llm.generate(list(range(100)), PARAMS)
+            assert "position" in str(e.value.__context__)
+            check_idle(llm)
+
+
+def test_weights_that_overflow_in_the_compute_type(model: Path) -> None:
+    path = write_weights(model, "model.norm.weight", OVERFLOWING)
+    with LLM(model, dtype="float16") as llm:
+        said = rf"model\.norm\.weight in .*{path.name} holds a weight of BF16 .*infinite in F16"
+        with pytest.raises(CheckpointError, match=said):
+            llm.generate(PROMPT, PARAMS)
+
+
+def test_arithmetic_that_overflows_is_nobodys_fault(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_weights(model, "model.norm.weight", HUGE)
+    write_weights(model, "lm_head.weight", HUGE)
+    write_weights(model, "model.layers.2.mlp.gate.weight", HUGE)
+    checked = r"not finite.* all weights are finite: float16 overflowed\. Choose dtype bfloat16"
+    with LLM(model, dtype="float16") as llm, pytest.raises(NumericError, match=checked):
+        llm.generate(PROMPT, PARAMS)
+    monkeypatch.setattr(not_finite, "SEARCH_S", 0.0)
+    with LLM(model, dtype="float16") as llm, pytest.raises(NumericError, match="the 0% of weigh"):
+        llm.generate(PROMPT, PARAMS)
 
 
 class Interrupter:

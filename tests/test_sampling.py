@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from lowtide.decode.sampling import Sampling, choose_next, choose_tokens, uniform
-from lowtide.errors import InternalError
+from lowtide.errors import NumericError
 
 VOCAB = 50
 
@@ -58,7 +58,7 @@ def test_logits_that_are_not_finite_are_an_error(temperature, bad) -> None:
     logits = random_logits(3)
     logits[1] = bad if bad < 0 else logits[1]
     logits[1, 5] = bad
-    with pytest.raises(InternalError, match="position 71"):
+    with pytest.raises(NumericError, match="position 71"):
         choose_tokens(logits, Sampling(temperature), [70, 71, 72], 0)
 
 

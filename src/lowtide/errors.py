@@ -9,6 +9,7 @@ LowtideError
 ├── PlanError             a memory budget that something does not fit into
 ├── StorageError          a read or write that failed while running
 ├── DeviceError           a compute device that failed or did not answer
+├── NumericError          a result that is no number, of weights that all are
 └── InternalError         a fault of lowtide's own, caught before it could spread
 
 Messages carry the numbers and the way out. This module imports nothing.
@@ -49,6 +50,10 @@ class StorageError(LowtideError):
 
 class DeviceError(LowtideError):
     """A compute device, or the link to it, that failed or did not answer in time."""
+
+
+class NumericError(LowtideError):
+    """A pass that ended in an infinity or NaN, though its weights hold none: an overflow."""
 
 
 class InternalError(LowtideError):

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lowtide.core import IntArray
-from lowtide.errors import InternalError
+from lowtide.errors import InternalError, NumericError
 from lowtide.params import SamplingParams
 
 FloatArray = NDArray[np.float32]
@@ -95,7 +95,7 @@ def choose_tokens(
     At temperature 0 the confidence is the softmax probability of the arg-max (the lowest id on
     ties). Above 0 it is the probability of the drawn token among those that it was drawn from,
     after temperature, top-k, top-p and min-p, as in the published decoder of LLaDA2.
-    Raises InternalError when a row has a NaN, an infinity, or nothing to choose.
+    Raises NumericError when a row has a NaN, an infinity, or nothing to choose.
     """
     if isinstance(logits, ArgMax):
         if excluded is not None or sampling.temperature > 0:
@@ -120,7 +120,7 @@ def choose_next(
     logits: float32 [n, vocab] in host memory; overwritten. Their arg-max is enough where every
     temperature is 0. positions: [n], where the tokens will lie.
     The arg-max (the lowest id on ties) at temperature 0, else a draw that depends on seed and
-    position only. Raises InternalError as `choose_tokens` does.
+    position only. Raises NumericError as `choose_tokens` does.
     """
     if isinstance(logits, ArgMax):
         _check_finite(logits.greatest, positions)
@@ -196,7 +196,7 @@ def _check_finite(greatest: Tensor, positions: Sequence[int] | IntArray) -> None
     is_finite = greatest.isfinite().flatten()
     if not is_finite.all():
         row = int(is_finite.int().argmin())
-        raise InternalError(
+        raise NumericError(
             f"The logits at position {int(positions[row])} are not finite "
-            f"(greatest: {float(greatest[row])}); are the weights? check_weights reads them all."
+            f"(greatest: {float(greatest[row])})."
         )

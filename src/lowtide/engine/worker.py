@@ -17,6 +17,7 @@ from lowtide.decode.autoregressive import Autoregressive
 from lowtide.decode.block_diffusion import BlockDiffusion
 from lowtide.decode.request import Committed, Event, Finished, Request
 from lowtide.engine.engine import Engine
+from lowtide.engine.not_finite import fault_found
 from lowtide.engine.opening import MAX_PASS_ROWS
 from lowtide.errors import InternalError, UsageError
 from lowtide.memory.cuda_streams import device_pass
@@ -227,7 +228,7 @@ class Worker:
 
     def _step(self) -> None:
         try:
-            with device_pass(), self.speed.measured():
+            with fault_found(self.engine.opened), device_pass(), self.speed.measured():
                 events = self._decoder.step()
         except BaseException as error:
             self._fail_pass(error)
