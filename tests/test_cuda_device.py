@@ -320,7 +320,7 @@ def test_pageable_memory_goes_through_the_ring(
     before = streams.pinned_bytes
     for expert in range(NUM_SLOTS):
         device.copy(home.image(expert), expert, None)
-    assert streams.pinned_bytes == before + cuda._NUM_PIECES * piece_bytes
+    assert streams.pinned_bytes == before + cuda._NUM_PIECES * min(piece_bytes, LAYOUT.num_bytes)
     layer.to_host(device)
     device.run(group({e: e for e in range(NUM_SLOTS)}), layer.rows, layer.buffers, None)
     rest = layer.buffers.parts.clone()
@@ -348,7 +348,7 @@ def test_the_calling_thread_may_run_ahead_of_many_launches() -> None:
     layer.to_host(device)
     for _ in range(cuda._NUM_TABLES + 3):
         device.run(group({0: 0}), layer.rows, layer.buffers, None)
-    assert streams.pinned_bytes <= pinned_bytes(SHAPE, LAYOUT.dtype, MAX_ROWS)
+    assert streams.pinned_bytes <= pinned_bytes(SHAPE, LAYOUT, MAX_ROWS)
 
 
 def test_too_little_pinned_memory_is_a_plan_error() -> None:

@@ -41,18 +41,23 @@ _NUM_TABLES = 64  # launches that the calling thread may be ahead
 _NUM_PIECES = 4
 _PIECE_BYTES = 4 << 20
 
-RING_BYTES = _NUM_PIECES * _PIECE_BYTES
-"""Pinned memory that copies from pageable memory need on top of `pinned_bytes`."""
 
+def pinned_bytes(shape: MoEShape, layout: SlotLayout, max_rows: int) -> int:
+    """Pinned host memory of a device for steps of up to `max_rows` token rows.
 
-def pinned_bytes(shape: MoEShape, dtype: torch.dtype, max_rows: int) -> int:
-    """Pinned host memory of a device for steps of up to `max_rows` token rows."""
+    That is with the ring that copies go through where the experts' own memory cannot be pinned.
+    """
     num_pairs = max_rows * shape.num_experts_per_token
-    row_bytes = shape.hidden_size * dtype.itemsize
+    row_bytes = shape.hidden_size * layout.dtype.itemsize
     counts, tables = shape.num_experts * 8, _NUM_TABLES * shape.num_experts * 4
-    blocks = (num_pairs * row_bytes, max_rows * row_bytes, num_pairs * 8, counts, tables)
+    blocks = [num_pairs * row_bytes, max_rows * row_bytes, num_pairs * 8, counts, tables]
+    blocks.append(_NUM_PIECES * _piece_bytes(layout))
     # torch's allocator of pinned memory rounds every block up to a power of two.
     return sum(1 << (num_bytes - 1).bit_length() for num_bytes in blocks)
+
+
+def _piece_bytes(layout: SlotLayout) -> int:
+    return min(_PIECE_BYTES, layout.num_bytes)
 
 
 class Computation(Protocol):
@@ -89,13 +94,14 @@ class CudaDevice:
         self.torch_device = self._streams.torch_device
         self.num_slots = num_slots
         self._pinned = pinned
+        self._piece_bytes = _piece_bytes(layout)
         self._is_closed = False
         num_pairs = max_rows * shape.num_experts_per_token
         with plan_errors(num_slots * layout.num_bytes, f"GPU memory for {num_slots} slots"):
             slots = torch.empty(
                 (num_slots, layout.num_bytes), dtype=torch.uint8, device=self.torch_device
             )
-        with plan_errors(pinned_bytes(shape, layout.dtype, max_rows), "pinned host memory"):
+        with plan_errors(pinned_bytes(shape, layout, max_rows), "pinned host memory"):
             self._host_parts = self._streams.pinned((num_pairs, shape.hidden_size), layout.dtype)
             self._host_x = self._streams.pinned((max_rows, shape.hidden_size), layout.dtype)
             shape_of_experts = (max_rows, shape.num_experts_per_token)
@@ -177,8 +183,8 @@ class CudaDevice:
             self._streams.release()
 
     def _copy_in_pieces(self, source: Tensor, target: Tensor) -> None:
-        for start in range(0, len(source), _PIECE_BYTES):
-            stop = min(start + _PIECE_BYTES, len(source))
+        for start in range(0, len(source), self._piece_bytes):
+            stop = min(start + self._piece_bytes, len(source))
             piece = self._ring.take().tensor[: stop - start]
             piece.copy_(source[start:stop])
             target[start:stop].copy_(piece, non_blocking=True)
@@ -186,7 +192,7 @@ class CudaDevice:
 
     @cached_property
     def _ring(self) -> PinnedRing:
-        return PinnedRing(self._streams, (_NUM_PIECES, _PIECE_BYTES), torch.uint8)
+        return PinnedRing(self._streams, (_NUM_PIECES, self._piece_bytes), torch.uint8)
 
 
 class TritonExperts:

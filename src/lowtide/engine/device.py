@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from lowtide.core import Costs, MemoryPlan, MoEShape, TierPlan
+from lowtide.devices.cuda import CudaDevice
 from lowtide.devices.emulated import (
     EmulatedDevice,
     check_emulated_options,
@@ -28,6 +29,7 @@ from lowtide.hardware.measure import Measured, measure_costs
 from lowtide.hardware.store import CostKey, stored_or_measured
 from lowtide.kernels.products import Products
 from lowtide.memory.arena import Arena
+from lowtide.memory.pinned import PinnedMemory
 from lowtide.schemas import ExpertTable
 from lowtide.threads.executor import HostExecutor
 
@@ -146,26 +148,10 @@ def _open_cuda(
     source: ExpertSource, tier: TierPlan, machine: DeviceOptions, executor: HostExecutor
 ) -> OpenDevice:
     """The GPU; what it costs is measured once per model and machine."""
-    from lowtide.devices.cuda import CudaDevice
-    from lowtide.memory.pinned import PinnedMemory
-
-    pinned = PinnedMemory()
-
-    def make_arena(num_bytes: int) -> Arena:
-        arena = Arena(num_bytes)
-        pinned.register(arena)
-        return arena
-
     shape, layout = source.shape, source.layout
 
     def make_device(num_slots: int) -> CudaDevice:
         return CudaDevice(shape, layout, num_slots, source.max_rows, pinned, machine.kernels)
-
-    device = make_device(tier.num_slots)
-
-    def close() -> None:
-        device.close()
-        pinned.close()
 
     def measure() -> Measured:
         with pinned.lent(), ExitStack() as stack:
@@ -180,11 +166,13 @@ def _open_cuda(
                 executor,
                 source.layer_bytes,
                 device=measured,
-                make_arena=make_arena,
+                make_arena=pinned.make_arena,
                 products=machine.products,
             )
 
-    try:
+    with ExitStack() as undo:
+        pinned = undo.enter_context(closing(PinnedMemory()))
+        device = undo.enter_context(closing(make_device(tier.num_slots)))
         key = CostKey.of(
             this_machine(),
             shape,
@@ -194,7 +182,5 @@ def _open_cuda(
             products=machine.products.name,
         )
         costs = stored_or_measured(key, measure).costs
-    except BaseException:
-        close()
-        raise
-    return OpenDevice(device, costs, make_arena, close)
+        close = undo.pop_all().close
+    return OpenDevice(device, costs, pinned.make_arena, close)

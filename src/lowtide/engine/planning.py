@@ -114,7 +114,7 @@ def _home_needs(opened: OpenModel) -> Needs:
     """The host's experts, the scratch they compute in, and the ring they are read through."""
     scratch_bytes = expert_source(opened).scratch_bytes
     if resolve_device(opened.options.device) == "cuda":
-        scratch_bytes += pinned_bytes(opened.config.moe_shape, opened.dtype, MAX_PASS_ROWS)
+        scratch_bytes += pinned_bytes(opened.config.moe_shape, opened.slot_layout, MAX_PASS_ROWS)
     return replace(_needs(opened), dense_bytes=0, kv_cache_bytes=0, workspace_bytes=scratch_bytes)
 
 

@@ -31,10 +31,6 @@ class EarlyGate:
         self._residual = residual
         self._num_experts = num_experts
 
-    @property
-    def has_residual(self) -> bool:
-        return self._residual is not None
-
     def predict(self, layer: int, x: Tensor, workspace: Buffers) -> Tensor | None:
         """Tokens per expert of `layer + 1`, [num_experts] int64; None where nothing is asked.
 

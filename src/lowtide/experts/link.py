@@ -248,11 +248,6 @@ class Link:
         return self._soonest_free_s()
 
     @property
-    def num_coming(self) -> int:
-        """Slots that moves and prefetches are in, or on their way into."""
-        return len(self._coming)
-
-    @property
     def has_waiting(self) -> bool:
         return bool(self._ahead or self._moves)
 

@@ -1,7 +1,7 @@
 """Moves one expert's weights into a slot of the tier below which it lies.
 
 A transfer is started and answered with a ticket; it knows nothing of layers' order, demand or
-what else is resident. Disk to host is here; a GPU tier has the same interface.
+what else is resident. Disk to host is here; what moves on to a device is `link.py`'s business.
 """
 
 from __future__ import annotations

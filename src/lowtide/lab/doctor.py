@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 
 from lowtide.config import ModelConfig
 from lowtide.core import MoEShape
+from lowtide.devices.cuda import CudaDevice
 from lowtide.devices.emulated import EmulatedDevice, emulated_speeds
 from lowtide.engine.device import resolve_device
 from lowtide.engine.opening import MAX_PASS_ROWS, EngineConfig, OpenModel, open_model
@@ -47,6 +48,7 @@ from lowtide.hardware.timing import Timing
 from lowtide.kernels.library_cache import limit_library_cache
 from lowtide.kernels.products import choose_products
 from lowtide.memory.arena import Arena
+from lowtide.memory.pinned import PinnedMemory
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.reading.file_reader import FileReader
 from lowtide.schemas import assume
@@ -310,8 +312,11 @@ def _device(
     if name == "cpu":
         yield None, Arena, ""
     elif name == "cuda":
-        with _cuda_device(patient, options) as (device, make_arena):
-            yield device, make_arena, name
+        shape, layout, num_slots = patient.shape, patient.layout, _num_slots(patient)
+        with closing(PinnedMemory()) as pinned:
+            device = CudaDevice(shape, layout, num_slots, MAX_PASS_ROWS, pinned, options.kernels)
+            with closing(device):
+                yield device, pinned.make_arena, name
     else:
         layout, num_slots = patient.layout, _num_slots(patient)
         products = choose_products(options.kernels, layout.dtype)
@@ -325,29 +330,6 @@ def _device(
             yield emulated, Arena, emulated.describe()
         finally:
             emulated.close()
-
-
-@contextmanager
-def _cuda_device(
-    patient: _Patient, options: EngineConfig
-) -> Iterator[tuple[Device, Callable[[int], Arena]]]:
-    from lowtide.devices.cuda import CudaDevice
-    from lowtide.memory.pinned import PinnedMemory
-
-    pinned = PinnedMemory()
-
-    def make_arena(num_bytes: int) -> Arena:
-        arena = Arena(num_bytes)
-        pinned.register(arena)
-        return arena
-
-    shape, num_slots = patient.shape, _num_slots(patient)
-    device = CudaDevice(shape, patient.layout, num_slots, MAX_PASS_ROWS, pinned, options.kernels)
-    try:
-        yield device, make_arena
-    finally:
-        device.close()
-        pinned.close()
 
 
 def _num_slots(patient: _Patient) -> int:

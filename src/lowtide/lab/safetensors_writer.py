@@ -13,7 +13,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Protocol
@@ -161,21 +161,6 @@ class SafetensorsWriter:
                 f"Writing {self.path} failed after {self._written_bytes} of {self.num_bytes} "
                 f"bytes: {error.strerror or error}; {_free_text(self.path.parent)}."
             ) from error
-
-
-def write_safetensors(
-    path: Path,
-    tensors: Iterable[tuple[OutputTensor, Buffer]],
-    *,
-    metadata: Mapping[str, str] | None = None,
-    open_file: OpenFile = open_for_writing,
-) -> None:
-    """Writes small tensors that are all in memory. Raises StorageError."""
-    pairs = list(tensors)
-    entries = [entry for entry, _ in pairs]
-    with SafetensorsWriter(path, entries, metadata=metadata, open_file=open_file) as writer:
-        for _, data in pairs:
-            writer.write(data)
 
 
 def write_text_file(path: Path, text: str, *, open_file: OpenFile = open_for_writing) -> None:

@@ -30,6 +30,12 @@ class PinnedMemory:
         # Memory that is unmapped while it is registered could never be registered again.
         weakref.finalize(self, _unpin_all, self._cudart, self._arenas)
 
+    def make_arena(self, num_bytes: int) -> Arena:
+        """An arena, pinned unless that is refused."""
+        arena = Arena(num_bytes)
+        self.register(arena)
+        return arena
+
     def register(self, arena: Arena) -> bool:
         """Pins an arena at its exact size; False, with a warning, where that is refused.
 
