@@ -628,7 +628,7 @@ def test_a_model_that_this_machine_cannot_hold_now_is_planned_not_loaded(
 
 
 def test_a_plan_refuses_a_calibration_as_loading_does(model, tmp_path) -> None:
-    with pytest.raises(StorageError, match="absent cannot be read"):
+    with pytest.raises(StorageError, match="Calibration .*absent is missing"):
         plan_model(model, calibration=str(tmp_path / "absent"))
     with pytest.raises(UsageError, match="lowtide calibrate"):
         plan_model(model, policy="tide", policy_options={"tau": "paper"})

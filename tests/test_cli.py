@@ -636,7 +636,7 @@ def test_what_is_simulated_can_come_from_the_environment_and_a_file(
     assert told["machine"] == "h100"
     assert [each["preset"] for each in told["runs"]] == ["lru", "all-host"]
     monkeypatch.setenv("LOWTIDE_CALIBRATION", str(tmp_path / "absent"))
-    assert "absent cannot be read" in refused("simulate", recorded, code=1)
+    assert "absent is missing" in refused("simulate", recorded, code=1)
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,8 @@ def load_arrays(path: Path, dtypes: Mapping[str, str], max_bytes: int, noun: str
     try:
         with open_regular(Path(path)) as (file, _), zipfile.ZipFile(file) as archive:
             return _read(archive, dtypes, max_bytes, noun)
+    except StorageError as reason:
+        raise StorageError(f"{noun.capitalize()} {reason}") from reason
     except OSError as reason:
         text = f"{noun.capitalize()} {path} cannot be read: {reason.strerror}."
         raise StorageError(text) from reason
