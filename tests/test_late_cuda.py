@@ -19,7 +19,7 @@ from late_cuda import CUDA, CudaTensor, LateGpu, late_cuda
 from lowtide.core import Costs, Curve, MoEShape
 from lowtide.devices import cuda
 from lowtide.engine import device as device_engine
-from lowtide.errors import DeviceError, InternalError, PlanError
+from lowtide.errors import DeviceError, InternalError, NumericError, PlanError
 from lowtide.experts.slots import SlotLayout
 from lowtide.families import families
 from lowtide.hardware import measure, store, streams
@@ -181,7 +181,7 @@ def test_a_wait_that_is_forgotten_is_noticed(
     else:
         monkeypatch.setattr(cuda.CudaEvent, "wait", lambda self, limit_s=0.0: None)
     # Old bytes, another answer, logits that are not numbers, experts that there are not.
-    noticed = (AssertionError, DeviceError, InternalError, MemoryError, ValueError)
+    noticed = (AssertionError, DeviceError, InternalError, NumericError, MemoryError, ValueError)
     with late_cuda(monkeypatch, seed=1), pytest.raises(noticed):
         with small_case.open(0.3, "on-demand") as llm:
             small_case.check(llm)

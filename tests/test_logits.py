@@ -20,7 +20,7 @@ from lowtide.decode.batch_decoder import LOGIT_ROWS
 from lowtide.decode.logits import tiled_logits
 from lowtide.decode.sampling import ArgMax, Sampling, choose_next, choose_tokens
 from lowtide.devices import cuda
-from lowtide.errors import InternalError
+from lowtide.errors import NumericError
 from lowtide.layers.batch import Batch
 from lowtide.memory.pinned_copies import to_device
 
@@ -155,9 +155,9 @@ def test_logits_that_are_not_finite_are_an_error(gpu: LateGpu, bad: float) -> No
     hidden = random_logits(3)
     hidden[1, 5] = bad
     [(_, best)] = parts_of(on_gpu(hidden), np.arange(3), np.zeros(3, np.bool_))
-    with pytest.raises(InternalError, match="position 71"):
+    with pytest.raises(NumericError, match="position 71"):
         choose_tokens(best, Sampling(), [70, 71, 72], 0)
-    with pytest.raises(InternalError, match="position 71"):
+    with pytest.raises(NumericError, match="position 71"):
         choose_next(best, [Sampling()] * 3, [70, 71, 72])
 
 
