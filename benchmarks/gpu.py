@@ -55,8 +55,8 @@ from lowtide.experts.rows import ExpertBuffers, ExpertRows, HostScratch, Routing
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger
 from lowtide.hardware import available_memory_bytes
-from lowtide.kernels.products import choose_products
-from lowtide.kernels.routing import combine
+from lowtide.kernels.choice import choose_kernels
+from lowtide.kernels.reference import REFERENCE
 from lowtide.memory.arena import Arena
 from lowtide.memory.pinned import PinnedMemory
 from lowtide.memory.workspace import Workspace
@@ -477,16 +477,17 @@ class LayerInput:
         self._weights = torch.rand(num_tokens, k, generator=draw).to(DEVICE)
         self._x = torch.randn(num_tokens, hidden, generator=draw).to(DEVICE, DTYPE)
         self.out = torch.empty_like(self._x, dtype=torch.float32)
-        self.rows = ExpertRows(self._experts, MODEL.num_experts)
+        self.rows = ExpertRows(REFERENCE.sort_pairs(self._experts, MODEL.num_experts))
         scratch = self._x.new_empty((2, num_tokens * k, MODEL.expert_size))
         parts = self._x[self.rows.token_of]
         self.buffers = ExpertBuffers(parts, *scratch, self._x.clone(), self.out.clone())
 
     def run(self, device: CudaDevice, group: ExpertGroup) -> None:
-        rows = ExpertRows(self._experts, MODEL.num_experts)
+        rows = ExpertRows(device.kernels.sort_pairs(self._experts, MODEL.num_experts))
         torch.index_select(self._x, 0, rows.token_of, out=self.buffers.parts)
         device.run(group, rows, self.buffers, None)
-        combine(self.buffers.parts, rows.part_of, self._weights, *self.buffers[3:], self.out)
+        sums = (*self.buffers[3:], self.out)
+        device.kernels.combine(self.buffers.parts, rows.part_of, self._weights, *sums)
 
 
 def measure_expert_costs(executor: HostExecutor, pinned: PinnedMemory, report: Report) -> Costs:
@@ -498,7 +499,7 @@ def measure_expert_costs(executor: HostExecutor, pinned: PinnedMemory, report: R
         pinned.register(arena)
         return arena
 
-    layout, products = SlotLayout.of(MODEL, DTYPE), choose_products("auto", DTYPE)
+    layout, kernels = SlotLayout.of(MODEL, DTYPE), choose_kernels("auto", DTYPE)
     device = CudaDevice(MODEL, layout, 128, 512, pinned)
     dense_bytes = 4 * MODEL.hidden_size**2 * DTYPE.itemsize  # about an attention layer
     with pinned.lent():
@@ -509,11 +510,11 @@ def measure_expert_costs(executor: HostExecutor, pinned: PinnedMemory, report: R
             dense_bytes,
             device=device,
             make_arena=pinned_arena,
-            products=products,
+            kernels=kernels,
         )
     device.close()
     values = {
-        "host_products": products.name,
+        "host_products": kernels.name,
         "link_us": costs.link_s * 1e6,
         "sync_us": costs.sync_s * 1e6,
         **{f"host_{n}_us": costs.host_s.at(n) * 1e6 for n in (1, 2, 4, 16)},
@@ -549,13 +550,13 @@ class HybridBench:
         num_pairs = BLOCK_TOKENS * shape.num_experts_per_token
         ledger = SlotLedger(shape.num_layers, shape.num_experts, num_slots)
         link = Link(device, ledger, home, costs.link_s, self._costs.num_staging)
-        products = choose_products("auto", DTYPE)
-        at_once = ExpertsAtOnce.of(home.slots, products, cores_beside_device(executor))
+        kernels = choose_kernels("auto", DTYPE)
+        at_once = ExpertsAtOnce.of(home.slots, kernels, cores_beside_device(executor))
         self._runtime = ExpertRuntime(
             shape=shape,
             host=home,
             policies=_without_gates(make_policies(preset, setting, everything_fits=False)),
-            compute=HostCompute(executor, products, at_once, device.host_work),
+            compute=HostCompute(executor, kernels, at_once, device.host_work),
             device=DeviceTier(device, link, self._costs),
             scratch=HostScratch(*torch.empty((2, num_pairs, shape.expert_size), dtype=DTYPE)),
         )

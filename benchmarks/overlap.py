@@ -27,7 +27,7 @@ from lowtide.devices.emulated import EmulatedDevice, EmulatedSpeeds, emulated_sp
 from lowtide.experts.device import ExpertGroup
 from lowtide.experts.rows import ExpertBuffers, ExpertRows
 from lowtide.experts.slots import ExpertSlots, SlotLayout
-from lowtide.kernels.reference import gated_mlp
+from lowtide.kernels.reference import REFERENCE
 from lowtide.memory.arena import Arena
 from lowtide.threads.executor import HostExecutor, Work
 
@@ -88,7 +88,7 @@ class Step:
         pairs = self._rows.pairs(expert)
         parts, gate, up = (buffer[pairs] for buffer in self._buffers[:3])
         weights = self._home.weights(expert)
-        work = partial(gated_mlp, parts, weights, gate, up, parts)
+        work = partial(REFERENCE.gated_mlp, parts, weights, gate, up, parts)
         return self.device.host_work([pairs.stop - pairs.start], work)
 
 
@@ -162,7 +162,8 @@ def _milliseconds(seconds: Sequence[float]) -> dict[str, float]:
 def _even_rows(num_experts: int, num_tokens: int) -> ExpertRows:
     """Experts in turn, so that all have as many tokens, or one more."""
     pairs = torch.arange(num_tokens * _EXPERTS_PER_TOKEN) % num_experts
-    return ExpertRows(pairs.view(num_tokens, -1).sort(1).values, num_experts)
+    experts = pairs.view(num_tokens, -1).sort(1).values
+    return ExpertRows(REFERENCE.sort_pairs(experts, num_experts))
 
 
 def _random_experts(layout: SlotLayout, num_experts: int) -> ExpertSlots:

@@ -147,7 +147,7 @@ def _measure_costs(track: Track, learned: Learned) -> MeasuredCosts:
         layout,
         num_slots,
         track.device.speeds,
-        opened.products,
+        opened.kernels,
         cores_per_expert=executor.cores_per_expert,
     )
     with closing(device):
@@ -157,7 +157,7 @@ def _measure_costs(track: Track, learned: Learned) -> MeasuredCosts:
             executor,
             dense_bytes=layout.num_bytes,
             device=device,
-            products=opened.products,
+            kernels=opened.kernels,
         ).costs
     _answer(track, learned, "all-host")  # warms
     alone = _answer(track, learned, "all-host")

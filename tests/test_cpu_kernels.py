@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from computing import on_this_thread
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,14 +22,14 @@ from torch import Tensor
 
 from lowtide.engine.opening import EngineConfig, open_model
 from lowtide.errors import StorageError, UnsupportedError
-from lowtide.kernels import products, reference
-from lowtide.kernels.cpu.few_rows import MAX_FEW_ROWS, SOURCES, FewRows, SlotPlaces
+from lowtide.kernels import choice
+from lowtide.kernels.choice import choose_kernels
+from lowtide.kernels.compiled import CompiledKernels
+from lowtide.kernels.cpu.few_rows import MAX_FEW_ROWS, SOURCES, FewRows
 from lowtide.kernels.cpu.library import load_library
-from lowtide.kernels.products import REFERENCE, Products, choose_products
-from lowtide.kernels.reference import ClampedWeights, ExpertWeights
+from lowtide.kernels.operands import ClampedWeights, ExpertWeights, Rotation, SlotPlaces
+from lowtide.kernels.reference import REFERENCE, silu_times
 from lowtide.layers.linear import Linear
-from lowtide.layers.norm import rms_norm
-from lowtide.layers.rotary import Rotation, rotate
 from lowtide.memory.workspace import Workspace
 from lowtide.threads.executor import InlineExecutor
 
@@ -50,7 +51,7 @@ def variants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[FewRows]
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where compiled kernels go: an empty cache, and nothing loaded in this process."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(products, "_compiled", products._compiled.__wrapped__)
+    monkeypatch.setattr(choice, "_compiled", choice._compiled.__wrapped__)
     return tmp_path / "lowtide" / "kernels"
 
 
@@ -147,7 +148,7 @@ def test_an_expert_rounds_where_the_reference_does(
     x, weights = randn(num_rows, hidden, seed=3), make_expert(hidden, width)
     for kernel in variants:
         gate, up = product(kernel, x, weights.gate), product(kernel, x, weights.up)
-        reference.silu_times(gate, up)
+        silu_times(gate, up)
         expected = product(kernel, gate, weights.down)
         parts = x.clone()
         kernel.gated_mlp(parts, weights, torch.empty_like(gate), torch.empty_like(up), parts)
@@ -162,7 +163,7 @@ def test_a_clamped_expert(variants: list[FewRows]) -> None:
     weights = ClampedWeights(*make_expert(hidden, width), *biases)
     x = randn(2, hidden, seed=3)
     answers = []
-    for run in (variants[-1].gated_mlp, reference.gated_mlp):
+    for run in (CompiledKernels(variants[-1]).gated_mlp, REFERENCE.gated_mlp):
         gate, up, out = (torch.empty(2, n, dtype=torch.bfloat16) for n in (width, width, hidden))
         run(x, weights, gate, up, out)
         answers.append(out.float())
@@ -178,7 +179,7 @@ def test_all_other_products_are_the_references(
     x, weight = randn(num_rows, 64).to(dtype), randn(48, 64, seed=1).to(dtype)
     expected, out = (torch.empty(num_rows, 48, dtype=dtype) for _ in range(2))
     torch.mm(x, weight.t(), out=expected)
-    variants[-1].multiply(x, weight.t(), None, out)
+    CompiledKernels(variants[-1]).multiply(x, weight.t(), None, out)
     assert torch.equal(out, expected)
 
 
@@ -248,7 +249,7 @@ def test_experts_at_once_have_the_bits_of_one_by_one(
         variants[-1].gated_mlp(x[token : token + 1], stored, gate[row], up[row], parts[row])
     term, term_fp32 = torch.empty_like(x), torch.empty(x.shape)
     expected = torch.empty(x.shape)
-    reference.combine(parts, part_of, weights, term, term_fp32, expected)
+    REFERENCE.combine(parts, part_of, weights, term, term_fp32, expected)
     start, part_bytes = slots.data_ptr(), 2 * hidden * width
     places = SlotPlaces(start, start + part_bytes, start + 2 * part_bytes, 3 * part_bytes)
     named = slot_of[experts.unique()].numpy()
@@ -382,7 +383,7 @@ def test_a_norm_is_the_references_but_for_rounding(
     x, weight = wide[..., : shape[-1]], randn(shape[-1], seed=1)
     expected = torch.empty_like(x)
     buffers = Workspace(torch.empty(1 << 20, dtype=torch.uint8))
-    rms_norm(x, weight, 1e-6, buffers, expected)
+    REFERENCE.rms_norm(x, weight, 1e-6, buffers, expected)
     beside = wide[..., shape[-1] :].clone()
     answers = []
     for kernel in variants:
@@ -404,7 +405,7 @@ def test_a_rotation_has_the_references_bits(
     angles = torch.rand(num_rows, 1, half) * 6
     rotation = Rotation(angles.cos().bfloat16(), angles.sin().bfloat16())
     expected = x.clone()
-    rotate(expected[:, :4], rotation, Workspace(torch.empty(1 << 16, dtype=torch.uint8)))
+    REFERENCE.rotate(expected[:, :4], rotation, Workspace(torch.empty(1 << 16, dtype=torch.uint8)))
     for kernel in variants:
         out = x.clone()
         kernel.rotate(out[:, :4], rotation.cos, rotation.sin)
@@ -418,11 +419,11 @@ class FourThreads(InlineExecutor):
 def test_a_layers_threads_change_no_bit(variants: list[FewRows]) -> None:
     x, weight, bias = randn(2, 1024), randn(2304, 1024, seed=1), randn(2304, seed=2)
     kernel = variants[-1]
-    compiled = Products("compiled", kernel.multiply, kernel.gated_mlp, kernel)
+    compiled = CompiledKernels(kernel)
     answers = []
     for executor in (InlineExecutor(), FourThreads()):
         answers.append(torch.empty(2, 2304, dtype=torch.bfloat16))
-        Linear(weight, executor, bias, compiled).forward(x, answers[-1])
+        Linear(weight, on_this_thread(None, compiled, executor), bias).forward(x, answers[-1])
     assert torch.equal(*answers)
 
 
@@ -509,16 +510,16 @@ def test_without_a_compiler_torch_multiplies(
 ) -> None:
     monkeypatch.setenv("PATH", str(cache))
     with caplog.at_level(logging.WARNING):
-        assert choose_products("auto", torch.bfloat16) is REFERENCE
+        assert choose_kernels("auto", torch.bfloat16) is REFERENCE
     [notice] = caplog.messages
     assert "There is no C++ compiler; install one of c++, g++" in notice
 
 
 def test_the_reference_and_other_types_compile_nothing(cache: Path) -> None:
-    assert choose_products("reference", torch.bfloat16) is REFERENCE
-    assert choose_products("auto", torch.float32) is REFERENCE
+    assert choose_kernels("reference", torch.bfloat16) is REFERENCE
+    assert choose_kernels("auto", torch.float32) is REFERENCE
     assert not cache.exists()
     for kernels, name in (("reference", "torch"), ("auto", "compiled")):
         options = EngineConfig(dtype="bfloat16", kernels=kernels)
-        assert open_model("demo:chat", options).products.name == name
+        assert open_model("demo:chat", options).kernels.name == name
     assert len(kept(cache)) == 1

@@ -21,9 +21,8 @@ from lowtide.errors import DeviceError, InternalError, PlanError
 from lowtide.experts.device import ExpertGroup
 from lowtide.experts.rows import ExpertBuffers, ExpertRows
 from lowtide.experts.slots import ExpertSlots, SlotLayout
-from lowtide.kernels import routing, triton_experts, triton_routing
-from lowtide.kernels.reference import gated_mlp
-from lowtide.kernels.routing import combine
+from lowtide.kernels import choice, triton_experts, triton_routing
+from lowtide.kernels.reference import REFERENCE
 from lowtide.memory.arena import Arena
 from lowtide.memory.cuda_streams import CudaEvent, CudaStreams
 from lowtide.memory.pinned import PinnedMemory
@@ -147,7 +146,7 @@ class Layer:
         self.experts = rank.topk(k).indices.sort().values.to(device)
         self.weights = torch.rand(num_tokens, k, generator=draw).to(device)
         self.x = torch.randn(num_tokens, shape.hidden_size, generator=draw).to(device, dtype)
-        self.rows = ExpertRows(self.experts, shape.num_experts)
+        self.rows = ExpertRows(REFERENCE.sort_pairs(self.experts, shape.num_experts))
         self.buffers = ExpertBuffers(
             self.x[self.rows.token_of],
             *self.x.new_empty((2, num_tokens * k, shape.expert_size)),
@@ -169,7 +168,7 @@ class Layer:
         pairs = self.rows.pairs(expert)
         width = self.buffers.gate.shape[1]
         gate, up = torch.empty((2, pairs.stop - pairs.start, width), dtype=parts.dtype)
-        gated_mlp(parts[pairs], home.weights(expert), gate, up, parts[pairs])
+        REFERENCE.gated_mlp(parts[pairs], home.weights(expert), gate, up, parts[pairs])
 
     def expected(self, home: HostExperts) -> Tensor:
         """What `parts` must become."""
@@ -397,13 +396,13 @@ def test_a_triton_that_cannot_compile_is_as_good_as_none(monkeypatch: pytest.Mon
         raise RuntimeError("Failed to find C compiler.")
 
     monkeypatch.setattr(triton_routing, "sort_pairs", refuse)
-    routing.why_no_triton.cache_clear()
+    choice.why_no_triton.cache_clear()
     try:
-        assert "C compiler" in (routing.why_no_triton(torch.device("cpu")) or "")
+        assert "C compiler" in (choice.why_no_triton(torch.device("cpu")) or "")
         with pytest.warns(UserWarning, match="one by one.*C compiler"):
             make_device(HostExperts())
     finally:
-        routing.why_no_triton.cache_clear()
+        choice.why_no_triton.cache_clear()
 
 
 def test_what_a_closed_device_had_is_given_back() -> None:
@@ -517,7 +516,7 @@ def test_layers_shared_with_the_host_on_a_gpu(
 def test_a_gpu_runs_the_triton_kernels() -> None:
     """A fallback gives the same results, and would hide that they do not work."""
     with gpu_device(HostExperts(SlotLayout.of(GPU_SHAPE, torch.bfloat16), 64), 8) as device:
-        assert routing.why_no_triton(device.torch_device) is None
+        assert choice.why_no_triton(device.torch_device) is None
         assert isinstance(device._computation, cuda.TritonExperts)
 
 
@@ -530,13 +529,14 @@ def test_a_resident_layer_neither_waits_nor_allocates_on_a_gpu() -> None:
         for expert in range(GPU_SHAPE.num_experts):
             device.copy(home.image(expert), expert, None).wait()
         layer = Layer(32, GPU_SHAPE, torch.bfloat16, device.torch_device)
-        out = torch.empty_like(layer.x, dtype=torch.float32)
+        out, kernels = torch.empty_like(layer.x, dtype=torch.float32), device.kernels
 
         def step() -> None:
-            rows = ExpertRows(layer.experts, GPU_SHAPE.num_experts)
+            rows = ExpertRows(kernels.sort_pairs(layer.experts, GPU_SHAPE.num_experts))
             torch.index_select(layer.x, 0, rows.token_of, out=layer.buffers.parts)
             device.run(everyone, rows, layer.buffers, None)
-            combine(layer.buffers.parts, rows.part_of, layer.weights, *layer.buffers[3:], out)
+            sums = layer.buffers[3:]
+            kernels.combine(layer.buffers.parts, rows.part_of, layer.weights, *sums, out)
 
         step()
         wanted = out.clone()

@@ -30,7 +30,7 @@ from lowtide.errors import DeviceError, UsageError
 from lowtide.experts.device import Device, ExpertGroup
 from lowtide.experts.rows import ExpertBuffers, ExpertRows
 from lowtide.experts.slots import ExpertSlots, SlotLayout
-from lowtide.kernels.reference import gated_mlp
+from lowtide.kernels.reference import REFERENCE
 from lowtide.memory.arena import Arena
 from lowtide.profiles import load_profile
 from lowtide.threads.event import Event
@@ -84,7 +84,11 @@ def make_layer(num_tokens: int = 12, seed: int = 0, dtype: torch.dtype = torch.f
     """A step's pairs, their inputs in `buffers.parts`."""
     draw = torch.Generator().manual_seed(seed)
     order = torch.rand(num_tokens, SHAPE.num_experts, generator=draw).argsort(1)
-    rows = ExpertRows(order[:, : SHAPE.num_experts_per_token].sort(1).values, SHAPE.num_experts)
+    rows = ExpertRows(
+        REFERENCE.sort_pairs(
+            order[:, : SHAPE.num_experts_per_token].sort(1).values, SHAPE.num_experts
+        )
+    )
     x = torch.randn(num_tokens, SHAPE.hidden_size, generator=draw).to(dtype)
     num_pairs = num_tokens * SHAPE.num_experts_per_token
     gate, up = (torch.empty(num_pairs, SHAPE.expert_size, dtype=dtype) for _ in range(2))
@@ -101,7 +105,7 @@ def compute(layer: Layer, expert: int, weights: ExpertSlots, slot: int) -> None:
     """One expert's products, as the runtime without a device does them."""
     pairs, buffers = layer.rows.pairs(expert), layer.buffers
     parts = buffers.parts[pairs]
-    gated_mlp(parts, weights.weights(slot), buffers.gate[pairs], buffers.up[pairs], parts)
+    REFERENCE.gated_mlp(parts, weights.weights(slot), buffers.gate[pairs], buffers.up[pairs], parts)
 
 
 def spans_of(device: EmulatedDevice, stream: str) -> list[Span]:

@@ -9,16 +9,18 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from computing import on_this_thread
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from lowtide.config import Yarn
+from lowtide.kernels.reference import REFERENCE
 from lowtide.layers import attention as attention_module
 from lowtide.layers.attention import CAUSAL_ROWS, attention
 from lowtide.layers.batch import Segment
 from lowtide.layers.linear import Linear
-from lowtide.layers.rotary import Rotary, rotate_pairs
+from lowtide.layers.rotary import Rotary
 from lowtide.layers.router import SoftmaxRouter
 from lowtide.memory.arena import Arena
 from lowtide.memory.kv_cache import KVCache, storage_shape
@@ -59,7 +61,7 @@ def test_causal_tiles_see_exactly_what_came_before(
     kv, out = cache.allocate(first + rows), torch.empty_like(query)
     cache.write(0, kv, 0, keys[:first], values[:first])
     segment = Segment(0, rows, first, 1, kv)
-    attention(0, query, keys[first:], values[first:], [segment], cache, workspace(), out)
+    attention(0, query, keys[first:], values[first:], [segment], cache, on_this_thread(), out)
     expected = causal(query, keys, values, first, head_dim**-0.5)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
@@ -68,7 +70,7 @@ def test_causal_tiles_see_exactly_what_came_before(
 class Threads:
     """Runs every piece of work on a thread."""
 
-    num_threads = 3
+    num_threads = num_cores = 3
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self._pool = pool
@@ -113,8 +115,8 @@ def test_heads_on_threads_give_the_same_bits(
             cache.write(0, kv, 0, keys[:100], values[:100])
             out = torch.empty_like(query)
             segment = Segment(0, rows, 100, 1, kv)
-            arguments = (0, query, keys[100:], values[100:], [segment], cache, workspace(), out)
-            attention(*arguments, executor=executor)
+            compute = on_this_thread(executor=executor)
+            attention(0, query, keys[100:], values[100:], [segment], cache, compute, out)
             outs.append(out)
         assert threads.num_works > 1
     assert torch.equal(*outs)
@@ -130,7 +132,7 @@ def test_a_latent_is_key_and_value_at_once(block_length: int) -> None:
     query, latent = randn(40, 6, 12), randn(40, 1, 12, seed=1)
     kv, out = cache.allocate(40), torch.empty(40, 6, 12)
     segment = Segment(0, 40, 0, block_length, kv)
-    attention(1, query, latent, latent, [segment], cache, workspace(), out, scale=0.3)
+    attention(1, query, latent, latent, [segment], cache, on_this_thread(), out, scale=0.3)
     seen = cache.read(1, kv, 40)
     assert all(torch.equal(x.transpose(0, 1), latent) for x in seen)
     if block_length == 1:
@@ -146,7 +148,9 @@ def test_registered_bytes_hold_for_any_number_of_causal_rows() -> None:
         registrar, kv = Registrar(), cache.allocate(512)
         query, key = (torch.empty(rows, heads, 8, device="meta") for heads in (4, 2))
         segment = Segment(0, rows, 512 - rows, 1, kv)
-        attention(0, query, key, key, [segment], cache, registrar, torch.empty_like(query))
+        attention(
+            0, query, key, key, [segment], cache, on_this_thread(registrar), torch.empty_like(query)
+        )
         sizes.append(registrar.arena_bytes)
         cache.free(kv)
     assert sizes[-1] <= max(sizes) == sizes[3]  # a tile with the remainder that joins it
@@ -167,8 +171,10 @@ def test_softmax_routing_is_the_rule_token_by_token(
     seed: int, groups: tuple[int, int], normalise: bool, dtype: torch.dtype, rounds: bool
 ) -> None:
     x, weight = randn(7, 8, seed=seed, dtype=dtype), randn(12, 8, seed=seed + 1, dtype=dtype)
-    router = SoftmaxRouter(weight, 3, normalise, rounds, *groups, scaling_factor=2.0)
-    experts, weights = router.route(x, [], workspace())
+    router = SoftmaxRouter(
+        on_this_thread(), weight, 3, normalise, rounds, *groups, scaling_factor=2.0
+    )
+    experts, weights = router.route(x, [])
     for row in range(7):
         probabilities = (x[row : row + 1] @ weight.T)[0].float().softmax(-1)
         best_of_group = probabilities.view(groups[0], -1).amax(1)
@@ -186,7 +192,7 @@ def test_softmax_routing_is_the_rule_token_by_token(
 
 def test_a_float32_router_widens_its_input() -> None:
     x, weight = randn(5, 8, dtype=torch.bfloat16), randn(6, 8, seed=1)
-    _, weights = SoftmaxRouter(weight, 2, normalise=False).route(x, [], workspace())
+    _, weights = SoftmaxRouter(on_this_thread(), weight, 2, normalise=False).route(x, [])
     expected = (x.float() @ weight.T).softmax(-1).topk(2).values.sum(-1)
     torch.testing.assert_close(weights.sum(-1), expected)
 
@@ -206,7 +212,7 @@ def test_pairs_turn_together(dtype: torch.dtype) -> None:
             expected[row, :, 2 * i + 1] = odd * math.cos(angle) + even * math.sin(angle)
     buffers = workspace()
     rotation = Rotary(8, 1e4, x.device).rotation(positions, torch.float32, buffers)
-    rotate_pairs(x, rotation, buffers)
+    REFERENCE.rotate_pairs(x, rotation, buffers)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(x.double(), expected, atol=tolerance, rtol=tolerance)
 
@@ -234,5 +240,5 @@ def test_a_biased_product(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> 
     executor = InlineExecutor()
     executor.num_threads = num_threads
     out = torch.empty(5, 150)
-    Linear(weight, executor, bias).forward(x, out)
+    Linear(weight, on_this_thread(executor=executor), bias).forward(x, out)
     torch.testing.assert_close(out, x @ weight.T + bias)

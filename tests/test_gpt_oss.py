@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from computing import on_this_thread
 from examples import examples
 from family_models import VOCAB, write_model
 from hypothesis import given
@@ -21,14 +22,15 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from lowtide.config import ModelConfig
 from lowtide.errors import ConfigError, InternalError, UnsupportedError
 from lowtide.families import families
-from lowtide.kernels.reference import ClampedWeights, gated_mlp
+from lowtide.kernels.operands import ClampedWeights
+from lowtide.kernels.reference import REFERENCE
 from lowtide.layers.attention import attention
 from lowtide.layers.batch import Segment
 from lowtide.llm import LLM
 from lowtide.memory.arena import Arena
 from lowtide.memory.kv_cache import KVCache, storage_shape
 from lowtide.memory.workspace import Registrar, Workspace
-from lowtide.threads.executor import HostExecutor
+from lowtide.threads.executor import Executor, HostExecutor
 
 FULL = families()["gpt_oss"].sizes()["full"].config
 
@@ -62,6 +64,7 @@ def run_attention(
     value: Tensor,
     bounds: list[int],
     sinks: Tensor | None = None,
+    executor: Executor | None = None,
     **options: Any,
 ) -> Tensor:
     """Of one sequence that comes in passes, each in exactly the workspace it registers."""
@@ -76,9 +79,11 @@ def run_attention(
         registrar = Registrar()
         on_meta = [x.to("meta") for x in (*tensors, out[rows])]
         counted = {"sinks": None if sinks is None else sinks.to("meta"), **options}
-        attention(0, *on_meta[:3], [segment], meta_cache, registrar, on_meta[3], **counted)
+        meta, out_on_meta = on_this_thread(registrar), on_meta[3]
+        attention(0, *on_meta[:3], [segment], meta_cache, meta, out_on_meta, **counted)
         workspace = Workspace(Arena(registrar.arena_bytes).bytes)
-        attention(0, *tensors, [segment], cache, workspace, out[rows], sinks=sinks, **options)
+        compute = on_this_thread(workspace, executor=executor)
+        attention(0, *tensors, [segment], cache, compute, out[rows], sinks=sinks, **options)
     return out
 
 
@@ -141,7 +146,9 @@ def test_blocks_have_neither_windows_nor_sinks() -> None:
     segment = Segment(0, 8, 0, 8, cache.allocate(8))
     options: dict[str, Any] = {"window": 4}
     with pytest.raises(InternalError, match="Only causal attention"):
-        attention(0, query, query, query, [segment], cache, Registrar(), query, **options)
+        attention(
+            0, query, query, query, [segment], cache, on_this_thread(Registrar()), query, **options
+        )
 
 
 # Experts
@@ -156,7 +163,7 @@ def test_clamped_experts_are_those_of_transformers(dtype: torch.dtype, tolerance
     weights = ClampedWeights(*(part.to(dtype).contiguous() for part in parts))
     x = randn(40, hidden, seed=4, dtype=dtype)
     gate, up, out = (torch.empty(40, n, dtype=dtype) for n in (width, width, hidden))
-    gated_mlp(x, weights, gate, up, out)
+    REFERENCE.gated_mlp(x, weights, gate, up, out)
     config = FULL | {"hidden_size": hidden, "intermediate_size": width, "num_local_experts": 1}
     experts = GptOssExperts(_Namespace(config))
     with torch.no_grad():

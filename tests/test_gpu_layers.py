@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowtide.compute import Compute
+from lowtide.kernels.choice import choose_kernels
 from lowtide.layers.attention import attention
 from lowtide.layers.batch import Segment
 from lowtide.layers.router import SigmoidRouter, SoftmaxRouter
 from lowtide.memory.cuda_streams import device_pass
 from lowtide.memory.kv_cache import KVCache, storage_shape
 from lowtide.memory.workspace import Workspace
+from lowtide.threads.executor import InlineExecutor
 
 pytestmark = pytest.mark.gpu
 
@@ -44,6 +47,12 @@ CASES = [
 ]
 
 
+def computing_on(device: str) -> Compute:
+    workspace = Workspace(torch.empty(32 << 20, dtype=torch.uint8, device=device))
+    kernels = choose_kernels("auto", torch.float32, torch.device(device))
+    return Compute(InlineExecutor(), kernels, workspace, torch.device(device))
+
+
 def attended(case: Case, device: str, dtype: torch.dtype) -> Tensor:
     """What the rows of one sequence get, all that came before being cached."""
     draw = torch.Generator().manual_seed(0)
@@ -66,7 +75,7 @@ def attended(case: Case, device: str, dtype: torch.dtype) -> Tensor:
         values[first:],
         [segment],
         cache,
-        Workspace(torch.empty(32 << 20, dtype=torch.uint8, device=device)),
+        computing_on(device),
         out,
         window=case.window,
         sinks=sinks,
@@ -93,15 +102,13 @@ def test_routers_choose_the_same_on_a_gpu(kind: str, num_rows: int) -> None:
     for device in ("cpu", "cuda"):
         cache = KVCache(torch.zeros(storage_shape(1, 1, 1, num_rows), device=device))
         segment = Segment(0, num_rows, 0, 1, cache.allocate(num_rows))
-        there = weight.to(device)
-        router: SigmoidRouter | SoftmaxRouter = SoftmaxRouter(there, 6, True, num_groups=1)
+        there, compute = weight.to(device), computing_on(device)
+        router: SigmoidRouter | SoftmaxRouter = SoftmaxRouter(compute, there, 6, True, num_groups=1)
         if kind != "softmax":
             capacity, num_groups = (16, 1) if kind == "windows" else (0, 8)
-            router = SigmoidRouter(
-                there, bias.to(device), 6, num_groups, 4, capacity, 8, True, scaling_factor=2.5
-            )
-        workspace = Workspace(torch.empty(1 << 20, dtype=torch.uint8, device=device))
-        chosen.append(router.route(x.to(device), [segment], workspace))
+            groups = (num_groups, 4, capacity, 8)
+            router = SigmoidRouter(compute, there, bias.to(device), 6, *groups, True, 2.5)
+        chosen.append(router.route(x.to(device), [segment]))
     on_cpu, on_gpu = chosen
     assert torch.equal(on_gpu.experts.cpu(), on_cpu.experts)
     torch.testing.assert_close(on_gpu.weights.cpu(), on_cpu.weights, atol=1e-5, rtol=1e-4)

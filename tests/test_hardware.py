@@ -39,7 +39,7 @@ from lowtide.hardware.measure import (
 from lowtide.hardware.store import CostKey, Stored, load, save, stored_or_measured
 from lowtide.hardware.streams import DeviceDenseStream, last_level_cache_bytes
 from lowtide.hardware.timing import MAX_REPEATS, MIN_REPEATS, Timing, repeat_interleaved
-from lowtide.kernels.products import choose_products
+from lowtide.kernels.choice import choose_kernels
 from lowtide.lab import doctor
 from lowtide.memory.arena import Arena
 from lowtide.model_folder.checkpoint import TensorEntry
@@ -225,8 +225,8 @@ def test_a_small_model_s_dense_weights_are_no_endless_stream(
 def test_few_tokens_on_the_host_are_measured_in_the_call_that_will_run(
     quick: None, executor: HostExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    products = choose_products("auto", torch.bfloat16)
-    if products.few_rows is None:
+    kernels = choose_kernels("auto", torch.bfloat16)
+    if kernels.several_experts is None:
         pytest.skip("nothing can be compiled here")
     calls: list[list[int]] = []
     run = ExpertsAtOnce.run
@@ -237,7 +237,7 @@ def test_few_tokens_on_the_host_are_measured_in_the_call_that_will_run(
 
     monkeypatch.setattr(ExpertsAtOnce, "run", noted)
     layout = SlotLayout.of(SHAPE, torch.bfloat16)
-    costs, _ = measure_costs(SHAPE, layout, executor, DENSE_BYTES, products=products)
+    costs, _ = measure_costs(SHAPE, layout, executor, DENSE_BYTES, kernels=kernels)
     assert costs.host_s.at(1) > 0
     assert {tuple(set(num_tokens)) for num_tokens in calls} == {(1,), (2,), (4,), (8,)}
     assert min(map(len, calls)) > 1

@@ -25,6 +25,7 @@ from lowtide.experts.host_share import HostShare
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import ExpertRuntime
+from lowtide.kernels.reference import Kernels
 from lowtide.lab.calibrate import calibrate
 from lowtide.lab.synth import synth
 from lowtide.llm import LLM, plan_model
@@ -258,10 +259,11 @@ def test_a_failing_copy(diffusion: Case, policy: str, monkeypatch: pytest.Monkey
 def test_a_failing_expert(diffusion: Case, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with diffusion.open(policy, 0.3) as llm:
         with monkeypatch.context() as patch:
-            broken = runtime_of(llm).compute.products._replace(gated_mlp=refuse)
-            compute = runtime_of(llm).compute._replace(products=broken)
+            broken = Kernels()
+            patch.setattr(broken, "gated_mlp", refuse)
+            compute = runtime_of(llm).compute._replace(kernels=broken)
             patch.setattr(runtime_of(llm), "compute", compute)
-            patch.setattr(tier_of(llm).device, "_products", broken)
+            patch.setattr(tier_of(llm).device, "kernels", broken)
             with pytest.raises((Broken, DeviceError), match="on purpose"):
                 diffusion.answer(llm)
         diffusion.check(llm)
@@ -330,9 +332,9 @@ def test_a_host_thread_that_hangs_is_an_error(
     with diffusion.open("all-host", 0.0) as llm:
         with monkeypatch.context() as patch:
             patch.setattr(runtime, "WAIT_LIMIT_S", 0.05)
-            compute = runtime_of(llm).compute
-            hanging = compute.products._replace(gated_mlp=lambda *_: release.wait(10))
-            patch.setattr(runtime_of(llm), "compute", compute._replace(products=hanging))
+            compute, hanging = runtime_of(llm).compute, Kernels()
+            patch.setattr(hanging, "gated_mlp", lambda *_: release.wait(10))
+            patch.setattr(runtime_of(llm), "compute", compute._replace(kernels=hanging))
             timer = threading.Timer(0.5, release.set)
             timer.start()
             check_fails_once(diffusion, llm, DeviceError, "has not been computed within 0.05 s")

@@ -22,9 +22,10 @@ FLOORS = (
     "models",
     "layers",
     "experts",
+    "compute",
     "reading",
-    "memory",
     "kernels",
+    "memory",
     "threads",
 )
 FRONT_DOORS = ("cli", "serve", "__main__")
@@ -35,6 +36,9 @@ FACTS |= {"families", "profiles"}
 BESIDE_EXPERTS = {"policies", "replay"}
 # Built on the experts' interfaces; wired to them by the engine, unknown to models and layers.
 ON_EXPERTS = ("devices", "hardware")
+# They compute with what they are handed: no threads, no devices, no kernels of their own choice.
+HANDED_COMPUTE = ("models", "layers")
+NOT_FOR_THEM = ("threads", "devices", "kernels.choice", "memory.pinned_copies")
 # What `policies` and the planning half of `memory` may import besides the facts.
 PURE_FILES = ("policies", "memory.budget")
 PURE_LIBRARIES = {"numpy", "__future__", "abc", "bisect", "collections", "dataclasses", "enum"}
@@ -155,6 +159,14 @@ def test_imports_go_one_way(path: Path) -> None:
     assert not wrong, f"lowtide.{module_name(path)} must not import {wrong}"
 
 
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if room(module_name(p)) in HANDED_COMPUTE], ids=module_name
+)
+def test_models_and_layers_compute_with_what_they_are_handed(path: Path) -> None:
+    wrong = [name for name in own_imports(path) if name.startswith(NOT_FOR_THEM)]
+    assert not wrong, f"lowtide.{module_name(path)} is handed a Compute, and imports {wrong}"
+
+
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_no_code_from_models_and_no_oracles(path: Path) -> None:
     tree = parse(path)
@@ -244,7 +256,9 @@ def test_the_rules_themselves() -> None:
     assert may_import("cli", "llm") and not may_import("llm", "cli")
     assert may_import("experts", "policies") and not may_import("policies", "experts")
     assert may_import("hardware", "experts") and not may_import("experts", "hardware")
-    assert not may_import("kernels", "memory") and not may_import("config", "llm")
+    assert may_import("kernels", "memory") and not may_import("memory", "kernels")
+    assert may_import("experts", "compute") and not may_import("compute", "experts")
+    assert not may_import("config", "llm")
     assert may_import("engine", "devices") and not may_import("models", "devices")
     assert not may_import("config", "models") and not may_import("families", "layers")
     assert room("families.mixtral.model") == "models" and room("families.sizes") == "families"

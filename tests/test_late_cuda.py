@@ -23,7 +23,7 @@ from lowtide.errors import DeviceError, InternalError, NumericError, PlanError
 from lowtide.experts.slots import SlotLayout
 from lowtide.families import families
 from lowtide.hardware import measure, store, streams
-from lowtide.kernels import routing
+from lowtide.kernels import choice
 from lowtide.lab import doctor
 from lowtide.lab import verify as verify_module
 from lowtide.lab.synth import synth
@@ -57,7 +57,7 @@ def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter is slow, and has tests of its own."""
-    for module in (routing, cuda):
+    for module in (choice, cuda):
         monkeypatch.setattr(module, "why_no_triton", lambda device: "it is slow")
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from computing import on_this_thread
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,25 +22,24 @@ from lowtide.experts.host_tier import HostTier
 from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import ExpertRegistrar, ExpertRuntime
 from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger
-from lowtide.kernels.products import REFERENCE, Products, choose_products
-from lowtide.kernels.reference import ExpertWeights
+from lowtide.kernels.choice import choose_kernels
+from lowtide.kernels.operands import ExpertWeights
+from lowtide.kernels.reference import REFERENCE, Kernels
 from lowtide.layers import linear as linear_module
 from lowtide.layers.attention import attention
 from lowtide.layers.batch import Batch, Segment
 from lowtide.layers.linear import GatedMLP, Linear
 from lowtide.layers.moe import MoELayer, SigmoidRouter
-from lowtide.layers.norm import rms_norm
-from lowtide.layers.rotary import Rotary, rotate
+from lowtide.layers.rotary import Rotary
 from lowtide.memory.arena import Arena
 from lowtide.memory.kv_cache import KVCache, KVRange, storage_shape
 from lowtide.memory.workspace import Buffers, Registrar, Workspace
 from lowtide.policies.presets import recipe
 from lowtide.policies.recipe import Setting
-from lowtide.threads.executor import Executor, InlineExecutor
+from lowtide.threads.executor import InlineExecutor
 
 FLOATS = [torch.float32, torch.bfloat16]
 STEP = Step(StepKind.DENOISE, 0)
-INLINE: Executor = InlineExecutor()
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -86,7 +86,12 @@ def test_rms_norm_rounds_before_it_scales(
     wide = x.float()
     expected = weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype)
     out = x if in_place else torch.empty_like(x)
-    run(lambda x, weight, out, buffers: rms_norm(x, weight, 1e-6, buffers, out), x, weight, out)
+    run(
+        lambda x, weight, out, buffers: REFERENCE.rms_norm(x, weight, 1e-6, buffers, out),
+        x,
+        weight,
+        out,
+    )
     assert torch.equal(out, expected)
 
 
@@ -96,10 +101,10 @@ def test_rms_norm_of_zeros_is_zero_and_of_a_view_is_right() -> None:
     heads = expected[:, 1:3]
     heads /= (heads.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
     workspace = Workspace(Arena(1 << 16).bytes)
-    rms_norm(qkv[:, 1:3], torch.ones(8), 1e-5, workspace, qkv[:, 1:3])
+    REFERENCE.rms_norm(qkv[:, 1:3], torch.ones(8), 1e-5, workspace, qkv[:, 1:3])
     torch.testing.assert_close(qkv, expected)
     zeros = torch.zeros(2, 8)
-    rms_norm(zeros, torch.ones(8), 1e-5, workspace, zeros)
+    REFERENCE.rms_norm(zeros, torch.ones(8), 1e-5, workspace, zeros)
     assert not zeros.any()
 
 
@@ -108,7 +113,7 @@ def test_rms_norm_of_zeros_is_zero_and_of_a_view_is_right() -> None:
 
 def rotated(x: Tensor, positions: Tensor, dim: int, theta: float, workspace: Buffers) -> None:
     rotation = Rotary(dim, theta, x.device).rotation(positions, x.dtype, workspace)
-    rotate(x, rotation, workspace)
+    REFERENCE.rotate(x, rotation, workspace)
 
 
 @pytest.mark.parametrize("rotary_dim", [2, 8, 16])
@@ -202,7 +207,7 @@ def test_attention_is_block_causal_for_every_segment(
 @pytest.mark.parametrize("window", [0, 20])
 def test_a_decoding_rows_attention_depends_on_its_sequence_alone(window: int) -> None:
     """Compiled: 12 sequences at once, and each by itself; beside the reference's."""
-    compiled = choose_products("auto", torch.bfloat16)
+    compiled = choose_kernels("auto", torch.bfloat16)
     num_rows, heads, kv_heads, head_dim = 12, 4, 2, 16
     query, key, value = (
         randn(num_rows, count, head_dim, seed=seed, dtype=torch.bfloat16)
@@ -218,10 +223,10 @@ def test_a_decoding_rows_attention_depends_on_its_sequence_alone(window: int) ->
         segments.append(Segment(row, row + 1, 10 * row, 1, kv))
     workspace = Workspace(Arena(1 << 20).bytes)
 
-    def attended(chosen: Sequence[Segment], products: Products) -> Tensor:
+    def attended(chosen: Sequence[Segment], kernels: Kernels) -> Tensor:
         out = torch.full_like(query, torch.nan)
-        arguments = (0, query, key, value, chosen, cache, workspace, out)
-        attention(*arguments, window=window, products=products)
+        compute = on_this_thread(workspace, kernels)
+        attention(0, query, key, value, chosen, cache, compute, out, window=window)
         return out
 
     together = attended(segments, compiled)
@@ -242,7 +247,7 @@ def run_attention(
 ) -> None:
     def on(device_cache: KVCache) -> Callable[..., None]:
         return lambda q, k, v, out, buffers: attention(
-            layer, q, k, v, segments, device_cache, buffers, out
+            layer, q, k, v, segments, device_cache, on_this_thread(buffers), out
         )
 
     registrar = Registrar()
@@ -303,7 +308,7 @@ class Threads:
     """An executor with as many threads as a test wants."""
 
     def __init__(self, num_threads: int, pool: ThreadPoolExecutor) -> None:
-        self.num_threads = num_threads
+        self.num_threads = self.num_cores = num_threads
         self._pool = pool
 
     def submit(self, work: Callable[[], None]) -> Future[None]:
@@ -340,7 +345,7 @@ def test_linear_gives_the_same_bits_on_any_number_of_threads(
     out = torch.full((rows, num_features), torch.nan, dtype=dtype)
     # As in a pass: OpenMP would divide one-row products itself, at other features.
     with ThreadPoolExecutor(2, "", torch.set_num_threads, (1,)) as pool:
-        Linear(weight, Threads(num_threads, pool)).forward(x, out)
+        Linear(weight, on_this_thread(executor=Threads(num_threads, pool))).forward(x, out)
     assert torch.equal(out, x @ weight.T)
 
 
@@ -352,7 +357,7 @@ def test_small_products_stay_on_one_thread() -> None:
             raise AssertionError("not worth handing over")
 
     out = torch.empty(3, 64)
-    Linear(torch.ones(64, 8), Refuses()).forward(torch.ones(3, 8), out)
+    Linear(torch.ones(64, 8), on_this_thread(executor=Refuses())).forward(torch.ones(3, 8), out)
     assert bool((out == 8).all())
 
 
@@ -365,7 +370,7 @@ def test_gated_mlp(dtype: torch.dtype) -> None:
     def layer(
         x: Tensor, gate: Tensor, up: Tensor, down: Tensor, out: Tensor, buffers: Buffers
     ) -> None:
-        GatedMLP(ExpertWeights(gate, up, down), INLINE).forward(x, buffers, out)
+        GatedMLP(ExpertWeights(gate, up, down), on_this_thread(buffers)).forward(x, out)
 
     run(layer, x, *weights, out)
     assert torch.equal(out, plain_mlp(x, weights))
@@ -376,6 +381,7 @@ def test_gated_mlp(dtype: torch.dtype) -> None:
 
 def make_router(seed: int, num_experts: int, hidden: int = 12, **changes: object) -> SigmoidRouter:
     settings: dict[str, object] = {
+        "compute": on_this_thread(),
         "weight": randn(num_experts, hidden, seed=seed),
         "bias": randn(num_experts, seed=seed + 1) * 0.3,
         "num_experts_per_token": 2,
@@ -392,7 +398,9 @@ def make_router(seed: int, num_experts: int, hidden: int = 12, **changes: object
 
 def route(router: SigmoidRouter, x: Tensor, segments: Sequence[Segment] = ()) -> Routing:
     result = run(
-        lambda x, weight, bias, buffers: changed(router, weight, bias).route(x, segments, buffers),
+        lambda x, weight, bias, buffers: (
+            changed(router, weight, bias).within(buffers).route(x, segments)
+        ),
         x,
         router.weight,
         router.bias if router.bias is not None else torch.empty(0),
@@ -546,7 +554,7 @@ def test_moe_layer_routes_runs_and_adds_the_shared_expert(
     ledger = SlotLedger(1, 6, num_residents + 2)
     setting = Setting([num_residents], 6, Costs.unknown(1))
     policies = recipe("static").policies_without_device(setting)
-    compute = HostCompute(INLINE, REFERENCE, None, lambda num_tokens, work: work)
+    compute = HostCompute(InlineExecutor(), REFERENCE, None, lambda num_tokens, work: work)
     host = HostTier(slots, ledger, Instant(slots, weights))
     runtime = ExpertRuntime(shape, host, policies, compute)
     runtime.load()
@@ -560,9 +568,10 @@ def test_moe_layer_routes_runs_and_adds_the_shared_expert(
     ) -> None:
         weight, bias, buffers = rest
         experts = ExpertRegistrar(shape) if x.is_meta else runtime
-        shared = GatedMLP(ExpertWeights(gate, up, down), INLINE) if has_shared else None
-        moe = MoELayer(0, changed(router, weight, bias), experts, shared)
-        moe.forward(x, batch, buffers, out)  # type: ignore[arg-type]
+        compute = on_this_thread(buffers)  # type: ignore[arg-type]
+        shared = GatedMLP(ExpertWeights(gate, up, down), compute) if has_shared else None
+        its_router = changed(router, weight, bias).within(compute.workspace)
+        MoELayer(0, its_router, experts, compute, shared).forward(x, batch, out)
 
     assert router.bias is not None
     run(layer, x, out, *weights[6], router.weight, router.bias)

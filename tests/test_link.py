@@ -47,6 +47,7 @@ from lowtide.experts.link import Link
 from lowtide.experts.rows import ExpertBuffers, ExpertRows, HostScratch, Routing
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.experts.slots import SlotLedger, slots_per_device
+from lowtide.kernels.reference import REFERENCE, Kernels
 from lowtide.memory.workspace import Workspace
 from lowtide.policies.decision import Policies
 from lowtide.policies.prefetch import Ahead, Gate, PrefetchOutcome
@@ -193,6 +194,7 @@ class FakeDevice:
 
     name = "fake"
     torch_device = torch.device("cpu")
+    kernels = REFERENCE
 
     def __init__(self, world: World, num_slots: int, number: int) -> None:
         self.num_slots = num_slots
@@ -261,10 +263,8 @@ class FakeDevice:
         return FakeEvent(self._world, task)
 
 
-class WhoseWeights:
+class WhoseWeights(Kernels):
     """The host's products, as on the device: whose weights were found."""
-
-    few_rows = None
 
     def gated_mlp(self, x: Tensor, weights: Tensor, gate: Tensor, up: Tensor, out: Tensor) -> None:
         out[:] = weights
@@ -504,12 +504,11 @@ def make_runtime(
     device = DeviceGroup([FakeDevice(world, share, n) for n, share in enumerate(shares)])
     ledger = SlotLedger(shape.num_layers, shape.num_experts, num_slots, num_devices)
     at_once: Any = FakeAtOnce(world.random, host.slots) if world.random.random() < 0.7 else None
-    products: Any = WhoseWeights()
     return ExpertRuntime(
         shape=shape,
         host=host,
         policies=policies,
-        compute=HostCompute(FakeExecutor(world), products, at_once, device.host_work),
+        compute=HostCompute(FakeExecutor(world), WhoseWeights(), at_once, device.host_work),
         device=DeviceTier(
             device, Link(device, ledger, host, its_costs.link_s, its_costs.num_staging), its_costs
         ),

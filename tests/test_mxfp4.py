@@ -23,7 +23,7 @@ from lowtide.experts.slots import ExpertSlots, SlotLayout
 from lowtide.experts.transfer import DiskTransfer, largest_read_bytes
 from lowtide.families import families
 from lowtide.files.regular_file import RegularFile
-from lowtide.kernels.reference import ClampedWeights
+from lowtide.kernels.operands import ClampedWeights
 from lowtide.lab.safetensors_writer import OutputTensor, SafetensorsWriter
 from lowtide.memory.arena import Arena
 from lowtide.model_folder.checkpoint import Checkpoint

@@ -19,11 +19,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from computing import on_this_thread
 
 import lowtide
 from lowtide.config import ModelConfig
 from lowtide.engine import opening
-from lowtide.kernels.products import REFERENCE, Products
+from lowtide.kernels.reference import REFERENCE, Kernels
 from lowtide.lab.synth import synth
 from lowtide.layers import attention as attention_module
 from lowtide.layers import linear as linear_module
@@ -77,9 +78,16 @@ class Told:
 
         return told
 
-    def products(self) -> Products:
-        multiply, gated_mlp = REFERENCE.multiply, REFERENCE.gated_mlp
-        return Products("telling", self.telling(multiply), self.telling(gated_mlp, EXPERT))
+    def kernels(self) -> Kernels:
+        told = self
+
+        class Telling(Kernels):
+            multiply = staticmethod(told.telling(REFERENCE.multiply))  # type: ignore[assignment]
+            gated_mlp = staticmethod(  # type: ignore[assignment]
+                told.telling(REFERENCE.gated_mlp, EXPERT)
+            )
+
+        return Telling()
 
     def of(self, kind: str) -> dict[str, set[int]]:
         """By thread."""
@@ -92,7 +100,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
     told = Told()
     monkeypatch.setattr(linear_module, "SPLIT_BYTES", 0)
     monkeypatch.setattr(attention_module, "SPLIT_OPERATIONS", 1)
-    monkeypatch.setattr(opening, "choose_products", lambda *_: told.products())
+    monkeypatch.setattr(opening, "choose_kernels", lambda *_: told.kernels())
     for owner, name in (
         (torch, "mm"),
         (torch, "addmm"),
@@ -166,7 +174,7 @@ def test_a_divided_layer_has_the_count_of_a_whole_one(
     executor: HostExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = Told()
-    layer = Linear(torch.ones(128, 8), executor, products=told.products())
+    layer = Linear(torch.ones(128, 8), on_this_thread(None, told.kernels(), executor))
     with executor.in_charge():
         for split_bytes in (0, 1 << 30):
             monkeypatch.setattr(linear_module, "SPLIT_BYTES", split_bytes)

@@ -32,8 +32,9 @@ from lowtide.experts.runtime import ExpertRegistrar, ExpertRuntime
 from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger
 from lowtide.experts.transfer import DiskTransfer, Transfer, largest_read_bytes
 from lowtide.files.regular_file import RegularFile
-from lowtide.kernels.products import Products, choose_products
-from lowtide.kernels.reference import ExpertWeights, combine, gated_mlp, multiply
+from lowtide.kernels.choice import choose_kernels
+from lowtide.kernels.operands import ExpertWeights
+from lowtide.kernels.reference import REFERENCE, Kernels
 from lowtide.memory.arena import Arena
 from lowtide.memory.workspace import Registrar, Workspace
 from lowtide.policies.decision import Policies
@@ -220,7 +221,12 @@ def fill(slots: ExpertSlots, slot: int, weights: ExpertWeights) -> int:
 class Experts:
     """What runs the experts of every rig; some tests have something else do it."""
 
-    product = staticmethod(gated_mlp)
+    product = staticmethod(REFERENCE.gated_mlp)
+
+
+class WatchedKernels(Kernels):
+    def gated_mlp(self, *arguments: Any) -> None:
+        Experts.product(*arguments)
 
 
 class Rig:
@@ -234,7 +240,7 @@ class Rig:
         num_staging: int = NUM_STAGING,
         make_transfer: Callable[[ExpertSlots], Transfer] | None = None,
         executor: Executor | None = None,
-        products: Products | None = None,
+        kernels: Kernels | None = None,
         **disorder: object,
     ) -> None:
         self.capacity = capacity
@@ -249,14 +255,14 @@ class Rig:
         self.policies = make_policies(policy, capacity)
         ledger = SlotLedger(SHAPE.num_layers, SHAPE.num_experts, num_slots)
         executor = executor or InlineExecutor()
-        products = products or Products("test", multiply, lambda *args: Experts.product(*args))
+        kernels = kernels or WatchedKernels()
         self.host = HostTier(self.slots, ledger, self.transfer)
-        at_once = ExpertsAtOnce.of(self.slots, products, executor.num_cores)
+        at_once = ExpertsAtOnce.of(self.slots, kernels, executor.num_cores)
         self.runtime = ExpertRuntime(
             SHAPE,
             self.host,
             self.policies,
-            HostCompute(executor, products, at_once, lambda num_tokens, work: work),
+            HostCompute(executor, kernels, at_once, lambda num_tokens, work: work),
         )
         self.runtime.load()
         self.check()
@@ -343,8 +349,8 @@ def test_compiled_experts_have_the_same_bits_at_once_and_one_by_one(
 ) -> None:
     """A step of few tokens and all experts resident is one call; so are residents of few tokens,
     unless somebody waits for a slot; others run each by itself."""
-    products = choose_products("auto", torch.bfloat16)
-    make = partial(Rig, dtype=torch.bfloat16, executor=executor, products=products)
+    kernels = choose_kernels("auto", torch.bfloat16)
+    make = partial(Rig, dtype=torch.bfloat16, executor=executor, kernels=kernels)
     everything = make("static", [SHAPE.num_experts] * SHAPE.num_layers)
     some = make(policy, capacity)
     for call in make_steps(numbers, torch.bfloat16):
@@ -415,7 +421,7 @@ def test_every_read_is_under_way_before_the_first_resident_runs(
         x: Tensor, weights: ExpertWeights, gate: Tensor, up: Tensor, out: Tensor
     ) -> None:
         events.append("run")
-        gated_mlp(x, weights, gate, up, out)
+        REFERENCE.gated_mlp(x, weights, gate, up, out)
 
     monkeypatch.setattr(rig.transfer, "start", noted_start)
     monkeypatch.setattr(Experts, "product", noted_product)
@@ -512,8 +518,8 @@ def test_an_interrupt_at_any_call_over_several_leaves_a_usable_runtime(
     numbers: list[tuple[int, int, int]], capacity: list[int], policy: str, at: int, is_after: bool
 ) -> None:
     steps = make_steps(numbers, torch.bfloat16)
-    products = choose_products("auto", torch.bfloat16)
-    make = partial(Rig, dtype=torch.bfloat16, executor=POOL, products=products)
+    kernels = choose_kernels("auto", torch.bfloat16)
+    make = partial(Rig, dtype=torch.bfloat16, executor=POOL, kernels=kernels)
     rig, everything = make(policy, capacity), make("static", [SHAPE.num_experts] * SHAPE.num_layers)
     count, run = itertools.count(), ExpertsAtOnce.run
 
@@ -544,7 +550,7 @@ def interrupted_at(number: int) -> Iterator[None]:
         count[0] += 1
         if count[0] > number:
             raise KeyboardInterrupt
-        gated_mlp(x, weights, gate, up, out)
+        REFERENCE.gated_mlp(x, weights, gate, up, out)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Experts, "product", product)
@@ -697,7 +703,7 @@ def test_slots_that_come_free_while_others_are_in_use_read_ahead() -> None:
     def product(x: Tensor, weights: ExpertWeights, gate: Tensor, up: Tensor, out: Tensor) -> None:
         if weights.gate.data_ptr() == rig.slots.weights(0).gate.data_ptr():
             assert has_read_ahead.wait(60)
-        gated_mlp(x, weights, gate, up, out)
+        REFERENCE.gated_mlp(x, weights, gate, up, out)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rig.transfer, "start", noted_start)
@@ -843,7 +849,7 @@ def test_combine_is_a_loop_over_tokens(num_tokens: int, k: int, seed: int) -> No
     weights = torch.rand(num_tokens, k, generator=generator)
     out = torch.full((num_tokens, 8), torch.nan)
     term = torch.empty(num_tokens, 8, dtype=torch.bfloat16)
-    combine(parts, part_of, weights, term, torch.empty(num_tokens, 8), out)
+    REFERENCE.combine(parts, part_of, weights, term, torch.empty(num_tokens, 8), out)
     for token in range(num_tokens):
         expected = torch.zeros(8)
         for j in range(k):

@@ -20,10 +20,11 @@ from lowtide.config.fields import MAX_EXPERTS, Fields
 from lowtide.config.keys import Origin
 from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.families import Family, SynthSize, families, register, unregister
+from lowtide.kernels.operands import HeadNorms
 from lowtide.lab.synth import synth
 from lowtide.layers.linear import GatedMLP
 from lowtide.layers.router import SoftmaxRouter
-from lowtide.layers.self_attention import GroupedAttention, QKNorm
+from lowtide.layers.self_attention import GroupedAttention
 from lowtide.llm import LLM, plan_model
 from lowtide.models.decoder import Decoder
 from lowtide.params import SamplingParams
@@ -87,18 +88,17 @@ class Toy(Decoder):
             self.config,
             self.separate_qkv(layer),
             self.linear(prefix + "o_proj"),
-            QKNorm(*(self.weights[f"{prefix}{part}_norm.weight"] for part in "qk")),
+            HeadNorms(*(self.weights[f"{prefix}{part}_norm.weight"] for part in "qk")),
             self.kv_cache,
-            self.executor,
-            self.products,
+            self.compute,
         )
 
     def router(self, layer: int) -> SoftmaxRouter:
         return SoftmaxRouter(
+            self.compute,
             weight=self.weights[f"model.layers.{layer}.mlp.gate.weight"],
             num_experts_per_token=self.config.moe.num_experts_per_token,
             normalise=True,
-            products=self.products,
         )
 
     def shared_expert(self, layer: int) -> tuple[GatedMLP | None, Tensor | None]:

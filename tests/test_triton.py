@@ -18,8 +18,9 @@ from torch import Tensor
 
 from lowtide.core import MoEShape
 from lowtide.experts.slots import SlotLayout
-from lowtide.kernels import reference, triton_experts, triton_routing
-from lowtide.kernels.reference import ExpertWeights
+from lowtide.kernels import triton_experts, triton_routing
+from lowtide.kernels.operands import ExpertWeights
+from lowtide.kernels.reference import REFERENCE
 
 # Of the largest output.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -70,7 +71,7 @@ class Case:
         for slot in self.slots:
             slot.copy_(torch.randn(num_elements, generator=on_device, device=device))
         self.slots.mul_(hidden**-0.5)
-        self.rows = reference.sort_pairs(routing(size, device), num_experts)
+        self.rows = REFERENCE.sort_pairs(routing(size, device), num_experts)
         self.num_experts = num_experts
         x = torch.randn(num_tokens, hidden, generator=generator).to(device, dtype)
         self.inputs = x[self.rows.token_of]
@@ -88,7 +89,7 @@ class Case:
             start, stop = stop, stop + count
             if slot >= 0 and count:
                 one, gate = parts[start:stop], self.gate[start:stop]
-                reference.gated_mlp(one, self.weights(slot), gate, up[start:stop], one)
+                REFERENCE.gated_mlp(one, self.weights(slot), gate, up[start:stop], one)
         return parts
 
     def weights(self, slot: int) -> ExpertWeights:
@@ -140,7 +141,7 @@ def check_gated_mlps(size: Size, dtype: torch.dtype, device: str) -> None:
 
 def check_routing(size: Size, device: str) -> None:
     experts = routing(size, device, seed=2)
-    plain = reference.sort_pairs(experts, size.num_experts)
+    plain = REFERENCE.sort_pairs(experts, size.num_experts)
     for one, other in zip(triton_routing.sort_pairs(experts, size.num_experts), plain, strict=True):
         assert one.dtype == other.dtype and torch.equal(one, other)
     generator = torch.Generator().manual_seed(3)
@@ -149,7 +150,7 @@ def check_routing(size: Size, device: str) -> None:
         weights = torch.rand(experts.shape, generator=generator).to(device)
         sums = torch.empty((2, size.num_tokens, size.hidden), device=device)
         term = torch.empty((size.num_tokens, size.hidden), dtype=dtype, device=device)
-        reference.combine(parts, plain.part_of, weights, term, term.float(), sums[0])
+        REFERENCE.combine(parts, plain.part_of, weights, term, term.float(), sums[0])
         triton_routing.combine(parts, plain.part_of, weights, sums[1])
         assert torch.equal(sums[0], sums[1])
 
@@ -158,7 +159,7 @@ def check_top_experts(size: Size, device: str) -> None:
     generator = torch.Generator().manual_seed(4)
     rank = torch.rand(size.num_tokens, size.num_experts, generator=generator).to(device)
     chosen = triton_routing.top_experts(rank, size.k)
-    assert torch.equal(chosen, reference.top_experts(rank, size.k))
+    assert torch.equal(chosen, REFERENCE.top_experts(rank, size.k))
     # Ties, forbidden experts and broken numbers: any k of the best, each once, in order.
     rank[:, ::2] = 0.5
     rank[::3, 1:] = -torch.inf

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -12,11 +9,14 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
+from computing import on_this_thread
 from torch import Tensor
 
-from lowtide.experts.rows import Routing
-from lowtide.kernels import triton_routing, triton_rows
-from lowtide.layers import norm, rotary, router
+from lowtide.kernels import triton_routing
+from lowtide.kernels.operands import HeadNorms
+from lowtide.kernels.reference import Kernels
+from lowtide.kernels.triton_kernels import TritonKernels
+from lowtide.layers.rotary import Rotary
 from lowtide.layers.router import SigmoidRouter, SoftmaxRouter
 from lowtide.memory.workspace import Workspace
 
@@ -32,21 +32,14 @@ def workspace(device: str) -> Workspace:
     return Workspace(torch.empty(128 << 20, dtype=torch.uint8, device=device))
 
 
-@contextmanager
-def kernels(is_triton: bool) -> Iterator[None]:
-    """Layers computed by Triton, or by torch with the one order of equal ranks that Triton has."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (norm, rotary, router):
-            patch.setattr(module, "is_for_triton", lambda tensor: is_triton)
-        patch.setattr(router, "top_experts", triton_routing.top_experts)
-        yield
+class OneOrder(Kernels):
+    """Plain, with the one order of equal ranks that Triton has."""
+
+    def top_experts(self, rank: Tensor, num_chosen: int) -> Tensor:
+        return triton_routing.top_experts(rank, num_chosen)
 
 
-def plain_and_triton(layer: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-    with kernels(is_triton=False):
-        plain = layer()
-    with kernels(is_triton=True):
-        return plain, layer()
+PLAIN, TRITON = OneOrder(), TritonKernels()
 
 
 def is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
@@ -66,16 +59,15 @@ def check_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> N
     for weight_dtype in (dtype, torch.float32):
         weight = randn(shape[-1], seed=1, device=device, dtype=weight_dtype)
 
-        def layer(weight: Tensor = weight) -> Tensor:
+        def layer(kernels: Kernels, weight: Tensor = weight) -> Tensor:
             out = torch.empty_like(x)
-            norm.rms_norm(x, weight, 1e-5, workspace(device), out)
+            kernels.rms_norm(x, weight, 1e-5, workspace(device), out)
             return out
 
-        plain, found = plain_and_triton(layer)
+        plain, found = layer(PLAIN), layer(TRITON)
         assert is_close(found.float(), plain.float(), TOLERANCE[dtype])
         in_place = x.clone()
-        with kernels(is_triton=True):
-            norm.rms_norm(in_place, weight, 1e-5, workspace(device), in_place)
+        TRITON.rms_norm(in_place, weight, 1e-5, workspace(device), in_place)
         assert torch.equal(in_place, found)
 
 
@@ -108,22 +100,22 @@ LARGE_TURNS = [Turn(32, 20, 128, 64), Turn(517, 36, 128, 128), Turn(33, 128, 192
 
 def check_rotations(turn: Turn, dtype: torch.dtype, device: str) -> None:
     shape = (turn.rows, turn.heads, turn.head_dim)
-    angles = rotary.Rotary(turn.rotary_dim, 1e4, torch.device(device))
+    angles = Rotary(turn.rotary_dim, 1e4, torch.device(device))
     positions = 37 * torch.arange(turn.rows, device=device)
 
-    def rotated(is_interleaved: bool) -> Tensor:
+    def rotated(kernels: Kernels, is_interleaved: bool) -> Tensor:
         x = randn(*shape, seed=0, device=device, dtype=dtype)
         buffers = workspace(device)
         if is_interleaved:
             rotation = angles.rotation(positions, torch.float32, buffers)
             # The last dimensions of each head, as a latent's are.
-            rotary.rotate_pairs(x[..., -turn.rotary_dim :], rotation, buffers)
+            kernels.rotate_pairs(x[..., -turn.rotary_dim :], rotation, buffers)
         else:
-            rotary.rotate(x, angles.rotation(positions, dtype, buffers), buffers)
+            kernels.rotate(x, angles.rotation(positions, dtype, buffers), buffers)
         return x
 
     for is_interleaved in (False, True):
-        plain, found = plain_and_triton(partial(rotated, is_interleaved))
+        plain, found = (rotated(kernels, is_interleaved) for kernels in (PLAIN, TRITON))
         if dtype == torch.bfloat16 and device == "cpu":
             assert is_close(found.float(), plain.float(), TOLERANCE[dtype])
         else:
@@ -133,19 +125,16 @@ def check_rotations(turn: Turn, dtype: torch.dtype, device: str) -> None:
 def check_normalised_and_rotated(turn: Turn, dtype: torch.dtype, device: str) -> None:
     """As the norm and the rotation that it stands for, queries' and keys' weights apart."""
     num_queries = 2 * turn.heads // 3
-    weights = [randn(turn.head_dim, seed=seed, device=device, dtype=dtype) for seed in (1, 2)]
-    angles, buffers = rotary.Rotary(turn.rotary_dim, 1e4, torch.device(device)), workspace(device)
+    norms = HeadNorms(
+        *(randn(turn.head_dim, seed=seed, device=device, dtype=dtype) for seed in (1, 2))
+    )
+    angles, buffers = Rotary(turn.rotary_dim, 1e4, torch.device(device)), workspace(device)
     rotation = angles.rotation(37 * torch.arange(turn.rows, device=device), dtype, buffers)
     # Values lie beside them, and stay.
     qkv = randn(turn.rows, turn.heads + 1, turn.head_dim, seed=0, device=device, dtype=dtype)
     expected = qkv.clone()
-    with kernels(is_triton=False):
-        for heads, weight in zip(
-            (slice(num_queries), slice(num_queries, -1)), weights, strict=True
-        ):
-            norm.rms_norm(expected[:, heads], weight, 1e-5, buffers, expected[:, heads])
-        rotary.rotate(expected[:, :-1], rotation, buffers)
-    triton_rows.normalise_and_rotate(qkv[:, :-1], num_queries, *weights, 1e-5, *rotation)
+    for kernels, x in ((PLAIN, expected), (TRITON, qkv)):
+        kernels.normalise_and_rotate(x[:, :-1], num_queries, norms, 1e-5, rotation, buffers)
     assert is_close(qkv.float(), expected.float(), TOLERANCE[dtype])
 
 
@@ -193,33 +182,32 @@ LARGE_CHOICES = [Choices(4096, 256, 8, 8, 4), Choices(517, 160, 6, 8, 3), Choice
 HIDDEN = 16
 
 
-def routers(choices: Choices, device: str) -> list[tuple[SigmoidRouter | SoftmaxRouter, Tensor]]:
+def routers(
+    choices: Choices, device: str, kernels: Kernels
+) -> list[tuple[SigmoidRouter | SoftmaxRouter, Tensor]]:
     """With inputs of the dtype that each is used with."""
     _, num_experts, k, num_groups, num_kept = choices
+    compute = on_this_thread(workspace(device), kernels)
     weight = randn(num_experts, HIDDEN, seed=1, device=device)
     bias = 0.3 * randn(num_experts, seed=2, device=device)
     x = randn(choices.num_tokens, HIDDEN, seed=3, device=device)
     groups = (num_groups, num_kept)
     found: list[tuple[SigmoidRouter | SoftmaxRouter, Tensor]] = [
-        (SigmoidRouter(weight, bias, k, *groups, 0, 1, True, 2.5), x.half()),
-        (SigmoidRouter(weight, None, k, *groups, 0, 1, False, 1.0), x),
-        (SoftmaxRouter(weight, k, False, False, *groups, scaling_factor=16.0), x.half()),
+        (SigmoidRouter(compute, weight, bias, k, *groups, 0, 1, True, 2.5), x.half()),
+        (SigmoidRouter(compute, weight, None, k, *groups, 0, 1, False, 1.0), x),
+        (SoftmaxRouter(compute, weight, k, False, False, *groups, scaling_factor=16.0), x.half()),
     ]
     if num_groups == 1:  # equal logits are common in narrow types, and torch has any of them first
-        found.append((SoftmaxRouter(weight.half(), k, True, rounds_weights=True), x.half()))
+        found.append(
+            (SoftmaxRouter(compute, weight.half(), k, True, rounds_weights=True), x.half())
+        )
     return found
 
 
 def check_routers(choices: Choices, device: str) -> None:
-    for one, x in routers(choices, device):
-
-        def route(one: SigmoidRouter | SoftmaxRouter = one, x: Tensor = x) -> Routing:
-            return one.route(x, [], workspace(device))
-
-        with kernels(is_triton=False):
-            plain = route()
-        with kernels(is_triton=True):
-            found = route()
+    both = (routers(choices, device, kernels) for kernels in (PLAIN, TRITON))
+    for (plain_one, x), (one, _) in zip(*both, strict=True):
+        plain, found = plain_one.route(x, []), one.route(x, [])
         # Of thousands of tokens some have ranks that differ by less than their rounding.
         is_same = (found.experts == plain.experts).all(1)
         assert (~is_same).sum() <= choices.num_tokens // 200
@@ -233,12 +221,11 @@ def check_routers(choices: Choices, device: str) -> None:
 def check_ties(choices: Choices, device: str) -> None:
     """Equal ranks, also those of what is not a number: the first groups' first experts."""
     first = torch.arange(choices.k, device=device).expand(choices.num_tokens, -1)
-    for one, x in routers(choices, device):
+    for one, x in routers(choices, device, TRITON):
         if isinstance(one, SigmoidRouter) and one.bias is not None:
             continue
         for value in (0.0, torch.nan):
-            with kernels(is_triton=True):
-                found = one.route(torch.full_like(x, value), [], workspace(device))
+            found = one.route(torch.full_like(x, value), [])
             assert torch.equal(found.experts, first)
             assert bool(found.weights.isnan().all()) == (value != value)
 

@@ -16,7 +16,9 @@ from late_cuda import late_cuda
 
 from lowtide.core import Costs, Curve
 from lowtide.engine import device as device_engine
-from lowtide.kernels import routing, triton_routing, triton_rows
+from lowtide.kernels import triton_routing, triton_rows
+from lowtide.kernels.reference import Kernels
+from lowtide.kernels.triton_kernels import TritonKernels
 from lowtide.lab.synth import synth
 from lowtide.llm import LLM
 
@@ -38,7 +40,8 @@ def test_layers_in_triton_say_the_same(
     curve = Curve([(1, 1e-4), (512, 1e-3)])
     stored = SimpleNamespace(costs=Costs(1, 2e-4, curve, curve, curve, 1e-5))
     monkeypatch.setattr(device_engine, "stored_or_measured", lambda key, measure: stored)
-    monkeypatch.setattr(routing, "is_for_triton", lambda tensor: False)  # the layers know theirs
+    for name in ("sort_pairs", "combine", "top_experts"):
+        monkeypatch.setattr(TritonKernels, name, getattr(Kernels, name))
     folder, ids = synth(family, "tiny", tmp_path / "model", seed=5), [7, 3]
     options: dict[str, Any] = {"context": 16, "dtype": "float32", "kernels": "reference"}
     with LLM(folder, device="cpu", **options) as llm:

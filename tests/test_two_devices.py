@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from test_cuda_device import HostExperts
 from test_cuda_device import make_device as make_cuda_device
 from test_emulated import LAYOUT, group, make_experts, make_layer, spans_of, speeds
-from test_hybrid import FAST, Case, presets, refuse, runtime_of, shares, tier_of
+from test_hybrid import FAST, Case, presets, refuse, shares, tier_of
 
 from lowtide.devices.emulated import COMPUTE, LINK, EmulatedDevice, Span, num_emulated_devices
 from lowtide.devices.group import DeviceGroup
@@ -26,6 +26,7 @@ from lowtide.engine import device as device_engine
 from lowtide.errors import DeviceError, PlanError, UnsupportedError, UsageError
 from lowtide.experts.device import Device
 from lowtide.experts.slots import slots_per_device
+from lowtide.kernels.reference import Kernels
 from lowtide.llm import LLM
 from lowtide.memory.arena import Arena
 from lowtide.policies.presets import fetches_all, preset_names
@@ -152,8 +153,9 @@ def test_a_failing_copy_to_the_second(
 def test_a_failing_second_device(diffusion: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     with diffusion.open("lru", 0.3, device_options=TWO) as llm:
         with monkeypatch.context() as patch:
-            broken = runtime_of(llm).compute.products._replace(gated_mlp=refuse)
-            patch.setattr(devices_of(llm)[1], "_products", broken)
+            broken = Kernels()
+            patch.setattr(broken, "gated_mlp", refuse)
+            patch.setattr(devices_of(llm)[1], "kernels", broken)
             with pytest.raises(DeviceError, match=f"{COMPUTE}-2 failed: on purpose"):
                 diffusion.answer(llm)
         diffusion.check(llm)

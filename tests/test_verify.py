@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from lowtide.cli.app import app
-from lowtide.experts import runtime
 from lowtide.experts.device_tier import DeviceTier
+from lowtide.kernels.reference import Kernels
 from lowtide.lab import verify as verify_module
 from lowtide.lab.verify import SHARES, Verdict, verify
 from lowtide.policies.presets import lossless_presets
@@ -37,22 +36,22 @@ def test_every_preset_gives_the_same_bits_at_every_budget_on_every_device() -> N
     assert least.host_budget_bytes < verdicts[-1].host_budget_bytes  # half of them on disk
 
 
-def disturb(monkeypatch: pytest.MonkeyPatch, module: Any, call: int) -> None:
+def disturb(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
     """One combination of a layer's experts goes wrong."""
-    num_calls, combine = 0, module.combine
+    num_calls, combine = 0, Kernels.combine
 
-    def disturbed(parts: Tensor, part_of: Tensor, weights: Tensor, *rest: Tensor) -> None:
+    def disturbed(self: Kernels, *arguments: Tensor) -> None:
         nonlocal num_calls
-        combine(parts, part_of, weights, *rest)
+        combine(self, *arguments)
         num_calls += 1
         if num_calls == call:
-            rest[-1].add_(1.0)
+            arguments[-1].add_(1.0)
 
-    monkeypatch.setattr(module, "combine", disturbed)
+    monkeypatch.setattr(Kernels, "combine", disturbed)
 
 
 def test_a_broken_promise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    disturb(monkeypatch, runtime, call=2)  # in the reference's pass over the prompt
+    disturb(monkeypatch, call=2)  # in the reference's pass over the prompt
     verdicts = verify(MODEL, prompt=[1, 2, 3], max_tokens=1, context=128, device="cpu")
     assert {verdict.first_layer for verdict in verdicts} == {1}
     assert not any(verdict.is_same for verdict in verdicts)
@@ -60,7 +59,7 @@ def test_a_broken_promise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_broken_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum after the third layer that the device ran a share of."""
-    num_layers, finish, combine = 0, DeviceTier.finish, runtime.combine
+    num_layers, finish, combine = 0, DeviceTier.finish, Kernels.combine
     is_due = False
 
     def counted(tier: DeviceTier, num_rows: int) -> None:
@@ -69,15 +68,15 @@ def test_a_broken_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         num_layers += 1
         is_due = num_layers == 3
 
-    def disturbed(parts: Tensor, part_of: Tensor, weights: Tensor, *rest: Tensor) -> None:
+    def disturbed(self: Kernels, *arguments: Tensor) -> None:
         nonlocal is_due
-        combine(parts, part_of, weights, *rest)
+        combine(self, *arguments)
         if is_due:
-            rest[-1].add_(1.0)
+            arguments[-1].add_(1.0)
             is_due = False
 
     monkeypatch.setattr(DeviceTier, "finish", counted)
-    monkeypatch.setattr(runtime, "combine", disturbed)
+    monkeypatch.setattr(Kernels, "combine", disturbed)
     verdicts = verify(MODEL, prompt=[1, 2, 3], max_tokens=1, context=128, device="emulated")
     broken = [verdict for verdict in verdicts if not verdict.is_same]
     assert [(verdict.device, verdict.first_layer) for verdict in broken] == [("emulated", 2)]

@@ -143,7 +143,7 @@ def device_options(model: Model) -> dict[str, str]:
     """
     opened = open_model(model.reference, EngineConfig(device="emulated", **model.options))
     layout = opened.slot_layout
-    core_s = measure_device_s(layout, opened.config.moe_shape, opened.products).at(1)
+    core_s = measure_device_s(layout, opened.config.moe_shape, opened.kernels).at(1)
     slowdown = max(SLOWDOWN, _LEAST_EXPERT_S / core_s)
     costs = load_profile(PROFILE).costs(published(FAMILY))
     link_s = costs.link_s / costs.device_s.at(1) * core_s * slowdown

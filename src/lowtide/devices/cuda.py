@@ -22,8 +22,9 @@ from lowtide.errors import InternalError
 from lowtide.experts.device import ExpertGroup
 from lowtide.experts.rows import ExpertBuffers, ExpertRows
 from lowtide.experts.slots import SlotLayout
-from lowtide.kernels.reference import ClampedWeights, ExpertWeights, gated_mlp
-from lowtide.kernels.routing import why_no_triton
+from lowtide.kernels.choice import choose_kernels, why_no_triton
+from lowtide.kernels.operands import ClampedWeights, ExpertWeights
+from lowtide.kernels.reference import REFERENCE
 from lowtide.memory.cuda_streams import (
     CudaEvent,
     CudaStreams,
@@ -93,6 +94,7 @@ class CudaDevice:
         self._streams = CudaStreams() if streams is None else streams
         self.torch_device = self._streams.torch_device
         self.num_slots = num_slots
+        self.kernels = choose_kernels(kernels, layout.dtype, self.torch_device)
         self._pinned = pinned
         self._piece_bytes = _piece_bytes(layout)
         self._is_closed = False
@@ -283,7 +285,7 @@ class ReferenceExperts:
             pairs = rows.pairs(expert)
             if pairs.start < pairs.stop:
                 parts, gate, up = (buffer[pairs] for buffer in buffers[:3])
-                gated_mlp(parts, self._weights(slot), gate, up, parts)
+                REFERENCE.gated_mlp(parts, self._weights(slot), gate, up, parts)
 
     def place(self, host_parts: Tensor, experts: IntArray, rows: ExpertRows, parts: Tensor) -> None:
         for expert in experts.tolist():

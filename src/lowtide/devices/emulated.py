@@ -29,8 +29,8 @@ from lowtide.experts.at_once import ExpertsAtOnce
 from lowtide.experts.device import ExpertGroup
 from lowtide.experts.rows import ExpertBuffers, ExpertRows
 from lowtide.experts.slots import ExpertSlots, SlotLayout
-from lowtide.kernels.products import REFERENCE, Products
-from lowtide.kernels.reference import ClampedWeights, ExpertWeights
+from lowtide.kernels.operands import ClampedWeights, ExpertWeights
+from lowtide.kernels.reference import REFERENCE, Kernels
 from lowtide.memory.arena import Arena
 from lowtide.profiles import load_profile
 from lowtide.threads.event import Event
@@ -137,7 +137,7 @@ def emulated_speeds(
     layout: SlotLayout,
     shape: MoEShape,
     dtype: torch.dtype,
-    products: Products = REFERENCE,
+    kernels: Kernels = REFERENCE,
     cores_per_expert: int = 1,
 ) -> EmulatedSpeeds:
     """Speeds for a model's experts: the device's measured here, the rest by the profile's ratios.
@@ -150,7 +150,7 @@ def emulated_speeds(
     """
     given = check_emulated_options(options)
     device_slowdown = given.get("device_slowdown", 1.0)
-    core_s = measure_device_s(layout, shape, products, cores_per_expert)
+    core_s = measure_device_s(layout, shape, kernels, cores_per_expert)
     device_s = core_s.scaled(device_slowdown)
     profile = load_profile(_PROFILE)
     costs = profile.costs(shape, dtype.itemsize)
@@ -176,7 +176,7 @@ def emulated_speeds(
 def measure_device_s(
     layout: SlotLayout,
     shape: MoEShape,
-    products: Products = REFERENCE,
+    kernels: Kernels = REFERENCE,
     cores_per_expert: int = 1,
 ) -> Curve:
     """Seconds of one expert's gated MLP on one compute thread, by tokens: 1, 2, 4 and so on.
@@ -191,11 +191,11 @@ def measure_device_s(
     experts = _cold_experts(part)
     with process_threads_kept(), torch.inference_mode():
         set_cores_per_product(cores_per_expert)
-        counts = _affordable_counts(experts, products)
+        counts = _affordable_counts(experts, kernels)
         rounds: list[list[float]] = []
         end_s = perf_counter() + _MEASURE_S
         while len(rounds) < _MIN_ROUNDS or perf_counter() < end_s:
-            rounds.append([_mlp_s(num_tokens, experts, products) for num_tokens in counts])
+            rounds.append([_mlp_s(num_tokens, experts, kernels) for num_tokens in counts])
     seconds = np.median(rounds, axis=0) * (shape.expert_size / width)
     # What took longer than more tokens did was held up by something.
     seconds = np.minimum.accumulate(seconds[::-1])[::-1]
@@ -211,7 +211,7 @@ def _cold_experts(layout: SlotLayout) -> Iterator[_Weights]:
     return itertools.cycle([slots.weights(i) for i in range(num_experts)])
 
 
-def _affordable_counts(experts: Iterator[_Weights], products: Products) -> list[int]:
+def _affordable_counts(experts: Iterator[_Weights], kernels: Kernels) -> list[int]:
     """Token counts, at least two, of which the least number of rounds fits into the time."""
     counts: list[int] = []
     num_tokens, round_s, last_s = 1, 0.0, 0.0
@@ -219,15 +219,15 @@ def _affordable_counts(experts: Iterator[_Weights], products: Products) -> list[
         len(counts) < 2 or round_s + 2 * last_s < _MEASURE_S / _MIN_ROUNDS
     ):
         # The first product of its size does more than compute.
-        _mlp_s(num_tokens, experts, products)
-        last_s = _mlp_s(num_tokens, experts, products)
+        _mlp_s(num_tokens, experts, kernels)
+        last_s = _mlp_s(num_tokens, experts, kernels)
         round_s += last_s
         counts.append(num_tokens)
         num_tokens *= 2
     return counts
 
 
-def _mlp_s(num_tokens: int, experts: Iterator[_Weights], products: Products) -> float:
+def _mlp_s(num_tokens: int, experts: Iterator[_Weights], kernels: Kernels) -> float:
     """Seconds of the next expert's products, by the thread's clock: others use the core too."""
     weights = next(experts)
     (width, hidden), dtype = weights.gate.shape, weights.gate.dtype
@@ -235,7 +235,7 @@ def _mlp_s(num_tokens: int, experts: Iterator[_Weights], products: Products) -> 
         torch.full((num_tokens, size), 0.01, dtype=dtype) for size in (hidden, hidden, width, width)
     )
     start_s = thread_time()
-    products.gated_mlp(x, weights, gate, up, out)
+    kernels.gated_mlp(x, weights, gate, up, out)
     return thread_time() - start_s
 
 
@@ -265,7 +265,7 @@ class EmulatedDevice:
         layout: SlotLayout,
         num_slots: int,
         speeds: EmulatedSpeeds,
-        products: Products = REFERENCE,
+        kernels: Kernels = REFERENCE,
         number: int = 1,
         cores_per_expert: int = 1,
     ) -> None:
@@ -273,10 +273,10 @@ class EmulatedDevice:
         cores_per_expert: the host's, so that an expert has the same bits on either side."""
         self.num_slots = num_slots
         self.speeds = speeds
-        self._products = products
+        self.kernels = kernels
         self.timeline: list[Span] | None = None
         self._slots = ExpertSlots(arena, layout)
-        self._at_once = ExpertsAtOnce.of(self._slots, products, num_threads=1)
+        self._at_once = ExpertsAtOnce.of(self._slots, kernels, num_threads=1)
         self._is_closing = threading.Event()
         self._link_pace, self._compute_pace, self._host_pace = (
             _Pace(self._is_closing) for _ in range(3)
@@ -381,7 +381,7 @@ class EmulatedDevice:
             pairs = slice(first, first + num_pairs)
             parts = buffers.parts[pairs]  # an expert's outputs replace its inputs
             weights = self._slots.weights(slot)
-            self._products.gated_mlp(parts, weights, buffers.gate[pairs], buffers.up[pairs], parts)
+            self.kernels.gated_mlp(parts, weights, buffers.gate[pairs], buffers.up[pairs], parts)
 
     def _note(self, stream: str, name: str, start_s: float, end_s: float) -> None:
         if self.timeline is not None:

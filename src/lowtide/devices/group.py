@@ -32,6 +32,7 @@ class DeviceGroup:
         self._first = devices[0]
         self.name = self._first.name
         self.torch_device = self._first.torch_device
+        self.kernels = self._first.kernels
         *self._starts, self.num_slots = accumulate((d.num_slots for d in devices), initial=0)
 
     def describe(self) -> str:

@@ -27,7 +27,7 @@ from lowtide.experts.slots import SlotLayout, slots_per_device
 from lowtide.hardware.machine import this_machine
 from lowtide.hardware.measure import Measured, measure_costs
 from lowtide.hardware.store import CostKey, stored_or_measured
-from lowtide.kernels.products import Products
+from lowtide.kernels.reference import Kernels
 from lowtide.memory.arena import Arena
 from lowtide.memory.pinned import PinnedMemory
 from lowtide.schemas import ExpertTable
@@ -66,11 +66,11 @@ def resolve_device(name: str) -> str:
 
 
 class DeviceOptions(NamedTuple):
-    """What a user says of the device, and what the host beside it multiplies with."""
+    """What a user says of the device, and what the host beside it computes with."""
 
     options: Mapping[str, str]  # of an emulated one
     kernels: str
-    products: Products
+    host_kernels: Kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +114,17 @@ def open_device(
 ) -> OpenDevice:
     if plan.device == "cuda":
         return _open_cuda(source, tier, machine, executor)
-    layout, products = source.layout, machine.products
+    layout, kernels = source.layout, machine.host_kernels
     cores_per_expert = executor.cores_per_expert
     speeds = emulated_speeds(
-        machine.options, layout, source.shape, layout.dtype, products, cores_per_expert
+        machine.options, layout, source.shape, layout.dtype, kernels, cores_per_expert
     )
     num_devices = num_emulated_devices(machine.options)
     shares = slots_per_device(tier.num_slots, num_devices)
     arenas = [Arena(num_slots * layout.num_bytes) for num_slots in shares]
     group = DeviceGroup(
         [
-            EmulatedDevice(arena, layout, num_slots, speeds, products, number, cores_per_expert)
+            EmulatedDevice(arena, layout, num_slots, speeds, kernels, number, cores_per_expert)
             for number, (arena, num_slots) in enumerate(zip(arenas, shares, strict=True), 1)
         ]
     )
@@ -167,7 +167,7 @@ def _open_cuda(
                 source.layer_bytes,
                 device=measured,
                 make_arena=pinned.make_arena,
-                products=machine.products,
+                kernels=machine.host_kernels,
             )
 
     with ExitStack() as undo:
@@ -179,7 +179,7 @@ def _open_cuda(
             layout,
             source.layer_bytes,
             device=f"cuda, {machine.kernels} kernels",  # as `lowtide doctor` stores it
-            products=machine.products.name,
+            products=machine.host_kernels.name,
         )
         costs = stored_or_measured(key, measure).costs
         close = undo.pop_all().close

@@ -20,7 +20,7 @@ from lowtide.experts.rows import HostScratch
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.experts.slots import ExpertSlots, SlotLedger
 from lowtide.experts.transfer import DiskTransfer
-from lowtide.kernels.products import Products
+from lowtide.kernels.reference import Kernels
 from lowtide.memory.arena import Arena
 from lowtide.policies.presets import recipe
 from lowtide.policies.recipe import Setting
@@ -42,19 +42,19 @@ def load_experts(
 
     Raises StorageError, DeviceError, or PlanError when the policy needs more than the plan has.
     """
-    source, products = expert_source(opened), opened.products
+    source, kernels = expert_source(opened), opened.kernels
     with ExitStack() as undo:
         if plan.gpu is None:
             host = _host_tier(source, plan, Arena, reader)
-            compute, device, scratch = _host_compute(host, products, executor), None, None
+            compute, device, scratch = _host_compute(host, kernels, executor), None, None
         else:
-            options = DeviceOptions(opened.options.device_options, opened.options.kernels, products)
+            options = DeviceOptions(opened.options.device_options, opened.options.kernels, kernels)
             made = open_device(source, plan, plan.gpu, options, executor)
             undo.callback(made.close)
             host = _host_tier(source, plan, made.make_arena, reader)
             if host.is_permanent:
                 host.load_all(progress)
-            compute = _host_compute(host, products, executor, made)
+            compute = _host_compute(host, kernels, executor, made)
             device, scratch = _device_tier(source, plan, plan.gpu, made, host), _scratch(source)
         policies = make_engine_policies(
             opened, plan, calibration, host, device, executor.cores_per_expert
@@ -97,12 +97,12 @@ def _device_tier(
 
 
 def _host_compute(
-    host: HostTier, products: Products, executor: Executor, made: OpenDevice | None = None
+    host: HostTier, kernels: Kernels, executor: Executor, made: OpenDevice | None = None
 ) -> HostCompute:
     num_cores = executor.num_cores if made is None else cores_beside_device(executor)
-    at_once = ExpertsAtOnce.of(host.slots, products, num_cores)
+    at_once = ExpertsAtOnce.of(host.slots, kernels, num_cores)
     return HostCompute(
-        executor, products, at_once, _unpaced if made is None else made.device.host_work
+        executor, kernels, at_once, _unpaced if made is None else made.device.host_work
     )
 
 

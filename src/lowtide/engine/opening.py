@@ -20,7 +20,8 @@ from lowtide.engine.device import (
 from lowtide.errors import CheckpointError, UnsupportedError, UsageError
 from lowtide.experts.slots import SlotLayout
 from lowtide.families import families
-from lowtide.kernels.products import Products, choose_products
+from lowtide.kernels.choice import HOST, choose_kernels
+from lowtide.kernels.reference import Kernels
 from lowtide.memory.kv_cache import storage_shape
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.model_folder.hub import has_weights, resolve_model
@@ -155,9 +156,12 @@ class OpenModel:
         )
 
     @property
-    def products(self) -> Products:
-        """The host's products; the first use of compiled ones in a process loads them."""
-        return choose_products(self.options.kernels, self.dtype)
+    def kernels(self) -> Kernels:
+        """The host's kernels; the first use of compiled ones in a process loads them."""
+        return self.kernels_on(HOST)
+
+    def kernels_on(self, device: torch.device) -> Kernels:
+        return choose_kernels(self.options.kernels, self.dtype, device)
 
     @property
     def kv_shape(self) -> tuple[int, int, int, int, int]:

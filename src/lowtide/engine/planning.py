@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 
 import torch
 
+from lowtide.compute import Compute
 from lowtide.config import format_size, parse_size
 from lowtide.core import MemoryPlan, Step, StepKind
 from lowtide.decode.block_diffusion import LOGIT_ROWS
@@ -27,6 +28,7 @@ from lowtide.families import families
 from lowtide.hardware import available_memory_bytes, resident_bytes, total_memory_bytes
 from lowtide.hardware.measure import layer_dense_bytes
 from lowtide.kernels.library_cache import library_cache_bytes, limit_library_cache
+from lowtide.kernels.reference import REFERENCE
 from lowtide.layers.batch import Batch, KVRange, Segment
 from lowtide.memory.budget import DeviceNeeds, Needs, spend
 from lowtide.memory.cuda_streams import free_memory_bytes
@@ -176,9 +178,9 @@ def register(opened: OpenModel) -> Registrar:
     kv_shape[3] = max(kv_shape[3], MAX_PASS_ROWS)
     kv_cache = KVCache(torch.empty(kv_shape, dtype=opened.dtype, device="meta"))
     experts = ExpertRegistrar(config.moe_shape)
-    model = families()[config.family].model()(
-        config, opened.dense.meta(), experts, kv_cache, registrar, InlineExecutor()
-    )
+    compute = Compute(InlineExecutor(), REFERENCE, registrar, torch.device("meta"))
+    model_class = families()[config.family].model()
+    model = model_class(config, opened.dense.meta(), experts, kv_cache, compute)
     rows = torch.empty(MAX_PASS_ROWS, dtype=torch.int64, device="meta")
     # Causal, or one block of all rows, at the end of the cache: no other attention needs more.
     first_position = kv_shape[3] - MAX_PASS_ROWS

@@ -171,7 +171,7 @@ def _route(router: Router) -> Route:
     """A router by itself, for a guess: without the windows that tokens of a block share."""
     if isinstance(router, SigmoidRouter) and router.capacity:
         router = replace(router, capacity=0)
-    return lambda x, workspace: router.route(x, (), workspace).experts
+    return lambda x: router.route(x, ()).experts
 
 
 def _log_tau(change: TauChange) -> None:
@@ -205,8 +205,8 @@ def _disk_costs(opened: OpenModel, host: HostTier, preset: str, cores_per_expert
     if not host.ledger.num_free:
         host.keep(0, np.empty(0, np.int64))  # another policy's, who may want them read again
     read_s = _read_s(host, min(8, host.ledger.num_experts, host.ledger.num_free))
-    shape, products = opened.config.moe_shape, opened.products
-    compute_s = measure_device_s(opened.slot_layout, shape, products, cores_per_expert)
+    shape, kernels = opened.config.moe_shape, opened.kernels
+    compute_s = measure_device_s(opened.slot_layout, shape, kernels, cores_per_expert)
     absent_s = Curve([(n, max(read_s, compute_s.at(n))) for n in (1, MAX_PASS_ROWS)])
     return Costs(slot_bytes, read_s, absent_s, compute_s, compute_s, 0.0)
 

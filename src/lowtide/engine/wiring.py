@@ -6,10 +6,12 @@ Knows nothing of prompts.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import ExitStack
 
 import torch
 
+from lowtide.compute import Compute
 from lowtide.core import MemoryPlan
 from lowtide.engine.engine import Engine
 from lowtide.engine.experts import load_experts
@@ -22,11 +24,12 @@ from lowtide.engine.policy_setting import (
 from lowtide.errors import CheckpointError, PlanError
 from lowtide.experts.transfer import largest_read_bytes
 from lowtide.families import families
+from lowtide.kernels.choice import HOST
 from lowtide.memory.arena import Arena
 from lowtide.memory.cuda_streams import plan_errors
 from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.workspace import Workspace
-from lowtide.reading.dense_weights import no_progress
+from lowtide.reading.dense_weights import Progress, no_progress
 from lowtide.reading.file_reader import FileReader
 from lowtide.reading.finite_weights import check_finite
 from lowtide.threads.executor import HostExecutor, InlineExecutor
@@ -57,31 +60,44 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
         make_executor = HostExecutor.beside_emulated if is_emulated else HostExecutor
         executor = make_executor(config.moe.num_experts_per_token)
         undo.callback(executor.close)
-        arena_bytes = register(opened).arena_bytes
-        if plan.device == "cuda":
-            gpu = torch.device("cuda")
-            with plan_errors(opened.dense.num_bytes, "GPU memory for dense weights"):
-                weights = opened.dense.load_onto(gpu, reader, progress)
-            with plan_errors(arena_bytes, "GPU memory for workspace, beside keys and values,"):
-                kv_cache = KVCache(torch.zeros(opened.kv_shape, dtype=opened.dtype, device=gpu))
-                workspace = Workspace(torch.empty(arena_bytes, dtype=torch.uint8, device=gpu))
-        else:
-            weights = opened.dense.load(reader, progress)
-            kv_cache = KVCache(_kv_storage(opened))
-            workspace = Workspace(Arena(arena_bytes).bytes)
+        weights, kv_cache, compute = _load_dense(opened, plan, executor, reader, progress)
         calibration = find_calibration(opened)
         experts = load_experts(opened, plan, calibration, reader, executor, progress)
         undo.callback(experts.close)
-        dense_executor = executor if plan.gpu is None else InlineExecutor()
-        model = families()[config.family].model()(
-            config, weights, experts, kv_cache, workspace, dense_executor, opened.products
-        )
+        model_class = families()[config.family].model()
+        model = model_class(config, weights, experts, kv_cache, compute)
         set_early_gate(opened, experts, model.routers, calibration)
         engine = Engine(plan, opened, model, experts, kv_cache, reader, executor)
         if options.policy == "auto" and experts.device is not None:
             engine = choose_by_simulation(engine, experts.device.costs, calibration)
         undo.pop_all()
     return engine
+
+
+def _load_dense(
+    opened: OpenModel,
+    plan: MemoryPlan,
+    executor: HostExecutor,
+    reader: FileReader,
+    progress: Progress,
+) -> tuple[Mapping[str, torch.Tensor], KVCache, Compute]:
+    """What the model has beside its experts, keys and values, and what it computes with."""
+    arena_bytes = register(opened).arena_bytes
+    device = torch.device("cuda") if plan.device == "cuda" else HOST
+    if device == HOST:
+        weights = opened.dense.load(reader, progress)
+        kv_cache = KVCache(_kv_storage(opened))
+        workspace = Workspace(Arena(arena_bytes).bytes)
+    else:
+        with plan_errors(opened.dense.num_bytes, "GPU memory for dense weights"):
+            weights = opened.dense.load_onto(device, reader, progress)
+        with plan_errors(arena_bytes, "GPU memory for workspace, beside keys and values,"):
+            kv_cache = KVCache(torch.zeros(opened.kv_shape, dtype=opened.dtype, device=device))
+            workspace = Workspace(torch.empty(arena_bytes, dtype=torch.uint8, device=device))
+    kernels = opened.kernels_on(device)
+    # Beside a device the host's threads are its experts'.
+    dense_executor = executor if plan.gpu is None else InlineExecutor()
+    return weights, kv_cache, Compute(dense_executor, kernels, workspace, device)
 
 
 def _kv_storage(opened: OpenModel) -> torch.Tensor:

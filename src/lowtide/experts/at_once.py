@@ -1,4 +1,4 @@
-"""Several experts of a few tokens each in one call on the host, where compiled products can.
+"""Several experts of a few tokens each in one call on the host, where its kernels can.
 
 Handing one expert to a thread takes Python as long as a machine of many cores takes to compute it.
 One call has that cost once, and all cores share each expert's weights, however few experts there
@@ -12,8 +12,8 @@ from torch import Tensor
 from lowtide.core import BoolArray, IntArray
 from lowtide.experts.rows import ExpertBuffers, Routing
 from lowtide.experts.slots import ExpertSlots
-from lowtide.kernels.cpu.few_rows import MAX_FEW_ROWS, FewRows, SlotPlaces
-from lowtide.kernels.products import Products
+from lowtide.kernels.operands import SlotPlaces
+from lowtide.kernels.reference import Kernels, SeveralExperts
 from lowtide.threads.executor import Executor
 
 
@@ -28,27 +28,27 @@ class ExpertsAtOnce:
     Does not know which expert is in which slot, nor how long it stays there.
     """
 
-    def __init__(self, few_rows: FewRows, slots: ExpertSlots, num_threads: int) -> None:
+    def __init__(self, kernels: SeveralExperts, slots: ExpertSlots, num_threads: int) -> None:
         """`slots`: of experts without biases; their memory has to last as long as this is used."""
-        self._few_rows = few_rows
+        self._kernels = kernels
         self._places = _places(slots)
         self._num_threads = num_threads
 
     @classmethod
-    def of(cls, slots: ExpertSlots, products: Products, num_threads: int) -> ExpertsAtOnce | None:
-        """None where `products` have no call for the experts in `slots`."""
+    def of(cls, slots: ExpertSlots, kernels: Kernels, num_threads: int) -> ExpertsAtOnce | None:
+        """None where `kernels` have no call for the experts in `slots`."""
         has_biases = len(slots.layout.shapes) > 3
-        if products.few_rows is None or has_biases:
+        if kernels.several_experts is None or has_biases:
             return None
-        return cls(products.few_rows, slots, num_threads)
+        return cls(kernels.several_experts, slots, num_threads)
 
     def takes(self, x: Tensor) -> bool:
         """Whether `run_layer` takes these rows."""
-        return self._few_rows.takes(x)
+        return self._kernels.takes(x)
 
     def takes_experts(self, num_tokens: IntArray) -> BoolArray:
         """Which experts `run` takes, by their tokens."""
-        return num_tokens <= MAX_FEW_ROWS
+        return num_tokens <= self._kernels.max_rows
 
     def run(self, groups: IntArray, parts: Tensor, gate: Tensor, up: Tensor) -> None:
         """Gated MLPs over their groups' rows of `parts`, in place, with the bits of one by one.
@@ -56,7 +56,7 @@ class ExpertsAtOnce:
         groups [experts, 3]: see `ExpertRows.groups`; parts [pairs, hidden]; gate, up [pairs,
         expert_size]: scratch. All of them contiguous.
         """
-        self._few_rows.gated_mlps(groups, self._places, parts, gate, up, self._num_threads)
+        self._kernels.gated_mlps(groups, self._places, parts, gate, up, self._num_threads)
 
     def run_layer(
         self, x: Tensor, routing: Routing, slots: IntArray, buffers: ExpertBuffers, out: Tensor
@@ -66,7 +66,7 @@ class ExpertsAtOnce:
         x [tokens, hidden]; slots: one for each distinct expert, ascending by expert; out [tokens,
         hidden] float32. All of them contiguous.
         """
-        self._few_rows.run_experts(
+        self._kernels.run_experts(
             x,
             experts=routing.experts,
             weights=routing.weights,

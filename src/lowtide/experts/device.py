@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lowtide.core import IntArray
 from lowtide.experts.rows import ExpertBuffers, ExpertRows
+from lowtide.kernels.reference import Kernels
 from lowtide.threads.event import Event
 from lowtide.threads.executor import Work
 
@@ -33,6 +34,7 @@ class Device(Protocol):
     name: str
     torch_device: torch.device  # of dense weights, activations and KV cache
     num_slots: int
+    kernels: Kernels  # of what is computed there beside experts
 
     def describe(self) -> str:
         """One line on what it is, for people."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from lowtide.memory.workspace import Buffers
 from lowtide.policies.prefetch import Gate
 
-Route = Callable[[Tensor, Buffers], Tensor]
+Route = Callable[[Tensor], Tensor]
 """A layer's router: features [tokens, hidden] to expert ids [tokens, k] int64."""
 
 
@@ -43,7 +43,7 @@ class EarlyGate:
             if self._residual is not None:
                 features = workspace.take("early features", tuple(x.shape), x.dtype)
                 torch.add(x, self._residual[layer], out=features)
-            experts = self._routes[layer + 1](features, workspace).reshape(-1)
+            experts = self._routes[layer + 1](features).reshape(-1)
             # `bincount` would look for the largest id first, on the host.
             counts = torch.zeros(self._num_experts, dtype=torch.int64, device=x.device)
             return counts.scatter_add_(0, experts, torch.ones_like(experts))

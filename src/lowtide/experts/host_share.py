@@ -23,7 +23,7 @@ from lowtide.errors import DeviceError
 from lowtide.experts.at_once import ExpertsAtOnce
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.rows import ExpertRows
-from lowtide.kernels.products import Products
+from lowtide.kernels.reference import Kernels
 from lowtide.threads.executor import Executor, Work
 
 Leased = Sequence[tuple[int, int]]
@@ -34,7 +34,7 @@ class HostCompute(NamedTuple):
     """What experts are computed with on the host."""
 
     executor: Executor
-    products: Products
+    kernels: Kernels
     at_once: ExpertsAtOnce | None  # several experts of few tokens in one call
     paced: Callable[[Sequence[int], Work], Work]  # tokens of each expert: see `Device.host_work`
 
@@ -154,7 +154,7 @@ class HostShare:
         # An expert's inputs are not needed once gate and up are computed: the outputs replace them.
         parts, weights = buffers.parts[pairs], self._tier.slots.weights(slot)
         gate, up = buffers.gate[pairs], buffers.up[pairs]
-        self._compute.products.gated_mlp(parts, weights, gate, up, parts)
+        self._compute.kernels.gated_mlp(parts, weights, gate, up, parts)
 
     def _run_few(self, experts: Leased) -> None:
         for expert, _ in experts:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core import IntArray, MoEShape
-from lowtide.kernels.routing import sort_pairs
+from lowtide.kernels.operands import SortedPairs
 from lowtide.memory.workspace import Buffers
 
 
@@ -30,9 +30,8 @@ class ExpertRows:
 
     __slots__ = ("_bounds", "counts", "part_of", "token_of")
 
-    def __init__(self, experts: Tensor, num_experts: int) -> None:
-        """experts [tokens, k] int64."""
-        self.token_of, self.part_of, self.counts = sort_pairs(experts, num_experts)
+    def __init__(self, pairs: SortedPairs) -> None:
+        self.token_of, self.part_of, self.counts = pairs
         self._bounds: IntArray | None = None
 
     @property

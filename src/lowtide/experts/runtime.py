@@ -21,7 +21,6 @@ from lowtide.experts.device_tier import AtHost, DeviceShare, DeviceTier
 from lowtide.experts.host_share import HostBuffers, HostCompute, HostShare
 from lowtide.experts.host_tier import HostReads, HostTier
 from lowtide.experts.rows import ExpertBuffers, ExpertRows, HostScratch, Routing
-from lowtide.kernels.routing import combine
 from lowtide.memory.workspace import Buffers
 from lowtide.policies.decision import Decision, Policies
 from lowtide.reading.dense_weights import Progress, no_progress
@@ -64,6 +63,8 @@ class ExpertRuntime:
     ) -> None:
         """scratch: where the host's experts compute beside a device; in the workspace without."""
         self._shape = shape
+        # Of what is computed beside experts, where the layer's rows are.
+        self._kernels = compute.kernels if device is None else device.device.kernels
         self.host = host
         self.device = device
         self.policies = policies
@@ -151,7 +152,7 @@ class ExpertRuntime:
         rows = self._rows(x, routing, buffers)
         device.run_whole(layer, rows, buffers)
         device.finish(x.shape[0])
-        _combine(rows, routing, buffers, out)
+        self._combine(rows, routing, buffers, out)
 
     def _run_layer(
         self, layer: int, x: Tensor, routing: Routing, step: Step, workspace: Buffers, out: Tensor
@@ -169,7 +170,7 @@ class ExpertRuntime:
             return
         rows = self._rows(x, routing, buffers)
         _LayerRun(self, facts, decision, at_host, rows, buffers).run()
-        _combine(rows, routing, buffers, out)
+        self._combine(rows, routing, buffers, out)
 
     def _look(self, layer: int, x: Tensor, routing: Routing, workspace: Buffers) -> AtHost:
         if self.device is None:
@@ -214,9 +215,15 @@ class ExpertRuntime:
         )
 
     def _rows(self, x: Tensor, routing: Routing, buffers: ExpertBuffers) -> ExpertRows:
-        rows = ExpertRows(routing.experts, self._shape.num_experts)
+        rows = ExpertRows(self._kernels.sort_pairs(routing.experts, self._shape.num_experts))
         torch.index_select(x, 0, rows.token_of, out=buffers.parts)
         return rows
+
+    def _combine(
+        self, rows: ExpertRows, routing: Routing, buffers: ExpertBuffers, out: Tensor
+    ) -> None:
+        terms = (buffers.term, buffers.term_fp32)
+        self._kernels.combine(buffers.parts, rows.part_of, routing.weights, *terms, out)
 
     def _can_run_at_once(self, x: Tensor, demand: Demand, decision: Decision) -> bool:
         """Whether one compiled call can do all: the host runs every expert, all that is demanded
@@ -381,7 +388,8 @@ class _LayerRun:
         parts = device.device.host_parts(buffers.parts)
         if parts is buffers.parts:
             return self._rows, HostBuffers(parts, *scratch, None)
-        rows = ExpertRows(self._at_host.experts, len(self._rows.counts))
+        kernels, num_experts = self._runtime.compute.kernels, len(self._rows.counts)
+        rows = ExpertRows(kernels.sort_pairs(self._at_host.experts, num_experts))
         self._rows.learn(rows.counts)
         return rows, HostBuffers(parts, *scratch, self._at_host.x)
 
@@ -396,8 +404,3 @@ class ExpertRegistrar:
         self, layer: int, x: Tensor, routing: Routing, step: Step, workspace: Buffers, out: Tensor
     ) -> None:
         ExpertBuffers.take(workspace, self._shape, x)
-
-
-def _combine(rows: ExpertRows, routing: Routing, buffers: ExpertBuffers, out: Tensor) -> None:
-    terms = (buffers.term, buffers.term_fp32)
-    combine(buffers.parts, rows.part_of, routing.weights, *terms, out)

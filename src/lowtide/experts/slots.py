@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lowtide.core import BoolArray, IntArray, MoEShape, align_up
 from lowtide.errors import InternalError
-from lowtide.kernels.reference import ClampedWeights, ExpertWeights
+from lowtide.kernels.operands import ClampedWeights, ExpertWeights
 from lowtide.memory.arena import Arena
 from lowtide.schemas.schema import SlotTarget
 

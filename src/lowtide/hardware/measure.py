@@ -33,7 +33,7 @@ from lowtide.hardware.streams import (
     num_cold_experts,
 )
 from lowtide.hardware.timing import Sample, Timing, repeat_interleaved
-from lowtide.kernels.products import REFERENCE, Products
+from lowtide.kernels.reference import REFERENCE, Kernels
 from lowtide.memory.arena import Arena
 from lowtide.memory.budget import LARGE_SLOT_BYTES
 from lowtide.model_folder.checkpoint import TensorEntry
@@ -126,7 +126,7 @@ def measure_costs(
     disk: DiskSource | None = None,
     make_arena: Callable[[int], Arena] = Arena,
     least_cold_bytes: int | None = None,
-    products: Products = REFERENCE,
+    kernels: Kernels = REFERENCE,
 ) -> Measured:
     """Measures a model's costs, with random weights of its shape.
 
@@ -134,7 +134,7 @@ def measure_costs(
     layer's weights besides the routed experts (`layer_dense_bytes`). device: with all its slots
     free; they are overwritten. disk: the experts' home, if it is not host memory. make_arena: host
     memory that the device copies from fastest. least_cold_bytes: the set of weights used in turn,
-    by default more than the caches hold. products: the host's.
+    by default more than the caches hold. kernels: the host's.
 
     Raises PlanError when the memory for that is not there, StorageError and DeviceError when a
     read or a device fails.
@@ -145,7 +145,7 @@ def measure_costs(
     with executor.in_charge(), torch.inference_mode():
         weights = ColdWeights(layout, executor, least_cold_bytes, make_arena)
         try:
-            measurements = _measure(shape, weights, executor, dense_bytes, device, disk, products)
+            measurements = _measure(shape, weights, executor, dense_bytes, device, disk, kernels)
         except torch.OutOfMemoryError as error:
             raise PlanError(
                 f"Measuring what experts cost on the GPU takes about "
@@ -171,10 +171,10 @@ def _measure(
     dense_bytes: int,
     device: Device | None,
     disk: DiskSource | None,
-    products: Products,
+    kernels: Kernels,
 ) -> Measurements:
-    host = HostStream(shape, weights, executor, device, products)
-    dense = _dense_stream(shape, weights, executor, dense_bytes, device, products)
+    host = HostStream(shape, weights, executor, device, kernels)
+    dense = _dense_stream(shape, weights, executor, dense_bytes, device, kernels)
     streams: list[Callable[[int], float]] = [host.sample, dense.sample]
     others: list[Sample] = []
     if device is not None:
@@ -235,12 +235,12 @@ def _dense_stream(
     executor: Executor,
     dense_bytes: int,
     device: Device | None,
-    products: Products,
+    kernels: Kernels,
 ) -> DenseStream | DeviceDenseStream:
     if device is None:
-        return DenseStream(shape, weights, executor, dense_bytes, products)
+        return DenseStream(shape, weights, executor, dense_bytes, kernels)
     if device.torch_device.type == "cpu":  # emulated, by the one core that calls
-        return DenseStream(shape, weights, InlineExecutor(), dense_bytes, products)
+        return DenseStream(shape, weights, InlineExecutor(), dense_bytes, kernels)
     dtype = weights.slots.layout.dtype
     return DeviceDenseStream(shape, dtype, device.torch_device, dense_bytes)
 

@@ -28,7 +28,7 @@ from lowtide.files.whole_file import whole_file
 from lowtide.hardware.machine import Machine
 from lowtide.hardware.measure import METHOD, Measured, Measurements, Point
 from lowtide.hardware.timing import Timing
-from lowtide.kernels.products import REFERENCE
+from lowtide.kernels.reference import REFERENCE
 
 MAX_FILE_BYTES = 1 << 20
 

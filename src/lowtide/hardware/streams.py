@@ -24,8 +24,8 @@ from lowtide.experts.device import Device, ExpertGroup
 from lowtide.experts.rows import ExpertBuffers, ExpertRows
 from lowtide.experts.slots import ExpertSlots, SlotLayout
 from lowtide.experts.transfer import DiskTransfer, ticket_result
-from lowtide.kernels.products import Products
-from lowtide.kernels.routing import why_no_triton
+from lowtide.kernels.choice import why_no_triton
+from lowtide.kernels.reference import Kernels
 from lowtide.memory.arena import Arena
 from lowtide.reading.file_reader import FileReader, Ticket
 from lowtide.schemas import ExpertTable
@@ -120,15 +120,15 @@ class HostStream:
         weights: ColdWeights,
         executor: Executor,
         device: Device | None,
-        products: Products,
+        kernels: Kernels,
     ) -> None:
         """device: whose host it is; an emulated one stretches the host's time."""
         self._weights = weights
         self._executor = executor
-        self._products = products
+        self._kernels = kernels
         self._device = device
         num_cores = executor.num_cores if device is None else cores_beside_device(executor)
-        self._at_once = ExpertsAtOnce.of(weights.slots, products, num_cores)
+        self._at_once = ExpertsAtOnce.of(weights.slots, kernels, num_cores)
         layout = weights.slots.layout
         per_thread = min(_MAX_EXPERTS, STREAM_BYTES // layout.num_bytes) // executor.num_threads
         self._most_experts = executor.num_threads * max(1, per_thread)
@@ -161,7 +161,7 @@ class HostStream:
         rows = slice(place * num_tokens, (place + 1) * num_tokens)
         expert = self._weights.slots.weights(self._weights.next_slot())
         buffers = (self._gate[rows], self._up[rows], self._out[rows])
-        work = partial(self._products.gated_mlp, self._x[rows], expert, *buffers)
+        work = partial(self._kernels.gated_mlp, self._x[rows], expert, *buffers)
         return self._beside_device([num_tokens], work)
 
     def _shared_work(self, at_once: ExpertsAtOnce, num_experts: int, num_tokens: int) -> Work:
@@ -190,10 +190,10 @@ class DenseStream:
         weights: ColdWeights,
         executor: Executor,
         dense_bytes: int,
-        products: Products,
+        kernels: Kernels,
     ) -> None:
         self._executor = executor
-        self._multiply = products.multiply
+        self._multiply = kernels.multiply
         self._elements = weights.arena.bytes.view(weights.slots.layout.dtype)
         self._hidden = shape.hidden_size
         self._next = 0
@@ -338,7 +338,7 @@ class DeviceStream:
     def _rows(self, num_tokens: int, group_size: int) -> ExpertRows:
         pairs = torch.arange(num_tokens * group_size, device=self._device.torch_device)
         experts = (pairs % group_size).view(-1, self._top_k)
-        rows = ExpertRows(experts, self._shape.num_experts)
+        rows = ExpertRows(self._device.kernels.sort_pairs(experts, self._shape.num_experts))
         rows.pairs(0)  # makes the bounds known: the synchronisation is timed by itself
         return rows
 

@@ -1,65 +1,300 @@
-"""The expert kernels in plain torch: what every faster kernel must equal.
+"""The kernels in plain torch, on any processor: what every faster variant must equal.
 
-All write into buffers they are given and allocate nothing of size.
+`Kernels` is the base of all variants, and each of its methods the plain twin of theirs. They
+write into buffers that they are given or take from the workspace, and allocate nothing of size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-class ExpertWeights(NamedTuple):
-    """One expert's matrices, in the compute dtype."""
-
-    gate: Tensor  # [expert_size, hidden]
-    up: Tensor  # [expert_size, hidden]
-    down: Tensor  # [hidden, expert_size]
-
-
-class ClampedWeights(NamedTuple):
-    """One expert of gpt-oss: biased, and gated by `clamped_swiglu`."""
-
-    gate: Tensor  # [expert_size, hidden]
-    up: Tensor  # [expert_size, hidden]
-    down: Tensor  # [hidden, expert_size]
-    gate_bias: Tensor  # [expert_size]
-    up_bias: Tensor  # [expert_size]
-    down_bias: Tensor  # [hidden]
-
+from lowtide.core import IntArray
+from lowtide.kernels.operands import (
+    ClampedWeights,
+    ExpertChoice,
+    ExpertWeights,
+    HeadNorms,
+    Rotation,
+    SlotPlaces,
+    SortedPairs,
+)
+from lowtide.memory.workspace import Buffers
 
 CLAMP_LIMIT = 7.0
 CLAMP_SLOPE = 1.702
 """Of `clamped_swiglu`; every published gpt-oss has these."""
 
 
-def multiply(x: Tensor, weight_t: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """`out = x @ weight_t + bias` for x [n, in], weight_t [in, out], bias [out], out [n, out]."""
-    if bias is None:
-        torch.mm(x, weight_t, out=out)
-    else:
-        torch.addmm(bias, x, weight_t, out=out)
+class SeveralExperts(Protocol):
+    """One call over the experts of few rows each in host memory, with the bits of one by one."""
+
+    max_rows: int  # of one expert
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether `run_experts` takes these rows."""
+        ...
+
+    def gated_mlps(
+        self,
+        groups: IntArray,
+        places: SlotPlaces,
+        parts: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        num_threads: int,
+    ) -> None:
+        """`Kernels.gated_mlp` of several experts over their rows of `parts`, in place."""
+        ...
+
+    def run_experts(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        slots: IntArray,
+        places: SlotPlaces,
+        parts: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        out: Tensor,
+        num_threads: int,
+    ) -> None:
+        """`Kernels.gated_mlp` of every expert of the tokens, and `Kernels.combine`."""
+        ...
 
 
-def gated_mlp(
-    x: Tensor, weights: ExpertWeights | ClampedWeights, gate: Tensor, up: Tensor, out: Tensor
-) -> None:
-    """`out = down(silu(gate(x)) * up(x))` for x [n, hidden]; gate, up [n, expert_size] are scratch.
+class Kernels:
+    """What computes on one kind of processor, in one compute dtype: chosen once for a model.
 
-    Rounds where the families' own code does: after each matrix product, SiLU and product.
-    Clamped weights make it `out = down(clamped_swiglu(gate(x), up(x)))`, every product biased.
+    Which rows a variant takes itself and which it leaves to its plain twin is its own business.
     """
-    if isinstance(weights, ClampedWeights):
-        clamped_mlp(x, weights, gate, up, out, multiply)
-        return
-    torch.mm(x, weights.gate.t(), out=gate)
-    torch.mm(x, weights.up.t(), out=up)
-    silu_times(gate, up)
-    torch.mm(gate, weights.down.t(), out=out)
+
+    name = "torch"  # for people and stored costs
+    several_experts: SeveralExperts | None = None
+
+    # Products with stored weights
+
+    def multiply(
+        self, x: Tensor, weight_t: Tensor, bias: Tensor | None, out: Tensor, num_threads: int = 1
+    ) -> None:
+        """`out = x @ weight_t + bias` for x [n, in], weight_t [in, out], bias [out], out [n, out].
+
+        num_threads: of the kernel's own, where `divides` says that it has some.
+        """
+        if bias is None:
+            torch.mm(x, weight_t, out=out)
+        else:
+            torch.addmm(bias, x, weight_t, out=out)
+
+    def divides(self, x: Tensor) -> bool:
+        """Whether `multiply` divides a product with these rows among threads of its own."""
+        return False
+
+    def gated_mlp(
+        self,
+        x: Tensor,
+        weights: ExpertWeights | ClampedWeights,
+        gate: Tensor,
+        up: Tensor,
+        out: Tensor,
+    ) -> None:
+        """`out = down(silu(gate(x)) * up(x))` for x [n, hidden]; gate, up [n, expert_size] are
+        scratch; `out` may be `x`.
+
+        Rounds where the families' own code does: after each matrix product, SiLU and product.
+        Clamped weights make it `out = down(clamped_swiglu(gate(x), up(x)))`, every product biased,
+        rounded before and after each bias.
+        """
+        self.multiply(x, weights.gate.t(), None, gate)
+        self.multiply(x, weights.up.t(), None, up)
+        if isinstance(weights, ClampedWeights):
+            clamped_swiglu(gate.add_(weights.gate_bias), up.add_(weights.up_bias))
+        else:
+            silu_times(gate, up)
+        self.multiply(gate, weights.down.t(), None, out)
+        if isinstance(weights, ClampedWeights):
+            out.add_(weights.down_bias)
+
+    # Rows between products
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, workspace: Buffers, out: Tensor
+    ) -> None:
+        """`out = weight * (x / rms(x))` over the last dimension; `out` may be `x`.
+
+        x, out [rows, length] or [rows, heads, length], the elements of a row and its heads
+        adjacent.
+
+        Normalises in float32, rounds to the compute dtype, then multiplies by `weight` (the order
+        of Llama and of most families here), so bfloat16 results round where the original's do. A
+        float32 weight multiplies before that (gpt-oss).
+        """
+        shape = tuple(x.shape)
+        with workspace.scope():
+            x_fp32 = workspace.take("norm fp32", shape, torch.float32)
+            squares = workspace.take("norm squares", shape, torch.float32)
+            x_fp32.copy_(x)
+            torch.mul(x_fp32, x_fp32, out=squares)
+            workspace.library("norm variance", 4 * 4 * (x.numel() // shape[-1]))
+            variance = squares.mean(-1, keepdim=True)
+            x_fp32.mul_(torch.rsqrt(variance.add_(eps)))
+            if weight.dtype == torch.float32:
+                out.copy_(x_fp32.mul_(weight))
+            else:
+                out.copy_(x_fp32)
+                out.mul_(weight)
+
+    def rotate(self, x: Tensor, rotation: Rotation, workspace: Buffers) -> None:
+        """Turns x [rows, heads, head_dim] in place: dimension i with i + rotary_dim / 2.
+
+        Computed in the compute dtype, as `rotation` has to be. Dimensions past rotary_dim pass
+        through.
+        """
+        half = rotation.cos.shape[-1]
+        first, second = x[..., :half], x[..., half : 2 * half]
+        shape = tuple(first.shape)
+        with workspace.scope():
+            first_sin = workspace.take("rotary first", shape, x.dtype)
+            second_sin = workspace.take("rotary second", shape, x.dtype)
+            torch.mul(first, rotation.sin, out=first_sin)
+            torch.mul(second, rotation.sin, out=second_sin)
+            first.mul_(rotation.cos).sub_(second_sin)
+            second.mul_(rotation.cos).add_(first_sin)
+
+    def rotate_pairs(self, x: Tensor, rotation: Rotation, workspace: Buffers) -> None:
+        """Turns x [rows, heads, rotary_dim] in place: dimension 2 i with dimension 2 i + 1.
+
+        Computed in float32, as `rotation` has to be, and rounded once.
+        """
+        even, odd = x[..., 0::2], x[..., 1::2]
+        shape = tuple(even.shape)
+        with workspace.scope():
+            names = ("rotary even", "rotary odd", "rotary even fp32", "rotary odd fp32")
+            turned_even, turned_odd, even_fp32, odd_fp32 = (
+                workspace.take(name, shape, torch.float32) for name in names
+            )
+            even_fp32.copy_(even)
+            odd_fp32.copy_(odd)
+            torch.mul(even_fp32, rotation.cos, out=turned_even)
+            torch.mul(odd_fp32, rotation.cos, out=turned_odd)
+            even.copy_(turned_even.sub_(odd_fp32.mul_(rotation.sin)))
+            odd.copy_(turned_odd.add_(even_fp32.mul_(rotation.sin)))
+
+    def normalise_and_rotate(
+        self,
+        x: Tensor,
+        num_queries: int,
+        norms: HeadNorms,
+        eps: float,
+        rotation: Rotation,
+        workspace: Buffers,
+    ) -> None:
+        """`rms_norm` of queries and of keys, then `rotate`, in place.
+
+        x [rows, heads, head_dim]: heads of `num_queries` queries, then of keys; heads adjacent.
+        """
+        queries, keys = x[:, :num_queries], x[:, num_queries:]
+        for heads, weight in ((queries, norms.query), (keys, norms.key)):
+            if weight.shape[0] != x.shape[-1]:
+                heads = heads.flatten(1)  # a view: heads are adjacent
+            self.rms_norm(heads, weight, eps, workspace, heads)
+        self.rotate(x, rotation, workspace)
+
+    # Attention of a single row
+
+    def attends_rows(self, query: Tensor) -> bool:
+        """Whether `attend_row` is the way for single rows of query [rows, heads, head_dim]."""
+        return False
+
+    def attend_row(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float | None,
+        out: Tensor,
+        num_threads: int,
+    ) -> None:
+        """One row's heads over all of keys and values.
+
+        query, out [heads, head_dim] contiguous; keys, values [kv_heads, tokens, head_dim], rows
+        adjacent, the same stride of heads; scale: by default head_dim ** -0.5.
+        """
+        grouped = query.view(1, keys.shape[0], -1, query.shape[1])
+        attended = F.scaled_dot_product_attention(grouped, keys[None], values[None], scale=scale)
+        out.copy_(attended.view_as(query))
+
+    # Routing
+
+    def top_experts(self, rank: Tensor, num_chosen: int) -> Tensor:
+        """The experts of highest rank for each token: [tokens, num_chosen] int64, ascending ids.
+
+        rank [tokens, num_experts], floating point. Which of several equal ones is chosen is left
+        open.
+        """
+        return rank.topk(num_chosen, sorted=False).indices.sort().values
+
+    def choose_experts(
+        self, logits: Tensor, bias: Tensor | None, choice: ExpertChoice
+    ) -> tuple[Tensor, Tensor]:
+        """Each token's experts [tokens, num_chosen] int64, ascending, and their float32 weights.
+
+        logits [tokens, num_experts] contiguous, which are used up; bias [num_experts] float32
+        ranks and does not weigh.
+        """
+        if choice.is_sigmoid:
+            scores = logits.sigmoid_()
+        else:
+            scores = logits.softmax(-1, dtype=torch.float32)
+        rank = scores if bias is None else scores + bias
+        if choice.num_groups > 1:
+            rank = _limit_to_groups(rank, choice)
+        experts = self.top_experts(rank, choice.num_chosen)
+        return experts, weights_of(scores, experts, choice, logits.dtype)
+
+    def sort_pairs(self, experts: Tensor, num_experts: int) -> SortedPairs:
+        """Sorts the pairs of experts [tokens, k] int64 by expert; waits for no device."""
+        flat = experts.reshape(-1)
+        order = torch.argsort(flat, stable=True)
+        part_of = torch.empty_like(flat)
+        part_of[order] = torch.arange(len(flat), device=flat.device)
+        # `bincount` would look for the largest id first, on the host.
+        counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
+        counts.scatter_add_(0, flat, torch.ones_like(flat))
+        return SortedPairs(order // experts.shape[1], part_of.view(experts.shape), counts)
+
+    def combine(
+        self,
+        parts: Tensor,
+        part_of: Tensor,
+        weights: Tensor,
+        term: Tensor,
+        term_fp32: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Sums each token's expert outputs in ascending expert id, in float32.
+
+        parts [tokens * k, hidden]: expert outputs in the compute dtype; part_of [tokens, k] int64:
+        the row of `parts` that holds a token's j-th expert, ascending by expert id; weights
+        [tokens, k] float32 in the same order; term [tokens, hidden] compute dtype and term_fp32
+        are scratch; out [tokens, hidden] float32.
+
+        One multiply, then one add per expert: never fused, so the bits do not depend on which
+        expert's output arrived first.
+        """
+        out.zero_()
+        for j in range(part_of.shape[1]):
+            torch.index_select(parts, 0, part_of[:, j], out=term)
+            term_fp32.copy_(term)
+            term_fp32.mul_(weights[:, j : j + 1])
+            out.add_(term_fp32)
+
+
+REFERENCE = Kernels()
 
 
 def silu_times(gate: Tensor, up: Tensor) -> None:
@@ -80,66 +315,27 @@ def clamped_swiglu(gate: Tensor, up: Tensor) -> None:
     gate.mul_(up).div_(CLAMP_SLOPE)
 
 
-def clamped_mlp(
-    x: Tensor,
-    weights: ClampedWeights,
-    gate: Tensor,
-    up: Tensor,
-    out: Tensor,
-    multiply: Callable[[Tensor, Tensor, Tensor | None, Tensor], None],
-) -> None:
-    """`gated_mlp` of clamped weights, by the given products; rounds before and after each bias."""
-    multiply(x, weights.gate.t(), None, gate)
-    multiply(x, weights.up.t(), None, up)
-    clamped_swiglu(gate.add_(weights.gate_bias), up.add_(weights.up_bias))
-    multiply(gate, weights.down.t(), None, out)
-    out.add_(weights.down_bias)
+def weights_of(
+    scores: Tensor, experts: Tensor, choice: ExpertChoice, logits_dtype: torch.dtype
+) -> Tensor:
+    """The float32 weights [tokens, num_chosen] of chosen experts, of scores [tokens, experts]."""
+    weights = scores.gather(1, experts)
+    if choice.normalise:
+        total = weights.sum(-1, keepdim=True)
+        weights = weights / (total + 1e-20 if choice.is_sigmoid else total)
+    if choice.rounds_weights:
+        weights = weights.to(logits_dtype).float()
+    return weights * choice.scaling_factor
 
 
-def combine(
-    parts: Tensor, part_of: Tensor, weights: Tensor, term: Tensor, term_fp32: Tensor, out: Tensor
-) -> None:
-    """Sums each token's expert outputs in ascending expert id, in float32.
-
-    parts [tokens * k, hidden]: expert outputs in the compute dtype; part_of [tokens, k] int64:
-    the row of `parts` that holds a token's j-th expert, ascending by expert id; weights
-    [tokens, k] float32 in the same order; term [tokens, hidden] compute dtype and term_fp32 are
-    scratch; out [tokens, hidden] float32.
-
-    One multiply, then one add per expert: never fused, so the bits do not depend on which
-    expert's output arrived first.
-    """
-    out.zero_()
-    for j in range(part_of.shape[1]):
-        torch.index_select(parts, 0, part_of[:, j], out=term)
-        term_fp32.copy_(term)
-        term_fp32.mul_(weights[:, j : j + 1])
-        out.add_(term_fp32)
-
-
-class SortedPairs(NamedTuple):
-    """The (token, expert) pairs of a step, sorted by expert, tokens ascending within one."""
-
-    token_of: Tensor  # [tokens * k] int64: the token of each sorted pair
-    part_of: Tensor  # [tokens, k] int64: where a token's j-th pair went
-    counts: Tensor  # [num_experts] int64: pairs of each expert
-
-
-def sort_pairs(experts: Tensor, num_experts: int) -> SortedPairs:
-    """Sorts the pairs of experts [tokens, k] int64 by expert; waits for no device."""
-    flat = experts.reshape(-1)
-    order = torch.argsort(flat, stable=True)
-    part_of = torch.empty_like(flat)
-    part_of[order] = torch.arange(len(flat), device=flat.device)
-    # `bincount` would look for the largest id first, on the host.
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
-    counts.scatter_add_(0, flat, torch.ones_like(flat))
-    return SortedPairs(order // experts.shape[1], part_of.view(experts.shape), counts)
-
-
-def top_experts(rank: Tensor, num_chosen: int) -> Tensor:
-    """The experts of highest rank for each token: [tokens, num_chosen] int64, ascending ids.
-
-    rank [tokens, num_experts], floating point. Which of several equal ones is chosen is left open.
-    """
-    return rank.topk(num_chosen, sorted=False).indices.sort().values
+def _limit_to_groups(rank: Tensor, choice: ExpertChoice) -> Tensor:
+    """Ranks [tokens, experts]: -inf but in the best groups."""
+    groups = rank.view(rank.shape[0], choice.num_groups, -1)
+    if choice.num_group_best == 1:
+        group_rank = groups.amax(-1)  # [tokens, groups]
+    else:
+        num_best = min(choice.num_group_best, groups.shape[-1])
+        group_rank = groups.topk(num_best, dim=-1).values.sum(-1)
+    chosen = group_rank.topk(choice.num_groups_kept, dim=-1, sorted=False).indices
+    excluded = torch.ones_like(group_rank, dtype=torch.bool).scatter_(1, chosen, False)
+    return groups.masked_fill(excluded[:, :, None], -torch.inf).flatten(1)

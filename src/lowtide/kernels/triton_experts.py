@@ -6,7 +6,7 @@ small launch turns counts and slots into a table of tiles on the device, then tw
     gate[pair]  = silu(parts[pair] @ gate_e^T) * (parts[pair] @ up_e^T)
     parts[pair] = gate[pair] @ down_e^T
 
-Products accumulate in float32 and are rounded where `reference.gated_mlp` rounds: after each
+Products accumulate in float32 and are rounded where `Kernels.gated_mlp` rounds: after each
 product, SiLU and multiplication. The order of a sum is that of the columns, whatever the tile, so
 which experts share a launch changes no bit.
 """

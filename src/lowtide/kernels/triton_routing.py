@@ -1,13 +1,10 @@
 """Choosing, sorting and summing up experts in Triton: one launch each, no host synchronisation.
 
-The bits are those of the plain twins in `reference.py`. `choose_experts` is all that a router does
-after its product; its twins are the routers themselves (`layers/router.py`), from whose scores and
-weights its own differ in rounding.
+The bits are those of the plain twins in `reference.py`, but for those of `choose_experts`: all that
+a router does after its product, from whose scores and weights its own differ in rounding.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -15,14 +12,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from lowtide.kernels.reference import SortedPairs
+from lowtide.kernels.operands import ExpertChoice, SortedPairs
 
 _BLOCK = 1024  # pairs or columns at a time
 _IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 def top_experts(rank: Tensor, num_chosen: int) -> Tensor:
-    """As `reference.top_experts`."""
+    """As `Kernels.top_experts`."""
     num_tokens, num_experts = rank.shape
     experts = torch.empty((num_tokens, num_chosen), dtype=torch.int64, device=rank.device)
     _top_experts[(num_tokens,)](
@@ -34,19 +31,6 @@ def top_experts(rank: Tensor, num_chosen: int) -> Tensor:
         num_warps=1,
     )
     return experts
-
-
-class ExpertChoice(NamedTuple):
-    """How experts are chosen by their logits, and weighed."""
-
-    num_chosen: int
-    is_sigmoid: bool  # scores by sigmoid, else by softmax
-    normalise: bool
-    rounds_weights: bool = False  # to the logits' dtype
-    num_groups: int = 1
-    num_groups_kept: int = 1
-    num_group_best: int = 1  # experts, 1 or 2, whose sum is their group's rank
-    scaling_factor: float = 1.0
 
 
 def choose_experts(
@@ -84,7 +68,7 @@ def choose_experts(
 
 
 def sort_pairs(experts: Tensor, num_experts: int) -> SortedPairs:
-    """As `reference.sort_pairs`."""
+    """As `Kernels.sort_pairs`."""
     num_pairs = experts.numel()
     token_of = torch.empty(num_pairs, dtype=torch.int64, device=experts.device)
     part_of = torch.empty_like(experts, memory_format=torch.contiguous_format)
@@ -98,7 +82,7 @@ def sort_pairs(experts: Tensor, num_experts: int) -> SortedPairs:
 
 
 def combine(parts: Tensor, part_of: Tensor, weights: Tensor, out: Tensor) -> None:
-    """As `reference.combine`, without its scratch."""
+    """As `Kernels.combine`, without its scratch."""
     num_tokens, hidden = out.shape
     block = min(_BLOCK, triton.next_power_of_2(hidden))
     # Each product is rounded before it is added: a fused one would differ in the last bit.

@@ -1,8 +1,7 @@
 """What happens to rows between products, in Triton: normalised, and turned by their position.
 
 One launch each, where torch takes six or eight, or one for both. They round where their plain
-twins do, `layers.norm.rms_norm` and the rotations of `layers.rotary`; a norm's sum has another
-order.
+twins in `reference.py` do; a norm's sum has another order.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _MAX_WARPS = 8
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """As `layers.norm.rms_norm`; the elements of a row and its heads are adjacent."""
+    """As `Kernels.rms_norm`; the elements of a row and its heads are adjacent."""
     length = weight.shape[0]
     num_heads = x.shape[1] if x.dim() == 3 else 1
     block = triton.next_power_of_2(length)
@@ -34,7 +33,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool = False) -> None:
-    """As `layers.rotary.rotate`, or as `rotate_pairs` where `is_interleaved`, with their bits.
+    """As `Kernels.rotate`, or as `rotate_pairs` where `is_interleaved`, with their bits.
 
     x [rows, heads, at least rotary_dim], the elements of a head adjacent; cos, sin [rows, 1,
     rotary_dim / 2] contiguous.

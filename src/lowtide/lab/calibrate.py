@@ -225,7 +225,7 @@ class _EarlyGates:
         # A router's input and its logits, in float32, each on a 64-byte boundary.
         num_bytes = 4 * num_rows * (features.shape[1] + self._num_experts) + 2 * 64
         room = torch.empty(num_bytes, dtype=torch.uint8, device=features.device)
-        return self._routers[layer].route(features, (segment,), Workspace(room)).experts
+        return self._routers[layer].within(Workspace(room)).route(features, (segment,)).experts
 
 
 class _Both:

@@ -45,8 +45,8 @@ from lowtide.hardware.store import (
     stored_or_measured,
 )
 from lowtide.hardware.timing import Timing
+from lowtide.kernels.choice import choose_kernels
 from lowtide.kernels.library_cache import limit_library_cache
-from lowtide.kernels.products import choose_products
 from lowtide.memory.arena import Arena
 from lowtide.memory.pinned import PinnedMemory
 from lowtide.model_folder.checkpoint import Checkpoint
@@ -232,7 +232,7 @@ def _costs(
 ) -> ExpertCosts:
     device = resolve_device(options.device)
     checkpoint = _checkpoint(patient, device)
-    products = choose_products(options.kernels, patient.layout.dtype)
+    kernels = choose_kernels(options.kernels, patient.layout.dtype)
     measure = partial(_measure, patient, device, options)
     if device == "emulated":
         measured, description = measure()
@@ -247,7 +247,7 @@ def _costs(
             patient.dense_bytes,
             description,
             folder,
-            products.name,
+            kernels.name,
         )
         stored = stored_or_measured(key, lambda: measure()[0], is_fresh=is_fresh)
     dtype = str(patient.layout.dtype).removeprefix("torch.")
@@ -257,7 +257,7 @@ def _costs(
 def _measure(patient: _Patient, name: str, options: EngineConfig) -> tuple[Measured, str]:
     """The costs, and a line on the device that they were measured with."""
     make_executor = HostExecutor.beside_emulated if name == "emulated" else HostExecutor
-    products = choose_products(options.kernels, patient.layout.dtype)
+    kernels = choose_kernels(options.kernels, patient.layout.dtype)
     executor = make_executor(patient.shape.num_experts_per_token)
     try:
         opening = _device(patient, name, options, executor.cores_per_expert)
@@ -271,7 +271,7 @@ def _measure(patient: _Patient, name: str, options: EngineConfig) -> tuple[Measu
                     device=device,
                     disk=disk,
                     make_arena=make_arena,
-                    products=products,
+                    kernels=kernels,
                 )
     finally:
         executor.close()
@@ -319,12 +319,12 @@ def _device(
                 yield device, pinned.make_arena, name
     else:
         layout, num_slots = patient.layout, _num_slots(patient)
-        products = choose_products(options.kernels, layout.dtype)
+        kernels = choose_kernels(options.kernels, layout.dtype)
         shape, given = patient.shape, options.device_options
-        speeds = emulated_speeds(given, layout, shape, layout.dtype, products, cores_per_expert)
+        speeds = emulated_speeds(given, layout, shape, layout.dtype, kernels, cores_per_expert)
         arena = Arena(num_slots * layout.num_bytes)
         emulated = EmulatedDevice(
-            arena, layout, num_slots, speeds, products, cores_per_expert=cores_per_expert
+            arena, layout, num_slots, speeds, kernels, cores_per_expert=cores_per_expert
         )
         try:
             yield emulated, Arena, emulated.describe()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -10,13 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowtide.compute import Compute
 from lowtide.errors import InternalError
-from lowtide.kernels.cpu.few_rows import MAX_HEAD_DIM, FewRows
-from lowtide.kernels.products import REFERENCE, Products
 from lowtide.layers.batch import Segment
 from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.workspace import Buffers, tiles
-from lowtide.threads.executor import Executor, InlineExecutor
 
 CAUSAL_ROWS = 128
 """Rows of a causal tile (and up to 15 more): bounds what its products allocate."""
@@ -28,7 +26,8 @@ all of them, and they shall not all be one piece of work. Fixed, because it deci
 SPLIT_OPERATIONS = 1 << 23
 """Multiplications and additions; less is not worth handing to another thread."""
 
-_INLINE: Executor = InlineExecutor()
+Read = Callable[[int], tuple[Tensor, Tensor]]
+"""A segment's first so many keys and values in one layer, each [kv_heads, tokens, head_dim]."""
 
 
 def attention(
@@ -38,65 +37,35 @@ def attention(
     value: Tensor,
     segments: Sequence[Segment],
     kv_cache: KVCache,
-    workspace: Buffers,
+    compute: Compute,
     out: Tensor,
     *,
     scale: float | None = None,
     window: int = 0,
     sinks: Tensor | None = None,
-    executor: Executor = _INLINE,
-    products: Products = REFERENCE,
 ) -> None:
     """Stores keys and values of all rows, then attends segment by segment.
 
     query [rows, heads, head_dim]; key, value [rows, kv_heads, head_dim]; out [rows, heads,
     head_dim]. scale: of the scores, by default head_dim ** -0.5. Causal segments divide their
-    heads among the executor's threads. `products` may have an operator for single rows.
+    heads among the executor's threads. The kernels may have an operator for single rows.
 
     Of causal segments only: window: positions that a row sees, its own included, 0 for all.
     sinks: [heads] float32, a score for each head that takes its share of the softmax and adds
     nothing to the output.
     """
     scores = _Scores(scale, window, sinks)
-    few_rows = products.few_rows if sinks is None and _has_row_kernel(query) else None
     for segment in segments:
         rows = slice(segment.start, segment.stop)
         kv_cache.write(layer, segment.kv, segment.first_position, key[rows], value[rows])
+        read = partial(kv_cache.read, layer, segment.kv)
         if segment.block_length == 1:
-            for tile, position, end_position in _causal_tiles(segment):
-                keys, values = kv_cache.read(layer, segment.kv, end_position)
-                first = max(0, position - window + 1) if window else 0  # that the tile sees
-                if few_rows is not None and tile.stop - tile.start == 1:
-                    few_rows.attend(
-                        query[tile.start],
-                        keys[:, first:],
-                        values[:, first:],
-                        scale,
-                        out[tile.start],
-                        executor.num_cores,
-                    )
-                    continue
-                _attend_causally(
-                    query[tile],
-                    keys[:, first:],
-                    values[:, first:],
-                    position - first,
-                    scores,
-                    executor,
-                    workspace,
-                    out[tile],
-                )
+            _attend_causal_segment(query, segment, read, scores, compute, out)
             continue
         if window or sinks is not None:
             raise InternalError("Only causal attention has windows or sinks.")
         for block, end_position in _blocks(segment):
-            keys, values = kv_cache.read(layer, segment.kv, end_position)
-            _attend(query[block], keys, values, scale, workspace, out[block])
-
-
-def _has_row_kernel(query: Tensor) -> bool:
-    """Whether the compiled operator takes single rows of `query`."""
-    return FewRows.takes(query[:1]) and query.shape[2] <= MAX_HEAD_DIM
+            _attend(query[block], *read(end_position), scale, compute.workspace, out[block])
 
 
 class _Scores(NamedTuple):
@@ -105,6 +74,25 @@ class _Scores(NamedTuple):
     scale: float | None
     window: int
     sinks: Tensor | None
+
+
+def _attend_causal_segment(
+    query: Tensor, segment: Segment, read: Read, scores: _Scores, compute: Compute, out: Tensor
+) -> None:
+    """Tile by tile; single rows by the kernels' own operator, where they have one."""
+    kernels, num_cores = compute.kernels, compute.executor.num_cores
+    has_row_kernel = scores.sinks is None and kernels.attends_rows(query)
+    for tile, position, end_position in _causal_tiles(segment):
+        keys, values = read(end_position)
+        first = max(0, position - scores.window + 1) if scores.window else 0  # that the tile sees
+        keys, values = keys[:, first:], values[:, first:]
+        if has_row_kernel and tile.stop - tile.start == 1:
+            row = tile.start
+            kernels.attend_row(query[row], keys, values, scores.scale, out[row], num_cores)
+        else:
+            _attend_causally(
+                query[tile], keys, values, position - first, scores, compute, out[tile]
+            )
 
 
 def _blocks(segment: Segment) -> Iterator[tuple[slice, int]]:
@@ -158,47 +146,63 @@ def _attend_causally(
     values: Tensor,
     position: int,
     scores: _Scores,
-    executor: Executor,
-    workspace: Buffers,
+    compute: Compute,
     out: Tensor,
 ) -> None:
     """Row i, at `position + i`, sees keys and values [kv_heads, tokens, head_dim] up to its own,
     of which the first is the first that row 0 sees."""
+    workspace, executor = compute.workspace, compute.executor
     rows, heads, head_dim = query.shape
-    kv_heads = keys.shape[0]
-    group = heads // kv_heads
-    sinks = None if scores.sinks is None else scores.sinks.view(kv_heads, group, 1)
+    shape = (rows, keys.shape[0], heads // keys.shape[0], head_dim)
     with workspace.scope():
         band = None
         if rows > 1 and 0 < scores.window < position + rows:
             band = _band(rows, position, scores.window, query.dtype, workspace)
             workspace.library("window attention", _band_bytes(query, keys))
-        grouped = workspace.take("query", (kv_heads, group, rows, head_dim), query.dtype)
-        grouped.copy_(query.view(rows, kv_heads, group, head_dim).permute(1, 2, 0, 3))
+        by_head = query.view(shape).permute(1, 2, 0, 3)
+        grouped = workspace.take("query", tuple(by_head.shape), query.dtype)
+        grouped.copy_(by_head)
         workspace.library("attention", _causal_bytes(query, keys))
-        by_head = out.view(rows, kv_heads, group, head_dim).permute(1, 2, 0, 3)
         num_operations = 4 * query.numel() * keys.shape[1]
         num_pieces = executor.num_threads if num_operations >= SPLIT_OPERATIONS else 1
-        works = [
-            partial(
-                _attend_heads,
-                grouped[heads, part],
-                keys[heads],
-                values[heads],
-                position,
-                scores.scale,
-                band,
-                None if sinks is None else sinks[heads, part],
-                by_head[heads, part],
-            )
-            for heads in _pieces(kv_heads, -(-kv_heads // num_pieces))
-            for part in _pieces(group, MAX_GROUP)
-        ]
+        outputs = out.view(shape).permute(1, 2, 0, 3)
+        works = _works(grouped, keys, values, position, scores, band, outputs, num_pieces)
         if num_pieces == 1:
             for work in works:
                 work()
         else:
             executor.run(works)
+
+
+def _works(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: int,
+    scores: _Scores,
+    band: Tensor | None,
+    out: Tensor,
+    num_pieces: int,
+) -> list[Callable[[], None]]:
+    """A tile's heads in about so many pieces of work; query, out [kv_heads, group, rows,
+    head_dim]."""
+    kv_heads, group = query.shape[:2]
+    sinks = None if scores.sinks is None else scores.sinks.view(kv_heads, group, 1)
+    return [
+        partial(
+            _attend_heads,
+            query[heads, part],
+            keys[heads],
+            values[heads],
+            position,
+            scores.scale,
+            band,
+            None if sinks is None else sinks[heads, part],
+            out[heads, part],
+        )
+        for heads in _pieces(kv_heads, -(-kv_heads // num_pieces))
+        for part in _pieces(group, MAX_GROUP)
+    ]
 
 
 def _pieces(length: int, piece: int) -> list[slice]:
@@ -232,38 +236,44 @@ def _attend_heads(
 ) -> None:
     """Some key heads and of their query heads some; query, out [kv_heads, group, rows, head_dim].
 
-    What came before the tile is seen by all its rows, so the heads of a group are more rows
-    there, as in `_attend`; the tile itself is a causal square whose keys the group shares through
-    a stride of zero. The two are joined by the weight of each in the whole softmax, which their
-    log-sum-exps give; so does what the sinks [kv_heads, group, 1] leave. With a band (see `_band`)
-    all is one product.
+    With a band (see `_band`) all is one product; sinks [kv_heads, group, 1].
     """
-    kv_heads, group, rows, head_dim = query.shape
-    folded = query.view(1, kv_heads, group * rows, head_dim)
-    if rows == 1:
-        whole, whole_sum = _flash(folded, keys[None], values[None], False, scale)
-        out.copy_(whole.view_as(query))
-        _leave_to_sinks(out, whole_sum.view(kv_heads, group, 1), sinks)
+    if band is None and query.shape[2] > 1:
+        _attend_square(query, keys, values, position, scale, sinks, out)
         return
-    if band is not None:
-        all_keys, all_values = (x[:, None].expand(-1, group, -1, -1) for x in (keys, values))
-        whole, whole_sum = _flash(query, all_keys, all_values, False, scale, band)
-        out.copy_(whole)
-        _leave_to_sinks(out, whole_sum, sinks)
-        return
-    shape = (kv_heads, group, rows, head_dim)
-    own_keys, own_values = (x[:, None, position:].expand(shape) for x in (keys, values))
+    if band is None:
+        output, log_sum = _flash_folded(query, keys, values, scale)
+    else:
+        group = query.shape[1]
+        own_keys, own_values = (x[:, None].expand(-1, group, -1, -1) for x in (keys, values))
+        output, log_sum = _flash(query, own_keys, own_values, False, scale, band)
+    out.copy_(output)
+    _leave_to_sinks(out, log_sum, sinks)
+
+
+def _attend_square(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: int,
+    scale: float | None,
+    sinks: Tensor | None,
+    out: Tensor,
+) -> None:
+    """The tile itself is a causal square whose keys a group shares through a stride of zero.
+
+    What came before it is seen by all its rows. The two are joined by the weight of each in the
+    whole softmax, which their log-sum-exps give; so does what the sinks leave.
+    """
+    own_keys, own_values = (x[:, None, position:].expand(query.shape) for x in (keys, values))
     own, own_sum = _flash(query, own_keys, own_values, True, scale)
     if position == 0:
         out.copy_(own)
         _leave_to_sinks(out, own_sum, sinks)
         return
-    before, before_sum = _flash(
-        folded, keys[None, :, :position], values[None, :, :position], False, scale
-    )
-    before_sum = before_sum.view(kv_heads, group, rows)
+    before, before_sum = _flash_folded(query, keys[:, :position], values[:, :position], scale)
     share = torch.sigmoid(before_sum - own_sum)[..., None]
-    out.copy_(own.float().lerp_(before.view(shape).float(), share))
+    out.copy_(own.float().lerp_(before.float(), share))
     if sinks is not None:
         _leave_to_sinks(out, torch.logaddexp(before_sum, own_sum), sinks)
 
@@ -276,6 +286,17 @@ def _leave_to_sinks(out: Tensor, log_sum: Tensor, sinks: Tensor | None) -> None:
     """
     if sinks is not None:
         out.mul_(torch.sigmoid(log_sum - sinks)[..., None])
+
+
+def _flash_folded(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """`_flash` of rows that all see the same keys and values: the heads of a group are more rows
+    there, as in `_attend`. Outputs [kv_heads, group, rows, head_dim]; sums in float32."""
+    kv_heads, group, rows, head_dim = query.shape
+    folded = query.view(1, kv_heads, group * rows, head_dim)
+    output, log_sum = _flash(folded, keys[None], values[None], False, scale)
+    return output.view(query.shape), log_sum.view(kv_heads, group, rows)
 
 
 def _flash(

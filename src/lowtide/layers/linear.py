@@ -6,11 +6,11 @@ from functools import partial
 
 from torch import Tensor
 
+from lowtide.compute import Compute
 from lowtide.core import align_up
-from lowtide.kernels.products import REFERENCE, Products
-from lowtide.kernels.reference import ExpertWeights, silu_times
-from lowtide.memory.workspace import Buffers, tiles
-from lowtide.threads.executor import Executor
+from lowtide.kernels.operands import ExpertWeights
+from lowtide.kernels.reference import silu_times
+from lowtide.memory.workspace import tiles
 
 SPLIT_BYTES = 4 << 20
 """Larger weights are always worth handing to another thread: reading them is the work."""
@@ -22,36 +22,25 @@ SPLIT_OPERATIONS = 1 << 24
 class Linear:
     """`out = x @ weight.T + bias`, its output features divided among the compute threads."""
 
-    def __init__(
-        self,
-        weight: Tensor,
-        executor: Executor,
-        bias: Tensor | None = None,
-        products: Products = REFERENCE,
-    ) -> None:
+    def __init__(self, weight: Tensor, compute: Compute, bias: Tensor | None = None) -> None:
         """weight: [out, in]. bias: [out]."""
-        self._executor = executor
-        self._multiply = products.multiply
-        self._few_rows = products.few_rows
+        self._compute = compute
         self._bias = bias
         self._weight = weight
         self._whole = weight.t()
-        self._pieces = _pieces(weight, executor.num_threads)
+        self._pieces = _pieces(weight, compute.executor.num_threads)
 
     def forward(self, x: Tensor, out: Tensor) -> None:
         """x [rows, in], out [rows, out]."""
-        if self._few_rows is not None and self._few_rows.takes(x):
-            self._few_rows.multiply(x, self._whole, self._bias, out, self._executor.num_cores)
+        kernels, executor, bias = self._compute.kernels, self._compute.executor, self._bias
+        if kernels.divides(x) or len(self._pieces) == 1 or not self._is_large(x.shape[0]):
+            kernels.multiply(x, self._whole, bias, out, executor.num_cores)
             return
-        if len(self._pieces) == 1 or not self._is_large(x.shape[0]):
-            self._multiply(x, self._whole, self._bias, out)
-            return
-        bias = self._bias
         works = [
-            partial(self._multiply, x, weight, None if bias is None else bias[rows], out[:, rows])
+            partial(kernels.multiply, x, weight, None if bias is None else bias[rows], out[:, rows])
             for rows, weight in self._pieces
         ]
-        self._executor.run(works)
+        executor.run(works)
 
     def _is_large(self, num_rows: int) -> bool:
         num_operations = 2 * num_rows * self._weight.numel()
@@ -61,16 +50,14 @@ class Linear:
 class GatedMLP:
     """down(silu(gate x) * up x): a dense layer's MLP, or experts that every token uses."""
 
-    def __init__(
-        self, weights: ExpertWeights, executor: Executor, products: Products = REFERENCE
-    ) -> None:
+    def __init__(self, weights: ExpertWeights, compute: Compute) -> None:
         self._width = weights.gate.shape[0]
-        self._gate, self._up, self._down = (
-            Linear(weight, executor, products=products) for weight in weights
-        )
+        self._gate, self._up, self._down = (Linear(weight, compute) for weight in weights)
+        self._compute = compute
 
-    def forward(self, x: Tensor, workspace: Buffers, out: Tensor) -> None:
+    def forward(self, x: Tensor, out: Tensor) -> None:
         """x, out [rows, hidden]; `out` must not be `x`."""
+        workspace = self._compute.workspace
         with workspace.scope():
             gate = workspace.take("mlp gate", (x.shape[0], self._width), x.dtype)
             up = workspace.take("mlp up", (x.shape[0], self._width), x.dtype)

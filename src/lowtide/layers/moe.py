@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lowtide.compute import Compute
 from lowtide.core import Step
 from lowtide.experts.rows import Routing
 from lowtide.layers.batch import Batch
@@ -33,7 +34,8 @@ class MoELayer:
         index: int,
         router: Router,
         experts: Experts,
-        shared: GatedMLP | None,
+        compute: Compute,
+        shared: GatedMLP | None = None,
         shared_gate: Tensor | None = None,
     ) -> None:
         """`index` counts MoE layers. shared_gate: [1, hidden], weighs the shared expert's output
@@ -41,27 +43,28 @@ class MoELayer:
         self._index = index
         self._router = router
         self._experts = experts
+        self._compute = compute
         self._shared = shared
         self._shared_gate = shared_gate
 
-    def forward(self, x: Tensor, batch: Batch, workspace: Buffers, out: Tensor) -> None:
+    def forward(self, x: Tensor, batch: Batch, out: Tensor) -> None:
         """x, out [rows, hidden] compute dtype; `out` must not be `x`."""
+        workspace = self._compute.workspace
         with workspace.scope():
-            routing = self._router.route(x, batch.segments, workspace)
+            routing = self._router.route(x, batch.segments)
             routed = workspace.take("routed", tuple(x.shape), torch.float32)
-            self._run_experts(x, routing, batch.step, workspace, routed)
+            self._run_experts(x, routing, batch.step, routed)
             out.copy_(routed)
             if self._shared is not None:
                 shared = workspace.take("shared", tuple(x.shape), x.dtype)
-                self._shared.forward(x, workspace, shared)
+                self._shared.forward(x, shared)
                 if self._shared_gate is not None:
                     share = workspace.take("shared gate", (x.shape[0], 1), x.dtype)
                     torch.mm(x, self._shared_gate.t(), out=share)
                     shared.mul_(share.sigmoid_())
                 out.add_(shared)
 
-    def _run_experts(
-        self, x: Tensor, routing: Routing, step: Step, workspace: Buffers, out: Tensor
-    ) -> None:
+    def _run_experts(self, x: Tensor, routing: Routing, step: Step, out: Tensor) -> None:
+        workspace = self._compute.workspace
         with workspace.scope():
             self._experts.forward(self._index, x, routing, step, workspace, out)

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowtide.config import Yarn
-from lowtide.kernels.products import REFERENCE, Products
-from lowtide.kernels.routing import is_for_triton
+from lowtide.kernels.operands import Rotation
 from lowtide.memory.workspace import Buffers
-
-
-class Rotation(NamedTuple):
-    """Cosines and sines of one batch's positions."""
-
-    cos: Tensor  # [rows, 1, rotary_dim / 2]
-    sin: Tensor  # [rows, 1, rotary_dim / 2]
 
 
 class Rotary:
@@ -46,59 +37,6 @@ class Rotary:
         if self._amplitude != 1.0:
             cos, sin = cos.mul_(self._amplitude), sin.mul_(self._amplitude)
         return Rotation(cos.to(dtype), sin.to(dtype))
-
-
-def rotate(
-    x: Tensor, rotation: Rotation, workspace: Buffers, products: Products = REFERENCE
-) -> None:
-    """Turns x [rows, heads, head_dim] in place: dimension i with dimension i + rotary_dim / 2.
-
-    Computed in the compute dtype, as `rotation` has to be. Dimensions past rotary_dim pass through.
-    """
-    few_rows = products.few_rows
-    if few_rows is not None and few_rows.takes(x):
-        few_rows.rotate(x, rotation.cos, rotation.sin)
-        return
-    if is_for_triton(x):
-        from lowtide.kernels import triton_rows
-
-        triton_rows.rotate(x, rotation.cos, rotation.sin)
-        return
-    half = rotation.cos.shape[-1]
-    first, second = x[..., :half], x[..., half : 2 * half]
-    shape = tuple(first.shape)
-    with workspace.scope():
-        first_sin = workspace.take("rotary first", shape, x.dtype)
-        second_sin = workspace.take("rotary second", shape, x.dtype)
-        torch.mul(first, rotation.sin, out=first_sin)
-        torch.mul(second, rotation.sin, out=second_sin)
-        first.mul_(rotation.cos).sub_(second_sin)
-        second.mul_(rotation.cos).add_(first_sin)
-
-
-def rotate_pairs(x: Tensor, rotation: Rotation, workspace: Buffers) -> None:
-    """Turns x [rows, heads, rotary_dim] in place: dimension 2 i with dimension 2 i + 1.
-
-    Computed in float32, as `rotation` has to be, and rounded once.
-    """
-    if is_for_triton(x):
-        from lowtide.kernels import triton_rows
-
-        triton_rows.rotate(x, rotation.cos, rotation.sin, is_interleaved=True)
-        return
-    even, odd = x[..., 0::2], x[..., 1::2]
-    shape = tuple(even.shape)
-    with workspace.scope():
-        names = ("rotary even", "rotary odd", "rotary even fp32", "rotary odd fp32")
-        turned_even, turned_odd, even_fp32, odd_fp32 = (
-            workspace.take(name, shape, torch.float32) for name in names
-        )
-        even_fp32.copy_(even)
-        odd_fp32.copy_(odd)
-        torch.mul(even_fp32, rotation.cos, out=turned_even)
-        torch.mul(odd_fp32, rotation.cos, out=turned_odd)
-        even.copy_(turned_even.sub_(odd_fp32.mul_(rotation.sin)))
-        odd.copy_(turned_odd.add_(even_fp32.mul_(rotation.sin)))
 
 
 def _stretched(inv_freq: Tensor, theta: float, yarn: Yarn) -> Tensor:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
+from lowtide.compute import Compute
 from lowtide.experts.rows import Routing
-from lowtide.kernels.products import REFERENCE, Products
-from lowtide.kernels.routing import is_for_triton, top_experts
+from lowtide.kernels.operands import ExpertChoice
+from lowtide.kernels.reference import weights_of
 from lowtide.layers.batch import Segment
 from lowtide.memory.workspace import Buffers
 
@@ -19,13 +21,27 @@ from lowtide.memory.workspace import Buffers
 class Router(Protocol):
     """Chooses each token's experts."""
 
-    def route(self, x: Tensor, segments: Sequence[Segment], workspace: Buffers) -> Routing:
+    def route(self, x: Tensor, segments: Sequence[Segment]) -> Routing:
         """For x [rows, hidden] in the compute dtype. Never depends on placement."""
         ...
 
+    def within(self, workspace: Buffers) -> Router:
+        """The same router with scratch of its own: for a guess beside a pass."""
+        ...
 
-@dataclass(frozen=True, slots=True)
-class SigmoidRouter:
+
+@dataclass(frozen=True)
+class _Computed:
+    """What computes, of every router."""
+
+    compute: Compute
+
+    def within(self, workspace: Buffers) -> Self:
+        return replace(self, compute=replace(self.compute, workspace=workspace))
+
+
+@dataclass(frozen=True)
+class SigmoidRouter(_Computed):
     """Sigmoid scores with a selection-only bias (LLaDA2, Ling 2.0; DeepSeek-V3's `noaux_tc`).
 
     scores = sigmoid(x W^T) in float32. Experts are chosen by score + bias, restricted either to
@@ -44,7 +60,8 @@ class SigmoidRouter:
     normalise: bool
     scaling_factor: float
 
-    def route(self, x: Tensor, segments: Sequence[Segment], workspace: Buffers) -> Routing:
+    def route(self, x: Tensor, segments: Sequence[Segment]) -> Routing:
+        kernels, workspace = self.compute.kernels, self.compute.workspace
         num_rows, num_experts = x.shape[0], self.weight.shape[0]
         # Scores, ranks, masks and top-k results: small, and without `out=` forms.
         workspace.library("router", 6 * 4 * num_rows * num_experts)
@@ -52,24 +69,18 @@ class SigmoidRouter:
             x_fp32 = workspace.take("router input", tuple(x.shape), torch.float32)
             x_fp32.copy_(x)
             logits = torch.mm(x_fp32, self.weight.t())
-        if not self.capacity and is_for_triton(logits):
-            return self._choose_by_triton(logits)
+        if not self.capacity:
+            return Routing(*kernels.choose_experts(logits, self.bias, self._choice))
         scores = logits.sigmoid_()
         rank = scores if self.bias is None else scores + self.bias
-        if self.capacity:
-            rank = self._limit_to_windows(rank, segments)
-        elif self.num_groups > 1:
-            rank = self._limit_to_groups(rank)
-        experts = top_experts(rank, self.num_experts_per_token)
-        weights = scores.gather(1, experts)
-        if self.normalise:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return Routing(experts, weights * self.scaling_factor)
+        experts = kernels.top_experts(
+            self._limit_to_windows(rank, segments), self.num_experts_per_token
+        )
+        return Routing(experts, weights_of(scores, experts, self._choice, scores.dtype))
 
-    def _choose_by_triton(self, logits: Tensor) -> Routing:
-        from lowtide.kernels.triton_routing import ExpertChoice, choose_experts
-
-        choice = ExpertChoice(
+    @cached_property
+    def _choice(self) -> ExpertChoice:
+        return ExpertChoice(
             self.num_experts_per_token,
             is_sigmoid=True,
             normalise=self.normalise,
@@ -78,12 +89,6 @@ class SigmoidRouter:
             num_group_best=2,
             scaling_factor=self.scaling_factor,
         )
-        return Routing(*choose_experts(logits, self.bias, choice))
-
-    def _limit_to_groups(self, rank: Tensor) -> Tensor:
-        groups = rank.view(rank.shape[0], self.num_groups, -1)
-        group_rank = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)  # [rows, groups]
-        return _keep_groups(groups, group_rank, self.num_groups_per_token)
 
     def _limit_to_windows(self, rank: Tensor, segments: Sequence[Segment]) -> Tensor:
         limited = torch.full_like(rank, -torch.inf)
@@ -105,8 +110,8 @@ class SigmoidRouter:
         return windows
 
 
-@dataclass(frozen=True, slots=True)
-class SoftmaxRouter:
+@dataclass(frozen=True)
+class SoftmaxRouter(_Computed):
     """The likeliest experts of a softmax over all of them (Mixtral, Qwen, OLMoE, DeepSeek-V2).
 
     The product has the precision of `weight`: the compute dtype, or float32; the softmax is in
@@ -121,31 +126,22 @@ class SoftmaxRouter:
     num_groups: int = 1
     num_groups_per_token: int = 1
     scaling_factor: float = 1.0
-    products: Products = REFERENCE
 
-    def route(self, x: Tensor, segments: Sequence[Segment], workspace: Buffers) -> Routing:
+    def route(self, x: Tensor, segments: Sequence[Segment]) -> Routing:
+        kernels, workspace, dtype = self.compute.kernels, self.compute.workspace, self.weight.dtype
+        shape = (x.shape[0], self.weight.shape[0])
         # Logits, probabilities, ranks and top-k results: small, and without `out=` forms.
-        workspace.library("router", 6 * 4 * x.shape[0] * self.weight.shape[0])
+        workspace.library("router", 6 * 4 * shape[0] * shape[1])
         with workspace.scope():
-            logits = self._logits(x, workspace)
-            if is_for_triton(logits):
-                return self._choose_by_triton(logits)
-            probabilities = logits.softmax(-1, dtype=torch.float32)
-        rank = probabilities
-        if self.num_groups > 1:
-            rank = self._limit_to_groups(rank)
-        experts = top_experts(rank, self.num_experts_per_token)
-        weights = probabilities.gather(1, experts)
-        if self.normalise:
-            weights = weights / weights.sum(-1, keepdim=True)
-        if self.rounds_weights:
-            weights = weights.to(self.weight.dtype).float()
-        return Routing(experts, weights * self.scaling_factor)
+            logits = workspace.take("router logits", shape, dtype)
+            if dtype != x.dtype:
+                x = workspace.take("router input", tuple(x.shape), dtype).copy_(x)
+            kernels.multiply(x, self.weight.t(), None, logits)
+            return Routing(*kernels.choose_experts(logits, None, self._choice))
 
-    def _choose_by_triton(self, logits: Tensor) -> Routing:
-        from lowtide.kernels.triton_routing import ExpertChoice, choose_experts
-
-        choice = ExpertChoice(
+    @cached_property
+    def _choice(self) -> ExpertChoice:
+        return ExpertChoice(
             self.num_experts_per_token,
             is_sigmoid=False,
             normalise=self.normalise,
@@ -154,24 +150,10 @@ class SoftmaxRouter:
             num_groups_kept=self.num_groups_per_token,
             scaling_factor=self.scaling_factor,
         )
-        return Routing(*choose_experts(logits, None, choice))
-
-    def _logits(self, x: Tensor, workspace: Buffers) -> Tensor:
-        dtype = self.weight.dtype
-        logits = workspace.take("router logits", (x.shape[0], self.weight.shape[0]), dtype)
-        if dtype != x.dtype:
-            x_fp32 = workspace.take("router input", tuple(x.shape), dtype)
-            x = x_fp32.copy_(x)
-        self.products.multiply(x, self.weight.t(), None, logits)
-        return logits
-
-    def _limit_to_groups(self, rank: Tensor) -> Tensor:
-        groups = rank.view(rank.shape[0], self.num_groups, -1)
-        return _keep_groups(groups, groups.amax(-1), self.num_groups_per_token)
 
 
-@dataclass(frozen=True, slots=True)
-class TopSoftmaxRouter:
+@dataclass(frozen=True)
+class TopSoftmaxRouter(_Computed):
     """The experts of the highest logits, weighed by a softmax over those alone (gpt-oss).
 
     Logits and weights are in the compute dtype.
@@ -181,16 +163,9 @@ class TopSoftmaxRouter:
     bias: Tensor  # [num_experts]
     num_experts_per_token: int
 
-    def route(self, x: Tensor, segments: Sequence[Segment], workspace: Buffers) -> Routing:
+    def route(self, x: Tensor, segments: Sequence[Segment]) -> Routing:
         # Logits and top-k results: small, and without `out=` forms.
-        workspace.library("router", 4 * 4 * x.shape[0] * self.weight.shape[0])
+        self.compute.workspace.library("router", 4 * 4 * x.shape[0] * self.weight.shape[0])
         logits = torch.addmm(self.bias, x, self.weight.t())
-        experts = top_experts(logits, self.num_experts_per_token)
+        experts = self.compute.kernels.top_experts(logits, self.num_experts_per_token)
         return Routing(experts, logits.gather(1, experts).softmax(-1).float())
-
-
-def _keep_groups(groups: Tensor, group_rank: Tensor, num_kept: int) -> Tensor:
-    """Ranks [rows, experts] from groups [rows, groups, experts of one]: -inf but in the best."""
-    chosen = group_rank.topk(num_kept, dim=-1, sorted=False).indices
-    excluded = torch.ones_like(group_rank, dtype=torch.bool).scatter_(1, chosen, False)
-    return groups.masked_fill(excluded[:, :, None], -torch.inf).flatten(1)

@@ -14,22 +14,18 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from lowtide.compute import Compute
 from lowtide.config import ModelConfig
 from lowtide.core import Step
 from lowtide.experts.rows import Routing
-from lowtide.kernels.products import REFERENCE, Products
-from lowtide.kernels.reference import ExpertWeights
+from lowtide.kernels.operands import ExpertWeights, Rotation
 from lowtide.layers.batch import Batch
 from lowtide.layers.linear import GatedMLP, Linear
 from lowtide.layers.moe import Experts, MoELayer
-from lowtide.layers.norm import rms_norm
-from lowtide.layers.rotary import Rotary, Rotation
+from lowtide.layers.rotary import Rotary
 from lowtide.layers.router import Router
 from lowtide.layers.self_attention import SeparateQKV
 from lowtide.memory.kv_cache import KVCache
-from lowtide.memory.pinned_copies import to_device
-from lowtide.memory.workspace import Buffers
-from lowtide.threads.executor import Executor
 
 Weights = Mapping[str, Tensor]
 """Dense weights by their checkpoint names."""
@@ -38,9 +34,7 @@ Weights = Mapping[str, Tensor]
 class Attention(Protocol):
     """A layer's attention, projections included."""
 
-    def forward(
-        self, x: Tensor, batch: Batch, rotation: Rotation, workspace: Buffers, out: Tensor
-    ) -> None:
+    def forward(self, x: Tensor, batch: Batch, rotation: Rotation, out: Tensor) -> None:
         """x, out [rows, hidden] in the compute dtype; writes all rows' keys and values."""
         ...
 
@@ -57,21 +51,17 @@ class Decoder(ABC):
         weights: Weights,
         experts: Experts,
         kv_cache: KVCache,
-        workspace: Buffers,
-        executor: Executor,
-        products: Products = REFERENCE,
+        compute: Compute,
     ) -> None:
         self.config = config
         self.weights = weights
         self.kv_cache = kv_cache
-        self.executor = executor
-        self.products = products
+        self.compute = compute
         self._experts = experts
-        self._workspace = workspace
         self._embedding = weights[self.embedding_name]
         self._norm = weights["model.norm.weight"]
         head = self._embedding if config.tie_word_embeddings else weights["lm_head.weight"]
-        self._head = Linear(head, executor, products=products)
+        self._head = Linear(head, compute)
         rope = config.attention.rope
         self._rotary = Rotary(rope.rotary_dim, rope.theta, self._embedding.device, rope.yarn)
         self.routers: list[Router] = []  # of the layers that have experts
@@ -102,14 +92,14 @@ class Decoder(ABC):
     def linear(self, name: str) -> Linear:
         """The product with the weight `name.weight`, plus `name.bias` where there is one."""
         weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
-        return Linear(weight, self.executor, bias, self.products)
+        return Linear(weight, self.compute, bias)
 
     def mlp(self, prefix: str) -> GatedMLP:
         """The gated MLP whose weights' names begin with `prefix`."""
         gate, up, down = (
             self.weights[f"{prefix}{part}_proj.weight"] for part in ("gate", "up", "down")
         )
-        return GatedMLP(ExpertWeights(gate, up, down), self.executor, self.products)
+        return GatedMLP(ExpertWeights(gate, up, down), self.compute)
 
     def separate_qkv(self, layer: int) -> SeparateQKV:
         """The projections that most families call `self_attn.{q,k,v}_proj`."""
@@ -122,16 +112,16 @@ class Decoder(ABC):
 
         Returns [rows, hidden] in the compute dtype; writes all rows' keys and values.
         """
-        workspace = self._workspace
+        workspace = self.compute.workspace
         workspace.reset()
         num_rows, dtype = batch.token_ids.shape[0], self._embedding.dtype
         x = workspace.take("hidden", (num_rows, self.config.hidden_size), dtype)
         self._hidden_end = workspace.mark()
-        token_ids, positions = to_device(self.device, batch.token_ids, batch.positions)
+        token_ids, positions = self.compute.to_device(batch.token_ids, batch.positions)
         torch.index_select(self._embedding, 0, token_ids, out=x)
         rotation = self._rotary.rotation(positions, self.rotation_dtype or dtype, workspace)
         for block in self._blocks:
-            block.forward(x, batch, rotation, workspace)
+            block.forward(x, batch, rotation)
         workspace.reset(self._hidden_end)
         return x
 
@@ -141,7 +131,7 @@ class Decoder(ABC):
         `layer` counts MoE layers; x [rows, hidden] compute dtype. Returns float32 [rows, hidden],
         valid until the next call of anything.
         """
-        workspace = self._workspace
+        workspace = self.compute.workspace
         workspace.reset()
         out = workspace.take("routed", tuple(x.shape), torch.float32)
         self._experts.forward(layer, x, routing, step, workspace, out)
@@ -149,14 +139,14 @@ class Decoder(ABC):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [n, vocab] of hidden states [n, hidden], valid until the next call."""
-        workspace = self._workspace
+        workspace = self.compute.workspace
         workspace.reset(self._hidden_end)
         num_rows, vocab_size = hidden.shape[0], self.config.vocab_size
         logits = workspace.take("logits", (num_rows, vocab_size), torch.float32)
         with workspace.scope():
             normed = workspace.take("head input", tuple(hidden.shape), hidden.dtype)
             eps = self.config.rms_norm_eps
-            rms_norm(hidden, self._norm, eps, workspace, normed, self.products)
+            self.compute.kernels.rms_norm(hidden, self._norm, eps, workspace, normed)
             if hidden.dtype == torch.float32:
                 self._head.forward(normed, logits)
             else:
@@ -171,7 +161,9 @@ class Decoder(ABC):
         if layer in self.config.moe_layers:
             index = self.config.moe_layers.index(layer)
             self.routers.append(self.router(layer))
-            moe = MoELayer(index, self.routers[-1], self._experts, *self.shared_expert(layer))
+            moe = MoELayer(
+                index, self.routers[-1], self._experts, self.compute, *self.shared_expert(layer)
+            )
         else:
             dense = self.mlp(prefix + "mlp.")
         return _Block(
@@ -181,7 +173,7 @@ class Decoder(ABC):
             self.weights[prefix + "input_layernorm.weight"],
             self.weights[prefix + "post_attention_layernorm.weight"],
             self.config.rms_norm_eps,
-            self.products,
+            self.compute,
         )
 
 
@@ -196,7 +188,7 @@ class _Block:
         attention_norm: Tensor,
         mlp_norm: Tensor,
         eps: float,
-        products: Products,
+        compute: Compute,
     ) -> None:
         self._attention = attention
         self._moe = moe
@@ -204,21 +196,22 @@ class _Block:
         self._attention_norm = attention_norm
         self._mlp_norm = mlp_norm
         self._eps = eps
-        self._products = products
+        self._compute = compute
 
-    def forward(self, x: Tensor, batch: Batch, rotation: Rotation, workspace: Buffers) -> None:
+    def forward(self, x: Tensor, batch: Batch, rotation: Rotation) -> None:
+        workspace = self._compute.workspace
         with workspace.scope():
             normed = workspace.take("normed", tuple(x.shape), x.dtype)
             update = workspace.take("update", tuple(x.shape), x.dtype)
-            self._normalise(x, self._attention_norm, workspace, normed)
-            self._attention.forward(normed, batch, rotation, workspace, update)
+            self._normalise(x, self._attention_norm, normed)
+            self._attention.forward(normed, batch, rotation, update)
             x.add_(update)
-            self._normalise(x, self._mlp_norm, workspace, normed)
+            self._normalise(x, self._mlp_norm, normed)
             if self._moe is not None:
-                self._moe.forward(normed, batch, workspace, update)
+                self._moe.forward(normed, batch, update)
             elif self._dense is not None:
-                self._dense.forward(normed, workspace, update)
+                self._dense.forward(normed, update)
             x.add_(update)
 
-    def _normalise(self, x: Tensor, weight: Tensor, workspace: Buffers, out: Tensor) -> None:
-        rms_norm(x, weight, self._eps, workspace, out, self._products)
+    def _normalise(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        self._compute.kernels.rms_norm(x, weight, self._eps, self._compute.workspace, out)

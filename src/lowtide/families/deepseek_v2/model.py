@@ -14,18 +14,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lowtide.compute import Compute
 from lowtide.config import ModelConfig
-from lowtide.kernels.products import REFERENCE, Products
+from lowtide.kernels.operands import Rotation
 from lowtide.layers.attention import attention
 from lowtide.layers.batch import Batch
 from lowtide.layers.linear import GatedMLP, Linear
-from lowtide.layers.norm import rms_norm
-from lowtide.layers.rotary import Rotation, rotate_pairs
 from lowtide.layers.router import SoftmaxRouter
 from lowtide.memory.kv_cache import KVCache
-from lowtide.memory.workspace import Buffers
 from lowtide.models.decoder import Decoder
-from lowtide.threads.executor import Executor
 
 LATENT_EPS = 1e-6
 """Of the norms on latents, whatever `rms_norm_eps` is: the published code sets it nowhere else."""
@@ -44,13 +41,13 @@ class DeepseekV2(Decoder):
         prefix = f"model.layers.{layer}.self_attn."
         if self.config.attention.q_lora_rank:
             queries = _Queries(
+                self.compute,
                 self.linear(prefix + "q_b_proj"),
                 self.linear(prefix + "q_a_proj"),
                 self.weights[prefix + "q_a_layernorm.weight"],
-                self.products,
             )
         else:
-            queries = _Queries(self.linear(prefix + "q_proj"))
+            queries = _Queries(self.compute, self.linear(prefix + "q_proj"))
         return LatentAttention(
             layer,
             self.config,
@@ -60,20 +57,19 @@ class DeepseekV2(Decoder):
             self.weights[prefix + "kv_b_proj.weight"],
             self.linear(prefix + "o_proj"),
             self.kv_cache,
-            self.executor,
-            self.products,
+            self.compute,
         )
 
     def router(self, layer: int) -> SoftmaxRouter:
         experts = self.config.moe
         return SoftmaxRouter(
+            self.compute,
             weight=self.weights[f"model.layers.{layer}.mlp.gate.weight"],
             num_experts_per_token=experts.num_experts_per_token,
             normalise=False,
             num_groups=experts.num_groups,
             num_groups_per_token=experts.num_groups_per_token,
             scaling_factor=experts.scaling_factor,
-            products=self.products,
         )
 
     def shared_expert(self, layer: int) -> tuple[GatedMLP | None, Tensor | None]:
@@ -87,25 +83,26 @@ class _Queries:
 
     def __init__(
         self,
+        compute: Compute,
         up: Linear,
         down: Linear | None = None,
         norm: Tensor | None = None,
-        products: Products = REFERENCE,
     ) -> None:
+        self._compute = compute
         self._up = up
         self._down = down
         self._norm = norm
-        self._products = products
 
-    def forward(self, x: Tensor, workspace: Buffers, out: Tensor) -> None:
+    def forward(self, x: Tensor, out: Tensor) -> None:
         """x [rows, hidden]; out [rows, query_size]."""
         if self._down is None or self._norm is None:
             self._up.forward(x, out)
             return
+        kernels, workspace = self._compute.kernels, self._compute.workspace
         with workspace.scope():
             latent = workspace.take("query latent", (x.shape[0], self._norm.shape[0]), x.dtype)
             self._down.forward(x, latent)
-            rms_norm(latent, self._norm, LATENT_EPS, workspace, latent, self._products)
+            kernels.rms_norm(latent, self._norm, LATENT_EPS, workspace, latent)
             self._up.forward(latent, out)
 
 
@@ -122,8 +119,7 @@ class LatentAttention:
         expansion: Tensor,
         output: Linear,
         kv_cache: KVCache,
-        executor: Executor,
-        products: Products = REFERENCE,
+        compute: Compute,
     ) -> None:
         """expansion: [heads * (fixed + value_head_dim), rank], a head's keys, then its values."""
         self._layer = layer
@@ -137,23 +133,21 @@ class LatentAttention:
         self._to_value = by_head[:, self._fixed_dim :].transpose(1, 2)  # [heads, rank, value]
         self._output = output
         self._kv_cache = kv_cache
-        self._executor = executor
-        self._products = products
+        self._compute = compute
 
-    def forward(
-        self, x: Tensor, batch: Batch, rotation: Rotation, workspace: Buffers, out: Tensor
-    ) -> None:
+    def forward(self, x: Tensor, batch: Batch, rotation: Rotation, out: Tensor) -> None:
         """x, out [rows, hidden] in the compute dtype."""
         spec, num_rows = self._spec, x.shape[0]
+        kernels, workspace = self._compute.kernels, self._compute.workspace
         rank, width = spec.kv_lora_rank, spec.kv_lora_rank + spec.rope.rotary_dim
         with workspace.scope():
             cached = workspace.take("latent", (num_rows, 1, width), x.dtype)
             self._latent.forward(x, cached.view(num_rows, width))
             latent, rotating_key = cached[..., :rank], cached[..., rank:]
-            rms_norm(latent, self._latent_norm, LATENT_EPS, workspace, latent, self._products)
-            rotate_pairs(rotating_key, rotation, workspace)
+            kernels.rms_norm(latent, self._latent_norm, LATENT_EPS, workspace, latent)
+            kernels.rotate_pairs(rotating_key, rotation, workspace)
             query = workspace.take("latent query", (num_rows, spec.num_heads, width), x.dtype)
-            self._query(x, rotation, workspace, query)
+            self._query(x, rotation, query)
             attended = workspace.take("attended", (num_rows, spec.num_heads, width), x.dtype)
             attention(
                 self._layer,
@@ -162,33 +156,33 @@ class LatentAttention:
                 cached,
                 batch.segments,
                 self._kv_cache,
-                workspace,
+                self._compute,
                 attended,
                 scale=spec.softmax_scale,
-                executor=self._executor,
-                products=self._products,
             )
             values = (num_rows, spec.num_heads, spec.value_head_dim)
             value = workspace.take("value", values, x.dtype)
             # What the rotating key would be as a value is computed too, and dropped.
-            self._by_head(attended[..., :rank], self._to_value, workspace, value)
+            self._by_head(attended[..., :rank], self._to_value, value)
             self._output.forward(value.view(num_rows, -1), out)
 
-    def _query(self, x: Tensor, rotation: Rotation, workspace: Buffers, out: Tensor) -> None:
+    def _query(self, x: Tensor, rotation: Rotation, out: Tensor) -> None:
         """Queries for cached latents: out [rows, heads, rank + rotary_dim]."""
         spec, num_rows, rank = self._spec, x.shape[0], self._spec.kv_lora_rank
+        kernels, workspace = self._compute.kernels, self._compute.workspace
         with workspace.scope():
             shape = (num_rows, spec.num_heads, spec.head_dim)
             query = workspace.take("query", shape, x.dtype)
-            self._queries.forward(x, workspace, query.view(num_rows, -1))
+            self._queries.forward(x, query.view(num_rows, -1))
             rotating = query[..., self._fixed_dim :]
-            rotate_pairs(rotating, rotation, workspace)
+            kernels.rotate_pairs(rotating, rotation, workspace)
             out[..., rank:].copy_(rotating)
-            self._by_head(query[..., : self._fixed_dim], self._to_key, workspace, out[..., :rank])
+            self._by_head(query[..., : self._fixed_dim], self._to_key, out[..., :rank])
 
-    def _by_head(self, x: Tensor, weight: Tensor, workspace: Buffers, out: Tensor) -> None:
+    def _by_head(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
         """out[:, h] = x[:, h] weight[h]: x [rows, heads, in], weight [heads, in, out]."""
         num_rows, num_heads, _ = x.shape
+        workspace = self._compute.workspace
         with workspace.scope():
             heads_first = workspace.take("heads", (num_heads, num_rows, x.shape[2]), x.dtype)
             product = workspace.take("product", (num_heads, num_rows, out.shape[2]), x.dtype)

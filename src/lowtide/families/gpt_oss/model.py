@@ -29,8 +29,7 @@ class GptOss(Decoder):
             self.linear(prefix + "o_proj"),
             None,
             self.kv_cache,
-            self.executor,
-            self.products,
+            self.compute,
             sinks=self.weights[prefix + "sinks"],
             window=self.config.attention.windows[layer],
         )
@@ -38,6 +37,7 @@ class GptOss(Decoder):
     def router(self, layer: int) -> TopSoftmaxRouter:
         prefix = f"model.layers.{layer}.mlp.router."
         return TopSoftmaxRouter(
+            self.compute,
             weight=self.weights[prefix + "weight"],
             bias=self.weights[prefix + "bias"],
             num_experts_per_token=self.config.moe.num_experts_per_token,

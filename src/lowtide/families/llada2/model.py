@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from lowtide.kernels.operands import HeadNorms
 from lowtide.layers.linear import GatedMLP
 from lowtide.layers.router import SigmoidRouter
-from lowtide.layers.self_attention import GroupedAttention, QKNorm
+from lowtide.layers.self_attention import GroupedAttention
 from lowtide.models.decoder import Decoder
 
 
@@ -28,7 +29,7 @@ class LLaDA2(Decoder):
         prefix = f"model.layers.{layer}.attention."
         norm = None
         if self.config.attention.has_qk_norm:
-            norm = QKNorm(
+            norm = HeadNorms(
                 self.weights[prefix + "query_layernorm.weight"],
                 self.weights[prefix + "key_layernorm.weight"],
             )
@@ -40,13 +41,13 @@ class LLaDA2(Decoder):
             self.linear(prefix + "dense"),
             norm,
             self.kv_cache,
-            self.executor,
-            self.products,
+            self.compute,
         )
 
     def router(self, layer: int) -> SigmoidRouter:
         experts, prefix = self.config.moe, f"model.layers.{layer}.mlp.gate."
         return SigmoidRouter(
+            self.compute,
             weight=self.weights[prefix + "weight"],
             bias=self.weights[prefix + "expert_bias"] if experts.has_bias else None,
             num_experts_per_token=experts.num_experts_per_token,

@@ -22,14 +22,13 @@ class Mixtral(Decoder):
             self.linear(f"model.layers.{layer}.self_attn.o_proj"),
             None,
             self.kv_cache,
-            self.executor,
-            self.products,
+            self.compute,
         )
 
     def router(self, layer: int) -> SoftmaxRouter:
         return SoftmaxRouter(
+            self.compute,
             weight=self.weights[f"model.layers.{layer}.block_sparse_moe.gate.weight"],
             num_experts_per_token=self.config.moe.num_experts_per_token,
             normalise=True,
-            products=self.products,
         )

@@ -6,8 +6,9 @@ softmax routing whose top-k weights are not renormalised as published; no shared
 
 from __future__ import annotations
 
+from lowtide.kernels.operands import HeadNorms
 from lowtide.layers.router import SoftmaxRouter
-from lowtide.layers.self_attention import GroupedAttention, QKNorm
+from lowtide.layers.self_attention import GroupedAttention
 from lowtide.models.decoder import Decoder
 
 
@@ -22,17 +23,16 @@ class Olmoe(Decoder):
             self.config,
             self.separate_qkv(layer),
             self.linear(prefix + "o_proj"),
-            QKNorm(query, key),  # [query_size] and [kv_size]: all heads together
+            HeadNorms(query, key),  # [query_size] and [kv_size]: all heads together
             self.kv_cache,
-            self.executor,
-            self.products,
+            self.compute,
         )
 
     def router(self, layer: int) -> SoftmaxRouter:
         return SoftmaxRouter(
+            self.compute,
             weight=self.weights[f"model.layers.{layer}.mlp.gate.weight"],
             num_experts_per_token=self.config.moe.num_experts_per_token,
             normalise=self.config.moe.norm_topk_prob,
             rounds_weights=True,
-            products=self.products,
         )

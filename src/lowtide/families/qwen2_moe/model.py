@@ -25,17 +25,16 @@ class Qwen2Moe(Decoder):
             self.linear(f"model.layers.{layer}.self_attn.o_proj"),
             None,
             self.kv_cache,
-            self.executor,
-            self.products,
+            self.compute,
         )
 
     def router(self, layer: int) -> SoftmaxRouter:
         return SoftmaxRouter(
+            self.compute,
             weight=self.weights[f"model.layers.{layer}.mlp.gate.weight"],
             num_experts_per_token=self.config.moe.num_experts_per_token,
             normalise=self.config.moe.norm_topk_prob,
             rounds_weights=True,
-            products=self.products,
         )
 
     def shared_expert(self, layer: int) -> tuple[GatedMLP | None, Tensor | None]:

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowtide.core import IntArray
-from lowtide.kernels import reference
 from lowtide.kernels.cpu.library import load_library
-from lowtide.kernels.reference import ClampedWeights, ExpertWeights
+from lowtide.kernels.operands import ExpertWeights, SlotPlaces
 
 MAX_FEW_ROWS = 8
 """With more rows computing is the work, and torch's products are faster (docs/log.md)."""
@@ -44,17 +42,10 @@ _TYPES = {
 }
 
 
-class SlotPlaces(NamedTuple):
-    """Where experts' weights are: those of slot s at `s * slot_bytes` beyond these addresses."""
-
-    gate: int
-    up: int
-    down: int
-    slot_bytes: int
-
-
 class FewRows:
     """The compiled operators in one of their variants. All variants give the same bits."""
+
+    max_rows = MAX_FEW_ROWS
 
     def __init__(self, library: ctypes.CDLL, variant: int | None = None) -> None:
         """variant: from 0, portable, to `num_variants - 1`, the best of this CPU and default."""
@@ -79,6 +70,16 @@ class FewRows:
         """Whether the rows of `x` [rows, ...] are few, of the right type and in host memory."""
         return x.shape[0] <= MAX_FEW_ROWS and x.dtype is torch.bfloat16 and x.is_cpu
 
+    def takes_product(self, x: Tensor, weight_t: Tensor, out: Tensor) -> bool:
+        """Whether `multiply` takes these."""
+        is_stored = weight_t.stride() == (1, x.shape[1])
+        return self.takes(x) and is_stored and _has_rows(x, out)
+
+    def takes_mlp(self, x: Tensor, gate: Tensor, up: Tensor, out: Tensor) -> bool:
+        """Whether `gated_mlp` takes these."""
+        is_whole = gate.is_contiguous() and up.is_contiguous()
+        return self.takes(x) and _has_rows(x, out) and is_whole
+
     def multiply(
         self,
         x: Tensor,
@@ -87,11 +88,8 @@ class FewRows:
         out: Tensor,
         num_threads: int = 1,
     ) -> None:
-        """See `reference.multiply`; rounds once, after the bias."""
+        """See `Kernels.multiply`; rounds once, after the bias."""
         num_rows, num_k = x.shape
-        if not (self.takes(x) and weight_t.stride() == (1, num_k) and _has_rows(x, out)):
-            reference.multiply(x, weight_t, bias, out)
-            return
         self._multiply(
             self._variant,
             num_threads,
@@ -109,19 +107,12 @@ class FewRows:
     def gated_mlp(
         self,
         x: Tensor,
-        weights: ExpertWeights | ClampedWeights,
+        weights: ExpertWeights,
         gate: Tensor,
         up: Tensor,
         out: Tensor,
     ) -> None:
-        """See `reference.gated_mlp`; rounds in the same places. Weights are contiguous."""
-        if isinstance(weights, ClampedWeights):
-            reference.clamped_mlp(x, weights, gate, up, out, self.multiply)
-            return
-        is_whole = gate.is_contiguous() and up.is_contiguous()
-        if not (self.takes(x) and _has_rows(x, out) and is_whole):
-            reference.gated_mlp(x, weights, gate, up, out)
-            return
+        """See `Kernels.gated_mlp`; rounds in the same places. Weights are contiguous."""
         self._gated_mlp(
             self._variant,
             x.data_ptr(),
@@ -178,7 +169,7 @@ class FewRows:
         out: Tensor,
         num_threads: int,
     ) -> None:
-        """`gated_mlp` of every expert of the tokens and `reference.combine`, bit for bit.
+        """`gated_mlp` of every expert of the tokens and `Kernels.combine`, bit for bit.
 
         x [tokens, hidden], which it `takes`; experts [tokens, k] int64, ascending for each token,
         and their weights [tokens, k] float32; slots: one for each distinct expert, ascending by
@@ -213,11 +204,7 @@ class FewRows:
         out: Tensor,
         num_threads: int,
     ) -> None:
-        """One row's heads over all of keys and values, softmax and sums in float32.
-
-        query, out [heads, head_dim] contiguous; keys, values [kv_heads, tokens, head_dim], rows
-        adjacent, the same stride of heads; scale: by default head_dim ** -0.5.
-        """
+        """See `Kernels.attend_row`; softmax and sums in float32."""
         kv_heads, num_tokens, head_dim = keys.shape
         self._attend(
             self._variant,
@@ -235,7 +222,7 @@ class FewRows:
         )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-        """See `layers.norm.rms_norm`. x, out [rows, length] or [rows, heads, length], heads
+        """See `Kernels.rms_norm`. x, out [rows, length] or [rows, heads, length], heads
         adjacent; weight [length] bfloat16."""
         length = weight.shape[0]
         self._rms_norm(
@@ -252,8 +239,8 @@ class FewRows:
         )
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """See `layers.rotary.rotate`, whose bits these are. x [rows, heads, head_dim], heads
-        adjacent; cos, sin [rows, 1, rotary_dim / 2] bfloat16, contiguous."""
+        """See `Kernels.rotate`, whose bits these are. Heads are adjacent, cos and sin bfloat16 and
+        contiguous."""
         self._rotate(
             self._variant,
             x.data_ptr(),

@@ -1,0 +1,62 @@
+"""Which kernels a model computes with: chosen once, here, and handed to all that compute."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+
+import torch
+
+from lowtide.errors import StorageError, UnsupportedError
+from lowtide.kernels.compiled import CompiledKernels
+from lowtide.kernels.cpu.few_rows import FewRows
+from lowtide.kernels.reference import REFERENCE, Kernels
+
+_log = logging.getLogger(__name__)
+
+HOST = torch.device("cpu")
+
+
+def choose_kernels(option: str, dtype: torch.dtype, device: torch.device = HOST) -> Kernels:
+    """The kernels of what computes in `dtype` on `device`; option: `auto` or `reference`.
+
+    On the host, where nothing can be compiled, `auto` is the reference too, with one notice in
+    the log. On a GPU the option is about its experts alone, which its device chooses.
+    """
+    if device.type == "cuda":
+        return REFERENCE if why_no_triton(device) else _triton()
+    if option == "reference" or dtype != torch.bfloat16:
+        return REFERENCE
+    return _compiled()
+
+
+@functools.cache
+def why_no_triton(device: torch.device) -> str | None:
+    """Why Triton's kernels cannot be used on a GPU; None where they can.
+
+    Triton builds a part of itself with a C compiler, into a cache folder, when it is first used:
+    the first call tries that out.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "this torch has no Triton"
+    try:
+        _triton().sort_pairs(torch.zeros((1, 1), dtype=torch.int64, device=device), 1)
+    except Exception as error:  # whatever may be missing there
+        return f"Triton fails with {type(error).__name__}: {error}"
+    return None
+
+
+def _triton() -> Kernels:
+    from lowtide.kernels.triton_kernels import TritonKernels
+
+    return TritonKernels()
+
+
+@functools.cache
+def _compiled() -> Kernels:
+    try:
+        return CompiledKernels(FewRows.load())
+    except (StorageError, UnsupportedError) as error:
+        _log.warning("%s Single tokens will take longer: torch's products are used.", error)
+        return REFERENCE

@@ -1,0 +1,76 @@
+"""The compiled variant of a host that computes in bfloat16.
+
+Few rows go to the compiled operators, more to torch's: unlike routing's, the two give different
+bits, because sums are added in another order, so an engine uses one variant throughout.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lowtide.kernels.cpu.few_rows import MAX_HEAD_DIM, FewRows
+from lowtide.kernels.operands import ClampedWeights, ExpertWeights, Rotation
+from lowtide.kernels.reference import Kernels
+from lowtide.memory.workspace import Buffers
+
+
+class CompiledKernels(Kernels):
+    """Operators of C++ wherever `FewRows` takes the rows."""
+
+    name = "compiled"
+
+    def __init__(self, few_rows: FewRows) -> None:
+        self._few_rows = few_rows
+        self.several_experts = few_rows
+
+    def multiply(
+        self, x: Tensor, weight_t: Tensor, bias: Tensor | None, out: Tensor, num_threads: int = 1
+    ) -> None:
+        if self._few_rows.takes_product(x, weight_t, out):
+            self._few_rows.multiply(x, weight_t, bias, out, num_threads)
+        else:
+            super().multiply(x, weight_t, bias, out)
+
+    def divides(self, x: Tensor) -> bool:
+        return self._few_rows.takes(x)
+
+    def gated_mlp(
+        self,
+        x: Tensor,
+        weights: ExpertWeights | ClampedWeights,
+        gate: Tensor,
+        up: Tensor,
+        out: Tensor,
+    ) -> None:
+        if isinstance(weights, ExpertWeights) and self._few_rows.takes_mlp(x, gate, up, out):
+            self._few_rows.gated_mlp(x, weights, gate, up, out)
+        else:
+            super().gated_mlp(x, weights, gate, up, out)
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, workspace: Buffers, out: Tensor
+    ) -> None:
+        if weight.dtype == x.dtype and self._few_rows.takes(x):
+            self._few_rows.rms_norm(x, weight, eps, out)
+        else:
+            super().rms_norm(x, weight, eps, workspace, out)
+
+    def rotate(self, x: Tensor, rotation: Rotation, workspace: Buffers) -> None:
+        if self._few_rows.takes(x):
+            self._few_rows.rotate(x, *rotation)
+        else:
+            super().rotate(x, rotation, workspace)
+
+    def attends_rows(self, query: Tensor) -> bool:
+        return self._few_rows.takes(query[:1]) and query.shape[2] <= MAX_HEAD_DIM
+
+    def attend_row(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float | None,
+        out: Tensor,
+        num_threads: int,
+    ) -> None:
+        self._few_rows.attend(query, keys, values, scale, out, num_threads)

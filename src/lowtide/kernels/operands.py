@@ -1,0 +1,73 @@
+"""What kernels are given and what they answer, whichever variant runs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class ExpertWeights(NamedTuple):
+    """One expert's matrices, in the compute dtype."""
+
+    gate: Tensor  # [expert_size, hidden]
+    up: Tensor  # [expert_size, hidden]
+    down: Tensor  # [hidden, expert_size]
+
+
+class ClampedWeights(NamedTuple):
+    """One expert of gpt-oss: biased, and gated by `reference.clamped_swiglu`."""
+
+    gate: Tensor  # [expert_size, hidden]
+    up: Tensor  # [expert_size, hidden]
+    down: Tensor  # [hidden, expert_size]
+    gate_bias: Tensor  # [expert_size]
+    up_bias: Tensor  # [expert_size]
+    down_bias: Tensor  # [hidden]
+
+
+class HeadNorms(NamedTuple):
+    """Weights of the RMS norms of queries and keys before they are rotated.
+
+    [head_dim], each head by itself, or as wide as all heads, which are one then.
+    """
+
+    query: Tensor
+    key: Tensor
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines of one batch's positions."""
+
+    cos: Tensor  # [rows, 1, rotary_dim / 2]
+    sin: Tensor  # [rows, 1, rotary_dim / 2]
+
+
+class ExpertChoice(NamedTuple):
+    """How experts are chosen by their logits, and weighed."""
+
+    num_chosen: int
+    is_sigmoid: bool  # scores by sigmoid, else by softmax
+    normalise: bool
+    rounds_weights: bool = False  # to the logits' dtype
+    num_groups: int = 1
+    num_groups_kept: int = 1
+    num_group_best: int = 1  # experts, 1 or 2, whose sum is their group's rank
+    scaling_factor: float = 1.0
+
+
+class SortedPairs(NamedTuple):
+    """The (token, expert) pairs of a step, sorted by expert, tokens ascending within one."""
+
+    token_of: Tensor  # [tokens * k] int64: the token of each sorted pair
+    part_of: Tensor  # [tokens, k] int64: where a token's j-th pair went
+    counts: Tensor  # [num_experts] int64: pairs of each expert
+
+
+class SlotPlaces(NamedTuple):
+    """Where experts' weights are: those of slot s at `s * slot_bytes` beyond these addresses."""
+
+    gate: int
+    up: int
+    down: int
+    slot_bytes: int
