@@ -123,41 +123,27 @@ def gated_mlps(
     the planned tiles, known on the host; parts [pairs, hidden]; gate [pairs, expert_size] scratch.
     """
     hidden, width = parts.shape[1], gate.shape[1]
-    settings = {
+    blocks = GATE_UP_BLOCKS[rows]
+    _gate_up[(max_tiles, triton.cdiv(width, blocks.columns))](
+        *(slots, image.stride, image.gate, image.up, *tiles, parts, gate, hidden, width),
+        **_settings(rows, blocks),
+    )
+    blocks = DOWN_BLOCKS[rows]
+    _down[(max_tiles, triton.cdiv(hidden, blocks.columns))](
+        *(slots, image.stride, image.down, *tiles, gate, parts, hidden, width),
+        **_settings(rows, blocks),
+    )
+
+
+def _settings(rows: int, blocks: Blocks) -> dict[str, int]:
+    return {
         "BLOCK_M": rows,
+        "BLOCK_N": blocks.columns,
+        "BLOCK_K": blocks.depth,
         "UPCAST": _UPCAST,
         "num_warps": 4,
         "num_stages": _NUM_STAGES,
     }
-    columns, depth = GATE_UP_BLOCKS[rows]
-    _gate_up[(max_tiles, triton.cdiv(width, columns))](
-        slots,
-        image.stride,
-        image.gate,
-        image.up,
-        *tiles,
-        parts,
-        gate,
-        hidden,
-        width,
-        BLOCK_N=columns,
-        BLOCK_K=depth,
-        **settings,
-    )
-    columns, depth = DOWN_BLOCKS[rows]
-    _down[(max_tiles, triton.cdiv(hidden, columns))](
-        slots,
-        image.stride,
-        image.down,
-        *tiles,
-        gate,
-        parts,
-        hidden,
-        width,
-        BLOCK_N=columns,
-        BLOCK_K=depth,
-        **settings,
-    )
 
 
 def place_rows(source: Tensor, tiles: Tiles, max_tiles: int, rows: int, parts: Tensor) -> None:
