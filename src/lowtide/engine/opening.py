@@ -23,6 +23,7 @@ from lowtide.families import families
 from lowtide.kernels.choice import HOST, choose_kernels
 from lowtide.kernels.reference import Kernels
 from lowtide.memory.kv_cache import storage_shape
+from lowtide.memory.workspace import Registrar
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.model_folder.hub import has_weights, resolve_model
 from lowtide.model_folder.tokenizer import Tokenizer
@@ -134,6 +135,8 @@ class OpenModel:
     tokenizer: Tokenizer | None
     dtype: torch.dtype  # compute type
     context: int
+    passes: dict[int, Registrar] = field(default_factory=dict, repr=False, compare=False)
+    """Counted so far, by their rows: see `planning.register`."""
 
     @property
     def dense(self) -> DenseWeights:

@@ -167,25 +167,44 @@ def _overhead_bytes() -> int:
     return resident_bytes() + OVERHEAD_ALLOWANCE_BYTES
 
 
-def register(opened: OpenModel) -> Registrar:
-    """Runs the largest forward pass on the meta device: the same code, nothing computed.
+def register(opened: OpenModel, num_rows: int = MAX_PASS_ROWS) -> Registrar:
+    """What forward passes of up to so many rows take: counted once and remembered.
 
-    Layers give back what they take, so those up to the first with experts stand for all.
+    Runs one on the meta device: the same code, nothing computed. Layers give back what they take,
+    so those up to the first with experts stand for all. Of more than `MAX_PASS_ROWS` rows it is
+    bidirectional, over one whole sequence.
     """
+    if num_rows not in opened.passes:
+        opened.passes[num_rows] = _register(opened, num_rows)
+    return opened.passes[num_rows]
+
+
+def _register(opened: OpenModel, num_rows: int) -> Registrar:
     registrar = Registrar()
     config = replace(opened.config, num_layers=opened.config.num_leading_layers)
+    segments = _largest_segments(opened, num_rows)
     kv_shape = list(opened.kv_shape)
-    kv_shape[3] = max(kv_shape[3], MAX_PASS_ROWS)
+    kv_shape[3] = segments[0].kv.capacity
     kv_cache = KVCache(torch.empty(kv_shape, dtype=opened.dtype, device="meta"))
     experts = ExpertRegistrar(config.moe_shape)
     compute = Compute(InlineExecutor(), REFERENCE, registrar, torch.device("meta"))
     model_class = families()[config.family].model()
     model = model_class(config, opened.dense.meta(), experts, kv_cache, compute)
-    rows = torch.empty(MAX_PASS_ROWS, dtype=torch.int64, device="meta")
-    # Causal, or one block of all rows, at the end of the cache: no other attention needs more.
-    first_position = kv_shape[3] - MAX_PASS_ROWS
-    for block_length in (1, kv_shape[3]) if config.is_diffusion else (1,):
-        segment = Segment(0, MAX_PASS_ROWS, first_position, block_length, KVRange(0, kv_shape[3]))
+    rows = torch.empty(num_rows, dtype=torch.int64, device="meta")
+    for segment in segments:
         hidden = model.forward(Batch(rows, rows, (segment,), Step(StepKind.DENOISE, 0)))
         model.logits(hidden[: LOGIT_ROWS + 15])
     return registrar
+
+
+def _largest_segments(opened: OpenModel, num_rows: int) -> list[Segment]:
+    """Each a pass of all rows: no other attention needs more than one of them."""
+    if num_rows > MAX_PASS_ROWS:
+        return [Segment(0, num_rows, 0, num_rows, KVRange(0, num_rows))]
+    # Causal, or one block of all rows, at the end of the cache.
+    num_tokens = max(opened.kv_shape[3], num_rows)
+    block_lengths = (1, num_tokens) if opened.config.is_diffusion else (1,)
+    return [
+        Segment(0, num_rows, num_tokens - num_rows, block_length, KVRange(0, num_tokens))
+        for block_length in block_lengths
+    ]

@@ -6,6 +6,7 @@ bits, because sums are added in another order, so an engine uses one variant thr
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from lowtide.kernels.cpu.few_rows import MAX_HEAD_DIM, FewRows
@@ -62,7 +63,8 @@ class CompiledKernels(Kernels):
             super().rotate(x, rotation, workspace)
 
     def attends_rows(self, query: Tensor) -> bool:
-        return self._few_rows.takes(query[:1]) and query.shape[2] <= MAX_HEAD_DIM
+        is_taken = query.dtype is torch.bfloat16 and query.is_cpu
+        return is_taken and query.shape[2] <= MAX_HEAD_DIM
 
     def attend_row(
         self,

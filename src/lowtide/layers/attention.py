@@ -13,6 +13,7 @@ from torch import Tensor
 from lowtide.compute import Compute
 from lowtide.errors import InternalError
 from lowtide.layers.batch import Segment
+from lowtide.layers.rows import TILE_ROWS, in_tiles
 from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.workspace import Buffers, tiles
 
@@ -65,7 +66,9 @@ def attention(
         if window or sinks is not None:
             raise InternalError("Only causal attention has windows or sinks.")
         for block, end_position in _blocks(segment):
-            _attend(query[block], *read(end_position), scale, compute.workspace, out[block])
+            is_long = block.stop - block.start > TILE_ROWS
+            attend = partial(_attend, *read(end_position), scale, compute, is_long)
+            in_tiles(attend, query[block], out[block])
 
 
 class _Scores(NamedTuple):
@@ -114,30 +117,50 @@ def _causal_tiles(segment: Segment) -> Iterator[tuple[slice, int, int]]:
 
 
 def _attend(
-    query: Tensor,
     keys: Tensor,
     values: Tensor,
     scale: float | None,
-    workspace: Buffers,
+    compute: Compute,
+    is_shared: bool,
+    query: Tensor,
     out: Tensor,
 ) -> None:
     """Every query row sees all of keys and values [kv_heads, tokens, head_dim].
 
     Nothing is masked, so the query heads that share a key head are simply more rows of it:
-    grouped-query attention without repeating a key.
+    grouped-query attention without repeating a key. is_shared: key heads are divided among the
+    executor's threads.
     """
+    workspace, executor = compute.workspace, compute.executor
     rows, heads, head_dim = query.shape
     kv_heads = keys.shape[0]
-    group = heads // kv_heads
+    shape = (rows, kv_heads, heads // kv_heads, head_dim)
     with workspace.scope():
-        grouped = workspace.take("query", (kv_heads, group, rows, head_dim), query.dtype)
-        grouped.copy_(query.view(rows, kv_heads, group, head_dim).permute(1, 2, 0, 3))
+        by_head = query.view(shape).permute(1, 2, 0, 3)
+        grouped = workspace.take("query", tuple(by_head.shape), query.dtype)
+        grouped.copy_(by_head)
         workspace.library("attention", _sdpa_bytes(query, keys))
-        attended = F.scaled_dot_product_attention(
-            grouped.view(1, kv_heads, group * rows, head_dim), keys[None], values[None], scale=scale
-        )
-        attended = attended.view(kv_heads, group, rows, head_dim).permute(2, 0, 1, 3)
-        out.view(rows, kv_heads, group, head_dim).copy_(attended)
+        if is_shared:
+            workspace.library("shared", (min(kv_heads, 8) - 1) * _scores_bytes(query, keys))
+        folded = grouped.view(kv_heads, -1, head_dim)
+        outputs = out.view(shape).permute(1, 2, 0, 3)
+        num_pieces = executor.num_threads if is_shared else 1
+        works = [
+            partial(_attend_folded, folded[part], keys[part], values[part], scale, outputs[part])
+            for part in _pieces(kv_heads, -(-kv_heads // num_pieces))
+        ]
+        if num_pieces == 1:
+            works[0]()
+        else:
+            executor.run(works)
+
+
+def _attend_folded(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float | None, out: Tensor
+) -> None:
+    """query [kv_heads, group * rows, head_dim], out [kv_heads, group, rows, head_dim]."""
+    attended = F.scaled_dot_product_attention(query[None], keys[None], values[None], scale=scale)
+    out.copy_(attended.view(out.shape))
 
 
 def _attend_causally(

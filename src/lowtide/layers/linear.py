@@ -10,6 +10,7 @@ from lowtide.compute import Compute
 from lowtide.core import align_up
 from lowtide.kernels.operands import ExpertWeights
 from lowtide.kernels.reference import silu_times
+from lowtide.layers.rows import in_tiles
 from lowtide.memory.workspace import tiles
 
 SPLIT_BYTES = 4 << 20
@@ -32,6 +33,9 @@ class Linear:
 
     def forward(self, x: Tensor, out: Tensor) -> None:
         """x [rows, in], out [rows, out]."""
+        in_tiles(self._multiply, x, out)
+
+    def _multiply(self, x: Tensor, out: Tensor) -> None:
         kernels, executor, bias = self._compute.kernels, self._compute.executor, self._bias
         if kernels.divides(x) or len(self._pieces) == 1 or not self._is_large(x.shape[0]):
             kernels.multiply(x, self._whole, bias, out, executor.num_cores)
@@ -57,6 +61,9 @@ class GatedMLP:
 
     def forward(self, x: Tensor, out: Tensor) -> None:
         """x, out [rows, hidden]; `out` must not be `x`."""
+        in_tiles(self._run, x, out)
+
+    def _run(self, x: Tensor, out: Tensor) -> None:
         workspace = self._compute.workspace
         with workspace.scope():
             gate = workspace.take("mlp gate", (x.shape[0], self._width), x.dtype)

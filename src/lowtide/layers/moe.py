@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -13,6 +14,7 @@ from lowtide.experts.rows import Routing
 from lowtide.layers.batch import Batch
 from lowtide.layers.linear import GatedMLP
 from lowtide.layers.router import Router, SigmoidRouter, SoftmaxRouter, TopSoftmaxRouter
+from lowtide.layers.rows import in_tiles
 from lowtide.memory.workspace import Buffers
 
 __all__ = ["Experts", "MoELayer", "Router", "SigmoidRouter", "SoftmaxRouter", "TopSoftmaxRouter"]
@@ -56,13 +58,18 @@ class MoELayer:
             self._run_experts(x, routing, batch.step, routed)
             out.copy_(routed)
             if self._shared is not None:
-                shared = workspace.take("shared", tuple(x.shape), x.dtype)
-                self._shared.forward(x, shared)
-                if self._shared_gate is not None:
-                    share = workspace.take("shared gate", (x.shape[0], 1), x.dtype)
-                    torch.mm(x, self._shared_gate.t(), out=share)
-                    shared.mul_(share.sigmoid_())
-                out.add_(shared)
+                in_tiles(partial(self._add_shared, self._shared), x, out)
+
+    def _add_shared(self, expert: GatedMLP, x: Tensor, out: Tensor) -> None:
+        workspace = self._compute.workspace
+        with workspace.scope():
+            shared = workspace.take("shared", tuple(x.shape), x.dtype)
+            expert.forward(x, shared)
+            if self._shared_gate is not None:
+                share = workspace.take("shared gate", (x.shape[0], 1), x.dtype)
+                torch.mm(x, self._shared_gate.t(), out=share)
+                shared.mul_(share.sigmoid_())
+            out.add_(shared)
 
     def _run_experts(self, x: Tensor, routing: Routing, step: Step, out: Tensor) -> None:
         workspace = self._compute.workspace

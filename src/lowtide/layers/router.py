@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol, Self
@@ -15,7 +15,8 @@ from lowtide.experts.rows import Routing
 from lowtide.kernels.operands import ExpertChoice
 from lowtide.kernels.reference import weights_of
 from lowtide.layers.batch import Segment
-from lowtide.memory.workspace import Buffers
+from lowtide.layers.rows import TILE_ROWS
+from lowtide.memory.workspace import Buffers, tiles
 
 
 class Router(Protocol):
@@ -61,17 +62,25 @@ class SigmoidRouter(_Computed):
     scaling_factor: float
 
     def route(self, x: Tensor, segments: Sequence[Segment]) -> Routing:
-        kernels, workspace = self.compute.kernels, self.compute.workspace
-        num_rows, num_experts = x.shape[0], self.weight.shape[0]
+        if self.capacity:  # windows are of block-causal passes, which are one tile
+            return self._choose_by_windows(x, segments)
+        return _route_in_tiles(self._choose, x, self.compute.workspace)
+
+    def _choose(self, x: Tensor) -> Routing:
+        logits = self._logits(x)
+        return Routing(*self.compute.kernels.choose_experts(logits, self.bias, self._choice))
+
+    def _logits(self, x: Tensor) -> Tensor:
+        workspace = self.compute.workspace
         # Scores, ranks, masks and top-k results: small, and without `out=` forms.
-        workspace.library("router", 6 * 4 * num_rows * num_experts)
+        workspace.library("router", 6 * 4 * x.shape[0] * self.weight.shape[0])
         with workspace.scope():
             x_fp32 = workspace.take("router input", tuple(x.shape), torch.float32)
             x_fp32.copy_(x)
-            logits = torch.mm(x_fp32, self.weight.t())
-        if not self.capacity:
-            return Routing(*kernels.choose_experts(logits, self.bias, self._choice))
-        scores = logits.sigmoid_()
+            return torch.mm(x_fp32, self.weight.t())
+
+    def _choose_by_windows(self, x: Tensor, segments: Sequence[Segment]) -> Routing:
+        kernels, scores = self.compute.kernels, self._logits(x).sigmoid_()
         rank = scores if self.bias is None else scores + self.bias
         experts = kernels.top_experts(
             self._limit_to_windows(rank, segments), self.num_experts_per_token
@@ -128,6 +137,9 @@ class SoftmaxRouter(_Computed):
     scaling_factor: float = 1.0
 
     def route(self, x: Tensor, segments: Sequence[Segment]) -> Routing:
+        return _route_in_tiles(self._choose, x, self.compute.workspace)
+
+    def _choose(self, x: Tensor) -> Routing:
         kernels, workspace, dtype = self.compute.kernels, self.compute.workspace, self.weight.dtype
         shape = (x.shape[0], self.weight.shape[0])
         # Logits, probabilities, ranks and top-k results: small, and without `out=` forms.
@@ -164,8 +176,24 @@ class TopSoftmaxRouter(_Computed):
     num_experts_per_token: int
 
     def route(self, x: Tensor, segments: Sequence[Segment]) -> Routing:
+        return _route_in_tiles(self._choose, x, self.compute.workspace)
+
+    def _choose(self, x: Tensor) -> Routing:
         # Logits and top-k results: small, and without `out=` forms.
         self.compute.workspace.library("router", 4 * 4 * x.shape[0] * self.weight.shape[0])
         logits = torch.addmm(self.bias, x, self.weight.t())
         experts = self.compute.kernels.top_experts(logits, self.num_experts_per_token)
         return Routing(experts, logits.gather(1, experts).softmax(-1).float())
+
+
+def _route_in_tiles(choose: Callable[[Tensor], Routing], x: Tensor, workspace: Buffers) -> Routing:
+    """What `choose` says of all rows of x, a tile of them at a time."""
+    if x.shape[0] <= TILE_ROWS:
+        return choose(x)
+    found = []
+    for tile in tiles(x.shape[0], TILE_ROWS):
+        with workspace.scope():
+            found.append(choose(x[tile]))
+    experts, weights = (torch.cat(parts) for parts in zip(*found, strict=True))
+    workspace.library("routing", 2 * (experts.nbytes + weights.nbytes))  # the parts are alive, too
+    return Routing(experts, weights)

@@ -13,6 +13,7 @@ from lowtide.kernels.operands import HeadNorms, Rotation
 from lowtide.layers.attention import attention
 from lowtide.layers.batch import Batch
 from lowtide.layers.linear import Linear
+from lowtide.layers.rows import in_tiles
 from lowtide.memory.kv_cache import KVCache
 
 
@@ -72,7 +73,7 @@ class GroupedAttention:
         with workspace.scope():
             qkv = workspace.take("qkv", (num_rows, heads + 2 * kv_heads, head_dim), x.dtype)
             self._projection.forward(x, qkv.view(num_rows, -1))
-            self._normalise_and_rotate(qkv[:, : heads + kv_heads], rotation)
+            in_tiles(self._normalise_and_rotate, qkv[:, : heads + kv_heads], *rotation)
             query, key, value = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
             attended = workspace.take("attended", (num_rows, heads, head_dim), x.dtype)
             attention(
@@ -89,11 +90,12 @@ class GroupedAttention:
             )
             self._output.forward(attended.view(num_rows, -1), out)
 
-    def _normalise_and_rotate(self, x: Tensor, rotation: Rotation) -> None:
+    def _normalise_and_rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         """In place, [rows, heads, head_dim]: queries, then keys."""
         kernels, workspace, config = self._compute.kernels, self._compute.workspace, self._config
+        rotation, eps = Rotation(cos, sin), config.rms_norm_eps
         if self._norms is None:
             kernels.rotate(x, rotation, workspace)
         else:
-            num_queries, eps = config.attention.num_heads, config.rms_norm_eps
+            num_queries = config.attention.num_heads
             kernels.normalise_and_rotate(x, num_queries, self._norms, eps, rotation, workspace)

@@ -24,6 +24,7 @@ from lowtide.layers.linear import GatedMLP, Linear
 from lowtide.layers.moe import Experts, MoELayer
 from lowtide.layers.rotary import Rotary
 from lowtide.layers.router import Router
+from lowtide.layers.rows import in_tiles
 from lowtide.layers.self_attention import SeparateQKV
 from lowtide.memory.kv_cache import KVCache
 
@@ -143,17 +144,20 @@ class Decoder(ABC):
         workspace.reset(self._hidden_end)
         num_rows, vocab_size = hidden.shape[0], self.config.vocab_size
         logits = workspace.take("logits", (num_rows, vocab_size), torch.float32)
+        in_tiles(self._run_head, hidden, logits)
+        return logits
+
+    def _run_head(self, hidden: Tensor, logits: Tensor) -> None:
+        kernels, workspace = self.compute.kernels, self.compute.workspace
         with workspace.scope():
             normed = workspace.take("head input", tuple(hidden.shape), hidden.dtype)
-            eps = self.config.rms_norm_eps
-            self.compute.kernels.rms_norm(hidden, self._norm, eps, workspace, normed)
+            kernels.rms_norm(hidden, self._norm, self.config.rms_norm_eps, workspace, normed)
             if hidden.dtype == torch.float32:
                 self._head.forward(normed, logits)
             else:
-                product = workspace.take("logits product", (num_rows, vocab_size), hidden.dtype)
+                product = workspace.take("logits product", tuple(logits.shape), hidden.dtype)
                 self._head.forward(normed, product)
                 logits.copy_(product)
-        return logits
 
     def _block(self, layer: int) -> _Block:
         prefix = f"model.layers.{layer}."
@@ -214,4 +218,5 @@ class _Block:
             x.add_(update)
 
     def _normalise(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
-        self._compute.kernels.rms_norm(x, weight, self._eps, self._compute.workspace, out)
+        kernels, workspace = self._compute.kernels, self._compute.workspace
+        in_tiles(lambda x, out: kernels.rms_norm(x, weight, self._eps, workspace, out), x, out)

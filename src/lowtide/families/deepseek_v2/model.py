@@ -11,6 +11,8 @@ section 2.1.2), so attention runs over the cache as it is, as if it had one key 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,7 @@ from lowtide.layers.attention import attention
 from lowtide.layers.batch import Batch
 from lowtide.layers.linear import GatedMLP, Linear
 from lowtide.layers.router import SoftmaxRouter
+from lowtide.layers.rows import in_tiles
 from lowtide.memory.kv_cache import KVCache
 from lowtide.models.decoder import Decoder
 
@@ -144,10 +147,16 @@ class LatentAttention:
             cached = workspace.take("latent", (num_rows, 1, width), x.dtype)
             self._latent.forward(x, cached.view(num_rows, width))
             latent, rotating_key = cached[..., :rank], cached[..., rank:]
-            kernels.rms_norm(latent, self._latent_norm, LATENT_EPS, workspace, latent)
-            kernels.rotate_pairs(rotating_key, rotation, workspace)
+            in_tiles(
+                lambda x: kernels.rms_norm(x, self._latent_norm, LATENT_EPS, workspace, x), latent
+            )
+            in_tiles(
+                lambda x, *angles: kernels.rotate_pairs(x, Rotation(*angles), workspace),
+                rotating_key,
+                *rotation,
+            )
             query = workspace.take("latent query", (num_rows, spec.num_heads, width), x.dtype)
-            self._query(x, rotation, query)
+            in_tiles(self._query, x, *rotation, query)
             attended = workspace.take("attended", (num_rows, spec.num_heads, width), x.dtype)
             attention(
                 self._layer,
@@ -163,10 +172,10 @@ class LatentAttention:
             values = (num_rows, spec.num_heads, spec.value_head_dim)
             value = workspace.take("value", values, x.dtype)
             # What the rotating key would be as a value is computed too, and dropped.
-            self._by_head(attended[..., :rank], self._to_value, value)
+            in_tiles(partial(self._by_head, self._to_value), attended[..., :rank], value)
             self._output.forward(value.view(num_rows, -1), out)
 
-    def _query(self, x: Tensor, rotation: Rotation, out: Tensor) -> None:
+    def _query(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
         """Queries for cached latents: out [rows, heads, rank + rotary_dim]."""
         spec, num_rows, rank = self._spec, x.shape[0], self._spec.kv_lora_rank
         kernels, workspace = self._compute.kernels, self._compute.workspace
@@ -175,11 +184,11 @@ class LatentAttention:
             query = workspace.take("query", shape, x.dtype)
             self._queries.forward(x, query.view(num_rows, -1))
             rotating = query[..., self._fixed_dim :]
-            kernels.rotate_pairs(rotating, rotation, workspace)
+            kernels.rotate_pairs(rotating, Rotation(cos, sin), workspace)
             out[..., rank:].copy_(rotating)
-            self._by_head(query[..., : self._fixed_dim], self._to_key, out[..., :rank])
+            self._by_head(self._to_key, query[..., : self._fixed_dim], out[..., :rank])
 
-    def _by_head(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+    def _by_head(self, weight: Tensor, x: Tensor, out: Tensor) -> None:
         """out[:, h] = x[:, h] weight[h]: x [rows, heads, in], weight [heads, in, out]."""
         num_rows, num_heads, _ = x.shape
         workspace = self._compute.workspace
