@@ -97,7 +97,7 @@ def test_bytes_grow_with_the_rows_by_what_a_layer_must_hold(
     first, second = (later - sooner for sooner, later in zip(peaks, peaks[1:], strict=False))
     assert second == pytest.approx(first, rel=0.05)
     config, item_bytes = opened.config, opened.dtype.itemsize
-    _, num_heads, head_dim = opened.config.cache_shape
+    _, num_heads, head_dim = opened.config.attention.cache_shape
     row_elements = (
         4 * config.hidden_size
         + 2 * config.attention.num_heads * head_dim
