@@ -19,8 +19,9 @@ from torch import Tensor
 from lowtide.core import Costs, MoEShape, Step, StepKind
 from lowtide.experts.host_share import HostCompute
 from lowtide.experts.host_tier import HostTier
+from lowtide.experts.registrar import ExpertRegistrar
 from lowtide.experts.rows import Routing
-from lowtide.experts.runtime import ExpertRegistrar, ExpertRuntime
+from lowtide.experts.runtime import ExpertRuntime
 from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger
 from lowtide.kernels.choice import choose_kernels
 from lowtide.kernels.operands import ExpertWeights

@@ -257,13 +257,12 @@ def test_tau_reaches_the_policy() -> None:
 
 def test_auto_is_resident_if_everything_fits_else_what_suits_the_decoding() -> None:
     assert choose_preset("auto", everything_fits=True)[0] == "resident"
-    assert choose_preset("auto", everything_fits=False)[0] == "tide"
+    assert choose_preset("auto", everything_fits=False)[0] == "lowtide"
     for name in set(preset_names()) - {"auto"}:
         assert choose_preset(name, everything_fits=True)[0] == name
     for name in set(preset_names()) - {"auto", "resident"}:
         assert choose_preset(name, everything_fits=False)[0] == name
     assert choose_preset("auto", everything_fits=False, has_device=True)[0] == "lowtide"
-    assert choose_preset("auto", everything_fits=False, is_diffusion=False)[0] == "lru"
     with pytest.raises(UsageError, match="full_bytes.*--policy tide"):
         choose_preset("resident", everything_fits=False)
 

@@ -27,8 +27,9 @@ from lowtide.experts import read_ahead
 from lowtide.experts.at_once import ExpertsAtOnce
 from lowtide.experts.host_share import HostCompute
 from lowtide.experts.host_tier import HostTier
+from lowtide.experts.registrar import ExpertRegistrar
 from lowtide.experts.rows import Routing
-from lowtide.experts.runtime import ExpertRegistrar, ExpertRuntime
+from lowtide.experts.runtime import ExpertRuntime
 from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger
 from lowtide.experts.transfer import DiskTransfer, Transfer, largest_read_bytes
 from lowtide.files.regular_file import RegularFile

@@ -22,7 +22,7 @@ from lowtide.engine.device import (
     resolve_device,
 )
 from lowtide.engine.opening import MAX_PASS_ROWS, EngineConfig, OpenModel
-from lowtide.experts.runtime import ExpertRegistrar
+from lowtide.experts.registrar import ExpertRegistrar
 from lowtide.experts.transfer import largest_read_bytes
 from lowtide.families import families
 from lowtide.hardware import available_memory_bytes, resident_bytes, total_memory_bytes
@@ -56,7 +56,6 @@ def make_plan(opened: OpenModel) -> MemoryPlan:
         options.policy,
         everything_fits=fits,
         has_device=device != "cpu",
-        is_diffusion=opened.config.is_diffusion,
     )
     plan = MemoryPlan(
         host=tier,

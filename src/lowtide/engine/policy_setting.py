@@ -59,7 +59,6 @@ def adopt_policy(engine: Engine, policy: str, policy_options: Mapping[str, str])
         policy,
         everything_fits=fits,
         has_device=plan.gpu is not None,
-        is_diffusion=opened.config.is_diffusion,
     )
     plan = replace(plan, policy=preset, reason=reason)
     calibration, progress = find_calibration(opened), options.progress or no_progress

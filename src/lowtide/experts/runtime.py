@@ -392,15 +392,3 @@ class _LayerRun:
         rows = ExpertRows(kernels.sort_pairs(self._at_host.experts, num_experts))
         self._rows.learn(rows.counts)
         return rows, HostBuffers(parts, *scratch, self._at_host.x)
-
-
-class ExpertRegistrar:
-    """Stands in for the runtime while a forward pass is only counted."""
-
-    def __init__(self, shape: MoEShape) -> None:
-        self._shape = shape
-
-    def forward(
-        self, layer: int, x: Tensor, routing: Routing, step: Step, workspace: Buffers, out: Tensor
-    ) -> None:
-        ExpertBuffers.take(workspace, self._shape, x)

@@ -227,19 +227,6 @@ class HostAlone:
         return Assignment(NOBODY, NOBODY, facts.demand.experts)
 
 
-class OnHost:
-    """Everything on the host: there is no device."""
-
-    def __call__(
-        self,
-        layer: int,
-        demand: Demand,
-        arriving_s: FloatArray | None = None,
-        link_s: float = 0.0,
-    ) -> Assignment:
-        return Assignment(demand.experts[:0], demand.experts[:0], demand.experts)
-
-
 class AllHost:
     """Residents on the device, absent experts on the host (TIDE, at every step).
 

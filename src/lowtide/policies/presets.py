@@ -87,19 +87,14 @@ def parse_options(name: str, options: Mapping[str, str]) -> dict[str, object]:
     return {option: known[option].parse(str(text)) for option, text in options.items()}
 
 
-def choose_preset(
-    name: str, *, everything_fits: bool, has_device: bool = False, is_diffusion: bool = True
-) -> tuple[str, str]:
+def choose_preset(name: str, *, everything_fits: bool, has_device: bool = False) -> tuple[str, str]:
     """The preset that `name` stands for here, and the reason."""
     if name == AUTO:
         if everything_fits:
             return "resident", "every expert fits into the budget"
         if has_device:
             return "lowtide", "not every expert fits: measured costs decide who computes what"
-        if is_diffusion:
-            return "tide", "not every expert fits, and routing changes little from step to step"
-        # TIDE would keep the few experts of one token and leave the other slots empty.
-        return "lru", "not every expert fits, and each token asks for a few experts only"
+        return "lowtide", "not every expert fits: those stay whose reads would cost most"
     if name == "resident" and not everything_fits:
         raise UsageError(
             "Policy 'resident' keeps every expert in memory and the budget is too small for that; "
