@@ -62,9 +62,9 @@ def _no_compiler() -> list[str]:
 
 def _reference_kernels() -> list[str]:
     """As if every model were opened with `kernels="reference"`."""
-    from lowtide.kernels import products
+    from lowtide.kernels import choice
 
-    products._compiled = lambda: products.REFERENCE  # type: ignore[assignment]
+    choice._compiled = lambda: choice.REFERENCE  # type: ignore[assignment]
     return []
 
 
