@@ -27,7 +27,6 @@ from lowtide.lab.synth import synth
 from lowtide.layers.batch import Segment
 from lowtide.layers.moe import SigmoidRouter
 from lowtide.llm import LLM
-from lowtide.memory.workspace import Buffers
 from lowtide.reading.file_reader import FileReader, Read, Ticket
 
 TIE = 1e-5
@@ -203,11 +202,9 @@ class Margins:
             seen[sequence._num_forwards :] = [margin if is_new else min(margin, seen[-1])]
             choose(sequence, logits, prediction, part)
 
-        def noting_route(
-            router: SigmoidRouter, x: Tensor, segments: Sequence[Segment], workspace: Buffers
-        ) -> object:
+        def noting_route(router: SigmoidRouter, x: Tensor, segments: Sequence[Segment]) -> object:
             margins.routing.append(_routing_margin(router, x))
-            return route(router, x, segments, workspace)
+            return route(router, x, segments)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(BlockSequence, "choose", noting_choose)

@@ -110,13 +110,17 @@ def test_stream_gives_the_whole_text(tokenizer: Tokenizer, ids: list[int], width
 def test_stream_ends_before_the_first_stop_string(
     tokenizer: Tokenizer, text: str, stop: list[str]
 ) -> None:
-    stream, parts = tokenizer.stream(stop), list[str]()
+    """Which is that of the least text with one in it: nothing is written after that."""
+    stream, parts, written = tokenizer.stream(stop), list[str](), list[int]()
     for token_id in tokenizer.encode(text):
+        written.append(token_id)
         parts.append(stream.push([token_id]))
-        shown = "".join(parts)
-        assert cut_at_stop(text, stop).startswith(shown)
-        assert stream.is_stopped or not any(string in shown for string in stop)
-    assert "".join(parts) + stream.finish() == cut_at_stop(text, stop)
+        if stream.is_stopped:
+            break
+        assert text.startswith("".join(parts))
+        assert not any(string in "".join(parts) for string in stop)
+    said = tokenizer.decode(written)
+    assert "".join(parts) + stream.finish() == cut_at_stop(said, stop)
     assert stream.is_stopped is any(string in text for string in stop)
 
 
