@@ -78,7 +78,7 @@ def test_half_the_model_in_memory_writes_the_same_words(model: str) -> None:
     assert answer["stats"]["num_misses"] > 0
     check_plan(answer["plan"])
     assert answer["plan"]["budget_bytes"] == half
-    assert answer["plan"]["policy"] == "tide"
+    assert answer["plan"]["policy"] == "lowtide"
 
     everything = one_object(program(*asked, "--policy", "resident").stdout)
     assert everything["token_ids"] == answer["token_ids"]
@@ -99,6 +99,6 @@ def test_the_demo_writes_text_in_less_memory_than_it_has_weights() -> None:
     asked = ["generate", "demo:diffusion", "-p", "def add(a, b):\n", "--max-tokens", "32", "--json"]
     asked += ["--context", "512"]
     answer = one_object(program(*asked, "--host-memory", str(budget)).stdout)
-    assert answer["plan"]["policy"] == "tide"
+    assert answer["plan"]["policy"] == "lowtide"
     assert answer["text"].strip()
     assert 0 < len(answer["token_ids"]) <= 32

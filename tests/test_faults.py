@@ -613,9 +613,10 @@ def test_a_real_ctrl_c_from_outside(whole_model: Path) -> None:
         process.stdin.write("x" * 100)
         process.stdin.close()
         wait_for_open_files(process, whole_model)
+        process.stdin = None  # closed: `communicate` would flush it
         process.send_signal(signal.SIGINT)
-        errors = process.stderr.read()
-        code = process.wait(timeout=120)
+        _, errors = process.communicate(timeout=120)
+        code = process.returncode
     check_quiet_end(code, errors)
 
 
