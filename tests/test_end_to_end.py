@@ -78,7 +78,7 @@ def test_half_the_model_in_memory_writes_the_same_words(model: str) -> None:
     assert answer["stats"]["num_misses"] > 0
     check_plan(answer["plan"])
     assert answer["plan"]["budget_bytes"] == half
-    assert answer["plan"]["policy"] == "lowtide"
+    assert answer["plan"]["policy"] == "tide"
 
     everything = one_object(program(*asked, "--policy", "resident").stdout)
     assert everything["token_ids"] == answer["token_ids"]
