@@ -246,6 +246,23 @@ def test_ctrl_c_ends_logits_between_their_passes(
         assert len(calls) == 1
 
 
+def test_logits_that_have_no_room_beside_others_wait_for_it(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = [5] * 523
+    with model.open(context=600) as llm:
+        alone = llm.logits(long)
+        passes = Passes(llm, monkeypatch)
+        with passes.held():
+            first = Together(asks(llm, 0))
+            assert passes.is_held.wait(LIMIT_S)
+            others = Together(*[lambda: llm.logits(long)] * 3)
+            wait_until(lambda: llm._loop._worker.mailbox.qsize() == 3)
+        assert first.results() == [model.answers[0]]
+        assert all(torch.equal(logits, alone) for logits in others.results())
+        check_idle(llm)
+
+
 @pytest.mark.parametrize("error", [StorageError("sector 7"), MemoryError(), KeyboardInterrupt()])
 def test_a_pass_that_fails_ends_those_who_took_part(
     model: Model, monkeypatch: pytest.MonkeyPatch, error: BaseException

@@ -161,8 +161,8 @@ class Worker:
         try:
             self._take_charge()
             while self._read_mail():
-                self._begin_waiting()
                 self._jobs = [job for job in self._jobs if job.advance(self.engine)]
+                self._begin_waiting()
                 if self._decoder.has_work:
                     self._step()
         except BaseException as error:
@@ -207,10 +207,10 @@ class Worker:
         """In order: what has no room yet keeps back what came later, so that it gets it."""
         while self._waiting and self._has_room(self._waiting[0].num_tokens):
             asked = self._waiting.popleft()
-            if isinstance(asked, Job):
-                self._jobs.append(asked)
-            else:
+            if not isinstance(asked, Job):
                 self._add(asked)
+            elif asked.advance(self.engine):  # it holds its room before the next is asked about
+                self._jobs.append(asked)
 
     def _has_room(self, num_tokens: int) -> bool:
         # With nothing running there is nothing to wait for: let the job itself find out.
