@@ -22,10 +22,11 @@ from typer.testing import CliRunner
 from lowtide import hardware
 from lowtide.cli.app import app
 from lowtide.core import Curve, IntArray, MoEShape
-from lowtide.devices.emulated import EmulatedDevice, EmulatedSpeeds
+from lowtide.devices.emulated import EmulatedDevice
+from lowtide.devices.emulated_speeds import EmulatedSpeeds
 from lowtide.errors import PlanError, StorageError, UsageError
 from lowtide.experts.at_once import ExpertsAtOnce
-from lowtide.experts.slots import SlotLayout
+from lowtide.experts.layout import SlotLayout
 from lowtide.files.folders import cache_folder
 from lowtide.hardware import machine, measure, memory, store, streams
 from lowtide.hardware.machine import Machine, cpu_model, pcie_bytes_per_s, this_machine

@@ -20,7 +20,7 @@ from lowtide.core import Costs, Curve, MoEShape
 from lowtide.devices import cuda
 from lowtide.engine import device as device_engine
 from lowtide.errors import DeviceError, InternalError, NumericError, PlanError
-from lowtide.experts.slots import SlotLayout
+from lowtide.experts.layout import SlotLayout
 from lowtide.families import families
 from lowtide.hardware import measure, store, streams
 from lowtide.kernels import choice

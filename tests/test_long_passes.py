@@ -18,7 +18,6 @@ from lowtide.engine import planning
 from lowtide.engine.opening import MAX_PASS_ROWS, EngineConfig, OpenModel, open_model
 from lowtide.engine.planning import register
 from lowtide.families import families
-from lowtide.kernels.operands import ExpertWeights
 from lowtide.kernels.reference import REFERENCE
 from lowtide.lab.synth import synth
 from lowtide.layers.attention import attention
@@ -154,7 +153,7 @@ def test_attention_of_long_blocks(
 def test_a_tiles_rows_have_the_bits_of_the_tile_alone(dtype: torch.dtype) -> None:
     compute, x = on_this_thread(), randn(NUM_ROWS, 48).to(dtype)
     weight, bias = randn(160, 48, seed=1).to(dtype), randn(160, seed=2).to(dtype)
-    mlp = GatedMLP(ExpertWeights(weight, weight.flip(0), weight.t().contiguous()), compute)
+    mlp = GatedMLP(weight, weight.flip(0), weight.t().contiguous(), compute)
     operators: dict[int, Any] = {160: Linear(weight, compute, bias), 48: mlp}
     for width, operator in operators.items():
         out = torch.empty(NUM_ROWS, width, dtype=dtype)

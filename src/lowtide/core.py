@@ -91,6 +91,7 @@ class TierPlan:
     ring_bytes: int
     slot_bytes: int  # of one slot
     num_slots: int  # resident and staging slots together
+    unused_slot_bytes: int = 0  # of an average slot: all are as large as the largest layer's
 
     @property
     def used_bytes(self) -> int:

@@ -16,7 +16,6 @@ from lowtide.config import format_size, parse_size
 from lowtide.core import MemoryPlan, Step, StepKind
 from lowtide.decode.block_diffusion import LOGIT_ROWS
 from lowtide.devices.cuda import pinned_bytes
-from lowtide.dtypes import SAFETENSORS_NAME
 from lowtide.engine.device import (
     ExpertSource,
     resolve_device,
@@ -25,6 +24,7 @@ from lowtide.engine.opening import MAX_PASS_ROWS, EngineConfig, OpenModel
 from lowtide.experts.registrar import ExpertRegistrar
 from lowtide.experts.transfer import largest_read_bytes
 from lowtide.families import families
+from lowtide.formats.plain import SAFETENSORS_NAME
 from lowtide.hardware import available_memory_bytes, resident_bytes, total_memory_bytes
 from lowtide.hardware.measure import layer_dense_bytes
 from lowtide.kernels.library_cache import library_cache_bytes, limit_library_cache
@@ -100,6 +100,7 @@ def _needs(opened: OpenModel) -> Needs:
         slot_bytes=opened.slot_layout.num_bytes,
         num_layers=shape.num_layers,
         num_experts=shape.num_experts,
+        unused_slot_bytes=opened.slot_layout.num_unused_bytes,
     )
 
 
@@ -125,7 +126,6 @@ def expert_source(opened: OpenModel) -> ExpertSource:
         shape=config.moe_shape,
         table=opened.weight_map.experts,
         layout=opened.slot_layout,
-        dtype_name=opened.storage_name,
         layer_bytes=layer_dense_bytes(
             opened.weight_map.dense, config.moe_layers[-1], opened.dtype.itemsize
         ),

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from lowtide.core import Costs, Curve, MemoryPlan
-from lowtide.devices.emulated import measure_device_s
+from lowtide.devices.emulated_speeds import measure_device_s
 from lowtide.engine.engine import Engine
 from lowtide.engine.opening import MAX_PASS_ROWS, OpenModel, find_calibration, no_calibration
 from lowtide.experts.device_tier import DeviceTier

@@ -190,7 +190,7 @@ class DeviceShare:
         experts = np.array([expert for expert, _ in wave])
         slots = np.array([arrival.slot for _, arrival in wave])
         arrivals = {arrival.slot: arrival for _, arrival in wave}
-        for group in self._link.by_device(ExpertGroup(experts, slots)):
+        for group in self._link.by_device(ExpertGroup(self._layer, experts, slots)):
             last = max((arrivals[slot] for slot in group.slots.tolist()), key=lambda a: a.order)
             self._run(group, last.event)
         for expert, arrival in wave:

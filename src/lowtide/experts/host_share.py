@@ -52,9 +52,15 @@ class HostShare:
     """Experts of one layer that the host computes; their slots go back to the host tier."""
 
     def __init__(
-        self, tier: HostTier, compute: HostCompute, rows: ExpertRows, buffers: HostBuffers
+        self,
+        tier: HostTier,
+        layer: int,
+        compute: HostCompute,
+        rows: ExpertRows,
+        buffers: HostBuffers,
     ) -> None:
         self._tier = tier
+        self._layer = layer
         self._compute = compute
         self._rows = rows
         self._buffers = buffers
@@ -152,7 +158,7 @@ class HostShare:
         buffers, pairs = self._buffers, self._rows.pairs(expert)
         self._gather(expert)
         # An expert's inputs are not needed once gate and up are computed: the outputs replace them.
-        parts, weights = buffers.parts[pairs], self._tier.slots.weights(slot)
+        parts, weights = buffers.parts[pairs], self._tier.slots.weights(self._layer, slot)
         gate, up = buffers.gate[pairs], buffers.up[pairs]
         self._compute.kernels.gated_mlp(parts, weights, gate, up, parts)
 

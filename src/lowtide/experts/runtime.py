@@ -288,7 +288,9 @@ class _LayerRun:
         self._rows = rows
         self._for_host = frozenset(decision.assignment.host.tolist())
         self._host_rows, self._host_buffers = self._host_side()
-        self._host = HostShare(runtime.host, runtime.compute, self._host_rows, self._host_buffers)
+        self._host = HostShare(
+            runtime.host, facts.layer, runtime.compute, self._host_rows, self._host_buffers
+        )
         self._reads: HostReads | None = None
 
     def run(self) -> None:

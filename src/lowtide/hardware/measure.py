@@ -19,7 +19,7 @@ from lowtide.config import format_size
 from lowtide.core import Costs, Curve, MoEShape
 from lowtide.errors import PlanError
 from lowtide.experts.device import Device
-from lowtide.experts.slots import SlotLayout
+from lowtide.experts.layout import SlotLayout
 from lowtide.hardware.memory import available_memory_bytes
 from lowtide.hardware.streams import (
     MAX_TOKENS,

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from lowtide.core import MoEShape, align_up
-from lowtide.dtypes import SAFETENSORS_NAME
 from lowtide.experts.at_once import ExpertsAtOnce, cores_beside_device
 from lowtide.experts.device import Device, ExpertGroup
+from lowtide.experts.layout import SlotLayout
 from lowtide.experts.rows import ExpertBuffers, ExpertRows
-from lowtide.experts.slots import ExpertSlots, SlotLayout
+from lowtide.experts.slots import ExpertSlots
 from lowtide.experts.transfer import DiskTransfer, ticket_result
 from lowtide.kernels.choice import why_no_triton
 from lowtide.kernels.reference import Kernels
@@ -82,7 +82,7 @@ class ColdWeights:
         self.arena = make_arena(self.num_slots * layout.num_bytes)
         self.slots = ExpertSlots(self.arena, layout)
         self._next = 0
-        _, hidden_size = layout.shapes[0]
+        _, hidden_size = layout.largest.parts[0].shape
         self._fill(hidden_size**-0.5, executor)
 
     def next_slot(self) -> int:
@@ -130,6 +130,7 @@ class HostStream:
         num_cores = executor.num_cores if device is None else cores_beside_device(executor)
         self._at_once = ExpertsAtOnce.of(weights.slots, kernels, num_cores)
         layout = weights.slots.layout
+        self._layer = layout.layers.index(layout.largest)
         per_thread = min(_MAX_EXPERTS, STREAM_BYTES // layout.num_bytes) // executor.num_threads
         self._most_experts = executor.num_threads * max(1, per_thread)
         num_rows = max(STREAM_ROWS, executor.num_threads * MAX_TOKENS)
@@ -159,7 +160,7 @@ class HostStream:
 
     def _work(self, place: int, num_tokens: int) -> Work:
         rows = slice(place * num_tokens, (place + 1) * num_tokens)
-        expert = self._weights.slots.weights(self._weights.next_slot())
+        expert = self._weights.slots.weights(self._layer, self._weights.next_slot())
         buffers = (self._gate[rows], self._up[rows], self._out[rows])
         work = partial(self._kernels.gated_mlp, self._x[rows], expert, *buffers)
         return self._beside_device([num_tokens], work)
@@ -345,7 +346,7 @@ class DeviceStream:
     def _group(self, size: int) -> ExpertGroup:
         slots = (self._next_slot + np.arange(size)) % self._device.num_slots
         self._next_slot = int(slots[-1] + 1) % self._device.num_slots
-        return ExpertGroup(np.arange(size), slots)
+        return ExpertGroup(0, np.arange(size), slots)
 
     def _buffers(self, num_pairs: int) -> ExpertBuffers:
         parts, gate, up = (buffer[:num_pairs] for buffer in self._scratch)
@@ -362,8 +363,7 @@ class DiskStream:
     def __init__(self, reader: FileReader, table: ExpertTable, weights: ColdWeights) -> None:
         """Overwrites `weights`."""
         layout = weights.slots.layout
-        dtype_name = SAFETENSORS_NAME[str(layout.dtype).removeprefix("torch.")]
-        self._transfer = DiskTransfer(reader, table, weights.slots, dtype_name)
+        self._transfer = DiskTransfer(reader, table, weights.slots)
         self._num_slots = min(weights.num_slots, 12)
         self._num_experts = max(4, min(_MAX_EXPERTS, STREAM_BYTES // layout.num_bytes))
         num_layers, num_experts, _ = table.files.shape
