@@ -136,8 +136,10 @@ class OpenModel:
     tokenizer: Tokenizer | None
     dtype: torch.dtype  # compute type
     context: int
-    passes: dict[int, Registrar] = field(default_factory=dict, repr=False, compare=False)
-    """Counted so far, by their rows: see `planning.register`."""
+    passes: dict[tuple[int, bool, bool], Registrar] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    """Counted so far, by their rows and what the policy wants: see `planning.register`."""
 
     @property
     def dense(self) -> DenseWeights:

@@ -34,7 +34,7 @@ from lowtide.memory.budget import DeviceNeeds, Needs, spend
 from lowtide.memory.cuda_streams import free_memory_bytes
 from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.workspace import Registrar
-from lowtide.policies.presets import choose_preset, fetches_all
+from lowtide.policies.presets import asks_scores, choose_preset, fetches_all, substitutes
 from lowtide.reading.file_reader import ring_bytes
 from lowtide.threads.executor import InlineExecutor
 
@@ -173,19 +173,23 @@ def register(opened: OpenModel, num_rows: int = MAX_PASS_ROWS) -> Registrar:
     so those up to the first with experts stand for all. Of more than `MAX_PASS_ROWS` rows it is
     bidirectional, over one whole sequence.
     """
-    if num_rows not in opened.passes:
-        opened.passes[num_rows] = _register(opened, num_rows)
-    return opened.passes[num_rows]
+    policy = opened.options.policy
+    key = (num_rows, substitutes(policy), asks_scores(policy))
+    if key not in opened.passes:
+        opened.passes[key] = _register(opened, *key)
+    return opened.passes[key]
 
 
-def _register(opened: OpenModel, num_rows: int) -> Registrar:
+def _register(
+    opened: OpenModel, num_rows: int, has_substitution: bool, has_scores: bool
+) -> Registrar:
     registrar = Registrar()
     config = replace(opened.config, num_layers=opened.config.num_leading_layers)
     segments = _largest_segments(opened, num_rows)
     kv_shape = list(opened.kv_shape)
     kv_shape[3] = segments[0].kv.capacity
     kv_cache = KVCache(torch.empty(kv_shape, dtype=opened.dtype, device="meta"))
-    experts = ExpertRegistrar(config.moe_shape)
+    experts = ExpertRegistrar(config.moe_shape, has_substitution, has_scores)
     compute = Compute(InlineExecutor(), REFERENCE, registrar, torch.device("meta"))
     model_class = families()[config.family].model()
     model = model_class(config, opened.dense.meta(), experts, kv_cache, compute)

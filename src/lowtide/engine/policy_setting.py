@@ -14,6 +14,8 @@ from lowtide.core import Costs, Curve, MemoryPlan
 from lowtide.devices.emulated_speeds import measure_device_s
 from lowtide.engine.engine import Engine
 from lowtide.engine.opening import MAX_PASS_ROWS, OpenModel, find_calibration, no_calibration
+from lowtide.engine.planning import register
+from lowtide.errors import PlanError
 from lowtide.experts.device_tier import DeviceTier
 from lowtide.experts.early_gate import EarlyGate, Route
 from lowtide.experts.host_tier import HostTier
@@ -54,6 +56,7 @@ def adopt_policy(engine: Engine, policy: str, policy_options: Mapping[str, str])
     """
     options = replace(engine.opened.options, policy=policy, policy_options=policy_options)
     opened, plan, experts = replace(engine.opened, options=options), engine.plan, engine.experts
+    _check_workspace(opened, plan)
     fits = plan.fast_tier.num_slots == plan.num_experts
     preset, reason = choose_preset(
         policy,
@@ -69,6 +72,16 @@ def adopt_policy(engine: Engine, policy: str, policy_options: Mapping[str, str])
     experts.adopt(policies, progress)
     set_early_gate(opened, experts, engine.model.routers, calibration)
     return replace(engine, opened=opened, plan=plan)
+
+
+def _check_workspace(opened: OpenModel, plan: MemoryPlan) -> None:
+    """Raises PlanError for a policy that wants more of a pass than was planned for."""
+    needed_bytes, planned_bytes = register(opened).peak_bytes, plan.fast_tier.workspace_bytes
+    if needed_bytes > planned_bytes:
+        raise PlanError(
+            f"Policy {opened.options.policy!r} needs a workspace of {needed_bytes} bytes for the "
+            f"routing that it asks for, and {planned_bytes} are planned; open the model with it."
+        )
 
 
 def choose_by_simulation(engine: Engine, costs: Costs, calibration: Calibration | None) -> Engine:

@@ -13,13 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide.core import Assignment, Costs, Facts, IntArray, Moves, Step, StepKind
+from lowtide.core import Assignment, Costs, Facts, IntArray, Moves, RoutedTokens, Step, StepKind
 from lowtide.experts.device import Device, ExpertGroup
 from lowtide.experts.early_gate import EarlyGate
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.link import Arrival, Link
 from lowtide.experts.rows import ExpertBuffers, ExpertRows, Routing
+from lowtide.experts.told import tell
+from lowtide.memory.pinned_copies import to_host
 from lowtide.memory.workspace import Buffers
+from lowtide.policies.decision import Policies
 from lowtide.policies.prefetch import Ahead, Prefetch
 from lowtide.reading.dense_weights import Progress
 from lowtide.threads.event import Event
@@ -33,6 +36,7 @@ class AtHost(NamedTuple):
 
     x: Tensor  # [tokens, hidden]
     experts: Tensor  # [tokens, k] int64
+    told: RoutedTokens | None = None  # the routing, for policies that ask for it
     predicted: IntArray | None = None  # tokens per expert of the next layer, by the early gate
 
 
@@ -72,13 +76,22 @@ class DeviceTier:
         return int(self._num_hits)
 
     def look(
-        self, layer: int, x: Tensor, routing: Routing, prefetch: Prefetch, workspace: Buffers
+        self,
+        layer: int,
+        x: Tensor,
+        routing: Routing,
+        scores: Tensor | None,
+        policies: Policies,
+        workspace: Buffers,
     ) -> AtHost:
         """A layer's input and routing in host memory, and what the early gate says of the next:
         the layer's one synchronisation."""
-        predicted = self._predict(layer, x, prefetch, workspace)
+        predicted = self._predict(layer, x, policies.prefetch, workspace)
+        weights = to_host(routing.weights) if policies.asks_routing else None
+        scores = None if scores is None else to_host(scores)
         host_x, experts = self.device.to_host(x, routing.experts)
-        return AtHost(host_x, experts, None if predicted is None else predicted.numpy())
+        told = None if weights is None else tell(experts, weights, scores)
+        return AtHost(host_x, experts, told, None if predicted is None else predicted.numpy())
 
     def look_ahead(self, facts: Facts, at_host: AtHost, prefetch: Prefetch) -> None:
         """Told what a layer asked for: queues what the policy wants of the next one."""

@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide.core import NO_MOVES, Demand, Facts, IntArray, MoEShape, Moves, Step
+from lowtide.core import NO_MOVES, Demand, Facts, IntArray, MoEShape, Moves, RoutedTokens, Step
 from lowtide.errors import InternalError
 from lowtide.experts.device_tier import AtHost, DeviceShare, DeviceTier
 from lowtide.experts.host_share import HostBuffers, HostCompute, HostShare
 from lowtide.experts.host_tier import HostReads, HostTier
 from lowtide.experts.rows import ExpertBuffers, ExpertRows, HostScratch, Routing
+from lowtide.experts.told import device_facts, host_facts, substituted_routing, tell
 from lowtide.memory.workspace import Buffers
 from lowtide.policies.decision import Decision, Policies
 from lowtide.reading.dense_weights import Progress, no_progress
@@ -75,13 +76,26 @@ class ExpertRuntime:
         self.num_on_host = 0
         self._is_under_way = False  # a step, or what has to be cleared up after one
 
+    @property
+    def asks_scores(self) -> bool:
+        """Whether `forward` is to be told the router's scores."""
+        return self.policies.asks_scores
+
     def forward(
-        self, layer: int, x: Tensor, routing: Routing, step: Step, workspace: Buffers, out: Tensor
+        self,
+        layer: int,
+        x: Tensor,
+        routing: Routing,
+        step: Step,
+        workspace: Buffers,
+        out: Tensor,
+        scores: Tensor | None = None,
     ) -> None:
         """`out[t] = sum over t's experts e of weight * expert_e(x[t])`, in ascending e.
 
         x [tokens, hidden] compute dtype; out [tokens, hidden] float32; both and the routing are
-        contiguous; `layer` counts MoE layers. Raises StorageError or DeviceError when an expert
+        contiguous; `layer` counts MoE layers. scores [tokens, num_experts] float32: the router's
+        logits, for policies that ask for them. Raises StorageError or DeviceError when an expert
         cannot be had; the runtime stays usable.
         """
         if self._is_under_way:  # Ctrl-C came again while the last failure was cleared up
@@ -91,7 +105,7 @@ class ExpertRuntime:
             if self.device is not None and self.device.is_whole(layer):
                 self._run_whole(self.device, layer, x, routing, workspace, out)
             else:
-                self._run_layer(layer, x, routing, step, workspace, out)
+                self._run_layer(layer, x, routing, step, workspace, out, scores)
             self._is_under_way = False
         except BaseException:
             self._abandon()
@@ -155,64 +169,54 @@ class ExpertRuntime:
         self._combine(rows, routing, buffers, out)
 
     def _run_layer(
-        self, layer: int, x: Tensor, routing: Routing, step: Step, workspace: Buffers, out: Tensor
+        self,
+        layer: int,
+        x: Tensor,
+        routing: Routing,
+        step: Step,
+        workspace: Buffers,
+        out: Tensor,
+        scores: Tensor | None,
     ) -> None:
-        """Demand, decide, rows, run, combine."""
-        at_host = self._look(layer, x, routing, workspace)
-        demand = self._demand(layer, at_host)
-        facts = self._facts(step, layer, demand)
-        decision = self.policies.decide(facts)
+        """Demand, substitute, decide, rows, run, combine."""
+        at_host = self._look(layer, x, routing, scores, workspace)
+        facts = run = self._facts(step, layer, at_host.experts, at_host.told)
+        self._count(facts.demand)
+        substituted = self.policies.substitute(facts)
+        if substituted is not None:
+            routing, experts = substituted_routing(substituted, routing, workspace)
+            at_host = at_host._replace(experts=experts)
+            run = self._facts(step, layer, experts, substituted)
+        decision = self.policies.decide(facts, run)
         if self.device is None:  # who stays says whose slots are given to whom
             decision = decision._replace(moves=self.policies.moves(facts, decision))
         buffers = ExpertBuffers.take(workspace, self._shape, x)
-        if self._can_run_at_once(x, demand, decision):
-            self._run_at_once(layer, x, routing, demand, buffers, out)
+        if self._can_run_at_once(x, run.demand, decision):
+            self.expect_next(layer, facts.demand)
+            self._run_at_once(layer, x, routing, run.demand.experts, buffers, out)
             return
         rows = self._rows(x, routing, buffers)
         _LayerRun(self, facts, decision, at_host, rows, buffers).run()
         self._combine(rows, routing, buffers, out)
 
-    def _look(self, layer: int, x: Tensor, routing: Routing, workspace: Buffers) -> AtHost:
+    def _look(
+        self, layer: int, x: Tensor, routing: Routing, scores: Tensor | None, workspace: Buffers
+    ) -> AtHost:
         if self.device is None:
-            return AtHost(x, routing.experts)
-        return self.device.look(layer, x, routing, self.policies.prefetch, workspace)
+            told = tell(*routing, scores) if self.policies.asks_routing else None
+            return AtHost(x, routing.experts, told)
+        return self.device.look(layer, x, routing, scores, self.policies, workspace)
 
-    def _demand(self, layer: int, at_host: AtHost) -> Demand:
-        chosen = at_host.experts.numpy().ravel()
-        num_tokens = np.bincount(chosen, minlength=self._shape.num_experts)
-        experts = np.flatnonzero(num_tokens)
-        device_of = None
+    def _facts(self, step: Step, layer: int, chosen: Tensor, told: RoutedTokens | None) -> Facts:
+        num_tokens = np.bincount(chosen.numpy().ravel(), minlength=self._shape.num_experts)
         if self.device is None:
-            is_resident = self.host.ledger.is_resident(layer)[experts]
-        else:
-            link = self.device.link
-            link.bind_arrived()
-            is_resident = link.ledger.is_resident(layer)[experts]
-            device_of = link.devices_with(layer, experts)
-        num_hits = int(np.count_nonzero(is_resident))
+            return host_facts(step, layer, num_tokens, told, self.policies, self.host.ledger)
+        return device_facts(step, layer, num_tokens, told, self.policies, self.device.link)
+
+    def _count(self, demand: Demand) -> None:
+        num_hits = int(np.count_nonzero(demand.is_resident))
         self.stats.num_hits += num_hits
-        self.stats.num_misses += len(experts) - num_hits
-        return Demand(experts, num_tokens[experts], is_resident, device_of)
-
-    def _facts(self, step: Step, layer: int, demand: Demand) -> Facts:
-        capacity, costs = self.policies.capacity, self.policies.costs
-        if self.device is None:
-            is_kept = self.host.ledger.is_resident(layer)
-            return Facts(
-                step, layer, demand, is_kept, capacity, costs, can_fetch=False, has_idle_link=False
-            )
-        link = self.device.link
-        return Facts(
-            step,
-            layer,
-            demand,
-            link.is_kept(layer),
-            capacity,
-            costs,
-            link.arriving_s(layer, demand.experts),
-            link.busy_s,
-            can_fetch=costs.num_staging > 0,
-        )
+        self.stats.num_misses += len(demand.experts) - num_hits
 
     def _rows(self, x: Tensor, routing: Routing, buffers: ExpertBuffers) -> ExpertRows:
         rows = ExpertRows(self._kernels.sort_pairs(routing.experts, self._shape.num_experts))
@@ -239,15 +243,14 @@ class ExpertRuntime:
         layer: int,
         x: Tensor,
         routing: Routing,
-        demand: Demand,
+        experts: IntArray,
         buffers: ExpertBuffers,
         out: Tensor,
     ) -> None:
         """No other thread changes what is in a slot, and this one waits: nothing is leased."""
-        self.expect_next(layer, demand)
         if self.host.read_ahead is not None:
             self.host.read_ahead.start_reads(self.host.transfer)
-        slots = self.host.ledger.slots_of(layer, demand.experts)
+        slots = self.host.ledger.slots_of(layer, experts)
         if self.compute.at_once is not None:
             self.compute.at_once.run_layer(x, routing, slots, buffers, out)
 
@@ -309,7 +312,7 @@ class _LayerRun:
     def _run_alone(self) -> None:
         """The host runs everything. Residents of few tokens in one call, unless somebody waits for
         a slot, which only this thread gives to others."""
-        reads = self._open(self._facts.demand.experts, self._decision.moves or NO_MOVES)
+        reads = self._open(self._decision.assignment.host, self._decision.moves or NO_MOVES)
         rest = reads.here if reads.num_waiting else self._host.run_few(reads.here)
         self._host.submit(rest)
         self._take_reads(reads, None)
