@@ -18,6 +18,7 @@ from lowtide.experts.device import Device, ExpertGroup
 from lowtide.experts.early_gate import EarlyGate
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.link import Arrival, Link
+from lowtide.experts.room import Room
 from lowtide.experts.rows import ExpertBuffers, ExpertRows, Routing
 from lowtide.experts.told import tell
 from lowtide.memory.pinned_copies import to_host
@@ -57,9 +58,11 @@ class DeviceTier:
         self._num_hits = torch.zeros((), dtype=torch.int64, device=device.torch_device)
         self._counts: list[Tensor] = []  # of the last such layers, each [num_experts]
 
-    def is_whole(self, layer: int) -> bool:
-        """Whether every expert of a layer is resident: nothing has to be decided then."""
-        return bool(self.link.ledger.is_resident(layer).all())
+    def stays_whole(self, layer: int, room: Room) -> bool:
+        """Whether every expert of a layer is resident and may stay: nothing has to be decided."""
+        ledger = self.link.ledger
+        is_whole = bool(ledger.is_resident(layer).all())
+        return is_whole and not room.is_short(layer, ledger.num_resident)
 
     def run_whole(self, layer: int, rows: ExpertRows, buffers: ExpertBuffers) -> None:
         """Runs a layer whose experts are all resident, without any synchronisation."""

@@ -20,6 +20,7 @@ from lowtide.errors import InternalError
 from lowtide.experts.device_tier import AtHost, DeviceShare, DeviceTier
 from lowtide.experts.host_share import HostBuffers, HostCompute, HostShare
 from lowtide.experts.host_tier import HostReads, HostTier
+from lowtide.experts.room import Room
 from lowtide.experts.rows import ExpertBuffers, ExpertRows, HostScratch, Routing
 from lowtide.experts.told import device_facts, host_facts, substituted_routing, tell
 from lowtide.memory.workspace import Buffers
@@ -69,6 +70,7 @@ class ExpertRuntime:
         self.host = host
         self.device = device
         self.policies = policies
+        self.room = Room(policies.capacity)
         self.compute = compute
         self.scratch = scratch
         self.observer: Observer | None = None
@@ -102,7 +104,7 @@ class ExpertRuntime:
             self._abandon()
         self._is_under_way = True
         try:
-            if self.device is not None and self.device.is_whole(layer):
+            if self.device is not None and self.device.stays_whole(layer, self.room):
                 self._run_whole(self.device, layer, x, routing, workspace, out)
             else:
                 self._run_layer(layer, x, routing, step, workspace, out, scores)
@@ -127,6 +129,7 @@ class ExpertRuntime:
         """Goes on under other policies, from their own first residents. Between passes only."""
         self._abandon()  # nothing is demanded: ends what was begun for later
         self.policies = policies
+        self.room = Room(policies.capacity)
         self.load(progress)
 
     def close(self) -> None:
@@ -148,9 +151,8 @@ class ExpertRuntime:
         if device is None:
             return counts
         link = device.link.stats
-        link_bytes = link.num_copies * self.host.slots.layout.num_bytes
-        counts["num_on_host"] = self.num_on_host
-        return {**counts, **link.as_dict(), "link_bytes": link_bytes}
+        counts.update({"num_on_host": self.num_on_host, **link.as_dict()})
+        return {**counts, "link_bytes": link.num_copies * self.host.slots.layout.num_bytes}
 
     def _run_whole(
         self,
@@ -209,9 +211,10 @@ class ExpertRuntime:
 
     def _facts(self, step: Step, layer: int, chosen: Tensor, told: RoutedTokens | None) -> Facts:
         num_tokens = np.bincount(chosen.numpy().ravel(), minlength=self._shape.num_experts)
+        common = (step, layer, num_tokens, told, self.room.capacity, self.policies.costs)
         if self.device is None:
-            return host_facts(step, layer, num_tokens, told, self.policies, self.host.ledger)
-        return device_facts(step, layer, num_tokens, told, self.policies, self.device.link)
+            return host_facts(*common, self.host.ledger)
+        return device_facts(*common, self.device.link)
 
     def _count(self, demand: Demand) -> None:
         num_hits = int(np.count_nonzero(demand.is_resident))

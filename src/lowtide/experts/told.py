@@ -6,13 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide.core import Demand, Facts, IntArray, RoutedTokens, Step
+from lowtide.core import Costs, Demand, Facts, IntArray, RoutedTokens, Step
 from lowtide.experts.link import Link
 from lowtide.experts.rows import Routing
 from lowtide.experts.slots import SlotLedger
 from lowtide.memory.pinned_copies import to_device
 from lowtide.memory.workspace import Buffers
-from lowtide.policies.decision import Policies
 
 
 def tell(experts: Tensor, weights: Tensor, scores: Tensor | None) -> RoutedTokens:
@@ -27,10 +26,11 @@ def host_facts(
     layer: int,
     num_tokens: IntArray,
     told: RoutedTokens | None,
-    policies: Policies,
+    capacity: IntArray,
+    costs: Costs,
     ledger: SlotLedger,
 ) -> Facts:
-    """Of a layer that the host runs alone. num_tokens: [num_experts]"""
+    """Of a layer that the host runs alone. num_tokens: [num_experts]; capacity: [num_layers]"""
     is_kept = ledger.is_resident(layer)
     experts = np.flatnonzero(num_tokens)
     return Facts(
@@ -38,8 +38,8 @@ def host_facts(
         layer,
         Demand(experts, num_tokens[experts], is_kept[experts]),
         is_kept,
-        policies.capacity,
-        policies.costs,
+        capacity,
+        costs,
         can_fetch=False,
         has_idle_link=False,
         routing=told,
@@ -51,10 +51,11 @@ def device_facts(
     layer: int,
     num_tokens: IntArray,
     told: RoutedTokens | None,
-    policies: Policies,
+    capacity: IntArray,
+    costs: Costs,
     link: Link,
 ) -> Facts:
-    """Of a layer with a device beside the host, behind `link`. num_tokens: [num_experts]"""
+    """Of a layer with a device beside the host, behind `link`; as above."""
     link.bind_arrived()
     experts = np.flatnonzero(num_tokens)
     is_resident = link.ledger.is_resident(layer)[experts]
@@ -63,11 +64,11 @@ def device_facts(
         layer,
         Demand(experts, num_tokens[experts], is_resident, link.devices_with(layer, experts)),
         link.is_kept(layer),
-        policies.capacity,
-        policies.costs,
+        capacity,
+        costs,
         link.arriving_s(layer, experts),
         link.busy_s,
-        can_fetch=policies.costs.num_staging > 0,
+        can_fetch=costs.num_staging > 0,
         routing=told,
     )
 
