@@ -41,6 +41,7 @@ from lowtide.policies.tau import (
 )
 from lowtide.reading.dense_weights import no_progress
 from lowtide.replay.calibration import Calibration
+from lowtide.replay.host_alone import compare_alone
 from lowtide.replay.simulator import compare, fastest_tau, measured_accuracy
 from lowtide.replay.trace import Trace
 
@@ -84,21 +85,26 @@ def _check_workspace(opened: OpenModel, plan: MemoryPlan) -> None:
         )
 
 
-def choose_by_simulation(engine: Engine, costs: Costs, calibration: Calibration | None) -> Engine:
+def choose_by_simulation(engine: Engine, calibration: Calibration | None) -> Engine:
     """The preset of most simulated tokens per second, on the calibration's routing and the costs
     measured here; as it is where everything fits or nothing was calibrated."""
-    plan, opened = engine.plan, engine.opened
+    plan, device = engine.plan, engine.experts.device
     if calibration is None or plan.fast_tier.num_slots == plan.num_experts:
         return engine
     trace = _beginning(calibration, plan)
-    setting = _setting(opened, plan, calibration, costs)
-    names = candidates(can_fetch=costs.num_staging > 0)
-    reports = compare(trace, names, setting, gate_accuracy=measured_accuracy(calibration))
+    if device is None:
+        setting = _setting(engine.opened, plan, calibration, engine.experts.policies.costs)
+        reports = compare_alone(trace, candidates(), setting)
+    else:
+        setting = _setting(engine.opened, plan, calibration, device.costs)
+        names = candidates(can_fetch=device.costs.num_staging > 0)
+        reports = compare(trace, names, setting, gate_accuracy=measured_accuracy(calibration))
     best, second = sorted(reports, key=lambda report: -report.tokens_per_s)[:2]
+    binds = "disk" if device is None and best.binds == "link" else best.binds
     reason = (
         f"simulated on the calibration's routing and this machine's costs: "
         f"{best.tokens_per_s:.3g} tokens/s in the expert layers, {second.preset} "
-        f"{second.tokens_per_s:.3g}; the {best.binds} binds"
+        f"{second.tokens_per_s:.3g}; the {binds} binds"
     )
     if best.preset != plan.policy:
         engine = adopt_policy(engine, best.preset, {})
