@@ -18,8 +18,8 @@ import torch
 
 from lowtide.files.regular_file import RegularFile
 from lowtide.formats import format_of
+from lowtide.hardware.cold_weights import cold_bytes
 from lowtide.hardware.memory import total_memory_bytes
-from lowtide.hardware.streams import cold_bytes
 from lowtide.hardware.timing import Sample, repeat_interleaved
 from lowtide.memory.arena import Arena
 from lowtide.reading.file_reader import FileReader, Piece, Read
