@@ -217,8 +217,7 @@ class ExpertRuntime:
         return device_facts(*common, self.device.link)
 
     def _count(self, demand: Demand) -> None:
-        num_hits = int(np.count_nonzero(demand.is_resident))
-        self.stats.num_hits += num_hits
+        self.stats.num_hits += (num_hits := int(np.count_nonzero(demand.is_resident)))
         self.stats.num_misses += len(demand.experts) - num_hits
 
     def _rows(self, x: Tensor, routing: Routing, buffers: ExpertBuffers) -> ExpertRows:
@@ -293,10 +292,9 @@ class _LayerRun:
         self._buffers = buffers
         self._rows = rows
         self._for_host = frozenset(decision.assignment.host.tolist())
-        self._host_rows, self._host_buffers = self._host_side()
-        self._host = HostShare(
-            runtime.host, facts.layer, runtime.compute, self._host_rows, self._host_buffers
-        )
+        side = self._host_side()
+        self._host_buffers = side[1]
+        self._host = HostShare(runtime.host, facts.layer, runtime.compute, *side)
         self._reads: HostReads | None = None
 
     def run(self) -> None:
