@@ -209,8 +209,7 @@ class DeviceShare:
         for group in self._link.by_device(ExpertGroup(self._layer, experts, slots)):
             last = max((arrivals[slot] for slot in group.slots.tolist()), key=lambda a: a.order)
             self._run(group, last.event)
-        for expert, arrival in wave:
-            self._link.settle(self._layer, expert, arrival.slot, expert in self._keep)
+        self._settle(wave)
 
     def take_over(self, host_parts: Tensor) -> None:
         """Queues the copy of the host's outputs to where they belong."""
@@ -225,6 +224,10 @@ class DeviceShare:
         self._wave.append((expert, arrival))
         if len(self._wave) == self._tier.wave_size:
             self.run_wave()
+
+    def _settle(self, wave: Sequence[tuple[int, Arrival]]) -> None:
+        for expert, arrival in wave:
+            self._link.settle(self._layer, expert, arrival.slot, expert in self._keep)
 
     def _run(self, group: ExpertGroup, after: Event | None) -> None:
         use = self._tier.device.run(group, self._rows, self._buffers, after)

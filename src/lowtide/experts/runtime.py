@@ -20,8 +20,9 @@ from lowtide.experts.device_tier import AtHost, DeviceTier
 from lowtide.experts.host_share import HostCompute
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.layer_run import LayerRun
+from lowtide.experts.long_pass import LongPass, LongRun
 from lowtide.experts.room import Room
-from lowtide.experts.rows import ExpertBuffers, ExpertRows, HostScratch, Routing
+from lowtide.experts.rows import ExpertBuffers, ExpertRows, HostScratch, Routing, is_long
 from lowtide.experts.told import device_facts, host_facts, substituted_routing, tell
 from lowtide.memory.workspace import Buffers
 from lowtide.policies.decision import Decision, Policies
@@ -99,9 +100,10 @@ class ExpertRuntime:
         if self._is_under_way:  # Ctrl-C came again while the last failure was cleared up
             self._abandon()
         self._is_under_way = True
+        device, fits_tile = self.device, not is_long(len(x))
         try:
-            if self.device is not None and self.device.stays_whole(layer, self.room):
-                self._run_whole(self.device, layer, x, routing, workspace, out)
+            if device is not None and fits_tile and device.stays_whole(layer, self.room):
+                self._run_whole(device, layer, x, routing, workspace, out)
             else:
                 self._run_layer(layer, x, routing, step, workspace, out, scores)
             self._is_under_way = False
@@ -189,6 +191,11 @@ class ExpertRuntime:
         if self.device is None:  # who stays says whose slots are given to whom
             decision = decision._replace(moves=self.policies.moves(facts, decision))
         buffers = ExpertBuffers.take(workspace, self._shape, x)
+        if is_long(len(x)):
+            rows = self._sorted(routing)
+            given = LongPass.of(x, routing, rows, buffers, out)
+            LongRun(self, facts, decision, at_host, given).run()
+            return
         if self._can_run_at_once(x, run.demand, decision):
             self.expect_next(layer, facts.demand)
             self._run_at_once(layer, x, routing, run.demand.experts, buffers, out)
@@ -203,6 +210,12 @@ class ExpertRuntime:
         if self.device is None:
             told = tell(*routing, scores) if self.policies.asks_routing else None
             return AtHost(x, routing.experts, told)
+        if is_long(len(x)):  # more rows than a device has room for in host memory
+            experts, told = routing.experts.cpu(), None
+            if self.policies.asks_routing:
+                scores = None if scores is None else scores.cpu()
+                told = tell(experts, routing.weights.cpu(), scores)
+            return AtHost(x, experts, told)
         return self.device.look(layer, x, routing, scores, self.policies, workspace)
 
     def _facts(self, step: Step, layer: int, chosen: Tensor, told: RoutedTokens | None) -> Facts:
@@ -216,8 +229,11 @@ class ExpertRuntime:
         self.stats.num_hits += (num_hits := int(np.count_nonzero(demand.is_resident)))
         self.stats.num_misses += len(demand.experts) - num_hits
 
+    def _sorted(self, routing: Routing) -> ExpertRows:
+        return ExpertRows(self._kernels.sort_pairs(routing.experts, self._shape.num_experts))
+
     def _rows(self, x: Tensor, routing: Routing, buffers: ExpertBuffers) -> ExpertRows:
-        rows = ExpertRows(self._kernels.sort_pairs(routing.experts, self._shape.num_experts))
+        rows = self._sorted(routing)
         torch.index_select(x, 0, rows.token_of, out=buffers.parts)
         return rows
 

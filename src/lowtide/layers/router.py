@@ -16,8 +16,8 @@ from lowtide.experts.rows import Routing
 from lowtide.kernels.operands import ExpertChoice
 from lowtide.kernels.reference import weights_of
 from lowtide.layers.batch import Segment
-from lowtide.layers.rows import TILE_ROWS, in_tiles
-from lowtide.memory.workspace import Buffers, tiles
+from lowtide.layers.rows import in_tiles
+from lowtide.memory.workspace import TILE_ROWS, Buffers, tiles
 
 
 class Router(Protocol):
