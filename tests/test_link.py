@@ -196,7 +196,8 @@ class FakeSlots:
     def image(self, slot: int) -> Tensor:
         return self.values[slot : slot + 1]
 
-    weights = image
+    def weights(self, layer: int, slot: int) -> Tensor:
+        return self.image(slot)
 
 
 class FakeDevice:
@@ -223,7 +224,7 @@ class FakeDevice:
         self, group: ExpertGroup, rows: ExpertRows, buffers: ExpertBuffers, after: Any
     ) -> FakeEvent:
         assert (np.diff(group.experts) > 0).all()
-        pairs = [(rows.pairs(expert), slot) for expert, slot in zip(*group, strict=True)]
+        pairs = [(rows.pairs(expert), slot) for expert, slot in zip(*group[1:], strict=True)]
 
         def begin() -> None:
             for of_expert, slot in pairs:
