@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide.core import Demand, Facts, MoEShape, RoutedTokens, Step
+from lowtide.core import Demand, Facts, IntArray, MoEShape, RoutedTokens, Step
 from lowtide.experts.device_tier import AtHost, DeviceTier
 from lowtide.experts.host_share import HostCompute
 from lowtide.experts.host_tier import HostTier
