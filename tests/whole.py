@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.core import MemoryPlan, Step, StepKind
+from lowtide.core import MemoryPlan, StepKind
 from lowtide.decode.batch_decoder import BatchDecoder
 from lowtide.decode.block_diffusion import BlockDiffusion, Event, Finished, Request
 from lowtide.experts.rows import Routing
 from lowtide.layers.batch import Batch
 from lowtide.llm import LLM, plan_model
-from lowtide.memory.workspace import Buffers
 from lowtide.reading.file_reader import FileReader, Read, Ticket
 
 Trajectories = dict[int, list[list[int]]]
@@ -123,11 +122,9 @@ def routing_noted(llm: LLM) -> Iterator[dict[int, list[Tensor]]]:
     experts = llm._engine.experts
     forward = experts.forward
 
-    def noting(
-        layer: int, x: Tensor, routing: Routing, step: Step, workspace: Buffers, out: Tensor
-    ) -> None:
+    def noting(layer: int, x: Tensor, routing: Routing, *others: Any) -> None:
         noted.setdefault(layer, []).append(routing.experts.clone())
-        forward(layer, x, routing, step, workspace, out)
+        forward(layer, x, routing, *others)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experts, "forward", noting)
