@@ -142,16 +142,19 @@ class LLM:
         return self._events(self._intake.requests([prompt], params or SamplingParams()))
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
-        """Float32 logits [len, vocab] of every position, on the CPU.
+        """Float32 logits [len, vocab] of every position's own token, on the CPU.
 
-        Block-causal with the `block_length` option, causal for autoregressive families. Waits for
-        room in the KV cache. Raises UsageError for ids out of range or a block length that the
-        model's routing does not allow, PlanError beyond the context.
+        Block-causal with the `block_length` option, causal for autoregressive families, of the
+        whole sequence at once for bidirectional ones. Waits for room in the KV cache. Raises
+        UsageError for ids out of range or a block length that the model's routing does not allow,
+        PlanError beyond the context.
         """
         self._intake.check_ids(token_ids)
         self._intake.check_fits(len(token_ids), 0, 1)
         block_length = self._engine.opened.options.block_length or self.config.block_length
         self._intake.check_block_length(block_length)
+        if self.config.is_bidirectional:
+            block_length = len(token_ids)
         work = partial(probing.logits, token_ids=list(token_ids), block_length=block_length)
         return self._loop.run_passes(work, num_tokens=len(token_ids))
 
@@ -268,10 +271,16 @@ def _set_observer(engine: Engine, observer: Observer | None) -> None:
 def _open(model: str | Path, options: Mapping[str, object]) -> OpenModel:
     opened = open_model(model, _engine_config(options))
     block_length = opened.options.block_length
-    if block_length not in (None, 1) and not opened.config.is_diffusion:
+    config = opened.config
+    if block_length not in (None, 1) and not config.is_diffusion:
         raise UnsupportedError(
-            f"block_length {block_length}: {opened.config.architecture} is autoregressive, its "
+            f"block_length {block_length}: {config.architecture} is autoregressive, its "
             "logits are causal; leave block_length out."
+        )
+    if block_length is not None and config.is_bidirectional:
+        raise UnsupportedError(
+            f"block_length {block_length}: {config.architecture} is bidirectional, its logits "
+            "are of whole sequences; leave block_length out."
         )
     return opened
 

@@ -27,8 +27,19 @@ class Fields:
         self.values = values
         self.prefix = prefix
         self.asked: set[str] = set()
+        self._own_names: Mapping[str, str] = {}
+
+    def renamed(self, own_names: Mapping[str, str]) -> Fields:
+        """The same keys, for readers who ask for some of them by other names.
+
+        own_names: this file's key for such a name.
+        """
+        renamed = Fields(self.values, self.prefix)
+        renamed.asked, renamed._own_names = self.asked, own_names
+        return renamed
 
     def raw(self, *names: str) -> object | None:
+        names = self._own(names)
         self.asked.update(names)
         found = [name for name in names if self.values.get(name) is not None]
         if not found:
@@ -44,7 +55,7 @@ class Fields:
         if value is None:
             value = default
         if value is None:
-            raise ConfigError(f"config.json has no {self.prefix}{' or '.join(names)}.")
+            raise self._missing(names)
         return value
 
     def optional_integer(self, *names: str, low: int, high: int) -> int | None:
@@ -67,7 +78,7 @@ class Fields:
     def number(self, *names: str, low: float, high: float) -> float:
         value = self.optional_number(*names, low=low, high=high)
         if value is None:
-            raise ConfigError(f"config.json has no {self.prefix}{' or '.join(names)}.")
+            raise self._missing(names)
         return value
 
     def boolean(self, *names: str, default: bool) -> bool:
@@ -91,7 +102,7 @@ class Fields:
         value = self.raw(name)
         if value is not None and (type(value) is not type(supported) or value != supported):
             raise UnsupportedError(
-                f"config.json: {self.prefix}{name} {shown(value)} is not supported, only "
+                f"config.json: {self._shown_name(name)} {shown(value)} is not supported, only "
                 f"{shown(supported)}."
             )
 
@@ -100,7 +111,7 @@ class Fields:
         value = self.raw(name)
         if value is not None:
             raise UnsupportedError(
-                f"config.json: {self.prefix}{name} {shown(value)} is not supported."
+                f"config.json: {self._shown_name(name)} {shown(value)} is not supported."
             )
 
     def refuse_unread(self, name: str) -> None:
@@ -112,8 +123,18 @@ class Fields:
         raise UsageError(f"The config override {shown(name)} is not a key that lowtide reads{hint}")
 
     def error(self, name: str, problem: str) -> ConfigError:
-        value = shown(self.values[name])
-        return ConfigError(f"config.json: {self.prefix}{name} {value} {problem}.")
+        [own] = self._own((name,))
+        value = shown(self.values[own])
+        return ConfigError(f"config.json: {self.prefix}{own} {value} {problem}.")
+
+    def _missing(self, names: tuple[str, ...]) -> ConfigError:
+        return ConfigError(f"config.json has no {self.prefix}{' or '.join(self._own(names))}.")
 
     def _present(self, names: tuple[str, ...]) -> str:
-        return next(name for name in names if self.values.get(name) is not None)
+        return next(name for name in self._own(names) if self.values.get(name) is not None)
+
+    def _shown_name(self, name: str) -> str:
+        return self.prefix + self._own((name,))[0]
+
+    def _own(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(self._own_names.get(name, name) for name in names)

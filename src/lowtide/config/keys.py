@@ -42,14 +42,20 @@ def decoder(
     attention: AttentionSpec,
     experts: ExpertSpec | None,
     dense_size: int = 0,
-    block_length: int = 1,
+    block_length: int | None = None,
+    *,
+    is_bidirectional: bool = False,
+    logits_shift: int = 0,
 ) -> ModelConfig:
-    """Adds what all families say alike. block_length: of a diffusion model."""
+    """Adds what all families say alike. block_length: of a diffusion model whose config says it;
+    is_bidirectional, logits_shift: see `ModelConfig`."""
     fields.only("hidden_act", "silu")
     if experts is None or not experts.is_mxfp4:
         _refuse_quantised(fields)
     vocab_size = fields.integer("vocab_size", low=1, high=MAX_VOCAB)
     decoding = origin.published.decoding
+    if decoding is not None and block_length is not None:
+        decoding = replace(decoding, block_length=block_length)
     return ModelConfig(
         architecture=origin.architecture,
         family=origin.family,
@@ -66,7 +72,9 @@ def decoder(
         mask_token_id=mask_token_id(fields, origin.published, vocab_size),
         eos_token_ids=eos_token_ids(origin.eos_token_ids, origin.published, vocab_size),
         pad_token_id=fields.optional_integer("pad_token_id", low=0, high=vocab_size - 1),
-        decoding=None if decoding is None else replace(decoding, block_length=block_length),
+        decoding=decoding,
+        is_bidirectional=is_bidirectional,
+        logits_shift=logits_shift,
     )
 
 

@@ -25,12 +25,14 @@ _MAX_PARAMETERS = 2**50  # far above any model, and no product of sizes leaves 6
 class DecodingDefaults:
     """A diffusion family's published decoding settings; see `params.DiffusionParams`."""
 
-    block_length: int = 32
-    steps: int = 32
-    threshold: float = 0.95
+    block_length: int | None = 32  # None: the whole answer is one
+    steps: int = 32  # as the family's own code counts them
+    threshold: float | None = 0.95
     edit_threshold: float | None = None
     max_post_steps: int = 16
     eos_early_stop: bool = False
+    remasking: str = "low_confidence"
+    eps: float | None = None  # where the schedule ends; of Dream's alone
 
 
 class Published(NamedTuple):
@@ -65,6 +67,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
     decoding: DecodingDefaults | None  # as published, in this model's blocks
+    is_bidirectional: bool = False  # every position sees every other
+    logits_shift: int = 0  # a position's logits come from the hidden state so far before it
 
     def __post_init__(self) -> None:
         if self.experts is not None:
@@ -111,12 +115,26 @@ class ModelConfig:
 
     @property
     def block_length(self) -> int:
-        """Positions that see each other; 1 = causal."""
-        return 1 if self.decoding is None else self.decoding.block_length
+        """Positions that see each other, where not all do; 1 = causal."""
+        if self.decoding is None or self.is_bidirectional:
+            return 1
+        return self.decoding.block_length or 1
+
+    @property
+    def num_cached_layers(self) -> int:
+        """Layers whose keys and values are kept side by side.
+
+        Of a bidirectional model nothing is kept from pass to pass, and layers take turns.
+        """
+        return 1 if self.is_bidirectional else self.num_layers
+
+    def cached_layer(self, layer: int) -> int:
+        """The place of a layer's keys and values among those of `num_cached_layers`."""
+        return layer % self.num_cached_layers
 
     @property
     def moe(self) -> ExpertSpec:
-        """The experts of a model that has some, as all have that are opened (`open_model`)."""
+        """The experts of a model that has some."""
         if self.experts is None:
             raise ValueError(f"{self.architecture} has no layer with experts.")
         return self.experts
@@ -132,6 +150,9 @@ class ModelConfig:
 
     @property
     def moe_shape(self) -> MoEShape:
+        """Nothing but the hidden size where there are no experts."""
+        if self.experts is None:
+            return MoEShape(0, 0, 0, self.hidden_size, 0)
         return MoEShape(
             num_layers=self.num_moe_layers,
             num_experts=self.moe.num_experts,

@@ -118,6 +118,10 @@ class Intake:
         """`params` with the family's published defaults where nothing was asked."""
         check_kind(params, self.config.architecture, self.config.is_diffusion)
         defaults, asked = self.config.decoding, params.diffusion
+        if self.config.is_bidirectional:
+            raise UnsupportedError(
+                f"{self.config.architecture} cannot be decoded yet: llm.logits is what there is."
+            )
         if defaults is None:
             return params
         if asked.cfg_scale:

@@ -25,6 +25,16 @@ ROW_MULTIPLE = 4
 change the last bit of a product, and with it a row's logits could depend on its neighbours."""
 
 
+def rows_that_predict(positions: IntArray, logits_shift: int) -> IntArray:
+    """The positions whose hidden states give the logits of `positions`.
+
+    With a shift of 1 that is the one before; the first has only itself. Source: Dream's published
+    code, which shifts the logits of a whole sequence: [l_0, l_0, l_1, ...].
+    """
+    rows: IntArray = np.maximum(positions - logits_shift, 0)
+    return rows
+
+
 def tiled_logits(
     model: Model, hidden: Tensor, rows: IntArray, needs_logits: BoolArray
 ) -> Iterator[tuple[slice, Tensor | ArgMax]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lowtide.core import MemoryPlan
 from lowtide.engine.opening import OpenModel
+from lowtide.experts.none import NoExperts
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.memory.kv_cache import KVCache
 from lowtide.models.decoder import Decoder
@@ -20,7 +21,7 @@ class Engine:
     plan: MemoryPlan
     opened: OpenModel
     model: Decoder
-    experts: ExpertRuntime
+    experts: ExpertRuntime | NoExperts
     kv_cache: KVCache
     reader: FileReader
     executor: HostExecutor

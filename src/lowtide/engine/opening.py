@@ -18,6 +18,7 @@ from lowtide.engine.device import (
 )
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.experts.layout import SlotLayout
+from lowtide.experts.transfer import largest_read_bytes
 from lowtide.families import families
 from lowtide.formats.plain import SAFETENSORS_NAME
 from lowtide.kernels.choice import HOST, choose_kernels
@@ -158,6 +159,18 @@ class OpenModel:
         return SlotLayout.of(self.config.moe_shape, self.dtype, weights, kept)
 
     @property
+    def largest_read_bytes(self) -> int:
+        """Of an expert; without experts, of a dense weight."""
+        if self.config.experts is None:
+            return max(entry.num_bytes for entry in self.weight_map.dense.values())
+        return largest_read_bytes(self.weight_map.experts)
+
+    @property
+    def max_pass_rows(self) -> int:
+        """Rows of the largest forward pass; a bidirectional one has whole sequences."""
+        return self.kv_shape[3] if self.config.is_bidirectional else MAX_PASS_ROWS
+
+    @property
     def kernels(self) -> Kernels:
         """The host's kernels; the first use of compiled ones in a process loads them."""
         return self.kernels_on(HOST)
@@ -167,9 +180,10 @@ class OpenModel:
 
     @property
     def kv_shape(self) -> tuple[int, int, int, int, int]:
-        num_arrays, num_heads, width = self.config.attention.cache_shape
-        num_tokens = align_up(self.context, self.config.block_length)
-        return storage_shape(self.config.num_layers, num_heads, width, num_tokens, num_arrays)
+        config = self.config
+        num_arrays, num_heads, width = config.attention.cache_shape
+        num_tokens = align_up(self.context, config.block_length)
+        return storage_shape(config.num_cached_layers, num_heads, width, num_tokens, num_arrays)
 
 
 def open_model(reference: str | Path, options: EngineConfig) -> OpenModel:
@@ -177,9 +191,7 @@ def open_model(reference: str | Path, options: EngineConfig) -> OpenModel:
     folder = resolve_model(str(reference), offline=options.offline)
     config = ModelConfig.load(folder, options.config_overrides)
     if config.experts is None:
-        raise UnsupportedError(
-            f"{config.architecture} has no layer with experts; lowtide runs models that have some."
-        )
+        check_without_experts(config, options)
     checkpoint = Checkpoint.open(folder) if has_weights(folder) else None
     weight_map = assume(config) if checkpoint is None else bind(config, checkpoint)
     tokenizer = Tokenizer.load(folder)
@@ -209,6 +221,8 @@ def find_calibration(opened: OpenModel) -> Calibration | None:
     Raises UsageError for one that is damaged or of another model.
     """
     config, given = opened.config, opened.options.calibration
+    if config.experts is None:
+        return None
     shape = TraceShape(*config.moe_shape)
     path = default_path(opened.folder, config.architecture, shape)
     if given is not None:
@@ -233,6 +247,28 @@ def no_calibration() -> UsageError:
         "tau=paper is solved from a calibration and there is none for this model: run "
         "`lowtide calibrate` first, or choose a number or tau=auto."
     )
+
+
+def check_has_experts(config: ModelConfig, what: str) -> None:
+    """Raises UnsupportedError where there is no expert; `what` needs some."""
+    if config.experts is None:
+        raise UnsupportedError(f"{what}: {config.architecture} has no experts.")
+
+
+def check_without_experts(config: ModelConfig, options: EngineConfig) -> None:
+    """Raises UsageError or UnsupportedError for options that are about experts."""
+    name = config.architecture
+    if options.policy != "auto" or options.policy_options:
+        raise UsageError(
+            f"Policy {options.policy!r}: {name} has no experts, so there is nothing to place; "
+            "leave the policy and its options out."
+        )
+    if options.calibration is not None:
+        raise UsageError(f"{name} has no experts, so there is no calibration; leave it out.")
+    if options.device == "emulated":
+        raise UnsupportedError(
+            f"An emulated device computes experts, and {name} has none; choose --device cpu."
+        )
 
 
 def _context(config: ModelConfig, options: EngineConfig) -> int:

@@ -22,7 +22,6 @@ from lowtide.engine.device import (
 )
 from lowtide.engine.opening import MAX_PASS_ROWS, EngineConfig, OpenModel
 from lowtide.experts.registrar import ExpertRegistrar
-from lowtide.experts.transfer import largest_read_bytes
 from lowtide.families import families
 from lowtide.formats.plain import SAFETENSORS_NAME
 from lowtide.hardware import available_memory_bytes, resident_bytes, total_memory_bytes
@@ -45,22 +44,17 @@ code paged in on first use, Python objects of running requests, the allocator's 
 
 def make_plan(opened: OpenModel) -> MemoryPlan:
     """Every byte the model will use. Raises PlanError when a budget is too small."""
-    options, shape = opened.options, opened.config.moe_shape
-    device = resolve_device(options.device)
+    shape, device = opened.config.moe_shape, resolve_device(opened.options.device)
     needs = _needs(opened) if device == "cpu" else _device_needs(opened)
     overhead_bytes = _overhead_bytes() + library_cache_bytes(opened.dtype)
     budget_bytes = _budget_bytes(opened, needs) if device == "cpu" else _gpu_bytes(opened, needs)
     tier, residents = spend(needs, budget_bytes, opened.context)
     fits = budget_bytes >= needs.full_bytes
-    preset, reason = choose_preset(
-        options.policy,
-        everything_fits=fits,
-        has_device=device != "cpu",
-    )
+    preset, reason = _preset(opened, fits, has_device=device != "cpu")
     plan = MemoryPlan(
         host=tier,
         context=opened.context,
-        max_rows=MAX_PASS_ROWS,
+        max_rows=opened.max_pass_rows,
         minimum_bytes=needs.minimum_bytes,
         full_bytes=needs.full_bytes,
         overhead_bytes=overhead_bytes,
@@ -75,6 +69,15 @@ def make_plan(opened: OpenModel) -> MemoryPlan:
     home_needs = _home_needs(opened)
     home, at_home = spend(home_needs, _budget_bytes(opened, home_needs), opened.context)
     return replace(plan, host=home, gpu=tier, host_residents_per_layer=at_home)
+
+
+def _preset(opened: OpenModel, everything_fits: bool, has_device: bool) -> tuple[str, str]:
+    """The policy's name and why it is that."""
+    if opened.config.experts is None:
+        return "none", "the model has no experts: there is nothing to place"
+    return choose_preset(
+        opened.options.policy, everything_fits=everything_fits, has_device=has_device
+    )
 
 
 def shortage_of(plan: MemoryPlan, options: EngineConfig) -> str:
@@ -92,16 +95,19 @@ def shortage_of(plan: MemoryPlan, options: EngineConfig) -> str:
 
 def _needs(opened: OpenModel) -> Needs:
     shape = opened.config.moe_shape
-    return Needs(
+    needs = Needs(
         dense_bytes=opened.dense.num_bytes,
         kv_cache_bytes=math.prod(opened.kv_shape) * opened.dtype.itemsize,
         workspace_bytes=register(opened).peak_bytes,
-        ring_bytes=ring_bytes(largest_read_bytes(opened.weight_map.experts)),
-        slot_bytes=opened.slot_layout.num_bytes,
+        ring_bytes=ring_bytes(opened.largest_read_bytes),
+        slot_bytes=0,
         num_layers=shape.num_layers,
         num_experts=shape.num_experts,
-        unused_slot_bytes=opened.slot_layout.num_unused_bytes,
     )
+    if opened.config.experts is None:
+        return needs
+    layout = opened.slot_layout
+    return replace(needs, slot_bytes=layout.num_bytes, unused_slot_bytes=layout.num_unused_bytes)
 
 
 def _device_needs(opened: OpenModel) -> DeviceNeeds:
@@ -114,9 +120,12 @@ def _device_needs(opened: OpenModel) -> DeviceNeeds:
 
 def _home_needs(opened: OpenModel) -> Needs:
     """The host's experts, the scratch they compute in, and the ring they are read through."""
-    scratch_bytes = expert_source(opened).scratch_bytes
-    if resolve_device(opened.options.device) == "cuda":
-        scratch_bytes += pinned_bytes(opened.config.moe_shape, opened.slot_layout, MAX_PASS_ROWS)
+    scratch_bytes = 0
+    if opened.config.experts is not None:
+        source = expert_source(opened)
+        scratch_bytes = source.scratch_bytes
+        if resolve_device(opened.options.device) == "cuda":
+            scratch_bytes += pinned_bytes(source.shape, source.layout, source.max_rows)
     return replace(_needs(opened), dense_bytes=0, kv_cache_bytes=0, workspace_bytes=scratch_bytes)
 
 
@@ -129,7 +138,7 @@ def expert_source(opened: OpenModel) -> ExpertSource:
         layer_bytes=layer_dense_bytes(
             opened.weight_map.dense, config.moe_layers[-1], opened.dtype.itemsize
         ),
-        max_rows=MAX_PASS_ROWS,
+        max_rows=MAX_PASS_ROWS,  # of a longer pass they run a tile at a time
     )
 
 
@@ -166,15 +175,15 @@ def _overhead_bytes() -> int:
     return resident_bytes() + OVERHEAD_ALLOWANCE_BYTES
 
 
-def register(opened: OpenModel, num_rows: int = MAX_PASS_ROWS) -> Registrar:
+def register(opened: OpenModel, num_rows: int | None = None) -> Registrar:
     """What forward passes of up to so many rows take: counted once and remembered.
 
-    Runs one on the meta device: the same code, nothing computed. Layers give back what they take,
-    so those up to the first with experts stand for all. Of more than `MAX_PASS_ROWS` rows it is
-    bidirectional, over one whole sequence.
+    num_rows: by default those of the largest pass. Runs one on the meta device: the same code,
+    nothing computed. Layers give back what they take, so those up to the first with experts stand
+    for all. Of more than `MAX_PASS_ROWS` rows it is bidirectional, over one whole sequence.
     """
     policy = opened.options.policy
-    key = (num_rows, substitutes(policy), asks_scores(policy))
+    key = (num_rows or opened.max_pass_rows, substitutes(policy), asks_scores(policy))
     if key not in opened.passes:
         opened.passes[key] = _register(opened, *key)
     return opened.passes[key]
@@ -202,7 +211,7 @@ def _register(
 
 def _largest_segments(opened: OpenModel, num_rows: int) -> list[Segment]:
     """Each a pass of all rows: no other attention needs more than one of them."""
-    if num_rows > MAX_PASS_ROWS:
+    if opened.config.is_bidirectional or num_rows > MAX_PASS_ROWS:
         return [Segment(0, num_rows, 0, num_rows, KVRange(0, num_rows))]
     # Causal, or one block of all rows, at the end of the cache.
     num_tokens = max(opened.kv_shape[3], num_rows)

@@ -13,12 +13,19 @@ import torch
 from lowtide.core import Costs, Curve, MemoryPlan
 from lowtide.devices.emulated_speeds import measure_device_s
 from lowtide.engine.engine import Engine
-from lowtide.engine.opening import MAX_PASS_ROWS, OpenModel, find_calibration, no_calibration
+from lowtide.engine.opening import (
+    MAX_PASS_ROWS,
+    OpenModel,
+    check_without_experts,
+    find_calibration,
+    no_calibration,
+)
 from lowtide.engine.planning import register
 from lowtide.errors import PlanError
 from lowtide.experts.device_tier import DeviceTier
 from lowtide.experts.early_gate import EarlyGate, Route
 from lowtide.experts.host_tier import HostTier
+from lowtide.experts.none import NoExperts
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.experts.transfer import ticket_result
 from lowtide.layers.router import Router, SigmoidRouter
@@ -57,6 +64,9 @@ def adopt_policy(engine: Engine, policy: str, policy_options: Mapping[str, str])
     """
     options = replace(engine.opened.options, policy=policy, policy_options=policy_options)
     opened, plan, experts = replace(engine.opened, options=options), engine.plan, engine.experts
+    if isinstance(experts, NoExperts):
+        check_without_experts(opened.config, options)
+        return engine
     _check_workspace(opened, plan)
     fits = plan.fast_tier.num_slots == plan.num_experts
     preset, reason = choose_preset(
@@ -88,12 +98,14 @@ def _check_workspace(opened: OpenModel, plan: MemoryPlan) -> None:
 def choose_by_simulation(engine: Engine, calibration: Calibration | None) -> Engine:
     """The preset of most simulated tokens per second, on the calibration's routing and the costs
     measured here; as it is where everything fits or nothing was calibrated."""
-    plan, device = engine.plan, engine.experts.device
-    if calibration is None or plan.fast_tier.num_slots == plan.num_experts:
+    plan, experts, device = engine.plan, engine.experts, engine.experts.device
+    if calibration is None or isinstance(experts, NoExperts):
+        return engine
+    if plan.fast_tier.num_slots == plan.num_experts:
         return engine
     trace = _beginning(calibration, plan)
     if device is None:
-        setting = _setting(engine.opened, plan, calibration, engine.experts.policies.costs)
+        setting = _setting(engine.opened, plan, calibration, experts.policies.costs)
         reports = compare_alone(trace, candidates(), setting)
     else:
         setting = _setting(engine.opened, plan, calibration, device.costs)
@@ -163,7 +175,7 @@ def make_engine_policies(
 
 def set_early_gate(
     opened: OpenModel,
-    experts: ExpertRuntime,
+    experts: ExpertRuntime | NoExperts,
     routers: Sequence[Router],
     calibration: Calibration | None,
 ) -> None:

@@ -7,30 +7,36 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lowtide.config import ModelConfig
 from lowtide.core import Step, StepKind
 from lowtide.decode.batch_decoder import LOGIT_ROWS
+from lowtide.decode.logits import rows_that_predict
 from lowtide.engine.engine import Engine
-from lowtide.engine.opening import MAX_PASS_ROWS
+from lowtide.engine.opening import MAX_PASS_ROWS, check_has_experts
 from lowtide.errors import UsageError
 from lowtide.experts.rows import Routing
 from lowtide.layers.batch import Batch, KVRange, Segment
 from lowtide.memory.cuda_streams import device_pass
+from lowtide.memory.pinned_copies import to_device
 from lowtide.memory.workspace import tiles
 
 
 def logits(
     engine: Engine, token_ids: Sequence[int], block_length: int
 ) -> Generator[None, None, Tensor]:
-    """Float32 logits [len, vocab] of every position, on the CPU; yields between its passes."""
+    """Float32 logits [len, vocab] of every position, on the CPU; yields between its passes.
+
+    No block is divided: one as long as the sequence is one pass.
+    """
     num_tokens = len(token_ids)
     kv_range = engine.kv_cache.allocate(num_tokens)
     try:
         result = torch.empty(num_tokens, engine.opened.config.vocab_size)
-        pass_rows = MAX_PASS_ROWS // block_length * block_length
+        pass_rows = max(1, MAX_PASS_ROWS // block_length) * block_length
         for start in range(0, num_tokens, pass_rows):
             if start:
                 yield
@@ -58,6 +64,7 @@ def checked_rows(
 ) -> tuple[Tensor, Routing]:
     """Copies of rows and routing that a MoE layer of `config` can be given, whatever becomes of
     the originals. Raises UsageError for others."""
+    check_has_experts(config, "run_experts")
     shape = config.moe_shape
     _check_layer(layer, shape.num_layers)
     _check_tensor("x", x, (dtype,), f"[rows, {config.hidden_size}]")
@@ -124,5 +131,7 @@ def _logits_pass(
         step=Step(StepKind.PREFILL, 0),
     )
     hidden = engine.model.forward(batch)
+    own = rows_that_predict(np.arange(len(token_ids)), engine.opened.config.logits_shift)
+    [there] = to_device(hidden.device, torch.from_numpy(own))
     for rows in tiles(len(token_ids), LOGIT_ROWS):
-        result[start:stop][rows] = engine.model.logits(hidden[rows])
+        result[start:stop][rows] = engine.model.logits(hidden.index_select(0, there[rows]))

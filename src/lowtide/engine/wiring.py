@@ -12,6 +12,7 @@ from contextlib import ExitStack
 import torch
 
 from lowtide.compute import Compute
+from lowtide.config import ModelConfig
 from lowtide.core import MemoryPlan
 from lowtide.engine.engine import Engine
 from lowtide.engine.experts import load_experts
@@ -22,7 +23,8 @@ from lowtide.engine.policy_setting import (
     set_early_gate,
 )
 from lowtide.errors import CheckpointError, PlanError
-from lowtide.experts.transfer import largest_read_bytes
+from lowtide.experts.none import NoExperts
+from lowtide.experts.runtime import ExpertRuntime
 from lowtide.families import families
 from lowtide.kernels.choice import HOST
 from lowtide.memory.arena import Arena
@@ -33,6 +35,10 @@ from lowtide.reading.dense_weights import Progress, no_progress
 from lowtide.reading.file_reader import FileReader
 from lowtide.reading.finite_weights import check_finite
 from lowtide.threads.executor import HostExecutor, InlineExecutor
+
+MAX_THREADS = 64
+"""Of a model without experts, all of whose products are divided: as many threads as cores, if
+there are not more. Their pieces are at least 64 features wide."""
 
 
 def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
@@ -53,16 +59,15 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
     if options.check_weights:
         check_finite(checkpoint, progress)
     with ExitStack() as undo:
-        reader = FileReader(checkpoint.files, largest_read_bytes(opened.weight_map.experts))
+        reader = FileReader(checkpoint.files, opened.largest_read_bytes)
         undo.callback(reader.close)
-        # An emulated device is one thread, and so is the host beside it.
-        is_emulated = plan.device == "emulated"
-        make_executor = HostExecutor.beside_emulated if is_emulated else HostExecutor
-        executor = make_executor(config.moe.num_experts_per_token)
+        executor = _make_executor(config, plan)
         undo.callback(executor.close)
         weights, kv_cache, compute = _load_dense(opened, plan, executor, reader, progress)
         calibration = find_calibration(opened)
-        experts = load_experts(opened, plan, calibration, reader, executor, progress)
+        experts: ExpertRuntime | NoExperts = NoExperts()
+        if config.experts is not None:
+            experts = load_experts(opened, plan, calibration, reader, executor, progress)
         undo.callback(experts.close)
         model_class = families()[config.family].model()
         model = model_class(config, weights, experts, kv_cache, compute)
@@ -72,6 +77,15 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
             engine = choose_by_simulation(engine, calibration)
         undo.pop_all()
     return engine
+
+
+def _make_executor(config: ModelConfig, plan: MemoryPlan) -> HostExecutor:
+    if config.experts is None:
+        return HostExecutor(MAX_THREADS)
+    # An emulated device is one thread, and so is the host beside it.
+    is_emulated = plan.device == "emulated"
+    make_executor = HostExecutor.beside_emulated if is_emulated else HostExecutor
+    return make_executor(config.experts.num_experts_per_token)
 
 
 def _load_dense(

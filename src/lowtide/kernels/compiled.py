@@ -58,7 +58,7 @@ class CompiledKernels(Kernels):
             super().rms_norm(x, weight, eps, workspace, out)
 
     def rotate(self, x: Tensor, rotation: Rotation, workspace: Buffers) -> None:
-        if self._few_rows.takes(x):
+        if rotation.cos.dtype == x.dtype and self._few_rows.takes(x):
             self._few_rows.rotate(x, *rotation)
         else:
             super().rotate(x, rotation, workspace)

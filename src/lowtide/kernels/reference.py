@@ -159,11 +159,14 @@ class Kernels:
     def rotate(self, x: Tensor, rotation: Rotation, workspace: Buffers) -> None:
         """Turns x [rows, heads, head_dim] in place: dimension i with i + rotary_dim / 2.
 
-        Computed in the compute dtype, as `rotation` has to be. Dimensions past rotary_dim pass
-        through.
+        Computed in the type of `rotation`: the compute dtype, or float32 and rounded once.
+        Dimensions past rotary_dim pass through.
         """
         half = rotation.cos.shape[-1]
         first, second = x[..., :half], x[..., half : 2 * half]
+        if rotation.cos.dtype != x.dtype:
+            _turn_in_float32(first, second, rotation, workspace)
+            return
         shape = tuple(first.shape)
         with workspace.scope():
             first_sin = workspace.take("rotary first", shape, x.dtype)
@@ -178,19 +181,7 @@ class Kernels:
 
         Computed in float32, as `rotation` has to be, and rounded once.
         """
-        even, odd = x[..., 0::2], x[..., 1::2]
-        shape = tuple(even.shape)
-        with workspace.scope():
-            names = ("rotary even", "rotary odd", "rotary even fp32", "rotary odd fp32")
-            turned_even, turned_odd, even_fp32, odd_fp32 = (
-                workspace.take(name, shape, torch.float32) for name in names
-            )
-            even_fp32.copy_(even)
-            odd_fp32.copy_(odd)
-            torch.mul(even_fp32, rotation.cos, out=turned_even)
-            torch.mul(odd_fp32, rotation.cos, out=turned_odd)
-            even.copy_(turned_even.sub_(odd_fp32.mul_(rotation.sin)))
-            odd.copy_(turned_odd.add_(even_fp32.mul_(rotation.sin)))
+        _turn_in_float32(x[..., 0::2], x[..., 1::2], rotation, workspace)
 
     def normalise_and_rotate(
         self,
@@ -303,6 +294,22 @@ class Kernels:
 
 
 REFERENCE = Kernels()
+
+
+def _turn_in_float32(first: Tensor, second: Tensor, rotation: Rotation, workspace: Buffers) -> None:
+    """Pairs [rows, heads, rotary_dim / 2] in place; `rotation` is float32."""
+    shape = tuple(first.shape)
+    with workspace.scope():
+        names = ("rotary first", "rotary second", "rotary first fp32", "rotary second fp32")
+        turned_first, turned_second, first_fp32, second_fp32 = (
+            workspace.take(name, shape, torch.float32) for name in names
+        )
+        first_fp32.copy_(first)
+        second_fp32.copy_(second)
+        torch.mul(first_fp32, rotation.cos, out=turned_first)
+        torch.mul(second_fp32, rotation.cos, out=turned_second)
+        first.copy_(turned_first.sub_(second_fp32.mul_(rotation.sin)))
+        second.copy_(turned_second.add_(first_fp32.mul_(rotation.sin)))
 
 
 def silu_times(gate: Tensor, up: Tensor) -> None:

@@ -39,7 +39,7 @@ class TritonKernels(Kernels):
         rotation: Rotation,
         workspace: Buffers,
     ) -> None:
-        if norms.query.shape[0] == x.shape[-1]:
+        if norms.query.shape[0] == x.shape[-1] and rotation.cos.dtype == x.dtype:
             triton_rows.normalise_and_rotate(x, num_queries, *norms, eps, *rotation)
         else:
             super().normalise_and_rotate(x, num_queries, norms, eps, rotation, workspace)

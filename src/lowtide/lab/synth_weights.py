@@ -20,7 +20,8 @@ from lowtide.families import SynthSize
 from lowtide.formats import mxfp4
 from lowtide.formats.plain import convert_plain
 from lowtide.lab.safetensors_writer import OutputTensor
-from lowtide.schemas import TensorSpec, model_schema
+from lowtide.schemas import ModelSchema, TensorSpec, model_schema
+from lowtide.schemas.names import Names
 
 Bits = NDArray[np.uint16]
 """Elements of type bfloat16, as bits."""
@@ -124,25 +125,26 @@ def tensors_of(size: SynthSize) -> Iterator[SynthTensor]:
     schema = model_schema(config)
     experts = [spec for layer in schema.moe_layers for spec in schema.expert_specs(layer)]
     # A stable sort: what the schema says of one layer keeps its order, experts last.
-    for spec in sorted((*schema.dense, *experts), key=lambda spec: _layer_order(spec.name)):
-        yield SynthTensor(spec.name, spec.shape, _fill(spec, size, config))
+    for spec in sorted((*schema.dense, *experts), key=lambda spec: _layer_order(spec, schema)):
+        yield SynthTensor(spec.name, spec.shape, _fill(spec, size, config, schema.names))
 
 
-def _layer_order(name: str) -> float:
-    layer = re.match(r"model\.layers\.(\d+)\.", name)
+def _layer_order(spec: TensorSpec, schema: ModelSchema) -> float:
+    layer = re.match(rf"{re.escape(schema.names.layers)}\.(\d+)\.", spec.name)
     if layer is None:
-        return -1 if name.startswith(("model.word_emb", "model.embed")) else math.inf
+        return -1 if spec == schema.dense[0] else math.inf  # the embedding
     return int(layer[1])
 
 
-def _fill(spec: TensorSpec, size: SynthSize, config: ModelConfig) -> Fill:
+def _fill(spec: TensorSpec, size: SynthSize, config: ModelConfig, names: Names) -> Fill:
     """What a tensor holds.
 
     A standard deviation is one over the root of the input width, so that sizes stay near one
     from layer to layer. The rows of the output head for the special tokens are zero: a text
     never ends by chance, and the mask is never the likeliest token.
     """
-    part = spec.name.removesuffix(".weight").rpartition(".")[2]
+    name = spec.name.removesuffix(".weight")
+    part = name.rpartition(".")[2]
     if part in ("query_layernorm", "key_layernorm", "q_norm", "k_norm"):
         return Constant(CHARACTER.qk_gain)
     if part == "expert_bias":
@@ -155,16 +157,18 @@ def _fill(spec: TensorSpec, size: SynthSize, config: ModelConfig) -> Fill:
         return Constant(1.0)
     if spec.dtype == mxfp4.TENSOR_DTYPE:
         return _packed_fill(part, config)
-    if part in ("word_embeddings", "embed_tokens"):
+    if name == names.embedding:
         return Normal(1.0)
     num_rows, width = spec.shape
-    if part == "lm_head":
+    if name == names.head:
         std = CHARACTER.logit_std * math.sqrt(2 * math.log(num_rows))
         return Normal(std / math.sqrt(width), zero_from_row=size.eos_token_id)
     if part in ("gate", "router"):
         std = CHARACTER.router_std / math.sqrt(width)
         return Normal(std) if config.moe.has_bias else SkewedRows(std, CHARACTER.router_skew)
-    if part in ("dense", "o_proj", "down_proj", "w2"):
+    if part in ("dense", "o_proj", "down_proj", "w2") or name.endswith(
+        (f".{names.output}", f".{names.mlp[2]}")
+    ):
         # Two additions to the residual stream per layer, independent: their variances add up.
         return Normal(_residual_std(config) / math.sqrt(width))
     if part in ("q_proj", "q_b_proj") and not config.attention.has_qk_norm:

@@ -17,16 +17,18 @@ from torch import Tensor
 from lowtide.compute import Compute
 from lowtide.config import ModelConfig
 from lowtide.core import Step
+from lowtide.errors import InternalError
 from lowtide.experts.rows import Routing
-from lowtide.kernels.operands import Rotation
+from lowtide.kernels.operands import HeadNorms, Rotation
 from lowtide.layers.batch import Batch
 from lowtide.layers.linear import GatedMLP, Linear
 from lowtide.layers.moe import Experts, MoELayer
 from lowtide.layers.rotary import Rotary
 from lowtide.layers.router import Router
 from lowtide.layers.rows import in_tiles
-from lowtide.layers.self_attention import SeparateQKV
+from lowtide.layers.self_attention import GroupedAttention, SeparateQKV
 from lowtide.memory.kv_cache import KVCache
+from lowtide.schemas.names import PROJECTIONS, USUAL, Names
 
 Weights = Mapping[str, Tensor]
 """Dense weights by their checkpoint names."""
@@ -43,7 +45,7 @@ class Attention(Protocol):
 class Decoder(ABC):
     """The model: `forward` for hidden states, `logits` for the rows that are wanted."""
 
-    embedding_name: ClassVar[str] = "model.embed_tokens.weight"
+    names: ClassVar[Names] = USUAL
     rotation_dtype: ClassVar[torch.dtype | None] = None  # None: the compute dtype
 
     def __init__(
@@ -59,10 +61,12 @@ class Decoder(ABC):
         self.kv_cache = kv_cache
         self.compute = compute
         self._experts = experts
-        self._embedding = weights[self.embedding_name]
-        self._norm = weights["model.norm.weight"]
-        head = self._embedding if config.tie_word_embeddings else weights["lm_head.weight"]
-        self._head = Linear(head, compute)
+        names, is_tied = self.names, config.tie_word_embeddings
+        self._embedding = weights[f"{names.embedding}.weight"]
+        self._norm = weights[f"{names.norm}.weight"]
+        self._head = Linear(
+            self._embedding if is_tied else weights[f"{names.head}.weight"], compute
+        )
         rope = config.attention.rope
         self._rotary = Rotary(rope.rotary_dim, rope.theta, self._embedding.device, rope.yarn)
         self.routers: list[Router] = []  # of the layers that have experts
@@ -82,9 +86,9 @@ class Decoder(ABC):
     def attention(self, layer: int) -> Attention:
         """The attention of a layer."""
 
-    @abstractmethod
     def router(self, layer: int) -> Router:
-        """The router of a layer that has experts."""
+        """The router of a layer that has experts, in a family that has some."""
+        raise InternalError(f"{self.config.architecture} has no router in layer {layer}.")
 
     def shared_expert(self, layer: int) -> tuple[GatedMLP | None, Tensor | None]:
         """The expert that every token of a layer uses, and the gate [1, hidden] on its output."""
@@ -95,18 +99,28 @@ class Decoder(ABC):
         weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
         return Linear(weight, self.compute, bias)
 
-    def mlp(self, prefix: str) -> GatedMLP:
+    def mlp(self, prefix: str, names: tuple[str, str, str] = PROJECTIONS) -> GatedMLP:
         """The gated MLP whose weights' names begin with `prefix`."""
-        gate, up, down = (
-            self.weights[f"{prefix}{part}_proj.weight"] for part in ("gate", "up", "down")
-        )
+        gate, up, down = (self.weights[f"{prefix}{name}.weight"] for name in names)
         return GatedMLP(gate, up, down, self.compute)
 
     def separate_qkv(self, layer: int) -> SeparateQKV:
-        """The projections that most families call `self_attn.{q,k,v}_proj`."""
-        prefix = f"model.layers.{layer}.self_attn."
-        query, key, value = (self.linear(f"{prefix}{part}_proj") for part in "qkv")
+        """The projections of queries, keys and values, each by itself."""
+        prefix = self.names.layer(layer)
+        query, key, value = (self.linear(prefix + name) for name in self.names.qkv)
         return SeparateQKV(query, key, value, self.config)
+
+    def grouped_attention(self, layer: int, norms: HeadNorms | None = None) -> GroupedAttention:
+        """Attention over separate projections; norms: of queries and keys, before the rotation."""
+        return GroupedAttention(
+            self.config.cached_layer(layer),
+            self.config,
+            self.separate_qkv(layer),
+            self.linear(self.names.layer(layer) + self.names.output),
+            norms,
+            self.kv_cache,
+            self.compute,
+        )
 
     def forward(self, batch: Batch) -> Tensor:
         """Hidden states of every row before the last norm, valid until the next `forward`.
@@ -160,7 +174,7 @@ class Decoder(ABC):
                 logits.copy_(product)
 
     def _block(self, layer: int) -> _Block:
-        prefix = f"model.layers.{layer}."
+        names, prefix = self.names, self.names.layer(layer)
         moe = dense = None
         if layer in self.config.moe_layers:
             index = self.config.moe_layers.index(layer)
@@ -169,13 +183,13 @@ class Decoder(ABC):
                 index, self.routers[-1], self._experts, self.compute, *self.shared_expert(layer)
             )
         else:
-            dense = self.mlp(prefix + "mlp.")
+            dense = self.mlp(prefix, names.mlp)
         return _Block(
             self.attention(layer),
             moe,
             dense,
-            self.weights[prefix + "input_layernorm.weight"],
-            self.weights[prefix + "post_attention_layernorm.weight"],
+            self.weights[f"{prefix}{names.attention_norm}.weight"],
+            self.weights[f"{prefix}{names.mlp_norm}.weight"],
             self.config.rms_norm_eps,
             self.compute,
         )

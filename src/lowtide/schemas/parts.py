@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lowtide.config import ModelConfig
+from lowtide.schemas.names import PROJECTIONS, USUAL, Names
 from lowtide.schemas.schema import ExpertStorage, ModelSchema, TensorSpec, expert_storages
 
 Part = Callable[[ModelConfig, str], list[TensorSpec]]
@@ -14,33 +15,34 @@ Part = Callable[[ModelConfig, str], list[TensorSpec]]
 def decoder(
     config: ModelConfig,
     attention: Part,
-    moe: Part,
+    moe: Part = lambda config, prefix: [],
     *,
-    embedding: str = "model.embed_tokens.weight",
+    names: Names = USUAL,
     storages: tuple[ExpertStorage, ...] | None = None,
     absent: tuple[str, ...] = (),
 ) -> ModelSchema:
     """A pre-norm decoder with an embedding and a head at its ends.
 
-    attention, moe: what the family has under `model.layers.N.`. storages: how its experts are
-    stored, if not in `expert_storages`' own order. absent: see `ModelSchema`.
+    attention, moe: what the family has in a layer, moe beside its routed experts. storages: how
+    those are stored, if not in `expert_storages`' own order. absent: see `ModelSchema`.
     """
     experts = config.experts
-    dense = [TensorSpec(embedding, (config.vocab_size, config.hidden_size))]
+    vocabulary = (config.vocab_size, config.hidden_size)
+    dense = [TensorSpec(f"{names.embedding}.weight", vocabulary)]
     for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}."
+        prefix = names.layer(layer)
         dense += attention(config, prefix)
         dense += [
-            vector(prefix + "input_layernorm.weight", config.hidden_size),
-            vector(prefix + "post_attention_layernorm.weight", config.hidden_size),
+            vector(f"{prefix}{norm}.weight", config.hidden_size)
+            for norm in (names.attention_norm, names.mlp_norm)
         ]
         if layer in config.moe_layers:
             dense += moe(config, prefix)
         else:
-            dense += mlp(prefix + "mlp.", config.dense_size, config.hidden_size)
-    dense.append(vector("model.norm.weight", config.hidden_size))
+            dense += mlp(prefix, config.dense_size, config.hidden_size, names.mlp)
+    dense.append(vector(f"{names.norm}.weight", config.hidden_size))
     if not config.tie_word_embeddings:
-        dense.append(TensorSpec("lm_head.weight", (config.vocab_size, config.hidden_size)))
+        dense.append(TensorSpec(f"{names.head}.weight", vocabulary))
     return ModelSchema(
         dense=tuple(dense),
         storages=storages or storages_of(config),
@@ -48,6 +50,7 @@ def decoder(
         num_experts=experts.num_experts if experts else 0,
         one_expert_elements=experts.elements(config.hidden_size) if experts else 0,
         absent=absent,
+        names=names,
     )
 
 
@@ -62,27 +65,28 @@ def vector(name: str, length: int) -> TensorSpec:
     return TensorSpec(name, (length,))
 
 
-def mlp(prefix: str, width: int, hidden_size: int) -> list[TensorSpec]:
-    """A gated MLP that every token uses."""
+def mlp(
+    prefix: str, width: int, hidden_size: int, names: tuple[str, str, str] = PROJECTIONS
+) -> list[TensorSpec]:
+    """A gated MLP that every token uses; names: of its gate, up and down projections."""
+    gate, up, down = names
     return [
-        TensorSpec(prefix + "gate_proj.weight", (width, hidden_size)),
-        TensorSpec(prefix + "up_proj.weight", (width, hidden_size)),
-        TensorSpec(prefix + "down_proj.weight", (hidden_size, width)),
+        TensorSpec(f"{prefix}{gate}.weight", (width, hidden_size)),
+        TensorSpec(f"{prefix}{up}.weight", (width, hidden_size)),
+        TensorSpec(f"{prefix}{down}.weight", (hidden_size, width)),
     ]
 
 
-def separate_qkv(config: ModelConfig, prefix: str) -> list[TensorSpec]:
-    """Grouped-query attention under `self_attn.` with a projection each, perhaps biased."""
-    prefix += "self_attn."
-    spec = config.attention
-    widths = {"q": spec.query_size, "k": spec.kv_size, "v": spec.kv_size}
+def separate_qkv(config: ModelConfig, prefix: str, names: Names = USUAL) -> list[TensorSpec]:
+    """Grouped-query attention with a projection each, perhaps biased."""
+    spec, hidden = config.attention, config.hidden_size
+    widths = {names.query: spec.query_size, names.key: spec.kv_size, names.value: spec.kv_size}
     specs = [
-        TensorSpec(f"{prefix}{part}_proj.weight", (width, config.hidden_size))
-        for part, width in widths.items()
+        TensorSpec(f"{prefix}{name}.weight", (width, hidden)) for name, width in widths.items()
     ]
     if spec.has_qkv_bias:
-        specs += [vector(f"{prefix}{part}_proj.bias", width) for part, width in widths.items()]
-    specs.append(TensorSpec(prefix + "o_proj.weight", (config.hidden_size, spec.query_size)))
+        specs += [vector(f"{prefix}{name}.bias", width) for name, width in widths.items()]
+    specs.append(TensorSpec(f"{prefix}{names.output}.weight", (hidden, spec.query_size)))
     return specs
 
 
@@ -91,6 +95,6 @@ def router(config: ModelConfig, prefix: str) -> list[TensorSpec]:
     return [TensorSpec(prefix + "mlp.gate.weight", (config.moe.num_experts, config.hidden_size))]
 
 
-def in_layers(config: ModelConfig, *names: str) -> tuple[str, ...]:
-    """These names in every layer."""
-    return tuple(f"model.layers.{i}.{name}" for i in range(config.num_layers) for name in names)
+def in_layers(config: ModelConfig, *parts: str, names: Names = USUAL) -> tuple[str, ...]:
+    """The names of these parts in every layer."""
+    return tuple(names.layer(i) + part for i in range(config.num_layers) for part in parts)

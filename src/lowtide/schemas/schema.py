@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lowtide.schemas.names import USUAL, Names
+
 PART_NAMES = ("gate", "up", "down")
 """An expert's weights in the order that slots and tables have them."""
 
@@ -109,6 +111,7 @@ class ModelSchema:
     num_experts: int
     one_expert_elements: int  # weights (and biases) of one expert, however they are stored
     absent: tuple[str, ...] = ()
+    names: Names = USUAL
 
     def expert_specs(self, layer: int) -> Iterator[TensorSpec]:
         """The published expert tensors of a layer, by expert, each as gate, up, down."""

@@ -57,6 +57,12 @@ class ExpertTable:
     offsets: IntArray  # [moe_layers, experts, parts], bytes from the start of the file
     targets: tuple[SlotTarget | None, ...] | None = None  # see ExpertStorage
 
+    @classmethod
+    def empty(cls) -> ExpertTable:
+        """Of a model without experts."""
+        nothing = np.empty((0, 0, 0), np.int64)
+        return cls((), nothing, nothing)
+
     @property
     def largest_expert_bytes(self) -> int:
         """Of one expert, as stored."""
@@ -116,7 +122,8 @@ def bind_schema(schema: ModelSchema, checkpoint: Checkpoint) -> WeightMap:
                 "one of the two is wrong. A config override can switch it on."
             )
     dense = {spec.name: _find(spec, checkpoint) for spec in schema.dense}
-    return WeightMap(dense, _expert_table(schema, checkpoint))
+    table = _expert_table(schema, checkpoint) if schema.storages else ExpertTable.empty()
+    return WeightMap(dense, table)
 
 
 def assumed_weights(schema: ModelSchema, dtype: str) -> WeightMap:
@@ -131,6 +138,8 @@ def assumed_weights(schema: ModelSchema, dtype: str) -> WeightMap:
         num_bytes = spec.num_elements * item_bytes
         dense[spec.name] = TensorEntry(0, offset, num_bytes, dtype, spec.shape)
         offset += num_bytes
+    if not schema.storages:
+        return WeightMap(dense, ExpertTable.empty())
     storage = schema.storages[0]
     # Tensors of a given type hold bytes.
     part_bytes = tuple(

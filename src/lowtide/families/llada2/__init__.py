@@ -14,11 +14,14 @@ from lowtide.config.fields import MAX_EXPERTS, MAX_LAYERS, MAX_POSITIONS, Fields
 from lowtide.config.keys import Origin
 from lowtide.families.family import Family
 from lowtide.families.sizes import read_sizes
+from lowtide.schemas.names import Names
 from lowtide.schemas.parts import decoder, mlp, router, vector
 from lowtide.schemas.schema import ModelSchema, TensorSpec
 
 if TYPE_CHECKING:
     from lowtide.models.decoder import Decoder
+
+NAMES = Names(embedding="model.word_embeddings")
 
 
 def read(fields: Fields, origin: Origin) -> ModelConfig:
@@ -85,7 +88,7 @@ def schema(config: ModelConfig) -> ModelSchema:
         config,
         _attention,
         _moe,
-        embedding="model.word_embeddings.weight",
+        names=NAMES,
         absent=tuple(_absent(config)),
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from lowtide.families.llada2 import NAMES
 from lowtide.kernels.operands import HeadNorms
 from lowtide.layers.linear import GatedMLP
 from lowtide.layers.router import SigmoidRouter
@@ -19,7 +20,7 @@ from lowtide.models.decoder import Decoder
 class LLaDA2(Decoder):
     """Names and numbers of the Ling 2.0 body."""
 
-    embedding_name = "model.word_embeddings.weight"
+    names = NAMES
 
     @staticmethod
     def is_float32(name: str) -> bool:

@@ -15,15 +15,7 @@ class Mixtral(Decoder):
     """Names and numbers of Mixtral."""
 
     def attention(self, layer: int) -> GroupedAttention:
-        return GroupedAttention(
-            layer,
-            self.config,
-            self.separate_qkv(layer),
-            self.linear(f"model.layers.{layer}.self_attn.o_proj"),
-            None,
-            self.kv_cache,
-            self.compute,
-        )
+        return self.grouped_attention(layer)
 
     def router(self, layer: int) -> SoftmaxRouter:
         return SoftmaxRouter(

@@ -18,15 +18,8 @@ class Olmoe(Decoder):
     def attention(self, layer: int) -> GroupedAttention:
         prefix = f"model.layers.{layer}.self_attn."
         query, key = (self.weights[f"{prefix}{part}_norm.weight"] for part in "qk")
-        return GroupedAttention(
-            layer,
-            self.config,
-            self.separate_qkv(layer),
-            self.linear(prefix + "o_proj"),
-            HeadNorms(query, key),  # [query_size] and [kv_size]: all heads together
-            self.kv_cache,
-            self.compute,
-        )
+        # [query_size] and [kv_size]: all heads together.
+        return self.grouped_attention(layer, HeadNorms(query, key))
 
     def router(self, layer: int) -> SoftmaxRouter:
         return SoftmaxRouter(

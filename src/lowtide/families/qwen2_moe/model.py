@@ -18,15 +18,7 @@ class Qwen2Moe(Decoder):
     """Names and numbers of Qwen2-MoE."""
 
     def attention(self, layer: int) -> GroupedAttention:
-        return GroupedAttention(
-            layer,
-            self.config,
-            self.separate_qkv(layer),
-            self.linear(f"model.layers.{layer}.self_attn.o_proj"),
-            None,
-            self.kv_cache,
-            self.compute,
-        )
+        return self.grouped_attention(layer)
 
     def router(self, layer: int) -> SoftmaxRouter:
         return SoftmaxRouter(

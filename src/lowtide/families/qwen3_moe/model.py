@@ -18,15 +18,7 @@ class Qwen3Moe(Decoder):
     def attention(self, layer: int) -> GroupedAttention:
         prefix = f"model.layers.{layer}.self_attn."
         query, key = (self.weights[f"{prefix}{part}_norm.weight"] for part in "qk")
-        return GroupedAttention(
-            layer,
-            self.config,
-            self.separate_qkv(layer),
-            self.linear(prefix + "o_proj"),
-            HeadNorms(query, key),  # [head_dim]: every head by itself
-            self.kv_cache,
-            self.compute,
-        )
+        return self.grouped_attention(layer, HeadNorms(query, key))  # [head_dim]: each head's own
 
     def router(self, layer: int) -> SoftmaxRouter:
         return SoftmaxRouter(

@@ -1,0 +1,41 @@
+"""What stands where the expert runtime is, in a model that has no experts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from torch import Tensor
+
+from lowtide.core import Step
+from lowtide.errors import InternalError
+from lowtide.experts.host_tier import HostStats
+from lowtide.experts.rows import Routing
+from lowtide.experts.runtime import ExpertStats, Observer
+from lowtide.memory.workspace import Buffers
+
+
+class NoExperts:
+    """Nothing is placed, read or counted; an observer sees no layer."""
+
+    device = None
+    asks_scores = False
+    observer: Observer | None = None
+
+    def forward(
+        self,
+        layer: int,
+        x: Tensor,
+        routing: Routing,
+        step: Step,
+        workspace: Buffers,
+        out: Tensor,
+        scores: Tensor | None = None,
+    ) -> None:
+        raise InternalError(f"MoE layer {layer} of a model without experts.")
+
+    def as_dict(self) -> dict[str, float]:
+        """The counters of the runtime without a device, which stay where they are."""
+        return {**asdict(ExpertStats()), **asdict(HostStats()), "hit_rate": 1.0}
+
+    def close(self) -> None:
+        """Holds nothing."""

@@ -1,0 +1,62 @@
+"""Dream (7B) and its relatives, DiffuCoder among them: `config.json`, tensors, sizes."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from lowtide.config import DecodingDefaults, ModelConfig, Published, keys
+from lowtide.config.fields import Fields
+from lowtide.config.keys import Origin
+from lowtide.families.family import Family
+from lowtide.families.sizes import read_sizes
+from lowtide.schemas.parts import decoder, in_layers, separate_qkv
+from lowtide.schemas.schema import ModelSchema
+
+if TYPE_CHECKING:
+    from lowtide.models.decoder import Decoder
+
+LOGITS_SHIFT = 1
+"""It was trained on from an autoregressive model: a hidden state predicts the next position."""
+
+
+def read(fields: Fields, origin: Origin) -> ModelConfig:
+    keys.refuse_sliding_windows(fields)
+    fields.only("use_mrope", False)
+    fields.refuse("block_size")  # of relatives that decode in blocks, and shift nothing
+    return keys.decoder(
+        fields,
+        origin,
+        keys.grouped_attention(fields, has_qkv_bias=True),
+        None,
+        keys.width(fields, "intermediate_size"),
+        is_bidirectional=True,
+        logits_shift=LOGITS_SHIFT,
+    )
+
+
+def schema(config: ModelConfig) -> ModelSchema:
+    return decoder(config, separate_qkv, absent=in_layers(config, "self_attn.o_proj.bias"))
+
+
+def _model() -> type[Decoder]:
+    from lowtide.families.dream.model import Dream
+
+    return Dream
+
+
+FAMILY = Family(
+    name="dream",
+    architectures=("DreamModel",),
+    published=Published(
+        (151643,),
+        151666,
+        DecodingDefaults(
+            block_length=None, steps=512, threshold=None, remasking="origin", eps=1e-3
+        ),
+    ),
+    read=read,
+    schema=schema,
+    model=_model,
+    sizes=partial(read_sizes, __name__),
+)

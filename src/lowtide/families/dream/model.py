@@ -1,0 +1,17 @@
+"""Dream (7B): a dense Qwen2 whose positions all see each other.
+
+Grouped-query attention with biased query, key and value projections. Logits are those of the next
+position: see `ModelConfig.logits_shift`.
+"""
+
+from __future__ import annotations
+
+from lowtide.layers.self_attention import GroupedAttention
+from lowtide.models.decoder import Decoder
+
+
+class Dream(Decoder):
+    """Names and numbers of Dream."""
+
+    def attention(self, layer: int) -> GroupedAttention:
+        return self.grouped_attention(layer)

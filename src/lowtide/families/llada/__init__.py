@@ -1,0 +1,110 @@
+"""LLaDA (8B, 1.5) and its relatives: `config.json`, tensors, sizes.
+
+A dense model whose file has OLMo's keys and whose tensors have OLMo's names. LLaDA-MoE's file says
+the same `model_type`; its architecture is another.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from lowtide.config import DecodingDefaults, ModelConfig, Published, keys
+from lowtide.config.fields import Fields
+from lowtide.config.keys import Origin
+from lowtide.families.family import Family
+from lowtide.families.sizes import read_sizes
+from lowtide.schemas.names import Names
+from lowtide.schemas.parts import decoder, in_layers, separate_qkv
+from lowtide.schemas.schema import ModelSchema
+
+if TYPE_CHECKING:
+    from lowtide.models.decoder import Decoder
+
+NAMES = Names(
+    embedding="model.transformer.wte",
+    norm="model.transformer.ln_f",
+    head="model.transformer.ff_out",
+    layers="model.transformer.blocks",
+    attention_norm="attn_norm",
+    mlp_norm="ff_norm",
+    query="q_proj",
+    key="k_proj",
+    value="v_proj",
+    output="attn_out",
+    mlp=("ff_proj", "up_proj", "ff_out"),
+)
+
+_KEYS = {
+    "hidden_size": "d_model",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "intermediate_size": "mlp_hidden_size",
+    "max_position_embeddings": "max_sequence_length",
+    "tie_word_embeddings": "weight_tying",
+    "hidden_act": "activation_type",
+}
+"""What this file calls what others call otherwise."""
+
+_SUPPORTED = {
+    "block_type": "llama",
+    "block_group_size": 1,
+    "layer_norm_type": "rms",
+    "layer_norm_with_affine": True,
+    "rope": True,
+    "rope_full_precision": True,
+    "alibi": False,
+    "attention_layer_norm": False,
+    "bias_for_layer_norm": False,
+    "include_bias": False,
+    "include_qkv_bias": False,
+    "input_emb_norm": False,
+    "multi_query_attention": False,
+    "scale_logits": False,
+}
+
+
+def read(fields: Fields, origin: Origin) -> ModelConfig:
+    for name, value in _SUPPORTED.items():
+        fields.only(name, value)
+    fields.refuse("clip_qkv")
+    # Rows that pad the vocabulary would be ids that no text has.
+    fields.only("embedding_size", fields.raw("vocab_size"))
+    fields = fields.renamed(_KEYS)
+    # Without a width of its own the MLP is so many times as wide as the hidden states.
+    ratio = fields.integer("mlp_ratio", low=1, high=1024, default=4)
+    width = keys.width(
+        fields, "intermediate_size", default=ratio * keys.width(fields, "hidden_size")
+    )
+    attention = keys.grouped_attention(fields)
+    return keys.decoder(fields, origin, attention, None, width, is_bidirectional=True)
+
+
+def schema(config: ModelConfig) -> ModelSchema:
+    absent = ("q_norm.weight", "k_norm.weight", "q_proj.bias", "attn_out.bias", "ff_proj.bias")
+    return decoder(
+        config,
+        partial(separate_qkv, names=NAMES),
+        names=NAMES,
+        absent=in_layers(config, *absent, names=NAMES),
+    )
+
+
+def _model() -> type[Decoder]:
+    from lowtide.families.llada.model import LLaDA
+
+    return LLaDA
+
+
+FAMILY = Family(
+    name="llada",
+    architectures=("LLaDAModelLM",),
+    published=Published(
+        (126081,), 126336, DecodingDefaults(block_length=128, steps=128, threshold=None)
+    ),
+    read=read,
+    schema=schema,
+    model=_model,
+    sizes=partial(read_sizes, __name__),
+)

@@ -1,0 +1,99 @@
+"""LLaDA-MoE (7B-A1B): `config.json`, tensors, sizes.
+
+Its file says the `model_type` of the dense LLaDA; the architectures tell them apart. A converted
+checkpoint (`FusedLLaDAMoEModelLM`) differs only in how experts are stacked.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from lowtide.config import DecodingDefaults, ExpertSpec, ModelConfig, Published, keys
+from lowtide.config.fields import Fields
+from lowtide.config.keys import Origin
+from lowtide.errors import UnsupportedError
+from lowtide.families.family import Family
+from lowtide.families.sizes import read_sizes
+from lowtide.files.json_file import shown
+from lowtide.schemas.parts import decoder, in_layers, router, separate_qkv, vector
+from lowtide.schemas.schema import ModelSchema, TensorSpec
+
+if TYPE_CHECKING:
+    from lowtide.models.decoder import Decoder
+
+
+def read(fields: Fields, origin: Origin) -> ModelConfig:
+    for name in ("attention_bias", "moe_router_enable_expert_bias", "norm_topk_prob"):
+        fields.only(name, False)
+    fields.only("moe_router_score_function", "softmax")
+    for name in (
+        "clip_qkv",
+        "router_num_group",
+        "router_topk_group",
+        "shared_expert_intermediate_size",
+    ):
+        fields.refuse(name)
+    _refuse_scaling(fields)
+    _refuse_dense_layers(fields)
+    experts = ExpertSpec(
+        num_experts=keys.num_experts(fields),
+        num_experts_per_token=keys.num_experts_per_token(fields),
+        expert_size=keys.expert_size(fields),
+        norm_topk_prob=False,
+    )
+    has_qk_norm = fields.boolean("qk_layernorm", default=True)
+    attention = keys.grouped_attention(fields, has_qk_norm=has_qk_norm)
+    return keys.decoder(fields, origin, attention, experts, is_bidirectional=True)
+
+
+def _refuse_scaling(fields: Fields) -> None:
+    """The published code has the key and does not read it."""
+    factor = fields.optional_number("routed_scaling_factor", low=0.0, high=1e6)
+    if factor not in (None, 1.0):
+        raise UnsupportedError(
+            f"config.json: routed_scaling_factor {factor:g} is not supported, only 1."
+        )
+
+
+def _refuse_dense_layers(fields: Fields) -> None:
+    which = fields.raw("moe_layer_freq")
+    layers = which if isinstance(which, list | tuple) else [which]
+    if which is not None and any(layer != 1 for layer in layers):
+        raise UnsupportedError(
+            f"config.json: moe_layer_freq {shown(which)} leaves layers without experts; only "
+            "experts in every layer are supported."
+        )
+
+
+def schema(config: ModelConfig) -> ModelSchema:
+    absent = ["self_attn.q_proj.bias", "mlp.gate.expert_bias", "shared_expert.gate_proj.weight"]
+    if not config.attention.has_qk_norm:
+        absent.append("self_attn.q_norm.weight")
+    return decoder(config, _attention, router, absent=in_layers(config, *absent))
+
+
+def _attention(config: ModelConfig, prefix: str) -> list[TensorSpec]:
+    spec, head_dim = config.attention, config.attention.head_dim
+    names = ("q_norm", "k_norm") if spec.has_qk_norm else ()
+    norms = [vector(f"{prefix}self_attn.{name}.weight", head_dim) for name in names]
+    return [*separate_qkv(config, prefix), *norms]
+
+
+def _model() -> type[Decoder]:
+    from lowtide.families.llada_moe.model import LLaDAMoE
+
+    return LLaDAMoE
+
+
+FAMILY = Family(
+    name="llada_moe",
+    architectures=("LLaDAMoEModelLM", "LLaDAMoEModel", "FusedLLaDAMoEModelLM"),
+    published=Published(
+        (156892,), 156895, DecodingDefaults(block_length=32, steps=128, threshold=None)
+    ),
+    read=read,
+    schema=schema,
+    model=_model,
+    sizes=partial(read_sizes, __name__),
+)

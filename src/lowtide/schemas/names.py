@@ -1,0 +1,38 @@
+"""What checkpoints call the tensors that all families have."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""Of a gated MLP, as most families call them."""
+
+
+class Names(NamedTuple):
+    """Names of tensors, as most families have them; those of a layer begin with `layer(n)`.
+
+    Names of norms and projections are without their `.weight`.
+    """
+
+    embedding: str = "model.embed_tokens"
+    norm: str = "model.norm"  # before the head
+    head: str = "lm_head"
+    layers: str = "model.layers"
+    attention_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    query: str = "self_attn.q_proj"
+    key: str = "self_attn.k_proj"
+    value: str = "self_attn.v_proj"
+    output: str = "self_attn.o_proj"  # of attention
+    mlp: tuple[str, str, str] = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+
+    def layer(self, number: int) -> str:
+        """What the names of a layer's tensors begin with."""
+        return f"{self.layers}.{number}."
+
+    @property
+    def qkv(self) -> tuple[str, str, str]:
+        return self.query, self.key, self.value
+
+
+USUAL = Names()
