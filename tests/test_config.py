@@ -324,8 +324,13 @@ def test_every_architecture_has_a_family() -> None:
     assert supported_architectures() == (
         "BailingMoeV2ForCausalLM",
         "DeepseekV2ForCausalLM",
+        "DreamModel",
+        "FusedLLaDAMoEModelLM",
         "GptOssForCausalLM",
         "LLaDA2MoeModelLM",
+        "LLaDAMoEModel",
+        "LLaDAMoEModelLM",
+        "LLaDAModelLM",
         "MixtralForCausalLM",
         "OlmoeForCausalLM",
         "Qwen2MoeForCausalLM",
