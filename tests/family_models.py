@@ -51,8 +51,8 @@ def write_model(
     if family == "bailing_moe_v2":
         return _write_ling(rng, folder, dtype)
     config_class, model_class, values = FAMILIES[family](rng)
-    model = model_class(config_class(**{**_common(rng), **values, **changes}))
-    _randomise(model)
+    model = model_class(config_class(**{**common(rng), **values, **changes}))
+    randomise(model)
     packed = _pack_experts(model) if family == "gpt_oss" and seed % 2 == 0 else {}
     model = model.to(dtype).eval()
     model.save_pretrained(folder, save_original_format=True)
@@ -65,7 +65,7 @@ def write_model(
     return Written(folder, lambda ids: _logits(model, ids))
 
 
-def _common(rng: random.Random) -> dict[str, Any]:
+def common(rng: random.Random) -> dict[str, Any]:
     num_heads = rng.choice([2, 4])
     return {
         "vocab_size": VOCAB,
@@ -218,7 +218,7 @@ def _store_packed(folder: Path, packed: Mapping[str, Tensor]) -> None:
 def _write_ling(rng: random.Random, folder: Path, dtype: torch.dtype) -> Written:
     """Ling 2.0's names are not transformers'; the weights are made by the schema."""
     config = {
-        **_common(rng),
+        **common(rng),
         "architectures": ["BailingMoeV2ForCausalLM"],
         "model_type": "bailing_moe_v2",
         "head_dim": 16,
@@ -249,7 +249,7 @@ def _write_ling(rng: random.Random, folder: Path, dtype: torch.dtype) -> Written
     return Written(folder, lambda ids: _logits(model, ids))
 
 
-def _randomise(model: torch.nn.Module) -> None:
+def randomise(model: torch.nn.Module) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(_random_weight(name, tuple(parameter.shape)))

@@ -10,8 +10,8 @@ from lowtide.schemas import ModelSchema
 
 def num_tensors_of(schema: ModelSchema) -> int:
     """In the published layout."""
-    num_per_layer = sum(1 for _ in schema.expert_specs(schema.moe_layers[0]))
-    return len(schema.dense) + len(schema.moe_layers) * num_per_layer
+    num_of_experts = sum(1 for layer in schema.moe_layers for _ in schema.expert_specs(layer))
+    return len(schema.dense) + num_of_experts
 
 
 def num_parameters_of(schema: ModelSchema) -> int:

@@ -2,17 +2,59 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from masked_models import NAMES, VOCAB, write_model
+from safetensors.torch import load_file, save_file
+from schema_sizes import num_parameters_of, num_tensors_of
+from torch import Tensor
+from transformers.utils import logging as transformers_logging
 
+from lowtide.config import ModelConfig
+from lowtide.core import Step, StepKind
+from lowtide.decode.logits import rows_that_predict
+from lowtide.engine import wiring
+from lowtide.engine.opening import EngineConfig, open_model
+from lowtide.engine.planning import register
+from lowtide.errors import CheckpointError, ConfigError, PlanError, UnsupportedError
+from lowtide.families import families
+from lowtide.lab.synth import synth
+from lowtide.layers.batch import Batch, Segment
 from lowtide.llm import LLM, plan_model
+from lowtide.memory.workspace import Workspace
+from lowtide.schemas import model_schema, weight_bytes
 
 GOLDENS = Path(__file__).parent / "goldens"
-NAMES = ("llada", "llada_moe", "dream")
 TOLERANCE = 2e-4
+
+LENGTHS = (1, 17, 40, 200, 3, 60, 16, 700, 130, 90)
+"""Tokens: one row, some, and more than one tile of rows (512)."""
+
+NUM_SEEDS = 20
+
+STEP = Step(StepKind.DENOISE, 0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quiet_transformers() -> None:
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+def random_ids(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+def logits(folder: Path, token_ids: list[int], **options: object) -> Tensor:
+    with LLM(folder, **options) as llm:
+        return llm.logits(token_ids)
 
 
 def golden(family: str) -> Path:
@@ -31,3 +73,221 @@ def test_logits_are_the_original_implementations(family: str) -> None:
             if family == "dream":
                 logits = torch.cat([logits[:1], logits[:-1]])
             torch.testing.assert_close(llm.logits(token_ids), logits, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    for seed in range(NUM_SEEDS):
+        written = write_model(family, seed, tmp_path / str(seed))
+        token_ids = random_ids(seed, LENGTHS[seed % len(LENGTHS)])
+        ours = logits(written.folder, token_ids, context=700)
+        torch.testing.assert_close(ours, written.oracle(token_ids), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_bfloat16_is_as_close_to_float32_as_transformers(family: str, tmp_path: Path) -> None:
+    """Tolerance: at most twice the root-mean-square error of transformers' own bfloat16."""
+    our_error = their_error = 0.0
+    for seed in range(6):
+        written = write_model(family, seed, tmp_path / str(seed), torch.bfloat16)
+        token_ids = random_ids(seed, 64)
+        exact = logits(written.folder, token_ids, dtype="float32")
+        our_error += float((logits(written.folder, token_ids) - exact).square().mean())
+        their_error += float((written.oracle(token_ids) - exact).square().mean())
+    assert 0 < our_error < 4 * their_error
+
+
+# Passes and what is planned for them
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A synthetic checkpoint of the family."""
+    return synth(request.param, "tiny", tmp_path_factory.mktemp("made") / request.param)
+
+
+class Watched(Workspace):
+    """Remembers how far it was filled."""
+
+    highest = 0
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        tensor = super().take(name, shape, dtype)
+        tensor.view(torch.uint8).fill_(0xFF)  # NaN: nobody may rely on what a buffer held before
+        self.highest = max(self.highest, self.top)
+        return tensor
+
+
+def test_the_plan_counts_the_longest_pass(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short, long = (plan_model(made, context=context) for context in (256, 1008))
+    assert (short.max_rows, long.max_rows) == (256, 1008)
+    assert short.host.workspace_bytes < long.host.workspace_bytes
+    monkeypatch.setattr(wiring, "Workspace", Watched)
+    with LLM(made, context=1008, host_memory=long.minimum_bytes) as llm:
+        found = llm.logits(random_ids(0, 1008))
+        workspace, opened = llm._engine.model.compute.workspace, llm._engine.opened
+    assert isinstance(workspace, Watched)
+    assert workspace.highest == register(opened).arena_bytes
+    assert found.isfinite().all() and found.std(1).min() > 0.1
+
+
+def test_keys_and_values_are_those_of_one_layer(made: Path) -> None:
+    opened = open_model(made, EngineConfig(context=100))
+    arrays, heads, width = opened.config.attention.cache_shape
+    assert opened.kv_shape == (1, arrays, heads, 112, width)
+    assert opened.config.num_layers > 1
+
+
+def test_sequences_of_one_pass_are_strangers(made: Path) -> None:
+    """A batch of two, of which each row has the hidden state that it has alone."""
+    with LLM(made, context=256, dtype="float32") as llm:
+        model, cache = llm._engine.model, llm._engine.kv_cache
+        rows, start = [random_ids(length, length) for length in (70, 33)], 0
+        segments = []
+        for ids in rows:
+            stop = start + len(ids)
+            segments.append(Segment(start, stop, 0, len(ids), cache.allocate(len(ids))))
+            start = stop
+
+        def hidden(*numbers: int) -> Tensor:
+            ids = [token for number in numbers for token in rows[number]]
+            positions = [p for number in numbers for p in range(len(rows[number]))]
+            chosen = tuple(segments[number] for number in numbers)
+            if len(numbers) == 1:
+                chosen = (replace(chosen[0], start=0, stop=len(ids)),)
+            batch = Batch(torch.tensor(ids), torch.tensor(positions), chosen, STEP)
+            with torch.inference_mode():
+                return model.forward(batch).clone()
+
+        with llm._engine.executor.in_charge():
+            together, alone = hidden(0, 1), torch.cat([hidden(0), hidden(1)])
+    torch.testing.assert_close(together, alone, atol=1e-4, rtol=0)
+
+
+def test_budgets_of_llada_moe_change_no_bit(tmp_path: Path) -> None:
+    folder = synth("llada_moe", "tiny", tmp_path / "made")
+    plan = plan_model(folder, context=256)
+    assert plan.minimum_bytes < plan.full_bytes
+    budgets = (plan.minimum_bytes, plan.full_bytes)
+    found = [logits(folder, random_ids(0, 50), context=256, host_memory=b) for b in budgets]
+    assert torch.equal(*found)
+
+
+def test_what_there_is_no_room_for_is_refused(made: Path) -> None:
+    with LLM(made, context=64) as llm:
+        with pytest.raises(PlanError, match="the context is 64"):
+            llm.logits(random_ids(0, 65))
+        assert llm.logits(random_ids(0, 64)).shape[0] == 64
+    with pytest.raises(UnsupportedError, match="is bidirectional, its logits are of whole"):
+        LLM(made, block_length=8)
+
+
+def test_a_shift_moves_logits_to_the_next_position() -> None:
+    positions = np.arange(2, 6)
+    assert rows_that_predict(positions, 0).tolist() == [2, 3, 4, 5]
+    assert rows_that_predict(positions, 1).tolist() == [1, 2, 3, 4]
+    assert rows_that_predict(np.arange(3), 1).tolist() == [0, 0, 1]
+
+
+# What is published
+
+
+PUBLISHED = {
+    "llada": (291, 8.016, 126336, (126081,)),
+    "llada_moe": (3_219, 7.357, 156895, (156892,)),
+    "dream": (339, 7.616, 151666, (151643,)),
+}
+"""Tensors, parameters in units of 10**9, the mask's id, those that end a text."""
+
+
+def full_config(family: str) -> dict[str, Any]:
+    return dict(families()[family].sizes()["full"].config)
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_published_sizes_and_ids(family: str) -> None:
+    published = full_config(family)
+    num_tensors, billions, mask, eos = PUBLISHED[family]
+    config = ModelConfig.from_dict(published)
+    schema = model_schema(config)
+    assert num_tensors_of(schema) == num_tensors
+    assert round(num_parameters_of(schema) / 1e9, 3) == billions
+    assert (config.mask_token_id, config.eos_token_ids) == (mask, eos)
+    for name in ("mask_token_id", "eos_token_id"):
+        published.pop(name, None)
+    bare = ModelConfig.from_dict(published)
+    assert (bare.mask_token_id, bare.eos_token_ids) == (mask, eos)
+    assert config.dtype == "bfloat16" and config.is_bidirectional and config.block_length == 1
+    small = ModelConfig.from_dict(families()[family].sizes()["small"].config)
+    assert 0.9e9 < sum(weight_bytes(small, "bfloat16")) < 1.1e9
+
+
+def test_published_decoding() -> None:
+    llada, moe, dream = (ModelConfig.from_dict(full_config(name)).decoding for name in NAMES)
+    assert llada is not None and moe is not None and dream is not None
+    assert (llada.block_length, llada.steps, llada.remasking) == (128, 128, "low_confidence")
+    assert (moe.block_length, moe.steps, moe.remasking) == (32, 128, "low_confidence")
+    assert (dream.block_length, dream.steps, dream.remasking) == (None, 512, "origin")
+    assert dream.eps == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("llada", {"rope": False}, "rope False is not supported"),
+        ("llada", {"alibi": True}, "alibi True is not supported"),
+        ("llada", {"rope_full_precision": False}, "rope_full_precision False"),
+        ("llada", {"activation_type": "swiglu"}, "activation_type 'swiglu' is not supported"),
+        ("llada", {"block_type": "sequential"}, "block_type 'sequential'"),
+        ("llada", {"layer_norm_type": "default"}, "layer_norm_type 'default'"),
+        ("llada", {"include_qkv_bias": True}, "include_qkv_bias True"),
+        ("llada", {"clip_qkv": 8.0}, "clip_qkv 8.0 is not supported"),
+        ("llada", {"embedding_size": 126592}, "embedding_size 126592 is not supported"),
+        ("llada", {"n_heads": None}, "config.json has no n_heads"),
+        ("llada", {"d_model": "wide"}, "d_model 'wide' must be an integer"),
+        ("llada", {"d_model": 4095}, "hidden_size 4095 does not divide"),
+        ("llada_moe", {"norm_topk_prob": True}, "norm_topk_prob True"),
+        ("llada_moe", {"routed_scaling_factor": 2.5}, "routed_scaling_factor 2.5"),
+        ("llada_moe", {"moe_layer_freq": [0, 1]}, "moe_layer_freq a list of 2 values"),
+        ("llada_moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size"),
+        ("llada_moe", {"moe_router_enable_expert_bias": True}, "moe_router_enable_expert_bias"),
+        ("dream", {"block_size": 32}, "block_size 32 is not supported"),
+        ("dream", {"use_sliding_window": True}, "use_sliding_window True"),
+        ("dream", {"use_mrope": True}, "use_mrope True"),
+        ("dream", {"mask_token_id": 152064}, "mask_token_id 152064 must be"),
+    ],
+    ids=str,
+)
+def test_what_is_not_computed_is_refused_by_name(
+    family: str, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises((ConfigError, UnsupportedError), match=words):
+        ModelConfig.from_dict({**full_config(family), **changes})
+
+
+def test_a_llada_may_leave_numbers_out() -> None:
+    left_out = ("n_kv_heads", "mlp_hidden_size", "embedding_size", "weight_tying")
+    bare = {name: x for name, x in full_config("llada").items() if name not in left_out}
+    config = ModelConfig.from_dict(bare)
+    assert config.attention.num_kv_heads == 32 and config.dense_size == 4 * 4096
+    overridden = ModelConfig.from_dict(full_config("llada"), overrides={"n_layers": 2})
+    assert overridden.num_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("llada", "model.transformer.blocks.1.q_norm.weight"),
+        ("llada", "model.transformer.blocks.0.attn_out.bias"),
+        ("llada_moe", "model.layers.1.mlp.gate.expert_bias"),
+        ("llada_moe", "model.layers.0.shared_expert.gate_proj.weight"),
+        ("dream", "model.layers.0.self_attn.o_proj.bias"),
+    ],
+)
+def test_tensors_that_contradict_the_config_are_refused(
+    family: str, name: str, tmp_path: Path
+) -> None:
+    path = write_model(family, 0, tmp_path).folder / "model.safetensors"
+    save_file({**load_file(path), name: torch.zeros(4)}, path)
+    with pytest.raises(CheckpointError, match=f"has the tensor {name}"):
+        plan_model(tmp_path)
