@@ -147,6 +147,22 @@ def test_rotary_in_bfloat16_rounds_as_the_families_own_code() -> None:
     assert torch.equal(x, expected)
 
 
+@pytest.mark.parametrize("num_rows", [5, 700])
+def test_rotary_in_float32_rounds_once(num_rows: int) -> None:
+    """As LLaDA's own code does it with bfloat16, by whatever kernels a model has."""
+    x, positions = randn(num_rows, 2, 16, dtype=torch.bfloat16), torch.arange(100, 100 + num_rows)
+    frequencies = 1.0 / (5e5 ** (torch.arange(0, 16, 2).float() / 16))
+    angles = positions[:, None, None].float() * torch.cat([frequencies, frequencies])
+    turned = torch.cat([-x[..., 8:], x[..., :8]], -1).float()
+    expected = (x.float() * angles.cos() + turned * angles.sin()).bfloat16()
+    workspace = Workspace(Arena(1 << 20).bytes)
+    rotation = Rotary(16, 5e5, x.device).rotation(positions, torch.float32, workspace)
+    for kernels in (REFERENCE, choose_kernels("auto", torch.bfloat16)):
+        found = x.clone()
+        kernels.rotate(found, rotation, workspace)
+        assert torch.equal(found, expected)
+
+
 # Attention
 
 

@@ -18,19 +18,17 @@ from torch import Tensor
 from lowtide.config import ExpertSpec, ModelConfig, Published, keys
 from lowtide.config.fields import MAX_EXPERTS, Fields
 from lowtide.config.keys import Origin
-from lowtide.core import Step, StepKind
-from lowtide.errors import ConfigError, PlanError, UnsupportedError, UsageError
-from lowtide.experts.rows import Routing
+from lowtide.errors import ConfigError
 from lowtide.families import Family, SynthSize, families, register, unregister
 from lowtide.kernels.operands import HeadNorms
-from lowtide.lab.synth import synth, write_checkpoint
+from lowtide.lab.synth import synth
 from lowtide.layers.linear import GatedMLP
 from lowtide.layers.router import SoftmaxRouter
 from lowtide.layers.self_attention import GroupedAttention
 from lowtide.llm import LLM, plan_model
 from lowtide.models.decoder import Decoder
 from lowtide.params import SamplingParams
-from lowtide.schemas import ModelSchema, TensorSpec, model_schema
+from lowtide.schemas import ModelSchema, TensorSpec
 from lowtide.schemas.parts import decoder, mlp, router, separate_qkv, vector
 
 CONFIG = {
@@ -48,9 +46,6 @@ CONFIG = {
     "vocab_size": 320,
     "eos_token_id": 304,
 }
-
-
-DENSE = {**CONFIG, "num_toys": 0}
 
 
 def read(fields: Fields, origin: Origin) -> ModelConfig:
@@ -161,47 +156,3 @@ def test_a_toy_family_comes_and_goes() -> None:
     with pytest.raises(ConfigError, match="'ToyForCausalLM' is not supported"):
         ModelConfig.from_dict(CONFIG)
     register(FAMILY)
-
-
-def test_a_model_without_experts_is_planned_made_loaded_and_run(tmp_path: Path) -> None:
-    config = ModelConfig.from_dict(DENSE)
-    assert config.experts is None and len(config.moe_layers) == 0
-    assert config.num_leading_layers == 1
-    found = model_schema(config)
-    assert found.storages == () and found.expert_elements == 0
-    assert "model.layers.2.mlp.gate_proj.weight" in {spec.name for spec in found.dense}
-    folder = write_checkpoint(SynthSize(DENSE, 304, 1 << 20), tmp_path / "dense")
-    plan = plan_model(folder, context=128)
-    assert plan_model(write_config(tmp_path / "bare", num_toys=0), context=128) == plan
-    assert plan.minimum_bytes == plan.full_bytes == plan.host.used_bytes
-    assert (plan.policy, plan.num_experts, plan.residents_per_layer) == ("none", 0, ())
-    params = SamplingParams(max_tokens=24, ignore_eos=True)
-    prompt = list(range(1, 30))
-    with LLM(folder, context=128, host_memory=plan.minimum_bytes) as llm:
-        token_ids = llm.generate(prompt, params)[0].token_ids
-        logits = llm.logits(prompt + token_ids)
-        assert llm.stats()["forwards"] and not llm.stats()["read_bytes"] and llm.routers == []
-    assert logits[len(prompt) - 1 : -1].argmax(1).tolist() == token_ids
-    with pytest.raises(PlanError, match="is too small"):
-        plan_model(folder, context=128, host_memory=plan.minimum_bytes - 1)
-
-
-def test_what_is_about_experts_is_refused_where_there_are_none(tmp_path: Path) -> None:
-    folder = write_checkpoint(SynthSize(DENSE, 304, 1 << 20), tmp_path / "dense")
-    for options, error, words in (
-        ({"policy": "tide"}, UsageError, "nothing to place"),
-        ({"policy_options": {"tau": "3"}}, UsageError, "nothing to place"),
-        ({"calibration": "some.file"}, UsageError, "no calibration"),
-        ({"device": "emulated"}, UnsupportedError, "An emulated device computes experts"),
-    ):
-        with pytest.raises(error, match=words):
-            plan_model(folder, **options)
-    x, step = torch.zeros(1, 64, dtype=torch.bfloat16), Step(StepKind.DECODE, 0)
-    routing = Routing(torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2))
-    with LLM(folder, context=128) as llm:
-        with pytest.raises(UnsupportedError, match="run_experts: ToyForCausalLM has no experts"):
-            llm.run_experts(0, x, routing, step)
-        with pytest.raises(UsageError, match="nothing to place"):
-            llm.adopt_policy("lru")
-        llm.adopt_policy("auto")
-        assert len(llm.generate([1, 2], SamplingParams(max_tokens=3))[0].token_ids) == 3

@@ -103,19 +103,19 @@ def check_rotations(turn: Turn, dtype: torch.dtype, device: str) -> None:
     angles = Rotary(turn.rotary_dim, 1e4, torch.device(device))
     positions = 37 * torch.arange(turn.rows, device=device)
 
-    def rotated(kernels: Kernels, is_interleaved: bool) -> Tensor:
+    def rotated(kernels: Kernels, is_interleaved: bool, angles_dtype: torch.dtype) -> Tensor:
         x = randn(*shape, seed=0, device=device, dtype=dtype)
         buffers = workspace(device)
+        rotation = angles.rotation(positions, angles_dtype, buffers)
         if is_interleaved:
-            rotation = angles.rotation(positions, torch.float32, buffers)
             # The last dimensions of each head, as a latent's are.
             kernels.rotate_pairs(x[..., -turn.rotary_dim :], rotation, buffers)
         else:
-            kernels.rotate(x, angles.rotation(positions, dtype, buffers), buffers)
+            kernels.rotate(x, rotation, buffers)
         return x
 
-    for is_interleaved in (False, True):
-        plain, found = (rotated(kernels, is_interleaved) for kernels in (PLAIN, TRITON))
+    for way in ((False, dtype), (False, torch.float32), (True, torch.float32)):
+        plain, found = (rotated(kernels, *way) for kernels in (PLAIN, TRITON))
         if dtype == torch.bfloat16 and device == "cpu":
             assert is_close(found.float(), plain.float(), TOLERANCE[dtype])
         else:

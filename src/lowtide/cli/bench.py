@@ -185,9 +185,11 @@ def _row(run: Run) -> list[str]:
 def _notes(result: Result) -> list[str]:
     plan = result.plan
     notes = [f"{run.preset.label} cannot run: {run.reason}" for run in result.runs if run.reason]
-    if not result.is_budget_given:
+    if not plan.num_experts:
+        notes.append("The model has no experts: there is no policy to compare.")
+    elif not result.is_budget_given:
         notes.append("No budget was given: half of the experts is resident.")
-    if plan.gpu is None:
+    if plan.gpu is None and plan.num_experts:
         notes.append(
             "One processor: policies differ in what they keep; assignment and prefetch had "
             "nothing to decide."

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from lowtide.cli.command import takes
 from lowtide.cli.generate import ModelName
-from lowtide.cli.opening import find_model, open_llm
+from lowtide.cli.opening import find_model_with_experts, open_llm
 from lowtide.cli.options import Group, Settings
 from lowtide.cli.report import json_line
 from lowtide.cli.screen import ProgressBars, stdout_console
@@ -66,7 +66,7 @@ def calibrate(
 
 
 def _calibrate(model: str, text: str, settings: Settings) -> tuple[Calibration, Path]:
-    folder = find_model(model, settings)
+    folder = find_model_with_experts(model, settings, "A calibration is of experts")
     from lowtide.lab.calibrate import calibrate as run
     from lowtide.lab.calibration_report import check_plot
 

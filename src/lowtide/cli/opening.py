@@ -31,6 +31,7 @@ def open_llm(model: str, settings: Settings, prompt: Prompt | None = None) -> It
     params, options = settings.sampling_params(), settings.engine_options()
     trace = settings.text("trace")
     if trace is not None:
+        config.check_experts("A trace is of experts")
         check_writable(Path(trace), "trace")
     check_kind(params, config.architecture, config.is_diffusion)
     from lowtide.llm import LLM, check_request
@@ -61,6 +62,13 @@ def find_model(model: str, settings: Settings) -> Path:
     Raises UsageError or HubError if there is no such model, ConfigError for its configuration.
     """
     return _find(model, settings)[0]
+
+
+def find_model_with_experts(model: str, settings: Settings, asked: str) -> Path:
+    """As `find_model`; UnsupportedError for a model without experts, which `asked` is about."""
+    folder, config = _find(model, settings)
+    config.check_experts(asked)
+    return folder
 
 
 def quiet_downloads() -> None:

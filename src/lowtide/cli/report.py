@@ -42,7 +42,9 @@ def plan_table(plan: MemoryPlan) -> Group:
     for part in ("dense", "kv_cache", "workspace", "ring"):
         sizes = [getattr(tier, part + "_bytes") for _, tier in tiers]
         table.add_row(part.replace("_", " "), *map(format_size, sizes))
-    table.add_row("expert slots", *[_slots(tier) for _, tier in tiers], end_section=True)
+    if plan.num_experts:
+        table.add_row("expert slots", *[_slots(tier) for _, tier in tiers])
+    table.add_section()
     table.add_row("used", *[format_size(tier.used_bytes) for _, tier in tiers])
     table.add_row("budget", *[format_size(tier.budget_bytes) for _, tier in tiers])
     return Group(table, Text(_facts(plan)), Text(plan.reason))
@@ -108,14 +110,14 @@ def _slots(tier: TierPlan) -> str:
 
 
 def _facts(plan: MemoryPlan) -> str:
-    residents = sum(plan.residents_per_layer)
-    return (
-        f"device {plan.device} · policy {plan.policy} · {residents} of {plan.num_experts} experts "
-        f"resident · context {plan.context} tokens\n"
-        f"least that runs {format_size(plan.minimum_bytes)} · "
-        f"everything resident {format_size(plan.full_bytes)} · "
-        f"process outside the budget {format_size(plan.overhead_bytes)}"
-    )
+    placed = f"policy {plan.policy}"
+    sizes = [f"least that runs {format_size(plan.minimum_bytes)}"]
+    if plan.num_experts:
+        residents = sum(plan.residents_per_layer)
+        placed += f" · {residents} of {plan.num_experts} experts resident"
+        sizes.append(f"everything resident {format_size(plan.full_bytes)}")
+    sizes.append(f"process outside the budget {format_size(plan.overhead_bytes)}")
+    return f"device {plan.device} · {placed} · context {plan.context} tokens\n" + " · ".join(sizes)
 
 
 def _plain(value: Any) -> Any:

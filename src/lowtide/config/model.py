@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from lowtide.config.specs import AttentionSpec, ExpertSpec
 from lowtide.core import MoEShape
-from lowtide.errors import ConfigError
+from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.files.json_file import read_object
 
 MAX_CONFIG_BYTES = 16 << 20
@@ -160,6 +160,11 @@ class ModelConfig:
             hidden_size=self.hidden_size,
             expert_size=self.moe.expert_size,
         )
+
+    def check_experts(self, asked: str) -> None:
+        """Raises UnsupportedError where there are none; `asked` is about them."""
+        if self.experts is None:
+            raise UnsupportedError(f"{asked}: {self.architecture} has no experts.")
 
     @property
     def num_leading_layers(self) -> int:

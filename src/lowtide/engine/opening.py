@@ -249,12 +249,6 @@ def no_calibration() -> UsageError:
     )
 
 
-def check_has_experts(config: ModelConfig, what: str) -> None:
-    """Raises UnsupportedError where there is no expert; `what` needs some."""
-    if config.experts is None:
-        raise UnsupportedError(f"{what}: {config.architecture} has no experts.")
-
-
 def check_without_experts(config: ModelConfig, options: EngineConfig) -> None:
     """Raises UsageError or UnsupportedError for options that are about experts."""
     name = config.architecture

@@ -16,7 +16,7 @@ from lowtide.core import Step, StepKind
 from lowtide.decode.batch_decoder import LOGIT_ROWS
 from lowtide.decode.logits import rows_that_predict
 from lowtide.engine.engine import Engine
-from lowtide.engine.opening import MAX_PASS_ROWS, check_has_experts
+from lowtide.engine.opening import MAX_PASS_ROWS
 from lowtide.errors import UsageError
 from lowtide.experts.rows import Routing
 from lowtide.layers.batch import Batch, KVRange, Segment
@@ -64,7 +64,7 @@ def checked_rows(
 ) -> tuple[Tensor, Routing]:
     """Copies of rows and routing that a MoE layer of `config` can be given, whatever becomes of
     the originals. Raises UsageError for others."""
-    check_has_experts(config, "run_experts")
+    config.check_experts("run_experts")
     shape = config.moe_shape
     _check_layer(layer, shape.num_layers)
     _check_tensor("x", x, (dtype,), f"[rows, {config.hidden_size}]")

@@ -74,8 +74,10 @@ def calibrate(
     """The calibration of `llm` on a text, or on token ids.
 
     model: the name that the trace will carry. Raises UsageError for a text that is too short or a
-    model without a tokenizer, and what `LLM.generate` raises.
+    model without a tokenizer, UnsupportedError for one without experts, and what `LLM.generate`
+    raises.
     """
+    llm.config.check_experts("A calibration is of experts")
     learning, testing = split(llm, text, num_pieces)
     trace, residual = learn(llm, learning, model, progress)
     accuracy = foresee(llm, testing, model, residual, progress).accuracy

@@ -128,11 +128,17 @@ def diagnose(
     limit_library_cache()
     config = EngineConfig(**options)  # type: ignore[arg-type]
     opened = None if model is None else open_model(model, config)
-    patients = _known_models(config) if opened is None else [_patient(name or str(model), opened)]
+    skipped: list[Skipped] = []
+    if opened is None:
+        patients = _known_models(config)
+    elif opened.config.experts is None:
+        patients = []
+        skipped.append(Skipped(name or str(model), "it has no experts"))
+    else:
+        patients = [_patient(name or str(model), opened)]
     total = 1 + len(patients)
     progress("measuring", 0, total)
     machine = this_machine()
-    skipped: list[Skipped] = []
     rates = machine_rates(machine, opened, skipped)
     costs: list[ExpertCosts] = []
     for done, patient in enumerate(patients, start=1):

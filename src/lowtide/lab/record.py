@@ -18,7 +18,8 @@ from lowtide.replay.trace import TraceShape, TraceWriter
 def recorded(llm: LLM, path: Path, model: str) -> Iterator[None]:
     """Writes the routing of every pass inside to `path`, when the last one is done.
 
-    `model`: the name that the trace will carry. Raises StorageError if it cannot be written.
+    `model`: the name that the trace will carry. Raises StorageError if it cannot be written,
+    UnsupportedError for a model without experts.
     """
     recorder = Recorder(llm, model)
     with llm.observed(recorder):
@@ -34,6 +35,7 @@ class Recorder:
     """
 
     def __init__(self, llm: LLM, model: str) -> None:
+        llm.config.check_experts("A trace is of experts")
         self.writer = TraceWriter(model, TraceShape(*llm.config.moe_shape))
         self._llm = llm
         self._num_committed = self._total_committed()

@@ -24,7 +24,7 @@ from lowtide.experts.rows import Routing
 from lowtide.lab.budgets import budget_of_share, home_of_share
 from lowtide.llm import LLM, plan_model
 from lowtide.params import SamplingParams
-from lowtide.policies.presets import lossless_presets
+from lowtide.policies.presets import AUTO, lossless_presets
 
 SHARES = (0.0, 1 / 3, 2 / 3)
 """Of the experts that are resident, from none, with the least budget, upwards."""
@@ -153,12 +153,13 @@ def random_prompt(config: ModelConfig, num_tokens: int = NUM_PROMPT_TOKENS) -> l
 def _cases(
     model: str | Path, options: Mapping[str, object], gpu_tolerance: float
 ) -> Iterator[_Case]:
-    """Every device with every budget. The least device budget has half of the experts on disk."""
+    """Every device with every budget. The least device budget has half of the experts on disk;
+    without experts it is the only one."""
     for device in _devices(str(options.get("device", "auto"))):
         whole = _on_device(options, device)
         plan = plan_model(model, **whole)
         tolerance = gpu_tolerance if device == "cuda" else 0.0
-        for share in SHARES:
+        for share in SHARES if plan.num_experts else SHARES[:1]:
             yield _Case(device, {**whole, **_budgets(plan, share)}, tolerance)
 
 
@@ -189,7 +190,7 @@ def _verdicts(
 ) -> Iterator[Verdict]:
     """One for each preset; the model is loaded once."""
     with LLM(model, **case.options) as llm:
-        for policy in lossless_presets():
+        for policy in lossless_presets() if llm.plan.num_experts else (AUTO,):
             verdict = Verdict(
                 device=case.device,
                 policy=policy,
