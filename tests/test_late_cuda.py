@@ -73,6 +73,8 @@ class Case:
             self.ids, self.logits = self.answer(llm)
 
     def answer(self, llm: LLM) -> tuple[list[int], torch.Tensor]:
+        if llm.config.is_bidirectional:
+            return [], llm.logits(PROMPT)
         [completion] = llm.generate([PROMPT], self.params)
         return completion.token_ids, llm.logits([*PROMPT, *completion.token_ids])
 
@@ -80,6 +82,7 @@ class Case:
         """With a share of the experts' bytes beyond the least budget."""
         plan = plan_model(self.folder, device="cuda", **self.options)
         budget = plan.minimum_bytes + int(share * (plan.full_bytes - plan.minimum_bytes))
+        policy = policy if plan.num_experts else "auto"
         given = {"device": "cuda", "gpu_memory": budget, "policy": policy}
         return LLM(self.folder, **self.options, **given, **options)
 

@@ -257,8 +257,9 @@ def check_without_experts(config: ModelConfig, options: EngineConfig) -> None:
             f"Policy {options.policy!r}: {name} has no experts, so there is nothing to place; "
             "leave the policy and its options out."
         )
-    if options.calibration is not None:
-        raise UsageError(f"{name} has no experts, so there is no calibration; leave it out.")
+    for option in ("calibration", "expert_dtype"):
+        if getattr(options, option) is not None:
+            raise UsageError(f"{option}: {name} has no experts; leave this out.")
     if options.device == "emulated":
         raise UnsupportedError(
             f"An emulated device computes experts, and {name} has none; choose --device cpu."
