@@ -168,9 +168,20 @@ def test_budgets_of_llada_moe_change_no_bit(tmp_path: Path) -> None:
     folder = synth("llada_moe", "tiny", tmp_path / "made")
     plan = plan_model(folder, context=256)
     assert plan.minimum_bytes < plan.full_bytes
-    budgets = (plan.minimum_bytes, plan.full_bytes)
-    found = [logits(folder, random_ids(0, 50), context=256, host_memory=b) for b in budgets]
-    assert torch.equal(*found)
+    speeds = {"link_GBps": "2", "link_latency_us": "20", "host_slowdown": "1"}
+    beside = plan_model(folder, context=256, device="emulated", device_options=speeds)
+    assert beside.gpu is not None
+    cases: list[dict[str, Any]] = [
+        {"host_memory": plan.minimum_bytes},
+        {"host_memory": plan.full_bytes},
+        {
+            "device": "emulated",
+            "device_options": speeds,
+            "gpu_memory": (beside.minimum_bytes + beside.full_bytes) // 2,
+        },
+    ]
+    found = [logits(folder, random_ids(0, 50), context=256, **case) for case in cases]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 def test_what_there_is_no_room_for_is_refused(made: Path) -> None:
