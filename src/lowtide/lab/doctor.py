@@ -131,11 +131,8 @@ def diagnose(
     skipped: list[Skipped] = []
     if opened is None:
         patients = _known_models(config)
-    elif opened.config.experts is None:
-        patients = []
-        skipped.append(Skipped(name or str(model), "it has no experts"))
     else:
-        patients = [_patient(name or str(model), opened)]
+        patients = _patients_of(name or str(model), opened, skipped)
     total = 1 + len(patients)
     progress("measuring", 0, total)
     machine = this_machine()
@@ -163,11 +160,15 @@ class _Patient(NamedTuple):
     opened: OpenModel | None = None
 
 
-def _patient(name: str, opened: OpenModel) -> _Patient:
+def _patients_of(name: str, opened: OpenModel, skipped: list[Skipped]) -> list[_Patient]:
+    """The model that was named; one without experts is added to `skipped`."""
+    if opened.config.experts is None:
+        skipped.append(Skipped(name, "it has no experts"))
+        return []
     config, layout = opened.config, opened.slot_layout
     item_bytes = layout.dtype.itemsize
     dense_bytes = layer_dense_bytes(opened.weight_map.dense, config.moe_layers[-1], item_bytes)
-    return _Patient(name, config.moe_shape, layout, dense_bytes, opened)
+    return [_Patient(name, config.moe_shape, layout, dense_bytes, opened)]
 
 
 def _known_models(options: EngineConfig) -> list[_Patient]:
