@@ -13,7 +13,16 @@ from dataclasses import dataclass, field, fields
 from lowtide.errors import UnsupportedError, UsageError
 
 MAX_TOKENS_LIMIT = 2**31 - 1
-REMASKING_RULES = ("low_confidence",)
+REMASKING_RULES = (
+    "low_confidence",
+    "random",
+    "origin",
+    "maskgit_plus",
+    "topk_margin",
+    "entropy",
+    "confidence_threshold",
+    "factor",
+)
 MAX_TOP_LOGPROBS = 20
 
 
@@ -28,14 +37,43 @@ def _check_float(name: str, value: object, low: float, high: float) -> None:
         raise UsageError(f"{name} must be a number from {low} to {high}, not {value!r}.")
 
 
+_DIFFUSION_RANGES = (
+    ("threshold", 0.0, 1.0),
+    ("edit_threshold", 0.0, 1.0),
+    ("cfg_scale", 0.0, 1e4),
+    ("eps", 1e-9, 0.999),
+    ("alg_temp", 0.0, 1e4),
+    ("factor", 0.0, 1e4),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class DiffusionParams:
     """How a diffusion model fills its blocks. `None` means the family's published default.
 
-    block_length: tokens denoised together.
-    steps: denoising steps planned per block; at least `block_length / steps` tokens a step.
-    threshold: a masked token is committed when its probability is above this.
-    remasking: which tokens wait; `low_confidence` is the published rule.
+    block_length: tokens denoised together. Without a default of the family's, or where that does
+        not divide the answer, the whole answer is one block.
+    steps: denoising steps as the family's own code counts them. LLaDA2: per block, at least
+        `block_length / steps` tokens each. LLaDA, LLaDA-MoE, Dream: over the whole answer, divided
+        among its blocks; by default no more than new tokens.
+    remasking: which tokens are written and which wait. LLaDA2 has `low_confidence`; the
+        bidirectional models have all of these:
+        `low_confidence`, `random` (LLaDA): as many tokens in every step, the most probable or any.
+        `origin` (Dream): each token by chance, so that the masked share falls evenly to `eps`.
+        `maskgit_plus`, `topk_margin`, `entropy` (Dream): as many as that share says, by
+        probability, by distance from the second best, or by entropy.
+        `confidence_threshold` (Fast-dLLM): all as probable as `threshold`, and the most probable.
+        Takes the steps it needs; but where the answer is one block for want of a default, `steps`
+        bounds the tokens of each: what earlier ones left of an even share is allowed besides.
+        `factor` (Fast-dLLM): the n most probable for the greatest n with
+        (n + 1) * (1 - probability of the n-th) <= `factor`, one at least; as many steps as needed.
+    threshold: LLaDA2: a masked token is written when its probability is above this. Others: see
+        `confidence_threshold`.
+    eps: time at which Dream's schedule ends; alg_temp: above 0, its three rules by confidence draw
+        positions from a softmax at this temperature instead of taking the surest.
+    factor: see `factor`.
+    cfg_scale: classifier-free guidance, 0 is none: logits move away from what they are without
+        the prompt by so many times the difference. Costs a second row for each.
     edit_threshold: LLaDA2.1 token editing: a written token is replaced when another one is the
         arg-max with a probability above this. `None` with a family that has no editing: off.
     max_post_steps: editing passes over a block without masks, at most.
@@ -51,16 +89,17 @@ class DiffusionParams:
     max_post_steps: int | None = None
     cfg_scale: float | None = None
     eos_early_stop: bool | None = None
+    eps: float | None = None
+    alg_temp: float | None = None
+    factor: float | None = None
 
     def __post_init__(self) -> None:
         for name, low in (("block_length", 1), ("steps", 1), ("max_post_steps", 0)):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), low)
-        for name in ("threshold", "edit_threshold"):
+        for name, least, most in _DIFFUSION_RANGES:
             if getattr(self, name) is not None:
-                _check_float(name, getattr(self, name), 0.0, 1.0)
-        if self.cfg_scale is not None:
-            _check_float("cfg_scale", self.cfg_scale, 0.0, 1e4)
+                _check_float(name, getattr(self, name), least, most)
         if self.remasking is not None and self.remasking not in REMASKING_RULES:
             raise UsageError(
                 f"remasking {self.remasking!r} is not known; choose {', '.join(REMASKING_RULES)}."

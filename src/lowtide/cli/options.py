@@ -20,7 +20,7 @@ from pathlib import Path
 
 from lowtide.config import parse_size
 from lowtide.errors import UsageError
-from lowtide.params import DiffusionParams, SamplingParams
+from lowtide.params import REMASKING_RULES, DiffusionParams, SamplingParams
 
 ENV_PREFIX = "LOWTIDE_"
 MAX_FILE_BYTES = 2**20
@@ -126,9 +126,17 @@ OPTIONS: tuple[Option, ...] = (
         "logprobs", Kind.INTEGER, Group.SAMPLING, "Report log-probabilities, and of this many more."
     ),
     Option("block_length", Kind.INTEGER, Group.DIFFUSION, "Tokens denoised together."),
-    Option("steps", Kind.INTEGER, Group.DIFFUSION, "Denoising steps planned per block."),
+    Option(
+        "steps",
+        Kind.INTEGER,
+        Group.DIFFUSION,
+        "Denoising steps, per block (LLaDA2) or in all (LLaDA, Dream).",
+    ),
     Option("threshold", Kind.NUMBER, Group.DIFFUSION, "Probability that writes a token."),
-    Option("remasking", Kind.TEXT, Group.DIFFUSION, "Which tokens wait: low_confidence."),
+    Option("remasking", Kind.TEXT, Group.DIFFUSION, f"Which wait: {', '.join(REMASKING_RULES)}."),
+    Option("eps", Kind.NUMBER, Group.DIFFUSION, "Where Dream's schedule ends (0.001)."),
+    Option("alg_temp", Kind.NUMBER, Group.DIFFUSION, "Temperature of Dream's choice of positions."),
+    Option("factor", Kind.NUMBER, Group.DIFFUSION, "How bold the factor rule is (1)."),
     Option("edit_threshold", Kind.NUMBER, Group.DIFFUSION, "Probability that replaces a token."),
     Option("max_post_steps", Kind.INTEGER, Group.DIFFUSION, "Editing passes over a full block."),
     Option("cfg_scale", Kind.NUMBER, Group.DIFFUSION, "Classifier-free guidance."),

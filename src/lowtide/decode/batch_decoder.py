@@ -1,7 +1,7 @@
 """What every decoder is: a queue of requests, running sequences, and one KV cache for them all.
 
 Sequences join and leave between passes. What a pass consists of, and what its outcome means, is
-the business of `block_diffusion.py` and `autoregressive.py`.
+the business of `block_diffusion.py`, `masked_diffusion.py` and `autoregressive.py`.
 """
 
 from __future__ import annotations
@@ -85,10 +85,11 @@ class BatchDecoder(abc.ABC, Generic[S]):
         if any(request.id == other.id for other in self._requests()):
             raise UsageError(f"Request {request.id} is already being decoded.")
         self._check(request)
-        if request.canvas_length > self._kv_cache.num_tokens:
+        num_tokens = self._num_tokens(request)
+        if num_tokens > self._kv_cache.num_tokens:
             raise PlanError(
                 f"{len(request.prompt)} prompt tokens and {request.params.max_tokens} new ones "
-                f"take {request.canvas_length} tokens of KV cache, and it holds "
+                f"take {num_tokens} tokens of KV cache, and it holds "
                 f"{self._kv_cache.num_tokens}; raise context or lower max_tokens."
             )
         if not self.has_work:
@@ -128,6 +129,10 @@ class BatchDecoder(abc.ABC, Generic[S]):
     def _begin(self, request: Request, kv: KVRange) -> S:
         """The sequence of a request that now has room."""
 
+    def _num_tokens(self, request: Request) -> int:
+        """What a request takes of the KV cache at most."""
+        return request.canvas_length
+
     def _requests(self) -> Iterator[Request]:
         yield from self._waiting
         yield from (sequence.request for sequence in self._running)
@@ -137,10 +142,11 @@ class BatchDecoder(abc.ABC, Generic[S]):
         while self._waiting:
             request = self._waiting[0]
             # With nothing running there is nothing to wait for: let `allocate` say so.
-            if self._running and not self._kv_cache.can_allocate(request.canvas_length):
+            num_tokens = self._num_tokens(request)
+            if self._running and not self._kv_cache.can_allocate(num_tokens):
                 return
             self._taking_part = [request]
-            kv = self._kv_cache.allocate(request.canvas_length)
+            kv = self._kv_cache.allocate(num_tokens)
             try:
                 self._running.append(self._begin(request, kv))
             except BaseException:

@@ -6,14 +6,14 @@ without knowing the model, the KV cache or other sequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from lowtide.core import BoolArray, IntArray
-from lowtide.decode.request import Committed, Draft, Event, Finished, Prefill, Request
+from lowtide.decode.canvas import Canvas
+from lowtide.decode.request import Event, Prefill, Request
 from lowtide.decode.sampling import ArgMax, FloatArray, Sampling, choose_tokens
 from lowtide.decode.unmask import choose_edits, choose_fills, num_scheduled
 from lowtide.layers.batch import KVRange
@@ -32,7 +32,7 @@ class Prediction(NamedTuple):
         return cls(positions, np.zeros(block_length, np.int64), zeros)
 
 
-class BlockSequence:
+class BlockSequence(Canvas):
     """One running request: its tokens, its active block, and how much of it is cached.
 
     Positions before `num_committed` have keys and values of their final tokens; the block at
@@ -40,25 +40,17 @@ class BlockSequence:
     """
 
     def __init__(self, request: Request, kv: KVRange, mask_token_id: int) -> None:
-        length, prompt_length = request.canvas_length, len(request.prompt)
-        self.request = request
-        self.kv = kv
-        self.tokens = np.full(length, mask_token_id, np.int64)
-        self.tokens[:prompt_length] = request.prompt
+        first_block_start = len(request.prompt) // request.block_length * request.block_length
+        super().__init__(request, kv, mask_token_id, request.canvas_length, first_block_start)
         self.num_committed = 0
-        self.is_finished = False
-        self._mask_token_id = mask_token_id
-        self._is_masked = np.arange(length) >= prompt_length
         self._is_prompt = ~self._is_masked
-        eos_token_ids = () if request.params.ignore_eos else request.eos_token_ids
-        self._eos = np.array(sorted(eos_token_ids), np.int64)
-        params = request.params
-        self._sampling = Sampling.of(params, request.seed)
-        self._block_start = prompt_length // request.block_length * request.block_length
+        self._sampling = Sampling.of(request.params, request.seed)
         self._num_steps = 0  # passes over the active block while it had masks
         self._num_post_steps = 0  # and while it had none
-        self._num_forwards = 0
-        self._num_reported = 0  # new tokens that went out as committed
+
+    @property
+    def block_length(self) -> int:
+        return self.request.block_length
 
     @property
     def num_rows(self) -> int:
@@ -69,14 +61,6 @@ class BlockSequence:
     def num_block_passes(self) -> int:
         """Denoising passes over the active block so far."""
         return self._num_steps + self._num_post_steps
-
-    @property
-    def _block_end(self) -> int:
-        return self._block_start + self.request.block_length
-
-    @property
-    def _block(self) -> slice:
-        return slice(self._block_start, self._block_end)
 
     def wanted_positions(self) -> IntArray:
         """The positions [n] of the active block whose logits matter."""
@@ -119,8 +103,9 @@ class BlockSequence:
         if not use_kv_cache:
             self.num_committed = 0
         events: list[Event] = [self._draft()]
-        is_answered = self._is_answered(written)
+        is_answered = self._is_answered_early(written)
         if is_answered or self._is_block_finished(had_masks, written):
+            self._num_steps = self._num_post_steps = 0
             events += self._finish_block(is_answered)
         return events
 
@@ -163,56 +148,10 @@ class BlockSequence:
         is_final = self._num_post_steps >= self.request.max_post_steps
         return is_final or self.request.edit_threshold is None
 
-    def _is_answered(self, written: BoolArray) -> bool:
+    def _is_answered_early(self, written: BoolArray) -> bool:
         """Whether the block need not be finished: `eos_early_stop`, an end token was just written,
         and nothing before the first one is masked."""
         if not self.request.params.diffusion.eos_early_stop:
             return False
-        if not np.isin(self.tokens[self._block][written], self._eos).any():
-            return False
-        start = len(self.request.prompt)
-        is_masked = self._is_masked[start : self._block_end]
-        is_eos = np.isin(self.tokens[start : self._block_end], self._eos) & ~is_masked
-        return not is_masked[: int(is_eos.argmax())].any()
-
-    def _finish_block(self, is_answered: bool) -> list[Event]:
-        """Goes on to the next block, or ends; `is_answered` leaves masks behind the end token."""
-        self._block_start = self._block_end
-        self._num_steps = self._num_post_steps = 0
-        answer, is_stopped = self._answer(), self.request.is_stopped
-        if self._ends_with_eos(answer) or (is_stopped is not None and is_stopped(answer)):
-            return self._finish(answer, "stop")
-        if is_answered or self._block_start == len(self.tokens):
-            return self._finish(answer, "length")
-        return self._commit(answer)
-
-    def _finish(self, answer: Sequence[int], reason: str) -> list[Event]:
-        self.is_finished = True
-        finished = Finished(self.request.id, tuple(answer), reason, self._num_forwards)
-        return [*self._commit(answer), finished]
-
-    def _commit(self, answer: Sequence[int]) -> list[Event]:
-        tokens = tuple(answer[self._num_reported :])
-        self._num_reported = len(answer)
-        return [Committed(self.request.id, tokens)] if tokens else []
-
-    def _answer(self) -> list[int]:
-        """The new tokens before the active block, cut at `max_tokens` and after the first eos."""
-        start = len(self.request.prompt)
-        stop = min(self._block_start, start + self.request.params.max_tokens)
-        answer = self.tokens[start:stop]
-        is_eos = np.isin(answer, self._eos)
-        num_tokens = int(is_eos.argmax()) + 1 if is_eos.any() else len(answer)
-        return [int(token) for token in answer[:num_tokens]]
-
-    def _ends_with_eos(self, answer: Sequence[int]) -> bool:
-        return bool(answer) and bool(np.isin(answer[-1], self._eos))
-
-    def _draft(self) -> Draft:
-        return Draft(
-            request=self.request.id,
-            block_start=self._block_start,
-            tokens=tuple(self.tokens[self._block].tolist()),
-            is_masked=tuple(self._is_masked[self._block].tolist()),
-            num_forwards=self._num_forwards,
-        )
+        is_eos_new = bool(np.isin(self.tokens[self._block][written], self._eos).any())
+        return is_eos_new and self._is_answered()

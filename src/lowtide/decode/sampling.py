@@ -74,7 +74,7 @@ def find_arg_max(logits: Tensor, out: Tensor) -> None:
     logits: float32 [n, vocab]; overwritten. out: float64 [n, 3], which holds ids and float32
     exactly: everything crosses to the host in one copy, and is looked at there.
     """
-    best, greatest = _best(logits)
+    best, greatest = find_best(logits)
     out[:, 0] = best
     out[:, 1] = greatest[:, 0]
     out[:, 2] = _confidence(logits.sub_(greatest))
@@ -100,12 +100,12 @@ def choose_tokens(
     if isinstance(logits, ArgMax):
         if excluded is not None or sampling.temperature > 0:
             raise InternalError("Tokens are to be chosen from logits, and only their arg-max came.")
-        _check_finite(logits.greatest, positions)
+        check_finite(logits.greatest, positions)
         return logits.tokens, logits.confidence
     if excluded is not None:
         logits[:, excluded] = -math.inf
-    best, greatest = _best(logits)
-    _check_finite(greatest, positions)
+    best, greatest = find_best(logits)
+    check_finite(greatest, positions)
     logits.sub_(greatest)
     if sampling.temperature > 0:
         return _draw_rows(logits, sampling, positions, num_passes)
@@ -123,10 +123,10 @@ def choose_next(
     position only. Raises NumericError as `choose_tokens` does.
     """
     if isinstance(logits, ArgMax):
-        _check_finite(logits.greatest, positions)
+        check_finite(logits.greatest, positions)
         return logits.tokens
-    best, greatest = _best(logits)
-    _check_finite(greatest, positions)
+    best, greatest = find_best(logits)
+    check_finite(greatest, positions)
     tokens: IntArray = best.numpy()
     if any(sampling.temperature > 0 for sampling in samplings):
         logits.sub_(greatest)
@@ -142,7 +142,33 @@ def uniform(seed: int, position: int, num_passes: int) -> float:
     return float(np.random.Generator(np.random.Philox(key=seed, counter=counter)).random())
 
 
-def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
+def uniforms(seed: int, num_positions: int, num_passes: int) -> NDArray[np.float64]:
+    """Other random numbers in [0, 1), one for each of the first positions, for choosing among
+    positions in a pass. [num_positions]"""
+    counter = (num_passes << 128) | (1 << 127)  # no position is as high
+    return np.random.Generator(np.random.Philox(key=seed, counter=counter)).random(num_positions)
+
+
+def invert(probability: Tensor, number: float) -> int:
+    """The index at which a distribution [n], float32, has reached the share `number` in [0, 1)."""
+    mass = probability.cumsum(dim=-1, dtype=torch.float64)
+    total = float(mass[-1])
+    target = min(number * total, math.nextafter(total, 0.0))
+    return int(torch.searchsorted(mass, target, right=True))
+
+
+def check_finite(greatest: Tensor, positions: Sequence[int] | IntArray) -> None:
+    """Raises NumericError unless the greatest logit of each position's row is finite."""
+    is_finite = greatest.isfinite().flatten()
+    if not is_finite.all():
+        row = int(is_finite.int().argmin())
+        raise NumericError(
+            f"The logits at position {int(positions[row])} are not finite "
+            f"(greatest: {float(greatest[row])})."
+        )
+
+
+def find_best(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The arg-max [n] of each row and its logit [n, 1]."""
     best = logits.argmax(dim=-1)  # the first of equals; a NaN counts as the greatest
     return best, logits.gather(-1, best[:, None])
@@ -185,18 +211,5 @@ def _draw(row: Tensor, sampling: Sampling, position: int, num_passes: int) -> tu
         # Relative to the likeliest token, so in logits a distance from the greatest, 0.
         row.masked_fill_(row < math.log(sampling.min_p), -math.inf)
     probability = row.softmax(dim=-1)
-    mass = probability.cumsum(dim=-1, dtype=torch.float64)
-    total = float(mass[-1])
-    target = min(number * total, math.nextafter(total, 0.0))
-    choice = int(torch.searchsorted(mass, target, right=True))
+    choice = invert(probability, number)
     return int(choice if ids is None else ids[choice]), float(probability[choice])
-
-
-def _check_finite(greatest: Tensor, positions: Sequence[int] | IntArray) -> None:
-    is_finite = greatest.isfinite().flatten()
-    if not is_finite.all():
-        row = int(is_finite.int().argmin())
-        raise NumericError(
-            f"The logits at position {int(positions[row])} are not finite "
-            f"(greatest: {float(greatest[row])})."
-        )

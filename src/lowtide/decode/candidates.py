@@ -1,0 +1,185 @@
+"""What masked diffusion asks of rows of logits: a candidate for each, and how sure the model is.
+
+`row_statistics` is all that the rules need at temperature 0. Where tokens are drawn, or filtered
+before they are measured, whole rows are looked at, a tile at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowtide.core import FloatArray, IntArray
+from lowtide.decode.sampling import (
+    TINY,
+    Sampling,
+    check_finite,
+    find_best,
+    invert,
+    uniform,
+)
+
+LOG_OFFSET = 1e-10
+"""Inside the logarithm of an entropy, as Dream publishes it."""
+
+
+class RowStatistics(NamedTuple):
+    """Of each row's softmax; in host memory."""
+
+    best: IntArray  # [rows] the likeliest token, the lowest id on ties
+    probability: FloatArray  # [rows] its probability, exact near 1: what is left is summed apart
+    second: FloatArray  # [rows] the greatest probability beside it
+    entropy: FloatArray  # [rows] -sum p log(p + LOG_OFFSET); zeros where it was not asked for
+
+
+class Candidates(NamedTuple):
+    """What may be written at some positions, and all that a rule may ask of it."""
+
+    tokens: IntArray  # [n]
+    probability: FloatArray  # [n] of the token
+    margin: FloatArray  # [n] the greatest probability less the second
+    entropy: FloatArray  # [n]
+
+    @classmethod
+    def empty(cls, num_positions: int) -> Candidates:
+        """Of `num_positions` that are still to be looked at."""
+        tokens = np.zeros(num_positions, np.int64)
+        return cls(tokens, *(np.zeros(num_positions) for _ in range(3)))
+
+    @classmethod
+    def likeliest(cls, statistics: RowStatistics) -> Candidates:
+        best, probability, second, entropy = statistics
+        return cls(best.copy(), probability.copy(), probability - second, entropy)
+
+    def put(self, part: slice, others: Candidates) -> None:
+        """Copies `others` to `part` of these."""
+        for mine, theirs in zip(self, others, strict=True):
+            mine[part] = theirs
+
+
+class Reading(NamedTuple):
+    """How a request's rows are read.
+
+    is_measured_as_drawn: temperature and filters shape what probabilities are measured, at
+    temperature 0 too, as in Dream; else they are those of the model's own softmax, as in LLaDA.
+    """
+
+    sampling: Sampling
+    is_measured_as_drawn: bool = False
+    needs_entropy: bool = False
+    excluded: int | None = None  # a token that is not chosen
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether whole rows of logits are needed, not only their statistics."""
+        return self.sampling.temperature > 0 or self.is_filtered
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether less than the whole vocabulary is measured."""
+        sampling = self.sampling
+        has_filter = sampling.top_k is not None or (sampling.top_p or 1) < 1 or bool(sampling.min_p)
+        return self.is_measured_as_drawn and has_filter
+
+
+def read_rows(logits: Tensor, reading: Reading, positions: IntArray, num_steps: int) -> Candidates:
+    """A candidate for each row.
+
+    logits: float32 [n, vocab] in host memory; overwritten. positions: [n], where the rows lie in
+    their sequence. num_steps: steps that this sequence has had before; with the seed and the
+    position they decide what is drawn. Raises NumericError for a row that is not finite.
+    """
+    if not reading.needs_logits:
+        statistics = row_statistics(
+            logits, positions, excluded=reading.excluded, needs_entropy=reading.needs_entropy
+        )
+        return Candidates.likeliest(statistics)
+    if reading.is_measured_as_drawn:
+        _exclude(logits, reading.excluded)
+        check_finite(find_best(logits)[1], positions)
+        for row in logits:
+            _shape(row, reading.sampling)
+    own = logits.clone() if reading.sampling.temperature > 0 else logits
+    statistics = row_statistics(
+        logits, positions, excluded=reading.excluded, needs_entropy=reading.needs_entropy
+    )
+    candidates = Candidates.likeliest(statistics)
+    if reading.sampling.temperature > 0:
+        _draw_rows(own, reading, positions, num_steps, statistics, candidates)
+    return candidates
+
+
+def row_statistics(
+    logits: Tensor, positions: IntArray, *, excluded: int | None, needs_entropy: bool
+) -> RowStatistics:
+    """Of float32 [n, vocab] in host memory; overwritten. excluded: a token of no probability.
+
+    Probabilities in double precision where it matters: all but the likeliest are added up apart,
+    so that two that are nearly 1 are told from each other.
+    """
+    _exclude(logits, excluded)
+    best, greatest = find_best(logits)
+    check_finite(greatest, positions)
+    weights = logits.sub_(greatest).exp_()
+    weights.scatter_(-1, best[:, None], 0)
+    total = 1 + weights.sum(dim=-1, dtype=torch.float64)
+    second = weights.amax(dim=-1).double() / total
+    probability = total.reciprocal()
+    entropy = torch.zeros_like(total)
+    if needs_entropy:
+        weights.scatter_(-1, best[:, None], 1)
+        shares = weights.div_(total[:, None])
+        entropy = -(shares * (shares + LOG_OFFSET).log_()).sum(dim=-1, dtype=torch.float64)
+    return RowStatistics(best.numpy(), probability.numpy(), second.numpy(), entropy.numpy())
+
+
+def _exclude(logits: Tensor, excluded: int | None) -> None:
+    if excluded is not None:
+        logits[:, excluded] = -math.inf
+
+
+def _draw_rows(
+    logits: Tensor,
+    reading: Reading,
+    positions: IntArray,
+    num_steps: int,
+    statistics: RowStatistics,
+    candidates: Candidates,
+) -> None:
+    """Puts a drawn token and its probability into each of the candidates.
+
+    logits [n, vocab]: as `statistics` saw them; shaped here unless they were before that.
+    """
+    sampling = reading.sampling
+    _exclude(logits, reading.excluded)
+    for index, (row, position) in enumerate(zip(logits, positions.tolist(), strict=True)):
+        best = int(statistics.best[index])
+        shaped = row if reading.is_measured_as_drawn else _shape(row.clone(), sampling)
+        token = invert(shaped.softmax(dim=-1), uniform(sampling.seed, position, num_steps))
+        candidates.tokens[index] = token
+        ratio = math.exp(float(row[token]) - float(row[best]))
+        candidates.probability[index] = statistics.probability[index] * ratio
+
+
+def _shape(row: Tensor, sampling: Sampling) -> Tensor:
+    """Temperature and filters on one row [vocab], in place; what is filtered out becomes -inf.
+
+    In Dream's order: temperature, top-p, top-k; then min-p, which it does not have.
+    """
+    row.sub_(row.max())
+    if sampling.temperature > 0:
+        row.div_(max(sampling.temperature, TINY))
+    if sampling.top_p is not None and sampling.top_p < 1:
+        ordered, ids = row.sort(descending=True, stable=True)
+        mass = ordered.softmax(dim=-1).cumsum(dim=-1)
+        # A token stays when those before it have not yet passed `top_p`; the first always does.
+        row[ids[1:][mass[:-1] > sampling.top_p]] = -math.inf
+    if sampling.top_k is not None and sampling.top_k < len(row):
+        row.masked_fill_(row < row.topk(sampling.top_k).values[-1], -math.inf)
+    if sampling.min_p:
+        row.masked_fill_(row < math.log(sampling.min_p), -math.inf)
+    return row

@@ -1,0 +1,96 @@
+"""A prompt and its answer while a diffusion model fills it, block by block, for one request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lowtide.decode.request import Committed, Draft, Event, Finished, Request
+from lowtide.layers.batch import KVRange
+
+
+class Canvas:
+    """The tokens of one request, which of them are masked, and what of the answer went out.
+
+    Positions from `block_start` to `block_end` are being filled, and all before are as they stay.
+    Which are written when is for subclasses to say. What is masked is a boolean array, never
+    "equal to the mask id".
+    """
+
+    def __init__(
+        self, request: Request, kv: KVRange, mask_token_id: int, length: int, first_block_start: int
+    ) -> None:
+        num_prompt = len(request.prompt)
+        self.request = request
+        self.kv = kv
+        self.tokens = np.full(length, mask_token_id, np.int64)
+        self.tokens[:num_prompt] = request.prompt
+        self.is_finished = False
+        self._mask_token_id = mask_token_id
+        self._is_masked = np.arange(length) >= num_prompt
+        eos_token_ids = () if request.params.ignore_eos else request.eos_token_ids
+        self._eos = np.array(sorted(eos_token_ids), np.int64)
+        self._block_start = first_block_start
+        self._num_forwards = 0
+        self._num_reported = 0  # new tokens that went out as committed
+
+    @property
+    def block_length(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def _block_end(self) -> int:
+        return self._block_start + self.block_length
+
+    @property
+    def _block(self) -> slice:
+        return slice(self._block_start, self._block_end)
+
+    def _is_answered(self) -> bool:
+        """Whether the answer has its end: an end token before which nothing is masked."""
+        start = len(self.request.prompt)
+        is_masked = self._is_masked[start : self._block_end]
+        is_eos = np.isin(self.tokens[start : self._block_end], self._eos) & ~is_masked
+        return bool(is_eos.any()) and not is_masked[: int(is_eos.argmax())].any()
+
+    def _finish_block(self, is_answered: bool) -> list[Event]:
+        """Goes on to the next block, or ends; `is_answered` leaves masks behind the end token."""
+        self._block_start = self._block_end
+        answer, is_stopped = self._answer(), self.request.is_stopped
+        if self._ends_with_eos(answer) or (is_stopped is not None and is_stopped(answer)):
+            return self._finish(answer, "stop")
+        if is_answered or self._block_start == len(self.tokens):
+            return self._finish(answer, "length")
+        return self._commit(answer)
+
+    def _finish(self, answer: Sequence[int], reason: str) -> list[Event]:
+        self.is_finished = True
+        finished = Finished(self.request.id, tuple(answer), reason, self._num_forwards)
+        return [*self._commit(answer), finished]
+
+    def _commit(self, answer: Sequence[int]) -> list[Event]:
+        tokens = tuple(answer[self._num_reported :])
+        self._num_reported = len(answer)
+        return [Committed(self.request.id, tokens)] if tokens else []
+
+    def _answer(self) -> list[int]:
+        """The new tokens before the active block, cut at `max_tokens` and after the first eos."""
+        start = len(self.request.prompt)
+        stop = min(self._block_start, start + self.request.params.max_tokens)
+        answer = self.tokens[start:stop]
+        is_eos = np.isin(answer, self._eos)
+        num_tokens = int(is_eos.argmax()) + 1 if is_eos.any() else len(answer)
+        return [int(token) for token in answer[:num_tokens]]
+
+    def _ends_with_eos(self, answer: Sequence[int]) -> bool:
+        return bool(answer) and bool(np.isin(answer[-1], self._eos))
+
+    def _draft(self) -> Draft:
+        return Draft(
+            request=self.request.id,
+            block_start=self._block_start,
+            tokens=tuple(self.tokens[self._block].tolist()),
+            is_masked=tuple(self._is_masked[self._block].tolist()),
+            num_forwards=self._num_forwards,
+        )

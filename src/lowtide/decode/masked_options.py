@@ -1,0 +1,113 @@
+"""What a request asks of a bidirectional diffusion model's decoder, with every default filled in.
+
+Options that contradict each other, or that mean nothing to these models, are refused by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lowtide.config import DecodingDefaults
+from lowtide.core import align_up
+from lowtide.errors import UnsupportedError, UsageError
+from lowtide.params import DiffusionParams
+
+COUNT_RULES = ("low_confidence", "random")
+"""As many tokens in every step."""
+
+RANKED_SHARE_RULES = ("maskgit_plus", "topk_margin", "entropy")
+SHARE_RULES = ("origin", *RANKED_SHARE_RULES)
+"""As many as Dream's falling masked share says."""
+
+THRESHOLD_RULE = "confidence_threshold"
+FACTOR_RULE = "factor"
+
+_RULES_OF = {
+    "threshold": (THRESHOLD_RULE,),
+    "factor": (FACTOR_RULE,),
+    "eps": SHARE_RULES,
+    "alg_temp": RANKED_SHARE_RULES,
+}
+"""The rules that a field means something to."""
+
+_FOR_REWRITING = ("edit_threshold", "max_post_steps")
+
+THRESHOLD, FACTOR, EPS = 0.9, 1.0, 1e-3
+"""Published by Fast-dLLM and Dream, where the family itself says nothing."""
+
+
+def resolve(
+    asked: DiffusionParams, defaults: DecodingDefaults, max_tokens: int, architecture: str
+) -> DiffusionParams:
+    """`asked` with all that its rule needs; what it does not need is `None`.
+
+    `steps` are over the whole answer, `None` where nothing bounds them; `block_length` divides
+    `max_tokens` and the number of blocks `steps`. Raises UnsupportedError for what these models
+    cannot do, UsageError for a contradiction.
+    """
+    rule = asked.remasking or defaults.remasking
+    _check_fields(asked, rule, architecture)
+    block_length = _block_length(asked.block_length, defaults.block_length, max_tokens)
+    threshold = defaults.threshold or THRESHOLD if asked.threshold is None else asked.threshold
+    return replace(
+        asked,
+        remasking=rule,
+        block_length=block_length,
+        steps=_steps(asked, defaults, rule, max_tokens, block_length),
+        threshold=threshold if rule == THRESHOLD_RULE else None,
+        factor=_given(asked.factor, FACTOR) if rule == FACTOR_RULE else None,
+        eps=_given(asked.eps, defaults.eps or EPS) if rule in SHARE_RULES else None,
+        cfg_scale=asked.cfg_scale or 0.0,
+        eos_early_stop=defaults.eos_early_stop
+        if asked.eos_early_stop is None
+        else asked.eos_early_stop,
+    )
+
+
+def _check_fields(asked: DiffusionParams, rule: str, architecture: str) -> None:
+    for name in _FOR_REWRITING:
+        if getattr(asked, name) is not None:
+            raise UnsupportedError(
+                f"{name}: {architecture} does not rewrite tokens; leave this out."
+            )
+    for name, rules in _RULES_OF.items():
+        if getattr(asked, name) is not None and rule not in rules:
+            raise UsageError(
+                f"{name} {getattr(asked, name)} means nothing to remasking {rule!r}; leave it out, "
+                f"or choose remasking {' or '.join(rules)}."
+            )
+
+
+def _block_length(asked: int | None, default: int | None, max_tokens: int) -> int:
+    if asked is None:
+        is_usable = default is not None and max_tokens % default == 0
+        return default if default is not None and is_usable else max_tokens
+    if max_tokens % asked:
+        raise UsageError(
+            f"block_length {asked} does not divide max_tokens {max_tokens}: this model's answers "
+            "are whole blocks."
+        )
+    return asked
+
+
+def _steps(
+    asked: DiffusionParams,
+    defaults: DecodingDefaults,
+    rule: str,
+    max_tokens: int,
+    block_length: int,
+) -> int | None:
+    num_blocks = max_tokens // block_length
+    if asked.steps is not None and asked.steps % num_blocks:
+        raise UsageError(
+            f"{asked.steps} steps do not divide among {num_blocks} blocks of {block_length} tokens."
+        )
+    if rule in COUNT_RULES or rule in SHARE_RULES:
+        return asked.steps or align_up(min(defaults.steps, max_tokens), num_blocks)
+    # Fast-dLLM bounds the threshold's steps only where it decodes without blocks.
+    has_blocks = asked.block_length is not None or defaults.block_length is not None
+    return None if rule == FACTOR_RULE or has_blocks else asked.steps
+
+
+def _given(asked: float | None, default: float) -> float:
+    return default if asked is None else asked

@@ -1,0 +1,187 @@
+"""One request of masked diffusion: its state on the way.
+
+Which tokens are written when is decided here (by the rules of `remasking.py`), for one sequence,
+without knowing the model or other sequences.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from lowtide.core import BoolArray, FloatArray, IntArray
+from lowtide.decode import remasking
+from lowtide.decode.candidates import Candidates, Reading
+from lowtide.decode.canvas import Canvas
+from lowtide.decode.masked_options import (
+    COUNT_RULES,
+    FACTOR_RULE,
+    SHARE_RULES,
+    THRESHOLD_RULE,
+)
+from lowtide.decode.request import Event, Request
+from lowtide.decode.sampling import Sampling, uniforms
+from lowtide.decode.unmask import num_scheduled
+from lowtide.layers.batch import KVRange
+
+
+class MaskedSequence(Canvas):
+    """One running request: its tokens, its active block, and the schedule.
+
+    `wanted` are the positions, ascending, that the coming pass may write. The answer begins with a
+    block, and is whole blocks. Its parameters are those that `masked_options.resolve` makes.
+    """
+
+    def __init__(
+        self, request: Request, kv: KVRange, mask_token_id: int, is_measured_as_drawn: bool
+    ) -> None:
+        num_prompt, max_tokens = len(request.prompt), request.params.max_tokens
+        super().__init__(request, kv, mask_token_id, num_prompt + max_tokens, num_prompt)
+        diffusion = request.params.diffusion
+        self._rule = diffusion.remasking or ""
+        self._sampling = Sampling.of(request.params, request.seed)
+        self._is_measured_as_drawn = is_measured_as_drawn
+        num_blocks = max_tokens // self.block_length
+        self._steps = None if diffusion.steps is None else diffusion.steps // num_blocks
+        self._times = self._make_times()
+        self._num_steps = 0  # of the active block
+        self._num_past_steps = 0  # of those before it
+        self.num_block_passes = 0  # over the active block
+        self._is_stuck = False  # the model would write nothing but masks
+        self.wanted = self._next_wanted()
+
+    @property
+    def block_length(self) -> int:
+        return self.request.params.diffusion.block_length or self.request.params.max_tokens
+
+    @property
+    def cfg_scale(self) -> float:
+        """0 is no guidance."""
+        return self.request.params.diffusion.cfg_scale or 0.0
+
+    @property
+    def num_steps(self) -> int:
+        """Steps taken so far; those of `origin` that write nothing need no pass."""
+        return self._num_past_steps + self._num_steps
+
+    @property
+    def reading(self) -> Reading:
+        """What the coming pass asks of its rows."""
+        return Reading(
+            self._sampling,
+            self._is_measured_as_drawn,
+            needs_entropy=self._rule == "entropy",
+            excluded=self._mask_token_id if self._is_over or self._is_stuck else None,
+        )
+
+    def unconditional_tokens(self) -> IntArray:
+        """The row of tokens without its prompt, for guidance."""
+        tokens = self.tokens.copy()
+        tokens[: len(self.request.prompt)] = self._mask_token_id
+        return tokens
+
+    def denoised(self, candidates: Candidates) -> list[Event]:
+        """After a pass: writes what the rule chooses of the candidates at `wanted`."""
+        is_chosen = self._choose(candidates)
+        is_written = is_chosen & (candidates.tokens != self._mask_token_id)
+        positions = self.wanted[is_written]
+        self.tokens[positions] = candidates.tokens[is_written]
+        self._is_masked[positions] = False
+        self._is_stuck = not self._has_schedule and not len(positions)
+        self._num_forwards += 1
+        self.num_block_passes += 1
+        self._num_steps += 1
+        events: list[Event] = [self._draft()]
+        is_answered = bool(self.request.params.diffusion.eos_early_stop) and self._is_answered()
+        if is_answered or not self._is_masked[self._block].any():
+            self._num_past_steps += self._num_steps
+            self._num_steps = self.num_block_passes = 0
+            events += self._finish_block(is_answered)
+        if not self.is_finished:
+            self.wanted = self._next_wanted()
+        return events
+
+    @property
+    def _has_schedule(self) -> bool:
+        return self._rule in COUNT_RULES or self._rule in SHARE_RULES
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the block has had its steps. Masks are left where the model predicted masks,
+        which the published decoders hand out; here one more pass writes them, without the mask id
+        among its candidates."""
+        return self._has_schedule and self._num_steps >= (self._steps or 0)
+
+    def _make_times(self) -> FloatArray:
+        """Of Dream's schedule, a block's; torch's rounding of them decides how many are written."""
+        eps = self.request.params.diffusion.eps
+        if self._steps is None or eps is None:
+            return np.ones(1)
+        return torch.linspace(1, eps, self._steps + 1, dtype=torch.float32).double().numpy()
+
+    def _next_wanted(self) -> IntArray:
+        """The masked positions of the block, or of these already those that will be written, where
+        no look at the model's output is needed to choose them."""
+        while True:
+            masked = np.flatnonzero(self._is_masked[self._block]) + self._block_start
+            if self._is_over or self._rule not in ("origin", "random"):
+                return masked
+            wanted = masked[self._choose_blindly(masked)]
+            if len(wanted):
+                return wanted
+            self._num_steps += 1
+
+    def _choose_blindly(self, masked: IntArray) -> BoolArray:
+        numbers = self._numbers(masked)
+        if self._rule == "origin":
+            is_chosen: BoolArray = numbers < remasking.written_share(self._times, self._num_steps)
+            return is_chosen
+        return remasking.choose_surest(numbers, self._num_due())
+
+    def _choose(self, candidates: Candidates) -> BoolArray:
+        """Which of the candidates at `wanted` are written."""
+        diffusion, rule = self.request.params.diffusion, self._rule
+        if self._is_over or rule in ("origin", "random"):
+            return np.ones(len(self.wanted), np.bool_)
+        confidence = self._confidence(candidates)
+        if rule == THRESHOLD_RULE:
+            return remasking.choose_above(confidence, diffusion.threshold or 0.0, self._num_most())
+        if rule == FACTOR_RULE:
+            return remasking.choose_by_factor(confidence, diffusion.factor or 0.0)
+        if diffusion.alg_temp:
+            numbers = self._numbers(self.wanted)
+            return remasking.choose_tempered(
+                confidence, self._num_due(), diffusion.alg_temp, numbers
+            )
+        return remasking.choose_surest(confidence, self._num_due())
+
+    def _confidence(self, candidates: Candidates) -> FloatArray:
+        """What the rule goes by: Dream's `topk_margin` is the distance from the second best
+        probability, its `entropy` the negative entropy, all others are the probability."""
+        if self._rule == "topk_margin":
+            return candidates.margin
+        if self._rule == "entropy":
+            return -candidates.entropy
+        if self._has_schedule:
+            return candidates.probability
+        # A turn spent on a predicted mask would be no progress.
+        is_mask = candidates.tokens == self._mask_token_id
+        return np.where(is_mask, -np.inf, candidates.probability)
+
+    def _num_due(self) -> int:
+        """Tokens that a step of the schedule writes."""
+        if self._rule in COUNT_RULES:
+            return num_scheduled(self.block_length, self._steps or 1, self._num_steps) or 0
+        num_masked = int(np.count_nonzero(self._is_masked[self._block]))
+        return remasking.num_by_share(num_masked, self._times, self._num_steps)
+
+    def _num_most(self) -> int | None:
+        """Tokens that a step may write under `confidence_threshold`; `None`: any number."""
+        if self._steps is None:
+            return None
+        num_written = self.block_length - int(np.count_nonzero(self._is_masked[self._block]))
+        return remasking.num_allowed(self.block_length, self._steps, self._num_steps, num_written)
+
+    def _numbers(self, positions: IntArray) -> FloatArray:
+        """Random numbers in [0, 1) of this step, one for each position."""
+        return uniforms(self._sampling.seed, len(self.tokens), self.num_steps)[positions]
