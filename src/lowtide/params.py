@@ -51,8 +51,9 @@ _DIFFUSION_RANGES = (
 class DiffusionParams:
     """How a diffusion model fills its blocks. `None` means the family's published default.
 
-    block_length: tokens denoised together. Without a default of the family's, or where that does
-        not divide the answer, the whole answer is one block.
+    block_length: tokens denoised together; the whole answer where the family has no default.
+        What is asked must divide a bidirectional model's answer, whose last block may be shorter
+        by default.
     steps: denoising steps as the family's own code counts them. LLaDA2: per block, at least
         `block_length / steps` tokens each. LLaDA, LLaDA-MoE, Dream: over the whole answer, divided
         among its blocks; by default no more than new tokens.

@@ -33,6 +33,7 @@ class DecodingDefaults:
     eos_early_stop: bool = False
     remasking: str = "low_confidence"
     eps: float | None = None  # where the schedule ends; of Dream's alone
+    is_measured_as_drawn: bool = False  # see `decode.candidates.Reading`
 
 
 class Published(NamedTuple):

@@ -37,11 +37,12 @@ class Canvas:
 
     @property
     def block_length(self) -> int:
+        """Tokens of a block; the last one may be shorter."""
         raise NotImplementedError
 
     @property
     def _block_end(self) -> int:
-        return self._block_start + self.block_length
+        return min(self._block_start + self.block_length, len(self.tokens))
 
     @property
     def _block(self) -> slice:

@@ -14,10 +14,12 @@ import numpy as np
 
 from lowtide.config import ModelConfig
 from lowtide.core import align_up
+from lowtide.decode import masked_options
 from lowtide.decode.request import Request
 from lowtide.errors import PlanError, UnsupportedError, UsageError
+from lowtide.memory.kv_cache import GRANULE_TOKENS
 from lowtide.model_folder.tokenizer import TextStream, Tokenizer
-from lowtide.params import SamplingParams, check_kind
+from lowtide.params import DiffusionParams, SamplingParams, check_kind
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -102,7 +104,7 @@ class Intake:
     def _request(self, prompt: Prompt, asked: SamplingParams) -> Request:
         token_ids = self.token_ids(prompt)
         params = self._resolved(asked)
-        self.check_fits(len(token_ids), params.max_tokens, params.diffusion.block_length or 1)
+        self._check_room(len(token_ids), params)
         is_stopped = None
         if params.stop:
             is_stopped = StopTest(self._needed_tokenizer().stream(params.stop))
@@ -114,20 +116,35 @@ class Intake:
             is_stopped=is_stopped,
         )
 
+    def _check_room(self, num_prompt: int, params: SamplingParams) -> None:
+        """See `check_fits`; guidance takes the room of a second sequence."""
+        if not self.config.is_bidirectional:
+            self.check_fits(num_prompt, params.max_tokens, params.diffusion.block_length or 1)
+            return
+        self.check_fits(num_prompt, params.max_tokens, 1)
+        num_tokens = num_prompt + params.max_tokens
+        if params.diffusion.cfg_scale and 2 * align_up(num_tokens, GRANULE_TOKENS) > align_up(
+            self.context, GRANULE_TOKENS
+        ):
+            raise PlanError(
+                f"{num_prompt} prompt tokens and {params.max_tokens} new ones are computed twice "
+                f"for guidance, and the context is {self.context}; raise it to "
+                f"{2 * align_up(num_tokens, GRANULE_TOKENS)}, lower max_tokens or leave cfg_scale "
+                "out."
+            )
+
     def _resolved(self, params: SamplingParams) -> SamplingParams:
         """`params` with the family's published defaults where nothing was asked."""
         check_kind(params, self.config.architecture, self.config.is_diffusion)
         defaults, asked = self.config.decoding, params.diffusion
-        if self.config.is_bidirectional:
-            raise UnsupportedError(
-                f"{self.config.architecture} cannot be decoded yet: llm.logits is what there is."
-            )
         if defaults is None:
             return params
-        if asked.cfg_scale:
-            raise UnsupportedError(
-                f"cfg_scale {asked.cfg_scale}: block diffusion models decode without guidance."
+        if self.config.is_bidirectional:
+            resolved = masked_options.resolve(
+                asked, defaults, params.max_tokens, self.config.architecture
             )
+            return replace(params, diffusion=resolved)
+        _check_block_options(asked)
         unset = {n: getattr(defaults, n) for n in _DEFAULTED if getattr(asked, n) is None}
         diffusion = replace(asked, **unset)
         self.check_block_length(cast(int, diffusion.block_length))
@@ -186,6 +203,24 @@ def _check_is_list(prompt: object) -> None:
             "A prompt is a string, a list of token ids or a list of chat messages, not "
             f"{type(prompt).__name__}; an array of ids becomes a list by its tolist()."
         )
+
+
+def _check_block_options(asked: DiffusionParams) -> None:
+    """Raises UnsupportedError for what block diffusion does not have, by name."""
+    if asked.cfg_scale:
+        raise UnsupportedError(
+            f"cfg_scale {asked.cfg_scale}: block diffusion models decode without guidance."
+        )
+    if asked.remasking not in (None, "low_confidence"):
+        raise UnsupportedError(
+            f"remasking {asked.remasking!r} is for bidirectional models; block diffusion models "
+            "decode by low_confidence."
+        )
+    for name in ("eps", "alg_temp", "factor"):
+        if getattr(asked, name) is not None:
+            raise UnsupportedError(
+                f"{name}: block diffusion models have no rule that it is for; leave it out."
+            )
 
 
 def _as_list(params: Sequence[SamplingParams]) -> list[SamplingParams]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from lowtide.core import IntArray, Step, StepKind, align_up
 from lowtide.decode.batch_decoder import BatchDecoder, Model
 from lowtide.decode.candidates import Candidates, read_rows
-from lowtide.decode.logits import tiled_logits
+from lowtide.decode.logits import rows_that_predict, tiled_logits
 from lowtide.decode.masked_sequence import MaskedSequence
 from lowtide.decode.request import Event, Request
 from lowtide.errors import PlanError, UsageError
@@ -28,9 +28,8 @@ from lowtide.memory.kv_cache import GRANULE_TOKENS, KVCache, KVRange
 class MaskedDiffusion(BatchDecoder[MaskedSequence]):
     """Decodes requests, one forward pass at a time, over one bidirectional model.
 
-    Its KV cache holds what a layer needs of a pass and nothing longer. logits_shift: how far
-    before a position the hidden state lies that its logits come from. is_measured_as_drawn: see
-    `candidates.Reading`.
+    Its KV cache holds what a layer needs of a pass and nothing longer. logits_shift: see
+    `logits.rows_that_predict`. is_measured_as_drawn: see `candidates.Reading`.
     """
 
     def __init__(
@@ -162,7 +161,7 @@ class _Turn(NamedTuple):
 
     def rows(self, logits_shift: int) -> IntArray:
         """The rows of hidden states that the wanted logits come from, both of a pair together."""
-        own = np.maximum(self.sequence.wanted - logits_shift, 0)
+        own = rows_that_predict(self.sequence.wanted, logits_shift)
         return np.stack([own + start for start in self.starts], axis=1).ravel()
 
 
@@ -174,7 +173,7 @@ def _candidates(sequence: MaskedSequence, logits: Tensor, part: slice) -> Candid
 
 
 def guided(conditional: Tensor, unconditional: Tensor, cfg_scale: float) -> Tensor:
-    """Classifier-free guidance [n, vocab], as LLaDA's `generate` has it; overwrites `conditional`."""
+    """Logits [n, vocab] under guidance, as LLaDA's `generate` has it; overwrites `conditional`."""
     return conditional.sub_(unconditional).mul_(cfg_scale + 1).add_(unconditional)
 
 

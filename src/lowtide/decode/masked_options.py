@@ -41,9 +41,9 @@ def resolve(
 ) -> DiffusionParams:
     """`asked` with all that its rule needs; what it does not need is `None`.
 
-    `steps` are over the whole answer, `None` where nothing bounds them; `block_length` divides
-    `max_tokens` and the number of blocks `steps`. Raises UnsupportedError for what these models
-    cannot do, UsageError for a contradiction.
+    `steps` are over the whole answer, a multiple of the number of its blocks, `None` where nothing
+    bounds them. Raises UnsupportedError for what these models cannot do, UsageError for a
+    contradiction.
     """
     rule = asked.remasking or defaults.remasking
     _check_fields(asked, rule, architecture)
@@ -80,8 +80,7 @@ def _check_fields(asked: DiffusionParams, rule: str, architecture: str) -> None:
 
 def _block_length(asked: int | None, default: int | None, max_tokens: int) -> int:
     if asked is None:
-        is_usable = default is not None and max_tokens % default == 0
-        return default if default is not None and is_usable else max_tokens
+        return min(default or max_tokens, max_tokens)
     if max_tokens % asked:
         raise UsageError(
             f"block_length {asked} does not divide max_tokens {max_tokens}: this model's answers "
@@ -97,7 +96,7 @@ def _steps(
     max_tokens: int,
     block_length: int,
 ) -> int | None:
-    num_blocks = max_tokens // block_length
+    num_blocks = -(-max_tokens // block_length)
     if asked.steps is not None and asked.steps % num_blocks:
         raise UsageError(
             f"{asked.steps} steps do not divide among {num_blocks} blocks of {block_length} tokens."

@@ -28,8 +28,8 @@ from lowtide.layers.batch import KVRange
 class MaskedSequence(Canvas):
     """One running request: its tokens, its active block, and the schedule.
 
-    `wanted` are the positions, ascending, that the coming pass may write. The answer begins with a
-    block, and is whole blocks. Its parameters are those that `masked_options.resolve` makes.
+    `wanted` are the positions, ascending, that the coming pass may write. Blocks begin with the
+    answer. Its parameters are those that `masked_options.resolve` makes.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class MaskedSequence(Canvas):
         self._rule = diffusion.remasking or ""
         self._sampling = Sampling.of(request.params, request.seed)
         self._is_measured_as_drawn = is_measured_as_drawn
-        num_blocks = max_tokens // self.block_length
+        num_blocks = -(-max_tokens // self.block_length)
         self._steps = None if diffusion.steps is None else diffusion.steps // num_blocks
         self._times = self._make_times()
         self._num_steps = 0  # of the active block
@@ -93,7 +93,7 @@ class MaskedSequence(Canvas):
         self._num_steps += 1
         events: list[Event] = [self._draft()]
         is_answered = bool(self.request.params.diffusion.eos_early_stop) and self._is_answered()
-        if is_answered or not self._is_masked[self._block].any():
+        if is_answered or not self._num_masked:
             self._num_past_steps += self._num_steps
             self._num_steps = self.num_block_passes = 0
             events += self._finish_block(is_answered)
@@ -171,16 +171,24 @@ class MaskedSequence(Canvas):
     def _num_due(self) -> int:
         """Tokens that a step of the schedule writes."""
         if self._rule in COUNT_RULES:
-            return num_scheduled(self.block_length, self._steps or 1, self._num_steps) or 0
-        num_masked = int(np.count_nonzero(self._is_masked[self._block]))
-        return remasking.num_by_share(num_masked, self._times, self._num_steps)
+            return num_scheduled(self._num_tokens, self._steps or 1, self._num_steps) or 0
+        return remasking.num_by_share(self._num_masked, self._times, self._num_steps)
 
     def _num_most(self) -> int | None:
         """Tokens that a step may write under `confidence_threshold`; `None`: any number."""
         if self._steps is None:
             return None
-        num_written = self.block_length - int(np.count_nonzero(self._is_masked[self._block]))
-        return remasking.num_allowed(self.block_length, self._steps, self._num_steps, num_written)
+        num_written = self._num_tokens - self._num_masked
+        return remasking.num_allowed(self._num_tokens, self._steps, self._num_steps, num_written)
+
+    @property
+    def _num_tokens(self) -> int:
+        """Of the active block."""
+        return self._block_end - self._block_start
+
+    @property
+    def _num_masked(self) -> int:
+        return int(np.count_nonzero(self._is_masked[self._block]))
 
     def _numbers(self, positions: IntArray) -> FloatArray:
         """Random numbers in [0, 1) of this step, one for each position."""

@@ -15,6 +15,7 @@ import torch
 
 from lowtide.decode.autoregressive import Autoregressive
 from lowtide.decode.block_diffusion import BlockDiffusion
+from lowtide.decode.masked_diffusion import MaskedDiffusion
 from lowtide.decode.request import Committed, Event, Finished, Request
 from lowtide.engine.engine import Engine
 from lowtide.engine.not_finite import fault_found
@@ -296,10 +297,20 @@ class Speed:
         }
 
 
-def _make_decoder(engine: Engine) -> BlockDiffusion | Autoregressive:
-    config, use_kv_cache = engine.opened.config, engine.opened.options.kv_cache
-    if config.mask_token_id is None:
+def _make_decoder(engine: Engine) -> BlockDiffusion | MaskedDiffusion | Autoregressive:
+    opened = engine.opened
+    config, use_kv_cache = opened.config, opened.options.kv_cache
+    if config.mask_token_id is None or config.decoding is None:
         return Autoregressive(engine.model, engine.kv_cache, MAX_PASS_ROWS, use_kv_cache)
+    if config.is_bidirectional:
+        return MaskedDiffusion(
+            engine.model,
+            engine.kv_cache,
+            mask_token_id=config.mask_token_id,
+            max_rows=opened.max_pass_rows,
+            logits_shift=config.logits_shift,
+            is_measured_as_drawn=config.decoding.is_measured_as_drawn,
+        )
     return BlockDiffusion(
         engine.model,
         engine.kv_cache,

@@ -52,7 +52,12 @@ FAMILY = Family(
         (151643,),
         151666,
         DecodingDefaults(
-            block_length=None, steps=512, threshold=None, remasking="origin", eps=1e-3
+            block_length=None,
+            steps=512,
+            threshold=None,
+            remasking="origin",
+            eps=1e-3,
+            is_measured_as_drawn=True,
         ),
     ),
     read=read,
