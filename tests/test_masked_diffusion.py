@@ -4,17 +4,26 @@ exactly) and over transformers' implementations (so whole published trajectories
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 
+import numpy as np
 import pytest
-from hash_model import make_kv_cache
+import torch
+from hash_model import EOS, MASK, VOCAB, HashModel, is_all_free, make_kv_cache
+from hypothesis import given
+from hypothesis import strategies as st
 from masked_oracle import FullModel, golden_cases, load_full
 from whole import decoded
 
 from lowtide.config import DecodingDefaults
+from lowtide.core import Step, StepKind
+from lowtide.decode.batch_decoder import LOGIT_ROWS
 from lowtide.decode.masked_diffusion import MaskedDiffusion
 from lowtide.decode.masked_options import resolve
-from lowtide.decode.request import Draft, Event, Finished, Request
-from lowtide.params import DiffusionParams, SamplingParams
+from lowtide.decode.request import Committed, Draft, Event, Finished, Request
+from lowtide.layers.batch import Batch, Segment
+from lowtide.params import REMASKING_RULES, DiffusionParams, SamplingParams
 
 LLADA = DecodingDefaults(block_length=128, steps=128, threshold=None)
 DREAM = DecodingDefaults(block_length=None, steps=512, threshold=None, remasking="origin", eps=1e-3)
@@ -87,3 +96,213 @@ def test_golden_trajectories(name) -> None:
         assert list(finished[request.id].token_ids) == case["output"]
         assert finished[request.id].num_forwards == len(rows) - 1
         assert is_dream or finished[request.id].num_forwards == case["forwards"]
+
+
+class Run:
+    """A finished run over a `HashModel`: events and what was fed."""
+
+    def __init__(
+        self,
+        requests: Iterable[Request],
+        num_tokens: int = 512,
+        max_rows: int = 512,
+        can_mask: bool = True,
+        **options: object,
+    ) -> None:
+        self.kv_cache = make_kv_cache(num_tokens)
+        self.model = HashModel(self.kv_cache, max_rows, can_mask)
+        self.decoder = MaskedDiffusion(self.model, self.kv_cache, MASK, max_rows, **options)
+        self.events = decoded(self.decoder, requests)
+        self.finished = {e.request: e for e in self.events if isinstance(e, Finished)}
+
+    def of(self, index: int) -> list[Event]:
+        """What must not depend on neighbours, or on who takes part when."""
+        return [e for e in self.events if e.request == index]
+
+
+RULE_FIELDS = {
+    "confidence_threshold": {"threshold": st.sampled_from([0.0, 0.3, 0.9, 1.0])},
+    "factor": {"factor": st.sampled_from([0.0, 0.5, 1.0, 20.0])},
+    "origin": {"eps": st.sampled_from([1e-3, 0.2])},
+    "maskgit_plus": {"eps": st.just(1e-3), "alg_temp": st.sampled_from([0.0, 0.3])},
+    "topk_margin": {"alg_temp": st.sampled_from([0.0, 2.0])},
+    "entropy": {"alg_temp": st.sampled_from([0.0, 0.1])},
+}
+
+
+@st.composite
+def requests(draw, index: int = 0, **fixed: object) -> Request:
+    rule = draw(st.sampled_from(REMASKING_RULES))
+    num_blocks, block_length = draw(st.integers(1, 3)), draw(st.integers(1, 12))
+    asked = {name: draw(values) for name, values in RULE_FIELDS.get(rule, {}).items()}
+    if draw(st.booleans()):
+        asked["steps"] = num_blocks * draw(st.integers(1, 15))
+    params = {
+        "max_tokens": num_blocks * block_length,
+        "eos_token_ids": draw(st.sampled_from([(), (EOS,), (EOS, 5)])),
+        "seed": draw(st.integers(0, 3)),
+        "cfg_scale": draw(st.sampled_from([0.0, 0.0, 0.7, 3.0])),
+        "eos_early_stop": draw(st.booleans()),
+        "ignore_eos": draw(st.booleans()),
+        "temperature": draw(st.sampled_from([0.0, 0.0, 0.7, 2.0])),
+        "top_k": draw(st.none() | st.integers(1, VOCAB)),
+        "top_p": draw(st.none() | st.floats(0.1, 1)),
+        "defaults": draw(st.sampled_from([LLADA, DREAM])),
+    }
+    if num_blocks > 1 or draw(st.booleans()):
+        params["block_length"] = block_length
+    prompt = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30))
+    return make_request(index, prompt, remasking=rule, **{**params, **asked, **fixed})
+
+
+batches = st.integers(1, 4).flatmap(lambda n: st.tuples(*(requests(i) for i in range(n))))
+options = st.fixed_dictionaries(
+    {"logits_shift": st.integers(0, 1), "is_measured_as_drawn": st.booleans()}
+)
+
+
+@given(batches, st.sampled_from([144, 256, 512]), st.sampled_from([144, 512]), options)
+def test_a_batch_decodes_each_request_as_if_alone(batch, num_tokens, max_rows, options) -> None:
+    together = Run(batch, num_tokens, max_rows, **options)
+    assert is_all_free(together.kv_cache)
+    for request in batch:
+        assert together.of(request.id) == Run([request], **options).of(request.id)
+
+
+@given(requests(), options)
+def test_every_rule_ends_in_its_steps_and_writes_each_position_once(request, options) -> None:
+    run = Run([request], can_mask=False, **options)
+    diffusion, max_tokens = request.params.diffusion, request.params.max_tokens
+    finished = run.finished[0]
+    rows = trajectory(request, run.events, MASK)
+    for before, after in pairwise(rows):
+        assert all(a in (b, MASK) for a, b in zip(before, after, strict=True))
+    assert len(rows) == finished.num_forwards + 1
+    num_blocks = -(-max_tokens // diffusion.block_length)
+    if diffusion.steps is None or diffusion.remasking == "confidence_threshold":
+        # A token in every pass at least.
+        assert all(before != after for before, after in pairwise(rows))
+        assert finished.num_forwards <= max_tokens
+    else:
+        assert finished.num_forwards <= diffusion.steps
+        is_whole = finished.finish_reason == "length"
+        per_block = diffusion.steps // num_blocks
+        is_exact = diffusion.remasking in ("maskgit_plus", "topk_margin", "entropy")
+        is_exact |= diffusion.remasking != "origin" and per_block <= diffusion.block_length
+        if is_exact and is_whole:
+            assert finished.num_forwards == diffusion.steps
+
+
+@given(requests(), options)
+def test_what_is_reported_is_consistent(request, options) -> None:
+    run = Run([request], **options)
+    finished = run.finished[0]
+    committed = [t for e in run.events if isinstance(e, Committed) for t in e.tokens]
+    drafts = [e for e in run.events if isinstance(e, Draft)]
+    eos = () if request.params.ignore_eos else request.eos_token_ids
+    assert tuple(committed) == finished.token_ids
+    assert not set(eos) & set(finished.token_ids[:-1])
+    is_stop = finished.token_ids[-1] in eos
+    assert finished.finish_reason == ("stop" if is_stop else "length")
+    assert is_stop or len(finished.token_ids) == request.params.max_tokens
+    assert MASK not in finished.token_ids
+    assert [draft.num_forwards for draft in drafts] == list(range(1, finished.num_forwards + 1))
+    for draft in drafts:
+        masked = [t for t, m in zip(draft.tokens, draft.is_masked, strict=True) if m]
+        assert masked == [MASK] * len(masked)
+    # Masks that the model itself predicts may take a pass more for each block.
+    num_blocks = -(-request.params.max_tokens // request.params.diffusion.block_length)
+    if request.params.diffusion.steps and request.params.diffusion.remasking in SCHEDULED:
+        assert finished.num_forwards <= request.params.diffusion.steps + num_blocks
+
+
+@given(requests(cfg_scale=0.0, temperature=0.0, top_k=None, top_p=None), options)
+def test_trajectories_are_those_of_the_published_loops(request, options) -> None:
+    if request.params.diffusion.alg_temp or request.params.diffusion.remasking in BY_CHANCE:
+        return
+    request = replace(request, eos_token_ids=(), prompt=[t % MASK for t in request.prompt])
+    run = Run([request], can_mask=False, **options)
+    expected = published(request, options["logits_shift"])
+    assert trajectory(request, run.events, MASK) == expected
+
+
+BY_CHANCE = ("random", "origin")
+SCHEDULED = ("low_confidence", *BY_CHANCE, "maskgit_plus", "topk_margin", "entropy")
+
+
+def published(request: Request, logits_shift: int) -> list[list[int]]:
+    """Token rows before the first step and after each, at temperature 0: LLaDA's and Dream's loop
+    over blocks, everything recomputed, with the rules of both and of Fast-dLLM."""
+    diffusion, num_prompt = request.params.diffusion, len(request.prompt)
+    length = diffusion.block_length
+    x = torch.full((num_prompt + request.params.max_tokens,), MASK)
+    x[:num_prompt] = torch.tensor(request.prompt)
+    rows = [x.tolist()]
+    num_blocks = request.params.max_tokens // length
+    steps = None if diffusion.steps is None else diffusion.steps // num_blocks
+    for start in range(num_prompt, len(x), length):
+        num_left_over, step = 0, 0
+        while (x[start : start + length] == MASK).any():
+            logits = hash_logits(x.numpy(), logits_shift)[start : start + length]
+            is_masked = x[start : start + length] == MASK
+            p = logits.double().softmax(-1)
+            confidence, tokens = p.max(-1)
+            if diffusion.remasking == "topk_margin":
+                top = p.sort(descending=True).values
+                confidence = top[:, 0] - top[:, 1]
+            if diffusion.remasking == "entropy":
+                confidence = (p * (p + 1e-10).log()).sum(-1)
+            num_masked = int(is_masked.sum())
+            surest = confidence.where(is_masked, -torch.inf).argsort(descending=True, stable=True)
+            chosen, num_left_over = published_choice(
+                diffusion, confidence, surest[:num_masked], step, steps, length, num_left_over
+            )
+            x[start + chosen] = tokens[chosen]
+            rows.append(x.tolist())
+            step += 1
+    return rows
+
+
+def published_choice(
+    diffusion: DiffusionParams,
+    confidence: torch.Tensor,
+    surest: torch.Tensor,
+    step: int,
+    steps: int | None,
+    length: int,
+    num_left_over: int,
+) -> tuple[torch.Tensor, int]:
+    """Which of the masked places `surest` are written, and what a bound step leaves over."""
+    num_masked = len(surest)
+    if diffusion.remasking == "low_confidence":
+        return surest[: length // steps + (step < length % steps)], 0
+    if diffusion.remasking == "confidence_threshold":
+        num_most = num_masked
+        if steps is not None:
+            num_most = length // steps + (step < length % steps) if step < steps else 0
+            num_most = max(1, num_most + num_left_over)
+        kept = [
+            i
+            for n, i in enumerate(surest[:num_most])
+            if n == 0 or confidence[i] >= diffusion.threshold
+        ]
+        return torch.stack(kept), min(num_most, num_masked) - len(kept)
+    if diffusion.remasking == "factor":
+        bounds = [1 - diffusion.factor / (n + 1) for n in range(1, num_masked + 1)]
+        fails = [n for n in range(1, num_masked) if confidence[surest[n]] < bounds[n]]
+        return surest[: min([num_masked, *fails])], 0
+    times = torch.linspace(1, diffusion.eps, steps + 1)
+    is_last = step >= steps - 1
+    share = 1 - times[min(step, steps - 1) + 1] / times[min(step, steps - 1)]
+    num_tokens = num_masked if is_last else int(torch.tensor(num_masked) / 1 * share)
+    return surest[:num_tokens], 0
+
+
+def hash_logits(row: np.ndarray, logits_shift: int) -> torch.Tensor:
+    kv_cache = make_kv_cache(128)
+    model = HashModel(kv_cache, 128, can_mask=False)
+    segment = Segment(0, len(row), 0, len(row), kv_cache.allocate(len(row)))
+    tokens, positions = torch.from_numpy(row), torch.arange(len(row))
+    hidden = model.forward(Batch(tokens, positions, (segment,), Step(StepKind.DENOISE, 0)))
+    logits = torch.cat([model.logits(part).clone() for part in hidden.split(LOGIT_ROWS)])
+    return torch.cat([logits[:1], logits[:-1]]) if logits_shift else logits

@@ -86,9 +86,7 @@ def test_the_share_is_that_of_the_published_loop_and_all_is_written(num_tokens, 
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.floats(0, 1), st.integers(0, 2**32 - 1))
-def test_steps_bound_the_threshold_as_in_the_published_loop(
-    share, steps, threshold, seed
-) -> None:
+def test_steps_bound_the_threshold_as_in_the_published_loop(share, steps, threshold, seed) -> None:
     """Fast-dLLM's loop for Dream, which wants as many tokens in every step."""
     generator = np.random.default_rng(seed)
     num_left, left_over, quota, num_steps = share * steps, 0, share, steps
