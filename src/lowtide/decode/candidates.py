@@ -1,7 +1,7 @@
 """What masked diffusion asks of rows of logits: a candidate for each, and how sure the model is.
 
-`row_statistics` is all that the rules need at temperature 0. Where tokens are drawn, or filtered
-before they are measured, whole rows are looked at, a tile at a time.
+Statistics are all that the rules need at temperature 0. Where tokens are drawn, or filtered before
+they are measured, whole rows are looked at.
 """
 
 from __future__ import annotations
@@ -31,9 +31,15 @@ class RowStatistics(NamedTuple):
     """Of each row's softmax; in host memory."""
 
     best: IntArray  # [rows] the likeliest token, the lowest id on ties
+    greatest: FloatArray  # [rows] its logit; where that is not finite the others mean nothing
     probability: FloatArray  # [rows] its probability, exact near 1: what is left is summed apart
     second: FloatArray  # [rows] the greatest probability beside it
     entropy: FloatArray  # [rows] -sum p log(p + LOG_OFFSET); zeros where it was not asked for
+
+    def part(self, rows: slice) -> RowStatistics:
+        """Those of some of the rows."""
+        best, *others = self
+        return RowStatistics(best[rows], *(values[rows] for values in others))
 
 
 class Candidates(NamedTuple):
@@ -51,8 +57,11 @@ class Candidates(NamedTuple):
         return cls(tokens, *(np.zeros(num_positions) for _ in range(3)))
 
     @classmethod
-    def likeliest(cls, statistics: RowStatistics) -> Candidates:
-        best, probability, second, entropy = statistics
+    def likeliest(cls, statistics: RowStatistics, positions: IntArray) -> Candidates:
+        """The arg-max of each row; positions: [n], where the rows lie in their sequence. Raises
+        NumericError for one that is not finite."""
+        best, greatest, probability, second, entropy = statistics
+        check_finite(torch.from_numpy(greatest), positions)
         return cls(best.copy(), probability.copy(), probability - second, entropy)
 
     def put(self, part: slice, others: Candidates) -> None:
@@ -76,7 +85,8 @@ class Reading(NamedTuple):
     @property
     def needs_logits(self) -> bool:
         """Whether whole rows of logits are needed, not only their statistics."""
-        return self.sampling.temperature > 0 or self.is_filtered
+        is_changed = self.is_filtered or self.excluded is not None
+        return self.sampling.temperature > 0 or is_changed
 
     @property
     def is_filtered(self) -> bool:
@@ -93,37 +103,27 @@ def read_rows(logits: Tensor, reading: Reading, positions: IntArray, num_steps: 
     their sequence. num_steps: steps that this sequence has had before; with the seed and the
     position they decide what is drawn. Raises NumericError for a row that is not finite.
     """
-    if not reading.needs_logits:
-        statistics = row_statistics(
-            logits, positions, excluded=reading.excluded, needs_entropy=reading.needs_entropy
-        )
-        return Candidates.likeliest(statistics)
-    if reading.is_measured_as_drawn:
-        _exclude(logits, reading.excluded)
+    _exclude(logits, reading.excluded)
+    if reading.is_filtered or (reading.is_measured_as_drawn and reading.sampling.temperature > 0):
         check_finite(find_best(logits)[1], positions)
         for row in logits:
             _shape(row, reading.sampling)
     own = logits.clone() if reading.sampling.temperature > 0 else logits
-    statistics = row_statistics(
-        logits, positions, excluded=reading.excluded, needs_entropy=reading.needs_entropy
-    )
-    candidates = Candidates.likeliest(statistics)
+    statistics = row_statistics(logits, reading.needs_entropy)
+    candidates = Candidates.likeliest(statistics, positions)
     if reading.sampling.temperature > 0:
         _draw_rows(own, reading, positions, num_steps, statistics, candidates)
     return candidates
 
 
-def row_statistics(
-    logits: Tensor, positions: IntArray, *, excluded: int | None, needs_entropy: bool
-) -> RowStatistics:
-    """Of float32 [n, vocab] in host memory; overwritten. excluded: a token of no probability.
+def row_statistics(logits: Tensor, needs_entropy: bool) -> RowStatistics:
+    """Of float32 [n, vocab] in host memory; overwritten.
 
     Probabilities in double precision where it matters: all but the likeliest are added up apart,
     so that two that are nearly 1 are told from each other.
     """
-    _exclude(logits, excluded)
     best, greatest = find_best(logits)
-    check_finite(greatest, positions)
+    own = greatest[:, 0].double()
     weights = logits.sub_(greatest).exp_()
     weights.scatter_(-1, best[:, None], 0)
     total = 1 + weights.sum(dim=-1, dtype=torch.float64)
@@ -134,7 +134,8 @@ def row_statistics(
         weights.scatter_(-1, best[:, None], 1)
         shares = weights.div_(total[:, None])
         entropy = -(shares * (shares + LOG_OFFSET).log_()).sum(dim=-1, dtype=torch.float64)
-    return RowStatistics(best.numpy(), probability.numpy(), second.numpy(), entropy.numpy())
+    found = (own, probability, second, entropy)
+    return RowStatistics(best.numpy(), *(values.numpy() for values in found))
 
 
 def _exclude(logits: Tensor, excluded: int | None) -> None:
@@ -155,7 +156,6 @@ def _draw_rows(
     logits [n, vocab]: as `statistics` saw them; shaped here unless they were before that.
     """
     sampling = reading.sampling
-    _exclude(logits, reading.excluded)
     for index, (row, position) in enumerate(zip(logits, positions.tolist(), strict=True)):
         best = int(statistics.best[index])
         shaped = row if reading.is_measured_as_drawn else _shape(row.clone(), sampling)

@@ -17,9 +17,10 @@ from torch import Tensor
 from lowtide.core import IntArray, Step, StepKind, align_up
 from lowtide.decode.batch_decoder import BatchDecoder, Model
 from lowtide.decode.candidates import Candidates, read_rows
-from lowtide.decode.logits import rows_that_predict, tiled_logits
+from lowtide.decode.logits import rows_that_predict
 from lowtide.decode.masked_sequence import MaskedSequence
 from lowtide.decode.request import Event, Request
+from lowtide.decode.row_reading import Rows, read_logits, read_statistics
 from lowtide.errors import PlanError, UsageError
 from lowtide.layers.batch import Batch, Segment
 from lowtide.memory.kv_cache import GRANULE_TOKENS, KVCache, KVRange
@@ -109,28 +110,41 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
         )
 
     def _read(self, hidden: Tensor, turns: Sequence[_Turn]) -> list[Candidates]:
-        """A candidate for every wanted position of each turn, logits computed tile by tile.
-
-        Rows of guided sequences come first and in pairs, so that each pair lies in one tile: tiles
-        are even.
-        """
+        """A candidate for every wanted position of each turn."""
         found = [Candidates.empty(len(turn.sequence.wanted)) for turn in turns]
-        in_order = sorted(range(len(turns)), key=lambda i: -len(turns[i].starts))
-        rows = [turns[index].rows(self._logits_shift) for index in in_order]
-        starts = np.cumsum([0, *map(len, rows)]).tolist()
-        all_rows = np.concatenate(rows)
-        needs_logits = np.ones(len(all_rows), np.bool_)
-        for tile, logits in tiled_logits(self._model, hidden, all_rows, needs_logits):
-            if not isinstance(logits, Tensor):
-                continue  # every row was asked for
-            for index, start, stop in zip(in_order, starts[:-1], starts[1:], strict=True):
-                low, high = max(start, tile.start), min(stop, tile.stop)
-                if low < high:
-                    turn, num_copies = turns[index], len(turns[index].starts)
-                    part = slice((low - start) // num_copies, (high - start) // num_copies)
-                    own = logits[low - tile.start : high - tile.start]
-                    found[index].put(part, _candidates(turn.sequence, own, part))
+        kinds: dict[tuple[bool, bool], list[int]] = {}
+        for index, turn in enumerate(turns):
+            kind = (turn.is_guided, turn.sequence.reading.needs_logits)
+            kinds.setdefault(kind, []).append(index)
+        for (_, needs_logits), indices in kinds.items():
+            read = self._read_logits if needs_logits else self._read_statistics
+            read(hidden, [turns[i] for i in indices], [found[i] for i in indices])
         return found
+
+    def _read_statistics(
+        self, hidden: Tensor, turns: Sequence[_Turn], found: Sequence[Candidates]
+    ) -> None:
+        needs_entropy = any(turn.sequence.reading.needs_entropy for turn in turns)
+        rows = _joined([turn.rows(self._logits_shift) for turn in turns])
+        statistics = read_statistics(self._model, hidden, rows, needs_entropy)
+        start = 0
+        for turn, candidates in zip(turns, found, strict=True):
+            positions = turn.sequence.wanted
+            part = slice(start, start + len(positions))
+            own = Candidates.likeliest(statistics.part(part), positions)
+            candidates.put(slice(None), own)
+            start = part.stop
+
+    def _read_logits(
+        self, hidden: Tensor, turns: Sequence[_Turn], found: Sequence[Candidates]
+    ) -> None:
+        for turn, candidates in zip(turns, found, strict=True):
+            sequence = turn.sequence
+            rows = turn.rows(self._logits_shift)
+            for part, logits in read_logits(self._model, hidden, rows):
+                positions = sequence.wanted[part]
+                chosen = read_rows(logits, sequence.reading, positions, sequence.num_steps)
+                candidates.put(part, chosen)
 
 
 class _Turn(NamedTuple):
@@ -139,6 +153,10 @@ class _Turn(NamedTuple):
 
     sequence: MaskedSequence
     starts: tuple[int, ...]
+
+    @property
+    def is_guided(self) -> bool:
+        return len(self.starts) > 1
 
     def token_ids(self) -> list[IntArray]:
         copies = [self.sequence.tokens, self.sequence.unconditional_tokens()]
@@ -159,22 +177,23 @@ class _Turn(NamedTuple):
             for copy, start in enumerate(self.starts)
         ]
 
-    def rows(self, logits_shift: int) -> IntArray:
-        """The rows of hidden states that the wanted logits come from, both of a pair together."""
+    def rows(self, logits_shift: int) -> Rows:
+        """The hidden states that the wanted logits come from."""
         own = rows_that_predict(self.sequence.wanted, logits_shift)
-        return np.stack([own + start for start in self.starts], axis=1).ravel()
+        if not self.is_guided:
+            return Rows(own + self.starts[0])
+        factors = np.full(len(own), self.sequence.cfg_scale + 1)
+        return Rows(own + self.starts[0], own + self.starts[1], factors)
 
 
-def _candidates(sequence: MaskedSequence, logits: Tensor, part: slice) -> Candidates:
-    """For `sequence.wanted[part]`, from float32 logits of their rows or pairs of rows."""
-    if sequence.cfg_scale:
-        logits = guided(logits[0::2], logits[1::2], sequence.cfg_scale)
-    return read_rows(logits, sequence.reading, sequence.wanted[part], sequence.num_steps)
-
-
-def guided(conditional: Tensor, unconditional: Tensor, cfg_scale: float) -> Tensor:
-    """Logits [n, vocab] under guidance, as LLaDA's `generate` has it; overwrites `conditional`."""
-    return conditional.sub_(unconditional).mul_(cfg_scale + 1).add_(unconditional)
+def _joined(rows: Sequence[Rows]) -> Rows:
+    """All of them; guidance is for all or none."""
+    own = np.concatenate([each.own for each in rows])
+    others = [each.other for each in rows if each.other is not None]
+    factors = [each.factors for each in rows if each.factors is not None]
+    if not others:
+        return Rows(own)
+    return Rows(own, np.concatenate(others), np.concatenate(factors))
 
 
 def _num_copies(request: Request) -> int:

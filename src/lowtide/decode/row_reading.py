@@ -1,0 +1,61 @@
+"""From hidden states of a pass to what is asked of their logits, in tiles of bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from lowtide.core import FloatArray, IntArray
+from lowtide.decode.batch_decoder import Model
+from lowtide.decode.candidates import RowStatistics, row_statistics
+from lowtide.decode.logits import tiled_logits
+
+
+class Rows(NamedTuple):
+    """Rows of hidden states whose logits are looked at.
+
+    With guidance there is another row for each, of the same text without its prompt, and logits
+    are `other + factor * (logits - other)`; LLaDA's `cfg_scale` is the factor less 1.
+    """
+
+    own: IntArray  # [n]
+    other: IntArray | None = None  # [n]
+    factors: FloatArray | None = None  # [n]
+
+
+def read_statistics(model: Model, hidden: Tensor, rows: Rows, needs_entropy: bool) -> RowStatistics:
+    """Of the logits of each row; no more of these exist at a time than a tile."""
+    parts = [
+        row_statistics(logits, needs_entropy) for _, logits in read_logits(model, hidden, rows)
+    ]
+    return RowStatistics(*(np.concatenate(values) for values in zip(*parts, strict=True)))
+
+
+def read_logits(model: Model, hidden: Tensor, rows: Rows) -> Iterator[tuple[slice, Tensor]]:
+    """Float32 logits [part, vocab] in host memory, part by part: (which of the rows, logits), each
+    valid until the next and the caller's to overwrite."""
+    if rows.other is None or rows.factors is None:
+        yield from _tiles(model, hidden, rows.own)
+        return
+    pairs = np.stack([rows.own, rows.other], axis=1).ravel()
+    for tile, logits in _tiles(model, hidden, pairs):  # tiles are even: both of a pair are in one
+        part = slice(tile.start // 2, tile.stop // 2)
+        yield part, guided(logits[0::2], logits[1::2], rows.factors[part])
+
+
+def guided(own: Tensor, other: Tensor, factors: FloatArray) -> Tensor:
+    """Logits [n, vocab] under classifier-free guidance, as LLaDA's `generate` has it, in `own`."""
+    own.sub_(other)
+    for row, factor in zip(own, factors.tolist(), strict=True):
+        row.mul_(factor)
+    return own.add_(other)
+
+
+def _tiles(model: Model, hidden: Tensor, rows: IntArray) -> Iterator[tuple[slice, Tensor]]:
+    needs_logits = np.ones(len(rows), np.bool_)
+    for tile, logits in tiled_logits(model, hidden, rows, needs_logits):
+        if isinstance(logits, Tensor):  # as all of them are that need to be
+            yield tile, logits
