@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from masked_oracle import golden_cases
 from oracle import GOLDENS
 
@@ -98,7 +99,7 @@ def test_every_rule_runs(name, llm) -> None:
     for rule in (*rules, "confidence_threshold", "factor"):
         diffusion = DiffusionParams(remasking=rule, cfg_scale=0.5)
         params = SamplingParams(
-            max_tokens=24, temperature=0.8, top_p=0.9, diffusion=diffusion, ignore_eos=True
+            max_tokens=12, temperature=3.0, top_p=0.9, diffusion=diffusion, ignore_eos=True
         )
         first, second = llm.generate([[5, 6, 7]] * 2, [replace(params, seed=s) for s in (1, 2)])
         assert len(first.token_ids) == 12 and first.token_ids != second.token_ids
@@ -167,3 +168,46 @@ def test_block_diffusion_refuses_what_is_not_its_own(diffusion) -> None:
     [named] = diffusion
     with pytest.raises(UnsupportedError, match=named):
         check_request(GOLDENS / "llada2-a", [1, 2], params)
+
+
+@pytest.mark.parametrize("golden", NAMES)
+def test_bfloat16_decides_by_its_own_logits(golden) -> None:
+    """In company: what is written is the arg-max and the surest of what `logits` says, but for
+    ties within 1e-3, which is what a rounding elsewhere may be worth."""
+    cases = [golden_cases(golden)[index] for index in (0, 1)]
+    asked, drafts = [params_of(case) for case in cases], [[], []]
+    with LLM(GOLDENS / golden, dtype="bfloat16") as llm:
+
+        def note(event) -> None:
+            if isinstance(event, Draft):
+                drafts[event.request].append(event)
+
+        llm.generate([case["prompt"] for case in cases], asked, on_event=note)
+        for case, params, own in zip(cases, asked, drafts, strict=True):
+            row = torch.tensor(case["trajectory"][0])
+            for draft in own:
+                block = slice(draft.block_start, draft.block_start + len(draft.tokens))
+                is_masked = row[block] == case["params"]["mask_id"]
+                probabilities = llm.logits(row.tolist())[block].double().softmax(-1)
+                after = torch.tensor(draft.tokens)
+                is_written = is_masked & ~torch.tensor(draft.is_masked)
+                check_written(probabilities, after, is_written, is_masked, params.diffusion)
+                row[block] = after
+
+
+def check_written(
+    probabilities: torch.Tensor,
+    after: torch.Tensor,
+    is_written: torch.Tensor,
+    is_masked: torch.Tensor,
+    diffusion: DiffusionParams,
+) -> None:
+    best = probabilities.max(-1).values
+    own = probabilities.gather(-1, after[:, None])[:, 0]
+    assert (own >= best - 1e-3)[is_written].all()
+    confidence = best
+    if diffusion.remasking == "entropy":
+        confidence = torch.special.entr(probabilities).sum(-1).neg()
+    if is_written.any() and (is_masked & ~is_written).any():
+        waiting = confidence[is_masked & ~is_written]
+        assert confidence[is_written].min() >= waiting.max() - 1e-3

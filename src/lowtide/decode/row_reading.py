@@ -13,6 +13,10 @@ from lowtide.decode.batch_decoder import Model
 from lowtide.decode.candidates import RowStatistics, row_statistics
 from lowtide.decode.logits import tiled_logits
 
+PART_ROWS = 8
+"""Rows that are looked at together; even, so that both of a pair are. What that takes beside the
+logits is a few arrays of so many rows, and no row depends on the others."""
+
 
 class Rows(NamedTuple):
     """Rows of hidden states whose logits are looked at.
@@ -41,8 +45,8 @@ def read_logits(model: Model, hidden: Tensor, rows: Rows) -> Iterator[tuple[slic
         yield from _tiles(model, hidden, rows.own)
         return
     pairs = np.stack([rows.own, rows.other], axis=1).ravel()
-    for tile, logits in _tiles(model, hidden, pairs):  # tiles are even: both of a pair are in one
-        part = slice(tile.start // 2, tile.stop // 2)
+    for rows_of_pairs, logits in _tiles(model, hidden, pairs):
+        part = slice(rows_of_pairs.start // 2, rows_of_pairs.stop // 2)
         yield part, guided(logits[0::2], logits[1::2], rows.factors[part])
 
 
@@ -58,4 +62,6 @@ def _tiles(model: Model, hidden: Tensor, rows: IntArray) -> Iterator[tuple[slice
     needs_logits = np.ones(len(rows), np.bool_)
     for tile, logits in tiled_logits(model, hidden, rows, needs_logits):
         if isinstance(logits, Tensor):  # as all of them are that need to be
-            yield tile, logits
+            for first in range(0, len(logits), PART_ROWS):
+                part = logits[first : first + PART_ROWS]
+                yield slice(tile.start + first, tile.start + first + len(part)), part
