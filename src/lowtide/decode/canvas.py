@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,7 +11,7 @@ from lowtide.decode.request import Committed, Draft, Event, Finished, Request
 from lowtide.layers.batch import KVRange
 
 
-class Canvas:
+class Canvas(abc.ABC):
     """The tokens of one request, which of them are masked, and what of the answer went out.
 
     Positions from `block_start` to `block_end` are being filled, and all before are as they stay.
@@ -36,9 +37,9 @@ class Canvas:
         self._num_reported = 0  # new tokens that went out as committed
 
     @property
+    @abc.abstractmethod
     def block_length(self) -> int:
         """Tokens of a block; the last one may be shorter."""
-        raise NotImplementedError
 
     @property
     def _block_end(self) -> int:

@@ -35,6 +35,9 @@ _FOR_REWRITING = ("edit_threshold", "max_post_steps")
 THRESHOLD, FACTOR, EPS = 0.9, 1.0, 1e-3
 """Published by Fast-dLLM and Dream, where the family itself says nothing."""
 
+MAX_STEPS = 2**16
+"""Of Dream's schedule, or as many as there are new tokens: each step of it is a number."""
+
 
 def resolve(
     asked: DiffusionParams, defaults: DecodingDefaults, max_tokens: int, architecture: str
@@ -100,6 +103,11 @@ def _steps(
     if asked.steps is not None and asked.steps % num_blocks:
         raise UsageError(
             f"{asked.steps} steps do not divide among {num_blocks} blocks of {block_length} tokens."
+        )
+    if rule in SHARE_RULES and (asked.steps or 1) > max(MAX_STEPS, max_tokens):
+        raise UsageError(
+            f"{asked.steps} steps for {max_tokens} tokens: remasking {rule!r} takes "
+            f"{max(MAX_STEPS, max_tokens)} at most."
         )
     if rule in COUNT_RULES or rule in SHARE_RULES:
         return asked.steps or align_up(min(defaults.steps, max_tokens), num_blocks)
