@@ -54,6 +54,10 @@ class Guidance(NamedTuple):
     rows: Tensor  # [n] int64: of the same hidden states
     factors: Tensor  # [n] float32
 
+    def part(self, rows: slice) -> Guidance:
+        """That of some of the n rows."""
+        return Guidance(self.rows[rows], self.factors[rows])
+
 
 class RowStatistics(NamedTuple):
     """Of n rows of logits. Where the greatest is not finite, what follows it is NaN."""

@@ -66,7 +66,8 @@ def row_statistics(
     for first in range(0, num_rows, group_rows):
         group = slice(first, min(first + group_rows, num_rows))
         with workspace.scope():
-            inputs = _Inputs.gathered(kernels, hidden, rows, head, guidance, group, workspace)
+            away = None if guidance is None else guidance.part(group)
+            inputs = _Inputs.gathered(kernels, hidden, rows[group], head, away, workspace)
             reduction = _Reduction(kernels, head, inputs, wanted, workspace, run)
             if form is Form.MATERIALISED:
                 reduction.materialise()
@@ -89,7 +90,6 @@ class _Inputs(NamedTuple):
         rows: Tensor,
         head: Head,
         guidance: Guidance | None,
-        group: slice,
         workspace: Buffers,
     ) -> _Inputs:
         def normalised(name: str, rows: Tensor) -> Tensor:
@@ -101,11 +101,11 @@ class _Inputs(NamedTuple):
                 kernels.rms_norm(part, head.norm, head.eps, workspace, part)
             return x
 
-        x = normalised("head rows", rows[group])
+        x = normalised("head rows", rows)
         if guidance is None:
             return cls(x)
-        other = normalised("head rows to guide away from", guidance.rows[group])
-        return cls(x, other, _padded(guidance.factors[group])[:, None])
+        other = normalised("head rows to guide away from", guidance.rows)
+        return cls(x, other, _padded(guidance.factors)[:, None])
 
 
 def _padded(rows: Tensor) -> Tensor:
