@@ -101,7 +101,7 @@ def check(found: RowStatistics, logits: Tensor) -> None:
         (found.second, second.where(is_finite, torch.nan)),
         (found.entropy, entropy),
     ):
-        torch.testing.assert_close(one.double(), expected, atol=2e-6, rtol=2e-6, equal_nan=True)
+        torch.testing.assert_close(one, expected, atol=2e-6, rtol=2e-6, equal_nan=True)
 
 
 def is_same(one: RowStatistics, other: RowStatistics) -> bool:
@@ -202,6 +202,16 @@ def test_the_lowest_id_wins_a_tie_and_the_second_is_as_likely(places: tuple[int,
     assert found.best.tolist() == 5 * [places[0]] and found.second is not None
     assert torch.equal(found.second, found.probability)
     check(found, logits)
+
+
+def test_rows_that_are_nearly_sure_are_told_from_each_other() -> None:
+    logits = torch.full((4, 3000), -200.0)
+    logits[:, 1100] = 10.0
+    logits[:, [5, 1101, 2999]] = torch.tensor([-14.0, -13.0, -12.0, -11.0])[:, None]
+    found = reduced(logits)
+    left = 3 * torch.exp(torch.tensor([-24.0, -23.0, -22.0, -21.0], dtype=torch.float64))
+    torch.testing.assert_close(1 / found.probability - 1, left, atol=0, rtol=1e-5)
+    assert found.probability.unique().numel() == 4
 
 
 def test_what_is_not_finite() -> None:

@@ -53,7 +53,7 @@ def compiled(
 def head(is_guided: bool, dtype: str, capability: int) -> dict[str, int]:
     """`reduce_tiles` with all that can be wanted."""
     types = {"x": f"*{dtype}", "rows": "*i64", "weight": f"*{dtype}", "bests": "*i32"}
-    types |= {name: "*fp32" for name in ("greatests", "totals", "seconds", "moments")}
+    types |= {name: "*fp32" for name in ("greatests", "rests", "seconds", "moments")}
     types |= {"num_rows": "i32", "hidden": "i32", "vocab_size": "i32"}
     constants: dict[str, int | None] = {
         "TILE": triton_head.TILE_COLUMNS,
@@ -145,9 +145,9 @@ def main() -> None:
         },
         "join": compiled(
             triton_head._join_tiles,
-            {name: "*fp32" for name in ("greatests", "totals", "seconds", "moments")}
-            | {"greatest_out": "*fp32", "probability_out": "*fp32", "second_out": "*fp32"}
-            | {"entropy_out": "*fp32", "bests": "*i32", "best_out": "*i64"}
+            {name: "*fp32" for name in ("greatests", "rests", "seconds", "moments")}
+            | {"greatest_out": "*fp32", "probability_out": "*fp64", "second_out": "*fp64"}
+            | {"entropy_out": "*fp64", "bests": "*i32", "best_out": "*i64"}
             | {"num_rows": "i32", "num_tiles": "i32"},
             {"BLOCK_R": triton_head._JOINED_ROWS, "BLOCK_T": 256},
         ),

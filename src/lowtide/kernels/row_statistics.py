@@ -60,24 +60,27 @@ class Guidance(NamedTuple):
 
 
 class RowStatistics(NamedTuple):
-    """Of n rows of logits. Where the greatest is not finite, what follows it is NaN."""
+    """Of n rows of logits. Where the greatest is not finite, what follows it is NaN.
+
+    Probabilities are exact near 1, too: what is left of a row is summed up apart from its best.
+    """
 
     best: Tensor  # [n] int64: the arg-max, the lowest id on ties; of NaNs the first
     greatest: Tensor  # [n] float32: its logit
-    probability: Tensor  # [n] float32: its softmax probability
-    second: Tensor | None = None  # [n] float32: the second best's probability, on ties the same
-    entropy: Tensor | None = None  # [n] float32: -sum p log p, in nats
+    probability: Tensor  # [n] float64: its softmax probability
+    second: Tensor | None = None  # [n] float64: the second best's probability, on ties the same
+    entropy: Tensor | None = None  # [n] float64: -sum p log p, in nats
 
     @classmethod
     def take(cls, num_rows: int, wanted: Wanted, workspace: Buffers) -> RowStatistics:
         """Room for them."""
 
-        def taken(name: str) -> Tensor:
-            return workspace.take(name, (num_rows,), torch.float32)
+        def taken(name: str, dtype: torch.dtype = torch.float64) -> Tensor:
+            return workspace.take(name, (num_rows,), dtype)
 
         return cls(
-            workspace.take("best tokens", (num_rows,), torch.int64),
-            taken("greatest logits"),
+            taken("best tokens", torch.int64),
+            taken("greatest logits", torch.float32),
             taken("probabilities"),
             taken("second probabilities") if wanted.second else None,
             taken("entropies") if wanted.entropy else None,
@@ -97,7 +100,7 @@ class Partials(NamedTuple):
 
     best: Tensor  # int32
     greatest: Tensor  # float32, as all that follow
-    total: Tensor  # of exp(logit - greatest)
+    rest: Tensor  # the sum of exp(logit - greatest) of all but the best
     second: Tensor | None  # logit
     moment: Tensor | None  # the sum of exp(logit - greatest) * (logit - greatest)
 
@@ -111,7 +114,7 @@ class Partials(NamedTuple):
         return cls(
             taken("tiles' best tokens", torch.int32),
             taken("tiles' greatest logits"),
-            taken("tiles' totals"),
+            taken("tiles' rests"),
             taken("tiles' second logits") if wanted.second else None,
             taken("tiles' moments") if wanted.entropy else None,
         )
@@ -120,15 +123,18 @@ class Partials(NamedTuple):
         """The first rows' statistics, in float64 and in the tiles' order.
 
         With the greatest logit of all tiles M, of each tile m, and w = exp(m - M), the sum of
-        exponentials is S = sum w total. Then p = 1 / S, and the entropy is
-        log S - sum w (moment + (m - M) total) / S.
+        exponentials is S = sum w (1 + rest), in which the best tile's w is 1. Then p = 1 / S, and
+        the entropy is log S - sum w (moment + (m - M) (1 + rest)) / S.
         """
         num_rows = out.best.shape[0]
         tile_greatest = self.greatest.double()
         greatest, place = tile_greatest.max(1, keepdim=True)  # the first of equals
         below = (tile_greatest - greatest).clamp_(min=LEAST_EXPONENT)
         weights = below.exp()
-        total = (weights * self.total).sum(1, keepdim=True)
+        # The best itself is 1, and added where that is not lost.
+        totals = self.rest.double().add_(1).scatter_(1, place, self.rest.gather(1, place).double())
+        rest = (weights * totals).sum(1, keepdim=True)
+        total = 1 + rest
         out.best.copy_(self.best.gather(1, place)[:num_rows, 0])
         out.greatest.copy_(greatest[:num_rows, 0])
         out.probability.copy_(total.reciprocal()[:num_rows, 0])
@@ -137,5 +143,5 @@ class Partials(NamedTuple):
             second = (others.amax(1, keepdim=True) - greatest).exp_().div_(total)
             out.second.copy_(second[:num_rows, 0])
         if self.moment is not None and out.entropy is not None:
-            moment = below.mul_(self.total).add_(self.moment).mul_(weights).sum(1, keepdim=True)
-            out.entropy.copy_(total.log().sub_(moment.div_(total))[:num_rows, 0])
+            moment = below.mul_(totals).add_(self.moment).mul_(weights).sum(1, keepdim=True)
+            out.entropy.copy_(rest.log1p().sub_(moment.div_(total))[:num_rows, 0])

@@ -222,15 +222,15 @@ class _Reduction:
         greatest, best = _arg_max(logits)
         partials.greatest[rows, tile] = greatest[:, 0]
         partials.best[rows, tile] = best[:, 0] + columns.start
-        logits.scatter_(1, best, -torch.inf)  # the others; its own exponential is 1
+        logits.scatter_(1, best, -torch.inf)  # what is left is summed
         if partials.second is not None:
             partials.second[rows, tile] = logits.amax(1)
         logits.sub_(greatest.clamp_(min=_LEAST))
         if partials.moment is None or scratch.terms is None:
-            partials.total[rows, tile] = logits.exp_().sum(1).add_(1)
+            partials.rest[rows, tile] = logits.exp_().sum(1)
         else:
             terms = scratch.terms[: logits.numel()].view_as(logits).copy_(logits)
-            partials.total[rows, tile] = logits.exp_().sum(1).add_(1)
+            partials.rest[rows, tile] = logits.exp_().sum(1)
             partials.moment[rows, tile] = terms.clamp_(min=LEAST_EXPONENT).mul_(logits).sum(1)
 
     def _logits(self, rows: slice, tile: int, scratch: _Scratch) -> Tensor:

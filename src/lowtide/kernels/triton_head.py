@@ -82,7 +82,7 @@ def launch_options(is_guided: bool) -> dict[str, int]:
 
 
 def join_tiles(partials: Partials, out: RowStatistics) -> None:
-    """As `Partials.join`, in float32."""
+    """As `Partials.join`, but that tiles are added up in float32."""
     num_rows, num_tiles = partials.best.shape
     _join_tiles[(triton.cdiv(num_rows, _JOINED_ROWS),)](
         *partials,
@@ -103,7 +103,7 @@ def _reduce_tiles(
     weight,
     bests,
     greatests,
-    totals,
+    rests,
     seconds,
     moments,
     num_rows,
@@ -121,7 +121,7 @@ def _reduce_tiles(
     source = x + tl.load(rows + row, mask=is_row, other=0) * hidden
     best = tl.zeros((BLOCK_M,), tl.int32) + first
     greatest = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    rest = tl.zeros((BLOCK_M,), tl.float32)
     second = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     moment = tl.zeros((BLOCK_M,), tl.float32)
     for start in range(0, tl.minimum(TILE, vocab_size - first), BLOCK_N):
@@ -154,16 +154,17 @@ def _reduce_tiles(
         # Where all is -inf so far, that is not subtracted: exponentials are 0.
         level = tl.where(greatest == -float("inf"), 0.0, greatest)
         below = logits - level[:, None]
-        terms = tl.exp(below)
+        terms = tl.where(columns[None, :] == best[:, None], 0.0, tl.exp(below))
         scale = tl.exp(before - level)
         if moments is not None:
-            moment = scale * (moment + tl.maximum(before - level, _LEAST) * total)
+            moment = scale * (moment + tl.maximum(before - level, _LEAST) * (1.0 + rest))
             moment += tl.sum(terms * tl.maximum(below, _LEAST), 1)
-        total = total * scale + tl.sum(terms, 1)
+        # The best so far is one of the rest when there is a better one.
+        rest = rest * scale + tl.where(is_new, scale, 0.0) + tl.sum(terms, 1)
     place = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     tl.store(bests + place, best, mask=is_row)
     tl.store(greatests + place, greatest, mask=is_row)
-    tl.store(totals + place, total, mask=is_row)
+    tl.store(rests + place, rest, mask=is_row)
     if seconds is not None:
         tl.store(seconds + place, second, mask=is_row)
     if moments is not None:
@@ -262,7 +263,7 @@ def _is_above(value, greatest):
 def _join_tiles(
     bests,
     greatests,
-    totals,
+    rests,
     seconds,
     moments,
     best_out,
@@ -287,8 +288,10 @@ def _join_tiles(
     below = tile_greatest - greatest[:, None]
     below = tl.where(below < _LEAST, _LEAST, below)  # a NaN stays
     weights = tl.exp(below)
-    tile_total = tl.load(totals + places, mask=is_tile, other=0.0)
-    total = tl.sum(weights * tile_total, 1)
+    tile_rest = tl.load(rests + places, mask=is_tile, other=0.0)
+    # The best itself is 1, and added where that is not lost.
+    rest = tl.sum(weights * tl.where(is_winner, tile_rest, 1.0 + tile_rest), 1)
+    total = 1.0 + rest.to(tl.float64)
     tl.store(best_out + row, best.to(tl.int64))
     tl.store(greatest_out + row, greatest)
     tl.store(probability_out + row, 1.0 / total)
@@ -298,5 +301,5 @@ def _join_tiles(
         tl.store(second_out + row, tl.exp(second - greatest) / total)
     if entropy_out is not None:
         moment = tl.load(moments + places, mask=is_tile, other=0.0)
-        moment = tl.sum(weights * (moment + below * tile_total), 1)
+        moment = tl.sum(weights * (moment + below * (1.0 + tile_rest)), 1)
         tl.store(entropy_out + row, tl.log(total) - moment / total)
