@@ -174,10 +174,10 @@ def _random_weight(vocab: int, hidden: int) -> Tensor:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--tokens", type=int, default=512, help="tokens of the pass (512)")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of the pass (256)")
     parser.add_argument("--hidden", type=int, default=1024, help="width of hidden states (1024)")
     parser.add_argument(
-        "--rows", type=int, nargs="+", default=[16, 64, 256], help="masked rows (16 64 256)"
+        "--rows", type=int, nargs="+", default=[16, 128], help="masked rows (16 128)"
     )
     parser.add_argument("--repeats", type=int, default=None, help="runs of each, in turn (3)")
     parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
