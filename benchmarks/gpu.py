@@ -50,10 +50,11 @@ from lowtide.experts.device import ExpertGroup
 from lowtide.experts.device_tier import DeviceTier
 from lowtide.experts.host_share import HostCompute
 from lowtide.experts.host_tier import HostTier
+from lowtide.experts.layout import SlotLayout
 from lowtide.experts.link import Link
 from lowtide.experts.rows import ExpertBuffers, ExpertRows, HostScratch, Routing
 from lowtide.experts.runtime import ExpertRuntime
-from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger
+from lowtide.experts.slots import ExpertSlots, SlotLedger
 from lowtide.hardware import available_memory_bytes
 from lowtide.kernels.choice import choose_kernels
 from lowtide.kernels.reference import REFERENCE
@@ -463,7 +464,7 @@ def measure_resident_layer(home: HostTier, pinned: PinnedMemory, report: Report)
 
 def everyone() -> ExpertGroup:
     """All experts of a layer, expert e in slot e."""
-    return ExpertGroup(np.arange(MODEL.num_experts), np.arange(MODEL.num_experts))
+    return ExpertGroup(0, np.arange(MODEL.num_experts), np.arange(MODEL.num_experts))
 
 
 class LayerInput:

@@ -23,10 +23,12 @@ from common.ceilings import memory_ceiling
 from common.record import Recorder, say
 
 from lowtide.core import MoEShape
-from lowtide.devices.emulated import EmulatedDevice, EmulatedSpeeds, emulated_speeds
+from lowtide.devices.emulated import EmulatedDevice
+from lowtide.devices.emulated_speeds import EmulatedSpeeds, emulated_speeds
 from lowtide.experts.device import ExpertGroup
+from lowtide.experts.layout import SlotLayout
 from lowtide.experts.rows import ExpertBuffers, ExpertRows
-from lowtide.experts.slots import ExpertSlots, SlotLayout
+from lowtide.experts.slots import ExpertSlots
 from lowtide.kernels.reference import REFERENCE
 from lowtide.memory.arena import Arena
 from lowtide.threads.executor import HostExecutor, Work
@@ -68,7 +70,7 @@ class Step:
         on_host = self._on_host.tolist() if with_host else []
         futures = [self._executor.submit(self._host_work(expert)) for expert in on_host]
         if with_device:
-            group = ExpertGroup(self._on_device, self._on_device)
+            group = ExpertGroup(0, self._on_device, self._on_device)
             self.device.run(group, self._rows, self._buffers, None)
             self.device.join()
         for future in futures:
@@ -87,7 +89,7 @@ class Step:
     def _host_work(self, expert: int) -> Work:
         pairs = self._rows.pairs(expert)
         parts, gate, up = (buffer[pairs] for buffer in self._buffers[:3])
-        weights = self._home.weights(expert)
+        weights = self._home.weights(0, expert)
         work = partial(REFERENCE.gated_mlp, parts, weights, gate, up, parts)
         return self.device.host_work([pairs.stop - pairs.start], work)
 

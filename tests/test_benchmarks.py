@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from lowtide import LLM
 from lowtide.core import Curve, MoEShape, Step, StepKind
-from lowtide.devices.emulated import EmulatedSpeeds
+from lowtide.devices.emulated_speeds import EmulatedSpeeds
 from lowtide.engine.opening import EngineConfig
 from lowtide.errors import InternalError, PlanError, UsageError
 from lowtide.lab.synth import synth

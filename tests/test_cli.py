@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import subprocess
 import sys
 import types
@@ -572,6 +573,62 @@ def test_ctrl_c_while_the_program_is_imported_ends_quietly() -> None:
         [sys.executable, "-c", program_text], capture_output=True, text=True, timeout=120
     )
     assert (result.returncode, result.stderr) == (130, "")
+
+
+WAITS = "for _ in range(3000): time.sleep(0.01)\n"
+
+
+@pytest.mark.parametrize(
+    "happens",
+    [
+        # Dropped: a callback, or an object's end, is nobody's to raise from.
+        "x = type('X', (), {})()\n"
+        "    r = weakref.ref(x, lambda _: signal.raise_signal(signal.SIGINT))\n"
+        "    del x\n"
+        f"    {WAITS}",
+        "type('X', (), {'__del__': lambda x: signal.raise_signal(signal.SIGINT)})()\n"
+        f"    {WAITS}",
+        # Within code given as text, such as a dataclass makes while it is imported.
+        "exec('signal.raise_signal(signal.SIGINT)')\n",
+    ],
+)
+def test_no_ctrl_c_is_lost_and_each_ends_with_the_same_code(happens: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        "import signal, sys, time, types, weakref\n"
+        "import lowtide.cli\n"
+        "def app():\n"
+        f"    {happens}"
+        "stub = types.ModuleType('lowtide.cli.app')\n"
+        "stub.app = app\n"
+        "sys.modules['lowtide.cli.app'] = stub\n"
+        "from lowtide.cli.main import main\n"
+        "main()\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-m", "program"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (result.returncode, result.stderr) == (130, "")
+
+
+def test_the_package_imports_nothing_before_ctrl_c_is_understood() -> None:
+    program_text = (
+        "import sys\n"
+        "before = set(sys.modules)\n"
+        "import lowtide\n"
+        "print(sorted(set(sys.modules) - before - {'__future__'}))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-S", "-c", program_text],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert result.stdout == "['lowtide', 'lowtide.errors']\n", result.stderr
 
 
 @pytest.mark.parametrize(

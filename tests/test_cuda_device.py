@@ -19,9 +19,11 @@ from lowtide.devices import cuda
 from lowtide.devices.cuda import CudaDevice, pinned_bytes
 from lowtide.errors import DeviceError, InternalError, PlanError
 from lowtide.experts.device import ExpertGroup
+from lowtide.experts.layout import SlotLayout
 from lowtide.experts.rows import ExpertBuffers, ExpertRows
-from lowtide.experts.slots import ExpertSlots, SlotLayout
+from lowtide.experts.slots import ExpertSlots
 from lowtide.kernels import choice, triton_experts, triton_routing
+from lowtide.kernels.operands import ClampedWeights
 from lowtide.kernels.reference import REFERENCE
 from lowtide.memory.arena import Arena
 from lowtide.memory.cuda_streams import CudaEvent, CudaStreams
@@ -168,7 +170,7 @@ class Layer:
         pairs = self.rows.pairs(expert)
         width = self.buffers.gate.shape[1]
         gate, up = torch.empty((2, pairs.stop - pairs.start, width), dtype=parts.dtype)
-        REFERENCE.gated_mlp(parts[pairs], home.weights(expert), gate, up, parts[pairs])
+        REFERENCE.gated_mlp(parts[pairs], home.weights(0, expert), gate, up, parts[pairs])
 
     def expected(self, home: HostExperts) -> Tensor:
         """What `parts` must become."""
@@ -181,7 +183,7 @@ class Layer:
 def group(pairs: dict[int, int]) -> ExpertGroup:
     """`pairs`: expert to slot, experts ascending."""
     experts, slots = list(pairs), list(pairs.values())
-    return ExpertGroup(np.array(experts, np.int64), np.array(slots, np.int64))
+    return ExpertGroup(0, np.array(experts, np.int64), np.array(slots, np.int64))
 
 
 def is_close(found: Tensor, wanted: Tensor, tolerance: float = 2e-6) -> bool:
@@ -358,7 +360,7 @@ def test_too_little_pinned_memory_is_a_plan_error() -> None:
 
 
 def test_experts_with_biases_have_no_triton_kernel_and_say_so() -> None:
-    layout = SlotLayout.of(SHAPE, torch.float32, is_clamped=True)
+    layout = SlotLayout.of(SHAPE, torch.float32, ClampedWeights)
     home, layer = HostExperts(layout), Layer(12)
     wanted = layer.expected(home)
     with pytest.warns(UserWarning, match="one by one"):

@@ -9,7 +9,7 @@ import pytest
 
 from lowtide.core import Assignment, Costs, Demand, Facts, IntArray, Moves, Step, StepKind
 from lowtide.policies.assignment import HostAlone
-from lowtide.policies.decision import Policies, of_demand
+from lowtide.policies.decision import Policies, of_those
 from lowtide.policies.prefetch import NoPrefetch
 
 STEP = Step(StepKind.DENOISE, 0)
@@ -96,8 +96,8 @@ def test_without_a_device_every_absent_expert_is_brought_and_nobody_else() -> No
         ([], [1, 2], ([], [1, 2])),
     ],
 )
-def test_moves_of_others_than_the_demand_are_left_out(
+def test_moves_of_others_than_are_fetched_are_left_out(
     admit: list[int], evict: list[int], left: tuple[list[int], list[int]]
 ) -> None:
-    moves = of_demand(Moves(np.array(admit, np.int64), np.array(evict, np.int64)), DEMAND)
+    moves = of_those(Moves(np.array(admit, np.int64), np.array(evict, np.int64)), DEMAND.experts)
     assert (moves.admit.tolist(), moves.evict.tolist()) == left

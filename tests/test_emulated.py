@@ -16,20 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.core import Curve, MoEShape
-from lowtide.devices.emulated import (
-    COMPUTE,
-    HOST,
-    LINK,
-    EmulatedDevice,
-    EmulatedSpeeds,
-    Span,
-    check_emulated_options,
-    emulated_speeds,
-)
+from lowtide.devices.emulated import COMPUTE, HOST, LINK, EmulatedDevice, Span
+from lowtide.devices.emulated_speeds import EmulatedSpeeds, check_emulated_options, emulated_speeds
 from lowtide.errors import DeviceError, UsageError
 from lowtide.experts.device import Device, ExpertGroup
+from lowtide.experts.layout import SlotLayout
 from lowtide.experts.rows import ExpertBuffers, ExpertRows
-from lowtide.experts.slots import ExpertSlots, SlotLayout
+from lowtide.experts.slots import ExpertSlots
 from lowtide.kernels.reference import REFERENCE
 from lowtide.memory.arena import Arena
 from lowtide.profiles import load_profile
@@ -98,14 +91,16 @@ def make_layer(num_tokens: int = 12, seed: int = 0, dtype: torch.dtype = torch.f
 def group(pairs: dict[int, int]) -> ExpertGroup:
     """`pairs`: expert to slot."""
     experts = sorted(pairs)
-    return ExpertGroup(np.array(experts), np.array([pairs[expert] for expert in experts]))
+    return ExpertGroup(0, np.array(experts), np.array([pairs[expert] for expert in experts]))
 
 
 def compute(layer: Layer, expert: int, weights: ExpertSlots, slot: int) -> None:
     """One expert's products, as the runtime without a device does them."""
     pairs, buffers = layer.rows.pairs(expert), layer.buffers
     parts = buffers.parts[pairs]
-    REFERENCE.gated_mlp(parts, weights.weights(slot), buffers.gate[pairs], buffers.up[pairs], parts)
+    REFERENCE.gated_mlp(
+        parts, weights.weights(0, slot), buffers.gate[pairs], buffers.up[pairs], parts
+    )
 
 
 def spans_of(device: EmulatedDevice, stream: str) -> list[Span]:

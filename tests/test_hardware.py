@@ -22,12 +22,14 @@ from typer.testing import CliRunner
 from lowtide import hardware
 from lowtide.cli.app import app
 from lowtide.core import Curve, IntArray, MoEShape
-from lowtide.devices.emulated import EmulatedDevice, EmulatedSpeeds
+from lowtide.devices.emulated import EmulatedDevice
+from lowtide.devices.emulated_speeds import EmulatedSpeeds
 from lowtide.errors import PlanError, StorageError, UsageError
 from lowtide.experts.at_once import ExpertsAtOnce
-from lowtide.experts.slots import SlotLayout
+from lowtide.experts.layout import SlotLayout
 from lowtide.files.folders import cache_folder
 from lowtide.hardware import machine, measure, memory, store, streams
+from lowtide.hardware.cold_weights import last_level_cache_bytes
 from lowtide.hardware.machine import Machine, cpu_model, pcie_bytes_per_s, this_machine
 from lowtide.hardware.measure import (
     Measured,
@@ -37,9 +39,10 @@ from lowtide.hardware.measure import (
     measure_costs,
 )
 from lowtide.hardware.store import CostKey, Stored, load, save, stored_or_measured
-from lowtide.hardware.streams import DeviceDenseStream, last_level_cache_bytes
+from lowtide.hardware.streams import DeviceDenseStream
 from lowtide.hardware.timing import MAX_REPEATS, MIN_REPEATS, Timing, repeat_interleaved
 from lowtide.kernels.choice import choose_kernels
+from lowtide.kernels.reference import REFERENCE
 from lowtide.lab import doctor
 from lowtide.memory.arena import Arena
 from lowtide.model_folder.checkpoint import TensorEntry
@@ -217,7 +220,7 @@ def test_a_small_model_s_dense_weights_are_no_endless_stream(
 ) -> None:
     monkeypatch.setattr(streams, "cold_bytes", lambda: 64 << 20)
     shape = MoEShape(1, 8, 2, hidden_size=64, expert_size=32)
-    stream = DeviceDenseStream(shape, torch.float32, torch.device("cpu"), dense_bytes=4096)
+    stream = DeviceDenseStream(shape, torch.float32, torch.device("cpu"), 4096, REFERENCE)
     assert 1 < len(stream._weights) <= 256
     assert stream.sample(2) > 0
 

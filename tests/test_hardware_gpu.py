@@ -7,7 +7,7 @@ import torch
 
 from lowtide.core import MoEShape
 from lowtide.devices.cuda import CudaDevice
-from lowtide.experts.slots import SlotLayout
+from lowtide.experts.layout import SlotLayout
 from lowtide.hardware.machine import measure_rates, this_machine
 from lowtide.hardware.measure import measure_costs
 from lowtide.memory.arena import Arena

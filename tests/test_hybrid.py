@@ -18,7 +18,7 @@ from whole import answers, settle
 from lowtide.core import IntArray, Step
 from lowtide.decode.request import Request
 from lowtide.errors import DeviceError, PlanError, StorageError, UnsupportedError, UsageError
-from lowtide.experts import device_tier, runtime
+from lowtide.experts import device_tier, layer_run
 from lowtide.experts.at_once import ExpertsAtOnce
 from lowtide.experts.device_tier import DeviceTier
 from lowtide.experts.host_share import HostShare
@@ -331,7 +331,7 @@ def test_a_host_thread_that_hangs_is_an_error(
     release = threading.Event()
     with diffusion.open("all-host", 0.0) as llm:
         with monkeypatch.context() as patch:
-            patch.setattr(runtime, "WAIT_LIMIT_S", 0.05)
+            patch.setattr(layer_run, "WAIT_LIMIT_S", 0.05)
             compute, hanging = runtime_of(llm).compute, Kernels()
             patch.setattr(hanging, "gated_mlp", lambda *_: release.wait(10))
             patch.setattr(runtime_of(llm), "compute", compute._replace(kernels=hanging))

@@ -30,7 +30,7 @@ FLOORS = (
 )
 FRONT_DOORS = ("cli", "serve", "__main__")
 # Known to every room; they know only each other.
-FACTS = {"core", "params", "errors", "config", "schemas", "dtypes", "files", "model_folder"}
+FACTS = {"core", "params", "errors", "config", "schemas", "formats", "files", "model_folder"}
 FACTS |= {"families", "profiles"}
 # They drive policies and replay traces without a model.
 BESIDE_EXPERTS = {"policies", "replay"}

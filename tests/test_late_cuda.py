@@ -16,11 +16,11 @@ pytest.importorskip("triton")
 import torch
 from late_cuda import CUDA, CudaTensor, LateGpu, late_cuda
 
-from lowtide.core import Costs, Curve, MoEShape
+from lowtide.core import Costs, Curve, Facts, MoEShape, RoutedTokens
 from lowtide.devices import cuda
 from lowtide.engine import device as device_engine
 from lowtide.errors import DeviceError, InternalError, NumericError, PlanError
-from lowtide.experts.slots import SlotLayout
+from lowtide.experts.layout import SlotLayout
 from lowtide.families import families
 from lowtide.hardware import measure, store, streams
 from lowtide.kernels import choice
@@ -32,7 +32,8 @@ from lowtide.llm import LLM, plan_model
 from lowtide.memory.arena import Arena
 from lowtide.memory.pinned import PinnedMemory
 from lowtide.params import DiffusionParams, SamplingParams
-from lowtide.policies.presets import candidates
+from lowtide.policies.catalogue import CATALOGUE
+from lowtide.policies.presets import candidates, register, unregister
 from lowtide.threads.executor import HostExecutor
 
 OPTIONS: dict[str, Any] = {"context": 128}
@@ -232,6 +233,34 @@ def test_the_host_waits_once_per_layer_and_never_for_resident_ones(
         assert gpu.num_waits - before == 1  # for the logits
         num_layers = len(llm.plan.residents_per_layer)
         assert num_waits == (0 if share == 1 else num_layers)
+
+
+@pytest.fixture
+def toy() -> Iterator[str]:
+    """A policy that asks for all there is to know of a routing, and answers the same one."""
+
+    def copy(facts: Facts) -> RoutedTokens:
+        assert facts.routing is not None and facts.routing.scores is not None
+        return RoutedTokens(facts.routing.experts.copy(), facts.routing.weights.copy())
+
+    made = replace(CATALOGUE["tide"], substitution=lambda setting: copy, asks_scores=True)
+    register("toy", made)
+    yield "toy"
+    unregister("toy")
+
+
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.filterwarnings("ignore:Experts on the GPU run one by one")
+def test_a_substitution_says_the_same_and_waits_no_more(
+    small_case: Case, toy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with late_cuda(monkeypatch, haste=0.2), small_case.open(0.5, toy) as llm:
+        small_case.check(llm)
+    monkeypatch.setattr(cuda.ReferenceExperts, "run", lambda *_: None)  # asks for the counts
+    with late_cuda(monkeypatch) as gpu, small_case.open(0.5, toy, kernels="reference") as llm:
+        before = gpu.num_waits
+        llm.logits(PROMPT[:8])
+        assert gpu.num_waits - before == 1  # for the logits
 
 
 @pytest.fixture(scope="module")

@@ -19,10 +19,11 @@ from torch import Tensor
 from lowtide.core import Costs, MoEShape, Step, StepKind
 from lowtide.experts.host_share import HostCompute
 from lowtide.experts.host_tier import HostTier
+from lowtide.experts.layout import SlotLayout
 from lowtide.experts.registrar import ExpertRegistrar
 from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import ExpertRuntime
-from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger
+from lowtide.experts.slots import ExpertSlots, SlotLedger
 from lowtide.kernels.choice import choose_kernels
 from lowtide.kernels.operands import ExpertWeights
 from lowtide.kernels.reference import REFERENCE, Kernels
@@ -371,7 +372,7 @@ def test_gated_mlp(dtype: torch.dtype) -> None:
     def layer(
         x: Tensor, gate: Tensor, up: Tensor, down: Tensor, out: Tensor, buffers: Buffers
     ) -> None:
-        GatedMLP(ExpertWeights(gate, up, down), on_this_thread(buffers)).forward(x, out)
+        GatedMLP(gate, up, down, on_this_thread(buffers)).forward(x, out)
 
     run(layer, x, *weights, out)
     assert torch.equal(out, plain_mlp(x, weights))
@@ -570,7 +571,7 @@ def test_moe_layer_routes_runs_and_adds_the_shared_expert(
         weight, bias, buffers = rest
         experts = ExpertRegistrar(shape) if x.is_meta else runtime
         compute = on_this_thread(buffers)  # type: ignore[arg-type]
-        shared = GatedMLP(ExpertWeights(gate, up, down), compute) if has_shared else None
+        shared = GatedMLP(gate, up, down, compute) if has_shared else None
         its_router = changed(router, weight, bias).within(compute.workspace)
         MoELayer(0, its_router, experts, compute, shared).forward(x, batch, out)
 
@@ -597,7 +598,7 @@ class Instant:
 
     def start(self, layer: int, expert: int, slot: int) -> Future[int]:
         for part, weight in enumerate(self._weights[expert]):
-            self._slots.part(slot, part)[:] = weight.flatten().view(torch.uint8).numpy()
+            self._slots.part(0, slot, part)[:] = weight.flatten().view(torch.uint8).numpy()
         answer: Future[int] = Future()
         answer.set_result(self._slots.layout.num_bytes)
         return answer

@@ -38,7 +38,17 @@ from lowtide.core import (
 )
 from lowtide.devices.group import DeviceGroup
 from lowtide.errors import DeviceError, StorageError
-from lowtide.experts import device_tier, host_share, host_tier, link, runtime, slots
+from lowtide.experts import (
+    device_tier,
+    device_tiles,
+    host_share,
+    host_tier,
+    layer_run,
+    link,
+    long_pass,
+    runtime,
+    slots,
+)
 from lowtide.experts.device import ExpertGroup
 from lowtide.experts.device_tier import DeviceTier
 from lowtide.experts.host_share import HostCompute
@@ -186,7 +196,8 @@ class FakeSlots:
     def image(self, slot: int) -> Tensor:
         return self.values[slot : slot + 1]
 
-    weights = image
+    def weights(self, layer: int, slot: int) -> Tensor:
+        return self.image(slot)
 
 
 class FakeDevice:
@@ -213,7 +224,7 @@ class FakeDevice:
         self, group: ExpertGroup, rows: ExpertRows, buffers: ExpertBuffers, after: Any
     ) -> FakeEvent:
         assert (np.diff(group.experts) > 0).all()
-        pairs = [(rows.pairs(expert), slot) for expert, slot in zip(*group, strict=True)]
+        pairs = [(rows.pairs(expert), slot) for expert, slot in zip(*group[1:], strict=True)]
 
         def begin() -> None:
             for of_expert, slot in pairs:
@@ -297,8 +308,9 @@ class FakeExecutor:
         name = f"host {self._world.random.randrange(2)}"
         return LateFuture(self._world, name, lambda: None, work)
 
-    def run(self, works: Any) -> None:
-        raise AssertionError("not used here")
+    def run(self, works: Sequence[Callable[[], None]]) -> None:
+        for work in works:
+            work()
 
     def drain(self) -> None:
         self._world.drain("host")
@@ -423,6 +435,7 @@ class Machine:
         )
         self.workspace = Workspace(torch.empty(1 << 16, dtype=torch.uint8))
         self.num_passes = 0
+        self.most_tokens = 6
 
     def _policies(self, can_fetch: bool) -> Policies:
         random = self.random
@@ -458,7 +471,7 @@ class Machine:
         self.num_passes += 1
 
     def _run_layer(self, layer: int) -> None:
-        num_tokens, k = self.random.randint(1, 6), self.shape.num_experts_per_token
+        num_tokens, k = self.random.randint(1, self.most_tokens), self.shape.num_experts_per_token
         chosen = [
             sorted(self.random.sample(range(self.shape.num_experts), k)) for _ in range(num_tokens)
         ]
@@ -512,7 +525,7 @@ def make_runtime(
         device=DeviceTier(
             device, Link(device, ledger, host, its_costs.link_s, its_costs.num_staging), its_costs
         ),
-        scratch=HostScratch(torch.empty(32, HIDDEN), torch.empty(32, HIDDEN)),
+        scratch=HostScratch(torch.empty(64, HIDDEN), torch.empty(64, HIDDEN)),
     )
 
 
@@ -568,8 +581,9 @@ def test_failures_lose_no_slot_and_leave_no_old_bytes(seed: int) -> None:
 class CtrlC:
     """Comes at the n-th line of the calling thread's code in the runtime."""
 
-    ON_THREADS = ("_run_ready", "_run", "_run_few", "_gather", "give_back")
-    MODULES = (runtime, host_tier, host_share, device_tier, link, slots)
+    ON_THREADS = ("_run_ready", "_run", "_run_few", "_gather", "give_back", "end")
+    MODULES = (runtime, layer_run, host_tier, host_share, device_tier, link, slots)
+    MODULES += (long_pass, device_tiles)
     FILES = frozenset(module.__file__ for module in MODULES)
 
     def __init__(self, num_lines: int) -> None:

@@ -17,12 +17,15 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from lowtide.config import ModelConfig
 from lowtide.core import ALIGNMENT, MoEShape
-from lowtide.dtypes import ITEM_BYTES, SAFETENSORS_NAME, convert_rows, is_finite, unpack_mxfp4
 from lowtide.errors import CheckpointError, StorageError, UnsupportedError
-from lowtide.experts.slots import ExpertSlots, SlotLayout
+from lowtide.experts.layout import SlotLayout
+from lowtide.experts.slots import ExpertSlots
 from lowtide.experts.transfer import DiskTransfer, largest_read_bytes
 from lowtide.families import families
 from lowtide.files.regular_file import RegularFile
+from lowtide.formats import formats
+from lowtide.formats.convert import convert_rows
+from lowtide.formats.plain import ITEM_BYTES, SAFETENSORS_NAME
 from lowtide.kernels.operands import ClampedWeights
 from lowtide.lab.safetensors_writer import OutputTensor, SafetensorsWriter
 from lowtide.memory.arena import Arena
@@ -31,6 +34,7 @@ from lowtide.reading.file_reader import ArrayRead, FileReader
 from lowtide.reading.finite_weights import check_finite
 from lowtide.schemas import SlotTarget, TensorSpec, bind, model_schema
 
+MXFP4 = formats()["MXFP4"]
 TORCH = {name: getattr(torch, torch_name) for torch_name, name in SAFETENSORS_NAME.items()}
 
 
@@ -44,15 +48,15 @@ def test_every_byte_at_every_scale_is_unpacked_as_transformers_does() -> None:
     scales = np.repeat(np.arange(255, dtype=np.uint8), 16).reshape(255, 16)
     tensors = [torch.from_numpy(x)[None] for x in (blocks, scales)]
     expected = convert_moe_packed_tensors(*tensors)[0].t().contiguous()
-    actual = unpack_mxfp4(blocks.reshape(-1), scales.reshape(-1)).view(np.int16)
+    actual = MXFP4.unpack(blocks.reshape(-1), scales.reshape(-1)).view(np.int16)
     assert np.array_equal(actual, expected.view(torch.int16).numpy().reshape(-1))
 
 
 def test_the_last_scale_is_not_a_number() -> None:
-    weights = unpack_mxfp4(np.arange(16, dtype=np.uint8), np.array([255], np.uint8))
+    weights = MXFP4.unpack(np.arange(16, dtype=np.uint8), np.array([255], np.uint8))
     assert torch.from_numpy(weights).view(torch.bfloat16).isnan().all()
-    assert not is_finite(np.array([3, 255], np.uint8), "U8")
-    assert is_finite(np.array([3, 254], np.uint8), "U8")
+    assert not MXFP4.is_finite(np.array([3, 255], np.uint8))
+    assert MXFP4.is_finite(np.array([3, 254], np.uint8))
 
 
 @given(
@@ -69,16 +73,17 @@ def test_rows_go_into_arrays_of_any_strides(
     if stored_dtype == "MXFP4":
         stored, scales = random_bytes(seed, num_elements // 2), random_bytes(seed, 1 << 20)
         scales = scales[: num_elements // 32] % 40 + 107
-        expected = torch.from_numpy(unpack_mxfp4(stored, scales)).view(torch.bfloat16)
+        expected = torch.from_numpy(MXFP4.unpack(stored, scales)).view(torch.bfloat16)
     else:
         generator = torch.Generator().manual_seed(seed)
         expected = torch.randn(num_elements, generator=generator).to(TORCH[stored_dtype])
         stored, scales = expected.view(torch.uint8).numpy(), None
+    pieces = [stored] if scales is None else [stored, scales]
     item_bytes = ITEM_BYTES[target_dtype]
     memory = np.zeros([shape[i] for i in order], f"u{item_bytes}")
     target = memory.transpose(np.argsort(order))
     assert target.shape == shape
-    convert_rows(stored, stored_dtype, scales, target, target_dtype)
+    convert_rows(pieces, formats()[stored_dtype], target, formats()[target_dtype])
     bits = torch.from_numpy(np.ascontiguousarray(target).view(np.uint8).reshape(-1))
     assert torch.equal(bits.view(TORCH[target_dtype]), expected.to(TORCH[target_dtype]))
 
@@ -120,9 +125,9 @@ def test_arrays_are_read_in_as_many_pulls_as_it_takes(
     content = np.fromfile(file, np.uint8)
     start, scales_start = starts
     target = np.zeros((num_rows, 32 * num_blocks), np.uint16)
-    scales = (0, scales_start) if is_packed else None
-    read = ArrayRead(0, start, "BF16", target, "BF16", scales)
-    num_bytes, num_scales = read.stored_bytes(target.size), read.scale_bytes(target.size)
+    places = ((0, start), (0, scales_start)) if is_packed else ((0, start),)
+    read = ArrayRead(places, formats()["MXFP4" if is_packed else "BF16"], target, formats()["BF16"])
+    num_bytes, num_scales = [*read.stored_bytes(target.size), 0][:2]
     with reading(file, largest_bytes) as reader:
         ticket = reader.submit([read])
         if start + num_bytes > len(content) or scales_start + num_scales > len(content):
@@ -132,25 +137,25 @@ def test_arrays_are_read_in_as_many_pulls_as_it_takes(
         assert ticket.result() == num_bytes + num_scales
     expected = content[start : start + num_bytes]
     if is_packed:
-        expected = unpack_mxfp4(expected, content[scales_start : scales_start + num_scales])
+        expected = MXFP4.unpack(expected, content[scales_start : scales_start + num_scales])
     assert np.array_equal(target.view(np.uint8).reshape(-1), expected)
 
 
 @pytest.mark.parametrize("dtype", TORCH)
 def test_slots_of_clamped_experts(dtype: str) -> None:
-    layout = SlotLayout.of(MoEShape(1, 1, 1, 5, 3), TORCH[dtype], is_clamped=True)
+    layout = SlotLayout.of(MoEShape(1, 1, 1, 5, 3), TORCH[dtype], ClampedWeights)
     arena = Arena(2 * layout.num_bytes)
     slots = ExpertSlots(arena, layout)
-    weights = slots.weights(1)
+    weights = slots.weights(0, 1)
     assert isinstance(weights, ClampedWeights)
     assert [tuple(part.shape) for part in weights] == [(3, 5), (3, 5), (5, 3), (3,), (3,), (5,)]
     assert all(part.data_ptr() % ALIGNMENT == 0 for part in weights)
     for number, part in enumerate(weights):
         part.copy_(torch.arange(part.numel()).view(part.shape) + 16 * number)
-        assert len(slots.part(1, number)) == part.nbytes
+        assert len(slots.part(0, 1, number)) == part.nbytes
 
     def in_file_order(target: SlotTarget) -> torch.Tensor:
-        bits = slots.in_file_order(1, target)
+        bits = slots.in_file_order(0, 1, target)
         flat = torch.from_numpy(np.ascontiguousarray(bits).view(np.uint8).reshape(-1))
         return flat.view(TORCH[dtype]).view(bits.shape)
 
@@ -227,15 +232,15 @@ def test_published_experts_arrive_in_their_slots(slot_dtype: str, tmp_path: Path
     checkpoint = write(tmp_path, arrays)
     table = bind(CONFIG, checkpoint).experts
     dtype = TORCH[slot_dtype]
-    layout = SlotLayout.of(CONFIG.moe_shape, dtype, is_clamped=True)
+    layout = SlotLayout.of(CONFIG.moe_shape, dtype, ClampedWeights)
     slots = ExpertSlots(Arena(3 * layout.num_bytes), layout)
     with reading(checkpoint.files[0].path, largest_read_bytes(table)) as reader:
-        transfer = DiskTransfer(reader, table, slots, slot_dtype)
+        transfer = DiskTransfer(reader, table, slots)
         num_bytes = [transfer.start(1, expert, 2 - expert).result() for expert in range(3)]
-    assert num_bytes == [table.expert_bytes] * 3
+    assert num_bytes == [table.largest_expert_bytes] * 3
 
     for expert in range(3):
-        gate, up, down, gate_bias, up_bias, down_bias = slots.weights(2 - expert)
+        gate, up, down, gate_bias, up_bias, down_bias = slots.weights(1, 2 - expert)
         gate_up = unpacked(arrays, "gate_up_proj", (3, 192, 2))[expert]
         assert torch.equal(gate, gate_up[0::2].to(dtype))
         assert torch.equal(up, gate_up[1::2].to(dtype))

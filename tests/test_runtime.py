@@ -27,12 +27,14 @@ from lowtide.experts import read_ahead
 from lowtide.experts.at_once import ExpertsAtOnce
 from lowtide.experts.host_share import HostCompute
 from lowtide.experts.host_tier import HostTier
+from lowtide.experts.layout import SlotLayout
 from lowtide.experts.registrar import ExpertRegistrar
 from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import ExpertRuntime
-from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger
+from lowtide.experts.slots import ExpertSlots, SlotLedger
 from lowtide.experts.transfer import DiskTransfer, Transfer, largest_read_bytes
 from lowtide.files.regular_file import RegularFile
+from lowtide.formats import formats
 from lowtide.kernels.choice import choose_kernels
 from lowtide.kernels.operands import ExpertWeights
 from lowtide.kernels.reference import REFERENCE, Kernels
@@ -42,7 +44,7 @@ from lowtide.policies.decision import Policies
 from lowtide.policies.presets import recipe
 from lowtide.policies.recipe import Setting
 from lowtide.reading.file_reader import FileReader, Ticket
-from lowtide.schemas.weights import ExpertTable
+from lowtide.schemas.weights import ExpertTable, StoredLayer
 from lowtide.threads.executor import Executor, InlineExecutor, drain
 
 SHAPE = MoEShape(
@@ -129,7 +131,7 @@ class Disorder:
         number = len(self.started)
         self.started.append((layer, expert))
         for part in range(3):
-            self._slots.part(slot, part)[:] = 0xFF  # NaN in every type
+            self._slots.part(0, slot, part)[:] = 0xFF  # NaN in every type
         answer = _Answer(self)
 
         def read() -> int:
@@ -213,7 +215,7 @@ def finish(answer: Future[int], read: Callable[[], int]) -> None:
 def fill(slots: ExpertSlots, slot: int, weights: ExpertWeights) -> int:
     num_bytes = 0
     for part, weight in enumerate(weights):
-        target = slots.part(slot, part)
+        target = slots.part(0, slot, part)
         target[:] = weight.flatten().view(torch.uint8).numpy()
         num_bytes += len(target)
     return num_bytes
@@ -702,7 +704,7 @@ def test_slots_that_come_free_while_others_are_in_use_read_ahead() -> None:
         return start(layer, expert, slot)
 
     def product(x: Tensor, weights: ExpertWeights, gate: Tensor, up: Tensor, out: Tensor) -> None:
-        if weights.gate.data_ptr() == rig.slots.weights(0).gate.data_ptr():
+        if weights.gate.data_ptr() == rig.slots.weights(0, 0).gate.data_ptr():
             assert has_read_ahead.wait(60)
         REFERENCE.gated_mlp(x, weights, gate, up, out)
 
@@ -808,7 +810,7 @@ def test_a_step_does_not_see_the_former() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_experts_from_a_real_file(policy: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """The whole chain: unaligned bytes on disk, reader threads, slots, products."""
-    stored, weights = "BF16", WEIGHTS[torch.bfloat16]
+    weights = WEIGHTS[torch.bfloat16]
     content = bytearray(b"\0" * 11)
     offsets = np.zeros((SHAPE.num_layers, SHAPE.num_experts, 3), np.int64)
     for (layer, expert), matrices in weights.items():
@@ -818,7 +820,8 @@ def test_experts_from_a_real_file(policy: str, dtype: torch.dtype, tmp_path: Pat
     path = tmp_path / "experts.bin"
     path.write_bytes(content)
     num_bytes = SHAPE.hidden_size * SHAPE.expert_size * 2
-    table = ExpertTable(stored, np.zeros_like(offsets), offsets, (num_bytes,) * 3)
+    layer = StoredLayer((formats()["BF16"],) * 3, (num_bytes,) * 3)
+    table = ExpertTable((layer,) * SHAPE.num_layers, np.zeros_like(offsets), offsets)
     widened = {
         place: ExpertWeights(*(matrix.to(dtype) for matrix in matrices))
         for place, matrices in weights.items()
@@ -826,13 +829,12 @@ def test_experts_from_a_real_file(policy: str, dtype: torch.dtype, tmp_path: Pat
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a file system without direct reads says so
         reader = FileReader([RegularFile.at(path)], largest_read_bytes(table))
-    slot_dtype = {torch.float32: "F32", torch.bfloat16: "BF16"}[dtype]
     try:
         rig = Rig(
             policy,
             [2, 3],
             dtype,
-            make_transfer=lambda slots: DiskTransfer(reader, table, slots, slot_dtype),
+            make_transfer=lambda slots: DiskTransfer(reader, table, slots),
         )
         for index in range(6):
             call = make_step(index, index % 2, index, 9, dtype)

@@ -18,8 +18,10 @@ from schema_sizes import num_parameters_of, num_tensors_of
 
 from lowtide.config import ModelConfig
 from lowtide.errors import CheckpointError, UnsupportedError
+from lowtide.formats import formats
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.schemas import ExpertTable, bind, model_schema, weight_bytes
+from lowtide.schemas.weights import StoredLayer
 
 GOLDENS = Path(__file__).parent / "goldens"
 CONFIG = ModelConfig.from_dict(ling_config(**TINY))
@@ -103,7 +105,7 @@ def read_parts(table: ExpertTable, checkpoint: Checkpoint, layer: int, expert: i
         content = checkpoint.files[file].path.read_bytes()[start : start + num_bytes]
         assert len(content) == num_bytes
         for part, offset in places:
-            parts[part] = content[offset : offset + table.part_bytes[part]]
+            parts[part] = content[offset : offset + table.layers[layer].part_bytes[part]]
     return parts
 
 
@@ -113,8 +115,9 @@ def test_all_layouts_give_the_same_bytes(tmp_path: Path, layout: str, num_shards
     arrays = published_arrays()
     checkpoint = write_model(tmp_path, LAYOUTS[layout](arrays), num_shards)
     weights = bind(CONFIG, checkpoint)
-    assert weights.experts.dtype == "BF16"
-    assert weights.experts.expert_bytes == CONFIG.moe.elements(CONFIG.hidden_size) * 2
+    stored = {each.name for layer in weights.experts.layers for each in layer.formats}
+    assert stored == {"BF16"}
+    assert weights.experts.largest_expert_bytes == CONFIG.moe.elements(CONFIG.hidden_size) * 2
     for row, layer in enumerate(CONFIG.moe_layers):
         for expert in range(CONFIG.moe.num_experts):
             expected = [
@@ -140,7 +143,7 @@ def test_published_order_is_one_read() -> None:
     weights = bind(config, checkpoint)
     for layer, expert in itertools.product(range(3), range(32)):
         [read] = weights.experts.ranges(layer, expert)
-        assert read.num_bytes == weights.experts.expert_bytes
+        assert read.num_bytes == weights.experts.largest_expert_bytes
         assert [part for part, _ in read.parts] == [2, 0, 1]  # down, gate, up in the file
 
 
@@ -155,7 +158,8 @@ def test_reads_cover_each_part_once(order: list[int], gaps: list[int], files: li
     for part, gap in zip(order, gaps, strict=True):
         offsets[part] = end + gap
         end = offsets[part] + part_bytes[part]
-    table = ExpertTable("BF16", np.array([[files]]), np.array([[offsets]]), part_bytes)
+    layer = StoredLayer((formats()["BF16"],) * 3, part_bytes)
+    table = ExpertTable((layer,), np.array([[files]]), np.array([[offsets]]))
     reads = table.ranges(0, 0)
     assert sorted(part for read in reads for part, _ in read.parts) == [0, 1, 2]
     for read in reads:
@@ -200,7 +204,7 @@ def test_types_that_cannot_be_loaded(tmp_path: Path) -> None:
     norm, expert = "model.norm.weight", layer_name(1, "experts.3.up_proj.weight")
     with pytest.raises(UnsupportedError, match=f"{norm} is of type U8; supported: BF16"):
         bind(CONFIG, write_model(tmp_path, {**arrays, norm: np.zeros(8, np.uint8)}))
-    with pytest.raises(UnsupportedError, match=f"{expert} is of type F32, but other experts"):
+    with pytest.raises(UnsupportedError, match=f"{expert} is of type F32, but of another"):
         mixed = {**arrays, expert: arrays[expert].astype(np.float32)}
         bind(CONFIG, write_model(tmp_path, mixed))
 

@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lowtide.core import ALIGNMENT, MoEShape
 from lowtide.errors import InternalError
-from lowtide.experts.slots import ExpertSlots, SlotLayout, SlotLedger, slots_per_device
+from lowtide.experts.layout import SlotLayout
+from lowtide.experts.slots import ExpertSlots, SlotLedger, slots_per_device
 from lowtide.memory.arena import Arena
 
 indices = st.integers(0, 10**6)
@@ -196,15 +197,15 @@ def test_parts_are_aligned_disjoint_and_the_same_in_every_slot(
     shapes = [(width, hidden), (width, hidden), (hidden, width)]
     for slot in range(num_slots):
         base = arena.bytes.data_ptr() + slot * layout.num_bytes
-        for part, (weight, shape) in enumerate(zip(slots.weights(slot), shapes, strict=True)):
+        for part, (weight, shape) in enumerate(zip(slots.weights(0, slot), shapes, strict=True)):
             assert tuple(weight.shape) == shape
             assert weight.dtype == dtype
-            assert weight.data_ptr() == base + layout.offsets[part]
+            assert weight.data_ptr() == base + layout.largest.parts[part].offsets[0]
             assert weight.data_ptr() % ALIGNMENT == 0
-            assert len(slots.part(slot, part)) == weight.numel() * dtype.itemsize
-            slots.part(slot, part)[:] = 1 + (3 * slot + part) % 100
+            assert len(slots.part(0, slot, part)) == weight.numel() * dtype.itemsize
+            slots.part(0, slot, part)[:] = 1 + (3 * slot + part) % 100
     for slot in range(num_slots):  # nothing overlapped
-        for part, weight in enumerate(slots.weights(slot)):
+        for part, weight in enumerate(slots.weights(0, slot)):
             assert bool((weight.view(torch.uint8) == 1 + (3 * slot + part) % 100).all())
 
 

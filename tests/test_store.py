@@ -20,17 +20,19 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lowtide.core import MoEShape
-from lowtide.dtypes import ITEM_BYTES
 from lowtide.errors import StorageError
-from lowtide.experts.slots import ExpertSlots, SlotLayout
+from lowtide.experts.layout import SlotLayout
+from lowtide.experts.slots import ExpertSlots
 from lowtide.experts.transfer import DiskTransfer, largest_read_bytes
 from lowtide.files.regular_file import RegularFile
+from lowtide.formats import formats
+from lowtide.formats.plain import ITEM_BYTES
 from lowtide.memory.arena import Arena
 from lowtide.model_folder.checkpoint import TensorEntry
 from lowtide.reading import file_reader as store
 from lowtide.reading.dense_weights import DenseWeights
 from lowtide.reading.file_reader import SECTOR_BYTES, FileReader, Piece, Read, ring_bytes
-from lowtide.schemas.weights import ExpertTable
+from lowtide.schemas.weights import ExpertTable, StoredLayer
 
 FILE_SIZES = (3 * SECTOR_BYTES + 777, SECTOR_BYTES, 5)
 CONTENTS = [
@@ -92,7 +94,8 @@ def no_direct_reads(monkeypatch: pytest.MonkeyPatch, fails_at: str) -> Iterator[
 
 def whole(file: int, start: int, num_bytes: int) -> tuple[Read, NDArray[np.uint8]]:
     target = np.zeros(num_bytes, np.uint8)
-    return Read(file, start, num_bytes, (Piece(0, num_bytes, "F16", target, "F16"),)), target
+    piece = Piece(0, num_bytes, formats()["F16"], target, formats()["F16"])
+    return Read(file, start, num_bytes, (piece,)), target
 
 
 @st.composite
@@ -164,9 +167,9 @@ def test_pieces_are_converted_wherever_they_begin(
             Piece(
                 offset=offset,
                 num_bytes=n * ITEM_BYTES[dtype],
-                dtype=dtype,
+                format=formats()[dtype],
                 target=np.zeros(n * ITEM_BYTES[target_dtype], np.uint8),
-                target_dtype=target_dtype,
+                target_format=formats()[target_dtype],
             )
             for offset, n in parts
         )
@@ -368,7 +371,9 @@ def test_experts_arrive_in_their_slots(
     weights = {}
     for expert in range(3):
         for part, gap in ((2, 0), (0, gaps[0]), (1, gaps[1])):
-            weight = torch.randn(layout.shapes[part], generator=generator).to(TORCH[stored])
+            weight = torch.randn(layout.largest.parts[part].shape, generator=generator).to(
+                TORCH[stored]
+            )
             content += b"\xff" * gap
             offsets[0, expert, part] = len(content)
             content += weight.view(torch.uint8).numpy().tobytes()
@@ -376,14 +381,15 @@ def test_experts_arrive_in_their_slots(
     path = tmp_path / "experts.bin"
     path.write_bytes(content)
     num_bytes = 240 * ITEM_BYTES[stored]
-    table = ExpertTable(stored, np.zeros_like(offsets), offsets, (num_bytes,) * 3)
+    layer = StoredLayer((formats()[stored],) * 3, (num_bytes,) * 3)
+    table = ExpertTable((layer,), np.zeros_like(offsets), offsets)
     slots = ExpertSlots(Arena(3 * layout.num_bytes), layout)
     with reading([path], largest_read_bytes(table)) as reader:
-        transfer = DiskTransfer(reader, table, slots, slot_dtype)
+        transfer = DiskTransfer(reader, table, slots)
         tickets = [transfer.start(0, expert, slot=2 - expert) for expert in range(3)]
         assert all(ticket.result() >= 3 * num_bytes for ticket in tickets)
     for (expert, part), weight in weights.items():
-        assert torch.equal(slots.weights(2 - expert)[part], weight.to(TORCH[slot_dtype]))
+        assert torch.equal(slots.weights(0, 2 - expert)[part], weight.to(TORCH[slot_dtype]))
 
 
 def test_dense_weights_are_read_and_converted(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_a_model_without_experts_can_be_said_but_not_run(tmp_path: Path) -> None
     assert config.experts is None and len(config.moe_layers) == 0
     assert config.num_leading_layers == 1
     found = model_schema(config)
-    assert found.layouts == () and found.expert_elements == 0
+    assert found.storages == () and found.expert_elements == 0
     assert "model.layers.2.mlp.gate_proj.weight" in {spec.name for spec in found.dense}
     with pytest.raises(UnsupportedError, match="ToyForCausalLM has no layer with experts"):
         plan_model(write_config(tmp_path / "dense", num_toys=0))

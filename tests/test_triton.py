@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core import MoEShape
-from lowtide.experts.slots import SlotLayout
+from lowtide.experts.layout import SlotLayout
 from lowtide.kernels import triton_experts, triton_routing
 from lowtide.kernels.operands import ExpertWeights
 from lowtide.kernels.reference import REFERENCE
@@ -93,19 +93,12 @@ class Case:
         return parts
 
     def weights(self, slot: int) -> ExpertWeights:
-        item_bytes = self.layout.dtype.itemsize
-        starts = [offset // item_bytes for offset in self.layout.offsets]
-        matrices = [
-            self.slots[slot, start : start + rows * columns].view(rows, columns)
-            for start, (rows, columns) in zip(starts, self.layout.shapes, strict=True)
-        ]
-        return ExpertWeights(*matrices)
+        return self.layout.largest.weights_in(self.slots[slot].view(torch.uint8))
 
     def run(self, parts: Tensor, slot_of: Tensor, tile_rows: int) -> None:
         item_bytes = self.layout.dtype.itemsize
-        image = triton_experts.SlotImage(
-            self.slots.shape[1], *(offset // item_bytes for offset in self.layout.offsets)
-        )
+        offsets = [part.offsets[0] // item_bytes for part in self.layout.largest.parts]
+        image = triton_experts.SlotImage(self.slots.shape[1], *offsets)
         tiles = triton_experts.Tiles.empty(len(parts), self.num_experts, parts.device)
         bound = triton_experts.max_tiles(len(parts), int((slot_of >= 0).sum()), tile_rows)
         table = slot_of.pin_memory() if parts.is_cuda else slot_of

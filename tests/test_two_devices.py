@@ -20,7 +20,8 @@ from test_cuda_device import make_device as make_cuda_device
 from test_emulated import LAYOUT, group, make_experts, make_layer, spans_of, speeds
 from test_hybrid import FAST, Case, presets, refuse, shares, tier_of
 
-from lowtide.devices.emulated import COMPUTE, LINK, EmulatedDevice, Span, num_emulated_devices
+from lowtide.devices.emulated import COMPUTE, LINK, EmulatedDevice, Span
+from lowtide.devices.emulated_speeds import num_emulated_devices
 from lowtide.devices.group import DeviceGroup
 from lowtide.engine import device as device_engine
 from lowtide.errors import DeviceError, PlanError, UnsupportedError, UsageError

@@ -14,6 +14,7 @@ import torch
 from common.memory import drop_pages
 from lowtide.core import align_up
 from lowtide.files.regular_file import RegularFile
+from lowtide.formats import format_of
 from lowtide.memory.arena import Arena
 from lowtide.reading.file_reader import NUM_READERS, FileReader, Piece, Read, Ticket
 
@@ -94,14 +95,14 @@ def _places(files: Sequence[Path], read_bytes: int) -> list[tuple[int, int]]:
 def _read_rate(
     reader: FileReader, targets: Arena, places: Sequence[tuple[int, int]], read_bytes: int
 ) -> float:
-    array, stride = targets.array(), align_up(read_bytes)
+    array, stride, as_is = targets.array(), align_up(read_bytes), format_of("BF16")
     tickets: deque[Ticket] = deque()
     start_s = time.perf_counter()
     for i, (file, start) in enumerate(places):
         if len(tickets) == _NUM_TARGETS:
             tickets.popleft().result()
         slot = i % _NUM_TARGETS * stride
-        piece = Piece(0, read_bytes, "BF16", array[slot : slot + read_bytes], "BF16")
+        piece = Piece(0, read_bytes, as_is, array[slot : slot + read_bytes], as_is)
         tickets.append(reader.submit([Read(file, start, read_bytes, (piece,))]))
     for ticket in tickets:
         ticket.result()

@@ -20,7 +20,8 @@ from common.record import REPOSITORY, Row, say
 from common.simulated import published
 from lowtide import LLM, SamplingParams
 from lowtide.core import MemoryPlan
-from lowtide.devices.emulated import COMPUTE, HOST, LINK, EmulatedDevice, measure_device_s
+from lowtide.devices.emulated import COMPUTE, HOST, LINK, EmulatedDevice
+from lowtide.devices.emulated_speeds import measure_device_s
 from lowtide.engine.engine import Engine
 from lowtide.engine.opening import EngineConfig, open_model
 from lowtide.errors import InternalError, PlanError

@@ -8,22 +8,27 @@ with LLM("demo:diffusion", host_memory="16MiB") as llm:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from lowtide.errors import LowtideError
-from lowtide.params import DiffusionParams, SamplingParams
 
+TYPE_CHECKING = False  # importing `typing` for it takes longer than this file
 if TYPE_CHECKING:
     from lowtide.llm import LLM as LLM
+    from lowtide.params import DiffusionParams as DiffusionParams
+    from lowtide.params import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "DiffusionParams", "LowtideError", "SamplingParams", "__version__"]
 
 
-def __getattr__(name: str) -> Any:
-    """`LLM` brings torch with it, so it is imported when first asked for."""
+def __getattr__(name: str) -> object:
+    """What is imported when first asked for: `LLM` brings torch with it, and the command line has
+    to understand Ctrl-C before it imports anything."""
     if name == "LLM":
         from lowtide.llm import LLM
 
         return LLM
+    if name in ("DiffusionParams", "SamplingParams"):
+        from lowtide import params
+
+        return params.__dict__[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 FloatArray = NDArray[np.float64]
+WeightArray = NDArray[np.float32]
 
 ALIGNMENT = 64
 """Bytes: every weight part and every workspace buffer starts on such a boundary."""
@@ -56,6 +57,14 @@ class Demand(NamedTuple):
     device_of: IntArray | None = None  # of several: which has it or awaits it, -1: none does
 
 
+class RoutedTokens(NamedTuple):
+    """Which experts each token goes to, and with what weights: a router's choice, or another."""
+
+    experts: IntArray  # [tokens, k], ascending in each row
+    weights: WeightArray  # [tokens, k]
+    scores: WeightArray | None = None  # [tokens, num_experts], the router's logits
+
+
 class Moves(NamedTuple):
     """A placement policy's answer for one layer: what to keep from now on, what to let go.
 
@@ -91,6 +100,7 @@ class TierPlan:
     ring_bytes: int
     slot_bytes: int  # of one slot
     num_slots: int  # resident and staging slots together
+    unused_slot_bytes: int = 0  # of an average slot: all are as large as the largest layer's
 
     @property
     def used_bytes(self) -> int:
@@ -269,8 +279,7 @@ class Facts(NamedTuple):
     layer's reads are all there is."""
     fetched: IntArray = NOBODY
     """Absent experts that the step brings anyway, once decided: keeping one moves nothing."""
-    weights: FloatArray | None = None  # [tokens, k] of the routing, for those who ask for it
-    scores: FloatArray | None = None  # [tokens, num_experts] of the router, for the same
+    routing: RoutedTokens | None = None  # of the step, for policies that ask for it
 
     @property
     def room(self) -> int:

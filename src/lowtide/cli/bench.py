@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lowtide import __version__
+from lowtide.cli.answer import Prompt
 from lowtide.cli.command import EXIT_FAILURE, takes
 from lowtide.cli.doctor import machine_line, rates_table
 from lowtide.cli.generate import ModelName
@@ -55,27 +56,40 @@ def bench(
     policies = _policies(names, options.pop("policy_options", {}))
     with redirect_stdout(sys.stderr):
         folder = str(find_model(model, settings))
-        from lowtide.lab import bench as lab
-
-        with ProgressBars() as progress:
-            progress("measuring the machine", 0, 1)
-            ceilings = lab.measure_ceilings(folder, **options)
-            progress("measuring the machine", 1, 1)
-            result = lab.bench(
-                folder,
-                [lab.Preset(name, own) for name, own in policies.items()],
-                question,
-                params,
-                repeats=repeats,
-                progress=progress,
-                **options,
-            )
+        ceilings, result = _measured(folder, policies, question, params, repeats, options)
     if settings.flag("json"):
         print(json_line(_object(model, params, repeats, ceilings, result)))
     else:
         _print(model, params, repeats, ceilings, result)
     if all(run.reason for run in result.runs):
         raise typer.Exit(EXIT_FAILURE)
+
+
+def _measured(
+    folder: str,
+    policies: Mapping[str, Mapping[str, str]],
+    prompt: Prompt | None,
+    params: SamplingParams,
+    repeats: int,
+    options: dict[str, Any],
+) -> tuple[Ceilings, Result]:
+    """What the machine can do at most, and what the model does under each policy."""
+    from lowtide.lab import bench as lab
+
+    with ProgressBars() as progress:
+        progress("measuring the machine", 0, 1)
+        ceilings = lab.measure_ceilings(folder, **options)
+        progress("measuring the machine", 1, 1)
+        result = lab.bench(
+            folder,
+            [lab.Preset(name, own) for name, own in policies.items()],
+            prompt,
+            params,
+            repeats=repeats,
+            progress=progress,
+            **options,
+        )
+    return ceilings, result
 
 
 def _policies(names: list[str], options: Any) -> dict[str, dict[str, str]]:

@@ -100,7 +100,11 @@ def _tiers(plan: MemoryPlan) -> Iterator[tuple[str, TierPlan]]:
 
 def _slots(tier: TierPlan) -> str:
     size = format_size(tier.num_slots * tier.slot_bytes)
-    return f"{size} ({tier.num_slots} x {format_size(tier.slot_bytes)})"
+    unused = ""
+    if tier.unused_slot_bytes:
+        unused_bytes = tier.num_slots * tier.unused_slot_bytes
+        unused = f"; {format_size(unused_bytes)} of them unused, as layers' formats differ"
+    return f"{size} ({tier.num_slots} x {format_size(tier.slot_bytes)}{unused})"
 
 
 def _facts(plan: MemoryPlan) -> str:

@@ -22,9 +22,9 @@ from lowtide.config.model import ModelConfig, Published
 from lowtide.config.rope import read_rope
 from lowtide.config.specs import AttentionSpec, ExpertSpec
 from lowtide.config.token_ids import eos_token_ids, mask_token_id
-from lowtide.dtypes import SAFETENSORS_NAME
 from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.files.json_file import shown
+from lowtide.formats.plain import SAFETENSORS_NAME
 
 
 class Origin(NamedTuple):

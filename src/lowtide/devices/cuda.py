@@ -20,10 +20,10 @@ from torch import Tensor
 from lowtide.core import IntArray, MoEShape
 from lowtide.errors import InternalError
 from lowtide.experts.device import ExpertGroup
+from lowtide.experts.layout import SlotLayout
 from lowtide.experts.rows import ExpertBuffers, ExpertRows
-from lowtide.experts.slots import SlotLayout
 from lowtide.kernels.choice import choose_kernels, why_no_triton
-from lowtide.kernels.operands import ClampedWeights, ExpertWeights
+from lowtide.kernels.operands import ExpertWeights
 from lowtide.kernels.reference import REFERENCE
 from lowtide.memory.cuda_streams import (
     CudaEvent,
@@ -211,14 +211,14 @@ class TritonExperts:
         self._layout = layout
         self._slots = slots.view(layout.dtype)
         item_bytes = layout.dtype.itemsize
-        offsets = (offset // item_bytes for offset in layout.offsets)
+        offsets = (part.offsets[0] // item_bytes for part in layout.largest.parts)
         self._image = triton_experts.SlotImage(layout.num_bytes // item_bytes, *offsets)
         self._tables = PinnedRing(streams, (_NUM_TABLES, shape.num_experts), torch.int32)
         self._tiles = triton_experts.Tiles.empty(num_pairs, shape.num_experts, slots.device)
 
     def try_out(self, host_parts: Tensor) -> None:
         """Launches every kernel over no pairs: compiles them, and raises what they fail with."""
-        hidden, (width, _) = host_parts.shape[1], self._layout.shapes[0]
+        width, hidden = self._layout.largest.parts[0].shape
         counts = self._slots.new_zeros(self._tables.num_columns, dtype=torch.int64)
         parts, gate = self._slots.new_empty(hidden)[None], self._slots.new_empty(width)[None]
         for tile_rows in self._kernels.TILE_ROWS:
@@ -246,7 +246,7 @@ class TritonExperts:
 
     def place(self, host_parts: Tensor, experts: IntArray, rows: ExpertRows, parts: Tensor) -> None:
         """The GPU reads the pinned rows in place: they do not queue behind fetches."""
-        group = ExpertGroup(experts, np.zeros_like(experts))  # any slot: a tile needs none
+        group = ExpertGroup(0, experts, np.zeros_like(experts))  # any slot: a tile needs none
         tile_rows, num_tiles = self._plan(group, rows)
         if num_tiles:
             self._kernels.place_rows(host_parts, self._tiles, num_tiles, tile_rows, parts)
@@ -285,22 +285,14 @@ class ReferenceExperts:
             pairs = rows.pairs(expert)
             if pairs.start < pairs.stop:
                 parts, gate, up = (buffer[pairs] for buffer in buffers[:3])
-                REFERENCE.gated_mlp(parts, self._weights(slot), gate, up, parts)
+                weights = self._layout.layers[group.layer].weights_in(self._slots[slot])
+                REFERENCE.gated_mlp(parts, weights, gate, up, parts)
 
     def place(self, host_parts: Tensor, experts: IntArray, rows: ExpertRows, parts: Tensor) -> None:
         for expert in experts.tolist():
             pairs = rows.pairs(expert)
             if pairs.start < pairs.stop:
                 parts[pairs].copy_(host_parts[pairs], non_blocking=True)
-
-    def _weights(self, slot: int) -> ExpertWeights | ClampedWeights:
-        layout, image = self._layout, self._slots[slot].view(self._layout.dtype)
-        starts = (offset // layout.dtype.itemsize for offset in layout.offsets)
-        parts = [
-            image[start : start + int(np.prod(shape))].view(shape)
-            for start, shape in zip(starts, layout.shapes, strict=True)
-        ]
-        return ExpertWeights(*parts) if len(parts) == 3 else ClampedWeights(*parts)
 
 
 def _choose_computation(
@@ -314,7 +306,9 @@ def _choose_computation(
     """Triton's kernels unless `reference` is asked for; where they cannot be used it says why."""
     if kernels == "reference":
         return ReferenceExperts(slots, layout)
-    why = why_no_triton(slots.device) if len(layout.shapes) == 3 else "there is none with biases"
+    why = why_no_triton(slots.device)
+    if not layout.is_plain or layout.largest.weights is not ExpertWeights:
+        why = f"there is none with biases or for {layout.describe()}"
     if why is None:
         computation = TritonExperts(streams, slots, layout, shape, len(host_parts))
         try:

@@ -47,7 +47,7 @@ class DeviceGroup:
         self, group: ExpertGroup, rows: ExpertRows, buffers: ExpertBuffers, after: Event | None
     ) -> Event:
         owner = self._owner(int(group.slots[0]))
-        local = ExpertGroup(group.experts, group.slots - self._starts[owner])
+        local = group._replace(slots=group.slots - self._starts[owner])
         return self.devices[owner].run(local, rows, buffers, after)
 
     def to_host(self, x: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:

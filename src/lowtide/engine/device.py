@@ -14,8 +14,8 @@ import torch
 
 from lowtide.core import Costs, MemoryPlan, MoEShape, TierPlan
 from lowtide.devices.cuda import CudaDevice
-from lowtide.devices.emulated import (
-    EmulatedDevice,
+from lowtide.devices.emulated import EmulatedDevice
+from lowtide.devices.emulated_speeds import (
     check_emulated_options,
     emulated_speeds,
     num_emulated_devices,
@@ -23,7 +23,8 @@ from lowtide.devices.emulated import (
 from lowtide.devices.group import DeviceGroup
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.experts.device import Device
-from lowtide.experts.slots import SlotLayout, slots_per_device
+from lowtide.experts.layout import SlotLayout
+from lowtide.experts.slots import slots_per_device
 from lowtide.hardware.machine import this_machine
 from lowtide.hardware.measure import Measured, measure_costs
 from lowtide.hardware.store import CostKey, stored_or_measured
@@ -80,7 +81,6 @@ class ExpertSource:
     shape: MoEShape
     table: ExpertTable
     layout: SlotLayout
-    dtype_name: str  # the compute dtype's safetensors name
     layer_bytes: int  # dense weights of one MoE layer
     max_rows: int
 

@@ -75,7 +75,7 @@ def _host_tier(
     tier, shape = plan.host, source.shape
     slots = ExpertSlots(make_arena(tier.slot_bytes * tier.num_slots), source.layout)
     ledger = SlotLedger(shape.num_layers, shape.num_experts, tier.num_slots)
-    transfer = DiskTransfer(reader, source.table, slots, source.dtype_name)
+    transfer = DiskTransfer(reader, source.table, slots)
     if plan.gpu is None:
         return HostTier(slots, ledger, transfer)
     if tier.num_slots == source.num_experts:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
-from lowtide.dtypes import SAFETENSORS_NAME
 from lowtide.engine.opening import OpenModel
 from lowtide.errors import NumericError
+from lowtide.formats.plain import plain_format
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.reading.dense_weights import no_progress
 from lowtide.reading.finite_weights import check_finite
@@ -58,15 +56,11 @@ def _loaded_dtypes(opened: OpenModel, checkpoint: Checkpoint) -> dict[str, str]:
     places = {(e.file, e.offset): name for name, e in checkpoint.tensors.items() if e.num_bytes}
     dense, table = opened.weight_map.dense, opened.weight_map.experts
     dtypes = {
-        places[dense[name].file, dense[name].offset]: _safetensors_name(tensor.dtype)
+        places[dense[name].file, dense[name].offset]: plain_format(tensor.dtype).name
         for name, tensor in opened.dense.meta().items()
     }
     starts = set(zip(table.files.ravel().tolist(), table.offsets.ravel().tolist(), strict=True))
     for place, name in places.items():
         if place in starts:
-            dtypes.setdefault(name, opened.storage_name)
+            dtypes.setdefault(name, plain_format(opened.dtype).name)
     return dtypes
-
-
-def _safetensors_name(dtype: torch.dtype) -> str:
-    return SAFETENSORS_NAME[str(dtype).removeprefix("torch.")]

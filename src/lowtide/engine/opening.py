@@ -12,15 +12,16 @@ import torch
 
 from lowtide.config import ModelConfig
 from lowtide.core import align_up
-from lowtide.dtypes import ITEM_BYTES, SAFETENSORS_NAME
 from lowtide.engine.device import (
     check_device,
     resolve_device,
 )
-from lowtide.errors import CheckpointError, UnsupportedError, UsageError
-from lowtide.experts.slots import SlotLayout
+from lowtide.errors import UnsupportedError, UsageError
+from lowtide.experts.layout import SlotLayout
 from lowtide.families import families
+from lowtide.formats.plain import SAFETENSORS_NAME
 from lowtide.kernels.choice import HOST, choose_kernels
+from lowtide.kernels.operands import ClampedWeights, ExpertWeights
 from lowtide.kernels.reference import Kernels
 from lowtide.memory.kv_cache import storage_shape
 from lowtide.memory.workspace import Registrar
@@ -135,8 +136,10 @@ class OpenModel:
     tokenizer: Tokenizer | None
     dtype: torch.dtype  # compute type
     context: int
-    passes: dict[int, Registrar] = field(default_factory=dict, repr=False, compare=False)
-    """Counted so far, by their rows: see `planning.register`."""
+    passes: dict[tuple[int, bool, bool], Registrar] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    """Counted so far, by their rows and what the policy wants: see `planning.register`."""
 
     @property
     def dense(self) -> DenseWeights:
@@ -148,15 +151,11 @@ class OpenModel:
         return DenseWeights(self.weight_map.dense, dtypes)
 
     @property
-    def storage_name(self) -> str:
-        """The compute dtype's safetensors name."""
-        return SAFETENSORS_NAME[str(self.dtype).removeprefix("torch.")]
-
-    @property
     def slot_layout(self) -> SlotLayout:
-        return SlotLayout.of(
-            self.config.moe_shape, self.dtype, is_clamped=self.config.moe.is_clamped
-        )
+        weights = ClampedWeights if self.config.moe.is_clamped else ExpertWeights
+        # An `expert_dtype` that is given is the compute dtype: see `open_model`.
+        kept = [] if self.options.expert_dtype else self.weight_map.experts.kept()
+        return SlotLayout.of(self.config.moe_shape, self.dtype, weights, kept)
 
     @property
     def kernels(self) -> Kernels:
@@ -183,14 +182,14 @@ def open_model(reference: str | Path, options: EngineConfig) -> OpenModel:
         )
     checkpoint = Checkpoint.open(folder) if has_weights(folder) else None
     weight_map = assume(config) if checkpoint is None else bind(config, checkpoint)
-    _check_loadable(weight_map)
     tokenizer = Tokenizer.load(folder)
     if tokenizer is not None:
         tokenizer.check_vocabulary(config.vocab_size)
-    if options.expert_dtype not in (None, config.dtype):
+    dtype = options.dtype or config.dtype
+    if options.expert_dtype not in (None, dtype):
         raise UnsupportedError(
-            f"expert_dtype {options.expert_dtype!r} is not supported; this checkpoint's own is "
-            f"{config.dtype!r}."
+            f"expert_dtype {options.expert_dtype!r} is not supported: experts are kept in the "
+            f"checkpoint's own format where it can be multiplied with, or unpacked into {dtype!r}."
         )
     return OpenModel(
         folder=folder,
@@ -199,7 +198,7 @@ def open_model(reference: str | Path, options: EngineConfig) -> OpenModel:
         checkpoint=checkpoint,
         weight_map=weight_map,
         tokenizer=tokenizer,
-        dtype=getattr(torch, options.dtype or config.dtype),
+        dtype=getattr(torch, dtype),
         context=_context(config, options),
     )
 
@@ -234,15 +233,6 @@ def no_calibration() -> UsageError:
         "tau=paper is solved from a calibration and there is none for this model: run "
         "`lowtide calibrate` first, or choose a number or tau=auto."
     )
-
-
-def _check_loadable(weight_map: WeightMap) -> None:
-    dtypes = {name: entry.dtype for name, entry in weight_map.dense.items()}
-    for name, dtype in (*dtypes.items(), ("the experts", weight_map.experts.dtype)):
-        if dtype not in ITEM_BYTES:
-            raise CheckpointError(
-                f"{name} is stored as {dtype}; lowtide reads {', '.join(ITEM_BYTES)}."
-            )
 
 
 def _context(config: ModelConfig, options: EngineConfig) -> int:

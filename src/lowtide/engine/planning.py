@@ -16,7 +16,6 @@ from lowtide.config import format_size, parse_size
 from lowtide.core import MemoryPlan, Step, StepKind
 from lowtide.decode.block_diffusion import LOGIT_ROWS
 from lowtide.devices.cuda import pinned_bytes
-from lowtide.dtypes import SAFETENSORS_NAME
 from lowtide.engine.device import (
     ExpertSource,
     resolve_device,
@@ -25,6 +24,7 @@ from lowtide.engine.opening import MAX_PASS_ROWS, EngineConfig, OpenModel
 from lowtide.experts.registrar import ExpertRegistrar
 from lowtide.experts.transfer import largest_read_bytes
 from lowtide.families import families
+from lowtide.formats.plain import SAFETENSORS_NAME
 from lowtide.hardware import available_memory_bytes, resident_bytes, total_memory_bytes
 from lowtide.hardware.measure import layer_dense_bytes
 from lowtide.kernels.library_cache import library_cache_bytes, limit_library_cache
@@ -34,7 +34,7 @@ from lowtide.memory.budget import DeviceNeeds, Needs, spend
 from lowtide.memory.cuda_streams import free_memory_bytes
 from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.workspace import Registrar
-from lowtide.policies.presets import choose_preset, fetches_all
+from lowtide.policies.presets import asks_scores, choose_preset, fetches_all, substitutes
 from lowtide.reading.file_reader import ring_bytes
 from lowtide.threads.executor import InlineExecutor
 
@@ -100,6 +100,7 @@ def _needs(opened: OpenModel) -> Needs:
         slot_bytes=opened.slot_layout.num_bytes,
         num_layers=shape.num_layers,
         num_experts=shape.num_experts,
+        unused_slot_bytes=opened.slot_layout.num_unused_bytes,
     )
 
 
@@ -125,7 +126,6 @@ def expert_source(opened: OpenModel) -> ExpertSource:
         shape=config.moe_shape,
         table=opened.weight_map.experts,
         layout=opened.slot_layout,
-        dtype_name=opened.storage_name,
         layer_bytes=layer_dense_bytes(
             opened.weight_map.dense, config.moe_layers[-1], opened.dtype.itemsize
         ),
@@ -173,19 +173,23 @@ def register(opened: OpenModel, num_rows: int = MAX_PASS_ROWS) -> Registrar:
     so those up to the first with experts stand for all. Of more than `MAX_PASS_ROWS` rows it is
     bidirectional, over one whole sequence.
     """
-    if num_rows not in opened.passes:
-        opened.passes[num_rows] = _register(opened, num_rows)
-    return opened.passes[num_rows]
+    policy = opened.options.policy
+    key = (num_rows, substitutes(policy), asks_scores(policy))
+    if key not in opened.passes:
+        opened.passes[key] = _register(opened, *key)
+    return opened.passes[key]
 
 
-def _register(opened: OpenModel, num_rows: int) -> Registrar:
+def _register(
+    opened: OpenModel, num_rows: int, has_substitution: bool, has_scores: bool
+) -> Registrar:
     registrar = Registrar()
     config = replace(opened.config, num_layers=opened.config.num_leading_layers)
     segments = _largest_segments(opened, num_rows)
     kv_shape = list(opened.kv_shape)
     kv_shape[3] = segments[0].kv.capacity
     kv_cache = KVCache(torch.empty(kv_shape, dtype=opened.dtype, device="meta"))
-    experts = ExpertRegistrar(config.moe_shape)
+    experts = ExpertRegistrar(config.moe_shape, has_substitution, has_scores)
     compute = Compute(InlineExecutor(), REFERENCE, registrar, torch.device("meta"))
     model_class = families()[config.family].model()
     model = model_class(config, opened.dense.meta(), experts, kv_cache, compute)

@@ -11,9 +11,11 @@ import numpy as np
 import torch
 
 from lowtide.core import Costs, Curve, MemoryPlan
-from lowtide.devices.emulated import measure_device_s
+from lowtide.devices.emulated_speeds import measure_device_s
 from lowtide.engine.engine import Engine
 from lowtide.engine.opening import MAX_PASS_ROWS, OpenModel, find_calibration, no_calibration
+from lowtide.engine.planning import register
+from lowtide.errors import PlanError
 from lowtide.experts.device_tier import DeviceTier
 from lowtide.experts.early_gate import EarlyGate, Route
 from lowtide.experts.host_tier import HostTier
@@ -39,6 +41,7 @@ from lowtide.policies.tau import (
 )
 from lowtide.reading.dense_weights import no_progress
 from lowtide.replay.calibration import Calibration
+from lowtide.replay.host_alone import compare_alone
 from lowtide.replay.simulator import compare, fastest_tau, measured_accuracy
 from lowtide.replay.trace import Trace
 
@@ -54,6 +57,7 @@ def adopt_policy(engine: Engine, policy: str, policy_options: Mapping[str, str])
     """
     options = replace(engine.opened.options, policy=policy, policy_options=policy_options)
     opened, plan, experts = replace(engine.opened, options=options), engine.plan, engine.experts
+    _check_workspace(opened, plan)
     fits = plan.fast_tier.num_slots == plan.num_experts
     preset, reason = choose_preset(
         policy,
@@ -71,21 +75,36 @@ def adopt_policy(engine: Engine, policy: str, policy_options: Mapping[str, str])
     return replace(engine, opened=opened, plan=plan)
 
 
-def choose_by_simulation(engine: Engine, costs: Costs, calibration: Calibration | None) -> Engine:
+def _check_workspace(opened: OpenModel, plan: MemoryPlan) -> None:
+    """Raises PlanError for a policy that wants more of a pass than was planned for."""
+    needed_bytes, planned_bytes = register(opened).peak_bytes, plan.fast_tier.workspace_bytes
+    if needed_bytes > planned_bytes:
+        raise PlanError(
+            f"Policy {opened.options.policy!r} needs a workspace of {needed_bytes} bytes for the "
+            f"routing that it asks for, and {planned_bytes} are planned; open the model with it."
+        )
+
+
+def choose_by_simulation(engine: Engine, calibration: Calibration | None) -> Engine:
     """The preset of most simulated tokens per second, on the calibration's routing and the costs
     measured here; as it is where everything fits or nothing was calibrated."""
-    plan, opened = engine.plan, engine.opened
+    plan, device = engine.plan, engine.experts.device
     if calibration is None or plan.fast_tier.num_slots == plan.num_experts:
         return engine
     trace = _beginning(calibration, plan)
-    setting = _setting(opened, plan, calibration, costs)
-    names = candidates(can_fetch=costs.num_staging > 0)
-    reports = compare(trace, names, setting, gate_accuracy=measured_accuracy(calibration))
+    if device is None:
+        setting = _setting(engine.opened, plan, calibration, engine.experts.policies.costs)
+        reports = compare_alone(trace, candidates(), setting)
+    else:
+        setting = _setting(engine.opened, plan, calibration, device.costs)
+        names = candidates(can_fetch=device.costs.num_staging > 0)
+        reports = compare(trace, names, setting, gate_accuracy=measured_accuracy(calibration))
     best, second = sorted(reports, key=lambda report: -report.tokens_per_s)[:2]
+    binds = "disk" if device is None and best.binds == "link" else best.binds
     reason = (
         f"simulated on the calibration's routing and this machine's costs: "
         f"{best.tokens_per_s:.3g} tokens/s in the expert layers, {second.preset} "
-        f"{second.tokens_per_s:.3g}; the {best.binds} binds"
+        f"{second.tokens_per_s:.3g}; the {binds} binds"
     )
     if best.preset != plan.policy:
         engine = adopt_policy(engine, best.preset, {})

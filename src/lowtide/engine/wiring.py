@@ -68,8 +68,8 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
         model = model_class(config, weights, experts, kv_cache, compute)
         set_early_gate(opened, experts, model.routers, calibration)
         engine = Engine(plan, opened, model, experts, kv_cache, reader, executor)
-        if options.policy == "auto" and experts.device is not None:
-            engine = choose_by_simulation(engine, experts.device.costs, calibration)
+        if options.policy == "auto":
+            engine = choose_by_simulation(engine, calibration)
         undo.pop_all()
     return engine
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from lowtide.core import BoolArray, IntArray
 from lowtide.experts.rows import ExpertBuffers, Routing
 from lowtide.experts.slots import ExpertSlots
-from lowtide.kernels.operands import SlotPlaces
+from lowtide.kernels.operands import ExpertWeights, SlotPlaces
 from lowtide.kernels.reference import Kernels, SeveralExperts
 from lowtide.threads.executor import Executor
 
@@ -29,7 +29,8 @@ class ExpertsAtOnce:
     """
 
     def __init__(self, kernels: SeveralExperts, slots: ExpertSlots, num_threads: int) -> None:
-        """`slots`: of experts without biases; their memory has to last as long as this is used."""
+        """`slots`: of experts without biases, in the compute dtype; their memory has to last as
+        long as this is used."""
         self._kernels = kernels
         self._places = _places(slots)
         self._num_threads = num_threads
@@ -37,8 +38,9 @@ class ExpertsAtOnce:
     @classmethod
     def of(cls, slots: ExpertSlots, kernels: Kernels, num_threads: int) -> ExpertsAtOnce | None:
         """None where `kernels` have no call for the experts in `slots`."""
-        has_biases = len(slots.layout.shapes) > 3
-        if kernels.several_experts is None or has_biases:
+        layout = slots.layout
+        is_taken = layout.is_plain and layout.largest.weights is ExpertWeights
+        if kernels.several_experts is None or not is_taken:
             return None
         return cls(kernels.several_experts, slots, num_threads)
 
@@ -82,5 +84,5 @@ class ExpertsAtOnce:
 
 def _places(slots: ExpertSlots) -> SlotPlaces:
     start, layout = slots.image(0).data_ptr(), slots.layout
-    gate, up, down = (start + offset for offset in layout.offsets[:3])
+    gate, up, down = (start + part.offsets[0] for part in layout.largest.parts)
     return SlotPlaces(gate, up, down, layout.num_bytes)

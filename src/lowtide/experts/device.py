@@ -24,6 +24,7 @@ from lowtide.threads.executor import Work
 class ExpertGroup(NamedTuple):
     """Experts that are computed in one go, and the slots of one device that hold their weights."""
 
+    layer: int
     experts: IntArray  # ascending ids
     slots: IntArray
 

@@ -13,13 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide.core import Assignment, Costs, Facts, IntArray, Moves, Step, StepKind
+from lowtide.core import Assignment, Costs, Facts, IntArray, Moves, RoutedTokens, Step, StepKind
 from lowtide.experts.device import Device, ExpertGroup
 from lowtide.experts.early_gate import EarlyGate
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.link import Arrival, Link
+from lowtide.experts.room import Room
 from lowtide.experts.rows import ExpertBuffers, ExpertRows, Routing
+from lowtide.experts.told import tell
+from lowtide.memory.pinned_copies import to_host
 from lowtide.memory.workspace import Buffers
+from lowtide.policies.decision import Policies
 from lowtide.policies.prefetch import Ahead, Prefetch
 from lowtide.reading.dense_weights import Progress
 from lowtide.threads.event import Event
@@ -33,6 +37,7 @@ class AtHost(NamedTuple):
 
     x: Tensor  # [tokens, hidden]
     experts: Tensor  # [tokens, k] int64
+    told: RoutedTokens | None = None  # the routing, for policies that ask for it
     predicted: IntArray | None = None  # tokens per expert of the next layer, by the early gate
 
 
@@ -53,9 +58,11 @@ class DeviceTier:
         self._num_hits = torch.zeros((), dtype=torch.int64, device=device.torch_device)
         self._counts: list[Tensor] = []  # of the last such layers, each [num_experts]
 
-    def is_whole(self, layer: int) -> bool:
-        """Whether every expert of a layer is resident: nothing has to be decided then."""
-        return bool(self.link.ledger.is_resident(layer).all())
+    def stays_whole(self, layer: int, room: Room) -> bool:
+        """Whether every expert of a layer is resident and may stay: nothing has to be decided."""
+        ledger = self.link.ledger
+        is_whole = bool(ledger.is_resident(layer).all())
+        return is_whole and not room.is_short(layer, ledger.num_resident)
 
     def run_whole(self, layer: int, rows: ExpertRows, buffers: ExpertBuffers) -> None:
         """Runs a layer whose experts are all resident, without any synchronisation."""
@@ -72,13 +79,22 @@ class DeviceTier:
         return int(self._num_hits)
 
     def look(
-        self, layer: int, x: Tensor, routing: Routing, prefetch: Prefetch, workspace: Buffers
+        self,
+        layer: int,
+        x: Tensor,
+        routing: Routing,
+        scores: Tensor | None,
+        policies: Policies,
+        workspace: Buffers,
     ) -> AtHost:
         """A layer's input and routing in host memory, and what the early gate says of the next:
         the layer's one synchronisation."""
-        predicted = self._predict(layer, x, prefetch, workspace)
+        predicted = self._predict(layer, x, policies.prefetch, workspace)
+        weights = to_host(routing.weights) if policies.asks_routing else None
+        scores = None if scores is None else to_host(scores)
         host_x, experts = self.device.to_host(x, routing.experts)
-        return AtHost(host_x, experts, None if predicted is None else predicted.numpy())
+        told = None if weights is None else tell(experts, weights, scores)
+        return AtHost(host_x, experts, told, None if predicted is None else predicted.numpy())
 
     def look_ahead(self, facts: Facts, at_host: AtHost, prefetch: Prefetch) -> None:
         """Told what a layer asked for: queues what the policy wants of the next one."""
@@ -190,11 +206,10 @@ class DeviceShare:
         experts = np.array([expert for expert, _ in wave])
         slots = np.array([arrival.slot for _, arrival in wave])
         arrivals = {arrival.slot: arrival for _, arrival in wave}
-        for group in self._link.by_device(ExpertGroup(experts, slots)):
+        for group in self._link.by_device(ExpertGroup(self._layer, experts, slots)):
             last = max((arrivals[slot] for slot in group.slots.tolist()), key=lambda a: a.order)
             self._run(group, last.event)
-        for expert, arrival in wave:
-            self._link.settle(self._layer, expert, arrival.slot, expert in self._keep)
+        self._settle(wave)
 
     def take_over(self, host_parts: Tensor) -> None:
         """Queues the copy of the host's outputs to where they belong."""
@@ -209,6 +224,10 @@ class DeviceShare:
         self._wave.append((expert, arrival))
         if len(self._wave) == self._tier.wave_size:
             self.run_wave()
+
+    def _settle(self, wave: Sequence[tuple[int, Arrival]]) -> None:
+        for expert, arrival in wave:
+            self._link.settle(self._layer, expert, arrival.slot, expert in self._keep)
 
     def _run(self, group: ExpertGroup, after: Event | None) -> None:
         use = self._tier.device.run(group, self._rows, self._buffers, after)

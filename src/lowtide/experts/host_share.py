@@ -6,6 +6,7 @@ slots others wait for. An expert's outputs replace its inputs, and no two share 
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -52,13 +53,20 @@ class HostShare:
     """Experts of one layer that the host computes; their slots go back to the host tier."""
 
     def __init__(
-        self, tier: HostTier, compute: HostCompute, rows: ExpertRows, buffers: HostBuffers
+        self,
+        tier: HostTier,
+        layer: int,
+        compute: HostCompute,
+        rows: ExpertRows,
+        buffers: HostBuffers,
     ) -> None:
         self._tier = tier
+        self._layer = layer
         self._compute = compute
         self._rows = rows
         self._buffers = buffers
-        self._ready: deque[tuple[Work, int]] = deque()  # with the slot that it is a use of
+        # With what is to be done when it has ended: its slot is given back.
+        self._ready: deque[tuple[Work, Work]] = deque()
         self._working: deque[Future[None]] = deque()
         self._seen_s = perf_counter()  # when an expert's use ended last
 
@@ -90,14 +98,29 @@ class HostShare:
     def submit(self, experts: Leased) -> None:
         """Hands over experts, each to be run by itself."""
         for expert, slot in experts:
-            self._ready.append((self._work(expert, slot), slot))
+            self._ready.append(self._whole(expert, slot))
         for _ in range(min(len(experts), self._compute.executor.num_threads)):
             self._start(self._run_ready)
 
     def submit_first(self, expert: int, slot: int) -> None:
         """Hands over one that goes before all others: its slot is wanted."""
-        self._ready.appendleft((self._work(expert, slot), slot))
+        self._ready.appendleft(self._whole(expert, slot))
         self._start(self._run_ready)
+
+    def submit_rows(self, expert: int, slot: int, is_last: bool) -> None:
+        """Hands over an expert whose rows threads share, if they are many; `is_last`: these rows
+        are its last, and its slot can be given back after them."""
+        pieces, num_ended = self._rows.pieces(expert), itertools.count(1)
+
+        def end() -> None:
+            if next(num_ended) == len(pieces) and is_last:
+                self._tier.give_back(slot)
+
+        for piece in pieces:
+            work = partial(self._run, piece, slot)
+            num_tokens = piece.stop - piece.start
+            self._ready.append((self._compute.paced([num_tokens], work), end))
+            self._start(self._run_ready)
 
     def wait(self, limit_s: float) -> None:
         """Waits until the oldest work has ended, for `limit_s` at most; raises what it failed
@@ -134,31 +157,33 @@ class HostShare:
         pairs = self._rows.pairs(expert)
         return int(pairs.stop - pairs.start)
 
-    def _work(self, expert: int, slot: int) -> Work:
-        return self._compute.paced([self._num_tokens(expert)], partial(self._run, expert, slot))
+    def _whole(self, expert: int, slot: int) -> tuple[Work, Work]:
+        work = partial(self._run, self._rows.pairs(expert), slot)
+        paced = self._compute.paced([self._num_tokens(expert)], work)
+        return paced, partial(self._tier.give_back, slot)
 
     def _run_ready(self) -> None:
         """On a compute thread: runs experts until none is ready."""
         while True:
             try:
-                work, slot = self._ready.popleft()
+                work, end = self._ready.popleft()
             except IndexError:  # another thread took the last one
                 return
             work()
-            self._tier.give_back(slot)
+            end()
             self._seen_s = perf_counter()
 
-    def _run(self, expert: int, slot: int) -> None:
-        buffers, pairs = self._buffers, self._rows.pairs(expert)
-        self._gather(expert)
+    def _run(self, pairs: slice, slot: int) -> None:
+        buffers = self._buffers
+        self._gather(pairs)
         # An expert's inputs are not needed once gate and up are computed: the outputs replace them.
-        parts, weights = buffers.parts[pairs], self._tier.slots.weights(slot)
+        parts, weights = buffers.parts[pairs], self._tier.slots.weights(self._layer, slot)
         gate, up = buffers.gate[pairs], buffers.up[pairs]
         self._compute.kernels.gated_mlp(parts, weights, gate, up, parts)
 
     def _run_few(self, experts: Leased) -> None:
         for expert, _ in experts:
-            self._gather(expert)
+            self._gather(self._rows.pairs(expert))
         groups = self._rows.groups(*np.array(experts, np.int64).T)
         at_once, buffers = self._compute.at_once, self._buffers
         if at_once is not None:
@@ -167,9 +192,9 @@ class HostShare:
             self._tier.give_back(slot)
         self._seen_s = perf_counter()
 
-    def _gather(self, expert: int) -> None:
+    def _gather(self, pairs: slice) -> None:
         """An expert's inputs, where they are not in place yet."""
-        inputs, pairs = self._buffers.inputs, self._rows.pairs(expert)
+        inputs = self._buffers.inputs
         if inputs is not None:
             tokens = self._rows.token_of[pairs]
             torch.index_select(inputs, 0, tokens, out=self._buffers.parts[pairs])

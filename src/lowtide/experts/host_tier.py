@@ -212,6 +212,7 @@ class HostReads:
         self._tier = tier
         self._layer = layer
         self._admit = frozenset(moves.admit.tolist())
+        self._admitted: list[int] = []
         self._pending: deque[PendingRead] = deque()
         is_here = tier.ledger.is_resident(layer)[wanted]
         self._waiting = deque(wanted[~is_here].tolist())
@@ -254,7 +255,35 @@ class HostReads:
         if read.expert in self._admit:
             self._tier.bind(self._layer, read)
             self._tier.ledger.lease(read.slot)
+            self._admitted.append(read.expert)
         return read.expert, read.slot
+
+    def bring(self, expert: int) -> tuple[int, int] | None:
+        """`next`, for the read of one expert; None where it waits for a slot.
+
+        Reads begin in ascending order: so should they be asked for.
+        """
+        for read in self._pending:
+            if read.expert == expert:
+                self._pending.remove(read)
+                self._pending.appendleft(read)
+                return self.next()
+        return None
+
+    def give_up_one(self) -> bool:
+        """Evicts one that was admitted and used, for those that wait for a slot; whether it did.
+
+        Where experts come in ascending order the residents that they replace may be in use for
+        longer than there are slots for both.
+        """
+        tier = self._tier
+        tier.settle()
+        for expert in self._admitted:
+            if not tier.ledger.is_leased(tier.ledger.slot_of(self._layer, expert)):
+                self._admitted.remove(expert)
+                tier.evict(self._layer, expert)
+                return True
+        return False
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """All of them, for somebody who tells of every use by `used_by`."""

@@ -119,7 +119,7 @@ class Link:
 
     def resident_groups(self, layer: int, experts: IntArray) -> list[ExpertGroup]:
         """One for each device that has some of them."""
-        return self.by_device(ExpertGroup(experts, self.ledger.slots_of(layer, experts)))
+        return self.by_device(ExpertGroup(layer, experts, self.ledger.slots_of(layer, experts)))
 
     def by_device(self, group: ExpertGroup) -> list[ExpertGroup]:
         """The parts of what would be a group if there were only one device."""
@@ -127,7 +127,11 @@ class Link:
             return [group] if len(group.experts) else []
         devices = self.ledger.device_of[group.slots]
         parts = [devices == device for device in range(self.ledger.num_devices)]
-        return [ExpertGroup(*(ids[part] for ids in group)) for part in parts if part.any()]
+        return [
+            ExpertGroup(group.layer, group.experts[part], group.slots[part])
+            for part in parts
+            if part.any()
+        ]
 
     def note_use(self, group: ExpertGroup, use: Event) -> None:
         """Copies into the group's slots wait for `use` from now on."""

@@ -6,16 +6,31 @@ from torch import Tensor
 
 from lowtide.core import MoEShape, Step
 from lowtide.experts.rows import ExpertBuffers, Routing
+from lowtide.experts.told import take_substituted
 from lowtide.memory.workspace import Buffers
 
 
 class ExpertRegistrar:
     """Takes what a layer's experts take of the workspace, and computes nothing."""
 
-    def __init__(self, shape: MoEShape) -> None:
+    def __init__(
+        self, shape: MoEShape, substitutes: bool = False, asks_scores: bool = False
+    ) -> None:
+        """substitutes, asks_scores: as the policies of the runtime do that it stands for."""
         self._shape = shape
+        self._substitutes = substitutes
+        self.asks_scores = asks_scores
 
     def forward(
-        self, layer: int, x: Tensor, routing: Routing, step: Step, workspace: Buffers, out: Tensor
+        self,
+        layer: int,
+        x: Tensor,
+        routing: Routing,
+        step: Step,
+        workspace: Buffers,
+        out: Tensor,
+        scores: Tensor | None = None,
     ) -> None:
+        if self._substitutes:
+            take_substituted(workspace, routing.experts.numel())
         ExpertBuffers.take(workspace, self._shape, x)

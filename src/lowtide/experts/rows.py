@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +11,10 @@ from torch import Tensor
 
 from lowtide.core import IntArray, MoEShape
 from lowtide.kernels.operands import SortedPairs
-from lowtide.memory.workspace import Buffers
+from lowtide.memory.workspace import TILE_ROWS, Buffers
+
+_LEAST_ROWS = 16
+"""Of a piece that is not a whole group: fewer rows would go to other kernels than the group."""
 
 
 class Routing(NamedTuple):
@@ -18,6 +22,27 @@ class Routing(NamedTuple):
 
     experts: Tensor  # [tokens, k] int64
     weights: Tensor  # [tokens, k] float32
+
+
+def is_long(num_tokens: int) -> bool:
+    """Whether a pass of so many rows is divided: see `long_pass.py`."""
+    return num_tokens > TILE_ROWS
+
+
+def row_pieces(num_rows: int) -> Iterator[slice]:
+    """The products that an expert's rows are computed in: one, or of more than `TILE_ROWS` several.
+
+    By the number of rows alone, whatever the budget, since it decides bits. None has fewer than 16
+    rows, and all but the last have a multiple of 16; what is left after a piece is divided as
+    rows of that number would be.
+    """
+    start = 0
+    while start < num_rows:
+        stop = min(start + TILE_ROWS, num_rows)
+        if 0 < num_rows - stop < _LEAST_ROWS:
+            stop -= _LEAST_ROWS
+        yield slice(start, stop)
+        start = stop
 
 
 class ExpertRows:
@@ -61,6 +86,45 @@ class ExpertRows:
         bounds = self.bounds
         return slice(int(bounds[expert]), int(bounds[expert + 1]))
 
+    @property
+    def demanded(self) -> list[int]:
+        """Experts with pairs, ascending."""
+        experts: list[int] = np.flatnonzero(np.diff(self.bounds)).tolist()
+        return experts
+
+    def pieces(self, expert: int) -> list[slice]:
+        """`pairs`, in the products that they are computed in."""
+        pairs = self.pairs(expert)
+        return [
+            slice(pairs.start + piece.start, pairs.start + piece.stop)
+            for piece in row_pieces(pairs.stop - pairs.start)
+        ]
+
+    def tiles(self, max_pairs: int) -> Iterator[slice]:
+        """All sorted pairs, at most `max_pairs` at a time, no piece in two tiles.
+
+        `max_pairs` is at least `TILE_ROWS`. Of all experts with pairs in a tile only the last may
+        have more of them, in the next one.
+        """
+        start = stop = 0
+        for num_pairs in np.diff(self.bounds).tolist():
+            for piece in row_pieces(num_pairs):
+                size = piece.stop - piece.start
+                if stop + size - start > max_pairs:
+                    yield slice(start, stop)
+                    start = stop
+                stop += size
+        if start < stop:
+            yield slice(start, stop)
+
+    def tile(self, pairs: slice) -> ExpertRows:
+        """Some of the sorted pairs, as if there were no others; `part_of` has no meaning there."""
+        bounds = self.bounds.clip(pairs.start, pairs.stop) - pairs.start
+        counts = torch.from_numpy(np.diff(bounds)).to(self.token_of.device)
+        rows = ExpertRows(SortedPairs(self.token_of[pairs], self.part_of[:0], counts))
+        rows._bounds = bounds
+        return rows
+
     def groups(self, experts: IntArray, slots: IntArray) -> IntArray:
         """The slot, first sorted pair and number of pairs of each expert. [experts, 3]"""
         groups = np.empty((len(experts), 3), np.int64)
@@ -78,7 +142,7 @@ class HostScratch(NamedTuple):
 
 
 class ExpertBuffers(NamedTuple):
-    """The layer's scratch. Rows are bounded by the plan's `max_rows`, so `parts` is too."""
+    """The layer's scratch: of a tile's tokens at most, however long the pass is."""
 
     parts: Tensor  # [tokens * k, hidden]: inputs of each pair, then its expert's output
     gate: Tensor  # [tokens * k, expert_size]: each expert its own rows, threads share nothing
@@ -88,9 +152,12 @@ class ExpertBuffers(NamedTuple):
 
     @classmethod
     def take(cls, workspace: Buffers, shape: MoEShape, x: Tensor) -> ExpertBuffers:
-        num_tokens, hidden = x.shape
-        num_pairs = num_tokens * shape.num_experts_per_token
-        workspace.library("expert rows", 6 * 8 * num_pairs)
+        k, hidden = shape.num_experts_per_token, x.shape[1]
+        workspace.library("expert rows", 6 * 8 * k * x.shape[0])
+        if is_long(x.shape[0]):
+            workspace.library("pairs' weights", 2 * 8 * k * x.shape[0])
+        num_tokens = min(x.shape[0], TILE_ROWS)
+        num_pairs = num_tokens * k
         return cls(
             parts=workspace.take("expert parts", (num_pairs, hidden), x.dtype),
             gate=workspace.take("expert gate", (num_pairs, shape.expert_size), x.dtype),

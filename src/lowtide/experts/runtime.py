@@ -15,19 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide.core import NO_MOVES, Demand, Facts, IntArray, MoEShape, Moves, Step
-from lowtide.errors import InternalError
-from lowtide.experts.device_tier import AtHost, DeviceShare, DeviceTier
-from lowtide.experts.host_share import HostBuffers, HostCompute, HostShare
-from lowtide.experts.host_tier import HostReads, HostTier
-from lowtide.experts.rows import ExpertBuffers, ExpertRows, HostScratch, Routing
+from lowtide.core import Demand, Facts, IntArray, MoEShape, RoutedTokens, Step
+from lowtide.experts.device_tier import AtHost, DeviceTier
+from lowtide.experts.host_share import HostCompute
+from lowtide.experts.host_tier import HostTier
+from lowtide.experts.layer_run import LayerRun
+from lowtide.experts.long_pass import LongPass, LongRun
+from lowtide.experts.room import Room
+from lowtide.experts.rows import ExpertBuffers, ExpertRows, HostScratch, Routing, is_long
+from lowtide.experts.told import device_facts, host_facts, substituted_routing, tell
 from lowtide.memory.workspace import Buffers
 from lowtide.policies.decision import Decision, Policies
 from lowtide.reading.dense_weights import Progress, no_progress
-from lowtide.threads.event import WAIT_LIMIT_S
-
-LOOK_S = 1e-3
-"""How often used experts' slots are looked for: about as long as one of many tokens takes."""
 
 
 class Observer(Protocol):
@@ -68,6 +67,7 @@ class ExpertRuntime:
         self.host = host
         self.device = device
         self.policies = policies
+        self.room = Room(policies.capacity)
         self.compute = compute
         self.scratch = scratch
         self.observer: Observer | None = None
@@ -75,23 +75,37 @@ class ExpertRuntime:
         self.num_on_host = 0
         self._is_under_way = False  # a step, or what has to be cleared up after one
 
+    @property
+    def asks_scores(self) -> bool:
+        """Whether `forward` is to be told the router's scores."""
+        return self.policies.asks_scores
+
     def forward(
-        self, layer: int, x: Tensor, routing: Routing, step: Step, workspace: Buffers, out: Tensor
+        self,
+        layer: int,
+        x: Tensor,
+        routing: Routing,
+        step: Step,
+        workspace: Buffers,
+        out: Tensor,
+        scores: Tensor | None = None,
     ) -> None:
         """`out[t] = sum over t's experts e of weight * expert_e(x[t])`, in ascending e.
 
         x [tokens, hidden] compute dtype; out [tokens, hidden] float32; both and the routing are
-        contiguous; `layer` counts MoE layers. Raises StorageError or DeviceError when an expert
+        contiguous; `layer` counts MoE layers. scores [tokens, num_experts] float32: the router's
+        logits, for policies that ask for them. Raises StorageError or DeviceError when an expert
         cannot be had; the runtime stays usable.
         """
         if self._is_under_way:  # Ctrl-C came again while the last failure was cleared up
             self._abandon()
         self._is_under_way = True
+        device, fits_tile = self.device, not is_long(len(x))
         try:
-            if self.device is not None and self.device.is_whole(layer):
-                self._run_whole(self.device, layer, x, routing, workspace, out)
+            if device is not None and fits_tile and device.stays_whole(layer, self.room):
+                self._run_whole(device, layer, x, routing, workspace, out)
             else:
-                self._run_layer(layer, x, routing, step, workspace, out)
+                self._run_layer(layer, x, routing, step, workspace, out, scores)
             self._is_under_way = False
         except BaseException:
             self._abandon()
@@ -113,6 +127,7 @@ class ExpertRuntime:
         """Goes on under other policies, from their own first residents. Between passes only."""
         self._abandon()  # nothing is demanded: ends what was begun for later
         self.policies = policies
+        self.room = Room(policies.capacity)
         self.load(progress)
 
     def close(self) -> None:
@@ -134,9 +149,8 @@ class ExpertRuntime:
         if device is None:
             return counts
         link = device.link.stats
-        link_bytes = link.num_copies * self.host.slots.layout.num_bytes
-        counts["num_on_host"] = self.num_on_host
-        return {**counts, **link.as_dict(), "link_bytes": link_bytes}
+        counts.update({"num_on_host": self.num_on_host, **link.as_dict()})
+        return {**counts, "link_bytes": link.num_copies * self.host.slots.layout.num_bytes}
 
     def _run_whole(
         self,
@@ -155,67 +169,71 @@ class ExpertRuntime:
         self._combine(rows, routing, buffers, out)
 
     def _run_layer(
-        self, layer: int, x: Tensor, routing: Routing, step: Step, workspace: Buffers, out: Tensor
+        self,
+        layer: int,
+        x: Tensor,
+        routing: Routing,
+        step: Step,
+        workspace: Buffers,
+        out: Tensor,
+        scores: Tensor | None,
     ) -> None:
-        """Demand, decide, rows, run, combine."""
-        at_host = self._look(layer, x, routing, workspace)
-        demand = self._demand(layer, at_host)
-        facts = self._facts(step, layer, demand)
-        decision = self.policies.decide(facts)
+        """Demand, substitute, decide, rows, run, combine."""
+        at_host = self._look(layer, x, routing, scores, workspace)
+        facts = run = self._facts(step, layer, at_host.experts, at_host.told)
+        self._count(facts.demand)
+        substituted = self.policies.substitute(facts)
+        if substituted is not None:
+            routing, experts = substituted_routing(substituted, routing, workspace)
+            at_host = at_host._replace(experts=experts)
+            run = self._facts(step, layer, experts, substituted)
+        decision = self.policies.decide(facts, run)
         if self.device is None:  # who stays says whose slots are given to whom
             decision = decision._replace(moves=self.policies.moves(facts, decision))
         buffers = ExpertBuffers.take(workspace, self._shape, x)
-        if self._can_run_at_once(x, demand, decision):
-            self._run_at_once(layer, x, routing, demand, buffers, out)
+        if is_long(len(x)):
+            rows = self._sorted(routing)
+            given = LongPass.of(x, routing, rows, buffers, out)
+            LongRun(self, facts, decision, at_host, given).run()
+            return
+        if self._can_run_at_once(x, run.demand, decision):
+            self.expect_next(layer, facts.demand)
+            self._run_at_once(layer, x, routing, run.demand.experts, buffers, out)
             return
         rows = self._rows(x, routing, buffers)
-        _LayerRun(self, facts, decision, at_host, rows, buffers).run()
+        LayerRun(self, facts, decision, at_host, rows, buffers).run()
         self._combine(rows, routing, buffers, out)
 
-    def _look(self, layer: int, x: Tensor, routing: Routing, workspace: Buffers) -> AtHost:
+    def _look(
+        self, layer: int, x: Tensor, routing: Routing, scores: Tensor | None, workspace: Buffers
+    ) -> AtHost:
         if self.device is None:
-            return AtHost(x, routing.experts)
-        return self.device.look(layer, x, routing, self.policies.prefetch, workspace)
+            told = tell(*routing, scores) if self.policies.asks_routing else None
+            return AtHost(x, routing.experts, told)
+        if is_long(len(x)):  # more rows than a device has room for in host memory
+            experts, told = routing.experts.cpu(), None
+            if self.policies.asks_routing:
+                scores = None if scores is None else scores.cpu()
+                told = tell(experts, routing.weights.cpu(), scores)
+            return AtHost(x, experts, told)
+        return self.device.look(layer, x, routing, scores, self.policies, workspace)
 
-    def _demand(self, layer: int, at_host: AtHost) -> Demand:
-        chosen = at_host.experts.numpy().ravel()
-        num_tokens = np.bincount(chosen, minlength=self._shape.num_experts)
-        experts = np.flatnonzero(num_tokens)
-        device_of = None
+    def _facts(self, step: Step, layer: int, chosen: Tensor, told: RoutedTokens | None) -> Facts:
+        num_tokens = np.bincount(chosen.numpy().ravel(), minlength=self._shape.num_experts)
+        common = (step, layer, num_tokens, told, self.room.capacity, self.policies.costs)
         if self.device is None:
-            is_resident = self.host.ledger.is_resident(layer)[experts]
-        else:
-            link = self.device.link
-            link.bind_arrived()
-            is_resident = link.ledger.is_resident(layer)[experts]
-            device_of = link.devices_with(layer, experts)
-        num_hits = int(np.count_nonzero(is_resident))
-        self.stats.num_hits += num_hits
-        self.stats.num_misses += len(experts) - num_hits
-        return Demand(experts, num_tokens[experts], is_resident, device_of)
+            return host_facts(*common, self.host.ledger)
+        return device_facts(*common, self.device.link)
 
-    def _facts(self, step: Step, layer: int, demand: Demand) -> Facts:
-        capacity, costs = self.policies.capacity, self.policies.costs
-        if self.device is None:
-            is_kept = self.host.ledger.is_resident(layer)
-            return Facts(
-                step, layer, demand, is_kept, capacity, costs, can_fetch=False, has_idle_link=False
-            )
-        link = self.device.link
-        return Facts(
-            step,
-            layer,
-            demand,
-            link.is_kept(layer),
-            capacity,
-            costs,
-            link.arriving_s(layer, demand.experts),
-            link.busy_s,
-            can_fetch=costs.num_staging > 0,
-        )
+    def _count(self, demand: Demand) -> None:
+        self.stats.num_hits += (num_hits := int(np.count_nonzero(demand.is_resident)))
+        self.stats.num_misses += len(demand.experts) - num_hits
+
+    def _sorted(self, routing: Routing) -> ExpertRows:
+        return ExpertRows(self._kernels.sort_pairs(routing.experts, self._shape.num_experts))
 
     def _rows(self, x: Tensor, routing: Routing, buffers: ExpertBuffers) -> ExpertRows:
-        rows = ExpertRows(self._kernels.sort_pairs(routing.experts, self._shape.num_experts))
+        rows = self._sorted(routing)
         torch.index_select(x, 0, rows.token_of, out=buffers.parts)
         return rows
 
@@ -239,15 +257,14 @@ class ExpertRuntime:
         layer: int,
         x: Tensor,
         routing: Routing,
-        demand: Demand,
+        experts: IntArray,
         buffers: ExpertBuffers,
         out: Tensor,
     ) -> None:
         """No other thread changes what is in a slot, and this one waits: nothing is leased."""
-        self.expect_next(layer, demand)
         if self.host.read_ahead is not None:
             self.host.read_ahead.start_reads(self.host.transfer)
-        slots = self.host.ledger.slots_of(layer, demand.experts)
+        slots = self.host.ledger.slots_of(layer, experts)
         if self.compute.at_once is not None:
             self.compute.at_once.run_layer(x, routing, slots, buffers, out)
 
@@ -265,130 +282,3 @@ class ExpertRuntime:
             self.device.abandon()
         self.host.abandon()
         self._is_under_way = False
-
-
-class _LayerRun:
-    """One layer's step, divided between the host and the device, if there is one."""
-
-    def __init__(
-        self,
-        runtime: ExpertRuntime,
-        facts: Facts,
-        decision: Decision,
-        at_host: AtHost,
-        rows: ExpertRows,
-        buffers: ExpertBuffers,
-    ) -> None:
-        self._runtime = runtime
-        self._facts = facts
-        self._layer = facts.layer
-        self._decision = decision
-        self._at_host = at_host
-        self._buffers = buffers
-        self._rows = rows
-        self._for_host = frozenset(decision.assignment.host.tolist())
-        self._host_rows, self._host_buffers = self._host_side()
-        self._host = HostShare(runtime.host, runtime.compute, self._host_rows, self._host_buffers)
-        self._reads: HostReads | None = None
-
-    def run(self) -> None:
-        """Both shares, from the first expert handed over to the last one's outputs in place."""
-        try:
-            if self._runtime.device is None:
-                self._run_alone()
-            else:
-                self._run_split(self._runtime.device)
-        except BaseException:
-            self._host.cancel()
-            if self._reads is not None:
-                self._reads.cancel()
-            raise
-
-    def _run_alone(self) -> None:
-        """The host runs everything. Residents of few tokens in one call, unless somebody waits for
-        a slot, which only this thread gives to others."""
-        reads = self._open(self._facts.demand.experts, self._decision.moves or NO_MOVES)
-        rest = reads.here if reads.num_waiting else self._host.run_few(reads.here)
-        self._host.submit(rest)
-        self._take_reads(reads, None)
-        self._collect(reads)
-
-    def _run_split(self, device: DeviceTier) -> None:
-        """The host's share is handed over first, then the device's is queued, and both run at once
-        while the policies say what is to move."""
-        runtime, assignment = self._runtime, self._decision.assignment
-        outcome = device.link.end_prefetch(self._layer, assignment.fetch)
-        share = DeviceShare(device, self._layer, assignment, self._rows, self._buffers)
-        wanted = np.sort(np.concatenate([assignment.host, np.array(share.wanted, np.int64)]))
-        reads = self._open(wanted, runtime.host.own_moves(self._facts.step, self._layer, wanted))
-        self._host.submit_all([pair for pair in reads.here if pair[0] in self._for_host])
-        rest = share.start([pair for pair in reads.here if pair[0] not in self._for_host])
-        share.follow(runtime.policies.moves(self._facts, self._decision))
-        for expert, slot in rest:
-            share.fetch(expert, slot)
-        self._take_reads(reads, share)
-        share.run_wave()
-        prefetch = runtime.policies.prefetch
-        if outcome is not None:
-            prefetch.record(outcome)
-        device.look_ahead(self._facts, self._at_host, prefetch)
-        self._collect(reads)
-        share.take_over(self._host_buffers.parts)
-        runtime.num_on_host += len(assignment.host)
-        device.finish(len(self._at_host.x))
-
-    def _open(self, wanted: IntArray, moves: Moves) -> HostReads:
-        """Starts the reads of what is not in host memory, then those ahead."""
-        self._reads = reads = self._runtime.host.open(self._layer, wanted, moves)
-        self._runtime.expect_next(self._layer, self._facts.demand)
-        reads.start()
-        return reads
-
-    def _take_reads(self, reads: HostReads, share: DeviceShare | None) -> None:
-        """Sends experts where they are assigned, as they are read."""
-        while reads.has_more:
-            arrived = reads.next()
-            if arrived is None:
-                self._wait_for_slot(reads)
-            elif share is None or arrived[0] in self._for_host:
-                self._host.submit_first(*arrived)
-            else:
-                share.fetch(*arrived)
-            reads.start()
-
-    def _wait_for_slot(self, reads: HostReads) -> None:
-        if self._host.is_busy:
-            self._host.wait(LOOK_S)
-        elif not self._runtime.host.wait_for_use():
-            raise InternalError(f"{reads.num_waiting} experts wait and no slot is free.")
-
-    def _collect(self, reads: HostReads) -> None:
-        """Waits for the host; the link and reads ahead go on with what waits for them meanwhile."""
-        device, read_ahead = self._runtime.device, self._runtime.host.read_ahead
-        while self._host.is_busy:
-            reads.start()
-            pause_s = WAIT_LIMIT_S
-            if device is not None and device.link.has_waiting:
-                # One copy behind the one under way: the link does not wait for the next look.
-                pause_s = device.link.link_s
-                device.link.pump(pause_s)
-            elif read_ahead is not None and read_ahead.is_waiting:
-                pause_s = LOOK_S
-            self._host.wait(pause_s)
-            if device is not None:
-                self._host.check_progress(WAIT_LIMIT_S)
-        reads.start()  # gives slots back, and the last of them to reads ahead
-
-    def _host_side(self) -> tuple[ExpertRows, HostBuffers]:
-        """The rows in host memory, and where the host computes: in the workspace if that is there,
-        too, and nobody else computes in it."""
-        device, scratch, buffers = self._runtime.device, self._runtime.scratch, self._buffers
-        if device is None or scratch is None:
-            return self._rows, HostBuffers(buffers.parts, buffers.gate, buffers.up, None)
-        parts = device.device.host_parts(buffers.parts)
-        if parts is buffers.parts:
-            return self._rows, HostBuffers(parts, *scratch, None)
-        kernels, num_experts = self._runtime.compute.kernels, len(self._rows.counts)
-        rows = ExpertRows(kernels.sort_pairs(self._at_host.experts, num_experts))
-        self._rows.learn(rows.counts)
-        return rows, HostBuffers(parts, *scratch, self._at_host.x)

@@ -7,17 +7,16 @@ placement policy's; and neither moves bytes: that is a transfer's.
 from __future__ import annotations
 
 import itertools
-import math
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lowtide.core import BoolArray, IntArray, MoEShape, align_up
+from lowtide.core import BoolArray, IntArray
 from lowtide.errors import InternalError
+from lowtide.experts.layout import ExpertLayout, SlotLayout
 from lowtide.kernels.operands import ClampedWeights, ExpertWeights
 from lowtide.memory.arena import Arena
 from lowtide.schemas.schema import SlotTarget
@@ -185,76 +184,50 @@ class SlotLedger:
             raise InternalError(f"Slot {slot} is not taken.")
 
 
-class SlotLayout(NamedTuple):
-    """A slot is gate | up | down, each part on a 64-byte boundary, the same for every slot.
-
-    Clamped experts have the biases of the three after them.
-    """
-
-    shapes: tuple[tuple[int, ...], ...]
-    dtype: torch.dtype
-    offsets: tuple[int, ...]
-    num_bytes: int
-
-    @classmethod
-    def of(cls, shape: MoEShape, dtype: torch.dtype, is_clamped: bool = False) -> SlotLayout:
-        """The layout of a model's experts in the compute dtype; `is_clamped`: see
-        `ClampedWeights`."""
-        hidden, width = shape.hidden_size, shape.expert_size
-        shapes: tuple[tuple[int, ...], ...] = ((width, hidden), (width, hidden), (hidden, width))
-        if is_clamped:
-            shapes += ((width,), (width,), (hidden,))
-        ends = [align_up(math.prod(part) * dtype.itemsize) for part in shapes]
-        offsets = (0, *itertools.accumulate(ends))
-        return cls(shapes, dtype, offsets[:-1], offsets[-1])
-
-
 class ExpertSlots:
     """The bytes of a tier's slots, in one arena, addressed by slot number."""
 
     def __init__(self, arena: Arena, layout: SlotLayout) -> None:
         self._arena = arena
         self._array = arena.array()
-        self._weights: dict[int, ExpertWeights | ClampedWeights] = {}
         self.layout = layout
+        # By slot, and shared by layers of one layout.
+        made: dict[ExpertLayout, dict[int, ExpertWeights | ClampedWeights]] = {}
+        self._weights = [made.setdefault(each, {}) for each in layout.layers]
 
-    def weights(self, slot: int) -> ExpertWeights | ClampedWeights:
-        """The matrices in a slot, as tensors over it: made once, since a slot never moves."""
-        if slot not in self._weights:
-            self._weights[slot] = self._make_weights(slot)
-        return self._weights[slot]
+    def weights(self, layer: int, slot: int) -> ExpertWeights | ClampedWeights:
+        """The weights of an expert of `layer` in a slot: made once, since a slot never moves."""
+        made = self._weights[layer]
+        if slot not in made:
+            made[slot] = self.layout.layers[layer].weights_in(self.image(slot))
+        return made[slot]
 
-    def _make_weights(self, slot: int) -> ExpertWeights | ClampedWeights:
-        base = slot * self.layout.num_bytes
-        parts = [
-            self._arena.tensor(base + offset, shape, self.layout.dtype)
-            for offset, shape in zip(self.layout.offsets, self.layout.shapes, strict=True)
-        ]
-        return ExpertWeights(*parts) if len(parts) == 3 else ClampedWeights(*parts)
-
-    def part(self, slot: int, part: int) -> NDArray[np.uint8]:
+    def part(self, layer: int, slot: int, part: int) -> NDArray[np.uint8]:
         """The bytes of one part (0 gate, 1 up, 2 down, then their biases) of a slot, without
-        padding."""
-        num_elements = math.prod(self.layout.shapes[part])
-        start = slot * self.layout.num_bytes + self.layout.offsets[part]
-        return self._array[start : start + num_elements * self.layout.dtype.itemsize]
+        padding; the part is of one tensor."""
+        place = self.layout.layers[layer].parts[part]
+        start = slot * self.layout.num_bytes + place.offsets[0]
+        return self._array[start : start + place.num_bytes[0]]
 
-    def in_file_order(self, slot: int, target: SlotTarget) -> NDArray[Any]:
+    def in_file_order(
+        self, layer: int, slot: int, target: SlotTarget, tensor: int = 0
+    ) -> NDArray[Any]:
         """The bits of the elements of a target's parts, in the order in which they are stored.
 
         [rows, parts, columns], or [columns, rows, parts] where that is transposed; a bias has
-        one column.
+        one column. Of a format's blocks, bytes instead of elements. tensor: which of the format's.
         """
-        layout, item_bytes = self.layout, self.layout.dtype.itemsize
-        rows, columns = (*layout.shapes[target.first], 1)[:2]
-        last = target.first + target.num_parts - 1
-        step = layout.offsets[min(target.first + 1, last)] - layout.offsets[target.first]
+        places = self.layout.layers[layer].parts[target.first : target.first + target.num_parts]
+        first, num_rows = places[0], places[0].shape[0]
+        item_bytes = first.format.block_bytes[0] if first.format.block_size == 1 else 1
+        row_bytes = first.num_bytes[tensor] // num_rows
+        starts = [place.offsets[tensor] for place in places]
         parts: NDArray[Any] = np.ndarray(
-            (target.num_parts, rows, columns),
+            (target.num_parts, num_rows, row_bytes // item_bytes),
             f"u{item_bytes}",
             self._array.data,
-            slot * layout.num_bytes + layout.offsets[target.first],
-            (step, columns * item_bytes, item_bytes),
+            slot * self.layout.num_bytes + starts[0],
+            (starts[-1] - starts[0] or row_bytes, row_bytes, item_bytes),
         )
         return parts.transpose((2, 1, 0) if target.is_transposed else (1, 0, 2))
 

@@ -36,14 +36,11 @@ class Transfer(Protocol):
 class DiskTransfer:
     """Reads experts from the checkpoint's own files into host slots."""
 
-    def __init__(
-        self, reader: FileReader, table: ExpertTable, slots: ExpertSlots, slot_dtype: str
-    ) -> None:
-        """`slot_dtype`: the compute dtype by its safetensors name; other types are converted."""
+    def __init__(self, reader: FileReader, table: ExpertTable, slots: ExpertSlots) -> None:
+        """What is not in a slot's own format is converted."""
         self._reader = reader
         self._table = table
         self._slots = slots
-        self._slot_dtype = slot_dtype
 
     def drain(self) -> None:
         self._reader.drain()
@@ -56,7 +53,7 @@ class DiskTransfer:
             return self._array_reads(layer, expert, slot, self._table.targets)
         reads = []
         for file, start, num_bytes, parts in self._table.ranges(layer, expert):
-            pieces = tuple(self._piece(slot, part, offset) for part, offset in parts)
+            pieces = tuple(self._piece(layer, slot, part, offset) for part, offset in parts)
             reads.append(Read(file, start, num_bytes, pieces))
         return reads
 
@@ -65,28 +62,40 @@ class DiskTransfer:
     ) -> list[ArrayRead]:
         files = self._table.files[layer, expert].tolist()
         starts = self._table.offsets[layer, expert].tolist()
-        return [
-            ArrayRead(
-                file=files[part],
-                start=starts[part],
-                dtype=self._table.dtype,
-                target=self._slots.in_file_order(slot, target),
-                target_dtype=self._slot_dtype,
-                scales=None
-                if target.scales is None
-                else (files[target.scales], starts[target.scales]),
-            )
-            for part, target in enumerate(targets)
-            if target is not None
-        ]
+        places = list(zip(files, starts, strict=True))
+        reads = []
+        for part, target in enumerate(targets):
+            if target is not None:
+                own = [places[i] for i in (part, *target.others)]
+                reads += self._target_reads(layer, slot, part, target, own)
+        return reads
 
-    def _piece(self, slot: int, part: int, offset: int) -> Piece:
+    def _target_reads(
+        self,
+        layer: int,
+        slot: int,
+        part: int,
+        target: SlotTarget,
+        places: Sequence[tuple[int, int]],
+    ) -> list[ArrayRead]:
+        """One read; of a format that is kept, one for each of its tensors."""
+        stored = self._table.layers[layer].formats[part]
+        kept = self._slots.layout.layers[layer].parts[target.first].format
+        if kept is stored:
+            arrays = [self._slots.in_file_order(layer, slot, target, i) for i in range(len(places))]
+            pairs = zip(places, arrays, strict=True)
+            return [ArrayRead((place,), stored, array, None) for place, array in pairs]
+        array = self._slots.in_file_order(layer, slot, target)
+        return [ArrayRead(tuple(places), stored, array, kept)]
+
+    def _piece(self, layer: int, slot: int, part: int, offset: int) -> Piece:
+        stored = self._table.layers[layer]
         return Piece(
             offset=offset,
-            num_bytes=self._table.part_bytes[part],
-            dtype=self._table.dtype,
-            target=self._slots.part(slot, part),
-            target_dtype=self._slot_dtype,
+            num_bytes=stored.part_bytes[part],
+            format=stored.formats[part],
+            target=self._slots.part(layer, slot, part),
+            target_format=self._slots.layout.layers[layer].parts[part].format,
         )
 
 
@@ -103,4 +112,4 @@ def ticket_result(ticket: Ticket, limit_s: float = WAIT_LIMIT_S) -> int:
 
 def largest_read_bytes(table: ExpertTable) -> int:
     """An upper bound of one expert's contiguous read, gaps between its parts included."""
-    return sum(table.part_bytes) + 2 * MAX_GAP_BYTES
+    return table.largest_expert_bytes + 2 * MAX_GAP_BYTES

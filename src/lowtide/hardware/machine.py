@@ -17,8 +17,9 @@ from typing import NamedTuple
 import torch
 
 from lowtide.files.regular_file import RegularFile
+from lowtide.formats import format_of
+from lowtide.hardware.cold_weights import cold_bytes
 from lowtide.hardware.memory import total_memory_bytes
-from lowtide.hardware.streams import cold_bytes
 from lowtide.hardware.timing import Sample, repeat_interleaved
 from lowtide.memory.arena import Arena
 from lowtide.reading.file_reader import FileReader, Piece, Read
@@ -144,10 +145,11 @@ def _disk_rate(path: Path) -> Rate:
     reader = FileReader([file], READ_BYTES)
     try:
         targets = [Arena(READ_BYTES).array() for _ in range(min(num_reads, 4))]
+        as_is = format_of("BF16")
         reads = [
             Read(0, i * READ_BYTES, READ_BYTES, (piece,))
             for i in range(num_reads)
-            for piece in [Piece(0, READ_BYTES, "BF16", targets[i % len(targets)], "BF16")]
+            for piece in [Piece(0, READ_BYTES, as_is, targets[i % len(targets)], as_is)]
         ]
         how = "direct" if reader.is_direct else "through the page cache"
         sample = partial(_time_reads, reader, reads)

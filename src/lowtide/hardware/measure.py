@@ -19,18 +19,16 @@ from lowtide.config import format_size
 from lowtide.core import Costs, Curve, MoEShape
 from lowtide.errors import PlanError
 from lowtide.experts.device import Device
-from lowtide.experts.slots import SlotLayout
+from lowtide.experts.layout import SlotLayout
+from lowtide.hardware.cold_weights import ColdWeights, cold_bytes, num_cold_experts
 from lowtide.hardware.memory import available_memory_bytes
 from lowtide.hardware.streams import (
     MAX_TOKENS,
-    ColdWeights,
     DenseStream,
     DeviceDenseStream,
     DeviceStream,
     DiskStream,
     HostStream,
-    cold_bytes,
-    num_cold_experts,
 )
 from lowtide.hardware.timing import Sample, Timing, repeat_interleaved
 from lowtide.kernels.reference import REFERENCE, Kernels
@@ -242,7 +240,7 @@ def _dense_stream(
     if device.torch_device.type == "cpu":  # emulated, by the one core that calls
         return DenseStream(shape, weights, InlineExecutor(), dense_bytes, kernels)
     dtype = weights.slots.layout.dtype
-    return DeviceDenseStream(shape, dtype, device.torch_device, dense_bytes)
+    return DeviceDenseStream(shape, dtype, device.torch_device, dense_bytes, device.kernels)
 
 
 def _read_timing(disk: DiskSource, weights: ColdWeights) -> Timing:

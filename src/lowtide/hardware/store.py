@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from lowtide import __version__
 from lowtide.core import Costs, MoEShape
 from lowtide.errors import CheckpointError, StorageError
-from lowtide.experts.slots import SlotLayout
+from lowtide.experts.layout import SlotLayout
 from lowtide.files.folders import cache_folder
 from lowtide.files.json_file import read_object
 from lowtide.files.whole_file import whole_file
@@ -69,7 +69,7 @@ class CostKey:
             expert_size=shape.expert_size,
             num_experts_per_token=shape.num_experts_per_token,
             expert_bytes=layout.num_bytes,
-            dtype=str(layout.dtype).removeprefix("torch."),
+            dtype=layout.describe(),
             dense_bytes=dense_bytes,
             device=device,
             checkpoint="" if checkpoint is None else str(checkpoint.resolve()),

@@ -1,16 +1,14 @@
 """The work that costs are made of, in steady streams, each sample timed per expert or per layer.
 
 Everything goes through the mechanisms that a model runs on: the compute threads, a device's two
-streams, the file reader. Weights are cold, as they are in a model larger than the caches: a set
-of them is used in turn, and a weight has left the caches before its turn comes again.
+streams, the file reader; and over weights that are in no cache (`cold_weights.py`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 
 import numpy as np
@@ -18,15 +16,12 @@ import torch
 from torch import Tensor
 
 from lowtide.core import MoEShape, align_up
-from lowtide.dtypes import SAFETENSORS_NAME
 from lowtide.experts.at_once import ExpertsAtOnce, cores_beside_device
 from lowtide.experts.device import Device, ExpertGroup
 from lowtide.experts.rows import ExpertBuffers, ExpertRows
-from lowtide.experts.slots import ExpertSlots, SlotLayout
 from lowtide.experts.transfer import DiskTransfer, ticket_result
-from lowtide.kernels.choice import why_no_triton
-from lowtide.kernels.reference import Kernels
-from lowtide.memory.arena import Arena
+from lowtide.hardware.cold_weights import ColdWeights, cold_bytes
+from lowtide.kernels.reference import REFERENCE, Kernels
 from lowtide.reading.file_reader import FileReader, Ticket
 from lowtide.schemas import ExpertTable
 from lowtide.threads.event import Event
@@ -48,63 +43,6 @@ _NUM_PRODUCTS = 4  # that a layer's dense weights are divided into: attention in
 _NUM_SMALL_OPERATORS, _NUM_SMALL_KERNELS = 64, 20
 _SPLIT_BYTES = 4 << 20  # a smaller dense product is not divided among threads
 _MAX_GROUPS = 4  # one after the other over the same pairs, whose values shrink each time
-_BLOCK_ELEMENTS = 1 << 20
-_CACHE_FOLDER = Path("/sys/devices/system/cpu/cpu0/cache")
-
-
-def cold_bytes() -> int:
-    """Weights that cannot all stay in the caches: half more than the last level holds."""
-    return max(256 << 20, last_level_cache_bytes() * 3 // 2)
-
-
-def last_level_cache_bytes(folder: Path = _CACHE_FOLDER) -> int:
-    """Of the first core, as Linux says; 0 where it does not."""
-    sizes = [path.read_text().strip() for path in folder.glob("index*/size")]
-    return max((int(size[:-1]) << 10 for size in sizes if size.endswith("K")), default=0)
-
-
-class ColdWeights:
-    """Random experts in host memory, handed out in turn."""
-
-    def __init__(
-        self,
-        layout: SlotLayout,
-        executor: Executor,
-        least_bytes: int,
-        make_arena: Callable[[int], Arena] = Arena,
-    ) -> None:
-        """At least `least_bytes` of them, and more than one for each thread.
-
-        make_arena: where the device wants other host memory than an Arena. Raises PlanError when
-        the system refuses the memory.
-        """
-        self.num_slots = num_cold_experts(layout, executor.num_threads, least_bytes)
-        self.arena = make_arena(self.num_slots * layout.num_bytes)
-        self.slots = ExpertSlots(self.arena, layout)
-        self._next = 0
-        _, hidden_size = layout.shapes[0]
-        self._fill(hidden_size**-0.5, executor)
-
-    def next_slot(self) -> int:
-        slot = self._next
-        self._next = (slot + 1) % self.num_slots
-        return slot
-
-    def _fill(self, deviation: float, executor: Executor) -> None:
-        # A block is drawn and repeated: random numbers cost more than the memory they go to.
-        first, dtype = self.slots.image(0), self.slots.layout.dtype
-        generator = torch.Generator().manual_seed(0)
-        block = torch.empty(_BLOCK_ELEMENTS, dtype=dtype)
-        block.normal_(std=deviation, generator=generator)
-        for piece in torch.split(first.view(dtype), _BLOCK_ELEMENTS):
-            piece.copy_(block[: len(piece)])
-        copies = [partial(_copy, first, self.slots.image(i)) for i in range(1, self.num_slots)]
-        executor.run(copies)
-
-
-def num_cold_experts(layout: SlotLayout, num_threads: int, least_bytes: int) -> int:
-    """How many `ColdWeights` has."""
-    return max(num_threads + 1, -(-least_bytes // layout.num_bytes))
 
 
 class HostStream:
@@ -130,6 +68,7 @@ class HostStream:
         num_cores = executor.num_cores if device is None else cores_beside_device(executor)
         self._at_once = ExpertsAtOnce.of(weights.slots, kernels, num_cores)
         layout = weights.slots.layout
+        self._layer = layout.layers.index(layout.largest)
         per_thread = min(_MAX_EXPERTS, STREAM_BYTES // layout.num_bytes) // executor.num_threads
         self._most_experts = executor.num_threads * max(1, per_thread)
         num_rows = max(STREAM_ROWS, executor.num_threads * MAX_TOKENS)
@@ -159,7 +98,7 @@ class HostStream:
 
     def _work(self, place: int, num_tokens: int) -> Work:
         rows = slice(place * num_tokens, (place + 1) * num_tokens)
-        expert = self._weights.slots.weights(self._weights.next_slot())
+        expert = self._weights.slots.weights(self._layer, self._weights.next_slot())
         buffers = (self._gate[rows], self._up[rows], self._out[rows])
         work = partial(self._kernels.gated_mlp, self._x[rows], expert, *buffers)
         return self._beside_device([num_tokens], work)
@@ -240,10 +179,16 @@ class DeviceDenseStream:
     """
 
     def __init__(
-        self, shape: MoEShape, dtype: torch.dtype, torch_device: torch.device, dense_bytes: int
+        self,
+        shape: MoEShape,
+        dtype: torch.dtype,
+        torch_device: torch.device,
+        dense_bytes: int,
+        kernels: Kernels,
     ) -> None:
+        """kernels: the device's own; plain ones are more operators, each handed over by itself."""
         self._torch_device = torch_device
-        is_plain = why_no_triton(torch_device) is not None
+        is_plain = kernels is REFERENCE
         self._num_small = _NUM_SMALL_OPERATORS if is_plain else _NUM_SMALL_KERNELS
         num_features = max(64, dense_bytes // (shape.hidden_size * dtype.itemsize) // _NUM_PRODUCTS)
         # Small layers stay in a GPU's cache anyway; ten thousand of them would take seconds.
@@ -345,7 +290,7 @@ class DeviceStream:
     def _group(self, size: int) -> ExpertGroup:
         slots = (self._next_slot + np.arange(size)) % self._device.num_slots
         self._next_slot = int(slots[-1] + 1) % self._device.num_slots
-        return ExpertGroup(np.arange(size), slots)
+        return ExpertGroup(0, np.arange(size), slots)
 
     def _buffers(self, num_pairs: int) -> ExpertBuffers:
         parts, gate, up = (buffer[:num_pairs] for buffer in self._scratch)
@@ -362,8 +307,7 @@ class DiskStream:
     def __init__(self, reader: FileReader, table: ExpertTable, weights: ColdWeights) -> None:
         """Overwrites `weights`."""
         layout = weights.slots.layout
-        dtype_name = SAFETENSORS_NAME[str(layout.dtype).removeprefix("torch.")]
-        self._transfer = DiskTransfer(reader, table, weights.slots, dtype_name)
+        self._transfer = DiskTransfer(reader, table, weights.slots)
         self._num_slots = min(weights.num_slots, 12)
         self._num_experts = max(4, min(_MAX_EXPERTS, STREAM_BYTES // layout.num_bytes))
         num_layers, num_experts, _ = table.files.shape
@@ -397,10 +341,6 @@ def _take_all(works: deque[Work]) -> None:
         except IndexError:  # another thread took the last one
             return
         work()
-
-
-def _copy(source: Tensor, target: Tensor) -> None:
-    target.copy_(source)
 
 
 def _random(

@@ -43,8 +43,9 @@ class CompiledKernels(Kernels):
         up: Tensor,
         out: Tensor,
     ) -> None:
-        if isinstance(weights, ExpertWeights) and self._few_rows.takes_mlp(x, gate, up, out):
-            self._few_rows.gated_mlp(x, weights, gate, up, out)
+        plain = _plain(weights)
+        if plain is not None and self._few_rows.takes_mlp(x, gate, up, out):
+            self._few_rows.gated_mlp(x, plain, gate, up, out)
         else:
             super().gated_mlp(x, weights, gate, up, out)
 
@@ -76,3 +77,13 @@ class CompiledKernels(Kernels):
         num_threads: int,
     ) -> None:
         self._few_rows.attend(query, keys, values, scale, out, num_threads)
+
+
+def _plain(weights: ExpertWeights | ClampedWeights) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The matrices of an expert without biases, where all are in the compute dtype."""
+    if isinstance(weights, ClampedWeights):
+        return None
+    gate, up, down = weights
+    if isinstance(gate, Tensor) and isinstance(up, Tensor) and isinstance(down, Tensor):
+        return gate, up, down
+    return None

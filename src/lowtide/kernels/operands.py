@@ -6,21 +6,26 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from lowtide.formats import StoredMatrix
+
+Matrix = Tensor | StoredMatrix
+"""[out, in], in the compute dtype or as its format has it."""
+
 
 class ExpertWeights(NamedTuple):
-    """One expert's matrices, in the compute dtype."""
+    """One expert's matrices."""
 
-    gate: Tensor  # [expert_size, hidden]
-    up: Tensor  # [expert_size, hidden]
-    down: Tensor  # [hidden, expert_size]
+    gate: Matrix  # [expert_size, hidden]
+    up: Matrix  # [expert_size, hidden]
+    down: Matrix  # [hidden, expert_size]
 
 
 class ClampedWeights(NamedTuple):
     """One expert of gpt-oss: biased, and gated by `reference.clamped_swiglu`."""
 
-    gate: Tensor  # [expert_size, hidden]
-    up: Tensor  # [expert_size, hidden]
-    down: Tensor  # [hidden, expert_size]
+    gate: Matrix  # [expert_size, hidden]
+    up: Matrix  # [expert_size, hidden]
+    down: Matrix  # [hidden, expert_size]
     gate_bias: Tensor  # [expert_size]
     up_bias: Tensor  # [expert_size]
     down_bias: Tensor  # [hidden]

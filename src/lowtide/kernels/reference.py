@@ -19,6 +19,7 @@ from lowtide.kernels.operands import (
     ExpertChoice,
     ExpertWeights,
     HeadNorms,
+    Matrix,
     Rotation,
     SlotPlaces,
     SortedPairs,
@@ -92,6 +93,13 @@ class Kernels:
         else:
             torch.addmm(bias, x, weight_t, out=out)
 
+    def multiply_by(self, x: Tensor, matrix: Matrix, out: Tensor) -> None:
+        """`out = x @ matrix.t()` for x [n, in], a matrix [out, in] of any format, out [n, out]."""
+        if isinstance(matrix, Tensor):
+            self.multiply(x, matrix.t(), None, out)
+        else:
+            matrix.multiply(self, x, out)
+
     def divides(self, x: Tensor) -> bool:
         """Whether `multiply` divides a product with these rows among threads of its own."""
         return False
@@ -111,13 +119,13 @@ class Kernels:
         Clamped weights make it `out = down(clamped_swiglu(gate(x), up(x)))`, every product biased,
         rounded before and after each bias.
         """
-        self.multiply(x, weights.gate.t(), None, gate)
-        self.multiply(x, weights.up.t(), None, up)
+        self.multiply_by(x, weights.gate, gate)
+        self.multiply_by(x, weights.up, up)
         if isinstance(weights, ClampedWeights):
             clamped_swiglu(gate.add_(weights.gate_bias), up.add_(weights.up_bias))
         else:
             silu_times(gate, up)
-        self.multiply(gate, weights.down.t(), None, out)
+        self.multiply_by(gate, weights.down, out)
         if isinstance(weights, ClampedWeights):
             out.add_(weights.down_bias)
 

@@ -147,11 +147,7 @@ def _choose_experts(
         rank = tl.where(is_expert, rank, -float("inf"))
         rank = _limit_to_groups(rank, num_groups, num_groups_kept, NUM_GROUP_BEST, BLOCK_G, BLOCK_S)
     is_chosen = _best(rank, is_expert, num_chosen, BLOCK_G * BLOCK_S)
-    weight = score
-    if NORMALISE:
-        weight = tl.div_rn(score, tl.sum(tl.where(is_chosen, score, 0.0), 0) + 1e-20)
-    if ROUNDS_WEIGHTS:
-        weight = weight.to(logit.dtype).to(tl.float32)
+    weight = _weights(score, logit, is_chosen, NORMALISE, ROUNDS_WEIGHTS)
     place = token * num_chosen + tl.cumsum(is_chosen.to(tl.int32), 0) - 1
     tl.store(chosen + place, experts.to(tl.int64), mask=is_chosen)
     tl.store(weights + place, weight * scaling_factor, mask=is_chosen)
@@ -163,6 +159,16 @@ def _scores(logit, IS_SIGMOID: tl.constexpr):
         return tl.div_rn(1.0, 1.0 + _exp(-logit))
     likeness = _exp(logit - tl.max(logit, 0))
     return tl.div_rn(likeness, tl.sum(likeness, 0))
+
+
+@triton.jit
+def _weights(score, logit, is_chosen, NORMALISE: tl.constexpr, ROUNDS_WEIGHTS: tl.constexpr):
+    weight = score
+    if NORMALISE:
+        weight = tl.div_rn(score, tl.sum(tl.where(is_chosen, score, 0.0), 0) + 1e-20)
+    if ROUNDS_WEIGHTS:
+        weight = weight.to(logit.dtype).to(tl.float32)
+    return weight
 
 
 @triton.jit

@@ -21,12 +21,13 @@ import torch
 from lowtide.config import ModelConfig
 from lowtide.core import MoEShape
 from lowtide.devices.cuda import CudaDevice
-from lowtide.devices.emulated import EmulatedDevice, emulated_speeds
+from lowtide.devices.emulated import EmulatedDevice
+from lowtide.devices.emulated_speeds import emulated_speeds
 from lowtide.engine.device import resolve_device
 from lowtide.engine.opening import MAX_PASS_ROWS, EngineConfig, OpenModel, open_model
 from lowtide.errors import PlanError, StorageError
 from lowtide.experts.device import Device
-from lowtide.experts.slots import SlotLayout
+from lowtide.experts.layout import SlotLayout
 from lowtide.experts.transfer import largest_read_bytes
 from lowtide.families import families
 from lowtide.files.folders import cache_folder
@@ -250,7 +251,7 @@ def _costs(
             kernels.name,
         )
         stored = stored_or_measured(key, lambda: measure()[0], is_fresh=is_fresh)
-    dtype = str(patient.layout.dtype).removeprefix("torch.")
+    dtype = patient.layout.describe()
     return ExpertCosts(patient.name, patient.shape, dtype, patient.dense_bytes, description, stored)
 
 

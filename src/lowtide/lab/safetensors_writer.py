@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 
 from lowtide.errors import InternalError, StorageError
 
-ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "I8": 1, "U8": 1, "I64": 8}
+ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "I8": 1, "U8": 1, "I16": 2, "I32": 4, "I64": 8}
 
 Buffer = bytes | bytearray | memoryview
 

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide import dtypes
 from lowtide.config import ModelConfig
-from lowtide.dtypes import PACKED_DTYPE
 from lowtide.families import SynthSize
+from lowtide.formats import mxfp4
+from lowtide.formats.plain import convert_plain
 from lowtide.lab.safetensors_writer import OutputTensor
 from lowtide.schemas import TensorSpec, model_schema
 
@@ -115,7 +115,7 @@ class SynthTensor(NamedTuple):
     @property
     def output(self) -> OutputTensor:
         is_packed = isinstance(self.fill, PackedBlocks | PackedScales)
-        return OutputTensor(self.name, PACKED_DTYPE if is_packed else "BF16", self.shape)
+        return OutputTensor(self.name, mxfp4.TENSOR_DTYPE if is_packed else "BF16", self.shape)
 
 
 def tensors_of(size: SynthSize) -> Iterator[SynthTensor]:
@@ -153,7 +153,7 @@ def _fill(spec: TensorSpec, size: SynthSize, config: ModelConfig) -> Fill:
         return Normal(1.0)
     if len(spec.shape) == 1:  # the other norms
         return Constant(1.0)
-    if spec.dtype == PACKED_DTYPE:
+    if spec.dtype == mxfp4.TENSOR_DTYPE:
         return _packed_fill(part, config)
     if part in ("word_embeddings", "embed_tokens"):
         return Normal(1.0)
@@ -234,7 +234,7 @@ def to_bfloat16(values: NDArray[np.float32]) -> Bits:
     """The nearest bfloat16 numbers, as bits."""
     bits = np.empty(values.size, np.uint16)
     source = np.ascontiguousarray(values, np.float32).reshape(-1)
-    dtypes.convert(source.view(np.uint8), "F32", bits.view(np.uint8), "BF16")
+    convert_plain(source.view(np.uint8), "F32", bits.view(np.uint8), "BF16")
     return bits
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from lowtide.compute import Compute
 from lowtide.errors import InternalError
 from lowtide.layers.batch import Segment
-from lowtide.layers.rows import TILE_ROWS, in_tiles
+from lowtide.layers.rows import in_tiles
 from lowtide.memory.kv_cache import KVCache
-from lowtide.memory.workspace import Buffers, tiles
+from lowtide.memory.workspace import TILE_ROWS, Buffers, tiles
 
 CAUSAL_ROWS = 128
 """Rows of a causal tile (and up to 15 more): bounds what its products allocate."""

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from lowtide.compute import Compute
 from lowtide.core import align_up
-from lowtide.kernels.operands import ExpertWeights
 from lowtide.kernels.reference import silu_times
 from lowtide.layers.rows import in_tiles
 from lowtide.memory.workspace import tiles
@@ -54,9 +53,10 @@ class Linear:
 class GatedMLP:
     """down(silu(gate x) * up x): a dense layer's MLP, or experts that every token uses."""
 
-    def __init__(self, weights: ExpertWeights, compute: Compute) -> None:
-        self._width = weights.gate.shape[0]
-        self._gate, self._up, self._down = (Linear(weight, compute) for weight in weights)
+    def __init__(self, gate: Tensor, up: Tensor, down: Tensor, compute: Compute) -> None:
+        """gate, up: [width, hidden]. down: [hidden, width]."""
+        self._width = gate.shape[0]
+        self._gate, self._up, self._down = (Linear(each, compute) for each in (gate, up, down))
         self._compute = compute
 
     def forward(self, x: Tensor, out: Tensor) -> None:

@@ -23,8 +23,20 @@ __all__ = ["Experts", "MoELayer", "Router", "SigmoidRouter", "SoftmaxRouter", "T
 class Experts(Protocol):
     """The expert runtime, as a layer sees it (`experts/runtime.py`)."""
 
+    @property
+    def asks_scores(self) -> bool:
+        """Whether `forward` is to be told the router's scores."""
+        ...
+
     def forward(
-        self, layer: int, x: Tensor, routing: Routing, step: Step, workspace: Buffers, out: Tensor
+        self,
+        layer: int,
+        x: Tensor,
+        routing: Routing,
+        step: Step,
+        workspace: Buffers,
+        out: Tensor,
+        scores: Tensor | None = None,
     ) -> None: ...
 
 
@@ -55,7 +67,8 @@ class MoELayer:
         with workspace.scope():
             routing = self._router.route(x, batch.segments)
             routed = workspace.take("routed", tuple(x.shape), torch.float32)
-            self._run_experts(x, routing, batch.step, routed)
+            scores = self._router.scores(x) if self._experts.asks_scores else None
+            self._run_experts(x, routing, batch.step, routed, scores)
             out.copy_(routed)
             if self._shared is not None:
                 in_tiles(partial(self._add_shared, self._shared), x, out)
@@ -71,7 +84,9 @@ class MoELayer:
                 shared.mul_(share.sigmoid_())
             out.add_(shared)
 
-    def _run_experts(self, x: Tensor, routing: Routing, step: Step, out: Tensor) -> None:
+    def _run_experts(
+        self, x: Tensor, routing: Routing, step: Step, out: Tensor, scores: Tensor | None
+    ) -> None:
         workspace = self._compute.workspace
         with workspace.scope():
-            self._experts.forward(self._index, x, routing, step, workspace, out)
+            self._experts.forward(self._index, x, routing, step, workspace, out, scores)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,8 +16,8 @@ from lowtide.experts.rows import Routing
 from lowtide.kernels.operands import ExpertChoice
 from lowtide.kernels.reference import weights_of
 from lowtide.layers.batch import Segment
-from lowtide.layers.rows import TILE_ROWS
-from lowtide.memory.workspace import Buffers, tiles
+from lowtide.layers.rows import in_tiles
+from lowtide.memory.workspace import TILE_ROWS, Buffers, tiles
 
 
 class Router(Protocol):
@@ -26,6 +27,11 @@ class Router(Protocol):
         """For x [rows, hidden] in the compute dtype. Never depends on placement."""
         ...
 
+    def scores(self, x: Tensor) -> Tensor:
+        """The logits that `route` chooses by, without a bias that only chooses: a product of its
+        own, for those who ask. [rows, num_experts] float32"""
+        ...
+
     def within(self, workspace: Buffers) -> Router:
         """The same router with scratch of its own: for a guess beside a pass."""
         ...
@@ -33,25 +39,47 @@ class Router(Protocol):
 
 @dataclass(frozen=True)
 class _Computed:
-    """What computes, of every router."""
+    """What computes, of every router, and the matrix of its product."""
 
     compute: Compute
+    weight: Tensor  # [num_experts, hidden]
 
     def within(self, workspace: Buffers) -> Self:
         return replace(self, compute=replace(self.compute, workspace=workspace))
+
+    def scores(self, x: Tensor) -> Tensor:
+        shape = (len(x), len(self.weight))
+        self.compute.workspace.library("router scores", 4 * math.prod(shape))
+        scores = torch.empty(shape, dtype=torch.float32, device=x.device)
+        in_tiles(self._score, x, scores)
+        return scores
+
+    def _score(self, x: Tensor, scores: Tensor) -> None:
+        workspace, dtype = self.compute.workspace, self.weight.dtype
+        with workspace.scope():
+            logits = workspace.take("router logits", tuple(scores.shape), dtype)
+            if dtype != x.dtype:
+                x = workspace.take("router input", tuple(x.shape), dtype).copy_(x)
+            self.compute.kernels.multiply(x, self.weight.t(), self._logit_bias, logits)
+            scores.copy_(logits)
+
+    @property
+    def _logit_bias(self) -> Tensor | None:
+        """A bias that is part of the logits. [num_experts]"""
+        return None
 
 
 @dataclass(frozen=True)
 class SigmoidRouter(_Computed):
     """Sigmoid scores with a selection-only bias (LLaDA2, Ling 2.0; DeepSeek-V3's `noaux_tc`).
 
-    scores = sigmoid(x W^T) in float32. Experts are chosen by score + bias, restricted either to
-    the best groups (a group ranks by the sum of its two best) or, with `capacity`, to the experts
-    that rank best in the token's routing window (LLaDA2.2: the maximum over the window's tokens).
+    scores = sigmoid(x W^T), weight and product in float32. Experts are chosen by score + bias,
+    restricted either to the best groups (a group ranks by the sum of its two best) or, with
+    `capacity`, to the experts that rank best in the token's routing window (LLaDA2.2: the maximum
+    over the window's tokens).
     Their weights are the scores without bias, normalised over the chosen and scaled.
     """
 
-    weight: Tensor  # [num_experts, hidden] float32
     bias: Tensor | None  # [num_experts] float32
     num_experts_per_token: int
     num_groups: int
@@ -128,7 +156,6 @@ class SoftmaxRouter(_Computed):
     by its best). Weights are the probabilities, normalised over the chosen or not, and scaled.
     """
 
-    weight: Tensor  # [num_experts, hidden]
     num_experts_per_token: int
     normalise: bool
     rounds_weights: bool = False  # to the dtype of `weight`, where the family's own code does
@@ -171,9 +198,12 @@ class TopSoftmaxRouter(_Computed):
     Logits and weights are in the compute dtype.
     """
 
-    weight: Tensor  # [num_experts, hidden]
     bias: Tensor  # [num_experts]
     num_experts_per_token: int
+
+    @property
+    def _logit_bias(self) -> Tensor:
+        return self.bias
 
     def route(self, x: Tensor, segments: Sequence[Segment]) -> Routing:
         return _route_in_tiles(self._choose, x, self.compute.workspace)

@@ -10,10 +10,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from lowtide.memory.workspace import tiles
-
-TILE_ROWS = 512
-"""Rows of a tile (and up to 15 more). Fixed, never a matter of the budget: it decides bits."""
+from lowtide.memory.workspace import TILE_ROWS, tiles
 
 
 def in_tiles(run: Callable[..., object], *rows: Tensor) -> None:

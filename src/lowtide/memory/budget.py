@@ -44,6 +44,7 @@ class Needs:
     slot_bytes: int
     num_layers: int  # MoE layers
     num_experts: int  # routed experts per MoE layer
+    unused_slot_bytes: int = 0  # see TierPlan
 
     @property
     def fixed_bytes(self) -> int:
@@ -114,6 +115,7 @@ def spend(needs: Needs, budget_bytes: int, context: int) -> tuple[TierPlan, tupl
         ring_bytes=needs.ring_bytes,
         slot_bytes=needs.slot_bytes,
         num_slots=num_slots,
+        unused_slot_bytes=needs.unused_slot_bytes,
     )
     return tier, residents
 

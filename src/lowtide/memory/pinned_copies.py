@@ -25,6 +25,17 @@ def to_device(device: torch.device, *rows: Tensor) -> tuple[Tensor, ...]:
     return there.copy_(pinned, non_blocking=True).unbind()
 
 
+def to_host(values: Tensor) -> Tensor:
+    """Values of a GPU in host memory once what is queued there has ended; nobody waits.
+
+    Those of any other device are handed back as they are.
+    """
+    if values.device.type != "cuda":
+        return values
+    pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return pinned.copy_(values, non_blocking=True)
+
+
 def wait_for(device: torch.device) -> None:
     """Waits for a GPU until what was queued on its current stream has ended, copies to the host
     included. Raises DeviceError when that failed or takes far too long."""

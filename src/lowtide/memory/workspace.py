@@ -167,6 +167,10 @@ def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return num_bytes
 
 
+TILE_ROWS = 512
+"""Rows of a tile in a pass of many. Fixed, never a matter of the budget: it decides bits."""
+
+
 def tiles(num_rows: int, tile_rows: int) -> Iterator[slice]:
     """Row tiles of an operator that is computed piecewise.
 

@@ -18,7 +18,7 @@ from lowtide.compute import Compute
 from lowtide.config import ModelConfig
 from lowtide.core import Step
 from lowtide.experts.rows import Routing
-from lowtide.kernels.operands import ExpertWeights, Rotation
+from lowtide.kernels.operands import Rotation
 from lowtide.kernels.row_statistics import Form, Guidance, RowStatistics, Wanted
 from lowtide.layers.batch import Batch
 from lowtide.layers.head import LogitsHead
@@ -101,7 +101,7 @@ class Decoder(ABC):
         gate, up, down = (
             self.weights[f"{prefix}{part}_proj.weight"] for part in ("gate", "up", "down")
         )
-        return GatedMLP(ExpertWeights(gate, up, down), self.compute)
+        return GatedMLP(gate, up, down, self.compute)
 
     def separate_qkv(self, layer: int) -> SeparateQKV:
         """The projections that most families call `self_attn.{q,k,v}_proj`."""

@@ -52,6 +52,16 @@ def fetches_all(name: str) -> bool:
     return name in CATALOGUE and CATALOGUE[name].fetches_all
 
 
+def substitutes(name: str) -> bool:
+    """Whether a policy may have other experts run than the router chose."""
+    return name in CATALOGUE and CATALOGUE[name].substitution is not None
+
+
+def asks_scores(name: str) -> bool:
+    """Whether a policy wants the router's scores in its facts."""
+    return name in CATALOGUE and CATALOGUE[name].asks_scores
+
+
 def candidates(*, can_fetch: bool = True) -> tuple[str, ...]:
     """Presets that `auto` compares where it can simulate them; of equals the first."""
     return tuple(

@@ -18,6 +18,7 @@ from lowtide.policies.assignment import AllHost, Assign, HostAlone
 from lowtide.policies.decision import Policies
 from lowtide.policies.placement import Placement
 from lowtide.policies.prefetch import NoPrefetch, Prefetch
+from lowtide.policies.substitution import Substitution
 from lowtide.policies.tau import TauChange
 
 T_co = TypeVar("T_co", covariant=True)
@@ -111,7 +112,9 @@ class Recipe:
     weighs_moves: the placement asks what a move costs.
     is_candidate: `auto` compares it where it can simulate; of equals the first is taken.
     is_lossless: no token depends on what it decides.
-    asks_routing: its policies want routing weights and router scores in their facts.
+    substitution: what may have other experts run than the router chose; not lossless then.
+    asks_routing: its policies want each token's experts and weights in their facts, as every
+    substitution does; asks_scores: and its router's scores.
     """
 
     placement: Callable[[Setting], Placement]
@@ -126,7 +129,9 @@ class Recipe:
     weighs_moves: bool = False
     is_candidate: bool = False
     is_lossless: bool = True
+    substitution: Callable[[Setting], Substitution] | None = None
     asks_routing: bool = False
+    asks_scores: bool = False
 
     def policies(self, setting: Setting) -> Policies:
         """The preset at work, for one model, budget and machine.
@@ -155,5 +160,7 @@ class Recipe:
             NoPrefetch(),
             np.array(divided.capacity, np.int64),
             setting.costs,
-            asks_routing=self.asks_routing,
+            substitution=None if self.substitution is None else self.substitution(setting),
+            asks_routing=self.asks_routing or self.asks_scores or self.substitution is not None,
+            asks_scores=self.asks_scores,
         )

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lowtide.core import align_up
-from lowtide.dtypes import SAFETENSORS_NAME
+from lowtide.formats import format_of
+from lowtide.formats.plain import plain_format
 from lowtide.memory.arena import Arena
 from lowtide.model_folder.checkpoint import TensorEntry
 from lowtide.reading.file_reader import FileReader, Piece, Read, Ticket
@@ -67,8 +68,8 @@ class DenseWeights:
             offset, dtype = self._offsets[name], self._dtypes[name]
             weights[name] = arena.tensor(offset, entry.shape, dtype)
             stop = offset + _num_elements(entry) * dtype.itemsize
-            dtype_name = SAFETENSORS_NAME[str(dtype).removeprefix("torch.")]
-            piece = Piece(0, entry.num_bytes, entry.dtype, array[offset:stop], dtype_name)
+            target, stored = array[offset:stop], format_of(entry.dtype)
+            piece = Piece(0, entry.num_bytes, stored, target, plain_format(dtype))
             read = Read(entry.file, entry.offset, entry.num_bytes, (piece,))
             tickets.append(reader.submit([read]))
         done = 0

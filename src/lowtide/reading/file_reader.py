@@ -20,9 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.core import align_up
-from lowtide.dtypes import ITEM_BYTES, MXFP4_BLOCK, convert, convert_rows
 from lowtide.errors import StorageError
 from lowtide.files.regular_file import RegularFile
+from lowtide.formats import MatrixFormat
+from lowtide.formats.convert import convert, convert_rows
 from lowtide.memory.arena import Arena
 from lowtide.threads.executor import drain
 
@@ -41,9 +42,9 @@ class Piece(NamedTuple):
 
     offset: int
     num_bytes: int
-    dtype: str  # of the bytes in the file
+    format: MatrixFormat  # of the bytes in the file, which has one tensor
     target: NDArray[np.uint8]
-    target_dtype: str
+    target_format: MatrixFormat
 
 
 class Read(NamedTuple):
@@ -56,26 +57,22 @@ class Read(NamedTuple):
 
 
 class ArrayRead(NamedTuple):
-    """One contiguous byte range of one file that goes into an array of any strides.
+    """Byte ranges, one for each tensor of a format, that go into an array of any strides.
 
-    target [rows, ...]: bits of `target_dtype` as unsigned integers; its C order is that of the
-    file. With `scales` the bytes are MXFP4 blocks, and those of the rows' scales begin there.
+    target [rows, ...]: weights of the plain `target_format` as unsigned integers; its C order is
+    that of the file. Without a `target_format` what is read goes there as it is.
     """
 
-    file: int
-    start: int
-    dtype: str  # of the elements in the file, if they are not MXFP4
+    places: tuple[tuple[int, int], ...]  # file and start
+    format: MatrixFormat
     target: NDArray[Any]
-    target_dtype: str
-    scales: tuple[int, int] | None = None  # file and start
+    target_format: MatrixFormat | None
 
-    def stored_bytes(self, num_elements: int) -> int:
-        if self.scales is not None:
-            return num_elements // 2
-        return num_elements * ITEM_BYTES[self.dtype]
-
-    def scale_bytes(self, num_elements: int) -> int:
-        return 0 if self.scales is None else num_elements // MXFP4_BLOCK
+    def stored_bytes(self, num_elements: int) -> list[int]:
+        """Of so many elements of the target, in each of the places."""
+        if self.target_format is None:
+            return [num_elements * self.target.itemsize]
+        return [self.format.num_bytes(num_elements, i) for i in range(len(self.places))]
 
 
 Ticket = Future[int]
@@ -187,29 +184,35 @@ class FileReader:
         return sum(self._read_piece(read, piece, buffer) for piece in read.pieces)
 
     def _read_piece(self, read: Read, piece: Piece, buffer: NDArray[np.uint8]) -> int:
-        # The buffer holds whole sectors, hence whole elements counted from the piece's start.
-        for done in range(0, piece.num_bytes, self._payload_bytes):
-            num_bytes = min(self._payload_bytes, piece.num_bytes - done)
+        step = self._payload_bytes - self._payload_bytes % piece.format.block_bytes[0]
+        for done in range(0, piece.num_bytes, step):
+            num_bytes = min(step, piece.num_bytes - done)
             start = read.start + piece.offset + done
             _store(piece, done, self._pull(read.file, start, num_bytes, buffer))
         return piece.num_bytes
 
     def _read_array(self, read: ArrayRead, buffer: NDArray[np.uint8]) -> int:
-        """As many rows at a time as the buffer holds, with their scales before them."""
+        """As many rows at a time as the buffer holds of all places."""
         row_size = read.target[0].size
-        row_bytes = read.stored_bytes(row_size) + read.scale_bytes(row_size)
-        num_rows = max(1, (self._payload_bytes - 2 * SECTOR_BYTES) // row_bytes)
+        row_bytes = sum(read.stored_bytes(row_size))
+        spare_bytes = 2 * SECTOR_BYTES * (len(read.places) - 1)  # each range is pulled by itself
+        num_rows = max(1, (self._payload_bytes - spare_bytes) // row_bytes)
         for first in range(0, len(read.target), num_rows):
             rows = read.target[first : first + num_rows]
-            scales, rest = None, buffer
-            if read.scales is not None:
-                file, start = read.scales
-                start += read.scale_bytes(first * row_size)
-                scales = self._pull(file, start, read.scale_bytes(rows.size), buffer)
-                rest = buffer[align_up(len(scales) + SECTOR_BYTES, SECTOR_BYTES) :]
-            start = read.start + read.stored_bytes(first * row_size)
-            stored = self._pull(read.file, start, read.stored_bytes(rows.size), rest)
-            convert_rows(stored, read.dtype, scales, rows, read.target_dtype)
+            stored, rest = [], buffer
+            ranges = zip(
+                read.places,
+                read.stored_bytes(first * row_size),
+                read.stored_bytes(rows.size),
+                strict=True,
+            )
+            for (file, start), skipped, num_bytes in ranges:
+                stored.append(self._pull(file, start + skipped, num_bytes, rest))
+                rest = rest[align_up(num_bytes + SECTOR_BYTES, SECTOR_BYTES) :]
+            if read.target_format is None:
+                rows[...] = stored[0].view(rows.dtype).reshape(rows.shape)
+            else:
+                convert_rows(stored, read.format, rows, read.target_format)
         return row_bytes * len(read.target)
 
     def _pull(
@@ -248,10 +251,12 @@ class FileReader:
 
 def _store(piece: Piece, done: int, stored: NDArray[np.uint8]) -> None:
     """Copies `stored`, the bytes from `done` on of `piece`, to where they belong."""
-    item_bytes, target_item_bytes = ITEM_BYTES[piece.dtype], ITEM_BYTES[piece.target_dtype]
-    start = done // item_bytes * target_item_bytes
-    stop = start + len(stored) // item_bytes * target_item_bytes
-    convert(stored, piece.dtype, piece.target[start:stop], piece.target_dtype)
+    block_bytes, block_size = piece.format.block_bytes[0], piece.format.block_size
+    start, stop = (
+        piece.target_format.num_bytes(num_bytes // block_bytes * block_size)
+        for num_bytes in (done, done + len(stored))
+    )
+    convert([stored], piece.format, piece.target[start:stop], piece.target_format)
 
 
 def _buffer_bytes(largest_read_bytes: int) -> int:

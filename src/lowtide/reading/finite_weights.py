@@ -10,9 +10,10 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.dtypes import ITEM_BYTES, PACKED_DTYPE, convert, is_finite
 from lowtide.errors import CheckpointError, StorageError
-from lowtide.model_folder.checkpoint import Checkpoint, TensorEntry
+from lowtide.formats import MatrixFormat, formats
+from lowtide.formats.convert import convert
+from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.reading.dense_weights import Progress
 
 _CHECK_BYTES = 8 << 20
@@ -31,18 +32,21 @@ def check_finite(
     MXFP4 weights the scales are looked at. Returns the share that was read within `limit_s`.
     """
     names = checkpoint.tensors if dtypes is None else dtypes
-    checked = {n: checkpoint.tensors[n] for n in names if _is_checked(n, checkpoint.tensors[n])}
-    total = sum(entry.num_bytes for entry in checked.values())
+    checked = {name: stored for name in names if (stored := _stored_as(name, checkpoint))}
+    total = sum(checkpoint.tensors[name].num_bytes for name in checked)
     done, start_s = 0, time.monotonic()
-    for name, entry in checked.items():
-        dtype = entry.dtype if dtypes is None or entry.dtype == PACKED_DTYPE else dtypes[name]
+    for name, stored in checked.items():
+        entry = checkpoint.tensors[name]
+        is_converted = dtypes is not None and len(stored.dtypes) == 1
+        loaded = formats()[dtypes[name]] if dtypes is not None and is_converted else stored
+        step = _CHECK_BYTES - _CHECK_BYTES % stored.block_bytes[0]
         descriptor = checkpoint.files[entry.file].open()
         try:
-            for start in range(0, entry.num_bytes, _CHECK_BYTES):
+            for start in range(0, entry.num_bytes, step):
                 if time.monotonic() - start_s > limit_s:
                     return done / total
-                chunk = _read(checkpoint, name, descriptor, start)
-                _check(chunk, dtype, name, checkpoint)
+                chunk = _read(checkpoint, name, descriptor, start, step)
+                _check(chunk, stored, loaded, name, checkpoint)
                 done += len(chunk)
                 progress("checking weights", done, total)
         finally:
@@ -50,14 +54,17 @@ def check_finite(
     return 1.0
 
 
-def _is_checked(name: str, entry: TensorEntry) -> bool:
-    is_scales = entry.dtype == PACKED_DTYPE and name.endswith("_scales")
-    return entry.dtype in ITEM_BYTES or is_scales
+def _stored_as(name: str, checkpoint: Checkpoint) -> MatrixFormat | None:
+    """The format of what in a tensor may not be finite; None of others."""
+    dtype = checkpoint.tensors[name].dtype
+    return next((known for known in formats().values() if known.has_tensor(name, dtype)), None)
 
 
-def _read(checkpoint: Checkpoint, name: str, descriptor: int, start: int) -> NDArray[np.uint8]:
+def _read(
+    checkpoint: Checkpoint, name: str, descriptor: int, start: int, most_bytes: int
+) -> NDArray[np.uint8]:
     entry = checkpoint.tensors[name]
-    num_bytes = min(_CHECK_BYTES, entry.num_bytes - start)
+    num_bytes = min(most_bytes, entry.num_bytes - start)
     path = checkpoint.files[entry.file].path
     try:
         chunk = os.pread(descriptor, num_bytes, entry.offset + start)
@@ -68,18 +75,23 @@ def _read(checkpoint: Checkpoint, name: str, descriptor: int, start: int) -> NDA
     return np.frombuffer(chunk, np.uint8)
 
 
-def _check(chunk: NDArray[np.uint8], dtype: str, name: str, checkpoint: Checkpoint) -> None:
-    """`dtype`: what the weights are converted to."""
-    entry = checkpoint.tensors[name]
-    path = checkpoint.files[entry.file].path
-    if not is_finite(chunk, entry.dtype):
+def _check(
+    chunk: NDArray[np.uint8],
+    stored: MatrixFormat,
+    loaded: MatrixFormat,
+    name: str,
+    checkpoint: Checkpoint,
+) -> None:
+    path = checkpoint.files[checkpoint.tensors[name].file].path
+    if not stored.is_finite(chunk):
         raise CheckpointError(f"{name} in {path} holds an infinity or NaN; the file is damaged.")
-    if dtype == entry.dtype:
+    if loaded is stored:
         return
-    converted = np.empty(len(chunk) // ITEM_BYTES[entry.dtype] * ITEM_BYTES[dtype], np.uint8)
-    convert(chunk, entry.dtype, converted, dtype)
-    if not is_finite(converted, dtype):
+    num_weights = len(chunk) // stored.block_bytes[0] * stored.block_size
+    converted = np.empty(loaded.num_bytes(num_weights), np.uint8)
+    convert([chunk], stored, converted, loaded)
+    if not loaded.is_finite(converted):
         raise CheckpointError(
-            f"{name} in {path} holds a weight of {entry.dtype} that is infinite in {dtype}; "
+            f"{name} in {path} holds a weight of {stored.name} that is infinite in {loaded.name}; "
             "choose a wider dtype."
         )

@@ -9,10 +9,10 @@ Without torch: the loader, the planner and the synthesiser read the same schema.
 from __future__ import annotations
 
 from lowtide.config import ModelConfig
-from lowtide.dtypes import ITEM_BYTES, SAFETENSORS_NAME
 from lowtide.families.registry import families
+from lowtide.formats.plain import ITEM_BYTES, SAFETENSORS_NAME
 from lowtide.model_folder.checkpoint import Checkpoint
-from lowtide.schemas.schema import ExpertLayout, ModelSchema, PartSource, SlotTarget, TensorSpec
+from lowtide.schemas.schema import ExpertStorage, ModelSchema, PartSource, SlotTarget, TensorSpec
 from lowtide.schemas.weights import (
     ExpertRange,
     ExpertTable,
@@ -22,7 +22,7 @@ from lowtide.schemas.weights import (
 )
 
 __all__ = [
-    "ExpertLayout",
+    "ExpertStorage",
     "ExpertRange",
     "ExpertTable",
     "ModelSchema",

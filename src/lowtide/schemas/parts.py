@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lowtide.config import ModelConfig
-from lowtide.schemas.schema import ExpertLayout, ModelSchema, TensorSpec, expert_layouts
+from lowtide.schemas.schema import ExpertStorage, ModelSchema, TensorSpec, expert_storages
 
 Part = Callable[[ModelConfig, str], list[TensorSpec]]
 """Tensors of one part of a layer, whose names begin with the text given."""
@@ -17,13 +17,13 @@ def decoder(
     moe: Part,
     *,
     embedding: str = "model.embed_tokens.weight",
-    layouts: tuple[ExpertLayout, ...] | None = None,
+    storages: tuple[ExpertStorage, ...] | None = None,
     absent: tuple[str, ...] = (),
 ) -> ModelSchema:
     """A pre-norm decoder with an embedding and a head at its ends.
 
-    attention, moe: what the family has under `model.layers.N.`. layouts: how its experts are
-    stored, if not in `expert_layouts`' own order. absent: see `ModelSchema`.
+    attention, moe: what the family has under `model.layers.N.`. storages: how its experts are
+    stored, if not in `expert_storages`' own order. absent: see `ModelSchema`.
     """
     experts = config.experts
     dense = [TensorSpec(embedding, (config.vocab_size, config.hidden_size))]
@@ -43,7 +43,7 @@ def decoder(
         dense.append(TensorSpec("lm_head.weight", (config.vocab_size, config.hidden_size)))
     return ModelSchema(
         dense=tuple(dense),
-        layouts=layouts or layouts_of(config),
+        storages=storages or storages_of(config),
         moe_layers=config.moe_layers,
         num_experts=experts.num_experts if experts else 0,
         one_expert_elements=experts.elements(config.hidden_size) if experts else 0,
@@ -51,11 +51,11 @@ def decoder(
     )
 
 
-def layouts_of(config: ModelConfig) -> tuple[ExpertLayout, ...]:
+def storages_of(config: ModelConfig) -> tuple[ExpertStorage, ...]:
     """Every known way to store this model's experts; none where it has none."""
     if config.experts is None:
         return ()
-    return expert_layouts(config.moe.num_experts, config.moe.expert_size, config.hidden_size)
+    return expert_storages(config.moe.num_experts, config.moe.expert_size, config.hidden_size)
 
 
 def vector(name: str, length: int) -> TensorSpec:

@@ -31,14 +31,15 @@ class SlotTarget(NamedTuple):
     """Where a stored part goes that is not simply one part of a slot, element by element.
 
     It is `num_parts` slot parts of one shape from `first` on, which take turns: row by row, or
-    element by element if it `is_transposed`. With `scales` (the stored part that holds them) its
-    bytes are MXFP4 blocks.
+    element by element if it `is_transposed`. With a `format` (its name) it and the stored parts
+    `others` are the format's tensors, in their order.
     """
 
     first: int
     num_parts: int = 1
     is_transposed: bool = False
-    scales: int | None = None
+    format: str | None = None
+    others: tuple[int, ...] = ()
 
 
 class PartSource(NamedTuple):
@@ -67,22 +68,25 @@ class PartSource(NamedTuple):
     def part_elements(self) -> int:
         return math.prod(self.part_shape)
 
-    def first_element(self, expert: int) -> int:
-        """Elements of the tensor before this part of `expert`; the part is contiguous."""
-        if self.num_stacked == 0:
-            return 0
-        return (expert * self.num_fused + self.position) * self.part_elements
+    @property
+    def num_parts(self) -> int:
+        """Parts of this size in the tensor, all experts' together."""
+        return max(1, self.num_stacked * self.num_fused)
+
+    def place(self, expert: int) -> int:
+        """Parts of this size in the tensor before this part of `expert`."""
+        return 0 if self.num_stacked == 0 else expert * self.num_fused + self.position
 
     def spec(self, layer: int, expert: int) -> TensorSpec:
         """The tensor that holds this part of an expert."""
         return TensorSpec(self.template.format(layer=layer, expert=expert), self.shape, self.dtype)
 
 
-class ExpertLayout(NamedTuple):
+class ExpertStorage(NamedTuple):
     """One way that expert weights are stored.
 
     Without `targets` the parts are those of a slot: gate, up, down. With them, part i goes to
-    `targets[i]`; None for the scales of another part.
+    `targets[i]`; None for one of the `others` of another part.
     """
 
     name: str
@@ -94,13 +98,13 @@ class ExpertLayout(NamedTuple):
 class ModelSchema:
     """Every tensor a model needs.
 
-    `layouts` are the accepted ways to store the experts; the first is how they are published.
+    `storages` are the accepted ways to store the experts; the first is how they are published.
     `absent` are names that contradict the config if they exist: a checkpoint with them would be
     computed wrongly, and silently.
     """
 
     dense: tuple[TensorSpec, ...]
-    layouts: tuple[ExpertLayout, ...]
+    storages: tuple[ExpertStorage, ...]
     moe_layers: range  # by their number in the model
     num_experts: int
     one_expert_elements: int  # weights (and biases) of one expert, however they are stored
@@ -108,7 +112,7 @@ class ModelSchema:
 
     def expert_specs(self, layer: int) -> Iterator[TensorSpec]:
         """The published expert tensors of a layer, by expert, each as gate, up, down."""
-        parts = self.layouts[0].parts
+        parts = self.storages[0].parts
         num_separate = 1 if all(source.num_stacked for source in parts) else self.num_experts
         for expert in range(num_separate):
             for source in parts:
@@ -124,10 +128,10 @@ class ModelSchema:
         return self.one_expert_elements * self.num_experts * len(self.moe_layers)
 
 
-def expert_layouts(
+def expert_storages(
     num_experts: int, expert_size: int, hidden_size: int
-) -> tuple[ExpertLayout, ...]:
-    """The layouts in which Hugging Face folders hold gated experts, most usual first.
+) -> tuple[ExpertStorage, ...]:
+    """The ways in which Hugging Face folders hold gated experts, most usual first.
 
     All store gate and up as [expert_size, hidden_size] and down as [hidden_size, expert_size];
     they differ in names and in what is stacked.
@@ -135,14 +139,14 @@ def expert_layouts(
     inward, outward = (expert_size, hidden_size), (hidden_size, expert_size)
     mlp = "model.layers.{layer}.mlp."
 
-    def separate(name: str, gate: str, up: str, down: str) -> ExpertLayout:
+    def separate(name: str, gate: str, up: str, down: str) -> ExpertStorage:
         parts = (PartSource(gate, inward), PartSource(up, inward), PartSource(down, outward))
-        return ExpertLayout(name, parts)
+        return ExpertStorage(name, parts)
 
-    def fused(name: str, gate_up: str, down: str) -> ExpertLayout:
+    def fused(name: str, gate_up: str, down: str) -> ExpertStorage:
         gate = PartSource(gate_up, inward, num_experts, num_fused=2, position=0)
         up = gate._replace(position=1)
-        return ExpertLayout(name, (gate, up, PartSource(down, outward, num_experts)))
+        return ExpertStorage(name, (gate, up, PartSource(down, outward, num_experts)))
 
     published = mlp + "experts.{expert}."
     mixtral = "model.layers.{layer}.block_sparse_moe.experts.{expert}."
@@ -154,7 +158,7 @@ def expert_layouts(
     return (
         separate("per expert", *(f"{published}{part}_proj.weight" for part in PART_NAMES)),
         separate("per expert (Mixtral)", *(f"{mixtral}{w}.weight" for w in ("w1", "w3", "w2"))),
-        ExpertLayout("stacked (VeOmni)", stacked),
+        ExpertStorage("stacked (VeOmni)", stacked),
         fused("stacked, gate and up fused (dInfer)", mlp + "w1", mlp + "w2"),
         fused(
             "stacked, gate and up fused (transformers)",

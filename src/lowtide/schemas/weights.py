@@ -5,18 +5,19 @@ Everything that is needed is checked here, once, before any weight is read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from lowtide.core import IntArray
-from lowtide.dtypes import ITEM_BYTES, PACKED_DTYPE
 from lowtide.errors import CheckpointError, UnsupportedError
+from lowtide.formats import MatrixFormat, format_of, formats, loadable_dtypes
+from lowtide.formats.plain import ITEM_BYTES
 from lowtide.model_folder.checkpoint import Checkpoint, TensorEntry
 from lowtide.schemas.schema import (
-    ExpertLayout,
+    ExpertStorage,
     ModelSchema,
     PartSource,
     SlotTarget,
@@ -36,32 +37,44 @@ class ExpertRange(NamedTuple):
     parts: tuple[tuple[int, int], ...]
 
 
+class StoredLayer(NamedTuple):
+    """How one layer's experts are stored: format and bytes of each stored part of an expert."""
+
+    formats: tuple[MatrixFormat, ...]
+    part_bytes: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertTable:
     """The byte ranges of every routed expert. Arrays are read-only.
 
     Layers are MoE layers, numbered from 0; the last axis is the stored parts: gate, up, down, or
-    those of an `ExpertLayout` with `targets`.
+    those of an `ExpertStorage` with `targets`.
     """
 
-    dtype: str  # as stored, of all expert weights but packed ones: "BF16"
+    layers: tuple[StoredLayer, ...]
     files: IntArray  # [moe_layers, experts, parts], indices into Checkpoint.files
     offsets: IntArray  # [moe_layers, experts, parts], bytes from the start of the file
-    part_bytes: tuple[int, ...]  # as stored
-    targets: tuple[SlotTarget | None, ...] | None = None  # see ExpertLayout
+    targets: tuple[SlotTarget | None, ...] | None = None  # see ExpertStorage
 
     @property
-    def expert_bytes(self) -> int:
+    def largest_expert_bytes(self) -> int:
         """Of one expert, as stored."""
-        return sum(self.part_bytes)
+        return max(sum(layer.part_bytes) for layer in self.layers)
+
+    def kept(self) -> list[tuple[MatrixFormat | None, ...]]:
+        """By layer, the formats of a slot's first parts that are kept in memory as they are
+        stored; None: unpacked into the compute dtype."""
+        return [self._kept_of(layer.formats) for layer in self.layers]
 
     def ranges(self, layer: int, expert: int) -> list[ExpertRange]:
         """The reads that bring one expert, in file order; usually one."""
         files = self.files[layer, expert].tolist()
         offsets = self.offsets[layer, expert].tolist()
+        part_bytes = self.layers[layer].part_bytes
         ranges: list[ExpertRange] = []
         for file, offset, part in sorted(zip(files, offsets, range(len(files)), strict=True)):
-            end = offset + self.part_bytes[part]
+            end = offset + part_bytes[part]
             if ranges and _is_near(ranges[-1], file, offset):
                 last = ranges[-1]
                 parts = (*last.parts, (part, offset - last.start))
@@ -69,6 +82,17 @@ class ExpertTable:
             else:
                 ranges.append(ExpertRange(file, offset, end - offset, ((part, 0),)))
         return ranges
+
+    def _kept_of(self, stored: Sequence[MatrixFormat]) -> tuple[MatrixFormat | None, ...]:
+        if self.targets is None:
+            return tuple(each if each.is_kept else None for each in stored)
+        by_part: dict[int, MatrixFormat | None] = {}
+        for target, each in zip(self.targets, stored, strict=True):
+            if target is not None:
+                is_kept = each.is_kept and not (target.is_transposed and each.block_size > 1)
+                parts = range(target.first, target.first + target.num_parts)
+                by_part |= dict.fromkeys(parts, each if is_kept else None)
+        return tuple(by_part[part] for part in range(len(by_part)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +131,23 @@ def assumed_weights(schema: ModelSchema, dtype: str) -> WeightMap:
         num_bytes = spec.num_elements * item_bytes
         dense[spec.name] = TensorEntry(0, offset, num_bytes, dtype, spec.shape)
         offset += num_bytes
-    layout = schema.layouts[0]
-    part_bytes = tuple(_stored_bytes(source, dtype) for source in layout.parts)
+    storage = schema.storages[0]
+    # Tensors of a given type hold bytes.
+    part_bytes = tuple(
+        source.part_elements * (item_bytes if source.dtype is None else 1)
+        for source in storage.parts
+    )
     num_layers, num_experts = len(schema.moe_layers), schema.num_experts
     index = np.arange(num_layers * num_experts, dtype=np.int64).reshape(num_layers, num_experts)
     offsets = np.empty((num_layers, num_experts, len(part_bytes)), np.int64)
     start = offset + index * sum(part_bytes)
-    for part in sorted(range(len(part_bytes)), key=lambda part: layout.parts[part].template):
+    for part in sorted(range(len(part_bytes)), key=lambda part: storage.parts[part].template):
         offsets[:, :, part] = start
         start = start + part_bytes[part]
     files = np.zeros_like(offsets)
     files.flags.writeable = offsets.flags.writeable = False
-    return WeightMap(dense, ExpertTable(dtype, files, offsets, part_bytes, layout.targets))
+    layer = StoredLayer(_formats(storage, [dtype] * len(storage.parts)), part_bytes)
+    return WeightMap(dense, ExpertTable((layer,) * num_layers, files, offsets, storage.targets))
 
 
 def _is_near(last: ExpertRange, file: int, offset: int) -> bool:
@@ -139,7 +168,7 @@ def _find(spec: TensorSpec, checkpoint: Checkpoint) -> TensorEntry:
             f"Tensor {spec.name} has shape {list(entry.shape)}; config.json makes it "
             f"{list(spec.shape)}."
         )
-    supported = tuple(ITEM_BYTES) if spec.dtype is None else (spec.dtype,)
+    supported = loadable_dtypes() if spec.dtype is None else (spec.dtype,)
     if entry.dtype not in supported:
         raise UnsupportedError(
             f"Tensor {spec.name} is of type {entry.dtype}; supported: {', '.join(supported)}."
@@ -148,65 +177,78 @@ def _find(spec: TensorSpec, checkpoint: Checkpoint) -> TensorEntry:
 
 
 def _expert_table(schema: ModelSchema, checkpoint: Checkpoint) -> ExpertTable:
-    layout, layers = _detect(schema, checkpoint), schema.moe_layers
-    unpacked = next(source for source in layout.parts if source.dtype is None)
-    dtype = _find(unpacked.spec(layers[0], 0), checkpoint).dtype
+    storage, layers = _detect(schema, checkpoint), schema.moe_layers
     # Found before memory is taken: a config may claim more experts than a disk can hold.
-    _find(layout.parts[-1].spec(layers[-1], schema.num_experts - 1), checkpoint)
-    files = np.empty((len(layers), schema.num_experts, len(layout.parts)), np.int64)
+    _find(storage.parts[-1].spec(layers[-1], schema.num_experts - 1), checkpoint)
+    files = np.empty((len(layers), schema.num_experts, len(storage.parts)), np.int64)
     offsets = np.empty_like(files)
+    stored = []
     for row, layer in enumerate(layers):
-        for part, source in enumerate(layout.parts):
-            places = _places(source, layer, dtype, schema.num_experts, checkpoint)
-            files[row, :, part], offsets[row, :, part] = places
+        dtypes, part_bytes = [], []
+        for part, source in enumerate(storage.parts):
+            found = _find_parts(source, layer, schema.num_experts, checkpoint)
+            dtypes.append(found.dtype)
+            part_bytes.append(found.part_bytes)
+            files[row, :, part], offsets[row, :, part] = found.files, found.offsets
+        stored.append(StoredLayer(_formats(storage, dtypes), tuple(part_bytes)))
     files.flags.writeable = offsets.flags.writeable = False
-    part_bytes = tuple(_stored_bytes(source, dtype) for source in layout.parts)
-    return ExpertTable(dtype, files, offsets, part_bytes, layout.targets)
+    return ExpertTable(tuple(stored), files, offsets, storage.targets)
 
 
-def _stored_bytes(source: PartSource, dtype: str) -> int:
-    """Of one part of one expert, in a checkpoint whose expert weights are of `dtype`."""
-    return source.part_elements * _item_bytes(source, dtype)
+def _formats(storage: ExpertStorage, dtypes: Sequence[str]) -> tuple[MatrixFormat, ...]:
+    """Of each stored part: the one that its target names, or that of the tensor's type."""
+    named: dict[int, str] = {}
+    for part, target in enumerate(storage.targets or ()):
+        if target is not None and target.format is not None:
+            named |= dict.fromkeys((part, *target.others), target.format)
+    return tuple(
+        formats()[named[part]] if part in named else format_of(dtype)
+        for part, dtype in enumerate(dtypes)
+    )
 
 
-def _item_bytes(source: PartSource, dtype: str) -> int:
-    return 1 if source.dtype == PACKED_DTYPE else ITEM_BYTES[dtype]
-
-
-def _detect(schema: ModelSchema, checkpoint: Checkpoint) -> ExpertLayout:
+def _detect(schema: ModelSchema, checkpoint: Checkpoint) -> ExpertStorage:
     layer = schema.moe_layers[0]
-    for layout in schema.layouts:
-        if all(source.spec(layer, 0).name in checkpoint.tensors for source in layout.parts):
-            return layout
-    name = schema.layouts[0].parts[0].spec(layer, 0).name
-    known = "; ".join(layout.name for layout in schema.layouts)
+    for storage in schema.storages:
+        if all(source.spec(layer, 0).name in checkpoint.tensors for source in storage.parts):
+            return storage
+    name = schema.storages[0].parts[0].spec(layer, 0).name
+    known = "; ".join(storage.name for storage in schema.storages)
     raise CheckpointError(
         f"The checkpoint has no experts of layer {layer} in any known layout: no tensor {name}. "
         f"Known: {known}."
     )
 
 
-def _places(
-    source: PartSource, layer: int, dtype: str, num_experts: int, checkpoint: Checkpoint
-) -> tuple[list[int], list[int]]:
-    """File and offset in bytes of this part of every expert."""
-    files, offsets = [], []
+class _FoundParts(NamedTuple):
+    """One stored part of every expert of a layer."""
+
+    dtype: str
+    part_bytes: int
+    files: list[int]
+    offsets: list[int]
+
+
+def _find_parts(
+    source: PartSource, layer: int, num_experts: int, checkpoint: Checkpoint
+) -> _FoundParts:
+    first = _find(source.spec(layer, 0), checkpoint)
+    found = _FoundParts(first.dtype, first.num_bytes // source.num_parts, [], [])
     previous: TensorSpec | None = None
-    item_bytes = _item_bytes(source, dtype)
     for expert in range(num_experts):
         spec = source.spec(layer, expert)
         if spec != previous:  # a stacked tensor is looked up once
-            entry, previous = _find_expert(spec, source.dtype or dtype, checkpoint), spec
-        files.append(entry.file)
-        offsets.append(entry.offset + source.first_element(expert) * item_bytes)
-    return files, offsets
+            entry, previous = _find_expert(spec, first.dtype, checkpoint), spec
+        found.files.append(entry.file)
+        found.offsets.append(entry.offset + source.place(expert) * found.part_bytes)
+    return found
 
 
 def _find_expert(spec: TensorSpec, dtype: str, checkpoint: Checkpoint) -> TensorEntry:
     entry = _find(spec, checkpoint)
     if entry.dtype != dtype:
         raise UnsupportedError(
-            f"Tensor {spec.name} is of type {entry.dtype}, but other experts are {dtype}; "
-            "experts must be of one type."
+            f"Tensor {spec.name} is of type {entry.dtype}, but of another expert of its layer it "
+            f"is {dtype}; the experts of a layer must be of one type."
         )
     return entry

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 from lowtide.config import ExpertSpec, ModelConfig, Published, keys
 from lowtide.config.fields import MAX_POSITIONS, Fields
 from lowtide.config.keys import Origin
-from lowtide.dtypes import MXFP4_BLOCK, PACKED_DTYPE
 from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.families.family import Family
 from lowtide.families.sizes import read_sizes
 from lowtide.files.json_file import shown
+from lowtide.formats import mxfp4
 from lowtide.schemas.parts import decoder, separate_qkv, vector
-from lowtide.schemas.schema import ExpertLayout, ModelSchema, PartSource, SlotTarget, TensorSpec
+from lowtide.schemas.schema import ExpertStorage, ModelSchema, PartSource, SlotTarget, TensorSpec
 
 if TYPE_CHECKING:
     from lowtide.models.decoder import Decoder
 
-_GATE, _DOWN, _GATE_BIAS, _DOWN_BIAS = 0, 2, 3, 5  # parts of a slot: see SlotLayout
+_GATE, _DOWN, _GATE_BIAS, _DOWN_BIAS = 0, 2, 3, 5  # parts of a slot: see ExpertLayout
 _EXPERTS = "model.layers.{layer}.mlp.experts."
 
 
@@ -55,10 +55,10 @@ def _is_mxfp4(fields: Fields, expert_size: int) -> bool:
     Fields(quantised, "quantization_config.").only("quant_method", "mxfp4")
     hidden_size = keys.width(fields, "hidden_size")
     for size in (hidden_size, expert_size):
-        if size % MXFP4_BLOCK:
+        if size % mxfp4.BLOCK:
             raise ConfigError(
                 f"config.json: MXFP4 experts of {hidden_size} by {expert_size} weights do not "
-                f"divide into blocks of {MXFP4_BLOCK}."
+                f"divide into blocks of {mxfp4.BLOCK}."
             )
     return True
 
@@ -82,9 +82,9 @@ def _windows(fields: Fields) -> tuple[int, ...]:
 
 
 def schema(config: ModelConfig) -> ModelSchema:
-    layouts = (_mxfp4(config), _unpacked(config))
-    published = layouts if config.moe.is_mxfp4 else layouts[::-1]
-    return decoder(config, _attention, _moe, layouts=published)
+    both = (_mxfp4(config), _unpacked(config))
+    published = both if config.moe.is_mxfp4 else both[::-1]
+    return decoder(config, _attention, _moe, storages=published)
 
 
 def _attention(config: ModelConfig, prefix: str) -> list[TensorSpec]:
@@ -102,18 +102,20 @@ def _moe(config: ModelConfig, prefix: str) -> list[TensorSpec]:
     ]
 
 
-def _mxfp4(config: ModelConfig) -> ExpertLayout:
+def _mxfp4(config: ModelConfig) -> ExpertStorage:
     """As published: blocks of a row's weights, 16 bytes each, and a scale for every block."""
     hidden, width = config.hidden_size, config.moe.expert_size
 
     def packed(name: str, rows: int, columns: int) -> tuple[PartSource, PartSource]:
-        num_blocks = columns // MXFP4_BLOCK
+        num_blocks = columns // mxfp4.BLOCK
         return (
-            _stacked(config, name + "_blocks", (rows, num_blocks, MXFP4_BLOCK // 2), PACKED_DTYPE),
-            _stacked(config, name + "_scales", (rows, num_blocks), PACKED_DTYPE),
+            _stacked(
+                config, name + "_blocks", (rows, num_blocks, mxfp4.BLOCK // 2), mxfp4.TENSOR_DTYPE
+            ),
+            _stacked(config, name + "_scales", (rows, num_blocks), mxfp4.TENSOR_DTYPE),
         )
 
-    return ExpertLayout(
+    return ExpertStorage(
         "MXFP4",
         (
             *packed("gate_up_proj", 2 * width, hidden),
@@ -122,20 +124,20 @@ def _mxfp4(config: ModelConfig) -> ExpertLayout:
             _stacked(config, "down_proj_bias", (hidden,)),
         ),
         (
-            SlotTarget(_GATE, num_parts=2, scales=1),
+            SlotTarget(_GATE, num_parts=2, format="MXFP4", others=(1,)),
             None,
             SlotTarget(_GATE_BIAS, num_parts=2),
-            SlotTarget(_DOWN, scales=4),
+            SlotTarget(_DOWN, format="MXFP4", others=(4,)),
             None,
             SlotTarget(_DOWN_BIAS),
         ),
     )
 
 
-def _unpacked(config: ModelConfig) -> ExpertLayout:
+def _unpacked(config: ModelConfig) -> ExpertStorage:
     """As transformers holds and saves them: matrices as [in, out]."""
     hidden, width = config.hidden_size, config.moe.expert_size
-    return ExpertLayout(
+    return ExpertStorage(
         "unpacked (transformers)",
         (
             _stacked(config, "gate_up_proj", (hidden, 2 * width)),

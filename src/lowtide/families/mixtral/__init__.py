@@ -10,7 +10,7 @@ from lowtide.config.fields import Fields
 from lowtide.config.keys import Origin
 from lowtide.families.family import Family
 from lowtide.families.sizes import read_sizes
-from lowtide.schemas.parts import decoder, layouts_of, separate_qkv
+from lowtide.schemas.parts import decoder, separate_qkv, storages_of
 from lowtide.schemas.schema import ModelSchema, TensorSpec
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ def read(fields: Fields, origin: Origin) -> ModelConfig:
 
 
 def schema(config: ModelConfig) -> ModelSchema:
-    per_expert, published, *others = layouts_of(config)
-    return decoder(config, separate_qkv, _moe, layouts=(published, per_expert, *others))
+    per_expert, published, *others = storages_of(config)
+    return decoder(config, separate_qkv, _moe, storages=(published, per_expert, *others))
 
 
 def _moe(config: ModelConfig, prefix: str) -> list[TensorSpec]:

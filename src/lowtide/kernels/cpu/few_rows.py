@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lowtide.core import IntArray
 from lowtide.kernels.cpu.library import load_library
-from lowtide.kernels.operands import ExpertWeights, SlotPlaces
+from lowtide.kernels.operands import SlotPlaces
 
 MAX_FEW_ROWS = 8
 """With more rows computing is the work, and torch's products are faster (docs/log.md)."""
@@ -107,19 +107,21 @@ class FewRows:
     def gated_mlp(
         self,
         x: Tensor,
-        weights: ExpertWeights,
+        weights: tuple[Tensor, Tensor, Tensor],
         gate: Tensor,
         up: Tensor,
         out: Tensor,
     ) -> None:
-        """See `Kernels.gated_mlp`; rounds in the same places. Weights are contiguous."""
+        """See `Kernels.gated_mlp`; rounds in the same places. weights: gate, up and down,
+        contiguous."""
+        gate_weight, up_weight, down_weight = weights
         self._gated_mlp(
             self._variant,
             x.data_ptr(),
             x.stride(0),
-            weights.gate.data_ptr(),
-            weights.up.data_ptr(),
-            weights.down.data_ptr(),
+            gate_weight.data_ptr(),
+            up_weight.data_ptr(),
+            down_weight.data_ptr(),
             gate.data_ptr(),
             up.data_ptr(),
             out.data_ptr(),

@@ -1,0 +1,223 @@
+"""What an emulated device pretends to be: speeds measured here, stretched to a profile's ratios."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from time import perf_counter, thread_time
+
+import numpy as np
+import torch
+
+from lowtide.core import Curve, MoEShape
+from lowtide.errors import UsageError
+from lowtide.experts.layout import SlotLayout
+from lowtide.experts.slots import ExpertSlots
+from lowtide.kernels.reference import REFERENCE, Kernels
+from lowtide.memory.arena import Arena
+from lowtide.profiles import load_profile
+from lowtide.threads.executor import process_threads_kept, set_cores_per_product
+
+_PROFILE = "rtx3090"
+# Name: least value. What is faster than it is here cannot be had by sleeping.
+_OPTIONS: Mapping[str, float] = {
+    "link_GBps": 1e-6,
+    "link_latency_us": 0.0,
+    "host_slowdown": 1.0,
+    "device_slowdown": 1.0,
+}
+_DEVICES = "devices"
+_MAX_DEVICES = 8
+
+_COLD_BYTES = 32 << 20  # weights of the measurement: far more than a core's own caches
+_MEASURE_S = 0.15  # of measured rounds
+_MIN_ROUNDS = 3
+_MAX_TOKENS = 512  # rows of the largest pass
+
+
+@dataclass(frozen=True)
+class EmulatedSpeeds:
+    """What an emulated device pretends to be, in the scaled time that starts from `device_s`."""
+
+    link_bytes_per_s: float
+    link_latency_s: float  # of each copy
+    host_slowdown: float  # the host's time for an expert of one token over the device's
+    device_s: Curve  # one expert on the device
+    origin: str = "as given"  # where the ratios are from, for people
+    host_curve: Curve | None = None  # one expert on the host; None: that ratio at any token count
+    device_slowdown: float = 1.0  # the device's time over that of a core of this machine
+
+    def link_s(self, num_bytes: int) -> float:
+        """Seconds of one copy."""
+        return self.link_latency_s + num_bytes / self.link_bytes_per_s
+
+    @cached_property
+    def host_s(self) -> Curve:
+        """Seconds of one expert on the host."""
+        return self.host_curve or self.device_s.scaled(self.host_slowdown)
+
+    def describe(self) -> str:
+        slowly = f"device as {self.device_slowdown:.3g} times a core's time, "
+        return (
+            f"emulated: link {self.link_bytes_per_s / 1e9:.3g} GB/s + "
+            f"{self.link_latency_s * 1e6:.0f} us, {slowly if self.device_slowdown > 1 else ''}"
+            f"host {self.host_slowdown:.1f}x slower than the device at one token ({self.origin})"
+        )
+
+
+def check_emulated_options(options: Mapping[str, str]) -> dict[str, float]:
+    """The values of `device_options` that are speeds, by name; needs no model.
+
+    Known are `link_GBps` and `link_latency_us` of the emulated link; `host_slowdown`, the host's
+    time for an expert over the device's at any token count; `device_slowdown`, the device's over
+    that of a core of this machine; and `devices`, how many there are, each with that link. Raises
+    UsageError.
+    """
+    num_emulated_devices(options)
+    values = {}
+    for name, text in options.items():
+        if name == _DEVICES:
+            continue
+        if name not in _OPTIONS:
+            known = ", ".join([*_OPTIONS, _DEVICES])
+            raise UsageError(f"The emulated device has no option {name!r}; choose {known}.")
+        values[name] = _number(name, text)
+    return values
+
+
+def num_emulated_devices(options: Mapping[str, str]) -> int:
+    """The option `devices`, by default 1. Raises UsageError."""
+    text = str(options.get(_DEVICES, 1))
+    if text not in map(str, range(1, _MAX_DEVICES + 1)):
+        raise UsageError(
+            f"Device option {_DEVICES} must be a whole number from 1 to {_MAX_DEVICES}, not "
+            f"{text!r}."
+        )
+    return int(text)
+
+
+def _number(name: str, text: str) -> float:
+    least = _OPTIONS[name]
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= least):
+        raise UsageError(f"Device option {name} must be a number from {least:g}, not {text!r}.")
+    return value
+
+
+def emulated_speeds(
+    options: Mapping[str, str],
+    layout: SlotLayout,
+    shape: MoEShape,
+    dtype: torch.dtype,
+    kernels: Kernels = REFERENCE,
+    cores_per_expert: int = 1,
+) -> EmulatedSpeeds:
+    """Speeds for a model's experts: the device's measured here, the rest by the profile's ratios.
+
+    All of the profile's times are stretched by one factor, which makes its device's time for an
+    expert with one token what it is on a core of this machine, or `device_slowdown` times that.
+    With more tokens the host falls behind as it does in the profile, where its arithmetic is the
+    limit before the device's. `options` replace parts (see `check_emulated_options`). Takes about
+    0.3 s. Raises UsageError.
+    """
+    given = check_emulated_options(options)
+    device_slowdown = given.get("device_slowdown", 1.0)
+    core_s = measure_device_s(layout, shape, kernels, cores_per_expert)
+    device_s = core_s.scaled(device_slowdown)
+    profile = load_profile(_PROFILE)
+    costs = profile.costs(shape, dtype.itemsize)
+    stretch = device_s.at(1) / costs.device_s.at(1)
+    values = {
+        "link_GBps": profile.link_bytes_per_s / 1e9 / stretch,
+        "link_latency_us": profile.link_latency_s * 1e6 * stretch,
+        "host_slowdown": costs.host_s.at(1) / costs.device_s.at(1),
+        **given,
+    }
+    origin = f"{profile.name}, scaled"
+    return EmulatedSpeeds(
+        link_bytes_per_s=1e9 * values["link_GBps"],
+        link_latency_s=1e-6 * values["link_latency_us"],
+        host_slowdown=values["host_slowdown"],
+        device_s=device_s,
+        origin=f"{origin}; as given: {', '.join(given)}" if given else origin,
+        host_curve=None if "host_slowdown" in given else costs.host_s.scaled(stretch),
+        device_slowdown=device_slowdown,
+    )
+
+
+def measure_device_s(
+    layout: SlotLayout,
+    shape: MoEShape,
+    kernels: Kernels = REFERENCE,
+    cores_per_expert: int = 1,
+) -> Curve:
+    """Seconds of one expert's gated MLP on one compute thread, by tokens: 1, 2, 4 and so on.
+
+    Medians of rounds over all counts, each product with weights that have not been used for a
+    while, as in a model. Of a very large expert a slice is measured: time goes with its width.
+    """
+    largest = layout.largest
+    block_size = max(part.format.block_size for part in largest.parts)
+    width = min(shape.expert_size, _COLD_BYTES // 2 * shape.expert_size // largest.num_bytes)
+    width = max(block_size, width - width % block_size)
+    kept = () if largest.is_plain else largest.formats
+    one_layer = shape._replace(expert_size=width, num_layers=1)
+    cold = SlotLayout.of(one_layer, layout.dtype, largest.weights, [kept])
+    experts = _ColdExperts(cold, kernels)
+    with process_threads_kept(), torch.inference_mode():
+        set_cores_per_product(cores_per_expert)
+        counts = experts.affordable_counts()
+        rounds: list[list[float]] = []
+        end_s = perf_counter() + _MEASURE_S
+        while len(rounds) < _MIN_ROUNDS or perf_counter() < end_s:
+            rounds.append([experts.run_s(num_tokens) for num_tokens in counts])
+    seconds = np.median(rounds, axis=0) * (shape.expert_size / width)
+    # What took longer than more tokens did was held up by something.
+    seconds = np.minimum.accumulate(seconds[::-1])[::-1]
+    return Curve(list(zip(counts, seconds.tolist(), strict=True)))
+
+
+class _ColdExperts:
+    """Experts in turn, for ever, together too large for a core's caches."""
+
+    def __init__(self, layout: SlotLayout, kernels: Kernels) -> None:
+        """layout: of one layer."""
+        self._kernels, self._dtype = kernels, layout.dtype
+        self._width, self._hidden = layout.largest.parts[0].shape
+        num_experts = max(2, math.ceil(_COLD_BYTES / layout.num_bytes))
+        arena = Arena(num_experts * layout.num_bytes)
+        arena.bytes.view(layout.dtype).fill_(0.01)
+        slots = ExpertSlots(arena, layout)
+        self._experts = itertools.cycle([slots.weights(0, i) for i in range(num_experts)])
+
+    def affordable_counts(self) -> list[int]:
+        """Token counts, at least two, of which the least number of rounds fits into the time."""
+        counts: list[int] = []
+        num_tokens, round_s, last_s = 1, 0.0, 0.0
+        while num_tokens <= _MAX_TOKENS and (
+            len(counts) < 2 or round_s + 2 * last_s < _MEASURE_S / _MIN_ROUNDS
+        ):
+            # The first product of its size does more than compute.
+            self.run_s(num_tokens)
+            last_s = self.run_s(num_tokens)
+            round_s += last_s
+            counts.append(num_tokens)
+            num_tokens *= 2
+        return counts
+
+    def run_s(self, num_tokens: int) -> float:
+        """Seconds of the next expert's products, by the thread's clock: others use the core too."""
+        weights = next(self._experts)
+        x, out, gate, up = (
+            torch.full((num_tokens, size), 0.01, dtype=self._dtype)
+            for size in (self._hidden, self._hidden, self._width, self._width)
+        )
+        start_s = thread_time()
+        self._kernels.gated_mlp(x, weights, gate, up, out)
+        return thread_time() - start_s

@@ -1,0 +1,144 @@
+"""How an expert lies in a slot: its parts, each in a format of its own.
+
+Layers may differ, as published files that mix formats do; slots are all as large as the largest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowtide.core import MoEShape, align_up
+from lowtide.formats import MatrixFormat
+from lowtide.formats.plain import plain_format
+from lowtide.kernels.operands import ClampedWeights, ExpertWeights, Matrix
+
+Formats = tuple[MatrixFormat | None, ...]
+"""Of the parts of an expert; None: the compute dtype's own."""
+
+
+class PartLayout(NamedTuple):
+    """Where one matrix or bias of an expert lies in its slot."""
+
+    shape: tuple[int, ...]
+    format: MatrixFormat
+    offsets: tuple[int, ...]  # of each of the format's tensors, on 64-byte boundaries
+    num_bytes: tuple[int, ...]  # of each of them, without padding
+
+
+class ExpertLayout(NamedTuple):
+    """One layer's experts: gate, up and down, and of clamped ones the biases of the three."""
+
+    weights: type[ExpertWeights] | type[ClampedWeights]
+    parts: tuple[PartLayout, ...]
+    dtype: torch.dtype  # that they compute in
+    num_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        hidden_size: int,
+        expert_size: int,
+        dtype: torch.dtype,
+        weights: type[ExpertWeights] | type[ClampedWeights] = ExpertWeights,
+        kept: Formats = (),
+    ) -> ExpertLayout:
+        """kept: formats of the parts, those left out in the compute dtype."""
+        inward, outward = (expert_size, hidden_size), (hidden_size, expert_size)
+        shapes: list[tuple[int, ...]] = [inward, inward, outward]
+        if weights is ClampedWeights:
+            shapes += [(expert_size,), (expert_size,), (hidden_size,)]
+        parts: list[PartLayout] = []
+        end = 0
+        for number, shape in enumerate(shapes):
+            chosen = kept[number] if number < len(kept) else None
+            parts.append(_part(shape, chosen or plain_format(dtype), end))
+            end = align_up(parts[-1].offsets[-1] + parts[-1].num_bytes[-1])
+        return cls(weights, tuple(parts), dtype, end)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all parts are in the compute dtype."""
+        return all(part.format is plain_format(self.dtype) for part in self.parts)
+
+    @property
+    def formats(self) -> tuple[MatrixFormat, ...]:
+        return tuple(part.format for part in self.parts)
+
+    def weights_in(self, slot: Tensor) -> ExpertWeights | ClampedWeights:
+        """The parts of the expert in `slot` [num_bytes or more] uint8, as views of it."""
+        gate, up, down = (self._matrix(part, slot) for part in self.parts[:3])
+        if self.weights is ExpertWeights:
+            return ExpertWeights(gate, up, down)
+        biases = (self._elements(part, slot) for part in self.parts[3:])
+        return ClampedWeights(gate, up, down, *biases)
+
+    def _matrix(self, part: PartLayout, slot: Tensor) -> Matrix:
+        if part.format is plain_format(self.dtype):
+            return self._elements(part, slot)
+        places = zip(part.offsets, part.num_bytes, strict=True)
+        tensors = [slot[offset : offset + num_bytes] for offset, num_bytes in places]
+        return part.format.matrix(tensors, part.shape)
+
+    def _elements(self, part: PartLayout, slot: Tensor) -> Tensor:
+        start = part.offsets[0]
+        return slot[start : start + part.num_bytes[0]].view(self.dtype).view(part.shape)
+
+
+class SlotLayout:
+    """The layouts of all MoE layers; every slot holds an expert of any."""
+
+    def __init__(self, layers: Sequence[ExpertLayout]) -> None:
+        """layers: of one compute dtype, at least one."""
+        self.layers = tuple(layers)
+        self.dtype = layers[0].dtype
+        self.largest = max(layers, key=lambda layout: layout.num_bytes)
+        self.num_bytes = self.largest.num_bytes  # of a slot
+
+    @classmethod
+    def of(
+        cls,
+        shape: MoEShape,
+        dtype: torch.dtype,
+        weights: type[ExpertWeights] | type[ClampedWeights] = ExpertWeights,
+        kept: Sequence[Formats] = (),
+    ) -> SlotLayout:
+        """kept: by layer, see `ExpertLayout.of`; by default nothing but the compute dtype."""
+        made: dict[Formats, ExpertLayout] = {}
+        layers = []
+        for formats_of_layer in kept or [()] * shape.num_layers:
+            if formats_of_layer not in made:
+                made[formats_of_layer] = ExpertLayout.of(
+                    shape.hidden_size, shape.expert_size, dtype, weights, formats_of_layer
+                )
+            layers.append(made[formats_of_layer])
+        return cls(layers)
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether all parts of all layers are in the compute dtype."""
+        return all(layout.is_plain for layout in self.layers)
+
+    @property
+    def num_unused_bytes(self) -> int:
+        """Of an average slot, because layers differ."""
+        return self.num_bytes - sum(layer.num_bytes for layer in self.layers) // len(self.layers)
+
+    def describe(self) -> str:
+        """The formats in use, for people and stored costs."""
+        names = {each.name: None for layout in self.layers for each in layout.formats}
+        dtype = str(self.dtype).removeprefix("torch.")
+        return dtype if self.is_plain else f"{dtype} from {', '.join(names)}"
+
+
+def _part(shape: tuple[int, ...], chosen: MatrixFormat, start: int) -> PartLayout:
+    sizes = [chosen.num_bytes(math.prod(shape), i) for i in range(len(chosen.block_bytes))]
+    offsets = [start]
+    for size in sizes[:-1]:
+        offsets.append(align_up(offsets[-1] + size))
+    return PartLayout(shape, chosen, tuple(offsets), tuple(sizes))

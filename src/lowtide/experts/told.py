@@ -1,0 +1,94 @@
+"""What policies are told of a layer in one step, and the routing that they may answer."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowtide.core import Costs, Demand, Facts, IntArray, RoutedTokens, Step
+from lowtide.experts.link import Link
+from lowtide.experts.rows import Routing
+from lowtide.experts.slots import SlotLedger
+from lowtide.memory.pinned_copies import to_device
+from lowtide.memory.workspace import Buffers
+
+
+def tell(experts: Tensor, weights: Tensor, scores: Tensor | None) -> RoutedTokens:
+    """What policies are told: the same memory, which has to be the host's, as arrays."""
+    return RoutedTokens(
+        experts.numpy(), weights.numpy(), None if scores is None else scores.numpy()
+    )
+
+
+def host_facts(
+    step: Step,
+    layer: int,
+    num_tokens: IntArray,
+    told: RoutedTokens | None,
+    capacity: IntArray,
+    costs: Costs,
+    ledger: SlotLedger,
+) -> Facts:
+    """Of a layer that the host runs alone. num_tokens: [num_experts]; capacity: [num_layers]"""
+    is_kept = ledger.is_resident(layer)
+    experts = np.flatnonzero(num_tokens)
+    return Facts(
+        step,
+        layer,
+        Demand(experts, num_tokens[experts], is_kept[experts]),
+        is_kept,
+        capacity,
+        costs,
+        can_fetch=False,
+        has_idle_link=False,
+        routing=told,
+    )
+
+
+def device_facts(
+    step: Step,
+    layer: int,
+    num_tokens: IntArray,
+    told: RoutedTokens | None,
+    capacity: IntArray,
+    costs: Costs,
+    link: Link,
+) -> Facts:
+    """Of a layer with a device beside the host, behind `link`; as above."""
+    link.bind_arrived()
+    experts = np.flatnonzero(num_tokens)
+    is_resident = link.ledger.is_resident(layer)[experts]
+    return Facts(
+        step,
+        layer,
+        Demand(experts, num_tokens[experts], is_resident, link.devices_with(layer, experts)),
+        link.is_kept(layer),
+        capacity,
+        costs,
+        link.arriving_s(layer, experts),
+        link.busy_s,
+        can_fetch=costs.num_staging > 0,
+        routing=told,
+    )
+
+
+def take_substituted(workspace: Buffers, num_pairs: int) -> None:
+    """Declares what `substituted_routing` makes for so many (token, expert) pairs."""
+    workspace.library("substituted routing", num_pairs * (8 + 4))
+
+
+def substituted_routing(
+    answer: RoutedTokens, router: Routing, workspace: Buffers
+) -> tuple[Routing, Tensor]:
+    """What a substitution answered, where the router's choice is, and its ids in host memory.
+
+    Copies: the router's own choice stays as it is.
+    """
+    take_substituted(workspace, router.experts.numel())
+    experts = torch.from_numpy(np.array(answer.experts, order="C"))
+    weights = torch.from_numpy(np.array(answer.weights, order="C"))
+    [flat_experts] = to_device(router.experts.device, experts.view(-1))
+    [flat_weights] = to_device(router.weights.device, weights.view(-1))
+    shape = router.experts.shape
+    return Routing(flat_experts.view(shape), flat_weights.view(shape)), experts

@@ -1,0 +1,59 @@
+"""Which formats there are: the files beside this one, and what else was registered."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+
+from lowtide.errors import UnsupportedError
+from lowtide.formats.matrix import MatrixFormat
+
+_registered: dict[str, MatrixFormat] = {}
+_NO_FORMATS = ("convert", "matrix", "registry")
+
+
+def formats() -> Mapping[str, MatrixFormat]:
+    """All of them, by name."""
+    _register_own()
+    return MappingProxyType(_registered)
+
+
+def format_of(dtype: str) -> MatrixFormat:
+    """The format of matrices in one tensor of a safetensors type; raises UnsupportedError."""
+    found = next((known for known in formats().values() if known.dtypes == (dtype,)), None)
+    if found is None:
+        raise UnsupportedError(
+            f"Weights of type {dtype} cannot be loaded; supported: {', '.join(loadable_dtypes())}."
+        )
+    return found
+
+
+def loadable_dtypes() -> tuple[str, ...]:
+    """The safetensors types of which one tensor alone holds weights."""
+    return tuple(known.dtypes[0] for known in formats().values() if len(known.dtypes) == 1)
+
+
+def register(added: MatrixFormat) -> None:
+    """Makes a format known; raises ValueError for a name, or a tensor's type, that is taken."""
+    for known in _registered.values():
+        if known.name == added.name or known.dtypes == added.dtypes:
+            raise ValueError(f"The format {added.name}: {known.name} has its name or its tensors.")
+    _registered[added.name] = added
+
+
+def unregister(name: str) -> None:
+    """Forgets a format; raises KeyError if there is none of that name."""
+    del _registered[name]
+
+
+@cache
+def _register_own() -> None:
+    package = __name__.rpartition(".")[0]
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        if module.name not in _NO_FORMATS:
+            for own in importlib.import_module(f"{package}.{module.name}").FORMATS:
+                register(own)

@@ -1,0 +1,439 @@
+"""Experts of passes longer than a tile: the bits of one long buffer, whatever is where."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from test_hybrid import FAST, Case, check_idle, presets, refuse, shares, tier_of
+from test_link import CtrlC, Machine, traced
+from test_product_threads import EXPERT, WORKER, Told
+from test_runtime import EXECUTORS, POLICIES, POOL, SHAPE, WEIGHTS, Rig, StepInput, make_step
+from torch import Tensor
+
+from lowtide.core import Moves, Step, StepKind
+from lowtide.errors import DeviceError, PlanError, StorageError
+from lowtide.experts import rows as rows_module
+from lowtide.experts.device_tiles import DeviceTiles
+from lowtide.experts.registrar import ExpertRegistrar
+from lowtide.experts.rows import ExpertRows, Routing, row_pieces
+from lowtide.kernels.choice import choose_kernels
+from lowtide.kernels.reference import REFERENCE, Kernels
+from lowtide.llm import LLM
+from lowtide.memory.arena import Arena
+from lowtide.memory.workspace import Registrar, Workspace
+from lowtide.policies.decision import Policies
+from lowtide.policies.presets import fetches_all
+from lowtide.reading.file_reader import FileReader
+from lowtide.threads.executor import Executor, HostExecutor
+
+DTYPES = [torch.float32, torch.bfloat16]
+SMALL_TILE = 32
+
+
+@contextmanager
+def tile_of(num_rows: int) -> Iterator[None]:
+    """Small tiles make long passes of few rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows_module, "TILE_ROWS", num_rows)
+        yield
+
+
+def in_one_buffer(call: StepInput, kernels: Kernels, tile_rows: int) -> Tensor:
+    """All pairs' outputs side by side, then their sum: as passes of one tile are computed.
+
+    An expert's rows are one product, or of more than a tile's several, none under 16 rows.
+    """
+    experts, weights = call.routing
+    pairs = REFERENCE.sort_pairs(experts, SHAPE.num_experts)
+    parts = call.x[pairs.token_of]
+    start = 0
+    for expert, count in enumerate(pairs.counts.tolist()):
+        left = count
+        while left:
+            size = left if left <= tile_rows else tile_rows - 16 * (left - tile_rows < 16)
+            rows = parts[start : start + size]
+            gate, up = (rows.new_empty(size, SHAPE.expert_size) for _ in range(2))
+            kernels.gated_mlp(rows, WEIGHTS[rows.dtype][call.layer, expert], gate, up, rows)
+            start, left = start + size, left - size
+    term, out = torch.empty_like(call.x), torch.empty(call.x.shape)
+    REFERENCE.combine(parts, pairs.part_of, weights, term, torch.empty(call.x.shape), out)
+    return out
+
+
+def long_steps(
+    numbers: list[tuple[int, int, int]], dtype: torch.dtype = torch.float32
+) -> list[StepInput]:
+    return [make_step(*number[:2], i, number[2], dtype) for i, number in enumerate(numbers)]
+
+
+def numbers(least: int, most: int, max_size: int = 4) -> st.SearchStrategy:
+    each = st.tuples(
+        st.integers(0, 10**6), st.integers(0, SHAPE.num_layers - 1), st.integers(least, most)
+    )
+    return st.lists(each, min_size=1, max_size=max_size)
+
+
+capacities = st.lists(
+    st.integers(0, SHAPE.num_experts), min_size=SHAPE.num_layers, max_size=SHAPE.num_layers
+)
+
+
+@pytest.mark.invariant
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["auto", "reference"])
+@examples(5)
+@given(
+    calls=numbers(513, 1400, 2),
+    capacity=capacities,
+    num_staging=st.integers(1, 7),
+    policy=st.sampled_from(POLICIES),
+    executor=st.sampled_from(EXECUTORS),
+)
+def test_long_passes_have_the_bits_of_one_long_buffer(
+    dtype: torch.dtype,
+    kind: str,
+    calls: list[tuple[int, int, int]],
+    capacity: list[int],
+    num_staging: int,
+    policy: str,
+    executor: Executor,
+) -> None:
+    kernels = choose_kernels(kind, dtype)
+    rig = Rig(policy, capacity, dtype, num_staging, executor=executor, kernels=kernels)
+    for call in long_steps(calls, dtype):
+        assert torch.equal(rig.run(call), in_one_buffer(call, kernels, 512))
+        rig.check()
+
+
+@pytest.mark.invariant
+@pytest.mark.parametrize("dtype", DTYPES)
+@examples(40)
+@given(
+    calls=numbers(1, 200, 6),
+    capacity=capacities,
+    num_staging=st.integers(1, 7),
+    policy=st.sampled_from(POLICIES),
+    executor=st.sampled_from(EXECUTORS),
+    seed=st.integers(0, 10**6),
+)
+def test_short_and_long_passes_in_turn(
+    dtype: torch.dtype,
+    calls: list[tuple[int, int, int]],
+    capacity: list[int],
+    num_staging: int,
+    policy: str,
+    executor: Executor,
+    seed: int,
+) -> None:
+    kernels = choose_kernels("auto", dtype)
+    with tile_of(SMALL_TILE):
+        rig = Rig(
+            policy, capacity, dtype, num_staging, executor=executor, kernels=kernels, seed=seed
+        )
+        for call in long_steps(calls, dtype):
+            assert torch.equal(rig.run(call), in_one_buffer(call, kernels, SMALL_TILE))
+            rig.check()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_of_tiles_have_the_bits_of_whole_products(dtype: torch.dtype) -> None:
+    """Where this processor's products allow it, as they did when long passes were one buffer."""
+    rig = Rig("lru", [2, 3], dtype, executor=POOL, kernels=choose_kernels("auto", dtype))
+    for seed, num_tokens in ((1, 513), (2, 1100), (3, 1030)):
+        call = make_step(seed, seed % 2, seed, num_tokens, dtype)
+        whole = in_one_buffer(call, choose_kernels("auto", dtype), num_tokens)
+        assert torch.equal(rig.run(call), whole)
+
+
+@examples(30)
+@given(calls=numbers(33, 150), capacity=capacities, policy=st.sampled_from(POLICIES))
+def test_every_miss_of_a_long_pass_is_one_read(
+    calls: list[tuple[int, int, int]], capacity: list[int], policy: str
+) -> None:
+    with tile_of(SMALL_TILE):
+        rig = Rig(policy, capacity)
+        for call in long_steps(calls):
+            wanted = set(call.routing.experts.flatten().tolist())
+            ahead = [read.expert for read in rig.host.read_ahead._pending]  # type: ignore[union-attr]
+            is_coming = rig.host.read_ahead._layer == call.layer  # type: ignore[union-attr]
+            here = set(np.flatnonzero(rig.host.ledger.is_resident(call.layer)).tolist())
+            here |= set(ahead) if is_coming else set()
+            before = len(rig.transfer.started)  # type: ignore[attr-defined]
+            rig.run(call)
+            reads = rig.transfer.started[before:]  # type: ignore[attr-defined]
+            reads = [expert for layer, expert in reads if layer == call.layer]
+            assert sorted(reads) == sorted(wanted - here)
+
+
+@examples(30)
+@given(
+    calls=numbers(1, 150),
+    capacity=capacities,
+    policy=st.sampled_from(POLICIES),
+    executor=st.sampled_from(EXECUTORS),
+    failing=st.sets(st.integers(0, 20), max_size=4),
+)
+def test_a_read_that_fails_in_a_long_pass_leaves_a_usable_runtime(
+    calls: list[tuple[int, int, int]],
+    capacity: list[int],
+    policy: str,
+    executor: Executor,
+    failing: set[int],
+) -> None:
+    with tile_of(SMALL_TILE):
+        rig = Rig(policy, capacity, executor=executor)
+        first = len(rig.transfer.started)  # type: ignore[attr-defined]
+        rig.transfer._fail_at = {first + number for number in failing}  # type: ignore[attr-defined]
+        for call in long_steps(calls):
+            try:
+                result = rig.run(call)
+            except StorageError as error:
+                assert str(error).startswith("read ")
+            else:
+                assert torch.equal(result, in_one_buffer(call, REFERENCE, SMALL_TILE))
+            rig.check()
+        rig.transfer._fail_at = set()  # type: ignore[attr-defined]
+        assert rig.host.read_ahead is not None
+        rig.host.read_ahead.claim(0, ())
+        for call in long_steps(calls):
+            assert torch.equal(rig.run(call), in_one_buffer(call, REFERENCE, SMALL_TILE))
+            rig.check()
+
+
+@pytest.mark.parametrize("capacity", [[0, 0], [3, 3], [6, 6]])
+@pytest.mark.parametrize("at", [0, 1, 4, 9])
+def test_an_interrupt_in_a_product_of_a_long_pass(capacity: list[int], at: int) -> None:
+    class Interrupted(Kernels):
+        numbers = itertools.count()
+
+        def gated_mlp(self, *arguments: Tensor) -> None:  # type: ignore[override]
+            if next(self.numbers) == at:
+                raise KeyboardInterrupt
+            super().gated_mlp(*arguments)  # type: ignore[arg-type]
+
+    call = make_step(1, 0, 0, 150, torch.float32)
+    with tile_of(SMALL_TILE):
+        rig = Rig("lru", capacity, executor=POOL, num_staging=1, kernels=Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            rig.run(call)
+        rig.check()
+        assert torch.equal(rig.run(call), in_one_buffer(call, REFERENCE, SMALL_TILE))
+        rig.check()
+
+
+def test_admitted_experts_make_room_where_those_they_replace_come_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """0 and 1 are to replace 4 and 5, whose rows are last, and one slot is left for all others."""
+    rig = Rig("static", [2, 0], num_staging=1)
+    rig.host.keep(0, np.empty(0, np.int64))
+    rig.host.load([np.array([4, 5]), np.empty(0, np.int64)], lambda *_: None)
+    moves = Moves(np.array([0, 1]), np.array([4, 5]))
+    monkeypatch.setattr(Policies, "moves", lambda *_: moves)
+    call = make_step(2, 0, 1, 100, torch.float32)
+    with tile_of(SMALL_TILE):
+        assert torch.equal(rig.run(call), in_one_buffer(call, REFERENCE, SMALL_TILE))
+    rig.check()
+    stats = rig.host.stats
+    assert rig.host.ledger.num_resident == 0 and stats.num_evicted == 2 + 2 + 2
+
+
+def test_products_of_a_long_pass_have_an_experts_threads() -> None:
+    told, executor = Told(), HostExecutor(2, num_cores=4)
+    try:
+        with executor.in_charge():
+            rig = Rig("lru", [2, 3], executor=executor, kernels=told.kernels())
+            rig.run(make_step(1, 0, 0, 700, torch.float32))
+    finally:
+        executor.close()
+    assert told.of(EXPERT) == {WORKER: {2}}
+
+
+@given(st.integers(0, 5000))
+def test_pieces_of_an_experts_rows(num_rows: int) -> None:
+    pieces = list(row_pieces(num_rows))
+    assert list(itertools.chain(*(range(p.start, p.stop) for p in pieces))) == list(range(num_rows))
+    sizes = [piece.stop - piece.start for piece in pieces]
+    assert all(size <= 512 for size in sizes) and all(size % 16 == 0 for size in sizes[:-1])
+    assert len(sizes) <= 1 or min(sizes) >= 16
+    for i in range(len(sizes)):
+        later = [p.stop - p.start for p in row_pieces(sum(sizes[i:]))]
+        sooner = [p.stop - p.start for p in row_pieces(sum(sizes[: i + 1]))]
+        assert later == sizes[i:] and sooner == sizes[: i + 1], "a tile's rows are divided alike"
+
+
+@examples(50)
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=9), st.integers(32, 200))
+def test_tiles_hold_whole_pieces(counts: list[int], max_pairs: int) -> None:
+    experts = torch.cat([torch.full((n,), e) for e, n in enumerate(counts)]).long()
+    rows = ExpertRows(REFERENCE.sort_pairs(experts[:, None], len(counts)))
+    with tile_of(SMALL_TILE):
+        found: list[tuple[int, int, int]] = []
+        stop = 0
+        for pairs in rows.tiles(max_pairs):
+            assert pairs.start == stop and 0 < pairs.stop - stop <= max_pairs
+            stop, tile = pairs.stop, rows.tile(pairs)
+            assert tile.counts.sum() == len(tile.token_of) == pairs.stop - pairs.start
+            for expert in tile.demanded:
+                pieces = [
+                    (p.start + pairs.start, p.stop + pairs.start) for p in tile.pieces(expert)
+                ]
+                found += [(expert, *piece) for piece in pieces]
+        assert stop == sum(counts)
+        expected = [(e, p.start, p.stop) for e in rows.demanded for p in rows.pieces(e)]
+        assert found == expected
+
+
+# Beside a device
+
+
+def long_machine(seed: int) -> Machine:
+    machine = Machine(seed)
+    machine.most_tokens = 150
+    machine.preload()
+    return machine
+
+
+@examples(40)
+@given(st.integers(0, 2**32))
+def test_every_run_of_a_tile_reads_its_own_experts_bytes(seed: int) -> None:
+    with tile_of(SMALL_TILE):
+        machine = long_machine(seed)
+        for _ in range(6):
+            machine.run_pass()
+        machine.check_idle()
+
+
+@examples(30)
+@given(st.integers(0, 2**32))
+def test_failures_in_a_long_pass_lose_no_slot_and_leave_no_old_bytes(seed: int) -> None:
+    with tile_of(SMALL_TILE):
+        machine = long_machine(seed)
+        for _ in range(6):
+            machine.world.can_fail = True
+            try:
+                machine.run_pass()
+            except (DeviceError, StorageError):
+                machine.check()
+        machine.check_idle()
+
+
+@examples(25)
+@given(st.integers(0, 2**32))
+def test_ctrl_c_comes_at_any_line_of_a_long_pass(seed: int) -> None:
+    with tile_of(SMALL_TILE):
+        machine = long_machine(seed)
+        for _ in range(5):
+            with suppress(KeyboardInterrupt), traced(CtrlC(machine.random.randint(1, 4000))):
+                machine.run_pass()
+            machine.run_pass()
+        machine.check_idle()
+
+
+@examples(20)
+@given(st.integers(0, 2**32))
+def test_a_device_fetches_an_expert_once_in_a_long_pass(seed: int) -> None:
+    """However many tiles have its rows."""
+    with tile_of(SMALL_TILE):
+        machine = long_machine(seed)
+        fetched: list[int] = []
+        fetch = DeviceTiles.fetch
+
+        def noted(share: DeviceTiles, expert: int, host_slot: int) -> None:
+            fetched.append(expert)
+            fetch(share, expert, host_slot)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DeviceTiles, "fetch", noted)
+            for layer in range(machine.shape.num_layers):
+                fetched.clear()
+                machine._run_layer(layer)
+                assert fetched == sorted(set(fetched))
+
+
+class LongCase(Case):
+    """A model's experts, and what those of every layer make of long passes on the CPU."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("llada2", folder)
+        with LLM(self.folder, device="cpu", context=256) as llm:
+            self.outs = self.run(llm)
+
+    def run(self, llm: LLM) -> list[Tensor]:
+        """A long pass through all layers, a short one, and a long one again."""
+        with tile_of(SMALL_TILE):
+            return self._run(llm)
+
+    def _run(self, llm: LLM) -> list[Tensor]:
+        engine, outs = llm._engine, []
+        shape, dtype = engine.opened.config.moe_shape, engine.opened.dtype
+        for index, num_tokens in enumerate((260, 20, 90)):
+            draw = torch.Generator().manual_seed(index)
+            for layer in range(shape.num_layers):
+                x = torch.randn(num_tokens, shape.hidden_size, generator=draw).to(dtype)
+                rank = torch.rand(num_tokens, shape.num_experts, generator=draw)
+                rank += 2 * torch.rand(shape.num_experts, generator=draw)
+                experts = rank.topk(shape.num_experts_per_token).indices.sort().values
+                routing = Routing(experts, torch.rand(experts.shape, generator=draw))
+                call = (layer, x, routing, Step(StepKind.DENOISE, index))
+                registrar, out = Registrar(), torch.empty(x.shape, dtype=torch.float32)
+                ExpertRegistrar(shape).forward(*call, registrar, out)
+                workspace = Workspace(Arena(registrar.arena_bytes).bytes)
+                with engine.executor.in_charge(), torch.inference_mode():
+                    engine.experts.forward(*call, workspace, out)
+                outs.append(out)
+        return outs
+
+    def check_long(self, llm: LLM) -> None:
+        for out, expected in zip(self.run(llm), self.outs, strict=True):
+            assert torch.equal(out, expected)
+        check_idle(llm)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> LongCase:
+    return LongCase(tmp_path_factory.mktemp("long") / "model")
+
+
+@pytest.mark.invariant
+@examples(5)
+@given(policy=presets, gpu_share=shares, home_share=shares, num_devices=st.integers(1, 2))
+def test_long_passes_have_the_same_bits_on_a_device(
+    case: LongCase, policy: str, gpu_share: float, home_share: float, num_devices: int
+) -> None:
+    options = {**FAST, "devices": str(num_devices)}
+    try:
+        llm = case.open(policy, gpu_share, home_share, device_options=options)
+    except PlanError as error:
+        assert fetches_all(policy) and "1 expert slot" in str(error)
+        return
+    with llm:
+        case.check_long(llm)
+
+
+@pytest.mark.parametrize("policy", ["lowtide", "lru"])
+def test_a_long_pass_on_a_device_fails_and_the_next_one_runs(
+    case: LongCase, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise StorageError("no such sector")
+
+    with case.open(policy, 0.3, 0.2) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(FileReader, "_run", fail)
+            with pytest.raises(StorageError, match="no such sector"):
+                case.run(llm)
+        with monkeypatch.context() as patch:
+            patch.setattr(tier_of(llm).device._slots, "image", refuse)  # type: ignore[attr-defined]
+            with pytest.raises(DeviceError, match="on purpose"):
+                case.run(llm)
+        case.check_long(llm)
