@@ -27,26 +27,40 @@ from lowtide.llm import plan_model
 from lowtide.policies.recipe import Setting
 from lowtide.profiles import load_profile
 from lowtide.replay.simulator import simulate
+from lowtide.threads.executor import HostExecutor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-balloon, causal, ceilings, emulated, memory, models, peer, record, run, worker, offload, overlap = (
-    map(
-        import_module,
-        (
-            "common.balloon",
-            "common.causal",
-            "common.ceilings",
-            "common.emulated",
-            "common.memory",
-            "common.models",
-            "common.peer",
-            "common.record",
-            "common.run",
-            "common.worker",
-            "offload",
-            "overlap",
-        ),
-    )
+(
+    balloon,
+    causal,
+    ceilings,
+    emulated,
+    memory,
+    models,
+    peer,
+    record,
+    run,
+    worker,
+    masked_head,
+    offload,
+    overlap,
+) = map(
+    import_module,
+    (
+        "common.balloon",
+        "common.causal",
+        "common.ceilings",
+        "common.emulated",
+        "common.memory",
+        "common.models",
+        "common.peer",
+        "common.record",
+        "common.run",
+        "common.worker",
+        "masked_head",
+        "offload",
+        "overlap",
+    ),
 )
 
 
@@ -245,6 +259,16 @@ def test_a_shared_step_lasts_as_long_as_emulated() -> None:
         for with_device in (False, True):
             assert step.seconds(with_device, with_host=True) >= step.emulated_host_s()
         assert step.seconds(with_device=True, with_host=False) > 0
+
+
+def test_all_ways_to_the_masked_rows_tokens_agree() -> None:
+    executor = HostExecutor(2)
+    with closing(executor), executor.in_charge(), torch.inference_mode():
+        head = masked_head.MaskedHead(2000, 64, 32, executor)
+        fused, materialised = (head.statistics(20, form) for form in masked_head.Form)
+        assert torch.equal(fused(), materialised())
+        assert torch.equal(fused(), head.all_rows(20)()[:, 0])
+        assert head.product(20)().shape == (20, 2000)
 
 
 def test_a_model_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lowtide.kernels import triton_experts, triton_routing, triton_rows
+from lowtide.kernels import triton_experts, triton_head, triton_routing, triton_rows
 
 INSTRUCTIONS = ("mma.sync", "cp.async.cg", "fma.", "mul.rn.f32", "add.rn.f32", "wgmma.mma")
 TARGET = GPUTarget("cuda", 80, 32)
@@ -48,6 +48,27 @@ def compiled(
     done = triton.compile(source, target=target, options=options)
     found = {instruction: done.asm["ptx"].count(instruction) for instruction in INSTRUCTIONS}
     return {**found, "shared_bytes": done.metadata.shared}
+
+
+def head(is_guided: bool, dtype: str, capability: int) -> dict[str, int]:
+    """`reduce_tiles` with all that can be wanted."""
+    types = {"x": f"*{dtype}", "rows": "*i64", "weight": f"*{dtype}", "bests": "*i32"}
+    types |= {name: "*fp32" for name in ("greatests", "rests", "seconds", "moments")}
+    types |= {"num_rows": "i32", "hidden": "i32", "vocab_size": "i32"}
+    constants: dict[str, int | None] = {
+        "TILE": triton_head.TILE_COLUMNS,
+        "BLOCK_M": triton_head._BLOCK_ROWS,
+        "BLOCK_N": triton_head._BLOCK_COLUMNS,
+        "BLOCK_K": triton_head._DEPTH_BYTES // {"bf16": 2, "fp32": 4}[dtype],
+        "UPCAST": False,
+    }
+    if is_guided:
+        types |= {"other_rows": "*i64", "factors": "*fp32"}
+    else:
+        constants |= {"other_rows": None, "factors": None}
+    target = GPUTarget("cuda", capability, 32)
+    options = triton_head.launch_options(is_guided)
+    return compiled(triton_head._reduce_tiles, types, constants, target, **options)
 
 
 def main() -> None:
@@ -107,6 +128,28 @@ def main() -> None:
             blocks(large, gate_up_blocks),
             GPUTarget("cuda", 90, 32),
             **stages,
+        ),
+        **{
+            f"head {dtype}{' guided' if is_guided else ''} on {capability}": head(
+                is_guided, dtype, capability
+            )
+            for is_guided, dtype, capability in (
+                (False, "bf16", 80),
+                (True, "bf16", 86),
+                (False, "fp32", 86),
+                (True, "fp32", 86),
+                (False, "bf16", 90),
+                (True, "bf16", 90),
+                (True, "bf16", 120),
+            )
+        },
+        "join": compiled(
+            triton_head._join_tiles,
+            {name: "*fp32" for name in ("greatests", "rests", "seconds", "moments")}
+            | {"greatest_out": "*fp32", "probability_out": "*fp64", "second_out": "*fp64"}
+            | {"entropy_out": "*fp64", "bests": "*i32", "best_out": "*i64"}
+            | {"num_rows": "i32", "num_tiles": "i32"},
+            {"BLOCK_R": triton_head._JOINED_ROWS, "BLOCK_T": 256},
         ),
         "plan": compiled(triton_experts._plan_tiles, plan, {"BLOCK_M": 16, "BLOCK_E": 256}),
         "place": compiled(triton_experts._place_rows, place, {"BLOCK_M": 16, "BLOCK_H": 256}),

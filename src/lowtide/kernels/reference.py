@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.core import IntArray
+from lowtide.kernels import tiled_head
 from lowtide.kernels.operands import (
     ClampedWeights,
     ExpertChoice,
@@ -23,6 +24,7 @@ from lowtide.kernels.operands import (
     SlotPlaces,
     SortedPairs,
 )
+from lowtide.kernels.row_statistics import Form, Guidance, Head, RowStatistics, Wanted
 from lowtide.memory.workspace import Buffers
 
 CLAMP_LIMIT = 7.0
@@ -126,6 +128,27 @@ class Kernels:
         self.multiply_by(gate, weights.down, out)
         if isinstance(weights, ClampedWeights):
             out.add_(weights.down_bias)
+
+    def row_statistics(
+        self,
+        hidden: Tensor,
+        rows: Tensor,
+        head: Head,
+        wanted: Wanted,
+        guidance: Guidance | None,
+        form: Form,
+        workspace: Buffers,
+        run: tiled_head.Run,
+    ) -> RowStatistics:
+        """What `wanted` asks of the logits of hidden[rows], before the last norm.
+
+        hidden [tokens, hidden]; rows [n] int64. run: for works that may go to several threads.
+        The answer lies in the workspace. Logits are rounded to the compute dtype, as those of
+        whole rows are, then guided and reduced in float32.
+        """
+        return tiled_head.row_statistics(
+            self, hidden, rows, head, wanted, guidance, form, workspace, run
+        )
 
     # Rows between products
 

@@ -1,16 +1,19 @@
 """The variant of a GPU that has Triton: norms, rotations and routing in a launch or two each.
 
-Its products are torch's, as its twins are; experts are computed from a device's slots by
-`triton_experts`. Sorting and summing up have the plain bits, the rest differs in rounding.
+Its products are torch's, as its twins are, but for that of `row_statistics`; experts are computed
+from a device's slots by `triton_experts`. Sorting and summing up have the plain bits, the rest
+differs in rounding.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from lowtide.kernels import triton_routing, triton_rows
+from lowtide.kernels import triton_head, triton_routing, triton_rows
 from lowtide.kernels.operands import ExpertChoice, HeadNorms, Rotation, SortedPairs
 from lowtide.kernels.reference import Kernels
+from lowtide.kernels.row_statistics import Form, Guidance, Head, Partials, RowStatistics, Wanted
+from lowtide.kernels.tiled_head import Run
 from lowtide.memory.workspace import Buffers
 
 
@@ -18,6 +21,37 @@ class TritonKernels(Kernels):
     """What lies between products, for tensors on the GPU."""
 
     name = "triton"
+
+    def row_statistics(
+        self,
+        hidden: Tensor,
+        rows: Tensor,
+        head: Head,
+        wanted: Wanted,
+        guidance: Guidance | None,
+        form: Form,
+        workspace: Buffers,
+        run: Run,
+    ) -> RowStatistics:
+        if form is Form.MATERIALISED:  # by torch's product, of a copy of the rows
+            return super().row_statistics(
+                hidden, rows, head, wanted, guidance, form, workspace, run
+            )
+        num_rows, num_tiles = rows.shape[0], triton_head.num_tiles(head.vocabulary.shape[0])
+        out = RowStatistics.take(num_rows, wanted, workspace)
+        with workspace.scope():
+            # Of all, where they lie: rows are gathered by the product. A layer took twice as much.
+            normed = workspace.take("head input", tuple(hidden.shape), hidden.dtype)
+            self.rms_norm(hidden, head.norm, head.eps, workspace, normed)
+            for first in range(0, num_rows, triton_head.GROUP_ROWS):
+                group = slice(first, min(first + triton_head.GROUP_ROWS, num_rows))
+                part = None if guidance is None else guidance.part(group)
+                with workspace.scope():
+                    size = group.stop - group.start
+                    partials = Partials.take(size, num_tiles, wanted, workspace)
+                    triton_head.reduce_tiles(normed, rows[group], head.vocabulary, part, partials)
+                    triton_head.join_tiles(partials, out.part(group))
+        return out
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, workspace: Buffers, out: Tensor

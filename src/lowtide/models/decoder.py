@@ -20,7 +20,9 @@ from lowtide.core import Step
 from lowtide.errors import InternalError
 from lowtide.experts.rows import Routing
 from lowtide.kernels.operands import HeadNorms, Rotation
+from lowtide.kernels.row_statistics import Form, Guidance, RowStatistics, Wanted
 from lowtide.layers.batch import Batch
+from lowtide.layers.head import LogitsHead
 from lowtide.layers.linear import GatedMLP, Linear
 from lowtide.layers.moe import Experts, MoELayer
 from lowtide.layers.rotary import Rotary
@@ -63,10 +65,9 @@ class Decoder(ABC):
         self._experts = experts
         names, is_tied = self.names, config.tie_word_embeddings
         self._embedding = weights[f"{names.embedding}.weight"]
-        self._norm = weights[f"{names.norm}.weight"]
-        self._head = Linear(
-            self._embedding if is_tied else weights[f"{names.head}.weight"], compute
-        )
+        head = self._embedding if is_tied else weights[f"{names.head}.weight"]
+        norm = weights[f"{names.norm}.weight"]
+        self._head = LogitsHead(norm, config.rms_norm_eps, head, compute)
         rope = config.attention.rope
         self._rotary = Rotary(rope.rotary_dim, rope.theta, self._embedding.device, rope.yarn)
         self.routers: list[Router] = []  # of the layers that have experts
@@ -156,22 +157,27 @@ class Decoder(ABC):
         """Float32 logits [n, vocab] of hidden states [n, hidden], valid until the next call."""
         workspace = self.compute.workspace
         workspace.reset(self._hidden_end)
-        num_rows, vocab_size = hidden.shape[0], self.config.vocab_size
-        logits = workspace.take("logits", (num_rows, vocab_size), torch.float32)
-        in_tiles(self._run_head, hidden, logits)
+        shape = (hidden.shape[0], self.config.vocab_size)
+        logits = workspace.take("logits", shape, torch.float32)
+        self._head.logits(hidden, logits)
         return logits
 
-    def _run_head(self, hidden: Tensor, logits: Tensor) -> None:
-        kernels, workspace = self.compute.kernels, self.compute.workspace
-        with workspace.scope():
-            normed = workspace.take("head input", tuple(hidden.shape), hidden.dtype)
-            kernels.rms_norm(hidden, self._norm, self.config.rms_norm_eps, workspace, normed)
-            if hidden.dtype == torch.float32:
-                self._head.forward(normed, logits)
-            else:
-                product = workspace.take("logits product", tuple(logits.shape), hidden.dtype)
-                self._head.forward(normed, product)
-                logits.copy_(product)
+    def row_statistics(
+        self,
+        hidden: Tensor,
+        rows: Tensor,
+        wanted: Wanted,
+        guidance: Guidance | None = None,
+        form: Form = Form.FUSED,
+    ) -> RowStatistics:
+        """What is asked of the logits of hidden[rows], valid until the next call.
+
+        hidden [tokens, hidden]; rows [n] int64 and guidance where it is. The logits are those of
+        `logits`, and no row's bits depend on which others are asked for. Unless they are to be
+        materialised, only tiles of them ever exist.
+        """
+        self.compute.workspace.reset(self._hidden_end)
+        return self._head.statistics(hidden, rows, wanted, guidance, form)
 
     def _block(self, layer: int) -> _Block:
         names, prefix = self.names, self.names.layer(layer)

@@ -1,0 +1,46 @@
+"""From the last hidden states to logits, or to what a decoder asks of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowtide.compute import Compute
+from lowtide.kernels.row_statistics import Form, Guidance, Head, RowStatistics, Wanted
+from lowtide.layers.linear import Linear
+from lowtide.layers.rows import in_tiles
+
+
+class LogitsHead:
+    """The last norm and the product with the vocabulary."""
+
+    def __init__(self, norm: Tensor, eps: float, vocabulary: Tensor, compute: Compute) -> None:
+        """norm: [hidden]. vocabulary: [vocab, hidden], in the compute dtype."""
+        self._head = Head(norm, eps, vocabulary)
+        self._product = Linear(vocabulary, compute)
+        self._compute = compute
+
+    def logits(self, hidden: Tensor, out: Tensor) -> None:
+        """hidden [n, hidden], out [n, vocab] float32."""
+        in_tiles(self._run, hidden, out)
+
+    def statistics(
+        self, hidden: Tensor, rows: Tensor, wanted: Wanted, guidance: Guidance | None, form: Form
+    ) -> RowStatistics:
+        """See `Kernels.row_statistics`; hidden [tokens, hidden]."""
+        kernels, workspace = self._compute.kernels, self._compute.workspace
+        return kernels.row_statistics(
+            hidden, rows, self._head, wanted, guidance, form, workspace, self._compute.executor.run
+        )
+
+    def _run(self, hidden: Tensor, out: Tensor) -> None:
+        kernels, workspace = self._compute.kernels, self._compute.workspace
+        with workspace.scope():
+            normed = workspace.take("head input", tuple(hidden.shape), hidden.dtype)
+            kernels.rms_norm(hidden, self._head.norm, self._head.eps, workspace, normed)
+            if hidden.dtype == torch.float32:
+                self._product.forward(normed, out)
+            else:
+                product = workspace.take("logits product", tuple(out.shape), hidden.dtype)
+                self._product.forward(normed, product)
+                out.copy_(product)
