@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from row_model import RowStatisticsFromLogits
 
 from lowtide.decode.batch_decoder import LOGIT_ROWS
 from lowtide.errors import InternalError
@@ -23,7 +24,7 @@ def mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-class HashModel:
+class HashModel(RowStatisticsFromLogits):
     """Two block-causal layers of hashes: any wrong or stale key changes everything after it."""
 
     def __init__(self, kv_cache: KVCache, max_rows: int, can_mask: bool = True) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from oracle import GOLDENS
+from row_model import RowStatisticsFromLogits
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
@@ -25,7 +26,7 @@ from transformers import (
 from lowtide.layers.batch import Batch, Segment
 
 
-class FullModel:
+class FullModel(RowStatisticsFromLogits):
     """An oracle as the decoder's model; every row sees its whole segment."""
 
     def __init__(self, oracle: PreTrainedModel) -> None:

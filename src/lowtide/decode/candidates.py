@@ -32,8 +32,8 @@ class RowStatistics(NamedTuple):
 
     best: IntArray  # [rows] the likeliest token, the lowest id on ties
     greatest: FloatArray  # [rows] its logit; where that is not finite the others mean nothing
-    probability: FloatArray  # [rows] its probability, exact near 1: what is left is summed apart
-    second: FloatArray  # [rows] the greatest probability beside it
+    probability: FloatArray  # [rows] its probability
+    second: FloatArray  # [rows] the greatest probability beside it; zeros where not asked for
     entropy: FloatArray  # [rows] -sum p log(p + LOG_OFFSET); zeros where it was not asked for
 
     def part(self, rows: slice) -> RowStatistics:
@@ -79,6 +79,7 @@ class Reading(NamedTuple):
 
     sampling: Sampling
     is_measured_as_drawn: bool = False
+    needs_second: bool = False
     needs_entropy: bool = False
     excluded: int | None = None  # a token that is not chosen
 

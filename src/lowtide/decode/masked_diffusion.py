@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from lowtide.core import IntArray, Step, StepKind, align_up
-from lowtide.decode.batch_decoder import BatchDecoder, Model
+from lowtide.decode.batch_decoder import BatchDecoder
 from lowtide.decode.candidates import Candidates, read_rows
 from lowtide.decode.logits import rows_that_predict
 from lowtide.decode.masked_sequence import MaskedSequence
 from lowtide.decode.request import Event, Request
-from lowtide.decode.row_reading import Rows, read_logits, read_statistics
+from lowtide.decode.row_reading import RowModel, Rows, read_logits, read_statistics
 from lowtide.errors import PlanError, UsageError
+from lowtide.kernels.row_statistics import Wanted
 from lowtide.layers.batch import Batch, Segment
 from lowtide.memory.kv_cache import GRANULE_TOKENS, KVCache, KVRange
 
@@ -35,7 +36,7 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
 
     def __init__(
         self,
-        model: Model,
+        model: RowModel,
         kv_cache: KVCache,
         mask_token_id: int,
         max_rows: int,
@@ -124,9 +125,13 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
     def _read_statistics(
         self, hidden: Tensor, turns: Sequence[_Turn], found: Sequence[Candidates]
     ) -> None:
-        needs_entropy = any(turn.sequence.reading.needs_entropy for turn in turns)
+        readings = [turn.sequence.reading for turn in turns]
+        wanted = Wanted(
+            second=any(reading.needs_second for reading in readings),
+            entropy=any(reading.needs_entropy for reading in readings),
+        )
         rows = _joined([turn.rows(self._logits_shift) for turn in turns])
-        statistics = read_statistics(self._model, hidden, rows, needs_entropy)
+        statistics = read_statistics(self._model, hidden, rows, wanted)
         start = 0
         for turn, candidates in zip(turns, found, strict=True):
             positions = turn.sequence.wanted

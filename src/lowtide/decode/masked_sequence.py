@@ -70,6 +70,7 @@ class MaskedSequence(Canvas):
         return Reading(
             self._sampling,
             self._is_measured_as_drawn,
+            needs_second=self._rule == "topk_margin",
             needs_entropy=self._rule == "entropy",
             excluded=self._mask_token_id if self._is_over or self._is_stuck else None,
         )

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lowtide.core import FloatArray, IntArray
 from lowtide.decode.batch_decoder import Model
-from lowtide.decode.candidates import RowStatistics, row_statistics
+from lowtide.decode.candidates import RowStatistics
 from lowtide.decode.logits import tiled_logits
+from lowtide.kernels.row_statistics import Guidance, Wanted
+from lowtide.kernels.row_statistics import RowStatistics as FoundStatistics
+from lowtide.memory.pinned_copies import to_device
 
 PART_ROWS = 8
 """Rows that are looked at together; even, so that both of a pair are. What that takes beside the
 logits is a few arrays of so many rows, and no row depends on the others."""
+
+
+class RowModel(Model, Protocol):
+    """What masked diffusion asks of a model besides."""
+
+    def row_statistics(
+        self, hidden: Tensor, rows: Tensor, wanted: Wanted, guidance: Guidance | None = None
+    ) -> FoundStatistics:
+        """Of the logits of hidden[rows], rows [n] int64; valid until the next call."""
+        ...
 
 
 class Rows(NamedTuple):
@@ -30,12 +44,23 @@ class Rows(NamedTuple):
     factors: FloatArray | None = None  # [n]
 
 
-def read_statistics(model: Model, hidden: Tensor, rows: Rows, needs_entropy: bool) -> RowStatistics:
-    """Of the logits of each row; no more of these exist at a time than a tile."""
-    parts = [
-        row_statistics(logits, needs_entropy) for _, logits in read_logits(model, hidden, rows)
+def read_statistics(model: RowModel, hidden: Tensor, rows: Rows, wanted: Wanted) -> RowStatistics:
+    """Of the logits of each row, of which only tiles ever exist; the host waits for a GPU once."""
+    device = hidden.device
+    [own] = to_device(device, torch.from_numpy(rows.own))
+    guidance = None
+    if rows.other is not None and rows.factors is not None:
+        [other] = to_device(device, torch.from_numpy(rows.other))
+        [factors] = to_device(device, torch.from_numpy(rows.factors).float())
+        guidance = Guidance(other, factors)
+    found = model.row_statistics(hidden, own, wanted, guidance)
+    values = [
+        torch.zeros_like(found.greatest) if value is None else value
+        for value in (found.greatest, found.probability, found.second, found.entropy)
     ]
-    return RowStatistics(*(np.concatenate(values) for values in zip(*parts, strict=True)))
+    # float64 holds ids and float32 exactly: everything crosses to the host in one copy.
+    host = torch.stack([found.best.double(), *(value.double() for value in values)]).cpu().numpy()
+    return RowStatistics(host[0].astype(np.int64), *host[1:])
 
 
 def read_logits(model: Model, hidden: Tensor, rows: Rows) -> Iterator[tuple[slice, Tensor]]:

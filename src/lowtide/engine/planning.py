@@ -28,6 +28,7 @@ from lowtide.hardware import available_memory_bytes, resident_bytes, total_memor
 from lowtide.hardware.measure import layer_dense_bytes
 from lowtide.kernels.library_cache import library_cache_bytes, limit_library_cache
 from lowtide.kernels.reference import REFERENCE
+from lowtide.kernels.row_statistics import Guidance, Wanted
 from lowtide.layers.batch import Batch, KVRange, Segment
 from lowtide.memory.budget import DeviceNeeds, Needs, spend
 from lowtide.memory.cuda_streams import free_memory_bytes
@@ -206,6 +207,10 @@ def _register(
     for segment in segments:
         hidden = model.forward(Batch(rows, rows, (segment,), Step(StepKind.DENOISE, 0)))
         model.logits(hidden[: LOGIT_ROWS + 15])
+        if config.is_bidirectional:
+            everything = Wanted(second=True, entropy=True)
+            guidance = Guidance(rows, torch.empty(num_rows, device="meta"))
+            model.row_statistics(hidden, rows, everything, guidance)
     return registrar
 
 
