@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lowtide.errors import UsageError
+from lowtide.hardware.control_group import group_free_bytes
 
 _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -26,8 +27,10 @@ def total_memory_bytes() -> int:
 
 
 def available_memory_bytes() -> int:
-    """Host memory that can be taken now without swapping."""
-    return min(_host_memory()[1], total_memory_bytes())
+    """Host memory that can be taken now without swapping, or meeting a control group's limit."""
+    available_bytes = min(_host_memory()[1], total_memory_bytes())
+    in_groups = group_free_bytes()
+    return available_bytes if in_groups is None else min(available_bytes, in_groups)
 
 
 def resident_bytes() -> int:

@@ -1,0 +1,76 @@
+"""The memory that a process's control groups still leave it.
+
+The kernel kills processes of a group that is over its limit, so whoever is about to take much asks
+before. Both versions of Linux's control groups, where they are usually mounted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_UNLIMITED_BYTES = 1 << 62
+"""Version 1 has no word for a group without a limit, but a number above all memory."""
+
+
+class _Names(NamedTuple):
+    """What one version calls its files."""
+
+    limit: str
+    usage: str
+    cache: str  # in memory.stat: pages of files that nobody used lately, dropped when need be
+
+
+_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _Names("memory.max", "memory.current", "inactive_file")
+
+
+def group_free_bytes(
+    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> int | None:
+    """What can be taken before any group that this process is in reaches its limit.
+
+    Never below 0; None where there are no such groups.
+    """
+    found = [_free_bytes(folder, names) for folder, names in _groups(root, membership)]
+    known = [num_bytes for num_bytes in found if num_bytes is not None]
+    return max(0, min(known)) if known else None
+
+
+def _groups(root: Path, membership: Path) -> Iterator[tuple[Path, _Names]]:
+    """The process's own memory group and all above it, as far as they can be seen."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            top, names = root, _V2
+        elif "memory" in controllers.split(","):
+            top, names = root / "memory", _V1
+        else:
+            continue
+        # In a container the path may be the host's and lead nowhere; then its root stays.
+        parts = Path(path.lstrip("/")).parts
+        for depth in range(len(parts) + 1):
+            yield top.joinpath(*parts[:depth]), names
+
+
+def _free_bytes(folder: Path, names: _Names) -> int | None:
+    """None where the folder is no such group, or has no limit."""
+    try:
+        limit = (folder / names.limit).read_text().strip()
+        if not limit.isdecimal() or int(limit) >= _UNLIMITED_BYTES:  # "max"
+            return None
+        usage = (folder / names.usage).read_text()
+        stat = (folder / "memory.stat").read_text()
+    except OSError:
+        return None
+    cache = 0
+    for line in stat.splitlines():
+        name, _, value = line.partition(" ")
+        if name == names.cache:
+            cache = int(value)
+    return int(limit) - int(usage) + cache
