@@ -7,6 +7,7 @@ LowtideError
 │   └── ConfigError       its config.json
 ├── HubError              a model that could not be fetched
 ├── PlanError             a memory budget that something does not fit into
+│   └── PageError         pages that were refused while running
 ├── StorageError          a read or write that failed while running
 ├── DeviceError           a compute device that failed or did not answer
 ├── NumericError          a result that is no number, of weights that all are
@@ -42,6 +43,10 @@ class HubError(LowtideError):
 
 class PlanError(LowtideError):
     """A memory budget that something does not fit into; raised before anything is loaded."""
+
+
+class PageError(PlanError):
+    """Pages that the budget or the system refuses while running; what was there stays."""
 
 
 class StorageError(LowtideError):

@@ -1,0 +1,68 @@
+"""One budget of memory that changes hands while a model runs.
+
+Pure arithmetic. KV cache, workspace and expert slots each have an account; what one draws no other
+has, and all of them together never draw more than the budget, whatever the order of their asking.
+Knows nothing of addresses: `ElasticArena` makes physical what its account has drawn, and gives
+back only what is physical no more, so that shrinking completes before anybody grows.
+"""
+
+from __future__ import annotations
+
+from lowtide.config import format_size
+from lowtide.errors import InternalError, PageError
+
+
+class PageBudget:
+    """Owns `num_bytes`, divided among accounts; what none of them has drawn is free."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._accounts: list[PageAccount] = []
+
+    @property
+    def num_free_bytes(self) -> int:
+        return self.num_bytes - sum(account.num_bytes for account in self._accounts)
+
+    def open(self, owner: str) -> PageAccount:
+        """A new account with nothing in it; `owner` names it in refusals and tables."""
+        if any(account.owner == owner for account in self._accounts):
+            raise InternalError(f"{owner} has an account already.")
+        account = PageAccount(self, owner)
+        self._accounts.append(account)
+        return account
+
+    def shares(self) -> dict[str, int]:
+        """Bytes that each owner has drawn."""
+        return {account.owner: account.num_bytes for account in self._accounts}
+
+    def refusal(self, owner: str, num_bytes: int) -> PageError:
+        """Why `owner` cannot have so many bytes more, and who has them."""
+        shares = ", ".join(f"{name} {format_size(held)}" for name, held in self.shares().items())
+        return PageError(
+            f"{owner} wants {num_bytes} bytes more, and {self.num_free_bytes} of the budget's "
+            f"{self.num_bytes} are free ({shares}). Wait for a sequence to end, or raise the "
+            "memory budget."
+        )
+
+
+class PageAccount:
+    """What one owner has drawn from a budget."""
+
+    def __init__(self, budget: PageBudget, owner: str) -> None:
+        self.budget = budget
+        self.owner = owner
+        self.num_bytes = 0
+
+    def draw(self, num_bytes: int) -> None:
+        """Takes free bytes of the budget. Raises PageError, taking none, where too few are."""
+        if num_bytes > self.budget.num_free_bytes:
+            raise self.budget.refusal(self.owner, num_bytes)
+        self.num_bytes += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        """Frees bytes that were drawn and are physical no more."""
+        if num_bytes > self.num_bytes:
+            raise InternalError(
+                f"{self.owner} gives back {num_bytes} bytes and has drawn {self.num_bytes}."
+            )
+        self.num_bytes -= num_bytes
