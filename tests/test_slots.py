@@ -39,10 +39,12 @@ class LedgerMachine(RuleBasedStateMachine):
         self.taken: set[int] = set()
         self.bound: dict[tuple[int, int], int] = {}
         self.leases: dict[int, int] = {}
+        self.retired: set[int] = set()
 
     @property
     def free(self) -> set[int]:
-        return set(range(self.num_slots)) - self.taken - set(self.bound.values())
+        used = self.taken | self.retired | set(self.bound.values())
+        return set(range(self.num_slots)) - used
 
     @rule(which=indices)
     def take(self, which: int) -> None:
@@ -52,8 +54,59 @@ class LedgerMachine(RuleBasedStateMachine):
             assert slot in self.free and self.device_of[slot] == device
             self.taken.add(slot)
         else:
-            with pytest.raises(InternalError, match=f"All {self.device_of.count(device)} "):
+            num_live = sum(
+                self.device_of[slot] == device and slot not in self.retired
+                for slot in range(self.num_slots)
+            )
+            with pytest.raises(InternalError, match=f"All {num_live} "):
                 self.ledger.take(device)
+
+    @precondition(lambda self: self.num_slots)
+    @rule(which=indices)
+    def retire(self, which: int) -> None:
+        slot = which % self.num_slots
+        if slot in self.free:
+            self.ledger.retire(slot)
+            self.retired.add(slot)
+        else:
+            with pytest.raises(InternalError, match="not free"):
+                self.ledger.retire(slot)
+
+    @precondition(lambda self: self.num_slots)
+    @rule(which=indices)
+    def restore(self, which: int) -> None:
+        slot = which % self.num_slots
+        if slot in self.retired:
+            self.ledger.restore(slot)
+            self.retired.remove(slot)
+        else:
+            with pytest.raises(InternalError, match="not retired"):
+                self.ledger.restore(slot)
+
+    @precondition(lambda self: self.num_slots)
+    @rule(which=indices, where=indices)
+    def move(self, which: int, where: int) -> None:
+        slot, target = which % self.num_slots, where % self.num_slots
+        owners = {slot: place for place, slot in self.bound.items()}
+        if slot not in owners:
+            with pytest.raises(InternalError, match="no expert to move"):
+                self.ledger.move(slot, target)
+        elif target not in self.taken:
+            with pytest.raises(InternalError, match="not taken"):
+                self.ledger.move(slot, target)
+        elif self.leases.get(slot):
+            with pytest.raises(InternalError, match="in use"):
+                self.ledger.move(slot, target)
+        else:
+            self.ledger.move(slot, target)
+            self.taken.remove(target)
+            self.bound[owners[slot]] = target
+
+    @precondition(lambda self: not any(self.leases.values()))
+    @rule()
+    def reclaim(self) -> None:
+        self.ledger.reclaim()
+        self.taken.clear()
 
     @precondition(lambda self: self.taken)
     @rule(which=indices, expert=indices)
@@ -134,6 +187,8 @@ class LedgerMachine(RuleBasedStateMachine):
             for device in range(self.num_devices)
         ]
         assert self.ledger.num_free == len(self.free)
+        for slot in range(self.num_slots):
+            assert self.ledger.is_free(slot) == (slot in self.free)
         assert self.ledger.num_resident == len(self.bound)
         for layer in range(self.num_layers):
             residents = np.flatnonzero(self.ledger.is_resident(layer)).tolist()

@@ -18,7 +18,7 @@ from lowtide.core import BoolArray, IntArray
 from lowtide.errors import InternalError
 from lowtide.experts.layout import ExpertLayout, SlotLayout
 from lowtide.kernels.operands import ClampedWeights, ExpertWeights
-from lowtide.memory.arena import Arena
+from lowtide.memory.arena import Region
 from lowtide.schemas.schema import SlotTarget
 
 _NO_SLOT = -1
@@ -34,7 +34,8 @@ class SlotLedger:
     """Who owns each slot. A leased slot cannot be evicted; all changes are checked.
 
     A slot is free, taken (its bytes are arriving or it will be dropped after use), or bound to
-    an expert, which is then resident. Of several devices each has a range of the slots.
+    an expert, which is then resident; or it is retired, when there is no memory behind it. Of
+    several devices each has a range of the slots.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class SlotLedger:
         self._slot_of = np.full((num_layers, num_experts), _NO_SLOT, np.int64)
         self._owner: list[tuple[int, int] | None] = [None] * num_slots
         self._is_taken = [False] * num_slots
+        self._is_retired = [False] * num_slots
         self._num_leases = [0] * num_slots
         self._free = self._all_free()
 
@@ -82,8 +84,9 @@ class SlotLedger:
     def take(self, device: int = 0) -> int:
         """A free slot of `device`, now taken."""
         if not self._free[device]:
-            num_slots = int((self.device_of == device).sum())
-            raise InternalError(f"All {num_slots} expert slots are in use.")
+            own = np.flatnonzero(self.device_of == device).tolist()
+            num_live = sum(not self._is_retired[slot] for slot in own)
+            raise InternalError(f"All {num_live} expert slots are in use.")
         slot = self._free[device].popleft()
         self._is_taken[slot] = True
         return slot
@@ -102,6 +105,34 @@ class SlotLedger:
         self._check_taken(slot)
         self._is_taken[slot] = False
         self._free[self.device_of[slot]].append(slot)
+
+    def retire(self, slot: int) -> None:
+        """Takes a free slot out of use: its memory may go."""
+        if slot not in self._free[self.device_of[slot]]:
+            raise InternalError(f"Slot {slot} is not free to be retired.")
+        self._free[self.device_of[slot]].remove(slot)
+        self._is_retired[slot] = True
+
+    def restore(self, slot: int) -> None:
+        """Frees a retired slot, which has memory again."""
+        if not self._is_retired[slot]:
+            raise InternalError(f"Slot {slot} is not retired.")
+        self._is_retired[slot] = False
+        self._free[self.device_of[slot]].append(slot)
+
+    def move(self, slot: int, target: int) -> None:
+        """The expert bound to `slot` is in the taken slot `target`, to which its bytes were
+        copied, from now on; `slot` is free."""
+        owner = self._owner[slot]
+        if owner is None:
+            raise InternalError(f"Slot {slot} holds no expert to move.")
+        self._check_taken(target)
+        self.evict(*owner)
+        self.bind(*owner, target)
+
+    def is_free(self, slot: int) -> bool:
+        """Whether nobody has the slot, and it is not retired."""
+        return slot in self._free[self.device_of[slot]]
 
     def is_bound(self, slot: int) -> bool:
         """Whether a slot holds a resident expert (and is not free or taken)."""
@@ -142,7 +173,8 @@ class SlotLedger:
         self._free[self.device_of[slot]].append(slot)
 
     def reclaim(self) -> None:
-        """Frees every taken slot and ends every lease: nobody uses any of them any more.
+        """Frees every taken slot and ends every lease: nobody uses any of them any more. What is
+        retired stays so.
 
         Also undoes a change that Ctrl-C left half made.
         """
@@ -158,10 +190,12 @@ class SlotLedger:
         owners = [(slot, owner) for slot, owner in enumerate(self._owner) if owner is not None]
         bound = [slot for slot, _ in owners]
         taken = [slot for slot, is_taken in enumerate(self._is_taken) if is_taken]
-        if sorted([*bound, *taken, *itertools.chain(*self._free)]) != list(range(self.num_slots)):
+        retired = [slot for slot, is_retired in enumerate(self._is_retired) if is_retired]
+        every = [*bound, *taken, *retired, *itertools.chain(*self._free)]
+        if sorted(every) != list(range(self.num_slots)):
             raise InternalError(
-                f"{len(bound)} bound, {len(taken)} taken and {self.num_free} free slots "
-                f"do not make {self.num_slots}."
+                f"{len(bound)} bound, {len(taken)} taken, {len(retired)} retired and "
+                f"{self.num_free} free slots do not make {self.num_slots}."
             )
         for slot, owner in owners:
             if self._slot_of[owner] != slot:
@@ -175,7 +209,7 @@ class SlotLedger:
         """By device: slots without an owner; the one that is freed first is taken first."""
         free: list[deque[int]] = [deque() for _ in range(self.num_devices)]
         for slot, owner in enumerate(self._owner):
-            if owner is None:
+            if owner is None and not self._is_retired[slot]:
                 free[self.device_of[slot]].append(slot)
         return free
 
@@ -187,7 +221,7 @@ class SlotLedger:
 class ExpertSlots:
     """The bytes of a tier's slots, in one arena, addressed by slot number."""
 
-    def __init__(self, arena: Arena, layout: SlotLayout) -> None:
+    def __init__(self, arena: Region, layout: SlotLayout) -> None:
         self._arena = arena
         self._array = arena.array()
         self.layout = layout

@@ -1,0 +1,109 @@
+"""As many expert slots of a tier as its memory holds at the moment.
+
+Slots are seldom whole groups of pages, so which of them share one matters: those in use are always
+the first so many, and only the last group of theirs is shared with slots that are not. Shrinking
+costs a copy within memory for each resident that has to leave the end (6 MiB take some 0.3 ms,
+reading them again 2 ms), growing costs no copies; at most one group is held for nothing.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lowtide.core import align_up
+from lowtide.errors import InternalError
+from lowtide.experts.slots import SlotLedger
+from lowtide.memory.arena import ElasticArena
+
+
+class ElasticSlots:
+    """Owns how many of a tier's slots are live, and has memory behind exactly those.
+
+    Does not choose who is evicted: whoever shrinks it has made room before. Changes between steps
+    only, on the thread that owns the slots.
+    """
+
+    def __init__(
+        self, arena: ElasticArena, slot_bytes: int, ledger: SlotLedger, num_live: int
+    ) -> None:
+        """ledger: of one device; its slots, all of them free, are as many as there can ever be.
+
+        Raises PageError where there is no memory for `num_live` of them.
+        """
+        if ledger.num_devices != 1 or ledger.num_slots * slot_bytes > arena.num_bytes:
+            raise InternalError(
+                f"{ledger.num_slots} slots of {slot_bytes} bytes on {ledger.num_devices} devices "
+                f"do not lie in an arena of {arena.num_bytes}."
+            )
+        self._arena = arena
+        self._slot_bytes = slot_bytes
+        self._ledger = ledger
+        arena.commit((0, num_live * slot_bytes))
+        self.num_live = num_live
+        for slot in range(num_live, ledger.num_slots):
+            ledger.retire(slot)
+
+    def num_bytes(self, num_slots: int) -> int:
+        """Memory that so many live slots take, in whole groups."""
+        return align_up(num_slots * self._slot_bytes, self._arena.group_bytes)
+
+    def num_within(self, num_bytes: int) -> int:
+        """Slots that can be live in so much memory."""
+        whole_bytes = num_bytes // self._arena.group_bytes * self._arena.group_bytes
+        return min(self._ledger.num_slots, whole_bytes // self._slot_bytes)
+
+    def grow(self, num_slots: int) -> None:
+        """Makes the first `num_slots` live; the new ones are free.
+
+        Raises PageError, changing nothing, where there is no memory for them.
+        """
+        self._arena.commit((0, num_slots * self._slot_bytes))
+        for slot in range(self.num_live, num_slots):
+            self._ledger.restore(slot)
+            self.num_live = slot + 1
+
+    def shrink(self, num_slots: int) -> int:
+        """Leaves the first `num_slots` live and gives the others' memory back; returns how many
+        residents were copied out of its way.
+
+        Nothing may use or fill a slot beyond them, and as many must be free before them as there
+        are residents beyond: InternalError otherwise, before anything has changed.
+        """
+        leaving = range(num_slots, self.num_live)
+        self._check_can_leave(leaving)
+        for slot in leaving:  # first, so that none of them is taken below
+            if self._ledger.is_free(slot):
+                self._ledger.retire(slot)
+        residents = [slot for slot in leaving if self._ledger.is_bound(slot)]
+        for slot in residents:
+            self._move(slot)
+        self.num_live = min(num_slots, self.num_live)
+        self._arena.release((self.num_live * self._slot_bytes, self._arena.num_bytes))
+        return len(residents)
+
+    def _check_can_leave(self, leaving: range) -> None:
+        ledger = self._ledger
+        bound = [slot for slot in leaving if ledger.is_bound(slot)]
+        num_free = sum(map(ledger.is_free, leaving))
+        busy = [slot for slot in bound if ledger.is_leased(slot)]
+        if busy or len(bound) + num_free < len(leaving):
+            raise InternalError(
+                f"Of slots {leaving.start} to {leaving.stop}, which are to be retired, "
+                f"{len(leaving) - len(bound) - num_free} are taken and {len(busy)} leased."
+            )
+        num_room = ledger.num_free - num_free
+        if len(bound) > num_room:
+            raise InternalError(
+                f"{len(bound)} residents leave their slots for {num_room} free ones."
+            )
+
+    def _move(self, slot: int) -> None:
+        """Out of a slot, which is retired, into one that stays."""
+        target = self._ledger.take()
+        self._image(target).copy_(self._image(slot))
+        self._ledger.move(slot, target)
+        self._ledger.retire(slot)
+
+    def _image(self, slot: int) -> Tensor:
+        start = slot * self._slot_bytes
+        return self._arena.bytes[start : start + self._slot_bytes]
