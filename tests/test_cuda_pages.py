@@ -75,13 +75,13 @@ def test_the_gpu_has_what_the_arena_counts_and_gets_it_back(
         groups = set(range(first, end))
         span = (first * GRANULARITY, max(first, end) * GRANULARITY)
         if not is_commit:
-            arena.release(span)
+            arena.release(*span)
             expected -= groups
         elif len(expected | groups) > min(num_affordable, num_there):
             with pytest.raises(PageError):
-                arena.commit(span)
+                arena.commit(*span)
         else:
-            arena.commit(span)
+            arena.commit(*span)
             expected |= groups
         first_address = arena.bytes.data_ptr()
         places = {(address - first_address) // GRANULARITY for address in driver.mapped}
@@ -105,14 +105,14 @@ def test_a_commit_that_fails_anywhere_leaves_nothing(
 ) -> None:
     driver = StandInDriver()
     arena = make_arena(4, driver)
-    arena.commit((0, GRANULARITY))
+    arena.commit(0, GRANULARITY)
     driver.fail(name, when, code)
     with pytest.raises(error, match=message):
-        arena.commit((0, 4 * GRANULARITY))
+        arena.commit(0, 4 * GRANULARITY)
     assert arena.committed_bytes == GRANULARITY == sum(driver.created.values())
     assert list(driver.mapped) == [arena.bytes.data_ptr()]
     driver.fails.clear()
-    arena.commit((0, 4 * GRANULARITY))
+    arena.commit(0, 4 * GRANULARITY)
     arena.close()
     assert driver.is_empty
 
@@ -161,7 +161,7 @@ def test_on_a_gpu_memory_goes_and_comes_under_one_address() -> None:
     tensor = arena.tensor(16 * GRANULARITY, (1024, 1024), torch.float32)
     assert torch.cuda.mem_get_info()[0] >= before_bytes - 4 * GRANULARITY
     for value in (1.0, 2.0):
-        arena.commit((16 * GRANULARITY, 48 * GRANULARITY))
+        arena.commit(16 * GRANULARITY, 48 * GRANULARITY)
         assert torch.cuda.mem_get_info()[0] <= before_bytes - 32 * GRANULARITY
         tensor.fill_(value)
         assert float(tensor.sum()) == value * tensor.numel()
@@ -169,7 +169,7 @@ def test_on_a_gpu_memory_goes_and_comes_under_one_address() -> None:
         assert float(product[0, 0]) == pytest.approx(1024 * value * value)
         del product
         torch.cuda.empty_cache()
-        arena.release((0, arena.num_bytes))
+        arena.release(0, arena.num_bytes)
         assert torch.cuda.mem_get_info()[0] >= before_bytes - 16 * GRANULARITY
     del tensor
     arena.close()

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from lowtide.errors import InternalError, PageError, PlanError
 from lowtide.hardware import resident_bytes
-from lowtide.memory.arena import HUGE_PAGE_BYTES, ElasticArena, Span
+from lowtide.memory.arena import HUGE_PAGE_BYTES, ElasticArena
 from lowtide.memory.host_pages import HostPages
 from lowtide.memory.pages import PageBudget
 
@@ -34,7 +34,8 @@ def make_arena(
 ) -> ElasticArena:
     num_bytes = num_groups * group_bytes
     budget = PageBudget(num_bytes if budget_bytes is None else budget_bytes)
-    return ElasticArena(HostPages(num_bytes, group_bytes), budget.open("slots"), free_bytes)
+    pages = HostPages(num_bytes, group_bytes)
+    return ElasticArena(pages, budget.open("slots"), free_bytes=free_bytes)
 
 
 def physical_pages(arena: ElasticArena) -> np.ndarray:
@@ -54,7 +55,8 @@ def test_commit_touches_what_was_asked_for_and_nothing_else(group_bytes: int) ->
     arena = make_arena(8, group_bytes)
     assert arena.bytes.data_ptr() % HUGE_PAGE_BYTES == 0
     assert physical_bytes(arena) == arena.committed_bytes == 0
-    arena.commit((2 * group_bytes, 3 * group_bytes), (5 * group_bytes + 1, 5 * group_bytes + 2))
+    arena.commit(2 * group_bytes, 3 * group_bytes)
+    arena.commit(5 * group_bytes + 1, 5 * group_bytes + 2)
     groups = physical_pages(arena).reshape(8, -1)
     assert groups.all(axis=1).tolist() == groups.any(axis=1).tolist()
     assert np.flatnonzero(groups[:, 0]).tolist() == [2, 5]
@@ -64,35 +66,35 @@ def test_commit_touches_what_was_asked_for_and_nothing_else(group_bytes: int) ->
 
 def test_release_is_real_and_what_comes_back_is_zero() -> None:
     arena = make_arena(64)
-    arena.commit((0, 2 * HUGE_PAGE_BYTES))  # what the process takes at first use
-    arena.release((0, arena.num_bytes))
+    arena.commit(0, 2 * HUGE_PAGE_BYTES)  # what the process takes at first use
+    arena.release(0, arena.num_bytes)
     before_bytes = resident_bytes()
-    arena.commit((0, arena.num_bytes))
+    arena.commit(0, arena.num_bytes)
     arena.bytes.fill_(7)
     assert resident_bytes() - before_bytes >= 127 * MiB
-    assert arena.release((HUGE_PAGE_BYTES, arena.num_bytes)) == 126 * MiB
+    assert arena.release(HUGE_PAGE_BYTES, arena.num_bytes) == 126 * MiB
     assert resident_bytes() - before_bytes <= 3 * MiB
     assert bool((arena.bytes[:HUGE_PAGE_BYTES] == 7).all())
-    arena.commit((0, 2 * HUGE_PAGE_BYTES))
+    arena.commit(0, 2 * HUGE_PAGE_BYTES)
     assert not arena.array()[HUGE_PAGE_BYTES : 2 * HUGE_PAGE_BYTES].any()
 
 
 def test_spans_are_rounded_outwards_to_commit_and_inwards_to_release() -> None:
     arena = make_arena(4, PAGE)
-    arena.commit((PAGE - 1, PAGE + 1))
+    arena.commit(PAGE - 1, PAGE + 1)
     assert physical_pages(arena).tolist() == [True, True, False, False]
-    assert arena.missing_bytes((0, 2 * PAGE)) == 0
-    assert arena.missing_bytes((0, 2 * PAGE + 1)) == PAGE
-    assert arena.release((1, 2 * PAGE)) == PAGE
-    assert arena.release((0, PAGE - 1)) == 0
+    assert arena.missing_bytes(0, 2 * PAGE) == 0
+    assert arena.missing_bytes(0, 2 * PAGE + 1) == PAGE
+    assert arena.release(1, 2 * PAGE) == PAGE
+    assert arena.release(0, PAGE - 1) == 0
     assert physical_pages(arena).tolist() == [True, False, False, False]
-    arena.commit((3, 3))
+    arena.commit(3, 3)
     assert arena.committed_bytes == PAGE
     for span in ((-1, 0), (3, 2), (0, 4 * PAGE + 1)):
         with pytest.raises(InternalError, match="are not of"):
-            arena.commit(span)
+            arena.commit(*span)
         with pytest.raises(InternalError, match="are not of"):
-            arena.release(span)
+            arena.release(*span)
 
 
 def test_tensors_stay_where_they_are_while_memory_goes_and_comes() -> None:
@@ -100,51 +102,61 @@ def test_tensors_stay_where_they_are_while_memory_goes_and_comes() -> None:
     tensor = arena.tensor(HUGE_PAGE_BYTES, (4, 8), torch.float32)
     address = tensor.data_ptr()
     for value in (1.0, 2.0):
-        arena.commit((HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES))
+        arena.commit(HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES)
         assert not tensor.any()
         tensor.fill_(value)
         assert arena.array()[HUGE_PAGE_BYTES:].view(np.float32)[:32].tolist() == [value] * 32
-        arena.release((0, arena.num_bytes))
+        arena.release(0, arena.num_bytes)
     assert tensor.data_ptr() == address
 
 
-spans = st.lists(st.tuples(st.integers(0, 10 * PAGE), st.integers(0, 10 * PAGE)), max_size=3)
+changes = st.lists(
+    st.tuples(st.booleans(), st.integers(0, 10 * PAGE), st.integers(0, 10 * PAGE)), max_size=12
+)
 
 
-@examples(30)
-@given(st.lists(st.tuples(st.booleans(), spans), max_size=12), st.integers(0, 10))
+@examples(40)
+@given(changes, st.integers(0, 20), st.integers(1, 3))
 def test_the_kernel_counts_what_the_arena_and_the_budget_count(
-    changes: list[tuple[bool, list[Span]]], num_affordable: int
+    changes: list[tuple[bool, int, int]], num_affordable: int, num_parts: int
 ) -> None:
     budget = PageBudget(num_affordable * PAGE)
-    arena = ElasticArena(HostPages(10 * PAGE, PAGE), budget.open("cache"))
+    pages = HostPages(num_parts * 10 * PAGE, PAGE)
+    arena = ElasticArena(pages, budget.open("cache"), num_parts)
     expected: set[int] = set()
-    for is_commit, drawn in changes:
-        asked = [(min(span), max(span)) for span in drawn]
+    for is_commit, *ends in changes:
+        a, b = sorted(ends)
         if is_commit:
-            wanted = {page for a, b in asked if a < b for page in range(a // PAGE, -(-b // PAGE))}
-            assert arena.missing_bytes(*asked) == len(wanted - expected) * PAGE
-            if len(wanted | expected) > num_affordable:
+            wanted = set(range(a // PAGE, -(-b // PAGE))) if a < b else set()
+            assert arena.missing_bytes(a, b) == len(wanted - expected) * num_parts * PAGE
+            if wanted - expected and len(wanted | expected) * num_parts > num_affordable:
                 with pytest.raises(PageError, match="cache wants"):
-                    arena.commit(*asked)
+                    arena.commit(a, b)
             else:
-                arena.commit(*asked)
+                arena.commit(a, b)
                 expected |= wanted
         else:
-            gone = {page for a, b in asked for page in range(-(-a // PAGE), b // PAGE)}
-            assert arena.release(*asked) == len(gone & expected) * PAGE
+            gone = set(range(-(-a // PAGE), b // PAGE)) & expected
+            assert arena.release(a, b) == len(gone) * num_parts * PAGE
             expected -= gone
-        assert np.flatnonzero(physical_pages(arena)).tolist() == sorted(expected)
-        assert arena.committed_bytes == budget.shares()["cache"] == len(expected) * PAGE
+        for part in physical_pages(arena).reshape(num_parts, 10):
+            assert np.flatnonzero(part).tolist() == sorted(expected)
+        held_bytes = len(expected) * num_parts * PAGE
+        assert arena.committed_bytes == budget.shares()["cache"] == held_bytes
     arena.close()
     assert physical_bytes(arena) == 0 and budget.num_free_bytes == budget.num_bytes
 
 
+def test_parts_are_equal_and_of_whole_groups() -> None:
+    with pytest.raises(InternalError, match="not 3 equal parts"):
+        ElasticArena(HostPages(10 * PAGE, PAGE), PageBudget(0).open("cache"), 3)
+
+
 def test_what_the_system_does_not_have_is_refused_before_it_is_touched() -> None:
     arena = make_arena(4, free_bytes=lambda: HUGE_PAGE_BYTES)
-    arena.commit((0, HUGE_PAGE_BYTES))
+    arena.commit(0, HUGE_PAGE_BYTES)
     with pytest.raises(PageError, match=f"wants {2 * HUGE_PAGE_BYTES} .* has {HUGE_PAGE_BYTES} "):
-        arena.commit((0, 3 * HUGE_PAGE_BYTES))
+        arena.commit(0, 3 * HUGE_PAGE_BYTES)
     assert physical_bytes(arena) == arena.committed_bytes == HUGE_PAGE_BYTES
 
 
@@ -162,14 +174,39 @@ class RefusingPages(HostPages):
 
 def test_a_commit_is_whole_or_nothing() -> None:
     budget = PageBudget(8 * PAGE)
-    arena = ElasticArena(RefusingPages(8 * PAGE, PAGE), budget.open("slots"))
-    pieces = ((0, PAGE), (2 * PAGE, 3 * PAGE), (4 * PAGE, 6 * PAGE))
+    arena = ElasticArena(RefusingPages(9 * PAGE, PAGE), budget.open("cache"), num_parts=3)
     with pytest.raises(PageError, match="refuses"):
-        arena.commit(*pieces)
+        arena.commit(0, 2 * PAGE)
     assert physical_bytes(arena) == arena.committed_bytes == 0
     assert budget.num_free_bytes == budget.num_bytes
-    arena.commit(*pieces)
-    assert physical_bytes(arena) == arena.committed_bytes == 4 * PAGE
+    arena.commit(0, 2 * PAGE)
+    assert physical_pages(arena).tolist() == [True, True, False] * 3
+
+
+def test_when_the_system_refuses_others_give_way_and_it_is_asked_once_more() -> None:
+    budget = PageBudget(16 * PAGE)
+    slots = ElasticArena(HostPages(8 * PAGE, PAGE), budget.open("expert slots"))
+    account = budget.open("KV cache")
+    cache = ElasticArena(
+        HostPages(8 * PAGE, PAGE), account, free_bytes=lambda: 4 * PAGE - slots.committed_bytes
+    )
+    slots.commit(0, 3 * PAGE)
+    with pytest.raises(PageError, match=f"KV cache wants {2 * PAGE} .* system has {PAGE} "):
+        cache.commit(0, 2 * PAGE)
+    asked: list[int] = []
+    [slots_account, _] = budget.accounts
+
+    def give_way(num_bytes: int) -> None:
+        asked.append(num_bytes)
+        slots.release(PAGE, 8 * PAGE)
+
+    slots_account.give_way = give_way
+    cache.commit(0, 2 * PAGE)
+    assert asked == [2 * PAGE]
+    assert budget.shares() == {"expert slots": PAGE, "KV cache": 2 * PAGE}
+    with pytest.raises(PageError, match="KV cache wants"):
+        cache.commit(2 * PAGE, 6 * PAGE)
+    assert len(asked) == 2, "once"
 
 
 class NoMemory(mmap.mmap):
@@ -193,14 +230,14 @@ def test_memory_that_ends_half_way_is_given_back(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(mmap, "mmap", NoMemory)
     arena = make_arena(4, PAGE)
     with pytest.raises(PageError, match=f"refuses {3 * PAGE} bytes.*as told.*--host-memory"):
-        arena.commit((0, 3 * PAGE))
+        arena.commit(0, 3 * PAGE)
     assert physical_bytes(arena) == 0
 
 
 def test_a_kernel_that_cannot_populate_is_helped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mmap, "mmap", OldKernel)
     arena = make_arena(4, 2 * PAGE)
-    arena.commit((2 * PAGE, 6 * PAGE))
+    arena.commit(2 * PAGE, 6 * PAGE)
     assert physical_pages(arena).tolist() == [False] * 2 + [True] * 4 + [False] * 2
 
 
@@ -213,9 +250,9 @@ def test_a_kernel_without_huge_pages_has_small_ones(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(mmap, "mmap", SmallPages)
     arena = make_arena(3)
-    arena.commit((HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES))
+    arena.commit(HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES)
     assert physical_bytes(arena) == HUGE_PAGE_BYTES
-    arena.release((0, arena.num_bytes))
+    arena.release(0, arena.num_bytes)
     assert physical_bytes(arena) == 0
 
 
@@ -228,7 +265,7 @@ def test_more_addresses_than_there_is_memory_are_no_matter() -> None:
     """Reserving is not having: a long context's addresses cost nothing before they are used."""
     before_bytes = resident_bytes()
     arena = make_arena(1 << 19)  # 1 TiB
-    arena.commit((1 << 39, (1 << 39) + 1))
+    arena.commit(1 << 39, (1 << 39) + 1)
     assert resident_bytes() - before_bytes < 20 * MiB
     with pytest.raises(PlanError, match="refuses to reserve"):
         HostPages(1 << 60)
@@ -249,9 +286,9 @@ try:
 except PlanError as error:
     print(error)
 arena = ElasticArena(HostPages(32 << 20), PageBudget(16 << 20).open("slots"))
-arena.commit((0, 16 << 20))
+arena.commit(0, 16 << 20)
 try:
-    arena.commit((16 << 20, 18 << 20))
+    arena.commit(16 << 20, 18 << 20)
 except PageError as error:
     print(error)
 """

@@ -49,3 +49,36 @@ def test_an_owner_has_one_account() -> None:
     budget.open("slots")
     with pytest.raises(InternalError, match="slots has an account"):
         budget.open("slots")
+
+
+def test_who_can_give_way_does_before_anybody_is_refused() -> None:
+    budget = PageBudget(10)
+    slots, cache, scratch = (budget.open(owner) for owner in ("slots", "cache", "scratch"))
+    asked: list[int] = []
+
+    def give_way(num_bytes: int) -> None:
+        asked.append(num_bytes)
+        slots.give_back(min(slots.num_bytes, num_bytes + 1))  # in pieces of its own
+
+    slots.give_way = give_way
+    slots.draw(8)
+    cache.draw(4)
+    assert (asked, budget.shares()) == ([2], {"slots": 5, "cache": 4, "scratch": 0})
+    scratch.draw(1)
+    assert asked == [2], "nobody is asked for what is free"
+    with pytest.raises(PageError, match="slots wants 6"):
+        slots.draw(6)
+    assert asked == [2], "nobody is asked on his own account"
+    with pytest.raises(PageError, match="cache wants 7 bytes more, and 5 .* are free"):
+        cache.draw(7)
+    assert asked == [2, 7] and budget.shares() == {"slots": 0, "cache": 4, "scratch": 1}
+
+
+def test_the_first_who_gives_enough_is_the_last_to_be_asked() -> None:
+    budget = PageBudget(10)
+    first, second, third = (budget.open(owner) for owner in "abc")
+    for account in (first, second):
+        account.give_way = account.give_back
+        account.draw(5)
+    third.draw(5)
+    assert budget.shares() == {"a": 0, "b": 5, "c": 5}

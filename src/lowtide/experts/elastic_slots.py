@@ -38,7 +38,7 @@ class ElasticSlots:
         self._arena = arena
         self._slot_bytes = slot_bytes
         self._ledger = ledger
-        arena.commit((0, num_live * slot_bytes))
+        arena.commit(0, num_live * slot_bytes)
         self.num_live = num_live
         for slot in range(num_live, ledger.num_slots):
             ledger.retire(slot)
@@ -57,7 +57,7 @@ class ElasticSlots:
 
         Raises PageError, changing nothing, where there is no memory for them.
         """
-        self._arena.commit((0, num_slots * self._slot_bytes))
+        self._arena.commit(0, num_slots * self._slot_bytes)
         for slot in range(self.num_live, num_slots):
             self._ledger.restore(slot)
             self.num_live = slot + 1
@@ -78,7 +78,7 @@ class ElasticSlots:
         for slot in residents:
             self._move(slot)
         self.num_live = min(num_slots, self.num_live)
-        self._arena.release((self.num_live * self._slot_bytes, self._arena.num_bytes))
+        self._arena.release(self.num_live * self._slot_bytes, self._arena.part_bytes)
         return len(residents)
 
     def _check_can_leave(self, leaving: range) -> None:

@@ -8,7 +8,7 @@ Knows nothing of what is stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -21,10 +21,10 @@ from lowtide.errors import InternalError, PageError
 from lowtide.memory.host_pages import HUGE_PAGE_BYTES, HostMapping
 from lowtide.memory.pages import PageAccount
 
-__all__ = ["HUGE_PAGE_BYTES", "Arena", "ElasticArena", "Pages", "Region", "Span"]
+__all__ = ["HUGE_PAGE_BYTES", "Arena", "ElasticArena", "Pages", "Region"]
 
 Span = tuple[int, int]
-"""Bytes of an arena, from the first to before the second."""
+"""Bytes of a range, from the first to before the second."""
 
 
 class Region:
@@ -92,76 +92,108 @@ class Pages(Protocol):
 class ElasticArena(Region):
     """A range of addresses whose memory grows and shrinks on account of a budget.
 
-    What is asked for is rounded to whole groups: outwards when they are committed, inwards when
-    they are released, so that neighbours may share one.
+    It may be of several equal parts, whose bytes come and go alike: what is said of bytes from
+    `start` to `stop` is said of every part. What is asked for is rounded to whole groups: outwards
+    when it is committed, inwards when it is released, so that neighbours may share one.
     """
 
     def __init__(
         self,
         pages: Pages,
         account: PageAccount,
+        num_parts: int = 1,
         free_bytes: Callable[[], int] | None = None,
     ) -> None:
         """free_bytes: memory that the system has for this process now, asked before any is taken:
         who takes more of the host's than a control group's limit is killed, not refused."""
         super().__init__(pages.bytes)
         self.group_bytes = pages.group_bytes
+        self.num_parts = num_parts
+        self.part_bytes = pages.num_bytes // num_parts
+        if pages.num_bytes % (num_parts * pages.group_bytes):
+            raise InternalError(
+                f"{pages.num_bytes} bytes are not {num_parts} equal parts of whole groups of "
+                f"{pages.group_bytes} bytes."
+            )
         self._pages = pages
         self._account = account
         self._free_bytes = free_bytes
-        self._is_committed: BoolArray = np.zeros(pages.num_bytes // pages.group_bytes, np.bool_)
+        num_groups = self.part_bytes // pages.group_bytes
+        self._is_committed: BoolArray = np.zeros(num_groups, np.bool_)  # of each part
 
     @property
     def committed_bytes(self) -> int:
         """Memory that it has now."""
-        return int(np.count_nonzero(self._is_committed)) * self.group_bytes
+        return self._num_bytes(self._is_committed)
 
-    def missing_bytes(self, *spans: Span) -> int:
-        """What `commit` would draw: nothing where all of the spans can be used."""
-        is_missing = self._covering(spans) & ~self._is_committed
-        return int(np.count_nonzero(is_missing)) * self.group_bytes
+    def missing_bytes(self, start: int, stop: int) -> int:
+        """What `commit` would draw: nothing where all of it can be used."""
+        return self._num_bytes(self._missing(start, stop))
 
-    def commit(self, *spans: Span) -> None:
-        """Makes bytes usable: all of the spans, or none that was not before.
+    def commit(self, start: int, stop: int) -> None:
+        """Makes bytes `start` to `stop` usable: all of them, or none that was not before.
 
-        Raises PageError when the budget or the system refuses, with the numbers.
+        What the budget or the system lacks, owners who can are asked to give up, once. Raises
+        PageError where they do not, with the numbers.
         """
-        is_missing = self._covering(spans) & ~self._is_committed
-        missing_bytes = int(np.count_nonzero(is_missing)) * self.group_bytes
+        is_missing = self._missing(start, stop)
+        missing_bytes = self._num_bytes(is_missing)
+        if not missing_bytes:
+            return
         self._account.draw(missing_bytes)
-        done: list[slice] = []
         try:
-            self._check_free(missing_bytes)
-            for run in _runs(is_missing):
-                self._pages.commit(run.start * self.group_bytes, run.stop * self.group_bytes)
-                done.append(run)
+            self._take_or_ask(is_missing)
         except BaseException:
-            for run in done:
-                self._pages.release(run.start * self.group_bytes, run.stop * self.group_bytes)
             self._account.give_back(missing_bytes)
             raise
         self._is_committed |= is_missing
 
-    def release(self, *spans: Span) -> int:
-        """Gives back the groups that lie within one of the spans; returns their bytes.
+    def release(self, start: int, stop: int) -> int:
+        """Gives back the groups that lie within bytes `start` to `stop`; returns their bytes.
 
         Nothing may use them any more, now or later: reads into them have ended, and so has queued
         work.
         """
-        is_freed = self._within(spans) & self._is_committed
-        for run in _runs(is_freed):
-            self._pages.release(run.start * self.group_bytes, run.stop * self.group_bytes)
-            self._is_committed[run] = False
-            self._account.give_back((run.stop - run.start) * self.group_bytes)
-        return int(np.count_nonzero(is_freed)) * self.group_bytes
+        self._check_inside(start, stop)
+        is_freed = np.zeros_like(self._is_committed)
+        is_freed[-(-start // self.group_bytes) : stop // self.group_bytes] = True
+        is_freed &= self._is_committed
+        for span in self._spans(is_freed):
+            self._pages.release(*span)
+        self._is_committed &= ~is_freed
+        freed_bytes = self._num_bytes(is_freed)
+        self._account.give_back(freed_bytes)
+        return freed_bytes
 
     def close(self) -> None:
         """Gives back everything; nothing may use it any more."""
-        self.release((0, self.num_bytes))
+        self.release(0, self.part_bytes)
         self._pages.close()
 
+    def _take_or_ask(self, groups: BoolArray) -> None:
+        """Puts memory behind groups that have none. Somebody from outside may have taken what the
+        budget promises: then others' pages are as good."""
+        try:
+            self._take(groups)
+        except PageError:
+            if not self._account.ask(self._num_bytes(groups)):
+                raise
+            self._take(groups)
+
+    def _take(self, groups: BoolArray) -> None:
+        self._check_free(self._num_bytes(groups))
+        done: list[Span] = []
+        try:
+            for span in self._spans(groups):
+                self._pages.commit(*span)
+                done.append(span)
+        except BaseException:
+            for span in done:
+                self._pages.release(*span)
+            raise
+
     def _check_free(self, num_bytes: int) -> None:
-        num_free = None if self._free_bytes is None or not num_bytes else self._free_bytes()
+        num_free = None if self._free_bytes is None else self._free_bytes()
         if num_free is not None and num_bytes > num_free:
             raise PageError(
                 f"{self._account.owner} wants {num_bytes} bytes more, and the system has "
@@ -169,30 +201,24 @@ class ElasticArena(Region):
                 "the memory budget."
             )
 
-    def _covering(self, spans: Iterable[Span]) -> BoolArray:
-        """The groups that some byte of the spans lies in."""
-        groups = np.zeros_like(self._is_committed)
-        for start, stop in spans:
-            self._check_inside(start, stop)
-            if start < stop:
-                groups[start // self.group_bytes : -(-stop // self.group_bytes)] = True
-        return groups
+    def _missing(self, start: int, stop: int) -> BoolArray:
+        """The groups of a part that some byte lies in and that have no memory."""
+        self._check_inside(start, stop)
+        is_missing = np.zeros_like(self._is_committed)
+        if start < stop:
+            is_missing[start // self.group_bytes : -(-stop // self.group_bytes)] = True
+        return is_missing & ~self._is_committed
 
-    def _within(self, spans: Iterable[Span]) -> BoolArray:
-        """The groups all of whose bytes lie in one span."""
-        groups = np.zeros_like(self._is_committed)
-        for start, stop in spans:
-            self._check_inside(start, stop)
-            groups[-(-start // self.group_bytes) : stop // self.group_bytes] = True
-        return groups
+    def _num_bytes(self, groups: BoolArray) -> int:
+        return int(np.count_nonzero(groups)) * self.num_parts * self.group_bytes
+
+    def _spans(self, groups: BoolArray) -> Iterator[Span]:
+        """The bytes of such groups in all parts, as few spans."""
+        edges = np.flatnonzero(np.diff(groups, prepend=False, append=False)) * self.group_bytes
+        for first in range(0, self.num_parts * self.part_bytes, self.part_bytes or 1):
+            for start, stop in edges.reshape(-1, 2).tolist():
+                yield first + start, first + stop
 
     def _check_inside(self, start: int, stop: int) -> None:
-        if not 0 <= start <= stop <= self.num_bytes:
-            raise InternalError(f"Bytes {start} to {stop} are not of {self.num_bytes}.")
-
-
-def _runs(is_wanted: BoolArray) -> Iterator[slice]:
-    """Neighbouring groups that are wanted, as few slices."""
-    edges = np.flatnonzero(np.diff(is_wanted, prepend=False, append=False))
-    for start, stop in edges.reshape(-1, 2).tolist():
-        yield slice(start, stop)
+        if not 0 <= start <= stop <= self.part_bytes:
+            raise InternalError(f"Bytes {start} to {stop} are not of {self.part_bytes}.")

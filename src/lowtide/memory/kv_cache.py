@@ -8,9 +8,13 @@ from torch import Tensor
 
 from lowtide.core import align_up
 from lowtide.errors import InternalError, PlanError
+from lowtide.memory.kv_pages import KVPages
 
 GRANULE_TOKENS = 16
 """Ranges start on such multiples, so that a sequence's place never changes an alignment."""
+
+GROWTH_TOKENS = 256
+"""A range's memory grows by so many tokens at a time, as far as it reaches."""
 
 
 def storage_shape(
@@ -33,6 +37,7 @@ class KVRange:
     start: int
     capacity: int
     num_written: int = 0  # leading tokens that may hold something
+    num_usable: int = 0  # leading tokens with memory behind them, where that comes and goes
 
 
 class KVCache:
@@ -40,10 +45,13 @@ class KVCache:
 
     `storage` is of a `storage_shape`, in the compute dtype. Of a range only what was written is
     ever touched, so that memory which is physical from its first use on grows with the sequences.
+    With `pages` that memory is asked for before it is used, and given back after.
     """
 
-    def __init__(self, storage: Tensor) -> None:
+    def __init__(self, storage: Tensor, pages: KVPages | None = None) -> None:
+        """pages: what puts memory behind `storage`; without, it is all there for good."""
         self._storage = storage
+        self._pages = pages
         # By layer: keys and values [kv_heads, tokens, head_dim]; each pass asks for all of them.
         self._arrays = [(layer[0], layer[-1]) for layer in storage]
         self.num_tokens = storage.shape[3]
@@ -61,7 +69,8 @@ class KVCache:
         """A free range of at least `num_tokens` tokens, first fit.
 
         Between passes only: where the free tokens are in pieces, other ranges move together.
-        Raises PlanError when there are not as many.
+        Raises PlanError when there are not as many, PageError where moving wants memory that
+        nobody gives.
         """
         if not self.can_allocate(num_tokens):
             raise PlanError(
@@ -80,6 +89,18 @@ class KVCache:
         if kv_range not in self._taken:
             raise InternalError(f"{kv_range} was freed but is not taken.")
         self._taken.remove(kv_range)
+        self._release_unused()
+
+    def prepare(self, kv_range: KVRange, num_tokens: int) -> None:
+        """Before a pass writes up to `num_tokens` tokens of a range: sees to their memory.
+
+        Raises PageError, changing nothing, where nobody gives it.
+        """
+        if self._pages is None or num_tokens <= kv_range.num_usable:
+            return
+        num_usable = min(align_up(num_tokens, GROWTH_TOKENS), kv_range.capacity)
+        self._pages.commit(kv_range.start, kv_range.start + num_usable)
+        kv_range.num_usable = num_usable
 
     def write(
         self, layer: int, kv_range: KVRange, position: int, key: Tensor, value: Tensor
@@ -92,6 +113,11 @@ class KVCache:
             raise InternalError(
                 f"{key.shape[0]} rows from position {position} on leave a KV range of "
                 f"{kv_range.capacity} tokens."
+            )
+        if self._pages is not None and position + key.shape[0] > kv_range.num_usable:
+            raise InternalError(
+                f"{key.shape[0]} rows from position {position} on have memory for "
+                f"{kv_range.num_usable} tokens: `prepare` comes first."
             )
         start, num_rows = kv_range.start + position, key.shape[0]
         kv_range.num_written = max(kv_range.num_written, position + num_rows)
@@ -121,11 +147,24 @@ class KVCache:
             if taken.start > end:
                 self._move(taken, end)
             end += taken.capacity
+        self._release_unused()
         return end
+
+    def _release_unused(self) -> None:
+        """Gives back all memory that no range counts on."""
+        if self._pages is None:
+            return
+        end = 0
+        for taken in self._taken:
+            self._pages.release(end, taken.start)
+            end = taken.start + taken.num_usable
+        self._pages.release(end, self.num_tokens)
 
     def _move(self, kv_range: KVRange, start: int) -> None:
         """Moves a range and what is written in it down to `start`."""
         capacity, num_written = kv_range.capacity, kv_range.num_written
+        if self._pages is not None:
+            self._pages.commit(start, start + kv_range.num_usable)
         # Empty meanwhile: were Ctrl-C to come between two pieces, the owner's next write would be
         # refused instead of joining halves.
         kv_range.capacity = kv_range.num_written = 0
@@ -136,3 +175,6 @@ class KVCache:
             source = self._storage.narrow(3, old + first, length)
             self._storage.narrow(3, start + first, length).copy_(source)
         kv_range.start, kv_range.capacity, kv_range.num_written = start, capacity, num_written
+        if self._pages is not None:
+            left = max(old, start + kv_range.num_usable)
+            self._pages.release(left, old + kv_range.num_usable)

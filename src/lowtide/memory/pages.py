@@ -8,6 +8,8 @@ back only what is physical no more, so that shrinking completes before anybody g
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lowtide.config import format_size
 from lowtide.errors import InternalError, PageError
 
@@ -17,23 +19,23 @@ class PageBudget:
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self._accounts: list[PageAccount] = []
+        self.accounts: list[PageAccount] = []
 
     @property
     def num_free_bytes(self) -> int:
-        return self.num_bytes - sum(account.num_bytes for account in self._accounts)
+        return self.num_bytes - sum(account.num_bytes for account in self.accounts)
 
     def open(self, owner: str) -> PageAccount:
         """A new account with nothing in it; `owner` names it in refusals and tables."""
-        if any(account.owner == owner for account in self._accounts):
+        if any(account.owner == owner for account in self.accounts):
             raise InternalError(f"{owner} has an account already.")
         account = PageAccount(self, owner)
-        self._accounts.append(account)
+        self.accounts.append(account)
         return account
 
     def shares(self) -> dict[str, int]:
         """Bytes that each owner has drawn."""
-        return {account.owner: account.num_bytes for account in self._accounts}
+        return {account.owner: account.num_bytes for account in self.accounts}
 
     def refusal(self, owner: str, num_bytes: int) -> PageError:
         """Why `owner` cannot have so many bytes more, and who has them."""
@@ -46,18 +48,38 @@ class PageBudget:
 
 
 class PageAccount:
-    """What one owner has drawn from a budget."""
+    """What one owner has drawn from a budget.
+
+    give_way: gives memory up when others want so many bytes, as far as the owner can do without;
+    it gives back before it returns. None for an owner who never does.
+    """
 
     def __init__(self, budget: PageBudget, owner: str) -> None:
         self.budget = budget
         self.owner = owner
         self.num_bytes = 0
+        self.give_way: Callable[[int], None] | None = None
 
     def draw(self, num_bytes: int) -> None:
-        """Takes free bytes of the budget. Raises PageError, taking none, where too few are."""
+        """Takes bytes of the budget that are free, or that others give up for it.
+
+        Raises PageError, taking none, where there are too few.
+        """
+        num_short = num_bytes - self.budget.num_free_bytes
+        if num_short > 0:
+            self.ask(num_short)
         if num_bytes > self.budget.num_free_bytes:
             raise self.budget.refusal(self.owner, num_bytes)
         self.num_bytes += num_bytes
+
+    def ask(self, num_bytes: int) -> int:
+        """Has others give so many bytes up, in the order of their accounts; how many they gave."""
+        before = self.budget.num_free_bytes
+        for other in self.budget.accounts:
+            num_wanted = num_bytes + before - self.budget.num_free_bytes
+            if num_wanted > 0 and other is not self and other.give_way is not None:
+                other.give_way(num_wanted)
+        return self.budget.num_free_bytes - before
 
     def give_back(self, num_bytes: int) -> None:
         """Frees bytes that were drawn and are physical no more."""

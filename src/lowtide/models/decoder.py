@@ -128,6 +128,8 @@ class Decoder(ABC):
 
         Returns [rows, hidden] in the compute dtype; writes all rows' keys and values.
         """
+        for segment in batch.segments:
+            self.kv_cache.prepare(segment.kv, segment.end_position)
         workspace = self.compute.workspace
         workspace.reset()
         num_rows, dtype = batch.token_ids.shape[0], self._embedding.dtype

@@ -1,0 +1,90 @@
+"""Memory behind the tokens of a KV cache: it grows where sequences do.
+
+Every part of the cache (a layer's keys or values, of one head) has addresses of its own for all
+tokens that there can ever be, so that growing is more memory at the end of each part, and nothing
+moves. What has no memory costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from lowtide.core import align_up
+from lowtide.errors import InternalError
+from lowtide.memory.arena import ElasticArena
+
+
+class KVLayout(NamedTuple):
+    """How a cache of `shape` [layers, arrays, kv_heads, tokens, head_dim] lies in memory.
+
+    With `has_head_parts` a head's tokens lie together, as the host's kernels want them, and a part
+    is a head's; without, a token's heads do: fewer, larger parts, for groups of pages as large as
+    a GPU's.
+    """
+
+    shape: tuple[int, int, int, int, int]
+    dtype: torch.dtype
+    has_head_parts: bool = True
+
+    @property
+    def num_parts(self) -> int:
+        return math.prod(self.shape[: 3 if self.has_head_parts else 2])
+
+    @property
+    def row_bytes(self) -> int:
+        """A token in one part."""
+        num_heads, head_dim = self.shape[2], self.shape[4]
+        return (1 if self.has_head_parts else num_heads) * head_dim * self.dtype.itemsize
+
+    @property
+    def token_bytes(self) -> int:
+        """A token in all parts."""
+        return self.num_parts * self.row_bytes
+
+    def address_bytes(self, group_bytes: int) -> int:
+        """Addresses to reserve: whole groups for every part."""
+        return self.num_parts * align_up(self.shape[3] * self.row_bytes, group_bytes)
+
+    def strides(self, part_bytes: int) -> tuple[int, int, int, int, int]:
+        """Of a tensor of the shape over parts of so many bytes, in elements."""
+        part, row = part_bytes // self.dtype.itemsize, self.row_bytes // self.dtype.itemsize
+        if self.has_head_parts:
+            array = self.shape[2] * part
+            return (self.shape[1] * array, array, part, row, 1)
+        return (self.shape[1] * part, part, self.shape[4], row, 1)
+
+
+class KVPages:
+    """Puts memory behind tokens of all parts at once. `storage` is of the layout's shape."""
+
+    def __init__(self, arena: ElasticArena, layout: KVLayout) -> None:
+        """arena: of as many parts as the layout has, each large enough for all tokens."""
+        num_bytes = layout.shape[3] * layout.row_bytes
+        if arena.num_parts != layout.num_parts or arena.part_bytes < num_bytes:
+            raise InternalError(
+                f"A KV cache of {list(layout.shape)} has {layout.num_parts} parts of {num_bytes} "
+                f"bytes, an arena {arena.num_parts} of {arena.part_bytes}."
+            )
+        self._arena = arena
+        self._row_bytes = layout.row_bytes
+        strides = layout.strides(arena.part_bytes)
+        self.storage = arena.bytes.view(layout.dtype).as_strided(layout.shape, strides)
+
+    @property
+    def committed_bytes(self) -> int:
+        """Memory that it has now."""
+        return self._arena.committed_bytes
+
+    def commit(self, start: int, stop: int) -> None:
+        """Makes tokens `start` to `stop` of every part usable; those that were stay as they are.
+
+        Raises PageError, changing nothing, where there is no memory for them.
+        """
+        self._arena.commit(start * self._row_bytes, stop * self._row_bytes)
+
+    def release(self, start: int, stop: int) -> None:
+        """Gives the memory of tokens `start` to `stop` back, but for what neighbours share."""
+        self._arena.release(start * self._row_bytes, stop * self._row_bytes)
