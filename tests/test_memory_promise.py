@@ -24,6 +24,7 @@ from lowtide.llm import LLM, plan_model
 
 MIN_CHECKPOINT_BYTES = 300 << 20
 CONTEXT = 1024
+LONG_CONTEXT = 32768
 EOS = 8000
 
 # Wide enough that what libraries do (packed weights, attention tiles) would show.
@@ -133,6 +134,21 @@ def test_the_process_stays_within_the_budget(
     assert measured["budget_bytes"] == budget
     assert (measured["num_misses"] == 0) == (share == 1.0), "the budget decides what streams"
     check_promise(measured)
+
+
+def test_memory_that_is_lent_is_within_the_budget(model: Path) -> None:
+    """A long context's memory holds experts, and keys and values when they come."""
+    plan = plan_model(model, context=LONG_CONTEXT)
+    assert plan.host.kv_cache_bytes > 10 * plan.host.slot_bytes
+    works = [*GENERATE_MANY, *GENERATE_ONE]
+    options: dict[str, Any] = {"context": LONG_CONTEXT, "host_memory": plan.minimum_bytes}
+    kept, lent = (
+        measure(model, works, policy="lru", elastic=elastic, **options) for elastic in (False, True)
+    )
+    check_promise(lent)
+    assert lent["num_misses"] < kept["num_misses"]
+    # What was lent was there: the budget is used, not exceeded.
+    assert lent["peak_bytes"] > kept["peak_bytes"] + plan.host.kv_cache_bytes // 4
 
 
 def test_in_float32_too(model: Path) -> None:

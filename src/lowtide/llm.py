@@ -200,9 +200,7 @@ class LLM:
 
     def stats(self) -> dict[str, float]:
         """Counters since loading: expert hits and misses, bytes read, tokens and seconds."""
-        return self._loop.look(
-            lambda engine: {**engine.experts.as_dict(), **self._loop.speed.as_dict()}
-        )
+        return self._loop.look(lambda engine: {**engine.as_dict(), **self._loop.speed.as_dict()})
 
     def close(self) -> None:
         """Ends all threads and closes the checkpoint's files; nothing can be asked then.

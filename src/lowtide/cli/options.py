@@ -104,6 +104,13 @@ OPTIONS: tuple[Option, ...] = (
     Option("kernels", Kind.TEXT, Group.ENGINE, "auto or reference.", "auto"),
     Option("kv_cache", Kind.BOOLEAN, Group.ENGINE, "Keep keys and values of final tokens.", True),
     Option(
+        "elastic",
+        Kind.BOOLEAN,
+        Group.ENGINE,
+        "Lend the KV cache's unused memory to experts (no GPU).",
+        False,
+    ),
+    Option(
         "check_weights", Kind.BOOLEAN, Group.ENGINE, "Refuse weights that are not finite.", False
     ),
     Option("calibration", Kind.TEXT, Group.ENGINE, "What lowtide calibrate wrote."),

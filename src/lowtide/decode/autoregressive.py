@@ -46,7 +46,7 @@ class Autoregressive(BatchDecoder[CausalSequence]):
     def step(self) -> list[Event]:
         self._admit()
         turns = self._next_pass()
-        self._taking_part = [turn.sequence.request for turn in turns]
+        self._see_to_memory((turn.sequence, turn.stop) for turn in turns)
         kind = _kind(turns)
         with torch.inference_mode():
             hidden = self._model.forward(_batch(turns, Step(kind, self._num_passes)))

@@ -154,6 +154,16 @@ class BatchDecoder(abc.ABC, Generic[S]):
                 raise
             self._waiting.popleft()
 
+    def _see_to_memory(self, ends: Iterable[tuple[S, int]]) -> None:
+        """Before a pass: memory for the keys and values of those who take part, up to where each
+        ends. Who is refused any fails alone."""
+        taking_part = []
+        for sequence, stop in ends:
+            self._taking_part = [sequence.request]
+            self._kv_cache.prepare(sequence.kv, stop)
+            taking_part.append(sequence.request)
+        self._taking_part = taking_part
+
     def _settle(self, served: Iterable[S]) -> None:
         """Frees those of `served` that are finished; the others go behind those not served."""
         for sequence in served:

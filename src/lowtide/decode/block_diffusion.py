@@ -60,7 +60,7 @@ class BlockDiffusion(BatchDecoder[BlockSequence]):
     def step(self) -> list[Event]:
         self._admit()
         kind, turns = self._next_pass()
-        self._taking_part = [turn.sequence.request for turn in turns]
+        self._see_to_memory((turn.sequence, turn.stop) for turn in turns)
         with torch.inference_mode():
             hidden = self._model.forward(self._batch(kind, turns))
             if kind is StepKind.PREFILL:

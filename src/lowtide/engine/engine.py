@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowtide.core import MemoryPlan
+from lowtide.engine.elastic import ElasticMemory
 from lowtide.engine.opening import OpenModel
 from lowtide.experts.none import NoExperts
 from lowtide.experts.runtime import ExpertRuntime
@@ -25,9 +26,17 @@ class Engine:
     kv_cache: KVCache
     reader: FileReader
     executor: HostExecutor
+    elastic: ElasticMemory | None = None  # None: KV cache and slots keep what the plan gave them
+
+    def as_dict(self) -> dict[str, float]:
+        """What it did since it was loaded, in counts, bytes and seconds."""
+        moved = {} if self.elastic is None else self.elastic.as_dict()
+        return {**self.experts.as_dict(), **moved}
 
     def close(self) -> None:
         """Ends all threads and closes the checkpoint's files."""
         self.executor.close()
         self.experts.close()
         self.reader.close()
+        if self.elastic is not None:
+            self.elastic.close()

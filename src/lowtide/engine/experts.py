@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from lowtide.core import Costs, MemoryPlan, TierPlan
 from lowtide.engine.device import DeviceOptions, ExpertSource, OpenDevice, open_device
+from lowtide.engine.elastic import SharedMemory
 from lowtide.engine.opening import OpenModel
 from lowtide.engine.planning import expert_source
 from lowtide.engine.policy_setting import make_engine_policies
@@ -37,15 +38,17 @@ def load_experts(
     reader: FileReader,
     executor: HostExecutor,
     progress: Progress,
+    shared: SharedMemory | None = None,
 ) -> ExpertRuntime:
     """The experts of `plan`, the policy's first residents in their slots.
 
-    Raises StorageError, DeviceError, or PlanError when the policy needs more than the plan has.
+    shared: what the host's slots lie in where their memory comes and goes. Raises StorageError,
+    DeviceError, or PlanError when the policy needs more than the plan has.
     """
     source, kernels = expert_source(opened), opened.kernels
     with ExitStack() as undo:
         if plan.gpu is None:
-            host = _host_tier(source, plan, Arena, reader)
+            host = _host_tier(source, plan, Arena, reader, shared)
             compute, device, scratch = _host_compute(host, kernels, executor), None, None
         else:
             options = DeviceOptions(opened.options.device_options, opened.options.kernels, kernels)
@@ -70,11 +73,16 @@ def _host_tier(
     plan: MemoryPlan,
     make_arena: Callable[[int], Arena],
     reader: FileReader,
+    shared: SharedMemory | None = None,
 ) -> HostTier:
     """Beside a device it keeps every expert if all have a slot, else those used last."""
     tier, shape = plan.host, source.shape
-    slots = ExpertSlots(make_arena(tier.slot_bytes * tier.num_slots), source.layout)
-    ledger = SlotLedger(shape.num_layers, shape.num_experts, tier.num_slots)
+    if shared is None:
+        ledger = SlotLedger(shape.num_layers, shape.num_experts, tier.num_slots)
+        slots = ExpertSlots(make_arena(tier.slot_bytes * tier.num_slots), source.layout)
+    else:
+        ledger = SlotLedger(shape.num_layers, shape.num_experts, shared.num_slots)
+        slots = ExpertSlots(shared.open_slots(ledger), source.layout)
     transfer = DiskTransfer(reader, source.table, slots)
     if plan.gpu is None:
         return HostTier(slots, ledger, transfer)

@@ -61,6 +61,7 @@ class EngineConfig:
     the block of `logits`. calibration: what `lowtide calibrate` wrote; by default what it wrote
     to its default place for this model, if anything. config_overrides: values that replace
     `config.json`'s. kv_cache: False recomputes everything at every step (a reference).
+    elastic: what sequences do not use of the KV cache's memory holds experts (without a GPU only).
     check_weights: read all weights once and refuse infinities and NaN. progress: called with
     (what, bytes done, bytes in all).
     """
@@ -81,6 +82,7 @@ class EngineConfig:
     offline: bool = False
     seed: int | None = None
     kv_cache: bool = True
+    elastic: bool = False
     check_weights: bool = False
     progress: Progress | None = None
 

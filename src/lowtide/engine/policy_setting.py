@@ -80,6 +80,8 @@ def adopt_policy(engine: Engine, policy: str, policy_options: Mapping[str, str])
     policies = make_engine_policies(
         opened, plan, calibration, experts.host, experts.device, cores_per_expert
     )
+    if engine.elastic is not None:
+        engine.elastic.restore()
     experts.adopt(policies, progress)
     set_early_gate(opened, experts, engine.model.routers, calibration)
     return replace(engine, opened=opened, plan=plan)

@@ -14,6 +14,7 @@ import torch
 from lowtide.compute import Compute
 from lowtide.config import ModelConfig
 from lowtide.core import MemoryPlan
+from lowtide.engine.elastic import ElasticMemory, SharedMemory
 from lowtide.engine.engine import Engine
 from lowtide.engine.experts import load_experts
 from lowtide.engine.opening import OpenModel, find_calibration
@@ -63,16 +64,20 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
         undo.callback(reader.close)
         executor = _make_executor(config, plan)
         undo.callback(executor.close)
-        weights, kv_cache, compute = _load_dense(opened, plan, executor, reader, progress)
+        shared = SharedMemory(opened, plan) if _shares_memory(opened, plan) else None
+        weights, kv_cache, compute = _load_dense(opened, plan, executor, reader, progress, shared)
         calibration = find_calibration(opened)
         experts: ExpertRuntime | NoExperts = NoExperts()
         if config.experts is not None:
-            experts = load_experts(opened, plan, calibration, reader, executor, progress)
+            experts = load_experts(
+                opened, plan, calibration, reader, executor, progress, shared
+            )
         undo.callback(experts.close)
         model_class = families()[config.family].model()
         model = model_class(config, weights, experts, kv_cache, compute)
         set_early_gate(opened, experts, model.routers, calibration)
-        engine = Engine(plan, opened, model, experts, kv_cache, reader, executor)
+        elastic = None if shared is None else ElasticMemory(shared, experts, plan)
+        engine = Engine(plan, opened, model, experts, kv_cache, reader, executor, elastic)
         if options.policy == "auto":
             engine = choose_by_simulation(engine, calibration)
         undo.pop_all()
@@ -88,19 +93,26 @@ def _make_executor(config: ModelConfig, plan: MemoryPlan) -> HostExecutor:
     return make_executor(config.experts.num_experts_per_token)
 
 
+def _shares_memory(opened: OpenModel, plan: MemoryPlan) -> bool:
+    """Whether there is anything to lend, and anybody to lend it to."""
+    has_absent = plan.host.num_slots < plan.num_experts
+    return opened.options.elastic and plan.device == "cpu" and has_absent
+
+
 def _load_dense(
     opened: OpenModel,
     plan: MemoryPlan,
     executor: HostExecutor,
     reader: FileReader,
     progress: Progress,
+    shared: SharedMemory | None,
 ) -> tuple[Mapping[str, torch.Tensor], KVCache, Compute]:
     """What the model has beside its experts, keys and values, and what it computes with."""
     arena_bytes = register(opened).arena_bytes
     device = torch.device("cuda") if plan.device == "cuda" else HOST
     if device == HOST:
         weights = opened.dense.load(reader, progress)
-        kv_cache = KVCache(_kv_storage(opened))
+        kv_cache = _kv_cache(opened, shared)
         workspace = Workspace(Arena(arena_bytes).bytes)
     else:
         with plan_errors(opened.dense.num_bytes, "GPU memory for dense weights"):
@@ -114,6 +126,9 @@ def _load_dense(
     return weights, kv_cache, Compute(dense_executor, kernels, workspace, device)
 
 
-def _kv_storage(opened: OpenModel) -> torch.Tensor:
+def _kv_cache(opened: OpenModel, shared: SharedMemory | None) -> KVCache:
+    if shared is not None:
+        return KVCache(shared.kv.storage, shared.kv)
     num_bytes = math.prod(opened.kv_shape) * opened.dtype.itemsize
-    return Arena(num_bytes, grows_slowly=True).tensor(0, opened.kv_shape, opened.dtype)
+    arena = Arena(num_bytes, grows_slowly=True)
+    return KVCache(arena.tensor(0, opened.kv_shape, opened.dtype))

@@ -231,6 +231,8 @@ class Worker:
         try:
             with fault_found(self.engine.opened), device_pass(), self.speed.measured():
                 events = self._decoder.step()
+                if self.engine.elastic is not None:
+                    self.engine.elastic.settle()
         except BaseException as error:
             self._fail_pass(error)
             return

@@ -126,6 +126,13 @@ class HostTier:
             else:
                 self._uses.append((slot, use))
 
+    def pause(self) -> None:
+        """Between passes: ends reads for a coming layer, so that no slot is being filled."""
+        if self.read_ahead is not None:
+            self.stats.num_wasted += len(self.read_ahead)
+            self.read_ahead.claim(-1, ())
+        self.settle()
+
     def wait_for_use(self) -> bool:
         """Waits for the end of a use that was told by `used_by`, unless a slot was given back
         meanwhile; False where there is nothing to wait for."""

@@ -26,6 +26,7 @@ from lowtide.experts.rows import ExpertBuffers, ExpertRows, HostScratch, Routing
 from lowtide.experts.told import device_facts, host_facts, substituted_routing, tell
 from lowtide.memory.workspace import Buffers
 from lowtide.policies.decision import Decision, Policies
+from lowtide.policies.lending import Use
 from lowtide.reading.dense_weights import Progress, no_progress
 
 
@@ -71,6 +72,7 @@ class ExpertRuntime:
         self.compute = compute
         self.scratch = scratch
         self.observer: Observer | None = None
+        self.use: Use | None = None  # told of every demand, where somebody wants to know
         self.stats = ExpertStats()
         self.num_on_host = 0
         self._is_under_way = False  # a step, or what has to be cleared up after one
@@ -220,6 +222,8 @@ class ExpertRuntime:
 
     def _facts(self, step: Step, layer: int, chosen: Tensor, told: RoutedTokens | None) -> Facts:
         num_tokens = np.bincount(chosen.numpy().ravel(), minlength=self._shape.num_experts)
+        if self.use is not None:
+            self.use.saw(layer, num_tokens.nonzero()[0])
         common = (step, layer, num_tokens, told, self.room.capacity, self.policies.costs)
         if self.device is None:
             return host_facts(*common, self.host.ledger)

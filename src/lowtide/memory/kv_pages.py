@@ -88,3 +88,7 @@ class KVPages:
     def release(self, start: int, stop: int) -> None:
         """Gives the memory of tokens `start` to `stop` back, but for what neighbours share."""
         self._arena.release(start * self._row_bytes, stop * self._row_bytes)
+
+    def close(self) -> None:
+        """Gives back everything; nothing may use it any more."""
+        self._arena.close()

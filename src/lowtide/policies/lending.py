@@ -1,0 +1,86 @@
+"""Which expert slots come and go when memory is lent to them and taken back.
+
+A KV cache uses its memory only as its sequences grow. What it does not use holds experts
+meanwhile, and the coldest of them leave when it is wanted.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from lowtide.core import BoolArray, FloatArray, IntArray
+
+_FORGET = 1 / 16
+"""Weight of the newest step in an expert's use: some sixteen steps are remembered."""
+
+MOVE_READS = 1.5
+"""What it costs to make a slot and to take it away again, in reads of an expert: new pages, a copy
+within memory, and another read when it comes back (docs/log.md)."""
+
+
+class Use:
+    """How often each expert was asked for lately, in shares of steps. `mean` [layers, experts]."""
+
+    def __init__(self, num_layers: int, num_experts: int) -> None:
+        self.mean: FloatArray = np.zeros((num_layers, num_experts))
+
+    def saw(self, layer: int, experts: IntArray) -> None:
+        """Told what a step asks of a layer."""
+        mean = self.mean[layer]
+        mean *= 1 - _FORGET
+        mean[experts] += _FORGET
+
+
+class Shrunk(NamedTuple):
+    """Fewer residents than before."""
+
+    capacity: IntArray  # [num_layers]
+    evict: list[tuple[int, int]]  # (layer, expert)
+
+
+def shrunk(capacity: IntArray, is_resident: BoolArray, use: FloatArray, count: int) -> Shrunk:
+    """Room for `count` residents less over all layers: what nobody fills goes first, then the
+    coldest residents, lower layers and ids first where they are alike.
+
+    capacity [layers]; is_resident, use [layers, experts].
+    """
+    layers, experts = is_resident.nonzero()
+    num_leaving = max(0, len(layers) - int(capacity.sum()) + count)
+    coldest = use[layers, experts].argsort(kind="stable")[:num_leaving]
+    evict = list(zip(layers[coldest].tolist(), experts[coldest].tolist(), strict=True))
+    left = capacity.copy()
+    # By layer. Some presets divide their room otherwise: a layer may have more than it was given.
+    spare = left - is_resident.sum(axis=1) + np.bincount(layers[coldest], minlength=len(left))
+    for _ in range(count):
+        layer = np.where(left > 0, spare, -is_resident.size).argmax()
+        left[layer] -= 1
+        spare[layer] -= 1
+    return Shrunk(left, evict)
+
+
+def grown(capacity: IntArray, is_resident: BoolArray, use: FloatArray, count: int) -> IntArray:
+    """Room for `count` residents more, in the layers whose absent experts are used most; as much
+    as there are experts. Arguments as for `shrunk`."""
+    more = capacity.copy()
+    worth = np.where(is_resident, -1.0, use)
+    layers, _ = np.unravel_index((-worth).argsort(axis=None, kind="stable"), worth.shape)
+    for layer in layers.tolist():
+        if count and more[layer] < is_resident.shape[1]:
+            more[layer] += 1
+            count -= 1
+    return more
+
+
+def worth_lending(num_free_bytes: int, growth_bytes: float, absent_use: float) -> int:
+    """Of the free bytes, those that are better lent to expert slots than kept for sequences.
+
+    growth_bytes: what sequences take per step; absent_use: in which share of steps one more
+    resident saves a read. A slot that is taken back after n steps has saved `n * absent_use` reads
+    and must have saved `MOVE_READS`, so what sequences will want by then stays free.
+    """
+    if absent_use <= 0.0:
+        return 0
+    kept_bytes = growth_bytes * MOVE_READS / absent_use
+    return max(0, int(num_free_bytes - kept_bytes))

@@ -1,0 +1,235 @@
+"""A model whose KV cache and expert slots share their memory: the same words, within the budget."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from family_models import write_model
+from test_elastic_arena import physical_bytes
+
+from lowtide import LLM, SamplingParams
+from lowtide.core import MemoryPlan
+from lowtide.engine.elastic import ElasticMemory
+from lowtide.engine.engine import Engine
+from lowtide.errors import PageError
+from lowtide.llm import plan_model
+from lowtide.memory.kv_cache import KVCache, KVRange
+from lowtide.policies.catalogue import CATALOGUE
+
+CONTEXT = 2048
+PROMPTS = [[(7 * i + n) % 90 for i in range(n)] for n in (9, 300, 40, 700)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("elastic") / "model"
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    experts = {"num_experts": 24, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "decoder_sparse_step": 1}
+    sizes["max_position_embeddings"] = CONTEXT
+    return write_model("qwen3_moe", 0, folder, **heads, **experts, **sizes).folder
+
+
+@pytest.fixture(scope="module")
+def words(model: Path) -> list[list[int]]:
+    with LLM(model, context=CONTEXT) as llm:
+        return answers(llm)
+
+
+def answers(llm: LLM, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    return [completion.token_ids for completion in llm.generate(prompts, params)]
+
+
+def budget(plan: MemoryPlan, num_residents: int) -> int:
+    return plan.minimum_bytes + num_residents * plan.host.slot_bytes
+
+
+def elastic_of(llm: LLM) -> ElasticMemory:
+    def look(engine: Engine) -> ElasticMemory:
+        assert engine.elastic is not None
+        return engine.elastic
+
+    return llm._loop.look(look)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, int]]]:
+    """Who had what after every pass; the parts must never be more than the budget."""
+    shares: list[dict[str, int]] = []
+    settle = ElasticMemory.settle
+
+    def watch(self: ElasticMemory) -> None:
+        settle(self)
+        pages, shared = self._shared.budget, self._shared
+        shares.append(pages.shares())
+        assert pages.num_free_bytes >= 0
+        assert shared.kv.committed_bytes == shares[-1]["KV cache"]
+        assert shared.arena.committed_bytes == shares[-1]["expert slots"]
+        ledger = self._experts.host.ledger
+        ledger.check_integrity()
+        assert ledger.num_resident + self._num_staging <= self._slots.num_live
+        assert self._experts.room.capacity.sum() + self._num_staging <= self._slots.num_live
+
+    monkeypatch.setattr(ElasticMemory, "settle", watch)
+    yield shares
+
+
+@pytest.mark.parametrize("policy", ["lru", "tide", "lowtide", "static", "edgemoe", "dali"])
+def test_words_stay_while_memory_moves(
+    policy: str, model: Path, words: list[list[int]], watched: list[dict[str, int]]
+) -> None:
+    plan = plan_model(model, context=CONTEXT)
+    options: dict[str, Any] = {"context": CONTEXT, "host_memory": budget(plan, 12)}
+    with LLM(model, policy=policy, elastic=True, **options) as llm:
+        for _ in range(2):
+            assert answers(llm) == words
+        assert [answers(llm, [prompt])[0] for prompt in PROMPTS] == words
+        elastic = elastic_of(llm)
+        assert elastic.num_lent > 0 and elastic.num_given > 0
+    slots = [shares["expert slots"] for shares in watched]
+    cache = [shares["KV cache"] for shares in watched]
+    assert max(slots) > 12 * plan.host.slot_bytes
+    assert max(cache) > 4 * min(cache)
+
+
+def test_under_every_preset_contexts_come_and_go(
+    model: Path, watched: list[dict[str, int]]
+) -> None:
+    """Random prompts, some together, under one preset after the other."""
+    draw = random.Random(0)
+    plan = plan_model(model, context=CONTEXT)
+    prompts = [[draw.randrange(90) for _ in range(draw.choice([3, 60, 500]))] for _ in range(12)]
+    with LLM(model, context=CONTEXT) as llm:
+        expected = {tuple(prompt): answers(llm, [prompt])[0] for prompt in prompts}
+    options: dict[str, Any] = {"context": CONTEXT, "host_memory": budget(plan, 8)}
+    with LLM(model, policy="lru", elastic=True, **options) as llm:
+        for policy in sorted(CATALOGUE):
+            if policy != "resident":
+                llm.adopt_policy(policy)
+            for _ in range(2):
+                several = draw.sample(prompts, draw.choice([1, 2, 3]))
+                assert answers(llm, several) == [expected[tuple(each)] for each in several]
+        stats = llm.stats()
+    assert stats["num_slots_lent"] > 0 and stats["num_slots_given"] > 0
+    assert max(shares["expert slots"] for shares in watched) > 12 * plan.host.slot_bytes
+
+
+def test_a_policy_that_begins_anew_has_the_planned_slots(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_model(model, context=CONTEXT)
+    options: dict[str, Any] = {"context": CONTEXT, "host_memory": budget(plan, 12)}
+    with LLM(model, policy="lru", elastic=True, **options) as llm:
+        elastic = elastic_of(llm)
+        expected = answers(llm, PROMPTS[:1])
+        elastic.give_way(1 << 40)
+        assert llm.stats()["num_slots"] == elastic._num_staging < llm.plan.host.num_slots
+        llm.adopt_policy("static")
+        assert llm.stats()["num_slots"] == llm.plan.host.num_slots
+        assert answers(llm, PROMPTS[:1]) == expected
+        elastic.give_way(1 << 40)
+        monkeypatch.setattr(elastic._shared.arena, "_free_bytes", lambda: 0)
+        with pytest.raises(PageError, match="expert slots wants"):
+            llm.adopt_policy("lru")
+        assert answers(llm, PROMPTS[:1]) == expected
+
+
+def test_at_the_least_budget_the_cache_lends_what_it_does_not_use(
+    model: Path, words: list[list[int]], watched: list[dict[str, int]]
+) -> None:
+    plan = plan_model(model, context=CONTEXT)
+    options: dict[str, Any] = {"context": CONTEXT, "host_memory": plan.minimum_bytes}
+    misses = []
+    for elastic in (False, True):
+        with LLM(model, policy="lru", elastic=elastic, **options) as llm:
+            assert [answers(llm, [prompt])[0] for prompt in PROMPTS[:3]] == words[:3]
+            misses.append(llm.stats()["num_misses"])
+    assert misses[1] < misses[0] / 2
+
+
+def test_logits_of_a_whole_context_find_their_memory(
+    model: Path, watched: list[dict[str, int]]
+) -> None:
+    plan = plan_model(model, context=CONTEXT)
+    tokens = [3 * i % 90 for i in range(CONTEXT)]
+    with LLM(model, context=CONTEXT) as llm:
+        expected = llm.logits(tokens)
+    options: dict[str, Any] = {"context": CONTEXT, "host_memory": budget(plan, 12)}
+    with LLM(model, policy="lru", elastic=True, **options) as llm:
+        answers(llm, PROMPTS[:1])
+        assert elastic_of(llm).num_lent > 0
+        assert bool((llm.logits(tokens) == expected).all())
+        assert elastic_of(llm).num_given > 0
+
+
+def test_memory_returns_when_the_model_is_closed(model: Path) -> None:
+    plan = plan_model(model, context=CONTEXT)
+    llm = LLM(model, policy="lru", elastic=True, context=CONTEXT, host_memory=budget(plan, 12))
+    shared = elastic_of(llm)._shared
+    answers(llm)
+    assert physical_bytes(shared.arena) == shared.arena.committed_bytes > 0
+    llm.close()
+    assert physical_bytes(shared.arena) == physical_bytes(shared.kv._arena) == 0
+    assert shared.budget.num_free_bytes == shared.budget.num_bytes
+    llm.close()
+
+
+def test_where_everything_fits_nothing_is_lent(model: Path) -> None:
+    with LLM(model, context=CONTEXT, elastic=True) as llm:
+        assert llm._loop.look(lambda engine: engine.elastic) is None
+
+
+def test_a_system_with_less_than_the_budget_takes_slots_then_one_request(
+    model: Path, words: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit is reached from outside, while running."""
+    plan = plan_model(model, context=CONTEXT)
+    options: dict[str, Any] = {"context": CONTEXT, "host_memory": budget(plan, 20)}
+    with LLM(model, policy="lru", elastic=True, **options) as llm:
+        assert answers(llm, PROMPTS[:1]) == words[:1]
+        elastic = elastic_of(llm)
+        kv, slots = elastic._shared.kv, elastic._shared.arena
+
+        def held_bytes() -> int:
+            return kv.committed_bytes + slots.committed_bytes
+
+        limit_bytes = held_bytes()
+        for arena in (kv._arena, slots):
+            monkeypatch.setattr(arena, "_free_bytes", lambda: max(0, limit_bytes - held_bytes()))
+        num_given = elastic.num_given
+        assert answers(llm, PROMPTS[:2]) == words[:2]
+        assert elastic.num_given > num_given
+        limit_bytes = 0
+        with pytest.raises(PageError, match="KV cache wants"):
+            answers(llm, PROMPTS[3:])
+        limit_bytes = 1 << 40
+        assert answers(llm) == words
+
+
+def test_who_is_refused_memory_fails_alone(
+    model: Path, words: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare = KVCache.prepare
+
+    def refusing(self: KVCache, kv_range: KVRange, num_tokens: int) -> None:
+        if 600 < num_tokens < CONTEXT:
+            raise PageError("The system refuses.")
+        prepare(self, kv_range, num_tokens)
+
+    monkeypatch.setattr(KVCache, "prepare", refusing)
+    plan = plan_model(model, context=CONTEXT)
+    options: dict[str, Any] = {"context": CONTEXT, "host_memory": budget(plan, 12)}
+    with (
+        LLM(model, policy="lru", elastic=True, **options) as llm,
+        ThreadPoolExecutor(max_workers=4) as threads,
+    ):
+        asked = [threads.submit(answers, llm, [prompt]) for prompt in PROMPTS]
+        assert [each.result() for each in asked[:3]] == [[ids] for ids in words[:3]]
+        with pytest.raises(PageError, match="refuses"):
+            asked[3].result()
