@@ -16,7 +16,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowtide.errors import InternalError, PageError, PlanError
+from lowtide.errors import InternalError, PageError, PlanError, UnsupportedError
 from lowtide.hardware import resident_bytes
 from lowtide.memory.arena import HUGE_PAGE_BYTES, ElasticArena
 from lowtide.memory.host_pages import HostPages
@@ -254,6 +254,12 @@ def test_a_kernel_without_huge_pages_has_small_ones(monkeypatch: pytest.MonkeyPa
     assert physical_bytes(arena) == HUGE_PAGE_BYTES
     arena.release(0, arena.num_bytes)
     assert physical_bytes(arena) == 0
+
+
+def test_a_system_that_is_not_linux_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(UnsupportedError, match="needs Linux, not darwin"):
+        HostPages(1 << 20)
 
 
 def test_groups_are_whole_pages() -> None:

@@ -159,7 +159,9 @@ class ElasticMemory:
         num_new = free_bytes // self._shared.tier.slot_bytes
         if not num_new or slots.num_live == self._shared.num_slots:
             return slots.num_live
-        hottest = np.sort(self._use.mean[~self._residents()])[::-1][:num_new]
+        absent = self._use.mean[~self._residents()]
+        num_cold = max(0, len(absent) - num_new)
+        hottest = np.partition(absent, num_cold)[num_cold:] if num_cold else absent
         lent_bytes = worth_lending(free_bytes, self._growth_bytes, float(hottest.mean()))
         return slots.num_within(slots.num_bytes(slots.num_live) + lent_bytes)
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap
+import sys
 from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from lowtide.core import align_up
-from lowtide.errors import InternalError, PageError, PlanError
+from lowtide.errors import InternalError, PageError, PlanError, UnsupportedError
 
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -71,8 +72,13 @@ class HostPages:
     def __init__(self, num_bytes: int, group_bytes: int = HUGE_PAGE_BYTES) -> None:
         """group_bytes: whole pages; huge ones are asked for where it is whole huge pages.
 
-        Raises PlanError where there are not as many addresses.
+        Raises PlanError where there are not as many addresses, UnsupportedError on a system that
+        is not Linux.
         """
+        if not sys.platform.startswith("linux"):
+            raise UnsupportedError(
+                f"Host memory that moves needs Linux, not {sys.platform}: leave elastic out."
+            )
         if group_bytes % mmap.PAGESIZE:
             raise InternalError(
                 f"Groups of {group_bytes} bytes are no whole pages of {mmap.PAGESIZE} bytes."
