@@ -68,15 +68,14 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
         weights, kv_cache, compute = _load_dense(opened, plan, executor, reader, progress, shared)
         calibration = find_calibration(opened)
         experts: ExpertRuntime | NoExperts = NoExperts()
+        elastic = None
         if config.experts is not None:
-            experts = load_experts(
-                opened, plan, calibration, reader, executor, progress, shared
-            )
+            experts = load_experts(opened, plan, calibration, reader, executor, progress, shared)
+            elastic = None if shared is None else ElasticMemory(shared, experts, plan)
         undo.callback(experts.close)
         model_class = families()[config.family].model()
         model = model_class(config, weights, experts, kv_cache, compute)
         set_early_gate(opened, experts, model.routers, calibration)
-        elastic = None if shared is None else ElasticMemory(shared, experts, plan)
         engine = Engine(plan, opened, model, experts, kv_cache, reader, executor, elastic)
         if options.policy == "auto":
             engine = choose_by_simulation(engine, calibration)
