@@ -158,8 +158,8 @@ class HostShare:
         return int(pairs.stop - pairs.start)
 
     def _whole(self, expert: int, slot: int) -> tuple[Work, Work]:
-        work = partial(self._run, self._rows.pairs(expert), slot)
-        paced = self._compute.paced([self._num_tokens(expert)], work)
+        pairs = self._rows.pairs(expert)
+        paced = self._compute.paced([pairs.stop - pairs.start], partial(self._run, pairs, slot))
         return paced, partial(self._tier.give_back, slot)
 
     def _run_ready(self) -> None:
