@@ -19,10 +19,7 @@ from lowtide.engine.engine import Engine
 from lowtide.engine.experts import load_experts
 from lowtide.engine.opening import OpenModel, find_calibration
 from lowtide.engine.planning import register, shortage_of
-from lowtide.engine.policy_setting import (
-    choose_by_simulation,
-    set_early_gate,
-)
+from lowtide.engine.policy_setting import choose_by_simulation, set_early_gate
 from lowtide.errors import CheckpointError, PlanError
 from lowtide.experts.none import NoExperts
 from lowtide.experts.runtime import ExpertRuntime

@@ -37,8 +37,8 @@ def check_finite(
     done, start_s = 0, time.monotonic()
     for name, stored in checked.items():
         entry = checkpoint.tensors[name]
-        is_converted = dtypes is not None and len(stored.dtypes) == 1
-        loaded = formats()[dtypes[name]] if dtypes is not None and is_converted else stored
+        is_as_stored = len(stored.dtypes) > 1  # one of several tensors converts to nothing
+        loaded = stored if dtypes is None or is_as_stored else formats()[dtypes[name]]
         step = _CHECK_BYTES - _CHECK_BYTES % stored.block_bytes[0]
         descriptor = checkpoint.files[entry.file].open()
         try:
