@@ -29,6 +29,7 @@ from lowtide.hardware.measure import layer_dense_bytes
 from lowtide.kernels.library_cache import library_cache_bytes, limit_library_cache
 from lowtide.kernels.reference import REFERENCE
 from lowtide.kernels.row_statistics import Guidance, Wanted
+from lowtide.layers.attention import CAUSAL_ROWS
 from lowtide.layers.batch import Batch, KVRange, Segment
 from lowtide.memory.budget import DeviceNeeds, Needs, spend
 from lowtide.memory.cuda_streams import free_memory_bytes
@@ -99,7 +100,7 @@ def _needs(opened: OpenModel) -> Needs:
     needs = Needs(
         dense_bytes=opened.dense.num_bytes,
         kv_cache_bytes=math.prod(opened.kv_shape) * opened.dtype.itemsize,
-        workspace_bytes=register(opened).peak_bytes,
+        workspace_bytes=register(opened).graph.peak_bytes,
         ring_bytes=ring_bytes(opened.largest_read_bytes),
         slot_bytes=0,
         num_layers=shape.num_layers,
@@ -203,8 +204,8 @@ def _register(
     compute = Compute(InlineExecutor(), REFERENCE, registrar, torch.device("meta"))
     model_class = families()[config.family].model()
     model = model_class(config, opened.dense.meta(), experts, kv_cache, compute)
-    rows = torch.empty(num_rows, dtype=torch.int64, device="meta")
     for segment in segments:
+        rows = torch.empty(segment.stop, dtype=torch.int64, device="meta")
         hidden = model.forward(Batch(rows, rows, (segment,), Step(StepKind.DENOISE, 0)))
         model.logits(hidden[: LOGIT_ROWS + 15])
         if config.is_bidirectional:
@@ -215,13 +216,17 @@ def _register(
 
 
 def _largest_segments(opened: OpenModel, num_rows: int) -> list[Segment]:
-    """Each a pass of all rows: no other attention needs more than one of them."""
+    """Each a pass: none of no more rows has a transient that is larger than all of theirs."""
     if opened.config.is_bidirectional or num_rows > MAX_PASS_ROWS:
         return [Segment(0, num_rows, 0, num_rows, KVRange(0, num_rows))]
-    # Causal, or one block of all rows, at the end of the cache.
+    # At the end of the cache: causal, also with a remainder that joins its tile, which is longer
+    # than any of all rows, or one block of all rows.
     num_tokens = max(opened.kv_shape[3], num_rows)
-    block_lengths = (1, num_tokens) if opened.config.is_diffusion else (1,)
+    longest_tile = min(num_rows, CAUSAL_ROWS + 15)
+    passes = [(longest_tile, 1), (num_rows, 1)]
+    if opened.config.is_diffusion:
+        passes.append((num_rows, num_tokens))
     return [
-        Segment(0, num_rows, num_tokens - num_rows, block_length, KVRange(0, num_tokens))
-        for block_length in block_lengths
+        Segment(0, rows, num_tokens - rows, block_length, KVRange(0, num_tokens))
+        for rows, block_length in passes
     ]

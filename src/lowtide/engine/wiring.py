@@ -104,18 +104,20 @@ def _load_dense(
     shared: SharedMemory | None,
 ) -> tuple[Mapping[str, torch.Tensor], KVCache, Compute]:
     """What the model has beside its experts, keys and values, and what it computes with."""
-    arena_bytes = register(opened).arena_bytes
+    placement = register(opened).graph.placement
+    arena_bytes = placement.arena_bytes
     device = torch.device("cuda") if plan.device == "cuda" else HOST
     if device == HOST:
         weights = opened.dense.load(reader, progress)
         kv_cache = _kv_cache(opened, shared)
-        workspace = Workspace(Arena(arena_bytes).bytes)
+        workspace = Workspace(Arena(arena_bytes).bytes, placement)
     else:
         with plan_errors(opened.dense.num_bytes, "GPU memory for dense weights"):
             weights = opened.dense.load_onto(device, reader, progress)
         with plan_errors(arena_bytes, "GPU memory for workspace, beside keys and values,"):
             kv_cache = KVCache(torch.zeros(opened.kv_shape, dtype=opened.dtype, device=device))
-            workspace = Workspace(torch.empty(arena_bytes, dtype=torch.uint8, device=device))
+            room = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
+            workspace = Workspace(room, placement)
     kernels = opened.kernels_on(device)
     # Beside a device the host's threads are its experts'.
     dense_executor = executor if plan.gpu is None else InlineExecutor()

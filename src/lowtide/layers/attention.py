@@ -179,13 +179,13 @@ def _attend_causally(
     rows, heads, head_dim = query.shape
     shape = (rows, keys.shape[0], heads // keys.shape[0], head_dim)
     with workspace.scope():
+        by_head = query.view(shape).permute(1, 2, 0, 3)
+        grouped = workspace.take("query", tuple(by_head.shape), query.dtype)
+        grouped.copy_(by_head)
         band = None
         if rows > 1 and 0 < scores.window < position + rows:
             band = _band(rows, position, scores.window, query.dtype, workspace)
             workspace.library("window attention", _band_bytes(query, keys))
-        by_head = query.view(shape).permute(1, 2, 0, 3)
-        grouped = workspace.take("query", tuple(by_head.shape), query.dtype)
-        grouped.copy_(by_head)
         workspace.library("attention", _causal_bytes(query, keys))
         num_operations = 4 * query.numel() * keys.shape[1]
         num_pieces = executor.num_threads if num_operations >= SPLIT_OPERATIONS else 1
@@ -245,7 +245,9 @@ def _band(rows: int, position: int, window: int, dtype: torch.dtype, workspace: 
     all_hidden.fill_(-torch.inf)
     torch.triu(all_hidden, position + 1, out=later)
     torch.tril(all_hidden, position - window, out=band)
-    return band.add_(later)
+    band.add_(later)
+    workspace.give_back(later, all_hidden)
+    return band
 
 
 def _attend_heads(

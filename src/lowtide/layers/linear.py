@@ -60,7 +60,7 @@ class GatedMLP:
         self._compute = compute
 
     def forward(self, x: Tensor, out: Tensor) -> None:
-        """x, out [rows, hidden]; `out` must not be `x`."""
+        """x, out [rows, hidden]; `out` may be `x`."""
         in_tiles(self._run, x, out)
 
     def _run(self, x: Tensor, out: Tensor) -> None:

@@ -62,18 +62,20 @@ class MoELayer:
         self._shared_gate = shared_gate
 
     def forward(self, x: Tensor, batch: Batch, out: Tensor) -> None:
-        """x, out [rows, hidden] compute dtype; `out` must not be `x`."""
+        """x, out [rows, hidden] compute dtype; `out` may be `x`."""
         workspace = self._compute.workspace
         with workspace.scope():
             routing = self._router.route(x, batch.segments)
             routed = workspace.take("routed", tuple(x.shape), torch.float32)
             scores = self._router.scores(x) if self._experts.asks_scores else None
             self._run_experts(x, routing, batch.step, routed, scores)
-            out.copy_(routed)
-            if self._shared is not None:
-                in_tiles(partial(self._add_shared, self._shared), x, out)
+            if self._shared is None:
+                out.copy_(routed)
+            else:
+                in_tiles(partial(self._add_shared, self._shared), x, routed, out)
 
-    def _add_shared(self, expert: GatedMLP, x: Tensor, out: Tensor) -> None:
+    def _add_shared(self, expert: GatedMLP, x: Tensor, routed: Tensor, out: Tensor) -> None:
+        """`out = routed + expert(x)`; `out` may be `x`."""
         workspace = self._compute.workspace
         with workspace.scope():
             shared = workspace.take("shared", tuple(x.shape), x.dtype)
@@ -82,7 +84,7 @@ class MoELayer:
                 share = workspace.take("shared gate", (x.shape[0], 1), x.dtype)
                 torch.mm(x, self._shared_gate.t(), out=share)
                 shared.mul_(share.sigmoid_())
-            out.add_(shared)
+            out.copy_(routed).add_(shared)
 
     def _run_experts(
         self, x: Tensor, routing: Routing, step: Step, out: Tensor, scores: Tensor | None

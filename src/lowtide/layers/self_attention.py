@@ -65,30 +65,34 @@ class GroupedAttention:
         self._sinks = sinks
         self._window = window
 
-    def forward(self, x: Tensor, batch: Batch, rotation: Rotation, out: Tensor) -> None:
-        """x, out [rows, hidden] in the compute dtype."""
+    def forward(self, x: Tensor, batch: Batch, rotation: Rotation) -> Tensor:
+        """x [rows, hidden] in the compute dtype: a buffer which is given back. Returns [rows,
+        hidden], alive until the enclosing scope ends."""
         spec, num_rows = self._config.attention, x.shape[0]
         workspace = self._compute.workspace
         heads, kv_heads, head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        with workspace.scope():
-            qkv = workspace.take("qkv", (num_rows, heads + 2 * kv_heads, head_dim), x.dtype)
-            self._projection.forward(x, qkv.view(num_rows, -1))
-            in_tiles(self._normalise_and_rotate, qkv[:, : heads + kv_heads], *rotation)
-            query, key, value = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
-            attended = workspace.take("attended", (num_rows, heads, head_dim), x.dtype)
-            attention(
-                self._layer,
-                query,
-                key,
-                value,
-                batch.segments,
-                self._kv_cache,
-                self._compute,
-                attended,
-                window=self._window,
-                sinks=self._sinks,
-            )
-            self._output.forward(attended.view(num_rows, -1), out)
+        qkv = workspace.take("qkv", (num_rows, heads + 2 * kv_heads, head_dim), x.dtype)
+        self._projection.forward(x, qkv.view(num_rows, -1))
+        workspace.give_back(x)
+        in_tiles(self._normalise_and_rotate, qkv[:, : heads + kv_heads], *rotation)
+        query, key, value = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
+        attended = workspace.take("attended", (num_rows, heads, head_dim), x.dtype)
+        attention(
+            self._layer,
+            query,
+            key,
+            value,
+            batch.segments,
+            self._kv_cache,
+            self._compute,
+            attended,
+            window=self._window,
+            sinks=self._sinks,
+        )
+        workspace.give_back(qkv)
+        update = workspace.take("update", tuple(x.shape), x.dtype)
+        self._output.forward(attended.view(num_rows, -1), update)
+        return update
 
     def _normalise_and_rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         """In place, [rows, heads, head_dim]: queries, then keys."""

@@ -1,26 +1,34 @@
 """Where a forward pass puts its intermediate results.
 
-A model never allocates a transient: it takes named buffers from a workspace, inside scopes.
-The same forward pass runs over two kinds of workspace: a `Registrar`, in which nothing is
-computed (tensors are on the meta device) and the bytes are counted, and a `Workspace`, which
-hands out views of one buffer of exactly the size that was counted. Lifetimes nest as scopes do,
-so a stack is the whole plan: a buffer's offset is what its enclosing scopes have taken.
+A model never allocates a transient: it takes named buffers from a workspace, inside scopes, and
+may give one back before its scope ends. The same forward pass runs over two kinds of workspace: a
+`Registrar`, in which nothing is computed (tensors are on the meta device) and which draws the
+pass's graph (`memory/planner.py`), and a `Workspace`, which hands out views of one buffer at the
+places that were planned.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from lowtide.core import align_up
 from lowtide.errors import InternalError
-
-Mark = tuple[int, int, int]
-START: Mark = (0, 0, 0)
+from lowtide.memory.planner import (
+    UNPLANNED,
+    Graph,
+    LibraryOutput,
+    Path,
+    Place,
+    Placement,
+    Recording,
+    lowest_gap,
+)
 
 
 class Buffers(Protocol):
@@ -30,15 +38,23 @@ class Buffers(Protocol):
         """An uninitialised buffer that lives until the enclosing scope ends."""
         ...
 
+    def give_back(self, *buffers: Tensor) -> None:
+        """Ends what was taken before the enclosing scope does; of other tensors nothing.
+
+        Of a buffer of an outer scope: what it held is lost, its place is its own again when this
+        scope ends.
+        """
+        ...
+
     def scope(self) -> AbstractContextManager[None]:
         """`with workspace.scope():` gives back at its end what was taken inside."""
         ...
 
-    def mark(self) -> Mark:
+    def mark(self) -> State:
         """The present state, for `reset`."""
         ...
 
-    def reset(self, mark: Mark = START) -> None:
+    def reset(self, mark: State | None = None) -> None:
         """Gives back all that was taken since `mark`; the start without one."""
         ...
 
@@ -47,102 +63,188 @@ class Buffers(Protocol):
         ...
 
 
-MAX_VIEWS = 4096
-"""Views kept; a model's decoding passes need some hundred, prompts of all lengths many."""
+MAX_STATES = 4096
+"""States kept; a model's decoding passes need some hundred, prompts of all lengths many."""
 
 
-class Workspace:
-    """Hands out 64-byte-aligned views of one buffer; allocates nothing.
+class Alive(NamedTuple):
+    """A buffer that is alive."""
 
-    The same view is handed out again for the same place, shape and type: making one costs as much
-    as a small operator, and a pass takes some 25 per layer.
+    path: Path
+    place: Place
+    view: Tensor
+
+
+class State:
+    """What is alive at a point of a pass, and by what way it came to be so.
+
+    The states of all passes are a tree, whose branches are what passes did next; so what a pass
+    does again costs one look-up, where making a view costs as much as a small operator.
     """
 
-    def __init__(self, buffer: Tensor) -> None:
-        """`buffer`: uint8, of the size a `Registrar` counted for the largest pass."""
-        self._buffer = buffer
-        self._views: dict[tuple[int, tuple[int, ...], torch.dtype], tuple[Tensor, int]] = {}
-        self.top = 0
+    __slots__ = ("after", "alive", "is_planned", "library", "path", "top", "view")
 
-    def scope(self) -> _Scope:
-        return _Scope(self)
+    def __init__(
+        self,
+        path: Path,
+        alive: tuple[Alive, ...],
+        library: tuple[LibraryOutput, ...] = (),
+        is_planned: bool = True,
+    ) -> None:
+        """is_planned: whether the plan knows the way here."""
+        self.path = path
+        self.alive = alive
+        self.library = library
+        self.is_planned = is_planned
+        self.top = max((one.place.stop for one in alive), default=0)
+        self.view = alive[-1].view if alive else torch.empty(0)  # what was taken last
+        self.after: dict[object, State] = {}
+
+
+class _States(ABC):
+    """The present state, and how it changes: what both kinds of workspace are."""
+
+    def __init__(self) -> None:
+        self._start = self.state = State((), ())
+        self._num_states = 0
+
+    @property
+    def top(self) -> int:
+        """Where what is alive ends."""
+        return self.state.top
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        place = (self.top, shape, dtype)
-        if place not in self._views:
-            if len(self._views) == MAX_VIEWS:
-                self._views.clear()
-            self._views[place] = self._view(name, shape, dtype)
-        view, self.top = self._views[place]
-        return view
+        try:
+            self.state = state = self.state.after[name, shape, dtype]
+        except KeyError:
+            taken = self._taken(name, shape, dtype)
+            self.state = state = self._keep((name, shape, dtype), taken)
+        return state.view
 
-    def _view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, int]:
-        """The view at `top`, and where the next one begins."""
-        start, stop = self.top, self.top + _num_bytes(shape, dtype)
+    def give_back(self, *buffers: Tensor) -> None:
+        for buffer in buffers:
+            try:  # an identity stays a buffer's own as long as there are states after its taking
+                self.state = self.state.after[id(buffer)]
+            except KeyError:
+                views = [one.view for one in self.state.alive]
+                dead = next((i for i, view in enumerate(views) if view is buffer), None)
+                if dead is not None:
+                    self.state = self._keep(id(buffer), self._given_back(dead))
+
+    def scope(self) -> AbstractContextManager[None]:
+        return _Scope(self)
+
+    def mark(self) -> State:
+        return self.state
+
+    def reset(self, mark: State | None = None) -> None:
+        self.state = self._start if mark is None else mark
+
+    def _keep(self, step: object, state: State) -> State:
+        if self._num_states == MAX_STATES:
+            self._start.after.clear()
+            self._num_states = 0
+        self._num_states += 1
+        self.state.after[step] = state
+        return state
+
+    def _taken(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> State:
+        before, num_bytes = self.state, _num_bytes(shape, dtype)
+        path = (*before.path, name)
+        start = self._planned_start(path, num_bytes) if before.is_planned else None
+        is_planned = start is not None
+        if start is None:
+            start = lowest_gap((one.place for one in before.alive), align_up(num_bytes))
+        taken = Alive(
+            path, Place(start, align_up(num_bytes)), self._view(name, start, shape, dtype)
+        )
+        return State(path, (*before.alive, taken), before.library, is_planned)
+
+    def _given_back(self, dead: int) -> State:
+        before = self.state
+        alive = (*before.alive[:dead], *before.alive[dead + 1 :])
+        return State((*before.path, f"-{dead}"), alive, before.library, before.is_planned)
+
+    def _planned_start(self, path: Path, num_bytes: int) -> int | None:
+        """Where the plan has room for so many bytes of what is taken on this way."""
+        return None
+
+    @abstractmethod
+    def _view(
+        self, name: str, start: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor: ...
+
+
+class Workspace(_States):
+    """Hands out 64-byte-aligned views of one buffer; allocates nothing.
+
+    What the plan does not know lies by first fit beside what is alive, and so does all that is
+    taken while it is.
+    """
+
+    def __init__(self, buffer: Tensor, plan: Placement = UNPLANNED) -> None:
+        """`buffer`: uint8, of the plan's size or of what a `Registrar` counted for a pass."""
+        super().__init__()
+        self._buffer = buffer
+        self._plan = plan
+
+    def library(self, name: str, num_bytes: int) -> None:
+        """Library outputs come from the library's allocator; only the registrar counts them."""
+
+    def _planned_start(self, path: Path, num_bytes: int) -> int | None:
+        place = self._plan.places.get(path)
+        return None if place is None or place.num_bytes < num_bytes else place.start
+
+    def _view(self, name: str, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        stop = start + _num_bytes(shape, dtype)
         if stop > self._buffer.numel():
             raise InternalError(
                 f"Workspace buffer {name} {list(shape)} ends at {stop} bytes, "
                 f"past the planned {self._buffer.numel()}."
             )
-        return self._buffer[start:stop].view(dtype).view(shape), align_up(stop)
-
-    def mark(self) -> Mark:
-        return (self.top, 0, 0)
-
-    def reset(self, mark: Mark = START) -> None:
-        self.top = mark[0]
-
-    def library(self, name: str, num_bytes: int) -> None:
-        """Library outputs come from the library's allocator; only the registrar counts them."""
+        return self._buffer[start:stop].view(dtype).view(shape)
 
 
-class Registrar:
-    """Counts what a forward pass takes, computing nothing.
+class Registrar(_States):
+    """Draws the graph of a forward pass, computing nothing.
 
-    `arena_bytes` is the size the pass's `Workspace` must have, `peak_bytes` also holds library
-    outputs, and `peak` names what was alive when it was reached.
+    `arena_bytes` is the size that a `Workspace` without a plan must have, `peak_bytes` what is
+    alive at most with library outputs, and `peak` names it.
     """
 
     def __init__(self) -> None:
-        self.top = 0
-        self._library_bytes = 0
-        self._alive: list[tuple[str, int]] = []
+        super().__init__()
+        self._recording = Recording()
         self.arena_bytes = 0
         self.peak_bytes = 0
         self.peak: tuple[tuple[str, int], ...] = ()
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        num_bytes = align_up(_num_bytes(shape, dtype))
-        self.top += num_bytes
-        self._alive.append((name, num_bytes))
-        self.arena_bytes = max(self.arena_bytes, self.top)
-        self._note_peak()
-        return torch.empty(shape, dtype=dtype, device="meta")
+    @property
+    def graph(self) -> Graph:
+        """Of all that was run so far."""
+        return self._recording.graph()
 
     def library(self, name: str, num_bytes: int) -> None:
-        self._library_bytes += num_bytes
-        self._alive.append((name, num_bytes))
-        self._note_peak()
+        before = self.state
+        state = before.after.get((name, num_bytes))
+        if state is None:
+            library = (*before.library, LibraryOutput(name, num_bytes))
+            state = self._keep((name, num_bytes), State(before.path, before.alive, library))
+        self.state = state
 
-    @contextmanager
-    def scope(self) -> Iterator[None]:
-        mark = self.mark()
-        try:
-            yield
-        finally:
-            self.reset(mark)
+    def _keep(self, step: object, state: State) -> State:
+        self.arena_bytes = max(self.arena_bytes, state.top)
+        alive = [(one.path[-1], one.place.num_bytes) for one in state.alive] + [*state.library]
+        num_bytes = sum(num_bytes for _, num_bytes in alive)
+        if num_bytes > self.peak_bytes:
+            self.peak_bytes, self.peak = num_bytes, tuple(alive)
+        self._recording.note(
+            [(one.path, one.place.num_bytes) for one in state.alive], state.library
+        )
+        return super()._keep(step, state)
 
-    def mark(self) -> Mark:
-        return (self.top, self._library_bytes, len(self._alive))
-
-    def reset(self, mark: Mark = START) -> None:
-        self.top, self._library_bytes = mark[:2]
-        del self._alive[mark[2] :]
-
-    def _note_peak(self) -> None:
-        if self.top + self._library_bytes > self.peak_bytes:
-            self.peak_bytes = self.top + self._library_bytes
-            self.peak = tuple(self._alive)
+    def _view(self, name: str, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
 
 
 class _Scope:
@@ -150,14 +252,14 @@ class _Scope:
 
     __slots__ = ("_mark", "_owner")
 
-    def __init__(self, owner: Workspace) -> None:
+    def __init__(self, owner: _States) -> None:
         self._owner = owner
 
     def __enter__(self) -> None:
-        self._mark = self._owner.top
+        self._mark = self._owner.state
 
     def __exit__(self, *_: object) -> None:
-        self._owner.top = self._mark
+        self._owner.state = self._mark
 
 
 def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

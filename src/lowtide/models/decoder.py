@@ -39,8 +39,9 @@ Weights = Mapping[str, Tensor]
 class Attention(Protocol):
     """A layer's attention, projections included."""
 
-    def forward(self, x: Tensor, batch: Batch, rotation: Rotation, out: Tensor) -> None:
-        """x, out [rows, hidden] in the compute dtype; writes all rows' keys and values."""
+    def forward(self, x: Tensor, batch: Batch, rotation: Rotation) -> Tensor:
+        """x [rows, hidden] in the compute dtype, a buffer which is given back; writes all rows'
+        keys and values. Returns [rows, hidden], alive until the enclosing scope ends."""
         ...
 
 
@@ -227,18 +228,18 @@ class _Block:
     def forward(self, x: Tensor, batch: Batch, rotation: Rotation) -> None:
         workspace = self._compute.workspace
         with workspace.scope():
-            normed = workspace.take("normed", tuple(x.shape), x.dtype)
-            update = workspace.take("update", tuple(x.shape), x.dtype)
-            self._normalise(x, self._attention_norm, normed)
-            self._attention.forward(normed, batch, rotation, update)
-            x.add_(update)
-            self._normalise(x, self._mlp_norm, normed)
+            normed = self._normalise(x, self._attention_norm)
+            x.add_(self._attention.forward(normed, batch, rotation))
+        with workspace.scope():
+            update = self._normalise(x, self._mlp_norm)  # what it is made of, to begin with
             if self._moe is not None:
-                self._moe.forward(normed, batch, update)
+                self._moe.forward(update, batch, update)
             elif self._dense is not None:
-                self._dense.forward(normed, update)
+                self._dense.forward(update, update)
             x.add_(update)
 
-    def _normalise(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+    def _normalise(self, x: Tensor, weight: Tensor) -> Tensor:
         kernels, workspace = self._compute.kernels, self._compute.workspace
-        in_tiles(lambda x, out: kernels.rms_norm(x, weight, self._eps, workspace, out), x, out)
+        normed = workspace.take("normed", tuple(x.shape), x.dtype)
+        in_tiles(lambda x, out: kernels.rms_norm(x, weight, self._eps, workspace, out), x, normed)
+        return normed

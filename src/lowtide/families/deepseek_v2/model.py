@@ -138,42 +138,51 @@ class LatentAttention:
         self._kv_cache = kv_cache
         self._compute = compute
 
-    def forward(self, x: Tensor, batch: Batch, rotation: Rotation, out: Tensor) -> None:
-        """x, out [rows, hidden] in the compute dtype."""
+    def forward(self, x: Tensor, batch: Batch, rotation: Rotation) -> Tensor:
+        """x [rows, hidden] in the compute dtype: a buffer which is given back. Returns [rows,
+        hidden], alive until the enclosing scope ends."""
         spec, num_rows = self._spec, x.shape[0]
         kernels, workspace = self._compute.kernels, self._compute.workspace
         rank, width = spec.kv_lora_rank, spec.kv_lora_rank + spec.rope.rotary_dim
-        with workspace.scope():
-            cached = workspace.take("latent", (num_rows, 1, width), x.dtype)
-            self._latent.forward(x, cached.view(num_rows, width))
-            latent, rotating_key = cached[..., :rank], cached[..., rank:]
-            in_tiles(
-                lambda x: kernels.rms_norm(x, self._latent_norm, LATENT_EPS, workspace, x), latent
-            )
-            in_tiles(
-                lambda x, *angles: kernels.rotate_pairs(x, Rotation(*angles), workspace),
-                rotating_key,
-                *rotation,
-            )
-            query = workspace.take("latent query", (num_rows, spec.num_heads, width), x.dtype)
-            in_tiles(self._query, x, *rotation, query)
-            attended = workspace.take("attended", (num_rows, spec.num_heads, width), x.dtype)
-            attention(
-                self._layer,
-                query,
-                cached,
-                cached,
-                batch.segments,
-                self._kv_cache,
-                self._compute,
-                attended,
-                scale=spec.softmax_scale,
-            )
-            values = (num_rows, spec.num_heads, spec.value_head_dim)
-            value = workspace.take("value", values, x.dtype)
-            # What the rotating key would be as a value is computed too, and dropped.
-            in_tiles(partial(self._by_head, self._to_value), attended[..., :rank], value)
-            self._output.forward(value.view(num_rows, -1), out)
+        cached = workspace.take("latent", (num_rows, 1, width), x.dtype)
+        self._latent.forward(x, cached.view(num_rows, width))
+        latent, rotating_key = cached[..., :rank], cached[..., rank:]
+        in_tiles(lambda x: kernels.rms_norm(x, self._latent_norm, LATENT_EPS, workspace, x), latent)
+        in_tiles(
+            lambda x, *angles: kernels.rotate_pairs(x, Rotation(*angles), workspace),
+            rotating_key,
+            *rotation,
+        )
+        query = workspace.take("latent query", (num_rows, spec.num_heads, width), x.dtype)
+        in_tiles(self._query, x, *rotation, query)
+        workspace.give_back(x)
+        attended = workspace.take("attended", (num_rows, spec.num_heads, width), x.dtype)
+        attention(
+            self._layer,
+            query,
+            cached,
+            cached,
+            batch.segments,
+            self._kv_cache,
+            self._compute,
+            attended,
+            scale=spec.softmax_scale,
+        )
+        workspace.give_back(query, cached)
+        return self._output_of(attended, tuple(x.shape))
+
+    def _output_of(self, attended: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The layer's output, of this shape, of what was attended to, which is given back."""
+        spec, workspace = self._spec, self._compute.workspace
+        values = (shape[0], spec.num_heads, spec.value_head_dim)
+        value = workspace.take("value", values, attended.dtype)
+        # What the rotating key would be as a value is computed too, and dropped.
+        latents = attended[..., : spec.kv_lora_rank]
+        in_tiles(partial(self._by_head, self._to_value), latents, value)
+        workspace.give_back(attended)
+        update = workspace.take("update", shape, attended.dtype)
+        self._output.forward(value.view(shape[0], -1), update)
+        return update
 
     def _query(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
         """Queries for cached latents: out [rows, heads, rank + rotary_dim]."""

@@ -1,0 +1,219 @@
+"""Where the transients of a forward pass lie in one range of memory.
+
+A pass is a graph: its transients, which of them are alive together, and the moments at which
+something is added to what is alive. A registrar draws it from one run of the model's own forward
+(`memory/workspace.py`); here it is only numbers. Offsets are by first fit, as Mosaic's planner has
+them: each transient at the lowest place that nothing alive beside it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from lowtide.core import align_up
+from lowtide.errors import InternalError
+
+Path = tuple[str, ...]
+"""What a pass took, and with a minus gave back, up to here in the scopes that are open: the name
+of a transient. Layers that are alike have the same names, and so share their places."""
+
+
+class Transient(NamedTuple):
+    """A buffer. `beside`: what is alive when it is taken, ascending; all taken before it."""
+
+    path: Path
+    num_bytes: int
+    beside: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return self.path[-1]
+
+
+class LibraryOutput(NamedTuple):
+    """What an operator without an `out=` form allocates for itself, outside the range."""
+
+    name: str
+    num_bytes: int
+
+
+class Moment(NamedTuple):
+    """What is alive, just after something was added to it."""
+
+    alive: tuple[int, ...]
+    library: tuple[LibraryOutput, ...]
+
+
+class Place(NamedTuple):
+    """Bytes `start` to `start + num_bytes` of the range, for a transient of at most so many."""
+
+    start: int
+    num_bytes: int
+
+    def overlaps(self, other: Place) -> bool:
+        return self.start < other.stop and other.start < self.stop
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.num_bytes
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Places for all transients of a graph, by their paths, in a range of `arena_bytes`."""
+
+    places: Mapping[Path, Place]
+    arena_bytes: int
+
+
+UNPLANNED = Placement({}, 0)
+
+
+class Recording:
+    """What a registrar saw of a pass, or of several that share one plan.
+
+    A transient that is taken in several sizes has the largest, and has all beside it that ever was.
+    """
+
+    def __init__(self) -> None:
+        self._indexes: dict[Path, int] = {}
+        self._num_bytes: list[int] = []
+        self._beside: list[set[int]] = []
+        self._moments: dict[tuple[tuple[int, ...], tuple[str, ...]], list[int]] = {}
+
+    def note(self, alive: Sequence[tuple[Path, int]], library: Sequence[LibraryOutput]) -> None:
+        """What is alive, with its bytes, in the order of taking; after each change."""
+        indexes = [self._index(path) for path, _ in alive]
+        for position, (i, (_, num_bytes)) in enumerate(zip(indexes, alive, strict=True)):
+            self._num_bytes[i] = max(self._num_bytes[i], num_bytes)
+            self._beside[i].update(indexes[:position])
+        key = (tuple(indexes), tuple(output.name for output in library))
+        held = self._moments.setdefault(key, [0] * len(library))
+        for j, output in enumerate(library):
+            held[j] = max(held[j], output.num_bytes)
+
+    def graph(self) -> Graph:
+        transients = zip(self._indexes, self._num_bytes, self._beside, strict=True)
+        return Graph(
+            tuple(
+                Transient(path, num_bytes, tuple(sorted(beside)))
+                for path, num_bytes, beside in transients
+            ),
+            tuple(
+                Moment(alive, tuple(map(LibraryOutput, names, held)))
+                for (alive, names), held in self._moments.items()
+            ),
+        )
+
+    def _index(self, path: Path) -> int:
+        if path not in self._indexes:
+            self._num_bytes.append(0)
+            self._beside.append(set())
+        return self._indexes.setdefault(path, len(self._indexes))
+
+
+@dataclass(frozen=True)
+class Graph:
+    """All transients of a pass, in the order in which they are first taken."""
+
+    transients: tuple[Transient, ...]
+    moments: tuple[Moment, ...]
+
+    @cached_property
+    def placement(self) -> Placement:
+        """By first fit in the best of several orders; see `first_fit`."""
+        least_bytes, best = self.least_bytes, None
+        for order in self._orders():
+            placement = first_fit(self, order)
+            if best is None or placement.arena_bytes < best.arena_bytes:
+                best = placement
+            if best.arena_bytes == least_bytes:
+                break
+        if best is None:
+            raise InternalError("A graph has no order to be placed in.")
+        return best
+
+    @cached_property
+    def least_bytes(self) -> int:
+        """What is alive together at most, which no placement can be below."""
+        return max((self.alive_bytes(moment) for moment in self.moments), default=0)
+
+    @cached_property
+    def library_bytes(self) -> int:
+        """What libraries hold together at most."""
+        return max((_library_bytes(moment) for moment in self.moments), default=0)
+
+    @cached_property
+    def peak_moment(self) -> Moment:
+        """The first at which most is alive, libraries' outputs included."""
+        return max(
+            self.moments,
+            key=lambda moment: self.alive_bytes(moment) + _library_bytes(moment),
+            default=Moment((), ()),
+        )
+
+    @property
+    def peak_bytes(self) -> int:
+        moment = self.peak_moment
+        return self.alive_bytes(moment) + _library_bytes(moment)
+
+    @property
+    def peak(self) -> tuple[tuple[str, int], ...]:
+        """What is alive at the peak, by name, with its bytes."""
+        alive = [self.transients[i] for i in self.peak_moment.alive]
+        return (
+            *((transient.name, align_up(transient.num_bytes)) for transient in alive),
+            *self.peak_moment.library,
+        )
+
+    def alive_bytes(self, moment: Moment) -> int:
+        """Of the range alone, libraries' outputs aside."""
+        return sum(align_up(self.transients[i].num_bytes) for i in moment.alive)
+
+    def _orders(self) -> Iterable[Sequence[int]]:
+        """As they are taken; the largest first; those that are alive beside most bytes first."""
+        indexes = range(len(self.transients))
+        yield indexes
+        sizes = [transient.num_bytes for transient in self.transients]
+        yield sorted(indexes, key=lambda i: -sizes[i])
+        around = [0] * len(sizes)
+        for moment in self.moments:
+            alive_bytes = self.alive_bytes(moment)
+            for i in moment.alive:
+                around[i] = max(around[i], alive_bytes)
+        yield sorted(indexes, key=lambda i: (-around[i], i))
+        yield sorted(indexes, key=lambda i: (-around[i], -sizes[i]))
+
+
+def first_fit(graph: Graph, order: Sequence[int]) -> Placement:
+    """Each transient, in this order, at the lowest place that none beside it has."""
+    beside: list[set[int]] = [set(transient.beside) for transient in graph.transients]
+    for i, transient in enumerate(graph.transients):
+        for other in transient.beside:
+            beside[other].add(i)
+    places: dict[int, Place] = {}
+    for i in order:
+        num_bytes = align_up(graph.transients[i].num_bytes)
+        start = lowest_gap((places[j] for j in beside[i] if j in places), num_bytes)
+        places[i] = Place(start, num_bytes)
+    return Placement(
+        {graph.transients[i].path: place for i, place in places.items()},
+        max((place.stop for place in places.values()), default=0),
+    )
+
+
+def lowest_gap(taken: Iterable[Place], num_bytes: int) -> int:
+    """Where so many bytes begin at the lowest, beside what is taken."""
+    start = 0
+    for place in sorted(taken):
+        if place.start - start >= num_bytes:
+            break
+        start = max(start, place.stop)
+    return start
+
+
+def _library_bytes(moment: Moment) -> int:
+    return sum(output.num_bytes for output in moment.library)

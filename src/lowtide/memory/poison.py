@@ -1,0 +1,67 @@
+"""A workspace that shows who reads what is not theirs any more, or not yet: for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lowtide.errors import InternalError
+from lowtide.memory.planner import UNPLANNED, Placement
+from lowtide.memory.workspace import State, Workspace
+
+POISON = 0xFF
+"""In every byte: NaN in all floating-point types."""
+
+
+class PoisonedWorkspace(Workspace):
+    """Whatever lies outside of what is alive is NaN, at all times.
+
+    `touched_bytes` is how far it was filled.
+    """
+
+    def __init__(self, buffer: Tensor, plan: Placement = UNPLANNED) -> None:
+        super().__init__(buffer, plan)
+        self.touched_bytes = 0
+        buffer.fill_(POISON)
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Raises InternalError where the plan has put it over something that is alive."""
+        others = self.state.alive
+        view = super().take(name, shape, dtype)
+        place = self.state.alive[-1].place
+        for other in others:
+            if place.overlaps(other.place):
+                raise InternalError(f"{name} at {place} is over {other.path[-1]} at {other.place}.")
+        self.touched_bytes = max(self.touched_bytes, place.start + view.nbytes)
+        return view
+
+    def give_back(self, *buffers: Tensor) -> None:
+        before = self.state
+        super().give_back(*buffers)
+        self._poison(before)
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        mark = self.mark()
+        try:
+            yield
+        finally:
+            self.reset(mark)
+
+    def reset(self, mark: State | None = None) -> None:
+        before = self.state
+        super().reset(mark)
+        if mark is None:
+            self._buffer.fill_(POISON)
+        else:
+            self._poison(before)
+
+    def _poison(self, before: State) -> None:
+        """Whatever has died."""
+        alive = {one.path for one in self.state.alive}
+        for one in before.alive:
+            if one.path not in alive:
+                one.view.view(-1).view(torch.uint8).fill_(POISON)

@@ -1,0 +1,189 @@
+"""The graph of a pass, its places in one range, and that a pass touches nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exact_offsets import least_arena_bytes
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lowtide.compute import Compute
+from lowtide.core import ALIGNMENT, Step, StepKind, align_up
+from lowtide.engine.opening import MAX_PASS_ROWS, EngineConfig, open_model
+from lowtide.engine.planning import register
+from lowtide.errors import InternalError
+from lowtide.families import families
+from lowtide.lab.synth import synth
+from lowtide.layers.batch import Batch, Segment
+from lowtide.llm import LLM
+from lowtide.memory.arena import Arena
+from lowtide.memory.kv_cache import KVCache
+from lowtide.memory.planner import Graph, Moment, Place, Placement, Transient, first_fit
+from lowtide.memory.poison import PoisonedWorkspace
+from lowtide.memory.workspace import Buffers, Registrar, Workspace
+
+takes = st.tuples(st.just("take"), st.integers(0, 700))
+returns = st.tuples(st.just("give back"), st.integers(0, 5))
+libraries = st.tuples(st.just("library"), st.integers(0, 900))
+steps = st.one_of(takes, takes, returns, libraries)
+programs = st.recursive(
+    st.lists(steps, max_size=4),
+    lambda inner: st.lists(st.one_of(steps, st.tuples(st.just("scope"), inner)), max_size=5),
+    max_leaves=14,
+)
+
+
+def run(program: list[Any], buffers: Buffers, alive: list[Tensor], written: list[int]) -> None:
+    """A made-up pass: what is alive keeps what was written to it."""
+    for number, (kind, argument) in enumerate(program):
+        if kind == "take":
+            tensor = buffers.take(f"t{number}", (argument,), torch.uint8)
+            tensor.fill_(len(written) % 200)
+            alive.append(tensor)
+            written.append(len(written) % 200)
+        elif kind == "give back" and argument < len(alive):
+            buffers.give_back(alive.pop(-1 - argument))
+            written.pop(-1 - argument)
+        elif kind == "library":
+            buffers.library("l", argument)
+        elif kind == "scope":
+            before = len(alive)
+            with buffers.scope():
+                run(argument, buffers, [], [])
+            assert len(alive) == before
+        for tensor, value in zip(alive, written, strict=True):
+            assert tensor.is_meta or bool((tensor == value).all())
+
+
+def graph_of(program: list[Any]) -> Graph:
+    registrar = Registrar()
+    run(program, registrar, [], [])
+    return registrar.graph
+
+
+@given(programs)
+def test_what_is_alive_together_never_overlaps(program: list[Any]) -> None:
+    graph = graph_of(program)
+    places = [graph.placement.places[transient.path] for transient in graph.transients]
+    for transient, place in zip(graph.transients, places, strict=True):
+        assert place.start % ALIGNMENT == 0
+        assert place.num_bytes == align_up(transient.num_bytes)
+        assert not any(place.overlaps(places[i]) for i in transient.beside)
+    assert max((place.stop for place in places), default=0) == graph.placement.arena_bytes
+    assert graph.least_bytes <= graph.placement.arena_bytes
+    assert sum(num_bytes for _, num_bytes in graph.peak) == graph.peak_bytes
+
+
+@given(programs)
+def test_a_pass_runs_in_its_plan_alone(program: list[Any]) -> None:
+    """Whatever dies is poisoned: it was not over anything that lives."""
+    placement = graph_of(program).placement
+    workspace = PoisonedWorkspace(Arena(placement.arena_bytes).bytes, placement)
+    run(program, workspace, [], [])
+    workspace.reset()
+    assert workspace.top == 0
+    assert bool((workspace._buffer == 0xFF).all())
+    run(program, Workspace(workspace._buffer, placement), [], [])
+
+
+@examples(40)
+@given(programs)
+def test_first_fit_is_near_the_least_range(program: list[Any]) -> None:
+    graph = graph_of(program)
+    if len(graph.transients) <= 7:
+        least = least_arena_bytes(graph)
+        assert graph.least_bytes <= least <= graph.placement.arena_bytes <= 1.5 * least
+
+
+def test_the_solver_finds_what_an_order_of_first_fit_misses() -> None:
+    """A chain whose ends come first, and lie so that its middle needs a third place."""
+    transients = tuple(
+        Transient((name,), ALIGNMENT, (i - 1,) if i else ()) for i, name in enumerate("abcd")
+    )
+    moments = tuple(Moment((i, i + 1), ()) for i in range(3))
+    graph = Graph(transients, moments)
+    assert first_fit(graph, [0, 3, 1, 2]).arena_bytes == 3 * ALIGNMENT
+    assert least_arena_bytes(graph) == graph.least_bytes == 2 * ALIGNMENT
+
+
+def test_a_buffer_that_was_given_back_makes_room() -> None:
+    workspace = Workspace(Arena(3 * ALIGNMENT).bytes)
+    first = workspace.take("first", (ALIGNMENT,), torch.uint8)
+    with workspace.scope():
+        second = workspace.take("second", (ALIGNMENT,), torch.uint8)
+        workspace.give_back(first, torch.empty(3))
+        third = workspace.take("third", (ALIGNMENT,), torch.uint8)
+        assert third.data_ptr() == first.data_ptr()
+        assert second.data_ptr() == first.data_ptr() + ALIGNMENT
+    assert workspace.take("fourth", (1,), torch.uint8).data_ptr() == second.data_ptr()
+
+
+def test_what_the_plan_does_not_know_lies_beside_what_is_alive() -> None:
+    places = {("a",): Place(128, 64), ("a", "b"): Place(0, 64)}
+    workspace = PoisonedWorkspace(Arena(512).bytes, Placement(places, 192))
+    start = workspace._buffer.data_ptr()
+    a = workspace.take("a", (64,), torch.uint8)
+    assert a.data_ptr() == start + 128
+    with workspace.scope():
+        assert workspace.take("b", (60,), torch.uint8).data_ptr() == start
+    with workspace.scope():
+        assert workspace.take("b", (65,), torch.uint8).data_ptr() == start, "larger than planned"
+        assert workspace.take("c", (65,), torch.uint8).data_ptr() == start + 192
+    with pytest.raises(InternalError, match=r"d \[512\] ends at 704 bytes, past the planned 512"):
+        workspace.take("d", (512,), torch.uint8)
+
+
+def test_poison_finds_an_overlap_and_a_late_reader() -> None:
+    places = {("a",): Place(0, 64), ("a", "b"): Place(0, 64)}
+    workspace = PoisonedWorkspace(Arena(512).bytes, Placement(places, 64))
+    late = workspace.take("a", (4,), torch.float32).fill_(1)
+    with pytest.raises(InternalError, match="b at .* is over a at"):
+        workspace.take("b", (4,), torch.float32)
+    workspace.reset()
+    assert bool(late.isnan().all())
+
+
+# Of the models
+
+
+@pytest.fixture(scope="module", params=sorted(families()))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synth(request.param, "tiny", tmp_path_factory.mktemp("model") / request.param, seed=1)
+
+
+def test_first_fit_is_as_good_as_the_solver_on_the_models(folder: Path) -> None:
+    for context in (64, 4096):
+        graph = register(open_model(folder, EngineConfig(context=context))).graph
+        assert graph.placement.arena_bytes == least_arena_bytes(graph) == graph.least_bytes
+
+
+def test_a_pass_touches_what_was_planned_and_has_the_same_bits(folder: Path) -> None:
+    """A prompt as long as a pass can be, then some single tokens."""
+    with LLM(folder, context=768) as llm:
+        engine = llm._engine
+        config, placement = engine.opened.config, register(engine.opened).graph.placement
+        poisoned = PoisonedWorkspace(Arena(placement.arena_bytes).bytes, placement)
+        cache = KVCache(torch.zeros(engine.opened.kv_shape, dtype=engine.opened.dtype))
+        compute = Compute(engine.executor, engine.model.compute.kernels, poisoned)
+        weights = engine.model.weights
+        model = families()[config.family].model()(config, weights, engine.experts, cache, compute)
+        own, other = (kv_cache.allocate(768) for kv_cache in (engine.kv_cache, cache))
+        with engine.executor.in_charge(), torch.inference_mode():
+            for start, stop in ((0, MAX_PASS_ROWS), (512, 655), (655, 656), (656, 657)):
+                answers = []
+                for runs, kv in ((engine.model, own), (model, other)):
+                    ids = torch.arange(start, stop) % 50
+                    block_length = 1 if start % 2 else config.block_length
+                    segment = Segment(0, stop - start, start, block_length, kv)
+                    step = Step(StepKind.PREFILL, 0)
+                    hidden = runs.forward(Batch(ids, ids, (segment,), step))
+                    answers += [hidden.clone(), runs.logits(hidden[:20]).clone()]
+                assert torch.equal(answers[0], answers[2]) and torch.equal(answers[1], answers[3])
+                assert not answers[0].isnan().any() and not answers[1].isnan().any()
+        assert poisoned.touched_bytes <= placement.arena_bytes < poisoned.touched_bytes + ALIGNMENT
