@@ -163,6 +163,13 @@ def test_first_fit_is_as_good_as_the_solver_on_the_models(folder: Path) -> None:
         assert graph.placement.arena_bytes == least_arena_bytes(graph) == graph.least_bytes
 
 
+def test_the_longest_pass_is_as_well_placed(folder: Path) -> None:
+    opened = open_model(folder, EngineConfig(context=64))
+    if opened.config.family != "gpt_oss":  # whose windows are of causal passes
+        graph = register(opened, 1111).graph
+        assert graph.placement.arena_bytes == least_arena_bytes(graph) == graph.least_bytes
+
+
 def test_a_pass_touches_what_was_planned_and_has_the_same_bits(folder: Path) -> None:
     """A prompt as long as a pass can be, then some single tokens."""
     with LLM(folder, context=768) as llm:

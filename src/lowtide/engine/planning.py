@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 
 import torch
@@ -29,11 +30,14 @@ from lowtide.hardware.measure import layer_dense_bytes
 from lowtide.kernels.library_cache import library_cache_bytes, limit_library_cache
 from lowtide.kernels.reference import REFERENCE
 from lowtide.kernels.row_statistics import Guidance, Wanted
-from lowtide.layers.attention import CAUSAL_ROWS
+from lowtide.layers.attention import CAUSAL_ROWS, QUERY_ROWS
 from lowtide.layers.batch import Batch, KVRange, Segment
 from lowtide.memory.budget import DeviceNeeds, Needs, spend
+from lowtide.memory.chunking import MAX_REMAINDER, TILE_ROWS, Counts, longest_chunk
 from lowtide.memory.cuda_streams import free_memory_bytes
 from lowtide.memory.kv_cache import KVCache
+from lowtide.memory.pass_planner import PassPlanner
+from lowtide.memory.template import Sample, Template
 from lowtide.memory.workspace import Registrar
 from lowtide.policies.presets import asks_scores, choose_preset, fetches_all, substitutes
 from lowtide.reading.file_reader import ring_bytes
@@ -184,45 +188,78 @@ def register(opened: OpenModel, num_rows: int | None = None) -> Registrar:
     nothing computed. Layers give back what they take, so those up to the first with experts stand
     for all. Of more than `MAX_PASS_ROWS` rows it is bidirectional, over one whole sequence.
     """
-    policy = opened.options.policy
-    key = (num_rows or opened.max_pass_rows, substitutes(policy), asks_scores(policy))
+    policy, num_rows = opened.options.policy, num_rows or opened.max_pass_rows
+    key = (num_rows, substitutes(policy), asks_scores(policy))
     if key not in opened.passes:
-        opened.passes[key] = _register(opened, *key)
+        opened.passes[key] = registrar = Registrar()
+        _run_forward(opened, registrar, _largest_segments(opened, num_rows), LOGIT_ROWS + 15)
     return opened.passes[key]
 
 
-def _register(
-    opened: OpenModel, num_rows: int, has_substitution: bool, has_scores: bool
-) -> Registrar:
-    registrar = Registrar()
+def plan_long_passes(opened: OpenModel) -> PassPlanner:
+    """Plans bidirectional passes of more than `MAX_PASS_ROWS` rows, by what is free for them."""
+    return PassPlanner(Template.fit([_sample(opened, *sample) for sample in _SAMPLES]))
+
+
+# Tokens, keys, rows of logits; chunks. Together they tell apart all that sizes depend on, tiles
+# with remainders included; the last ones check.
+_SAMPLES: tuple[tuple[Counts, Mapping[str, int]], ...] = (
+    (Counts(3072, 3072, 256), {}),
+    (Counts(4608, 4608, 256), {}),
+    (Counts(3072, 3600, 256), {}),
+    (Counts(3080, 3080, 256), {}),  # a remainder after tiles of 512 and of 768
+    (Counts(2568, 2568, 256), {}),  # of 512 alone
+    (Counts(3072, 3072, 256), {"mlp": 2}),
+    (Counts(3072, 3072, 256), {"experts": 2}),
+    (Counts(3072, 3072, 256), {"attention": 2}),
+    (Counts(3072, 3072, 256), {"logits": 2}),
+    (Counts(3850, 4000, 330), {"mlp": 1, "experts": 3, "attention": 1, "logits": 1}),
+    (Counts(2600, 2600, 90), {"mlp": 3, "experts": 1, "attention": 2, "logits": 1}),
+)
+
+
+def _sample(opened: OpenModel, counts: Counts, chunks: Mapping[str, int]) -> Sample:
+    num_rows, num_keys, num_logits = counts
+    kv = KVRange(0, num_keys)
+    segment = Segment(0, num_rows, num_keys - num_rows, num_keys, kv)
+    registrar = Registrar(chunks)
+    _run_forward(opened, registrar, [segment], longest_chunk(counts, "logits", chunks))
+    return Sample(counts, chunks, registrar.graph)
+
+
+def _run_forward(
+    opened: OpenModel, registrar: Registrar, segments: Sequence[Segment], num_logits: int
+) -> None:
+    """Runs a pass for each segment, and some logits after it, on the meta device."""
     config = replace(opened.config, num_layers=opened.config.num_leading_layers)
-    segments = _largest_segments(opened, num_rows)
     kv_shape = list(opened.kv_shape)
     kv_shape[3] = segments[0].kv.capacity
     kv_cache = KVCache(torch.empty(kv_shape, dtype=opened.dtype, device="meta"))
-    experts = ExpertRegistrar(config.moe_shape, has_substitution, has_scores)
+    policy = opened.options.policy
+    experts = ExpertRegistrar(config.moe_shape, substitutes(policy), asks_scores(policy))
     compute = Compute(InlineExecutor(), REFERENCE, registrar, torch.device("meta"))
     model_class = families()[config.family].model()
     model = model_class(config, opened.dense.meta(), experts, kv_cache, compute)
     for segment in segments:
         rows = torch.empty(segment.stop, dtype=torch.int64, device="meta")
         hidden = model.forward(Batch(rows, rows, (segment,), Step(StepKind.DENOISE, 0)))
-        model.logits(hidden[: LOGIT_ROWS + 15])
+        model.logits(hidden[:num_logits])
         if config.is_bidirectional:
             everything = Wanted(second=True, entropy=True)
-            guidance = Guidance(rows, torch.empty(num_rows, device="meta"))
+            guidance = Guidance(rows, torch.empty(segment.stop, device="meta"))
             model.row_statistics(hidden, rows, everything, guidance)
-    return registrar
 
 
 def _largest_segments(opened: OpenModel, num_rows: int) -> list[Segment]:
     """Each a pass: none of no more rows has a transient that is larger than all of theirs."""
     if opened.config.is_bidirectional or num_rows > MAX_PASS_ROWS:
-        return [Segment(0, num_rows, 0, num_rows, KVRange(0, num_rows))]
+        return [
+            Segment(0, rows, 0, rows, KVRange(0, num_rows)) for rows in _longest_in_tiles(num_rows)
+        ]
     # At the end of the cache: causal, also with a remainder that joins its tile, which is longer
     # than any of all rows, or one block of all rows.
     num_tokens = max(opened.kv_shape[3], num_rows)
-    longest_tile = min(num_rows, CAUSAL_ROWS + 15)
+    longest_tile = min(num_rows, CAUSAL_ROWS + MAX_REMAINDER)
     passes = [(longest_tile, 1), (num_rows, 1)]
     if opened.config.is_diffusion:
         passes.append((num_rows, num_tokens))
@@ -230,3 +267,12 @@ def _largest_segments(opened: OpenModel, num_rows: int) -> list[Segment]:
         Segment(0, rows, num_tokens - rows, block_length, KVRange(0, num_tokens))
         for rows, block_length in passes
     ]
+
+
+def _longest_in_tiles(num_rows: int) -> list[int]:
+    """Passes of up to so many rows: the longest, and those with the longest tiles."""
+    most = num_rows - MAX_REMAINDER
+    in_tiles = {
+        most // tile_rows * tile_rows + MAX_REMAINDER for tile_rows in (TILE_ROWS, QUERY_ROWS)
+    }
+    return sorted({num_rows, *(rows for rows in in_tiles if rows > MAX_PASS_ROWS)})

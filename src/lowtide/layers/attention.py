@@ -13,12 +13,16 @@ from torch import Tensor
 from lowtide.compute import Compute
 from lowtide.errors import InternalError
 from lowtide.layers.batch import Segment
-from lowtide.layers.rows import in_tiles
+from lowtide.layers.rows import in_chunks
+from lowtide.memory.chunking import OPERATOR_TILES
 from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.workspace import TILE_ROWS, Buffers, tiles
 
 CAUSAL_ROWS = 128
 """Rows of a causal tile (and up to 15 more): bounds what its products allocate."""
+
+QUERY_ROWS = OPERATOR_TILES["attention"]
+"""Rows of a tile that sees whole blocks (and up to 15 more). Fixed, because it decides bits."""
 
 MAX_GROUP = 8
 """Query heads of one key head that are computed together at most: a latent has one key head for
@@ -68,7 +72,7 @@ def attention(
         for block, end_position in _blocks(segment):
             is_long = block.stop - block.start > TILE_ROWS
             attend = partial(_attend, *read(end_position), scale, compute, is_long)
-            in_tiles(attend, query[block], out[block])
+            in_chunks("attention", compute.workspace, attend, query[block], out[block])
 
 
 class _Scores(NamedTuple):
@@ -129,26 +133,33 @@ def _attend(
     """Every query row sees all of keys and values [kv_heads, tokens, head_dim].
 
     Nothing is masked, so the query heads that share a key head are simply more rows of it:
-    grouped-query attention without repeating a key. is_shared: key heads are divided among the
-    executor's threads.
+    grouped-query attention without repeating a key. Rows are a chunk of tiles, the copies of all
+    of which exist together. is_shared: key heads are divided among the executor's threads, each
+    of which takes one tile after the other.
     """
     workspace, executor = compute.workspace, compute.executor
-    rows, heads, head_dim = query.shape
-    kv_heads = keys.shape[0]
-    shape = (rows, kv_heads, heads // kv_heads, head_dim)
+    kv_heads, (rows, heads, head_dim) = keys.shape[0], query.shape
+    own_tiles = list(tiles(rows, QUERY_ROWS))
+    num_pieces = executor.num_threads if is_shared else 1
+    parts = _pieces(kv_heads, -(-kv_heads // num_pieces))
     with workspace.scope():
-        by_head = query.view(shape).permute(1, 2, 0, 3)
-        grouped = workspace.take("query", tuple(by_head.shape), query.dtype)
-        grouped.copy_(by_head)
-        workspace.library("attention", _sdpa_bytes(query, keys))
+        longest = query[max(own_tiles, key=lambda tile: tile.stop - tile.start)]
+        workspace.library("attention", _sdpa_bytes(longest, keys))
         if is_shared:
-            workspace.library("shared", (min(kv_heads, 8) - 1) * _scores_bytes(query, keys))
-        folded = grouped.view(kv_heads, -1, head_dim)
-        outputs = out.view(shape).permute(1, 2, 0, 3)
-        num_pieces = executor.num_threads if is_shared else 1
+            workspace.library("shared", (min(kv_heads, 8) - 1) * _scores_bytes(longest, keys))
+        copies = workspace.take("query", (rows * heads, head_dim), query.dtype)
+        if query.is_meta:  # nothing is computed, only counted
+            return
+        by_tile = []
+        for tile in own_tiles:
+            shape = (tile.stop - tile.start, kv_heads, heads // kv_heads, head_dim)
+            folded = copies[tile.start * heads : tile.stop * heads].view(kv_heads, -1, head_dim)
+            by_head = query[tile].view(shape).permute(1, 2, 0, 3)
+            folded.view(by_head.shape).copy_(by_head)
+            by_tile.append((folded, out[tile].view(shape).permute(1, 2, 0, 3)))
         works = [
-            partial(_attend_folded, folded[part], keys[part], values[part], scale, outputs[part])
-            for part in _pieces(kv_heads, -(-kv_heads // num_pieces))
+            partial(_attend_folded, [(q[p], o[p]) for q, o in by_tile], keys[p], values[p], scale)
+            for p in parts
         ]
         if num_pieces == 1:
             works[0]()
@@ -157,11 +168,15 @@ def _attend(
 
 
 def _attend_folded(
-    query: Tensor, keys: Tensor, values: Tensor, scale: float | None, out: Tensor
+    tiles: Sequence[tuple[Tensor, Tensor]], keys: Tensor, values: Tensor, scale: float | None
 ) -> None:
-    """query [kv_heads, group * rows, head_dim], out [kv_heads, group, rows, head_dim]."""
-    attended = F.scaled_dot_product_attention(query[None], keys[None], values[None], scale=scale)
-    out.copy_(attended.view(out.shape))
+    """Some key heads of tiles: queries [kv_heads, group * rows, head_dim] and where their outputs
+    go [kv_heads, group, rows, head_dim]."""
+    for query, out in tiles:
+        attended = F.scaled_dot_product_attention(
+            query[None], keys[None], values[None], scale=scale
+        )
+        out.copy_(attended.view(out.shape))
 
 
 def _attend_causally(

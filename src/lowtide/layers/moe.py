@@ -14,7 +14,7 @@ from lowtide.experts.rows import Routing
 from lowtide.layers.batch import Batch
 from lowtide.layers.linear import GatedMLP
 from lowtide.layers.router import Router, SigmoidRouter, SoftmaxRouter, TopSoftmaxRouter
-from lowtide.layers.rows import in_tiles
+from lowtide.layers.rows import in_chunks, in_tiles
 from lowtide.memory.workspace import Buffers
 
 __all__ = ["Experts", "MoELayer", "Router", "SigmoidRouter", "SoftmaxRouter", "TopSoftmaxRouter"]
@@ -72,17 +72,19 @@ class MoELayer:
             if self._shared is None:
                 out.copy_(routed)
             else:
-                in_tiles(partial(self._add_shared, self._shared), x, routed, out)
+                add_shared = partial(self._add_shared, self._shared)
+                in_chunks("mlp", workspace, add_shared, x, routed, out)
 
     def _add_shared(self, expert: GatedMLP, x: Tensor, routed: Tensor, out: Tensor) -> None:
         """`out = routed + expert(x)`; `out` may be `x`."""
         workspace = self._compute.workspace
         with workspace.scope():
             shared = workspace.take("shared", tuple(x.shape), x.dtype)
-            expert.forward(x, shared)
+            expert.run_chunk(x, shared)
             if self._shared_gate is not None:
                 share = workspace.take("shared gate", (x.shape[0], 1), x.dtype)
-                torch.mm(x, self._shared_gate.t(), out=share)
+                weight = self._shared_gate.t()
+                in_tiles(lambda x, out: torch.mm(x, weight, out=out), x, share)
                 shared.mul_(share.sigmoid_())
             out.copy_(routed).add_(shared)
 

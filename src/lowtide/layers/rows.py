@@ -6,11 +6,11 @@ its operators take beside their inputs and outputs is bounded by a tile all the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from lowtide.memory.workspace import TILE_ROWS, tiles
+from lowtide.memory.workspace import TILE_ROWS, Buffers, tiles
 
 
 def in_tiles(run: Callable[..., object], *rows: Tensor) -> None:
@@ -18,9 +18,27 @@ def in_tiles(run: Callable[..., object], *rows: Tensor) -> None:
 
     rows: tensors of equally many rows. Each row has the same bits in whatever tile (see `tiles`).
     """
+    if rows[0].shape[0] <= TILE_ROWS:
+        run(*rows)
+    else:
+        _one_by_one(TILE_ROWS, run, rows)
+
+
+def in_chunks(operator: str, workspace: Buffers, run: Callable[..., object], *rows: Tensor) -> None:
+    """`run(*rows)` of as many tiles at a time as the plan has the operator take together.
+
+    `run` gives each row the bits of its tile: its products are `in_tiles`.
+    """
     num_rows = rows[0].shape[0]
     if num_rows <= TILE_ROWS:
         run(*rows)
-        return
-    for tile in tiles(num_rows, TILE_ROWS):
-        run(*(tensor[tile] for tensor in rows))
+    else:
+        _one_by_one(workspace.together(operator, num_rows), run, rows)
+
+
+def _one_by_one(tile_rows: int, run: Callable[..., object], rows: Sequence[Tensor]) -> None:
+    parts = list(tiles(rows[0].shape[0], tile_rows))
+    if rows[0].is_meta:  # nothing is computed, only counted: the longest stands for all
+        parts = [max(parts, key=lambda part: part.stop - part.start)]
+    for part in parts:
+        run(*(tensor[part] for tensor in rows))

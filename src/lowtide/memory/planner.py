@@ -161,6 +161,11 @@ class Graph:
         return self.alive_bytes(moment) + _library_bytes(moment)
 
     @property
+    def needed_bytes(self) -> int:
+        """Of the range and beside it: what a plan has to have room for."""
+        return max(self.placement.arena_bytes, self.peak_bytes)
+
+    @property
     def peak(self) -> tuple[tuple[str, int], ...]:
         """What is alive at the peak, by name, with its bytes."""
         alive = [self.transients[i] for i in self.peak_moment.alive]

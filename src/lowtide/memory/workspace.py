@@ -10,7 +10,7 @@ places that were planned.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
@@ -19,6 +19,14 @@ from torch import Tensor
 
 from lowtide.core import align_up
 from lowtide.errors import InternalError
+from lowtide.memory.chunking import (
+    EACH_TILE,
+    OPERATOR_TILES,
+    TILE_ROWS,
+    num_tiles,
+    rows_together,
+    tiles,
+)
 from lowtide.memory.planner import (
     UNPLANNED,
     Graph,
@@ -29,6 +37,8 @@ from lowtide.memory.planner import (
     Recording,
     lowest_gap,
 )
+
+__all__ = ["TILE_ROWS", "Buffers", "Registrar", "State", "Workspace", "tiles"]
 
 
 class Buffers(Protocol):
@@ -60,6 +70,10 @@ class Buffers(Protocol):
 
     def library(self, name: str, num_bytes: int) -> None:
         """Declares what an operator without an `out=` form allocates until the scope ends."""
+        ...
+
+    def together(self, operator: str, num_rows: int) -> int:
+        """Rows of a chunk: those that an operator takes together, whole tiles of its own."""
         ...
 
 
@@ -104,7 +118,9 @@ class State:
 class _States(ABC):
     """The present state, and how it changes: what both kinds of workspace are."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunks: Mapping[str, int] = EACH_TILE) -> None:
+        """chunks: how many each operator divides its rows into; others take each tile by itself."""
+        self._chunks = chunks
         self._start = self.state = State((), ())
         self._num_states = 0
 
@@ -130,6 +146,11 @@ class _States(ABC):
                 dead = next((i for i, view in enumerate(views) if view is buffer), None)
                 if dead is not None:
                     self.state = self._keep(id(buffer), self._given_back(dead))
+
+    def together(self, operator: str, num_rows: int) -> int:
+        tile_rows = OPERATOR_TILES[operator]
+        num_chunks = self._chunks.get(operator) or num_tiles(num_rows, tile_rows)
+        return rows_together(num_rows, tile_rows, num_chunks)
 
     def scope(self) -> AbstractContextManager[None]:
         return _Scope(self)
@@ -191,6 +212,17 @@ class Workspace(_States):
     def library(self, name: str, num_bytes: int) -> None:
         """Library outputs come from the library's allocator; only the registrar counts them."""
 
+    def adopt(self, placement: Placement, chunks: Mapping[str, int]) -> None:
+        """Goes on by another plan, with nothing alive. Between passes only."""
+        if placement.arena_bytes > self._buffer.numel():
+            raise InternalError(
+                f"A plan of {placement.arena_bytes} bytes is adopted in a workspace of "
+                f"{self._buffer.numel()}."
+            )
+        self._plan, self._chunks = placement, chunks
+        self._start = self.state = State((), ())
+        self._num_states = 0
+
     def _planned_start(self, path: Path, num_bytes: int) -> int | None:
         place = self._plan.places.get(path)
         return None if place is None or place.num_bytes < num_bytes else place.start
@@ -212,8 +244,8 @@ class Registrar(_States):
     alive at most with library outputs, and `peak` names it.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, chunks: Mapping[str, int] = EACH_TILE) -> None:
+        super().__init__(chunks)
         self._recording = Recording()
         self.arena_bytes = 0
         self.peak_bytes = 0
@@ -238,9 +270,7 @@ class Registrar(_States):
         num_bytes = sum(num_bytes for _, num_bytes in alive)
         if num_bytes > self.peak_bytes:
             self.peak_bytes, self.peak = num_bytes, tuple(alive)
-        self._recording.note(
-            [(one.path, one.place.num_bytes) for one in state.alive], state.library
-        )
+        self._recording.note([(one.path, one.view.nbytes) for one in state.alive], state.library)
         return super()._keep(step, state)
 
     def _view(self, name: str, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -267,23 +297,3 @@ def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     for size in shape:
         num_bytes *= size
     return num_bytes
-
-
-TILE_ROWS = 512
-"""Rows of a tile in a pass of many. Fixed, never a matter of the budget: it decides bits."""
-
-
-def tiles(num_rows: int, tile_rows: int) -> Iterator[slice]:
-    """Row tiles of an operator that is computed piecewise.
-
-    `tile_rows` is a multiple of 16, and a remainder shorter than 16 rows joins its predecessor:
-    matrix products then give each row the same bits whatever the tile (DESIGN: what must stay
-    true), so a tile may be as long as `tile_rows + 15`.
-    """
-    start = 0
-    while start < num_rows:
-        stop = start + tile_rows
-        if num_rows - stop < 16:
-            stop = num_rows
-        yield slice(start, stop)
-        start = stop

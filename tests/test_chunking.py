@@ -1,0 +1,265 @@
+"""How many tiles run together: as many as there is room for, and the bits are the same."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import GOLDENS
+
+from lowtide.compute import Compute
+from lowtide.core import Step, StepKind, align_up
+from lowtide.engine import planning
+from lowtide.engine.opening import EngineConfig, OpenModel, open_model
+from lowtide.engine.planning import plan_long_passes
+from lowtide.errors import InternalError, PlanError
+from lowtide.families import families
+from lowtide.kernels.reference import REFERENCE
+from lowtide.lab.synth import synth
+from lowtide.layers.batch import Batch, Segment
+from lowtide.llm import LLM
+from lowtide.memory.arena import Arena
+from lowtide.memory.chunking import (
+    EACH_TILE,
+    MAX_BUCKETS,
+    OPERATOR_TILES,
+    Counts,
+    bucket,
+    longest_chunk,
+    longest_tile,
+    num_tiles,
+    one_more,
+    rows_together,
+    tiles,
+)
+from lowtide.memory.kv_cache import GRANULE_TOKENS, KVCache
+from lowtide.memory.pass_planner import PassPlanner
+from lowtide.memory.planner import Placement
+from lowtide.memory.poison import PoisonedWorkspace
+from lowtide.memory.template import Sample, Template, symbols
+from lowtide.memory.workspace import Workspace
+
+
+@given(st.integers(1, 5000), st.sampled_from([16, 64, 512, 768]), st.integers(1, 100))
+def test_chunks_are_whole_tiles(num_rows: int, tile_rows: int, num_chunks: int) -> None:
+    single = list(tiles(num_rows, tile_rows))
+    together = rows_together(num_rows, tile_rows, num_chunks)
+    chunks = list(tiles(num_rows, together))
+    assert len(single) == num_tiles(num_rows, tile_rows)
+    assert len(chunks) <= num_chunks
+    assert max(tile.stop - tile.start for tile in single) == longest_tile(num_rows, tile_rows)
+    inner = [
+        (chunk.start + tile.start, chunk.start + tile.stop)
+        for chunk in chunks
+        for tile in tiles(chunk.stop - chunk.start, tile_rows)
+    ]
+    assert inner == [(tile.start, tile.stop) for tile in single]
+
+
+@given(st.integers(1, 9000), st.sampled_from(sorted(OPERATOR_TILES)))
+def test_one_chunk_more_is_the_next_that_is_shorter(num_rows: int, operator: str) -> None:
+    counts, num_chunks, seen = Counts(num_rows, num_rows, num_rows), 1, []
+    while True:
+        seen.append(longest_chunk(counts, operator, {operator: num_chunks}))
+        following = one_more(counts, operator, {operator: num_chunks})
+        if following is None:
+            break
+        assert following > num_chunks
+        num_chunks = following
+    every = {
+        longest_chunk(counts, operator, {operator: n + 1})
+        for n in range(num_tiles(num_rows, OPERATOR_TILES[operator]))
+    }
+    assert seen == sorted(every, reverse=True)
+    assert seen[-1] == longest_chunk(counts, operator, EACH_TILE)
+
+
+@given(st.integers(0, 3000))
+def test_masks_come_in_few_buckets(max_masked: int) -> None:
+    buckets = [bucket(num_masked, max_masked) for num_masked in range(max_masked + 1)]
+    assert len(set(buckets) - {0}) <= MAX_BUCKETS
+    assert buckets == sorted(buckets)
+    assert all(0 <= found - n for n, found in enumerate(buckets)) and buckets[-1] == max_masked
+
+
+# Templates of the models
+
+
+@pytest.fixture(scope="module", params=["deepseek_v2", "llada2", "qwen2_moe"])
+def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OpenModel:
+    folder = tmp_path_factory.mktemp("model") / request.param
+    return open_model(synth(request.param, "tiny", folder, seed=1), EngineConfig(context=256))
+
+
+@pytest.fixture(scope="module")
+def planner(opened: OpenModel) -> PassPlanner:
+    return plan_long_passes(opened)
+
+
+def test_a_template_is_the_graph_of_any_counts(opened: OpenModel, planner: PassPlanner) -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(4):
+        tokens, logit_rows = int(rng.integers(768, 6000)), int(rng.integers(1, 700))
+        counts = Counts(tokens, tokens + int(rng.integers(0, 500)), min(tokens, logit_rows))
+        chunks = {operator: int(rng.integers(1, 9)) for operator in OPERATOR_TILES}
+        registered = planning._sample(opened, counts, chunks).graph
+        values = symbols(counts, chunks)
+        assert planner.template.at(values) == registered
+        assert planner.template.peak(values)[0] == registered.peak_bytes
+        assert registered.placement.arena_bytes == registered.least_bytes
+
+
+counts_of_any = st.tuples(st.integers(1024, 40_000), st.integers(0, 100)).map(
+    lambda drawn: Counts(drawn[0], drawn[0], max(1, drawn[0] * drawn[1] // 100))
+)
+
+
+@examples(30)
+@given(counts=counts_of_any, share=st.floats(0, 1.2))
+def test_the_fewest_chunks_that_fit(planner: PassPlanner, counts: Counts, share: float) -> None:
+    least, most = planner.least_bytes(counts), needed(planner, counts, dict.fromkeys(CHUNKED, 1))
+    free_bytes = least + int(share * (most - least))
+    plan = planner.plan(counts, free_bytes)
+    assert plan.placement.arena_bytes <= plan.needed_bytes <= free_bytes
+    assert plan.needed_bytes == needed(planner, counts, plan.chunks)
+    for operator, num_chunks in plan.chunks.items():
+        if num_chunks > 1:  # with fewer of one operator, whatever the others have, none fits
+            others = {op: num_tiles(counts.rows_of(op), OPERATOR_TILES[op]) for op in CHUNKED}
+            assert needed(planner, counts, {**others, operator: num_chunks - 1}) > free_bytes
+    if least:
+        with pytest.raises(PlanError, match=rf"needs {least} bytes .* {least - 1} are free"):
+            planner.plan(counts, least - 1)
+
+
+CHUNKED = tuple(OPERATOR_TILES)
+
+
+def needed(planner: PassPlanner, counts: Counts, chunks: Mapping[str, int]) -> int:
+    return planner.template.at(symbols(counts, chunks)).needed_bytes
+
+
+@examples(20)
+@given(counts=counts_of_any, share=st.floats(0, 1))
+def test_fewer_masks_need_no_more_chunks(
+    planner: PassPlanner, counts: Counts, share: float
+) -> None:
+    free_bytes = planner.least_bytes(counts) * 5 // 4
+    fewer = counts._replace(logit_rows=max(1, int(share * counts.logit_rows)))
+    plans = [planner.plan_step(c, counts.logit_rows, free_bytes) for c in (counts, fewer)]
+    for operator in CHUNKED:
+        chunks = [longest_chunk(plan.counts, operator, plan.chunks) for plan in plans]
+        is_whole = plans[1].chunks[operator] == 1
+        assert is_whole or chunks[1] >= chunks[0] or operator == "logits"
+    assert plans[1].chunks["logits"] <= plans[0].chunks["logits"]
+
+
+def half_masked(num_tokens: int) -> Counts:
+    return Counts(num_tokens, num_tokens, max(1, num_tokens // 2))
+
+
+@pytest.fixture(scope="module")
+def least_bytes(planner: PassPlanner) -> list[int]:
+    """Of 0 to 850 tokens: beyond a tile with its remainder."""
+    return [planner.least_bytes(half_masked(num_tokens)) for num_tokens in range(850)]
+
+
+@examples(30)
+@given(
+    bytes_per_token=st.integers(0, 3000), num_tokens=st.integers(1, 849), limit=st.integers(1, 849)
+)
+def test_the_longest_pass_is_the_longest_of_all(
+    planner: PassPlanner,
+    least_bytes: list[int],
+    bytes_per_token: int,
+    num_tokens: int,
+    limit: int,
+) -> None:
+    def free_bytes(num_tokens: int) -> int:
+        return budget - bytes_per_token * num_tokens
+
+    budget = least_bytes[num_tokens] + bytes_per_token * 700
+    found = planner.longest(half_masked, free_bytes, limit)
+    fitting = [n for n in range(1, limit + 1) if least_bytes[n] <= free_bytes(n)]
+    assert found == max(fitting, default=0)
+
+
+def test_a_plan_takes_a_few_milliseconds(planner: PassPlanner) -> None:
+    counts = Counts(32_768, 32_768, 30_000)
+    least = planner.least_bytes(counts)
+    seconds = []
+    for extra in range(15):
+        start = time.perf_counter()
+        planner.plan(counts, least + extra)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 5e-3
+
+
+def sample(graph: Any, counts: Counts) -> Sample:
+    return Sample(counts, {}, graph)
+
+
+def test_passes_that_are_not_alike_are_refused(opened: OpenModel) -> None:
+    samples = [planning._sample(opened, *each) for each in planning._SAMPLES]
+    graph = samples[4].graph
+    with pytest.raises(InternalError, match="do not tell what sizes depend on"):
+        Template.fit(samples[:5])
+    crooked = graph.transients[0]._replace(num_bytes=graph.transients[0].num_bytes + 7)
+    changed = type(graph)((crooked, *graph.transients[1:]), graph.moments)
+    with pytest.raises(InternalError, match="The size of hidden does not grow"):
+        Template.fit([*samples[:4], sample(changed, samples[4].counts), *samples[5:]])
+    shorter = type(graph)(graph.transients[:-1], graph.moments)
+    with pytest.raises(InternalError, match="take different buffers"):
+        Template.fit([*samples, sample(shorter, samples[4].counts)])
+
+
+# Bits
+
+
+@pytest.mark.parametrize("family", ["golden", "deepseek_v2", "qwen2_moe"])
+def test_bits_do_not_depend_on_what_runs_together(family: str, tmp_path: Path) -> None:
+    """Whole, in chunks and tile by tile; NaN wherever nothing is alive."""
+    num_rows = 1700
+    folder = GOLDENS / "llada2-a" if family == "golden" else synth(family, "tiny", tmp_path / "m")
+    with LLM(folder, context=64) as llm:
+        engine = llm._engine
+        config, planner = engine.opened.config, plan_long_passes(engine.opened)
+        counts = Counts(num_rows, num_rows, 64)
+        shape = list(engine.opened.kv_shape)
+        shape[3] = align_up(num_rows, GRANULE_TOKENS)
+        least = planner.least_bytes(counts)
+        whole = planner.plan(counts, 1 << 40)
+        assert all(num_chunks == 1 for num_chunks in whole.chunks.values())
+        answers = []
+        plans = [whole, *(planner.plan(counts, least * n // 8) for n in (8, 9, 10, 11))]
+        workspace = PoisonedWorkspace(Arena(whole.placement.arena_bytes).bytes)
+        for plan in plans:
+            workspace.adopt(plan.placement, plan.chunks)
+            workspace.touched_bytes = 0
+            cache = KVCache(torch.zeros(shape, dtype=engine.opened.dtype))
+            compute = Compute(engine.executor, REFERENCE, workspace)
+            model_class = families()[config.family].model()
+            model = model_class(config, engine.model.weights, engine.experts, cache, compute)
+            ids = torch.arange(num_rows) % 50
+            kv = cache.allocate(num_rows)
+            batch = Batch(
+                ids, ids, (Segment(0, num_rows, 0, num_rows, kv),), Step(StepKind.DENOISE, 0)
+            )
+            with engine.executor.in_charge(), torch.inference_mode():
+                answers.append(model.forward(batch).clone())
+            assert workspace.touched_bytes <= plan.placement.arena_bytes
+            assert not answers[-1].isnan().any()
+        assert all(torch.equal(answers[0], other) for other in answers[1:])
+
+
+def test_a_workspace_adopts_only_what_fits() -> None:
+    workspace = Workspace(torch.empty(64, dtype=torch.uint8))
+    with pytest.raises(InternalError, match="A plan of 65 bytes is adopted in a workspace of 64"):
+        workspace.adopt(Placement({}, 65), EACH_TILE)
