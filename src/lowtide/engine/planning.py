@@ -198,7 +198,10 @@ def register(opened: OpenModel, num_rows: int | None = None) -> Registrar:
 
 def plan_long_passes(opened: OpenModel) -> PassPlanner:
     """Plans bidirectional passes of more than `MAX_PASS_ROWS` rows, by what is free for them."""
-    return PassPlanner(Template.fit([_sample(opened, *sample) for sample in _SAMPLES]))
+    template = Template.fit([_sample(opened, *sample) for sample in _SAMPLES])
+    # Beside a device the host has room for one tile of its experts' rows.
+    is_divided = resolve_device(opened.options.device) != "cpu"
+    return PassPlanner(template, frozenset({"experts"} if is_divided else ()))
 
 
 # Tokens, keys, rows of logits; chunks. Together they tell apart all that sizes depend on, tiles

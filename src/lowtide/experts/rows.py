@@ -142,11 +142,12 @@ class HostScratch(NamedTuple):
 
 
 class ExpertBuffers(NamedTuple):
-    """The layer's scratch: of a tile's tokens at most, however long the pass is."""
+    """The layer's scratch. Of a long pass it has `tokens` as a tile has at most, and pairs of as
+    many tiles as the plan takes together."""
 
-    parts: Tensor  # [tokens * k, hidden]: inputs of each pair, then its expert's output
-    gate: Tensor  # [tokens * k, expert_size]: each expert its own rows, threads share nothing
-    up: Tensor  # [tokens * k, expert_size]
+    parts: Tensor  # [pairs, hidden]: inputs of each pair, then its expert's output
+    gate: Tensor  # [pairs, expert_size]: each expert its own rows, threads share nothing
+    up: Tensor  # [pairs, expert_size]
     term: Tensor  # [tokens, hidden]
     term_fp32: Tensor  # [tokens, hidden] float32
 
@@ -156,8 +157,9 @@ class ExpertBuffers(NamedTuple):
         workspace.library("expert rows", 6 * 8 * k * x.shape[0])
         if is_long(x.shape[0]):
             workspace.library("pairs' weights", 2 * 8 * k * x.shape[0])
-        num_tokens = min(x.shape[0], TILE_ROWS)
-        num_pairs = num_tokens * k
+        num_tokens, num_pairs = min(x.shape[0], TILE_ROWS), x.shape[0] * k
+        if is_long(x.shape[0]):  # whole tiles, of pairs as they are sorted
+            num_pairs = min(num_pairs, workspace.together("experts", x.shape[0]) * k)
         return cls(
             parts=workspace.take("expert parts", (num_pairs, hidden), x.dtype),
             gate=workspace.take("expert gate", (num_pairs, shape.expert_size), x.dtype),

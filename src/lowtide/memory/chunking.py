@@ -82,7 +82,9 @@ def longest_chunk(counts: Counts, operator: str, chunks: Mapping[str, int]) -> i
     """Rows that an operator takes together at most."""
     num_rows, tile_rows = counts.rows_of(operator), OPERATOR_TILES[operator]
     num_chunks = chunks.get(operator) or num_tiles(num_rows, tile_rows)
-    return longest_tile(num_rows, rows_together(num_rows, tile_rows, num_chunks))
+    together = rows_together(num_rows, tile_rows, num_chunks)
+    # Experts' rows are sorted by expert: theirs is room for so many, which no remainder joins.
+    return min(num_rows, together) if operator == "experts" else longest_tile(num_rows, together)
 
 
 def one_more(counts: Counts, operator: str, chunks: Mapping[str, int]) -> int | None:

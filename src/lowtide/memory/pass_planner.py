@@ -31,6 +31,8 @@ class PassPlanner:
     """Plans of one model's bidirectional passes, remembered by what they were asked for."""
 
     template: Template
+    by_tile: frozenset[str] = frozenset()
+    """Operators that take each tile by itself, however much room there is."""
     _plans: dict[tuple[Counts, int], PassPlan] = field(default_factory=dict, repr=False)
 
     def plan(self, counts: Counts, free_bytes: int) -> PassPlan:
@@ -70,7 +72,7 @@ class PassPlanner:
         return next((num_tokens for num_tokens in candidates if fits(num_tokens)), first)
 
     def _search(self, counts: Counts, free_bytes: int) -> PassPlan:
-        chunks = dict.fromkeys(OPERATOR_TILES, 1)
+        chunks = {op: 1 for op in OPERATOR_TILES if op not in self.by_tile}
         while True:
             peak_bytes, moment = self.template.peak(symbols(counts, chunks))
             if peak_bytes <= free_bytes:
@@ -89,7 +91,7 @@ class PassPlanner:
 
     def _divisible(self, counts: Counts, chunks: Mapping[str, int], moment: int) -> str | None:
         """The operator whose rows are alive at the moment, where they can be fewer."""
-        for operator in OPERATOR_TILES:
+        for operator in chunks:
             if self.template.grows_with(moment, operator) and one_more(counts, operator, chunks):
                 return operator
         return None
