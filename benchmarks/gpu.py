@@ -481,13 +481,14 @@ class LayerInput:
         self.rows = ExpertRows(REFERENCE.sort_pairs(self._experts, MODEL.num_experts))
         scratch = self._x.new_empty((2, num_tokens * k, MODEL.expert_size))
         parts = self._x[self.rows.token_of]
-        self.buffers = ExpertBuffers(parts, *scratch, self._x.clone(), self.out.clone())
+        self.buffers = ExpertBuffers(parts, *scratch)
+        self._terms = (self._x.clone(), self.out.clone())
 
     def run(self, device: CudaDevice, group: ExpertGroup) -> None:
         rows = ExpertRows(device.kernels.sort_pairs(self._experts, MODEL.num_experts))
         torch.index_select(self._x, 0, rows.token_of, out=self.buffers.parts)
         device.run(group, rows, self.buffers, None)
-        sums = (*self.buffers[3:], self.out)
+        sums = (*self._terms, self.out)
         device.kernels.combine(self.buffers.parts, rows.part_of, self._weights, *sums)
 
 

@@ -61,7 +61,7 @@ class Step:
             torch.empty(len(self._inputs), shape.expert_size, dtype=torch.bfloat16)
             for _ in range(2)
         )
-        self._buffers = ExpertBuffers(self._inputs.clone(), gate, up, gate, up)
+        self._buffers = ExpertBuffers(self._inputs.clone(), gate, up)
 
     def seconds(self, with_device: bool, with_host: bool) -> float:
         """Runs the shares asked for, both at once."""

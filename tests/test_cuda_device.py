@@ -152,9 +152,8 @@ class Layer:
         self.buffers = ExpertBuffers(
             self.x[self.rows.token_of],
             *self.x.new_empty((2, num_tokens * k, shape.expert_size)),
-            torch.empty_like(self.x),
-            torch.empty_like(self.x, dtype=torch.float32),
         )
+        self.terms = (torch.empty_like(self.x), torch.empty_like(self.x, dtype=torch.float32))
 
     def to_host(self, device: CudaDevice) -> Tensor:
         """The host's side of `parts`, filled as the runtime does; also makes `rows` known."""
@@ -537,8 +536,7 @@ def test_a_resident_layer_neither_waits_nor_allocates_on_a_gpu() -> None:
             rows = ExpertRows(kernels.sort_pairs(layer.experts, GPU_SHAPE.num_experts))
             torch.index_select(layer.x, 0, rows.token_of, out=layer.buffers.parts)
             device.run(everyone, rows, layer.buffers, None)
-            sums = layer.buffers[3:]
-            kernels.combine(layer.buffers.parts, rows.part_of, layer.weights, *sums, out)
+            kernels.combine(layer.buffers.parts, rows.part_of, layer.weights, *layer.terms, out)
 
         step()
         wanted = out.clone()

@@ -85,7 +85,7 @@ def make_layer(num_tokens: int = 12, seed: int = 0, dtype: torch.dtype = torch.f
     x = torch.randn(num_tokens, SHAPE.hidden_size, generator=draw).to(dtype)
     num_pairs = num_tokens * SHAPE.num_experts_per_token
     gate, up = (torch.empty(num_pairs, SHAPE.expert_size, dtype=dtype) for _ in range(2))
-    return Layer(rows, ExpertBuffers(x[rows.token_of], gate, up, x, x))
+    return Layer(rows, ExpertBuffers(x[rows.token_of], gate, up))
 
 
 def group(pairs: dict[int, int]) -> ExpertGroup:

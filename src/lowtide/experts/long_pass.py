@@ -23,7 +23,7 @@ from lowtide.experts.device_tiles import DeviceTiles
 from lowtide.experts.host_share import HostBuffers, HostShare
 from lowtide.experts.host_tier import HostReads
 from lowtide.experts.layer_run import LOOK_S
-from lowtide.experts.rows import ExpertBuffers, ExpertRows, Routing
+from lowtide.experts.rows import ExpertBuffers, ExpertRows, Routing, Terms
 from lowtide.policies.decision import Decision
 from lowtide.threads.event import WAIT_LIMIT_S
 
@@ -38,19 +38,26 @@ class LongPass(NamedTuple):
     rows: ExpertRows
     weights: Tensor  # [tokens * k] float32, of the sorted pairs
     buffers: ExpertBuffers  # a tile's
+    terms: Terms
     out: Tensor  # [tokens, hidden] float32
 
     @classmethod
     def of(
-        cls, x: Tensor, routing: Routing, rows: ExpertRows, buffers: ExpertBuffers, out: Tensor
+        cls,
+        x: Tensor,
+        routing: Routing,
+        rows: ExpertRows,
+        buffers: ExpertBuffers,
+        terms: Terms,
+        out: Tensor,
     ) -> LongPass:
         weights = torch.empty_like(routing.weights).flatten()
         weights[rows.part_of.flatten()] = routing.weights.flatten()
-        return cls(x, rows, weights, buffers, out)
+        return cls(x, rows, weights, buffers, terms, out)
 
     def add(self, rows: ExpertRows, pairs: slice, columns: slice) -> None:
         """Adds what a tile has computed to some columns of `out`, expert by expert."""
-        weights, (parts, _, _, _, term_fp32) = self.weights[pairs], self.buffers
+        weights, parts, term_fp32 = self.weights[pairs], self.buffers.parts, self.terms.fp32
         for expert in rows.demanded:
             of_expert = rows.pairs(expert)
             for start in range(of_expert.start, of_expert.stop, len(term_fp32)):
@@ -96,7 +103,7 @@ class LongRun:
         given, experts = self._given, self._decision.assignment.host
         moves = self._decision.moves or NO_MOVES
         reads = self._runtime.host.open(self._facts.layer, experts, moves)
-        parts, gate, up, _, _ = given.buffers
+        parts, gate, up = given.buffers
         buffers = HostBuffers(parts, gate, up, given.x)
         try:
             self._start(reads)

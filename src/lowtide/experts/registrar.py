@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from lowtide.core import MoEShape, Step
-from lowtide.experts.rows import ExpertBuffers, Routing
+from lowtide.experts.rows import ExpertBuffers, Routing, Terms
 from lowtide.experts.told import take_substituted
 from lowtide.memory.workspace import Buffers
 
@@ -33,4 +33,5 @@ class ExpertRegistrar:
     ) -> None:
         if self._substitutes:
             take_substituted(workspace, routing.experts.numel())
-        ExpertBuffers.take(workspace, self._shape, x)
+        buffers = ExpertBuffers.take(workspace, self._shape, x)
+        Terms.take(workspace, buffers, x)

@@ -142,14 +142,12 @@ class HostScratch(NamedTuple):
 
 
 class ExpertBuffers(NamedTuple):
-    """The layer's scratch. Of a long pass it has `tokens` as a tile has at most, and pairs of as
-    many tiles as the plan takes together."""
+    """What a layer's experts compute in. Of a long pass the pairs of as many tiles as the plan
+    takes together."""
 
     parts: Tensor  # [pairs, hidden]: inputs of each pair, then its expert's output
     gate: Tensor  # [pairs, expert_size]: each expert its own rows, threads share nothing
     up: Tensor  # [pairs, expert_size]
-    term: Tensor  # [tokens, hidden]
-    term_fp32: Tensor  # [tokens, hidden] float32
 
     @classmethod
     def take(cls, workspace: Buffers, shape: MoEShape, x: Tensor) -> ExpertBuffers:
@@ -157,13 +155,30 @@ class ExpertBuffers(NamedTuple):
         workspace.library("expert rows", 6 * 8 * k * x.shape[0])
         if is_long(x.shape[0]):
             workspace.library("pairs' weights", 2 * 8 * k * x.shape[0])
-        num_tokens, num_pairs = min(x.shape[0], TILE_ROWS), x.shape[0] * k
+        num_pairs = x.shape[0] * k
         if is_long(x.shape[0]):  # whole tiles, of pairs as they are sorted
             num_pairs = min(num_pairs, workspace.together("experts", x.shape[0]) * k)
         return cls(
             parts=workspace.take("expert parts", (num_pairs, hidden), x.dtype),
             gate=workspace.take("expert gate", (num_pairs, shape.expert_size), x.dtype),
             up=workspace.take("expert up", (num_pairs, shape.expert_size), x.dtype),
-            term=workspace.take("combine term", (num_tokens, hidden), x.dtype),
-            term_fp32=workspace.take("combine term fp32", (num_tokens, hidden), torch.float32),
+        )
+
+
+class Terms(NamedTuple):
+    """What outputs are summed through: of a long pass, so many tokens' as a tile has."""
+
+    term: Tensor  # [tokens, hidden]
+    fp32: Tensor  # [tokens, hidden] float32
+
+    @classmethod
+    def take(cls, workspace: Buffers, buffers: ExpertBuffers, x: Tensor) -> Terms:
+        """In the place of gate and up, which are given back; of a long pass, which sums up between
+        its tiles, beside them."""
+        if not is_long(x.shape[0]):
+            workspace.give_back(buffers.gate, buffers.up)
+        shape = (min(x.shape[0], TILE_ROWS), x.shape[1])
+        return cls(
+            workspace.take("combine term", shape, x.dtype),
+            workspace.take("combine term fp32", shape, torch.float32),
         )

@@ -22,7 +22,7 @@ from lowtide.experts.host_tier import HostTier
 from lowtide.experts.layer_run import LayerRun
 from lowtide.experts.long_pass import LongPass, LongRun
 from lowtide.experts.room import Room
-from lowtide.experts.rows import ExpertBuffers, ExpertRows, HostScratch, Routing, is_long
+from lowtide.experts.rows import ExpertBuffers, ExpertRows, HostScratch, Routing, Terms, is_long
 from lowtide.experts.told import device_facts, host_facts, substituted_routing, tell
 from lowtide.memory.workspace import Buffers
 from lowtide.policies.decision import Decision, Policies
@@ -168,7 +168,7 @@ class ExpertRuntime:
         rows = self._rows(x, routing, buffers)
         device.run_whole(layer, rows, buffers)
         device.finish(x.shape[0])
-        self._combine(rows, routing, buffers, out)
+        self._combine(x, rows, routing, buffers, workspace, out)
 
     def _run_layer(
         self,
@@ -195,7 +195,8 @@ class ExpertRuntime:
         buffers = ExpertBuffers.take(workspace, self._shape, x)
         if is_long(len(x)):
             rows = self._sorted(routing)
-            given = LongPass.of(x, routing, rows, buffers, out)
+            terms = Terms.take(workspace, buffers, x)
+            given = LongPass.of(x, routing, rows, buffers, terms, out)
             LongRun(self, facts, decision, at_host, given).run()
             return
         if self._can_run_at_once(x, run.demand, decision):
@@ -204,7 +205,7 @@ class ExpertRuntime:
             return
         rows = self._rows(x, routing, buffers)
         LayerRun(self, facts, decision, at_host, rows, buffers).run()
-        self._combine(rows, routing, buffers, out)
+        self._combine(x, rows, routing, buffers, workspace, out)
 
     def _look(
         self, layer: int, x: Tensor, routing: Routing, scores: Tensor | None, workspace: Buffers
@@ -242,9 +243,15 @@ class ExpertRuntime:
         return rows
 
     def _combine(
-        self, rows: ExpertRows, routing: Routing, buffers: ExpertBuffers, out: Tensor
+        self,
+        x: Tensor,
+        rows: ExpertRows,
+        routing: Routing,
+        buffers: ExpertBuffers,
+        workspace: Buffers,
+        out: Tensor,
     ) -> None:
-        terms = (buffers.term, buffers.term_fp32)
+        terms = Terms.take(workspace, buffers, x)
         self._kernels.combine(buffers.parts, rows.part_of, routing.weights, *terms, out)
 
     def _can_run_at_once(self, x: Tensor, demand: Demand, decision: Decision) -> bool:

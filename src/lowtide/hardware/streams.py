@@ -293,8 +293,7 @@ class DeviceStream:
         return ExpertGroup(0, np.arange(size), slots)
 
     def _buffers(self, num_pairs: int) -> ExpertBuffers:
-        parts, gate, up = (buffer[:num_pairs] for buffer in self._scratch)
-        return ExpertBuffers(parts, gate, up, parts[:0], parts[:0].float())
+        return ExpertBuffers(*(buffer[:num_pairs] for buffer in self._scratch))
 
     def _settle(self) -> None:
         self._device.drain()
