@@ -127,7 +127,9 @@ def test_the_plan_counts_the_longest_pass(made: Path, monkeypatch: pytest.Monkey
         found = llm.logits(random_ids(0, 1008))
         workspace, opened = llm._engine.model.compute.workspace, llm._engine.opened
     assert isinstance(workspace, Watched)
-    assert workspace.highest == register(opened).arena_bytes
+    # Planned for shorter passes, too, whose last tile may be longer by a remainder.
+    planned_bytes = register(opened).graph.placement.arena_bytes
+    assert planned_bytes * 31 // 32 <= workspace.highest <= planned_bytes
     assert found.isfinite().all() and found.std(1).min() > 0.1
 
 

@@ -171,7 +171,7 @@ def test_the_longest_pass_is_as_well_placed(folder: Path) -> None:
 
 
 def test_a_pass_touches_what_was_planned_and_has_the_same_bits(folder: Path) -> None:
-    """A prompt as long as a pass can be, then some single tokens."""
+    """As long as a pass can be; then some single tokens, or a shorter sequence."""
     with LLM(folder, context=768) as llm:
         engine = llm._engine
         config, placement = engine.opened.config, register(engine.opened).graph.placement
@@ -181,16 +181,22 @@ def test_a_pass_touches_what_was_planned_and_has_the_same_bits(folder: Path) -> 
         weights = engine.model.weights
         model = families()[config.family].model()(config, weights, engine.experts, cache, compute)
         own, other = (kv_cache.allocate(768) for kv_cache in (engine.kv_cache, cache))
+        passes = [(0, MAX_PASS_ROWS), (512, 655), (655, 656), (656, 657)]
+        if config.is_bidirectional:
+            passes = [(0, 768), (0, 527), (0, 3)]
         with engine.executor.in_charge(), torch.inference_mode():
-            for start, stop in ((0, MAX_PASS_ROWS), (512, 655), (655, 656), (656, 657)):
+            for start, stop in passes:
                 answers = []
                 for runs, kv in ((engine.model, own), (model, other)):
                     ids = torch.arange(start, stop) % 50
                     block_length = 1 if start % 2 else config.block_length
+                    block_length = stop if config.is_bidirectional else block_length
                     segment = Segment(0, stop - start, start, block_length, kv)
                     step = Step(StepKind.PREFILL, 0)
                     hidden = runs.forward(Batch(ids, ids, (segment,), step))
                     answers += [hidden.clone(), runs.logits(hidden[:20]).clone()]
                 assert torch.equal(answers[0], answers[2]) and torch.equal(answers[1], answers[3])
                 assert not answers[0].isnan().any() and not answers[1].isnan().any()
-        assert poisoned.touched_bytes <= placement.arena_bytes < poisoned.touched_bytes + ALIGNMENT
+        # A pass of 768 rows has shorter tiles than one of 527.
+        slack_bytes = placement.arena_bytes // 32 if config.is_bidirectional else ALIGNMENT
+        assert 0 <= placement.arena_bytes - poisoned.touched_bytes < slack_bytes
