@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -85,11 +86,11 @@ def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_bytes_grow_with_the_rows_by_what_a_layer_must_hold(opened: OpenModel) -> None:
-    """Hidden states of a layer, its queries, keys and values, what was routed and its order: from
-    where they are more than a tile of an operator."""
-    peaks = [register(opened, num_rows).peak_bytes for num_rows in (4096, 6144, 8192)]
-    first, second = (later - sooner for sooner, later in zip(peaks, peaks[1:], strict=False))
-    assert second == pytest.approx(first, rel=0.05)
+    """Hidden states of a layer, its queries, keys and values, what was routed and its order."""
+    peaks = [register(opened, num_rows).peak_bytes for num_rows in (2048, 4096, 6144, 8192)]
+    growth = [later - sooner for sooner, later in pairwise(peaks)]
+    # Up to 4,096 rows the peak may still be where a tile of experts computes.
+    assert growth[0] <= growth[1] == pytest.approx(growth[2], rel=0.05)
     config, item_bytes = opened.config, opened.dtype.itemsize
     _, num_heads, head_dim = opened.config.attention.cache_shape
     row_elements = (
@@ -101,7 +102,7 @@ def test_bytes_grow_with_the_rows_by_what_a_layer_must_hold(opened: OpenModel) -
         row_elements * item_bytes + 4 * config.hidden_size + 64 * config.attention.rope.rotary_dim
     )
     row_bytes += 64 * config.moe_shape.num_experts_per_token
-    assert second <= 2048 * row_bytes
+    assert growth[2] <= 2048 * row_bytes
 
 
 def test_a_length_is_counted_once(opened: OpenModel) -> None:
