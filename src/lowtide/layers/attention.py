@@ -202,10 +202,15 @@ def _attend_causally(
             band = _band(rows, position, scores.window, query.dtype, workspace)
             workspace.library("window attention", _band_bytes(query, keys))
         workspace.library("attention", _causal_bytes(query, keys))
-        num_operations = 4 * query.numel() * keys.shape[1]
-        num_pieces = executor.num_threads if num_operations >= SPLIT_OPERATIONS else 1
         outputs = out.view(shape).permute(1, 2, 0, 3)
-        works = _works(grouped, keys, values, position, scores, band, outputs, num_pieces)
+        sinks = None if scores.sinks is None else scores.sinks.view(*shape[1:3], 1)
+        attend = partial(_attend_heads, position, scores.scale, band)
+        is_divided = 4 * query.numel() * keys.shape[1] >= SPLIT_OPERATIONS
+        if shape[2] <= MAX_GROUP and not is_divided:  # views cost as much as small operators
+            attend(grouped, keys, values, sinks, outputs)
+            return
+        num_pieces = executor.num_threads if is_divided else 1
+        works = _works(attend, grouped, keys, values, sinks, outputs, num_pieces)
         if num_pieces == 1:
             for work in works:
                 work()
@@ -214,28 +219,23 @@ def _attend_causally(
 
 
 def _works(
+    attend: Callable[..., None],
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    position: int,
-    scores: _Scores,
-    band: Tensor | None,
+    sinks: Tensor | None,
     out: Tensor,
     num_pieces: int,
 ) -> list[Callable[[], None]]:
-    """A tile's heads in about so many pieces of work; query, out [kv_heads, group, rows,
-    head_dim]."""
+    """`attend` of a tile's heads in about so many pieces; query, out [kv_heads, group, rows,
+    head_dim]; sinks [kv_heads, group, 1]."""
     kv_heads, group = query.shape[:2]
-    sinks = None if scores.sinks is None else scores.sinks.view(kv_heads, group, 1)
     return [
         partial(
-            _attend_heads,
+            attend,
             query[heads, part],
             keys[heads],
             values[heads],
-            position,
-            scores.scale,
-            band,
             None if sinks is None else sinks[heads, part],
             out[heads, part],
         )
@@ -266,12 +266,12 @@ def _band(rows: int, position: int, window: int, dtype: torch.dtype, workspace: 
 
 
 def _attend_heads(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
     position: int,
     scale: float | None,
     band: Tensor | None,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
     sinks: Tensor | None,
     out: Tensor,
 ) -> None:
