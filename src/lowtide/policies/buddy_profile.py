@@ -68,8 +68,8 @@ class BuddyProfile:
     Raises UsageError when they contradict each other, or for a layer without activity.
     """
 
-    router_sha256: str
-    """Of all routers' weights: profiles of models that differ in nothing else are told apart."""
+    fingerprint: str
+    """Of the weights: models that differ in nothing else are told apart (`LLM.fingerprint`)."""
     num_tokens: int  # rows that were routed, each by every layer
     activations: IntArray  # [layers, experts] A(i): tokens that chose i
     together: IntArray  # [layers, experts, experts] M(i, j): tokens that chose both; M(i, i) = 0
