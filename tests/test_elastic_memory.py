@@ -14,9 +14,11 @@ from test_elastic_arena import physical_bytes
 
 from lowtide import LLM, SamplingParams
 from lowtide.core import MemoryPlan
+from lowtide.decode.autoregressive import Autoregressive
+from lowtide.decode.request import Event
 from lowtide.engine.elastic import ElasticMemory
 from lowtide.engine.engine import Engine
-from lowtide.errors import PageError
+from lowtide.errors import PageError, PlanError
 from lowtide.llm import plan_model
 from lowtide.memory.kv_cache import KVCache, KVRange
 from lowtide.policies.catalogue import CATALOGUE
@@ -78,6 +80,50 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, int]]]:
 
     monkeypatch.setattr(ElasticMemory, "settle", watch)
     yield shares
+
+
+def num_running_at_most(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many sequences had room after each pass."""
+    counts: list[int] = []
+    step = Autoregressive.step
+
+    def watch(self: Autoregressive) -> list[Event]:
+        events = step(self)
+        counts.append(self.num_running)
+        return events
+
+    monkeypatch.setattr(Autoregressive, "step", watch)
+    return counts
+
+
+def test_slots_make_room_for_more_sequences_than_were_planned(
+    model: Path, watched: list[dict[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences join as long as slots could hold them to their ends; nobody is ever stranded."""
+    context = 512
+    prompts = [[(11 * i + n) % 90 for i in range(480 + n % 9)] for n in range(12)]
+    with LLM(model, context=16 * context) as llm:
+        expected = answers(llm, prompts)
+    options: dict[str, Any] = {"context": context, "policy": "lru"}
+    counts = num_running_at_most(monkeypatch)
+    most = []
+    for elastic in (False, True):
+        counts.clear()
+        host_memory = budget(plan_model(model, context=context), 20)
+        with LLM(model, elastic=elastic, host_memory=host_memory, **options) as llm:
+            assert answers(llm, prompts) == expected
+            most.append(max(counts))
+            plan = llm.plan
+            stats = llm.stats()
+            with pytest.raises(PlanError, match="the context is 512"):
+                answers(llm, [[1] * 501])
+    assert most[0] == 1 and plan.elastic_tokens // context <= most[1] < len(prompts)
+    assert plan.elastic_tokens >= 3 * context
+    token_bytes = plan.host.kv_cache_bytes // context
+    slots_bytes = 20 * plan.host.slot_bytes
+    assert abs(plan.elastic_tokens - context - slots_bytes // token_bytes) <= 32
+    assert max(shares["KV cache"] for shares in watched) > 2 * plan.host.kv_cache_bytes
+    assert stats["num_slots_given"] >= 20
 
 
 @pytest.mark.parametrize("policy", ["lru", "tide", "lowtide", "static", "edgemoe", "dali"])

@@ -131,6 +131,9 @@ class MemoryPlan:
     device: str = "cpu"
     gpu: TierPlan | None = None
     host_residents_per_layer: tuple[int, ...] = ()  # with a GPU: who is in host memory
+    elastic_tokens: int = 0
+    """Where KV cache and expert slots share their memory: tokens that the cache can come to hold
+    over all running sequences, none longer than `context`, while slots give way."""
 
     @property
     def budget_bytes(self) -> int:
@@ -140,6 +143,11 @@ class MemoryPlan:
     @property
     def fast_tier(self) -> TierPlan:
         return self.host if self.gpu is None else self.gpu
+
+    @property
+    def num_staging(self) -> int:
+        """Slots of the fast tier that experts pass through, which there have to be."""
+        return self.fast_tier.num_slots - sum(self.residents_per_layer)
 
 
 class Assignment(NamedTuple):

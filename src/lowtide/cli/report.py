@@ -117,7 +117,13 @@ def _facts(plan: MemoryPlan) -> str:
         placed += f" · {residents} of {plan.num_experts} experts resident"
         sizes.append(f"everything resident {format_size(plan.full_bytes)}")
     sizes.append(f"process outside the budget {format_size(plan.overhead_bytes)}")
-    return f"device {plan.device} · {placed} · context {plan.context} tokens\n" + " · ".join(sizes)
+    context = f"context {plan.context} tokens"
+    if plan.elastic_tokens:
+        context += (
+            f" · elastic: {plan.elastic_tokens} tokens over all sequences while slots give way, "
+            f"{plan.num_staging} at least"
+        )
+    return f"device {plan.device} · {placed} · {context}\n" + " · ".join(sizes)
 
 
 def _plain(value: Any) -> Any:

@@ -72,6 +72,11 @@ class BatchDecoder(abc.ABC, Generic[S]):
         return bool(self._waiting or self._running)
 
     @property
+    def num_running(self) -> int:
+        """Sequences that have their room in the KV cache."""
+        return len(self._running)
+
+    @property
     def taking_part(self) -> Sequence[Request]:
         """Whom the last `step` was for: if it failed, it failed for them."""
         return self._taking_part
@@ -80,17 +85,18 @@ class BatchDecoder(abc.ABC, Generic[S]):
         """Queues a request; it starts when the KV cache has room for its prompt and answer.
 
         Raises UsageError for one that this decoder cannot honour or an id in use, PlanError for a
-        request that the whole KV cache could not hold.
+        request that no range of the KV cache could hold.
         """
         if any(request.id == other.id for other in self._requests()):
             raise UsageError(f"Request {request.id} is already being decoded.")
         self._check(request)
         num_tokens = self._num_tokens(request)
-        if num_tokens > self._kv_cache.num_tokens:
+        if num_tokens > self._kv_cache.max_range_tokens:
             raise PlanError(
                 f"{len(request.prompt)} prompt tokens and {request.params.max_tokens} new ones "
                 f"take {num_tokens} tokens of KV cache, and it holds "
-                f"{self._kv_cache.num_tokens}; raise context or lower max_tokens."
+                f"{self._kv_cache.max_range_tokens} for a sequence; raise context or lower "
+                "max_tokens."
             )
         if not self.has_work:
             self._num_passes = 0

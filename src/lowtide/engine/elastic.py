@@ -7,9 +7,11 @@ way. So the plan's promise is the worst case, and every step has all of the budg
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from lowtide.core import BoolArray, MemoryPlan
+from lowtide.core import BoolArray, MemoryPlan, align_up
 from lowtide.engine.opening import OpenModel
 from lowtide.errors import PageError
 from lowtide.experts.elastic_slots import ElasticSlots
@@ -18,6 +20,7 @@ from lowtide.experts.slots import SlotLedger
 from lowtide.hardware import available_memory_bytes
 from lowtide.memory.arena import HUGE_PAGE_BYTES, ElasticArena
 from lowtide.memory.host_pages import HostPages
+from lowtide.memory.kv_cache import GRANULE_TOKENS, KVCache
 from lowtide.memory.kv_pages import KVLayout, KVPages
 from lowtide.memory.pages import PageBudget
 from lowtide.policies.lending import Use, grown, shrunk, worth_lending
@@ -32,31 +35,64 @@ _PATIENCE_STEPS = 64
 """Steps without asking again where the system has refused memory for slots."""
 
 
+class Division(NamedTuple):
+    """How far the budget of a tier may be divided between a KV cache and expert slots."""
+
+    budget_bytes: int  # for both
+    slot_group_bytes: int
+    num_slots: int  # that there can be at most, while the cache is empty
+    kv: KVLayout  # of all tokens that there can be, while slots are no more than they have to be
+
+    @classmethod
+    def of(cls, opened: OpenModel, plan: MemoryPlan) -> Division:
+        """The planned cache and slots are within the budget, and so is every other division."""
+        tier, planned = plan.fast_tier, KVLayout(opened.kv_shape, opened.dtype)
+        group_bytes = _group_bytes(tier.num_slots * tier.slot_bytes)
+        fixed_bytes = tier.dense_bytes + tier.workspace_bytes + tier.ring_bytes
+        slots_bytes = align_up(tier.num_slots * tier.slot_bytes, group_bytes)
+        kv_bytes = planned.address_bytes(KV_GROUP_BYTES)
+        # Whole pages may be a little more than the plan has: its overhead names some.
+        budget_bytes = max(tier.budget_bytes - fixed_bytes, kv_bytes + slots_bytes)
+        num_slots = min(plan.num_experts, budget_bytes // tier.slot_bytes)
+        least_bytes = align_up(plan.num_staging * tier.slot_bytes, group_bytes)
+        kv = planned
+        if not opened.config.is_bidirectional:  # whose passes are as long as the cache
+            kv = planned.longest(budget_bytes - least_bytes, KV_GROUP_BYTES, GRANULE_TOKENS)
+        return cls(budget_bytes, group_bytes, num_slots, kv)
+
+
+def elastic_tokens(opened: OpenModel, plan: MemoryPlan) -> int:
+    """`MemoryPlan.elastic_tokens`; 0 where nothing is shared: `elastic` is not asked for, or all
+    experts have slots for good."""
+    if not opened.options.elastic or plan.fast_tier.num_slots == plan.num_experts:
+        return 0
+    return Division.of(opened, plan).kv.shape[3]
+
+
 class SharedMemory:
     """Addresses for a KV cache and for expert slots, which draw on one budget."""
 
     def __init__(self, opened: OpenModel, plan: MemoryPlan) -> None:
         """Raises PlanError where there are not as many addresses."""
-        tier, layout = plan.host, KVLayout(opened.kv_shape, opened.dtype)
-        kv_bytes = layout.address_bytes(KV_GROUP_BYTES)
-        fixed_bytes = tier.dense_bytes + tier.workspace_bytes + tier.ring_bytes
-        slots = _group_bytes(tier.num_slots * tier.slot_bytes)
-        planned_bytes = -(-tier.num_slots * tier.slot_bytes // slots) * slots
-        # Whole pages may be a little more than the plan has: its overhead names some.
-        budget_bytes = max(tier.budget_bytes - fixed_bytes, kv_bytes + planned_bytes)
-        self.num_slots = min(plan.num_experts, budget_bytes // tier.slot_bytes)
-        self.tier = tier
-        self.budget = PageBudget(budget_bytes)
+        division = Division.of(opened, plan)
+        layout = division.kv
+        self.tier = plan.host
+        self.num_slots = division.num_slots
+        self.max_range_tokens = opened.kv_shape[3]
+        self.budget = PageBudget(division.budget_bytes)
         self.kv_account = self.budget.open("KV cache")
         self.slots_account = self.budget.open("expert slots")
-        pages = HostPages(kv_bytes, KV_GROUP_BYTES)
+        pages = HostPages(layout.address_bytes(KV_GROUP_BYTES), KV_GROUP_BYTES)
         arena = ElasticArena(pages, self.kv_account, layout.num_parts, available_memory_bytes)
         self.kv = KVPages(arena, layout)
         self.arena = ElasticArena(
-            HostPages(self.num_slots * tier.slot_bytes, slots),
+            HostPages(self.num_slots * self.tier.slot_bytes, division.slot_group_bytes),
             self.slots_account,
             free_bytes=available_memory_bytes,
         )
+
+    def make_cache(self) -> KVCache:
+        return KVCache(self.kv.storage, self.kv, self.max_range_tokens)
 
     def close(self) -> None:
         """Gives all memory back; nobody uses any of it any more."""
@@ -83,7 +119,7 @@ class ElasticMemory:
         self._experts = experts
         ledger = experts.host.ledger
         experts.use = self._use = Use(ledger.num_layers, ledger.num_experts)
-        self._num_staging = plan.host.num_slots - sum(plan.residents_per_layer)
+        self._num_staging = plan.num_staging
         self._growth_bytes = 0.0  # that sequences take per step
         self._kv_bytes = 0
         self._num_patient = 0

@@ -61,7 +61,8 @@ class EngineConfig:
     the block of `logits`. calibration: what `lowtide calibrate` wrote; by default what it wrote
     to its default place for this model, if anything. config_overrides: values that replace
     `config.json`'s. kv_cache: False recomputes everything at every step (a reference).
-    elastic: what sequences do not use of the KV cache's memory holds experts (without a GPU only).
+    elastic: what sequences do not use of the KV cache's memory holds experts, which make room for
+    as many sequences at once as there is memory for, none longer than `context` (without a GPU).
     check_weights: read all weights once and refuse infinities and NaN. progress: called with
     (what, bytes done, bytes in all).
     """
@@ -98,6 +99,12 @@ class EngineConfig:
         if self.dtype is not None and self.dtype not in SAFETENSORS_NAME:
             raise UnsupportedError(
                 f"dtype {self.dtype!r} is not supported; choose {', '.join(SAFETENSORS_NAME)}."
+            )
+        if self.elastic and resolve_device(self.device) != "cpu":
+            raise UnsupportedError(
+                f"elastic with --device {self.device}: the KV cache lies on the device and its "
+                "slots are its own, as many as the plan has. Leave elastic out, or choose "
+                "--device cpu."
             )
         self._check_integer("context", 1, 2**28)
         self._check_integer("block_length", 1, MAX_BLOCK_LENGTH)
@@ -262,6 +269,11 @@ def check_without_experts(config: ModelConfig, options: EngineConfig) -> None:
     for option in ("calibration", "expert_dtype"):
         if getattr(options, option) is not None:
             raise UsageError(f"{option}: {name} has no experts; leave this out.")
+    if options.elastic:
+        raise UsageError(
+            f"elastic: {name} has no experts that the KV cache's unused memory could hold; leave "
+            "this out."
+        )
     if options.device == "emulated":
         raise UnsupportedError(
             f"An emulated device computes experts, and {name} has none; choose --device cpu."

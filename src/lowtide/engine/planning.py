@@ -21,6 +21,7 @@ from lowtide.engine.device import (
     ExpertSource,
     resolve_device,
 )
+from lowtide.engine.elastic import elastic_tokens
 from lowtide.engine.opening import MAX_PASS_ROWS, EngineConfig, OpenModel
 from lowtide.experts.registrar import ExpertRegistrar
 from lowtide.families import families
@@ -71,7 +72,7 @@ def make_plan(opened: OpenModel) -> MemoryPlan:
         device=device,
     )
     if device == "cpu":
-        return plan
+        return replace(plan, elastic_tokens=elastic_tokens(opened, plan))
     home_needs = _home_needs(opened)
     home, at_home = spend(home_needs, _budget_bytes(opened, home_needs), opened.context)
     return replace(plan, host=home, gpu=tier, host_residents_per_layer=at_home)

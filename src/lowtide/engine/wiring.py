@@ -61,7 +61,7 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
         undo.callback(reader.close)
         executor = _make_executor(config, plan)
         undo.callback(executor.close)
-        shared = SharedMemory(opened, plan) if _shares_memory(opened, plan) else None
+        shared = SharedMemory(opened, plan) if plan.elastic_tokens else None
         weights, kv_cache, compute = _load_dense(opened, plan, executor, reader, progress, shared)
         calibration = find_calibration(opened)
         experts: ExpertRuntime | NoExperts = NoExperts()
@@ -87,12 +87,6 @@ def _make_executor(config: ModelConfig, plan: MemoryPlan) -> HostExecutor:
     is_emulated = plan.device == "emulated"
     make_executor = HostExecutor.beside_emulated if is_emulated else HostExecutor
     return make_executor(config.experts.num_experts_per_token)
-
-
-def _shares_memory(opened: OpenModel, plan: MemoryPlan) -> bool:
-    """Whether there is anything to lend, and anybody to lend it to."""
-    has_absent = plan.host.num_slots < plan.num_experts
-    return opened.options.elastic and plan.device == "cpu" and has_absent
 
 
 def _load_dense(
@@ -126,7 +120,7 @@ def _load_dense(
 
 def _kv_cache(opened: OpenModel, shared: SharedMemory | None) -> KVCache:
     if shared is not None:
-        return KVCache(shared.kv.storage, shared.kv)
+        return shared.make_cache()
     num_bytes = math.prod(opened.kv_shape) * opened.dtype.itemsize
     arena = Arena(num_bytes, grows_slowly=True)
     return KVCache(arena.tensor(0, opened.kv_shape, opened.dtype))

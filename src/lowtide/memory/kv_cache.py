@@ -48,13 +48,17 @@ class KVCache:
     With `pages` that memory is asked for before it is used, and given back after.
     """
 
-    def __init__(self, storage: Tensor, pages: KVPages | None = None) -> None:
-        """pages: what puts memory behind `storage`; without, it is all there for good."""
+    def __init__(
+        self, storage: Tensor, pages: KVPages | None = None, max_range_tokens: int | None = None
+    ) -> None:
+        """pages: what puts memory behind `storage`; without, it is all there for good.
+        max_range_tokens: of one range, by default as many as there are."""
         self._storage = storage
         self._pages = pages
         # By layer: keys and values [kv_heads, tokens, head_dim]; each pass asks for all of them.
         self._arrays = [(layer[0], layer[-1]) for layer in storage]
         self.num_tokens = storage.shape[3]
+        self.max_range_tokens = max_range_tokens or self.num_tokens
         self._taken: list[KVRange] = []  # ascending by start
 
     @property
@@ -63,7 +67,8 @@ class KVCache:
 
     def can_allocate(self, num_tokens: int) -> bool:
         """Whether `allocate(num_tokens)` would succeed now."""
-        return align_up(num_tokens, GRANULE_TOKENS) <= self.num_free_tokens
+        capacity = align_up(num_tokens, GRANULE_TOKENS)
+        return capacity <= min(self.num_free_tokens, self.max_range_tokens)
 
     def allocate(self, num_tokens: int) -> KVRange:
         """A free range of at least `num_tokens` tokens, first fit.
@@ -75,7 +80,8 @@ class KVCache:
         if not self.can_allocate(num_tokens):
             raise PlanError(
                 f"The KV cache has no room for {num_tokens} tokens: {self.num_free_tokens} of its "
-                f"{self.num_tokens} are free; wait for a sequence to end, or raise context."
+                f"{self.num_tokens} are free, {self.max_range_tokens} for a sequence at most; wait "
+                "for a sequence to end, or raise context."
             )
         capacity = align_up(num_tokens, GRANULE_TOKENS)
         start = self._find(capacity)

@@ -48,6 +48,13 @@ class KVLayout(NamedTuple):
         """Addresses to reserve: whole groups for every part."""
         return self.num_parts * align_up(self.shape[3] * self.row_bytes, group_bytes)
 
+    def longest(self, num_bytes: int, group_bytes: int, granule_tokens: int) -> KVLayout:
+        """The same with as many tokens more, in whole granules, as there are addresses for."""
+        granule_bytes = granule_tokens * self.row_bytes
+        part_bytes = num_bytes // self.num_parts // group_bytes * group_bytes
+        num_tokens = max(self.shape[3], part_bytes // granule_bytes * granule_tokens)
+        return self._replace(shape=(*self.shape[:3], num_tokens, self.shape[4]))
+
     def strides(self, part_bytes: int) -> tuple[int, int, int, int, int]:
         """Of a tensor of the shape over parts of so many bytes, in elements."""
         part, row = part_bytes // self.dtype.itemsize, self.row_bytes // self.dtype.itemsize
