@@ -85,6 +85,53 @@ with LLM(folder, **options) as llm:
 """
 
 
+STEPS_CHILD = """
+import json, mmap, random, sys
+from lowtide import DiffusionParams, SamplingParams
+from lowtide.engine.worker import Worker
+from lowtide.hardware.memory import peak_resident_bytes, reset_peak, resident_bytes
+from lowtide.llm import LLM
+
+folder, has_huge_pages, options = json.loads(sys.argv[1])
+
+class SmallPages(mmap.mmap):
+    def madvise(self, advice, *span):
+        if advice in (mmap.MADV_HUGEPAGE, mmap.MADV_NOHUGEPAGE):
+            raise OSError(22, "Invalid argument")
+        super().madvise(advice, *span)
+
+if not has_huge_pages:
+    mmap.mmap = SmallPages
+peaks, running, shares = [], [], []
+step = Worker._step
+
+def watch(self):
+    reset_peak()
+    step(self)
+    peaks.append(peak_resident_bytes())
+    running.append(self._decoder.num_running)
+    budget = self.engine.elastic._shared.budget
+    shares.append((budget.shares()["KV cache"], sum(budget.shares().values())))
+
+Worker._step = watch
+draw = random.Random(0)
+llm = LLM(folder, elastic=True, **options)
+for _ in range(5):
+    lengths = [draw.choice([5, 90, 400, 900]) for _ in range(draw.choice([1, 2, 6]))]
+    prompts = [[i * 31 % 8000 for i in range(n)] for n in lengths]
+    llm.generate(prompts, SamplingParams(max_tokens=16, diffusion=DiffusionParams(steps=4)))
+before_bytes = resident_bytes()
+plan, held_bytes = llm.plan, shares[-1][1]
+llm.close()
+print(json.dumps({
+    "allowed_bytes": plan.budget_bytes + plan.overhead_bytes,
+    "planned_kv_bytes": plan.host.kv_cache_bytes,
+    "peaks": peaks, "running": running, "shares": shares,
+    "held_bytes": held_bytes, "fallen_bytes": before_bytes - resident_bytes(),
+}))
+"""
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_checkpoint(SIZE, tmp_path_factory.mktemp("promise") / "model")
@@ -94,9 +141,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def measure(model: Path, works: list[Any], **options: object) -> dict[str, Any]:
-    arguments = json.dumps([str(model), works, {"context": CONTEXT, **options}])
+    return run_child(CHILD, str(model), works, {"context": CONTEXT, **options})
+
+
+def run_child(code: str, *arguments: object) -> dict[str, Any]:
     result = subprocess.run(
-        [sys.executable, "-c", CHILD, arguments], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", code, json.dumps(arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
@@ -149,6 +202,23 @@ def test_memory_that_is_lent_is_within_the_budget(model: Path) -> None:
     assert lent["num_misses"] < kept["num_misses"]
     # What was lent was there: the budget is used, not exceeded.
     assert lent["peak_bytes"] > kept["peak_bytes"] + plan.host.kv_cache_bytes // 4
+
+
+@pytest.mark.parametrize("has_huge_pages", [True, False])
+def test_every_step_is_within_the_budget_while_memory_moves(
+    model: Path, has_huge_pages: bool
+) -> None:
+    """More sequences at once than the context has room for; and what was held is given back."""
+    plan = plan_model(model, context=CONTEXT)
+    host_memory = plan.minimum_bytes + (plan.full_bytes - plan.minimum_bytes) // 4
+    options = {"context": CONTEXT, "host_memory": host_memory, "policy": "lru"}
+    measured = run_child(STEPS_CHILD, str(model), has_huge_pages, options)
+    assert max(measured["peaks"]) <= measured["allowed_bytes"]
+    assert max(measured["running"]) > 1 and min(measured["running"]) <= 1
+    cache, held = zip(*measured["shares"], strict=True)
+    assert max(cache) > measured["planned_kv_bytes"] > min(cache)
+    assert max(held) <= host_memory
+    assert measured["fallen_bytes"] >= 0.95 * measured["held_bytes"] > 0.4 * max(held)
 
 
 def test_in_float32_too(model: Path) -> None:
