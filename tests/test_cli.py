@@ -579,23 +579,27 @@ def test_ctrl_c_while_the_program_is_imported_ends_quietly() -> None:
 WAITS = "for _ in range(3000): time.sleep(0.01)\n"
 
 
+@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 @pytest.mark.parametrize(
     "happens",
     [
         # Dropped: a callback, or an object's end, is nobody's to raise from.
         "x = type('X', (), {})()\n"
-        "    r = weakref.ref(x, lambda _: signal.raise_signal(signal.SIGINT))\n"
+        "    r = weakref.ref(x, lambda _: signal.raise_signal(NUMBER))\n"
         "    del x\n"
         f"    {WAITS}",
-        "type('X', (), {'__del__': lambda x: signal.raise_signal(signal.SIGINT)})()\n"
-        f"    {WAITS}",
+        f"type('X', (), {{'__del__': lambda x: signal.raise_signal(NUMBER)}})()\n    {WAITS}",
         # Within code given as text, such as a dataclass makes while it is imported.
-        "exec('signal.raise_signal(signal.SIGINT)')\n",
+        "exec('signal.raise_signal(NUMBER)')\n",
+        "signal.raise_signal(NUMBER)\n",
     ],
 )
-def test_no_ctrl_c_is_lost_and_each_ends_with_the_same_code(happens: str, tmp_path: Path) -> None:
+def test_no_signal_is_lost_and_each_ends_with_the_same_code(
+    happens: str, number: str, code: int, tmp_path: Path
+) -> None:
     (tmp_path / "program.py").write_text(
         "import signal, sys, time, types, weakref\n"
+        f"NUMBER = signal.{number}\n"
         "import lowtide.cli\n"
         "def app():\n"
         f"    {happens}"
@@ -612,7 +616,7 @@ def test_no_ctrl_c_is_lost_and_each_ends_with_the_same_code(happens: str, tmp_pa
         text=True,
         timeout=120,
     )
-    assert (result.returncode, result.stderr) == (130, "")
+    assert (result.returncode, result.stderr) == (code, "")
 
 
 def test_the_package_imports_nothing_before_ctrl_c_is_understood() -> None:

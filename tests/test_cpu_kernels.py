@@ -5,13 +5,18 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from computing import on_this_thread
@@ -503,6 +508,49 @@ def test_a_source_that_does_not_compile(cache: Path, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="failed: .*broken"):
         load_library(source)
     assert kept(cache) == []
+
+
+SLOW_COMPILER = """#!/bin/sh
+test "$1" = --version && exit
+sleep 60 &
+echo $! > "$TMPDIR/begins"
+mv "$TMPDIR/begins" "$TMPDIR/begun"
+wait
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_stops_a_compiler_leaves_nothing_of_it(
+    source: Path, cache: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text(SLOW_COMPILER)
+    compiler.chmod(0o700)
+    program = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from lowtide.cli.interrupts import hear_signals\n"
+        "from lowtide.kernels.cpu.library import load_library\n"
+        "hear_signals()\n"
+        "try: load_library(Path(sys.argv[1]))\n"
+        "except KeyboardInterrupt: sys.exit(130)"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(source)],
+        env={**os.environ, "PATH": path},
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stderr is not None
+        while process.poll() is None and not (begun := [*cache.glob("build-*/begun")]):
+            time.sleep(0.01)
+        at_work = int(begun[0].read_text())
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number, process.stderr.read()
+    assert kept(cache) == []
+    with suppress(psutil.NoSuchProcess):
+        while psutil.Process(at_work).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
 
 
 def test_without_a_compiler_torch_multiplies(

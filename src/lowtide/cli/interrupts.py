@@ -1,7 +1,8 @@
-"""Ctrl-C where Python would drop it: within a callback from which nothing can be raised.
+"""Ctrl-C and SIGTERM: both end what runs by an exception, so that it clears up behind itself.
 
-Every import runs such a callback, and so does the end of many objects. Python prints the
-interrupt, "Exception ignored", and goes on as if nothing had been.
+Where nothing can be raised Python drops it: every import runs such a callback, and so does the end
+of many objects. Python prints the interrupt, "Exception ignored", and goes on as if nothing had
+been.
 """
 
 from __future__ import annotations
@@ -17,22 +18,37 @@ if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
 
-def hear_dropped() -> None:
-    """From now on a Ctrl-C that was dropped comes once more, a moment later."""
+class Terminated(SystemExit):
+    """SIGTERM came; the program's exit code is what a shell reports of one that it ended."""
+
+    def __init__(self) -> None:
+        super().__init__(128 + signal.SIGTERM)
+
+
+def hear_signals() -> None:
+    """From now on SIGTERM raises, unless whoever started this has it ignored; and one of the two
+    that was dropped comes once more, a moment later."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminate)
     sys.unraisablehook = _hear_again
 
 
+def _terminate(*_: object) -> None:
+    raise Terminated
+
+
 def _hear_again(dropped: UnraisableHookArgs) -> None:
-    if dropped.exc_type is not KeyboardInterrupt:
+    if dropped.exc_type not in (KeyboardInterrupt, Terminated):
         sys.__unraisablehook__(dropped)
         return
-    again = threading.Timer(_AGAIN_S, _interrupt)
+    number = signal.SIGTERM if dropped.exc_type is Terminated else signal.SIGINT
+    again = threading.Timer(_AGAIN_S, _send, [number])
     again.daemon = True
     again.start()
 
 
-def _interrupt() -> None:
-    """The main thread, out of whatever it waits for."""
+def _send(number: signal.Signals) -> None:
+    """To the main thread, out of whatever it waits for."""
     main_thread = threading.main_thread().ident
     if main_thread is not None:
-        signal.pthread_kill(main_thread, signal.SIGINT)
+        signal.pthread_kill(main_thread, number)

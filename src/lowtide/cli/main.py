@@ -1,4 +1,4 @@
-"""Where the `lowtide` command begins: what it needs is imported with Ctrl-C already understood."""
+"""Where the `lowtide` command begins: what it needs is imported with signals already understood."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ EXIT_INTERRUPTED = 128 + 2  # as a shell reports a program that SIGINT ended
 
 
 def main() -> None:
-    """Run the command line; the exit code is 0, 1, 2 (wrong usage) or 130 (Ctrl-C)."""
+    """Run the command line; the exit code is 0, 1, 2 (wrong usage), 130 (Ctrl-C) or 143
+    (SIGTERM)."""
     try:
-        from lowtide.cli.interrupts import hear_dropped
+        from lowtide.cli.interrupts import hear_signals
 
-        hear_dropped()
+        hear_signals()
         from lowtide.cli.app import app
 
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]

@@ -11,10 +11,12 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
 import stat
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from lowtide.errors import StorageError, UnsupportedError
@@ -99,19 +101,40 @@ def _build(sources: Sequence[Path], compiler: str, path: Path) -> None:
     """Writes the file whole or not at all: another process may be at it, too."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
         built = Path(folder) / path.name
-        _run([compiler, *_FLAGS, *map(str, sources), "-o", str(built)])
+        _run([compiler, *_FLAGS, *map(str, sources), "-o", str(built)], Path(folder))
         with built.open("ab") as file:  # what follows its sections is nothing to a loader
             file.write(hashlib.sha256(built.read_bytes()).digest())
         built.chmod(0o700)
         built.replace(path)
 
 
-def _run(command: list[str]) -> bytes:
-    try:
-        done = subprocess.run(command, capture_output=True, check=True, timeout=_LIMIT_S)
-    except subprocess.TimeoutExpired as error:
-        raise UnsupportedError(f"{command[0]} has not ended within {_LIMIT_S:g} s.") from error
-    except subprocess.CalledProcessError as error:
-        last_lines = error.stderr.decode(errors="replace").strip()[-500:]
-        raise UnsupportedError(f"{command[0]} failed: {last_lines}") from error
-    return done.stdout
+def _run(command: list[str], scratch: Path | None = None) -> bytes:
+    """What it writes to its output; `scratch`: for its temporary files, by default the system's.
+
+    If this is interrupted, the whole group of processes ends: a compiler's own do the work.
+    """
+    environment = os.environ if scratch is None else {**os.environ, "TMPDIR": str(scratch)}
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=_LIMIT_S)
+        except subprocess.TimeoutExpired as error:
+            _end_group(process)
+            raise UnsupportedError(f"{command[0]} has not ended within {_LIMIT_S:g} s.") from error
+        except BaseException:
+            _end_group(process)
+            raise
+    if process.returncode:
+        last_lines = errors.decode(errors="replace").strip()[-500:]
+        raise UnsupportedError(f"{command[0]} failed: {last_lines}")
+    return output
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
