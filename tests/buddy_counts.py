@@ -30,7 +30,7 @@ def direct_profile(
                         i, j = ids[token, a], ids[token, b]
                         together[layer, i, j] += 1
                         weight[layer, i, j] += min(p[a], p[b])
-    counts = (activations, together, weight, sample)
+    counts = (activations, together, weight.astype(np.float32), sample)
     return BuddyProfile("00ff", tokens, *counts, **rest)
 
 

@@ -128,8 +128,8 @@ def test_what_no_list_can_be_made_by_is_refused() -> None:
     [
         ({"num_tokens": 11}, "contradict"),
         ({"together": np.zeros((2, 8, 8), np.int64)}, "contradict"),
-        ({"together_weight": np.full((2, 8, 8), np.nan)}, "contradict"),
-        ({"together_weight": np.full((2, 8, 8), 100.0)}, "contradict"),
+        ({"together_weight": np.full((2, 8, 8), np.nan, np.float32)}, "contradict"),
+        ({"together_weight": np.full((2, 8, 8), 100.0, np.float32)}, "contradict"),
         ({"activations": np.zeros((2, 8), np.int64)}, "layer 0 .* no activity"),
         ({"activations": np.zeros((2, 9), np.int64)}, "activations"),
         ({"output_similarity": np.zeros((2, 8, 7), np.float32)}, "output_similarity"),

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
+import torch
 from torch import Tensor
 
 from lowtide.config import ModelConfig
@@ -102,6 +103,16 @@ class LLM:
         return "" if tier is None else tier.device.describe()
 
     @property
+    def dtype(self) -> torch.dtype:
+        """That it computes in."""
+        return self._engine.opened.dtype
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the weights, whatever they are computed in: what a buddy profile belongs to."""
+        return self._engine.opened.fingerprint
+
+    @property
     def routers(self) -> list[Router]:
         """Those of the MoE layers, in order."""
         return [self._engine.model.router(layer) for layer in self.config.moe_layers]
@@ -169,6 +180,16 @@ class LLM:
             self.config, self._engine.opened.dtype, layer, x, routing, step
         )
         work = partial(probing.run_experts, layer=layer, x=x, routing=routing, step=step)
+        return self._loop.run(work)
+
+    def expert_columns(self, layer: int, expert: int, num_columns: int) -> Tensor:
+        """Evenly spread columns of an expert's gate, up and down matrices, as they are multiplied
+        with: 1-D float32 on the CPU. Read from the checkpoint, whoever is resident.
+
+        `layer` counts MoE layers. Raises UsageError for an expert that there is not, StorageError.
+        """
+        probing.check_expert(self.config, layer, expert, num_columns)
+        work = partial(probing.expert_columns, layer=layer, expert=expert, num_columns=num_columns)
         return self._loop.run(work)
 
     @contextmanager

@@ -32,6 +32,7 @@ from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.policies.presets import check_policy, parse_options
 from lowtide.policies.tau import SolvedTau
 from lowtide.reading.dense_weights import DenseWeights, Progress
+from lowtide.reading.fingerprint import fingerprint
 from lowtide.replay.calibration import Calibration, default_path
 from lowtide.replay.trace import TraceShape
 from lowtide.schemas import WeightMap, assume, bind
@@ -161,6 +162,14 @@ class OpenModel:
         return DenseWeights(self.weight_map.dense, dtypes)
 
     @property
+    def fingerprint(self) -> str:
+        """Of the weights that are always loaded: a few hundred short reads. Raises StorageError;
+        UsageError for a folder without weights."""
+        if self.checkpoint is None:
+            raise UsageError(f"{self.folder} has no weights that could be told from others.")
+        return fingerprint(self.checkpoint, self.weight_map.dense)
+
+    @property
     def slot_layout(self) -> SlotLayout:
         weights = ClampedWeights if self.config.moe.is_clamped else ExpertWeights
         # An `expert_dtype` that is given is the compute dtype: see `open_model`.
@@ -240,6 +249,8 @@ def find_calibration(opened: OpenModel) -> Calibration | None:
         return None
     calibration = Calibration.load(path)
     calibration.check(config.architecture, shape)
+    if calibration.buddies is not None and opened.checkpoint is not None:
+        calibration.buddies.check(opened.fingerprint)
     return calibration
 
 

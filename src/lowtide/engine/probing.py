@@ -16,10 +16,14 @@ from lowtide.core import Step, StepKind
 from lowtide.decode.batch_decoder import LOGIT_ROWS
 from lowtide.decode.logits import rows_that_predict
 from lowtide.engine.engine import Engine
-from lowtide.engine.opening import MAX_PASS_ROWS
+from lowtide.engine.opening import MAX_PASS_ROWS, OpenModel
 from lowtide.errors import UsageError
 from lowtide.experts.rows import Routing
+from lowtide.experts.slots import ExpertSlots
+from lowtide.experts.transfer import DiskTransfer, ticket_result
+from lowtide.kernels.operands import Matrix
 from lowtide.layers.batch import Batch, KVRange, Segment
+from lowtide.memory.arena import Arena
 from lowtide.memory.cuda_streams import device_pass
 from lowtide.memory.pinned_copies import to_device
 from lowtide.memory.workspace import tiles
@@ -59,6 +63,35 @@ def run_experts(engine: Engine, layer: int, x: Tensor, routing: Routing, step: S
         return out.to("cpu", copy=True)
 
 
+def expert_columns(engine: Engine, layer: int, expert: int, num_columns: int) -> Tensor:
+    """Evenly spread columns of an expert's gate, up and down matrices, one after the other, as
+    they are multiplied with: float32 on the CPU. Read anew into memory of its own. 1-D"""
+    opened = engine.opened
+    layout = opened.slot_layout
+    slots = ExpertSlots(Arena(layout.num_bytes), layout)
+    transfer = DiskTransfer(engine.reader, opened.weight_map.experts, slots)
+    ticket_result(transfer.start(layer, expert, 0))
+    return torch.cat(
+        [
+            _columns(opened, matrix, part.shape, num_columns)
+            for matrix, part in zip(
+                slots.weights(layer, 0)[:3], layout.layers[layer].parts, strict=False
+            )
+        ]
+    )
+
+
+def check_expert(config: ModelConfig, layer: int, expert: int, num_columns: int) -> None:
+    """Raises UsageError for what `expert_columns` cannot be asked for."""
+    config.check_experts("expert_columns")
+    _check_layer(layer, config.moe_shape.num_layers)
+    if not 0 <= expert < config.moe_shape.num_experts or num_columns < 1:
+        raise UsageError(
+            f"{num_columns} columns of expert {expert} cannot be: there are experts 0 to "
+            f"{config.moe_shape.num_experts - 1}."
+        )
+
+
 def checked_rows(
     config: ModelConfig, dtype: torch.dtype, layer: int, x: Tensor, routing: Routing, step: Step
 ) -> tuple[Tensor, Routing]:
@@ -90,6 +123,19 @@ def checked_rows(
     experts = routing.experts.to(torch.int64, copy=True)
     _check_ids(experts, shape.num_experts)
     return x.clone(), Routing(experts, routing.weights.clone())
+
+
+def _columns(opened: OpenModel, matrix: Matrix, shape: tuple[int, ...], num_columns: int) -> Tensor:
+    """Of a matrix [out, in]: products with unit vectors, which every format has."""
+    num_rows, width = shape
+    chosen = torch.linspace(0, width - 1, min(num_columns, width)).long()
+    if isinstance(matrix, Tensor):
+        return matrix[:, chosen].t().float().flatten()
+    units = torch.zeros(len(chosen), width, dtype=opened.dtype)
+    units[torch.arange(len(chosen)), chosen] = 1
+    out = torch.empty(len(chosen), num_rows, dtype=opened.dtype)
+    matrix.multiply(opened.kernels_on(units.device), units, out)
+    return out.float().flatten()
 
 
 def _check_layer(layer: object, num_layers: int) -> None:

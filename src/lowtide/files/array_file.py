@@ -45,15 +45,24 @@ def save_arrays(path: Path, arrays: Mapping[str, Any], noun: str) -> None:
         np.savez_compressed(file, **arrays)
 
 
-def load_arrays(path: Path, dtypes: Mapping[str, str], max_bytes: int, noun: str) -> Arrays:
-    """The arrays that `save_arrays` wrote: exactly those named by `dtypes`, of those types.
+def load_arrays(
+    path: Path,
+    dtypes: Mapping[str, str],
+    max_bytes: int,
+    noun: str,
+    optional: Mapping[str, str] | None = None,
+) -> Arrays:
+    """The arrays that `save_arrays` wrote: exactly those named by `dtypes`, of those types, and
+    all of `optional` or none of them.
 
     Raises UsageError when the file is not such a one or holds more than `max_bytes`, StorageError
     when it cannot be read.
     """
     try:
         with open_regular(Path(path)) as (file, _), zipfile.ZipFile(file) as archive:
-            return _read(archive, dtypes, max_bytes, noun)
+            is_more = optional is not None and len(archive.namelist()) > len(dtypes)
+            wanted = {**dtypes, **optional} if optional is not None and is_more else dtypes
+            return _read(archive, wanted, max_bytes, noun)
     except StorageError as reason:
         raise StorageError(f"{noun.capitalize()} {reason}") from reason
     except OSError as reason:

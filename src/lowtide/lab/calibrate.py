@@ -25,6 +25,7 @@ from lowtide.core import FloatArray, IntArray, Step
 from lowtide.errors import UsageError
 from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import Observer
+from lowtide.lab.calibrate_buddies import BuddyWish, TextUse, check_length, counting, make_profile
 from lowtide.lab.record import Recorder
 from lowtide.layers.batch import KVRange, Segment
 from lowtide.llm import LLM
@@ -33,7 +34,7 @@ from lowtide.params import SamplingParams
 from lowtide.policies.prefetch import Gate
 from lowtide.replay.calibration import GATES, TOP_SIZES, Calibration, GateAccuracy
 from lowtide.replay.simulator import calibrate as count_activations
-from lowtide.replay.trace import Trace
+from lowtide.replay.trace import Trace, TraceShape
 
 NUM_PIECES = 16
 TEST_SHARE = 0.25
@@ -69,17 +70,22 @@ def calibrate(
     model: str,
     *,
     num_pieces: int = NUM_PIECES,
+    buddies: BuddyWish | None = None,
     progress: Progress | None = None,
 ) -> Calibration:
     """The calibration of `llm` on a text, or on token ids.
 
-    model: the name that the trace will carry. Raises UsageError for a text that is too short or a
-    model without a tokenizer, UnsupportedError for one without experts, and what `LLM.generate`
-    raises.
+    model: the name that the trace will carry; buddies: what to profile of them, if anything.
+    Raises UsageError for a text that is too short or a model without a tokenizer, UnsupportedError
+    for one without experts, and what `LLM.generate` raises.
     """
     llm.config.check_experts("A calibration is of experts")
     learning, testing = split(llm, text, num_pieces)
-    trace, residual = learn(llm, learning, model, progress)
+    seen = None if buddies is None else counting(llm, buddies)
+    if seen is not None:
+        use = TextUse(num_pieces, num_learning, *_length(llm))
+        check_length(TraceShape(*llm.config.moe_shape), learning, use)
+    trace, residual = learn(llm, learning, model, progress, () if seen is None else (seen,))
     accuracy = foresee(llm, testing, model, residual, progress).accuracy
     data = text.encode() if isinstance(text, str) else np.asarray(text, np.int64).tobytes()
     frequency, following = count_activations(trace)
@@ -92,6 +98,7 @@ def calibrate(
         frequency=frequency,
         following=following,
         accuracy=accuracy,
+        buddies=make_profile(llm, seen, buddies, progress) if seen and buddies else None,
     )
 
 
@@ -108,20 +115,30 @@ def split(
     stride = len(token_ids) // num_pieces
     length = min(stride, _length(llm).prompt_tokens)
     pieces = [token_ids[i * stride :][:length] for i in range(num_pieces)]
-    num_learning = num_pieces - max(1, round(TEST_SHARE * num_pieces))
-    return pieces[:num_learning], pieces[num_learning:]
+    first_test = num_learning(num_pieces)
+    return pieces[:first_test], pieces[first_test:]
+
+
+def num_learning(num_pieces: int) -> int:
+    """Of so many pieces, those that are calibrated on."""
+    return num_pieces - max(1, round(TEST_SHARE * num_pieces))
 
 
 def learn(
-    llm: LLM, prompts: Sequence[list[int]], model: str, progress: Progress | None = None
+    llm: LLM,
+    prompts: Sequence[list[int]],
+    model: str,
+    progress: Progress | None = None,
+    beside: Sequence[Observer] = (),
 ) -> tuple[Trace, NDArray[np.float32]]:
     """The routing of the prompts and their answers, and the residual vectors [layers - 1, hidden].
 
+    beside: who else watches.
     A residual vector is the mean over all rows of the next MoE layer's gate input less this
     one's, both after their norms (DALI, Eq. 10).
     """
     mean = _ResidualMean(*llm.config.moe_shape[:1], llm.config.hidden_size)
-    trace = _run(llm, prompts, model, mean, "calibrating", progress)
+    trace = _run(llm, prompts, model, (mean, *beside), "calibrating", progress)
     return trace, mean.vectors()
 
 
@@ -134,7 +151,7 @@ def foresee(
 ) -> Foresight:
     """Runs every layer's gate one layer early beside the prompts and their answers."""
     gates = _EarlyGates(llm, residual)
-    trace = _run(llm, prompts, model, gates, "testing", progress)
+    trace = _run(llm, prompts, model, (gates,), "testing", progress)
     return Foresight(trace, gates.predicted, _accuracy(trace, gates))
 
 
@@ -230,11 +247,11 @@ class _EarlyGates:
         return self._routers[layer].within(Workspace(room)).route(features, (segment,)).experts
 
 
-class _Both:
-    """Two observers as one."""
+class _All:
+    """Several observers as one."""
 
-    def __init__(self, first: Observer, second: Observer) -> None:
-        self._observers = (first, second)
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = observers
 
     def saw_layer(self, layer: int, step: Step, x: Tensor, routing: Routing, out: Tensor) -> None:
         for observer in self._observers:
@@ -245,14 +262,14 @@ def _run(
     llm: LLM,
     prompts: Sequence[list[int]],
     model: str,
-    observer: Observer,
+    observers: Sequence[Observer],
     what: str,
     progress: Progress | None,
 ) -> Trace:
-    """Answers the prompts one after the other under the eyes of `observer`; their trace."""
+    """Answers the prompts one after the other under the eyes of `observers`; their trace."""
     recorder = Recorder(llm, model)
     params = SamplingParams(max_tokens=_length(llm).new_tokens, ignore_eos=True)
-    with llm.observed(_Both(recorder, observer)):
+    with llm.observed(_All((recorder, *observers))):
         for index, prompt in enumerate(prompts):
             llm.generate([prompt], params)
             if progress is not None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,15 +27,28 @@ from lowtide.policies.buddy_lists import (
 )
 
 
-class QualityCurve(NamedTuple):
-    """What replacing router mass did to a model's words: measured on a text, else an estimate.
+@dataclass(frozen=True, slots=True, eq=False)
+class QualityCurve:
+    """What replacing router mass did to a model's words: measured on one text, elsewhere an
+    estimate.
 
-    `mass` ascends from above 0, at least one value; `kl` is nowhere negative.
+    `mass` ascends from above 0 to 1 at most, `kl` is nowhere negative, both are as long and not
+    empty; else UsageError.
     """
 
     mass: FloatArray  # [points] replaced weight over routed weight, in (0, 1]
     kl: FloatArray  # [points] mean KL(exact || substituted) of a token, in nats
     text_sha256: str  # of the text that it was measured on
+
+    def __post_init__(self) -> None:
+        mass, kl = self.mass, self.kl
+        has_shape = mass.ndim == 1 and mass.shape == kl.shape and len(mass) > 0
+        is_mass = has_shape and (np.diff(mass, prepend=0) > 0).all() and mass[-1] <= 1
+        if not is_mass or not (np.isfinite(kl) & (kl >= 0)).all():
+            raise UsageError(
+                "A quality curve has masses that ascend from above 0 to at most 1, and for each a "
+                f"KL that is finite and not negative; not {mass.tolist()} and {kl.tolist()}."
+            )
 
     def max_mass(self, max_kl: float) -> float:
         """The most mass whose estimated KL is at most `max_kl`; never beyond what was measured.
@@ -73,7 +85,7 @@ class BuddyProfile:
     num_tokens: int  # rows that were routed, each by every layer
     activations: IntArray  # [layers, experts] A(i): tokens that chose i
     together: IntArray  # [layers, experts, experts] M(i, j): tokens that chose both; M(i, i) = 0
-    together_weight: FloatArray  # the same, each token by the smaller of its two weights
+    together_weight: WeightArray  # the same, each token by the smaller of its two weights
     # [layers, tokens, k] weights of an even sample of tokens, descending and summing to 1
     sample: WeightArray
     # [layers, experts, experts] mean cosine of two experts' outputs on the same inputs
@@ -96,6 +108,19 @@ class BuddyProfile:
     def num_experts(self) -> int:
         return len(self.together[0])
 
+    @property
+    def num_experts_per_token(self) -> int:
+        return len(self.sample[0, 0])
+
+    def check(self, fingerprint: str) -> None:
+        """Raises UsageError for weights that this is not a profile of."""
+        if self.fingerprint != fingerprint:
+            raise UsageError(
+                "The buddy profile is another model's: of the same shape and with other weights "
+                f"({self.fingerprint[:12]}, and these are {fingerprint[:12]}); run lowtide "
+                "calibrate --buddies on this one."
+            )
+
     def lists(self, rule: BuddyRule | None = None) -> BuddyLists:
         """The buddies of every expert by a rule, or by the calibration's.
 
@@ -115,7 +140,7 @@ class BuddyProfile:
         counts = self.together.astype(np.float64)
         if ranking is Ranking.WEIGHTED:
             pairs = counts.sum(axis=(1, 2))
-            counts = self.together_weight
+            counts = self.together_weight.astype(np.float64)
             smoothing = smoothing * (counts.sum(axis=(1, 2)) / pairs)[:, None, None]
         smoothed = (counts + smoothing) * ~np.eye(self.num_experts, dtype=bool)
         smoothed = smoothed * (self.activations > 0)[:, :, None]

@@ -45,7 +45,7 @@ def check_finite(
             for start in range(0, entry.num_bytes, step):
                 if time.monotonic() - start_s > limit_s:
                     return done / total
-                chunk = _read(checkpoint, name, descriptor, start, step)
+                chunk = read_part(checkpoint, name, descriptor, start, step)
                 _check(chunk, stored, loaded, name, checkpoint)
                 done += len(chunk)
                 progress("checking weights", done, total)
@@ -54,15 +54,11 @@ def check_finite(
     return 1.0
 
 
-def _stored_as(name: str, checkpoint: Checkpoint) -> MatrixFormat | None:
-    """The format of what in a tensor may not be finite; None of others."""
-    dtype = checkpoint.tensors[name].dtype
-    return next((known for known in formats().values() if known.has_tensor(name, dtype)), None)
-
-
-def _read(
+def read_part(
     checkpoint: Checkpoint, name: str, descriptor: int, start: int, most_bytes: int
 ) -> NDArray[np.uint8]:
+    """Bytes of a tensor from `start`, as they are stored; fewer at its end. `descriptor` is of
+    its file. Raises StorageError."""
     entry = checkpoint.tensors[name]
     num_bytes = min(most_bytes, entry.num_bytes - start)
     path = checkpoint.files[entry.file].path
@@ -73,6 +69,12 @@ def _read(
     if len(chunk) < num_bytes:
         raise StorageError(f"{path} ends inside {name}; fetch it again.")
     return np.frombuffer(chunk, np.uint8)
+
+
+def _stored_as(name: str, checkpoint: Checkpoint) -> MatrixFormat | None:
+    """The format of what in a tensor may not be finite; None of others."""
+    dtype = checkpoint.tensors[name].dtype
+    return next((known for known in formats().values() if known.has_tensor(name, dtype)), None)
 
 
 def _check(

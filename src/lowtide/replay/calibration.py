@@ -24,6 +24,8 @@ from lowtide.core import FloatArray
 from lowtide.errors import StorageError, UsageError
 from lowtide.files.array_file import Arrays, Contradiction, load_arrays, save_arrays
 from lowtide.files.whole_file import check_writable
+from lowtide.policies.buddy_profile import BuddyProfile
+from lowtide.replay.buddy_arrays import BUDDY_DTYPES, arrays_of, profile_of
 from lowtide.replay.trace import MAX_TRACE_BYTES, TRACE_DTYPES, Trace, TraceShape, trace_of
 
 CALIBRATION_VERSION = 1
@@ -77,6 +79,7 @@ class Calibration:
     # [layers - 1, experts, experts]: how often a token's expert was followed by each
     following: FloatArray
     accuracy: GateAccuracy
+    buddies: BuddyProfile | None = None  # where it was asked for
 
     @property
     def shape(self) -> TraceShape:
@@ -102,6 +105,7 @@ class Calibration:
             "frequency": self.frequency,
             "following": self.following,
             **self.accuracy._asdict(),
+            **({} if self.buddies is None else arrays_of(self.buddies)),
         }
         save_arrays(path, arrays, "calibration")
 
@@ -112,7 +116,7 @@ class Calibration:
         Raises UsageError when the file is not one or contradicts itself, StorageError when it
         cannot be read.
         """
-        arrays = load_arrays(path, _DTYPES, MAX_TRACE_BYTES, "calibration")
+        arrays = load_arrays(path, _DTYPES, MAX_TRACE_BYTES, "calibration", BUDDY_DTYPES)
         try:
             return _build(arrays)
         except Contradiction as reason:
@@ -166,7 +170,18 @@ def _build(arrays: Arrays) -> Calibration:
         frequency=arrays["frequency"],
         following=arrays["following"],
         accuracy=GateAccuracy(arrays["routed"], arrays["top"], arrays["cosine"]),
+        buddies=_buddies(arrays, trace.shape),
     )
+
+
+def _buddies(arrays: Arrays, shape: TraceShape) -> BuddyProfile | None:
+    if not set(BUDDY_DTYPES) <= set(arrays):
+        return None
+    profile = profile_of(arrays)
+    of_profile = (profile.num_layers, profile.num_experts, profile.num_experts_per_token)
+    if of_profile != shape[:3]:
+        raise Contradiction(f"its buddies are of {of_profile}, its trace of {shape[:3]}")
+    return profile
 
 
 def _check(arrays: Arrays, name: str, shape: tuple[int, ...], low: float, high: float) -> None:

@@ -1,0 +1,147 @@
+"""Counts of who is chosen with whom, while a model runs: what a buddy profile is made of.
+
+    counts = CoActivations(TraceShape(*llm.config.moe_shape))
+    with llm.observed(counts):
+        llm.generate(...)
+    profile = counts.profile(llm.fingerprint, BuddyRule())
+
+Holds [layers, experts, experts] and samples of bounded size, however long the run is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lowtide.core import FloatArray, IntArray, Step, WeightArray
+from lowtide.errors import UnsupportedError, UsageError
+from lowtide.experts.rows import Routing
+from lowtide.policies.buddy_lists import BuddyRule, Ranking
+from lowtide.policies.buddy_profile import BuddyProfile
+from lowtide.replay.trace import TraceShape
+
+SAMPLE_TOKENS = 2048
+"""Of every layer, whose weights are kept for the percentiles of the entropy gate."""
+_PAIR_ROWS = 1024  # counted at a time
+
+
+class EvenSample:
+    """Rows of a stream, evenly spread over all of it, at most `limit`, at least half of that."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._stride = 1
+        self._num_seen = 0
+        self._rows: list[NDArray[np.generic]] = []
+
+    def see(self, rows: NDArray[np.generic]) -> None:
+        """rows [n, ...]: the next of the stream."""
+        first = -self._num_seen % self._stride
+        self._rows.extend(row.copy() for row in rows[first :: self._stride])
+        self._num_seen += len(rows)
+        while len(self._rows) > self._limit:
+            self._rows = self._rows[::2]
+            self._stride *= 2
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def rows(self, count: int) -> NDArray[np.generic]:
+        """The first `count` of them, or all. [count, ...]"""
+        return np.stack(self._rows[:count])
+
+
+class CoActivations:
+    """An observer that counts the choices of every layer's router, row by row."""
+
+    def __init__(self, shape: TraceShape, num_inputs: int = 0) -> None:
+        """num_inputs: of each layer, rows of the experts' inputs that are kept. Raises
+        UnsupportedError for a model whose tokens choose one expert."""
+        if shape.num_experts_per_token < 2:
+            raise UnsupportedError(
+                "Buddies are experts that a token chooses together, and this model's tokens choose "
+                "one expert each; calibrate it without --buddies."
+            )
+        layers, experts = shape[:2]
+        self.activations: IntArray = np.zeros((layers, experts), np.int64)
+        self._together: IntArray = np.zeros((layers, experts * experts), np.int64)
+        self._weight: FloatArray = np.zeros((layers, experts * experts))
+        self._weights = [EvenSample(SAMPLE_TOKENS) for _ in range(layers)]
+        self._num_inputs = num_inputs
+        self._inputs = [EvenSample(num_inputs) for _ in range(layers)]
+        self._chosen = [EvenSample(num_inputs) for _ in range(layers)]
+
+    def saw_layer(self, layer: int, step: Step, x: Tensor, routing: Routing, out: Tensor) -> None:
+        experts, weights = (tensor.cpu().numpy() for tensor in routing)
+        self.count(layer, experts, weights)
+        if self._num_inputs:
+            self._inputs[layer].see(x.float().cpu().numpy())
+            self._chosen[layer].see(experts)
+
+    def count(self, layer: int, experts: IntArray, weights: WeightArray) -> None:
+        """More rows that a layer's router has chosen for: experts, weights [rows, k]."""
+        for start in range(0, len(experts), _PAIR_ROWS):
+            rows = slice(start, start + _PAIR_ROWS)
+            self._count(layer, experts[rows], shares(weights[rows]))
+
+    def profile(
+        self,
+        fingerprint: str,
+        rule: BuddyRule,
+        similarity: Mapping[Ranking, WeightArray] | None = None,
+    ) -> BuddyProfile:
+        """What was counted so far. Raises UsageError for too little of it, and what a
+        `BuddyProfile` raises."""
+        measured = similarity or {}
+        count = min(map(len, self._weights))
+        if not count:
+            raise UsageError("No token was routed in every MoE layer: there are no buddies.")
+        layers, experts = self.activations.shape
+        pairs = (layers, experts, experts)
+        return BuddyProfile(
+            fingerprint=fingerprint,
+            num_tokens=int(self.activations[0].sum()) // self._weights[0].rows(1).shape[1],
+            activations=self.activations.copy(),
+            together=self._together.reshape(pairs).copy(),
+            together_weight=self._weight.reshape(pairs).astype(np.float32),
+            sample=np.stack([each.rows(count) for each in self._weights]).astype(np.float32),
+            output_similarity=measured.get(Ranking.OUTPUTS),
+            weight_similarity=measured.get(Ranking.WEIGHTS),
+            rule=rule,
+        )
+
+    def inputs(self, layer: int, count: int) -> tuple[Tensor, IntArray]:
+        """Evenly spread rows that the layer's experts were given [n, hidden] float32, and whom
+        they chose [n, k]."""
+        rows, chosen = self._inputs[layer].rows(count), self._chosen[layer].rows(count)
+        return torch.from_numpy(rows), chosen.astype(np.int64)
+
+    def _count(self, layer: int, experts: IntArray, share: FloatArray) -> None:
+        num_experts, k = self.activations.shape[1], experts.shape[1]
+        self.activations[layer] += np.bincount(experts.ravel(), minlength=num_experts)
+        is_other = ~np.eye(k, dtype=bool)
+        pairs = (experts[:, :, None] * num_experts + experts[:, None, :])[:, is_other].ravel()
+        smaller = np.minimum(share[:, :, None], share[:, None, :])[:, is_other].ravel()
+        self._together[layer] += np.bincount(pairs, minlength=num_experts**2)
+        self._weight[layer] += np.bincount(pairs, smaller, minlength=num_experts**2)
+        self._weights[layer].see(-np.sort(-share, axis=1).astype(np.float32))
+
+
+def shares(weights: WeightArray) -> FloatArray:
+    """Weights of chosen experts [rows, k], made to sum to 1; alike where all of a row are 0."""
+    total = weights.sum(axis=1, keepdims=True, dtype=np.float64)
+    even = np.full(weights.shape, 1 / weights.shape[1])
+    share: FloatArray = np.divide(weights, total, out=even, where=total > 0)
+    return share
+
+
+def needed_tokens(shape: TraceShape) -> int:
+    """Tokens that a profile takes at least: each expert chosen 16 times in the mean, and each pair
+    of experts together once."""
+    experts, k = shape.num_experts, shape.num_experts_per_token
+    by_pair = experts * (experts - 1) / (k * (k - 1))
+    return int(np.ceil(max(16 * experts / k, by_pair)))

@@ -1,0 +1,350 @@
+"""What `calibrate --buddies` counts is what a slow direct count finds, and files keep it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from buddy_counts import direct_profile, random_routing
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from test_calibrate import SHAPE, make_calibration, open_tiny
+
+from lowtide import LLM
+from lowtide.core import Step, StepKind
+from lowtide.errors import StorageError, UnsupportedError, UsageError
+from lowtide.experts.rows import Routing
+from lowtide.lab import expert_similarity
+from lowtide.lab.buddies import CoActivations, EvenSample, needed_tokens, shares
+from lowtide.lab.calibrate import calibrate, learn, num_learning, split
+from lowtide.lab.calibrate_buddies import BuddyWish, TextUse, check_length
+from lowtide.lab.expert_similarity import cosines_of_outputs
+from lowtide.lab.synth import synth
+from lowtide.policies.buddy_lists import BuddyRule, Ranking
+from lowtide.policies.buddy_profile import BuddyProfile, QualityCurve
+from lowtide.replay.calibration import Calibration
+from lowtide.replay.trace import TraceShape
+
+TOKEN_IDS = np.random.default_rng(0).integers(3, 300, 160).tolist()
+RULE = BuddyRule(0.8, 3)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def same(a: BuddyProfile, b: BuddyProfile) -> bool:
+    """To the bit."""
+    for each in dataclasses.fields(BuddyProfile):
+        one, other = getattr(a, each.name), getattr(b, each.name)
+        if isinstance(one, QualityCurve) and isinstance(other, QualityCurve):
+            is_same = one.text_sha256 == other.text_sha256 and np.array_equal(
+                [one.mass, one.kl], [other.mass, other.kl]
+            )
+        elif isinstance(one, np.ndarray):
+            is_same = np.array_equal(one, other) and one.dtype == other.dtype
+        else:
+            is_same = one == other
+        if not is_same:
+            return False
+    return True
+
+
+@examples(60)
+@given(
+    seed=st.integers(0, 10**6),
+    num_experts=st.integers(3, 9),
+    k=st.integers(2, 4),
+    cuts=st.lists(st.integers(1, 39), max_size=4),
+)
+def test_counts_are_the_direct_ones(seed: int, num_experts: int, k: int, cuts: list[int]) -> None:
+    k = min(k, num_experts)
+    routed = random_routing(seed, 2, num_experts, k, 40)
+    counts = CoActivations(TraceShape(2, num_experts, k))
+    bounds = [0, *sorted(cuts), 40]
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        for layer, (ids, weights) in enumerate(routed):
+            counts.count(layer, ids[start:stop], weights[start:stop])
+    found, wanted = counts.profile("00ff", RULE), direct_profile(routed, num_experts, rule=RULE)
+    np.testing.assert_allclose(found.together_weight, wanted.together_weight, rtol=1e-6)
+    np.testing.assert_allclose(found.sample, wanted.sample, rtol=1e-6)
+    near = {"together_weight": wanted.together_weight, "sample": wanted.sample}
+    assert same(dataclasses.replace(found, **near), wanted)
+
+
+@pytest.mark.parametrize("family", ["llada2", "qwen3_moe", "deepseek_v2", "llada_moe"])
+def test_a_model_is_counted_as_its_trace_says(models: Path, family: str) -> None:
+    """Autoregressive, block-diffusion and bidirectional: every row of every pass counts once."""
+    with open_tiny(models, family) as llm:
+        shape = TraceShape(*llm.config.moe_shape)
+        counts = CoActivations(shape)
+        prompts, _ = split(llm, TOKEN_IDS, 12)
+        trace, _ = learn(llm, prompts[:1], family, beside=(counts,))
+        profile = counts.profile(llm.fingerprint, BuddyRule())
+    assert profile.num_tokens == len(trace.ids)
+    assert (profile.activations == trace.hits().sum(axis=0)).all()
+    one_hot = np.zeros((*trace.ids.shape[:2], shape.num_experts), np.int64)
+    np.put_along_axis(one_hot, trace.ids.astype(np.int64), 1, axis=2)
+    together = np.einsum("rli,rlj->lij", one_hot, one_hot)
+    together *= ~np.eye(shape.num_experts, dtype=bool)
+    assert (profile.together == together).all()
+
+
+def test_samples_are_even_and_bounded() -> None:
+    for total in (0, 1, 7, 8, 9, 100, 1000):
+        sample = EvenSample(8)
+        for start in range(0, total, 3):
+            sample.see(np.arange(start, min(start + 3, total)))
+        assert len(sample) <= 8 and len(sample) >= min(total, 4)
+        if total:
+            kept = sample.rows(8)
+            assert kept[0] == 0 and len(set(np.diff(kept).tolist())) <= 1
+            assert total - kept[-1] <= max(1, 2 * total // len(kept))
+
+
+def test_weights_are_shares_of_the_chosen() -> None:
+    weights = np.array([[2.0, 6.0], [0.0, 0.0]], np.float32)
+    assert shares(weights).tolist() == [[0.25, 0.75], [0.5, 0.5]]
+
+
+def test_similarities_by_hand() -> None:
+    """Three experts, two tokens; expert 2 is opposite to the others on the second."""
+    outputs = torch.tensor([[[1.0, 0], [2, 0]], [[3, 0], [0, 1]], [[1, 1], [-5, 0]]])
+    chosen = np.array([[0, 1], [0, 2]])
+    cosines = cosines_of_outputs(outputs.clone(), chosen)
+    r = np.sqrt(0.5)
+    by_token = np.array([[[1, 1, r], [1, 1, r], [r, r, 1]], [[1, 0, -1], [0, 1, 0], [-1, 0, 1]]])
+    mean = by_token.mean(axis=0)
+    wanted = [(by_token.sum(axis=0)[0] + mean[0]) / 3, (by_token[0, 1] + mean[1]) / 2]
+    wanted.append((by_token[1, 2] + mean[2]) / 2)
+    np.testing.assert_allclose(cosines, wanted, atol=1e-6)
+
+
+def test_outputs_are_those_of_each_expert_alone(models: Path) -> None:
+    with open_tiny(models, "qwen3_moe") as llm:
+        shape, layer = llm.config.moe_shape, 1
+        x = torch.randn(3, shape.hidden_size, generator=torch.Generator().manual_seed(1))
+        outputs = expert_similarity._outputs(llm, layer, x)
+        k, step = shape.num_experts_per_token, Step(StepKind.PREFILL, 0)
+        for expert in range(shape.num_experts):
+            others = [e for e in range(shape.num_experts) if e != expert][: k - 1]
+            ids = torch.tensor(sorted([expert, *others]))
+            weights = (ids == expert).float()
+            routing = Routing(ids.repeat(3, 1), weights.repeat(3, 1))
+            alone = llm.run_experts(layer, x, routing, step)
+            torch.testing.assert_close(outputs[expert], alone, atol=1e-5, rtol=1e-5)
+
+
+def test_columns_are_the_checkpoints(models: Path) -> None:
+    from safetensors.torch import load_file
+
+    with open_tiny(models, "qwen3_moe") as llm:
+        shape = llm.config.moe_shape
+        found = llm.expert_columns(1, 2, 3)
+        for layer, expert, columns in ((-1, 0, 1), (0, shape.num_experts, 1), (0, 0, 0)):
+            with pytest.raises(UsageError):
+                llm.expert_columns(layer, expert, columns)
+    files = [load_file(path) for path in sorted((models / "qwen3_moe").glob("*.safetensors"))]
+    tensors = {name: tensor for file in files for name, tensor in file.items()}
+    wanted = []
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        matrix = tensors[f"model.layers.1.mlp.experts.2.{part}.weight"].float()
+        places = [0, (matrix.shape[1] - 1) // 2, matrix.shape[1] - 1]
+        wanted += [matrix[:, place] for place in places]
+    assert torch.equal(found, torch.cat(wanted))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_a_calibration_has_buddies_where_it_is_asked_for_them(
+    models: Path, tmp_path: Path, family: str
+) -> None:
+    wish = BuddyWish(RULE, 2.0, frozenset({Ranking.OUTPUTS, Ranking.WEIGHTS}))
+    with open_tiny(models, family) as llm:
+        calibration = calibrate(llm, TOKEN_IDS, "m", num_pieces=4, buddies=wish)
+        without = calibrate(llm, TOKEN_IDS[:40], "m", num_pieces=2)
+        experts, layers = llm.config.moe.num_experts, llm.config.num_moe_layers
+        fingerprint = llm.fingerprint
+    assert without.buddies is None and calibration.buddies is not None
+    profile = calibration.buddies
+    assert isinstance(profile.rule.alpha, tuple) and len(profile.rule.alpha) == layers
+    for similarity in (profile.output_similarity, profile.weight_similarity):
+        assert similarity is not None and similarity.shape == (layers, experts, experts)
+        assert (np.abs(similarity) <= 1.001).all()
+        np.testing.assert_allclose(np.diagonal(similarity, axis1=1, axis2=2), 1, atol=1e-3)
+    assert profile.fingerprint == fingerprint
+    path = tmp_path / "c.lowtide"
+    calibration.save(path)
+    again = Calibration.load(path).buddies
+    assert again is not None and same(profile, again)
+    without.save(path)
+    assert Calibration.load(path).buddies is None
+
+
+def test_a_profile_is_of_its_weights_alone(models: Path, tmp_path: Path) -> None:
+    with open_tiny(models, "mixtral") as llm:
+        own = llm.fingerprint
+        calibrate(llm, TOKEN_IDS, "m", num_pieces=4, buddies=BuddyWish()).save(tmp_path / "c")
+    options = {"context": 256, "calibration": str(tmp_path / "c")}
+    with LLM(models / "mixtral", dtype="bfloat16", **options) as llm:
+        assert llm.fingerprint == own
+    synth("mixtral", "tiny", tmp_path / "other", seed=7)
+    with pytest.raises(UsageError, match="another model's: of the same shape and with other"):
+        LLM(tmp_path / "other", **options)
+
+
+def made() -> Calibration:
+    """A calibration of `SHAPE` with all that a profile can have."""
+    routed = random_routing(0, SHAPE.num_layers, SHAPE.num_experts, 2, 60)
+    draw = np.random.default_rng(0)
+    pairs = (SHAPE.num_layers, SHAPE.num_experts, SHAPE.num_experts)
+    profile = direct_profile(
+        routed,
+        SHAPE.num_experts,
+        rule=BuddyRule((0.5, 0.6, 1.0), 7, Ranking.WEIGHTS, 0.5),
+        output_similarity=draw.uniform(-1, 1, pairs).astype(np.float32),
+        weight_similarity=draw.uniform(-1, 1, pairs).astype(np.float32),
+        curve=QualityCurve(np.array([0.1, 0.5]), np.array([0.0, 0.25]), "ab"),
+    )
+    return dataclasses.replace(make_calibration(), buddies=profile)
+
+
+def test_a_profile_comes_back_as_it_was(tmp_path: Path) -> None:
+    calibration, path = made(), tmp_path / "c.lowtide"
+    calibration.save(path)
+    again = Calibration.load(path)
+    assert calibration.buddies is not None and again.buddies is not None
+    assert same(calibration.buddies, again.buddies)
+    with pytest.raises(UsageError, match="another model's"):
+        again.buddies.check("0f")
+
+
+def facts(**changes: Any) -> Any:
+    values = {
+        "fingerprint": "00ff",
+        "num_tokens": 60,
+        "k_max": 7,
+        "ranking": "weights",
+        "smoothing": 0.5,
+        "curve_text_sha256": "ab",
+    }
+    return np.frombuffer(json.dumps({**values, **changes}).encode(), np.uint8)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"facts": facts(num_tokens=61)},
+        {"facts": facts(num_tokens="60")},
+        {"facts": facts(ranking="fame")},
+        {"facts": facts(smoothing=-1.0)},
+        {"facts": facts(k_max=0)},
+        {"facts": facts(more=1)},
+        {"facts": np.frombuffer(b"[" * 9, np.uint8)},
+        {"alpha": np.array([0.0])},
+        {"alpha": np.array([0.5, 0.5])},
+        {"alpha": np.empty(0)},
+        {"activations": np.zeros((3, 8), np.int64)},
+        {"together": np.zeros((3, 8, 8), np.int32)},
+        {"together_weight": np.full((3, 8, 8), np.inf, np.float32)},
+        {"sample": np.full((3, 4, 2), 0.25, np.float32)},
+        {"sample": np.tile(np.array([0.25, 0.75], np.float32), (3, 4, 1))},
+        {"sample": np.full((3, 4), 0.5, np.float32)},
+        {"output_similarity": np.full((3, 8, 8), 2, np.float32)},
+        {"output_similarity": np.full((3, 8, 8), np.nan, np.float32)},
+        {"weight_similarity": np.empty((0, 0, 0), np.float32)},  # its rule ranks by it
+        {"curve": np.array([[0.5, 0.1], [0.1, 0.2]])},
+        {"curve": np.array([[0.1, 0.5], [0.1, np.nan]])},
+        {"curve": np.zeros((3, 2))},
+        {"curve": np.zeros((2, 2), np.float32)},
+        {"sample": None},
+    ],
+    ids=str,
+)
+def test_a_damaged_profile_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    path = tmp_path / "c.lowtide"
+    made().save(path)
+    with np.load(path) as file:
+        arrays = {**file, **{f"buddy_{name}": value for name, value in changes.items()}}
+    with open(path, "wb") as out:
+        np.savez(out, **{name: value for name, value in arrays.items() if value is not None})
+    with pytest.raises(UsageError, match=r"c\.lowtide"):
+        Calibration.load(path)
+
+
+@examples(40)
+@given(place=st.integers(0, 10**6), value=st.integers(0, 255))
+def test_a_flipped_byte_never_does_worse_than_an_error(
+    tmp_path_factory: pytest.TempPathFactory, place: int, value: int
+) -> None:
+    path = tmp_path_factory.mktemp("calibration") / "c.lowtide"
+    made().save(path)
+    data = bytearray(path.read_bytes())
+    data[place % len(data)] = value
+    path.write_bytes(data)
+    try:
+        Calibration.load(path)
+    except (UsageError, StorageError):
+        pass
+
+
+def test_buddies_of_another_shape_are_not_the_traces(tmp_path: Path) -> None:
+    profile = direct_profile(random_routing(0, 2, SHAPE.num_experts, 2, 60), SHAPE.num_experts)
+    dataclasses.replace(make_calibration(), buddies=profile).save(tmp_path / "c")
+    with pytest.raises(UsageError, match="its buddies are of"):
+        Calibration.load(tmp_path / "c")
+
+
+def test_too_short_a_text_says_what_would_do(models: Path) -> None:
+    with open_tiny(models, "llada2") as llm:
+        shape = TraceShape(*llm.config.moe_shape)
+        assert needed_tokens(TraceShape(4, 256, 8)) == 1166
+        use = TextUse(16, num_learning, 64, 64)
+        with pytest.raises(UsageError, match=r"at least 1166 .* 864 in 12 of 16 .* give 544 tok"):
+            check_length(TraceShape(4, 256, 8), [range(8)] * 12, use)
+        assert needed_tokens(shape) > 0
+        for bad in (BuddyRule(0.0), BuddyRule((0.5,) * 9), BuddyRule(k_max=99)):
+            with pytest.raises(UsageError):
+                calibrate(llm, TOKEN_IDS, "m", num_pieces=4, buddies=BuddyWish(bad))
+        with pytest.raises(UsageError, match="in the mean"):
+            wish = BuddyWish(list_size=0.5)
+            calibrate(llm, TOKEN_IDS, "m", num_pieces=4, buddies=wish)
+
+
+@examples(60)
+@given(
+    num_experts=st.integers(3, 300),
+    k=st.integers(2, 8),
+    num_pieces=st.integers(2, 40),
+    stride=st.integers(8, 200),
+    lengths=st.sampled_from([(256, 16), (64, 64), (20, 4)]),
+)
+def test_the_text_that_is_asked_for_does(
+    num_experts: int, k: int, num_pieces: int, stride: int, lengths: tuple[int, int]
+) -> None:
+    shape = TraceShape(2, num_experts, min(k, num_experts))
+
+    def check(num_tokens: int, num_pieces: int) -> None:
+        prompt = range(min(num_tokens // num_pieces, lengths[0]))
+        use = TextUse(num_pieces, num_learning, *lengths)
+        check_length(shape, [prompt] * num_learning(num_pieces), use)
+
+    try:
+        check(stride * num_pieces, num_pieces)
+    except UsageError as told:
+        words = str(told).replace(".", " ").split()
+        tokens, pieces = int(words[words.index("give") + 1]), int(words[-1])
+        check(tokens, pieces)
+
+
+def test_one_expert_per_token_has_no_buddies() -> None:
+    with pytest.raises(UnsupportedError, match="one expert each"):
+        CoActivations(TraceShape(2, 8, 1))
+    with pytest.raises(UsageError, match="No token was routed"):
+        CoActivations(TraceShape(2, 8, 2)).profile("00", BuddyRule())
