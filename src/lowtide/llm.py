@@ -21,10 +21,12 @@ from torch import Tensor
 
 from lowtide.config import ModelConfig
 from lowtide.core import MemoryPlan, Step
+from lowtide.decode.forced import ForcedText, OnLogits
 from lowtide.decode.intake import Intake, Prompt, as_prompts
 from lowtide.decode.request import Event, Finished, Request, TokenLogprobs, named
 from lowtide.engine import probing
 from lowtide.engine.engine import Engine
+from lowtide.engine.forcing import ForcedRun, forced_params, read_forced
 from lowtide.engine.loop import EngineLoop
 from lowtide.engine.opening import (
     MAX_BLOCK_LENGTH,
@@ -168,6 +170,22 @@ class LLM:
             block_length = len(token_ids)
         work = partial(probing.logits, token_ids=list(token_ids), block_length=block_length)
         return self._loop.run_passes(work, num_tokens=len(token_ids))
+
+    def read(self, text: ForcedText, on_logits: OnLogits) -> ForcedRun:
+        """Reads a text in the passes that would write it, its tokens given instead of chosen.
+
+        `on_logits` is called on the engine's thread, in the midst of a pass, with what each token
+        would have been chosen from. Waits for room in the KV cache. Raises UsageError for a text
+        that cannot be read so or ids out of range, PlanError beyond the context, and what
+        `on_logits` raises.
+        """
+        text.check(self.config.is_diffusion)
+        self._intake.check_ids(text.token_ids)
+        prompt = list(text.token_ids[: text.num_context])
+        params = forced_params(text, self.config.is_diffusion)
+        [request] = self._intake.requests([prompt], params)
+        work = partial(read_forced, request=request, text=text, on_logits=on_logits)
+        return self._loop.run_passes(work, request.canvas_length)
 
     def run_experts(self, layer: int, x: Tensor, routing: Routing, step: Step) -> Tensor:
         """What a MoE layer's experts make of given rows, as an observer saw them.

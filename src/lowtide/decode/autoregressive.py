@@ -19,6 +19,7 @@ from lowtide.decode.batch_decoder import BatchDecoder, Model
 from lowtide.decode.causal_sequence import CausalSequence, Choice, choose
 from lowtide.decode.logits import tiled_logits
 from lowtide.decode.request import Event, Request
+from lowtide.decode.sampling import ArgMax
 from lowtide.errors import UsageError
 from lowtide.layers.batch import Batch, Segment
 from lowtide.memory.kv_cache import KVCache, KVRange
@@ -93,9 +94,16 @@ class Autoregressive(BatchDecoder[CausalSequence]):
             needs_logits = np.array([sequence.needs_logits for sequence in sequences])
             rows = ends[wanted] - 1
             for part, logits in tiled_logits(self._model, hidden, rows, needs_logits):
-                for i, choice in zip(wanted[part], choose(logits, sequences[part]), strict=True):
+                chosen = self._choose_tokens(logits, sequences[part])
+                for i, choice in zip(wanted[part], chosen, strict=True):
                     choices[i] = choice
         return choices
+
+    def _choose_tokens(
+        self, logits: Tensor | ArgMax, sequences: Sequence[CausalSequence]
+    ) -> list[Choice]:
+        """The next token of each sequence, from its row of logits."""
+        return choose(logits, sequences)
 
 
 class _Turn(NamedTuple):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowtide.core import IntArray, Step, StepKind, align_up
 from lowtide.decode.batch_decoder import BatchDecoder
-from lowtide.decode.candidates import Candidates, read_rows
+from lowtide.decode.candidates import Candidates
 from lowtide.decode.logits import rows_that_predict
 from lowtide.decode.masked_sequence import MaskedSequence
 from lowtide.decode.request import Event, Request
@@ -147,9 +147,7 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
             sequence = turn.sequence
             rows = turn.rows(self._logits_shift)
             for part, logits in read_logits(self._model, hidden, rows):
-                positions = sequence.wanted[part]
-                chosen = read_rows(logits, sequence.reading, positions, sequence.num_steps)
-                candidates.put(part, chosen)
+                candidates.put(part, sequence.choose(logits, part))
 
 
 class _Turn(NamedTuple):

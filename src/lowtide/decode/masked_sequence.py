@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lowtide.core import BoolArray, FloatArray, IntArray
 from lowtide.decode import remasking
-from lowtide.decode.candidates import Candidates, Reading
+from lowtide.decode.candidates import Candidates, Reading, read_rows
 from lowtide.decode.canvas import Canvas
 from lowtide.decode.masked_options import (
     COUNT_RULES,
@@ -80,6 +81,10 @@ class MaskedSequence(Canvas):
         tokens = self.tokens.copy()
         tokens[: len(self.request.prompt)] = self._mask_token_id
         return tokens
+
+    def choose(self, logits: Tensor, part: slice) -> Candidates:
+        """Candidates at `wanted[part]`, from their logits [n, vocab]; overwritten."""
+        return read_rows(logits, self.reading, self.wanted[part], self.num_steps)
 
     def denoised(self, candidates: Candidates) -> list[Event]:
         """After a pass: writes what the rule chooses of the candidates at `wanted`."""
