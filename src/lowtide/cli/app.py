@@ -14,6 +14,7 @@ from lowtide.cli.doctor import doctor
 from lowtide.cli.generate import generate
 from lowtide.cli.models import ls, pull, synth
 from lowtide.cli.plan import plan
+from lowtide.cli.quality import quality
 from lowtide.cli.simulate import simulate
 from lowtide.cli.verify import verify
 
@@ -32,6 +33,7 @@ for verb in (
     verify,
     calibrate,
     simulate,
+    quality,
     synth,
     pull,
     ls,

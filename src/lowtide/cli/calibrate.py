@@ -16,7 +16,7 @@ from lowtide.cli.opening import find_model_with_experts, open_llm
 from lowtide.cli.options import Group, Settings
 from lowtide.cli.report import json_line
 from lowtide.cli.screen import ProgressBars, stdout_console
-from lowtide.errors import StorageError, UsageError
+from lowtide.cli.text_file import read_text
 from lowtide.replay.calibration import (
     GATES,
     TOP_SIZES,
@@ -28,8 +28,6 @@ from lowtide.replay.trace import TraceShape
 
 if TYPE_CHECKING:
     from lowtide.lab.calibration_report import Budget
-
-MAX_TEXT_BYTES = 1 << 28
 
 
 @takes(Group.ENGINE, Group.HUB, Group.CALIBRATION, "out", "machine", Group.OUTPUT)
@@ -45,7 +43,7 @@ def calibrate(
     from lowtide.profiles import load_profile
 
     machine = str(settings["machine"])
-    text, profile = _text(model, settings), load_profile(machine)
+    text, profile = read_text(model, settings), load_profile(machine)
     with redirect_stdout(sys.stderr):
         calibration, path = _calibrate(model, text, settings)
     from lowtide.core import MoEShape
@@ -82,30 +80,6 @@ def _calibrate(model: str, text: str, settings: Settings) -> tuple[Calibration, 
         calibration = run(llm, text, model, num_pieces=num_pieces, progress=progress)
     calibration.save(path)
     return calibration, path
-
-
-def _text(model: str, settings: Settings) -> str:
-    """The text of `--text`; a demo model has one that it was not trained on."""
-    name = settings.text("text")
-    if name is None:
-        if not model.startswith("demo:"):
-            raise UsageError("Give --text FILE: what this model will be used for.")
-        from lowtide.lab.demo_text import held_out_text
-
-        return held_out_text()
-    try:
-        with open(name, "rb") as file:
-            data = file.read(MAX_TEXT_BYTES + 1)
-    except OSError as error:
-        raise StorageError(f"The text {name} cannot be read: {error.strerror}.") from error
-    if len(data) > MAX_TEXT_BYTES:
-        raise UsageError(
-            f"The text {name} has more than {MAX_TEXT_BYTES} bytes; give a part of it."
-        )
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        raise UsageError(f"The text {name} is not in UTF-8.") from None
 
 
 def _gate_table(calibration: Calibration) -> Table:

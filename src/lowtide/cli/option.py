@@ -42,6 +42,7 @@ class Group(enum.Enum):
     CALIBRATION = "Calibration"
     SIMULATION = "Simulation"
     BENCH = "Measurement"
+    QUALITY = "Quality"
     DOCTOR = "Diagnosis"
 
 

@@ -92,7 +92,12 @@ OPTIONS: tuple[Option, ...] = (
     Option("trace", Kind.TEXT, Group.RECORD, "File to write the run's expert routing to."),
     Option("text", Kind.TEXT, Group.CALIBRATION, "Text file that shows what a model will do."),
     Option("pieces", Kind.INTEGER, Group.CALIBRATION, "Parts of the text that are run.", 16),
-    Option("plot", Kind.TEXT, Group.CALIBRATION, "Folder to draw the steps' routing into."),
+    Option(
+        "plot",
+        Kind.TEXT,
+        Group.CALIBRATION,
+        "calibrate's folder for pictures of the routing, quality's file for one of its table.",
+    ),
     Option(
         "machine",
         Kind.TEXT,
@@ -112,6 +117,23 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("tau", Kind.INTEGER, Group.SIMULATION, "TIDE's refresh interval in steps.", 4),
     Option("repeats", Kind.INTEGER, Group.BENCH, "Answers of each policy, in turn.", 3),
+    Option(
+        "setting",
+        Kind.TEXTS,
+        Group.QUALITY,
+        "A row: options of the model and the policy, as 'policy=lru residents=0.5'. A name given "
+        "twice makes a row for each of its values.",
+    ),
+    Option("tokens", Kind.INTEGER, Group.QUALITY, "Tokens of the text that are scored.", 2048),
+    Option("window", Kind.INTEGER, Group.QUALITY, "Tokens read in one piece, at most.", 256),
+    Option(
+        "mask_ratios",
+        Kind.TEXT,
+        Group.QUALITY,
+        "Shares of a diffusion model's tokens to hide.",
+        "0.15,0.5,0.9",
+    ),
+    Option("choices", Kind.TEXT, Group.QUALITY, "JSON lines of multiple choice to answer."),
     Option("fresh", Kind.BOOLEAN, Group.DOCTOR, "Measure what is stored again.", False),
     Option("profile", Kind.TEXT, Group.DOCTOR, "File for this machine, as simulate takes it."),
     Option("json", Kind.BOOLEAN, Group.OUTPUT, "Print one JSON object and nothing else.", False),

@@ -1,0 +1,253 @@
+"""`lowtide quality`: what settings do to a model's words, beside what they do to its speed."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from rich.table import Table
+from rich.text import Text
+
+from lowtide import __version__
+from lowtide.cli.command import takes
+from lowtide.cli.generate import ModelName
+from lowtide.cli.opening import find_model
+from lowtide.cli.options import OPTIONS, Group, Settings
+from lowtide.cli.report import json_line
+from lowtide.cli.screen import ProgressBars, stdout_console
+from lowtide.cli.text_file import read_text
+from lowtide.config import format_size
+from lowtide.errors import UsageError
+from lowtide.lab.quality_questions import Question, read_questions
+from lowtide.lab.quality_settings import RESIDENTS, Setting
+
+if TYPE_CHECKING:
+    from lowtide.lab.quality import Report, Row, Work
+    from lowtide.lab.quality_scores import Estimate
+
+DEFAULT_MAX_TOKENS = 64
+MAX_SETTINGS = 512
+
+_OF_MODEL = {
+    option.name: option
+    for option in OPTIONS
+    if option.group is Group.ENGINE
+    and option.name not in ("policy", "policy_option", "device_option", "config_override")
+}
+
+
+@takes(
+    Group.ENGINE,
+    Group.HUB,
+    Group.QUALITY,
+    "text",
+    "plot",
+    "max_tokens",
+    "seed",
+    "repeats",
+    Group.OUTPUT,
+)
+def quality(model: ModelName, *, settings: Settings) -> None:
+    """Score a text, or multiple choice, under several settings beside the exact run.
+
+    In decoding's own passes; then settings take turns at writing, --repeats times --max-tokens
+    (0 takes no time). Every --setting is a row, and so is the exact run at every budget.
+    """
+    options = settings.engine_options()
+    policy, own = str(options.pop("policy")), options.pop("policy_options", {})
+    grid = parse_settings(cast("list[str]", settings["setting"] or []))
+    rows = [Setting(policy, cast("dict[str, str]", own)), *grid]
+    questions = settings.text("choices")
+    asked = [] if questions is None else read_questions(Path(questions))
+    is_text = not asked or settings.text("text") is not None
+    text = read_text(model, settings) if is_text else None
+    ratios = _ratios(str(settings["mask_ratios"]))
+    with redirect_stdout(sys.stderr):
+        report = _measured(model, settings, options, rows, text, ratios, asked)
+    if settings.flag("json"):
+        print(json_line({"model": model, "version": __version__, **report.as_dict()}))
+    else:
+        _print(model, report)
+
+
+def parse_settings(texts: Sequence[str]) -> list[Setting]:
+    """Rows from `NAME=VALUE NAME=VALUE ...`, one for every combination of a name's values.
+
+    Raises UsageError for what is no pair, no option or no value.
+    """
+    found = [setting for text in texts for setting in _combinations(text)]
+    if len(found) > MAX_SETTINGS:
+        raise UsageError(f"--setting makes {len(found)} rows; {MAX_SETTINGS} at most.")
+    return found
+
+
+def _combinations(text: str) -> Iterator[Setting]:
+    values: dict[str, list[str]] = {}
+    for pair in text.split():
+        name, equals, value = pair.partition("=")
+        if not (name and equals and value):
+            raise UsageError(f"--setting: {pair!r} is not NAME=VALUE.")
+        values.setdefault(name, []).append(value)
+    for chosen in itertools.product(*values.values()):
+        yield _setting(dict(zip(values, chosen, strict=True)))
+
+
+def _setting(values: dict[str, str]) -> Setting:
+    source = "--setting"
+    residents = values.pop(RESIDENTS, None)
+    options = {
+        n: _OF_MODEL[n].parse(v, f"{source} {n}") for n, v in values.items() if n in _OF_MODEL
+    }
+    own = {n: v for n, v in values.items() if n not in _OF_MODEL and n != "policy"}
+    return Setting(
+        values.get("policy", "auto"),
+        own,
+        options,
+        None if residents is None else _share(residents, f"{source} {RESIDENTS}"),
+    )
+
+
+def _share(text: str, source: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"{source}: expected a share, not {text!r}.") from None
+
+
+def _ratios(text: str) -> tuple[float, ...]:
+    return tuple(_share(part, "--mask-ratios") for part in text.split(","))
+
+
+def _measured(
+    model: str,
+    settings: Settings,
+    options: dict[str, object],
+    rows: Sequence[Setting],
+    text: str | None,
+    ratios: tuple[float, ...],
+    asked: Sequence[Question],
+) -> Report:
+    folder = str(find_model(model, settings))
+    from lowtide.lab.quality import quality as measure
+    from lowtide.lab.quality_plot import check_plot, plot
+
+    picture = settings.text("plot")
+    if picture is not None:
+        check_plot(Path(picture))
+    work = _work(folder, settings, options, text, ratios, asked)
+    with ProgressBars() as progress:
+        report = measure(folder, rows, work, progress=progress, **options)
+    if picture is not None:
+        plot(report, Path(picture))
+    return report
+
+
+def _work(
+    folder: str,
+    settings: Settings,
+    options: dict[str, object],
+    text: str | None,
+    ratios: tuple[float, ...],
+    asked: Sequence[Question],
+) -> Work:
+    from lowtide.engine.opening import EngineConfig, open_model
+    from lowtide.lab.quality import Work
+    from lowtide.lab.quality_choices import Questions
+    from lowtide.lab.quality_text import Scope
+
+    given = settings["max_tokens"] if settings.is_given("max_tokens") else DEFAULT_MAX_TOKENS
+    repeats = cast(int, settings["repeats"])
+    if repeats < 0:
+        raise UsageError(f"--repeats must be at least 0, not {repeats}.")
+    scope = Scope(cast(int, settings["tokens"]), cast(int, settings["window"]), ratios)
+    opened = open_model(folder, EngineConfig(**options))  # type: ignore[arg-type]
+    questions = None
+    if asked:
+        questions = Questions(asked, opened.tokenizer, opened.config, opened.context)
+    work = Work(questions=questions, max_tokens=cast(int, given), repeats=repeats, scope=scope)
+    return work if text is None else work.with_text(opened.tokenizer, text)
+
+
+def _print(model: str, report: Report) -> None:
+    console = stdout_console()
+    console.print(_table(model, report))
+    for line in _notes(report):
+        console.print(Text(line))
+
+
+def _table(model: str, report: Report) -> Table:
+    from lowtide.lab.quality_plot import points
+
+    title = f"{model}, {report.device}, lowtide {__version__}"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("setting", no_wrap=True)
+    for name in _columns(report):
+        table.add_column(name, justify="right")
+    best = iter(points(report.rows))
+    for row in report.rows:
+        if row.reason:
+            table.add_row(row.setting.label, "cannot run")
+            continue
+        mark = " *" if next(best).is_best else ""
+        table.add_row(row.setting.label + mark, *_cells(report, row))
+    return table
+
+
+def _columns(report: Report) -> list[str]:
+    columns = ["tokens/s"]
+    if report.sample is not None:
+        loss = "masked loss" if report.is_diffusion else "perplexity"
+        columns += [loss, "nats lost", "KL", "agree", "right", "disk/pass", "link/pass"]
+    if any(row.choices is not None for row in report.rows):
+        columns += ["choices", "per byte"]
+    return columns
+
+
+def _cells(report: Report, row: Row) -> list[str]:
+    speed = row.tokens_per_s
+    cells = ["" if speed is None else f"{speed:.1f}"]
+    if row.comparison is not None and row.passes is not None:
+        compared, passes = row.comparison, row.passes
+        loss = compared.loss.mean if report.is_diffusion else compared.perplexity
+        cells += [
+            f"{loss:.3f}",
+            _within(compared.loss_difference, 4),
+            f"{compared.kl.mean:.4f}",
+            f"{compared.agreement.mean:.1%}",
+            f"{compared.accuracy.mean:.1%}",
+            format_size(round(passes.per_pass("read_bytes"))),
+            format_size(round(passes.per_pass("link_bytes"))),
+        ]
+    if row.choices is not None:
+        accuracy = row.choices.accuracy
+        cells += [f"{accuracy.raw.mean:.1%}", f"{accuracy.normalised.mean:.1%}"]
+    return cells
+
+
+def _within(estimate: Estimate, digits: int) -> str:
+    error = "" if estimate.error is None else f" ± {estimate.error:.{digits}f}"
+    return f"{estimate.mean:+.{digits}f}{error}"
+
+
+def _notes(report: Report) -> list[str]:
+    rows = report.rows
+    notes = [f"{row.setting.label} cannot run: {row.reason}" for row in rows if row.reason]
+    notes.append(
+        f"Against {rows[0].setting.label}; *: no other is as good at both and better at one."
+    )
+    sample = report.sample
+    if sample is not None:
+        text = f"{sample.num_tokens} tokens of the text in {len(sample.scored)} windows"
+        if sample.mask_ratios:
+            ratios = ", ".join(f"{ratio:g}" for ratio in sample.mask_ratios)
+            text += f", each under masks of {ratios}"
+        notes.append(f"{text}; ± is one standard error of the difference, token by token.")
+    choices = rows[0].choices
+    if choices is not None:
+        cut = f", {choices.num_cut} without their beginning" if choices.num_cut else ""
+        notes.append(f"{len(choices.is_right)} questions{cut}.")
+    return notes

@@ -1,0 +1,36 @@
+"""The text of `--text`: what a model is calibrated on, or judged by."""
+
+from __future__ import annotations
+
+from lowtide.cli.options import Settings
+from lowtide.errors import StorageError, UsageError
+
+MAX_TEXT_BYTES = 1 << 28
+
+
+def read_text(model: str, settings: Settings) -> str:
+    """The text of `--text`; a demo model has one that it was not trained on.
+
+    Raises UsageError for none, one that is too long or not in UTF-8, StorageError for one that
+    cannot be read.
+    """
+    name = settings.text("text")
+    if name is None:
+        if not model.startswith("demo:"):
+            raise UsageError("Give --text FILE: what this model will be used for.")
+        from lowtide.lab.demo_text import held_out_text
+
+        return held_out_text()
+    try:
+        with open(name, "rb") as file:
+            data = file.read(MAX_TEXT_BYTES + 1)
+    except OSError as error:
+        raise StorageError(f"The text {name} cannot be read: {error.strerror}.") from error
+    if len(data) > MAX_TEXT_BYTES:
+        raise UsageError(
+            f"The text {name} has more than {MAX_TEXT_BYTES} bytes; give a part of it."
+        )
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise UsageError(f"The text {name} is not in UTF-8.") from None

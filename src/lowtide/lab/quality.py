@@ -1,0 +1,290 @@
+"""`lowtide quality`: what a setting does to a model's words, beside what it does to its speed.
+
+A text goes through the model in decoding's own passes under every setting: what differs is who is
+resident and what is done about who is not, never the tokens. Every row is compared with the first
+setting's, which is exact: likelihood, the likeliest token, and KL of the whole distribution. Then
+settings of one loaded model take turns at writing, and their speed is taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lowtide.core import MemoryPlan
+from lowtide.engine.opening import EngineConfig, OpenModel, open_model
+from lowtide.errors import PlanError, UsageError
+from lowtide.lab.bench import Load, Preset, Progress, Run, take_turns
+from lowtide.lab.quality_choices import ChoiceScores, Questions
+from lowtide.lab.quality_scores import Comparison, ReferenceLogits, Rows, Scorer, Scores, by_mask
+from lowtide.lab.quality_settings import Setting, grouped, opening_options
+from lowtide.lab.quality_text import Sample, Scope, encode, make_sample
+from lowtide.llm import LLM
+from lowtide.model_folder.tokenizer import Tokenizer
+from lowtide.params import SamplingParams
+
+SPEED_PROMPT_TOKENS = 64
+
+NOT_OF_PASSES = ("hit_rate", "committed_tokens", "forwards", "generation_s", "tokens_per_s")
+"""Counters of an engine that do not add up, or count answers."""
+
+
+class Work(NamedTuple):
+    """What is to be measured of every setting."""
+
+    token_ids: Sequence[int] = ()  # of the text; none: it is not scored
+    bos: Sequence[int] = ()
+    scope: Scope = Scope()
+    questions: Questions | None = None
+    max_tokens: int = 64  # of the answers whose speed is taken
+    repeats: int = 3  # of those; 0: no speed is taken
+    text_sha256: str = ""
+
+    def with_text(self, tokenizer: Tokenizer | None, text: str) -> Work:
+        """The same with a text to score. Raises UsageError for a model without a tokenizer."""
+        ids, bos = encode(tokenizer, text)
+        if not ids:
+            raise UsageError("The text is empty; give one with some pages.")
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        return self._replace(token_ids=ids, bos=bos, text_sha256=digest)
+
+
+class Passes(NamedTuple):
+    """What the passes over the scored windows took, prompts included."""
+
+    num_tokens: int  # scored
+    num_passes: int
+    seconds: float
+    counts: Mapping[str, float]  # of the engine's counters, by how much they grew
+
+    @property
+    def passes_per_s(self) -> float:
+        return self.num_passes / self.seconds
+
+    def per_pass(self, name: str) -> float:
+        return self.counts.get(name, 0.0) / self.num_passes
+
+    def as_dict(self) -> dict[str, object]:
+        activated = self.counts["num_hits"] + self.counts["num_misses"]
+        return {
+            "num_tokens": self.num_tokens,
+            "num_passes": self.num_passes,
+            "passes_per_s": self.passes_per_s,
+            "hit_rate": self.counts["num_hits"] / max(1, activated),
+            "read_bytes_per_pass": self.per_pass("read_bytes"),
+            "link_bytes_per_pass": self.per_pass("link_bytes"),
+            "counts": dict(self.counts),
+        }
+
+
+@dataclass(slots=True)
+class Row:
+    """One setting, and all that was measured of it; or why it cannot run."""
+
+    setting: Setting
+    policy: str = ""  # in force
+    budget_bytes: int = 0
+    resident_share: float = 0.0
+    reason: str = ""
+    scores: Scores = field(default_factory=Scores.none)
+    comparison: Comparison | None = None
+    of_ratio: Mapping[float, Comparison] = field(default_factory=dict)
+    passes: Passes | None = None
+    choices: ChoiceScores | None = None
+    speed: Run | None = None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Committed answer tokens, the median of turns."""
+        if self.speed is None or not self.speed.turns:
+            return None
+        return self.speed.tokens_per_s.median
+
+    def as_dict(self) -> dict[str, Any]:
+        named = {"label": self.setting.label, "setting": self.setting.as_dict()}
+        if self.reason:
+            return {**named, "reason": self.reason}
+        ratios = {f"{ratio:g}": one.as_dict() for ratio, one in self.of_ratio.items()}
+        return {
+            **named,
+            "policy": self.policy,
+            "budget_bytes": self.budget_bytes,
+            "resident_share": self.resident_share,
+            "tokens_per_s": self.tokens_per_s,
+            "text": None if self.comparison is None else self.comparison.as_dict(),
+            "of_mask_ratio": ratios,
+            "passes": None if self.passes is None else self.passes.as_dict(),
+            "choices": None if self.choices is None else self.choices.as_dict(),
+            "speed": None if self.speed is None else self.speed.as_dict(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All rows; the first one is the reference."""
+
+    rows: tuple[Row, ...]
+    sample: Sample | None
+    scored: Rows | None  # the rows of logits, the same of every setting
+    text_sha256: str
+    architecture: str
+    device: str
+
+    @property
+    def is_diffusion(self) -> bool:
+        return self.sample is not None and bool(self.sample.mask_ratios)
+
+    def as_dict(self) -> dict[str, Any]:
+        sample = self.sample
+        return {
+            "architecture": self.architecture,
+            "device": self.device,
+            "text_sha256": self.text_sha256,
+            "num_tokens": 0 if sample is None else sample.num_tokens,
+            "num_windows": 0 if sample is None else len(sample.scored),
+            "mask_ratios": [] if sample is None else list(sample.mask_ratios),
+            "rows": [row.as_dict() for row in self.rows],
+        }
+
+
+def quality(
+    model: str | Path,
+    settings: Sequence[Setting],
+    work: Work,
+    *,
+    progress: Progress = lambda what, done, total: None,
+    **options: object,
+) -> Report:
+    """Measures every setting; the first one, or a lossless one in its place, is the reference.
+
+    options: of `LLM`, those that all settings share, without a policy. Raises what `LLM` raises,
+    and UsageError for work that there is none of; a setting that cannot run at its budget is a row
+    with its reason, the reference excepted.
+    """
+    opened = open_model(model, EngineConfig(**options))  # type: ignore[arg-type]
+    sample = _sample(opened, work)
+    judge = _Judge(model, options, work, sample, progress)
+    num_rows = sample.num_rows if sample is not None else 0
+    groups = list(grouped(settings))
+    with ReferenceLogits(num_rows, opened.config.vocab_size, _spill_folder()) as reference:
+        for group in groups:
+            judge.measure(group, reference)
+    return Report(
+        tuple(judge.rows),
+        sample,
+        judge.scored,
+        work.text_sha256,
+        opened.config.architecture,
+        judge.plan.device if judge.plan is not None else "",
+    )
+
+
+class _Judge:
+    """Measures settings group by group, each beside the first of all."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        options: Mapping[str, object],
+        work: Work,
+        sample: Sample | None,
+        progress: Progress,
+    ) -> None:
+        self.rows: list[Row] = []
+        self.scored: Rows | None = None
+        self.plan: MemoryPlan | None = None
+        self._model = model
+        self._options = options
+        self._work = work
+        self._sample = sample
+        self._progress = progress
+
+    def measure(self, group: Sequence[Setting], reference: ReferenceLogits) -> None:
+        """The settings of one loaded model."""
+        options = opening_options(self._model, group, self._options)
+        with LLM(self._model, progress=self._progress, **options) as llm:
+            self.plan = llm.plan
+            rows = []
+            for setting in group:
+                row = Row(setting)
+                self.rows.append(row)
+                try:
+                    llm.adopt_policy(setting.policy, setting.policy_options)
+                except (PlanError, UsageError) as error:  # known by name: it is the budget
+                    if len(self.rows) == 1:
+                        raise
+                    row.reason = str(error)
+                    continue
+                rows.append(row)
+                self._judge(llm, row, reference)
+            if self._work.repeats:
+                self._time(llm, rows)
+
+    def _judge(self, llm: LLM, row: Row, reference: ReferenceLogits) -> None:
+        plan = llm.plan
+        row.policy, row.budget_bytes = plan.policy, plan.budget_bytes
+        row.resident_share = sum(plan.residents_per_layer) / max(1, plan.num_experts)
+        if self._sample is not None:
+            self._score(llm, row, self._sample, reference)
+        if self._work.questions is not None:
+            first = self.rows[0].choices
+            row.choices = self._work.questions.score(
+                llm, row.setting.label, self._progress, beside=first
+            )
+
+    def _score(self, llm: LLM, row: Row, sample: Sample, reference: ReferenceLogits) -> None:
+        scorer = Scorer(sample, reference, is_reference=row is self.rows[0])
+        llm.read(sample.warm_up, _look_away)
+        before, num_passes, seconds = llm.stats(), 0, 0.0
+        for index, text in enumerate(sample.scored):
+            self._progress(row.setting.label, index, len(sample.scored))
+            scorer.begin(text)
+            run = llm.read(text, scorer)
+            num_passes, seconds = num_passes + run.num_passes, seconds + run.seconds
+        self._progress(row.setting.label, len(sample.scored), len(sample.scored))
+        after = llm.stats()
+        counts = {n: after[n] - before.get(n, 0.0) for n in after if n not in NOT_OF_PASSES}
+        row.passes = Passes(sample.num_tokens, num_passes, seconds, counts)
+        row.scores, self.scored = scorer.finish()
+        exact = self.rows[0].scores
+        row.comparison = Comparison.of(row.scores, exact, self.scored)
+        row.of_ratio = by_mask(row.scores, exact, self.scored, sample.mask_ratios)
+
+    def _time(self, llm: LLM, rows: Sequence[Row]) -> None:
+        """Settings take turns at answering the same prompt."""
+        prompt = self._prompt()
+        params = SamplingParams(max_tokens=self._work.max_tokens, ignore_eos=True)
+        presets = [Preset(row.setting.policy, row.setting.policy_options) for row in rows]
+        load = Load(prompt, prompt, params)
+        runs = take_turns(llm, presets, load, self._work.repeats, self._progress)
+        for row, run in zip(rows, runs, strict=True):
+            row.speed = run
+
+    def _prompt(self) -> list[int]:
+        if self._sample is not None:
+            return list(self._sample.scored[0].token_ids[:SPEED_PROMPT_TOKENS])
+        assert self._work.questions is not None
+        return self._work.questions.prompt()[:SPEED_PROMPT_TOKENS]
+
+
+def _sample(opened: OpenModel, work: Work) -> Sample | None:
+    if not len(work.token_ids):
+        if work.questions is None:
+            raise UsageError("The text has no tokens, and there are no questions to answer.")
+        return None
+    seed = opened.options.seed or 0
+    return make_sample(opened.config, opened.context, work.token_ids, work.bos, work.scope, seed)
+
+
+def _look_away(mask: int, positions: object, logits: object) -> None:
+    """The warm-up is not scored."""
+
+
+def _spill_folder() -> Path:
+    """In `$XDG_CACHE_HOME`, or below `~/.cache`: on a disk, as `/tmp` often is not."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "lowtide"

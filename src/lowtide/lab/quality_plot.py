@@ -1,0 +1,95 @@
+"""Speed against quality: which settings no other beats at both, and a picture of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from lowtide.errors import StorageError, UnsupportedError
+from lowtide.files.whole_file import check_writable
+from lowtide.lab.quality import Report, Row
+
+SUFFIXES = (".png", ".svg", ".pdf")
+
+
+class Point(NamedTuple):
+    """A setting that ran: its speed, and what it loses beside the reference."""
+
+    label: str
+    speed: float  # tokens/s, or passes/s where no answers were timed
+    harm: float  # nats per token, or wrong answers where there was no text
+    error: float  # of the harm; 0 where it is not known
+    is_best: bool  # no other setting is at least as good at both and better at one
+
+
+def points(rows: Sequence[Row]) -> list[Point]:
+    """The settings that ran, in order."""
+    measured = [(row, _speed(row), *_harm(row)) for row in rows if not row.reason]
+    pairs = [(speed, harm) for _, speed, harm, _ in measured]
+    return [
+        Point(row.setting.label, speed, harm, error, is_best)
+        for (row, speed, harm, error), is_best in zip(measured, front(pairs), strict=True)
+    ]
+
+
+def front(pairs: Sequence[tuple[float, float]]) -> list[bool]:
+    """Which (speed, harm) no other beats: none is at least as good at both and better at one."""
+    return [
+        not any(
+            other[0] >= speed and other[1] <= harm and other != (speed, harm) for other in pairs
+        )
+        for speed, harm in pairs
+    ]
+
+
+def check_plot(path: Path) -> None:
+    """Raises UnsupportedError or StorageError where no plot can be drawn or written."""
+    if find_spec("matplotlib") is None:
+        raise UnsupportedError(
+            "--plot draws with matplotlib, which is not installed: pip install 'lowtide[plot]'."
+        )
+    if path.suffix not in SUFFIXES:
+        raise UnsupportedError(
+            f"--plot {path}: a plot's name ends with {', '.join(SUFFIXES)}; choose one."
+        )
+    check_writable(path, "plot")
+
+
+def plot(report: Report, path: Path) -> None:
+    """Draws every setting, the best ones joined. Raises as `check_plot` does."""
+    check_plot(path)
+    from matplotlib.figure import Figure
+
+    found = points(report.rows)
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for point in found:
+        axes.errorbar(point.speed, point.harm, yerr=2 * point.error, fmt="o", capsize=3)
+        axes.annotate(point.label, (point.speed, point.harm), fontsize=7)
+    best = sorted((point.speed, point.harm) for point in found if point.is_best)
+    axes.plot(*zip(*best, strict=True), color="grey", linewidth=1, zorder=0)
+    is_timed = any(row.tokens_per_s is not None for row in report.rows)
+    axes.set_xlabel("tokens per second" if is_timed else "passes per second")
+    is_text = report.sample is not None
+    axes.set_ylabel("nats per token lost against exact" if is_text else "share of wrong answers")
+    axes.set_title(f"{report.architecture}: bars are two standard errors")
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as reason:
+        raise StorageError(f"Plot {path} cannot be written: {reason.strerror}.") from reason
+
+
+def _speed(row: Row) -> float:
+    if row.tokens_per_s is not None:
+        return row.tokens_per_s
+    return 0.0 if row.passes is None else row.passes.passes_per_s
+
+
+def _harm(row: Row) -> tuple[float, float]:
+    if row.comparison is not None:
+        return row.comparison.loss_difference.mean, row.comparison.loss_difference.error or 0.0
+    if row.choices is None:
+        return 0.0, 0.0
+    return 1 - row.choices.accuracy.raw.mean, row.choices.accuracy.raw.error or 0.0

@@ -1,0 +1,265 @@
+"""What is measured of logits beside a reference's, and how sure one can be of the means.
+
+All runs score the same rows in the same order, so that every difference is one of pairs. Standard
+errors take a stretch of neighbouring tokens as one observation.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowtide.core import BoolArray, FloatArray, IntArray
+from lowtide.decode.forced import ForcedText
+from lowtide.decode.sampling import check_finite
+from lowtide.errors import InternalError, StorageError
+from lowtide.lab.quality_text import Sample
+
+MAX_HELD_BYTES = 1 << 26
+"""Of the reference's logits in memory; more of them are kept in a nameless file."""
+
+
+class Estimate(NamedTuple):
+    """A mean and its standard error; None with fewer than two stretches of text."""
+
+    mean: float
+    error: float | None
+
+    def is_above(self, bound: float, num_errors: float = 2.0) -> bool:
+        """Whether the mean is above a bound by so many standard errors."""
+        return self.error is not None and self.mean - num_errors * self.error > bound
+
+
+class Scores(NamedTuple):
+    """Of every row that was scored, in order."""
+
+    loss: FloatArray  # [rows] -log p(the text's token), nats
+    kl: FloatArray  # [rows] KL(reference || this), nats
+    is_same: FloatArray  # [rows] 1 where the likeliest token is the reference's, else 0
+    is_right: FloatArray  # [rows] 1 where it is the text's, else 0
+
+    @classmethod
+    def none(cls) -> Scores:
+        """Of no row."""
+        return cls(*(np.empty(0) for _ in range(4)))
+
+    def part(self, rows: BoolArray) -> Scores:
+        """Those of some rows."""
+        return Scores(*(values[rows] for values in self))
+
+
+class Rows(NamedTuple):
+    """Which rows are scored: the same in every run over a sample."""
+
+    mask: IntArray  # [rows] that hid the token; 0 in an autoregressive model
+    stretch: IntArray  # [rows] the stretch of text that the token is of
+
+    @property
+    def weights(self) -> FloatArray:
+        """Of a mean in which every mask counts as much as any other; they sum to 1. [rows]"""
+        masks, counts = np.unique(self.mask, return_counts=True)
+        weights: FloatArray = 1 / (len(masks) * counts[np.searchsorted(masks, self.mask)])
+        return weights
+
+    def estimate(self, values: FloatArray) -> Estimate:
+        """The mean of values [rows], by `weights`, with the error of stretches as observations."""
+        # Each mask's mean by itself: that of equal values is exact.
+        mean = float(np.mean([values[self.mask == mask].mean() for mask in np.unique(self.mask)]))
+        weights = self.weights
+        _, stretch = np.unique(self.stretch, return_inverse=True)
+        sums = np.bincount(stretch, weights * (values - mean))
+        if len(sums) < 2:
+            return Estimate(mean, None)
+        return Estimate(mean, math.sqrt(float((sums**2).sum()) * len(sums) / (len(sums) - 1)))
+
+    def of_mask(self, mask: int) -> tuple[BoolArray, Rows]:
+        """Which rows a mask hid, and those alone."""
+        is_its: BoolArray = self.mask == mask
+        return is_its, Rows(self.mask[is_its], self.stretch[is_its])
+
+
+class Comparison(NamedTuple):
+    """A run beside the reference."""
+
+    num_rows: int
+    loss: Estimate
+    loss_difference: Estimate  # less the reference's
+    kl: Estimate
+    agreement: Estimate  # share of rows whose likeliest token is the reference's
+    accuracy: Estimate  # share of rows whose likeliest token is the text's
+    accuracy_difference: Estimate
+
+    @classmethod
+    def of(cls, scores: Scores, reference: Scores, rows: Rows) -> Comparison:
+        return cls(
+            len(scores.loss),
+            rows.estimate(scores.loss),
+            rows.estimate(scores.loss - reference.loss),
+            rows.estimate(scores.kl),
+            rows.estimate(scores.is_same),
+            rows.estimate(scores.is_right),
+            rows.estimate(scores.is_right - reference.is_right),
+        )
+
+    @property
+    def perplexity(self) -> float:
+        """Of an autoregressive model; of others the exponential of a masked token's loss."""
+        return math.exp(min(self.loss.mean, 700.0))
+
+    def as_dict(self) -> dict[str, object]:
+        estimates = {
+            name: value._asdict()
+            for name, value in self._asdict().items()
+            if isinstance(value, Estimate)
+        }
+        return {"num_rows": self.num_rows, "perplexity": self.perplexity, **estimates}
+
+
+class ReferenceLogits:
+    """Rows of the reference's logits, written once and then read in order by every other run.
+
+    They are in memory as far as that is little, else in a file that has no name: nothing is left
+    of it, however the process ends. Raises StorageError where there is no room for it.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, folder: Path) -> None:
+        """folder: on a disk, not in memory; made where it does not exist."""
+        self._row_bytes = 4 * vocab_size
+        self._num_bytes = num_rows * self._row_bytes
+        self._folder = folder
+        self._file = self._open()
+
+    def write(self, logits: Tensor) -> None:
+        """Adds rows, float32 [n, vocab] in host memory."""
+        try:
+            self._file.write(logits.contiguous().numpy().tobytes())
+        except OSError as reason:
+            raise self._refusal(reason.strerror or "it cannot be written") from reason
+
+    def rewind(self) -> None:
+        """From here the rows are read again from the first one."""
+        self._file.seek(0)
+
+    def read(self, num_rows: int) -> Tensor:
+        """The next rows, float32 [n, vocab]."""
+        data = self._file.read(num_rows * self._row_bytes)
+        if len(data) != num_rows * self._row_bytes:
+            raise InternalError("More rows are scored than the reference had.")
+        return torch.frombuffer(bytearray(data), dtype=torch.float32).view(num_rows, -1)
+
+    def __enter__(self) -> ReferenceLogits:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def _open(self) -> IO[bytes]:
+        if self._num_bytes <= MAX_HELD_BYTES:
+            return io.BytesIO()
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            free_bytes = shutil.disk_usage(self._folder).free
+            if free_bytes < self._num_bytes:
+                raise self._refusal(f"{free_bytes} are free")
+            return tempfile.TemporaryFile(dir=self._folder)
+        except OSError as reason:
+            raise self._refusal(reason.strerror or "it cannot be made") from reason
+
+    def _refusal(self, reason: str) -> StorageError:
+        return StorageError(
+            f"The reference's logits take {self._num_bytes} bytes in {self._folder}: {reason}. "
+            "Score fewer --tokens, or name a cache folder with more room in XDG_CACHE_HOME."
+        )
+
+
+class Scorer:
+    """Looks at every row's logits beside the reference's; is an `OnLogits`.
+
+    The reference's own run writes its logits, all others read them.
+    """
+
+    def __init__(self, sample: Sample, reference: ReferenceLogits, *, is_reference: bool) -> None:
+        self._sample = sample
+        self._reference = reference
+        self._is_reference = is_reference
+        self._text: ForcedText | None = None
+        self._num_texts = 0
+        self._parts: list[Scores] = []
+        self._places: list[tuple[int, IntArray]] = []
+        reference.rewind()
+
+    def begin(self, text: ForcedText) -> None:
+        """The next rows are of this text."""
+        self._text = text
+        self._num_texts += 1
+
+    def __call__(self, mask: int, positions: IntArray, logits: Tensor) -> None:
+        if self._text is None:
+            raise InternalError("Rows came before their text.")
+        if self._is_reference:
+            self._reference.write(logits)
+            beside = logits
+        else:
+            beside = self._reference.read(len(logits))
+        wanted = np.asarray(self._text.token_ids, np.int64)[positions]
+        self._parts.append(_scores(logits, beside, wanted, positions))
+        self._places.append((mask, self._stretches(positions)))
+
+    def finish(self) -> tuple[Scores, Rows]:
+        """All that was scored."""
+        scores = Scores(*(np.concatenate(values) for values in zip(*self._parts, strict=True)))
+        masks = np.concatenate([np.full(len(of), mask) for mask, of in self._places])
+        return scores, Rows(masks, np.concatenate([of for _, of in self._places]))
+
+    def _stretches(self, positions: IntArray) -> IntArray:
+        longest = max(len(text.token_ids) for text in self._sample.scored)
+        stretches: IntArray = (
+            self._num_texts * (longest // self._sample.cluster_tokens + 1)
+            + positions // self._sample.cluster_tokens
+        )
+        return stretches
+
+
+def _scores(logits: Tensor, reference: Tensor, wanted: IntArray, positions: IntArray) -> Scores:
+    """Row by row, in double precision: equal logits have a KL of exactly 0."""
+    check_finite(logits.max(dim=-1).values, positions)
+    loss, kl = np.empty(len(wanted)), np.empty(len(wanted))
+    for place, (row, other) in enumerate(zip(logits, reference, strict=True)):
+        log_p, log_q = other.double().log_softmax(dim=-1), row.double().log_softmax(dim=-1)
+        loss[place] = -float(log_q[wanted[place]])
+        kl[place] = float((log_p.exp() * (log_p - log_q)).sum())
+    best, best_of_reference = (x.argmax(dim=-1).numpy() for x in (logits, reference))
+    is_same, is_right = best == best_of_reference, best == wanted
+    return Scores(loss, kl, is_same.astype(np.float64), is_right.astype(np.float64))
+
+
+def paired(scores: Scores, others: Scores, rows: Rows, name: str = "loss") -> Estimate:
+    """The mean difference of two runs over the same rows, the second's taken off the first's;
+    name: of a field of `Scores`."""
+    return rows.estimate(scores._asdict()[name] - others._asdict()[name])
+
+
+def by_mask(
+    scores: Scores, reference: Scores, rows: Rows, ratios: Sequence[float]
+) -> dict[float, Comparison]:
+    """A comparison for each mask, by its ratio."""
+    compared = {}
+    for mask, ratio in enumerate(ratios):
+        is_its, own = rows.of_mask(mask)
+        compared[ratio] = Comparison.of(scores.part(is_its), reference.part(is_its), own)
+    return compared

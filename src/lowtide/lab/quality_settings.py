@@ -1,0 +1,102 @@
+"""Settings: what rows of a table of quality differ in, policies and options of the model alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from lowtide.errors import UsageError
+from lowtide.policies.presets import AUTO, asks_scores, check_policy, substitutes
+
+RESIDENTS = "residents"
+"""A setting's share of the experts that is resident, in place of a budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A policy with its options, and what is different about the model that it is asked of.
+
+    options: of `LLM`, on top of those that all settings share. residents: the share of the experts
+    that is resident, in place of a budget.
+    """
+
+    policy: str = AUTO
+    policy_options: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
+    residents: float | None = None
+
+    def __post_init__(self) -> None:
+        check_policy(self.policy, self.policy_options)
+        for name in ("policy", "policy_options", "context"):
+            if name in self.options:
+                raise UsageError(f"{name} is no option of the model that settings differ in.")
+        if self.residents is None:
+            return
+        if not 0 <= self.residents <= 1:
+            raise UsageError(f"{RESIDENTS} is a share from 0 to 1, not {self.residents}.")
+        if {"host_memory", "gpu_memory"} & set(self.options):
+            raise UsageError(f"{RESIDENTS} and a budget say the same thing: give one of them.")
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether its policy changes no token; a format may."""
+        return not substitutes(self.policy)
+
+    @property
+    def of_model(self) -> tuple[tuple[str, str], ...]:
+        """What settings of one loaded model have in common."""
+        options = {**self.options, RESIDENTS: self.residents}
+        return tuple(sorted((name, str(value)) for name, value in options.items()))
+
+    @property
+    def label(self) -> str:
+        """For people: `buddymoe rho=3, residents=0.5`."""
+        policy = " ".join([self.policy, *(f"{n}={v}" for n, v in self.policy_options.items())])
+        shown = dict(self.options)
+        if self.residents is not None:
+            shown[RESIDENTS] = f"{self.residents:g}"
+        return ", ".join([policy, *(f"{name}={value}" for name, value in shown.items())])
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "policy": self.policy,
+            "policy_options": dict(self.policy_options),
+            "options": dict(self.options),
+            RESIDENTS: self.residents,
+        }
+
+
+def grouped(settings: Sequence[Setting]) -> Iterator[list[Setting]]:
+    """Settings of one loaded model each, in the order in which they first come, with one in front
+    that changes no token where a group has none."""
+    groups: dict[tuple[tuple[str, str], ...], list[Setting]] = {}
+    for setting in settings:
+        groups.setdefault(setting.of_model, []).append(setting)
+    for group in groups.values():
+        lossless = [setting for setting in group if setting.is_lossless]
+        lossless = lossless or [replace(group[0], policy=AUTO, policy_options={})]
+        yield lossless + [setting for setting in group if not setting.is_lossless]
+
+
+def opening_options(
+    model: str | Path, group: Sequence[Setting], shared: Mapping[str, object]
+) -> dict[str, object]:
+    """Options of the one `LLM` on which a group's settings take turns: with the policy that is told
+    most of a pass, so that all of them find their room. Raises what `plan_model` raises."""
+    from lowtide.lab.budgets import budget_of_share
+    from lowtide.llm import plan_model
+
+    told = max(
+        group, key=lambda setting: (substitutes(setting.policy), asks_scores(setting.policy))
+    )
+    options = {**shared, **group[0].options}
+    if told.policy != "resident":  # which not every budget here may have room for
+        options |= {"policy": told.policy, "policy_options": dict(told.policy_options)}
+    share = group[0].residents
+    if share is None:
+        return options
+    options = {n: v for n, v in options.items() if n not in ("host_memory", "gpu_memory")}
+    plan = plan_model(model, **options)
+    budget = "host_memory" if plan.gpu is None else "gpu_memory"
+    return {**options, budget: budget_of_share(plan, share)}

@@ -1,0 +1,168 @@
+"""What of a text is scored, and how: windows of it, their prompts, and what masks hide of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from lowtide.config import ModelConfig
+from lowtide.core import BoolArray
+from lowtide.decode.forced import ForcedText
+from lowtide.errors import UsageError
+from lowtide.model_folder.tokenizer import Tokenizer
+
+CONTEXT_TOKENS = 32
+"""Of an autoregressive model's window, which are its prompt."""
+
+CLUSTER_TOKENS = 32
+"""Neighbours in a text are alike: so many of them are one observation of a standard error, of a
+block diffusion model a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """How much of a text is scored. mask_ratios: of a diffusion model's tokens, one at a time."""
+
+    num_tokens: int = 2048
+    window_tokens: int = 256
+    mask_ratios: tuple[float, ...] = (0.15, 0.5, 0.9)
+
+    def __post_init__(self) -> None:
+        for name in ("num_tokens", "window_tokens"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        ratios = self.mask_ratios
+        if not ratios or len(set(ratios)) < len(ratios) or not all(0 < r <= 1 for r in ratios):
+            raise UsageError(
+                f"Mask ratios are different shares above 0 and up to 1, not {list(ratios)}."
+            )
+
+
+class Sample(NamedTuple):
+    """Windows of a text. Masks hide the most first, as decoding does."""
+
+    warm_up: ForcedText  # finds the residents and is not scored
+    scored: tuple[ForcedText, ...]
+    mask_ratios: tuple[float, ...]  # of each mask; empty for an autoregressive model
+    cluster_tokens: int
+
+    @property
+    def num_rows(self) -> int:
+        """Logits that are scored, each a token under a mask."""
+        return sum(num_rows(text) for text in self.scored)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are scored, or that masks hide a share of."""
+        if self.mask_ratios:
+            return sum(len(text.token_ids) - text.num_context for text in self.scored)
+        return self.num_rows
+
+
+def num_rows(text: ForcedText) -> int:
+    """Logits that reading a text hands out."""
+    if text.masks:
+        return sum(int(mask.sum()) for mask in text.masks)
+    return len(text.token_ids) - text.num_context - 1
+
+
+def encode(tokenizer: Tokenizer | None, text: str) -> tuple[list[int], list[int]]:
+    """A text's ids, and what this tokenizer begins every text with. Raises UsageError."""
+    if tokenizer is None:
+        raise UsageError("This model has no tokenizer.json: it can be judged by token ids only.")
+    ids = tokenizer.encode(text, add_special=False)
+    with_special = tokenizer.encode(text[:1])
+    bos = tokenizer.bos_token_id
+    return ids, [bos] if bos is not None and with_special[:1] == [bos] else []
+
+
+def make_sample(
+    config: ModelConfig,
+    context: int,
+    token_ids: Sequence[int],
+    bos: Sequence[int],
+    scope: Scope,
+    seed: int = 0,
+) -> Sample:
+    """Windows that are evenly spaced in a text, each beginning with `bos`; fewer or shorter ones
+    where it has not as many tokens. context: tokens that the KV cache holds.
+
+    Raises UsageError for a text that is too short, with what it takes.
+    """
+    layout = _Layout.of(config)
+    most = min(scope.window_tokens, context, config.max_positions)
+    window = layout.fitted(min(most, len(token_ids) // 2 + len(bos)))
+    if window < layout.least:
+        raise UsageError(
+            f"A text of {len(token_ids)} tokens in windows of at most {most} cannot be scored: it "
+            f"takes 2 windows of at least {layout.least} tokens, one of which warms up."
+        )
+    own = window - len(bos)  # of the text
+    wanted = -(-scope.num_tokens // layout.num_scored(window))
+    num_windows = 1 + min(wanted, len(token_ids) // own - 1)
+    stride = len(token_ids) // num_windows
+    ratios = tuple(sorted(scope.mask_ratios, reverse=True)) if config.is_diffusion else ()
+    texts = [
+        layout.text([*bos, *token_ids[index * stride :][:own]], ratios, (seed, index))
+        for index in range(num_windows)
+    ]
+    return Sample(texts[0], tuple(texts[1:]), ratios, layout.cluster_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How a kind of model reads a window."""
+
+    block_tokens: int  # that are denoised together; 1: autoregressive, 0: all that is no prompt
+    least: int  # tokens of a window
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> _Layout:
+        if not config.is_diffusion:
+            return cls(1, CONTEXT_TOKENS + 1 + CLUSTER_TOKENS)
+        if config.is_bidirectional:
+            return cls(0, 16)
+        return cls(config.block_length, 2 * config.block_length)
+
+    @property
+    def cluster_tokens(self) -> int:
+        return self.block_tokens if self.block_tokens > 1 else CLUSTER_TOKENS
+
+    def fitted(self, window: int) -> int:
+        """The longest window up to this one that has whole blocks."""
+        return window - window % max(1, self.block_tokens)
+
+    def num_context(self, window: int) -> int:
+        """Of a block model one block: every pass then has rows of two blocks at most."""
+        if self.block_tokens > 1:
+            return self.block_tokens
+        return CONTEXT_TOKENS if self.block_tokens else window // 2
+
+    def num_scored(self, window: int) -> int:
+        """An autoregressive model's first token is no decoding pass's."""
+        return window - self.num_context(window) - (self.block_tokens == 1)
+
+    def text(
+        self, token_ids: Sequence[int], ratios: Sequence[float], seed: Sequence[int]
+    ) -> ForcedText:
+        num_tokens, num_context = len(token_ids), self.num_context(len(token_ids))
+        step = self.block_tokens or num_tokens
+        spans = [(at, min(at + step, num_tokens)) for at in range(num_context, num_tokens, step)]
+        return ForcedText(token_ids, num_context, nested_masks(num_tokens, spans, ratios, seed))
+
+
+def nested_masks(
+    num_tokens: int, spans: Sequence[tuple[int, int]], ratios: Sequence[float], seed: Sequence[int]
+) -> tuple[BoolArray, ...]:
+    """Masks [num_tokens] that each hide a share of every span (from, to), at least one token of it,
+    and only what the one before hides. ratios descend."""
+    random = np.random.default_rng(list(seed))
+    masks = tuple(np.zeros(num_tokens, np.bool_) for _ in ratios)
+    for start, stop in spans:
+        order = start + random.permutation(stop - start)
+        for mask, ratio in zip(masks, ratios, strict=True):
+            mask[order[: max(1, round(ratio * len(order)))]] = True
+    return masks
