@@ -22,8 +22,9 @@ from lowtide.errors import StorageError, UnsupportedError, UsageError
 from lowtide.experts.rows import Routing
 from lowtide.lab import expert_similarity
 from lowtide.lab.buddies import CoActivations, EvenSample, needed_tokens, shares
+from lowtide.lab.buddy_wish import BuddyWish
 from lowtide.lab.calibrate import calibrate, learn, num_learning, split
-from lowtide.lab.calibrate_buddies import BuddyWish, TextUse, check_length
+from lowtide.lab.calibrate_buddies import TextUse, check_length
 from lowtide.lab.expert_similarity import cosines_of_outputs
 from lowtide.lab.synth import synth
 from lowtide.policies.buddy_lists import BuddyRule, Ranking

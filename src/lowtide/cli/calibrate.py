@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 from rich.table import Table
 
+from lowtide.cli.buddies import buddy_table, buddy_wish, likeness_table
 from lowtide.cli.command import takes
 from lowtide.cli.generate import ModelName
 from lowtide.cli.opening import find_model_with_experts, open_llm
@@ -17,6 +18,7 @@ from lowtide.cli.options import Group, Settings
 from lowtide.cli.report import json_line
 from lowtide.cli.screen import ProgressBars, stdout_console
 from lowtide.cli.text_file import read_text
+from lowtide.lab.buddy_wish import BuddyWish
 from lowtide.replay.calibration import (
     GATES,
     TOP_SIZES,
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from lowtide.lab.calibration_report import Budget
 
 
-@takes(Group.ENGINE, Group.HUB, Group.CALIBRATION, "out", "machine", Group.OUTPUT)
+@takes(Group.ENGINE, Group.HUB, Group.CALIBRATION, Group.BUDDIES, "out", "machine", Group.OUTPUT)
 def calibrate(
     model: ModelName,
     *,
@@ -39,31 +41,44 @@ def calibrate(
     """Run a text and write down routing, residual vectors and statistics for the policies.
 
     Without --out they go to a file in the user's cache; --machine is what the intervals are for.
+    With --buddies there is a profile of who may stand in for whom in it, which buddymoe needs.
     """
     from lowtide.profiles import load_profile
 
-    machine = str(settings["machine"])
+    machine, wish = str(settings["machine"]), buddy_wish(settings)
     text, profile = read_text(model, settings), load_profile(machine)
     with redirect_stdout(sys.stderr):
-        calibration, path = _calibrate(model, text, settings)
+        calibration, path = _calibrate(model, text, settings, wish)
     from lowtide.core import MoEShape
+    from lowtide.lab.buddy_report import as_object as describe
+    from lowtide.lab.buddy_report import plot as plot_buddies
     from lowtide.lab.calibration_report import as_object, plot, weigh_budgets
 
     budgets = weigh_budgets(calibration, profile.costs(MoEShape(*calibration.shape)))
     folder = settings.text("plot")
     plots = plot(calibration, Path(folder)) if folder is not None else []
+    buddies = calibration.buddies
+    if buddies is not None and folder is not None:
+        plots += plot_buddies(buddies, Path(folder))
     if settings.flag("json"):
         files = {"path": str(path), "plots": [str(each) for each in plots]}
-        print(json_line({**files, "machine": machine, **as_object(calibration, budgets)}))
+        told = {**files, "machine": machine, **as_object(calibration, budgets)}
+        print(json_line(told if buddies is None else {**told, "buddies": describe(buddies)}))
         return
     console = stdout_console()
     console.print(_gate_table(calibration))
     console.print(_budget_table(budgets, calibration.shape.num_experts, machine))
+    if buddies is not None:
+        console.print(buddy_table(buddies))
+        if (likeness := likeness_table(buddies)) is not None:
+            console.print(likeness)
     for written in (path, *plots):
         console.print(f"wrote {written}")
 
 
-def _calibrate(model: str, text: str, settings: Settings) -> tuple[Calibration, Path]:
+def _calibrate(
+    model: str, text: str, settings: Settings, wish: BuddyWish | None
+) -> tuple[Calibration, Path]:
     folder = find_model_with_experts(model, settings, "A calibration is of experts")
     from lowtide.lab.calibrate import calibrate as run
     from lowtide.lab.calibration_report import check_plot
@@ -77,7 +92,7 @@ def _calibrate(model: str, text: str, settings: Settings) -> tuple[Calibration, 
         path = Path(out) if out else default_path(folder, llm.config.architecture, shape)
         check_calibration_path(path)
         num_pieces = cast(int, settings["pieces"])
-        calibration = run(llm, text, model, num_pieces=num_pieces, progress=progress)
+        calibration = run(llm, text, model, num_pieces=num_pieces, buddies=wish, progress=progress)
     calibration.save(path)
     return calibration, path
 

@@ -40,6 +40,7 @@ class Group(enum.Enum):
     HUB = "Hub"
     RECORD = "Recording"
     CALIBRATION = "Calibration"
+    BUDDIES = "Buddies"
     SIMULATION = "Simulation"
     BENCH = "Measurement"
     QUALITY = "Quality"

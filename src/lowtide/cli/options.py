@@ -98,6 +98,28 @@ OPTIONS: tuple[Option, ...] = (
         Group.CALIBRATION,
         "calibrate's folder for pictures of the routing, quality's file for one of its table.",
     ),
+    Option("buddies", Kind.BOOLEAN, Group.BUDDIES, "Profile who may stand in for whom.", False),
+    Option(
+        "alpha",
+        Kind.TEXT,
+        Group.BUDDIES,
+        "Share of an expert's co-activations that its buddies cover, or one for each layer (0.95).",
+    ),
+    Option("list_size", Kind.NUMBER, Group.BUDDIES, "Fit alpha to so many buddies (mean)."),
+    Option("k_max", Kind.INTEGER, Group.BUDDIES, "Buddies of an expert, at most (16)."),
+    Option("smoothing", Kind.NUMBER, Group.BUDDIES, "Added to each pair's co-activations (1)."),
+    Option(
+        "ranking",
+        Kind.TEXT,
+        Group.BUDDIES,
+        "Sort buddies by co-activation, weighted, outputs or weights (co-activation).",
+    ),
+    Option(
+        "similarity",
+        Kind.TEXT,
+        Group.BUDDIES,
+        "Also measure how alike experts are: outputs, weights or both with a comma.",
+    ),
     Option(
         "machine",
         Kind.TEXT,

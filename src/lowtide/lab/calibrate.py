@@ -25,7 +25,8 @@ from lowtide.core import FloatArray, IntArray, Step
 from lowtide.errors import UsageError
 from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import Observer
-from lowtide.lab.calibrate_buddies import BuddyWish, TextUse, check_length, counting, make_profile
+from lowtide.lab.buddy_wish import BuddyWish
+from lowtide.lab.calibrate_buddies import TextUse, check_length, counting, make_profile
 from lowtide.lab.record import Recorder
 from lowtide.layers.batch import KVRange, Segment
 from lowtide.llm import LLM

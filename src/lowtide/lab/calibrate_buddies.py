@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from lowtide.core import WeightArray
 from lowtide.errors import UsageError
 from lowtide.lab.buddies import CoActivations, needed_tokens
+from lowtide.lab.buddy_wish import BuddyWish
 from lowtide.lab.expert_similarity import num_inputs, output_similarity, weight_similarity
 from lowtide.llm import LLM
-from lowtide.policies.buddy_lists import BuddyRule, Ranking
+from lowtide.policies.buddy_lists import Ranking
 from lowtide.policies.buddy_profile import BuddyProfile
 from lowtide.replay.trace import TraceShape
 
@@ -20,34 +21,11 @@ Progress = Callable[[str, int, int], None]
 """Called with what is done, how much of it, and how much there is."""
 
 
-@dataclass(frozen=True, slots=True)
-class BuddyWish:
-    """What to measure, and the rule that lists are made by unless another is given later.
-
-    list_size: alpha is fitted, so that a layer's lists have as many buddies in the mean at most;
-    measured: similarities of experts, by outputs or by weights; the rule's own is, anyway.
-    """
-
-    rule: BuddyRule = field(default_factory=BuddyRule)
-    list_size: float | None = None
-    measured: frozenset[Ranking] = frozenset()
-
-    def has(self, ranking: Ranking) -> bool:
-        """Whether this similarity is to be measured."""
-        return ranking in self.measured or ranking is self.rule.ranking
-
-
 def counting(llm: LLM, wish: BuddyWish) -> CoActivations:
-    """The observer to run the text under. Raises UsageError for a rule that cannot be,
+    """The observer to run the text under. Raises UsageError for a wish that cannot be,
     UnsupportedError for a model whose tokens choose one expert each."""
     shape = TraceShape(*llm.config.moe_shape)
-    wish.rule.check(shape.num_layers)
-    most = shape.num_experts - 1
-    if wish.list_size is not None and not 1 <= wish.list_size <= most:
-        raise UsageError(
-            f"Lists of {wish.list_size:g} buddies in the mean cannot be: an expert has from 1 to "
-            f"{most}."
-        )
+    wish.check(shape.num_layers, shape.num_experts)
     return CoActivations(shape, num_inputs(llm) if wish.has(Ranking.OUTPUTS) else 0)
 
 

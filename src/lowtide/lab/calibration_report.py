@@ -5,7 +5,7 @@ Everything is computed from the calibration's trace; times are those of a machin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -111,6 +111,11 @@ def plot(calibration: Calibration, folder: Path) -> list[Path]:
         "step-similarity.png": _figure("cosine of the hits of two steps", apart),
         "distinct-experts.png": _figure("experts activated per layer", each),
     }
+    return save_figures(figures, folder)
+
+
+def save_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
+    """Writes each under its name; the files. Raises StorageError."""
     try:
         for name, figure in figures.items():
             figure.savefig(folder / name, dpi=120)

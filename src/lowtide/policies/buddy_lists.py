@@ -109,6 +109,11 @@ def lists_of(q: FloatArray, rule: BuddyRule, similarity: WeightArray | None = No
     )
 
 
+def prefix_lengths(q: FloatArray, alphas: FloatArray) -> IntArray:
+    """Peers of every expert whose q sums to alpha, before lists are cut. [layers, experts]"""
+    return _prefixes(q, alphas)[1]
+
+
 def fitted_alphas(q: FloatArray, list_size: float) -> tuple[float, ...]:
     """For each layer the greatest alpha whose lists have `list_size` buddies in the mean, at most,
     before they are cut. Raises UsageError for a size that no list can have."""

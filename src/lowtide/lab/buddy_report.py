@@ -1,0 +1,198 @@
+"""What a buddy profile says: lists, how concentrated co-activation is, and pictures of both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.core import FloatArray, IntArray
+from lowtide.lab.calibration_report import check_plot, save_figures
+from lowtide.policies.buddy_lists import prefix_lengths
+from lowtide.policies.buddy_profile import BuddyProfile
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TOP_PEERS = 4
+ENTROPY_PERCENTILES = (10, 20)
+"""That the paper picks the entropy gate's threshold from (section 3.1)."""
+ALPHAS = (0.5, 0.75, 0.9, 0.95, 0.99)
+MAX_MAPS = 12
+"""Layers of which maps are drawn: evenly spread, the first and the last among them."""
+
+
+class LayerReport(NamedTuple):
+    """Of one MoE layer."""
+
+    alpha: float
+    reaches_alpha: float  # peers that it takes, in the mean over experts that were seen
+    list_length: float  # of them in the list, which `k_max` cuts
+    num_unseen: int  # experts that no token chose: they have no buddies
+    top_peers: float  # share of an expert's co-activations with its 4 foremost peers
+    concentration: float
+    affinity: float  # nats
+    alike: float | None  # mean cosine of two experts' outputs, where that was measured
+    tells_alike: float | None  # Spearman's correlation of q(j|i) with the cosine of outputs
+    entropy: tuple[float, ...]  # TAE at `ENTROPY_PERCENTILES`
+
+
+def layer_reports(profile: BuddyProfile) -> list[LayerReport]:
+    """By the calibration's rule."""
+    rule, lists = profile.rule, profile.lists()
+    lengths = prefix_lengths(profile.q(rule.ranking, rule.smoothing), lists.alphas)
+    concentration, affinity = profile.concentration(), profile.affinity()
+    alike, told = output_likeness(profile)
+    tops = top_peers(profile)
+    entropies = [profile.entropy_threshold(each) for each in ENTROPY_PERCENTILES]
+    return [
+        LayerReport(
+            alpha=float(lists.alphas[layer]),
+            reaches_alpha=float(lengths[layer][is_seen].mean()),
+            list_length=float(lists.lengths[layer][is_seen].mean()),
+            num_unseen=int((~is_seen).sum()),
+            top_peers=float(tops[layer]),
+            concentration=float(concentration[layer]),
+            affinity=float(affinity[layer]),
+            alike=None if alike is None else float(alike[layer]),
+            tells_alike=None if told is None else float(told[layer]),
+            entropy=tuple(float(each[layer]) for each in entropies),
+        )
+        for layer, is_seen in enumerate(profile.activations > 0)
+    ]
+
+
+def as_object(profile: BuddyProfile) -> dict[str, object]:
+    """All of it for `--json`."""
+    rule = profile.rule
+    return {
+        "fingerprint": profile.fingerprint,
+        "num_tokens": profile.num_tokens,
+        "k_max": rule.k_max,
+        "ranking": rule.ranking.value,
+        "smoothing": rule.smoothing,
+        "layers": [report._asdict() for report in layer_reports(profile)],
+        "list_lengths": profile.lists().lengths,
+    }
+
+
+def output_likeness(profile: BuddyProfile) -> tuple[FloatArray, FloatArray] | tuple[None, None]:
+    """Whether experts are alike, and whether co-activation tells who is: the mean cosine of two
+    experts' outputs, and Spearman's correlation of it with q(j|i) over all pairs. Each [layers]"""
+    similarity = profile.output_similarity
+    if similarity is None:
+        return None, None
+    is_pair = ~np.eye(profile.num_experts, dtype=bool)
+    outputs, q = similarity[:, is_pair].astype(np.float64), profile.q(smoothing=0.0)[:, is_pair]
+    told = [np.corrcoef(_ranks(a), _ranks(b))[0, 1] for a, b in zip(outputs, q, strict=True)]
+    return outputs.mean(axis=1), np.array(told)
+
+
+def top_peers(profile: BuddyProfile) -> FloatArray:
+    """Share of an expert's co-activations with its 4 foremost peers. [layers]"""
+    q = -np.sort(-profile.q(smoothing=0.0), axis=2)[:, :, :TOP_PEERS].sum(axis=2)
+    weight = profile.together.sum(axis=2)
+    share: FloatArray = (q * weight).sum(axis=1) / weight.sum(axis=1)
+    return share
+
+
+def plot(profile: BuddyProfile, folder: Path) -> list[Path]:
+    """Draws lists, activations and maps of who is chosen with whom into `folder`; the files.
+
+    Raises as `calibration_report.plot` does.
+    """
+    check_plot(folder)
+    figures = {
+        "buddy-list-sizes.png": _list_figure(profile),
+        "expert-activations.png": _activation_figure(profile),
+        "co-activation.png": _maps(profile.q(smoothing=0.0), "q(j|i)"),
+    }
+    if profile.output_similarity is not None:
+        figures["output-similarity.png"] = _maps(profile.output_similarity, "cosine of outputs")
+    if profile.weight_similarity is not None:
+        figures["weight-similarity.png"] = _maps(profile.weight_similarity, "cosine of weights")
+    return save_figures(figures, folder)
+
+
+def drawn_layers(num_layers: int) -> list[int]:
+    """Those that maps are drawn of."""
+    layers = np.linspace(0, num_layers - 1, min(MAX_MAPS, num_layers)).round()
+    drawn: list[int] = layers.astype(int).tolist()
+    return drawn
+
+
+def _ranks(values: FloatArray) -> FloatArray:
+    """Of equal values their mean rank."""
+    _, place, count = np.unique(values, return_inverse=True, return_counts=True)
+    last = count.cumsum()
+    ranks: FloatArray = (last - (count - 1) / 2)[place]
+    return ranks
+
+
+def _lengths(profile: BuddyProfile, alphas: FloatArray) -> list[IntArray]:
+    """By layer, of the experts that were seen, what it takes to reach alpha."""
+    lengths = prefix_lengths(profile.q(profile.rule.ranking, profile.rule.smoothing), alphas)
+    return [one[is_seen] for one, is_seen in zip(lengths, profile.activations > 0, strict=True)]
+
+
+def _list_figure(profile: BuddyProfile) -> Figure:
+    """How many peers reach the rule's alpha, where lists are cut, and how alpha changes that."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    layers, rule = list(range(profile.num_layers)), profile.rule
+    left.boxplot(_lengths(profile, rule.alphas(len(layers))), positions=layers, widths=0.6)
+    left.axhline(rule.k_max, linestyle="--", label=f"cut at {rule.k_max}")
+    left.set_title("peers that reach the calibration's alpha")
+    for alpha in ALPHAS:
+        lengths = _lengths(profile, np.full(len(layers), alpha))
+        right.plot(layers, [one.mean() for one in lengths], marker=".", label=f"alpha {alpha:g}")
+    right.set_title("the mean, for other alphas")
+    left.set_ylabel("peers of an expert")
+    left.set_ylim(0, profile.num_experts)
+    for axes in (left, right):
+        axes.set_xlabel("MoE layer")
+        axes.legend()
+    return figure
+
+
+def _activation_figure(profile: BuddyProfile) -> Figure:
+    """Each layer's experts by how often they were chosen, most often first (Fig. 6)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for layer in drawn_layers(profile.num_layers):
+        counts = np.sort(profile.activations[layer])[::-1]
+        axes.plot(counts / counts.mean(), label=f"layer {layer}")
+    axes.set_xlabel("expert, most chosen first")
+    axes.set_ylabel("tokens over the layer's mean")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    return figure
+
+
+def _maps(pairs: NDArray[np.floating], label: str) -> Figure:
+    """[layers, experts, experts], the diagonal left white, one scale for all (Figs. 4 and 9)."""
+    from matplotlib.figure import Figure
+
+    drawn = drawn_layers(len(pairs))
+    num_columns = min(4, len(drawn))
+    num_rows = -(-len(drawn) // num_columns)
+    figure = Figure(figsize=(3 * num_columns + 1, 3 * num_rows), layout="constrained")
+    grid = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
+    is_self = np.eye(pairs.shape[1], dtype=bool)
+    shown = np.where(is_self, np.nan, pairs[drawn])
+    low, high = float(np.nanmin(shown)), float(np.nanmax(shown))
+    for axes, layer, values in zip(grid, drawn, shown, strict=False):
+        image = axes.imshow(values, vmin=low, vmax=high, interpolation="nearest")
+        axes.set_title(f"layer {layer}")
+    for axes in grid[len(drawn) :]:
+        axes.set_axis_off()
+    figure.colorbar(image, ax=grid.tolist(), label=label)
+    figure.supxlabel("buddy j")
+    figure.supylabel("expert i")
+    return figure
