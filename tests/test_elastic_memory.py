@@ -279,3 +279,11 @@ def test_who_is_refused_memory_fails_alone(
         assert [each.result() for each in asked[:3]] == [[ids] for ids in words[:3]]
         with pytest.raises(PageError, match="refuses"):
             asked[3].result()
+
+
+def test_a_long_cache_has_workspace_for_the_longest_sequence_that_there_can_be(
+    model: Path,
+) -> None:
+    """The cache is for all running sequences; none has more tokens than the model positions."""
+    needed = [plan_model(model, context=tokens).host.workspace_bytes for tokens in (2048, 16384)]
+    assert needed[0] == needed[1]

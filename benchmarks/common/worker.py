@@ -133,6 +133,13 @@ def run_causal(settings: Settings) -> dict[str, Any]:
     return measure(settings)
 
 
+def run_elastic(settings: Settings) -> dict[str, Any]:
+    """A trace of requests, memory moving or not."""
+    from common.elastic_trace import run_trace
+
+    return run_trace(settings)
+
+
 def run_read_ahead(settings: Settings) -> dict[str, Any]:
     """Prefills with and without reads ahead of the layer that runs."""
     from common.causal import measure_read_ahead
@@ -149,6 +156,7 @@ TASKS: Mapping[str, Callable[[Settings], dict[str, Any]]] = {
     "peer": run_peer,
     "causal": run_causal,
     "read ahead": run_read_ahead,
+    "elastic": run_elastic,
 }
 
 

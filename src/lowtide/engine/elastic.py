@@ -78,7 +78,7 @@ class SharedMemory:
         layout = division.kv
         self.tier = plan.host
         self.num_slots = division.num_slots
-        self.max_range_tokens = opened.kv_shape[3]
+        self.max_range_tokens = opened.max_sequence_tokens
         self.budget = PageBudget(division.budget_bytes)
         self.kv_account = self.budget.open("KV cache")
         self.slots_account = self.budget.open("expert slots")

@@ -189,6 +189,14 @@ class OpenModel:
         return self.kv_shape[3] if self.config.is_bidirectional else MAX_PASS_ROWS
 
     @property
+    def max_sequence_tokens(self) -> int:
+        """Of the KV cache for one sequence: its own bound, or the model's positions."""
+        num_tokens = self.kv_shape[3]
+        if self.config.is_bidirectional:  # under guidance a range holds a sequence twice
+            return num_tokens
+        return min(num_tokens, align_up(self.config.max_positions, MAX_BLOCK_LENGTH))
+
+    @property
     def kernels(self) -> Kernels:
         """The host's kernels; the first use of compiled ones in a process loads them."""
         return self.kernels_on(HOST)

@@ -260,9 +260,9 @@ def _largest_segments(opened: OpenModel, num_rows: int) -> list[Segment]:
         return [
             Segment(0, rows, 0, rows, KVRange(0, num_rows)) for rows in _longest_in_tiles(num_rows)
         ]
-    # At the end of the cache: causal, also with a remainder that joins its tile, which is longer
-    # than any of all rows, or one block of all rows.
-    num_tokens = max(opened.kv_shape[3], num_rows)
+    # At the end of the longest sequence: causal, also with a remainder that joins its tile, which
+    # is longer than any of all rows, or one block of all rows.
+    num_tokens = max(opened.max_sequence_tokens, num_rows)
     longest_tile = min(num_rows, CAUSAL_ROWS + MAX_REMAINDER)
     passes = [(longest_tile, 1), (num_rows, 1)]
     if opened.config.is_diffusion:

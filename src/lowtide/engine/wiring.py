@@ -109,7 +109,8 @@ def _load_dense(
         with plan_errors(opened.dense.num_bytes, "GPU memory for dense weights"):
             weights = opened.dense.load_onto(device, reader, progress)
         with plan_errors(arena_bytes, "GPU memory for workspace, beside keys and values,"):
-            kv_cache = KVCache(torch.zeros(opened.kv_shape, dtype=opened.dtype, device=device))
+            storage = torch.zeros(opened.kv_shape, dtype=opened.dtype, device=device)
+            kv_cache = KVCache(storage, max_range_tokens=opened.max_sequence_tokens)
             room = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
             workspace = Workspace(room, placement)
     kernels = opened.kernels_on(device)
@@ -123,4 +124,5 @@ def _kv_cache(opened: OpenModel, shared: SharedMemory | None) -> KVCache:
         return shared.make_cache()
     num_bytes = math.prod(opened.kv_shape) * opened.dtype.itemsize
     arena = Arena(num_bytes, grows_slowly=True)
-    return KVCache(arena.tensor(0, opened.kv_shape, opened.dtype))
+    storage = arena.tensor(0, opened.kv_shape, opened.dtype)
+    return KVCache(storage, max_range_tokens=opened.max_sequence_tokens)

@@ -120,7 +120,7 @@ class Worker:
         self.mailbox: Mailbox = SimpleQueue()
         self.gate = threading.RLock()
         self.is_closed = False
-        self._decoder = _make_decoder(engine)
+        self._decoder = make_decoder(engine)
         self._waiting: deque[Asked] = deque()  # in the order in which they came
         self._jobs: list[Job[Any]] = []  # that have begun
         self._answers: dict[int, Answers] = {}  # by request, of those that have begun
@@ -299,7 +299,8 @@ class Speed:
         }
 
 
-def _make_decoder(engine: Engine) -> BlockDiffusion | MaskedDiffusion | Autoregressive:
+def make_decoder(engine: Engine) -> BlockDiffusion | MaskedDiffusion | Autoregressive:
+    """What decodes requests over a loaded model, as its family does."""
     opened = engine.opened
     config, use_kv_cache = opened.config, opened.options.kv_cache
     if config.mask_token_id is None or config.decoding is None:

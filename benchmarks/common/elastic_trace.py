@@ -1,0 +1,194 @@
+"""Requests that come, grow and go, run by one engine: what each pass took and held."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from common.memory import drop_pages, peak_resident_bytes, reset_peak
+from common.run import loaded_engine
+from lowtide.config import ModelConfig
+from lowtide.decode.intake import Intake
+from lowtide.decode.request import Committed, Finished, Request
+from lowtide.engine.engine import Engine
+from lowtide.engine.opening import MAX_BLOCK_LENGTH, EngineConfig
+from lowtide.engine.worker import make_decoder
+from lowtide.params import SamplingParams
+
+
+class Arrival(NamedTuple):
+    """A request. It comes when so many others have finished, allows for `max_tokens` new ones and
+    ends after `num_new`, as a chat does with its end token."""
+
+    after: int
+    num_prompt: int
+    max_tokens: int
+    num_new: int
+
+
+def mixed_trace(longest: int, num_new: int) -> list[Arrival]:
+    """Chats one after the other, many at once, one of the greatest length among some, and chats
+    again; whole sequences are `longest` tokens at most."""
+    short, room = max(16, longest // 64), longest // 4
+    chat = Arrival(0, short, room - short, num_new)
+    whole = Arrival(0, longest - 2 * num_new, 2 * num_new, num_new)
+    alone = [chat._replace(after=i) for i in range(2)]
+    crowd = [
+        Arrival(2, short * (1 + i % 4), room - short * (1 + i % 4), num_new * (1 + i % 2))
+        for i in range(12)
+    ]
+    document = [each._replace(after=12) for each in (whole, chat, chat)]
+    return [*alone, *crowd, *document, *(chat._replace(after=16 + i) for i in range(2))]
+
+
+def bidirectional_trace(longest: int, num_new: int) -> list[Arrival]:
+    """The same where every pass has whole sequences and an answer is as long as was asked for."""
+    chat = Arrival(0, longest // 16, num_new, num_new)
+    whole = Arrival(0, longest - num_new, num_new, num_new)
+    alone = [chat._replace(after=i) for i in range(2)]
+    crowd = [chat._replace(after=2, num_prompt=longest // 16 * (1 + i % 3)) for i in range(6)]
+    return [*alone, *crowd, whole._replace(after=7), chat._replace(after=9)]
+
+
+def most_at_once(trace: Sequence[Arrival]) -> int:
+    """Tokens that all who come together may want at most."""
+    wanted: dict[int, int] = {}
+    for each in trace:
+        wanted[each.after] = wanted.get(each.after, 0) + each.num_prompt + each.max_tokens
+    return max(wanted.values())
+
+
+def run_trace(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """One side: an engine of its own, the whole trace, and what became of it.
+
+    A task of `common.worker`. settings: model, budget_bytes, context, elastic, policy, trace, and
+    read_GBps, the disk's ceiling.
+    """
+    options = EngineConfig(
+        host_memory=settings["budget_bytes"],
+        context=settings["context"],
+        elastic=settings["elastic"],
+        policy=settings["policy"],
+    )
+    drop_pages([Path(settings["model"])])
+    with loaded_engine(settings["model"], options) as engine:
+        run = _Run(engine, [Arrival(*each) for each in settings["trace"]])
+        with engine.executor.in_charge():
+            run.to_the_end()
+        return {**run.as_dict(settings["read_GBps"]), **_counts(engine)}
+
+
+class _Pass(NamedTuple):
+    seconds: float
+    cpu_s: float  # of all threads
+    read_bytes: int
+    peak_bytes: int  # the most that the process held meanwhile
+    num_running: int  # and not finished by it
+
+
+class _Run:
+    """A trace under way."""
+
+    def __init__(self, engine: Engine, trace: Sequence[Arrival]) -> None:
+        self._engine = engine
+        self._decoder = make_decoder(engine)
+        self._waiting = deque(zip(trace, _requests(engine.opened.config, trace), strict=True))
+        self._passes: list[_Pass] = []
+        self._num_finished = self._num_tokens = 0
+
+    def to_the_end(self) -> None:
+        while self._waiting or self._decoder.has_work:
+            while self._waiting and self._waiting[0][0].after <= self._num_finished:
+                self._decoder.add(self._waiting.popleft()[1])
+            with self._measured():
+                events = self._decoder.step()
+                if self._engine.elastic is not None:
+                    self._engine.elastic.settle()
+            self._num_tokens += sum(len(e.tokens) for e in events if isinstance(e, Committed))
+            self._num_finished += sum(isinstance(event, Finished) for event in events)
+
+    def as_dict(self, read_GBps: float) -> dict[str, Any]:
+        """`ideal_s`: what the passes would take if reads came at the disk's ceiling, all cores
+        were ours, and the longer of the two hid the other; for machines that others use too."""
+        passes, plan = self._passes, self._engine.plan
+        seconds, cpu_s, read_bytes, peak_bytes, running = map(np.array, zip(*passes, strict=True))
+        num_cores = self._engine.executor.num_cores
+        ideal_s = float(np.maximum(read_bytes / read_GBps / 1e9, cpu_s / num_cores).sum())
+        total_s = float(seconds.sum())
+        allowed_bytes = plan.budget_bytes + plan.overhead_bytes
+        return {
+            "tokens_per_s": self._num_tokens / total_s,
+            "ideal_tokens_per_s": self._num_tokens / ideal_s,
+            "num_tokens": self._num_tokens,
+            "num_passes": len(passes),
+            "seconds": total_s,
+            "cpu_s": float(cpu_s.sum()),
+            "read_bytes": int(read_bytes.sum()),
+            "max_running": int(running.max()),
+            "mean_running": float((running * seconds).sum() / total_s),
+            "max_peak_bytes": int(peak_bytes.max()),
+            "allowed_bytes": allowed_bytes,
+            "is_within_plan": bool((peak_bytes <= allowed_bytes).all()),
+        }
+
+    @contextmanager
+    def _measured(self) -> Iterator[None]:
+        """One pass, and what is decided after it."""
+        stats = self._engine.experts.host.stats
+        read_bytes, start_s, cpu_s = stats.read_bytes, time.perf_counter(), time.process_time()
+        reset_peak()
+        yield
+        self._passes.append(
+            _Pass(
+                time.perf_counter() - start_s,
+                time.process_time() - cpu_s,
+                stats.read_bytes - read_bytes,
+                peak_resident_bytes(),
+                self._decoder.num_running,
+            )
+        )
+
+
+def _counts(engine: Engine) -> dict[str, Any]:
+    stats = engine.as_dict()
+    names = ("hit_rate", "num_slots", "num_slots_lent", "num_slots_given", "num_residents_moved")
+    plan = engine.plan
+    return {
+        **{name: stats[name] for name in names if name in stats},
+        "num_planned_slots": plan.host.num_slots,
+        "kv_cache_bytes": plan.host.kv_cache_bytes,
+        "workspace_bytes": plan.host.workspace_bytes,
+        "elastic_tokens": plan.elastic_tokens,
+        "policy_in_force": plan.policy,
+    }
+
+
+def _requests(config: ModelConfig, trace: Sequence[Arrival]) -> list[Request]:
+    context = max(each.num_prompt + each.max_tokens for each in trace)
+    intake = Intake(config, None, context, MAX_BLOCK_LENGTH)
+    draw = np.random.default_rng(0)
+    ordinary = min((config.vocab_size, *config.eos_token_ids))  # special ids are the last ones
+    requests = []
+    for each in trace:
+        prompt = draw.integers(0, ordinary, each.num_prompt).tolist()
+        params = SamplingParams(max_tokens=each.max_tokens, ignore_eos=True)
+        [request] = intake.requests([prompt], params)
+        requests.append(replace(request, is_stopped=_Enough(each.num_new)))
+    return requests
+
+
+class _Enough:
+    """An answer's end."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+
+    def __call__(self, token_ids: Sequence[int]) -> bool:
+        return len(token_ids) >= self._num_tokens

@@ -1,0 +1,166 @@
+"""Pages that move against every constant division of the same budget, over one trace of requests.
+
+Chats that allow for long answers and end early, many at once, and one sequence of the greatest
+length. Elastic: KV cache and expert slots share the budget. Constant: five contexts, from what the
+longest request needs (the same plan with elastic off) over what all that ask at once need (what
+foresight would choose) to all that the budget holds; requests that find no room wait. Each side
+has a process of its own and runs the whole trace, by turns; the ceiling is the disk's. The ratio is
+of tokens/s over the best constant division.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common.arguments import run_script
+from common.ceilings import Disk
+from common.cut_models import cut_model, weight_bytes
+from common.elastic_trace import bidirectional_trace, mixed_trace, most_at_once
+from common.memory import LIMITS, MemoryLimit, choose_limit
+from common.record import Recorder, Row, say
+from common.worker import LIMIT_SLACK_BYTES, in_process
+
+from lowtide.core import align_up
+from lowtide.errors import PlanError
+from lowtide.llm import plan_model
+from lowtide.memory.kv_cache import GRANULE_TOKENS
+
+LONGEST = {"llada2": 32768, "qwen3_moe": 32768, "llada_moe": 4096}
+Runs = dict[str, list[dict[str, Any]]]
+
+
+def main() -> None:
+    options = _options()
+    limit = choose_limit(options.limit)
+    say(f"Memory limit: {limit.kind} ({limit.reason}).")
+    for family in options.families:
+        _measure(family, options, limit)
+
+
+def _measure(family: str, options: argparse.Namespace, limit: MemoryLimit) -> None:
+    folder = cut_model(family, round(options.model_GB * 1e9), is_toy=options.quick)
+    longest = options.longest or (2048 if options.quick else LONGEST[family])
+    longest = min(longest, LONGEST[family])
+    is_bidirectional = family == "llada_moe"
+    if is_bidirectional:  # a step computes all of its rows, and there is one for each new token
+        trace = bidirectional_trace(longest, max(4, options.new // 16))
+    else:
+        trace = mixed_trace(longest, options.new)
+    budget_bytes = int(weight_bytes(folder) * options.share)
+    settings = {
+        "model": folder.name,
+        "budget_bytes": budget_bytes,
+        "longest": longest,
+        "num_requests": len(trace),
+        "policy": options.policy,
+        "limit": limit.kind,
+    }
+    recorder = Recorder("elastic", settings, options.out)
+    contexts = _contexts(folder, budget_bytes, longest, most_at_once(trace))
+    plan = plan_model(folder, host_memory=budget_bytes, context=longest)
+    disk = Disk(folder, plan.host.slot_bytes, (1 << 28) if options.quick else (2 << 30))
+    ceiling = disk.measure()
+    recorder.write("ceiling", ceiling)
+    common = {
+        "model": str(folder),
+        "budget_bytes": budget_bytes,
+        "policy": options.policy,
+        "trace": trace,
+        "read_GBps": ceiling["random_read_GBps"],
+    }
+    # As many rows as a pass has there is workspace for: a bidirectional one's are all sequences'.
+    elastic_context = most_at_once(trace) if is_bidirectional else longest
+    sides = {"elastic": {**common, "context": elastic_context, "elastic": True}}
+    for context in contexts:
+        sides[f"constant, {context} tokens"] = {**common, "context": context, "elastic": False}
+    runs: Runs = {name: [] for name in sides}
+    for _ in range(options.repeats):
+        for name, side in sides.items():
+            runs[name].append(_run(side, limit))
+            recorder.write(name, {"context": side["context"], **runs[name][-1]})
+    _conclude(recorder, runs)
+
+
+def _run(side: dict[str, Any], limit: MemoryLimit) -> dict[str, Any]:
+    return in_process("elastic", side, limit, side["budget_bytes"] + LIMIT_SLACK_BYTES)
+
+
+def _conclude(recorder: Recorder, runs: Runs) -> Row:
+    """Elastic over the best constant division, and over today's; medians over the turns."""
+    verdict: dict[str, object] = {}
+    constant = [name for name in runs if name != "elastic"]
+    for what in ("tokens_per_s", "ideal_tokens_per_s"):
+        speed = {name: _median(runs[name], what) for name in runs}
+        best = max(constant, key=speed.__getitem__)
+        verdict |= {
+            f"{what}_over_best": speed["elastic"] / speed[best],
+            f"{what}_over_today": speed["elastic"] / speed[constant[0]],
+            f"best_by_{what}": best,
+        }
+    every = [run for side in runs.values() for run in side]
+    return recorder.write(
+        "elastic over constant",
+        {
+            **verdict,
+            "max_running": {name: _median(side, "max_running") for name, side in runs.items()},
+            "is_within_plan": all(run["is_within_plan"] for run in every),
+        },
+    )
+
+
+def _median(runs: Sequence[dict[str, Any]], what: str) -> float:
+    return statistics.median(run[what] for run in runs)
+
+
+def _contexts(folder: Path, budget_bytes: int, longest: int, at_once: int) -> list[int]:
+    """Five constant caches that hold the longest request: one of it, one of all that ask at once
+    (what foresight would choose), the most that a plan within the budget has, and between."""
+    most = _most_tokens(folder, budget_bytes, longest)
+    at_once = min(max(at_once, longest), most)
+    wanted = [longest, (longest + at_once) // 2, at_once, (at_once + most) // 2, most]
+    return sorted({align_up(tokens - GRANULE_TOKENS + 1, GRANULE_TOKENS) for tokens in wanted})
+
+
+def _most_tokens(folder: Path, budget_bytes: int, longest: int) -> int:
+    low, high = longest, longest * 64
+    while high - low > longest // 16:
+        middle = (low + high) // 2
+        can_plan = _can_plan(folder, budget_bytes, middle)
+        low, high = (middle, high) if can_plan else (low, middle)
+    return low
+
+
+def _can_plan(folder: Path, budget_bytes: int, context: int) -> bool:
+    try:
+        plan_model(folder, host_memory=budget_bytes, context=context)
+    except PlanError:
+        return False
+    return True
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--families", nargs="+", choices=list(LONGEST), default=list(LONGEST))
+    parser.add_argument("--model-GB", type=float, help="of a model's layers at most (5)")
+    parser.add_argument("--share", type=float, default=0.5, help="of it, the budget (0.5)")
+    parser.add_argument("--longest", type=int, help="tokens of the longest request (as published)")
+    parser.add_argument("--new", type=int, help="tokens of an answer (64)")
+    parser.add_argument("--policy", default="auto")
+    parser.add_argument("--repeats", type=int, default=1, help="turns of all sides (1)")
+    parser.add_argument("--limit", choices=LIMITS, default="none", help="how memory is limited")
+    parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
+    parser.add_argument("--quick", action="store_true", help="toy models: a look, not a result")
+    parser.add_argument("--full", action="store_true", help="models of 16 GB: hours")
+    options = parser.parse_args()
+    default_GB = 0.5 if options.quick else 16.0 if options.full else 5.0
+    options.model_GB = options.model_GB or default_GB
+    options.new = options.new or (32 if options.quick else 64)
+    return options
+
+
+if __name__ == "__main__":
+    run_script(main)

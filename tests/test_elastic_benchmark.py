@@ -1,0 +1,85 @@
+"""The trace that memory moves under, and what is measured of it; no speed is judged here."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowtide.errors import UsageError
+from lowtide.families import families
+from lowtide.lab.synth import synth
+from lowtide.llm import plan_model
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+cut_models, elastic_trace, elastic = map(
+    import_module, ("common.cut_models", "common.elastic_trace", "elastic")
+)
+
+
+@pytest.mark.parametrize(
+    "make_trace", [elastic_trace.mixed_trace, elastic_trace.bidirectional_trace]
+)
+def test_everybody_comes_in_the_end(make_trace: Any) -> None:
+    trace = make_trace(4096, 32)
+    for index, each in enumerate(trace):
+        assert each.after <= index
+        assert each.num_prompt + each.max_tokens <= 4096 and 0 < each.num_new <= each.max_tokens
+    assert max(each.num_prompt + each.max_tokens for each in trace) == 4096
+    assert elastic_trace.most_at_once(trace) <= sum(each[1] + each[2] for each in trace)
+
+
+def test_moving_or_not_a_trace_runs_to_its_end_within_the_plan(tmp_path: Path) -> None:
+    model = synth("llada2", "tiny", tmp_path / "tiny")
+    longest = 512
+    plan = plan_model(model, context=longest)
+    trace = elastic_trace.mixed_trace(longest, 8)
+    common = {
+        "model": str(model),
+        "budget_bytes": plan.minimum_bytes + 40 * plan.host.slot_bytes,
+        "context": longest,
+        "policy": "lru",
+        "trace": trace,
+        "read_GBps": 1.0,
+    }
+    lent, kept = (elastic_trace.run_trace({**common, "elastic": each}) for each in (True, False))
+    assert lent["num_tokens"] == kept["num_tokens"] >= sum(each.num_new for each in trace)
+    assert lent["max_running"] > kept["max_running"] >= 4 and lent["num_passes"] > 0
+    assert lent["num_slots_lent"] > 0 and lent["elastic_tokens"] > longest
+    assert lent["ideal_tokens_per_s"] >= lent["tokens_per_s"] / 2 > 0
+    assert "num_slots_lent" not in kept and kept["elastic_tokens"] == 0
+
+
+def test_constant_caches_go_from_the_longest_to_all_that_there_is(tmp_path: Path) -> None:
+    model = synth("llada2", "tiny", tmp_path / "tiny")
+    plan = plan_model(model, context=512)
+    budget_bytes = plan.minimum_bytes + 40 * plan.host.slot_bytes
+    contexts = elastic._contexts(model, budget_bytes, 512, 1024)
+    assert contexts[0] == 512 and 1024 in contexts and len(contexts) == 5
+    assert plan_model(model, context=contexts[-1], host_memory=budget_bytes).host.num_slots < 40
+
+
+def test_layers_are_cut_until_the_model_is_small_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made: list[Any] = []
+    monkeypatch.setattr(cut_models, "write_checkpoint", lambda size, folder: made.append(size))
+    for family in elastic.LONGEST:
+        full = families()[family].sizes()["full"].config
+        folder = cut_models.cut_model(family, 16 * 10**9)
+        assert made[-1].config["num_hidden_layers"] > 3
+        assert {**made[-1].config, **_layers(full)} == full
+        assert str(made[-1].config["num_hidden_layers"]) in folder.name
+    with pytest.raises(UsageError, match="Two layers of llada2"):
+        cut_models.cut_model("llada2", 10**9)
+
+
+def _layers(config: Any) -> dict[str, Any]:
+    """What says how many layers there are."""
+    return {
+        name: config[name] for name in ("num_hidden_layers", "moe_layer_freq") if name in config
+    }
