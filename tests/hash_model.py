@@ -57,7 +57,7 @@ class HashModel(RowStatisticsFromLogits):
         return self._hidden[:num_rows]
 
     def _segment(self, segment: Segment, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        first, stop = segment.first_position, segment.end_position
+        first, stop = segment.first_position, max(segment.end_position, segment.sees_to)
         assert stop <= segment.kv.capacity
         ends = np.minimum((positions // segment.block_length + 1) * segment.block_length, stop)
         state = mix(tokens + 1000 * positions)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lowtide.decode.batch_decoder import LOGIT_ROWS, Model
-from lowtide.kernels.row_statistics import Guidance, RowStatistics, Wanted
+from lowtide.kernels.row_statistics import Form, Guidance, RowStatistics, Wanted
 
 
 class RowStatisticsFromLogits:
@@ -18,6 +18,7 @@ class RowStatisticsFromLogits:
         rows: Tensor,
         wanted: Wanted,
         guidance: Guidance | None = None,
+        form: Form = Form.FUSED,
     ) -> RowStatistics:
         def logits_of(rows: Tensor) -> Tensor:
             parts = hidden.index_select(0, rows).split(LOGIT_ROWS)

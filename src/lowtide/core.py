@@ -48,6 +48,18 @@ class Step:
     index: int
 
 
+class CacheMode(enum.Enum):
+    """Which keys and values the steps of a block find as the block's first step left them.
+
+    Where every position sees every other, all of them change with each token that is written: to
+    keep some is an approximation (Fast-dLLM, section 3.2).
+    """
+
+    EXACT = "exact"  # none that would be others if they were computed anew
+    PREFIX = "prefix"  # those of everything before the block
+    DUAL = "dual"  # those of everything before and behind it
+
+
 class Demand(NamedTuple):
     """What one MoE layer asks for in one step."""
 
@@ -134,6 +146,7 @@ class MemoryPlan:
     elastic_tokens: int = 0
     """Where KV cache and expert slots share their memory: tokens that the cache can come to hold
     over all running sequences, none longer than `context`, while slots give way."""
+    kv_cache: str = CacheMode.EXACT.value  # others are approximations, see `CacheMode`
 
     @property
     def budget_bytes(self) -> int:

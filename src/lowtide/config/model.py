@@ -122,18 +122,6 @@ class ModelConfig:
         return self.decoding.block_length or 1
 
     @property
-    def num_cached_layers(self) -> int:
-        """Layers whose keys and values are kept side by side.
-
-        Of a bidirectional model nothing is kept from pass to pass, and layers take turns.
-        """
-        return 1 if self.is_bidirectional else self.num_layers
-
-    def cached_layer(self, layer: int) -> int:
-        """The place of a layer's keys and values among those of `num_cached_layers`."""
-        return layer % self.num_cached_layers
-
-    @property
     def moe(self) -> ExpertSpec:
         """The experts of a model that has some."""
         if self.experts is None:

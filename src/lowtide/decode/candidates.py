@@ -36,7 +36,7 @@ class RowStatistics(NamedTuple):
     second: FloatArray  # [rows] the greatest probability beside it; zeros where not asked for
     entropy: FloatArray  # [rows] -sum p log(p + LOG_OFFSET); zeros where it was not asked for
 
-    def part(self, rows: slice) -> RowStatistics:
+    def part(self, rows: slice | IntArray) -> RowStatistics:
         """Those of some of the rows."""
         best, *others = self
         return RowStatistics(best[rows], *(values[rows] for values in others))

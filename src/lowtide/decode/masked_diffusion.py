@@ -1,8 +1,10 @@
 """Masked diffusion: an answer of masks, filled in any order by a model that sees all of it.
 
 Every position of such a model sees every other, so nothing of a pass can be kept for the next:
-each feeds a sequence whole, and with guidance a second time without its prompt. Logits are
-computed only of what may still change. Many sequences, each at its own step, share a pass.
+each feeds a sequence whole, and with guidance a second time without its prompt. Keeping keys and
+values nevertheless, while a block is filled, is an approximation (`core.CacheMode`): then only the
+first pass of a block is whole. Logits are computed only of what may still change. Many sequences,
+each at its own step, share a pass.
 """
 
 from __future__ import annotations
@@ -14,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide.core import IntArray, Step, StepKind, align_up
+from lowtide.core import CacheMode, IntArray, Step, StepKind, align_up
 from lowtide.decode.batch_decoder import BatchDecoder
 from lowtide.decode.candidates import Candidates
 from lowtide.decode.logits import rows_that_predict
 from lowtide.decode.masked_sequence import MaskedSequence
 from lowtide.decode.request import Event, Request
-from lowtide.decode.row_reading import RowModel, Rows, read_logits, read_statistics
+from lowtide.decode.row_reading import HeadForm, RowModel, Rows, read_logits, read_statistics
 from lowtide.errors import PlanError, UsageError
 from lowtide.kernels.row_statistics import Wanted
 from lowtide.layers.batch import Batch, Segment
@@ -30,8 +32,9 @@ from lowtide.memory.kv_cache import GRANULE_TOKENS, KVCache, KVRange
 class MaskedDiffusion(BatchDecoder[MaskedSequence]):
     """Decodes requests, one forward pass at a time, over one bidirectional model.
 
-    Its KV cache holds what a layer needs of a pass and nothing longer. logits_shift: see
-    `logits.rows_that_predict`. is_measured_as_drawn: see `candidates.Reading`.
+    In exact mode its KV cache holds what a layer needs of a pass and nothing longer; in others it
+    has room for all layers. logits_shift: see `logits.rows_that_predict`. is_measured_as_drawn: see
+    `candidates.Reading`.
     """
 
     def __init__(
@@ -43,20 +46,26 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
         *,
         logits_shift: int = 0,
         is_measured_as_drawn: bool = False,
+        cache_mode: CacheMode = CacheMode.EXACT,
+        head_form: HeadForm = HeadForm.FUSED,
     ) -> None:
         super().__init__(kv_cache, max_rows)
         self._model = model
         self._mask_token_id = mask_token_id
         self._logits_shift = logits_shift
         self._is_measured_as_drawn = is_measured_as_drawn
+        self._cache_mode = cache_mode
+        self._head_form = head_form
 
     def step(self) -> list[Event]:
         self._admit()
         turns = self._next_pass()
-        self._taking_part = [turn.sequence.request for turn in turns]
+        self._see_to_memory((turn.sequence, turn.sequence.kv.capacity) for turn in turns)
         with torch.inference_mode():
             hidden = self._model.forward(self._batch(turns))
             candidates = self._read(hidden, turns)
+        for turn in turns:
+            turn.keep(self._cache_mode)
         self._num_passes += 1
         events: list[Event] = []
         for turn, found in zip(turns, candidates, strict=True):
@@ -82,24 +91,33 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
         return MaskedSequence(request, kv, self._mask_token_id, self._is_measured_as_drawn)
 
     def _next_pass(self) -> list[_Turn]:
-        """Who takes part in the next pass, whole; at most `max_rows` rows in all."""
+        """Who takes part in the next pass, with which positions; at most `max_rows` rows in all."""
         turns: list[_Turn] = []
         num_rows = 0
         for sequence in self._running:
-            length = len(sequence.tokens)
-            num_copies = _num_copies(sequence.request)
+            first, stop = self._fed(sequence)
+            length, num_copies = stop - first, _num_copies(sequence.request)
             if num_rows + num_copies * length <= self._max_rows:
                 starts = tuple(num_rows + copy * length for copy in range(num_copies))
-                turns.append(_Turn(sequence, starts))
+                turns.append(_Turn(sequence, starts, first, stop))
                 num_rows += num_copies * length
         return turns
+
+    def _fed(self, sequence: MaskedSequence) -> tuple[int, int]:
+        """The first position of a sequence that its next pass computes, and that behind the last;
+        of all others it finds keys and values as the block's first pass left them."""
+        length, block = len(sequence.tokens), sequence.active_block
+        if self._cache_mode is CacheMode.EXACT or not sequence.num_block_passes:
+            return 0, length
+        # From the hidden state that gives the block's first logits on.
+        first = max(0, block.start - self._logits_shift)
+        return first, block.stop if self._cache_mode is CacheMode.DUAL else length
 
     def _batch(self, turns: Sequence[_Turn]) -> Batch:
         token_ids, positions, segments = [], [], []
         for turn in turns:
-            length = len(turn.sequence.tokens)
             token_ids += turn.token_ids()
-            positions += [np.arange(length)] * len(turn.starts)
+            positions += [np.arange(turn.first, turn.stop)] * len(turn.starts)
             segments += turn.segments()
         is_alone = len(self._running) == 1
         index = turns[0].sequence.num_block_passes if is_alone else self._num_passes
@@ -130,32 +148,39 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
             second=any(reading.needs_second for reading in readings),
             entropy=any(reading.needs_entropy for reading in readings),
         )
-        rows = _joined([turn.rows(self._logits_shift) for turn in turns])
-        statistics = read_statistics(self._model, hidden, rows, wanted)
+        read = [turn.read_positions(self._head_form) for turn in turns]
+        rows = _joined(
+            [
+                turn.rows(positions, self._logits_shift)
+                for turn, positions in zip(turns, read, strict=True)
+            ]
+        )
+        form = self._head_form.of_rows
+        statistics = read_statistics(self._model, hidden, rows, wanted, form)
         start = 0
-        for turn, candidates in zip(turns, found, strict=True):
-            positions = turn.sequence.wanted
-            part = slice(start, start + len(positions))
-            own = Candidates.likeliest(statistics.part(part), positions)
-            candidates.put(slice(None), own)
-            start = part.stop
+        for turn, positions, candidates in zip(turns, read, found, strict=True):
+            own = statistics.part(start + np.searchsorted(positions, turn.sequence.wanted))
+            candidates.put(slice(None), Candidates.likeliest(own, turn.sequence.wanted))
+            start += len(positions)
 
     def _read_logits(
         self, hidden: Tensor, turns: Sequence[_Turn], found: Sequence[Candidates]
     ) -> None:
         for turn, candidates in zip(turns, found, strict=True):
             sequence = turn.sequence
-            rows = turn.rows(self._logits_shift)
+            rows = turn.rows(sequence.wanted, self._logits_shift)
             for part, logits in read_logits(self._model, hidden, rows):
                 candidates.put(part, sequence.choose(logits, part))
 
 
 class _Turn(NamedTuple):
-    """A sequence's part in a pass: its rows begin at each of `starts`; the second time, which
-    guidance asks for, without the prompt."""
+    """A sequence's part in a pass: its positions `first` to `stop`, whose rows begin at each of
+    `starts`; the second time, which guidance asks for, without the prompt."""
 
     sequence: MaskedSequence
     starts: tuple[int, ...]
+    first: int
+    stop: int
 
     @property
     def is_guided(self) -> bool:
@@ -163,26 +188,36 @@ class _Turn(NamedTuple):
 
     def token_ids(self) -> list[IntArray]:
         copies = [self.sequence.tokens, self.sequence.unconditional_tokens()]
-        return copies[: len(self.starts)]
+        return [copy[self.first : self.stop] for copy in copies[: len(self.starts)]]
 
     def segments(self) -> list[Segment]:
-        length, kv = len(self.sequence.tokens), self.sequence.kv
-        capacity = align_up(length, GRANULE_TOKENS)
+        length, num_copies = len(self.sequence.tokens), len(self.starts)
         return [
             Segment(
                 start=start,
-                stop=start + length,
-                first_position=0,
+                stop=start + self.stop - self.first,
+                first_position=self.first,
                 block_length=length,
-                # Good for this pass only: the cache may move what it was cut from.
-                kv=KVRange(kv.start + copy * capacity, capacity),
+                kv=self.sequence.kv.part(copy, num_copies),
+                sees_to=length,
             )
             for copy, start in enumerate(self.starts)
         ]
 
-    def rows(self, logits_shift: int) -> Rows:
-        """The hidden states that the wanted logits come from."""
-        own = rows_that_predict(self.sequence.wanted, logits_shift)
+    def keep(self, mode: CacheMode) -> None:
+        """After the pass: the cache is told that what it has of the sequence is wanted again."""
+        if mode is not CacheMode.EXACT:
+            self.sequence.kv.num_written = self.sequence.kv.capacity
+
+    def read_positions(self, form: HeadForm) -> IntArray:
+        """The positions whose logits are computed; the wanted ones are among them."""
+        if form is HeadForm.ALL:
+            return np.arange(self.first, self.stop)
+        return self.sequence.wanted
+
+    def rows(self, positions: IntArray, logits_shift: int) -> Rows:
+        """The hidden states that the logits of these positions come from."""
+        own = rows_that_predict(positions - self.first, logits_shift)
         if not self.is_guided:
             return Rows(own + self.starts[0])
         factors = np.full(len(own), self.sequence.cfg_scale + 1)

@@ -56,6 +56,11 @@ class MaskedSequence(Canvas):
         return self.request.params.diffusion.block_length or self.request.params.max_tokens
 
     @property
+    def active_block(self) -> slice:
+        """The positions that are being filled."""
+        return self._block
+
+    @property
     def cfg_scale(self) -> float:
         """0 is no guidance."""
         return self.request.params.diffusion.cfg_scale or 0.0

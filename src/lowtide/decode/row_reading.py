@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
@@ -13,7 +14,7 @@ from lowtide.core import FloatArray, IntArray
 from lowtide.decode.batch_decoder import Model
 from lowtide.decode.candidates import RowStatistics
 from lowtide.decode.logits import tiled_logits
-from lowtide.kernels.row_statistics import Guidance, Wanted
+from lowtide.kernels.row_statistics import Form, Guidance, Wanted
 from lowtide.kernels.row_statistics import RowStatistics as FoundStatistics
 from lowtide.memory.pinned_copies import to_device
 
@@ -26,10 +27,28 @@ class RowModel(Model, Protocol):
     """What masked diffusion asks of a model besides."""
 
     def row_statistics(
-        self, hidden: Tensor, rows: Tensor, wanted: Wanted, guidance: Guidance | None = None
+        self,
+        hidden: Tensor,
+        rows: Tensor,
+        wanted: Wanted,
+        guidance: Guidance | None = None,
+        form: Form = Form.FUSED,
     ) -> FoundStatistics:
         """Of the logits of hidden[rows], rows [n] int64; valid until the next call."""
         ...
+
+
+class HeadForm(enum.Enum):
+    """Whose logits exist together, at temperature 0. What is read of them is the same."""
+
+    FUSED = "fused"  # nobody's: tiles only
+    MASKED = "masked"  # those of the rows that are read, as in Mosaic
+    ALL = "all"  # those of every row of a pass, as published decoders have it
+
+    @property
+    def of_rows(self) -> Form:
+        """How the logits of given rows are computed."""
+        return Form.FUSED if self is HeadForm.FUSED else Form.MATERIALISED
 
 
 class Rows(NamedTuple):
@@ -44,8 +63,10 @@ class Rows(NamedTuple):
     factors: FloatArray | None = None  # [n]
 
 
-def read_statistics(model: RowModel, hidden: Tensor, rows: Rows, wanted: Wanted) -> RowStatistics:
-    """Of the logits of each row, of which only tiles ever exist; the host waits for a GPU once."""
+def read_statistics(
+    model: RowModel, hidden: Tensor, rows: Rows, wanted: Wanted, form: Form = Form.FUSED
+) -> RowStatistics:
+    """Of the logits of each row; the host waits for a GPU once."""
     device = hidden.device
     [own] = to_device(device, torch.from_numpy(rows.own))
     guidance = None
@@ -53,7 +74,7 @@ def read_statistics(model: RowModel, hidden: Tensor, rows: Rows, wanted: Wanted)
         [other] = to_device(device, torch.from_numpy(rows.other))
         [factors] = to_device(device, torch.from_numpy(rows.factors).float())
         guidance = Guidance(other, factors)
-    found = model.row_statistics(hidden, own, wanted, guidance)
+    found = model.row_statistics(hidden, own, wanted, guidance, form)
     values = [
         torch.zeros_like(found.greatest) if value is None else value
         for value in (found.greatest, found.probability, found.second, found.entropy)

@@ -11,7 +11,8 @@ from types import UnionType
 import torch
 
 from lowtide.config import ModelConfig
-from lowtide.core import align_up
+from lowtide.core import CacheMode, align_up
+from lowtide.decode.row_reading import HeadForm
 from lowtide.engine.device import (
     check_device,
     resolve_device,
@@ -48,6 +49,8 @@ MAX_BLOCK_LENGTH = MAX_PASS_ROWS // 2
 
 DEFAULT_CONTEXT = 4096
 
+APPROXIMATE_CACHES = (CacheMode.PREFIX.value, CacheMode.DUAL.value)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -61,7 +64,10 @@ class EngineConfig:
     maximum, 4,096 at most. dtype: the compute type, by default the checkpoint's. block_length:
     the block of `logits`. calibration: what `lowtide calibrate` wrote; by default what it wrote
     to its default place for this model, if anything. config_overrides: values that replace
-    `config.json`'s. kv_cache: False recomputes everything at every step (a reference).
+    `config.json`'s. kv_cache: False recomputes everything at every step (a reference); of
+    bidirectional models `prefix` and `dual` keep while a block is filled what its first step
+    computed of everything before it, or of all but it: faster, and an approximation (Fast-dLLM).
+    head_form: for ablations, see `decode.row_reading.HeadForm`.
     elastic: what sequences do not use of the KV cache's memory holds experts, which make room for
     as many sequences at once as there is memory for, none longer than `context` (without a GPU).
     check_weights: read all weights once and refuse infinities and NaN. progress: called with
@@ -83,7 +89,8 @@ class EngineConfig:
     config_overrides: Mapping[str, object] = field(default_factory=dict)
     offline: bool = False
     seed: int | None = None
-    kv_cache: bool = True
+    kv_cache: bool | str = True
+    head_form: str = HeadForm.FUSED.value
     elastic: bool = False
     check_weights: bool = False
     progress: Progress | None = None
@@ -95,6 +102,13 @@ class EngineConfig:
             raise UsageError(
                 f"gpu_memory {self.gpu_memory!r}: there is no GPU in use; leave it out."
             )
+        if not isinstance(self.kv_cache, bool) and self.kv_cache not in APPROXIMATE_CACHES:
+            raise UsageError(
+                f"kv_cache must be true, false, {' or '.join(APPROXIMATE_CACHES)}, not "
+                f"{self.kv_cache!r}."
+            )
+        if self.head_form not in (form.value for form in HeadForm):
+            raise UsageError(f"head_form {self.head_form!r} unknown; choose fused, masked or all.")
         if self.kernels not in ("auto", "reference"):
             raise UnsupportedError(f"Kernels {self.kernels!r} unknown; choose auto or reference.")
         if self.dtype is not None and self.dtype not in SAFETENSORS_NAME:
@@ -197,6 +211,11 @@ class OpenModel:
         return min(num_tokens, align_up(self.config.max_positions, MAX_BLOCK_LENGTH))
 
     @property
+    def cache_mode(self) -> CacheMode:
+        asked = self.options.kv_cache
+        return CacheMode(asked) if isinstance(asked, str) else CacheMode.EXACT
+
+    @property
     def kernels(self) -> Kernels:
         """The host's kernels; the first use of compiled ones in a process loads them."""
         return self.kernels_on(HOST)
@@ -207,9 +226,12 @@ class OpenModel:
     @property
     def kv_shape(self) -> tuple[int, int, int, int, int]:
         config = self.config
+        # In exact mode nothing of a bidirectional pass is kept, and layers take turns.
+        is_kept = not config.is_bidirectional or self.cache_mode is not CacheMode.EXACT
+        num_layers = config.num_layers if is_kept else 1
         num_arrays, num_heads, width = config.attention.cache_shape
         num_tokens = align_up(self.context, config.block_length)
-        return storage_shape(config.num_cached_layers, num_heads, width, num_tokens, num_arrays)
+        return storage_shape(num_layers, num_heads, width, num_tokens, num_arrays)
 
 
 def open_model(reference: str | Path, options: EngineConfig) -> OpenModel:
@@ -218,6 +240,8 @@ def open_model(reference: str | Path, options: EngineConfig) -> OpenModel:
     config = ModelConfig.load(folder, options.config_overrides)
     if config.experts is None:
         check_without_experts(config, options)
+    if not config.is_bidirectional:
+        check_not_bidirectional(config, options)
     checkpoint = Checkpoint.open(folder) if has_weights(folder) else None
     weight_map = assume(config) if checkpoint is None else bind(config, checkpoint)
     tokenizer = Tokenizer.load(folder)
@@ -296,6 +320,22 @@ def check_without_experts(config: ModelConfig, options: EngineConfig) -> None:
     if options.device == "emulated":
         raise UnsupportedError(
             f"An emulated device computes experts, and {name} has none; choose --device cpu."
+        )
+
+
+def check_not_bidirectional(config: ModelConfig, options: EngineConfig) -> None:
+    """Raises UnsupportedError for options that are about models whose positions all see each
+    other."""
+    name = config.architecture
+    if isinstance(options.kv_cache, str):
+        raise UnsupportedError(
+            f"kv_cache {options.kv_cache!r} approximates what bidirectional models (LLaDA, "
+            f"LLaDA-MoE, Dream) would compute anew; {name} keeps exact keys and values: leave it "
+            "true."
+        )
+    if options.head_form != HeadForm.FUSED.value:
+        raise UnsupportedError(
+            f"head_form {options.head_form!r} is for bidirectional models; leave it out for {name}."
         )
 
 

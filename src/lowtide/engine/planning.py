@@ -14,8 +14,9 @@ import torch
 
 from lowtide.compute import Compute
 from lowtide.config import format_size, parse_size
-from lowtide.core import MemoryPlan, Step, StepKind
+from lowtide.core import CacheMode, MemoryPlan, Step, StepKind
 from lowtide.decode.block_diffusion import LOGIT_ROWS
+from lowtide.decode.row_reading import HeadForm
 from lowtide.devices.cuda import pinned_bytes
 from lowtide.engine.device import (
     ExpertSource,
@@ -70,6 +71,7 @@ def make_plan(opened: OpenModel) -> MemoryPlan:
         policy=preset,
         reason=reason,
         device=device,
+        kv_cache=opened.cache_mode.value,
     )
     if device == "cpu":
         return replace(plan, elastic_tokens=elastic_tokens(opened, plan))
@@ -251,14 +253,24 @@ def _run_forward(
         if config.is_bidirectional:
             everything = Wanted(second=True, entropy=True)
             guidance = Guidance(rows, torch.empty(segment.stop, device="meta"))
-            model.row_statistics(hidden, rows, everything, guidance)
+            form = HeadForm(opened.options.head_form).of_rows
+            model.row_statistics(hidden, rows, everything, guidance, form)
 
 
 def _largest_segments(opened: OpenModel, num_rows: int) -> list[Segment]:
     """Each a pass: none of no more rows has a transient that is larger than all of theirs."""
     if opened.config.is_bidirectional or num_rows > MAX_PASS_ROWS:
+        # Where keys are kept, shorter passes see as many.
+        is_whole = opened.cache_mode is CacheMode.EXACT
         return [
-            Segment(0, rows, 0, rows, KVRange(0, num_rows)) for rows in _longest_in_tiles(num_rows)
+            Segment(
+                start=0,
+                stop=rows,
+                first_position=0 if is_whole else num_rows - rows,
+                block_length=rows if is_whole else num_rows,
+                kv=KVRange(0, num_rows),
+            )
+            for rows in _longest_in_tiles(num_rows)
         ]
     # At the end of the longest sequence: causal, also with a remainder that joins its tile, which
     # is longer than any of all rows, or one block of all rows.

@@ -17,6 +17,7 @@ from lowtide.decode.autoregressive import Autoregressive
 from lowtide.decode.block_diffusion import BlockDiffusion
 from lowtide.decode.masked_diffusion import MaskedDiffusion
 from lowtide.decode.request import Committed, Event, Finished, Request
+from lowtide.decode.row_reading import HeadForm
 from lowtide.engine.engine import Engine
 from lowtide.engine.not_finite import fault_found
 from lowtide.engine.opening import MAX_PASS_ROWS
@@ -302,7 +303,7 @@ class Speed:
 def make_decoder(engine: Engine) -> BlockDiffusion | MaskedDiffusion | Autoregressive:
     """What decodes requests over a loaded model, as its family does."""
     opened = engine.opened
-    config, use_kv_cache = opened.config, opened.options.kv_cache
+    config, use_kv_cache = opened.config, bool(opened.options.kv_cache)
     if config.mask_token_id is None or config.decoding is None:
         return Autoregressive(engine.model, engine.kv_cache, MAX_PASS_ROWS, use_kv_cache)
     if config.is_bidirectional:
@@ -313,6 +314,8 @@ def make_decoder(engine: Engine) -> BlockDiffusion | MaskedDiffusion | Autoregre
             max_rows=opened.max_pass_rows,
             logits_shift=config.logits_shift,
             is_measured_as_drawn=config.decoding.is_measured_as_drawn,
+            cache_mode=opened.cache_mode,
+            head_form=HeadForm(opened.options.head_form),
         )
     return BlockDiffusion(
         engine.model,

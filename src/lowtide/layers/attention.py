@@ -110,7 +110,7 @@ def _blocks(segment: Segment) -> Iterator[tuple[slice, int]]:
         block_end = (position // segment.block_length + 1) * segment.block_length
         stop = min(segment.stop, row + block_end - position)
         position += stop - row
-        yield slice(row, stop), position
+        yield slice(row, stop), max(position, segment.sees_to)
         row = stop
 
 

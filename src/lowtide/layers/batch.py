@@ -18,7 +18,7 @@ class Segment:
 
     Position p belongs to block `p // block_length`; a row sees every position of its own and of
     earlier blocks. `block_length` 1 is causal attention. What lies before `first_position` must
-    be in the KV cache already.
+    be in the KV cache already, and so must what lies behind the last row, where that is seen too.
     """
 
     start: int  # first row in the batch
@@ -26,6 +26,7 @@ class Segment:
     first_position: int  # absolute position of row `start`
     block_length: int
     kv: KVRange
+    sees_to: int = 0  # where what the rows of a whole block see ends, if behind the last of them
 
     @property
     def end_position(self) -> int:

@@ -39,13 +39,20 @@ class KVRange:
     num_written: int = 0  # leading tokens that may hold something
     num_usable: int = 0  # leading tokens with memory behind them, where that comes and goes
 
+    def part(self, index: int, num_parts: int) -> KVRange:
+        """One of so many equal parts of a range whose memory is seen to, good for one pass: it
+        does not follow the whole, and the whole does not hear of what is written to it."""
+        capacity = self.capacity // num_parts
+        return KVRange(self.start + index * capacity, capacity, num_usable=capacity)
+
 
 class KVCache:
     """Owns the token ranges; does not know what a sequence is.
 
     `storage` is of a `storage_shape`, in the compute dtype. Of a range only what was written is
     ever touched, so that memory which is physical from its first use on grows with the sequences.
-    With `pages` that memory is asked for before it is used, and given back after.
+    With `pages` that memory is asked for before it is used, and given back after. A model of which
+    nothing is kept from pass to pass has storage for one layer, in which all take turns.
     """
 
     def __init__(
@@ -60,6 +67,10 @@ class KVCache:
         self.num_tokens = storage.shape[3]
         self.max_range_tokens = max_range_tokens or self.num_tokens
         self._taken: list[KVRange] = []  # ascending by start
+
+    def place(self, layer: int) -> int:
+        """Which of the storage's layers has a model's layer."""
+        return layer % len(self._arrays)
 
     @property
     def num_free_tokens(self) -> int:

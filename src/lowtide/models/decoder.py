@@ -115,7 +115,7 @@ class Decoder(ABC):
     def grouped_attention(self, layer: int, norms: HeadNorms | None = None) -> GroupedAttention:
         """Attention over separate projections; norms: of queries and keys, before the rotation."""
         return GroupedAttention(
-            self.config.cached_layer(layer),
+            self.kv_cache.place(layer),
             self.config,
             self.separate_qkv(layer),
             self.linear(self.names.layer(layer) + self.names.output),
