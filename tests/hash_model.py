@@ -25,13 +25,19 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 class HashModel(RowStatisticsFromLogits):
-    """Two block-causal layers of hashes: any wrong or stale key changes everything after it."""
+    """Two block-causal layers of hashes: any wrong or stale key changes everything after it.
 
-    def __init__(self, kv_cache: KVCache, max_rows: int, can_mask: bool = True) -> None:
+    With one, keys depend on tokens and places alone.
+    """
+
+    def __init__(
+        self, kv_cache: KVCache, max_rows: int, can_mask: bool = True, num_layers: int = 2
+    ) -> None:
         self.max_rows = max_rows
         self.steps = []
         self.rows = []
         self.can_mask = can_mask
+        self.num_layers = num_layers
         self.fails_in: int | None = None
         self._kv_cache = kv_cache
         self._hidden = torch.zeros(max_rows, 1, dtype=torch.int64)
@@ -61,7 +67,7 @@ class HashModel(RowStatisticsFromLogits):
         assert stop <= segment.kv.capacity
         ends = np.minimum((positions // segment.block_length + 1) * segment.block_length, stop)
         state = mix(tokens + 1000 * positions)
-        for layer in (0, 1):
+        for layer in range(self.num_layers):
             rows = torch.from_numpy(mix(state).view(np.int64))[:, None, None]
             self._kv_cache.write(layer, segment.kv, first, rows, ~rows)
             keys, values = (x.numpy().ravel() for x in self._kv_cache.read(layer, segment.kv, stop))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,24 @@ def write_model(
     config = CONFIGS[family](values, rng) | {"torch_dtype": str(dtype).removeprefix("torch.")}
     (folder / "config.json").write_text(json.dumps(config))
     return Written(folder, lambda ids: _logits(family, model, ids))
+
+
+def write_first_layer(model: Path, folder: Path) -> Path:
+    """A model of nothing but the first layer of another."""
+    config = json.loads((model / "config.json").read_text())
+    for name in ("n_layers", "num_hidden_layers"):
+        if name in config:
+            config[name] = 1
+    if isinstance(config.get("moe_layer_freq"), list):
+        config["moe_layer_freq"] = config["moe_layer_freq"][:1]
+    weights = load_file(model / "model.safetensors")
+    is_kept = re.compile(r"(?!.*\.(blocks|layers)\.[1-9])").match
+    save_file(
+        {name: tensor for name, tensor in weights.items() if is_kept(name)},
+        folder / "model.safetensors",
+    )
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def _experts(family: str, rng: random.Random) -> dict[str, Any]:

@@ -210,7 +210,7 @@ def test_every_parameter_reaches_the_engine() -> None:
     flags += " --remasking low_confidence"
     flags += " --edit-threshold 0.7 --max-post-steps 2 --cfg-scale 1 --eos-early-stop"
     flags += " --eps 0.01 --alg-temp 0.2 --factor 1.5"
-    flags += " --policy lru --policy-option tau=2 --context 64 --host-memory 8MiB --no-kv-cache"
+    flags += " --policy lru --policy-option tau=2 --context 64 --host-memory 8MiB --kv-cache false"
     result = run("generate", MODEL, "--prompt-ids", "5 17 3", *flags.split())
     assert result.exit_code == 0, result.output
     [(prompt, params)] = PretendLLM.latest.asked

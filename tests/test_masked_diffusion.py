@@ -107,10 +107,11 @@ class Run:
         num_tokens: int = 512,
         max_rows: int = 512,
         can_mask: bool = True,
+        num_layers: int = 2,
         **options: object,
     ) -> None:
         self.kv_cache = make_kv_cache(num_tokens)
-        self.model = HashModel(self.kv_cache, max_rows, can_mask)
+        self.model = HashModel(self.kv_cache, max_rows, can_mask, num_layers)
         self.decoder = MaskedDiffusion(self.model, self.kv_cache, MASK, max_rows, **options)
         self.events = decoded(self.decoder, requests)
         self.finished = {e.request: e for e in self.events if isinstance(e, Finished)}

@@ -64,6 +64,10 @@ def test_engine_options_leave_out_what_was_not_given() -> None:
         ("host_memory", "123456", "123456"),
         ("threshold", "0.5", 0.5),
         ("ignore_eos", False, False),
+        ("kv_cache", "false", False),
+        ("kv_cache", "on", True),
+        ("kv_cache", "Dual", "dual"),
+        ("kv_cache", "prefix", "prefix"),
     ],
 )
 def test_flags_are_parsed(name: str, raw: object, value: object) -> None:

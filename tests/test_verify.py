@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from masked_models import write_first_layer
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -15,10 +16,12 @@ from lowtide.cli.app import app
 from lowtide.experts.device_tier import DeviceTier
 from lowtide.kernels.reference import Kernels
 from lowtide.lab import verify as verify_module
+from lowtide.lab.agreement import agreement
 from lowtide.lab.verify import SHARES, Verdict, verify
 from lowtide.policies.presets import lossless_presets
 
-MODEL = Path(__file__).parent / "goldens" / "llada2-a"
+GOLDENS = Path(__file__).parent / "goldens"
+MODEL = GOLDENS / "llada2-a"
 NUM_CASES = len(SHARES) * len(lossless_presets())
 NEED_A_SLOT = {"on-demand", "static", "lru", "edgemoe"}
 
@@ -132,3 +135,32 @@ def test_budget_and_policy_are_its_own_choice(option: str) -> None:
     result = CliRunner().invoke(app, ["verify", str(MODEL), option, value])
     assert result.exit_code == 2
     assert option.removeprefix("--").replace("-", "_") in result.stderr
+
+
+def test_agreement_is_counted_where_tokens_were_written() -> None:
+    prompt = [5, 6, 7, 8]
+    exact = agreement(GOLDENS / "llada-a", "dual", prompt, max_tokens=1)
+    assert (exact.num_equal, exact.first_different, exact.num_likeliest) == (1, None, 1)
+    found = agreement(GOLDENS / "llada-a", "dual", prompt, max_tokens=24)
+    assert found.num_tokens == 24 and 0 < found.num_equal < 24
+    assert found.first_different is not None
+    assert 8 <= found.num_likeliest < 24
+
+
+def test_a_model_of_one_layer_agrees_in_everything(tmp_path: Path) -> None:
+    folder = write_first_layer(GOLDENS / "dream-a", tmp_path)
+    found = agreement(folder, "prefix", [5, 6, 7, 8], context=64)
+    assert found.equal_share == found.likeliest_share == 1
+    assert found.first_different is None
+
+
+def test_an_approximate_cache_is_reported_and_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    same = Verdict("cpu", "lru", 9000, 9000, 1, 0.0)
+    monkeypatch.setattr(verify_module, "verify", lambda *_, **__: [same])
+    command = ["verify", str(GOLDENS / "llada-moe-a"), "--context", "128", "--kv-cache", "prefix"]
+    result = CliRunner().invoke(app, [*command, "--json"])
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert found["is_same"] is True and found["agreement"]["kv_cache"] == "prefix"
+    assert 0 <= found["agreement"]["equal_share"] <= 1
+    assert "prefix cache beside exact mode" in CliRunner().invoke(app, command).stdout

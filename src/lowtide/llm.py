@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lowtide.config import ModelConfig
-from lowtide.core import MemoryPlan, Step
+from lowtide.core import CacheMode, MemoryPlan, Step
 from lowtide.decode.forced import ForcedText, OnLogits
 from lowtide.decode.intake import Intake, Prompt, as_prompts
 from lowtide.decode.request import Event, Finished, Request, TokenLogprobs, named
@@ -53,6 +53,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     forwards: int
+    kv_cache: str = CacheMode.EXACT.value  # others are approximations, see `core.CacheMode`
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +278,12 @@ class LLM:
             token_ids=token_ids,
             text=cut_at_stop(text, request.params.stop),
             finish_reason=finished.finish_reason,
-            usage=Usage(len(request.prompt), len(token_ids), finished.num_forwards),
+            usage=Usage(
+                prompt_tokens=len(request.prompt),
+                completion_tokens=len(token_ids),
+                forwards=finished.num_forwards,
+                kv_cache=self.plan.kv_cache,
+            ),
             logprobs=None if request.params.logprobs is None else list(finished.logprobs),
         )
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lowtide.config import parse_size
+from lowtide.core import CacheMode
 from lowtide.errors import UsageError
 
 ENV_PREFIX = "LOWTIDE_"
@@ -23,6 +24,7 @@ class Kind(enum.Enum):
     INTEGER = "integer"
     NUMBER = "number"
     BOOLEAN = "true or false"
+    CACHE = "mode"  # true, false, prefix or dual
     SIZE = "size"  # kept as text: bytes, 10GiB, 80%, auto
     TEXTS = "texts"  # repeatable
     PAIRS = "NAME=VALUE"  # repeatable, values are text
@@ -114,6 +116,16 @@ def _boolean(raw: object) -> bool:
     return words[raw.strip().lower()]
 
 
+def _cache(raw: object) -> bool | str:
+    approximate = [mode.value for mode in CacheMode if mode is not CacheMode.EXACT]
+    if isinstance(raw, str) and raw.strip().lower() in approximate:
+        return raw.strip().lower()
+    try:
+        return _boolean(raw)
+    except ValueError:
+        raise ValueError(f"expected true, false, prefix or dual, not {_shown(raw)}") from None
+
+
 def _size(raw: object) -> str:
     text = str(_integer(raw)) if isinstance(raw, int) else _text(raw).strip()
     if text != "auto":
@@ -169,6 +181,7 @@ _PARSERS: Mapping[Kind, Callable[[object], object]] = {
     Kind.INTEGER: _integer,
     Kind.NUMBER: _number,
     Kind.BOOLEAN: _boolean,
+    Kind.CACHE: _cache,
     Kind.SIZE: _size,
     Kind.TEXTS: _texts,
     Kind.PAIRS: _pairs,

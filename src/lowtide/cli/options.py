@@ -41,7 +41,13 @@ OPTIONS: tuple[Option, ...] = (
     Option("dtype", Kind.TEXT, Group.ENGINE, "Compute type; the checkpoint's own if not given."),
     Option("expert_dtype", Kind.TEXT, Group.ENGINE, "Type that experts are kept in."),
     Option("kernels", Kind.TEXT, Group.ENGINE, "auto or reference.", "auto"),
-    Option("kv_cache", Kind.BOOLEAN, Group.ENGINE, "Keep keys and values of final tokens.", True),
+    Option(
+        "kv_cache",
+        Kind.CACHE,
+        Group.ENGINE,
+        "Keep keys and values where that is exact; prefix, dual (LLaDA, Dream): approximately.",
+        True,
+    ),
     Option(
         "elastic",
         Kind.BOOLEAN,

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lowtide.config import format_size
-from lowtide.core import MemoryPlan, TierPlan
+from lowtide.core import CacheMode, MemoryPlan, TierPlan
 
 if TYPE_CHECKING:
     from lowtide.llm import Completion, Usage
@@ -80,6 +80,8 @@ def speed_line(usage: Usage, stats: Mapping[str, object], generation_s: float) -
     hit_rate = stats.get("hit_rate")
     if isinstance(hit_rate, int | float) and math.isfinite(hit_rate):
         parts.append(f"hit rate {hit_rate:.0%}")
+    if usage.kv_cache != CacheMode.EXACT.value:
+        parts.append(f"approximate: {usage.kv_cache} cache")
     return " · ".join(parts)
 
 
@@ -123,7 +125,12 @@ def _facts(plan: MemoryPlan) -> str:
             f" · elastic: {plan.elastic_tokens} tokens over all sequences while slots give way, "
             f"{plan.num_staging} at least"
         )
-    return f"device {plan.device} · {placed} · {context}\n" + " · ".join(sizes)
+    lines = [f"device {plan.device} · {placed} · {context}", " · ".join(sizes)]
+    if plan.kv_cache != CacheMode.EXACT.value:
+        lines.append(
+            f"{plan.kv_cache} cache: an approximation, whose agreement lowtide verify reports"
+        )
+    return "\n".join(lines)
 
 
 def _plain(value: Any) -> Any:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Mapping
 from contextlib import redirect_stdout
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import typer
 from rich.table import Table
@@ -16,10 +18,11 @@ from lowtide.cli.opening import find_model
 from lowtide.cli.options import Group, Settings
 from lowtide.cli.report import json_line
 from lowtide.cli.screen import stderr_console, stdout_console
-from lowtide.config import format_size
+from lowtide.config import ModelConfig, format_size
 from lowtide.errors import UsageError
 
 if TYPE_CHECKING:
+    from lowtide.lab.agreement import Agreement
     from lowtide.lab.verify import Verdict
 
 # The option, and the keyword that it becomes.
@@ -35,7 +38,8 @@ _OWN_CHOICE = {
 def verify(model: ModelName, *, settings: Settings) -> None:
     """Prove that budgets and policies change no token and no bit; exit 1 if they do.
 
-    On the CPU, on the GPU if there is one, and with --device emulated on an emulated one.
+    On the CPU, on the GPU if there is one, and with --device emulated on an emulated one. With
+    --kv-cache prefix or dual also how far answers agree with those of exact mode.
     """
     options = settings.engine_options()
     for name, keyword in _OWN_CHOICE.items():
@@ -47,14 +51,45 @@ def verify(model: ModelName, *, settings: Settings) -> None:
         from lowtide.lab.verify import verify as compare
 
         verdicts = compare(str(folder), on_verdict=_show_progress, **options)  # type: ignore[arg-type]
+        agreement = _agreement(str(folder), options)
     is_kept = all(verdict.is_same for verdict in verdicts)
     if settings.flag("json"):
         rows = [dataclasses.asdict(v) | {"is_same": v.is_same} for v in verdicts]
-        print(json_line({"is_same": is_kept, "runs": rows}))
+        found = {} if agreement is None else {"agreement": _agreement_object(agreement)}
+        print(json_line({"is_same": is_kept, "runs": rows, **found}))
     else:
         stdout_console().print(_table(verdicts))
+        if agreement is not None:
+            stdout_console().print(_agreement_line(agreement), soft_wrap=True)
     if not is_kept:
         raise typer.Exit(EXIT_FAILURE)
+
+
+def _agreement(folder: str, options: Mapping[str, object]) -> Agreement | None:
+    """With exact mode, where the options ask for an approximation."""
+    if not isinstance(options["kv_cache"], str):
+        return None
+    from lowtide.lab.agreement import agreement
+    from lowtide.lab.verify import random_prompt
+
+    overrides = cast(Mapping[str, object], options.get("config_overrides", {}))
+    prompt = random_prompt(ModelConfig.load(Path(folder), overrides))
+    return agreement(folder, prompt=prompt, **options)  # type: ignore[arg-type]
+
+
+def _agreement_object(agreement: Agreement) -> dict[str, object]:
+    shares = {"equal_share": agreement.equal_share, "likeliest_share": agreement.likeliest_share}
+    return dataclasses.asdict(agreement) | shares
+
+
+def _agreement_line(agreement: Agreement) -> str:
+    first = agreement.first_different
+    where = "" if first is None else f", the first other at {first}"
+    return (
+        f"{agreement.kv_cache} cache beside exact mode: {agreement.num_equal} of "
+        f"{agreement.num_tokens} tokens are equal{where}; {agreement.num_likeliest} are what the "
+        "exact model holds likeliest where they were written"
+    )
 
 
 def _show_progress(verdict: Verdict) -> None:

@@ -1,0 +1,149 @@
+"""Keys and values that are kept while a block is filled, over a model of hashes: what a step
+finds, what company changes (nothing), and where keeping is no approximation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from examples import examples
+from hash_model import MASK, HashModel, is_all_free, make_kv_cache
+from hypothesis import given
+from hypothesis import strategies as st
+from test_masked_diffusion import DREAM, Run, batches, make_request, options, requests
+
+from lowtide.core import CacheMode
+from lowtide.decode.masked_diffusion import MaskedDiffusion
+from lowtide.decode.request import Request
+from lowtide.decode.row_reading import HeadForm
+from lowtide.errors import InternalError
+
+APPROXIMATE = [CacheMode.PREFIX, CacheMode.DUAL]
+modes = st.sampled_from(APPROXIMATE)
+
+
+@examples(50)
+@given(batches, st.sampled_from([144, 256, 512]), st.sampled_from([144, 512]), options, modes)
+def test_a_batch_decodes_each_request_as_if_alone(
+    batch, num_tokens, max_rows, options, mode
+) -> None:
+    together = Run(batch, num_tokens, max_rows, cache_mode=mode, **options)
+    assert is_all_free(together.kv_cache)
+    for request in batch:
+        alone = Run([request], cache_mode=mode, **options)
+        assert together.of(request.id) == alone.of(request.id)
+
+
+@examples(50)
+@given(batches, modes, st.integers(0, 20), st.data())
+def test_requests_come_go_and_fail_between_any_two_steps(batch, mode, fails_in, data) -> None:
+    """In a cache with room for few, so that ranges move while they are in use."""
+    kv_cache = make_kv_cache(176)
+    model = HashModel(kv_cache, 256)
+    model.fails_in = fails_in
+    decoder = MaskedDiffusion(model, kv_cache, MASK, 256, cache_mode=mode)
+    waiting, events, cancelled = list(batch), [], set()
+    while waiting or decoder.has_work:
+        if waiting and (not decoder.has_work or data.draw(st.booleans())):
+            decoder.add(waiting.pop(0))
+        if data.draw(st.integers(0, 9)) == 0:
+            index = data.draw(st.integers(0, len(batch) - 1))
+            if decoder.cancel(index):
+                cancelled.add(index)
+        if decoder.has_work:
+            try:
+                events += decoder.step()
+            except InternalError:
+                model.fails_in = None
+    assert is_all_free(kv_cache)
+    for request in batch:
+        if request.id not in cancelled:
+            own = [e for e in events if e.request == request.id]
+            assert own == Run([request], cache_mode=mode).of(request.id)
+
+
+@given(requests(), options, modes)
+def test_one_layer_finds_what_it_would_compute(request, options, mode) -> None:
+    """Its keys are those of tokens, and outside the active block none is written."""
+    exact = Run([request], num_layers=1, **options)
+    assert Run([request], num_layers=1, cache_mode=mode, **options).events == exact.events
+
+
+@examples(50)
+@given(requests(), options, modes)
+def test_blocks_of_one_step_are_exact(request, options, mode) -> None:
+    diffusion = request.params.diffusion
+    if diffusion.steps is None or diffusion.remasking == "confidence_threshold":
+        return
+    num_blocks = -(-request.params.max_tokens // diffusion.block_length)
+    diffusion = replace(diffusion, steps=num_blocks)
+    request = replace(request, params=replace(request.params, diffusion=diffusion))
+    exact = Run([request], can_mask=False, **options)
+    assert Run([request], can_mask=False, cache_mode=mode, **options).events == exact.events
+
+
+@examples(50)
+@given(requests(), options)
+def test_nothing_lies_behind_a_block_that_is_the_whole_answer(request, options) -> None:
+    diffusion = replace(request.params.diffusion, block_length=request.params.max_tokens)
+    request = replace(request, params=replace(request.params, diffusion=diffusion))
+    prefix, dual = (Run([request], cache_mode=mode, **options) for mode in APPROXIMATE)
+    assert prefix.events == dual.events and prefix.model.rows == dual.model.rows
+
+
+def three_blocks(**params: object) -> Request:
+    return make_request(
+        prompt=(7, 8, 9, 10, 11), max_tokens=12, block_length=4, steps=6, defaults=DREAM, **params
+    )
+
+
+@pytest.mark.parametrize(
+    ("mode", "shift", "rows"),
+    [
+        (CacheMode.EXACT, 0, [17, 17, 17, 17, 17, 17]),
+        (CacheMode.PREFIX, 0, [17, 12, 17, 8, 17, 4]),
+        (CacheMode.DUAL, 0, [17, 4, 17, 4, 17, 4]),
+        (CacheMode.PREFIX, 1, [17, 13, 17, 9, 17, 5]),
+        (CacheMode.DUAL, 1, [17, 5, 17, 5, 17, 5]),
+    ],
+)
+def test_only_a_blocks_first_pass_is_whole(mode, shift, rows) -> None:
+    request = three_blocks(remasking="maskgit_plus")
+    run = Run([request], can_mask=False, cache_mode=mode, logits_shift=shift)
+    assert run.model.rows == rows
+    guided = Run([three_blocks(remasking="maskgit_plus", cfg_scale=1.0)], cache_mode=mode)
+    assert guided.model.rows[0] == 34
+
+
+def test_modes_are_approximations() -> None:
+    answers = [
+        Run([three_blocks(remasking="low_confidence")], can_mask=False, cache_mode=mode)
+        .finished[0]
+        .token_ids
+        for mode in CacheMode
+    ]
+    assert len(set(answers)) == 3
+
+
+@examples(50)
+@given(batches, options, st.sampled_from(CacheMode), st.sampled_from(HeadForm))
+def test_the_form_of_the_head_changes_nothing(batch, options, mode, form) -> None:
+    fused = Run(batch, cache_mode=mode, **options)
+    assert Run(batch, cache_mode=mode, head_form=form, **options).events == fused.events
+
+
+@pytest.mark.parametrize("mode", APPROXIMATE)
+def test_what_is_kept_moves_with_its_range(mode) -> None:
+    """The first request leaves a gap, so that the second has to move for the third, in a block."""
+    kv_cache = make_kv_cache(80)
+    batch = [
+        make_request(index, prompt=range(8), max_tokens=length - 8, steps=steps)
+        for index, (length, steps) in enumerate([(16, 1), (48, 16), (32, 4)])
+    ]
+    decoder = MaskedDiffusion(HashModel(kv_cache, 96, False), kv_cache, MASK, 96, cache_mode=mode)
+    for request in batch:
+        decoder.add(request)
+    second = []
+    while decoder.has_work:
+        second += [event for event in decoder.step() if event.request == 1]
+    assert second == Run([batch[1]], can_mask=False, cache_mode=mode).of(1)

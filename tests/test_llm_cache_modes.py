@@ -1,0 +1,181 @@
+"""The whole engine with prefix and dual caches: trajectories of an independent implementation, what
+is planned for them, and who is refused them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from cached_oracle import cached_trajectory
+from masked_models import write_first_layer, write_model
+from masked_oracle import golden_cases, load_full
+from oracle import GOLDENS
+
+from lowtide import LLM, DiffusionParams, SamplingParams
+from lowtide.decode import masked_options
+from lowtide.decode.request import Draft
+from lowtide.errors import PlanError, UnsupportedError, UsageError
+from lowtide.llm import plan_model
+
+NAMES = ["llada-a", "llada-moe-a", "dream-a"]
+MODES = ["prefix", "dual"]
+
+ASKED = [
+    {"remasking": "low_confidence", "steps": 24, "block_length": 8},
+    {"remasking": "low_confidence", "steps": 18, "block_length": 16, "cfg_scale": 0.7},
+    {"remasking": "entropy", "steps": 15, "block_length": 16},
+    {"remasking": "maskgit_plus", "steps": 24, "block_length": 48},
+    {"remasking": "topk_margin", "steps": 36, "block_length": 12},
+    {"remasking": "confidence_threshold", "threshold": 0.2, "block_length": 16},
+    {"remasking": "factor", "factor": 1.2, "block_length": 24},
+]
+MAX_TOKENS = 48
+
+NUM_LAYERS = 3  # of every golden
+LONG = {"max_position_embeddings": 4096}
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module", params=MODES)
+def mode(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def llm(name: str, mode: str) -> Iterator[LLM]:
+    with LLM(GOLDENS / name, kv_cache=mode) as llm:
+        yield llm
+
+
+def trajectories(llm: LLM, prompts, params) -> list[list[list[int]]]:
+    mask = llm.config.mask_token_id
+    rows = [[[*prompt, *[mask] * MAX_TOKENS]] for prompt in prompts]
+
+    def note(event) -> None:
+        if isinstance(event, Draft):
+            row = list(rows[event.request][-1])
+            row[event.block_start : event.block_start + len(event.tokens)] = event.tokens
+            rows[event.request].append(row)
+
+    llm.generate(prompts, params, on_event=note)
+    return rows
+
+
+def test_trajectories_are_those_of_kept_keys_in_transformers(name, mode, llm) -> None:
+    """Rules of all kinds in one batch, of requests of different lengths."""
+    prompts = [case["prompt"] for case in golden_cases(name)]
+    prompts = [prompts[index % len(prompts)] for index in range(len(ASKED))]
+    params = [
+        SamplingParams(max_tokens=MAX_TOKENS, diffusion=DiffusionParams(**asked)) for asked in ASKED
+    ]
+    found = trajectories(llm, prompts, params)
+    for prompt, asked, rows in zip(prompts, params, found, strict=True):
+        resolved = masked_options.resolve(
+            asked.diffusion, llm.config.decoding, MAX_TOKENS, llm.config.architecture
+        )
+        with torch.inference_mode():
+            expected = cached_trajectory(
+                load_full(name),
+                prompt,
+                MAX_TOKENS,
+                resolved,
+                llm.config.mask_token_id,
+                mode,
+                llm.config.logits_shift,
+            )
+        assert rows == expected
+
+
+def test_usage_and_plan_name_the_mode(name, mode, llm) -> None:
+    [completion] = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8))
+    assert completion.usage.kv_cache == llm.plan.kv_cache == mode
+    assert plan_model(GOLDENS / name).kv_cache == "exact"
+
+
+def test_all_layers_are_planned(name, mode) -> None:
+    folder, context = GOLDENS / name, 256
+    exact, kept = (plan_model(folder, context=context, kv_cache=kv) for kv in (True, mode))
+    assert kept.host.kv_cache_bytes == NUM_LAYERS * exact.host.kv_cache_bytes
+    more_bytes = kept.minimum_bytes - exact.minimum_bytes
+    assert more_bytes >= (NUM_LAYERS - 1) * exact.host.kv_cache_bytes
+    assert kept.full_bytes - exact.full_bytes == more_bytes
+    with pytest.raises(PlanError, match=f"{kept.minimum_bytes} bytes"):
+        plan_model(folder, context=context, kv_cache=mode, host_memory=kept.minimum_bytes - 1)
+
+
+def test_the_least_budget_and_a_lent_cache_write_the_same(mode) -> None:
+    """Of a model whose experts come and go while the cache grows and shrinks."""
+    folder, options = GOLDENS / "llada-moe-a", {"context": 256, "kv_cache": mode}
+    params = SamplingParams(max_tokens=48, diffusion=DiffusionParams(block_length=16, steps=24))
+    prompts = [list(range(1, n)) for n in (40, 90, 5, 60)]
+    least_bytes = plan_model(folder, **options).minimum_bytes
+    answers = []
+    for others in ({}, {"host_memory": least_bytes}, {"host_memory": least_bytes, "elastic": True}):
+        with LLM(folder, **options, **others) as llm:
+            completions = llm.generate(prompts, params)
+            answers.append([completion.token_ids for completion in completions])
+            assert not llm._engine.kv_cache._taken
+    assert answers[0] == answers[1] == answers[2]
+
+
+@pytest.mark.parametrize("num_prompt", [40, 784, 1040])
+def test_partial_passes_stay_within_the_plan(num_prompt, mode, tmp_path) -> None:
+    """Of lengths whose tiles are the longest there are."""
+    folder = write_model("llada_moe", 3, tmp_path).folder
+    max_tokens = 1567 - num_prompt
+    asked = DiffusionParams(block_length=max_tokens, steps=3)
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, diffusion=asked)
+    with LLM(folder, context=1600, kv_cache=mode, config_overrides=LONG) as llm:
+        [completion] = llm.generate([[5] * num_prompt], params)
+    assert len(completion.token_ids) == max_tokens
+
+
+def test_one_layer_is_exact(name, mode, tmp_path) -> None:
+    """Its keys and values are of tokens alone, and those outside a block do not change."""
+    folder = write_first_layer(GOLDENS / name, tmp_path)
+    diffusion = DiffusionParams(remasking="low_confidence", block_length=8, cfg_scale=0.5)
+    params = SamplingParams(max_tokens=24, ignore_eos=True, diffusion=diffusion)
+    answers = []
+    for kv_cache in (True, mode):
+        with LLM(folder, kv_cache=kv_cache, context=64) as llm:
+            answers.append(llm.generate([[3, 4, 5, 6]], params)[0].token_ids)
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("name", ["llada2-a", "llada2-b-bf16"])
+def test_models_with_an_exact_cache_refuse_approximations(name, mode) -> None:
+    with pytest.raises(UnsupportedError, match=f"kv_cache '{mode}' .* bidirectional models .LLaDA"):
+        plan_model(GOLDENS / name, kv_cache=mode)
+    with pytest.raises(UnsupportedError, match="head_form 'all' is for bidirectional models"):
+        plan_model(GOLDENS / name, head_form="all")
+
+
+@pytest.mark.parametrize("value", ["exact", "none", 1, None, "Prefix"])
+def test_unknown_modes_are_refused(value) -> None:
+    with pytest.raises(UsageError, match="kv_cache must be true, false, prefix or dual"):
+        plan_model(GOLDENS / "dream-a", kv_cache=value)
+
+
+@pytest.mark.parametrize("form", ["masked", "all"])
+def test_the_papers_form_of_the_head_is_planned_and_writes_the_same(name, form) -> None:
+    """For ablations: all logits of the rows that are read exist, or those of all rows."""
+    case = golden_cases(name)[2]
+    diffusion = DiffusionParams(remasking="entropy", steps=8, cfg_scale=0.7)
+    params = SamplingParams(max_tokens=32, diffusion=diffusion)
+    plans, answers = [], []
+    for asked in ("fused", form):
+        with LLM(GOLDENS / name, head_form=asked, context=128) as llm:
+            plans.append(llm.plan)
+            answers.append(llm.generate([case["prompt"]], params)[0].token_ids)
+            vocab_size = llm.config.vocab_size
+    assert answers[0] == answers[1]
+    # Both copies of guidance, in float32.
+    more_bytes = plans[1].host.workspace_bytes - plans[0].host.workspace_bytes
+    assert more_bytes > 128 * vocab_size * 4
+    with pytest.raises(UsageError, match="head_form 'whole' unknown"):
+        plan_model(GOLDENS / name, head_form="whole")
