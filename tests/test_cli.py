@@ -72,6 +72,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     forwards: int
+    kv_cache: str = "exact"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -510,6 +511,13 @@ def test_json_is_strict() -> None:
 def test_speed_line_survives_an_empty_answer() -> None:
     usage: Any = Usage(1, 0, 0)
     assert speed_line(usage, {}, 0.0).startswith("0.0 tokens/s")
+
+
+def test_an_approximation_is_named_where_the_speed_is() -> None:
+    usage: Any = Usage(1, 2, 2, "dual")
+    assert speed_line(usage, {}, 1.0).endswith("approximate: dual cache")
+    assert "approximate" not in speed_line(dataclasses.replace(usage, kv_cache="exact"), {}, 1.0)
+    assert "true, false, prefix or dual" in refused("plan", MODEL, "--kv-cache", "all")
 
 
 def test_a_terminal_without_a_prompt_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,9 @@ is planned for them, and who is refused them."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ from cached_oracle import cached_trajectory
 from masked_models import write_first_layer, write_model
 from masked_oracle import golden_cases, load_full
 from oracle import GOLDENS
+from typer.testing import CliRunner
 
 from lowtide import LLM, DiffusionParams, SamplingParams
+from lowtide.cli.app import app
 from lowtide.decode import masked_options
 from lowtide.decode.request import Draft
 from lowtide.errors import PlanError, UnsupportedError, UsageError
@@ -179,3 +183,16 @@ def test_the_papers_form_of_the_head_is_planned_and_writes_the_same(name, form) 
     assert more_bytes > 128 * vocab_size * 4
     with pytest.raises(UsageError, match="head_form 'whole' unknown"):
         plan_model(GOLDENS / name, head_form="whole")
+
+
+def test_the_command_line_names_the_mode_or_refuses_it(mode) -> None:
+    def run(*arguments: str) -> Any:
+        return CliRunner().invoke(app, [*arguments, "--kv-cache", mode])
+
+    model, ids = str(GOLDENS / "dream-a"), ["--prompt-ids", "5 6 7", "--max-tokens", "8"]
+    assert f"{mode} cache: an approximation" in " ".join(run("plan", model).stdout.split())
+    assert json.loads(run("plan", model, "--json").stdout)["kv_cache"] == mode
+    found = json.loads(run("generate", model, *ids, "--json").stdout)
+    assert found["usage"]["kv_cache"] == found["plan"]["kv_cache"] == mode
+    refused = run("generate", str(GOLDENS / "llada2-a"), *ids)
+    assert refused.exit_code == 2 and f"kv_cache '{mode}' approximates" in refused.stderr

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from lowtide.core import BoolArray, IntArray
+from lowtide.core import BoolArray, CacheMode, IntArray
 from lowtide.decode.autoregressive import Autoregressive
 from lowtide.decode.batch_decoder import Model
 from lowtide.decode.block_diffusion import BlockDiffusion
@@ -139,8 +139,16 @@ class ForcedMaskedDiffusion(MaskedDiffusion):
         on_logits: OnLogits,
         *,
         logits_shift: int = 0,
+        cache_mode: CacheMode = CacheMode.EXACT,
     ) -> None:
-        super().__init__(model, kv_cache, mask_token_id, max_rows, logits_shift=logits_shift)
+        super().__init__(
+            model,
+            kv_cache,
+            mask_token_id,
+            max_rows,
+            logits_shift=logits_shift,
+            cache_mode=cache_mode,
+        )
         self._text = text
         self._on_logits = on_logits
 

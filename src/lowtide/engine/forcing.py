@@ -94,7 +94,7 @@ def _make_decoder(
     engine: Engine, text: ForcedText, on_logits: OnLogits
 ) -> BlockDiffusion | MaskedDiffusion | Autoregressive:
     opened, model, kv_cache = engine.opened, engine.model, engine.kv_cache
-    config, use_kv_cache = opened.config, opened.options.kv_cache
+    config, use_kv_cache = opened.config, bool(opened.options.kv_cache)
     if config.mask_token_id is None or config.decoding is None:
         return ForcedAutoregressive(
             model, kv_cache, MAX_PASS_ROWS, text, on_logits, use_kv_cache=use_kv_cache
@@ -109,6 +109,7 @@ def _make_decoder(
             text,
             on_logits,
             logits_shift=config.logits_shift,
+            cache_mode=opened.cache_mode,
         )
     return ForcedBlockDiffusion(
         model, kv_cache, mask_token_id, MAX_PASS_ROWS, text, on_logits, use_kv_cache=use_kv_cache
