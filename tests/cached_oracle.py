@@ -54,11 +54,11 @@ def cached_trajectory(
         block, caches = slice(start, start + length), (KeptKeys(), KeptKeys())
         num_left_over, step, first, stop = 0, 0, 0, len(row)
         while (row[block] == mask).any():
-            logits = _logits(oracle, row, first, stop, caches[0])
+            logits = kept_logits(oracle, row, first, stop, caches[0])
             if diffusion.cfg_scale:
                 without = row.clone()
                 without[:num_prompt] = mask
-                other = _logits(oracle, without, first, stop, caches[1])
+                other = kept_logits(oracle, without, first, stop, caches[1])
                 logits = other + (diffusion.cfg_scale + 1) * (logits - other)
             before = torch.arange(start, start + length) - logits_shift
             logits = logits[before - first]
@@ -88,7 +88,9 @@ def cached_trajectory(
     return rows
 
 
-def _logits(oracle: PreTrainedModel, row: Tensor, first: int, stop: int, cache: KeptKeys) -> Tensor:
+def kept_logits(
+    oracle: PreTrainedModel, row: Tensor, first: int, stop: int, cache: KeptKeys
+) -> Tensor:
     """Logits [stop - first, vocab] of positions that see the whole row."""
     cache.first = first
     hidden = oracle.model(

@@ -7,9 +7,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from cached_oracle import cached_trajectory
+from cached_oracle import KeptKeys, cached_trajectory, kept_logits
 from masked_models import write_first_layer, write_model
 from masked_oracle import golden_cases, load_full
 from oracle import GOLDENS
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.cli.app import app
 from lowtide.decode import masked_options
+from lowtide.decode.forced import ForcedText
 from lowtide.decode.request import Draft
 from lowtide.errors import PlanError, UnsupportedError, UsageError
 from lowtide.llm import plan_model
@@ -196,3 +198,27 @@ def test_the_command_line_names_the_mode_or_refuses_it(mode) -> None:
     assert found["usage"]["kv_cache"] == found["plan"]["kv_cache"] == mode
     refused = run("generate", str(GOLDENS / "llada2-a"), *ids)
     assert refused.exit_code == 2 and f"kv_cache '{mode}' approximates" in refused.stderr
+
+
+def test_a_text_is_read_with_kept_keys(name, mode, llm) -> None:
+    """After its first mask the prompt's are those of the first pass, as `lowtide quality` asks."""
+    ids, num_prompt = [(7 * i) % 300 for i in range(40)], 16
+    masks = [np.arange(40) % stride == 1 for stride in (2, 3, 5)]
+    masks = tuple(mask & (np.arange(40) >= num_prompt) for mask in masks)
+    found: dict[int, list[torch.Tensor]] = {}
+
+    def note(mask: int, positions: Any, logits: torch.Tensor) -> None:
+        found.setdefault(mask, []).append(logits.clone())
+
+    llm.read(ForcedText(ids, num_prompt, masks), note)
+    kept, shift = KeptKeys(), llm.config.logits_shift
+    for index, mask in enumerate(masks):
+        row = torch.tensor(ids).where(~torch.from_numpy(mask), llm.config.mask_token_id)
+        first = num_prompt - shift if index else 0
+        with torch.inference_mode():
+            logits = kept_logits(load_full(name), row, first, len(ids), kept)
+        expected = logits[np.flatnonzero(mask) - shift - first]
+        expected[:, llm.config.mask_token_id] = -torch.inf
+        seen = torch.cat(found[index])
+        seen[:, llm.config.mask_token_id] = -torch.inf
+        torch.testing.assert_close(seen, expected, atol=2e-4, rtol=0)
