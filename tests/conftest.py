@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from machines import make_machine
+
+if TYPE_CHECKING:
+    from hub_stand_in import StandIn
 
 try:
     import hypothesis
@@ -50,6 +56,15 @@ def pytest_sessionstart() -> None:
     # A shell has what it runs in the background ignore Ctrl-C, and so would programs under test.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    """A hub on this machine, with an empty cache in `tmp_path / "cache"`."""
+    from hub_stand_in import served
+
+    with served(tmp_path / "cache", monkeypatch) as hub:
+        yield hub
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

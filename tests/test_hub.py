@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import huggingface_hub
 import pytest
+from hub_repos import GOLDEN
+from hub_stand_in import COMMIT, Content, StandIn
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from lowtide.errors import HubError, UsageError
+from lowtide.errors import CheckpointError, HubError, UsageError
 from lowtide.model_folder import hub
 from lowtide.model_folder.tokenizer import Tokenizer
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 
 
@@ -31,43 +30,24 @@ def fill(folder: Path, *, without: str = "") -> Path:
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty hub cache, and a hub that must not be asked."""
-
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise AssertionError("the hub was asked")
-
-    folder = tmp_path / "cache"
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", refuse)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stand_in: StandIn) -> Path:
+    """An empty hub cache, and a hub without models that nobody has to ask."""
     monkeypatch.setattr(hub, "DEMO_FOLDER", tmp_path / "demo")
     monkeypatch.chdir(tmp_path)
-    return folder
+    return tmp_path / "cache"
 
 
 def snapshot(cache: Path, commit: str = COMMIT, name: str = "org--name") -> Path:
     return cache / f"models--{name}" / "snapshots" / commit
 
 
-class FakeHub:
-    """A hub that serves one complete or incomplete model and writes down what it is asked."""
-
-    def __init__(self, cache: Path, monkeypatch: pytest.MonkeyPatch, without: str = "") -> None:
-        self.cache, self.without = cache, without
-        self.calls: list[dict[str, Any]] = []
-        monkeypatch.setattr(huggingface_hub.HfApi, "model_info", self.model_info)
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", self.snapshot_download)
-
-    def model_info(self, repo_id: str, *, revision: str) -> SimpleNamespace:
-        self.calls.append({"asked": revision})
-        return SimpleNamespace(sha=COMMIT)
-
-    def snapshot_download(self, repo_id: str, **options: Any) -> str:
-        self.calls.append(options)
-        name = repo_id.replace("/", "--")
-        return str(fill(snapshot(self.cache, name=name), without=self.without))
+def repo(*, without: str = "") -> dict[str, bytes | Content]:
+    """A model whose shards are no shards: only names are looked at."""
+    index = {"weight_map": {"a": SHARDS[0], "b": SHARDS[1]}}
+    files: dict[str, bytes | Content] = {"model.safetensors.index.json": json.dumps(index).encode()}
+    files |= {"config.json": (GOLDEN / "config.json").read_bytes(), "tokenizer.json": b"{}"}
+    files |= {name: name.encode() for name in SHARDS}
+    return {name: data for name, data in files.items() if name != without}
 
 
 def test_a_folder_is_itself(tmp_path: Path) -> None:
@@ -115,35 +95,43 @@ def test_a_demo_without_a_shard_is_refused(tmp_path: Path) -> None:
         hub.resolve_model("demo:diffusion")
 
 
-def test_every_file_comes_from_one_commit(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeHub(cache, monkeypatch)
+def test_every_file_comes_from_one_commit(cache: Path, stand_in: StandIn) -> None:
+    stand_in.add("org/name", repo()).commits["v2"] = COMMIT
     assert hub.resolve_model("org/name@v2") == snapshot(cache)
-    asked, download = fake.calls
-    assert asked == {"asked": "v2"}
-    assert download["revision"] == COMMIT
-    assert set(download["allow_patterns"]) == {"*.safetensors", "*.json", "*.jinja"}
-    assert download["ignore_patterns"] == ["*/*"]
+    by_name = [r.path for r in stand_in.requests if "v2" in r.path]
+    assert by_name == ["/api/models/org/name/revision/v2"]
+    assert [
+        r.path for r in stand_in.asked("/org/name/")[1:] if not (r.is_elsewhere or COMMIT in r.path)
+    ] == []
     assert (cache / "models--org--name" / "refs" / "v2").read_text() == COMMIT
+    num_requests = len(stand_in.requests)
     assert hub.resolve_model("org/name@v2", offline=True) == snapshot(cache)
-    assert len(fake.calls) == 2
+    assert len(stand_in.requests) == num_requests
 
 
-def test_a_commit_that_is_here_needs_no_network(cache: Path) -> None:
+def test_a_commit_that_is_here_needs_no_network(cache: Path, stand_in: StandIn) -> None:
     fill(snapshot(cache))
     assert hub.resolve_model(f"org/name@{COMMIT}") == snapshot(cache)
+    assert not stand_in.requests
 
 
-def test_a_partial_commit_is_completed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fill(snapshot(cache), without=SHARDS[0])
-    fake = FakeHub(cache, monkeypatch)
-    assert hub.resolve_model(f"org/name@{COMMIT}") == snapshot(cache)
-    assert [call.get("revision") for call in fake.calls] == [COMMIT]
+@pytest.mark.parametrize("name", [SHARDS[0], "tokenizer.json", "config.json"])
+def test_a_partial_commit_is_completed(cache: Path, stand_in: StandIn, name: str) -> None:
+    stand_in.add("org/name", repo())
+    (hub.resolve_model("org/name") / name).unlink()
+    stand_in.requests.clear()
+    assert (hub.resolve_model("org/name") / name).exists()
+    assert not [r for r in stand_in.requests if r.is_elsewhere]  # its bytes are still here
+    for blob in (cache / "models--org--name" / "blobs").iterdir():
+        blob.unlink()
+    (hub.resolve_model(f"org/name@{COMMIT}") / SHARDS[1]).read_bytes()
 
 
-def test_a_model_that_is_not_whole_on_the_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeHub(cache, monkeypatch, without=SHARDS[0])
-    with pytest.raises(HubError, match=f"{SHARDS[0]} missing"):
+def test_a_model_that_is_not_whole_on_the_hub(cache: Path, stand_in: StandIn) -> None:
+    stand_in.add("org/name", repo(without=SHARDS[0]))
+    with pytest.raises(CheckpointError, match=f"{SHARDS[0]}, which is missing"):
         hub.resolve_model("org/name")
+    assert not cache.exists()
 
 
 @pytest.mark.parametrize("by_environment", [False, True])
@@ -180,31 +168,17 @@ def test_a_network_that_fails(monkeypatch: pytest.MonkeyPatch, error: Exception)
         hub.resolve_model("org/name")
 
 
-@pytest.mark.parametrize("kind", ["GatedRepoError", "RepositoryNotFoundError"])
-def test_errors_of_the_hub_are_explained(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    import huggingface_hub.errors
-
-    error_type = getattr(huggingface_hub.errors, kind)
-
-    def fail(*args: object, **kwargs: object) -> None:
-        raise error_type.__new__(error_type)
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", fail)
-    with pytest.raises(HubError, match="HF_TOKEN"):
-        hub.resolve_model("org/name")
-
-
 @pytest.mark.parametrize("revision", ["", "../x", "a b", "-x", "a/../../b", "/etc"])
 def test_revisions_that_cannot_be(revision: str) -> None:
     with pytest.raises(UsageError, match="not a revision"):
         hub.resolve_model(f"org/name@{revision}")
 
 
-def test_pull_is_for_the_hub(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pull_is_for_the_hub(cache: Path, tmp_path: Path, stand_in: StandIn) -> None:
     for reference in (str(tmp_path), "demo:chat"):
         with pytest.raises(UsageError, match="on this machine already"):
             hub.pull(reference)
-    FakeHub(cache, monkeypatch)
+    stand_in.add("org/name", repo())
     assert hub.pull("org/name") == snapshot(cache)
 
 

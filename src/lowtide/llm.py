@@ -33,6 +33,7 @@ from lowtide.engine.opening import (
     EngineConfig,
     OpenModel,
     check_calibration,
+    open_for_plan,
     open_model,
 )
 from lowtide.engine.planning import make_plan, shortage_of
@@ -42,6 +43,7 @@ from lowtide.errors import UnsupportedError, UsageError
 from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import Observer
 from lowtide.layers.router import Router
+from lowtide.model_folder.hub_model import HubModel
 from lowtide.model_folder.tokenizer import Tokenizer, cut_at_stop
 from lowtide.params import SamplingParams
 
@@ -295,12 +297,12 @@ def check_request(
     _intake(_open(model, options)).requests([prompt], params)
 
 
-def plan_model(model: str | Path, **options: object) -> MemoryPlan:
-    """The plan that `LLM(model, **options)` would load with; no weight is read.
+def plan_model(model: str | Path | HubModel, **options: object) -> MemoryPlan:
+    """The plan that `LLM(model, **options)` would load with; no weight is read, nor fetched.
 
     Its reason says so where this machine has too little memory free to load it.
     """
-    opened = _open(model, options)
+    opened = _checked(open_for_plan(model, _engine_config(options)))
     check_calibration(opened)
     plan = make_plan(opened)
     shortage = shortage_of(plan, opened.options)
@@ -312,7 +314,11 @@ def _set_observer(engine: Engine, observer: Observer | None) -> None:
 
 
 def _open(model: str | Path, options: Mapping[str, object]) -> OpenModel:
-    opened = open_model(model, _engine_config(options))
+    return _checked(open_model(model, _engine_config(options)))
+
+
+def _checked(opened: OpenModel) -> OpenModel:
+    """Raises UnsupportedError for options that this kind of model does not have."""
     block_length = opened.options.block_length
     config = opened.config
     if block_length not in (None, 1) and not config.is_diffusion:

@@ -56,7 +56,9 @@ def pull(
     quiet_downloads()
     from lowtide.model_folder import hub
 
-    _tell(settings, "fetched", hub.pull(model))
+    with ProgressBars() as progress:
+        folder = hub.pull(model, progress)
+    _tell(settings, "fetched", folder)
 
 
 @takes(Group.OUTPUT)

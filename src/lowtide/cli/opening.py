@@ -18,6 +18,7 @@ from lowtide.params import check_kind
 if TYPE_CHECKING:
     from lowtide.cli.answer import Prompt
     from lowtide.llm import LLM
+    from lowtide.model_folder.hub_model import HubModel
 
 
 @contextmanager
@@ -25,17 +26,21 @@ def open_llm(model: str, settings: Settings, prompt: Prompt | None = None) -> It
     """The engine for a model, loaded under a progress bar, closed afterwards.
 
     Parameters that the model's kind does not have, and a `prompt` that it cannot answer, are
-    refused before anything is loaded.
+    refused before anything is loaded; they, and a budget that is too small, before weights are
+    fetched.
     """
-    folder, config = _find(model, settings)
+    found, config = _find(model, settings)
     params, options = settings.sampling_params(), settings.engine_options()
     trace = settings.text("trace")
     if trace is not None:
         config.check_experts("A trace is of experts")
         check_writable(Path(trace), "trace")
     check_kind(params, config.architecture, config.is_diffusion)
-    from lowtide.llm import LLM, check_request
+    from lowtide.llm import LLM, check_request, plan_model
 
+    if not isinstance(found, Path):
+        plan_model(found, **options)
+    folder = _fetched(found, settings)
     if prompt is not None:
         check_request(str(folder), prompt, params, **options)
     with ProgressBars() as progress:
@@ -49,11 +54,11 @@ def open_llm(model: str, settings: Settings, prompt: Prompt | None = None) -> It
 
 
 def make_plan(model: str, settings: Settings) -> MemoryPlan:
-    """The memory plan of a model; no weight is read."""
-    folder = find_model(model, settings)
+    """The memory plan of a model; no weight is read, nor fetched."""
+    found, _ = _find(model, settings)
     from lowtide.llm import plan_model
 
-    return plan_model(str(folder), **settings.engine_options())
+    return plan_model(found, **settings.engine_options())
 
 
 def find_model(model: str, settings: Settings) -> Path:
@@ -61,14 +66,14 @@ def find_model(model: str, settings: Settings) -> Path:
 
     Raises UsageError or HubError if there is no such model, ConfigError for its configuration.
     """
-    return _find(model, settings)[0]
+    return _fetched(_find(model, settings)[0], settings)
 
 
 def find_model_with_experts(model: str, settings: Settings, asked: str) -> Path:
     """As `find_model`; UnsupportedError for a model without experts, which `asked` is about."""
-    folder, config = _find(model, settings)
+    found, config = _find(model, settings)
     config.check_experts(asked)
-    return folder
+    return _fetched(found, settings)
 
 
 def quiet_downloads() -> None:
@@ -77,12 +82,27 @@ def quiet_downloads() -> None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
-def _find(model: str, settings: Settings) -> tuple[Path, ModelConfig]:
+def _find(model: str, settings: Settings) -> tuple[Path | HubModel, ModelConfig]:
+    """Where a model is, and what it is; of one on the hub its `config.json` alone is fetched."""
     settings.engine_options()  # refused before anything is fetched
     quiet_downloads()
-    from lowtide.model_folder.hub import resolve_model
+    from lowtide.model_folder.hub import locate_model
 
-    folder = resolve_model(model, offline=settings.flag("offline"))
+    found, overrides = locate_model(model, offline=settings.flag("offline")), _overrides(settings)
+    if isinstance(found, Path):
+        return found, ModelConfig.load(found, overrides)
+    return found, ModelConfig.from_dict(found.config(), overrides=overrides)
+
+
+def _fetched(found: Path | HubModel, settings: Settings) -> Path:
+    if isinstance(found, Path):
+        return found
+    from lowtide.model_folder.hub import fetch_model
+
+    with ProgressBars() as progress:
+        return fetch_model(found, overrides=_overrides(settings), progress=progress)
+
+
+def _overrides(settings: Settings) -> dict[str, object]:
     overrides = settings["config_override"]
-    config = ModelConfig.load(folder, overrides if isinstance(overrides, dict) else {})
-    return folder, config
+    return overrides if isinstance(overrides, dict) else {}

@@ -28,11 +28,12 @@ from lowtide.kernels.reference import Kernels
 from lowtide.memory.kv_cache import storage_shape
 from lowtide.memory.workspace import Registrar
 from lowtide.model_folder.checkpoint import Checkpoint
-from lowtide.model_folder.hub import has_weights, resolve_model
+from lowtide.model_folder.hub import has_weights, locate_model, resolve_model
+from lowtide.model_folder.hub_model import HubModel
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.policies.presets import check_policy, parse_options
 from lowtide.policies.tau import SolvedTau
-from lowtide.reading.dense_weights import DenseWeights, Progress
+from lowtide.reading.dense_weights import DenseWeights, Progress, no_progress
 from lowtide.reading.fingerprint import fingerprint
 from lowtide.replay.calibration import Calibration, default_path
 from lowtide.replay.trace import TraceShape
@@ -149,7 +150,8 @@ class EngineConfig:
 class OpenModel:
     """A model's facts: nothing of its weights has been read.
 
-    `checkpoint` is None for a folder that has a `config.json` and no weights: it can be planned
+    `folder` is where its files are, or would be. `checkpoint` is None for a folder that has a
+    `config.json` and no weights, and for a model that is on the hub only: it can be planned
     (`weight_map` says where they would lie), not loaded.
     """
 
@@ -235,16 +237,52 @@ class OpenModel:
 
 
 def open_model(reference: str | Path, options: EngineConfig) -> OpenModel:
-    """Finds a model and checks all that can be checked without reading a weight."""
-    folder = resolve_model(str(reference), offline=options.offline)
-    config = ModelConfig.load(folder, options.config_overrides)
+    """Finds a model, fetched if need be, and checks all that can be without reading a weight."""
+    folder = resolve_model(
+        str(reference),
+        offline=options.offline,
+        overrides=options.config_overrides,
+        progress=options.progress or no_progress,
+    )
+    return _open_folder(folder, options)
+
+
+def open_for_plan(reference: str | Path | HubModel, options: EngineConfig) -> OpenModel:
+    """As `open_model`; of a model that is on the hub only its config and headers are fetched."""
+    found = reference
+    if not isinstance(found, HubModel):
+        found = locate_model(str(found), offline=options.offline)
+    if isinstance(found, Path):
+        return _open_folder(found, options)
+    config = _checked(
+        ModelConfig.from_dict(found.config(), overrides=options.config_overrides), options
+    )
+    return _opened(found.folder, options, config, bind(config, found.checkpoint()))
+
+
+def _open_folder(folder: Path, options: EngineConfig) -> OpenModel:
+    config = _checked(ModelConfig.load(folder, options.config_overrides), options)
+    checkpoint = Checkpoint.open(folder) if has_weights(folder) else None
+    weight_map = assume(config) if checkpoint is None else bind(config, checkpoint)
+    return _opened(folder, options, config, weight_map, checkpoint, Tokenizer.load(folder))
+
+
+def _checked(config: ModelConfig, options: EngineConfig) -> ModelConfig:
     if config.experts is None:
         check_without_experts(config, options)
     if not config.is_bidirectional:
         check_not_bidirectional(config, options)
-    checkpoint = Checkpoint.open(folder) if has_weights(folder) else None
-    weight_map = assume(config) if checkpoint is None else bind(config, checkpoint)
-    tokenizer = Tokenizer.load(folder)
+    return config
+
+
+def _opened(
+    folder: Path,
+    options: EngineConfig,
+    config: ModelConfig,
+    weight_map: WeightMap,
+    checkpoint: Checkpoint | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> OpenModel:
     if tokenizer is not None:
         tokenizer.check_vocabulary(config.vocab_size)
     dtype = options.dtype or config.dtype

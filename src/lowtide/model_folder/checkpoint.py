@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
@@ -27,6 +27,11 @@ from lowtide.files.regular_file import RegularFile, open_regular
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors format; an index file is held to it too."""
+
+INDEX_NAME = "model.safetensors.index.json"
+
+LENGTH_BYTES = 8
+"""Of the header's length, little-endian, at the start of the file."""
 
 DTYPE_BITS = {
     "F4": 4,
@@ -41,9 +46,7 @@ DTYPE_BITS = {
 """Bits per element of every type the format has; not all of them can be computed with."""
 
 _SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"model-([0-9]{5})-of-([0-9]{5})\.safetensors")
-_LENGTH_BYTES = 8  # of the header's length, little-endian, at the start of the file
 _MAX_ELEMENTS = 2**63
 
 
@@ -72,62 +75,88 @@ class Checkpoint:
         naming the file and the numbers, if anything is missing, damaged or contradictory.
         """
         names, weight_map = _find_files(folder)
-        files: list[RegularFile] = []
+        headers = [_header_of(folder / name) for name in names]
+        checkpoint = cls.of_headers(headers)
+        _check_index(weight_map, checkpoint.tensors, names, folder)
+        return checkpoint
+
+    @classmethod
+    def of_headers(cls, headers: Sequence[tuple[RegularFile, bytes]]) -> Checkpoint:
+        """From files and the JSON of their headers; of the files, path and size are looked at.
+
+        Raises CheckpointError as `open` does.
+        """
+        names = [file.path.name for file, _ in headers]
         tensors: dict[str, TensorEntry] = {}
-        for i, name in enumerate(names):
-            file, entries = _read_header(folder / name, i)
+        for index, (file, data) in enumerate(headers):
+            entries = _entries(file, data, index)
             _refuse_shared_names(tensors, entries, names)
-            files.append(file)
             tensors.update(entries)
-        _check_index(weight_map, tensors, names, folder)
-        return cls(tuple(files), tensors)
+        return cls(tuple(file for file, _ in headers), tensors)
 
 
-def _find_files(folder: Path) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """File names in order, and the index's map from tensor to file name (empty without one)."""
-    if not os.path.isdir(folder):
-        raise CheckpointError(f"{folder} is not a folder.")
-    if os.path.lexists(folder / _SINGLE):
-        return (_SINGLE,), {}
-    if os.path.lexists(folder / _INDEX):
-        weight_map = _read_weight_map(folder / _INDEX)
-        return tuple(sorted(set(weight_map.values()))), weight_map
-    return _find_shards(folder), {}
+def header_num_bytes(start: bytes, file_bytes: int, path: Path) -> int:
+    """Bytes of a header, from the file's first `LENGTH_BYTES`. Raises CheckpointError."""
+    if len(start) < LENGTH_BYTES:
+        raise CheckpointError(f"{path} has {file_bytes} bytes, too few for a safetensors file.")
+    num_bytes = int.from_bytes(start[:LENGTH_BYTES], "little")
+    _check_header_bytes(path, num_bytes, file_bytes)
+    return num_bytes
 
 
-def _find_shards(folder: Path) -> tuple[str, ...]:
-    names = sorted(path.name for path in folder.glob("*.safetensors"))
-    matches = [match for name in names if (match := _SHARD.fullmatch(name))]
+def shard_names(names: Collection[str], where: str) -> tuple[str, ...]:
+    """The weight files among those of a folder, in order, where no index is needed to know them.
+
+    Raises CheckpointError, saying `where`, if there are none, or not all of them.
+    """
+    if _SINGLE in names:
+        return (_SINGLE,)
+    found = sorted(name for name in names if name.endswith(".safetensors"))
+    matches = [match for name in found if (match := _SHARD.fullmatch(name))]
     if not matches:
-        found = f"found only {', '.join(names[:4])}" if names else "no *.safetensors was found"
-        raise CheckpointError(f"{folder} holds neither {_SINGLE} nor {_INDEX}; {found}.")
+        told = f"found only {', '.join(found[:4])}" if found else "no *.safetensors was found"
+        raise CheckpointError(f"{where} holds neither {_SINGLE} nor {INDEX_NAME}; {told}.")
     totals = sorted({int(match[2]) for match in matches})
     if len(totals) > 1:
         raise CheckpointError(
-            f"{folder} mixes shards of {' and '.join(map(str, totals))} without {_INDEX}; "
+            f"{where} mixes shards of {' and '.join(map(str, totals))} without {INDEX_NAME}; "
             "remove the set that does not belong."
         )
     present = {int(match[1]) for match in matches}
     missing = [i for i in range(1, totals[0] + 1) if i not in present]
     if missing or len(matches) != totals[0]:
         raise CheckpointError(
-            f"{folder} holds {len(matches)} of {totals[0]} shards"
+            f"{where} holds {len(matches)} of {totals[0]} shards"
             + (f"; number {missing[0]} is missing." if missing else ".")
         )
     return tuple(match[0] for match in matches)
 
 
-def _read_weight_map(path: Path) -> dict[str, Any]:
-    weight_map = read_object(path, MAX_HEADER_BYTES).get("weight_map")
+def checked_weight_map(index: Mapping[str, Any], source: str) -> dict[str, str]:
+    """An index's map from tensor to file name. Raises CheckpointError naming `source`."""
+    weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{path} has no weight_map, or an empty one.")
+        raise CheckpointError(f"{source} has no weight_map, or an empty one.")
     for tensor, name in weight_map.items():
         if not _is_plain_file_name(name):
             raise CheckpointError(
-                f"{path} says that tensor {shown(tensor)} is in {shown(name)}, which is not the "
+                f"{source} says that tensor {shown(tensor)} is in {shown(name)}, which is not the "
                 "plain name of a *.safetensors file beside it."
             )
     return weight_map
+
+
+def _find_files(folder: Path) -> tuple[tuple[str, ...], dict[str, str]]:
+    """File names in order, and the index's map from tensor to file name (empty without one)."""
+    if not os.path.isdir(folder):
+        raise CheckpointError(f"{folder} is not a folder.")
+    if os.path.lexists(folder / _SINGLE):
+        return (_SINGLE,), {}
+    if os.path.lexists(folder / INDEX_NAME):
+        index = read_object(folder / INDEX_NAME, MAX_HEADER_BYTES)
+        weight_map = checked_weight_map(index, str(folder / INDEX_NAME))
+        return tuple(sorted(set(weight_map.values()))), weight_map
+    return shard_names({path.name for path in folder.glob("*.safetensors")}, str(folder)), {}
 
 
 def _is_plain_file_name(name: object) -> bool:
@@ -137,7 +166,7 @@ def _is_plain_file_name(name: object) -> bool:
 
 
 def _refuse_shared_names(
-    tensors: Mapping[str, TensorEntry], entries: Mapping[str, TensorEntry], names: tuple[str, ...]
+    tensors: Mapping[str, TensorEntry], entries: Mapping[str, TensorEntry], names: Sequence[str]
 ) -> None:
     shared = tensors.keys() & entries.keys()
     if shared:
@@ -157,17 +186,17 @@ def _check_index(
         if entry is None or names[entry.file] != name:
             where = "in no shard" if entry is None else f"in {names[entry.file]}"
             raise CheckpointError(
-                f"{folder / _INDEX} says that tensor {shown(tensor)} is in {name}, but it is "
+                f"{folder / INDEX_NAME} says that tensor {shown(tensor)} is in {name}, but it is "
                 f"{where}; fetch the model again."
             )
 
 
-def _read_header(path: Path, index: int) -> tuple[RegularFile, dict[str, TensorEntry]]:
-    """What the file is, and its tensors by name."""
-    file, data = _header_of(path)
+def _entries(file: RegularFile, data: bytes, index: int) -> dict[str, TensorEntry]:
+    """A file's tensors by name, from its header."""
+    path, size = file.path, file.num_bytes
     header = parse_object(data, f"The header of {path}")
     _check_metadata(path, header.pop("__metadata__", None))
-    start, size = _LENGTH_BYTES + len(data), file.num_bytes
+    start = LENGTH_BYTES + len(data)
     shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # thousands of equal ones are held once
     try:
         entries = {
@@ -176,17 +205,13 @@ def _read_header(path: Path, index: int) -> tuple[RegularFile, dict[str, TensorE
         _check_coverage(entries.values(), start, size)
     except ValueError as reason:
         raise CheckpointError(f"{path}: {reason}.") from None
-    return file, entries
+    return entries
 
 
 def _header_of(path: Path) -> tuple[RegularFile, bytes]:
     with open_regular(path, CheckpointError) as (stream, file):
-        size = file.num_bytes
-        if size < _LENGTH_BYTES:
-            raise CheckpointError(f"{path} has {size} bytes, too few for a safetensors file.")
         try:
-            header_bytes = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
-            _check_header_bytes(path, header_bytes, size)
+            header_bytes = header_num_bytes(stream.read(LENGTH_BYTES), file.num_bytes, path)
             data = stream.read(header_bytes)
         except OSError as reason:
             raise CheckpointError(f"{path} cannot be read: {reason.strerror}.") from reason
@@ -201,7 +226,7 @@ def _check_header_bytes(path: Path, header_bytes: int, size: int) -> None:
             f"{path} announces a header of {header_bytes} bytes; the format allows "
             f"{MAX_HEADER_BYTES}."
         )
-    if header_bytes > size - _LENGTH_BYTES:
+    if header_bytes > size - LENGTH_BYTES:
         raise CheckpointError(
             f"{path} announces a header of {header_bytes} bytes but has {size} bytes in all; "
             "it is truncated or not a safetensors file."

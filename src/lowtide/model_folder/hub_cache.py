@@ -1,0 +1,117 @@
+"""The hub's cache on this machine: where a model's commits lie, and whether one is whole.
+
+    hub/models--org--name/  blobs/ETAG   snapshots/COMMIT/NAME -> ../../blobs/ETAG   refs/main
+
+The layout is huggingface-hub's, which other programs share. Asks no network.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from lowtide.errors import CheckpointError, HubError, StorageError
+from lowtide.files.json_file import read_object
+from lowtide.files.regular_file import read_regular
+
+MAX_INDEX_BYTES = 64 << 20
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_MAX_REF_BYTES = 1 << 10
+
+
+def cache_folder() -> Path:
+    """Where HF_HUB_CACHE or HF_HOME put it."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE).expanduser()
+
+
+def repo_folder(repo_id: str) -> Path:
+    return cache_folder() / f"models--{repo_id.replace('/', '--')}"
+
+
+def snapshot_folder(repo_id: str, commit: str) -> Path:
+    """Where a commit's files are, or would be."""
+    return repo_folder(repo_id) / "snapshots" / commit
+
+
+def is_commit(revision: str) -> bool:
+    """Whether this is a commit's full name: what it stands for never changes."""
+    return _COMMIT.fullmatch(revision) is not None
+
+
+def cached_commit(repo_id: str, revision: str) -> str | None:
+    """The commit that a revision was when it was last fetched; None if it never was."""
+    if is_commit(revision):
+        return revision
+    path = repo_folder(repo_id) / "refs" / revision
+    try:
+        commit = read_regular(path, _MAX_REF_BYTES).decode().strip()
+    except (StorageError, UnicodeDecodeError):  # never fetched by this name
+        return None
+    return commit if is_commit(commit) else None
+
+
+def remember_revision(repo_id: str, revision: str, commit: str) -> None:
+    """Notes the name that a commit has: offline use looks that up. Raises HubError."""
+    if revision == cached_commit(repo_id, revision) or commit == cached_commit(repo_id, revision):
+        return
+    path = repo_folder(repo_id) / "refs" / revision
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(commit, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise HubError(
+            f"The hub's cache cannot be written: {path}: {error.strerror or error}."
+        ) from error
+
+
+def cached_snapshots() -> Iterator[tuple[str, Path]]:
+    """Names and folders of all that has a configuration. Raises HubError if it cannot be read."""
+    cache = cache_folder()
+    try:
+        for repo in cache.glob("models--*--*"):
+            name = repo.name.removeprefix("models--").replace("--", "/", 1)
+            for folder in (repo / "snapshots").glob("*"):
+                if (folder / "config.json").exists():
+                    yield name, folder
+    except OSError as error:
+        raise HubError(f"The hub's cache {cache} cannot be read: {error}.") from error
+
+
+def missing_files(folder: Path) -> list[str]:
+    """Names of the files that a whole checkpoint would have and this folder has not.
+
+    An empty list says that all files are there, not that they are valid.
+    """
+    present = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
+    # A link into the cache whose target is gone is not a file.
+    present = {name for name in present if (folder / name).exists()}
+    missing = [] if "config.json" in present else ["config.json"]
+    index = folder / "model.safetensors.index.json"
+    if index.name in present:
+        return missing + sorted(_indexed_shards(index) - present)
+    if not any(name.endswith(".safetensors") for name in present):
+        missing.append("*.safetensors")
+    return missing
+
+
+def listed(names: list[str]) -> str:
+    """A few of the names, for a message."""
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def _indexed_shards(index: Path) -> set[str]:
+    try:
+        weight_map = read_object(index, MAX_INDEX_BYTES).get("weight_map")
+    except CheckpointError as error:
+        raise HubError(str(error)) from error
+    if not isinstance(weight_map, dict):
+        raise HubError(f"{index} has no weight_map, so its shards are not known.")
+    return {str(shard) for shard in weight_map.values()}

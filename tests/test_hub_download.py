@@ -1,0 +1,243 @@
+"""Fetching from the hub: told before, shown meanwhile, resumed after a break, checked after it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hub_repos import GOLDEN, whole_repo
+from hub_stand_in import COMMIT, Content, Fault, StandIn, be_patient
+from typer.testing import CliRunner
+
+from lowtide.cli.app import app
+from lowtide.errors import HubError
+from lowtide.lab.synth import synth
+from lowtide.model_folder import hub, hub_requests
+from lowtide.model_folder.hub_download import fetch
+from lowtide.model_folder.hub_model import HubModel
+
+SHARD = "model.safetensors"
+SIZE = (GOLDEN / SHARD).stat().st_size
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def partial(cache: Path, stand_in: StandIn) -> Path:
+    blobs = cache / "models--org--name" / "blobs"
+    return blobs / f"{stand_in.digest('org/name', SHARD)}.lowtide"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, stand_in: StandIn) -> Path:
+    """Where the one model of the stand-in is fetched to."""
+    stand_in.add("org/name", whole_repo())
+    return tmp_path / "cache"
+
+
+def test_a_model_is_fetched_whole(stand_in: StandIn, cache: Path) -> None:
+    steps: list[tuple[str, int, int]] = []
+    folder = hub.resolve_model("org/name", progress=lambda *step: steps.append(step))
+    assert folder == cache / "models--org--name" / "snapshots" / COMMIT
+    fetched = {path.name: path.read_bytes() for path in folder.iterdir()}
+    names = ("config.json", "generate.json", SHARD)
+    assert fetched == {name: (GOLDEN / name).read_bytes() for name in names}
+    assert (cache / "models--org--name" / "refs" / "main").read_text() == COMMIT
+    assert {what for what, _, _ in steps} == {"fetching"}
+    done = [done_bytes for _, done_bytes, _ in steps]
+    assert done == sorted(done) and done[-1] >= SIZE and steps[-1][2] >= SIZE
+    assert hub.resolve_model("org/name", offline=True) == folder
+    assert not list(cache.rglob("*.lowtide"))
+
+
+def test_what_it_weighs_is_said_before(
+    stand_in: StandIn, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.pull("org/name")
+    [record] = caplog.records
+    said = record.getMessage()
+    assert said.startswith(f"org/name@main: fetching 2.9 MiB in 3 files to {cache}, where ")
+    assert said.endswith(" are free.")
+    caplog.clear()
+    hub.pull("org/name")
+    assert not caplog.records
+
+
+def test_what_does_not_fit_is_not_begun(
+    stand_in: StandIn, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(9 << 20, 8 << 20, 1 << 20))
+    for verb in (["pull"], ["generate", "--prompt-ids", "1"], ["chat"], ["verify"]):
+        result = run(*verb, "org/name")
+        assert result.exit_code == 1
+        message = "org/name@main does not fit: 2.9 MiB in 3 files are to be fetched"
+        assert message in result.stderr and "1.0 MiB are free. Make room, or set HF_HOME" in (
+            result.stderr
+        )
+    assert not cache.exists() and stand_in.sent_bytes < SIZE // 8  # headers alone
+
+
+def test_a_budget_that_is_too_small_is_refused_before(stand_in: StandIn, cache: Path) -> None:
+    result = run("generate", "org/name", "--prompt-ids", "1", "--host-memory", "1MiB")
+    assert result.exit_code == 1 and "1.0 MiB" in result.stderr
+    assert not cache.exists()
+
+
+def test_generate_fetches_and_answers(stand_in: StandIn, cache: Path) -> None:
+    arguments = ["--prompt-ids", "1 2 3", "--max-tokens", "4", "--context", "64", "--json"]
+    by_hub = run("generate", "org/name", *arguments)
+    assert by_hub.exit_code == 0, by_hub.output
+    assert "org/name@main: fetching 2.9 MiB" in by_hub.stderr
+    local = run("generate", str(GOLDEN), *arguments)
+    assert json.loads(by_hub.stdout)["token_ids"] == json.loads(local.stdout)["token_ids"]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(SHARD, 2, break_after=1_000_000),
+        Fault(SHARD, 2, 503),
+        Fault(SHARD, 2, 429, {"Retry-After": "0"}),
+        Fault(SHARD, 2, pause_s=5),
+        Fault(SHARD, 2, ignores_range=True, break_after=1_000_000),
+    ],
+)
+def test_a_transfer_that_breaks_goes_on(
+    stand_in: StandIn, cache: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fault.pause_s:
+        be_patient(0.5, monkeypatch)
+    stand_in.faults.append(fault)
+    assert (hub.pull("org/name") / SHARD).read_bytes() == (GOLDEN / SHARD).read_bytes()
+    assert fault.times == 0
+
+
+def test_a_fetch_that_was_broken_off_is_resumed(
+    stand_in: StandIn, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stand_in.faults += [Fault(SHARD, 1, break_after=2 << 20), Fault(SHARD, 9, 500)]
+    with pytest.raises(HubError, match="500.*what was fetched so far is kept"):
+        hub.pull("org/name")
+    assert partial(cache, stand_in).stat().st_size == 2 << 20
+    stand_in.faults.clear()
+    stand_in.requests.clear()
+    caplog.clear()
+    folder = hub.pull("org/name")
+    assert (folder / SHARD).read_bytes() == (GOLDEN / SHARD).read_bytes()
+    ranges = [r.range for r in stand_in.asked(SHARD) if r.is_elsewhere and r.method == "GET"]
+    assert ranges == [f"bytes={2 << 20}-{SIZE - 1}"]
+    assert "(2.0 MiB more are here already)" in caplog.records[0].getMessage()
+
+
+def test_other_bytes_than_published_are_refused(stand_in: StandIn, cache: Path) -> None:
+    stand_in.faults.append(Fault(SHARD, 1, garbles=True))
+    with pytest.raises(HubError, match=r"other bytes than the hub says \(SHA-256 .*was removed"):
+        hub.pull("org/name")
+    assert not list(cache.rglob("*.lowtide"))
+    assert (hub.pull("org/name") / SHARD).read_bytes() == (GOLDEN / SHARD).read_bytes()
+
+
+def test_what_lies_there_is_checked_too(stand_in: StandIn, cache: Path) -> None:
+    found = partial(cache, stand_in)
+    found.parent.mkdir(parents=True)
+    found.write_bytes(b"x" * SIZE)
+    with pytest.raises(HubError, match="was removed"):
+        hub.pull("org/name")
+    found.write_bytes(b"x" * (SIZE + 5))
+    with pytest.raises(HubError, match="was removed"):
+        hub.pull("org/name")
+    found.write_bytes((GOLDEN / SHARD).read_bytes())
+    stand_in.requests.clear()
+    hub.pull("org/name")
+    assert not [r for r in stand_in.asked(SHARD) if r.is_elsewhere and r.method == "GET"]
+
+
+def test_two_programs_do_not_fetch_one_file(stand_in: StandIn, cache: Path) -> None:
+    import fcntl
+
+    found = partial(cache, stand_in)
+    found.parent.mkdir(parents=True)
+    with open(found, "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(HubError, match="another program is fetching model.safetensors; wait"):
+            hub.pull("org/name")
+    hub.pull("org/name")
+
+
+def test_a_failure_ends_the_other_files(stand_in: StandIn, tmp_path: Path) -> None:
+    made = synth("llada2", "tiny", tmp_path / "made")
+    shards = sorted(path.name for path in made.glob("*.safetensors"))
+    assert len(shards) > 2
+    stand_in.add("org/more", whole_repo(made))
+    stand_in.faults += [Fault(shards[0], 9, 403), Fault(shards[1], 99, pause_s=0.1, status=503)]
+    with pytest.raises(HubError, match=r"\(403\)"):
+        hub.pull("org/more")
+    stand_in.faults.clear()
+    assert {path.name for path in hub.pull("org/more").iterdir()} == {
+        path.name for path in made.iterdir()
+    }
+
+
+def test_only_what_belongs_to_the_model_is_fetched(stand_in: StandIn, cache: Path) -> None:
+    files = {**whole_repo(), "consolidated.safetensors": Content(b"", 30 << 30)}
+    stand_in.add("org/name", files)
+    folder = hub.pull("org/name")
+    assert {path.name for path in folder.iterdir()} == {"config.json", "generate.json", SHARD}
+
+
+@pytest.mark.parametrize("part", ["/tree/", "/resolve/main/", "generate.json"])
+@pytest.mark.parametrize("status", [401, 403, 404, 429, 500])
+def test_failures_of_what_is_small_are_typed(
+    stand_in: StandIn, cache: Path, part: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub.file_download as library
+    from huggingface_hub.utils import _http
+
+    for module in (library, _http):
+        monkeypatch.setattr(module, "time", _NoTime)
+    stand_in.faults += [Fault(part, 99, status), Fault(part, 99, status, method="HEAD")]
+    if part == "/resolve/main/":  # nothing is asked for by a name that may change its meaning
+        hub.pull("org/name")
+        return
+    with pytest.raises(HubError, match="org/name@main could not be fetched"):
+        hub.pull("org/name")
+
+
+class _NoTime:
+    """huggingface-hub's own pauses are not waited for."""
+
+    @staticmethod
+    def sleep(seconds: float) -> None:
+        pass
+
+
+def test_a_cache_that_cannot_be_written(stand_in: StandIn, cache: Path) -> None:
+    cache.write_text("a file")
+    with pytest.raises(HubError, match="could not be fetched"):
+        fetch(HubModel.ask("org/name", "main"))
+
+
+def test_the_environment_is_honoured(stand_in: StandIn, cache: Path, tmp_path: Path) -> None:
+    stand_in.needed_token = "secret"
+    env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    env |= {"HF_ENDPOINT": stand_in.address, "HF_HOME": str(tmp_path / "home")}
+    command = [sys.executable, "-m", "lowtide", "pull", f"org/name@{COMMIT}"]
+    refused = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 1 and "HF_TOKEN" in refused.stderr
+    env["HF_TOKEN"] = "secret"
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert str(tmp_path / "home" / "hub") in result.stdout
+
+
+def test_elsewhere_a_fault_has_time_to_pass() -> None:
+    assert sum(hub_requests.WAITS_S) > 10
