@@ -224,6 +224,12 @@ def test_a_profile_comes_back_as_it_was(tmp_path: Path) -> None:
     assert same(calibration.buddies, again.buddies)
     with pytest.raises(UsageError, match="another model's"):
         again.buddies.check("0f")
+    curve = QualityCurve(np.array([0.2]), np.array([0.5]), "cd")
+    again.with_curve(curve).save(path)
+    kept = Calibration.load(path).buddies
+    assert kept is not None and same(kept, dataclasses.replace(again.buddies, curve=curve))
+    with pytest.raises(UsageError, match="--buddies"):
+        make_calibration().with_curve(curve)
 
 
 def facts(**changes: Any) -> Any:

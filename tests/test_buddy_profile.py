@@ -203,6 +203,9 @@ def test_the_curve_by_hand() -> None:
     assert curve.max_mass(0.06) == pytest.approx(0.3)
     assert curve.max_mass(5.0) == pytest.approx(0.4)  # not beyond what was measured
     assert curve.max_mass(0.0) == 0.0
+    for wrong in (-0.1, float("nan")):
+        with pytest.raises(UsageError, match="at least 0"):
+            curve.max_mass(wrong)
     assert curve.kl_of(0.15) == pytest.approx(0.02) and curve.kl_of(0.5) == float("inf")
 
 

@@ -19,7 +19,7 @@ from lowtide.lab.buddy_report import (
     as_object,
     drawn_layers,
     layer_reports,
-    output_likeness,
+    likeness,
     plot,
     top_peers,
 )
@@ -63,17 +63,22 @@ def slow_ranks(values: list[float]) -> list[float]:
     return [low + (values.count(value) + 1) / 2 for low, value in zip(below, values, strict=True)]
 
 
-def test_likeness_is_spearmans() -> None:
+def test_likeness_is_counted_slowly() -> None:
     profile = profile_of_made()
-    alike, told = output_likeness(profile)
-    assert alike is not None and told is not None and profile.output_similarity is not None
+    reports, first = likeness(profile), profile.lists().ids[:, :, 0]
+    assert reports is not None and profile.output_similarity is not None
     is_pair = ~np.eye(8, dtype=bool)
     for layer, outputs in enumerate(profile.output_similarity):
         q = profile.q(smoothing=0.0)[layer]
         ranks = [slow_ranks(each[is_pair].tolist()) for each in (q, outputs)]
-        assert told[layer] == pytest.approx(np.corrcoef(*ranks)[0, 1])
-        assert alike[layer] == pytest.approx(outputs[is_pair].mean(), abs=1e-6)
-    assert output_likeness(dataclasses.replace(profile, output_similarity=None)) == (None, None)
+        assert reports[layer].correlation == pytest.approx(np.corrcoef(*ranks)[0, 1])
+        assert reports[layer].pairs == pytest.approx(outputs[is_pair].mean(), abs=1e-6)
+        seen = np.flatnonzero(profile.activations[layer]).tolist()
+        buddies = [outputs[i, first[layer, i]] for i in seen]
+        best = [max(outputs[i, j] for j in range(8) if j != i) for i in seen]
+        assert reports[layer].first_buddy == pytest.approx(np.mean(buddies), abs=1e-6)
+        assert reports[layer].most_alike == pytest.approx(np.mean(best), abs=1e-6)
+    assert likeness(dataclasses.replace(profile, output_similarity=None)) is None
 
 
 def test_pictures_are_drawn_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +123,10 @@ def test_the_command(text: Path, tmp_path: Path, model: str) -> None:
     assert profile is not None and profile.rule == BuddyRule(0.8, 8)
     assert answer["num_tokens"] == profile.num_tokens
     assert answer["list_lengths"] == profile.lists().lengths.tolist()
-    assert 0 < answer["layers"][0]["concentration"] < 1 and answer["layers"][0]["alike"] < 1
+    assert (
+        0 < answer["layers"][0]["concentration"] < 1
+        and answer["layers"][0]["likeness"]["pairs"] < 1
+    )
     drawn = {Path(path).name for path in json.loads(result.stdout)["plots"]}
     assert model != "demo:chat" or drawn >= {"co-activation.png", "output-similarity.png"}
 

@@ -69,16 +69,18 @@ def buddy_table(profile: BuddyProfile) -> Table:
 
 def likeness_table(profile: BuddyProfile) -> Table | None:
     """Whether experts are alike, where that was measured, and whether co-activation tells."""
-    from lowtide.lab.buddy_report import layer_reports
+    from lowtide.lab.buddy_report import likeness
 
-    if profile.output_similarity is None:
+    reports = likeness(profile)
+    if reports is None:
         return None
-    table = Table(title="outputs of two experts", title_justify="left")
-    for name in ("layer", "cosine", "correlation with co-activation"):
+    table = Table(title="cosine of two experts' outputs", title_justify="left")
+    for name in ("layer", "all pairs", "first buddy", "most alike", "follows co-activation"):
         table.add_column(name, justify="right")
-    reports = list(enumerate(layer_reports(profile)))
-    for layer, report in reports[:: -(-len(reports) // _MAX_ROWS)]:
-        table.add_row(str(layer), f"{report.alike:.3f}", f"{report.tells_alike:.2f}")
+    for layer in range(0, len(reports), -(-len(reports) // _MAX_ROWS)):
+        report = reports[layer]
+        cosines = (f"{each:.3f}" for each in report[:3])
+        table.add_row(str(layer), *cosines, f"{report.correlation:.2f}")
     return table
 
 

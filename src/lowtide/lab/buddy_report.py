@@ -24,6 +24,15 @@ MAX_MAPS = 12
 """Layers of which maps are drawn: evenly spread, the first and the last among them."""
 
 
+class Likeness(NamedTuple):
+    """How alike the outputs of one layer's experts are: cosines, and whether lists find them."""
+
+    pairs: float  # mean over all pairs
+    first_buddy: float  # of an expert with the first of its list, in the mean
+    most_alike: float  # with whom it is most like
+    correlation: float  # Spearman's, over all pairs, of the cosine with q(j|i)
+
+
 class LayerReport(NamedTuple):
     """Of one MoE layer."""
 
@@ -34,8 +43,7 @@ class LayerReport(NamedTuple):
     top_peers: float  # share of an expert's co-activations with its 4 foremost peers
     concentration: float
     affinity: float  # nats
-    alike: float | None  # mean cosine of two experts' outputs, where that was measured
-    tells_alike: float | None  # Spearman's correlation of q(j|i) with the cosine of outputs
+    likeness: Likeness | None  # where outputs were compared
     entropy: tuple[float, ...]  # TAE at `ENTROPY_PERCENTILES`
 
 
@@ -44,7 +52,7 @@ def layer_reports(profile: BuddyProfile) -> list[LayerReport]:
     rule, lists = profile.rule, profile.lists()
     lengths = prefix_lengths(profile.q(rule.ranking, rule.smoothing), lists.alphas)
     concentration, affinity = profile.concentration(), profile.affinity()
-    alike, told = output_likeness(profile)
+    alike = likeness(profile)
     tops = top_peers(profile)
     entropies = [profile.entropy_threshold(each) for each in ENTROPY_PERCENTILES]
     return [
@@ -56,8 +64,7 @@ def layer_reports(profile: BuddyProfile) -> list[LayerReport]:
             top_peers=float(tops[layer]),
             concentration=float(concentration[layer]),
             affinity=float(affinity[layer]),
-            alike=None if alike is None else float(alike[layer]),
-            tells_alike=None if told is None else float(told[layer]),
+            likeness=None if alike is None else alike[layer],
             entropy=tuple(float(each[layer]) for each in entropies),
         )
         for layer, is_seen in enumerate(profile.activations > 0)
@@ -73,21 +80,37 @@ def as_object(profile: BuddyProfile) -> dict[str, object]:
         "k_max": rule.k_max,
         "ranking": rule.ranking.value,
         "smoothing": rule.smoothing,
-        "layers": [report._asdict() for report in layer_reports(profile)],
+        "layers": [_layer_object(report) for report in layer_reports(profile)],
         "list_lengths": profile.lists().lengths,
     }
 
 
-def output_likeness(profile: BuddyProfile) -> tuple[FloatArray, FloatArray] | tuple[None, None]:
-    """Whether experts are alike, and whether co-activation tells who is: the mean cosine of two
-    experts' outputs, and Spearman's correlation of it with q(j|i) over all pairs. Each [layers]"""
-    similarity = profile.output_similarity
-    if similarity is None:
-        return None, None
+def _layer_object(report: LayerReport) -> dict[str, object]:
+    alike = report.likeness
+    return {**report._asdict(), "likeness": None if alike is None else alike._asdict()}
+
+
+def likeness(profile: BuddyProfile) -> list[Likeness] | None:
+    """By layer; None where outputs were not compared."""
+    if profile.output_similarity is None:
+        return None
     is_pair = ~np.eye(profile.num_experts, dtype=bool)
-    outputs, q = similarity[:, is_pair].astype(np.float64), profile.q(smoothing=0.0)[:, is_pair]
-    told = [np.corrcoef(_ranks(a), _ranks(b))[0, 1] for a, b in zip(outputs, q, strict=True)]
-    return outputs.mean(axis=1), np.array(told)
+    q, first = profile.q(smoothing=0.0), profile.lists().ids[:, :, 0]
+    found = []
+    for layer, cosines in enumerate(profile.output_similarity.astype(np.float64)):
+        is_seen = first[layer] >= 0
+        to_first = cosines[is_seen, first[layer][is_seen]]
+        most = np.where(is_pair, cosines, -1)[is_seen].max(axis=1)
+        ranks = _ranks(cosines[is_pair]), _ranks(q[layer][is_pair])
+        found.append(
+            Likeness(
+                pairs=float(cosines[is_pair].mean()),
+                first_buddy=float(to_first.mean()),
+                most_alike=float(most.mean()),
+                correlation=float(np.corrcoef(*ranks)[0, 1]),
+            )
+        )
+    return found
 
 
 def top_peers(profile: BuddyProfile) -> FloatArray:

@@ -54,8 +54,11 @@ class QualityCurve:
         """The most mass whose estimated KL is at most `max_kl`; never beyond what was measured.
 
         Straight lines through no harm at no mass and the measured points; where the curve falls,
-        what lies below counts as high as the highest so far.
+        what lies below counts as high as the highest so far. Raises UsageError for a KL that is
+        not at least 0.
         """
+        if not max_kl >= 0:
+            raise UsageError(f"max_kl must be at least 0, not {max_kl:g}: it is in nats.")
         mass = np.concatenate([[0.0], self.mass])
         kl = np.maximum.accumulate(np.concatenate([[0.0], self.kl]))
         if max_kl >= kl[-1]:

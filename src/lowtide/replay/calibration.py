@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from lowtide.core import FloatArray
 from lowtide.errors import StorageError, UsageError
 from lowtide.files.array_file import Arrays, Contradiction, load_arrays, save_arrays
 from lowtide.files.whole_file import check_writable
-from lowtide.policies.buddy_profile import BuddyProfile
+from lowtide.policies.buddy_profile import BuddyProfile, QualityCurve
 from lowtide.replay.buddy_arrays import BUDDY_DTYPES, arrays_of, profile_of
 from lowtide.replay.trace import MAX_TRACE_BYTES, TRACE_DTYPES, Trace, TraceShape, trace_of
 
@@ -92,6 +92,16 @@ class Calibration:
                 f"The calibration is another model's: {_described(self.architecture, self.shape)}, "
                 f"and this is {_described(architecture, shape)}; run lowtide calibrate on this one."
             )
+
+    def with_curve(self, curve: QualityCurve) -> Calibration:
+        """The same with what `lowtide quality` measured of its buddies, in place of what was
+        measured before. Raises UsageError where it has no buddies."""
+        if self.buddies is None:
+            raise UsageError(
+                "A quality curve is of a buddy profile, and this calibration has none; run lowtide "
+                "calibrate --buddies."
+            )
+        return replace(self, buddies=replace(self.buddies, curve=curve))
 
     def save(self, path: Path) -> None:
         """Writes it, whole or not at all, making its folder. Raises StorageError."""
