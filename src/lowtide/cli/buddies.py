@@ -48,7 +48,7 @@ def buddy_table(profile: BuddyProfile) -> Table:
     rule = profile.rule
     title = f"buddies by {rule.ranking.value}, at most {rule.k_max} of {profile.num_experts - 1}"
     table = Table(title=title, title_justify="left")
-    for name in ("layer", "alpha", "reach it", "listed", "unseen"):
+    for name in ("layer", "alpha", "reach it", "list", "unseen"):
         table.add_column(name, justify="right")
     for name in (f"top {TOP_PEERS}", "concentration", "affinity"):
         table.add_column(name, justify="right")
