@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +17,9 @@ IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 FloatArray = NDArray[np.float64]
 WeightArray = NDArray[np.float32]
+
+NOBODY: IntArray = np.empty(0, np.int64)
+"""No expert."""
 
 ALIGNMENT = 64
 """Bytes: every weight part and every workspace buffer starts on such a boundary."""
@@ -35,17 +38,50 @@ class StepKind(enum.Enum):
     DECODE = "decode"  # one new token per sequence
 
 
+class RowKind(enum.IntEnum):
+    """What becomes of one row of a pass."""
+
+    PROMPT = 0  # a token that was given: its keys and values are kept
+    COMMIT = 1  # a token of a diffusion block that is final: they are kept, too
+    DRAFT = 2  # a row of a block on its way: nothing of it outlasts the pass but what it writes
+    DECODE = 3  # the newest token of an autoregressive answer: kept, and the next is chosen by it
+
+
+class PassRows(NamedTuple):
+    """Whose the rows of a pass are, and what for."""
+
+    request: IntArray  # [rows] names as in events; -1: nobody's
+    kind: NDArray[np.uint8]  # [rows] of `RowKind`
+
+    @classmethod
+    def nobodys(cls, kind: StepKind, num_rows: int) -> PassRows:
+        """Of a pass that nobody told more of than its kind."""
+        return cls(np.full(num_rows, -1), np.full(num_rows, _ROW_KIND[kind], np.uint8))
+
+
+_ROW_KIND = {
+    StepKind.PREFILL: RowKind.PROMPT,
+    StepKind.DENOISE: RowKind.DRAFT,
+    StepKind.DECODE: RowKind.DECODE,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One forward pass, as policies see it.
 
     `index` counts denoising (or decoding) passes. With one sequence it restarts at 0 in every
     block; in a batch it is one counter of the engine. A prefill pass carries the index of the
-    pass that follows it and does not count.
+    pass that follows it and does not count. `rows`: of the pass, where somebody told them.
     """
 
     kind: StepKind
     index: int
+    rows: PassRows | None = field(default=None, compare=False, repr=False)
+
+    def rows_of(self, num_rows: int) -> PassRows:
+        """Those it was told, or what its kind says of so many."""
+        return PassRows.nobodys(self.kind, num_rows) if self.rows is None else self.rows
 
 
 class CacheMode(enum.Enum):
@@ -82,13 +118,15 @@ class Moves(NamedTuple):
 
     `admit` are experts that are not resident and shall be after this step; `evict` are
     residents that shall not. An evicted expert that this step needs is evicted after its use.
+    `later`: without a device, who shall be when the layer comes again; nobody waits for them yet.
     """
 
     admit: IntArray
     evict: IntArray
+    later: IntArray = NOBODY
 
 
-NO_MOVES = Moves(np.empty(0, np.int64), np.empty(0, np.int64))
+NO_MOVES = Moves(NOBODY, NOBODY)
 
 
 class MoEShape(NamedTuple):
@@ -272,8 +310,11 @@ class Costs:
         return max(self.link_s, self.disk_read_s)
 
 
-NOBODY: IntArray = np.empty(0, np.int64)
-"""No expert."""
+class Left(NamedTuple):
+    """What each request of a pass may still have replaced of its router's weight."""
+
+    owner: IntArray  # [rows] whose each row is, as an index of `mass`
+    mass: FloatArray  # [requests of the pass]; infinite where nothing bounds it
 
 
 class Facts(NamedTuple):
@@ -301,6 +342,13 @@ class Facts(NamedTuple):
     fetched: IntArray = NOBODY
     """Absent experts that the step brings anyway, once decided: keeping one moves nothing."""
     routing: RoutedTokens | None = None  # of the step, for policies that ask for it
+    is_here: BoolArray | None = None
+    """[num_experts]: residents, whether the step asks for them or not; None: as `is_kept`."""
+    is_at_host: BoolArray | None = None
+    """[num_experts]: whose bytes are in host memory, beside a device; None: all of them."""
+    device_of: IntArray | None = None
+    """[num_experts]: of several devices the one that each is on, -1 where it is on none."""
+    left: Left | None = None  # told to a substitution, where something bounds it
 
     @property
     def room(self) -> int:

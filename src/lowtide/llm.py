@@ -46,6 +46,7 @@ from lowtide.layers.router import Router
 from lowtide.model_folder.hub_model import HubModel
 from lowtide.model_folder.tokenizer import Tokenizer, cut_at_stop
 from lowtide.params import SamplingParams
+from lowtide.policies.receipt import Receipt
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class Usage:
     completion_tokens: int
     forwards: int
     kv_cache: str = CacheMode.EXACT.value  # others are approximations, see `core.CacheMode`
+    receipt: Receipt | None = None  # under a policy that may change words: what it did
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +287,7 @@ class LLM:
                 completion_tokens=len(token_ids),
                 forwards=finished.num_forwards,
                 kv_cache=self.plan.kv_cache,
+                receipt=finished.receipt,
             ),
             logprobs=None if request.params.logprobs is None else list(finished.logprobs),
         )

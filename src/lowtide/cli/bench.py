@@ -53,7 +53,7 @@ def bench(
     question = None if prompt is None else read_prompt(prompt, None)
     options = settings.engine_options()
     names = [name.strip() for name in str(options.pop("policy")).split(",")]
-    policies = _policies(names, options.pop("policy_options", {}))
+    policies = _policies(names, options.pop("policy_options", {}), settings.flag("unsafe"))
     with redirect_stdout(sys.stderr):
         folder = str(find_model(model, settings))
         ceilings, result = _measured(folder, policies, question, params, repeats, options)
@@ -92,13 +92,13 @@ def _measured(
     return ceilings, result
 
 
-def _policies(names: list[str], options: Any) -> dict[str, dict[str, str]]:
+def _policies(names: list[str], options: Any, is_unsafe: bool) -> dict[str, dict[str, str]]:
     """Policies by name, each with those of the options that it has. Raises UsageError."""
     if len(set(names)) < len(names):
         raise UsageError(f"--policy names a policy twice: {', '.join(names)}.")
     policies = {name: _own(options, options_of(name)) for name in names}
     for name, own in policies.items():
-        check_policy(name, own)
+        check_policy(name, own, is_unsafe)
     for option in options:
         if not any(option in own for own in policies.values()):
             raise UsageError(f"None of the policies {', '.join(names)} has an option {option!r}.")

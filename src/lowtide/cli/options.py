@@ -58,6 +58,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "check_weights", Kind.BOOLEAN, Group.ENGINE, "Refuse weights that are not finite.", False
     ),
+    Option("unsafe", Kind.BOOLEAN, Group.ENGINE, "Allow baselines that harm answers.", False),
     Option("calibration", Kind.TEXT, Group.ENGINE, "What lowtide calibrate wrote."),
     Option("config_override", Kind.JSON_PAIRS, Group.ENGINE, "A value to replace config.json's."),
     Option("offline", Kind.BOOLEAN, Group.HUB, "Use only what is on this machine.", False),

@@ -8,14 +8,15 @@ which they came: a long prompt starves nobody, and whoever runs rides along with
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide.core import Step, StepKind
-from lowtide.decode.batch_decoder import BatchDecoder, Model
+from lowtide.core import RowKind, Step, StepKind
+from lowtide.decode.batch_decoder import BatchDecoder, Model, joined, rows_of
 from lowtide.decode.causal_sequence import CausalSequence, Choice, choose
 from lowtide.decode.logits import tiled_logits
 from lowtide.decode.request import Event, Request
@@ -126,8 +127,11 @@ def _kind(turns: Sequence[_Turn]) -> StepKind:
 
 
 def _batch(turns: Sequence[_Turn], step: Step) -> Batch:
-    segments, num_rows = [], 0
+    segments, num_rows, rows = [], 0, []
     for sequence, first, stop in turns:
+        num_given = min(max(0, len(sequence.request.prompt) - first), stop - first)
+        rows.append(rows_of(sequence.request, RowKind.PROMPT, num_given))
+        rows.append(rows_of(sequence.request, RowKind.DECODE, stop - first - num_given))
         segments.append(Segment(num_rows, num_rows + stop - first, first, 1, sequence.kv))
         num_rows += stop - first
     token_ids = np.concatenate([turn.sequence.tokens[turn.first : turn.stop] for turn in turns])
@@ -136,5 +140,5 @@ def _batch(turns: Sequence[_Turn], step: Step) -> Batch:
         token_ids=torch.from_numpy(token_ids),
         positions=torch.from_numpy(positions),
         segments=tuple(segments),
-        step=step,
+        step=replace(step, rows=joined(rows)),
     )

@@ -11,8 +11,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
+import numpy as np
 from torch import Tensor
 
+from lowtide.core import PassRows, RowKind
 from lowtide.decode.request import Event, Request
 from lowtide.errors import PlanError, UsageError
 from lowtide.layers.batch import Batch
@@ -50,6 +52,16 @@ class Running(Protocol):
 
 
 S = TypeVar("S", bound=Running)
+
+
+def rows_of(request: Request, kind: RowKind, num_rows: int) -> PassRows:
+    """Consecutive rows of one request, all for the same."""
+    return PassRows(np.full(num_rows, request.id), np.full(num_rows, kind, np.uint8))
+
+
+def joined(parts: Sequence[PassRows]) -> PassRows:
+    """The rows of a pass, part after part."""
+    return PassRows(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
 class BatchDecoder(abc.ABC, Generic[S]):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core import Step, StepKind
-from lowtide.decode.batch_decoder import LOGIT_ROWS, BatchDecoder, Model
+from lowtide.decode.batch_decoder import LOGIT_ROWS, BatchDecoder, Model, joined
 from lowtide.decode.block_sequence import BlockSequence, Prediction
 from lowtide.decode.logits import tiled_logits
 from lowtide.decode.request import Committed, Draft, Event, Finished, Prefill, Request
@@ -109,9 +109,10 @@ class BlockDiffusion(BatchDecoder[BlockSequence]):
         return StepKind.DENOISE, turns
 
     def _batch(self, kind: StepKind, turns: Sequence[_Turn]) -> Batch:
-        token_ids, positions, segments = [], [], []
+        token_ids, positions, segments, rows = [], [], [], []
         num_rows = 0
         for sequence, first, stop in turns:
+            rows.append(sequence.pass_rows(first, stop))
             token_ids.append(sequence.tokens[first:stop])
             positions.append(np.arange(first, stop))
             segments.append(
@@ -130,7 +131,7 @@ class BlockDiffusion(BatchDecoder[BlockSequence]):
             token_ids=torch.from_numpy(np.concatenate(token_ids)),
             positions=torch.from_numpy(np.concatenate(positions)),
             segments=tuple(segments),
-            step=Step(kind, index),
+            step=Step(kind, index, joined(rows)),
         )
 
     def _predict(self, hidden: Tensor, turns: Sequence[_Turn]) -> list[Prediction]:

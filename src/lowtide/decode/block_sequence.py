@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from lowtide.core import BoolArray, IntArray
+from lowtide.core import BoolArray, IntArray, PassRows, RowKind
 from lowtide.decode.canvas import Canvas
 from lowtide.decode.request import Event, Prefill, Request
 from lowtide.decode.sampling import ArgMax, FloatArray, Sampling, choose_tokens
@@ -61,6 +61,15 @@ class BlockSequence(Canvas):
     def num_block_passes(self) -> int:
         """Denoising passes over the active block so far."""
         return self._num_steps + self._num_post_steps
+
+    def pass_rows(self, first: int, stop: int) -> PassRows:
+        """What becomes of the rows of positions `first` to `stop` in a pass."""
+        kinds = np.full(stop - first, RowKind.COMMIT, np.uint8)
+        kinds[: max(0, len(self.request.prompt) - first)] = RowKind.PROMPT
+        # A pass over a block without masks may leave it as it is, and then commits it.
+        if self._is_masked[self._block].any():
+            kinds[max(0, self._block_start - first) :] = RowKind.DRAFT
+        return PassRows(np.full(stop - first, self.request.id), kinds)
 
     def wanted_positions(self) -> IntArray:
         """The positions [n] of the active block whose logits matter."""

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide.core import CacheMode, IntArray, Step, StepKind, align_up
-from lowtide.decode.batch_decoder import BatchDecoder
+from lowtide.core import CacheMode, IntArray, RowKind, Step, StepKind, align_up
+from lowtide.decode.batch_decoder import BatchDecoder, joined, rows_of
 from lowtide.decode.candidates import Candidates
 from lowtide.decode.logits import rows_that_predict
 from lowtide.decode.masked_sequence import MaskedSequence
@@ -113,10 +113,17 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
         first = max(0, block.start - self._logits_shift)
         return first, block.stop if self._cache_mode is CacheMode.DUAL else length
 
+    def _kind(self, turn: _Turn) -> RowKind:
+        """Keys and values of a block's first pass are kept for those after it."""
+        is_kept = self._cache_mode is not CacheMode.EXACT and not turn.sequence.num_block_passes
+        return RowKind.COMMIT if is_kept else RowKind.DRAFT
+
     def _batch(self, turns: Sequence[_Turn]) -> Batch:
-        token_ids, positions, segments = [], [], []
+        token_ids, positions, segments, rows = [], [], [], []
         for turn in turns:
-            token_ids += turn.token_ids()
+            own = turn.token_ids()
+            token_ids += own
+            rows.append(rows_of(turn.sequence.request, self._kind(turn), sum(map(len, own))))
             positions += [np.arange(turn.first, turn.stop)] * len(turn.starts)
             segments += turn.segments()
         is_alone = len(self._running) == 1
@@ -125,7 +132,7 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
             token_ids=torch.from_numpy(np.concatenate(token_ids)),
             positions=torch.from_numpy(np.concatenate(positions)),
             segments=tuple(segments),
-            step=Step(StepKind.DENOISE, index),
+            step=Step(StepKind.DENOISE, index, joined(rows)),
         )
 
     def _read(self, hidden: Tensor, turns: Sequence[_Turn]) -> list[Candidates]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from lowtide.core import align_up
 from lowtide.params import SamplingParams
+from lowtide.policies.receipt import Receipt
 
 _ids = itertools.count()
 
@@ -112,6 +113,7 @@ class Finished:
     finish_reason: str
     num_forwards: int  # passes that could write tokens; those that only filled the cache are not
     logprobs: tuple[TokenLogprobs, ...] = ()
+    receipt: Receipt | None = None  # what a policy that may change words did to them
 
 
 Event = Prefill | Draft | Committed | Finished

@@ -71,7 +71,8 @@ class EngineConfig:
     head_form: for ablations, see `decode.row_reading.HeadForm`.
     elastic: what sequences do not use of the KV cache's memory holds experts, which make room for
     as many sequences at once as there is memory for, none longer than `context` (without a GPU).
-    check_weights: read all weights once and refuse infinities and NaN. progress: called with
+    check_weights: read all weights once and refuse infinities and NaN. unsafe: policies' baselines
+    that make answers worse are allowed. progress: called with
     (what, bytes done, bytes in all).
     """
 
@@ -94,6 +95,7 @@ class EngineConfig:
     head_form: str = HeadForm.FUSED.value
     elastic: bool = False
     check_weights: bool = False
+    unsafe: bool = False
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
@@ -125,7 +127,7 @@ class EngineConfig:
         self._check_integer("context", 1, 2**28)
         self._check_integer("block_length", 1, MAX_BLOCK_LENGTH)
         self._check_integer("seed", 0, 2**63 - 1)
-        check_policy(self.policy, self.policy_options)
+        check_policy(self.policy, self.policy_options, self.unsafe)
 
     def _check_kinds(self) -> None:
         kinds: list[tuple[str, type | UnionType, str]] = [

@@ -192,7 +192,7 @@ def register(opened: OpenModel, num_rows: int | None = None) -> Registrar:
     for all. Of more than `MAX_PASS_ROWS` rows it is bidirectional, over one whole sequence.
     """
     policy, num_rows = opened.options.policy, num_rows or opened.max_pass_rows
-    key = (num_rows, substitutes(policy), asks_scores(policy))
+    key = (num_rows, substitutes(policy), asks_scores(policy, opened.options.policy_options))
     if key not in opened.passes:
         opened.passes[key] = registrar = Registrar()
         _run_forward(opened, registrar, _largest_segments(opened, num_rows), LOGIT_ROWS + 15)
@@ -242,7 +242,8 @@ def _run_forward(
     kv_shape[3] = segments[0].kv.capacity
     kv_cache = KVCache(torch.empty(kv_shape, dtype=opened.dtype, device="meta"))
     policy = opened.options.policy
-    experts = ExpertRegistrar(config.moe_shape, substitutes(policy), asks_scores(policy))
+    has_scores = asks_scores(policy, opened.options.policy_options)
+    experts = ExpertRegistrar(config.moe_shape, substitutes(policy), has_scores)
     compute = Compute(InlineExecutor(), REFERENCE, registrar, torch.device("meta"))
     model_class = families()[config.family].model()
     model = model_class(config, opened.dense.meta(), experts, kv_cache, compute)

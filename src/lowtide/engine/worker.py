@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -237,6 +238,7 @@ class Worker:
         except BaseException as error:
             self._fail_pass(error)
             return
+        events = [self._with_receipt(event) for event in events]
         self.speed.count(events)
         news: dict[Answers, list[Event]] = {}
         for event in events:
@@ -245,6 +247,13 @@ class Worker:
                 del self._answers[event.request]
         for answers, part in news.items():
             answers.put(part)
+
+    def _with_receipt(self, event: Event) -> Event:
+        """An answer's last event says what was done to its words, if anything may be."""
+        if not isinstance(event, Finished):
+            return event
+        receipt = self.engine.experts.take_receipt(event.request)
+        return event if receipt is None else replace(event, receipt=receipt)
 
     def _fail_pass(self, error: BaseException) -> None:
         """Ends those whose pass it was; others, and who asks later, go on."""
@@ -259,6 +268,7 @@ class Worker:
             if self._answers.get(request.id) is answers:
                 del self._answers[request.id]
                 self._decoder.cancel(request.id)
+                self.engine.experts.take_receipt(request.id)
 
     def _end_error(self) -> Exception:
         if self._fault is None:

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from lowtide.core import NO_MOVES, Demand, Facts, IntArray, Moves, Step
-from lowtide.experts.read_ahead import PendingRead, ReadAhead, end_reads
+from lowtide.experts.read_ahead import LateReads, PendingRead, ReadAhead, end_reads
 from lowtide.experts.slots import ExpertSlots, SlotLedger
 from lowtide.experts.transfer import Transfer, ticket_result
 from lowtide.policies.decision import Policies
@@ -67,6 +67,7 @@ class HostTier:
         self.is_permanent = is_permanent
         self.stats = HostStats()
         self.read_ahead = ReadAhead(ledger) if reads_ahead else None
+        self._late = LateReads(ledger)
         self._uses: deque[tuple[int, Use]] = deque()
         self._returned: deque[int] = deque()  # slots whose use on another thread has ended
         self._evict_after: dict[int, tuple[int, int]] = {}  # slot: its (layer, expert)
@@ -111,6 +112,15 @@ class HostTier:
         )
         return self._policies.moves(facts, self._policies.decide(facts))
 
+    def arrive(self, layer: int) -> None:
+        """Before a layer's step: who was to come for later is there. Waits for their reads."""
+        for read in self._late.end(layer):
+            self.stats.read_bytes += ticket_result(read.ticket)
+            if self.has(layer, read.expert):
+                self.ledger.drop(read.slot)
+            else:
+                self.bind(layer, read)
+
     def open(self, layer: int, wanted: IntArray, moves: Moves) -> HostReads:
         """Experts that this layer's step needs in host memory; `wanted` ascend."""
         return HostReads(self, layer, wanted, moves)
@@ -128,6 +138,8 @@ class HostTier:
 
     def pause(self) -> None:
         """Between passes: ends reads for a coming layer, so that no slot is being filled."""
+        for layer in self._late.layers:
+            self.arrive(layer)
         if self.read_ahead is not None:
             self.stats.num_wasted += len(self.read_ahead)
             self.read_ahead.claim(-1, ())
@@ -187,6 +199,7 @@ class HostTier:
         """After a failure, when nothing uses a slot any more: gives all back but residents'."""
         if self.read_ahead is not None:
             self.read_ahead.cancel()
+        self._late.cancel()
         self.transfer.drain()
         self._uses.clear()
         self._returned.clear()
@@ -226,6 +239,7 @@ class HostReads:
         self.here = [(expert, tier.lease(layer, expert)) for expert in wanted[is_here].tolist()]
         for expert in moves.evict.tolist():
             tier.evict(layer, expert)
+        tier._late.expect(layer, moves.later)
         self._claim()
 
     @property
@@ -244,7 +258,10 @@ class HostReads:
         tier.settle()
         while self._waiting and tier.ledger.num_free:
             self._pending.append(tier._start_read(self._layer, self._waiting.popleft()))
-        if not self._waiting and tier.read_ahead is not None:
+        if self._waiting:
+            return
+        tier._late.start_reads(tier.transfer)
+        if tier.read_ahead is not None:
             tier.read_ahead.start_reads(tier.transfer)
 
     def next(self) -> tuple[int, int] | None:

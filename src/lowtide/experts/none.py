@@ -12,6 +12,7 @@ from lowtide.experts.host_tier import HostStats
 from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import ExpertStats, Observer
 from lowtide.memory.workspace import Buffers
+from lowtide.policies.receipt import Receipt
 
 
 class NoExperts:
@@ -32,6 +33,10 @@ class NoExperts:
         scores: Tensor | None = None,
     ) -> None:
         raise InternalError(f"MoE layer {layer} of a model without experts.")
+
+    def take_receipt(self, request: int) -> Receipt | None:
+        """Nothing is replaced."""
+        return None
 
     def as_dict(self) -> dict[str, float]:
         """The counters of the runtime without a device, which stay where they are."""

@@ -95,6 +95,46 @@ class ReadAhead:
         return np.flatnonzero(~is_resident)
 
 
+class LateReads:
+    """Owns reads of experts that are to be resident when their layer comes again, and that nobody
+    waits for meanwhile. Each has the slot that its layer gave up for it."""
+
+    def __init__(self, ledger: SlotLedger) -> None:
+        self._ledger = ledger
+        self._waiting: deque[tuple[int, int]] = deque()  # layer, expert
+        self._pending: dict[int, list[PendingRead]] = {}  # by layer
+
+    @property
+    def layers(self) -> list[int]:
+        """That have a read under way."""
+        return list(self._pending)
+
+    def expect(self, layer: int, experts: IntArray) -> None:
+        """Who is to come for a layer's next step."""
+        self._waiting.extend((layer, expert) for expert in experts.tolist())
+
+    def start_reads(self, transfer: Transfer) -> None:
+        """Gives free slots to those that wait for one; nobody who is demanded does."""
+        while self._waiting and self._ledger.num_free:
+            layer, expert = self._waiting.popleft()
+            slot = self._ledger.take()
+            read = PendingRead(expert, slot, transfer.start(layer, expert, slot))
+            self._pending.setdefault(layer, []).append(read)
+
+    def end(self, layer: int) -> list[PendingRead]:
+        """A layer's reads, for the caller to wait for; whoever never got a slot is forgotten."""
+        self._waiting = deque(each for each in self._waiting if each[0] != layer)
+        return self._pending.pop(layer, [])
+
+    def cancel(self) -> None:
+        """After a failure: forgets its reads; those under way are the caller's to wait for."""
+        for reads in self._pending.values():
+            for read in reads:
+                read.ticket.cancel()
+        self._waiting.clear()
+        self._pending.clear()
+
+
 def end_reads(reads: Collection[PendingRead]) -> None:
     """Cancels those that have not begun and waits for the others: no slot is written any more."""
     wait([read.ticket for read in reads if not read.ticket.cancel()])

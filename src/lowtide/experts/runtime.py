@@ -27,6 +27,7 @@ from lowtide.experts.told import device_facts, host_facts, substituted_routing, 
 from lowtide.memory.workspace import Buffers
 from lowtide.policies.decision import Decision, Policies
 from lowtide.policies.lending import Use
+from lowtide.policies.receipt import Receipt
 from lowtide.reading.dense_weights import Progress, no_progress
 
 
@@ -104,7 +105,7 @@ class ExpertRuntime:
         self._is_under_way = True
         device, fits_tile = self.device, not is_long(len(x))
         try:
-            if device is not None and fits_tile and device.stays_whole(layer, self.room):
+            if device is not None and fits_tile and self._stays_whole(device, layer):
                 self._run_whole(device, layer, x, routing, workspace, out)
             else:
                 self._run_layer(layer, x, routing, step, workspace, out, scores)
@@ -128,6 +129,8 @@ class ExpertRuntime:
     def adopt(self, policies: Policies, progress: Progress = no_progress) -> None:
         """Goes on under other policies, from their own first residents. Between passes only."""
         self._abandon()  # nothing is demanded: ends what was begun for later
+        if policies.receipts is not None and self.policies.receipts is not None:
+            policies.receipts.take_over(self.policies.receipts)
         self.policies = policies
         self.room = Room(policies.capacity)
         self.load(progress)
@@ -153,6 +156,15 @@ class ExpertRuntime:
         link = device.link.stats
         counts.update({"num_on_host": self.num_on_host, **link.as_dict()})
         return {**counts, "link_bytes": link.num_copies * self.host.slots.layout.num_bytes}
+
+    def _stays_whole(self, device: DeviceTier, layer: int) -> bool:
+        """Whether a layer needs no policy; its router's weights are counted for receipts, too."""
+        return self.policies.receipts is None and device.stays_whole(layer, self.room)
+
+    def take_receipt(self, request: int) -> Receipt | None:
+        """What was done to a request's words, once it has ended; None where nothing may be."""
+        receipts = self.policies.receipts
+        return None if receipts is None else receipts.take(request)
 
     def _run_whole(
         self,
@@ -181,8 +193,11 @@ class ExpertRuntime:
         scores: Tensor | None,
     ) -> None:
         """Demand, substitute, decide, rows, run, combine."""
+        if self.device is None:
+            self.host.arrive(layer)
         at_host = self._look(layer, x, routing, scores, workspace)
-        facts = run = self._facts(step, layer, at_host.experts, at_host.told)
+        facts = self._facts(step, layer, at_host.experts, at_host.told)
+        run: Facts | None = None
         self._count(facts.demand)
         substituted = self.policies.substitute(facts)
         if substituted is not None:
@@ -199,9 +214,10 @@ class ExpertRuntime:
             given = LongPass.of(x, routing, rows, buffers, terms, out)
             LongRun(self, facts, decision, at_host, given).run()
             return
-        if self._can_run_at_once(x, run.demand, decision):
+        demand = facts.demand if run is None else run.demand
+        if self._can_run_at_once(x, demand, decision):
             self.expect_next(layer, facts.demand)
-            self._run_at_once(layer, x, routing, run.demand.experts, buffers, out)
+            self._run_at_once(layer, x, routing, demand.experts, buffers, out)
             return
         rows = self._rows(x, routing, buffers)
         LayerRun(self, facts, decision, at_host, rows, buffers).run()
@@ -228,7 +244,7 @@ class ExpertRuntime:
         common = (step, layer, num_tokens, told, self.room.capacity, self.policies.costs)
         if self.device is None:
             return host_facts(*common, self.host.ledger)
-        return device_facts(*common, self.device.link)
+        return device_facts(*common, self.device.link, self.host)
 
     def _count(self, demand: Demand) -> None:
         self.stats.num_hits += (num_hits := int(np.count_nonzero(demand.is_resident)))
@@ -260,7 +276,7 @@ class ExpertRuntime:
         at_once, moves = self.compute.at_once, decision.moves
         if self.device is not None or at_once is None or not at_once.takes(x):
             return False
-        is_moving = moves is not None and (len(moves.admit) or len(moves.evict))
+        is_moving = moves is not None and any(map(len, moves))
         return not is_moving and not self.host.num_ahead and bool(demand.is_resident.all())
 
     def _run_at_once(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core import Costs, Demand, Facts, IntArray, RoutedTokens, Step
+from lowtide.experts.host_tier import HostTier
 from lowtide.experts.link import Link
 from lowtide.experts.rows import Routing
 from lowtide.experts.slots import SlotLedger
@@ -43,6 +44,7 @@ def host_facts(
         can_fetch=False,
         has_idle_link=False,
         routing=told,
+        is_here=is_kept,
     )
 
 
@@ -54,15 +56,17 @@ def device_facts(
     capacity: IntArray,
     costs: Costs,
     link: Link,
+    host: HostTier,
 ) -> Facts:
     """Of a layer with a device beside the host, behind `link`; as above."""
     link.bind_arrived()
     experts = np.flatnonzero(num_tokens)
-    is_resident = link.ledger.is_resident(layer)[experts]
+    is_here = link.ledger.is_resident(layer)
+    everyone = np.arange(len(is_here))
     return Facts(
         step,
         layer,
-        Demand(experts, num_tokens[experts], is_resident, link.devices_with(layer, experts)),
+        Demand(experts, num_tokens[experts], is_here[experts], link.devices_with(layer, experts)),
         link.is_kept(layer),
         capacity,
         costs,
@@ -70,6 +74,9 @@ def device_facts(
         link.busy_s,
         can_fetch=costs.num_staging > 0,
         routing=told,
+        is_here=is_here,
+        is_at_host=None if host.is_permanent else host.ledger.is_resident(layer),
+        device_of=None if told is None else link.devices_with(layer, everyone),
     )
 
 

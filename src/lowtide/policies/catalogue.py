@@ -12,6 +12,7 @@ import numpy as np
 
 from lowtide.core import IntArray
 from lowtide.errors import UsageError
+from lowtide.policies import buddymoe
 from lowtide.policies.assignment import (
     AllFetch,
     Balance,
@@ -274,3 +275,5 @@ CATALOGUE: dict[str, Recipe] = {
     ),
 }
 """Every preset by name. `resident` ignores the capacity it is given."""
+
+CATALOGUE[buddymoe.NAME] = buddymoe.over(dict(CATALOGUE))

@@ -10,10 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lowtide.core import Assignment, Costs, Facts, IntArray, Moves, RoutedTokens
+from lowtide.core import Assignment, Costs, Facts, FloatArray, IntArray, Moves, RoutedTokens
 from lowtide.policies.assignment import Assign
 from lowtide.policies.placement import Placement
 from lowtide.policies.prefetch import Prefetch
+from lowtide.policies.readmission import Readmission
+from lowtide.policies.receipt import Receipts
 from lowtide.policies.substitution import Substitution, check_substituted
 
 
@@ -22,6 +24,7 @@ class Decision(NamedTuple):
 
     assignment: Assignment
     moves: Moves | None  # None: nothing waits for them, `Policies.moves` will tell
+    run: Facts | None = None  # of what is run, where that is not what the router demanded
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,9 @@ class Policies:
     and are told of in every step.
     waits: whether a step waits for the experts its placement admits (TIDE's Eq. 3) and runs them
     on the device, or computes them where they are and lets the moves follow (TIDE's Algorithm 1).
-    substitution: what may have other experts run than the router chose, if anything.
+    substitution: what may have other experts run than the router chose, if anything; receipts:
+    what it did to each request, and what bounds it; readmission: of replaced experts, where there
+    is no device.
     asks_routing: whether the facts are to have each token's experts and weights; asks_scores: and
     its router's scores.
     """
@@ -45,6 +50,8 @@ class Policies:
     costs: Costs
     waits: bool = False
     substitution: Substitution | None = None
+    receipts: Receipts | None = None
+    readmission: Readmission | None = None
     asks_routing: bool = False
     asks_scores: bool = False
 
@@ -54,11 +61,17 @@ class Policies:
         Raises InternalError for a substitution's answer that cannot be run.
         """
         asked = facts.routing
-        if self.substitution is None or asked is None or facts.demand.is_resident.all():
+        if self.substitution is None or asked is None:
+            return None
+        if self.receipts is not None:
+            facts = facts._replace(left=self.receipts.route(facts, asked))
+        if facts.demand.is_resident.all():
             return None
         answer = self.substitution(facts)
         if answer is not None:
             check_substituted(answer, asked, len(facts.is_kept))
+            if self.receipts is not None:
+                self.receipts.substitute(facts, asked, answer)
         return answer
 
     def decide(self, facts: Facts, run: Facts | None = None) -> Decision:
@@ -67,21 +80,26 @@ class Policies:
         run: the facts of what is run, where that is not what the router demanded; they matter for
         the assignment alone.
         """
-        run = facts if run is None else run
-        if self.waits:
-            moves = self.placement.update(facts)
-            assignment = self.assign(run)
-            is_awaited = facts.can_fetch and len(moves.admit)
-            return Decision(_promoted(assignment, moves.admit) if is_awaited else assignment, moves)
-        return Decision(self.assign(run), None)
+        told = facts if run is None else run
+        if not self.waits:
+            return Decision(self.assign(told), None, run)
+        moves, assignment = self.placement.update(facts), self.assign(told)
+        if facts.can_fetch and len(moves.admit):
+            assignment = _promoted(assignment, moves.admit)
+        return Decision(assignment, moves, run)
 
     def moves(self, facts: Facts, decision: Decision) -> Moves:
         """What is resident from now on; asked once, when the work of `decision` is under way.
 
         `facts` are those that `decide` was told of the router's demand.
         """
-        if decision.moves is not None:
-            return decision.moves
+        moves = decision.moves
+        if moves is None:
+            moves = self._moves(facts, decision)
+        self._settle(facts, decision, moves)
+        return moves
+
+    def _moves(self, facts: Facts, decision: Decision) -> Moves:
         fetched = decision.assignment.fetch
         if not facts.has_idle_link:
             is_run = decision.assignment.host
@@ -89,7 +107,43 @@ class Policies:
         if len(fetched):
             facts = facts._replace(fetched=fetched)
         moves = self.placement.update(facts)
-        return moves if facts.has_idle_link else of_those(moves, fetched)
+        if facts.has_idle_link:
+            return moves
+        if self.readmission is None:
+            return of_those(moves, fetched)
+        later = self.readmission.choose(facts, decision.run, moves)
+        chosen = of_those(moves, np.append(fetched, later))
+        return chosen._replace(admit=chosen.admit[~np.isin(chosen.admit, later)], later=later)
+
+    def _settle(self, facts: Facts, decision: Decision, moves: Moves) -> None:
+        """What a substitution saved: of the router's choice as it would have been assigned."""
+        run = decision.run
+        if self.receipts is None or run is None or facts.routing is None or run.routing is None:
+            return
+        before = brought_bytes(facts, self.assign(facts))
+        after = brought_bytes(run, decision.assignment)
+        # An expert that comes for later comes all the same.
+        for experts in (moves.admit, moves.later):
+            before[experts] = after[experts]
+        net_bytes = float(before.sum() - after.sum())
+        self.receipts.settle(facts.routing, run.routing, (before - after).clip(0), net_bytes)
+
+
+def brought_bytes(facts: Facts, assignment: Assignment) -> FloatArray:
+    """What each expert of an assignment takes of the link and of the disk. [num_experts]"""
+    size, demand = facts.costs.expert_bytes, facts.demand
+    num_bytes = np.zeros(len(facts.is_kept))
+    is_absent = np.zeros(len(facts.is_kept), np.bool_)
+    is_absent[demand.experts] = ~demand.is_resident
+    if facts.arriving_s is not None:
+        is_absent[demand.experts[np.isfinite(facts.arriving_s)]] = False
+    num_bytes[assignment.fetch] += size * is_absent[assignment.fetch]
+    if not facts.has_idle_link and not facts.can_fetch:  # no device: absent is on disk
+        num_bytes[assignment.host] += size * is_absent[assignment.host]
+    elif facts.is_at_host is not None:
+        used = np.concatenate([assignment.fetch, assignment.host])
+        num_bytes[used] += size * (is_absent & ~facts.is_at_host)[used]
+    return num_bytes
 
 
 def of_those(moves: Moves, fetched: IntArray) -> Moves:

@@ -57,9 +57,9 @@ def substitutes(name: str) -> bool:
     return name in CATALOGUE and CATALOGUE[name].substitution is not None
 
 
-def asks_scores(name: str) -> bool:
-    """Whether a policy wants the router's scores in its facts."""
-    return name in CATALOGUE and CATALOGUE[name].asks_scores
+def asks_scores(name: str, options: Mapping[str, str]) -> bool:
+    """Whether a policy with these options wants the router's scores in its facts."""
+    return name in CATALOGUE and CATALOGUE[name].asks_scores(parse_options(name, options))
 
 
 def candidates(*, can_fetch: bool = True) -> tuple[str, ...]:
@@ -78,13 +78,20 @@ def lossless_presets() -> tuple[str, ...]:
     )
 
 
-def check_policy(name: str, options: Mapping[str, str]) -> None:
-    """Raises UsageError for an unknown preset, option or value; needs no model."""
+def check_policy(name: str, options: Mapping[str, str], is_unsafe: bool) -> None:
+    """Raises UsageError for an unknown preset, option or value, and for one that only `is_unsafe`
+    allows; needs no model."""
     if name not in preset_names():
         raise UsageError(
             f"Policy {name!r} is not known; choose one of {', '.join(preset_names())}."
         )
-    parse_options(name, options)
+    parsed = parse_options(name, options)
+    baseline = None if name == AUTO else recipe(name).unsafe(parsed)
+    if baseline is not None and not is_unsafe:
+        raise UsageError(
+            f"{baseline} is a baseline that makes answers worse for comparisons' sake; ask for it "
+            "with --unsafe (unsafe=True), or choose miss=buddy."
+        )
 
 
 def parse_options(name: str, options: Mapping[str, str]) -> dict[str, object]:

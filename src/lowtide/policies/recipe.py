@@ -6,6 +6,7 @@ about it: who compares it, who must make room for its fetches, whether it change
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar, cast
@@ -15,9 +16,14 @@ import numpy as np
 from lowtide.core import Costs, FloatArray, IntArray
 from lowtide.errors import PlanError, UsageError
 from lowtide.policies.assignment import AllHost, Assign, HostAlone
+from lowtide.policies.buddy_profile import BuddyProfile
+from lowtide.policies.buddy_search import FindBuddies, search_buddies
 from lowtide.policies.decision import Policies
+from lowtide.policies.miss import Weighing
 from lowtide.policies.placement import Placement
 from lowtide.policies.prefetch import NoPrefetch, Prefetch
+from lowtide.policies.readmission import Readmission
+from lowtide.policies.receipt import Receipts
 from lowtide.policies.substitution import Substitution
 from lowtide.policies.tau import TauChange
 
@@ -39,6 +45,8 @@ class Setting:
         `moe-lightning` plans for and `lowtide` divides its residents for; without one every
         expert is given one token, and all layers what `capacity` says.
     on_tau_change: is told of an interval that follows the drift.
+    buddies: which experts may stand in for which, from a calibration; weighing: how the router
+        makes weights of its logits; find: what walks the lists of buddies.
     """
 
     capacity: Sequence[int]
@@ -50,6 +58,9 @@ class Setting:
     options: Mapping[str, object] = field(default_factory=dict)
     on_tau_change: Callable[[TauChange], None] = lambda change: None
     seed: int = 0
+    buddies: BuddyProfile | None = None
+    weighing: Weighing | None = None
+    find: FindBuddies = search_buddies
 
     @property
     def num_layers(self) -> int:
@@ -62,17 +73,22 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Option(Generic[T_co]):
-    """Something about a preset that a user may say: a whole number in a range, or a word.
+    """Something about a preset that a user may say: a number in a range, or a word.
 
-    words: what each of them stands for; a switch has `true` and `false` and no range.
+    words: what each of them stands for; a switch has `true` and `false` and no range. is_whole:
+    whether only whole numbers will do; others may be told to be above `low`. reads: what else may
+    be said, in words, and the reader of it, which raises ValueError for what it is not.
     """
 
     name: str
     summary: str
     default: T_co
-    low: int = 0
-    high: int = -1  # below `low`: no number will do
+    low: float = 0
+    high: float = -1  # below `low`: no number will do
     words: Mapping[str, T_co] = field(default_factory=dict)
+    is_whole: bool = True
+    is_above_low: bool = False
+    reads: tuple[str, Callable[[str], T_co]] | None = None
 
     def of(self, setting: Setting) -> T_co:
         """The value in force."""
@@ -82,18 +98,39 @@ class Option(Generic[T_co]):
         """Raises UsageError for what is neither a number in the range nor one of the words."""
         if text in self.words:
             return self.words[text]
-        is_number = text.isdecimal() and text.isascii() and len(text) <= 16
-        if not is_number or not self.low <= int(text) <= self.high:
-            raise UsageError(f"{self.name} must be {self.choices}, not {text!r}.")
-        return cast(T_co, int(text))
+        number = _number(text, self.is_whole)
+        is_above = number is not None and (number > self.low or not self.is_above_low)
+        if number is not None and is_above and self.low <= number <= self.high:
+            return cast(T_co, number)
+        if self.reads is not None:
+            try:
+                return self.reads[1](text)
+            except (ValueError, UsageError):
+                pass  # what may be said is the better answer
+        raise UsageError(f"{self.name} must be {self.choices}, not {text!r}.")
 
     @property
     def choices(self) -> str:
         """What may be said, in words."""
+        others = [*self.words] if self.reads is None else [*self.words, self.reads[0]]
         if self.high < self.low:
-            return " or ".join(self.words)
-        number = f"a whole number from {self.low} to {self.high}"
-        return ", or ".join([number, *self.words])
+            return " or ".join(others)
+        kind = "a whole number" if self.is_whole else "a number"
+        start = "above" if self.is_above_low else "from"
+        return ", or ".join([f"{kind} {start} {self.low:g} to {self.high:.15g}", *others])
+
+
+def _number(text: str, is_whole: bool) -> float | None:
+    """None for what is not a plain finite number."""
+    if not text.isascii() or len(text) > 24:
+        return None
+    if is_whole:
+        return int(text) if text.isdecimal() and len(text) <= 16 else None
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) and "_" not in text else None
 
 
 def switch(name: str, summary: str) -> Option[bool]:
@@ -112,9 +149,11 @@ class Recipe:
     weighs_moves: the placement asks what a move costs.
     is_candidate: `auto` compares it where it can simulate; of equals the first is taken.
     is_lossless: no token depends on what it decides.
-    substitution: what may have other experts run than the router chose; not lossless then.
+    substitution: what may have other experts run than the router chose, if its setting says so;
+    not lossless then. max_mass: what bounds it, for each request.
     asks_routing: its policies want each token's experts and weights in their facts, as every
-    substitution does; asks_scores: and its router's scores.
+    substitution does; asks_scores: whether with these options they want its router's scores, too.
+    unsafe: what of these options is for comparisons only, if anything: words are worse for it.
     """
 
     placement: Callable[[Setting], Placement]
@@ -129,9 +168,11 @@ class Recipe:
     weighs_moves: bool = False
     is_candidate: bool = False
     is_lossless: bool = True
-    substitution: Callable[[Setting], Substitution] | None = None
+    substitution: Callable[[Setting], Substitution | None] | None = None
+    max_mass: Callable[[Setting], float | None] = lambda setting: None
     asks_routing: bool = False
-    asks_scores: bool = False
+    asks_scores: Callable[[Mapping[str, object]], bool] = lambda options: False
+    unsafe: Callable[[Mapping[str, object]], str | None] = lambda options: None
 
     def policies(self, setting: Setting) -> Policies:
         """The preset at work, for one model, budget and machine.
@@ -154,13 +195,20 @@ class Recipe:
     def policies_without_device(self, setting: Setting) -> Policies:
         """Its placement, where the host runs every expert and reads each that is absent."""
         divided = replace(setting, capacity=self.capacity(setting))
+        substitution = None if self.substitution is None else self.substitution(setting)
+        asks_scores, receipts, readmission = self.asks_scores(setting.options), None, None
+        if substitution is not None:
+            receipts = Receipts(setting.num_layers, self.max_mass(setting))
+            readmission = Readmission(setting.num_layers)
         return Policies(
             self.placement(divided),
             HostAlone(),
             NoPrefetch(),
             np.array(divided.capacity, np.int64),
             setting.costs,
-            substitution=None if self.substitution is None else self.substitution(setting),
-            asks_routing=self.asks_routing or self.asks_scores or self.substitution is not None,
-            asks_scores=self.asks_scores,
+            substitution=substitution,
+            receipts=receipts,
+            readmission=readmission,
+            asks_routing=self.asks_routing or asks_scores or substitution is not None,
+            asks_scores=asks_scores,
         )

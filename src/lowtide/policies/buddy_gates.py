@@ -1,0 +1,146 @@
+"""BuddyMoE's gates: which tokens may have experts replaced, and whether a layer may at all.
+
+In the paper's order (3.1): a token's activating entropy and margin, then the layer's share of
+absent experts. Before both, ours: rows whose outcome lasts are exact unless asked otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lowtide.core import (
+    BoolArray,
+    Facts,
+    FloatArray,
+    IntArray,
+    PassRows,
+    RoutedTokens,
+    RowKind,
+    WeightArray,
+)
+from lowtide.policies.buddy_profile import token_entropy
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gates:
+    """What has to be so for a token, and for a layer, to have experts replaced.
+
+    entropies [layers]: TAE of a token at most this forbids it (its tau); temperature: of the TAE;
+    margin: as much between a token's best and second best p forbids it, too (its gamma); beta: an
+    absent share of the requested experts that is at least this forbids the whole layer.
+    in_prefill, in_commit: whether rows of prompts, and rows that only put a diffusion block's
+    final tokens into the KV cache, may be touched.
+    """
+
+    entropies: FloatArray | None = None
+    temperature: float = 1.0
+    margin: float | None = None
+    beta: float | None = None
+    in_prefill: bool = False
+    in_commit: bool = False
+
+    def open_tokens(self, facts: Facts, routing: RoutedTokens) -> BoolArray:
+        """Tokens that may have experts replaced, and whose device is not closed. [tokens]"""
+        is_open = self._touchable(facts.step.rows_of(len(routing.weights)))
+        if self.entropies is not None:
+            is_open &= (
+                token_entropy(routing.weights, self.temperature) > self.entropies[facts.layer]
+            )
+        if self.margin is not None:
+            is_open &= token_margins(routing.weights) < self.margin
+        if self.beta is not None and is_open.any():
+            is_open &= absent_shares(facts, routing) < self.beta
+        return is_open
+
+    def _touchable(self, rows: PassRows) -> BoolArray:
+        is_open = np.ones(len(rows.kind), np.bool_)
+        if not self.in_prefill:
+            is_open &= rows.kind != RowKind.PROMPT
+        if not self.in_commit:
+            is_open &= rows.kind != RowKind.COMMIT
+        return is_open
+
+
+def absent_experts(facts: Facts) -> BoolArray:
+    """Experts that are asked for and neither here nor on their way: what there is to save.
+
+    [num_experts]
+    """
+    demand = facts.demand
+    is_absent = ~demand.is_resident
+    if facts.arriving_s is not None:
+        is_absent = is_absent & np.isinf(facts.arriving_s)
+    absent = np.zeros(len(facts.is_kept), np.bool_)
+    absent[demand.experts] = is_absent
+    return absent
+
+
+def absent_shares(facts: Facts, routing: RoutedTokens) -> FloatArray:
+    """Of the experts requested on each token's device the share that is absent (Eq. 2); with one
+    device that is of the layer. [tokens]"""
+    absent = absent_experts(facts)
+    if facts.device_of is None:
+        share = np.count_nonzero(absent) / max(1, len(facts.demand.experts))
+        return np.full(len(routing.weights), share)
+    home = home_devices(facts.device_of, routing)
+    shares = np.zeros(len(home))
+    for device in np.unique(home).tolist():
+        own = home == device
+        shares[own] = absent[np.unique(routing.experts[own])].mean()
+    return shares
+
+
+def token_margins(weights: WeightArray) -> FloatArray:
+    """What lies between a token's best and second best p, its weights made to sum to 1. [tokens]"""
+    if weights.shape[1] < 2:
+        return np.ones(len(weights))
+    best = -np.partition(-weights.astype(np.float64), 1, axis=1)
+    margins: FloatArray = (best[:, 0] - best[:, 1]) / weights.sum(axis=1, dtype=np.float64)
+    return margins
+
+
+def home_devices(device_of: IntArray, routing: RoutedTokens) -> IntArray:
+    """Of several devices, the one that has most of each token's router weight, ties by number.
+
+    The paper partitions tokens and does not say how; a buddy there crosses nothing. [tokens]
+    """
+    device = device_of[routing.experts]
+    num_devices = int(device_of.max(initial=0)) + 1
+    weight = [(routing.weights * (device == one)).sum(axis=1) for one in range(num_devices)]
+    home: IntArray = np.stack(weight, axis=1).argmax(axis=1)
+    return home
+
+
+@dataclass(frozen=True, slots=True)
+class Psi:
+    """What else than q decides which buddy comes first (Eq. 3).
+
+    Psi(j|i, x) = q(j|i) * (1 + eta * z(j, x)) * (1 - kappa * hop(j, x)), where z is the router's
+    logit less its mean over the layer's experts, in standard deviations, and hop is 1 for a buddy
+    on another device than the token's.
+    """
+
+    eta: float = 0.0
+    kappa: float = 0.0
+
+    @property
+    def is_used(self) -> bool:
+        return self.eta > 0 or self.kappa > 0
+
+    def scores(
+        self, q: FloatArray, buddies: IntArray, facts: Facts, routing: RoutedTokens
+    ) -> FloatArray:
+        """Of each pair's buddies: q, buddies [tokens, k, length], -1 behind the last."""
+        psi = q
+        tokens = np.arange(len(buddies))[:, None, None]
+        if self.eta and routing.scores is not None:
+            logits = routing.scores.astype(np.float64)
+            deviation = logits.std(axis=1, keepdims=True)
+            z = (logits - logits.mean(axis=1, keepdims=True)) / deviation.clip(1e-12)
+            psi = psi * (1 + self.eta * z[tokens, buddies])
+        if self.kappa and facts.device_of is not None:
+            is_far = facts.device_of[buddies] != home_devices(facts.device_of, routing)[tokens]
+            psi = psi * (1 - self.kappa * is_far)
+        return psi

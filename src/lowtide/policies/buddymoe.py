@@ -1,0 +1,288 @@
+"""The preset `buddymoe`: any other preset's placement, and a miss policy that changes words.
+
+Its options, what they stand for, and how the miss policy is made of them and of a buddy profile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from lowtide.config import parse_size
+from lowtide.errors import UsageError
+from lowtide.policies.buddy_gates import Gates, Psi
+from lowtide.policies.buddy_lists import MAX_K_MAX, BuddyLists
+from lowtide.policies.buddy_profile import BuddyProfile
+from lowtide.policies.buddy_search import UNBOUNDED
+from lowtide.policies.miss import Buddy, CachePrior, Drop, Random, Rho
+from lowtide.policies.recipe import Option, Recipe, Setting, switch
+from lowtide.policies.substitution import Substitution
+
+NAME = "buddymoe"
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """An alpha for each layer, so that its lists have so many buddies in the mean."""
+
+    list_size: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepBytes:
+    """A `beta` from a transfer budget: bytes that a pass may read or fetch."""
+
+    num_bytes: int
+
+
+def _read_alpha(text: str) -> tuple[float, ...] | Fitted:
+    """A value for each layer, or the size that lists are to have."""
+    kind, colon, size = text.partition(":")
+    if colon and kind == "fit":
+        return Fitted(float(size))
+    return tuple(float(value) for value in text.split(","))
+
+
+def _read_beta(text: str) -> StepBytes:
+    if not text.endswith("B"):
+        raise ValueError(text)
+    return StepBytes(parse_size(text, 0))
+
+
+MISS = Option(
+    "miss",
+    "what becomes of tokens whose experts are absent",
+    "buddy",
+    words={name: name for name in ("buddy", "late", "wait", "random", "drop", "cache-prior")},
+)
+ALPHA: Option[float | tuple[float, ...] | Fitted | None] = Option(
+    "alpha",
+    "share of an expert's co-activations that its buddies cover; as calibrated unless given",
+    None,
+    0,
+    1,
+    is_whole=False,
+    is_above_low=True,
+    reads=("one for each layer (0.9,0.95,...), fit:SIZE", _read_alpha),
+)
+K_MAX: Option[int | None] = Option(
+    "k_max", "buddies of an expert, at most; as calibrated unless given", None, 1, MAX_K_MAX
+)
+RHO: Option[int | Rho] = Option(
+    "rho",
+    "substitutions of a token in a layer, at most",
+    Rho(),
+    0,
+    MAX_K_MAX,
+    {"half": Rho(), "none": Rho(UNBOUNDED)},
+)
+BETA: Option[float | StepBytes | None] = Option(
+    "beta",
+    "share of absent experts from which a layer's substitution is bypassed; or bytes of a pass",
+    None,
+    0,
+    1,
+    {"off": None},
+    is_whole=False,
+    reads=("bytes of a pass (64MiB)", _read_beta),
+)
+TAE: Option[float | None] = Option(
+    "tae",
+    "tokens below this percentile of the calibration's entropies keep their experts",
+    None,
+    0,
+    100,
+    {"off": None},
+    is_whole=False,
+)
+TEMPERATURE = Option(
+    "temperature", "of the entropy's probabilities", 1.0, 0, 100, is_whole=False, is_above_low=True
+)
+MARGIN: Option[float | None] = Option(
+    "margin",
+    "tokens whose best expert leads by this much keep their experts",
+    None,
+    0,
+    1,
+    {"off": None},
+    is_whole=False,
+)
+SEARCH_RANK: Option[int | None] = Option(
+    "search_rank", "how far down a list to look", None, 1, MAX_K_MAX, {"all": None}
+)
+ETA = Option("eta", "what a buddy's own router logit counts", 0.0, 0, 100, is_whole=False)
+KAPPA = Option("kappa", "what a buddy on another device loses", 0.0, 0, 1, is_whole=False)
+MAX_KL: Option[float | None] = Option(
+    "max_kl",
+    "estimated KL of a token in nats, at most; bounds the mass by the profile's curve",
+    None,
+    0,
+    1000,
+    {"off": None},
+    is_whole=False,
+)
+MAX_MASS: Option[float | None] = Option(
+    "max_mass",
+    "share of a request's router weight that may be replaced",
+    None,
+    0,
+    1,
+    {"off": None},
+    is_whole=False,
+)
+PRIOR = Option("prior", "what cache-prior adds to residents' logits", 1.0, 0, 1e6, is_whole=False)
+IN_PREFILL = switch("in_prefill", "whether rows of prompts may be touched")
+IN_COMMIT = switch("in_commit", "whether rows that cache final tokens of a block may be touched")
+_OWN: tuple[Option[object], ...] = (
+    *(MISS, ALPHA, K_MAX, RHO, BETA, TAE, TEMPERATURE, MARGIN, SEARCH_RANK, ETA, KAPPA),
+    *(MAX_KL, MAX_MASS, PRIOR, IN_PREFILL, IN_COMMIT),
+)
+
+_UNSAFE = ("random", "drop", "cache-prior")
+
+
+def over(bases: Mapping[str, Recipe]) -> Recipe:
+    """The preset, over any of `bases`, by the option `placement`."""
+    names = {name: name for name in bases if name != "resident"}
+    placement = Option(
+        "placement", "the preset that places, assigns and prefetches", "lowtide", words=names
+    )
+
+    def base(setting: Setting) -> Recipe:
+        return bases[placement.of(setting)]
+
+    borrowed = {option.name: option for made in bases.values() for option in made.options}
+    return Recipe(
+        lambda s: base(s).placement(s),
+        lambda s: base(s).assignment(s),
+        lambda s: base(s).prefetch(s),
+        summary="BuddyMoE: similar residents stand in for absent experts; changes words",
+        options=(placement, *_OWN, *borrowed.values()),
+        capacity=lambda s: base(s).capacity(s),
+        waits=lambda s: base(s).waits(s),
+        fetches_all=True,
+        weighs_moves=True,
+        is_lossless=False,
+        substitution=lambda s: miss_policy(s, base(s)),
+        max_mass=max_mass,
+        asks_scores=_asks_scores,
+        unsafe=_unsafe,
+    )
+
+
+def miss_policy(setting: Setting, base: Recipe) -> Substitution | None:
+    """What the option `miss` says, or nothing where nothing could be replaced.
+
+    Raises UsageError for options that contradict the profile, or want one where there is none.
+    """
+    miss, rho = MISS.of(setting), _rho(setting)
+    profile = setting.buddies
+    if profile is not None:
+        _check_profile(profile, setting)
+    if miss == "wait" or rho.num_experts == 0:
+        return None
+    gates = _gates(setting)
+    if miss == "random":
+        return Random(gates, rho, setting.seed)
+    if miss == "drop":
+        return Drop(gates, rho)
+    if miss == "cache-prior":
+        if setting.weighing is None:
+            raise UsageError("miss=cache-prior needs a model: traces hold no router's logits.")
+        return CachePrior(gates, PRIOR.of(setting), setting.weighing)
+    lists = _lists(setting)
+    rank = _search_rank(setting, lists)
+    psi = Psi(ETA.of(setting), KAPPA.of(setting))
+    beta = BETA.of(setting)
+    step_bytes = beta.num_bytes if isinstance(beta, StepBytes) else None
+    return Buddy(lists, gates, psi, rho, rank, step_bytes, setting.find)
+
+
+def max_mass(setting: Setting) -> float | None:
+    """The stricter of `max_mass` and what the profile's curve estimates for `max_kl`.
+
+    Raises UsageError where there is no curve.
+    """
+    mass, max_kl = MAX_MASS.of(setting), MAX_KL.of(setting)
+    if max_kl is None:
+        return mass
+    curve = None if setting.buddies is None else setting.buddies.curve
+    if curve is None:
+        raise UsageError(
+            "max_kl is estimated from a curve that lowtide quality measures, and this model's "
+            "buddy profile has none: run it, or give max_mass."
+        )
+    estimated = curve.max_mass(max_kl)
+    return estimated if mass is None else min(mass, estimated)
+
+
+def _gates(setting: Setting) -> Gates:
+    tae, beta = TAE.of(setting), BETA.of(setting)
+    entropies = None
+    if tae is not None:
+        profile = _profile(setting, "tae")
+        entropies = profile.entropy_threshold(tae, TEMPERATURE.of(setting))
+    return Gates(
+        entropies,
+        TEMPERATURE.of(setting),
+        MARGIN.of(setting),
+        None if isinstance(beta, StepBytes) else beta,
+        IN_PREFILL.of(setting),
+        IN_COMMIT.of(setting),
+    )
+
+
+def _lists(setting: Setting) -> BuddyLists:
+    profile = _profile(setting, f"miss={MISS.of(setting)}")
+    rule, alpha, k_max = profile.rule, ALPHA.of(setting), K_MAX.of(setting)
+    if k_max is not None:
+        rule = replace(rule, k_max=k_max)
+    if isinstance(alpha, Fitted):
+        rule = profile.fitted_to(alpha.list_size, rule)
+    elif alpha is not None:
+        rule = replace(rule, alpha=alpha)
+    return profile.lists(rule)
+
+
+def _search_rank(setting: Setting, lists: BuddyLists) -> int:
+    rank, longest = SEARCH_RANK.of(setting), int(lists.lengths.max())
+    if rank is None:
+        return UNBOUNDED
+    if rank > longest:
+        raise UsageError(
+            f"search_rank {rank} is beyond the lists, of which the longest has {longest} buddies; "
+            "lower it, or raise alpha or k_max."
+        )
+    return rank
+
+
+def _rho(setting: Setting) -> Rho:
+    rho = RHO.of(setting)
+    return rho if isinstance(rho, Rho) else Rho(rho)
+
+
+def _profile(setting: Setting, what: str) -> BuddyProfile:
+    if setting.buddies is None:
+        raise UsageError(
+            f"Policy {NAME!r} with {what} needs a buddy profile and there is none for this model: "
+            "run lowtide calibrate --buddies first."
+        )
+    return setting.buddies
+
+
+def _check_profile(profile: BuddyProfile, setting: Setting) -> None:
+    shape = profile.num_layers, profile.num_experts
+    if shape != (setting.num_layers, setting.num_experts):
+        raise UsageError(
+            f"The buddy profile is of another model: {shape[0]} MoE layers of {shape[1]} experts, "
+            f"and this has {setting.num_layers} of {setting.num_experts}."
+        )
+
+
+def _asks_scores(options: Mapping[str, object]) -> bool:
+    return options.get(MISS.name) == "cache-prior" or bool(options.get(ETA.name, 0))
+
+
+def _unsafe(options: Mapping[str, object]) -> str | None:
+    miss = options.get(MISS.name)
+    return f"miss={miss}" if miss in _UNSAFE else None

@@ -1,0 +1,37 @@
+"""Readmission: replaced experts that are read all the same, so that residents keep adapting.
+
+Without a device nobody is read but who runs, and a replaced expert does not. Were all absent ones
+replaced for ever, the model would be pruned to the first residents, and look fast.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lowtide.core import NOBODY, Facts, IntArray, Moves
+
+EVERY = 8
+"""Passes in which a layer may have one such read: an eighth of a read per layer and pass is little
+beside what substitution saves, and a layer's residents are new after a few hundred tokens."""
+
+
+class Readmission:
+    """Counts each layer's passes; layers take turns, so that no pass reads for all of them."""
+
+    def __init__(self, num_layers: int, every: int = EVERY) -> None:
+        self._every = every
+        self._num_passes = np.arange(num_layers) % every
+
+    def choose(self, facts: Facts, run: Facts | None, moves: Moves) -> IntArray:
+        """Of the experts that the router asked for, the placement admits and nobody runs, the one
+        with most tokens, when it is the layer's turn."""
+        self._num_passes[facts.layer] += 1
+        if run is None or self._num_passes[facts.layer] % self._every:
+            return NOBODY
+        demand = facts.demand
+        is_left = np.isin(demand.experts, moves.admit)
+        is_left &= ~np.isin(demand.experts, run.demand.experts)
+        if not is_left.any():
+            return NOBODY
+        most = np.argmax(np.where(is_left, demand.num_tokens, 0))
+        return demand.experts[most : most + 1]
