@@ -25,7 +25,7 @@ from lowtide.cli.screen import ProgressBars, stdout_console
 from lowtide.config import format_size
 from lowtide.errors import UsageError
 from lowtide.params import SamplingParams
-from lowtide.policies.presets import check_policy, options_of
+from lowtide.policies.presets import check_policy, check_safe, options_of
 
 if TYPE_CHECKING:
     from lowtide.lab.bench import Ceilings, Peak, Result, Run
@@ -98,7 +98,9 @@ def _policies(names: list[str], options: Any, is_unsafe: bool) -> dict[str, dict
         raise UsageError(f"--policy names a policy twice: {', '.join(names)}.")
     policies = {name: _own(options, options_of(name)) for name in names}
     for name, own in policies.items():
-        check_policy(name, own, is_unsafe)
+        check_policy(name, own)
+        if not is_unsafe:
+            check_safe(name, own)
     for option in options:
         if not any(option in own for own in policies.values()):
             raise UsageError(f"None of the policies {', '.join(names)} has an option {option!r}.")

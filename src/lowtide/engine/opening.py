@@ -31,7 +31,7 @@ from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.model_folder.hub import has_weights, locate_model, resolve_model
 from lowtide.model_folder.hub_model import HubModel
 from lowtide.model_folder.tokenizer import Tokenizer
-from lowtide.policies.presets import check_policy, parse_options
+from lowtide.policies.presets import check_policy, check_safe, parse_options
 from lowtide.policies.tau import SolvedTau
 from lowtide.reading.dense_weights import DenseWeights, Progress, no_progress
 from lowtide.reading.fingerprint import fingerprint
@@ -127,7 +127,9 @@ class EngineConfig:
         self._check_integer("context", 1, 2**28)
         self._check_integer("block_length", 1, MAX_BLOCK_LENGTH)
         self._check_integer("seed", 0, 2**63 - 1)
-        check_policy(self.policy, self.policy_options, self.unsafe)
+        check_policy(self.policy, self.policy_options)
+        if not self.unsafe:
+            check_safe(self.policy, self.policy_options)
 
     def _check_kinds(self) -> None:
         kinds: list[tuple[str, type | UnionType, str]] = [

@@ -10,6 +10,7 @@ from time import perf_counter
 import numpy as np
 import torch
 
+from lowtide.config import ExpertSpec
 from lowtide.core import Costs, Curve, MemoryPlan
 from lowtide.devices.emulated_speeds import measure_device_s
 from lowtide.engine.engine import Engine
@@ -30,6 +31,7 @@ from lowtide.experts.runtime import ExpertRuntime
 from lowtide.experts.transfer import ticket_result
 from lowtide.layers.router import Router, SigmoidRouter
 from lowtide.policies.decision import Policies
+from lowtide.policies.miss import Weighing
 from lowtide.policies.prefetch import Gate
 from lowtide.policies.presets import (
     candidates,
@@ -140,6 +142,7 @@ def _setting(
         options=options,
         on_tau_change=_log_tau,
         seed=opened.options.seed or 0,
+        weighing=_weighing(opened.config.moe),
     )
     if calibration is None:
         return setting
@@ -154,6 +157,10 @@ def _setting(
         tau = fastest_tau(trace, plan.policy, setting, MAX_ONLINE_TAU)
         return setting.having(tau=FollowDrift(tau))
     return setting
+
+
+def _weighing(spec: ExpertSpec) -> Weighing:
+    return Weighing(spec.score_function == "sigmoid", spec.norm_topk_prob, spec.scaling_factor)
 
 
 def make_engine_policies(

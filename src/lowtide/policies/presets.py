@@ -78,16 +78,20 @@ def lossless_presets() -> tuple[str, ...]:
     )
 
 
-def check_policy(name: str, options: Mapping[str, str], is_unsafe: bool) -> None:
-    """Raises UsageError for an unknown preset, option or value, and for one that only `is_unsafe`
-    allows; needs no model."""
+def check_policy(name: str, options: Mapping[str, str]) -> None:
+    """Raises UsageError for an unknown preset, option or value; needs no model."""
     if name not in preset_names():
         raise UsageError(
             f"Policy {name!r} is not known; choose one of {', '.join(preset_names())}."
         )
+    parse_options(name, options)
+
+
+def check_safe(name: str, options: Mapping[str, str]) -> None:
+    """Raises UsageError for a baseline that makes answers worse."""
     parsed = parse_options(name, options)
-    baseline = None if name == AUTO else recipe(name).unsafe(parsed)
-    if baseline is not None and not is_unsafe:
+    baseline = CATALOGUE[name].unsafe(parsed) if name in CATALOGUE else None
+    if baseline is not None:
         raise UsageError(
             f"{baseline} is a baseline that makes answers worse for comparisons' sake; ask for it "
             "with --unsafe (unsafe=True), or choose miss=buddy."
