@@ -29,7 +29,9 @@ from lowtide.experts.host_tier import HostTier
 from lowtide.experts.none import NoExperts
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.experts.transfer import ticket_result
+from lowtide.kernels.choice import compiled_buddies
 from lowtide.layers.router import Router, SigmoidRouter
+from lowtide.policies.buddy_search import FindBuddies, search_buddies
 from lowtide.policies.decision import Policies
 from lowtide.policies.miss import Weighing
 from lowtide.policies.prefetch import Gate
@@ -39,6 +41,7 @@ from lowtide.policies.presets import (
     make_policies,
     parse_options,
     recipe,
+    substitutes,
 )
 from lowtide.policies.recipe import Setting
 from lowtide.policies.tau import (
@@ -143,6 +146,7 @@ def _setting(
         on_tau_change=_log_tau,
         seed=opened.options.seed or 0,
         weighing=_weighing(opened.config.moe),
+        find=_find_buddies(opened),
     )
     if calibration is None:
         return setting
@@ -157,6 +161,14 @@ def _setting(
         tau = fastest_tau(trace, plan.policy, setting, MAX_ONLINE_TAU)
         return setting.having(tau=FollowDrift(tau))
     return setting
+
+
+def _find_buddies(opened: OpenModel) -> FindBuddies:
+    """Compiled where kernels may be and the policy substitutes, else the plain twin."""
+    if opened.options.kernels == "reference" or not substitutes(opened.options.policy):
+        return search_buddies
+    compiled = compiled_buddies()
+    return search_buddies if compiled is None else lambda search: compiled.find(*search)
 
 
 def _weighing(spec: ExpertSpec) -> Weighing:

@@ -10,6 +10,7 @@ import torch
 
 from lowtide.errors import StorageError, UnsupportedError
 from lowtide.kernels.compiled import CompiledKernels
+from lowtide.kernels.cpu.buddies import CompiledBuddies
 from lowtide.kernels.cpu.few_rows import FewRows
 from lowtide.kernels.reference import REFERENCE, Kernels
 
@@ -45,6 +46,16 @@ def why_no_triton(device: torch.device) -> str | None:
     except Exception as error:  # whatever may be missing there
         return f"Triton fails with {type(error).__name__}: {error}"
     return None
+
+
+@functools.cache
+def compiled_buddies() -> CompiledBuddies | None:
+    """BuddyMoE's Algorithm 1; None where nothing can be compiled, with one notice in the log."""
+    try:
+        return CompiledBuddies.load()
+    except (StorageError, UnsupportedError) as error:
+        _log.warning("%s Buddies are searched for in Python.", error)
+        return None
 
 
 def _triton() -> Kernels:

@@ -40,6 +40,8 @@ def _read_alpha(text: str) -> tuple[float, ...] | Fitted:
     kind, colon, size = text.partition(":")
     if colon and kind == "fit":
         return Fitted(float(size))
+    if "," not in text:
+        raise ValueError(text)
     return tuple(float(value) for value in text.split(","))
 
 

@@ -1,0 +1,221 @@
+"""The preset `buddymoe` in a running engine: what stays exact, who is resident, the receipt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from buddy_cases import random_profile
+from torch import Tensor
+
+from lowtide import LLM, SamplingParams
+from lowtide.core import Facts, RoutedTokens, RowKind, Step
+from lowtide.errors import UsageError
+from lowtide.experts.rows import Routing
+from lowtide.llm import plan_model
+from lowtide.policies import catalogue
+from lowtide.policies.catalogue import CATALOGUE
+from lowtide.policies.receipt import Receipt, replaced
+from lowtide.policies.recipe import Recipe, Setting
+from lowtide.policies.substitution import Substitution
+
+GOLDENS = Path(__file__).parent / "goldens"
+MODEL = GOLDENS / "llada2-a"
+PROMPT = [7, 3, 20, 9, 4]
+PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
+
+
+class Seen:
+    """A substitution that keeps what it was asked and answered."""
+
+    def __init__(self, inner: Substitution) -> None:
+        self._inner = inner
+        self.asked: list[tuple[Facts, RoutedTokens | None]] = []
+
+    def __call__(self, facts: Facts) -> RoutedTokens | None:
+        answer = self._inner(facts)
+        self.asked.append((facts, answer))
+        return answer
+
+
+@contextmanager
+def profiled() -> Iterator[list[Seen]]:
+    """`buddymoe` with a profile of chance, and what its substitutions did."""
+    plain, seen = CATALOGUE["buddymoe"], []
+
+    def having(setting: Setting) -> Setting:
+        profile = random_profile(setting.num_layers, setting.num_experts, 2)
+        return replace(setting, buddies=profile)
+
+    def substitution(setting: Setting) -> Substitution | None:
+        assert plain.substitution is not None
+        made = plain.substitution(having(setting))
+        if made is None:
+            return None
+        seen.append(Seen(made))
+        return seen[-1]
+
+    catalogue.CATALOGUE["buddymoe"] = replace(plain, substitution=substitution)
+    try:
+        yield seen
+    finally:
+        catalogue.CATALOGUE["buddymoe"] = plain
+
+
+def open_half(device: str = "cpu", model: Path = MODEL, share: float = 0.5, **options: Any) -> LLM:
+    """With a share of what there is between the least budget and everything."""
+    told: dict[str, Any] = {"device": device, "context": 128, "unsafe": True}
+    told |= {"policy": "buddymoe", "policy_options": options}
+    plan = plan_model(model, **told)
+    budget = round(plan.minimum_bytes + share * (plan.full_bytes - plan.minimum_bytes))
+    memory = "host_memory" if device == "cpu" else "gpu_memory"
+    return LLM(model, **{memory: budget}, **told)
+
+
+def answer(llm: LLM) -> tuple[list[int], Tensor]:
+    [completion] = llm.generate([PROMPT], PARAMS)
+    return completion.token_ids, llm.logits([*PROMPT, *completion.token_ids])
+
+
+@pytest.fixture(scope="module")
+def exact() -> tuple[list[int], Tensor]:
+    with LLM(MODEL, device="cpu", context=128) as llm:
+        return answer(llm)
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+@pytest.mark.parametrize(
+    "options", [{"miss": "wait"}, {"rho": "0"}, {"beta": "0"}, {"max_mass": "0"}]
+)
+def test_bit_for_bit_where_nothing_may_be_replaced(
+    device: str, options: dict[str, str], exact: tuple[list[int], Tensor]
+) -> None:
+    with profiled(), open_half(device, **options) as llm:
+        ids, logits = answer(llm)
+        assert llm.stats()["num_misses"] > 0
+    assert ids == exact[0] and torch.equal(logits, exact[1])
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+@pytest.mark.parametrize("miss", ["buddy", "random", "drop", "cache-prior"])
+def test_bit_for_bit_where_everybody_is_resident(
+    device: str, miss: str, exact: tuple[list[int], Tensor]
+) -> None:
+    with profiled() as seen, open_half(device, share=1.0, miss=miss) as llm:
+        ids, logits = answer(llm)
+    assert ids == exact[0] and torch.equal(logits, exact[1])
+    assert not any(answered for one in seen for _, answered in one.asked)
+
+
+class Watched:
+    """An observer: the router's choices, with whose rows they are."""
+
+    def __init__(self) -> None:
+        self.layers: list[tuple[int, Step, Routing]] = []
+
+    def saw_layer(self, layer: int, step: Step, x: Tensor, routing: Routing, out: Tensor) -> None:
+        self.layers.append((layer, step, Routing(*(part.clone() for part in routing))))
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+@pytest.mark.parametrize("miss", ["buddy", "random", "drop", "cache-prior"])
+def test_a_receipt_equals_what_was_seen(device: str, miss: str) -> None:
+    watched = Watched()
+    with profiled() as seen, open_half(device, miss=miss, rho="none", placement="lru") as llm:
+        with llm.observed(watched):
+            completions = llm.generate([PROMPT, PROMPT[::-1]], PARAMS)
+    [one] = seen
+    requests = sorted({request for request, _ in routed_masses(watched)})
+    for request, completion in zip(requests, completions, strict=True):
+        receipt = completion.usage.receipt
+        assert receipt is not None and receipt.num_substituted > 0
+        masses = [mass for of, mass in routed_masses(watched) if of == request]
+        assert receipt.routed_mass == pytest.approx(sum(masses))
+        check_moved(receipt, request, one)
+
+
+def routed_masses(watched: Watched) -> Iterator[tuple[int, float]]:
+    """Of every row of every layer."""
+    for _, step, routing in watched.layers:
+        assert step.rows is not None
+        yield from zip(step.rows.request.tolist(), routing.weights.sum(1).tolist(), strict=True)
+
+
+def check_moved(receipt: Receipt, own: int, seen: Seen) -> None:
+    moved, pairs, affected = 0.0, np.zeros_like(receipt.substitutions), set()
+    for facts, answered in seen.asked:
+        rows, routing = facts.step.rows, facts.routing
+        if answered is None or rows is None or routing is None:
+            continue
+        is_moved = replaced(routing, answered) & (rows.request == own)[:, None]
+        moved += float(routing.weights[is_moved].sum(dtype=np.float64))
+        pairs[facts.layer] += is_moved.sum()
+        affected |= {(id(rows), row) for row in is_moved.any(axis=1).nonzero()[0].tolist()}
+    assert receipt.moved_mass == pytest.approx(moved)
+    assert pairs.tolist() == list(receipt.substitutions)
+    assert len(affected) == receipt.num_affected <= receipt.num_tokens
+    assert receipt.num_in_vain <= receipt.num_substituted
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_no_request_has_more_moved_than_it_allowed(device: str) -> None:
+    with profiled(), open_half(device, max_mass="0.02", rho="none") as llm:
+        completions = llm.generate([PROMPT, PROMPT[::-1], PROMPT[1:]], PARAMS)
+    shares = [completion.usage.receipt.moved_share for completion in completions]  # type: ignore[union-attr]
+    assert max(shares) <= 0.02 and min(shares) > 0
+
+
+def residents(llm: LLM) -> list[list[int]]:
+    experts = llm._engine.experts
+    ledger = experts.host.ledger if experts.device is None else experts.device.link.ledger
+    return [ledger.is_resident(i).nonzero()[0].tolist() for i in range(ledger.num_layers)]
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_residents_keep_adapting(device: str) -> None:
+    """Though every absent expert of every draft is replaced: no prompt row brings anybody."""
+    options = {"rho": "none", "in_prefill": "true", "in_commit": "true", "placement": "lru"}
+    with profiled() as seen, open_half(device, miss="random", **options) as llm:
+        llm.generate([PROMPT], PARAMS)
+        first = residents(llm)
+        num_asked = len(seen[0].asked)
+        llm.generate([PROMPT[::-1]], PARAMS)
+        llm._engine.experts.host.pause()
+        assert residents(llm) != first
+        llm._engine.experts.host.ledger.check_integrity()
+    assert all(answered is not None for _, answered in seen[0].asked[num_asked:])
+
+
+def test_rows_that_are_kept_run_what_their_router_chose() -> None:
+    """Prompts and blocks that are committed, in a diffusion model."""
+    with profiled() as seen, open_half("cpu", rho="none", miss="random") as llm:
+        llm.generate([PROMPT * 5], replace(PARAMS, max_tokens=40))
+    kinds = set()
+    for facts, answered in seen[0].asked:
+        rows, routing = facts.step.rows, facts.routing
+        assert rows is not None and routing is not None
+        kinds |= set(rows.kind.tolist())
+        if answered is not None:
+            is_moved = replaced(routing, answered).any(axis=1)
+            assert (rows.kind[is_moved] == RowKind.DRAFT).all()
+    assert kinds == {RowKind.PROMPT, RowKind.COMMIT, RowKind.DRAFT}
+
+
+def test_what_is_missing_is_refused() -> None:
+    with pytest.raises(UsageError, match="lowtide calibrate --buddies"):
+        open_half("cpu")
+    with pytest.raises(UsageError, match="--unsafe"):
+        LLM(MODEL, policy="buddymoe", policy_options={"miss": "drop"})
+
+
+def test_a_lossless_policy_gives_no_receipt() -> None:
+    with LLM(MODEL, device="cpu", context=128) as llm:
+        [completion] = llm.generate([PROMPT], PARAMS)
+    assert completion.usage.receipt is None
+    assert isinstance(CATALOGUE["buddymoe"], Recipe)
