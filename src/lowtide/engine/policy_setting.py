@@ -155,6 +155,7 @@ def _setting(
         frequency=calibration.frequency,
         following=calibration.following,
         hits=calibration.trace.hits(),
+        buddies=calibration.buddies,
     )
     if isinstance(options.get("tau"), FollowDrift):
         trace = _beginning(calibration, plan)

@@ -88,7 +88,11 @@ def opening_options(
     from lowtide.llm import plan_model
 
     told = max(
-        group, key=lambda setting: (substitutes(setting.policy), asks_scores(setting.policy))
+        group,
+        key=lambda setting: (
+            substitutes(setting.policy),
+            asks_scores(setting.policy, setting.policy_options),
+        ),
     )
     options = {**shared, **group[0].options}
     if told.policy != "resident":  # which not every budget here may have room for
