@@ -96,7 +96,10 @@ def test_no_more_stays_than_there_is_room_for_now(
         step = Step(StepKind(draw.choice([kind.value for kind in StepKind])), index)
         for layer in range(num_layers):
             machine.run_layer(step, layer, draw.poisson(1.0, num_experts))
-            if preset != "lowtide":  # which divides what there is among its layers
+            if preset not in (
+                "lowtide",
+                "buddymoe",
+            ):  # which divides what there is among its layers
                 assert machine.is_kept[layer].sum() <= machine.capacity[layer]
         assert machine.is_kept.sum() <= machine.capacity.sum()
 

@@ -257,7 +257,7 @@ def test_a_receipt_says_what_was_done() -> None:
 
 
 def setting(**options: str) -> Setting:
-    made = parse_options("buddymoe", options)
+    made = parse_options("buddymoe", {"miss": "buddy", **options})
     return Setting([4, 4], 8, Costs.unknown(10), options=made, buddies=random_profile(2, 8, 3))
 
 
@@ -315,7 +315,8 @@ def test_baselines_and_what_is_missing_are_refused_by_name() -> None:
             check_safe("buddymoe", {"miss": miss})
     check_safe("buddymoe", {"miss": "buddy"})
     check_safe("auto", {})
-    nobody = Setting([4, 4], 8, Costs.unknown(10), options={})
+    CATALOGUE["buddymoe"].policies_without_device(Setting([4, 4], 8, Costs.unknown(10)))
+    nobody = Setting([4, 4], 8, Costs.unknown(10), options={"miss": "buddy"})
     with pytest.raises(UsageError, match="lowtide calibrate --buddies"):
         CATALOGUE["buddymoe"].policies_without_device(nobody)
     with pytest.raises(UsageError, match="tae needs a buddy profile"):

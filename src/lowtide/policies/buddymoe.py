@@ -54,7 +54,7 @@ def _read_beta(text: str) -> StepBytes:
 MISS = Option(
     "miss",
     "what becomes of tokens whose experts are absent",
-    "buddy",
+    "wait",
     words={name: name for name in ("buddy", "late", "wait", "random", "drop", "cache-prior")},
 )
 ALPHA: Option[float | tuple[float, ...] | Fitted | None] = Option(
