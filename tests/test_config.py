@@ -357,6 +357,14 @@ def test_every_architecture_has_a_family() -> None:
         ("80%", 800),
         ("12.5%", 125),
         ("100%", 1000),
+        ("12G", 12 * 2**30),
+        ("9M", 9 * 2**20),
+        ("1.5g", 3 * 2**29),
+        ("64 k", 64 * 2**10),
+        ("2T", 2 * 2**40),
+        ("12884901888", 12 * 2**30),
+        (12884901888, 12 * 2**30),
+        (0, 0),
     ],
 )
 def test_sizes(text: str | int, num_bytes: int) -> None:
@@ -366,7 +374,8 @@ def test_sizes(text: str | int, num_bytes: int) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "GiB", "-1", "-5GiB", "1.5", "1e9", "nan", "inf", "nanGiB", "10G", "10XB", "1 0"),
+        *("", "GiB", "-1", "-5GiB", "1.5", "1e9", "nan", "inf", "nanGiB", "10Gi", "10XB", "1 0"),
+        *("12", "999", "0.5", "12.0", "1000.5", "G", "1.5.G", 1, 12, 999),
         *("101%", "-1%", "9" * 30, "9" * 9000, "9999999999PiB", "٣GiB", "0x10", "1_000"),
         *(-1, 2**63, True, 1.5, None, float("nan")),
     ],
@@ -374,6 +383,14 @@ def test_sizes(text: str | int, num_bytes: int) -> None:
 def test_refused_sizes(text: object) -> None:
     with pytest.raises(UsageError):
         parse_size(text, total=1000)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"), [("12", "12GiB"), (8, "8GiB"), ("1.5", "1.5GiB"), (" 24 ", "24GiB")]
+)
+def test_a_bare_number_is_asked_about(text: str | int, meant: str) -> None:
+    with pytest.raises(UsageError, match=rf"would be bytes; did you mean {meant}\?.*12G"):
+        parse_size(text)
 
 
 def test_a_size_too_long_to_print() -> None:

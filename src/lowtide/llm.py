@@ -36,7 +36,7 @@ from lowtide.engine.opening import (
     open_for_plan,
     open_model,
 )
-from lowtide.engine.planning import make_plan, shortage_of
+from lowtide.engine.planning import excess_of, make_plan, shortage_of
 from lowtide.engine.policy_setting import adopt_policy
 from lowtide.engine.wiring import load
 from lowtide.errors import UnsupportedError, UsageError
@@ -303,13 +303,14 @@ def check_request(
 def plan_model(model: str | Path | HubModel, **options: object) -> MemoryPlan:
     """The plan that `LLM(model, **options)` would load with; no weight is read, nor fetched.
 
-    Its reason says so where this machine has too little memory free to load it.
+    Its reason says so where this machine has too little memory free to load it, or less in all
+    than the budget.
     """
     opened = _checked(open_for_plan(model, _engine_config(options)))
     check_calibration(opened)
     plan = make_plan(opened)
-    shortage = shortage_of(plan, opened.options)
-    return replace(plan, reason=f"{plan.reason}\n{shortage}") if shortage else plan
+    warnings = (shortage_of(plan, opened.options), excess_of(opened.options))
+    return replace(plan, reason="\n".join([plan.reason, *filter(None, warnings)]))
 
 
 def _set_observer(engine: Engine, observer: Observer | None) -> None:

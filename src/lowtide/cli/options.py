@@ -26,8 +26,8 @@ __all__ = ["OPTIONS", "Group", "Kind", "Option", "Settings", "resolve"]
 MAX_FILE_BYTES = 2**20
 
 OPTIONS: tuple[Option, ...] = (
-    Option("host_memory", Kind.SIZE, Group.ENGINE, "Memory budget: 10GiB, 80%, auto.", "auto"),
-    Option("gpu_memory", Kind.SIZE, Group.ENGINE, "GPU memory budget: 10GiB, 80%, auto.", "auto"),
+    Option("host_memory", Kind.SIZE, Group.ENGINE, "Memory budget: 12G, 80%, auto.", "auto"),
+    Option("gpu_memory", Kind.SIZE, Group.ENGINE, "GPU memory budget: 12G, 80%, auto.", "auto"),
     Option("policy", Kind.TEXT, Group.ENGINE, "Placement policy, or auto.", "auto"),
     Option("policy_option", Kind.PAIRS, Group.ENGINE, "A policy's own setting, such as tau=4."),
     Option("device", Kind.TEXT, Group.ENGINE, "auto, cpu, cuda or emulated.", "auto"),

@@ -12,16 +12,19 @@ MAX_SIZE_BYTES = 2**63 - 1
 
 
 def parse_size(text: str | int, total: int | None = None) -> int:
-    """Bytes that `text` stands for: "10GiB", "10GB", "1.5 MiB", "4096" or "80%" of `total` bytes.
+    """Bytes that `text` stands for: "10GiB", "10GB", "1.5 MiB", "12G", "4096" or "80%" of `total`.
 
-    A fraction of a byte is dropped. Raises UsageError for anything else.
+    A letter alone is a binary unit: "12G" is 12 GiB. A fraction of a byte is dropped. Raises
+    UsageError for anything else, also for a bare number that cannot have been meant as bytes.
     """
     if isinstance(text, int) and not isinstance(text, bool):
-        return _checked_size(text, text)
+        return _checked_bytes(text, text)
     match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) and len(text) <= 64 else None
     unit = match[2].lower() if match else ""
-    if match is None or ("." in match[1] and not unit):
-        raise UsageError(f"{shown(text)} is not a size; write bytes, 10GiB, 10GB or 80%.")
+    if match is None:
+        raise UsageError(f"{shown(text)} is not a size; write bytes, 12GiB, 12G, 12GB or 80%.")
+    if not unit:
+        return _checked_bytes(Fraction(match[1]), text)
     number = Fraction(match[1])
     if unit != "%":
         return _checked_size(int(number * _UNIT_BYTES[unit]), text)
@@ -42,13 +45,25 @@ def format_size(num_bytes: int) -> str:
     return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
+_LEAST_BYTES = 1000
+"""Less is nobody's budget: a bare number below it was meant in GiB."""
 _UNIT_BYTES = {
-    "": 1,
     "b": 1,
+    **{letter: 1024 ** (i + 1) for i, letter in enumerate("kmgtp")},
     **{f"{letter}b": 1000 ** (i + 1) for i, letter in enumerate("kmgtp")},
     **{f"{letter}ib": 1024 ** (i + 1) for i, letter in enumerate("kmgtp")},
 }
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(%|b|[kmgtp]i?b|)", re.IGNORECASE | re.ASCII)
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(%|b|[kmgtp](?:i?b)?|)", re.IGNORECASE | re.ASCII)
+
+
+def _checked_bytes(number: int | Fraction, text: object) -> int:
+    """A bare number, which is of bytes; 0 is none at all."""
+    if 0 < number < _LEAST_BYTES or int(number) != number:
+        raise UsageError(
+            f"{shown(text)} would be bytes; did you mean {float(number):g}GiB? "
+            "Write the unit: 12GiB, 12G, 12GB or 80%."
+        )
+    return _checked_size(int(number), text)
 
 
 def _checked_size(num_bytes: int, text: object) -> int:

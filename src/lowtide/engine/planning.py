@@ -102,6 +102,21 @@ def shortage_of(plan: MemoryPlan, options: EngineConfig) -> str:
     )
 
 
+def excess_of(options: EngineConfig) -> str:
+    """What is to be said of a host budget above all memory that there is, or nothing."""
+    if options.host_memory == "auto":
+        return ""
+    total_bytes = total_memory_bytes()
+    budget_bytes = parse_size(options.host_memory, total_bytes)
+    if budget_bytes <= total_bytes:
+        return ""
+    return (
+        f"host_memory {format_size(budget_bytes)} is more than there is: this machine has "
+        f"{format_size(total_bytes)}, and what does not fit into that is swapped out or ends the "
+        "process. Choose auto, or a share such as 80%."
+    )
+
+
 def _needs(opened: OpenModel) -> Needs:
     shape = opened.config.moe_shape
     needs = Needs(

@@ -5,6 +5,7 @@ Knows nothing of prompts.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -18,7 +19,7 @@ from lowtide.engine.elastic import ElasticMemory, SharedMemory
 from lowtide.engine.engine import Engine
 from lowtide.engine.experts import load_experts
 from lowtide.engine.opening import OpenModel, find_calibration
-from lowtide.engine.planning import register, shortage_of
+from lowtide.engine.planning import excess_of, register, shortage_of
 from lowtide.engine.policy_setting import choose_by_simulation, set_early_gate
 from lowtide.errors import CheckpointError, PlanError
 from lowtide.experts.none import NoExperts
@@ -38,6 +39,8 @@ MAX_THREADS = 64
 """Of a model without experts, all of whose products are divided: as many threads as cores, if
 there are not more. Their pieces are at least 64 features wide."""
 
+_log = logging.getLogger(__name__)
+
 
 def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
     """Reads the weights that the plan has room for.
@@ -53,6 +56,9 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
     shortage = shortage_of(plan, options)
     if shortage:
         raise PlanError(shortage)
+    excess = excess_of(options)
+    if excess:
+        _log.warning("%s", excess)
     progress = options.progress or no_progress
     if options.check_weights:
         check_finite(checkpoint, progress)
