@@ -470,6 +470,22 @@ class Machine:
             self.check()
         self.num_passes += 1
 
+    def pause(self) -> None:
+        """Between passes: what no resident lies in loses its bytes, and some residents leave."""
+        tier = tier_of(self.runtime)
+        tier.pause()
+        tier.ledger.check_integrity()
+        assert not tier.link._coming and not tier.link.has_waiting
+        for layer in range(self.shape.num_layers):
+            for expert in np.flatnonzero(tier.ledger.is_resident(layer)).tolist():
+                if self.random.random() < 0.3:
+                    tier.evict(layer, expert)
+        devices: list[FakeDevice] = tier.device.devices  # type: ignore[attr-defined]
+        slots = [(device, slot) for device in devices for slot in range(device.num_slots)]
+        for number, (device, slot) in enumerate(slots):
+            if tier.ledger.is_free(number):
+                device._slots[slot] = GARBAGE
+
     def _run_layer(self, layer: int) -> None:
         num_tokens, k = self.random.randint(1, self.most_tokens), self.shape.num_experts_per_token
         chosen = [
@@ -561,6 +577,34 @@ def test_every_run_reads_its_own_experts_bytes(seed: int) -> None:
     machine.preload()
     for _ in range(8):
         machine.run_pass()
+    machine.check_idle()
+
+
+@examples(100)
+@given(seeds)
+def test_between_passes_everything_stops_and_goes_on(seed: int) -> None:
+    machine = Machine(seed)
+    machine.preload()
+    for _ in range(8):
+        machine.run_pass()
+        if machine.random.random() < 0.5:
+            machine.pause()
+    machine.check_idle()
+
+
+@examples(50)
+@given(seeds)
+def test_a_copy_that_failed_is_told_once(seed: int) -> None:
+    machine = Machine(seed)
+    machine.preload()
+    for _ in range(4):
+        machine.world.can_fail = True
+        with suppress(DeviceError, StorageError):
+            machine.run_pass()
+        with suppress(DeviceError):
+            tier_of(machine.runtime).pause()
+        machine.world.can_fail = False
+        machine.pause()
     machine.check_idle()
 
 

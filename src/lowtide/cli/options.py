@@ -52,7 +52,7 @@ OPTIONS: tuple[Option, ...] = (
         "elastic",
         Kind.BOOLEAN,
         Group.ENGINE,
-        "Lend the KV cache's unused memory to experts (no GPU).",
+        "Lend the KV cache's unused memory to experts (not on a GPU).",
         False,
     ),
     Option(

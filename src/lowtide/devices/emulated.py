@@ -27,7 +27,7 @@ from lowtide.experts.layout import SlotLayout
 from lowtide.experts.rows import ExpertBuffers, ExpertRows
 from lowtide.experts.slots import ExpertSlots
 from lowtide.kernels.reference import REFERENCE, Kernels
-from lowtide.memory.arena import Arena
+from lowtide.memory.arena import Region
 from lowtide.threads.event import Event
 from lowtide.threads.executor import Work
 from lowtide.threads.stream import ThreadEvent, ThreadStream
@@ -59,7 +59,7 @@ class EmulatedDevice:
 
     def __init__(
         self,
-        arena: Arena,
+        arena: Region,
         layout: SlotLayout,
         num_slots: int,
         speeds: EmulatedSpeeds,

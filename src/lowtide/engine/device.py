@@ -23,13 +23,14 @@ from lowtide.devices.emulated_speeds import (
 from lowtide.devices.group import DeviceGroup
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.experts.device import Device
+from lowtide.experts.elastic_slots import LentSlots
 from lowtide.experts.layout import SlotLayout
 from lowtide.experts.slots import slots_per_device
 from lowtide.hardware.machine import this_machine
 from lowtide.hardware.measure import Measured, measure_costs
 from lowtide.hardware.store import CostKey, stored_or_measured
 from lowtide.kernels.reference import Kernels
-from lowtide.memory.arena import Arena
+from lowtide.memory.arena import Arena, Region
 from lowtide.memory.pinned import PinnedMemory
 from lowtide.schemas import ExpertTable
 from lowtide.threads.executor import HostExecutor
@@ -56,6 +57,20 @@ def check_device(name: str, options: Mapping[str, str]) -> None:
         raise UnsupportedError(
             "Device 'cuda': this torch sees no GPU. Choose --device cpu, or install a torch build "
             "for your GPU."
+        )
+
+
+def check_elastic(name: str, options: Mapping[str, str]) -> None:
+    """Raises UnsupportedError for a device whose memory does not move."""
+    if resolve_device(name) == "cuda":
+        raise UnsupportedError(
+            "elastic on a GPU: memory moves there (memory/cuda_pages.py), but an engine's slots "
+            "and KV cache do not lie in it yet. Leave elastic out."
+        )
+    if name == "emulated" and num_emulated_devices(options) > 1:
+        raise UnsupportedError(
+            "elastic with several devices: the KV cache is the first one's, and so would be all "
+            "slots that make way for it. Leave elastic out, or choose devices=1."
         )
 
 
@@ -111,7 +126,9 @@ def open_device(
     tier: TierPlan,
     machine: DeviceOptions,
     executor: HostExecutor,
+    lent: LentSlots | None = None,
 ) -> OpenDevice:
+    """lent: what the slots of an emulated device lie in where their memory comes and goes."""
     if plan.device == "cuda":
         return _open_cuda(source, tier, machine, executor)
     layout, kernels = source.layout, machine.host_kernels
@@ -121,7 +138,9 @@ def open_device(
     )
     num_devices = num_emulated_devices(machine.options)
     shares = slots_per_device(tier.num_slots, num_devices)
-    arenas = [Arena(num_slots * layout.num_bytes) for num_slots in shares]
+    arenas: list[Region] = [Arena(num_slots * layout.num_bytes) for num_slots in shares]
+    if lent is not None:
+        shares, arenas = [lent.ledger.num_slots], [lent.arena]
     group = DeviceGroup(
         [
             EmulatedDevice(arena, layout, num_slots, speeds, kernels, number, cores_per_expert)

@@ -1,4 +1,4 @@
-"""Memory that a KV cache and expert slots share on a machine without a GPU.
+"""Memory that a KV cache and expert slots share: the host's, or that of an emulated device.
 
 A plan has room for a whole context and for so many slots. As long as sequences are short, what the
 KV cache does not use holds more experts; when a sequence grows or joins, the coldest of them give
@@ -7,14 +7,14 @@ way. So the plan's promise is the worst case, and every step has all of the budg
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from lowtide.core import BoolArray, MemoryPlan, align_up
+from lowtide.core import BoolArray, MemoryPlan, MoEShape, align_up
 from lowtide.engine.opening import OpenModel
 from lowtide.errors import PageError
-from lowtide.experts.elastic_slots import ElasticSlots
+from lowtide.experts.elastic_slots import ElasticSlots, LentSlots
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.experts.slots import SlotLedger
 from lowtide.hardware import available_memory_bytes
@@ -76,7 +76,7 @@ class SharedMemory:
         """Raises PlanError where there are not as many addresses."""
         division = Division.of(opened, plan)
         layout = division.kv
-        self.tier = plan.host
+        self.tier = plan.fast_tier
         self.num_slots = division.num_slots
         self.max_range_tokens = opened.max_sequence_tokens
         self.budget = PageBudget(division.budget_bytes)
@@ -100,10 +100,23 @@ class SharedMemory:
         self.kv.close()
         self.arena.close()
 
-    def open_slots(self, ledger: SlotLedger) -> ElasticArena:
-        """Puts memory behind the planned slots of a ledger of `num_slots`; where they lie."""
+    def open_slots(self, shape: MoEShape) -> LentSlots:
+        """As many as there can ever be, with memory behind the planned ones."""
+        ledger = SlotLedger(shape.num_layers, shape.num_experts, self.num_slots)
         self.slots = ElasticSlots(self.arena, self.tier.slot_bytes, ledger, self.tier.num_slots)
-        return self.arena
+        return LentSlots(ledger, self.arena)
+
+
+class Tier(Protocol):
+    """Whose slots come and go: the host's, or those of an emulated device."""
+
+    ledger: SlotLedger
+
+    def pause(self) -> None:
+        """Between passes: ends what uses or fills a slot."""
+        ...
+
+    def evict(self, layer: int, expert: int) -> None: ...
 
 
 class ElasticMemory:
@@ -113,11 +126,12 @@ class ElasticMemory:
     """
 
     def __init__(self, shared: SharedMemory, experts: ExpertRuntime, plan: MemoryPlan) -> None:
-        """experts: whose host tier has the slots of `shared`."""
+        """experts: whose fast tier has the slots of `shared`."""
         self._shared = shared
         self._slots = shared.slots
         self._experts = experts
-        ledger = experts.host.ledger
+        self._tier: Tier = experts.host if experts.device is None else experts.device
+        ledger = self._tier.ledger
         experts.use = self._use = Use(ledger.num_layers, ledger.num_experts)
         self._num_staging = plan.num_staging
         self._growth_bytes = 0.0  # that sequences take per step
@@ -148,7 +162,7 @@ class ElasticMemory:
         count = slots.num_live - num_live
         if count <= 0:
             return
-        self._experts.host.pause()
+        self._tier.pause()
         self._make_room(num_live)
         self.num_moved += slots.shrink(num_live)
         self.num_given += count
@@ -208,12 +222,12 @@ class ElasticMemory:
         if count > 0:
             capacity, evict = shrunk(room.capacity, self._residents(), self._use.mean, count)
             for layer, expert in evict:
-                self._experts.host.evict(layer, expert)
+                self._tier.evict(layer, expert)
             room.change(capacity)
 
     def _residents(self) -> BoolArray:
         """[layers, experts]"""
-        ledger = self._experts.host.ledger
+        ledger = self._tier.ledger
         return np.stack([ledger.is_resident(layer) for layer in range(ledger.num_layers)])
 
 

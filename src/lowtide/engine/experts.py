@@ -14,6 +14,7 @@ from lowtide.engine.planning import expert_source
 from lowtide.engine.policy_setting import make_engine_policies
 from lowtide.experts.at_once import ExpertsAtOnce, cores_beside_device
 from lowtide.experts.device_tier import DeviceTier
+from lowtide.experts.elastic_slots import LentSlots
 from lowtide.experts.host_share import HostCompute
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.link import Link
@@ -42,23 +43,25 @@ def load_experts(
 ) -> ExpertRuntime:
     """The experts of `plan`, the policy's first residents in their slots.
 
-    shared: what the host's slots lie in where their memory comes and goes. Raises StorageError,
-    DeviceError, or PlanError when the policy needs more than the plan has.
+    shared: what the fast tier's slots lie in where their memory comes and goes. Raises
+    StorageError, DeviceError, or PlanError when the policy needs more than the plan has.
     """
     source, kernels = expert_source(opened), opened.kernels
+    lent = None if shared is None else shared.open_slots(source.shape)
     with ExitStack() as undo:
         if plan.gpu is None:
-            host = _host_tier(source, plan, Arena, reader, shared)
+            host = _host_tier(source, plan, Arena, reader, lent)
             compute, device, scratch = _host_compute(host, kernels, executor), None, None
         else:
             options = DeviceOptions(opened.options.device_options, opened.options.kernels, kernels)
-            made = open_device(source, plan, plan.gpu, options, executor)
+            made = open_device(source, plan, plan.gpu, options, executor, lent)
             undo.callback(made.close)
             host = _host_tier(source, plan, made.make_arena, reader)
             if host.is_permanent:
                 host.load_all(progress)
             compute = _host_compute(host, kernels, executor, made)
-            device, scratch = _device_tier(source, plan, plan.gpu, made, host), _scratch(source)
+            device = _device_tier(source, plan, plan.gpu, made, host, lent)
+            scratch = _scratch(source)
         policies = make_engine_policies(
             opened, plan, calibration, host, device, executor.cores_per_expert
         )
@@ -73,16 +76,15 @@ def _host_tier(
     plan: MemoryPlan,
     make_arena: Callable[[int], Arena],
     reader: FileReader,
-    shared: SharedMemory | None = None,
+    lent: LentSlots | None = None,
 ) -> HostTier:
     """Beside a device it keeps every expert if all have a slot, else those used last."""
     tier, shape = plan.host, source.shape
-    if shared is None:
+    if lent is None:
         ledger = SlotLedger(shape.num_layers, shape.num_experts, tier.num_slots)
         slots = ExpertSlots(make_arena(tier.slot_bytes * tier.num_slots), source.layout)
     else:
-        ledger = SlotLedger(shape.num_layers, shape.num_experts, shared.num_slots)
-        slots = ExpertSlots(shared.open_slots(ledger), source.layout)
+        ledger, slots = lent.ledger, ExpertSlots(lent.arena, source.layout)
     transfer = DiskTransfer(reader, source.table, slots)
     if plan.gpu is None:
         return HostTier(slots, ledger, transfer)
@@ -95,11 +97,20 @@ def _host_tier(
 
 
 def _device_tier(
-    source: ExpertSource, plan: MemoryPlan, tier: TierPlan, made: OpenDevice, host: HostTier
+    source: ExpertSource,
+    plan: MemoryPlan,
+    tier: TierPlan,
+    made: OpenDevice,
+    host: HostTier,
+    lent: LentSlots | None,
 ) -> DeviceTier:
-    shape, num_staging = source.shape, tier.num_slots - sum(plan.residents_per_layer)
+    shape, num_staging = source.shape, plan.num_staging
     costs = replace(made.costs, num_staging=num_staging - num_staging // 2)
-    ledger = SlotLedger(shape.num_layers, shape.num_experts, tier.num_slots, costs.num_devices)
+    if lent is None:
+        num_slots, num_devices = tier.num_slots, costs.num_devices
+        ledger = SlotLedger(shape.num_layers, shape.num_experts, num_slots, num_devices)
+    else:
+        ledger = lent.ledger
     link = Link(made.device, ledger, host, costs.each.link_s, costs.num_staging)
     return DeviceTier(made.device, link, costs, made.close)
 

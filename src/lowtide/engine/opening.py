@@ -15,6 +15,7 @@ from lowtide.core import CacheMode, align_up
 from lowtide.decode.row_reading import HeadForm
 from lowtide.engine.device import (
     check_device,
+    check_elastic,
     resolve_device,
 )
 from lowtide.errors import UnsupportedError, UsageError
@@ -70,7 +71,7 @@ class EngineConfig:
     computed of everything before it, or of all but it: faster, and an approximation (Fast-dLLM).
     head_form: for ablations, see `decode.row_reading.HeadForm`.
     elastic: what sequences do not use of the KV cache's memory holds experts, which make room for
-    as many sequences at once as there is memory for, none longer than `context` (without a GPU).
+    as many sequences at once as there is memory for, none longer than `context` (not on a GPU).
     check_weights: read all weights once and refuse infinities and NaN. unsafe: policies' baselines
     that make answers worse are allowed. progress: called with
     (what, bytes done, bytes in all).
@@ -118,12 +119,8 @@ class EngineConfig:
             raise UnsupportedError(
                 f"dtype {self.dtype!r} is not supported; choose {', '.join(SAFETENSORS_NAME)}."
             )
-        if self.elastic and resolve_device(self.device) != "cpu":
-            raise UnsupportedError(
-                f"elastic with --device {self.device}: the KV cache lies on the device and its "
-                "slots are its own, as many as the plan has. Leave elastic out, or choose "
-                "--device cpu."
-            )
+        if self.elastic:
+            check_elastic(self.device, self.device_options)
         self._check_integer("context", 1, 2**28)
         self._check_integer("block_length", 1, MAX_BLOCK_LENGTH)
         self._check_integer("seed", 0, 2**63 - 1)

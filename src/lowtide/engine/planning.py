@@ -77,7 +77,8 @@ def make_plan(opened: OpenModel) -> MemoryPlan:
         return replace(plan, elastic_tokens=elastic_tokens(opened, plan))
     home_needs = _home_needs(opened)
     home, at_home = spend(home_needs, _budget_bytes(opened, home_needs), opened.context)
-    return replace(plan, host=home, gpu=tier, host_residents_per_layer=at_home)
+    plan = replace(plan, host=home, gpu=tier, host_residents_per_layer=at_home)
+    return replace(plan, elastic_tokens=elastic_tokens(opened, plan))
 
 
 def _preset(opened: OpenModel, everything_fits: bool, has_device: bool) -> tuple[str, str]:

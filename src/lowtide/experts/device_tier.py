@@ -50,6 +50,7 @@ class DeviceTier:
         """`close`: gives back the device and what it was given; by default the device alone."""
         self.device = device
         self.link = link
+        self.ledger = link.ledger
         self.costs = costs
         self.close = device.close if close is None else close
         self.early_gate: EarlyGate | None = None
@@ -121,6 +122,22 @@ class DeviceTier:
                 self.link.load(layer, expert, host_slot)
                 done_bytes += slot_bytes
                 progress("loading experts onto the device", done_bytes, total_bytes)
+
+    def pause(self) -> None:
+        """Between passes: ends all work and all copies, so that slots may be emptied and moved.
+
+        Raises DeviceError where a copy failed, when nothing that was coming is any more.
+        """
+        self.device.drain()
+        try:
+            self.link.pause()
+        except BaseException:
+            self.link.abandon()
+            raise
+
+    def evict(self, layer: int, expert: int) -> None:
+        """A resident, after `pause`."""
+        self.link.evict(layer, expert)
 
     def abandon(self) -> None:
         """After a failure: gives all slots back, once nobody uses or fills them."""

@@ -8,12 +8,21 @@ reading them again 2 ms), growing costs no copies; at most one group is held for
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from lowtide.core import align_up
 from lowtide.errors import InternalError
 from lowtide.experts.slots import SlotLedger
 from lowtide.memory.arena import ElasticArena
+
+
+class LentSlots(NamedTuple):
+    """All slots that there can ever be, and the addresses of their memory."""
+
+    ledger: SlotLedger
+    arena: ElasticArena
 
 
 class ElasticSlots:

@@ -255,18 +255,38 @@ class Link:
     def has_waiting(self) -> bool:
         return bool(self._ahead or self._moves)
 
+    def pause(self) -> None:
+        """Between passes, when both streams have ended everything: what was to stay is resident,
+        what came for one step or has not begun is forgotten, and no slot is being filled.
+
+        Raises DeviceError where a copy failed.
+        """
+        self.bind_arrived()
+        for key in list(self._coming):
+            self._drop_arrival(*key)
+        self._forget_copies()
+        self._last_use = [None] * self.ledger.num_slots
+
+    def evict(self, layer: int, expert: int) -> None:
+        """A resident, which nothing uses any more: see `pause`."""
+        self.ledger.evict(layer, expert)
+
     def abandon(self) -> None:
         """After a failure, when both streams have ended everything: forgets what was coming."""
         for layer, expert in self._unproven:
             self._evict(layer, expert)
         self._unproven.clear()
         self._coming.clear()
+        self._forget_copies()
+        self._last_use = [None] * self.ledger.num_slots
+        self.ledger.reclaim()
+
+    def _forget_copies(self) -> None:
+        """Copies have ended, and none waits."""
         self._ahead.clear()
         self._moves.clear()
         for in_flight in self._in_flight:
             in_flight.clear()
-        self._last_use = [None] * self.ledger.num_slots
-        self.ledger.reclaim()
 
     def _copy(self, host_slot: int, is_move: bool, device: int | None = None) -> Arrival:
         if device is None or not self.ledger.num_free_on(device):

@@ -178,6 +178,8 @@ class ExpertRuntime:
         """A layer of which the device has every expert: it needs nobody's help."""
         buffers = ExpertBuffers.take(workspace, self._shape, x)
         rows = self._rows(x, routing, buffers)
+        if self.use is not None:  # a synchronisation, where slots are lent
+            self.use.saw(layer, rows.counts.cpu().numpy().nonzero()[0])
         device.run_whole(layer, rows, buffers)
         device.finish(x.shape[0])
         self._combine(x, rows, routing, buffers, workspace, out)
