@@ -196,7 +196,7 @@ def test_a_profile_is_of_its_weights_alone(models: Path, tmp_path: Path) -> None
     with LLM(models / "mixtral", dtype="bfloat16", **options) as llm:
         assert llm.fingerprint == own
     synth("mixtral", "tiny", tmp_path / "other", seed=7)
-    with pytest.raises(UsageError, match="another model's: of the same shape and with other"):
+    with pytest.raises(UsageError, match="c is another model's: of the same shape and with other"):
         LLM(tmp_path / "other", **options)
 
 
@@ -223,7 +223,7 @@ def test_a_profile_comes_back_as_it_was(tmp_path: Path) -> None:
     assert calibration.buddies is not None and again.buddies is not None
     assert same(calibration.buddies, again.buddies)
     with pytest.raises(UsageError, match="another model's"):
-        again.buddies.check("0f")
+        again.buddies.check("0f", "c")
     curve = QualityCurve(np.array([0.2]), np.array([0.5]), "cd")
     again.with_curve(curve).save(path)
     kept = Calibration.load(path).buddies

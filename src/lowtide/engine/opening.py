@@ -321,7 +321,7 @@ def find_calibration(opened: OpenModel) -> Calibration | None:
     calibration = Calibration.load(path)
     calibration.check(config.architecture, shape)
     if calibration.buddies is not None and opened.checkpoint is not None:
-        calibration.buddies.check(opened.fingerprint)
+        calibration.buddies.check(opened.fingerprint, str(path))
     return calibration
 
 

@@ -115,13 +115,13 @@ class BuddyProfile:
     def num_experts_per_token(self) -> int:
         return len(self.sample[0, 0])
 
-    def check(self, fingerprint: str) -> None:
-        """Raises UsageError for weights that this is not a profile of."""
+    def check(self, fingerprint: str, where: str) -> None:
+        """Raises UsageError for weights that this is not a profile of; `where`: its file."""
         if self.fingerprint != fingerprint:
             raise UsageError(
-                "The buddy profile is another model's: of the same shape and with other weights "
-                f"({self.fingerprint[:12]}, and these are {fingerprint[:12]}); run lowtide "
-                "calibrate --buddies on this one."
+                f"The buddy profile in {where} is another model's: of the same shape and with "
+                f"other weights ({self.fingerprint[:12]}, and these are {fingerprint[:12]}); "
+                "delete it or give another --calibration, and run lowtide calibrate --buddies."
             )
 
     def lists(self, rule: BuddyRule | None = None) -> BuddyLists:
