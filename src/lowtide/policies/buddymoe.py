@@ -14,6 +14,7 @@ from lowtide.policies.buddy_gates import Gates, Psi
 from lowtide.policies.buddy_lists import MAX_K_MAX, BuddyLists
 from lowtide.policies.buddy_profile import BuddyProfile
 from lowtide.policies.buddy_search import UNBOUNDED
+from lowtide.policies.late import Late
 from lowtide.policies.miss import Buddy, CachePrior, Drop, Random, Rho
 from lowtide.policies.recipe import Option, Recipe, Setting, switch
 from lowtide.policies.substitution import Substitution
@@ -195,6 +196,8 @@ def miss_policy(setting: Setting, base: Recipe) -> Substitution | None:
     lists = _lists(setting)
     rank = _search_rank(setting, lists)
     psi = Psi(ETA.of(setting), KAPPA.of(setting))
+    if miss == "late":
+        return Late(lists, gates, psi, rho, base.assignment(setting), rank)
     beta = BETA.of(setting)
     step_bytes = beta.num_bytes if isinstance(beta, StepBytes) else None
     return Buddy(lists, gates, psi, rho, rank, step_bytes, setting.find)

@@ -72,7 +72,7 @@ class Buddy:
         if not may.any():
             return None
         rho = self._rho.of(may.shape[1])
-        lists, list_of = self.lists_for(facts, routing)
+        lists, list_of = lists_for(self._lists, self._psi, facts, routing)
         search = BuddySearch(
             routing.experts,
             routing.weights,
@@ -84,22 +84,6 @@ class Buddy:
             rho,
         )
         return answer_of(routing, self._find(search), facts.left)
-
-    def lists_for(
-        self, facts: Facts, routing: RoutedTokens
-    ) -> tuple[NDArray[np.int32], IntArray | None]:
-        """The layer's lists, and which of them each pair walks: with Psi every pair its own."""
-        lists = self._lists.ids[facts.layer]
-        if not self._psi.is_used:
-            return lists, None
-        buddies = lists[routing.experts].astype(np.int64)
-        q = self._lists.q[facts.layer][routing.experts].astype(np.float64)
-        psi = self._psi.scores(q, buddies, facts, routing)
-        order = np.argsort(-np.where(buddies < 0, -np.inf, psi), axis=2, kind="stable")
-        own = np.take_along_axis(buddies, order, 2).astype(np.int32)
-        num_pairs = routing.experts.size
-        list_of = np.arange(num_pairs).reshape(routing.experts.shape)
-        return np.ascontiguousarray(own.reshape(num_pairs, -1)), list_of
 
 
 class Meter:
@@ -224,6 +208,23 @@ class CachePrior:
             if logits[rival] + self._prior <= logits[chosen[place]]:
                 return
             chosen[place] = rival
+
+
+def lists_for(
+    buddies_of: BuddyLists, psi: Psi, facts: Facts, routing: RoutedTokens
+) -> tuple[NDArray[np.int32], IntArray | None]:
+    """The layer's lists, and which of them each pair walks: with Psi every pair its own."""
+    lists = buddies_of.ids[facts.layer]
+    if not psi.is_used:
+        return lists, None
+    buddies = lists[routing.experts].astype(np.int64)
+    q = buddies_of.q[facts.layer][routing.experts].astype(np.float64)
+    score = psi.scores(q, buddies, facts, routing)
+    order = np.argsort(-np.where(buddies < 0, -np.inf, score), axis=2, kind="stable")
+    own = np.take_along_axis(buddies, order, 2).astype(np.int32)
+    num_pairs = routing.experts.size
+    list_of = np.arange(num_pairs).reshape(routing.experts.shape)
+    return np.ascontiguousarray(own.reshape(num_pairs, -1)), list_of
 
 
 def who_is_here(facts: Facts) -> BoolArray:

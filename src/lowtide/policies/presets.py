@@ -121,6 +121,8 @@ def choose_preset(name: str, *, everything_fits: bool, has_device: bool = False)
             "Policy 'resident' keeps every expert in memory and the budget is too small for that; "
             "raise it to the plan's full_bytes or choose --policy tide."
         )
+    if not recipe(name).is_lossless:
+        return name, "asked for; unless it waits for absent experts, it changes words"
     return name, "asked for"
 
 
