@@ -42,9 +42,9 @@ def cached_trajectory(
 ) -> list[list[int]]:
     """Token rows before the first step and after each, at temperature 0.
 
-    Parameters are resolved ones. Each block's first step computes everything; the others the
-    block and, under `prefix`, what follows it; with shifted logits also the position before the
-    block, whose hidden state gives the first logits.
+    Parameters are resolved ones. Each block's first step computes everything, as all do under
+    `exact`; the others the block and, under `prefix`, what follows it; with shifted logits also the
+    position before the block, whose hidden state gives the first logits.
     """
     length, num_prompt = diffusion.block_length, len(prompt)
     row = torch.tensor([*prompt, *[mask] * max_tokens])
@@ -83,8 +83,10 @@ def cached_trajectory(
             row[start + chosen] = tokens[chosen]
             rows.append(row.tolist())
             step += 1
-            first = start - logits_shift
-            stop = start + length if mode == "dual" else len(row)
+            if mode != "exact":
+                first = start - logits_shift
+            if mode == "dual":
+                stop = start + length
     return rows
 
 

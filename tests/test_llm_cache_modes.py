@@ -72,7 +72,7 @@ def trajectories(llm: LLM, prompts, params) -> list[list[list[int]]]:
     return rows
 
 
-def test_trajectories_are_those_of_kept_keys_in_transformers(name, mode, llm) -> None:
+def check_trajectories(llm: LLM, name: str, mode: str) -> None:
     """Rules of all kinds in one batch, of requests of different lengths."""
     prompts = [case["prompt"] for case in golden_cases(name)]
     prompts = [prompts[index % len(prompts)] for index in range(len(ASKED))]
@@ -95,6 +95,16 @@ def test_trajectories_are_those_of_kept_keys_in_transformers(name, mode, llm) ->
                 llm.config.logits_shift,
             )
         assert rows == expected
+
+
+def test_trajectories_are_those_of_kept_keys_in_transformers(name, mode, llm) -> None:
+    check_trajectories(llm, name, mode)
+
+
+def test_exact_trajectories_are_those_of_transformers(name) -> None:
+    """Of every family with guidance, of which one golden has any."""
+    with LLM(GOLDENS / name) as llm:
+        check_trajectories(llm, name, "exact")
 
 
 def test_usage_and_plan_name_the_mode(name, mode, llm) -> None:

@@ -13,9 +13,10 @@ from masked_oracle import golden_cases
 from oracle import GOLDENS
 
 from lowtide import LLM, DiffusionParams, SamplingParams
+from lowtide.config import format_size
 from lowtide.decode.request import Committed, Draft, Finished
 from lowtide.errors import PlanError, UnsupportedError, UsageError
-from lowtide.llm import check_request
+from lowtide.llm import check_request, plan_model
 
 NAMES = ["llada-a", "llada-moe-a", "dream-a"]
 
@@ -132,6 +133,15 @@ def test_an_answer_ends_at_its_end_token(name) -> None:
         ({"block_length": 8, "steps": 7}, UsageError, "7 steps do not divide among 4 blocks"),
         ({"remasking": "random", "eps": 0.1}, UsageError, "eps 0.1 means nothing"),
         ({"remasking": "factor", "threshold": 0.1}, UsageError, "threshold 0.1 means nothing"),
+        ({"remasking": "factor", "steps": 8}, UsageError, "steps 8 mean nothing to .* 'factor'"),
+        (
+            {"remasking": "confidence_threshold", "block_length": 8, "steps": 8},
+            UsageError,
+            "steps 8 mean nothing to remasking 'confidence_threshold' in blocks",
+        ),
+        ({"remasking": "origin", "alg_temp": 0.5}, UsageError, "alg_temp 0.5 means nothing"),
+        ({"remasking": "maskgit_plus", "factor": 2.0}, UsageError, "factor 2.0 means nothing"),
+        ({"max_post_steps": 4}, UnsupportedError, "max_post_steps: .* does not rewrite"),
     ],
 )
 def test_contradictions_are_refused_before_loading(name, diffusion, error, message) -> None:
@@ -211,3 +221,58 @@ def check_written(
     if is_written.any() and (is_masked & ~is_written).any():
         waiting = confidence[is_masked & ~is_written]
         assert confidence[is_written].min() >= waiting.max() - 1e-3
+
+
+def test_an_end_that_is_ignored_cannot_come_early(name) -> None:
+    diffusion = DiffusionParams(eos_early_stop=True)
+    params = SamplingParams(max_tokens=32, ignore_eos=True, diffusion=diffusion)
+    for model in (GOLDENS / name, GOLDENS / "llada2-a"):
+        with pytest.raises(UsageError, match="eos_early_stop .* ignore_eos .* leave one of them"):
+            check_request(model, [1, 2], params)
+
+
+def shorter(name: str, max_positions: int) -> dict[str, int]:
+    key = "max_sequence_length" if name == "llada-a" else "max_position_embeddings"
+    return {key: max_positions}
+
+
+def test_texts_beyond_the_models_length_are_computed_as_published(
+    name, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Said once; the published code has no bound, and gives the same tokens."""
+    case = golden_cases(name)[1]
+    with LLM(GOLDENS / name, config_overrides=shorter(name, 50), context=96) as llm:
+        for _ in range(2):
+            [completion] = llm.generate([case["prompt"]], params_of(case))
+            assert completion.token_ids == case["output"]
+        architecture = llm.config.architecture
+        [said] = [message for message in caplog.messages if "up to 50 tokens" in message]
+        assert said.startswith(f"{architecture} was made for texts of up to 50 tokens")
+        with pytest.raises(PlanError, match="the context is 96"):
+            llm.generate([[1] * 90], SamplingParams(max_tokens=7))
+
+
+def test_texts_beyond_the_positions_of_other_models_are_refused() -> None:
+    overrides = shorter("llada2-a", 50)
+    with pytest.raises(PlanError, match="40 prompt tokens and 11 new ones .* 50 positions"):
+        check_request(
+            GOLDENS / "llada2-a",
+            [1] * 40,
+            SamplingParams(max_tokens=11),
+            config_overrides=overrides,
+            context=96,
+        )
+
+
+def test_a_budget_below_what_cannot_be_divided_is_refused_with_the_numbers(name) -> None:
+    """What one pass over the whole context takes, every operator a tile at a time."""
+    folder, context = GOLDENS / name, 2048
+    plan = plan_model(folder, context=context)
+    with pytest.raises(PlanError) as refused:
+        LLM(folder, context=context, host_memory=plan.minimum_bytes - 1)
+    said = str(refused.value)
+    assert f"{plan.minimum_bytes} bytes" in said and "lower --context" in said
+    assert f"workspace {format_size(plan.host.workspace_bytes)}" in said
+    assert f"KV cache of {context} tokens" in said
+    shorter = plan_model(folder, context=context // 4, host_memory=plan.minimum_bytes - 1)
+    assert shorter.minimum_bytes < plan.minimum_bytes

@@ -136,8 +136,6 @@ def requests(draw, index: int = 0, **fixed: object) -> Request:
     rule = draw(st.sampled_from(REMASKING_RULES))
     num_blocks, block_length = draw(st.integers(1, 3)), draw(st.integers(1, 12))
     asked = {name: draw(values) for name, values in RULE_FIELDS.get(rule, {}).items()}
-    if draw(st.booleans()):
-        asked["steps"] = num_blocks * draw(st.integers(1, 15))
     params = {
         "max_tokens": num_blocks * block_length,
         "eos_token_ids": draw(st.sampled_from([(), (EOS,), (EOS, 5)])),
@@ -152,6 +150,10 @@ def requests(draw, index: int = 0, **fixed: object) -> Request:
     }
     if num_blocks > 1 or draw(st.booleans()):
         params["block_length"] = block_length
+    has_blocks = "block_length" in params or params["defaults"] is LLADA
+    takes_steps = rule != "factor" and not (rule == "confidence_threshold" and has_blocks)
+    if takes_steps and draw(st.booleans()):
+        asked["steps"] = num_blocks * draw(st.integers(1, 15))
     prompt = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30))
     return make_request(index, prompt, remasking=rule, **{**params, **asked, **fixed})
 

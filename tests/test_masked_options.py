@@ -73,9 +73,15 @@ def test_steps_bound_the_threshold_where_nothing_else_does() -> None:
     rule = {"remasking": "confidence_threshold"}
     assert resolved("dream", **rule, steps=64).steps == 64
     assert resolved("dream", **rule).steps is None
-    assert resolved("dream", **rule, steps=64, block_length=32).steps is None
-    assert resolved("llada", **rule, steps=64).steps is None
-    assert resolved("dream", remasking="factor", steps=64).steps is None
+    assert resolved("llada", **rule).steps is None
+    assert resolved("dream", remasking="factor").steps is None
+    for family, asked in [
+        ("dream", {**rule, "block_length": 32}),
+        ("llada", rule),
+        ("dream", {"remasking": "factor"}),
+    ]:
+        with pytest.raises(UsageError, match="steps 64 mean nothing to remasking"):
+            resolved(family, **asked, steps=64)
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,9 @@ class DiffusionParams:
         `maskgit_plus`, `topk_margin`, `entropy` (Dream): as many as that share says, by
         probability, by distance from the second best, or by entropy.
         `confidence_threshold` (Fast-dLLM): all as probable as `threshold`, and the most probable.
-        Takes the steps it needs; but where the answer is one block for want of a default, `steps`
-        bounds the tokens of each: what earlier ones left of an even share is allowed besides.
+        Takes the steps it needs, and no `steps`; but where the answer is one block for want of a
+        default, these bound the tokens of each: what earlier ones left of an even share is allowed
+        besides.
         `factor` (Fast-dLLM): the n most probable for the greatest n with
         (n + 1) * (1 - probability of the n-th) <= `factor`, one at least; as many steps as needed.
     threshold: LLaDA2: a masked token is written when its probability is above this. Others: see

@@ -6,8 +6,10 @@ question that a decoder can ask. Nothing here touches a weight or a running sequ
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import cast
 
 import numpy as np
@@ -20,6 +22,8 @@ from lowtide.errors import PlanError, UnsupportedError, UsageError
 from lowtide.memory.kv_cache import GRANULE_TOKENS
 from lowtide.model_folder.tokenizer import TextStream, Tokenizer
 from lowtide.params import DiffusionParams, SamplingParams, check_kind
+
+_log = logging.getLogger(__name__)
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -74,8 +78,14 @@ class Intake:
 
     def check_fits(self, num_prompt: int, max_tokens: int, block_length: int) -> None:
         """Raises PlanError where prompt and new tokens exceed the model's positions or, in whole
-        blocks, the context."""
-        if num_prompt + max_tokens > self.config.max_positions:
+        blocks, the context.
+
+        The published code of bidirectional models takes texts of any length: of those that is
+        said once, and nothing refused.
+        """
+        if num_prompt + max_tokens > self.config.max_positions and self.config.is_bidirectional:
+            _warn_beyond(self.config.architecture, self.config.max_positions)
+        elif num_prompt + max_tokens > self.config.max_positions:
             raise PlanError(
                 f"{num_prompt} prompt tokens and {max_tokens} new ones are more than the "
                 f"{self.config.max_positions} positions of this model. Lower max_tokens."
@@ -136,6 +146,11 @@ class Intake:
     def _resolved(self, params: SamplingParams) -> SamplingParams:
         """`params` with the family's published defaults where nothing was asked."""
         check_kind(params, self.config.architecture, self.config.is_diffusion)
+        if params.ignore_eos and params.diffusion.eos_early_stop:
+            raise UsageError(
+                "eos_early_stop ends an answer at its end-of-text token and ignore_eos goes on "
+                "after it: leave one of them out."
+            )
         defaults, asked = self.config.decoding, params.diffusion
         if defaults is None:
             return params
@@ -194,6 +209,16 @@ def is_chat(prompt: object) -> bool:
     """Whether a prompt is a list of chat messages."""
     is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str) and bool(prompt)
     return is_list and isinstance(cast(Sequence[object], prompt)[0], Mapping)
+
+
+@cache  # once, however many texts are so long
+def _warn_beyond(architecture: str, max_positions: int) -> None:
+    _log.warning(
+        "%s was made for texts of up to %d tokens; longer ones are computed as published, and may "
+        "be answered badly.",
+        architecture,
+        max_positions,
+    )
 
 
 def _check_is_list(prompt: object) -> None:

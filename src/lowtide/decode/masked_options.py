@@ -100,6 +100,15 @@ def _steps(
     block_length: int,
 ) -> int | None:
     num_blocks = -(-max_tokens // block_length)
+    # Fast-dLLM bounds the threshold's steps only where it decodes without blocks.
+    has_blocks = asked.block_length is not None or defaults.block_length is not None
+    is_unbounded = rule == FACTOR_RULE or (rule == THRESHOLD_RULE and has_blocks)
+    if asked.steps is not None and is_unbounded:
+        where = " in blocks" if rule == THRESHOLD_RULE else ""
+        raise UsageError(
+            f"steps {asked.steps} mean nothing to remasking {rule!r}{where}, which takes as many "
+            "as its tokens need; leave them out."
+        )
     if asked.steps is not None and asked.steps % num_blocks:
         raise UsageError(
             f"{asked.steps} steps do not divide among {num_blocks} blocks of {block_length} tokens."
@@ -111,9 +120,7 @@ def _steps(
         )
     if rule in COUNT_RULES or rule in SHARE_RULES:
         return asked.steps or align_up(min(defaults.steps, max_tokens), num_blocks)
-    # Fast-dLLM bounds the threshold's steps only where it decodes without blocks.
-    has_blocks = asked.block_length is not None or defaults.block_length is not None
-    return None if rule == FACTOR_RULE or has_blocks else asked.steps
+    return asked.steps
 
 
 def _given(asked: float | None, default: float) -> float:
