@@ -162,6 +162,13 @@ OPTIONS: tuple[Option, ...] = (
         "Shares of a diffusion model's tokens to hide.",
         "0.15,0.5,0.9",
     ),
+    Option(
+        "save_curve",
+        Kind.BOOLEAN,
+        Group.QUALITY,
+        "Measure what mass costs in KL, for max_kl; kept with the buddies.",
+        False,
+    ),
     Option("choices", Kind.TEXT, Group.QUALITY, "JSON lines of multiple choice to answer."),
     Option("fresh", Kind.BOOLEAN, Group.DOCTOR, "Measure what is stored again.", False),
     Option("profile", Kind.TEXT, Group.DOCTOR, "File for this machine, as simulate takes it."),

@@ -23,14 +23,18 @@ from lowtide.cli.text_file import read_text
 from lowtide.config import format_size
 from lowtide.errors import UsageError
 from lowtide.lab.quality_questions import Question, read_questions
-from lowtide.lab.quality_settings import RESIDENTS, Setting
+from lowtide.lab.quality_settings import BUDDYMOE, RESIDENTS, Setting, curve_settings
 
 if TYPE_CHECKING:
+    from lowtide.engine.opening import OpenModel
     from lowtide.lab.quality import Report, Row, Work
     from lowtide.lab.quality_scores import Estimate
 
 DEFAULT_MAX_TOKENS = 64
 MAX_SETTINGS = 512
+
+_MOVED = {"read_bytes": "disk/pass", "link_bytes": "link/pass"}
+"""Counters of the engine, and the columns that they have where anything moved."""
 
 _OF_MODEL = {
     option.name: option
@@ -61,17 +65,22 @@ def quality(model: ModelName, *, settings: Settings) -> None:
     policy, own = str(options.pop("policy")), options.pop("policy_options", {})
     grid = parse_settings(cast("list[str]", settings["setting"] or []))
     rows = [Setting(policy, cast("dict[str, str]", own)), *grid]
+    if settings.flag("save_curve"):
+        rows += curve_settings(rows[0].policy_options if policy == BUDDYMOE else {})
     questions = settings.text("choices")
     asked = [] if questions is None else read_questions(Path(questions))
     is_text = not asked or settings.text("text") is not None
     text = read_text(model, settings) if is_text else None
     ratios = _ratios(str(settings["mask_ratios"]))
     with redirect_stdout(sys.stderr):
-        report = _measured(model, settings, options, rows, text, ratios, asked)
+        report, curve_path = _measured(model, settings, options, rows, text, ratios, asked)
     if settings.flag("json"):
-        print(json_line({"model": model, "version": __version__, **report.as_dict()}))
-    else:
-        _print(model, report)
+        found = {"model": model, "version": __version__, "curve_path": curve_path}
+        print(json_line({**found, **report.as_dict()}))
+        return
+    _print(model, report)
+    if curve_path is not None:
+        stdout_console().print(f"wrote the curve of mass and KL to {curve_path}")
 
 
 def parse_settings(texts: Sequence[str]) -> list[Setting]:
@@ -130,31 +139,36 @@ def _measured(
     text: str | None,
     ratios: tuple[float, ...],
     asked: Sequence[Question],
-) -> Report:
+) -> tuple[Report, str | None]:
+    """The report, and where its curve was written to."""
     folder = str(find_model(model, settings))
+    from lowtide.engine.opening import EngineConfig, open_model
     from lowtide.lab.quality import quality as measure
+    from lowtide.lab.quality_curve import curve_path, keep_curve, measured_curve
     from lowtide.lab.quality_plot import check_plot, plot
 
     picture = settings.text("plot")
     if picture is not None:
         check_plot(Path(picture))
-    work = _work(folder, settings, options, text, ratios, asked)
+    opened = open_model(folder, EngineConfig(**options))  # type: ignore[arg-type]
+    path = curve_path(opened) if settings.flag("save_curve") else None
+    work = _work(opened, settings, text, ratios, asked)
     with ProgressBars() as progress:
         report = measure(folder, rows, work, progress=progress, **options)
+    if path is not None:
+        keep_curve(path, measured_curve(report))
     if picture is not None:
         plot(report, Path(picture))
-    return report
+    return report, None if path is None else str(path)
 
 
 def _work(
-    folder: str,
+    opened: OpenModel,
     settings: Settings,
-    options: dict[str, object],
     text: str | None,
     ratios: tuple[float, ...],
     asked: Sequence[Question],
 ) -> Work:
-    from lowtide.engine.opening import EngineConfig, open_model
     from lowtide.lab.quality import Work
     from lowtide.lab.quality_choices import Questions
     from lowtide.lab.quality_text import Scope
@@ -164,7 +178,6 @@ def _work(
     if repeats < 0:
         raise UsageError(f"--repeats must be at least 0, not {repeats}.")
     scope = Scope(cast(int, settings["tokens"]), cast(int, settings["window"]), ratios)
-    opened = open_model(folder, EngineConfig(**options))  # type: ignore[arg-type]
     questions = None
     if asked:
         questions = Questions(asked, opened.tokenizer, opened.config, opened.context)
@@ -184,9 +197,9 @@ def _table(model: str, report: Report) -> Table:
 
     title = f"{model}, {report.device}, lowtide {__version__}"
     table = Table(title=title, title_justify="left", title_style="bold")
-    table.add_column("setting", no_wrap=True)
+    table.add_column("setting", min_width=16)  # wraps, so that numbers need not
     for name in _columns(report):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     best = iter(points(report.rows))
     for row in report.rows:
         if row.reason:
@@ -201,7 +214,9 @@ def _columns(report: Report) -> list[str]:
     columns = ["tokens/s"]
     if report.sample is not None:
         loss = "masked loss" if report.is_diffusion else "perplexity"
-        columns += [loss, "nats lost", "KL", "agree", "right", "disk/pass", "link/pass"]
+        columns += [loss, "nats lost", "±", "KL", "agree", "right"]
+        columns += ["mass moved"] if _is_replaced(report) else []
+        columns += [name for counter, name in _MOVED.items() if _is_moved(report, counter)]
     if any(row.choices is not None for row in report.rows):
         columns += ["choices", "per byte"]
     return columns
@@ -215,12 +230,17 @@ def _cells(report: Report, row: Row) -> list[str]:
         loss = compared.loss.mean if report.is_diffusion else compared.perplexity
         cells += [
             f"{loss:.3f}",
-            _within(compared.loss_difference, 4),
+            f"{compared.loss_difference.mean:+.4f}",
+            _error(compared.loss_difference),
             f"{compared.kl.mean:.4f}",
             f"{compared.agreement.mean:.1%}",
             f"{compared.accuracy.mean:.1%}",
-            format_size(round(passes.per_pass("read_bytes"))),
-            format_size(round(passes.per_pass("link_bytes"))),
+        ]
+        cells += [f"{row.moved_share:.2%}"] if _is_replaced(report) else []
+        cells += [
+            format_size(round(passes.per_pass(counter)))
+            for counter in _MOVED
+            if _is_moved(report, counter)
         ]
     if row.choices is not None:
         accuracy = row.choices.accuracy
@@ -228,9 +248,16 @@ def _cells(report: Report, row: Row) -> list[str]:
     return cells
 
 
-def _within(estimate: Estimate, digits: int) -> str:
-    error = "" if estimate.error is None else f" ± {estimate.error:.{digits}f}"
-    return f"{estimate.mean:+.{digits}f}{error}"
+def _is_replaced(report: Report) -> bool:
+    return any(row.passes is not None and row.passes.replaced is not None for row in report.rows)
+
+
+def _is_moved(report: Report, counter: str) -> bool:
+    return any(row.passes is not None and row.passes.per_pass(counter) for row in report.rows)
+
+
+def _error(estimate: Estimate) -> str:
+    return "" if estimate.error is None else f"{estimate.error:.4f}"
 
 
 def _notes(report: Report) -> list[str]:

@@ -29,6 +29,7 @@ from lowtide.engine.not_finite import fault_found
 from lowtide.engine.opening import MAX_PASS_ROWS
 from lowtide.memory.cuda_streams import device_pass
 from lowtide.params import SamplingParams
+from lowtide.policies.receipt import Receipt
 
 
 class ForcedRun(NamedTuple):
@@ -36,6 +37,7 @@ class ForcedRun(NamedTuple):
 
     num_passes: int
     seconds: float  # of passes and their logits; what looks at those is left out
+    receipt: Receipt | None = None  # of a policy that may change words
 
 
 def forced_params(text: ForcedText, is_diffusion: bool) -> SamplingParams:
@@ -65,9 +67,10 @@ def read_forced(
                 if engine.elastic is not None:
                     engine.elastic.settle()
             num_passes += 1
-        return ForcedRun(num_passes, clock.seconds)
+        return ForcedRun(num_passes, clock.seconds, engine.experts.take_receipt(request.id))
     finally:
         decoder.close()
+        engine.experts.take_receipt(request.id)
 
 
 class _Clock:

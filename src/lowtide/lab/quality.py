@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lowtide.core import MemoryPlan
+from lowtide.engine.forcing import ForcedRun
 from lowtide.engine.opening import EngineConfig, OpenModel, open_model
 from lowtide.errors import PlanError, UsageError
 from lowtide.lab.bench import Load, Preset, Progress, Run, take_turns
@@ -26,6 +27,7 @@ from lowtide.lab.quality_text import Sample, Scope, encode, make_sample
 from lowtide.llm import LLM
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.params import SamplingParams
+from lowtide.policies.receipt import Receipt
 
 SPEED_PROMPT_TOKENS = 64
 
@@ -53,6 +55,26 @@ class Work(NamedTuple):
         return self._replace(token_ids=ids, bos=bos, text_sha256=digest)
 
 
+class Replaced(NamedTuple):
+    """Receipts of several texts as one: what a policy replaced, of prompts and all."""
+
+    num_tokens: int  # computed
+    num_affected: int  # of which an expert was replaced
+    num_substituted: int  # experts of tokens
+    routed_mass: float
+    moved_mass: float
+    saved_bytes: int
+    num_in_vain: int
+
+    @classmethod
+    def of(cls, receipts: Sequence[Receipt]) -> Replaced:
+        return cls(*(sum(getattr(one, name) for one in receipts) for name in cls._fields))
+
+    @property
+    def moved_share(self) -> float:
+        return self.moved_mass / self.routed_mass if self.routed_mass else 0.0
+
+
 class Passes(NamedTuple):
     """What the passes over the scored windows took, prompts included."""
 
@@ -60,6 +82,7 @@ class Passes(NamedTuple):
     num_passes: int
     seconds: float
     counts: Mapping[str, float]  # of the engine's counters, by how much they grew
+    replaced: Replaced | None = None  # by a policy that may
 
     @property
     def passes_per_s(self) -> float:
@@ -77,8 +100,14 @@ class Passes(NamedTuple):
             "hit_rate": self.counts["num_hits"] / max(1, activated),
             "read_bytes_per_pass": self.per_pass("read_bytes"),
             "link_bytes_per_pass": self.per_pass("link_bytes"),
+            "replaced": self._replaced(),
             "counts": dict(self.counts),
         }
+
+    def _replaced(self) -> dict[str, float] | None:
+        if self.replaced is None:
+            return None
+        return {**self.replaced._asdict(), "moved_share": self.replaced.moved_share}
 
 
 @dataclass(slots=True)
@@ -103,6 +132,12 @@ class Row:
         if self.speed is None or not self.speed.turns:
             return None
         return self.speed.tokens_per_s.median
+
+    @property
+    def moved_share(self) -> float:
+        """Of the router's mass over the text, the share that was replaced."""
+        replaced = None if self.passes is None else self.passes.replaced
+        return 0.0 if replaced is None else replaced.moved_share
 
     def as_dict(self) -> dict[str, Any]:
         named = {"label": self.setting.label, "setting": self.setting.as_dict()}
@@ -239,16 +274,13 @@ class _Judge:
     def _score(self, llm: LLM, row: Row, sample: Sample, reference: ReferenceLogits) -> None:
         scorer = Scorer(sample, reference, is_reference=row is self.rows[0])
         llm.read(sample.warm_up, _look_away)
-        before, num_passes, seconds = llm.stats(), 0, 0.0
+        before, runs = llm.stats(), []
         for index, text in enumerate(sample.scored):
             self._progress(row.setting.label, index, len(sample.scored))
             scorer.begin(text)
-            run = llm.read(text, scorer)
-            num_passes, seconds = num_passes + run.num_passes, seconds + run.seconds
+            runs.append(llm.read(text, scorer))
         self._progress(row.setting.label, len(sample.scored), len(sample.scored))
-        after = llm.stats()
-        counts = {n: after[n] - before.get(n, 0.0) for n in after if n not in NOT_OF_PASSES}
-        row.passes = Passes(sample.num_tokens, num_passes, seconds, counts)
+        row.passes = _passes(sample, runs, before, llm.stats())
         row.scores, self.scored = scorer.finish()
         exact = self.rows[0].scores
         row.comparison = Comparison.of(row.scores, exact, self.scored)
@@ -278,6 +310,22 @@ def _sample(opened: OpenModel, work: Work) -> Sample | None:
         return None
     seed = opened.options.seed or 0
     return make_sample(opened.config, opened.context, work.token_ids, work.bos, work.scope, seed)
+
+
+def _passes(
+    sample: Sample,
+    runs: Sequence[ForcedRun],
+    before: Mapping[str, float],
+    after: Mapping[str, float],
+) -> Passes:
+    receipts = [run.receipt for run in runs if run.receipt is not None]
+    return Passes(
+        sample.num_tokens,
+        sum(run.num_passes for run in runs),
+        sum(run.seconds for run in runs),
+        {n: after[n] - before.get(n, 0.0) for n in after if n not in NOT_OF_PASSES},
+        Replaced.of(receipts) if receipts else None,
+    )
 
 
 def _look_away(mask: int, positions: object, logits: object) -> None:

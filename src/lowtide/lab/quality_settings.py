@@ -12,6 +12,10 @@ from lowtide.policies.presets import AUTO, asks_scores, check_policy, substitute
 RESIDENTS = "residents"
 """A setting's share of the experts that is resident, in place of a budget."""
 
+BUDDYMOE = "buddymoe"
+MASSES = ("0.01", "0.02", "0.05", "0.1", "0.2", "0.4", "1")
+"""Bounds of the share of router mass that may be replaced, from which a curve is measured."""
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -77,6 +81,12 @@ def grouped(settings: Sequence[Setting]) -> Iterator[list[Setting]]:
         lossless = [setting for setting in group if setting.is_lossless]
         lossless = lossless or [replace(group[0], policy=AUTO, policy_options={})]
         yield lossless + [setting for setting in group if not setting.is_lossless]
+
+
+def curve_settings(policy_options: Mapping[str, str]) -> list[Setting]:
+    """Settings that replace from little of the router's mass to all that they can."""
+    options = {"miss": "buddy", **policy_options}
+    return [Setting(BUDDYMOE, {**options, "max_mass": mass}) for mass in MASSES]
 
 
 def opening_options(

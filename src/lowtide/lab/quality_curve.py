@@ -1,0 +1,73 @@
+"""The curve by which a bound of KL becomes one of router mass: measured, and kept with the buddies.
+
+    path = curve_path(opened)  # of the calibration that has the buddy profile
+    keep_curve(path, measured_curve(report))
+
+An estimate everywhere but on the text that it was measured on.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from lowtide.engine.opening import OpenModel, find_calibration
+from lowtide.errors import UsageError
+from lowtide.lab.quality import Report
+from lowtide.lab.quality_settings import Setting
+from lowtide.policies.buddy_profile import QualityCurve
+from lowtide.policies.presets import check_safe
+from lowtide.replay.calibration import Calibration, check_calibration_path, default_path
+from lowtide.replay.trace import TraceShape
+
+
+def measured_curve(report: Report) -> QualityCurve:
+    """Replaced mass and KL of the rows that replaced any, baselines left out.
+
+    Of rows with the same mass the greatest KL counts. Raises UsageError where no row replaced any.
+    """
+    points: dict[float, float] = {}
+    for row in report.rows:
+        if row.comparison is None or not row.moved_share or not _is_safe(row.setting):
+            continue
+        points[row.moved_share] = max(points.get(row.moved_share, 0.0), row.comparison.kl.mean)
+    if not points:
+        raise UsageError(
+            "No setting replaced an expert, so there is no curve: give fewer residents, or a "
+            "--setting with policy=buddymoe."
+        )
+    mass = np.array(sorted(points))
+    kl = np.array([points[share] for share in mass.tolist()])
+    return QualityCurve(mass, kl.clip(min=0), report.text_sha256)
+
+
+def curve_path(opened: OpenModel) -> Path:
+    """The calibration that is to keep a model's curve. Raises UsageError where there is none with
+    buddies, StorageError where it cannot be written."""
+    config, given = opened.config, opened.options.calibration
+    config.check_experts("A curve is of substituted experts")
+    calibration = find_calibration(opened)
+    shape = TraceShape(*config.moe_shape)
+    path = Path(given or default_path(opened.folder, config.architecture, shape))
+    if calibration is None or calibration.buddies is None:
+        raise UsageError(
+            f"There is no buddy profile in {path} to keep a curve with; run lowtide calibrate "
+            "--buddies first."
+        )
+    check_calibration_path(path)
+    return path
+
+
+def keep_curve(path: Path, curve: QualityCurve) -> None:
+    """Puts a curve in the place of the one that a calibration's buddies have, if any. Raises what
+    reading and writing a calibration do."""
+    Calibration.load(path).with_curve(curve).save(path)
+
+
+def _is_safe(setting: Setting) -> bool:
+    try:
+        check_safe(setting.policy, setting.policy_options)
+    except UsageError:
+        return False
+    return True

@@ -1,0 +1,110 @@
+"""The dial's receipt in the table, and the curve of mass and KL that a profile keeps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from lowtide import LLM, SamplingParams
+from lowtide.cli.app import app
+from lowtide.engine.opening import EngineConfig, open_model
+from lowtide.errors import UsageError
+from lowtide.lab.calibrate import calibrate
+from lowtide.lab.calibrate_buddies import BuddyWish
+from lowtide.lab.quality import Report, Work, quality
+from lowtide.lab.quality_curve import curve_path, keep_curve, measured_curve
+from lowtide.lab.quality_settings import MASSES, Setting, curve_settings
+from lowtide.lab.quality_text import Scope
+from lowtide.lab.synth import synth
+from lowtide.replay.calibration import Calibration
+
+SCOPE = Scope(num_tokens=90, window_tokens=80)
+BUDDY = {"placement": "lru", "rho": "none", "miss": "buddy"}
+IDS = np.random.default_rng(1).integers(3, 300, 700).tolist()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synth("qwen3_moe", "tiny", tmp_path_factory.mktemp("models") / "model")
+
+
+@pytest.fixture(scope="module")
+def calibration(model: Path) -> Iterator[Path]:
+    with LLM(model, context=512) as llm:
+        made = calibrate(llm, IDS, "m", num_pieces=4, buddies=BuddyWish())
+    path = model.parent / "calibration"
+    made.save(path)
+    yield path
+
+
+@pytest.fixture(scope="module")
+def report(model: Path, calibration: Path) -> Report:
+    settings = [Setting("lru", residents=0.25)]
+    for setting in curve_settings(BUDDY)[::3]:
+        settings.append(Setting(setting.policy, setting.policy_options, residents=0.25))
+    settings.append(Setting("buddymoe", {**BUDDY, "miss": "drop"}, residents=0.25))
+    settings.append(Setting("buddymoe", {**BUDDY, "miss": "wait"}, residents=0.25))
+    work = Work(IDS, scope=SCOPE, repeats=0, text_sha256="1" * 64)
+    options: dict[str, Any] = {"context": 128, "calibration": str(calibration), "unsafe": True}
+    return quality(model, settings, work, **options)
+
+
+def test_rows_carry_the_receipt_of_the_text(report: Report) -> None:
+    exact, *bounded, drop, wait = report.rows
+    assert exact.passes is not None and exact.passes.replaced is None and not exact.moved_share
+    for row, mass in zip(bounded, MASSES[::3], strict=True):
+        assert row.passes is not None and row.passes.replaced is not None
+        assert row.moved_share <= float(mass)
+        assert row.passes.replaced.num_affected <= row.passes.replaced.num_tokens
+    shares = [row.moved_share for row in bounded]
+    assert shares == sorted(shares) and 0 < shares[0] < shares[-1]
+    assert bounded[-1].passes.replaced.saved_bytes > 0
+    assert bounded[-1].passes.per_pass("read_bytes") < exact.passes.per_pass("read_bytes")
+    assert bounded[-1].comparison.kl.mean > bounded[0].comparison.kl.mean > 0
+    assert drop.moved_share > 0
+    assert wait.comparison.kl.mean == 0 == wait.moved_share and wait.comparison.agreement.mean == 1
+    found = json.loads(json.dumps(report.as_dict()))["rows"][2]["passes"]["replaced"]
+    assert found["moved_share"] == bounded[1].moved_share
+
+
+def test_the_curve_is_of_what_was_measured_and_is_kept(
+    model: Path, calibration: Path, report: Report
+) -> None:
+    curve = measured_curve(report)
+    bounded = report.rows[1:-2]
+    wanted = sorted({row.moved_share: row.comparison.kl.mean for row in bounded}.items())
+    assert curve.mass.tolist() == [mass for mass, _ in wanted]
+    assert curve.kl.tolist() == [kl for _, kl in wanted]
+    assert curve.text_sha256 == report.text_sha256
+    opened = open_model(model, EngineConfig(context=128, calibration=str(calibration)))
+    assert curve_path(opened) == calibration
+    keep_curve(calibration, curve)
+    kept = Calibration.load(calibration).buddies
+    assert kept is not None and kept.curve is not None
+    assert kept.curve.mass.tolist() == curve.mass.tolist()
+    max_kl = float(curve.kl[0])
+    options: dict[str, Any] = {"context": 128, "calibration": str(calibration)}
+    policy = {**BUDDY, "max_kl": f"{max_kl:.17g}"}
+    with LLM(model, policy="buddymoe", policy_options=policy, **options) as llm:
+        params = SamplingParams(max_tokens=16, ignore_eos=True)
+        [completion] = llm.generate([IDS[:32]], params)
+    receipt = completion.usage.receipt
+    assert receipt is not None and receipt.moved_share <= curve.max_mass(max_kl)
+
+
+def test_without_buddies_or_substitutions_there_is_no_curve(model: Path, tmp_path: Path) -> None:
+    work = Work(IDS, scope=SCOPE, repeats=0)
+    report = quality(model, [Setting("lru")], work, context=128)
+    with pytest.raises(UsageError, match="No setting replaced"):
+        measured_curve(report)
+    text = tmp_path / "text.txt"
+    text.write_text("import os\n" * 400)
+    arguments = ["quality", "demo:chat", "--text", str(text), "--save-curve"]
+    done = CliRunner().invoke(app, arguments, env={"XDG_CACHE_HOME": str(tmp_path)})
+    assert done.exit_code == 2 and "calibrate --buddies" in done.stderr.replace("\n", " ")
