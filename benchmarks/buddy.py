@@ -1,0 +1,242 @@
+"""BuddyMoE on the trained demo models: what each way with absent experts costs and saves.
+
+At falling shares of resident experts every lane scores the same held-out code in decoding's own
+passes, and then all of them take turns at writing. Exact waits for every expert; random, drop and
+cache-prior are the baselines; BuddyMoE has the paper's settings by proportion (rho 3 of 6 is 2 of
+4, 16 buddies of 64 experts are 8 of 32), gates off as in its tables and on; ours substitutes only
+what would be late. Differences are of pairs of tokens, with the errors of stretches of text.
+
+On the disk tier for real, and on an emulated link, whose speeds are those of scaled time. How much
+redundancy a model's routing has stands beside its numbers: without any, no buddy can help.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common.arguments import run_script
+from common.buddies import Lane, Scale, calibrated, lanes, redundancy
+from common.ceilings import memory_ceiling
+from common.emulated import Model, device_options, temporary_folder
+from common.record import Recorder, Row, say
+
+from lowtide.config import ModelConfig
+from lowtide.engine.opening import EngineConfig, open_model
+from lowtide.lab.demo_text import held_out_text
+from lowtide.lab.quality import Report, Work, quality
+from lowtide.lab.quality import Row as Scored
+from lowtide.lab.quality_plot import check_plot, plot, points
+from lowtide.lab.quality_scores import Estimate, paired
+from lowtide.lab.quality_text import Scope
+from lowtide.model_folder.hub import resolve_model
+
+MODELS = ("demo:chat", "demo:diffusion")
+TIERS = ("disk", "link")
+SHARES = (0.75, 0.5, 0.375, 0.25)
+CONTEXT = 512
+
+BYTES_AT = 0.375
+"""The share of residents at which BuddyMoE's bytes are judged."""
+
+FEWER_BYTES = 0.2
+REMOVED = 0.5
+"""Of random's loss in nats that BuddyMoE removes, at least."""
+
+SPEED_UP = 1.3
+"""Ours over exact on the disk tier, where it loses `ACCURACY_LOST` at most, relatively."""
+
+ACCURACY_LOST = 0.01
+
+
+class Cell(NamedTuple):
+    """One model, tier and share; its lanes by name."""
+
+    model: str
+    tier: str
+    share: float
+    rows: Mapping[str, Scored]
+    report: Report
+
+    @property
+    def facts(self) -> Row:
+        return {"model": self.model, "tier": self.tier, "resident_share": self.share}
+
+    def paired_loss(self, first: str, second: str) -> Estimate:
+        """How much more the first lane loses, in nats per token."""
+        assert self.report.scored is not None
+        return paired(self.rows[first].scores, self.rows[second].scores, self.report.scored)
+
+    def bytes_per_pass(self, lane: str) -> float:
+        passes = self.rows[lane].passes
+        assert passes is not None
+        return passes.per_pass("read_bytes" if self.tier == "disk" else "link_bytes")
+
+
+def main() -> None:
+    options = _options()
+    for name in options.tiers:
+        if options.plots is not None:
+            options.plots.mkdir(parents=True, exist_ok=True)
+            check_plot(options.plots / f"{name}.png")
+    named = ("tokens", "repeats", "new", "placement", "pieces")
+    recorder = Recorder("buddy", {name: getattr(options, name) for name in named}, options.out)
+    recorder.write("ceiling", memory_ceiling())
+    text = held_out_text()
+    with temporary_folder() as folder:
+        for model in options.models:
+            config = ModelConfig.load(resolve_model(model))
+            path = Path(folder) / model.replace(":", "-")
+            profile = calibrated(model, path, options.pieces, context=CONTEXT)
+            recorder.write("redundancy", {"model": model, **redundancy(profile)})
+            scale = Scale(config.moe.num_experts_per_token, config.moe.num_experts)
+            for tier, share in itertools.product(options.tiers, options.shares):
+                is_short = tier == "link" or options.quick
+                wanted = lanes(scale, options.placement, is_short=is_short)
+                cell = _measure(options, model, tier, share, wanted, path, text)
+                _record(recorder, cell, wanted, options)
+
+
+def _measure(
+    options: argparse.Namespace,
+    model: str,
+    tier: str,
+    share: float,
+    wanted: Sequence[Lane],
+    calibration: Path,
+    text: str,
+) -> Cell:
+    """All lanes of a cell, on one loaded model."""
+    say(f"{model}, {tier}, {share:g} of the experts: {len(wanted)} lanes ...")
+    shared: dict[str, Any] = {"context": CONTEXT, "device": "cpu", "unsafe": True}
+    shared["calibration"] = str(calibration)
+    if tier == "link":
+        shared |= {"device": "emulated", "device_options": device_options(Model(model, model))}
+    opened = open_model(model, EngineConfig(**shared))
+    work = Work(
+        scope=Scope(options.tokens, 256), max_tokens=options.new, repeats=options.repeats
+    ).with_text(opened.tokenizer, text)
+    report = quality(model, [lane.setting(share) for lane in wanted], work, **shared)
+    names = [lane.name for lane in wanted]
+    return Cell(model, tier, share, dict(zip(names, report.rows, strict=True)), report)
+
+
+def _record(
+    recorder: Recorder, cell: Cell, wanted: Sequence[Lane], options: argparse.Namespace
+) -> None:
+    best = {point.label: point.is_best for point in points(cell.report.rows)}
+    for lane in wanted:
+        recorder.write(lane.name, {**cell.facts, **_row(cell, lane, best)})
+    for expectation in _expectations(cell, wanted):
+        recorder.write("expected", {**cell.facts, **expectation})
+    if options.plots is not None:
+        name = f"{cell.model.replace(':', '-')}-{cell.tier}-{cell.share:g}.png"
+        plot(cell.report, options.plots / name)
+
+
+def _row(cell: Cell, lane: Lane, best: Mapping[str, bool]) -> Row:
+    """What one lane did, beside the exact one."""
+    row = cell.rows[lane.name]
+    if row.comparison is None or row.passes is None:
+        return {"reason": row.reason}
+    exact = cell.rows["exact"].tokens_per_s
+    compared = row.comparison
+    return {
+        "tokens_per_s": row.tokens_per_s,
+        "speed_up": row.tokens_per_s / exact if row.tokens_per_s and exact else None,
+        "bytes_per_pass": cell.bytes_per_pass(lane.name),
+        "passes_per_s": row.passes.passes_per_s,
+        **{name: value for name, value in compared.as_dict().items() if name != "num_rows"},
+        "of_mask_ratio": {f"{r:g}": c.loss._asdict() for r, c in row.of_ratio.items()},
+        "counts": dict(row.passes.counts),
+        "is_on_front": best[row.setting.label],
+        "policy_options": dict(lane.options),
+    }
+
+
+def _expectations(cell: Cell, wanted: Sequence[Lane]) -> list[Row]:
+    """What the issue asks of this cell, and what came of it."""
+    ran = {lane.name: lane for lane in wanted if not cell.rows[lane.name].reason}
+    found = []
+    for lane in ran.values():
+        if lane.miss == "buddy" and f"random rho {lane.rho}" in ran:
+            found.append(_better(cell, lane.name, f"random rho {lane.rho}"))
+        if lane.name.startswith("buddy rho") and "random rho none" in ran:
+            found += [_better(cell, lane.name, "random rho none"), _removes(cell, lane.name)]
+        if lane.miss == "late":
+            is_best = {p.label: p.is_best for p in points(cell.report.rows)}
+            label = cell.rows[lane.name].setting.label
+            found.append({"claim": f"{lane.name} is on the front", "is_met": is_best[label]})
+    if cell.share == BYTES_AT:
+        found += [_saves_bytes(cell, n) for n in ran if n.startswith("buddy rho")]
+    if cell.tier == "disk":
+        found += [_speeds_up(cell, name) for name, lane in ran.items() if lane.miss == "late"]
+    return found
+
+
+def _better(cell: Cell, lane: str, other: str) -> Row:
+    """By two standard errors, token by token; the exact lane is better than either by nature."""
+    gain = cell.paired_loss(other, lane)
+    claim = f"{lane} loses less than {other}"
+    return {"claim": claim, "nats": gain._asdict(), "is_met": gain.is_above(0.0)}
+
+
+def _removes(cell: Cell, lane: str) -> Row:
+    """The share of random's loss that a lane removes, and whether that is `REMOVED` for sure."""
+    exact, random, own = (cell.rows[n].scores.loss for n in ("exact", "random rho none", lane))
+    assert cell.report.scored is not None
+    lost = cell.paired_loss("random rho none", "exact").mean
+    surplus = cell.report.scored.estimate((1 - REMOVED) * (random - exact) - (own - exact))
+    removed = 1 - cell.paired_loss(lane, "exact").mean / lost if lost else None
+    claim = f"{lane} removes {REMOVED:.0%} of random's loss"
+    return {"claim": claim, "removed": removed, "is_met": surplus.is_above(0.0)}
+
+
+def _saves_bytes(cell: Cell, lane: str) -> Row:
+    exact, own = cell.bytes_per_pass("exact"), cell.bytes_per_pass(lane)
+    saved = 1 - own / exact if exact else 0.0
+    claim = f"{lane} moves {FEWER_BYTES:.0%} fewer bytes"
+    return {"claim": claim, "saved": saved, "is_met": saved >= FEWER_BYTES}
+
+
+def _speeds_up(cell: Cell, lane: str) -> Row:
+    """Faster than exact, at an accuracy that is nearly its own."""
+    exact, own = cell.rows["exact"], cell.rows[lane]
+    assert exact.comparison is not None and own.comparison is not None
+    ratio = None
+    if exact.tokens_per_s and own.tokens_per_s:
+        ratio = own.tokens_per_s / exact.tokens_per_s
+    accuracy = exact.comparison.accuracy.mean
+    lost = -own.comparison.accuracy_difference.mean / accuracy if accuracy else 0.0
+    return {
+        "claim": f"{lane} is {SPEED_UP} times as fast and loses {ACCURACY_LOST:.0%} of accuracy",
+        "speed_up": ratio,
+        "accuracy_lost": lost,
+        "is_met": ratio is not None and ratio >= SPEED_UP and lost <= ACCURACY_LOST,
+    }
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--tiers", nargs="+", choices=TIERS, default=list(TIERS))
+    parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES))
+    parser.add_argument("--placement", default="lowtide", help="who stays resident (lowtide)")
+    parser.add_argument("--tokens", type=int, default=None, help="scored per lane (2048)")
+    parser.add_argument("--new", type=int, default=64, help="new tokens of a timed answer (64)")
+    parser.add_argument("--repeats", type=int, default=None, help="timed answers per lane (5)")
+    parser.add_argument("--pieces", type=int, default=64, help="of the calibration's text (64)")
+    parser.add_argument("--plots", type=Path, help="folder for a picture of every cell")
+    parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
+    parser.add_argument("--quick", action="store_true", help="few tokens and lanes: a look")
+    options = parser.parse_args()
+    options.tokens = options.tokens or (128 if options.quick else 2048)
+    options.repeats = options.repeats or (1 if options.quick else 5)
+    return options
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,264 @@
+"""Substitution at published dimensions, from disk: speed alone, since the weights are random.
+
+LLaDA2.0-mini's and Qwen3-30B-A3B's experts, fewer layers of them. At falling shares of residents
+exact and BuddyMoE with rising rho take turns on one loaded model: tokens per second, bytes read per
+token, and the seconds waited for each expert that was asked for and absent (the paper's Table 1).
+Then each lane answers once more under a watch: what the substitution itself takes of a layer, of 32
+rows for the block model and of one for the autoregressive one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from inspect import ismethod
+from pathlib import Path
+from typing import Any
+
+from common.arguments import run_script
+from common.buddies import BUDDYMOE, Lane, calibrated, load_profile, redundancy
+from common.ceilings import Disk, memory_ceiling
+from common.models import cache_folder
+from common.record import Recorder, Row, say
+
+from lowtide import LLM, SamplingParams
+from lowtide.config import ModelConfig
+from lowtide.families import families
+from lowtide.lab.bench import Load, Preset, Run, take_turns
+from lowtide.lab.budgets import budget_of_share
+from lowtide.lab.synth import write_checkpoint
+from lowtide.llm import plan_model
+from lowtide.policies.buddy_profile import BuddyProfile
+
+LAYERS = {"llada2": 5, "qwen3_moe": 6}
+"""Of some 1.6 and 1.2 GB each; LLaDA2's first one has no experts."""
+
+SHARES = (0.75, 0.5, 0.375, 0.25)
+CONTEXT = 512
+PROMPT_TOKENS = 64
+
+FASTER_AT, FASTER = 0.375, 1.10
+"""Tokens per second over exact's, at this share of residents."""
+
+OWN_SHARE, OWN_S = 0.01, 20e-6
+"""What substitution may take: of a layer at 32 rows, seconds at one."""
+
+
+class Watch:
+    """Seconds of a run's expert layers, and of the substitutions among them."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.num_layers = self.num_asked = 0
+        self.layers_s = self.asked_s = 0.0
+        self._runtime: Any = llm._engine.experts
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Meanwhile both are timed."""
+        runtime, policies, forward = self._runtime, self._runtime.policies, self._runtime.forward
+        runtime.policies, runtime.forward = _Watched(policies, self), self._layer(forward)
+        try:
+            yield
+        finally:
+            runtime.policies = policies
+            del runtime.forward
+
+    def row(self) -> Row:
+        return {
+            "substitution_us": 1e6 * self.asked_s / max(1, self.num_asked),
+            "layer_us": 1e6 * self.layers_s / max(1, self.num_layers),
+            "share_of_layers": self.asked_s / self.layers_s if self.layers_s else 0.0,
+        }
+
+    def _layer(self, forward: Any) -> Any:
+        def timed(*arguments: Any, **named: Any) -> None:
+            start_s = time.perf_counter()
+            forward(*arguments, **named)
+            self.layers_s += time.perf_counter() - start_s
+            self.num_layers += 1
+
+        return timed
+
+
+class _Watched:
+    """Policies whose substitution is timed."""
+
+    def __init__(self, policies: Any, watch: Watch) -> None:
+        self._policies = policies
+        self._watch = watch
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._policies, name)
+        if name != "substitute" or not ismethod(value):
+            return value
+
+        def timed(facts: Any) -> Any:
+            start_s = time.thread_time()  # of this thread alone: it waits for nobody in there
+            answer = value(facts)
+            self._watch.asked_s += time.thread_time() - start_s
+            self._watch.num_asked += 1
+            return answer
+
+        return timed
+
+
+def main() -> None:
+    options = _options()
+    named = ("placement", "new", "repeats", "layers")
+    recorder = Recorder("buddy full", {name: getattr(options, name) for name in named}, options.out)
+    for family in options.families:
+        folder = _folder(options.folder, family, options.size, options.layers)
+        config = ModelConfig.load(folder)
+        calibration = folder.parent / f"{folder.name}.buddies"
+        profile = load_profile(calibration) or _calibrate(folder, calibration, options)
+        recorder.write("redundancy", {"model": folder.name, **redundancy(profile)})
+        lanes = _lanes(options.placement, config.moe.num_experts_per_token)
+        for share in options.shares:
+            _measure(recorder, folder, calibration, share, lanes, options)
+
+
+def _measure(
+    recorder: Recorder,
+    folder: Path,
+    calibration: Path,
+    share: float,
+    lanes: list[Lane],
+    options: argparse.Namespace,
+) -> None:
+    """All lanes take turns on one loaded model, the disk's ceiling before and after."""
+    say(f"{folder.name}, {share:g} of the experts ...")
+    shared: dict[str, Any] = {"context": CONTEXT, "calibration": str(calibration)}
+    last = lanes[-1]
+    wide = {"policy": last.policy, "policy_options": dict(last.options)}
+    plan = plan_model(folder, **shared, **wide)
+    budget_bytes = budget_of_share(plan, share)
+    disk = Disk(folder, plan.host.slot_bytes, (1 << 28) if options.quick else (1 << 30))
+    where = {"model": folder.name, "resident_share": share, "budget_bytes": budget_bytes}
+    recorder.write("ceiling", {**where, **memory_ceiling(), **disk.measure()})
+    with LLM(folder, host_memory=budget_bytes, **shared, **wide) as llm:
+        load = _load(llm, options.new)
+        presets = [Preset(lane.policy, lane.options) for lane in lanes]
+        runs = take_turns(llm, presets, load, options.repeats)
+        for lane, run in zip(lanes, runs, strict=True):
+            row = _row(run, runs[0])
+            if not run.reason:
+                row |= _watched(llm, lane, load)
+            recorder.write(lane.name, {**where, **row})
+            for expectation in _expectations(llm.config, share, lane, row):
+                recorder.write("expected", {**where, **expectation})
+    recorder.write("ceiling", {**where, **disk.measure()})
+
+
+def _row(run: Run, exact: Run) -> Row:
+    if run.reason:
+        return {"reason": run.reason}
+    speed, own = exact.tokens_per_s.median, run.tokens_per_s
+    return {
+        "tokens_per_s": own.median,
+        "least": own.least,
+        "most": own.most,
+        "speed_up": own.median / speed,
+        "read_bytes_per_token": run.read_bytes_per_token,
+        "hit_rate": run.hit_rate,
+    }
+
+
+def _watched(llm: LLM, lane: Lane, load: Load) -> Row:
+    """One more answer, after one that finds the residents: times by part, and waits per miss."""
+    llm.adopt_policy(lane.policy, lane.options)
+    llm.generate([load.prompt], load.params)
+    watch, before = Watch(llm), llm.stats()
+    with watch.on():
+        llm.generate([load.prompt], load.params)
+    after = llm.stats()
+    grown = {name: after[name] - before[name] for name in ("num_misses", "wait_s", "forwards")}
+    return {
+        "misses_per_pass": grown["num_misses"] / grown["forwards"],
+        "waited_ms_per_miss": 1e3 * grown["wait_s"] / max(1.0, grown["num_misses"]),
+        **watch.row(),
+    }
+
+
+def _expectations(
+    config: ModelConfig, share: float, lane: Lane, row: Mapping[str, Any]
+) -> Iterator[Row]:
+    if lane.miss == "exact" or "reason" in row:
+        return
+    if share == FASTER_AT:
+        claim = f"{lane.name} is {FASTER:.2f} times as fast as exact"
+        yield {"claim": claim, "value": row["speed_up"], "is_met": row["speed_up"] >= FASTER}
+    if config.is_diffusion:
+        own = row["share_of_layers"]
+        claim = f"{lane.name}: substitution takes {OWN_SHARE:.0%} of a layer of a block's rows"
+        yield {"claim": claim, "value": own, "is_met": own <= OWN_SHARE}
+    else:
+        own = row["substitution_us"]
+        claim = f"{lane.name}: substitution takes {1e6 * OWN_S:.0f} us of a layer of one row"
+        yield {"claim": claim, "value": own, "is_met": own <= 1e6 * OWN_S}
+
+
+def _lanes(placement: str, k: int) -> list[Lane]:
+    """Rising rho, to no bound; ours last, which is told most of a pass."""
+
+    def lossy(miss: str, rho: str) -> Lane:
+        name = f"{'ours' if miss == 'late' else miss} rho {rho}"
+        return Lane(name, BUDDYMOE, {"placement": placement, "miss": miss, "rho": rho})
+
+    rhos = [str(rho) for rho in sorted({1, k // 4, k // 2, 3 * k // 4} - {0})] + ["none"]
+    on_demand = Lane("read on demand", "on-demand")
+    exact = Lane("exact", placement)
+    return [exact, on_demand, *(lossy("buddy", r) for r in rhos), lossy("late", str(k // 2))]
+
+
+def _load(llm: LLM, num_new: int) -> Load:
+    prompt = [1 + i * 7919 % (llm.config.vocab_size // 2) for i in range(PROMPT_TOKENS)]
+    return Load(prompt, prompt, SamplingParams(max_tokens=num_new, ignore_eos=True))
+
+
+def _folder(base: Path, family: str, size: str, num_layers: int | None) -> Path:
+    """A checkpoint of a family's published dimensions with fewer layers, made if need be."""
+    num_layers = num_layers or LAYERS[family]
+    folder = base / f"{family}-{size}-{num_layers}-layers"
+    if not (folder / "config.json").exists():
+        say(f"Making {folder} ...")
+        made = families()[family].sizes()[size]
+        write_checkpoint(
+            replace(made, config={**made.config, "num_hidden_layers": num_layers}), folder
+        )
+    return folder
+
+
+def _calibrate(folder: Path, path: Path, options: argparse.Namespace) -> BuddyProfile:
+    """Buddies only: similarities would read every expert."""
+    plan = plan_model(folder, context=CONTEXT)
+    budget_bytes = budget_of_share(plan, 0.5)
+    return calibrated(
+        str(folder), path, options.pieces, (), context=CONTEXT, host_memory=budget_bytes
+    )
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--families", nargs="+", choices=tuple(LAYERS), default=list(LAYERS))
+    parser.add_argument("--layers", type=int, help="of every model (5 and 6)")
+    parser.add_argument("--size", default="full", help="a key of the family's sizes (full)")
+    parser.add_argument("--folder", type=Path, default=None, help="where models are kept")
+    parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES))
+    parser.add_argument("--placement", default="lowtide", help="who stays resident (lowtide)")
+    parser.add_argument("--new", type=int, default=None, help="new tokens of an answer (64)")
+    parser.add_argument("--repeats", type=int, default=None, help="answers per lane (3)")
+    parser.add_argument("--pieces", type=int, default=16, help="of the calibration's text (16)")
+    parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
+    parser.add_argument("--quick", action="store_true", help="few tokens: a look, not a result")
+    options = parser.parse_args()
+    options.folder = options.folder or cache_folder()
+    options.new = options.new or (16 if options.quick else 64)
+    options.repeats = options.repeats or (1 if options.quick else 3)
+    return options
+
+
+if __name__ == "__main__":
+    run_script(main)

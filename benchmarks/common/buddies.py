@@ -1,0 +1,149 @@
+"""What the benchmarks of substitution share: the lanes that are compared, and calibrated models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from common.record import REPOSITORY, Row, say
+from lowtide import LLM
+from lowtide.lab.calibrate import calibrate
+from lowtide.lab.calibrate_buddies import BuddyWish
+from lowtide.lab.quality_settings import Setting
+from lowtide.policies.buddy_lists import BuddyRule, Ranking
+from lowtide.policies.buddy_profile import BuddyProfile
+from lowtide.replay.calibration import Calibration
+
+BUDDYMOE = "buddymoe"
+BASELINES = ("random", "drop", "cache-prior")
+PRIORS = ("0.5", "2")
+"""Of the `cache-prior` baseline: what is added to residents' logits."""
+
+
+class Lane(NamedTuple):
+    """One way with absent experts, and what it is called in results."""
+
+    name: str
+    policy: str
+    options: Mapping[str, str] = {}
+
+    @property
+    def miss(self) -> str:
+        """`exact` where nothing is substituted."""
+        return self.options.get("miss", "exact")
+
+    @property
+    def rho(self) -> str:
+        return self.options.get("rho", "")
+
+    def setting(self, share: float) -> Setting:
+        """At a share of the experts that is resident."""
+        return Setting(self.policy, dict(self.options), residents=share)
+
+
+class Scale(NamedTuple):
+    """The paper's numbers (6 of 64 experts) for another router, by proportion."""
+
+    k: int
+    num_experts: int
+
+    def rhos(self) -> tuple[str, str, str]:
+        """For 3 and 4 of 6, and no bound."""
+        return str(round(3 * self.k / 6)), str(round(4 * self.k / 6)), "none"
+
+    def k_max(self, of_64: int) -> str:
+        return str(max(1, round(of_64 * self.num_experts / 64)))
+
+
+def lanes(scale: Scale, placement: str, *, is_short: bool = False) -> list[Lane]:
+    """Exact, the baselines, BuddyMoE as in the paper's tables and with its gates on, and ours.
+
+    Gates: the paper's 15th percentile of the entropy, bypassed where 9 of 10 experts are absent.
+    """
+    half, more, unbounded = scale.rhos()
+    paper = {"alpha": "0.95", "k_max": scale.k_max(16), "tae": "off", "beta": "off"}
+    rhos = (half,) if is_short else (half, more, unbounded)
+
+    def lossy(name: str, miss: str, **options: str) -> Lane:
+        return Lane(name, BUDDYMOE, {"placement": placement, "miss": miss, **options})
+
+    made = [Lane("exact", placement)]
+    for miss in ("random", "drop"):
+        wanted = (half, unbounded) if is_short and miss == "random" else rhos
+        made += [lossy(f"{miss} rho {rho}", miss, rho=rho) for rho in wanted]
+    made += [lossy(f"cache-prior {prior}", "cache-prior", prior=prior) for prior in PRIORS]
+    made += [lossy(f"buddy rho {rho}", "buddy", rho=rho, **paper) for rho in rhos]
+    if not is_short:
+        few = {"k_max": scale.k_max(4), "alpha": "0.75"}
+        fewer = {"k_max": scale.k_max(2), "alpha": "0.99"}
+        made += [
+            lossy("buddy alpha .75", "buddy", rho=unbounded, **{**paper, **few}),
+            lossy("buddy alpha .99", "buddy", rho=unbounded, **{**paper, **fewer}),
+        ]
+    gates = {**paper, "tae": "15", "beta": "0.9"}
+    made.append(lossy("buddy with gates", "buddy", rho=half, **gates))
+    made += [lossy(f"ours rho {rho}", "late", rho=rho) for rho in rhos]
+    # Less boldly, and by what the router itself would give the buddy.
+    made.append(lossy("ours rho 1", "late", rho="1"))
+    if not is_short:
+        made.append(lossy("ours max_mass .05", "late", max_mass="0.05"))
+        made.append(lossy("ours eta 2", "late", rho=half, eta="2"))
+    return made
+
+
+def calibrated(
+    model: str,
+    path: Path,
+    num_pieces: int,
+    measured: Sequence[Ranking] = (Ranking.OUTPUTS, Ranking.WEIGHTS),
+    **options: object,
+) -> BuddyProfile:
+    """Calibrates a model with buddies on our own sources, which it is not scored on, in `path`.
+
+    measured: similarities, besides. options: of `LLM`.
+    """
+    say(f"{model}: calibrating ...")
+    wish = BuddyWish(BuddyRule(), measured=frozenset(measured))
+    with LLM(model, device="cpu", **options) as llm:
+        ids = token_ids(llm, own_sources())
+        made = calibrate(llm, ids, model, num_pieces=num_pieces, buddies=wish)
+    made.save(path)
+    if made.buddies is None:
+        raise AssertionError("buddies were asked for")
+    return made.buddies
+
+
+def load_profile(path: Path) -> BuddyProfile | None:
+    """The buddies of a calibration that is there already."""
+    return Calibration.load(path).buddies if path.exists() else None
+
+
+def redundancy(profile: BuddyProfile) -> Row:
+    """How much of a model's routing falls on few peers: what buddies live on. Layer by layer."""
+    lists = profile.lists()
+    return {
+        "concentration": _rounded(profile.concentration()),
+        "affinity_nats": _rounded(profile.affinity()),
+        "mean_list_size": _rounded(lists.lengths.mean(axis=1)),
+        "num_tokens": profile.num_tokens,
+    }
+
+
+def own_sources() -> str:
+    """Our own package, file after file."""
+    files = sorted((REPOSITORY / "src" / "lowtide").rglob("*.py"))
+    return "".join(path.read_text() for path in files)
+
+
+def token_ids(llm: LLM, text: str) -> list[int]:
+    """A demo's tokens; a synthetic model's tokenizer knows its own words only, so bytes do."""
+    if llm.config.vocab_size < 10_000 and llm.tokenizer is not None:
+        return list(llm.tokenizer.encode(text))
+    return (1 + np.frombuffer(text.encode(), np.uint8).astype(np.int64)).tolist()
+
+
+def _rounded(values: Sequence[float] | np.ndarray) -> list[float]:
+    return [round(float(value), 3) for value in values]
