@@ -160,8 +160,8 @@ class BuddyProfile:
         }
         if ranking in measured and measured[ranking] is None:
             raise UsageError(
-                f"This profile cannot rank by {ranking.value}, which was not measured; run "
-                f"lowtide calibrate --buddies --buddy-ranking {ranking.value}."
+                f"This profile cannot rank by {ranking.value}, which was not measured; run lowtide "
+                f"calibrate --buddies --similarity {ranking.value}."
             )
         return measured.get(ranking)
 
