@@ -200,7 +200,7 @@ class ExpertRuntime:
         at_host = self._look(layer, x, routing, scores, workspace)
         facts = self._facts(step, layer, at_host.experts, at_host.told)
         run: Facts | None = None
-        self._count(facts.demand)
+        self._count(layer, facts.demand)
         substituted = self.policies.substitute(facts)
         if substituted is not None:
             routing, experts = substituted_routing(substituted, routing, workspace)
@@ -241,14 +241,14 @@ class ExpertRuntime:
 
     def _facts(self, step: Step, layer: int, chosen: Tensor, told: RoutedTokens | None) -> Facts:
         num_tokens = np.bincount(chosen.numpy().ravel(), minlength=self._shape.num_experts)
-        if self.use is not None:
-            self.use.saw(layer, num_tokens.nonzero()[0])
         common = (step, layer, num_tokens, told, self.room.capacity, self.policies.costs)
         if self.device is None:
             return host_facts(*common, self.host.ledger)
         return device_facts(*common, self.device.link, self.host)
 
-    def _count(self, demand: Demand) -> None:
+    def _count(self, layer: int, demand: Demand) -> None:
+        if self.use is not None:
+            self.use.saw(layer, demand.experts)
         self.stats.num_hits += (num_hits := int(np.count_nonzero(demand.is_resident)))
         self.stats.num_misses += len(demand.experts) - num_hits
 
