@@ -65,15 +65,19 @@ def calibrate(
         told = {**files, "machine": machine, **as_object(calibration, budgets)}
         print(json_line(told if buddies is None else {**told, "buddies": describe(buddies)}))
         return
-    console = stdout_console()
+    _show(calibration, budgets, machine)
+    for written in (path, *plots):
+        stdout_console().print(f"wrote {written}")
+
+
+def _show(calibration: Calibration, budgets: Sequence[Budget], machine: str) -> None:
+    console, buddies = stdout_console(), calibration.buddies
     console.print(_gate_table(calibration))
     console.print(_budget_table(budgets, calibration.shape.num_experts, machine))
     if buddies is not None:
         console.print(buddy_table(buddies))
         if (likeness := likeness_table(buddies)) is not None:
             console.print(likeness)
-    for written in (path, *plots):
-        console.print(f"wrote {written}")
 
 
 def _calibrate(
