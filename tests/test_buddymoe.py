@@ -18,12 +18,15 @@ from lowtide import LLM, SamplingParams
 from lowtide.core import Facts, RoutedTokens, RowKind, Step
 from lowtide.errors import UsageError
 from lowtide.experts.rows import Routing
+from lowtide.lab.record import Recorder
 from lowtide.llm import plan_model
 from lowtide.policies import catalogue
 from lowtide.policies.catalogue import CATALOGUE
+from lowtide.policies.presets import parse_options
 from lowtide.policies.receipt import Receipt, replaced
 from lowtide.policies.recipe import Recipe, Setting
 from lowtide.policies.substitution import Substitution
+from lowtide.replay.host_alone import compare_alone
 
 GOLDENS = Path(__file__).parent / "goldens"
 MODEL = GOLDENS / "llada2-a"
@@ -206,6 +209,37 @@ def test_rows_that_are_kept_run_what_their_router_chose() -> None:
             is_moved = replaced(routing, answered).any(axis=1)
             assert (rows.kind[is_moved] == RowKind.DRAFT).all()
     assert kinds == {RowKind.PROMPT, RowKind.COMMIT, RowKind.DRAFT}
+
+
+@pytest.mark.parametrize("miss", ["buddy", "late", "random"])
+def test_a_replay_decides_as_the_runtime_did(miss: str) -> None:
+    """The same trace, capacity and costs: the same residents, answers and receipts."""
+    options = {"miss": miss, "rho": "none", "placement": "lru", "max_mass": "0.3"}
+    with profiled() as seen, open_half("cpu", **options) as llm:
+        recorder = Recorder(llm, "m")
+        with llm.observed(recorder):
+            completions = llm.generate([PROMPT, PROMPT[::-1]], PARAMS)
+        recorder.finish()
+        policies, capacity = llm._engine.experts.policies, llm.plan.residents_per_layer
+        setting = Setting(
+            capacity,
+            llm.config.moe.num_experts,
+            policies.costs,
+            options=parse_options("buddymoe", options),
+        )
+        [report] = compare_alone(recorder.writer.trace(), ["buddymoe"], setting)
+    runtime, replay = seen
+    assert len(runtime.asked) == len(replay.asked) > 0
+    for (asked, answered), (again, replayed) in zip(runtime.asked, replay.asked, strict=True):
+        assert asked.layer == again.layer and np.array_equal(asked.is_kept, again.is_kept)
+        assert (answered is None) == (replayed is None)
+        if answered is not None and replayed is not None:
+            assert np.array_equal(answered.experts, replayed.experts)
+            assert np.array_equal(answered.weights, replayed.weights)
+    receipts = [completion.usage.receipt for completion in completions]
+    assert report.num_substituted == sum(r.num_substituted for r in receipts)  # type: ignore[union-attr]
+    moved, routed = (sum(getattr(r, n) for r in receipts) for n in ("moved_mass", "routed_mass"))
+    assert report.moved_share == pytest.approx(moved / routed)
 
 
 def test_what_is_missing_is_refused() -> None:

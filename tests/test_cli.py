@@ -693,7 +693,9 @@ def recorded(tmp_path: Path) -> str:
     shape = TraceShape(2, 4, 1, hidden_size=8, expert_size=8)
     passes = (Pass(Step(StepKind.DENOISE, 0), 0, 2, 2),)
     path = tmp_path / "run.trace"
-    Trace("org/name", shape, passes, np.array([[[0], [1]], [[2], [1]]], np.uint16)).save(path)
+    ids = np.array([[[0], [1]], [[2], [1]]], np.uint16)
+    rows = (np.ones((2, 2, 1), np.float32), np.zeros(2, np.int32), np.full(2, 2, np.uint8))
+    Trace("org/name", shape, passes, ids, *rows).save(path)
     return str(path)
 
 
@@ -733,7 +735,8 @@ def test_a_budget_that_the_machine_does_not_have_is_told(recorded: str, tmp_path
 
 
 def test_a_calibration_of_another_model_is_refused_by_both_names(recorded: str) -> None:
-    other = Trace("org/other", TraceShape(3, 4, 1), (), np.zeros((0, 3, 1), np.uint16))
+    nothing = (np.zeros((0, 3, 1), np.float32), np.zeros(0, np.int32), np.zeros(0, np.uint8))
+    other = Trace("org/other", TraceShape(3, 4, 1), (), np.zeros((0, 3, 1), np.uint16), *nothing)
     known = types.SimpleNamespace(trace=other, shape=other.shape)
     with pytest.raises(UsageError, match="'org/name' and the calibration of 'org/other'"):
         check_same_shape(Trace.load(Path(recorded)), known)  # type: ignore[arg-type]

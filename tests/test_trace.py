@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowtide.core import Step, StepKind
+from lowtide.core import PassRows, Step, StepKind
 from lowtide.errors import StorageError, UsageError
-from lowtide.replay.trace import Trace, TraceShape, TraceWriter, count_hits
+from lowtide.files.array_file import Contradiction
+from lowtide.replay.trace import Trace, TraceShape, TraceWriter, count_hits, trace_of
 
 SHAPE = TraceShape(2, 5, 2)
 
@@ -31,7 +32,35 @@ def make_trace(rows: tuple[int, ...] = (3, 1, 2), seed: int = 0) -> Trace:
 
 def same(a: Trace, b: Trace) -> bool:
     facts = (a.model, a.shape, a.passes) == (b.model, b.shape, b.passes)
-    return facts and np.array_equal(a.ids, b.ids)
+    names = ("ids", "weights", "requests", "kinds")
+    return facts and all(np.array_equal(getattr(a, n), getattr(b, n)) for n in names)
+
+
+def test_weights_and_whose_rows_they_are_come_back(tmp_path: Path) -> None:
+    writer = TraceWriter("m", SHAPE)
+    rows = PassRows(np.array([70, -1, 12]), np.array([0, 3, 2], np.uint8))
+    writer.begin(Step(StepKind.DECODE, 0, rows), 0, 3)
+    writer.record(0, np.array([[0, 1], [1, 4], [2, 3]]), np.float32([[0.2, 0.8]] * 3))
+    writer.record(1, np.array([[0, 1], [1, 4], [2, 3]]))
+    writer.trace().save(tmp_path / "t.npz")
+    again = Trace.load(tmp_path / "t.npz")
+    assert again.requests.tolist() == [0, -1, 1] and again.kinds.tolist() == [0, 3, 2]
+    [routed] = again.iter_routed()
+    assert routed.routing(0).weights.tolist() == np.float32([[0.2, 0.8]] * 3).tolist()
+    assert routed.routing(1).weights.tolist() == [[0.5, 0.5]] * 3
+    assert routed.step.rows is not None and routed.step.rows.request.tolist() == [0, -1, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "value"),
+    [("weights", (0, 0, 0), np.nan), ("requests", 0, -2), ("kinds", 0, 9), ("version", 0, 1)],
+)
+def test_rows_that_cannot_be(name: str, index: Any, value: float) -> None:
+    arrays = make_trace().arrays()
+    arrays[name] = arrays[name].copy()
+    arrays[name][index] = value
+    with pytest.raises(Contradiction):
+        trace_of(arrays)
 
 
 def test_a_trace_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -90,7 +119,7 @@ def test_another_models_trace_is_refused_with_both_named() -> None:
 
 
 def test_a_writer_refuses_what_does_not_fit() -> None:
-    writer = TraceWriter("m", SHAPE, max_bytes=16)
+    writer = TraceWriter("m", SHAPE, max_bytes=30)
     with pytest.raises(UsageError, match="not begun"):
         writer.record(0, np.zeros((1, 2), np.int64))
     with pytest.raises(UsageError):
@@ -99,7 +128,7 @@ def test_a_writer_refuses_what_does_not_fit() -> None:
     for layer, ids in ((2, [[0, 1]]), (0, [[0, 5]]), (0, [[-1, 0]]), (0, [[0, 1, 2]])):
         with pytest.raises(UsageError):
             writer.record(layer, np.array(ids))
-    with pytest.raises(StorageError, match="16 bytes"):
+    with pytest.raises(StorageError, match="30 bytes"):
         writer.begin(Step(StepKind.DECODE, 1), 0, 2)
     with pytest.raises(UsageError):
         writer.begin(Step(StepKind.DECODE, 1), -1, 0)
@@ -109,11 +138,14 @@ def test_a_writer_refuses_what_does_not_fit() -> None:
 
 def members(**changes: Any) -> dict[str, Any]:
     arrays: dict[str, Any] = {
-        "version": np.array([1], np.int64),
+        "version": np.array([2], np.int64),
         "shape": np.array(SHAPE, np.int64),
         "model": np.frombuffer(b"m", np.uint8),
         "passes": np.array([[1, 0, 0, 1, 0]], np.int32),
         "ids": np.zeros((1, 2, 2), np.uint16),
+        "weights": np.ones((1, 2, 2), np.float32),
+        "requests": np.zeros(1, np.int32),
+        "kinds": np.zeros(1, np.uint8),
     }
     return {name: value for name, value in {**arrays, **changes}.items() if value is not None}
 
@@ -121,7 +153,7 @@ def members(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"version": np.array([2], np.int64)},
+        {"version": np.array([1], np.int64)},
         {"version": np.array([], np.int64)},
         {"shape": np.array([2, 5], np.int64)},
         {"shape": np.array([2, 5, 0, 4, 4], np.int64)},

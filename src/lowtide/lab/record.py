@@ -46,7 +46,8 @@ class Recorder:
     def saw_layer(self, layer: int, step: Step, x: Tensor, routing: Routing, out: Tensor) -> None:
         if layer == 0:
             self._begin(step, routing.experts.shape[0])
-        self.writer.record(layer, routing.experts.cpu().numpy())
+        experts, weights = (part.cpu().numpy() for part in routing)
+        self.writer.record(layer, experts, weights)
 
     def finish(self) -> None:
         """Counts the answer's tokens that the last pass made final."""

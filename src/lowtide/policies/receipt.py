@@ -144,6 +144,10 @@ class Receipts:
         tally = self._tallies.get(request)
         return None if tally is None else tally.receipt()
 
+    def all(self) -> list[Receipt]:
+        """Of every request so far."""
+        return [tally.receipt() for tally in self._tallies.values()]
+
     def take_over(self, others: Receipts) -> None:
         """Goes on with the tallies of those who counted until now."""
         self._tallies.update(others._tallies)

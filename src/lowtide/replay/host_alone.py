@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lowtide.core import Facts, IntArray, Step
+from lowtide.core import Facts, IntArray
 from lowtide.policies.presets import recipe
 from lowtide.policies.recipe import Setting
-from lowtide.replay.simulator import Report
-from lowtide.replay.trace import Trace, demand_of
+from lowtide.replay.simulator import Report, count_substitutions, substituted_facts
+from lowtide.replay.trace import RoutedPass, Trace, demand_of
 
 
 def compare_alone(trace: Trace, presets: Sequence[str], setting: Setting) -> list[Report]:
@@ -28,10 +28,12 @@ def compare_alone(trace: Trace, presets: Sequence[str], setting: Setting) -> lis
     reports = []
     for preset in presets:
         run = _Replay(preset, setting)
-        for one, pass_hits in zip(trace.passes, hits, strict=True):
+        routed = trace.iter_routed()
+        for one, pass_hits, of_rows in zip(trace.passes, hits, routed, strict=True):
             for layer in range(setting.num_layers):
-                run.layer(layer, one.step, one.num_rows, pass_hits[layer])
+                run.layer(layer, of_rows, one.num_rows, pass_hits[layer])
             run.end_pass(one.num_committed)
+        run.end()
         reports.append(run.report)
     return reports
 
@@ -46,36 +48,48 @@ class _Replay:
         for layer, is_resident in enumerate(self._is_resident):
             is_resident[self._policies.placement.initial(layer)] = True
 
-    def layer(self, layer: int, step: Step, num_rows: int, hits: IntArray) -> None:
+    def layer(self, layer: int, routed: RoutedPass, num_rows: int, hits: IntArray) -> None:
         """One layer of one pass. hits [experts]"""
         policies, report, is_resident = self._policies, self.report, self._is_resident[layer]
         costs = policies.costs
         demand = demand_of(hits, is_resident)
+        is_kept = is_resident.copy()
         facts = Facts(
-            step,
+            routed.step,
             layer,
             demand,
-            is_resident.copy(),
+            is_kept,
             policies.capacity,
             costs,
             can_fetch=False,
             has_idle_link=False,
+            routing=routed.routing(layer) if policies.asks_routing else None,
+            is_here=is_kept,
         )
-        moves = policies.moves(facts, policies.decide(facts))
+        run = substituted_facts(facts, policies.substitute(facts))
+        moves = policies.moves(facts, policies.decide(facts, run))
         is_resident[moves.admit] = True
+        is_resident[moves.later] = True  # when the layer comes again
         is_resident[moves.evict] = False
+        if run is not None:
+            demand = run.demand
         num_hits = int(np.count_nonzero(demand.is_resident))
         compute_s = float(costs.device_s(demand.num_tokens).sum())
-        read_s = (len(demand.experts) - num_hits) * costs.fetch_s
+        num_read = len(demand.experts) - num_hits + len(moves.later)
+        read_s = num_read * costs.fetch_s
         dense_s = costs.dense_s.at(num_rows)
         report.num_hits += num_hits
         report.num_activated += len(demand.experts)
-        report.num_fetched += len(demand.experts) - num_hits
+        report.num_fetched += num_read
         report.host_s += dense_s + compute_s
         report.link_s += read_s
         report.total_s += dense_s + max(read_s, compute_s)
         report.bound_s["host"] += dense_s + compute_s
         report.bound_s["link"] += max(0.0, read_s - compute_s)
+
+    def end(self) -> None:
+        """After the last pass."""
+        count_substitutions(self.report, self._policies)
 
     def end_pass(self, num_committed: int) -> None:
         self.report.num_passes += 1

@@ -19,15 +19,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lowtide.core import Assignment, Demand, Facts, FloatArray, IntArray, Step
+from lowtide.core import Assignment, Demand, Facts, FloatArray, IntArray, RoutedTokens
 from lowtide.errors import UsageError
+from lowtide.policies.decision import Policies
 from lowtide.policies.prefetch import Ahead, Gate, PrefetchOutcome, count_following
 from lowtide.policies.presets import recipe
 from lowtide.policies.recipe import Recipe, Setting
 from lowtide.policies.tau import auto_tau
 from lowtide.replay.calibration import GATES, Calibration
 from lowtide.replay.simulated_link import SimulatedLink
-from lowtide.replay.trace import Trace, count_hits, demand_of
+from lowtide.replay.trace import RoutedPass, Trace, count_hits, demand_of
 
 GateAccuracies = Mapping[Gate, float | FloatArray]
 """Share of routed experts that each early gate predicts rightly: of all layers, or of each layer
@@ -59,6 +60,8 @@ class Report:
     num_fetched: int = 0  # on demand
     num_moved: int = 0  # by the placement, beyond those
     num_prefetched: int = 0
+    num_substituted: int = 0  # (token, expert) pairs, by a policy that changes words
+    moved_share: float = 0.0  # of all requests' router weight
     expert_bytes: int = 0
     device_s: float = 0.0  # time each was busy
     host_s: float = 0.0
@@ -116,10 +119,12 @@ def simulate(
         guesses = _guesses(trace, gate_accuracy.get(gate, 1.0), setting.seed)
         foreseen = predictions.get(gate, guesses)
     all_hits = trace.hits() if hits is None else hits
-    for one, pass_hits, predicted in zip(trace.passes, all_hits, foreseen, strict=True):
+    passes = zip(trace.passes, trace.iter_routed(), all_hits, foreseen, strict=True)
+    for one, routed, pass_hits, predicted in passes:
         for layer in range(trace.shape.num_layers):
-            run.layer(layer, one.step, one.num_rows, pass_hits[layer], predicted)
+            run.layer(layer, routed, one.num_rows, pass_hits[layer], predicted)
         run.end_pass(pass_s, one.num_committed)
+    run.end()
     return run.report
 
 
@@ -196,7 +201,12 @@ class _Replay:
         return self._policies.prefetch.gate
 
     def layer(
-        self, layer: int, step: Step, num_rows: int, hits: IntArray, predicted: IntArray | None
+        self,
+        layer: int,
+        routed: RoutedPass,
+        num_rows: int,
+        hits: IntArray,
+        predicted: IntArray | None,
     ) -> None:
         """One layer of one pass. hits [experts]; predicted [layers, experts]"""
         report, link = self.report, self._link
@@ -211,10 +221,12 @@ class _Replay:
         report.bound_s["device"] += routed_s - self._now_s
         report.num_activated += len(demand.experts)
         report.num_hits += int(demand.is_resident.sum())
-        facts = self._facts(step, layer, demand, routed_s)
-        decision = self._policies.decide(facts)
+        facts = self._facts(routed, layer, demand, routed_s)
+        run = substituted_facts(facts, self._policies.substitute(facts))
+        decision = self._policies.decide(facts, run)
         assignment = decision.assignment
-        self._now_s = self._run(layer, demand, assignment, routed_s)
+        run_demand = demand if run is None else run.demand
+        self._now_s = self._run(layer, run_demand, assignment, routed_s)
         moves = self._policies.moves(facts, decision)
         self._look_ahead(facts, assignment, routed_s, predicted)
         link.carry_out(layer, moves, set(assignment.fetch.tolist()), routed_s)
@@ -231,18 +243,25 @@ class _Replay:
         report.link_s = self._link.busy_s
         report.num_moved, report.num_prefetched = self._link.num_moved, self._link.num_prefetched
 
-    def _facts(self, step: Step, layer: int, demand: Demand, now_s: float) -> Facts:
+    def end(self) -> None:
+        """After the last pass."""
+        count_substitutions(self.report, self._policies)
+
+    def _facts(self, routed: RoutedPass, layer: int, demand: Demand, now_s: float) -> Facts:
         link = self._link
+        arriving_s = link.arriving_s(layer, now_s)
         return Facts(
-            step,
+            routed.step,
             layer,
             demand,
             link.is_kept(layer),
             self._policies.capacity,
             self._costs,
-            link.arriving_s(layer, now_s)[demand.experts],
+            arriving_s[demand.experts],
             link.busy_from(now_s),
             can_fetch=self._costs.num_staging > 0,
+            routing=routed.routing(layer) if self._policies.asks_routing else None,
+            is_here=link.ready_s[layer] <= now_s,
         )
 
     def _run(self, layer: int, demand: Demand, assignment: Assignment, start_s: float) -> float:
@@ -314,6 +333,31 @@ class _Replay:
             its_hits = None if predicted is None else predicted[following]
             chosen = prefetch.choose(Ahead(following, link.is_kept(following), its_hits))
             link.look_ahead(following, chosen, routed_s)
+
+
+def substituted_facts(facts: Facts, answer: RoutedTokens | None) -> Facts | None:
+    """The facts of what is run instead of what the router chose; None where nothing is."""
+    if answer is None:
+        return None
+    is_here = facts.is_kept if facts.is_here is None else facts.is_here
+    hits = np.bincount(answer.experts.ravel(), minlength=len(is_here))
+    demand = demand_of(hits, is_here)
+    arriving_s = None
+    if facts.arriving_s is not None:
+        of_all = np.full(len(is_here), np.inf)
+        of_all[facts.demand.experts] = facts.arriving_s
+        of_all[is_here] = 0.0
+        arriving_s = of_all[demand.experts]
+    return facts._replace(demand=demand, arriving_s=arriving_s, routing=answer)
+
+
+def count_substitutions(report: Report, policies: Policies) -> None:
+    """Adds up what was done to all requests."""
+    receipts = [] if policies.receipts is None else policies.receipts.all()
+    routed = sum(receipt.routed_mass for receipt in receipts)
+    moved = sum(receipt.moved_mass for receipt in receipts)
+    report.num_substituted = sum(receipt.num_substituted for receipt in receipts)
+    report.moved_share = moved / routed if routed else 0.0
 
 
 def _guesses(trace: Trace, accuracy: float | FloatArray, seed: int) -> Iterator[IntArray]:

@@ -14,15 +14,34 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.core import BoolArray, Demand, IntArray, Step, StepKind
+from lowtide.core import (
+    BoolArray,
+    Demand,
+    IntArray,
+    PassRows,
+    RoutedTokens,
+    RowKind,
+    Step,
+    StepKind,
+    WeightArray,
+)
 from lowtide.errors import StorageError, UsageError
 from lowtide.files.array_file import Arrays, Contradiction, load_arrays, save_arrays
 
-TRACE_VERSION = 1
+TRACE_VERSION = 2
 MAX_TRACE_BYTES = 1 << 32
 """Routing data of one trace, at most, in memory and when read."""
 
-TRACE_DTYPES = {"version": "<i8", "shape": "<i8", "model": "|u1", "passes": "<i4", "ids": "<u2"}
+TRACE_DTYPES = {
+    "version": "<i8",
+    "shape": "<i8",
+    "model": "|u1",
+    "passes": "<i4",
+    "ids": "<u2",
+    "weights": "<f4",
+    "requests": "<i4",
+    "kinds": "|u1",
+}
 """The arrays of a trace's file, and their types."""
 
 _KINDS = (StepKind.PREFILL, StepKind.DENOISE, StepKind.DECODE)
@@ -50,14 +69,41 @@ class Pass(NamedTuple):
     num_committed: int  # answer tokens that became final in it
 
 
+class RoutedPass(NamedTuple):
+    """One forward pass, row by row."""
+
+    step: Step  # with its rows
+    ids: NDArray[np.uint16]  # [rows, layers, k]
+    weights: WeightArray  # [rows, layers, k]
+
+    def routing(self, layer: int) -> RoutedTokens:
+        """What the layer's router chose."""
+        ids = self.ids[:, layer].astype(np.int64)
+        return RoutedTokens(ids, np.ascontiguousarray(self.weights[:, layer]))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """What was routed where, pass by pass. Knows nothing of weights, scores or time."""
+    """What was routed where, with what weight and for whom, pass by pass: the router's own choice,
+    whatever ran instead. Knows nothing of an expert's weights, of scores or time."""
 
     model: str  # the model's name or fingerprint, as its recorder gave it
     shape: TraceShape
     passes: tuple[Pass, ...]
     ids: NDArray[np.uint16]  # [rows of all passes, layers, k]
+    weights: WeightArray  # [rows of all passes, layers, k] of the router
+    requests: NDArray[np.int32]  # [rows of all passes] numbered as they came; -1: nobody's
+    kinds: NDArray[np.uint8]  # [rows of all passes] of `RowKind`
+
+    def iter_routed(self) -> Iterator[RoutedPass]:
+        """All of every pass."""
+        start = 0
+        for one in self.passes:
+            part = slice(start, start + one.num_rows)
+            rows = PassRows(self.requests[part].astype(np.int64), self.kinds[part])
+            step = replace(one.step, rows=rows)
+            yield RoutedPass(step, self.ids[part], self.weights[part])
+            start = part.stop
 
     def iter_ids(self) -> Iterator[NDArray[np.uint16]]:
         """Expert ids pass by pass. Each [rows, layers, k]"""
@@ -93,7 +139,15 @@ class Trace:
     def beginning(self, num_passes: int) -> Trace:
         """The first passes."""
         passes = self.passes[:num_passes]
-        return replace(self, passes=passes, ids=self.ids[: sum(p.num_rows for p in passes)])
+        rows = slice(sum(p.num_rows for p in passes))
+        return replace(
+            self,
+            passes=passes,
+            ids=self.ids[rows],
+            weights=self.weights[rows],
+            requests=self.requests[rows],
+            kinds=self.kinds[rows],
+        )
 
     @property
     def num_committed(self) -> int:
@@ -122,6 +176,9 @@ class Trace:
             "model": np.frombuffer(self.model.encode(), np.uint8),
             "passes": np.ascontiguousarray(np.array(columns, np.int32).T),
             "ids": np.ascontiguousarray(self.ids),
+            "weights": np.ascontiguousarray(self.weights),
+            "requests": np.ascontiguousarray(self.requests),
+            "kinds": np.ascontiguousarray(self.kinds),
         }
 
     @classmethod
@@ -152,22 +209,28 @@ class TraceWriter:
         self._num_bytes = 0
         self._passes: list[Pass] = []
         self._ids: list[NDArray[np.uint16]] = []
+        self._weights: list[WeightArray] = []
+        self._rows: list[PassRows] = []
+        self._numbers: dict[int, int] = {-1: -1}  # of requests, by name
 
     def begin(self, step: Step, block: int, num_rows: int) -> None:
-        """Starts a pass; `record` fills it layer by layer."""
+        """Starts a pass, whose rows `step` may tell of; `record` fills it layer by layer."""
         if not (0 <= block <= _MAX_COUNT and 0 <= step.index <= _MAX_COUNT and num_rows >= 0):
             raise UsageError(f"A pass cannot have block {block}, {step}, {num_rows} rows.")
         layers, _, k = self._shape[:3]
-        self._num_bytes += 2 * num_rows * layers * k
+        self._num_bytes += num_rows * (6 * layers * k + 5)
         if self._num_bytes > self._max_bytes:
             raise StorageError(
                 f"The routing trace would pass {self._max_bytes} bytes; record a shorter run."
             )
-        self._passes.append(Pass(step, block, num_rows, 0))
+        self._passes.append(Pass(Step(step.kind, step.index), block, num_rows, 0))
         self._ids.append(np.zeros((num_rows, layers, k), np.uint16))
+        self._weights.append(np.full((num_rows, layers, k), 1 / k, np.float32))
+        self._rows.append(step.rows_of(num_rows))
 
-    def record(self, layer: int, ids: IntArray) -> None:
-        """One layer's choice in the pass that has begun. ids [rows, k]"""
+    def record(self, layer: int, ids: IntArray, weights: WeightArray | None = None) -> None:
+        """One layer's choice in the pass that has begun. ids, weights [rows, k]; all experts count
+        the same where nobody knows their weights."""
         if not self._passes:
             raise UsageError("A trace's first pass has not begun.")
         target = self._ids[-1]
@@ -179,6 +242,8 @@ class TraceWriter:
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self._shape.num_experts:
             raise UsageError(f"Expert ids must be below {self._shape.num_experts}.")
         target[:, layer] = ids
+        if weights is not None:
+            self._weights[-1][:, layer] = weights
 
     def append(self, step: Step, block: int, ids: IntArray, num_committed: int = 0) -> None:
         """A whole pass. ids [rows, layers, k]"""
@@ -197,9 +262,21 @@ class TraceWriter:
     def trace(self) -> Trace:
         """All passes so far."""
         layers, _, k = self._shape[:3]
-        nothing = np.zeros((0, layers, k), np.uint16)
-        ids = np.concatenate([nothing, *self._ids])
-        return Trace(self._model, self._shape, tuple(self._passes), ids)
+        nothing = np.zeros((0, layers, k))
+        ids = np.concatenate([nothing.astype(np.uint16), *self._ids])
+        weights = np.concatenate([nothing.astype(np.float32), *self._weights])
+        names = np.concatenate([np.empty(0, np.int64), *(rows.request for rows in self._rows)])
+        kinds = np.concatenate([np.empty(0, np.uint8), *(rows.kind for rows in self._rows)])
+        requests = [self._numbers.setdefault(n, len(self._numbers) - 1) for n in names.tolist()]
+        return Trace(
+            self._model,
+            self._shape,
+            tuple(self._passes),
+            ids,
+            weights,
+            np.array(requests, np.int32),
+            kinds,
+        )
 
     def save(self, path: Path) -> None:
         self.trace().save(path)
@@ -245,11 +322,18 @@ def trace_of(arrays: Arrays) -> Trace:
         raise Contradiction(f"its ids have shape {ids.shape}, its passes {expected}")
     if ids.size and int(ids.max()) >= shape.num_experts:
         raise Contradiction(f"expert {int(ids.max())} of {shape.num_experts} is named")
+    weights, requests, kinds = (arrays[name] for name in ("weights", "requests", "kinds"))
+    if weights.shape != expected or requests.shape != (num_rows,) or kinds.shape != (num_rows,):
+        raise Contradiction("it has other weights or requests than rows")
+    if not (np.isfinite(weights) & (weights >= 0)).all():
+        raise Contradiction("a router's weight cannot be what it says")
+    if (requests < -1).any() or (kinds > max(RowKind)).any():
+        raise Contradiction("a row is of a request or kind that cannot be")
     rows = [
         Pass(Step(_KINDS[kind], index), block, num_rows, num_committed)
         for kind, block, index, num_rows, num_committed in passes.tolist()
     ]
-    return Trace(model, shape, tuple(rows), ids)
+    return Trace(model, shape, tuple(rows), ids, weights, requests, kinds)
 
 
 def _check_shape(shape: TraceShape) -> None:
