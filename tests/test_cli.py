@@ -33,6 +33,7 @@ from lowtide.decode.request import TokenLogprobs
 from lowtide.errors import ConfigError, PlanError, StorageError, UsageError
 from lowtide.model_folder.tokenizer import TextStream
 from lowtide.params import AUTOREGRESSIVE_ONLY, SamplingParams
+from lowtide.policies.receipt import Receipt
 from lowtide.replay.trace import Pass, Trace, TraceShape
 
 MODEL = str(Path(__file__).parent / "goldens" / "llada2-a")
@@ -517,6 +518,9 @@ def test_speed_line_survives_an_empty_answer() -> None:
 def test_an_approximation_is_named_where_the_speed_is() -> None:
     usage: Any = Usage(1, 2, 2, "dual")
     assert speed_line(usage, {}, 1.0).endswith("approximate: dual cache")
+    receipt = Receipt(9, 2, (1, 2), 8.0, 1.0, 30, 1)
+    lossy = dataclasses.replace(usage, receipt=receipt)
+    assert speed_line(lossy, {}, 1.0).endswith("3 experts replaced, 12.5% of the router's weight")
     assert "approximate" not in speed_line(dataclasses.replace(usage, kv_cache="exact"), {}, 1.0)
     assert "true, false, prefix or dual" in refused("plan", MODEL, "--kv-cache", "all")
 

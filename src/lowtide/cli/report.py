@@ -82,6 +82,12 @@ def speed_line(usage: Usage, stats: Mapping[str, object], generation_s: float) -
         parts.append(f"hit rate {hit_rate:.0%}")
     if usage.kv_cache != CacheMode.EXACT.value:
         parts.append(f"approximate: {usage.kv_cache} cache")
+    if usage.receipt is not None:
+        receipt = usage.receipt
+        parts.append(
+            f"lossy: {receipt.num_substituted} experts replaced, {receipt.moved_share:.1%} of the "
+            "router's weight"
+        )
     return " · ".join(parts)
 
 
