@@ -74,6 +74,7 @@ class Usage:
     completion_tokens: int
     forwards: int
     kv_cache: str = "exact"
+    receipt: Receipt | None = None
 
 
 @dataclasses.dataclass(frozen=True)
