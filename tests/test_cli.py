@@ -191,7 +191,7 @@ def test_json_is_one_object_and_nothing_else() -> None:
     assert list(answer) == ["token_ids", "text", "finish_reason", "usage", "stats", "plan"]
     assert answer["text"] == PretendLLM.answer
     counts = {"prompt_tokens": 3, "completion_tokens": 11, "forwards": 6}
-    assert answer["usage"] == {**counts, "kv_cache": "exact"}
+    assert answer["usage"] == {**counts, "kv_cache": "exact", "receipt": None}
     assert answer["stats"]["hit_rate"] == 0.75 and answer["stats"]["odd"] is None
     assert answer["stats"]["tokens_per_s"] > 0
     assert answer["plan"]["minimum_bytes"] == 5 * MIB
