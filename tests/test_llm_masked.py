@@ -272,7 +272,8 @@ def test_a_budget_below_what_cannot_be_divided_is_refused_with_the_numbers(name)
         LLM(folder, context=context, host_memory=plan.minimum_bytes - 1)
     said = str(refused.value)
     assert f"{plan.minimum_bytes} bytes" in said and "lower --context" in said
-    assert f"workspace {format_size(plan.host.workspace_bytes)}" in said
+    least = plan_model(folder, context=context, host_memory=plan.minimum_bytes)
+    assert f"workspace {format_size(least.host.workspace_bytes)}" in said
     assert f"KV cache of {context} tokens" in said
     shorter = plan_model(folder, context=context // 4, host_memory=plan.minimum_bytes - 1)
     assert shorter.minimum_bytes < plan.minimum_bytes

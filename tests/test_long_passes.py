@@ -16,7 +16,7 @@ from lowtide.compute import Compute
 from lowtide.core import Step, StepKind, align_up
 from lowtide.decode.block_diffusion import LOGIT_ROWS
 from lowtide.engine.opening import MAX_PASS_ROWS, EngineConfig, OpenModel, open_model
-from lowtide.engine.planning import register
+from lowtide.engine.registering import register
 from lowtide.families import families
 from lowtide.kernels.reference import REFERENCE
 from lowtide.lab.synth import synth

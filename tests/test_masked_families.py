@@ -21,13 +21,12 @@ from lowtide.core import Step, StepKind
 from lowtide.decode.logits import rows_that_predict
 from lowtide.engine import wiring
 from lowtide.engine.opening import EngineConfig, open_model
-from lowtide.engine.planning import register
 from lowtide.errors import CheckpointError, ConfigError, PlanError, UnsupportedError
 from lowtide.families import families
 from lowtide.lab.synth import synth
 from lowtide.layers.batch import Batch, Segment
 from lowtide.llm import LLM, plan_model
-from lowtide.memory.workspace import Workspace
+from lowtide.memory.poison import PoisonedWorkspace
 from lowtide.schemas import model_schema, weight_bytes
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -106,31 +105,18 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return synth(request.param, "tiny", tmp_path_factory.mktemp("made") / request.param)
 
 
-class Watched(Workspace):
-    """Remembers how far it was filled."""
-
-    highest = 0
-
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        tensor = super().take(name, shape, dtype)
-        tensor.view(torch.uint8).fill_(0xFF)  # NaN: nobody may rely on what a buffer held before
-        self.highest = max(self.highest, self.top)
-        return tensor
-
-
 def test_the_plan_counts_the_longest_pass(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short, long = (plan_model(made, context=context) for context in (256, 1008))
     assert (short.max_rows, long.max_rows) == (256, 1008)
     assert short.host.workspace_bytes < long.host.workspace_bytes
-    monkeypatch.setattr(wiring, "Workspace", Watched)
+    monkeypatch.setattr(wiring, "Workspace", PoisonedWorkspace)
     with LLM(made, context=1008, host_memory=long.minimum_bytes) as llm:
-        for num_rows in (512 + 15, 768 + 15):  # whose last tiles are the longest
-            llm.logits(random_ids(0, num_rows))
-        found = llm.logits(random_ids(0, 1008))
-        workspace, opened = llm._engine.model.compute.workspace, llm._engine.opened
-    assert isinstance(workspace, Watched)
-    assert workspace.highest == register(opened).graph.placement.arena_bytes
-    assert found.isfinite().all() and found.std(1).min() > 0.1
+        workspace = llm._engine.model.compute.workspace
+        assert isinstance(workspace, PoisonedWorkspace)
+        for num_rows in (512 + 15, 768 + 15, 1008):  # at first those whose last tiles are longest
+            found = llm.logits(random_ids(0, num_rows))
+            assert found.isfinite().all() and found.std(1).min() > 0.1
+            assert workspace.touched_bytes <= workspace.plan.arena_bytes
 
 
 def test_keys_and_values_are_those_of_one_layer(made: Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from lowtide.compute import Compute
 from lowtide.core import ALIGNMENT, Step, StepKind, align_up
 from lowtide.engine.opening import MAX_PASS_ROWS, EngineConfig, open_model
-from lowtide.engine.planning import register
+from lowtide.engine.registering import register
 from lowtide.errors import InternalError
 from lowtide.families import families
 from lowtide.kernels.row_statistics import Guidance, Wanted

@@ -26,6 +26,7 @@ from lowtide.decode.row_reading import HeadForm, RowModel, Rows, read_logits, re
 from lowtide.errors import PlanError, UsageError
 from lowtide.kernels.row_statistics import Wanted
 from lowtide.layers.batch import Batch, Segment
+from lowtide.memory.chunking import Asked, bucket
 from lowtide.memory.kv_cache import GRANULE_TOKENS, KVCache, KVRange
 
 
@@ -128,21 +129,20 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
             segments += turn.segments()
         is_alone = len(self._running) == 1
         index = turns[0].sequence.num_block_passes if is_alone else self._num_passes
+        logit_rows, asked = _asked(turns, self._head_form)
         return Batch(
             token_ids=torch.from_numpy(np.concatenate(token_ids)),
             positions=torch.from_numpy(np.concatenate(positions)),
             segments=tuple(segments),
             step=Step(StepKind.DENOISE, index, joined(rows)),
+            logit_rows=logit_rows,
+            asked=asked,
         )
 
     def _read(self, hidden: Tensor, turns: Sequence[_Turn]) -> list[Candidates]:
         """A candidate for every wanted position of each turn."""
         found = [Candidates.empty(len(turn.sequence.wanted)) for turn in turns]
-        kinds: dict[tuple[bool, bool], list[int]] = {}
-        for index, turn in enumerate(turns):
-            kind = (turn.is_guided, turn.sequence.reading.needs_logits)
-            kinds.setdefault(kind, []).append(index)
-        for (_, needs_logits), indices in kinds.items():
+        for (_, needs_logits), indices in _kinds(turns).items():
             read = self._read_logits if needs_logits else self._read_statistics
             read(hidden, [turns[i] for i in indices], [found[i] for i in indices])
         return found
@@ -150,11 +150,7 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
     def _read_statistics(
         self, hidden: Tensor, turns: Sequence[_Turn], found: Sequence[Candidates]
     ) -> None:
-        readings = [turn.sequence.reading for turn in turns]
-        wanted = Wanted(
-            second=any(reading.needs_second for reading in readings),
-            entropy=any(reading.needs_entropy for reading in readings),
-        )
+        wanted = _wanted(turns)
         read = [turn.read_positions(self._head_form) for turn in turns]
         rows = _joined(
             [
@@ -229,6 +225,38 @@ class _Turn(NamedTuple):
             return Rows(own + self.starts[0])
         factors = np.full(len(own), self.sequence.cfg_scale + 1)
         return Rows(own + self.starts[0], own + self.starts[1], factors)
+
+
+def _kinds(turns: Sequence[_Turn]) -> dict[tuple[bool, bool], list[int]]:
+    """Those whose logits are looked at together: by whether they are guided, and whether they need
+    more than statistics."""
+    kinds: dict[tuple[bool, bool], list[int]] = {}
+    for index, turn in enumerate(turns):
+        kind = (turn.is_guided, turn.sequence.reading.needs_logits)
+        kinds.setdefault(kind, []).append(index)
+    return kinds
+
+
+def _wanted(turns: Sequence[_Turn]) -> Wanted:
+    readings = [turn.sequence.reading for turn in turns]
+    return Wanted(
+        second=any(reading.needs_second for reading in readings),
+        entropy=any(reading.needs_entropy for reading in readings),
+    )
+
+
+def _asked(turns: Sequence[_Turn], form: HeadForm) -> tuple[int, tuple[Asked, ...]]:
+    """The rows whose statistics are asked for after a pass, of each kind at most, and the kinds;
+    rows in buckets, so that a request has few."""
+    num_rows, asked = 0, []
+    for (is_guided, needs_logits), indices in _kinds(turns).items():
+        if not needs_logits:
+            of_kind = [turns[i] for i in indices]
+            num_read = sum(len(turn.read_positions(form)) for turn in of_kind)
+            most = sum(turn.sequence.request.params.max_tokens for turn in of_kind)
+            num_rows = max(num_rows, bucket(num_read, max(num_read, most)))
+            asked.append(Asked(*_wanted(of_kind), is_guided))
+    return num_rows, tuple(sorted(asked))
 
 
 def _joined(rows: Sequence[Rows]) -> Rows:

@@ -10,6 +10,7 @@ from lowtide.engine.opening import OpenModel
 from lowtide.experts.none import NoExperts
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.memory.kv_cache import KVCache
+from lowtide.memory.pass_plans import PassPlans
 from lowtide.models.decoder import Decoder
 from lowtide.reading.file_reader import FileReader
 from lowtide.threads.executor import HostExecutor
@@ -26,6 +27,7 @@ class Engine:
     kv_cache: KVCache
     reader: FileReader
     executor: HostExecutor
+    pass_plans: PassPlans | None = None  # None: all passes have the plan of the largest
     elastic: ElasticMemory | None = None  # None: KV cache and slots keep what the plan gave them
 
     def as_dict(self) -> dict[str, float]:

@@ -27,6 +27,7 @@ from lowtide.kernels.choice import HOST, choose_kernels
 from lowtide.kernels.operands import ClampedWeights, ExpertWeights
 from lowtide.kernels.reference import Kernels
 from lowtide.memory.kv_cache import storage_shape
+from lowtide.memory.pass_planner import PassPlanner
 from lowtide.memory.workspace import Registrar
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.model_folder.hub import has_weights, locate_model, resolve_model
@@ -167,7 +168,11 @@ class OpenModel:
     passes: dict[tuple[int, bool, bool], Registrar] = field(
         default_factory=dict, repr=False, compare=False
     )
-    """Counted so far, by their rows and what the policy wants: see `planning.register`."""
+    """Counted so far, by their rows and what the policy wants: see `registering.register`."""
+    planners: dict[tuple[bool, bool], PassPlanner] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    """By what the policy wants: see `registering.planner_of`."""
 
     @property
     def dense(self) -> DenseWeights:

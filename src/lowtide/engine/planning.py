@@ -1,22 +1,18 @@
 """The plan of every byte of an open model, and the refusal of a budget that is too small.
 
-Runs the model's own forward pass in register mode; no weight is read.
+No weight is read.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 
 import torch
 
-from lowtide.compute import Compute
 from lowtide.config import format_size, parse_size
-from lowtide.core import CacheMode, MemoryPlan, Step, StepKind
-from lowtide.decode.block_diffusion import LOGIT_ROWS
-from lowtide.decode.row_reading import HeadForm
+from lowtide.core import MemoryPlan
 from lowtide.devices.cuda import pinned_bytes
 from lowtide.engine.device import (
     ExpertSource,
@@ -24,26 +20,15 @@ from lowtide.engine.device import (
 )
 from lowtide.engine.elastic import elastic_tokens
 from lowtide.engine.opening import MAX_PASS_ROWS, EngineConfig, OpenModel
-from lowtide.experts.registrar import ExpertRegistrar
-from lowtide.families import families
+from lowtide.engine.registering import largest_counts, planner_of, register
 from lowtide.formats.plain import SAFETENSORS_NAME
 from lowtide.hardware import available_memory_bytes, resident_bytes, total_memory_bytes
 from lowtide.hardware.measure import layer_dense_bytes
 from lowtide.kernels.library_cache import library_cache_bytes, limit_library_cache
-from lowtide.kernels.reference import REFERENCE
-from lowtide.kernels.row_statistics import Guidance, Wanted
-from lowtide.layers.attention import CAUSAL_ROWS, QUERY_ROWS
-from lowtide.layers.batch import Batch, KVRange, Segment
 from lowtide.memory.budget import DeviceNeeds, Needs, spend
-from lowtide.memory.chunking import MAX_REMAINDER, TILE_ROWS, Counts, longest_chunk
 from lowtide.memory.cuda_streams import free_memory_bytes
-from lowtide.memory.kv_cache import KVCache
-from lowtide.memory.pass_planner import PassPlanner
-from lowtide.memory.template import Sample, Template
-from lowtide.memory.workspace import Registrar
-from lowtide.policies.presets import asks_scores, choose_preset, fetches_all, substitutes
+from lowtide.policies.presets import choose_preset, fetches_all
 from lowtide.reading.file_reader import ring_bytes
-from lowtide.threads.executor import InlineExecutor
 
 OVERHEAD_ALLOWANCE_BYTES = 128 << 20
 """What the process may come to hold beyond what it holds after its imports and a warm-up: library
@@ -120,10 +105,12 @@ def excess_of(options: EngineConfig) -> str:
 
 def _needs(opened: OpenModel) -> Needs:
     shape = opened.config.moe_shape
+    least_bytes, whole_bytes = workspace_bytes(opened)
     needs = Needs(
         dense_bytes=opened.dense.num_bytes,
         kv_cache_bytes=math.prod(opened.kv_shape) * opened.dtype.itemsize,
-        workspace_bytes=register(opened).graph.peak_bytes,
+        workspace_bytes=least_bytes,
+        whole_workspace_bytes=whole_bytes,
         ring_bytes=ring_bytes(opened.largest_read_bytes),
         slot_bytes=0,
         num_layers=shape.num_layers,
@@ -151,7 +138,22 @@ def _home_needs(opened: OpenModel) -> Needs:
         scratch_bytes = source.scratch_bytes
         if resolve_device(opened.options.device) == "cuda":
             scratch_bytes += pinned_bytes(source.shape, source.layout, source.max_rows)
-    return replace(_needs(opened), dense_bytes=0, kv_cache_bytes=0, workspace_bytes=scratch_bytes)
+    return replace(
+        _needs(opened),
+        dense_bytes=0,
+        kv_cache_bytes=0,
+        workspace_bytes=scratch_bytes,
+        whole_workspace_bytes=scratch_bytes,
+    )
+
+
+def workspace_bytes(opened: OpenModel) -> tuple[int, int]:
+    """Of the largest pass: with its operators divided as far as they can be, and whole."""
+    planner = planner_of(opened)
+    if planner is None:
+        return (needed_bytes := register(opened).graph.needed_bytes), needed_bytes
+    counts = largest_counts(opened)
+    return planner.least_bytes(counts), planner.whole_bytes(counts)
 
 
 def expert_source(opened: OpenModel) -> ExpertSource:
@@ -172,11 +174,11 @@ def _gpu_bytes(opened: OpenModel, needs: Needs) -> int:
     gpu_memory, free_bytes = opened.options.gpu_memory, total_memory_bytes()
     if resolve_device(opened.options.device) == "cuda":
         free_bytes = free_memory_bytes()
-        needed = needs.full_bytes
+        needed = needs.whole_bytes
         if gpu_memory == "auto":  # a tenth is left to the driver, libraries and others
             return max(needs.minimum_bytes, min(free_bytes * 9 // 10, needed))
     elif gpu_memory == "auto":
-        return needs.full_bytes
+        return needs.whole_bytes
     return parse_size(gpu_memory, free_bytes)
 
 
@@ -187,7 +189,7 @@ def _budget_bytes(opened: OpenModel, needs: Needs) -> int:
     # A tenth is left to others and to the page cache.
     usable = available_memory_bytes() * 9 // 10 - OVERHEAD_ALLOWANCE_BYTES
     usable -= library_cache_bytes(opened.dtype)
-    return max(needs.minimum_bytes, min(usable, needs.full_bytes))
+    return max(needs.minimum_bytes, min(usable, needs.whole_bytes))
 
 
 @functools.cache
@@ -198,114 +200,3 @@ def _overhead_bytes() -> int:
         matrix = torch.ones(64, 64, dtype=getattr(torch, name))
         torch.mm(matrix, matrix)
     return resident_bytes() + OVERHEAD_ALLOWANCE_BYTES
-
-
-def register(opened: OpenModel, num_rows: int | None = None) -> Registrar:
-    """What forward passes of up to so many rows take: counted once and remembered.
-
-    num_rows: by default those of the largest pass. Runs one on the meta device: the same code,
-    nothing computed. Layers give back what they take, so those up to the first with experts stand
-    for all. Of more than `MAX_PASS_ROWS` rows it is bidirectional, over one whole sequence.
-    """
-    policy, num_rows = opened.options.policy, num_rows or opened.max_pass_rows
-    key = (num_rows, substitutes(policy), asks_scores(policy, opened.options.policy_options))
-    if key not in opened.passes:
-        opened.passes[key] = registrar = Registrar()
-        _run_forward(opened, registrar, _largest_segments(opened, num_rows), LOGIT_ROWS + 15)
-    return opened.passes[key]
-
-
-def plan_long_passes(opened: OpenModel) -> PassPlanner:
-    """Plans bidirectional passes of more than `MAX_PASS_ROWS` rows, by what is free for them."""
-    template = Template.fit([_sample(opened, *sample) for sample in _SAMPLES])
-    # Beside a device the host has room for one tile of its experts' rows.
-    is_divided = resolve_device(opened.options.device) != "cpu"
-    return PassPlanner(template, frozenset({"experts"} if is_divided else ()))
-
-
-# Tokens, keys, rows of logits; chunks. Together they tell apart all that sizes depend on, tiles
-# with remainders included; the last ones check.
-_SAMPLES: tuple[tuple[Counts, Mapping[str, int]], ...] = (
-    (Counts(3072, 3072, 256), {}),
-    (Counts(4608, 4608, 256), {}),
-    (Counts(3072, 3600, 256), {}),
-    (Counts(3080, 3080, 256), {}),  # a remainder after tiles of 512 and of 768
-    (Counts(2568, 2568, 256), {}),  # of 512 alone
-    (Counts(3072, 3072, 256), {"mlp": 2}),
-    (Counts(3072, 3072, 256), {"experts": 2}),
-    (Counts(3072, 3072, 256), {"attention": 2}),
-    (Counts(3072, 3072, 256), {"logits": 2}),
-    (Counts(3850, 4000, 330), {"mlp": 1, "experts": 3, "attention": 1, "logits": 1}),
-    (Counts(2600, 2600, 90), {"mlp": 3, "experts": 1, "attention": 2, "logits": 1}),
-)
-
-
-def _sample(opened: OpenModel, counts: Counts, chunks: Mapping[str, int]) -> Sample:
-    num_rows, num_keys, num_logits = counts
-    kv = KVRange(0, num_keys)
-    segment = Segment(0, num_rows, num_keys - num_rows, num_keys, kv)
-    registrar = Registrar(chunks)
-    _run_forward(opened, registrar, [segment], longest_chunk(counts, "logits", chunks))
-    return Sample(counts, chunks, registrar.graph)
-
-
-def _run_forward(
-    opened: OpenModel, registrar: Registrar, segments: Sequence[Segment], num_logits: int
-) -> None:
-    """Runs a pass for each segment, and some logits after it, on the meta device."""
-    config = replace(opened.config, num_layers=opened.config.num_leading_layers)
-    kv_shape = list(opened.kv_shape)
-    kv_shape[3] = segments[0].kv.capacity
-    kv_cache = KVCache(torch.empty(kv_shape, dtype=opened.dtype, device="meta"))
-    policy = opened.options.policy
-    has_scores = asks_scores(policy, opened.options.policy_options)
-    experts = ExpertRegistrar(config.moe_shape, substitutes(policy), has_scores)
-    compute = Compute(InlineExecutor(), REFERENCE, registrar, torch.device("meta"))
-    model_class = families()[config.family].model()
-    model = model_class(config, opened.dense.meta(), experts, kv_cache, compute)
-    for segment in segments:
-        rows = torch.empty(segment.stop, dtype=torch.int64, device="meta")
-        hidden = model.forward(Batch(rows, rows, (segment,), Step(StepKind.DENOISE, 0)))
-        model.logits(hidden[:num_logits])
-        if config.is_bidirectional:
-            everything = Wanted(second=True, entropy=True)
-            guidance = Guidance(rows, torch.empty(segment.stop, device="meta"))
-            form = HeadForm(opened.options.head_form).of_rows
-            model.row_statistics(hidden, rows, everything, guidance, form)
-
-
-def _largest_segments(opened: OpenModel, num_rows: int) -> list[Segment]:
-    """Each a pass: none of no more rows has a transient that is larger than all of theirs."""
-    if opened.config.is_bidirectional or num_rows > MAX_PASS_ROWS:
-        # Where keys are kept, shorter passes see as many.
-        is_whole = opened.cache_mode is CacheMode.EXACT
-        return [
-            Segment(
-                start=0,
-                stop=rows,
-                first_position=0 if is_whole else num_rows - rows,
-                block_length=rows if is_whole else num_rows,
-                kv=KVRange(0, num_rows),
-            )
-            for rows in _longest_in_tiles(num_rows)
-        ]
-    # At the end of the longest sequence: causal, also with a remainder that joins its tile, which
-    # is longer than any of all rows, or one block of all rows.
-    num_tokens = max(opened.max_sequence_tokens, num_rows)
-    longest_tile = min(num_rows, CAUSAL_ROWS + MAX_REMAINDER)
-    passes = [(longest_tile, 1), (num_rows, 1)]
-    if opened.config.is_diffusion:
-        passes.append((num_rows, num_tokens))
-    return [
-        Segment(0, rows, num_tokens - rows, block_length, KVRange(0, num_tokens))
-        for rows, block_length in passes
-    ]
-
-
-def _longest_in_tiles(num_rows: int) -> list[int]:
-    """Passes of up to so many rows: the longest, and those with the longest tiles."""
-    most = num_rows - MAX_REMAINDER
-    in_tiles = {
-        most // tile_rows * tile_rows + MAX_REMAINDER for tile_rows in (TILE_ROWS, QUERY_ROWS)
-    }
-    return sorted({num_rows, *(rows for rows in in_tiles if rows > MAX_PASS_ROWS)})

@@ -21,7 +21,8 @@ from lowtide.engine.opening import (
     find_calibration,
     no_calibration,
 )
-from lowtide.engine.planning import register
+from lowtide.engine.planning import workspace_bytes
+from lowtide.engine.registering import planner_of
 from lowtide.errors import PlanError
 from lowtide.experts.device_tier import DeviceTier
 from lowtide.experts.early_gate import EarlyGate, Route
@@ -88,13 +89,16 @@ def adopt_policy(engine: Engine, policy: str, policy_options: Mapping[str, str])
     if engine.elastic is not None:
         engine.elastic.restore()
     experts.adopt(policies, progress)
+    planner = planner_of(opened)
+    if engine.pass_plans is not None and planner is not None:
+        engine.pass_plans.planner = planner
     set_early_gate(opened, experts, engine.model.routers, calibration)
     return replace(engine, opened=opened, plan=plan)
 
 
 def _check_workspace(opened: OpenModel, plan: MemoryPlan) -> None:
     """Raises PlanError for a policy that wants more of a pass than was planned for."""
-    needed_bytes, planned_bytes = register(opened).peak_bytes, plan.fast_tier.workspace_bytes
+    needed_bytes, planned_bytes = workspace_bytes(opened)[0], plan.fast_tier.workspace_bytes
     if needed_bytes > planned_bytes:
         raise PlanError(
             f"Policy {opened.options.policy!r} needs a workspace of {needed_bytes} bytes for the "

@@ -19,7 +19,8 @@ from lowtide.engine.elastic import ElasticMemory, SharedMemory
 from lowtide.engine.engine import Engine
 from lowtide.engine.experts import load_experts
 from lowtide.engine.opening import OpenModel, find_calibration
-from lowtide.engine.planning import excess_of, register, shortage_of
+from lowtide.engine.pass_room import workspace_memory
+from lowtide.engine.planning import excess_of, shortage_of
 from lowtide.engine.policy_setting import choose_by_simulation, set_early_gate
 from lowtide.errors import CheckpointError, PlanError
 from lowtide.experts.none import NoExperts
@@ -33,11 +34,7 @@ from lowtide.memory.workspace import Workspace
 from lowtide.reading.dense_weights import Progress, no_progress
 from lowtide.reading.file_reader import FileReader
 from lowtide.reading.finite_weights import check_finite
-from lowtide.threads.executor import HostExecutor, InlineExecutor
-
-MAX_THREADS = 64
-"""Of a model without experts, all of whose products are divided: as many threads as cores, if
-there are not more. Their pieces are at least 64 features wide."""
+from lowtide.threads.executor import MAX_THREADS, HostExecutor, InlineExecutor
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +65,10 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
         executor = _make_executor(config, plan)
         undo.callback(executor.close)
         shared = SharedMemory(opened, plan) if plan.elastic_tokens else None
-        weights, kv_cache, compute = _load_dense(opened, plan, executor, reader, progress, shared)
+        memory = workspace_memory(opened, plan, _dense_device(plan))
+        weights, kv_cache, compute = _load_dense(
+            opened, plan, executor, reader, progress, shared, Workspace(*memory)
+        )
         calibration = find_calibration(opened)
         experts: ExpertRuntime | NoExperts = NoExperts()
         elastic = None
@@ -79,7 +79,9 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
         model_class = families()[config.family].model()
         model = model_class(config, weights, experts, kv_cache, compute)
         set_early_gate(opened, experts, model.routers, calibration)
-        engine = Engine(plan, opened, model, experts, kv_cache, reader, executor, elastic)
+        engine = Engine(
+            plan, opened, model, experts, kv_cache, reader, executor, memory.plans, elastic
+        )
         if options.policy == "auto":
             engine = choose_by_simulation(engine, calibration)
         undo.pop_all()
@@ -102,27 +104,28 @@ def _load_dense(
     reader: FileReader,
     progress: Progress,
     shared: SharedMemory | None,
+    workspace: Workspace,
 ) -> tuple[Mapping[str, torch.Tensor], KVCache, Compute]:
     """What the model has beside its experts, keys and values, and what it computes with."""
-    placement = register(opened).graph.placement
-    arena_bytes = placement.arena_bytes
-    device = torch.device("cuda") if plan.device == "cuda" else HOST
+    device = _dense_device(plan)
     if device == HOST:
         weights = opened.dense.load(reader, progress)
         kv_cache = _kv_cache(opened, shared)
-        workspace = Workspace(Arena(arena_bytes).bytes, placement)
     else:
         with plan_errors(opened.dense.num_bytes, "GPU memory for dense weights"):
             weights = opened.dense.load_onto(device, reader, progress)
-        with plan_errors(arena_bytes, "GPU memory for workspace, beside keys and values,"):
+        with plan_errors(plan.fast_tier.kv_cache_bytes, "GPU memory for keys and values"):
             storage = torch.zeros(opened.kv_shape, dtype=opened.dtype, device=device)
             kv_cache = KVCache(storage, max_range_tokens=opened.max_sequence_tokens)
-            room = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
-            workspace = Workspace(room, placement)
     kernels = opened.kernels_on(device)
     # Beside a device the host's threads are its experts'.
     dense_executor = executor if plan.gpu is None else InlineExecutor()
     return weights, kv_cache, Compute(dense_executor, kernels, workspace, device)
+
+
+def _dense_device(plan: MemoryPlan) -> torch.device:
+    """Where all but the experts is."""
+    return torch.device("cuda") if plan.device == "cuda" else HOST
 
 
 def _kv_cache(opened: OpenModel, shared: SharedMemory | None) -> KVCache:

@@ -119,6 +119,12 @@ class Partials(NamedTuple):
             taken("tiles' moments") if wanted.entropy else None,
         )
 
+    def part(self, rows: slice) -> Partials:
+        """Those of some of the rows."""
+        second = None if self.second is None else self.second[rows]
+        moment = None if self.moment is None else self.moment[rows]
+        return Partials(self.best[rows], self.greatest[rows], self.rest[rows], second, moment)
+
     def join(self, out: RowStatistics) -> None:
         """The first rows' statistics, in float64 and in the tiles' order.
 

@@ -1,8 +1,8 @@
 """Statistics of rows of logits in plain torch: the head's product tile by tile, kept nowhere.
 
-Rows are gathered and normalised in groups; for each group the vocabulary is walked through once,
-its tiles divided among threads, and each tile of logits is reduced where it was computed. A row's
-bits depend neither on the other rows nor on the threads.
+Rows are gathered and normalised in groups, as many rows as the plan takes together; for each group
+the vocabulary is walked through once, its tiles divided among threads, and each tile of logits is
+reduced where it was computed. A row's bits depend neither on the other rows nor on the threads.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from lowtide.kernels.row_statistics import (
     RowStatistics,
     Wanted,
 )
+from lowtide.memory.chunking import OPERATOR_TILES
 from lowtide.memory.workspace import Buffers, tiles
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ float32 bits, and more than 32 other bfloat16 bits where the processor has AMX (
 REDUCED_ROWS = 2 * TILE_ROWS
 """Rows of products that are reduced together: calls of small operators are a fifth of the work."""
 
-GROUP_ROWS = 512
-"""Rows for which the head's weight is read once."""
+NORM_ROWS = OPERATOR_TILES["logits"]
+"""Rows that are normalised together, and whose tiles are joined together."""
 
 MAX_WORKS = 8
 """Works that a group is divided into, of as many tiles each. Fixed: a plan counts what all of them
@@ -65,17 +66,27 @@ def row_statistics(
     """See `Kernels.row_statistics`."""
     num_rows = rows.shape[0]
     out = RowStatistics.take(num_rows, wanted, workspace)
-    group_rows = GROUP_ROWS if form is Form.FUSED else max(1, num_rows)
-    for first in range(0, num_rows, group_rows):
-        group = slice(first, min(first + group_rows, num_rows))
+    groups = list(tiles(num_rows, workspace.together("logits", num_rows)))
+    if hidden.is_meta:  # nothing is computed, only counted: the longest stands for all
+        groups = [max(groups, key=lambda group: group.stop - group.start)]
+    for group in groups:
         with workspace.scope():
             away = None if guidance is None else guidance.part(group)
             inputs = _Inputs.gathered(kernels, hidden, rows[group], head, away, workspace)
             reduction = _Reduction(kernels, head, inputs, wanted, workspace, run)
             if form is Form.MATERIALISED:
                 reduction.materialise()
-            reduction.run().join(out.part(group))
+            partials = reduction.run()
+            if not hidden.is_meta:
+                _join(partials, out.part(group))
     return out
+
+
+def _join(partials: Partials, out: RowStatistics) -> None:
+    num_rows = out.best.shape[0]
+    for first in range(0, num_rows, NORM_ROWS):
+        part = slice(first, min(first + NORM_ROWS, num_rows))
+        partials.part(part).join(out.part(part))
 
 
 class _Inputs(NamedTuple):
@@ -99,8 +110,8 @@ class _Inputs(NamedTuple):
             padded = _padded(rows)
             x = workspace.take(name, (padded.shape[0], hidden.shape[1]), hidden.dtype)
             torch.index_select(hidden, 0, padded, out=x)
-            for first in range(0, x.shape[0], GROUP_ROWS):
-                part = x[first : first + GROUP_ROWS]
+            for first in range(0, x.shape[0], NORM_ROWS):
+                part = x[first : first + NORM_ROWS]
                 kernels.rms_norm(part, head.norm, head.eps, workspace, part)
             return x
 
@@ -183,7 +194,7 @@ class _Reduction:
         )
         self._whole: Tensor | None = None
         self._whole_other: Tensor | None = None
-        workspace.library("joined tiles", 6 * 8 * self._partials.greatest.numel())
+        workspace.library("joined tiles", 6 * 8 * min(num_rows, NORM_ROWS) * len(self._tiles))
 
     def materialise(self) -> None:
         """Computes all logits first, in the compute dtype."""

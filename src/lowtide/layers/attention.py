@@ -135,7 +135,8 @@ def _attend(
     Nothing is masked, so the query heads that share a key head are simply more rows of it:
     grouped-query attention without repeating a key. Rows are a chunk of tiles, the copies of all
     of which exist together. is_shared: key heads are divided among the executor's threads, each
-    of which takes one tile after the other.
+    of which takes one head of one tile after the other, so that SDPA copies keys and values of no
+    more than a head for each thread.
     """
     workspace, executor = compute.workspace, compute.executor
     kv_heads, (rows, heads, head_dim) = keys.shape[0], query.shape
@@ -143,10 +144,11 @@ def _attend(
     num_pieces = executor.num_threads if is_shared else 1
     parts = _pieces(kv_heads, -(-kv_heads // num_pieces))
     with workspace.scope():
-        longest = query[max(own_tiles, key=lambda tile: tile.stop - tile.start)]
-        workspace.library("attention", _sdpa_bytes(longest, keys))
-        if is_shared:
-            workspace.library("shared", (min(kv_heads, 8) - 1) * _scores_bytes(longest, keys))
+        longest = max(tile.stop - tile.start for tile in own_tiles)
+        num_together = 1 if is_shared else kv_heads  # in a call
+        of_call = query[:longest, : heads // kv_heads * num_together]
+        call_bytes = _sdpa_bytes(of_call, keys[:num_together])
+        workspace.library("attention", (len(parts) if is_shared else 1) * call_bytes)
         copies = workspace.take("query", (rows * heads, head_dim), query.dtype)
         if query.is_meta:  # nothing is computed, only counted
             return
@@ -158,8 +160,15 @@ def _attend(
             folded.view(by_head.shape).copy_(by_head)
             by_tile.append((folded, out[tile].view(shape).permute(1, 2, 0, 3)))
         works = [
-            partial(_attend_folded, [(q[p], o[p]) for q, o in by_tile], keys[p], values[p], scale)
-            for p in parts
+            partial(
+                _attend_folded,
+                [(q[part], o[part]) for q, o in by_tile],
+                keys[part],
+                values[part],
+                scale,
+                num_together,
+            )
+            for part in parts
         ]
         if num_pieces == 1:
             works[0]()
@@ -168,15 +177,21 @@ def _attend(
 
 
 def _attend_folded(
-    tiles: Sequence[tuple[Tensor, Tensor]], keys: Tensor, values: Tensor, scale: float | None
+    tiles: Sequence[tuple[Tensor, Tensor]],
+    keys: Tensor,
+    values: Tensor,
+    scale: float | None,
+    num_together: int,
 ) -> None:
-    """Some key heads of tiles: queries [kv_heads, group * rows, head_dim] and where their outputs
-    go [kv_heads, group, rows, head_dim]."""
+    """Some key heads of tiles, so many in a call: queries [kv_heads, group * rows, head_dim] and
+    where their outputs go [kv_heads, group, rows, head_dim]."""
     for query, out in tiles:
-        attended = F.scaled_dot_product_attention(
-            query[None], keys[None], values[None], scale=scale
-        )
-        out.copy_(attended.view(out.shape))
+        for heads in _pieces(len(keys), num_together):
+            own_keys, own_values = keys[heads], values[heads]
+            attended = F.scaled_dot_product_attention(
+                query[None, heads], own_keys[None], own_values[None], scale=scale
+            )
+            out[heads].copy_(attended.view(out[heads].shape))
 
 
 def _attend_causally(

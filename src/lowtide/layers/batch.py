@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lowtide.core import Step
+from lowtide.memory.chunking import Asked, Counts
 from lowtide.memory.kv_cache import KVRange
 
 __all__ = ["Batch", "KVRange", "Segment"]
@@ -41,3 +42,16 @@ class Batch:
     positions: Tensor  # [rows] int64, absolute
     segments: tuple[Segment, ...]
     step: Step
+    logit_rows: int = 0  # whose statistics are asked for after it at most, of each kind
+    asked: tuple[Asked, ...] = ()  # the kinds
+
+    @property
+    def counts(self) -> Counts:
+        """What its transients' sizes depend on."""
+        return Counts(
+            len(self.token_ids),
+            max(min(one.stop - one.start, one.block_length) for one in self.segments),
+            max(max(one.end_position, one.sees_to) for one in self.segments),
+            self.logit_rows,
+            self.asked,
+        )

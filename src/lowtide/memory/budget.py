@@ -45,11 +45,17 @@ class Needs:
     num_layers: int  # MoE layers
     num_experts: int  # routed experts per MoE layer
     unused_slot_bytes: int = 0  # see TierPlan
+    whole_workspace_bytes: int = 0  # with no operator divided, where that is more
 
     @property
     def fixed_bytes(self) -> int:
         """What every budget must hold, expert slots aside."""
         return self.dense_bytes + self.kv_cache_bytes + self.workspace_bytes + self.ring_bytes
+
+    @property
+    def whole_bytes(self) -> int:
+        """The budget from which nothing streams and no operator is divided."""
+        return self.full_bytes + max(0, self.whole_workspace_bytes - self.workspace_bytes)
 
     @property
     def num_staging_slots(self) -> int:
@@ -95,7 +101,9 @@ class DeviceNeeds(Needs):
 def spend(needs: Needs, budget_bytes: int, context: int) -> tuple[TierPlan, tuple[int, ...]]:
     """Divides `budget_bytes`; returns the tier's plan and the residents of each MoE layer.
 
-    Layers get equal shares, earlier ones the remainder. Raises PlanError below `minimum_bytes`.
+    Layers get equal shares, earlier ones the remainder; what is left once all are resident makes
+    the workspace larger, up to where no operator is divided. Raises PlanError below
+    `minimum_bytes`.
     """
     if budget_bytes < needs.minimum_bytes:
         raise PlanError(_refusal(needs, budget_bytes, context))
@@ -111,7 +119,8 @@ def spend(needs: Needs, budget_bytes: int, context: int) -> tuple[TierPlan, tupl
         budget_bytes=budget_bytes,
         dense_bytes=needs.dense_bytes,
         kv_cache_bytes=needs.kv_cache_bytes,
-        workspace_bytes=needs.workspace_bytes,
+        workspace_bytes=needs.workspace_bytes
+        + max(0, min(budget_bytes, needs.whole_bytes) - needs.full_bytes),
         ring_bytes=needs.ring_bytes,
         slot_bytes=needs.slot_bytes,
         num_slots=num_slots,

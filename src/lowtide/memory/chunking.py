@@ -22,7 +22,7 @@ OPERATOR_TILES: Mapping[str, int] = {
     "mlp": TILE_ROWS,
     "experts": TILE_ROWS,
     "attention": 768,  # of fewer rows SDPA takes smaller pieces, up to half as long again
-    "logits": 64,
+    "logits": 512,  # for which the vocabulary is gone through once
 }
 """Rows of a tile, by operator."""
 
@@ -33,14 +33,26 @@ MAX_BUCKETS = 16
 """Plans of a request at most, however many masks it begins with."""
 
 
+class Asked(NamedTuple):
+    """What a pass asks of its logits, beside the arg-max and its probability."""
+
+    second: bool = False
+    entropy: bool = False
+    is_guided: bool = False
+
+
 class Counts(NamedTuple):
     """What the sizes of a pass's transients depend on."""
 
     tokens: int  # rows of the pass
-    keys: int  # tokens that its rows see
-    logit_rows: int  # rows whose logits are computed
+    block: int  # rows that see each other at most: those of its longest sequence
+    keys: int  # tokens that a row sees at most
+    logit_rows: int = 0  # rows whose logits are looked at, of each kind at most
+    asked: tuple[Asked, ...] = ()  # the kinds
 
     def rows_of(self, operator: str) -> int:
+        if operator == "attention":
+            return self.block
         return self.logit_rows if operator == "logits" else self.tokens
 
 
@@ -78,13 +90,23 @@ def rows_together(num_rows: int, tile_rows: int, num_chunks: int) -> int:
     return -(-num_tiles(num_rows, tile_rows) // num_chunks) * tile_rows
 
 
-def longest_chunk(counts: Counts, operator: str, chunks: Mapping[str, int]) -> int:
-    """Rows that an operator takes together at most."""
+def chunk_rows(counts: Counts, operator: str, chunks: Mapping[str, int]) -> int:
+    """Rows of a chunk, whole tiles, however many rows there are."""
     num_rows, tile_rows = counts.rows_of(operator), OPERATOR_TILES[operator]
     num_chunks = chunks.get(operator) or num_tiles(num_rows, tile_rows)
-    together = rows_together(num_rows, tile_rows, num_chunks)
+    return rows_together(num_rows, tile_rows, num_chunks)
+
+
+def longest_chunk(counts: Counts, operator: str, chunks: Mapping[str, int]) -> int:
+    """Rows that an operator takes together at most in a pass of just these counts."""
+    num_rows, together = counts.rows_of(operator), chunk_rows(counts, operator, chunks)
     # Experts' rows are sorted by expert: theirs is room for so many, which no remainder joins.
     return min(num_rows, together) if operator == "experts" else longest_tile(num_rows, together)
+
+
+def at_most(num_rows: int, tile_rows: int) -> int:
+    """Rows of the longest tile of up to so many rows: fewer may have a longer one."""
+    return min(num_rows, tile_rows + MAX_REMAINDER)
 
 
 def one_more(counts: Counts, operator: str, chunks: Mapping[str, int]) -> int | None:

@@ -6,50 +6,86 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from lowtide.errors import PlanError
-from lowtide.memory.chunking import OPERATOR_TILES, Counts, bucket, num_tiles, one_more
+from lowtide.memory.chunking import (
+    EACH_TILE,
+    OPERATOR_TILES,
+    TILE_ROWS,
+    Asked,
+    Counts,
+    bucket,
+    num_tiles,
+    one_more,
+)
 from lowtide.memory.planner import Graph, Placement
-from lowtide.memory.template import Template, symbols
+from lowtide.memory.template import Template, bounds
 
-GRANULE_TOKENS = 16
-"""Between two such multiples a tile may have a remainder, and need more than the longer pass."""
+MAX_PLANS = 128
+"""Plans that are remembered; a request needs 16 at most."""
 
 
 @dataclass(frozen=True)
 class PassPlan:
-    """How a pass of some counts runs. `binding`: the operator whose rows make the peak, or the
-    name of the largest buffer there."""
+    """How passes of up to some counts run. `binding`: the operator whose rows make the peak, or
+    the name of the largest buffer there."""
 
     counts: Counts
     chunks: Mapping[str, int]
     placement: Placement
-    needed_bytes: int  # library outputs included
+    library_bytes: int  # what libraries hold beside the range at most
     binding: str
 
+    @property
+    def needed_bytes(self) -> int:
+        """Of the range, all of which stays in memory, and of libraries."""
+        return self.placement.arena_bytes + self.library_bytes
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False, eq=False)
 class PassPlanner:
-    """Plans of one model's bidirectional passes, remembered by what they were asked for."""
+    """Plans of one model's bidirectional passes, remembered by what they were asked for.
 
-    template: Template
+    short: of all passes that are no longer than a tile. head_of: what is taken after a pass for
+    rows of logits of one kind, with the hidden states.
+    """
+
+    short: Graph
+    forward: Template
+    head_of: Callable[[Asked], Template]
     by_tile: frozenset[str] = frozenset()
     """Operators that take each tile by itself, however much room there is."""
-    _plans: dict[tuple[Counts, int], PassPlan] = field(default_factory=dict, repr=False)
+    _templates: dict[tuple[Asked, ...], Template] = field(default_factory=dict)
+    _plans: dict[tuple[Counts, int, int], PassPlan] = field(default_factory=dict)
 
-    def plan(self, counts: Counts, free_bytes: int) -> PassPlan:
-        """With the fewest chunks that fit. Raises PlanError, with the numbers, where none does."""
-        key = (counts, free_bytes)
+    def plan(self, counts: Counts, free_bytes: int, range_bytes: int | None = None) -> PassPlan:
+        """With the fewest chunks that fit. Raises PlanError, with the numbers, where none does.
+
+        range_bytes: how much of `free_bytes` the range may be, by default all of it.
+        """
+        key = (counts, free_bytes, free_bytes if range_bytes is None else range_bytes)
         if key not in self._plans:
-            self._plans[key] = self._search(counts, free_bytes)
+            if len(self._plans) == MAX_PLANS:
+                self._plans.clear()
+            self._plans[key] = self._search(*key)
         return self._plans[key]
 
-    def plan_step(self, counts: Counts, max_masked: int, free_bytes: int) -> PassPlan:
-        """`plan` for a step of a request that began with `max_masked` masks: one of a few."""
+    def plan_step(
+        self,
+        counts: Counts,
+        max_masked: int,
+        free_bytes: int,
+        range_bytes: int | None = None,
+    ) -> PassPlan:
+        """`plan` for a step of requests that began with `max_masked` masks: one of a few."""
         masked = bucket(counts.logit_rows, max_masked)
-        return self.plan(counts._replace(logit_rows=masked), free_bytes)
+        return self.plan(counts._replace(logit_rows=masked), free_bytes, range_bytes)
 
     def least_bytes(self, counts: Counts) -> int:
-        """Needed where every tile is by itself."""
-        return self._needed(counts, self._most_chunks(counts))[1]
+        """Needed by all passes of up to such counts, where every tile is by itself."""
+        return self._needed(counts, self._most_chunks(counts)).needed_bytes
+
+    def whole_bytes(self, counts: Counts) -> int:
+        """Needed where every operator takes all rows together."""
+        return self._needed(counts, self._fewest_chunks()).needed_bytes
 
     def longest(
         self, counts_of: Callable[[int], Counts], free_bytes_of: Callable[[int], int], limit: int
@@ -63,54 +99,80 @@ class PassPlanner:
         def fits(num_tokens: int) -> bool:
             return self.least_bytes(counts_of(num_tokens)) <= free_bytes_of(num_tokens)
 
-        low, high = 0, limit // GRANULE_TOKENS + 1  # in granules: fits, does not
+        low, high = 0, limit + 1  # fits, does not
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle * GRANULE_TOKENS) else (low, middle)
-        first = low * GRANULE_TOKENS
-        candidates = range(min(limit, first + GRANULE_TOKENS - 1), first, -1)
-        return next((num_tokens for num_tokens in candidates if fits(num_tokens)), first)
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
 
-    def _search(self, counts: Counts, free_bytes: int) -> PassPlan:
-        chunks = {op: 1 for op in OPERATOR_TILES if op not in self.by_tile}
+    def _search(self, counts: Counts, free_bytes: int, range_bytes: int) -> PassPlan:
+        if counts.tokens <= TILE_ROWS:
+            return self._short_plan(counts, free_bytes, range_bytes)
+        template, chunks = self._template(counts), self._fewest_chunks()
         while True:
-            peak_bytes, moment = self.template.peak(symbols(counts, chunks))
+            peak_bytes, moment = template.peak(bounds(counts, chunks))
             if peak_bytes <= free_bytes:
-                graph, needed_bytes = self._needed(counts, chunks)
-                if needed_bytes <= free_bytes:
-                    binding = self._binding(graph, moment)
-                    return PassPlan(counts, chunks, graph.placement, needed_bytes, binding)
-            operator = self._divisible(counts, chunks, moment)
+                graph = template.at(bounds(counts, chunks))
+                if graph.needed_bytes <= free_bytes and graph.placement.arena_bytes <= range_bytes:
+                    binding = self._binding(template, graph, moment)
+                    return _plan(counts, chunks, graph, binding)
+            operator = self._divisible(template, counts, chunks, moment)
             if operator is None:
-                raise self._refusal(counts, free_bytes)
+                raise self._refusal(counts, min(free_bytes, range_bytes))
             chunks[operator] = one_more(counts, operator, chunks) or 1
 
-    def _needed(self, counts: Counts, chunks: Mapping[str, int]) -> tuple[Graph, int]:
-        graph = self.template.at(symbols(counts, chunks))
-        return graph, graph.needed_bytes
+    def _short_plan(self, counts: Counts, free_bytes: int, range_bytes: int) -> PassPlan:
+        if self.short.needed_bytes > free_bytes or self.short.placement.arena_bytes > range_bytes:
+            raise self._refusal(counts, min(free_bytes, range_bytes))
+        binding = max(self.short.peak, key=lambda held: held[1])[0]
+        return _plan(counts, EACH_TILE, self.short, binding)
 
-    def _divisible(self, counts: Counts, chunks: Mapping[str, int], moment: int) -> str | None:
+    def _template(self, counts: Counts) -> Template:
+        if counts.asked not in self._templates:
+            template = self.forward
+            for asked in counts.asked:
+                template = template.joined(self.head_of(asked))
+            self._templates[counts.asked] = template
+        return self._templates[counts.asked]
+
+    def _needed(self, counts: Counts, chunks: Mapping[str, int]) -> Graph:
+        """Of the short passes or of the long one, what needs more."""
+        if counts.tokens <= TILE_ROWS:
+            return self.short
+        graph = self._template(counts).at(bounds(counts, chunks))
+        return max(graph, self.short, key=lambda graph: graph.needed_bytes)
+
+    def _divisible(
+        self, template: Template, counts: Counts, chunks: Mapping[str, int], moment: int
+    ) -> str | None:
         """The operator whose rows are alive at the moment, where they can be fewer."""
         for operator in chunks:
-            if self.template.grows_with(moment, operator) and one_more(counts, operator, chunks):
+            if template.grows_with(moment, operator) and one_more(counts, operator, chunks):
                 return operator
         return None
 
-    def _binding(self, graph: Graph, moment: int) -> str:
+    def _binding(self, template: Template, graph: Graph, moment: int) -> str:
         for operator in OPERATOR_TILES:
-            if self.template.grows_with(moment, operator):
+            if template.grows_with(moment, operator):
                 return operator
         return max(graph.peak, key=lambda held: held[1])[0]
+
+    def _fewest_chunks(self) -> dict[str, int]:
+        return {op: 1 for op in OPERATOR_TILES if op not in self.by_tile}
 
     def _most_chunks(self, counts: Counts) -> dict[str, int]:
         return {op: num_tiles(counts.rows_of(op), rows) for op, rows in OPERATOR_TILES.items()}
 
     def _refusal(self, counts: Counts, free_bytes: int) -> PlanError:
-        graph, needed_bytes = self._needed(counts, self._most_chunks(counts))
+        graph = self._needed(counts, self._most_chunks(counts))
         largest = sorted(graph.peak, key=lambda held: -held[1])[:3]
         names = ", ".join(f"{name} {num_bytes}" for name, num_bytes in largest)
         return PlanError(
-            f"A pass of {counts.tokens} tokens needs {needed_bytes} bytes of workspace however its "
-            f"operators are divided, and {free_bytes} are free; most of it is {names}. Lower "
-            "--context, or raise --host-memory."
+            f"A pass of {counts.tokens} tokens needs {graph.needed_bytes} bytes of workspace "
+            f"however its operators are divided, and {free_bytes} are free; most of it is {names}. "
+            "Lower --context, or raise --host-memory."
         )
+
+
+def _plan(counts: Counts, chunks: Mapping[str, int], graph: Graph, binding: str) -> PassPlan:
+    return PassPlan(counts, chunks, graph.placement, graph.library_bytes, binding)

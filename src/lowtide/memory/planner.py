@@ -14,7 +14,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 from lowtide.core import align_up
-from lowtide.errors import InternalError
 
 Path = tuple[str, ...]
 """What a pass took, and with a minus gave back, up to here in the scopes that are open: the name
@@ -71,6 +70,9 @@ class Placement:
 
 UNPLANNED = Placement({}, 0)
 
+MAX_TRIES = 8
+"""Orders of each kind that are tried."""
+
 
 class Recording:
     """What a registrar saw of a pass, or of several that share one plan.
@@ -124,17 +126,28 @@ class Graph:
 
     @cached_property
     def placement(self) -> Placement:
-        """By first fit in the best of several orders; see `first_fit`."""
-        least_bytes, best = self.least_bytes, None
-        for order in self._orders():
-            placement = first_fit(self, order)
-            if best is None or placement.arena_bytes < best.arena_bytes:
-                best = placement
-            if best.arena_bytes == least_bytes:
-                break
-        if best is None:
-            raise InternalError("A graph has no order to be placed in.")
+        """By first fit in the order of taking, or with the largest first; what then ends too high
+        is placed sooner, a few times."""
+        indexes = range(len(self.transients))
+        largest_first = sorted(indexes, key=lambda i: -self.transients[i].num_bytes)
+        best = first_fit(self, indexes)
+        for order in (list(indexes), largest_first):
+            for _ in range(MAX_TRIES):
+                if best.arena_bytes == self.least_bytes:
+                    return best
+                placement = first_fit(self, order)
+                best = min(best, placement, key=lambda placement: placement.arena_bytes)
+                order = self._sooner(order, placement)
         return best
+
+    @cached_property
+    def beside(self) -> list[set[int]]:
+        """What each is alive beside at some time, taken before or after it."""
+        beside = [set(transient.beside) for transient in self.transients]
+        for i, transient in enumerate(self.transients):
+            for other in transient.beside:
+                beside[other].add(i)
+        return beside
 
     @cached_property
     def least_bytes(self) -> int:
@@ -162,8 +175,9 @@ class Graph:
 
     @property
     def needed_bytes(self) -> int:
-        """Of the range and beside it: what a plan has to have room for."""
-        return max(self.placement.arena_bytes, self.peak_bytes)
+        """What a plan has to have room for: of the range all stays in memory that was touched once,
+        and what libraries hold comes on top."""
+        return self.placement.arena_bytes + self.library_bytes
 
     @property
     def peak(self) -> tuple[tuple[str, int], ...]:
@@ -178,31 +192,22 @@ class Graph:
         """Of the range alone, libraries' outputs aside."""
         return sum(align_up(self.transients[i].num_bytes) for i in moment.alive)
 
-    def _orders(self) -> Iterable[Sequence[int]]:
-        """As they are taken; the largest first; those that are alive beside most bytes first."""
-        indexes = range(len(self.transients))
-        yield indexes
-        sizes = [transient.num_bytes for transient in self.transients]
-        yield sorted(indexes, key=lambda i: -sizes[i])
-        around = [0] * len(sizes)
-        for moment in self.moments:
-            alive_bytes = self.alive_bytes(moment)
-            for i in moment.alive:
-                around[i] = max(around[i], alive_bytes)
-        yield sorted(indexes, key=lambda i: (-around[i], i))
-        yield sorted(indexes, key=lambda i: (-around[i], -sizes[i]))
+    def _sooner(self, order: list[int], placement: Placement) -> list[int]:
+        """Half as late, all that ends beyond what the graph could do with."""
+        order = list(order)
+        stops = [placement.places[transient.path].stop for transient in self.transients]
+        for i in [i for i in order if stops[i] > self.least_bytes]:
+            position = order.index(i)
+            order.insert(position // 2, order.pop(position))
+        return order
 
 
 def first_fit(graph: Graph, order: Sequence[int]) -> Placement:
     """Each transient, in this order, at the lowest place that none beside it has."""
-    beside: list[set[int]] = [set(transient.beside) for transient in graph.transients]
-    for i, transient in enumerate(graph.transients):
-        for other in transient.beside:
-            beside[other].add(i)
     places: dict[int, Place] = {}
     for i in order:
         num_bytes = align_up(graph.transients[i].num_bytes)
-        start = lowest_gap((places[j] for j in beside[i] if j in places), num_bytes)
+        start = lowest_gap((places[j] for j in graph.beside[i] if j in places), num_bytes)
         places[i] = Place(start, num_bytes)
     return Placement(
         {graph.transients[i].path: place for i, place in places.items()},

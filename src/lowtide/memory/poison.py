@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import InternalError
+from lowtide.memory.pass_plans import PassPlans
 from lowtide.memory.planner import UNPLANNED, Placement
 from lowtide.memory.workspace import State, Workspace
 
@@ -22,10 +23,12 @@ class PoisonedWorkspace(Workspace):
     `touched_bytes` is how far it was filled.
     """
 
-    def __init__(self, buffer: Tensor, plan: Placement = UNPLANNED) -> None:
-        super().__init__(buffer, plan)
+    def __init__(
+        self, buffer: Tensor, plan: Placement = UNPLANNED, plans: PassPlans | None = None
+    ) -> None:
+        super().__init__(buffer, plan, plans)
         self.touched_bytes = 0
-        buffer.fill_(POISON)
+        self._poison_all()
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Raises InternalError where the plan has put it over something that is alive."""
@@ -55,9 +58,12 @@ class PoisonedWorkspace(Workspace):
         before = self.state
         super().reset(mark)
         if mark is None:
-            self._buffer.fill_(POISON)
+            self._poison_all()
         else:
             self._poison(before)
+
+    def _poison_all(self) -> None:
+        self._buffer[: self._num_usable].fill_(POISON)
 
     def _poison(self, before: State) -> None:
         """Whatever has died."""

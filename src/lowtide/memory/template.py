@@ -12,21 +12,48 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lowtide.core import ALIGNMENT, IntArray
+from lowtide.core import ALIGNMENT, IntArray, align_up
 from lowtide.errors import InternalError
-from lowtide.memory.chunking import OPERATOR_TILES, Counts, longest_chunk, longest_tile
+from lowtide.memory.chunking import (
+    OPERATOR_TILES,
+    Counts,
+    at_most,
+    chunk_rows,
+    longest_chunk,
+    longest_tile,
+)
 from lowtide.memory.planner import Graph, LibraryOutput, Moment, Transient
 
-SYMBOLS = ("1", "tokens", "keys", "tile", "attention tile", *OPERATOR_TILES)
+SYMBOLS = (
+    *("1", "tokens", "keys", "logit rows", "tile", "attention tile", "logits tile"),
+    *OPERATOR_TILES,
+)
+
+HEAD_ROWS = 16
+"""Rows of logits are computed in such multiples."""
 
 
 def symbols(counts: Counts, chunks: Mapping[str, int]) -> IntArray:
-    """The value of each of `SYMBOLS`."""
-    tile, attention = (
-        longest_tile(counts.tokens, OPERATOR_TILES[op]) for op in ("mlp", "attention")
-    )
-    longest = [longest_chunk(counts, operator, chunks) for operator in OPERATOR_TILES]
-    return np.array([1, counts.tokens, counts.keys, tile, attention, *longest], np.int64)
+    """The value of each of `SYMBOLS` in a pass of just these counts."""
+    tiles = [longest_tile(counts.rows_of(op), OPERATOR_TILES[op]) for op in ("mlp", "attention")]
+    longest = {op: longest_chunk(counts, op, chunks) for op in OPERATOR_TILES}
+    return _values(counts, tiles, longest)
+
+
+def bounds(counts: Counts, chunks: Mapping[str, int]) -> IntArray:
+    """What no pass of up to such counts is beyond, however its rows are divided among tiles."""
+    tiles = [at_most(counts.rows_of(op), OPERATOR_TILES[op]) for op in ("mlp", "attention")]
+    longest = {
+        op: at_most(counts.rows_of(op), chunk_rows(counts, op, chunks)) for op in OPERATOR_TILES
+    }
+    return _values(counts, tiles, longest)
+
+
+def _values(counts: Counts, tiles: list[int], longest: dict[str, int]) -> IntArray:
+    longest["logits"] = align_up(longest["logits"], HEAD_ROWS)
+    head_tile = min(longest["logits"], OPERATOR_TILES["logits"])
+    known = [1, counts.tokens, counts.keys, counts.logit_rows, *tiles, head_tile]
+    return np.array([*known, *longest.values()], np.int64)
 
 
 @dataclass(frozen=True)
@@ -65,12 +92,47 @@ class Template:
         library = np.array([_outputs(sample.graph) for sample in samples], np.int64)
         names = [transient.name for transient in first.transients]
         outputs = [output.name for moment in first.moments for output in moment.library]
+        coefficients = _solve(values, library.reshape(len(samples), -1), outputs).T
+        if coefficients[:, -len(OPERATOR_TILES) :].any():
+            raise InternalError("What a library holds depends on how many tiles run together.")
         return cls(
             first,
             _solve(values, sizes, names).T,
-            _solve(values, library.reshape(len(samples), -1), outputs).T,
+            coefficients,
             _membership([moment.alive for moment in first.moments], len(names)),
             _membership(_numbered(first.moments), len(outputs)),
+        )
+
+    def joined(self, other: Template) -> Template:
+        """Of passes that do what both say, one after the other."""
+        first = list(self.graph.transients)
+        indexes: list[int] = []  # in the joined graph, of the transients of `other`
+        known = {transient.path: i for i, transient in enumerate(first)}
+        new: list[int] = []
+        for i, transient in enumerate(other.graph.transients):
+            if transient.path not in known:
+                known[transient.path] = len(first)
+                beside = tuple(indexes[j] for j in transient.beside)
+                first.append(transient._replace(beside=beside))
+                new.append(i)
+            indexes.append(known[transient.path])
+        moments = list(self.graph.moments)
+        library = [self.library]
+        seen = {(moment.alive, _names(moment)) for moment in moments}
+        for moment, numbers in zip(
+            other.graph.moments, _numbered(other.graph.moments), strict=True
+        ):
+            alive = tuple(indexes[i] for i in moment.alive)
+            if (alive, _names(moment)) not in seen:
+                moments.append(moment._replace(alive=alive))
+                library.append(other.library[numbers.start : numbers.stop])
+        joined = np.concatenate(library)
+        return Template(
+            Graph(tuple(first), tuple(moments)),
+            np.concatenate([self.sizes, other.sizes[new]]),
+            joined,
+            _membership([moment.alive for moment in moments], len(first)),
+            _membership(_numbered(moments), len(joined)),
         )
 
     def at(self, values: IntArray) -> Graph:
@@ -94,25 +156,28 @@ class Template:
         return Graph(transients, moments)
 
     def peak(self, values: IntArray) -> tuple[int, int]:
-        """Most bytes that are alive together, and at which moment; quicker than `at`."""
+        """Most bytes of the range that are alive together with what libraries hold at most, and
+        at which moment the range has most; quicker than `at`, and no more than `at` needs."""
         aligned = -(-(self.sizes @ values) // ALIGNMENT) * ALIGNMENT
-        num_bytes = self.alive @ aligned + self.holds @ (self.library @ values)
-        moment = int(num_bytes.argmax())
-        return int(num_bytes[moment]), moment
+        in_range, library = self.alive @ aligned, self.holds @ (self.library @ values)
+        moment = int(in_range.argmax())
+        return int(in_range[moment] + library.max()), moment
 
     def grows_with(self, moment: int, symbol: str) -> bool:
-        """Whether what is alive then is more for more of it."""
-        column = SYMBOLS.index(symbol)
-        in_range = self.alive[moment] @ self.sizes[:, column]
-        return bool(in_range + self.holds[moment] @ self.library[:, column] > 0)
+        """Whether what is alive of the range then is more for more of it."""
+        return bool(self.alive[moment] @ self.sizes[:, SYMBOLS.index(symbol)] > 0)
 
 
 def _form(graph: Graph) -> object:
     """All but the sizes."""
     return (
         [(transient.path, transient.beside) for transient in graph.transients],
-        [(m.alive, [output.name for output in m.library]) for m in graph.moments],
+        [(moment.alive, _names(moment)) for moment in graph.moments],
     )
+
+
+def _names(moment: Moment) -> tuple[str, ...]:
+    return tuple(output.name for output in moment.library)
 
 
 def _outputs(graph: Graph) -> list[int]:
@@ -137,11 +202,13 @@ def _membership(rows: Sequence[Sequence[int]], num_columns: int) -> IntArray:
 
 def _solve(values: IntArray, sizes: IntArray, names: Sequence[str]) -> IntArray:
     """Bytes for each symbol: [symbols, sizes]. values [samples, symbols], sizes [samples, ...]."""
-    if np.linalg.matrix_rank(values) < values.shape[1]:
+    varied = np.flatnonzero((values != values[0]).any(0) | (np.arange(values.shape[1]) == 0))
+    if np.linalg.matrix_rank(values[:, varied]) < len(varied):
         raise InternalError("The registered passes do not tell what sizes depend on.")
-    found = np.linalg.lstsq(values.astype(float), sizes.astype(float), rcond=None)[0]
-    coefficients: IntArray = np.rint(found).astype(np.int64)
-    wrong = np.flatnonzero((values @ coefficients != sizes).any(0))
+    found = np.linalg.lstsq(values[:, varied].astype(float), sizes.astype(float), rcond=None)[0]
+    coefficients: IntArray = np.zeros((values.shape[1], sizes.shape[1]), np.int64)
+    coefficients[varied] = np.rint(found)
+    wrong = np.flatnonzero((values @ coefficients != sizes).any(0) | (coefficients < 0).any(0))
     if len(wrong):
         raise InternalError(
             f"The size of {names[wrong[0]]} does not grow with counts in proportion: "

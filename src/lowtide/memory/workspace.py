@@ -23,10 +23,12 @@ from lowtide.memory.chunking import (
     EACH_TILE,
     OPERATOR_TILES,
     TILE_ROWS,
+    Counts,
     num_tiles,
     rows_together,
     tiles,
 )
+from lowtide.memory.pass_plans import PassPlans
 from lowtide.memory.planner import (
     UNPLANNED,
     Graph,
@@ -58,6 +60,13 @@ class Buffers(Protocol):
 
     def scope(self) -> AbstractContextManager[None]:
         """`with workspace.scope():` gives back at its end what was taken inside."""
+        ...
+
+    def begin(self, counts: Counts) -> None:
+        """Gives back everything; what is taken from now on is a pass's of up to such counts.
+
+        Raises PlanError where there is no room for one.
+        """
         ...
 
     def mark(self) -> State:
@@ -158,6 +167,9 @@ class _States(ABC):
     def mark(self) -> State:
         return self.state
 
+    def begin(self, counts: Counts) -> None:
+        self.reset()
+
     def reset(self, mark: State | None = None) -> None:
         self.state = self._start if mark is None else mark
 
@@ -203,11 +215,23 @@ class Workspace(_States):
     taken while it is.
     """
 
-    def __init__(self, buffer: Tensor, plan: Placement = UNPLANNED) -> None:
-        """`buffer`: uint8, of the plan's size or of what a `Registrar` counted for a pass."""
+    def __init__(
+        self, buffer: Tensor, plan: Placement = UNPLANNED, plans: PassPlans | None = None
+    ) -> None:
+        """`buffer`: uint8, of the plan's size or of what a `Registrar` counted for a pass. plans:
+        where each pass has its own, and the memory for it in `buffer`."""
         super().__init__()
         self._buffer = buffer
-        self._plan = plan
+        self.plan = plan
+        self._plans = plans
+        self._num_usable = buffer.numel() if plans is None else plan.arena_bytes
+
+    def begin(self, counts: Counts) -> None:
+        if self._plans is not None:
+            plan = self._plans.for_pass(counts)
+            if plan.placement is not self.plan:
+                self.adopt(plan.placement, plan.chunks)
+        self.reset()
 
     def library(self, name: str, num_bytes: int) -> None:
         """Library outputs come from the library's allocator; only the registrar counts them."""
@@ -219,20 +243,22 @@ class Workspace(_States):
                 f"A plan of {placement.arena_bytes} bytes is adopted in a workspace of "
                 f"{self._buffer.numel()}."
             )
-        self._plan, self._chunks = placement, chunks
+        self.plan, self._chunks = placement, chunks
+        if self._plans is not None:
+            self._num_usable = placement.arena_bytes
         self._start = self.state = State((), ())
         self._num_states = 0
 
     def _planned_start(self, path: Path, num_bytes: int) -> int | None:
-        place = self._plan.places.get(path)
+        place = self.plan.places.get(path)
         return None if place is None or place.num_bytes < num_bytes else place.start
 
     def _view(self, name: str, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         stop = start + _num_bytes(shape, dtype)
-        if stop > self._buffer.numel():
+        if stop > self._num_usable:
             raise InternalError(
                 f"Workspace buffer {name} {list(shape)} ends at {stop} bytes, "
-                f"past the planned {self._buffer.numel()}."
+                f"past the planned {self._num_usable}."
             )
         return self._buffer[start:stop].view(dtype).view(shape)
 

@@ -29,6 +29,7 @@ from lowtide.layers.rotary import Rotary
 from lowtide.layers.router import Router
 from lowtide.layers.rows import in_tiles
 from lowtide.layers.self_attention import GroupedAttention, SeparateQKV
+from lowtide.memory.chunking import Counts
 from lowtide.memory.kv_cache import KVCache
 from lowtide.schemas.names import PROJECTIONS, USUAL, Names
 
@@ -127,12 +128,13 @@ class Decoder(ABC):
     def forward(self, batch: Batch) -> Tensor:
         """Hidden states of every row before the last norm, valid until the next `forward`.
 
-        Returns [rows, hidden] in the compute dtype; writes all rows' keys and values.
+        Returns [rows, hidden] in the compute dtype; writes all rows' keys and values. Raises
+        PlanError where there is no room for such a pass.
         """
         for segment in batch.segments:
             self.kv_cache.prepare(segment.kv, segment.end_position)
         workspace = self.compute.workspace
-        workspace.reset()
+        workspace.begin(batch.counts)
         num_rows, dtype = batch.token_ids.shape[0], self._embedding.dtype
         x = workspace.take("hidden", (num_rows, self.config.hidden_size), dtype)
         self._hidden_end = workspace.mark()
@@ -151,7 +153,7 @@ class Decoder(ABC):
         valid until the next call of anything.
         """
         workspace = self.compute.workspace
-        workspace.reset()
+        workspace.begin(Counts(tokens=len(x), block=len(x), keys=0))
         out = workspace.take("routed", tuple(x.shape), torch.float32)
         self._experts.forward(layer, x, routing, step, workspace, out)
         return out

@@ -35,6 +35,10 @@ CORES_PER_PIECE = 1
 among threads instead, at features and heads where that changes no bit, and idle OpenMP threads
 would spin on the cores that the experts want (docs/log.md)."""
 
+MAX_THREADS = 64
+"""Of a model without experts, all of whose products are divided: as many threads as cores, if
+there are not more. Their pieces are at least 64 features wide."""
+
 Work = Callable[[], None]
 
 _CPU_FOLDER = Path("/sys/devices/system/cpu")
@@ -86,6 +90,11 @@ class HostExecutor:
             all_exist = threading.Barrier(self.num_threads)
             for future in [self._pool.submit(all_exist.wait) for _ in range(self.num_threads)]:
                 future.result()
+
+    @staticmethod
+    def count_threads(num_experts_per_token: int) -> int:
+        """How many it would have."""
+        return _Division.of(num_experts_per_token).num_threads
 
     @classmethod
     def beside_emulated(cls, num_experts_per_token: int) -> HostExecutor:
@@ -204,10 +213,15 @@ class _Pinning:
 
 
 class InlineExecutor:
-    """Runs everything at once on the calling thread: for passes that are only counted."""
+    """Runs everything at once on the calling thread: for passes that are only counted.
 
-    num_threads = 1
+    num_threads: those that it stands for.
+    """
+
     num_cores = 1
+
+    def __init__(self, num_threads: int = 1) -> None:
+        self.num_threads = num_threads
 
     def submit(self, work: Work) -> Future[None]:
         future: Future[None] = Future()

@@ -1,0 +1,63 @@
+"""The memory that passes compute in, and who plans it while the model runs."""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowtide.core import MemoryPlan
+from lowtide.engine.opening import OpenModel
+from lowtide.engine.registering import largest_counts, planner_of, register
+from lowtide.kernels.choice import HOST
+from lowtide.memory.arena import HUGE_PAGE_BYTES, Arena, ElasticArena
+from lowtide.memory.cuda_streams import plan_errors
+from lowtide.memory.host_pages import HostPages
+from lowtide.memory.pages import PageBudget
+from lowtide.memory.pass_plans import FixedRoom, PagedRoom, PassPlans
+from lowtide.memory.planner import UNPLANNED, Placement
+
+SMALL_GROUP_BYTES = 4096
+
+
+class WorkspaceMemory(NamedTuple):
+    """What a `Workspace` is made of."""
+
+    buffer: Tensor  # uint8
+    placement: Placement
+    plans: PassPlans | None  # None: all passes have the plan of the largest
+
+
+def workspace_memory(opened: OpenModel, plan: MemoryPlan, device: torch.device) -> WorkspaceMemory:
+    """Of the plan's size. Raises PlanError where the system refuses it."""
+    num_bytes, planner = plan.fast_tier.workspace_bytes, planner_of(opened)
+    if planner is None:
+        placement = register(opened).graph.placement
+        return WorkspaceMemory(_range(placement.arena_bytes, device), placement, None)
+    if device == HOST and sys.platform.startswith("linux"):
+        room = paged_room(num_bytes, PageBudget(num_bytes + group_bytes(num_bytes) - 1))
+        return WorkspaceMemory(room.bytes, UNPLANNED, PassPlans(planner, room))
+    largest = planner.plan(largest_counts(opened), num_bytes)
+    buffer = _range(num_bytes - largest.library_bytes, device)
+    fixed = FixedRoom(num_bytes, buffer.numel())
+    return WorkspaceMemory(buffer, UNPLANNED, PassPlans(planner, fixed))
+
+
+def paged_room(num_bytes: int, budget: PageBudget) -> PagedRoom:
+    """Addresses for so many bytes, with an account of the budget."""
+    account = budget.open("workspace")
+    return PagedRoom(ElasticArena(HostPages(num_bytes, group_bytes(num_bytes)), account), account)
+
+
+def group_bytes(num_bytes: int) -> int:
+    """Huge pages, but where one more of them would be a thing to notice."""
+    return HUGE_PAGE_BYTES if num_bytes >= 32 * HUGE_PAGE_BYTES else SMALL_GROUP_BYTES
+
+
+def _range(num_bytes: int, device: torch.device) -> Tensor:
+    if device == HOST:
+        return Arena(num_bytes).bytes
+    with plan_errors(num_bytes, "GPU memory for workspace"):
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
