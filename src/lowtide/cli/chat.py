@@ -33,7 +33,10 @@ def chat(model: ModelName, *, settings: Settings) -> None:
         raise UsageError("chat prints text; for one JSON object use generate --json.")
     with open_llm(model, settings) as llm:
         if llm.tokenizer is None:
-            raise UsageError("this model has no tokenizer.json, so there is no text to talk in.")
+            raise UsageError(
+                "this model has no tokenizer.json, so there is no text to talk in; it answers to "
+                'generate --prompt-ids "5 17 3".'
+            )
         stderr_console().print(plan_table(llm.plan))
         Conversation(llm, params, stdout_console(), stderr_console()).run()
 

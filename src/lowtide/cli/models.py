@@ -16,11 +16,12 @@ from lowtide.cli.report import json_line
 from lowtide.cli.screen import ProgressBars, stdout_console
 from lowtide.config import format_size
 from lowtide.errors import UsageError
+from lowtide.families.registry import own_names
 
 
 @takes(Group.SYNTH, "seed", Group.OUTPUT)
 def synth(
-    family: Annotated[str, typer.Argument(help="A model family, such as llada2.")],
+    family: Annotated[str, typer.Argument(help=f"A model family: {', '.join(own_names())}.")],
     *,
     settings: Settings,
 ) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from lowtide.cli.option import ENV_PREFIX, Group, Kind, Option
 from lowtide.errors import UsageError
 from lowtide.params import REMASKING_RULES, DiffusionParams, SamplingParams
+from lowtide.policies.presets import preset_names
 
 __all__ = ["OPTIONS", "Group", "Kind", "Option", "Settings", "resolve"]
 
@@ -28,7 +29,13 @@ MAX_FILE_BYTES = 2**20
 OPTIONS: tuple[Option, ...] = (
     Option("host_memory", Kind.SIZE, Group.ENGINE, "Memory budget: 12G, 80%, auto.", "auto"),
     Option("gpu_memory", Kind.SIZE, Group.ENGINE, "GPU memory budget: 12G, 80%, auto.", "auto"),
-    Option("policy", Kind.TEXT, Group.ENGINE, "Placement policy, or auto.", "auto"),
+    Option(
+        "policy",
+        Kind.TEXT,
+        Group.ENGINE,
+        f"Placement policy, one of {', '.join(preset_names())}.",
+        "auto",
+    ),
     Option("policy_option", Kind.PAIRS, Group.ENGINE, "A policy's own setting, such as tau=4."),
     Option("device", Kind.TEXT, Group.ENGINE, "auto, cpu, cuda or emulated.", "auto"),
     Option(

@@ -26,6 +26,21 @@ from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.files.json_file import shown
 from lowtide.formats.plain import SAFETENSORS_NAME
 
+_QUANTISATIONS = {
+    "fp8": "FP8",
+    "fbgemm_fp8": "FP8",
+    "gptq": "GPTQ",
+    "awq": "AWQ",
+    "bitsandbytes": "bitsandbytes",
+    "compressed-tensors": "compressed-tensors (FP8, INT8 or INT4)",
+    "gguf": "GGUF",
+    "mxfp4": "MXFP4",
+    "modelopt": "NVFP4 or FP8 of ModelOpt",
+    "auto-round": "AutoRound",
+    "mlx": "MLX",
+}
+"""What people call a `quant_method`."""
+
 
 class Origin(NamedTuple):
     """Where a `config.json` comes from."""
@@ -153,11 +168,16 @@ def _head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
 
 
 def _refuse_quantised(fields: Fields) -> None:
-    if fields.raw("quantization_config") is not None:
-        raise UnsupportedError(
-            "config.json has a quantization_config; only unquantised checkpoints "
-            f"({', '.join(SAFETENSORS_NAME)}) are read."
-        )
+    quantised = fields.raw("quantization_config")
+    if quantised is None:
+        return
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    name = _QUANTISATIONS.get(method, shown(method)) if isinstance(method, str) else "unknown"
+    raise UnsupportedError(
+        f"config.json has a quantization_config: the weights' format is {name}, which is not read. "
+        f"Read are safetensors in {', '.join(SAFETENSORS_NAME)}, and gpt-oss' MXFP4 experts; "
+        "choose the model's unquantised repository."
+    )
 
 
 def _dtype(fields: Fields) -> str:

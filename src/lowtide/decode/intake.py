@@ -179,7 +179,10 @@ class Intake:
 
     def _needed_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise UsageError("This model has no tokenizer.json: prompts are token ids, no stop.")
+            raise UsageError(
+                "This model has no tokenizer.json, so there is no text: give token ids as the "
+                'prompt (--prompt-ids "5 17 3") and no stop strings, or fetch its tokenizer.json.'
+            )
         return self.tokenizer
 
 

@@ -13,8 +13,9 @@ from lowtide.config import ModelConfig
 from lowtide.config.fields import Fields
 from lowtide.config.keys import Origin
 from lowtide.config.token_ids import read_eos_token_ids
-from lowtide.errors import ConfigError
+from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.families.family import Family
+from lowtide.families.unsupported import why_unsupported
 from lowtide.files.json_file import shown
 
 _registered: dict[str, Family] = {}
@@ -24,6 +25,12 @@ def families() -> Mapping[str, Family]:
     """All of them, by name."""
     _register_own()
     return MappingProxyType(_registered)
+
+
+def own_names() -> tuple[str, ...]:
+    """Of lowtide's own families, without importing any of them."""
+    modules = pkgutil.iter_modules([str(Path(__file__).parent)])
+    return tuple(module.name for module in modules if module.ispkg)
 
 
 def register(family: Family) -> None:
@@ -68,6 +75,12 @@ def _family_of(fields: Fields) -> tuple[Family, str]:
     for family in families().values():
         if names[0] in family.architectures:
             return family, names[0]
+    known = why_unsupported(names[0])
+    if known is not None:
+        raise UnsupportedError(
+            f"config.json: {shown(names[0])} is {known.name}: {known.reason}. Of that kind lowtide "
+            f"runs {', '.join(known.instead)}."
+        )
     raise ConfigError(
         f"config.json: the architecture {shown(names[0])} is not supported; supported: {supported}."
     )
@@ -76,6 +89,5 @@ def _family_of(fields: Fields) -> tuple[Family, str]:
 @cache
 def _register_own() -> None:
     package = __name__.rpartition(".")[0]
-    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        if module.ispkg:
-            register(importlib.import_module(f"{package}.{module.name}").FAMILY)
+    for name in own_names():
+        register(importlib.import_module(f"{package}.{name}").FAMILY)

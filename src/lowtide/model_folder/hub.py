@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from lowtide.config import ModelConfig
-from lowtide.errors import HubError, UsageError
+from lowtide.errors import HubError, UnsupportedError, UsageError
 from lowtide.model_folder.hub_cache import (
     cache_folder,
     cached_commit,
@@ -99,9 +99,13 @@ def locate_model(reference: str, *, offline: bool = False) -> Path | HubModel:
         return _demo(reference.removeprefix("demo:"))
     folder = Path(reference).expanduser()
     if folder.is_dir():
+        _refuse_gguf(folder)
         return folder
     if folder.exists():
-        raise UsageError(f"{reference} is a file; a model is the folder with its config.json.")
+        gguf = " GGUF files are not read." if folder.suffix == ".gguf" else ""
+        raise UsageError(
+            f"{reference} is a file; a model is the folder with its config.json.{gguf}"
+        )
     repo_id, revision = _parse_hub_id(reference, folder)
     return _locate_on_hub(repo_id, revision, offline=offline)
 
@@ -151,6 +155,15 @@ def _demo(name: str) -> Path:
             "reinstall lowtide, or train it with tools/train_demo.py."
         )
     return folder
+
+
+def _refuse_gguf(folder: Path) -> None:
+    found = sorted(path.name for path in folder.glob("*.gguf"))
+    if found and not has_weights(folder):
+        raise UnsupportedError(
+            f"{folder} holds GGUF ({listed(found)}), which is not read: lowtide reads the "
+            "safetensors that a model is published in; give the model's original repository."
+        )
 
 
 def _parse_hub_id(reference: str, folder: Path) -> tuple[str, str]:

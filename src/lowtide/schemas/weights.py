@@ -168,6 +168,11 @@ def _find(spec: TensorSpec, checkpoint: Checkpoint) -> TensorEntry:
     if entry is None and spec.other_name is not None:
         entry = checkpoint.tensors.get(spec.other_name)
     if entry is None:
+        if f"{spec.name.removesuffix('.weight')}.qweight" in checkpoint.tensors:
+            raise UnsupportedError(
+                f"{spec.name} is stored as GPTQ or AWQ (qweight), which is not read; supported: "
+                f"{', '.join(loadable_dtypes())}. Choose the model's unquantised repository."
+            )
         raise CheckpointError(
             f"The checkpoint has no tensor {spec.name} of shape {list(spec.shape)} among its "
             f"{len(checkpoint.tensors)}; config.json asks for it."
@@ -180,9 +185,14 @@ def _find(spec: TensorSpec, checkpoint: Checkpoint) -> TensorEntry:
     supported = loadable_dtypes() if spec.dtype is None else (spec.dtype,)
     if entry.dtype not in supported:
         raise UnsupportedError(
-            f"Tensor {spec.name} is of type {entry.dtype}; supported: {', '.join(supported)}."
+            f"Tensor {spec.name} is of type {entry.dtype}{_known_as(entry.dtype)}; supported: "
+            f"{', '.join(supported)}."
         )
     return entry
+
+
+def _known_as(dtype: str) -> str:
+    return " (FP8)" if dtype.startswith("F8_E") else ""
 
 
 def _expert_table(schema: ModelSchema, checkpoint: Checkpoint) -> ExpertTable:
