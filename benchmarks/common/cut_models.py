@@ -30,7 +30,7 @@ _TOY = {
     "pad_token_id": 8000,
     "mask_token_id": 8003,
 }
-"""What a toy has of its own, where its family has it; heads, experts and routing stay published."""
+"""What a toy has of its own, where its family has it; experts and routing stay published."""
 
 
 def cut_model(family: str, max_bytes: int, is_toy: bool = False) -> Path:
@@ -41,6 +41,7 @@ def cut_model(family: str, max_bytes: int, is_toy: bool = False) -> Path:
     size = families()[family].sizes()["full"]
     if is_toy:
         own = {name: value for name, value in _TOY.items() if name in size.config}
+        own["num_key_value_heads"] = min(8, size.config["num_key_value_heads"])
         own |= {name: _TOY[name] for name in ("eos_token_id", "mask_token_id")}
         size = replace(size, config={**size.config, **own}, eos_token_id=8000)
     for num_layers in range(size.config["num_hidden_layers"], 1, -1):
