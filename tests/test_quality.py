@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +25,7 @@ from lowtide.cli.quality import parse_settings
 from lowtide.core import Facts, RoutedTokens
 from lowtide.decode.forced import ForcedText
 from lowtide.errors import PlanError, UsageError
-from lowtide.lab import quality_plot
+from lowtide.lab import quality_plot, quality_scores
 from lowtide.lab.quality import Report, Work, quality
 from lowtide.lab.quality_scores import Estimate
 from lowtide.lab.quality_settings import Setting, grouped
@@ -263,3 +264,21 @@ def test_bad_input_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(quality_plot, "find_spec", lambda name: None)
     done = run(demo, "--text", str(good), "--plot", str(tmp_path / "a.png"))
     assert done.exit_code == 2 and "lowtide[plot]" in done.stderr
+
+
+def test_ctrl_c_ends_it_with_nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(quality_scores, "MAX_HELD_BYTES", 0)  # logits are kept in a file
+    stages: list[str] = []
+
+    def interrupt(stage: str, done: int, total: int) -> None:
+        stages.append(stage)
+        if stage == "lru, residents=0.3" and done:
+            raise KeyboardInterrupt
+
+    before = threading.active_count()
+    folder, ids = GOLDENS / "llada2-a", some_ids(vocab=380)
+    with pytest.raises(KeyboardInterrupt):
+        quality(folder, EXACT[:2], work(ids), progress=interrupt, context=128)
+    assert "tide" in stages and threading.active_count() <= before
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -268,7 +268,8 @@ def _notes(report: Report) -> list[str]:
     )
     sample = report.sample
     if sample is not None:
-        text = f"{sample.num_tokens} tokens of the text in {len(sample.scored)} windows"
+        windows = "1 window" if len(sample.scored) == 1 else f"{len(sample.scored)} windows"
+        text = f"{sample.num_tokens} tokens of the text in {windows}"
         if sample.mask_ratios:
             ratios = ", ".join(f"{ratio:g}" for ratio in sample.mask_ratios)
             text += f", each under masks of {ratios}"
