@@ -147,6 +147,20 @@ def run_read_ahead(settings: Settings) -> dict[str, Any]:
     return measure_read_ahead(settings)
 
 
+def run_masked_step(settings: Settings) -> dict[str, Any]:
+    """One denoising step of a bidirectional model, by one side."""
+    from common.masked_memory import measure
+
+    return measure(settings)
+
+
+def run_masked_trace(settings: Settings) -> dict[str, Any]:
+    """What one such step allocates, and when."""
+    from common.masked_trace import measure
+
+    return measure(settings)
+
+
 def _counts(experts: ExpertRuntime, transfer: TimedTransfer) -> dict[str, float]:
     return {**experts.as_dict(), "outstanding_s": transfer.outstanding_s}
 
@@ -157,6 +171,8 @@ TASKS: Mapping[str, Callable[[Settings], dict[str, Any]]] = {
     "causal": run_causal,
     "read ahead": run_read_ahead,
     "elastic": run_elastic,
+    "masked step": run_masked_step,
+    "masked trace": run_masked_trace,
 }
 
 

@@ -1,0 +1,121 @@
+"""What one denoising step takes beside the weights: for a process of its own.
+
+The process loads a cut model, takes short steps so that libraries have what they keep, and notes
+what it holds. Then its peak starts anew (`clear_refs`), one step is taken, and the peak less the
+start is the step's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from common.masked_shapes import MaskedShape, num_masked
+from common.masked_sides import WARM_UP_TOKENS, canvas, open_sides, read_weights
+from common.memory import peak_resident_bytes, reset_peak
+from common.planned_model import LEAST_TOKENS, PlannedStep, StepModel
+from lowtide.config import ModelConfig
+from lowtide.decode.row_reading import HeadForm
+from lowtide.hardware.memory import resident_bytes
+from lowtide.memory.pass_planner import PassPlan
+
+OURS = "lowtide"
+
+
+def measure(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """settings: shape, side, num_layers, num_tokens; of lowtide's also prompt_share, form,
+    warm_up_tokens and one of `chunks` (a mapping, or "most") and `free_bytes`."""
+    shape = MaskedShape(**settings["shape"])
+    folder = shape.folder(settings["num_layers"])
+    with torch.inference_mode():
+        if settings["side"] == OURS:
+            return _measure_ours(folder, settings)
+        return _measure_side(folder, settings)
+
+
+def _measure_side(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    config, num_tokens = ModelConfig.load(folder), settings["num_tokens"]
+    [side] = open_sides(config, read_weights(folder), [settings["side"]]).values()
+    for length in WARM_UP_TOKENS:
+        side.step(canvas(config, length, length // 2))
+    token_ids = canvas(config, num_tokens, num_tokens // 2)
+    before = {f"{name}_before": fact for name, fact in side.facts.items() if name == "num_graphs"}
+    start_bytes, start_s = _start(), time.perf_counter()
+    side.step(token_ids)
+    step_s = time.perf_counter() - start_s
+    return {
+        "step_s": step_s,
+        "start_bytes": start_bytes,
+        "step_bytes": peak_resident_bytes() - start_bytes,
+        **side.facts,
+        **before,
+    }
+
+
+def _measure_ours(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    form = HeadForm(settings.get("form", HeadForm.FUSED.value))
+    model = StepModel(folder, form=form)
+    num_tokens = settings["num_tokens"]
+    plan = plan_of(model, settings)
+    with model.loaded() as engine:
+        warm_up_tokens = settings.get("warm_up_tokens", LEAST_TOKENS)
+        warm_up = plan_of(model, {**settings, "num_tokens": warm_up_tokens})
+        PlannedStep(engine, warm_up, form).run()
+        start_bytes = _start()
+        step = PlannedStep(engine, plan, form)
+        step_s = step.seconds()
+        step_bytes = peak_resident_bytes() - start_bytes
+        return {
+            "step_s": step_s,
+            "start_bytes": start_bytes,
+            "step_bytes": step_bytes,
+            "planned_bytes": model.needed_bytes(num_tokens, plan),
+            "arena_bytes": plan.placement.arena_bytes,
+            "arena_resident_bytes": resident_within(
+                step.memory.bytes.data_ptr(), step.memory.num_bytes
+            ),
+            "kv_bytes": model.kv_bytes(num_tokens),
+            "chunks": dict(plan.chunks),
+            "binding": plan.binding,
+            "num_masked": plan.counts.logit_rows,
+        }
+
+
+def plan_of(model: StepModel, settings: Mapping[str, Any]) -> PassPlan:
+    """The plan that settings ask for."""
+    num_tokens = settings["num_tokens"]
+    masked = num_masked(num_tokens, settings["prompt_share"])
+    if "free_bytes" in settings:
+        return model.plan(num_tokens, masked, settings["free_bytes"])
+    if settings["chunks"] == "most":
+        return model.least_plan(num_tokens, masked)
+    return model.plan_of(num_tokens, masked, settings["chunks"])
+
+
+def resident_within(start: int, num_bytes: int, path: Path = Path("/proc/self/pagemap")) -> int:
+    """Physical bytes of the pages in a range of addresses: unlike smaps this does not count what
+    shares a mapping with them."""
+    page = mmap.PAGESIZE
+    first, stop = start // page, -(-(start + num_bytes) // page)
+    with path.open("rb") as file:
+        file.seek(8 * first)
+        entries = np.frombuffer(file.read(8 * (stop - first)), np.uint64)
+    return int(np.count_nonzero(entries >> np.uint64(63))) * page
+
+
+def _start() -> int:
+    """What the process holds now; its peak starts anew from here."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # glibc's: what is free in its heap would be used again
+        ctypes.CDLL(None).malloc_trim(0)
+    reset_peak()
+    return resident_bytes()

@@ -1,0 +1,99 @@
+"""What is alive during one denoising step, moment by moment: for a process of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.allocation_trace import Moment, Trace, trace, use_of
+from common.cuda_allocator import replay
+from common.masked_memory import OURS, plan_of
+from common.masked_shapes import MaskedShape
+from common.masked_sides import WARM_UP_TOKENS, canvas, open_sides, read_weights
+from common.planned_model import LEAST_TOKENS, PlannedStep, StepModel
+from lowtide.config import ModelConfig
+from lowtide.memory.workspace import State, Workspace
+
+NUM_STEPS = 3
+"""As often is a step's trace replayed: what an allocator keeps from one to the next counts."""
+
+
+class TimedWorkspace(Workspace):
+    """Notes how many bytes are alive, whenever that changes."""
+
+    def __init__(self, moments: list[Moment], buffer: Tensor) -> None:
+        """moments: where it notes them."""
+        self._moments = moments
+        super().__init__(buffer)
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._state = state
+        live_bytes = sum(one.place.num_bytes for one in state.alive)
+        self._moments.append(Moment(time.perf_counter(), live_bytes))
+
+
+def measure(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """settings: as of `masked_memory.measure`. The peak, the average over the step's time, and of
+    sides that use torch's allocator what CUDA's would reserve."""
+    shape = MaskedShape(**settings["shape"])
+    folder = shape.folder(settings["num_layers"])
+    with torch.inference_mode():
+        if settings["side"] == OURS:
+            return _trace_ours(folder, settings)
+        return _trace_side(folder, settings)
+
+
+def _trace_side(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    config, num_tokens = ModelConfig.load(folder), settings["num_tokens"]
+    [side] = open_sides(config, read_weights(folder), [settings["side"]]).values()
+    for length in WARM_UP_TOKENS:
+        side.step(canvas(config, length, length // 2))
+    token_ids = canvas(config, num_tokens, num_tokens // 2)
+    traced = trace(lambda: side.step(token_ids))
+    peaks = replay(traced.changes * NUM_STEPS)
+    return {
+        **_use(traced),
+        "num_changes": len(traced.changes),
+        **peaks._asdict(),
+        "inflation": peaks.inflation,
+        **side.facts,
+    }
+
+
+def _trace_ours(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Its workspace, its keys and values, and what libraries allocate besides. The two peaks are
+    added up, whether they are at one time or not."""
+    model = StepModel(folder)
+    num_tokens, plan = settings["num_tokens"], plan_of(model, settings)
+    with model.loaded() as engine:
+        PlannedStep(engine, model.least_plan(LEAST_TOKENS, LEAST_TOKENS), model.form).run()
+        moments: list[Moment] = []
+        step = PlannedStep(engine, plan, model.form, partial(TimedWorkspace, moments))
+        moments[:] = [Moment(time.perf_counter(), 0)]
+        traced = trace(step.run)
+        moments.append(Moment(time.perf_counter(), 0))
+    planned, library = use_of(moments), use_of(traced.moments)
+    kv_bytes = model.kv_bytes(num_tokens)
+    return {
+        "peak_bytes": planned.peak_bytes + library.peak_bytes + kv_bytes,
+        "byte_seconds": (planned.average_bytes + library.average_bytes + kv_bytes)
+        * library.seconds,
+        "seconds": library.seconds,
+        "library_peak_bytes": library.peak_bytes,
+        "chunks": dict(plan.chunks),
+    }
+
+
+def _use(traced: Trace) -> dict[str, Any]:
+    return use_of(traced.moments)._asdict()

@@ -1,0 +1,177 @@
+"""lowtide's own step: a loaded model whose workspace follows a plan that can be chosen.
+
+A pass of more than 512 rows; the step is a forward pass and the statistics of the rows that may
+change. Other forms of the step, for an ablation, are planned and run in the same way.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from common.masked_sides import canvas, layers_only
+from lowtide.compute import Compute
+from lowtide.core import Step, StepKind, align_up
+from lowtide.decode.row_reading import HeadForm
+from lowtide.engine.engine import Engine
+from lowtide.engine.opening import EngineConfig, OpenModel, open_model
+from lowtide.engine.planning import make_plan
+from lowtide.engine.registering import plan_long_passes
+from lowtide.engine.wiring import load
+from lowtide.kernels.row_statistics import Wanted
+from lowtide.layers.batch import Batch, Segment
+from lowtide.memory.arena import Arena
+from lowtide.memory.chunking import Asked, Counts
+from lowtide.memory.kv_cache import GRANULE_TOKENS, KVCache, KVRange
+from lowtide.memory.pass_planner import PassPlan
+from lowtide.memory.template import bounds
+from lowtide.memory.workspace import Workspace
+
+LEAST_TOKENS = 640
+"""A pass of so many rows is divided into tiles."""
+
+_ASKED = Asked()
+"""The arg-max and its probability alone."""
+
+_OPENED_TOKENS = 64
+"""What the engine itself is opened for: its own workspace is never used."""
+
+
+class StepModel:
+    """What a model and its plans have in common, however long the passes."""
+
+    def __init__(
+        self, folder: Path, num_layers: int | None = None, form: HeadForm = HeadForm.FUSED
+    ) -> None:
+        """num_layers: fewer than the checkpoint has. form: which logits exist in a step."""
+        overrides = {} if num_layers is None else layers_only(folder, num_layers)
+        options = EngineConfig(
+            context=_OPENED_TOKENS,
+            device="cpu",
+            head_form=form.value,
+            config_overrides=overrides,
+        )
+        self.opened = open_model(folder, options)
+        self.form = form
+        self.planner = plan_long_passes(self.opened)
+        self.template = self.planner.forward.joined(self.planner.head_of(_ASKED))
+
+    def counts(self, num_tokens: int, num_masked: int) -> Counts:
+        return Counts(num_tokens, num_tokens, num_tokens, num_masked, (_ASKED,))
+
+    def kv_bytes(self, num_tokens: int) -> int:
+        """Of keys and values, which all layers take turns with."""
+        return _kv_cache(self.opened, num_tokens, "meta").nbytes
+
+    def needed_bytes(self, num_tokens: int, plan: PassPlan) -> int:
+        """All that a step of this plan takes beside the weights."""
+        return plan.needed_bytes + self.kv_bytes(num_tokens)
+
+    def least_plan(self, num_tokens: int, num_masked: int) -> PassPlan:
+        """With every operator divided as far as it takes."""
+        counts = self.counts(num_tokens, num_masked)
+        return self.planner.plan(counts, self.planner.least_bytes(counts))
+
+    def plan(self, num_tokens: int, num_masked: int, free_bytes: int) -> PassPlan:
+        """With as few chunks as fit beside keys and values."""
+        counts = self.counts(num_tokens, num_masked)
+        return self.planner.plan(counts, free_bytes - self.kv_bytes(num_tokens))
+
+    def plan_of(self, num_tokens: int, num_masked: int, chunks: Mapping[str, int]) -> PassPlan:
+        """With these chunk counts, whatever it takes."""
+        counts = self.counts(num_tokens, num_masked)
+        graph = self.template.at(bounds(counts, chunks))
+        return PassPlan(counts, chunks, graph.placement, graph.library_bytes, "")
+
+    def longest(self, free_bytes: int, num_masked_of: Callable[[int], int], limit: int) -> int:
+        """The longest sequence whose step fits, however its operators are divided."""
+        return self.planner.longest(
+            lambda num_tokens: self.counts(num_tokens, num_masked_of(num_tokens)),
+            lambda num_tokens: free_bytes - self.kv_bytes(num_tokens),
+            limit,
+        )
+
+    @contextmanager
+    def loaded(self) -> Iterator[Engine]:
+        """With its weights in memory."""
+        with closing(load(self.opened, make_plan(self.opened))) as engine:
+            yield engine
+
+
+@dataclass
+class PlannedStep:
+    """Steps of one length by one plan, over a loaded engine's weights."""
+
+    engine: Engine
+    plan: PassPlan
+    form: HeadForm
+    make_workspace: Callable[[Tensor], Workspace] = Workspace
+    num_layers: int | None = None  # fewer than the engine has
+    arena: Arena | None = None  # by default one of its own
+
+    def __post_init__(self) -> None:
+        opened, config = self.engine.opened, self.engine.opened.config
+        if self.num_layers is not None:
+            config = replace(config, num_layers=self.num_layers)
+        num_tokens = self.plan.counts.tokens
+        self.memory = self.arena or Arena(self.plan.placement.arena_bytes)
+        self.workspace = self.make_workspace(self.memory.bytes)
+        self.workspace.adopt(self.plan.placement, self.plan.chunks)
+        storage = _kv_cache(opened, num_tokens, "cpu")
+        kv_cache = KVCache(storage)
+        compute = Compute(self.engine.executor, opened.kernels, self.workspace)
+        self.model = type(self.engine.model)(
+            config, self.engine.model.weights, self.engine.experts, kv_cache, compute
+        )
+        self.token_ids = canvas(config, num_tokens, self.plan.counts.logit_rows)
+        self._batch = _batch(self.token_ids, kv_cache.allocate(num_tokens))
+        first = num_tokens - self.plan.counts.logit_rows
+        self._rows = (torch.arange(first, num_tokens) - config.logits_shift).clamp_(min=0)
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        """Tokens [masked] and their probabilities [masked]."""
+        with self.engine.executor.in_charge():
+            return self._choose(self.model.forward(self._batch))
+
+    def head_alone(self) -> Callable[[], object]:
+        """What reads the logits once more, after a step."""
+        with self.engine.executor.in_charge():
+            hidden = self.model.forward(self._batch)
+
+        def run() -> None:
+            with self.engine.executor.in_charge():
+                self._choose(hidden)
+
+        return run
+
+    def seconds(self) -> float:
+        start_s = time.perf_counter()
+        self.run()
+        return time.perf_counter() - start_s
+
+    def _choose(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        found = self.model.row_statistics(hidden, self._rows, Wanted(), None, self.form.of_rows)
+        return found.best.clone(), found.probability.clone()
+
+
+def _batch(token_ids: Tensor, kv: KVRange) -> Batch:
+    num_rows = token_ids.shape[0]
+    segment = Segment(0, num_rows, 0, num_rows, kv)
+    step = Step(StepKind.DENOISE, 0)
+    return Batch(token_ids, torch.arange(num_rows), (segment,), step)
+
+
+def _kv_cache(opened: OpenModel, num_tokens: int, device: str) -> Tensor:
+    shape = list(opened.kv_shape)
+    shape[3] = align_up(num_tokens, GRANULE_TOKENS)
+    if device == "meta":
+        return torch.empty(shape, dtype=opened.dtype, device=device)
+    num_bytes = math.prod(shape) * opened.dtype.itemsize
+    return Arena(num_bytes, grows_slowly=True).tensor(0, tuple(shape), opened.dtype)

@@ -1,0 +1,92 @@
+"""What planning takes, and whether a search through all chunk counts finds anything better."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from common.planned_model import StepModel
+from lowtide.memory.chunking import OPERATOR_TILES, Counts, num_tiles
+from lowtide.memory.pass_planner import PassPlanner
+from lowtide.memory.template import bounds
+
+GRANULE_TOKENS = 16
+NUM_GRANULES = 4
+"""How far beyond the longest sequence a search through all chunk counts looks."""
+
+
+def plan_request(
+    model: StepModel, num_tokens: int, max_masked: int, free_bytes: int
+) -> dict[str, Any]:
+    """All plans of one request, whose masks become fewer one by one: how many, and how long each
+    takes that was not known."""
+    planner = _forgetful(model.planner, model.counts(num_tokens, max_masked))
+    free = free_bytes - model.kv_bytes(num_tokens)
+    plans, seconds = {}, []
+    for masked in range(max_masked, 0, -1):
+        start_s = time.perf_counter()
+        plan = planner.plan_step(model.counts(num_tokens, masked), max_masked, free)
+        elapsed_s = time.perf_counter() - start_s
+        if plan.counts not in plans:
+            seconds.append(elapsed_s)
+        plans[plan.counts] = plan
+    return {
+        "num_plans": len(plans),
+        "most_s": max(seconds),
+        "mean_s": sum(seconds) / len(seconds),
+        "first_chunks": dict(plans[model.counts(num_tokens, max_masked)].chunks),
+    }
+
+
+def compare_search(model: StepModel, num_tokens: int) -> dict[str, Any]:
+    """The longest sequence in the memory that one of `num_tokens` takes at least: by the planner,
+    and by trying all chunk counts of somewhat longer ones."""
+    planner = model.planner
+    free_bytes = planner.least_bytes(model.counts(num_tokens, num_tokens // 2))
+
+    def counts_of(num_tokens: int) -> Counts:
+        return model.counts(num_tokens, num_tokens // 2)
+
+    limit = 2 * num_tokens
+    longest = planner.longest(counts_of, lambda _: free_bytes, limit)
+    fresh = _forgetful(planner, counts_of(longest))
+    start_s = time.perf_counter()
+    fresh.plan(counts_of(longest), free_bytes)
+    search_s = time.perf_counter() - start_s
+    start_s = time.perf_counter()
+    further = [longest + step * GRANULE_TOKENS for step in range(1, NUM_GRANULES + 1)]
+    fitting = [tokens for tokens in further if any_fits(model, counts_of(tokens), free_bytes)]
+    brute_force_s = time.perf_counter() - start_s
+    return {
+        "free_bytes": free_bytes,
+        "longest": longest,
+        "brute_force_longest": max(fitting, default=longest),
+        "search_s": search_s,
+        "brute_force_s": brute_force_s,
+    }
+
+
+def any_fits(model: StepModel, counts: Counts, free_bytes: int) -> bool:
+    """Whether some chunk counts, of all there are, need no more than this. Only the bytes that are
+    alive together are asked for: less than any placement takes."""
+    choices = [
+        range(1, 1 + num_tiles(counts.rows_of(operator), tile_rows))
+        for operator, tile_rows in OPERATOR_TILES.items()
+    ]
+    return any(
+        model.template.peak(bounds(counts, _chunks(numbers)))[0] <= free_bytes
+        for numbers in itertools.product(*choices)
+    )
+
+
+def _forgetful(planner: PassPlanner, counts: Counts) -> PassPlanner:
+    """The same, which has made no plan yet. What a model has once, templates, it has."""
+    fresh = PassPlanner(planner.short, planner.forward, planner.head_of, planner.by_tile)
+    fresh.least_bytes(counts)
+    return fresh
+
+
+def _chunks(numbers: tuple[int, ...]) -> Mapping[str, int]:
+    return dict(zip(OPERATOR_TILES, numbers, strict=True))

@@ -1,0 +1,165 @@
+"""What a plan of a bidirectional pass says, and what the process then takes; how even its use is.
+
+LLaDA-8B, Dream-7B and LLaDA-MoE with published shapes and two layers, lengths from 1,024 to 32,768
+tokens, operators divided as far as it takes and not at all. After a step to warm up the process's
+peak (VmHWM, begun anew) less what it held must be the plan's bytes within 1% or 32 MiB, whichever
+is more, and the arena's pages (pagemap) the arena's bytes.
+
+Then the peak of what is alive in a step over its average by time, of a model of all its layers
+(from two and four), against transformers' class: the paper's ratio is 2.71 times lower. Under a
+cap of 24 GB operators are not divided at these lengths; the other end is as far as it takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from common.allocation_trace import Use, use_at_depth
+from common.arguments import run_script
+from common.masked_memory import OURS
+from common.masked_shapes import MODELS, MaskedShape, masked_shapes, settings_of
+from common.memory import MemoryLimit
+from common.record import Recorder, say
+from common.worker import in_process
+
+LAYERS = (2, 4)
+SLACK_BYTES = 32 << 20
+SLACK_SHARE = 0.01
+HUGE_PAGE_BYTES = 2 << 20
+UNDIVIDED = {"mlp": 1, "experts": 1, "attention": 1, "logits": 1}
+CAP_BYTES = 24_000_000_000
+PAPER_RATIO = 2.71
+NO_LIMIT = MemoryLimit("none", "a step's memory is measured, not limited")
+
+
+def main() -> None:
+    options = _options()
+    settings = {
+        "prompt_share": options.share,
+        "lengths": options.lengths,
+        "traced_lengths": options.traced,
+        "is_quick": options.quick,
+    }
+    recorder = Recorder("planned_memory", settings, options.out)
+    for shape in masked_shapes(options.models, options.quick):
+        for num_layers in LAYERS:
+            shape.folder(num_layers)
+        for num_tokens in options.lengths:
+            _compare(recorder, shape, num_tokens, options.share, "most")
+            if num_tokens <= options.undivided:
+                _compare(recorder, shape, num_tokens, options.share, UNDIVIDED)
+        for num_tokens in options.traced:
+            _evenness(recorder, shape, num_tokens, options.share)
+
+
+def _compare(
+    recorder: Recorder,
+    shape: MaskedShape,
+    num_tokens: int,
+    prompt_share: float,
+    chunks: str | dict[str, int],
+) -> None:
+    task = {
+        "shape": settings_of(shape),
+        "side": OURS,
+        "num_layers": LAYERS[0],
+        "num_tokens": num_tokens,
+        "prompt_share": prompt_share,
+        "chunks": chunks,
+        "warm_up_tokens": num_tokens,
+    }
+    row = in_process("masked step", task, NO_LIMIT, 0)
+    planned, measured = row["planned_bytes"], row["step_bytes"]
+    off_bytes = measured - planned
+    arena_off_bytes = row["arena_resident_bytes"] - row["arena_bytes"]
+    values = {
+        "model": shape.name,
+        "num_tokens": num_tokens,
+        **row,
+        "off_bytes": off_bytes,
+        "is_as_planned": is_as_planned(planned, measured),
+        "arena_off_bytes": arena_off_bytes,
+        "is_arena_as_planned": abs(arena_off_bytes) < HUGE_PAGE_BYTES,
+    }
+    recorder.write("planned", values)
+    say(
+        f"{shape.name}, {num_tokens} tokens, chunks {row['chunks']}: planned "
+        f"{planned / 1e6:.0f} MB, measured {off_bytes / 1e6:+.0f} MB "
+        f"({'as planned' if values['is_as_planned'] else 'NOT as planned'}), arena "
+        f"{row['arena_bytes'] / 1e6:.0f} MB, pages {arena_off_bytes / 1e6:+.1f} MB"
+    )
+
+
+def is_as_planned(planned_bytes: int, measured_bytes: int) -> bool:
+    """Within 1% or 32 MiB, whichever is more."""
+    return abs(measured_bytes - planned_bytes) <= max(SLACK_SHARE * planned_bytes, SLACK_BYTES)
+
+
+def _evenness(recorder: Recorder, shape: MaskedShape, num_tokens: int, prompt_share: float) -> None:
+    """Peak over average of lowtide's live bytes and of transformers'."""
+    plans: dict[str, dict[str, Any]] = {
+        "transformers": {"side": "transformers"},
+        "lowtide under the cap": {"side": OURS, "free_bytes": CAP_BYTES - shape.weight_bytes},
+        "lowtide divided": {"side": OURS, "chunks": "most"},
+    }
+    ratios = {}
+    for name, plan in plans.items():
+        uses = {}
+        for num_layers in LAYERS:
+            task = {
+                "shape": settings_of(shape),
+                "num_layers": num_layers,
+                "num_tokens": num_tokens,
+                "prompt_share": prompt_share,
+                **plan,
+            }
+            row = in_process("masked trace", task, NO_LIMIT, 0)
+            uses[num_layers] = Use(*(row[field] for field in Use._fields))
+        whole = use_at_depth(uses, shape.num_layers)
+        ratios[name] = whole.peak_over_average
+        values = {
+            "model": shape.name,
+            "num_tokens": num_tokens,
+            "side": name,
+            "peak_bytes": whole.peak_bytes,
+            "average_bytes": whole.average_bytes,
+            "peak_over_average": whole.peak_over_average,
+            "lower_by": ratios["transformers"] / whole.peak_over_average,
+            "paper": PAPER_RATIO,
+        }
+        recorder.write("evenness", values)
+    say(
+        f"{shape.name}, {num_tokens} tokens, peak over average at full depth: "
+        + ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
+    )
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, help="which (all)")
+    parser.add_argument("--share", type=float, default=0.5, help="r_p (0.5)")
+    parser.add_argument("--lengths", type=int, nargs="+", help="(1024 4096 8192 32768)")
+    parser.add_argument("--traced", type=int, nargs="+", help="of peak over average (2048 8192)")
+    parser.add_argument(
+        "--undivided", type=int, default=8192, help="longest with undivided operators too (8192)"
+    )
+    parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
+    parser.add_argument("--quick", action="store_true", help="a tiny model: a look, not a result")
+    parser.add_argument("--full", action="store_true", help="more lengths, undivided at all")
+    options = parser.parse_args()
+    options.models = options.models or (["LLaDA-8B"] if options.quick else list(MODELS))
+    if options.quick:
+        lengths, traced = [1024, 4096], [2048]
+    elif options.full:
+        lengths, traced = [1024, 2048, 4096, 8192, 16384, 32768], [1024, 2048, 4096, 8192]
+        options.undivided = max(lengths)
+    else:
+        lengths, traced = [1024, 4096, 8192, 32768], [2048, 8192]
+    options.lengths, options.traced = options.lengths or lengths, options.traced or traced
+    return options
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,255 @@
+"""What a denoising step takes: lowtide by its plan, the published forward ported, compiled, and in
+transformers.
+
+LLaDA-8B, Dream-7B and LLaDA-MoE, published shapes, bfloat16; two and four layers are measured and
+continued to all of them, because the head is a third of a model of two layers and a twentieth of
+the whole one. All sides are in one process over the same weights and take turns. The paper's own
+ratios to the ported forward, 0.77 (LLaDA-MoE at r_p 0.9) and 0.96 (Dream at 0.1), are of whole
+models; the rows of two layers beside them are labelled.
+
+Then chunking by operator, one chunk against four, in turn; and what planning takes: the search at
+each distinct step shape, and whether a search through all chunk counts reaches any further.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from common.arguments import run_script
+from common.ceilings import memory_ceiling
+from common.growth import at_full_depth
+from common.masked_shapes import MODELS, MaskedShape, masked_shapes, num_masked
+from common.masked_sides import SIDES, WARM_UP_TOKENS, Side, canvas, open_sides, read_weights
+from common.planned_model import LEAST_TOKENS, PlannedStep, StepModel
+from common.planning_time import compare_search, plan_request
+from common.record import Recorder, say
+from torch import Tensor
+
+from lowtide.config import ModelConfig
+from lowtide.decode.row_reading import HeadForm
+from lowtide.engine.engine import Engine
+from lowtide.memory.arena import Arena
+
+LAYERS = (2, 4)
+CAP_BYTES = 24_000_000_000
+NUM_CHUNKS = 4
+UNDIVIDED = {"mlp": 1, "experts": 1, "attention": 1, "logits": 1}
+MAX_S = {LEAST_TOKENS: 20.0, 1024: 20.0, 4096: 45.0}
+"""Seconds for each lane after which no round is begun, by length; longer ones have one round."""
+
+Run = Callable[[], object]
+
+
+def main() -> None:
+    options = _options()
+    settings = {
+        "lengths": options.lengths,
+        "prompt_shares": options.shares,
+        "chunked_length": options.chunked,
+        "repeats": options.repeats,
+        "is_quick": options.quick,
+    }
+    recorder = Recorder("step_time", settings, options.out)
+    recorder.write("ceiling", memory_ceiling())
+    for shape in masked_shapes(options.models, options.quick):
+        folder = shape.folder(max(LAYERS))
+        model = StepModel(folder)
+        if not options.only_planning:
+            with torch.inference_mode(), model.loaded() as engine:
+                _time_sides(recorder, shape, model, engine, options)
+            _time_chunks(recorder, shape, folder, options)
+        _time_planning(recorder, shape, model, options)
+
+
+def _time_sides(
+    recorder: Recorder,
+    shape: MaskedShape,
+    model: StepModel,
+    engine: Engine,
+    options: argparse.Namespace,
+) -> None:
+    """All lanes at every length, two and four layers."""
+    config, weights = engine.opened.config, read_weights(engine.opened.folder)
+    sides = {
+        num_layers: open_sides(config, weights, options.sides, num_layers)
+        for num_layers in sorted(LAYERS, reverse=True)
+    }
+    for each in sides.values():
+        for side in each.values():
+            for length in WARM_UP_TOKENS:
+                side.step(canvas(config, length, length // 2))
+    for num_tokens in options.lengths:
+        runs = _our_runs(shape, model, engine, num_tokens, options.shares)
+        token_ids = canvas(config, num_tokens, num_tokens // 2)
+        for num_layers in LAYERS:
+            for name, side in sides[num_layers].items():
+                runs[name, num_layers] = _their_run(side, token_ids)
+        medians = _in_turn(runs, options.repeats, MAX_S.get(num_tokens, 0.0))
+        _record_sides(recorder, shape, num_tokens, medians)
+
+
+def _our_runs(
+    shape: MaskedShape, model: StepModel, engine: Engine, num_tokens: int, shares: Sequence[float]
+) -> dict[tuple[str, int], Run]:
+    """By the plans under the cap; all in one arena, since only one runs at a time."""
+    free_bytes = CAP_BYTES - shape.weight_bytes
+    plans = {
+        share: model.plan(num_tokens, num_masked(num_tokens, share), free_bytes) for share in shares
+    }
+    arena = Arena(max(plan.placement.arena_bytes for plan in plans.values()))
+    return {
+        (f"lowtide r_p {share}", num_layers): PlannedStep(
+            engine, plan, model.form, num_layers=num_layers, arena=arena
+        ).run
+        for num_layers in LAYERS
+        for share, plan in plans.items()
+    }
+
+
+def _their_run(side: Side, token_ids: Tensor) -> Run:
+    return lambda: side.step(token_ids)
+
+
+def _record_sides(
+    recorder: Recorder,
+    shape: MaskedShape,
+    num_tokens: int,
+    medians: Mapping[tuple[str, int], float],
+) -> None:
+    lanes = list(dict.fromkeys(lane for lane, _ in medians))
+    by_lane = {lane: {layers: medians[lane, layers] for layers in LAYERS} for lane in lanes}
+    depths = {"2 layers": {lane: times[LAYERS[0]] for lane, times in by_lane.items()}}
+    whole = {lane: at_full_depth(times, shape.num_layers) for lane, times in by_lane.items()}
+    depths["all layers, extrapolated from 2 and 4"] = whole
+    for depth, seconds in depths.items():
+        for lane in (lane for lane in lanes if lane.startswith("lowtide")):
+            others = {name: s for name, s in seconds.items() if not name.startswith("lowtide")}
+            ratios = {f"over_{name}": seconds[lane] / s for name, s in others.items()}
+            values = {
+                "model": shape.name,
+                "num_tokens": num_tokens,
+                "lane": lane,
+                "depth": depth,
+                "step_s": seconds[lane],
+                **{f"{name}_s": s for name, s in others.items()},
+                **ratios,
+            }
+            recorder.write("step time", values)
+            said = ", ".join(f"{ratio:.2f} {name}" for name, ratio in ratios.items())
+            say(f"{shape.name}, {num_tokens} tokens, {depth}, {lane}: {said}")
+
+
+def _time_chunks(
+    recorder: Recorder, shape: MaskedShape, folder: Path, options: argparse.Namespace
+) -> None:
+    """One chunk against four, operator by operator, of a model of one layer; the head alone."""
+    num_tokens = options.chunked
+    masked = num_masked(num_tokens, 0.9)
+    model = StepModel(folder, 1, HeadForm.MASKED)
+    inner = "mlp" if ModelConfig.load(folder).experts is None else "experts"
+    with torch.inference_mode(), model.loaded() as engine:
+        runs: dict[tuple[str, int], Run] = {}
+        for operator in ("none", inner, "attention"):
+            chunks = UNDIVIDED if operator == "none" else {**UNDIVIDED, operator: NUM_CHUNKS}
+            plan = model.plan_of(num_tokens, masked, chunks)
+            runs[operator, 1] = PlannedStep(engine, plan, model.form).run
+        for num_chunks in (1, NUM_CHUNKS):
+            plan = model.plan_of(num_tokens, masked, {**UNDIVIDED, "logits": num_chunks})
+            step = PlannedStep(engine, plan, model.form)
+            runs["logits", num_chunks] = step.head_alone()
+        medians = _in_turn(runs, options.chunk_repeats, None)
+    ratios = {name: medians[name, 1] / medians["none", 1] for name in (inner, "attention")}
+    ratios["logits"] = medians["logits", NUM_CHUNKS] / medians["logits", 1]
+    for operator, ratio in ratios.items():
+        values = {
+            "model": shape.name,
+            "num_tokens": num_tokens,
+            "operator": operator,
+            "num_chunks": NUM_CHUNKS,
+            "over_one": ratio,
+            "paper": {"logits": 1.005, "mlp": 1.02}.get(operator),
+        }
+        recorder.write("chunked", values)
+    said = ", ".join(f"{operator} {ratio:.3f}" for operator, ratio in ratios.items())
+    say(f"{shape.name}, {num_tokens} tokens, {NUM_CHUNKS} chunks over one: {said}")
+
+
+def _time_planning(
+    recorder: Recorder, shape: MaskedShape, model: StepModel, options: argparse.Namespace
+) -> None:
+    free_bytes = CAP_BYTES - shape.weight_bytes
+    for num_tokens in options.planned:
+        for share in options.shares:
+            masked = num_masked(num_tokens, share)
+            values = plan_request(model, num_tokens, masked, free_bytes)
+            where = {"model": shape.name, "num_tokens": num_tokens, "prompt_share": share}
+            recorder.write("planning", {**where, **values})
+            say(
+                f"{shape.name}, {num_tokens} tokens, r_p {share}: {values['num_plans']} plans, "
+                f"at most {1e3 * values['most_s']:.2f} ms each"
+            )
+    values = compare_search(model, 6000)
+    recorder.write("search", {"model": shape.name, **values})
+    say(
+        f"{shape.name}: longest {values['longest']} tokens, by brute force "
+        f"{values['brute_force_longest']}, search {1e3 * values['search_s']:.2f} ms, brute force "
+        f"{1e3 * values['brute_force_s']:.0f} ms"
+    )
+
+
+def _in_turn(
+    runs: Mapping[tuple[str, int], Run], repeats: int, limit_s: float | None
+) -> dict[tuple[str, int], float]:
+    """Median seconds of each, all in turn: `repeats` rounds, or as many as begin before each had
+    `limit_s`. A first round is to warm up; it counts without a limit, and where it is alone."""
+    start_s = time.perf_counter()
+    rounds = [{key: _seconds(run) for key, run in runs.items()}]
+    num_warm = 0 if limit_s is None else 1
+    while len(rounds) < repeats + num_warm:
+        if limit_s is not None and time.perf_counter() - start_s > limit_s * len(runs):
+            break
+        rounds.append({key: _seconds(run) for key, run in runs.items()})
+    counted = rounds[num_warm:] or rounds
+    return {key: statistics.median(each[key] for each in counted) for key in runs}
+
+
+def _seconds(run: Run) -> float:
+    start_s = time.perf_counter()
+    run()
+    return time.perf_counter() - start_s
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, help="which (all)")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--lengths", type=int, nargs="+", help="(1024 4096; 16384 with --full)")
+    parser.add_argument("--shares", type=float, nargs="+", help="r_p (0.1 0.5 0.9)")
+    parser.add_argument("--planned", type=int, nargs="+", help="(1024 4096 16384 32768)")
+    parser.add_argument("--chunked", type=int, help="tokens of one chunk against four (32768)")
+    parser.add_argument("--chunk-repeats", type=int, help="of one chunk against four (2)")
+    parser.add_argument("--repeats", type=int, help="steps of each, in turn (5)")
+    parser.add_argument("--only-planning", action="store_true", help="no step is timed")
+    parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
+    parser.add_argument("--quick", action="store_true", help="a tiny model: a look, not a result")
+    parser.add_argument("--full", action="store_true", help="16,384 tokens, too")
+    options = parser.parse_args()
+    is_quick = options.quick
+    options.models = options.models or (["LLaDA-MoE"] if is_quick else list(MODELS))
+    lengths = [LEAST_TOKENS] if is_quick else [1024, 4096] + ([16384] if options.full else [])
+    options.lengths = options.lengths or lengths
+    options.shares = options.shares or ([0.5] if is_quick else [0.1, 0.5, 0.9])
+    options.planned = options.planned or [1024, 4096, 16384, 32768]
+    options.chunked = options.chunked or (4096 if is_quick else 32768)
+    options.repeats = options.repeats or (1 if is_quick else 5)
+    options.chunk_repeats = options.chunk_repeats or (1 if is_quick else 2)
+    return options
+
+
+if __name__ == "__main__":
+    run_script(main)
