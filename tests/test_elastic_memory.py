@@ -197,7 +197,7 @@ def test_under_every_preset_contexts_come_and_go(
     options: dict[str, Any] = {"context": CONTEXT, "host_memory": budget(plan, 8)}
     with LLM(model, policy="lru", elastic=True, **options) as llm:
         for policy in sorted(CATALOGUE):
-            if policy != "resident" and not substitutes(policy):  # which change words
+            if policy != "resident" and not substitutes(policy, {}):  # which change words
                 llm.adopt_policy(policy)
             for _ in range(2):
                 several = draw.sample(prompts, draw.choice([1, 2, 3]))

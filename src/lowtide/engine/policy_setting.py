@@ -170,7 +170,8 @@ def _setting(
 
 def _find_buddies(opened: OpenModel) -> FindBuddies:
     """Compiled where kernels may be and the policy substitutes, else the plain twin."""
-    if opened.options.kernels == "reference" or not substitutes(opened.options.policy):
+    policy, options = opened.options.policy, opened.options.policy_options
+    if opened.options.kernels == "reference" or not substitutes(policy, options):
         return search_buddies
     compiled = compiled_buddies()
     return search_buddies if compiled is None else lambda search: compiled.find(*search)

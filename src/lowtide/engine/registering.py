@@ -114,7 +114,7 @@ _HEAD_SAMPLES: tuple[tuple[int, Mapping[str, int]], ...] = (
 
 def _wanted_of_passes(opened: OpenModel) -> tuple[bool, bool]:
     policy, options = opened.options.policy, opened.options.policy_options
-    return substitutes(policy), asks_scores(policy, options)
+    return substitutes(policy, options), asks_scores(policy, options)
 
 
 def _forward_sample(opened: OpenModel, counts: Counts, chunks: Mapping[str, int]) -> Sample:

@@ -45,7 +45,7 @@ class Setting:
     @property
     def is_lossless(self) -> bool:
         """Whether its policy changes no token; a format may."""
-        return not substitutes(self.policy)
+        return not substitutes(self.policy, self.policy_options)
 
     @property
     def of_model(self) -> tuple[tuple[str, str], ...]:
@@ -100,7 +100,7 @@ def opening_options(
     told = max(
         group,
         key=lambda setting: (
-            substitutes(setting.policy),
+            substitutes(setting.policy, setting.policy_options),
             asks_scores(setting.policy, setting.policy_options),
         ),
     )

@@ -167,6 +167,7 @@ def over(bases: Mapping[str, Recipe]) -> Recipe:
         weighs_moves=True,
         is_lossless=False,
         substitution=lambda s: miss_policy(s, base(s)),
+        substitutes=lambda options: options.get(MISS.name, MISS.default) != "wait",
         max_mass=max_mass,
         asks_scores=_asks_scores,
         unsafe=_unsafe,

@@ -52,9 +52,11 @@ def fetches_all(name: str) -> bool:
     return name in CATALOGUE and CATALOGUE[name].fetches_all
 
 
-def substitutes(name: str) -> bool:
-    """Whether a policy may have other experts run than the router chose."""
-    return name in CATALOGUE and CATALOGUE[name].substitution is not None
+def substitutes(name: str, options: Mapping[str, str]) -> bool:
+    """Whether a policy with these options may have other experts run than the router chose."""
+    if name not in CATALOGUE or CATALOGUE[name].substitution is None:
+        return False
+    return CATALOGUE[name].substitutes(parse_options(name, options))
 
 
 def asks_scores(name: str, options: Mapping[str, str]) -> bool:

@@ -150,7 +150,8 @@ class Recipe:
     is_candidate: `auto` compares it where it can simulate; of equals the first is taken.
     is_lossless: no token depends on what it decides.
     substitution: what may have other experts run than the router chose, if its setting says so;
-    not lossless then. max_mass: what bounds it, for each request.
+    not lossless then. substitutes: whether these options do; max_mass: what bounds it, for each
+    request.
     asks_routing: its policies want each token's experts and weights in their facts, as every
     substitution does; asks_scores: whether with these options they want its router's scores, too.
     unsafe: what of these options is for comparisons only, if anything: words are worse for it.
@@ -169,6 +170,7 @@ class Recipe:
     is_candidate: bool = False
     is_lossless: bool = True
     substitution: Callable[[Setting], Substitution | None] | None = None
+    substitutes: Callable[[Mapping[str, object]], bool] = lambda options: True
     max_mass: Callable[[Setting], float | None] = lambda setting: None
     asks_routing: bool = False
     asks_scores: Callable[[Mapping[str, object]], bool] = lambda options: False
