@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from lowtide.cli.app import app
 from lowtide.config import ModelConfig
-from lowtide.errors import UnsupportedError, UsageError
+from lowtide.errors import ConfigError, UnsupportedError, UsageError
 from lowtide.families import families, supported_architectures
 from lowtide.families.registry import own_names
 from lowtide.families.unsupported import _BY_BEGINNING, why_unsupported
@@ -35,15 +35,15 @@ def run(*arguments: str) -> Any:
         ("LlamaForCausalLM", "Llama, or a model built like it: a dense .* Qwen/Qwen3-30B-A3B"),
         ("Qwen3ForCausalLM", "Qwen3 without experts: a dense .* Qwen/Qwen3-30B-A3B"),
         ("Qwen3_5MoeForConditionalGeneration", "Qwen3.6: .*linear attention.*Qwen/Qwen3-30B-A3B"),
-        ("Gemma4ForConditionalGeneration", "is Gemma 4: .*lowtide runs"),
-        ("MistralForCausalLM", "is Mistral: a dense .*Mixtral-8x7B"),
-        ("Llama4ForConditionalGeneration", "is Llama 4: a mixture of experts"),
-        ("DeepseekV32ForCausalLM", "is DeepSeek-V3.2: .*DeepSeek-V2-Lite"),
-        ("SDARMoeForCausalLM", "is SDAR: a block-diffusion .*LLaDA2.0-mini"),
+        ("Gemma4ForConditionalGeneration", "It is Gemma 4: .*lowtide runs"),
+        ("MistralForCausalLM", "It is Mistral: a dense .*Mixtral-8x7B"),
+        ("Llama4ForConditionalGeneration", "It is Llama 4: a mixture of experts"),
+        ("DeepseekV32ForCausalLM", "It is DeepSeek-V3.2: .*DeepSeek-V2-Lite"),
+        ("SDARMoeForCausalLM", "It is SDAR: a block-diffusion .*LLaDA2.0-mini"),
     ],
 )
 def test_models_are_named(architecture: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=message):
+    with pytest.raises(ConfigError, match=f"{architecture}' is not supported.*{message}"):
         ModelConfig.from_dict({"architectures": [architecture]})
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
     result = run("plan", str(tmp_path))

@@ -13,7 +13,7 @@ from lowtide.config import ModelConfig
 from lowtide.config.fields import Fields
 from lowtide.config.keys import Origin
 from lowtide.config.token_ids import read_eos_token_ids
-from lowtide.errors import ConfigError, UnsupportedError
+from lowtide.errors import ConfigError
 from lowtide.families.family import Family
 from lowtide.families.unsupported import why_unsupported
 from lowtide.files.json_file import shown
@@ -76,13 +76,13 @@ def _family_of(fields: Fields) -> tuple[Family, str]:
         if names[0] in family.architectures:
             return family, names[0]
     known = why_unsupported(names[0])
+    told = ""
     if known is not None:
-        raise UnsupportedError(
-            f"config.json: {shown(names[0])} is {known.name}: {known.reason}. Of that kind lowtide "
-            f"runs {', '.join(known.instead)}."
-        )
+        instead = ", ".join(known.instead)
+        told = f" It is {known.name}: {known.reason}. Of that kind lowtide runs {instead}."
     raise ConfigError(
-        f"config.json: the architecture {shown(names[0])} is not supported; supported: {supported}."
+        f"config.json: the architecture {shown(names[0])} is not supported.{told} Supported: "
+        f"{supported}."
     )
 
 
