@@ -16,9 +16,10 @@ from torch import Tensor
 
 from lowtide.config import Yarn
 from lowtide.kernels.reference import REFERENCE
-from lowtide.layers import attention as attention_module
-from lowtide.layers.attention import CAUSAL_ROWS, attention
+from lowtide.layers import causal_attention
+from lowtide.layers.attention import attention
 from lowtide.layers.batch import Segment
+from lowtide.layers.causal_attention import CAUSAL_ROWS
 from lowtide.layers.linear import Linear
 from lowtide.layers.rotary import Rotary
 from lowtide.layers.router import SoftmaxRouter
@@ -101,7 +102,7 @@ def one_torch_thread() -> Iterator[None]:
 def test_heads_on_threads_give_the_same_bits(
     heads: int, kv_heads: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_module, "SPLIT_OPERATIONS", 1)
+    monkeypatch.setattr(causal_attention, "SPLIT_OPERATIONS", 1)
     query = randn(rows, heads, 16)
     keys, values = (randn(100 + rows, kv_heads, 16, seed=s) for s in (1, 2))
     outs = []

@@ -26,7 +26,7 @@ from lowtide.config import ModelConfig
 from lowtide.engine import opening
 from lowtide.kernels.reference import REFERENCE, Kernels
 from lowtide.lab.synth import synth
-from lowtide.layers import attention as attention_module
+from lowtide.layers import causal_attention
 from lowtide.layers import linear as linear_module
 from lowtide.layers.linear import Linear
 from lowtide.llm import LLM, plan_model
@@ -99,7 +99,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
     """Of all products of a model, the router's and attention's too, its layers cut into pieces."""
     told = Told()
     monkeypatch.setattr(linear_module, "SPLIT_BYTES", 0)
-    monkeypatch.setattr(attention_module, "SPLIT_OPERATIONS", 1)
+    monkeypatch.setattr(causal_attention, "SPLIT_OPERATIONS", 1)
     monkeypatch.setattr(opening, "choose_kernels", lambda *_: told.kernels())
     for owner, name in (
         (torch, "mm"),
@@ -108,7 +108,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
         (torch, "matmul"),
         (F, "linear"),
         (F, "scaled_dot_product_attention"),
-        (attention_module, "_flash"),
+        (causal_attention, "flash"),
     ):
         monkeypatch.setattr(owner, name, told.telling(getattr(owner, name)))
     return told

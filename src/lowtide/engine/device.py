@@ -16,6 +16,7 @@ from lowtide.core import Costs, MemoryPlan, MoEShape, TierPlan
 from lowtide.devices.cuda import CudaDevice
 from lowtide.devices.emulated import EmulatedDevice
 from lowtide.devices.emulated_speeds import (
+    EmulatedSpeeds,
     check_emulated_options,
     emulated_speeds,
     num_emulated_devices,
@@ -147,20 +148,22 @@ def open_device(
             for number, (arena, num_slots) in enumerate(zip(arenas, shares, strict=True), 1)
         ]
     )
-    costs = Costs(
-        expert_bytes=layout.num_bytes,
-        link_s=speeds.link_s(layout.num_bytes) / num_devices,
+    device = group if num_devices > 1 else group.devices[0]
+    return OpenDevice(device, _emulated_costs(speeds, source, num_devices), Arena, group.close)
+
+
+def _emulated_costs(speeds: EmulatedSpeeds, source: ExpertSource, num_devices: int) -> Costs:
+    expert_bytes = source.layout.num_bytes
+    return Costs(
+        expert_bytes=expert_bytes,
+        link_s=speeds.link_s(expert_bytes) / num_devices,
         host_s=speeds.host_s,
         device_s=speeds.device_s.scaled(1 / num_devices),
         # Dense layers are the caller's own work, at the speed of this machine.
-        dense_s=speeds.device_s.scaled(
-            source.layer_bytes / layout.num_bytes / speeds.device_slowdown
-        ),
+        dense_s=speeds.device_s.scaled(source.layer_bytes / expert_bytes / speeds.device_slowdown),
         sync_s=0.0,
         num_devices=num_devices,
     )
-    device = group if num_devices > 1 else group.devices[0]
-    return OpenDevice(device, costs, Arena, group.close)
 
 
 def _open_cuda(

@@ -25,8 +25,9 @@ from lowtide.experts.registrar import ExpertRegistrar
 from lowtide.families import families
 from lowtide.kernels.reference import REFERENCE
 from lowtide.kernels.row_statistics import Guidance, Wanted
-from lowtide.layers.attention import CAUSAL_ROWS, QUERY_ROWS
+from lowtide.layers.attention import QUERY_ROWS
 from lowtide.layers.batch import Batch, KVRange, Segment
+from lowtide.layers.causal_attention import CAUSAL_ROWS
 from lowtide.memory.chunking import MAX_REMAINDER, TILE_ROWS, Asked, Counts
 from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.pass_planner import PassPlanner

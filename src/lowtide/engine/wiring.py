@@ -31,6 +31,7 @@ from lowtide.memory.arena import Arena
 from lowtide.memory.cuda_streams import plan_errors
 from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.workspace import Workspace
+from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.reading.dense_weights import Progress, no_progress
 from lowtide.reading.file_reader import FileReader
 from lowtide.reading.finite_weights import check_finite
@@ -44,21 +45,8 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
 
     Raises CheckpointError for a folder without weights.
     """
-    options, config, checkpoint = opened.options, opened.config, opened.checkpoint
-    if checkpoint is None:
-        raise CheckpointError(
-            f"{opened.folder} holds a config.json but no *.safetensors: the model can be planned, "
-            "not loaded. Fetch its weights into this folder."
-        )
-    shortage = shortage_of(plan, options)
-    if shortage:
-        raise PlanError(shortage)
-    excess = excess_of(options)
-    if excess:
-        _log.warning("%s", excess)
-    progress = options.progress or no_progress
-    if options.check_weights:
-        check_finite(checkpoint, progress)
+    config, progress = opened.config, opened.options.progress or no_progress
+    checkpoint = _checked(opened, plan, progress)
     with ExitStack() as undo:
         reader = FileReader(checkpoint.files, opened.largest_read_bytes)
         undo.callback(reader.close)
@@ -82,10 +70,27 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
         engine = Engine(
             plan, opened, model, experts, kv_cache, reader, executor, memory.plans, elastic
         )
-        if options.policy == "auto":
+        if opened.options.policy == "auto":
             engine = choose_by_simulation(engine, calibration)
         undo.pop_all()
     return engine
+
+
+def _checked(opened: OpenModel, plan: MemoryPlan, progress: Progress) -> Checkpoint:
+    """What is to be loaded, where this machine can hold it."""
+    options, checkpoint = opened.options, opened.checkpoint
+    if checkpoint is None:
+        raise CheckpointError(
+            f"{opened.folder} holds a config.json but no *.safetensors: the model can be planned, "
+            "not loaded. Fetch its weights into this folder."
+        )
+    if shortage := shortage_of(plan, options):
+        raise PlanError(shortage)
+    if excess := excess_of(options):
+        _log.warning("%s", excess)
+    if options.check_weights:
+        check_finite(checkpoint, progress)
+    return checkpoint
 
 
 def _make_executor(config: ModelConfig, plan: MemoryPlan) -> HostExecutor:

@@ -1,0 +1,242 @@
+"""Attention of rows that see what came before them, perhaps in a window, perhaps with sinks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowtide.compute import Compute
+from lowtide.layers.batch import Segment
+from lowtide.layers.sdpa import flash, pieces, scores_bytes, sdpa_bytes
+from lowtide.memory.workspace import Buffers, tiles
+
+CAUSAL_ROWS = 128
+"""Rows of a causal tile (and up to 15 more): bounds what its products allocate."""
+
+MAX_GROUP = 8
+"""Query heads of one key head that are computed together at most: a latent has one key head for
+all of them, and they shall not all be one piece of work. Fixed, because it decides bits."""
+
+SPLIT_OPERATIONS = 1 << 23
+"""Multiplications and additions; less is not worth handing to another thread."""
+
+Read = Callable[[int], tuple[Tensor, Tensor]]
+"""A segment's first so many keys and values in one layer, each [kv_heads, tokens, head_dim]."""
+
+
+class Scores(NamedTuple):
+    """What becomes of a layer's scores; see `attention.attention`."""
+
+    scale: float | None
+    window: int
+    sinks: Tensor | None
+
+
+def attend_causal_segment(
+    query: Tensor, segment: Segment, read: Read, scores: Scores, compute: Compute, out: Tensor
+) -> None:
+    """Tile by tile; single rows by the kernels' own operator, where they have one."""
+    kernels, num_cores = compute.kernels, compute.executor.num_cores
+    has_row_kernel = scores.sinks is None and kernels.attends_rows(query)
+    for tile, position, end_position in _causal_tiles(segment):
+        keys, values = read(end_position)
+        first = max(0, position - scores.window + 1) if scores.window else 0  # that the tile sees
+        if first:  # a view costs as much as a small operator
+            keys, values = keys[:, first:], values[:, first:]
+        if has_row_kernel and tile.stop - tile.start == 1:
+            row = tile.start
+            kernels.attend_row(query[row], keys, values, scores.scale, out[row], num_cores)
+        else:
+            _attend_causally(
+                query[tile], keys, values, position - first, scores, compute, out[tile]
+            )
+
+
+def _causal_tiles(segment: Segment) -> Iterator[tuple[slice, int, int]]:
+    """The rows of each tile, the position of its first row and that after its last."""
+    for rows in tiles(segment.stop - segment.start, CAUSAL_ROWS):
+        tile = slice(segment.start + rows.start, segment.start + rows.stop)
+        yield tile, segment.first_position + rows.start, segment.first_position + rows.stop
+
+
+def _attend_causally(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: int,
+    scores: Scores,
+    compute: Compute,
+    out: Tensor,
+) -> None:
+    """Row i, at `position + i`, sees keys and values [kv_heads, tokens, head_dim] up to its own,
+    of which the first is the first that row 0 sees."""
+    workspace, executor = compute.workspace, compute.executor
+    rows, heads, head_dim = query.shape
+    shape = (rows, keys.shape[0], heads // keys.shape[0], head_dim)
+    with workspace.scope():
+        by_head = query.view(shape).permute(1, 2, 0, 3)
+        grouped = workspace.take("query", tuple(by_head.shape), query.dtype)
+        grouped.copy_(by_head)
+        band = None
+        if rows > 1 and 0 < scores.window < position + rows:
+            band = _band(rows, position, scores.window, query.dtype, workspace)
+            workspace.library("window attention", _band_bytes(query, keys))
+        workspace.library("attention", _causal_bytes(query, keys))
+        outputs = out.view(shape).permute(1, 2, 0, 3)
+        sinks = None if scores.sinks is None else scores.sinks.view(*shape[1:3], 1)
+        attend = partial(_attend_heads, position, scores.scale, band)
+        is_divided = 4 * query.numel() * keys.shape[1] >= SPLIT_OPERATIONS
+        if shape[2] <= MAX_GROUP and not is_divided:  # views cost as much as small operators
+            attend(grouped, keys, values, sinks, outputs)
+            return
+        num_pieces = executor.num_threads if is_divided else 1
+        works = _works(attend, grouped, keys, values, sinks, outputs, num_pieces)
+        if num_pieces == 1:
+            for work in works:
+                work()
+        else:
+            executor.run(works)
+
+
+def _works(
+    attend: Callable[..., None],
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    num_pieces: int,
+) -> list[Callable[[], None]]:
+    """`attend` of a tile's heads in about so many pieces; query, out [kv_heads, group, rows,
+    head_dim]; sinks [kv_heads, group, 1]."""
+    kv_heads, group = query.shape[:2]
+    return [
+        partial(
+            attend,
+            query[heads, part],
+            keys[heads],
+            values[heads],
+            None if sinks is None else sinks[heads, part],
+            out[heads, part],
+        )
+        for heads in pieces(kv_heads, -(-kv_heads // num_pieces))
+        for part in pieces(group, MAX_GROUP)
+    ]
+
+
+def _band(rows: int, position: int, window: int, dtype: torch.dtype, workspace: Buffers) -> Tensor:
+    """What is added to the scores of a tile [rows, position + rows]: -inf outside the window.
+
+    As a tile is short, this is no more than the window and a square of the tile.
+    """
+    shape = (rows, position + rows)
+    band, later, all_hidden = (
+        workspace.take(name, shape, dtype) for name in ("window", "after window", "hidden")
+    )
+    all_hidden.fill_(-torch.inf)
+    torch.triu(all_hidden, position + 1, out=later)
+    torch.tril(all_hidden, position - window, out=band)
+    band.add_(later)
+    workspace.give_back(later, all_hidden)
+    return band
+
+
+def _attend_heads(
+    position: int,
+    scale: float | None,
+    band: Tensor | None,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Some key heads and of their query heads some; query, out [kv_heads, group, rows, head_dim].
+
+    With a band (see `_band`) all is one product; sinks [kv_heads, group, 1].
+    """
+    if band is None and query.shape[2] > 1:
+        _attend_square(query, keys, values, position, scale, sinks, out)
+        return
+    if band is None:
+        output, log_sum = _flash_folded(query, keys, values, scale)
+    else:
+        group = query.shape[1]
+        own_keys, own_values = (x[:, None].expand(-1, group, -1, -1) for x in (keys, values))
+        output, log_sum = flash(query, own_keys, own_values, False, scale, band)
+    out.copy_(output)
+    _leave_to_sinks(out, log_sum, sinks)
+
+
+def _attend_square(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: int,
+    scale: float | None,
+    sinks: Tensor | None,
+    out: Tensor,
+) -> None:
+    """The tile itself is a causal square whose keys a group shares through a stride of zero.
+
+    What came before it is seen by all its rows. The two are joined by the weight of each in the
+    whole softmax, which their log-sum-exps give; so does what the sinks leave.
+    """
+    own_keys, own_values = (x[:, None, position:].expand(query.shape) for x in (keys, values))
+    own, own_sum = flash(query, own_keys, own_values, True, scale)
+    if position == 0:
+        out.copy_(own)
+        _leave_to_sinks(out, own_sum, sinks)
+        return
+    before, before_sum = _flash_folded(query, keys[:, :position], values[:, :position], scale)
+    share = torch.sigmoid(before_sum - own_sum)[..., None]
+    out.copy_(own.float().lerp_(before.float(), share))
+    if sinks is not None:
+        _leave_to_sinks(out, torch.logaddexp(before_sum, own_sum), sinks)
+
+
+def _leave_to_sinks(out: Tensor, log_sum: Tensor, sinks: Tensor | None) -> None:
+    """Takes from attention outputs what their softmax gives to the sinks.
+
+    out [kv_heads, group, rows, head_dim]; log_sum [kv_heads, group, rows]: log-sum-exp of a row's
+    scores without its sink; sinks [kv_heads, group, 1].
+    """
+    if sinks is not None:
+        out.mul_(torch.sigmoid(log_sum - sinks)[..., None])
+
+
+def _flash_folded(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """`flash` of rows that all see the same keys and values: the heads of a group are more rows
+    there, as in `attention`. Outputs [kv_heads, group, rows, head_dim]; sums in float32."""
+    kv_heads, group, rows, head_dim = query.shape
+    folded = query.view(1, kv_heads, group * rows, head_dim)
+    output, log_sum = flash(folded, keys[None], values[None], False, scale)
+    return output.view(query.shape), log_sum.view(kv_heads, group, rows)
+
+
+def _band_bytes(query: Tensor, keys: Tensor) -> int:
+    """What a tile with a band allocates beyond `_causal_bytes`: keys and values of narrow types,
+    packed once per query head."""
+    if keys.dtype.itemsize == 4:
+        return 0
+    num_bytes: int = 2 * query.shape[1] * keys.shape[1] * keys.shape[2] * keys.dtype.itemsize
+    return num_bytes
+
+
+def _causal_bytes(query: Tensor, keys: Tensor) -> int:
+    """The same for both parts of a tile, and for joining them in float32."""
+    rows, heads, head_dim = query.shape
+    num_concurrent = min(keys.shape[0] * -(-heads // (keys.shape[0] * MAX_GROUP)), 8)
+    fp32_bytes: int = 4 * query.numel()
+    joined_bytes = fp32_bytes if query.dtype.itemsize == 4 else 2 * fp32_bytes
+    # The square's keys and values may be packed once per query head.
+    square_bytes = 2 * query.numel() * query.dtype.itemsize if query.dtype.itemsize < 4 else 0
+    others_bytes = (num_concurrent - 1) * scores_bytes(query, keys)
+    sums_bytes = 4 * 4 * rows * heads
+    return 2 * sdpa_bytes(query, keys) + joined_bytes + square_bytes + others_bytes + sums_bytes

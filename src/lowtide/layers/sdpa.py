@@ -1,0 +1,62 @@
+"""torch's scaled dot product attention: its log-sum-exps, and what it allocates."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def flash(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """SDPA with the log-sum-exp of every row's scores in float32 [batch, heads, rows].
+
+    Called by the names of its kernels because `scaled_dot_product_attention` keeps that number to
+    itself.
+    """
+    if query.is_cuda:
+        if mask is not None:
+            mask = _with_aligned_rows(mask).expand(*query.shape[:3], -1)
+        output, log_sum, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, keys, values, mask, True, 0.0, is_causal, scale=scale
+        )
+        return output, log_sum[:, :, : query.shape[2]]  # the kernel pads its rows
+    output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, 0.0, is_causal, attn_mask=mask, scale=scale
+    )
+    return output, log_sum
+
+
+def _with_aligned_rows(mask: Tensor) -> Tensor:
+    """The same values [rows, tokens], each row from 16 bytes on, as the CUDA kernel wants them."""
+    num_tokens = mask.shape[1]
+    return F.pad(mask, (0, -num_tokens % 8))[:, :num_tokens]
+
+
+def sdpa_bytes(query: Tensor, keys: Tensor) -> int:
+    """What SDPA allocates on a CPU: its output, a log-sum-exp per row, tiles of scores, and for
+    narrow types, where it chooses to, a packed copy of the keys and values."""
+    output_bytes: int = query.numel() * query.dtype.itemsize
+    packed_bytes: int = 2 * keys.numel() * keys.dtype.itemsize if keys.dtype.itemsize < 4 else 0
+    sums_bytes = 4 * query.shape[0] * query.shape[1]
+    return output_bytes + sums_bytes + scores_bytes(query, keys) + packed_bytes
+
+
+def scores_bytes(query: Tensor, keys: Tensor) -> int:
+    """One thread's tiles: scores in float32 and in the compute type, and outputs in float32.
+
+    The CPU kernel takes 32, 64 or 256 rows at a time, by their number, and 512 keys.
+    """
+    rows = query.shape[0] * (query.shape[1] // keys.shape[0])
+    tile_rows = 256 if rows >= 768 else 64 if rows >= 192 else 32
+    return tile_rows * ((4 + query.dtype.itemsize) * 512 + 4 * query.shape[2] + 16)
+
+
+def pieces(length: int, piece: int) -> list[slice]:
+    return [slice(start, min(length, start + piece)) for start in range(0, length, piece)]
