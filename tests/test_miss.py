@@ -302,6 +302,7 @@ def test_the_preset_takes_its_options() -> None:
         ({"max_kl": "0.1"}, "lowtide quality"),
         ({"miss": "perhaps"}, "buddy"),
         ({"placement": "resident"}, "placement must be"),
+        ({"placement": "lru", "tau": "3"}, "placement=lru has no option 'tau'"),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, str], said: str) -> None:

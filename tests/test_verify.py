@@ -137,6 +137,20 @@ def test_budget_and_policy_are_its_own_choice(option: str) -> None:
     assert option.removeprefix("--").replace("-", "_") in result.stderr
 
 
+def test_a_policy_that_changes_words_is_shown_and_not_judged() -> None:
+    command = ["verify", str(MODEL), "--context", "128", "--policy", "buddymoe", "--unsafe"]
+    command += ["--policy-option", "miss=drop", "--policy-option", "rho=none"]
+    command += ["--policy-option", "in_prefill=true"]
+    result = CliRunner().invoke(app, [*command, "--json"])
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["is_same"] is True
+    lossy = [run for run in found["runs"] if not run["is_lossless"]]
+    assert [run["policy"] for run in lossy] == ["buddymoe"] * len(SHARES)
+    assert any(run["largest_logit_difference"] > 0 for run in lossy)
+    assert all(run["num_tokens"] == 24 for run in lossy)
+
+
 def test_agreement_is_counted_where_tokens_were_written() -> None:
     prompt = [5, 6, 7, 8]
     exact = agreement(GOLDENS / "llada-a", "dual", prompt, max_tokens=1)

@@ -20,18 +20,13 @@ from lowtide.cli.report import json_line
 from lowtide.cli.screen import stderr_console, stdout_console
 from lowtide.config import ModelConfig, format_size
 from lowtide.errors import UsageError
+from lowtide.policies.presets import AUTO, is_lossless
 
 if TYPE_CHECKING:
     from lowtide.lab.agreement import Agreement
-    from lowtide.lab.verify import Verdict
+    from lowtide.lab.verify import Lossy, Verdict
 
-# The option, and the keyword that it becomes.
-_OWN_CHOICE = {
-    "host_memory": "host_memory",
-    "gpu_memory": "gpu_memory",
-    "policy": "policy",
-    "policy_option": "policy_options",
-}
+_OWN_CHOICE = ("host_memory", "gpu_memory")
 
 
 @takes(Group.ENGINE, Group.HUB, Group.OUTPUT)
@@ -39,20 +34,22 @@ def verify(model: ModelName, *, settings: Settings) -> None:
     """Prove that budgets and policies change no token and no bit; exit 1 if they do.
 
     On the CPU, on the GPU if there is one, and with --device emulated on an emulated one. With
-    --kv-cache prefix or dual also how far answers agree with those of exact mode.
+    --kv-cache prefix or dual also how far answers agree with those of exact mode; with a --policy
+    that changes words also by how much it does.
     """
     options = settings.engine_options()
-    for name, keyword in _OWN_CHOICE.items():
-        options.pop(keyword, None)
+    lossy = _lossy(settings, options)
+    for name in _OWN_CHOICE:
+        options.pop(name, None)
         if settings.is_given(name):
-            raise UsageError(f"verify chooses {keyword} itself: it runs several; leave it out.")
+            raise UsageError(f"verify chooses {name} itself: it runs several; leave it out.")
     with redirect_stdout(sys.stderr):
         folder = find_model(model, settings)
         from lowtide.lab.verify import verify as compare
 
-        verdicts = compare(str(folder), on_verdict=_show_progress, **options)  # type: ignore[arg-type]
+        verdicts = compare(str(folder), on_verdict=_show_progress, lossy=lossy, **options)  # type: ignore[arg-type]
         agreement = _agreement(str(folder), options)
-    is_kept = all(verdict.is_same for verdict in verdicts)
+    is_kept = all(verdict.is_same for verdict in verdicts if verdict.is_lossless)
     if settings.flag("json"):
         rows = [dataclasses.asdict(v) | {"is_same": v.is_same} for v in verdicts]
         found = {} if agreement is None else {"agreement": _agreement_object(agreement)}
@@ -63,6 +60,22 @@ def verify(model: ModelName, *, settings: Settings) -> None:
             stdout_console().print(_agreement_line(agreement), soft_wrap=True)
     if not is_kept:
         raise typer.Exit(EXIT_FAILURE)
+
+
+def _lossy(settings: Settings, options: dict[str, object]) -> Lossy | None:
+    """The policy that was asked for, taken out of the options. Raises UsageError for a lossless
+    one: all of those run."""
+    from lowtide.lab.verify import Lossy
+
+    policy, policy_options = options.pop("policy", AUTO), options.pop("policy_options", {})
+    if not settings.is_given("policy") and not settings.is_given("policy_option"):
+        return None
+    if is_lossless(str(policy)):
+        raise UsageError(
+            "verify runs every lossless policy; leave policy and policy_option out, or name one "
+            "that changes words, to see by how much: --policy buddymoe."
+        )
+    return Lossy(str(policy), cast(Mapping[str, str], policy_options))
 
 
 def _agreement(folder: str, options: Mapping[str, object]) -> Agreement | None:
@@ -128,14 +141,17 @@ def _outcome(verdict: Verdict) -> list[str]:
     if verdict.reason:
         return ["", "", "", "cannot run"]
     layers = _difference(verdict.largest_layer_difference)
-    if verdict.first_layer is not None:
+    if verdict.first_layer is not None and verdict.is_lossless:
         layers += f" from {verdict.first_layer}"
     token = verdict.first_token
+    tokens = "same" if token is None else f"differ at {token}"
+    if not verdict.is_lossless:
+        tokens = f"lossy: {verdict.num_equal_tokens} of {verdict.num_tokens} equal"
     return [
         f"{verdict.hit_rate:.0%}",
         layers,
         _difference(verdict.largest_logit_difference),
-        "same" if token is None else f"differ at {token}",
+        tokens,
     ]
 
 

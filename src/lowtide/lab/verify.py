@@ -2,13 +2,16 @@
 
 The same text goes through a model with every expert resident (or as many as this machine holds)
 and through runs that hold fewer, on every device and under every lossless preset: each MoE
-layer's output and the logits are compared, and so are the tokens of a whole answer.
+layer's output and the logits are compared, and so are the tokens of a whole answer. A policy that
+changes words may be asked for beside them: by how much it does is shown, and not judged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from operator import eq
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,6 +69,9 @@ class Verdict:
     first_layer: int | None = None  # the first MoE layer that differs by more than the tolerance
     largest_logit_difference: float = 0.0
     first_token: int | None = None  # the first token of the answer that differs
+    num_equal_tokens: int = 0  # of the answer
+    num_tokens: int = 0
+    is_lossless: bool = True  # by the policy's promise
     reason: str = ""  # why the policy cannot run at this budget: then nothing was compared
 
     @property
@@ -75,6 +81,13 @@ class Verdict:
             return False
         is_all_same = not self.largest_logit_difference and self.first_token is None
         return is_all_same or self.tolerance > 0
+
+
+class Lossy(NamedTuple):
+    """A policy that changes words, and its options."""
+
+    policy: str
+    options: Mapping[str, str]
 
 
 class _Case(NamedTuple):
@@ -109,13 +122,15 @@ def verify(
     prompt: Sequence[int] | None = None,
     max_tokens: int = 24,
     on_verdict: Callable[[Verdict], None] | None = None,
+    lossy: Lossy | None = None,
     **options: object,
 ) -> list[Verdict]:
     """Compares runs at several budgets, the least among them, with reference runs.
 
     On the CPU, on the GPU if there is one, and on an emulated device if that is asked for; a GPU
     is compared with itself holding every expert it can. `options` are `LLM`'s, except the budgets
-    and the policy. `prompt`: token ids, by default seeded random ones. Raises what `LLM` raises.
+    and the policy. prompt: token ids, by default seeded random ones. lossy: a policy that changes
+    words, to be shown at every budget too. Raises what `LLM` raises.
     """
     opened = open_model(model, EngineConfig(**options))  # type: ignore[arg-type]
     ids = random_prompt(opened.config) if prompt is None else prompt
@@ -126,7 +141,10 @@ def verify(
         if compared_with not in references:
             whole = _on_device(options, compared_with)
             references[compared_with] = _reference(model, whole, ids, params)
-        for verdict in _verdicts(model, case, references[compared_with], ids, params):
+        rows = _verdicts(model, case, references[compared_with], ids, params)
+        if lossy is not None:
+            rows = chain(rows, _lossy(model, case, lossy, references[compared_with], ids, params))
+        for verdict in rows:
             verdicts.append(verdict)
             if on_verdict is not None:
                 on_verdict(verdict)
@@ -191,14 +209,7 @@ def _verdicts(
     """One for each preset; the model is loaded once."""
     with LLM(model, **case.options) as llm:
         for policy in lossless_presets() if llm.plan.num_experts else (AUTO,):
-            verdict = Verdict(
-                device=case.device,
-                policy=policy,
-                budget_bytes=llm.plan.budget_bytes,
-                host_budget_bytes=llm.plan.host.budget_bytes,
-                num_residents=sum(llm.plan.residents_per_layer),
-                tolerance=case.tolerance,
-            )
+            verdict = _verdict(case, llm.plan, policy)
             try:
                 llm.adopt_policy(policy)
             except PlanError as error:
@@ -208,6 +219,40 @@ def _verdicts(
                 if case.tolerance:
                     run = run._replace(layers=_given_the_same(llm, reference.layers))
                 yield _compared(verdict, run, reference)
+
+
+def _lossy(
+    model: str | Path,
+    case: _Case,
+    lossy: Lossy,
+    reference: _Run,
+    ids: Sequence[int],
+    params: SamplingParams,
+) -> Iterator[Verdict]:
+    """One: a policy whose passes may want more room is there from the start."""
+    options = {**case.options, "policy": lossy.policy, "policy_options": lossy.options}
+    plan = plan_model(model, **case.options)
+    if not plan.num_experts:
+        return
+    verdict = replace(_verdict(case, plan, lossy.policy), is_lossless=False)
+    try:
+        with LLM(model, **options) as llm:
+            verdict = replace(_verdict(case, llm.plan, lossy.policy), is_lossless=False)
+            yield _compared(verdict, _run(llm, ids, params), reference)
+    except PlanError as error:
+        yield replace(verdict, reason=str(error))
+
+
+def _verdict(case: _Case, plan: MemoryPlan, policy: str) -> Verdict:
+    """Of what was not compared yet."""
+    return Verdict(
+        device=case.device,
+        policy=policy,
+        budget_bytes=plan.budget_bytes,
+        host_budget_bytes=plan.host.budget_bytes,
+        num_residents=sum(plan.residents_per_layer),
+        tolerance=case.tolerance,
+    )
 
 
 def _run(llm: LLM, ids: Sequence[int], params: SamplingParams) -> _Run:
@@ -250,6 +295,8 @@ def _compared(verdict: Verdict, run: _Run, reference: _Run) -> Verdict:
         first_layer=_first(difference > verdict.tolerance for difference in differences),
         largest_logit_difference=_difference(run.logits, reference.logits),
         first_token=_first_different(run.token_ids, reference.token_ids),
+        num_equal_tokens=sum(map(eq, run.token_ids, reference.token_ids)),
+        num_tokens=len(reference.token_ids),
     )
 
 

@@ -154,6 +154,18 @@ def over(bases: Mapping[str, Recipe]) -> Recipe:
     def base(setting: Setting) -> Recipe:
         return bases[placement.of(setting)]
 
+    def contradiction(options: Mapping[str, object]) -> str | None:
+        name = str(options.get(placement.name, placement.default))
+        taken = {option.name for option in (placement, *_OWN, *bases[name].options)}
+        strays = [option for option in options if option not in taken]
+        if not strays:
+            return None
+        others = ", ".join(option.name for option in bases[name].options) or "none"
+        return (
+            f"buddymoe over placement={name} has no option {strays[0]!r}; that placement's own "
+            f"options: {others}."
+        )
+
     borrowed = {option.name: option for made in bases.values() for option in made.options}
     return Recipe(
         lambda s: base(s).placement(s),
@@ -171,6 +183,7 @@ def over(bases: Mapping[str, Recipe]) -> Recipe:
         max_mass=max_mass,
         asks_scores=_asks_scores,
         unsafe=_unsafe,
+        contradiction=contradiction,
     )
 
 

@@ -73,6 +73,11 @@ def candidates(*, can_fetch: bool = True) -> tuple[str, ...]:
     )
 
 
+def is_lossless(name: str) -> bool:
+    """Whether a policy changes no token; so of `auto`, and where a name is not known."""
+    return name not in CATALOGUE or CATALOGUE[name].is_lossless
+
+
 def lossless_presets() -> tuple[str, ...]:
     """Presets that change no token, but for `resident`, with which they are compared."""
     return tuple(
@@ -107,7 +112,11 @@ def parse_options(name: str, options: Mapping[str, str]) -> dict[str, object]:
         if option not in known:
             names = ", ".join(known) or "none"
             raise UsageError(f"Policy {name!r} has no option {option!r}; its options: {names}.")
-    return {option: known[option].parse(str(text)) for option, text in options.items()}
+    parsed = {option: known[option].parse(str(text)) for option, text in options.items()}
+    contradiction = CATALOGUE[name].contradiction(parsed) if name in CATALOGUE else None
+    if contradiction is not None:
+        raise UsageError(contradiction)
+    return parsed
 
 
 def choose_preset(name: str, *, everything_fits: bool, has_device: bool = False) -> tuple[str, str]:

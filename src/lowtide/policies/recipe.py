@@ -155,6 +155,7 @@ class Recipe:
     asks_routing: its policies want each token's experts and weights in their facts, as every
     substitution does; asks_scores: whether with these options they want its router's scores, too.
     unsafe: what of these options is for comparisons only, if anything: words are worse for it.
+    contradiction: what of these options contradicts another, as a sentence.
     """
 
     placement: Callable[[Setting], Placement]
@@ -175,6 +176,7 @@ class Recipe:
     asks_routing: bool = False
     asks_scores: Callable[[Mapping[str, object]], bool] = lambda options: False
     unsafe: Callable[[Mapping[str, object]], str | None] = lambda options: None
+    contradiction: Callable[[Mapping[str, object]], str | None] = lambda options: None
 
     def policies(self, setting: Setting) -> Policies:
         """The preset at work, for one model, budget and machine.
