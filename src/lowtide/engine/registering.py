@@ -21,6 +21,7 @@ from lowtide.decode.block_diffusion import LOGIT_ROWS
 from lowtide.decode.row_reading import HeadForm
 from lowtide.engine.device import resolve_device
 from lowtide.engine.opening import MAX_PASS_ROWS, OpenModel
+from lowtide.engine.uncomputed import Uncomputed
 from lowtide.experts.registrar import ExpertRegistrar
 from lowtide.families import families
 from lowtide.kernels.reference import REFERENCE
@@ -152,10 +153,11 @@ def _run_forward(
     experts = ExpertRegistrar(opened.config.moe_shape, *wanted)
     compute = Compute(InlineExecutor(_num_threads(opened)), REFERENCE, registrar, META)
     model_class = families()[config.family].model()
-    model = model_class(config, opened.dense.meta(), experts, kv_cache, compute)
     rows = torch.empty(segment.stop, dtype=torch.int64, device=META)
-    hidden = model.forward(Batch(rows, rows, (segment,), Step(StepKind.DENOISE, 0)))
-    model.logits(hidden[: LOGIT_ROWS + MAX_REMAINDER])
+    with Uncomputed():
+        model = model_class(config, opened.dense.meta(), experts, kv_cache, compute)
+        hidden = model.forward(Batch(rows, rows, (segment,), Step(StepKind.DENOISE, 0)))
+        model.logits(hidden[: LOGIT_ROWS + MAX_REMAINDER])
     return model, hidden
 
 
@@ -174,9 +176,10 @@ def _run_head(
     form = HeadForm(opened.options.head_form).of_rows
     rows = torch.empty(num_rows, dtype=torch.int64, device=META)
     guidance = Guidance(rows, torch.empty(num_rows, device=META))
-    for asked in kinds:
-        wanted = Wanted(asked.second, asked.entropy)
-        model.row_statistics(hidden, rows, wanted, guidance if asked.is_guided else None, form)
+    with Uncomputed():
+        for asked in kinds:
+            wanted = Wanted(asked.second, asked.entropy)
+            model.row_statistics(hidden, rows, wanted, guidance if asked.is_guided else None, form)
 
 
 def _largest_segments(opened: OpenModel, num_rows: int) -> list[Segment]:

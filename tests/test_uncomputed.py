@@ -1,0 +1,78 @@
+"""Passes in register mode compute nothing, and count what they would with all shapes by torch."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowtide.engine import registering
+from lowtide.engine.opening import EngineConfig, open_model
+from lowtide.engine.registering import largest_counts, planner_of, register
+from lowtide.engine.uncomputed import Uncomputed
+from lowtide.families import families
+from lowtide.lab.synth import synth
+
+
+def counted(folder: Path) -> object:
+    opened = open_model(folder, EngineConfig(context=64))
+    graph = register(opened).graph
+    if not opened.config.is_bidirectional:
+        return graph
+    opened = open_model(folder, EngineConfig(context=2048))
+    planner, counts = planner_of(opened), largest_counts(opened)
+    assert planner is not None
+    return graph, planner.least_bytes(counts), planner.whole_bytes(counts)
+
+
+@pytest.mark.parametrize("family", sorted(families()))
+def test_what_is_counted_is_the_same(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = synth(family, "tiny", tmp_path / "model", seed=0)
+    found = counted(folder)
+    monkeypatch.setattr(registering, "Uncomputed", contextlib.nullcontext)
+    assert found == counted(folder)
+
+
+def test_operators_have_the_shapes_and_types_of_torchs() -> None:
+    x, y = (torch.ones(shape, device="meta") for shape in ((3, 4), (4,)))
+    narrow = x.to(torch.bfloat16)
+    for make in (
+        lambda: x + y,
+        lambda: narrow * x,
+        lambda: narrow * 2.0,
+        lambda: 1.0 / (10000.0**y),
+        lambda: narrow.softmax(-1, dtype=torch.float32),
+        lambda: x.mean(-1, keepdim=True),
+        lambda: x.sum(0),
+        lambda: x.amax(-1),
+        lambda: x.topk(2, dim=0).indices,
+        lambda: x.sort().values,
+        lambda: torch.cat((x, x)),
+        lambda: torch.mm(x, x.t()),
+        lambda: x.masked_fill(x.bool(), 0.0),
+        lambda: torch.arange(0, 7, 2, dtype=torch.float32, device="meta"),
+    ):
+        wanted = make()
+        with Uncomputed():
+            found = make()
+        assert (found.shape, found.dtype, found.is_meta) == (wanted.shape, wanted.dtype, True)
+
+
+def test_a_plan_never_waits_for_torchs_compiler(tmp_path: Path) -> None:
+    folder = synth("llada_moe", "tiny", tmp_path / "model", seed=0)
+    program = (
+        "import sys\n"
+        "from lowtide.llm import plan_model\n"
+        f"plan_model({str(folder)!r}, context=2048)\n"
+        "print(sorted({'torch._dynamo', 'sympy'} & set(sys.modules)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    assert result.stdout == "[]\n", result.stderr
