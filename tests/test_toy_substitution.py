@@ -221,8 +221,8 @@ def test_what_runs_is_the_other_routing_and_residents_go_by_the_routers(
     [placed] = watched
     assert placed.demands == asked
     assert stats["num_hits"] + stats["num_misses"] == sum(len(experts) for _, experts in asked)
-    # A host by itself reads what runs and nothing else: nobody comes where all were replaced.
-    assert (after != before) == (options is not CPU or most_per_token == 1)
+    # Also where a host by itself reads what runs and all were replaced: some are read all the same.
+    assert after != before
 
 
 def test_a_layer_whose_residents_have_all_asks_nobody() -> None:
