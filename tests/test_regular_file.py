@@ -16,7 +16,7 @@ from lowtide.errors import CheckpointError, StorageError
 from lowtide.files.array_file import load_arrays
 from lowtide.files.json_file import read_object
 from lowtide.files.regular_file import RegularFile, open_regular, read_regular
-from lowtide.model_folder.hub import _indexed_shards
+from lowtide.model_folder.hub_cache import _indexed_shards
 
 
 @contextmanager

@@ -137,7 +137,10 @@ def test_budget_and_policy_are_its_own_choice(option: str) -> None:
     assert option.removeprefix("--").replace("-", "_") in result.stderr
 
 
-def test_a_policy_that_changes_words_is_shown_and_not_judged() -> None:
+def test_a_policy_that_changes_words_is_shown_and_not_judged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(verify_module, "lossless_presets", lambda: ("lru",))
     command = ["verify", str(MODEL), "--context", "128", "--policy", "buddymoe", "--unsafe"]
     command += ["--policy-option", "miss=drop", "--policy-option", "rho=none"]
     command += ["--policy-option", "in_prefill=true"]
