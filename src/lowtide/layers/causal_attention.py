@@ -193,6 +193,7 @@ def _attend_square(
         _leave_to_sinks(out, own_sum, sinks)
         return
     before, before_sum = _flash_folded(query, keys[:, :position], values[:, :position], scale)
+    before_sum = before_sum.view(own_sum.shape)
     share = torch.sigmoid(before_sum - own_sum)[..., None]
     out.copy_(own.float().lerp_(before.float(), share))
     if sinks is not None:
@@ -202,10 +203,11 @@ def _attend_square(
 def _leave_to_sinks(out: Tensor, log_sum: Tensor, sinks: Tensor | None) -> None:
     """Takes from attention outputs what their softmax gives to the sinks.
 
-    out [kv_heads, group, rows, head_dim]; log_sum [kv_heads, group, rows]: log-sum-exp of a row's
-    scores without its sink; sinks [kv_heads, group, 1].
+    out [kv_heads, group, rows, head_dim]; log_sum: log-sum-exp of a row's scores without its sink,
+    see `_flash_folded`; sinks [kv_heads, group, 1].
     """
     if sinks is not None:
+        log_sum = log_sum.view(out.shape[:3])
         out.mul_(torch.sigmoid(log_sum - sinks)[..., None])
 
 
@@ -213,11 +215,12 @@ def _flash_folded(
     query: Tensor, keys: Tensor, values: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """`flash` of rows that all see the same keys and values: the heads of a group are more rows
-    there, as in `attention`. Outputs [kv_heads, group, rows, head_dim]; sums in float32."""
+    there, as in `attention`. Outputs [kv_heads, group, rows, head_dim]; sums float32 of any shape
+    that can be viewed as [kv_heads, group, rows]: views cost as much as small operators."""
     kv_heads, group, rows, head_dim = query.shape
     folded = query.view(1, kv_heads, group * rows, head_dim)
     output, log_sum = flash(folded, keys[None], values[None], False, scale)
-    return output.view(query.shape), log_sum.view(kv_heads, group, rows)
+    return output.view(query.shape), log_sum
 
 
 def _band_bytes(query: Tensor, keys: Tensor) -> int:
