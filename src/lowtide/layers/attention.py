@@ -12,7 +12,7 @@ from lowtide.compute import Compute
 from lowtide.errors import InternalError
 from lowtide.layers.batch import Segment
 from lowtide.layers.causal_attention import Scores, attend_causal_segment
-from lowtide.layers.rows import in_chunks
+from lowtide.layers.rows import in_chunks, num_rows_of
 from lowtide.layers.sdpa import pieces, sdpa_bytes
 from lowtide.memory.chunking import OPERATOR_TILES, longest_tile
 from lowtide.memory.kv_cache import KVCache
@@ -56,13 +56,18 @@ def attention(
             continue
         if window or sinks is not None:
             raise InternalError("Only causal attention has windows or sinks.")
-        for block, end_position in _blocks(segment):
-            is_long = block.stop - block.start > TILE_ROWS
-            attend = partial(_attend, *read(end_position), scale, compute, is_long)
+        for block, end_position in blocks(segment):
+            is_long = is_shared(block)
+            attend = partial(attend_block, *read(end_position), scale, compute, is_long)
             in_chunks("attention", compute.workspace, attend, query[block], out[block])
 
 
-def _blocks(segment: Segment) -> Iterator[tuple[slice, int]]:
+def is_shared(block: slice) -> bool:
+    """Whether all threads take part in a block's attention, and how: see `attend_block`."""
+    return num_rows_of(block) > TILE_ROWS
+
+
+def blocks(segment: Segment) -> Iterator[tuple[slice, int]]:
     """The rows of each block of a segment, and the end of what they may see."""
     row, position = segment.start, segment.first_position
     while row < segment.stop:
@@ -73,7 +78,7 @@ def _blocks(segment: Segment) -> Iterator[tuple[slice, int]]:
         row = stop
 
 
-def _attend(
+def attend_block(
     keys: Tensor,
     values: Tensor,
     scale: float | None,
@@ -82,7 +87,8 @@ def _attend(
     query: Tensor,
     out: Tensor,
 ) -> None:
-    """Every query row sees all of keys and values [kv_heads, tokens, head_dim].
+    """Every query row sees all of keys and values [kv_heads, tokens, head_dim]; `out` may be
+    `query` [rows, heads, head_dim].
 
     Nothing is masked, so the query heads that share a key head are simply more rows of it:
     grouped-query attention without repeating a key. Rows are a chunk of tiles, the copies of all

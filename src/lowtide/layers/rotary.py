@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowtide.config import Yarn
 from lowtide.kernels.operands import Rotation
-from lowtide.memory.workspace import Buffers
+from lowtide.memory.workspace import TILE_ROWS, Buffers
 
 
 class Rotary:
@@ -30,13 +30,38 @@ class Rotary:
             self._amplitude = yarn.amplitude
 
     def rotation(self, positions: Tensor, dtype: torch.dtype, workspace: Buffers) -> Rotation:
-        """For `positions` [rows] int64, in `dtype`; once per forward pass, shared by all layers."""
+        """For `positions` [rows] int64, in `dtype`."""
         workspace.library("rotation", 4 * 4 * positions.shape[0] * self._half)
         angles = positions[:, None, None].float() * self._inv_freq
         cos, sin = angles.cos(), angles.sin()
         if self._amplitude != 1.0:
             cos, sin = cos.mul_(self._amplitude), sin.mul_(self._amplitude)
         return Rotation(cos.to(dtype), sin.to(dtype))
+
+
+class Rotations:
+    """Of the rows of one pass: computed once and shared by all layers, or, of many rows, a tile's
+    at a time and anew, which takes less than anything else that a layer does."""
+
+    def __init__(
+        self, rotary: Rotary, positions: Tensor, dtype: torch.dtype, workspace: Buffers
+    ) -> None:
+        """positions: [rows] int64."""
+        self._rotary = rotary
+        self._positions = positions
+        self._dtype = dtype
+        self._workspace = workspace
+        is_short = len(positions) <= TILE_ROWS
+        self._shared = rotary.rotation(positions, dtype, workspace) if is_short else None
+
+    @property
+    def whole(self) -> Rotation:
+        """Of all rows."""
+        return self.of(slice(0, len(self._positions))) if self._shared is None else self._shared
+
+    def of(self, rows: slice) -> Rotation:
+        """Of some rows of a pass of many, valid until the enclosing scope ends."""
+        return self._rotary.rotation(self._positions[rows], self._dtype, self._workspace)
 
 
 def _stretched(inv_freq: Tensor, theta: float, yarn: Yarn) -> Tensor:

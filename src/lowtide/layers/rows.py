@@ -36,9 +36,18 @@ def in_chunks(operator: str, workspace: Buffers, run: Callable[..., object], *ro
         _one_by_one(workspace.together(operator, num_rows), run, rows)
 
 
+def tiles_of(rows: Tensor, tile_rows: int = TILE_ROWS) -> list[slice]:
+    """The tiles of a tensor's rows; where nothing is computed, only counted, the longest alone,
+    which stands for all."""
+    parts = list(tiles(rows.shape[0], tile_rows))
+    return [max(parts, key=num_rows_of)] if rows.is_meta else parts
+
+
+def num_rows_of(rows: slice) -> int:
+    num_rows: int = rows.stop - rows.start
+    return num_rows
+
+
 def _one_by_one(tile_rows: int, run: Callable[..., object], rows: Sequence[Tensor]) -> None:
-    parts = list(tiles(rows[0].shape[0], tile_rows))
-    if rows[0].is_meta:  # nothing is computed, only counted: the longest stands for all
-        parts = [max(parts, key=lambda part: part.stop - part.start)]
-    for part in parts:
+    for part in tiles_of(rows[0], tile_rows):
         run(*(tensor[part] for tensor in rows))

@@ -2,41 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from lowtide.compute import Compute
 from lowtide.config import ModelConfig
+from lowtide.errors import InternalError
 from lowtide.kernels.operands import HeadNorms, Rotation
 from lowtide.layers.attention import attention
 from lowtide.layers.batch import Batch
 from lowtide.layers.linear import Linear
-from lowtide.layers.rows import in_tiles
+from lowtide.layers.long_attention import LongAttention
+from lowtide.layers.norm import Norm
+from lowtide.layers.projection import Projection
+from lowtide.layers.rotary import Rotations
 from lowtide.memory.kv_cache import KVCache
-
-
-class Projection(Protocol):
-    """From hidden states to queries, keys and values, side by side."""
-
-    def forward(self, x: Tensor, out: Tensor) -> None:
-        """x [rows, hidden]; out [rows, query_size + 2 * kv_size]. A `Linear` is one: fused."""
-        ...
-
-
-class SeparateQKV:
-    """Three products, each into its columns."""
-
-    def __init__(self, query: Linear, key: Linear, value: Linear, config: ModelConfig) -> None:
-        self._projections = (query, key, value)
-        spec = config.attention
-        self._widths = [spec.query_size, spec.kv_size, spec.kv_size]
-
-    def forward(self, x: Tensor, out: Tensor) -> None:
-        columns = torch.split(out, self._widths, dim=1)
-        for projection, own in zip(self._projections, columns, strict=True):
-            projection.forward(x, own)
+from lowtide.memory.workspace import TILE_ROWS
 
 
 class GroupedAttention:
@@ -64,17 +45,26 @@ class GroupedAttention:
         self._compute = compute
         self._sinks = sinks
         self._window = window
+        self._long = LongAttention(layer, config, projection, output, norms, kv_cache, compute)
 
-    def forward(self, x: Tensor, batch: Batch, rotation: Rotation) -> Tensor:
-        """x [rows, hidden] in the compute dtype: a buffer which is given back. Returns [rows,
-        hidden], alive until the enclosing scope ends."""
+    def forward(self, x: Tensor, norm: Norm, batch: Batch, rotations: Rotations) -> None:
+        """`x += attention(norm(x))`, x [rows, hidden] in the compute dtype."""
+        if len(x) <= TILE_ROWS:
+            self._run_short(x, norm, batch, rotations.whole)
+        elif self._window or self._sinks is not None:
+            raise InternalError("Only causal attention has windows or sinks.")
+        else:
+            self._long.forward(x, norm, batch, rotations)
+
+    def _run_short(self, x: Tensor, norm: Norm, batch: Batch, rotation: Rotation) -> None:
         spec, num_rows = self._config.attention, x.shape[0]
         workspace = self._compute.workspace
         heads, kv_heads, head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        normed = norm.of(x)
         qkv = workspace.take("qkv", (num_rows, heads + 2 * kv_heads, head_dim), x.dtype)
-        self._projection.forward(x, qkv.view(num_rows, -1))
-        workspace.give_back(x)
-        in_tiles(self._normalise_and_rotate, qkv[:, : heads + kv_heads], *rotation)
+        self._projection.forward(normed, qkv.view(num_rows, -1))
+        workspace.give_back(normed)
+        self._normalise_and_rotate(qkv[:, : heads + kv_heads], rotation)
         query, key, value = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
         attended = workspace.take("attended", (num_rows, heads, head_dim), x.dtype)
         attention(
@@ -92,14 +82,13 @@ class GroupedAttention:
         workspace.give_back(qkv)
         update = workspace.take("update", tuple(x.shape), x.dtype)
         self._output.forward(attended.view(num_rows, -1), update)
-        return update
+        x.add_(update)
 
-    def _normalise_and_rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    def _normalise_and_rotate(self, x: Tensor, rotation: Rotation) -> None:
         """In place, [rows, heads, head_dim]: queries, then keys."""
         kernels, workspace, config = self._compute.kernels, self._compute.workspace, self._config
-        rotation, eps = Rotation(cos, sin), config.rms_norm_eps
         if self._norms is None:
             kernels.rotate(x, rotation, workspace)
         else:
-            num_queries = config.attention.num_heads
+            num_queries, eps = config.attention.num_heads, config.rms_norm_eps
             kernels.normalise_and_rotate(x, num_queries, self._norms, eps, rotation, workspace)

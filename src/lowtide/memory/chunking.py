@@ -51,8 +51,6 @@ class Counts(NamedTuple):
     asked: tuple[Asked, ...] = ()  # the kinds
 
     def rows_of(self, operator: str) -> int:
-        if operator == "attention":
-            return self.block
         return self.logit_rows if operator == "logits" else self.tokens
 
 
@@ -102,6 +100,12 @@ def longest_chunk(counts: Counts, operator: str, chunks: Mapping[str, int]) -> i
     num_rows, together = counts.rows_of(operator), chunk_rows(counts, operator, chunks)
     # Experts' rows are sorted by expert: theirs is room for so many, which no remainder joins.
     return min(num_rows, together) if operator == "experts" else longest_tile(num_rows, together)
+
+
+def window_rows(num_rows: int, together: int) -> int:
+    """Rows of a long pass whose queries exist together: of a chunk of so many, with a remainder,
+    and of the tiles of products in which it begins and ends within."""
+    return min(num_rows, together + MAX_REMAINDER + 2 * (TILE_ROWS - 1 + MAX_REMAINDER))
 
 
 def at_most(num_rows: int, tile_rows: int) -> int:

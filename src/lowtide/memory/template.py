@@ -16,18 +16,26 @@ from lowtide.core import ALIGNMENT, IntArray, align_up
 from lowtide.errors import InternalError
 from lowtide.memory.chunking import (
     OPERATOR_TILES,
+    TILE_ROWS,
     Counts,
     at_most,
     chunk_rows,
     longest_chunk,
     longest_tile,
+    window_rows,
 )
 from lowtide.memory.planner import Graph, LibraryOutput, Moment, Transient
 
 SYMBOLS = (
-    *("1", "tokens", "keys", "logit rows", "tile", "attention tile", "logits tile"),
-    *OPERATOR_TILES,
+    *("1", "tokens", "keys", "logit rows", "tile", "attention tile", "attention window"),
+    *("logits tile", *OPERATOR_TILES),
 )
+
+_SYMBOLS_OF = {
+    operator: (operator, "attention window") if operator == "attention" else (operator,)
+    for operator in OPERATOR_TILES
+}
+"""Those that are less in shorter chunks of an operator."""
 
 HEAD_ROWS = 16
 """Rows of logits are computed in such multiples."""
@@ -35,24 +43,33 @@ HEAD_ROWS = 16
 
 def symbols(counts: Counts, chunks: Mapping[str, int]) -> IntArray:
     """The value of each of `SYMBOLS` in a pass of just these counts."""
-    tiles = [longest_tile(counts.rows_of(op), OPERATOR_TILES[op]) for op in ("mlp", "attention")]
+    tiles = [
+        longest_tile(counts.tokens, TILE_ROWS),
+        longest_tile(counts.block, OPERATOR_TILES["attention"]),
+    ]
     longest = {op: longest_chunk(counts, op, chunks) for op in OPERATOR_TILES}
-    return _values(counts, tiles, longest)
+    return _values(counts, chunks, tiles, longest)
 
 
 def bounds(counts: Counts, chunks: Mapping[str, int]) -> IntArray:
     """What no pass of up to such counts is beyond, however its rows are divided among tiles."""
-    tiles = [at_most(counts.rows_of(op), OPERATOR_TILES[op]) for op in ("mlp", "attention")]
+    tiles = [
+        at_most(counts.tokens, TILE_ROWS),
+        at_most(counts.block, OPERATOR_TILES["attention"]),
+    ]
     longest = {
         op: at_most(counts.rows_of(op), chunk_rows(counts, op, chunks)) for op in OPERATOR_TILES
     }
-    return _values(counts, tiles, longest)
+    return _values(counts, chunks, tiles, longest)
 
 
-def _values(counts: Counts, tiles: list[int], longest: dict[str, int]) -> IntArray:
+def _values(
+    counts: Counts, chunks: Mapping[str, int], tiles: list[int], longest: dict[str, int]
+) -> IntArray:
+    window = window_rows(counts.tokens, chunk_rows(counts, "attention", chunks))
     longest["logits"] = align_up(longest["logits"], HEAD_ROWS)
     head_tile = min(longest["logits"], OPERATOR_TILES["logits"])
-    known = [1, counts.tokens, counts.keys, counts.logit_rows, *tiles, head_tile]
+    known = [1, counts.tokens, counts.keys, counts.logit_rows, *tiles, window, head_tile]
     return np.array([*known, *longest.values()], np.int64)
 
 
@@ -163,9 +180,10 @@ class Template:
         moment = int(in_range.argmax())
         return int(in_range[moment] + library.max()), moment
 
-    def grows_with(self, moment: int, symbol: str) -> bool:
-        """Whether what is alive of the range then is more for more of it."""
-        return bool(self.alive[moment] @ self.sizes[:, SYMBOLS.index(symbol)] > 0)
+    def grows_with(self, moment: int, operator: str) -> bool:
+        """Whether what is alive of the range then is more for longer chunks of an operator."""
+        columns = [i for i, symbol in enumerate(SYMBOLS) if symbol in _SYMBOLS_OF[operator]]
+        return bool((self.alive[moment] @ self.sizes[:, columns] > 0).any())
 
 
 def _form(graph: Graph) -> object:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from typing import ClassVar, Protocol
 
 import torch
@@ -19,18 +20,21 @@ from lowtide.config import ModelConfig
 from lowtide.core import Step
 from lowtide.errors import InternalError
 from lowtide.experts.rows import Routing
-from lowtide.kernels.operands import HeadNorms, Rotation
+from lowtide.kernels.operands import HeadNorms
 from lowtide.kernels.row_statistics import Form, Guidance, RowStatistics, Wanted
 from lowtide.layers.batch import Batch
 from lowtide.layers.head import LogitsHead
 from lowtide.layers.linear import GatedMLP, Linear
 from lowtide.layers.moe import Experts, MoELayer
-from lowtide.layers.rotary import Rotary
+from lowtide.layers.norm import Norm
+from lowtide.layers.projection import FusedQKV, SeparateQKV
+from lowtide.layers.rotary import Rotary, Rotations
 from lowtide.layers.router import Router
-from lowtide.layers.rows import in_tiles
-from lowtide.layers.self_attention import GroupedAttention, SeparateQKV
+from lowtide.layers.rows import in_chunks
+from lowtide.layers.self_attention import GroupedAttention
 from lowtide.memory.chunking import Counts
 from lowtide.memory.kv_cache import KVCache
+from lowtide.memory.workspace import Buffers
 from lowtide.schemas.names import PROJECTIONS, USUAL, Names
 
 Weights = Mapping[str, Tensor]
@@ -40,9 +44,9 @@ Weights = Mapping[str, Tensor]
 class Attention(Protocol):
     """A layer's attention, projections included."""
 
-    def forward(self, x: Tensor, batch: Batch, rotation: Rotation) -> Tensor:
-        """x [rows, hidden] in the compute dtype, a buffer which is given back; writes all rows'
-        keys and values. Returns [rows, hidden], alive until the enclosing scope ends."""
+    def forward(self, x: Tensor, norm: Norm, batch: Batch, rotations: Rotations) -> None:
+        """`x += attention(norm(x))`, x [rows, hidden] in the compute dtype; writes all rows' keys
+        and values."""
         ...
 
 
@@ -107,6 +111,15 @@ class Decoder(ABC):
         gate, up, down = (self.weights[f"{prefix}{name}.weight"] for name in names)
         return GatedMLP(gate, up, down, self.compute)
 
+    def norm(self, name: str) -> Norm:
+        """The RMS norm with the weight of this name."""
+        return Norm(self.weights[name], self.config.rms_norm_eps, self.compute)
+
+    def fused_qkv(self, name: str) -> FusedQKV:
+        """The projection of queries, keys and values by one weight, `name.weight`."""
+        weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
+        return FusedQKV(weight, bias, self.config, self.compute)
+
     def separate_qkv(self, layer: int) -> SeparateQKV:
         """The projections of queries, keys and values, each by itself."""
         prefix = self.names.layer(layer)
@@ -140,9 +153,9 @@ class Decoder(ABC):
         self._hidden_end = workspace.mark()
         token_ids, positions = self.compute.to_device(batch.token_ids, batch.positions)
         torch.index_select(self._embedding, 0, token_ids, out=x)
-        rotation = self._rotary.rotation(positions, self.rotation_dtype or dtype, workspace)
+        rotations = Rotations(self._rotary, positions, self.rotation_dtype or dtype, workspace)
         for block in self._blocks:
-            block.forward(x, batch, rotation)
+            block.forward(x, batch, rotations)
         workspace.reset(self._hidden_end)
         return x
 
@@ -199,10 +212,9 @@ class Decoder(ABC):
             self.attention(layer),
             moe,
             dense,
-            self.weights[f"{prefix}{names.attention_norm}.weight"],
-            self.weights[f"{prefix}{names.mlp_norm}.weight"],
-            self.config.rms_norm_eps,
-            self.compute,
+            self.norm(f"{prefix}{names.attention_norm}.weight"),
+            self.norm(f"{prefix}{names.mlp_norm}.weight"),
+            self.compute.workspace,
         )
 
 
@@ -214,34 +226,30 @@ class _Block:
         attention: Attention,
         moe: MoELayer | None,
         dense: GatedMLP | None,
-        attention_norm: Tensor,
-        mlp_norm: Tensor,
-        eps: float,
-        compute: Compute,
+        attention_norm: Norm,
+        mlp_norm: Norm,
+        workspace: Buffers,
     ) -> None:
         self._attention = attention
         self._moe = moe
         self._dense = dense
         self._attention_norm = attention_norm
         self._mlp_norm = mlp_norm
-        self._eps = eps
-        self._compute = compute
+        self._workspace = workspace
 
-    def forward(self, x: Tensor, batch: Batch, rotation: Rotation) -> None:
-        workspace = self._compute.workspace
-        with workspace.scope():
-            normed = self._normalise(x, self._attention_norm)
-            x.add_(self._attention.forward(normed, batch, rotation))
-        with workspace.scope():
-            update = self._normalise(x, self._mlp_norm)  # what it is made of, to begin with
-            if self._moe is not None:
+    def forward(self, x: Tensor, batch: Batch, rotations: Rotations) -> None:
+        with self._workspace.scope():
+            self._attention.forward(x, self._attention_norm, batch, rotations)
+        if self._moe is not None:
+            with self._workspace.scope():
+                update = self._mlp_norm.of(x)  # what it is made of, to begin with
                 self._moe.forward(update, batch, update)
-            elif self._dense is not None:
-                self._dense.forward(update, update)
-            x.add_(update)
+                x.add_(update)
+        elif self._dense is not None:
+            in_chunks("mlp", self._workspace, partial(self._add_mlp, self._dense), x)
 
-    def _normalise(self, x: Tensor, weight: Tensor) -> Tensor:
-        kernels, workspace = self._compute.kernels, self._compute.workspace
-        normed = workspace.take("normed", tuple(x.shape), x.dtype)
-        in_tiles(lambda x, out: kernels.rms_norm(x, weight, self._eps, workspace, out), x, normed)
-        return normed
+    def _add_mlp(self, mlp: GatedMLP, x: Tensor) -> None:
+        with self._workspace.scope():
+            update = self._mlp_norm.of(x)
+            mlp.run_chunk(update, update)
+            x.add_(update)

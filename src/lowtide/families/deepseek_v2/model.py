@@ -22,6 +22,8 @@ from lowtide.kernels.operands import Rotation
 from lowtide.layers.attention import attention
 from lowtide.layers.batch import Batch
 from lowtide.layers.linear import GatedMLP, Linear
+from lowtide.layers.norm import Norm
+from lowtide.layers.rotary import Rotations
 from lowtide.layers.router import SoftmaxRouter
 from lowtide.layers.rows import in_tiles
 from lowtide.memory.kv_cache import KVCache
@@ -138,9 +140,9 @@ class LatentAttention:
         self._kv_cache = kv_cache
         self._compute = compute
 
-    def forward(self, x: Tensor, batch: Batch, rotation: Rotation) -> Tensor:
-        """x [rows, hidden] in the compute dtype: a buffer which is given back. Returns [rows,
-        hidden], alive until the enclosing scope ends."""
+    def forward(self, hidden: Tensor, norm: Norm, batch: Batch, rotations: Rotations) -> None:
+        """`hidden += attention(norm(hidden))`, hidden [rows, hidden] in the compute dtype."""
+        x, rotation = norm.of(hidden), rotations.whole
         spec, num_rows = self._spec, x.shape[0]
         kernels, workspace = self._compute.kernels, self._compute.workspace
         rank, width = spec.kv_lora_rank, spec.kv_lora_rank + spec.rope.rotary_dim
@@ -169,7 +171,7 @@ class LatentAttention:
             scale=spec.softmax_scale,
         )
         workspace.give_back(query, cached)
-        return self._output_of(attended, tuple(x.shape))
+        hidden.add_(self._output_of(attended, tuple(x.shape)))
 
     def _output_of(self, attended: Tensor, shape: tuple[int, ...]) -> Tensor:
         """The layer's output, of this shape, of what was attended to, which is given back."""

@@ -38,7 +38,7 @@ class LLaDA2(Decoder):
             layer,
             self.config,
             # All query heads, then all key heads, then all value heads.
-            self.linear(prefix + "query_key_value"),
+            self.fused_qkv(prefix + "query_key_value"),
             self.linear(prefix + "dense"),
             norm,
             self.kv_cache,

@@ -1,0 +1,27 @@
+"""The RMS norm before a layer's attention and before its MLP."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lowtide.compute import Compute
+from lowtide.layers.rows import in_tiles
+
+
+class Norm:
+    """A weight [hidden] and what computes with it."""
+
+    def __init__(self, weight: Tensor, eps: float, compute: Compute) -> None:
+        self._weight = weight
+        self._eps = eps
+        self._compute = compute
+
+    def of(self, x: Tensor) -> Tensor:
+        """x [rows, hidden] normalised: a buffer that is alive until the enclosing scope ends."""
+        normed = self._compute.workspace.take("normed", tuple(x.shape), x.dtype)
+        in_tiles(self._run, x, normed)
+        return normed
+
+    def _run(self, x: Tensor, out: Tensor) -> None:
+        compute = self._compute
+        compute.kernels.rms_norm(x, self._weight, self._eps, compute.workspace, out)
