@@ -75,10 +75,12 @@ def any_fits(model: StepModel, counts: Counts, free_bytes: int) -> bool:
         range(1, 1 + num_tiles(counts.rows_of(operator), tile_rows))
         for operator, tile_rows in OPERATOR_TILES.items()
     ]
-    return any(
-        model.template.peak(bounds(counts, _chunks(numbers)))[0] <= free_bytes
-        for numbers in itertools.product(*choices)
-    )
+
+    def needed_bytes(numbers: tuple[int, ...]) -> int:
+        values = bounds(counts, _chunks(numbers))
+        return model.template.peak(values)[0] + model.template.library_bytes(values)
+
+    return any(needed_bytes(numbers) <= free_bytes for numbers in itertools.product(*choices))
 
 
 def _forgetful(planner: PassPlanner, counts: Counts) -> PassPlanner:

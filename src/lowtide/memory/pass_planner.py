@@ -109,17 +109,20 @@ class PassPlanner:
         if counts.tokens <= TILE_ROWS:
             return self._short_plan(counts, free_bytes, range_bytes)
         template, chunks = self._template(counts), self._fewest_chunks()
+        library_bytes = template.library_bytes(bounds(counts, chunks))
+        limit_bytes = min(range_bytes, free_bytes - library_bytes)  # of the range
         while True:
-            peak_bytes, moment = template.peak(bounds(counts, chunks))
-            if peak_bytes <= free_bytes:
-                graph = template.at(bounds(counts, chunks))
-                if graph.needed_bytes <= free_bytes and graph.placement.arena_bytes <= range_bytes:
+            values = bounds(counts, chunks)
+            peak_bytes, moment = template.peak(values)
+            if peak_bytes <= limit_bytes:
+                graph = template.at(values)
+                if graph.placement.arena_bytes <= limit_bytes:
                     binding = self._binding(template, graph, moment)
                     return _plan(counts, chunks, graph, binding)
             operator = self._divisible(template, counts, chunks, moment)
             if operator is None:
                 raise self._refusal(counts, min(free_bytes, range_bytes))
-            chunks[operator] = one_more(counts, operator, chunks) or 1
+            chunks[operator] = _divided(template, counts, chunks, operator, moment, limit_bytes)
 
     def _short_plan(self, counts: Counts, free_bytes: int, range_bytes: int) -> PassPlan:
         if self.short.needed_bytes > free_bytes or self.short.placement.arena_bytes > range_bytes:
@@ -172,6 +175,30 @@ class PassPlanner:
             f"however its operators are divided, and {free_bytes} are free; most of it is {names}. "
             "Lower --context, or raise --host-memory."
         )
+
+
+def _divided(
+    template: Template,
+    counts: Counts,
+    chunks: Mapping[str, int],
+    operator: str,
+    moment: int,
+    range_bytes: int,
+) -> int:
+    """The least count of an operator's chunks, one more than now at least, for which what is alive
+    at a moment fits; the greatest where none does. All between would be divided further: chunks of
+    other operators only add to what is alive then."""
+    most = num_tiles(counts.rows_of(operator), OPERATOR_TILES[operator])
+
+    def fits(together: int) -> bool:
+        values = bounds(counts, {**chunks, operator: -(-most // together)})
+        return template.alive_bytes(moment, values) <= range_bytes
+
+    low, high = 1, -(-most // chunks[operator]) - 1  # tiles together
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return -(-most // low)
 
 
 def _plan(counts: Counts, chunks: Mapping[str, int], graph: Graph, binding: str) -> PassPlan:

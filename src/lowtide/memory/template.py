@@ -173,12 +173,23 @@ class Template:
         return Graph(transients, moments)
 
     def peak(self, values: IntArray) -> tuple[int, int]:
-        """Most bytes of the range that are alive together with what libraries hold at most, and
-        at which moment the range has most; quicker than `at`, and no more than `at` needs."""
-        aligned = -(-(self.sizes @ values) // ALIGNMENT) * ALIGNMENT
-        in_range, library = self.alive @ aligned, self.holds @ (self.library @ values)
+        """Most bytes of the range that are alive together, and at which moment; quicker than `at`,
+        and no more than `at` takes."""
+        in_range = self.alive @ self._aligned(values)
         moment = int(in_range.argmax())
-        return int(in_range[moment] + library.max()), moment
+        return int(in_range[moment]), moment
+
+    def alive_bytes(self, moment: int, values: IntArray) -> int:
+        """Of the range, then."""
+        return int(self.alive[moment] @ self._aligned(values))
+
+    def library_bytes(self, values: IntArray) -> int:
+        """What libraries hold together at most, however many tiles run together."""
+        return int((self.holds @ (self.library @ values)).max())
+
+    def _aligned(self, values: IntArray) -> IntArray:
+        aligned: IntArray = -(-(self.sizes @ values) // ALIGNMENT) * ALIGNMENT
+        return aligned
 
     def grows_with(self, moment: int, operator: str) -> bool:
         """Whether what is alive of the range then is more for longer chunks of an operator."""
