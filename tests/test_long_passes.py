@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from computing import on_this_thread
+from hypothesis import given
+from hypothesis import strategies as st
 from oracle import GOLDENS, OracleModel, load_oracle
 from torch import Tensor
 
@@ -16,17 +20,20 @@ from lowtide.compute import Compute
 from lowtide.core import Step, StepKind, align_up
 from lowtide.decode.block_diffusion import LOGIT_ROWS
 from lowtide.engine.opening import MAX_PASS_ROWS, EngineConfig, OpenModel, open_model
-from lowtide.engine.registering import register
+from lowtide.engine.registering import _forward_sample, plan_long_passes, register
 from lowtide.families import families
 from lowtide.kernels.reference import REFERENCE
 from lowtide.lab.synth import synth
 from lowtide.layers.attention import attention
 from lowtide.layers.batch import Batch, KVRange, Segment
 from lowtide.layers.linear import GatedMLP, Linear
+from lowtide.layers.long_attention import chunks_of
 from lowtide.layers.router import SoftmaxRouter, TopSoftmaxRouter
 from lowtide.llm import LLM
 from lowtide.memory.arena import Arena
+from lowtide.memory.chunking import EACH_TILE, MAX_REMAINDER, Counts, window_rows
 from lowtide.memory.kv_cache import GRANULE_TOKENS, KVCache, storage_shape
+from lowtide.memory.poison import PoisonedWorkspace
 from lowtide.memory.workspace import TILE_ROWS, Workspace, tiles
 from lowtide.threads.executor import HostExecutor
 
@@ -103,6 +110,117 @@ def test_bytes_grow_with_the_rows_by_what_a_layer_must_hold(opened: OpenModel) -
     )
     row_bytes += 64 * config.moe_shape.num_experts_per_token
     assert growth[2] <= 2048 * row_bytes
+
+
+@pytest.mark.parametrize(
+    ("family", "whole_buffers"),
+    [
+        ("llada", {"hidden"}),
+        ("dream", {"hidden"}),
+        ("llada_moe", {"hidden", "normed", "routed"}),
+    ],
+)
+def test_little_is_whole(family: str, whole_buffers: set[str], tmp_path: Path) -> None:
+    """In attention nothing but hidden states grows with the rows, and so in a dense MLP; experts
+    need all rows' inputs and sums."""
+    opened = open_model(synth(family, "tiny", tmp_path / "m", seed=1), EngineConfig(context=256))
+    sizes = []
+    for num_rows in (4608, 9216):  # no remainders
+        graph = _forward_sample(opened, Counts(num_rows, num_rows, num_rows), EACH_TILE).graph
+        sizes.append({transient.path: transient.num_bytes for transient in graph.transients})
+    assert sizes[0].keys() == sizes[1].keys()
+    assert {path[-1] for path in sizes[0] if sizes[0][path] != sizes[1][path]} == whole_buffers
+    assert {"queries", "keys and values"} < {path[-1] for path in sizes[0]}
+    assert not {"qkv", "attended"} & {path[-1] for path in sizes[0]}
+
+
+lengths_of_any = st.lists(
+    st.sampled_from([1, 15, 16, 97, 512, 700, 768, 783, 1100, 2309]), min_size=1
+)
+
+
+@given(lengths=lengths_of_any, num_tiles=st.integers(1, 9))
+def test_queries_wait_for_their_tiles(lengths: list[int], num_tiles: int) -> None:
+    """Every tile of a product is run once, before the queries in it are attended, and after."""
+    stops = list(accumulate(lengths))
+    segments = [
+        Segment(stop - length, stop, 0, max(2, length), KVRange(0, length))
+        for stop, length in zip(stops, lengths, strict=True)
+    ]
+    num_rows, together = stops[-1], 768 * num_tiles
+    products = list(tiles(num_rows, TILE_ROWS))
+    projected, attended, finished, start = [], 0, [], 0
+    for chunk in chunks_of(segments, num_rows, together + MAX_REMAINDER):
+        assert chunk.start == start
+        projected += chunk.projected
+        for run in chunk.runs:
+            assert run.rows.start == attended and run.block.start <= attended
+            assert (run.rows.start - run.block.start) % 768 == 0
+            attended = run.rows.stop
+            assert attended == run.block.stop or (attended - run.block.start) % 768 == 0
+        assert attended <= projected[-1].stop
+        assert projected[-1].stop - start <= window_rows(num_rows, together)
+        finished += chunk.finished
+        stop = finished[-1].stop if finished else 0
+        assert stop <= attended and chunk.waiting == slice(stop, projected[-1].stop)
+        start = stop
+    assert projected == finished == products
+
+
+@pytest.mark.parametrize("family", ["llada", "llada_moe", "dream"])
+def test_several_sequences_in_chunks(family: str, tmp_path: Path) -> None:
+    """Where tiles of queries and of products end elsewhere; one sequence sees cached keys, too."""
+    with LLM(synth(family, "tiny", tmp_path / "m"), context=64, dtype="float32") as llm:
+        engine = llm._engine
+        opened, planner = engine.opened, plan_long_passes(engine.opened)
+        shape = list(opened.kv_shape)
+        shape[3] = 2048
+        lengths, answers = (700, 130, 900), []
+
+        def forward(batch: Batch, workspace: Workspace, cache: KVCache) -> Tensor:
+            compute = Compute(engine.executor, REFERENCE, workspace)
+            model_class, weights = type(engine.model), engine.model.weights
+            model = model_class(opened.config, weights, engine.experts, cache, compute)
+            with engine.executor.in_charge(), torch.inference_mode():
+                return model.forward(batch).clone()
+
+        for free_bytes in (1 << 40, 0):
+            cache = KVCache(randn(*shape).clone())
+            batches = [whole(length, cache.allocate(length + 64)) for length in lengths]
+            # The last comes after 32 positions that are known, and sees 32 behind it.
+            last = replace(batches[-1].segments[0], first_position=32, block_length=964)
+            last = replace(last, sees_to=964)
+            batches[-1] = replace(
+                batches[-1], segments=(last,), positions=batches[-1].positions + 32
+            )
+            batch = joined(batches)
+            plan = planner.plan(batch.counts, free_bytes or planner.least_bytes(batch.counts))
+            workspace = PoisonedWorkspace(Arena(plan.placement.arena_bytes).bytes)
+            workspace.adopt(plan.placement, plan.chunks)
+            answers.append(forward(batch, workspace, cache))
+        assert torch.equal(*answers)
+        alone = []
+        for one in batches:
+            plan = planner.plan(one.counts, 1 << 40)
+            workspace = Workspace(Arena(plan.placement.arena_bytes).bytes)
+            workspace.adopt(plan.placement, plan.chunks)
+            alone.append(forward(one, workspace, cache))
+    torch.testing.assert_close(torch.cat(alone), answers[0], atol=1e-4, rtol=1e-4)
+
+
+def joined(batches: Sequence[Batch]) -> Batch:
+    """One after the other in a batch."""
+    starts = [0, *accumulate(len(batch.token_ids) for batch in batches)]
+    segments = [
+        replace(batch.segments[0], start=start, stop=start + len(batch.token_ids))
+        for start, batch in zip(starts, batches, strict=False)
+    ]
+    return Batch(
+        torch.cat([batch.token_ids for batch in batches]),
+        torch.cat([batch.positions for batch in batches]),
+        tuple(segments),
+        STEP,
+    )
 
 
 def test_a_length_is_counted_once(opened: OpenModel) -> None:

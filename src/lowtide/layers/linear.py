@@ -9,7 +9,7 @@ from torch import Tensor
 from lowtide.compute import Compute
 from lowtide.core import align_up
 from lowtide.kernels.reference import silu_times
-from lowtide.layers.rows import in_chunks, in_tiles
+from lowtide.layers.rows import in_tiles
 from lowtide.memory.workspace import tiles
 
 SPLIT_BYTES = 4 << 20
@@ -60,11 +60,8 @@ class GatedMLP:
         self._compute = compute
 
     def forward(self, x: Tensor, out: Tensor) -> None:
-        """x, out [rows, hidden]; `out` may be `x`."""
-        in_chunks("mlp", self._compute.workspace, self.run_chunk, x, out)
-
-    def run_chunk(self, x: Tensor, out: Tensor) -> None:
-        """`forward` of rows whose intermediate results all exist at the same time."""
+        """x, out [rows, hidden]; `out` may be `x`. Of all rows intermediate results exist at the
+        same time: who has many divides them (`in_chunks`)."""
         workspace = self._compute.workspace
         with workspace.scope():
             gate = workspace.take("mlp gate", (x.shape[0], self._width), x.dtype)

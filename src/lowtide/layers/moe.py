@@ -80,7 +80,7 @@ class MoELayer:
         workspace = self._compute.workspace
         with workspace.scope():
             shared = workspace.take("shared", tuple(x.shape), x.dtype)
-            expert.run_chunk(x, shared)
+            expert.forward(x, shared)
             if self._shared_gate is not None:
                 share = workspace.take("shared gate", (x.shape[0], 1), x.dtype)
                 weight = self._shared_gate.t()

@@ -251,5 +251,5 @@ class _Block:
     def _add_mlp(self, mlp: GatedMLP, x: Tensor) -> None:
         with self._workspace.scope():
             update = self._mlp_norm.of(x)
-            mlp.run_chunk(update, update)
+            mlp.forward(update, update)
             x.add_(update)
