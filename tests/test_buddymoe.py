@@ -189,9 +189,13 @@ def test_residents_keep_adapting(device: str) -> None:
         llm.generate([PROMPT], PARAMS)
         first = residents(llm)
         num_asked = len(seen[0].asked)
-        llm.generate([PROMPT[::-1]], PARAMS)
-        llm._engine.experts.host.pause()
-        assert residents(llm) != first
+        # A link is idle as long as the machine has time for it: one answer may be over before.
+        for _ in range(20):
+            llm.generate([PROMPT[::-1]], PARAMS)
+            llm._engine.experts.host.pause()
+            if (last := residents(llm)) != first:
+                break
+        assert last != first
         llm._engine.experts.host.ledger.check_integrity()
     assert all(answered is not None for _, answered in seen[0].asked[num_asked:])
 
