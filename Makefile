@@ -11,7 +11,7 @@ DEMO_MEMORY ?= 9MiB
 # Where the results of a GPU go.
 OUT ?= docs/results
 
-.PHONY: demo test test-machines check bench gpu gpu-test gpu-bench-short gpu-bench-full
+.PHONY: demo test test-machines check bench bench-large report report-age gpu gpu-test gpu-bench-short gpu-bench-full
 
 demo: $(VENV)/.lowtide
 	$(BIN)/lowtide generate demo:diffusion -p 'def fibonacci(n):' --max-tokens 128 --context 512 --host-memory $(DEMO_MEMORY)
@@ -28,9 +28,20 @@ check: $(VENV)/.lowtide-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# All but full_size.py, which writes 30 GiB: start that one by hand.
+# Measures what the pages say of speed and memory; `make bench ONLY="decode offload"` some of it.
 bench: $(VENV)/.lowtide-dev
-	for name in decode offload batching policies; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	$(BIN)/python benchmarks/bench.py $(if $(ONLY),--only $(ONLY))
+
+# The rest: models of up to 60 GiB are written to the user's cache.
+bench-large: $(VENV)/.lowtide-dev
+	$(BIN)/python benchmarks/bench.py --large
+
+# Writes every measured part of README.md and docs/ from docs/results/.
+report: $(VENV)/.lowtide-dev
+	$(BIN)/python benchmarks/report.py
+
+report-age: $(VENV)/.lowtide-dev
+	$(BIN)/python benchmarks/report.py --age
 
 # On a machine with a GPU, from the source tree, with the torch that $(PYTHON) has; installs nothing.
 # What fails or cannot run in one stage keeps no other from running.

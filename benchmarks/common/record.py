@@ -68,11 +68,15 @@ def machine() -> Mapping[str, object]:
 
 @functools.cache
 def commit() -> str:
-    """The repository's commit, `+` behind it when files differ from it; `unknown` elsewhere."""
+    """The repository's commit, `+` behind it when files differ from it; `unknown` elsewhere.
+
+    Files in `docs/`, where results go, decide nothing that is measured.
+    """
     name = _git("rev-parse", "--short=12", "HEAD")
     if name is None:
         return "unknown"
-    return name + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    differing = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs")
+    return name + ("+" if differing else "")
 
 
 def _cpu_name() -> str:

@@ -1,0 +1,1 @@
+"""Pages whose numbers are those of `docs/results/`, and no others."""

@@ -1,0 +1,148 @@
+"""The measured parts of README.md and docs/: what each shows, whole runs, rows a peer wins too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from reporting.pages import Block
+from reporting.results import Line, Results, Run
+from reporting.tables import (
+    Cell,
+    caption,
+    giga,
+    median_and_spread,
+    number,
+    percent,
+    ratio,
+    table,
+)
+
+README = Path("README.md")
+PAGES = (README,)
+"""What is rewritten, relative to the repository."""
+
+
+def blocks(results: Results, page: Path) -> Mapping[str, Block]:
+    """Every part that a page may have, by the name in its mark."""
+    made = {
+        "full-size": full_size,
+        "offload": offload,
+        "decode": decode,
+        "ar-decode": ar_decode,
+        "batching": batching,
+    }
+    return {name: partial(make, results, page) for name, make in made.items()}
+
+
+def full_size(results: Results, page: Path) -> str:
+    """A model of 30 GiB in 12: each policy that was run."""
+    run = results.newest("full size", model="full", host_memory="12GiB")
+    head = ("policy", "tokens/s", "s per pass", "experts found in memory", "reads", "resident")
+    rows = [
+        (
+            line,
+            (
+                f"`{line['policy']}`",
+                number(line["tokens_per_s"]),
+                number(line["s_per_forward"]),
+                percent(line["hit_rate"]),
+                _reads(line),
+                f"{giga(line['peak_resident_bytes'])} of {giga(line['allowed_bytes'])}",
+            ),
+        )
+        for line in run.of("lowtide")
+    ]
+    return _with_caption(run, table(head, rows, page))
+
+
+def offload(results: Results, page: Path) -> str:
+    """Every budget, and accelerate's disk offload at one of them."""
+    run = results.newest("offload", model="small")
+    head = ("experts in memory", "engine", "tokens/s", "reads", "resident")
+    rows = [
+        (line, (_share(line), "lowtide", number(line["tokens_per_s"]), _reads(line), _peak(line)))
+        for line in run.of("lowtide")
+    ]
+    for line in run.of("transformers with accelerate's disk offload"):
+        cells = (_share(line), line["what"], number(line["tokens_per_s"]), "", _peak(line))
+        rows.append((line, cells))
+    return _with_caption(run, table(head, rows, page))
+
+
+def decode(results: Results, page: Path) -> str:
+    """The exact KV cache against computing everything again, by length of the answer."""
+    run = results.newest("decode")
+    head = ("new tokens", "cached, tokens/s", "recomputed, tokens/s", "ratio", "the same tokens")
+    rows = [
+        (
+            line,
+            (
+                f"{line['num_new']:,}",
+                number(line["cached_tokens_per_s"]),
+                number(line["recompute_tokens_per_s"]),
+                number(line["ratio"]),
+                "yes" if line["same_tokens"] else "no",
+            ),
+        )
+        for line in run.of("decode")
+    ]
+    return _with_caption(run, table(head, rows, page))
+
+
+def ar_decode(results: Results, page: Path) -> str:
+    """One request, in memory and not: lowtide, transformers, llama.cpp."""
+    run = results.newest("ar_decode", model="qwen3_moe-small")
+    head = ("", "engine", "prompt, tokens/s", "decoding, tokens/s", "lowtide over it")
+    rows: list[tuple[Line, tuple[Cell, ...]]] = []
+    for what in ("in memory", "50% of the experts in memory", "25% of the experts in memory"):
+        lanes = run.of(what)
+        ours = next(line["each_decode"] for line in lanes if line["lane"] == "lowtide")
+        for line in lanes:
+            over = "" if line["lane"] == "lowtide" else ratio(ours, line["each_decode"])
+            prefill, decoding = line["each_prefill"], line["each_decode"]
+            cells = (median_and_spread(prefill), median_and_spread(decoding), over)
+            rows.append((line, (what, line["lane"], *cells)))
+    return _with_caption(run, table(head, rows, page))
+
+
+def batching(results: Results, page: Path) -> str:
+    """Requests at once and one after another."""
+    run = results.newest("batching", model="demo:chat")
+    head = ("requests", "at once, tokens/s", "one by one, tokens/s", "ratio", "ceiling", "same ids")
+    rows = [
+        (
+            line,
+            (
+                f"{line['settings']['num_requests']}",
+                number(line["together_tokens_per_s"]),
+                number(line["one_by_one_tokens_per_s"]),
+                number(line["ratio"]),
+                number(line["ceiling_ratio"]),
+                f"{line['num_same_ids']} in {line['settings']['dtype']}",
+            ),
+        )
+        for line in run.of("batching")
+    ]
+    return _with_caption(run, table(head, rows, page))
+
+
+def _reads(line: Line) -> Cell:
+    rate = line["miss_read_GBps"]
+    if rate is None:
+        return "none"
+    return f"{number(rate)} GB/s, {percent(line['share_of_read_ceiling'])} of the ceiling"
+
+
+def _share(line: Line) -> Cell:
+    share = line["experts_in_memory"]
+    return "the least that runs" if share == "least" else percent(share)
+
+
+def _peak(line: Line) -> Cell:
+    return giga(line["peak_resident_bytes"])
+
+
+def _with_caption(run: Run, text: str) -> str:
+    return f"{text}\n\n{caption(run)}"

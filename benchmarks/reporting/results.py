@@ -1,0 +1,125 @@
+"""What was measured: the lines of `docs/results/`, checked, and the runs that they make up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from lowtide.errors import UsageError
+
+REQUIRED = ("benchmark", "what", "settings", "machine", "commit", "date")
+MACHINE = ("cpu", "num_cores", "memory_bytes")
+
+
+class ResultsError(UsageError):
+    """A line of results that says too little, or was measured on files that no commit has."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One measurement, and where it is written."""
+
+    path: Path
+    number: int  # from 1
+    row: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.row:
+            raise ResultsError(f"{self.path}:{self.number} has no {name!r}: measure it again.")
+        return self.row[name]
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether the tree was a commit's (files in `docs/` aside)."""
+        return not self["commit"].endswith("+")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Lines of one script with the same settings, commit and machine, in one file."""
+
+    lines: tuple[Line, ...]
+
+    def of(self, what: str) -> list[Line]:
+        """Its measurements of that name, in the order of writing."""
+        return [line for line in self.lines if line["what"] == what]
+
+    @property
+    def first(self) -> Line:
+        return self.lines[0]
+
+    @property
+    def ended(self) -> str:
+        """Date and time of the last line, UTC."""
+        return str(self.lines[-1]["date"])
+
+
+class Results:
+    """All lines below a folder."""
+
+    def __init__(self, lines: list[Line]) -> None:
+        self.lines = lines
+        self.runs = [Run(tuple(of_run)) for _, of_run in groupby(lines, key=_run_key)]
+
+    @classmethod
+    def load(cls, folder: Path, repository: Path) -> Results:
+        """Reads `*.jsonl` of a folder; lines know it relative to the repository, as pages do.
+
+        Raises:
+            ResultsError: a line is not JSON, or lacks what it takes to judge it.
+        """
+        paths = sorted((repository / folder).glob("*.jsonl"))
+        return cls([line for path in paths for line in _read(path, folder / path.name)])
+
+    def newest(self, benchmark: str, **settings: object) -> Run:
+        """The last run of a script with these settings among others, on a commit's own files.
+
+        Raises:
+            ResultsError: there is none.
+        """
+        runs = [run for run in self.runs if _is_of(run, benchmark, settings)]
+        clean = [run for run in runs if run.first.is_clean]
+        if clean:
+            return max(clean, key=lambda run: run.ended)
+        asked = "".join(f", {name}={value}" for name, value in settings.items())
+        reason = "there are no lines" if not runs else _why_refused(runs)
+        raise ResultsError(f"Nothing to report of {benchmark!r}{asked}: {reason}.")
+
+
+def _why_refused(runs: list[Run]) -> str:
+    first = runs[-1].first
+    return (
+        f"{first.path}:{first.number} was measured on files that differed from commit "
+        f"{first['commit'].rstrip('+')}; commit them and measure again"
+    )
+
+
+def _is_of(run: Run, benchmark: str, settings: Mapping[str, object]) -> bool:
+    given = run.first["settings"]
+    return run.first["benchmark"] == benchmark and all(
+        given.get(name) == value for name, value in settings.items()
+    )
+
+
+def _run_key(line: Line) -> tuple[str, ...]:
+    machine = [str(line["machine"][name]) for name in MACHINE]
+    settings = json.dumps(line["settings"], sort_keys=True)
+    return (str(line.path), line["benchmark"], settings, line["commit"], *machine)
+
+
+def _read(file: Path, path: Path) -> Iterator[Line]:
+    for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            row = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ResultsError(f"{path}:{number} is not JSON: {error}.") from None
+        missing = [name for name in REQUIRED if not isinstance(row, dict) or not row.get(name)]
+        if not missing:
+            missing = [f"machine.{name}" for name in MACHINE if name not in row["machine"]]
+        if missing:
+            raise ResultsError(f"{path}:{number} does not say {', '.join(missing)}.")
+        yield Line(path, number, row)

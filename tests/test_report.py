@@ -1,0 +1,157 @@
+"""Pages say what the results say: parts are rewritten alike, and what cannot be judged refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reporting.ages import aged
+from reporting.blocks import PAGES, blocks
+from reporting.pages import part_names, rewritten
+from reporting.results import Results, ResultsError
+from reporting.tables import number, ratio
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RESULTS = Path("docs/results")
+
+
+def _row(**changes: Any) -> dict[str, Any]:
+    row = {
+        "benchmark": "batching",
+        "what": "batching",
+        "settings": {"model": "demo:chat", "num_requests": 32, "dtype": "float32"},
+        "machine": {"cpu": "A CPU", "num_cores": 2, "memory_bytes": 25_000_000_000},
+        "commit": "0123456789ab",
+        "date": "2026-11-22T10:00:00+00:00",
+        "together_tokens_per_s": 858.48,
+        "one_by_one_tokens_per_s": 139.92,
+        "ratio": 6.1354,
+        "ceiling_ratio": 17.241,
+        "num_same_ids": 32,
+    }
+    return {name: value for name, value in (row | changes).items() if value is not None}
+
+
+def _results(folder: Path, *rows: dict[str, Any]) -> Results:
+    (folder / RESULTS).mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / RESULTS / "2026-11-22-batching.jsonl").write_text(text)
+    return Results.load(RESULTS, folder)
+
+
+def _page(name: str) -> str:
+    return f"Before.\n<!-- measured: {name} -->\nold\n<!-- end of measured -->\nAfter.\n"
+
+
+def test_pages_say_what_the_results_say() -> None:
+    results = Results.load(RESULTS, REPOSITORY)
+    for page in PAGES:
+        text = (REPOSITORY / page).read_text(encoding="utf-8")
+        assert part_names(text), page
+        assert rewritten(text, blocks(results, page)) == text, "run `make report`"
+
+
+def test_a_part_is_rewritten_and_nothing_else(tmp_path: Path) -> None:
+    results = _results(tmp_path, _row())
+    once = rewritten(_page("batching"), blocks(results, Path("README.md")))
+    assert once.startswith("Before.\n") and once.endswith("After.\n")
+    assert "858" in once and "old" not in once
+    assert "[1](docs/results/2026-11-22-batching.jsonl#L1)" in once
+    assert "2 cores of A CPU, 25 GB, commit 0123456789ab" in once
+    assert rewritten(once, blocks(results, Path("README.md"))) == once
+
+
+def test_links_of_a_page_in_a_folder_go_up(tmp_path: Path) -> None:
+    page = blocks(_results(tmp_path, _row()), Path("docs/policies.md"))["batching"]()
+    assert "[1](../docs/results/2026-11-22-batching.jsonl#L1)" in page
+
+
+def test_the_newest_clean_run_is_shown(tmp_path: Path) -> None:
+    older = _row(date="2026-11-20T10:00:00+00:00", commit="aaaaaaaaaaaa", ratio=1.0)
+    dirty = _row(date="2026-11-23T10:00:00+00:00", commit="bbbbbbbbbbbb+", ratio=2.0)
+    run = _results(tmp_path, older, _row(), dirty).newest("batching", model="demo:chat")
+    assert [line["ratio"] for line in run.lines] == [6.1354]
+
+
+def test_lines_of_no_commit_are_refused(tmp_path: Path) -> None:
+    results = _results(tmp_path, _row(commit="0123456789ab+"))
+    with pytest.raises(ResultsError, match="differed from commit 0123456789ab"):
+        results.newest("batching")
+
+
+@pytest.mark.parametrize("name", ["commit", "machine", "date", "what", "settings"])
+def test_a_line_that_says_too_little_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ResultsError, match=rf"batching.jsonl:2 does not say {name}"):
+        _results(tmp_path, _row(), _row(**{name: None}))
+
+
+def test_a_machine_without_its_memory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ResultsError, match="does not say machine.memory_bytes"):
+        _results(tmp_path, _row(machine={"cpu": "A CPU", "num_cores": 2}))
+
+
+def test_a_damaged_file_is_refused_by_line(tmp_path: Path) -> None:
+    _results(tmp_path, _row())
+    path = tmp_path / RESULTS / "2026-11-22-batching.jsonl"
+    path.write_text(path.read_text() + '{"benchmark": \n')
+    with pytest.raises(ResultsError, match=r"batching.jsonl:2 is not JSON"):
+        Results.load(RESULTS, tmp_path)
+
+
+def test_a_line_without_a_value_that_is_shown_is_refused(tmp_path: Path) -> None:
+    results = _results(tmp_path, _row(ratio=None))
+    with pytest.raises(ResultsError, match="has no 'ratio'"):
+        rewritten(_page("batching"), blocks(results, Path("README.md")))
+
+
+def test_unknown_and_unclosed_parts_are_refused(tmp_path: Path) -> None:
+    made = blocks(_results(tmp_path, _row()), Path("README.md"))
+    with pytest.raises(ResultsError, match="No block is called 'speed'"):
+        rewritten(_page("speed"), made)
+    with pytest.raises(ResultsError, match="without its partner"):
+        rewritten("<!-- measured: batching -->\n", made)
+
+
+def test_a_lead_within_the_spread_is_a_tie() -> None:
+    assert ratio([10.0, 12.0, 11.0], [9.0, 10.5, 10.0]) == "1.10, a tie"
+    assert ratio([10.0, 12.0, 11.0], [5.0, 5.5, 5.2]) == "2.12"
+    assert [number(value) for value in (1234.5, 99.96, 9.994, 0.5)] == [
+        "1,234", "100.0", "9.99", "0.50",
+    ]  # fmt: skip
+
+
+def test_ages_name_what_is_behind_unknown_or_refused(tmp_path: Path) -> None:
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    (tmp_path / "src/lowtide").mkdir(parents=True)
+    subprocess.run([*git, "init", "-q"], check=True)
+    commits = []
+    for text in ("1", "2"):
+        (tmp_path / "src/lowtide/code.py").write_text(text)
+        subprocess.run([*git, "add", "-A"], check=True)
+        subprocess.run([*git, "commit", "-qm", text], check=True)
+        head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True)
+        commits.append(head.stdout.decode()[:12])
+    results = _results(
+        tmp_path,
+        _row(commit=commits[0]),
+        _row(commit=commits[1]),
+        _row(commit="cccccccccccc"),
+        _row(commit=commits[1] + "+"),
+    )
+    behind, unknown, refused = aged(tmp_path, results)
+    assert ":1 batching: 1 commits behind" in behind
+    assert ":3 batching: commit cccccccccccc is not known here" in unknown
+    assert ":4 batching: refused" in refused
+
+
+def test_a_bench_of_unknown_scripts_is_refused_by_name() -> None:
+    script = REPOSITORY / "benchmarks" / "bench.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--only", "speed"], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "speed" in done.stderr or "differ from their commit" in done.stderr
