@@ -459,6 +459,15 @@ def test_a_library_is_compiled_once(source: Path, cache: Path) -> None:
     assert first.stat().st_mtime_ns == written
 
 
+def test_who_waits_for_a_compiler_is_told_so_once(
+    source: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_loads(source, cache)
+    assert caplog.messages == ["Compiling kernels for this processor (once)."]
+    check_loads(source, cache)
+    assert len(caplog.messages) == 1
+
+
 @pytest.mark.parametrize("damage", ["empty", "short", "changed", "writable", "link"])
 def test_a_damaged_or_foreign_library_is_not_loaded(source: Path, cache: Path, damage: str) -> None:
     """One that was loaded before may be mapped: it is replaced, never changed in place."""

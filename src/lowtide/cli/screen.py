@@ -47,8 +47,8 @@ def stderr_console() -> Console:
 class ProgressBars:
     """A bar per stage on standard error, on a terminal only; elsewhere nothing is shown.
 
-    Called with (stage, done, total), as everything in lowtide that takes long reports. Bars go
-    when the last stage has ended.
+    Called with (stage, done, total), as everything in lowtide that takes long reports. A bar goes
+    when its stage has ended: what comes next may take long without a bar.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class ProgressBars:
     def __call__(self, stage: str, done: int, total: int) -> None:
         if stage not in self._tasks:
             self._tasks[stage] = self._progress.add_task(stage, total=total)
-        self._progress.update(self._tasks[stage], completed=done, total=total)
+        self._progress.update(self._tasks[stage], completed=done, total=total, visible=done < total)
 
     def __enter__(self) -> ProgressBars:
         self._progress.start()

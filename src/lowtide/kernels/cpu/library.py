@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -27,6 +28,8 @@ _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
 _LIMIT_S = 120.0
 _DIGEST_BYTES = hashlib.sha256().digest_size
+
+_log = logging.getLogger(__name__)
 
 
 def load_library(*sources: Path) -> ctypes.CDLL:
@@ -99,6 +102,7 @@ def _is_whole(path: Path) -> bool:
 
 def _build(sources: Sequence[Path], compiler: str, path: Path) -> None:
     """Writes the file whole or not at all: another process may be at it, too."""
+    _log.warning("Compiling kernels for this processor (once).")  # seconds: nobody waits unaware
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
         built = Path(folder) / path.name
         _run([compiler, *_FLAGS, *map(str, sources), "-o", str(built)], Path(folder))
