@@ -27,11 +27,13 @@ from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.kernels.reference import Kernels
 from lowtide.lab.calibrate import calibrate
+from lowtide.lab.record import recorded
 from lowtide.lab.synth import synth
 from lowtide.llm import LLM, plan_model
 from lowtide.params import DiffusionParams, SamplingParams
 from lowtide.policies.presets import candidates, fetches_all, options_of, preset_names
 from lowtide.reading.file_reader import FileReader
+from lowtide.replay.trace import Trace
 
 FAST = {"link_GBps": "1000", "link_latency_us": "0", "host_slowdown": "1"}
 OPTIONS: dict[str, Any] = {"device": "emulated", "device_options": FAST, "context": 256}
@@ -397,3 +399,16 @@ def test_a_batch_of_requests_shares_a_pass(diffusion: Case) -> None:
         finished, _ = answers(llm, requests)
         alone = [answers(llm, [request])[0][0] for request in requests]
     assert [f.token_ids for f in finished] == [f.token_ids for f in alone]
+
+
+@pytest.mark.parametrize("home_share", [1.0, 0.3])
+def test_what_dali_asks_is_done(diffusion: Case, tmp_path: Path, home_share: float) -> None:
+    options = {"w_size": "1"}
+    with diffusion.open("dali", 0.4, home_share, policy_options=options) as llm:
+        with recorded(llm, tmp_path / "trace.npz", "m"):
+            diffusion.check(llm)
+        stats = llm.stats()
+    assert stats["num_moves_asked"] == stats["num_moves_done"] > 0
+    passes = Trace.load(tmp_path / "trace.npz").passes
+    assert [p.num_moves_asked for p in passes] == [p.num_moves_done for p in passes]
+    assert sum(p.num_moves_done for p in passes) == stats["num_moves_done"]

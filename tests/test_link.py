@@ -362,7 +362,8 @@ class AnyPlacement:
         num_free = self.capacity[layer] - len(kept) + len(evict)
         absent = np.flatnonzero(~is_resident).tolist()
         admit = self._random.sample(absent, self._random.randint(0, min(num_free, len(absent))))
-        return Moves(np.array(sorted(admit), int), np.array(evict, int))
+        is_owed = self._random.random() < 0.3
+        return Moves(np.array(sorted(admit), int), np.array(evict, int), is_owed=is_owed)
 
 
 class AnyAssign:
@@ -811,3 +812,21 @@ def test_a_host_tier_that_is_abandoned_still_evicts_what_was_in_use() -> None:
     host.open(0, second, host.own_moves(step, 0, second))
     host.abandon()
     assert ledger.num_resident == 0
+
+
+def test_an_owed_move_comes_after_the_last_layer_and_its_victim_stays_until_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, runtime = scripted({0: [0]}, admit=[], ahead=[])
+    swap = Moves(np.array([2]), np.array([0]), is_owed=True)
+    monkeypatch.setattr(
+        Script, "update", lambda _, f: swap if f.layer == 0 else Moves(*[np.empty(0, int)] * 2)
+    )
+    run_layer(runtime, 0)
+    world.drain("copies")
+    ledger, stats = tier_of(runtime).ledger, tier_of(runtime).link.stats
+    assert np.flatnonzero(ledger.is_resident(0)).tolist() == [0] and stats.num_moved == 0
+    run_layer(runtime, 1)
+    assert np.flatnonzero(ledger.is_resident(0)).tolist() == [2]
+    assert stats.num_moved == stats.num_moves_done == runtime.stats.num_moves_asked == 1
+    ledger.check_integrity()

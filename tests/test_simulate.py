@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from lowtide.lab.calibration_report import step_similarity
 from lowtide.policies.assignment import AllFetch, AllHost, Greedy
 from lowtide.policies.catalogue import CATALOGUE, WAITS
 from lowtide.policies.placement import Static, Tide
-from lowtide.policies.prefetch import Gate, PreviousStep
+from lowtide.policies.prefetch import Gate, NoPrefetch, PreviousStep
 from lowtide.policies.presets import recipe
 from lowtide.policies.recipe import Recipe, Setting
 from lowtide.policies.tau import FollowDrift, auto_tau
@@ -356,3 +357,25 @@ def test_profiles_from_files(tmp_path: Path) -> None:
         load_profile(str(path))
     with pytest.raises(UsageError, match="a100-40gb"):
         load_profile("b200")
+
+
+def test_dalis_swaps_are_all_done_between_two_steps() -> None:
+    # The window ends with the first pass: expert 1 comes for 10 s before the second one begins.
+    trace = make_trace([[[1]], [[1]]])
+    made = replace(recipe("dali"), assignment=lambda s: AllHost(), prefetch=lambda s: NoPrefetch())
+    setting = make_setting(trace, 1).having(w_size=1, u_size=1)
+    assert made.policies(setting).placement.initial(0).tolist() != [1]
+    report = simulate(trace, made, setting)
+    assert (report.num_moves_asked, report.num_moves_done, report.num_moved) == (1, 1, 1)
+    assert report.total_s == (1.5 + 4) + 10 + (1.0 + 3) and report.bound_s["link"] == 10
+    assert report.num_hits == 1
+
+
+@given(seed=st.integers(0, 50), capacity=st.integers(0, 16), w_size=st.integers(1, 4))
+def test_what_dali_asks_is_done(seed: int, capacity: int, w_size: int) -> None:
+    trace = synth_trace(SHAPE, num_blocks=2, steps_per_block=6, block_length=6, seed=seed)
+    setting = make_setting(trace, capacity).having(w_size=w_size)
+    report = simulate(trace, "dali", setting, pass_s=0.5)
+    assert report.num_moves_asked == report.num_moves_done
+    lowtide = simulate(trace, "lowtide", setting)
+    assert lowtide.num_moves_done <= lowtide.num_moves_asked

@@ -125,6 +125,8 @@ def summary(report: Report) -> Row:
         "hit_rate": report.hit_rate,
         "num_fetched": report.num_fetched,
         "num_moved": report.num_moved,
+        "num_moves_asked": report.num_moves_asked,
+        "num_moves_done": report.num_moves_done,
         "num_prefetched": report.num_prefetched,
         "moved_GB": report.moved_bytes / 1e9,
         "binds": report.binds,

@@ -119,11 +119,20 @@ class Moves(NamedTuple):
     `admit` are experts that are not resident and shall be after this step; `evict` are
     residents that shall not. An evicted expert that this step needs is evicted after its use.
     `later`: without a device, who shall be when the layer comes again; nobody waits for them yet.
+    `is_owed`: whoever this step does not bring anyway comes between it and the next one, which
+    waits for it; else in idle link time, where a layer's next moves replace those not begun.
     """
 
     admit: IntArray
     evict: IntArray
     later: IntArray = NOBODY
+    is_owed: bool = False
+    num_left_out: int = 0  # asked for by the placement, but they cannot come: no link is idle
+
+    @property
+    def num_asked(self) -> int:
+        """Experts that were to become resident."""
+        return len(self.admit) + len(self.later) + self.num_left_out
 
 
 NO_MOVES = Moves(NOBODY, NOBODY)

@@ -111,6 +111,16 @@ class DeviceTier:
         self.device.join()
         self.link.confirm()
 
+    def end_pass(self, host: HostTier) -> None:
+        """After the last layer: brings the moves that are owed, and waits for them."""
+        owed = self.link.take_owed()
+        for layer, experts in owed.items():
+            moves = host.own_moves(_START, layer, experts)
+            for expert, host_slot in host.open(layer, experts, moves):
+                self.link.move(layer, expert, host_slot)
+        if owed:
+            self.link.wait_for_moves()
+
     def load(self, host: HostTier, initial: Sequence[IntArray], progress: Progress) -> None:
         """Makes `initial[layer]` resident and no others, through host memory."""
         absent = [self.link.keep(layer, experts) for layer, experts in enumerate(initial)]

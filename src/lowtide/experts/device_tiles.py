@@ -34,10 +34,12 @@ class DeviceTiles(DeviceShare):
         self._held: list[tuple[int, Arrival]] = []  # used, with rows in the next tile
         self._admit: list[int] = []
         self._evict: list[int] = []
+        self._is_owed = False
 
     def follow(self, moves: Moves) -> None:
         """Notes who is to stay and to go from now on."""
         self._admit, self._evict = moves.admit.tolist(), moves.evict.tolist()
+        self._is_owed = moves.is_owed
 
     def begin(self, rows: ExpertRows, pairs: slice) -> Sequence[int]:
         """Queues what is on the device already, or on its way, of the experts of a tile. Returns
@@ -58,9 +60,9 @@ class DeviceTiles(DeviceShare):
         return to_fetch
 
     def end(self) -> None:
-        """After the last tile: the moves that are left wait for an idle link."""
+        """After the last tile: the moves that are left wait for an idle link, or the pass's end."""
         moves = Moves(np.array(self._admit, np.int64), np.array(self._evict, np.int64))
-        self._link.obey(self._layer, moves, {})
+        self._link.obey(self._layer, moves._replace(is_owed=self._is_owed), {})
 
     def _settle(self, wave: Sequence[tuple[int, Arrival]]) -> None:
         for expert, arrival in wave:

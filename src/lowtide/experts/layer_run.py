@@ -83,7 +83,7 @@ class LayerRun:
         reads = self._open(wanted, runtime.host.own_moves(self._facts.step, self._layer, wanted))
         self._host.submit_all([pair for pair in reads.here if pair[0] in self._for_host])
         rest = share.start([pair for pair in reads.here if pair[0] not in self._for_host])
-        share.follow(runtime.policies.moves(self._facts, self._decision))
+        share.follow(runtime.moves(self._facts, self._decision))
         for expert, slot in rest:
             share.fetch(expert, slot)
         self._take_reads(reads, share)

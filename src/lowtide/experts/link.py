@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -16,28 +15,10 @@ import numpy as np
 from lowtide.core import BoolArray, FloatArray, IntArray, Moves
 from lowtide.experts.device import Device, ExpertGroup
 from lowtide.experts.host_tier import HostTier
+from lowtide.experts.link_stats import LinkStats
 from lowtide.experts.slots import SlotLedger
 from lowtide.policies.prefetch import PrefetchOutcome
 from lowtide.threads.event import Event
-
-
-@dataclass
-class LinkStats:
-    """Experts that crossed the link, by reason."""
-
-    num_fetched: int = 0  # on demand
-    num_moved: int = 0  # to be resident, for later
-    num_prefetched: int = 0
-    prefetch: PrefetchOutcome = field(default_factory=PrefetchOutcome)
-
-    @property
-    def num_copies(self) -> int:
-        return self.num_fetched + self.num_moved + self.num_prefetched
-
-    def as_dict(self) -> dict[str, float]:
-        counts = asdict(self)
-        outcome = counts.pop("prefetch")
-        return {**counts, **{f"prefetch_{name}": count for name, count in outcome.items()}}
 
 
 class Arrival(NamedTuple):
@@ -84,6 +65,7 @@ class Link:
         self._coming: dict[tuple[int, int], Arrival] = {}
         self._ahead: deque[_Wanted] = deque()
         self._moves: deque[_Wanted] = deque()
+        self._owed: dict[int, list[_Wanted]] = {}  # by layer: moves that this pass ends with
         self._in_flight: list[deque[Event]] = [deque() for _ in range(ledger.num_devices)]
         self._num_copies = [0] * ledger.num_devices
         self._unproven: list[tuple[int, int]] = []  # residents whose copies may have failed
@@ -167,13 +149,16 @@ class Link:
         """Carries out moves; returns those of `at_hand` to keep, which `settle` is told.
 
         `at_hand`: absent experts that the device runs this step, with the arrivals that the
-        caller took. Others wait for an idle link, and their victims stay until then. New moves of
-        a layer replace those of its old ones that have not begun.
+        caller took. Others wait for an idle link, or for the end of the pass if they are owed,
+        and their victims stay until then. New moves of a layer replace those of its old ones that
+        have not begun.
         """
         keep = {expert for expert, arrival in at_hand.items() if arrival and arrival.is_move}
+        self._owed.pop(layer, None)  # of a pass that was broken off
         if not len(moves.admit) and not len(moves.evict):
             return keep
         self._moves = deque(wanted for wanted in self._moves if wanted.layer != layer)
+        waiting: list[_Wanted] = []
         admit = sorted(moves.admit.tolist(), key=lambda expert: expert not in at_hand)
         victims: list[int | None] = list(moves.evict.tolist())
         num_unpaired = max(0, len(victims) - len(admit))
@@ -182,9 +167,14 @@ class Link:
         for expert, victim in pairs:
             if expert in at_hand:
                 keep.add(expert)
+                self.stats.num_moves_done += 1
                 leaving.append(victim)
             else:
-                self._moves.append(_Wanted(layer, expert, victim))
+                waiting.append(_Wanted(layer, expert, victim))
+        if moves.is_owed:
+            self._owed[layer] = waiting
+        else:
+            self._moves.extend(waiting)
         for victim in leaving:
             self._evict(layer, victim)
         return keep.difference(leaving)
@@ -238,6 +228,26 @@ class Link:
             if not self._begin_next():
                 return
 
+    def take_owed(self) -> dict[int, IntArray]:
+        """Who is to come before the next pass, ascending, by layer; their victims go now."""
+        owed, self._owed = self._owed, {}
+        for wanted in (one for of_layer in owed.values() for one in of_layer):
+            self._evict(wanted.layer, wanted.victim)
+        experts = {layer: sorted(one.expert for one in ones) for layer, ones in owed.items()}
+        return {layer: np.array(ids, np.int64) for layer, ids in experts.items() if ids}
+
+    def move(self, layer: int, expert: int, host_slot: int) -> None:
+        """Begins a move that is owed, into a slot that is free; `wait_for_moves` follows."""
+        self._coming[(layer, expert)] = self._copy(host_slot, is_move=True)
+        self._count_move()
+
+    def wait_for_moves(self) -> None:
+        """Returns when every move under way has arrived. Raises DeviceError when one has failed."""
+        for arrival in self._coming.values():
+            if arrival.is_move:
+                arrival.event.wait()
+        self.bind_arrived()
+
     def bind_arrived(self) -> None:
         """Makes arrived moves resident. Raises DeviceError when one has failed."""
         arrived = [key for key, a in self._coming.items() if a.is_move and a.event.is_done()]
@@ -285,6 +295,7 @@ class Link:
         """Copies have ended, and none waits."""
         self._ahead.clear()
         self._moves.clear()
+        self._owed.clear()
         for in_flight in self._in_flight:
             in_flight.clear()
 
@@ -327,7 +338,7 @@ class Link:
             if self._can_come(wanted) and self._has_room(wanted):
                 self._evict(wanted.layer, wanted.victim)
                 self._come(wanted, is_move=True)
-                self.stats.num_moved += 1
+                self._count_move()
                 return True
         return False
 
@@ -345,6 +356,10 @@ class Link:
     def _come(self, wanted: _Wanted, is_move: bool) -> None:
         key = (wanted.layer, wanted.expert)
         self._coming[key] = self._copy(self._host.lease(*key), is_move)
+
+    def _count_move(self) -> None:
+        self.stats.num_moved += 1
+        self.stats.num_moves_done += 1
 
     def _evict(self, layer: int, expert: int | None) -> None:
         """A resident, or one that is on its way to be."""

@@ -128,7 +128,7 @@ class LongRun:
         reads = runtime.host.open(layer, wanted, moves)
         try:
             self._start(reads)
-            share.follow(runtime.policies.moves(facts, self._decision))
+            share.follow(runtime.moves(facts, self._decision))
             for pairs in given.rows.tiles(len(given.buffers.parts)):
                 self._run_tile(device, share, reads, pairs)
         except BaseException:

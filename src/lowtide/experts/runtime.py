@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide.core import Demand, Facts, IntArray, MoEShape, RoutedTokens, Step
+from lowtide.core import Demand, Facts, IntArray, MoEShape, Moves, RoutedTokens, Step
 from lowtide.experts.device_tier import AtHost, DeviceTier
 from lowtide.experts.host_share import HostCompute
 from lowtide.experts.host_tier import HostTier
@@ -47,6 +47,8 @@ class ExpertStats:
 
     num_hits: int = 0  # those that were resident in the fast tier
     num_misses: int = 0  # those that were not
+    num_moves_asked: int = 0  # experts that the placement asked to become resident
+    num_moves_done: int = 0  # those that became so; the others were dropped, or wait yet
 
 
 class ExpertRuntime:
@@ -109,6 +111,8 @@ class ExpertRuntime:
                 self._run_whole(device, layer, x, routing, workspace, out)
             else:
                 self._run_layer(layer, x, routing, step, workspace, out, scores)
+            if device is not None and layer == self._shape.num_layers - 1:
+                device.end_pass(self.host)
             self._is_under_way = False
         except BaseException:
             self._abandon()
@@ -153,7 +157,7 @@ class ExpertRuntime:
         }
         if device is None:
             return counts
-        link = device.link.stats
+        link = device.link.stats  # with a device it is the link that carries out moves
         counts.update({"num_on_host": self.num_on_host, **link.as_dict()})
         return {**counts, "link_bytes": link.num_copies * self.host.slots.layout.num_bytes}
 
@@ -208,7 +212,9 @@ class ExpertRuntime:
             run = self._facts(step, layer, experts, substituted)
         decision = self.policies.decide(facts, run)
         if self.device is None:  # who stays says whose slots are given to whom
-            decision = decision._replace(moves=self.policies.moves(facts, decision))
+            moves = self.moves(facts, decision)
+            self.stats.num_moves_done += len(moves.admit) + len(moves.later)
+            decision = decision._replace(moves=moves)
         buffers = ExpertBuffers.take(workspace, self._shape, x)
         if is_long(len(x)):
             rows = self._sorted(routing)
@@ -278,7 +284,7 @@ class ExpertRuntime:
         at_once, moves = self.compute.at_once, decision.moves
         if self.device is not None or at_once is None or not at_once.takes(x):
             return False
-        is_moving = moves is not None and any(map(len, moves))
+        is_moving = moves is not None and any(map(len, moves[:3]))
         return not is_moving and not self.host.num_ahead and bool(demand.is_resident.all())
 
     def _run_at_once(
@@ -296,6 +302,12 @@ class ExpertRuntime:
         slots = self.host.ledger.slots_of(layer, experts)
         if self.compute.at_once is not None:
             self.compute.at_once.run_layer(x, routing, slots, buffers, out)
+
+    def moves(self, facts: Facts, decision: Decision) -> Moves:
+        """What the policies want to move, counted."""
+        moves = self.policies.moves(facts, decision)
+        self.stats.num_moves_asked += moves.num_asked
+        return moves
 
     def expect_next(self, layer: int, demand: Demand) -> None:
         """Tells what reads ahead what to expect of the layer after `layer`."""

@@ -13,6 +13,8 @@ from lowtide.experts.rows import Routing
 from lowtide.llm import LLM
 from lowtide.replay.trace import TraceShape, TraceWriter
 
+_MOVES = ("num_moves_asked", "num_moves_done")
+
 
 @contextmanager
 def recorded(llm: LLM, path: Path, model: str) -> Iterator[None]:
@@ -38,7 +40,8 @@ class Recorder:
         llm.config.check_experts("A trace is of experts")
         self.writer = TraceWriter(model, TraceShape(*llm.config.moe_shape))
         self._llm = llm
-        self._num_committed = self._total_committed()
+        self._num_committed = self._total("committed_tokens")
+        self._num_moves = [self._total(name) for name in _MOVES]
         self._num_passes = 0
         self._block = 0
         self._last_index = -1
@@ -48,12 +51,15 @@ class Recorder:
             self._begin(step, routing.experts.shape[0])
         experts, weights = (part.cpu().numpy() for part in routing)
         self.writer.record(layer, experts, weights)
+        if layer == self._llm.config.moe_shape.num_layers - 1:
+            self._count_moves()
 
     def finish(self) -> None:
         """Counts the answer's tokens that the last pass made final."""
         if self._num_passes:
-            self.writer.commit(self._total_committed() - self._num_committed)
-            self._num_committed = self._total_committed()
+            num_committed = self._total("committed_tokens")
+            self.writer.commit(num_committed - self._num_committed)
+            self._num_committed = num_committed
 
     def _begin(self, step: Step, num_rows: int) -> None:
         self.finish()
@@ -63,5 +69,11 @@ class Recorder:
         self._num_passes += 1
         self.writer.begin(step, self._block, num_rows)
 
-    def _total_committed(self) -> int:
-        return int(self._llm.stats()["committed_tokens"])
+    def _count_moves(self) -> None:
+        num_moves = [self._total(name) for name in _MOVES]
+        asked, done = (now - then for now, then in zip(num_moves, self._num_moves, strict=True))
+        self.writer.count_moves(asked, done)
+        self._num_moves = num_moves
+
+    def _total(self, name: str) -> int:
+        return int(self._llm.stats()[name])

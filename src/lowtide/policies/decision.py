@@ -155,7 +155,7 @@ def of_those(moves: Moves, fetched: IntArray) -> Moves:
         return moves
     admit = moves.admit[np.isin(moves.admit, fetched)]
     num_left_out = len(moves.admit) - len(admit)
-    return Moves(admit, moves.evict[num_left_out:])
+    return Moves(admit, moves.evict[num_left_out:], num_left_out=num_left_out)
 
 
 def _promoted(assignment: Assignment, admit: IntArray) -> Assignment:

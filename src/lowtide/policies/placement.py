@@ -182,7 +182,8 @@ class DaliWindow:
     its text counts: the swap comes after a full window and the *lowest* residents leave. Readings
     of ours: every forward pass is a step, prefill too; a swap only where the score rises; the
     cache changes at no other time, unless room is lost; residents start at random, drawn from
-    `seed`.
+    `seed`. A swap is owed: its transfer lies between two steps, as in the algorithm, and only an
+    expert that the step itself has fetched stays without one.
     """
 
     def __init__(
@@ -226,7 +227,8 @@ class DaliWindow:
         entering = top(score, ~is_kept & (score > 0), self._u_size)
         residents = is_kept.nonzero()[0]
         leaving = residents[score[residents].argsort(kind="stable")]
-        return exchange(entering, leaving, score[entering], score, room - len(residents))
+        moves = exchange(entering, leaving, score[entering], score, room - len(residents))
+        return moves._replace(is_owed=True)
 
 
 def _kept_or_demanded(facts: Facts) -> BoolArray:

@@ -78,6 +78,8 @@ class _Replay:
         num_read = len(demand.experts) - num_hits + len(moves.later)
         read_s = num_read * costs.fetch_s
         dense_s = costs.dense_s.at(num_rows)
+        report.num_moves_asked += moves.num_asked
+        report.num_moves_done += len(moves.admit) + len(moves.later)
         report.num_hits += num_hits
         report.num_activated += len(demand.experts)
         report.num_fetched += num_read

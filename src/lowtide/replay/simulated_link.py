@@ -34,11 +34,12 @@ class SimulatedLink:
         self.staged_s = np.full((len(capacity), num_experts), _ABSENT)
         self.free_s = 0.0
         self.busy_s = 0.0
-        self.num_moved = self.num_prefetched = 0
+        self.num_moved = self.num_prefetched = self.num_moves_done = 0
         self._num_slots = sum(capacity)  # of residents: any layer may have them
         self._fetch_s = fetch_s
         self._ahead: deque[_Transfer] = deque()
         self._moves: deque[_Transfer] = deque()
+        self._owed: list[_Transfer] = []
 
     def busy_from(self, now_s: float) -> float:
         """Seconds from `now_s` until what has begun has ended."""
@@ -80,7 +81,8 @@ class SimulatedLink:
         return staged
 
     def carry_out(self, layer: int, moves: Moves, at_hand: set[int], now_s: float) -> None:
-        """Carries out moves: experts `at_hand` (just fetched) at once, the others when idle.
+        """Carries out moves: experts `at_hand` (just fetched) at once, the others when idle, or at
+        the pass's end if they are owed.
 
         New moves of a layer replace those of its old ones that have not begun.
         """
@@ -99,8 +101,18 @@ class SimulatedLink:
             victim = victims[place - num_free] if place >= num_free else None
             if expert in at_hand:
                 self._replace(layer, expert, victim, now_s)
+                self.num_moves_done += 1
             else:
-                self._moves.append(_Transfer(layer, expert, now_s, victim))
+                waiting = self._owed if moves.is_owed else self._moves
+                waiting.append(_Transfer(layer, expert, now_s, victim))
+
+    def bring_owed(self, now_s: float) -> float:
+        """Brings the moves that a pass ends with, one by one; when the last one has arrived."""
+        for transfer in self._owed:
+            now_s = self._occupy(max(now_s, self.free_s))
+            self._move(transfer, now_s)
+        self._owed.clear()
+        return now_s
 
     def _start_ahead(self, transfer: _Transfer, start_s: float) -> None:
         if np.isinf(self.ready_s[transfer.layer, transfer.expert]):
@@ -109,9 +121,12 @@ class SimulatedLink:
 
     def _start_move(self, transfer: _Transfer, start_s: float) -> None:
         if self._has_room(transfer):
-            end_s = self._occupy(start_s)
-            self._replace(transfer.layer, transfer.expert, transfer.victim, end_s)
-            self.num_moved += 1
+            self._move(transfer, self._occupy(start_s))
+
+    def _move(self, transfer: _Transfer, ready_s: float) -> None:
+        self._replace(transfer.layer, transfer.expert, transfer.victim, ready_s)
+        self.num_moved += 1
+        self.num_moves_done += 1
 
     def _has_room(self, transfer: _Transfer) -> bool:
         is_kept = self.is_kept(transfer.layer)

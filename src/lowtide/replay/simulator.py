@@ -59,6 +59,8 @@ class Report:
     num_activated: int = 0
     num_fetched: int = 0  # on demand
     num_moved: int = 0  # by the placement, beyond those
+    num_moves_asked: int = 0  # experts that the placement asked to become resident
+    num_moves_done: int = 0  # those that became so: by a move, or fetched and kept
     num_prefetched: int = 0
     num_substituted: int = 0  # (token, expert) pairs, by a policy that changes words
     moved_share: float = 0.0  # of all requests' router weight
@@ -228,13 +230,15 @@ class _Replay:
         run_demand = demand if run is None else run.demand
         self._now_s = self._run(layer, run_demand, assignment, routed_s)
         moves = self._policies.moves(facts, decision)
+        report.num_moves_asked += moves.num_asked
         self._look_ahead(facts, assignment, routed_s, predicted)
         link.carry_out(layer, moves, set(assignment.fetch.tolist()), routed_s)
 
     def end_pass(self, pass_s: float, num_committed: int) -> None:
-        """What follows the layers; the link goes on meanwhile."""
-        self._now_s += pass_s
-        report = self.report
+        """What follows the layers: moves that are owed, then the rest, and the link goes on."""
+        report, arrived_s = self.report, self._link.bring_owed(self._now_s)
+        report.bound_s["link"] += arrived_s - self._now_s
+        self._now_s = arrived_s + pass_s
         report.bound_s["device"] += pass_s
         report.device_s += pass_s
         report.total_s = self._now_s
@@ -242,6 +246,7 @@ class _Replay:
         report.num_tokens += num_committed
         report.link_s = self._link.busy_s
         report.num_moved, report.num_prefetched = self._link.num_moved, self._link.num_prefetched
+        report.num_moves_done = self._link.num_moves_done
 
     def end(self) -> None:
         """After the last pass."""

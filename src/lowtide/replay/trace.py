@@ -28,7 +28,7 @@ from lowtide.core import (
 from lowtide.errors import StorageError, UsageError
 from lowtide.files.array_file import Arrays, Contradiction, load_arrays, save_arrays
 
-TRACE_VERSION = 2
+TRACE_VERSION = 3
 MAX_TRACE_BYTES = 1 << 32
 """Routing data of one trace, at most, in memory and when read."""
 
@@ -45,7 +45,6 @@ TRACE_DTYPES = {
 """The arrays of a trace's file, and their types."""
 
 _KINDS = (StepKind.PREFILL, StepKind.DENOISE, StepKind.DECODE)
-_PASS_FIELDS = ("kind", "block", "index", "num_rows", "num_committed")
 _MAX_COUNT = 2**31 - 1
 _MAX_MODEL_BYTES = 4096
 
@@ -67,6 +66,9 @@ class Pass(NamedTuple):
     block: int  # running number of the diffusion block; 0 where there are none
     num_rows: int
     num_committed: int  # answer tokens that became final in it
+    # experts that the placement in force asked to become resident, and that did by its end
+    num_moves_asked: int = 0
+    num_moves_done: int = 0
 
 
 class RoutedPass(NamedTuple):
@@ -170,6 +172,8 @@ class Trace:
         columns = [[_KINDS.index(p.step.kind) for p in self.passes]]
         columns += [[p.block for p in self.passes], [p.step.index for p in self.passes]]
         columns += [[p.num_rows for p in self.passes], [p.num_committed for p in self.passes]]
+        columns += [[p.num_moves_asked for p in self.passes]]
+        columns += [[p.num_moves_done for p in self.passes]]
         return {
             "version": np.array([TRACE_VERSION], np.int64),
             "shape": np.array(self.shape, np.int64),
@@ -259,6 +263,16 @@ class TraceWriter:
         last = self._passes[-1]
         self._passes[-1] = last._replace(num_committed=last.num_committed + num_tokens)
 
+    def count_moves(self, num_asked: int, num_done: int) -> None:
+        """Adds experts that were asked to become resident in the last pass, and that did."""
+        if not self._passes or min(num_asked, num_done) < 0:
+            raise UsageError(f"{num_asked} moves asked, {num_done} done cannot be of pass 0.")
+        last = self._passes[-1]
+        self._passes[-1] = last._replace(
+            num_moves_asked=last.num_moves_asked + num_asked,
+            num_moves_done=last.num_moves_done + num_done,
+        )
+
     def trace(self) -> Trace:
         """All passes so far."""
         layers, _, k = self._shape[:3]
@@ -305,7 +319,7 @@ def trace_of(arrays: Arrays) -> Trace:
     if (
         arrays["shape"].shape != (len(TraceShape._fields),)
         or passes.ndim != 2
-        or passes.shape[1] != len(_PASS_FIELDS)
+        or passes.shape[1] != len(Pass._fields) + 1  # a step is two of them
     ):
         raise Contradiction("its tables have other columns than a trace's")
     shape = TraceShape(*arrays["shape"].tolist())
@@ -330,8 +344,8 @@ def trace_of(arrays: Arrays) -> Trace:
     if (requests < -1).any() or (kinds > max(RowKind)).any():
         raise Contradiction("a row is of a request or kind that cannot be")
     rows = [
-        Pass(Step(_KINDS[kind], index), block, num_rows, num_committed)
-        for kind, block, index, num_rows, num_committed in passes.tolist()
+        Pass(Step(_KINDS[kind], index), block, *counts)
+        for kind, block, index, *counts in passes.tolist()
     ]
     return Trace(model, shape, tuple(rows), ids, weights, requests, kinds)
 
