@@ -23,7 +23,7 @@ from lowtide import SamplingParams
 from lowtide.cli.app import app
 from lowtide.errors import CheckpointError, UnsupportedError
 from lowtide.formats import MatrixFormat, format_of, formats, register, unregister
-from lowtide.formats.matrix import Bytes, Products
+from lowtide.formats.matrix import Bytes
 from lowtide.lab.safetensors_writer import OutputTensor, SafetensorsWriter
 from lowtide.lab.synth import synth
 from lowtide.llm import LLM, plan_model
@@ -37,12 +37,26 @@ PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 class OffsetMatrix:
     """Made into float16 for every product."""
 
-    def __init__(self, stored: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        self._offsets = stored.view(dtype).view(shape)
+    def __init__(self, offsets: Tensor) -> None:
+        self._offsets = offsets
 
-    def multiply(self, kernels: Products, x: Tensor, out: Tensor) -> None:
-        weights = (self._offsets.int() + ONE).to(torch.int16).view(torch.float16)
-        kernels.multiply_by(x, weights, out)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._offsets.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self._offsets.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        return self._offsets.device
+
+    def rows(self, features: slice | Tensor) -> OffsetMatrix:
+        return OffsetMatrix(self._offsets[features])
+
+    def unpack(self, out: Tensor) -> None:
+        out.copy_((self._offsets.int() + ONE).to(torch.int16).view(torch.float16))
 
 
 class Offsets(MatrixFormat):
@@ -61,7 +75,7 @@ class Offsets(MatrixFormat):
         return (float16.view(np.uint16).astype(np.int64) - ONE).astype(self._numpy_dtype).tobytes()
 
     def matrix(self, tensors: Sequence[Tensor], shape: tuple[int, ...]) -> OffsetMatrix:
-        return OffsetMatrix(tensors[0], self._torch_dtype, shape)
+        return OffsetMatrix(tensors[0].view(self._torch_dtype).view(shape))
 
     def has_tensor(self, name: str, dtype: str) -> bool:
         return dtype == self.dtypes[0]

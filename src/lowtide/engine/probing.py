@@ -134,7 +134,7 @@ def _columns(opened: OpenModel, matrix: Matrix, shape: tuple[int, ...], num_colu
     units = torch.zeros(len(chosen), width, dtype=opened.dtype)
     units[torch.arange(len(chosen)), chosen] = 1
     out = torch.empty(len(chosen), num_rows, dtype=opened.dtype)
-    matrix.multiply(opened.kernels_on(units.device), units, out)
+    opened.kernels_on(units.device).multiply_by(units, matrix, out)
     return out.float().flatten()
 
 

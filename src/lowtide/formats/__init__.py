@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from lowtide.formats.matrix import MatrixFormat, StoredMatrix
 from lowtide.formats.registry import (
+    can_load,
     format_of,
     formats,
     loadable_dtypes,
@@ -19,6 +20,7 @@ from lowtide.formats.registry import (
 __all__ = [
     "MatrixFormat",
     "StoredMatrix",
+    "can_load",
     "format_of",
     "formats",
     "loadable_dtypes",

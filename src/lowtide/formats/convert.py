@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,15 +11,31 @@ from numpy.typing import NDArray
 from lowtide.formats.matrix import Bytes, MatrixFormat
 from lowtide.formats.plain import CHUNK_WEIGHTS, convert_plain
 
+Pack = Callable[[MatrixFormat, NDArray[np.float32], Bytes], None]
+"""`MatrixFormat.pack`, or what does the same faster."""
 
-def convert(stored: Sequence[Bytes], source: MatrixFormat, target: Bytes, to: MatrixFormat) -> None:
-    """Writes whole blocks of weights into `target`: as they are, or in a plain format.
+
+def pack(to: MatrixFormat, weights: NDArray[np.float32], target: Bytes) -> None:
+    """`MatrixFormat.pack` itself."""
+    to.pack(weights, target)
+
+
+def convert(
+    stored: Sequence[Bytes],
+    source: MatrixFormat,
+    target: Bytes,
+    to: MatrixFormat,
+    pack: Pack = pack,
+) -> None:
+    """Writes whole blocks of weights into `target`: as they are, or in another format.
 
     stored: the blocks' bytes of each tensor of `source`, 1-D. target: 1-D, of as many weights in
-    the format `to`, which is plain or `source` itself, of one tensor then.
+    the format `to`, which is plain, or `source` itself, of one tensor then, or can be packed.
     """
     if source is to:
         np.copyto(target, stored[0])
+    elif to.unpacked != to.name:
+        _pack(stored, source, target, to, pack)
     elif source.unpacked == source.name:
         convert_plain(stored[0], source.name, target, to.name)
     else:
@@ -46,6 +62,28 @@ def convert_rows(
         ]
         convert(pieces, source, contiguous.reshape(-1).view(np.uint8), to)
         rows[...] = contiguous
+
+
+def _pack(
+    stored: Sequence[Bytes], source: MatrixFormat, target: Bytes, to: MatrixFormat, pack: Pack
+) -> None:
+    """Some blocks of the target at a time, through float32; `source` divides into them."""
+    source_bytes = source.num_bytes(to.block_size)
+    num_blocks, step = len(stored[0]) // source_bytes, max(1, CHUNK_WEIGHTS // to.block_size)
+    for first in range(0, num_blocks, step):
+        stop = min(first + step, num_blocks)
+        weights = np.empty((stop - first) * to.block_size, np.float32)
+        pieces = [
+            each[
+                source.num_bytes(first * to.block_size, i) : source.num_bytes(
+                    stop * to.block_size, i
+                )
+            ]
+            for i, each in enumerate(stored)
+        ]
+        convert_plain(source.unpack(*pieces), source.unpacked, weights.view(np.uint8), "F32")
+        start, end = (to.num_bytes(block * to.block_size) for block in (first, stop))
+        pack(to, weights, target[start:end])
 
 
 def _unpack(stored: Sequence[Bytes], source: MatrixFormat, target: Bytes, to: MatrixFormat) -> None:

@@ -10,27 +10,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 Bytes = NDArray[np.uint8]
 
 
-class Products(Protocol):
-    """Of matrices that are in the compute dtype: the kernels, as a format sees them."""
+class StoredMatrix(Protocol):
+    """A matrix [out, in] in memory as its format has it, not unpacked.
 
-    def multiply_by(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
-        """`out = x @ matrix.t()`."""
+    Kernels multiply with some of its rows at a time, which they unpack, unless they know better.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def rows(self, features: slice | Tensor) -> StoredMatrix:
+        """Some of them: a range, as a view, or a copy of those whose numbers [n] are given."""
         ...
 
+    def unpack(self, out: Tensor) -> None:
+        """Writes all weights into out [out, in], each rounded once to its type, the compute dtype.
 
-class StoredMatrix(Protocol):
-    """A matrix [out, in] in memory as its format has it, not unpacked."""
-
-    def multiply(self, kernels: Products, x: Tensor, out: Tensor) -> None:
-        """`out = x @ matrix.t()` for x [n, in] and out [n, out] of the compute dtype.
-
-        A row's bits must not depend on the others, as `Kernels.multiply`'s do not beyond the
-        number of rows.
+        No weight's bits depend on which others are unpacked with it.
         """
         ...
 
@@ -48,10 +56,15 @@ class MatrixFormat(ABC):
     block_bytes: tuple[int, ...]  # of a block in each of the tensors
     unpacked: str  # name of the plain format that `unpack` answers in
     is_kept: bool = False  # as it is stored, and multiplied with; else unpacked when it is read
+    in_safetensors: bool = True  # whether `dtypes` are that format's own names
 
     def num_bytes(self, num_weights: int, tensor: int = 0) -> int:
         """Of whole blocks, in one of the tensors."""
         return num_weights // self.block_size * self.block_bytes[tensor]
+
+    def for_rows(self, num_columns: int) -> MatrixFormat:
+        """The same of matrices with rows of this length, where that is one; blocks are of it."""
+        return self
 
     @abstractmethod
     def unpack(self, *stored: Bytes) -> Bytes:
@@ -59,6 +72,10 @@ class MatrixFormat(ABC):
 
         stored: the same blocks' bytes of each tensor, 1-D, at any address.
         """
+
+    def pack(self, weights: NDArray[np.float32], target: Bytes) -> None:
+        """Writes whole blocks of weights [n] into `target` in this format, of one tensor."""
+        raise NotImplementedError(f"Nothing is converted into {self.name}.")
 
     def matrix(self, tensors: Sequence[Tensor], shape: tuple[int, ...]) -> StoredMatrix:
         """A matrix of a kept format over its bytes in memory, each of `tensors` 1-D uint8."""

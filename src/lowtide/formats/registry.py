@@ -13,7 +13,7 @@ from lowtide.errors import UnsupportedError
 from lowtide.formats.matrix import MatrixFormat
 
 _registered: dict[str, MatrixFormat] = {}
-_NO_FORMATS = ("convert", "matrix", "registry")
+_NO_FORMATS = ("convert", "matrix", "quantised", "quantised_matrix", "registry")
 
 
 def formats() -> Mapping[str, MatrixFormat]:
@@ -34,7 +34,16 @@ def format_of(dtype: str) -> MatrixFormat:
 
 def loadable_dtypes() -> tuple[str, ...]:
     """The safetensors types of which one tensor alone holds weights."""
-    return tuple(known.dtypes[0] for known in formats().values() if len(known.dtypes) == 1)
+    return tuple(
+        known.dtypes[0]
+        for known in formats().values()
+        if len(known.dtypes) == 1 and known.in_safetensors
+    )
+
+
+def can_load(dtype: str) -> bool:
+    """Whether one tensor of this type alone holds weights."""
+    return any(known.dtypes == (dtype,) for known in formats().values())
 
 
 def register(added: MatrixFormat) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowtide.kernels.cpu.few_rows import MAX_HEAD_DIM, FewRows
-from lowtide.kernels.operands import ClampedWeights, ExpertWeights, Rotation
+from lowtide.kernels.operands import ClampedWeights, ExpertWeights, Matrix, Rotation
 from lowtide.kernels.reference import Kernels
 from lowtide.memory.workspace import Buffers
 
@@ -32,8 +32,8 @@ class CompiledKernels(Kernels):
         else:
             super().multiply(x, weight_t, bias, out)
 
-    def divides(self, x: Tensor) -> bool:
-        return self._few_rows.takes(x)
+    def divides(self, x: Tensor, matrix: Matrix) -> bool:
+        return isinstance(matrix, Tensor) and self._few_rows.takes(x)
 
     def gated_mlp(
         self,

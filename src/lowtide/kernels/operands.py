@@ -12,6 +12,11 @@ Matrix = Tensor | StoredMatrix
 """[out, in], in the compute dtype or as its format has it."""
 
 
+def rows_of(matrix: Matrix, features: slice) -> Matrix:
+    """Some of a matrix's rows, as a view."""
+    return matrix[features] if isinstance(matrix, Tensor) else matrix.rows(features)
+
+
 class ExpertWeights(NamedTuple):
     """One expert's matrices."""
 

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.core import IntArray
-from lowtide.kernels import tiled_head
+from lowtide.formats import StoredMatrix
+from lowtide.kernels import stored, tiled_head
 from lowtide.kernels.operands import (
     ClampedWeights,
     ExpertChoice,
@@ -86,22 +87,41 @@ class Kernels:
     ) -> None:
         """`out = x @ weight_t + bias` for x [n, in], weight_t [in, out], bias [out], out [n, out].
 
-        num_threads: of the kernel's own, where `divides` says that it has some.
+        num_threads: of the kernel's own, where `divides` says so of the matrix.
         """
         if bias is None:
             torch.mm(x, weight_t, out=out)
         else:
             torch.addmm(bias, x, weight_t, out=out)
 
-    def multiply_by(self, x: Tensor, matrix: Matrix, out: Tensor) -> None:
-        """`out = x @ matrix.t()` for x [n, in], a matrix [out, in] of any format, out [n, out]."""
+    def multiply_by(
+        self,
+        x: Tensor,
+        matrix: Matrix,
+        out: Tensor,
+        bias: Tensor | None = None,
+        num_threads: int = 1,
+    ) -> None:
+        """`out = x @ matrix.t() + bias` for x [n, in], a matrix [out, in] of any format, out
+        [n, out]. Each weight is rounded once to the compute dtype, whatever n is."""
         if isinstance(matrix, Tensor):
-            self.multiply(x, matrix.t(), None, out)
-        else:
-            matrix.multiply(self, x, out)
+            self.multiply(x, matrix.t(), bias, out, num_threads)
+        elif not x.is_meta:
+            stored.multiply(self, x, matrix, bias, out)
 
-    def divides(self, x: Tensor) -> bool:
-        """Whether `multiply` divides a product with these rows among threads of its own."""
+    def unpack(self, matrix: StoredMatrix, out: Tensor) -> None:
+        """`StoredMatrix.unpack`."""
+        matrix.unpack(out)
+
+    def select_rows(self, matrix: Matrix, rows: Tensor, out: Tensor) -> None:
+        """`out = matrix[rows]` for rows [n] int64 and out [n, in] in the compute dtype."""
+        if isinstance(matrix, Tensor):
+            torch.index_select(matrix, 0, rows, out=out)
+        elif not out.is_meta:
+            self.unpack(matrix.rows(rows), out)
+
+    def divides(self, x: Tensor, matrix: Matrix) -> bool:
+        """Whether `multiply_by` divides a product with these rows among threads of its own."""
         return False
 
     def gated_mlp(

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lowtide.kernels.operands import Matrix
 from lowtide.memory.workspace import Buffers
 
 TILE_COLUMNS = 1024
@@ -42,7 +43,7 @@ class Head(NamedTuple):
 
     norm: Tensor  # [hidden]
     eps: float
-    vocabulary: Tensor  # [vocab, hidden], in the compute dtype
+    vocabulary: Matrix  # [vocab, hidden]
 
 
 class Guidance(NamedTuple):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core import align_up
+from lowtide.kernels.operands import rows_of
 from lowtide.kernels.row_statistics import (
     LEAST_EXPONENT,
     TILE_COLUMNS,
@@ -199,10 +200,10 @@ class _Reduction:
     def materialise(self) -> None:
         """Computes all logits first, in the compute dtype."""
         shape = (self._inputs.x.shape[0], self._weight.shape[0])
-        self._whole = self._workspace.take("logits", shape, self._weight.dtype)
+        self._whole = self._workspace.take("logits", shape, self._inputs.x.dtype)
         self._in_works(partial(self._fill, self._inputs.x, self._whole))
         if self._inputs.other is not None:
-            self._whole_other = self._workspace.take("other logits", shape, self._weight.dtype)
+            self._whole_other = self._workspace.take("other logits", shape, self._inputs.x.dtype)
             self._in_works(partial(self._fill, self._inputs.other, self._whole_other))
 
     def run(self) -> Partials:
@@ -219,7 +220,7 @@ class _Reduction:
                 for rows in self._row_tiles:
                     run_tile(rows, tile, self._scratch[work])
 
-        if not self._weight.is_meta:  # all has been taken: there is nothing to count
+        if not self._inputs.x.is_meta:  # all has been taken: there is nothing to count
             self._run([partial(run_range, work) for work in range(num_works)])
 
     def _fill(self, x: Tensor, out: Tensor, rows: slice, tile: int, scratch: _Scratch) -> None:
@@ -279,9 +280,9 @@ class _Reduction:
             out.copy_(product)
 
     def _multiply(self, x: Tensor, columns: slice, out: Tensor) -> None:
-        weight = self._weight[columns].t()
+        weight = rows_of(self._weight, columns)
         for rows in _row_tiles(x.shape[0], TILE_ROWS):
-            self._kernels.multiply(x[rows], weight, None, out[rows])
+            self._kernels.multiply_by(x[rows], weight, out[rows])
 
 
 def _row_tiles(num_rows: int, tile_rows: int) -> list[slice]:

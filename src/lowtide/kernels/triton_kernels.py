@@ -33,7 +33,8 @@ class TritonKernels(Kernels):
         workspace: Buffers,
         run: Run,
     ) -> RowStatistics:
-        if form is Form.MATERIALISED:  # by torch's product, of a copy of the rows
+        # Else by torch's product, of a copy of the rows.
+        if form is Form.MATERIALISED or not isinstance(head.vocabulary, Tensor):
             return super().row_statistics(
                 hidden, rows, head, wanted, guidance, form, workspace, run
             )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lowtide.compute import Compute
+from lowtide.kernels.operands import Matrix
 from lowtide.kernels.row_statistics import Form, Guidance, Head, RowStatistics, Wanted
 from lowtide.layers.linear import Linear
 from lowtide.layers.rows import in_tiles
@@ -14,8 +15,8 @@ from lowtide.layers.rows import in_tiles
 class LogitsHead:
     """The last norm and the product with the vocabulary."""
 
-    def __init__(self, norm: Tensor, eps: float, vocabulary: Tensor, compute: Compute) -> None:
-        """norm: [hidden]. vocabulary: [vocab, hidden], in the compute dtype."""
+    def __init__(self, norm: Tensor, eps: float, vocabulary: Matrix, compute: Compute) -> None:
+        """norm: [hidden]. vocabulary: [vocab, hidden]."""
         self._head = Head(norm, eps, vocabulary)
         self._product = Linear(vocabulary, compute)
         self._compute = compute

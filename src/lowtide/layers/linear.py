@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 from torch import Tensor
 
 from lowtide.compute import Compute
 from lowtide.core import align_up
+from lowtide.kernels.operands import Matrix, rows_of
 from lowtide.kernels.reference import silu_times
 from lowtide.layers.rows import in_tiles
 from lowtide.memory.workspace import tiles
@@ -22,12 +24,11 @@ SPLIT_OPERATIONS = 1 << 24
 class Linear:
     """`out = x @ weight.T + bias`, its output features divided among the compute threads."""
 
-    def __init__(self, weight: Tensor, compute: Compute, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Matrix, compute: Compute, bias: Tensor | None = None) -> None:
         """weight: [out, in]. bias: [out]."""
         self._compute = compute
         self._bias = bias
         self._weight = weight
-        self._whole = weight.t()
         self._pieces = _pieces(weight, compute.executor.num_threads)
 
     def forward(self, x: Tensor, out: Tensor) -> None:
@@ -36,24 +37,31 @@ class Linear:
 
     def _multiply(self, x: Tensor, out: Tensor) -> None:
         kernels, executor, bias = self._compute.kernels, self._compute.executor, self._bias
-        if kernels.divides(x) or len(self._pieces) == 1 or not self._is_large(x.shape[0]):
-            kernels.multiply(x, self._whole, bias, out, executor.num_cores)
+        is_whole = len(self._pieces) == 1 or not self._is_large(x.shape[0])
+        if is_whole or kernels.divides(x, self._weight):
+            kernels.multiply_by(x, self._weight, out, bias, executor.num_cores)
             return
         works = [
-            partial(kernels.multiply, x, weight, None if bias is None else bias[rows], out[:, rows])
+            partial(
+                kernels.multiply_by,
+                x,
+                weight,
+                out[:, rows],
+                None if bias is None else bias[rows],
+            )
             for rows, weight in self._pieces
         ]
         executor.run(works)
 
     def _is_large(self, num_rows: int) -> bool:
-        num_operations = 2 * num_rows * self._weight.numel()
+        num_operations = 2 * num_rows * math.prod(self._weight.shape)
         return self._weight.nbytes >= SPLIT_BYTES or num_operations >= SPLIT_OPERATIONS
 
 
 class GatedMLP:
     """down(silu(gate x) * up x): a dense layer's MLP, or experts that every token uses."""
 
-    def __init__(self, gate: Tensor, up: Tensor, down: Tensor, compute: Compute) -> None:
+    def __init__(self, gate: Matrix, up: Matrix, down: Matrix, compute: Compute) -> None:
         """gate, up: [width, hidden]. down: [hidden, width]."""
         self._width = gate.shape[0]
         self._gate, self._up, self._down = (Linear(each, compute) for each in (gate, up, down))
@@ -72,12 +80,12 @@ class GatedMLP:
             self._down.forward(gate, out)
 
 
-def _pieces(weight: Tensor, num_pieces: int) -> list[tuple[slice, Tensor]]:
-    """Ranges of output features, each with its transposed rows of `weight`.
+def _pieces(weight: Matrix, num_pieces: int) -> list[tuple[slice, Matrix]]:
+    """Ranges of output features, each with its rows of `weight`.
 
     They begin at multiples of 64, and none is narrower than 16: a product's bits would depend on
     the number of pieces otherwise (measured, float32).
     """
     num_features = weight.shape[0]
     length = align_up(-(-num_features // num_pieces), 64)
-    return [(features, weight[features].t()) for features in tiles(num_features, length)]
+    return [(features, rows_of(weight, features)) for features in tiles(num_features, length)]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lowtide.compute import Compute
 from lowtide.config import ModelConfig
+from lowtide.kernels.operands import Matrix, rows_of
 from lowtide.layers.linear import Linear
 
 
@@ -57,11 +58,12 @@ class FusedQKV:
     asked for one by one."""
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, config: ModelConfig, compute: Compute
+        self, weight: Matrix, bias: Tensor | None, config: ModelConfig, compute: Compute
     ) -> None:
         widths = [config.attention.query_size, 2 * config.attention.kv_size]
         biases = [None, None] if bias is None else torch.split(bias, widths)
-        weights = torch.split(weight, widths)
+        parts = (slice(widths[0]), slice(widths[0], None))
+        weights = [rows_of(weight, part) for part in parts]
         self._all = Linear(weight, compute, bias)
         self._query, self._both = (
             Linear(weight, compute, bias) for weight, bias in zip(weights, biases, strict=True)

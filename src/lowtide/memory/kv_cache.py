@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lowtide.core import align_up
@@ -67,6 +68,11 @@ class KVCache:
         self.num_tokens = storage.shape[3]
         self.max_range_tokens = max_range_tokens or self.num_tokens
         self._taken: list[KVRange] = []  # ascending by start
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values, which is the compute dtype."""
+        return self._storage.dtype
 
     def place(self, layer: int) -> int:
         """Which of the storage's layers has a model's layer."""

@@ -20,7 +20,7 @@ from lowtide.config import ModelConfig
 from lowtide.core import Step
 from lowtide.errors import InternalError
 from lowtide.experts.rows import Routing
-from lowtide.kernels.operands import HeadNorms
+from lowtide.kernels.operands import HeadNorms, Matrix
 from lowtide.kernels.row_statistics import Form, Guidance, RowStatistics, Wanted
 from lowtide.layers.batch import Batch
 from lowtide.layers.head import LogitsHead
@@ -37,8 +37,8 @@ from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.workspace import Buffers
 from lowtide.schemas.names import PROJECTIONS, USUAL, Names
 
-Weights = Mapping[str, Tensor]
-"""Dense weights by their checkpoint names."""
+Weights = Mapping[str, Matrix]
+"""Dense weights by their checkpoint names; those that models only multiply with in any format."""
 
 
 class Attention(Protocol):
@@ -72,7 +72,7 @@ class Decoder(ABC):
         names, is_tied = self.names, config.tie_word_embeddings
         self._embedding = weights[f"{names.embedding}.weight"]
         head = self._embedding if is_tied else weights[f"{names.head}.weight"]
-        norm = weights[f"{names.norm}.weight"]
+        norm = self.tensor(f"{names.norm}.weight")
         self._head = LogitsHead(norm, config.rms_norm_eps, head, compute)
         rope = config.attention.rope
         self._rotary = Rotary(rope.rotary_dim, rope.theta, self._embedding.device, rope.yarn)
@@ -83,6 +83,13 @@ class Decoder(ABC):
     def device(self) -> torch.device:
         """Where its dense weights are, and what it computes on."""
         return self._embedding.device
+
+    def tensor(self, name: str) -> Tensor:
+        """A weight that has no other format than its type's."""
+        weight = self.weights[name]
+        if not isinstance(weight, Tensor):
+            raise InternalError(f"{name} is kept in a format that only products know.")
+        return weight
 
     @staticmethod
     def is_float32(name: str) -> bool:
@@ -103,8 +110,7 @@ class Decoder(ABC):
 
     def linear(self, name: str) -> Linear:
         """The product with the weight `name.weight`, plus `name.bias` where there is one."""
-        weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
-        return Linear(weight, self.compute, bias)
+        return Linear(self.weights[f"{name}.weight"], self.compute, self._bias(name))
 
     def mlp(self, prefix: str, names: tuple[str, str, str] = PROJECTIONS) -> GatedMLP:
         """The gated MLP whose weights' names begin with `prefix`."""
@@ -113,12 +119,12 @@ class Decoder(ABC):
 
     def norm(self, name: str) -> Norm:
         """The RMS norm with the weight of this name."""
-        return Norm(self.weights[name], self.config.rms_norm_eps, self.compute)
+        return Norm(self.tensor(name), self.config.rms_norm_eps, self.compute)
 
     def fused_qkv(self, name: str) -> FusedQKV:
         """The projection of queries, keys and values by one weight, `name.weight`."""
-        weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
-        return FusedQKV(weight, bias, self.config, self.compute)
+        weight = self.weights[f"{name}.weight"]
+        return FusedQKV(weight, self._bias(name), self.config, self.compute)
 
     def separate_qkv(self, layer: int) -> SeparateQKV:
         """The projections of queries, keys and values, each by itself."""
@@ -148,11 +154,11 @@ class Decoder(ABC):
             self.kv_cache.prepare(segment.kv, segment.end_position)
         workspace = self.compute.workspace
         workspace.begin(batch.counts)
-        num_rows, dtype = batch.token_ids.shape[0], self._embedding.dtype
+        num_rows, dtype = batch.token_ids.shape[0], self.kv_cache.dtype
         x = workspace.take("hidden", (num_rows, self.config.hidden_size), dtype)
         self._hidden_end = workspace.mark()
         token_ids, positions = self.compute.to_device(batch.token_ids, batch.positions)
-        torch.index_select(self._embedding, 0, token_ids, out=x)
+        self.compute.kernels.select_rows(self._embedding, token_ids, x)
         rotations = Rotations(self._rotary, positions, self.rotation_dtype or dtype, workspace)
         for block in self._blocks:
             block.forward(x, batch, rotations)
@@ -196,6 +202,9 @@ class Decoder(ABC):
         """
         self.compute.workspace.reset(self._hidden_end)
         return self._head.statistics(hidden, rows, wanted, guidance, form)
+
+    def _bias(self, name: str) -> Tensor | None:
+        return self.tensor(f"{name}.bias") if f"{name}.bias" in self.weights else None
 
     def _block(self, layer: int) -> _Block:
         names, prefix = self.names, self.names.layer(layer)

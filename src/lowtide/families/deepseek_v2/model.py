@@ -49,7 +49,7 @@ class DeepseekV2(Decoder):
                 self.compute,
                 self.linear(prefix + "q_b_proj"),
                 self.linear(prefix + "q_a_proj"),
-                self.weights[prefix + "q_a_layernorm.weight"],
+                self.tensor(prefix + "q_a_layernorm.weight"),
             )
         else:
             queries = _Queries(self.compute, self.linear(prefix + "q_proj"))
@@ -58,8 +58,8 @@ class DeepseekV2(Decoder):
             self.config,
             queries,
             self.linear(prefix + "kv_a_proj_with_mqa"),
-            self.weights[prefix + "kv_a_layernorm.weight"],
-            self.weights[prefix + "kv_b_proj.weight"],
+            self.tensor(prefix + "kv_a_layernorm.weight"),
+            self.tensor(prefix + "kv_b_proj.weight"),
             self.linear(prefix + "o_proj"),
             self.kv_cache,
             self.compute,
@@ -69,7 +69,7 @@ class DeepseekV2(Decoder):
         experts = self.config.moe
         return SoftmaxRouter(
             self.compute,
-            weight=self.weights[f"model.layers.{layer}.mlp.gate.weight"],
+            weight=self.tensor(f"model.layers.{layer}.mlp.gate.weight"),
             num_experts_per_token=experts.num_experts_per_token,
             normalise=False,
             num_groups=experts.num_groups,

@@ -30,7 +30,7 @@ class GptOss(Decoder):
             None,
             self.kv_cache,
             self.compute,
-            sinks=self.weights[prefix + "sinks"],
+            sinks=self.tensor(prefix + "sinks"),
             window=self.config.attention.windows[layer],
         )
 
@@ -38,7 +38,7 @@ class GptOss(Decoder):
         prefix = f"model.layers.{layer}.mlp.router."
         return TopSoftmaxRouter(
             self.compute,
-            weight=self.weights[prefix + "weight"],
-            bias=self.weights[prefix + "bias"],
+            weight=self.tensor(prefix + "weight"),
+            bias=self.tensor(prefix + "bias"),
             num_experts_per_token=self.config.moe.num_experts_per_token,
         )

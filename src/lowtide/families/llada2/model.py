@@ -31,8 +31,8 @@ class LLaDA2(Decoder):
         norm = None
         if self.config.attention.has_qk_norm:
             norm = HeadNorms(
-                self.weights[prefix + "query_layernorm.weight"],
-                self.weights[prefix + "key_layernorm.weight"],
+                self.tensor(prefix + "query_layernorm.weight"),
+                self.tensor(prefix + "key_layernorm.weight"),
             )
         return GroupedAttention(
             layer,
@@ -49,8 +49,8 @@ class LLaDA2(Decoder):
         experts, prefix = self.config.moe, f"model.layers.{layer}.mlp.gate."
         return SigmoidRouter(
             self.compute,
-            weight=self.weights[prefix + "weight"],
-            bias=self.weights[prefix + "expert_bias"] if experts.has_bias else None,
+            weight=self.tensor(prefix + "weight"),
+            bias=self.tensor(prefix + "expert_bias") if experts.has_bias else None,
             num_experts_per_token=experts.num_experts_per_token,
             num_groups=experts.num_groups,
             num_groups_per_token=experts.num_groups_per_token,

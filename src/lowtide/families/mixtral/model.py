@@ -20,7 +20,7 @@ class Mixtral(Decoder):
     def router(self, layer: int) -> SoftmaxRouter:
         return SoftmaxRouter(
             self.compute,
-            weight=self.weights[f"model.layers.{layer}.block_sparse_moe.gate.weight"],
+            weight=self.tensor(f"model.layers.{layer}.block_sparse_moe.gate.weight"),
             num_experts_per_token=self.config.moe.num_experts_per_token,
             normalise=True,
         )

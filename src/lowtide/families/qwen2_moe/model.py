@@ -23,7 +23,7 @@ class Qwen2Moe(Decoder):
     def router(self, layer: int) -> SoftmaxRouter:
         return SoftmaxRouter(
             self.compute,
-            weight=self.weights[f"model.layers.{layer}.mlp.gate.weight"],
+            weight=self.tensor(f"model.layers.{layer}.mlp.gate.weight"),
             num_experts_per_token=self.config.moe.num_experts_per_token,
             normalise=self.config.moe.norm_topk_prob,
             rounds_weights=True,
@@ -31,5 +31,5 @@ class Qwen2Moe(Decoder):
 
     def shared_expert(self, layer: int) -> tuple[GatedMLP | None, Tensor | None]:
         prefix = f"model.layers.{layer}.mlp."
-        gate = self.weights[prefix + "shared_expert_gate.weight"]
+        gate = self.tensor(prefix + "shared_expert_gate.weight")
         return self.mlp(prefix + "shared_expert."), gate

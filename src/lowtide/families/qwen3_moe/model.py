@@ -17,13 +17,13 @@ class Qwen3Moe(Decoder):
 
     def attention(self, layer: int) -> GroupedAttention:
         prefix = f"model.layers.{layer}.self_attn."
-        query, key = (self.weights[f"{prefix}{part}_norm.weight"] for part in "qk")
+        query, key = (self.tensor(f"{prefix}{part}_norm.weight") for part in "qk")
         return self.grouped_attention(layer, HeadNorms(query, key))  # [head_dim]: each head's own
 
     def router(self, layer: int) -> SoftmaxRouter:
         return SoftmaxRouter(
             self.compute,
-            weight=self.weights[f"model.layers.{layer}.mlp.gate.weight"],
+            weight=self.tensor(f"model.layers.{layer}.mlp.gate.weight"),
             num_experts_per_token=self.config.moe.num_experts_per_token,
             normalise=self.config.moe.norm_topk_prob,
             rounds_weights=True,
