@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from lowtide.errors import CheckpointError, StorageError
 from lowtide.files import json_file
-from lowtide.model_folder.checkpoint import MAX_HEADER_BYTES, Checkpoint
+from lowtide.model_folder.checkpoint import MAX_HEADER_BYTES, Checkpoint, TensorEntry
 
 GOLDENS = Path(__file__).parent / "goldens"
 
@@ -60,7 +60,8 @@ def test_scalars_and_empty_tensors(tmp_path: Path) -> None:
 def test_types_that_are_not_computed_with_have_entries(tmp_path: Path) -> None:
     header = {"a": entry(0, 1, [2], "F4")}
     checkpoint = Checkpoint.open(write_single(tmp_path, safetensors_bytes(header, b"\7")))
-    assert checkpoint.tensors == {"a": (0, checkpoint.files[0].num_bytes - 1, 1, "F4", (2,))}
+    place = (0, checkpoint.files[0].num_bytes - 1, 1, "F4", (2,))
+    assert checkpoint.tensors == {"a": TensorEntry(*place)}
 
 
 def test_a_file_that_changes_later_is_not_opened(tmp_path: Path) -> None:

@@ -45,7 +45,16 @@ PURE_FILES += ("memory.chunking", "memory.template", "memory.pass_planner")
 PURE_LIBRARIES = {"numpy", "__future__", "abc", "bisect", "collections", "dataclasses", "enum"}
 PURE_LIBRARIES |= {"functools", "heapq", "itertools", "math", "operator", "types", "typing"}
 TORCH_FREE = FACTS | {"cli", "policies", "replay", "__main__", "__init__"}
-NEVER = {"pickle", "dill", "cloudpickle", "transformers", "diffusers", "accelerate", "safetensors"}
+NEVER = {
+    "pickle",
+    "dill",
+    "cloudpickle",
+    "transformers",
+    "diffusers",
+    "accelerate",
+    "safetensors",
+    "gguf",
+}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 

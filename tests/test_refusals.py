@@ -12,11 +12,12 @@ from typer.testing import CliRunner
 
 from lowtide.cli.app import app
 from lowtide.config import ModelConfig
-from lowtide.errors import ConfigError, UnsupportedError, UsageError
+from lowtide.errors import CheckpointError, ConfigError, UnsupportedError, UsageError
 from lowtide.families import families, supported_architectures
 from lowtide.families.registry import own_names
 from lowtide.families.unsupported import _BY_BEGINNING, why_unsupported
 from lowtide.lab.safetensors_writer import header_bytes
+from lowtide.llm import plan_model
 from lowtide.model_folder import hub
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.policies.presets import preset_names
@@ -91,12 +92,15 @@ def test_formats_of_tensors_are_named() -> None:
         bind(config, Checkpoint(checkpoint.files, packed))
 
 
-def test_gguf_is_named(tmp_path: Path) -> None:
-    (tmp_path / "q4_k_m.gguf").write_bytes(b"GGUF")
-    with pytest.raises(UnsupportedError, match=r"holds GGUF \(q4_k_m.gguf\).*original repository"):
-        hub.resolve_model(str(tmp_path))
-    with pytest.raises(UsageError, match="is a file.*GGUF files are not read"):
-        hub.resolve_model(str(tmp_path / "q4_k_m.gguf"))
+def test_a_gguf_file_is_found_and_others_are_not(tmp_path: Path) -> None:
+    path = tmp_path / "q4_k_m.gguf"
+    path.write_bytes(b"GGUF")
+    assert hub.resolve_model(str(tmp_path)) == hub.resolve_model(str(path)) == path
+    with pytest.raises(CheckpointError, match="q4_k_m.gguf: it has 4 bytes, too few"):
+        plan_model(path)
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(UsageError, match="is a file; a model is the folder.* or a GGUF file"):
+        hub.resolve_model(str(tmp_path / "notes.txt"))
     (tmp_path / "model.safetensors").write_bytes(header_bytes([], {}))
     assert hub.resolve_model(str(tmp_path)) == tmp_path
 

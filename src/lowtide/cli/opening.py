@@ -87,10 +87,11 @@ def _find(model: str, settings: Settings) -> tuple[Path | HubModel, ModelConfig]
     settings.engine_options()  # refused before anything is fetched
     quiet_downloads()
     from lowtide.model_folder.hub import locate_model
+    from lowtide.model_folder.model_config import load_config
 
     found, overrides = locate_model(model, offline=settings.flag("offline")), _overrides(settings)
     if isinstance(found, Path):
-        return found, ModelConfig.load(found, overrides)
+        return found, load_config(found, overrides)
     return found, ModelConfig.from_dict(found.config(), overrides=overrides)
 
 

@@ -18,7 +18,7 @@ from lowtide.cli.opening import find_model
 from lowtide.cli.options import Group, Settings
 from lowtide.cli.report import json_line
 from lowtide.cli.screen import stderr_console, stdout_console
-from lowtide.config import ModelConfig, format_size
+from lowtide.config import format_size
 from lowtide.errors import UsageError
 from lowtide.policies.presets import AUTO, is_lossless
 
@@ -84,9 +84,10 @@ def _agreement(folder: str, options: Mapping[str, object]) -> Agreement | None:
         return None
     from lowtide.lab.agreement import agreement
     from lowtide.lab.verify import random_prompt
+    from lowtide.model_folder.model_config import load_config
 
     overrides = cast(Mapping[str, object], options.get("config_overrides", {}))
-    prompt = random_prompt(ModelConfig.load(Path(folder), overrides))
+    prompt = random_prompt(load_config(Path(folder), overrides))
     return agreement(folder, prompt=prompt, **options)  # type: ignore[arg-type]
 
 

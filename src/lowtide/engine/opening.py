@@ -30,6 +30,8 @@ from lowtide.memory.kv_cache import storage_shape
 from lowtide.memory.pass_planner import PassPlanner
 from lowtide.memory.workspace import Registrar
 from lowtide.model_folder.checkpoint import Checkpoint
+from lowtide.model_folder.gguf_file import is_gguf
+from lowtide.model_folder.gguf_model import GgufModel
 from lowtide.model_folder.hub import has_weights, locate_model, resolve_model
 from lowtide.model_folder.hub_model import HubModel
 from lowtide.model_folder.tokenizer import Tokenizer
@@ -152,9 +154,9 @@ class EngineConfig:
 class OpenModel:
     """A model's facts: nothing of its weights has been read.
 
-    `folder` is where its files are, or would be. `checkpoint` is None for a folder that has a
-    `config.json` and no weights, and for a model that is on the hub only: it can be planned
-    (`weight_map` says where they would lie), not loaded.
+    `folder` is where its files are, or would be, or the first GGUF file. `checkpoint` is None for a
+    folder that has a `config.json` and no weights, and for a model that is on the hub only: it can
+    be planned (`weight_map` says where they would lie), not loaded.
     """
 
     folder: Path
@@ -195,7 +197,8 @@ class OpenModel:
     def slot_layout(self) -> SlotLayout:
         weights = ClampedWeights if self.config.moe.is_clamped else ExpertWeights
         # An `expert_dtype` that is given is the compute dtype: see `open_model`.
-        kept = [] if self.options.expert_dtype else self.weight_map.experts.kept()
+        has_gpu = resolve_device(self.options.device) == "cuda"
+        kept = [] if self.options.expert_dtype else self.weight_map.experts.kept(has_gpu)
         return SlotLayout.of(self.config.moe_shape, self.dtype, weights, kept)
 
     @property
@@ -203,7 +206,7 @@ class OpenModel:
         """Of an expert; without experts, of a dense weight."""
         if self.config.experts is None:
             return max(entry.num_bytes for entry in self.weight_map.dense.values())
-        return largest_read_bytes(self.weight_map.experts)
+        return max(largest_read_bytes(self.weight_map.experts), self.dense.largest_row_bytes)
 
     @property
     def max_pass_rows(self) -> int:
@@ -244,13 +247,13 @@ class OpenModel:
 
 def open_model(reference: str | Path, options: EngineConfig) -> OpenModel:
     """Finds a model, fetched if need be, and checks all that can be without reading a weight."""
-    folder = resolve_model(
+    path = resolve_model(
         str(reference),
         offline=options.offline,
         overrides=options.config_overrides,
         progress=options.progress or no_progress,
     )
-    return _open_folder(folder, options)
+    return _open_path(path, options)
 
 
 def open_for_plan(reference: str | Path | HubModel, options: EngineConfig) -> OpenModel:
@@ -259,18 +262,27 @@ def open_for_plan(reference: str | Path | HubModel, options: EngineConfig) -> Op
     if not isinstance(found, HubModel):
         found = locate_model(str(found), offline=options.offline)
     if isinstance(found, Path):
-        return _open_folder(found, options)
+        return _open_path(found, options)
     config = _checked(
         ModelConfig.from_dict(found.config(), overrides=options.config_overrides), options
     )
     return _opened(found.folder, options, config, bind(config, found.checkpoint()))
 
 
-def _open_folder(folder: Path, options: EngineConfig) -> OpenModel:
-    config = _checked(ModelConfig.load(folder, options.config_overrides), options)
+def _open_path(path: Path, options: EngineConfig) -> OpenModel:
+    if is_gguf(path):
+        return _open_gguf(GgufModel.open(path), options)
+    folder, config = path, _checked(ModelConfig.load(path, options.config_overrides), options)
     checkpoint = Checkpoint.open(folder) if has_weights(folder) else None
     weight_map = assume(config) if checkpoint is None else bind(config, checkpoint)
     return _opened(folder, options, config, weight_map, checkpoint, Tokenizer.load(folder))
+
+
+def _open_gguf(model: GgufModel, options: EngineConfig) -> OpenModel:
+    config = _checked(model.config(options.config_overrides), options)
+    checkpoint = model.checkpoint(config)
+    weight_map = bind(config, checkpoint)
+    return _opened(model.path, options, config, weight_map, checkpoint, model.tokenizer())
 
 
 def _checked(config: ModelConfig, options: EngineConfig) -> ModelConfig:

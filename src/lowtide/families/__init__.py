@@ -11,6 +11,7 @@ from __future__ import annotations
 from lowtide.families.family import Family
 from lowtide.families.registry import (
     families,
+    gguf_family,
     read_config,
     register,
     supported_architectures,
@@ -22,6 +23,7 @@ __all__ = [
     "Family",
     "SynthSize",
     "families",
+    "gguf_family",
     "read_config",
     "register",
     "supported_architectures",

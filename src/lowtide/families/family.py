@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from lowtide.config import ModelConfig, Published
 from lowtide.config.fields import Fields
 from lowtide.config.keys import Origin
+from lowtide.families.gguf import GgufArchitecture
 from lowtide.families.sizes import SynthSize
 
 if TYPE_CHECKING:  # the one asks families for their schemas, the other imports torch
@@ -23,6 +24,7 @@ class Family:
     architectures: the names under `architectures` in `config.json`. read: that file's keys; it
     refuses by name what the model does not do. schema: names and shapes of the tensors. model:
     imports the model's file and returns its class. sizes: the checkpoints that `synth` can make.
+    gguf: the family in GGUF files, if it is read from them.
     """
 
     name: str
@@ -32,3 +34,4 @@ class Family:
     schema: Callable[[ModelConfig], ModelSchema]
     model: Callable[[], type[Decoder]]
     sizes: Callable[[], Mapping[str, SynthSize]]
+    gguf: GgufArchitecture | None = None

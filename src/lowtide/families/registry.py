@@ -13,7 +13,7 @@ from lowtide.config import ModelConfig
 from lowtide.config.fields import Fields
 from lowtide.config.keys import Origin
 from lowtide.config.token_ids import read_eos_token_ids
-from lowtide.errors import ConfigError
+from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.families.family import Family
 from lowtide.families.unsupported import why_unsupported
 from lowtide.files.json_file import shown
@@ -51,6 +51,17 @@ def unregister(name: str) -> None:
 def supported_architectures() -> tuple[str, ...]:
     """The names under `architectures` that can be read, in alphabetical order."""
     return tuple(sorted(name for each in families().values() for name in each.architectures))
+
+
+def gguf_family(architecture: str) -> Family:
+    """The family that GGUF files call so; raises UnsupportedError for any other."""
+    known = {each.gguf.name: each for each in families().values() if each.gguf is not None}
+    if architecture not in known:
+        raise UnsupportedError(
+            f"the architecture {shown(architecture)} is not read from GGUF files; supported: "
+            f"{', '.join(sorted(known))}."
+        )
+    return known[architecture]
 
 
 def read_config(

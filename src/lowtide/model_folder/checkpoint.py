@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
+from numpy.typing import NDArray
+
 from lowtide.errors import CheckpointError
 from lowtide.files.json_file import parse_object, read_object, shown
 from lowtide.files.regular_file import RegularFile, open_regular
@@ -50,6 +52,41 @@ _SHARD = re.compile(r"model-([0-9]{5})-of-([0-9]{5})\.safetensors")
 _MAX_ELEMENTS = 2**63
 
 
+class ArrayView(NamedTuple):
+    """What of a tensor something stored fills, in the order of the file.
+
+    That of the tensor in `shape`, from `start` to `stop` of its `axis`, axes in this `order`.
+    """
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    axis: int = 0
+    start: int = 0
+    stop: int | None = None
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """In the order of the file."""
+        chosen = list(self.shape)
+        chosen[self.axis] = len(range(*slice(self.start, self.stop).indices(chosen[self.axis])))
+        return tuple(chosen[axis] for axis in self.order)
+
+    def of(self, array: NDArray[Any]) -> NDArray[Any]:
+        """A view of a contiguous array of the tensor's elements."""
+        chosen = (slice(None),) * self.axis + (slice(self.start, self.stop),)
+        return array.reshape(self.shape)[chosen].transpose(self.order)
+
+
+class StoredPart(NamedTuple):
+    """A stored tensor that is not one of the model's as it lies there."""
+
+    file: int
+    offset: int
+    num_bytes: int
+    dtype: str
+    view: ArrayView
+
+
 class TensorEntry(NamedTuple):
     """One tensor's place."""
 
@@ -58,6 +95,12 @@ class TensorEntry(NamedTuple):
     num_bytes: int
     dtype: str  # the format's name: "BF16"
     shape: tuple[int, ...]
+    parts: tuple[StoredPart, ...] = ()  # what it is put together of; its place is the first's
+
+    @property
+    def places(self) -> Sequence[TensorEntry | StoredPart]:
+        """All that is stored of it."""
+        return self.parts or (self,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +338,7 @@ def _num_elements(name: str, shape: Iterable[int]) -> int:
 
 def _check_coverage(entries: Iterable[TensorEntry], start: int, size: int) -> None:
     end = start
-    for _, offset, num_bytes, _, _ in sorted(entries, key=lambda e: (e.offset, e.num_bytes)):
+    for _, offset, num_bytes, *_ in sorted(entries, key=lambda e: (e.offset, e.num_bytes)):
         if offset < end:
             raise ValueError(f"two tensors overlap at data byte {offset - start}")
         if offset > end:

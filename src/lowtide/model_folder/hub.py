@@ -1,8 +1,8 @@
 """From the name of a model to the folder it lies in: `resolve_model`, `pull`, `list_models`.
 
-A reference is a folder, `demo:NAME`, or `org/name[@revision]` on the hub. Only weights and data
-files are ever fetched, every file from one commit, and nothing of a model that lowtide does not
-run. Imports no torch, and huggingface-hub only when a reference needs it.
+A reference is a folder, a GGUF file, `demo:NAME`, or `org/name[@revision]` on the hub. Only weights
+and data files are ever fetched, every file from one commit, and nothing of a model that lowtide
+does not run. Imports no torch, and huggingface-hub only when a reference needs it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from lowtide.config import ModelConfig
-from lowtide.errors import HubError, UnsupportedError, UsageError
+from lowtide.errors import HubError, UsageError
+from lowtide.model_folder.gguf_file import first_gguf, is_gguf
 from lowtide.model_folder.hub_cache import (
     cache_folder,
     cached_commit,
@@ -87,25 +88,27 @@ def fetch_model(
 
 
 def locate_model(reference: str, *, offline: bool = False) -> Path | HubModel:
-    """The folder of a model that is whole on this machine, or what the hub says of it.
+    """Where a model is that is whole on this machine, or what the hub says of it.
 
-    reference: a folder; `demo:diffusion` or `demo:chat`; `org/name` or `org/name@revision`.
+    reference: a folder; a GGUF file (of several the first), for which a folder with no other
+    weights may stand; `demo:diffusion` or `demo:chat`; `org/name` or `org/name@revision`.
     offline: look into the hub's cache only (also when HF_HUB_OFFLINE is set). A model that is
     whole in the cache is used, with a notice, where the hub cannot be asked.
-    Raises HubError if there is no such model or the hub cannot be asked, and UsageError for a
-    reference that is none of the three.
+    Raises HubError if there is no such model or the hub cannot be asked, UsageError for a
+    reference that is none of these, CheckpointError for a folder with several GGUF models.
     """
     if reference.startswith("demo:"):
         return _demo(reference.removeprefix("demo:"))
     folder = Path(reference).expanduser()
     if folder.is_dir():
-        _refuse_gguf(folder)
-        return folder
-    if folder.exists():
-        gguf = " GGUF files are not read." if folder.suffix == ".gguf" else ""
+        gguf = None if has_weights(folder) else first_gguf(folder)
+        return gguf or folder
+    if folder.exists() and not is_gguf(folder):
         raise UsageError(
-            f"{reference} is a file; a model is the folder with its config.json.{gguf}"
+            f"{reference} is a file; a model is the folder with its config.json, or a GGUF file."
         )
+    if folder.exists():
+        return folder
     repo_id, revision = _parse_hub_id(reference, folder)
     return _locate_on_hub(repo_id, revision, offline=offline)
 
@@ -155,15 +158,6 @@ def _demo(name: str) -> Path:
             "reinstall lowtide, or train it with tools/train_demo.py."
         )
     return folder
-
-
-def _refuse_gguf(folder: Path) -> None:
-    found = sorted(path.name for path in folder.glob("*.gguf"))
-    if found and not has_weights(folder):
-        raise UnsupportedError(
-            f"{folder} holds GGUF ({listed(found)}), which is not read: lowtide reads the "
-            "safetensors that a model is published in; give the model's original repository."
-        )
 
 
 def _parse_hub_id(reference: str, folder: Path) -> tuple[str, str]:

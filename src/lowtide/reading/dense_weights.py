@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lowtide.core import align_up
@@ -14,7 +15,7 @@ from lowtide.formats import format_of
 from lowtide.formats.plain import plain_format
 from lowtide.memory.arena import Arena
 from lowtide.model_folder.checkpoint import TensorEntry
-from lowtide.reading.file_reader import FileReader, Piece, Read, Ticket
+from lowtide.reading.file_reader import ArrayRead, FileReader, Piece, Read, Ticket
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, bytes done, bytes in all)."""
@@ -36,6 +37,12 @@ class DenseWeights:
         for name, entry in entries.items():
             self._offsets[name] = self.num_bytes
             self.num_bytes += align_up(_num_elements(entry) * dtypes[name].itemsize)
+
+    @property
+    def largest_row_bytes(self) -> int:
+        """Of what is read in one piece at least, of tensors that are put together of others."""
+        parts = (part for entry in self._entries.values() for part in entry.parts)
+        return max((part.num_bytes // part.view.stored_shape[0] for part in parts), default=0)
 
     def meta(self) -> dict[str, Tensor]:
         """The weights without bytes, for a pass that is only counted."""
@@ -69,14 +76,32 @@ class DenseWeights:
             weights[name] = arena.tensor(offset, entry.shape, dtype)
             stop = offset + _num_elements(entry) * dtype.itemsize
             target, stored = array[offset:stop], format_of(entry.dtype)
-            piece = Piece(0, entry.num_bytes, stored, target, plain_format(dtype))
-            read = Read(entry.file, entry.offset, entry.num_bytes, (piece,))
-            tickets.append(reader.submit([read]))
+            reads: list[Read | ArrayRead] = _arranged(entry, target, dtype)
+            if not reads:
+                piece = Piece(0, entry.num_bytes, stored, target, plain_format(dtype))
+                reads.append(Read(entry.file, entry.offset, entry.num_bytes, (piece,)))
+            tickets.append(reader.submit(reads))
         done = 0
         while tickets:
             done += tickets.popleft().result()
             progress("loading dense weights", done, total)
         return weights
+
+
+def _arranged(
+    entry: TensorEntry, target: NDArray[np.uint8], dtype: torch.dtype
+) -> list[Read | ArrayRead]:
+    """Of a tensor that is put together of others, the reads of its parts into `target`."""
+    elements = target.view(f"u{dtype.itemsize}")
+    return [
+        ArrayRead(
+            ((part.file, part.offset),),
+            format_of(part.dtype),
+            part.view.of(elements),
+            plain_format(dtype),
+        )
+        for part in entry.parts
+    ]
 
 
 def _num_elements(entry: TensorEntry) -> int:

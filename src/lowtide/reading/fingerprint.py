@@ -6,6 +6,9 @@ import hashlib
 import os
 from collections.abc import Iterable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.reading.finite_weights import read_part
 
@@ -26,7 +29,7 @@ def fingerprint(checkpoint: Checkpoint, names: Iterable[str]) -> str:
         descriptor = checkpoint.files[file].open()
         try:
             for name in of_file:
-                parts[name] = read_part(checkpoint, name, descriptor, 0, PART_BYTES).tobytes()
+                parts[name] = _start(checkpoint, name, descriptor).tobytes()
         finally:
             os.close(descriptor)
     digest = hashlib.sha256()
@@ -34,3 +37,8 @@ def fingerprint(checkpoint: Checkpoint, names: Iterable[str]) -> str:
         entry = checkpoint.tensors[name]
         digest.update(repr((name, entry.dtype, entry.shape)).encode() + parts[name])
     return digest.hexdigest()
+
+
+def _start(checkpoint: Checkpoint, name: str, descriptor: int) -> NDArray[np.uint8]:
+    place = checkpoint.tensors[name].places[0]
+    return read_part(checkpoint, name, place, descriptor, 0, PART_BYTES)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lowtide.errors import CheckpointError, StorageError
 from lowtide.formats import MatrixFormat, formats
 from lowtide.formats.convert import convert
-from lowtide.model_folder.checkpoint import Checkpoint
+from lowtide.model_folder.checkpoint import Checkpoint, StoredPart, TensorEntry
 from lowtide.reading.dense_weights import Progress
 
 _CHECK_BYTES = 8 << 20
@@ -32,20 +32,24 @@ def check_finite(
     MXFP4 weights the scales are looked at. Returns the share that was read within `limit_s`.
     """
     names = checkpoint.tensors if dtypes is None else dtypes
-    checked = {name: stored for name in names if (stored := _stored_as(name, checkpoint))}
-    total = sum(checkpoint.tensors[name].num_bytes for name in checked)
+    checked = [
+        (name, place, stored)
+        for name in names
+        for place in checkpoint.tensors[name].places
+        if (stored := _stored_as(name, place.dtype))
+    ]
+    total = sum(place.num_bytes for _, place, _ in checked)
     done, start_s = 0, time.monotonic()
-    for name, stored in checked.items():
-        entry = checkpoint.tensors[name]
+    for name, place, stored in checked:
         is_as_stored = len(stored.dtypes) > 1  # one of several tensors converts to nothing
         loaded = stored if dtypes is None or is_as_stored else formats()[dtypes[name]]
         step = _CHECK_BYTES - _CHECK_BYTES % stored.block_bytes[0]
-        descriptor = checkpoint.files[entry.file].open()
+        descriptor = checkpoint.files[place.file].open()
         try:
-            for start in range(0, entry.num_bytes, step):
+            for start in range(0, place.num_bytes, step):
                 if time.monotonic() - start_s > limit_s:
                     return done / total
-                chunk = read_part(checkpoint, name, descriptor, start, step)
+                chunk = read_part(checkpoint, name, place, descriptor, start, step)
                 _check(chunk, stored, loaded, name, checkpoint)
                 done += len(chunk)
                 progress("checking weights", done, total)
@@ -55,15 +59,20 @@ def check_finite(
 
 
 def read_part(
-    checkpoint: Checkpoint, name: str, descriptor: int, start: int, most_bytes: int
+    checkpoint: Checkpoint,
+    name: str,
+    place: TensorEntry | StoredPart,
+    descriptor: int,
+    start: int,
+    most_bytes: int,
 ) -> NDArray[np.uint8]:
-    """Bytes of a tensor from `start`, as they are stored; fewer at its end. `descriptor` is of
-    its file. Raises StorageError."""
-    entry = checkpoint.tensors[name]
-    num_bytes = min(most_bytes, entry.num_bytes - start)
-    path = checkpoint.files[entry.file].path
+    """Bytes of a tensor's `place` from `start`, as they are stored; fewer at its end.
+
+    `descriptor` is of its file. Raises StorageError."""
+    num_bytes = min(most_bytes, place.num_bytes - start)
+    path = checkpoint.files[place.file].path
     try:
-        chunk = os.pread(descriptor, num_bytes, entry.offset + start)
+        chunk = os.pread(descriptor, num_bytes, place.offset + start)
     except OSError as reason:
         raise StorageError(f"{path} cannot be read: {reason.strerror}.") from reason
     if len(chunk) < num_bytes:
@@ -71,9 +80,8 @@ def read_part(
     return np.frombuffer(chunk, np.uint8)
 
 
-def _stored_as(name: str, checkpoint: Checkpoint) -> MatrixFormat | None:
+def _stored_as(name: str, dtype: str) -> MatrixFormat | None:
     """The format of what in a tensor may not be finite; None of others."""
-    dtype = checkpoint.tensors[name].dtype
     return next((known for known in formats().values() if known.has_tensor(name, dtype)), None)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from lowtide.core import IntArray
 from lowtide.errors import CheckpointError, UnsupportedError
-from lowtide.formats import MatrixFormat, format_of, formats, loadable_dtypes
+from lowtide.formats import MatrixFormat, can_load, format_of, formats, loadable_dtypes
 from lowtide.formats.plain import ITEM_BYTES
 from lowtide.model_folder.checkpoint import Checkpoint, TensorEntry
 from lowtide.schemas.schema import (
@@ -68,10 +68,13 @@ class ExpertTable:
         """Of one expert, as stored."""
         return max(sum(layer.part_bytes) for layer in self.layers)
 
-    def kept(self) -> list[tuple[MatrixFormat | None, ...]]:
+    def kept(self, has_gpu: bool = False) -> list[tuple[MatrixFormat | None, ...]]:
         """By layer, the formats of a slot's first parts that are kept in memory as they are
         stored; None: unpacked into the compute dtype."""
-        return [self._kept_of(layer.formats) for layer in self.layers]
+        return [
+            tuple(None if each is None or has_gpu and each.is_of_host else each for each in kept)
+            for kept in (self._kept_of(layer.formats) for layer in self.layers)
+        ]
 
     def ranges(self, layer: int, expert: int) -> list[ExpertRange]:
         """The reads that bring one expert, in file order; usually one."""
@@ -183,7 +186,7 @@ def _find(spec: TensorSpec, checkpoint: Checkpoint) -> TensorEntry:
             f"{list(spec.shape)}."
         )
     supported = loadable_dtypes() if spec.dtype is None else (spec.dtype,)
-    if entry.dtype not in supported:
+    if entry.dtype not in supported and not (spec.dtype is None and can_load(entry.dtype)):
         raise UnsupportedError(
             f"Tensor {spec.name} is of type {entry.dtype}{_known_as(entry.dtype)}; supported: "
             f"{', '.join(supported)}."

@@ -1,0 +1,199 @@
+"""How a family's models are called in GGUF files: metadata and tensor names, as data.
+
+A family has one `GgufArchitecture` in its `gguf.py`: which `config.json` its metadata amounts to,
+and what its tensors are called there. Facts from llama.cpp's converter and its `gguf` package.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lowtide.config import ModelConfig
+from lowtide.errors import ConfigError, UnsupportedError
+from lowtide.files.json_file import shown
+from lowtide.model_folder.checkpoint import ArrayView
+
+Value = object  # of one key of a file's metadata
+
+
+class Arranged(NamedTuple):
+    """A tensor that lies otherwise in the file than in memory, or is a part of one only."""
+
+    name: str
+    view: Callable[[ModelConfig], ArrayView]
+
+
+Names = Mapping[str, str | Arranged]
+"""Our names by the file's, both with `#` for a layer's number."""
+
+ENDS: Names = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+
+NORMS: Names = {
+    "blk.#.attn_norm.weight": "model.layers.#.input_layernorm.weight",
+    "blk.#.ffn_norm.weight": "model.layers.#.post_attention_layernorm.weight",
+}
+
+ATTENTION: Names = {
+    f"blk.#.attn_{there}.{kind}": f"model.layers.#.self_attn.{here}_proj.{kind}"
+    for there, here in {"q": "q", "k": "k", "v": "v", "output": "o"}.items()
+    for kind in ("weight", "bias")
+}
+
+QK_NORMS: Names = {
+    f"blk.#.attn_{x}_norm.weight": f"model.layers.#.self_attn.{x}_norm.weight" for x in "qk"
+}
+
+ROUTER: Names = {"blk.#.ffn_gate_inp.weight": "model.layers.#.mlp.gate.weight"}
+
+
+def mlp(there: str, here: str) -> Names:
+    """Of a gated MLP. there: what follows `ffn_gate` and its like; here: what ours begin with."""
+    return {
+        f"blk.#.ffn_{part}{there}.weight": f"model.layers.#.{here}{part}_proj.weight"
+        for part in ("gate", "up", "down")
+    }
+
+
+EXPERTS: Names = {
+    f"blk.#.ffn_{part}_exps.weight": f"model.layers.#.mlp.experts.{part}_proj"
+    for part in ("gate", "up", "down")
+}
+
+USUAL: Names = {**ENDS, **NORMS, **ATTENTION, **ROUTER, **EXPERTS}
+
+
+class GgufKeys:
+    """A file's metadata, by keys without their architecture's name, and which tensors it has."""
+
+    def __init__(
+        self,
+        architecture: str,
+        metadata: Mapping[str, Value],
+        shapes: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        self._prefix = f"{architecture}."
+        self._metadata = metadata
+        self.shapes = shapes  # of tensors, by the file's names
+
+    def get(self, key: str) -> Value | None:
+        return self._metadata.get(self._prefix + key)
+
+    def need(self, key: str) -> Value:
+        """Raises ConfigError where there is none."""
+        value = self.get(key)
+        if value is None:
+            raise ConfigError(f"the metadata has no {self._prefix}{key}.")
+        return value
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """Raises ConfigError where there is none and no default."""
+        value = self.get(key) if default is not None else self.need(key)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise self.error(key, "must be an integer")
+        return value
+
+    def error(self, key: str, problem: str) -> ConfigError:
+        return ConfigError(f"{self._prefix}{key} {shown(self.get(key))} {problem}.")
+
+    def only(self, key: str, *supported: Value) -> None:
+        """Refuses any value but those that lowtide computes."""
+        value = self.get(key)
+        if value is not None and value not in supported:
+            raise UnsupportedError(
+                f"{self._prefix}{key} {shown(value)} is not supported, only "
+                f"{' and '.join(map(shown, supported))}."
+            )
+
+
+Config = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufArchitecture:
+    """A family under its GGUF name. config: what its metadata would be in `config.json`."""
+
+    name: str
+    config: Callable[[GgufKeys], Config]
+    names: Names
+    ignored: Collection[str] = ()  # beginnings of tensors' names that are not needed
+
+    def named(self, tensors: Collection[str]) -> Iterator[tuple[str, str | Arranged]]:
+        """Of a file's tensors those that are known, and what we call them."""
+        for name in tensors:
+            numbers = iter(re.findall(r"\.([0-9]+)(?=\.)", name))
+            found = self.names.get(re.sub(r"\.[0-9]+(?=\.)", ".#", name))
+            if found is None:
+                continue
+            ours = found if isinstance(found, str) else found.name
+            numbered = "".join(next(numbers) if c == "#" else c for c in ours)
+            yield name, numbered if isinstance(found, str) else found._replace(name=numbered)
+
+
+def usual_config(keys: GgufKeys, architecture: str) -> Config:
+    """What most decoders have alike. architecture: as `config.json` would name it."""
+    vocab_size = keys.shapes.get("token_embd.weight", (0,))[0]
+    config: Config = {
+        "architectures": [architecture],
+        "vocab_size": vocab_size or keys.need("vocab_size"),
+        "hidden_size": keys.need("embedding_length"),
+        "num_hidden_layers": keys.need("block_count"),
+        "num_attention_heads": keys.need("attention.head_count"),
+        "num_key_value_heads": keys.get("attention.head_count_kv"),
+        "head_dim": keys.get("attention.key_length"),
+        "rms_norm_eps": keys.need("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": keys.need("context_length"),
+        "rope_theta": keys.get("rope.freq_base") or 10000.0,
+        "rope_scaling": _rope_scaling(keys),
+        "tie_word_embeddings": "output.weight" not in keys.shapes,
+        # Not said in the file; packed weights are unpacked to what published models compute in.
+        "dtype": "bfloat16",
+    }
+    return {name: value for name, value in config.items() if value is not None}
+
+
+def expert_config(keys: GgufKeys) -> Config:
+    """How many experts there are, and how many a token chooses."""
+    return {
+        "num_experts": keys.need("expert_count"),
+        "num_experts_per_tok": keys.need("expert_used_count"),
+    }
+
+
+def expert_width(keys: GgufKeys) -> Value:
+    """Of an expert; older files leave it to the tensors."""
+    shape = next((s for n, s in keys.shapes.items() if "ffn_gate_exps.weight" in n), None)
+    stored = None if shape is None or len(shape) < 3 else shape[1]
+    return keys.get("expert_feed_forward_length") or stored or keys.need("feed_forward_length")
+
+
+def halves_in_turn(num_heads: Callable[[ModelConfig], int]) -> Callable[[ModelConfig], ArrayView]:
+    """Rows of a head's two halves take turns in the file, as older rotary code has them."""
+
+    def view(config: ModelConfig) -> ArrayView:
+        half = config.attention.head_dim // 2
+        shape = (num_heads(config), 2, half, config.hidden_size)
+        return ArrayView(shape, order=(0, 2, 1, 3))
+
+    return view
+
+
+def _rope_scaling(keys: GgufKeys) -> Config | None:
+    kind = keys.get("rope.scaling.type")
+    if kind in (None, "none"):
+        return None
+    scaling: Config = {
+        "rope_type": kind,
+        "factor": keys.get("rope.scaling.factor"),
+        "original_max_position_embeddings": keys.get("rope.scaling.original_context_length"),
+        "beta_fast": keys.get("rope.scaling.yarn_beta_fast"),
+        "beta_slow": keys.get("rope.scaling.yarn_beta_slow"),
+    }
+    return {name: value for name, value in scaling.items() if value is not None}

@@ -1,0 +1,100 @@
+"""The packed types of GGUF files: experts stay in them, the rest is unpacked when it is read.
+
+Named as ggml names them. Unpacked in float32, bit for bit as the `gguf` Python package does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.formats.convert import convert
+from lowtide.formats.ggml import k_types, small_types
+from lowtide.formats.matrix import Bytes, MatrixFormat
+from lowtide.formats.plain import plain_format
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Unpack = Callable[[Bytes], NDArray[np.float32]]
+
+
+class GgmlFormat(MatrixFormat):
+    """Blocks of neighbouring weights of a row, scales and all, in one tensor."""
+
+    unpacked = "F32"
+    is_kept = True
+    is_of_host = True
+    in_safetensors = False
+
+    def __init__(self, ggml_name: str, block: np.dtype[np.void], size: int, unpack: Unpack) -> None:
+        """block: the fields of a block of `size` weights."""
+        # Files of gpt-oss in safetensors have MXFP4 as two tensors: another format.
+        self.name = f"GGUF's {ggml_name}" if ggml_name == "MXFP4" else ggml_name
+        self.ggml_name = ggml_name
+        self.dtypes = (f"GGUF {ggml_name}",)
+        self.block_size = size
+        self.block_bytes = (block.itemsize,)
+        self._unpack = unpack
+
+    def unpack(self, *stored: Bytes) -> Bytes:
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite stays so
+            return self._unpack(stored[0]).reshape(-1).view(np.uint8)
+
+    def matrix(self, tensors: Sequence[Tensor], shape: tuple[int, ...]) -> PackedMatrix:
+        return PackedMatrix(self, tensors[0], shape)
+
+    def has_tensor(self, name: str, dtype: str) -> bool:
+        return dtype == self.dtypes[0]
+
+    def is_finite(self, stored: Bytes) -> bool:
+        return bool(np.isfinite(self.unpack(stored).view(np.float32)).all())
+
+
+class PackedMatrix:
+    """A matrix [out, in] in host memory, whose rows are whole blocks."""
+
+    def __init__(self, packed: GgmlFormat, stored: Tensor, shape: tuple[int, ...]) -> None:
+        """stored: 1-D uint8."""
+        self.format = packed
+        self.shape = shape
+        self.stored = stored.view(shape[0], -1)  # [out, bytes of a row]
+
+    @property
+    def nbytes(self) -> int:
+        return self.stored.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        return self.stored.device
+
+    def rows(self, features: slice | Tensor) -> PackedMatrix:
+        chosen = self.stored[features]
+        return PackedMatrix(self.format, chosen, (chosen.shape[0], *self.shape[1:]))
+
+    def unpack(self, out: Tensor) -> None:
+        import torch
+
+        target = out.view(-1).view(torch.uint8).numpy()
+        convert([self.stored.view(-1).numpy()], self.format, target, plain_format(out.dtype))
+
+
+FORMATS = tuple(
+    GgmlFormat(name, block, size, unpack)
+    for size, types in ((32, small_types.TYPES), (256, k_types.TYPES))
+    for name, (block, unpack) in types.items()
+)
+
+TYPE_NAMES: Mapping[int, str] = MappingProxyType(
+    dict(enumerate(("F32", "F16", "Q4_0", "Q4_1", "Q4_2", "Q4_3", "Q5_0", "Q5_1", "Q8_0", "Q8_1")))
+    | dict(enumerate(("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_K", "IQ2_XXS", "IQ2_XS"), 10))
+    | dict(enumerate(("IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS"), 18))
+    | dict(enumerate(("I8", "I16", "I32", "I64", "F64", "IQ1_M", "BF16"), 24))
+    | {34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0"}
+)
+"""By the number that a GGUF file has for a tensor's type; not all can be read."""

@@ -1,0 +1,329 @@
+"""What one GGUF file says of itself: its metadata, and where its tensors lie.
+
+Reads the header only, and believes none of it: every length and count is checked against the file
+before anything is made of it. Arrays stay bytes until somebody asks for their elements. Knows
+nothing of what keys and tensors mean. The format is ggml's, versions 2 and 3, little-endian.
+
+    header = GgufHeader.read(path)
+    header.metadata["general.architecture"], header.tensors["token_embd.weight"].offset
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, NoReturn
+
+import numpy as np
+
+from lowtide.core import align_up
+from lowtide.errors import CheckpointError, UnsupportedError
+from lowtide.files.json_file import shown
+from lowtide.files.regular_file import RegularFile, open_regular
+from lowtide.formats import MatrixFormat
+from lowtide.formats.ggml import FORMATS as PACKED
+from lowtide.formats.ggml import TYPE_NAMES
+from lowtide.formats.plain import FORMATS as PLAIN
+
+MAX_HEADER_BYTES = 256 << 20
+"""Vocabularies of a few hundred thousand tokens and their merges take some ten MB."""
+
+MAX_ENTRIES = 1 << 20
+"""Keys, and tensors, of one file."""
+
+MAX_NAME_BYTES = 65535
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_MAX_DIMENSIONS = 4
+_ALIGNMENT = 32
+_STEP_BYTES = 1 << 20
+_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q"}
+_SCALARS |= {11: "<q", 12: "<d"}
+_STRING, _ARRAY, _FLOAT32 = 8, 9, 6
+
+Value = int | float | bool | str
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class GgufArray:
+    """An array of metadata, still as it is stored."""
+
+    kind: int  # of its elements, by the format's number
+    num_elements: int
+    data: memoryview
+
+    def strings(self) -> Iterator[str]:
+        """Its texts; what is not UTF-8 is replaced. Raises CheckpointError for other kinds."""
+        if self.kind != _STRING:
+            raise CheckpointError(f"An array of {self.num_elements} values holds no texts.")
+        data, start = bytes(self.data), 0
+        for _ in range(self.num_elements):
+            stop = start + 8 + int.from_bytes(data[start : start + 8], "little")
+            yield data[start + 8 : stop].decode("utf-8", "replace")
+            start = stop
+
+    def numbers(self) -> list[int | float]:
+        """Its numbers. Raises CheckpointError for texts."""
+        if self.kind == _STRING:
+            raise CheckpointError(f"An array of {self.num_elements} texts holds no numbers.")
+        dtype = np.dtype(_SCALARS[self.kind])
+        return np.frombuffer(self.data, dtype, self.num_elements).tolist()  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        return f"an array of {self.num_elements} values"
+
+
+class GgufTensor(NamedTuple):
+    """One tensor's place."""
+
+    format: MatrixFormat
+    shape: tuple[int, ...]  # rows first, as everywhere but in the file
+    offset: int  # of its first byte, from the start of the file
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """Of one file. Holds nothing open."""
+
+    file: RegularFile
+    metadata: Mapping[str, Value | GgufArray]
+    tensors: Mapping[str, GgufTensor]
+
+    @classmethod
+    def read(cls, path: Path) -> GgufHeader:
+        """Raises CheckpointError, naming the file and the numbers, for a file that is truncated,
+        damaged or contradictory, UnsupportedError for a type that weights are not read from."""
+        with open_regular(path, CheckpointError) as (stream, file):
+            cursor = _Cursor(stream, file)
+            num_tensors, num_keys = _counts(cursor)
+            values = [_key_and_value(cursor) for _ in range(num_keys)]
+            entries = [_tensor(cursor) for _ in range(num_tensors)]
+        data = memoryview(bytes(cursor.buffer))
+        metadata = {key: _loaded(value, data) for key, value in values}
+        if len(metadata) != num_keys:
+            cursor.fail(f"{num_keys - len(metadata)} of its {num_keys} keys are given twice")
+        tensors = _placed(entries, align_up(cursor.position, _alignment(cursor, metadata)), cursor)
+        return cls(file, metadata, tensors)
+
+
+class _Entry(NamedTuple):
+    """A tensor as the header has it: `offset` is from the start of the data."""
+
+    name: str
+    format: MatrixFormat
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+class _Span(NamedTuple):
+    """An array that was passed over."""
+
+    kind: int
+    num_elements: int
+    start: int
+    stop: int
+
+
+class _Cursor:
+    """Reads on through a header, as much of the file as it needs."""
+
+    def __init__(self, stream: BinaryIO, file: RegularFile) -> None:
+        self.buffer = bytearray()
+        self.position = 0
+        self.file = file
+        self._stream = stream
+
+    def fail(self, problem: str) -> NoReturn:
+        raise CheckpointError(f"{self.file.path}: {problem}.")
+
+    def need(self, stop: int) -> None:
+        """Has the file's bytes up to `stop` in the buffer."""
+        if stop <= len(self.buffer):
+            return
+        if stop > self.file.num_bytes:
+            self.fail(
+                f"its header goes on to byte {stop} at least, the file has "
+                f"{self.file.num_bytes}; it is truncated or damaged"
+            )
+        if stop > MAX_HEADER_BYTES:
+            self.fail(
+                f"its header goes on to byte {stop} at least; at most {MAX_HEADER_BYTES} are read"
+            )
+        wanted = max(stop, min(2 * len(self.buffer), MAX_HEADER_BYTES), _STEP_BYTES)
+        try:
+            self.buffer += self._stream.read(wanted - len(self.buffer))
+        except OSError as reason:
+            raise CheckpointError(
+                f"{self.file.path} cannot be read: {reason.strerror}."
+            ) from reason
+        if stop > len(self.buffer):
+            self.fail(f"it ended after {len(self.buffer)} bytes, inside its header")
+
+    def number(self, code: str) -> int:
+        return int(self.scalar(code))
+
+    def scalar(self, code: str) -> int | float | bool:
+        size = struct.calcsize(code)
+        self.need(self.position + size)
+        [value] = struct.unpack_from(code, self.buffer, self.position)
+        self.position += size
+        return value  # type: ignore[no-any-return]
+
+    def text(self, what: str, most_bytes: int) -> str:
+        num_bytes = self.number("<Q")
+        if num_bytes > most_bytes:
+            self.fail(f"{what} of {num_bytes} bytes; at most {most_bytes} are accepted")
+        self.need(self.position + num_bytes)
+        raw = bytes(self.buffer[self.position : self.position + num_bytes])
+        self.position += num_bytes
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            self.fail(f"{what} {shown(raw)} that is not UTF-8")
+
+    def skip_texts(self, count: int) -> None:
+        position, size = self.position, len(self.buffer)
+        for _ in range(count):
+            if position + 8 > size:
+                self.need(position + 8)
+                size = len(self.buffer)
+            position += 8 + int.from_bytes(self.buffer[position : position + 8], "little")
+        self.need(position)
+        self.position = position
+
+
+def _counts(cursor: _Cursor) -> tuple[int, int]:
+    """Of tensors and keys."""
+    if cursor.file.num_bytes < 24:
+        cursor.fail(f"it has {cursor.file.num_bytes} bytes, too few for a GGUF file")
+    cursor.need(24)
+    if bytes(cursor.buffer[:4]) != _MAGIC:
+        cursor.fail(f"it is no GGUF file: it begins with {bytes(cursor.buffer[:4])!r}")
+    cursor.position = 4
+    version = cursor.number("<I")
+    if version not in _VERSIONS:
+        name = "of a big-endian machine" if version >> 16 else f"version {version}"
+        raise UnsupportedError(
+            f"{cursor.file.path} is a GGUF file {name}; little-endian ones of version "
+            f"{' and '.join(map(str, _VERSIONS))} are read."
+        )
+    counts = cursor.number("<Q"), cursor.number("<Q")
+    for count, noun in zip(counts, ("tensors", "keys"), strict=True):
+        # The shortest entry of either kind has more than 12 bytes.
+        if count > min(MAX_ENTRIES, cursor.file.num_bytes // 12):
+            cursor.fail(f"it announces {count} {noun} in {cursor.file.num_bytes} bytes")
+    return counts
+
+
+def _key_and_value(cursor: _Cursor) -> tuple[str, Value | _Span]:
+    key = cursor.text("a key", MAX_NAME_BYTES)
+    kind = cursor.number("<I")
+    if kind == _STRING:
+        return key, cursor.text(f"{shown(key)}: a text", MAX_HEADER_BYTES)
+    if kind == _ARRAY:
+        return key, _array(cursor, key)
+    if kind not in _SCALARS:
+        cursor.fail(f"the key {shown(key)} has a value of the unknown kind {kind}")
+    value = cursor.scalar(_SCALARS[kind])
+    # The shortest decimal that it is in float32: what a config.json had said.
+    return key, float(str(np.float32(value))) if kind == _FLOAT32 else value
+
+
+def _array(cursor: _Cursor, key: str) -> _Span:
+    kind, count = cursor.number("<I"), cursor.number("<Q")
+    if kind != _STRING and kind not in _SCALARS:
+        noun = "arrays" if kind == _ARRAY else f"the unknown kind {kind}"
+        cursor.fail(f"the key {shown(key)} has an array of {noun}")
+    item_bytes = 8 if kind == _STRING else struct.calcsize(_SCALARS[kind])
+    least_bytes = count * item_bytes
+    rest_bytes = min(cursor.file.num_bytes, MAX_HEADER_BYTES) - cursor.position
+    if least_bytes > rest_bytes:
+        cursor.fail(
+            f"the key {shown(key)} has an array of {count} values, at least {least_bytes} bytes, "
+            f"where at most {rest_bytes} follow"
+        )
+    start = cursor.position
+    if kind == _STRING:
+        cursor.skip_texts(count)
+    else:
+        cursor.need(start + least_bytes)
+        cursor.position += least_bytes
+    return _Span(kind, count, start, cursor.position)
+
+
+def _loaded(value: Value | _Span, data: memoryview) -> Value | GgufArray:
+    if isinstance(value, _Span):
+        return GgufArray(value.kind, value.num_elements, data[value.start : value.stop])
+    return value
+
+
+def _tensor(cursor: _Cursor) -> _Entry:
+    name = cursor.text("a tensor's name", MAX_NAME_BYTES)
+    if not name.isprintable():
+        cursor.fail(f"the tensor name {shown(name)} has unprintable characters")
+    num_dimensions = cursor.number("<I")
+    if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
+        cursor.fail(f"tensor {shown(name)} has {num_dimensions} dimensions")
+    shape = tuple(cursor.number("<Q") for _ in range(num_dimensions))[::-1]
+    found = _format(cursor, name, cursor.number("<I"))
+    num_elements = math.prod(shape)
+    if not 0 < num_elements < 2**63:
+        cursor.fail(f"tensor {shown(name)} has the shape {list(shape)}")
+    if shape[-1] % found.block_size:
+        cursor.fail(
+            f"tensor {shown(name)} has rows of {shape[-1]} weights, which do not divide into "
+            f"blocks of {found.block_size} ({found.name})"
+        )
+    return _Entry(name, found, shape, cursor.number("<Q"), found.num_bytes(num_elements))
+
+
+def _format(cursor: _Cursor, tensor: str, number: int) -> MatrixFormat:
+    """Of a type by its number. Raises UnsupportedError by name."""
+    name, supported = TYPE_NAMES.get(number, f"number {number}"), _supported()
+    if name not in supported:
+        raise UnsupportedError(
+            f"{cursor.file.path}: tensor {shown(tensor)} is of type {name}, which is not read; "
+            f"supported: {', '.join(supported)}. Choose another quantisation of the model."
+        )
+    return supported[name]
+
+
+@functools.cache
+def _supported() -> Mapping[str, MatrixFormat]:
+    """By ggml's name."""
+    packed = {each.ggml_name: each for each in PACKED}
+    return {**packed, **{each.name: each for each in PLAIN}}
+
+
+def _alignment(cursor: _Cursor, metadata: Mapping[str, Value | GgufArray]) -> int:
+    value = metadata.get("general.alignment", _ALIGNMENT)
+    if not isinstance(value, int) or not 8 <= value <= 1 << 20 or value & (value - 1):
+        cursor.fail(f"general.alignment {shown(value)} is not a power of two from 8 to 2**20")
+    return value
+
+
+def _placed(entries: list[_Entry], start: int, cursor: _Cursor) -> dict[str, GgufTensor]:
+    """Tensors by name, none beyond the file, no two at one byte."""
+    tensors: dict[str, GgufTensor] = {}
+    for name, found, shape, offset, num_bytes in entries:
+        if name in tensors:
+            cursor.fail(f"tensor {shown(name)} is given twice")
+        if start + offset + num_bytes > cursor.file.num_bytes:
+            cursor.fail(
+                f"tensor {shown(name)} ends at byte {start + offset + num_bytes} of "
+                f"{cursor.file.num_bytes}; the file is truncated or its header is wrong"
+            )
+        tensors[name] = GgufTensor(found, shape, start + offset, num_bytes)
+    end, last = start, ""
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
+        if tensor.offset < end:
+            cursor.fail(f"the tensors {shown(last)} and {shown(name)} overlap at byte {end}")
+        end, last = tensor.offset + tensor.num_bytes, name
+    return tensors

@@ -1,0 +1,190 @@
+"""A GGUF file, or a set of them, as a model: its `config.json` and its tensors, by our names.
+
+model = GgufModel.open(path)  # the file, or the first of a split
+config = model.config()
+model.checkpoint(config).tensors["model.embed_tokens.weight"]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+from lowtide.config import ModelConfig
+from lowtide.errors import CheckpointError, ConfigError, UnsupportedError
+from lowtide.families import Family, gguf_family
+from lowtide.families.gguf import Arranged, GgufArchitecture, GgufKeys
+from lowtide.files.json_file import shown
+from lowtide.model_folder.checkpoint import Checkpoint, StoredPart, TensorEntry
+from lowtide.model_folder.gguf_file import SPLIT
+from lowtide.model_folder.gguf_header import GgufArray, GgufHeader, GgufTensor
+from lowtide.model_folder.tokenizer import Tokenizer
+
+_MAX_FILES = 4096
+_NOTHING: Mapping[str, object] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class GgufModel:
+    """The headers of a model's files, the first of which has its metadata."""
+
+    headers: tuple[GgufHeader, ...]
+    family: Family
+    architecture: GgufArchitecture
+
+    @classmethod
+    def open(cls, path: Path) -> GgufModel:
+        """Raises CheckpointError for files that are damaged, missing or contradict each other,
+        UnsupportedError for an architecture or type that is not read."""
+        first = GgufHeader.read(path)
+        name = first.metadata.get("general.architecture")
+        if not isinstance(name, str):
+            raise CheckpointError(f"{path} names no general.architecture.")
+        try:
+            family = gguf_family(name)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{path}: {error}") from None
+        headers = (first, *map(GgufHeader.read, _others(path, first)))
+        _check_split(headers)
+        if family.gguf is None:
+            raise UnsupportedError(f"{path}: {family.name} is not read from GGUF files.")
+        return cls(headers, family, family.gguf)
+
+    @property
+    def path(self) -> Path:
+        return self.headers[0].file.path
+
+    @property
+    def metadata(self) -> Mapping[str, int | float | bool | str | GgufArray]:
+        return self.headers[0].metadata
+
+    def config(self, overrides: Mapping[str, object] = _NOTHING) -> ModelConfig:
+        """What the model is; `overrides` as in `ModelConfig.load`, whose errors it raises."""
+        shapes = {n: t.shape for header in self.headers for n, t in header.tensors.items()}
+        keys = GgufKeys(self.architecture.name, self.metadata, shapes)
+        try:
+            config = {**self.architecture.config(keys), **_token_ids(self.metadata)}
+            return ModelConfig.from_dict(config, overrides=overrides)
+        except ConfigError as error:
+            raise ConfigError(f"{self.path}, as a config.json: {error}") from None
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{self.path}, as a config.json: {error}") from None
+
+    def tokenizer(self) -> Tokenizer | None:
+        """None where the file has none."""
+        return None
+
+    def checkpoint(self, config: ModelConfig) -> Checkpoint:
+        """Where its tensors lie, by the names of the family's schema.
+
+        Raises CheckpointError for two of one name or parts that do not fit their tensor.
+        """
+        tensors: dict[str, TensorEntry] = {}
+        arranged: list[_Found] = []
+        for file, header in enumerate(self.headers):
+            for name, ours in self.architecture.named(header.tensors):
+                found = _Found(name, header.tensors[name], file)
+                if isinstance(ours, Arranged):
+                    arranged.append(found._replace(arranged=ours))
+                elif ours in tensors:
+                    raise CheckpointError(f"{self.path}: tensor {shown(name)} is given twice.")
+                else:
+                    tensors[ours] = TensorEntry(*found.place, found.tensor.shape)
+        tensors |= _put_together(arranged, tensors, config)
+        return Checkpoint(tuple(header.file for header in self.headers), tensors)
+
+
+class _Found(NamedTuple):
+    """A tensor in a file of the set."""
+
+    name: str
+    tensor: GgufTensor
+    file: int
+    arranged: Arranged | None = None
+
+    @property
+    def place(self) -> tuple[int, int, int, str]:
+        dtype = self.tensor.format.dtypes[0]
+        return self.file, self.tensor.offset, self.tensor.num_bytes, dtype
+
+
+def _put_together(
+    found: Sequence[_Found], whole: Collection[str], config: ModelConfig
+) -> dict[str, TensorEntry]:
+    """What lies otherwise in the files than in memory; parts of what is there `whole`, too, are
+    left out. Raises CheckpointError for parts that do not fill their tensor."""
+    parts: dict[str, list[StoredPart]] = {}
+    for each in found:
+        if each.arranged is not None and each.arranged.name not in whole:
+            view = each.arranged.view(config)
+            stored, wanted = each.tensor.shape, view.stored_shape
+            if math.prod(stored) != math.prod(wanted) or stored[-1] != wanted[-1]:
+                raise CheckpointError(
+                    f"Tensor {shown(each.name)} has shape {list(stored)}; the metadata makes it "
+                    f"{list(wanted)}."
+                )
+            parts.setdefault(each.arranged.name, []).append(StoredPart(*each.place, view))
+    return {name: _entry(name, of_it) for name, of_it in parts.items()}
+
+
+def _entry(name: str, parts: Sequence[StoredPart]) -> TensorEntry:
+    shape = parts[0].view.shape
+    num_elements = sum(math.prod(part.view.stored_shape) for part in parts)
+    if num_elements != math.prod(shape):
+        raise CheckpointError(
+            f"{num_elements} of the {math.prod(shape)} weights of {shown(name)} are in the file."
+        )
+    first = parts[0]
+    tensor_shape = (math.prod(shape[:-1]), shape[-1])
+    place = (first.file, first.offset, first.num_bytes, first.dtype)
+    return TensorEntry(*place, tensor_shape, tuple(parts))
+
+
+def _others(path: Path, first: GgufHeader) -> list[Path]:
+    """The other files of a split, in order. Raises CheckpointError for a wrong name."""
+    count = first.metadata.get("split.count", 1)
+    if not isinstance(count, int) or not 0 <= count <= _MAX_FILES:
+        raise CheckpointError(f"{path}: split.count is {shown(count)}.")
+    if count <= 1:
+        return []
+    match = SPLIT.fullmatch(path.name)
+    if match is None or int(match[3]) != count:
+        raise CheckpointError(
+            f"{path} is one of {count} files, which are named NAME-00001-of-{count:05d}.gguf and "
+            "so on; give it its name back."
+        )
+    if int(match[2]) != 1:
+        first_name = f"{match[1]}-00001-of-{match[3]}.gguf"
+        raise CheckpointError(f"{path} is not the first of {count} files; give {first_name}.")
+    names = [f"{match[1]}-{i:05d}-of-{match[3]}.gguf" for i in range(2, count + 1)]
+    return [path.with_name(name) for name in names]
+
+
+def _check_split(headers: Sequence[GgufHeader]) -> None:
+    for number, header in enumerate(headers):
+        said = header.metadata.get("split.no", number)
+        if said != number:
+            raise CheckpointError(
+                f"{header.file.path} says that it is file {shown(said)} of its set (from 0), not "
+                f"{number}."
+            )
+    found = sum(len(header.tensors) for header in headers)
+    wanted = headers[0].metadata.get("split.tensors.count", found)
+    if len(headers) > 1 and wanted != found:
+        raise CheckpointError(
+            f"{headers[0].file.path} and the files after it have {found} tensors, not "
+            f"{shown(wanted)}; they do not belong together."
+        )
+
+
+def _token_ids(metadata: Mapping[str, int | float | bool | str | GgufArray]) -> dict[str, object]:
+    """The ids that end a text or a turn, as `config.json` has them."""
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+    ends = [metadata[key] for key in keys if key in metadata]
+    ids: dict[str, object] = {"eos_token_id": list(dict.fromkeys(ends))} if ends else {}
+    pad = metadata.get("tokenizer.ggml.padding_token_id")
+    return ids if pad is None else {**ids, "pad_token_id": pad}

@@ -1,0 +1,24 @@
+"""What a model on this machine is, whichever files it comes in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from lowtide.config import ModelConfig
+from lowtide.model_folder.gguf_file import is_gguf
+
+_NOTHING: Mapping[str, object] = MappingProxyType({})
+
+
+def load_config(path: Path, overrides: Mapping[str, object] = _NOTHING) -> ModelConfig:
+    """Of a folder with its `config.json`, or of a GGUF file by its metadata.
+
+    Raises as `ModelConfig.load` and `GgufModel.open` do.
+    """
+    if not is_gguf(path):
+        return ModelConfig.load(path, overrides)
+    from lowtide.model_folder.gguf_model import GgufModel  # with every family
+
+    return GgufModel.open(path).config(overrides)

@@ -1,0 +1,92 @@
+"""ggml's packed types against the `gguf` package, bit for bit."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.constants import GGMLQuantizationType as Type
+from gguf_files import SCALES, random_blocks
+
+from lowtide.errors import UnsupportedError
+from lowtide.formats import format_of, formats, loadable_dtypes
+from lowtide.formats.convert import convert
+from lowtide.formats.ggml import FORMATS, TYPE_NAMES, GgmlFormat
+from lowtide.formats.plain import plain_format
+from lowtide.kernels.reference import REFERENCE
+
+NUM_BLOCKS = 300
+
+
+def kind_of(stored: GgmlFormat) -> Type:
+    return Type[stored.ggml_name]
+
+
+@pytest.mark.parametrize("stored", FORMATS, ids=lambda each: each.ggml_name)
+def test_bits_are_those_of_the_package(stored: GgmlFormat) -> None:
+    kind = kind_of(stored)
+    assert GGML_QUANT_SIZES[kind] == (stored.block_size, *stored.block_bytes)
+    blocks = np.random.default_rng(1).integers(
+        0, 256, (NUM_BLOCKS, *stored.block_bytes), dtype=np.uint8
+    )
+    with np.errstate(all="ignore"):
+        expected = gguf.quants.dequantize(blocks, kind).reshape(-1)
+    # At any address: what is read begins anywhere in a buffer.
+    shifted = np.empty(blocks.size + 1, np.uint8)[1:]
+    shifted[:] = blocks.reshape(-1)
+    actual = stored.unpack(shifted).view(np.float32)
+    is_number = ~np.isnan(expected)
+    assert (np.isnan(actual) == ~is_number).all() and is_number.mean() > 0.8
+    assert (actual.view(np.uint32) == expected.view(np.uint32))[is_number].all()
+
+
+@pytest.mark.parametrize("stored", FORMATS, ids=lambda each: each.ggml_name)
+def test_weights_are_rounded_once(stored: GgmlFormat) -> None:
+    blocks = random_blocks((4, 256), kind_of(stored))
+    exact = torch.from_numpy(gguf.quants.dequantize(blocks, kind_of(stored)).copy())
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        out = torch.empty(4, 256, dtype=dtype)
+        matrix = stored.matrix([torch.from_numpy(blocks).reshape(-1)], (4, 256))
+        REFERENCE.unpack(matrix, out)
+        some = torch.empty(2, 256, dtype=dtype)
+        REFERENCE.select_rows(matrix, torch.tensor([3, 1]), some)
+        assert torch.equal(some, out[[3, 1]])
+        assert torch.equal(out, exact.to(dtype))
+        target = np.empty(4 * 256 * dtype.itemsize, np.uint8)
+        convert([blocks.reshape(-1)], stored, target, plain_format(dtype))
+        assert (target == out.reshape(-1).view(torch.uint8).numpy()).all()
+
+
+@pytest.mark.parametrize("kind", SCALES, ids=lambda kind: kind.name)
+def test_a_scale_that_is_no_number_is_found(kind: Type) -> None:
+    [stored] = [each for each in FORMATS if each.ggml_name == kind.name]
+    blocks = random_blocks((8, 256), kind).reshape(-1, *stored.block_bytes)
+    assert stored.is_finite(blocks.reshape(-1))
+    start = SCALES[kind][-1]
+    blocks[3, start : start + 2] = (0x00, 0x7C)  # an infinity
+    assert not stored.is_finite(blocks.reshape(-1))
+
+
+def test_a_product_is_that_of_the_weights_unpacked() -> None:
+    stored = formats()["Q5_K"]
+    blocks = random_blocks((700, 512), Type.Q5_K)  # two tiles and a part of one
+    x = torch.randn(5, 512, generator=torch.Generator().manual_seed(0))
+    out = torch.empty(5, 700)
+    packed = torch.from_numpy(blocks).reshape(-1)
+    REFERENCE.multiply_by(x, stored.matrix([packed], (700, 512)), out)
+    weights = torch.from_numpy(gguf.quants.dequantize(blocks, Type.Q5_K).copy())
+    assert torch.allclose(out, x @ weights.t(), atol=1e-5)
+
+
+def test_types_have_the_package_s_numbers() -> None:
+    own = {number: name for number, name in TYPE_NAMES.items() if name in Type.__members__}
+    assert own == {kind.value: kind.name for kind in Type}
+
+
+def test_safetensors_files_have_none_of_them() -> None:
+    assert not any(name.startswith("GGUF") for name in loadable_dtypes())
+    assert format_of("GGUF Q4_K") is formats()["Q4_K"]
+    with pytest.raises(UnsupportedError, match="supported: BF16, F16, F32"):
+        format_of("Q4_K")
