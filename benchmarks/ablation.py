@@ -20,7 +20,6 @@ from common.record import Recorder, Row, say
 from common.simulated import (
     VARIANTS,
     ceilings,
-    first_passes,
     make_parser,
     make_setting,
     policy_s,
@@ -199,7 +198,7 @@ def _lengths(recorder: Recorder, facts: Row, trace: Trace, setting: Setting) -> 
 
 def _prefill(recorder: Recorder, facts: Row, trace: Trace, setting: Setting) -> None:
     """The prompt alone: seconds of its passes."""
-    prompt = first_passes(trace, len(trace.passes) - 1)
+    prompt = trace.beginning(len(trace.passes) - 1)
     reports = replay(prompt, prompt.hits(), setting, VARIANTS)
     num_rows = len(prompt.ids)
     for name, report in reports.items():

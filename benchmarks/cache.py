@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 from common.arguments import run_script
 from common.record import Recorder, Row, say
-from common.simulated import ceilings, first_passes, make_parser, make_setting, published, summary
+from common.simulated import ceilings, make_parser, make_setting, published, summary
 from common.synth_trace import synth_decode_trace
 from common.traces import RECORDED, Recorded, record_with_known
 
@@ -155,7 +155,7 @@ def _along(trace: Trace, made: Recipe, setting: Setting, hits: IntArray) -> list
     for end in [*_prefills(trace)[1:], len(trace.passes)]:
         for part in range(NUM_PARTS):
             last = start + (end - start) * (part + 1) // NUM_PARTS
-            report = simulate(first_passes(trace, last), made, setting, hits=hits[:last])
+            report = simulate(trace.beginning(last), made, setting, hits=hits[:last])
             found[part] += report.num_hits - done.num_hits
             wanted[part] += report.num_activated - done.num_activated
             done = report

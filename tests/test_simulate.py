@@ -26,7 +26,7 @@ from lowtide.policies.prefetch import Gate, NoPrefetch, PreviousStep
 from lowtide.policies.presets import recipe
 from lowtide.policies.recipe import Recipe, Setting
 from lowtide.policies.tau import FollowDrift, auto_tau
-from lowtide.profiles import load_profile, parse_profile, profile_names
+from lowtide.profiles import DataSheet, PaperMachine, load_profile, parse_profile, profile_names
 from lowtide.replay.simulator import TAUS, Report, calibrate, compare, fastest_tau, simulate
 from lowtide.replay.trace import Trace, TraceShape, TraceWriter
 
@@ -299,16 +299,78 @@ def test_synthetic_sequences_have_favourites_of_their_own() -> None:
 @pytest.mark.parametrize("name", profile_names())
 def test_shipped_profiles(name: str) -> None:
     profile = load_profile(name)
-    costs = profile.costs(MoEShape(19, 256, 8, 2048, 512))
+    costs = profile.costs(MoEShape(19, 256, 8, 2048, 512), 2.0)
     assert costs.expert_bytes == 6 << 20
+    assert profile.host_memory_bytes >= profile.device_memory_bytes
     one, many = np.array([1]), np.array([4096])
-    assert costs.device_s(one) < costs.host_s(one) and costs.device_s(many) < costs.host_s(many)
+    assert costs.device_s(many) < costs.host_s(many)
+    if isinstance(profile, DataSheet):  # a paper's code may launch longer than a host computes
+        assert costs.device_s(one) < costs.host_s(one)
     assert costs.link_s > costs.device_s.at(1)
-    assert profile.costs(MoEShape(1, 8, 2, 64, 32), on_disk=True).disk_read_s > 0
+    if isinstance(profile, DataSheet):
+        assert profile.costs(MoEShape(1, 8, 2, 64, 32), on_disk=True).disk_read_s > 0
 
 
 def test_the_profiles_of_the_papers_are_there() -> None:
     assert {"rtx3090", "a100-40gb", "h100", "h200", "laptop-8gb"} <= set(profile_names())
+    of_papers = {"dali-3090", "tide-a100", "tide-h100"}
+    assert {n for n in profile_names() if isinstance(load_profile(n), PaperMachine)} == of_papers
+
+
+CURVES = """
+name = "y"
+source = "Figure 1"
+weight_bytes = 0.5
+device_memory_GB = 1
+host_memory_GB = 1
+layer = { dense_ms = [[1, 0.1]], sync_ms = 0.01 }
+[[expert]]
+num_weights = 600
+link_ms = 1.0
+host_ms = [[1, 2], [2, 4]]
+device_ms = [[1, 0.5]]
+[[expert]]
+num_weights = 1200
+link_ms = 1.5
+host_ms = [[1, 6], [4, 9]]
+device_ms = [[1, 0.5]]
+"""
+
+
+def test_curves_of_a_papers_machine_lie_between_those_that_are_known() -> None:
+    profile = parse_profile(CURVES, "y.toml")
+    of = {n: profile.costs(MoEShape(1, 8, 2, n // 3, 1)) for n in (300, 600, 900, 1200, 2400)}
+    link_ms = {n: 1e3 * costs.link_s for n, costs in of.items()}
+    assert link_ms == pytest.approx({300: 0.5, 600: 1.0, 900: 1.25, 1200: 1.5, 2400: 3.0})
+    host_ms = [1e3 * of[900].host_s.at(n) for n in (1, 2, 4, 8)]
+    assert host_ms == pytest.approx([4.0, (4 + 7) / 2, (8 + 9) / 2, (16 + 13) / 2])
+    assert of[600].expert_bytes == 300
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "match"),
+    [
+        ('source = "Figure 1"', "", "missing source"),
+        ('source = "Figure 1"', 'source = ""', "source must be"),
+        ("host_ms = [[1, 2], [2, 4]]", "", "missing host_ms"),
+        ("[[1, 2], [2, 4]]", "[[1, -2], [2, 4]]", "expert.host_ms must be from"),
+        ("[[1, 2], [2, 4]]", "[[1, 2], [2, 1]]", "do not fall"),
+        ("[[1, 2], [2, 4]]", "[[2, 2], [1, 4]]", "ascending tokens"),
+        ("[[1, 2], [2, 4]]", "[[0, 2]]", "must be from|ascending"),
+        ("[[1, 2], [2, 4]]", "[]", "pairs"),
+        ("[[1, 2], [2, 4]]", "3", "pairs"),
+        ("link_ms = 1.0", "link_ms = -1.0", "expert.link_ms must be from"),
+        ("link_ms = 1.0", "link_ms = nan", "expert.link_ms must be from"),
+        ("num_weights = 600", "num_weights = 1300", "ascend by num_weights"),
+        ("num_weights = 600", "num_weights = 0.5", "whole number"),
+        ("weight_bytes = 0.5", 'efficiency = "x"', "not mixed"),
+        ("sync_ms = 0.01", "sync_ms = true", "sync_ms"),
+    ],
+)
+def test_bad_curves_are_refused_by_name(old: str, new: str, match: str) -> None:
+    assert parse_profile(CURVES, "y.toml").name == "y"
+    with pytest.raises(UsageError, match=f"y.toml.*({match})"):
+        parse_profile(CURVES.replace(old, new, 1), "y.toml")
 
 
 GOOD = """

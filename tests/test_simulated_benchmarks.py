@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -12,12 +13,13 @@ from common.synth_trace import synth_decode_trace, synth_trace
 from lowtide.core import Assignment, Costs, Curve, Demand, MoEShape, StepKind
 from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.presets import recipe
+from lowtide.profiles import load_profile
 from lowtide.replay.simulator import simulate
 from lowtide.replay.trace import TraceShape
 
-simulated, traces, tau, cache, assignment, ablation = map(
+simulated, traces, tau, cache, assignment, ablation, fit_profiles = map(
     import_module,
-    ("common.simulated", "common.traces", "tau", "cache", "assignment", "ablation"),
+    ("common.simulated", "common.traces", "tau", "cache", "assignment", "ablation", "fit_profiles"),
 )
 
 COSTS = Costs(
@@ -53,6 +55,20 @@ def test_every_preset_that_shares_is_a_row() -> None:
     assert sum(shares) == pytest.approx(1.0)
 
 
+def test_the_shipped_machine_of_dali_reproduces_its_anchors() -> None:
+    cases = fit_profiles.dali_cases()
+    costs = {key: load_profile("dali-3090").costs(case.shape) for key, case in cases.items()}
+
+    class Shipped:
+        def costs(self, name: str, shape: MoEShape) -> Costs:
+            found = next(c for k, c in costs.items() if cases[k].shape == shape)
+            return replace(found, dense_s=Curve([(1, 0.0)]), sync_s=0.0)
+
+    anchors = fit_profiles.dali_anchors(cases, Shipped())
+    assert len(anchors) == 6
+    assert all(ratio == pytest.approx(1.0, abs=0.05) for ratio in anchors.values())
+
+
 def test_ceilings_are_those_of_perfect_balance() -> None:
     row = simulated.ceilings(COSTS)
     assert row["perfect_balance_over_host_residents"] == pytest.approx(1 + 4 / 3)
@@ -75,7 +91,7 @@ def test_the_parts_of_a_sequence_sum_to_the_whole() -> None:
     trace = synth_decode_trace(SHAPE, num_sequences=2, num_prompt=4, num_new=8)
     setting = simulated.make_setting(trace, COSTS, 8)
     whole = simulate(trace, recipe("lru"), setting)
-    assert simulated.first_passes(trace, 3).hits().shape[0] == 3
+    assert trace.beginning(3).hits().shape[0] == 3
     rates = cache._along(trace, recipe("fiddler"), setting, trace.hits())
     assert len(rates) == cache.NUM_PARTS and all(0 <= rate <= 1 for rate in rates)
     assert 0 < whole.hit_rate < 1

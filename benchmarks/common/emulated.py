@@ -34,7 +34,7 @@ from lowtide.params import DiffusionParams
 from lowtide.profiles import load_profile
 from lowtide.replay.trace import Trace
 
-PROFILE = "rtx3090"
+PROFILE = "dali-3090"
 FAMILY = "llada2"  # the published model whose experts' proportions are emulated
 STREAMS = (COMPUTE, LINK, HOST)
 SLOWDOWN = 2.0

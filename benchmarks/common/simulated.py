@@ -134,10 +134,18 @@ def summary(report: Report) -> Row:
     }
 
 
-def first_passes(trace: Trace, num_passes: int) -> Trace:
-    """The beginning of a run."""
-    num_rows = sum(one.num_rows for one in trace.passes[:num_passes])
-    return replace(trace, passes=trace.passes[:num_passes], ids=trace.ids[:num_rows])
+def generating_passes(trace: Trace) -> Trace:
+    """The passes after the prompt's."""
+    num_prefill = sum(one.step.kind is StepKind.PREFILL for one in trace.passes)
+    rows = slice(sum(one.num_rows for one in trace.passes[:num_prefill]), None)
+    return replace(
+        trace,
+        passes=trace.passes[num_prefill:],
+        ids=trace.ids[rows],
+        weights=trace.weights[rows],
+        requests=trace.requests[rows],
+        kinds=trace.kinds[rows],
+    )
 
 
 def policy_s(made: Recipe, setting: Setting, trace: Trace) -> FloatArray:

@@ -96,15 +96,15 @@ def _what_does_not_fit(recorded: Trace, profile: Profile, residents: float) -> l
     shape = MoEShape(*recorded.shape)
     all_bytes = profile.costs(shape).expert_bytes * shape.num_layers * shape.num_experts
     notes = []
-    if residents * all_bytes > profile.device.memory_bytes:
+    if residents * all_bytes > profile.device_memory_bytes:
         notes.append(
             f"The residents take {_size(residents * all_bytes)}; the device has "
-            f"{_size(profile.device.memory_bytes)}."
+            f"{_size(profile.device_memory_bytes)}."
         )
-    if all_bytes > profile.host.memory_bytes:
+    if all_bytes > profile.host_memory_bytes:
         notes.append(
             f"All experts take {_size(all_bytes)} and the host has "
-            f"{_size(profile.host.memory_bytes)}: reading the others from disk is not simulated."
+            f"{_size(profile.host_memory_bytes)}: reading the others from disk is not simulated."
         )
     return notes
 

@@ -21,7 +21,7 @@ from lowtide.memory.arena import Arena
 from lowtide.profiles import load_profile
 from lowtide.threads.executor import process_threads_kept, set_cores_per_product
 
-_PROFILE = "rtx3090"
+_PROFILE = "dali-3090"
 # Name: least value. What is faster than it is here cannot be had by sleeping.
 _OPTIONS: Mapping[str, float] = {
     "link_GBps": 1e-6,
@@ -134,8 +134,8 @@ def emulated_speeds(
     costs = profile.costs(shape, dtype.itemsize)
     stretch = device_s.at(1) / costs.device_s.at(1)
     values = {
-        "link_GBps": profile.link_bytes_per_s / 1e9 / stretch,
-        "link_latency_us": profile.link_latency_s * 1e6 * stretch,
+        "link_GBps": costs.expert_bytes / costs.link_s / 1e9 / stretch,
+        "link_latency_us": 0.0,  # in the time of an expert already
         "host_slowdown": costs.host_s.at(1) / costs.device_s.at(1),
         **given,
     }

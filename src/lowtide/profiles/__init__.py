@@ -1,6 +1,8 @@
-"""Hardware profiles: machines by their data sheets, turned into the costs of one expert.
+"""Hardware profiles: machines turned into the costs of one expert.
 
-For replaying traces on machines that are not here; a machine that is here is measured instead.
+Of two kinds, never mixed: a data sheet with the share of it that kernels reach (`DataSheet`), and
+a paper's machine as its figures show it (`PaperMachine`). For replaying traces on machines that
+are not here; a machine that is here is measured instead.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 
 from lowtide.core import Costs, Curve, MoEShape
 from lowtide.errors import UsageError
+from lowtide.profiles.paper_machine import EXPERTS, PaperMachine, parse_paper_machine
 
 _MAX_PROFILE_BYTES = 1 << 16
 _LEAST = 1e-6  # of any value: times stay finite
@@ -46,8 +49,8 @@ class Processor:
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
-    """A machine, with its assumed efficiency already taken off. Rates per second."""
+class DataSheet:
+    """A machine by its data sheet, the share that is not reached taken off. Rates per second."""
 
     name: str
     device: Processor
@@ -56,6 +59,14 @@ class Profile:
     link_latency_s: float
     disk_bytes_per_s: float
     sync_s: float
+
+    @property
+    def device_memory_bytes(self) -> float:
+        return self.device.memory_bytes
+
+    @property
+    def host_memory_bytes(self) -> float:
+        return self.host.memory_bytes
 
     def costs(
         self,
@@ -85,6 +96,9 @@ class Profile:
             disk_read_s=expert_bytes / self.disk_bytes_per_s if on_disk else 0.0,
             num_staging=num_staging,
         )
+
+
+Profile = DataSheet | PaperMachine
 
 
 def profile_names() -> list[str]:
@@ -122,12 +136,17 @@ def parse_profile(text: str, source: str) -> Profile:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as reason:
         raise UsageError(f"Profile {source} is not valid TOML: {reason}.") from None
+    if EXPERTS in table:
+        return parse_paper_machine(table, source)
     name = table.pop("name", None)
     if not isinstance(name, str) or set(table) != set(_SECTIONS):
-        raise UsageError(f"Profile {source} needs a name and the sections {', '.join(_SECTIONS)}.")
+        raise UsageError(
+            f"Profile {source} needs a name and the sections {', '.join(_SECTIONS)}, or the curves "
+            "of a paper's machine (expert, layer)."
+        )
     value = {section: _numbers(table[section], section, source) for section in _SECTIONS}
     share = value["efficiency"]
-    return Profile(
+    return DataSheet(
         name=name,
         device=_engine(value["device"], share["device"]),
         host=_engine(value["host"], share["host"]),
