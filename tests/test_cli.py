@@ -490,7 +490,7 @@ def test_an_autoregressive_answer_is_written_on_a_terminal_too(
 def test_logprobs_are_part_of_the_object_when_asked_for() -> None:
     of_token = TokenLogprobs(5, -0.5, ((5, -0.5), (6, -1.5)))
     completion: Any = Completion([5], "a", "stop", Usage(1, 1, 1), [of_token])
-    answer = json.loads(json_line(answer_object(completion, {}, PLAN)))
+    answer = json.loads(json_line(answer_object([completion], {}, PLAN)))
     top = [[5, -0.5], [6, -1.5]]
     assert answer["logprobs"] == [{"token_id": 5, "logprob": -0.5, "top": top}]
 

@@ -1,9 +1,9 @@
 """lowtide runs mixture-of-experts language models in less memory than they have weights.
 
-from lowtide import LLM, SamplingParams
+from lowtide import LLM
 
 with LLM("demo:diffusion", host_memory="16MiB") as llm:
-    [completion] = llm.generate("def fib(n):", SamplingParams(max_tokens=64))
+    [completion] = llm.generate("def fib(n):", max_tokens=64)
 """
 
 from __future__ import annotations
@@ -12,23 +12,69 @@ from lowtide.errors import LowtideError
 
 TYPE_CHECKING = False  # importing `typing` for it takes longer than this file
 if TYPE_CHECKING:
+    from lowtide.answers.completion import Completion as Completion
+    from lowtide.answers.completion import Usage as Usage
+    from lowtide.async_llm import AsyncLLM as AsyncLLM
+    from lowtide.core import MemoryPlan as MemoryPlan
+    from lowtide.decode.request import Committed as Committed
+    from lowtide.decode.request import Draft as Draft
+    from lowtide.decode.request import Event as Event
+    from lowtide.decode.request import Finished as Finished
+    from lowtide.decode.request import Prefill as Prefill
+    from lowtide.decode.request import TokenLogprobs as TokenLogprobs
     from lowtide.llm import LLM as LLM
+    from lowtide.llm import plan_model as plan_model
     from lowtide.params import DiffusionParams as DiffusionParams
     from lowtide.params import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "DiffusionParams", "LowtideError", "SamplingParams", "__version__"]
+
+_HOMES = {
+    "AsyncLLM": "async_llm",
+    "Committed": "decode.request",
+    "Completion": "answers.completion",
+    "DiffusionParams": "params",
+    "Draft": "decode.request",
+    "Event": "decode.request",
+    "Finished": "decode.request",
+    "LLM": "llm",
+    "MemoryPlan": "core",
+    "Prefill": "decode.request",
+    "SamplingParams": "params",
+    "TokenLogprobs": "decode.request",
+    "Usage": "answers.completion",
+    "plan_model": "llm",
+}
+"""Where each name is made; imported when it is first asked for: `LLM` brings torch with it, and the
+command line has to understand Ctrl-C before it imports anything."""
+
+__all__ = [  # noqa: F822 - those of `_HOMES`, as a test promises
+    "LLM",
+    "AsyncLLM",
+    "Committed",
+    "Completion",
+    "DiffusionParams",
+    "Draft",
+    "Event",
+    "Finished",
+    "LowtideError",
+    "MemoryPlan",
+    "Prefill",
+    "SamplingParams",
+    "TokenLogprobs",
+    "Usage",
+    "__version__",
+    "plan_model",
+]
 
 
 def __getattr__(name: str) -> object:
-    """What is imported when first asked for: `LLM` brings torch with it, and the command line has
-    to understand Ctrl-C before it imports anything."""
-    if name == "LLM":
-        from lowtide.llm import LLM
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
 
-        return LLM
-    if name in ("DiffusionParams", "SamplingParams"):
-        from lowtide import params
+    return import_module(f"{__name__}.{_HOMES[name]}").__dict__[name]
 
-        return params.__dict__[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -167,7 +167,7 @@ class TierPlan:
         return fixed + self.slot_bytes * self.num_slots
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class MemoryPlan:
     """Every byte a model will use, decided before anything is loaded.
 
@@ -208,6 +208,17 @@ class MemoryPlan:
     def num_staging(self) -> int:
         """Slots of the fast tier that experts pass through, which there have to be."""
         return self.fast_tier.num_slots - sum(self.residents_per_layer)
+
+    def __repr__(self) -> str:
+        """The table, for whoever looks at it in a terminal or a notebook."""
+        from lowtide.plan_text import plan_as_text
+
+        return plan_as_text(self)
+
+    def _repr_html_(self) -> str:
+        from lowtide.plan_text import plan_as_html
+
+        return plan_as_html(self)
 
 
 class Assignment(NamedTuple):

@@ -1,14 +1,17 @@
 """What a user may ask of a generation: `SamplingParams` and `DiffusionParams`.
 
 Values only, checked where they are made; a field left at `None` takes the model family's
-published default. Imports no torch, so that a wrong flag is refused at once.
+published default. `Wishes` are the same fields as keywords of a call. Imports no torch, so that a
+wrong flag is refused at once.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypedDict, cast
 
 from lowtide.errors import UnsupportedError, UsageError
 
@@ -24,6 +27,7 @@ REMASKING_RULES = (
     "factor",
 )
 MAX_TOP_LOGPROBS = 20
+MAX_SAMPLES = 1024
 
 
 def _check_int(name: str, value: object, low: int, high: int = MAX_TOKENS_LIMIT) -> None:
@@ -135,11 +139,13 @@ class SamplingParams:
     presence_penalty, frequency_penalty: taken from a token's logit if the answer has it, and
         once for each time that it has; 0 is off.
     seed: equal seeds give equal tokens, whatever else runs beside.
-    stop: strings that end the answer (they are not part of it).
+    stop: strings, or one, that end the answer (they are not part of it).
     ignore_eos: go on after the end-of-text token.
     logprobs: report log-probabilities of the answer's tokens, each with those of this many of
         the likeliest ones at its place (0: of the token alone).
     diffusion: for diffusion models only; they in turn have no penalties and no `logprobs`.
+    n: answers to each prompt; the first draws with the prompt's seed, the others with seeds that
+        are made of it.
     """
 
     max_tokens: int = 256
@@ -151,13 +157,15 @@ class SamplingParams:
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
-    stop: Sequence[str] = ()
+    stop: str | Sequence[str] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     diffusion: DiffusionParams = field(default_factory=DiffusionParams)
+    n: int = 1
 
     def __post_init__(self) -> None:
         _check_int("max_tokens", self.max_tokens, 1)
+        _check_int("n", self.n, 1, MAX_SAMPLES)
         _check_float("temperature", self.temperature, 0.0, 100.0)
         if self.top_k is not None:
             _check_int("top_k", self.top_k, 1)
@@ -168,13 +176,19 @@ class SamplingParams:
             _check_int("seed", self.seed, 0, 2**63 - 1)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
-        is_list = isinstance(self.stop, Sequence) and not isinstance(self.stop, str)
-        if not is_list or not all(isinstance(string, str) and string for string in self.stop):
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        is_list = isinstance(stop, Sequence)
+        if not is_list or not all(isinstance(string, str) and string for string in stop):
             raise UsageError(f"stop must be a list of non-empty strings, not {self.stop!r}.")
         if not isinstance(self.ignore_eos, bool):
             raise UsageError(f"ignore_eos must be true or false, not {self.ignore_eos!r}.")
         if not isinstance(self.diffusion, DiffusionParams):
             raise UsageError(f"diffusion must be DiffusionParams, not {self.diffusion!r}.")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple, also of one string."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
 def check_kind(params: SamplingParams, architecture: str, is_diffusion: bool) -> None:
@@ -190,3 +204,87 @@ def check_kind(params: SamplingParams, architecture: str, is_diffusion: bool) ->
 def field_names(params: type[SamplingParams] | type[DiffusionParams]) -> list[str]:
     """The names a user can set, in order."""
     return [f.name for f in fields(params)]
+
+
+class Wishes(TypedDict, total=False):
+    """Fields of `SamplingParams` and `DiffusionParams` as keywords: `generate(prompt, n=3)`."""
+
+    max_tokens: int
+    n: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    seed: int | None
+    stop: str | Sequence[str]
+    ignore_eos: bool
+    logprobs: int | None
+    diffusion: DiffusionParams
+    block_length: int | None
+    steps: int | None
+    threshold: float | None
+    remasking: str | None
+    edit_threshold: float | None
+    max_post_steps: int | None
+    cfg_scale: float | None
+    eos_early_stop: bool | None
+    eps: float | None
+    alg_temp: float | None
+    factor: float | None
+
+
+_ELSEWHERE = {
+    "best_of": "n",
+    "do_sample": "temperature (0 takes the likeliest token, above 0 draws)",
+    "max_completion_tokens": "max_tokens",
+    "max_length": "max_tokens (new tokens alone)",
+    "max_new_tokens": "max_tokens",
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "num_return_sequences": "n",
+    "repeat_penalty": "repetition_penalty",
+    "sampling_params": "params",
+    "stop_strings": "stop",
+    "temp": "temperature",
+    "use_tqdm": "progress",
+}
+"""What other programs call what is called otherwise here."""
+
+
+def with_wishes(params: SamplingParams | None, wishes: Wishes) -> SamplingParams:
+    """`params`, or those of no wishes, with what `wishes` name put in its place.
+
+    Raises UsageError for a keyword that there is not, and for a value that cannot be.
+    """
+    own, diffusion = field_names(SamplingParams), field_names(DiffusionParams)
+    given = cast(dict[str, Any], wishes)
+    for name in given:
+        if name not in own and name not in diffusion:
+            way_out = hint(name, [*own, *diffusion], _ELSEWHERE)
+            raise UsageError(f"{name!r} is not a parameter of an answer. {way_out}")
+    made = replace(
+        params or SamplingParams(), **{name: given[name] for name in own if name in given}
+    )
+    inner = {name: given[name] for name in diffusion if name in given}
+    return replace(made, diffusion=replace(made.diffusion, **inner)) if inner else made
+
+
+def listed_params(params: object) -> list[SamplingParams]:
+    """Parameters that were given one by one. Raises UsageError for anything else."""
+    each: list[SamplingParams] = []
+    for one in params if isinstance(params, Sequence) else [params]:
+        if not isinstance(one, SamplingParams):
+            raise UsageError(f"params must be SamplingParams or a list of them, not {one!r}.")
+        each.append(one)
+    return each
+
+
+def hint(name: str, known: Sequence[str], elsewhere: Mapping[str, str]) -> str:
+    """What somebody who wrote `name` may have meant."""
+    if name in elsewhere:
+        return f"It is called {elsewhere[name]} here."
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"Did you mean {near[0]}?" if near else f"Known: {', '.join(known)}."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console
@@ -13,17 +14,37 @@ from lowtide.cli.text import TextWriter
 from lowtide.params import SamplingParams
 
 if TYPE_CHECKING:
+    from lowtide.answers.completion import Completion, Usage
     from lowtide.decode.block_diffusion import Event
-    from lowtide.llm import LLM, Completion
+    from lowtide.llm import LLM
 
 Prompt = str | list[int] | list[dict[str, str]]  # text, token ids, chat messages
 
 
 class Answer(NamedTuple):
-    """A completion and the seconds from the request to its last token."""
+    """What came of a prompt, one completion unless more were asked for, and the seconds from the
+    request to the last token."""
 
-    completion: Completion
+    completions: list[Completion]
     generation_s: float
+
+    @property
+    def completion(self) -> Completion:
+        """The first."""
+        return self.completions[0]
+
+    @property
+    def usage(self) -> Usage:
+        """Of all together; a receipt is one answer's."""
+        usages = [completion.usage for completion in self.completions]
+        if len(usages) == 1:
+            return usages[0]
+        return replace(
+            usages[0],
+            completion_tokens=sum(usage.completion_tokens for usage in usages),
+            forwards=sum(usage.forwards for usage in usages),
+            receipt=None,
+        )
 
 
 def ask(
@@ -32,10 +53,10 @@ def ask(
     params: SamplingParams,
     on_event: Callable[[Event], None] | None = None,
 ) -> Answer:
-    """Generate one answer, without showing anything."""
+    """Generate, without showing anything."""
     start_s = time.perf_counter()
-    [completion] = llm.generate([prompt], params, on_event)
-    return Answer(completion, time.perf_counter() - start_s)
+    completions = llm.generate([prompt], params, on_event)
+    return Answer(completions, time.perf_counter() - start_s)
 
 
 def ask_live(llm: LLM, prompt: Prompt, params: SamplingParams, view: LiveView) -> Answer:

@@ -115,6 +115,8 @@ def _params(settings: Settings) -> SamplingParams:
     params = settings.sampling_params()
     if params.stop:
         raise UsageError("bench writes answers of one length: leave --stop out.")
+    if params.n > 1:
+        raise UsageError("bench times one answer at a time: leave --n out.")
     if not settings.is_given("max_tokens"):
         params = replace(params, max_tokens=DEFAULT_MAX_TOKENS)
     return params

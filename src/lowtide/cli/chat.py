@@ -31,6 +31,8 @@ def chat(model: ModelName, *, settings: Settings) -> None:
     params = settings.sampling_params()
     if settings.flag("json"):
         raise UsageError("chat prints text; for one JSON object use generate --json.")
+    if params.n > 1:
+        raise UsageError("chat goes on from one answer; for several use generate --n.")
     with open_llm(model, settings) as llm:
         if llm.tokenizer is None:
             raise UsageError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stdout
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,6 +27,9 @@ from lowtide.cli.screen import stderr_console, stdout_console
 from lowtide.cli.text import TextWriter
 from lowtide.core import MemoryPlan
 from lowtide.params import SamplingParams
+
+if TYPE_CHECKING:
+    from lowtide.llm import LLM
 
 ModelName = Annotated[
     str,
@@ -58,15 +61,15 @@ def generate(
     answer, plan, stats = _on_screen(model, question, params, settings)
     console = stderr_console()
     console.print(plan_table(plan))
-    usage = answer.completion.usage
-    console.print(speed_line(usage, stats, answer.generation_s), soft_wrap=True)
+    console.print(speed_line(answer.usage, stats, answer.generation_s), soft_wrap=True)
 
 
 def _as_json(model: str, prompt: Prompt, params: SamplingParams, settings: Settings) -> str:
     # Whatever a library prints while at work must not share standard output with the object.
     with redirect_stdout(sys.stderr), open_llm(model, settings, prompt) as llm:
         answer = ask(llm, prompt, params)
-        return json_line(answer_object(answer.completion, _stats(llm.stats(), answer), llm.plan))
+        stats = _stats(llm.stats(), answer)
+        return json_line(answer_object(answer.completions, stats, llm.plan))
 
 
 def _on_screen(
@@ -74,7 +77,10 @@ def _on_screen(
 ) -> tuple[Answer, MemoryPlan, dict[str, object]]:
     console = stdout_console()
     with open_llm(model, settings, prompt) as llm:
-        if has_view(llm, console):
+        if params.n > 1:
+            answer = ask(llm, prompt, params)
+            _print_all(answer, llm)
+        elif has_view(llm, console):
             answer = ask_live(llm, prompt, params, live_view(llm, prompt, params.stop, console))
         else:
             writer = TextWriter(sys.stdout, llm.tokenizer, params.stop, console.is_terminal)
@@ -82,8 +88,17 @@ def _on_screen(
         return answer, llm.plan, _stats(llm.stats(), answer)
 
 
+def _print_all(answer: Answer, llm: LLM) -> None:
+    """Several answers, each under a line of its own."""
+    for number, completion in enumerate(answer.completions, 1):
+        writer = TextWriter(sys.stdout, llm.tokenizer, (), sys.stdout.isatty())
+        print(f"--- answer {number} of {len(answer.completions)}")
+        writer.commit(completion.token_ids)
+        writer.finish(completion.text)
+
+
 def _stats(stats: Mapping[str, object], answer: Answer) -> dict[str, object]:
-    num_tokens = len(answer.completion.token_ids)
+    num_tokens = answer.usage.completion_tokens
     times = {
         "generation_s": answer.generation_s,
         "tokens_per_s": speed(num_tokens, answer.generation_s),

@@ -16,6 +16,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lowtide.cli.option import ENV_PREFIX, Group, Kind, Option
 from lowtide.errors import UsageError
@@ -85,6 +86,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "logprobs", Kind.INTEGER, Group.SAMPLING, "Report log-probabilities, and of this many more."
     ),
+    Option("n", Kind.INTEGER, Group.SAMPLING, "Answers to the prompt, drawn one by one (1)."),
     Option("block_length", Kind.INTEGER, Group.DIFFUSION, "Tokens denoised together."),
     Option(
         "steps",
@@ -208,7 +210,7 @@ class Settings:
         value = self.values[name]
         return None if value is None else str(value)
 
-    def engine_options(self) -> dict[str, object]:
+    def engine_options(self) -> dict[str, Any]:
         """Keyword arguments of `LLM` and `plan_model`: what was given or has a default."""
         if self.values["device_option"] and self.values["device"] != "emulated":
             raise UsageError("Device options belong to the emulated device; add --device emulated.")

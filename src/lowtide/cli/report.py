@@ -5,23 +5,23 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from lowtide.config import format_size
-from lowtide.core import CacheMode, MemoryPlan, TierPlan
+from lowtide.core import CacheMode, MemoryPlan
+from lowtide.plan_text import plan_facts, plan_rows, plan_tiers
 
 if TYPE_CHECKING:
-    from lowtide.llm import Completion, Usage
+    from lowtide.answers.completion import Completion, Usage
 
 
 def plan_object(plan: MemoryPlan) -> dict[str, object]:
     """A plan for `--json`: its own fields, and the parts of each tier under `tiers`."""
-    tiers = dict(_tiers(plan))
+    tiers = dict(plan_tiers(plan))
     fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
     own = {name: value for name, value in fields.items() if name not in tiers}
     parts = {
@@ -33,38 +33,25 @@ def plan_object(plan: MemoryPlan) -> dict[str, object]:
 
 def plan_table(plan: MemoryPlan) -> Group:
     """A plan as a table: a row per part, a column per tier, and the reason below."""
-    tiers = list(_tiers(plan))
     table = Table(title="memory plan", title_justify="left", title_style="bold")
-    table.add_column("part")
-    for name, _ in tiers:
-        is_emulated = name == "gpu" and plan.device == "emulated"
-        table.add_column("emulated gpu" if is_emulated else name, justify="right")
-    for part in ("dense", "kv_cache", "workspace", "ring"):
-        sizes = [getattr(tier, part + "_bytes") for _, tier in tiers]
-        table.add_row(part.replace("_", " "), *map(format_size, sizes))
-    if plan.num_experts:
-        table.add_row("expert slots", *[_slots(tier) for _, tier in tiers])
-    table.add_section()
-    table.add_row("used", *[format_size(tier.used_bytes) for _, tier in tiers])
-    table.add_row("budget", *[format_size(tier.budget_bytes) for _, tier in tiers])
-    return Group(table, Text(_facts(plan)), Text(plan.reason))
+    columns, *rows = plan_rows(plan)
+    for name in columns:
+        table.add_column(name, justify="left" if name == columns[0] else "right")
+    for row in rows:
+        if row[0] == "used":
+            table.add_section()
+        table.add_row(*row)
+    return Group(table, Text(plan_facts(plan)), Text(plan.reason))
 
 
 def answer_object(
-    completion: Completion, stats: Mapping[str, object], plan: MemoryPlan
+    completions: Sequence[Completion], stats: Mapping[str, object], plan: MemoryPlan
 ) -> dict[str, object]:
-    """The one object of `generate --json`; with `logprobs` where they were asked for."""
-    answer: dict[str, object] = {
-        "token_ids": list(completion.token_ids),
-        "text": completion.text,
-        "finish_reason": completion.finish_reason,
-        "usage": dataclasses.asdict(completion.usage),
-        "stats": dict(stats),
-        "plan": plan_object(plan),
-    }
-    if completion.logprobs is not None:
-        answer["logprobs"] = [of_token._asdict() for of_token in completion.logprobs]
-    return answer
+    """The one object of `generate --json`: the first answer, and where there are several all of
+    them under `answers`; with `logprobs` where they were asked for."""
+    answers = [_completion_object(completion) for completion in completions]
+    several = {"answers": answers} if len(answers) > 1 else {}
+    return {**answers[0], "stats": dict(stats), "plan": plan_object(plan), **several}
 
 
 def speed_line(usage: Usage, stats: Mapping[str, object], generation_s: float) -> str:
@@ -101,42 +88,16 @@ def json_line(value: object) -> str:
     return json.dumps(_plain(value), allow_nan=False)
 
 
-def _tiers(plan: MemoryPlan) -> Iterator[tuple[str, TierPlan]]:
-    for field in dataclasses.fields(plan):
-        value = getattr(plan, field.name)
-        if isinstance(value, TierPlan):
-            yield field.name, value
-
-
-def _slots(tier: TierPlan) -> str:
-    size = format_size(tier.num_slots * tier.slot_bytes)
-    unused = ""
-    if tier.unused_slot_bytes:
-        unused_bytes = tier.num_slots * tier.unused_slot_bytes
-        unused = f"; {format_size(unused_bytes)} of them unused, as layers' formats differ"
-    return f"{size} ({tier.num_slots} x {format_size(tier.slot_bytes)}{unused})"
-
-
-def _facts(plan: MemoryPlan) -> str:
-    placed = f"policy {plan.policy}"
-    sizes = [f"least that runs {format_size(plan.minimum_bytes)}"]
-    if plan.num_experts:
-        residents = sum(plan.residents_per_layer)
-        placed += f" · {residents} of {plan.num_experts} experts resident"
-        sizes.append(f"everything resident {format_size(plan.full_bytes)}")
-    sizes.append(f"process outside the budget {format_size(plan.overhead_bytes)}")
-    context = f"context {plan.context} tokens"
-    if plan.elastic_tokens:
-        context += (
-            f" · elastic: {plan.elastic_tokens} tokens over all sequences while slots give way, "
-            f"{plan.num_staging} at least"
-        )
-    lines = [f"device {plan.device} · {placed} · {context}", " · ".join(sizes)]
-    if plan.kv_cache != CacheMode.EXACT.value:
-        lines.append(
-            f"{plan.kv_cache} cache: an approximation, whose agreement lowtide verify reports"
-        )
-    return "\n".join(lines)
+def _completion_object(completion: Completion) -> dict[str, object]:
+    answer: dict[str, object] = {
+        "token_ids": list(completion.token_ids),
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "usage": dataclasses.asdict(completion.usage),
+    }
+    if completion.logprobs is not None:
+        answer["logprobs"] = [of_token._asdict() for of_token in completion.logprobs]
+    return answer
 
 
 def _plain(value: Any) -> Any:

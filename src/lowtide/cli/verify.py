@@ -47,7 +47,7 @@ def verify(model: ModelName, *, settings: Settings) -> None:
         folder = find_model(model, settings)
         from lowtide.lab.verify import verify as compare
 
-        verdicts = compare(str(folder), on_verdict=_show_progress, lossy=lossy, **options)  # type: ignore[arg-type]
+        verdicts = compare(str(folder), on_verdict=_show_progress, lossy=lossy, **options)
         agreement = _agreement(str(folder), options)
     is_kept = all(verdict.is_same for verdict in verdicts if verdict.is_lossless)
     if settings.flag("json"):

@@ -17,16 +17,14 @@ import numpy as np
 from lowtide.config import ModelConfig
 from lowtide.core import align_up
 from lowtide.decode import masked_options
+from lowtide.decode.prompts import Messages, Prompt, TokenIds, is_chat, one_text_of_ids
 from lowtide.decode.request import Request
 from lowtide.errors import PlanError, UnsupportedError, UsageError
 from lowtide.memory.kv_cache import GRANULE_TOKENS
 from lowtide.model_folder.tokenizer import TextStream, Tokenizer
-from lowtide.params import DiffusionParams, SamplingParams, check_kind
+from lowtide.params import DiffusionParams, SamplingParams, check_kind, listed_params
 
 _log = logging.getLogger(__name__)
-
-Message = Mapping[str, str]
-Prompt = str | Sequence[int] | Sequence[Message]
 
 _DEFAULTED = (
     "block_length",
@@ -51,20 +49,25 @@ class Intake:
     def requests(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[Request]:
-        """A request for each prompt.
+        """A request for each answer: `n` to each prompt, prompt by prompt.
 
-        Under one `params` for all, request i draws with `seed + i`, so that equal prompts differ;
-        a list of them, one for each prompt, is taken as it is. Raises UsageError or PlanError for
-        what cannot be honoured.
+        Under one `params` for all, prompt i draws with `seed + i`, so that equal prompts differ;
+        of a list of them, one for each prompt, each has its own seed. The first answer draws with
+        that, the others with seeds made of it. Raises UsageError or PlanError for what cannot be
+        honoured.
         """
         if isinstance(params, SamplingParams):
             first = self.seed if params.seed is None else params.seed
             each = [replace(params, seed=first + index) for index in range(len(prompts))]
         else:
-            each = _as_list(params)
+            each = listed_params(params)
         if len(each) != len(prompts):
             raise UsageError(f"There are {len(prompts)} prompts and {len(each)} parameters.")
-        return [self._request(prompt, asked) for prompt, asked in zip(prompts, each, strict=True)]
+        return [
+            request
+            for prompt, asked in zip(prompts, each, strict=True)
+            for request in self._samples(prompt, asked)
+        ]
 
     def check_ids(self, token_ids: Sequence[int]) -> None:
         """Raises UsageError for no ids, or one that is out of range."""
@@ -111,20 +114,25 @@ class Intake:
                 f"of that, not {block_length}."
             )
 
-    def _request(self, prompt: Prompt, asked: SamplingParams) -> Request:
+    def _samples(self, prompt: Prompt, asked: SamplingParams) -> list[Request]:
+        """The `n` requests of one prompt."""
         token_ids = self.token_ids(prompt)
         params = self._resolved(asked)
         self._check_room(len(token_ids), params)
-        is_stopped = None
-        if params.stop:
-            is_stopped = StopTest(self._needed_tokenizer().stream(params.stop))
-        return Request(
-            prompt=token_ids,
-            params=params,
-            eos_token_ids=self.config.eos_token_ids,
-            seed=self.seed if params.seed is None else params.seed,
-            is_stopped=is_stopped,
-        )
+        seed = self.seed if params.seed is None else params.seed
+        return [
+            Request(
+                prompt=token_ids,
+                params=params,
+                eos_token_ids=self.config.eos_token_ids,
+                seed=sample_seed(seed, sample),
+                is_stopped=self._stop_test(params.stop_strings),
+            )
+            for sample in range(params.n)
+        ]
+
+    def _stop_test(self, stop: Sequence[str]) -> StopTest | None:
+        return StopTest(self._needed_tokenizer().stream(stop)) if stop else None
 
     def _check_room(self, num_prompt: int, params: SamplingParams) -> None:
         """See `check_fits`; guidance takes the room of a second sequence."""
@@ -170,10 +178,19 @@ class Intake:
         if isinstance(prompt, str):
             token_ids = self._needed_tokenizer().encode(prompt)
         elif is_chat(prompt):
-            token_ids = self._needed_tokenizer().encode_chat(cast(Sequence[Message], prompt))
+            token_ids = self._needed_tokenizer().encode_chat(cast(Messages, prompt))
         else:
-            _check_is_list(prompt)
-            token_ids = list(cast(Sequence[int], prompt))
+            token_ids = one_text_of_ids(cast(TokenIds, prompt))
+        self.check_ids(token_ids)
+        return token_ids
+
+    def chat(self, messages: Messages, template_options: Mapping[str, object]) -> list[int]:
+        """A conversation's ids, by the model's chat template. Raises UsageError, also without one.
+
+        template_options: further variables of the template, such as `enable_thinking`.
+        """
+        tokenizer = self._needed_tokenizer()
+        token_ids = tokenizer.encode_chat(messages, options=template_options)
         self.check_ids(token_ids)
         return token_ids
 
@@ -199,19 +216,12 @@ class StopTest:
         return self._stream.is_stopped
 
 
-def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """A list of prompts, from one or from a list of them. Raises UsageError for anything else."""
-    if isinstance(prompts, str) or is_chat(prompts):
-        return [cast(Prompt, prompts)]
-    _check_is_list(prompts)
-    is_ids = bool(prompts) and all(isinstance(item, int | np.integer) for item in prompts)
-    return [cast(Prompt, prompts)] if is_ids else cast(Sequence[Prompt], prompts)
-
-
-def is_chat(prompt: object) -> bool:
-    """Whether a prompt is a list of chat messages."""
-    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str) and bool(prompt)
-    return is_list and isinstance(cast(Sequence[object], prompt)[0], Mapping)
+def sample_seed(seed: int, sample: int) -> int:
+    """The seed of one answer of several to a prompt that draws with `seed`: the first has that."""
+    if not sample:
+        return seed
+    [word] = np.random.SeedSequence((seed, sample)).generate_state(1, np.uint64)
+    return int(word) >> 1
 
 
 @cache  # once, however many texts are so long
@@ -222,15 +232,6 @@ def _warn_beyond(architecture: str, max_positions: int) -> None:
         architecture,
         max_positions,
     )
-
-
-def _check_is_list(prompt: object) -> None:
-    """Raises UsageError for what is no list: an array of ids, say, or bytes."""
-    if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
-        raise UsageError(
-            "A prompt is a string, a list of token ids or a list of chat messages, not "
-            f"{type(prompt).__name__}; an array of ids becomes a list by its tolist()."
-        )
 
 
 def _check_block_options(asked: DiffusionParams) -> None:
@@ -249,12 +250,3 @@ def _check_block_options(asked: DiffusionParams) -> None:
             raise UnsupportedError(
                 f"{name}: block diffusion models have no rule that it is for; leave it out."
             )
-
-
-def _as_list(params: Sequence[SamplingParams]) -> list[SamplingParams]:
-    """Parameters that were given one by one. Raises UsageError for anything else."""
-    each = list(params) if isinstance(params, Sequence) else [params]
-    for one in each:
-        if not isinstance(one, SamplingParams):
-            raise UsageError(f"params must be SamplingParams or a list of them, not {one!r}.")
-    return each

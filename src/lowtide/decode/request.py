@@ -83,6 +83,10 @@ class Prefill(NamedTuple):
     num_done: int
     num_total: int
 
+    @property
+    def text(self) -> str:
+        return ""
+
 
 @dataclass(frozen=True, slots=True)
 class Draft:
@@ -94,19 +98,32 @@ class Draft:
     is_masked: tuple[bool, ...]
     num_forwards: int  # denoising passes of this request so far
 
+    @property
+    def text(self) -> str:
+        """None of it is final."""
+        return ""
+
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """New tokens of the answer that will not change any more; `logprobs` for each, if asked."""
+    """New tokens of the answer that will not change any more; `logprobs` for each, if asked.
+
+    `text` is what is certain with them: whole characters, and none with which a stop string may
+    have begun. A decoder leaves it empty; who has the tokenizer fills it in.
+    """
 
     request: int
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A request's last event: the whole answer, and why it ends ("stop" or "length")."""
+    """A request's last event: the whole answer, and why it ends ("stop" or "length").
+
+    `text` is what was held back until now: the texts of all events, joined, are the answer's.
+    """
 
     request: int
     token_ids: tuple[int, ...]
@@ -114,6 +131,7 @@ class Finished:
     num_forwards: int  # passes that could write tokens; those that only filled the cache are not
     logprobs: tuple[TokenLogprobs, ...] = ()
     receipt: Receipt | None = None  # what a policy that may change words did to them
+    text: str = ""
 
 
 Event = Prefill | Draft | Committed | Finished

@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lowtide.decode.request import Event, Request
 from lowtide.engine.engine import Engine
@@ -54,11 +54,11 @@ class EngineLoop:
         """
         answers = Answers(requests)
         try:
-            self._ask(answers)
+            self.ask(answers)
             yield from answers.events()
         finally:
             if not answers.is_over:
-                self._worker.mailbox.put(partial(Worker.drop, asked=answers))
+                self.drop(answers)
 
     def run(self, work: Callable[[Engine], T]) -> T:
         """Does `work` between two passes, on the loop's thread; its answer or its error."""
@@ -72,11 +72,11 @@ class EngineLoop:
         """
         job = Job(work, num_tokens)
         try:
-            self._ask(job)
+            self.ask(job)
             return job.result()
         finally:
             if not job.outcome.done():
-                self._worker.mailbox.put(partial(Worker.drop, asked=job))
+                self.drop(job)
 
     def replace(self, change: Callable[[Engine], Engine]) -> None:
         """Goes on with what `change` makes of the engine, from the next pass on."""
@@ -113,11 +113,8 @@ class EngineLoop:
         if not self._is_own_thread:
             _join(self._thread)
 
-    @property
-    def _is_own_thread(self) -> bool:
-        return threading.current_thread() is self._thread
-
-    def _ask(self, asked: Answers | Job[T]) -> None:
+    def ask(self, asked: Answers | Job[T]) -> None:
+        """Has something done; who asks waits for it itself. Raises UsageError where it cannot."""
         self._check_process()
         if self._is_own_thread:
             raise UsageError("An observer is called in the midst of a pass: it cannot ask for one.")
@@ -126,6 +123,14 @@ class EngineLoop:
             if self._thread is None:
                 self._begin_thread()
             self._worker.mailbox.put(partial(Worker.accept, asked=asked))
+
+    def drop(self, asked: Answers | Job[Any]) -> None:
+        """Ends what was asked, wherever it is: nobody waits for it any more."""
+        self._worker.mailbox.put(partial(Worker.drop, asked=asked))
+
+    @property
+    def _is_own_thread(self) -> bool:
+        return threading.current_thread() is self._thread
 
     def _begin_thread(self) -> None:
         worker = self._worker

@@ -30,6 +30,9 @@ T = TypeVar("T")
 HEED_S = 0.3
 """Ctrl-C interrupts a wait at once, except one that is just beginning: none is longer than so."""
 
+News = list[Event] | BaseException
+"""What one pass brought to those who asked together, or why nothing more will come."""
+
 Passes = Callable[[Engine], Generator[None, None, T]]
 """Work with passes of its own, which yields between them."""
 
@@ -42,29 +45,35 @@ class Answers:
     def __init__(self, requests: Sequence[Request]) -> None:
         self.requests = requests
         self.is_over = not requests  # whether nothing more will come
-        self._news: SimpleQueue[list[Event] | BaseException] = SimpleQueue()
+        self._num_unfinished = len(requests)
+        self._news: SimpleQueue[News] = SimpleQueue()
 
     def put(self, events: list[Event]) -> None:
         """What one pass brought, on the engine's thread."""
-        self._news.put(events)
+        self._hand(events)
 
     def fail(self, error: BaseException) -> None:
         """The end, on the engine's thread."""
-        self._news.put(error)
+        self._hand(error)
 
     def events(self) -> Iterator[Event]:
         """In the order in which they happened; raises what `fail` was told."""
-        num_unfinished = len(self.requests)
-        while num_unfinished:
-            news = self._next_news()
-            if isinstance(news, BaseException):
-                self.is_over = True
-                raise _twin(news) from news
-            num_unfinished -= sum(isinstance(event, Finished) for event in news)
-            self.is_over = not num_unfinished
-            yield from news
+        while not self.is_over:
+            yield from self._read(self._next_news())
 
-    def _next_news(self) -> list[Event] | BaseException:
+    def _hand(self, news: News) -> None:
+        self._news.put(news)
+
+    def _read(self, news: News) -> list[Event]:
+        """The events of some news, counted. Raises what is none."""
+        if isinstance(news, BaseException):
+            self.is_over = True
+            raise _twin(news) from news
+        self._num_unfinished -= sum(isinstance(event, Finished) for event in news)
+        self.is_over = not self._num_unfinished
+        return news
+
+    def _next_news(self) -> News:
         while True:
             with suppress(Empty):
                 return self._news.get(timeout=HEED_S)

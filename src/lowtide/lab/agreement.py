@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,7 +43,7 @@ def agreement(
     kv_cache: str,
     prompt: Sequence[int],
     max_tokens: int = 24,
-    **options: object,
+    **options: Any,
 ) -> Agreement:
     """kv_cache: `prefix` or `dual`; options: `LLM`'s. Raises what `LLM` raises.
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lowtide.core import MemoryPlan
-from lowtide.decode.intake import Prompt
+from lowtide.decode.prompts import Prompt
 from lowtide.decode.request import Prefill
 from lowtide.engine.opening import EngineConfig, open_model
 from lowtide.engine.planning import make_plan
@@ -176,13 +176,13 @@ class Result:
         }
 
 
-def measure_ceilings(model: str | Path, **options: object) -> Ceilings:
+def measure_ceilings(model: str | Path, **options: Any) -> Ceilings:
     """The machine's rates, the disk's from the model's files.
 
     Raises what `plan_model` raises, before anything is measured.
     """
     machine, skipped = this_machine(), list[Skipped]()
-    opened = open_model(model, EngineConfig(**options))  # type: ignore[arg-type]
+    opened = open_model(model, EngineConfig(**options))
     make_plan(opened)
     rates = machine_rates(machine, opened, skipped)
     return Ceilings(machine, tuple(rates), tuple(skipped))
@@ -196,7 +196,7 @@ def bench(
     *,
     repeats: int,
     progress: Progress = lambda what, done, total: None,
-    **options: object,
+    **options: Any,
 ) -> Result:
     """Loads a model and measures every preset.
 

@@ -192,7 +192,7 @@ def quality(
     work: Work,
     *,
     progress: Progress = lambda what, done, total: None,
-    **options: object,
+    **options: Any,
 ) -> Report:
     """Measures every setting; the first one, or a lossless one in its place, is the reference.
 
@@ -200,7 +200,7 @@ def quality(
     and UsageError for work that there is none of; a setting that cannot run at its budget is a row
     with its reason, the reference excepted.
     """
-    opened = open_model(model, EngineConfig(**options))  # type: ignore[arg-type]
+    opened = open_model(model, EngineConfig(**options))
     sample = _sample(opened, work)
     judge = _Judge(model, options, work, sample, progress)
     num_rows = sample.num_rows if sample is not None else 0
@@ -224,7 +224,7 @@ class _Judge:
     def __init__(
         self,
         model: str | Path,
-        options: Mapping[str, object],
+        options: Mapping[str, Any],
         work: Work,
         sample: Sample | None,
         progress: Progress,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from lowtide.errors import UsageError
 from lowtide.policies.presets import AUTO, asks_scores, check_policy, substitutes
@@ -62,7 +63,7 @@ class Setting:
             shown[RESIDENTS] = f"{self.residents:g}"
         return ", ".join([policy, *(f"{name}={value}" for name, value in shown.items())])
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> dict[str, Any]:
         return {
             "policy": self.policy,
             "policy_options": dict(self.policy_options),
@@ -91,7 +92,7 @@ def curve_settings(policy_options: Mapping[str, str]) -> list[Setting]:
 
 def opening_options(
     model: str | Path, group: Sequence[Setting], shared: Mapping[str, object]
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Options of the one `LLM` on which a group's settings take turns: with the policy that is told
     most of a pass, so that all of them find their room. Raises what `plan_model` raises."""
     from lowtide.lab.budgets import budget_of_share

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from operator import eq
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -94,7 +94,7 @@ class _Case(NamedTuple):
     """A device and how much of the experts it holds."""
 
     device: str
-    options: Mapping[str, object]  # of `LLM`, budgets among them
+    options: Mapping[str, Any]  # of `LLM`, budgets among them
     tolerance: float
 
 
@@ -123,7 +123,7 @@ def verify(
     max_tokens: int = 24,
     on_verdict: Callable[[Verdict], None] | None = None,
     lossy: Lossy | None = None,
-    **options: object,
+    **options: Any,
 ) -> list[Verdict]:
     """Compares runs at several budgets, the least among them, with reference runs.
 
@@ -132,7 +132,7 @@ def verify(
     and the policy. prompt: token ids, by default seeded random ones. lossy: a policy that changes
     words, to be shown at every budget too. Raises what `LLM` raises.
     """
-    opened = open_model(model, EngineConfig(**options))  # type: ignore[arg-type]
+    opened = open_model(model, EngineConfig(**options))
     ids = random_prompt(opened.config) if prompt is None else prompt
     params = SamplingParams(max_tokens=max_tokens)
     verdicts, references = [], dict[str, _Run]()
@@ -152,7 +152,7 @@ def verify(
 
 
 def _reference(
-    model: str | Path, options: Mapping[str, object], ids: Sequence[int], params: SamplingParams
+    model: str | Path, options: Mapping[str, Any], ids: Sequence[int], params: SamplingParams
 ) -> _Run:
     """The weights are gone when it returns: the next run has its own."""
     with LLM(model, **options) as llm:
@@ -168,9 +168,7 @@ def random_prompt(config: ModelConfig, num_tokens: int = NUM_PROMPT_TOKENS) -> l
     return [ordinary[i] for i in random.integers(len(ordinary), size=num_tokens)]
 
 
-def _cases(
-    model: str | Path, options: Mapping[str, object], gpu_tolerance: float
-) -> Iterator[_Case]:
+def _cases(model: str | Path, options: Mapping[str, Any], gpu_tolerance: float) -> Iterator[_Case]:
     """Every device with every budget. The least device budget has half of the experts on disk;
     without experts it is the only one."""
     for device in _devices(str(options.get("device", "auto"))):
@@ -188,7 +186,7 @@ def _devices(asked: str) -> list[str]:
     return ["cpu", "cuda"] if has_gpu else ["cpu"]
 
 
-def _on_device(options: Mapping[str, object], device: str) -> dict[str, object]:
+def _on_device(options: Mapping[str, Any], device: str) -> dict[str, Any]:
     """Options that hold everything there; device options are an emulated device's."""
     chosen = {**options, "device": device}
     speeds = chosen.pop("device_options", None) or EMULATED_SPEEDS

@@ -146,10 +146,14 @@ class Tokenizer:
             )
 
     def encode_chat(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        options: Mapping[str, object] | None = None,
     ) -> list[int]:
         """Token ids of a conversation; special tokens are those the template writes."""
-        return self.encode(self.render_chat(messages, add_generation_prompt), add_special=False)
+        text = self.render_chat(messages, add_generation_prompt, options)
+        return self.encode(text, add_special=False)
 
     def render_chat(
         self,

@@ -1,0 +1,71 @@
+"""`Completion`: one answer, as whoever asked gets it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowtide.core import CacheMode
+from lowtide.decode.request import Finished, Request, TokenLogprobs
+from lowtide.model_folder.tokenizer import Tokenizer, cut_at_stop
+from lowtide.policies.receipt import Receipt
+
+_SHOWN_CHARS = 60
+_SHOWN_IDS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a completion took."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    forwards: int
+    kv_cache: str = CacheMode.EXACT.value  # others are approximations, see `core.CacheMode`
+    receipt: Receipt | None = None  # under a policy that may change words: what it did
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Completion:
+    """One answer. `text` is empty when the model has no tokenizer; `str()` gives it."""
+
+    token_ids: list[int]
+    text: str
+    finish_reason: str  # "stop": an end-of-text token or a stop string; "length": max_tokens
+    usage: Usage
+    logprobs: list[TokenLogprobs] | None = None  # one for each token, if asked for
+
+    def __repr__(self) -> str:
+        num_tokens = len(self.token_ids)
+        return f"Completion({self._shown()}, {num_tokens} tokens, {self.finish_reason})"
+
+    def __str__(self) -> str:
+        return self.text
+
+    def _shown(self) -> str:
+        """The beginning: of the text, or of the ids where there is none."""
+        if self.text:
+            cut = self.text[:_SHOWN_CHARS]
+            return repr(cut) + ("..." if len(self.text) > len(cut) else "")
+        ids = ", ".join(map(str, self.token_ids[:_SHOWN_IDS]))
+        return f"[{ids}{', ...' if len(self.token_ids) > _SHOWN_IDS else ''}]"
+
+
+def completion_of(
+    request: Request, finished: Finished, tokenizer: Tokenizer | None, kv_cache: str
+) -> Completion:
+    """What became of a request."""
+    token_ids = list(finished.token_ids)
+    text = tokenizer.decode(token_ids) if tokenizer is not None else ""
+    return Completion(
+        token_ids=token_ids,
+        text=cut_at_stop(text, request.params.stop_strings),
+        finish_reason=finished.finish_reason,
+        usage=Usage(
+            prompt_tokens=len(request.prompt),
+            completion_tokens=len(token_ids),
+            forwards=finished.num_forwards,
+            kv_cache=kv_cache,
+            receipt=finished.receipt,
+        ),
+        logprobs=None if request.params.logprobs is None else list(finished.logprobs),
+    )

@@ -1,0 +1,183 @@
+"""What `LLM` and `AsyncLLM` share: a loaded model, its facts, and the way from prompts to requests.
+
+How the engine behind it is put together is the business of `engine/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Never, cast
+
+import torch
+from torch import Tensor
+
+from lowtide.answers.opening import intake_of, opened_model
+from lowtide.config import ModelConfig, format_size
+from lowtide.core import MemoryPlan
+from lowtide.decode.prompts import Messages, Prompt, TokenIds, is_chat, listed, one_text_of_ids
+from lowtide.decode.request import Request
+from lowtide.engine import probing
+from lowtide.engine.engine import Engine
+from lowtide.engine.loop import EngineLoop
+from lowtide.engine.opening import EngineConfig
+from lowtide.engine.planning import make_plan
+from lowtide.engine.wiring import load
+from lowtide.engine.worker import Passes
+from lowtide.errors import UsageError
+from lowtide.layers.router import Router
+from lowtide.model_folder.tokenizer import Tokenizer
+from lowtide.params import SamplingParams, Wishes, listed_params, with_wishes
+from lowtide.reading.dense_weights import Progress
+
+
+class LoadedModel:
+    """A model under a memory budget.
+
+    Owns the engine's loop. How its answers are waited for is said by `LLM` and `AsyncLLM`.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        device: str = "auto",
+        device_options: Mapping[str, str] | None = None,
+        gpu_memory: str | int = "auto",
+        host_memory: str | int = "auto",
+        policy: str = "auto",
+        policy_options: Mapping[str, str] | None = None,
+        context: int | None = None,
+        expert_dtype: str | None = None,
+        kernels: str = "auto",
+        dtype: str | None = None,
+        block_length: int | None = None,
+        calibration: str | None = None,
+        config_overrides: Mapping[str, object] | None = None,
+        offline: bool = False,
+        seed: int | None = None,
+        kv_cache: bool | str = True,
+        head_form: str = "fused",
+        elastic: bool = False,
+        check_weights: bool = False,
+        unsafe: bool = False,
+        progress: Progress | None = None,
+        **unknown: Never,
+    ) -> None:
+        given = locals()  # by the names of the fields, as a test promises
+        options = {name: given[name] for name in EngineConfig.__dataclass_fields__}
+        for name in ("device_options", "policy_options", "config_overrides"):
+            options[name] = {} if options[name] is None else options[name]
+        opened = opened_model(model, options | unknown)
+        self._name = str(model)
+        self._loop = EngineLoop(load(opened, make_plan(opened)))
+        self._intake = intake_of(opened)
+
+    @property
+    def plan(self) -> MemoryPlan:
+        """Every byte in use, decided before loading."""
+        return self._engine.plan
+
+    @property
+    def config(self) -> ModelConfig:
+        """What the model is."""
+        return self._engine.opened.config
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None when the folder has no `tokenizer.json`: prompts are token ids then."""
+        return self._engine.opened.tokenizer
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `chat` can be asked."""
+        return self.tokenizer is not None and self.tokenizer.has_chat_template
+
+    @property
+    def device(self) -> str:
+        """One line on the device beside the host, for people; empty where there is none."""
+        tier = self._engine.experts.device
+        return "" if tier is None else tier.device.describe()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That it computes in."""
+        return self._engine.opened.dtype
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the weights, whatever they are computed in: what a buddy profile belongs to."""
+        return self._engine.opened.fingerprint
+
+    @property
+    def routers(self) -> list[Router]:
+        """Those of the MoE layers, in order."""
+        return [self._engine.model.router(layer) for layer in self.config.moe_layers]
+
+    def __repr__(self) -> str:
+        plan = self.plan
+        placed = ""
+        if plan.num_experts:
+            placed = f", {sum(plan.residents_per_layer)} of {plan.num_experts} experts resident"
+        return (
+            f"{type(self).__name__}({self._name!r}: {self.config.architecture} on {plan.device}, "
+            f"{format_size(plan.budget_bytes)}, policy {plan.policy}{placed})"
+        )
+
+    @property
+    def _engine(self) -> Engine:
+        return self._loop.engine
+
+    def _stats(self) -> dict[str, float]:
+        return self._loop.look(lambda engine: {**engine.as_dict(), **self._loop.speed.as_dict()})
+
+    def _requests(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        wishes: Wishes,
+    ) -> list[Request]:
+        """Of prompts, with the parameters that were given as such and as keywords."""
+        if params is None or isinstance(params, SamplingParams):
+            return self._intake.requests(prompts, with_wishes(params, wishes))
+        each = [with_wishes(one, wishes) for one in listed_params(params)]
+        return self._intake.requests(prompts, each)
+
+    def _logits_work(self, token_ids: TokenIds) -> tuple[Passes[Tensor], int]:
+        """What makes `logits`, and the tokens of KV cache that it takes. Raises as `logits`."""
+        ids = one_text_of_ids(token_ids)
+        self._intake.check_ids(ids)
+        self._intake.check_fits(len(ids), 0, 1)
+        block_length = self._engine.opened.options.block_length or self.config.block_length
+        self._intake.check_block_length(block_length)
+        if self.config.is_bidirectional:
+            block_length = len(ids)
+        return partial(probing.logits, token_ids=ids, block_length=block_length), len(ids)
+
+    def _chats(
+        self,
+        messages: Messages | Sequence[Messages],
+        template_options: Mapping[str, object] | None,
+    ) -> list[Prompt]:
+        """Conversations as prompts, by the model's chat template."""
+        return [self._intake.chat(each, template_options or {}) for each in conversations(messages)]
+
+
+def conversations(messages: object) -> list[Messages]:
+    """A list of conversations, from one or from a list of them. Raises UsageError."""
+    if isinstance(messages, str):
+        raise UsageError(
+            'chat takes messages: [{"role": "user", "content": '
+            f"{messages[:40]!r}}}]. For plain text there is generate."
+        )
+    if isinstance(messages, Mapping):
+        raise UsageError("chat takes a list of messages: put this one in a list.")
+    each = [cast(Messages, messages)] if is_chat(messages) else listed(messages)
+    for one in each:
+        if not is_chat(one):
+            raise UsageError(
+                "chat takes messages, each with a role and a content, not "
+                f"{type(one).__name__}; for text and token ids there is generate."
+            )
+    return cast(list[Messages], each)

@@ -1,0 +1,75 @@
+"""From a model's name and options to its facts, or a refusal that says what it is called here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from lowtide.decode.intake import Intake
+from lowtide.engine.opening import MAX_BLOCK_LENGTH, EngineConfig, OpenModel, open_model
+from lowtide.errors import UnsupportedError, UsageError
+from lowtide.params import hint
+
+
+def opened_model(model: str | Path, options: Mapping[str, object]) -> OpenModel:
+    """A model's facts under `options`, or a refusal; no weight is read."""
+    return checked(open_model(model, engine_config(options)))
+
+
+def checked(opened: OpenModel) -> OpenModel:
+    """Raises UnsupportedError for options that this kind of model does not have."""
+    block_length = opened.options.block_length
+    config = opened.config
+    if block_length not in (None, 1) and not config.is_diffusion:
+        raise UnsupportedError(
+            f"block_length {block_length}: {config.architecture} is autoregressive, its "
+            "logits are causal; leave block_length out."
+        )
+    if block_length is not None and config.is_bidirectional:
+        raise UnsupportedError(
+            f"block_length {block_length}: {config.architecture} is bidirectional, its logits "
+            "are of whole sequences; leave block_length out."
+        )
+    return opened
+
+
+def intake_of(opened: OpenModel) -> Intake:
+    """What turns prompts for this model into requests."""
+    return Intake(
+        config=opened.config,
+        tokenizer=opened.tokenizer,
+        context=opened.context,
+        max_block_length=MAX_BLOCK_LENGTH,
+        seed=opened.options.seed or 0,
+    )
+
+
+def engine_config(options: Mapping[str, object]) -> EngineConfig:
+    """Options as an engine takes them. Raises UsageError for one that there is not."""
+    known = list(EngineConfig.__dataclass_fields__)
+    for name in options:
+        if name not in known:
+            way_out = _NOT_HERE.get(name) or hint(name, known, _ELSEWHERE)
+            raise UsageError(f"{name!r} is not an option of a model. {way_out}")
+    return EngineConfig(**options)  # type: ignore[arg-type]
+
+
+_ELSEWHERE = {
+    "device_map": "device, with gpu_memory and host_memory as budgets",
+    "gpu_memory_utilization": 'gpu_memory, such as "80%"',
+    "load_in_4bit": "expert_dtype",
+    "load_in_8bit": "expert_dtype",
+    "max_memory": "gpu_memory and host_memory",
+    "max_model_len": "context",
+    "n_ctx": "context",
+    "n_gpu_layers": 'gpu_memory, such as "10GiB": what fits is placed expert by expert',
+    "num_ctx": "context",
+    "quantization": "expert_dtype",
+    "torch_dtype": "dtype",
+}
+"""What other programs call what is called otherwise here."""
+
+_NOT_HERE = {
+    "tensor_parallel_size": "One GPU is used.",
+    "trust_remote_code": "No code of a model's repository is ever run; leave it out.",
+}

@@ -1,0 +1,79 @@
+"""How far many answers are, as one line that is written over itself."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import IO
+
+from lowtide.decode.request import Committed, Event, Finished
+
+FIRST_AFTER_S = 0.5
+"""What is done sooner shows nothing."""
+
+MIN_FRAME_S = 0.1
+
+
+class ProgressLine:
+    """Answers done of all, tokens, speed and the time left, on `out`.
+
+    Told of every event. A carriage return is all that it asks of a terminal, so that a notebook
+    shows it, too. What it wrote is gone at the end.
+    """
+
+    def __init__(
+        self, num_answers: int, out: IO[str], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._num_answers = num_answers
+        self._num_done = self._num_tokens = 0
+        self._out = out
+        self._clock = clock
+        self._start_s = clock()
+        self._next_s = self._start_s + FIRST_AFTER_S
+        self._width = 0  # characters on the line
+
+    def __enter__(self) -> ProgressLine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._width:
+            self._show("")
+            self._out.write("\r")
+            self._out.flush()
+
+    def __call__(self, event: Event) -> None:
+        """Counts an event, and shows the line if it is time."""
+        if isinstance(event, Committed):
+            self._num_tokens += len(event.tokens)
+        elif isinstance(event, Finished):
+            self._num_done += 1
+        now_s = self._clock()
+        if now_s >= self._next_s:
+            self._next_s = now_s + MIN_FRAME_S
+            self._show(self._line(now_s - self._start_s))
+
+    def _line(self, elapsed_s: float) -> str:
+        speed = self._num_tokens / elapsed_s
+        line = f"{self._num_done}/{self._num_answers} answers, {self._num_tokens} tokens"
+        line += f", {speed:.1f} tokens/s"
+        if self._num_done:
+            left_s = elapsed_s * (self._num_answers - self._num_done) / self._num_done
+            line += f", {left_s:.0f} s left"
+        return line
+
+    def _show(self, line: str) -> None:
+        self._out.write("\r" + line.ljust(self._width))
+        self._out.flush()
+        self._width = len(line)
+
+
+def is_watched() -> bool:
+    """Whether somebody sees standard error as it is written: on a terminal, or in a notebook."""
+    return sys.stderr.isatty() or "ipykernel" in sys.modules

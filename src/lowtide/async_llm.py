@@ -1,0 +1,126 @@
+"""`AsyncLLM`: `LLM` for coroutines.
+
+async with AsyncLLM("demo:diffusion", host_memory="16MiB") as llm:
+    async for event in llm.stream("def fib(n):", max_tokens=64):
+        print(event.text, end="")
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
+from types import TracebackType
+from typing import Unpack
+
+from torch import Tensor
+
+from lowtide.answers.completion import Completion, completion_of
+from lowtide.answers.loaded import LoadedModel
+from lowtide.answers.reporter import Reporter
+from lowtide.decode.prompts import Messages, Prompt, TokenIds, as_prompts, one_prompt
+from lowtide.decode.request import Event, Finished, Request
+from lowtide.engine import async_loop
+from lowtide.engine.policy_setting import adopt_policy
+from lowtide.params import SamplingParams, Wishes
+
+
+class AsyncLLM(LoadedModel):
+    """A model under a memory budget, asked by coroutines: see `LLM`, whose options it has.
+
+    Any number of tasks may ask at once and share passes; one that is cancelled ends what it asked,
+    one that reads slowly delays nobody. Loading, in the constructor, takes its time: where an
+    event loop is running already, `await asyncio.to_thread(AsyncLLM, model)` keeps it free.
+    """
+
+    async def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **wishes: Unpack[Wishes],
+    ) -> list[Completion]:
+        """As `LLM.generate`."""
+        return await self._answered(
+            await asyncio.to_thread(lambda: self._requests(as_prompts(prompts), params, wishes))
+        )
+
+    async def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        template_options: Mapping[str, object] | None = None,
+        **wishes: Unpack[Wishes],
+    ) -> list[Completion]:
+        """As `LLM.chat`."""
+
+        def requests() -> list[Request]:
+            return self._requests(self._chats(messages, template_options), params, wishes)
+
+        return await self._answered(await asyncio.to_thread(requests))
+
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **wishes: Unpack[Wishes]
+    ) -> AsyncGenerator[Event, None]:
+        """As `LLM.stream`; all of it, refusals too, begins with the first event awaited."""
+        one = one_prompt(prompt)
+        requests = await asyncio.to_thread(lambda: self._requests([one], params, wishes))
+        async with aclosing(self._events(requests)) as events:
+            async for event in events:
+                yield event
+
+    async def logits(self, token_ids: TokenIds) -> Tensor:
+        """As `LLM.logits`."""
+        work, num_tokens = self._logits_work(token_ids)
+        return await async_loop.run_passes(self._loop, work, num_tokens)
+
+    async def token_ids(self, prompt: Prompt) -> list[int]:
+        """As `LLM.token_ids`."""
+        return await asyncio.to_thread(self._intake.token_ids, prompt)
+
+    async def adopt_policy(
+        self, policy: str, policy_options: Mapping[str, str] | None = None
+    ) -> None:
+        """As `LLM.adopt_policy`."""
+        change = partial(adopt_policy, policy=policy, policy_options=policy_options or {})
+        await asyncio.to_thread(self._loop.replace, change)
+
+    async def stats(self) -> dict[str, float]:
+        """As `LLM.stats`."""
+        return await asyncio.to_thread(self._stats)
+
+    async def close(self) -> None:
+        """As `LLM.close`."""
+        await asyncio.to_thread(self._loop.close)
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def _answered(self, requests: Sequence[Request]) -> list[Completion]:
+        finished: dict[int, Finished] = {}
+        async with aclosing(self._events(requests, has_text=False)) as events:
+            async for event in events:
+                if isinstance(event, Finished):
+                    finished[event.request] = event
+        return [
+            completion_of(request, finished[i], self.tokenizer, self.plan.kv_cache)
+            for i, request in enumerate(requests)
+        ]
+
+    async def _events(
+        self, requests: Sequence[Request], has_text: bool = True
+    ) -> AsyncGenerator[Event, None]:
+        """What happens to `requests`, each called by its place among them."""
+        reporter = Reporter(requests, self.tokenizer, has_text)
+        async with aclosing(async_loop.answers(self._loop, requests)) as events:
+            async for event in events:
+                yield reporter(event)

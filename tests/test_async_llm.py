@@ -1,0 +1,160 @@
+"""`AsyncLLM`: the answers of `LLM`, awaited; a task that is cancelled ends its own request only."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import aclosing, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from whole import check_idle
+
+from lowtide import LLM, AsyncLLM, SamplingParams
+from lowtide.decode.request import Finished
+from lowtide.errors import InternalError, UsageError
+from lowtide.lab.synth import synth
+
+PROMPTS = [[5, 17, 3], [9], [44, 3, 3, 80] * 10]
+PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
+LIMIT_S = 60.0
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "llada2"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synth(request.param, "tiny", tmp_path_factory.mktemp("async") / "model", seed=3)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> tuple[list[list[int]], torch.Tensor]:
+    with LLM(folder, dtype="float32") as llm:
+        answers = [llm.generate([prompt], PARAMS)[0].token_ids for prompt in PROMPTS]
+        return answers, llm.logits(PROMPTS[2])
+
+
+@pytest.fixture
+def llm(folder: Path) -> Iterator[AsyncLLM]:
+    llm = AsyncLLM(folder, dtype="float32")
+    yield llm
+    llm._loop.close()
+    del llm
+    gc.collect()
+    assert not [t for t in threading.enumerate() if t.name == "lowtide-engine"]
+
+
+def run(work: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(work, LIMIT_S))
+
+
+def test_many_at_once_get_the_answers_they_get_alone(llm: AsyncLLM, expected: Any) -> None:
+    async def ask() -> None:
+        async with llm:
+            asked = [llm.generate([prompt], PARAMS) for prompt in PROMPTS]
+            *each, together, logits = await asyncio.gather(
+                *asked, llm.generate(PROMPTS, PARAMS), llm.logits(PROMPTS[2])
+            )
+            assert [c.token_ids for [c] in each] == expected[0]
+            assert [c.token_ids for c in together] == expected[0]
+            assert torch.equal(logits, expected[1])
+            assert (await llm.stats())["committed_tokens"] == 6 * 24
+            assert repr(llm).startswith("AsyncLLM(")
+        with pytest.raises(UsageError, match="closed"):
+            await llm.generate(PROMPTS[0])
+
+    run(ask())
+
+
+def test_a_stream_is_the_answer(llm: AsyncLLM, expected: Any) -> None:
+    async def ask() -> None:
+        events = [event async for event in llm.stream(PROMPTS[0], PARAMS)]
+        last = events[-1]
+        assert isinstance(last, Finished) and list(last.token_ids) == expected[0][0]
+        assert {event.request for event in events} == {0}
+
+    run(ask())
+
+
+def test_a_slow_reader_delays_nobody(llm: AsyncLLM, expected: Any) -> None:
+    async def ask() -> None:
+        async with aclosing(llm.stream(PROMPTS[1], PARAMS)) as slow:
+            await anext(slow)
+            [completion] = await llm.generate(PROMPTS[0], PARAMS)
+            assert completion.token_ids == expected[0][0]
+            rest = [event async for event in slow]
+        last = rest[-1]
+        assert isinstance(last, Finished) and list(last.token_ids) == expected[0][1]
+
+    run(ask())
+
+
+def test_what_is_cancelled_or_left_ends_alone(llm: AsyncLLM, expected: Any) -> None:
+    long = SamplingParams(max_tokens=900, ignore_eos=True)
+
+    async def ask() -> None:
+        cancelled = asyncio.create_task(llm.generate([PROMPTS[2]], long))
+        other = asyncio.create_task(llm.generate(PROMPTS[0], PARAMS))
+        async with aclosing(llm.stream(PROMPTS[1], long)) as left:
+            await anext(left)
+        [completion] = await other
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        assert completion.token_ids == expected[0][0]
+        logits = asyncio.create_task(llm.logits(PROMPTS[2]))
+        await asyncio.sleep(0)
+        logits.cancel()
+        with suppress(asyncio.CancelledError):
+            await logits
+        assert (await llm.generate(PROMPTS[1], PARAMS))[0].token_ids == expected[0][1]
+
+    run(ask())
+    check_idle(llm)  # type: ignore[arg-type]
+
+
+def test_refusals_and_errors_are_those_of_the_twin(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask() -> None:
+        for prompt, said in ((["a"], "list of 1"), ([10**6], "not one of")):
+            with pytest.raises(UsageError, match=said):
+                await anext(llm.stream(prompt))  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="not the text"):
+            await llm.logits("abc")  # type: ignore[arg-type]
+
+        def fails(batch: Any) -> Any:
+            raise InternalError("a pass that fails")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(llm._engine.model, "forward", fails)
+            with pytest.raises(InternalError, match="a pass that fails"):
+                await llm.generate(PROMPTS[0], PARAMS)
+            with pytest.raises(InternalError, match="a pass that fails"):
+                await llm.logits(PROMPTS[0])
+        assert len(await llm.generate(PROMPTS[0], PARAMS)) == 1
+
+    run(ask())
+
+
+def test_a_loop_that_ended_is_nobody(llm: AsyncLLM) -> None:
+    """News that nobody waits for any more are dropped, and nothing is left behind."""
+
+    async def ask() -> None:
+        stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=500, ignore_eos=True))
+        await anext(stream)
+
+    run(ask())
+    assert len(run(llm.generate(PROMPTS[0], PARAMS))) == 1
+
+
+def test_a_policy_is_adopted(llm: AsyncLLM, expected: Any) -> None:
+    async def ask() -> None:
+        await llm.adopt_policy("lru")
+        assert llm.plan.policy == "lru"
+        assert (await llm.generate(PROMPTS[0], PARAMS))[0].token_ids == expected[0][0]
+        assert await llm.token_ids(PROMPTS[0]) == PROMPTS[0]
+
+    run(ask())
