@@ -41,7 +41,8 @@ from lowtide.policies.presets import recipe
 from lowtide.policies.recipe import Setting
 from lowtide.profiles import load_profile
 from lowtide.replay.calibration import TOP_SIZES, GateAccuracy
-from lowtide.replay.simulator import GATE_ACCURACY, GateAccuracies, Report, calibrate, simulate
+from lowtide.replay.foresight import GATE_ACCURACY, GateAccuracies
+from lowtide.replay.simulator import Report, calibrate, simulate
 from lowtide.replay.trace import Trace, demand_of
 
 MODELS = ("demo:diffusion", "demo:chat", "synth")

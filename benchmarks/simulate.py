@@ -37,10 +37,12 @@ from lowtide.lab.bench import Spread
 from lowtide.memory.arena import Arena
 from lowtide.policies.recipe import Setting
 from lowtide.replay.calibration import Calibration
-from lowtide.replay.simulator import measured_accuracy, simulate
+from lowtide.replay.foresight import measured_accuracy
+from lowtide.replay.simulator import simulate
 from lowtide.replay.trace import Trace
 
-NAMES = ("all-host", "layer-split", "fiddler", "lru", "tide", "dali", "lowtide")
+NAMES = ("all-host", "layer-split", "static", "fiddler", "lru", "edgemoe", "moe-lightning")
+NAMES += ("hybrimoe", "tide", "dali", "lowtide")
 LIMIT = 0.15
 
 
@@ -81,6 +83,7 @@ def main() -> None:
             measured.costs,
             frequency=calibration.frequency,
             following=calibration.following,
+            hits=calibration.trace.hits(),
         )
         setting = setting.having(**VARIANTS[name].options)
         report = simulate(

@@ -48,7 +48,8 @@ from lowtide.lab.synth import synth
 from lowtide.policies.prefetch import Gate
 from lowtide.policies.recipe import Setting
 from lowtide.replay.calibration import GATES, Calibration, GateAccuracy, default_path
-from lowtide.replay.simulator import measured_accuracy, simulate
+from lowtide.replay.foresight import measured_accuracy
+from lowtide.replay.simulator import simulate
 from lowtide.replay.trace import TraceShape
 
 SHAPE = TraceShape(3, 8, 2, 4, 6)

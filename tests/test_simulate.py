@@ -242,6 +242,19 @@ def test_an_early_gate_is_as_good_as_it_is_said_to_be() -> None:
     assert wasted(1.0) == 0.0 < wasted(0.0)
 
 
+def test_a_report_says_where_an_early_gates_predictions_are_from() -> None:
+    trace = synth_trace(SHAPE, num_blocks=1, steps_per_block=3)
+    setting = make_setting(trace, 4)
+    raw = {Gate.RAW: 0.7}
+    assert simulate(trace, "tide", setting).foresight == "none"
+    assert simulate(trace, "hybrimoe", setting).foresight == "assumed"
+    assert simulate(trace, "hybrimoe", setting, gate_accuracy=raw).foresight == "measured"
+    told = simulate(trace, "hybrimoe", setting, predictions={Gate.RAW: list(trace.hits())})
+    assert told.foresight == "recorded"
+    with pytest.raises(UsageError, match="residual.*missing.*raw"):
+        simulate(trace, "dali", setting, gate_accuracy=raw)
+
+
 def test_mismatches_are_refused() -> None:
     trace = synth_trace(SHAPE, num_blocks=1, steps_per_block=1)
     with pytest.raises(UsageError, match="3 MoE layers of 16"):

@@ -130,6 +130,7 @@ def summary(report: Report) -> Row:
         "num_prefetched": report.num_prefetched,
         "moved_GB": report.moved_bytes / 1e9,
         "binds": report.binds,
+        "foresight": report.foresight,
         **waited,
     }
 

@@ -52,8 +52,7 @@ def simulate(
         print(json_line({"trace": str(trace), "machine": machine, "runs": _objects(reports)}))
         return
     stdout_console().print(_table(reports, f"{profile.name}; {residents:.0%} of the experts"))
-    rates = "published" if known is None else "measured"
-    notes = [f"simulated time of the MoE layers; prefetch gates err at {rates} rates"]
+    notes = ["simulated time of the MoE layers; what early gates foresee is in its column"]
     notes += _what_does_not_fit(recorded, profile, residents)
     for note in notes:
         stderr_console().print(note, style="dim")
@@ -69,7 +68,8 @@ def _replay(
 ) -> list[Report]:
     from lowtide.core import MoEShape
     from lowtide.policies.recipe import Setting
-    from lowtide.replay.simulator import GATE_ACCURACY, compare, measured_accuracy
+    from lowtide.replay.foresight import measured_accuracy
+    from lowtide.replay.simulator import compare
 
     shape = MoEShape(*recorded.shape)
     if not shape.hidden_size or not shape.expert_size:
@@ -85,7 +85,7 @@ def _replay(
         hits=known.trace.hits() if known else None,
         options={"tau": tau},
     )
-    accuracy = measured_accuracy(known) if known else GATE_ACCURACY
+    accuracy = measured_accuracy(known) if known else None
     return compare(recorded, presets, setting, gate_accuracy=accuracy)
 
 
@@ -128,8 +128,9 @@ def _objects(reports: list[Report]) -> list[dict[str, object]]:
 
 def _table(reports: list[Report], title: str) -> Table:
     table = Table(title=title, title_justify="left")
-    for name in ("policy", "tokens/s", "hit rate", "moved", "what binds"):
-        table.add_column(name, justify="left" if name in ("policy", "what binds") else "right")
+    for name in ("policy", "tokens/s", "hit rate", "moved", "what binds", "early gate"):
+        is_text = name in ("policy", "what binds", "early gate")
+        table.add_column(name, justify="left" if is_text else "right")
     for report in reports:
         table.add_row(
             report.preset,
@@ -137,5 +138,6 @@ def _table(reports: list[Report], title: str) -> Table:
             f"{report.hit_rate:.0%}",
             format_size(report.moved_bytes),
             report.binds,
+            report.foresight,
         )
     return table

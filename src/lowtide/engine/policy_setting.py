@@ -54,8 +54,9 @@ from lowtide.policies.tau import (
 )
 from lowtide.reading.dense_weights import no_progress
 from lowtide.replay.calibration import Calibration
+from lowtide.replay.foresight import measured_accuracy
 from lowtide.replay.host_alone import compare_alone
-from lowtide.replay.simulator import compare, fastest_tau, measured_accuracy
+from lowtide.replay.simulator import compare, fastest_tau
 from lowtide.replay.trace import Trace
 
 _log = logging.getLogger(__name__)

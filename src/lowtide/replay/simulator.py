@@ -11,7 +11,7 @@ time, and one that has begun is finished. The time that policies themselves take
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import repeat
 from types import MappingProxyType
@@ -26,18 +26,9 @@ from lowtide.policies.prefetch import Ahead, Gate, PrefetchOutcome, count_follow
 from lowtide.policies.presets import recipe
 from lowtide.policies.recipe import Recipe, Setting
 from lowtide.policies.tau import auto_tau
-from lowtide.replay.calibration import GATES, Calibration
+from lowtide.replay.foresight import GATE_ACCURACY, Foresight, GateAccuracies, guesses
 from lowtide.replay.simulated_link import SimulatedLink
-from lowtide.replay.trace import RoutedPass, Trace, count_hits, demand_of
-
-GateAccuracies = Mapping[Gate, float | FloatArray]
-"""Share of routed experts that each early gate predicts rightly: of all layers, or of each layer
-after the first [layers - 1]."""
-
-GATE_ACCURACY: GateAccuracies = {Gate.RAW: 0.75, Gate.RESIDUAL: 0.86}
-"""About what DALI reports (means of its figures for Qwen and DeepSeek). A trace holds no features,
-so predictions are the truth with errors drawn at this rate, one by one: that flatters a gate whose
-errors come together, as those of a diffusion block's tokens do (`benchmarks/prefetch.py`)."""
+from lowtide.replay.trace import RoutedPass, Trace, demand_of
 
 TAUS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Refresh intervals that are tried, in steps."""
@@ -70,6 +61,7 @@ class Report:
     link_s: float = 0.0
     bound_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_RESOURCES, 0.0))
     prefetch: PrefetchOutcome = field(default_factory=PrefetchOutcome)
+    foresight: str = "none"  # what an early gate's predictions are: see `Foresight`
 
     @property
     def tokens_per_s(self) -> float:
@@ -100,7 +92,7 @@ def simulate(
     setting: Setting,
     *,
     pass_s: float = 0.0,
-    gate_accuracy: GateAccuracies = GATE_ACCURACY,
+    gate_accuracy: GateAccuracies | None = None,
     predictions: Mapping[Gate, Sequence[IntArray]] = _NOTHING,
     hits: IntArray | None = None,
 ) -> Report:
@@ -108,18 +100,23 @@ def simulate(
 
     pass_s: seconds of each pass outside the MoE layers (embedding, head, sampling).
     predictions: what early gates did predict, tokens per expert of each pass [layers, experts];
-    a gate that is not in it guesses with its `gate_accuracy`.
-    hits: `trace.hits()`, if it is at hand. Raises UsageError when setting and trace disagree.
+    a gate that is not in it guesses with its `gate_accuracy`, as a calibration measured it, and
+    without any at the published rate; the report says which (`foresight`).
+    hits: `trace.hits()`, if it is at hand. Raises UsageError when setting and trace disagree, or
+    where the accuracies lack the preset's gate.
     """
     _check(trace, setting)
     made = recipe(preset) if isinstance(preset, str) else preset
     name = preset if isinstance(preset, str) else "custom"
     run = _Replay(name, made, setting)
-    gate = run.gate
+    foresight = Foresight.of(run.gate, gate_accuracy, predictions)
+    run.report.foresight = foresight.value
     foreseen: Iterable[IntArray | None] = repeat(None, len(trace.passes))
-    if gate is not Gate.NONE:
-        guesses = _guesses(trace, gate_accuracy.get(gate, 1.0), setting.seed)
-        foreseen = predictions.get(gate, guesses)
+    if foresight is Foresight.RECORDED:
+        foreseen = predictions[run.gate]
+    elif foresight is not Foresight.NONE:
+        accuracy = (gate_accuracy or GATE_ACCURACY)[run.gate]
+        foreseen = guesses(trace, accuracy, setting.seed)
     all_hits = trace.hits() if hits is None else hits
     passes = zip(trace.passes, trace.iter_routed(), all_hits, foreseen, strict=True)
     for one, routed, pass_hits, predicted in passes:
@@ -136,7 +133,7 @@ def compare(
     setting: Setting,
     *,
     pass_s: float = 0.0,
-    gate_accuracy: GateAccuracies = GATE_ACCURACY,
+    gate_accuracy: GateAccuracies | None = None,
 ) -> list[Report]:
     """Replays `trace` under each preset; the reports in that order."""
     hits = trace.hits()
@@ -173,11 +170,6 @@ def calibrate(trace: Trace) -> Activations:
     hits = trace.hits()
     following = count_following([ids.astype(np.int64) for ids in trace.iter_ids()], trace.shape[1])
     return Activations((hits > 0).sum(axis=0).astype(np.float64), following)
-
-
-def measured_accuracy(calibration: Calibration) -> GateAccuracies:
-    """How well each early gate did on the calibration's text, layer by layer."""
-    return {Gate(n): routed for n, routed in zip(GATES, calibration.accuracy.routed, strict=True)}
 
 
 class _Replay:
@@ -363,21 +355,6 @@ def count_substitutions(report: Report, policies: Policies) -> None:
     moved = sum(receipt.moved_mass for receipt in receipts)
     report.num_substituted = sum(receipt.num_substituted for receipt in receipts)
     report.moved_share = moved / routed if routed else 0.0
-
-
-def _guesses(trace: Trace, accuracy: float | FloatArray, seed: int) -> Iterator[IntArray]:
-    """Stands in for an early gate: the truth, with each choice replaced by chance at a known rate.
-
-    Predicted tokens per expert of each pass. [layers, experts]
-    """
-    num_layers, num_experts = trace.shape[:2]
-    error_rate = np.zeros((num_layers, 1))
-    error_rate[1:, 0] = 1.0 - np.asarray(accuracy)  # nothing is predicted of the first layer
-    draw = np.random.default_rng(seed)
-    for ids in trace.iter_ids():
-        is_wrong = draw.random(ids.shape) < error_rate
-        chance = draw.integers(0, num_experts, ids.shape, np.uint16)
-        yield count_hits(np.where(is_wrong, chance, ids), num_experts)
 
 
 def _check(trace: Trace, setting: Setting) -> None:

@@ -1,0 +1,75 @@
+"""What early gates foresee in a replay: recorded predictions, or the truth with errors at a rate.
+
+A trace holds no features, so a gate that was not recorded is the truth with each choice replaced
+by chance, one by one, at the rate at which it erred on a calibration's text. That flatters a gate
+whose errors come together, as those of a diffusion block's tokens do (`benchmarks/prefetch.py`).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from lowtide.core import FloatArray, IntArray
+from lowtide.errors import UsageError
+from lowtide.policies.prefetch import Gate
+from lowtide.replay.calibration import GATES, Calibration
+from lowtide.replay.trace import Trace, count_hits
+
+GateAccuracies = Mapping[Gate, float | FloatArray]
+"""Share of routed experts that each early gate predicts rightly: of all layers, or of each layer
+after the first [layers - 1]."""
+
+GATE_ACCURACY: GateAccuracies = {Gate.RAW: 0.75, Gate.RESIDUAL: 0.86}
+"""About what DALI reports (means of its figures for Qwen and DeepSeek): what is assumed where
+nobody has measured."""
+
+
+class Foresight(enum.Enum):
+    """Where an early gate's predictions are from."""
+
+    NONE = "none"  # no early gate is asked
+    RECORDED = "recorded"  # it said so
+    MEASURED = "measured"  # it errs as often as it did on the calibration's text
+    ASSUMED = "assumed"  # it errs as often as published: nobody has measured
+
+    @classmethod
+    def of(
+        cls,
+        gate: Gate,
+        accuracies: GateAccuracies | None,
+        predictions: Mapping[Gate, Sequence[IntArray]],
+    ) -> Foresight:
+        """Of a preset that asks `gate`. Raises UsageError where it is missing in `accuracies`."""
+        if gate is Gate.NONE:
+            return cls.NONE
+        if gate in predictions:
+            return cls.RECORDED
+        if accuracies is None:
+            return cls.ASSUMED
+        if gate not in accuracies:
+            known = ", ".join(one.value for one in accuracies) or "none"
+            raise UsageError(
+                f"The preset asks the early gate {gate.value!r} and its accuracy is missing (there "
+                f"are: {known}); run lowtide calibrate on the trace's model."
+            )
+        return cls.MEASURED
+
+
+def measured_accuracy(calibration: Calibration) -> GateAccuracies:
+    """How well each early gate did on the calibration's text, layer by layer."""
+    return {Gate(n): routed for n, routed in zip(GATES, calibration.accuracy.routed, strict=True)}
+
+
+def guesses(trace: Trace, accuracy: float | FloatArray, seed: int) -> Iterator[IntArray]:
+    """Predicted tokens per expert of each pass. [layers, experts]"""
+    num_layers, num_experts = trace.shape[:2]
+    error_rate = np.zeros((num_layers, 1))
+    error_rate[1:, 0] = 1.0 - np.asarray(accuracy)  # nothing is predicted of the first layer
+    draw = np.random.default_rng(seed)
+    for ids in trace.iter_ids():
+        is_wrong = draw.random(ids.shape) < error_rate
+        chance = draw.integers(0, num_experts, ids.shape, np.uint16)
+        yield count_hits(np.where(is_wrong, chance, ids), num_experts)
