@@ -120,7 +120,7 @@ def test_budgets_hold_their_share() -> None:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command without the seconds that ceilings take."""
-    ceilings = Ceilings(this_machine(), (Rate("memory copy", "B", 1e10, 0.1),), ())
+    ceilings = Ceilings(this_machine(), (Rate("memory copy", "B", 1e10, 0.1, 1e10),), ())
     monkeypatch.setattr(bench_module, "measure_ceilings", lambda model, **options: ceilings)
 
 

@@ -199,13 +199,22 @@ def test_json_is_one_object_and_nothing_else() -> None:
     assert PretendLLM.latest.is_closed
 
 
-def test_plain_output_is_the_text_and_the_plan_follows_on_stderr() -> None:
+def test_plain_output_is_the_text_with_a_line_on_stderr_before_and_after_it() -> None:
     result = run("generate", MODEL, "-p", "hi")
     assert result.exit_code == 0, result.output
     assert result.stdout.endswith(PretendLLM.answer + "\n")
-    for said in ("memory plan", "expert slots", "tide", "tokens/s", "6 forwards", "hit rate 75%"):
+    for said in ("38 of 160 experts", "tide", "tokens/s", "6 forwards", "hit rate 75%"):
         assert said in result.stderr
         assert said not in result.stdout
+    assert "memory plan" not in result.stderr
+
+
+def test_more_or_less_is_said_of_the_plan_when_asked() -> None:
+    loud = run("generate", MODEL, "-p", "hi", "-v")
+    for said in ("memory plan", "expert slots", "tokens/s"):
+        assert said in loud.stderr
+    quiet = run("generate", MODEL, "-p", "hi", "--quiet")
+    assert quiet.stdout == loud.stdout and not quiet.stderr
 
 
 def test_every_parameter_reaches_the_engine() -> None:

@@ -89,7 +89,7 @@ def test_half_the_model_in_memory_writes_the_same_words(model: str) -> None:
 def test_text_on_standard_output_and_the_plan_beside_it(model: str) -> None:
     result = program("generate", model, "-p", "x = 1", "--max-tokens", "8", "--host-memory", "64MB")
     assert result.stdout.endswith("\n")
-    for said in ("memory plan", "policy resident", "tokens/s"):
+    for said in ("experts resident (resident)", "context", "tokens/s"):
         assert said in result.stderr
 
 

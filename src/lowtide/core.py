@@ -167,6 +167,37 @@ class TierPlan:
         return fixed + self.slot_bytes * self.num_slots
 
 
+class Basis(enum.Enum):
+    """What a prediction of speed rests on."""
+
+    EXPERTS = "experts"  # times of this model's experts, measured on this machine
+    MACHINE = "machine"  # the rates of the machine's memory, products and disk
+    NOTHING = "nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What one pass of a loaded model will take of the machine, and what it gives.
+
+    Routing is taken as even: where some experts are asked for more than others, fewer are read.
+    """
+
+    num_rows: int  # of a pass
+    tokens_per_pass: float  # that it commits at least, as the family is published
+    read_bytes: float  # of experts, from disk
+    memory_bytes: float  # of weights that are gone through in memory
+    pass_s: float | None  # None: nothing that it could follow from was measured
+    rests_on: Basis
+
+    @property
+    def read_bytes_per_token(self) -> float:
+        return self.read_bytes / self.tokens_per_pass
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return None if self.pass_s is None else self.tokens_per_pass / self.pass_s
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class MemoryPlan:
     """Every byte a model will use, decided before anything is loaded.
@@ -194,6 +225,9 @@ class MemoryPlan:
     """Where KV cache and expert slots share their memory: tokens that the cache can come to hold
     over all running sequences, none longer than `context`, while slots give way."""
     kv_cache: str = CacheMode.EXACT.value  # others are approximations, see `CacheMode`
+    prediction: Prediction | None = None  # None: beside an emulated device, whose speed is given
+    advised_bytes: int = 0
+    """The host budget that would serve best here: what everything takes, or all that is free."""
 
     @property
     def budget_bytes(self) -> int:

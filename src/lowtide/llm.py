@@ -184,7 +184,9 @@ class LLM(LoadedModel):
         self._loop.replace(change)
 
     def stats(self) -> dict[str, float]:
-        """Counters since loading: expert hits and misses, bytes read, tokens and seconds."""
+        """Counters since loading: expert hits and misses, bytes read, tokens and seconds; and where
+        `lowtide doctor` has measured this machine, the speed that its costs let expect of the same
+        passes (`predicted_tokens_per_s`)."""
         return self._stats()
 
     def close(self) -> None:
@@ -256,7 +258,7 @@ def plan_model(model: str | Path | HubModel, **options: object) -> MemoryPlan:
     opened = checked(open_for_plan(model, engine_config(options)))
     check_calibration(opened)
     plan = make_plan(opened)
-    warnings = (shortage_of(plan, opened.options), excess_of(opened.options))
+    warnings = (shortage_of(plan, opened.options), excess_of(plan, opened.options))
     return replace(plan, reason="\n".join([plan.reason, *filter(None, warnings)]))
 
 

@@ -130,7 +130,7 @@ class LoadedModel:
         return self._loop.engine
 
     def _stats(self) -> dict[str, float]:
-        return self._loop.look(lambda engine: {**engine.as_dict(), **self._loop.speed.as_dict()})
+        return self._loop.stats()
 
     def _requests(
         self,

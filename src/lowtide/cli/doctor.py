@@ -96,7 +96,8 @@ def rates_table(rates: Sequence[Rate]) -> Table:
     for name in ("measured", "repeats within", "ceiling"):
         table.add_column(name, justify="right")
     for rate in rates:
-        ceiling = "not known" if rate.ceiling is None else _per_s(rate.ceiling, rate.unit)
+        how = "specified" if rate.is_specified else "best repeat"
+        ceiling = f"{_per_s(rate.ceiling, rate.unit)}, {how}"
         table.add_row(rate.name, _per_s(rate.per_s, rate.unit), f"{rate.spread:.0%}", ceiling)
     return table
 
@@ -160,4 +161,6 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _per_s(per_s: float, unit: str) -> str:
+    if unit == "layers":
+        return f"{per_s:.0f} layers/s"
     return f"{per_s / 1e9:.3g} G{unit}/s"

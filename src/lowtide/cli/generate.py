@@ -21,6 +21,7 @@ from lowtide.cli.answer import (
 from lowtide.cli.command import takes
 from lowtide.cli.opening import open_llm
 from lowtide.cli.options import Group, Settings
+from lowtide.cli.outlook import outlook, plan_line
 from lowtide.cli.prompt import read_prompt
 from lowtide.cli.report import answer_object, json_line, plan_table, speed, speed_line
 from lowtide.cli.screen import stderr_console, stdout_console
@@ -52,16 +53,16 @@ def generate(
     *,
     settings: Settings,
 ) -> None:
-    """Write one answer; the plan in force and the speed follow on standard error."""
+    """Write one answer; standard error has a line on the plan before it, the speed after it."""
     params = settings.sampling_params()
     question = read_prompt(prompt, prompt_ids)
     if settings.flag("json"):
         print(_as_json(model, question, params, settings))
         return
-    answer, plan, stats = _on_screen(model, question, params, settings)
-    console = stderr_console()
-    console.print(plan_table(plan))
-    console.print(speed_line(answer.usage, stats, answer.generation_s), soft_wrap=True)
+    answer, stats = _on_screen(model, question, params, settings)
+    if not settings.flag("quiet"):
+        line = speed_line(answer.usage, stats, answer.generation_s)
+        stderr_console().print(line, soft_wrap=True)
 
 
 def _as_json(model: str, prompt: Prompt, params: SamplingParams, settings: Settings) -> str:
@@ -74,9 +75,10 @@ def _as_json(model: str, prompt: Prompt, params: SamplingParams, settings: Setti
 
 def _on_screen(
     model: str, prompt: Prompt, params: SamplingParams, settings: Settings
-) -> tuple[Answer, MemoryPlan, dict[str, object]]:
+) -> tuple[Answer, dict[str, object]]:
     console = stdout_console()
     with open_llm(model, settings, prompt) as llm:
+        show_plan(llm.plan, model, settings)
         if params.n > 1:
             answer = ask(llm, prompt, params)
             _print_all(answer, llm)
@@ -85,7 +87,17 @@ def _on_screen(
         else:
             writer = TextWriter(sys.stdout, llm.tokenizer, params.stop, console.is_terminal)
             answer = ask_writing(llm, prompt, params, writer)
-        return answer, llm.plan, _stats(llm.stats(), answer)
+        return answer, _stats(llm.stats(), answer)
+
+
+def show_plan(plan: MemoryPlan, model: str, settings: Settings) -> None:
+    """On standard error: one line, the whole table with `-v`, nothing with `--quiet`."""
+    console = stderr_console()
+    if settings.flag("verbose"):
+        console.print(plan_table(plan))
+        console.print(outlook(plan, model))
+    elif not settings.flag("quiet"):
+        console.print(plan_line(plan, model), soft_wrap=True)
 
 
 def _print_all(answer: Answer, llm: LLM) -> None:

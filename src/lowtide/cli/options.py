@@ -106,6 +106,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("size", Kind.TEXT, Group.SYNTH, "tiny, small or full.", "tiny"),
     Option("out", Kind.TEXT, Group.SYNTH, "synth's new folder, calibrate's file."),
     Option("trace", Kind.TEXT, Group.RECORD, "File to write the run's expert routing to."),
+    Option(
+        "quiet", Kind.BOOLEAN, Group.RECORD, "The answer alone: no plan, no figures.", False, "-q"
+    ),
     Option("text", Kind.TEXT, Group.CALIBRATION, "Text file that shows what a model will do."),
     Option("pieces", Kind.INTEGER, Group.CALIBRATION, "Parts of the text that are run.", 16),
     Option(

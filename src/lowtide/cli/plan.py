@@ -9,6 +9,7 @@ from lowtide.cli.command import takes
 from lowtide.cli.generate import ModelName
 from lowtide.cli.opening import make_plan
 from lowtide.cli.options import Group, Settings
+from lowtide.cli.outlook import outlook
 from lowtide.cli.report import json_line, plan_object, plan_table
 from lowtide.cli.screen import stdout_console
 
@@ -21,4 +22,6 @@ def plan(model: ModelName, *, settings: Settings) -> None:
     if settings.flag("json"):
         print(json_line(plan_object(memory)))
     else:
-        stdout_console().print(plan_table(memory))
+        console = stdout_console()
+        console.print(plan_table(memory))
+        console.print(outlook(memory, model))

@@ -12,6 +12,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from lowtide.cli.outlook import compared, prediction_object
 from lowtide.core import CacheMode, MemoryPlan
 from lowtide.plan_text import plan_facts, plan_rows, plan_tiers
 
@@ -28,6 +29,7 @@ def plan_object(plan: MemoryPlan) -> dict[str, object]:
         name: dataclasses.asdict(tier) | {"used_bytes": tier.used_bytes}
         for name, tier in tiers.items()
     }
+    own["prediction"] = prediction_object(plan.prediction)
     return {"budget_bytes": plan.budget_bytes, **own, "tiers": parts}
 
 
@@ -64,6 +66,9 @@ def speed_line(usage: Usage, stats: Mapping[str, object], generation_s: float) -
     ]
     if num_forwards:
         parts[-1] += f" ({num_tokens / num_forwards:.1f} tokens each)"
+    measured = num_tokens / generation_s if generation_s > 0 else 0.0
+    if predicted := compared(stats.get("predicted_tokens_per_s"), measured):
+        parts.insert(1, predicted)
     hit_rate = stats.get("hit_rate")
     if isinstance(hit_rate, int | float) and math.isfinite(hit_rate):
         parts.append(f"hit rate {hit_rate:.0%}")

@@ -46,6 +46,13 @@ class EngineLoop:
     def speed(self) -> Speed:
         return self._worker.speed
 
+    def stats(self) -> dict[str, float]:
+        """What was done since loading, how fast, and how fast it was to be."""
+        speed = self.speed
+        return self.look(
+            lambda engine: {**engine.as_dict(), **speed.as_dict(), **speed.predicted(engine)}
+        )
+
     def answers(self, requests: Sequence[Request]) -> Generator[Event, None, None]:
         """Events of `requests`, which begin together, until all have finished.
 

@@ -20,6 +20,7 @@ from lowtide.engine.device import (
 )
 from lowtide.engine.elastic import elastic_tokens
 from lowtide.engine.opening import MAX_PASS_ROWS, EngineConfig, OpenModel
+from lowtide.engine.prediction import predictor_of
 from lowtide.engine.registering import largest_counts, planner_of, register
 from lowtide.formats.plain import SAFETENSORS_NAME
 from lowtide.hardware import available_memory_bytes, resident_bytes, total_memory_bytes
@@ -57,13 +58,21 @@ def make_plan(opened: OpenModel) -> MemoryPlan:
         reason=reason,
         device=device,
         kv_cache=opened.cache_mode.value,
+        advised_bytes=_advised_bytes(opened, needs),
     )
-    if device == "cpu":
-        return replace(plan, elastic_tokens=elastic_tokens(opened, plan))
-    home_needs = _home_needs(opened)
-    home, at_home = spend(home_needs, _budget_bytes(opened, home_needs), opened.context)
-    plan = replace(plan, host=home, gpu=tier, host_residents_per_layer=at_home)
-    return replace(plan, elastic_tokens=elastic_tokens(opened, plan))
+    if device != "cpu":
+        home_needs = _home_needs(opened)
+        home, at_home = spend(home_needs, _budget_bytes(opened, home_needs), opened.context)
+        plan = replace(
+            plan,
+            host=home,
+            gpu=tier,
+            host_residents_per_layer=at_home,
+            advised_bytes=_advised_bytes(opened, home_needs),
+        )
+    predictor = predictor_of(opened, plan)
+    prediction = None if predictor is None else predictor.prediction()
+    return replace(plan, elastic_tokens=elastic_tokens(opened, plan), prediction=prediction)
 
 
 def _preset(opened: OpenModel, everything_fits: bool, has_device: bool) -> tuple[str, str]:
@@ -88,19 +97,25 @@ def shortage_of(plan: MemoryPlan, options: EngineConfig) -> str:
     )
 
 
-def excess_of(options: EngineConfig) -> str:
-    """What is to be said of a host budget above all memory that there is, or nothing."""
+def excess_of(plan: MemoryPlan, options: EngineConfig) -> str:
+    """What is to be said of a host budget above the memory that there is, or nothing."""
     if options.host_memory == "auto":
         return ""
-    total_bytes = total_memory_bytes()
+    total_bytes, available_bytes = total_memory_bytes(), available_memory_bytes()
     budget_bytes = parse_size(options.host_memory, total_bytes)
-    if budget_bytes <= total_bytes:
-        return ""
-    return (
-        f"host_memory {format_size(budget_bytes)} is more than there is: this machine has "
-        f"{format_size(total_bytes)}, and what does not fit into that is swapped out or ends the "
-        "process. Choose auto, or a share such as 80%."
-    )
+    if budget_bytes > total_bytes:
+        return (
+            f"host_memory {format_size(budget_bytes)} is more than there is: this machine has "
+            f"{format_size(total_bytes)}, and what does not fit into that is swapped out or ends "
+            "the process. Choose auto, or a share such as 80%."
+        )
+    if plan.host.used_bytes > available_bytes:
+        return (
+            f"The plan takes {format_size(plan.host.used_bytes)} of memory, and "
+            f"{format_size(available_bytes)} are free now: what does not fit into that is swapped "
+            "out or ends the process. Choose auto, or free memory."
+        )
+    return ""
 
 
 def _needs(opened: OpenModel) -> Needs:
@@ -186,10 +201,19 @@ def _budget_bytes(opened: OpenModel, needs: Needs) -> int:
     host_memory = opened.options.host_memory
     if host_memory != "auto":
         return parse_size(host_memory, total_memory_bytes())
-    # A tenth is left to others and to the page cache.
+    return max(needs.minimum_bytes, min(_usable_bytes(opened), needs.whole_bytes))
+
+
+def _advised_bytes(opened: OpenModel, needs: Needs) -> int:
+    """Of host memory: what everything takes, or all that can be had; 0 where that is too little."""
+    usable_bytes = min(_usable_bytes(opened), needs.whole_bytes)
+    return usable_bytes if usable_bytes >= needs.minimum_bytes else 0
+
+
+def _usable_bytes(opened: OpenModel) -> int:
+    """Of this machine's memory, now: a tenth is left to others and to the page cache."""
     usable = available_memory_bytes() * 9 // 10 - OVERHEAD_ALLOWANCE_BYTES
-    usable -= library_cache_bytes(opened.dtype)
-    return max(needs.minimum_bytes, min(usable, needs.whole_bytes))
+    return usable - library_cache_bytes(opened.dtype)
 
 
 @functools.cache

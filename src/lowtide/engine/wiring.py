@@ -86,7 +86,7 @@ def _checked(opened: OpenModel, plan: MemoryPlan, progress: Progress) -> Checkpo
         )
     if shortage := shortage_of(plan, options):
         raise PlanError(shortage)
-    if excess := excess_of(options):
+    if excess := excess_of(plan, options):
         _log.warning("%s", excess)
     if options.check_weights:
         check_finite(checkpoint, progress)

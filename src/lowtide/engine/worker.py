@@ -22,6 +22,7 @@ from lowtide.decode.row_reading import HeadForm
 from lowtide.engine.engine import Engine
 from lowtide.engine.not_finite import fault_found
 from lowtide.engine.opening import MAX_PASS_ROWS
+from lowtide.engine.prediction import predictor_of
 from lowtide.errors import InternalError, UsageError
 from lowtide.memory.cuda_streams import device_pass
 
@@ -309,6 +310,14 @@ class Speed:
 
     def count(self, events: Iterable[Event]) -> None:
         self._num_tokens += sum(len(e.tokens) for e in events if isinstance(e, Committed))
+
+    def predicted(self, engine: Engine) -> dict[str, float]:
+        """The speed that was to be expected of such passes here, where that is known."""
+        predictor = predictor_of(engine.opened, engine.plan)
+        if predictor is None:
+            return {}
+        found = predictor.tokens_per_s(self._num_tokens, self._num_forwards, engine.model.num_rows)
+        return {} if found is None else {"predicted_tokens_per_s": found}
 
     def as_dict(self) -> dict[str, float]:
         return {

@@ -1,6 +1,7 @@
 """Which machine this is, and how fast its parts are at what they do best.
 
-These rates are the ceilings beside which a model's costs are read; no policy uses them.
+These rates are the ceilings beside which a model's costs are read; predictions fall back on them
+(`engine/prediction.py`), no policy uses them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from lowtide.core import ALIGNMENT
 from lowtide.files.regular_file import RegularFile
 from lowtide.formats import format_of
 from lowtide.hardware.cold_weights import cold_bytes
@@ -33,6 +35,16 @@ _MAX_READS = 32  # of one sample: half a GiB
 _PRODUCT_SIZE = 2048
 _LINK_BYTES = 256 << 20
 
+RATES_METHOD = 1
+"""Counted up when something else is measured under the same name: kept rates are of no use then."""
+
+MEMORY_READ = "memory read"
+DISK_READ = "disk, sequential"
+"""How the names of these rates begin."""
+
+LAYERS = "layers of a tiny model"
+"""What a layer takes beside its weights: operators of hardly any size, one after the other."""
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -48,14 +60,16 @@ class Machine:
 class Rate(NamedTuple):
     """How fast something is: units per second, from the median of its repeats.
 
-    `ceiling` is what it could be by its specification, where that is known.
+    `ceiling` is what it could be: by its specification, where the system tells that, else what the
+    best of the repeats came to.
     """
 
     name: str
-    unit: str  # "B" or "FLOP"
+    unit: str  # "B", "FLOP" or "layers"
     per_s: float
     spread: float  # of the repeats, as a share of the median
-    ceiling: float | None = None
+    ceiling: float
+    is_specified: bool = False  # the ceiling
 
 
 def this_machine() -> Machine:
@@ -88,11 +102,22 @@ def measure_rates(executor: HostExecutor, file: Path | None) -> list[Rate]:
     disk out. Raises StorageError when it cannot be read.
     """
     with executor.in_charge(), torch.inference_mode():
-        rates = [_memory_rate(executor), *_product_rates(executor)]
+        rates = [*_memory_rates(executor), *_product_rates(executor)]
         rates += [] if file is None else [_disk_rate(file)]
         if torch.cuda.is_available():
             rates += _gpu_rates(torch.device("cuda", 0))
     return rates
+
+
+def rate_of(
+    name: str, unit: str, amount: float, sample: Sample, specified: float | None = None
+) -> Rate:
+    """Of `amount` units in each sample, the first of which warms up."""
+    sample()
+    timing = repeat_interleaved([sample], RATE_LIMIT_S)[0]
+    is_specified = specified is not None
+    ceiling = amount / timing.least_s if specified is None else specified
+    return Rate(name, unit, amount / timing.median_s, timing.spread, ceiling, is_specified)
 
 
 def pcie_bytes_per_s(folder: Path) -> float | None:
@@ -111,19 +136,26 @@ def pcie_bytes_per_s(folder: Path) -> float | None:
     return speed * 1e9 * width * code / 8
 
 
-def _memory_rate(executor: Executor) -> Rate:
-    """A copy of what no cache holds, divided among all threads; read and written bytes count."""
+def product_name(dtype: torch.dtype) -> str:
+    """What the rate of products in a type is called."""
+    return f"products in {str(dtype).removeprefix('torch.')}"
+
+
+def _memory_rates(executor: Executor) -> list[Rate]:
+    """Reading what no cache holds, as weights are, and copying it; divided among all threads."""
     num_bytes = cold_bytes() // 2
     source, target = Arena(num_bytes).bytes, Arena(num_bytes).bytes
     source.fill_(1)
-    step = -(-num_bytes // executor.num_threads)
-    works = [
-        partial(_copy, one, other)
-        for one, other in zip(torch.split(source, step), torch.split(target, step), strict=True)
+    step = -(-num_bytes // executor.num_threads // ALIGNMENT) * ALIGNMENT
+    parts = list(zip(torch.split(source, step), torch.split(target, step), strict=True))
+    reads = [partial(_read, one.view(torch.float32)) for one, _ in parts]
+    copies = [partial(_copy, one, other) for one, other in parts]
+    return [
+        rate_of(MEMORY_READ, "B", num_bytes, partial(_time, executor, reads)),
+        rate_of(
+            "memory copy, read and written", "B", 2 * num_bytes, partial(_time, executor, copies)
+        ),
     ]
-    return _rate(
-        "memory copy, read and written", "B", 2 * num_bytes, partial(_time, executor, works)
-    )
 
 
 def _product_rates(executor: Executor) -> list[Rate]:
@@ -134,8 +166,8 @@ def _product_rates(executor: Executor) -> list[Rate]:
         outs = [torch.empty_like(matrix) for _ in range(executor.num_threads)]
         works = [partial(_multiply, matrix, out) for out in outs]
         num_operations = 2 * _PRODUCT_SIZE**3 * len(works)
-        name = f"products in {str(dtype).removeprefix('torch.')}"
-        rates.append(_rate(name, "FLOP", num_operations, partial(_time, executor, works)))
+        sample = partial(_time, executor, works)
+        rates.append(rate_of(product_name(dtype), "FLOP", num_operations, sample))
     return rates
 
 
@@ -153,7 +185,7 @@ def _disk_rate(path: Path) -> Rate:
         ]
         how = "direct" if reader.is_direct else "through the page cache"
         sample = partial(_time_reads, reader, reads)
-        return _rate(f"disk, sequential, {how}", "B", num_reads * READ_BYTES, sample)
+        return rate_of(f"{DISK_READ}, {how}", "B", num_reads * READ_BYTES, sample)
     finally:
         reader.close()
 
@@ -166,8 +198,8 @@ def _gpu_rates(device: torch.device) -> list[Rate]:
     memory = partial(_time_on_gpu, on_device, other)
     link = partial(_time_on_gpu, pinned, on_device)
     return [
-        _rate("GPU memory copy, read and written", "B", 2 * _LINK_BYTES, memory),
-        _rate("link, host to GPU, pinned", "B", _LINK_BYTES, link, ceiling),
+        rate_of("GPU memory copy, read and written", "B", 2 * _LINK_BYTES, memory),
+        rate_of("link, host to GPU, pinned", "B", _LINK_BYTES, link, ceiling),
     ]
 
 
@@ -177,14 +209,6 @@ def _pci_folder(device: torch.device) -> Path:
     names = ("pci_domain_id", "pci_bus_id", "pci_device_id")  # not in every torch
     domain, bus, slot = (getattr(properties, name, 0) for name in names)
     return Path(f"/sys/bus/pci/devices/{domain:04x}:{bus:02x}:{slot:02x}.0")
-
-
-def _rate(
-    name: str, unit: str, amount: float, sample: Sample, ceiling: float | None = None
-) -> Rate:
-    sample()
-    timing = repeat_interleaved([sample], RATE_LIMIT_S)[0]
-    return Rate(name, unit, amount / timing.median_s, timing.spread, ceiling)
 
 
 def _time(executor: Executor, works: Sequence[Work]) -> float:
@@ -206,6 +230,11 @@ def _time_on_gpu(source: torch.Tensor, target: torch.Tensor) -> float:
     target.copy_(source, non_blocking=True)
     torch.cuda.synchronize()
     return perf_counter() - start_s
+
+
+def _read(source: torch.Tensor) -> None:
+    """source [elements] float32"""
+    torch.sum(source)
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:

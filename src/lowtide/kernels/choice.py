@@ -32,6 +32,13 @@ def choose_kernels(option: str, dtype: torch.dtype, device: torch.device = HOST)
     return _compiled()
 
 
+def possible_names(option: str, dtype: torch.dtype) -> tuple[str, ...]:
+    """Names of the host's kernels that `choose_kernels` may give, best first; compiles nothing."""
+    if option == "reference" or dtype != torch.bfloat16:
+        return (REFERENCE.name,)
+    return CompiledKernels.name, REFERENCE.name
+
+
 @functools.cache
 def why_no_triton(device: torch.device) -> str | None:
     """Why Triton's kernels cannot be used on a GPU; None where they can.

@@ -31,7 +31,16 @@ from lowtide.experts.layout import SlotLayout
 from lowtide.experts.transfer import largest_read_bytes
 from lowtide.families import families
 from lowtide.files.folders import cache_folder
-from lowtide.hardware.machine import READ_BYTES, Machine, Rate, measure_rates, this_machine
+from lowtide.hardware.kept_rates import keep_rates
+from lowtide.hardware.machine import (
+    LAYERS,
+    READ_BYTES,
+    Machine,
+    Rate,
+    measure_rates,
+    rate_of,
+    this_machine,
+)
 from lowtide.hardware.measure import (
     DiskSource,
     Measured,
@@ -48,9 +57,11 @@ from lowtide.hardware.store import (
 from lowtide.hardware.timing import Timing
 from lowtide.kernels.choice import choose_kernels
 from lowtide.kernels.library_cache import limit_library_cache
+from lowtide.llm import LLM
 from lowtide.memory.arena import Arena
 from lowtide.memory.pinned import PinnedMemory
 from lowtide.model_folder.checkpoint import Checkpoint
+from lowtide.params import SamplingParams
 from lowtide.reading.file_reader import FileReader
 from lowtide.schemas import assume
 from lowtide.threads.executor import HostExecutor
@@ -64,6 +75,9 @@ KNOWN_MODELS: Mapping[str, str] = {
 
 SCRATCH_BYTES = 256 << 20
 """Of the file that the disk is measured with where there is no model's."""
+
+DEMO_TOKENS = 16
+"""Written in each sample of what a layer takes beside its weights."""
 
 _DEVICE_BYTES = 256 << 20  # of slots: more than a GPU's cache holds
 
@@ -136,7 +150,8 @@ def diagnose(
     total = 1 + len(patients)
     progress("measuring", 0, total)
     machine = this_machine()
-    rates = machine_rates(machine, opened, skipped)
+    rates = [*machine_rates(machine, opened, skipped), _layer_rate(config)]
+    keep_rates(machine, rates)
     costs: list[ExpertCosts] = []
     for done, patient in enumerate(patients, start=1):
         progress("measuring", done, total)
@@ -197,6 +212,21 @@ def machine_rates(machine: Machine, opened: OpenModel | None, skipped: list[Skip
         return measure_rates(executor, None)
     finally:
         executor.close()
+
+
+def _layer_rate(options: EngineConfig) -> Rate:
+    """Of passes over single tokens: of the demo, whose weights are next to nothing."""
+    params = SamplingParams(max_tokens=DEMO_TOKENS, ignore_eos=True)
+    with LLM("demo:chat", device="cpu", kernels=options.kernels, policy="resident") as llm:
+
+        def sample() -> float:
+            before = llm.stats()
+            llm.generate([[1]], params)
+            after = llm.stats()
+            passes = after["forwards"] - before["forwards"]
+            return (after["generation_s"] - before["generation_s"]) / passes
+
+        return rate_of(LAYERS, "layers", llm.config.num_layers, sample)
 
 
 @contextmanager

@@ -69,6 +69,7 @@ class Decoder(ABC):
         self.kv_cache = kv_cache
         self.compute = compute
         self._experts = experts
+        self.num_rows = 0  # of all passes so far
         names, is_tied = self.names, config.tie_word_embeddings
         self._embedding = weights[f"{names.embedding}.weight"]
         head = self._embedding if is_tied else weights[f"{names.head}.weight"]
@@ -155,6 +156,7 @@ class Decoder(ABC):
         workspace = self.compute.workspace
         workspace.begin(batch.counts)
         num_rows, dtype = batch.token_ids.shape[0], self.kv_cache.dtype
+        self.num_rows += num_rows
         x = workspace.take("hidden", (num_rows, self.config.hidden_size), dtype)
         self._hidden_end = workspace.mark()
         token_ids, positions = self.compute.to_device(batch.token_ids, batch.positions)
