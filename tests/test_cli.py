@@ -28,7 +28,7 @@ from lowtide.cli.report import answer_object, json_line, plan_object, speed_line
 from lowtide.cli.screen import FILE_WIDTH, printable, stdout_console
 from lowtide.cli.simulate import check_same_shape
 from lowtide.cli.text import TextWriter
-from lowtide.core import MemoryPlan, Step, StepKind, TierPlan
+from lowtide.core import MemoryPlan, Step, StepKind, TierPlan, WeightFormats
 from lowtide.decode.request import TokenLogprobs
 from lowtide.errors import ConfigError, PlanError, StorageError, UsageError
 from lowtide.model_folder.tokenizer import TextStream
@@ -74,6 +74,7 @@ class Usage:
     completion_tokens: int
     forwards: int
     kv_cache: str = "exact"
+    formats: WeightFormats = dataclasses.field(default_factory=WeightFormats)
     receipt: Receipt | None = None
 
 
@@ -191,7 +192,9 @@ def test_json_is_one_object_and_nothing_else() -> None:
     assert list(answer) == ["token_ids", "text", "finish_reason", "usage", "stats", "plan"]
     assert answer["text"] == PretendLLM.answer
     counts = {"prompt_tokens": 3, "completion_tokens": 11, "forwards": 6}
-    assert answer["usage"] == {**counts, "kv_cache": "exact", "receipt": None}
+    own = {"experts": "own", "dense": "own", "head": "own"}
+    assert answer["usage"] == {**counts, "kv_cache": "exact", "formats": own, "receipt": None}
+    assert answer["plan"]["formats"] == own
     assert answer["stats"]["hit_rate"] == 0.75 and answer["stats"]["odd"] is None
     assert answer["stats"]["tokens_per_s"] > 0
     assert answer["plan"]["minimum_bytes"] == 5 * MIB

@@ -112,7 +112,7 @@ class AsyncLLM(LoadedModel):
                 if isinstance(event, Finished):
                     finished[event.request] = event
         return [
-            completion_of(request, finished[i], self.tokenizer, self.plan.kv_cache)
+            completion_of(request, finished[i], self.tokenizer, self.plan)
             for i, request in enumerate(requests)
         ]
 

@@ -148,6 +148,27 @@ class MoEShape(NamedTuple):
     expert_size: int  # width of an expert's gate and up projections
 
 
+OWN_FORMAT = "own"
+"""Of weights that are in memory as they are stored, or in the compute dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormats:
+    """Formats in which weights are kept in memory, by part; others than `own` may have changed
+    outputs."""
+
+    experts: str = OWN_FORMAT
+    dense: str = OWN_FORMAT
+    head: str = OWN_FORMAT  # and the embedding
+
+    @property
+    def is_own(self) -> bool:
+        return self == WeightFormats()
+
+    def __str__(self) -> str:
+        return f"experts {self.experts} · dense {self.dense} · head {self.head}"
+
+
 @dataclass(frozen=True, slots=True)
 class TierPlan:
     """One tier's share of the plan, in bytes. The parts sum to at most `budget_bytes`."""
@@ -228,6 +249,7 @@ class MemoryPlan:
     prediction: Prediction | None = None  # None: beside an emulated device, whose speed is given
     advised_bytes: int = 0
     """The host budget that would serve best here: what everything takes, or all that is free."""
+    formats: WeightFormats = field(default_factory=WeightFormats)
 
     @property
     def budget_bytes(self) -> int:

@@ -68,6 +68,8 @@ def plan_facts(plan: MemoryPlan) -> str:
         lines.append(
             f"{plan.kv_cache} cache: an approximation, whose agreement lowtide verify reports"
         )
+    if not plan.formats.is_own:
+        lines.append(f"formats: {plan.formats}; their cost is a row of lowtide quality")
     return "\n".join(lines)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from lowtide.core import CacheMode
+from lowtide.core import CacheMode, MemoryPlan, WeightFormats
 from lowtide.decode.request import Finished, Request, TokenLogprobs
 from lowtide.model_folder.tokenizer import Tokenizer, cut_at_stop
 from lowtide.policies.receipt import Receipt
@@ -21,6 +21,7 @@ class Usage:
     completion_tokens: int
     forwards: int
     kv_cache: str = CacheMode.EXACT.value  # others are approximations, see `core.CacheMode`
+    formats: WeightFormats = field(default_factory=WeightFormats)  # others than own may change it
     receipt: Receipt | None = None  # under a policy that may change words: what it did
 
 
@@ -51,7 +52,7 @@ class Completion:
 
 
 def completion_of(
-    request: Request, finished: Finished, tokenizer: Tokenizer | None, kv_cache: str
+    request: Request, finished: Finished, tokenizer: Tokenizer | None, plan: MemoryPlan
 ) -> Completion:
     """What became of a request."""
     token_ids = list(finished.token_ids)
@@ -64,7 +65,8 @@ def completion_of(
             prompt_tokens=len(request.prompt),
             completion_tokens=len(token_ids),
             forwards=finished.num_forwards,
-            kv_cache=kv_cache,
+            kv_cache=plan.kv_cache,
+            formats=plan.formats,
             receipt=finished.receipt,
         ),
         logprobs=None if request.params.logprobs is None else list(finished.logprobs),

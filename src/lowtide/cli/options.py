@@ -47,7 +47,9 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("context", Kind.INTEGER, Group.ENGINE, "Tokens to make room for, prompt included."),
     Option("dtype", Kind.TEXT, Group.ENGINE, "Compute type; the checkpoint's own if not given."),
-    Option("expert_dtype", Kind.TEXT, Group.ENGINE, "Type that experts are kept in."),
+    Option("format", Kind.TEXT, Group.ENGINE, "Of weights in memory: own, q8, q4 (changes words)."),
+    Option("expert_dtype", Kind.TEXT, Group.ENGINE, "Format that experts are kept in."),
+    Option("dense_dtype", Kind.TEXT, Group.ENGINE, "Format that all other matrices are kept in."),
     Option("kernels", Kind.TEXT, Group.ENGINE, "auto or reference.", "auto"),
     Option(
         "kv_cache",

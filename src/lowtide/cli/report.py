@@ -30,6 +30,7 @@ def plan_object(plan: MemoryPlan) -> dict[str, object]:
         for name, tier in tiers.items()
     }
     own["prediction"] = prediction_object(plan.prediction)
+    own["formats"] = dataclasses.asdict(plan.formats)
     return {"budget_bytes": plan.budget_bytes, **own, "tiers": parts}
 
 
@@ -74,6 +75,8 @@ def speed_line(usage: Usage, stats: Mapping[str, object], generation_s: float) -
         parts.append(f"hit rate {hit_rate:.0%}")
     if usage.kv_cache != CacheMode.EXACT.value:
         parts.append(f"approximate: {usage.kv_cache} cache")
+    if not usage.formats.is_own:
+        parts.append(f"formats: {usage.formats}")
     if usage.receipt is not None:
         receipt = usage.receipt
         parts.append(

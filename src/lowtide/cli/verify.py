@@ -131,6 +131,8 @@ def _table(verdicts: list[Verdict]) -> Table:
 
 def _title(verdicts: list[Verdict]) -> str:
     title = "against the run with most experts resident"
+    if verdicts and not verdicts[0].formats.is_own:
+        title += f", weights in {verdicts[0].formats} in both"
     for verdict in verdicts:
         if verdict.tolerance:
             within = f"{verdict.tolerance:g} of the largest value, given the same input"

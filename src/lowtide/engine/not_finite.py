@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torch import Tensor
+
 from lowtide.engine.opening import OpenModel
 from lowtide.errors import NumericError
 from lowtide.formats.plain import plain_format
@@ -55,10 +57,11 @@ def _loaded_dtypes(opened: OpenModel, checkpoint: Checkpoint) -> dict[str, str]:
     """
     places = {(e.file, e.offset): name for name, e in checkpoint.tensors.items() if e.num_bytes}
     dense, table = opened.weight_map.dense, opened.weight_map.experts
-    dtypes = {
-        places[dense[name].file, dense[name].offset]: plain_format(tensor.dtype).name
-        for name, tensor in opened.dense.meta().items()
-    }
+    dtypes = {}
+    for name, weight in opened.dense.meta().items():
+        # Of another format, its unpacked weights.
+        dtype = weight.dtype if isinstance(weight, Tensor) else opened.dtype
+        dtypes[places[dense[name].file, dense[name].offset]] = plain_format(dtype).name
     starts = set(zip(table.files.ravel().tolist(), table.offsets.ravel().tolist(), strict=True))
     for place, name in places.items():
         if place in starts:

@@ -11,17 +11,20 @@ from types import UnionType
 import torch
 
 from lowtide.config import ModelConfig
-from lowtide.core import CacheMode, align_up
+from lowtide.core import CacheMode, WeightFormats, align_up
 from lowtide.decode.row_reading import HeadForm
 from lowtide.engine.device import (
     check_device,
     check_elastic,
     resolve_device,
 )
+from lowtide.engine.option_checks import check_not_bidirectional, check_without_experts
+from lowtide.engine.weight_formats import Asked, dense_formats, describe, expert_formats
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.experts.layout import SlotLayout
 from lowtide.experts.transfer import largest_read_bytes
 from lowtide.families import families
+from lowtide.formats import MatrixFormat
 from lowtide.formats.plain import SAFETENSORS_NAME
 from lowtide.kernels.choice import HOST, choose_kernels
 from lowtide.kernels.operands import ClampedWeights, ExpertWeights
@@ -41,7 +44,7 @@ from lowtide.reading.dense_weights import DenseWeights, Progress, no_progress
 from lowtide.reading.fingerprint import fingerprint
 from lowtide.replay.calibration import Calibration, default_path
 from lowtide.replay.trace import TraceShape
-from lowtide.schemas import WeightMap, assume, bind
+from lowtide.schemas import WeightMap, assume, bind, model_schema
 
 MAX_PASS_ROWS = 512
 """Rows of the largest forward pass. Never a function of the budget: how rows are divided into
@@ -72,6 +75,8 @@ class EngineConfig:
     `config.json`'s. kv_cache: False recomputes everything at every step (a reference); of
     bidirectional models `prefix` and `dual` keep while a block is filled what its first step
     computed of everything before it, or of all but it: faster, and an approximation (Fast-dLLM).
+    format: `own` (as stored), `q8` or `q4`, with `expert_dtype` and `dense_dtype` by part: see
+    `weight_formats.py`; all but `own` may change answers.
     head_form: for ablations, see `decode.row_reading.HeadForm`.
     elastic: what sequences do not use of the KV cache's memory holds experts, which make room for
     as many sequences at once as there is memory for, none longer than `context` (not on a GPU).
@@ -87,7 +92,9 @@ class EngineConfig:
     policy: str = "auto"
     policy_options: Mapping[str, str] = field(default_factory=dict)
     context: int | None = None
+    format: str | None = None
     expert_dtype: str | None = None
+    dense_dtype: str | None = None
     kernels: str = "auto"
     dtype: str | None = None
     block_length: int | None = None
@@ -124,12 +131,17 @@ class EngineConfig:
             )
         if self.elastic:
             check_elastic(self.device, self.device_options)
+        Asked.of(self.format, self.expert_dtype, self.dense_dtype)
         self._check_integer("context", 1, 2**28)
         self._check_integer("block_length", 1, MAX_BLOCK_LENGTH)
         self._check_integer("seed", 0, 2**63 - 1)
         check_policy(self.policy, self.policy_options)
         if not self.unsafe:
             check_safe(self.policy, self.policy_options)
+
+    @property
+    def formats(self) -> Asked:
+        return Asked.of(self.format, self.expert_dtype, self.dense_dtype)
 
     def _check_kinds(self) -> None:
         kinds: list[tuple[str, type | UnionType, str]] = [
@@ -183,7 +195,23 @@ class OpenModel:
             name: torch.float32 if is_float32(name) else self.dtype
             for name in self.weight_map.dense
         }
-        return DenseWeights(self.weight_map.dense, dtypes)
+        return DenseWeights(self.weight_map.dense, dtypes, self.dense_formats)
+
+    @property
+    def dense_formats(self) -> dict[str, MatrixFormat]:
+        """Of dense weights in another format than their type's."""
+        return dense_formats(self.options.formats, model_schema(self.config), self.weight_map)
+
+    @property
+    def formats(self) -> WeightFormats:
+        """In memory, by part."""
+        experts = [] if self.config.experts is None else self._expert_formats
+        return describe(self.config, model_schema(self.config), experts, self.dense_formats)
+
+    @property
+    def _expert_formats(self) -> list[tuple[MatrixFormat | None, ...]]:
+        has_gpu = resolve_device(self.options.device) == "cuda"
+        return expert_formats(self.options.formats, self.weight_map, has_gpu)
 
     @property
     def fingerprint(self) -> str:
@@ -196,10 +224,7 @@ class OpenModel:
     @property
     def slot_layout(self) -> SlotLayout:
         weights = ClampedWeights if self.config.moe.is_clamped else ExpertWeights
-        # An `expert_dtype` that is given is the compute dtype: see `open_model`.
-        has_gpu = resolve_device(self.options.device) == "cuda"
-        kept = [] if self.options.expert_dtype else self.weight_map.experts.kept(has_gpu)
-        return SlotLayout.of(self.config.moe_shape, self.dtype, weights, kept)
+        return SlotLayout.of(self.config.moe_shape, self.dtype, weights, self._expert_formats)
 
     @property
     def largest_read_bytes(self) -> int:
@@ -304,11 +329,7 @@ def _opened(
     if tokenizer is not None:
         tokenizer.check_vocabulary(config.vocab_size)
     dtype = options.dtype or config.dtype
-    if options.expert_dtype not in (None, dtype):
-        raise UnsupportedError(
-            f"expert_dtype {options.expert_dtype!r} is not supported: experts are kept in the "
-            f"checkpoint's own format where it can be multiplied with, or unpacked into {dtype!r}."
-        )
+    options.formats.check(dtype, resolve_device(options.device))
     return OpenModel(
         folder=folder,
         options=options,
@@ -355,44 +376,6 @@ def no_calibration() -> UsageError:
         "tau=paper is solved from a calibration and there is none for this model: run "
         "`lowtide calibrate` first, or choose a number or tau=auto."
     )
-
-
-def check_without_experts(config: ModelConfig, options: EngineConfig) -> None:
-    """Raises UsageError or UnsupportedError for options that are about experts."""
-    name = config.architecture
-    if options.policy != "auto" or options.policy_options:
-        raise UsageError(
-            f"Policy {options.policy!r}: {name} has no experts, so there is nothing to place; "
-            "leave the policy and its options out."
-        )
-    for option in ("calibration", "expert_dtype"):
-        if getattr(options, option) is not None:
-            raise UsageError(f"{option}: {name} has no experts; leave this out.")
-    if options.elastic:
-        raise UsageError(
-            f"elastic: {name} has no experts that the KV cache's unused memory could hold; leave "
-            "this out."
-        )
-    if options.device == "emulated":
-        raise UnsupportedError(
-            f"An emulated device computes experts, and {name} has none; choose --device cpu."
-        )
-
-
-def check_not_bidirectional(config: ModelConfig, options: EngineConfig) -> None:
-    """Raises UnsupportedError for options that are about models whose positions all see each
-    other."""
-    name = config.architecture
-    if isinstance(options.kv_cache, str):
-        raise UnsupportedError(
-            f"kv_cache {options.kv_cache!r} approximates what bidirectional models (LLaDA, "
-            f"LLaDA-MoE, Dream) would compute anew; {name} keeps exact keys and values: leave it "
-            "true."
-        )
-    if options.head_form != HeadForm.FUSED.value:
-        raise UnsupportedError(
-            f"head_form {options.head_form!r} is for bidirectional models; leave it out for {name}."
-        )
 
 
 def _context(config: ModelConfig, options: EngineConfig) -> int:

@@ -21,11 +21,12 @@ from lowtide.engine.device import (
 from lowtide.engine.elastic import elastic_tokens
 from lowtide.engine.opening import MAX_PASS_ROWS, EngineConfig, OpenModel
 from lowtide.engine.prediction import predictor_of
-from lowtide.engine.registering import largest_counts, planner_of, register
+from lowtide.engine.registering import largest_counts, num_threads, planner_of, register
 from lowtide.formats.plain import SAFETENSORS_NAME
 from lowtide.hardware import available_memory_bytes, resident_bytes, total_memory_bytes
 from lowtide.hardware.measure import layer_dense_bytes
 from lowtide.kernels.library_cache import library_cache_bytes, limit_library_cache
+from lowtide.kernels.stored import unpacking_bytes
 from lowtide.memory.budget import DeviceNeeds, Needs, spend
 from lowtide.memory.cuda_streams import free_memory_bytes
 from lowtide.policies.presets import choose_preset, fetches_all
@@ -41,6 +42,7 @@ def make_plan(opened: OpenModel) -> MemoryPlan:
     shape, device = opened.config.moe_shape, resolve_device(opened.options.device)
     needs = _needs(opened) if device == "cpu" else _device_needs(opened)
     overhead_bytes = _overhead_bytes() + library_cache_bytes(opened.dtype)
+    overhead_bytes += _unpacking_bytes(opened)
     budget_bytes = _budget_bytes(opened, needs) if device == "cpu" else _gpu_bytes(opened, needs)
     tier, residents = spend(needs, budget_bytes, opened.context)
     fits = budget_bytes >= needs.full_bytes
@@ -59,6 +61,7 @@ def make_plan(opened: OpenModel) -> MemoryPlan:
         device=device,
         kv_cache=opened.cache_mode.value,
         advised_bytes=_advised_bytes(opened, needs),
+        formats=opened.formats,
     )
     if device != "cpu":
         home_needs = _home_needs(opened)
@@ -160,6 +163,14 @@ def _home_needs(opened: OpenModel) -> Needs:
         workspace_bytes=scratch_bytes,
         whole_workspace_bytes=scratch_bytes,
     )
+
+
+def _unpacking_bytes(opened: OpenModel) -> int:
+    """That threads multiply by weights of other formats in, a tile at a time."""
+    shapes = [opened.weight_map.dense[name].shape for name in opened.dense_formats]
+    if opened.config.experts is not None and not opened.slot_layout.is_plain:
+        shapes += [part.shape for part in opened.slot_layout.largest.parts[:3]]
+    return num_threads(opened) * max(map(unpacking_bytes, shapes), default=0)
 
 
 def workspace_bytes(opened: OpenModel) -> tuple[int, int]:

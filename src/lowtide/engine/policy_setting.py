@@ -17,10 +17,10 @@ from lowtide.engine.engine import Engine
 from lowtide.engine.opening import (
     MAX_PASS_ROWS,
     OpenModel,
-    check_without_experts,
     find_calibration,
     no_calibration,
 )
+from lowtide.engine.option_checks import check_without_experts
 from lowtide.engine.planning import workspace_bytes
 from lowtide.engine.registering import planner_of
 from lowtide.errors import PlanError

@@ -151,7 +151,7 @@ def _run_forward(
     kv_cache = KVCache(torch.empty(kv_shape, dtype=opened.dtype, device=META))
     wanted = _wanted_of_passes(opened)
     experts = ExpertRegistrar(opened.config.moe_shape, *wanted)
-    compute = Compute(InlineExecutor(_num_threads(opened)), REFERENCE, registrar, META)
+    compute = Compute(InlineExecutor(num_threads(opened)), REFERENCE, registrar, META)
     model_class = families()[config.family].model()
     rows = torch.empty(segment.stop, dtype=torch.int64, device=META)
     with Uncomputed():
@@ -161,7 +161,7 @@ def _run_forward(
     return model, hidden
 
 
-def _num_threads(opened: OpenModel) -> int:
+def num_threads(opened: OpenModel) -> int:
     """That a pass's dense operators are divided among: beside a device they are not."""
     if resolve_device(opened.options.device) != "cpu":
         return 1

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
 from contextlib import ExitStack
 
 import torch
@@ -32,6 +31,7 @@ from lowtide.memory.cuda_streams import plan_errors
 from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.workspace import Workspace
 from lowtide.model_folder.checkpoint import Checkpoint
+from lowtide.models.decoder import Weights
 from lowtide.reading.dense_weights import Progress, no_progress
 from lowtide.reading.file_reader import FileReader
 from lowtide.reading.finite_weights import check_finite
@@ -110,7 +110,7 @@ def _load_dense(
     progress: Progress,
     shared: SharedMemory | None,
     workspace: Workspace,
-) -> tuple[Mapping[str, torch.Tensor], KVCache, Compute]:
+) -> tuple[Weights, KVCache, Compute]:
     """What the model has beside its experts, keys and values, and what it computes with."""
     device = _dense_device(plan)
     if device == HOST:

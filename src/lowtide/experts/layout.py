@@ -137,6 +137,7 @@ class SlotLayout:
 
 
 def _part(shape: tuple[int, ...], chosen: MatrixFormat, start: int) -> PartLayout:
+    chosen = chosen.for_rows(shape[-1])
     sizes = [chosen.num_bytes(math.prod(shape), i) for i in range(len(chosen.block_bytes))]
     offsets = [start]
     for size in sizes[:-1]:

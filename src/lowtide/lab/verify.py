@@ -9,7 +9,7 @@ changes words may be asked for beside them: by how much it does is shown, and no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import eq
 from pathlib import Path
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lowtide.config import ModelConfig
-from lowtide.core import MemoryPlan, Step
+from lowtide.core import MemoryPlan, Step, WeightFormats
 from lowtide.engine.opening import EngineConfig, open_model
 from lowtide.errors import PlanError
 from lowtide.experts.rows import Routing
@@ -72,6 +72,7 @@ class Verdict:
     num_equal_tokens: int = 0  # of the answer
     num_tokens: int = 0
     is_lossless: bool = True  # by the policy's promise
+    formats: WeightFormats = field(default_factory=WeightFormats)  # of both runs' weights
     reason: str = ""  # why the policy cannot run at this budget: then nothing was compared
 
     @property
@@ -250,6 +251,7 @@ def _verdict(case: _Case, plan: MemoryPlan, policy: str) -> Verdict:
         host_budget_bytes=plan.host.budget_bytes,
         num_residents=sum(plan.residents_per_layer),
         tolerance=case.tolerance,
+        formats=plan.formats,
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -11,8 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lowtide.core import align_up
-from lowtide.formats import format_of
+from lowtide.errors import InternalError
+from lowtide.formats import MatrixFormat, format_of
 from lowtide.formats.plain import plain_format
+from lowtide.kernels.operands import Matrix
 from lowtide.memory.arena import Arena
 from lowtide.model_folder.checkpoint import TensorEntry
 from lowtide.reading.file_reader import ArrayRead, FileReader, Piece, Read, Ticket
@@ -28,15 +32,22 @@ def no_progress(what: str, done_bytes: int, total_bytes: int) -> None:
 class DenseWeights:
     """Where every dense weight lies in one arena. Nothing is read until `load`."""
 
-    def __init__(self, entries: Mapping[str, TensorEntry], dtypes: Mapping[str, torch.dtype]):
-        """`dtypes`: the element type in memory of every entry."""
+    def __init__(
+        self,
+        entries: Mapping[str, TensorEntry],
+        dtypes: Mapping[str, torch.dtype],
+        kept: Mapping[str, MatrixFormat] = MappingProxyType({}),
+    ) -> None:
+        """`dtypes`: the element type in memory of every entry but those that are `kept` in a
+        format of their own, or made into it as they are read."""
         self._entries = entries
         self._dtypes = dtypes
+        self._kept = kept
         self._offsets: dict[str, int] = {}
         self.num_bytes = 0
-        for name, entry in entries.items():
+        for name in entries:
             self._offsets[name] = self.num_bytes
-            self.num_bytes += align_up(_num_elements(entry) * dtypes[name].itemsize)
+            self.num_bytes += align_up(self._num_bytes(name))
 
     @property
     def largest_row_bytes(self) -> int:
@@ -44,41 +55,47 @@ class DenseWeights:
         parts = (part for entry in self._entries.values() for part in entry.parts)
         return max((part.num_bytes // part.view.stored_shape[0] for part in parts), default=0)
 
-    def meta(self) -> dict[str, Tensor]:
+    def meta(self) -> dict[str, Matrix]:
         """The weights without bytes, for a pass that is only counted."""
         return {
-            name: torch.empty(entry.shape, dtype=self._dtypes[name], device="meta")
-            for name, entry in self._entries.items()
+            name: self._weight(
+                name, torch.empty(self._num_bytes(name), dtype=torch.uint8, device="meta")
+            )
+            for name in self._entries
         }
 
     def load_onto(
         self, device: torch.device, reader: FileReader, progress: Progress
-    ) -> dict[str, Tensor]:
-        """Reads all of them onto a GPU, through host memory for one at a time."""
-        weights: dict[str, Tensor] = {}
+    ) -> dict[str, Matrix]:
+        """Reads all of them, in no format of their own, onto a GPU, through host memory for one at
+        a time."""
+        weights: dict[str, Matrix] = {}
         done, total = 0, sum(entry.num_bytes for entry in self._entries.values())
         for name, entry in self._entries.items():
             alone = DenseWeights({name: entry}, self._dtypes)
-            weights[name] = alone.load(reader, lambda *_: None)[name].to(device)
+            [weight] = alone.load(reader, lambda *_: None).values()
+            if not isinstance(weight, Tensor):
+                raise InternalError(f"{name} has a format that no GPU has kernels for.")
+            weights[name] = weight.to(device)
             done += entry.num_bytes
             progress("loading dense weights onto the GPU", done, total)
         return weights
 
-    def load(self, reader: FileReader, progress: Progress) -> dict[str, Tensor]:
+    def load(self, reader: FileReader, progress: Progress) -> dict[str, Matrix]:
         """Reads all of them. The tensors share one arena, which lives as long as they do."""
         arena = Arena(self.num_bytes)
         array = arena.array()
-        weights: dict[str, Tensor] = {}
+        weights: dict[str, Matrix] = {}
         tickets: deque[Ticket] = deque()
         total = sum(entry.num_bytes for entry in self._entries.values())
         for name, entry in self._entries.items():
-            offset, dtype = self._offsets[name], self._dtypes[name]
-            weights[name] = arena.tensor(offset, entry.shape, dtype)
-            stop = offset + _num_elements(entry) * dtype.itemsize
-            target, stored = array[offset:stop], format_of(entry.dtype)
-            reads: list[Read | ArrayRead] = _arranged(entry, target, dtype)
+            offset, num_bytes = self._offsets[name], self._num_bytes(name)
+            weights[name] = self._weight(name, arena.tensor(offset, (num_bytes,), torch.uint8))
+            target = array[offset : offset + num_bytes]
+            reads: list[Read | ArrayRead] = _arranged(entry, target, self._dtypes[name])
             if not reads:
-                piece = Piece(0, entry.num_bytes, stored, target, plain_format(dtype))
+                stored = format_of(entry.dtype).for_rows(entry.shape[-1])
+                piece = Piece(0, entry.num_bytes, stored, target, self._format(name))
                 reads.append(Read(entry.file, entry.offset, entry.num_bytes, (piece,)))
             tickets.append(reader.submit(reads))
         done = 0
@@ -86,6 +103,22 @@ class DenseWeights:
             done += tickets.popleft().result()
             progress("loading dense weights", done, total)
         return weights
+
+    def _format(self, name: str) -> MatrixFormat:
+        """In memory."""
+        kept = self._kept.get(name)
+        return plain_format(self._dtypes[name]) if kept is None else kept
+
+    def _num_bytes(self, name: str) -> int:
+        """In memory."""
+        return self._format(name).num_bytes(math.prod(self._entries[name].shape))
+
+    def _weight(self, name: str, content: Tensor) -> Matrix:
+        """The weight whose bytes are `content` [num_bytes] uint8."""
+        shape = self._entries[name].shape
+        if name in self._kept:
+            return self._kept[name].matrix([content], shape)
+        return content.view(self._dtypes[name]).view(shape)
 
 
 def _arranged(
@@ -102,7 +135,3 @@ def _arranged(
         )
         for part in entry.parts
     ]
-
-
-def _num_elements(entry: TensorEntry) -> int:
-    return int(np.prod(entry.shape, dtype=np.int64))

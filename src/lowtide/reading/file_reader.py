@@ -23,7 +23,7 @@ from lowtide.core import align_up
 from lowtide.errors import StorageError
 from lowtide.files.regular_file import RegularFile
 from lowtide.formats import MatrixFormat
-from lowtide.formats.convert import convert, convert_rows
+from lowtide.formats.convert import Pack, convert, convert_rows, pack
 from lowtide.memory.arena import Arena
 from lowtide.threads.executor import drain
 
@@ -91,12 +91,16 @@ class FileReader:
     before `close` returns.
     """
 
-    def __init__(self, files: Sequence[RegularFile], largest_read_bytes: int) -> None:
-        """Opens `files`; a Read's `file` is an index into them.
+    def __init__(
+        self, files: Sequence[RegularFile], largest_read_bytes: int, pack: Pack = pack
+    ) -> None:
+        """Opens `files`; a Read's `file` is an index into them. pack: for weights that are read
+        into a format which they are not stored in.
 
         Raises StorageError when one cannot be opened or is not what it was.
         """
         self._files = tuple(files)
+        self._pack = pack
         size = _buffer_bytes(largest_read_bytes)
         self._ring = Arena(NUM_READERS * size)
         ring = self._ring.array()
@@ -179,17 +183,30 @@ class FileReader:
         if read.num_bytes <= self._payload_bytes:
             payload = self._pull(read.file, read.start, read.num_bytes, buffer)
             for piece in read.pieces:
-                _store(piece, 0, payload[piece.offset : piece.offset + piece.num_bytes])
+                self._store(piece, 0, payload[piece.offset : piece.offset + piece.num_bytes])
             return read.num_bytes
         return sum(self._read_piece(read, piece, buffer) for piece in read.pieces)
 
     def _read_piece(self, read: Read, piece: Piece, buffer: NDArray[np.uint8]) -> int:
-        step = self._payload_bytes - self._payload_bytes % piece.format.block_bytes[0]
+        # Whole blocks of both formats.
+        unit_bytes = max(
+            piece.format.block_bytes[0], piece.format.num_bytes(piece.target_format.block_size)
+        )
+        step = self._payload_bytes - self._payload_bytes % unit_bytes
         for done in range(0, piece.num_bytes, step):
             num_bytes = min(step, piece.num_bytes - done)
             start = read.start + piece.offset + done
-            _store(piece, done, self._pull(read.file, start, num_bytes, buffer))
+            self._store(piece, done, self._pull(read.file, start, num_bytes, buffer))
         return piece.num_bytes
+
+    def _store(self, piece: Piece, done: int, stored: NDArray[np.uint8]) -> None:
+        """Copies `stored`, the bytes from `done` on of `piece`, to where they belong."""
+        block_bytes, block_size = piece.format.block_bytes[0], piece.format.block_size
+        start, stop = (
+            piece.target_format.num_bytes(num_bytes // block_bytes * block_size)
+            for num_bytes in (done, done + len(stored))
+        )
+        convert([stored], piece.format, piece.target[start:stop], piece.target_format, self._pack)
 
     def _read_array(self, read: ArrayRead, buffer: NDArray[np.uint8]) -> int:
         """As many rows at a time as the buffer holds of all places."""
@@ -247,16 +264,6 @@ class FileReader:
     def _drop_pages(self, file: int, start: int, num_bytes: int) -> None:
         with contextlib.suppress(OSError, AttributeError):
             os.posix_fadvise(self._descriptors[file], start, num_bytes, os.POSIX_FADV_DONTNEED)
-
-
-def _store(piece: Piece, done: int, stored: NDArray[np.uint8]) -> None:
-    """Copies `stored`, the bytes from `done` on of `piece`, to where they belong."""
-    block_bytes, block_size = piece.format.block_bytes[0], piece.format.block_size
-    start, stop = (
-        piece.target_format.num_bytes(num_bytes // block_bytes * block_size)
-        for num_bytes in (done, done + len(stored))
-    )
-    convert([stored], piece.format, piece.target[start:stop], piece.target_format)
 
 
 def _buffer_bytes(largest_read_bytes: int) -> int:

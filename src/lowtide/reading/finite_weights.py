@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +36,7 @@ def check_finite(
         (name, place, stored)
         for name in names
         for place in checkpoint.tensors[name].places
-        if (stored := _stored_as(name, place.dtype))
+        if (stored := _stored_as(name, place.dtype, checkpoint.tensors[name].shape))
     ]
     total = sum(place.num_bytes for _, place, _ in checked)
     done, start_s = 0, time.monotonic()
@@ -80,9 +80,10 @@ def read_part(
     return np.frombuffer(chunk, np.uint8)
 
 
-def _stored_as(name: str, dtype: str) -> MatrixFormat | None:
+def _stored_as(name: str, dtype: str, shape: Sequence[int]) -> MatrixFormat | None:
     """The format of what in a tensor may not be finite; None of others."""
-    return next((known for known in formats().values() if known.has_tensor(name, dtype)), None)
+    found = next((known for known in formats().values() if known.has_tensor(name, dtype)), None)
+    return found.for_rows(shape[-1]) if found is not None and shape else found
 
 
 def _check(

@@ -92,7 +92,8 @@ def separate_qkv(config: ModelConfig, prefix: str, names: Names = USUAL) -> list
 
 def router(config: ModelConfig, prefix: str) -> list[TensorSpec]:
     """A linear router at `mlp.gate`."""
-    return [TensorSpec(prefix + "mlp.gate.weight", (config.moe.num_experts, config.hidden_size))]
+    shape = (config.moe.num_experts, config.hidden_size)
+    return [TensorSpec(prefix + "mlp.gate.weight", shape, keeps_type=True)]
 
 
 def in_layers(config: ModelConfig, *parts: str, names: Names = USUAL) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ class TensorSpec(NamedTuple):
     shape: tuple[int, ...]
     dtype: str | None = None  # safetensors name; None: any type that weights can be loaded from
     other_name: str | None = None  # under which some tools write it
+    keeps_type: bool = False  # never in another format: a router, or not multiplied with as it is
 
     @property
     def num_elements(self) -> int:

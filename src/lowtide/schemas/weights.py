@@ -224,7 +224,9 @@ def _formats(storage: ExpertStorage, dtypes: Sequence[str]) -> tuple[MatrixForma
         if target is not None and target.format is not None:
             named |= dict.fromkeys((part, *target.others), target.format)
     return tuple(
-        formats()[named[part]] if part in named else format_of(dtype)
+        formats()[named[part]]
+        if part in named
+        else format_of(dtype).for_rows(storage.parts[part].part_shape[-1])
         for part, dtype in enumerate(dtypes)
     )
 

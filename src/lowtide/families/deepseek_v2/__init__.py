@@ -97,7 +97,7 @@ def _attention(config: ModelConfig, prefix: str) -> list[TensorSpec]:
         TensorSpec(prefix + "kv_a_proj_with_mqa.weight", (rank + rotary_dim, hidden)),
         vector(prefix + "kv_a_layernorm.weight", rank),
         # Rows of a head: its keys' part without rotation, then its values.
-        TensorSpec(prefix + "kv_b_proj.weight", (expanded, rank)),
+        TensorSpec(prefix + "kv_b_proj.weight", (expanded, rank), keeps_type=True),
         TensorSpec(prefix + "o_proj.weight", (hidden, heads * spec.value_head_dim)),
     ]
 

@@ -97,7 +97,11 @@ def _attention(config: ModelConfig, prefix: str) -> list[TensorSpec]:
 
 def _moe(config: ModelConfig, prefix: str) -> list[TensorSpec]:
     return [
-        TensorSpec(prefix + "mlp.router.weight", (config.moe.num_experts, config.hidden_size)),
+        TensorSpec(
+            prefix + "mlp.router.weight",
+            (config.moe.num_experts, config.hidden_size),
+            keeps_type=True,
+        ),
         vector(prefix + "mlp.router.bias", config.moe.num_experts),
     ]
 

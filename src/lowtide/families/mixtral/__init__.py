@@ -37,7 +37,7 @@ def _moe(config: ModelConfig, prefix: str) -> list[TensorSpec]:
     # Files in transformers' own layout call the layer `mlp`.
     shape = (config.moe.num_experts, config.hidden_size)
     name, other_name = (f"{prefix}{x}.gate.weight" for x in ("block_sparse_moe", "mlp"))
-    return [TensorSpec(name, shape, other_name=other_name)]
+    return [TensorSpec(name, shape, other_name=other_name, keeps_type=True)]
 
 
 def _model() -> type[Decoder]:

@@ -34,7 +34,9 @@ def schema(config: ModelConfig) -> ModelSchema:
 
 def _moe(config: ModelConfig, prefix: str) -> list[TensorSpec]:
     shared = mlp(prefix + "mlp.shared_expert.", config.moe.shared_size, config.hidden_size)
-    gate = TensorSpec(prefix + "mlp.shared_expert_gate.weight", (1, config.hidden_size))
+    gate = TensorSpec(
+        prefix + "mlp.shared_expert_gate.weight", (1, config.hidden_size), keeps_type=True
+    )
     return [*router(config, prefix), *shared, gate]
 
 

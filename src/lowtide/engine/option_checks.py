@@ -1,0 +1,50 @@
+"""Options that mean nothing to a kind of model, refused by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lowtide.config import ModelConfig
+from lowtide.decode.row_reading import HeadForm
+from lowtide.errors import UnsupportedError, UsageError
+
+if TYPE_CHECKING:
+    from lowtide.engine.opening import EngineConfig
+
+
+def check_without_experts(config: ModelConfig, options: EngineConfig) -> None:
+    """Raises UsageError or UnsupportedError for options that are about experts."""
+    name = config.architecture
+    if options.policy != "auto" or options.policy_options:
+        raise UsageError(
+            f"Policy {options.policy!r}: {name} has no experts, so there is nothing to place; "
+            "leave the policy and its options out."
+        )
+    for option in ("calibration", "expert_dtype"):
+        if getattr(options, option) is not None:
+            raise UsageError(f"{option}: {name} has no experts; leave this out.")
+    if options.elastic:
+        raise UsageError(
+            f"elastic: {name} has no experts that the KV cache's unused memory could hold; leave "
+            "this out."
+        )
+    if options.device == "emulated":
+        raise UnsupportedError(
+            f"An emulated device computes experts, and {name} has none; choose --device cpu."
+        )
+
+
+def check_not_bidirectional(config: ModelConfig, options: EngineConfig) -> None:
+    """Raises UnsupportedError for options that are about models whose positions all see each
+    other."""
+    name = config.architecture
+    if isinstance(options.kv_cache, str):
+        raise UnsupportedError(
+            f"kv_cache {options.kv_cache!r} approximates what bidirectional models (LLaDA, "
+            f"LLaDA-MoE, Dream) would compute anew; {name} keeps exact keys and values: leave it "
+            "true."
+        )
+    if options.head_form != HeadForm.FUSED.value:
+        raise UnsupportedError(
+            f"head_form {options.head_form!r} is for bidirectional models; leave it out for {name}."
+        )

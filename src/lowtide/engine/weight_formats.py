@@ -1,0 +1,147 @@
+"""Which format each part of a model's weights has in memory: the options, and the rule they go by.
+
+    format   experts   other matrices   embedding and head
+    own      as stored, or in the compute dtype
+    q8       q8        q8               q8
+    q4       q4        q4               q8
+
+`expert_dtype` and `dense_dtype` say it of one part, with the same rule for the head. Routers,
+norms, biases and whatever else is not multiplied with as it is stored keep their own type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from lowtide.config import ModelConfig
+from lowtide.core import OWN_FORMAT, WeightFormats
+from lowtide.errors import UnsupportedError, UsageError
+from lowtide.formats import MatrixFormat, format_of, formats
+from lowtide.formats.plain import SAFETENSORS_NAME
+from lowtide.schemas import ModelSchema, WeightMap
+from lowtide.schemas.schema import TensorSpec
+
+QUANTISED = ("q8", "q4")
+
+_OTHER_NAMES = {"int8": "q8", "int4": "q4"}
+_OF_HEAD = {"q4": "q8"}  # others: as the rest
+
+
+class Asked(NamedTuple):
+    """By part: `own`, a format that weights are made into, or a compute dtype, into which whatever
+    is stored in another way is unpacked."""
+
+    experts: str
+    dense: str
+
+    @classmethod
+    def of(cls, all_parts: str | None, experts: str | None, dense: str | None) -> Asked:
+        """From the options `format`, `expert_dtype` and `dense_dtype`. Raises UsageError."""
+        whole = _checked("format", all_parts or OWN_FORMAT, (OWN_FORMAT, *QUANTISED))
+        known = (OWN_FORMAT, *QUANTISED, *SAFETENSORS_NAME)
+        return cls(
+            _checked("expert_dtype", experts or whole, known),
+            _checked("dense_dtype", dense or whole, known),
+        )
+
+    def check(self, dtype: str, device: str) -> None:
+        """Raises UnsupportedError for what cannot be: another plain type than `dtype`, that of
+        computing, or a quantised one on a GPU."""
+        for option, asked in (("expert_dtype", self.experts), ("dense_dtype", self.dense)):
+            if asked in SAFETENSORS_NAME and asked != dtype:
+                raise UnsupportedError(
+                    f"{option} {asked!r} is not supported: weights are kept as they are stored "
+                    f"where they can be multiplied with, in {', '.join(QUANTISED)}, or in "
+                    f"{dtype!r}, in which this model computes."
+                )
+        if device == "cuda" and not {*self}.isdisjoint(QUANTISED):
+            raise UnsupportedError(
+                f"Formats {', '.join(QUANTISED)} have no kernels on a GPU yet; choose --device "
+                "cpu, or --format own."
+            )
+
+
+def expert_formats(
+    asked: Asked, weight_map: WeightMap, has_gpu: bool
+) -> list[tuple[MatrixFormat | None, ...]]:
+    """By layer, of an expert's parts; see `SlotLayout.of`. Raises UnsupportedError for stored
+    weights that are not made into what was asked for."""
+    table = weight_map.experts
+    if asked.experts == OWN_FORMAT:
+        return table.kept(has_gpu)
+    if asked.experts not in QUANTISED:
+        return []
+    chosen = formats()[asked.experts]
+    stored = {each for layer in table.layers for each in layer.formats}
+    _check_stored(asked.experts, stored, "experts")
+    if table.targets is not None:
+        raise UnsupportedError(
+            f"Experts in {asked.experts}: this model's matrices are not stored row by row, each by "
+            "itself, and have biases; choose dense_dtype for all else."
+        )
+    return [(chosen,) * 3] * len(table.layers)
+
+
+def dense_formats(
+    asked: Asked, schema: ModelSchema, weight_map: WeightMap
+) -> dict[str, MatrixFormat]:
+    """Of the dense weights that are kept in another format than their type's, by name. Raises
+    UnsupportedError as `expert_formats` does."""
+    kept = {}
+    ends = {f"{name}.weight" for name in (schema.names.embedding, schema.names.head)}
+    for spec in schema.dense:
+        stored = format_of(weight_map.dense[spec.name].dtype)
+        if asked.dense in QUANTISED and _is_matrix(spec):
+            name = _OF_HEAD.get(asked.dense, asked.dense) if spec.name in ends else asked.dense
+            _check_stored(name, [stored], spec.name)
+            if weight_map.dense[spec.name].parts:
+                raise UnsupportedError(
+                    f"{spec.name} in {name}: its parts lie in other tensors of this file; choose "
+                    "expert_dtype alone."
+                )
+            kept[spec.name] = formats()[name].for_rows(spec.shape[-1])
+        elif asked.dense == OWN_FORMAT and stored.name in QUANTISED and _is_matrix(spec):
+            kept[spec.name] = stored.for_rows(spec.shape[-1])
+    return kept
+
+
+def describe(
+    config: ModelConfig,
+    schema: ModelSchema,
+    experts: Iterable[tuple[MatrixFormat | None, ...]],
+    dense: dict[str, MatrixFormat],
+) -> WeightFormats:
+    """What is in force, part by part: from the answers of the two above."""
+    head = schema.names.embedding if config.tie_word_embeddings else schema.names.head
+    ends = {f"{name}.weight" for name in (schema.names.embedding, schema.names.head)}
+    of_head = {each.name for name, each in dense.items() if name == f"{head}.weight"}
+    return WeightFormats(
+        experts=_joined({each.name for parts in experts for each in parts if each is not None}),
+        dense=_joined({each.name for name, each in dense.items() if name not in ends}),
+        head=_joined(of_head),
+    )
+
+
+def _checked(option: str, given: str, known: tuple[str, ...]) -> str:
+    name = _OTHER_NAMES.get(given, given)
+    if name not in known:
+        raise UsageError(f"{option} {given!r} is not known; choose {', '.join(known)}.")
+    return name
+
+
+def _check_stored(asked: str, stored: Iterable[MatrixFormat], what: str) -> None:
+    for each in stored:
+        if each.name != asked and each.unpacked != each.name:
+            raise UnsupportedError(
+                f"{what} cannot be made into {asked}: the checkpoint has {each.name}, which was "
+                "rounded already. Choose --format own, or the model it was made of."
+            )
+
+
+def _is_matrix(spec: TensorSpec) -> bool:
+    return len(spec.shape) == 2 and not spec.keeps_type
+
+
+def _joined(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or OWN_FORMAT

@@ -1,0 +1,52 @@
+"""A matrix in 8 or 4 bits in memory, as torch sees it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from lowtide.formats.quantised import GROUP
+
+if TYPE_CHECKING:  # whoever has a matrix has torch
+    import torch
+    from torch import Tensor
+
+
+class QuantisedMatrix:
+    """[out, in] over the bytes of its rows; see `formats/quantised.py`."""
+
+    __slots__ = ("data", "num_bits", "num_columns")
+
+    def __init__(self, data: Tensor, num_bits: int, num_columns: int) -> None:
+        """data: [out, bytes of a row] uint8, a row's bytes adjacent."""
+        self.data, self.num_bits, self.num_columns = data, num_bits, num_columns
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.data.shape[0], self.num_columns
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.data.shape)
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    def rows(self, features: slice | Tensor) -> QuantisedMatrix:
+        """Some of them: a range, as a view, or a copy of those whose numbers are given."""
+        return QuantisedMatrix(self.data[features], self.num_bits, self.num_columns)
+
+    def unpack(self, out: Tensor) -> None:
+        """Writes all weights into out [out, in], each rounded once from float32 to its type."""
+        import torch
+
+        num_rows, num_groups = self.data.shape[0], -(-self.num_columns // GROUP)
+        code_bytes = num_groups * GROUP * self.num_bits // 8
+        codes = self.data[:, :code_bytes].reshape(num_rows, num_groups, -1)
+        if self.num_bits == 4:
+            codes = torch.cat((codes & 15, codes >> 4), dim=2)
+        ends = self.data[:, code_bytes:].contiguous().view(torch.float16).float()
+        scale, zero = ends.view(num_rows, 2, num_groups, 1).unbind(1)
+        weights = codes.float().mul_(scale).add_(zero)
+        out.copy_(weights.view(num_rows, -1)[:, : self.num_columns])

@@ -1,0 +1,79 @@
+// Rows of weights in 8 or 4 bits, as formats/quantised.py lays them out: codes of groups of 64, then
+// the groups' scales, then their zeros, float16.
+//
+//     weight = scale * code + zero
+//
+// in float32, where the product is exact: fused or not makes no difference. In 4 bits a byte has
+// elements k (low half) and k + 32 of its group.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "numbers.hpp"
+
+namespace lowtide {
+
+constexpr long GROUP = 64;
+
+INLINED float half_to_float(std::uint16_t half) {
+    const std::uint32_t sign = static_cast<std::uint32_t>(half & 0x8000) << 16;
+    const std::uint32_t exponent = half >> 10 & 31, mantissa = half & 1023;
+    if (exponent == 0) {
+        const float tiny = static_cast<float>(mantissa) * 0x1p-24f;
+        return sign ? -tiny : tiny;
+    }
+    const std::uint32_t wide = exponent == 31 ? 255 : exponent + 112;
+    const std::uint32_t bits = sign | wide << 23 | mantissa << 13;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+// A matrix [num_outs, num_k].
+struct QuantisedWeights {
+    const std::uint8_t* rows;
+    long num_k;
+    int num_bits;
+
+    INLINED long num_groups() const { return (num_k + GROUP - 1) / GROUP; }
+    INLINED long group_bytes() const { return GROUP * num_bits / 8; }
+    INLINED long row_bytes() const { return num_groups() * (group_bytes() + 4); }
+    INLINED const std::uint8_t* row(long out) const { return rows + out * row_bytes(); }
+    INLINED QuantisedWeights from(long out) const { return {row(out), num_k, num_bits}; }
+
+    INLINED float scale(const std::uint8_t* row, long group) const {
+        return half_at(row + num_groups() * group_bytes(), group);
+    }
+
+    INLINED float zero(const std::uint8_t* row, long group) const {
+        return half_at(row + num_groups() * (group_bytes() + 2), group);
+    }
+
+    INLINED static float half_at(const std::uint8_t* halves, long number) {
+        std::uint16_t half;
+        std::memcpy(&half, halves + 2 * number, sizeof half);
+        return half_to_float(half);
+    }
+};
+
+// The weights of a group. rounds: to bfloat16.
+template <int num_bits, bool rounds>
+INLINED void unpack_group(const std::uint8_t* codes, float scale, float zero, float* weights) {
+    constexpr long HALF = GROUP / 2;
+    for (long i = 0; i < (num_bits == 4 ? HALF : GROUP); ++i) {
+        if constexpr (num_bits == 4) {
+            const float low = static_cast<float>(codes[i] & 15) * scale + zero;
+            const float high = static_cast<float>(codes[i] >> 4) * scale + zero;
+            weights[i] = rounds ? rounded(low) : low;
+            weights[i + HALF] = rounds ? rounded(high) : high;
+        } else {
+            const float weight = static_cast<float>(codes[i]) * scale + zero;
+            weights[i] = rounds ? rounded(weight) : weight;
+        }
+    }
+}
+
+}  // namespace lowtide

@@ -1,0 +1,187 @@
+"""Operators over weights in 8 or 4 bits on the CPU: products of a few bfloat16 rows, and rounding.
+
+Each weight is rounded once to bfloat16, so these are the weights that more rows are multiplied
+with, too. A library of their own, built when a format is first used; threads are the team of
+`few_rows.py`. A row's bits depend on the row and the matrix alone, and on the kind of instructions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from lowtide.core import IntArray
+from lowtide.formats import MatrixFormat
+from lowtide.formats.matrix import Bytes
+from lowtide.formats.quantised import Floats, QuantisedRows
+from lowtide.formats.quantised_matrix import QuantisedMatrix
+from lowtide.kernels.cpu.few_rows import SOURCES as TEAM_SOURCES
+from lowtide.kernels.cpu.library import load_library
+from lowtide.kernels.operands import SlotPlaces
+
+MAX_FEW_ROWS = 16
+"""With more rows a tile of weights is unpacked and multiplied with by torch's product."""
+
+SOURCES = tuple(Path(__file__).with_name(f"{name}.cpp") for name in ("quantised", "quantised_pack"))
+
+VARIANTS = ("plain", "plain, AVX2", "plain, AVX-512", "AVX-512 with bfloat16")
+"""From the slowest; a processor has all up to its best."""
+
+_INT, _LONG, _P = ctypes.c_int, ctypes.c_long, ctypes.c_void_p
+_TYPES = {
+    "multiply": (_INT, _INT, _INT, _P, _LONG, _P, _P, _P, *4 * (_LONG,)),
+    "mlps": (_INT, _INT, _INT, _P, _LONG, *3 * (_P,), _LONG, *3 * (_P,), *2 * (_LONG,)),
+    "experts": (_INT, _INT, _INT, *7 * (_P,), _LONG, *4 * (_P,), *4 * (_LONG,)),
+    "unpack": (_INT, _INT, _P, _P, *2 * (_LONG,)),
+    "pack": (_INT, _INT, _P, _P, *2 * (_LONG,)),
+}
+
+
+class QuantisedOperators:
+    """The compiled operators in one of their variants."""
+
+    def __init__(self, library: ctypes.CDLL, variant: int | None = None) -> None:
+        """variant: an index of `VARIANTS`; by default the best of this CPU."""
+        self.num_variants = library.lowtide_best_quantised() + 1
+        self.variant = self.num_variants - 1 if variant is None else variant
+        # Functions of their own: those of the library's attributes are shared.
+        self._call = {name: library[f"lowtide_quantised_{name}"] for name in _TYPES}
+        for name, function in self._call.items():
+            function.argtypes, function.restype = _TYPES[name], None
+        self.name = VARIANTS[self.variant]
+
+    @classmethod
+    def load(cls, variant: int | None = None) -> QuantisedOperators:
+        """Compiled now, or from the cache. Raises UnsupportedError or StorageError."""
+        library = load_library(*SOURCES)
+        team = ctypes.cast(load_library(*TEAM_SOURCES).lowtide_run_together, _P)
+        library.lowtide_quantised_team(team)
+        return cls(library, variant)
+
+    def multiply(
+        self,
+        x: Tensor,
+        matrix: QuantisedMatrix,
+        bias: Tensor | None,
+        out: Tensor,
+        num_threads: int = 1,
+    ) -> None:
+        """`out = x @ matrix.t() + bias` for few rows x [n, in] and out [n, out], bfloat16, the
+        elements of a row adjacent; rounds once, after the bias."""
+        num_rows, num_k = x.shape
+        self._call["multiply"](
+            self.variant,
+            num_threads,
+            matrix.num_bits,
+            x.data_ptr(),
+            x.stride(0),
+            matrix.data.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            out.stride(0),
+            num_rows,
+            out.shape[1],
+            num_k,
+        )
+
+    def unpack(self, matrix: QuantisedMatrix, out: Tensor) -> None:
+        """`QuantisedMatrix.unpack` into a contiguous bfloat16 `out`, the same bits."""
+        self._call["unpack"](
+            self.variant, matrix.num_bits, matrix.data.data_ptr(), out.data_ptr(), *matrix.shape
+        )
+
+    def pack(self, to: MatrixFormat, weights: Floats, target: Bytes) -> None:
+        """`MatrixFormat.pack`, the same bytes."""
+        if not isinstance(to, QuantisedRows):
+            to.pack(weights, target)
+            return
+        source, out = np.ascontiguousarray(weights), np.ascontiguousarray(target)
+        num_rows = len(weights) // to.num_columns
+        # No variant of its own for pairs: it is arithmetic of float32.
+        variant = min(self.variant, 2)
+        self._call["pack"](
+            variant, to.num_bits, source.ctypes.data, out.ctypes.data, num_rows, to.num_columns
+        )
+        if out is not target:
+            target[:] = out
+
+
+class QuantisedExperts:
+    """Several experts of few rows each in one call: a `SeveralExperts` over slots whose matrices
+    are all of so many bits."""
+
+    max_rows = MAX_FEW_ROWS
+
+    def __init__(self, operators: QuantisedOperators, num_bits: int) -> None:
+        self._operators = operators
+        self._num_bits = num_bits
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether `run_experts` takes these rows."""
+        return takes(x)
+
+    def gated_mlps(
+        self,
+        groups: IntArray,
+        places: SlotPlaces,
+        parts: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        num_threads: int,
+    ) -> None:
+        """See `FewRows.gated_mlps`."""
+        self._operators._call["mlps"](
+            self._operators.variant,
+            num_threads,
+            self._num_bits,
+            groups.ctypes.data,
+            len(groups),
+            *places,
+            parts.data_ptr(),
+            gate.data_ptr(),
+            up.data_ptr(),
+            parts.shape[1],
+            gate.shape[1],
+        )
+
+    def run_experts(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        slots: IntArray,
+        places: SlotPlaces,
+        parts: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        out: Tensor,
+        num_threads: int,
+    ) -> None:
+        """See `FewRows.run_experts`."""
+        num_tokens, k = experts.shape
+        self._operators._call["experts"](
+            self._operators.variant,
+            num_threads,
+            self._num_bits,
+            x.data_ptr(),
+            experts.data_ptr(),
+            weights.data_ptr(),
+            slots.ctypes.data,
+            *places,
+            parts.data_ptr(),
+            gate.data_ptr(),
+            up.data_ptr(),
+            out.data_ptr(),
+            num_tokens,
+            k,
+            x.shape[1],
+            gate.shape[1],
+        )
+
+
+def takes(x: Tensor) -> bool:
+    """Whether these rows are few, of the right type and in host memory."""
+    return x.shape[0] <= MAX_FEW_ROWS and x.element_size() == 2 and x.is_cpu
