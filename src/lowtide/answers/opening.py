@@ -57,14 +57,14 @@ def engine_config(options: Mapping[str, object]) -> EngineConfig:
 _ELSEWHERE = {
     "device_map": "device, with gpu_memory and host_memory as budgets",
     "gpu_memory_utilization": 'gpu_memory, such as "80%"',
-    "load_in_4bit": "expert_dtype",
-    "load_in_8bit": "expert_dtype",
+    "load_in_4bit": 'format="q4"',
+    "load_in_8bit": 'format="q8"',
     "max_memory": "gpu_memory and host_memory",
     "max_model_len": "context",
     "n_ctx": "context",
     "n_gpu_layers": 'gpu_memory, such as "10GiB": what fits is placed expert by expert',
     "num_ctx": "context",
-    "quantization": "expert_dtype",
+    "quantization": "format",
     "torch_dtype": "dtype",
 }
 """What other programs call what is called otherwise here."""
