@@ -241,7 +241,7 @@ def _write_ling(rng: random.Random, folder: Path, dtype: torch.dtype) -> Written
     specs = [*schema.dense]
     for layer in schema.moe_layers:
         specs += schema.expert_specs(layer)
-    weights = {spec.name: _random_weight(spec.name, spec.shape).to(dtype) for spec in specs}
+    weights = {spec.name: random_weight(spec.name, spec.shape).to(dtype) for spec in specs}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
@@ -252,10 +252,10 @@ def _write_ling(rng: random.Random, folder: Path, dtype: torch.dtype) -> Written
 def randomise(model: torch.nn.Module) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(_random_weight(name, tuple(parameter.shape)))
+            parameter.copy_(random_weight(name, tuple(parameter.shape)))
 
 
-def _random_weight(name: str, shape: tuple[int, ...]) -> Tensor:
+def random_weight(name: str, shape: tuple[int, ...]) -> Tensor:
     """Sizes stay near one from layer to layer, and routing is decided."""
     if "norm" in name:
         return 1 + 0.2 * torch.randn(shape)

@@ -6,8 +6,10 @@ weights become what the package makes of their packed bytes, so that transformer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -82,13 +84,13 @@ def write_gguf(path: Path, family: str, model: torch.nn.Module, choose: Choose) 
     config = model.config
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHITECTURES[family]])
     add_metadata(writer, family, config)
-    for number, (name, parameter) in enumerate(_tensors(family, model)):
-        weights = parameter.detach().float().numpy()
-        kind = choose(name, weights.shape) if weights.ndim > 1 else Type.F32
-        data = packed(np.ascontiguousarray(weights), kind, number)
-        with torch.no_grad():
-            whole = gguf.quants.dequantize(data, kind).reshape(weights.shape)
-            parameter.copy_(torch.from_numpy(whole.copy()))
+    for number, (name, view, shape) in enumerate(_tensors(family, model)):
+        weights = np.ascontiguousarray(view.float().numpy()).reshape(shape)
+        is_vector = weights.ndim == 1 or name.endswith(".bias")
+        kind = Type.F32 if is_vector else choose(name, weights.shape)
+        data = packed(weights, kind, number)
+        whole = gguf.quants.dequantize(data, kind).reshape(view.shape)
+        view.copy_(torch.from_numpy(whole.copy()))
         writer.add_tensor(name, data, raw_dtype=kind)
     finish(writer)
 
@@ -104,14 +106,14 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: Any) -> None:
     """What llama.cpp's converter writes of a config."""
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
+    writer.add_block_count(config.num_hidden_layers + getattr(config, "num_predicting", 0))
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None) or {"rope_theta": config.rope_theta}
     writer.add_rope_freq_base(rope["rope_theta"])
-    if rope["rope_type"] == "yarn":
+    if rope.get("rope_type") == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
@@ -128,39 +130,192 @@ def _of_qwen3(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_expert_feed_forward_length(config.moe_intermediate_size)
 
 
+def _of_qwen2(writer: gguf.GGUFWriter, config: Any) -> None:
+    _of_qwen3(writer, config)
+    writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
 def _of_olmoe(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_expert_count(config.num_experts)
 
 
+def _of_mixtral(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_expert_count(config.num_local_experts)
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+
+
+def _of_deepseek(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    if config.q_lora_rank:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    if is_expanded_once(config):
+        writer.add_key_length(head_dim)
+        writer.add_value_length(config.v_head_dim)
+    else:
+        writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+        writer.add_value_length(config.kv_lora_rank)
+        writer.add_key_length_mla(head_dim)
+        writer.add_value_length_mla(config.v_head_dim)
+    writer.add_expert_count(config.n_routed_experts)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    if config.topk_method != "greedy":
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+    rope = config.rope_parameters
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+
+
+def _of_gpt_oss(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_expert_count(config.num_local_experts)
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+    writer.add_sliding_window(config.sliding_window)
+
+
+def _of_ling(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_expert_count(config.num_experts)
+    writer.add_rope_dimension_count(config.rotary_dim)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_count(config.num_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_group_count(config.n_group)
+    writer.add_expert_group_used_count(config.topk_group)
+    if config.num_predicting:
+        writer.add_nextn_predict_layers(config.num_predicting)
+
+
 _OF_FAMILY: dict[str, Callable[[gguf.GGUFWriter, Any], None]] = {
     "qwen3_moe": _of_qwen3,
+    "qwen2_moe": _of_qwen2,
     "olmoe": _of_olmoe,
+    "mixtral": _of_mixtral,
+    "deepseek_v2": _of_deepseek,
+    "gpt_oss": _of_gpt_oss,
+    "bailing_moe_v2": _of_ling,
 }
 
 ARCHITECTURES = {
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
     "olmoe": gguf.MODEL_ARCH.OLMOE,
+    "mixtral": gguf.MODEL_ARCH.LLAMA,
+    "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
+    "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
 }
 
 
-def _tensors(family: str, model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Views of a model's parameters, shaped as the file has them, by the file's names."""
+def is_expanded_once(config: Any) -> bool:
+    """Whether DeepSeek's keys and values come of one matrix, as in older files; half of them."""
+    return config.v_head_dim == config.qk_nope_head_dim
+
+
+def _tensors(family: str, model: torch.nn.Module) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
+    """Views of a model's parameters in the order of the file, and their shapes there, by the
+    file's names."""
     names = gguf.get_tensor_name_map(ARCHITECTURES[family], model.config.num_hidden_layers)
     for name, parameter in model.named_parameters():
-        for own_name, view in _views(family, name, parameter):
+        for own_name, view in _views(family, name, parameter.data, model.config):
             stored = names.get_name(own_name, try_suffixes=(".weight", ".bias"))
             assert stored is not None, own_name
-            yield stored, view
+            is_mixed = view.dim() == 4
+            yield stored, view, tuple(parameter.shape) if is_mixed else tuple(view.shape)
 
 
-def _views(family: str, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _views(family: str, name: str, weights: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
     """By the names of published checkpoints, experts of a layer stacked."""
-    parameter = parameter.data
-    if name.endswith("experts.gate_up_proj"):
-        gate, up = parameter.chunk(2, dim=1)
-        yield name.replace("gate_up_proj", "gate_proj.weight"), gate
-        yield name.replace("gate_up_proj", "up_proj.weight"), up
-    elif name.endswith("experts.down_proj"):
-        yield f"{name}.weight", parameter
+    if ".experts." in name:
+        yield from _expert_views(family, name, weights)
+    elif family == "mixtral" and name.endswith(("q_proj.weight", "k_proj.weight")):
+        heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+        halves = weights.view(heads, 2, -1, weights.shape[1])
+        yield name, halves.transpose(1, 2)
+    elif name.endswith("kv_b_proj.weight") and not is_expanded_once(config):
+        heads = weights.view(config.num_attention_heads, -1, weights.shape[1])
+        fixed_dim = config.qk_nope_head_dim
+        yield name.replace("kv_b", "k_b"), heads[:, :fixed_dim].transpose(1, 2)
+        yield name.replace("kv_b", "v_b"), heads[:, fixed_dim:]
+    elif name.endswith("sinks"):
+        yield f"{name}.weight", weights
     else:
-        yield name, parameter
+        yield name, weights
+
+
+def _expert_views(family: str, name: str, weights: Tensor) -> Iterator[tuple[str, Tensor]]:
+    is_bias = name.endswith("_bias")
+    ending = ".bias" if is_bias else ".weight"
+    name = name.removesuffix("_bias")
+    if family == "gpt_oss" and not is_bias:
+        weights = weights.transpose(1, 2)
+    if "gate_up_proj" not in name:
+        yield name + ending, weights
+        return
+    both = (weights[:, ::2], weights[:, 1::2]) if family == "gpt_oss" else weights.chunk(2, dim=1)
+    for part, view in zip(("gate", "up"), both, strict=True):
+        yield name.replace("gate_up", part) + ending, view
+
+
+def write_ling(
+    path: Path,
+    config: Mapping[str, Any],
+    weights: dict[str, Tensor],
+    choose: Choose,
+    num_predicting: int = 0,
+) -> None:
+    """Writes Ling 2.0, whose names are not transformers'; as `write_gguf` changes the weights.
+
+    num_predicting: layers after the last, for the prediction of further tokens.
+    """
+    writer = gguf.GGUFWriter(path, "bailingmoe2")
+    num_layers = config["num_hidden_layers"]
+    add_metadata(writer, "bailing_moe_v2", SimpleNamespace(**config, num_predicting=num_predicting))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.BAILINGMOE2, num_layers + num_predicting)
+    stacks: dict[str, list[str]] = {}
+    for name in weights:
+        merged = re.sub(r"experts\.[0-9]+\.", "experts.", name)
+        stacks.setdefault(merged.replace("expert_bias", "expert_bias.bias"), []).append(name)
+    for number, (merged, parts) in enumerate(stacks.items()):
+        stored = names.get_name(merged, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, merged
+        together = [weights[part] for part in parts]
+        whole = torch.stack(together) if len(parts) > 1 else together[0]
+        kind = Type.F32 if whole.dim() == 1 else choose(stored, tuple(whole.shape))
+        data = packed(whole.numpy(), kind, number)
+        writer.add_tensor(stored, data, raw_dtype=kind)
+        unpacked = torch.from_numpy(gguf.quants.dequantize(data, kind).copy()).view(whole.shape)
+        weights |= dict(zip(parts, unpacked if len(parts) > 1 else [unpacked], strict=True))
+    for layer in range(num_layers, num_layers + num_predicting):
+        writer.add_tensor(f"blk.{layer}.nextn.eh_proj.weight", np.zeros((4, 8), np.float32))
+    finish(writer)
+
+
+def split(path: Path, stem: Path, num_files: int) -> None:
+    """Divides a file into several, as llama.cpp does."""
+    reader = gguf.GGUFReader(path)
+    share = -(-len(reader.tensors) // num_files)
+    for number in range(num_files):
+        name = f"{stem.name}-{number + 1:05d}-of-{num_files:05d}.gguf"
+        writer = gguf.GGUFWriter(stem.with_name(name), "qwen3moe")
+        if number == 0:
+            _copy_metadata(reader, writer)
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", num_files)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[number * share : (number + 1) * share]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        finish(writer)
+
+
+def _copy_metadata(reader: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
+    for key, field in reader.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            writer.add_key_value(key, field.contents(), field.types[0])

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import random
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
-from family_models import FAMILIES, common, randomise
+from checkpoint_files import ling_config, write_arrays
+from family_models import FAMILIES, common, random_weight, randomise
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Type
-from gguf_files import write_gguf
+from gguf_files import Choose, finish, split, write_gguf, write_ling
 
 from lowtide import SamplingParams
-from lowtide.llm import LLM
+from lowtide.config import ModelConfig
+from lowtide.errors import CheckpointError, ConfigError, LowtideError, UnsupportedError
+from lowtide.llm import LLM, plan_model
+from lowtide.model_folder.gguf_header import GgufHeader
+from lowtide.model_folder.gguf_model import GgufModel
+from lowtide.schemas import bind, model_schema
 
 TOLERANCE = 2e-4
 WIDTH = 256  # a block of the K types
@@ -32,6 +43,15 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
         **_ALL_SPARSE,
     },
     "olmoe": {"num_experts": 6, "norm_topk_prob": False},
+    "qwen2_moe": {
+        "moe_intermediate_size": WIDTH,
+        "num_experts": 6,
+        "norm_topk_prob": False,
+        **_ALL_SPARSE,
+    },
+    "mixtral": {"num_local_experts": 6, "head_dim": None},
+    "deepseek_v2": {"moe_intermediate_size": WIDTH, "n_shared_experts": 1},
+    "gpt_oss": {"num_local_experts": 6, "layer_types": None},
 }
 
 
@@ -41,20 +61,14 @@ def write(path: Path, family: str, seed: int, types: tuple[Type, ...]) -> torch.
     torch.manual_seed(seed)
     config_class, model_class, values = FAMILIES[family](rng)
     sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "eos_token_id": None}
-    config = config_class(**{**common(rng), **values, **sizes, **SIZES[family]})
+    values = {**common(rng), **values, **sizes, **SIZES[family]}
+    if family == "gpt_oss" and "truncate" in values["rope_parameters"]:
+        values["rope_parameters"]["truncate"] = False
+    config = config_class(**values)
     model = model_class(config)
     randomise(model)
     model = model.float().eval()
-    kinds = iter(types * 99)
-
-    def choose(name: str, shape: tuple[int, ...]) -> Type:
-        if "norm" in name or "gate_inp" in name:
-            return Type.F32
-        kind = next(kinds)
-        fits = [k for k in (kind, Type.Q8_0, Type.F16) if shape[-1] % GGML_QUANT_SIZES[k][0] == 0]
-        return fits[0]
-
-    write_gguf(path, family, model, choose)
+    write_gguf(path, family, model, choosing(types))
     return model
 
 
@@ -73,11 +87,178 @@ def check(path: Path, model: torch.nn.Module, **options: Any) -> None:
     assert (chosen >= read.max(-1).values - TOLERANCE * read.abs().max()).all()
 
 
-@pytest.mark.parametrize("family", SIZES)
-@pytest.mark.parametrize("seed,types", [(0, MIXED), (1, SMALL)])
+SEEDS = {
+    "qwen3_moe": (0, 4),  # with YaRN and tied embeddings
+    "olmoe": (0, 1),
+    "qwen2_moe": (3, 1),  # YaRN
+    "mixtral": (0, 1),  # tied
+    "deepseek_v2": (0, 2),  # YaRN, keys and values in two matrices
+    "gpt_oss": (0, 1),  # YaRN
+}
+
+
+@pytest.mark.parametrize(
+    "family,seed,types",
+    [(f, s, t) for f, seeds in SEEDS.items() for s, t in zip(seeds, (MIXED, SMALL), strict=True)],
+)
 def test_logits_and_words_are_those_of_the_weights_unpacked(
     family: str, seed: int, types: tuple[Type, ...], tmp_path: Path
 ) -> None:
     path = tmp_path / "model.gguf"
     model = write(path, family, seed, types)
     check(path, model)
+
+
+def choosing(types: tuple[Type, ...]) -> Choose:
+    """Types that take turns, as far as rows divide into their blocks."""
+    kinds = iter(types * 99)
+
+    def choose(name: str, shape: tuple[int, ...]) -> Type:
+        if "norm" in name or "gate_inp" in name:
+            return Type.F32
+        kind = next(kinds)
+        fits = [k for k in (kind, Type.Q8_0, Type.F16) if shape[-1] % GGML_QUANT_SIZES[k][0] == 0]
+        return fits[0]
+
+    return choose
+
+
+@pytest.mark.parametrize("num_predicting", [0, 1])
+def test_ling_is_that_of_its_safetensors(num_predicting: int, tmp_path: Path) -> None:
+    path, folder = tmp_path / "model.gguf", tmp_path / "folder"
+    config = ling_config(
+        architectures=["BailingMoeV2ForCausalLM"],
+        num_hidden_layers=3,
+        hidden_size=WIDTH,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        rotary_dim=8,
+        intermediate_size=WIDTH,
+        moe_intermediate_size=WIDTH,
+        num_experts=8,
+        num_experts_per_tok=2,
+        n_group=4,
+        topk_group=2,
+        vocab_size=97,
+        pad_token_id=None,
+        max_position_embeddings=256,
+        torch_dtype="float32",
+    )
+    schema = model_schema(ModelConfig.from_dict(config))
+    torch.manual_seed(3)
+    specs = [*schema.dense, *(s for n in schema.moe_layers for s in schema.expert_specs(n))]
+    weights = {spec.name: random_weight(spec.name, spec.shape) for spec in specs}
+    write_ling(path, config, weights, choosing(MIXED), num_predicting)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    write_arrays(folder / "model.safetensors", {n: w.numpy() for n, w in weights.items()})
+    prompt = list(range(1, 30))
+    with LLM(path, context=128, dtype="float32") as llm, LLM(folder, context=128) as other:
+        assert llm.config.moe == other.config.moe
+        ours, theirs = llm.logits(prompt), other.logits(prompt)
+        params = SamplingParams(max_tokens=32, ignore_eos=True)
+        words, expected = (each.generate(prompt, params)[0].token_ids for each in (llm, other))
+    assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
+    assert words == expected
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("small") / "model.gguf"
+    write(path, "qwen3_moe", 0, (Type.Q4_0,))
+    return path
+
+
+def test_a_folder_with_a_file_and_a_split_one_are_models(small: Path, tmp_path: Path) -> None:
+    prompt = list(range(20))
+    with LLM(small, context=64) as llm:
+        expected = llm.logits(prompt)
+    with LLM(small.parent, context=64) as llm:
+        assert torch.equal(llm.logits(prompt), expected)
+    split(small, tmp_path / "part", 3)
+    first = tmp_path / "part-00001-of-00003.gguf"
+    for path in (first, tmp_path):
+        with LLM(path, context=64) as llm:
+            assert torch.equal(llm.logits(prompt), expected)
+    second = tmp_path / "part-00002-of-00003.gguf"
+    with pytest.raises(CheckpointError, match="not the first of 3 files; give part-00001-of-00003"):
+        plan_model(second)
+    second.rename(tmp_path / "elsewhere.gguf")
+    with pytest.raises(CheckpointError, match="part-00002-of-00003.gguf is missing"):
+        plan_model(first)
+    shutil.copy(first, second)
+    with pytest.raises(
+        CheckpointError, match=r"says that it is file 0 of its set \(from 0\), not 1"
+    ):
+        plan_model(first)
+
+
+def test_experts_stay_packed(small: Path) -> None:
+    packed, whole = plan_model(small), plan_model(small, expert_dtype="bfloat16")
+    assert whole.host.slot_bytes == 3 * WIDTH * WIDTH * 2
+    assert packed.host.slot_bytes == 3 * WIDTH * WIDTH * 18 // 32  # as in the file
+    with LLM(small, context=64, dtype="float32") as llm:
+        expected = llm.logits(list(range(9)))
+    options: list[dict[str, Any]] = [
+        {"expert_dtype": "float32"},
+        {"host_memory": plan_model(small, context=64, dtype="float32").minimum_bytes},
+        {"device": "emulated", "gpu_memory": "8MiB"},
+    ]
+    for chosen in options:
+        with LLM(small, context=64, dtype="float32", **chosen) as llm:
+            logits = llm.logits(list(range(9)))
+        assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_what_is_not_computed_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+
+    def written(architecture: str, tensor: str, **keys: int) -> Path:
+        writer = gguf.GGUFWriter(path, architecture)
+        for name, value in keys.items():
+            writer.add_uint32(f"{architecture}.{name}", value)
+        writer.add_tensor(tensor, np.zeros((8, 32), np.float32))
+        finish(writer)
+        return path
+
+    with pytest.raises(
+        UnsupportedError, match="'gemma3' is not read from GGUF files.*: bailingmoe2"
+    ):
+        plan_model(written("gemma3", "token_embd.weight"))
+    with pytest.raises(UnsupportedError, match="Llama, or built like it, without experts"):
+        plan_model(written("llama", "token_embd.weight"))
+    with pytest.raises(ConfigError, match="no qwen3moe.embedding_length"):
+        plan_model(written("qwen3moe", "token_embd.weight"))
+
+
+def test_a_tensor_that_nobody_knows_is_refused(small: Path, tmp_path: Path) -> None:
+    data = small.read_bytes()
+    path = tmp_path / "other.gguf"
+    path.write_bytes(data.replace(b"blk.1.attn_q.weight", b"blk.1.attn_?.weight"))
+    with pytest.raises(UnsupportedError, match=r"'blk.1.attn_\?.weight' is none that lowtide"):
+        plan_model(path)
+
+
+def test_a_weight_that_is_no_number_is_named(small: Path, tmp_path: Path) -> None:
+    path = tmp_path / "broken.gguf"
+    data = bytearray(small.read_bytes())
+    start = GgufHeader.read(small).tensors["blk.1.ffn_up_exps.weight"].offset
+    data[start + 18 * 40 : start + 18 * 40 + 2] = b"\x00\x7c"  # a scale
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="layers.1.mlp.experts.up_proj in .*infinity or NaN"):
+        LLM(path, context=64, check_weights=True)
+
+
+def test_mutations_are_planned_or_refused(small: Path, tmp_path: Path) -> None:
+    rng, data, path = random.Random(3), small.read_bytes(), tmp_path / "mutated.gguf"
+    header_bytes = min(t.offset for t in GgufHeader.read(small).tensors.values())
+    for _ in range(60):
+        mutated = bytearray(data)
+        for _ in range(rng.randint(1, 3)):
+            mutated[rng.randrange(24, header_bytes)] = rng.randrange(256)
+        path.write_bytes(mutated)
+        with contextlib.suppress(LowtideError):
+            model = GgufModel.open(path)
+            config = model.config()
+            bind(config, model.checkpoint(config))

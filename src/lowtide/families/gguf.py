@@ -7,7 +7,7 @@ and what its tensors are called there. Facts from llama.cpp's converter and its 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +15,8 @@ from lowtide.config import ModelConfig
 from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.files.json_file import shown
 from lowtide.model_folder.checkpoint import ArrayView
+
+_NUMBER = re.compile(r"\.[0-9]+(?=\.)")
 
 Value = object  # of one key of a file's metadata
 
@@ -40,11 +42,13 @@ NORMS: Names = {
     "blk.#.ffn_norm.weight": "model.layers.#.post_attention_layernorm.weight",
 }
 
-ATTENTION: Names = {
-    f"blk.#.attn_{there}.{kind}": f"model.layers.#.self_attn.{here}_proj.{kind}"
-    for there, here in {"q": "q", "k": "k", "v": "v", "output": "o"}.items()
-    for kind in ("weight", "bias")
+QKV: Names = {f"blk.#.attn_{x}.weight": f"model.layers.#.self_attn.{x}_proj.weight" for x in "qkv"}
+
+QKV_BIASES: Names = {
+    f"blk.#.attn_{x}.bias": f"model.layers.#.self_attn.{x}_proj.bias" for x in "qkv"
 }
+
+OUTPUT: Names = {"blk.#.attn_output.weight": "model.layers.#.self_attn.o_proj.weight"}
 
 QK_NORMS: Names = {
     f"blk.#.attn_{x}_norm.weight": f"model.layers.#.self_attn.{x}_norm.weight" for x in "qk"
@@ -66,7 +70,7 @@ EXPERTS: Names = {
     for part in ("gate", "up", "down")
 }
 
-USUAL: Names = {**ENDS, **NORMS, **ATTENTION, **ROUTER, **EXPERTS}
+USUAL: Names = {**ENDS, **NORMS, **QKV, **OUTPUT, **ROUTER, **EXPERTS}
 
 
 class GgufKeys:
@@ -123,18 +127,22 @@ class GgufArchitecture:
     name: str
     config: Callable[[GgufKeys], Config]
     names: Names
-    ignored: Collection[str] = ()  # beginnings of tensors' names that are not needed
 
-    def named(self, tensors: Collection[str]) -> Iterator[tuple[str, str | Arranged]]:
-        """Of a file's tensors those that are known, and what we call them."""
-        for name in tensors:
-            numbers = iter(re.findall(r"\.([0-9]+)(?=\.)", name))
-            found = self.names.get(re.sub(r"\.[0-9]+(?=\.)", ".#", name))
-            if found is None:
-                continue
-            ours = found if isinstance(found, str) else found.name
-            numbered = "".join(next(numbers) if c == "#" else c for c in ours)
-            yield name, numbered if isinstance(found, str) else found._replace(name=numbered)
+    def name_of(self, tensor: str) -> str | Arranged | None:
+        """What we call a tensor of a file; None for one that nobody knows."""
+        found = self.names.get(_NUMBER.sub(".#", tensor))
+        if found is None:
+            return None
+        numbers = iter(_NUMBER.findall(tensor))
+        ours = found if isinstance(found, str) else found.name
+        numbered = "".join(next(numbers)[1:] if c == "#" else c for c in ours)
+        return numbered if isinstance(found, str) else found._replace(name=numbered)
+
+
+def layer_of(tensor: str) -> int:
+    """The layer that a tensor of a file belongs to; -1 for those of none."""
+    match = re.match(r"blk\.([0-9]{1,6})\.", tensor)
+    return -1 if match is None else int(match[1])
 
 
 def usual_config(keys: GgufKeys, architecture: str) -> Config:
@@ -169,9 +177,15 @@ def expert_config(keys: GgufKeys) -> Config:
 
 def expert_width(keys: GgufKeys) -> Value:
     """Of an expert; older files leave it to the tensors."""
-    shape = next((s for n, s in keys.shapes.items() if "ffn_gate_exps.weight" in n), None)
-    stored = None if shape is None or len(shape) < 3 else shape[1]
-    return keys.get("expert_feed_forward_length") or stored or keys.need("feed_forward_length")
+    stored = [s[1] for n, s in keys.shapes.items() if "ffn_gate_exps.weight" in n and len(s) == 3]
+    width = keys.get("expert_feed_forward_length")
+    return width or (stored[0] if stored else keys.need("feed_forward_length"))
+
+
+def shared_width(keys: GgufKeys) -> int:
+    """Of all shared experts together, by their tensors: what keys say of it differs."""
+    stored = [s[0] for n, s in keys.shapes.items() if n.endswith("ffn_gate_shexp.weight")]
+    return stored[0] if stored else 0
 
 
 def halves_in_turn(num_heads: Callable[[ModelConfig], int]) -> Callable[[ModelConfig], ArrayView]:

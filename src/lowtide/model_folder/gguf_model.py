@@ -17,7 +17,7 @@ from typing import NamedTuple
 from lowtide.config import ModelConfig
 from lowtide.errors import CheckpointError, ConfigError, UnsupportedError
 from lowtide.families import Family, gguf_family
-from lowtide.families.gguf import Arranged, GgufArchitecture, GgufKeys
+from lowtide.families.gguf import Arranged, GgufArchitecture, GgufKeys, layer_of
 from lowtide.files.json_file import shown
 from lowtide.model_folder.checkpoint import Checkpoint, StoredPart, TensorEntry
 from lowtide.model_folder.gguf_file import SPLIT
@@ -81,19 +81,27 @@ class GgufModel:
     def checkpoint(self, config: ModelConfig) -> Checkpoint:
         """Where its tensors lie, by the names of the family's schema.
 
-        Raises CheckpointError for two of one name or parts that do not fit their tensor.
+        Raises CheckpointError for two of one name or parts that do not fit their tensor, and
+        UnsupportedError for a tensor that nobody knows: without it the answers would be wrong.
         """
         tensors: dict[str, TensorEntry] = {}
         arranged: list[_Found] = []
         for file, header in enumerate(self.headers):
-            for name, ours in self.architecture.named(header.tensors):
-                found = _Found(name, header.tensors[name], file)
+            for name, tensor in header.tensors.items():
+                if layer_of(name) >= config.num_layers:
+                    continue  # for the prediction of further tokens
+                ours, found = self.architecture.name_of(name), _Found(name, tensor, file)
+                if ours is None:
+                    raise UnsupportedError(
+                        f"{header.file.path}: tensor {shown(name)} is none that lowtide computes "
+                        f"with in {self.architecture.name}."
+                    )
                 if isinstance(ours, Arranged):
                     arranged.append(found._replace(arranged=ours))
                 elif ours in tensors:
                     raise CheckpointError(f"{self.path}: tensor {shown(name)} is given twice.")
                 else:
-                    tensors[ours] = TensorEntry(*found.place, found.tensor.shape)
+                    tensors[ours] = TensorEntry(*found.place, tensor.shape)
         tensors |= _put_together(arranged, tensors, config)
         return Checkpoint(tuple(header.file for header in self.headers), tensors)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from lowtide.config import Published
+from lowtide.families.bailing_moe_v2.gguf import GGUF
 from lowtide.families.family import Family
 from lowtide.families.llada2 import FAMILY as LLADA2
 from lowtide.families.sizes import read_sizes
@@ -18,4 +19,5 @@ FAMILY = Family(
     schema=LLADA2.schema,
     model=LLADA2.model,
     sizes=partial(read_sizes, __name__),
+    gguf=GGUF,
 )

@@ -10,6 +10,7 @@ from lowtide.config.fields import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields
 from lowtide.config.keys import Origin
 from lowtide.config.rope import mscale, read_rope
 from lowtide.errors import UnsupportedError
+from lowtide.families.deepseek_v2.gguf import GGUF
 from lowtide.families.family import Family
 from lowtide.families.sizes import read_sizes
 from lowtide.files.json_file import shown
@@ -133,4 +134,5 @@ FAMILY = Family(
     schema=schema,
     model=_model,
     sizes=partial(read_sizes, __name__),
+    gguf=GGUF,
 )

@@ -13,6 +13,7 @@ from lowtide.config.fields import MAX_POSITIONS, Fields
 from lowtide.config.keys import Origin
 from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.families.family import Family
+from lowtide.families.gpt_oss.gguf import GGUF
 from lowtide.families.sizes import read_sizes
 from lowtide.files.json_file import shown
 from lowtide.formats import mxfp4
@@ -84,7 +85,7 @@ def _windows(fields: Fields) -> tuple[int, ...]:
 def schema(config: ModelConfig) -> ModelSchema:
     both = (_mxfp4(config), _unpacked(config))
     published = both if config.moe.is_mxfp4 else both[::-1]
-    return decoder(config, _attention, _moe, storages=published)
+    return decoder(config, _attention, _moe, storages=(*published, _apart(config)))
 
 
 def _attention(config: ModelConfig, prefix: str) -> list[TensorSpec]:
@@ -158,6 +159,21 @@ def _unpacked(config: ModelConfig) -> ExpertStorage:
     )
 
 
+def _apart(config: ModelConfig) -> ExpertStorage:
+    """As GGUF files have them: every part of a slot in a tensor of its own."""
+    hidden, width = config.hidden_size, config.moe.expert_size
+    shapes = {
+        "gate_proj": (width, hidden),
+        "up_proj": (width, hidden),
+        "down_proj": (hidden, width),
+    }
+    biases = {f"{name}_bias": shape[:1] for name, shape in shapes.items()}
+    parts = [_stacked(config, name, shape) for name, shape in {**shapes, **biases}.items()]
+    return ExpertStorage(
+        "gate and up apart (GGUF)", tuple(parts), tuple(SlotTarget(i) for i in range(len(parts)))
+    )
+
+
 def _stacked(
     config: ModelConfig, name: str, shape: tuple[int, ...], dtype: str | None = None
 ) -> PartSource:
@@ -178,4 +194,5 @@ FAMILY = Family(
     schema=schema,
     model=_model,
     sizes=partial(read_sizes, __name__),
+    gguf=GGUF,
 )

@@ -9,6 +9,7 @@ from lowtide.config import ExpertSpec, ModelConfig, Published, keys
 from lowtide.config.fields import Fields
 from lowtide.config.keys import Origin
 from lowtide.families.family import Family
+from lowtide.families.mixtral.gguf import GGUF
 from lowtide.families.sizes import read_sizes
 from lowtide.schemas.parts import decoder, separate_qkv, storages_of
 from lowtide.schemas.schema import ModelSchema, TensorSpec
@@ -54,4 +55,5 @@ FAMILY = Family(
     schema=schema,
     model=_model,
     sizes=partial(read_sizes, __name__),
+    gguf=GGUF,
 )

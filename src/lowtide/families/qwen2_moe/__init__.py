@@ -10,6 +10,7 @@ from lowtide.config.fields import Fields
 from lowtide.config.keys import Origin
 from lowtide.families.family import Family
 from lowtide.families.qwen import qwen_dense_size, qwen_experts
+from lowtide.families.qwen2_moe.gguf import GGUF
 from lowtide.families.sizes import read_sizes
 from lowtide.schemas.parts import decoder, in_layers, mlp, router, separate_qkv
 from lowtide.schemas.schema import ModelSchema, TensorSpec
@@ -54,4 +55,5 @@ FAMILY = Family(
     schema=schema,
     model=_model,
     sizes=partial(read_sizes, __name__),
+    gguf=GGUF,
 )

@@ -1,0 +1,52 @@
+"""Mixtral in GGUF files: "llama" with experts, each of them a tensor in the oldest files."""
+
+from __future__ import annotations
+
+from lowtide.errors import UnsupportedError
+from lowtide.families.gguf import (
+    USUAL,
+    Arranged,
+    Config,
+    GgufArchitecture,
+    GgufKeys,
+    expert_config,
+    expert_width,
+    halves_in_turn,
+    usual_config,
+)
+
+_LAYER = "model.layers.#."
+
+
+def _config(keys: GgufKeys) -> Config:
+    if not keys.get("expert_count"):
+        raise UnsupportedError(
+            "it is Llama, or built like it, without experts; lowtide computes it with some."
+        )
+    keys.only("attention.sliding_window", 0)
+    return {
+        **usual_config(keys, "MixtralForCausalLM"),
+        **expert_config(keys),
+        "intermediate_size": expert_width(keys),
+    }
+
+
+GGUF = GgufArchitecture(
+    name="llama",
+    config=_config,
+    names={
+        **USUAL,
+        "blk.#.attn_q.weight": Arranged(
+            _LAYER + "self_attn.q_proj.weight",
+            halves_in_turn(lambda config: config.attention.num_heads),
+        ),
+        "blk.#.attn_k.weight": Arranged(
+            _LAYER + "self_attn.k_proj.weight",
+            halves_in_turn(lambda config: config.attention.num_kv_heads),
+        ),
+        "blk.#.ffn_gate_inp.weight": _LAYER + "block_sparse_moe.gate.weight",
+        "blk.#.ffn_gate.#.weight": _LAYER + "block_sparse_moe.experts.#.w1.weight",
+        "blk.#.ffn_up.#.weight": _LAYER + "block_sparse_moe.experts.#.w3.weight",
+        "blk.#.ffn_down.#.weight": _LAYER + "block_sparse_moe.experts.#.w2.weight",
+    },
+)
