@@ -201,7 +201,7 @@ def _num_moved(report: Report) -> int:
 
 
 def _expected(case: Case, d: float, budget: int, num_steps: int, tau: int) -> float:
-    """TIDE's Eq. 6 over the whole run; the first refresh of all fills empty slots."""
+    """TIDE's Eq. 5 over the whole run; the first refresh of all fills empty slots."""
     blocks = case.trace.blocks()
     per_block = expected_migrations(d, num_steps, budget, tau)
     return case.trace.shape.num_layers * len(blocks) * per_block

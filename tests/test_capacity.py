@@ -56,7 +56,7 @@ class Machine:
 
     def _follow(self, moves: Moves, kept: BoolArray, facts: Facts) -> None:
         assert np.array_equal(facts.is_kept, kept), "a policy changes no facts"
-        for part in moves:
+        for part in moves[:3]:
             assert len(np.unique(part)) == len(part)
         assert not kept[moves.admit].any() and kept[moves.evict].all()
         assert self.has_idle_link or np.isin(moves.admit, facts.demand.experts).all()

@@ -145,14 +145,21 @@ def top(hits: Mapping[int, int], residents: set[int], capacity: int) -> set[int]
     trace=traces,
     capacity=st.integers(0, NUM_EXPERTS),
     tau=st.integers(1, 5),
+    starts_empty=st.booleans(),
 )
-def test_tide_is_its_text(trace: list, capacity: int, tau: int) -> None:  # type: ignore[type-arg]
-    layer = Layer(Tide(NUM_EXPERTS, tau), 0, capacity)
+def test_tide_is_its_text(
+    trace: list,  # type: ignore[type-arg]
+    capacity: int,
+    tau: int,
+    starts_empty: bool,
+) -> None:
+    layer = Layer(Tide(NUM_EXPERTS, tau, starts_empty), 0, capacity)
     assert not layer.residents
     for step, hits in trace:
         before = layer.residents
         moves = layer.step(step, hits)
-        if step.kind is StepKind.PREFILL or step.index % tau != 0:
+        is_left_out = starts_empty and step.kind is StepKind.PREFILL
+        if is_left_out or step.index % tau != 0:
             assert not len(moves.admit)
             assert not len(moves.evict)
         else:
@@ -170,8 +177,13 @@ def test_tide_refreshes_at_multiples_of_tau_only() -> None:
     assert changed == [0, 3, 6, 9]
 
 
-def test_tide_never_moves_in_a_prefill_even_at_step_zero() -> None:
-    layer = Layer(Tide(NUM_EXPERTS, tau=1), 0, 2)
+def test_tide_starts_from_what_the_first_pass_demands_unless_it_starts_empty() -> None:
+    layer = Layer(Tide(NUM_EXPERTS, tau=2), 0, 2)
+    layer.step(Step(StepKind.PREFILL, 0), {1: 9, 2: 9, 3: 1})
+    assert layer.residents == {1, 2}
+    layer.step(Step(StepKind.PREFILL, 1), {4: 9, 5: 9})  # step 1 would not refresh
+    assert layer.residents == {1, 2}
+    layer = Layer(Tide(NUM_EXPERTS, tau=1, starts_empty=True), 0, 2)
     layer.step(Step(StepKind.PREFILL, 0), {1: 9, 2: 9})
     assert layer.residents == set()
     layer.step(denoise(0), {3: 1, 4: 1})

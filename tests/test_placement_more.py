@@ -14,8 +14,8 @@ from lowtide.core import NOBODY, Costs, Curve, Demand, Moves, Step, StepKind
 from lowtide.errors import UsageError
 from lowtide.policies.division import layer_budgets
 from lowtide.policies.lowtide import Lowtide
+from lowtide.policies.online_tau import OnlineTau
 from lowtide.policies.placement import DaliWindow, Frequency, Placement, ScoreCache
-from lowtide.policies.tau import OnlineTau
 
 COSTS = Costs(
     expert_bytes=10,
@@ -165,7 +165,7 @@ def test_a_small_cap_saves_up() -> None:
 
 
 def test_lowtide_follows_an_online_tau() -> None:
-    online = OnlineTau(4, 2, 1.0, 1.0, tau=3)
+    online = OnlineTau(4, 2, COSTS, tau=3)
     assert Lowtide([2], 4, COSTS, tau=online).tau == 3
     with pytest.raises(UsageError, match="tau"):
         Lowtide([2], 4, COSTS, tau=0)

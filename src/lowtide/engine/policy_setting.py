@@ -35,6 +35,7 @@ from lowtide.layers.router import Router, SigmoidRouter
 from lowtide.policies.buddy_search import FindBuddies, search_buddies
 from lowtide.policies.decision import Policies
 from lowtide.policies.miss import Weighing
+from lowtide.policies.online_tau import ONLINE_TAUS, TauChange
 from lowtide.policies.prefetch import Gate
 from lowtide.policies.presets import (
     candidates,
@@ -46,10 +47,8 @@ from lowtide.policies.presets import (
 )
 from lowtide.policies.recipe import Setting
 from lowtide.policies.tau import (
-    MAX_ONLINE_TAU,
     FollowDrift,
     SolvedTau,
-    TauChange,
     calibrated_tau,
 )
 from lowtide.reading.dense_weights import no_progress
@@ -164,7 +163,7 @@ def _setting(
     )
     if isinstance(options.get("tau"), FollowDrift):
         trace = _beginning(calibration, plan)
-        tau = fastest_tau(trace, plan.policy, setting, MAX_ONLINE_TAU)
+        tau = fastest_tau(trace, plan.policy, setting, max(ONLINE_TAUS))
         return setting.having(tau=FollowDrift(tau))
     return setting
 
@@ -234,11 +233,11 @@ def _route(router: Router) -> Route:
 
 def _log_tau(change: TauChange) -> None:
     _log.info(
-        "tau %d -> %d after %d steps: %.0f%% of the best residents change per step.",
+        "tau %d -> %d after %d steps, of which the last would have taken %.0f%% less time.",
         change.old,
         change.new,
         change.num_steps,
-        100 * change.drift,
+        100 * change.saved,
     )
 
 

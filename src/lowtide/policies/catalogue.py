@@ -24,6 +24,7 @@ from lowtide.policies.assignment import (
 )
 from lowtide.policies.division import divided, use_of, whole_layers
 from lowtide.policies.lowtide import Lowtide
+from lowtide.policies.online_tau import OnlineTau
 from lowtide.policies.placement import (
     LRU,
     DaliWindow,
@@ -45,17 +46,20 @@ from lowtide.policies.prefetch import (
 )
 from lowtide.policies.recipe import MAX_WHOLE, Option, Recipe, Setting, switch
 from lowtide.policies.split import Favourites, FixedShare, Split, best_split
-from lowtide.policies.tau import FollowDrift, OnlineTau, SolvedTau
+from lowtide.policies.tau import FollowDrift, SolvedTau
 
 TAU: Option[int | FollowDrift | SolvedTau] = Option(
     "tau",
-    "TIDE's interval, in steps: auto follows the drift, paper is its Eq. 7",
+    "TIDE's interval, in steps: auto follows the demand, paper is its Eq. 7",
     4,
     1,
     MAX_WHOLE,
     {"auto": FollowDrift(), "paper": SolvedTau.PAPER},
 )
 WAITS = switch("waits", "whether a refresh waits for what it admits, or the moves follow")
+STARTS_EMPTY = switch(
+    "starts_empty", "whether prompts refresh nothing: nobody is resident at first"
+)
 BY_THRESHOLD = switch("by_threshold", "whether an expert that alone would end sooner is fetched")
 BY_GREEDY = switch("by_greedy", "whether it assigns as its code does, not by a threshold")
 W_SIZE = Option("w_size", "steps of a window", 4, 1, MAX_WHOLE)
@@ -97,7 +101,7 @@ def _lru(setting: Setting) -> Placement:
 
 
 def _tide(setting: Setting) -> Placement:
-    return Tide(setting.num_experts, _tau(setting))
+    return Tide(setting.num_experts, _tau(setting), starts_empty=STARTS_EMPTY.of(setting))
 
 
 def _dali(setting: Setting) -> Placement:
@@ -122,13 +126,12 @@ def _tau(setting: Setting) -> int | OnlineTau:
         raise UsageError(f"tau={tau.value} is to be solved from a calibration first.")
     if isinstance(tau, int):
         return tau
-    # A missed expert of a small step has a token or so; four layers of the model are watched.
-    costs, num_layers = setting.costs, setting.num_layers
+    num_layers = setting.num_layers  # of which four are watched
     return OnlineTau(
         setting.num_experts,
         max(1, round(sum(setting.capacity) / num_layers)),
-        costs.fetch_s,
-        costs.host_s.at(1),
+        setting.costs,
+        waits=WAITS.of(setting),
         tau=tau.start,
         watched=range(0, num_layers, max(1, num_layers // 4)),
         on_change=setting.on_tau_change,
@@ -213,7 +216,7 @@ CATALOGUE: dict[str, Recipe] = {
     "tide": Recipe(
         _tide,
         summary="TIDE: residents refreshed every tau steps, the others on the host",
-        options=(TAU, WAITS),
+        options=(TAU, WAITS, STARTS_EMPTY),
         waits=WAITS.of,
         fetches_none=True,
         is_candidate=True,

@@ -10,8 +10,8 @@ from lowtide.core import NO_MOVES, Costs, Facts, FloatArray, IntArray, Moves, St
 from lowtide.errors import UsageError
 from lowtide.policies.budgets import Budgets
 from lowtide.policies.forecast import Forecast
+from lowtide.policies.online_tau import OnlineTau, interval
 from lowtide.policies.ranking import at_most, exchange, favourites
-from lowtide.policies.tau import OnlineTau, interval
 
 _NUM_KNOWN = 1025  # token counts whose worth is looked up
 

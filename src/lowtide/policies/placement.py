@@ -18,8 +18,8 @@ from numpy.random import default_rng
 
 from lowtide.core import NO_MOVES, BoolArray, Facts, FloatArray, IntArray, Moves, StepKind
 from lowtide.errors import UsageError
+from lowtide.policies.online_tau import OnlineTau, interval
 from lowtide.policies.ranking import at_most, best_kept, exchange, favourites, moves_to, top
-from lowtide.policies.tau import OnlineTau, interval
 
 
 class Placement(Protocol):
@@ -90,13 +90,16 @@ class Tide:
 
     TIDE, Algorithm 1 as its text has it: at steps with `t % tau == 0` the experts with most hits
     in this very step become resident; residents that are not displaced stay. Prefill does not
-    count as a step. Among equals residents stay, then lower ids win. Where room is lost in
-    between, those with least hits in this step leave.
+    count as a step, but refreshes where the step that follows it does: so the first pass says who
+    is resident first, unless it `starts_empty`. Among equals residents stay, then lower ids win.
+    Where room is lost in between, those with least hits in this step leave.
     """
 
-    def __init__(self, num_experts: int, tau: int | OnlineTau) -> None:
+    def __init__(self, num_experts: int, tau: int | OnlineTau, starts_empty: bool = False) -> None:
+        """starts_empty: nobody is resident before the first step that is no prefill."""
         self._hits = np.empty(num_experts, np.int64)
         self._tau = tau
+        self._starts_empty = starts_empty
 
     def initial(self, layer: int) -> IntArray:
         return np.empty(0, np.int64)
@@ -105,7 +108,8 @@ class Tide:
         step, is_kept = facts.step, facts.is_kept
         if isinstance(self._tau, OnlineTau):
             self._tau.observe(step, facts.layer, facts.demand)
-        is_refresh = step.kind is not StepKind.PREFILL and step.index % interval(self._tau) == 0
+        is_left_out = self._starts_empty and step.kind is StepKind.PREFILL
+        is_refresh = not is_left_out and step.index % interval(self._tau) == 0
         if not is_refresh and np.count_nonzero(is_kept) <= facts.room:
             return NO_MOVES
         rank = self._hits  # 2 * hits, plus one for residents, so that they win ties

@@ -20,12 +20,12 @@ from lowtide.policies.buddy_profile import BuddyProfile
 from lowtide.policies.buddy_search import FindBuddies, search_buddies
 from lowtide.policies.decision import Policies
 from lowtide.policies.miss import Weighing
+from lowtide.policies.online_tau import TauChange
 from lowtide.policies.placement import Placement
 from lowtide.policies.prefetch import NoPrefetch, Prefetch
 from lowtide.policies.readmission import Readmission
 from lowtide.policies.receipt import Receipts
 from lowtide.policies.substitution import Substitution
-from lowtide.policies.tau import TauChange
 
 T_co = TypeVar("T_co", covariant=True)
 

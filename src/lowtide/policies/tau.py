@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lowtide.core import BoolArray, Demand, FloatArray, IntArray, Step, StepKind
+from lowtide.core import BoolArray, FloatArray, IntArray
 from lowtide.errors import UsageError
 
 
@@ -63,7 +62,7 @@ def best_residents(hits: IntArray, is_resident: BoolArray, budget: int) -> BoolA
 
 
 def expected_migrations(d: float, num_steps: int, budget: int, tau: int) -> float:
-    """Experts moved per layer in `num_steps` steps: (B T / tau) (1 - (1 - d)^tau), TIDE's Eq. 6.
+    """Experts moved per layer in `num_steps` steps: (B T / tau) (1 - (1 - d)^tau), TIDE's Eq. 5.
 
     The exponent is tau: with the printed tau - 1 nothing would move at tau = 1.
     """
@@ -121,7 +120,7 @@ def auto_tau(simulated_s: Callable[[int], float], taus: Iterable[int]) -> int:
 
 
 class FollowDrift(NamedTuple):
-    """The interval that follows the drift while a model runs."""
+    """The interval that follows the demand while a model runs (`online_tau.py`)."""
 
     start: int = 4
 
@@ -130,177 +129,6 @@ class SolvedTau(enum.Enum):
     """An interval that is solved for before policies are made."""
 
     PAPER = "paper"  # TIDE's Eq. 7, from a calibration
-
-
-MAX_ONLINE_TAU = 16
-"""Longest interval that `OnlineTau` watches unless it is told otherwise."""
-
-
-class TauChange(NamedTuple):
-    """What `OnlineTau` tells of a change."""
-
-    num_steps: int  # seen until then
-    old: int
-    new: int
-    drift: float
-
-
-class OnlineTau:
-    """Follows the drift while a model runs, and changes tau where Eq. 7 says it pays.
-
-    Watches a few layers. Misses are kept by the age of the resident set they were met with, in
-    exponential means, so f(tau) is the mean over ages 0 to tau - 1; ages do not reach across a
-    block's start. After every `window` steps the best tau is computed; it is taken only when it
-    lowers the expected cost by more than `hysteresis`; `on_change` is told.
-    """
-
-    def __init__(
-        self,
-        num_experts: int,
-        budget: int,
-        link_s: float,
-        host_s: float,
-        *,
-        tau: int = 4,
-        max_tau: int = MAX_ONLINE_TAU,
-        window: int = 32,
-        hysteresis: float = 0.1,
-        decay: float = 0.95,
-        watched: Iterable[int] = (0,),
-        on_change: Callable[[TauChange], None] = lambda change: None,
-    ) -> None:
-        """`link_s`, `host_s`: seconds per expert moved, per missed expert computed on the host.
-
-        `decay`: weight of the past per observation. `watched`: layers, numbered from 0.
-        """
-        _check_budget(budget)
-        if not 1 <= tau <= max_tau or window < 1:
-            raise UsageError(
-                f"tau {tau} must be in 1..{max_tau} and the window {window} at least 1."
-            )
-        self.tau = tau
-        self._budget = budget
-        self._link_s = link_s
-        self._host_s = host_s
-        self._max_tau = max_tau
-        self._window = window
-        self._hysteresis = hysteresis
-        self._on_change = on_change
-        self._watched = {layer: _Ages(num_experts, budget, max_tau, decay) for layer in watched}
-        self._last_layer = max(self._watched, default=0)
-        self._num_steps = 0
-
-    def observe(self, step: Step, layer: int, demand: Demand) -> None:
-        """Tells one layer's demand; prefill passes and layers that are not watched are ignored."""
-        ages = self._watched.get(layer)
-        if ages is None or step.kind is StepKind.PREFILL:
-            return
-        ages.observe(step, demand)
-        is_first, self._last_layer = layer <= self._last_layer, layer
-        if is_first:
-            self._num_steps += 1
-            if self._num_steps % self._window == 0:
-                self._choose()
-
-    @property
-    def drift(self) -> float:
-        """d over the watched layers, as it is seen now."""
-        return float(np.mean([ages.drift for ages in self._heard]))
-
-    def misses(self) -> FloatArray:
-        """f(1)..f(max_tau) as they are seen now."""
-        by_age = np.mean([ages.missed for ages in self._heard], axis=0)
-        shares: FloatArray = np.cumsum(by_age) / np.arange(1, self._max_tau + 1) / self._budget
-        return shares
-
-    @property
-    def _heard(self) -> list[_Ages]:
-        """Of the watched layers; one whose experts are all resident is never told of."""
-        watched = list(self._watched.values())
-        return [ages for ages in watched if ages.is_heard] or watched
-
-    def _choose(self) -> None:
-        d, misses = self.drift, self.misses()
-
-        def cost_s(tau: int) -> float:
-            return paper_cost_s(tau, d, misses, 1, self._budget, self._link_s, self._host_s)
-
-        best = min(range(1, self._max_tau + 1), key=cost_s)
-        if cost_s(best) < (1 - self._hysteresis) * cost_s(self.tau):
-            self._on_change(TauChange(self._num_steps, self.tau, best, d))
-            self.tau = best
-
-
-def interval(tau: int | OnlineTau) -> int:
-    """The refresh interval in force, in steps."""
-    return tau.tau if isinstance(tau, OnlineTau) else tau
-
-
-class _Ages:
-    """One layer: how many activated experts each of its last best sets would have missed."""
-
-    def __init__(self, num_experts: int, budget: int, max_tau: int, decay: float) -> None:
-        self._budget = min(budget, num_experts)
-        self._decay = decay
-        # Newest first; float32, because a product with them is what counting costs least by.
-        self._bests = np.zeros((max_tau, num_experts), np.float32)
-        self._num_ages = 0
-        self._rank = np.zeros(num_experts, np.int64)
-        self._is_active = np.zeros(num_experts, np.float32)
-        self._order = np.arange(num_experts)[::-1].copy()
-        self._sums = np.zeros((2, max_tau))  # of misses by age, and of what they are divided by
-        self._drift_sum = 0.0
-
-    def observe(self, step: Step, demand: Demand) -> None:
-        if step.index == 0:
-            self._num_ages = 0
-        had_last = self._num_ages > 0
-        last = self._bests[0] if had_last else np.zeros_like(self._bests[0])
-        best = self._best(demand, last)
-        if had_last:
-            self._drift_sum *= self._decay
-            self._drift_sum += float(best.sum() - best @ last) / self._budget
-        self._bests[1:] = self._bests[:-1]
-        self._bests[0] = best
-        self._num_ages = min(self._num_ages + 1, len(self._bests))
-        self._is_active[:] = 0.0
-        self._is_active[demand.experts] = 1.0
-        found = self._bests[: self._num_ages] @ self._is_active
-        sums = self._sums[:, : self._num_ages]
-        sums *= self._decay
-        sums[0] += len(demand.experts) - found
-        sums[1] += 1.0
-
-    def _best(self, demand: Demand, last: NDArray[np.float32]) -> NDArray[np.float32]:
-        """As `best_residents`; 1.0 for those, else 0.0."""
-        num_experts = len(last)
-        rank = self._rank  # made distinct: lower ids win among equals
-        rank[:] = last
-        rank[demand.experts] += 2 * demand.num_tokens
-        rank *= num_experts
-        rank += self._order
-        least = int(np.partition(rank, -self._budget)[-self._budget])
-        return (rank >= max(least, num_experts)).astype(np.float32)
-
-    @property
-    def is_heard(self) -> bool:
-        return bool(self._sums[1, 0])
-
-    @property
-    def drift(self) -> float:
-        num_pairs = float(self._sums[1, 1:2].sum())  # observations that had a predecessor
-        return self._drift_sum / num_pairs if num_pairs else 0.0
-
-    @property
-    def missed(self) -> FloatArray:
-        """Mean misses by age [max_tau]; an age not met yet takes that of the one before."""
-        sums, weights = self._sums
-        known = int(np.count_nonzero(weights))
-        missed = np.zeros(len(weights))
-        missed[:known] = sums[:known] / weights[:known]
-        if known:
-            missed[known:] = missed[known - 1]
-        return missed
 
 
 def _num_misses(hits: IntArray, budget: int, tau: int) -> int:

@@ -144,18 +144,21 @@ def compare(
 
 
 def fastest_tau(trace: Trace, preset: str, setting: Setting, max_tau: int = max(TAUS)) -> int:
-    """Of `TAUS` up to `max_tau` and below a block's mean length, the one of least simulated time.
+    """Of `TAUS` up to `max_tau` the one of least simulated time: those below a block's mean length,
+    and the first beyond, with which a block is refreshed once.
 
     The interval is fixed while one is tried, whatever `setting` says of following the drift.
     """
     hits = trace.hits()
     num_steps = [len(block) for block in trace.blocks(hits)]
-    most = min(max_tau, max(1, round(float(np.mean(num_steps or [1]))) - 1))
+    length = max(1, round(float(np.mean(num_steps or [1]))))
+    shorter = [tau for tau in TAUS if tau < length]
+    once = [tau for tau in TAUS if tau >= length][:1]
 
     def simulated_s(tau: int) -> float:
         return simulate(trace, preset, setting.having(tau=tau), hits=hits).total_s
 
-    return auto_tau(simulated_s, [tau for tau in TAUS if tau <= most])
+    return auto_tau(simulated_s, [tau for tau in shorter + once if tau <= max_tau])
 
 
 class Activations(NamedTuple):

@@ -1,0 +1,203 @@
+"""`tau=auto`: the interval that would have taken least time over the last steps' own demand.
+
+TIDE solves for its interval beforehand, from a drift and a miss rate; Eq. 7 of it adds what runs
+side by side. Here the last steps are replayed as `Tide` would place their experts, at every
+candidate interval at once, by the machine's costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from lowtide.core import BoolArray, Costs, Demand, FloatArray, IntArray, Step, StepKind
+from lowtide.errors import UsageError
+
+ONLINE_TAUS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Intervals that are tried while a model runs."""
+
+_FIRST = 8  # steps until the first estimate; then after twice as many, and so on to a window
+
+
+class TauChange(NamedTuple):
+    """What `OnlineTau` tells of a change."""
+
+    num_steps: int  # seen until then
+    old: int
+    new: int
+    saved: float  # share of the time of the last steps
+
+
+class OnlineTau:
+    """Keeps the demand of the last `window` steps of a few layers, and from time to time takes the
+    interval that would have been fastest over them, if it is so by more than `hysteresis`.
+
+    Knows nothing of what is resident: it replays from the first kept step's best residents.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        budget: int,
+        costs: Costs,
+        *,
+        waits: bool = False,
+        tau: int = 4,
+        taus: Sequence[int] = ONLINE_TAUS,
+        window: int = 32,
+        hysteresis: float = 0.05,
+        watched: Iterable[int] = (0,),
+        on_change: Callable[[TauChange], None] = lambda change: None,
+    ) -> None:
+        """budget: residents of a layer. waits: whether a refresh waits for what it admits."""
+        if budget < 1 or tau < 1 or window < 1 or min(taus, default=0) < 1:
+            raise UsageError(
+                f"tau {tau} (of {list(taus)}), its window {window} and residents per layer "
+                f"{budget} must be at least 1."
+            )
+        self.tau = tau
+        self._budget = min(budget, num_experts)
+        self._costs = costs
+        self._waits = waits
+        self._taus = tuple(taus)
+        self._window = window
+        self._hysteresis = hysteresis
+        self._on_change = on_change
+        self._place_of = {layer: place for place, layer in enumerate(watched)}
+        self._hits = np.zeros((window, len(self._place_of), num_experts), np.int64)
+        self._index = np.zeros(window, np.int64)
+        self._last_layer = max(self._place_of, default=0)
+        self._num_steps = 0
+
+    def observe(self, step: Step, layer: int, demand: Demand) -> None:
+        """Tells one layer's demand; prefill passes and layers that are not watched are ignored."""
+        place = self._place_of.get(layer)
+        if place is None or step.kind is StepKind.PREFILL:
+            return
+        is_first, self._last_layer = layer <= self._last_layer, layer
+        if is_first:
+            if self._is_due():
+                self._choose()
+            self._begin(step)
+        now = self._hits[(self._num_steps - 1) % self._window, place]
+        now[demand.experts] = demand.num_tokens
+
+    def _begin(self, step: Step) -> None:
+        row = self._num_steps % self._window
+        self._hits[row] = 0
+        self._index[row] = step.index
+        self._num_steps += 1
+
+    def _is_due(self) -> bool:
+        num_steps, window = self._num_steps, self._window
+        if num_steps < window:
+            return num_steps >= _FIRST and num_steps & (num_steps - 1) == 0
+        return num_steps % window == 0
+
+    def _choose(self) -> None:
+        order = np.arange(max(0, self._num_steps - self._window), self._num_steps) % self._window
+        taus = sorted({*self._taus, self.tau})
+        seconds = interval_seconds(
+            self._hits[order], self._index[order], taus, self._budget, self._costs, self._waits
+        )
+        now_s, best = float(seconds[taus.index(self.tau)]), int(seconds.argmin())
+        if seconds[best] < (1 - self._hysteresis) * now_s:
+            saved = 1 - float(seconds[best]) / now_s
+            self._on_change(TauChange(self._num_steps, self.tau, taus[best], saved))
+            self.tau = taus[best]
+
+
+def interval(tau: int | OnlineTau) -> int:
+    """The refresh interval in force, in steps."""
+    return tau.tau if isinstance(tau, OnlineTau) else tau
+
+
+def interval_seconds(
+    hits: IntArray,
+    index: IntArray,
+    taus: Sequence[int],
+    budget: int,
+    costs: Costs,
+    waits: bool,
+) -> FloatArray:
+    """Seconds of these steps' layers at each interval, as `Tide` would place their experts.
+
+    hits [steps, layers, experts]; index [steps]: of each step in its block. Each layer has the
+    link for as long as it takes, on average what it has where layers come one after another. [taus]
+    """
+    replay = _Replay(hits[0], np.array(taus), budget, costs, waits)
+    seconds = [replay.step(*one) for one in zip(hits, index.tolist(), strict=True)]
+    total_s: FloatArray = np.sum(seconds, axis=0)
+    return total_s
+
+
+class _Replay:
+    """Residents [taus, layers, experts] at every interval, moved on step by step."""
+
+    def __init__(
+        self, first: IntArray, taus: IntArray, budget: int, costs: Costs, waits: bool
+    ) -> None:
+        self._taus, self._budget, self._costs, self._waits = taus, budget, costs, waits
+        shape = (len(taus), *first.shape)
+        nobody = np.zeros(shape, np.bool_)
+        self._is_resident: BoolArray = np.broadcast_to(self._best(first, nobody[0]), shape).copy()
+        self._is_coming, self._is_leaving = nobody.copy(), nobody.copy()
+        self._credit = np.zeros(shape[:2])  # of transfers
+
+    def step(self, hits: IntArray, index: int) -> FloatArray:
+        """Seconds of all layers. [taus]"""
+        costs, num_fetched = self._costs, np.zeros(self._credit.shape)
+        is_refresh = index % self._taus == 0
+        if is_refresh.any():
+            num_fetched = self._refresh(hits, is_refresh)
+        is_resident = self._is_resident
+        all_s = costs.device_s(hits)
+        device_s = np.einsum("kle,le->kl", is_resident, all_s)
+        host_s = np.einsum("kle,le->kl", ~is_resident, costs.host_s(hits))
+        device_s = np.maximum(device_s, num_fetched * costs.fetch_s)
+        layer_s = np.maximum(device_s, host_s) + costs.dense_s.at(int(hits.max(initial=0)))
+        layer_s += costs.sync_s
+        if not self._waits and self._is_coming.any():
+            self._arrive(layer_s)
+        total_s: FloatArray = layer_s.sum(axis=1)
+        return total_s
+
+    def _refresh(self, hits: IntArray, is_refresh: BoolArray) -> FloatArray:
+        """Experts that the step waits for. [taus, layers]"""
+        best = np.where(is_refresh[:, None, None], self._best(hits, self._is_resident), False)
+        is_of_it = is_refresh[:, None, None]
+        new, old = best & ~self._is_resident, self._is_resident & ~best & is_of_it
+        if self._waits:
+            self._is_resident = np.where(is_of_it, best, self._is_resident)
+            fetched: FloatArray = new.sum(axis=2).astype(np.float64)
+            return fetched
+        has_new = is_of_it & new.any(axis=2, keepdims=True)  # else the old moves go on
+        self._is_coming = np.where(has_new, new, self._is_coming)
+        self._is_leaving = np.where(has_new, old, self._is_leaving)
+        return np.zeros(self._credit.shape)
+
+    def _arrive(self, layer_s: FloatArray) -> None:
+        """Moves that the link has time for, in the order of their ids."""
+        is_waiting = self._is_coming.any(axis=2)
+        self._credit = np.where(is_waiting, self._credit + layer_s / self._costs.fetch_s, 0.0)
+        room = np.floor(self._credit)[:, :, None]
+        arrived = self._is_coming & (self._is_coming.cumsum(axis=2) <= room)
+        num_arrived = arrived.sum(axis=2)
+        num_over = self._is_resident.sum(axis=2) + num_arrived - self._budget
+        gone = self._is_leaving & (self._is_leaving.cumsum(axis=2) <= num_over[:, :, None])
+        self._is_resident = (self._is_resident | arrived) & ~gone
+        self._is_coming, self._is_leaving = self._is_coming & ~arrived, self._is_leaving & ~gone
+        self._credit -= num_arrived
+
+    def _best(self, hits: IntArray, is_resident: BoolArray) -> BoolArray:
+        """Those of most hits; residents, then lower ids, win ties. The shape of `is_resident`."""
+        num_experts = hits.shape[-1]
+        rank = (2 * hits + is_resident) * num_experts + np.arange(num_experts)[::-1]
+        if self._budget < num_experts:
+            least = np.partition(rank, -self._budget, axis=-1)[..., -self._budget, None]
+        else:
+            least = np.zeros((*rank.shape[:-1], 1), np.int64)
+        best: BoolArray = rank >= np.maximum(least, num_experts)
+        return best
