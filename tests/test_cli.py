@@ -21,13 +21,14 @@ from typer.testing import CliRunner
 import lowtide.profiles
 from lowtide.cli.answer import ask_live
 from lowtide.cli.app import app
-from lowtide.cli.chat import Conversation
+from lowtide.cli.conversation import Conversation
 from lowtide.cli.live import MASK, LiveView
 from lowtide.cli.prompt import parse_ids, read_prompt
 from lowtide.cli.report import answer_object, json_line, plan_object, speed_line
 from lowtide.cli.screen import FILE_WIDTH, printable, stdout_console
 from lowtide.cli.simulate import check_same_shape
 from lowtide.cli.text import TextWriter
+from lowtide.cli.turns import Turns
 from lowtide.core import MemoryPlan, Step, StepKind, TierPlan, WeightFormats
 from lowtide.decode.request import TokenLogprobs
 from lowtide.errors import ConfigError, PlanError, StorageError, UsageError
@@ -153,6 +154,12 @@ class PretendLLM:
                 raise self.fault
         return [Completion(ids, self.answer, "stop", Usage(3, len(ids), 6))]
 
+    def token_ids(self, prompt: Any) -> Any:
+        return prompt
+
+    def max_new_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        return 1000
+
     def stats(self) -> dict[str, object]:
         return {"hit_rate": np.float64(0.75), "bytes_read": np.int64(5), "odd": float("nan")}
 
@@ -189,7 +196,9 @@ def test_json_is_one_object_and_nothing_else() -> None:
     result = run("generate", MODEL, "-p", "hi", "--json")
     assert result.exit_code == 0, result.output
     answer = json.loads(result.stdout)
-    assert list(answer) == ["token_ids", "text", "finish_reason", "usage", "stats", "plan"]
+    assert list(answer) == [
+        *("token_ids", "text", "finish_reason", "usage", "stats", "plan", "chat_template")
+    ]
     assert answer["text"] == PretendLLM.answer
     counts = {"prompt_tokens": 3, "completion_tokens": 11, "forwards": 6}
     own = {"experts": "own", "dense": "own", "head": "own"}
@@ -253,7 +262,7 @@ def test_autoregressive_models_have_parameters_of_their_own() -> None:
 def test_prompt_from_stdin_loses_one_newline() -> None:
     for arguments in (("-p", "-"), ()):
         assert run("generate", MODEL, *arguments, stdin="two\nlines\n\n").exit_code == 0
-        assert PretendLLM.latest.asked[0][0] == "two\nlines\n"
+        assert PretendLLM.latest.asked[0][0] == [{"role": "user", "content": "two\nlines\n"}]
 
 
 @pytest.mark.parametrize(
@@ -319,7 +328,8 @@ def test_plan_prints_the_table_and_the_reason() -> None:
 
 def test_plan_json_has_the_promised_names() -> None:
     plan = json.loads(run("plan", MODEL, "--json").stdout)
-    assert plan == json.loads(json.dumps(plan_object(PLAN)))
+    has_template = plan.pop("chat_template")
+    assert plan == json.loads(json.dumps(plan_object(PLAN))) and has_template is False
     assert plan["minimum_bytes"] < plan["budget_bytes"] < plan["full_bytes"]
     assert plan["overhead_bytes"] == 300 * MIB
     host = plan["tiers"]["host"]
@@ -332,7 +342,7 @@ def test_chat_keeps_the_conversation() -> None:
     prompts = [prompt for prompt, _ in PretendLLM.latest.asked]
     assert [len(prompt) for prompt in prompts] == [1, 1, 3]
     assert [m["role"] for m in prompts[2]] == ["user", "assistant", "user"]
-    assert "memory plan" in result.stderr
+    assert "38 of 160 experts resident (tide)" in result.stderr
 
 
 def test_chat_without_a_template_continues_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,11 +361,13 @@ def test_chat_outlives_a_refused_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ctrl_c_stops_the_answer_and_keeps_what_was_said() -> None:
     llm: Any = PretendLLM(MODEL, progress=None)
     out = terminal()
-    conversation = Conversation(llm, SamplingParams(), out, Console(file=io.StringIO()))
+    conversation = Conversation(
+        llm, SamplingParams(), Turns(True), out, Console(file=io.StringIO())
+    )
     llm.fault = KeyboardInterrupt()
-    conversation._turn("hello")
+    conversation._answer("hello")
     llm.fault = None
-    conversation._turn("go on")
+    conversation._answer("go on")
     assert [m["content"] for m in llm.asked[1][0]] == ["hello", "one\n", "go on"]
 
 
@@ -490,13 +502,15 @@ def test_an_autoregressive_answer_is_written_on_a_terminal_too(
     monkeypatch.setattr(PretendLLM, "config", types.SimpleNamespace(is_diffusion=False))
     llm: Any = PretendLLM(MODEL, progress=None)
     out = terminal()
-    conversation = Conversation(llm, SamplingParams(), out, Console(file=io.StringIO()))
-    conversation._turn("hello")
+    conversation = Conversation(
+        llm, SamplingParams(), Turns(True), out, Console(file=io.StringIO())
+    )
+    conversation._answer("hello")
     assert shown(out) == "one\ntwo\ufffd[2J\n"
     llm.fault = KeyboardInterrupt()
-    conversation._turn("again")
+    conversation._answer("again")
     assert llm.asked[1][0][1]["content"] == PretendLLM.answer
-    assert conversation._messages[-1]["content"] == "one\n"
+    assert conversation._turns._turns[-1][1] == "one\n"
 
 
 def test_logprobs_are_part_of_the_object_when_asked_for() -> None:

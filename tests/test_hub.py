@@ -77,13 +77,17 @@ def test_the_demos_are_where_they_are_said_to_be(monkeypatch: pytest.MonkeyPatch
         assert tokenizer is not None and tokenizer.eos_token_ids == (0,)
         monkeypatch.chdir(folder.parent)
         assert Tokenizer.load(Path(name)) is not None
-    assert [model.name for model in hub.list_models()][:2] == ["demo:diffusion", "demo:chat"]
+    assert [model.name for model in hub.list_models()][:2] == [
+        "demo:diffusion",
+        "demo:autoregressive",
+    ]
+    assert hub.resolve_model("demo:chat") == hub.resolve_model("demo:autoregressive")
 
 
 def test_demo_models(tmp_path: Path) -> None:
     folder = fill(tmp_path / "demo" / "diffusion")
     assert hub.resolve_model("demo:diffusion") == folder
-    with pytest.raises(HubError, match="demo:diffusion, demo:chat"):
+    with pytest.raises(HubError, match="demo:diffusion, demo:autoregressive"):
         hub.resolve_model("demo:../x")
     with pytest.raises(HubError, match=r"not whole.*config\.json"):
         hub.resolve_model("demo:chat")

@@ -147,16 +147,16 @@ def test_an_answer_ends_at_its_end_token(name) -> None:
 def test_contradictions_are_refused_before_loading(name, diffusion, error, message) -> None:
     params = SamplingParams(max_tokens=32, diffusion=DiffusionParams(**diffusion))
     with pytest.raises(error, match=message):
-        check_request(GOLDENS / name, [1, 2], params)
+        check_request(GOLDENS / name, lambda _: [1, 2], params)
 
 
 def test_what_does_not_fit_is_refused_before_it_starts(name) -> None:
     folder: Path = GOLDENS / name
     with pytest.raises(PlanError, match="context is 64"):
-        check_request(folder, [1, 2], SamplingParams(max_tokens=100), context=64)
+        check_request(folder, lambda _: [1, 2], SamplingParams(max_tokens=100), context=64)
     guided = SamplingParams(max_tokens=40, diffusion=DiffusionParams(cfg_scale=1.0))
     with pytest.raises(PlanError, match="computed twice for guidance.* raise it to 96"):
-        check_request(folder, [1, 2], guided, context=64)
+        check_request(folder, lambda _: [1, 2], guided, context=64)
     with LLM(folder, context=96) as llm:
         [completion] = llm.generate([[1, 2]], guided)
         assert len(completion.token_ids) == 40
@@ -177,7 +177,7 @@ def test_block_diffusion_refuses_what_is_not_its_own(diffusion) -> None:
     params = SamplingParams(max_tokens=32, diffusion=DiffusionParams(**diffusion))
     [named] = diffusion
     with pytest.raises(UnsupportedError, match=named):
-        check_request(GOLDENS / "llada2-a", [1, 2], params)
+        check_request(GOLDENS / "llada2-a", lambda _: [1, 2], params)
 
 
 @pytest.mark.parametrize("golden", NAMES)
@@ -228,7 +228,7 @@ def test_an_end_that_is_ignored_cannot_come_early(name) -> None:
     params = SamplingParams(max_tokens=32, ignore_eos=True, diffusion=diffusion)
     for model in (GOLDENS / name, GOLDENS / "llada2-a"):
         with pytest.raises(UsageError, match="eos_early_stop .* ignore_eos .* leave one of them"):
-            check_request(model, [1, 2], params)
+            check_request(model, lambda _: [1, 2], params)
 
 
 def shorter(name: str, max_positions: int) -> dict[str, int]:
@@ -257,7 +257,7 @@ def test_texts_beyond_the_positions_of_other_models_are_refused() -> None:
     with pytest.raises(PlanError, match="40 prompt tokens and 11 new ones .* 50 positions"):
         check_request(
             GOLDENS / "llada2-a",
-            [1] * 40,
+            lambda _: [1] * 40,
             SamplingParams(max_tokens=11),
             config_overrides=overrides,
             context=96,

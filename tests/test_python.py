@@ -33,7 +33,7 @@ TEMPLATE = (
 TALK = [{"role": "user", "content": "def f(x):"}]
 
 
-@pytest.fixture(scope="module", params=["diffusion", "chat"])
+@pytest.fixture(scope="module", params=["diffusion", "autoregressive"])
 def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
     with LLM(f"demo:{request.param}", context=256, dtype="float32") as llm:
         yield llm
@@ -45,7 +45,7 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     folder = tmp_path_factory.mktemp("chatty") / "model"
     folder.mkdir()
     demo = Path(lowtide.__file__).parent / "demo"
-    for file in [*(demo / "chat").iterdir(), demo / "tokenizer.json"]:
+    for file in [*(demo / "autoregressive").iterdir(), demo / "tokenizer.json"]:
         (folder / file.name).symlink_to(file)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     with LLM(folder, context=256, dtype="float32") as llm:

@@ -40,7 +40,7 @@ from lowtide.lab.quality_text import (
 GOLDENS = Path(__file__).parent / "goldens"
 BLOCKS = ModelConfig.load(GOLDENS / "llada2-a")
 WHOLE = ModelConfig.load(GOLDENS / "llada-a")
-CAUSAL = ModelConfig.load(Path(__file__).parents[1] / "src/lowtide/demo/chat")
+CAUSAL = ModelConfig.load(Path(__file__).parents[1] / "src/lowtide/demo/autoregressive")
 SCOPE = Scope(num_tokens=500, window_tokens=128, mask_ratios=(0.5, 0.15))
 
 

@@ -1,7 +1,8 @@
 """Train the two demo models of the package on Python source, on a CPU, in about two hours.
 
 One Ling/LLaDA2 body (5.6M parameters, 32 experts) is trained twice over: first as a causal
-language model (`chat`), then, from those weights, as a block diffusion model (`diffusion`).
+language model (`autoregressive`), then, from those weights, as a block diffusion model
+(`diffusion`).
 Both are written as Hugging Face checkpoint folders that any loader of the real families reads.
 
     python tools/train_demo.py all --work /tmp/demo --ar-minutes 50 --diffusion-minutes 60
@@ -1021,7 +1022,7 @@ def run_stage(options: argparse.Namespace, kind: str) -> None:
     torch.manual_seed(options.seed)
     out: Path = options.work / "out"
     if kind == "ar":
-        model, name = Model(Args()), "chat"
+        model, name = Model(Args()), "autoregressive"
         budget = Budget(options.ar_steps, options.ar_minutes)
     else:
         model, name = Model(Args()), "diffusion"
@@ -1079,7 +1080,9 @@ def main() -> None:
         run_stage(options, "diffusion")
     if options.command == "evaluate":
         out = options.work / "out"
-        for folder in [options.model] if options.model else [out / "chat", out / "diffusion"]:
+        for folder in (
+            [options.model] if options.model else [out / "autoregressive", out / "diffusion"]
+        ):
             evaluate(folder, streams["held_out"], options.context)
 
 

@@ -37,6 +37,7 @@ from lowtide.engine.policy_setting import adopt_policy
 from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import Observer
 from lowtide.model_folder.hub_model import HubModel
+from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.params import SamplingParams, Wishes
 
 
@@ -243,10 +244,17 @@ class LLM(LoadedModel):
 
 
 def check_request(
-    model: str | Path, prompt: Prompt, params: SamplingParams, **options: object
+    model: str | Path,
+    prompt_for: Callable[[Tokenizer | None], Prompt],
+    params: SamplingParams,
+    **options: object,
 ) -> None:
-    """Refuses what `LLM(model, **options).generate(prompt, params)` would; reads no weight."""
-    intake_of(opened_model(model, options)).requests([prompt], params)
+    """Refuses what `LLM(model, **options).generate(prompt, params)` would; reads no weight.
+
+    `prompt_for` makes the prompt, told of the model's tokenizer.
+    """
+    opened = opened_model(model, options)
+    intake_of(opened).requests([prompt_for(opened.tokenizer)], params)
 
 
 def plan_model(model: str | Path | HubModel, **options: object) -> MemoryPlan:

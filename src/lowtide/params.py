@@ -236,7 +236,7 @@ class Wishes(TypedDict, total=False):
     factor: float | None
 
 
-_ELSEWHERE = {
+ELSEWHERE = {
     "best_of": "n",
     "do_sample": "temperature (0 takes the likeliest token, above 0 draws)",
     "max_completion_tokens": "max_tokens",
@@ -263,7 +263,7 @@ def with_wishes(params: SamplingParams | None, wishes: Wishes) -> SamplingParams
     given = cast(dict[str, Any], wishes)
     for name in given:
         if name not in own and name not in diffusion:
-            way_out = hint(name, [*own, *diffusion], _ELSEWHERE)
+            way_out = hint(name, [*own, *diffusion], ELSEWHERE)
             raise UsageError(f"{name!r} is not a parameter of an answer. {way_out}")
     made = replace(
         params or SamplingParams(), **{name: given[name] for name in own if name in given}

@@ -117,6 +117,10 @@ class LoadedModel:
         """Those of the MoE layers, in order."""
         return [self._engine.model.router(layer) for layer in self.config.moe_layers]
 
+    def max_new_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """The longest answer that an otherwise empty context has room for after such a prompt."""
+        return self._intake.max_new_tokens(num_prompt_tokens, params)
+
     def __repr__(self) -> str:
         plan = self.plan
         placed = ""

@@ -93,14 +93,8 @@ def has_view(llm: LLM, console: Console) -> bool:
     return console.is_terminal and llm.config.is_diffusion
 
 
-def live_view(llm: LLM, prompt: Prompt, stop: Sequence[str], console: Console) -> LiveView:
-    """A view of the answer to `prompt`."""
-    return LiveView(console, llm.tokenizer, _num_prompt_tokens(llm, prompt), stop)
-
-
-def _num_prompt_tokens(llm: LLM, prompt: Prompt) -> int:
-    if llm.tokenizer is None or (prompt and isinstance(prompt[0], int)):
-        return len(prompt)
-    if isinstance(prompt, str):
-        return len(llm.tokenizer.encode(prompt))
-    return len(llm.tokenizer.encode_chat(prompt))  # type: ignore[arg-type]
+def live_view(
+    llm: LLM, token_ids: Sequence[int], stop: Sequence[str], console: Console
+) -> LiveView:
+    """A view of the answer to a prompt of these ids."""
+    return LiveView(console, llm.tokenizer, len(token_ids), stop)

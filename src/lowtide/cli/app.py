@@ -39,6 +39,7 @@ for verb in (
     ls,
 ):
     app.command(verb.__name__)(verb)
+app.command("run", hidden=True)(generate)  # as others call it
 
 
 def _print_version(is_wanted: bool) -> None:

@@ -11,7 +11,6 @@ import typer
 
 from lowtide.cli.answer import (
     Answer,
-    Prompt,
     ask,
     ask_live,
     ask_writing,
@@ -22,11 +21,12 @@ from lowtide.cli.command import takes
 from lowtide.cli.opening import open_llm
 from lowtide.cli.options import Group, Settings
 from lowtide.cli.outlook import outlook, plan_line
-from lowtide.cli.prompt import read_prompt
+from lowtide.cli.prompt import Question, read_prompt
 from lowtide.cli.report import answer_object, json_line, plan_table, speed, speed_line
 from lowtide.cli.screen import stderr_console, stdout_console
 from lowtide.cli.text import TextWriter
 from lowtide.core import MemoryPlan
+from lowtide.errors import UsageError
 from lowtide.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -35,17 +35,29 @@ if TYPE_CHECKING:
 ModelName = Annotated[
     str,
     typer.Argument(
-        help="A folder, a hub id such as org/name, demo:diffusion or demo:chat.", metavar="MODEL"
+        help="A folder, a hub id such as org/name, demo:diffusion or demo:autoregressive.",
+        metavar="MODEL",
     ),
 ]
 
 
-@takes(Group.ENGINE, Group.HUB, Group.SAMPLING, Group.DIFFUSION, Group.RECORD, Group.OUTPUT)
+@takes(
+    Group.PROMPT,
+    Group.ENGINE,
+    Group.HUB,
+    Group.SAMPLING,
+    Group.DIFFUSION,
+    Group.RECORD,
+    Group.OUTPUT,
+)
 def generate(
     model: ModelName,
+    text: Annotated[
+        str | None, typer.Argument(help="What to answer, as by -p.", metavar="[TEXT]")
+    ] = None,
     prompt: Annotated[
         str | None,
-        typer.Option("-p", "--prompt", help="The text to continue; - reads standard input."),
+        typer.Option("-p", "--prompt", help="What to answer; - reads standard input."),
     ] = None,
     prompt_ids: Annotated[
         str | None, typer.Option(help='Token ids in place of text: "5 17 3".', metavar="IDS")
@@ -55,7 +67,10 @@ def generate(
 ) -> None:
     """Write one answer; standard error has a line on the plan before it, the speed after it."""
     params = settings.sampling_params()
-    question = read_prompt(prompt, prompt_ids)
+    if text is not None and prompt is not None:
+        raise UsageError("there are two prompts: give one, after the model or by -p.")
+    content = read_prompt(prompt if text is None else text, prompt_ids, model)
+    question = Question(content, settings.text("system"), settings.flag("raw"))
     if settings.flag("json"):
         print(_as_json(model, question, params, settings))
         return
@@ -65,27 +80,31 @@ def generate(
         stderr_console().print(line, soft_wrap=True)
 
 
-def _as_json(model: str, prompt: Prompt, params: SamplingParams, settings: Settings) -> str:
+def _as_json(model: str, question: Question, params: SamplingParams, settings: Settings) -> str:
     # Whatever a library prints while at work must not share standard output with the object.
-    with redirect_stdout(sys.stderr), open_llm(model, settings, prompt) as llm:
-        answer = ask(llm, prompt, params)
+    with redirect_stdout(sys.stderr), open_llm(model, settings, question) as llm:
+        answer = ask(llm, question.prompt(llm.tokenizer), params)
         stats = _stats(llm.stats(), answer)
-        return json_line(answer_object(answer.completions, stats, llm.plan))
+        found = answer_object(answer.completions, stats, llm.plan)
+        return json_line({**found, "chat_template": question.is_templated(llm.tokenizer)})
 
 
 def _on_screen(
-    model: str, prompt: Prompt, params: SamplingParams, settings: Settings
+    model: str, question: Question, params: SamplingParams, settings: Settings
 ) -> tuple[Answer, dict[str, object]]:
     console = stdout_console()
-    with open_llm(model, settings, prompt) as llm:
+    with open_llm(model, settings, question) as llm:
         show_plan(llm.plan, model, settings)
+        prompt = llm.token_ids(question.prompt(llm.tokenizer))
         if params.n > 1:
             answer = ask(llm, prompt, params)
             _print_all(answer, llm)
         elif has_view(llm, console):
-            answer = ask_live(llm, prompt, params, live_view(llm, prompt, params.stop, console))
+            answer = ask_live(
+                llm, prompt, params, live_view(llm, prompt, params.stop_strings, console)
+            )
         else:
-            writer = TextWriter(sys.stdout, llm.tokenizer, params.stop, console.is_terminal)
+            writer = TextWriter(sys.stdout, llm.tokenizer, params.stop_strings, console.is_terminal)
             answer = ask_writing(llm, prompt, params, writer)
         return answer, _stats(llm.stats(), answer)
 

@@ -16,16 +16,16 @@ from lowtide.files.whole_file import check_writable
 from lowtide.params import check_kind
 
 if TYPE_CHECKING:
-    from lowtide.cli.answer import Prompt
+    from lowtide.cli.prompt import Question
     from lowtide.llm import LLM
     from lowtide.model_folder.hub_model import HubModel
 
 
 @contextmanager
-def open_llm(model: str, settings: Settings, prompt: Prompt | None = None) -> Iterator[LLM]:
+def open_llm(model: str, settings: Settings, question: Question | None = None) -> Iterator[LLM]:
     """The engine for a model, loaded under a progress bar, closed afterwards.
 
-    Parameters that the model's kind does not have, and a `prompt` that it cannot answer, are
+    Parameters that the model's kind does not have, and a `question` that it cannot answer, are
     refused before anything is loaded; they, and a budget that is too small, before weights are
     fetched.
     """
@@ -41,8 +41,8 @@ def open_llm(model: str, settings: Settings, prompt: Prompt | None = None) -> It
     if not isinstance(found, Path):
         plan_model(found, **options)
     folder = _fetched(found, settings)
-    if prompt is not None:
-        check_request(str(folder), prompt, params, **options)
+    if question is not None:
+        check_request(str(folder), question.prompt, params, **options)
     with ProgressBars() as progress:
         llm = LLM(str(folder), progress=progress, **options)
     with llm, ExitStack() as stack:
@@ -53,12 +53,15 @@ def open_llm(model: str, settings: Settings, prompt: Prompt | None = None) -> It
         yield llm
 
 
-def make_plan(model: str, settings: Settings) -> MemoryPlan:
-    """The memory plan of a model; no weight is read, nor fetched."""
+def make_plan(model: str, settings: Settings) -> tuple[MemoryPlan, bool | None]:
+    """The memory plan of a model, and whether it has a chat template (None: nobody has looked);
+    no weight is read, nor fetched."""
     found, _ = _find(model, settings)
     from lowtide.llm import plan_model
+    from lowtide.model_folder.model_config import has_chat_template
 
-    return plan_model(found, **settings.engine_options())
+    plan = plan_model(found, **settings.engine_options())
+    return plan, has_chat_template(found) if isinstance(found, Path) else None
 
 
 def find_model(model: str, settings: Settings) -> Path:

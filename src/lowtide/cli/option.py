@@ -35,6 +35,7 @@ class Group(enum.Enum):
     """What an option is for; a command takes whole groups."""
 
     ENGINE = "Engine"
+    PROMPT = "Prompt"
     SAMPLING = "Answer"
     DIFFUSION = "Diffusion"
     OUTPUT = "Output"

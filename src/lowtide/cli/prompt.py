@@ -1,17 +1,63 @@
-"""Where a prompt comes from: a flag, token ids, or standard input."""
+"""Where a prompt comes from, a flag, token ids or standard input, and what becomes of it."""
 
 from __future__ import annotations
 
 import re
 import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lowtide.errors import UsageError
+
+if TYPE_CHECKING:
+    from lowtide.cli.answer import Prompt
+    from lowtide.model_folder.tokenizer import Tokenizer
 
 MAX_PROMPT_BYTES = 16 * 2**20
 MAX_TOKEN_ID = 2**31 - 1
 
 
-def read_prompt(text: str | None, ids: str | None) -> str | list[int]:
+@dataclass(frozen=True)
+class Question:
+    """What was asked, before it is known whether the model has a chat template.
+
+    content: text or token ids. system: what the model is told first. is_raw: no template.
+    """
+
+    content: str | list[int]
+    system: str | None = None
+    is_raw: bool = False
+
+    def __post_init__(self) -> None:
+        if self.system is not None and isinstance(self.content, list):
+            raise UsageError("--system is text for a chat template, and token ids have none.")
+        if self.system is not None and self.is_raw:
+            raise UsageError("--system is placed by the chat template, which --raw leaves out.")
+
+    def is_templated(self, tokenizer: Tokenizer | None) -> bool:
+        """Whether the model's chat template makes the prompt."""
+        if self.is_raw or isinstance(self.content, list):
+            return False
+        return tokenizer is not None and tokenizer.has_chat_template
+
+    def prompt(self, tokenizer: Tokenizer | None) -> Prompt:
+        """What the model is given. Raises UsageError for `system` without a template."""
+        if isinstance(self.content, str) and self.is_templated(tokenizer):
+            return [*system_message(self.system), {"role": "user", "content": self.content}]
+        if self.system is not None:
+            raise UsageError(
+                "--system: this model has no chat template that would place it; put it into the "
+                "prompt."
+            )
+        return self.content
+
+
+def system_message(text: str | None) -> list[dict[str, str]]:
+    """What a conversation begins with."""
+    return [] if text is None else [{"role": "system", "content": text}]
+
+
+def read_prompt(text: str | None, ids: str | None, model: str = "MODEL") -> str | list[int]:
     """The prompt that `-p` or `--prompt-ids` names; `-p -`, or neither with piped input, reads it.
 
     Raises UsageError if there is none, if there are two, or if it is empty or not UTF-8.
@@ -21,7 +67,10 @@ def read_prompt(text: str | None, ids: str | None) -> str | list[int]:
     if ids is not None:
         return parse_ids(ids)
     if text is None and sys.stdin.isatty():
-        raise UsageError("no prompt: give -p TEXT, --prompt-ids, or pipe the text in.")
+        raise UsageError(
+            "no prompt: give it after the model, by -p TEXT or --prompt-ids, or pipe it in; to "
+            f"talk, lowtide chat {model}."
+        )
     prompt = _read_stdin() if text is None or text == "-" else _checked(text)
     if not prompt:
         raise UsageError("the prompt is empty: give at least one character after -p.")

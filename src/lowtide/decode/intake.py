@@ -134,6 +134,19 @@ class Intake:
     def _stop_test(self, stop: Sequence[str]) -> StopTest | None:
         return StopTest(self._needed_tokenizer().stream(stop)) if stop else None
 
+    def max_new_tokens(self, num_prompt: int, asked: SamplingParams) -> int:
+        """How many tokens the context, or the model's positions, leave for an answer to so long a
+        prompt; 0 or less where it is too long itself."""
+        params = asked.diffusion
+        block_length = params.block_length or self.config.block_length
+        if not self.config.is_bidirectional:
+            canvas = align_up(self.context, block_length)
+            return min(canvas, self.config.max_positions) - num_prompt
+        num_copies = 2 if params.cfg_scale else 1  # see `_check_room`
+        granules = align_up(self.context, GRANULE_TOKENS) // GRANULE_TOKENS // num_copies
+        room = min(self.context, granules * GRANULE_TOKENS) - num_prompt
+        return room - room % (params.block_length or 1)
+
     def _check_room(self, num_prompt: int, params: SamplingParams) -> None:
         """See `check_fits`; guidance takes the room of a second sequence."""
         if not self.config.is_bidirectional:

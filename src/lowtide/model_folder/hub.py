@@ -33,7 +33,8 @@ from lowtide.model_folder.hub_model import HubModel, is_small
 from lowtide.model_folder.hub_requests import brief
 
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
-DEMO_NAMES = ("diffusion", "chat")
+DEMO_NAMES = ("diffusion", "autoregressive")
+OLD_DEMO_NAMES = {"chat": "autoregressive"}
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _REVISION = re.compile(r"[A-Za-z0-9][\w./+-]{0,199}")
@@ -91,7 +92,7 @@ def locate_model(reference: str, *, offline: bool = False) -> Path | HubModel:
     """Where a model is that is whole on this machine, or what the hub says of it.
 
     reference: a folder; a GGUF file (of several the first), for which a folder with no other
-    weights may stand; `demo:diffusion` or `demo:chat`; `org/name` or `org/name@revision`.
+    weights may stand; `demo:diffusion` or `demo:autoregressive`; `org/name` or `org/name@revision`.
     offline: look into the hub's cache only (also when HF_HUB_OFFLINE is set). A model that is
     whole in the cache is used, with a notice, where the hub cannot be asked.
     Raises HubError if there is no such model or the hub cannot be asked, UsageError for a
@@ -147,6 +148,7 @@ def tokenizer_file(folder: Path) -> Path:
 
 
 def _demo(name: str) -> Path:
+    name = OLD_DEMO_NAMES.get(name, name)
     if name not in DEMO_NAMES:
         choices = ", ".join(f"demo:{n}" for n in DEMO_NAMES)
         raise HubError(f"There is no demo model {name!r}; choose {choices}.")

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from lowtide.config import ModelConfig
+from lowtide.model_folder import tokenizer
 from lowtide.model_folder.gguf_file import is_gguf
 
 _NOTHING: Mapping[str, object] = MappingProxyType({})
@@ -22,3 +23,13 @@ def load_config(path: Path, overrides: Mapping[str, object] = _NOTHING) -> Model
     from lowtide.model_folder.gguf_model import GgufModel  # with every family
 
     return GgufModel.open(path).config(overrides)
+
+
+def has_chat_template(path: Path) -> bool:
+    """Of a folder or a GGUF file. Raises CheckpointError."""
+    if not is_gguf(path):
+        return tokenizer.has_chat_template(path)
+    from lowtide.model_folder.gguf_model import GgufModel  # with every family
+
+    found = GgufModel.open(path).tokenizer()
+    return found is not None and found.has_chat_template

@@ -26,6 +26,8 @@ from lowtide.model_folder.chat_template import (
 )
 from lowtide.model_folder.hub import tokenizer_file
 
+CONFIG_NAME = "tokenizer_config.json"
+
 MAX_TOKENIZER_BYTES = 128 << 20
 MAX_CONFIG_BYTES = 16 << 20
 MAX_TOKEN_ID = 2**31 - 1
@@ -51,11 +53,9 @@ class Tokenizer:
         if not os.path.lexists(path):
             return None
         backend = _read_tokenizer(path)
-        config_path = folder / "tokenizer_config.json"
-        exists = os.path.lexists(config_path)
-        config = read_object(config_path, MAX_CONFIG_BYTES) if exists else {}
+        config = _read_config(folder)
         template = read_template(folder, config)
-        with _blamed(f"{path} and {config_path.name} do not make a tokenizer", "Fetch them again"):
+        with _blamed(f"{path} and {CONFIG_NAME} do not make a tokenizer", "Fetch them again"):
             return cls(backend, config, template)
 
     def __init__(
@@ -181,6 +181,15 @@ class Tokenizer:
         return None if text is None else self.token_id(text)
 
 
+def has_chat_template(folder: Path) -> bool:
+    """Whether a folder's tokenizer has a chat template; the tokenizer itself is not read.
+
+    Raises CheckpointError as `Tokenizer.load`.
+    """
+    has_tokenizer = os.path.lexists(tokenizer_file(folder))
+    return has_tokenizer and read_template(folder, _read_config(folder)) is not None
+
+
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
     """`text` before the earliest of the stop strings; all of it where there is none."""
     ends = [end for string in stop if (end := text.find(string)) >= 0]
@@ -274,6 +283,11 @@ def _blamed(failure: str, way_out: str) -> Iterator[None]:
     except BaseException as error:
         reason = printable(str(error)[:300]) or type(error).__name__
         raise CheckpointError(f"{failure}: {reason}. {way_out}.") from error
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG_NAME
+    return read_object(path, MAX_CONFIG_BYTES) if os.path.lexists(path) else {}
 
 
 def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
