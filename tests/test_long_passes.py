@@ -115,14 +115,14 @@ def test_bytes_grow_with_the_rows_by_what_a_layer_must_hold(opened: OpenModel) -
 @pytest.mark.parametrize(
     ("family", "whole_buffers"),
     [
-        ("llada", {"hidden"}),
-        ("dream", {"hidden"}),
-        ("llada_moe", {"hidden", "normed", "routed"}),
+        ("llada", {"hidden", "all keys and values"}),
+        ("dream", {"hidden", "all keys and values"}),
+        ("llada_moe", {"hidden", "all keys and values", "normed", "routed"}),
     ],
 )
 def test_little_is_whole(family: str, whole_buffers: set[str], tmp_path: Path) -> None:
-    """In attention nothing but hidden states grows with the rows, and so in a dense MLP; experts
-    need all rows' inputs and sums."""
+    """In attention nothing but hidden states, keys and values grows with the rows, in a dense MLP
+    only the first; experts need all rows' inputs and sums."""
     opened = open_model(synth(family, "tiny", tmp_path / "m", seed=1), EngineConfig(context=256))
     sizes = []
     for num_rows in (4608, 9216):  # no remainders
@@ -170,11 +170,12 @@ def test_queries_wait_for_their_tiles(lengths: list[int], num_tiles: int) -> Non
 @pytest.mark.parametrize("family", ["llada", "llada_moe", "dream"])
 def test_several_sequences_in_chunks(family: str, tmp_path: Path) -> None:
     """Where tiles of queries and of products end elsewhere; one sequence sees cached keys, too."""
-    with LLM(synth(family, "tiny", tmp_path / "m"), context=64, dtype="float32") as llm:
+    model = synth(family, "tiny", tmp_path / "m")
+    with LLM(model, context=64, dtype="float32", kv_cache="prefix") as llm:
         engine = llm._engine
         opened, planner = engine.opened, plan_long_passes(engine.opened)
-        shape = list(opened.kv_shape)
-        shape[3] = 2048
+        num_layers, num_arrays, num_heads, _, width = opened.kv_shape
+        shape = (num_layers, num_arrays, num_heads, 2048, width)
         lengths, answers = (700, 130, 900), []
 
         def forward(batch: Batch, workspace: Workspace, cache: KVCache) -> Tensor:

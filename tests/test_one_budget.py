@@ -1,4 +1,4 @@
-"""A KV cache and expert slots under one budget: nobody ever has more than there is."""
+"""A KV cache, a workspace and expert slots under one budget: nobody ever has more than there is."""
 
 from __future__ import annotations
 
@@ -13,18 +13,23 @@ from lowtide.errors import PageError
 from lowtide.experts.elastic_slots import ElasticSlots
 from lowtide.experts.slots import SlotLedger
 from lowtide.memory.arena import ElasticArena
+from lowtide.memory.chunking import Counts
 from lowtide.memory.host_pages import HostPages
 from lowtide.memory.kv_cache import KVCache, KVRange, storage_shape
 from lowtide.memory.kv_pages import KVLayout, KVPages
 from lowtide.memory.pages import PageBudget
+from lowtide.memory.pass_planner import PassPlan
+from lowtide.memory.pass_plans import PagedRoom
+from lowtide.memory.planner import Placement
 
 PAGE = 4096
 NUM_TOKENS, NUM_SLOTS, SLOT_BYTES = 96, 12, 3 * PAGE // 2
+WORKSPACE_BYTES = 24 * PAGE
 
 
 class Machine:
-    """Memory for 96 tokens in two parts of 24 pages, and for twelve slots of a page and a half;
-    what it has is counted at every single call of the system."""
+    """Memory for 96 tokens in two parts of 24 pages, for twelve slots of a page and a half, and for
+    passes of up to 24 pages; what it has is counted at every single call of the system."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.held_bytes = 0
@@ -53,6 +58,16 @@ class Machine:
         self.arena = ElasticArena(Counting(NUM_SLOTS * SLOT_BYTES, PAGE), self.account)
         self.ledger = SlotLedger(1, NUM_SLOTS, NUM_SLOTS)
         self.slots = ElasticSlots(self.arena, SLOT_BYTES, self.ledger, 0)
+        workspace = self.budget.open("workspace")
+        self.room_arena = ElasticArena(Counting(WORKSPACE_BYTES, PAGE), workspace)
+        self.room = PagedRoom(self.room_arena, workspace, lambda: True)
+        self.room.gives_way()
+
+    def run_pass(self, range_bytes: int, library_bytes: int) -> None:
+        """Writes to all that it has asked for."""
+        placement = Placement({}, range_bytes)
+        self.room.hold(PassPlan(Counts(1, 1, 1), {}, placement, library_bytes, ""))
+        self.room.bytes[:range_bytes].fill_(7)
 
     def give_way(self, num_bytes: int) -> None:
         left_bytes = max(0, self.slots.num_bytes(self.slots.num_live) - num_bytes)
@@ -82,11 +97,16 @@ class Machine:
         shares = self.budget.shares()
         assert shares["KV cache"] == physical_bytes(self.kv_arena)
         assert shares["expert slots"] == physical_bytes(self.arena)
-        assert self.held_bytes == sum(shares.values()) <= self.budget.num_bytes
+        library_bytes = shares["workspace"] - physical_bytes(self.room_arena)
+        assert library_bytes >= 0
+        assert self.held_bytes + library_bytes == sum(shares.values()) <= self.budget.num_bytes
 
 
 actions = st.lists(
-    st.tuples(st.sampled_from(["join", "grow", "leave", "fill"]), st.integers(1, 60)), max_size=25
+    st.tuples(
+        st.sampled_from(["join", "grow", "leave", "fill", "pass", "trim"]), st.integers(1, 60)
+    ),
+    max_size=25,
 )
 
 
@@ -106,6 +126,13 @@ def test_memory_moves_and_is_never_more_than_the_budget(
                 ranges.append(cache.allocate(number))
             except PageError:  # what has to move finds no memory
                 pass
+        elif action == "pass":
+            try:
+                machine.run_pass(number * PAGE // 3, number * 100)
+            except PageError:  # nobody but sequences has anything
+                assert machine.slots.num_live == 0
+        elif action == "trim":
+            machine.room.trim()
         elif action == "leave" and kv is not None:
             ranges.remove(kv)
             cache.free(kv)
@@ -119,6 +146,7 @@ def test_memory_moves_and_is_never_more_than_the_budget(
         machine.check()
     for kv in ranges:
         cache.free(kv)
+    machine.room.shrink()
     machine.fill()
     machine.check()
     assert machine.slots.num_live == machine.slots.num_within(machine.budget.num_bytes)

@@ -19,6 +19,7 @@ from lowtide.memory.chunking import MAX_BUCKETS, Counts
 from lowtide.memory.pages import PageBudget
 from lowtide.memory.pass_planner import PassPlan, PassPlanner
 from lowtide.memory.pass_plans import PagedRoom, PassPlans
+from lowtide.memory.planner import Placement
 from lowtide.memory.poison import PoisonedWorkspace
 from lowtide.params import DiffusionParams, SamplingParams
 
@@ -143,6 +144,20 @@ def test_memory_comes_and_goes_with_the_passes(
     assert tight.needed_bytes <= long.needed_bytes and budget.num_free_bytes >= 0
     room.shrink()
     assert account.num_bytes == 0
+
+
+def test_what_libraries_held_is_given_back_for_a_larger_range(
+    budget: PageBudget, room: PagedRoom
+) -> None:
+    """What one pass needs less of does not pay for what the next one needs before it is free."""
+
+    def plan(range_bytes: int, library_bytes: int) -> PassPlan:
+        return PassPlan(Counts(1, 1, 1), {}, Placement({}, range_bytes), library_bytes, "")
+
+    half = budget.num_bytes // 2
+    room.hold(plan(half, half))
+    room.hold(plan(half + (1 << 20), half - (1 << 20)))
+    assert budget.num_free_bytes == 0
 
 
 def test_others_give_way_to_a_pass_or_it_is_refused(

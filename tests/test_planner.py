@@ -25,6 +25,7 @@ from lowtide.layers.batch import Batch, Segment
 from lowtide.llm import LLM
 from lowtide.memory.arena import Arena
 from lowtide.memory.kv_cache import KVCache
+from lowtide.memory.kv_turns import KVTurns
 from lowtide.memory.planner import Graph, Moment, Place, Placement, Transient, first_fit
 from lowtide.memory.poison import PoisonedWorkspace
 from lowtide.memory.workspace import Buffers, Registrar, Workspace
@@ -186,7 +187,10 @@ def test_a_pass_touches_what_was_planned_and_has_the_same_bits(folder: Path) -> 
         engine = llm._engine
         config, placement = engine.opened.config, register(engine.opened).graph.placement
         poisoned = PoisonedWorkspace(Arena(placement.arena_bytes).bytes, placement)
-        cache = KVCache(torch.zeros(engine.opened.kv_shape, dtype=engine.opened.dtype))
+        kv_shape, dtype = engine.opened.kv_shape, engine.opened.dtype
+        cache = KVCache(torch.zeros(kv_shape, dtype=dtype))
+        if not engine.opened.keeps_keys:
+            cache = KVTurns(kv_shape, dtype)
         compute = Compute(engine.executor, engine.model.compute.kernels, poisoned)
         weights = engine.model.weights
         model = families()[config.family].model()(config, weights, engine.experts, cache, compute)

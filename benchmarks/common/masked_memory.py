@@ -64,7 +64,6 @@ def _measure_side(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
 def _measure_ours(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     form = HeadForm(settings.get("form", HeadForm.FUSED.value))
     model = StepModel(folder, form=form)
-    num_tokens = settings["num_tokens"]
     plan = plan_of(model, settings)
     with model.loaded() as engine:
         warm_up_tokens = settings.get("warm_up_tokens", LEAST_TOKENS)
@@ -78,12 +77,11 @@ def _measure_ours(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
             "step_s": step_s,
             "start_bytes": start_bytes,
             "step_bytes": step_bytes,
-            "planned_bytes": model.needed_bytes(num_tokens, plan),
+            "planned_bytes": plan.needed_bytes,
             "arena_bytes": plan.placement.arena_bytes,
             "arena_resident_bytes": resident_within(
                 step.memory.bytes.data_ptr(), step.memory.num_bytes
             ),
-            "kv_bytes": model.kv_bytes(num_tokens),
             "chunks": dict(plan.chunks),
             "binding": plan.binding,
             "num_masked": plan.counts.logit_rows,

@@ -72,10 +72,10 @@ def _trace_side(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _trace_ours(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Its workspace, its keys and values, and what libraries allocate besides. The two peaks are
-    added up, whether they are at one time or not."""
+    """Its workspace, and what libraries allocate besides. The two peaks are added up, whether they
+    are at one time or not."""
     model = StepModel(folder)
-    num_tokens, plan = settings["num_tokens"], plan_of(model, settings)
+    plan = plan_of(model, settings)
     with model.loaded() as engine:
         PlannedStep(engine, model.least_plan(LEAST_TOKENS, LEAST_TOKENS), model.form).run()
         moments: list[Moment] = []
@@ -84,11 +84,9 @@ def _trace_ours(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
         traced = trace(step.run)
         moments.append(Moment(time.perf_counter(), 0))
     planned, library = use_of(moments), use_of(traced.moments)
-    kv_bytes = model.kv_bytes(num_tokens)
     return {
-        "peak_bytes": planned.peak_bytes + library.peak_bytes + kv_bytes,
-        "byte_seconds": (planned.average_bytes + library.average_bytes + kv_bytes)
-        * library.seconds,
+        "peak_bytes": planned.peak_bytes + library.peak_bytes,
+        "byte_seconds": (planned.average_bytes + library.average_bytes) * library.seconds,
         "seconds": library.seconds,
         "library_peak_bytes": library.peak_bytes,
         "chunks": dict(plan.chunks),

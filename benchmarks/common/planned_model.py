@@ -6,7 +6,6 @@ change. Other forms of the step, for an ablation, are planned and run in the sam
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -29,7 +28,8 @@ from lowtide.kernels.row_statistics import Wanted
 from lowtide.layers.batch import Batch, Segment
 from lowtide.memory.arena import Arena
 from lowtide.memory.chunking import Asked, Counts
-from lowtide.memory.kv_cache import GRANULE_TOKENS, KVCache, KVRange
+from lowtide.memory.kv_cache import GRANULE_TOKENS, KVRange
+from lowtide.memory.kv_turns import KVTurns
 from lowtide.memory.pass_planner import PassPlan
 from lowtide.memory.template import bounds
 from lowtide.memory.workspace import Workspace
@@ -66,23 +66,14 @@ class StepModel:
     def counts(self, num_tokens: int, num_masked: int) -> Counts:
         return Counts(num_tokens, num_tokens, num_tokens, num_masked, (_ASKED,))
 
-    def kv_bytes(self, num_tokens: int) -> int:
-        """Of keys and values, which all layers take turns with."""
-        return _kv_cache(self.opened, num_tokens, "meta").nbytes
-
-    def needed_bytes(self, num_tokens: int, plan: PassPlan) -> int:
-        """All that a step of this plan takes beside the weights."""
-        return plan.needed_bytes + self.kv_bytes(num_tokens)
-
     def least_plan(self, num_tokens: int, num_masked: int) -> PassPlan:
         """With every operator divided as far as it takes."""
         counts = self.counts(num_tokens, num_masked)
         return self.planner.plan(counts, self.planner.least_bytes(counts))
 
     def plan(self, num_tokens: int, num_masked: int, free_bytes: int) -> PassPlan:
-        """With as few chunks as fit beside keys and values."""
-        counts = self.counts(num_tokens, num_masked)
-        return self.planner.plan(counts, free_bytes - self.kv_bytes(num_tokens))
+        """With as few chunks as fit."""
+        return self.planner.plan(self.counts(num_tokens, num_masked), free_bytes)
 
     def plan_of(self, num_tokens: int, num_masked: int, chunks: Mapping[str, int]) -> PassPlan:
         """With these chunk counts, whatever it takes."""
@@ -94,7 +85,7 @@ class StepModel:
         """The longest sequence whose step fits, however its operators are divided."""
         return self.planner.longest(
             lambda num_tokens: self.counts(num_tokens, num_masked_of(num_tokens)),
-            lambda num_tokens: free_bytes - self.kv_bytes(num_tokens),
+            lambda num_tokens: free_bytes,
             limit,
         )
 
@@ -124,8 +115,7 @@ class PlannedStep:
         self.memory = self.arena or Arena(self.plan.placement.arena_bytes)
         self.workspace = self.make_workspace(self.memory.bytes)
         self.workspace.adopt(self.plan.placement, self.plan.chunks)
-        storage = _kv_cache(opened, num_tokens, "cpu")
-        kv_cache = KVCache(storage)
+        kv_cache = _kv_cache(opened, num_tokens)
         compute = Compute(self.engine.executor, opened.kernels, self.workspace)
         self.model = type(self.engine.model)(
             config, self.engine.model.weights, self.engine.experts, kv_cache, compute
@@ -168,10 +158,7 @@ def _batch(token_ids: Tensor, kv: KVRange) -> Batch:
     return Batch(token_ids, torch.arange(num_rows), (segment,), step)
 
 
-def _kv_cache(opened: OpenModel, num_tokens: int, device: str) -> Tensor:
-    shape = list(opened.kv_shape)
-    shape[3] = align_up(num_tokens, GRANULE_TOKENS)
-    if device == "meta":
-        return torch.empty(shape, dtype=opened.dtype, device=device)
-    num_bytes = math.prod(shape) * opened.dtype.itemsize
-    return Arena(num_bytes, grows_slowly=True).tensor(0, tuple(shape), opened.dtype)
+def _kv_cache(opened: OpenModel, num_tokens: int) -> KVTurns:
+    num_layers, num_arrays, num_heads, _, width = opened.kv_shape
+    num_tokens = align_up(num_tokens, GRANULE_TOKENS)
+    return KVTurns((num_layers, num_arrays, num_heads, num_tokens, width), opened.dtype)

@@ -23,11 +23,10 @@ def plan_request(
     """All plans of one request, whose masks become fewer one by one: how many, and how long each
     takes that was not known."""
     planner = _forgetful(model.planner, model.counts(num_tokens, max_masked))
-    free = free_bytes - model.kv_bytes(num_tokens)
     plans, seconds = {}, []
     for masked in range(max_masked, 0, -1):
         start_s = time.perf_counter()
-        plan = planner.plan_step(model.counts(num_tokens, masked), max_masked, free)
+        plan = planner.plan_step(model.counts(num_tokens, masked), max_masked, free_bytes)
         elapsed_s = time.perf_counter() - start_s
         if plan.counts not in plans:
             seconds.append(elapsed_s)

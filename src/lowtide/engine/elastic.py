@@ -1,8 +1,10 @@
-"""Memory that a KV cache and expert slots share: the host's, or that of an emulated device.
+"""Memory that a KV cache, a workspace and expert slots share: the host's, or that of an emulated
+device.
 
 A plan has room for a whole context and for so many slots. As long as sequences are short, what the
-KV cache does not use holds more experts; when a sequence grows or joins, the coldest of them give
-way. So the plan's promise is the worst case, and every step has all of the budget.
+KV cache does not use, and the workspace of bidirectional passes, holds more experts; when a
+sequence grows or joins, the coldest of them give way. So the plan's promise is the worst case, and
+every step has all of the budget.
 """
 
 from __future__ import annotations
@@ -13,16 +15,19 @@ import numpy as np
 
 from lowtide.core import BoolArray, MemoryPlan, MoEShape, align_up
 from lowtide.engine.opening import OpenModel
+from lowtide.engine.pass_room import group_bytes, paged_room
+from lowtide.engine.registering import largest_counts, planner_of
 from lowtide.errors import PageError
 from lowtide.experts.elastic_slots import ElasticSlots, LentSlots
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.experts.slots import SlotLedger
 from lowtide.hardware import available_memory_bytes
-from lowtide.memory.arena import HUGE_PAGE_BYTES, ElasticArena
+from lowtide.memory.arena import ElasticArena
 from lowtide.memory.host_pages import HostPages
 from lowtide.memory.kv_cache import GRANULE_TOKENS, KVCache
 from lowtide.memory.kv_pages import KVLayout, KVPages
 from lowtide.memory.pages import PageBudget
+from lowtide.memory.pass_plans import PagedRoom
 from lowtide.policies.lending import Use, grown, shrunk, worth_lending
 
 KV_GROUP_BYTES = 4096
@@ -36,29 +41,41 @@ _PATIENCE_STEPS = 64
 
 
 class Division(NamedTuple):
-    """How far the budget of a tier may be divided between a KV cache and expert slots."""
+    """How far the budget of a tier may be divided among a KV cache, a workspace and expert slots.
 
-    budget_bytes: int  # for both
+    Only passes that have plans of their own have a workspace whose memory moves, only what is kept
+    from pass to pass a cache.
+    """
+
+    budget_bytes: int  # for all of them
     slot_group_bytes: int
-    num_slots: int  # that there can be at most, while the cache is empty
-    kv: KVLayout  # of all tokens that there can be, while slots are no more than they have to be
+    num_slots: int  # that there can be at most, while the others are empty
+    kv: KVLayout | None  # of all tokens that there can be, while slots are as few as they can be
+    workspace_bytes: int  # of the largest pass, with no operator divided where that can be; or 0
 
     @classmethod
     def of(cls, opened: OpenModel, plan: MemoryPlan) -> Division:
-        """The planned cache and slots are within the budget, and so is every other division."""
-        tier, planned = plan.fast_tier, KVLayout(opened.kv_shape, opened.dtype)
-        group_bytes = _group_bytes(tier.num_slots * tier.slot_bytes)
-        fixed_bytes = tier.dense_bytes + tier.workspace_bytes + tier.ring_bytes
-        slots_bytes = align_up(tier.num_slots * tier.slot_bytes, group_bytes)
-        kv_bytes = planned.address_bytes(KV_GROUP_BYTES)
+        """The planned division is within the budget, and so is every other one."""
+        tier, planner = plan.fast_tier, planner_of(opened)
+        slot_group_bytes = group_bytes(tier.num_slots * tier.slot_bytes)
+        fixed_bytes = tier.dense_bytes + tier.ring_bytes
+        planned_bytes = align_up(tier.num_slots * tier.slot_bytes, slot_group_bytes)
+        whole_bytes = 0
+        if planner is None:
+            fixed_bytes += tier.workspace_bytes
+        else:
+            whole_bytes = planner.whole_bytes(largest_counts(opened))
+            planned_bytes += tier.workspace_bytes + group_bytes(tier.workspace_bytes) - 1
+        kv = KVLayout(opened.kv_shape, opened.dtype) if opened.keeps_keys else None
+        planned_bytes += 0 if kv is None else kv.address_bytes(KV_GROUP_BYTES)
         # Whole pages may be a little more than the plan has: its overhead names some.
-        budget_bytes = max(tier.budget_bytes - fixed_bytes, kv_bytes + slots_bytes)
+        budget_bytes = max(tier.budget_bytes - fixed_bytes, planned_bytes)
         num_slots = min(plan.num_experts, budget_bytes // tier.slot_bytes)
-        least_bytes = align_up(plan.num_staging * tier.slot_bytes, group_bytes)
-        kv = planned
-        if not opened.config.is_bidirectional:  # whose passes are as long as the cache
-            kv = planned.longest(budget_bytes - least_bytes, KV_GROUP_BYTES, GRANULE_TOKENS)
-        return cls(budget_bytes, group_bytes, num_slots, kv)
+        least_bytes = align_up(plan.num_staging * tier.slot_bytes, slot_group_bytes)
+        if kv is not None and not opened.config.is_bidirectional:  # or passes are as long as it
+            kv = kv.longest(budget_bytes - least_bytes, KV_GROUP_BYTES, GRANULE_TOKENS)
+        workspace_bytes = min(whole_bytes, budget_bytes)
+        return cls(budget_bytes, slot_group_bytes, num_slots, kv, workspace_bytes)
 
 
 def elastic_tokens(opened: OpenModel, plan: MemoryPlan) -> int:
@@ -66,38 +83,50 @@ def elastic_tokens(opened: OpenModel, plan: MemoryPlan) -> int:
     experts have slots for good."""
     if not opened.options.elastic or plan.fast_tier.num_slots == plan.num_experts:
         return 0
-    return Division.of(opened, plan).kv.shape[3]
+    kv = Division.of(opened, plan).kv
+    return (opened.kv_shape if kv is None else kv.shape)[3]
 
 
 class SharedMemory:
-    """Addresses for a KV cache and for expert slots, which draw on one budget."""
+    """Addresses for a KV cache, for a workspace and for expert slots, which draw on one budget.
+
+    `kv` and `room` are None where there is no such thing, or its memory does not move.
+    """
 
     def __init__(self, opened: OpenModel, plan: MemoryPlan) -> None:
         """Raises PlanError where there are not as many addresses."""
         division = Division.of(opened, plan)
-        layout = division.kv
         self.tier = plan.fast_tier
         self.num_slots = division.num_slots
         self.max_range_tokens = opened.max_sequence_tokens
         self.budget = PageBudget(division.budget_bytes)
-        self.kv_account = self.budget.open("KV cache")
+        self.kv = None if division.kv is None else _kv_pages(self.budget, division.kv)
+        self.room: PagedRoom | None = None
+        if division.workspace_bytes:
+            self.room = paged_room(division.workspace_bytes, self.budget, self._lacks_slots)
+            self.room.gives_way()
         self.slots_account = self.budget.open("expert slots")
-        pages = HostPages(layout.address_bytes(KV_GROUP_BYTES), KV_GROUP_BYTES)
-        arena = ElasticArena(pages, self.kv_account, layout.num_parts, available_memory_bytes)
-        self.kv = KVPages(arena, layout)
         self.arena = ElasticArena(
             HostPages(self.num_slots * self.tier.slot_bytes, division.slot_group_bytes),
             self.slots_account,
             free_bytes=available_memory_bytes,
         )
 
-    def make_cache(self) -> KVCache:
-        return KVCache(self.kv.storage, self.kv, self.max_range_tokens)
+    @property
+    def others_bytes(self) -> int:
+        """What all have together but the slots."""
+        return self.budget.num_bytes - self.budget.num_free_bytes - self.slots_account.num_bytes
+
+    def make_cache(self, kv: KVPages) -> KVCache:
+        return KVCache(kv.storage, kv, self.max_range_tokens)
 
     def close(self) -> None:
         """Gives all memory back; nobody uses any of it any more."""
         self.slots_account.give_way = None
-        self.kv.close()
+        if self.kv is not None:
+            self.kv.close()
+        if self.room is not None:
+            self.room.close()
         self.arena.close()
 
     def open_slots(self, shape: MoEShape) -> LentSlots:
@@ -105,6 +134,10 @@ class SharedMemory:
         ledger = SlotLedger(shape.num_layers, shape.num_experts, self.num_slots)
         self.slots = ElasticSlots(self.arena, self.tier.slot_bytes, ledger, self.tier.num_slots)
         return LentSlots(ledger, self.arena)
+
+    def _lacks_slots(self) -> bool:
+        """Whether experts have a use for memory that a pass can do without."""
+        return self.slots.num_live < self.num_slots
 
 
 class Tier(Protocol):
@@ -120,7 +153,7 @@ class Tier(Protocol):
 
 
 class ElasticMemory:
-    """Decides when memory moves between the KV cache and the expert slots, and has it moved.
+    """Decides when memory moves to and from the expert slots, and has it moved.
 
     On the engine's thread, between passes or at the beginning of one.
     """
@@ -134,8 +167,8 @@ class ElasticMemory:
         ledger = self._tier.ledger
         experts.use = self._use = Use(ledger.num_layers, ledger.num_experts)
         self._num_staging = plan.num_staging
-        self._growth_bytes = 0.0  # that sequences take per step
-        self._kv_bytes = 0
+        self._growth_bytes = 0.0  # that sequences and their passes take per step
+        self._others_bytes = 0
         self._num_patient = 0
         self.num_given = self.num_moved = self.num_lent = 0
         shared.slots_account.give_way = self.give_way
@@ -169,8 +202,11 @@ class ElasticMemory:
 
     def settle(self) -> None:
         """After a pass: lends to the slots what sequences will not want soon."""
-        kv_bytes = self._shared.kv_account.num_bytes
-        growth_bytes, self._kv_bytes = max(0, kv_bytes - self._kv_bytes), kv_bytes
+        if self._shared.room is not None:
+            self._shared.room.trim()
+        others_bytes = self._shared.others_bytes
+        growth_bytes = max(0, others_bytes - self._others_bytes)
+        self._others_bytes = others_bytes
         self._growth_bytes += _NEWEST * (growth_bytes - self._growth_bytes)
         self._num_patient = max(0, self._num_patient - 1)
         num_live = self._num_worth_having()
@@ -231,6 +267,7 @@ class ElasticMemory:
         return np.stack([ledger.is_resident(layer) for layer in range(ledger.num_layers)])
 
 
-def _group_bytes(num_bytes: int) -> int:
-    """Huge pages, but where slots are too small for one more to be nothing."""
-    return HUGE_PAGE_BYTES if num_bytes >= 32 * HUGE_PAGE_BYTES else KV_GROUP_BYTES
+def _kv_pages(budget: PageBudget, layout: KVLayout) -> KVPages:
+    pages = HostPages(layout.address_bytes(KV_GROUP_BYTES), KV_GROUP_BYTES)
+    account = budget.open("KV cache")
+    return KVPages(ElasticArena(pages, account, layout.num_parts, available_memory_bytes), layout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -260,14 +261,25 @@ class OpenModel:
         return choose_kernels(self.options.kernels, self.dtype, device)
 
     @property
+    def keeps_keys(self) -> bool:
+        """Whether keys and values outlast a pass: in exact mode nothing of a bidirectional one is
+        kept, and layers take turns in the workspace."""
+        return not self.config.is_bidirectional or self.cache_mode is not CacheMode.EXACT
+
+    @property
     def kv_shape(self) -> tuple[int, int, int, int, int]:
+        """[layers, arrays, kv_heads, tokens, width] of keys and values; where they are not kept,
+        of the layer whose turn it is."""
         config = self.config
-        # In exact mode nothing of a bidirectional pass is kept, and layers take turns.
-        is_kept = not config.is_bidirectional or self.cache_mode is not CacheMode.EXACT
-        num_layers = config.num_layers if is_kept else 1
+        num_layers = config.num_layers if self.keeps_keys else 1
         num_arrays, num_heads, width = config.attention.cache_shape
         num_tokens = align_up(self.context, config.block_length)
         return storage_shape(num_layers, num_heads, width, num_tokens, num_arrays)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of the keys and values that are kept from pass to pass."""
+        return math.prod(self.kv_shape) * self.dtype.itemsize if self.keeps_keys else 0
 
 
 def open_model(reference: str | Path, options: EngineConfig) -> OpenModel:

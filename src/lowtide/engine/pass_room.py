@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from lowtide.core import MemoryPlan
 from lowtide.engine.opening import OpenModel
 from lowtide.engine.registering import largest_counts, planner_of, register
+from lowtide.hardware import available_memory_bytes
 from lowtide.kernels.choice import HOST
 from lowtide.memory.arena import HUGE_PAGE_BYTES, Arena, ElasticArena
 from lowtide.memory.cuda_streams import plan_errors
@@ -30,12 +32,16 @@ class WorkspaceMemory(NamedTuple):
     plans: PassPlans | None  # None: all passes have the plan of the largest
 
 
-def workspace_memory(opened: OpenModel, plan: MemoryPlan, device: torch.device) -> WorkspaceMemory:
-    """Of the plan's size. Raises PlanError where the system refuses it."""
+def workspace_memory(
+    opened: OpenModel, plan: MemoryPlan, device: torch.device, shared: PagedRoom | None = None
+) -> WorkspaceMemory:
+    """Of the plan's size, or `shared` with others. Raises PlanError where the system refuses it."""
     num_bytes, planner = plan.fast_tier.workspace_bytes, planner_of(opened)
     if planner is None:
         placement = register(opened).graph.placement
         return WorkspaceMemory(_range(placement.arena_bytes, device), placement, None)
+    if shared is not None:
+        return WorkspaceMemory(shared.bytes, UNPLANNED, PassPlans(planner, shared))
     if device == HOST and sys.platform.startswith("linux"):
         room = paged_room(num_bytes, PageBudget(num_bytes + group_bytes(num_bytes) - 1))
         return WorkspaceMemory(room.bytes, UNPLANNED, PassPlans(planner, room))
@@ -45,10 +51,15 @@ def workspace_memory(opened: OpenModel, plan: MemoryPlan, device: torch.device) 
     return WorkspaceMemory(buffer, UNPLANNED, PassPlans(planner, fixed))
 
 
-def paged_room(num_bytes: int, budget: PageBudget) -> PagedRoom:
-    """Addresses for so many bytes, with an account of the budget."""
-    account = budget.open("workspace")
-    return PagedRoom(ElasticArena(HostPages(num_bytes, group_bytes(num_bytes)), account), account)
+def paged_room(
+    num_bytes: int, budget: PageBudget, is_wanted: Callable[[], bool] | None = None
+) -> PagedRoom:
+    """Addresses for so many bytes, with an account of the budget; is_wanted: whether others have a
+    better use for what a pass can do without, by default nobody."""
+    account, pages = budget.open("workspace"), HostPages(num_bytes, group_bytes(num_bytes))
+    free_bytes = None if is_wanted is None else available_memory_bytes
+    arena = ElasticArena(pages, account, free_bytes=free_bytes)
+    return PagedRoom(arena, account, is_wanted)
 
 
 def group_bytes(num_bytes: int) -> int:

@@ -6,7 +6,6 @@ No weight is read.
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import fields, replace
 
 import torch
@@ -126,7 +125,7 @@ def _needs(opened: OpenModel) -> Needs:
     least_bytes, whole_bytes = workspace_bytes(opened)
     needs = Needs(
         dense_bytes=opened.dense.num_bytes,
-        kv_cache_bytes=math.prod(opened.kv_shape) * opened.dtype.itemsize,
+        kv_cache_bytes=opened.kv_bytes,
         workspace_bytes=least_bytes,
         whole_workspace_bytes=whole_bytes,
         ring_bytes=ring_bytes(opened.largest_read_bytes),

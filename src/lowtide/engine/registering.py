@@ -7,7 +7,7 @@ any of them is planned.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -31,6 +31,7 @@ from lowtide.layers.batch import Batch, KVRange, Segment
 from lowtide.layers.causal_attention import CAUSAL_ROWS
 from lowtide.memory.chunking import MAX_REMAINDER, TILE_ROWS, Asked, Counts
 from lowtide.memory.kv_cache import KVCache
+from lowtide.memory.kv_turns import KVTurns
 from lowtide.memory.pass_planner import PassPlanner
 from lowtide.memory.template import Sample, Template
 from lowtide.memory.workspace import Registrar
@@ -56,7 +57,7 @@ def register(opened: OpenModel, num_rows: int | None = None) -> Registrar:
     if key not in opened.passes:
         opened.passes[key] = registrar = Registrar()
         for segment in _largest_segments(opened, num_rows):
-            model, hidden = _run_forward(opened, registrar, segment)
+            model, hidden = _run_forward(opened, registrar, [segment])
             if opened.config.is_bidirectional:
                 _run_head(opened, model, hidden, len(hidden), EVERY_KIND)
     return opened.passes[key]
@@ -79,7 +80,7 @@ def plan_long_passes(opened: OpenModel) -> PassPlanner:
     is_divided = resolve_device(opened.options.device) != "cpu"
     return PassPlanner(
         register(opened, MAX_PASS_ROWS).graph,
-        Template.fit([_forward_sample(opened, *sample) for sample in _SAMPLES]),
+        Template.fit([_forward_sample(opened, *sample) for sample in _samples(opened)]),
         partial(_head_template, opened),
         frozenset({"experts"} if is_divided else ()),
     )
@@ -91,20 +92,24 @@ def largest_counts(opened: OpenModel) -> Counts:
     return Counts(num_rows, num_rows, num_rows, num_rows, (EVERY_KIND[-1],))
 
 
-# Tokens, those of a block, keys; chunks. Together they tell apart all that sizes depend on, tiles
-# with remainders included; the last ones check.
-_SAMPLES: tuple[tuple[Counts, Mapping[str, int]], ...] = (
-    (Counts(3072, 3072, 3072), {}),
-    (Counts(4608, 4608, 4608), {}),
-    (Counts(3072, 3072, 3600), {}),
-    (Counts(3080, 3080, 3080), {}),  # a remainder after tiles of 512 and of 768
-    (Counts(2568, 2568, 2568), {}),  # of 512 alone
-    (Counts(3072, 3072, 3072), {"mlp": 2}),
-    (Counts(3072, 3072, 3072), {"experts": 2}),
-    (Counts(3072, 3072, 3072), {"attention": 2}),
-    (Counts(3850, 3850, 4000), {"mlp": 1, "experts": 3, "attention": 1}),
-    (Counts(2600, 2600, 2600), {"mlp": 3, "experts": 1, "attention": 2}),
-)
+def _samples(opened: OpenModel) -> list[tuple[Counts, Mapping[str, int]]]:
+    """Tokens, those of a block, keys; chunks. Together they tell apart all that sizes depend on,
+    tiles with remainders included; the last ones check."""
+    # Keys that are there already, or where none are ever a second sequence beside a longer one.
+    others = Counts(3072, 3072, 3600) if opened.keeps_keys else Counts(3600, 3072, 3072)
+    return [
+        (Counts(3072, 3072, 3072), {}),
+        (Counts(4608, 4608, 4608), {}),
+        (others, {}),
+        (Counts(3080, 3080, 3080), {}),  # a remainder after tiles of 512 and of 768
+        (Counts(2568, 2568, 2568), {}),  # of 512 alone
+        (Counts(3072, 3072, 3072), {"mlp": 2}),
+        (Counts(3072, 3072, 3072), {"experts": 2}),
+        (Counts(3072, 3072, 3072), {"attention": 2}),
+        (others._replace(tokens=3850, block=3072), {"mlp": 1, "experts": 3, "attention": 3}),
+        (Counts(2600, 2600, 2600), {"mlp": 3, "experts": 1, "attention": 2}),
+    ]
+
 
 # Rows of logits, and chunks of them, of a pass of so many rows.
 _HEAD_TOKENS = 2048
@@ -120,10 +125,13 @@ def _wanted_of_passes(opened: OpenModel) -> tuple[bool, bool]:
 
 
 def _forward_sample(opened: OpenModel, counts: Counts, chunks: Mapping[str, int]) -> Sample:
-    num_rows, num_keys = counts.tokens, counts.keys
-    segment = Segment(0, num_rows, num_keys - num_rows, num_keys, KVRange(0, num_keys))
+    block, num_keys, num_others = counts.block, counts.keys, counts.tokens - counts.block
+    segments = [Segment(0, block, num_keys - block, num_keys, KVRange(0, num_keys))]
+    if num_others:
+        others = KVRange(num_keys, num_others)
+        segments.append(Segment(block, counts.tokens, 0, num_others, others))
     registrar = Registrar(chunks)
-    _run_forward(opened, registrar, segment)
+    _run_forward(opened, registrar, segments)
     return Sample(counts, chunks, registrar.graph)
 
 
@@ -132,7 +140,7 @@ def _head_template(opened: OpenModel, asked: Asked) -> Template:
     for num_rows, chunks in _HEAD_SAMPLES:
         registrar = Registrar(chunks)
         segment = Segment(0, _HEAD_TOKENS, 0, _HEAD_TOKENS, KVRange(0, _HEAD_TOKENS))
-        model, hidden = _run_forward(opened, registrar, segment, has_layers=False)
+        model, hidden = _run_forward(opened, registrar, [segment], has_layers=False)
         _run_head(opened, model, hidden, num_rows, [asked])
         counts = Counts(_HEAD_TOKENS, _HEAD_TOKENS, _HEAD_TOKENS, num_rows, (asked,))
         samples.append(Sample(counts, chunks, registrar.graph))
@@ -140,25 +148,32 @@ def _head_template(opened: OpenModel, asked: Asked) -> Template:
 
 
 def _run_forward(
-    opened: OpenModel, registrar: Registrar, segment: Segment, has_layers: bool = True
+    opened: OpenModel, registrar: Registrar, segments: Sequence[Segment], has_layers: bool = True
 ) -> tuple[Decoder, Tensor]:
     """Runs a pass, and logits of a tile of rows after it; the model and its hidden states."""
     config = replace(opened.config, num_layers=opened.config.num_leading_layers)
     if not has_layers:
         config = replace(config, num_layers=0, experts=None)
-    kv_shape = list(opened.kv_shape)
-    kv_shape[3] = segment.kv.capacity
-    kv_cache = KVCache(torch.empty(kv_shape, dtype=opened.dtype, device=META))
+    num_rows, num_tokens = segments[-1].stop, sum(one.kv.capacity for one in segments)
+    kv_cache = _meta_cache(opened, num_tokens)
     wanted = _wanted_of_passes(opened)
     experts = ExpertRegistrar(opened.config.moe_shape, *wanted)
     compute = Compute(InlineExecutor(num_threads(opened)), REFERENCE, registrar, META)
     model_class = families()[config.family].model()
-    rows = torch.empty(segment.stop, dtype=torch.int64, device=META)
+    rows = torch.empty(num_rows, dtype=torch.int64, device=META)
     with Uncomputed():
         model = model_class(config, opened.dense.meta(), experts, kv_cache, compute)
-        hidden = model.forward(Batch(rows, rows, (segment,), Step(StepKind.DENOISE, 0)))
+        hidden = model.forward(Batch(rows, rows, tuple(segments), Step(StepKind.DENOISE, 0)))
         model.logits(hidden[: LOGIT_ROWS + MAX_REMAINDER])
     return model, hidden
+
+
+def _meta_cache(opened: OpenModel, num_tokens: int) -> KVCache:
+    num_layers, num_arrays, num_heads, _, width = opened.kv_shape
+    shape = (num_layers, num_arrays, num_heads, num_tokens, width)
+    if not opened.keeps_keys:
+        return KVTurns(shape, opened.dtype)
+    return KVCache(torch.empty(shape, dtype=opened.dtype, device=META))
 
 
 def num_threads(opened: OpenModel) -> int:

@@ -6,7 +6,6 @@ Knows nothing of prompts.
 from __future__ import annotations
 
 import logging
-import math
 from contextlib import ExitStack
 
 import torch
@@ -29,6 +28,7 @@ from lowtide.kernels.choice import HOST
 from lowtide.memory.arena import Arena
 from lowtide.memory.cuda_streams import plan_errors
 from lowtide.memory.kv_cache import KVCache
+from lowtide.memory.kv_turns import KVTurns
 from lowtide.memory.workspace import Workspace
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.models.decoder import Weights
@@ -53,7 +53,9 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
         executor = _make_executor(config, plan)
         undo.callback(executor.close)
         shared = SharedMemory(opened, plan) if plan.elastic_tokens else None
-        memory = workspace_memory(opened, plan, _dense_device(plan))
+        memory = workspace_memory(
+            opened, plan, _dense_device(plan), None if shared is None else shared.room
+        )
         weights, kv_cache, compute = _load_dense(
             opened, plan, executor, reader, progress, shared, Workspace(*memory)
         )
@@ -115,13 +117,10 @@ def _load_dense(
     device = _dense_device(plan)
     if device == HOST:
         weights = opened.dense.load(reader, progress)
-        kv_cache = _kv_cache(opened, shared)
     else:
         with plan_errors(opened.dense.num_bytes, "GPU memory for dense weights"):
             weights = opened.dense.load_onto(device, reader, progress)
-        with plan_errors(plan.fast_tier.kv_cache_bytes, "GPU memory for keys and values"):
-            storage = torch.zeros(opened.kv_shape, dtype=opened.dtype, device=device)
-            kv_cache = KVCache(storage, max_range_tokens=opened.max_sequence_tokens)
+    kv_cache = _kv_cache(opened, shared, device)
     kernels = opened.kernels_on(device)
     # Beside a device the host's threads are its experts'.
     dense_executor = executor if plan.gpu is None else InlineExecutor()
@@ -133,10 +132,15 @@ def _dense_device(plan: MemoryPlan) -> torch.device:
     return torch.device("cuda") if plan.device == "cuda" else HOST
 
 
-def _kv_cache(opened: OpenModel, shared: SharedMemory | None) -> KVCache:
-    if shared is not None:
-        return shared.make_cache()
-    num_bytes = math.prod(opened.kv_shape) * opened.dtype.itemsize
-    arena = Arena(num_bytes, grows_slowly=True)
-    storage = arena.tensor(0, opened.kv_shape, opened.dtype)
+def _kv_cache(opened: OpenModel, shared: SharedMemory | None, device: torch.device) -> KVCache:
+    if not opened.keeps_keys:
+        return KVTurns(opened.kv_shape, opened.dtype)
+    if shared is not None and shared.kv is not None:
+        return shared.make_cache(shared.kv)
+    if device == HOST:
+        arena = Arena(opened.kv_bytes, grows_slowly=True)
+        storage = arena.tensor(0, opened.kv_shape, opened.dtype)
+    else:
+        with plan_errors(opened.kv_bytes, "GPU memory for keys and values"):
+            storage = torch.zeros(opened.kv_shape, dtype=opened.dtype, device=device)
     return KVCache(storage, max_range_tokens=opened.max_sequence_tokens)

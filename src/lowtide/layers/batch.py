@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from lowtide.core import Step
 from lowtide.memory.chunking import Asked, Counts
-from lowtide.memory.kv_cache import KVRange
+from lowtide.memory.kv_cache import KVCache, KVRange
 
 __all__ = ["Batch", "KVRange", "Segment"]
 
@@ -55,3 +55,17 @@ class Batch:
             self.logit_rows,
             self.asked,
         )
+
+    def placed(self, kv_cache: KVCache) -> Batch:
+        """The same, with keys and values where they are in this pass; sees to their memory.
+
+        Raises PageError where nobody gives it.
+        """
+        ranges = [
+            kv_cache.of_pass(one.kv, slice(one.start, one.stop), one.end_position)
+            for one in self.segments
+        ]
+        if all(one.kv is kv for one, kv in zip(self.segments, ranges, strict=True)):
+            return self
+        pairs = zip(self.segments, ranges, strict=True)
+        return replace(self, segments=tuple(replace(one, kv=kv) for one, kv in pairs))

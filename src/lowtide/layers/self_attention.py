@@ -49,6 +49,7 @@ class GroupedAttention:
 
     def forward(self, x: Tensor, norm: Norm, batch: Batch, rotations: Rotations) -> None:
         """`x += attention(norm(x))`, x [rows, hidden] in the compute dtype."""
+        self._kv_cache.open_layer(len(x), self._compute.workspace)
         if len(x) <= TILE_ROWS:
             self._run_short(x, norm, batch, rotations.whole)
         elif self._window or self._sinks is not None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from lowtide.core import align_up
 from lowtide.errors import InternalError, PlanError
 from lowtide.memory.kv_pages import KVPages
+from lowtide.memory.workspace import Buffers
 
 GRANULE_TOKENS = 16
 """Ranges start on such multiples, so that a sequence's place never changes an alignment."""
@@ -52,8 +53,8 @@ class KVCache:
 
     `storage` is of a `storage_shape`, in the compute dtype. Of a range only what was written is
     ever touched, so that memory which is physical from its first use on grows with the sequences.
-    With `pages` that memory is asked for before it is used, and given back after. A model of which
-    nothing is kept from pass to pass has storage for one layer, in which all take turns.
+    With `pages` that memory is asked for before it is used, and given back after. Where nothing is
+    kept from pass to pass there is a `KVTurns` instead (`memory/kv_turns.py`).
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class KVCache:
 
     def place(self, layer: int) -> int:
         """Which of the storage's layers has a model's layer."""
-        return layer % len(self._arrays)
+        return layer
 
     @property
     def num_free_tokens(self) -> int:
@@ -124,6 +125,14 @@ class KVCache:
         num_usable = min(align_up(num_tokens, GROWTH_TOKENS), kv_range.capacity)
         self._pages.commit(kv_range.start, kv_range.start + num_usable)
         kv_range.num_usable = num_usable
+
+    def of_pass(self, kv_range: KVRange, rows: slice, num_tokens: int) -> KVRange:
+        """Where a pass, of which these rows are the range's, has its first `num_tokens` tokens."""
+        self.prepare(kv_range, num_tokens)
+        return kv_range
+
+    def open_layer(self, num_rows: int, workspace: Buffers) -> None:
+        """Before a layer of a pass of so many rows writes anything; until its scope ends."""
 
     def write(
         self, layer: int, kv_range: KVRange, position: int, key: Tensor, value: Tensor

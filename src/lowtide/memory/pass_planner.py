@@ -55,6 +55,7 @@ class PassPlanner:
     """Operators that take each tile by itself, however much room there is."""
     _templates: dict[tuple[Asked, ...], Template] = field(default_factory=dict)
     _plans: dict[tuple[Counts, int, int], PassPlan] = field(default_factory=dict)
+    _least_bytes: dict[Counts, int] = field(default_factory=dict)
 
     def plan(self, counts: Counts, free_bytes: int, range_bytes: int | None = None) -> PassPlan:
         """With the fewest chunks that fit. Raises PlanError, with the numbers, where none does.
@@ -81,7 +82,12 @@ class PassPlanner:
 
     def least_bytes(self, counts: Counts) -> int:
         """Needed by all passes of up to such counts, where every tile is by itself."""
-        return self._needed(counts, self._most_chunks(counts)).needed_bytes
+        if counts not in self._least_bytes:
+            if len(self._least_bytes) == MAX_PLANS:
+                self._least_bytes.clear()
+            graph = self._needed(counts, self._most_chunks(counts))
+            self._least_bytes[counts] = graph.needed_bytes
+        return self._least_bytes[counts]
 
     def whole_bytes(self, counts: Counts) -> int:
         """Needed where every operator takes all rows together."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from lowtide.errors import PlanError
@@ -9,6 +11,9 @@ from lowtide.memory.arena import ElasticArena
 from lowtide.memory.chunking import Counts
 from lowtide.memory.pages import PageAccount
 from lowtide.memory.pass_planner import PassPlan, PassPlanner
+
+REMEMBERED_PASSES = 16
+"""How many passes' memory is kept for the next one: those of requests that take turns."""
 
 
 class Room(Protocol):
@@ -22,6 +27,11 @@ class Room(Protocol):
     @property
     def can_ask(self) -> bool:
         """Whether others may give way for more."""
+        ...
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether others have a better use for what a pass can do without."""
         ...
 
     def range_bytes(self, free_bytes: int) -> int:
@@ -49,11 +59,12 @@ class PassPlans:
 
     def _plan(self, counts: Counts) -> PassPlan:
         room, free_bytes = self._room, self._room.free_bytes
-        try:
-            return self.planner.plan(counts, free_bytes, room.range_bytes(free_bytes))
-        except PlanError:
-            if not room.can_ask:
-                raise
+        if not room.is_wanted:
+            try:
+                return self.planner.plan(counts, free_bytes, room.range_bytes(free_bytes))
+            except PlanError:
+                if not room.can_ask:
+                    raise
         return self.planner.plan(counts, self.planner.least_bytes(counts))
 
 
@@ -72,6 +83,10 @@ class FixedRoom:
     def can_ask(self) -> bool:
         return False
 
+    @property
+    def is_wanted(self) -> bool:
+        return False
+
     def range_bytes(self, free_bytes: int) -> int:
         return self._range_bytes
 
@@ -82,10 +97,19 @@ class FixedRoom:
 class PagedRoom:
     """A range whose memory comes and goes on account of a budget, with what libraries take."""
 
-    def __init__(self, arena: ElasticArena, account: PageAccount) -> None:
+    def __init__(
+        self,
+        arena: ElasticArena,
+        account: PageAccount,
+        is_wanted: Callable[[], bool] | None = None,
+    ) -> None:
+        """is_wanted: see `Room`; by default nobody wants anything."""
         self._arena = arena
         self._account = account
+        self._is_wanted = is_wanted
         self._library_bytes = 0
+        # Of the last passes, range and libraries.
+        self._held: deque[tuple[int, int]] = deque(maxlen=REMEMBERED_PASSES)
         self.bytes = arena.bytes  # uint8: only what the present plan has may be used
 
     @property
@@ -99,23 +123,54 @@ class PagedRoom:
         others = self._account.budget.accounts
         return any(other is not self._account and other.give_way is not None for other in others)
 
+    @property
+    def is_wanted(self) -> bool:
+        return self._is_wanted is not None and self._is_wanted()
+
+    def gives_way(self) -> None:
+        """Lets others of the budget have its memory between passes."""
+        self._account.give_way = self._give_way
+
     def range_bytes(self, free_bytes: int) -> int:
-        return free_bytes
+        return min(free_bytes, self._arena.part_bytes)
 
     def hold(self, plan: PassPlan) -> None:
         arena, range_bytes = self._arena, plan.placement.arena_bytes
-        num_more = arena.missing_bytes(0, range_bytes) + plan.library_bytes - self._library_bytes
+        library_more = max(0, plan.library_bytes - self._library_bytes)
+        num_more = arena.missing_bytes(0, range_bytes) + library_more
         if num_more > self._account.budget.num_free_bytes:
             self.shrink(plan)
-        if plan.library_bytes > self._library_bytes:
-            self._account.draw(plan.library_bytes - self._library_bytes)
+        if library_more:
+            self._account.draw(library_more)
             self._library_bytes = plan.library_bytes
         arena.commit(0, range_bytes)
+        self._held.append((range_bytes, plan.library_bytes))
 
     def shrink(self, plan: PassPlan | None = None) -> None:
         """Gives back what a plan has no need of; all of it without one."""
-        range_bytes = 0 if plan is None else plan.placement.arena_bytes
-        library_bytes = 0 if plan is None else plan.library_bytes
+        if plan is None:
+            self._keep(0, 0)
+        else:
+            self._keep(plan.placement.arena_bytes, plan.library_bytes)
+
+    def trim(self) -> None:
+        """Gives back, between passes, what none of the last ones had need of."""
+        if self._held:
+            self._keep(*map(max, zip(*self._held, strict=True)))
+
+    def close(self) -> None:
+        """Gives back everything; nothing may use it any more."""
+        self._account.give_way = None
+        self._keep(0, 0)
+        self._arena.close()
+
+    def _give_way(self, num_bytes: int) -> None:
+        library_bytes = max(0, self._library_bytes - num_bytes)
+        num_bytes -= self._library_bytes - library_bytes
+        self._keep(max(0, self._arena.committed_bytes - num_bytes), library_bytes)
+
+    def _keep(self, range_bytes: int, library_bytes: int) -> None:
+        """No more than so much."""
         self._arena.release(range_bytes, self._arena.part_bytes)
         if library_bytes < self._library_bytes:
             self._account.give_back(self._library_bytes - library_bytes)

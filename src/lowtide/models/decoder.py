@@ -151,8 +151,7 @@ class Decoder(ABC):
         Returns [rows, hidden] in the compute dtype; writes all rows' keys and values. Raises
         PlanError where there is no room for such a pass.
         """
-        for segment in batch.segments:
-            self.kv_cache.prepare(segment.kv, segment.end_position)
+        batch = batch.placed(self.kv_cache)
         workspace = self.compute.workspace
         workspace.begin(batch.counts)
         num_rows, dtype = batch.token_ids.shape[0], self.kv_cache.dtype

@@ -1,0 +1,46 @@
+"""Keys and values of which nothing is kept from pass to pass: a transient of the workspace."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowtide.core import ALIGNMENT, align_up
+from lowtide.errors import InternalError
+from lowtide.memory.kv_cache import KVCache, KVRange
+from lowtide.memory.workspace import Buffers
+
+
+class KVTurns(KVCache):
+    """Of a bidirectional model whose passes compute everything anew.
+
+    While a layer attends, keys and values of the pass's rows lie in the workspace, in the order of
+    the rows; then the next layer's do. What sequences have for longer are ranges of numbers alone,
+    which bound how many rows a pass has.
+    """
+
+    def __init__(self, shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
+        """shape: a `storage_shape` of one layer, for as many tokens as a pass may have."""
+        # On the meta device: the ranges move in it as in any cache, and nothing is there.
+        super().__init__(torch.empty(shape, dtype=dtype, device="meta"))
+
+    def place(self, layer: int) -> int:
+        return 0
+
+    def of_pass(self, kv_range: KVRange, rows: slice, num_tokens: int) -> KVRange:
+        if rows.stop - rows.start != num_tokens:
+            raise InternalError(
+                f"A pass has {rows.stop - rows.start} rows of a sequence of {num_tokens} tokens, "
+                "of which nothing is kept."
+            )
+        return KVRange(rows.start, num_tokens)
+
+    def open_layer(self, num_rows: int, workspace: Buffers) -> None:
+        _, num_arrays, num_heads, _, width = self._storage.shape
+        # Whole units of alignment per row: where a sequence lies then never changes one.
+        itemsize = self._storage.dtype.itemsize
+        row_width = align_up(width * itemsize, ALIGNMENT) // itemsize
+        shape = (num_arrays, num_heads, num_rows, row_width)
+        held: Tensor = workspace.take("all keys and values", shape, self._storage.dtype)
+        arrays = held[..., :width]
+        self._arrays = [(arrays[0], arrays[-1])]

@@ -1,0 +1,143 @@
+"""Bidirectional passes whose workspace shares its memory with expert slots: the same words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_elastic_arena import physical_bytes
+
+from lowtide import LLM, DiffusionParams, SamplingParams
+from lowtide.engine import wiring
+from lowtide.engine.elastic import ElasticMemory
+from lowtide.engine.engine import Engine
+from lowtide.errors import PageError
+from lowtide.lab.synth import synth
+from lowtide.llm import plan_model
+from lowtide.memory.poison import PoisonedWorkspace
+
+CONTEXT = 1024
+PROMPT = np.random.default_rng(1).integers(0, 40, 900).tolist()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synth("llada_moe", "tiny", tmp_path_factory.mktemp("made") / "m", seed=2)
+
+
+def answers(llm: LLM) -> tuple[list[list[int]], torch.Tensor]:
+    """Of a sequence that is nearly all prompt, of one that is nearly all masks, of two short ones."""
+    found = []
+    for num_prompt, max_tokens, steps in ((900, 64, 2), (60, 640, 2), (20, 32, 32), (400, 16, 2)):
+        diffusion = DiffusionParams(steps=steps, block_length=max_tokens)
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, diffusion=diffusion)
+        [completion] = llm.generate([PROMPT[:num_prompt]], params)
+        found.append(list(completion.token_ids))
+    return found, llm.logits(PROMPT[:700])
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> tuple[list[list[int]], torch.Tensor]:
+    with LLM(model, context=CONTEXT) as llm:
+        return answers(llm)
+
+
+def elastic_of(llm: LLM) -> ElasticMemory:
+    def look(engine: Engine) -> ElasticMemory:
+        assert engine.elastic is not None
+        return engine.elastic
+
+    return llm._loop.look(look)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, int]]]:
+    """Who had what after every pass: never more than the budget, every page somebody's."""
+    shares: list[dict[str, int]] = []
+    settle = ElasticMemory.settle
+
+    def watch(self: ElasticMemory) -> None:
+        settle(self)
+        shared = self._shared
+        shares.append(shared.budget.shares())
+        assert shared.budget.num_free_bytes >= 0
+        assert shared.room is not None
+        assert physical_bytes(shared.arena) == shares[-1]["expert slots"]
+        assert physical_bytes(shared.room._arena) <= shares[-1]["workspace"]
+        assert self._slots.num_live >= self._num_staging
+
+    monkeypatch.setattr(ElasticMemory, "settle", watch)
+    yield shares
+
+
+@pytest.mark.parametrize("policy", ["lru", "lowtide"])
+@pytest.mark.parametrize("kv_cache", [True, "prefix"])
+def test_slots_have_what_passes_do_not_need(
+    policy: str,
+    kv_cache: bool | str,
+    model: Path,
+    expected: tuple[list[list[int]], torch.Tensor],
+    watched: list[dict[str, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NaN wherever nothing is alive."""
+    monkeypatch.setattr(wiring, "Workspace", PoisonedWorkspace)
+    options: dict[str, Any] = {"context": CONTEXT, "kv_cache": kv_cache}
+    plan = plan_model(model, **options)
+    host_memory = plan.minimum_bytes + 4 * plan.host.slot_bytes
+    found = []
+    for elastic in (False, True):
+        with LLM(model, policy=policy, elastic=elastic, host_memory=host_memory, **options) as llm:
+            found.append(answers(llm))
+            stats, num_slots = llm.stats(), llm.plan.host.num_slots
+    if kv_cache is True:
+        found.append(expected)
+    for ids, logits in found[1:]:
+        assert ids == found[0][0] and torch.equal(logits, found[0][1])
+    assert ("KV cache" in watched[0]) == (kv_cache == "prefix")
+    assert stats["num_slots_lent"] > 0 and stats["num_slots_given"] > 0
+    most = max(shares["expert slots"] for shares in watched)
+    assert most > num_slots * plan.host.slot_bytes
+    workspace = [shares["workspace"] for shares in watched]
+    assert max(workspace) > 1.8 * min(workspace)
+    assert most + max(workspace) > host_memory - plan.host.dense_bytes - plan.host.ring_bytes
+
+
+def test_a_device_shares_its_own_memory(
+    model: Path,
+    expected: tuple[list[list[int]], torch.Tensor],
+    watched: list[dict[str, int]],
+) -> None:
+    options: dict[str, Any] = {"context": CONTEXT, "device": "emulated", "policy": "lru"}
+    plan = plan_model(model, **options)
+    assert plan.gpu is not None
+    gpu_memory = plan.minimum_bytes + 8 * plan.gpu.slot_bytes
+    with LLM(model, elastic=True, gpu_memory=gpu_memory, **options) as llm:
+        ids, logits = answers(llm)
+        assert ids == expected[0] and torch.equal(logits, expected[1])
+        assert llm.stats()["num_slots_lent"] > 0
+    assert {"workspace", "expert slots"} == watched[0].keys()
+
+
+def test_a_pass_that_the_system_refuses_fails_alone_and_memory_returns(
+    model: Path, expected: tuple[list[list[int]], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_model(model, context=CONTEXT)
+    host_memory = plan.minimum_bytes + 4 * plan.host.slot_bytes
+    with LLM(model, policy="lru", elastic=True, context=CONTEXT, host_memory=host_memory) as llm:
+        shared = elastic_of(llm)._shared
+        assert shared.room is not None
+        llm.logits(PROMPT[:20])
+        limit_bytes = 0
+        for arena in (shared.room._arena, shared.arena):
+            monkeypatch.setattr(arena, "_free_bytes", lambda: limit_bytes)
+        with pytest.raises(PageError, match="workspace wants"):
+            llm.logits(PROMPT)
+        limit_bytes = 1 << 40
+        assert torch.equal(llm.logits(PROMPT[:700]), expected[1])
+    assert physical_bytes(shared.arena) == physical_bytes(shared.room._arena) == 0
+    assert shared.budget.num_free_bytes == shared.budget.num_bytes
