@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answers(llm: LLM) -> tuple[list[list[int]], torch.Tensor]:
-    """Of a sequence that is nearly all prompt, of one that is nearly all masks, of two short ones."""
+    """Of a sequence that is nearly all prompt, of one nearly all masks, of two short ones."""
     found = []
     for num_prompt, max_tokens, steps in ((900, 64, 2), (60, 640, 2), (20, 32, 32), (400, 16, 2)):
         diffusion = DiffusionParams(steps=steps, block_length=max_tokens)

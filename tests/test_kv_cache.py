@@ -16,6 +16,8 @@ from lowtide.core import align_up
 from lowtide.errors import InternalError, PlanError
 from lowtide.hardware import resident_bytes
 from lowtide.memory.kv_cache import GRANULE_TOKENS, KVCache, KVRange, storage_shape
+from lowtide.memory.kv_turns import KVTurns
+from lowtide.memory.workspace import Workspace
 
 
 def make_cache(num_tokens: int, num_layers: int = 1, kv_heads: int = 1) -> KVCache:
@@ -196,3 +198,20 @@ def test_storage_is_whole_granules(num_tokens: int) -> None:
     assert (layers, both, heads, head_dim) == (3, 2, 2, 8)
     assert tokens % GRANULE_TOKENS == 0
     assert num_tokens <= tokens < num_tokens + GRANULE_TOKENS
+
+
+def test_keys_of_which_nothing_is_kept_lie_by_the_rows_of_a_pass() -> None:
+    """A pass has whole sequences, wherever their ranges are; each row begins on an alignment."""
+    turns = KVTurns(storage_shape(1, 2, 4, 64), torch.float32)
+    turns.allocate(16)
+    kv_range = turns.of_pass(turns.allocate(30), slice(5, 35), 30)
+    workspace = Workspace(torch.zeros(1 << 16, dtype=torch.uint8))
+    turns.open_layer(35, workspace)
+    key, value = torch.randn(2, 30, 2, 4).unbind()
+    turns.write(turns.place(7), kv_range, 0, key, value)
+    keys, values = turns.read(0, kv_range, 30)
+    assert torch.equal(keys, key.transpose(0, 1)) and torch.equal(values, value.transpose(0, 1))
+    assert workspace.top == 2 * 2 * 35 * 64
+    assert all(row.data_ptr() % 64 == 0 for row in keys[1])
+    with pytest.raises(InternalError, match="A pass has 30 rows of a sequence of 31 tokens"):
+        turns.of_pass(kv_range, slice(5, 35), 31)
