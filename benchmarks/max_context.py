@@ -4,8 +4,9 @@ The sides take one denoising step as published, lowtide the same by its plan: (a
 class in transformers, (b) the official forward for a flat batch, (c) that compiled. Models have the
 published shapes and two layers; the bytes of all other layers are charged against the cap. Every
 measurement has a process of its own. What a step takes grows in a straight line with the sequence:
-it is measured at three lengths or more (lowtide's with all operators divided as far as it takes),
-and the longest sequence is where the line meets the cap. Where that fits in this machine and in
+it is measured at three lengths or more (lowtide's with all operators divided as far as it takes;
+glibc gives back at once what any side frees, or what its heaps keep would bend the line), and the
+longest sequence is where the line meets the cap. Where that fits in this machine and in
 `--max-step` seconds it is run, and each cell says which. r_p is the prompt's share of all tokens;
 the published step computes all logits, so only lowtide's depends on it.
 
@@ -15,6 +16,7 @@ The paper's ratios are 32.98 (a), 26.74 (b) and 15.89 (c), over both GPUs, all m
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from common.arguments import run_script
-from common.growth import Cell, Growth, StepTime, mean_ratios
+from common.growth import MIN_POINTS, Cell, Growth, StepTime, mean_ratios
 from common.masked_memory import OURS
 from common.masked_shapes import MODELS, MaskedShape, masked_shapes, num_masked, settings_of
 from common.masked_sides import SIDES
@@ -43,6 +45,9 @@ PROCESS_BYTES = 1 << 30
 MAX_TOKENS = 1 << 24
 WARM_UP_TOKENS = 2048
 GIGA = 1_000_000_000
+GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+"""glibc's: larger buffers are mappings of their own, which end when they are freed."""
+
 NO_LIMIT = MemoryLimit("none", "a step's memory is measured, not limited")
 
 
@@ -57,10 +62,14 @@ class Line:
     step_s: dict[int, float] = field(default_factory=dict)
 
     def measure(self, num_tokens: int) -> dict[str, Any]:
-        row = in_process("masked step", self._settings(num_tokens), NO_LIMIT, 0)
+        row = in_process("masked step", self._settings(num_tokens), NO_LIMIT, 0, GIVES_BACK)
+        self.add(num_tokens, row)
+        return row
+
+    def add(self, num_tokens: int, row: Mapping[str, Any]) -> None:
+        """What a step was measured to take."""
         self.step_bytes[num_tokens] = row["step_bytes"]
         self.step_s[num_tokens] = row["step_s"]
-        return row
 
     @property
     def growth(self) -> Growth:
@@ -92,6 +101,7 @@ def main() -> None:
         "our_lengths": options.lengths,
         "their_lengths": options.their_lengths,
         "max_step_s": options.max_step,
+        "theirs": None if options.theirs is None else options.theirs.name,
         "is_quick": options.quick,
     }
     recorder = Recorder("max_context", settings, options.out)
@@ -109,8 +119,10 @@ def main() -> None:
 def _cells(recorder: Recorder, shape: MaskedShape, options: argparse.Namespace) -> list[Cell]:
     """All of one model."""
     shape.folder(NUM_LAYERS)
+    known = [] if options.theirs is None else options.theirs.read_text().splitlines()
     theirs = {
-        side: _line(recorder, Line(shape, side, 0.0), options.their_lengths)
+        side: _known_line([json.loads(row) for row in known], Line(shape, side, 0.0))
+        or _line(recorder, Line(shape, side, 0.0), options.their_lengths)
         for side in options.sides
     }
     caps_bytes = [int(cap * GIGA) for cap in options.caps]
@@ -147,6 +159,15 @@ def _line(recorder: Recorder, line: Line, lengths: Sequence[int]) -> Line:
         f"{growth.residual:.2%}{'' if is_straight else ' (NOT a straight line)'}"
     )
     return line
+
+
+def _known_line(rows: Sequence[Mapping[str, Any]], line: Line) -> Line | None:
+    """As an earlier run has measured it; None where it has not."""
+    names = {"what": "step", **_names(line)}
+    for row in rows:
+        if names.items() <= row.items():
+            line.add(row["num_tokens"], row)
+    return line if len(line.step_bytes) >= MIN_POINTS else None
 
 
 def _reach(recorder: Recorder, line: Line, cap_bytes: int, max_step_s: float) -> dict[str, Any]:
@@ -201,7 +222,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--caps", type=float, nargs="+", help="in GB (24 40)")
     parser.add_argument("--shares", type=float, nargs="+", help="r_p (0.1 0.5 0.9)")
     parser.add_argument("--lengths", type=int, nargs="+", help="of lowtide's (4096 8192 16384)")
-    parser.add_argument("--their-lengths", type=int, nargs="+", help="(2048 4096 8192)")
+    parser.add_argument("--their-lengths", type=int, nargs="+", help="(1024 2048 4096)")
+    parser.add_argument(
+        "--theirs", type=Path, help="the other sides' steps are those of this file of JSON lines"
+    )
     parser.add_argument(
         "--max-step", type=float, help="seconds of a step that is run (120; 600 with --full)"
     )
@@ -215,7 +239,7 @@ def _options() -> argparse.Namespace:
     options.shares = options.shares or ([0.5] if is_quick else [0.1, 0.5, 0.9])
     ours = [8192, 16384, 32768] if is_quick else [4096, 8192, 16384]
     options.lengths = options.lengths or ours + ([32768] if is_full else [])
-    options.their_lengths = options.their_lengths or [2048, 4096, 8192]
+    options.their_lengths = options.their_lengths or [1024, 2048, 4096]
     options.max_step = options.max_step or (600.0 if is_full else 120.0)
     if is_quick:
         options.max_step = min(options.max_step, 10.0)

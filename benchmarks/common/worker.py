@@ -29,15 +29,21 @@ LIMIT_SLACK_BYTES = 1 << 30
 
 
 def in_process(
-    task: str, settings: Settings, limit: MemoryLimit, limit_bytes: int
+    task: str,
+    settings: Settings,
+    limit: MemoryLimit,
+    limit_bytes: int,
+    variables: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The answer of `task`, run in a fresh process under `limit`.
+    """The answer of `task`, run in a fresh process under `limit`; variables: of its environment,
+    beside those of this one.
 
     Raises InternalError with what the process said when it fails.
     """
     command = [sys.executable, "-m", "common.worker", task, json.dumps(dict(settings))]
     paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment |= variables or {}
     with limit.limited(command, limit_bytes) as limited:
         done = subprocess.run(limited, env=environment, stdout=subprocess.PIPE, text=True)
     if done.returncode:
