@@ -7,6 +7,8 @@ Both are written as Hugging Face checkpoint folders that any loader of the real 
 
     python tools/train_demo.py all --work /tmp/demo --ar-minutes 50 --diffusion-minutes 60
     python tools/train_demo.py evaluate --work /tmp/demo --model src/lowtide/demo/diffusion
+    python tools/train_demo.py ar --work /tmp/many --tokenizer src/lowtide/demo/tokenizer.json \
+        --experts 64 --expert-width 32 --experts-per-token 6
 
 Nothing here is imported by the engine, and nothing of the engine is imported here: the model is
 written a second time, for training, so the checkpoints also test the engine's own reading of them.
@@ -98,13 +100,19 @@ def train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def prepare(work: Path, vocab_size: int) -> dict[str, Tensor]:
-    """The token streams {train, held_out}, made once and kept in the work folder."""
+def prepare(work: Path, vocab_size: int, made: Path | None) -> dict[str, Tensor]:
+    """The token streams {train, held_out}, made once and kept in the work folder.
+
+    made: a tokenizer to use instead of one that is trained on the corpus.
+    """
     stream_path = work / "tokens.safetensors"
     if stream_path.exists():
         return load_file(stream_path)
     splits = read_corpus()
-    tokenizer = train_tokenizer(splits["train"], vocab_size)
+    if made is None:
+        tokenizer = train_tokenizer(splits["train"], vocab_size)
+    else:
+        tokenizer = Tokenizer.from_file(str(made))
     tokenizer.save(str(work / "tokenizer.json"))
     streams = {}
     for split, documents in splits.items():
@@ -1018,14 +1026,19 @@ def report(line: str) -> None:
 
 
 def run_stage(options: argparse.Namespace, kind: str) -> None:
-    streams = prepare(options.work, Args().vocab_size)
+    args = Args(
+        num_experts=options.experts,
+        moe_intermediate_size=options.expert_width,
+        num_experts_per_tok=options.experts_per_token,
+    )
+    streams = prepare(options.work, args.vocab_size, options.tokenizer)
     torch.manual_seed(options.seed)
     out: Path = options.work / "out"
     if kind == "ar":
-        model, name = Model(Args()), "autoregressive"
+        model, name = Model(args), "autoregressive"
         budget = Budget(options.ar_steps, options.ar_minutes)
     else:
-        model, name = Model(Args()), "diffusion"
+        model, name = Model(args), "diffusion"
         state = load_file(options.work / "ar.state.safetensors")
         model.load_state_dict({n: state[f"model.{n}"] for n in model.state_dict()})
         budget = Budget(options.diffusion_steps, options.diffusion_minutes)
@@ -1055,6 +1068,10 @@ def parse_options() -> argparse.Namespace:
         "--publish", type=Path, help="also copy each checkpoint into this folder of demos"
     )
     parser.add_argument("--model", type=Path, help="what to evaluate; default both of out/")
+    parser.add_argument("--tokenizer", type=Path, help="default: one is trained on the corpus")
+    parser.add_argument("--experts", type=int, default=Args.num_experts, help="of a layer")
+    parser.add_argument("--expert-width", type=int, default=Args.moe_intermediate_size)
+    parser.add_argument("--experts-per-token", type=int, default=Args.num_experts_per_tok)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ar-steps", type=int, default=4000)
     parser.add_argument("--ar-minutes", type=float, default=0.0, help="0: no limit")
@@ -1073,7 +1090,7 @@ def main() -> None:
     options = parse_options()
     options.work.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    streams = prepare(options.work, Args().vocab_size)
+    streams = prepare(options.work, Args().vocab_size, options.tokenizer)
     if options.command in ("ar", "all"):
         run_stage(options, "ar")
     if options.command in ("diffusion", "all"):
