@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.core import Costs, Curve, Facts, RoutedTokens
-from lowtide.policies.assignment import AllFetch, AllHost, Balance, HostAlone
+from lowtide.policies.assignment import AllFetch, AllHost, Assign, Balance, HostAlone
 from lowtide.policies.buddy_gates import Gates, Psi
 from lowtide.policies.buddy_search import UNBOUNDED
-from lowtide.policies.late import Late, late_queues
-from lowtide.policies.miss import Rho
+from lowtide.policies.late import Late, waits_of
+from lowtide.policies.miss import LayerTwins, Rho
+from lowtide.policies.plain_buddies import absent_of, late_queues
 from lowtide.policies.receipt import Receipts, replaced
 from lowtide.policies.substitution import check_substituted
 
@@ -30,15 +31,24 @@ def costs(link_s: float = 1.0, host_s: float = 1.0, disk_s: float = 0.0) -> Cost
     return Costs(10, link_s, Curve([(1, host_s)]), one_s, one_s, 0.0, disk_s, 4)
 
 
-def queues(facts: Facts, assign: object = None) -> list[tuple[list[int], int]]:
-    made = late_queues(facts, ROUTING, assign or HostAlone())  # type: ignore[arg-type]
+NOBODY: tuple[list[int], int] = ([], 0)
+
+
+def queues(facts: Facts, assign: Assign | None = None) -> list[tuple[list[int], int]]:
+    layers = LayerTwins(random_buddies(1, 6), Gates(), Psi(), Rho())
+    state = layers.state(facts, ROUTING)
+    made = late_queues(state, absent_of(state), waits_of(facts, assign or HostAlone()))
     return [(queue.experts.tolist(), queue.num_late) for queue in made]
 
 
 def test_a_host_alone_gives_up_reads_that_end_after_its_residents() -> None:
     """Residents 0, 1 and 2 take 3 s: 3 reads of 1 s fit, of 1.5 s two, of 4 s none."""
     for read_s, num_late in ((1.0, 0), (1.5, 1), (4.0, 3)):
-        assert queues(routed_facts(ROUTING, HERE, costs=costs(read_s))) == [([4, 5, 3], num_late)]
+        assert queues(routed_facts(ROUTING, HERE, costs=costs(read_s))) == [
+            ([4, 5, 3], num_late),
+            NOBODY,
+            NOBODY,
+        ]
 
 
 def test_beside_a_device_disk_link_and_host_have_queues_of_their_own() -> None:

@@ -10,6 +10,7 @@ from time import perf_counter
 import numpy as np
 import torch
 
+from lowtide.buddies import BuddyTwins
 from lowtide.config import ExpertSpec
 from lowtide.core import Costs, Curve, MemoryPlan
 from lowtide.devices.emulated_speeds import measure_device_s
@@ -32,7 +33,6 @@ from lowtide.experts.runtime import ExpertRuntime
 from lowtide.experts.transfer import ticket_result
 from lowtide.kernels.choice import compiled_buddies
 from lowtide.layers.router import Router, SigmoidRouter
-from lowtide.policies.buddy_search import FindBuddies, search_buddies
 from lowtide.policies.decision import Policies
 from lowtide.policies.miss import Weighing
 from lowtide.policies.online_tau import ONLINE_TAUS, TauChange
@@ -150,7 +150,7 @@ def _setting(
         on_tau_change=_log_tau,
         seed=opened.options.seed or 0,
         weighing=_weighing(opened.config.moe),
-        find=_find_buddies(opened),
+        twins=_buddy_twins(opened),
     )
     if calibration is None:
         return setting
@@ -168,13 +168,12 @@ def _setting(
     return setting
 
 
-def _find_buddies(opened: OpenModel) -> FindBuddies:
-    """Compiled where kernels may be and the policy substitutes, else the plain twin."""
+def _buddy_twins(opened: OpenModel) -> BuddyTwins | None:
+    """Compiled where kernels may be and the policy substitutes; None: the plain ones."""
     policy, options = opened.options.policy, opened.options.policy_options
     if opened.options.kernels == "reference" or not substitutes(policy, options):
-        return search_buddies
-    compiled = compiled_buddies()
-    return search_buddies if compiled is None else lambda search: compiled.find(*search)
+        return None
+    return compiled_buddies()
 
 
 def _weighing(spec: ExpertSpec) -> Weighing:

@@ -57,11 +57,11 @@ def why_no_triton(device: torch.device) -> str | None:
 
 @functools.cache
 def compiled_buddies() -> CompiledBuddies | None:
-    """BuddyMoE's Algorithm 1; None where nothing can be compiled, with one notice in the log."""
+    """What substitutes; None where nothing can be compiled, with one notice in the log."""
     try:
         return CompiledBuddies.load()
     except (StorageError, UnsupportedError) as error:
-        _log.warning("%s Buddies are searched for in Python.", error)
+        _log.warning("%s Substitution will take longer: it is decided in Python.", error)
         return None
 
 

@@ -9,18 +9,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
+from lowtide.buddies import TokenGates
 from lowtide.core import (
     BoolArray,
     Facts,
     FloatArray,
     IntArray,
-    PassRows,
     RoutedTokens,
     RowKind,
     WeightArray,
 )
+from lowtide.policies.buddy_lists import BuddyLists
 from lowtide.policies.buddy_profile import token_entropy
+
+_SLACK = 1e-12
+"""Of entropies and margins: sums of the same weights in another order differ by less."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,26 +46,38 @@ class Gates:
     in_prefill: bool = False
     in_commit: bool = False
 
+    def of_layer(self, layer: int) -> TokenGates:
+        """The same for one layer."""
+        is_exact = {RowKind.PROMPT: not self.in_prefill, RowKind.COMMIT: not self.in_commit}
+        return TokenGates(
+            sum(1 << kind for kind, is_so in is_exact.items() if is_so),
+            self.temperature,
+            -1.0 if self.entropies is None else float(self.entropies[layer]),
+            np.inf if self.margin is None else self.margin,
+            np.inf if self.beta is None else self.beta,
+        )
+
     def open_tokens(self, facts: Facts, routing: RoutedTokens) -> BoolArray:
         """Tokens that may have experts replaced, and whose device is not closed. [tokens]"""
-        is_open = self._touchable(facts.step.rows_of(len(routing.weights)))
-        if self.entropies is not None:
-            is_open &= (
-                token_entropy(routing.weights, self.temperature) > self.entropies[facts.layer]
-            )
-        if self.margin is not None:
-            is_open &= token_margins(routing.weights) < self.margin
-        if self.beta is not None and is_open.any():
-            is_open &= absent_shares(facts, routing) < self.beta
-        return is_open
+        share = 0.0 if self.beta is None else absent_shares(facts, routing)
+        kinds = facts.step.rows_of(len(routing.weights)).kind
+        return open_tokens(self.of_layer(facts.layer), kinds, routing.weights, share)
 
-    def _touchable(self, rows: PassRows) -> BoolArray:
-        is_open = np.ones(len(rows.kind), np.bool_)
-        if not self.in_prefill:
-            is_open &= rows.kind != RowKind.PROMPT
-        if not self.in_commit:
-            is_open &= rows.kind != RowKind.COMMIT
-        return is_open
+
+def open_tokens(
+    gates: TokenGates,
+    kinds: NDArray[np.uint8],
+    weights: WeightArray,
+    absent_share: FloatArray | float,
+) -> BoolArray:
+    """Tokens that may have experts replaced, of rows of these kinds; absent_share: of the experts
+    requested, for every token or for each. [tokens]"""
+    is_open: BoolArray = (gates.exact_kinds >> kinds.astype(np.int64)) & 1 == 0
+    if gates.entropy >= 0:
+        is_open &= token_entropy(weights, gates.temperature) > gates.entropy + _SLACK
+    if np.isfinite(gates.margin):
+        is_open &= token_margins(weights) < gates.margin - _SLACK
+    return is_open & (np.asarray(absent_share) < gates.beta)
 
 
 def absent_experts(facts: Facts) -> BoolArray:
@@ -144,3 +161,14 @@ class Psi:
             is_far = facts.device_of[buddies] != home_devices(facts.device_of, routing)[tokens]
             psi = psi * (1 - self.kappa * is_far)
         return psi
+
+    def lists(
+        self, buddies_of: BuddyLists, facts: Facts, routing: RoutedTokens
+    ) -> NDArray[np.int32]:
+        """Each pair's own list, best first by Psi. [pairs, length]"""
+        buddies = buddies_of.ids[facts.layer][routing.experts].astype(np.int64)
+        q = buddies_of.q[facts.layer][routing.experts].astype(np.float64)
+        score = self.scores(q, buddies, facts, routing)
+        order = np.argsort(-np.where(buddies < 0, -np.inf, score), axis=2, kind="stable")
+        own = np.take_along_axis(buddies, order, 2).astype(np.int32)
+        return np.ascontiguousarray(own.reshape(routing.experts.size, -1))

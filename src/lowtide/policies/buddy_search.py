@@ -1,12 +1,13 @@
 """Algorithm 1 of BuddyMoE: for absent experts of each token, the first buddies that are here.
 
 `search_buddies` is the plain twin, as the paper writes it down: token by token, rank by rank. Its
-others are compiled (`kernels/cpu/buddies.py`) and of Triton (`kernels/triton_buddies.py`).
+others are compiled (`kernels/cpu/buddies.cpp`, within a layer's whole decision) and of Triton
+(`kernels/triton_buddies.py`).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,19 +34,12 @@ class BuddySearch(NamedTuple):
     rho: int  # substitutions per token, at most
 
 
-class FindBuddies(Protocol):
-    """One of the twins."""
-
-    def __call__(self, search: BuddySearch) -> IntArray:
-        """Who runs in place of each of `search.experts`; itself where nobody does. [tokens, k]
-
-        No expert comes twice for a token, not even one that was replaced.
-        """
-        ...
-
-
 def search_buddies(search: BuddySearch) -> IntArray:
-    """The sequential order over ranks, which is the reference."""
+    """Who runs in place of each of `search.experts`; itself where nobody does. [tokens, k]
+
+    The sequential order over ranks, which is the reference: no expert comes twice for a token, not
+    even one that was replaced.
+    """
     found = search.experts.copy()
     tokens = np.flatnonzero(search.may.any(axis=1))
     if not len(tokens) or search.rho < 1:

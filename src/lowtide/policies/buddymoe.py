@@ -211,10 +211,10 @@ def miss_policy(setting: Setting, base: Recipe) -> Substitution | None:
     rank = _search_rank(setting, lists)
     psi = Psi(ETA.of(setting), KAPPA.of(setting))
     if miss == "late":
-        return Late(lists, gates, psi, rho, base.assignment(setting), rank)
+        return Late(lists, gates, psi, rho, base.assignment(setting), rank, setting.twins)
     beta = BETA.of(setting)
     step_bytes = beta.num_bytes if isinstance(beta, StepBytes) else None
-    return Buddy(lists, gates, psi, rho, rank, step_bytes, setting.find)
+    return Buddy(lists, gates, psi, rho, rank, step_bytes, setting.twins)
 
 
 def max_mass(setting: Setting) -> float | None:

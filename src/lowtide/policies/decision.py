@@ -63,15 +63,16 @@ class Policies:
         asked = facts.routing
         if self.substitution is None or asked is None:
             return None
-        if self.receipts is not None:
-            facts = facts._replace(left=self.receipts.route(facts, asked))
-        if facts.demand.is_resident.all():
+        left = None if self.receipts is None else self.receipts.route(facts, asked)
+        if np.count_nonzero(facts.demand.is_resident) == len(facts.demand.experts):
             return None
-        answer = self.substitution(facts)
-        if answer is not None:
+        answer = self.substitution(facts if left is None else facts._replace(left=left))
+        if answer is None:
+            return None
+        if self.receipts is None:
             check_substituted(answer, asked, len(facts.is_kept))
-            if self.receipts is not None:
-                self.receipts.substitute(facts, asked, answer)
+        else:
+            self.receipts.substitute(facts, asked, answer)
         return answer
 
     def decide(self, facts: Facts, run: Facts | None = None) -> Decision:

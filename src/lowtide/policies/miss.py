@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.random import default_rng
-from numpy.typing import NDArray
 
+from lowtide.buddies import BuddyTwins, LayerRules, LayerState, LayerTwin
 from lowtide.core import BoolArray, Facts, FloatArray, IntArray, Left, RoutedTokens, WeightArray
 from lowtide.policies.buddy_gates import Gates, Psi, absent_experts
 from lowtide.policies.buddy_lists import BuddyLists
-from lowtide.policies.buddy_search import UNBOUNDED, BuddySearch, FindBuddies, search_buddies
-from lowtide.policies.substitution import in_order
+from lowtide.policies.buddy_search import UNBOUNDED
+from lowtide.policies.plain_buddies import PlainBuddies
+from lowtide.policies.substitution import answer_of, in_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,42 +49,67 @@ class Buddy:
         rho: Rho,
         search_rank: int = UNBOUNDED,
         step_bytes: int | None = None,
-        find: FindBuddies = search_buddies,
+        twins: BuddyTwins | None = None,
     ) -> None:
+        self._layers = LayerTwins(lists, gates, psi, rho, search_rank, twins)
+        self._meter = None if step_bytes is None else Meter(step_bytes, len(lists.ids))
+
+    def __call__(self, facts: Facts) -> RoutedTokens | None:
+        if facts.routing is None:
+            return None
+        num_fit = 0
+        if self._meter is not None:
+            num_absent = int(np.count_nonzero(absent_experts(facts)))
+            num_fit = self._meter.num_fit(facts, num_absent)
+            if num_fit == num_absent:
+                return None
+        state = self._layers.state(facts, facts.routing)
+        return self._layers.of(facts.layer).replace_absent(state, num_fit)
+
+
+class LayerTwins:
+    """A model's layers, each with what decides in it, and what that is told of a pass."""
+
+    def __init__(
+        self,
+        lists: BuddyLists,
+        gates: Gates,
+        psi: Psi,
+        rho: Rho,
+        search_rank: int = UNBOUNDED,
+        twins: BuddyTwins | None = None,
+    ) -> None:
+        """twins: the plain ones unless they are given."""
         self._lists = lists
         self._gates = gates
         self._psi = psi
         self._rho = rho
-        self._search_rank = search_rank
-        self._meter = None if step_bytes is None else Meter(step_bytes, len(lists.ids))
-        self._find = find
+        made = PlainBuddies() if twins is None else twins
+        self._layers = [
+            made.of_layer(LayerRules(ids, search_rank, gates.of_layer(layer)))
+            for layer, ids in enumerate(lists.ids)
+        ]
 
-    def __call__(self, facts: Facts) -> RoutedTokens | None:
-        routing = facts.routing
-        if routing is None:
-            return None
-        absent = absent_experts(facts)
-        if self._meter is not None:
-            absent = self._meter.to_replace(facts, routing, absent)
-        may = absent[routing.experts]
-        if not may.any():
-            return None
-        may &= self._gates.open_tokens(facts, routing)[:, None]
-        if not may.any():
-            return None
-        rho = self._rho.of(may.shape[1])
-        lists, list_of = lists_for(self._lists, self._psi, facts, routing)
-        search = BuddySearch(
-            routing.experts,
-            routing.weights,
-            may,
-            lists,
-            list_of,
+    def of(self, layer: int) -> LayerTwin:
+        return self._layers[layer]
+
+    def state(self, facts: Facts, routing: RoutedTokens) -> LayerState:
+        """Partitions are gated, and Psi ranks buddies, here: few ask for that."""
+        experts, weights, _ = routing
+        owner, left = (None, None) if facts.left is None else facts.left
+        is_parted = facts.device_of is not None and self._gates.beta is not None
+        return LayerState(
+            experts,
+            weights,
+            facts.step.rows_of(len(weights)).kind,
             who_is_here(facts),
-            self._search_rank,
-            rho,
+            facts.arriving_s,
+            self._gates.open_tokens(facts, routing) if is_parted else None,
+            self._psi.lists(self._lists, facts, routing) if self._psi.is_used else None,
+            owner,
+            left,
+            self._rho.of(experts.shape[1]),
         )
-        return answer_of(routing, self._find(search), facts.left)
 
 
 class Meter:
@@ -94,19 +120,14 @@ class Meter:
         self._num_layers = num_layers
         self._left_bytes = float(step_bytes)
 
-    def to_replace(self, facts: Facts, routing: RoutedTokens, absent: BoolArray) -> BoolArray:
-        """Of the absent experts those that the layer's share leaves no room for. [num_experts]"""
+    def num_fit(self, facts: Facts, num_absent: int) -> int:
+        """Of the layer's absent experts those that its share has room for."""
         if facts.layer == 0:
             self._left_bytes = float(self._step_bytes)
         share_bytes = self._left_bytes / (self._num_layers - facts.layer)
-        wanted = absent.nonzero()[0]
-        num_fit = min(len(wanted), int(share_bytes // facts.costs.expert_bytes))
+        num_fit = min(num_absent, int(share_bytes // facts.costs.expert_bytes))
         self._left_bytes -= num_fit * facts.costs.expert_bytes
-        mass = router_mass(routing, len(absent))
-        given_up = wanted[np.argsort(mass[wanted], kind="stable")[: len(wanted) - num_fit]]
-        replaced = np.zeros_like(absent)
-        replaced[given_up] = True
-        return replaced
+        return num_fit
 
 
 class Random:
@@ -210,66 +231,9 @@ class CachePrior:
             chosen[place] = rival
 
 
-def lists_for(
-    buddies_of: BuddyLists, psi: Psi, facts: Facts, routing: RoutedTokens
-) -> tuple[NDArray[np.int32], IntArray | None]:
-    """The layer's lists, and which of them each pair walks: with Psi every pair its own."""
-    lists = buddies_of.ids[facts.layer]
-    if not psi.is_used:
-        return lists, None
-    buddies = lists[routing.experts].astype(np.int64)
-    q = buddies_of.q[facts.layer][routing.experts].astype(np.float64)
-    score = psi.scores(q, buddies, facts, routing)
-    order = np.argsort(-np.where(buddies < 0, -np.inf, score), axis=2, kind="stable")
-    own = np.take_along_axis(buddies, order, 2).astype(np.int32)
-    num_pairs = routing.experts.size
-    list_of = np.arange(num_pairs).reshape(routing.experts.shape)
-    return np.ascontiguousarray(own.reshape(num_pairs, -1)), list_of
-
-
 def who_is_here(facts: Facts) -> BoolArray:
     """Who can stand in: residents that nothing has to be brought for. [num_experts]"""
     return facts.is_kept if facts.is_here is None else facts.is_here
-
-
-def router_mass(routing: RoutedTokens, num_experts: int) -> FloatArray:
-    """The router's weight on each expert, over all tokens. [num_experts]"""
-    mass = np.bincount(routing.experts.ravel(), routing.weights.ravel(), minlength=num_experts)
-    return mass.astype(np.float64, copy=False)
-
-
-def answer_of(
-    routing: RoutedTokens, found: IntArray, left: Left | None, weights: WeightArray | None = None
-) -> RoutedTokens | None:
-    """`found` [tokens, k] in place of the router's choice, as far as the mass allows; None where
-    that is nothing. weights: of the experts found, by default those of the experts replaced."""
-    is_moved = found != routing.experts
-    if left is not None and not keep_within(is_moved, routing.weights, left):
-        found = np.where(is_moved, found, routing.experts)
-        if weights is not None:
-            weights = np.where(is_moved, weights, routing.weights)
-    if not is_moved.any():
-        return None
-    return in_order(found, routing.weights if weights is None else weights)
-
-
-def keep_within(is_moved: BoolArray, weights: WeightArray, left: Left) -> bool:
-    """Takes out of `is_moved` [tokens, k] what a request has no mass left for; whether nothing had
-    to be. Pairs come in order of tokens, of one token by rank."""
-    if np.isinf(left.mass).all():
-        return True
-    tokens, places = is_moved.nonzero()
-    masses = weights[tokens, places].astype(np.float64)
-    owners = left.owner[tokens]
-    if (np.bincount(owners, masses, minlength=len(left.mass)) <= left.mass).all():
-        return True
-    mass_left = left.mass.tolist()
-    for i in np.lexsort((places, -masses, tokens)).tolist():
-        if masses[i] <= mass_left[owners[i]]:
-            mass_left[owners[i]] -= float(masses[i])
-        else:
-            is_moved[tokens[i], places[i]] = False
-    return False
 
 
 def _replace_by_rank(

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lowtide.core import BoolArray, Facts, FloatArray, IntArray, Left, PassRows, RoutedTokens
+from lowtide.buddies import BuddyTwins, MovedCount
+from lowtide.core import Facts, FloatArray, IntArray, Left, PassRows, RoutedTokens
+from lowtide.policies.plain_buddies import PlainBuddies
+from lowtide.policies.substitution import cannot_run, check_alike, replaced
 
 _SLACK = 1e-9
 """Of a bound: sums of the same weights in another order differ by less."""
@@ -56,14 +59,14 @@ class _Tally:
 
     def __init__(self, num_layers: int) -> None:
         self.num_tokens = self.num_affected = self.num_in_vain = 0
-        self.substitutions = np.zeros(num_layers, np.int64)
+        self.substitutions = [0] * num_layers
         self.routed_mass = self.moved_mass = self.saved_bytes = 0.0
 
     def receipt(self) -> Receipt:
         return Receipt(
             self.num_tokens,
             self.num_affected,
-            tuple(self.substitutions.tolist()),
+            tuple(self.substitutions),
             self.routed_mass,
             self.moved_mass,
             round(self.saved_bytes),
@@ -74,44 +77,50 @@ class _Tally:
 class Receipts:
     """Owns every request's tally; is told of each layer that policies asked the routing of."""
 
-    def __init__(self, num_layers: int, max_mass: float | None = None) -> None:
-        """max_mass: replaced over routed mass of a request, at most, at any time."""
+    def __init__(
+        self, num_layers: int, max_mass: float | None = None, twins: BuddyTwins | None = None
+    ) -> None:
+        """max_mass: replaced over routed mass of a request, at most, at any time. twins: who
+        counts, the plain ones unless they are given."""
         self._num_layers = num_layers
         self._max_mass = max_mass
+        self._twins = PlainBuddies() if twins is None else twins
         self._tallies: dict[int, _Tally] = {}
         # Of the pass under way.
         self._rows: PassRows | None = None
         self._last_layer = num_layers
-        self._requests: list[int] = []
-        self._owner: IntArray = np.empty(0, np.int64)
-        self._is_affected: BoolArray = np.empty(0, np.bool_)
+        self._running: list[_Tally] = []  # of each owner
+        self._owner: IntArray = np.empty(0, np.int64)  # [rows]
+        self._owner_of_pair = self._owner  # [rows * k]
+        self._count: MovedCount = self._twins.of_pass(self._owner, 0)
 
-    def route(self, facts: Facts, routing: RoutedTokens) -> Left:
-        """Adds what a layer's router gave; what each request may have moved of it, and before."""
-        self._see_pass(facts, len(routing.weights))
-        routed = self._sums(routing.weights.sum(axis=1, dtype=np.float64))
-        left = np.full(len(routed), np.inf)
-        for place, request in enumerate(self._requests):
-            tally = self._tallies[request]
-            tally.routed_mass += float(routed[place])
-            if self._max_mass is not None:
-                allowed = self._max_mass * (1 - _SLACK) * tally.routed_mass
-                left[place] = max(0.0, allowed - tally.moved_mass)
-        return Left(self._owner, left)
+    def route(self, facts: Facts, routing: RoutedTokens) -> Left | None:
+        """Adds what a layer's router gave; what each request may have moved of it, and before,
+        where something bounds that."""
+        self._see_pass(facts, *routing.weights.shape)
+        weights = routing.weights.ravel()
+        routed = np.bincount(self._owner_of_pair, weights, minlength=len(self._running))
+        for tally, mass in zip(self._running, routed.tolist(), strict=True):
+            tally.routed_mass += mass
+        if self._max_mass is None:
+            return None
+        share = self._max_mass * (1 - _SLACK)
+        left = [max(0.0, share * tally.routed_mass - tally.moved_mass) for tally in self._running]
+        return Left(self._owner, np.array(left))
 
     def substitute(self, facts: Facts, asked: RoutedTokens, run: RoutedTokens) -> None:
-        """Adds what a layer runs in place of what its router chose."""
-        is_moved = replaced(asked, run)
-        moved = self._sums((asked.weights * is_moved).sum(axis=1, dtype=np.float64))
-        pairs = self._sums(is_moved.sum(axis=1, dtype=np.float64))
-        of_row = is_moved.any(axis=1)
-        newly = self._sums((of_row & ~self._is_affected).astype(np.float64))
-        self._is_affected |= of_row
-        for place, request in enumerate(self._requests):
-            tally = self._tallies[request]
-            tally.moved_mass += float(moved[place])
-            tally.substitutions[facts.layer] += int(pairs[place])
-            tally.num_affected += int(newly[place])
+        """Adds what a layer runs in place of what its router chose.
+
+        Raises InternalError for what cannot be run.
+        """
+        check_alike(run, asked)
+        moved = self._count(asked, run, len(facts.is_kept))
+        if moved is None:
+            raise cannot_run(run, len(facts.is_kept))
+        for tally, mass, pairs, tokens in zip(self._running, *moved, strict=True):
+            tally.moved_mass += mass
+            tally.substitutions[facts.layer] += pairs
+            tally.num_affected += tokens
 
     def settle(
         self, asked: RoutedTokens, run: RoutedTokens, expert_bytes: FloatArray, net_bytes: float
@@ -129,9 +138,9 @@ class Receipts:
         of_pair = np.where(is_moved, (expert_bytes / num_pairs)[asked.experts], 0.0)
         total = float(of_pair.sum())
         shares = self._sums(of_pair.sum(axis=1)) * (net_bytes / total if total else 0.0)
-        for place, request in enumerate(self._requests):
-            self._tallies[request].saved_bytes += float(shares[place])
-            self._tallies[request].num_in_vain += int(in_vain[place])
+        for place, tally in enumerate(self._running):
+            tally.saved_bytes += float(shares[place])
+            tally.num_in_vain += int(in_vain[place])
 
     def take(self, request: int) -> Receipt | None:
         """The receipt of a request that has ended; None where nothing was counted of it."""
@@ -152,7 +161,7 @@ class Receipts:
         """Goes on with the tallies of those who counted until now."""
         self._tallies.update(others._tallies)
 
-    def _see_pass(self, facts: Facts, num_rows: int) -> None:
+    def _see_pass(self, facts: Facts, num_rows: int, k: int) -> None:
         """Notices a pass's first layer: whose its rows are, none of them affected yet."""
         rows = facts.step.rows
         is_same = rows is self._rows and facts.layer > self._last_layer
@@ -161,20 +170,17 @@ class Receipts:
             return
         self._rows = rows
         names, owner = np.unique(facts.step.rows_of(num_rows).request, return_inverse=True)
-        self._requests, self._owner = names.tolist(), owner.astype(np.int64)
-        self._is_affected = np.zeros(num_rows, np.bool_)
+        self._owner = owner.astype(np.int64)
+        self._owner_of_pair = np.repeat(self._owner, k)
+        self._count = self._twins.of_pass(self._owner, len(names))
+        self._running = [
+            self._tallies.setdefault(name, _Tally(self._num_layers)) for name in names.tolist()
+        ]
         counts = np.bincount(self._owner, minlength=len(names))
-        for request, count in zip(self._requests, counts.tolist(), strict=True):
-            tally = self._tallies.setdefault(request, _Tally(self._num_layers))
+        for tally, count in zip(self._running, counts.tolist(), strict=True):
             tally.num_tokens += count
 
     def _sums(self, of_rows: FloatArray) -> FloatArray:
         """Of each request of the pass. of_rows [rows]"""
-        sums = np.bincount(self._owner, of_rows, minlength=len(self._requests))
+        sums = np.bincount(self._owner, of_rows, minlength=len(self._running))
         return sums.astype(np.float64, copy=False)
-
-
-def replaced(asked: RoutedTokens, run: RoutedTokens) -> BoolArray:
-    """Which of the router's choices are not run. [tokens, k]"""
-    is_run: BoolArray = (asked.experts[:, :, None] == run.experts[:, None, :]).any(axis=2)
-    return ~is_run

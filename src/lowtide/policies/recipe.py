@@ -13,11 +13,11 @@ from typing import Generic, TypeVar, cast
 
 import numpy as np
 
+from lowtide.buddies import BuddyTwins
 from lowtide.core import Costs, FloatArray, IntArray
 from lowtide.errors import PlanError, UsageError
 from lowtide.policies.assignment import AllHost, Assign, HostAlone
 from lowtide.policies.buddy_profile import BuddyProfile
-from lowtide.policies.buddy_search import FindBuddies, search_buddies
 from lowtide.policies.decision import Policies
 from lowtide.policies.miss import Weighing
 from lowtide.policies.online_tau import TauChange
@@ -46,7 +46,7 @@ class Setting:
         expert is given one token, and all layers what `capacity` says.
     on_tau_change: is told of an interval that follows the drift.
     buddies: which experts may stand in for which, from a calibration; weighing: how the router
-        makes weights of its logits; find: what walks the lists of buddies.
+        makes weights of its logits; twins: what substitutes and counts, the plain ones by default.
     """
 
     capacity: Sequence[int]
@@ -60,7 +60,7 @@ class Setting:
     seed: int = 0
     buddies: BuddyProfile | None = None
     weighing: Weighing | None = None
-    find: FindBuddies = search_buddies
+    twins: BuddyTwins | None = None
 
     @property
     def num_layers(self) -> int:
@@ -202,7 +202,7 @@ class Recipe:
         substitution = None if self.substitution is None else self.substitution(setting)
         asks_scores, receipts, readmission = self.asks_scores(setting.options), None, None
         if substitution is not None:
-            receipts = Receipts(setting.num_layers, self.max_mass(setting))
+            receipts = Receipts(setting.num_layers, self.max_mass(setting), setting.twins)
             readmission = Readmission(setting.num_layers)
         return Policies(
             self.placement(divided),

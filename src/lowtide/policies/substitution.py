@@ -11,7 +11,15 @@ from typing import Protocol
 
 import numpy as np
 
-from lowtide.core import Facts, IntArray, RoutedTokens, WeightArray
+from lowtide.core import (
+    BoolArray,
+    Facts,
+    FloatArray,
+    IntArray,
+    Left,
+    RoutedTokens,
+    WeightArray,
+)
 from lowtide.errors import InternalError
 
 
@@ -37,24 +45,88 @@ def in_order(experts: IntArray, weights: WeightArray) -> RoutedTokens:
 
 def check_substituted(answer: RoutedTokens, asked: RoutedTokens, num_experts: int) -> None:
     """Raises InternalError for an answer that could not be run where `asked` could."""
+    check_alike(answer, asked)
+    if not is_runnable(answer, num_experts):
+        raise cannot_run(answer, num_experts)
+
+
+def check_alike(answer: RoutedTokens, asked: RoutedTokens) -> None:
+    """Raises InternalError for an answer of other shapes or types."""
     for given, wanted in ((answer.experts, asked.experts), (answer.weights, asked.weights)):
         if given.shape != wanted.shape or given.dtype != wanted.dtype:
             raise InternalError(
                 f"A substitution answered {given.dtype} {list(given.shape)} where the router chose "
                 f"{wanted.dtype} {list(wanted.shape)}."
             )
+
+
+def cannot_run(answer: RoutedTokens, num_experts: int) -> InternalError:
+    """Why an answer that is not `is_runnable` cannot be run."""
     experts = answer.experts
     is_known = (experts >= 0) & (experts < num_experts)
     if not is_known.all():
-        raise InternalError(
+        return InternalError(
             f"A substitution answered expert {experts[~is_known][0]}; there are {num_experts}."
         )
     is_wrong = (experts[:, 1:] <= experts[:, :-1]).any(axis=1)
     if is_wrong.any():
         row = int(is_wrong.argmax())
-        raise InternalError(
+        return InternalError(
             f"A substitution gave token {row} the experts {experts[row].tolist()}: ids must "
             "ascend, and no expert may come twice."
         )
-    if not np.isfinite(answer.weights).all():
-        raise InternalError("A substitution answered weights that are not finite.")
+    return InternalError("A substitution answered weights that are not finite.")
+
+
+def is_runnable(answer: RoutedTokens, num_experts: int) -> bool:
+    """Whether ids are known and ascend in each row, and weights are finite."""
+    experts = answer.experts
+    is_known = bool(((experts >= 0) & (experts < num_experts)).all())
+    ascends = bool((experts[:, 1:] > experts[:, :-1]).all())
+    return is_known and ascends and bool(np.isfinite(answer.weights).all())
+
+
+def answer_of(
+    routing: RoutedTokens, found: IntArray, left: Left | None, weights: WeightArray | None = None
+) -> RoutedTokens | None:
+    """`found` [tokens, k] in place of the router's choice, as far as the mass allows; None where
+    that is nothing. weights: of the experts found, by default those of the experts replaced."""
+    is_moved = found != routing.experts
+    if left is not None and not keep_within(is_moved, routing.weights, left):
+        found = np.where(is_moved, found, routing.experts)
+        if weights is not None:
+            weights = np.where(is_moved, weights, routing.weights)
+    if not is_moved.any():
+        return None
+    return in_order(found, routing.weights if weights is None else weights)
+
+
+def keep_within(is_moved: BoolArray, weights: WeightArray, left: Left) -> bool:
+    """Takes out of `is_moved` [tokens, k] what a request has no mass left for; whether nothing had
+    to be. Pairs come in order of tokens, of one token by rank."""
+    if np.isinf(left.mass).all():
+        return True
+    tokens, places = is_moved.nonzero()
+    masses = weights[tokens, places].astype(np.float64)
+    owners = left.owner[tokens]
+    if (np.bincount(owners, masses, minlength=len(left.mass)) <= left.mass).all():
+        return True
+    mass_left = left.mass.tolist()
+    for i in np.lexsort((places, -masses, tokens)).tolist():
+        if masses[i] <= mass_left[owners[i]]:
+            mass_left[owners[i]] -= float(masses[i])
+        else:
+            is_moved[tokens[i], places[i]] = False
+    return False
+
+
+def router_mass(experts: IntArray, weights: WeightArray, num_experts: int) -> FloatArray:
+    """The router's weight on each expert, over all tokens. [num_experts]"""
+    mass = np.bincount(experts.ravel(), weights.ravel(), minlength=num_experts)
+    return mass.astype(np.float64, copy=False)
+
+
+def replaced(asked: RoutedTokens, run: RoutedTokens) -> BoolArray:
+    """Which of the router's choices are not run. [tokens, k]"""
+    is_run: BoolArray = (asked.experts[:, :, None] == run.experts[:, None, :]).any(axis=2)
+    return ~is_run

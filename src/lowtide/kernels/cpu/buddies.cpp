@@ -1,52 +1,401 @@
-// Algorithm 1 of BuddyMoE: absent experts of each token, replaced by buddies that are here.
+// Substitution of one layer: BuddyMoE's gates, its Algorithm 1 and the bound on mass, or the late
+// experts given up, in one call; and what a substitution did to each request.
+//
+// The plain twin is policies/plain_buddies.py: sums are taken in the same order, in double
+// precision, so that both decide the same.
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <limits>
+#include <numeric>
 #include <vector>
 
 extern "C" {
 
-// experts [num_tokens, k], ascending for each token, and their weights; may [num_tokens, k]: which
-// are to be replaced. lists [.., length]: buddies, best first, -1 behind the last; list_of
-// [num_tokens, k]: which list each walks, or null where that is the expert's own. is_here: who may
-// stand in. At most search_rank buddies are looked at, and rho of a token replaced.
-// out [num_tokens, k]: who runs.
-void lowtide_find_buddies(
-    const std::int64_t* experts, const float* weights, const std::uint8_t* may,
-    const std::int32_t* lists, long length, const std::int64_t* list_of,
-    const std::uint8_t* is_here, long search_rank, long rho, std::int64_t* out, long num_tokens,
-    long k
+// What does not change from pass to pass.
+struct Rules {
+    const std::int32_t* lists;  // [num_experts, length]: buddies, best first, -1 behind the last
+    std::int64_t num_experts, length, search_rank;
+    std::int64_t exact_kinds;  // bits: rows of these kinds run what their router chose
+    double temperature, entropy, margin, beta;
+};
+
+// Where absent experts wait, and until when: see `Waits` in policies/buddy_layer.py.
+struct Queues {
+    const std::uint8_t* queue_of;  // [num_experts], or null where all wait in the first
+    const double* host_s;          // [num_experts] of those in the third, or null
+    double starts_s[2], each_s[2], deadline_s;
+};
+
+}
+
+namespace {
+
+using Pairs = std::vector<long>;
+
+constexpr double SLACK = 1e-12;  // of gates: see policies/buddy_gates.py
+constexpr long NUM_QUEUES = 3, HOST_QUEUE = 3;
+
+// Pointers that may be null are what facts may lack.
+struct Layer {
+    const Rules& rules;
+    const std::int64_t* experts;  // [num_tokens, k], ascending for each token
+    const float* weights;         // [num_tokens, k]
+    const std::uint8_t* kinds;    // [num_tokens]
+    long num_tokens, k;
+    const std::uint8_t* is_here;  // [num_experts]: who may stand in
+    const double* arriving_s;     // of the experts asked for, ascending; infinite: not on its way
+    const std::uint8_t* is_open;  // [num_tokens] in place of the gates
+    const std::int32_t* lists;    // [pairs, length]: every pair's own, in place of the rules'
+    const std::int64_t* owner;    // [num_tokens] whose each token is, with `left`
+    const double* left;           // [num_owners] what each may have moved
+    long num_owners, rho;
+
+    const std::int32_t* list(long pair) const {
+        return lists ? lists + pair * rules.length : rules.lists + experts[pair] * rules.length;
+    }
+    long depth() const { return std::min(rules.length, rules.search_rank); }
+    long num_pairs() const { return num_tokens * k; }
+};
+
+// Who is asked for and neither here nor on the way, and of how many that are asked for.
+struct Absent {
+    std::vector<std::uint8_t> is_it;
+    long num = 0, num_asked = 0;
+
+    explicit Absent(const Layer& layer) : is_it(layer.rules.num_experts, 0) {
+        std::vector<std::uint8_t> is_asked(is_it.size(), 0);
+        for (long pair = 0; pair < layer.num_pairs(); ++pair) is_asked[layer.experts[pair]] = 1;
+        for (std::size_t expert = 0; expert < is_it.size(); ++expert) {
+            if (!is_asked[expert]) continue;
+            const bool is_coming = layer.arriving_s && !std::isinf(layer.arriving_s[num_asked]);
+            ++num_asked;
+            if (layer.is_here[expert] || is_coming) continue;
+            is_it[expert] = 1;
+            ++num;
+        }
+    }
+};
+
+std::vector<double> router_mass(const Layer& layer) {
+    std::vector<double> mass(layer.rules.num_experts, 0.0);
+    for (long pair = 0; pair < layer.num_pairs(); ++pair)
+        mass[layer.experts[pair]] += layer.weights[pair];
+    return mass;
+}
+
+// Ids ascend, and a stable order leaves them so among equals.
+void by_mass(Pairs& experts, const std::vector<double>& mass) {
+    std::stable_sort(experts.begin(), experts.end(), [&](long a, long b) {
+        return mass[a] < mass[b];
+    });
+}
+
+double entropy_of(const float* weights, long k, double temperature) {
+    const double most = *std::max_element(weights, weights + k);
+    double sum = 0.0, entropy = 0.0;
+    std::vector<double> p(k);
+    for (long i = 0; i < k; ++i) sum += p[i] = std::pow(weights[i] / most, 1 / temperature);
+    for (long i = 0; i < k; ++i)
+        if (p[i] > 0) entropy -= p[i] / sum * std::log(p[i] / sum);
+    return entropy / std::log(static_cast<double>(std::max(2L, k)));
+}
+
+double margin_of(const float* weights, long k) {
+    if (k < 2) return 1.0;
+    double best = -std::numeric_limits<double>::infinity(), second = best, sum = 0.0;
+    for (long i = 0; i < k; ++i) {
+        const double weight = weights[i];
+        sum += weight;
+        second = std::max(second, std::min(best, weight));
+        best = std::max(best, weight);
+    }
+    return (best - second) / sum;
+}
+
+// Tokens that may have experts replaced.
+std::vector<std::uint8_t> open_tokens(const Layer& layer, const Absent& absent) {
+    if (layer.is_open) return {layer.is_open, layer.is_open + layer.num_tokens};
+    const Rules& rules = layer.rules;
+    std::vector<std::uint8_t> is_open(layer.num_tokens, 0);
+    const double share = static_cast<double>(absent.num) / std::max(1L, absent.num_asked);
+    if (!(share < rules.beta)) return is_open;
+    for (long token = 0; token < layer.num_tokens; ++token) {
+        const float* weights = layer.weights + token * layer.k;
+        if (rules.exact_kinds >> layer.kinds[token] & 1) continue;
+        const bool is_sure =
+            rules.entropy >= 0 &&
+            !(entropy_of(weights, layer.k, rules.temperature) > rules.entropy + SLACK);
+        const bool leads =
+            !std::isinf(rules.margin) && !(margin_of(weights, layer.k) < rules.margin - SLACK);
+        is_open[token] = !is_sure && !leads;
+    }
+    return is_open;
+}
+
+// A token's places by descending weight; ids ascend, so a stable order leaves ties by id.
+void rank(const float* weights, Pairs& places) {
+    std::iota(places.begin(), places.end(), 0L);
+    std::stable_sort(places.begin(), places.end(), [&](long a, long b) {
+        return weights[a] > weights[b];
+    });
+}
+
+// Algorithm 1. out [num_tokens, k]: who runs.
+void find_buddies(
+    const Layer& layer, const std::vector<std::uint8_t>& absent,
+    const std::vector<std::uint8_t>& is_open, std::int64_t* out
 ) {
-    std::vector<long> by_rank(k);
-    std::vector<std::int64_t> in_use(2 * k);
-    const long depth = std::min(length, search_rank);
-    for (long token = 0; token < num_tokens; ++token) {
-        const long first = token * k;
-        std::copy(experts + first, experts + first + k, out + first);
-        if (rho < 1 || !std::any_of(may + first, may + first + k, [](auto one) { return one; }))
+    Pairs places(layer.k);
+    std::vector<std::int64_t> in_use(2 * layer.k);
+    for (long token = 0; token < layer.num_tokens; ++token) {
+        const long first = token * layer.k;
+        const std::int64_t* own = layer.experts + first;
+        if (!is_open[token] ||
+            !std::any_of(own, own + layer.k, [&](auto expert) { return absent[expert]; }))
             continue;
-        for (long place = 0; place < k; ++place) by_rank[place] = place;
-        // Ids ascend: a stable order leaves ties by id.
-        std::stable_sort(by_rank.begin(), by_rank.end(), [&](long a, long b) {
-            return weights[first + a] > weights[first + b];
-        });
-        std::copy(experts + first, experts + first + k, in_use.begin());
-        long num_in_use = k, num_left = rho;
-        for (long place : by_rank) {
-            const long pair = first + place;
-            if (!may[pair] || num_left == 0) continue;
-            const std::int32_t* list = lists + (list_of ? list_of[pair] : experts[pair]) * length;
-            for (long rank = 0; rank < depth && list[rank] >= 0; ++rank) {
-                const std::int64_t buddy = list[rank];
+        rank(layer.weights + first, places);
+        std::copy(own, own + layer.k, in_use.begin());
+        long num_in_use = layer.k, num_left = layer.rho;
+        for (long place : places) {
+            if (!absent[own[place]] || num_left < 1) continue;
+            const std::int32_t* list = layer.list(first + place);
+            for (long i = 0; i < layer.depth() && list[i] >= 0; ++i) {
+                const std::int64_t buddy = list[i];
                 const auto used = in_use.begin() + num_in_use;
-                if (!is_here[buddy] || std::find(in_use.begin(), used, buddy) != used) continue;
-                out[pair] = buddy;
+                if (!layer.is_here[buddy] || std::find(in_use.begin(), used, buddy) != used)
+                    continue;
+                out[first + place] = buddy;
                 in_use[num_in_use++] = buddy;
                 --num_left;
                 break;
             }
         }
     }
+}
+
+// Takes back what a request has no mass left for: in order of tokens, of one token by rank.
+void keep_within(const Layer& layer, std::int64_t* out) {
+    if (!layer.left) return;
+    std::vector<double> moved(layer.num_owners, 0.0), left(layer.left, layer.left + moved.size());
+    for (long pair = 0; pair < layer.num_pairs(); ++pair)
+        if (out[pair] != layer.experts[pair])
+            moved[layer.owner[pair / layer.k]] += layer.weights[pair];
+    if (std::equal(moved.begin(), moved.end(), left.begin(), std::less_equal<>())) return;
+    Pairs places(layer.k);
+    for (long token = 0; token < layer.num_tokens; ++token) {
+        rank(layer.weights + token * layer.k, places);
+        for (long place : places) {
+            const long pair = token * layer.k + place;
+            if (out[pair] == layer.experts[pair]) continue;
+            double& rest = left[layer.owner[token]];
+            if (layer.weights[pair] <= rest) rest -= layer.weights[pair];
+            else out[pair] = layer.experts[pair];
+        }
+    }
+}
+
+// Puts each token's ids in order, and their weights with them; how many pairs were replaced.
+long in_order(const Layer& layer, std::int64_t* out, float* out_weights) {
+    long num_moved = 0;
+    for (long first = 0; first < layer.num_pairs(); first += layer.k) {
+        for (long place = 0; place < layer.k; ++place) {
+            const std::int64_t expert = out[first + place];
+            const float weight = layer.weights[first + place];
+            num_moved += expert != layer.experts[first + place];
+            long at = place;
+            for (; at > 0 && out[first + at - 1] > expert; --at) {
+                out[first + at] = out[first + at - 1];
+                out_weights[first + at] = out_weights[first + at - 1];
+            }
+            out[first + at] = expert;
+            out_weights[first + at] = weight;
+        }
+    }
+    return num_moved;
+}
+
+// Late experts of one queue, those of least router mass first, and how many are too many.
+struct Queue {
+    Pairs experts;
+    long num_late = 0;
+};
+
+std::vector<Queue> late_queues(const Layer& layer, const Absent& absent, const Queues& queues) {
+    std::vector<Queue> found(NUM_QUEUES);
+    for (long expert = 0; expert < layer.rules.num_experts; ++expert) {
+        const long number = queues.queue_of ? queues.queue_of[expert] : 1;
+        if (absent.is_it[expert] && number) found[number - 1].experts.push_back(expert);
+    }
+    const std::vector<double> mass = router_mass(layer);
+    for (long number = 1; number <= NUM_QUEUES; ++number) {
+        Queue& queue = found[number - 1];
+        by_mass(queue.experts, mass);
+        double end_s = 0.0;
+        for (std::size_t n = 1; n <= queue.experts.size(); ++n) {
+            // Whoever has most mass is computed first, as far as there is time.
+            if (number == HOST_QUEUE) end_s += queues.host_s[queue.experts.end()[-n]];
+            else end_s = queues.starts_s[number - 1] + n * queues.each_s[number - 1];
+            queue.num_late += end_s > queues.deadline_s;
+        }
+    }
+    return found;
+}
+
+// What may still be spent on a layer's tokens, and who stands in where so far.
+class Spending {
+  public:
+    Spending(const Layer& layer, const std::vector<std::uint8_t>& is_open, std::int64_t* out)
+        : layer_(layer), out_(out), num_left_(layer.num_tokens),
+          in_use_(layer.num_tokens * layer.rules.num_experts, 0),
+          starts_(layer.rules.num_experts + 1, 0), pairs_(layer.num_pairs()) {
+        for (long token = 0; token < layer.num_tokens; ++token)
+            num_left_[token] = is_open[token] ? layer.rho : 0;
+        if (layer.left) left_.assign(layer.left, layer.left + layer.num_owners);
+        for (long pair = 0; pair < layer.num_pairs(); ++pair) {
+            used(pair / layer.k, layer.experts[pair]) = 1;
+            ++starts_[layer.experts[pair] + 1];
+        }
+        std::partial_sum(starts_.begin(), starts_.end(), starts_.begin());
+        Pairs next(starts_.begin(), starts_.end() - 1);
+        for (long pair = 0; pair < layer.num_pairs(); ++pair)
+            pairs_[next[layer.experts[pair]]++] = pair;
+    }
+
+    // All tokens of an expert get a buddy, or none does; which of the two.
+    bool give_up(long expert) {
+        const auto first = pairs_.begin() + starts_[expert];
+        const auto last = pairs_.begin() + starts_[expert + 1];
+        std::vector<double> moved(left_.size(), 0.0);
+        std::vector<std::int64_t> chosen;
+        for (auto pair = first; pair != last; ++pair) {
+            const long token = *pair / layer_.k;
+            const std::int64_t buddy = num_left_[token] < 1 ? -1 : free_buddy(token, *pair);
+            if (buddy < 0) return false;
+            chosen.push_back(buddy);
+            if (layer_.left) moved[layer_.owner[token]] += layer_.weights[*pair];
+        }
+        for (std::size_t i = 0; i < moved.size(); ++i)
+            if (left_[i] - moved[i] < 0) return false;
+        for (std::size_t i = 0; i < moved.size(); ++i) left_[i] -= moved[i];
+        for (auto pair = first; pair != last; ++pair) {
+            const long token = *pair / layer_.k;
+            out_[*pair] = chosen[pair - first];
+            used(token, out_[*pair]) = 1;
+            --num_left_[token];
+        }
+        return true;
+    }
+
+  private:
+    std::uint8_t& used(long token, std::int64_t expert) {
+        return in_use_[token * layer_.rules.num_experts + expert];
+    }
+    std::int64_t free_buddy(long token, long pair) {
+        const std::int32_t* list = layer_.list(pair);
+        for (long i = 0; i < layer_.depth() && list[i] >= 0; ++i)
+            if (layer_.is_here[list[i]] && !used(token, list[i])) return list[i];
+        return -1;
+    }
+
+    const Layer& layer_;
+    std::int64_t* out_;
+    Pairs num_left_;
+    std::vector<std::uint8_t> in_use_;
+    Pairs starts_, pairs_;  // of each expert: its pairs are pairs_[starts_[e]] and on
+    std::vector<double> left_;
+};
+
+}
+
+extern "C" {
+
+// out, out_weights [num_tokens, k]: who runs in place of absent experts. Of these the num_fit that
+// the router cares most for are left as they are (0: none). Answers how many pairs were replaced.
+long lowtide_replace_absent(
+    const Rules* rules, const std::int64_t* experts, const float* weights,
+    const std::uint8_t* kinds, long num_tokens, long k, const std::uint8_t* is_here,
+    const double* arriving_s, const std::uint8_t* is_open, const std::int32_t* lists,
+    const std::int64_t* owner, const double* left, long num_owners, long rho, long num_fit,
+    std::int64_t* out, float* out_weights
+) {
+    const Layer layer{*rules,  experts, weights, kinds, num_tokens, k,  is_here, arriving_s,
+                      is_open, lists,   owner,   left,  num_owners, rho};
+    Absent absent(layer);
+    if (!absent.num) return 0;
+    const std::vector<std::uint8_t> open = open_tokens(layer, absent);
+    if (num_fit > 0) {
+        Pairs kept;
+        for (long expert = 0; expert < rules->num_experts; ++expert)
+            if (absent.is_it[expert]) kept.push_back(expert);
+        by_mass(kept, router_mass(layer));
+        for (long i = std::max(0L, absent.num - num_fit); i < absent.num; ++i)
+            absent.is_it[kept[i]] = 0;
+    }
+    std::copy(experts, experts + layer.num_pairs(), out);
+    find_buddies(layer, absent.is_it, open, out);
+    keep_within(layer, out);
+    return in_order(layer, out, out_weights);
+}
+
+// The same, but whoever comes late is given up by all tokens or by none.
+long lowtide_give_up_late(
+    const Rules* rules, const std::int64_t* experts, const float* weights,
+    const std::uint8_t* kinds, long num_tokens, long k, const std::uint8_t* is_here,
+    const double* arriving_s, const std::uint8_t* is_open, const std::int32_t* lists,
+    const std::int64_t* owner, const double* left, long num_owners, long rho,
+    const Queues* queues, std::int64_t* out, float* out_weights
+) {
+    const Layer layer{*rules,  experts, weights, kinds, num_tokens, k,  is_here, arriving_s,
+                      is_open, lists,   owner,   left,  num_owners, rho};
+    const Absent absent(layer);
+    if (!absent.num) return 0;
+    const std::vector<Queue> found = late_queues(layer, absent, *queues);
+    if (std::none_of(found.begin(), found.end(), [](auto& queue) { return queue.num_late; }))
+        return 0;
+    const std::vector<std::uint8_t> open = open_tokens(layer, absent);
+    if (std::none_of(open.begin(), open.end(), [](auto one) { return one; })) return 0;
+    std::copy(experts, experts + layer.num_pairs(), out);
+    Spending spending(layer, open, out);
+    for (const Queue& queue : found) {
+        long num_late = queue.num_late;
+        for (long expert : queue.experts)
+            if (num_late > 0) num_late -= spending.give_up(expert);
+    }
+    return in_order(layer, out, out_weights);
+}
+
+// What was asked [num_tokens, k] and is not run, for each of `num_owners` requests: mass, pairs,
+// and tokens that were not affected before, by is_affected [num_tokens]. Answers 0 where what is
+// run cannot be.
+long lowtide_count_moved(
+    const std::int64_t* asked, const float* asked_weights, const std::int64_t* run,
+    const float* run_weights, long num_tokens, long k, long num_experts,
+    const std::int64_t* owner, long num_owners, std::uint8_t* is_affected, double* masses,
+    std::int64_t* pairs, std::int64_t* tokens
+) {
+    for (long pair = 0; pair < num_tokens * k; ++pair) {
+        const bool ascends = pair % k == 0 || run[pair - 1] < run[pair];
+        const bool is_known = 0 <= run[pair] && run[pair] < num_experts;
+        if (!ascends || !is_known || !std::isfinite(run_weights[pair])) return 0;
+    }
+    std::fill(masses, masses + num_owners, 0.0);
+    std::fill(pairs, pairs + num_owners, 0);
+    std::fill(tokens, tokens + num_owners, 0);
+    for (long token = 0; token < num_tokens; ++token) {
+        const std::int64_t* others = run + token * k;
+        bool is_moved = false;
+        for (long pair = token * k; pair < token * k + k; ++pair) {
+            if (std::binary_search(others, others + k, asked[pair])) continue;
+            masses[owner[token]] += asked_weights[pair];
+            ++pairs[owner[token]];
+            is_moved = true;
+        }
+        tokens[owner[token]] += is_moved && !is_affected[token];
+        is_affected[token] |= is_moved;
+    }
+    return 1;
 }
 
 }

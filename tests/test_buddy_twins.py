@@ -1,0 +1,205 @@
+"""Substitution's twins: the compiled one decides and counts as the plain one, to the last bit."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from buddy_cases import random_lists, random_routing, random_search, slow_search, small_searches
+from examples import scaled
+
+from lowtide.buddies import LayerRules, LayerState, TokenGates, Waits
+from lowtide.core import RoutedTokens
+from lowtide.kernels.cpu.buddies import CompiledBuddies
+from lowtide.policies.buddy_profile import token_entropy
+from lowtide.policies.buddy_search import BuddySearch
+from lowtide.policies.plain_buddies import PlainBuddies
+
+NUM_RANDOM = 10_000  # tokens
+OPEN = TokenGates(0, 1.0, -1.0, np.inf, np.inf)
+PLAIN = PlainBuddies()
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> CompiledBuddies:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        return CompiledBuddies.load()
+
+
+def check_equal(one: RoutedTokens | None, other: RoutedTokens | None, what: object) -> bool:
+    """Whether there is an answer at all."""
+    assert (one is None) == (other is None), what
+    if one is None or other is None:
+        return False
+    for mine, theirs in zip(one[:2], other[:2], strict=True):
+        assert np.array_equal(mine, theirs) and mine.dtype == theirs.dtype, what
+    return True
+
+
+def of_one_token(search: BuddySearch, token: int) -> tuple[LayerRules, LayerState]:
+    """A token's experts are different ones, so who may be replaced can be said expert by expert:
+    the others are on their way."""
+    experts, weights, may = (part[token : token + 1] for part in search[:3])
+    own = None if search.list_of is None else search.lists[search.list_of[token]]
+    lists = np.full((len(search.is_here), search.lists.shape[1]), -1, np.int32)
+    rules = LayerRules(search.lists if own is None else lists, search.search_rank, OPEN)
+    arriving_s = np.where(may[0], np.inf, 1.0)
+    kinds = np.full(1, 3, np.uint8)
+    state = LayerState(
+        experts, weights, kinds, search.is_here, arriving_s, None, own, None, None, search.rho
+    )
+    return rules, state
+
+
+def check_algorithm_1(compiled: CompiledBuddies, search: BuddySearch) -> int:
+    wanted, num_found = slow_search(search), 0
+    for token, (row, own) in enumerate(zip(wanted, search.experts, strict=True)):
+        rules, state = of_one_token(search, token)
+        answer = compiled.of_layer(rules).replace_absent(state)
+        order = np.argsort(row, kind="stable")
+        if answer is None:
+            assert np.array_equal(row, own), (search, token)
+            continue
+        assert np.array_equal(answer.experts[0], row[order]), (search, token)
+        assert np.array_equal(answer.weights[0], search.weights[token][order]), (search, token)
+        num_found += 1
+    return num_found
+
+
+def test_algorithm_1_in_every_small_case(compiled: CompiledBuddies) -> None:
+    assert sum(check_algorithm_1(compiled, search) for search in small_searches()) > 400
+
+
+def test_algorithm_1_in_random_cases(compiled: CompiledBuddies) -> None:
+    draw = np.random.default_rng(0)
+    num_found = 0
+    for _ in range(scaled(NUM_RANDOM) // 50):
+        num_found += check_algorithm_1(compiled, random_search(draw))
+    assert num_found > scaled(NUM_RANDOM) // 10
+
+
+def random_layer(draw: np.random.Generator, most_tokens: int) -> tuple[LayerRules, LayerState]:
+    """Of any size, with gates, bounds, lists of pairs' own and experts on their way, or without."""
+
+    def perhaps(chance: float) -> bool:
+        return bool(draw.random() < chance)
+
+    num_experts = int(draw.integers(3, 24))
+    k, num_tokens = (
+        int(draw.integers(1, min(8, num_experts) + 1)),
+        int(draw.integers(1, most_tokens + 1)),
+    )
+    length = int(draw.integers(1, 9))
+    routing = random_routing(draw, num_tokens, num_experts, k, int(draw.integers(0, 5)))
+    # Now and then exactly the entropy or the margin of one of the tokens, which is forbidden.
+    entropy = float(draw.choice(token_entropy(routing.weights))) if perhaps(0.5) else 0.9
+    gates = TokenGates(
+        int(draw.integers(0, 4)),
+        1.0,
+        entropy if perhaps(0.3) else -1.0,
+        float(draw.random()) if perhaps(0.3) else np.inf,
+        float(draw.choice([0.25, 0.5, 0.9])) if perhaps(0.3) else np.inf,
+    )
+    is_here = draw.random(num_experts) < draw.random()
+    asked = np.unique(routing.experts)
+    num_owners = int(draw.integers(1, 4))
+    is_bounded = perhaps(0.5)
+    owns_lists = perhaps(0.3)
+    state = LayerState(
+        *routing[:2],
+        draw.integers(0 if perhaps(0.5) else 3, 4, num_tokens).astype(np.uint8),
+        is_here,
+        np.where(draw.random(len(asked)) < 0.7, np.inf, 0.5) if perhaps(0.5) else None,
+        draw.random(num_tokens) < 0.5 if perhaps(0.2) else None,
+        random_lists(draw, num_tokens * k, num_experts, length) if owns_lists else None,
+        draw.integers(0, num_owners, num_tokens) if is_bounded else None,
+        draw.random(num_owners) * draw.choice([0.1, 2, 50]) if is_bounded else None,
+        int(draw.choice([0, 1, 2, 3, 1 << 30])),
+    )
+    lists = random_lists(draw, num_experts, num_experts, length)
+    return LayerRules(lists, int(draw.choice([1, 2, length, 1 << 30])), gates), state
+
+
+def random_waits(draw: np.random.Generator, num_experts: int) -> Waits:
+    queue_of = draw.integers(0, 4, num_experts).astype(np.uint8) if draw.random() < 0.7 else None
+    starts_s, each_s = (tuple(draw.integers(0, 3, 2) * one) for one in (0.5, 0.25))
+    host_s = draw.integers(0, 4, num_experts) * 0.25
+    return Waits(queue_of, starts_s, each_s, host_s, float(draw.integers(0, 12)) * 0.25)  # type: ignore[arg-type]
+
+
+def random_layers(
+    num_layers: int = NUM_RANDOM // 25, most_tokens: int = 50
+) -> Iterator[tuple[np.random.Generator, LayerRules, LayerState]]:
+    draw = np.random.default_rng(1)
+    for _ in range(scaled(num_layers)):
+        yield draw, *random_layer(draw, most_tokens)
+
+
+def test_absent_experts_are_replaced_alike(compiled: CompiledBuddies) -> None:
+    num_found = 0
+    for draw, rules, state in random_layers():
+        num_fit = int(draw.choice([0, 0, 1, 3]))
+        answers = [
+            twins.of_layer(rules).replace_absent(state, num_fit) for twins in (PLAIN, compiled)
+        ]
+        num_found += check_equal(*answers, (rules, state, num_fit))
+    assert num_found > scaled(NUM_RANDOM) // 125
+
+
+def test_late_experts_are_given_up_alike(compiled: CompiledBuddies) -> None:
+    num_found = 0
+    for draw, rules, state in random_layers(NUM_RANDOM // 8, 6):
+        waits = random_waits(draw, len(state.is_here))
+        answers = [twins.of_layer(rules).give_up_late(state, waits) for twins in (PLAIN, compiled)]
+        num_found += check_equal(*answers, (rules, state, waits))
+    assert num_found > scaled(NUM_RANDOM) // 80
+
+
+def test_late_experts_in_every_small_case(compiled: CompiledBuddies) -> None:
+    """Two tokens of two of four experts, every set of residents, every number that is late."""
+    lists = np.array([[1, 2, 3], [0, 3, -1], [3, -1, -1], [2, 1, 0]], np.int32)
+    pairs = list(itertools.combinations(range(4), 2))
+    weights = np.array([[0.3, 0.7], [0.5, 0.5]], np.float32)
+    kinds, owner = np.full(2, 3, np.uint8), np.zeros(2, np.int64)
+    layers = [twins.of_layer(LayerRules(lists, 3, OPEN)) for twins in (PLAIN, compiled)]
+    num_found = 0
+    for experts, here in itertools.product(
+        itertools.product(pairs, repeat=2), itertools.product([False, True], repeat=4)
+    ):
+        for deadline_s, left, rho in itertools.product((0, 1, 3), (0.6, 9.0), (1, 2)):
+            state = LayerState(
+                *(np.array(experts), weights, kinds, np.array(here)),
+                *(None, None, None, owner, np.array([left]), rho),
+            )
+            waits = Waits(None, (0.0, 0.0), (1.0, 0.0), None, float(deadline_s))
+            answers = [layer.give_up_late(state, waits) for layer in layers]
+            num_found += check_equal(*answers, (state, waits))
+    assert num_found > 500
+
+
+def test_moved_pairs_are_counted_alike(compiled: CompiledBuddies) -> None:
+    num_seen = 0
+    for draw, rules, state in random_layers():
+        owner = draw.integers(0, 3, len(state.experts))
+        counts = [twins.of_pass(owner, 3) for twins in (PLAIN, compiled)]
+        asked = RoutedTokens(state.experts, state.weights)
+        for rho in (1, 1 << 30):  # more and more tokens are affected
+            run = PLAIN.of_layer(rules).replace_absent(state._replace(rho=rho)) or asked
+            moved, other = (count(asked, run, len(state.is_here)) for count in counts)
+            assert moved is not None and moved == other
+            num_seen += sum(moved.pairs)
+    assert num_seen > scaled(NUM_RANDOM) // 10
+
+
+@pytest.mark.parametrize("experts", [[[0, 0]], [[1, 0]], [[-1, 2]], [[0, 4]]], ids=str)
+def test_what_cannot_be_run_is_not_counted(compiled: CompiledBuddies, experts: object) -> None:
+    asked = RoutedTokens(np.array([[0, 1]]), np.ones((1, 2), np.float32))
+    for twins in (PLAIN, compiled):
+        count = twins.of_pass(np.zeros(1, np.int64), 1)
+        assert count(asked, asked._replace(experts=np.array(experts)), 4) is None
+        broken = asked._replace(weights=np.array([[1, np.nan]], np.float32))
+        assert count(asked, broken, 4) is None
+        assert count(asked, asked, 4) == ([0.0], [0], [0])
