@@ -87,7 +87,7 @@ def random_layer(draw: np.random.Generator, most_tokens: int) -> tuple[LayerRule
     def perhaps(chance: float) -> bool:
         return bool(draw.random() < chance)
 
-    num_experts = int(draw.integers(3, 24))
+    num_experts = int(draw.integers(3, 30))
     k, num_tokens = (
         int(draw.integers(1, min(8, num_experts) + 1)),
         int(draw.integers(1, most_tokens + 1)),
@@ -103,7 +103,7 @@ def random_layer(draw: np.random.Generator, most_tokens: int) -> tuple[LayerRule
         float(draw.random()) if perhaps(0.3) else np.inf,
         float(draw.choice([0.25, 0.5, 0.9])) if perhaps(0.3) else np.inf,
     )
-    is_here = draw.random(num_experts) < draw.random()
+    is_here = draw.random(num_experts) < 0.3 + 0.7 * draw.random()
     asked = np.unique(routing.experts)
     num_owners = int(draw.integers(1, 4))
     is_bounded = perhaps(0.5)
@@ -124,10 +124,10 @@ def random_layer(draw: np.random.Generator, most_tokens: int) -> tuple[LayerRule
 
 
 def random_waits(draw: np.random.Generator, num_experts: int) -> Waits:
-    queue_of = draw.integers(0, 4, num_experts).astype(np.uint8) if draw.random() < 0.7 else None
+    queue_of = draw.integers(0, 4, num_experts).astype(np.uint8) if draw.random() < 0.5 else None
     starts_s, each_s = (tuple(draw.integers(0, 3, 2) * one) for one in (0.5, 0.25))
     host_s = draw.integers(0, 4, num_experts) * 0.25
-    return Waits(queue_of, starts_s, each_s, host_s, float(draw.integers(0, 12)) * 0.25)  # type: ignore[arg-type]
+    return Waits(queue_of, starts_s, each_s, host_s, float(draw.integers(0, 4)) * 0.25)  # type: ignore[arg-type]
 
 
 def random_layers(

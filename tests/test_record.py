@@ -5,13 +5,21 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from buddy_cases import random_profile
+from click.testing import Result
 from typer.testing import CliRunner
 
 from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.cli.app import app
-from lowtide.core import StepKind
+from lowtide.core import MoEShape, StepKind
 from lowtide.lab.record import recorded
+from lowtide.policies.presets import parse_options
+from lowtide.policies.recipe import Setting
+from lowtide.profiles import load_profile
+from lowtide.replay.calibration import Calibration, GateAccuracy
+from lowtide.replay.simulator import compare
 from lowtide.replay.trace import Trace
 
 MODEL = Path(__file__).parent / "goldens" / "llada2-a"
@@ -43,6 +51,81 @@ def test_simulate_replays_it(trace_file: Path) -> None:
     runs = json.loads(result.stdout)["runs"]
     assert [run["preset"] for run in runs] == ["tide", "lru", "dali"]
     assert all(run["tokens_per_s"] > 0 and run["num_tokens"] == 24 for run in runs)
+
+
+@pytest.fixture(scope="module")
+def calibration(trace_file: Path) -> Path:
+    """With buddies, of the same model."""
+    trace = Trace.load(trace_file)
+    layers, experts, k = trace.shape[:3]
+    counts = np.zeros((2, layers - 1))
+    Calibration(
+        "golden",
+        "0" * 64,
+        "2026-11-22",
+        trace=trace,
+        residual=np.zeros((layers - 1, trace.shape.hidden_size), np.float32),
+        frequency=np.ones((layers, experts)),
+        following=np.zeros((layers - 1, experts, experts)),
+        accuracy=GateAccuracy(counts, np.zeros((2, layers - 1, 4)), counts),
+        buddies=random_profile(layers, experts, k),
+    ).save(trace_file.with_name("model.calibration"))
+    return trace_file.with_name("model.calibration")
+
+
+def simulated(trace: Path, options: list[str], *others: str) -> Result:
+    """`lowtide simulate` of two presets, one of them BuddyMoE."""
+    pairs = [part for one in options for part in ("--policy-option", one)]
+    arguments = ["simulate", str(trace), "--presets", "buddymoe,lru", *pairs, *others]
+    return CliRunner().invoke(app, arguments)
+
+
+def test_buddies_are_simulated_with_the_calibrations_profile(
+    trace_file: Path, calibration: Path
+) -> None:
+    """What the policies themselves do with the same trace, setting and profile."""
+    options = {"miss": "buddy", "rho": "none", "placement": "lru"}
+    given = [f"{name}={value}" for name, value in options.items()]
+    told = simulated(trace_file, given, "--calibration", str(calibration), "--json")
+    assert told.exit_code == 0, told.stderr
+    buddymoe, lru = json.loads(told.stdout)["runs"]
+    trace, profile = Trace.load(trace_file), Calibration.load(calibration).buddies
+    setting = Setting(
+        [16] * trace.shape.num_layers,
+        trace.shape.num_experts,
+        load_profile("rtx3090").costs(MoEShape(*trace.shape)),
+        options=parse_options("buddymoe", options),
+        buddies=profile,
+    )
+    [alone] = compare(trace, ["buddymoe"], setting)
+    for name in ("num_substituted", "moved_share", "num_fetched", "total_s"):
+        assert buddymoe[name] == getattr(alone, name), name
+    assert buddymoe["num_substituted"] > 0 and lru["num_substituted"] == 0
+    table = simulated(trace_file, given, "--calibration", str(calibration)).stdout
+    assert "0.00%" in table
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["miss=buddy"], "lowtide calibrate --buddies"),
+        (["miss=sometimes"], "miss must be"),
+        (["volume=11"], "None of the policies buddymoe, lru has an option 'volume'"),
+        (["miss=buddy", "placement=lru", "tau=3"], "placement=lru has no option 'tau'"),
+        (["miss=cache-prior"], "traces hold no router's logits"),
+        (["tau=paper"], "give a number, or auto"),
+    ],
+)
+def test_policy_options_that_cannot_be_replayed(
+    trace_file: Path, options: list[str], said: str
+) -> None:
+    result = simulated(trace_file, options)
+    assert result.exit_code == 2 and said in result.stderr
+
+
+def test_a_replay_knows_no_router_logits(trace_file: Path, calibration: Path) -> None:
+    result = simulated(trace_file, ["miss=buddy", "eta=1"], "--calibration", str(calibration))
+    assert result.exit_code == 2 and "leave eta" in result.stderr
 
 
 @pytest.mark.parametrize("place", ["absent/run.trace", "."])

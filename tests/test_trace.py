@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from lowtide.core import PassRows, Step, StepKind
 from lowtide.errors import StorageError, UsageError
 from lowtide.files.array_file import Contradiction
-from lowtide.replay.trace import Trace, TraceShape, TraceWriter, count_hits, trace_of
+from lowtide.replay.trace import (
+    TRACE_VERSION,
+    Trace,
+    TraceShape,
+    TraceWriter,
+    count_hits,
+    trace_of,
+)
 
 SHAPE = TraceShape(2, 5, 2)
 
@@ -138,10 +145,10 @@ def test_a_writer_refuses_what_does_not_fit() -> None:
 
 def members(**changes: Any) -> dict[str, Any]:
     arrays: dict[str, Any] = {
-        "version": np.array([2], np.int64),
+        "version": np.array([TRACE_VERSION], np.int64),
         "shape": np.array(SHAPE, np.int64),
         "model": np.frombuffer(b"m", np.uint8),
-        "passes": np.array([[1, 0, 0, 1, 0]], np.int32),
+        "passes": np.array([[1, 0, 0, 1, 0, 0, 0]], np.int32),
         "ids": np.zeros((1, 2, 2), np.uint16),
         "weights": np.ones((1, 2, 2), np.float32),
         "requests": np.zeros(1, np.int32),
@@ -161,9 +168,9 @@ def members(**changes: Any) -> dict[str, Any]:
         {"shape": np.array([2, 5, 2, -4, 4], np.int64)},
         {"shape": np.array([2, 5, 2, 4, 2**60], np.int64)},
         {"model": np.array([255], np.uint8)},
-        {"passes": np.array([[3, 0, 0, 1, 0]], np.int32)},
-        {"passes": np.array([[1, 0, 0, -1, 0]], np.int32)},
-        {"passes": np.array([[1, 0, 0, 2, 0]], np.int32)},
+        {"passes": np.array([[3, 0, 0, 1, 0, 0, 0]], np.int32)},
+        {"passes": np.array([[1, 0, 0, -1, 0, 0, 0]], np.int32)},
+        {"passes": np.array([[1, 0, 0, 2, 0, 0, 0]], np.int32)},
         {"passes": np.array([[1, 0, 0, 1]], np.int32)},
         {"ids": np.full((1, 2, 2), 5, np.uint16)},
         {"ids": np.zeros((1, 2, 2), np.int64)},
@@ -177,6 +184,22 @@ def members(**changes: Any) -> dict[str, Any]:
 def test_a_contradictory_trace_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     np.savez(tmp_path / "t.npz", **members(**changes))
     with pytest.raises(UsageError, match="t.npz"):
+        Trace.load(tmp_path / "t.npz")
+
+
+def test_the_members_of_these_tests_are_a_trace(tmp_path: Path) -> None:
+    np.savez(tmp_path / "t.npz", **members())
+    assert Trace.load(tmp_path / "t.npz").model == "m"
+
+
+@pytest.mark.parametrize("number", [1, 2, 9])
+def test_a_trace_of_another_version_says_what_to_do(tmp_path: Path, number: int) -> None:
+    """The first one had no weights, nor whose a row is."""
+    missing = dict.fromkeys(("weights", "requests", "kinds")) if number == 1 else {}
+    arrays = members(version=np.array([number], np.int64), **missing)
+    np.savez(tmp_path / "t.npz", **arrays)
+    said = f"t.npz is a lowtide trace of version {number}, and this lowtide reads version 3: record"
+    with pytest.raises(UsageError, match=said):
         Trace.load(tmp_path / "t.npz")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -19,13 +19,14 @@ from lowtide.cli.doctor import machine_line, rates_table
 from lowtide.cli.generate import ModelName
 from lowtide.cli.opening import find_model
 from lowtide.cli.options import Group, Settings
+from lowtide.cli.policy_options import options_by_policy
 from lowtide.cli.prompt import read_prompt
 from lowtide.cli.report import json_line, plan_object, plan_table
 from lowtide.cli.screen import ProgressBars, stdout_console
 from lowtide.config import format_size
 from lowtide.errors import UsageError
 from lowtide.params import SamplingParams
-from lowtide.policies.presets import check_policy, check_safe, options_of
+from lowtide.policies.presets import check_safe
 
 if TYPE_CHECKING:
     from lowtide.lab.bench import Ceilings, Peak, Result, Run
@@ -53,7 +54,13 @@ def bench(
     question = None if prompt is None else read_prompt(prompt, None)
     options = settings.engine_options()
     names = [name.strip() for name in str(options.pop("policy")).split(",")]
-    policies = _policies(names, options.pop("policy_options", {}), settings.flag("unsafe"))
+    if len(set(names)) < len(names):
+        raise UsageError(f"--policy names a policy twice: {', '.join(names)}.")
+    own_options = cast(Mapping[str, str], options.pop("policy_options", {}))
+    policies = options_by_policy(names, own_options)
+    if not settings.flag("unsafe"):
+        for name, own in policies.items():
+            check_safe(name, own)
     with redirect_stdout(sys.stderr):
         folder = str(find_model(model, settings))
         ceilings, result = _measured(folder, policies, question, params, repeats, options)
@@ -90,25 +97,6 @@ def _measured(
             **options,
         )
     return ceilings, result
-
-
-def _policies(names: list[str], options: Any, is_unsafe: bool) -> dict[str, dict[str, str]]:
-    """Policies by name, each with those of the options that it has. Raises UsageError."""
-    if len(set(names)) < len(names):
-        raise UsageError(f"--policy names a policy twice: {', '.join(names)}.")
-    policies = {name: _own(options, options_of(name)) for name in names}
-    for name, own in policies.items():
-        check_policy(name, own)
-        if not is_unsafe:
-            check_safe(name, own)
-    for option in options:
-        if not any(option in own for own in policies.values()):
-            raise UsageError(f"None of the policies {', '.join(names)} has an option {option!r}.")
-    return policies
-
-
-def _own(options: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
-    return {name: value for name, value in options.items() if name in names}
 
 
 def _params(settings: Settings) -> SamplingParams:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -10,10 +11,13 @@ from rich.table import Table
 
 from lowtide.cli.command import takes
 from lowtide.cli.options import Group, Settings
+from lowtide.cli.policy_options import options_by_policy
 from lowtide.cli.report import json_line
 from lowtide.cli.screen import stderr_console, stdout_console
 from lowtide.config import format_size
 from lowtide.errors import UsageError
+from lowtide.policies.presets import parse_options
+from lowtide.policies.tau import SolvedTau
 
 if TYPE_CHECKING:
     from lowtide.profiles import Profile
@@ -22,13 +26,16 @@ if TYPE_CHECKING:
     from lowtide.replay.trace import Trace
 
 
-@takes(Group.SIMULATION, "calibration", Group.OUTPUT)
+@takes(Group.SIMULATION, "policy_option", "calibration", Group.OUTPUT)
 def simulate(
     trace: Annotated[Path, typer.Argument(help="What generate --trace wrote.")],
     *,
     settings: Settings,
 ) -> None:
-    """Replay a trace in simulated time; nothing is computed."""
+    """Replay a trace in simulated time; nothing is computed.
+
+    --policy-option is for those of the presets that have it.
+    """
     from lowtide.profiles import load_profile
     from lowtide.replay.calibration import Calibration
     from lowtide.replay.trace import Trace
@@ -47,7 +54,9 @@ def simulate(
     names = [name.strip() for name in str(settings["presets"]).split(",") if name.strip()]
     if not names:
         raise UsageError("--presets names none; give at least one.")
-    reports = _replay(recorded, known, profile, names, residents, tau)
+    given = cast(Mapping[str, str], settings["policy_option"] or {})
+    options = {"tau": tau, **_parsed(names, given)}
+    reports = _replay(recorded, known, profile, names, residents, options)
     if settings.flag("json"):
         print(json_line({"trace": str(trace), "machine": machine, "runs": _objects(reports)}))
         return
@@ -58,13 +67,23 @@ def simulate(
         stderr_console().print(note, style="dim")
 
 
+def _parsed(presets: list[str], given: Mapping[str, str]) -> dict[str, object]:
+    """Values by name. Raises UsageError for what no preset here has, or a replay cannot know."""
+    parsed: dict[str, object] = {}
+    for preset, own in options_by_policy(presets, given).items():
+        parsed |= parse_options(preset, own)
+    if isinstance(parsed.get("tau"), SolvedTau):
+        raise UsageError("tau=paper is solved for a model and its budget: give a number, or auto.")
+    return parsed
+
+
 def _replay(
     recorded: Trace,
     known: Calibration | None,
     profile: Profile,
     presets: list[str],
     residents: float,
-    tau: int,
+    options: Mapping[str, object],
 ) -> list[Report]:
     from lowtide.core import MoEShape
     from lowtide.policies.recipe import Setting
@@ -83,7 +102,8 @@ def _replay(
         frequency=known.frequency if known else None,
         following=known.following if known else None,
         hits=known.trace.hits() if known else None,
-        options={"tau": tau},
+        options=options,
+        buddies=known.buddies if known else None,
     )
     accuracy = measured_accuracy(known) if known else None
     return compare(recorded, presets, setting, gate_accuracy=accuracy)
@@ -128,16 +148,19 @@ def _objects(reports: list[Report]) -> list[dict[str, object]]:
 
 def _table(reports: list[Report], title: str) -> Table:
     table = Table(title=title, title_justify="left")
-    for name in ("policy", "tokens/s", "hit rate", "moved", "what binds", "early gate"):
+    is_replaced = any(report.num_substituted for report in reports)
+    names = ["policy", "tokens/s", "hit rate", "moved", "what binds", "early gate"]
+    for name in [*names, "mass replaced"] if is_replaced else names:
         is_text = name in ("policy", "what binds", "early gate")
         table.add_column(name, justify="left" if is_text else "right")
     for report in reports:
-        table.add_row(
+        cells = [
             report.preset,
             f"{report.tokens_per_s:.1f}",
             f"{report.hit_rate:.0%}",
             format_size(report.moved_bytes),
             report.binds,
             report.foresight,
-        )
+        ]
+        table.add_row(*cells, *([f"{report.moved_share:.2%}"] if is_replaced else []))
     return table

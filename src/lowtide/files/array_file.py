@@ -10,7 +10,7 @@ import zipfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from numpy.lib import format as npy
@@ -25,6 +25,13 @@ Arrays = dict[str, NDArray[Any]]
 
 class Contradiction(Exception):
     """What a file holds cannot be: raised by its reader, turned into a UsageError with its name."""
+
+
+class Version(NamedTuple):
+    """What a kind of file's array `version` has to hold."""
+
+    number: int
+    remedy: str  # what to do with a file of another, as the end of a sentence
 
 
 _DAMAGE = (
@@ -51,15 +58,18 @@ def load_arrays(
     max_bytes: int,
     noun: str,
     optional: Mapping[str, str] | None = None,
+    version: Version | None = None,
 ) -> Arrays:
     """The arrays that `save_arrays` wrote: exactly those named by `dtypes`, of those types, and
     all of `optional` or none of them.
 
-    Raises UsageError when the file is not such a one or holds more than `max_bytes`, StorageError
-    when it cannot be read.
+    Raises UsageError when the file is not such a one, is of another version or holds more than
+    `max_bytes`, StorageError when it cannot be read.
     """
     try:
         with open_regular(Path(path)) as (file, _), zipfile.ZipFile(file) as archive:
+            if version is not None:
+                _check_version(archive, version, f"{path} is a lowtide {noun}")
             is_more = optional is not None and len(archive.namelist()) > len(dtypes)
             wanted = {**dtypes, **optional} if optional is not None and is_more else dtypes
             return _read(archive, wanted, max_bytes, noun)
@@ -72,6 +82,19 @@ def load_arrays(
         told = str(reason).rstrip(".")
         text = f"{path} is not a whole lowtide {noun}: {told}; make it anew or leave it out."
         raise UsageError(text) from None
+
+
+def _check_version(archive: zipfile.ZipFile, version: Version, what: str) -> None:
+    """Before anything else: a file of another version may hold other arrays."""
+    if "version.npy" not in archive.namelist():
+        return
+    with archive.open("version.npy") as file:
+        found = _read_array(file, "version", "<i8", archive.getinfo("version.npy").file_size)
+    if found.shape == (1,) and found[0] != version.number:
+        raise UsageError(
+            f"{what} of version {found[0]}, and this lowtide reads version {version.number}: "
+            f"{version.remedy}."
+        )
 
 
 def _read(archive: zipfile.ZipFile, dtypes: Mapping[str, str], max_bytes: int, noun: str) -> Arrays:

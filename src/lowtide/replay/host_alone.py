@@ -14,7 +14,12 @@ import numpy as np
 from lowtide.core import Facts, IntArray
 from lowtide.policies.presets import recipe
 from lowtide.policies.recipe import Setting
-from lowtide.replay.simulator import Report, count_substitutions, substituted_facts
+from lowtide.replay.simulator import (
+    Report,
+    count_substitutions,
+    replayable,
+    substituted_facts,
+)
 from lowtide.replay.trace import RoutedPass, Trace, demand_of
 
 
@@ -43,7 +48,7 @@ class _Replay:
 
     def __init__(self, preset: str, setting: Setting) -> None:
         self.report = Report(preset, expert_bytes=setting.costs.expert_bytes)
-        self._policies = recipe(preset).policies_without_device(setting)
+        self._policies = replayable(recipe(preset).policies_without_device(setting))
         self._is_resident = np.zeros((setting.num_layers, setting.num_experts), np.bool_)
         for layer, is_resident in enumerate(self._is_resident):
             is_resident[self._policies.placement.initial(layer)] = True

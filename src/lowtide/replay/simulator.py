@@ -180,7 +180,7 @@ class _Replay:
 
     def __init__(self, name: str, made: Recipe, setting: Setting) -> None:
         self.report = Report(name, expert_bytes=setting.costs.expert_bytes)
-        self._policies = made.policies(setting)
+        self._policies = replayable(made.policies(setting))
         self._costs = setting.costs
         self._num_layers = setting.num_layers
         self._now_s = 0.0
@@ -333,6 +333,16 @@ class _Replay:
             its_hits = None if predicted is None else predicted[following]
             chosen = prefetch.choose(Ahead(following, link.is_kept(following), its_hits))
             link.look_ahead(following, chosen, routed_s)
+
+
+def replayable(policies: Policies) -> Policies:
+    """The same. Raises UsageError for policies that a trace cannot tell enough."""
+    if policies.asks_scores:
+        raise UsageError(
+            "These policy options ask for the router's logits, which traces do not hold: leave eta "
+            "and miss=cache-prior out, or run the model."
+        )
+    return policies
 
 
 def substituted_facts(facts: Facts, answer: RoutedTokens | None) -> Facts | None:

@@ -1,0 +1,29 @@
+"""Options for several policies at once: each takes those that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lowtide.errors import UsageError
+from lowtide.policies.presets import check_policy, options_of
+
+
+def options_by_policy(
+    names: Sequence[str], options: Mapping[str, str]
+) -> dict[str, dict[str, str]]:
+    """Policies by name, each with those of the options that it has.
+
+    Raises UsageError for an unknown policy or value, and for an option that none of them has.
+    """
+    policies = {name: _own(name, options) for name in names}
+    for option in options:
+        if not any(option in own for own in policies.values()):
+            raise UsageError(f"None of the policies {', '.join(names)} has an option {option!r}.")
+    return policies
+
+
+def _own(name: str, options: Mapping[str, str]) -> dict[str, str]:
+    known = options_of(name)
+    own = {option: value for option, value in options.items() if option in known}
+    check_policy(name, own)
+    return own
