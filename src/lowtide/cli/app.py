@@ -12,6 +12,7 @@ from lowtide.cli.calibrate import calibrate
 from lowtide.cli.chat import chat
 from lowtide.cli.doctor import doctor
 from lowtide.cli.generate import generate
+from lowtide.cli.habits import Verb, Verbs
 from lowtide.cli.models import ls, pull, synth
 from lowtide.cli.plan import plan
 from lowtide.cli.quality import quality
@@ -20,6 +21,7 @@ from lowtide.cli.verify import verify
 
 app = typer.Typer(
     name="lowtide",
+    cls=Verbs,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,  # a fault of ours is shown as Python shows it
@@ -38,8 +40,9 @@ for verb in (
     pull,
     ls,
 ):
-    app.command(verb.__name__)(verb)
-app.command("run", hidden=True)(generate)  # as others call it
+    app.command(verb.__name__, cls=Verb)(verb)
+app.command("run", hidden=True, cls=Verb)(generate)  # as others call them
+app.command("list", hidden=True, cls=Verb)(ls)
 
 
 def _print_version(is_wanted: bool) -> None:

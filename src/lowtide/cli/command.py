@@ -16,8 +16,9 @@ from typing import Annotated, TextIO
 
 import typer
 
+from lowtide.cli.habits import show_all
 from lowtide.cli.main import EXIT_INTERRUPTED
-from lowtide.cli.options import OPTIONS, Group, Kind, Option, Settings, resolve
+from lowtide.cli.options import OPTIONS, Group, Kind, Option, Settings, is_common, resolve
 from lowtide.cli.screen import printable
 from lowtide.errors import ConfigError, LowtideError, UsageError
 
@@ -28,6 +29,16 @@ EXIT_USAGE = 2
 EXIT_BROKEN_PIPE = 128 + 13
 
 Verb = Callable[..., None]
+
+_HELP_ALL = inspect.Parameter(
+    "help_all",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[
+        bool,
+        typer.Option("--help-all", help="Show all options.", callback=show_all, is_eager=True),
+    ],
+)
 
 
 def takes(*wanted: Group | str) -> Callable[[Verb], Verb]:
@@ -42,10 +53,13 @@ def takes(*wanted: Group | str) -> Callable[[Verb], Verb]:
         own = inspect.signature(verb, eval_str=True).parameters.values()
         parameters = [parameter for parameter in own if parameter.name != "settings"]
         parameters += [_flag_parameter(option) for option in options]
+        if not all(is_common(option) for option in options):
+            parameters.append(_HELP_ALL)
 
         @functools.wraps(verb)
         def command(**arguments: object) -> None:
             flags = {option.name: arguments.pop(option.name) for option in options}
+            arguments.pop(_HELP_ALL.name, None)
             with errors_reported(wants_json=flags.get("json") is True):
                 settings = resolve(flags, os.environ)
                 with errors_reported(settings.flag("json"), settings.flag("verbose")):
@@ -109,6 +123,7 @@ def _flag_parameter(option: Option) -> inspect.Parameter:
         help=_help(option),
         metavar=None if option.kind is Kind.BOOLEAN else _metavar(option),
         rich_help_panel=option.group.value,
+        hidden=not is_common(option),
         show_default=False,
     )
     return inspect.Parameter(

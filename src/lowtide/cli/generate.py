@@ -53,14 +53,15 @@ ModelName = Annotated[
 def generate(
     model: ModelName,
     text: Annotated[
-        str | None, typer.Argument(help="What to answer, as by -p.", metavar="[TEXT]")
+        str | None, typer.Argument(help="What to answer, as by -p.", metavar="TEXT")
     ] = None,
     prompt: Annotated[
         str | None,
         typer.Option("-p", "--prompt", help="What to answer; - reads standard input."),
     ] = None,
     prompt_ids: Annotated[
-        str | None, typer.Option(help='Token ids in place of text: "5 17 3".', metavar="IDS")
+        str | None,
+        typer.Option(help='Token ids in place of text: "5 17 3".', metavar="IDS", hidden=True),
     ] = None,
     *,
     settings: Settings,

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.control import Control
 from rich.live import Live
+from rich.segment import ControlType
 from rich.text import Text
 
 from lowtide.cli.screen import printable
@@ -16,6 +18,12 @@ if TYPE_CHECKING:
     from lowtide.model_folder.tokenizer import Tokenizer
 
 MASK = "░"
+_ERASE_LINE_ABOVE = (
+    ControlType.CARRIAGE_RETURN,
+    (ControlType.ERASE_IN_LINE, 2),
+    (ControlType.CURSOR_UP, 1),
+)
+
 MIN_FRAME_S = 0.05  # at most 20 drawings a second
 
 
@@ -45,6 +53,8 @@ class LiveView:
         self._before: dict[int, int] = {}  # position -> token, as of the previous draft
         self._last_frame_s = -MIN_FRAME_S
         self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._drawn: list[int] = []  # cells of the last frame's lines
+        self._width = 0  # of the terminal, then
         self.num_frames = 0
 
     def __enter__(self) -> LiveView:
@@ -105,7 +115,27 @@ class LiveView:
             return
         self._last_frame_s = self._clock()
         self.num_frames += 1
-        self._live.update(Text(printable(self._pending)) + self._draft, refresh=True)
+        self._heed_resize()
+        frame = Text(printable(self._pending)) + self._draft
+        self._live.update(frame, refresh=True)
+        self._drawn = self._widths(frame)
+
+    def _widths(self, frame: Text) -> list[int]:
+        """Cells of each line of a frame, as they are drawn: those beyond the screen are not."""
+        console = self._live.console
+        self._width = console.width
+        lines = console.render_lines(frame, pad=False)[: console.height]
+        return [sum(segment.cell_length for segment in line) for line in lines]
+
+    def _heed_resize(self) -> None:
+        """A terminal that became narrower has broken the lines of the last frame into more: those
+        are erased here, and as many as there were by whoever draws the next frame."""
+        width = self._live.console.width
+        if width >= self._width:
+            return
+        num_more = sum(max(0, -(-cells // width) - 1) for cells in self._drawn)
+        self._live.console.control(Control(*(_ERASE_LINE_ABOVE * num_more)))
+        self._drawn, self._width = [], width
 
     def _piece(self, token: int) -> str:
         if self._tokenizer is None:

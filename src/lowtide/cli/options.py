@@ -23,7 +23,7 @@ from lowtide.errors import UsageError
 from lowtide.params import REMASKING_RULES, DiffusionParams, SamplingParams
 from lowtide.policies.presets import preset_names
 
-__all__ = ["OPTIONS", "Group", "Kind", "Option", "Settings", "resolve"]
+__all__ = ["OPTIONS", "Group", "Kind", "Option", "Settings", "is_common", "resolve"]
 
 MAX_FILE_BYTES = 2**20
 
@@ -192,6 +192,17 @@ OPTIONS: tuple[Option, ...] = (
     Option("verbose", Kind.BOOLEAN, Group.OUTPUT, "Say more on standard error.", False, "-v"),
     Option("config", Kind.TEXT, Group.OUTPUT, "A TOML file with any of these options."),
 )
+
+_COMMON = {"host_memory", "gpu_memory", "policy", "context", "max_tokens", "temperature", "system"}
+_COMMON |= {"json", "verbose"}
+_SHARED = {Group.PROMPT, Group.ENGINE, Group.HUB, Group.SAMPLING, Group.DIFFUSION}
+_SHARED |= {Group.RECORD, Group.OUTPUT}
+
+
+def is_common(option: Option) -> bool:
+    """Whether `--help` shows it; `--help-all` shows all. What only one verb has is common."""
+    return option.name in _COMMON or option.group not in _SHARED
+
 
 _BY_NAME = {option.name: option for option in OPTIONS}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -58,6 +58,7 @@ def verify(model: ModelName, *, settings: Settings) -> None:
         stdout_console().print(_table(verdicts))
         if agreement is not None:
             stdout_console().print(_agreement_line(agreement), soft_wrap=True)
+        stdout_console().print(_verdict_line(verdicts), soft_wrap=True)
     if not is_kept:
         raise typer.Exit(EXIT_FAILURE)
 
@@ -103,6 +104,23 @@ def _agreement_line(agreement: Agreement) -> str:
         f"{agreement.kv_cache} cache beside exact mode: {agreement.num_equal} of "
         f"{agreement.num_tokens} tokens are equal{where}; {agreement.num_likeliest} are what the "
         "exact model holds likeliest where they were written"
+    )
+
+
+def _verdict_line(verdicts: Sequence[Verdict]) -> str:
+    """The last line: whether what is promised is so, of how many runs."""
+    promised = [verdict for verdict in verdicts if verdict.is_lossless and not verdict.reason]
+    different = [verdict for verdict in promised if not verdict.is_same]
+    budgets = {(verdict.device, verdict.budget_bytes) for verdict in promised}
+    policies = {verdict.policy for verdict in promised}
+    ran = f"{len(promised)} runs, {len(budgets)} budgets, {len(policies)} policies"
+    if not different:
+        bits = "within the tolerance" if any(v.tolerance for v in promised) else "bit for bit"
+        return f"verdict: the same {bits} ({ran})"
+    worst = max(different, key=lambda verdict: verdict.largest_layer_difference)
+    return (
+        f"verdict: NOT the same in {len(different)} of {ran}; worst: {worst.policy} on "
+        f"{worst.device} at {format_size(worst.budget_bytes)}"
     )
 
 

@@ -1,0 +1,135 @@
+"""Ten people's habits: what somebody who knows another program types first works, or is answered
+with the line that does."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from lowtide.cli.app import app
+from lowtide.cli.habits import FLAGS, VERBS
+from lowtide.cli.live import LiveView
+from lowtide.cli.options import OPTIONS, is_common
+from lowtide.cli.verify import _verdict_line
+from lowtide.lab.verify import Verdict
+
+DEMO = "demo:autoregressive"
+SHORT = ["--context", "64", "--host-memory", "12M"]
+
+
+def run(*arguments: str, stdin: str | None = None) -> Any:
+    return CliRunner().invoke(app, list(arguments), input=stdin, env={"COLUMNS": "200"})
+
+
+WORKS = {
+    "ollama run MODEL TEXT": ["run", DEMO, "x = ", "--max-tokens", "3", *SHORT],
+    "ollama list": ["list"],
+    "ollama run --verbose": ["run", DEMO, "x = ", "--verbose", "--max-tokens", "3", *SHORT],
+    "llama-cli -p": ["generate", DEMO, "-p", "x = ", "--max-tokens", "3", *SHORT],
+    "transformers' underscores": ["generate", DEMO, "x = ", "--max_tokens=3", *SHORT],
+    "vllm's values": ["generate", DEMO, "x = ", "--max-tokens=3", "--dtype", "float32", *SHORT],
+    "a flag first": ["generate", "--max-tokens", "3", *SHORT, DEMO, "x = "],
+    "a prompt like a flag": ["generate", DEMO, "-p", "-n", "--max-tokens", "3", *SHORT],
+}
+
+
+@pytest.mark.parametrize("arguments", WORKS.values(), ids=WORKS.keys())
+def test_it_works(arguments: list[str]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.strip()
+
+
+ANSWERED = {
+    "llama-cli -m": (["generate", "-m", "x.gguf", "-p", "hi"], "first argument"),
+    "llama-cli -hf": (["run", "-hf", "org/name", "-p", "hi"], "first argument"),
+    "llama-cli -n": (["generate", DEMO, "-p", "hi", "-n", "64"], "--max-tokens"),
+    "llama-cli -c": (["generate", DEMO, "-p", "hi", "-c", "4096"], "--context"),
+    "llama-cli -ngl": (["generate", DEMO, "-p", "hi", "-ngl", "99"], "--gpu-memory"),
+    "llama-cli --temp": (["generate", DEMO, "-p", "hi", "--temp", "0.7"], "--temperature"),
+    "llama-cli -cnv": (["generate", DEMO, "-cnv"], "lowtide chat"),
+    "llama-cli -f": (["generate", DEMO, "-f", "prompt.txt"], "< FILE"),
+    "ollama serve": (["serve"], "AsyncLLM"),
+    "ollama show": (["show", "llama3"], "lowtide plan"),
+    "ollama ps": (["ps"], "lowtide ls"),
+    "ollama rm": (["rm", "llama3"], "lowtide ls"),
+    "ollama run without a prompt": (["run", DEMO, "-p", ""], "empty"),
+    "a name of ollama's": (["plan", "llama3"], "org/name"),
+    "vllm serve": (["serve", "org/name", "--port", "8000"], "no server yet"),
+    "vllm's memory": (["chat", DEMO, "--gpu-memory-utilization", "0.9"], "--gpu-memory 90%"),
+    "vllm's context": (["chat", DEMO, "--max-model-len", "4096"], "--context"),
+    "transformers' length": (["run", DEMO, "hi", "--max_new_tokens", "9"], "--max-tokens"),
+    "trust": (["plan", DEMO, "--trust-remote-code"], "no code"),
+    "quantised": (["run", DEMO, "hi", "--load-in-4bit"], "--format q4"),
+    "hf download": (["download", "org/name"], "lowtide pull"),
+    "two prompts": (["generate", DEMO, "a", "-p", "b"], "two prompts"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "said"), ANSWERED.values(), ids=ANSWERED.keys())
+def test_it_is_answered_with_the_line_that_does(arguments: list[str], said: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code in (1, 2), result.output
+    assert said in result.stderr and "Traceback" not in result.output
+
+
+def test_what_is_answered_is_none_of_ours_and_the_answers_are() -> None:
+    flags = {option.flag for option in OPTIONS}
+    assert not flags & set(FLAGS)
+    words = " ".join([*FLAGS.values(), *VERBS.values()]).split()
+    named = {word.strip(":,;") for word in words if word.startswith("--")}
+    assert named <= flags | {"--out"}
+    verbs = {command.name for command in app.registered_commands}
+    assert not verbs & set(VERBS) and {"run", "list"} <= verbs
+
+
+def test_help_has_the_common_options_and_help_all_has_all() -> None:
+    shown, everything = run("generate", "--help").stdout, run("generate", "--help-all").stdout
+    own = [option for option in OPTIONS if f"{option.flag} " in everything]
+    assert 40 < len(own) and all(f"{o.flag} " in shown for o in own if is_common(o))
+    assert sum(is_common(option) for option in own) == 9  # and -p makes ten
+    assert not [o.flag for o in own if not is_common(o) and f" {o.flag} " in shown]
+    for verb in ("plan", "chat", "bench", "verify", "calibrate", "quality"):
+        assert "--help-all" in run(verb, "--help").stdout
+        assert "--check-weights" in run(verb, "--help-all").stdout
+
+
+def test_plan_and_json_say_whether_there_is_a_template() -> None:
+    assert "no chat template" in run("plan", DEMO, *SHORT).stdout
+    assert json.loads(run("plan", DEMO, "--json", *SHORT).stdout)["chat_template"] is False
+    asked = ["generate", DEMO, "x = ", "--max-tokens", "2", "--json", "--n", "2", *SHORT]
+    answer = json.loads(run(*asked).stdout)
+    assert answer["chat_template"] is False and len(answer["answers"]) == 2
+    assert "no chat template" in run("chat", DEMO, "--system", "x", *SHORT).stderr
+
+
+def test_a_narrower_terminal_leaves_no_old_lines() -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=60, height=20, legacy_windows=False)
+    with LiveView(console, None, 0) as view:
+        view._pending = "x" * 150  # lines of 60, 60 and 30 cells
+        view._draw(is_due=True)
+        file.truncate(0)
+        console.width = 25  # which are 3, 3 and 2 now
+        view._draw(is_due=True)
+        assert file.getvalue().count("\x1b[1A") == 3 + 3 + 2 - 1
+        file.truncate(0)
+        console.width = 60
+        view._draw(is_due=True)
+        assert file.getvalue().count("\x1b[1A") == 6 - 1  # lines that end stay as they are
+        view._pending = ""
+
+
+def test_verify_ends_with_one_line() -> None:
+    runs = [Verdict("cpu", policy, b, 0, 3, 0.0) for policy in ("lru", "tide") for b in (1, 2)]
+    assert _verdict_line(runs) == "verdict: the same bit for bit (4 runs, 2 budgets, 2 policies)"
+    wrong = Verdict("cpu", "dali", 1 << 20, 0, 3, 0.0, largest_layer_difference=0.5, first_layer=1)
+    line = _verdict_line([*runs, wrong])
+    assert (
+        line.startswith("verdict: NOT the same in 1 of 5 runs") and "dali on cpu at 1.0 MiB" in line
+    )
