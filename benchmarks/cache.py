@@ -28,6 +28,7 @@ from lowtide.policies.prefetch import NoPrefetch
 from lowtide.policies.presets import recipe
 from lowtide.policies.recipe import Recipe, Setting
 from lowtide.profiles import load_profile
+from lowtide.replay.oracle import most_hits
 from lowtide.replay.simulator import Report, simulate
 from lowtide.replay.trace import Trace, TraceShape
 
@@ -78,7 +79,9 @@ def _measure(recorder: Recorder, one: Recorded, trace: Trace, known: Trace, is_q
     for ratio, setting in settings.items():
         for name, made in PLACEMENTS.items():
             report = simulate(trace, made, setting, hits=hits)
-            row = {**facts, "ratio": ratio, "placement": name, **summary(report)}
+            share = report.num_hits / max(1, most_hits(hits, sum(setting.capacity)))
+            at: Row = {"ratio": ratio, "placement": name, "share_of_most_hits": share}
+            row = {**facts, **at, **summary(report)}
             recorder.write("ratio", row)
     for w_size, u_size in WINDOWS[:2] if is_quick else WINDOWS:
         setting = settings[0.5].having(w_size=w_size, u_size=u_size)

@@ -41,6 +41,8 @@ from common.traces import RECORDED, record_with_known
 
 from lowtide.errors import PlanError
 from lowtide.profiles import load_profile
+from lowtide.replay.oracle import ORACLE, most_hits
+from lowtide.replay.simulator import simulate
 from lowtide.replay.trace import Trace
 
 MODELS = ("demo:diffusion", "synth:llada2")
@@ -178,8 +180,13 @@ def _simulate(
         setting = make_setting(trace, costs, round(share * num_experts), known)
         reports = replay(trace, hits, setting, names)
         at = {**facts, "share": share}
+        oracle_s = simulate(trace, ORACLE, setting, hits=hits).total_s
+        most = max(1, most_hits(hits, sum(setting.capacity)))
         for name, report in reports.items():
-            recorder.write("simulated", {**at, "policy": name, **summary(report)})
+            row = {**at, "policy": name, **summary(report)}
+            row["share_of_oracle"] = oracle_s / report.total_s
+            row["share_of_most_hits"] = report.num_hits / most
+            recorder.write("simulated", row)
         speeds = {name: report.tokens_per_s for name, report in reports.items()}
         _record_expectations(recorder, {**at, "time": machine}, speeds)
 

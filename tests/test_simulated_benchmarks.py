@@ -17,9 +17,9 @@ from lowtide.profiles import load_profile
 from lowtide.replay.simulator import simulate
 from lowtide.replay.trace import TraceShape
 
-simulated, traces, tau, cache, assignment, ablation, fit_profiles = map(
+simulated, traces, tau, cache, assignment, ablation, fit_profiles, exchange = map(
     import_module,
-    ("common.simulated", "common.traces", "tau", "cache", "assignment", "ablation", "fit_profiles"),
+    "common.simulated common.traces tau cache assignment ablation fit_profiles exchange".split(),
 )
 
 COSTS = Costs(
@@ -141,6 +141,21 @@ def test_a_sweep_of_tau_names_its_best() -> None:
 
 def test_two_texts_of_one_model() -> None:
     model = ablation.Model("mixtral", {"u_size": 1})
-    trace, setting = ablation._case(model, COSTS, ablation.Load(2, 4, 3), 0.5, num_layers=2)
+    trace, setting = ablation.make_case(model, COSTS, ablation.Load(2, 4, 3), 0.5, num_layers=2)
     assert trace.num_committed == 6 and setting.options["u_size"] == 1
     assert setting.hits is not None and not np.array_equal(setting.hits, trace.hits())
+
+
+def test_the_exchange_of_parts_from_the_same_first_residents() -> None:
+    trace = synth_decode_trace(SHAPE, num_sequences=3, num_prompt=4, num_new=8)
+    setting = simulated.make_setting(trace, COSTS, 8)
+    names = exchange.combinations()
+    assert len(names) == len(set(names)) == 12
+    seconds = {one: simulate(trace, exchange.combined(one), setting).total_s for one in names}
+    assert seconds["dali", "dali", "dali"] == simulate(trace, "dali", setting).total_s
+    first = [exchange.combined(one).policies(setting).placement.initial(1) for one in names]
+    assert all(np.array_equal(experts, first[0]) for experts in first)
+    doubled = {one: 2.0 if one[1] == "hybrimoe" else 1.0 for one in names}
+    assert exchange.merits(doubled) == pytest.approx(
+        {"placement": 1.0, "assignment": 2.0, "prefetch": 1.0}
+    )

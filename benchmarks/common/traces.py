@@ -13,7 +13,7 @@ from lowtide.core import MoEShape
 from lowtide.errors import UsageError
 from lowtide.lab.record import recorded
 from lowtide.lab.synth import synth
-from lowtide.replay.trace import Trace
+from lowtide.replay.trace import TRACE_VERSION, Trace
 
 _SYNTH = {"synth:llada2": "llada2", "synth:qwen3_moe": "qwen3_moe"}
 # Texts that are ours; one half is replayed, the other calibrates.
@@ -139,4 +139,4 @@ def _token_ids(llm: LLM, piece: str) -> list[int]:
 
 
 def _path(folder: Path, run: Run) -> Path:
-    return folder / f"{run.name}.npz"
+    return folder / f"{run.name}-v{TRACE_VERSION}.npz"

@@ -13,6 +13,8 @@ from lowtide.policies.decision import Policies
 from lowtide.policies.recipe import Option, Recipe, Setting
 
 AUTO = "auto"
+ORACLE = "oracle"
+"""A ceiling that knows the future: a replay has it, no engine can."""
 
 
 def preset_names() -> tuple[str, ...]:
@@ -22,6 +24,7 @@ def preset_names() -> tuple[str, ...]:
 
 def recipe(name: str) -> Recipe:
     """The preset called `name`; raises UsageError when there is none."""
+    _refuse_oracle(name)
     if name not in CATALOGUE:
         raise UsageError(f"Preset {name!r} is not known; choose one of {', '.join(CATALOGUE)}.")
     return CATALOGUE[name]
@@ -29,7 +32,7 @@ def recipe(name: str) -> Recipe:
 
 def register(name: str, made: Recipe) -> None:
     """Adds a preset. Raises UsageError for a name that is taken."""
-    if name in preset_names():
+    if name in (*preset_names(), ORACLE):
         raise UsageError(f"There is a preset {name!r} already; choose another name.")
     CATALOGUE[name] = made
 
@@ -87,11 +90,20 @@ def lossless_presets() -> tuple[str, ...]:
 
 def check_policy(name: str, options: Mapping[str, str]) -> None:
     """Raises UsageError for an unknown preset, option or value; needs no model."""
+    _refuse_oracle(name)
     if name not in preset_names():
         raise UsageError(
             f"Policy {name!r} is not known; choose one of {', '.join(preset_names())}."
         )
     parse_options(name, options)
+
+
+def _refuse_oracle(name: str) -> None:
+    if name == ORACLE:
+        raise UsageError(
+            "Policy 'oracle' knows the future: only lowtide simulate has it, as a ceiling; choose "
+            "another, such as lowtide."
+        )
 
 
 def check_safe(name: str, options: Mapping[str, str]) -> None:

@@ -27,6 +27,7 @@ from lowtide.policies.presets import recipe
 from lowtide.policies.recipe import Recipe, Setting
 from lowtide.policies.tau import auto_tau
 from lowtide.replay.foresight import GATE_ACCURACY, Foresight, GateAccuracies, guesses
+from lowtide.replay.oracle import ORACLE, oracle
 from lowtide.replay.simulated_link import SimulatedLink
 from lowtide.replay.trace import RoutedPass, Trace, demand_of
 
@@ -96,7 +97,7 @@ def simulate(
     predictions: Mapping[Gate, Sequence[IntArray]] = _NOTHING,
     hits: IntArray | None = None,
 ) -> Report:
-    """Replays `trace` under one preset.
+    """Replays `trace` under one preset, or under `oracle`, which knows what will be asked for.
 
     pass_s: seconds of each pass outside the MoE layers (embedding, head, sampling).
     predictions: what early gates did predict, tokens per expert of each pass [layers, experts];
@@ -106,9 +107,11 @@ def simulate(
     where the accuracies lack the preset's gate.
     """
     _check(trace, setting)
-    made = recipe(preset) if isinstance(preset, str) else preset
+    all_hits = trace.hits() if hits is None else hits
     name = preset if isinstance(preset, str) else "custom"
-    run = _Replay(name, made, setting)
+    if isinstance(preset, str):
+        preset = oracle(all_hits) if preset == ORACLE else recipe(preset)
+    run = _Replay(name, preset, setting)
     foresight = Foresight.of(run.gate, gate_accuracy, predictions)
     run.report.foresight = foresight.value
     foreseen: Iterable[IntArray | None] = repeat(None, len(trace.passes))
@@ -117,7 +120,6 @@ def simulate(
     elif foresight is not Foresight.NONE:
         accuracy = (gate_accuracy or GATE_ACCURACY)[run.gate]
         foreseen = guesses(trace, accuracy, setting.seed)
-    all_hits = trace.hits() if hits is None else hits
     passes = zip(trace.passes, trace.iter_routed(), all_hits, foreseen, strict=True)
     for one, routed, pass_hits, predicted in passes:
         for layer in range(trace.shape.num_layers):

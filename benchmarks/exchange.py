@@ -1,0 +1,175 @@
+"""`dali` and `hybrimoe` taken apart: placement, assignment and prefetch exchanged one by one.
+
+All 2 x 2 x 2 combinations of their parts, and HybriMoE's greedy as a third assignment, from the
+same first residents, on DALI's machine as its figures show it: decode at several batches and
+prompts, for the published shapes of its three models. A part's merit is how much faster its runs
+are than those with the other preset's part in its place, over all combinations of the others
+(geometric mean). Routing is synthetic, early gates err at the published rates.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+from ablation import MODELS, PUBLISHED, Load, Model, make_case
+from common.arguments import run_script
+from common.record import Recorder, Row, say
+from common.simulated import generating_passes, make_parser, summary
+
+from lowtide.core import Facts, IntArray, Moves, StepKind
+from lowtide.policies.assignment import Greedy, HybriMoEGreedy, HybriMoEThreshold
+from lowtide.policies.catalogue import NUM_PREFETCH
+from lowtide.policies.placement import Placement
+from lowtide.policies.prefetch import NextGate, Residual
+from lowtide.policies.presets import recipe
+from lowtide.policies.recipe import Recipe, Setting
+from lowtide.profiles import load_profile
+from lowtide.replay.simulator import Report, simulate
+
+MACHINE = "dali-3090"
+PLACEMENTS = ("dali", "hybrimoe")
+ASSIGNMENTS = {
+    "dali": lambda s: Greedy(),
+    "hybrimoe": lambda s: HybriMoEThreshold(s.costs),
+    "hybrimoe greedy": lambda s: HybriMoEGreedy(),
+}
+PREFETCHES = {
+    "dali": lambda s: Residual(NUM_PREFETCH.of(s)),
+    "hybrimoe": lambda s: NextGate(NUM_PREFETCH.of(s)),
+}
+BATCHES = (4, 8, 16, 32, 64, 128)
+PARTS = ("placement", "assignment", "prefetch")
+
+Combination = tuple[str, str, str]
+
+
+class Started:
+    """A placement that starts from somebody else's first residents."""
+
+    def __init__(self, placement: Placement, first: Sequence[IntArray]) -> None:
+        self._placement, self._first = placement, first
+
+    def initial(self, layer: int) -> IntArray:
+        return self._first[layer]
+
+    def update(self, facts: Facts) -> Moves:
+        return self._placement.update(facts)
+
+
+def combined(names: Combination) -> Recipe:
+    """The preset of these parts, with DALI's first residents."""
+    placement, assignment, prefetch = names
+
+    def place(setting: Setting) -> Placement:
+        dali = recipe("dali").placement(setting)
+        first = [dali.initial(layer) for layer in range(setting.num_layers)]
+        return Started(recipe(placement).placement(setting), first)
+
+    return Recipe(place, ASSIGNMENTS[assignment], PREFETCHES[prefetch])
+
+
+def combinations() -> list[Combination]:
+    return list(product(PLACEMENTS, ASSIGNMENTS, PREFETCHES))
+
+
+def merits(seconds: Mapping[Combination, float]) -> dict[str, float]:
+    """How much faster each of DALI's parts is than HybriMoE's, the other parts being equal."""
+    found = {}
+    for place, part in enumerate(PARTS):
+        logs = []
+        for names, dali_s in seconds.items():
+            if names[place] == "dali" and "hybrimoe greedy" not in names:
+                other = tuple("hybrimoe" if i == place else n for i, n in enumerate(names))
+                logs.append(np.log(seconds[other] / dali_s))
+        found[part] = float(np.exp(np.mean(logs)))
+    return found
+
+
+def main() -> None:
+    options = _options()
+    settings = {"profile": MACHINE, "layers": options.layers or "all", "resident_share": 0.5}
+    recorder = Recorder("exchange", settings, options.out)
+    for name in options.models:
+        for batch in (16,) if options.quick else BATCHES:
+            _measure(recorder, name, MODELS[name], batch, options)
+
+
+def _measure(
+    recorder: Recorder, name: str, model: Model, batch: int, options: argparse.Namespace
+) -> None:
+    costs = load_profile(MACHINE).costs(model.shape)
+    load = Load(batch, 64, 16 if options.quick else 64)
+    trace, setting = make_case(model, costs, load, options.preference, options.layers)
+    num_prompts = sum(one.step.kind is StepKind.PREFILL for one in trace.passes)
+    phases = {"decode": generating_passes(trace), "prefill": trace.beginning(num_prompts)}
+    for phase, part in phases.items():
+        hits = part.hits()
+        reports = {
+            names: simulate(part, combined(names), setting, hits=hits) for names in combinations()
+        }
+        facts: Row = {"model": name, "batch": batch, "phase": phase}
+        for names, report in reports.items():
+            row = {**facts, **dict(zip(PARTS, names, strict=True)), "seconds": report.total_s}
+            recorder.write("combination", {**row, **summary(report)})
+        _summarise(recorder, facts, reports, simulate_without(part, setting, hits))
+
+
+def simulate_without(part: object, setting: Setting, hits: IntArray) -> float:
+    """Seconds of `dali` where its swaps cost nothing to wait for: moves in idle link time."""
+    made = recipe("dali")
+
+    def place(setting: Setting) -> Placement:
+        return _Unowed(made.placement(setting))
+
+    return simulate(part, replace(made, placement=place), setting, hits=hits).total_s
+
+
+class _Unowed:
+    """A placement whose moves wait for an idle link instead of being owed."""
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+
+    def initial(self, layer: int) -> IntArray:
+        return self._placement.initial(layer)
+
+    def update(self, facts: Facts) -> Moves:
+        return self._placement.update(facts)._replace(is_owed=False)
+
+
+def _summarise(
+    recorder: Recorder, facts: Row, reports: Mapping[Combination, Report], unowed_s: float
+) -> None:
+    seconds = {names: report.total_s for names, report in reports.items()}
+    dali, hybrimoe = ("dali",) * 3, ("hybrimoe",) * 3
+    values = {
+        **merits(seconds),
+        "dali_over_hybrimoe": seconds[hybrimoe] / seconds[dali],
+        "dali_over_hybrimoe_greedy": seconds["hybrimoe", "hybrimoe greedy", "hybrimoe"]
+        / seconds[dali],
+        "swaps_in_idle_time_over_dali": seconds[dali] / unowed_s,
+        "published": PUBLISHED[str(facts["phase"])]["hybrimoe"],
+        "dali_hits": reports[dali].hit_rate,
+        "hybrimoe_hits": reports[hybrimoe].hit_rate,
+    }
+    recorder.write("merit", {**facts, **values})
+    shown = ", ".join(f"{name} {value:.2f}" for name, value in values.items())
+    say(f"{facts['model']}, batch {facts['batch']}, {facts['phase']}: {shown}")
+
+
+def _options() -> argparse.Namespace:
+    parser = make_parser(__doc__)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--layers", type=int, help="of each model (all)")
+    parser.add_argument(
+        "--preference", type=float, default=0.5, help="of the model and of each sequence (0.5)"
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run_script(main)

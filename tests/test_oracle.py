@@ -1,0 +1,96 @@
+"""The ceiling of placements: optimal by enumeration, and never beaten."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowtide.core import Costs, Curve, IntArray, Step, StepKind
+from lowtide.errors import UsageError
+from lowtide.policies.catalogue import CATALOGUE
+from lowtide.policies.presets import check_policy, preset_names, recipe
+from lowtide.policies.recipe import Setting
+from lowtide.replay.oracle import most_hits
+from lowtide.replay.simulator import simulate
+from lowtide.replay.trace import Trace, TraceShape, TraceWriter
+
+COSTS = Costs(
+    expert_bytes=100,
+    link_s=2.0,
+    host_s=Curve([(1, 1.0)]),
+    device_s=Curve([(1, 0.1)]),
+    dense_s=Curve([(1, 0.5)]),
+    sync_s=0.1,
+)
+NUM_TRACES = 1000
+PRESETS = sorted(CATALOGUE.keys() - {"resident", "buddymoe"})  # they ignore room, or replace
+PER_TRACE = 2
+
+
+def make_trace(seed: int) -> Trace:
+    """A few passes of one to three rows, with favourites and without."""
+    draw = np.random.default_rng(seed)
+    shape = TraceShape(int(draw.integers(1, 3)), int(draw.integers(3, 8)), 2)
+    weight = draw.random(shape[:2]) ** draw.integers(0, 4)
+    writer = TraceWriter("m", shape)
+    for index in range(int(draw.integers(4, 12))):
+        num_rows = int(draw.integers(1, 4))
+        score = weight * draw.random((num_rows, *shape[:2]))
+        ids = np.sort(np.argsort(-score, axis=2)[:, :, :2], axis=2)
+        kind = StepKind.PREFILL if index == 0 and seed % 2 else StepKind.DECODE
+        writer.append(Step(kind, max(0, index - seed % 2)), 0, ids, num_rows)
+    return writer.trace()
+
+
+def test_no_preset_without_prefetch_has_more_hits_on_1000_traces() -> None:
+    draw = np.random.default_rng(0)
+    for seed in range(NUM_TRACES):
+        trace = make_trace(seed)
+        hits, num_layers = trace.hits(), trace.shape.num_layers
+        capacity = [int(draw.integers(0, trace.shape.num_experts + 1))] * num_layers
+        ceiling = most_hits(hits, sum(capacity))
+        setting = Setting(capacity, trace.shape.num_experts, COSTS, hits=hits)
+        setting = setting.having(num_prefetch=0, w_size=2, u_size=2)
+        for place in range(PER_TRACE):
+            name = PRESETS[(seed * PER_TRACE + place) % len(PRESETS)]
+            assert simulate(trace, name, setting, hits=hits).num_hits <= ceiling, (seed, name)
+        assert simulate(trace, "oracle", setting, hits=hits).num_hits <= ceiling
+
+
+@given(seed=st.integers(0, 10**6), num_slots=st.integers(0, 3))
+def test_most_hits_is_the_best_of_all_there_are(seed: int, num_slots: int) -> None:
+    draw = np.random.default_rng(seed)
+    hits = draw.integers(0, 2, (draw.integers(1, 5), draw.integers(1, 3), 3))
+    assert most_hits(hits, num_slots) == _enumerated(hits, num_slots)
+
+
+def _enumerated(hits: IntArray, num_slots: int) -> int:
+    """By trying every set that may be kept after every layer's step."""
+    num_layers, num_experts = hits.shape[1:]
+    items = range(num_layers * num_experts)
+    best = {
+        frozenset(kept): 0 for size in range(num_slots + 1) for kept in combinations(items, size)
+    }
+    for layers in hits:
+        for layer, counts in enumerate(layers):
+            used = {layer * num_experts + e for e in np.flatnonzero(counts).tolist()}
+            later: dict[frozenset[int], int] = {}
+            for kept, num_hits in best.items():
+                num_now = num_hits + len(kept & used)
+                for size in range(min(num_slots, len(kept | used)) + 1):
+                    for chosen in combinations(sorted(kept | used), size):
+                        key = frozenset(chosen)
+                        later[key] = max(later.get(key, 0), num_now)
+            best = later
+    return max(best.values())
+
+
+def test_the_oracle_is_for_replays_only() -> None:
+    assert "oracle" not in preset_names()
+    for refuse in (lambda: check_policy("oracle", {}), lambda: recipe("oracle")):
+        with pytest.raises(UsageError, match="knows the future"):
+            refuse()
