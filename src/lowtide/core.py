@@ -165,6 +165,11 @@ class WeightFormats:
     def is_own(self) -> bool:
         return self == WeightFormats()
 
+    @property
+    def names(self) -> set[str]:
+        """Of all parts."""
+        return {*self.experts.split(", "), *self.dense.split(", "), *self.head.split(", ")}
+
     def __str__(self) -> str:
         return f"experts {self.experts} · dense {self.dense} · head {self.head}"
 

@@ -12,7 +12,7 @@ from types import UnionType
 import torch
 
 from lowtide.config import ModelConfig
-from lowtide.core import CacheMode, WeightFormats, align_up
+from lowtide.core import OWN_FORMAT, CacheMode, WeightFormats, align_up
 from lowtide.decode.row_reading import HeadForm
 from lowtide.engine.device import (
     check_device,
@@ -20,7 +20,7 @@ from lowtide.engine.device import (
     resolve_device,
 )
 from lowtide.engine.option_checks import check_not_bidirectional, check_without_experts
-from lowtide.engine.weight_formats import Asked, dense_formats, describe, expert_formats
+from lowtide.engine.weight_formats import QUANTISED, Asked, dense_formats, describe, expert_formats
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.experts.layout import SlotLayout
 from lowtide.experts.transfer import largest_read_bytes
@@ -210,6 +210,14 @@ class OpenModel:
         return describe(self.config, model_schema(self.config), experts, self.dense_formats)
 
     @property
+    def is_rounded_as_read(self) -> bool:
+        """Whether weights are made into q8 or q4 as they are read: they are not stored so."""
+        asked = {*self.options.formats}
+        stored = {entry.dtype for entry in self.weight_map.dense.values()}
+        stored |= {each.name for layer in self.weight_map.experts.layers for each in layer.formats}
+        return not asked.isdisjoint(QUANTISED) and not stored.issuperset(asked - {OWN_FORMAT})
+
+    @property
     def _expert_formats(self) -> list[tuple[MatrixFormat | None, ...]]:
         has_gpu = resolve_device(self.options.device) == "cuda"
         return expert_formats(self.options.formats, self.weight_map, has_gpu)
@@ -258,7 +266,8 @@ class OpenModel:
         return self.kernels_on(HOST)
 
     def kernels_on(self, device: torch.device) -> Kernels:
-        return choose_kernels(self.options.kernels, self.dtype, device)
+        has_quantised = not self.formats.names.isdisjoint(QUANTISED)
+        return choose_kernels(self.options.kernels, self.dtype, device, has_quantised)
 
     @property
     def keeps_keys(self) -> bool:

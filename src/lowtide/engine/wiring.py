@@ -24,7 +24,8 @@ from lowtide.errors import CheckpointError, PlanError
 from lowtide.experts.none import NoExperts
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.families import families
-from lowtide.kernels.choice import HOST
+from lowtide.formats.convert import Pack, pack
+from lowtide.kernels.choice import HOST, choose_pack
 from lowtide.memory.arena import Arena
 from lowtide.memory.cuda_streams import plan_errors
 from lowtide.memory.kv_cache import KVCache
@@ -48,7 +49,7 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
     config, progress = opened.config, opened.options.progress or no_progress
     checkpoint = _checked(opened, plan, progress)
     with ExitStack() as undo:
-        reader = FileReader(checkpoint.files, opened.largest_read_bytes)
+        reader = FileReader(checkpoint.files, opened.largest_read_bytes, _pack(opened))
         undo.callback(reader.close)
         executor = _make_executor(config, plan)
         undo.callback(executor.close)
@@ -93,6 +94,11 @@ def _checked(opened: OpenModel, plan: MemoryPlan, progress: Progress) -> Checkpo
     if options.check_weights:
         check_finite(checkpoint, progress)
     return checkpoint
+
+
+def _pack(opened: OpenModel) -> Pack:
+    """What makes weights into formats that they are not stored in."""
+    return choose_pack(opened.options.kernels) if opened.is_rounded_as_read else pack
 
 
 def _make_executor(config: ModelConfig, plan: MemoryPlan) -> HostExecutor:

@@ -13,7 +13,8 @@ from lowtide.core import BoolArray, IntArray
 from lowtide.experts.rows import ExpertBuffers, Routing
 from lowtide.experts.slots import ExpertSlots
 from lowtide.kernels.operands import ExpertWeights, SlotPlaces
-from lowtide.kernels.reference import Kernels, SeveralExperts
+from lowtide.kernels.reference import Kernels
+from lowtide.kernels.several_experts import SeveralExperts
 from lowtide.threads.executor import Executor
 
 
@@ -29,7 +30,7 @@ class ExpertsAtOnce:
     """
 
     def __init__(self, kernels: SeveralExperts, slots: ExpertSlots, num_threads: int) -> None:
-        """`slots`: of experts without biases, in the compute dtype; their memory has to last as
+        """`slots`: of experts without biases, all of one layout; their memory has to last as
         long as this is used."""
         self._kernels = kernels
         self._places = _places(slots)
@@ -39,10 +40,11 @@ class ExpertsAtOnce:
     def of(cls, slots: ExpertSlots, kernels: Kernels, num_threads: int) -> ExpertsAtOnce | None:
         """None where `kernels` have no call for the experts in `slots`."""
         layout = slots.layout
-        is_taken = layout.is_plain and layout.largest.weights is ExpertWeights
-        if kernels.several_experts is None or not is_taken:
-            return None
-        return cls(kernels.several_experts, slots, num_threads)
+        is_taken = layout.largest.weights is ExpertWeights and len({*layout.layers}) == 1
+        several = kernels.several_experts
+        if not layout.is_plain:
+            several = kernels.several_stored(layout.largest.formats)
+        return cls(several, slots, num_threads) if is_taken and several is not None else None
 
     def takes(self, x: Tensor) -> bool:
         """Whether `run_layer` takes these rows."""

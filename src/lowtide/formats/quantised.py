@@ -141,6 +141,7 @@ def fitted(groups: Floats, num_bits: int) -> tuple[NDArray[np.uint8], Halves, Ha
     halves to each other, so every implementation has the same bits.
     """
     low, high = groups.min(1), groups.max(1)
+    low[~(np.isfinite(low) & np.isfinite(high))] = np.nan  # and so is all that follows from it
     levels = np.float32(2**num_bits - 1)
     middle, span = (low + high) * np.float32(0.5), high - low
     found = _Best(groups, levels)

@@ -9,9 +9,12 @@ import logging
 import torch
 
 from lowtide.errors import StorageError, UnsupportedError
+from lowtide.formats.convert import Pack, pack
 from lowtide.kernels.compiled import CompiledKernels
+from lowtide.kernels.compiled_quantised import QuantisedKernels
 from lowtide.kernels.cpu.buddies import CompiledBuddies
 from lowtide.kernels.cpu.few_rows import FewRows
+from lowtide.kernels.cpu.quantised import QuantisedOperators
 from lowtide.kernels.reference import REFERENCE, Kernels
 
 _log = logging.getLogger(__name__)
@@ -19,8 +22,11 @@ _log = logging.getLogger(__name__)
 HOST = torch.device("cpu")
 
 
-def choose_kernels(option: str, dtype: torch.dtype, device: torch.device = HOST) -> Kernels:
+def choose_kernels(
+    option: str, dtype: torch.dtype, device: torch.device = HOST, has_quantised: bool = False
+) -> Kernels:
     """The kernels of what computes in `dtype` on `device`; option: `auto` or `reference`.
+    has_quantised: whether some weights are in q8 or q4, whose kernels are compiled then, too.
 
     On the host, where nothing can be compiled, `auto` is the reference too, with one notice in
     the log. On a GPU the option is about its experts alone, which its device chooses.
@@ -29,7 +35,14 @@ def choose_kernels(option: str, dtype: torch.dtype, device: torch.device = HOST)
         return REFERENCE if why_no_triton(device) else _triton()
     if option == "reference" or dtype != torch.bfloat16:
         return REFERENCE
-    return _compiled()
+    operators = quantised_operators() if has_quantised else None
+    return _compiled() if operators is None else _compiled_with(operators)
+
+
+def choose_pack(option: str) -> Pack:
+    """What makes weights into q8 or q4 as they are read."""
+    operators = None if option == "reference" else quantised_operators()
+    return pack if operators is None else operators.pack
 
 
 def possible_names(option: str, dtype: torch.dtype) -> tuple[str, ...]:
@@ -65,6 +78,16 @@ def compiled_buddies() -> CompiledBuddies | None:
         return None
 
 
+@functools.cache
+def quantised_operators() -> QuantisedOperators | None:
+    """None where nothing can be compiled, with one notice in the log."""
+    try:
+        return QuantisedOperators.load()
+    except (StorageError, UnsupportedError) as error:
+        _log.warning("%s Weights of 8 and 4 bits are unpacked by torch, which is slow.", error)
+        return None
+
+
 def _triton() -> Kernels:
     from lowtide.kernels.triton_kernels import TritonKernels
 
@@ -78,3 +101,11 @@ def _compiled() -> Kernels:
     except (StorageError, UnsupportedError) as error:
         _log.warning("%s Single tokens will take longer: torch's products are used.", error)
         return REFERENCE
+
+
+@functools.cache
+def _compiled_with(operators: QuantisedOperators) -> Kernels:
+    try:
+        return QuantisedKernels(FewRows.load(), operators)
+    except (StorageError, UnsupportedError):  # said by `_compiled`
+        return _compiled()

@@ -6,14 +6,13 @@ write into buffers that they are given or take from the workspace, and allocate 
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowtide.core import IntArray
-from lowtide.formats import StoredMatrix
+from lowtide.formats import MatrixFormat, StoredMatrix
 from lowtide.kernels import stored, tiled_head
 from lowtide.kernels.operands import (
     ClampedWeights,
@@ -22,53 +21,15 @@ from lowtide.kernels.operands import (
     HeadNorms,
     Matrix,
     Rotation,
-    SlotPlaces,
     SortedPairs,
 )
 from lowtide.kernels.row_statistics import Form, Guidance, Head, RowStatistics, Wanted
+from lowtide.kernels.several_experts import SeveralExperts
 from lowtide.memory.workspace import Buffers
 
 CLAMP_LIMIT = 7.0
 CLAMP_SLOPE = 1.702
 """Of `clamped_swiglu`; every published gpt-oss has these."""
-
-
-class SeveralExperts(Protocol):
-    """One call over the experts of few rows each in host memory, with the bits of one by one."""
-
-    max_rows: int  # of one expert
-
-    def takes(self, x: Tensor) -> bool:
-        """Whether `run_experts` takes these rows."""
-        ...
-
-    def gated_mlps(
-        self,
-        groups: IntArray,
-        places: SlotPlaces,
-        parts: Tensor,
-        gate: Tensor,
-        up: Tensor,
-        num_threads: int,
-    ) -> None:
-        """`Kernels.gated_mlp` of several experts over their rows of `parts`, in place."""
-        ...
-
-    def run_experts(
-        self,
-        x: Tensor,
-        experts: Tensor,
-        weights: Tensor,
-        slots: IntArray,
-        places: SlotPlaces,
-        parts: Tensor,
-        gate: Tensor,
-        up: Tensor,
-        out: Tensor,
-        num_threads: int,
-    ) -> None:
-        """`Kernels.gated_mlp` of every expert of the tokens, and `Kernels.combine`."""
-        ...
 
 
 class Kernels:
@@ -123,6 +84,10 @@ class Kernels:
     def divides(self, x: Tensor, matrix: Matrix) -> bool:
         """Whether `multiply_by` divides a product with these rows among threads of its own."""
         return False
+
+    def several_stored(self, formats: Sequence[MatrixFormat]) -> SeveralExperts | None:
+        """As `several_experts`, of experts whose gate, up and down are in these formats."""
+        return None
 
     def gated_mlp(
         self,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core import align_up
+from lowtide.kernels import stored
 from lowtide.kernels.operands import rows_of
 from lowtide.kernels.row_statistics import (
     LEAST_EXPONENT,
@@ -282,7 +283,10 @@ class _Reduction:
     def _multiply(self, x: Tensor, columns: slice, out: Tensor) -> None:
         weight = rows_of(self._weight, columns)
         for rows in _row_tiles(x.shape[0], TILE_ROWS):
-            self._kernels.multiply_by(x[rows], weight, out[rows])
+            if isinstance(weight, Tensor):
+                self._kernels.multiply_by(x[rows], weight, out[rows])
+            else:  # never by what takes few rows: 16 and 32 are rounded alike
+                stored.multiply(self._kernels, x[rows], weight, None, out[rows])
 
 
 def _row_tiles(num_rows: int, tile_rows: int) -> list[slice]:

@@ -116,9 +116,12 @@ int lowtide_best_quantised() {
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return PLAIN;
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw")) return PLAIN_AVX2;
-    const bool has_pairs =
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16");
-    return has_pairs ? BF16_AVX512 : PLAIN_AVX512;
+#ifdef HAS_PAIRS
+    if (__builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16") &&
+        __builtin_cpu_supports("f16c"))
+        return BF16_AVX512;
+#endif
+    return PLAIN_AVX512;
 #else
     return PLAIN;
 #endif
@@ -193,6 +196,11 @@ void lowtide_quantised_unpack(
     int variant, int num_bits, const std::uint8_t* w, bf16* out, long num_rows, long num_k
 ) {
     const QuantisedWeights weights = {w, num_k, num_bits};
+#ifdef HAS_PAIRS
+    if (variant == BF16_AVX512)
+        return num_bits == 4 ? unpack_pairs<4>(weights, out, num_rows)
+                             : unpack_pairs<8>(weights, out, num_rows);
+#endif
     vectorised(plain_variant(variant), [=]() INLINED_LAMBDA {
         for (long row = 0; row < num_rows; ++row)
             for (long group = 0; group < weights.num_groups(); ++group) {

@@ -11,6 +11,7 @@ import ctypes
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lowtide.core import IntArray
@@ -48,8 +49,8 @@ class QuantisedOperators:
         self.num_variants = library.lowtide_best_quantised() + 1
         self.variant = self.num_variants - 1 if variant is None else variant
         # Functions of their own: those of the library's attributes are shared.
-        self._call = {name: library[f"lowtide_quantised_{name}"] for name in _TYPES}
-        for name, function in self._call.items():
+        self.call = {name: library[f"lowtide_quantised_{name}"] for name in _TYPES}
+        for name, function in self.call.items():
             function.argtypes, function.restype = _TYPES[name], None
         self.name = VARIANTS[self.variant]
 
@@ -72,7 +73,7 @@ class QuantisedOperators:
         """`out = x @ matrix.t() + bias` for few rows x [n, in] and out [n, out], bfloat16, the
         elements of a row adjacent; rounds once, after the bias."""
         num_rows, num_k = x.shape
-        self._call["multiply"](
+        self.call["multiply"](
             self.variant,
             num_threads,
             matrix.num_bits,
@@ -89,7 +90,7 @@ class QuantisedOperators:
 
     def unpack(self, matrix: QuantisedMatrix, out: Tensor) -> None:
         """`QuantisedMatrix.unpack` into a contiguous bfloat16 `out`, the same bits."""
-        self._call["unpack"](
+        self.call["unpack"](
             self.variant, matrix.num_bits, matrix.data.data_ptr(), out.data_ptr(), *matrix.shape
         )
 
@@ -102,7 +103,7 @@ class QuantisedOperators:
         num_rows = len(weights) // to.num_columns
         # No variant of its own for pairs: it is arithmetic of float32.
         variant = min(self.variant, 2)
-        self._call["pack"](
+        self.call["pack"](
             variant, to.num_bits, source.ctypes.data, out.ctypes.data, num_rows, to.num_columns
         )
         if out is not target:
@@ -133,7 +134,7 @@ class QuantisedExperts:
         num_threads: int,
     ) -> None:
         """See `FewRows.gated_mlps`."""
-        self._operators._call["mlps"](
+        self._operators.call["mlps"](
             self._operators.variant,
             num_threads,
             self._num_bits,
@@ -162,7 +163,7 @@ class QuantisedExperts:
     ) -> None:
         """See `FewRows.run_experts`."""
         num_tokens, k = experts.shape
-        self._operators._call["experts"](
+        self._operators.call["experts"](
             self._operators.variant,
             num_threads,
             self._num_bits,
@@ -184,4 +185,4 @@ class QuantisedExperts:
 
 def takes(x: Tensor) -> bool:
     """Whether these rows are few, of the right type and in host memory."""
-    return x.shape[0] <= MAX_FEW_ROWS and x.element_size() == 2 and x.is_cpu
+    return x.shape[0] <= MAX_FEW_ROWS and x.dtype is torch.bfloat16 and x.is_cpu

@@ -15,6 +15,12 @@
 #include "quantised.hpp"
 
 #if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+// Where the compiler knows vdpbf16ps.
+#if defined(__x86_64__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
+#define HAS_PAIRS
 #define AVX512BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")))
 #endif
 
@@ -74,7 +80,7 @@ INLINED void multiply_plainly(const QuantisedProduct& p) {
     }
 }
 
-#if defined(__x86_64__)
+#ifdef HAS_PAIRS
 
 // Weights ahead of the present ones that are asked for early, in rows of the matrix.
 constexpr long ROWS_AHEAD = 8;
@@ -82,6 +88,13 @@ constexpr long ROWS_AHEAD = 8;
 struct WeightPairs {
     __m512i lower, upper;  // a group's elements 0 to 31 and 32 to 63, bfloat16
 };
+
+// Which of a group's elements there are, so many being left of the row.
+INLINED __mmask32 lower_mask(long left) { return left >= 32 ? ~0u : (1u << left) - 1; }
+
+INLINED __mmask32 upper_mask(long left) {
+    return left >= 64 ? ~0u : left <= 32 ? 0u : (1u << (left - 32)) - 1;
+}
 
 AVX512BF16 INLINED __m512 half_everywhere(const std::uint8_t* half) {
     std::uint16_t bits;
@@ -137,6 +150,26 @@ AVX512BF16 INLINED float sum_of_lanes(__m512 lanes) {
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
 }
 
+// Weights [num_rows, num_k] to bfloat16, each rounded once.
+template <int num_bits>
+AVX512BF16 void unpack_pairs(const QuantisedWeights& w, bf16* out, long num_rows) {
+    constexpr long GROUP_BYTES = GROUP * num_bits / 8;
+    const long num_groups = w.num_groups();
+    for (long row = 0; row < num_rows; ++row) {
+        const std::uint8_t* from = w.row(row);
+        const std::uint8_t* scales = from + num_groups * GROUP_BYTES;
+        for (long group = 0; group < num_groups; ++group) {
+            const WeightPairs pairs = group_pairs<num_bits>(
+                from + group * GROUP_BYTES, half_everywhere(scales + 2 * group),
+                half_everywhere(scales + 2 * (num_groups + group)));
+            bf16* to = out + row * w.num_k + group * GROUP;
+            const long left = w.num_k - group * GROUP;
+            _mm512_mask_storeu_epi16(to, lower_mask(left), pairs.lower);
+            _mm512_mask_storeu_epi16(to + 32, upper_mask(left), pairs.upper);
+        }
+    }
+}
+
 // `rows` rows of x from `row` on with `outs` rows of weights from `first` on.
 template <int num_bits, int rows, int outs>
 AVX512BF16 void pair_tile(const QuantisedProduct& p, long row, long first) {
@@ -151,8 +184,7 @@ AVX512BF16 void pair_tile(const QuantisedProduct& p, long row, long first) {
         for (int o = 0; o < outs; ++o) sums[r][o] = _mm512_setzero_ps();
     for (long group = 0; group < num_groups; ++group) {
         const long left = p.w.num_k - group * GROUP;
-        const __mmask32 lower = left >= 32 ? ~0u : (1u << left) - 1;
-        const __mmask32 upper = left >= 64 ? ~0u : left <= 32 ? 0u : (1u << (left - 32)) - 1;
+        const __mmask32 lower = lower_mask(left), upper = upper_mask(left);
         WeightPairs pairs[outs];
         for (int o = 0; o < outs; ++o) {
             const std::uint8_t* from = w + o * row_bytes;
@@ -203,7 +235,7 @@ AVX512BF16 void multiply_pairs(const QuantisedProduct& p) {
 
 template <int num_bits>
 void multiply_quantised(int variant, const QuantisedProduct& p) {
-#if defined(__x86_64__)
+#ifdef HAS_PAIRS
     if (variant == BF16_AVX512) return multiply_pairs<num_bits>(p);
 #endif
     vectorised(variant, [&p]() INLINED_LAMBDA { multiply_plainly<num_bits>(p); });

@@ -174,3 +174,10 @@ void run_together(int num_threads, long num_pieces, Piece piece, const void* wor
 }
 
 }  // namespace lowtide
+
+// For operators in other libraries: a process has one team.
+extern "C" void lowtide_run_together(
+    int num_threads, long num_pieces, lowtide::Piece piece, const void* work
+) {
+    lowtide::run_together(num_threads, num_pieces, piece, work);
+}

@@ -1,0 +1,56 @@
+"""The compiled variant of a host whose weights are, in part, in 8 or 4 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lowtide.formats import MatrixFormat, StoredMatrix
+from lowtide.formats.quantised import Quantised
+from lowtide.formats.quantised_matrix import QuantisedMatrix
+from lowtide.kernels.compiled import CompiledKernels
+from lowtide.kernels.cpu.few_rows import FewRows
+from lowtide.kernels.cpu.quantised import QuantisedExperts, QuantisedOperators, takes
+from lowtide.kernels.operands import Matrix
+from lowtide.kernels.several_experts import SeveralExperts
+
+
+class QuantisedKernels(CompiledKernels):
+    """Few rows are multiplied with weights as they are stored; more with tiles of them."""
+
+    def __init__(self, few_rows: FewRows, operators: QuantisedOperators) -> None:
+        super().__init__(few_rows)
+        self._operators = operators
+
+    def multiply_by(
+        self,
+        x: Tensor,
+        matrix: Matrix,
+        out: Tensor,
+        bias: Tensor | None = None,
+        num_threads: int = 1,
+    ) -> None:
+        if isinstance(matrix, QuantisedMatrix) and takes(x) and x.stride(1) == out.stride(1) == 1:
+            self._operators.multiply(x, matrix, bias, out, num_threads)
+        else:
+            super().multiply_by(x, matrix, out, bias, num_threads)
+
+    def unpack(self, matrix: StoredMatrix, out: Tensor) -> None:
+        is_taken = out.dtype is torch.bfloat16 and out.is_cpu and out.is_contiguous()
+        if isinstance(matrix, QuantisedMatrix) and is_taken:
+            self._operators.unpack(matrix, out)
+        else:
+            super().unpack(matrix, out)
+
+    def divides(self, x: Tensor, matrix: Matrix) -> bool:
+        if isinstance(matrix, QuantisedMatrix):
+            return takes(x)
+        return super().divides(x, matrix)
+
+    def several_stored(self, formats: Sequence[MatrixFormat]) -> SeveralExperts | None:
+        bits = {each.num_bits for each in formats if isinstance(each, Quantised)}
+        if len(bits) != 1 or not all(isinstance(each, Quantised) for each in formats):
+            return None
+        return QuantisedExperts(self._operators, *bits)

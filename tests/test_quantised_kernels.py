@@ -1,0 +1,202 @@
+"""Compiled operators over weights of 8 and 4 bits, in every variant that this processor runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lowtide.core import MoEShape
+from lowtide.errors import UnsupportedError
+from lowtide.experts.at_once import ExpertsAtOnce
+from lowtide.experts.layout import SlotLayout
+from lowtide.experts.rows import ExpertBuffers, Routing
+from lowtide.experts.slots import ExpertSlots
+from lowtide.formats import formats
+from lowtide.formats.quantised import Floats, QuantisedRows
+from lowtide.formats.quantised_matrix import QuantisedMatrix
+from lowtide.kernels.choice import choose_kernels
+from lowtide.kernels.compiled_quantised import QuantisedKernels
+from lowtide.kernels.cpu.few_rows import FewRows
+from lowtide.kernels.cpu.quantised import MAX_FEW_ROWS, VARIANTS, QuantisedOperators
+from lowtide.kernels.operands import ExpertWeights
+from lowtide.kernels.reference import REFERENCE
+from lowtide.lab.synth import synth
+from lowtide.llm import LLM
+from lowtide.memory.arena import Arena
+
+ROWS = (1, 2, 3, 5, 8, 13, MAX_FEW_ROWS)
+SHAPES = ((1, 1), (5, 64), (7, 130), (300, 200), (64, 1024), (9, 63))
+
+
+@pytest.fixture(scope="module")
+def best() -> QuantisedOperators:
+    try:
+        return QuantisedOperators.load()
+    except UnsupportedError as error:
+        pytest.skip(f"nothing can be compiled here: {error}")
+
+
+@pytest.fixture(params=range(len(VARIANTS)), ids=VARIANTS)
+def operators(request: pytest.FixtureRequest, best: QuantisedOperators) -> QuantisedOperators:
+    if request.param >= best.num_variants:
+        pytest.skip("this processor has no such instructions")
+    return QuantisedOperators.load(request.param)
+
+
+def random(*shape: int, seed: int = 0) -> Floats:
+    return np.random.default_rng(seed).normal(0.01, 0.1, shape).astype(np.float32)
+
+
+def packed(
+    weights: Floats, num_bits: int, pack: Callable[..., None] | None = None
+) -> tuple[QuantisedRows, NDArray[np.uint8]]:
+    rows = formats()[f"q{num_bits}"].for_rows(weights.shape[1])
+    assert isinstance(rows, QuantisedRows)
+    content = np.zeros(rows.num_bytes(weights.size), np.uint8)
+    if pack is None:
+        rows.pack(weights.reshape(-1), content)
+    else:
+        pack(rows, weights.reshape(-1), content)
+    return rows, content
+
+
+def matrix_of(num_bits: int, shape: tuple[int, int], seed: int = 0) -> QuantisedMatrix:
+    rows, content = packed(random(*shape, seed=seed), num_bits)
+    matrix = rows.matrix([torch.from_numpy(content)], shape)
+    assert isinstance(matrix, QuantisedMatrix)
+    return matrix
+
+
+def unpacked(matrix: QuantisedMatrix) -> Tensor:
+    whole = torch.empty(matrix.shape, dtype=torch.bfloat16)
+    matrix.unpack(whole)
+    return whole
+
+
+@pytest.mark.parametrize("num_bits", [8, 4])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_weights_are_packed_and_unpacked_as_in_plain_python(
+    operators: QuantisedOperators, num_bits: int, shape: tuple[int, int]
+) -> None:
+    weights = random(*shape)
+    weights[0] *= 40
+    weights[-1] = 0.25
+    for broken in (None, np.nan, np.inf):
+        if broken is not None:
+            weights[0, -1] = broken
+        with np.errstate(invalid="ignore"):
+            rows, wanted = packed(weights, num_bits)
+        _, found = packed(weights, num_bits, operators.pack)
+        assert (found == wanted).all()
+        assert rows.is_finite(found) == (broken is None)
+    matrix = matrix_of(num_bits, shape)
+    out = torch.empty(shape, dtype=torch.bfloat16)
+    operators.unpack(matrix, out)
+    assert torch.equal(out, unpacked(matrix))
+
+
+@pytest.mark.parametrize("num_bits", [8, 4])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_are_those_of_rounded_weights(
+    operators: QuantisedOperators, num_bits: int, shape: tuple[int, int]
+) -> None:
+    matrix = matrix_of(num_bits, shape)
+    exact = unpacked(matrix).double()
+    bias = torch.from_numpy(random(shape[0], seed=2)).bfloat16()
+    for num_rows in ROWS:
+        x = torch.from_numpy(random(num_rows, shape[1] + 3, seed=1)).bfloat16()[:, : shape[1]]
+        for added in (None, bias):
+            out = torch.full((num_rows, shape[0] + 1), 7.0, dtype=torch.bfloat16)
+            operators.multiply(x, matrix, added, out[:, :-1])
+            wanted = x.double() @ exact.t() + (0 if added is None else added.double())
+            torch.testing.assert_close(out[:, :-1].double(), wanted, atol=1e-4, rtol=2**-8)
+            assert (out[:, -1] == 7).all()
+
+
+@pytest.mark.parametrize("num_bits", [8, 4])
+def test_bits_depend_on_no_other_row_thread_or_piece(
+    operators: QuantisedOperators, num_bits: int
+) -> None:
+    matrix = matrix_of(num_bits, (1100, 520))
+    x = torch.from_numpy(random(MAX_FEW_ROWS, 520, seed=1)).bfloat16()
+    whole = torch.empty(MAX_FEW_ROWS, 1100, dtype=torch.bfloat16)
+    operators.multiply(x, matrix, None, whole, 1)
+    for num_threads in (2, 5):
+        again = torch.empty_like(whole)
+        operators.multiply(x, matrix, None, again, num_threads)
+        assert torch.equal(again, whole)
+    for rows in (slice(3, 4), slice(1, 6), slice(2, 15)):
+        some = torch.empty_like(whole[rows])
+        operators.multiply(x[rows], matrix, None, some)
+        assert torch.equal(some, whole[rows])
+    part = torch.empty(MAX_FEW_ROWS, 77, dtype=torch.bfloat16)
+    operators.multiply(x, matrix.rows(slice(13, 90)), None, part)
+    assert torch.equal(part, whole[:, 13:90])
+
+
+@pytest.mark.parametrize("num_bits", [8, 4])
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, MAX_FEW_ROWS])
+def test_experts_at_once_are_experts_one_by_one(
+    operators: QuantisedOperators, num_bits: int, num_tokens: int
+) -> None:
+    shape = MoEShape(1, 6, 3, 96, 40)
+    chosen = (formats()[f"q{num_bits}"],) * 3
+    layout = SlotLayout.of(shape, torch.bfloat16, kept=[chosen])
+    slots = ExpertSlots(Arena(layout.num_bytes * 6), layout)
+    for expert in range(6):
+        for part, place in enumerate(layout.layers[0].parts):
+            weights = random(*place.shape, seed=10 * expert + part)
+            slots.part(0, expert, part)[:] = packed(weights, num_bits)[1]
+    kernels = QuantisedKernels(FewRows.load(), operators)
+    x = torch.from_numpy(random(num_tokens, 96, seed=3)).bfloat16()
+    generator = torch.Generator().manual_seed(num_tokens)
+    experts = torch.stack(
+        [torch.randperm(6, generator=generator)[:3].sort().values for _ in range(num_tokens)]
+    )
+    routing = Routing(experts, torch.rand(num_tokens, 3, generator=generator))
+    wanted = torch.zeros(num_tokens, 96)
+    for token in range(num_tokens):
+        for expert, weight in zip(experts[token].tolist(), routing.weights[token], strict=True):
+            one, gate = x[token : token + 1].clone(), torch.empty(1, 40, dtype=torch.bfloat16)
+            weights_of = slots.weights(0, expert)
+            assert isinstance(weights_of, ExpertWeights)
+            kernels.gated_mlp(one, weights_of, gate, torch.empty_like(gate), one)
+            wanted[token] += weight * one[0].float()
+    for num_threads in (1, 3):
+        at_once = ExpertsAtOnce.of(slots, kernels, num_threads)
+        assert at_once is not None and at_once.takes(x)
+        parts = torch.empty(num_tokens * 3, 96, dtype=torch.bfloat16)
+        scratch = torch.empty(2, num_tokens * 3, 40, dtype=torch.bfloat16)
+        out = torch.empty(num_tokens, 96)
+        used = np.unique(experts.numpy())
+        at_once.run_layer(x, routing, used, ExpertBuffers(parts, *scratch), out)
+        torch.testing.assert_close(out, wanted, atol=2e-3, rtol=2**-6)
+    nobody = np.empty((0, 3), np.int64)
+    at_once.run(nobody, parts, *scratch)
+
+
+def test_kernels_are_compiled_where_weights_are_quantised(best: QuantisedOperators) -> None:
+    assert isinstance(choose_kernels("auto", torch.bfloat16, has_quantised=True), QuantisedKernels)
+    assert choose_kernels("reference", torch.bfloat16, has_quantised=True) is REFERENCE
+    assert choose_kernels("auto", torch.float32, has_quantised=True) is REFERENCE
+
+
+@pytest.mark.parametrize("name", ["q8", "q4"])
+def test_a_model_computes_what_its_reference_does(
+    best: QuantisedOperators, tmp_path: Path, name: str
+) -> None:
+    folder = synth("qwen3_moe", "tiny", tmp_path / "model", seed=4)
+    prompt = list(range(1, 40))
+
+    def logits(**options: str) -> Tensor:
+        with LLM(folder, context=64, format=name, **options) as llm:
+            return llm.logits(prompt)
+
+    found, wanted = logits(), logits(kernels="reference")
+    assert (found - wanted).abs().max() <= 0.05 * wanted.abs().max()
