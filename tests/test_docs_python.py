@@ -1,0 +1,105 @@
+"""docs/python.md and docs/options.md say what is so: signatures, defaults, options, code."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lowtide
+from lowtide import LLM, AsyncLLM, DiffusionParams, SamplingParams, plan_model
+
+ROOT = Path(__file__).parents[1]
+PYTHON = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+
+
+def shown(function: Any) -> str:
+    """A signature without `self` and annotations."""
+    signature = inspect.signature(function)
+    parameters = [
+        parameter.replace(annotation=inspect.Parameter.empty)
+        for name, parameter in signature.parameters.items()
+        if name != "self"
+    ]
+    return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
+
+
+def test_every_public_name_is_told() -> None:
+    missing = [name for name in lowtide.__all__ if name not in PYTHON and name != "__version__"]
+    assert not missing
+
+
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+def test_signatures_are_those_of_the_code(kind: type[Any]) -> None:
+    for name in dir(kind):
+        if name.startswith("_"):
+            continue
+        if isinstance(inspect.getattr_static(kind, name), property):
+            assert f"`{name}`" in PYTHON
+        else:
+            assert f"`{kind.__name__}.{name}{shown(getattr(kind, name))}`" in PYTHON
+    told = set(re.findall(rf"- `{kind.__name__}\.(\w+)\(", PYTHON))
+    assert told <= set(dir(kind))
+    assert f"`plan_model{shown(plan_model)}`" in PYTHON
+
+
+def test_tables_have_every_option_with_its_default() -> None:
+    options = [
+        parameter
+        for parameter in inspect.signature(LLM).parameters.values()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    ]
+    for parameter in options:
+        assert f"| `{parameter.name}` | `{parameter.default!r}` |" in PYTHON
+    for name, parameter in inspect.signature(SamplingParams).parameters.items():
+        default = "DiffusionParams()" if name == "diffusion" else repr(parameter.default)
+        assert f"| `{name}` | `{default}` |" in PYTHON
+    for name in inspect.signature(DiffusionParams).parameters:
+        assert f"| `{name}` |" in PYTHON
+
+
+def test_the_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", PYTHON, flags=re.DOTALL)
+    code = compile("\n".join(blocks), "docs/python.md", "exec")
+    exec(code, {"__name__": "docs"})
+    assert capsys.readouterr().out
+
+
+def test_options_are_those_of_the_table() -> None:
+    written = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+    made = runpy.run_path(str(ROOT / "tools" / "options_page.py"))["page"]()
+    assert written == made, "run tools/options_page.py"
+
+
+USER = """
+from lowtide import LLM, AsyncLLM, Completion, Event, SamplingParams
+
+def ask(llm: LLM) -> list[Completion]:
+    for event in llm.stream("x", max_tokens=3):
+        text: str = event.text
+    return llm.chat([{"role": "user", "content": "x"}], temperature=0.5, steps=4)
+
+async def ask_both(llm: AsyncLLM) -> None:
+    answers: list[Completion] = await llm.generate(["a", [1, 2]], SamplingParams(n=2))
+    async for event in llm.stream("x"):
+        kept: Event = event
+
+LLM("m", host_memory="1GiB", policy="lru")
+LLM("m", host_memroy="1GiB")
+LLM("m").generate("x", max_tokenz=3)
+"""
+
+
+@pytest.mark.slow
+def test_mypy_knows_the_public_names(tmp_path: Path) -> None:
+    mypy = pytest.importorskip("mypy.api")
+    (tmp_path / "user.py").write_text(USER)
+    assert (Path(lowtide.__file__).parent / "py.typed").exists()
+    out, _, code = mypy.run(["--strict", "--no-incremental", str(tmp_path / "user.py")])
+    errors = [line for line in out.splitlines() if "user.py" in line and "error" in line]
+    assert code == 1 and len(errors) == 2, out
+    assert "user.py:15" in errors[0] and "user.py:16" in errors[1]
