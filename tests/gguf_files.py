@@ -79,11 +79,21 @@ def _set_scales(blocks: NDArray[np.uint8], kind: Type, scale: float) -> None:
         blocks[:, start : start + 2] = np.frombuffer(np.float16(value).tobytes(), np.uint8)
 
 
-def write_gguf(path: Path, family: str, model: torch.nn.Module, choose: Choose) -> None:
-    """Writes a transformers model, whose weights become what the file's bytes stand for."""
+def write_gguf(
+    path: Path,
+    family: str,
+    model: torch.nn.Module,
+    choose: Choose,
+    add: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+) -> None:
+    """Writes a transformers model, whose weights become what the file's bytes stand for.
+
+    add: writes further metadata, such as a tokenizer.
+    """
     config = model.config
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHITECTURES[family]])
     add_metadata(writer, family, config)
+    add(writer)
     for number, (name, view, shape) in enumerate(_tensors(family, model)):
         weights = np.ascontiguousarray(view.float().numpy()).reshape(shape)
         is_vector = weights.ndim == 1 or name.endswith(".bias")

@@ -6,7 +6,7 @@ import contextlib
 import json
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ from family_models import FAMILIES, common, random_weight, randomise
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Type
 from gguf_files import Choose, finish, split, write_gguf, write_ling
+from typer.testing import CliRunner
 
 from lowtide import SamplingParams
+from lowtide.cli.app import app
 from lowtide.config import ModelConfig
 from lowtide.errors import CheckpointError, ConfigError, LowtideError, UnsupportedError
 from lowtide.llm import LLM, plan_model
@@ -55,7 +57,13 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def write(path: Path, family: str, seed: int, types: tuple[Type, ...]) -> torch.nn.Module:
+def write(
+    path: Path,
+    family: str,
+    seed: int,
+    types: tuple[Type, ...],
+    add: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+) -> torch.nn.Module:
     """A random model whose tensors' types take turns, and transformers' model of the same."""
     rng = random.Random(f"{family} {seed}")
     torch.manual_seed(seed)
@@ -68,7 +76,7 @@ def write(path: Path, family: str, seed: int, types: tuple[Type, ...]) -> torch.
     model = model_class(config)
     randomise(model)
     model = model.float().eval()
-    write_gguf(path, family, model, choosing(types))
+    write_gguf(path, family, model, choosing(types), add)
     return model
 
 
@@ -262,3 +270,40 @@ def test_mutations_are_planned_or_refused(small: Path, tmp_path: Path) -> None:
             model = GgufModel.open(path)
             config = model.config()
             bind(config, model.checkpoint(config))
+
+
+def add_tokenizer(writer: gguf.GGUFWriter) -> None:
+    """Of printable ASCII, and a template."""
+    tokens = [chr(code) for code in range(33, 127)] + ["\u0120", "ab", "<|end|>"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_merges(["a b"])
+    writer.add_token_types([1] * 96 + [3])
+    writer.add_eos_token_id(96)
+    writer.add_chat_template("{% for m in messages %}{{ m.content }}<|end|>{% endfor %}")
+
+
+def test_the_command_line_takes_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write(path, "olmoe", 0, (Type.Q4_K,), add_tokenizer)
+    with LLM(path, context=64) as llm:
+        assert llm.config.eos_token_ids == (96,)
+        assert llm.token_ids("ab c") == [95, 94, 66]
+        assert llm.token_ids([{"role": "user", "content": "ab"}]) == [95, 96]
+    small = ["--context", "64"]
+    commands = [
+        ["plan", str(path), *small],
+        ["generate", str(tmp_path), "-p", "abc", "--max-tokens", "4", *small],
+    ]
+    for command in commands:
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, result.output
+    with pytest.raises(UnsupportedError, match="Q4_K, which was rounded already"):
+        plan_model(path, format="q4")
+
+
+@pytest.mark.slow
+def test_a_file_is_verified(small: Path) -> None:
+    result = CliRunner().invoke(app, ["verify", str(small), "--context", "64"])
+    assert result.exit_code == 0, result.output

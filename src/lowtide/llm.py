@@ -44,9 +44,10 @@ from lowtide.params import SamplingParams, Wishes
 class LLM(LoadedModel):
     """A model under a memory budget.
 
-    `model` is a folder, a hub id `org/name[@revision]` or a demo such as `demo:diffusion`; options
-    are described at `engine.opening.EngineConfig`. Raises a `LowtideError` before any weight is
-    read when the model, an option or the budget cannot be honoured.
+    `model` is a folder, a GGUF file (of several the first), a hub id `org/name[@revision]` or a
+    demo such as `demo:diffusion`; options are described at `engine.opening.EngineConfig`. Raises a
+    `LowtideError` before any weight is read when the model, an option or the budget cannot be
+    honoured.
 
     Everything here may be called from several threads at once: one thread of the engine computes
     for all of them, and what is asked at the same time shares its passes. Ctrl-C, an error and a

@@ -31,7 +31,7 @@ WIDE_SPREAD = 0.5
 OptionalModelName = Annotated[
     str | None,
     typer.Argument(
-        help="A folder, a hub id or a demo; without one the experts of well-known models.",
+        help="A folder, GGUF file, hub id or demo; without one the experts of well-known models.",
         metavar="[MODEL]",
     ),
 ]

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 ModelName = Annotated[
     str,
     typer.Argument(
-        help="A folder, a hub id such as org/name, demo:diffusion or demo:autoregressive.",
+        help="A folder, GGUF file, hub id such as org/name, demo:diffusion or demo:autoregressive.",
         metavar="MODEL",
     ),
 ]

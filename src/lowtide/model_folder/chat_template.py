@@ -43,16 +43,21 @@ def read_template(folder: Path, config: Mapping[str, Any]) -> str | None:
         template = config.get("chat_template")
     if isinstance(template, list):
         template = _default_template(template, folder)
+    return checked_template(template, folder)
+
+
+def checked_template(template: object, where: Path) -> str | None:
+    """What a model has for one; raises CheckpointError for a wrong type or a text too long."""
     if template is None:
         return None
     if not isinstance(template, str):
         raise CheckpointError(
-            f"{folder}: chat_template must be a string or a list of named ones, "
+            f"{where}: chat_template must be a string or a list of named ones, "
             f"not {type(template).__name__}."
         )
     if len(template) > MAX_TEMPLATE_CHARS:
         raise CheckpointError(
-            f"{folder}: the chat template has {len(template)} characters; "
+            f"{where}: the chat template has {len(template)} characters; "
             f"at most {MAX_TEMPLATE_CHARS} are accepted."
         )
     return template

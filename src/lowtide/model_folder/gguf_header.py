@@ -57,6 +57,10 @@ class GgufArray:
     num_elements: int
     data: memoryview
 
+    @property
+    def is_text(self) -> bool:
+        return self.kind == _STRING
+
     def strings(self) -> Iterator[str]:
         """Its texts; what is not UTF-8 is replaced. Raises CheckpointError for other kinds."""
         if self.kind != _STRING:

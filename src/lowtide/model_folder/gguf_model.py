@@ -22,6 +22,7 @@ from lowtide.files.json_file import shown
 from lowtide.model_folder.checkpoint import Checkpoint, StoredPart, TensorEntry
 from lowtide.model_folder.gguf_file import SPLIT
 from lowtide.model_folder.gguf_header import GgufArray, GgufHeader, GgufTensor
+from lowtide.model_folder.gguf_tokenizer import gguf_tokenizer
 from lowtide.model_folder.tokenizer import Tokenizer
 
 _MAX_FILES = 4096
@@ -75,8 +76,8 @@ class GgufModel:
             raise UnsupportedError(f"{self.path}, as a config.json: {error}") from None
 
     def tokenizer(self) -> Tokenizer | None:
-        """None where the file has none."""
-        return None
+        """None where the file has none. Raises CheckpointError or UnsupportedError."""
+        return gguf_tokenizer(self.metadata, self.path)
 
     def checkpoint(self, config: ModelConfig) -> Checkpoint:
         """Where its tensors lie, by the names of the family's schema.

@@ -15,7 +15,7 @@ from typing import Any
 
 import tokenizers
 
-from lowtide.errors import CheckpointError, UsageError
+from lowtide.errors import CheckpointError, LowtideError, UsageError
 from lowtide.files.json_file import printable, read_object
 from lowtide.files.regular_file import read_regular
 from lowtide.model_folder.chat_template import (
@@ -55,7 +55,7 @@ class Tokenizer:
         backend = _read_tokenizer(path)
         config = _read_config(folder)
         template = read_template(folder, config)
-        with _blamed(f"{path} and {CONFIG_NAME} do not make a tokenizer", "Fetch them again"):
+        with blamed(f"{path} and {CONFIG_NAME} do not make a tokenizer", "Fetch them again"):
             return cls(backend, config, template)
 
     def __init__(
@@ -97,7 +97,7 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise UsageError(f"The text is not valid Unicode at character {error.start}.") from None
         failure = f"This model's tokenizer failed on a text of {len(text)} characters"
-        with _blamed(failure, "Give token ids instead of text"):
+        with blamed(failure, "Give token ids instead of text"):
             return list(self._backend.encode(text, add_special_tokens=add_special).ids)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
@@ -110,7 +110,7 @@ class Tokenizer:
             if not 0 <= i <= MAX_TOKEN_ID:
                 raise UsageError(f"Token id {i} is outside 0 to {MAX_TOKEN_ID}.")
         failure = f"This model's tokenizer failed to write {len(ids)} tokens as text"
-        with _blamed(failure, "Without its tokenizer.json the model answers in token ids"):
+        with blamed(failure, "Without its tokenizer.json the model answers in token ids"):
             return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
 
     def token_id(self, text: str) -> int | None:
@@ -271,14 +271,14 @@ def _num_begun(text: str, stop: str) -> int:
 
 
 @contextmanager
-def _blamed(failure: str, way_out: str) -> Iterator[None]:
+def blamed(failure: str, way_out: str) -> Iterator[None]:
     """Around calls of the tokenizers library: whatever it fails with is a CheckpointError.
 
     Not all of it is an Exception: a panic of Rust code derives from BaseException alone.
     """
     try:
         yield
-    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, LowtideError):
         raise
     except BaseException as error:
         reason = printable(str(error)[:300]) or type(error).__name__
@@ -292,7 +292,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     data = read_regular(path, MAX_TOKENIZER_BYTES, CheckpointError)
-    with _blamed(f"{path} is not a tokenizer that can be read", "Fetch it again"):
+    with blamed(f"{path} is not a tokenizer that can be read", "Fetch it again"):
         backend = tokenizers.Tokenizer.from_buffer(data)
         num_added = backend.num_special_tokens_to_add(is_pair=False)
         growth = max(_growth(part) for part in (backend.normalizer, backend.decoder))

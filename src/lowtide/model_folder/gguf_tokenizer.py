@@ -1,0 +1,177 @@
+"""The tokenizer and chat template that a GGUF file has in its metadata.
+
+Made into what a `tokenizer.json` would be, with the tokenizers library: byte-level BPE ("gpt2"), or
+the pieces of a sentence-piece model ("llama"), whose merges follow from their scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, processors
+
+from lowtide.errors import CheckpointError, UnsupportedError
+from lowtide.files.json_file import shown
+from lowtide.model_folder.chat_template import checked_template
+from lowtide.model_folder.gguf_header import GgufArray
+from lowtide.model_folder.gguf_words import WORDS
+from lowtide.model_folder.tokenizer import Tokenizer, blamed
+
+MAX_TOKENS = 1 << 21
+MAX_PIECE_CHARS = 128
+"""Of a sentence-piece whose merges are looked for; published ones have 16 or, of spaces, more."""
+
+_CONTROL, _USER_DEFINED = 3, 4
+_SPACE = "\u2581"
+_SPECIAL = {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token", "mask": "mask_token"}
+
+Metadata = Mapping[str, int | float | bool | str | GgufArray]
+
+
+def gguf_tokenizer(metadata: Metadata, path: Path) -> Tokenizer | None:
+    """None for a file without one.
+
+    Raises CheckpointError for one that is damaged, UnsupportedError for a kind by its name.
+    """
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind is None:
+        return None
+    kinds = {"gpt2": _byte_level, "llama": _sentence_pieces}
+    if not isinstance(kind, str) or kind not in kinds:
+        raise UnsupportedError(
+            f"{path}: its tokenizer is of the kind {shown(kind)}, which is not read; supported: "
+            f"{', '.join(kinds)}."
+        )
+    tokens = _strings(metadata, "tokenizer.ggml.tokens", path)
+    if len(tokens) > MAX_TOKENS:
+        raise CheckpointError(f"{path}: {len(tokens)} tokens; at most {MAX_TOKENS} are read.")
+    special = _special_tokens(metadata, tokens, path)
+    template = checked_template(metadata.get("tokenizer.chat_template"), path)
+    with blamed(f"{path}: its metadata does not make a tokenizer", "Fetch the file again"):
+        backend = kinds[kind](metadata, tokens, path)
+        _add_tokens(backend, _numbers(metadata, "tokenizer.ggml.token_type", path), tokens)
+        if metadata.get("tokenizer.ggml.add_bos_token", kind == "llama") and "bos_token" in special:
+            bos = special["bos_token"]
+            backend.post_processor = processors.TemplateProcessing(
+                single=f"{bos} $A", special_tokens=[(bos, tokens.index(bos))]
+            )
+        return Tokenizer(backend, special, template)
+
+
+def _byte_level(metadata: Metadata, tokens: Sequence[str], path: Path) -> tokenizers.Tokenizer:
+    name = metadata.get("tokenizer.ggml.pre", "default")
+    words = WORDS.get(name) if isinstance(name, str) else None
+    if words is None:
+        raise UnsupportedError(
+            f"{path}: its tokenizer cuts words by the rule {shown(name)}, which is not known; "
+            f"known: {', '.join(WORDS)}."
+        )
+    pairs = []
+    for merge in _strings(metadata, "tokenizer.ggml.merges", path):
+        left, space, right = merge[1:].partition(" ")
+        if not space:
+            raise CheckpointError(f"{path}: the merge {shown(merge)} is not one of two tokens.")
+        pairs.append((merge[:1] + left, right))
+    model = models.BPE(_vocabulary(tokens), pairs, ignore_merges=words.ignores_merges)
+    backend = tokenizers.Tokenizer(model)
+    normalizer = words.normalizer()
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    backend.pre_tokenizer = words.pre_tokenizer()
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentence_pieces(metadata: Metadata, tokens: Sequence[str], path: Path) -> tokenizers.Tokenizer:
+    scores = _numbers(metadata, "tokenizer.ggml.scores", path)
+    if len(scores) != len(tokens):
+        raise CheckpointError(f"{path}: {len(tokens)} tokens have {len(scores)} scores.")
+    vocabulary = _vocabulary(tokens)
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    if not isinstance(unknown, int) or not 0 <= unknown < len(tokens):
+        raise CheckpointError(f"{path}: there is no token {shown(unknown)} for unknown text.")
+    model = models.BPE(
+        vocabulary,
+        _merges(vocabulary, scores),
+        unk_token=tokens[unknown],
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    backend = tokenizers.Tokenizer(model)
+    has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    first = [normalizers.Prepend(_SPACE)] if has_prefix else []
+    backend.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", _SPACE)])
+    parts: list[decoders.Decoder] = [
+        decoders.Replace(_SPACE, " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+    ]
+    if has_prefix:
+        parts.append(decoders.Strip(" ", 1, 0))
+    backend.decoder = decoders.Sequence(parts)
+    return backend
+
+
+def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Every pair of pieces whose text is a piece, too: best score of that first."""
+    found = []
+    for piece, number in vocabulary.items():
+        if len(piece) > MAX_PIECE_CHARS:
+            continue
+        for cut in range(1, len(piece)):
+            left, right = vocabulary.get(piece[:cut]), vocabulary.get(piece[cut:])
+            if left is not None and right is not None:
+                found.append((-scores[number], left, right, piece[:cut], piece[cut:]))
+    return [(left, right) for *_, left, right in sorted(found)]
+
+
+def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
+    """Of tokens that are given twice the first counts."""
+    vocabulary: dict[str, int] = {}
+    for number, token in enumerate(tokens):
+        vocabulary.setdefault(token, number)
+    return vocabulary
+
+
+def _add_tokens(
+    backend: tokenizers.Tokenizer, kinds: Sequence[float], tokens: Sequence[str]
+) -> None:
+    """Those that are found in a text before it is cut into words; they have their ids already."""
+    for token, kind in zip(tokens, kinds, strict=False):
+        if kind in (_CONTROL, _USER_DEFINED) and token:
+            added = tokenizers.AddedToken(token, special=kind == _CONTROL, normalized=False)
+            backend.add_tokens([added])
+
+
+def _special_tokens(metadata: Metadata, tokens: Sequence[str], path: Path) -> dict[str, Any]:
+    special = {}
+    for name, called in _SPECIAL.items():
+        number = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if number is None:
+            continue
+        if not isinstance(number, int) or not 0 <= number < len(tokens):
+            raise CheckpointError(
+                f"{path}: tokenizer.ggml.{name}_token_id {shown(number)} is none of {len(tokens)} "
+                "tokens."
+            )
+        special[called] = tokens[number]
+    return special
+
+
+def _strings(metadata: Metadata, key: str, path: Path) -> list[str]:
+    value = metadata.get(key)
+    if not isinstance(value, GgufArray) or not value.is_text:
+        raise CheckpointError(f"{path}: {key} is {shown(value)}, not an array of texts.")
+    return list(value.strings())
+
+
+def _numbers(metadata: Metadata, key: str, path: Path) -> list[int | float]:
+    value = metadata.get(key)
+    if value is None:
+        return []
+    if not isinstance(value, GgufArray) or value.is_text:
+        raise CheckpointError(f"{path}: {key} is {shown(value)}, not an array of numbers.")
+    return value.numbers()

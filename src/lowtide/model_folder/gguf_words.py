@@ -1,0 +1,96 @@
+"""How tokenizers of GGUF files cut a text into words, by the names that such files have for it.
+
+The files say a name only; what it stands for is in the `tokenizer.json` of the models it is from.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tokenizers import Regex, normalizers, pre_tokenizers
+
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_BEFORE_LETTERS = r"[^\r\n\p{L}\p{N}]?"
+
+_CASED = (
+    "41-5a 61-7a b5 c0-d6 d8-f6 f8-1ba 1bc-1bf 1c4-293 295-2af 370-373 376-377 37b-37d 37f 386 "
+    "388-38a 38c 38e-3a1 3a3-3f5 3f7-481 48a-52f 531-556 10a0-10c5 13a0-13f5 13f8-13fd 1c90-1cba "
+    "1cbd-1cbf 1d00-1d2b 1d6b-1d77 1d79-1d9a 1e00-1f15 1f18-1f1d 1f20-1f45 1f48-1f4d 1f50-1f57 "
+    "1f59 1f5b 1f5d 1f5f-1f7d 1f80-1fb4 1fb6-1fbc 1fbe 1fc2-1fc4 1fc6-1fcc 1fd0-1fd3 1fd6-1fdb "
+    "1fe0-1fec 1ff2-1ff4 1ff6-1ffc 2102 2107 210a-2113 2115 2119-211d 2124 2126 2128 212a-212d "
+    "212f-2134 2139 213c-213f 2145-2149 214e 2183-2184 2c00-2c7b 2c7e-2ce4 2ceb-2cee 2cf2-2cf3 "
+    "a640-a66d a680-a69b a722-a76f a771-a787 a78b-a78e ab70-abbf fb00-fb06 fb13-fb17 ff21-ff3a "
+    "ff41-ff5a 10400-1044f 104b0-104d3 104d8-104fb 10c80-10cb2 10cc0-10cf2 118a0-118df 1e900-1e943"
+)
+"""Code points of DeepSeek's letters: those that had an upper and a lower case when it was made."""
+
+
+def _letters(ranges: str) -> str:
+    """Inside of a character class."""
+    return "".join(
+        "-".join(chr(int(code, 16)) for code in each.split("-")) for each in ranges.split()
+    )
+
+
+class Words(NamedTuple):
+    """Patterns that cut one after the other; none: those of GPT-2. The text may be composed first
+    (NFC), and a word that is a token may be taken whole, before any merge."""
+
+    patterns: tuple[str, ...] = ()
+    is_composed: bool = False
+    ignores_merges: bool = False
+
+    def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
+        if not self.patterns:
+            return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        cuts: list[pre_tokenizers.PreTokenizer] = [
+            pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns
+        ]
+        return pre_tokenizers.Sequence(
+            [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
+
+    def normalizer(self) -> normalizers.Normalizer | None:
+        return normalizers.NFC() if self.is_composed else None
+
+
+_LLAMA3 = (
+    rf"{_CONTRACTIONS}|{_BEFORE_LETTERS}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
+    rf"|\s*[\r\n]+|{_SPACES}"
+)
+_QWEN2 = _LLAMA3.replace("{1,3}", "")
+_GPT4O = (
+    rf"{_BEFORE_LETTERS}[{_UPPER}]*[{_LOWER}]+{_CONTRACTIONS}?"
+    rf"|{_BEFORE_LETTERS}[{_UPPER}]+[{_LOWER}]*{_CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|{_SPACES}"
+)
+_BAILING = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]"
+    rf"|{_SPACES}"
+)
+_CHINESE = _letters("4e00-9fa5 800-4e00 ac00-d7ff")
+_DEEPSEEK = (
+    r"[\r\n]",
+    rf"\s?[{_letters(_CASED)}]+",
+    rf"\s?[!-/:-~{_letters('ff01-ff0f ff1a-ff5e 2018-201f 3000-3002')}]+",
+    r"\s+$",
+    rf"[{_CHINESE}]+",
+    r"\p{N}",
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", rf"[{_CHINESE}]+", r"\p{N}")
+
+WORDS = {
+    "gpt-2": Words(),
+    "olmo": Words(is_composed=True),
+    "qwen2": Words((_QWEN2,), is_composed=True),
+    "deepseek-llm": Words(_DEEPSEEK),
+    "deepseek-coder": Words(_DEEPSEEK_CODER),
+    "gpt-4o": Words((_GPT4O,)),
+    "bailingmoe": Words((_BAILING,)),
+    "bailingmoe2": Words((_BAILING,)),
+    "dbrx": Words((_LLAMA3,)),
+    "llama-bpe": Words((_LLAMA3,), ignores_merges=True),
+}
+"""By `tokenizer.ggml.pre`."""
