@@ -84,7 +84,7 @@ def ask(llm: LLM) -> list[Completion]:
     return llm.chat([{"role": "user", "content": "x"}], temperature=0.5, steps=4)
 
 async def ask_both(llm: AsyncLLM) -> None:
-    answers: list[Completion] = await llm.generate(["a", [1, 2]], SamplingParams(n=2))
+    answers: list[Completion] = await llm.generate(["a", "b"], SamplingParams(n=2))
     async for event in llm.stream("x"):
         kept: Event = event
 
