@@ -68,6 +68,20 @@ def _reference_kernels() -> list[str]:
     return []
 
 
+def _older_processor(variant: str) -> Callable[[], list[str]]:
+    """One whose best compiled kernels are those of `variant`, if not of less."""
+
+    def make() -> list[str]:
+        from lowtide.kernels.cpu import few_rows
+
+        own = few_rows.num_variants
+        limit = few_rows.VARIANTS.index(variant) + 1
+        few_rows.num_variants = lambda library: min(own(library), limit)
+        return []
+
+    return make
+
+
 def _many_cores() -> list[str]:
     """More than a token has experts, so that an expert has several; this machine's are shared."""
     os.sched_getaffinity = lambda process: set(range(_NUM_CORES))
@@ -79,5 +93,9 @@ MACHINES: dict[str, Callable[[], list[str]]] = {
     "no-huge-pages": _no_huge_pages,
     "no-compiler": _no_compiler,
     "reference-kernels": _reference_kernels,
+    "kernels-avx512-bf16": _older_processor("AVX512-BF16"),
+    "kernels-avx512": _older_processor("AVX-512"),
+    "kernels-avx2": _older_processor("AVX2"),
+    "kernels-portable": _older_processor("portable"),
     "many-cores": _many_cores,
 }

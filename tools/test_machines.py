@@ -35,6 +35,10 @@ MACHINES: Mapping[str, Mapping[str, str]] = {
     "openmp-2": {"OMP_NUM_THREADS": "2"},
     "no-compiler": {_MACHINE: "no-compiler"},
     "reference-kernels": {_MACHINE: "reference-kernels"},
+    "kernels-avx512-bf16": {_MACHINE: "kernels-avx512-bf16"},
+    "kernels-avx512": {_MACHINE: "kernels-avx512"},
+    "kernels-avx2": {_MACHINE: "kernels-avx2"},
+    "kernels-portable": {_MACHINE: "kernels-portable"},
     "no-direct-reads": {_MACHINE: "no-direct-reads"},
     "no-huge-pages": {_MACHINE: "no-huge-pages"},
     # SSE4.2's float32 products differ between one and several threads from 4 rows up.

@@ -79,9 +79,11 @@ void attend(int variant, const Heads& a) {
     for (long start = 0; start < a.num_tokens; start += BLOCK) {
         const long length = std::min(BLOCK, a.num_tokens - start);
         const bf16 *keys = a.keys + start * a.dim, *values = a.values + start * a.dim;
-        multiply<float>(variant, {
+        Product<float> scores = {
             a.query, a.dim, keys, nullptr, state.weights[0], BLOCK, a.num_heads, length, a.dim,
-        });
+        };
+        scores.next = values;
+        multiply_in_float32(variant, scores);
         State* of = &state;
         vectorised(variant, [=, &a]() INLINED_LAMBDA {
             for (long h = 0; h < a.num_heads; ++h) {

@@ -16,7 +16,7 @@ using namespace lowtide;
 
 namespace {
 
-constexpr long PIECE_BYTES = WORTH_BYTES / 2;  // of a matrix
+constexpr long PIECE_BYTES = WORTH_BYTES / 2;  // of a matrix, as far as tiles stay whole
 
 // The tokens of one expert: consecutive rows of the scratch. As Python hands them over.
 struct Group {
@@ -34,51 +34,93 @@ struct Scratch {
     bf16 *parts, *gate, *up;
 };
 
-long features_of_piece(long num_k) {
-    return std::max(1L, PIECE_BYTES / (num_k * static_cast<long>(sizeof(bf16))));
+long features_of_piece(long num_features, long num_k) {
+    const long wanted = PIECE_BYTES / (num_k * static_cast<long>(sizeof(bf16)));
+    return std::min(num_features, whole_tiles(wanted));
 }
 
-// The groups' rows of parts, from inputs to outputs.
-void run_groups(
-    int variant, int num_threads, const Group* groups, long num_groups, const Slots& slots,
-    const Scratch& scratch
-) {
-    const long hidden = slots.hidden, width = slots.width;
-    bf16 *const parts = scratch.parts, *const gate = scratch.gate, *const up = scratch.up;
-    const auto weight = [&slots](const char* of_slot_0, const Group& group) {
-        return reinterpret_cast<const bf16*>(of_slot_0 + group.slot * slots.slot_bytes);
-    };
-    const bf16* none = nullptr;
-    const long num_bytes = num_groups * 3 * hidden * width * static_cast<long>(sizeof(bf16));
-    if (num_bytes < WORTH_BYTES) num_threads = 1;
+// The groups' work, in pieces: some output features of each.
+struct Pieces {
+    const Group* groups;
+    long num_groups, num_features, length;
 
-    const long wide = std::min(width, features_of_piece(hidden));
-    const long num_wide = (width + wide - 1) / wide;
-    together(num_threads, num_groups * num_wide, [&](long number) {
-        const Group& group = groups[number / num_wide];
-        const long first = number % num_wide * wide, length = std::min(wide, width - first);
-        const bf16* in = parts + group.first * hidden;
-        const long start = group.first * width + first;
-        for (auto [w, to] : {std::pair(slots.gate, gate), std::pair(slots.up, up)})
-            multiply<bf16>(variant, {
-                in, hidden, weight(w, group) + first * hidden, none, to + start, width,
-                group.num_rows, length, hidden,
-            });
+    long of_group() const { return (num_features + length - 1) / length; }
+    long count() const { return num_groups * of_group(); }
+    long group(long number) const { return number / of_group(); }
+    long first(long number) const { return number % of_group() * length; }
+    long size(long number) const { return std::min(length, num_features - first(number)); }
+};
+
+class Layer {
+   public:
+    Layer(int variant, int num_threads, const Slots& slots, const Scratch& scratch)
+        : variant_(variant), num_threads_(num_threads), slots_(slots), scratch_(scratch) {}
+
+    // The groups' rows of parts, from inputs to outputs.
+    void run(const Group* groups, long num_groups) {
+        const long hidden = slots_.hidden, width = slots_.width;
+        const long num_bytes = num_groups * 3 * hidden * width * static_cast<long>(sizeof(bf16));
+        if (num_bytes < WORTH_BYTES) num_threads_ = 1;
+        inputs_ = new_inputs(2 * num_groups);
+        gates_ = {groups, num_groups, width, features_of_piece(width, hidden)};
+        downs_ = {groups, num_groups, hidden, features_of_piece(hidden, width)};
+        together(num_threads_, gates_.count(), [this](long number) { run_gate(number); });
+        together(num_threads_, downs_.count(), [this](long number) { run_down(number); });
+    }
+
+   private:
+    // Some features of a gate and an up, and what is made of both.
+    void run_gate(long number) const {
+        const Group& group = gates_.groups[gates_.group(number)];
+        const long hidden = slots_.hidden, width = slots_.width;
+        const long first = gates_.first(number), size = gates_.size(number);
+        bf16 *const gate = scratch_.gate + group.first * width + first;
+        bf16 *const up = scratch_.up + group.first * width + first;
+        Product<bf16> product = {
+            scratch_.parts + group.first * hidden, hidden, weights(slots_.gate, gates_, number),
+            nullptr, gate, width, group.num_rows, size, hidden,
+        };
+        product.inputs = inputs_ + gates_.group(number);
+        product.next = weights(slots_.up, gates_, number);
+        multiply(variant_, product);
+        product.w = product.next, product.out = up;
+        const long next = number + num_threads_;
+        product.next = next < gates_.count() ? weights(slots_.gate, gates_, next)
+                                             : weights(slots_.down, downs_, next - gates_.count());
+        multiply(variant_, product);
         for (long row = 0; row < group.num_rows; ++row)
-            silu_times(variant, gate + start + row * width, up + start + row * width, length);
-    });
+            silu_times(variant_, gate + row * width, up + row * width, size);
+    }
 
-    const long tall = std::min(hidden, features_of_piece(width));
-    const long num_tall = (hidden + tall - 1) / tall;
-    together(num_threads, num_groups * num_tall, [&](long number) {
-        const Group& group = groups[number / num_tall];
-        const long first = number % num_tall * tall, length = std::min(tall, hidden - first);
-        multiply<bf16>(variant, {
-            gate + group.first * width, width, weight(slots.down, group) + first * width, none,
-            parts + group.first * hidden + first, hidden, group.num_rows, length, width,
-        });
-    });
-}
+    void run_down(long number) const {
+        const Group& group = downs_.groups[downs_.group(number)];
+        const long hidden = slots_.hidden, width = slots_.width;
+        Product<bf16> product = {
+            scratch_.gate + group.first * width, width, weights(slots_.down, downs_, number),
+            nullptr, scratch_.parts + group.first * hidden + downs_.first(number), hidden,
+            group.num_rows, downs_.size(number), width,
+        };
+        product.inputs = inputs_ + downs_.num_groups + downs_.group(number);
+        product.next = weights(slots_.down, downs_, number + num_threads_);
+        multiply(variant_, product);
+    }
+
+    // Where a piece's weights begin; null where there is no such piece.
+    const bf16* weights(const char* of_slot_0, const Pieces& pieces, long number) const {
+        if (number >= pieces.count()) return nullptr;
+        const Group& group = pieces.groups[pieces.group(number)];
+        const char* matrix = of_slot_0 + group.slot * slots_.slot_bytes;
+        const long row_length = slots_.hidden * slots_.width / pieces.num_features;
+        return reinterpret_cast<const bf16*>(matrix) + pieces.first(number) * row_length;
+    }
+
+    const int variant_;
+    int num_threads_;
+    const Slots slots_;
+    const Scratch scratch_;
+    std::uint64_t inputs_ = 0;
+    Pieces gates_{}, downs_{};
+};
 
 }  // namespace
 
@@ -94,7 +136,7 @@ void lowtide_gated_mlps(
 ) {
     const Slots slots = {gate_w, up_w, down_w, slot_bytes, hidden, width};
     const auto* of_experts = reinterpret_cast<const Group*>(groups);
-    run_groups(variant, num_threads, of_experts, num_groups, slots, {parts, gate, up});
+    Layer(variant, num_threads, slots, {parts, gate, up}).run(of_experts, num_groups);
 }
 
 // x [num_tokens, hidden]; experts [num_tokens, k], ascending for each token, and their weights;
@@ -125,7 +167,7 @@ void lowtide_run_experts(
     }
     const Slots places = {gate_w, up_w, down_w, slot_bytes, hidden, width};
     const auto num_groups = static_cast<long>(groups.size());
-    run_groups(variant, num_threads, groups.data(), num_groups, places, {parts, gate, up});
+    Layer(variant, num_threads, places, {parts, gate, up}).run(groups.data(), num_groups);
 
     const long* rows = row_of.data();
     vectorised(variant, [=]() INLINED_LAMBDA {

@@ -14,41 +14,33 @@ constexpr long LEAST_PIECE_BYTES = WORTH_BYTES / 2, MOST_PIECE_BYTES = 2 * WORTH
 long features_of_piece(int num_threads, long num_outs, long num_k) {
     const long row_bytes = num_k * static_cast<long>(sizeof(bf16));
     const long wanted = num_outs * row_bytes / (8L * num_threads);
-    return std::max(1L, std::clamp(wanted, LEAST_PIECE_BYTES, MOST_PIECE_BYTES) / row_bytes);
+    return whole_tiles(std::clamp(wanted, LEAST_PIECE_BYTES, MOST_PIECE_BYTES) / row_bytes);
 }
 
-Product<bf16> some_features(const Product<bf16>& p, long first, long last) {
-    const bf16* bias = p.bias ? p.bias + first : nullptr;
-    return {p.x,        p.x_stride,   p.w + first * p.num_k, bias,    p.out + first,
-            p.out_stride, p.num_rows, last - first,          p.num_k};
+// next: the first feature of the piece that this thread likely takes afterwards.
+Product<bf16> some_features(const Product<bf16>& p, long first, long last, long next) {
+    Product<bf16> some = p;
+    some.w += first * p.num_k, some.out += first, some.num_outs = last - first;
+    if (p.bias != nullptr) some.bias += first;
+    if (next < p.num_outs) some.next = p.w + next * p.num_k;
+    return some;
 }
 
 }  // namespace
 
 extern "C" {
 
-// The best variant of this CPU; all before it run on it, too.
-int lowtide_best_variant() {
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return PORTABLE;
-    const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw");
-    return has_avx512 ? WITH_AVX512 : WITH_AVX2;
-#else
-    return PORTABLE;
-#endif
-}
-
 // Strides are in elements. bias may be null.
 void lowtide_multiply(
     int variant, int num_threads, const bf16* x, long x_stride, const bf16* w, const bf16* bias,
     bf16* out, long out_stride, long num_rows, long num_outs, long num_k
 ) {
-    const Product<bf16> p = {x, x_stride, w, bias, out, out_stride, num_rows, num_outs, num_k};
+    Product<bf16> p = {x, x_stride, w, bias, out, out_stride, num_rows, num_outs, num_k};
+    p.inputs = new_inputs();
     const long length = features_of_piece(num_threads, num_outs, num_k);
     together(num_threads, (num_outs + length - 1) / length, [&](long number) {
-        const long first = number * length;
-        multiply(variant, some_features(p, first, std::min(first + length, num_outs)));
+        const long first = number * length, next = first + num_threads * length;
+        multiply(variant, some_features(p, first, std::min(first + length, num_outs), next));
     });
 }
 
@@ -60,10 +52,13 @@ void lowtide_gated_mlp(
     long hidden, long width
 ) {
     const bf16* none = nullptr;
-    multiply<bf16>(variant, {x, x_stride, gate_w, none, gate, width, num_rows, width, hidden});
-    multiply<bf16>(variant, {x, x_stride, up_w, none, up, width, num_rows, width, hidden});
+    Product<bf16> product = {x, x_stride, gate_w, none, gate, width, num_rows, width, hidden};
+    product.next = up_w, product.inputs = new_inputs();
+    multiply(variant, product);
+    product.w = up_w, product.out = up, product.next = down_w;
+    multiply(variant, product);
     silu_times(variant, gate, up, num_rows * width);
-    multiply<bf16>(variant, {gate, width, down_w, none, out, out_stride, num_rows, hidden, width});
+    multiply(variant, Product<bf16>{gate, width, down_w, none, out, out_stride, num_rows, hidden, width});
 }
 
 }

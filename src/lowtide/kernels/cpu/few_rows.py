@@ -4,8 +4,8 @@ A product of one row is a matter of reading its weight, which torch's does at ha
 memory; between products an operator of torch takes longer to call than to run (docs/log.md). The
 C++ beside this file does both, and shares a product or a layer's experts among threads.
 
-`takes` tells which rows are theirs. A row's bits depend on the row and what it is used with alone:
-not on other rows, on the number of threads, or (above the least normal numbers) on the variant.
+`takes` tells which rows are theirs. A row's bits depend on the row, what it is used with and the
+variant alone: not on other rows or on the number of threads.
 """
 
 from __future__ import annotations
@@ -20,13 +20,10 @@ from lowtide.core import IntArray
 from lowtide.kernels.cpu.library import load_library
 from lowtide.kernels.operands import SlotPlaces
 
-MAX_FEW_ROWS = 8
-"""With more rows computing is the work, and torch's products are faster (docs/log.md)."""
-
 MAX_HEAD_DIM = 1024
 """`MAX_DIM` of attention.cpp; a latent of DeepSeek-V2 is 576 wide."""
 
-_NAMES = ("few_rows", "experts", "attention", "rows", "team")
+_NAMES = ("few_rows", "experts", "attention", "rows", "products", "team", "processor")
 SOURCES = tuple(Path(__file__).with_name(f"{name}.cpp") for name in _NAMES)
 
 _INT, _FLOAT = ctypes.c_int, ctypes.c_float
@@ -42,15 +39,27 @@ _TYPES = {
 }
 
 
-class FewRows:
-    """The compiled operators in one of their variants. All variants give the same bits."""
+VARIANTS = ("portable", "AVX2", "AVX-512", "AVX512-BF16", "AMX")
+"""`Variant` of numbers.hpp. Each has all that is before it. The first three compute in float32 and
+give the same bits (above the least normal numbers), the others by the processor's own dot products
+of bfloat16 numbers, each with bits of its own."""
 
-    max_rows = MAX_FEW_ROWS
+
+def num_variants(library: ctypes.CDLL) -> int:
+    """How many of `VARIANTS` this processor runs."""
+    best: int = library.lowtide_best_variant()
+    return best + 1
+
+
+class FewRows:
+    """The compiled operators in one of their variants."""
 
     def __init__(self, library: ctypes.CDLL, variant: int | None = None) -> None:
-        """variant: from 0, portable, to `num_variants - 1`, the best of this CPU and default."""
-        self.num_variants = library.lowtide_best_variant() + 1
-        self._variant = self.num_variants - 1 if variant is None else variant
+        """variant: of `VARIANTS` one that runs here, by default the last of them."""
+        self._variant = num_variants(library) - 1 if variant is None else variant
+        self.variant = VARIANTS[self._variant]
+        # With more rows computing is the work, and torch's products are faster (docs/log.md).
+        self.max_rows: int = library.lowtide_max_rows(self._variant)
         # Functions of their own: those of the library's attributes are shared.
         functions = {name: library[f"lowtide_{name}"] for name in _TYPES}
         for name, function in functions.items():
@@ -65,10 +74,9 @@ class FewRows:
         """Compiled now, or from the cache. Raises UnsupportedError or StorageError."""
         return cls(load_library(*SOURCES))
 
-    @staticmethod
-    def takes(x: Tensor) -> bool:
+    def takes(self, x: Tensor) -> bool:
         """Whether the rows of `x` [rows, ...] are few, of the right type and in host memory."""
-        return x.shape[0] <= MAX_FEW_ROWS and x.dtype is torch.bfloat16 and x.is_cpu
+        return x.shape[0] <= self.max_rows and x.dtype is torch.bfloat16 and x.is_cpu
 
     def takes_product(self, x: Tensor, weight_t: Tensor, out: Tensor) -> bool:
         """Whether `multiply` takes these."""
@@ -142,7 +150,7 @@ class FewRows:
         """`gated_mlp` of several experts over their rows of `parts`, in place, bit for bit.
 
         groups [experts, 3] int64: each expert's slot, its first row and its number of rows, at
-        most `MAX_FEW_ROWS`; no two share a row. parts [rows, hidden], which become outputs, and
+        most `max_rows`; no two share a row. parts [rows, hidden], which become outputs, and
         gate and up [rows, expert_size], scratch, are bfloat16. All of them contiguous.
         """
         self._gated_mlps(

@@ -7,10 +7,16 @@
 #include <cstring>
 
 #if defined(__x86_64__)
-#include <immintrin.h>
 // Includes all of AVX2's: what that may use is not inlined here otherwise, at three times the cost.
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx2,fma")))
 #define AVX2 __attribute__((target("avx2,fma")))
+
+// Dot products of bfloat16 numbers, where the compiler knows them, too.
+#if (defined(__clang__) && __clang_major__ >= 12) || (!defined(__clang__) && __GNUC__ >= 11)
+#define HAS_DOT_PRODUCTS
+#define AVX512_BF16 __attribute__((target("avx512bf16,avx512f,avx512bw,avx2,fma")))
+#define AMX __attribute__((target("amx-tile,amx-bf16,avx512f,avx512bw,avx2,fma")))
+#endif
 #endif
 
 // Inlined always: the instructions of the function around it apply, also to loops in it that the
@@ -18,11 +24,15 @@
 #define INLINED_LAMBDA __attribute__((always_inline))
 #define INLINED inline INLINED_LAMBDA
 
+// Compiled once for all that call it.
+#define NOT_INLINED __attribute__((noinline))
+
 namespace lowtide {
 
 using bf16 = std::uint16_t;
 
-enum Variant { PORTABLE, WITH_AVX2, WITH_AVX512 };
+// The first three compute in float32 and give the same bits; the others' bits are their own.
+enum Variant { PORTABLE, WITH_AVX2, WITH_AVX512, WITH_AVX512_BF16, WITH_AMX };
 
 INLINED float widen(bf16 value) {
     const std::uint32_t bits = static_cast<std::uint32_t>(value) << 16;
@@ -74,12 +84,12 @@ template <class Body>
 AVX2 void with_avx2(const Body& body) { body(); }
 #endif
 
-// Runs `body`, an INLINED function object, with the variant's instructions. Nothing is fused
-// (see library.py), so its bits are the same in all.
+// Runs `body`, an INLINED function object, with the variant's vectors. Nothing is fused (see
+// library.py), so its bits are the same in all.
 template <class Body>
 void vectorised(int variant, const Body& body) {
 #if defined(__x86_64__)
-    if (variant == WITH_AVX512) return with_avx512(body);
+    if (variant >= WITH_AVX512) return with_avx512(body);
     if (variant == WITH_AVX2) return with_avx2(body);
 #endif
     body();

@@ -1,0 +1,310 @@
+"""Experts of few rows on the CPU: how much of the memory's speed each format's kernels reach.
+
+    python benchmarks/cpu_kernels.py --shapes Qwen3-30B --rows 1 2 4 8 --threads 1
+
+Experts have the shapes of published models and lie cold: a ring of them, larger than the caches, is
+gone through. The ceiling is reading the same bytes with as many threads, the faster of two ways, in
+the same round; torch's products of the same bfloat16 weights are beside. Every round measures all
+of them, one after the other, so that a machine that drifts or is shared drifts for all alike; rates
+are medians over rounds, shares medians of each round's own quotient. `--processor-time` takes the
+time that processors spent instead of the clock's, for a machine that others use meanwhile; with
+several threads it counts those that wait, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from common.arguments import run_script
+from common.record import Recorder, say
+from torch import Tensor
+
+from lowtide.kernels.choice import choose_kernels
+from lowtide.kernels.cpu.library import load_library
+from lowtide.kernels.operands import SlotPlaces
+from lowtide.kernels.reference import SeveralExperts
+from lowtide.memory.arena import Arena
+
+_GIGA = 1e9
+_REGION_BYTES = 32 << 10
+_ROUND_BYTES = 96 << 20  # gone through by each in a round, at least two experts
+
+
+class Shape(NamedTuple):
+    """Of an expert."""
+
+    hidden: int
+    width: int
+
+    @property
+    def num_weights(self) -> int:
+        return 3 * self.hidden * self.width
+
+
+SHAPES: Mapping[str, Shape] = {
+    "LLaDA2-mini": Shape(2048, 512),
+    "Qwen3-30B": Shape(2048, 768),
+    "DeepSeek-V2-Lite": Shape(2048, 1408),
+    "Mixtral": Shape(4096, 14336),
+}
+
+
+class Experts(Protocol):
+    """A ring of experts in one format."""
+
+    num_bytes: int  # of each
+    memory: Arena
+
+    def takes(self, num_rows: int) -> bool:
+        """Whether its kernels take so many rows of an expert."""
+        ...
+
+    def run(self, first: int, count: int, num_rows: int, num_threads: int) -> None:
+        """Experts `first` to before `first + count` of the ring, each on rows of its own."""
+        ...
+
+
+class Bfloat16Experts:
+    """Gate, up and down one after the other; compiled kernels, all experts in one call."""
+
+    def __init__(self, shape: Shape, num_experts: int, max_rows: int) -> None:
+        self.shape, self.num_bytes = shape, 2 * shape.num_weights
+        self.memory = Arena(num_experts * self.num_bytes)
+        weights = self.memory.bytes.view(torch.bfloat16)
+        weights.view(num_experts, -1)[:] = torch.randn(shape.num_weights).bfloat16() * 0.02
+        kernels = choose_kernels("auto", torch.bfloat16).several_experts
+        if kernels is None:
+            raise SystemExit("nothing can be compiled here")
+        self.kernels: SeveralExperts = kernels
+        count = round_experts(self.num_bytes)
+        self._rows = torch.randn(count * max_rows, shape.hidden).bfloat16()
+        self._gate, self._up = (
+            torch.empty(count * max_rows, shape.width, dtype=torch.bfloat16) for _ in range(2)
+        )
+        start, part = self.memory.bytes.data_ptr(), self.num_bytes // 3
+        self._places = SlotPlaces(start, start + part, start + 2 * part, self.num_bytes)
+
+    def takes(self, num_rows: int) -> bool:
+        return num_rows <= self.kernels.max_rows
+
+    def run(self, first: int, count: int, num_rows: int, num_threads: int) -> None:
+        slots = np.arange(first, first + count, dtype=np.int64)
+        firsts = np.arange(count, dtype=np.int64) * num_rows
+        groups = np.stack([slots, firsts, np.full_like(slots, num_rows)], 1)
+        self.kernels.gated_mlps(groups, self._places, self._rows, self._gate, self._up, num_threads)
+
+
+class TorchExperts:
+    """The same weights by torch's products."""
+
+    def __init__(self, experts: Bfloat16Experts, max_rows: int) -> None:
+        self.num_bytes, self.memory = experts.num_bytes, experts.memory
+        shape = experts.shape
+        self._shape = shape
+        self._weights = self.memory.bytes.view(torch.bfloat16).view(-1, 3, shape.num_weights // 3)
+        self._x = torch.randn(max_rows, shape.hidden).bfloat16()
+        self._gate, self._up = (
+            torch.empty(max_rows, shape.width, dtype=torch.bfloat16) for _ in range(2)
+        )
+        self._out = torch.empty_like(self._x)
+
+    def takes(self, num_rows: int) -> bool:
+        return True
+
+    def run(self, first: int, count: int, num_rows: int, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        hidden, width = self._shape
+        x, gate, up, out = (each[:num_rows] for each in (self._x, self._gate, self._up, self._out))
+        for gate_w, up_w, down_w in self._weights[first : first + count]:
+            torch.mm(x, gate_w.view(width, hidden).t(), out=gate)
+            torch.mm(x, up_w.view(width, hidden).t(), out=up)
+            torch.nn.functional.silu(gate, inplace=True).mul_(up)
+            torch.mm(gate, down_w.view(hidden, width).t(), out=out)
+
+
+FORMATS: Mapping[str, Callable[[Shape, int, int], Bfloat16Experts]] = {"bf16": Bfloat16Experts}
+"""By name: makes so many experts of a shape, for at most so many rows."""
+
+
+class Ceiling:
+    """Reading a ring of experts, divided among threads."""
+
+    def __init__(self, max_threads: int) -> None:
+        library = load_library(Path(__file__).parent / "common" / "reading.cpp")
+        self._ways = [library.read_in_turn, library.read_side_by_side]
+        for way in self._ways:
+            way.argtypes, way.restype = (ctypes.c_void_p, ctypes.c_long), ctypes.c_uint64
+        self._pool = ThreadPoolExecutor(max_threads)
+
+    def runs(self, experts: Experts, num_threads: int) -> Iterator[Callable[[int, int], None]]:
+        for way in self._ways:
+            yield partial(self._read, way, experts, num_threads)
+
+    def _read(
+        self,
+        way: Callable[[int, int], int],
+        experts: Experts,
+        num_threads: int,
+        first: int,
+        count: int,
+    ) -> None:
+        start = experts.memory.bytes.data_ptr() + first * experts.num_bytes
+        share = count * experts.num_bytes // num_threads // _REGION_BYTES * _REGION_BYTES
+        works = [partial(way, start + thread * share, share) for thread in range(num_threads)]
+        for done in [self._pool.submit(work) for work in works[1:]]:
+            done.result()
+        works[0]()
+
+
+def round_experts(num_bytes: int) -> int:
+    """Experts of so many bytes that a round goes through."""
+    return max(2, _ROUND_BYTES // num_bytes)
+
+
+@dataclass
+class Series:
+    """One thing that every round measures."""
+
+    name: str
+    num_rows: int
+    run: Callable[[int, int], None]
+    rates: list[float]  # GB/s of each round
+
+
+class Ring:
+    """Goes through a ring of experts, always on to those that are coldest."""
+
+    def __init__(self, experts: Experts, num_experts: int) -> None:
+        self._num_bytes, self._num_experts = experts.num_bytes, num_experts
+        self._count = min(round_experts(experts.num_bytes), num_experts)
+        self._first = 0
+
+    def rate(self, run: Callable[[int, int], None], clock: Callable[[], float]) -> float:
+        """GB/s of weights."""
+        if self._first + self._count > self._num_experts:
+            self._first = 0
+        start_s = clock()
+        run(self._first, self._count)
+        seconds = clock() - start_s
+        self._first += self._count
+        return self._count * self._num_bytes / seconds / _GIGA
+
+
+def main() -> None:
+    options = _options()
+    settings = {
+        "rounds": options.rounds,
+        "ring_bytes": options.ring_mib << 20,
+        "time": "processor" if options.processor_time else "clock",
+    }
+    recorder = Recorder("cpu_kernels", settings, options.out)
+    ceiling = Ceiling(max(options.threads))
+    with torch.inference_mode():
+        for shape in options.shapes:
+            for name in options.formats:
+                _measure(recorder, ceiling, shape, name, options)
+
+
+def _measure(
+    recorder: Recorder, ceiling: Ceiling, shape: str, name: str, options: argparse.Namespace
+) -> None:
+    num_weights, max_rows = SHAPES[shape].num_weights, max(options.rows)
+    num_experts = max(2, (options.ring_mib << 20) // (2 * num_weights))
+    experts = FORMATS[name](SHAPES[shape], num_experts, max_rows)
+    beside = TorchExperts(experts, max_rows)
+    for num_threads in options.threads:
+        reads = list(ceiling.runs(experts, num_threads))
+        series = [Series("read", 0, run, []) for run in reads]
+        for num_rows in options.rows:
+            ways: dict[str, Experts] = {name: experts, "torch": beside}
+            series += [
+                Series(way, num_rows, _of(each, num_rows, num_threads), [])
+                for way, each in ways.items()
+                if each.takes(num_rows)
+            ]
+        _go_round(Ring(experts, num_experts), series, num_threads, options)
+        _report(recorder, shape, name, num_threads, series)
+
+
+def _of(experts: Experts, num_rows: int, num_threads: int) -> Callable[[int, int], None]:
+    return lambda first, count: experts.run(first, count, num_rows, num_threads)
+
+
+def _go_round(
+    ring: Ring, series: Sequence[Series], num_threads: int, options: argparse.Namespace
+) -> None:
+    def processor_time() -> float:
+        return time.process_time() / num_threads
+
+    clock = processor_time if options.processor_time else time.perf_counter
+    for one in series:  # the first warms
+        ring.rate(one.run, clock)
+    for _ in range(options.rounds):
+        for one in series:
+            one.rates.append(ring.rate(one.run, clock))
+
+
+def _report(
+    recorder: Recorder, shape: str, name: str, num_threads: int, series: Sequence[Series]
+) -> None:
+    in_turn, side_by_side = (one.rates for one in series if one.name == "read")
+    ceilings = [max(both) for both in zip(in_turn, side_by_side, strict=True)]
+    recorder.write(
+        "ceiling",
+        {
+            "shape": shape,
+            "num_threads": num_threads,
+            "in_turn_GBps": statistics.median(in_turn),
+            "side_by_side_GBps": statistics.median(side_by_side),
+        },
+    )
+    for one in series:
+        if one.name == "read":
+            continue
+        shares = [rate / best for rate, best in zip(one.rates, ceilings, strict=True)]
+        rate, share = statistics.median(one.rates), statistics.median(shares)
+        recorder.write(
+            "experts",
+            {
+                "shape": shape,
+                "format": name,
+                "kernels": one.name,
+                "num_rows": one.num_rows,
+                "num_threads": num_threads,
+                "GBps": rate,
+                "of_ceiling": share,
+                "GFLOPps": rate * one.num_rows,  # 2 operations for 2 bytes and row
+            },
+        )
+        say(
+            f"{shape} {one.name}, {one.num_rows} rows, {num_threads} threads: "
+            f"{rate:.1f} GB/s, {100 * share:.0f}% of reading"
+        )
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128])
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--ring-mib", type=int, default=1536, help="larger than any cache")
+    parser.add_argument("--processor-time", action="store_true")
+    parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run_script(main)

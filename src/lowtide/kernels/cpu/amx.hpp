@@ -1,0 +1,202 @@
+// Products by AMX: tiles of 16 output features with up to 16 rows of x.
+//
+// A tile of weights is 16 of their rows, 32 elements of each, as they are stored. It is the left
+// operand: the right one wants its elements in pairs, one pair of every row after the other, and
+// only x, which is small, is brought into that order. So 1 KiB of weights takes 16 cycles for up to
+// 16 rows, which memory does not deliver in twice that time.
+//
+// A sum goes through k ascending, in one accumulator, whatever is computed beside it. What is beyond
+// num_k or num_outs is 0: adding it changes no sum.
+
+#pragma once
+
+#include <vector>
+
+#include "ahead.hpp"
+#include "products.hpp"
+#include "tiles.hpp"
+
+namespace lowtide {
+
+#if defined(HAS_DOT_PRODUCTS)
+
+// Rows and columns change places; each register is a row of 16.
+AVX512 INLINED void transpose(__m512i (&rows)[16]) {
+    __m512i other[16];
+    for (int i = 0; i < 16; i += 2) {
+        other[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+        other[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; ++j) {
+            rows[i + 2 * j] = _mm512_unpacklo_epi64(other[i + j], other[i + j + 2]);
+            rows[i + 2 * j + 1] = _mm512_unpackhi_epi64(other[i + j], other[i + j + 2]);
+        }
+    // rows[4 i + j]: columns j, j + 4, j + 8 and j + 12 of rows 4 i to 4 i + 3.
+    for (int j = 0; j < 4; ++j) {
+        const __m512i a = rows[j], b = rows[4 + j], c = rows[8 + j], d = rows[12 + j];
+        const __m512i ab = _mm512_shuffle_i32x4(a, b, 0x88), cd = _mm512_shuffle_i32x4(c, d, 0x88);
+        const __m512i ab2 = _mm512_shuffle_i32x4(a, b, 0xdd), cd2 = _mm512_shuffle_i32x4(c, d, 0xdd);
+        other[j] = _mm512_shuffle_i32x4(ab, cd, 0x88);
+        other[j + 4] = _mm512_shuffle_i32x4(ab2, cd2, 0x88);
+        other[j + 8] = _mm512_shuffle_i32x4(ab, cd, 0xdd);
+        other[j + 12] = _mm512_shuffle_i32x4(ab2, cd2, 0xdd);
+    }
+    for (int i = 0; i < 16; ++i) rows[i] = other[i];
+}
+
+// As `round_bf16` does.
+AVX512 INLINED void store16(bf16* out, __m512 sums, __mmask16 mask) {
+    const __m512i bits = _mm512_castps_si512(sums), one = _mm512_set1_epi32(1);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
+    const __m512i more = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+    const __m512i near = _mm512_srli_epi32(_mm512_add_epi32(bits, more), 16);
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(sums, sums, _CMP_UNORD_Q);
+    const __m512i rounded = _mm512_mask_mov_epi32(near, is_nan, _mm512_set1_epi32(0x7fc0));
+    _mm512_mask_cvtepi32_storeu_epi16(out, mask, rounded);
+}
+
+class Amx {
+   public:
+    static void run(const Product<bf16>& p) {
+        const Inputs& x = packed(p.x, p.x_stride, p.num_rows, p.num_k, p.inputs);
+        for (long row = 0; row < p.num_rows; row += 2 * TILE) {
+            const long num_rows = std::min(p.num_rows - row, 2 * TILE);
+            const bf16* at = x.pairs.data() + row * x.length;
+            if (num_rows <= TILE) run_rows<1>(p, at, x.length, row, num_rows);
+            else run_rows<2>(p, at, x.length, row, num_rows);
+        }
+    }
+
+   private:
+    static constexpr long TILE = 16, TILE_BYTES = 64;
+
+    // Rows of x by 16: pair k / 2 of each of them, then the next pair; 0 up to `length`.
+    struct Inputs {
+        std::vector<bf16> pairs;
+        long length;  // num_k, rounded up to whole tiles
+        std::uint64_t number = 0;
+    };
+
+    static const Inputs& packed(
+        const bf16* x, long stride, long num_rows, long num_k, std::uint64_t number
+    ) {
+        thread_local Inputs of;
+        if (number != 0 && number == of.number) return of;
+        of.length = (num_k + LANES - 1) / LANES * LANES;
+        of.pairs.resize(std::max<std::size_t>(of.pairs.size(), num_rows * of.length));
+        for (long row = 0; row < num_rows; row += TILE)
+            pack(x + row * stride, stride, std::min(num_rows - row, TILE), num_k,
+                 of.pairs.data() + row * of.length);
+        of.number = number;
+        return of;
+    }
+
+    AVX512 static void pack(const bf16* x, long stride, long num_rows, long num_k, bf16* out) {
+        const auto columns = static_cast<__mmask16>((1u << num_rows) - 1);
+        for (long k = 0; k < num_k; k += LANES) {
+            const long rest = std::min(num_k - k, LANES);
+            const __mmask32 mask = rest == LANES ? ~0u : (1u << rest) - 1;
+            __m512i rows[16];
+            for (long r = 0; r < TILE; ++r)
+                rows[r] = r < num_rows ? _mm512_maskz_loadu_epi16(mask, x + r * stride + k)
+                                       : _mm512_setzero_si512();
+            transpose(rows);
+            for (long pair = 0; pair < TILE; ++pair)
+                _mm512_mask_storeu_epi32(out + (k / 2 + pair) * 2 * num_rows, columns, rows[pair]);
+        }
+    }
+
+    // The compiler does not know that a load of a tile reads memory.
+    static INLINED void written(const void* memory) { asm volatile("" : : "r"(memory) : "memory"); }
+
+    // Tiles 0 and 1 are sums, 2 is of weights, 3 and 4 are of x.
+    struct alignas(64) Shapes {
+        std::uint8_t palette = 1, start = 0, reserved[14] = {};
+        std::uint16_t row_bytes[16] = {};
+        std::uint8_t rows[16] = {};
+    };
+
+    // `halves`: of up to 16 rows of x each.
+    template <int halves>
+    AMX static void run_rows(
+        const Product<bf16>& p, const bf16* x, long length, long row, long num_rows
+    ) {
+        const long of_first = std::min(num_rows, TILE), of_second = num_rows - of_first;
+        Shapes shapes;
+        for (int tile = 0; tile < 5; ++tile) {
+            const long of_rows = 4 * (tile == 0 || tile == 3 ? of_first : of_second);
+            shapes.rows[tile] = TILE;
+            shapes.row_bytes[tile] = static_cast<std::uint16_t>(tile == 2 ? TILE_BYTES : of_rows);
+            if (shapes.row_bytes[tile] == 0) shapes.rows[tile] = 0;
+        }
+        written(x), written(&shapes);
+        _tile_loadconfig(&shapes);
+        const long num_bytes = p.num_outs * p.num_k * static_cast<long>(sizeof(bf16));
+        Ahead ahead(p.w, num_bytes, p.next);
+        for (long first = 0; first < p.num_outs; first += TILE) {
+            const long num_outs = std::min(p.num_outs - first, TILE);
+            sum_tiles<halves>(p.w + first * p.num_k, num_outs, p.num_k, x, length, num_rows, ahead);
+            store_tile<0>(p, row, of_first, first, num_outs);
+            if constexpr (halves == 2) store_tile<1>(p, row + TILE, of_second, first, num_outs);
+        }
+        _tile_release();
+    }
+
+    template <int halves>
+    AMX static INLINED void sum_tiles(
+        const bf16* w, long num_outs, long num_k, const bf16* x, long length, long num_rows,
+        Ahead& ahead
+    ) {
+        const long first_rows = std::min(num_rows, TILE), second_rows = num_rows - first_rows;
+        const bf16* second = x + TILE * length;
+        _tile_zero(0);
+        if constexpr (halves == 2) _tile_zero(1);
+        for (long k = 0; k < num_k; k += LANES) {
+            ahead.read<16>();
+            const long rest = std::min(num_k - k, LANES);
+            if (num_outs == TILE && rest == LANES) {
+                _tile_loadd(2, w + k, num_k * 2);
+            } else {
+                alignas(64) bf16 edge[TILE * LANES] = {};
+                for (long o = 0; o < num_outs; ++o)
+                    std::memcpy(edge + o * LANES, w + o * num_k + k, rest * sizeof(bf16));
+                written(edge);
+                _tile_loadd(2, edge, TILE_BYTES);
+            }
+            _tile_loadd(3, x + k * first_rows, first_rows * 4);
+            _tile_dpbf16ps(0, 2, 3);
+            if constexpr (halves == 2) {
+                _tile_loadd(4, second + k * second_rows, second_rows * 4);
+                _tile_dpbf16ps(1, 2, 4);
+            }
+        }
+    }
+
+    template <int tile>
+    AMX static INLINED void store_tile(
+        const Product<bf16>& p, long row, long num_rows, long first, long num_outs
+    ) {
+        alignas(64) float sums[TILE * TILE];  // [outs, rows]
+        if constexpr (tile == 0) _tile_stored(0, sums, TILE_BYTES);
+        else _tile_stored(1, sums, TILE_BYTES);
+        __m512i columns[16];
+        for (long o = 0; o < TILE; ++o) columns[o] = _mm512_load_si512(sums + o * TILE);
+        transpose(columns);
+        const auto mask = static_cast<__mmask16>((1u << num_outs) - 1);
+        __m512 bias = _mm512_setzero_ps();
+        if (p.bias != nullptr) {
+            const __m512i narrow = _mm512_maskz_loadu_epi16(mask, p.bias + first);
+            const __m512i wide = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(narrow));
+            bias = _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+        }
+        for (long r = 0; r < num_rows; ++r) {
+            bf16* out = p.out + (row + r) * p.out_stride + first;
+            store16(out, _mm512_add_ps(_mm512_castsi512_ps(columns[r]), bias), mask);
+        }
+    }
+};
+
+#endif
+
+}  // namespace lowtide

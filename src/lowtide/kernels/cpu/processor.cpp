@@ -1,0 +1,63 @@
+// Which variants this processor runs, and how many rows they take.
+
+#include "products.hpp"
+
+#if defined(HAS_DOT_PRODUCTS)
+#include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#endif
+
+using namespace lowtide;
+
+namespace {
+
+#if defined(HAS_DOT_PRODUCTS)
+
+bool has_avx512_bf16() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1;
+}
+
+// Its registers are 8 KiB, which Linux keeps for a process only if asked.
+bool has_amx() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    constexpr unsigned BF16 = 1u << 22, TILES = 1u << 24;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & BF16) == 0 || (d & TILES) == 0)
+        return false;
+#if defined(__linux__)
+    constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#else
+    return false;
+#endif
+}
+
+#endif
+
+}  // namespace
+
+extern "C" {
+
+// The best variant of this processor; all before it run on it, too.
+int lowtide_best_variant() {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return PORTABLE;
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw")) return WITH_AVX2;
+#if defined(HAS_DOT_PRODUCTS)
+    if (has_avx512_bf16()) return has_amx() ? WITH_AMX : WITH_AVX512_BF16;
+#endif
+    return WITH_AVX512;
+#else
+    return PORTABLE;
+#endif
+}
+
+long lowtide_max_rows(int variant) {
+    return variant >= WITH_AVX512_BF16 ? MOST_ROWS_OF_DOTS : MOST_ROWS;
+}
+
+}

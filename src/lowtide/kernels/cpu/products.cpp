@@ -1,0 +1,75 @@
+// Products tile by tile.
+
+#include "products.hpp"
+
+#include "amx.hpp"
+#include "tiles.hpp"
+
+namespace lowtide {
+namespace {
+
+inline void store(bf16& out, float sum) { out = round_bf16(sum); }
+inline void store(float& out, float sum) { out = sum; }
+
+template <class Isa, int rows, int outs, class Number>
+void run_tile(const Product<Number>& p, long row, long first, Ahead* ahead) {
+    float sums[rows * outs];
+    const bf16 *x = p.x + row * p.x_stride, *w = p.w + first * p.num_k;
+    Isa::template tile<rows, outs>(x, p.x_stride, w, p.num_k, sums, ahead);
+    for (int r = 0; r < rows; ++r)
+        for (int o = 0; o < outs; ++o) {
+            const float bias = p.bias ? widen(p.bias[first + o]) : 0.0f;
+            store(p.out[(row + r) * p.out_stride + first + o], sums[r * outs + o] + bias);
+        }
+}
+
+// `rows` rows of x, from `row` on, with the rows of w from `first` to before `last`.
+template <class Isa, int rows, class Number>
+void run_rows(const Product<Number>& p, long row, long first, long last, Ahead* ahead) {
+    constexpr int outs = Isa::SUMS / rows;
+    for (; first + outs <= last; first += outs)
+        run_tile<Isa, rows, outs>(p, row, first, ahead);
+    for (; first < last; ++first) run_tile<Isa, rows, 1>(p, row, first, ahead);
+}
+
+// As many rows of x at once as there may be, then half as many, and so on.
+template <class Isa, int rows, class Number>
+void run_all_rows(const Product<Number>& p, long row, long first, long last, Ahead* ahead) {
+    for (; row + rows <= p.num_rows; row += rows)
+        run_rows<Isa, rows>(p, row, first, last, row == 0 ? ahead : nullptr);
+    if constexpr (rows > 1) run_all_rows<Isa, rows / 2>(p, row, first, last, ahead);
+}
+
+// All rows of x with a few of w, which the first of them bring into the cache for the others.
+template <class Isa, class Number>
+void run(const Product<Number>& p) {
+    const long num_bytes = p.num_outs * p.num_k * static_cast<long>(sizeof(bf16));
+    Ahead ahead(p.w, num_bytes, p.next);
+    for (long first = 0; first < p.num_outs; first += Isa::SUMS) {
+        const long last = std::min<long>(first + Isa::SUMS, p.num_outs);
+        run_all_rows<Isa, Isa::ROWS>(p, 0, first, last, &ahead);
+    }
+}
+
+template <class Number>
+void in_float32(int variant, const Product<Number>& p) {
+#if defined(__x86_64__)
+    if (variant >= WITH_AVX512) return run<Avx512>(p);
+    if (variant == WITH_AVX2) return run<Avx2>(p);
+#endif
+    run<Portable>(p);
+}
+
+}  // namespace
+
+void multiply(int variant, const Product<bf16>& p) {
+#if defined(HAS_DOT_PRODUCTS)
+    if (variant == WITH_AMX) return Amx::run(p);
+    if (variant == WITH_AVX512_BF16) return run<Avx512Bf16>(p);
+#endif
+    in_float32(variant, p);
+}
+
+void multiply_in_float32(int variant, const Product<float>& p) { in_float32(variant, p); }
+
+}  // namespace lowtide
