@@ -28,7 +28,6 @@ import numpy as np
 import torch
 from common.arguments import run_script
 from common.record import Recorder, say
-from torch import Tensor
 
 from lowtide.kernels.choice import choose_kernels
 from lowtide.kernels.cpu.library import load_library

@@ -601,7 +601,7 @@ def test_the_reference_and_other_types_compile_nothing(cache: Path) -> None:
     assert choose_kernels("reference", torch.bfloat16) is REFERENCE
     assert choose_kernels("auto", torch.float32) is REFERENCE
     assert not cache.exists()
-    for kernels, name in (("reference", "torch"), ("auto", "compiled")):
+    for kernels, name in (("reference", "torch"), ("auto", "compiled, ")):
         options = EngineConfig(dtype="bfloat16", kernels=kernels)
-        assert open_model("demo:chat", options).kernels.name == name
+        assert open_model("demo:chat", options).kernels.name.startswith(name)
     assert len(kept(cache)) == 1

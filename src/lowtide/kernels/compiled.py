@@ -1,7 +1,8 @@
 """The compiled variant of a host that computes in bfloat16.
 
-Few rows go to the compiled operators, more to torch's: unlike routing's, the two give different
-bits, because sums are added in another order, so an engine uses one variant throughout.
+Few rows go to the compiled operators, more to torch's; how many are few goes by the processor
+(`FewRows.max_rows`). Unlike routing's, the two give different bits, because sums are added in
+another order, so an engine uses one variant throughout.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ from lowtide.memory.workspace import Buffers
 class CompiledKernels(Kernels):
     """Operators of C++ wherever `FewRows` takes the rows."""
 
-    name = "compiled"
-
     def __init__(self, few_rows: FewRows) -> None:
+        self.name = f"compiled, {few_rows.variant}"
         self._few_rows = few_rows
         self.several_experts = few_rows
 
