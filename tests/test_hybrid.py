@@ -243,6 +243,11 @@ def refuse(*_: object, **__: object) -> None:
     raise Broken("on purpose")
 
 
+def one_by_one(patch: pytest.MonkeyPatch) -> None:
+    """As if every expert had more rows than one call over several takes."""
+    patch.setattr(ExpertsAtOnce, "takes_experts", lambda _, num_tokens: num_tokens < 0)
+
+
 def check_fails_once(case: Case, llm: LLM, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         case.answer(llm)
@@ -261,6 +266,7 @@ def test_a_failing_copy(diffusion: Case, policy: str, monkeypatch: pytest.Monkey
 def test_a_failing_expert(diffusion: Case, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with diffusion.open(policy, 0.3) as llm:
         with monkeypatch.context() as patch:
+            one_by_one(patch)
             broken = Kernels()
             patch.setattr(broken, "gated_mlp", refuse)
             compute = runtime_of(llm).compute._replace(kernels=broken)
@@ -333,6 +339,7 @@ def test_a_host_thread_that_hangs_is_an_error(
     release = threading.Event()
     with diffusion.open("all-host", 0.0) as llm:
         with monkeypatch.context() as patch:
+            one_by_one(patch)
             patch.setattr(layer_run, "WAIT_LIMIT_S", 0.05)
             compute, hanging = runtime_of(llm).compute, Kernels()
             patch.setattr(hanging, "gated_mlp", lambda *_: release.wait(10))

@@ -23,12 +23,21 @@ class Ahead {
         enter();
     }
 
-    // As many lines of the range have been read: asks for as many.
+    // As many lines of the range have been read, a divisor or a multiple of 8: asks for as many.
     template <int num_lines>
     INLINED void read() {
-        for (int i = 0; i < num_lines; ++i, ++number_)
-            __builtin_prefetch(pages_[number_ % NUM_PAGES] + number_ / NUM_PAGES * LINE_BYTES, 0, 2);
-        if (number_ >= NUM_LINES) {
+        if constexpr (num_lines < NUM_PAGES) {
+            for (int i = 0; i < num_lines; ++i) __builtin_prefetch(pages_[page_ + i] + offset_, 0, 2);
+            page_ += num_lines;
+            if (page_ < NUM_PAGES) return;
+            page_ = 0, offset_ += LINE_BYTES;
+        } else {
+            for (int i = 0; i < num_lines; ++i)
+                __builtin_prefetch(
+                    pages_[i % NUM_PAGES] + offset_ + i / NUM_PAGES * LINE_BYTES, 0, 2);
+            offset_ += num_lines / NUM_PAGES * LINE_BYTES;
+        }
+        if (offset_ >= PAGE_BYTES) {
             at_ += REGION_BYTES, left_ -= REGION_BYTES;
             enter();
         }
@@ -37,13 +46,12 @@ class Ahead {
    private:
     static constexpr long PAGE_BYTES = 4096, NUM_PAGES = 8;
     static constexpr long REGION_BYTES = NUM_PAGES * PAGE_BYTES;
-    static constexpr long NUM_LINES = REGION_BYTES / LINE_BYTES;
 
     // The region at `at_` is read from now on, so the one behind it is asked for. Where the range
     // ends within that, its pages go on with `next`; a last region, shorter than others, asks for
     // what these left out of it.
     void enter() {
-        number_ = 0;
+        offset_ = 0;
         for (long page = 0; page < NUM_PAGES; ++page) {
             const long offset = REGION_BYTES + page * PAGE_BYTES;
             if (offset < left_) pages_[page] = at_ + offset;
@@ -57,7 +65,7 @@ class Ahead {
     long left_;
     const char* next_;
     const char* pages_[NUM_PAGES];
-    long number_ = 0;  // of the line of the region
+    long page_ = 0, offset_ = 0;  // of what is asked for next: which of them, and where in it
 };
 
 }  // namespace lowtide

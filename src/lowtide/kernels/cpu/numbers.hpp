@@ -24,6 +24,9 @@
 #define INLINED_LAMBDA __attribute__((always_inline))
 #define INLINED inline INLINED_LAMBDA
 
+// A loop over an array that is to lie in registers.
+#define UNROLLED _Pragma("GCC unroll 16")
+
 // Compiled once for all that call it.
 #define NOT_INLINED __attribute__((noinline))
 

@@ -144,8 +144,8 @@ struct Avx512 {
             const __mmask32 rest = (1u << (num_k - k)) - 1;
             add<rows, outs>(rest, x + k, x_stride, w + k, num_k, even, odd);
         }
-        for (int r = 0; r < rows; ++r)
-            for (int o = 0; o < outs; ++o)
+        UNROLLED for (int r = 0; r < rows; ++r)
+            UNROLLED for (int o = 0; o < outs; ++o)
                 sums[r * outs + o] = sum_of(_mm512_add_ps(even[r][o], odd[r][o]));
     }
 
@@ -155,14 +155,14 @@ struct Avx512 {
         __m512 (&even)[rows][outs], __m512 (&odd)[rows][outs]
     ) {
         __m512 x_even[rows], x_odd[rows];
-        for (int r = 0; r < rows; ++r) {
+        UNROLLED for (int r = 0; r < rows; ++r) {
             const __m512i pairs = _mm512_maskz_loadu_epi16(mask, x + r * x_stride);
             x_even[r] = even16(pairs), x_odd[r] = odd16(pairs);
         }
-        for (int o = 0; o < outs; ++o) {
+        UNROLLED for (int o = 0; o < outs; ++o) {
             const __m512i pairs = _mm512_maskz_loadu_epi16(mask, w + o * num_k);
             const __m512 w_even = even16(pairs), w_odd = odd16(pairs);
-            for (int r = 0; r < rows; ++r) {
+            UNROLLED for (int r = 0; r < rows; ++r) {
                 even[r][o] = _mm512_fmadd_ps(x_even[r], w_even, even[r][o]);
                 odd[r][o] = _mm512_fmadd_ps(x_odd[r], w_odd, odd[r][o]);
             }
@@ -189,8 +189,8 @@ struct Avx512Bf16 {
             const __mmask32 rest = (1u << (num_k - k)) - 1;
             add<rows, outs>(rest, x + k, x_stride, w + k, num_k, lanes);
         }
-        for (int r = 0; r < rows; ++r)
-            for (int o = 0; o < outs; ++o) sums[r * outs + o] = sum_of(lanes[r][o]);
+        UNROLLED for (int r = 0; r < rows; ++r)
+            UNROLLED for (int o = 0; o < outs; ++o) sums[r * outs + o] = sum_of(lanes[r][o]);
     }
 
     template <int rows, int outs>
@@ -199,11 +199,11 @@ struct Avx512Bf16 {
         __m512 (&lanes)[rows][outs]
     ) {
         __m512bh w_pairs[outs];
-        for (int o = 0; o < outs; ++o)
+        UNROLLED for (int o = 0; o < outs; ++o)
             w_pairs[o] = (__m512bh)_mm512_maskz_loadu_epi16(mask, w + o * num_k);
-        for (int r = 0; r < rows; ++r) {
+        UNROLLED for (int r = 0; r < rows; ++r) {
             const auto x_pairs = (__m512bh)_mm512_maskz_loadu_epi16(mask, x + r * x_stride);
-            for (int o = 0; o < outs; ++o)
+            UNROLLED for (int o = 0; o < outs; ++o)
                 lanes[r][o] = _mm512_dpbf16_ps(lanes[r][o], x_pairs, w_pairs[o]);
         }
     }
