@@ -89,7 +89,7 @@ def main() -> None:
     with temporary_folder() as folder:
         for model in options.models:
             config = ModelConfig.load(resolve_model(model))
-            path = Path(folder) / model.replace(":", "-")
+            path = Path(folder) / f"{Path(model).name}.buddies"
             profile = calibrated(model, path, options.pieces, context=CONTEXT)
             recorder.write("redundancy", {"model": model, **redundancy(profile)})
             scale = Scale(config.moe.num_experts_per_token, config.moe.num_experts)

@@ -5,7 +5,7 @@ Its options, what they stand for, and how the miss policy is made of them and of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lowtide.config import parse_size
@@ -156,15 +156,8 @@ def over(bases: Mapping[str, Recipe]) -> Recipe:
 
     def contradiction(options: Mapping[str, object]) -> str | None:
         name = str(options.get(placement.name, placement.default))
-        taken = {option.name for option in (placement, *_OWN, *bases[name].options)}
-        strays = [option for option in options if option not in taken]
-        if not strays:
-            return None
-        others = ", ".join(option.name for option in bases[name].options) or "none"
-        return (
-            f"buddymoe over placement={name} has no option {strays[0]!r}; that placement's own "
-            f"options: {others}."
-        )
+        others = [option.name for option in bases[name].options]
+        return _stray({placement.name, *others}, options, f"placement={name}", others)
 
     borrowed = {option.name: option for made in bases.values() for option in made.options}
     return Recipe(
@@ -296,6 +289,20 @@ def _check_profile(profile: BuddyProfile, setting: Setting) -> None:
             f"The buddy profile is of another model: {shape[0]} MoE layers of {shape[1]} experts, "
             f"and this has {setting.num_layers} of {setting.num_experts}."
         )
+
+
+def _stray(
+    taken: Collection[str], options: Mapping[str, object], over: str, others: Sequence[str]
+) -> str | None:
+    """What to say of an option that is neither ours nor `taken`; others: of what this is over."""
+    own = {option.name for option in _OWN}
+    for option in options:
+        if option not in own and option not in taken:
+            return (
+                f"buddymoe over {over} has no option {option!r}; that placement's own options: "
+                f"{', '.join(others) or 'none'}."
+            )
+    return None
 
 
 def _asks_scores(options: Mapping[str, object]) -> bool:

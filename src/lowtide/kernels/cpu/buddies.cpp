@@ -1,6 +1,5 @@
 // Substitution of one layer: BuddyMoE's gates, its Algorithm 1 and the bound on mass, or the late
 // experts given up, in one call; and what a substitution did to each request.
-//
 // The plain twin is policies/plain_buddies.py: sums are taken in the same order, in double
 // precision, so that both decide the same.
 
@@ -136,10 +135,11 @@ std::vector<std::uint8_t> open_tokens(const Layer& layer, const Absent& absent) 
 
 // A token's places by descending weight; ids ascend, so a stable order leaves ties by id.
 void rank(const float* weights, Pairs& places) {
-    std::iota(places.begin(), places.end(), 0L);
-    std::stable_sort(places.begin(), places.end(), [&](long a, long b) {
-        return weights[a] > weights[b];
-    });
+    for (long place = 0; place < static_cast<long>(places.size()); ++place) {
+        long at = place;  // by insertion: stable, and takes no memory
+        for (; at > 0 && weights[places[at - 1]] < weights[place]; --at) places[at] = places[at - 1];
+        places[at] = place;
+    }
 }
 
 // Algorithm 1. out [num_tokens, k]: who runs.
