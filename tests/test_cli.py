@@ -116,6 +116,7 @@ class PretendLLM:
     fault: BaseException | None = None
     plan = PLAN
     config = types.SimpleNamespace(is_diffusion=True)
+    current_pass = None
     latest: PretendLLM
 
     def __init__(self, model: str, **options: object) -> None:
@@ -127,6 +128,9 @@ class PretendLLM:
         progress = options["progress"]
         if callable(progress):
             progress("loading", 1, 1)
+
+    def planned_passes(self, num_tokens: int) -> list[Any]:
+        return []
 
     def __enter__(self) -> PretendLLM:
         return self

@@ -31,9 +31,11 @@ from lowtide.decode.request import Event, Finished, Request
 from lowtide.engine import probing
 from lowtide.engine.engine import Engine
 from lowtide.engine.forcing import ForcedRun, forced_params, read_forced
-from lowtide.engine.opening import check_calibration, open_for_plan
+from lowtide.engine.opening import OpenModel, check_calibration, open_for_plan
+from lowtide.engine.passes import PlannedPasses, longest_context_of, plan_passes
 from lowtide.engine.planning import excess_of, make_plan, shortage_of
 from lowtide.engine.policy_setting import adopt_policy
+from lowtide.errors import PlanError
 from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import Observer
 from lowtide.model_folder.hub_model import HubModel
@@ -264,7 +266,25 @@ def plan_model(model: str | Path | HubModel, **options: object) -> MemoryPlan:
     Its reason says so where this machine has too little memory free to load it, or less in all
     than the budget.
     """
+    return _planned(checked(open_for_plan(model, engine_config(options))))
+
+
+def plan_with_passes(
+    model: str | Path | HubModel, **options: object
+) -> tuple[MemoryPlan, PlannedPasses]:
+    """`plan_model` of a bidirectional model, and how its passes fit into that plan."""
     opened = checked(open_for_plan(model, engine_config(options)))
+    try:
+        plan = _planned(opened)
+    except PlanError as error:
+        longest = longest_context_of(opened)
+        if not longest:
+            raise
+        raise PlanError(f"{error} The longest context in it is {longest} tokens.") from error
+    return plan, plan_passes(opened, plan)
+
+
+def _planned(opened: OpenModel) -> MemoryPlan:
     check_calibration(opened)
     plan = make_plan(opened)
     warnings = (shortage_of(plan, opened.options), excess_of(plan, opened.options))

@@ -22,11 +22,13 @@ from lowtide.engine import probing
 from lowtide.engine.engine import Engine
 from lowtide.engine.loop import EngineLoop
 from lowtide.engine.opening import EngineConfig
+from lowtide.engine.passes import MASKED_SHARES, PlannedPass, plan_steps
 from lowtide.engine.planning import make_plan
 from lowtide.engine.wiring import load
 from lowtide.engine.worker import Passes
 from lowtide.errors import UsageError
 from lowtide.layers.router import Router
+from lowtide.memory.pass_planner import PassPlan
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.params import SamplingParams, Wishes, listed_params, with_wishes
 from lowtide.reading.dense_weights import Progress
@@ -120,6 +122,20 @@ class LoadedModel:
     def max_new_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """The longest answer that an otherwise empty context has room for after such a prompt."""
         return self._intake.max_new_tokens(num_prompt_tokens, params)
+
+    @property
+    def current_pass(self) -> PassPlan | None:
+        """How the pass under way is planned, or the last one; None where all passes have one plan
+        or none has begun."""
+        plans = self._engine.pass_plans
+        return None if plans is None else plans.current
+
+    def planned_passes(self, num_tokens: int) -> list[PlannedPass]:
+        """How passes of a bidirectional model over so many tokens divide their operators, at
+        several shares of masks; of other models nothing."""
+        if not self.config.is_bidirectional:
+            return []
+        return plan_steps(self._engine.opened, self.plan, num_tokens, MASKED_SHARES)
 
     def __repr__(self) -> str:
         plan = self.plan

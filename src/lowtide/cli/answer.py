@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.console import Console
 
 from lowtide.cli.live import LiveView
+from lowtide.cli.passes import pass_caption
 from lowtide.cli.text import TextWriter
 from lowtide.params import SamplingParams
 
@@ -97,4 +98,10 @@ def live_view(
     llm: LLM, token_ids: Sequence[int], stop: Sequence[str], console: Console
 ) -> LiveView:
     """A view of the answer to a prompt of these ids."""
-    return LiveView(console, llm.tokenizer, len(token_ids), stop)
+    return LiveView(
+        console,
+        llm.tokenizer,
+        len(token_ids),
+        stop,
+        caption=lambda: pass_caption(llm.current_pass),
+    )

@@ -21,6 +21,7 @@ from lowtide.cli.command import takes
 from lowtide.cli.opening import open_llm
 from lowtide.cli.options import Group, Settings
 from lowtide.cli.outlook import outlook, plan_line
+from lowtide.cli.passes import steps_table
 from lowtide.cli.prompt import Question, read_prompt
 from lowtide.cli.report import answer_object, json_line, plan_table, speed, speed_line
 from lowtide.cli.screen import stderr_console, stdout_console
@@ -97,6 +98,8 @@ def _on_screen(
     with open_llm(model, settings, question) as llm:
         show_plan(llm.plan, model, settings)
         prompt = llm.token_ids(question.prompt(llm.tokenizer))
+        if not settings.flag("quiet"):
+            show_passes(llm, len(prompt) + params.max_tokens)
         if params.n > 1:
             answer = ask(llm, prompt, params)
             _print_all(answer, llm)
@@ -118,6 +121,14 @@ def show_plan(plan: MemoryPlan, model: str, settings: Settings) -> None:
         console.print(outlook(plan, model))
     elif not settings.flag("quiet"):
         console.print(plan_line(plan, model), soft_wrap=True)
+
+
+def show_passes(llm: LLM, num_tokens: int) -> None:
+    """On standard error, of a bidirectional model: how the passes of such an answer are divided,
+    where there is too little memory for all of their rows together."""
+    steps = llm.planned_passes(min(num_tokens, llm.plan.context))
+    if any(step.is_divided for step in steps):
+        stderr_console().print(steps_table(steps, f"passes over {num_tokens} tokens"))
 
 
 def _print_all(answer: Answer, llm: LLM) -> None:

@@ -31,8 +31,8 @@ class LiveView:
     """Draws an answer while it is made: whole lines scroll away, the block in work stays below.
 
     Owns what is on the screen. It is told of drafts and committed tokens, and knows nothing of
-    the engine. `num_prompt_tokens` is where the answer starts: a block may begin with the
-    prompt's last tokens, which are not drawn again.
+    the engine; `caption` is asked for a line to show below. `num_prompt_tokens` is where the answer
+    starts: a block may begin with the prompt's last tokens, which are not drawn again.
     """
 
     def __init__(
@@ -42,11 +42,13 @@ class LiveView:
         num_prompt_tokens: int,
         stop: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
+        caption: Callable[[], str] = str,
     ) -> None:
         self._tokenizer = tokenizer
         self._stream = None if tokenizer is None else tokenizer.stream(stop)
         self._num_prompt_tokens = num_prompt_tokens
         self._clock = clock
+        self._caption = caption
         self._printed = ""  # whole lines of the answer that have scrolled away
         self._pending = ""  # its last line so far
         self._draft = Text()
@@ -117,6 +119,8 @@ class LiveView:
         self.num_frames += 1
         self._heed_resize()
         frame = Text(printable(self._pending)) + self._draft
+        if caption := self._caption():
+            frame.append(f"\n{caption}", "dim")
         self._live.update(frame, refresh=True)
         self._drawn = self._widths(frame)
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lowtide.cli.options import Settings
 from lowtide.cli.screen import ProgressBars, stderr_console
@@ -17,6 +17,7 @@ from lowtide.params import check_kind
 
 if TYPE_CHECKING:
     from lowtide.cli.prompt import Question
+    from lowtide.engine.passes import PlannedPasses
     from lowtide.llm import LLM
     from lowtide.model_folder.hub_model import HubModel
 
@@ -53,15 +54,26 @@ def open_llm(model: str, settings: Settings, question: Question | None = None) -
         yield llm
 
 
-def make_plan(model: str, settings: Settings) -> tuple[MemoryPlan, bool | None]:
-    """The memory plan of a model, and whether it has a chat template (None: nobody has looked);
-    no weight is read, nor fetched."""
-    found, _ = _find(model, settings)
-    from lowtide.llm import plan_model
+class Planned(NamedTuple):
+    """What `plan` has to say of a model."""
+
+    memory: MemoryPlan
+    passes: PlannedPasses | None  # of a bidirectional one
+    has_chat_template: bool | None  # None: nobody has looked
+
+
+def make_plan(model: str, settings: Settings) -> Planned:
+    """The plan of a model; no weight is read, nor fetched."""
+    found, config = _find(model, settings)
+    from lowtide.llm import plan_model, plan_with_passes
     from lowtide.model_folder.model_config import has_chat_template
 
-    plan = plan_model(found, **settings.engine_options())
-    return plan, has_chat_template(found) if isinstance(found, Path) else None
+    options, passes = settings.engine_options(), None
+    if config.is_bidirectional:
+        plan, passes = plan_with_passes(found, **options)
+    else:
+        plan = plan_model(found, **options)
+    return Planned(plan, passes, has_chat_template(found) if isinstance(found, Path) else None)
 
 
 def find_model(model: str, settings: Settings) -> Path:

@@ -28,7 +28,9 @@ __all__ = ["OPTIONS", "Group", "Kind", "Option", "Settings", "is_common", "resol
 MAX_FILE_BYTES = 2**20
 
 OPTIONS: tuple[Option, ...] = (
-    Option("host_memory", Kind.SIZE, Group.ENGINE, "Memory budget: 12G, 80%, auto.", "auto"),
+    Option(
+        "host_memory", Kind.SIZE, Group.ENGINE, "Memory budget: 12G, 80%, auto.", "auto", "--memory"
+    ),
     Option("gpu_memory", Kind.SIZE, Group.ENGINE, "GPU memory budget: 12G, 80%, auto.", "auto"),
     Option(
         "policy",
@@ -119,7 +121,8 @@ OPTIONS: tuple[Option, ...] = (
         "plot",
         Kind.TEXT,
         Group.CALIBRATION,
-        "calibrate's folder for pictures of the routing, quality's file for one of its table.",
+        "calibrate's folder for pictures of the routing; quality's file for one of its table, "
+        "plan's for one of a bidirectional model's passes.",
     ),
     Option("buddies", Kind.BOOLEAN, Group.BUDDIES, "Profile who may stand in for whom.", False),
     Option(

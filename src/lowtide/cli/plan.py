@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import sys
 from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lowtide.cli.command import takes
 from lowtide.cli.generate import ModelName
-from lowtide.cli.opening import make_plan
+from lowtide.cli.opening import Planned, make_plan
 from lowtide.cli.options import Group, Settings
 from lowtide.cli.outlook import outlook
+from lowtide.cli.passes import passes_object, passes_table
 from lowtide.cli.report import json_line, plan_object, plan_table
 from lowtide.cli.screen import stdout_console
+from lowtide.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from lowtide.engine.passes import PlannedPasses
 
 PROMPTS = {
     True: "prompts of generate and chat go through the model's chat template (--raw: as they are)",
@@ -19,16 +26,39 @@ PROMPTS = {
 }
 
 
-@takes(Group.ENGINE, Group.HUB, Group.OUTPUT)
+@takes(Group.ENGINE, Group.HUB, "plot", Group.OUTPUT)
 def plan(model: ModelName, *, settings: Settings) -> None:
     """Show what a model needs and what it would get here, and why."""
+    picture = settings.text("plot")
     with redirect_stdout(sys.stderr):
-        memory, has_template = make_plan(model, settings)
+        planned = make_plan(model, settings)
+        if picture is not None:
+            _draw(planned.passes, model, Path(picture))
     if settings.flag("json"):
-        print(json_line({**plan_object(memory), "chat_template": has_template}))
+        told: dict[str, object] = {"chat_template": planned.has_chat_template}
+        if planned.passes is not None:
+            told["passes"] = passes_object(planned.passes)
+        print(json_line({**plan_object(planned.memory), **told}))
     else:
-        console = stdout_console()
-        console.print(plan_table(memory))
-        console.print(outlook(memory, model))
-        if has_template is not None:
-            console.print(PROMPTS[has_template])
+        _print(planned, model)
+
+
+def _print(planned: Planned, model: str) -> None:
+    console = stdout_console()
+    console.print(plan_table(planned.memory))
+    console.print(outlook(planned.memory, model))
+    if planned.passes is not None:
+        console.print(passes_table(planned.passes, model))
+    if planned.has_chat_template is not None:
+        console.print(PROMPTS[planned.has_chat_template])
+
+
+def _draw(passes: PlannedPasses | None, model: str, path: Path) -> None:
+    if passes is None:
+        raise UnsupportedError(
+            "--plot draws the passes of bidirectional models (LLaDA, LLaDA-MoE, Dream), whose "
+            "memory depends on the context; leave it out for this one."
+        )
+    from lowtide.lab.passes_picture import draw
+
+    draw(passes, model, path)

@@ -77,6 +77,18 @@ def make_plan(opened: OpenModel) -> MemoryPlan:
     return replace(plan, elastic_tokens=elastic_tokens(opened, plan), prediction=prediction)
 
 
+def least_bytes(opened: OpenModel) -> int:
+    """The least budget of the fast tier that runs one sequence as long as the context."""
+    is_host = resolve_device(opened.options.device) == "cpu"
+    return (_needs(opened) if is_host else _device_needs(opened)).minimum_bytes
+
+
+def offered_bytes(opened: OpenModel, plan: MemoryPlan) -> int:
+    """Of the fast tier: the budget that was given, or all that could be had."""
+    is_given = opened.options.host_memory != "auto" or plan.gpu is not None
+    return plan.budget_bytes if is_given else max(plan.budget_bytes, _usable_bytes(opened))
+
+
 def _preset(opened: OpenModel, everything_fits: bool, has_device: bool) -> tuple[str, str]:
     """The policy's name and why it is that."""
     if opened.config.experts is None:

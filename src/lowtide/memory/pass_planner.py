@@ -80,6 +80,12 @@ class PassPlanner:
         masked = bucket(counts.logit_rows, max_masked)
         return self.plan(counts._replace(logit_rows=masked), free_bytes, range_bytes)
 
+    def held(self, plan: PassPlan) -> tuple[tuple[str, int], ...]:
+        """What is alive at the peak of a plan, by name, with its bytes."""
+        if plan.counts.tokens <= TILE_ROWS:
+            return self.short.peak
+        return self._template(plan.counts).at(bounds(plan.counts, plan.chunks)).peak
+
     def least_bytes(self, counts: Counts) -> int:
         """Needed by all passes of up to such counts, where every tile is by itself."""
         if counts not in self._least_bytes:

@@ -49,12 +49,14 @@ class PassPlans:
     def __init__(self, planner: PassPlanner, room: Room) -> None:
         self.planner = planner
         self._room = room
+        self.current: PassPlan | None = None  # of the pass under way, or the last one
 
     def for_pass(self, counts: Counts) -> PassPlan:
         """Raises PlanError where the pass cannot be divided into so little, PageError where nobody
         gives way or the system refuses; the next pass may be another."""
         plan = self._plan(counts)
         self._room.hold(plan)
+        self.current = plan
         return plan
 
     def _plan(self, counts: Counts) -> PassPlan:

@@ -1,0 +1,71 @@
+"""The passes of a bidirectional model in words: how long a context can be, what is divided, why."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from lowtide.config import format_size
+
+if TYPE_CHECKING:
+    from lowtide.engine.passes import PlannedPass, PlannedPasses
+    from lowtide.memory.pass_planner import PassPlan
+
+
+def passes_table(passes: PlannedPasses, model: str) -> Group:
+    """A row per share of masks, and below it the longest context."""
+    num_tokens = passes.steps[0].num_tokens
+    table = steps_table(passes.steps, f"passes over {num_tokens} tokens")
+    return Group(table, Text(_longest(passes, model)))
+
+
+def steps_table(steps: Sequence[PlannedPass], title: str) -> Table:
+    """Chunks of each operator's rows, what a pass needs, and what makes its peak."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("masked", justify="right")
+    operators = list(dict.fromkeys(name for step in steps for name in step.chunks))
+    for operator in operators:
+        table.add_column(f"{operator} chunks", justify="right")
+    table.add_column("needs", justify="right")
+    table.add_column("binds")
+    for step in steps:
+        counts = [str(step.chunks.get(operator, "each tile")) for operator in operators]
+        masked = f"{step.num_masked} ({step.num_masked / step.num_tokens:.0%})"
+        table.add_row(masked, *counts, format_size(step.needed_bytes), step.binding)
+    return table
+
+
+def pass_caption(found: PassPlan | None) -> str:
+    """The pass under way in one line, where an operator is divided; else nothing."""
+    if found is None or all(count == 1 for count in found.chunks.values()):
+        return ""
+    chunks = ", ".join(f"{operator} {count}" for operator, count in found.chunks.items())
+    counts, needed = found.counts, format_size(found.needed_bytes)
+    return (
+        f"{counts.tokens} tokens, {counts.logit_rows} masked: {needed}; chunks: {chunks}; "
+        f"{found.binding} binds"
+    )
+
+
+def passes_object(passes: PlannedPasses) -> dict[str, object]:
+    """For `--json`."""
+    steps = [step._asdict() | {"held": [list(held) for held in step.held]} for step in passes.steps]
+    return passes._asdict() | {"fixed": dict(passes.fixed), "steps": steps}
+
+
+def _longest(passes: PlannedPasses, model: str) -> str:
+    if passes.longest_context is None:
+        return "longest context: told of exact mode only; leave --kv-cache out"
+    offered = format_size(passes.offered_bytes)
+    if not passes.longest_context:
+        return f"longest context in {offered}: none"
+    or_more = " or more" if passes.longest_context == passes.most_tried else ""
+    line = f"longest context in {offered}: {passes.longest_context} tokens{or_more}"
+    if passes.longest_context > passes.max_positions:
+        return f"{line}; {model} was made for {passes.max_positions}"
+    return f"{line} (lowtide plan {shlex.quote(model)} --context {passes.longest_context})"

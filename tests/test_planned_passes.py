@@ -1,0 +1,173 @@
+"""What `plan` says of bidirectional models' passes: the longest context, chunks, pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from lowtide import LLM, SamplingParams
+from lowtide.cli.app import app
+from lowtide.cli.live import LiveView
+from lowtide.cli.passes import pass_caption, steps_table
+from lowtide.engine.opening import EngineConfig, OpenModel, open_model
+from lowtide.engine.passes import MASKED_SHARES, longest_context, plan_passes
+from lowtide.engine.planning import make_plan
+from lowtide.errors import PlanError, UnsupportedError
+from lowtide.lab import passes_picture
+from lowtide.lab.passes_picture import check_picture, draw, picture_of, svg
+from lowtide.lab.synth import synth
+from lowtide.memory.pass_planner import PassPlan
+
+FAMILIES = ("llada", "llada_moe", "dream")
+CONTEXT = 3000
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, OpenModel]:
+    place = tmp_path_factory.mktemp("models")
+    return {family: opened(synth(family, "tiny", place / family)) for family in FAMILIES}
+
+
+def opened(folder: Path, **options: object) -> OpenModel:
+    given = {"device": "cpu", "context": CONTEXT, **options}
+    return open_model(str(folder), EngineConfig(**given))  # type: ignore[arg-type]
+
+
+def with_budget(model: OpenModel, num_bytes: int, context: int = CONTEXT) -> OpenModel:
+    options = dataclasses.replace(model.options, host_memory=num_bytes, context=context)
+    return dataclasses.replace(model, options=options, context=context)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("num_bytes", [1 << 21, 5 * MIB, 24 * MIB])
+def test_the_longest_context_is_planned_and_the_next_refused(
+    models: dict[str, OpenModel], family: str, num_bytes: int
+) -> None:
+    model = models[family]
+    longest = longest_context(model, num_bytes)
+    if longest:
+        make_plan(with_budget(model, num_bytes, longest))
+    with pytest.raises(PlanError):
+        make_plan(with_budget(model, num_bytes, longest + 1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fewer_masks_never_divide_more(models: dict[str, OpenModel], family: str) -> None:
+    model = models[family]
+    least = make_plan(model).minimum_bytes
+    plan = make_plan(with_budget(model, least))
+    passes = plan_passes(with_budget(model, least), plan)
+    assert len(passes.steps) == len(MASKED_SHARES)
+    assert any(step.is_divided for step in passes.steps)
+    for more, fewer in zip(passes.steps, passes.steps[1:], strict=False):
+        assert more.num_masked > fewer.num_masked
+        assert fewer.chunks["logits"] <= more.chunks["logits"]
+    for step in passes.steps:
+        assert step.needed_bytes <= plan.host.workspace_bytes
+        assert 0 < sum(num_bytes for _, num_bytes in step.held) <= step.needed_bytes
+        assert ("experts" in step.chunks) == (model.config.experts is not None)
+
+
+def test_what_is_said_is_what_runs(models: dict[str, OpenModel]) -> None:
+    model = models["llada"]
+    with LLM(model.folder, device="cpu", host_memory="4M", context=1200) as llm:
+        assert llm.current_pass is None
+        prompt = [3] * 1100
+        llm.generate([prompt], SamplingParams(max_tokens=64))
+        current, told = llm.current_pass, llm.planned_passes(1164)
+    assert isinstance(current, PassPlan)
+    assert current.counts.tokens == 1164 and told[0].num_tokens == 1164
+    assert "masked" in pass_caption(dataclasses.replace(current, chunks={"mlp": 3}))
+    assert pass_caption(dataclasses.replace(current, chunks={"mlp": 1})) == ""
+    assert pass_caption(None) == ""
+
+
+def test_a_live_view_has_the_pass_below_it() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    with LiveView(console, None, 0, caption=lambda: "12 masked: mlp 3") as view:
+        view.draft(0, [5, 6], [False, True])
+    assert isinstance(console.file, io.StringIO)
+    assert "12 masked: mlp 3" in console.file.getvalue()
+
+
+# The command.
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["plan", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_plan_tells_chunks_what_binds_and_the_longest_context(
+    models: dict[str, OpenModel], tmp_path: Path
+) -> None:
+    folder, picture = str(models["llada"].folder), tmp_path / "passes.html"
+    arguments = (folder, "--memory", "5M", "--context", str(CONTEXT))
+    text = run(*arguments, "--plot", str(picture))
+    for said in ("passes over 3000 tokens", "3000 (100%)", "300 (10%)", "logits chunks", "binds"):
+        assert said in text
+    assert "longest context in 5.0 MiB: " in text and "was made for 1024" in text
+    assert picture.read_text().startswith("<!doctype html>")
+    told = json.loads(run(*arguments, "--json"))["passes"]
+    assert f"{told['longest_context']} tokens" in text
+    assert [step["num_masked"] for step in told["steps"]] == [3000, 2250, 1500, 750, 300]
+
+
+def test_a_refusal_names_the_longest_context(models: dict[str, OpenModel]) -> None:
+    folder = str(models["llada"].folder)
+    result = CliRunner().invoke(app, ["plan", folder, "--memory", "3M", "--context", "9000"])
+    assert result.exit_code == 1 and "The longest context in it is " in result.stderr
+
+
+def test_an_approximate_cache_has_no_longest_context(models: dict[str, OpenModel]) -> None:
+    assert "of exact mode only" in run(str(models["llada"].folder), "--kv-cache", "dual")
+
+
+def test_other_models_have_no_picture_of_passes(tmp_path: Path) -> None:
+    arguments = ["plan", "demo:chat", "--plot", str(tmp_path / "a.svg")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2 and "bidirectional" in result.stderr
+
+
+# Pictures.
+
+
+def test_a_picture_is_whole_and_its_bars_are_the_peaks(
+    models: dict[str, OpenModel], tmp_path: Path
+) -> None:
+    model = models["llada_moe"]
+    passes = plan_passes(model, make_plan(model))
+    picture = picture_of(passes, "a <b> & c")
+    for bar, step in zip(picture.bars, passes.steps, strict=True):
+        assert bar.num_bytes == sum(num_bytes for _, num_bytes in step.held)
+    root = ElementTree.fromstring(svg(picture))
+    assert "a <b> & c" in "".join(root.itertext())
+    for name in ("passes.svg", "passes.html", "passes.png"):
+        draw(passes, "m", tmp_path / name)
+        assert (tmp_path / name).stat().st_size > 500
+
+
+def test_where_nothing_can_be_drawn_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UnsupportedError, match=r"\.svg, \.html, \.png, \.pdf"):
+        check_picture(tmp_path / "passes.gif")
+    monkeypatch.setattr(passes_picture, "find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match=r"ends with \.svg or \.html"):
+        check_picture(tmp_path / "passes.png")
+    check_picture(tmp_path / "passes.svg")
+
+
+def test_a_table_has_a_row_for_each_step(models: dict[str, OpenModel]) -> None:
+    model = models["dream"]
+    passes = plan_passes(model, make_plan(model))
+    assert steps_table(passes.steps, "passes").row_count == len(MASKED_SHARES)
