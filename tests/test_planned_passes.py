@@ -111,11 +111,11 @@ def test_plan_tells_chunks_what_binds_and_the_longest_context(
     models: dict[str, OpenModel], tmp_path: Path
 ) -> None:
     folder, picture = str(models["llada"].folder), tmp_path / "passes.html"
-    arguments = (folder, "--memory", "5M", "--context", str(CONTEXT))
+    arguments = (folder, "--memory", "8M", "--context", str(CONTEXT))
     text = run(*arguments, "--plot", str(picture))
     for said in ("passes over 3000 tokens", "3000 (100%)", "300 (10%)", "logits chunks", "binds"):
         assert said in text
-    assert "longest context in 5.0 MiB: " in text and "was made for 1024" in text
+    assert "longest context in 8.0 MiB: " in text and "was made for 1024" in text
     assert picture.read_text().startswith("<!doctype html>")
     told = json.loads(run(*arguments, "--json"))["passes"]
     assert f"{told['longest_context']} tokens" in text
