@@ -65,13 +65,16 @@ class Planned(NamedTuple):
 def make_plan(model: str, settings: Settings) -> Planned:
     """The plan of a model; no weight is read, nor fetched."""
     found, config = _find(model, settings)
-    from lowtide.llm import plan_model, plan_with_passes
     from lowtide.model_folder.model_config import has_chat_template
 
     options, passes = settings.engine_options(), None
     if config.is_bidirectional:
+        from lowtide.llm import plan_with_passes
+
         plan, passes = plan_with_passes(found, **options)
     else:
+        from lowtide.llm import plan_model
+
         plan = plan_model(found, **options)
     return Planned(plan, passes, has_chat_template(found) if isinstance(found, Path) else None)
 
