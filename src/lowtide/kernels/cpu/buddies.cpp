@@ -32,7 +32,6 @@ struct Queues {
 namespace {
 
 using Pairs = std::vector<long>;
-
 constexpr double SLACK = 1e-12;  // of gates: see policies/buddy_gates.py
 constexpr long NUM_QUEUES = 3, HOST_QUEUE = 3;
 
