@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import gguf
 import numpy as np
 import pytest
@@ -15,6 +17,8 @@ from lowtide.formats import format_of, formats, loadable_dtypes
 from lowtide.formats.convert import convert
 from lowtide.formats.ggml import FORMATS, TYPE_NAMES, GgmlFormat
 from lowtide.formats.plain import plain_format
+from lowtide.kernels.cpu.ggml import SOURCE, GgmlOperators
+from lowtide.kernels.cpu.library import load_library
 from lowtide.kernels.reference import REFERENCE
 
 NUM_BLOCKS = 300
@@ -90,3 +94,38 @@ def test_safetensors_files_have_none_of_them() -> None:
     assert format_of("GGUF Q4_K") is formats()["Q4_K"]
     with pytest.raises(UnsupportedError, match="supported: BF16, F16, F32"):
         format_of("Q4_K")
+
+
+@pytest.fixture(scope="module")
+def library() -> ctypes.CDLL:
+    return load_library(SOURCE)
+
+
+@pytest.mark.parametrize("stored", FORMATS, ids=lambda each: each.ggml_name)
+def test_compiled_bits_are_those_of_the_plain_twin(
+    stored: GgmlFormat, library: ctypes.CDLL
+) -> None:
+    num_variants = GgmlOperators(library).num_variants
+    for seed, std in ((0, 0.05), (1, 30.0), (2, 1e-6)):  # the last with scales below normal ones
+        blocks = random_blocks((5, 512), kind_of(stored), seed, std)
+        matrix = stored.matrix([torch.from_numpy(blocks).reshape(-1)], (5, 512))
+        expected = torch.empty(5, 512, dtype=torch.bfloat16)
+        REFERENCE.unpack(matrix, expected)
+        for variant in range(num_variants):
+            out = torch.empty_like(expected)
+            GgmlOperators(library, variant).unpack(matrix, out)
+            assert torch.equal(out.view(torch.int16), expected.view(torch.int16))
+
+
+def test_compiled_bits_of_any_blocks(library: ctypes.CDLL) -> None:
+    """Scales that are infinities, too; what is no number is none in both."""
+    for stored in FORMATS:
+        size = stored.block_bytes[0]
+        blocks = np.random.default_rng(4).integers(0, 256, 400 * size, dtype=np.uint8)
+        matrix = stored.matrix([torch.from_numpy(blocks)], (100, 4 * stored.block_size))
+        expected, out = (torch.empty(*matrix.shape, dtype=torch.bfloat16) for _ in range(2))
+        REFERENCE.unpack(matrix, expected)
+        GgmlOperators(library).unpack(matrix, out)
+        assert torch.equal(out.isnan(), expected.isnan())
+        is_number = ~expected.isnan()
+        assert torch.equal(out[is_number].view(torch.int16), expected[is_number].view(torch.int16))

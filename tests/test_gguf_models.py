@@ -307,3 +307,14 @@ def test_the_command_line_takes_a_file(tmp_path: Path) -> None:
 def test_a_file_is_verified(small: Path) -> None:
     result = CliRunner().invoke(app, ["verify", str(small), "--context", "64"])
     assert result.exit_code == 0, result.output
+
+
+def test_compiled_kernels_unpack_the_same_weights(small: Path) -> None:
+    """bfloat16: the compiled variant's products, of weights with the same bits."""
+    prompt = list(range(30))
+    logits = []
+    for kernels in ("auto", "reference"):
+        with LLM(small, context=64, kernels=kernels) as llm:
+            assert llm.dtype is torch.bfloat16
+            logits.append(llm.logits(prompt))
+    assert (logits[0] - logits[1]).abs().max() <= 0.05 * logits[1].abs().max()

@@ -14,6 +14,7 @@ import torch
 from lowtide.config import ModelConfig
 from lowtide.core import OWN_FORMAT, CacheMode, WeightFormats, align_up
 from lowtide.decode.row_reading import HeadForm
+from lowtide.engine import weight_formats
 from lowtide.engine.device import (
     check_device,
     check_elastic,
@@ -266,8 +267,8 @@ class OpenModel:
         return self.kernels_on(HOST)
 
     def kernels_on(self, device: torch.device) -> Kernels:
-        has_quantised = not self.formats.names.isdisjoint(QUANTISED)
-        return choose_kernels(self.options.kernels, self.dtype, device, has_quantised)
+        used = weight_formats.are_used(self.formats)
+        return choose_kernels(self.options.kernels, self.dtype, device, *used)
 
     @property
     def keeps_keys(self) -> bool:

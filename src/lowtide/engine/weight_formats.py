@@ -17,12 +17,14 @@ from typing import NamedTuple
 from lowtide.config import ModelConfig
 from lowtide.core import OWN_FORMAT, WeightFormats
 from lowtide.errors import UnsupportedError, UsageError
-from lowtide.formats import MatrixFormat, format_of, formats
+from lowtide.formats import MatrixFormat, format_of, formats, ggml
 from lowtide.formats.plain import SAFETENSORS_NAME
 from lowtide.schemas import ModelSchema, WeightMap
 from lowtide.schemas.schema import TensorSpec
 
 QUANTISED = ("q8", "q4")
+
+_PACKED = tuple(each.name for each in ggml.FORMATS)
 
 _OTHER_NAMES = {"int8": "q8", "int4": "q4"}
 _OF_HEAD = {"q4": "q8"}  # others: as the rest
@@ -121,6 +123,11 @@ def describe(
         dense=_joined({each.name for name, each in dense.items() if name not in ends}),
         head=_joined(of_head),
     )
+
+
+def are_used(formats: WeightFormats) -> tuple[bool, bool]:
+    """Whether some part is in q8 or q4, and whether some is in a type of GGUF files."""
+    return not formats.names.isdisjoint(QUANTISED), not formats.names.isdisjoint(_PACKED)
 
 
 def _checked(option: str, given: str, known: tuple[str, ...]) -> str:

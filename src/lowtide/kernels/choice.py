@@ -14,6 +14,7 @@ from lowtide.kernels.compiled import CompiledKernels
 from lowtide.kernels.compiled_quantised import QuantisedKernels
 from lowtide.kernels.cpu.buddies import CompiledBuddies
 from lowtide.kernels.cpu.few_rows import FewRows
+from lowtide.kernels.cpu.ggml import GgmlOperators
 from lowtide.kernels.cpu.quantised import QuantisedOperators
 from lowtide.kernels.reference import REFERENCE, Kernels
 
@@ -23,10 +24,15 @@ HOST = torch.device("cpu")
 
 
 def choose_kernels(
-    option: str, dtype: torch.dtype, device: torch.device = HOST, has_quantised: bool = False
+    option: str,
+    dtype: torch.dtype,
+    device: torch.device = HOST,
+    has_quantised: bool = False,
+    has_packed: bool = False,
 ) -> Kernels:
     """The kernels of what computes in `dtype` on `device`; option: `auto` or `reference`.
-    has_quantised: whether some weights are in q8 or q4, whose kernels are compiled then, too.
+    has_quantised, has_packed: whether some weights are in q8 or q4, or in a packed type of GGUF
+    files, whose kernels are compiled then, too.
 
     On the host, where nothing can be compiled, `auto` is the reference too, with one notice in
     the log. On a GPU the option is about its experts alone, which its device chooses.
@@ -36,7 +42,9 @@ def choose_kernels(
     if option == "reference" or dtype != torch.bfloat16:
         return REFERENCE
     operators = quantised_operators() if has_quantised else None
-    return _compiled() if operators is None else _compiled_with(operators)
+    if operators is not None:
+        return _compiled_with(operators)
+    return _compiled_for_packed() if has_packed else _compiled()
 
 
 def choose_pack(option: str) -> Pack:
@@ -101,6 +109,19 @@ def _compiled() -> Kernels:
     except (StorageError, UnsupportedError) as error:
         _log.warning("%s Single tokens will take longer: torch's products are used.", error)
         return REFERENCE
+
+
+@functools.cache
+def _compiled_for_packed() -> Kernels:
+    try:
+        packed = GgmlOperators.load()
+    except (StorageError, UnsupportedError) as error:
+        _log.warning("%s Packed weights are unpacked by numpy, which is slow.", error)
+        return _compiled()
+    try:
+        return CompiledKernels(FewRows.load(), packed)
+    except (StorageError, UnsupportedError):  # said by `_compiled`
+        return _compiled()
 
 
 @functools.cache
