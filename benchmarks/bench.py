@@ -33,6 +33,7 @@ class Script(NamedTuple):
 
 
 SMALL = (
+    Script("cpu_kernels", disk_GiB=0),
     Script("decode"),
     Script("offload"),
     Script("ar_decode"),
