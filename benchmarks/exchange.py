@@ -10,7 +10,7 @@ are than those with the other preset's part in its place, over all combinations 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -21,7 +21,7 @@ from common.record import Recorder, Row, say
 from common.simulated import generating_passes, make_parser, summary
 
 from lowtide.core import Facts, IntArray, Moves, StepKind
-from lowtide.policies.assignment import Greedy, HybriMoEGreedy, HybriMoEThreshold
+from lowtide.policies.assignment import Assign, Greedy, HybriMoEGreedy, HybriMoEThreshold
 from lowtide.policies.catalogue import NUM_PREFETCH
 from lowtide.policies.placement import Placement
 from lowtide.policies.prefetch import NextGate, Residual
@@ -29,6 +29,7 @@ from lowtide.policies.presets import recipe
 from lowtide.policies.recipe import Recipe, Setting
 from lowtide.profiles import load_profile
 from lowtide.replay.simulator import Report, simulate
+from lowtide.replay.trace import Trace
 
 MACHINE = "dali-3090"
 PLACEMENTS = ("dali", "hybrimoe")
@@ -43,6 +44,8 @@ PREFETCHES = {
 }
 BATCHES = (4, 8, 16, 32, 64, 128)
 PARTS = ("placement", "assignment", "prefetch")
+THRESHOLDS = (4, 8, 16, 32, 64)
+"""Tokens from which HybriMoE fetches, if not from where a fetch is no slower than the host."""
 
 Combination = tuple[str, str, str]
 
@@ -116,9 +119,29 @@ def _measure(
             row = {**facts, **dict(zip(PARTS, names, strict=True)), "seconds": report.total_s}
             recorder.write("combination", {**row, **summary(report)})
         _summarise(recorder, facts, reports, simulate_without(part, setting, hits))
+        row = {**facts, **other_hybrimoes(part, setting, hits)}
+        say(", ".join(f"{name} {value}" for name, value in row.items()))
+        recorder.write("other hybrimoes", row)
 
 
-def simulate_without(part: object, setting: Setting, hits: IntArray) -> float:
+def other_hybrimoes(part: Trace, setting: Setting, hits: IntArray) -> dict[str, float]:
+    """`dali` over HybriMoE as DALI may have run it: with other thresholds, or with none of its
+    cache in use."""
+    dali_s = simulate(part, "dali", setting, hits=hits).total_s
+    found = {}
+    for tokens in THRESHOLDS:
+        made = replace(recipe("hybrimoe"), assignment=_from(tokens))
+        found[f"from {tokens} tokens"] = simulate(part, made, setting, hits=hits).total_s / dali_s
+    empty = replace(setting, capacity=[0] * setting.num_layers)
+    found["without residents"] = simulate(part, "hybrimoe", empty, hits=hits).total_s / dali_s
+    return {name: round(value, 3) for name, value in found.items()}
+
+
+def _from(tokens: int) -> Callable[[Setting], Assign]:
+    return lambda setting: HybriMoEThreshold(setting.costs, tokens)
+
+
+def simulate_without(part: Trace, setting: Setting, hits: IntArray) -> float:
     """Seconds of `dali` where its swaps cost nothing to wait for: moves in idle link time."""
     made = recipe("dali")
 

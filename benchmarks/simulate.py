@@ -169,9 +169,9 @@ def _measure_costs(track: Track, learned: Learned) -> MeasuredCosts:
     return MeasuredCosts(
         replace(
             costs,
-            dense_s=runtime.costs.dense_s.scaled(0.0),  # in `pass_s`
+            dense_s=runtime.policies.costs.dense_s.scaled(0.0),  # in `pass_s`
             sync_s=max(0.0, taken["experts_s"] - taken[HOST]) / num_layers,
-            num_staging=runtime.costs.num_staging,
+            num_staging=runtime.policies.costs.num_staging,
         ),
         pass_s=(taken["seconds"] - taken["experts_s"]) / taken["num_passes"],
     )

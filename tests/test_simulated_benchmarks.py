@@ -133,7 +133,7 @@ def test_a_sweep_of_tau_names_its_best() -> None:
     setting = simulated.make_setting(trace, COSTS, 4)
     row = tau._sweep(case, setting, trace.hits())
     speeds = dict(zip(row["taus"], row["tokens_per_s_by_tau"], strict=True))
-    assert list(speeds) == [1, 2, 3, 4]
+    assert list(speeds) == [1, 2, 3, 4, 5] and 0 < row["online_over_best"] < 1.1
     assert speeds[row["auto_tau"]] == max(speeds.values())
     assert row["paper_tau"] in speeds and len(row["random_tokens_per_s"]) == tau.NUM_DRAWS
     assert row["moved_by_tau"][0] >= row["moved_by_tau"][-1]
