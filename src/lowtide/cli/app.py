@@ -13,7 +13,7 @@ from lowtide.cli.chat import chat
 from lowtide.cli.doctor import doctor
 from lowtide.cli.generate import generate
 from lowtide.cli.habits import Verb, Verbs
-from lowtide.cli.models import ls, pull, synth
+from lowtide.cli.models import ls, pack, pull, synth
 from lowtide.cli.plan import plan
 from lowtide.cli.quality import quality
 from lowtide.cli.simulate import simulate
@@ -37,6 +37,7 @@ for verb in (
     simulate,
     quality,
     synth,
+    pack,
     pull,
     ls,
 ):

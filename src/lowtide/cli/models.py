@@ -10,7 +10,8 @@ import typer
 from rich.table import Table
 
 from lowtide.cli.command import takes
-from lowtide.cli.opening import quiet_downloads
+from lowtide.cli.generate import ModelName
+from lowtide.cli.opening import find_model, quiet_downloads
 from lowtide.cli.options import Group, Settings
 from lowtide.cli.report import json_line
 from lowtide.cli.screen import ProgressBars, stdout_console
@@ -43,6 +44,27 @@ def synth(
             progress=lambda done, total: progress("writing", done, total),
         )
     _tell(settings, "wrote", folder)
+
+
+@takes("format", "expert_dtype", "dense_dtype", "out", Group.HUB, Group.OUTPUT)
+def pack(model: ModelName, *, settings: Settings) -> None:
+    """Write a model's folder anew with weights in 8 or 4 bits: a model that reads faster."""
+    out = settings.text("out")
+    if out is None:
+        raise UsageError("pack needs --out FOLDER, the folder to write.")
+    folder = find_model(model, settings)
+    from lowtide.lab import pack as lab
+
+    with ProgressBars() as progress:
+        written = lab.pack(
+            folder,
+            Path(out),
+            settings.text("format"),
+            settings.text("expert_dtype"),
+            settings.text("dense_dtype"),
+            progress,
+        )
+    _tell(settings, "wrote", written)
 
 
 @takes(Group.HUB, Group.OUTPUT)

@@ -110,7 +110,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("alg_temp", Kind.NUMBER, Group.DIFFUSION, "Temperature of Dream's choice of positions."),
     Option("factor", Kind.NUMBER, Group.DIFFUSION, "How bold the factor rule is (1)."),
     Option("size", Kind.TEXT, Group.SYNTH, "tiny, small or full.", "tiny"),
-    Option("out", Kind.TEXT, Group.SYNTH, "synth's new folder, calibrate's file."),
+    Option("out", Kind.TEXT, Group.SYNTH, "synth's and pack's new folder, calibrate's file."),
     Option("trace", Kind.TEXT, Group.RECORD, "File to write the run's expert routing to."),
     Option(
         "quiet", Kind.BOOLEAN, Group.RECORD, "The answer alone: no plan, no figures.", False, "-q"

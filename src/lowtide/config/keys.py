@@ -42,6 +42,10 @@ _QUANTISATIONS = {
 """What people call a `quant_method`."""
 
 
+PACKED_METHOD = "lowtide"
+"""The `quant_method` of folders that `lowtide pack` wrote."""
+
+
 class Origin(NamedTuple):
     """Where a `config.json` comes from."""
 
@@ -172,6 +176,8 @@ def _refuse_quantised(fields: Fields) -> None:
     if quantised is None:
         return
     method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    if isinstance(quantised, dict) and method == PACKED_METHOD and quantised.get("version") == 1:
+        return  # its tensors say what they are: `schemas/packed.py`
     name = _QUANTISATIONS.get(method, shown(method)) if isinstance(method, str) else "unknown"
     raise UnsupportedError(
         f"config.json has a quantization_config: the weights' format is {name}, which is not read. "

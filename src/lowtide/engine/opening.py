@@ -12,7 +12,7 @@ from types import UnionType
 import torch
 
 from lowtide.config import ModelConfig
-from lowtide.core import OWN_FORMAT, CacheMode, WeightFormats, align_up
+from lowtide.core import CacheMode, WeightFormats, align_up
 from lowtide.decode.row_reading import HeadForm
 from lowtide.engine import weight_formats
 from lowtide.engine.device import (
@@ -21,7 +21,6 @@ from lowtide.engine.device import (
     resolve_device,
 )
 from lowtide.engine.option_checks import check_not_bidirectional, check_without_experts
-from lowtide.engine.weight_formats import QUANTISED, Asked, dense_formats, describe, expert_formats
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.experts.layout import SlotLayout
 from lowtide.experts.transfer import largest_read_bytes
@@ -46,7 +45,7 @@ from lowtide.reading.dense_weights import DenseWeights, Progress, no_progress
 from lowtide.reading.fingerprint import fingerprint
 from lowtide.replay.calibration import Calibration, default_path
 from lowtide.replay.trace import TraceShape
-from lowtide.schemas import WeightMap, assume, bind, model_schema
+from lowtide.schemas import WeightMap, assume, bind, model_schema, with_packed
 
 MAX_PASS_ROWS = 512
 """Rows of the largest forward pass. Never a function of the budget: how rows are divided into
@@ -133,7 +132,7 @@ class EngineConfig:
             )
         if self.elastic:
             check_elastic(self.device, self.device_options)
-        Asked.of(self.format, self.expert_dtype, self.dense_dtype)
+        weight_formats.Asked.of(self.format, self.expert_dtype, self.dense_dtype)
         self._check_integer("context", 1, 2**28)
         self._check_integer("block_length", 1, MAX_BLOCK_LENGTH)
         self._check_integer("seed", 0, 2**63 - 1)
@@ -142,8 +141,8 @@ class EngineConfig:
             check_safe(self.policy, self.policy_options)
 
     @property
-    def formats(self) -> Asked:
-        return Asked.of(self.format, self.expert_dtype, self.dense_dtype)
+    def formats(self) -> weight_formats.Asked:
+        return weight_formats.Asked.of(self.format, self.expert_dtype, self.dense_dtype)
 
     def _check_kinds(self) -> None:
         kinds: list[tuple[str, type | UnionType, str]] = [
@@ -202,26 +201,27 @@ class OpenModel:
     @property
     def dense_formats(self) -> dict[str, MatrixFormat]:
         """Of dense weights in another format than their type's."""
-        return dense_formats(self.options.formats, model_schema(self.config), self.weight_map)
+        return weight_formats.dense_formats(
+            self.options.formats, model_schema(self.config), self.weight_map
+        )
 
     @property
     def formats(self) -> WeightFormats:
         """In memory, by part."""
         experts = [] if self.config.experts is None else self._expert_formats
-        return describe(self.config, model_schema(self.config), experts, self.dense_formats)
+        return weight_formats.describe(
+            self.config, model_schema(self.config), experts, self.dense_formats
+        )
 
     @property
     def is_rounded_as_read(self) -> bool:
         """Whether weights are made into q8 or q4 as they are read: they are not stored so."""
-        asked = {*self.options.formats}
-        stored = {entry.dtype for entry in self.weight_map.dense.values()}
-        stored |= {each.name for layer in self.weight_map.experts.layers for each in layer.formats}
-        return not asked.isdisjoint(QUANTISED) and not stored.issuperset(asked - {OWN_FORMAT})
+        return weight_formats.rounds(self.options.formats, self.dense_formats, self.weight_map)
 
     @property
     def _expert_formats(self) -> list[tuple[MatrixFormat | None, ...]]:
         has_gpu = resolve_device(self.options.device) == "cuda"
-        return expert_formats(self.options.formats, self.weight_map, has_gpu)
+        return weight_formats.expert_formats(self.options.formats, self.weight_map, has_gpu)
 
     @property
     def fingerprint(self) -> str:
@@ -313,14 +313,17 @@ def open_for_plan(reference: str | Path | HubModel, options: EngineConfig) -> Op
     config = _checked(
         ModelConfig.from_dict(found.config(), overrides=options.config_overrides), options
     )
-    return _opened(found.folder, options, config, bind(config, found.checkpoint()))
+    checkpoint = with_packed(found.checkpoint(), model_schema(config))
+    return _opened(found.folder, options, config, bind(config, checkpoint))
 
 
 def _open_path(path: Path, options: EngineConfig) -> OpenModel:
     if is_gguf(path):
         return _open_gguf(GgufModel.open(path), options)
     folder, config = path, _checked(ModelConfig.load(path, options.config_overrides), options)
-    checkpoint = Checkpoint.open(folder) if has_weights(folder) else None
+    checkpoint = None
+    if has_weights(folder):
+        checkpoint = with_packed(Checkpoint.open(folder), model_schema(config))
     weight_map = assume(config) if checkpoint is None else bind(config, checkpoint)
     return _opened(folder, options, config, weight_map, checkpoint, Tokenizer.load(folder))
 

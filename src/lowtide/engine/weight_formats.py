@@ -11,7 +11,7 @@ norms, biases and whatever else is not multiplied with as it is stored keep thei
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from lowtide.config import ModelConfig
@@ -106,6 +106,15 @@ def dense_formats(
         elif asked.dense == OWN_FORMAT and stored.name in QUANTISED and _is_matrix(spec):
             kept[spec.name] = stored.for_rows(spec.shape[-1])
     return kept
+
+
+def rounds(asked: Asked, dense: Mapping[str, MatrixFormat], weight_map: WeightMap) -> bool:
+    """Whether weights are rounded as they are read, to the formats asked for and `dense`, the
+    answer of `dense_formats`."""
+    if any(weight_map.dense[name].dtype != each.name for name, each in dense.items()):
+        return True
+    stored = {each.name for layer in weight_map.experts.layers for each in layer.formats}
+    return asked.experts in QUANTISED and bool(stored - {asked.experts})
 
 
 def describe(

@@ -12,6 +12,7 @@ from lowtide.config import ModelConfig
 from lowtide.families.registry import families
 from lowtide.formats.plain import ITEM_BYTES, SAFETENSORS_NAME
 from lowtide.model_folder.checkpoint import Checkpoint
+from lowtide.schemas.packed import with_packed
 from lowtide.schemas.schema import ExpertStorage, ModelSchema, PartSource, SlotTarget, TensorSpec
 from lowtide.schemas.weights import (
     ExpertRange,
@@ -34,6 +35,7 @@ __all__ = [
     "bind",
     "model_schema",
     "weight_bytes",
+    "with_packed",
 ]
 
 

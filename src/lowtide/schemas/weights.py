@@ -5,7 +5,7 @@ Everything that is needed is checked here, once, before any weight is read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -160,6 +160,20 @@ def assumed_weights(schema: ModelSchema, dtype: str) -> WeightMap:
     files.flags.writeable = offsets.flags.writeable = False
     layer = StoredLayer(_formats(storage, [dtype] * len(storage.parts)), part_bytes)
     return WeightMap(dense, ExpertTable((layer,) * num_layers, files, offsets, storage.targets))
+
+
+def expert_tensors(schema: ModelSchema, checkpoint: Checkpoint) -> Iterator[TensorSpec]:
+    """The tensors that hold the routed experts, as they are stored in `checkpoint`. Raises
+    CheckpointError where they are not."""
+    storage = _detect(schema, checkpoint)
+    seen = set()
+    for layer in schema.moe_layers:
+        for source in storage.parts:
+            for expert in range(1 if source.num_stacked else schema.num_experts):
+                spec = source.spec(layer, expert)
+                if spec.name not in seen:
+                    seen.add(spec.name)
+                    yield spec
 
 
 def _is_near(last: ExpertRange, file: int, offset: int) -> bool:

@@ -1,0 +1,65 @@
+"""Folders that `lowtide pack` wrote: their tensors under the names that models know.
+
+A matrix NAME in a format of 8 or 4 bits is a tensor `NAME.q4` of bytes, [.., rows, bytes of a row].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from lowtide.errors import CheckpointError
+from lowtide.formats import formats
+from lowtide.model_folder.checkpoint import Checkpoint, TensorEntry
+from lowtide.schemas.schema import ModelSchema, TensorSpec
+
+PACKED = ("q8", "q4")
+"""Formats whose names tensors end with."""
+
+BYTES_DTYPE = "U8"
+
+
+def packed_name(name: str, format_name: str) -> str:
+    """What a packed tensor is called."""
+    return f"{name}.{format_name}"
+
+
+def packed_shape(shape: tuple[int, ...], format_name: str) -> tuple[int, ...]:
+    """Of a packed tensor, in bytes."""
+    return *shape[:-1], formats()[format_name].for_rows(shape[-1]).block_bytes[0]
+
+
+def with_packed(checkpoint: Checkpoint, schema: ModelSchema) -> Checkpoint:
+    """The same, packed tensors of the schema under their own names, shapes and formats.
+
+    Raises CheckpointError for one of another shape than the schema makes it.
+    """
+    endings = tuple(f".{name}" for name in PACKED)
+    if not any(name.endswith(endings) for name in checkpoint.tensors):
+        return checkpoint
+    tensors = dict(checkpoint.tensors)
+    for spec in _specs(schema):
+        for format_name in PACKED:
+            entry = tensors.pop(packed_name(spec.name, format_name), None)
+            if entry is not None:
+                tensors[spec.name] = _unpacked_entry(entry, spec, format_name)
+    return Checkpoint(checkpoint.files, tensors)
+
+
+def _specs(schema: ModelSchema) -> Iterator[TensorSpec]:
+    yield from schema.dense
+    for storage in schema.storages:
+        for layer in schema.moe_layers:
+            for source in storage.parts:
+                for expert in range(1 if source.num_stacked else schema.num_experts):
+                    yield source.spec(layer, expert)
+
+
+def _unpacked_entry(entry: TensorEntry, spec: TensorSpec, format_name: str) -> TensorEntry:
+    wanted = packed_shape(spec.shape, format_name)
+    if entry.dtype != BYTES_DTYPE or entry.shape != wanted or entry.num_bytes != math.prod(wanted):
+        raise CheckpointError(
+            f"Tensor {packed_name(spec.name, format_name)} is of type {entry.dtype} and shape "
+            f"{list(entry.shape)}; config.json makes it {BYTES_DTYPE} {list(wanted)}."
+        )
+    return entry._replace(dtype=format_name, shape=spec.shape)

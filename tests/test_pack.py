@@ -1,0 +1,181 @@
+"""`lowtide pack`: folders with weights in 8 or 4 bits that are models themselves."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lowtide import SamplingParams
+from lowtide.cli.app import app
+from lowtide.core import WeightFormats
+from lowtide.errors import CheckpointError, StorageError, UnsupportedError, UsageError
+from lowtide.lab import pack as packing
+from lowtide.lab.pack import pack
+from lowtide.lab.synth import synth
+from lowtide.llm import LLM, plan_model
+from lowtide.model_folder.checkpoint import Checkpoint
+
+PROMPT = list(range(1, 40))
+PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synth("qwen2_moe", "tiny", tmp_path_factory.mktemp("pack") / "model", seed=6)
+
+
+@pytest.fixture(scope="module")
+def packed(model: Path) -> Path:
+    return pack(model, model.parent / "q4", format="q4")
+
+
+def run(folder: Path, **options: Any) -> tuple[list[int], torch.Tensor]:
+    with LLM(folder, context=64, **options) as llm:
+        return llm.generate(PROMPT, PARAMS)[0].token_ids, llm.logits(PROMPT)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_what_was_packed_is_a_model_with_the_same_bits(model: Path, packed: Path) -> None:
+    wanted = run(model, format="q4")
+    for options in ({}, {"format": "q4"}, {"host_memory": 1}):
+        plan = plan_model(packed, context=64)
+        if "host_memory" in options:
+            options = {"host_memory": plan.minimum_bytes}
+        found = run(packed, **options)
+        assert found[0] == wanted[0] and torch.equal(found[1], wanted[1])
+    assert plan.formats == WeightFormats("q4", "q4", "q8")
+
+
+def test_it_is_a_plain_folder_of_fewer_bytes(model: Path, packed: Path) -> None:
+    config = json.loads((packed / "config.json").read_text())
+    own = config.pop("quantization_config")
+    assert own["quant_method"] == "lowtide" and own["formats"]["experts"] == "q4"
+    assert config == json.loads((model / "config.json").read_text())
+    assert (packed / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+    names = Checkpoint.open(packed).tensors
+    assert "model.layers.0.mlp.experts.0.up_proj.weight.q4" in names
+    assert "lm_head.weight.q8" in names and "model.norm.weight" in names
+    assert not (packed / "packing.json").exists()
+    sizes = [sum(p.stat().st_size for p in f.glob("*.safetensors")) for f in (model, packed)]
+    assert sizes[1] < 0.6 * sizes[0]
+
+
+def test_an_interrupted_run_goes_on(
+    model: Path, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = 0
+
+    def interrupted(*arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 10:
+            raise KeyboardInterrupt
+        convert(*arguments)
+
+    convert = packing.convert
+    monkeypatch.setattr(packing, "convert", interrupted)
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        pack(model, out, format="q4")
+    assert not (out / "config.json").exists() and not list(out.glob("*.partial"))
+    with pytest.raises(UsageError, match="not of this packing|config.json"):
+        if not list(out.glob("*.safetensors")):
+            (out / "other").touch()
+        pack(model, out, format="q8")
+    (out / "other").unlink(missing_ok=True)
+    monkeypatch.setattr(packing, "convert", convert)
+    pack(model, out, format="q4")
+    assert contents(out) == contents(packed)
+
+
+def test_a_source_that_changes_makes_no_model(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Path] = []
+
+    def facts(path: Path) -> tuple[int, int]:
+        seen.append(path)
+        return len(seen), 0
+
+    monkeypatch.setattr(packing, "_facts", facts)
+    with pytest.raises(StorageError, match="changed while it was packed"):
+        pack(model, tmp_path / "out", format="q8")
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_two_at_once_are_one_too_many(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    with (out / "packing.json").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(UsageError, match="Another process packs"):
+            pack(model, out, format="q8")
+
+
+def test_a_full_disk_leaves_no_model(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(folder: Path, need_bytes: int) -> None:
+        raise StorageError(f"{folder} needs {need_bytes} bytes of disk")
+
+    monkeypatch.setattr("lowtide.lab.safetensors_writer.check_disk_space", full)
+    with pytest.raises(StorageError, match="bytes of disk"):
+        pack(model, tmp_path / "out", format="q4")
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_what_cannot_be_packed_is_refused(model: Path, packed: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="nothing to pack"):
+        pack(model, tmp_path / "own")
+    with pytest.raises(UnsupportedError, match="rounded already"):
+        pack(packed, tmp_path / "again", format="q8")
+    with pytest.raises(UsageError, match="nothing to pack"):
+        pack(packed, tmp_path / "same", format="q4")
+    with pytest.raises(UsageError, match="not of this packing"):
+        pack(model, packed, format="q4")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes").touch()
+    with pytest.raises(UsageError, match="holds notes"):
+        pack(model, tmp_path / "full", format="q4")
+
+
+def test_a_lying_header_is_refused(packed: Path, tmp_path: Path) -> None:
+    for path in packed.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["moe_intermediate_size"] *= 2
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"q4 is of type U8 and shape .* config.json makes"):
+        plan_model(tmp_path, context=64)
+
+
+def test_weights_that_are_not_finite_are_found(packed: Path, tmp_path: Path) -> None:
+    for path in packed.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    name = "model.layers.1.mlp.experts.2.up_proj.weight.q4"
+    checkpoint = Checkpoint.open(tmp_path)
+    entry = checkpoint.tensors[name]
+    with checkpoint.files[entry.file].path.open("r+b") as file:
+        file.seek(entry.offset + entry.shape[1] - 2)  # the last zero of the first row
+        file.write(np.float16(np.nan).tobytes())
+    with pytest.raises(CheckpointError, match="up_proj.weight in .* holds an infinity or NaN"):
+        LLM(tmp_path, context=64, check_weights=True)
+
+
+def test_the_verb(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shown = CliRunner().invoke(app, ["pack", str(model), "--format", "q8", "--out", str(out)])
+    assert shown.exit_code == 0, shown.output
+    assert plan_model(out, context=64).formats == WeightFormats("q8", "q8", "q8")
+    shown = CliRunner().invoke(app, ["pack", str(model), "--format", "q8"])
+    assert shown.exit_code == 2 and "--out" in shown.output
