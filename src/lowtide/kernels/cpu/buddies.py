@@ -30,7 +30,8 @@ class _Rules(ctypes.Structure):
 
     _fields_ = (
         ("lists", _P),
-        *((name, ctypes.c_int64) for name in ("num_experts", "length", "search_rank", "kinds")),
+        *((name, ctypes.c_int64) for name in ("num_experts", "length", "search_rank")),
+        ("exact_kinds", ctypes.c_int64),
         *((name, _DOUBLE) for name in ("temperature", "entropy", "margin", "beta")),
     )
 
@@ -93,7 +94,7 @@ class _Layer:
         experts, weights, kinds, is_here, arriving_s, is_open, lists, owner, left, rho = state
         if not experts.size:
             return None
-        # Buffers, which an array's stubs do not call it before Python 3.12.
+        # Any: stubs do not say before Python 3.12 that an array is a buffer.
         out: Any = np.empty(experts.shape, np.int64)
         out_weights: Any = np.empty(experts.shape, np.float32)
         num_moved = function(
