@@ -111,6 +111,7 @@ def close_stdout() -> None:
 
 def _flag_parameter(option: Option) -> inspect.Parameter:
     names = [option.flag] if option.short is None else [option.flag, option.short]
+    names.sort(key=lambda name: (not name.startswith("--"), len(name)))  # a shorter twin first
     annotation: object = str | None
     if option.kind is Kind.BOOLEAN:
         annotation = bool | None
