@@ -134,12 +134,16 @@ def _cells(recorder: Recorder, shape: MaskedShape, options: argparse.Namespace) 
     model = StepModel(shape.folder(NUM_LAYERS))
     cells = []
     for share in options.shares:
-        line = _line(recorder, Line(shape, OURS, share), options.lengths)
+        line = Line(shape, OURS, share)
+        if not options.planned:
+            _line(recorder, line, options.lengths)
         for cap in caps_bytes:
-            ours = _reach(recorder, line, cap, options.max_step)
             planned = model.longest(
                 cap - shape.weight_bytes, partial(num_masked, prompt_share=share), MAX_TOKENS
             )
+            ours: dict[str, Any] = {"num_tokens": planned // 16 * 16, "how": "planned"}
+            if not options.planned:
+                ours = _reach(recorder, line, cap, options.max_step)
             others = {side: reached[side, cap] for side in theirs}
             cells.append(Cell(shape.name, cap, share, ours["num_tokens"], _tokens(others)))
             _record(recorder, cells[-1], {OURS: ours, **others}, planned)
@@ -223,6 +227,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--shares", type=float, nargs="+", help="r_p (0.1 0.5 0.9)")
     parser.add_argument("--lengths", type=int, nargs="+", help="of lowtide's (4096 8192 16384)")
     parser.add_argument("--their-lengths", type=int, nargs="+", help="(1024 2048 4096)")
+    parser.add_argument(
+        "--planned", action="store_true", help="lowtide's longest sequences by plan, not measured"
+    )
     parser.add_argument(
         "--theirs", type=Path, help="the other sides' steps are those of this file of JSON lines"
     )
