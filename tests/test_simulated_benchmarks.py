@@ -81,7 +81,7 @@ def test_runs_are_recorded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     [first, other] = traces.record_all([run, run._replace(for_calibration=True)])
     assert first.num_committed == 6 and first.passes[0].step.kind is StepKind.PREFILL
     assert not np.array_equal(first.hits()[0], other.hits()[0])
-    path = next(tmp_path.rglob(f"{run.name}.npz"))
+    path = next(tmp_path.rglob(traces._path(Path(), run).name))
     before = path.stat().st_mtime_ns
     [again] = traces.record_all([run])
     assert np.array_equal(again.ids, first.ids) and path.stat().st_mtime_ns == before
