@@ -29,7 +29,8 @@ import torch
 from common.arguments import run_script
 from common.record import Recorder, say
 
-from lowtide.kernels.choice import choose_kernels
+from lowtide.formats import formats
+from lowtide.kernels.choice import choose_kernels, choose_pack
 from lowtide.kernels.cpu.library import load_library
 from lowtide.kernels.operands import SlotPlaces
 from lowtide.kernels.reference import SeveralExperts
@@ -78,21 +79,26 @@ class Bfloat16Experts:
     """Gate, up and down one after the other; compiled kernels, all experts in one call."""
 
     def __init__(self, shape: Shape, num_experts: int, max_rows: int) -> None:
-        self.shape, self.num_bytes = shape, 2 * shape.num_weights
+        self.shape = shape
+        content, kernels = self._made()
+        self.num_bytes = len(content)
         self.memory = Arena(num_experts * self.num_bytes)
-        weights = self.memory.bytes.view(torch.bfloat16)
-        weights.view(num_experts, -1)[:] = torch.randn(shape.num_weights).bfloat16() * 0.02
-        kernels = choose_kernels("auto", torch.bfloat16).several_experts
+        self.memory.bytes.view(num_experts, -1)[:] = content
         if kernels is None:
             raise SystemExit("nothing can be compiled here")
         self.kernels: SeveralExperts = kernels
-        count = round_experts(self.num_bytes)
+        count = round_experts(shape.num_weights // 2)  # the most: others are larger
         self._rows = torch.randn(count * max_rows, shape.hidden).bfloat16()
         self._gate, self._up = (
             torch.empty(count * max_rows, shape.width, dtype=torch.bfloat16) for _ in range(2)
         )
         start, part = self.memory.bytes.data_ptr(), self.num_bytes // 3
         self._places = SlotPlaces(start, start + part, start + 2 * part, self.num_bytes)
+
+    def _made(self) -> tuple[torch.Tensor, SeveralExperts | None]:
+        """An expert's bytes, and what computes with them."""
+        weights = torch.randn(self.shape.num_weights).bfloat16() * 0.02
+        return weights.view(torch.uint8), choose_kernels("auto", torch.bfloat16).several_experts
 
     def takes(self, num_rows: int) -> bool:
         return num_rows <= self.kernels.max_rows
@@ -102,6 +108,32 @@ class Bfloat16Experts:
         firsts = np.arange(count, dtype=np.int64) * num_rows
         groups = np.stack([slots, firsts, np.full_like(slots, num_rows)], 1)
         self.kernels.gated_mlps(groups, self._places, self._rows, self._gate, self._up, num_threads)
+
+
+class QuantisedExperts(Bfloat16Experts):
+    """The same with weights in 8 or 4 bits."""
+
+    num_bits: int
+
+    def _made(self) -> tuple[torch.Tensor, SeveralExperts | None]:
+        hidden, width = self.shape
+        parts = []
+        for num_rows, num_columns in ((width, hidden), (width, hidden), (hidden, width)):
+            rows = formats()[f"q{self.num_bits}"].for_rows(num_columns)
+            part = np.empty(num_rows * rows.block_bytes[0], np.uint8)
+            weights = (torch.randn(num_rows * num_columns) * 0.02).numpy()
+            choose_pack("auto")(rows, weights, part)
+            parts.append(torch.from_numpy(part))
+        kernels = choose_kernels("auto", torch.bfloat16, has_quantised=True)
+        return torch.cat(parts), kernels.several_stored([rows] * 3)
+
+
+class Q8Experts(QuantisedExperts):
+    num_bits = 8
+
+
+class Q4Experts(QuantisedExperts):
+    num_bits = 4
 
 
 class TorchExperts:
@@ -132,7 +164,11 @@ class TorchExperts:
             torch.mm(gate, down_w.view(hidden, width).t(), out=out)
 
 
-FORMATS: Mapping[str, Callable[[Shape, int, int], Bfloat16Experts]] = {"bf16": Bfloat16Experts}
+FORMATS: Mapping[str, Callable[[Shape, int, int], Bfloat16Experts]] = {
+    "bf16": Bfloat16Experts,
+    "q8": Q8Experts,
+    "q4": Q4Experts,
+}
 """By name: makes so many experts of a shape, for at most so many rows."""
 
 
@@ -221,12 +257,14 @@ def _measure(
     num_weights, max_rows = SHAPES[shape].num_weights, max(options.rows)
     num_experts = max(2, (options.ring_mib << 20) // (2 * num_weights))
     experts = FORMATS[name](SHAPES[shape], num_experts, max_rows)
-    beside = TorchExperts(experts, max_rows)
+    # Rates of all are in the format's own bytes, so that their quotients are those of times.
+    plain = experts if name == "bf16" else Bfloat16Experts(SHAPES[shape], num_experts, max_rows)
+    beside = TorchExperts(plain, max_rows)
     for num_threads in options.threads:
         reads = list(ceiling.runs(experts, num_threads))
         series = [Series("read", 0, run, []) for run in reads]
         for num_rows in options.rows:
-            ways: dict[str, Experts] = {name: experts, "torch": beside}
+            ways: dict[str, Experts] = {name: experts, "bf16": plain, "torch": beside}
             series += [
                 Series(way, num_rows, _of(each, num_rows, num_threads), [])
                 for way, each in ways.items()
