@@ -54,6 +54,8 @@ def test_what_was_packed_is_a_model_with_the_same_bits(model: Path, packed: Path
         found = run(packed, **options)
         assert found[0] == wanted[0] and torch.equal(found[1], wanted[1])
     assert plan.formats == WeightFormats("q4", "q4", "q8")
+    assert "lowtide pack" not in plan.reason
+    assert "lowtide pack" in plan_model(model, context=64, format="q4").reason
 
 
 def test_it_is_a_plain_folder_of_fewer_bytes(model: Path, packed: Path) -> None:

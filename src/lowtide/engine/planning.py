@@ -56,7 +56,7 @@ def make_plan(opened: OpenModel) -> MemoryPlan:
         num_experts=shape.num_layers * shape.num_experts,
         residents_per_layer=residents,
         policy=preset,
-        reason=reason,
+        reason="\n".join([reason, *_what_packing_saves(opened)]),
         device=device,
         kv_cache=opened.cache_mode.value,
         advised_bytes=_advised_bytes(opened, needs),
@@ -87,6 +87,19 @@ def offered_bytes(opened: OpenModel, plan: MemoryPlan) -> int:
     """Of the fast tier: the budget that was given, or all that could be had."""
     is_given = opened.options.host_memory != "auto" or plan.gpu is not None
     return plan.budget_bytes if is_given else max(plan.budget_bytes, _usable_bytes(opened))
+
+
+def _what_packing_saves(opened: OpenModel) -> list[str]:
+    """A line, where experts are read in more bytes than they are kept in."""
+    if opened.config.experts is None or not opened.is_rounded_as_read:
+        return []
+    stored, kept = opened.weight_map.experts.largest_expert_bytes, opened.slot_layout.num_bytes
+    if stored <= kept:
+        return []
+    return [
+        f"Weights are rounded as they are read, {format_size(stored)} for an expert; from a folder "
+        f"that lowtide pack wrote it would be {format_size(kept)}."
+    ]
 
 
 def _preset(opened: OpenModel, everything_fits: bool, has_device: bool) -> tuple[str, str]:
