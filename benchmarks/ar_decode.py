@@ -39,9 +39,9 @@ from common.models import model_folder
 from common.record import Recorder, say
 from common.worker import LIMIT_SLACK_BYTES, in_process
 
-from lowtide.core import MemoryPlan
 from lowtide.errors import UsageError
 from lowtide.llm import plan_model
+from lowtide.plan import MemoryPlan
 
 LANES = ("lowtide", "reference", "transformers", "llama.cpp")
 

@@ -28,7 +28,7 @@ from common.record import Recorder, say
 
 from lowtide import LLM
 from lowtide.config import ModelConfig
-from lowtide.core import MemoryPlan, MoEShape, align_up
+from lowtide.core import MoEShape, align_up
 from lowtide.decode.autoregressive import Autoregressive
 from lowtide.decode.request import Committed, Request
 from lowtide.engine.opening import MAX_PASS_ROWS
@@ -38,6 +38,7 @@ from lowtide.llm import plan_model
 from lowtide.memory.budget import DEVICE_STAGING_SLOTS
 from lowtide.memory.kv_cache import GRANULE_TOKENS
 from lowtide.params import SamplingParams
+from lowtide.plan import MemoryPlan
 from lowtide.profiles import load_profile
 from lowtide.replay.calibration import GATES, Calibration
 

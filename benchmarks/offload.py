@@ -19,8 +19,8 @@ from common.models import model_folder
 from common.record import Recorder, say
 from common.worker import LIMIT_SLACK_BYTES, in_process, measure_lowtide
 
-from lowtide.core import MemoryPlan
 from lowtide.llm import plan_model
+from lowtide.plan import MemoryPlan
 
 LEAST = 0.0
 """Stands for the least budget that runs, among shares of the experts."""

@@ -29,11 +29,12 @@ from lowtide.cli.screen import FILE_WIDTH, printable, stdout_console
 from lowtide.cli.simulate import check_same_shape
 from lowtide.cli.text import TextWriter
 from lowtide.cli.turns import Turns
-from lowtide.core import MemoryPlan, Step, StepKind, TierPlan, WeightFormats
+from lowtide.core import Step, StepKind
 from lowtide.decode.request import TokenLogprobs
 from lowtide.errors import ConfigError, PlanError, StorageError, UsageError
 from lowtide.model_folder.tokenizer import TextStream
 from lowtide.params import AUTOREGRESSIVE_ONLY, SamplingParams
+from lowtide.plan import MemoryPlan, TierPlan, WeightFormats
 from lowtide.policies.receipt import Receipt
 from lowtide.replay.trace import Pass, Trace, TraceShape
 

@@ -13,7 +13,6 @@ from family_models import write_model
 from test_elastic_arena import physical_bytes
 
 from lowtide import LLM, SamplingParams
-from lowtide.core import MemoryPlan
 from lowtide.decode.autoregressive import Autoregressive
 from lowtide.decode.request import Event
 from lowtide.engine.elastic import ElasticMemory
@@ -21,6 +20,7 @@ from lowtide.engine.engine import Engine
 from lowtide.errors import PageError, PlanError, UnsupportedError
 from lowtide.llm import plan_model
 from lowtide.memory.kv_cache import KVCache, KVRange
+from lowtide.plan import MemoryPlan
 from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.presets import substitutes
 

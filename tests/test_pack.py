@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 
 from lowtide import SamplingParams
 from lowtide.cli.app import app
-from lowtide.core import WeightFormats
 from lowtide.errors import CheckpointError, StorageError, UnsupportedError, UsageError
 from lowtide.lab import pack as packing
 from lowtide.lab.pack import pack
 from lowtide.lab.synth import synth
 from lowtide.llm import LLM, plan_model
 from lowtide.model_folder.checkpoint import Checkpoint
+from lowtide.plan import WeightFormats
 
 PROMPT = list(range(1, 40))
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)

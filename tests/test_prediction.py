@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lowtide import LLM
 from lowtide.cli.outlook import outlook, plan_line, prediction_object
-from lowtide.core import Basis, Costs, Curve, MemoryPlan, MoEShape, Prediction, TierPlan
+from lowtide.core import Costs, Curve, MoEShape
 from lowtide.engine import planning, prediction
 from lowtide.engine.opening import EngineConfig, OpenModel, open_model
 from lowtide.engine.planning import make_plan
@@ -22,6 +22,7 @@ from lowtide.hardware.kept_rates import keep_rates, kept_rates, rates_path
 from lowtide.hardware.machine import LAYERS, Machine, Rate, this_machine
 from lowtide.lab.synth import synth
 from lowtide.llm import plan_model
+from lowtide.plan import Basis, MemoryPlan, Prediction, TierPlan
 
 GIB = 1 << 30
 RATES = (

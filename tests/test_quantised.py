@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide import SamplingParams
-from lowtide.core import WeightFormats
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.formats import formats
 from lowtide.formats.convert import convert
@@ -23,6 +22,7 @@ from lowtide.kernels import stored
 from lowtide.kernels.reference import REFERENCE
 from lowtide.lab.synth import synth
 from lowtide.llm import LLM, plan_model
+from lowtide.plan import WeightFormats
 
 PROMPT = list(range(1, 40))
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)

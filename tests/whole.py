@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.core import MemoryPlan, StepKind
+from lowtide.core import StepKind
 from lowtide.decode.batch_decoder import BatchDecoder
 from lowtide.decode.block_diffusion import BlockDiffusion, Event, Finished, Request
 from lowtide.experts.rows import Routing
 from lowtide.layers.batch import Batch
 from lowtide.llm import LLM, plan_model
+from lowtide.plan import MemoryPlan
 from lowtide.reading.file_reader import FileReader, Read, Ticket
 
 Trajectories = dict[int, list[list[int]]]

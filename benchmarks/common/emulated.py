@@ -19,7 +19,6 @@ from common.models import model_folder
 from common.record import REPOSITORY, Row, say
 from common.simulated import published
 from lowtide import LLM, SamplingParams
-from lowtide.core import MemoryPlan
 from lowtide.devices.emulated import COMPUTE, HOST, LINK, EmulatedDevice
 from lowtide.devices.emulated_speeds import measure_device_s
 from lowtide.engine.engine import Engine
@@ -31,6 +30,7 @@ from lowtide.lab.calibrate import calibrate
 from lowtide.lab.record import recorded
 from lowtide.llm import plan_model
 from lowtide.params import DiffusionParams
+from lowtide.plan import MemoryPlan
 from lowtide.profiles import load_profile
 from lowtide.replay.trace import Trace
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from lowtide.answers.completion import Completion as Completion
     from lowtide.answers.completion import Usage as Usage
     from lowtide.async_llm import AsyncLLM as AsyncLLM
-    from lowtide.core import MemoryPlan as MemoryPlan
     from lowtide.decode.request import Committed as Committed
     from lowtide.decode.request import Draft as Draft
     from lowtide.decode.request import Event as Event
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from lowtide.llm import plan_model as plan_model
     from lowtide.params import DiffusionParams as DiffusionParams
     from lowtide.params import SamplingParams as SamplingParams
+    from lowtide.plan import MemoryPlan as MemoryPlan
 
 __version__ = "0.1.0"
 
@@ -38,7 +38,7 @@ _HOMES = {
     "Event": "decode.request",
     "Finished": "decode.request",
     "LLM": "llm",
-    "MemoryPlan": "core",
+    "MemoryPlan": "plan",
     "Prefill": "decode.request",
     "SamplingParams": "params",
     "TokenLogprobs": "decode.request",

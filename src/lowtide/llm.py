@@ -24,14 +24,15 @@ from lowtide.answers.loaded import LoadedModel
 from lowtide.answers.opening import checked, engine_config, intake_of, opened_model
 from lowtide.answers.progress_line import ProgressLine, is_watched
 from lowtide.answers.reporter import Reporter
-from lowtide.core import MemoryPlan, Step
+from lowtide.core import Step
 from lowtide.decode.forced import ForcedText, OnLogits
 from lowtide.decode.prompts import Messages, Prompt, TokenIds, as_prompts, one_prompt
 from lowtide.decode.request import Event, Finished, Request
 from lowtide.engine import probing
 from lowtide.engine.engine import Engine
 from lowtide.engine.forcing import ForcedRun, forced_params, read_forced
-from lowtide.engine.opening import OpenModel, check_calibration, open_for_plan
+from lowtide.engine.model_calibration import check_calibration
+from lowtide.engine.opening import OpenModel, open_for_plan
 from lowtide.engine.passes import PlannedPasses, longest_context_of, plan_passes
 from lowtide.engine.planning import excess_of, make_plan, shortage_of
 from lowtide.engine.policy_setting import adopt_policy
@@ -41,6 +42,7 @@ from lowtide.experts.runtime import Observer
 from lowtide.model_folder.hub_model import HubModel
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.params import SamplingParams, Wishes
+from lowtide.plan import MemoryPlan
 
 
 class LLM(LoadedModel):

@@ -7,7 +7,8 @@ import html
 from collections.abc import Iterator
 
 from lowtide.config import format_size
-from lowtide.core import CacheMode, MemoryPlan, TierPlan
+from lowtide.core import CacheMode
+from lowtide.plan import MemoryPlan, TierPlan
 
 
 def plan_as_text(plan: MemoryPlan) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lowtide.core import CacheMode, MemoryPlan, WeightFormats
+from lowtide.core import CacheMode
 from lowtide.decode.request import Finished, Request, TokenLogprobs
 from lowtide.model_folder.tokenizer import Tokenizer, cut_at_stop
+from lowtide.plan import MemoryPlan, WeightFormats
 from lowtide.policies.receipt import Receipt
 
 _SHOWN_CHARS = 60

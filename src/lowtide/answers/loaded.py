@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lowtide.answers.opening import intake_of, opened_model
 from lowtide.config import ModelConfig, format_size
-from lowtide.core import MemoryPlan
 from lowtide.decode.prompts import Messages, Prompt, TokenIds, is_chat, listed, one_text_of_ids
 from lowtide.decode.request import Request
 from lowtide.engine import probing
@@ -31,6 +30,7 @@ from lowtide.layers.router import Router
 from lowtide.memory.pass_planner import PassPlan
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.params import SamplingParams, Wishes, listed_params, with_wishes
+from lowtide.plan import MemoryPlan
 from lowtide.reading.dense_weights import Progress
 
 

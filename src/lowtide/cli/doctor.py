@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lowtide.hardware.machine import Machine, Rate
     from lowtide.hardware.measure import Measurements, Point
     from lowtide.hardware.timing import Timing
-    from lowtide.lab.doctor import Diagnosis, ExpertCosts
+    from lowtide.lab.diagnosis import Diagnosis, ExpertCosts
 
 WIDE_SPREAD = 0.5
 """Repeats that lie further apart are not what the machine can do."""

@@ -26,9 +26,9 @@ from lowtide.cli.prompt import Question, read_prompt
 from lowtide.cli.report import answer_object, json_line, plan_table, speed, speed_line
 from lowtide.cli.screen import stderr_console, stdout_console
 from lowtide.cli.text import TextWriter
-from lowtide.core import MemoryPlan
 from lowtide.errors import UsageError
 from lowtide.params import SamplingParams
+from lowtide.plan import MemoryPlan
 
 if TYPE_CHECKING:
     from lowtide.llm import LLM

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from lowtide.cli.options import Settings
 from lowtide.cli.screen import ProgressBars, stderr_console
 from lowtide.config import ModelConfig
-from lowtide.core import MemoryPlan
 from lowtide.files.whole_file import check_writable
 from lowtide.params import check_kind
+from lowtide.plan import MemoryPlan
 
 if TYPE_CHECKING:
     from lowtide.cli.prompt import Question

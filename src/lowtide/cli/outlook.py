@@ -6,7 +6,7 @@ import dataclasses
 import shlex
 
 from lowtide.config import format_size
-from lowtide.core import Basis, MemoryPlan, Prediction
+from lowtide.plan import Basis, MemoryPlan, Prediction
 
 _RESTS_ON = {
     Basis.EXPERTS: "by the times of its experts that lowtide doctor measured here",

@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lowtide.cli.outlook import compared, prediction_object
-from lowtide.core import CacheMode, MemoryPlan
+from lowtide.core import CacheMode
+from lowtide.plan import MemoryPlan
 from lowtide.plan_text import plan_facts, plan_rows, plan_tiers
 
 if TYPE_CHECKING:

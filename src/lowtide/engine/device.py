@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from lowtide.core import Costs, MemoryPlan, MoEShape, TierPlan
+from lowtide.core import Costs, MoEShape
 from lowtide.devices.cuda import CudaDevice
 from lowtide.devices.emulated import EmulatedDevice
 from lowtide.devices.emulated_speeds import (
@@ -33,6 +33,7 @@ from lowtide.hardware.store import CostKey, stored_or_measured
 from lowtide.kernels.reference import Kernels
 from lowtide.memory.arena import Arena, Region
 from lowtide.memory.pinned import PinnedMemory
+from lowtide.plan import MemoryPlan, TierPlan
 from lowtide.schemas import ExpertTable
 from lowtide.threads.executor import HostExecutor
 

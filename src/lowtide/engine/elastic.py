@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from lowtide.core import BoolArray, MemoryPlan, MoEShape, align_up
+from lowtide.core import BoolArray, MoEShape, align_up
 from lowtide.engine.opening import OpenModel
 from lowtide.engine.pass_room import group_bytes, paged_room
 from lowtide.engine.registering import largest_counts, planner_of
@@ -28,6 +28,7 @@ from lowtide.memory.kv_cache import GRANULE_TOKENS, KVCache
 from lowtide.memory.kv_pages import KVLayout, KVPages
 from lowtide.memory.pages import PageBudget
 from lowtide.memory.pass_plans import PagedRoom
+from lowtide.plan import MemoryPlan
 from lowtide.policies.lending import Use, grown, shrunk, worth_lending
 
 KV_GROUP_BYTES = 4096

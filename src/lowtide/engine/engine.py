@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowtide.core import MemoryPlan
 from lowtide.engine.elastic import ElasticMemory
 from lowtide.engine.opening import OpenModel
 from lowtide.experts.none import NoExperts
@@ -12,6 +11,7 @@ from lowtide.experts.runtime import ExpertRuntime
 from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.pass_plans import PassPlans
 from lowtide.models.decoder import Decoder
+from lowtide.plan import MemoryPlan
 from lowtide.reading.file_reader import FileReader
 from lowtide.threads.executor import HostExecutor
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
-from lowtide.core import Costs, MemoryPlan, TierPlan
+from lowtide.core import Costs
 from lowtide.engine.device import DeviceOptions, ExpertSource, OpenDevice, open_device
 from lowtide.engine.elastic import SharedMemory
 from lowtide.engine.opening import OpenModel
@@ -24,6 +24,7 @@ from lowtide.experts.slots import ExpertSlots, SlotLedger
 from lowtide.experts.transfer import DiskTransfer
 from lowtide.kernels.reference import Kernels
 from lowtide.memory.arena import Arena
+from lowtide.plan import MemoryPlan, TierPlan
 from lowtide.policies.presets import recipe
 from lowtide.policies.recipe import Setting
 from lowtide.reading.dense_weights import Progress

@@ -12,7 +12,7 @@ from types import UnionType
 import torch
 
 from lowtide.config import ModelConfig
-from lowtide.core import CacheMode, WeightFormats, align_up
+from lowtide.core import CacheMode, align_up
 from lowtide.decode.row_reading import HeadForm
 from lowtide.engine import weight_formats
 from lowtide.engine.device import (
@@ -39,12 +39,10 @@ from lowtide.model_folder.gguf_model import GgufModel
 from lowtide.model_folder.hub import has_weights, locate_model, resolve_model
 from lowtide.model_folder.hub_model import HubModel
 from lowtide.model_folder.tokenizer import Tokenizer
-from lowtide.policies.presets import check_policy, check_safe, parse_options
-from lowtide.policies.tau import SolvedTau
+from lowtide.plan import WeightFormats
+from lowtide.policies.presets import check_policy, check_safe
 from lowtide.reading.dense_weights import DenseWeights, Progress, no_progress
 from lowtide.reading.fingerprint import fingerprint
-from lowtide.replay.calibration import Calibration, default_path
-from lowtide.replay.trace import TraceShape
 from lowtide.schemas import WeightMap, assume, bind, model_schema, with_packed
 
 MAX_PASS_ROWS = 512
@@ -364,42 +362,6 @@ def _opened(
         tokenizer=tokenizer,
         dtype=getattr(torch, dtype),
         context=_context(config, options),
-    )
-
-
-def find_calibration(opened: OpenModel) -> Calibration | None:
-    """The calibration that was asked for, or the one in the default place, if there is one.
-
-    Raises UsageError for one that is damaged or of another model.
-    """
-    config, given = opened.config, opened.options.calibration
-    if config.experts is None:
-        return None
-    shape = TraceShape(*config.moe_shape)
-    path = default_path(opened.folder, config.architecture, shape)
-    if given is not None:
-        path = Path(given)
-    elif not path.exists():
-        return None
-    calibration = Calibration.load(path)
-    calibration.check(config.architecture, shape)
-    if calibration.buddies is not None and opened.checkpoint is not None:
-        calibration.buddies.check(opened.fingerprint, str(path))
-    return calibration
-
-
-def check_calibration(opened: OpenModel) -> None:
-    """Raises UsageError where loading would, for what the options say of a calibration."""
-    calibration, options = find_calibration(opened), opened.options
-    tau = parse_options(options.policy, options.policy_options).get("tau")
-    if calibration is None and tau is SolvedTau.PAPER:
-        raise no_calibration()
-
-
-def no_calibration() -> UsageError:
-    return UsageError(
-        "tau=paper is solved from a calibration and there is none for this model: run "
-        "`lowtide calibrate` first, or choose a number or tau=auto."
     )
 
 

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.core import MemoryPlan
 from lowtide.engine.opening import OpenModel
 from lowtide.engine.registering import largest_counts, planner_of, register
 from lowtide.hardware import available_memory_bytes
@@ -20,6 +19,7 @@ from lowtide.memory.host_pages import HostPages
 from lowtide.memory.pages import PageBudget
 from lowtide.memory.pass_plans import FixedRoom, PagedRoom, PassPlans
 from lowtide.memory.planner import UNPLANNED, Placement
+from lowtide.plan import MemoryPlan
 
 SMALL_GROUP_BYTES = 4096
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from lowtide.config import parse_size
-from lowtide.core import CacheMode, MemoryPlan
+from lowtide.core import CacheMode
 from lowtide.engine.device import resolve_device
 from lowtide.engine.opening import OpenModel
 from lowtide.engine.planning import least_bytes, offered_bytes
@@ -16,6 +16,7 @@ from lowtide.engine.registering import plan_long_passes, planner_of
 from lowtide.hardware import total_memory_bytes
 from lowtide.memory.chunking import OPERATOR_TILES, Asked, Counts
 from lowtide.memory.pass_planner import PassPlan, PassPlanner
+from lowtide.plan import MemoryPlan
 
 MASKED_SHARES = (1.0, 0.75, 0.5, 0.25, 0.1)
 MAX_CONTEXT = 1 << 24

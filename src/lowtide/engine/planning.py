@@ -11,7 +11,6 @@ from dataclasses import fields, replace
 import torch
 
 from lowtide.config import format_size, parse_size
-from lowtide.core import MemoryPlan
 from lowtide.devices.cuda import pinned_bytes
 from lowtide.engine.device import (
     ExpertSource,
@@ -28,6 +27,7 @@ from lowtide.kernels.library_cache import library_cache_bytes, limit_library_cac
 from lowtide.kernels.stored import unpacking_bytes
 from lowtide.memory.budget import DeviceNeeds, Needs, spend
 from lowtide.memory.cuda_streams import free_memory_bytes
+from lowtide.plan import MemoryPlan
 from lowtide.policies.presets import choose_preset, fetches_all
 from lowtide.reading.file_reader import ring_bytes
 

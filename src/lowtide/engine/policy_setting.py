@@ -12,14 +12,13 @@ import torch
 
 from lowtide.buddies import BuddyTwins
 from lowtide.config import ExpertSpec
-from lowtide.core import Costs, Curve, MemoryPlan
+from lowtide.core import Costs, Curve
 from lowtide.devices.emulated_speeds import measure_device_s
 from lowtide.engine.engine import Engine
+from lowtide.engine.model_calibration import find_calibration, no_calibration
 from lowtide.engine.opening import (
     MAX_PASS_ROWS,
     OpenModel,
-    find_calibration,
-    no_calibration,
 )
 from lowtide.engine.option_checks import check_without_experts
 from lowtide.engine.planning import workspace_bytes
@@ -33,6 +32,7 @@ from lowtide.experts.runtime import ExpertRuntime
 from lowtide.experts.transfer import ticket_result
 from lowtide.kernels.choice import compiled_buddies
 from lowtide.layers.router import Router, SigmoidRouter
+from lowtide.plan import MemoryPlan
 from lowtide.policies.decision import Policies
 from lowtide.policies.miss import Weighing
 from lowtide.policies.online_tau import ONLINE_TAUS, TauChange

@@ -15,7 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from lowtide.core import Basis, CacheMode, Costs, MemoryPlan, MoEShape, Prediction
+from lowtide.core import CacheMode, Costs, MoEShape
 from lowtide.decode.masked_options import resolve
 from lowtide.engine.opening import OpenModel
 from lowtide.errors import StorageError
@@ -32,6 +32,7 @@ from lowtide.hardware.measure import layer_dense_bytes
 from lowtide.hardware.store import CostKey, load
 from lowtide.kernels.choice import possible_names
 from lowtide.params import DiffusionParams, SamplingParams
+from lowtide.plan import Basis, MemoryPlan, Prediction
 from lowtide.policies.presets import fetches_all
 
 

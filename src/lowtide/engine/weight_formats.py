@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from lowtide.config import ModelConfig
-from lowtide.core import OWN_FORMAT, WeightFormats
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.formats import MatrixFormat, format_of, formats, ggml
 from lowtide.formats.plain import SAFETENSORS_NAME
+from lowtide.plan import OWN_FORMAT, WeightFormats
 from lowtide.schemas import ModelSchema, WeightMap
 from lowtide.schemas.schema import TensorSpec
 

@@ -12,11 +12,11 @@ import torch
 
 from lowtide.compute import Compute
 from lowtide.config import ModelConfig
-from lowtide.core import MemoryPlan
 from lowtide.engine.elastic import ElasticMemory, SharedMemory
 from lowtide.engine.engine import Engine
 from lowtide.engine.experts import load_experts
-from lowtide.engine.opening import OpenModel, find_calibration
+from lowtide.engine.model_calibration import find_calibration
+from lowtide.engine.opening import OpenModel
 from lowtide.engine.pass_room import workspace_memory
 from lowtide.engine.planning import excess_of, shortage_of
 from lowtide.engine.policy_setting import choose_by_simulation, set_early_gate
@@ -33,6 +33,7 @@ from lowtide.memory.kv_turns import KVTurns
 from lowtide.memory.workspace import Workspace
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.models.decoder import Weights
+from lowtide.plan import MemoryPlan
 from lowtide.reading.dense_weights import Progress, no_progress
 from lowtide.reading.file_reader import FileReader
 from lowtide.reading.finite_weights import check_finite

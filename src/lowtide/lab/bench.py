@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lowtide.core import MemoryPlan
 from lowtide.decode.prompts import Prompt
 from lowtide.decode.request import Prefill
 from lowtide.engine.opening import EngineConfig, open_model
@@ -24,10 +23,12 @@ from lowtide.errors import PlanError, UsageError
 from lowtide.hardware.machine import Machine, Rate, this_machine
 from lowtide.hardware.memory import peak_resident_bytes, reset_peak
 from lowtide.lab.budgets import budget_of_share
-from lowtide.lab.doctor import Skipped, machine_rates
+from lowtide.lab.diagnosis import Skipped
+from lowtide.lab.doctor import machine_rates
 from lowtide.lab.verify import random_prompt
 from lowtide.llm import LLM, plan_model
 from lowtide.params import SamplingParams
+from lowtide.plan import MemoryPlan
 
 DEFAULT_SHARE = 0.5
 """Of the experts that are resident where no budget is given."""

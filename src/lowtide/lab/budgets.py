@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lowtide.core import MemoryPlan, TierPlan
 from lowtide.memory.budget import device_staging_slots, host_staging_slots
+from lowtide.plan import MemoryPlan, TierPlan
 
 
 def budget_of_share(plan: MemoryPlan, share: float) -> int:

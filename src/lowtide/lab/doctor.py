@@ -10,7 +10,6 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,13 +49,13 @@ from lowtide.hardware.measure import (
 )
 from lowtide.hardware.store import (
     CostKey,
-    Stored,
     measured_now,
     stored_or_measured,
 )
 from lowtide.hardware.timing import Timing
 from lowtide.kernels.choice import choose_kernels
 from lowtide.kernels.library_cache import limit_library_cache
+from lowtide.lab.diagnosis import Diagnosis, ExpertCosts, Skipped
 from lowtide.llm import LLM
 from lowtide.memory.arena import Arena
 from lowtide.memory.pinned import PinnedMemory
@@ -83,43 +82,6 @@ _DEVICE_BYTES = 256 << 20  # of slots: more than a GPU's cache holds
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being measured, how much of it is done, how much there is)."""
-
-
-class ExpertCosts(NamedTuple):
-    """What one model's experts cost here."""
-
-    name: str
-    shape: MoEShape
-    dtype: str
-    dense_bytes: int  # of one layer
-    device: str  # "" where there is none
-    stored: Stored
-
-
-class Skipped(NamedTuple):
-    """What was not measured, and why."""
-
-    name: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """The machine, its rates, and what experts cost on it."""
-
-    machine: Machine
-    rates: tuple[Rate, ...]
-    costs: tuple[ExpertCosts, ...]
-    skipped: tuple[Skipped, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """As `--json` prints it: seconds, bytes and rates per second."""
-        return {
-            "machine": asdict(self.machine),
-            "rates": [rate._asdict() for rate in self.rates],
-            "costs": [_as_dict(costs) for costs in self.costs],
-            "skipped": [skipped._asdict() for skipped in self.skipped],
-        }
 
 
 def diagnose(

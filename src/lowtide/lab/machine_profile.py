@@ -14,7 +14,7 @@ from lowtide.engine.device import resolve_device
 from lowtide.errors import StorageError, UsageError
 from lowtide.files.whole_file import check_writable, whole_file
 from lowtide.hardware.measure import Point
-from lowtide.lab.doctor import Diagnosis, ExpertCosts
+from lowtide.lab.diagnosis import Diagnosis, ExpertCosts
 
 
 def check_profile(path: Path, device: str) -> None:

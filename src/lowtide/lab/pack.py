@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.config.keys import PACKED_METHOD
-from lowtide.core import OWN_FORMAT
 from lowtide.engine.opening import EngineConfig, OpenModel, open_model
 from lowtide.engine.weight_formats import QUANTISED
 from lowtide.errors import CheckpointError, StorageError, UnsupportedError, UsageError
@@ -32,6 +31,7 @@ from lowtide.formats.convert import Pack, convert
 from lowtide.kernels.choice import choose_pack
 from lowtide.lab.safetensors_writer import OutputTensor, SafetensorsWriter
 from lowtide.model_folder.checkpoint import INDEX_NAME, Checkpoint, TensorEntry
+from lowtide.plan import OWN_FORMAT
 from lowtide.reading.dense_weights import Progress, no_progress
 from lowtide.reading.finite_weights import read_part
 from lowtide.schemas import model_schema

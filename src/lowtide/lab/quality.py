@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lowtide.core import MemoryPlan
 from lowtide.engine.forcing import ForcedRun
 from lowtide.engine.opening import EngineConfig, OpenModel, open_model
 from lowtide.errors import PlanError, UsageError
@@ -27,6 +26,7 @@ from lowtide.lab.quality_text import Sample, Scope, encode, make_sample
 from lowtide.llm import LLM
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.params import SamplingParams
+from lowtide.plan import MemoryPlan
 from lowtide.policies.receipt import Receipt
 
 SPEED_PROMPT_TOKENS = 64

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from lowtide.engine.opening import OpenModel, find_calibration
+from lowtide.engine.model_calibration import find_calibration
+from lowtide.engine.opening import OpenModel
 from lowtide.errors import UsageError
 from lowtide.lab.quality import Report
 from lowtide.lab.quality_settings import Setting

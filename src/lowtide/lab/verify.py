@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from lowtide.config import ModelConfig
-from lowtide.core import MemoryPlan, Step, WeightFormats
+from lowtide.core import Step
 from lowtide.engine.opening import EngineConfig, open_model
 from lowtide.errors import PlanError
 from lowtide.experts.rows import Routing
 from lowtide.lab.budgets import budget_of_share, home_of_share
 from lowtide.llm import LLM, plan_model
 from lowtide.params import SamplingParams
+from lowtide.plan import MemoryPlan, WeightFormats
 from lowtide.policies.presets import AUTO, lossless_presets
 
 SHARES = (0.0, 1 / 3, 2 / 3)

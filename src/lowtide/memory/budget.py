@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lowtide.config import format_size
-from lowtide.core import TierPlan
 from lowtide.errors import PlanError
+from lowtide.plan import TierPlan
 
 LARGE_SLOT_BYTES = 64 << 20
 

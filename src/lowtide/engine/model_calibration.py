@@ -1,0 +1,48 @@
+"""The calibration that a model is opened with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lowtide.engine.opening import OpenModel
+from lowtide.errors import UsageError
+from lowtide.policies.presets import parse_options
+from lowtide.policies.tau import SolvedTau
+from lowtide.replay.calibration import Calibration, default_path
+from lowtide.replay.trace import TraceShape
+
+
+def find_calibration(opened: OpenModel) -> Calibration | None:
+    """The calibration that was asked for, or the one in the default place, if there is one.
+
+    Raises UsageError for one that is damaged or of another model.
+    """
+    config, given = opened.config, opened.options.calibration
+    if config.experts is None:
+        return None
+    shape = TraceShape(*config.moe_shape)
+    path = default_path(opened.folder, config.architecture, shape)
+    if given is not None:
+        path = Path(given)
+    elif not path.exists():
+        return None
+    calibration = Calibration.load(path)
+    calibration.check(config.architecture, shape)
+    if calibration.buddies is not None and opened.checkpoint is not None:
+        calibration.buddies.check(opened.fingerprint, str(path))
+    return calibration
+
+
+def check_calibration(opened: OpenModel) -> None:
+    """Raises UsageError where loading would, for what the options say of a calibration."""
+    calibration, options = find_calibration(opened), opened.options
+    tau = parse_options(options.policy, options.policy_options).get("tau")
+    if calibration is None and tau is SolvedTau.PAPER:
+        raise no_calibration()
+
+
+def no_calibration() -> UsageError:
+    return UsageError(
+        "tau=paper is solved from a calibration and there is none for this model: run "
+        "`lowtide calibrate` first, or choose a number or tau=auto."
+    )

@@ -1,0 +1,144 @@
+"""The plan's nouns: what every byte of a loaded model is for, and what a pass of it will take.
+
+Plain data. Knows nothing of files, devices or models.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from lowtide.core import CacheMode
+
+OWN_FORMAT = "own"
+"""Of weights that are in memory as they are stored, or in the compute dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormats:
+    """Formats in which weights are kept in memory, by part; others than `own` may have changed
+    outputs."""
+
+    experts: str = OWN_FORMAT
+    dense: str = OWN_FORMAT
+    head: str = OWN_FORMAT  # and the embedding
+
+    @property
+    def is_own(self) -> bool:
+        return self == WeightFormats()
+
+    @property
+    def names(self) -> set[str]:
+        """Of all parts."""
+        return {*self.experts.split(", "), *self.dense.split(", "), *self.head.split(", ")}
+
+    def __str__(self) -> str:
+        return f"experts {self.experts} · dense {self.dense} · head {self.head}"
+
+
+@dataclass(frozen=True, slots=True)
+class TierPlan:
+    """One tier's share of the plan, in bytes. The parts sum to at most `budget_bytes`."""
+
+    budget_bytes: int
+    dense_bytes: int
+    kv_cache_bytes: int
+    workspace_bytes: int
+    ring_bytes: int
+    slot_bytes: int  # of one slot
+    num_slots: int  # resident and staging slots together
+    unused_slot_bytes: int = 0  # of an average slot: all are as large as the largest layer's
+
+    @property
+    def used_bytes(self) -> int:
+        fixed = self.dense_bytes + self.kv_cache_bytes + self.workspace_bytes + self.ring_bytes
+        return fixed + self.slot_bytes * self.num_slots
+
+
+class Basis(enum.Enum):
+    """What a prediction of speed rests on."""
+
+    EXPERTS = "experts"  # times of this model's experts, measured on this machine
+    MACHINE = "machine"  # the rates of the machine's memory, products and disk
+    NOTHING = "nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What one pass of a loaded model will take of the machine, and what it gives.
+
+    Routing is taken as even: where some experts are asked for more than others, fewer are read.
+    """
+
+    num_rows: int  # of a pass
+    tokens_per_pass: float  # that it commits at least, as the family is published
+    read_bytes: float  # of experts, from disk
+    memory_bytes: float  # of weights that are gone through in memory
+    pass_s: float | None  # None: nothing that it could follow from was measured
+    rests_on: Basis
+
+    @property
+    def read_bytes_per_token(self) -> float:
+        return self.read_bytes / self.tokens_per_pass
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return None if self.pass_s is None else self.tokens_per_pass / self.pass_s
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class MemoryPlan:
+    """Every byte a model will use, decided before anything is loaded.
+
+    `minimum_bytes` is the least budget of the fast tier (the GPU where there is one, else the
+    host) that runs one sequence of `context` tokens, `full_bytes` the budget from which every
+    expert is resident in it. `overhead_bytes` is what the process holds outside the budgets:
+    interpreter, libraries and a stated allowance.
+    """
+
+    host: TierPlan
+    context: int  # tokens that the KV cache holds, over all running sequences
+    max_rows: int  # token rows of the largest forward pass
+    minimum_bytes: int
+    full_bytes: int
+    overhead_bytes: int
+    num_experts: int  # routed experts of the whole model
+    residents_per_layer: tuple[int, ...]  # of the fast tier; a policy may divide as many otherwise
+    policy: str
+    reason: str
+    device: str = "cpu"
+    gpu: TierPlan | None = None
+    host_residents_per_layer: tuple[int, ...] = ()  # with a GPU: who is in host memory
+    elastic_tokens: int = 0
+    """Where KV cache and expert slots share their memory: tokens that the cache can come to hold
+    over all running sequences, none longer than `context`, while slots give way."""
+    kv_cache: str = CacheMode.EXACT.value  # others are approximations, see `CacheMode`
+    prediction: Prediction | None = None  # None: beside an emulated device, whose speed is given
+    advised_bytes: int = 0
+    """The host budget that would serve best here: what everything takes, or all that is free."""
+    formats: WeightFormats = field(default_factory=WeightFormats)
+
+    @property
+    def budget_bytes(self) -> int:
+        """Of the fast tier."""
+        return self.fast_tier.budget_bytes
+
+    @property
+    def fast_tier(self) -> TierPlan:
+        return self.host if self.gpu is None else self.gpu
+
+    @property
+    def num_staging(self) -> int:
+        """Slots of the fast tier that experts pass through, which there have to be."""
+        return self.fast_tier.num_slots - sum(self.residents_per_layer)
+
+    def __repr__(self) -> str:
+        """The table, for whoever looks at it in a terminal or a notebook."""
+        from lowtide.plan_text import plan_as_text
+
+        return plan_as_text(self)
+
+    def _repr_html_(self) -> str:
+        from lowtide.plan_text import plan_as_html
+
+        return plan_as_html(self)
