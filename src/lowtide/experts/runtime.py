@@ -210,11 +210,7 @@ class ExpertRuntime:
             routing, experts = substituted_routing(substituted, routing, workspace)
             at_host = at_host._replace(experts=experts)
             run = self._facts(step, layer, experts, substituted)
-        decision = self.policies.decide(facts, run)
-        if self.device is None:  # who stays says whose slots are given to whom
-            moves = self.moves(facts, decision)
-            self.stats.num_moves_done += len(moves.admit) + len(moves.later)
-            decision = decision._replace(moves=moves)
+        decision = self._with_moves(facts, self.policies.decide(facts, run))
         buffers = ExpertBuffers.take(workspace, self._shape, x)
         if is_long(len(x)):
             rows = self._sorted(routing)
@@ -230,6 +226,14 @@ class ExpertRuntime:
         rows = self._rows(x, routing, buffers)
         LayerRun(self, facts, decision, at_host, rows, buffers).run()
         self._combine(x, rows, routing, buffers, workspace, out)
+
+    def _with_moves(self, facts: Facts, decision: Decision) -> Decision:
+        """Without a device, with its moves: who stays says whose slots are given to whom."""
+        if self.device is not None:
+            return decision
+        moves = self.moves(facts, decision)
+        self.stats.num_moves_done += len(moves.admit) + len(moves.later)
+        return decision._replace(moves=moves)
 
     def _look(
         self, layer: int, x: Tensor, routing: Routing, scores: Tensor | None, workspace: Buffers

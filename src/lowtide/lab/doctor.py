@@ -105,10 +105,8 @@ def diagnose(
     config = EngineConfig(**options)  # type: ignore[arg-type]
     opened = None if model is None else open_model(model, config)
     skipped: list[Skipped] = []
-    if opened is None:
-        patients = _known_models(config)
-    else:
-        patients = _patients_of(name or str(model), opened, skipped)
+    named = name or str(model)
+    patients = _patients_of(named, opened, skipped) if opened else _known_models(config)
     total = 1 + len(patients)
     progress("measuring", 0, total)
     machine = this_machine()
