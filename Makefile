@@ -11,7 +11,7 @@ DEMO_MEMORY ?= 9MiB
 # Where the results of a GPU go.
 OUT ?= docs/results
 
-.PHONY: demo test test-machines check bench bench-large report report-age gpu gpu-test gpu-bench-short gpu-bench-full
+.PHONY: demo test test-machines check wheel bench bench-large report report-age gpu gpu-test gpu-bench-short gpu-bench-full
 
 demo: $(VENV)/.lowtide
 	$(BIN)/lowtide generate demo:diffusion -p 'def fibonacci(n):' --max-tokens 128 --context 512 --host-memory $(DEMO_MEMORY)
@@ -27,6 +27,10 @@ check: $(VENV)/.lowtide-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# A wheel with the compiled kernels inside, and the sources, in dist/.
+wheel: $(VENV)/.lowtide-dev
+	$(BIN)/python -m build --outdir dist .
 
 # Measures what the pages say of speed and memory; `make bench ONLY="decode offload"` some of it.
 bench: $(VENV)/.lowtide-dev

@@ -109,8 +109,8 @@ def test_a_template_is_the_graph_of_any_counts(opened: OpenModel, planner: PassP
     for _ in range(4):
         tokens, logit_rows = int(rng.integers(768, 6000)), int(rng.integers(1, 6000))
         asked = (EVERY_KIND[int(rng.integers(8))],)
-        keys = tokens + int(rng.integers(0, 500))
-        counts = Counts(tokens, tokens, keys, min(tokens, logit_rows), asked)
+        more = int(rng.integers(0, 500)) if opened.keeps_keys else 0  # keys from passes before
+        counts = Counts(tokens, tokens, tokens + more, min(tokens, logit_rows), asked)
         chunks = {operator: int(rng.integers(1, 9)) for operator in OPERATOR_TILES}
         registered = registered_graph(opened, counts, chunks)
         template = planner._template(counts)
@@ -125,11 +125,29 @@ def test_a_template_is_the_graph_of_any_counts(opened: OpenModel, planner: PassP
             assert exact.path == at_most.path and exact.num_bytes <= at_most.num_bytes
 
 
+def test_a_pass_of_two_sequences_takes_no_more_than_its_template_says(
+    opened: OpenModel, planner: PassPlanner
+) -> None:
+    rng = np.random.default_rng(2)
+    for _ in range(4):
+        longer, shorter = int(rng.integers(768, 4000)), int(rng.integers(1, 768))
+        counts = Counts(longer + shorter, longer, longer, longer, EVERY_KIND[:1])
+        chunks = {operator: int(rng.integers(1, 9)) for operator in OPERATOR_TILES}
+        registered = registered_graph(opened, counts, chunks)
+        planned = planner._template(counts).at(bounds(counts, chunks))
+        room = {one.path: one.num_bytes for one in planned.transients}
+        assert all(one.num_bytes <= room[one.path] for one in registered.transients)
+        assert registered.least_bytes <= planned.least_bytes
+
+
 def registered_graph(opened: OpenModel, counts: Counts, chunks: Mapping[str, int]) -> Graph:
-    num_keys = counts.keys
-    segment = Segment(0, counts.tokens, num_keys - counts.tokens, num_keys, KVRange(0, num_keys))
+    num_keys, num_others = counts.keys, counts.tokens - counts.block
+    segments = [Segment(0, counts.block, num_keys - counts.block, num_keys, KVRange(0, num_keys))]
+    if num_others:
+        others = KVRange(num_keys, num_others)
+        segments.append(Segment(counts.block, counts.tokens, 0, num_others, others))
     registrar = Registrar(chunks)
-    model, hidden = registering._run_forward(opened, registrar, segment)
+    model, hidden = registering._run_forward(opened, registrar, segments)
     registering._run_head(opened, model, hidden, counts.logit_rows, counts.asked)
     return registrar.graph
 
@@ -217,7 +235,7 @@ def sample(graph: Any, counts: Counts) -> Sample:
 
 
 def test_passes_that_are_not_alike_are_refused(opened: OpenModel) -> None:
-    samples = [registering._forward_sample(opened, *each) for each in registering._SAMPLES]
+    samples = [registering._forward_sample(opened, *each) for each in registering._samples(opened)]
     graph = samples[4].graph
     with pytest.raises(InternalError, match="do not tell what sizes depend on"):
         Template.fit(samples[:4])

@@ -30,8 +30,8 @@ from lowtide.errors import StorageError, UnsupportedError
 from lowtide.kernels import choice
 from lowtide.kernels.choice import choose_kernels
 from lowtide.kernels.compiled import CompiledKernels
-from lowtide.kernels.cpu.few_rows import SOURCES, VARIANTS, FewRows, num_variants
-from lowtide.kernels.cpu.library import load_library
+from lowtide.kernels.cpu.few_rows import VARIANTS, FewRows, num_variants
+from lowtide.kernels.cpu.library import FEW_ROWS, load_library
 from lowtide.kernels.operands import ClampedWeights, ExpertWeights, Rotation, SlotPlaces
 from lowtide.kernels.reference import REFERENCE, silu_times
 from lowtide.layers.linear import Linear
@@ -50,7 +50,7 @@ def variants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[FewRows]
     """All that this CPU can run, from the portable to the best."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        built = load_library(*SOURCES)
+        built = load_library(*FEW_ROWS)
         yield [FewRows(built, number) for number in range(num_variants(built))]
 
 
@@ -564,7 +564,7 @@ def test_who_stops_a_compiler_leaves_nothing_of_it(
         "import sys\n"
         "from pathlib import Path\n"
         "from lowtide.cli.interrupts import hear_signals\n"
-        "from lowtide.kernels.cpu.library import load_library\n"
+        "from lowtide.kernels.cpu.library import FEW_ROWS, load_library\n"
         "hear_signals()\n"
         "try: load_library(Path(sys.argv[1]))\n"
         "except KeyboardInterrupt: sys.exit(130)"

@@ -17,8 +17,8 @@ from lowtide.formats import format_of, formats, loadable_dtypes
 from lowtide.formats.convert import convert
 from lowtide.formats.ggml import FORMATS, TYPE_NAMES, GgmlFormat
 from lowtide.formats.plain import plain_format
-from lowtide.kernels.cpu.ggml import SOURCE, GgmlOperators
-from lowtide.kernels.cpu.library import load_library
+from lowtide.kernels.cpu.ggml import GgmlOperators
+from lowtide.kernels.cpu.library import GGML, load_library
 from lowtide.kernels.reference import REFERENCE
 
 NUM_BLOCKS = 300
@@ -98,7 +98,7 @@ def test_safetensors_files_have_none_of_them() -> None:
 
 @pytest.fixture(scope="module")
 def library() -> ctypes.CDLL:
-    return load_library(SOURCE)
+    return load_library(*GGML)
 
 
 @pytest.mark.parametrize("stored", FORMATS, ids=lambda each: each.ggml_name)

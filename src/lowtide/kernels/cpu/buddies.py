@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from ctypes import byref
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +17,8 @@ from numpy.typing import NDArray
 
 from lowtide.buddies import LayerRules, LayerState, LayerTwin, Moved, MovedCount, Waits
 from lowtide.core import IntArray, RoutedTokens
-from lowtide.kernels.cpu.library import load_library
+from lowtide.kernels.cpu.library import BUDDIES, load_library
 
-_SOURCE = Path(__file__).with_name("buddies.cpp")
 _Function = Callable[..., int]
 _P, _LONG, _DOUBLE, _CHAR = ctypes.c_void_p, ctypes.c_long, ctypes.c_double, ctypes.c_char
 
@@ -63,7 +61,7 @@ class CompiledBuddies:
     @classmethod
     def load(cls) -> CompiledBuddies:
         """Compiled now, or from the cache. Raises UnsupportedError or StorageError."""
-        return cls(load_library(_SOURCE))
+        return cls(load_library(*BUDDIES))
 
     def of_layer(self, rules: LayerRules) -> LayerTwin:
         return _Layer(rules, self._replace_absent, self._give_up_late)

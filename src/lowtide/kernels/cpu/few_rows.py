@@ -11,20 +11,16 @@ variant alone: not on other rows or on the number of threads.
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lowtide.core import IntArray
-from lowtide.kernels.cpu.library import load_library
+from lowtide.kernels.cpu.library import FEW_ROWS, load_library
 from lowtide.kernels.operands import SlotPlaces
 
 MAX_HEAD_DIM = 1024
 """`MAX_DIM` of attention.cpp; a latent of DeepSeek-V2 is 576 wide."""
-
-_NAMES = ("few_rows", "experts", "attention", "rows", "products", "team", "processor")
-SOURCES = tuple(Path(__file__).with_name(f"{name}.cpp") for name in _NAMES)
 
 _INT, _FLOAT = ctypes.c_int, ctypes.c_float
 _P, _LONG = ctypes.c_void_p, ctypes.c_long
@@ -72,7 +68,7 @@ class FewRows:
     @classmethod
     def load(cls) -> FewRows:
         """Compiled now, or from the cache. Raises UnsupportedError or StorageError."""
-        return cls(load_library(*SOURCES))
+        return cls(load_library(*FEW_ROWS))
 
     def takes(self, x: Tensor) -> bool:
         """Whether the rows of `x` [rows, ...] are few, of the right type and in host memory."""

@@ -6,14 +6,11 @@ A library of its own, built when a model has such weights.
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 
 from torch import Tensor
 
 from lowtide.formats.ggml import PackedMatrix
-from lowtide.kernels.cpu.library import load_library
-
-SOURCE = Path(__file__).with_name("ggml.cpp")
+from lowtide.kernels.cpu.library import GGML, load_library
 
 _SMALL = ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "IQ4_NL", "MXFP4")
 NAMES = (*_SMALL, "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
@@ -35,7 +32,7 @@ class GgmlOperators:
     @classmethod
     def load(cls, variant: int | None = None) -> GgmlOperators:
         """Compiled now, or from the cache. Raises UnsupportedError or StorageError."""
-        return cls(load_library(SOURCE), variant)
+        return cls(load_library(*GGML), variant)
 
     def unpack(self, matrix: PackedMatrix, out: Tensor) -> None:
         """See `StoredMatrix.unpack`, for a contiguous bfloat16 out [out, in]."""

@@ -1,4 +1,7 @@
-"""Compiled kernels: built with the system's compiler at first use, then kept in the user's cache.
+"""Compiled kernels: those of a wheel, or built with the system's compiler at first use and kept.
+
+A wheel has them in `built/`, named by their sources: others than those that lie beside them are
+not loaded. Elsewhere they are in the user's cache.
 
 A library is code that this process will run: its folder and file must belong to this user alone,
 and a digest at the file's end says that it is whole.
@@ -28,6 +31,19 @@ _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
 _LIMIT_S = 120.0
 _DIGEST_BYTES = hashlib.sha256().digest_size
+_FOLDER = Path(__file__).parent
+
+
+def _sources(*names: str) -> tuple[Path, ...]:
+    return tuple(_FOLDER / f"{name}.cpp" for name in names)
+
+
+FEW_ROWS = _sources("few_rows", "experts", "attention", "rows", "products", "team", "processor")
+QUANTISED = _sources("quantised", "quantised_pack")
+GGML = _sources("ggml")
+BUDDIES = _sources("buddies")
+LIBRARIES = (FEW_ROWS, QUANTISED, GGML, BUDDIES)
+"""What a wheel has compiled."""
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +54,11 @@ def load_library(*sources: Path) -> ctypes.CDLL:
     Called as the first of them. Raises UnsupportedError where it cannot be compiled or loaded,
     StorageError where the cache cannot be written or is not this user's own.
     """
-    compiler = _compiler()
+    built = _built(sources)
+    if built.exists():
+        with suppress(OSError):  # compiled for a newer system than this: compile it here
+            return ctypes.CDLL(str(built))
+    compiler = find_compiler()
     try:
         path = _private_folder() / f"{sources[0].stem}-{_key(sources, compiler)}.so"
         if not _is_whole(path):
@@ -54,7 +74,20 @@ def load_library(*sources: Path) -> ctypes.CDLL:
         raise UnsupportedError(f"{path} cannot be loaded: {error}.") from error
 
 
-def _compiler() -> str:
+def build_libraries(package: Path) -> None:
+    """Compiles `LIBRARIES` into the copy of this package at `package`, for a wheel.
+
+    Raises UnsupportedError if there is no compiler or it fails.
+    """
+    compiler = find_compiler()
+    for sources in LIBRARIES:
+        path = package / _built(sources).relative_to(_FOLDER.parents[1])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _run([compiler, *_FLAGS, *map(str, sources), "-o", str(path)])
+
+
+def find_compiler() -> str:
+    """The path of a C++ compiler; raises UnsupportedError where there is none."""
     for name in _COMPILERS:
         path = shutil.which(name)
         if path is not None:
@@ -64,10 +97,18 @@ def _compiler() -> str:
 
 def _key(sources: Sequence[Path], compiler: str) -> str:
     """Differs wherever the library would."""
-    version = _run([compiler, "--version"])
+    return _digest(sources, _run([compiler, "--version"]))
+
+
+def _built(sources: Sequence[Path]) -> Path:
+    """Where a wheel has these compiled."""
+    return sources[0].parent / "built" / f"{sources[0].stem}-{_digest(sources)}.so"
+
+
+def _digest(sources: Sequence[Path], *more: bytes) -> str:
     headers = sorted(sources[0].parent.glob("*.hpp"))
     contents = [path.read_bytes() for path in (*sources, *headers)]
-    parts = [*contents, version, " ".join(_FLAGS).encode(), platform.machine().encode()]
+    parts = [*contents, *more, " ".join(_FLAGS).encode(), platform.machine().encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 

@@ -8,7 +8,6 @@ with, too. A library of their own, built when a format is first used; threads ar
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,14 +18,11 @@ from lowtide.formats import MatrixFormat
 from lowtide.formats.matrix import Bytes
 from lowtide.formats.quantised import Floats, QuantisedRows
 from lowtide.formats.quantised_matrix import QuantisedMatrix
-from lowtide.kernels.cpu.few_rows import SOURCES as TEAM_SOURCES
-from lowtide.kernels.cpu.library import load_library
+from lowtide.kernels.cpu.library import FEW_ROWS, QUANTISED, load_library
 from lowtide.kernels.operands import SlotPlaces
 
 MAX_FEW_ROWS = 16
 """With more rows a tile of weights is unpacked and multiplied with by torch's product."""
-
-SOURCES = tuple(Path(__file__).with_name(f"{name}.cpp") for name in ("quantised", "quantised_pack"))
 
 VARIANTS = ("plain", "plain, AVX2", "plain, AVX-512", "AVX-512 with bfloat16")
 """From the slowest; a processor has all up to its best."""
@@ -57,8 +53,8 @@ class QuantisedOperators:
     @classmethod
     def load(cls, variant: int | None = None) -> QuantisedOperators:
         """Compiled now, or from the cache. Raises UnsupportedError or StorageError."""
-        library = load_library(*SOURCES)
-        team = ctypes.cast(load_library(*TEAM_SOURCES).lowtide_run_together, _P)
+        library = load_library(*QUANTISED)
+        team = ctypes.cast(load_library(*FEW_ROWS).lowtide_run_together, _P)
         library.lowtide_quantised_team(team)
         return cls(library, variant)
 
