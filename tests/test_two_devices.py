@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from test_cuda_device import HostExperts
 from test_cuda_device import make_device as make_cuda_device
 from test_emulated import LAYOUT, group, make_experts, make_layer, spans_of, speeds
-from test_hybrid import FAST, Case, presets, refuse, shares, tier_of
+from test_hybrid import FAST, Case, one_by_one, presets, refuse, shares, tier_of
 
 from lowtide.devices.emulated import COMPUTE, LINK, EmulatedDevice, Span
 from lowtide.devices.emulated_speeds import num_emulated_devices
@@ -154,6 +154,7 @@ def test_a_failing_copy_to_the_second(
 def test_a_failing_second_device(diffusion: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     with diffusion.open("lru", 0.3, device_options=TWO) as llm:
         with monkeypatch.context() as patch:
+            one_by_one(patch)
             broken = Kernels()
             patch.setattr(broken, "gated_mlp", refuse)
             patch.setattr(devices_of(llm)[1], "kernels", broken)
