@@ -38,7 +38,7 @@ def blocks(results: Results, page: Path) -> Mapping[str, Block]:
 
 def full_size(results: Results, page: Path) -> str:
     """A model of 30 GiB in 12: each policy that was run."""
-    run = results.newest("full size", model="full", host_memory="12GiB")
+    run = results.newest("full size", host_memory="12GiB")
     head = ("policy", "tokens/s", "s per pass", "experts found in memory", "reads", "resident")
     rows = [
         (
@@ -59,7 +59,7 @@ def full_size(results: Results, page: Path) -> str:
 
 def offload(results: Results, page: Path) -> str:
     """Every budget, and accelerate's disk offload at one of them."""
-    run = results.newest("offload", model="small")
+    run = results.newest("offload")
     head = ("experts in memory", "engine", "tokens/s", "reads", "resident")
     rows = [
         (line, (_share(line), "lowtide", number(line["tokens_per_s"]), _reads(line), _peak(line)))
@@ -93,7 +93,7 @@ def decode(results: Results, page: Path) -> str:
 
 def ar_decode(results: Results, page: Path) -> str:
     """One request, in memory and not: lowtide, transformers, llama.cpp."""
-    run = results.newest("ar_decode", model="qwen3_moe-small")
+    run = results.newest("ar_decode")
     head = ("", "engine", "prompt, tokens/s", "decoding, tokens/s", "lowtide over it")
     rows: list[tuple[Line, tuple[Cell, ...]]] = []
     for what in ("in memory", "50% of the experts in memory", "25% of the experts in memory"):
