@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -43,7 +43,6 @@ from lowtide.hardware.machine import (
 from lowtide.hardware.measure import (
     DiskSource,
     Measured,
-    Point,
     layer_dense_bytes,
     measure_costs,
 )
@@ -52,7 +51,6 @@ from lowtide.hardware.store import (
     measured_now,
     stored_or_measured,
 )
-from lowtide.hardware.timing import Timing
 from lowtide.kernels.choice import choose_kernels
 from lowtide.kernels.library_cache import limit_library_cache
 from lowtide.lab.diagnosis import Diagnosis, ExpertCosts, Skipped
@@ -335,30 +333,3 @@ def _num_slots(patient: _Patient) -> int:
     shape = patient.shape
     num_slots = max(4 * shape.num_experts_per_token, -(-_DEVICE_BYTES // patient.layout.num_bytes))
     return min(num_slots, shape.num_layers * shape.num_experts)
-
-
-def _as_dict(costs: ExpertCosts) -> dict[str, Any]:
-    measurements = costs.stored.measurements
-    curves = {name: getattr(measurements, name) for name in ("host", "dense", "device")}
-    timings = {name: getattr(measurements, name) for name in ("link", "sync", "disk_read")}
-    return {
-        "name": costs.name,
-        **costs.shape._asdict(),
-        "dtype": costs.dtype,
-        "expert_bytes": measurements.expert_bytes,
-        "dense_bytes": costs.dense_bytes,
-        "device": costs.device,
-        "date": costs.stored.date,
-        "spread": measurements.spread,
-        "is_read_direct": measurements.is_read_direct,
-        **{name: [_point(point) for point in curve] for name, curve in curves.items()},
-        **{name: timing and _timing(timing) for name, timing in timings.items()},
-    }
-
-
-def _point(point: Point) -> dict[str, Any]:
-    return {"num_tokens": point.num_tokens, **_timing(point.timing)}
-
-
-def _timing(timing: Timing) -> dict[str, Any]:
-    return {**timing._asdict(), "spread": timing.spread}
