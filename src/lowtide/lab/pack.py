@@ -31,6 +31,7 @@ from lowtide.formats.convert import Pack, convert
 from lowtide.kernels.choice import choose_pack
 from lowtide.lab.safetensors_writer import OutputTensor, SafetensorsWriter
 from lowtide.model_folder.checkpoint import INDEX_NAME, Checkpoint, TensorEntry
+from lowtide.model_folder.hub import tokenizer_file
 from lowtide.plan import OWN_FORMAT
 from lowtide.reading.dense_weights import Progress, no_progress
 from lowtide.reading.finite_weights import read_part
@@ -250,7 +251,8 @@ def _reserved(out: Path, notes: Mapping[str, object]) -> Iterator[None]:
 
 def _write_texts(opened: OpenModel, out: Path, weight_map: Mapping[str, str]) -> None:
     """All that is not weights, `config.json` last."""
-    for path in sorted(opened.folder.iterdir()):
+    shared = tokenizer_file(opened.folder)  # a demo's lies elsewhere
+    for path in sorted({*opened.folder.iterdir(), shared}):
         is_own = path.name in ("config.json", INDEX_NAME)
         if path.suffix in _COPIED and path.is_file() and not is_own:
             with whole_file(out / path.name, "file") as file:
