@@ -7,8 +7,7 @@
 //
 // which is one multiplication and one addition in float32 for each expert.
 
-#include <vector>
-
+#include "pairs.hpp"
 #include "products.hpp"
 #include "team.hpp"
 
@@ -17,11 +16,6 @@ using namespace lowtide;
 namespace {
 
 constexpr long PIECE_BYTES = WORTH_BYTES / 2;  // of a matrix, as far as tiles stay whole
-
-// The tokens of one expert: consecutive rows of the scratch. As Python hands them over.
-struct Group {
-    std::int64_t slot, first, num_rows;
-};
 
 // Where the experts' weights are: those of slot 0, the others at multiples of `slot_bytes`.
 struct Slots {
@@ -151,25 +145,12 @@ void lowtide_run_experts(
     long hidden, long width
 ) {
     const long num_pairs = num_tokens * k;
-    std::vector<long> order(num_pairs), row_of(num_pairs);
-    for (long pair = 0; pair < num_pairs; ++pair) order[pair] = pair;
-    std::stable_sort(order.begin(), order.end(), [&](long a, long b) {
-        return experts[a] < experts[b];
-    });
-    std::vector<Group> groups;
-    for (long row = 0; row < num_pairs; ++row) {
-        const long pair = order[row];
-        row_of[pair] = row;
-        std::memcpy(parts + row * hidden, x + pair / k * hidden, hidden * sizeof(bf16));
-        if (row == 0 || experts[order[row - 1]] != experts[pair])
-            groups.push_back({slots[groups.size()], row, 0});
-        groups.back().num_rows += 1;
-    }
+    const SortedPairs sorted(x, experts, slots, parts, num_tokens, k, hidden);
     const Slots places = {gate_w, up_w, down_w, slot_bytes, hidden, width};
-    const auto num_groups = static_cast<long>(groups.size());
-    Layer(variant, num_threads, places, {parts, gate, up}).run(groups.data(), num_groups);
+    const auto num_groups = static_cast<long>(sorted.groups.size());
+    Layer(variant, num_threads, places, {parts, gate, up}).run(sorted.groups.data(), num_groups);
 
-    const long* rows = row_of.data();
+    const long* rows = sorted.row_of.data();
     vectorised(variant, [=]() INLINED_LAMBDA {
         std::fill(out, out + num_tokens * hidden, 0.0f);
         for (long pair = 0; pair < num_pairs; ++pair) {

@@ -1,8 +1,8 @@
 // The products of `quantised_products.hpp` for Python: with one weight, and with many experts'.
 
 #include <utility>
-#include <vector>
 
+#include "pairs.hpp"
 #include "quantised_products.hpp"
 #include "team.hpp"
 
@@ -26,11 +26,6 @@ QuantisedProduct some_features(const QuantisedProduct& p, long first, long last)
     return {p.x, p.x_stride, p.w.from(first), bias, p.out + first, p.out_stride, p.num_rows,
             last - first};
 }
-
-// The tokens of one expert: consecutive rows of the scratch. As Python hands them over.
-struct Group {
-    std::int64_t slot, first, num_rows;
-};
 
 // Where the experts' weights are: those of slot 0, the others at multiples of `slot_bytes`.
 struct Slots {
@@ -162,25 +157,12 @@ void lowtide_quantised_experts(
     long num_tokens, long k, long hidden, long width
 ) {
     const long num_pairs = num_tokens * k;
-    std::vector<long> order(num_pairs), row_of(num_pairs);
-    for (long pair = 0; pair < num_pairs; ++pair) order[pair] = pair;
-    std::stable_sort(order.begin(), order.end(), [&](long a, long b) {
-        return experts[a] < experts[b];
-    });
-    std::vector<Group> groups;
-    for (long row = 0; row < num_pairs; ++row) {
-        const long pair = order[row];
-        row_of[pair] = row;
-        std::memcpy(parts + row * hidden, x + pair / k * hidden, hidden * sizeof(bf16));
-        if (row == 0 || experts[order[row - 1]] != experts[pair])
-            groups.push_back({slots[groups.size()], row, 0});
-        groups.back().num_rows += 1;
-    }
+    const SortedPairs sorted(x, experts, slots, parts, num_tokens, k, hidden);
     const Slots places = {gate_w, up_w, down_w, slot_bytes, hidden, width, num_bits};
-    const auto num_groups = static_cast<long>(groups.size());
-    run_groups(variant, num_threads, groups.data(), num_groups, places, {parts, gate, up});
+    const auto num_groups = static_cast<long>(sorted.groups.size());
+    run_groups(variant, num_threads, sorted.groups.data(), num_groups, places, {parts, gate, up});
 
-    const long* rows = row_of.data();
+    const long* rows = sorted.row_of.data();
     vectorised(plain_variant(variant), [=]() INLINED_LAMBDA {
         std::fill(out, out + num_tokens * hidden, 0.0f);
         for (long pair = 0; pair < num_pairs; ++pair) {
