@@ -267,8 +267,11 @@ def test_all_ways_to_the_masked_rows_tokens_agree() -> None:
         head = masked_head.MaskedHead(2000, 64, 32, executor)
         fused, materialised = (head.statistics(20, form) for form in masked_head.Form)
         assert torch.equal(fused(), materialised())
-        assert torch.equal(fused(), head.all_rows(20)()[:, 0])
         assert head.product(20)().shape == (20, 2000)
+        # Of 64 rows at once some processors round a product elsewhere: near ties may fall apart.
+        logits = head.product(64)()[torch.arange(20) * 3]
+        best, all_best = fused()[:, None], head.all_rows(20)()
+        torch.testing.assert_close(logits.gather(1, best), logits.gather(1, all_best))
 
 
 def test_a_model_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
