@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -44,12 +45,12 @@ def cut_model(family: str, max_bytes: int, is_toy: bool = False) -> Path:
         own["num_key_value_heads"] = min(8, size.config["num_key_value_heads"])
         own |= {name: _TOY[name] for name in ("eos_token_id", "mask_token_id")}
         size = replace(size, config={**size.config, **own}, eos_token_id=8000)
-    for num_layers in range(size.config["num_hidden_layers"], 1, -1):
-        cut = _with_layers(size, num_layers)
-        num_bytes = sum(tensor.output.num_bytes for tensor in tensors_of(cut))
-        if num_bytes <= max_bytes:
-            return _written(cut, f"{family}-{num_layers}-layers{'-toy' if is_toy else ''}")
-    raise UsageError(f"Two layers of {family} are more than {max_bytes} bytes.")
+    fewer = range(size.config["num_hidden_layers"] + 1)
+    num_layers = bisect_right(fewer, max_bytes, lo=2, key=lambda n: _cut_bytes(size, n)) - 1
+    if num_layers < 2:
+        raise UsageError(f"Two layers of {family} are more than {max_bytes} bytes.")
+    name = f"{family}-{num_layers}-layers{'-toy' if is_toy else ''}"
+    return _written(_with_layers(size, num_layers), name)
 
 
 def weight_bytes(folder: Path) -> int:
@@ -63,6 +64,10 @@ def _with_layers(size: SynthSize, num_layers: int) -> SynthSize:
         for name, value in size.config.items()
     }
     return replace(size, config={**config, "num_hidden_layers": num_layers})
+
+
+def _cut_bytes(size: SynthSize, num_layers: int) -> int:
+    return sum(tensor.output.num_bytes for tensor in tensors_of(_with_layers(size, num_layers)))
 
 
 def _written(size: SynthSize, name: str) -> Path:
