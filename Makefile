@@ -19,9 +19,10 @@ demo: $(VENV)/.lowtide
 test: $(VENV)/.lowtide-dev
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m 'not slow and not gpu'
 
-# What no machine may change, once more as on others: older processors, no compiler and so on.
+# What no machine may change, once more as on others: older processors, no compiler and so on;
+# `make test-machines MACHINES="no-compiler openmp-1"` as on those.
 test-machines: $(VENV)/.lowtide-dev
-	$(BIN)/python tools/test_machines.py --jobs 2
+	$(BIN)/python tools/test_machines.py --jobs 2 $(MACHINES)
 
 check: $(VENV)/.lowtide-dev
 	$(BIN)/ruff format --check .
