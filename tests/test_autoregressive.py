@@ -388,9 +388,9 @@ def test_streamed_text_is_whole_characters_up_to_the_stop(tokenizer, text, stop)
     token_ids = tokenizer.encode(text)
     expected = cut_at_stop(tokenizer.decode(token_ids), stop)
     out = io.StringIO()
-    writer = TextWriter(out, tokenizer, stop, is_terminal=False)
+    writer, texts = TextWriter(out, True, is_terminal=False), tokenizer.stream(stop)
     for token in token_ids:
-        writer.commit([token])
+        writer.commit([token], texts.push([token]))
         assert expected.startswith(out.getvalue())
     writer.finish(expected)
     assert out.getvalue() == expected + "\n"

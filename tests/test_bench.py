@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from lowtide import LLM, SamplingParams
 from lowtide.cli.app import app
 from lowtide.errors import PlanError, UsageError
+from lowtide.hardware.kept_rates import keep_rates
 from lowtide.hardware.machine import Rate, this_machine
 from lowtide.lab import bench as bench_module
 from lowtide.lab.bench import Ceilings, Preset, Result, Run, bench
@@ -64,6 +65,33 @@ def test_reads_from_disk_are_counted_per_token() -> None:
     options = {"gpu_memory": home.minimum_bytes, "host_memory": home_of_share(home, 0.25)}
     [three_tiers] = run([Preset("fiddler")], **options, **EMULATED).runs
     assert three_tiers.read_bytes_per_token > 0
+
+
+RATES = tuple(
+    Rate(name, unit, 1e9, 0.1, 1e9)
+    for name, unit in (
+        ("memory read", "B"),
+        ("products in float32", "FLOP"),
+        ("disk, sequential, direct", "B"),
+    )
+)
+
+
+def test_a_prediction_stands_beside_the_measured_speed(
+    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    [unknown] = run([Preset("tide")]).runs
+    assert unknown.predicted_tokens_per_s is None and unknown.as_dict()["prediction_error"] is None
+    result = CliRunner().invoke(app, [*ARGUMENTS, "--policy", "tide"])
+    assert "unknown" in result.stdout and "lowtide doctor" in result.stdout
+    keep_rates(this_machine(), RATES)
+    [known] = run([Preset("tide")]).runs
+    assert known.predicted_tokens_per_s is not None and known.prediction_error is not None
+    measured = known.tokens_per_s.median
+    assert known.prediction_error == pytest.approx(known.predicted_tokens_per_s / measured - 1)
+    result = CliRunner().invoke(app, [*ARGUMENTS, "--policy", "tide"])
+    assert "%)" in result.stdout and "lowtide doctor" not in result.stdout
 
 
 def test_what_cannot_run_here_is_a_row_with_its_reason() -> None:

@@ -68,6 +68,7 @@ class Draft:
 class Committed:
     request: int
     tokens: Sequence[int]
+    text: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,12 +150,13 @@ class PretendLLM:
         [prompt] = prompts
         self.asked.append((prompt, params))
         ids = [ord(c) for c in self.answer]
+        texts = Letters().stream(params.stop_strings)
         for start in range(0, len(ids), 4):
             block = ids[start : start + 4]
             if on_event is not None:
                 on_event(Draft(0, 100 + start, block, [i % 2 == 1 for i in range(len(block))], 1))
                 on_event(Draft(0, 100 + start, block, [False] * len(block), 2))
-                on_event(Committed(0, block))
+                on_event(Committed(0, block, texts.push(block)))
             if self.fault is not None:
                 raise self.fault
         return [Completion(ids, self.answer, "stop", Usage(3, len(ids), 6))]
@@ -449,8 +451,8 @@ def test_the_view_prints_the_answer_once_and_skips_the_prompt() -> None:
     view = LiveView(console, Letters(), 2)
     with view:
         view.draft(0, [80, 81, 65, 66], [False, False, False, True])
-        view.commit([65, 10, 66])
-        view.commit([67, 88])
+        view.commit([65, 10, 66], "A\nB")
+        view.commit([67, 88], "CX")
         view.finish("A\nBC")
     assert shown(console).split() == ["A", "BC"]
 
@@ -459,23 +461,29 @@ def test_without_a_tokenizer_the_view_shows_ids() -> None:
     console = terminal()
     with LiveView(console, None, 0) as view:
         view.draft(0, [5, 17], [False, True])
-        view.commit([5, 17])
+        view.commit([5, 17], "")
     assert view.text == "5 17"
 
 
 # plain text as it comes
 
 
+def commit(shown: TextWriter | LiveView, texts: TextStream, piece: str) -> None:
+    """As an event of a model's answer would."""
+    ids = [ord(c) for c in piece]
+    shown.commit(ids, texts.push(ids))
+
+
 def test_text_is_written_as_it_comes_and_held_where_a_stop_may_begin() -> None:
     out = io.StringIO()
-    writer = TextWriter(out, Letters(), ["<end>", "\n\n"], is_terminal=False)
+    writer, texts = TextWriter(out, True, is_terminal=False), Letters().stream(["<end>", "\n\n"])
     pieces = [("hello", "hello"), (" <en", "hello "), ("vy>\n", "hello <envy>")]
     for piece, shown_so_far in pieces:
-        writer.commit([ord(c) for c in piece])
+        commit(writer, texts, piece)
         assert out.getvalue() == writer.text == shown_so_far
-    writer.commit([ord(c) for c in "!<end>more"])
+    commit(writer, texts, "!<end>more")
     assert out.getvalue() == "hello <envy>\n!"
-    writer.commit([ord(c) for c in "and more"])
+    commit(writer, texts, "and more")
     assert out.getvalue() == writer.text == "hello <envy>\n!"
     writer.finish("hello <envy>\n!")
     assert out.getvalue() == "hello <envy>\n!\n"
@@ -483,10 +491,10 @@ def test_text_is_written_as_it_comes_and_held_where_a_stop_may_begin() -> None:
 
 def test_the_view_shows_what_a_stop_string_leaves() -> None:
     console = Console(file=io.StringIO(), width=60)
-    view = LiveView(console, Letters(), 0, ["<end>"])  # type: ignore[arg-type]
+    view, texts = LiveView(console, Letters(), 0), Letters().stream(["<end>"])  # type: ignore[arg-type]
     with view:
         for piece, shown_so_far in [("A\nB<en", "A\nB"), ("d>C", "A\nB"), ("D", "A\nB")]:
-            view.commit([ord(c) for c in piece])
+            commit(view, texts, piece)
             assert view.text == shown_so_far
         view.finish("A\nB")
     assert shown(console).split() == ["A", "B"]
@@ -494,9 +502,9 @@ def test_the_view_shows_what_a_stop_string_leaves() -> None:
 
 def test_without_a_tokenizer_ids_are_written() -> None:
     out = io.StringIO()
-    writer = TextWriter(out, None, (), is_terminal=False)
-    writer.commit([5])
-    writer.commit([17])
+    writer = TextWriter(out, False, is_terminal=False)
+    writer.commit([5], "")
+    writer.commit([17], "")
     writer.finish("")
     assert out.getvalue() == "5 17 \n"
 

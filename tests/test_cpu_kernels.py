@@ -530,6 +530,29 @@ def test_a_folder_that_others_may_write_to_is_refused(source: Path, cache: Path)
         load_library(source)
 
 
+@pytest.mark.parametrize("way", ["above", "beyond a link"])
+def test_a_folder_that_others_may_replace_is_refused(source: Path, cache: Path, way: str) -> None:
+    above = cache.parents[1]
+    if way == "beyond a link":
+        above = cache.parents[1] / "elsewhere"
+        (above / "lowtide").mkdir(parents=True)
+        cache.parent.symlink_to(above / "lowtide")
+    above.mkdir(parents=True, exist_ok=True)
+    above.chmod(0o777)
+    with pytest.raises(StorageError, match=f"{above} may be written by anybody.*XDG_CACHE_HOME"):
+        load_library(source)
+    above.chmod(0o1777)  # where only owners rename, as in /tmp
+    check_loads(source, cache)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may give folders away")
+def test_a_folder_in_somebody_else_s_is_refused(source: Path, cache: Path) -> None:
+    cache.parent.mkdir(parents=True)
+    os.chown(cache.parent, 12345, 12345)
+    with pytest.raises(StorageError, match=f"{cache.parent} belongs to another user"):
+        load_library(source)
+
+
 def test_a_cache_that_cannot_be_written(source: Path, cache: Path) -> None:
     cache.parent.write_text("a file where the folder should be")
     with pytest.raises(StorageError, match="XDG_CACHE_HOME names another"):

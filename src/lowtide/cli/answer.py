@@ -68,7 +68,7 @@ def ask_live(llm: LLM, prompt: Prompt, params: SamplingParams, view: LiveView) -
         if isinstance(event, Draft):
             view.draft(event.block_start, event.tokens, event.is_masked)
         elif isinstance(event, Committed):
-            view.commit(event.tokens)
+            view.commit(event.tokens, event.text)
 
     with view:
         answer = ask(llm, prompt, params, show)
@@ -82,7 +82,7 @@ def ask_writing(llm: LLM, prompt: Prompt, params: SamplingParams, writer: TextWr
 
     def write(event: Event) -> None:
         if isinstance(event, Committed):
-            writer.commit(event.tokens)
+            writer.commit(event.tokens, event.text)
 
     answer = ask(llm, prompt, params, write)
     writer.finish(answer.completion.text)
@@ -94,14 +94,11 @@ def has_view(llm: LLM, console: Console) -> bool:
     return console.is_terminal and llm.config.is_diffusion
 
 
-def live_view(
-    llm: LLM, token_ids: Sequence[int], stop: Sequence[str], console: Console
-) -> LiveView:
+def live_view(llm: LLM, token_ids: Sequence[int], console: Console) -> LiveView:
     """A view of the answer to a prompt of these ids."""
     return LiveView(
         console,
         llm.tokenizer,
         len(token_ids),
-        stop,
         caption=lambda: pass_caption(llm.current_pass),
     )

@@ -19,6 +19,7 @@ from lowtide.cli.doctor import machine_line, rates_table
 from lowtide.cli.generate import ModelName
 from lowtide.cli.opening import find_model
 from lowtide.cli.options import Group, Settings
+from lowtide.cli.outlook import doctor_command
 from lowtide.cli.policy_options import options_by_policy
 from lowtide.cli.prompt import read_prompt
 from lowtide.cli.report import json_line, plan_object, plan_table
@@ -136,7 +137,7 @@ def _print(
         console.print(Text(result.device))
     console.print(plan_table(result.plan))
     console.print(_table(_title(model, params, repeats, result), result.runs))
-    for line in _notes(result):
+    for line in _notes(result, model):
         console.print(Text(line))
 
 
@@ -150,7 +151,8 @@ def _title(model: str, params: SamplingParams, repeats: int, result: Result) -> 
 def _table(title: str, runs: tuple[Run, ...]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("policy", no_wrap=True)
-    for name in ("tokens/s", "range", "prefill/s", "hits", "link/token", "disk/token"):
+    names = ("tokens/s", "range", "predicted", "prefill/s", "hits", "link/token", "disk/token")
+    for name in names:
         table.add_column(name, justify="right")
     for run in runs:
         table.add_row(*_row(run))
@@ -167,6 +169,7 @@ def _row(run: Run) -> list[str]:
         label,
         f"{run.tokens_per_s.median:.1f}",
         f"{run.tokens_per_s.least:.1f}-{run.tokens_per_s.most:.1f}",
+        _predicted(run),
         f"{run.prefill_tokens_per_s.median:.0f}",
         f"{run.hit_rate:.0%}",
         format_size(round(run.link_bytes_per_token)),
@@ -174,7 +177,14 @@ def _row(run: Run) -> list[str]:
     ]
 
 
-def _notes(result: Result) -> list[str]:
+def _predicted(run: Run) -> str:
+    """With how far it is from the measured speed."""
+    if run.predicted_tokens_per_s is None or run.prediction_error is None:
+        return "unknown"
+    return f"{run.predicted_tokens_per_s:.1f} ({run.prediction_error:+.0%})"
+
+
+def _notes(result: Result, model: str) -> list[str]:
     plan = result.plan
     notes = [f"{run.preset.label} cannot run: {run.reason}" for run in result.runs if run.reason]
     if not plan.num_experts:
@@ -191,6 +201,10 @@ def _notes(result: Result) -> list[str]:
             "The device is emulated: speeds are those of scaled time; a higher --device-option "
             "device_slowdown keeps its threads out of each other's way."
         )
+    has_run = any(run.turns for run in result.runs)
+    is_predicted = any(run.predicted_tokens_per_s is not None for run in result.runs)
+    if has_run and not is_predicted and plan.device != "emulated":
+        notes.append(f"No speed is predicted before {doctor_command(model)} has run here.")
     notes.append(f"Prefill: {result.prefill_tokens} tokens, up to the first pass that writes.")
     return [*notes, *(_peak_line(peak) for peak in result.peaks)]
 

@@ -135,7 +135,7 @@ class Conversation:
     def _answer(self, line: str) -> None:
         """Answers a line; what is said stays, also of an answer that Ctrl-C stopped."""
         token_ids, params = self._fitted(line)
-        view = self._view(token_ids, params)
+        view = self._view(token_ids)
         try:
             if isinstance(view, LiveView):
                 answer = ask_live(self._llm, token_ids, params, view)
@@ -172,11 +172,10 @@ class Conversation:
             )
         return token_ids, replace(self._params, max_tokens=min(self._params.max_tokens, room))
 
-    def _view(self, token_ids: list[int], params: SamplingParams) -> LiveView | TextWriter:
-        stop = params.stop_strings
+    def _view(self, token_ids: list[int]) -> LiveView | TextWriter:
         if has_view(self._llm, self._out):
-            return live_view(self._llm, token_ids, stop, self._out)
-        return TextWriter(self._out.file, self._llm.tokenizer, stop, self._out.is_terminal)
+            return live_view(self._llm, token_ids, self._out)
+        return TextWriter(self._out.file, True, self._out.is_terminal)
 
 
 LEAVING = ("/bye", "/exit", "/quit")

@@ -104,11 +104,9 @@ def _on_screen(
             answer = ask(llm, prompt, params)
             _print_all(answer, llm)
         elif has_view(llm, console):
-            answer = ask_live(
-                llm, prompt, params, live_view(llm, prompt, params.stop_strings, console)
-            )
+            answer = ask_live(llm, prompt, params, live_view(llm, prompt, console))
         else:
-            writer = TextWriter(sys.stdout, llm.tokenizer, params.stop_strings, console.is_terminal)
+            writer = TextWriter(sys.stdout, llm.tokenizer is not None, console.is_terminal)
             answer = ask_writing(llm, prompt, params, writer)
         return answer, _stats(llm.stats(), answer)
 
@@ -134,9 +132,9 @@ def show_passes(llm: LLM, num_tokens: int) -> None:
 def _print_all(answer: Answer, llm: LLM) -> None:
     """Several answers, each under a line of its own."""
     for number, completion in enumerate(answer.completions, 1):
-        writer = TextWriter(sys.stdout, llm.tokenizer, (), sys.stdout.isatty())
+        writer = TextWriter(sys.stdout, llm.tokenizer is not None, sys.stdout.isatty())
         print(f"--- answer {number} of {len(answer.completions)}")
-        writer.commit(completion.token_ids)
+        writer.commit(completion.token_ids, completion.text)
         writer.finish(completion.text)
 
 

@@ -40,12 +40,10 @@ class LiveView:
         console: Console,
         tokenizer: Tokenizer | None,
         num_prompt_tokens: int,
-        stop: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
         caption: Callable[[], str] = str,
     ) -> None:
         self._tokenizer = tokenizer
-        self._stream = None if tokenizer is None else tokenizer.stream(stop)
         self._num_prompt_tokens = num_prompt_tokens
         self._clock = clock
         self._caption = caption
@@ -92,13 +90,13 @@ class LiveView:
         self._before = written
         self._draw(is_due=self._clock() - self._last_frame_s >= MIN_FRAME_S)
 
-    def commit(self, tokens: Sequence[int]) -> None:
-        """Tokens that are final: whole lines of the answer leave the live region for good."""
+    def commit(self, tokens: Sequence[int], text: str) -> None:
+        """Tokens that are final, and the text that became certain with them: whole lines of the
+        answer leave the live region for good."""
         self._before, self._draft = {}, Text()
-        if self._stream is None:
-            self._advance(" " * bool(self.text) + " ".join(map(str, tokens)))
-        else:
-            self._advance(self._stream.push(tokens))
+        if self._tokenizer is None:
+            text = " " * bool(self.text) + " ".join(map(str, tokens))
+        self._advance(text)
 
     def finish(self, text: str) -> None:
         """Take the engine's own text of the whole answer: its end is printed on leaving."""

@@ -33,10 +33,15 @@ def plan_line(plan: MemoryPlan, model: str) -> str:
     parts.append(f"context {plan.context}")
     prediction = plan.prediction
     if prediction is not None and prediction.tokens_per_s is None:
-        parts.append(f"speed unknown until {_doctor(model)} has run")
+        parts.append(f"speed unknown until {doctor_command(model)} has run")
     elif prediction is not None:
         parts.append(f"{_at_least(prediction)} expected")
     return " · ".join(parts)
+
+
+def doctor_command(model: str) -> str:
+    """What measures a model here, as one would type it."""
+    return f"`lowtide doctor {shlex.quote(model)}`"
 
 
 def prediction_object(prediction: Prediction | None) -> dict[str, object] | None:
@@ -68,7 +73,7 @@ def _bytes_line(plan: MemoryPlan, prediction: Prediction) -> str:
 
 def _speed_line(prediction: Prediction, model: str) -> str:
     if prediction.tokens_per_s is None:
-        return f"tokens/s: unknown until {_doctor(model)} has measured this machine"
+        return f"tokens/s: unknown until {doctor_command(model)} has measured this machine"
     rows = f"{prediction.num_rows} row{'s' * (prediction.num_rows > 1)}"
     return (
         f"expected: {_at_least(prediction)}, passes of {rows} in {prediction.pass_s:.3g} s, "
@@ -104,7 +109,3 @@ def _flag(num_bytes: int) -> str:
         if num_bytes >= 10 * unit:
             return f"{-(-num_bytes // unit)}{name}"
     return str(num_bytes)
-
-
-def _doctor(model: str) -> str:
-    return f"`lowtide doctor {shlex.quote(model)}`"

@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from lowtide.cli.screen import printable
 
-if TYPE_CHECKING:
-    from lowtide.model_folder.tokenizer import Tokenizer
-
 
 class TextWriter:
-    """Writes the text of committed tokens to `out`, up to where a stop string may have begun.
+    """Writes to `out` the text that is certain with committed tokens.
 
-    Without a tokenizer it writes ids. On a terminal control characters are shown, not obeyed.
+    Of a model without a tokenizer (not `has_text`) ids. On a terminal control characters are shown,
+    not obeyed.
     """
 
-    def __init__(
-        self, out: IO[str], tokenizer: Tokenizer | None, stop: Sequence[str], is_terminal: bool
-    ) -> None:
+    def __init__(self, out: IO[str], has_text: bool, is_terminal: bool) -> None:
         self._out = out
-        self._stream = None if tokenizer is None else tokenizer.stream(stop)
+        self._has_text = has_text
         self._is_terminal = is_terminal
         self.text = ""  # what a user who stops the answer has seen
 
-    def commit(self, tokens: Sequence[int]) -> None:
-        """Tokens that are final."""
-        if self._stream is None:
-            self._write("".join(f"{token} " for token in tokens))
-        else:
-            self._write(self._stream.push(tokens))
+    def commit(self, tokens: Sequence[int], text: str) -> None:
+        """Tokens that are final, and the text that became certain with them."""
+        self._write(text if self._has_text else "".join(f"{token} " for token in tokens))
 
     def finish(self, text: str) -> None:
         """Takes the engine's own text of the whole answer: writes what is left, and a newline."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -17,8 +18,9 @@ import torch
 
 from lowtide.decode.prompts import Prompt
 from lowtide.decode.request import Prefill
-from lowtide.engine.opening import EngineConfig, open_model
+from lowtide.engine.opening import EngineConfig, OpenModel, open_model
 from lowtide.engine.planning import make_plan
+from lowtide.engine.prediction import predictor_of
 from lowtide.errors import PlanError, UsageError
 from lowtide.hardware.machine import Machine, Rate, this_machine
 from lowtide.hardware.memory import peak_resident_bytes, reset_peak
@@ -74,6 +76,7 @@ class Turn(NamedTuple):
     link_bytes: float
     read_bytes: float
     prefill_tokens_per_s: float
+    predicted_tokens_per_s: float | None = None  # of such passes; None: nothing was measured here
 
     @property
     def tokens_per_s(self) -> float:
@@ -98,6 +101,19 @@ class Run:
         return Spread.of([turn.prefill_tokens_per_s for turn in self.turns])
 
     @property
+    def predicted_tokens_per_s(self) -> float | None:
+        """What was to be expected of the turns' passes; None where nothing is known."""
+        known = [turn.predicted_tokens_per_s for turn in self.turns]
+        found = [one for one in known if one is not None]
+        return median(found) if found else None
+
+    @property
+    def prediction_error(self) -> float | None:
+        """Of the predicted speed, as a share of the measured one."""
+        predicted = self.predicted_tokens_per_s
+        return None if predicted is None else predicted / self.tokens_per_s.median - 1
+
+    @property
     def hit_rate(self) -> float:
         return self._total("num_hits") / max(1, self._total("num_activated"))
 
@@ -119,6 +135,8 @@ class Run:
             **named,
             "policy": self.policy,
             "tokens_per_s": self.tokens_per_s._asdict(),
+            "predicted_tokens_per_s": self.predicted_tokens_per_s,
+            "prediction_error": self.prediction_error,
             "prefill_tokens_per_s": self.prefill_tokens_per_s._asdict(),
             **{name: getattr(self, name) for name in names},
             "num_tokens": int(self.turns[0].num_tokens),
@@ -213,6 +231,9 @@ def bench(
     can_reset = _reset_peaks()
     with LLM(model, progress=progress, **options) as llm:
         load = Load.of(llm, prompt, params)
+        load = load._replace(
+            predicts=partial(_predicted, open_model(model, EngineConfig(**options)))
+        )
         runs = take_turns(llm, presets, load, repeats, progress)
         policies = ", ".join(preset.label for preset in presets)
         return Result(
@@ -232,6 +253,7 @@ class Load(NamedTuple):
     prompt: list[int]
     prefill: list[int]  # the prompt that prefill is timed with
     params: SamplingParams
+    predicts: Callable[[MemoryPlan, Mapping[str, float]], float | None] = lambda plan, done: None
 
     @classmethod
     def of(cls, llm: LLM, prompt: Prompt | None, params: SamplingParams) -> Load:
@@ -289,8 +311,18 @@ def _take_turn(llm: LLM, run: Run, load: Load) -> None:
             link_bytes=done.get("link_bytes", 0.0),
             read_bytes=done["read_bytes"],
             prefill_tokens_per_s=len(load.prefill) / prefill_s,
+            predicted_tokens_per_s=load.predicts(llm.plan, done),
         )
     )
+
+
+def _predicted(opened: OpenModel, plan: MemoryPlan, done: Mapping[str, float]) -> float | None:
+    """The speed to expect of the passes that were `done` under `plan`."""
+    predictor = predictor_of(opened, plan)
+    if predictor is None:
+        return None
+    counts = (done["committed_tokens"], done["forwards"], done["num_rows"])
+    return predictor.tokens_per_s(*map(round, counts))
 
 
 def _prefill_s(llm: LLM, load: Load) -> float:

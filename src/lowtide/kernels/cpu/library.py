@@ -4,7 +4,7 @@ A wheel has them in `built/`, named by their sources: others than those that lie
 not loaded. Elsewhere they are in the user's cache.
 
 A library is code that this process will run: its folder and file must belong to this user alone,
-and a digest at the file's end says that it is whole.
+nobody else may be able to replace the folder, and a digest at the file's end says that it is whole.
 """
 
 from __future__ import annotations
@@ -120,7 +120,26 @@ def _private_folder() -> Path:
         raise StorageError(
             f"{folder} does not belong to this user alone; remove it, or make it so (chmod 700)."
         )
+    for parent in sorted({*folder.absolute().parents, *folder.resolve().parents}):
+        _check_parent(parent, folder)
     return folder
+
+
+def _check_parent(parent: Path, folder: Path) -> None:
+    """Who may rename what is in `parent` may put another folder in this one's place.
+
+    Raises StorageError if that is somebody beside this user and root. A group is believed: many
+    systems give every user one of their own.
+    """
+    facts = parent.stat()
+    is_open = facts.st_mode & stat.S_IWOTH and not facts.st_mode & stat.S_ISVTX
+    if facts.st_uid in (0, os.getuid()) and not is_open:
+        return
+    why = "may be written by anybody" if is_open else "belongs to another user"
+    raise StorageError(
+        f"{parent} {why}, who could replace the compiled kernels in {folder}; XDG_CACHE_HOME names "
+        "another cache folder."
+    )
 
 
 def _is_own(facts: os.stat_result) -> bool:
