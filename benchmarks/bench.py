@@ -48,6 +48,7 @@ LARGE = (
     Script("planned_memory", disk_GiB=8),
     Script("mosaic_ablation", disk_GiB=8),
     Script("step_time", disk_GiB=8),
+    Script("every_expert", disk_GiB=8),
     Script("elastic", disk_GiB=16),
     Script("buddy_full", disk_GiB=64),
 )

@@ -1,7 +1,8 @@
 """Pages that move against every constant division of the same budget, over one trace of requests.
 
 Chats that allow for long answers and end early, many at once, and one sequence of the greatest
-length. Elastic: KV cache and expert slots share the budget. Constant: five contexts, from what the
+length; or documents, which all come at once and use all that they ask for, so that there is nothing
+to lend. Elastic: KV cache and expert slots share the budget. Constant: five contexts, from what the
 longest request needs (the same plan with elastic off) over what all that ask at once need (what
 foresight would choose) to all that the budget holds; requests that find no room wait. Each side
 has a process of its own and runs the whole trace, by turns; the ceiling is the disk's. The ratio is
@@ -13,13 +14,20 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from common.arguments import run_script
 from common.ceilings import Disk
 from common.cut_models import cut_model, weight_bytes
-from common.elastic_trace import bidirectional_trace, mixed_trace, most_at_once
+from common.elastic_trace import (
+    Arrival,
+    bidirectional_trace,
+    documents_trace,
+    mixed_trace,
+    most_at_once,
+)
 from common.memory import LIMITS, MemoryLimit, choose_limit
 from common.record import Recorder, Row, say
 from common.worker import LIMIT_SLACK_BYTES, in_process
@@ -30,6 +38,9 @@ from lowtide.llm import plan_model
 from lowtide.memory.kv_cache import GRANULE_TOKENS
 
 LONGEST = {"llada2": 32768, "qwen3_moe": 32768, "llada_moe": 4096}
+TRACES = ("chats", "documents")
+BIDIRECTIONAL = "llada_moe"
+NUM_CONSTANTS = 5
 Runs = dict[str, list[dict[str, Any]]]
 
 
@@ -37,22 +48,29 @@ def main() -> None:
     options = _options()
     limit = choose_limit(options.limit)
     say(f"Memory limit: {limit.kind} ({limit.reason}).")
-    for family in options.families:
-        _measure(family, options, limit)
+    for family, kind in product(options.families, options.traces):
+        if family == BIDIRECTIONAL and kind == "documents":
+            say(f"{family}: its chats ask for whole answers already; no documents.")
+        else:
+            _measure(family, kind, options, limit)
 
 
-def _measure(family: str, options: argparse.Namespace, limit: MemoryLimit) -> None:
+def _trace(family: str, kind: str, longest: int, num_new: int) -> list[Arrival]:
+    if family == BIDIRECTIONAL:  # a step computes all of its rows, and there is one for each token
+        return bidirectional_trace(longest, max(4, num_new // 16))
+    make_trace = documents_trace if kind == "documents" else mixed_trace
+    return make_trace(longest, num_new)
+
+
+def _measure(family: str, kind: str, options: argparse.Namespace, limit: MemoryLimit) -> None:
     folder = cut_model(family, round(options.model_GB * 1e9), is_toy=options.quick)
     longest = options.longest or (2048 if options.quick else LONGEST[family])
     longest = min(longest, LONGEST[family])
-    is_bidirectional = family == "llada_moe"
-    if is_bidirectional:  # a step computes all of its rows, and there is one for each new token
-        trace = bidirectional_trace(longest, max(4, options.new // 16))
-    else:
-        trace = mixed_trace(longest, options.new)
+    trace = _trace(family, kind, longest, options.new)
     budget_bytes = int(weight_bytes(folder) * options.share)
     settings = {
         "model": folder.name,
+        "trace": kind,
         "budget_bytes": budget_bytes,
         "longest": longest,
         "num_requests": len(trace),
@@ -61,6 +79,7 @@ def _measure(family: str, options: argparse.Namespace, limit: MemoryLimit) -> No
     }
     recorder = Recorder("elastic", settings, options.out)
     contexts = _contexts(folder, budget_bytes, longest, most_at_once(trace))
+    contexts = _spread(contexts, options.constants)
     plan = plan_model(folder, host_memory=budget_bytes, context=longest)
     disk = Disk(folder, plan.host.slot_bytes, (1 << 28) if options.quick else (2 << 30))
     ceiling = disk.measure()
@@ -73,7 +92,7 @@ def _measure(family: str, options: argparse.Namespace, limit: MemoryLimit) -> No
         "read_GBps": ceiling["random_read_GBps"],
     }
     # As many rows as a pass has there is workspace for: a bidirectional one's are all sequences'.
-    elastic_context = most_at_once(trace) if is_bidirectional else longest
+    elastic_context = most_at_once(trace) if family == BIDIRECTIONAL else longest
     sides = {"elastic": {**common, "context": elastic_context, "elastic": True}}
     for context in contexts:
         sides[f"constant, {context} tokens"] = {**common, "context": context, "elastic": False}
@@ -125,6 +144,14 @@ def _contexts(folder: Path, budget_bytes: int, longest: int, at_once: int) -> li
     return sorted({align_up(tokens - GRANULE_TOKENS + 1, GRANULE_TOKENS) for tokens in wanted})
 
 
+def _spread(contexts: Sequence[int], number: int) -> list[int]:
+    """So many of them, the least and the one in the middle (foresight's) among them."""
+    if number >= len(contexts):
+        return list(contexts)
+    order = [0, len(contexts) // 2, len(contexts) - 1, 1, 3]
+    return sorted(contexts[place] for place in order[:number])
+
+
 def _most_tokens(folder: Path, budget_bytes: int, longest: int) -> int:
     low, high = longest, longest * 64
     while high - low > longest // 16:
@@ -145,6 +172,10 @@ def _can_plan(folder: Path, budget_bytes: int, context: int) -> bool:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--families", nargs="+", choices=list(LONGEST), default=list(LONGEST))
+    parser.add_argument("--traces", nargs="+", choices=TRACES, default=list(TRACES))
+    parser.add_argument(
+        "--constants", type=int, default=NUM_CONSTANTS, help="constant divisions (5)"
+    )
     parser.add_argument("--model-GB", type=float, help="of a model's layers at most (5)")
     parser.add_argument("--share", type=float, default=0.5, help="of it, the budget (0.5)")
     parser.add_argument("--longest", type=int, help="tokens of the longest request (as published)")

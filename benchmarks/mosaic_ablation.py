@@ -18,11 +18,12 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common.arguments import run_script
+from common.arguments import add_parts, run_script
 from common.growth import Growth
 from common.masked_memory import OURS
 from common.masked_shapes import MODELS, MaskedShape, masked_shapes, num_masked, settings_of
@@ -33,9 +34,13 @@ from common.worker import in_process
 
 from lowtide.decode.row_reading import HeadForm
 
+MEASUREMENTS = ("longest", "reserved", "lazy")
 NUM_LAYERS = 2
 GIGA = 1_000_000_000
 MAX_TOKENS = 1 << 24
+TRACED = ("ported", "compiled")
+"""Sides of which it is asked what CUDA's allocator would reserve."""
+
 UNDIVIDED = {"mlp": 1, "experts": 1, "attention": 1, "logits": 1}
 NO_LIMIT = MemoryLimit("none", "a step's memory is measured, not limited")
 
@@ -72,11 +77,13 @@ def main() -> None:
     recorder = Recorder("mosaic_ablation", settings, options.out)
     for shape in masked_shapes(options.models, options.quick):
         shape.folder(NUM_LAYERS)
-        _ablate(recorder, shape, options)
-        for side in ("ported", "compiled"):
-            for num_tokens in options.traced:
+        if "longest" in options.parts:
+            _ablate(recorder, shape, options)
+        if "reserved" in options.parts:
+            for side, num_tokens in product(options.sides, options.traced):
                 _reserve(recorder, shape, side, num_tokens)
-        _time_chunking(recorder, shape, options)
+        if "lazy" in options.parts:
+            _time_chunking(recorder, shape, options)
 
 
 def _ablate(recorder: Recorder, shape: MaskedShape, options: argparse.Namespace) -> None:
@@ -190,7 +197,9 @@ def _time_chunking(recorder: Recorder, shape: MaskedShape, options: argparse.Nam
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    add_parts(parser, MEASUREMENTS)
     parser.add_argument("--models", nargs="+", choices=MODELS, help="which (all)")
+    parser.add_argument("--sides", nargs="+", choices=TRACED, default=list(TRACED))
     parser.add_argument("--share", type=float, default=0.5, help="r_p (0.5)")
     parser.add_argument("--caps", type=float, nargs="+", help="in GB (24 40)")
     parser.add_argument("--lengths", type=int, nargs="+", help="(2048 4096 8192)")

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from common.allocation_trace import Use, use_at_depth
-from common.arguments import run_script
+from common.arguments import add_parts, run_script
 from common.masked_memory import OURS
 from common.masked_shapes import MODELS, MaskedShape, masked_shapes, settings_of
 from common.memory import MemoryLimit
 from common.record import Recorder, say
 from common.worker import in_process
 
+PARTS = ("planned", "evenness")
 LAYERS = (2, 4)
 SLACK_BYTES = 32 << 20
 SLACK_SHARE = 0.01
@@ -44,14 +45,22 @@ def main() -> None:
     }
     recorder = Recorder("planned_memory", settings, options.out)
     for shape in masked_shapes(options.models, options.quick):
-        for num_layers in LAYERS:
-            shape.folder(num_layers)
-        for num_tokens in options.lengths:
-            _compare(recorder, shape, num_tokens, options.share, "most")
-            if num_tokens <= options.undivided:
-                _compare(recorder, shape, num_tokens, options.share, UNDIVIDED)
-        for num_tokens in options.traced:
-            _evenness(recorder, shape, num_tokens, options.share)
+        if "planned" in options.parts:
+            _compare_all(recorder, shape, options)
+        if "evenness" in options.parts:
+            for num_layers in LAYERS:
+                shape.folder(num_layers)
+            for num_tokens in options.traced:
+                _evenness(recorder, shape, num_tokens, options.share)
+
+
+def _compare_all(recorder: Recorder, shape: MaskedShape, options: argparse.Namespace) -> None:
+    """Every length divided, the shorter ones undivided too."""
+    shape.folder(LAYERS[0])
+    for num_tokens in options.lengths:
+        _compare(recorder, shape, num_tokens, options.share, "most")
+        if num_tokens <= options.undivided:
+            _compare(recorder, shape, num_tokens, options.share, UNDIVIDED)
 
 
 def _compare(
@@ -138,6 +147,7 @@ def _evenness(recorder: Recorder, shape: MaskedShape, num_tokens: int, prompt_sh
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    add_parts(parser, PARTS)
     parser.add_argument("--models", nargs="+", choices=MODELS, help="which (all)")
     parser.add_argument("--share", type=float, default=0.5, help="r_p (0.5)")
     parser.add_argument("--lengths", type=int, nargs="+", help="(1024 4096 8192 32768)")

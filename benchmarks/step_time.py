@@ -20,24 +20,32 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from common.arguments import run_script
+from common.arguments import add_parts, run_script
 from common.ceilings import memory_ceiling
 from common.growth import at_full_depth
 from common.masked_shapes import MODELS, MaskedShape, masked_shapes, num_masked
 from common.masked_sides import SIDES, WARM_UP_TOKENS, Side, canvas, open_sides, read_weights
 from common.planned_model import LEAST_TOKENS, PlannedStep, StepModel
 from common.planning_time import compare_search, plan_request
-from common.record import Recorder, say
+from common.record import Recorder, Row, say
 from torch import Tensor
 
 from lowtide.config import ModelConfig
 from lowtide.decode.row_reading import HeadForm
 from lowtide.engine.engine import Engine
 from lowtide.memory.arena import Arena
+from lowtide.memory.chunking import MAX_BUCKETS
 
+PARTS = ("sides", "chunks", "planning")
 LAYERS = (2, 4)
 CAP_BYTES = 24_000_000_000
 NUM_CHUNKS = 4
+PLANNING_SHARE, PLANNING_S = 0.01, 0.2e-3
+"""Of a step, and at least so long: what planning may take of each in the mean."""
+
+PLAN_S = 5e-3
+"""What a plan may take that was not known."""
+
 UNDIVIDED = {"mlp": 1, "experts": 1, "attention": 1, "logits": 1}
 MAX_S = {LEAST_TOKENS: 20.0, 1024: 20.0, 4096: 45.0}
 """Seconds for each lane after which no round is begun, by length; longer ones have one round."""
@@ -57,13 +65,16 @@ def main() -> None:
     recorder = Recorder("step_time", settings, options.out)
     recorder.write("ceiling", memory_ceiling())
     for shape in masked_shapes(options.models, options.quick):
-        folder = shape.folder(max(LAYERS))
-        model = StepModel(folder)
-        if not options.only_planning:
+        steps_s: dict[tuple[int, float], float] = {}
+        if "sides" in options.parts:
+            model = StepModel(shape.folder(max(LAYERS)))
             with torch.inference_mode(), model.loaded() as engine:
-                _time_sides(recorder, shape, model, engine, options)
+                steps_s = _time_sides(recorder, shape, model, engine, options)
+        folder = shape.folder(min(LAYERS))
+        if "chunks" in options.parts:
             _time_chunks(recorder, shape, folder, options)
-        _time_planning(recorder, shape, model, options)
+        if "planning" in options.parts:
+            _time_planning(recorder, shape, StepModel(folder), options, steps_s)
 
 
 def _time_sides(
@@ -72,8 +83,10 @@ def _time_sides(
     model: StepModel,
     engine: Engine,
     options: argparse.Namespace,
-) -> None:
-    """All lanes at every length, two and four layers."""
+) -> dict[tuple[int, float], float]:
+    """All lanes at every length, two and four layers. Seconds of lowtide's whole steps, by tokens
+    and prompt's share."""
+    steps_s = {}
     config, weights = engine.opened.config, read_weights(engine.opened.folder)
     sides = {
         num_layers: open_sides(config, weights, options.sides, num_layers)
@@ -91,6 +104,10 @@ def _time_sides(
                 runs[name, num_layers] = _their_run(side, token_ids)
         medians = _in_turn(runs, options.repeats, MAX_S.get(num_tokens, 0.0))
         _record_sides(recorder, shape, num_tokens, medians)
+        for share in options.shares:
+            times = {layers: medians[_lane(share), layers] for layers in LAYERS}
+            steps_s[num_tokens, share] = at_full_depth(times, shape.num_layers)
+    return steps_s
 
 
 def _our_runs(
@@ -103,12 +120,16 @@ def _our_runs(
     }
     arena = Arena(max(plan.placement.arena_bytes for plan in plans.values()))
     return {
-        (f"lowtide r_p {share}", num_layers): PlannedStep(
+        (_lane(share), num_layers): PlannedStep(
             engine, plan, model.form, num_layers=num_layers, arena=arena
         ).run
         for num_layers in LAYERS
         for share, plan in plans.items()
     }
+
+
+def _lane(share: float) -> str:
+    return f"lowtide r_p {share}"
 
 
 def _their_run(side: Side, token_ids: Tensor) -> Run:
@@ -180,18 +201,27 @@ def _time_chunks(
 
 
 def _time_planning(
-    recorder: Recorder, shape: MaskedShape, model: StepModel, options: argparse.Namespace
+    recorder: Recorder,
+    shape: MaskedShape,
+    model: StepModel,
+    options: argparse.Namespace,
+    steps_s: Mapping[tuple[int, float], float],
 ) -> None:
+    """steps_s: of steps that were timed, beside which planning is judged; others count nothing."""
     free_bytes = CAP_BYTES - shape.weight_bytes
     for num_tokens in options.planned:
         for share in options.shares:
             masked = num_masked(num_tokens, share)
             values = plan_request(model, num_tokens, masked, free_bytes)
             where = {"model": shape.name, "num_tokens": num_tokens, "prompt_share": share}
-            recorder.write("planning", {**where, **values})
+            step_s = steps_s.get((num_tokens, share))
+            recorder.write(
+                "planning", {**where, "step_s": step_s, **values, **_judged(values, step_s)}
+            )
             say(
-                f"{shape.name}, {num_tokens} tokens, r_p {share}: {values['num_plans']} plans, "
-                f"at most {1e3 * values['most_s']:.2f} ms each"
+                f"{shape.name}, {num_tokens} tokens, r_p {share}: {values['num_plans']} plans, at "
+                f"most {1e3 * values['most_s']:.2f} ms each, {1e6 * values['per_step_s']:.0f} us "
+                "of each step"
             )
     values = compare_search(model, 6000)
     recorder.write("search", {"model": shape.name, **values})
@@ -200,6 +230,15 @@ def _time_planning(
         f"{values['brute_force_longest']}, search {1e3 * values['search_s']:.2f} ms, brute force "
         f"{1e3 * values['brute_force_s']:.0f} ms"
     )
+
+
+def _judged(values: Row, step_s: float | None) -> dict[str, bool]:
+    allowed_s = max(PLANNING_SHARE * (step_s or 0.0), PLANNING_S)
+    return {
+        "is_within_a_step": values["per_step_s"] <= allowed_s,
+        "is_a_plan_short": values["most_s"] <= PLAN_S,
+        "are_plans_few": values["num_plans"] <= MAX_BUCKETS,
+    }
 
 
 def _in_turn(
@@ -226,6 +265,7 @@ def _seconds(run: Run) -> float:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    add_parts(parser, PARTS)
     parser.add_argument("--models", nargs="+", choices=MODELS, help="which (all)")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--lengths", type=int, nargs="+", help="(1024 4096; 16384 with --full)")
@@ -234,7 +274,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--chunked", type=int, help="tokens of one chunk against four (32768)")
     parser.add_argument("--chunk-repeats", type=int, help="of one chunk against four (2)")
     parser.add_argument("--repeats", type=int, help="steps of each, in turn (5)")
-    parser.add_argument("--only-planning", action="store_true", help="no step is timed")
     parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
     parser.add_argument("--quick", action="store_true", help="a tiny model: a look, not a result")
     parser.add_argument("--full", action="store_true", help="16,384 tokens, too")

@@ -185,7 +185,7 @@ def test_a_bidirectional_pass_has_the_whole_context(folders: dict[str, Path]) ->
 
 # What is said.
 
-KNOWN = Prediction(1, 1.0, 3e8, 9e8, 0.25, Basis.EXPERTS)
+KNOWN = Prediction(1, 1.0, 3e8, 9e8, 0.25, Basis.EXPERTS, 0.1)
 
 
 def test_a_plan_says_what_is_read_how_fast_and_which_budget() -> None:

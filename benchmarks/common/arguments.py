@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lowtide.errors import LowtideError
@@ -25,6 +25,13 @@ def make_parser(
     parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
     parser.add_argument("--quick", action="store_true", help="few tokens: a look, not a result")
     return parser
+
+
+def add_parts(parser: argparse.ArgumentParser, parts: Sequence[str]) -> None:
+    """`--parts`: which measurements of a script are taken, all by default."""
+    parser.add_argument(
+        "--parts", nargs="+", choices=parts, default=list(parts), help="which measurements (all)"
+    )
 
 
 def run_script(main: Callable[[], None]) -> None:

@@ -57,6 +57,12 @@ def bidirectional_trace(longest: int, num_new: int) -> list[Arrival]:
     return [*alone, *crowd, whole._replace(after=7), chat._replace(after=9)]
 
 
+def documents_trace(longest: int, num_new: int) -> list[Arrival]:
+    """Documents, all at once, each of which allows for just what it uses: nothing that is planned
+    for them is ever empty, and whoever waits for the others holds memory meanwhile."""
+    return [Arrival(0, longest // 4 - num_new, num_new, num_new) for _ in range(14)]
+
+
 def most_at_once(trace: Sequence[Arrival]) -> int:
     """Tokens that all who come together may want at most."""
     wanted: dict[int, int] = {}
@@ -99,7 +105,7 @@ class _Run:
     def __init__(self, engine: Engine, trace: Sequence[Arrival]) -> None:
         self._engine = engine
         self._decoder = make_decoder(engine)
-        self._waiting = deque(zip(trace, _requests(engine.opened.config, trace), strict=True))
+        self._waiting = deque(zip(trace, requests_of(engine.opened.config, trace), strict=True))
         self._passes: list[_Pass] = []
         self._num_finished = self._num_tokens = 0
 
@@ -170,7 +176,8 @@ def _counts(engine: Engine) -> dict[str, Any]:
     }
 
 
-def _requests(config: ModelConfig, trace: Sequence[Arrival]) -> list[Request]:
+def requests_of(config: ModelConfig, trace: Sequence[Arrival]) -> list[Request]:
+    """Random prompts, answers that end after as many tokens as each has."""
     context = max(each.num_prompt + each.max_tokens for each in trace)
     intake = Intake(config, None, context, MAX_BLOCK_LENGTH)
     draw = np.random.default_rng(0)

@@ -167,6 +167,13 @@ def run_masked_trace(settings: Settings) -> dict[str, Any]:
     return measure(settings)
 
 
+def run_every_expert(settings: Settings) -> dict[str, Any]:
+    """Steps that ask for all experts."""
+    from common.every_expert import measure
+
+    return measure(settings)
+
+
 def _counts(experts: ExpertRuntime, transfer: TimedTransfer) -> dict[str, float]:
     return {**experts.as_dict(), "outstanding_s": transfer.outstanding_s}
 
@@ -179,6 +186,7 @@ TASKS: Mapping[str, Callable[[Settings], dict[str, Any]]] = {
     "elastic": run_elastic,
     "masked step": run_masked_step,
     "masked trace": run_masked_trace,
+    "every expert": run_every_expert,
 }
 
 

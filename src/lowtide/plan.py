@@ -76,6 +76,13 @@ class Prediction:
     memory_bytes: float  # of weights that are gone through in memory
     pass_s: float | None  # None: nothing that it could follow from was measured
     rests_on: Basis
+    asked_share: float  # of all experts, that a pass asks for
+
+    @property
+    def asks_for_all(self) -> bool:
+        """Whether a pass asks for as good as every expert: then which are kept makes no
+        difference, only how many."""
+        return self.asked_share >= 0.99
 
     @property
     def read_bytes_per_token(self) -> float:

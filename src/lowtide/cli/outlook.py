@@ -18,7 +18,8 @@ def outlook(plan: MemoryPlan, model: str) -> str:
     """Lines below a plan's table: bytes read, the speed to expect, the budget to choose."""
     lines = []
     if plan.prediction is not None:
-        lines += [_bytes_line(plan, plan.prediction), _speed_line(plan.prediction, model)]
+        lines += [_bytes_line(plan, plan.prediction), *_no_cache_line(plan.prediction)]
+        lines.append(_speed_line(plan.prediction, model))
     lines += [advice] if (advice := _advice(plan)) else []
     return "\n".join(lines)
 
@@ -52,6 +53,7 @@ def prediction_object(prediction: Prediction | None) -> dict[str, object] | None
         "rests_on": prediction.rests_on.value,
         "tokens_per_s": prediction.tokens_per_s,
         "read_bytes_per_token": prediction.read_bytes_per_token,
+        "asks_for_all": prediction.asks_for_all,
     }
 
 
@@ -69,6 +71,17 @@ def _bytes_line(plan: MemoryPlan, prediction: Prediction) -> str:
         read = format_size(round(prediction.read_bytes_per_token))
         parts.append(f"{read} of them read from disk, if all experts are asked for alike")
     return ", ".join(parts)
+
+
+def _no_cache_line(prediction: Prediction) -> list[str]:
+    """Where every pass wants everything: that no choice of residents saves a read."""
+    if not (prediction.asks_for_all and prediction.read_bytes):
+        return []
+    read = format_size(round(prediction.read_bytes))
+    return [
+        f"every pass asks for all experts: the {read} that are not in memory are read in each, "
+        "whichever are kept; only a larger budget reads less"
+    ]
 
 
 def _speed_line(prediction: Prediction, model: str) -> str:

@@ -80,6 +80,7 @@ class Predictor:
             memory_bytes=_dense_bytes(self.opened) + demand.num_run * expert_bytes,
             pass_s=self.pass_s(num_rows, demand),
             rests_on=self.rests_on,
+            asked_share=demand.num_run / max(1, self.plan.num_experts),
         )
 
     def tokens_per_s(self, num_tokens: int, num_passes: int, num_rows: int) -> float | None:

@@ -1,0 +1,82 @@
+"""Steps of a model whose every pass asks for all experts: what each reads and takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common.elastic_trace import Arrival, requests_of
+from common.memory import drop_pages, peak_resident_bytes
+from common.run import TimedTransfer, loaded_engine
+from lowtide.engine.engine import Engine
+from lowtide.engine.opening import EngineConfig
+from lowtide.engine.worker import make_decoder
+
+NUM_WARM = 2
+"""Steps before those that count: residents settle, memory has been touched."""
+
+
+class _Step(NamedTuple):
+    seconds: float
+    read_bytes: int
+    reading_s: float  # in which a read was under way
+    num_asked: int  # experts, over all layers
+    num_absent: int  # of those
+
+
+def measure(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A task of `common.worker`. settings: model, budget_bytes, context, policy, lengths (tokens
+    of one sequence, each by itself), num_steps of each."""
+    options = EngineConfig(
+        host_memory=settings["budget_bytes"],
+        context=settings["context"],
+        policy=settings["policy"],
+    )
+    drop_pages([Path(settings["model"])])
+    with loaded_engine(settings["model"], options) as engine:
+        host, plan = engine.experts.host, engine.plan
+        host.transfer = transfer = TimedTransfer(host.transfer)
+        with engine.executor.in_charge():
+            steps = {
+                str(length): _row(_steps(engine, transfer, length, settings["num_steps"]))
+                for length in settings["lengths"]
+            }
+        return {
+            "steps": steps,
+            "num_experts": plan.num_experts,
+            "num_residents": sum(plan.residents_per_layer),
+            "policy_in_force": plan.policy,
+            "peak_resident_bytes": peak_resident_bytes(),
+            "allowed_bytes": plan.budget_bytes + plan.overhead_bytes,
+        }
+
+
+def _steps(engine: Engine, transfer: TimedTransfer, num_tokens: int, num_steps: int) -> list[_Step]:
+    """Of one sequence of so many tokens, which are all computed in every step."""
+    num_new = num_steps + NUM_WARM
+    arrival = Arrival(0, num_tokens - num_new, num_new, num_new)
+    decoder = make_decoder(engine)
+    [request] = requests_of(engine.opened.config, [arrival])
+    decoder.add(request)
+    steps = []
+    while decoder.has_work:
+        before, start_s = _counts(engine, transfer), time.perf_counter()
+        decoder.step()
+        seconds = time.perf_counter() - start_s
+        grown = [now - then for now, then in zip(_counts(engine, transfer), before, strict=True)]
+        steps.append(_Step(seconds, int(grown[0]), grown[1], int(grown[2]), int(grown[3])))
+    return steps[NUM_WARM:]
+
+
+def _counts(engine: Engine, transfer: TimedTransfer) -> tuple[float, ...]:
+    stats = engine.experts.as_dict()
+    num_absent = stats["num_misses"]
+    num_asked = stats["num_hits"] + num_absent
+    return stats["read_bytes"], transfer.outstanding_s, num_asked, num_absent
+
+
+def _row(steps: list[_Step]) -> dict[str, Any]:
+    """Of all steps, in the order in which they came."""
+    return {name: [getattr(step, name) for step in steps] for name in _Step._fields}

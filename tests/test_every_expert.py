@@ -1,0 +1,74 @@
+"""LLaDA-MoE with half of its experts in memory: each step reads the other half and nothing else."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from lowtide.cli.outlook import outlook
+from lowtide.lab.budgets import budget_of_share
+from lowtide.lab.synth import synth
+from lowtide.llm import plan_model
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+every_expert, script = map(import_module, ("common.every_expert", "every_expert"))
+
+LENGTHS = [256, 640]  # of one tile, and of several
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synth("llada_moe", "tiny", tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.mark.parametrize("policy", ["auto", "buddymoe"])
+def test_a_step_reads_the_absent_half_to_the_byte(model: Path, policy: str) -> None:
+    plan = plan_model(model, context=max(LENGTHS))
+    found = every_expert.measure(
+        {
+            "model": str(model),
+            "budget_bytes": budget_of_share(plan, 0.5),
+            "context": max(LENGTHS),
+            "policy": policy,
+            "lengths": LENGTHS,
+            "num_steps": 3,
+        }
+    )
+    assert found["peak_resident_bytes"] > 0
+    num_absent = found["num_experts"] - found["num_residents"]
+    # Half but for what operators that are divided leave to slots.
+    assert found["num_experts"] * 3 // 8 <= num_absent <= found["num_experts"] // 2
+    for steps in found["steps"].values():
+        assert len(steps["read_bytes"]) == 3
+        for read_bytes, asked, absent in zip(
+            steps["read_bytes"], steps["num_asked"], steps["num_absent"], strict=True
+        ):
+            assert read_bytes == absent * plan.host.slot_bytes
+            # At most the absent half, and that within 1% where the step asks for everything.
+            assert num_absent - (found["num_experts"] - asked) <= absent <= num_absent
+
+
+def test_a_row_compares_bytes_and_time_with_what_there_is() -> None:
+    half = {"seconds": [2.0, 4.0, 3.0], "read_bytes": [100, 100, 100], "reading_s": [2.0] * 3}
+    whole = {"seconds": [1.0] * 3, "num_asked": [8] * 3}
+    row = script._row({**half, "num_asked": [8] * 3}, whole, 100, 100 / 1.5e9)
+    assert row["over_absent"] == 1 and row["asked_of_all"] == 1
+    assert row["of_ceiling"] == pytest.approx(0.5)
+    assert row["of_ceiling_while_reading"] == pytest.approx(0.75)
+    assert row["over_larger"] == pytest.approx(2)
+    assert script._judged(256, row) == {"reads_the_absent": True, "is_at_the_ceiling": False}
+    assert script._judged(257, row) == {"reads_the_absent": True, "is_the_larger": False}
+
+
+def test_the_plan_says_that_no_cache_helps(model: Path) -> None:
+    plan = plan_model(model, context=1024)
+    half = plan_model(model, context=1024, host_memory=budget_of_share(plan, 0.5))
+    assert half.prediction is not None and half.prediction.asks_for_all
+    assert "only a larger budget reads less" in outlook(half, "m")
+    assert "every pass asks" not in outlook(plan, "m")
+    few = plan_model(model, context=8, host_memory=budget_of_share(plan, 0.5))
+    assert few.prediction is not None and not few.prediction.asks_for_all
+    assert "every pass asks" not in outlook(few, "m")
