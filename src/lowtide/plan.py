@@ -16,12 +16,13 @@ OWN_FORMAT = "own"
 
 @dataclass(frozen=True, slots=True)
 class WeightFormats:
-    """Formats in which weights are kept in memory, by part; others than `own` may have changed
-    outputs."""
+    """Formats in which weights are kept in memory, by part, and what rows are rounded to before
+    they are multiplied with them; others than `own` may have changed outputs."""
 
     experts: str = OWN_FORMAT
     dense: str = OWN_FORMAT
     head: str = OWN_FORMAT  # and the embedding
+    activations: str = OWN_FORMAT
 
     @property
     def is_own(self) -> bool:
@@ -32,8 +33,16 @@ class WeightFormats:
         """Of all parts."""
         return {*self.experts.split(", "), *self.dense.split(", "), *self.head.split(", ")}
 
-    def __str__(self) -> str:
+    @property
+    def names_of_parts(self) -> str:
+        """`experts q4 · dense q4 · head q8`."""
         return f"experts {self.experts} · dense {self.dense} · head {self.head}"
+
+    def __str__(self) -> str:
+        parts = self.names_of_parts
+        if self.activations == OWN_FORMAT:
+            return parts
+        return f"{parts} · activations {self.activations}"
 
 
 @dataclass(frozen=True, slots=True)

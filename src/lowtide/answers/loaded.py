@@ -54,6 +54,7 @@ class LoadedModel:
         format: str | None = None,
         expert_dtype: str | None = None,
         dense_dtype: str | None = None,
+        activations: str = "own",
         kernels: str = "auto",
         dtype: str | None = None,
         block_length: int | None = None,

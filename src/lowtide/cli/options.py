@@ -52,6 +52,13 @@ OPTIONS: tuple[Option, ...] = (
     Option("format", Kind.TEXT, Group.ENGINE, "Of weights in memory: own, q8, q4 (changes words)."),
     Option("expert_dtype", Kind.TEXT, Group.ENGINE, "Format that experts are kept in."),
     Option("dense_dtype", Kind.TEXT, Group.ENGINE, "Format that all other matrices are kept in."),
+    Option(
+        "activations",
+        Kind.TEXT,
+        Group.ENGINE,
+        "Of products with q8 and q4 weights: own, int8 (changes words).",
+        "own",
+    ),
     Option("kernels", Kind.TEXT, Group.ENGINE, "auto or reference.", "auto"),
     Option(
         "kv_cache",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import UnionType
 
@@ -28,6 +28,7 @@ from lowtide.families import families
 from lowtide.formats import MatrixFormat
 from lowtide.formats.plain import SAFETENSORS_NAME
 from lowtide.kernels.choice import HOST, choose_kernels
+from lowtide.kernels.int8_rows import INT8
 from lowtide.kernels.operands import ClampedWeights, ExpertWeights
 from lowtide.kernels.reference import Kernels
 from lowtide.memory.kv_cache import storage_shape
@@ -39,7 +40,7 @@ from lowtide.model_folder.gguf_model import GgufModel
 from lowtide.model_folder.hub import has_weights, locate_model, resolve_model
 from lowtide.model_folder.hub_model import HubModel
 from lowtide.model_folder.tokenizer import Tokenizer
-from lowtide.plan import WeightFormats
+from lowtide.plan import OWN_FORMAT, WeightFormats
 from lowtide.policies.presets import check_policy, check_safe
 from lowtide.reading.dense_weights import DenseWeights, Progress, no_progress
 from lowtide.reading.fingerprint import fingerprint
@@ -55,6 +56,8 @@ MAX_BLOCK_LENGTH = MAX_PASS_ROWS // 2
 
 
 DEFAULT_CONTEXT = 4096
+
+ACTIVATIONS = (OWN_FORMAT, INT8)
 
 APPROXIMATE_CACHES = (CacheMode.PREFIX.value, CacheMode.DUAL.value)
 
@@ -75,7 +78,8 @@ class EngineConfig:
     bidirectional models `prefix` and `dual` keep while a block is filled what its first step
     computed of everything before it, or of all but it: faster, and an approximation (Fast-dLLM).
     format: `own` (as stored), `q8` or `q4`, with `expert_dtype` and `dense_dtype` by part: see
-    `weight_formats.py`; all but `own` may change answers.
+    `weight_formats.py`; all but `own` may change answers. activations: `own`, or `int8`, to which
+    rows are rounded that are multiplied with weights in q8 and q4; see `kernels/int8_rows.py`.
     head_form: for ablations, see `decode.row_reading.HeadForm`.
     elastic: what sequences do not use of the KV cache's memory holds experts, which make room for
     as many sequences at once as there is memory for, none longer than `context` (not on a GPU).
@@ -94,6 +98,7 @@ class EngineConfig:
     format: str | None = None
     expert_dtype: str | None = None
     dense_dtype: str | None = None
+    activations: str = OWN_FORMAT
     kernels: str = "auto"
     dtype: str | None = None
     block_length: int | None = None
@@ -131,6 +136,10 @@ class EngineConfig:
         if self.elastic:
             check_elastic(self.device, self.device_options)
         weight_formats.Asked.of(self.format, self.expert_dtype, self.dense_dtype)
+        if self.activations not in ACTIVATIONS:
+            raise UsageError(
+                f"activations {self.activations!r} is not known; choose {', '.join(ACTIVATIONS)}."
+            )
         self._check_integer("context", 1, 2**28)
         self._check_integer("block_length", 1, MAX_BLOCK_LENGTH)
         self._check_integer("seed", 0, 2**63 - 1)
@@ -207,9 +216,10 @@ class OpenModel:
     def formats(self) -> WeightFormats:
         """In memory, by part."""
         experts = [] if self.config.experts is None else self._expert_formats
-        return weight_formats.describe(
+        parts = weight_formats.describe(
             self.config, model_schema(self.config), experts, self.dense_formats
         )
+        return replace(parts, activations=self.options.activations)
 
     @property
     def is_rounded_as_read(self) -> bool:
@@ -265,8 +275,13 @@ class OpenModel:
         return self.kernels_on(HOST)
 
     def kernels_on(self, device: torch.device) -> Kernels:
-        used = weight_formats.are_used(self.formats)
-        return choose_kernels(self.options.kernels, self.dtype, device, *used)
+        used, rounds_rows = weight_formats.are_used(self.formats), self.rounds_rows
+        return choose_kernels(self.options.kernels, self.dtype, device, *used, rounds_rows)
+
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether rows are rounded to int8 before they are multiplied with weights of few bits."""
+        return self.options.activations == INT8
 
     @property
     def keeps_keys(self) -> bool:
@@ -353,7 +368,7 @@ def _opened(
         tokenizer.check_vocabulary(config.vocab_size)
     dtype = options.dtype or config.dtype
     options.formats.check(dtype, resolve_device(options.device))
-    return OpenModel(
+    opened = OpenModel(
         folder=folder,
         options=options,
         config=config,
@@ -363,6 +378,9 @@ def _opened(
         dtype=getattr(torch, dtype),
         context=_context(config, options),
     )
+    if opened.rounds_rows:
+        weight_formats.check_rounded_rows(opened.formats, resolve_device(options.device))
+    return opened
 
 
 def _context(config: ModelConfig, options: EngineConfig) -> int:

@@ -23,6 +23,7 @@ from lowtide.engine.registering import largest_counts, num_threads, planner_of, 
 from lowtide.formats.plain import SAFETENSORS_NAME
 from lowtide.hardware import available_memory_bytes, resident_bytes, total_memory_bytes
 from lowtide.hardware.measure import layer_dense_bytes
+from lowtide.kernels.int8_rows import product_bytes
 from lowtide.kernels.library_cache import library_cache_bytes, limit_library_cache
 from lowtide.kernels.stored import unpacking_bytes
 from lowtide.memory.budget import DeviceNeeds, Needs, spend
@@ -194,7 +195,8 @@ def _unpacking_bytes(opened: OpenModel) -> int:
     shapes = [opened.weight_map.dense[name].shape for name in opened.dense_formats]
     if opened.config.experts is not None and not opened.slot_layout.is_plain:
         shapes += [part.shape for part in opened.slot_layout.largest.parts[:3]]
-    return num_threads(opened) * max(map(unpacking_bytes, shapes), default=0)
+    takes = product_bytes if opened.rounds_rows else unpacking_bytes
+    return num_threads(opened) * max(map(takes, shapes), default=0)
 
 
 def workspace_bytes(opened: OpenModel) -> tuple[int, int]:

@@ -139,6 +139,21 @@ def are_used(formats: WeightFormats) -> tuple[bool, bool]:
     return not formats.names.isdisjoint(QUANTISED), not formats.names.isdisjoint(_PACKED)
 
 
+def check_rounded_rows(formats: WeightFormats, device: str) -> None:
+    """Raises UnsupportedError where rows cannot be rounded to int8: on a GPU, and where no weights
+    are in a format that is multiplied with so."""
+    if device == "cuda":
+        raise UnsupportedError(
+            "activations 'int8' has no kernels on a GPU; choose --device cpu, or leave it out."
+        )
+    if formats.names.isdisjoint(QUANTISED):
+        raise UnsupportedError(
+            "activations 'int8' is about products with weights in "
+            f"{', '.join(QUANTISED)}, and here are {formats.names_of_parts}; choose --format "
+            f"{' or '.join(QUANTISED)}, or leave it out."
+        )
+
+
 def _checked(option: str, given: str, known: tuple[str, ...]) -> str:
     name = _OTHER_NAMES.get(given, given)
     if name not in known:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lowtide.formats.quantised import GROUP
 
 if TYPE_CHECKING:  # whoever has a matrix has torch
     import torch
     from torch import Tensor
+
+
+class Groups(NamedTuple):
+    """Of a matrix with rows of whole groups: weight = scale * code + zero, in float32."""
+
+    codes: Tensor  # [out, groups, weights of a group], an integer type
+    scales: Tensor  # [out, groups] float32
+    zeros: Tensor  # [out, groups] float32
 
 
 class QuantisedMatrix:
@@ -37,8 +45,8 @@ class QuantisedMatrix:
         """Some of them: a range, as a view, or a copy of those whose numbers are given."""
         return QuantisedMatrix(self.data[features], self.num_bits, self.num_columns)
 
-    def unpack(self, out: Tensor) -> None:
-        """Writes all weights into out [out, in], each rounded once from float32 to its type."""
+    def groups(self) -> Groups:
+        """What the weights are made of."""
         import torch
 
         num_rows, num_groups = self.data.shape[0], -(-self.num_columns // GROUP)
@@ -47,6 +55,10 @@ class QuantisedMatrix:
         if self.num_bits == 4:
             codes = torch.cat((codes & 15, codes >> 4), dim=2)
         ends = self.data[:, code_bytes:].contiguous().view(torch.float16).float()
-        scale, zero = ends.view(num_rows, 2, num_groups, 1).unbind(1)
-        weights = codes.float().mul_(scale).add_(zero)
-        out.copy_(weights.view(num_rows, -1)[:, : self.num_columns])
+        return Groups(codes, *ends.view(num_rows, 2, num_groups).unbind(1))
+
+    def unpack(self, out: Tensor) -> None:
+        """Writes all weights into out [out, in], each rounded once from float32 to its type."""
+        codes, scales, zeros = self.groups()
+        weights = codes.float().mul_(scales[:, :, None]).add_(zeros[:, :, None])
+        out.copy_(weights.view(len(codes), -1)[:, : self.num_columns])

@@ -29,10 +29,11 @@ def choose_kernels(
     device: torch.device = HOST,
     has_quantised: bool = False,
     has_packed: bool = False,
+    rounds_rows: bool = False,
 ) -> Kernels:
     """The kernels of what computes in `dtype` on `device`; option: `auto` or `reference`.
     has_quantised, has_packed: whether some weights are in q8 or q4, or in a packed type of GGUF
-    files, whose kernels are compiled then, too.
+    files, whose kernels are compiled then, too. rounds_rows: `activations="int8"`.
 
     On the host, where nothing can be compiled, `auto` is the reference too, with one notice in
     the log. On a GPU the option is about its experts alone, which its device chooses.
@@ -40,10 +41,12 @@ def choose_kernels(
     if device.type == "cuda":
         return REFERENCE if why_no_triton(device) else _triton()
     if option == "reference" or dtype != torch.bfloat16:
-        return REFERENCE
+        return Kernels(rounds_rows) if rounds_rows else REFERENCE
     operators = quantised_operators() if has_quantised else None
     if operators is not None:
-        return _compiled_with(operators)
+        return _compiled_with(operators, rounds_rows)
+    if rounds_rows:
+        return Kernels(rounds_rows)
     return _compiled_for_packed() if has_packed else _compiled()
 
 
@@ -125,8 +128,8 @@ def _compiled_for_packed() -> Kernels:
 
 
 @functools.cache
-def _compiled_with(operators: QuantisedOperators) -> Kernels:
+def _compiled_with(operators: QuantisedOperators, rounds_rows: bool) -> Kernels:
     try:
-        return QuantisedKernels(FewRows.load(), operators)
+        return QuantisedKernels(FewRows.load(), operators, rounds_rows)
     except (StorageError, UnsupportedError):  # said by `_compiled`
-        return _compiled()
+        return Kernels(rounds_rows) if rounds_rows else _compiled()

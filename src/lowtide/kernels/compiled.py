@@ -22,9 +22,11 @@ from lowtide.memory.workspace import Buffers
 class CompiledKernels(Kernels):
     """Operators of C++ wherever `FewRows` takes the rows."""
 
-    def __init__(self, few_rows: FewRows, packed: GgmlOperators | None = None) -> None:
+    def __init__(
+        self, few_rows: FewRows, packed: GgmlOperators | None = None, rounds_rows: bool = False
+    ) -> None:
         """packed: for weights in the types of GGUF files."""
-        self.name = f"compiled, {few_rows.variant}"
+        super().__init__(rounds_rows, f"compiled, {few_rows.variant}")
         self._few_rows = few_rows
         self._packed = packed
         self.several_experts = few_rows

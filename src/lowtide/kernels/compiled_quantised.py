@@ -20,8 +20,10 @@ from lowtide.kernels.several_experts import SeveralExperts
 class QuantisedKernels(CompiledKernels):
     """Few rows are multiplied with weights as they are stored; more with tiles of them."""
 
-    def __init__(self, few_rows: FewRows, operators: QuantisedOperators) -> None:
-        super().__init__(few_rows)
+    def __init__(
+        self, few_rows: FewRows, operators: QuantisedOperators, rounds_rows: bool = False
+    ) -> None:
+        super().__init__(few_rows, rounds_rows=rounds_rows)
         self._operators = operators
 
     def multiply_by(
@@ -32,7 +34,8 @@ class QuantisedKernels(CompiledKernels):
         bias: Tensor | None = None,
         num_threads: int = 1,
     ) -> None:
-        if isinstance(matrix, QuantisedMatrix) and takes(x) and x.stride(1) == out.stride(1) == 1:
+        is_taken = isinstance(matrix, QuantisedMatrix) and takes(x) and not self.rounds_rows
+        if isinstance(matrix, QuantisedMatrix) and is_taken and x.stride(1) == out.stride(1) == 1:
             self._operators.multiply(x, matrix, bias, out, num_threads)
         else:
             super().multiply_by(x, matrix, out, bias, num_threads)
@@ -46,11 +49,15 @@ class QuantisedKernels(CompiledKernels):
 
     def divides(self, x: Tensor, matrix: Matrix) -> bool:
         if isinstance(matrix, QuantisedMatrix):
-            return takes(x)
+            return takes(x) and not self.rounds_rows
         return super().divides(x, matrix)
 
     def several_stored(self, formats: Sequence[MatrixFormat]) -> SeveralExperts | None:
         bits = {each.num_bits for each in formats if isinstance(each, Quantised)}
-        if len(bits) != 1 or not all(isinstance(each, Quantised) for each in formats):
+        if (
+            self.rounds_rows
+            or len(bits) != 1
+            or not all(isinstance(each, Quantised) for each in formats)
+        ):
             return None
         return QuantisedExperts(self._operators, *bits)

@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.formats import MatrixFormat, StoredMatrix
-from lowtide.kernels import stored, tiled_head
+from lowtide.formats.quantised_matrix import QuantisedMatrix
+from lowtide.kernels import int8_rows, stored, tiled_head
+from lowtide.kernels.int8_rows import INT8
 from lowtide.kernels.operands import (
     ClampedWeights,
     ExpertChoice,
@@ -38,8 +40,14 @@ class Kernels:
     Which rows a variant takes itself and which it leaves to its plain twin is its own business.
     """
 
-    name = "torch"  # for people and stored costs
+    name = "torch"
     several_experts: SeveralExperts | None = None
+
+    def __init__(self, rounds_rows: bool = False, name: str = name) -> None:
+        """rounds_rows: to int8, before products with weights of few bits (`int8_rows.py`). name:
+        for people and stored costs."""
+        self.rounds_rows = rounds_rows
+        self.name = f"{name}, {INT8} rows" if rounds_rows else name
 
     # Products with stored weights
 
@@ -64,10 +72,15 @@ class Kernels:
         num_threads: int = 1,
     ) -> None:
         """`out = x @ matrix.t() + bias` for x [n, in], a matrix [out, in] of any format, out
-        [n, out]. Each weight is rounded once to the compute dtype, whatever n is."""
+        [n, out]. Each weight is rounded once to the compute dtype, whatever n is; where rows are
+        rounded, see `int8_rows.py`."""
         if isinstance(matrix, Tensor):
             self.multiply(x, matrix.t(), bias, out, num_threads)
-        elif not x.is_meta:
+        elif x.is_meta:
+            return
+        elif self.rounds_rows and isinstance(matrix, QuantisedMatrix):
+            int8_rows.multiply(x, matrix, bias, out)
+        else:
             stored.multiply(self, x, matrix, bias, out)
 
     def unpack(self, matrix: StoredMatrix, out: Tensor) -> None:

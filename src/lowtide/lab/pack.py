@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -262,7 +261,9 @@ def _write_texts(opened: OpenModel, out: Path, weight_map: Mapping[str, str]) ->
         total_bytes = sum((out / shard).stat().st_size for shard in shards)
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         _write_json(out / INDEX_NAME, index)
-    packed = {"quant_method": PACKED_METHOD, "version": 1, "formats": asdict(opened.formats)}
+    own = opened.formats
+    of_parts = {"experts": own.experts, "dense": own.dense, "head": own.head}
+    packed = {"quant_method": PACKED_METHOD, "version": 1, "formats": of_parts}
     _write_json(out / "config.json", {**_config_of(opened.folder), "quantization_config": packed})
 
 
