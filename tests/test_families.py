@@ -345,7 +345,10 @@ def test_a_plan_needs_no_shards(family: str, tmp_path: Path) -> None:
 def test_models_larger_than_the_machine_are_planned(family: str, tmp_path: Path) -> None:
     config = families()[family].sizes()["full"].config
     plan = plan_model(write_config(tmp_path / "model", config), context=4096)
-    dense, experts = weight_bytes(ModelConfig.from_dict(config), "bfloat16")
+    dense, experts = weight_bytes(read := ModelConfig.from_dict(config), "bfloat16")
+    if read.moe.is_mxfp4:  # kept so: 17 bytes for 32 weights
+        assert plan.full_bytes < dense + experts // 3
+        experts = experts * 17 // 64
     assert plan.full_bytes > dense + experts
     assert dense < plan.minimum_bytes < plan.full_bytes
     assert plan.host.kv_cache_bytes == 4096 * PUBLISHED[family][2]

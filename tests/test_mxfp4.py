@@ -23,8 +23,8 @@ from lowtide.experts.slots import ExpertSlots
 from lowtide.experts.transfer import DiskTransfer, largest_read_bytes
 from lowtide.families import families
 from lowtide.files.regular_file import RegularFile
-from lowtide.formats import formats
-from lowtide.formats.convert import convert_rows
+from lowtide.formats import formats, mxfp4
+from lowtide.formats.convert import convert, convert_rows
 from lowtide.formats.plain import ITEM_BYTES, SAFETENSORS_NAME
 from lowtide.kernels.operands import ClampedWeights
 from lowtide.lab.safetensors_writer import OutputTensor, SafetensorsWriter
@@ -34,7 +34,7 @@ from lowtide.reading.file_reader import ArrayRead, FileReader
 from lowtide.reading.finite_weights import check_finite
 from lowtide.schemas import SlotTarget, TensorSpec, bind, model_schema
 
-MXFP4 = formats()["MXFP4"]
+MXFP4 = formats()[mxfp4.NAME]
 TORCH = {name: getattr(torch, torch_name) for torch_name, name in SAFETENSORS_NAME.items()}
 
 
@@ -59,10 +59,22 @@ def test_the_last_scale_is_not_a_number() -> None:
     assert MXFP4.is_finite(np.array([3, 254], np.uint8))
 
 
+def test_every_byte_at_every_scale_is_kept_as_the_number_it_is() -> None:
+    blocks = np.tile(np.arange(256, dtype=np.uint8), 255)
+    scales = np.repeat(np.arange(255, dtype=np.uint8), 16)
+    kept = MXFP4.kept
+    target = np.zeros(17 * len(scales), np.uint8)
+    convert([blocks, scales], MXFP4, target, kept)
+    assert target.size == kept.num_bytes(32 * len(scales))
+    expected = torch.from_numpy(MXFP4.unpack(blocks, scales)).view(torch.bfloat16).float()
+    weights = torch.from_numpy(kept.unpack(target)).view(torch.float32)
+    assert torch.equal(weights, expected)
+
+
 @given(
     shape=st.tuples(st.integers(1, 9), st.integers(1, 3), st.sampled_from([32, 64])),
     order=st.permutations(range(3)),
-    dtypes=st.tuples(st.sampled_from(["MXFP4", *ITEM_BYTES]), st.sampled_from(list(ITEM_BYTES))),
+    dtypes=st.tuples(st.sampled_from([mxfp4.NAME, *ITEM_BYTES]), st.sampled_from(list(ITEM_BYTES))),
     seed=st.integers(0, 10**6),
 )
 def test_rows_go_into_arrays_of_any_strides(
@@ -70,7 +82,7 @@ def test_rows_go_into_arrays_of_any_strides(
 ) -> None:
     stored_dtype, target_dtype = dtypes
     num_elements = int(np.prod(shape))
-    if stored_dtype == "MXFP4":
+    if stored_dtype == mxfp4.NAME:
         stored, scales = random_bytes(seed, num_elements // 2), random_bytes(seed, 1 << 20)
         scales = scales[: num_elements // 32] % 40 + 107
         expected = torch.from_numpy(MXFP4.unpack(stored, scales)).view(torch.bfloat16)
@@ -126,7 +138,9 @@ def test_arrays_are_read_in_as_many_pulls_as_it_takes(
     start, scales_start = starts
     target = np.zeros((num_rows, 32 * num_blocks), np.uint16)
     places = ((0, start), (0, scales_start)) if is_packed else ((0, start),)
-    read = ArrayRead(places, formats()["MXFP4" if is_packed else "BF16"], target, formats()["BF16"])
+    read = ArrayRead(
+        places, formats()[mxfp4.NAME if is_packed else "BF16"], target, formats()["BF16"]
+    )
     num_bytes, num_scales = [*read.stored_bytes(target.size), 0][:2]
     with reading(file, largest_bytes) as reader:
         ticket = reader.submit([read])
@@ -249,6 +263,27 @@ def test_published_experts_arrive_in_their_slots(slot_dtype: str, tmp_path: Path
         assert torch.equal(gate_bias, bias[0::2].to(dtype))
         assert torch.equal(up_bias, bias[1::2].to(dtype))
         assert torch.equal(down_bias, biases(arrays, "down_proj_bias")[expert].to(dtype))
+
+
+def test_published_experts_are_kept_packed(tmp_path: Path) -> None:
+    arrays = published_arrays()
+    checkpoint = write(tmp_path, arrays)
+    table = bind(CONFIG, checkpoint).experts
+    layout = SlotLayout.of(CONFIG.moe_shape, torch.bfloat16, ClampedWeights, table.kept())
+    assert [each.name for each in layout.layers[0].formats] == ["MXFP4"] * 3 + ["BF16"] * 3
+    packed_bytes = [sum(part.num_bytes) for part in layout.largest.parts[:3]]
+    assert sum(packed_bytes) == table.largest_expert_bytes - 2 * (2 * 96 + 64)  # its biases
+    slots = ExpertSlots(Arena(layout.num_bytes), layout)
+    with reading(checkpoint.files[0].path, largest_read_bytes(table)) as reader:
+        DiskTransfer(reader, table, slots).start(1, 2, 0).result()
+    matrices = slots.weights(1, 0)[:3]
+    found = [torch.empty(each.shape, dtype=torch.bfloat16) for each in matrices]
+    for matrix, out in zip(matrices, found, strict=True):
+        matrix.unpack(out)
+    gate_up = unpacked(arrays, "gate_up_proj", (3, 192, 2))[2]
+    down = unpacked(arrays, "down_proj", (3, 64, 3))[2]
+    for out, wanted in zip(found, (gate_up[0::2], gate_up[1::2], down), strict=True):
+        assert torch.equal(out, wanted)
 
 
 def unpacked(arrays: Arrays, name: str, blocks: tuple[int, int, int]) -> torch.Tensor:

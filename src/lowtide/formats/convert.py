@@ -30,10 +30,12 @@ def convert(
     """Writes whole blocks of weights into `target`: as they are, or in another format.
 
     stored: the blocks' bytes of each tensor of `source`, 1-D. target: 1-D, of as many weights in
-    the format `to`, which is plain, or `source` itself, of one tensor then, or can be packed.
+    the format `to`, which is plain, or can be packed, or what `source` is kept as, of one tensor.
     """
     if source is to:
         np.copyto(target, stored[0])
+    elif source.kept is to:
+        source.arrange(stored, target)
     elif to.unpacked != to.name:
         _pack(stored, source, target, to, pack)
     elif source.unpacked == source.name:
@@ -47,10 +49,10 @@ def convert_rows(
 ) -> None:
     """As `convert`, into an array of any strides, in the order of its axes.
 
-    target [rows, ...]: weights of the plain format `to` as unsigned integers of their width, a
-    whole number of blocks in every row.
+    target [rows, ...]: weights of the plain format `to` as unsigned integers of their width, or
+    bytes of its blocks; a whole number of blocks in every row.
     """
-    row_size = target[0].size
+    row_size = to.num_weights(target[0].size)
     num_rows = max(1, CHUNK_WEIGHTS // row_size)
     for first in range(0, len(target), num_rows):
         rows = target[first : first + num_rows]

@@ -67,6 +67,24 @@ class MatrixFormat(ABC):
         """The same of matrices with rows of this length, where that is one; blocks are of it."""
         return self
 
+    @property
+    def kept(self) -> MatrixFormat | None:
+        """What it is multiplied with as: itself, or what it is arranged into as it is read. None:
+        it is unpacked then."""
+        return self if self.is_kept else None
+
+    def num_weights(self, num_items: int) -> int:
+        """Of so many items of an array in memory: elements, or bytes of blocks."""
+        return (
+            num_items
+            if self.block_size == 1
+            else num_items // self.block_bytes[0] * self.block_size
+        )
+
+    def arrange(self, stored: Sequence[Bytes], target: Bytes) -> None:
+        """Writes whole blocks of `stored`, each of a tensor, as the format `kept` has them."""
+        raise NotImplementedError(f"{self.name} is kept as it is stored, or not at all.")
+
     @abstractmethod
     def unpack(self, *stored: Bytes) -> Bytes:
         """The weights of whole blocks, in their order, in the plain format `unpacked`.

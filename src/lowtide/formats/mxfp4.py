@@ -7,27 +7,60 @@ even ones in the low halves of bytes), times 2 ** (scale - 127), a scale of 255 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lowtide.formats.ggml import FORMATS as GGML_FORMATS
 from lowtide.formats.matrix import Bytes, MatrixFormat
+from lowtide.formats.plain import CHUNK_WEIGHTS
 
 BLOCK = 32
 """Weights that share a scale."""
+
+[GGML_MXFP4] = [each for each in GGML_FORMATS if each.ggml_name == "MXFP4"]
+
+NAME = "MXFP4 blocks"
+"""Of the format; `MXFP4` is what it is kept as."""
 
 TENSOR_DTYPE = "U8"
 """Of the tensors that hold blocks and scales, by its safetensors name."""
 
 
-class Mxfp4(MatrixFormat):
-    """A tensor of blocks and one of scales; unpacked when it is read."""
+_KEPT = np.dtype([("scale", "u1"), ("weights", "V16")])
+_CHUNK_BLOCKS = CHUNK_WEIGHTS // BLOCK
+_LOW_HALVES, _HALF = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(4)
 
-    name = "MXFP4"
+
+class Mxfp4(MatrixFormat):
+    """A tensor of blocks and one of scales; kept as GGUF files have the same numbers, each block's
+    scale before its weights (`formats/ggml`), which takes as many bytes."""
+
+    name = NAME
     dtypes = (TENSOR_DTYPE, TENSOR_DTYPE)
     block_size = BLOCK
     block_bytes = (BLOCK // 2, 1)
     unpacked = "BF16"
+
+    @property
+    def kept(self) -> MatrixFormat:
+        return GGML_MXFP4
+
+    def arrange(self, stored: Sequence[Bytes], target: Bytes) -> None:
+        """Weights k and k + 16 of a block share a byte there, so bytes k / 2 and k / 2 + 8 here."""
+        blocks, scales = stored
+        words, out = blocks.view(np.uint64).reshape(-1, 2), target.view(_KEPT)
+        for start in range(0, len(scales), _CHUNK_BLOCKS):
+            chunk = slice(start, start + _CHUNK_BLOCKS)
+            first, second = words[chunk].T
+            even = first & _LOW_HALVES | (second & _LOW_HALVES) << _HALF
+            odd = first >> _HALF & _LOW_HALVES | second & ~_LOW_HALVES
+            pairs = odd.view(np.uint8).astype(np.uint16)
+            pairs <<= np.uint16(8)
+            pairs |= even.view(np.uint8)
+            out["scale"][chunk] = scales[chunk]
+            out["weights"][chunk] = pairs.view("V16")
 
     def unpack(self, *stored: Bytes) -> Bytes:
         """Exact, but infinite beyond bfloat16's range. stored: blocks [16 n], scales [n]."""

@@ -59,8 +59,9 @@ class Read(NamedTuple):
 class ArrayRead(NamedTuple):
     """Byte ranges, one for each tensor of a format, that go into an array of any strides.
 
-    target [rows, ...]: weights of the plain `target_format` as unsigned integers; its C order is
-    that of the file. Without a `target_format` what is read goes there as it is.
+    target [rows, ...]: weights of the plain `target_format` as unsigned integers, or bytes of the
+    blocks that the format is kept in; its C order is that of the file. Without a `target_format`
+    what is read goes there as it is.
     """
 
     places: tuple[tuple[int, int], ...]  # file and start
@@ -72,7 +73,8 @@ class ArrayRead(NamedTuple):
         """Of so many elements of the target, in each of the places."""
         if self.target_format is None:
             return [num_elements * self.target.itemsize]
-        return [self.format.num_bytes(num_elements, i) for i in range(len(self.places))]
+        num_weights = self.target_format.num_weights(num_elements)
+        return [self.format.num_bytes(num_weights, i) for i in range(len(self.places))]
 
 
 Ticket = Future[int]

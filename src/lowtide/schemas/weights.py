@@ -94,13 +94,13 @@ class ExpertTable:
 
     def _kept_of(self, stored: Sequence[MatrixFormat]) -> tuple[MatrixFormat | None, ...]:
         if self.targets is None:
-            return tuple(each if each.is_kept else None for each in stored)
+            return tuple(each.kept for each in stored)
         by_part: dict[int, MatrixFormat | None] = {}
         for target, each in zip(self.targets, stored, strict=True):
             if target is not None:
-                is_kept = each.is_kept and not (target.is_transposed and each.block_size > 1)
+                is_split = target.is_transposed and each.block_size > 1
                 parts = range(target.first, target.first + target.num_parts)
-                by_part |= dict.fromkeys(parts, each if is_kept else None)
+                by_part |= dict.fromkeys(parts, None if is_split else each.kept)
         return tuple(by_part[part] for part in range(len(by_part)))
 
 

@@ -129,10 +129,10 @@ def _mxfp4(config: ModelConfig) -> ExpertStorage:
             _stacked(config, "down_proj_bias", (hidden,)),
         ),
         (
-            SlotTarget(_GATE, num_parts=2, format="MXFP4", others=(1,)),
+            SlotTarget(_GATE, num_parts=2, format=mxfp4.NAME, others=(1,)),
             None,
             SlotTarget(_GATE_BIAS, num_parts=2),
-            SlotTarget(_DOWN, format="MXFP4", others=(4,)),
+            SlotTarget(_DOWN, format=mxfp4.NAME, others=(4,)),
             None,
             SlotTarget(_DOWN_BIAS),
         ),

@@ -34,9 +34,7 @@ class GgmlFormat(MatrixFormat):
 
     def __init__(self, ggml_name: str, block: np.dtype[np.void], size: int, unpack: Unpack) -> None:
         """block: the fields of a block of `size` weights."""
-        # Files of gpt-oss in safetensors have MXFP4 as two tensors: another format.
-        self.name = f"GGUF's {ggml_name}" if ggml_name == "MXFP4" else ggml_name
-        self.ggml_name = ggml_name
+        self.name = self.ggml_name = ggml_name
         self.dtypes = (f"GGUF {ggml_name}",)
         self.block_size = size
         self.block_bytes = (block.itemsize,)
