@@ -41,6 +41,7 @@ SMALL = (
     Script("overlap"),
     Script("simulate"),
     Script("policies"),
+    Script("buddy", disk_GiB=0),
 )
 LARGE = (
     Script("full_size", disk_GiB=32),

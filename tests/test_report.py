@@ -77,6 +77,35 @@ def test_the_newest_clean_run_is_shown(tmp_path: Path) -> None:
     assert [line["ratio"] for line in run.lines] == [6.1354]
 
 
+def _lane(name: str, lost: float, **changes: Any) -> dict[str, Any]:
+    estimate = {"mean": lost, "error": 0.01}
+    cell = {"model": "demo:chat", "tier": "disk", "resident_share": 0.375}
+    row = {"loss": estimate, "loss_difference": estimate, "kl": estimate, "is_on_front": lost == 0}
+    shares = {"agreement": {"mean": 1 - lost}, "accuracy": {"mean": 0.5}}
+    speeds = {"speed_up": 1 + lost, "bytes_per_pass": 1e6 * (1 - lost)}
+    return _row(benchmark="buddy", what=name, **cell, **row, **shares, **speeds) | changes
+
+
+def test_what_substitution_costs_is_told_by_lane_and_by_claim(tmp_path: Path) -> None:
+    page = Path("docs/quality.md")
+    assert "Not measured yet" in blocks(_results(tmp_path, _row()), page)["buddies"]()
+    cell = {"model": "demo:chat", "tier": "disk", "resident_share": 0.375}
+    claims = [
+        _row(benchmark="buddy", what="expected", **cell, claim="it helps", is_met=is_met)
+        for is_met in (True, False)
+    ]
+    lanes = [
+        _lane("exact", 0.0),
+        _lane("buddy rho 2", 0.25),
+        _lane("far", 0.5, resident_share=0.75),
+    ]
+    redundancy = _row(benchmark="buddy", what="redundancy")
+    told = blocks(_results(tmp_path, redundancy, *lanes, *claims), page)["buddies"]()
+    assert "| exact \\* | 0.000 ± 0.010 |" in told and "far" not in told
+    assert "| buddy rho 2 | 0.250 ± 0.010 | 0.250 | 75% | 50% | 1.25 | 75% |" in told
+    assert "| it helps | 1 of 2 |" in told and "demo:chat`, disk, 38%" in told
+
+
 def test_lines_of_no_commit_are_refused(tmp_path: Path) -> None:
     results = _results(tmp_path, _row(commit="0123456789ab+"))
     with pytest.raises(ResultsError, match="differed from commit 0123456789ab"):

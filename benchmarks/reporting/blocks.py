@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from reporting.pages import Block
+from reporting.quality import buddies
 from reporting.results import Line, Results, Run
 from reporting.tables import (
     Cell,
@@ -20,7 +21,7 @@ from reporting.tables import (
 )
 
 README = Path("README.md")
-PAGES = (README,)
+PAGES = (README, Path("docs/quality.md"))
 """What is rewritten, relative to the repository."""
 
 
@@ -32,6 +33,7 @@ def blocks(results: Results, page: Path) -> Mapping[str, Block]:
         "decode": decode,
         "ar-decode": ar_decode,
         "batching": batching,
+        "buddies": buddies,
     }
     return {name: partial(make, results, page) for name, make in made.items()}
 

@@ -75,6 +75,10 @@ class Results:
         paths = sorted((repository / folder).glob("*.jsonl"))
         return cls([line for path in paths for line in _read(path, folder / path.name)])
 
+    def has(self, benchmark: str) -> bool:
+        """Whether a script has run here at all."""
+        return any(run.first["benchmark"] == benchmark for run in self.runs)
+
     def newest(self, benchmark: str, **settings: object) -> Run:
         """The last run of a script with these settings among others, on a commit's own files.
 
