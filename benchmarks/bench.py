@@ -42,6 +42,7 @@ SMALL = (
     Script("simulate"),
     Script("policies"),
     Script("buddy", disk_GiB=0),
+    Script("buddy_time", disk_GiB=0),
 )
 LARGE = (
     Script("full_size", disk_GiB=32),

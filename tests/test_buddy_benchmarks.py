@@ -13,7 +13,9 @@ from lowtide.lab.quality import Passes, Row
 from lowtide.lab.quality_scores import Comparison, Rows, Scores
 from lowtide.policies.presets import check_safe
 
-buddies, buddy, buddy_full = map(import_module, ("common.buddies", "buddy", "buddy_full"))
+buddies, buddy, buddy_full, buddy_time = map(
+    import_module, ("common.buddies", "buddy", "buddy_full", "buddy_time")
+)
 SCALE = buddies.Scale(4, 32)
 
 
@@ -82,3 +84,19 @@ def test_claims_are_met_where_the_numbers_say_so() -> None:
     assert not found["buddy rho 2 removes 50% of random's loss"]["is_met"]
     row = buddy._row(cell, lanes[1], {r.setting.label: True for r in cell.rows.values()})
     assert row["loss_difference"]["mean"] == pytest.approx(losses[lanes[1].name], abs=0.02)
+
+
+def test_decisions_are_timed_where_something_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buddy_time, "NUM_LAYERS", 2)
+    profile, twins = buddy_time._profile(), buddy_time.CompiledBuddies.load()
+    for has_device in (False, True):
+        case = buddy_time._case(buddy_time.LANES["late"], has_device, 3, profile, twins)
+        for asked, run in zip(case.facts, case.runs, strict=True):
+            assert (asked.routing.experts != run.routing.experts).any()
+        row = buddy_time._row(case, 1, 1)
+        assert 0 < row["substitute_us"] and 0 < row["both_us"] and 0 < row["settle_us"]
+    late = {"substitute_us": 10.0, "both_us": 101.0}
+    assert buddy_time._judged("late", 1, late) == {
+        "is_short_at_one": True,
+        "are_both_short": False,
+    }

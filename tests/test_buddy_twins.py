@@ -191,6 +191,12 @@ def test_moved_pairs_are_counted_alike(compiled: CompiledBuddies) -> None:
             moved, other = (count(asked, run, len(state.is_here)) for count in counts)
             assert moved is not None and moved == other
             num_seen += sum(moved.pairs)
+            saved_bytes = draw.random(len(state.is_here)) * draw.integers(0, 2, len(state.is_here))
+            saved, other_saved = (count.saved(asked, run, saved_bytes) for count in counts)
+            assert saved == other_saved
+            given_up = np.setdiff1d(asked.experts, run.experts) if run is not asked else []
+            assert sum(saved.shares) >= saved_bytes[given_up].sum() * (1 - 1e-9)
+            assert (np.array(saved.in_vain) <= np.array(moved.pairs)).all()
     assert num_seen > scaled(NUM_RANDOM) // 10
 
 

@@ -23,9 +23,9 @@ from lowtide.llm import plan_model
 from lowtide.policies import catalogue
 from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.presets import parse_options
-from lowtide.policies.receipt import Receipt, replaced
+from lowtide.policies.receipt import Receipt
 from lowtide.policies.recipe import Recipe, Setting
-from lowtide.policies.substitution import Substitution
+from lowtide.policies.substitution import Substitution, replaced
 from lowtide.replay.host_alone import compare_alone
 
 GOLDENS = Path(__file__).parent / "goldens"

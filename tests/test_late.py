@@ -16,8 +16,8 @@ from lowtide.policies.buddy_search import UNBOUNDED
 from lowtide.policies.late import Late, waits_of
 from lowtide.policies.miss import LayerTwins, Rho
 from lowtide.policies.plain_buddies import absent_of, late_queues
-from lowtide.policies.receipt import Receipts, replaced
-from lowtide.policies.substitution import check_substituted
+from lowtide.policies.receipt import Receipts
+from lowtide.policies.substitution import check_substituted, replaced
 
 # Residents 0, 1 and 2 of 6; a resident takes 1 s for any number of tokens.
 HERE = np.array([True, True, True, False, False, False])

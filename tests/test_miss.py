@@ -20,9 +20,9 @@ from lowtide.policies.buddy_search import UNBOUNDED
 from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.miss import Buddy, CachePrior, Drop, Random, Rho, Weighing
 from lowtide.policies.presets import check_safe, lossless_presets, parse_options
-from lowtide.policies.receipt import Receipts, replaced
+from lowtide.policies.receipt import Receipts
 from lowtide.policies.recipe import Setting
-from lowtide.policies.substitution import Substitution, check_substituted
+from lowtide.policies.substitution import Substitution, check_substituted, replaced
 
 OPEN = Gates()
 ALL = Rho(UNBOUNDED)

@@ -72,6 +72,13 @@ class Moved(NamedTuple):
     tokens: list[int]  # that no earlier layer of the pass affected
 
 
+class Saved(NamedTuple):
+    """What a layer's substitutions saved, owner by owner."""
+
+    shares: list[float]  # of experts' bytes, each divided among the pairs that gave it up
+    in_vain: list[int]  # pairs whose expert saved nothing
+
+
 class LayerTwin(Protocol):
     """Decides for a layer of some `LayerRules`."""
 
@@ -95,6 +102,10 @@ class MovedCount(Protocol):
 
     def __call__(self, asked: RoutedTokens, run: RoutedTokens, num_experts: int) -> Moved | None:
         """None for a `run` that cannot be run."""
+        ...
+
+    def saved(self, asked: RoutedTokens, run: RoutedTokens, expert_bytes: FloatArray) -> Saved:
+        """expert_bytes [num_experts]: what the replacement of each expert saved by itself."""
         ...
 
 

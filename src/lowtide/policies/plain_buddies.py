@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.buddies import LayerRules, LayerState, LayerTwin, Moved, MovedCount, Waits
+from lowtide.buddies import LayerRules, LayerState, LayerTwin, Moved, MovedCount, Saved, Waits
 from lowtide.core import BoolArray, FloatArray, IntArray, Left, RoutedTokens
 from lowtide.policies.buddy_gates import open_tokens
 from lowtide.policies.buddy_search import BuddySearch, search_buddies
@@ -104,6 +104,16 @@ class PlainCount:
         tokens = np.bincount(self._owner[newly], minlength=self._num_owners)
         pairs = np.bincount(owners, minlength=self._num_owners)
         return Moved(masses.tolist(), pairs.tolist(), tokens.tolist())
+
+    def saved(self, asked: RoutedTokens, run: RoutedTokens, expert_bytes: FloatArray) -> Saved:
+        is_moved = replaced(asked, run)
+        owners = np.repeat(self._owner, is_moved.sum(axis=1))
+        experts = asked.experts[is_moved]
+        num_bytes = expert_bytes[experts]
+        of_pair = num_bytes / np.bincount(experts, minlength=len(expert_bytes))[experts]
+        shares = np.bincount(owners, of_pair, minlength=self._num_owners)
+        in_vain = np.bincount(owners[~(num_bytes > 0)], minlength=self._num_owners)
+        return Saved(shares.tolist(), in_vain.tolist())
 
 
 def absent_of(state: LayerState) -> BoolArray:

@@ -13,7 +13,7 @@ import numpy as np
 from lowtide.buddies import BuddyTwins, MovedCount
 from lowtide.core import Facts, FloatArray, IntArray, Left, PassRows, RoutedTokens
 from lowtide.policies.plain_buddies import PlainBuddies
-from lowtide.policies.substitution import cannot_run, check_alike, replaced
+from lowtide.policies.substitution import cannot_run, check_alike
 
 _SLACK = 1e-9
 """Of a bound: sums of the same weights in another order differ by less."""
@@ -130,17 +130,12 @@ class Receipts:
         expert_bytes [num_experts]: what the replacement of each expert saved by itself, 0 where it
         came anyway; net_bytes: what the layer as a whole did, which requests share by their pairs.
         """
-        is_moved = replaced(asked, run)
-        saves = expert_bytes[asked.experts] > 0
-        in_vain = self._sums((is_moved & ~saves).sum(axis=1, dtype=np.float64))
-        # An expert's saving is shared by the tokens that gave it up.
-        num_pairs = np.bincount(asked.experts[is_moved], minlength=len(expert_bytes)).clip(1)
-        of_pair = np.where(is_moved, (expert_bytes / num_pairs)[asked.experts], 0.0)
-        total = float(of_pair.sum())
-        shares = self._sums(of_pair.sum(axis=1)) * (net_bytes / total if total else 0.0)
-        for place, tally in enumerate(self._running):
-            tally.saved_bytes += float(shares[place])
-            tally.num_in_vain += int(in_vain[place])
+        saved = self._count.saved(asked, run, expert_bytes)
+        total = sum(saved.shares)
+        scale = net_bytes / total if total else 0.0
+        for tally, share, in_vain in zip(self._running, *saved, strict=True):
+            tally.saved_bytes += share * scale
+            tally.num_in_vain += in_vain
 
     def take(self, request: int) -> Receipt | None:
         """The receipt of a request that has ended; None where nothing was counted of it."""
@@ -179,8 +174,3 @@ class Receipts:
         counts = np.bincount(self._owner, minlength=len(names))
         for tally, count in zip(self._running, counts.tolist(), strict=True):
             tally.num_tokens += count
-
-    def _sums(self, of_rows: FloatArray) -> FloatArray:
-        """Of each request of the pass. of_rows [rows]"""
-        sums = np.bincount(self._owner, of_rows, minlength=len(self._running))
-        return sums.astype(np.float64, copy=False)

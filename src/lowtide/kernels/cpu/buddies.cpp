@@ -365,36 +365,4 @@ long lowtide_give_up_late(
     return in_order(layer, out, out_weights);
 }
 
-// What was asked [num_tokens, k] and is not run, for each of `num_owners` requests: mass, pairs,
-// and tokens that were not affected before, by is_affected [num_tokens]. Answers 0 where what is
-// run cannot be.
-long lowtide_count_moved(
-    const std::int64_t* asked, const float* asked_weights, const std::int64_t* run,
-    const float* run_weights, long num_tokens, long k, long num_experts,
-    const std::int64_t* owner, long num_owners, std::uint8_t* is_affected, double* masses,
-    std::int64_t* pairs, std::int64_t* tokens
-) {
-    for (long pair = 0; pair < num_tokens * k; ++pair) {
-        const bool ascends = pair % k == 0 || run[pair - 1] < run[pair];
-        const bool is_known = 0 <= run[pair] && run[pair] < num_experts;
-        if (!ascends || !is_known || !std::isfinite(run_weights[pair])) return 0;
-    }
-    std::fill(masses, masses + num_owners, 0.0);
-    std::fill(pairs, pairs + num_owners, 0);
-    std::fill(tokens, tokens + num_owners, 0);
-    for (long token = 0; token < num_tokens; ++token) {
-        const std::int64_t* others = run + token * k;
-        bool is_moved = false;
-        for (long pair = token * k; pair < token * k + k; ++pair) {
-            if (std::binary_search(others, others + k, asked[pair])) continue;
-            masses[owner[token]] += asked_weights[pair];
-            ++pairs[owner[token]];
-            is_moved = true;
-        }
-        tokens[owner[token]] += is_moved && !is_affected[token];
-        is_affected[token] |= is_moved;
-    }
-    return 1;
-}
-
 }

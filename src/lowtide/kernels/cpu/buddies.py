@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.buddies import LayerRules, LayerState, LayerTwin, Moved, MovedCount, Waits
-from lowtide.core import IntArray, RoutedTokens
+from lowtide.buddies import LayerRules, LayerState, LayerTwin, Moved, MovedCount, Saved, Waits
+from lowtide.core import FloatArray, IntArray, RoutedTokens
 from lowtide.kernels.cpu.library import BUDDIES, load_library
 
 _Function = Callable[..., int]
@@ -55,6 +55,9 @@ class CompiledBuddies:
         self._replace_absent.argtypes = (*state, _LONG, _P, _P)
         self._give_up_late.argtypes = (*state, _P, _P, _P)
         self._count_moved.argtypes = (*4 * (_P,), *3 * (_LONG,), _P, _LONG, *4 * (_P,))
+        self._count_saved = library.lowtide_count_saved
+        self._count_saved.argtypes = (*2 * (_P,), *2 * (_LONG,), _P, _LONG, _P, _LONG, *2 * (_P,))
+        self._count_saved.restype = None
         for function in (self._replace_absent, self._give_up_late, self._count_moved):
             function.restype = _LONG
 
@@ -67,7 +70,7 @@ class CompiledBuddies:
         return _Layer(rules, self._replace_absent, self._give_up_late)
 
     def of_pass(self, owner: IntArray, num_owners: int) -> MovedCount:
-        return _Count(owner, num_owners, self._count_moved)
+        return _Count(owner, num_owners, self._count_moved, self._count_saved)
 
 
 class _Layer:
@@ -119,13 +122,19 @@ class _Layer:
 class _Count:
     """See `MovedCount`."""
 
-    def __init__(self, owner: IntArray, num_owners: int, count_moved: _Function) -> None:
+    def __init__(
+        self,
+        owner: IntArray,
+        num_owners: int,
+        count_moved: _Function,
+        count_saved: Callable[..., None],
+    ) -> None:
         self._owner = owner.tobytes()
         self._num_owners = num_owners
         self._is_affected = (ctypes.c_uint8 * max(1, len(owner)))()
         self._masses = (_DOUBLE * num_owners)()
         self._pairs, self._tokens = (ctypes.c_int64 * num_owners)(), (ctypes.c_int64 * num_owners)()
-        self._count_moved = count_moved
+        self._count_moved, self._count_saved = count_moved, count_saved
 
     def __call__(self, asked: RoutedTokens, run: RoutedTokens, num_experts: int) -> Moved | None:
         is_runnable = self._count_moved(
@@ -143,6 +152,20 @@ class _Count:
             self._tokens,
         )
         return Moved(self._masses[:], self._pairs[:], self._tokens[:]) if is_runnable else None
+
+    def saved(self, asked: RoutedTokens, run: RoutedTokens, expert_bytes: FloatArray) -> Saved:
+        self._count_saved(
+            asked.experts.tobytes(),
+            run.experts.tobytes(),
+            *asked.experts.shape,
+            expert_bytes.tobytes(),
+            len(expert_bytes),
+            self._owner,
+            self._num_owners,
+            self._masses,
+            self._pairs,
+        )
+        return Saved(self._masses[:], self._pairs[:])
 
 
 def _bytes(array: NDArray[Any] | None) -> bytes | None:

@@ -1,0 +1,210 @@
+"""What a substitution itself takes of a layer of 256 experts, 8 a token, half of them resident.
+
+Decided twice, on the router's demand and on what is run in its place, before the layer's work can
+start; what it saved is counted beside that work. On the host alone and beside a device, where the
+cost model asks an assignment who would be late. Seconds of the deciding thread's own time (it
+waits for nobody), the least of several means, so that other programs count little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from common.arguments import run_script
+from common.record import Recorder, Row, say
+
+from lowtide.core import (
+    NO_MOVES,
+    Costs,
+    Curve,
+    Demand,
+    Facts,
+    PassRows,
+    RoutedTokens,
+    RowKind,
+    Step,
+    StepKind,
+)
+from lowtide.kernels.cpu.buddies import CompiledBuddies
+from lowtide.policies.buddy_profile import BuddyProfile
+from lowtide.policies.decision import Policies
+from lowtide.policies.presets import make_policies, parse_options
+from lowtide.policies.recipe import Setting
+
+NUM_EXPERTS, K = 256, 8
+NUM_LAYERS = 24
+"""Of a pass: what a pass begins with is shared by them."""
+
+BUDDYMOE = "buddymoe"
+LANES: Mapping[str, Mapping[str, str]] = {
+    "buddy": {"miss": "buddy", "k_max": "8"},
+    "buddy, max_mass": {"miss": "buddy", "k_max": "8", "max_mass": "0.05"},
+    "late": {"miss": "late", "k_max": "8"},
+}
+TIERS = {"host alone": False, "beside a device": True}
+
+AT_ONE_S, LATE_S = 20e-6, 100e-6
+"""What a decision of one row may take; and `late`'s two together."""
+
+
+class Case(NamedTuple):
+    """Policies, and the facts of all layers of a pass that they are asked of, over and over."""
+
+    policies: Policies
+    facts: list[Facts]
+    runs: list[Facts]  # of what is run instead
+
+
+def main() -> None:
+    options = _options()
+    named = ("rows", "means", "passes")
+    recorder = Recorder("buddy time", {name: getattr(options, name) for name in named}, options.out)
+    profile, twins = _profile(), CompiledBuddies.load()
+    for (lane, chosen), (tier, has_device), num_rows in itertools.product(
+        LANES.items(), TIERS.items(), options.rows
+    ):
+        case = _case(chosen, has_device, num_rows, profile, twins)
+        row = _row(case, options.means, options.passes)
+        where: Row = {"lane": lane, "tier": tier, "num_rows": num_rows}
+        recorder.write("substitution", {**where, **row, **_judged(lane, num_rows, row)})
+        say(
+            f"{lane}, {tier}, {num_rows} rows: {row['substitute_us']:.0f} us, both decisions "
+            f"{row['both_us']:.0f} us, what was saved {row['settle_us']:.0f} us"
+        )
+
+
+def _judged(lane: str, num_rows: int, row: Mapping[str, float]) -> dict[str, bool]:
+    judged = {}
+    if num_rows == 1:
+        judged["is_short_at_one"] = row["substitute_us"] <= 1e6 * AT_ONE_S
+    if lane == "late":
+        judged["are_both_short"] = row["both_us"] <= 1e6 * LATE_S
+    return judged
+
+
+def _row(case: Case, num_means: int, num_passes: int) -> dict[str, float]:
+    """Microseconds of a layer; each of `num_means` is of `num_passes`."""
+    policies, facts, runs = case
+    pairs = list(zip(facts, runs, strict=True))
+    decided = [policies.decide(asked, run) for asked, run in pairs]
+
+    def substitute() -> None:
+        for asked in facts:
+            policies.substitute(asked)
+
+    def both() -> None:
+        for asked, run in pairs:
+            policies.substitute(asked)
+            policies.decide(asked, run)
+
+    def settle() -> None:
+        for asked, decision in zip(facts, decided, strict=True):
+            policies._settle(asked, decision, NO_MOVES)
+
+    works = {"substitute_us": substitute, "both_us": both, "settle_us": settle}
+    return {name: 1e6 * _least_s(work, num_means, num_passes) for name, work in works.items()}
+
+
+def _least_s(work: Callable[[], object], num_means: int, num_passes: int) -> float:
+    """Of a layer."""
+    work()
+    means = []
+    for _ in range(num_means):
+        start_s = time.thread_time()
+        for _ in range(num_passes):
+            work()
+        means.append((time.thread_time() - start_s) / num_passes / NUM_LAYERS)
+    return min(means)
+
+
+def _case(
+    options: Mapping[str, str],
+    has_device: bool,
+    num_rows: int,
+    profile: BuddyProfile,
+    twins: CompiledBuddies,
+) -> Case:
+    """Routings of each of which something is replaced."""
+    setting = Setting(
+        [NUM_EXPERTS // 2] * NUM_LAYERS,
+        NUM_EXPERTS,
+        _costs(),
+        options=parse_options(BUDDYMOE, options),
+        buddies=profile,
+        twins=twins,
+    )
+    policies = make_policies(BUDDYMOE, setting, everything_fits=False)
+    draw = np.random.default_rng(0)
+    is_here = np.arange(NUM_EXPERTS) % 2 == 0
+    rows = PassRows(np.zeros(num_rows, np.int64), np.full(num_rows, RowKind.DECODE, np.uint8))
+    step = Step(StepKind.DECODE, 1, rows)
+    facts, runs = [], []
+    while len(facts) < NUM_LAYERS:
+        experts = np.sort(np.argsort(draw.random((num_rows, NUM_EXPERTS)), axis=1)[:, :K], axis=1)
+        weights = draw.random((num_rows, K)).astype(np.float32) + np.float32(0.01)
+        asked = _facts(step, len(facts), RoutedTokens(experts, weights), is_here, has_device)
+        answer = policies.substitute(asked)
+        if answer is not None:
+            facts.append(asked)
+            runs.append(_facts(step, asked.layer, answer, is_here, has_device))
+    return Case(policies, facts, runs)
+
+
+def _facts(
+    step: Step, layer: int, routing: RoutedTokens, is_here: np.ndarray, has_device: bool
+) -> Facts:
+    num_tokens = np.bincount(routing.experts.ravel(), minlength=NUM_EXPERTS)
+    experts = num_tokens.nonzero()[0]
+    return Facts(
+        step,
+        layer,
+        Demand(experts, num_tokens[experts], is_here[experts]),
+        is_here,
+        np.full(NUM_LAYERS, NUM_EXPERTS // 2),
+        _costs(),
+        can_fetch=has_device,
+        has_idle_link=has_device,
+        routing=routing,
+        is_here=is_here,
+    )
+
+
+def _costs() -> Costs:
+    """Everything that is not resident comes late."""
+    slow, fast = Curve([(1, 4e-3), (64, 8e-3)]), Curve([(1, 1e-5), (64, 2e-5)])
+    return Costs(1 << 20, 2e-3, slow, fast, fast, 0.0, num_staging=8)
+
+
+def _profile() -> BuddyProfile:
+    """Of a router that chooses anybody."""
+    draw, num_tokens = np.random.default_rng(1), 4096
+    chosen = np.zeros((num_tokens, NUM_EXPERTS), np.float32)
+    experts = np.argsort(draw.random((num_tokens, NUM_EXPERTS)), axis=1)[:, :K]
+    np.put_along_axis(chosen, experts, 1, axis=1)
+    together = (chosen.T @ chosen).astype(np.int64)
+    activations = np.diagonal(together).copy()
+    np.fill_diagonal(together, 0)
+    weights = -np.sort(-draw.random((1, num_tokens, K)), axis=2)
+    sample = (weights / weights.sum(axis=2, keepdims=True)).astype(np.float32)
+    mass = (0.1 * together).astype(np.float32)
+    layers = [np.stack([one] * NUM_LAYERS) for one in (activations, together, mass, sample[0])]
+    return BuddyProfile("f" * 64, num_tokens, *layers)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32], help="of a pass (1 32)")
+    parser.add_argument("--means", type=int, default=9, help="of which the least counts (9)")
+    parser.add_argument("--passes", type=int, default=20, help="of each mean (20)")
+    parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run_script(main)
