@@ -63,10 +63,10 @@ def test_what_runs_is_not_said_not_to() -> None:
 @pytest.mark.parametrize(
     ("method", "name"),
     [
-        ("fp8", "FP8"),
-        ("gptq", "GPTQ"),
-        ("awq", "AWQ"),
-        ("compressed-tensors", "compressed-tensors"),
+        ("fp8", "FP8 with one scale"),
+        ("gptq", "GPTQ in groups of None"),
+        ("awq", "AWQ in groups of None"),
+        ("compressed-tensors", "compressed-tensors in no format"),
         ("bitsandbytes", "bitsandbytes"),
         ("hqq", "'hqq'"),
         (None, "unknown"),

@@ -19,31 +19,13 @@ from lowtide.config.fields import (
     Fields,
 )
 from lowtide.config.model import ModelConfig, Published
+from lowtide.config.quantisation import read_quantisation
 from lowtide.config.rope import read_rope
 from lowtide.config.specs import AttentionSpec, ExpertSpec
 from lowtide.config.token_ids import eos_token_ids, mask_token_id
 from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.files.json_file import shown
 from lowtide.formats.plain import SAFETENSORS_NAME
-
-_QUANTISATIONS = {
-    "fp8": "FP8",
-    "fbgemm_fp8": "FP8",
-    "gptq": "GPTQ",
-    "awq": "AWQ",
-    "bitsandbytes": "bitsandbytes",
-    "compressed-tensors": "compressed-tensors (FP8, INT8 or INT4)",
-    "gguf": "GGUF",
-    "mxfp4": "MXFP4",
-    "modelopt": "NVFP4 or FP8 of ModelOpt",
-    "auto-round": "AutoRound",
-    "mlx": "MLX",
-}
-"""What people call a `quant_method`."""
-
-
-PACKED_METHOD = "lowtide"
-"""The `quant_method` of folders that `lowtide pack` wrote."""
 
 
 class Origin(NamedTuple):
@@ -69,8 +51,9 @@ def decoder(
     """Adds what all families say alike. block_length: of a diffusion model whose config says it;
     is_bidirectional, logits_shift: see `ModelConfig`."""
     fields.only("hidden_act", "silu")
+    quantisation = None
     if experts is None or not experts.is_mxfp4:
-        _refuse_quantised(fields)
+        quantisation = read_quantisation(fields)
     vocab_size = fields.integer("vocab_size", low=1, high=MAX_VOCAB)
     decoding = origin.published.decoding
     if decoding is not None and block_length is not None:
@@ -94,6 +77,7 @@ def decoder(
         decoding=decoding,
         is_bidirectional=is_bidirectional,
         logits_shift=logits_shift,
+        quantisation=quantisation,
     )
 
 
@@ -169,21 +153,6 @@ def _head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
             f"{num_heads} heads."
         )
     return hidden_size // num_heads
-
-
-def _refuse_quantised(fields: Fields) -> None:
-    quantised = fields.raw("quantization_config")
-    if quantised is None:
-        return
-    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-    if isinstance(quantised, dict) and method == PACKED_METHOD and quantised.get("version") == 1:
-        return  # its tensors say what they are: `schemas/packed.py`
-    name = _QUANTISATIONS.get(method, shown(method)) if isinstance(method, str) else "unknown"
-    raise UnsupportedError(
-        f"config.json has a quantization_config: the weights' format is {name}, which is not read. "
-        f"Read are safetensors in {', '.join(SAFETENSORS_NAME)}, and gpt-oss' MXFP4 experts; "
-        "choose the model's unquantised repository."
-    )
 
 
 def _dtype(fields: Fields) -> str:

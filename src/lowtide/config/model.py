@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
+from lowtide.config.quantisation import Quantisation
 from lowtide.config.specs import AttentionSpec, ExpertSpec
 from lowtide.core import MoEShape
 from lowtide.errors import ConfigError, UnsupportedError
@@ -70,6 +71,7 @@ class ModelConfig:
     decoding: DecodingDefaults | None  # as published, in this model's blocks
     is_bidirectional: bool = False  # every position sees every other
     logits_shift: int = 0  # a position's logits come from the hidden state so far before it
+    quantisation: Quantisation | None = None  # that others rounded the weights to
 
     def __post_init__(self) -> None:
         if self.experts is not None:

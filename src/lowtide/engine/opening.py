@@ -44,7 +44,7 @@ from lowtide.plan import OWN_FORMAT, WeightFormats
 from lowtide.policies.presets import check_policy, check_safe
 from lowtide.reading.dense_weights import DenseWeights, Progress, no_progress
 from lowtide.reading.fingerprint import fingerprint
-from lowtide.schemas import WeightMap, assume, bind, model_schema, with_packed
+from lowtide.schemas import WeightMap, assume, bind, model_schema, stored_matrices
 
 MAX_PASS_ROWS = 512
 """Rows of the largest forward pass. Never a function of the budget: how rows are divided into
@@ -326,7 +326,7 @@ def open_for_plan(reference: str | Path | HubModel, options: EngineConfig) -> Op
     config = _checked(
         ModelConfig.from_dict(found.config(), overrides=options.config_overrides), options
     )
-    checkpoint = with_packed(found.checkpoint(), model_schema(config))
+    checkpoint = stored_matrices(config, found.checkpoint())
     return _opened(found.folder, options, config, bind(config, checkpoint))
 
 
@@ -336,7 +336,7 @@ def _open_path(path: Path, options: EngineConfig) -> OpenModel:
     folder, config = path, _checked(ModelConfig.load(path, options.config_overrides), options)
     checkpoint = None
     if has_weights(folder):
-        checkpoint = with_packed(Checkpoint.open(folder), model_schema(config))
+        checkpoint = stored_matrices(config, Checkpoint.open(folder))
     weight_map = assume(config) if checkpoint is None else bind(config, checkpoint)
     return _opened(folder, options, config, weight_map, checkpoint, Tokenizer.load(folder))
 
@@ -349,6 +349,11 @@ def _open_gguf(model: GgufModel, options: EngineConfig) -> OpenModel:
 
 
 def _checked(config: ModelConfig, options: EngineConfig) -> ModelConfig:
+    if config.quantisation is not None and resolve_device(options.device) == "cuda":
+        raise UnsupportedError(
+            f"Weights in {config.quantisation.method} have no kernels on a GPU yet; choose "
+            "--device cpu."
+        )
     if config.experts is None:
         check_without_experts(config, options)
     if not config.is_bidirectional:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from lowtide.config import ModelConfig
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.formats import MatrixFormat, format_of, formats, ggml
+from lowtide.formats.arranged import Arranged
 from lowtide.formats.plain import SAFETENSORS_NAME
 from lowtide.plan import OWN_FORMAT, WeightFormats
 from lowtide.schemas import ModelSchema, WeightMap
@@ -103,8 +104,11 @@ def dense_formats(
                     "expert_dtype alone."
                 )
             kept[spec.name] = formats()[name].for_rows(spec.shape[-1])
-        elif asked.dense == OWN_FORMAT and stored.name in QUANTISED and _is_matrix(spec):
-            kept[spec.name] = stored.for_rows(spec.shape[-1])
+        elif asked.dense == OWN_FORMAT and _is_matrix(spec):
+            if stored.name in QUANTISED:
+                kept[spec.name] = stored.for_rows(spec.shape[-1])
+            elif isinstance(stored, Arranged):
+                kept[spec.name] = stored.kept
     return kept
 
 

@@ -139,6 +139,8 @@ class SlotLayout:
 def _part(shape: tuple[int, ...], chosen: MatrixFormat, start: int) -> PartLayout:
     chosen = chosen.for_rows(shape[-1])
     sizes = [chosen.num_bytes(math.prod(shape), i) for i in range(len(chosen.block_bytes))]
+    if len(sizes) == 1:
+        sizes = [chosen.matrix_bytes(shape)]
     offsets = [start]
     for size in sizes[:-1]:
         offsets.append(align_up(offsets[-1] + size))

@@ -11,7 +11,17 @@ from typing import Protocol
 
 from lowtide.errors import StorageError
 from lowtide.experts.slots import ExpertSlots
-from lowtide.reading.file_reader import ArrayRead, FileReader, Piece, Read, Ticket
+from lowtide.formats.arranged import Arranged
+from lowtide.reading.file_reader import (
+    AnyRead,
+    ArrayRead,
+    FileReader,
+    MatrixRead,
+    Piece,
+    Read,
+    Ticket,
+    Window,
+)
 from lowtide.schemas.schema import SlotTarget
 from lowtide.schemas.weights import MAX_GAP_BYTES, ExpertTable
 from lowtide.threads.event import WAIT_LIMIT_S
@@ -48,27 +58,48 @@ class DiskTransfer:
     def start(self, layer: int, expert: int, slot: int) -> Ticket:
         return self._reader.submit(self._reads(layer, expert, slot))
 
-    def _reads(self, layer: int, expert: int, slot: int) -> Sequence[Read | ArrayRead]:
+    def _reads(self, layer: int, expert: int, slot: int) -> Sequence[AnyRead]:
         if self._table.targets is not None:
-            return self._array_reads(layer, expert, slot, self._table.targets)
-        reads = []
+            return self._target_reads_of(layer, expert, slot, self._table.targets)
+        reads: list[AnyRead] = []
         for file, start, num_bytes, parts in self._table.ranges(layer, expert):
             pieces = tuple(self._piece(layer, slot, part, offset) for part, offset in parts)
             reads.append(Read(file, start, num_bytes, pieces))
         return reads
 
-    def _array_reads(
+    def _target_reads_of(
         self, layer: int, expert: int, slot: int, targets: Sequence[SlotTarget | None]
-    ) -> list[ArrayRead]:
+    ) -> list[AnyRead]:
         files = self._table.files[layer, expert].tolist()
         starts = self._table.offsets[layer, expert].tolist()
         places = list(zip(files, starts, strict=True))
-        reads = []
+        reads: list[AnyRead] = []
+        ranges = self._table.ranges(layer, expert)
+        window = Window(*ranges[0][:3]) if len(ranges) == 1 else None
         for part, target in enumerate(targets):
-            if target is not None:
-                own = [places[i] for i in (part, *target.others)]
+            if target is None:
+                continue
+            own = [places[i] for i in (part, *target.others)]
+            stored = self._table.layers[layer].formats[part]
+            if isinstance(stored, Arranged):
+                name = self._table.name(layer, expert, part)
+                read = self._matrix_read(layer, slot, target, stored, own)
+                reads.append(read._replace(name=name, window=window))
+            else:
                 reads += self._target_reads(layer, slot, part, target, own)
         return reads
+
+    def _matrix_read(
+        self,
+        layer: int,
+        slot: int,
+        target: SlotTarget,
+        stored: Arranged,
+        places: Sequence[tuple[int, int]],
+    ) -> MatrixRead:
+        place = self._slots.layout.layers[layer].parts[target.first]
+        content = self._slots.part(layer, slot, target.first)
+        return MatrixRead("", tuple(places), stored, place.shape, content, place.format)
 
     def _target_reads(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -62,6 +63,10 @@ class MatrixFormat(ABC):
     def num_bytes(self, num_weights: int, tensor: int = 0) -> int:
         """Of whole blocks, in one of the tensors."""
         return num_weights // self.block_size * self.block_bytes[tensor]
+
+    def matrix_bytes(self, shape: tuple[int, ...]) -> int:
+        """Of a whole matrix in one tensor."""
+        return self.num_bytes(math.prod(shape))
 
     def for_rows(self, num_columns: int) -> MatrixFormat:
         """The same of matrices with rows of this length, where that is one; blocks are of it."""

@@ -10,10 +10,13 @@ from pathlib import Path
 from types import MappingProxyType
 
 from lowtide.errors import UnsupportedError
+from lowtide.formats.arranged import Arranged
 from lowtide.formats.matrix import MatrixFormat
 
 _registered: dict[str, MatrixFormat] = {}
-_NO_FORMATS = ("convert", "matrix", "quantised", "quantised_matrix", "registry")
+_ARRANGED = ("awq", "compressed_tensors", "fp8", "gptq")
+_BASES = ("arranged", "grouped_ints", "matrix", "quantised", "quantised_matrix")
+_NO_FORMATS = (*_ARRANGED, *_BASES, "convert", "registry")
 
 
 def formats() -> Mapping[str, MatrixFormat]:
@@ -23,7 +26,11 @@ def formats() -> Mapping[str, MatrixFormat]:
 
 
 def format_of(dtype: str) -> MatrixFormat:
-    """The format of matrices in one tensor of a safetensors type; raises UnsupportedError."""
+    """The format of matrices in one tensor of a safetensors type, or in several, by its name;
+    raises UnsupportedError."""
+    arranged = _arranged().get(dtype)
+    if arranged is not None:
+        return arranged
     found = next((known for known in formats().values() if known.dtypes == (dtype,)), None)
     if found is None:
         raise UnsupportedError(
@@ -42,8 +49,8 @@ def loadable_dtypes() -> tuple[str, ...]:
 
 
 def can_load(dtype: str) -> bool:
-    """Whether one tensor of this type alone holds weights."""
-    return any(known.dtypes == (dtype,) for known in formats().values())
+    """Whether one tensor of this type alone holds weights, or several of this format."""
+    return dtype in _arranged() or any(known.dtypes == (dtype,) for known in formats().values())
 
 
 def register(added: MatrixFormat) -> None:
@@ -57,6 +64,14 @@ def register(added: MatrixFormat) -> None:
 def unregister(name: str) -> None:
     """Forgets a format; raises KeyError if there is none of that name."""
     del _registered[name]
+
+
+@cache
+def _arranged() -> Mapping[str, Arranged]:
+    """What checkpoints have in several tensors, by name."""
+    package = __name__.rpartition(".")[0]
+    modules = [importlib.import_module(f"{package}.{name}") for name in _ARRANGED]
+    return {each.name: each for module in modules for each in module.FORMATS.values()}
 
 
 @cache

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.config.keys import PACKED_METHOD
+from lowtide.config.quantisation import PACKED_METHOD
 from lowtide.engine.opening import EngineConfig, OpenModel, open_model
 from lowtide.engine.weight_formats import QUANTISED
 from lowtide.errors import CheckpointError, StorageError, UnsupportedError, UsageError

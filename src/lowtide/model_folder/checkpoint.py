@@ -96,11 +96,12 @@ class TensorEntry(NamedTuple):
     dtype: str  # the format's name: "BF16"
     shape: tuple[int, ...]
     parts: tuple[StoredPart, ...] = ()  # what it is put together of; its place is the first's
+    tensors: tuple[TensorEntry, ...] = ()  # that a format has it in; its place is the first's
 
     @property
     def places(self) -> Sequence[TensorEntry | StoredPart]:
         """All that is stored of it."""
-        return self.parts or (self,)
+        return self.parts or self.tensors or (self,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -15,11 +14,21 @@ from torch import Tensor
 from lowtide.core import align_up
 from lowtide.errors import InternalError
 from lowtide.formats import MatrixFormat, format_of
+from lowtide.formats.arranged import Arranged
 from lowtide.formats.plain import plain_format
 from lowtide.kernels.operands import Matrix
 from lowtide.memory.arena import Arena
 from lowtide.model_folder.checkpoint import TensorEntry
-from lowtide.reading.file_reader import ArrayRead, FileReader, Piece, Read, Ticket
+from lowtide.reading.file_reader import (
+    AnyRead,
+    ArrayRead,
+    FileReader,
+    MatrixRead,
+    Piece,
+    Read,
+    Ticket,
+    matrix_bytes_at_once,
+)
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, bytes done, bytes in all)."""
@@ -53,7 +62,13 @@ class DenseWeights:
     def largest_row_bytes(self) -> int:
         """Of what is read in one piece at least, of tensors that are put together of others."""
         parts = (part for entry in self._entries.values() for part in entry.parts)
-        return max((part.num_bytes // part.view.stored_shape[0] for part in parts), default=0)
+        rows = (part.num_bytes // part.view.stored_shape[0] for part in parts)
+        units = (
+            matrix_bytes_at_once(stored, entry.shape)
+            for entry in self._entries.values()
+            if entry.tensors and isinstance(stored := format_of(entry.dtype), Arranged)
+        )
+        return max((*rows, *units), default=0)
 
     def meta(self) -> dict[str, Matrix]:
         """The weights without bytes, for a pass that is only counted."""
@@ -92,8 +107,10 @@ class DenseWeights:
             offset, num_bytes = self._offsets[name], self._num_bytes(name)
             weights[name] = self._weight(name, arena.tensor(offset, (num_bytes,), torch.uint8))
             target = array[offset : offset + num_bytes]
-            reads: list[Read | ArrayRead] = _arranged(entry, target, self._dtypes[name])
-            if not reads:
+            reads: list[AnyRead] = _arranged(entry, target, self._dtypes[name])
+            if entry.tensors:
+                reads.append(self._matrix_read(name, entry, target))
+            elif not reads:
                 stored = format_of(entry.dtype).for_rows(entry.shape[-1])
                 piece = Piece(0, entry.num_bytes, stored, target, self._format(name))
                 reads.append(Read(entry.file, entry.offset, entry.num_bytes, (piece,)))
@@ -104,6 +121,13 @@ class DenseWeights:
             progress("loading dense weights", done, total)
         return weights
 
+    def _matrix_read(self, name: str, entry: TensorEntry, target: NDArray[np.uint8]) -> MatrixRead:
+        stored = format_of(entry.dtype)
+        if not isinstance(stored, Arranged):
+            raise InternalError(f"{name} is of {stored.name}, which is of one tensor.")
+        places = tuple((part.file, part.offset) for part in entry.tensors)
+        return MatrixRead(name, places, stored, entry.shape, target, self._format(name))
+
     def _format(self, name: str) -> MatrixFormat:
         """In memory."""
         kept = self._kept.get(name)
@@ -111,7 +135,7 @@ class DenseWeights:
 
     def _num_bytes(self, name: str) -> int:
         """In memory."""
-        return self._format(name).num_bytes(math.prod(self._entries[name].shape))
+        return self._format(name).matrix_bytes(self._entries[name].shape)
 
     def _weight(self, name: str, content: Tensor) -> Matrix:
         """The weight whose bytes are `content` [num_bytes] uint8."""
@@ -121,9 +145,7 @@ class DenseWeights:
         return content.view(self._dtypes[name]).view(shape)
 
 
-def _arranged(
-    entry: TensorEntry, target: NDArray[np.uint8], dtype: torch.dtype
-) -> list[Read | ArrayRead]:
+def _arranged(entry: TensorEntry, target: NDArray[np.uint8], dtype: torch.dtype) -> list[AnyRead]:
     """Of a tensor that is put together of others, the reads of its parts into `target`."""
     elements = target.view(f"u{dtype.itemsize}")
     return [

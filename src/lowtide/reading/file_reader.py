@@ -20,9 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.core import align_up
-from lowtide.errors import StorageError
+from lowtide.errors import StorageError, UnsupportedError
 from lowtide.files.regular_file import RegularFile
 from lowtide.formats import MatrixFormat
+from lowtide.formats.arranged import Arranged
 from lowtide.formats.convert import Pack, convert, convert_rows, pack
 from lowtide.memory.arena import Arena
 from lowtide.threads.executor import drain
@@ -77,6 +78,28 @@ class ArrayRead(NamedTuple):
         return [self.format.num_bytes(num_weights, i) for i in range(len(self.places))]
 
 
+class Window(NamedTuple):
+    """A byte range of a file that is pulled once for several matrices."""
+
+    file: int
+    start: int
+    num_bytes: int
+
+
+class MatrixRead(NamedTuple):
+    """A matrix in several tensors, into what it is kept as, or unpacked."""
+
+    name: str  # for people
+    places: tuple[tuple[int, int], ...]  # file and start of each tensor
+    format: Arranged
+    shape: tuple[int, ...]
+    target: NDArray[np.uint8]  # 1-D
+    target_format: MatrixFormat
+    window: Window | None = None  # that has all of it
+
+
+AnyRead = Read | ArrayRead | MatrixRead
+
 Ticket = Future[int]
 """The answer to a submitted list of reads: bytes read, or the StorageError they ended with."""
 
@@ -84,6 +107,12 @@ Ticket = Future[int]
 def ring_bytes(largest_read_bytes: int) -> int:
     """Bytes of the ring that reads of at most `largest_read_bytes` need."""
     return NUM_READERS * _buffer_bytes(largest_read_bytes)
+
+
+def matrix_bytes_at_once(stored: Arranged, shape: tuple[int, ...]) -> int:
+    """What a buffer has to hold for a matrix to be read unit by unit."""
+    tensors = stored.tensors(shape)
+    return sum(each.unit_bytes + 2 * SECTOR_BYTES for each in tensors)
 
 
 class FileReader:
@@ -113,7 +142,7 @@ class FileReader:
         self._descriptors, self.is_direct = self._open()
         self._pool = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="lowtide-read")
 
-    def submit(self, reads: Sequence[Read | ArrayRead]) -> Ticket:
+    def submit(self, reads: Sequence[AnyRead]) -> Ticket:
         """Starts reads, in order, on one thread; their targets must stay alive until it ends."""
         try:
             return self._pool.submit(self._run, reads)
@@ -171,12 +200,53 @@ class FileReader:
             self._buffers.put(buffer)
         return True
 
-    def _run(self, reads: Sequence[Read | ArrayRead]) -> int:
+    def _run(self, reads: Sequence[AnyRead]) -> int:
         buffer = self._buffers.get()
+        num_bytes, pulled = 0, None
         try:
-            return sum(self._read(read, buffer) for read in reads)
+            for read in reads:
+                if not isinstance(read, MatrixRead):
+                    num_bytes, pulled = num_bytes + self._read(read, buffer), None
+                    continue
+                if read.window is None or read.window.num_bytes > self._payload_bytes:
+                    pulled = None
+                elif pulled is None or pulled[0] != read.window:
+                    pulled = read.window, self._pull(*read.window, buffer)
+                num_bytes += self._read_matrix(read, buffer, pulled)
+            return num_bytes
         finally:
             self._buffers.put(buffer)
+
+    def _read_matrix(
+        self,
+        read: MatrixRead,
+        buffer: NDArray[np.uint8],
+        pulled: tuple[Window, NDArray[np.uint8]] | None,
+    ) -> int:
+        """Of a window that was pulled, or as many units at a time as the buffer holds."""
+        kept, content = read.format.kept, read.target
+        if read.target_format is not kept:
+            content = np.empty(kept.matrix_bytes(read.shape), np.uint8)
+        sections = kept.views(content, read.shape)
+        spare_bytes = 2 * SECTOR_BYTES * len(read.places)  # each range is pulled by itself
+        most_bytes = len(content) * 2 if pulled else self._payload_bytes - spare_bytes
+        for units, slices in read.format.ranges(read.shape, most_bytes):
+            stored, rest = [], buffer
+            for (file, start), part in zip(read.places, slices, strict=True):
+                num_bytes = part.stop - part.start
+                if pulled is not None:
+                    first = start + part.start - pulled[0].start
+                    stored.append(pulled[1][first : first + num_bytes])
+                    continue
+                stored.append(self._pull(file, start + part.start, num_bytes, rest))
+                rest = rest[align_up(num_bytes + SECTOR_BYTES, SECTOR_BYTES) :]
+            try:
+                read.format.arrange_units(stored, read.shape, units, sections)
+            except UnsupportedError as reason:
+                raise UnsupportedError(f"{read.name}: {reason}.") from None
+        if read.target_format is not kept:
+            kept.unpack_matrix(content, read.shape, read.target, read.target_format)
+        return sum(each.num_bytes for each in read.format.tensors(read.shape))
 
     def _read(self, read: Read | ArrayRead, buffer: NDArray[np.uint8]) -> int:
         """One pull for all pieces, or, where the buffer is too small for that, piece by piece."""

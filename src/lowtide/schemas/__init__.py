@@ -9,10 +9,12 @@ Without torch: the loader, the planner and the synthesiser read the same schema.
 from __future__ import annotations
 
 from lowtide.config import ModelConfig
+from lowtide.errors import CheckpointError
 from lowtide.families.registry import families
 from lowtide.formats.plain import ITEM_BYTES, SAFETENSORS_NAME
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.schemas.packed import with_packed
+from lowtide.schemas.quantised import with_quantised
 from lowtide.schemas.schema import ExpertStorage, ModelSchema, PartSource, SlotTarget, TensorSpec
 from lowtide.schemas.weights import (
     ExpertRange,
@@ -35,13 +37,22 @@ __all__ = [
     "bind",
     "model_schema",
     "weight_bytes",
-    "with_packed",
+    "stored_matrices",
 ]
 
 
 def model_schema(config: ModelConfig) -> ModelSchema:
     """Every tensor that a model of this config needs."""
     return families()[config.family].schema(config)
+
+
+def stored_matrices(config: ModelConfig, checkpoint: Checkpoint) -> Checkpoint:
+    """The same, matrices that are packed, or in several tensors, under the names that models know.
+
+    Raises CheckpointError, UnsupportedError as `with_packed` and `with_quantised` do.
+    """
+    schema = model_schema(config)
+    return with_quantised(with_packed(checkpoint, schema), schema, config.quantisation)
 
 
 def bind(config: ModelConfig, checkpoint: Checkpoint) -> WeightMap:
@@ -54,7 +65,14 @@ def bind(config: ModelConfig, checkpoint: Checkpoint) -> WeightMap:
 
 
 def assume(config: ModelConfig) -> WeightMap:
-    """Where the weights would lie if the checkpoint were here, stored as config.json says."""
+    """Where the weights would lie if the checkpoint were here, stored as config.json says.
+
+    Raises CheckpointError for weights that others rounded: which they are is told by headers."""
+    if config.quantisation is not None:
+        raise CheckpointError(
+            f"config.json has a quantization_config ({config.quantisation.method}) and there are "
+            "no weights: which of them are in that format is told by their files' headers."
+        )
     return assumed_weights(model_schema(config), SAFETENSORS_NAME[config.dtype])
 
 

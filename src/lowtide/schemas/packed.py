@@ -38,7 +38,7 @@ def with_packed(checkpoint: Checkpoint, schema: ModelSchema) -> Checkpoint:
     if not any(name.endswith(endings) for name in checkpoint.tensors):
         return checkpoint
     tensors = dict(checkpoint.tensors)
-    for spec in _specs(schema):
+    for spec in specs_of(schema):
         for format_name in PACKED:
             entry = tensors.pop(packed_name(spec.name, format_name), None)
             if entry is not None:
@@ -46,7 +46,8 @@ def with_packed(checkpoint: Checkpoint, schema: ModelSchema) -> Checkpoint:
     return Checkpoint(checkpoint.files, tensors)
 
 
-def _specs(schema: ModelSchema) -> Iterator[TensorSpec]:
+def specs_of(schema: ModelSchema) -> Iterator[TensorSpec]:
+    """All tensors that a model may have, in every known storage of its experts."""
     yield from schema.dense
     for storage in schema.storages:
         for layer in schema.moe_layers:

@@ -56,6 +56,9 @@ class ExpertTable:
     files: IntArray  # [moe_layers, experts, parts], indices into Checkpoint.files
     offsets: IntArray  # [moe_layers, experts, parts], bytes from the start of the file
     targets: tuple[SlotTarget | None, ...] | None = None  # see ExpertStorage
+    templates: tuple[str, ...] = ()  # of the names of matrices that are in several tensors, by part
+    first_layer: int = 0  # with experts, and the step to the next, as names count them
+    layer_step: int = 1
 
     @classmethod
     def empty(cls) -> ExpertTable:
@@ -67,6 +70,11 @@ class ExpertTable:
     def largest_expert_bytes(self) -> int:
         """Of one expert, as stored."""
         return max(sum(layer.part_bytes) for layer in self.layers)
+
+    def name(self, layer: int, expert: int, part: int) -> str:
+        """Of the matrix that a stored part begins, as the model knows it."""
+        number = self.first_layer + layer * self.layer_step
+        return self.templates[part].format(layer=number, expert=expert)
 
     def kept(self, has_gpu: bool = False) -> list[tuple[MatrixFormat | None, ...]]:
         """By layer, the formats of a slot's first parts that are kept in memory as they are
@@ -187,8 +195,8 @@ def _find(spec: TensorSpec, checkpoint: Checkpoint) -> TensorEntry:
     if entry is None:
         if f"{spec.name.removesuffix('.weight')}.qweight" in checkpoint.tensors:
             raise UnsupportedError(
-                f"{spec.name} is stored as GPTQ or AWQ (qweight), which is not read; supported: "
-                f"{', '.join(loadable_dtypes())}. Choose the model's unquantised repository."
+                f"{spec.name} is stored as GPTQ or AWQ (qweight), and config.json has no "
+                "quantization_config that says so; fetch the model again."
             )
         raise CheckpointError(
             f"The checkpoint has no tensor {spec.name} of shape {list(spec.shape)} among its "
@@ -216,6 +224,9 @@ def _expert_table(schema: ModelSchema, checkpoint: Checkpoint) -> ExpertTable:
     storage, layers = _detect(schema, checkpoint), schema.moe_layers
     # Found before memory is taken: a config may claim more experts than a disk can hold.
     _find(storage.parts[-1].spec(layers[-1], schema.num_experts - 1), checkpoint)
+    first = [checkpoint.tensors[each.spec(layers[0], 0).name] for each in storage.parts]
+    if any(entry.tensors for entry in first):
+        return _rounded_table(schema, storage, first, checkpoint)
     files = np.empty((len(layers), schema.num_experts, len(storage.parts)), np.int64)
     offsets = np.empty_like(files)
     stored = []
@@ -229,6 +240,43 @@ def _expert_table(schema: ModelSchema, checkpoint: Checkpoint) -> ExpertTable:
         stored.append(StoredLayer(_formats(storage, dtypes), tuple(part_bytes)))
     files.flags.writeable = offsets.flags.writeable = False
     return ExpertTable(tuple(stored), files, offsets, storage.targets)
+
+
+def _rounded_table(
+    schema: ModelSchema,
+    storage: ExpertStorage,
+    first: Sequence[TensorEntry],
+    checkpoint: Checkpoint,
+) -> ExpertTable:
+    """Of experts with matrices in several tensors, each of which is a stored part.
+
+    first: the entries of layer 0's expert 0; all others have to be stored as they are."""
+    layers, tensors = schema.moe_layers, [entry.tensors or (entry,) for entry in first]
+    num_parts = sum(map(len, tensors))
+    places = np.empty((len(layers), schema.num_experts, num_parts, 2), np.int64)
+    for row, layer in enumerate(layers):
+        for expert in range(schema.num_experts):
+            found = []
+            for source, like in zip(storage.parts, first, strict=True):
+                entry = _find_expert(source.spec(layer, expert), like.dtype, checkpoint)
+                found += [(each.file, each.offset) for each in entry.tensors or (entry,)]
+            places[row, expert] = found
+    targets: list[SlotTarget | None] = []
+    formats_of: list[MatrixFormat] = []
+    templates: list[str] = []
+    for part, own in enumerate(tensors):
+        start = len(targets)
+        others = tuple(range(start + 1, start + len(own)))
+        targets += [SlotTarget(part, others=others), *[None] * len(others)]
+        formats_of += [format_of(first[part].dtype)] * len(own)
+        templates += [storage.parts[part].template] * len(own)
+    files, offsets = (np.ascontiguousarray(places[..., i]) for i in range(2))
+    files.flags.writeable = offsets.flags.writeable = False
+    part_bytes = tuple(each.num_bytes for own in tensors for each in own)
+    stored = StoredLayer(tuple(formats_of), part_bytes)
+    all_layers = (stored,) * len(layers)
+    names = tuple(templates), layers.start, layers.step
+    return ExpertTable(all_layers, files, offsets, tuple(targets), *names)
 
 
 def _formats(storage: ExpertStorage, dtypes: Sequence[str]) -> tuple[MatrixFormat, ...]:

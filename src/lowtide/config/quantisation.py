@@ -1,0 +1,154 @@
+"""What a `config.json` says of the format that its weights were rounded to.
+
+Which tensors are in it, and the types of their scales, is the checkpoint's own business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from lowtide.config.fields import Fields
+from lowtide.errors import UnsupportedError
+from lowtide.files.json_file import shown
+
+PACKED_METHOD = "lowtide"
+"""The `quant_method` of folders that `lowtide pack` wrote."""
+
+READ = (
+    "Read are safetensors in bfloat16, float16 and float32; FP8 by blocks of 128 by 128; GPTQ and "
+    "AWQ (gemm) in 4 bits, and compressed-tensors' pack-quantized in 4 and 8, in groups of 32, 64 "
+    "and 128; gpt-oss' MXFP4 experts; and GGUF"
+)
+
+GROUPS = (32, 64, 128)
+
+_NAMES = {
+    "fp8": "FP8",
+    "fbgemm_fp8": "FP8 by rows (FBGEMM)",
+    "gptq": "GPTQ",
+    "awq": "AWQ",
+    "bitsandbytes": "bitsandbytes",
+    "compressed-tensors": "compressed-tensors",
+    "gguf": "GGUF",
+    "mxfp4": "MXFP4",
+    "modelopt": "NVFP4 or FP8 of ModelOpt",
+    "auto-round": "AutoRound",
+    "mlx": "MLX",
+}
+"""What people call a `quant_method`."""
+
+
+class Quantisation(NamedTuple):
+    """A format of weights."""
+
+    method: str  # gptq, awq, compressed-tensors, fp8
+    num_bits: int
+    group: int  # weights along the input that share a scale
+    is_symmetric: bool = False  # it has no zeros
+    version: int = 2  # of GPTQ's convention: in the first, zeros are stored less one
+
+
+def read_quantisation(fields: Fields) -> Quantisation | None:
+    """None for weights that were not rounded, or by `lowtide pack`, whose tensors say it. Raises
+    UnsupportedError by name for a format that is not read."""
+    said = fields.raw("quantization_config")
+    if said is None:
+        return None
+    method = said.get("quant_method") if isinstance(said, dict) else None
+    if not isinstance(said, dict) or not isinstance(method, str):
+        raise _refusal("unknown")
+    if method == PACKED_METHOD and said.get("version") == 1:
+        return None
+    reader = _READERS.get(method)
+    if reader is None:
+        raise _refusal(_NAMES.get(method, shown(method)))
+    return reader(said)
+
+
+def _gptq(said: Mapping[str, object]) -> Quantisation:
+    if said.get("desc_act"):
+        raise _refusal("GPTQ with act-order (desc_act)")
+    convention = said.get("checkpoint_format") or "gptq"
+    if convention not in ("gptq", "gptq_v2") or said.get("is_marlin_format"):
+        kind = "marlin" if said.get("is_marlin_format") else convention
+        raise _refusal(f"GPTQ packed as {shown(kind)}")
+    bits, group = _bits(said.get("bits"), "GPTQ", (4,)), _group(said.get("group_size"), "GPTQ")
+    return Quantisation("gptq", bits, group, version=2 if convention == "gptq_v2" else 1)
+
+
+def _awq(said: Mapping[str, object]) -> Quantisation:
+    version = said.get("version", "gemm")
+    if not isinstance(version, str) or version.lower() != "gemm":
+        raise _refusal(f"AWQ in version {shown(version)}")
+    if said.get("zero_point") is False:
+        raise _refusal("AWQ without zeros (zero_point)")
+    bits = _bits(said.get("bits", said.get("w_bit")), "AWQ", (4,))
+    return Quantisation(
+        "awq", bits, _group(said.get("group_size", said.get("q_group_size")), "AWQ")
+    )
+
+
+def _compressed_tensors(said: Mapping[str, object]) -> Quantisation:
+    name = "compressed-tensors"
+    groups = said.get("config_groups")
+    schemes = list(groups.values()) if isinstance(groups, dict) else []
+    formats = {said.get("format")}
+    formats |= {each["format"] for each in schemes if isinstance(each, dict) and "format" in each}
+    if formats - {None} != {"pack-quantized"}:
+        told = ", ".join(sorted(shown(each) for each in formats - {None})) or "no format"
+        raise _refusal(f"{name} in {told}")
+    found = {_scheme(each, name) for each in schemes}
+    if len(found) != 1:
+        raise _refusal(f"{name} with {len(found)} kinds of weights")
+    return found.pop()
+
+
+def _scheme(scheme: object, name: str) -> Quantisation:
+    weights = scheme.get("weights") if isinstance(scheme, dict) else None
+    if not isinstance(scheme, dict) or not isinstance(weights, dict):
+        raise _refusal(f"{name} without a scheme of weights")
+    if scheme.get("input_activations") or scheme.get("output_activations"):
+        raise _refusal(f"{name} with rounded activations")
+    if weights.get("actorder") not in (None, False, "weight", "static"):
+        raise _refusal(f"{name} with act-order ({shown(weights['actorder'])})")
+    strategy, kind = weights.get("strategy", "group"), weights.get("type", "int")
+    if strategy != "group" or kind != "int" or weights.get("dynamic"):
+        raise _refusal(f"{name} with {shown(kind)} weights, scales by {shown(strategy)}")
+    bits, group = _bits(weights.get("num_bits"), name, (4, 8)), weights.get("group_size")
+    is_symmetric = weights.get("symmetric", True) is True
+    return Quantisation("compressed-tensors", bits, _group(group, name), is_symmetric)
+
+
+def _fp8(said: Mapping[str, object]) -> Quantisation:
+    if said.get("fmt", "e4m3") != "e4m3":
+        raise _refusal(f"FP8 of kind {shown(said['fmt'])}")
+    blocks = said.get("weight_block_size")
+    if blocks != [128, 128]:
+        told = "with one scale for a tensor"
+        if isinstance(blocks, list | tuple) and blocks:
+            told = f"by blocks of {' by '.join(map(shown, blocks))}"
+        raise _refusal(f"FP8 {told}")
+    return Quantisation("fp8", 8, 128)
+
+
+_READERS = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed_tensors, "fp8": _fp8}
+
+
+def _bits(value: object, name: str, known: tuple[int, ...]) -> int:
+    if type(value) is not int or value not in known:
+        raise _refusal(f"{name} in {shown(value)} bits")
+    return value
+
+
+def _group(value: object, name: str) -> int:
+    if type(value) is not int or value not in GROUPS:
+        raise _refusal(f"{name} in groups of {shown(value)}")
+    return value
+
+
+def _refusal(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"config.json has a quantization_config: the weights' format is {name}, which is not read. "
+        f"{READ}; choose a repository with one of these, or the unquantised one."
+    )

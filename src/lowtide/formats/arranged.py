@@ -1,0 +1,221 @@
+"""Matrices that checkpoints have in several tensors, and what they are arranged into as they are
+read: as many bits, so that some rows can be unpacked without the others.
+
+Without torch, but where a matrix is multiplied with.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.core import align_up
+from lowtide.errors import CheckpointError
+from lowtide.formats.matrix import Bytes, MatrixFormat
+from lowtide.formats.plain import CHUNK_WEIGHTS, ITEM_BYTES, convert_plain
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Shape = tuple[int, ...]
+Floats = NDArray[np.float32]
+
+_ITEM_BYTES = {**ITEM_BYTES, "I32": 4, "F8_E4M3": 1}
+
+SCALE_DTYPES = tuple(ITEM_BYTES)
+"""Of scales, as checkpoints have them."""
+
+
+class StoredTensor(NamedTuple):
+    """One of the tensors that hold a matrix NAME.weight."""
+
+    ending: str  # after NAME
+    dtype: str
+    shape: Shape
+    unit_bytes: int  # of a unit, the last of which may be shorter
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+
+
+class Sectioned(MatrixFormat):
+    """What such matrices are in memory: one range of bytes, in sections of equally many bytes for
+    each row of the matrix, or for so many."""
+
+    unpacked = "F32"
+    is_kept = True
+    is_of_host = True
+    in_safetensors = False
+    block_size, block_bytes = 1, (1,)  # sizes are of whole matrices: `matrix_bytes`
+
+    @abstractmethod
+    def sections(self, shape: Shape) -> tuple[Shape, ...]:
+        """Rows and bytes of a row, of each section of a matrix [out, in]."""
+
+    @abstractmethod
+    def weights(self, sections: Sequence[Bytes], rows: NDArray[np.int64], width: int) -> Floats:
+        """Float32 weights [n, width] of rows [n], whose numbers in the matrix are given.
+
+        sections: [rows, bytes], those with a row for each row of the matrix without the others."""
+
+    def matrix_bytes(self, shape: Shape) -> int:
+        return sum(align_up(rows * row_bytes) for rows, row_bytes in self.sections(shape))
+
+    def views(self, content: Bytes, shape: Shape) -> list[Bytes]:
+        """The sections [rows, bytes of a row] of a matrix's bytes."""
+        found, start = [], 0
+        for rows, row_bytes in self.sections(shape):
+            found.append(content[start : start + rows * row_bytes].reshape(rows, row_bytes))
+            start += align_up(rows * row_bytes)
+        return found
+
+    def unpack_matrix(self, content: Bytes, shape: Shape, target: Bytes, to: MatrixFormat) -> None:
+        """Writes all weights into 1-D `target`, in the plain format `to`."""
+        sections = self.views(content, shape)
+        step, row_bytes = max(1, CHUNK_WEIGHTS // shape[1]), to.num_bytes(shape[1])
+        for first in range(0, shape[0], step):
+            rows = np.arange(first, min(first + step, shape[0]))
+            weights = self.weights(_of_rows(sections, rows, shape[0]), rows, shape[1])
+            part = target[first * row_bytes : (first + len(rows)) * row_bytes]
+            convert_plain(weights.reshape(-1).view(np.uint8), "F32", part, to.name)
+
+    def unpack(self, *stored: Bytes) -> Bytes:
+        raise NotImplementedError(f"{self.name} is unpacked by whole rows of a matrix.")
+
+    def matrix(self, tensors: Sequence[Tensor], shape: Shape) -> SectionedMatrix:
+        import torch
+
+        sections, start = [], 0
+        for rows, row_bytes in self.sections(shape):
+            sections.append(tensors[0][start : start + rows * row_bytes].view(rows, row_bytes))
+            start += align_up(rows * row_bytes)
+        rows_of_all = torch.arange(1) if tensors[0].is_meta else None
+        return SectionedMatrix(self, tuple(sections), shape, rows_of_all)
+
+    def has_tensor(self, name: str, dtype: str) -> bool:
+        return False
+
+    def is_finite(self, stored: Bytes) -> bool:
+        return True
+
+
+class Arranged(MatrixFormat):
+    """How a checkpoint has a matrix: tensors, each divided into equally many units."""
+
+    unpacked = "F32"
+    in_safetensors = False
+    block_size, block_bytes = 1, (1,)
+    in_memory: Sectioned
+
+    @property
+    def kept(self) -> Sectioned:
+        return self.in_memory
+
+    @abstractmethod
+    def tensors(self, shape: Shape) -> tuple[StoredTensor, ...]:
+        """Of a matrix [out, in]. Raises CheckpointError, without its name, where none can be so."""
+
+    @abstractmethod
+    def num_units(self, shape: Shape) -> int: ...
+
+    @abstractmethod
+    def arrange_units(
+        self, stored: Sequence[Bytes], shape: Shape, units: range, sections: Sequence[Bytes]
+    ) -> None:
+        """Writes some units into the sections of the whole matrix; stored: theirs, of each tensor.
+
+        Raises CheckpointError, without the matrix's name, for what cannot be so."""
+
+    def ranges(self, shape: Shape, most_bytes: int) -> Iterator[tuple[range, list[slice]]]:
+        """All units, some at a time, and their bytes in each tensor: at most so many if it can
+        be."""
+        tensors, num_units = self.tensors(shape), self.num_units(shape)
+        step = max(1, most_bytes // sum(each.unit_bytes for each in tensors))
+        for first in range(0, num_units, step):
+            units = range(first, min(first + step, num_units))
+            yield units, [_bytes_of(each, units) for each in tensors]
+
+    def unpack(self, *stored: Bytes) -> Bytes:
+        raise NotImplementedError(f"{self.name} is arranged before it is unpacked.")
+
+    def has_tensor(self, name: str, dtype: str) -> bool:
+        return False
+
+    def is_finite(self, stored: Bytes) -> bool:
+        return True
+
+
+class SectionedMatrix:
+    """A matrix [out, in] in host memory, or some rows of one."""
+
+    __slots__ = ("format", "shape", "_numbers", "_of_all", "_sections")
+
+    def __init__(
+        self,
+        stored: Sectioned,
+        sections: tuple[Tensor, ...],
+        shape: Shape,
+        numbers: Tensor | None = None,
+        num_rows_of_all: int | None = None,
+    ) -> None:
+        """sections: [rows, bytes]; numbers: of the rows in the whole matrix, all of it if None."""
+        self.format, self.shape = stored, shape
+        self._sections, self._numbers = sections, numbers
+        self._of_all = shape[0] if num_rows_of_all is None else num_rows_of_all
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self._sections)
+
+    @property
+    def device(self) -> torch.device:
+        return self._sections[0].device
+
+    def rows(self, features: slice | Tensor) -> SectionedMatrix:
+        import torch
+
+        numbers = torch.arange(self._of_all) if self._numbers is None else self._numbers
+        chosen = numbers[features]
+        sections = tuple(
+            each[features] if len(each) == self.shape[0] else each for each in self._sections
+        )
+        shape = (len(chosen), *self.shape[1:])
+        return SectionedMatrix(self.format, sections, shape, chosen, self._of_all)
+
+    def unpack(self, out: Tensor) -> None:
+        import torch
+
+        numbers = torch.arange(self._of_all) if self._numbers is None else self._numbers
+        sections = [each.numpy() for each in self._sections]
+        weights = self.format.weights(sections, numbers.numpy(), self.shape[1])
+        out.copy_(torch.from_numpy(weights))
+
+
+def need_multiple(length: int, unit: int, what: str) -> None:
+    """Raises CheckpointError where a length does not divide."""
+    if length % unit:
+        raise CheckpointError(f"{what} {length} does not divide into {unit}")
+
+
+def to_float32(stored: Bytes, dtype: str) -> Floats:
+    """Numbers [rows, n] of bytes [rows, n * item bytes]."""
+    flat = np.ascontiguousarray(stored).reshape(-1)
+    found = np.empty(flat.size // ITEM_BYTES[dtype], np.float32)
+    convert_plain(flat, dtype, found.view(np.uint8), "F32")
+    return found.reshape(len(stored), -1)
+
+
+def _of_rows(sections: Sequence[Bytes], rows: NDArray[np.int64], num_rows: int) -> list[Bytes]:
+    return [each[rows[0] : rows[-1] + 1] if len(each) == num_rows else each for each in sections]
+
+
+def _bytes_of(tensor: StoredTensor, units: range) -> slice:
+    stop = min(units.stop * tensor.unit_bytes, tensor.num_bytes)
+    return slice(units.start * tensor.unit_bytes, stop)

@@ -1,0 +1,74 @@
+"""compressed-tensors' `pack-quantized`: 4 or 8 bits, as llm-compressor writes it.
+
+Of a matrix [out, in], so many numbers to an int32, the first in its lowest bits, each more by half
+of their range than the signed one that it stands for: `weight_packed` [out, in * bits / 32] along
+the input; `weight_scale` [out, groups]; where it is not symmetric, `weight_zero_point`
+[out * bits / 32, groups] along the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lowtide.formats.arranged import SCALE_DTYPES, Arranged, Shape, StoredTensor, need_multiple
+from lowtide.formats.grouped_ints import FORMATS as IN_MEMORY
+from lowtide.formats.grouped_ints import GROUPS, nibbles_along_rows
+from lowtide.formats.matrix import Bytes
+from lowtide.formats.plain import ITEM_BYTES
+
+_UNIT = 8
+"""Rows of a unit: whole int32 of zeros."""
+
+
+class PackQuantised(Arranged):
+    """A unit is some rows; codes and scales lie as they do in memory."""
+
+    def __init__(self, num_bits: int, group: int, scale_dtype: str, has_zeros: bool) -> None:
+        self.num_bits, self.group = num_bits, group
+        self.scale_dtype, self.has_zeros = scale_dtype, has_zeros
+        zeros = " and zero" if has_zeros else ""
+        self.name = f"pack-quantized int{num_bits} of {group} to a {scale_dtype} scale{zeros}"
+        self.dtypes = (self.name,)
+        self.in_memory = IN_MEMORY[num_bits, group, scale_dtype, has_zeros]
+
+    def num_units(self, shape: Shape) -> int:
+        return shape[0] // _UNIT
+
+    def tensors(self, shape: Shape) -> tuple[StoredTensor, ...]:
+        out, width = shape
+        need_multiple(width, self.group, "its input")
+        need_multiple(out, _UNIT, "its output")
+        words, groups = width * self.num_bits // 32, width // self.group
+        scale_bytes = ITEM_BYTES[self.scale_dtype] * groups
+        zeros = (out * self.num_bits // 32, groups)
+        found = (
+            StoredTensor(".weight_packed", "I32", (out, words), _UNIT * words * 4),
+            StoredTensor(".weight_scale", self.scale_dtype, (out, groups), _UNIT * scale_bytes),
+        )
+        if not self.has_zeros:
+            return found
+        unit_bytes = _UNIT * groups * self.num_bits // 8
+        return *found, StoredTensor(".weight_zero_point", "I32", zeros, unit_bytes)
+
+    def arrange_units(
+        self, stored: Sequence[Bytes], shape: Shape, units: range, sections: Sequence[Bytes]
+    ) -> None:
+        rows = slice(units.start * _UNIT, units.stop * _UNIT)
+        for section, part in zip(sections[:2], stored[:2], strict=True):
+            section[rows] = part.reshape(-1, section.shape[1])
+        if self.has_zeros:
+            groups = sections[2].shape[1]
+            words = stored[2].reshape(-1, groups, 4).transpose(0, 2, 1).reshape(-1, groups)
+            if self.num_bits == 4:  # [bytes of rows, groups], two rows in a byte
+                words = nibbles_along_rows(words.T, 2 * len(words)).T
+            sections[2][rows] = words
+
+
+FORMATS = {
+    (num_bits, group, dtype, has_zeros): PackQuantised(num_bits, group, dtype, has_zeros)
+    for num_bits in (4, 8)
+    for group in GROUPS
+    for dtype in SCALE_DTYPES
+    for has_zeros in (False, True)
+}
+"""Of 8 bits zeros have all 8, which a byte holds."""

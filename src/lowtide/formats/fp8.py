@@ -1,0 +1,91 @@
+"""FP8 by blocks, as DeepSeek-V3 and Qwen3 are published in it.
+
+A matrix [out, in] is its weights in float8_e4m3fn and a scale for each block of 128 by 128, less at
+the ends: `weight` and `weight_scale_inv` [out / 128, in / 128], rounded up; weight = number *
+scale in float32. In memory the same, one after the other.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.formats.arranged import Arranged, Floats, Sectioned, Shape, StoredTensor, to_float32
+from lowtide.formats.matrix import Bytes
+from lowtide.formats.plain import ITEM_BYTES
+
+BLOCK = 128
+
+DTYPE = "F8_E4M3"
+"""Of the weights, by its safetensors name."""
+
+SCALE_DTYPES = ("F32", "BF16")
+
+
+class Fp8Blocks(Sectioned):
+    """In memory."""
+
+    def __init__(self, scale_dtype: str) -> None:
+        self.scale_dtype = scale_dtype
+        self.name = f"FP8 by blocks with a {scale_dtype} scale"
+        self.dtypes = (self.name,)
+
+    def sections(self, shape: Shape) -> tuple[Shape, ...]:
+        out, width = shape
+        return (out, width), (-(-out // BLOCK), -(-width // BLOCK) * ITEM_BYTES[self.scale_dtype])
+
+    def weights(self, sections: Sequence[Bytes], rows: NDArray[np.int64], width: int) -> Floats:
+        numbers = _numbers().take(sections[0])
+        scales = to_float32(sections[1], self.scale_dtype)[rows // BLOCK]
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite stays so
+            numbers *= scales.repeat(BLOCK, axis=1)[:, :width]
+        return numbers
+
+
+class Fp8Checkpoint(Arranged):
+    """A unit is a stripe of blocks."""
+
+    def __init__(self, scale_dtype: str) -> None:
+        self.in_memory = Fp8Blocks(scale_dtype)
+        self.scale_dtype = scale_dtype
+        self.name = f"FP8 of 128 by 128 to a {scale_dtype} scale"
+        self.dtypes = (self.name,)
+
+    def num_units(self, shape: Shape) -> int:
+        return -(-shape[0] // BLOCK)
+
+    def tensors(self, shape: Shape) -> tuple[StoredTensor, ...]:
+        out, width = shape
+        blocks = (-(-out // BLOCK), -(-width // BLOCK))
+        scale_bytes = blocks[1] * ITEM_BYTES[self.scale_dtype]
+        return (
+            StoredTensor(".weight", DTYPE, shape, BLOCK * width),
+            StoredTensor(".weight_scale_inv", self.scale_dtype, blocks, scale_bytes),
+        )
+
+    def arrange_units(
+        self, stored: Sequence[Bytes], shape: Shape, units: range, sections: Sequence[Bytes]
+    ) -> None:
+        for section, part, first in zip(
+            sections, stored, (units.start * BLOCK, units.start), strict=True
+        ):
+            rows = part.reshape(-1, section.shape[1])
+            section[first : first + len(rows)] = rows
+
+
+FORMATS = {dtype: Fp8Checkpoint(dtype) for dtype in SCALE_DTYPES}
+
+
+@functools.cache
+def _numbers() -> Floats:
+    """The float8_e4m3fn of every byte: four bits of exponent above 7, three of mantissa; all ones
+    are NaN, and there is no infinity."""
+    bits = np.arange(256)
+    sign = np.where(bits < 128, 1.0, -1.0)
+    exponent, mantissa = bits >> 3 & 15, (bits & 7) / 8
+    size = np.where(exponent, np.ldexp(1 + mantissa, exponent - 7), np.ldexp(mantissa, -6))
+    found: Floats = (sign * np.where(bits & 127 == 127, np.nan, size)).astype(np.float32)
+    return found

@@ -1,0 +1,77 @@
+"""Integers with a scale, and perhaps a zero, for each group of neighbours along the input.
+
+    weight = scale * (code - zero)          code: 0 .. 2^bits - 1, in float32, where it is exact
+
+Without zeros all are half of the codes' range. In memory a matrix is its codes, row by row (two of
+4 bits in a byte, the even one low), then all scales as they are stored, then zeros, a byte each.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.formats.arranged import SCALE_DTYPES, Floats, Sectioned, Shape, to_float32
+from lowtide.formats.matrix import Bytes
+from lowtide.formats.plain import ITEM_BYTES
+
+GROUPS = (32, 64, 128)
+"""Weights that share a scale, which are read."""
+
+
+class GroupedInts(Sectioned):
+    """In memory."""
+
+    def __init__(self, num_bits: int, group: int, scale_dtype: str, has_zeros: bool) -> None:
+        self.num_bits, self.group = num_bits, group
+        self.scale_dtype, self.has_zeros = scale_dtype, has_zeros
+        zeros = " and zero" if has_zeros else ""
+        self.name = f"int{num_bits} of {group} to a {scale_dtype} scale{zeros}"
+        self.dtypes = (self.name,)
+
+    def sections(self, shape: Shape) -> tuple[Shape, ...]:
+        out, width = shape
+        num_groups = width // self.group
+        zeros = ((out, num_groups),) if self.has_zeros else ()
+        scale_bytes = ITEM_BYTES[self.scale_dtype]
+        return (out, width * self.num_bits // 8), (out, num_groups * scale_bytes), *zeros
+
+    def weights(self, sections: Sequence[Bytes], rows: NDArray[np.int64], width: int) -> Floats:
+        codes = sections[0]
+        if self.num_bits == 4:
+            numbers = _nibbles().take(codes).view(np.float32)
+        else:
+            numbers = codes.astype(np.float32)
+        groups: Floats = numbers.reshape(len(rows), -1, self.group)
+        if self.has_zeros:
+            groups -= sections[2].astype(np.float32)[:, :, None]
+        else:
+            groups -= np.float32(2 ** (self.num_bits - 1))
+        groups *= to_float32(sections[1], self.scale_dtype)[:, :, None]
+        return groups.reshape(len(rows), width)
+
+
+FORMATS = {
+    (num_bits, group, dtype, has_zeros): GroupedInts(num_bits, group, dtype, has_zeros)
+    for num_bits in (4, 8)
+    for group in GROUPS
+    for dtype in SCALE_DTYPES
+    for has_zeros in (False, True)
+}
+
+
+def nibbles_along_rows(packed: Bytes, num_columns: int) -> Bytes:
+    """[rows, columns] numbers of [rows, bytes], the first of each byte in its low half."""
+    both = np.stack((packed & np.uint8(15), packed >> np.uint8(4)), axis=-1)
+    return both.reshape(len(packed), -1)[:, :num_columns]
+
+
+@functools.cache
+def _nibbles() -> NDArray[np.uint64]:
+    """Both numbers of a byte as float32, the low half's first."""
+    numbers = np.arange(256)
+    pairs = np.stack((numbers & 15, numbers >> 4), axis=1).astype(np.float32)
+    return pairs.view(np.uint64).reshape(-1)

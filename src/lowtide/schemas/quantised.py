@@ -1,0 +1,109 @@
+"""Checkpoints that other tools rounded: a matrix's tensors under the name that models know.
+
+NAME.weight is `NAME.qweight`, `NAME.scales` and so on, or `NAME.weight` and its scales; which of a
+checkpoint's matrices are so is told by their tensors alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lowtide.config.quantisation import Quantisation
+from lowtide.errors import CheckpointError, UnsupportedError
+from lowtide.formats import awq, compressed_tensors, fp8, gptq
+from lowtide.formats.arranged import Arranged, Shape, StoredTensor
+from lowtide.model_folder.checkpoint import Checkpoint, TensorEntry
+from lowtide.schemas.packed import specs_of
+from lowtide.schemas.schema import ModelSchema, TensorSpec
+
+_WEIGHT = ".weight"
+
+_BEGIN_AND_SCALE = {
+    "gptq": (".qweight", ".scales"),
+    "awq": (".qweight", ".scales"),
+    "compressed-tensors": (".weight_packed", ".weight_scale"),
+    "fp8": (".weight", ".weight_scale_inv"),
+}
+"""By method: what a matrix is known by, and its scales."""
+
+
+def with_quantised(
+    checkpoint: Checkpoint, schema: ModelSchema, quantisation: Quantisation | None
+) -> Checkpoint:
+    """The same, matrices of several tensors under their own names and shapes, as one format each.
+
+    Raises CheckpointError for a tensor that is missing or has another type or shape than its
+    matrix makes it, UnsupportedError for scales of a type that is not read.
+    """
+    if quantisation is None:
+        return checkpoint
+    tensors = dict(checkpoint.tensors)
+    for spec in specs_of(schema):
+        name = spec.name.removesuffix(_WEIGHT)
+        if len(spec.shape) == 2 and name != spec.name and _is_rounded(name, quantisation, tensors):
+            tensors[spec.name] = _entry(name, spec, quantisation, tensors)
+    return Checkpoint(checkpoint.files, tensors)
+
+
+def _is_rounded(name: str, quantisation: Quantisation, tensors: Mapping[str, TensorEntry]) -> bool:
+    found = tensors.get(name + _BEGIN_AND_SCALE[quantisation.method][0])
+    return found is not None and (quantisation.method != "fp8" or found.dtype == fp8.DTYPE)
+
+
+def _entry(
+    name: str, spec: TensorSpec, quantisation: Quantisation, tensors: dict[str, TensorEntry]
+) -> TensorEntry:
+    """Takes the matrix's tensors out of `tensors`."""
+    scale_name = name + _BEGIN_AND_SCALE[quantisation.method][1]
+    scales = tensors.get(scale_name)
+    if scales is None:
+        raise CheckpointError(f"The checkpoint has no {scale_name}, the scales of {spec.name}.")
+    form = _form(quantisation, scales.dtype)
+    if form is None:
+        raise UnsupportedError(
+            f"Tensor {scale_name} is of type {scales.dtype}; not read as scales."
+        )
+    parts = tuple(
+        _checked(name + wanted.ending, wanted, form, tensors) for wanted in _wanted(form, spec)
+    )
+    num_bytes = sum(part.num_bytes for part in parts)
+    first = parts[0]
+    return TensorEntry(first.file, first.offset, num_bytes, form.name, spec.shape, tensors=parts)
+
+
+def _form(asked: Quantisation, scale_dtype: str) -> Arranged | None:
+    if asked.method == "gptq":
+        return gptq.FORMATS.get((asked.version, asked.group, scale_dtype))
+    if asked.method == "awq":
+        return awq.FORMATS.get((asked.group, scale_dtype))
+    if asked.method == "fp8":
+        return fp8.FORMATS.get(scale_dtype)
+    key = (asked.num_bits, asked.group, scale_dtype, not asked.is_symmetric)
+    return compressed_tensors.FORMATS.get(key)
+
+
+def _wanted(form: Arranged, spec: TensorSpec) -> tuple[StoredTensor, ...]:
+    try:
+        return form.tensors(spec.shape)
+    except CheckpointError as reason:
+        raise CheckpointError(f"{spec.name} cannot be in {form.name}: {reason}.") from None
+
+
+def _checked(
+    name: str, wanted: StoredTensor, form: Arranged, tensors: dict[str, TensorEntry]
+) -> TensorEntry:
+    entry = tensors.pop(name, None)
+    if entry is None:
+        raise CheckpointError(
+            f"The checkpoint has no tensor {name} of shape {_listed(wanted.shape)}, of {form.name}."
+        )
+    if entry.dtype != wanted.dtype or entry.shape != wanted.shape:
+        raise CheckpointError(
+            f"Tensor {name} is of type {entry.dtype} and shape {_listed(entry.shape)}; "
+            f"{form.name} makes it {wanted.dtype} {_listed(wanted.shape)}."
+        )
+    return entry
+
+
+def _listed(shape: Shape) -> str:
+    return str(list(shape))

@@ -1,0 +1,279 @@
+"""FP8, GPTQ, AWQ and compressed-tensors: kept as stored, multiplied with what they stand for."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import rounded_files
+import torch
+from rounded_files import QUANTISATIONS, Rounded, awq, fp8, gptq, pack_quantized, write_rounded
+from safetensors.torch import load_file, save_file
+
+from lowtide import LLM
+from lowtide.config import ModelConfig
+from lowtide.errors import CheckpointError, LowtideError, UnsupportedError
+from lowtide.formats import format_of
+from lowtide.formats.arranged import Arranged
+from lowtide.formats.plain import plain_format
+from lowtide.lab.synth import synth
+from lowtide.llm import plan_model
+from lowtide.memory.arena import Arena
+from lowtide.model_folder.checkpoint import Checkpoint
+from lowtide.reading.file_reader import FileReader, MatrixRead, matrix_bytes_at_once
+
+FORMATS: dict[str, Callable[[], Rounded]] = {
+    "GPTQ v1 of 32 to a F16 scale": lambda: gptq((48, 96), 32, 0),
+    "GPTQ v2 of 128 to a F16 scale": lambda: gptq((40, 384), 128, 1, version=2),
+    "GPTQ v1 of 64 to a BF16 scale": lambda: gptq((8, 64), 64, 2, dtype=torch.bfloat16),
+    "AWQ of 128 to a F16 scale": lambda: awq((64, 256), 128, 3),
+    "AWQ of 32 to a F32 scale": lambda: awq((8, 96), 32, 4, dtype=torch.float32),
+    "pack-quantized int4 of 128 to a BF16 scale": lambda: pack_quantized((24, 256), 128, 5),
+    "pack-quantized int4 of 32 to a F16 scale and zero": lambda: pack_quantized(
+        (72, 64), 32, 6, is_symmetric=False, dtype=torch.float16
+    ),
+    "pack-quantized int8 of 32 to a BF16 scale": lambda: pack_quantized((40, 64), 32, 7, 8),
+    "pack-quantized int8 of 64 to a F32 scale and zero": lambda: pack_quantized(
+        (16, 128), 64, 8, 8, False, torch.float32
+    ),
+    "FP8 of 128 by 128 to a F32 scale": lambda: fp8((300, 200), 9),
+    "FP8 of 128 by 128 to a BF16 scale": lambda: fp8((64, 640), 10, torch.bfloat16),
+}
+
+
+def read(folder: Path, name: str, dtype: torch.dtype | None, buffer_bytes: int):
+    """The matrix `m.weight` of a folder: kept, or in a plain type."""
+    checkpoint = Checkpoint.open(folder)
+    stored = format_of(name)
+    assert isinstance(stored, Arranged)
+    shape = tuple(load_file(folder / "shape" / "shape.safetensors")["shape"].tolist())
+    wanted = stored.kept if dtype is None else plain_format(dtype)
+    arena = Arena(stored.kept.matrix_bytes(shape) + 4 * shape[0] * shape[1])
+    content = arena.tensor(0, (wanted.matrix_bytes(shape),), torch.uint8)
+    tensors = [checkpoint.tensors["m" + each.ending] for each in stored.tensors(shape)]
+    places = tuple((each.file, each.offset) for each in tensors)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a file system without direct reads says so
+        reader = FileReader(
+            checkpoint.files, max(buffer_bytes, matrix_bytes_at_once(stored, shape))
+        )
+    try:
+        target = arena.array()[: content.numel()]
+        reads = [MatrixRead("m.weight", places, stored, shape, target, wanted)]
+        assert reader.submit(reads).result() == sum(each.num_bytes for each in tensors)
+    finally:
+        reader.close()
+    if dtype is None:
+        return stored.kept.matrix([content], shape)
+    return content.view(dtype).view(shape).clone()
+
+
+def write(folder: Path, made: Rounded) -> None:
+    save_file({"m" + end: x for end, x in made.tensors.items()}, folder / "model.safetensors")
+    (folder / "shape").mkdir()
+    shape = {"shape": torch.tensor(made.weights.shape)}
+    save_file(shape, folder / "shape" / "shape.safetensors")
+
+
+@pytest.mark.parametrize("buffer_bytes", [1, 1 << 20])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_matrix_is_what_its_numbers_stand_for(
+    name: str, buffer_bytes: int, tmp_path: Path
+) -> None:
+    made = FORMATS[name]()
+    write(tmp_path, made)
+    matrix = read(tmp_path, name, None, buffer_bytes)
+    assert tuple(matrix.shape) == tuple(made.weights.shape)
+    stored_bytes = sum(x.nbytes for end, x in made.tensors.items() if end != ".g_idx")
+    assert matrix.nbytes <= stored_bytes + made.weights.numel() // 32  # a zero has a byte
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        out = torch.empty(made.weights.shape, dtype=dtype)
+        matrix.unpack(out)
+        assert torch.equal(out, made.weights.to(dtype)), "rounded once"
+        assert torch.equal(read(tmp_path, name, dtype, buffer_bytes), out), "unpacked as read"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_are_those_of_the_whole(name: str, tmp_path: Path) -> None:
+    made = FORMATS[name]()
+    write(tmp_path, made)
+    matrix = read(tmp_path, name, None, 1 << 20)
+    middle = slice(len(made.weights) // 3, None)
+    chosen = torch.tensor([3, 0, len(made.weights) - 1, 3])
+    for features in (middle, chosen):
+        part = matrix.rows(features)
+        out = torch.empty(part.shape)
+        part.unpack(out)
+        assert torch.equal(out, made.weights[features])
+    again = matrix.rows(middle).rows(slice(2, 5))
+    out = torch.empty(again.shape)
+    again.unpack(out)
+    assert torch.equal(out, made.weights[middle][2:5])
+
+
+def test_every_byte_of_float8_is_the_number_that_torch_has() -> None:
+    numbers = np.arange(256, dtype=np.uint8)
+    expected = torch.from_numpy(numbers).view(torch.float8_e4m3fn).float()
+    sections = [numbers[None], np.ones(2, np.float32).view(np.uint8)[None]]
+    found = format_of("FP8 of 128 by 128 to a F32 scale").kept.weights(sections, np.arange(1), 256)
+    assert torch.equal(torch.from_numpy(found)[0].nan_to_num(999), expected.nan_to_num(999))
+
+
+# Models
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synth("qwen3_moe", "tiny", tmp_path_factory.mktemp("rounded") / "source", seed=3)
+
+
+def logits(folder: Path, **options: object) -> torch.Tensor:
+    with LLM(folder, context=64, **options) as llm:
+        return llm.logits(list(range(2, 40)))
+
+
+@pytest.mark.parametrize("name", QUANTISATIONS)
+def test_a_model_has_the_logits_of_its_dequantised_weights(
+    name: str, source: Path, tmp_path: Path
+) -> None:
+    folder, plain = write_rounded(source, tmp_path, name)
+    expected = logits(plain)
+    found = logits(folder)
+    assert (found - expected).abs().max() <= 2e-4 * expected.abs().max()
+    plan, plain_plan = plan_model(folder, context=64), plan_model(plain, context=64)
+    assert not plan.formats.is_own and plain_plan.formats.is_own
+    assert plan.host.slot_bytes < plain_plan.host.slot_bytes / (3.5 if name == "fp8" else 5)
+    assert torch.equal(logits(folder, host_memory=plan.minimum_bytes), found), "any budget"
+    unpacked = logits(folder, expert_dtype="float32", dense_dtype="float32")
+    assert (unpacked - expected).abs().max() <= 2e-4 * expected.abs().max()
+
+
+def without(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def apply(weights: dict[str, torch.Tensor]) -> None:
+        del weights[name]
+
+    return apply
+
+
+def replaced(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[dict], None]:
+    def apply(weights: dict[str, torch.Tensor]) -> None:
+        weights[name] = change(weights[name]).contiguous()
+
+    return apply
+
+
+EXPERT = "model.layers.2.mlp.experts.5.up_proj"
+DENSE = "model.layers.1.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "error", "message"),
+    [
+        ("gptq", without(f"{EXPERT}.scales"), CheckpointError, f"no {EXPERT}.scales"),
+        ("gptq", without(f"{EXPERT}.qzeros"), CheckpointError, f"no tensor {EXPERT}.qzeros"),
+        ("gptq", without(f"{DENSE}.g_idx"), CheckpointError, f"no tensor {DENSE}.g_idx"),
+        ("gptq", without(f"{DENSE}.qweight"), CheckpointError, f"no tensor {DENSE}.weight"),
+        (
+            "awq",
+            replaced(f"{EXPERT}.qweight", lambda x: x.t()),
+            CheckpointError,
+            rf"{EXPERT}.qweight is of type I32 and shape \[8, 64\].*makes it I32 \[64, 8\]",
+        ),
+        (
+            "awq",
+            replaced(f"{DENSE}.scales", lambda x: x.to(torch.float64)),
+            UnsupportedError,
+            f"{DENSE}.scales is of type F64",
+        ),
+        (
+            "compressed-tensors",
+            replaced(f"{EXPERT}.weight_zero_point", lambda x: x.to(torch.int64)),
+            CheckpointError,
+            f"{EXPERT}.weight_zero_point is of type I64",
+        ),
+        ("fp8", without(f"{EXPERT}.weight_scale_inv"), CheckpointError, f"no {EXPERT}.*scale_inv"),
+        (
+            "gptq",
+            replaced(f"{DENSE}.g_idx", lambda x: x.flip(0)),
+            UnsupportedError,
+            f"{DENSE}.weight: its g_idx is not in order: act-order",
+        ),
+        (
+            "gptq",
+            replaced(f"{EXPERT}.g_idx", lambda x: x.flip(0)),
+            UnsupportedError,
+            f"{EXPERT}.weight: its g_idx is not in order: act-order",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_tensor_is_said_with_its_name(
+    kind: str,
+    change: Callable[[dict], None],
+    error: type[LowtideError],
+    message: str,
+    source: Path,
+    tmp_path: Path,
+) -> None:
+    folder, _ = write_rounded(source, tmp_path, kind)
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(error, match=message):
+        logits(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("gptq", {"desc_act": True}, r"GPTQ with act-order \(desc_act\)"),
+        ("gptq", {"checkpoint_format": "marlin"}, "GPTQ packed as 'marlin'"),
+        ("gptq", {"is_marlin_format": True}, "GPTQ packed as 'marlin'"),
+        ("gptq", {"bits": 3}, "GPTQ in 3 bits"),
+        ("gptq", {"group_size": -1}, "GPTQ in groups of -1"),
+        ("awq", {"version": "gemv"}, "AWQ in version 'gemv'"),
+        ("awq", {"bits": True}, "AWQ in True bits"),
+        ("compressed-tensors", {"format": "float-quantized"}, "compressed-tensors in 'float-q"),
+        ("compressed-tensors", {"config_groups": {}}, "with 0 kinds of weights"),
+        ("fp8", {"weight_block_size": None}, "FP8 with one scale for a tensor"),
+        ("fp8", {"weight_block_size": [64, 64]}, "FP8 by blocks of 64 by 64"),
+        ("fp8", {"quant_method": "hqq"}, "format is 'hqq'"),
+    ],
+)
+def test_other_variants_are_refused_by_name(
+    kind: str, changes: dict, message: str, source: Path
+) -> None:
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {**QUANTISATIONS[kind][0], **changes}
+    refusal = f"{message}.* which is not read. Read are safetensors in bfloat16"
+    with pytest.raises(UnsupportedError, match=refusal):
+        ModelConfig.from_dict(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"actorder": "group"}, "with act-order .'group'"),
+        ({"strategy": "channel"}, "scales by 'channel'"),
+        ({"num_bits": 2}, "in 2 bits"),
+        ({"type": "float"}, "'float' weights"),
+    ],
+)
+def test_other_schemes_are_refused_by_name(changes: dict, message: str, source: Path) -> None:
+    config = json.loads((source / "config.json").read_text())
+    said = json.loads(json.dumps(QUANTISATIONS["compressed-tensors"][0]))
+    said["config_groups"]["group_0"]["weights"] |= changes
+    config["quantization_config"] = said
+    with pytest.raises(UnsupportedError, match=f"compressed-tensors.*{message}"):
+        ModelConfig.from_dict(config)
+
+
+def test_a_plan_of_a_rounded_model_wants_its_headers(source: Path, tmp_path: Path) -> None:
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = rounded_files.QUANTISATIONS["awq"][0]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="told by their files' headers"):
+        plan_model(tmp_path)
