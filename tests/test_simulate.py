@@ -81,6 +81,12 @@ def test_two_staging_slots_keep_the_link_busy() -> None:
     assert report.total_s == 1.5 + 4 * 10 + 3
 
 
+def test_demand_has_the_slots_that_no_prefetch_is_in() -> None:
+    trace = make_trace([[[0, 1, 2, 3]]])
+    costs = Costs(100, 10.0, FIXED.host_s, FIXED.device_s, FIXED.dense_s, 0.5, 0.0, 1, num_ahead=1)
+    assert simulate(trace, "on-demand", make_setting(trace, 0, costs)).total_s == 1.5 + 4 * 10 + 3
+
+
 def test_moves_ride_in_idle_link_time() -> None:
     # Tide admits 0 and 1 at its refresh; the moves begin when the first layer's work does, at 1.5,
     # and end at 11.5 and 21.5. A pass takes 9.5 s while nothing is there.

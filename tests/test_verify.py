@@ -65,9 +65,9 @@ def test_a_broken_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     num_layers, finish, combine = 0, DeviceTier.finish, Kernels.combine
     is_due = False
 
-    def counted(tier: DeviceTier, num_rows: int) -> None:
+    def counted(tier: DeviceTier, layer: int, num_rows: int) -> None:
         nonlocal num_layers, is_due
-        finish(tier, num_rows)
+        finish(tier, layer, num_rows)
         num_layers += 1
         is_due = num_layers == 3
 

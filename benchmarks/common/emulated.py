@@ -52,6 +52,9 @@ _TIMED = {
 }
 """Methods of the device tier and of the runtime, and under which name their time is added up."""
 
+BETWEEN = "between_s"
+"""The time from a layer's experts to the next layer's of the same pass, added up."""
+
 
 class Model(NamedTuple):
     """A model to measure: `reference` as `LLM` takes it, with as many layers as are wanted."""
@@ -137,15 +140,16 @@ def learn(
     return Learned(prompts, params, answers, Trace.load(trace_path), calibration.trace), path
 
 
-def device_options(model: Model) -> dict[str, str]:
+def device_options(model: Model, least_slowdown: float = SLOWDOWN) -> dict[str, str]:
     """Speeds in the proportions of a published model's experts on a published machine.
 
     A tiny expert's own would be those of the link's latency, and shorter than a thread's wake-up.
+    least_slowdown: of the device; the more, the less what else runs here counts.
     """
     opened = open_model(model.reference, EngineConfig(device="emulated", **model.options))
     layout = opened.slot_layout
     core_s = measure_device_s(layout, opened.config.moe_shape, opened.kernels).at(1)
-    slowdown = max(SLOWDOWN, _LEAST_EXPERT_S / core_s)
+    slowdown = max(least_slowdown, _LEAST_EXPERT_S / core_s)
     costs = load_profile(PROFILE).costs(published(FAMILY))
     link_s = costs.link_s / costs.device_s.at(1) * core_s * slowdown
     return {
@@ -183,6 +187,7 @@ class Track:
         self.runtime, self.costs, self.device = runtime, runtime.device.costs, runtime.device.device
         self.device.timeline = []
         self._spent: Counter[str] = Counter()
+        self._ended_s = 0.0  # when the last layer's experts did
         for method, name in _TIMED.items():
             owner = runtime if method == "forward" else runtime.device
             setattr(owner, method, self._timed(getattr(owner, method), name))
@@ -241,7 +246,7 @@ class Track:
         return Totals(
             {
                 **self.llm.stats(),
-                **{name: self._spent[name] for name in (*STREAMS, *_TIMED.values())},
+                **{name: self._spent[name] for name in (*STREAMS, *_TIMED.values(), BETWEEN)},
                 "num_passes": self._spent["num_layers"] // self.llm.config.num_moe_layers,
                 "seconds": time.perf_counter(),
             }
@@ -273,8 +278,12 @@ class Track:
         def timed(*arguments: Any, **named: Any) -> Any:
             start_s = time.perf_counter()
             answer = method(*arguments, **named)
-            self._spent[name] += time.perf_counter() - start_s
-            self._spent["num_layers"] += name == "experts_s"
+            end_s = time.perf_counter()
+            self._spent[name] += end_s - start_s
+            if name == "experts_s":  # `arguments` begin with the layer
+                self._spent["num_layers"] += 1
+                self._spent[BETWEEN] += start_s - self._ended_s if arguments[0] else 0.0
+                self._ended_s = end_s
             return answer
 
         return timed

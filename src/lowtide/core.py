@@ -234,7 +234,8 @@ class Costs:
     dense_s: Curve  # the rest of a layer on the device: attention, router, shared expert
     sync_s: float  # one device-to-host synchronisation
     disk_read_s: float = 0.0  # one expert, disk to host memory; 0 with a home in host memory
-    num_staging: int = 2  # slots through which fetched experts pass
+    num_staging: int = 2  # slots through which fetched experts pass, whatever is prefetched
+    num_ahead: int = 0  # more of them, as far as no prefetched expert is in them
     num_devices: int = 1  # each with a link of its own
 
     @classmethod

@@ -106,7 +106,8 @@ def _device_tier(
     lent: LentSlots | None,
 ) -> DeviceTier:
     shape, num_staging = source.shape, plan.num_staging
-    costs = replace(made.costs, num_staging=num_staging - num_staging // 2)
+    num_ahead = num_staging // 2
+    costs = replace(made.costs, num_staging=num_staging - num_ahead, num_ahead=num_ahead)
     if lent is None:
         num_slots, num_devices = tier.num_slots, costs.num_devices
         ledger = SlotLedger(shape.num_layers, shape.num_experts, num_slots, num_devices)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core import Assignment, Costs, Facts, IntArray, Moves, RoutedTokens, Step, StepKind
+from lowtide.experts.away_time import AwayTime
 from lowtide.experts.device import Device, ExpertGroup
 from lowtide.experts.early_gate import EarlyGate
 from lowtide.experts.host_tier import HostTier
@@ -55,6 +56,7 @@ class DeviceTier:
         self.close = device.close if close is None else close
         self.early_gate: EarlyGate | None = None
         self.wave_size = max(1, costs.num_staging // 2)  # the other half arrives meanwhile
+        self._away = AwayTime(link.ledger.num_layers)
         # Of layers whose experts are all resident: counted where nothing waits for the count.
         self._num_hits = torch.zeros((), dtype=torch.int64, device=device.torch_device)
         self._counts: list[Tensor] = []  # of the last such layers, each [num_experts]
@@ -67,6 +69,7 @@ class DeviceTier:
 
     def run_whole(self, layer: int, rows: ExpertRows, buffers: ExpertBuffers) -> None:
         """Runs a layer whose experts are all resident, without any synchronisation."""
+        self._away.come_back()
         self._counts.append(rows.counts)
         if len(self._counts) == _MAX_COUNTS:
             self._add_counts()
@@ -94,6 +97,7 @@ class DeviceTier:
         weights = to_host(routing.weights) if policies.asks_routing else None
         scores = None if scores is None else to_host(scores)
         host_x, experts = self.device.to_host(x, routing.experts)
+        self._away.come_back()
         told = None if weights is None else tell(experts, weights, scores)
         return AtHost(host_x, experts, told, None if predicted is None else predicted.numpy())
 
@@ -105,9 +109,10 @@ class DeviceTier:
             ahead = Ahead(following, self.link.is_kept(following), at_host.predicted)
             self.link.look_ahead(following, prefetch.choose(ahead))
 
-    def finish(self, num_rows: int) -> None:
+    def finish(self, layer: int, num_rows: int) -> None:
         """What the caller does next sees all outputs; the link goes on while it is away."""
-        self.link.pump(self.costs.dense_s.at(num_rows))
+        self.link.pump(self._away.expected_s(layer, self.costs.dense_s.at(num_rows)))
+        self._away.leave(layer)
         self.device.join()
         self.link.confirm()
 

@@ -95,7 +95,7 @@ class LayerRun:
         self._collect(reads)
         share.take_over(self._host_buffers.parts)
         runtime.num_on_host += len(assignment.host)
-        device.finish(len(self._at_host.x))
+        device.finish(self._layer, len(self._at_host.x))
 
     def _open(self, wanted: IntArray, moves: Moves) -> HostReads:
         """Starts the reads of what is not in host memory, then those ahead."""

@@ -140,7 +140,7 @@ class LongRun:
             prefetch.record(outcome)
         device.look_ahead(facts, self._at_host, prefetch)
         runtime.num_on_host += len(assignment.host)
-        device.finish(len(given.x))
+        device.finish(self._facts.layer, len(given.x))
 
     def _start(self, reads: HostReads) -> None:
         self._slots.update(reads.here)

@@ -185,7 +185,7 @@ class ExpertRuntime:
         if self.use is not None:  # a synchronisation, where slots are lent
             self.use.saw(layer, rows.counts.cpu().numpy().nonzero()[0])
         device.run_whole(layer, rows, buffers)
-        device.finish(x.shape[0])
+        device.finish(layer, x.shape[0])
         self._combine(x, rows, routing, buffers, workspace, out)
 
     def _run_layer(

@@ -22,6 +22,13 @@ class _Transfer(NamedTuple):
     victim: int | None  # the resident it replaces, if no slot is free for it
 
 
+class Fetched(NamedTuple):
+    """Experts that the device runs without their being resident. Each [experts]"""
+
+    arriving_s: FloatArray  # until they can be used; infinite where no copy is under way
+    is_staged: BoolArray  # whether a prefetch is, which has a staging slot
+
+
 class SimulatedLink:
     """The link and the slots behind it: when each expert can be used, and what is on its way.
 
@@ -55,6 +62,11 @@ class SimulatedLink:
         soonest = np.minimum(self.ready_s[layer], self.staged_s[layer])
         left_s: FloatArray = np.maximum(0.0, soonest - now_s)
         return left_s
+
+    def fetched(self, layer: int, experts: IntArray, now_s: float) -> Fetched:
+        """What is on its way of experts that a layer fetches."""
+        is_staged = self.staged_s[layer, experts] < _ABSENT
+        return Fetched(self.arriving_s(layer, now_s)[experts], is_staged)
 
     def run_until(self, now_s: float) -> None:
         """Starts every waiting transfer whose turn comes before `now_s`."""

@@ -28,7 +28,7 @@ from lowtide.policies.recipe import Recipe, Setting
 from lowtide.policies.tau import auto_tau
 from lowtide.replay.foresight import GATE_ACCURACY, Foresight, GateAccuracies, guesses
 from lowtide.replay.oracle import ORACLE, oracle
-from lowtide.replay.simulated_link import SimulatedLink
+from lowtide.replay.simulated_link import Fetched, SimulatedLink
 from lowtide.replay.trace import RoutedPass, Trace, demand_of
 
 TAUS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -272,9 +272,9 @@ class _Replay:
         num_tokens[demand.experts] = demand.num_tokens
         host_s = self._host_s(num_tokens[assignment.host])
         resident_s = float(self._costs.device_s(num_tokens[assignment.resident]).sum())
-        arriving_s = self._link.arriving_s(layer, start_s)[assignment.fetch]
+        fetched = self._link.fetched(layer, assignment.fetch, start_s)
         fetched_s = self._costs.device_s(num_tokens[assignment.fetch])
-        device_end_s, waited_s = self._fetch(arriving_s, fetched_s, start_s, resident_s)
+        device_end_s, waited_s = self._fetch(fetched, fetched_s, start_s, resident_s)
         end_s = max(start_s + host_s, device_end_s)
         report = self.report
         report.device_s += resident_s + float(fetched_s.sum())
@@ -291,7 +291,7 @@ class _Replay:
         return float(np.maximum(host_s, self._costs.disk_read_s).sum())
 
     def _fetch(
-        self, arriving_s: FloatArray, compute_s: FloatArray, start_s: float, resident_s: float
+        self, fetched: Fetched, compute_s: FloatArray, start_s: float, resident_s: float
     ) -> tuple[float, float]:
         """Runs fetched experts behind the residents: when the device ends, and how long it waited.
 
@@ -299,16 +299,18 @@ class _Replay:
         one is free again when its expert has been computed.
         """
         device_s, waited_s = start_s + resident_s, 0.0
-        staging = [start_s] * self._costs.num_staging
-        for index in np.argsort(arriving_s, kind="stable").tolist():
-            if np.isinf(arriving_s[index]):
+        num_free = max(0, self._costs.num_ahead - int(fetched.is_staged.sum()))
+        staging = [start_s] * (self._costs.num_staging + num_free)
+        for index in np.argsort(fetched.arriving_s, kind="stable").tolist():
+            is_asked_now = bool(np.isinf(fetched.arriving_s[index]))
+            if is_asked_now:
                 arrival_s = self._link.fetch(heapq.heappop(staging))
                 self.report.num_fetched += 1
             else:
-                arrival_s = start_s + float(arriving_s[index])
+                arrival_s = start_s + float(fetched.arriving_s[index])
             waited_s += max(0.0, arrival_s - device_s)
             device_s = max(device_s, arrival_s) + float(compute_s[index])
-            if np.isinf(arriving_s[index]):
+            if is_asked_now or fetched.is_staged[index]:
                 heapq.heappush(staging, device_s)
         return device_s, waited_s
 
