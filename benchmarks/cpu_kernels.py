@@ -114,6 +114,7 @@ class QuantisedExperts(Bfloat16Experts):
     """The same with weights in 8 or 4 bits."""
 
     num_bits: int
+    rounds_rows = False
 
     def _made(self) -> tuple[torch.Tensor, SeveralExperts | None]:
         hidden, width = self.shape
@@ -124,7 +125,9 @@ class QuantisedExperts(Bfloat16Experts):
             weights = (torch.randn(num_rows * num_columns) * 0.02).numpy()
             choose_pack("auto")(rows, weights, part)
             parts.append(torch.from_numpy(part))
-        kernels = choose_kernels("auto", torch.bfloat16, has_quantised=True)
+        kernels = choose_kernels(
+            "auto", torch.bfloat16, has_quantised=True, rounds_rows=self.rounds_rows
+        )
         return torch.cat(parts), kernels.several_stored([rows] * 3)
 
 
@@ -134,6 +137,18 @@ class Q8Experts(QuantisedExperts):
 
 class Q4Experts(QuantisedExperts):
     num_bits = 4
+
+
+class Q8RoundedExperts(Q8Experts):
+    """With `activations="int8"`."""
+
+    rounds_rows = True
+
+
+class Q4RoundedExperts(Q4Experts):
+    """With `activations="int8"`."""
+
+    rounds_rows = True
 
 
 class TorchExperts:
@@ -168,6 +183,8 @@ FORMATS: Mapping[str, Callable[[Shape, int, int], Bfloat16Experts]] = {
     "bf16": Bfloat16Experts,
     "q8": Q8Experts,
     "q4": Q4Experts,
+    "q8-int8": Q8RoundedExperts,
+    "q4-int8": Q4RoundedExperts,
 }
 """By name: makes so many experts of a shape, for at most so many rows."""
 

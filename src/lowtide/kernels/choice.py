@@ -42,9 +42,9 @@ def choose_kernels(
         return REFERENCE if why_no_triton(device) else _triton()
     if option == "reference" or dtype != torch.bfloat16:
         return Kernels(rounds_rows) if rounds_rows else REFERENCE
-    operators = quantised_operators() if has_quantised else None
+    operators = quantised_operators(rounds_rows) if has_quantised else None
     if operators is not None:
-        return _compiled_with(operators, rounds_rows)
+        return _compiled_with(operators)
     if rounds_rows:
         return Kernels(rounds_rows)
     return _compiled_for_packed() if has_packed else _compiled()
@@ -90,10 +90,10 @@ def compiled_buddies() -> CompiledBuddies | None:
 
 
 @functools.cache
-def quantised_operators() -> QuantisedOperators | None:
+def quantised_operators(rounds_rows: bool = False) -> QuantisedOperators | None:
     """None where nothing can be compiled, with one notice in the log."""
     try:
-        return QuantisedOperators.load()
+        return QuantisedOperators.load(rounds_rows=rounds_rows)
     except (StorageError, UnsupportedError) as error:
         _log.warning("%s Weights of 8 and 4 bits are unpacked by torch, which is slow.", error)
         return None
@@ -128,8 +128,8 @@ def _compiled_for_packed() -> Kernels:
 
 
 @functools.cache
-def _compiled_with(operators: QuantisedOperators, rounds_rows: bool) -> Kernels:
+def _compiled_with(operators: QuantisedOperators) -> Kernels:
     try:
-        return QuantisedKernels(FewRows.load(), operators, rounds_rows)
+        return QuantisedKernels(FewRows.load(), operators)
     except (StorageError, UnsupportedError):  # said by `_compiled`
-        return Kernels(rounds_rows) if rounds_rows else _compiled()
+        return Kernels(rounds_rows=True) if operators.rounds_rows else _compiled()

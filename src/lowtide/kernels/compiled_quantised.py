@@ -12,18 +12,17 @@ from lowtide.formats.quantised import Quantised
 from lowtide.formats.quantised_matrix import QuantisedMatrix
 from lowtide.kernels.compiled import CompiledKernels
 from lowtide.kernels.cpu.few_rows import FewRows
-from lowtide.kernels.cpu.quantised import QuantisedExperts, QuantisedOperators, takes
+from lowtide.kernels.cpu.quantised import QuantisedExperts, QuantisedOperators
 from lowtide.kernels.operands import Matrix
 from lowtide.kernels.several_experts import SeveralExperts
 
 
 class QuantisedKernels(CompiledKernels):
-    """Few rows are multiplied with weights as they are stored; more with tiles of them."""
+    """Few rows are multiplied with weights as they are stored, more with tiles of them; rows that
+    are rounded all with weights as they are stored."""
 
-    def __init__(
-        self, few_rows: FewRows, operators: QuantisedOperators, rounds_rows: bool = False
-    ) -> None:
-        super().__init__(few_rows, rounds_rows=rounds_rows)
+    def __init__(self, few_rows: FewRows, operators: QuantisedOperators) -> None:
+        super().__init__(few_rows, rounds_rows=operators.rounds_rows)
         self._operators = operators
 
     def multiply_by(
@@ -34,8 +33,8 @@ class QuantisedKernels(CompiledKernels):
         bias: Tensor | None = None,
         num_threads: int = 1,
     ) -> None:
-        is_taken = isinstance(matrix, QuantisedMatrix) and takes(x) and not self.rounds_rows
-        if isinstance(matrix, QuantisedMatrix) and is_taken and x.stride(1) == out.stride(1) == 1:
+        is_taken = self._operators.takes(x) and x.stride(1) == out.stride(1) == 1
+        if isinstance(matrix, QuantisedMatrix) and is_taken:
             self._operators.multiply(x, matrix, bias, out, num_threads)
         else:
             super().multiply_by(x, matrix, out, bias, num_threads)
@@ -49,15 +48,11 @@ class QuantisedKernels(CompiledKernels):
 
     def divides(self, x: Tensor, matrix: Matrix) -> bool:
         if isinstance(matrix, QuantisedMatrix):
-            return takes(x) and not self.rounds_rows
+            return self._operators.takes(x)
         return super().divides(x, matrix)
 
     def several_stored(self, formats: Sequence[MatrixFormat]) -> SeveralExperts | None:
         bits = {each.num_bits for each in formats if isinstance(each, Quantised)}
-        if (
-            self.rounds_rows
-            or len(bits) != 1
-            or not all(isinstance(each, Quantised) for each in formats)
-        ):
+        if len(bits) != 1 or not all(isinstance(each, Quantised) for each in formats):
             return None
         return QuantisedExperts(self._operators, *bits)

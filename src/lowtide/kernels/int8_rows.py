@@ -31,7 +31,7 @@ INT8 = "int8"
 
 LARGEST_CODE = 127
 NUM_SUMS = 16
-"""Partial sums of an output."""
+"""Partial sums of an output. Compiled twin of all this: `kernels/cpu/int8_products.hpp`."""
 
 _CHUNK_ROWS = 64  # as many numbers for a tile's groups as it has weights
 
@@ -62,7 +62,7 @@ def round_rows(x: Tensor, group_size: int) -> RoundedRows:
     num_groups = (x.shape[1] + missing) // group_size
     wide = torch.nn.functional.pad(x.float(), (0, missing)).view(len(x), num_groups, group_size)
     largest = wide.abs().amax(2)
-    inverse = LARGEST_CODE / largest
+    inverse = torch.full_like(largest, LARGEST_CODE).div_(largest)  # not times a reciprocal
     is_rounded = inverse.isfinite() & (inverse > 0)
     steps = torch.where(is_rounded, largest / LARGEST_CODE, 0.0)
     steps[largest.isnan() | largest.isinf()] = torch.nan

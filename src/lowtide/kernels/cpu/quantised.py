@@ -1,8 +1,9 @@
-"""Operators over weights in 8 or 4 bits on the CPU: products of a few bfloat16 rows, and rounding.
+"""Operators over weights in 8 or 4 bits on the CPU: products of bfloat16 rows, and rounding.
 
 Each weight is rounded once to bfloat16, so these are the weights that more rows are multiplied
-with, too. A library of their own, built when a format is first used; threads are the team of
-`few_rows.py`. A row's bits depend on the row and the matrix alone, and on the kind of instructions.
+with, too; or the rows are rounded to int8 (`kernels/int8_rows.py`), however many they are. A
+library of their own, built when a format is first used; threads are the team of `few_rows.py`. A
+row's bits depend on the row and the matrix alone, and on the kind of instructions.
 """
 
 from __future__ import annotations
@@ -22,16 +23,22 @@ from lowtide.kernels.cpu.library import FEW_ROWS, QUANTISED, load_library
 from lowtide.kernels.operands import SlotPlaces
 
 MAX_FEW_ROWS = 16
-"""With more rows a tile of weights is unpacked and multiplied with by torch's product."""
+"""With more rows, unless they are rounded, a tile of weights is unpacked and multiplied with by
+torch's product. So many of an expert are taken in a call over several."""
 
 VARIANTS = ("plain", "plain, AVX2", "plain, AVX-512", "AVX-512 with bfloat16")
 """From the slowest; a processor has all up to its best."""
 
+INT8_VARIANTS = (*VARIANTS[:3], "AVX-512 with VNNI")
+"""The same where rows are rounded. All have the same bits."""
+
 _INT, _LONG, _P = ctypes.c_int, ctypes.c_long, ctypes.c_void_p
-_TYPES = {
+_PRODUCTS = {
     "multiply": (_INT, _INT, _INT, _P, _LONG, _P, _P, _P, *4 * (_LONG,)),
     "mlps": (_INT, _INT, _INT, _P, _LONG, *3 * (_P,), _LONG, *3 * (_P,), *2 * (_LONG,)),
     "experts": (_INT, _INT, _INT, *7 * (_P,), _LONG, *4 * (_P,), *4 * (_LONG,)),
+}
+_CONVERSIONS = {
     "unpack": (_INT, _INT, _P, _P, *2 * (_LONG,)),
     "pack": (_INT, _INT, _P, _P, *2 * (_LONG,)),
 }
@@ -40,23 +47,35 @@ _TYPES = {
 class QuantisedOperators:
     """The compiled operators in one of their variants."""
 
-    def __init__(self, library: ctypes.CDLL, variant: int | None = None) -> None:
-        """variant: an index of `VARIANTS`; by default the best of this CPU."""
-        self.num_variants = library.lowtide_best_quantised() + 1
+    def __init__(
+        self, library: ctypes.CDLL, variant: int | None = None, rounds_rows: bool = False
+    ) -> None:
+        """variant: an index of `VARIANTS`, or where rows are rounded to int8 of `INT8_VARIANTS`; by
+        default the best of this CPU."""
+        best = library.lowtide_best_int8 if rounds_rows else library.lowtide_best_quantised
+        self.num_variants = best() + 1
         self.variant = self.num_variants - 1 if variant is None else variant
+        self.rounds_rows = rounds_rows
         # Functions of their own: those of the library's attributes are shared.
-        self.call = {name: library[f"lowtide_quantised_{name}"] for name in _TYPES}
-        for name, function in self.call.items():
-            function.argtypes, function.restype = _TYPES[name], None
-        self.name = VARIANTS[self.variant]
+        kind = "int8" if rounds_rows else "quantised"
+        self.call = {name: library[f"lowtide_{kind}_{name}"] for name in _PRODUCTS}
+        self.call |= {name: library[f"lowtide_quantised_{name}"] for name in _CONVERSIONS}
+        for name, types in (_PRODUCTS | _CONVERSIONS).items():
+            self.call[name].argtypes, self.call[name].restype = types, None
+        self.name = (INT8_VARIANTS if rounds_rows else VARIANTS)[self.variant]
 
     @classmethod
-    def load(cls, variant: int | None = None) -> QuantisedOperators:
+    def load(cls, variant: int | None = None, rounds_rows: bool = False) -> QuantisedOperators:
         """Compiled now, or from the cache. Raises UnsupportedError or StorageError."""
         library = load_library(*QUANTISED)
         team = ctypes.cast(load_library(*FEW_ROWS).lowtide_run_together, _P)
         library.lowtide_quantised_team(team)
-        return cls(library, variant)
+        return cls(library, variant, rounds_rows)
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether `multiply` takes these rows."""
+        is_right = x.dtype is torch.bfloat16 and x.is_cpu
+        return is_right and (self.rounds_rows or x.shape[0] <= MAX_FEW_ROWS)
 
     def multiply(
         self,
@@ -66,8 +85,8 @@ class QuantisedOperators:
         out: Tensor,
         num_threads: int = 1,
     ) -> None:
-        """`out = x @ matrix.t() + bias` for few rows x [n, in] and out [n, out], bfloat16, the
-        elements of a row adjacent; rounds once, after the bias."""
+        """`out = x @ matrix.t() + bias` for rows x [n, in] that it takes and out [n, out],
+        bfloat16, the elements of a row adjacent; rounds once, after the bias."""
         num_rows, num_k = x.shape
         self.call["multiply"](
             self.variant,
@@ -86,8 +105,9 @@ class QuantisedOperators:
 
     def unpack(self, matrix: QuantisedMatrix, out: Tensor) -> None:
         """`QuantisedMatrix.unpack` into a contiguous bfloat16 `out`, the same bits."""
+        variant = min(self.variant, 2) if self.rounds_rows else self.variant
         self.call["unpack"](
-            self.variant, matrix.num_bits, matrix.data.data_ptr(), out.data_ptr(), *matrix.shape
+            variant, matrix.num_bits, matrix.data.data_ptr(), out.data_ptr(), *matrix.shape
         )
 
     def pack(self, to: MatrixFormat, weights: Floats, target: Bytes) -> None:
@@ -118,7 +138,7 @@ class QuantisedExperts:
 
     def takes(self, x: Tensor) -> bool:
         """Whether `run_experts` takes these rows."""
-        return takes(x)
+        return self._operators.takes(x) and x.shape[0] <= self.max_rows
 
     def gated_mlps(
         self,
@@ -177,8 +197,3 @@ class QuantisedExperts:
             x.shape[1],
             gate.shape[1],
         )
-
-
-def takes(x: Tensor) -> bool:
-    """Whether these rows are few, of the right type and in host memory."""
-    return x.shape[0] <= MAX_FEW_ROWS and x.dtype is torch.bfloat16 and x.is_cpu

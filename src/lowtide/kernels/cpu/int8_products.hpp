@@ -1,0 +1,320 @@
+// Products of rows in codes of int8 with weights in 8 or 4 bits: kernels/int8_rows.py has the
+// formula, and the order of its sums.
+//
+//     out[r, o] = sum over groups of step * (scale * dot + zero * sum) (+ bias[o])
+//
+// dot is an integer, so however it is found the bits are the same:
+//
+// - plain: group by group. Compiled for every set of instructions.
+// - VNNI: 16 groups at a time. Their words of four codes are brought into such an order that each
+//   group has lanes of its own, once for all rows; vpdpbusd then adds four products to a lane.
+
+#pragma once
+
+#include <vector>
+
+#include "ahead.hpp"
+#include "int8_rows.hpp"
+#include "quantised.hpp"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+// Where the compiler knows vpdpbusd.
+#if defined(__x86_64__) && (defined(__clang__) ? __clang_major__ >= 7 : __GNUC__ >= 9)
+#define HAS_VNNI
+#define VNNI __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c")))
+#endif
+
+namespace lowtide {
+
+// The best comes last. What is before it runs on the same processor, too.
+enum Int8Variant { INT8_PLAIN, INT8_AVX2, INT8_AVX512, INT8_VNNI };
+
+constexpr long SUMS = 16;  // partial sums of an output, and groups of a block
+constexpr long BLOCK = SUMS * GROUP;
+constexpr long MOST_ROUNDED = 16;  // rows with which weights are multiplied before others are read
+
+// Some rows, their groups padded to whole blocks. Owns what it is filled with.
+class RoundedRows {
+   public:
+    // Has room for rows 0 to before `num_rows`.
+    void make_room(long num_rows, long num_k) {
+        num_blocks_ = (num_k + BLOCK - 1) / BLOCK;
+        const auto needed = static_cast<std::size_t>(num_rows * num_blocks_);
+        if (blocks_.size() < needed) blocks_.resize(needed);
+    }
+
+    long num_blocks() const { return num_blocks_; }
+
+    // Sixteen groups.
+    struct alignas(64) Block {
+        std::int8_t codes[BLOCK];
+        float steps[SUMS], sums[SUMS];  // sums: of a group's codes
+    };
+
+    const Block* blocks(long row) const { return blocks_.data() + row * num_blocks_; }
+
+    // num_bits: of the weights that the codes' words are ordered for, or 0 for none.
+    void round(int plain, const bf16* x, long row, long num_k, int num_bits) {
+        Block* const blocks = blocks_.data() + row * num_blocks_;
+        const long num_blocks = num_blocks_;
+        vectorised(plain, [=]() INLINED_LAMBDA {
+            alignas(64) std::int8_t natural[BLOCK];
+            for (long number = 0; number < num_blocks; ++number) {
+                Block& block = blocks[number];
+                for (long g = 0; g < SUMS; ++g) {
+                    const long start = number * BLOCK + g * GROUP;
+                    const long length = std::clamp(num_k - start, 0L, GROUP);
+                    const RoundedGroup group = round_group<GROUP>(
+                        x + (length ? start : 0), length, natural + g * GROUP);
+                    block.steps[g] = group.step, block.sums[g] = group.sum;
+                }
+                order(natural, block.codes, num_bits);
+            }
+        });
+    }
+
+   private:
+    // Words of four codes as `multiply_dots` meets them: see `Words`.
+    static INLINED void order(const std::int8_t* natural, std::int8_t* to, int num_bits) {
+        if (num_bits == 0) {
+            std::memcpy(to, natural, BLOCK);
+            return;
+        }
+        for (long number = 0; number < 16; ++number)
+            for (long lane = 0; lane < 16; ++lane) {
+                const long quarter = lane / 4, i = lane % 4;
+                const long group = num_bits == 4 ? number / 8 * 8 + 2 * i + quarter / 2
+                                                 : number / 4 * 4 + i;
+                const long word = num_bits == 4
+                    ? number % 8 / 4 * 8 + quarter % 2 * 4 + number % 4
+                    : quarter * 4 + number % 4;
+                std::memcpy(to + number * 64 + lane * 4, natural + group * GROUP + word * 4, 4);
+            }
+    }
+
+    std::vector<Block> blocks_;
+    long num_blocks_ = 0;
+};
+
+struct Int8Product {
+    const RoundedRows* x;
+    long row, num_rows;  // MOST_ROUNDED at most
+    QuantisedWeights w;
+    const bf16* bias;  // or null
+    bf16* out;  // of row `row`
+    long out_stride, num_outs;
+    const std::uint8_t* next;  // see `Ahead`
+};
+
+INLINED void store_int8_sum(const Int8Product& p, long row, long out, float sum) {
+    p.out[row * p.out_stride + out] = round_bf16(sum + (p.bias ? widen(p.bias[out]) : 0.0f));
+}
+
+template <int num_bits>
+INLINED void multiply_int8_plainly(const Int8Product& p) {
+    const long num_groups = p.w.num_groups();
+    for (long out = 0; out < p.num_outs; ++out) {
+        const std::uint8_t* row = p.w.row(out);
+        float sums[MOST_ROUNDED][SUMS] = {};
+        for (long group = 0; group < num_groups; ++group) {
+            const std::uint8_t* codes = row + group * p.w.group_bytes();
+            const float scale = p.w.scale(row, group), zero = p.w.zero(row, group);
+            std::int16_t weights[GROUP];
+            for (long i = 0; i < p.w.group_bytes(); ++i)
+                if constexpr (num_bits == 4)
+                    weights[i] = codes[i] & 15, weights[i + GROUP / 2] = codes[i] >> 4;
+                else
+                    weights[i] = codes[i];
+            const long lane = group % SUMS;
+            for (long r = 0; r < p.num_rows; ++r) {
+                const RoundedRows::Block& block = p.x->blocks(p.row + r)[group / SUMS];
+                const std::int8_t* x = block.codes + lane * GROUP;
+                std::int32_t dot = 0;
+                for (long i = 0; i < GROUP; ++i)
+                    dot += static_cast<std::int32_t>(x[i]) * static_cast<std::int32_t>(weights[i]);
+                const float term = static_cast<float>(dot) * scale + zero * block.sums[lane];
+                sums[r][lane] += term * block.steps[lane];
+            }
+        }
+        for (long r = 0; r < p.num_rows; ++r) {
+            float* lanes = sums[r];
+            for (long half = SUMS / 2; half > 0; half /= 2)
+                for (long i = 0; i < half; ++i) lanes[i] += lanes[half + i];
+            store_int8_sum(p, r, out, lanes[0]);
+        }
+    }
+}
+
+#ifdef HAS_VNNI
+
+// A block of codes, four to a word: register `number` has in its quarter `q`, lane `i`
+//
+//     4 bits: group 8 (number / 8) + 2 i + q / 2, word 8 (number % 8 / 4) + 4 (q % 2) + number % 4
+//     8 bits: group 4 (number / 4) + i,           word 4 q + number % 4
+//
+// of 16 groups with 16 words each.
+template <int num_bits>
+struct Words;
+
+template <bool is_whole>
+VNNI INLINED __m512i words_at(const std::uint8_t* from, __mmask16 mask) {
+    return is_whole ? _mm512_loadu_si512(from) : _mm512_maskz_loadu_epi32(mask, from);
+}
+
+VNNI INLINED void unpack_four(__m512i (&rows)[4]) {
+    const __m512i a = _mm512_unpacklo_epi32(rows[0], rows[1]);
+    const __m512i b = _mm512_unpackhi_epi32(rows[0], rows[1]);
+    const __m512i c = _mm512_unpacklo_epi32(rows[2], rows[3]);
+    const __m512i d = _mm512_unpackhi_epi32(rows[2], rows[3]);
+    rows[0] = _mm512_unpacklo_epi64(a, c), rows[1] = _mm512_unpackhi_epi64(a, c);
+    rows[2] = _mm512_unpacklo_epi64(b, d), rows[3] = _mm512_unpackhi_epi64(b, d);
+}
+
+// Sums of quarters: 0 and 1 of a, 2 and 3 of a, then of b.
+VNNI INLINED __m512i quarters_added(__m512i a, __m512i b) {
+    return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
+}
+
+template <>
+struct Words<4> {
+    __m512i of[16];
+
+    // num_groups: at most 16, which `is_whole` says that there are; those beyond it are 0.
+    template <bool is_whole>
+    VNNI INLINED void load(const std::uint8_t* codes, long num_groups) {
+        const __m512i low = _mm512_set1_epi8(15);
+        for (int half = 0; half < 2; ++half) {
+            __m512i rows[4];
+            UNROLLED for (int i = 0; i < 4; ++i) {
+                const long first = 8 * half + 2 * i;
+                const auto mask = static_cast<__mmask16>(
+                    (first < num_groups ? 0xff : 0) | (first + 1 < num_groups ? 0xff00 : 0));
+                rows[i] = words_at<is_whole>(codes + first * 32, mask);
+            }
+            unpack_four(rows);
+            UNROLLED for (int i = 0; i < 4; ++i) {
+                of[8 * half + i] = _mm512_and_si512(rows[i], low);
+                of[8 * half + 4 + i] = _mm512_and_si512(_mm512_srli_epi16(rows[i], 4), low);
+            }
+        }
+    }
+
+    // Of each group.
+    VNNI INLINED __m512i dots(const std::int8_t* x) const {
+        __m512i sums[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+        UNROLLED for (int i = 0; i < 8; ++i)
+            UNROLLED for (int half = 0; half < 2; ++half)
+                sums[half] = _mm512_dpbusd_epi32(
+                    sums[half], of[8 * half + i], _mm512_load_si512(x + 64 * (8 * half + i)));
+        const __m512i in_order = _mm512_setr_epi32(
+            0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+        return _mm512_permutexvar_epi32(in_order, quarters_added(sums[0], sums[1]));
+    }
+};
+
+template <>
+struct Words<8> {
+    __m512i of[16];
+
+    template <bool is_whole>
+    VNNI INLINED void load(const std::uint8_t* codes, long num_groups) {
+        for (int four = 0; four < 4; ++four) {
+            __m512i rows[4];
+            UNROLLED for (int i = 0; i < 4; ++i) {
+                const long group = 4 * four + i;
+                const auto mask = static_cast<__mmask16>(group < num_groups ? 0xffff : 0);
+                rows[i] = words_at<is_whole>(codes + group * 64, mask);
+            }
+            unpack_four(rows);
+            UNROLLED for (int i = 0; i < 4; ++i) of[4 * four + i] = rows[i];
+        }
+    }
+
+    VNNI INLINED __m512i dots(const std::int8_t* x) const {
+        __m512i sums[4];
+        UNROLLED for (int four = 0; four < 4; ++four) sums[four] = _mm512_setzero_si512();
+        UNROLLED for (int i = 0; i < 4; ++i)
+            UNROLLED for (int four = 0; four < 4; ++four)
+                sums[four] = _mm512_dpbusd_epi32(
+                    sums[four], of[4 * four + i], _mm512_load_si512(x + 64 * (4 * four + i)));
+        return quarters_added(
+            quarters_added(sums[0], sums[1]), quarters_added(sums[2], sums[3]));
+    }
+};
+
+VNNI INLINED __m512 halves_at(const std::uint8_t* from, __mmask16 mask) {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, from));
+}
+
+VNNI INLINED float sum_of_sixteen(__m512 lanes) {
+    const __m512d doubles = _mm512_castps_pd(lanes);
+    __m256 eight = _mm256_add_ps(
+        _mm512_castps512_ps256(lanes), _mm256_castpd_ps(_mm512_extractf64x4_pd(doubles, 1)));
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
+
+// Adds what up to 16 groups of a row of weights, from `first` on, make with `rows` rows.
+template <int num_bits, bool is_whole>
+VNNI INLINED void add_block(
+    const Int8Product& p, const std::uint8_t* codes, const std::uint8_t* scales, long first,
+    long num_rows, __m512* sums
+) {
+    const long num_groups = p.w.num_groups(), left = num_groups - first;
+    const auto mask = static_cast<__mmask16>(is_whole ? 0xffff : (1u << left) - 1);
+    Words<num_bits> words;
+    words.template load<is_whole>(codes + first * (GROUP * num_bits / 8), left);
+    const __m512 scale = halves_at(scales + 2 * first, mask);
+    const __m512 zero = halves_at(scales + 2 * (num_groups + first), mask);
+    const RoundedRows::Block* block = p.x->blocks(p.row) + first / SUMS;
+    for (long r = 0; r < num_rows; ++r, block += p.x->num_blocks()) {
+        const __m512 dots = _mm512_cvtepi32_ps(words.dots(block->codes));
+        const __m512 shift = _mm512_mul_ps(zero, _mm512_load_ps(block->sums));
+        const __m512 term = _mm512_add_ps(_mm512_mul_ps(dots, scale), shift);
+        sums[r] = _mm512_add_ps(sums[r], _mm512_mul_ps(term, _mm512_load_ps(block->steps)));
+    }
+}
+
+// A row of weights with `rows` rows, or with p.num_rows where that is 0.
+template <int num_bits, int rows>
+VNNI INLINED void multiply_dots_of(const Int8Product& p, long out) {
+    const long num_rows = rows ? rows : p.num_rows, num_groups = p.w.num_groups();
+    const std::uint8_t* codes = p.w.row(out);
+    const std::uint8_t* scales = codes + num_groups * (GROUP * num_bits / 8);
+    __m512 sums[rows ? rows : MOST_ROUNDED];
+    for (long r = 0; r < num_rows; ++r) sums[r] = _mm512_setzero_ps();
+    long first = 0;
+    for (; first + SUMS <= num_groups; first += SUMS)
+        add_block<num_bits, true>(p, codes, scales, first, num_rows, sums);
+    if (first < num_groups)
+        add_block<num_bits, false>(p, codes, scales, first, num_rows, sums);
+    for (long r = 0; r < num_rows; ++r) store_int8_sum(p, r, out, sum_of_sixteen(sums[r]));
+}
+
+template <int num_bits>
+VNNI void multiply_dots(const Int8Product& p) {
+    Ahead ahead(p.w.rows, p.num_outs * p.w.row_bytes(), p.next);
+    long unread = 0;
+    for (long out = 0; out < p.num_outs; ++out) {
+        for (unread += p.w.row_bytes(); unread >= 8 * LINE_BYTES; unread -= 8 * LINE_BYTES)
+            ahead.read<8>();
+        if (p.num_rows == 1) multiply_dots_of<num_bits, 1>(p, out);
+        else multiply_dots_of<num_bits, 0>(p, out);
+    }
+}
+
+#endif
+
+template <int num_bits>
+void multiply_int8(int variant, const Int8Product& p) {
+#ifdef HAS_VNNI
+    if (variant == INT8_VNNI) return multiply_dots<num_bits>(p);
+#endif
+    vectorised(variant, [&p]() INLINED_LAMBDA { multiply_int8_plainly<num_bits>(p); });
+}
+
+}  // namespace lowtide

@@ -1,0 +1,107 @@
+// The products of `int8_products.hpp` for Python: with one weight, and with many experts'.
+
+#include "int8_products.hpp"
+#include "quantised_experts.hpp"
+
+using namespace lowtide;
+
+namespace {
+
+constexpr long CHUNK_ROWS = 64;  // rounded at a time
+constexpr long WORTH_NUMBERS = 1 << 15;  // less is rounded by one thread
+
+// Of rows rounded to int8, each once. One for all calls of a thread, so that memory is kept.
+struct Rounded {
+    int variant, num_bits;
+    int plain = variant == INT8_VNNI ? static_cast<int>(INT8_AVX512) : variant;
+    RoundedRows& rows = own();
+
+    static RoundedRows& own() {
+        thread_local RoundedRows of;
+        return of;
+    }
+
+    void prepare(const bf16* x, long stride, long first, long num_rows, long num_k, int threads) {
+        rows.make_room(first + num_rows, num_k);
+        if (num_rows * num_k < WORTH_NUMBERS) threads = 1;
+        together(threads, num_rows, [&, x, stride, first, num_k](long number) {
+            const long row = first + number;
+            rows.round(plain, x + row * stride, row, num_k, variant == INT8_VNNI ? num_bits : 0);
+        });
+    }
+
+    void multiply(const RowsTimes& p) const {
+        for (long done = 0; done < p.num_rows; done += MOST_ROUNDED) {
+            const long num_rows = std::min(MOST_ROUNDED, p.num_rows - done);
+            const Int8Product some = {
+                &rows, p.row + done, num_rows, p.w, p.bias, p.out + done * p.out_stride,
+                p.out_stride, p.num_outs, done + num_rows < p.num_rows ? p.w.rows : p.next,
+            };
+            if (num_bits == 4) multiply_int8<4>(variant, some);
+            else multiply_int8<8>(variant, some);
+        }
+    }
+};
+
+}  // namespace
+
+extern "C" {
+
+// The best variant of this CPU; all before it run on it, too.
+int lowtide_best_int8() {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return INT8_PLAIN;
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw")) return INT8_AVX2;
+#ifdef HAS_VNNI
+    if (__builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") &&
+        __builtin_cpu_supports("f16c"))
+        return INT8_VNNI;
+#endif
+    return INT8_AVX512;
+#else
+    return INT8_PLAIN;
+#endif
+}
+
+// See `lowtide_quantised_multiply`; any number of rows.
+void lowtide_int8_multiply(
+    int variant, int num_threads, int num_bits, const bf16* x, long x_stride,
+    const std::uint8_t* w, const bf16* bias, bf16* out, long out_stride, long num_rows,
+    long num_outs, long num_k
+) {
+    Rounded products = {variant, num_bits};
+    const QuantisedWeights weights = {w, num_k, num_bits};
+    for (long row = 0; row < num_rows; row += CHUNK_ROWS)
+        multiply_in_pieces(
+            products,
+            {x + row * x_stride, x_stride, 0, std::min(CHUNK_ROWS, num_rows - row), weights,
+             num_outs, bias, out + row * out_stride, out_stride, nullptr},
+            num_threads);
+}
+
+// See `lowtide_gated_mlps`.
+void lowtide_int8_mlps(
+    int variant, int num_threads, int num_bits, const Group* groups, long num_groups,
+    const char* gate_w, const char* up_w, const char* down_w, long slot_bytes, bf16* parts,
+    bf16* gate, bf16* up, long hidden, long width
+) {
+    Rounded products = {variant, num_bits};
+    const QuantisedSlots slots = {gate_w, up_w, down_w, slot_bytes, hidden, width, num_bits};
+    run_groups(products, num_threads, groups, num_groups, slots, {parts, gate, up});
+}
+
+// See `lowtide_run_experts`.
+void lowtide_int8_experts(
+    int variant, int num_threads, int num_bits, const bf16* x, const std::int64_t* experts,
+    const float* weights, const std::int64_t* slots, const char* gate_w, const char* up_w,
+    const char* down_w, long slot_bytes, bf16* parts, bf16* gate, bf16* up, float* out,
+    long num_tokens, long k, long hidden, long width
+) {
+    Rounded products = {variant, num_bits};
+    const QuantisedSlots places = {gate_w, up_w, down_w, slot_bytes, hidden, width, num_bits};
+    run_tokens(products, num_threads, x, experts, weights, slots, places, {parts, gate, up}, out,
+               num_tokens, k);
+}
+
+}
