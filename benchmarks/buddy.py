@@ -94,7 +94,7 @@ def main() -> None:
             recorder.write("redundancy", {"model": model, **redundancy(profile)})
             scale = Scale(config.moe.num_experts_per_token, config.moe.num_experts)
             for tier, share in itertools.product(options.tiers, options.shares):
-                is_short = tier == "link" or options.quick
+                is_short = tier == "link" or options.short or options.quick
                 wanted = lanes(scale, options.placement, is_short=is_short)
                 cell = _measure(options, model, tier, share, wanted, path, text)
                 _record(recorder, cell, wanted, options)
@@ -224,6 +224,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--tiers", nargs="+", choices=TIERS, default=list(TIERS))
     parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES))
+    parser.add_argument(
+        "--short", action="store_true", help="the lanes of the link on the disk tier too, 10 not 21"
+    )
     parser.add_argument("--placement", default="lowtide", help="who stays resident (lowtide)")
     parser.add_argument("--tokens", type=int, default=None, help="scored per lane (2048)")
     parser.add_argument("--new", type=int, default=64, help="new tokens of a timed answer (64)")

@@ -140,6 +140,18 @@ def test_a_pass_of_two_sequences_takes_no_more_than_its_template_says(
         assert registered.least_bytes <= planned.least_bytes
 
 
+def test_queries_of_several_sequences_are_those_of_the_longest(
+    opened: OpenModel, planner: PassPlanner
+) -> None:
+    counts = Counts(4000, 1000, 1000, 1000, EVERY_KIND[:1])
+    planned = planner._template(counts).at(bounds(counts, dict.fromkeys(OPERATOR_TILES, 1)))
+    spec = opened.config.attention
+    row_bytes = spec.num_heads * spec.head_dim * opened.dtype.itemsize
+    for one in planned.transients:
+        if one.path[-2:] == ("queries", "query"):
+            assert one.num_bytes == 1000 * row_bytes
+
+
 def registered_graph(opened: OpenModel, counts: Counts, chunks: Mapping[str, int]) -> Graph:
     num_keys, num_others = counts.keys, counts.tokens - counts.block
     segments = [Segment(0, counts.block, num_keys - counts.block, num_keys, KVRange(0, num_keys))]

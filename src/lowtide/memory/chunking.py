@@ -53,6 +53,11 @@ class Counts(NamedTuple):
     def rows_of(self, operator: str) -> int:
         return self.logit_rows if operator == "logits" else self.tokens
 
+    def rows_at_once(self, operator: str) -> int:
+        """Rows that an operator takes in one go at most, however few its chunks: of queries those
+        of one sequence, since a chunk's sequences attend one after the other."""
+        return min(self.block, self.tokens) if operator == "attention" else self.rows_of(operator)
+
 
 def tiles(num_rows: int, tile_rows: int) -> Iterator[slice]:
     """Row tiles of an operator that is computed piecewise.
@@ -97,7 +102,7 @@ def chunk_rows(counts: Counts, operator: str, chunks: Mapping[str, int]) -> int:
 
 def longest_chunk(counts: Counts, operator: str, chunks: Mapping[str, int]) -> int:
     """Rows that an operator takes together at most in a pass of just these counts."""
-    num_rows, together = counts.rows_of(operator), chunk_rows(counts, operator, chunks)
+    num_rows, together = counts.rows_at_once(operator), chunk_rows(counts, operator, chunks)
     # Experts' rows are sorted by expert: theirs is room for so many, which no remainder joins.
     return min(num_rows, together) if operator == "experts" else longest_tile(num_rows, together)
 

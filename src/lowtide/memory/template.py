@@ -58,7 +58,8 @@ def bounds(counts: Counts, chunks: Mapping[str, int]) -> IntArray:
         at_most(counts.block, OPERATOR_TILES["attention"]),
     ]
     longest = {
-        op: at_most(counts.rows_of(op), chunk_rows(counts, op, chunks)) for op in OPERATOR_TILES
+        op: at_most(counts.rows_at_once(op), chunk_rows(counts, op, chunks))
+        for op in OPERATOR_TILES
     }
     return _values(counts, chunks, tiles, longest)
 
