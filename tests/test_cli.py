@@ -34,7 +34,7 @@ from lowtide.decode.request import TokenLogprobs
 from lowtide.errors import ConfigError, PlanError, StorageError, UsageError
 from lowtide.model_folder.tokenizer import TextStream
 from lowtide.params import AUTOREGRESSIVE_ONLY, SamplingParams
-from lowtide.plan import MemoryPlan, TierPlan, WeightFormats
+from lowtide.plan import FormatPlan, MemoryPlan, TierPlan, WeightFormats
 from lowtide.policies.receipt import Receipt
 from lowtide.replay.trace import Pass, Trace, TraceShape
 
@@ -53,6 +53,7 @@ PLAN = MemoryPlan(
     policy="tide",
     reason="8 MiB holds 38 of 160 experts, so tide chooses which.",
 )
+BY_FORMAT = (FormatPlan("own", 8 * MIB, 0.25, 3.0), FormatPlan("q4", 2 * MIB, 1.0, 9.0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +177,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[PretendLLM]]:
     llm = types.ModuleType("lowtide.llm")
     llm.LLM = PretendLLM  # type: ignore[attr-defined]
     llm.plan_model = lambda model, **options: PLAN  # type: ignore[attr-defined]
+    in_full = types.SimpleNamespace(memory=PLAN, passes=None, by_format=BY_FORMAT)
+    llm.plan_in_full = lambda model, **options: in_full  # type: ignore[attr-defined]
     llm.check_request = lambda *_, **options: None  # type: ignore[attr-defined]
     decode = types.ModuleType("lowtide.decode.block_diffusion")
     decode.Draft, decode.Committed = Draft, Committed  # type: ignore[attr-defined]
@@ -336,6 +339,8 @@ def test_plan_prints_the_table_and_the_reason() -> None:
 def test_plan_json_has_the_promised_names() -> None:
     plan = json.loads(run("plan", MODEL, "--json").stdout)
     has_template = plan.pop("chat_template")
+    assert plan.pop("by_format") == [dataclasses.asdict(row) for row in BY_FORMAT]
+    assert plan.pop("faster_format") == "q4"
     assert plan == json.loads(json.dumps(plan_object(PLAN))) and has_template is False
     assert plan["minimum_bytes"] < plan["budget_bytes"] < plan["full_bytes"]
     assert plan["overhead_bytes"] == 300 * MIB

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 from torch import Tensor
 
@@ -31,6 +31,7 @@ from lowtide.decode.request import Event, Finished, Request
 from lowtide.engine import probing
 from lowtide.engine.engine import Engine
 from lowtide.engine.forcing import ForcedRun, forced_params, read_forced
+from lowtide.engine.format_plans import plan_by_format
 from lowtide.engine.model_calibration import check_calibration
 from lowtide.engine.opening import OpenModel, open_for_plan
 from lowtide.engine.passes import PlannedPasses, longest_context_of, plan_passes
@@ -42,7 +43,7 @@ from lowtide.experts.runtime import Observer
 from lowtide.model_folder.hub_model import HubModel
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.params import SamplingParams, Wishes
-from lowtide.plan import MemoryPlan
+from lowtide.plan import FormatPlan, MemoryPlan
 
 
 class LLM(LoadedModel):
@@ -271,11 +272,19 @@ def plan_model(model: str | Path | HubModel, **options: object) -> MemoryPlan:
     return _planned(checked(open_for_plan(model, engine_config(options))))
 
 
-def plan_with_passes(
-    model: str | Path | HubModel, **options: object
-) -> tuple[MemoryPlan, PlannedPasses]:
-    """`plan_model` of a bidirectional model, and how its passes fit into that plan."""
+class FullPlan(NamedTuple):
+    """A plan, and what else there is to say before a model is loaded."""
+
+    memory: MemoryPlan
+    passes: PlannedPasses | None  # of a bidirectional model: how they fit into the plan
+    by_format: tuple[FormatPlan, ...]
+
+
+def plan_in_full(model: str | Path | HubModel, **options: object) -> FullPlan:
+    """`plan_model`, the passes of a bidirectional model, and the same plan in other formats."""
     opened = checked(open_for_plan(model, engine_config(options)))
+    if not opened.config.is_bidirectional:
+        return FullPlan(_planned(opened), None, plan_by_format(opened))
     try:
         plan = _planned(opened)
     except PlanError as error:
@@ -283,7 +292,7 @@ def plan_with_passes(
         if not longest:
             raise
         raise PlanError(f"{error} The longest context in it is {longest} tokens.") from error
-    return plan, plan_passes(opened, plan)
+    return FullPlan(plan, plan_passes(opened, plan), plan_by_format(opened))
 
 
 def _planned(opened: OpenModel) -> MemoryPlan:

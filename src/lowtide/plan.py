@@ -6,6 +6,7 @@ Plain data. Knows nothing of files, devices or models.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lowtide.core import CacheMode
@@ -100,6 +101,35 @@ class Prediction:
     @property
     def tokens_per_s(self) -> float | None:
         return None if self.pass_s is None else self.tokens_per_pass / self.pass_s
+
+
+@dataclass(frozen=True, slots=True)
+class FormatPlan:
+    """What a plan would be like with all weights in one format, within the same budgets."""
+
+    format: str
+    weight_bytes: int  # of all weights in memory, experts and dense
+    resident_share: float | None  # of experts, in the fast tier; None: not even the least fits
+    tokens_per_s: float | None  # predicted; None: nothing that it could follow from was measured
+
+
+def faster_format(rows: Sequence[FormatPlan], weights: WeightFormats) -> FormatPlan | None:
+    """The format that a slow plan's reader should know of; None for a plan that is not slow.
+
+    weights: of the plan in force. It is slow where some experts are not resident in it as they are
+    stored; faster is what is predicted to be 1.2 times as fast, or, with nothing measured, has
+    more of them resident.
+    """
+    own = next((row for row in rows if row.format == OWN_FORMAT), None)
+    if own is None or own.resident_share == 1.0 or not weights.names.isdisjoint(("q8", "q4")):
+        return None
+    others = [row for row in rows if row is not own and row.resident_share is not None]
+    if own.tokens_per_s is None:
+        known = [row for row in others if (row.resident_share or 0) > (own.resident_share or 0)]
+        return max(known, key=lambda row: row.resident_share or 0.0, default=None)
+    least = 1.2 * own.tokens_per_s
+    faster = [row for row in others if (row.tokens_per_s or 0.0) >= least]
+    return max(faster, key=lambda row: row.tokens_per_s or 0.0, default=None)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

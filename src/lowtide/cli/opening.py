@@ -13,7 +13,7 @@ from lowtide.cli.screen import ProgressBars, stderr_console
 from lowtide.config import ModelConfig
 from lowtide.files.whole_file import check_writable
 from lowtide.params import check_kind
-from lowtide.plan import MemoryPlan
+from lowtide.plan import FormatPlan, MemoryPlan
 
 if TYPE_CHECKING:
     from lowtide.cli.prompt import Question
@@ -59,24 +59,19 @@ class Planned(NamedTuple):
 
     memory: MemoryPlan
     passes: PlannedPasses | None  # of a bidirectional one
+    by_format: tuple[FormatPlan, ...]
     has_chat_template: bool | None  # None: nobody has looked
 
 
 def make_plan(model: str, settings: Settings) -> Planned:
     """The plan of a model; no weight is read, nor fetched."""
-    found, config = _find(model, settings)
+    found, _ = _find(model, settings)
+    from lowtide.llm import plan_in_full
     from lowtide.model_folder.model_config import has_chat_template
 
-    options, passes = settings.engine_options(), None
-    if config.is_bidirectional:
-        from lowtide.llm import plan_with_passes
-
-        plan, passes = plan_with_passes(found, **options)
-    else:
-        from lowtide.llm import plan_model
-
-        plan = plan_model(found, **options)
-    return Planned(plan, passes, has_chat_template(found) if isinstance(found, Path) else None)
+    plan = plan_in_full(found, **settings.engine_options())
+    has_template = has_chat_template(found) if isinstance(found, Path) else None
+    return Planned(plan.memory, plan.passes, plan.by_format, has_template)
 
 
 def find_model(model: str, settings: Settings) -> Path:

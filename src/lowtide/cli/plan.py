@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from contextlib import redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowtide.cli.command import takes
+from lowtide.cli.format_table import faster_line, formats_table
 from lowtide.cli.generate import ModelName
 from lowtide.cli.opening import Planned, make_plan
 from lowtide.cli.options import Group, Settings
@@ -16,6 +18,7 @@ from lowtide.cli.passes import passes_object, passes_table
 from lowtide.cli.report import json_line, plan_object, plan_table
 from lowtide.cli.screen import stdout_console
 from lowtide.errors import UnsupportedError
+from lowtide.plan import faster_format
 
 if TYPE_CHECKING:
     from lowtide.engine.passes import PlannedPasses
@@ -35,7 +38,12 @@ def plan(model: ModelName, *, settings: Settings) -> None:
         if picture is not None:
             _draw(planned.passes, model, Path(picture))
     if settings.flag("json"):
-        told: dict[str, object] = {"chat_template": planned.has_chat_template}
+        faster = faster_format(planned.by_format, planned.memory.formats)
+        told: dict[str, object] = {
+            "chat_template": planned.has_chat_template,
+            "by_format": [asdict(row) for row in planned.by_format],
+            "faster_format": None if faster is None else faster.format,
+        }
         if planned.passes is not None:
             told["passes"] = passes_object(planned.passes)
         print(json_line({**plan_object(planned.memory), **told}))
@@ -45,10 +53,13 @@ def plan(model: ModelName, *, settings: Settings) -> None:
 
 def _print(planned: Planned, model: str) -> None:
     console = stdout_console()
+    if advice := faster_line(planned.by_format, planned.memory):
+        console.print(advice)
     console.print(plan_table(planned.memory))
     console.print(outlook(planned.memory, model))
     if planned.passes is not None:
         console.print(passes_table(planned.passes, model))
+    console.print(formats_table(planned.by_format))
     if planned.has_chat_template is not None:
         console.print(PROMPTS[planned.has_chat_template])
 

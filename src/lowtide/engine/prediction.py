@@ -34,6 +34,8 @@ from lowtide.kernels.choice import possible_names
 from lowtide.params import DiffusionParams, SamplingParams
 from lowtide.plan import Basis, MemoryPlan, Prediction
 from lowtide.policies.presets import fetches_all
+from lowtide.reading.dense_weights import DenseWeights
+from lowtide.schemas import model_schema
 
 
 class Demand(NamedTuple):
@@ -175,7 +177,7 @@ def _by_costs(
 def _by_rates(
     opened: OpenModel, rates: Mapping[str, float]
 ) -> Callable[[int, Demand], float | None]:
-    item_bytes = opened.dtype.itemsize
+    dense_bytes, dense_elements = _dense_bytes(opened), _dense_elements(opened)
     per_s = rates.get(product_name(opened.dtype)) or rates.get("products in float32", math.inf)
     read_s = _read_s(opened, rates)
     layers_s = _layers_s(opened, rates)
@@ -189,8 +191,7 @@ def _by_rates(
     def pass_s(num_rows: int, demand: Demand) -> float | None:
         if demand.num_on_disk and read_s is None:
             return None
-        dense_bytes = _dense_bytes(opened)
-        dense_s = taken_s(dense_bytes, dense_bytes / item_bytes, num_rows)
+        dense_s = taken_s(dense_bytes, dense_elements, num_rows)
         compute_s = demand.num_run * taken_s(expert_bytes, elements, demand.num_tokens)
         read_all_s = demand.num_on_disk * (read_s or 0.0)
         return layers_s + dense_s + max(compute_s, read_all_s)
@@ -222,8 +223,21 @@ def _layer_bytes(opened: OpenModel) -> int:
 
 
 def _dense_bytes(opened: OpenModel) -> int:
-    """Of the dense weights that every pass multiplies with: of an embedding rows are looked up,
-    unless it is the head, too."""
-    config = opened.config
-    looked_up_bytes = config.vocab_size * config.hidden_size * opened.dtype.itemsize
-    return opened.dense.num_bytes - (0 if config.tie_word_embeddings else looked_up_bytes)
+    """Of the dense weights that every pass multiplies with, in their formats: of an embedding rows
+    are looked up, unless it is the head, too."""
+    return opened.dense.num_bytes - (0 if _is_tied(opened) else _embedding(opened).num_bytes)
+
+
+def _dense_elements(opened: OpenModel) -> int:
+    """Of the same weights."""
+    elements = {name: math.prod(entry.shape) for name, entry in opened.weight_map.dense.items()}
+    looked_up = () if _is_tied(opened) else _embedding(opened).names
+    return sum(elements.values()) - sum(elements[name] for name in looked_up)
+
+
+def _is_tied(opened: OpenModel) -> bool:
+    return opened.config.tie_word_embeddings
+
+
+def _embedding(opened: OpenModel) -> DenseWeights:
+    return opened.dense.only([f"{model_schema(opened.config).names.embedding}.weight"])

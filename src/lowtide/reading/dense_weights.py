@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -57,6 +57,15 @@ class DenseWeights:
         for name in entries:
             self._offsets[name] = self.num_bytes
             self.num_bytes += align_up(self._num_bytes(name))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._entries)
+
+    def only(self, names: Sequence[str]) -> DenseWeights:
+        """Some of them, by themselves."""
+        entries = {name: self._entries[name] for name in names}
+        return DenseWeights(entries, self._dtypes, self._kept)
 
     @property
     def largest_row_bytes(self) -> int:

@@ -1,0 +1,77 @@
+"""A plan's table by format: what q8 and q4 would give within the same budget."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lowtide.cli.app import app
+from lowtide.cli.format_table import faster_line
+from lowtide.lab.synth import synth
+from lowtide.llm import plan_in_full, plan_model
+from lowtide.plan import FormatPlan, WeightFormats, faster_format
+
+OWN = FormatPlan("own", 4000, 0.25, 10.0)
+Q8 = FormatPlan("q8", 2000, 0.5, 18.0)
+Q4 = FormatPlan("q4", 1000, 1.0, 40.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synth("qwen3_moe", "tiny", tmp_path_factory.mktemp("formats") / "model")
+
+
+def test_the_rows_are_the_plans_in_those_formats(folder: Path) -> None:
+    whole = plan_model(folder, context=64)
+    budget = whole.minimum_bytes + (whole.full_bytes - whole.minimum_bytes) // 3
+    found = plan_in_full(folder, context=64, host_memory=budget)
+    assert [row.format for row in found.by_format] == ["own", "q8", "q4"]
+    for row in found.by_format:
+        plan = plan_model(folder, context=64, host_memory=budget, format=row.format)
+        assert row.resident_share == sum(plan.residents_per_layer) / plan.num_experts
+        assert plan.prediction is not None and row.tokens_per_s == plan.prediction.tokens_per_s
+        held = plan.host.dense_bytes + plan.num_experts * plan.host.slot_bytes
+        assert row.weight_bytes == held
+    shares = [row.resident_share for row in found.by_format]
+    assert shares == sorted(shares) and shares[0] < shares[2]
+
+
+def test_a_plan_ends_with_the_table_and_begins_with_what_is_faster(folder: Path) -> None:
+    budget = str(plan_model(folder, context=64).minimum_bytes)
+    given = ["plan", str(folder), "--context", "64", "--host-memory", budget]
+    result = CliRunner().invoke(app, given, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("faster: --format q")
+    assert "by format" in result.stdout and "expected tokens/s" in result.stdout
+    plan = json.loads(CliRunner().invoke(app, [*given, "--json"]).stdout)
+    assert [row["format"] for row in plan["by_format"]] == ["own", "q8", "q4"]
+    assert plan["faster_format"] in ("q8", "q4")
+
+
+@pytest.mark.parametrize(
+    ("rows", "weights", "name"),
+    [
+        ((OWN, Q8, Q4), WeightFormats(), "q4"),
+        ((OWN, Q8), WeightFormats(), "q8"),
+        ((OWN, FormatPlan("q8", 2, 0.5, 11.9)), None, None),
+        ((FormatPlan("own", 4, 1.0, 10.0), Q4), WeightFormats(), None),
+        ((OWN, Q8, Q4), WeightFormats(experts="q4"), None),
+        ((OWN,), WeightFormats(), None),
+        ((FormatPlan("own", 4, None, None), FormatPlan("q4", 1, 0.5, None)), None, "q4"),
+        ((FormatPlan("own", 4, 0.2, None), FormatPlan("q4", 1, 0.2, None)), None, None),
+    ],
+)
+def test_the_faster_format_is_one_of_a_slow_plan(
+    rows: tuple[FormatPlan, ...], weights: WeightFormats | None, name: str | None
+) -> None:
+    found = faster_format(rows, weights or WeightFormats())
+    assert (None if found is None else found.format) == name
+
+
+def test_the_first_line_says_how_much_faster(folder: Path) -> None:
+    line = faster_line((OWN, Q8, Q4), plan_model(folder, context=64))
+    assert line.startswith("faster: --format q4, 100% of the experts resident, about 4.0 times")
+    assert line.endswith("(as stored: 25%); it may change answers")
