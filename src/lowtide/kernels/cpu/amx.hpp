@@ -68,7 +68,7 @@ class Amx {
         }
     }
 
-   private:
+   protected:  // what products with other weights are made of, too
     static constexpr long TILE = 16, TILE_BYTES = 64;
 
     // Rows of x by 16: pair k / 2 of each of them, then the next pair; 0 up to `length`.

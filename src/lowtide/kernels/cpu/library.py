@@ -39,7 +39,7 @@ def _sources(*names: str) -> tuple[Path, ...]:
 
 
 FEW_ROWS = _sources("few_rows", "experts", "attention", "rows", "products", "team", "processor")
-QUANTISED = _sources("quantised", "quantised_int8", "quantised_pack")
+QUANTISED = _sources("quantised", "quantised_int8", "quantised_pack", "processor")
 GGML = _sources("ggml")
 BUDDIES = _sources("buddies", "buddy_counts")
 LIBRARIES = (FEW_ROWS, QUANTISED, GGML, BUDDIES)

@@ -1,7 +1,7 @@
 // The products of `quantised_products.hpp` for Python: with one weight, and with many experts'.
 
 #include "quantised_experts.hpp"
-#include "quantised_products.hpp"
+#include "quantised_amx.hpp"
 
 using namespace lowtide;
 
@@ -10,18 +10,23 @@ namespace {
 using RunTogether = void (*)(int, long, Piece, const void*);
 RunTogether team = nullptr;  // that of the other operators: a process has one
 
-int plain_variant(int variant) { return variant == BF16_AVX512 ? WITH_AVX512 : variant; }
+int plain_variant(int variant) { return std::min(variant, static_cast<int>(WITH_AVX512)); }
 
 // Of rows as they are.
 struct Exact {
     int variant, plain = plain_variant(variant);
 
-    void prepare(const bf16*, long, long, long, long, int) {}
+    std::uint64_t inputs = 0;
+
+    // Rows that begin at different places, or are prepared anew, are other inputs.
+    void prepare(const bf16*, long, long first, long num_rows, long, int) {
+        inputs = new_inputs(first + num_rows);
+    }
 
     void multiply(const RowsTimes& p) const {
         multiply_quantised(variant, {
             p.x + p.row * p.x_stride, p.x_stride, p.w, p.bias, p.out, p.out_stride, p.num_rows,
-            p.num_outs,
+            p.num_outs, inputs + p.row,
         });
     }
 };
@@ -39,6 +44,8 @@ void run_together(int num_threads, long num_pieces, Piece piece, const void* wor
 
 extern "C" {
 
+int lowtide_best_variant();  // of processor.cpp
+
 // What divides work from now on: `lowtide_run_together` of the other operators' library.
 void lowtide_quantised_team(RunTogether of_process) { team = of_process; }
 
@@ -51,7 +58,7 @@ int lowtide_best_quantised() {
 #ifdef HAS_PAIRS
     if (__builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16") &&
         __builtin_cpu_supports("f16c"))
-        return BF16_AVX512;
+        return lowtide_best_variant() == WITH_AMX ? BF16_AMX : BF16_AVX512;
 #endif
     return PLAIN_AVX512;
 #else
@@ -102,7 +109,7 @@ void lowtide_quantised_unpack(
 ) {
     const QuantisedWeights weights = {w, num_k, num_bits};
 #ifdef HAS_PAIRS
-    if (variant == BF16_AVX512)
+    if (variant >= BF16_AVX512)
         return num_bits == 4 ? unpack_pairs<4>(weights, out, num_rows)
                              : unpack_pairs<8>(weights, out, num_rows);
 #endif

@@ -26,7 +26,7 @@ MAX_FEW_ROWS = 16
 """With more rows, unless they are rounded, a tile of weights is unpacked and multiplied with by
 torch's product. So many of an expert are taken in a call over several."""
 
-VARIANTS = ("plain", "plain, AVX2", "plain, AVX-512", "AVX-512 with bfloat16")
+VARIANTS = ("plain", "plain, AVX2", "plain, AVX-512", "AVX-512 with bfloat16", "AMX")
 """From the slowest; a processor has all up to its best."""
 
 INT8_VARIANTS = (*VARIANTS[:3], "AVX-512 with VNNI")

@@ -9,6 +9,7 @@
 //   for every set of instructions, with the same bits in all.
 // - AVX-512 with bfloat16: pairs of neighbours go to 16 partial sums by vdpbf16ps, a group's lower
 //   half before its upper half, then the tree.
+// - AMX (quantised_amx.hpp): one sum, ascending.
 
 #pragma once
 
@@ -27,7 +28,7 @@
 namespace lowtide {
 
 // The best comes last. What is before it runs on the same processor, too.
-enum QuantisedVariant { PLAIN, PLAIN_AVX2, PLAIN_AVX512, BF16_AVX512 };
+enum QuantisedVariant { PLAIN, PLAIN_AVX2, PLAIN_AVX512, BF16_AVX512, BF16_AMX };
 
 struct QuantisedProduct {
     const bf16* x;
@@ -37,6 +38,7 @@ struct QuantisedProduct {
     bf16* out;
     long out_stride;
     long num_rows, num_outs;
+    std::uint64_t inputs = 0;  // see `Product`
 };
 
 INLINED void store_sum(const QuantisedProduct& p, long row, long out, float sum) {
@@ -232,18 +234,5 @@ AVX512BF16 void multiply_pairs(const QuantisedProduct& p) {
 }
 
 #endif
-
-template <int num_bits>
-void multiply_quantised(int variant, const QuantisedProduct& p) {
-#ifdef HAS_PAIRS
-    if (variant == BF16_AVX512) return multiply_pairs<num_bits>(p);
-#endif
-    vectorised(variant, [&p]() INLINED_LAMBDA { multiply_plainly<num_bits>(p); });
-}
-
-inline void multiply_quantised(int variant, const QuantisedProduct& p) {
-    return p.w.num_bits == 4 ? multiply_quantised<4>(variant, p)
-                             : multiply_quantised<8>(variant, p);
-}
 
 }  // namespace lowtide
