@@ -76,6 +76,21 @@ def test_the_search_is_better_than_the_range_and_never_worse(num_bits: int) -> N
 
 
 @pytest.mark.parametrize("num_bits", [8, 4])
+def test_error_is_less_where_it_counts(num_bits: int) -> None:
+    groups = weights_of(200, GROUP)
+    worth = np.random.default_rng(1).lognormal(0, 2, groups.shape).astype(np.float32)
+
+    def weighted_error(*found: np.ndarray) -> float:
+        codes, scale, zero = (each.astype(np.float64) for each in found)
+        return float((worth * (codes * scale[:, None] + zero[:, None] - groups) ** 2).sum())
+
+    plain, weighted = fitted(groups, num_bits), fitted(groups, num_bits, worth)
+    assert weighted_error(*weighted) < (0.9 if num_bits == 4 else 1) * weighted_error(*plain)
+    alike = fitted(groups, num_bits, np.ones_like(groups))
+    assert all((a == b).all() for a, b in zip(plain, alike, strict=True))
+
+
+@pytest.mark.parametrize("num_bits", [8, 4])
 def test_rows_that_are_alike_or_nothing_are_exact(num_bits: int) -> None:
     weights = np.zeros((3, 2 * GROUP), np.float32)
     weights[1], weights[2, GROUP:] = 0.25, -3

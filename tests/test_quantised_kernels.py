@@ -18,6 +18,8 @@ from lowtide.experts.layout import SlotLayout
 from lowtide.experts.rows import ExpertBuffers, Routing
 from lowtide.experts.slots import ExpertSlots
 from lowtide.formats import formats
+from lowtide.formats.convert import pack
+from lowtide.formats.plain import convert_plain
 from lowtide.formats.quantised import Floats, QuantisedRows
 from lowtide.formats.quantised_matrix import QuantisedMatrix
 from lowtide.kernels.choice import choose_kernels
@@ -54,15 +56,18 @@ def random(*shape: int, seed: int = 0) -> Floats:
 
 
 def packed(
-    weights: Floats, num_bits: int, pack: Callable[..., None] | None = None
+    weights: Floats,
+    num_bits: int,
+    pack: Callable[..., None] | None = None,
+    importance: Floats | None = None,
 ) -> tuple[QuantisedRows, NDArray[np.uint8]]:
     rows = formats()[f"q{num_bits}"].for_rows(weights.shape[1])
     assert isinstance(rows, QuantisedRows)
     content = np.zeros(rows.num_bytes(weights.size), np.uint8)
     if pack is None:
-        rows.pack(weights.reshape(-1), content)
+        rows.pack(weights.reshape(-1), content, importance)
     else:
-        pack(rows, weights.reshape(-1), content)
+        pack(rows, weights.reshape(-1).view(np.uint8), "F32", content, importance)
     return rows, content
 
 
@@ -95,10 +100,27 @@ def test_weights_are_packed_and_unpacked_as_in_plain_python(
         _, found = packed(weights, num_bits, operators.pack)
         assert (found == wanted).all()
         assert rows.is_finite(found) == (broken is None)
+        worth = abs(random(shape[1], seed=7))
+        worth[::3] = 0
+        _, wanted = packed(weights, num_bits, importance=worth)
+        _, found = packed(weights, num_bits, operators.pack, worth)
+        assert (found == wanted).all()
     matrix = matrix_of(num_bits, shape)
     out = torch.empty(shape, dtype=torch.bfloat16)
     operators.unpack(matrix, out)
     assert torch.equal(out, unpacked(matrix))
+
+
+@pytest.mark.parametrize("name", ["BF16", "F16"])
+def test_weights_are_packed_from_other_plain_types(best: QuantisedOperators, name: str) -> None:
+    content = np.empty(2 * 9 * 130, np.uint8)
+    convert_plain(random(9 * 130).view(np.uint8), "F32", content, name)
+    rows = formats()["q4"].for_rows(130)
+    at_odd_address = np.concatenate((content[:1], content))[1:]
+    wanted, found = (np.zeros(rows.num_bytes(9 * 130), np.uint8) for _ in range(2))
+    pack(rows, content, name, wanted)
+    best.pack(rows, at_odd_address, name, found)
+    assert (found == wanted).all()
 
 
 @pytest.mark.parametrize("num_bits", [8, 4])

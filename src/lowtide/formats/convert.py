@@ -9,15 +9,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.formats.matrix import Bytes, MatrixFormat
-from lowtide.formats.plain import CHUNK_WEIGHTS, convert_plain
+from lowtide.formats.plain import CHUNK_WEIGHTS, ITEM_BYTES, convert_plain
 
-Pack = Callable[[MatrixFormat, NDArray[np.float32], Bytes], None]
-"""`MatrixFormat.pack`, or what does the same faster."""
+Importance = NDArray[np.float32]
+
+Pack = Callable[[MatrixFormat, Bytes, str, Bytes, Importance | None], None]
+"""`pack`, or what does the same faster."""
 
 
-def pack(to: MatrixFormat, weights: NDArray[np.float32], target: Bytes) -> None:
-    """`MatrixFormat.pack` itself."""
-    to.pack(weights, target)
+def pack(
+    to: MatrixFormat, source: Bytes, name: str, target: Bytes, importance: Importance | None = None
+) -> None:
+    """`MatrixFormat.pack` of weights in the plain format of this name."""
+    weights = np.empty(len(source) // ITEM_BYTES[name], np.float32)
+    convert_plain(source, name, weights.view(np.uint8), "F32")
+    to.pack(weights, target, importance)
 
 
 def convert(
@@ -26,18 +32,20 @@ def convert(
     target: Bytes,
     to: MatrixFormat,
     pack: Pack = pack,
+    importance: Importance | None = None,
 ) -> None:
     """Writes whole blocks of weights into `target`: as they are, or in another format.
 
     stored: the blocks' bytes of each tensor of `source`, 1-D. target: 1-D, of as many weights in
-    the format `to`, which is plain, or can be packed, or what `source` is kept as, of one tensor.
+    the format `to`, which is plain, or what `source` is kept as, of one tensor, or can be packed,
+    with this importance of inputs.
     """
     if source is to:
         np.copyto(target, stored[0])
     elif source.kept is to:
         source.arrange(stored, target)
     elif to.unpacked != to.name:
-        _pack(stored, source, target, to, pack)
+        _pack(stored, source, target, to, pack, importance)
     elif source.unpacked == source.name:
         convert_plain(stored[0], source.name, target, to.name)
     else:
@@ -67,14 +75,18 @@ def convert_rows(
 
 
 def _pack(
-    stored: Sequence[Bytes], source: MatrixFormat, target: Bytes, to: MatrixFormat, pack: Pack
+    stored: Sequence[Bytes],
+    source: MatrixFormat,
+    target: Bytes,
+    to: MatrixFormat,
+    pack: Pack,
+    importance: Importance | None,
 ) -> None:
-    """Some blocks of the target at a time, through float32; `source` divides into them."""
+    """Some blocks of the target at a time; `source` divides into them."""
     source_bytes = source.num_bytes(to.block_size)
     num_blocks, step = len(stored[0]) // source_bytes, max(1, CHUNK_WEIGHTS // to.block_size)
     for first in range(0, num_blocks, step):
         stop = min(first + step, num_blocks)
-        weights = np.empty((stop - first) * to.block_size, np.float32)
         pieces = [
             each[
                 source.num_bytes(first * to.block_size, i) : source.num_bytes(
@@ -83,9 +95,8 @@ def _pack(
             ]
             for i, each in enumerate(stored)
         ]
-        convert_plain(source.unpack(*pieces), source.unpacked, weights.view(np.uint8), "F32")
         start, end = (to.num_bytes(block * to.block_size) for block in (first, stop))
-        pack(to, weights, target[start:end])
+        pack(to, source.unpack(*pieces), source.unpacked, target[start:end], importance)
 
 
 def _unpack(stored: Sequence[Bytes], source: MatrixFormat, target: Bytes, to: MatrixFormat) -> None:

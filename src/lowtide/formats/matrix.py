@@ -97,8 +97,16 @@ class MatrixFormat(ABC):
         stored: the same blocks' bytes of each tensor, 1-D, at any address.
         """
 
-    def pack(self, weights: NDArray[np.float32], target: Bytes) -> None:
-        """Writes whole blocks of weights [n] into `target` in this format, of one tensor."""
+    def pack(
+        self,
+        weights: NDArray[np.float32],
+        target: Bytes,
+        importance: NDArray[np.float32] | None = None,
+    ) -> None:
+        """Writes whole blocks of weights [n] into `target` in this format, of one tensor.
+
+        importance: of each input, what the square of an error at its weights counts.
+        """
         raise NotImplementedError(f"Nothing is converted into {self.name}.")
 
     def matrix(self, tensors: Sequence[Tensor], shape: tuple[int, ...]) -> StoredMatrix:

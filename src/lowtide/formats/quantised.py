@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +29,8 @@ GROUP = 64
 SHRINKS = (1.0, 0.92, 0.84, 0.76)
 """Of a group's range: where the search for its scale begins. Of 8 bits only the first."""
 
-NUM_FITS = 2
-"""Times that scale and zero are fitted to the codes, and the codes chosen anew, from each."""
+NUM_FITS = 3
+"""Times that scale and zero are fitted to the codes, and the codes chosen anew, from the best."""
 
 _LARGEST = np.float32(65504)  # of float16
 
@@ -85,16 +85,20 @@ class QuantisedRows(Quantised):
         weights = weights.reshape(len(rows), -1)[:, : self.num_columns]
         return np.ascontiguousarray(weights).reshape(-1).view(np.uint8)
 
-    def pack(self, weights: Floats, target: Bytes) -> None:
+    def pack(self, weights: Floats, target: Bytes, importance: Floats | None = None) -> None:
         """Rounds to the nearest codes under the scales and zeros of least squared error found.
 
-        weights: of whole rows, 1-D. Compiled twin: `kernels/cpu/quantised.py`, the same bytes.
+        weights: of whole rows, 1-D. importance [num_columns]: of each input's squared error; by
+        default all are alike. Compiled twin: `kernels/cpu/quantised.py`, the same bytes.
         """
         rows = weights.reshape(-1, self.num_columns)
         missing = self.num_groups * GROUP - self.num_columns
         if missing:  # the last weight again, which takes no code of its own
             rows = np.pad(rows, ((0, 0), (0, missing)), mode="edge")
-        codes, scale, zero = fitted(rows.reshape(-1, GROUP), self.num_bits)
+        worth = None
+        if importance is not None:
+            worth = np.tile(np.pad(importance, (0, missing)).reshape(-1, GROUP), (len(rows), 1))
+        codes, scale, zero = fitted(rows.reshape(-1, GROUP), self.num_bits, worth)
         out = target.reshape(-1, self.block_bytes[0])
         num_groups, code_bytes = self.num_groups, self._code_bytes
         if self.num_bits == 4:
@@ -133,78 +137,92 @@ def row_bytes(num_columns: int, num_bits: int) -> int:
     return -(-num_columns // GROUP) * (GROUP * num_bits // 8 + 4)
 
 
-def fitted(groups: Floats, num_bits: int) -> tuple[NDArray[np.uint8], Halves, Halves]:
+def fitted(
+    groups: Floats, num_bits: int, importance: Floats | None = None
+) -> tuple[NDArray[np.uint8], Halves, Halves]:
     """Codes [n, 64] and the float16 scale and zero [n] of each of groups [n, 64].
 
-    From shrunken ranges on, codes are the nearest to the weights and then scale and zero those of
-    least squares to the codes; the best that was met is kept, the earliest of equals. Sums add
-    halves to each other, so every implementation has the same bits.
+    Of several shrunken ranges the best is taken, then scale and zero are, some times, those of
+    least squares to the codes, and codes the nearest to the weights under them; the best that was
+    met is kept, the earliest of equals. importance [n, 64]: what a squared error counts, 1 by
+    default. Sums are from the first weight to the last, so every implementation has the same bits.
+    A group that is not finite has scale and zero NaN and codes 0.
     """
-    low, high = groups.min(1), groups.max(1)
-    low[~(np.isfinite(low) & np.isfinite(high))] = np.nan  # and so is all that follows from it
-    levels = np.float32(2**num_bits - 1)
-    middle, span = (low + high) * np.float32(0.5), high - low
-    found = _Best(groups, levels)
+    w = np.ascontiguousarray(groups.T)  # [64, n], so that what follows is of whole groups
+    worth = np.ones_like(w) if importance is None else np.ascontiguousarray(importance.T)
+    with np.errstate(all="ignore"):
+        is_finite = _sum(w - w) == 0
+        w = np.where(is_finite, w, np.float32(0))
+        best = _search(w, worth, num_bits)
+        codes = _codes(w, best.scale, best.zero, num_bits)
+    scale, zero = (
+        np.where(is_finite, each, np.nan).astype(np.float16) for each in (best.scale, best.zero)
+    )
+    return np.ascontiguousarray(codes.astype(np.uint8).T), scale, zero
+
+
+class _Offer(NamedTuple):
+    """What codes under scales and zeros are worth, and sums of the codes, of their squares and of
+    their products with the weights, each by importance. All [n] float32."""
+
+    error: Floats
+    scale: Floats  # numbers of float16
+    zero: Floats
+    sum_c: Floats
+    sum_cc: Floats
+    sum_cw: Floats
+
+    def or_better(self, other: _Offer) -> _Offer:
+        is_better = other.error < self.error
+        return _Offer(*(np.where(is_better, *pair) for pair in zip(other, self, strict=True)))
+
+
+def _search(w: Floats, worth: Floats, num_bits: int) -> _Offer:
+    low, high = w.min(0), w.max(0)
+    middle = (low + high) * np.float32(0.5) + np.float32(0)  # never -0
+    span, levels = high - low, np.float32(2**num_bits - 1)
+    nothing = np.zeros_like(span)
+    best = _Offer(np.full_like(span, np.inf), *5 * (nothing,))
     for shrink in SHRINKS if num_bits == 4 else SHRINKS[:1]:
         width = span * np.float32(shrink)
-        scale, zero = width / levels, middle - width * np.float32(0.5)
-        codes = found.offer(scale, zero)
-        for _ in range(NUM_FITS):
-            codes = found.offer(*_least_squares(groups, codes))
-    return found.codes.astype(np.uint8), found.scale, found.zero
+        start = _offer(w, worth, width / levels, middle - width * np.float32(0.5), num_bits)
+        best = best.or_better(start)
+    last, sum_w, sum_one = best, _sum(worth * w), _sum(worth)
+    for _ in range(NUM_FITS):
+        spread = sum_one * last.sum_cc - last.sum_c * last.sum_c
+        quotient = (sum_one * last.sum_cw - last.sum_c * sum_w) / spread
+        scale: Floats = np.where(spread > 0, quotient, np.float32(0))
+        zero: Floats = (sum_w - scale * last.sum_c) / sum_one
+        last = _offer(w, worth, scale, zero, num_bits)
+        best = best.or_better(last)
+    return best
 
 
-class _Best:
-    """What rounds each group with the least squared error so far."""
-
-    def __init__(self, groups: Floats, levels: np.float32) -> None:
-        self._groups, self._levels = groups, levels
-        self._error = np.full(len(groups), np.inf, np.float32)
-        self.codes: Floats = np.zeros(groups.shape, np.float32)
-        self.scale = np.zeros(len(groups), np.float16)
-        self.zero = np.zeros(len(groups), np.float16)
-
-    def offer(self, scale: Floats, zero: Floats) -> Floats:
-        """The codes [n, 64] nearest to the weights with these, rounded to float16."""
-        scale16, zero16 = _half(scale), _half(zero)
-        step, base = scale16.astype(np.float32)[:, None], zero16.astype(np.float32)[:, None]
-        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            inverse = np.where(step > 0, np.float32(1) / step, np.float32(0))
-            nearest = np.rint((self._groups - base) * inverse)
-            codes: Floats = np.minimum(np.maximum(nearest, 0), self._levels)
-            residual = self._groups - (codes * step + base)
-            error = _sum(residual * residual)
-        # A group that is not finite keeps the first offer, whose scale or zero is not either.
-        is_better = (error < self._error) | (np.isnan(error) & np.isinf(self._error))
-        self._error = np.where(is_better, error, self._error)
-        self.codes[is_better] = np.nan_to_num(codes[is_better], nan=0.0)
-        self.scale[is_better], self.zero[is_better] = scale16[is_better], zero16[is_better]
-        return codes
+def _offer(w: Floats, worth: Floats, scale: Floats, zero: Floats, num_bits: int) -> _Offer:
+    step, base = (
+        np.clip(each, -_LARGEST, _LARGEST).astype(np.float16).astype(np.float32)
+        for each in (scale, zero)
+    )
+    codes = _codes(w, step, base, num_bits)
+    residual, times = w - (codes * step + base), worth * codes
+    error = _sum(worth * (residual * residual))
+    return _Offer(error, step, base, _sum(times), _sum(times * codes), _sum(times * w))
 
 
-def _half(values: Floats) -> Halves:
-    return np.clip(values, -_LARGEST, _LARGEST).astype(np.float16)
+def _codes(w: Floats, step: Floats, base: Floats, num_bits: int) -> Floats:
+    """The nearest ones."""
+    inverse = np.where(step > 0, np.float32(1) / step, np.float32(0))
+    nearest = np.rint((w - base) * inverse)
+    codes: Floats = np.minimum(np.maximum(nearest, 0), np.float32(2**num_bits - 1))
+    return codes
 
 
-def _least_squares(groups: Floats, codes: Floats) -> tuple[Floats, Floats]:
-    """Scale and zero [n] for which `scale * codes + zero` is nearest to the weights."""
-    count = np.float32(GROUP)
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        sum_c, sum_w = _sum(codes), _sum(groups)
-        sum_cc, sum_cw = _sum(codes * codes), _sum(codes * groups)
-        spread = count * sum_cc - sum_c * sum_c
-        scale = (count * sum_cw - sum_c * sum_w) / spread
-        scale[~(spread > 0)] = 0
-        zero = (sum_w - scale * sum_c) / count
-        return scale.astype(np.float32), zero.astype(np.float32)
-
-
-def _sum(groups: Floats) -> Floats:
-    """Of each row of [n, 64]."""
-    while groups.shape[1] > 1:
-        half = groups.shape[1] // 2
-        groups = groups[:, :half] + groups[:, half:]
-    return groups[:, 0]
+def _sum(terms: Floats) -> Floats:
+    """Of terms [64, n] over the first axis, one after the other."""
+    total = np.zeros(terms.shape[1], np.float32)
+    for each in terms:
+        total += each
+    return total
 
 
 @functools.cache

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from lowtide.core import IntArray
 from lowtide.formats import MatrixFormat
+from lowtide.formats.convert import pack
 from lowtide.formats.matrix import Bytes
+from lowtide.formats.plain import ITEM_BYTES, convert_plain
 from lowtide.formats.quantised import Floats, QuantisedRows
 from lowtide.formats.quantised_matrix import QuantisedMatrix
 from lowtide.kernels.cpu.library import FEW_ROWS, QUANTISED, load_library
@@ -40,7 +42,7 @@ _PRODUCTS = {
 }
 _CONVERSIONS = {
     "unpack": (_INT, _INT, _P, _P, *2 * (_LONG,)),
-    "pack": (_INT, _INT, _P, _P, *2 * (_LONG,)),
+    "pack": (_INT, _INT, _INT, _P, _P, _P, *2 * (_LONG,)),
 }
 
 
@@ -110,17 +112,37 @@ class QuantisedOperators:
             variant, matrix.num_bits, matrix.data.data_ptr(), out.data_ptr(), *matrix.shape
         )
 
-    def pack(self, to: MatrixFormat, weights: Floats, target: Bytes) -> None:
-        """`MatrixFormat.pack`, the same bytes."""
+    def pack(
+        self,
+        to: MatrixFormat,
+        source: Bytes,
+        name: str,
+        target: Bytes,
+        importance: Floats | None = None,
+    ) -> None:
+        """`formats.convert.pack`, the same bytes."""
         if not isinstance(to, QuantisedRows):
-            to.pack(weights, target)
+            pack(to, source, name, target, importance)
             return
-        source, out = np.ascontiguousarray(weights), np.ascontiguousarray(target)
-        num_rows = len(weights) // to.num_columns
-        # No variant of its own for pairs: it is arithmetic of float32.
-        variant = min(self.variant, 2)
+        if name not in ("BF16", "F32"):
+            wide = np.empty(4 * (len(source) // ITEM_BYTES[name]), np.uint8)
+            convert_plain(source, name, wide, "F32")
+            source, name = wide, "F32"
+        # Of files, so at any address: numpy copies where it has to.
+        weights = np.require(
+            source.view(np.uint16 if name == "BF16" else np.float32), None, ("C", "A")
+        )
+        worth = None if importance is None else np.ascontiguousarray(importance, np.float32)
+        out = np.ascontiguousarray(target)
         self.call["pack"](
-            variant, to.num_bits, source.ctypes.data, out.ctypes.data, num_rows, to.num_columns
+            min(self.variant, 2),  # no variant of its own for pairs: it is arithmetic of float32
+            to.num_bits,
+            name == "BF16",
+            weights.ctypes.data,
+            None if worth is None else worth.ctypes.data,
+            out.ctypes.data,
+            len(weights) // to.num_columns,
+            to.num_columns,
         )
         if out is not target:
             target[:] = out
