@@ -11,7 +11,7 @@ DEMO_MEMORY ?= 9MiB
 # Where the results of a GPU go.
 OUT ?= docs/results
 
-.PHONY: demo test test-machines check wheel bench bench-large report report-age gpu gpu-test gpu-bench-short gpu-bench-full
+.PHONY: demo test test-machines sanitize check wheel bench bench-large report report-age gpu gpu-test gpu-bench-short gpu-bench-full
 
 demo: $(VENV)/.lowtide
 	$(BIN)/lowtide generate demo:diffusion -p 'def fibonacci(n):' --max-tokens 128 --context 512 --host-memory $(DEMO_MEMORY)
@@ -23,6 +23,10 @@ test: $(VENV)/.lowtide-dev
 # `make test-machines MACHINES="no-compiler openmp-1"` as on those.
 test-machines: $(VENV)/.lowtide-dev
 	$(BIN)/python tools/test_machines.py --jobs 2 $(MACHINES)
+
+# The compiled kernels without Python, under address, undefined-behaviour and thread sanitizers.
+sanitize: $(VENV)/.lowtide-dev
+	$(BIN)/python tools/sanitize.py
 
 check: $(VENV)/.lowtide-dev
 	$(BIN)/ruff format --check .

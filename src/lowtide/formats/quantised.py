@@ -192,7 +192,7 @@ def _search(w: Floats, worth: Floats, num_bits: int) -> _Offer:
         spread = sum_one * last.sum_cc - last.sum_c * last.sum_c
         quotient = (sum_one * last.sum_cw - last.sum_c * sum_w) / spread
         scale: Floats = np.where(spread > 0, quotient, np.float32(0))
-        zero: Floats = (sum_w - scale * last.sum_c) / sum_one
+        zero = ((sum_w - scale * last.sum_c) / sum_one).astype(np.float32)
         last = _offer(w, worth, scale, zero, num_bits)
         best = best.or_better(last)
     return best

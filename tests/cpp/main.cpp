@@ -1,0 +1,29 @@
+// Calls the compiled kernels as Python does, without Python: odd sizes, no rows, one expert, all
+// experts, several threads, in every variant of this processor. What sanitizers are run on
+// (tools/sanitize.py).
+//
+//     driver FEW_ROWS.so QUANTISED.so GGML.so BUDDIES.so
+
+#include "driver.hpp"
+
+using namespace driver;
+
+int main(int num_arguments, char** arguments) {
+    if (num_arguments != 5) {
+        std::fprintf(stderr, "wanted: the paths of four libraries\n");
+        return 2;
+    }
+    const Library few_rows(arguments[1]), quantised(arguments[2]);
+    const Library ggml(arguments[3]), buddies(arguments[4]);
+    check_team(few_rows);
+    check_products(few_rows);
+    check_experts(few_rows);
+    check_rows(few_rows);
+    check_attention(few_rows);
+    check_packing(quantised);
+    check_quantised(quantised, few_rows);
+    check_ggml(ggml);
+    check_buddies(buddies);
+    std::printf(num_wrong == 0 ? "all is as it should be\n" : "%ld things are wrong\n", num_wrong);
+    return num_wrong == 0 ? 0 : 1;
+}

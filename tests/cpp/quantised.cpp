@@ -1,0 +1,166 @@
+// Weights in 8 and 4 bits: rounded, unpacked and multiplied with.
+
+#include "driver.hpp"
+#include "quantised.hpp"
+
+namespace driver {
+namespace {
+
+using Bytes = std::vector<std::uint8_t>;
+using Pack = void(int, int, int, const void*, const float*, std::uint8_t*, long, long);
+using Unpack = void(int, int, const std::uint8_t*, bf16*, long, long);
+using Multiply = void(int, int, int, const bf16*, long, const std::uint8_t*, const bf16*, bf16*,
+                      long, long, long, long);
+using Mlps = void(int, int, int, const std::int64_t*, long, const char*, const char*, const char*,
+                  long, bf16*, bf16*, bf16*, long, long);
+using RunExperts = void(int, int, int, const bf16*, const std::int64_t*, const float*,
+                        const std::int64_t*, const char*, const char*, const char*, long, bf16*,
+                        bf16*, bf16*, float*, long, long, long, long);
+
+struct Shape {
+    long num_outs, num_k;
+};
+constexpr Shape SHAPES[] = {{1, 1}, {5, 64}, {7, 130}, {9, 63}, {64, 320}, {900, 520}};
+constexpr long LARGE = 1 << 16;  // from so many weights on, some rows are enough
+
+long num_variants(const Library& library) {
+    return library.function<int()>("lowtide_best_quantised")() + 1;
+}
+
+long row_bytes(long num_k, int num_bits) {
+    return lowtide::QuantisedWeights{nullptr, num_k, num_bits}.row_bytes();
+}
+
+Bytes packed(
+    Pack* pack, int num_bits, const Floats& weights, const Shape& shape, int variant = 0,
+    const float* importance = nullptr
+) {
+    Bytes out(shape.num_outs * row_bytes(shape.num_k, num_bits), 9);
+    pack(variant, num_bits, 0, weights.data(), importance, out.data(), shape.num_outs, shape.num_k);
+    return out;
+}
+
+void multiply(const Library& library, int num_bits, const Shape& shape) {
+    auto* unpack = library.function<Unpack>("lowtide_quantised_unpack");
+    auto* call = library.function<Multiply>("lowtide_quantised_multiply");
+    const auto [num_outs, num_k] = shape;
+    const Floats exact = floats(num_outs * num_k);
+    const Bytes w =
+        packed(library.function<Pack>("lowtide_quantised_pack"), num_bits, exact, shape);
+    const Numbers bias = numbers(num_outs);
+    Numbers weights;
+    for (int variant = 0; variant < num_variants(library); ++variant) {
+        Numbers whole(num_outs * num_k);
+        unpack(variant, num_bits, w.data(), whole.data(), num_outs, num_k);
+        if (variant == 0) weights = whole;
+        expect(whole == weights, "bits of what is unpacked", variant, num_outs, num_k);
+        for (long num_rows : {0, 1, 2, 3, 5, 8, 13, 16}) {
+            if (num_outs * num_k > LARGE && num_rows != 3) continue;
+            const long x_stride = num_k + 3, out_stride = num_outs + 1;
+            const Numbers x = numbers(strided(num_rows, x_stride, num_k));
+            Numbers first;
+            for (int num_threads : THREADS) {
+                Numbers out(strided(num_rows, out_stride, num_outs), 7);
+                call(variant, num_threads, num_bits, x.data(), x_stride, w.data(), bias.data(),
+                     out.data(), out_stride, num_rows, num_outs, num_k);
+                if (num_threads == 1) first = out;
+                expect(out == first, "bits of a product by threads", variant, num_rows, num_outs);
+            }
+            for (long row = 0; row < num_rows; row += 5) {
+                const long o = below(num_outs);
+                double sum = lowtide::widen(bias[o]);
+                for (long k = 0; k < num_k; ++k)
+                    sum += double(lowtide::widen(x[row * x_stride + k])) *
+                           lowtide::widen(weights[o * num_k + k]);
+                expect(is_near(first[row * out_stride + o], sum, num_k), "a product of few bits",
+                       variant, row, o);
+            }
+        }
+    }
+}
+
+void run_experts(const Library& library, int num_bits, const Routed& routed, long hidden,
+                 long width) {
+    auto* pack = library.function<Pack>("lowtide_quantised_pack");
+    auto* whole = library.function<RunExperts>("lowtide_quantised_experts");
+    auto* groups = library.function<Mlps>("lowtide_quantised_mlps");
+    const auto [num_tokens, k, num_experts] = routed;
+    Bytes slots_bytes;
+    for (long part = 0; part < 3 * num_experts; ++part) {
+        const Shape shape = part % 3 == 2 ? Shape{hidden, width} : Shape{width, hidden};
+        const Bytes one = packed(pack, num_bits, floats(hidden * width), shape);
+        slots_bytes.insert(slots_bytes.end(), one.begin(), one.end());
+    }
+    const long inward = width * row_bytes(hidden, num_bits);
+    const long slot_bytes = 2 * inward + hidden * row_bytes(width, num_bits);
+    const Bytes exact(slots_bytes);  // no room behind the last
+    const char* place = reinterpret_cast<const char*>(exact.data());
+    const long num_pairs = num_tokens * k;
+    const Numbers x = numbers(num_tokens * hidden);
+    const Floats weights = floats(num_pairs);
+    const Ids experts = chosen_experts(num_tokens, k, num_experts), slots = slots_of(experts);
+    for (int variant = 0; variant < num_variants(library); ++variant) {
+        Floats first;
+        for (int num_threads : THREADS) {
+            Numbers parts(num_pairs * hidden), gate(num_pairs * width), up(num_pairs * width);
+            Floats out(num_tokens * hidden, 3.0f);
+            whole(variant, num_threads, num_bits, x.data(), experts.data(), weights.data(),
+                  slots.data(), place, place + inward, place + 2 * inward, slot_bytes,
+                  parts.data(), gate.data(), up.data(), out.data(), num_tokens, k, hidden, width);
+            if (num_threads == 1) first = out;
+            expect(out == first, "bits of experts by threads", variant, num_tokens, num_threads);
+            const Ids of_groups = num_pairs == 0 ? Ids{} : Ids{slots[0], 0, num_pairs};
+            groups(variant, num_threads, num_bits, of_groups.data(), long(of_groups.size()) / 3,
+                   place, place + inward, place + 2 * inward, slot_bytes, parts.data(),
+                   gate.data(), up.data(), hidden, width);
+        }
+    }
+}
+
+}  // namespace
+
+void check_packing(const Library& quantised) {
+    auto* pack = quantised.function<Pack>("lowtide_quantised_pack");
+    for (const Shape& shape : SHAPES)
+        for (int num_bits : {8, 4})
+            for (float other : {0.0f, 60.0f, 1e30f, INFINITY, NAN}) {
+                Floats weights = floats(shape.num_outs * shape.num_k);
+                if (long(weights.size()) > LARGE && other != 0.0f) continue;
+                if (other != 0.0f) weights[below(long(weights.size()))] = other;
+                Numbers narrow;
+                for (float& each : weights) {
+                    narrow.push_back(lowtide::round_bf16(each));
+                    each = lowtide::widen(narrow.back());
+                }
+                const Floats worth = floats(shape.num_k);
+                const Bytes wanted = packed(pack, num_bits, weights, shape);
+                const Bytes weighted = packed(pack, num_bits, weights, shape, 0, worth.data());
+                const int last = int(std::min(3L, num_variants(quantised)));
+                for (int variant = 0; variant < last; ++variant) {
+                    Bytes of_narrow(wanted.size(), 9);
+                    pack(variant, num_bits, 1, narrow.data(), nullptr, of_narrow.data(),
+                         shape.num_outs, shape.num_k);
+                    const bool is_same =
+                        packed(pack, num_bits, weights, shape, variant) == wanted &&
+                        packed(pack, num_bits, weights, shape, variant, worth.data()) == weighted;
+                    expect(is_same && of_narrow == wanted, "bits of what is packed", variant,
+                           shape.num_outs, shape.num_k);
+                }
+            }
+}
+
+void check_quantised(const Library& quantised, const Library& few_rows) {
+    using Team = void(void (*)(int, long, void (*)(const void*, long), const void*));
+    using RunTogether = void(int, long, void (*)(const void*, long), const void*);
+    quantised.function<Team>("lowtide_quantised_team")(
+        few_rows.function<RunTogether>("lowtide_run_together"));
+    const Shape sizes[] = {{1, 1}, {40, 24}, {130, 67}};
+    for (int num_bits : {8, 4}) {
+        for (const Shape& shape : SHAPES) multiply(quantised, num_bits, shape);
+        for (const auto& [hidden, width] : sizes)
+            for (const Routed& routed : ROUTED)
+                run_experts(quantised, num_bits, routed, hidden, width);
+    }
+}
+
+}  // namespace driver
