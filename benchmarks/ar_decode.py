@@ -2,11 +2,10 @@
 
 In memory all answer the same prompt in one process, in turn, so that they share what the machine
 is doing at the time; lowtide once more without its own kernels (`reference`). With half and a
-quarter of the experts in memory each has a process of its own: transformers with accelerate's disk
-offload, llama.cpp with mapped weights. lowtide reads past the page cache; pages are dropped before
-every pass of transformers and every answer of llama.cpp.
-
-Pages that llama.cpp has mapped stay: without a memory limit its rows are speeds in memory.
+quarter of the experts in memory lowtide and transformers, with accelerate's disk offload, have a
+process of their own each. lowtide reads past the page cache, whose pages are dropped before every
+pass of transformers. llama.cpp, which maps its weights, is compared in `larger_than_memory.py`: a
+model as small as this one stays in memory under every limit that the process itself fits in.
 
 Answers are not compared here: in bfloat16 every engine rounds elsewhere, and the random weights of
 `synth` make other tokens of that. `tests/test_llm_oracle.py` compares logits in float32. On a busy
@@ -31,6 +30,7 @@ from common.causal import (
     open_lowtide,
     open_transformers,
     speeds,
+    with_ratios,
 )
 from common.ceilings import Disk, memory_ceiling
 from common.gguf_file import write_gguf
@@ -58,7 +58,7 @@ def main() -> None:
         "policy": options.policy,
         "limit": limit.kind,
         "limit_reason": limit.reason,
-        "page_cache": "dropped before every pass of transformers and every answer of llama.cpp",
+        "page_cache": "dropped before every pass of transformers",
     }
     recorder = Recorder("ar_decode", settings, options.out)
     gguf = _gguf(folder, options.lanes, recorder)
@@ -68,9 +68,9 @@ def main() -> None:
     recorder.write("ceiling", {**memory_ceiling(), **disk.measure()})
     if not options.only_offload:
         _in_memory(recorder, folder, gguf, lanes, options)
-    on_disk = [lane for lane in lanes if lane != "reference"]
+    on_disk = [lane for lane in lanes if lane in ("lowtide", "transformers")]
     for share in options.shares:
-        _on_disk(recorder, folder, gguf, on_disk, options, limit, share, plan)
+        _on_disk(recorder, folder, on_disk, options, limit, share, plan)
 
 
 def _in_memory(
@@ -106,7 +106,6 @@ def _in_memory(
 def _on_disk(
     recorder: Recorder,
     folder: Path,
-    gguf: Path | None,
     lanes: Sequence[str],
     options: argparse.Namespace,
     limit: MemoryLimit,
@@ -122,7 +121,6 @@ def _on_disk(
         task = {
             "lane": name,
             "model": str(folder),
-            "gguf": str(gguf),
             "policy": options.policy,
             "context": _context(options),
             "budget_bytes": budget_bytes,
@@ -146,15 +144,8 @@ def _on_disk(
 
 
 def _record(recorder: Recorder, what: str, rows: Mapping[str, dict[str, Any]]) -> None:
-    """A row for each lane; those of peers with lowtide's speeds over theirs."""
-    ours = rows.get("lowtide")
-    for name, row in rows.items():
-        values = {"lane": name, **row}
-        if ours is not None and name != "lowtide":
-            for phase in ("prefill", "decode"):
-                speed = f"{phase}_tokens_per_s"
-                values[f"{phase}_ratio"] = ours[speed] / row[speed]
-        recorder.write(what, values)
+    for row in with_ratios(rows, "lowtide"):
+        recorder.write(what, row)
 
 
 def _gguf(folder: Path, lanes: Sequence[str], recorder: Recorder) -> Path | None:
@@ -177,7 +168,7 @@ def _open(name: str, folder: Path, gguf: Path | None, context: int) -> AbstractC
         return open_transformers(folder, None)
     if gguf is None:
         raise UsageError(f"There is no lane {name!r}.")
-    return open_llama_cpp(gguf, context, drops=False)
+    return open_llama_cpp(gguf, context, maps=False)
 
 
 def _context(options: argparse.Namespace) -> int:

@@ -46,6 +46,7 @@ SMALL = (
 )
 LARGE = (
     Script("full_size", disk_GiB=32),
+    Script("larger_than_memory", disk_GiB=60),
     Script("max_context", disk_GiB=8),
     Script("planned_memory", disk_GiB=8),
     Script("mosaic_ablation", disk_GiB=8),

@@ -27,6 +27,7 @@ from lowtide.engine.engine import Engine
 from lowtide.engine.opening import MAX_PASS_ROWS, EngineConfig
 from lowtide.experts import read_ahead
 from lowtide.params import SamplingParams
+from lowtide.plan import OWN_FORMAT
 
 
 class Answer(NamedTuple):
@@ -141,7 +142,12 @@ class LlamaCpp:
 
 @contextmanager
 def open_lowtide(
-    model: Path, context: int, budget_bytes: int | None, policy: str, kernels: str = "auto"
+    model: Path,
+    context: int,
+    budget_bytes: int | None,
+    policy: str,
+    kernels: str = "auto",
+    activations: str = OWN_FORMAT,
 ) -> Iterator[Lane]:
     """`budget_bytes`: None keeps all experts in memory."""
     options = EngineConfig(
@@ -149,6 +155,7 @@ def open_lowtide(
         context=context,
         policy=policy,
         kernels=kernels,
+        activations=activations,
     )
     with loaded_engine(str(model), options) as engine:
         yield Lowtide(engine)
@@ -174,8 +181,8 @@ def open_transformers(model: Path, budget_bytes: int | None) -> Iterator[Lane]:
 
 
 @contextmanager
-def open_llama_cpp(gguf: Path, context: int, drops: bool) -> Iterator[Lane]:
-    """Two threads or as many as torch has; weights mapped when pages are to be dropped."""
+def open_llama_cpp(gguf: Path, context: int, maps: bool) -> Iterator[Lane]:
+    """As many threads as torch has; mapped weights' pages are dropped before every answer."""
     import llama_cpp
 
     num_threads = torch.get_num_threads()
@@ -186,12 +193,12 @@ def open_llama_cpp(gguf: Path, context: int, drops: bool) -> Iterator[Lane]:
         n_ubatch=MAX_PASS_ROWS,
         n_threads=num_threads,
         n_threads_batch=num_threads,
-        use_mmap=drops,
+        use_mmap=maps,
         verbose=False,
     )
     try:
-        facts = {"version": llama_cpp.__version__, "num_threads": num_threads, "uses_mmap": drops}
-        yield LlamaCpp(model, facts, [gguf.parent] if drops else [])
+        facts = {"version": llama_cpp.__version__, "num_threads": num_threads, "uses_mmap": maps}
+        yield LlamaCpp(model, facts, [gguf.parent] if maps else [])
     finally:
         model.close()
 
@@ -238,17 +245,24 @@ def measure_read_ahead(settings: Mapping[str, Any]) -> dict[str, Any]:
 def measure(settings: Mapping[str, Any]) -> dict[str, Any]:
     """One lane under a budget: a warm-up, then `repeats` answers, medians.
 
-    settings: lane ("lowtide", "transformers" or "llama.cpp"), model, gguf (for llama.cpp), policy,
-    context, budget_bytes, num_prompt, num_new, repeats.
+    settings: lane ("lowtide", "transformers" or "llama.cpp"), model, num_prompt, num_new, repeats,
+    context, budget_bytes (lowtide: None keeps everything in memory); lowtide's policy, weights (if
+    others than the model's) and activations; llama.cpp's gguf and whether it maps that.
     """
     model, budget_bytes = Path(settings["model"]), settings["budget_bytes"]
     drop_pages([model])
     openers: Mapping[str, Callable[[], Any]] = {
         "lowtide": lambda: open_lowtide(
-            model, settings["context"], budget_bytes, settings["policy"]
+            Path(settings.get("weights", model)),
+            settings["context"],
+            budget_bytes,
+            settings["policy"],
+            activations=settings.get("activations", OWN_FORMAT),
         ),
         "transformers": lambda: open_transformers(model, budget_bytes),
-        "llama.cpp": lambda: open_llama_cpp(Path(settings["gguf"]), settings["context"], True),
+        "llama.cpp": lambda: open_llama_cpp(
+            Path(settings["gguf"]), settings["context"], settings["maps"]
+        ),
     }
     prompt = make_prompt(model, settings["num_prompt"])
     with openers[settings["lane"]]() as lane:
@@ -265,6 +279,17 @@ def measure(settings: Mapping[str, Any]) -> dict[str, Any]:
             "load_peak_resident_bytes": load_peak_bytes,
             "peak_resident_bytes": peak_resident_bytes(),
         }
+
+
+def with_ratios(rows: Mapping[str, dict[str, Any]], ours: str) -> Iterator[dict[str, Any]]:
+    """A row for each lane; those of others with our speeds over theirs."""
+    for name, row in rows.items():
+        ratios = {
+            f"{phase}_ratio": rows[ours][f"{phase}_tokens_per_s"] / row[f"{phase}_tokens_per_s"]
+            for phase in ("prefill", "decode")
+            if ours in rows and name != ours
+        }
+        yield {"lane": name, **row, **ratios}
 
 
 def speeds(prompt: Sequence[int], answers: Sequence[Answer]) -> dict[str, Any]:

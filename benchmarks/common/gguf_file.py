@@ -1,22 +1,27 @@
-"""Writes a Qwen3-MoE checkpoint as GGUF, with the same bytes, for llama.cpp.
+"""Writes a Qwen3-MoE checkpoint as GGUF for llama.cpp, a tensor at a time.
 
-Norms and routers are float32 there, everything else stays bfloat16. There is no vocabulary in the
-file: prompts are token ids. Needs the `gguf` package.
+Norms and routers are float32 there, everything else stays bfloat16 or, asked for in 4 bits, is
+rounded to Q4_0, embedding and head to Q8_0. There is no vocabulary in the file: prompts are token
+ids. Needs the `gguf` package.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
+
+from lowtide.lab.safetensors_writer import check_disk_space
 
 _OF_A_LAYER = {
     "input_layernorm": "attn_norm",
@@ -36,29 +41,98 @@ _OTHERS = {
 }
 
 
-def write_gguf(source: Path, target: Path) -> Path:
-    """The checkpoint in `source` as the file `target`, once. Raises ImportError without `gguf`."""
+def write_gguf(source: Path, target: Path, is_quantised: bool = False) -> Path:
+    """The checkpoint in `source` as the file `target`, once, with the same bytes or in 4 bits.
+
+    Raises ImportError without `gguf`, StorageError for a disk that is too small.
+    """
     import gguf
 
     if target.exists():
         return target
     config = json.loads((source / "config.json").read_text())
-    partial = target.with_suffix(".part")
     target.parent.mkdir(parents=True, exist_ok=True)
+    checkpoint_bytes = sum(shard.stat().st_size for shard in source.glob("*.safetensors"))
+    check_disk_space(target.parent, checkpoint_bytes * 5 // (16 if is_quantised else 5))
+    partial = target.with_suffix(".part")
     writer = gguf.GGUFWriter(partial, "qwen3moe")
     _write_settings(writer, config)
-    for name, tensor in _tensors(source, config):
-        if tensor.dtype == torch.bfloat16:
-            kind = gguf.GGMLQuantizationType.BF16
-            writer.add_tensor(name, _bytes_of(tensor), raw_dtype=kind)
-        else:
-            writer.add_tensor(name, tensor.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    with _Shards(source) as shards:
+        tensors = [each._replace(kind=_kind(each, is_quantised)) for each in _tensors(config)]
+        for name, parts, kind in tensors:
+            rows = math.prod((len(parts), *shards.shape(parts[0])[:-1]))
+            width = shards.shape(parts[0])[-1]
+            block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+            shape = (*((len(parts),) if len(parts) > 1 else ()), *shards.shape(parts[0]))
+            row_bytes = width // block * block_bytes
+            writer.add_tensor_info(
+                name,
+                (*shape[:-1], row_bytes) if kind != "F32" else shape,
+                np.dtype(np.uint8 if kind != "F32" else np.float32),
+                rows * row_bytes,
+                raw_dtype=gguf.GGMLQuantizationType[kind],
+            )
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for _, parts, kind in tensors:
+            writer.write_tensor_data(_content([shards.read(part) for part in parts], kind))
     writer.close()
     os.replace(partial, target)
     return target
+
+
+class _Named(NamedTuple):
+    """A tensor of the file: what it is called there, what it is made of, and its type."""
+
+    name: str
+    parts: Sequence[str]
+    kind: str = ""
+
+
+class _Shards:
+    """The tensors of a checkpoint, whatever file they are in."""
+
+    def __init__(self, folder: Path) -> None:
+        self._paths = sorted(folder.glob("*.safetensors"))
+        self._files = ExitStack()
+        self._file_of: dict[str, Any] = {}
+
+    def __enter__(self) -> _Shards:
+        for path in self._paths:
+            file = self._files.enter_context(safe_open(path, framework="pt"))
+            self._file_of |= dict.fromkeys(file.keys(), file)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file_of[name].get_slice(name).get_shape())
+
+    def read(self, name: str) -> Tensor:
+        tensor: Tensor = self._file_of[name].get_tensor(name)
+        return tensor
+
+
+def _kind(tensor: _Named, is_quantised: bool) -> str:
+    if "norm" in tensor.name or "ffn_gate_inp" in tensor.name:
+        return "F32"
+    if not is_quantised:
+        return "BF16"
+    return "Q8_0" if tensor.name in ("token_embd.weight", "output.weight") else "Q4_0"
+
+
+def _content(parts: Sequence[Tensor], kind: str) -> NDArray[Any]:
+    """A tensor's bytes; the parts of a stacked one are rounded one by one."""
+    import gguf
+
+    if kind == "BF16":
+        return np.concatenate([part.contiguous().view(torch.uint8).numpy() for part in parts])
+    wide = (part.float().numpy() for part in parts)
+    if kind == "F32":
+        return np.concatenate(list(wide))
+    return np.concatenate([gguf.quantize(each, gguf.GGMLQuantizationType[kind]) for each in wide])
 
 
 def _write_settings(writer: Any, config: Mapping[str, Any]) -> None:
@@ -79,35 +153,17 @@ def _write_settings(writer: Any, config: Mapping[str, Any]) -> None:
     writer.add_tokenizer_model("none")
 
 
-def _tensors(source: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(config: Mapping[str, Any]) -> Iterator[_Named]:
     """Tensors under llama.cpp's names; a layer's experts are stacked."""
-    [shard] = source.glob("*.safetensors")
-    with safe_open(shard, framework="pt") as file:
-        for theirs, ours in _OTHERS.items():
-            yield f"{ours}.weight", _widened(file.get_tensor(f"{theirs}.weight"))
-        for layer in range(config["num_hidden_layers"]):
-            prefix = f"model.layers.{layer}."
-            for theirs, ours in _OF_A_LAYER.items():
-                tensor = file.get_tensor(f"{prefix}{theirs}.weight")
-                is_router = ours == "ffn_gate_inp"
-                yield (
-                    f"blk.{layer}.{ours}.weight",
-                    tensor.float() if is_router else _widened(tensor),
-                )
-            for part in ("gate", "up", "down"):
-                names = [
-                    f"{prefix}mlp.experts.{expert}.{part}_proj.weight"
-                    for expert in range(config["num_experts"])
-                ]
-                stacked = torch.stack([file.get_tensor(name) for name in names])
-                yield f"blk.{layer}.ffn_{part}_exps.weight", stacked
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    """Vectors (norms) in float32, as llama.cpp wants them."""
-    return tensor.float() if tensor.dim() == 1 else tensor
-
-
-def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
-    """The last dimension counts bytes."""
-    return tensor.contiguous().view(torch.uint8).numpy()
+    for theirs, ours in _OTHERS.items():
+        yield _Named(f"{ours}.weight", [f"{theirs}.weight"])
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        for theirs, ours in _OF_A_LAYER.items():
+            yield _Named(f"blk.{layer}.{ours}.weight", [f"{prefix}{theirs}.weight"])
+        for part in ("gate", "up", "down"):
+            names = [
+                f"{prefix}mlp.experts.{expert}.{part}_proj.weight"
+                for expert in range(config["num_experts"])
+            ]
+            yield _Named(f"blk.{layer}.ffn_{part}_exps.weight", names)

@@ -1,0 +1,164 @@
+"""What goes wrong while a model is packed: nothing that is not whole is ever a model."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowtide.errors import LowtideError, StorageError, UsageError
+from lowtide.lab import pack as packing
+from lowtide.lab.pack import pack
+from lowtide.lab.synth import synth
+from lowtide.llm import plan_model
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synth("qwen2_moe", "tiny", tmp_path_factory.mktemp("faults") / "model", seed=8)
+
+
+@pytest.fixture(scope="module")
+def packed(original: Path) -> dict[str, bytes]:
+    return contents(pack(original, original.parent / "q4", format="q4"))
+
+
+@pytest.fixture
+def model(original: Path, tmp_path: Path) -> Path:
+    """One that may be changed."""
+    return Path(shutil.copytree(original, tmp_path / "model"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def check_is_no_model(folder: Path) -> None:
+    with pytest.raises(LowtideError):
+        plan_model(folder, context=64)
+
+
+def after_pieces(monkeypatch: pytest.MonkeyPatch, num: int, happens: Callable[[], None]) -> None:
+    """Something that happens once, when so many pieces were rounded."""
+    convert, calls = packing.convert, 0
+
+    def counted(*arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == num:
+            happens()
+        convert(*arguments)
+
+    monkeypatch.setattr(packing, "convert", counted)
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """What a full disk does to a file, for this process."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_disk_that_fills_up_midway_leaves_whole_shards_and_goes_on(
+    original: Path, packed: dict[str, bytes], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    sizes = sorted(len(data) for name, data in packed.items() if name.endswith(".safetensors"))
+    with files_of_at_most(sizes[-1] - 100), pytest.raises(StorageError, match="failed after"):
+        pack(original, out, format="q4")
+    for path in out.glob("*.safetensors"):
+        assert path.read_bytes() == packed[path.name]
+    assert not list(out.glob("*.partial"))
+    check_is_no_model(out)
+    assert contents(pack(original, out, format="q4")) == packed
+
+
+def test_a_process_that_is_killed_leaves_no_model_and_the_next_goes_on(
+    original: Path, packed: dict[str, bytes], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    program = """
+import os, signal, sys
+from pathlib import Path
+from lowtide.lab import pack as packing
+convert, calls = packing.convert, 0
+def killed(*arguments):
+    global calls
+    calls += 1
+    if calls > 40:
+        os.kill(os.getpid(), signal.SIGKILL)
+    convert(*arguments)
+packing.convert = killed
+packing.pack(Path(sys.argv[1]), Path(sys.argv[2]), format="q4")
+"""
+    done = subprocess.run([sys.executable, "-c", program, original, out], timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    assert list(out.glob("*.partial")) and (out / "packing.json").exists()
+    check_is_no_model(out)
+    assert contents(pack(original, out, format="q4")) == packed
+
+
+def test_a_second_run_meanwhile_is_refused_and_the_first_is_whole(
+    original: Path, packed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, refusals = tmp_path / "out", []
+
+    def again() -> None:
+        with pytest.raises(UsageError, match="Another process packs") as refusal:
+            pack(original, out, format="q4")
+        refusals.append(refusal)
+
+    after_pieces(monkeypatch, 5, again)
+    assert contents(pack(original, out, format="q4")) == packed and refusals
+
+
+@pytest.mark.parametrize("change", ["touched", "longer"])
+def test_a_source_that_changes_meanwhile_makes_no_model(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    shard = sorted(model.glob("*.safetensors"))[0]
+
+    def changed() -> None:
+        if change == "touched":
+            os.utime(shard, ns=(1, 1))
+        else:
+            with shard.open("ab") as file:
+                file.write(b"\0")
+
+    after_pieces(monkeypatch, 5, changed)
+    out = tmp_path / "out"
+    with pytest.raises(StorageError, match="changed while it was packed"):
+        pack(model, out, format="q4")
+    check_is_no_model(out)
+
+
+def test_a_source_that_changed_between_two_runs_is_another(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        after_pieces(patched, 40, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pack(model, tmp_path / "out", format="q4")
+    (tmp_path / "out" / "model-00001-of-00002.safetensors").touch()  # as if one was whole
+    os.utime(sorted(model.glob("*.safetensors"))[-1], ns=(1, 1))
+    with pytest.raises(UsageError, match="not of this packing"):
+        pack(model, tmp_path / "out", format="q4")
+    check_is_no_model(tmp_path / "out")
