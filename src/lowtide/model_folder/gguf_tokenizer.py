@@ -37,7 +37,7 @@ def gguf_tokenizer(metadata: Metadata, path: Path) -> Tokenizer | None:
     Raises CheckpointError for one that is damaged, UnsupportedError for a kind by its name.
     """
     kind = metadata.get("tokenizer.ggml.model")
-    if kind is None:
+    if kind is None or kind == "none":  # llama.cpp's word for it
         return None
     kinds = {"gpt2": _byte_level, "llama": _sentence_pieces}
     if not isinstance(kind, str) or kind not in kinds:
