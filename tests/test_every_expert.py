@@ -54,8 +54,9 @@ def test_a_step_reads_the_absent_half_to_the_byte(model: Path, policy: str) -> N
 def test_a_row_compares_bytes_and_time_with_what_there_is() -> None:
     half = {"seconds": [2.0, 4.0, 3.0], "read_bytes": [100, 100, 100], "reading_s": [2.0] * 3}
     whole = {"seconds": [1.0] * 3, "num_asked": [8] * 3}
-    row = script._row({**half, "num_asked": [8] * 3}, whole, 100, 100 / 1.5e9)
-    assert row["over_absent"] == 1 and row["asked_of_all"] == 1
+    asked = {"num_asked": [8] * 3, "num_absent": [4] * 3}
+    row = script._row({**half, **asked}, whole, 8, 3, 25, 100 / 1.5e9)
+    assert row["over_absent"] == 0.8 and row["over_absent_asked"] == row["asked_of_all"] == 1
     assert row["of_ceiling"] == pytest.approx(0.5)
     assert row["of_ceiling_while_reading"] == pytest.approx(0.75)
     assert row["over_larger"] == pytest.approx(2)
