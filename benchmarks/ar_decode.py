@@ -7,6 +7,9 @@ process of their own each. lowtide reads past the page cache, whose pages are dr
 pass of transformers. llama.cpp, which maps its weights, is compared in `larger_than_memory.py`: a
 model as small as this one stays in memory under every limit that the process itself fits in.
 
+The same file in llama.cpp's own types (`--types`), stored by llama.cpp: lowtide exactly, and with
+rows of 8 bits as llama.cpp always has them.
+
 Answers are not compared here: in bfloat16 every engine rounds elsewhere, and the random weights of
 `synth` make other tokens of that. `tests/test_llm_oracle.py` compares logits in float32. On a busy
 machine ratios mean little: peers divide each product and wait for the slowest core.
@@ -15,8 +18,9 @@ machine ratios mean little: peers divide each product and wait for the slowest c
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,7 +37,7 @@ from common.causal import (
     with_ratios,
 )
 from common.ceilings import Disk, memory_ceiling
-from common.gguf_file import write_gguf
+from common.gguf_file import quantise_gguf, write_gguf
 from common.memory import LIMITS, MemoryLimit, choose_limit
 from common.models import model_folder
 from common.record import Recorder, say
@@ -42,6 +46,8 @@ from common.worker import LIMIT_SLACK_BYTES, in_process
 from lowtide.errors import UsageError
 from lowtide.llm import plan_model
 from lowtide.plan import MemoryPlan
+
+Opener = Callable[[], AbstractContextManager[Lane]]
 
 LANES = ("lowtide", "reference", "transformers", "llama.cpp")
 
@@ -68,6 +74,8 @@ def main() -> None:
     recorder.write("ceiling", {**memory_ceiling(), **disk.measure()})
     if not options.only_offload:
         _in_memory(recorder, folder, gguf, lanes, options)
+        for kind in options.types if gguf is not None else ():
+            _packed(recorder, folder, quantise_gguf(gguf, kind), kind, options)
     on_disk = [lane for lane in lanes if lane in ("lowtide", "transformers")]
     for share in options.shares:
         _on_disk(recorder, folder, on_disk, options, limit, share, plan)
@@ -80,27 +88,45 @@ def _in_memory(
     lanes: Sequence[str],
     options: argparse.Namespace,
 ) -> None:
-    """All lanes in this process, a whole answer each in turn, after a warm-up of each."""
+    """All lanes, in this process."""
+    openers = {name: partial(_open, name, folder, gguf, _context(options)) for name in lanes}
+    _record(recorder, "in memory", _race(openers, folder, options))
+
+
+def _packed(
+    recorder: Recorder, folder: Path, gguf: Path, kind: str, options: argparse.Namespace
+) -> None:
+    """One file in a type of llama.cpp's, all in memory."""
+    context = _context(options)
+    openers: dict[str, Opener] = {
+        "lowtide": partial(open_lowtide, gguf, context, None, "resident"),
+        "lowtide, int8": partial(open_lowtide, gguf, context, None, "resident", activations="int8"),
+        "llama.cpp": partial(open_llama_cpp, gguf, context, drops=False),
+    }
+    rows = _race(openers, folder, options)
+    _record(
+        recorder,
+        kind,
+        {name: {**row, "file_bytes": gguf.stat().st_size} for name, row in rows.items()},
+    )
+
+
+def _race(
+    openers: Mapping[str, Opener], folder: Path, options: argparse.Namespace
+) -> dict[str, dict[str, Any]]:
+    """A whole answer of each lane in turn, after a warm-up of each."""
     prompt = make_prompt(folder, options.prompt)
     with ExitStack() as stack:
-        opened = {
-            name: stack.enter_context(_open(name, folder, gguf, _context(options)))
-            for name in lanes
-        }
-        answers: dict[str, list[Answer]] = {name: [] for name in lanes}
+        opened = {name: stack.enter_context(opener()) for name, opener in openers.items()}
+        answers: dict[str, list[Answer]] = {name: [] for name in opened}
         for lane in opened.values():
             lane.answer(prompt, 2)
         for _ in range(options.repeats):
             for name, lane in opened.items():
                 answers[name].append(lane.answer(prompt, options.new))
-        rows = {
-            name: {
-                **speeds(prompt, answers[name]),
-                **lane.facts,
-            }
-            for name, lane in opened.items()
+        return {
+            name: {**speeds(prompt, answers[name]), **lane.facts} for name, lane in opened.items()
         }
-    _record(recorder, "in memory", rows)
 
 
 def _on_disk(
@@ -186,6 +212,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--lanes", nargs="+", choices=LANES, default=list(LANES))
     parser.add_argument(
         "--shares", type=float, nargs="*", default=[0.5, 0.25], help="of the experts in memory"
+    )
+    parser.add_argument(
+        "--types", nargs="*", default=["Q8_0", "Q4_0", "Q4_K_M"], help="of llama.cpp's own"
     )
     parser.add_argument("--only-offload", action="store_true", help="leave out the race in memory")
     parser.add_argument("--policy", default="auto", help="under a budget (auto)")

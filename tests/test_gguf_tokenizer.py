@@ -191,6 +191,7 @@ def test_words_by_name(name: str, words: list[str]) -> None:
 def test_what_makes_no_tokenizer_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     assert gguf_tokenizer({}, path) is None
+    assert gguf_tokenizer({"tokenizer.ggml.model": "none"}, path) is None
     good: dict[str, Any] = {"tokenizer_pre": "qwen2", "token_merges": ["a b"]}
     cases: list[tuple[str, list[str], dict[str, Any], type[Exception], str]] = [
         ("t5", ["a"], {}, UnsupportedError, "of the kind 't5'.*supported: gpt2, llama"),

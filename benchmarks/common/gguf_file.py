@@ -7,6 +7,7 @@ ids. Needs the `gguf` package.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -133,6 +134,28 @@ def _content(parts: Sequence[Tensor], kind: str) -> NDArray[Any]:
     if kind == "F32":
         return np.concatenate(list(wide))
     return np.concatenate([gguf.quantize(each, gguf.GGMLQuantizationType[kind]) for each in wide])
+
+
+def quantise_gguf(source: Path, kind: str) -> Path:
+    """`source` as llama.cpp itself stores it in `kind` ("Q4_K_M", ...), once, beside it.
+
+    Raises ImportError without `llama_cpp`, RuntimeError where llama.cpp refuses.
+    """
+    import llama_cpp
+
+    target = source.with_name(f"{source.stem}-{kind}.gguf")
+    if target.exists():
+        return target
+    partial = target.with_suffix(".part")
+    settings = llama_cpp.llama_model_quantize_default_params()
+    settings.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    failed = llama_cpp.llama_model_quantize(
+        os.fsencode(source), os.fsencode(partial), ctypes.byref(settings)
+    )
+    if failed:
+        raise RuntimeError(f"llama.cpp did not store {source} as {kind}.")
+    os.replace(partial, target)
+    return target
 
 
 def _write_settings(writer: Any, config: Mapping[str, Any]) -> None:

@@ -32,7 +32,7 @@ Metadata = Mapping[str, int | float | bool | str | GgufArray]
 
 
 def gguf_tokenizer(metadata: Metadata, path: Path) -> Tokenizer | None:
-    """None for a file without one.
+    """None for a file without one, or whose kind is called "none".
 
     Raises CheckpointError for one that is damaged, UnsupportedError for a kind by its name.
     """
