@@ -18,9 +18,10 @@ namespace lowtide {
 
 class QuantisedAmx : Amx {
    public:
-    // p.num_rows: 16 at most.
+    // p.num_rows: 16 at most. There are no tiles of no rows.
     template <int num_bits>
     UNPACKED_AMX static void run(const QuantisedProduct& p) {
+        if (p.num_rows == 0) return;
         const Inputs& x = packed(p.x, p.x_stride, p.num_rows, p.w.num_k, p.inputs);
         const Product<bf16> places = {
             p.x, p.x_stride, nullptr, p.bias, p.out, p.out_stride, p.num_rows, p.num_outs, p.w.num_k,
