@@ -14,7 +14,13 @@ from lowtide.formats import StoredMatrix
 from lowtide.formats.ggml import PackedMatrix
 from lowtide.kernels.cpu.few_rows import MAX_HEAD_DIM, FewRows
 from lowtide.kernels.cpu.ggml import GgmlOperators
-from lowtide.kernels.operands import ClampedWeights, ExpertWeights, Matrix, Rotation
+from lowtide.kernels.operands import (
+    ClampedWeights,
+    ExpertChoice,
+    ExpertWeights,
+    Matrix,
+    Rotation,
+)
 from lowtide.kernels.reference import Kernels
 from lowtide.memory.workspace import Buffers
 
@@ -36,6 +42,8 @@ class CompiledKernels(Kernels):
     ) -> None:
         if self._few_rows.takes_product(x, weight_t, out):
             self._few_rows.multiply(x, weight_t, bias, out, num_threads)
+        elif bias is None and self._few_rows.takes_float32(x, weight_t, out):
+            self._few_rows.multiply_float32(x, weight_t, out, num_threads)
         else:
             super().multiply(x, weight_t, bias, out)
 
@@ -76,6 +84,25 @@ class CompiledKernels(Kernels):
             self._few_rows.rotate(x, *rotation)
         else:
             super().rotate(x, rotation, workspace)
+
+    def silu_times(self, gate: Tensor, up: Tensor) -> None:
+        if self._few_rows.takes(gate):
+            self._few_rows.silu_times(gate, up)
+        else:
+            super().silu_times(gate, up)
+
+    def weigh_rows(self, x: Tensor, gates: Tensor) -> None:
+        if self._few_rows.takes(x):
+            self._few_rows.weigh_rows(x, gates)
+        else:
+            super().weigh_rows(x, gates)
+
+    def choose_experts(
+        self, logits: Tensor, bias: Tensor | None, choice: ExpertChoice
+    ) -> tuple[Tensor, Tensor]:
+        if logits.is_cpu:
+            return self._few_rows.choose_experts(logits, bias, choice)
+        return super().choose_experts(logits, bias, choice)
 
     def attends_rows(self, query: Tensor) -> bool:
         is_taken = query.dtype is torch.bfloat16 and query.is_cpu

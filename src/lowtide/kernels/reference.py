@@ -224,6 +224,17 @@ class Kernels:
             self.rms_norm(heads, weight, eps, workspace, heads)
         self.rotate(x, rotation, workspace)
 
+    def silu_times(self, gate: Tensor, up: Tensor) -> None:
+        """`gate = silu(gate) * up`, in place, rounded after each of the two. Both contiguous."""
+        silu_times(gate, up)
+
+    def weigh_rows(self, x: Tensor, gates: Tensor) -> None:
+        """`x *= sigmoid(gates)`, in place, rounded after each of the two; `gates` are used up.
+
+        x [rows, length], gates [rows, 1], both contiguous.
+        """
+        x.mul_(gates.sigmoid_())
+
     # Attention of a single row
 
     def attends_rows(self, query: Tensor) -> bool:

@@ -10,7 +10,6 @@ from torch import Tensor
 from lowtide.compute import Compute
 from lowtide.core import align_up
 from lowtide.kernels.operands import Matrix, rows_of
-from lowtide.kernels.reference import silu_times
 from lowtide.layers.rows import in_tiles
 from lowtide.memory.workspace import tiles
 
@@ -76,7 +75,7 @@ class GatedMLP:
             up = workspace.take("mlp up", (x.shape[0], self._width), x.dtype)
             self._gate.forward(x, gate)
             self._up.forward(x, up)
-            silu_times(gate, up)
+            self._compute.kernels.silu_times(gate, up)
             self._down.forward(gate, out)
 
 

@@ -83,10 +83,12 @@ class MoELayer:
             expert.forward(x, shared)
             if self._shared_gate is not None:
                 share = workspace.take("shared gate", (x.shape[0], 1), x.dtype)
-                weight = self._shared_gate.t()
-                in_tiles(lambda x, out: torch.mm(x, weight, out=out), x, share)
-                shared.mul_(share.sigmoid_())
+                in_tiles(partial(self._multiply, self._shared_gate), x, share)
+                in_tiles(self._compute.kernels.weigh_rows, shared, share)
             out.copy_(routed).add_(shared)
+
+    def _multiply(self, weight: Tensor, x: Tensor, out: Tensor) -> None:
+        self._compute.kernels.multiply(x, weight.t(), None, out)
 
     def _run_experts(
         self, x: Tensor, routing: Routing, step: Step, out: Tensor, scores: Tensor | None

@@ -105,7 +105,9 @@ class SigmoidRouter(_Computed):
         with workspace.scope():
             x_fp32 = workspace.take("router input", tuple(x.shape), torch.float32)
             x_fp32.copy_(x)
-            return torch.mm(x_fp32, self.weight.t())
+            logits = torch.empty((len(x), len(self.weight)), dtype=torch.float32, device=x.device)
+            self.compute.kernels.multiply(x_fp32, self.weight.t(), None, logits)
+            return logits
 
     def _choose_by_windows(self, x: Tensor, segments: Sequence[Segment]) -> Routing:
         kernels, scores = self.compute.kernels, self._logits(x).sigmoid_()

@@ -7,6 +7,7 @@
 
 #include <limits>
 
+#include "operators.hpp"
 #include "products.hpp"
 #include "team.hpp"
 

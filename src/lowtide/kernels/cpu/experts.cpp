@@ -7,6 +7,7 @@
 //
 // which is one multiplication and one addition in float32 for each expert.
 
+#include "operators.hpp"
 #include "pairs.hpp"
 #include "products.hpp"
 #include "team.hpp"

@@ -1,5 +1,6 @@
 // The products of `products.hpp` for Python: with one weight, and with those of one expert.
 
+#include "operators.hpp"
 #include "products.hpp"
 #include "team.hpp"
 

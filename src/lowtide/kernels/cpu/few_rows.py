@@ -11,13 +11,15 @@ variant alone: not on other rows or on the number of threads.
 from __future__ import annotations
 
 import ctypes
+import functools
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lowtide.core import IntArray
 from lowtide.kernels.cpu.library import FEW_ROWS, load_library
-from lowtide.kernels.operands import SlotPlaces
+from lowtide.kernels.operands import ExpertChoice, SlotPlaces
 
 MAX_HEAD_DIM = 1024
 """`MAX_DIM` of attention.cpp; a latent of DeepSeek-V2 is 576 wide."""
@@ -32,6 +34,10 @@ _TYPES = {
     "attend": (_INT, _INT, *3 * (_P,), _LONG, _P, *4 * (_LONG,), _FLOAT),
     "rms_norm": (_INT, _P, _LONG, _P, _FLOAT, _P, *4 * (_LONG,)),
     "rotate": (_INT, _P, _LONG, _P, _P, *4 * (_LONG,)),
+    "silu_times": (_INT, _P, _P, _LONG),
+    "weigh_rows": (_INT, _P, _P, _LONG, _LONG),
+    "multiply_float32": (_INT, _INT, _P, _LONG, _P, _P, *4 * (_LONG,)),
+    "choose_experts": (_INT, _P, _INT, *4 * (_P,), _LONG),
 }
 
 
@@ -64,6 +70,9 @@ class FewRows:
         self._gated_mlps, self._run_experts = functions["gated_mlps"], functions["run_experts"]
         self._attend = functions["attend"]
         self._rms_norm, self._rotate = functions["rms_norm"], functions["rotate"]
+        self._silu_times, self._weigh_rows = functions["silu_times"], functions["weigh_rows"]
+        self._multiply_float32 = functions["multiply_float32"]
+        self._choose_experts = functions["choose_experts"]
 
     @classmethod
     def load(cls) -> FewRows:
@@ -78,6 +87,14 @@ class FewRows:
         """Whether `multiply` takes these."""
         is_stored = weight_t.stride() == (1, x.shape[1])
         return self.takes(x) and is_stored and _has_rows(x, out)
+
+    def takes_float32(self, x: Tensor, weight_t: Tensor, out: Tensor) -> bool:
+        """Whether `multiply_float32` takes these."""
+        is_float32 = x.dtype is weight_t.dtype is torch.float32
+        is_stored = weight_t.stride() == (1, x.shape[1])
+        return (
+            is_float32 and x.is_cpu and len(x) <= self.max_rows and is_stored and _has_rows(x, out)
+        )
 
     def takes_mlp(self, x: Tensor, gate: Tensor, up: Tensor, out: Tensor) -> bool:
         """Whether `gated_mlp` takes these."""
@@ -101,6 +118,24 @@ class FewRows:
             x.stride(0),
             weight_t.data_ptr(),
             None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            out.stride(0),
+            num_rows,
+            out.shape[1],
+            num_k,
+        )
+
+    def multiply_float32(
+        self, x: Tensor, weight_t: Tensor, out: Tensor, num_threads: int = 1
+    ) -> None:
+        """See `Kernels.multiply`; all in float32."""
+        num_rows, num_k = x.shape
+        self._multiply_float32(
+            self._variant,
+            num_threads,
+            x.data_ptr(),
+            x.stride(0),
+            weight_t.data_ptr(),
             out.data_ptr(),
             out.stride(0),
             num_rows,
@@ -256,6 +291,68 @@ class FewRows:
             *x.shape,
             cos.shape[2],
         )
+
+    def silu_times(self, gate: Tensor, up: Tensor) -> None:
+        """See `Kernels.silu_times`."""
+        self._silu_times(self._variant, gate.data_ptr(), up.data_ptr(), gate.numel())
+
+    def weigh_rows(self, x: Tensor, gates: Tensor) -> None:
+        """See `Kernels.weigh_rows`; gates stay as they are."""
+        self._weigh_rows(self._variant, x.data_ptr(), gates.data_ptr(), *x.shape)
+
+    def choose_experts(
+        self, logits: Tensor, bias: Tensor | None, choice: ExpertChoice
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernels.choose_experts`, of any number of rows; of equal ranks the first experts.
+
+        logits: bfloat16 or float32, contiguous, which stay as they are.
+        """
+        num_rows, num_experts = logits.shape
+        experts = torch.empty((num_rows, choice.num_chosen), dtype=torch.int64)
+        weights = torch.empty((num_rows, choice.num_chosen), dtype=torch.float32)
+        self._choose_experts(
+            self._variant,
+            logits.data_ptr(),
+            logits.dtype is torch.float32,
+            None if bias is None else bias.data_ptr(),
+            ctypes.addressof(choice_struct(choice, num_experts)),
+            experts.data_ptr(),
+            weights.data_ptr(),
+            num_rows,
+        )
+        return experts, weights
+
+
+class ChoiceStruct(ctypes.Structure):
+    """`Choice` of operators.hpp."""
+
+    _fields_: ClassVar = [
+        ("num_experts", _LONG),
+        ("num_chosen", _LONG),
+        ("num_groups", _LONG),
+        ("num_groups_kept", _LONG),
+        ("num_group_best", _LONG),
+        ("is_sigmoid", _INT),
+        ("normalise", _INT),
+        ("rounds_weights", _INT),
+        ("scaling_factor", _FLOAT),
+    ]
+
+
+@functools.cache
+def choice_struct(choice: ExpertChoice, num_experts: int) -> ChoiceStruct:
+    """As C++ takes it; kept, since every layer of every pass asks for it."""
+    return ChoiceStruct(
+        num_experts,
+        choice.num_chosen,
+        choice.num_groups,
+        choice.num_groups_kept,
+        choice.num_group_best,
+        choice.is_sigmoid,
+        choice.normalise,
+        choice.rounds_weights,
+        choice.scaling_factor,
+    )
 
 
 def _has_rows(x: Tensor, out: Tensor) -> bool:

@@ -38,7 +38,10 @@ def _sources(*names: str) -> tuple[Path, ...]:
     return tuple(_FOLDER / f"{name}.cpp" for name in names)
 
 
-FEW_ROWS = _sources("few_rows", "experts", "attention", "rows", "products", "team", "processor")
+FEW_ROWS = _sources(
+    *("few_rows", "experts", "attention", "rows", "router", "layer", "products", "team"),
+    "processor",
+)
 QUANTISED = _sources("quantised", "quantised_int8", "quantised_pack", "processor")
 GGML = _sources("ggml")
 BUDDIES = _sources("buddies", "buddy_counts")

@@ -1,6 +1,6 @@
-// What happens to a few rows between products: normalised, and turned by their position.
+// What happens to a few rows between products: normalised, turned by their position, gated.
 
-#include "numbers.hpp"
+#include "operators.hpp"
 
 using namespace lowtide;
 
@@ -60,6 +60,23 @@ void lowtide_rotate(
                     second[i] = round_bf16(rounded(b * c) + rounded(a * s));
                 }
             }
+    });
+}
+
+// gate = silu(gate) * up, in place, rounded after each of the two.
+void lowtide_silu_times(int variant, bf16* gate, const bf16* up, long length) {
+    silu_times(variant, gate, up, length);
+}
+
+// x [num_rows, length], each row multiplied by the sigmoid of its gate [num_rows], rounded after
+// each of the two. Rows are adjacent.
+void lowtide_weigh_rows(int variant, bf16* x, const bf16* gates, long num_rows, long length) {
+    vectorised(variant, [=]() INLINED_LAMBDA {
+        for (long row = 0; row < num_rows; ++row) {
+            const float weight = rounded(1.0f / (1.0f + exponential(-widen(gates[row]))));
+            for (long i = row * length; i < (row + 1) * length; ++i)
+                x[i] = round_bf16(widen(x[i]) * weight);
+        }
     });
 }
 

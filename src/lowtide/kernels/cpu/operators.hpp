@@ -1,0 +1,65 @@
+// The operators that Python calls one by one, for those that call several of them at once: a row's
+// bits are the same either way. What each does is said where it is defined.
+
+#pragma once
+
+#include "numbers.hpp"
+
+namespace lowtide {
+
+// How experts are chosen by their logits, and weighed. As Python hands it over.
+struct Choice {
+    long num_experts, num_chosen, num_groups, num_groups_kept, num_group_best;
+    int is_sigmoid, normalise, rounds_weights;
+    float scaling_factor;
+};
+
+}  // namespace lowtide
+
+extern "C" {
+
+using lowtide::bf16;
+
+void lowtide_multiply(
+    int variant, int num_threads, const bf16* x, long x_stride, const bf16* w, const bf16* bias,
+    bf16* out, long out_stride, long num_rows, long num_outs, long num_k
+);
+
+void lowtide_multiply_float32(
+    int variant, int num_threads, const float* x, long x_stride, const float* w, float* out,
+    long out_stride, long num_rows, long num_outs, long num_k
+);
+
+void lowtide_choose_experts(
+    int variant, const void* logits, int is_float32, const float* bias,
+    const lowtide::Choice* choice, std::int64_t* experts, float* weights, long num_rows
+);
+
+void lowtide_run_experts(
+    int variant, int num_threads, const bf16* x, const std::int64_t* experts, const float* weights,
+    const std::int64_t* slots, const char* gate_w, const char* up_w, const char* down_w,
+    long slot_bytes, bf16* parts, bf16* gate, bf16* up, float* out, long num_tokens, long k,
+    long hidden, long width
+);
+
+void lowtide_attend(
+    int variant, int num_threads, const bf16* query, const bf16* keys, const bf16* values,
+    long head_stride, bf16* out, long num_key_heads, long group, long num_tokens, long dim,
+    float scale
+);
+
+void lowtide_rms_norm(
+    int variant, const bf16* x, long x_stride, const bf16* weight, float eps, bf16* out,
+    long out_stride, long num_rows, long num_heads, long length
+);
+
+void lowtide_rotate(
+    int variant, bf16* x, long x_stride, const bf16* cos, const bf16* sin, long num_rows,
+    long num_heads, long length, long half
+);
+
+void lowtide_silu_times(int variant, bf16* gate, const bf16* up, long length);
+
+void lowtide_weigh_rows(int variant, bf16* x, const bf16* gates, long num_rows, long length);
+
+}
