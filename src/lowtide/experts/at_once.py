@@ -12,6 +12,7 @@ from torch import Tensor
 from lowtide.core import BoolArray, IntArray
 from lowtide.experts.rows import ExpertBuffers, Routing
 from lowtide.experts.slots import ExpertSlots
+from lowtide.kernels.layer_parts import InPlace
 from lowtide.kernels.operands import ExpertWeights, SlotPlaces
 from lowtide.kernels.reference import Kernels
 from lowtide.kernels.several_experts import SeveralExperts
@@ -34,6 +35,7 @@ class ExpertsAtOnce:
         long as this is used."""
         self._kernels = kernels
         self._places = _places(slots)
+        self._layout = slots.layout
         self._num_threads = num_threads
 
     @classmethod
@@ -45,6 +47,13 @@ class ExpertsAtOnce:
         if not layout.is_plain:
             several = kernels.several_stored(layout.largest.formats)
         return cls(several, slots, num_threads) if is_taken and several is not None else None
+
+    def in_place(self, slot_of: IntArray) -> InPlace | None:
+        """For kernels that run whole layers; None where weights are in a format of few bits.
+        slot_of [num_experts]: always of the present."""
+        if not self._layout.is_plain:
+            return None
+        return InPlace(self._places, slot_of, self._layout.largest.parts[0].shape[0])
 
     def takes(self, x: Tensor) -> bool:
         """Whether `run_layer` takes these rows."""

@@ -34,6 +34,15 @@ class NoExperts:
     ) -> None:
         raise InternalError(f"MoE layer {layer} of a model without experts.")
 
+    def in_place(self, layer: int) -> None:
+        raise InternalError(f"MoE layer {layer} of a model without experts.")
+
+    def need_nobody(self, layer: int) -> bool:
+        raise InternalError(f"MoE layer {layer} of a model without experts.")
+
+    def were_run(self, num_experts: int) -> None:
+        raise InternalError(f"{num_experts} experts were run of a model without any.")
+
     def take_receipt(self, request: int) -> Receipt | None:
         """Nothing is replaced."""
         return None

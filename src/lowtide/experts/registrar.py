@@ -21,6 +21,15 @@ class ExpertRegistrar:
         self._substitutes = substitutes
         self.asks_scores = asks_scores
 
+    def in_place(self, layer: int) -> None:
+        """Nothing is computed anywhere."""
+
+    def need_nobody(self, layer: int) -> bool:
+        return False
+
+    def were_run(self, num_experts: int) -> None:
+        """Counts nothing."""
+
     def forward(
         self,
         layer: int,

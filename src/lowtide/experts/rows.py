@@ -151,17 +151,24 @@ class ExpertBuffers(NamedTuple):
 
     @classmethod
     def take(cls, workspace: Buffers, shape: MoEShape, x: Tensor) -> ExpertBuffers:
-        k, hidden = shape.num_experts_per_token, x.shape[1]
+        k = shape.num_experts_per_token
         workspace.library("expert rows", 6 * 8 * k * x.shape[0])
         if is_long(x.shape[0]):
             workspace.library("pairs' weights", 2 * 8 * k * x.shape[0])
         num_pairs = x.shape[0] * k
         if is_long(x.shape[0]):  # whole tiles, of pairs as they are sorted
             num_pairs = min(num_pairs, workspace.together("experts", x.shape[0]) * k)
+        return cls.of_pairs(workspace, num_pairs, shape.expert_size, x)
+
+    @classmethod
+    def of_pairs(
+        cls, workspace: Buffers, num_pairs: int, expert_size: int, x: Tensor
+    ) -> ExpertBuffers:
+        """For so many pairs at a time, of rows x [rows, hidden]."""
         return cls(
-            parts=workspace.take("expert parts", (num_pairs, hidden), x.dtype),
-            gate=workspace.take("expert gate", (num_pairs, shape.expert_size), x.dtype),
-            up=workspace.take("expert up", (num_pairs, shape.expert_size), x.dtype),
+            parts=workspace.take("expert parts", (num_pairs, x.shape[1]), x.dtype),
+            gate=workspace.take("expert gate", (num_pairs, expert_size), x.dtype),
+            up=workspace.take("expert up", (num_pairs, expert_size), x.dtype),
         )
 
 

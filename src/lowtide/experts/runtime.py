@@ -24,6 +24,7 @@ from lowtide.experts.long_pass import LongPass, LongRun
 from lowtide.experts.room import Room
 from lowtide.experts.rows import ExpertBuffers, ExpertRows, HostScratch, Routing, Terms, is_long
 from lowtide.experts.told import device_facts, host_facts, substituted_routing, tell
+from lowtide.kernels.layer_parts import InPlace
 from lowtide.memory.workspace import Buffers
 from lowtide.policies.decision import Decision, Policies
 from lowtide.policies.lending import Use
@@ -119,6 +120,25 @@ class ExpertRuntime:
             raise
         if self.observer is not None:
             self.observer.saw_layer(layer, step, x, routing, out)
+
+    def in_place(self, layer: int) -> InPlace | None:
+        """Where kernels may run a layer's experts by themselves, as long as `need_nobody`."""
+        if self.device is not None or self.compute.at_once is None:
+            return None
+        return self.compute.at_once.in_place(self.host.ledger.table(layer))
+
+    def need_nobody(self, layer: int) -> bool:
+        """Whether every expert of the model is in a slot of the host and stays there, and nobody
+        watches or counts: then no policy has anything to say of a layer."""
+        ledger = self.host.ledger
+        is_asked = self.observer is not None or self.use is not None or self._is_under_way
+        if is_asked or self.device is not None or self.policies.receipts is not None:
+            return False
+        return ledger.has_everybody and not self.room.is_short(layer, ledger.num_slots)
+
+    def were_run(self, num_experts: int) -> None:
+        """So many of a layer were run in place."""
+        self.stats.num_hits += num_experts
 
     def load(self, progress: Progress = no_progress) -> None:
         """Makes the policies' first residents resident, and no others. Between passes only."""

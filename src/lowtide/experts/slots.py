@@ -51,6 +51,7 @@ class SlotLedger:
         self._is_taken = [False] * num_slots
         self._is_retired = [False] * num_slots
         self._num_leases = [0] * num_slots
+        self._num_bound = 0
         self._free = self._all_free()
 
     @property
@@ -68,6 +69,17 @@ class SlotLedger:
     @property
     def num_resident(self) -> int:
         return int((self._slot_of != _NO_SLOT).sum())
+
+    @property
+    def has_everybody(self) -> bool:
+        """Whether every expert of every layer is in a slot."""
+        return self._num_bound == self._slot_of.size
+
+    def table(self, layer: int) -> IntArray:
+        """The slot of each expert of a layer, less than 0 where it is in none: always of the
+        present, and not to be written to. [num_experts]"""
+        table: IntArray = self._slot_of[layer]
+        return table
 
     def is_resident(self, layer: int) -> BoolArray:
         """Per expert of `layer`: whether its weights are in a slot. [num_experts]"""
@@ -99,6 +111,7 @@ class SlotLedger:
         self._is_taken[slot] = False
         self._owner[slot] = (layer, expert)
         self._slot_of[layer, expert] = slot
+        self._num_bound += 1
 
     def drop(self, slot: int) -> None:
         """Frees a taken slot: what was in it is forgotten."""
@@ -170,6 +183,7 @@ class SlotLedger:
             raise InternalError(f"Slot {slot} holds expert {expert}, which is in use.")
         self._slot_of[layer, expert] = _NO_SLOT
         self._owner[slot] = None
+        self._num_bound -= 1
         self._free[self.device_of[slot]].append(slot)
 
     def reclaim(self) -> None:
@@ -183,6 +197,7 @@ class SlotLedger:
                 self._owner[slot] = None
         self._is_taken = [False] * self.num_slots
         self._num_leases = [0] * self.num_slots
+        self._num_bound = self.num_resident
         self._free = self._all_free()
 
     def check_integrity(self) -> None:

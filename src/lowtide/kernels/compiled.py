@@ -14,6 +14,8 @@ from lowtide.formats import StoredMatrix
 from lowtide.formats.ggml import PackedMatrix
 from lowtide.kernels.cpu.few_rows import MAX_HEAD_DIM, FewRows
 from lowtide.kernels.cpu.ggml import GgmlOperators
+from lowtide.kernels.cpu.layer import CompiledLayer, takes_layer
+from lowtide.kernels.layer_parts import LayerParts, WholeLayer
 from lowtide.kernels.operands import (
     ClampedWeights,
     ExpertChoice,
@@ -56,6 +58,12 @@ class CompiledKernels(Kernels):
 
     def divides(self, x: Tensor, matrix: Matrix) -> bool:
         return isinstance(matrix, Tensor) and self._few_rows.takes(x)
+
+    def whole_layer(self, parts: LayerParts) -> WholeLayer | None:
+        return CompiledLayer(self._few_rows, parts) if takes_layer(parts) else None
+
+    def takes_rows(self, x: Tensor) -> bool:
+        return self._few_rows.takes(x)
 
     def gated_mlp(
         self,

@@ -16,6 +16,7 @@ from lowtide.formats import MatrixFormat, StoredMatrix
 from lowtide.formats.quantised_matrix import QuantisedMatrix
 from lowtide.kernels import int8_rows, stored, tiled_head
 from lowtide.kernels.int8_rows import INT8
+from lowtide.kernels.layer_parts import LayerParts, WholeLayer
 from lowtide.kernels.operands import (
     ClampedWeights,
     ExpertChoice,
@@ -147,6 +148,15 @@ class Kernels:
         return tiled_head.row_statistics(
             self, hidden, rows, head, wanted, guidance, form, workspace, run
         )
+
+    def whole_layer(self, parts: LayerParts) -> WholeLayer | None:
+        """What runs such a layer in one call, or in one up to the router's choice and another one
+        after the experts, with the bits of these operators one by one; None where nothing does."""
+        return None
+
+    def takes_rows(self, x: Tensor) -> bool:
+        """Whether `whole_layer`'s answers take these rows, [rows, hidden]."""
+        return False
 
     # Rows between products
 

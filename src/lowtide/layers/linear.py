@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lowtide.compute import Compute
 from lowtide.core import align_up
+from lowtide.kernels.layer_parts import MLPParts, Product
 from lowtide.kernels.operands import Matrix, rows_of
 from lowtide.layers.rows import in_tiles
 from lowtide.memory.workspace import tiles
@@ -29,6 +30,11 @@ class Linear:
         self._bias = bias
         self._weight = weight
         self._pieces = _pieces(weight, compute.executor.num_threads)
+
+    @property
+    def product(self) -> Product:
+        """What it multiplies with and adds."""
+        return Product(self._weight, self._bias)
 
     def forward(self, x: Tensor, out: Tensor) -> None:
         """x [rows, in], out [rows, out]."""
@@ -65,6 +71,11 @@ class GatedMLP:
         self._width = gate.shape[0]
         self._gate, self._up, self._down = (Linear(each, compute) for each in (gate, up, down))
         self._compute = compute
+
+    def parts(self, share: Tensor | None = None) -> MLPParts:
+        """For kernels that run whole layers."""
+        gate, up, down = (each.product.weight for each in (self._gate, self._up, self._down))
+        return MLPParts(gate, up, down, share)
 
     def forward(self, x: Tensor, out: Tensor) -> None:
         """x, out [rows, hidden]; `out` may be `x`. Of all rows intermediate results exist at the

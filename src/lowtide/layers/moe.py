@@ -11,6 +11,7 @@ from torch import Tensor
 from lowtide.compute import Compute
 from lowtide.core import Step
 from lowtide.experts.rows import Routing
+from lowtide.kernels.layer_parts import InPlace, MLPParts
 from lowtide.layers.batch import Batch
 from lowtide.layers.linear import GatedMLP
 from lowtide.layers.router import Router, SigmoidRouter, SoftmaxRouter, TopSoftmaxRouter
@@ -26,6 +27,19 @@ class Experts(Protocol):
     @property
     def asks_scores(self) -> bool:
         """Whether `forward` is to be told the router's scores."""
+        ...
+
+    def in_place(self, layer: int) -> InPlace | None:
+        """Where kernels may run a layer's experts by themselves, as long as `need_nobody`."""
+        ...
+
+    def need_nobody(self, layer: int) -> bool:
+        """Whether all experts are where `in_place` says and stay there, and nobody wants to hear
+        of this layer."""
+        ...
+
+    def were_run(self, num_experts: int) -> None:
+        """So many of a layer were run in place."""
         ...
 
     def forward(
@@ -54,26 +68,37 @@ class MoELayer:
     ) -> None:
         """`index` counts MoE layers. shared_gate: [1, hidden], weighs the shared expert's output
         for each token by the sigmoid of a product."""
-        self._index = index
-        self._router = router
-        self._experts = experts
+        self.index = index
+        self.router = router
+        self.experts = experts
         self._compute = compute
         self._shared = shared
         self._shared_gate = shared_gate
+
+    @property
+    def shared_parts(self) -> MLPParts | None:
+        """For kernels that run whole layers."""
+        return None if self._shared is None else self._shared.parts(self._shared_gate)
 
     def forward(self, x: Tensor, batch: Batch, out: Tensor) -> None:
         """x, out [rows, hidden] compute dtype; `out` may be `x`."""
         workspace = self._compute.workspace
         with workspace.scope():
-            routing = self._router.route(x, batch.segments)
+            routing = self.router.route(x, batch.segments)
             routed = workspace.take("routed", tuple(x.shape), torch.float32)
-            scores = self._router.scores(x) if self._experts.asks_scores else None
-            self._run_experts(x, routing, batch.step, routed, scores)
+            self.run_experts(x, routing, batch.step, routed)
             if self._shared is None:
                 out.copy_(routed)
             else:
                 add_shared = partial(self._add_shared, self._shared)
                 in_chunks("mlp", workspace, add_shared, x, routed, out)
+
+    def run_experts(self, x: Tensor, routing: Routing, step: Step, out: Tensor) -> None:
+        """The routed experts' sum: out [rows, hidden] float32."""
+        workspace = self._compute.workspace
+        scores = self.router.scores(x) if self.experts.asks_scores else None
+        with workspace.scope():
+            self.experts.forward(self.index, x, routing, step, workspace, out, scores)
 
     def _add_shared(self, expert: GatedMLP, x: Tensor, routed: Tensor, out: Tensor) -> None:
         """`out = routed + expert(x)`; `out` may be `x`."""
@@ -89,10 +114,3 @@ class MoELayer:
 
     def _multiply(self, weight: Tensor, x: Tensor, out: Tensor) -> None:
         self._compute.kernels.multiply(x, weight.t(), None, out)
-
-    def _run_experts(
-        self, x: Tensor, routing: Routing, step: Step, out: Tensor, scores: Tensor | None
-    ) -> None:
-        workspace = self._compute.workspace
-        with workspace.scope():
-            self._experts.forward(self._index, x, routing, step, workspace, out, scores)

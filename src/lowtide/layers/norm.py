@@ -12,8 +12,8 @@ class Norm:
     """A weight [hidden] and what computes with it."""
 
     def __init__(self, weight: Tensor, eps: float, compute: Compute) -> None:
-        self._weight = weight
-        self._eps = eps
+        self.weight = weight
+        self.eps = eps
         self._compute = compute
 
     def of(self, x: Tensor) -> Tensor:
@@ -24,4 +24,4 @@ class Norm:
 
     def _run(self, x: Tensor, out: Tensor) -> None:
         compute = self._compute
-        compute.kernels.rms_norm(x, self._weight, self._eps, compute.workspace, out)
+        compute.kernels.rms_norm(x, self.weight, self.eps, compute.workspace, out)

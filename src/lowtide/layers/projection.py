@@ -9,12 +9,18 @@ from torch import Tensor
 
 from lowtide.compute import Compute
 from lowtide.config import ModelConfig
+from lowtide.kernels.layer_parts import Product
 from lowtide.kernels.operands import Matrix, rows_of
 from lowtide.layers.linear import Linear
 
 
 class Projection(Protocol):
     """Queries, keys and values of hidden states x [rows, hidden]."""
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """Whose outputs, side by side, are those of `forward`."""
+        ...
 
     def forward(self, x: Tensor, out: Tensor) -> None:
         """All of them side by side: out [rows, query_size + 2 * kv_size]."""
@@ -38,6 +44,10 @@ class SeparateQKV:
         self._value = value
         spec = config.attention
         self._widths = [spec.query_size, 2 * spec.kv_size]
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return self._query.product, self._key.product, self._value.product
 
     def forward(self, x: Tensor, out: Tensor) -> None:
         query, both = torch.split(out, self._widths, dim=1)
@@ -68,6 +78,10 @@ class FusedQKV:
         self._query, self._both = (
             Linear(weight, compute, bias) for weight, bias in zip(weights, biases, strict=True)
         )
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return (self._all.product,)
 
     def forward(self, x: Tensor, out: Tensor) -> None:
         self._all.forward(x, out)

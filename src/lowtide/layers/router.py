@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lowtide.compute import Compute
 from lowtide.experts.rows import Routing
+from lowtide.kernels.layer_parts import RouterParts
 from lowtide.kernels.operands import ExpertChoice
 from lowtide.kernels.reference import weights_of
 from lowtide.layers.batch import Segment
@@ -32,6 +33,10 @@ class Router(Protocol):
         own, for those who ask. [rows, num_experts] float32"""
         ...
 
+    def parts(self) -> RouterParts | None:
+        """For kernels that run whole layers; None where more than `RouterParts` decides."""
+        ...
+
     def within(self, workspace: Buffers) -> Router:
         """The same router with scratch of its own: for a guess beside a pass."""
         ...
@@ -46,6 +51,9 @@ class _Computed:
 
     def within(self, workspace: Buffers) -> Self:
         return replace(self, compute=replace(self.compute, workspace=workspace))
+
+    def parts(self) -> RouterParts | None:
+        return None
 
     def scores(self, x: Tensor) -> Tensor:
         shape = (len(x), len(self.weight))
@@ -94,28 +102,34 @@ class SigmoidRouter(_Computed):
             return self._choose_by_windows(x, segments)
         return _route_in_tiles(self._choose, x, self.compute.workspace)
 
+    def parts(self) -> RouterParts | None:
+        return None if self.capacity else RouterParts(self.weight, self.bias, self._choice)
+
     def _choose(self, x: Tensor) -> Routing:
-        logits = self._logits(x)
-        return Routing(*self.compute.kernels.choose_experts(logits, self.bias, self._choice))
+        with self.compute.workspace.scope():
+            logits = self._logits(x)
+            return Routing(*self.compute.kernels.choose_experts(logits, self.bias, self._choice))
 
     def _logits(self, x: Tensor) -> Tensor:
+        """A buffer that is alive until the enclosing scope ends."""
         workspace = self.compute.workspace
         # Scores, ranks, masks and top-k results: small, and without `out=` forms.
-        workspace.library("router", 6 * 4 * x.shape[0] * self.weight.shape[0])
-        with workspace.scope():
-            x_fp32 = workspace.take("router input", tuple(x.shape), torch.float32)
-            x_fp32.copy_(x)
-            logits = torch.empty((len(x), len(self.weight)), dtype=torch.float32, device=x.device)
-            self.compute.kernels.multiply(x_fp32, self.weight.t(), None, logits)
-            return logits
+        workspace.library("router", 5 * 4 * x.shape[0] * self.weight.shape[0])
+        logits = workspace.take("router logits", (len(x), len(self.weight)), torch.float32)
+        x_fp32 = workspace.take("router input", tuple(x.shape), torch.float32)
+        x_fp32.copy_(x)
+        self.compute.kernels.multiply(x_fp32, self.weight.t(), None, logits)
+        return logits
 
     def _choose_by_windows(self, x: Tensor, segments: Sequence[Segment]) -> Routing:
-        kernels, scores = self.compute.kernels, self._logits(x).sigmoid_()
-        rank = scores if self.bias is None else scores + self.bias
-        experts = kernels.top_experts(
-            self._limit_to_windows(rank, segments), self.num_experts_per_token
-        )
-        return Routing(experts, weights_of(scores, experts, self._choice, scores.dtype))
+        kernels = self.compute.kernels
+        with self.compute.workspace.scope():
+            scores = self._logits(x).sigmoid_()
+            rank = scores if self.bias is None else scores + self.bias
+            experts = kernels.top_experts(
+                self._limit_to_windows(rank, segments), self.num_experts_per_token
+            )
+            return Routing(experts, weights_of(scores, experts, self._choice, scores.dtype))
 
     @cached_property
     def _choice(self) -> ExpertChoice:
@@ -164,6 +178,9 @@ class SoftmaxRouter(_Computed):
     num_groups: int = 1
     num_groups_per_token: int = 1
     scaling_factor: float = 1.0
+
+    def parts(self) -> RouterParts:
+        return RouterParts(self.weight, None, self._choice)
 
     def route(self, x: Tensor, segments: Sequence[Segment]) -> Routing:
         return _route_in_tiles(self._choose, x, self.compute.workspace)

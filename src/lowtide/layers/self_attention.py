@@ -8,6 +8,7 @@ from torch import Tensor
 from lowtide.compute import Compute
 from lowtide.config import ModelConfig
 from lowtide.errors import InternalError
+from lowtide.kernels.layer_parts import AttentionParts
 from lowtide.kernels.operands import HeadNorms, Rotation
 from lowtide.layers.attention import attention
 from lowtide.layers.batch import Batch
@@ -46,6 +47,20 @@ class GroupedAttention:
         self._sinks = sinks
         self._window = window
         self._long = LongAttention(layer, config, projection, output, norms, kv_cache, compute)
+
+    def parts(self, norm: Norm) -> AttentionParts | None:
+        """For kernels that run whole layers; None with windows or sinks, or without a cache."""
+        arrays = self._kv_cache.arrays(self._layer)
+        if self._window or self._sinks is not None or arrays is None:
+            return None
+        return AttentionParts(
+            norm.weight,
+            self._projection.products,
+            self._norms,
+            self._output.product,
+            *arrays,
+            self._config.attention.num_heads,
+        )
 
     def forward(self, x: Tensor, norm: Norm, batch: Batch, rotations: Rotations) -> None:
         """`x += attention(norm(x))`, x [rows, hidden] in the compute dtype."""

@@ -134,6 +134,26 @@ class KVCache:
     def open_layer(self, num_rows: int, workspace: Buffers) -> None:
         """Before a layer of a pass of so many rows writes anything; until its scope ends."""
 
+    def arrays(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """All keys and values of a layer, each [kv_heads, tokens, head_dim], which stay where they
+        are; None where nothing is kept."""
+        return self._arrays[layer]
+
+    def claim(self, kv_range: KVRange, position: int, num_rows: int) -> int:
+        """Where rows from `position` on are to be written: the first one's token of the cache."""
+        if position + num_rows > kv_range.capacity:
+            raise InternalError(
+                f"{num_rows} rows from position {position} on leave a KV range of "
+                f"{kv_range.capacity} tokens."
+            )
+        if self._pages is not None and position + num_rows > kv_range.num_usable:
+            raise InternalError(
+                f"{num_rows} rows from position {position} on have memory for "
+                f"{kv_range.num_usable} tokens: `prepare` comes first."
+            )
+        kv_range.num_written = max(kv_range.num_written, position + num_rows)
+        return kv_range.start + position
+
     def write(
         self, layer: int, kv_range: KVRange, position: int, key: Tensor, value: Tensor
     ) -> None:
@@ -141,18 +161,8 @@ class KVCache:
 
         A cache of one array stores the keys only.
         """
-        if position + key.shape[0] > kv_range.capacity:
-            raise InternalError(
-                f"{key.shape[0]} rows from position {position} on leave a KV range of "
-                f"{kv_range.capacity} tokens."
-            )
-        if self._pages is not None and position + key.shape[0] > kv_range.num_usable:
-            raise InternalError(
-                f"{key.shape[0]} rows from position {position} on have memory for "
-                f"{kv_range.num_usable} tokens: `prepare` comes first."
-            )
-        start, num_rows = kv_range.start + position, key.shape[0]
-        kv_range.num_written = max(kv_range.num_written, position + num_rows)
+        num_rows = key.shape[0]
+        start = self.claim(kv_range, position, num_rows)
         keys, values = self._arrays[layer]
         keys.narrow(1, start, num_rows).copy_(key.transpose(0, 1))
         if self._storage.shape[1] == 2:

@@ -27,6 +27,9 @@ class KVTurns(KVCache):
     def place(self, layer: int) -> int:
         return 0
 
+    def arrays(self, layer: int) -> None:
+        return None
+
     def of_pass(self, kv_range: KVRange, rows: slice, num_tokens: int) -> KVRange:
         if rows.stop - rows.start != num_tokens:
             raise InternalError(

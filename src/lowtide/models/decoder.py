@@ -20,9 +20,11 @@ from lowtide.config import ModelConfig
 from lowtide.core import Step
 from lowtide.errors import InternalError
 from lowtide.experts.rows import Routing
+from lowtide.kernels.layer_parts import AttentionParts
 from lowtide.kernels.operands import HeadNorms, Matrix
 from lowtide.kernels.row_statistics import Form, Guidance, RowStatistics, Wanted
 from lowtide.layers.batch import Batch
+from lowtide.layers.few_rows import FewRowsLayer, FewRowsPass
 from lowtide.layers.head import LogitsHead
 from lowtide.layers.linear import GatedMLP, Linear
 from lowtide.layers.moe import Experts, MoELayer
@@ -34,7 +36,6 @@ from lowtide.layers.rows import in_chunks
 from lowtide.layers.self_attention import GroupedAttention
 from lowtide.memory.chunking import Counts
 from lowtide.memory.kv_cache import KVCache
-from lowtide.memory.workspace import Buffers
 from lowtide.schemas.names import PROJECTIONS, USUAL, Names
 
 Weights = Mapping[str, Matrix]
@@ -43,6 +44,10 @@ Weights = Mapping[str, Matrix]
 
 class Attention(Protocol):
     """A layer's attention, projections included."""
+
+    def parts(self, norm: Norm) -> AttentionParts | None:
+        """For kernels that run whole layers; None where it is more than `AttentionParts`."""
+        ...
 
     def forward(self, x: Tensor, norm: Norm, batch: Batch, rotations: Rotations) -> None:
         """`x += attention(norm(x))`, x [rows, hidden] in the compute dtype; writes all rows' keys
@@ -161,8 +166,9 @@ class Decoder(ABC):
         token_ids, positions = self.compute.to_device(batch.token_ids, batch.positions)
         self.compute.kernels.select_rows(self._embedding, token_ids, x)
         rotations = Rotations(self._rotary, positions, self.rotation_dtype or dtype, workspace)
+        few = FewRowsPass.of(x, batch, rotations, self.kv_cache, self.compute)
         for block in self._blocks:
-            block.forward(x, batch, rotations)
+            block.forward(x, batch, rotations, few)
         workspace.reset(self._hidden_end)
         return x
 
@@ -224,7 +230,7 @@ class Decoder(ABC):
             dense,
             self.norm(f"{prefix}{names.attention_norm}.weight"),
             self.norm(f"{prefix}{names.mlp_norm}.weight"),
-            self.compute.workspace,
+            self.compute,
         )
 
 
@@ -238,18 +244,35 @@ class _Block:
         dense: GatedMLP | None,
         attention_norm: Norm,
         mlp_norm: Norm,
-        workspace: Buffers,
+        compute: Compute,
     ) -> None:
+        self._few_rows = FewRowsLayer.of(
+            attention.parts(attention_norm), mlp_norm, moe, dense, compute
+        )
         self._attention = attention
         self._moe = moe
         self._dense = dense
         self._attention_norm = attention_norm
         self._mlp_norm = mlp_norm
-        self._workspace = workspace
+        self._workspace = compute.workspace
 
-    def forward(self, x: Tensor, batch: Batch, rotations: Rotations) -> None:
+    def forward(
+        self, x: Tensor, batch: Batch, rotations: Rotations, few: FewRowsPass | None
+    ) -> None:
+        """few: where `FewRowsLayer` takes the rows."""
+        if few is None or self._few_rows is None:
+            self._attend(x, batch, rotations)
+            self._run_mlp(x, batch)
+            return
+        if not self._few_rows.attends(few):
+            self._attend(x, batch, rotations)
+        self._few_rows.forward(few, batch)
+
+    def _attend(self, x: Tensor, batch: Batch, rotations: Rotations) -> None:
         with self._workspace.scope():
             self._attention.forward(x, self._attention_norm, batch, rotations)
+
+    def _run_mlp(self, x: Tensor, batch: Batch) -> None:
         if self._moe is not None:
             with self._workspace.scope():
                 update = self._mlp_norm.of(x)  # what it is made of, to begin with

@@ -140,6 +140,9 @@ class LatentAttention:
         self._kv_cache = kv_cache
         self._compute = compute
 
+    def parts(self, norm: Norm) -> None:
+        """It is computed by itself."""
+
     def forward(self, hidden: Tensor, norm: Norm, batch: Batch, rotations: Rotations) -> None:
         """`hidden += attention(norm(hidden))`, hidden [rows, hidden] in the compute dtype."""
         x, rotation = norm.of(hidden), rotations.whole

@@ -58,10 +58,11 @@ class FewRows:
 
     def __init__(self, library: ctypes.CDLL, variant: int | None = None) -> None:
         """variant: of `VARIANTS` one that runs here, by default the last of them."""
-        self._variant = num_variants(library) - 1 if variant is None else variant
-        self.variant = VARIANTS[self._variant]
+        self.library = library
+        self.number = num_variants(library) - 1 if variant is None else variant
+        self.variant = VARIANTS[self.number]
         # With more rows computing is the work, and torch's products are faster (docs/log.md).
-        self.max_rows: int = library.lowtide_max_rows(self._variant)
+        self.max_rows: int = library.lowtide_max_rows(self.number)
         # Functions of their own: those of the library's attributes are shared.
         functions = {name: library[f"lowtide_{name}"] for name in _TYPES}
         for name, function in functions.items():
@@ -112,7 +113,7 @@ class FewRows:
         """See `Kernels.multiply`; rounds once, after the bias."""
         num_rows, num_k = x.shape
         self._multiply(
-            self._variant,
+            self.number,
             num_threads,
             x.data_ptr(),
             x.stride(0),
@@ -131,7 +132,7 @@ class FewRows:
         """See `Kernels.multiply`; all in float32."""
         num_rows, num_k = x.shape
         self._multiply_float32(
-            self._variant,
+            self.number,
             num_threads,
             x.data_ptr(),
             x.stride(0),
@@ -155,7 +156,7 @@ class FewRows:
         contiguous."""
         gate_weight, up_weight, down_weight = weights
         self._gated_mlp(
-            self._variant,
+            self.number,
             x.data_ptr(),
             x.stride(0),
             gate_weight.data_ptr(),
@@ -185,7 +186,7 @@ class FewRows:
         gate and up [rows, expert_size], scratch, are bfloat16. All of them contiguous.
         """
         self._gated_mlps(
-            self._variant,
+            self.number,
             num_threads,
             groups.ctypes.data,
             len(groups),
@@ -219,7 +220,7 @@ class FewRows:
         """
         num_tokens, k = experts.shape
         self._run_experts(
-            self._variant,
+            self.number,
             num_threads,
             x.data_ptr(),
             experts.data_ptr(),
@@ -248,7 +249,7 @@ class FewRows:
         """See `Kernels.attend_row`; softmax and sums in float32."""
         kv_heads, num_tokens, head_dim = keys.shape
         self._attend(
-            self._variant,
+            self.number,
             num_threads,
             query.data_ptr(),
             keys.data_ptr(),
@@ -267,7 +268,7 @@ class FewRows:
         adjacent; weight [length] bfloat16."""
         length = weight.shape[0]
         self._rms_norm(
-            self._variant,
+            self.number,
             x.data_ptr(),
             x.stride(0),
             weight.data_ptr(),
@@ -283,7 +284,7 @@ class FewRows:
         """See `Kernels.rotate`, whose bits these are. Heads are adjacent, cos and sin bfloat16 and
         contiguous."""
         self._rotate(
-            self._variant,
+            self.number,
             x.data_ptr(),
             x.stride(0),
             cos.data_ptr(),
@@ -294,11 +295,11 @@ class FewRows:
 
     def silu_times(self, gate: Tensor, up: Tensor) -> None:
         """See `Kernels.silu_times`."""
-        self._silu_times(self._variant, gate.data_ptr(), up.data_ptr(), gate.numel())
+        self._silu_times(self.number, gate.data_ptr(), up.data_ptr(), gate.numel())
 
     def weigh_rows(self, x: Tensor, gates: Tensor) -> None:
         """See `Kernels.weigh_rows`; gates stay as they are."""
-        self._weigh_rows(self._variant, x.data_ptr(), gates.data_ptr(), *x.shape)
+        self._weigh_rows(self.number, x.data_ptr(), gates.data_ptr(), *x.shape)
 
     def choose_experts(
         self, logits: Tensor, bias: Tensor | None, choice: ExpertChoice
@@ -311,7 +312,7 @@ class FewRows:
         experts = torch.empty((num_rows, choice.num_chosen), dtype=torch.int64)
         weights = torch.empty((num_rows, choice.num_chosen), dtype=torch.float32)
         self._choose_experts(
-            self._variant,
+            self.number,
             logits.data_ptr(),
             logits.dtype is torch.float32,
             None if bias is None else bias.data_ptr(),

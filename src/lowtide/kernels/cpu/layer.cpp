@@ -226,15 +226,17 @@ void lowtide_run_to_router(
 // The rest, once the experts' sum is in `routed`.
 void lowtide_run_from_experts(const Layer* layer, const Pass* pass) { add_mlp(*pass, *layer); }
 
-// All of it. slot_of [num_experts]: where the layer's experts are. experts and weights as above,
-// for what lies between. How many different experts the rows had.
+// All of it. slot_of [num_experts]: where the layer's experts are. How many of them were run.
 long lowtide_run_layer(
-    const Layer* layer, const Pass* pass, int attends, const std::int64_t* slot_of,
-    std::int64_t* experts, float* weights
+    const Layer* layer, const Pass* pass, int attends, const std::int64_t* slot_of
 ) {
-    lowtide_run_to_router(layer, pass, attends, experts, weights);
-    const bool has_experts = layer->experts.router != nullptr;
-    const long num_run = has_experts ? run_experts(*pass, *layer, slot_of, experts, weights) : 0;
+    const long num_pairs = pass->num_rows * layer->experts.choice.num_chosen;
+    std::vector<std::int64_t> experts(num_pairs);
+    std::vector<float> weights(num_pairs);
+    lowtide_run_to_router(layer, pass, attends, experts.data(), weights.data());
+    long num_run = 0;
+    if (layer->experts.router != nullptr)
+        num_run = run_experts(*pass, *layer, slot_of, experts.data(), weights.data());
     add_mlp(*pass, *layer);
     return num_run;
 }

@@ -1,0 +1,239 @@
+"""A layer of a few bfloat16 rows in one or two calls: see layer.cpp, whose structs are here."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowtide.kernels.cpu.few_rows import MAX_HEAD_DIM, ChoiceStruct, FewRows, choice_struct
+from lowtide.kernels.layer_parts import (
+    AttentionParts,
+    BoundPass,
+    InPlace,
+    LayerParts,
+    PassFacts,
+    Product,
+    RouterParts,
+    Scratch,
+)
+from lowtide.kernels.operands import Matrix
+
+_INT, _LONG, _FLOAT, _P = ctypes.c_int, ctypes.c_long, ctypes.c_float, ctypes.c_void_p
+_TYPES = {
+    "run_to_router": (_P, _P, _INT, _P, _P),
+    "run_from_experts": (_P, _P),
+    "run_layer": (_P, _P, _INT, _P),
+}
+
+
+class _Matrix(ctypes.Structure):
+    _fields_: ClassVar = [("weight", _P), ("bias", _P), ("num_outs", _LONG)]
+
+
+class _Attention(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("norm", _P),
+        ("projections", _Matrix * 3),
+        ("num_projections", _LONG),
+        ("query_norm", _P),
+        ("key_norm", _P),
+        ("query_norm_length", _LONG),
+        ("key_norm_length", _LONG),
+        ("output", _Matrix),
+        ("keys", _P),
+        ("values", _P),
+        ("head_stride", _LONG),
+        ("num_heads", _LONG),
+        ("num_key_heads", _LONG),
+        ("head_dim", _LONG),
+        ("scale", _FLOAT),
+    ]
+
+
+class _Experts(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("router", _P),
+        ("is_float32", _LONG),
+        ("bias", _P),
+        ("choice", ChoiceStruct),
+        ("gate", _P),
+        ("up", _P),
+        ("down", _P),
+        ("slot_bytes", _LONG),
+        ("width", _LONG),
+    ]
+
+
+class _Shared(ctypes.Structure):
+    _fields_: ClassVar = [("gate", _Matrix), ("up", _Matrix), ("down", _Matrix), ("share", _P)]
+
+
+class _Layer(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("attention", _Attention),
+        ("mlp_norm", _P),
+        ("experts", _Experts),
+        ("shared", _Shared),
+        ("hidden", _LONG),
+        ("eps", _FLOAT),
+    ]
+
+
+class _Pass(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("variant", _INT),
+        ("num_threads", _INT),
+        ("num_rows", _LONG),
+        ("x", _P),
+        ("cos", _P),
+        ("sin", _P),
+        ("half", _LONG),
+        ("tokens", _P),
+        *((name, _P) for name in Scratch._fields),
+    ]
+
+
+class CompiledPass:
+    """The struct of a pass, and what it points to."""
+
+    def __init__(self, variant: int, facts: PassFacts, scratch: Scratch, num_threads: int) -> None:
+        cos, sin = facts.rotation
+        self._kept = (facts, scratch)
+        self._struct = _Pass(
+            variant,
+            num_threads,
+            len(facts.x),
+            facts.x.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            cos.shape[-1],
+            _array_address(facts.tokens),
+            *map(_address, scratch),
+        )
+        self.address = ctypes.addressof(self._struct)
+
+
+class CompiledLayer:
+    """`WholeLayer` in C++. Keeps the weights alive that its struct points to."""
+
+    def __init__(self, few_rows: FewRows, parts: LayerParts) -> None:
+        """parts: which `takes_layer` takes."""
+        functions = {name: few_rows.library[f"lowtide_{name}"] for name in _TYPES}
+        for name, function in functions.items():
+            function.argtypes, function.restype = _TYPES[name], None
+        functions["run_layer"].restype = _LONG
+        self._run_to_router = functions["run_to_router"]
+        self._run_from_experts = functions["run_from_experts"]
+        self._run_layer = functions["run_layer"]
+        self._variant = few_rows.number
+        self._parts = parts
+        self._struct = _layer_struct(parts)
+        self._address = ctypes.addressof(self._struct)
+        self.has_experts = parts.router is None or parts.experts is not None
+        self._slot_of = None if parts.experts is None else _array_address(parts.experts.slot_of)
+
+    def bind(self, facts: PassFacts, scratch: Scratch, num_threads: int) -> CompiledPass:
+        return CompiledPass(self._variant, facts, scratch, num_threads)
+
+    def run_to_router(
+        self, bound: BoundPass, attends: bool, experts: Tensor | None, weights: Tensor | None
+    ) -> None:
+        self._run_to_router(
+            self._address, bound.address, attends, _address(experts), _address(weights)
+        )
+
+    def run_from_experts(self, bound: BoundPass) -> None:
+        self._run_from_experts(self._address, bound.address)
+
+    def run(self, bound: BoundPass, attends: bool) -> int:
+        num_run: int = self._run_layer(self._address, bound.address, attends, self._slot_of)
+        return num_run
+
+
+def takes_layer(parts: LayerParts) -> bool:
+    """The one rule for which layers run in one call: all that they multiply and normalise with is
+    bfloat16 in host memory as it is (formats of few bits go one by one), but for a router, which
+    may be float32; heads are as short as attention takes them."""
+    router, attention = parts.router, parts.attention
+    own = [] if router is None else [router.weight, *([] if router.bias is None else [router.bias])]
+    is_short = attention is None or attention.keys.shape[2] <= MAX_HEAD_DIM
+    is_float32 = router is None or router.bias is None or router.bias.dtype is torch.float32
+    return (
+        is_short
+        and is_float32
+        and all(_is_plain(matrix, torch.bfloat16) for matrix in parts.tensors)
+        and all(_is_plain(one, one.dtype) for one in own)
+        and (router is None or router.weight.dtype in (torch.bfloat16, torch.float32))
+    )
+
+
+def _is_plain(matrix: Matrix, dtype: torch.dtype) -> bool:
+    """Whether its rows are adjacent, or, of a cache, those of each head."""
+    if not isinstance(matrix, Tensor) or matrix.dtype is not dtype or not matrix.is_cpu:
+        return False
+    return matrix.is_contiguous() or (matrix.dim() == 3 and matrix[0].is_contiguous())
+
+
+def _layer_struct(parts: LayerParts) -> _Layer:
+    shared = parts.shared
+    return _Layer(
+        _Attention() if parts.attention is None else _attention(parts.attention),
+        parts.mlp_norm.data_ptr(),
+        _Experts() if parts.router is None else _experts(parts.router, parts.experts),
+        _Shared()
+        if shared is None
+        else _Shared(*(_matrix(Product(each)) for each in shared[:3]), _address(shared.share)),
+        parts.mlp_norm.shape[0],
+        parts.eps,
+    )
+
+
+def _attention(parts: AttentionParts) -> _Attention:
+    norms, (num_key_heads, _, head_dim) = parts.head_norms, parts.keys.shape
+    return _Attention(
+        parts.norm.data_ptr(),
+        (_Matrix * 3)(*map(_matrix, parts.projections)),
+        len(parts.projections),
+        None if norms is None else norms.query.data_ptr(),
+        None if norms is None else norms.key.data_ptr(),
+        0 if norms is None else norms.query.shape[0],
+        0 if norms is None else norms.key.shape[0],
+        _matrix(parts.output),
+        parts.keys.data_ptr(),
+        parts.values.data_ptr(),
+        parts.keys.stride(0),
+        parts.num_heads,
+        num_key_heads,
+        head_dim,
+        head_dim**-0.5,
+    )
+
+
+def _experts(router: RouterParts, experts: InPlace | None) -> _Experts:
+    weight, bias, choice = router
+    return _Experts(
+        weight.data_ptr(),
+        weight.dtype is torch.float32,
+        _address(bias),
+        choice_struct(choice, len(weight)),
+        *((None, None, None, 0) if experts is None else experts.places),
+        0 if experts is None else experts.expert_size,
+    )
+
+
+def _matrix(product: Product) -> _Matrix:
+    weight = product.weight
+    address = weight.data_ptr() if isinstance(weight, Tensor) else None
+    return _Matrix(address, _address(product.bias), weight.shape[0])
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _array_address(array: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> int:
+    return int(array.ctypes.data)

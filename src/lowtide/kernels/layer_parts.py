@@ -1,0 +1,147 @@
+"""What a layer is made of, for kernels that run all of it in a call or two."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from lowtide.core import IntArray
+from lowtide.kernels.operands import ExpertChoice, HeadNorms, Matrix, Rotation, SlotPlaces
+
+
+class Product(NamedTuple):
+    """A matrix [out, in] and what is added to its product, [out]."""
+
+    weight: Matrix
+    bias: Tensor | None = None
+
+
+class AttentionParts(NamedTuple):
+    """Attention with grouped query heads, over all that came before."""
+
+    norm: Tensor
+    projections: tuple[Product, ...]  # queries, keys and values, or all of them in one
+    head_norms: HeadNorms | None
+    output: Product
+    keys: Tensor  # [kv_heads, tokens, head_dim]: the layer's cache
+    values: Tensor
+    num_heads: int
+
+
+class RouterParts(NamedTuple):
+    """How a layer's experts are chosen."""
+
+    weight: Tensor  # [num_experts, hidden], float32 or the compute dtype, as the logits are
+    bias: Tensor | None  # [num_experts] float32, which ranks and does not weigh
+    choice: ExpertChoice
+
+
+class MLPParts(NamedTuple):
+    """A gated MLP that all rows use."""
+
+    gate: Matrix
+    up: Matrix
+    down: Matrix
+    share: Tensor | None = None  # [1, hidden]: its weight for each row is a sigmoid of the product
+
+
+class InPlace(NamedTuple):
+    """A layer's experts, where kernels may run them without asking anybody while all are there."""
+
+    places: SlotPlaces
+    slot_of: IntArray  # [num_experts]: always of the present
+    expert_size: int
+
+
+class LayerParts(NamedTuple):
+    """A layer, one of whose `router` and `shared` is there at least."""
+
+    attention: AttentionParts | None  # None: it is computed by itself
+    mlp_norm: Tensor
+    router: RouterParts | None
+    shared: MLPParts | None
+    experts: InPlace | None  # None: they are computed by themselves
+    eps: float
+
+    @property
+    def tensors(self) -> list[Matrix]:
+        """All weights in the compute dtype, but for a router's that is in float32."""
+        found: list[Matrix | None] = [self.mlp_norm]
+        if self.attention is not None:
+            norm, projections, head_norms, output, *cache, _ = self.attention
+            found += [norm, *(head_norms or ()), *cache]
+            for product in (*projections, output):
+                found += product
+        if self.router is not None and self.router.weight.dtype == self.mlp_norm.dtype:
+            found.append(self.router.weight)
+        if self.shared is not None:
+            found += self.shared
+        return [matrix for matrix in found if matrix is not None]
+
+
+class Scratch(NamedTuple):
+    """What a layer's operators need beside its weights: as they take it one by one.
+
+    Rows are those of the pass, or pairs of a row and one of its experts; None is what a layer of
+    such parts has no use for.
+    """
+
+    normed: Tensor | None  # [rows, hidden]: attention's input
+    qkv: Tensor | None  # [rows, heads, head_dim]
+    attended: Tensor | None  # [rows, heads, head_dim]
+    update: Tensor | None  # [rows, hidden]
+    mlp_input: Tensor | None  # [rows, hidden], of every layer
+    router_input: Tensor | None  # [rows, hidden] float32, for a router in float32
+    logits: Tensor | None  # [rows, num_experts]
+    parts: Tensor | None  # [pairs, hidden]
+    gate: Tensor | None  # [pairs, expert_size]
+    up: Tensor | None  # [pairs, expert_size]
+    routed: Tensor | None  # [rows, hidden] float32
+    shared_gate: Tensor | None  # [rows, width]
+    shared_up: Tensor | None  # [rows, width]
+    shared: Tensor | None  # [rows, hidden]
+    share: Tensor | None  # [rows, 1]
+
+
+class PassFacts(NamedTuple):
+    """What all layers of a pass share."""
+
+    x: Tensor  # [rows, hidden], which every layer adds to
+    rotation: Rotation
+    tokens: IntArray  # [rows, 2]: the first token of the cache that a row sees, and how many; its
+    # own is the last of them. Unused by layers whose rows had their attention already.
+
+
+class BoundPass(Protocol):
+    """One pass and the scratch of its layers, as a `WholeLayer` takes it; it keeps both alive."""
+
+    address: int  # of what the call is told
+
+
+class WholeLayer(Protocol):
+    """A layer of a few rows, with the bits of its operators one by one.
+
+    attends: whether attention is to be run, or was.
+    """
+
+    has_experts: bool  # whether `run` can be asked
+
+    def bind(self, facts: PassFacts, scratch: Scratch, num_threads: int) -> BoundPass:
+        """A pass for this layer and all like it."""
+        ...
+
+    def run_to_router(
+        self, bound: BoundPass, attends: bool, experts: Tensor | None, weights: Tensor | None
+    ) -> None:
+        """Up to the router's choice: experts [rows, k] int64, ascending, and float32 weights; None
+        of a layer without. What the experts are to be given is in `Scratch.mlp_input`."""
+        ...
+
+    def run_from_experts(self, bound: BoundPass) -> None:
+        """The rest, once the experts' sum is in `Scratch.routed`."""
+        ...
+
+    def run(self, bound: BoundPass, attends: bool) -> int:
+        """All of it, while every expert of the layer is in its slot. How many experts were run."""
+        ...

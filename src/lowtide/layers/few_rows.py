@@ -1,0 +1,230 @@
+"""Passes of a few rows, whose layers the kernels run in a call or two each.
+
+Python is asked where it has to decide: between a layer's router and its experts, unless nobody has
+anything to say of those. Buffers are those of the layers' own operators, drawn in the same order,
+once for all layers of a pass.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowtide.compute import Compute
+from lowtide.core import IntArray
+from lowtide.experts.rows import ExpertBuffers, Routing
+from lowtide.kernels.layer_parts import (
+    AttentionParts,
+    BoundPass,
+    LayerParts,
+    PassFacts,
+    Scratch,
+    WholeLayer,
+)
+from lowtide.layers.batch import Batch
+from lowtide.layers.linear import GatedMLP
+from lowtide.layers.moe import MoELayer
+from lowtide.layers.norm import Norm
+from lowtide.layers.rotary import Rotations
+from lowtide.memory.kv_cache import KVCache
+from lowtide.memory.workspace import State
+
+
+class Widths(NamedTuple):
+    """What a layer's buffers depend on, beside the rows; 0 where there is no such part."""
+
+    heads: tuple[int, int, int]  # query heads, key heads, their dimension
+    num_experts: int
+    router_dtype: torch.dtype
+    num_chosen: int
+    expert_size: int  # 0, too, where the experts are not run in place
+    shared_size: int
+    has_share: bool
+
+    @classmethod
+    def of(cls, parts: LayerParts) -> Widths:
+        attention, router, shared = parts.attention, parts.router, parts.shared
+        heads = (0, 0, 0)
+        if attention is not None:
+            heads = (attention.num_heads, attention.keys.shape[0], attention.keys.shape[2])
+        return cls(
+            heads,
+            0 if router is None else len(router.weight),
+            torch.bfloat16 if router is None else router.weight.dtype,
+            0 if router is None else router.choice.num_chosen,
+            0 if parts.experts is None else parts.experts.expert_size,
+            0 if shared is None else shared.gate.shape[0],
+            shared is not None and shared.share is not None,
+        )
+
+
+class Drawn(NamedTuple):
+    """The buffers of layers of some widths, and where the workspace stood as experts run."""
+
+    bound: BoundPass
+    at_experts: State
+    buffers: dict[str, Tensor]  # by the names of `Scratch`
+
+
+class FewRowsPass:
+    """What the layers of one pass share."""
+
+    def __init__(
+        self, x: Tensor, batch: Batch, rotations: Rotations, kv_cache: KVCache, compute: Compute
+    ) -> None:
+        """x [rows, hidden], which the kernels take."""
+        rotation = rotations.whole
+        self.x = x
+        self.workspace = compute.workspace
+        self._num_threads = compute.executor.num_cores
+        # Rows of one sequence, which see each other, go the long way.
+        self.attends = rotation.cos.dtype == x.dtype and all(
+            one.block_length == 1 and one.stop - one.start == 1 for one in batch.segments
+        )
+        tokens = _tokens(batch, kv_cache) if self.attends else np.empty((0, 2), np.int64)
+        self._facts = PassFacts(x, rotation, tokens)
+        self._drawn: dict[Widths, Drawn] = {}
+
+    @classmethod
+    def of(
+        cls, x: Tensor, batch: Batch, rotations: Rotations, kv_cache: KVCache, compute: Compute
+    ) -> FewRowsPass | None:
+        """None where the kernels do not take the rows."""
+        if not compute.kernels.takes_rows(x):
+            return None
+        return cls(x, batch, rotations, kv_cache, compute)
+
+    def drawn(self, widths: Widths, layer: WholeLayer) -> Drawn:
+        """The buffers of layers of such widths, of which `layer` is one."""
+        found = self._drawn.get(widths)
+        if found is None:
+            buffers, at_experts = self._draw(widths)
+            scratch = Scratch(*map(buffers.get, Scratch._fields))
+            bound = layer.bind(self._facts, scratch, self._num_threads)
+            self._drawn[widths] = found = Drawn(bound, at_experts, buffers)
+        return found
+
+    def _draw(self, widths: Widths) -> tuple[dict[str, Tensor], State]:
+        """In the order of the layers' own operators, whose buffers have the same lives."""
+        workspace, hidden = self.workspace, self.x.shape[1]
+        drawn: dict[str, Tensor] = {}
+        with workspace.scope():
+            if widths.heads[0]:
+                self._draw_attention(widths, drawn)
+        with workspace.scope():
+            drawn["mlp_input"] = self._take("normed", hidden)
+            if widths.num_experts:
+                with workspace.scope():
+                    self._draw_router(widths, drawn)
+                drawn["routed"] = self._take("routed", hidden, dtype=torch.float32)
+            at_experts = workspace.mark()
+            if widths.expert_size:
+                with workspace.scope():
+                    num_pairs = len(self.x) * widths.num_chosen
+                    pairs = ExpertBuffers.of_pairs(workspace, num_pairs, widths.expert_size, self.x)
+                    drawn.update(pairs._asdict())
+            if widths.shared_size:
+                self._draw_shared(widths, drawn)
+        return drawn, at_experts
+
+    def _draw_attention(self, widths: Widths, drawn: dict[str, Tensor]) -> None:
+        workspace, (num_heads, num_key_heads, head_dim) = self.workspace, widths.heads
+        drawn["normed"] = self._take("normed", self.x.shape[1])
+        drawn["qkv"] = self._take("qkv", num_heads + 2 * num_key_heads, head_dim)
+        workspace.give_back(drawn["normed"])
+        drawn["attended"] = self._take("attended", num_heads, head_dim)
+        workspace.give_back(drawn["qkv"])
+        drawn["update"] = self._take("update", self.x.shape[1])
+
+    def _draw_router(self, widths: Widths, drawn: dict[str, Tensor]) -> None:
+        dtype = widths.router_dtype
+        drawn["logits"] = self._take("router logits", widths.num_experts, dtype=dtype)
+        if dtype != self.x.dtype:
+            drawn["router_input"] = self._take("router input", self.x.shape[1], dtype=dtype)
+
+    def _draw_shared(self, widths: Widths, drawn: dict[str, Tensor]) -> None:
+        with self.workspace.scope():
+            # A layer's own MLP writes to its input's place.
+            is_own = not widths.num_experts
+            drawn["shared"] = (
+                drawn["mlp_input"] if is_own else self._take("shared", self.x.shape[1])
+            )
+            with self.workspace.scope():
+                drawn["shared_gate"] = self._take("mlp gate", widths.shared_size)
+                drawn["shared_up"] = self._take("mlp up", widths.shared_size)
+            if widths.has_share:
+                drawn["share"] = self._take("shared gate", 1)
+
+    def _take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return self.workspace.take(name, (len(self.x), *shape), dtype or self.x.dtype)
+
+
+class FewRowsLayer:
+    """One layer of such passes. Does not know how its parts compute."""
+
+    def __init__(self, whole: WholeLayer, parts: LayerParts, moe: MoELayer | None) -> None:
+        self._whole = whole
+        self._has_attention = parts.attention is not None
+        self._widths = Widths.of(parts)
+        self._moe = moe
+
+    @classmethod
+    def of(
+        cls,
+        attention: AttentionParts | None,
+        mlp_norm: Norm,
+        moe: MoELayer | None,
+        dense: GatedMLP | None,
+        compute: Compute,
+    ) -> FewRowsLayer | None:
+        """None where the kernels have no such call, or experts are chosen by more than logits."""
+        if moe is None:
+            router, experts, shared = None, None, None if dense is None else dense.parts()
+        else:
+            router, experts = moe.router.parts(), moe.experts.in_place(moe.index)
+            shared = moe.shared_parts
+            if router is None:
+                return None
+        parts = LayerParts(attention, mlp_norm.weight, router, shared, experts, mlp_norm.eps)
+        whole = compute.kernels.whole_layer(parts)
+        return None if whole is None else cls(whole, parts, moe)
+
+    def attends(self, few: FewRowsPass) -> bool:
+        """Whether `forward` runs the attention, too."""
+        return self._has_attention and few.attends
+
+    def forward(self, few: FewRowsPass, batch: Batch) -> None:
+        """The whole layer, or what comes after its attention."""
+        moe, whole, attends = self._moe, self._whole, self.attends(few)
+        drawn = few.drawn(self._widths, whole)
+        if moe is None:
+            whole.run(drawn.bound, attends)
+        elif whole.has_experts and moe.experts.need_nobody(moe.index):
+            moe.experts.were_run(whole.run(drawn.bound, attends))
+        else:
+            routing = _routing(len(few.x), self._widths.num_chosen)
+            whole.run_to_router(drawn.bound, attends, *routing)
+            workspace, buffers = few.workspace, drawn.buffers
+            before = workspace.mark()
+            workspace.reset(drawn.at_experts)
+            moe.run_experts(buffers["mlp_input"], routing, batch.step, buffers["routed"])
+            whole.run_from_experts(drawn.bound)
+            workspace.reset(before)
+
+
+def _routing(num_rows: int, num_chosen: int) -> Routing:
+    """To be filled; fresh, since policies keep what they are told."""
+    shape = (num_rows, num_chosen)
+    return Routing(torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.float32))
+
+
+def _tokens(batch: Batch, kv_cache: KVCache) -> IntArray:
+    """`PassFacts.tokens` of sequences with a row each, whose place in the cache is theirs now."""
+    tokens = np.empty((len(batch.segments), 2), np.int64)
+    for row, segment in enumerate(batch.segments):
+        last = kv_cache.claim(segment.kv, segment.first_position, 1)
+        tokens[row] = last - segment.first_position, segment.first_position + 1
+    return tokens

@@ -1,0 +1,205 @@
+"""Layers of a few rows in a call or two: the bits of their operators one by one, wherever Python
+is asked in between and wherever it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lowtide.core import PassRows, RowKind, Step, StepKind
+from lowtide.engine.engine import Engine
+from lowtide.engine.opening import EngineConfig, open_model
+from lowtide.engine.planning import make_plan
+from lowtide.engine.wiring import load
+from lowtide.experts.rows import Routing
+from lowtide.experts.runtime import ExpertRuntime
+from lowtide.kernels import choice
+from lowtide.kernels.compiled import CompiledKernels
+from lowtide.lab.synth import synth
+from lowtide.layers.batch import Batch, Segment
+from lowtide.layers.few_rows import FewRowsLayer
+from lowtide.llm import plan_model
+from lowtide.memory.poison import PoisonedWorkspace
+from lowtide.memory.workspace import Workspace
+
+AT_ONCE = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "bailing_moe_v2")
+"""Families whose layers are one call."""
+
+BEHIND_ATTENTION = ("deepseek_v2",)
+"""Families of which only what follows the attention is."""
+
+PROMPT = 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    if not isinstance(choice.choose_kernels("auto", torch.bfloat16), CompiledKernels):
+        pytest.skip("nothing is compiled here")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("models")
+    names = (*AT_ONCE, *BEHIND_ATTENTION, "gpt_oss")
+    return {name: synth(name, "tiny", base / name, seed=3) for name in names}
+
+
+@contextmanager
+def opened(folder: Path, share: float = 1.0, **options: object) -> Iterator[Engine]:
+    """share: of the way from the least budget to everything."""
+    context = {"context": 128, "dtype": "bfloat16"}
+    plan = plan_model(folder, **context)  # type: ignore[arg-type]
+    budget = plan.minimum_bytes + int(share * (plan.full_bytes - plan.minimum_bytes))
+    config = EngineConfig(**context, host_memory=budget, **options)  # type: ignore[arg-type]
+    model = open_model(folder, config)
+    engine = load(model, make_plan(model))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@contextmanager
+def one_by_one() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CompiledKernels, "takes_rows", lambda self, x: False)
+        yield
+
+
+def decoded(engine: Engine, num_sequences: int, num_rows: int = 1) -> list[Tensor]:
+    """Hidden states of some passes of sequences that had a prompt, of which the first feeds
+    `num_rows` and the others one row each."""
+    cache, found = engine.kv_cache, []
+    ranges = [cache.allocate(PROMPT + 12) for _ in range(num_sequences)]
+    ends = [0] * num_sequences
+    with torch.inference_mode():
+        for index in range(4):
+            lengths = [PROMPT if index == 0 else 1] * num_sequences
+            if index:
+                lengths[0] = num_rows
+            found.append(engine.model.forward(_batch(ranges, ends, lengths, index)).clone())
+            ends = [end + length for end, length in zip(ends, lengths, strict=True)]
+    for kv in ranges:
+        cache.free(kv)
+    return found
+
+
+def _batch(
+    ranges: Sequence[object], ends: Sequence[int], lengths: Sequence[int], index: int
+) -> Batch:
+    segments, row = [], 0
+    for kv, end, length in zip(ranges, ends, lengths, strict=True):
+        segments.append(Segment(row, row + length, end, 1, kv))  # type: ignore[arg-type]
+        row += length
+    positions = np.concatenate(
+        [np.arange(end, end + length) for end, length in zip(ends, lengths, strict=True)]
+    )
+    rows = PassRows(np.zeros(row, np.int64), np.full(row, RowKind.DECODE, np.uint8))
+    step = Step(StepKind.DECODE if index else StepKind.PREFILL, index, rows)
+    ids = torch.from_numpy((np.arange(row) * 7 + 13 * index) % 90)
+    return Batch(ids, torch.from_numpy(positions), tuple(segments), step)
+
+
+def are_equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("family", [*AT_ONCE, *BEHIND_ATTENTION, "gpt_oss"])
+def test_the_bits_of_one_by_one(folders: dict[str, Path], family: str) -> None:
+    """At once where everything is resident, in two calls where policies are asked; of one
+    sequence, of several, and of one that feeds two rows."""
+    found = []
+    with opened(folders[family]) as engine:
+        has_calls = [block._few_rows is not None for block in engine.model._blocks]
+        assert all(has_calls) if family != "gpt_oss" else not any(has_calls)
+        for shape in ((1, 1), (3, 1), (2, 2)):
+            with one_by_one():
+                found.append(decoded(engine, *shape))
+            assert are_equal(decoded(engine, *shape), found[-1])
+    with opened(folders[family], 0.3, policy="lru") as engine:
+        assert are_equal(decoded(engine, 1), found[0])
+        assert are_equal(decoded(engine, 3), found[1])
+        assert engine.as_dict()["num_misses"] > 0
+
+
+@pytest.mark.parametrize("family", AT_ONCE)
+def test_nobody_is_asked_where_everything_is_resident(
+    folders: dict[str, Path], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what was activated is counted all the same."""
+    with opened(folders[family]) as engine:
+        with one_by_one():
+            before = engine.as_dict()["num_hits"]
+            decoded(engine, 2)
+            num_hits = engine.as_dict()["num_hits"] - before
+        asked = []
+        forward = ExpertRuntime.forward
+
+        def noting(runtime: ExpertRuntime, layer: int, x: Tensor, *others: object) -> None:
+            asked.append(len(x))
+            forward(runtime, layer, x, *others)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(ExpertRuntime, "forward", noting)
+        before = engine.as_dict()["num_hits"]
+        decoded(engine, 2)
+        assert set(asked) == {2 * PROMPT}  # prompts, not single rows
+        assert engine.as_dict()["num_hits"] - before == num_hits
+
+
+class Seen:
+    """An observer that keeps what it sees."""
+
+    def __init__(self) -> None:
+        self.layers: list[int] = []
+        self.values: list[Tensor] = []
+
+    def saw_layer(self, layer: int, step: Step, x: Tensor, routing: Routing, out: Tensor) -> None:
+        self.layers.append(layer)
+        self.values += [x.clone(), routing.experts.clone(), routing.weights.clone(), out.clone()]
+
+
+def test_an_observer_sees_what_it_would_one_by_one(folders: dict[str, Path]) -> None:
+    with opened(folders["qwen2_moe"]) as engine:
+        assert isinstance(engine.experts, ExpertRuntime)
+        first, second = Seen(), Seen()
+        engine.experts.observer = first
+        decoded(engine, 2)
+        engine.experts.observer = second
+        with one_by_one():
+            decoded(engine, 2)
+        assert first.layers == second.layers and first.layers
+        assert are_equal(first.values, second.values)
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "bailing_moe_v2"])
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_nothing_is_read_that_is_not_alive(
+    folders: dict[str, Path], family: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(folders[family], share) as engine:
+        expected = decoded(engine, 2)
+
+    def poisoned(*given: object) -> Workspace:
+        return PoisonedWorkspace(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("lowtide.engine.wiring.Workspace", poisoned)
+    with opened(folders[family], share) as engine:
+        assert isinstance(engine.model.compute.workspace, PoisonedWorkspace)
+        assert are_equal(decoded(engine, 2), expected)
+
+
+def test_weights_of_few_bits_go_one_by_one(folders: dict[str, Path]) -> None:
+    with opened(folders["qwen3_moe"], dense_dtype="q8") as engine:
+        assert all(block._few_rows is None for block in engine.model._blocks)
+    with opened(folders["qwen3_moe"], expert_dtype="q8") as engine:
+        calls = [block._few_rows for block in engine.model._blocks]
+        assert all(isinstance(one, FewRowsLayer) for one in calls)
+        with one_by_one():
+            expected = decoded(engine, 2)
+        assert are_equal(decoded(engine, 2), expected)
