@@ -78,6 +78,7 @@ class FewRowsPass:
         """x [rows, hidden], which the kernels take."""
         rotation = rotations.whole
         self.x = x
+        self.num_rows = x.shape[0]
         self.workspace = compute.workspace
         self._num_threads = compute.executor.num_cores
         # Rows of one sequence, which see each other, go the long way.
@@ -123,7 +124,7 @@ class FewRowsPass:
             at_experts = workspace.mark()
             if widths.expert_size:
                 with workspace.scope():
-                    num_pairs = len(self.x) * widths.num_chosen
+                    num_pairs = self.num_rows * widths.num_chosen
                     pairs = ExpertBuffers.of_pairs(workspace, num_pairs, widths.expert_size, self.x)
                     drawn.update(pairs._asdict())
             if widths.shared_size:
@@ -159,7 +160,7 @@ class FewRowsPass:
                 drawn["share"] = self._take("shared gate", 1)
 
     def _take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return self.workspace.take(name, (len(self.x), *shape), dtype or self.x.dtype)
+        return self.workspace.take(name, (self.num_rows, *shape), dtype or self.x.dtype)
 
 
 class FewRowsLayer:
@@ -205,7 +206,7 @@ class FewRowsLayer:
         elif whole.has_experts and moe.experts.need_nobody(moe.index):
             moe.experts.were_run(whole.run(drawn.bound, attends))
         else:
-            routing = _routing(len(few.x), self._widths.num_chosen)
+            routing = _routing(few.num_rows, self._widths.num_chosen)
             whole.run_to_router(drawn.bound, attends, *routing)
             workspace, buffers = few.workspace, drawn.buffers
             before = workspace.mark()
