@@ -9,7 +9,7 @@ from torch import Tensor
 from lowtide.core import Step
 from lowtide.errors import InternalError
 from lowtide.experts.host_tier import HostStats
-from lowtide.experts.rows import Routing
+from lowtide.experts.rows import Routing, RunInPlace
 from lowtide.experts.runtime import ExpertStats, Observer
 from lowtide.memory.workspace import Buffers
 from lowtide.policies.receipt import Receipt
@@ -31,6 +31,7 @@ class NoExperts:
         workspace: Buffers,
         out: Tensor,
         scores: Tensor | None = None,
+        run_in_place: RunInPlace | None = None,
     ) -> None:
         raise InternalError(f"MoE layer {layer} of a model without experts.")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +15,11 @@ from lowtide.memory.workspace import TILE_ROWS, Buffers
 
 _LEAST_ROWS = 16
 """Of a piece that is not a whole group: fewer rows would go to other kernels than the group."""
+
+
+RunInPlace = Callable[[Tensor, Tensor], None]
+"""Sums the experts [tokens, k] of a layer's tokens under their weights, all in one call, where
+every one of them is in a slot of the host."""
 
 
 class Routing(NamedTuple):

@@ -22,7 +22,15 @@ from lowtide.experts.host_tier import HostTier
 from lowtide.experts.layer_run import LayerRun
 from lowtide.experts.long_pass import LongPass, LongRun
 from lowtide.experts.room import Room
-from lowtide.experts.rows import ExpertBuffers, ExpertRows, HostScratch, Routing, Terms, is_long
+from lowtide.experts.rows import (
+    ExpertBuffers,
+    ExpertRows,
+    HostScratch,
+    Routing,
+    RunInPlace,
+    Terms,
+    is_long,
+)
 from lowtide.experts.told import device_facts, host_facts, substituted_routing, tell
 from lowtide.kernels.layer_parts import InPlace
 from lowtide.memory.workspace import Buffers
@@ -95,12 +103,14 @@ class ExpertRuntime:
         workspace: Buffers,
         out: Tensor,
         scores: Tensor | None = None,
+        run_in_place: RunInPlace | None = None,
     ) -> None:
         """`out[t] = sum over t's experts e of weight * expert_e(x[t])`, in ascending e.
 
         x [tokens, hidden] compute dtype; out [tokens, hidden] float32; both and the routing are
         contiguous; `layer` counts MoE layers. scores [tokens, num_experts] float32: the router's
-        logits, for policies that ask for them. Raises StorageError or DeviceError when an expert
+        logits, for policies that ask for them. run_in_place: writes to `out`, of experts that are
+        where `in_place` says. Raises StorageError or DeviceError when an expert
         cannot be had; the runtime stays usable.
         """
         if self._is_under_way:  # Ctrl-C came again while the last failure was cleared up
@@ -111,7 +121,7 @@ class ExpertRuntime:
             if device is not None and fits_tile and self._stays_whole(device, layer):
                 self._run_whole(device, layer, x, routing, workspace, out)
             else:
-                self._run_layer(layer, x, routing, step, workspace, out, scores)
+                self._run_layer(layer, x, routing, step, workspace, out, scores, run_in_place)
             if device is not None and layer == self._shape.num_layers - 1:
                 device.end_pass(self.host)
             self._is_under_way = False
@@ -217,20 +227,24 @@ class ExpertRuntime:
         workspace: Buffers,
         out: Tensor,
         scores: Tensor | None,
+        run_in_place: RunInPlace | None,
     ) -> None:
         """Demand, substitute, decide, rows, run, combine."""
         if self.device is None:
             self.host.arrive(layer)
         at_host = self._look(layer, x, routing, scores, workspace)
         facts = self._facts(step, layer, at_host.experts, at_host.told)
-        run: Facts | None = None
         self._count(layer, facts.demand)
-        substituted = self.policies.substitute(facts)
-        if substituted is not None:
-            routing, experts = substituted_routing(substituted, routing, workspace)
-            at_host = at_host._replace(experts=experts)
-            run = self._facts(step, layer, experts, substituted)
-        decision = self._with_moves(facts, self.policies.decide(facts, run))
+        routing, at_host, decision = self._decide(facts, routing, at_host, workspace)
+        demand = facts.demand if decision.run is None else decision.run.demand
+        is_at_once = self._can_run_at_once(x, demand, decision)
+        if is_at_once:
+            self.expect_next(layer, facts.demand)
+            if self.host.read_ahead is not None:
+                self.host.read_ahead.start_reads(self.host.transfer)
+            if run_in_place is not None:
+                run_in_place(*routing)
+                return
         buffers = ExpertBuffers.take(workspace, self._shape, x)
         if is_long(len(x)):
             rows = self._sorted(routing)
@@ -238,14 +252,24 @@ class ExpertRuntime:
             given = LongPass.of(x, routing, rows, buffers, terms, out)
             LongRun(self, facts, decision, at_host, given).run()
             return
-        demand = facts.demand if run is None else run.demand
-        if self._can_run_at_once(x, demand, decision):
-            self.expect_next(layer, facts.demand)
+        if is_at_once:
             self._run_at_once(layer, x, routing, demand.experts, buffers, out)
             return
         rows = self._rows(x, routing, buffers)
         LayerRun(self, facts, decision, at_host, rows, buffers).run()
         self._combine(x, rows, routing, buffers, workspace, out)
+
+    def _decide(
+        self, facts: Facts, routing: Routing, at_host: AtHost, workspace: Buffers
+    ) -> tuple[Routing, AtHost, Decision]:
+        """What is to be run, which a substitution may have changed, and by whom."""
+        run: Facts | None = None
+        substituted = self.policies.substitute(facts)
+        if substituted is not None:
+            routing, experts = substituted_routing(substituted, routing, workspace)
+            at_host = at_host._replace(experts=experts)
+            run = self._facts(facts.step, facts.layer, experts, substituted)
+        return routing, at_host, self._with_moves(facts, self.policies.decide(facts, run))
 
     def _with_moves(self, facts: Facts, decision: Decision) -> Decision:
         """Without a device, with its moves: who stays says whose slots are given to whom."""
@@ -321,8 +345,6 @@ class ExpertRuntime:
         out: Tensor,
     ) -> None:
         """No other thread changes what is in a slot, and this one waits: nothing is leased."""
-        if self.host.read_ahead is not None:
-            self.host.read_ahead.start_reads(self.host.transfer)
         slots = self.host.ledger.slots_of(layer, experts)
         if self.compute.at_once is not None:
             self.compute.at_once.run_layer(x, routing, slots, buffers, out)

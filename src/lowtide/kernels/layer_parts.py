@@ -125,7 +125,7 @@ class WholeLayer(Protocol):
     attends: whether attention is to be run, or was.
     """
 
-    has_experts: bool  # whether `run` can be asked
+    has_experts: bool  # whether `run` and `run_chosen` can be asked
 
     def bind(self, facts: PassFacts, scratch: Scratch, num_threads: int) -> BoundPass:
         """A pass for this layer and all like it."""
@@ -136,6 +136,11 @@ class WholeLayer(Protocol):
     ) -> None:
         """Up to the router's choice: experts [rows, k] int64, ascending, and float32 weights; None
         of a layer without. What the experts are to be given is in `Scratch.mlp_input`."""
+        ...
+
+    def run_chosen(self, bound: BoundPass, experts: Tensor, weights: Tensor) -> None:
+        """The sum of chosen experts, all of which are in their slots, in `Scratch.routed`; experts
+        [rows, k] int64, ascending, weights [rows, k] float32, both contiguous."""
         ...
 
     def run_from_experts(self, bound: BoundPass) -> None:

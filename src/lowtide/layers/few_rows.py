@@ -7,6 +7,7 @@ once for all layers of a pass.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -211,7 +212,9 @@ class FewRowsLayer:
             workspace, buffers = few.workspace, drawn.buffers
             before = workspace.mark()
             workspace.reset(drawn.at_experts)
-            moe.run_experts(buffers["mlp_input"], routing, batch.step, buffers["routed"])
+            x, routed = buffers["mlp_input"], buffers["routed"]
+            in_place = partial(whole.run_chosen, drawn.bound) if whole.has_experts else None
+            moe.run_experts(x, routing, batch.step, routed, in_place)
             whole.run_from_experts(drawn.bound)
             workspace.reset(before)
 

@@ -164,8 +164,7 @@ void route(const Pass& p, const Layer& layer, std::int64_t* experts, float* weig
                            experts, weights, p.num_rows);
 }
 
-// The sum of the experts, all of which are resident: slot_of [num_experts] says where. How many
-// different ones there were.
+// The sum of the experts in `routed`; how many different ones there were.
 long run_experts(const Pass& p, const Layer& layer, const std::int64_t* slot_of,
                  const std::int64_t* experts, const float* weights) {
     const Experts& e = layer.experts;
@@ -223,10 +222,18 @@ void lowtide_run_to_router(
     if (layer->experts.router != nullptr) route(*pass, *layer, experts, weights);
 }
 
+// The experts' sum, while all that were chosen are resident. slot_of [num_experts]: where they are.
+void lowtide_run_chosen(
+    const Layer* layer, const Pass* pass, const std::int64_t* slot_of, const std::int64_t* experts,
+    const float* weights
+) {
+    run_experts(*pass, *layer, slot_of, experts, weights);
+}
+
 // The rest, once the experts' sum is in `routed`.
 void lowtide_run_from_experts(const Layer* layer, const Pass* pass) { add_mlp(*pass, *layer); }
 
-// All of it. slot_of [num_experts]: where the layer's experts are. How many of them were run.
+// All of it, while every expert of the layer is resident. How many of them were run.
 long lowtide_run_layer(
     const Layer* layer, const Pass* pass, int attends, const std::int64_t* slot_of
 ) {

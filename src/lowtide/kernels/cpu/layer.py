@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -23,8 +24,9 @@ from lowtide.kernels.layer_parts import (
 from lowtide.kernels.operands import Matrix
 
 _INT, _LONG, _FLOAT, _P = ctypes.c_int, ctypes.c_long, ctypes.c_float, ctypes.c_void_p
-_TYPES = {
+_TYPES: dict[str, Sequence[type[ctypes.c_void_p] | type[ctypes.c_int]]] = {
     "run_to_router": (_P, _P, _INT, _P, _P),
+    "run_chosen": (_P, _P, _P, _P, _P),
     "run_from_experts": (_P, _P),
     "run_layer": (_P, _P, _INT, _P),
 }
@@ -127,6 +129,7 @@ class CompiledLayer:
             function.argtypes, function.restype = _TYPES[name], None
         functions["run_layer"].restype = _LONG
         self._run_to_router = functions["run_to_router"]
+        self._run_chosen = functions["run_chosen"]
         self._run_from_experts = functions["run_from_experts"]
         self._run_layer = functions["run_layer"]
         self._variant = few_rows.number
@@ -144,6 +147,11 @@ class CompiledLayer:
     ) -> None:
         self._run_to_router(
             self._address, bound.address, attends, _address(experts), _address(weights)
+        )
+
+    def run_chosen(self, bound: BoundPass, experts: Tensor, weights: Tensor) -> None:
+        self._run_chosen(
+            self._address, bound.address, self._slot_of, experts.data_ptr(), weights.data_ptr()
         )
 
     def run_from_experts(self, bound: BoundPass) -> None:
