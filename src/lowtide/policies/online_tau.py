@@ -18,7 +18,7 @@ from lowtide.errors import UsageError
 ONLINE_TAUS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Intervals that are tried while a model runs."""
 
-_FIRST = 8  # steps until the first estimate; then after twice as many, and so on to a window
+_FIRST = 4  # steps until the first estimate; then after twice as many, and so on to a window
 
 
 class TauChange(NamedTuple):
@@ -47,7 +47,7 @@ class OnlineTau:
         tau: int = 4,
         taus: Sequence[int] = ONLINE_TAUS,
         window: int = 32,
-        hysteresis: float = 0.05,
+        hysteresis: float = 0.01,
         watched: Iterable[int] = (0,),
         on_change: Callable[[TauChange], None] = lambda change: None,
     ) -> None:
@@ -148,15 +148,17 @@ class _Replay:
 
     def step(self, hits: IntArray, index: int) -> FloatArray:
         """Seconds of all layers. [taus]"""
-        costs, num_fetched = self._costs, np.zeros(self._credit.shape)
+        costs, is_fetched = self._costs, None
         is_refresh = index % self._taus == 0
         if is_refresh.any():
-            num_fetched = self._refresh(hits, is_refresh)
+            is_fetched = self._refresh(hits, is_refresh)
         is_resident = self._is_resident
         all_s = costs.device_s(hits)
         device_s = np.einsum("kle,le->kl", is_resident, all_s)
         host_s = np.einsum("kle,le->kl", ~is_resident, costs.host_s(hits))
-        device_s = np.maximum(device_s, num_fetched * costs.fetch_s)
+        if is_fetched is not None:
+            fetched_s = np.einsum("kle,le->kl", is_fetched, all_s)
+            device_s = self._with_fetches(device_s, is_fetched.sum(axis=2), fetched_s)
         layer_s = np.maximum(device_s, host_s) + costs.dense_s.at(int(hits.max(initial=0)))
         layer_s += costs.sync_s
         if not self._waits and self._is_coming.any():
@@ -164,19 +166,32 @@ class _Replay:
         total_s: FloatArray = layer_s.sum(axis=1)
         return total_s
 
-    def _refresh(self, hits: IntArray, is_refresh: BoolArray) -> FloatArray:
-        """Experts that the step waits for. [taus, layers]"""
+    def _with_fetches(
+        self, device_s: FloatArray, num_fetched: IntArray, fetched_s: FloatArray
+    ) -> FloatArray:
+        """When the device ends, if its experts' `device_s` begin with the residents and end with
+        the fetched ones, of which only as many as there are staging slots come beside the
+        residents. Each [taus, layers]"""
+        costs = self._costs
+        num_beside = np.minimum(num_fetched, costs.num_staging + costs.num_ahead)
+        each_s = fetched_s / np.maximum(1, num_fetched)
+        residents_s = np.maximum(device_s - fetched_s, num_beside * costs.fetch_s)
+        rest_s = (num_fetched - num_beside) * np.maximum(costs.fetch_s, each_s)
+        end_s: FloatArray = residents_s + num_beside * each_s + rest_s
+        return end_s
+
+    def _refresh(self, hits: IntArray, is_refresh: BoolArray) -> BoolArray | None:
+        """Experts that the step waits for, if it does. [taus, layers, experts]"""
         best = np.where(is_refresh[:, None, None], self._best(hits, self._is_resident), False)
         is_of_it = is_refresh[:, None, None]
         new, old = best & ~self._is_resident, self._is_resident & ~best & is_of_it
         if self._waits:
             self._is_resident = np.where(is_of_it, best, self._is_resident)
-            fetched: FloatArray = new.sum(axis=2).astype(np.float64)
-            return fetched
+            return new
         has_new = is_of_it & new.any(axis=2, keepdims=True)  # else the old moves go on
         self._is_coming = np.where(has_new, new, self._is_coming)
         self._is_leaving = np.where(has_new, old, self._is_leaving)
-        return np.zeros(self._credit.shape)
+        return None
 
     def _arrive(self, layer_s: FloatArray) -> None:
         """Moves that the link has time for, in the order of their ids."""
