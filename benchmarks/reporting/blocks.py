@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from reporting.pages import Block
+from reporting.papers import dali, tide
 from reporting.quality import buddies
 from reporting.results import Line, Results, Run
 from reporting.tables import (
@@ -21,7 +22,7 @@ from reporting.tables import (
 )
 
 README = Path("README.md")
-PAGES = (README, Path("docs/quality.md"))
+PAGES = (README, Path("docs/quality.md"), Path("docs/policies.md"))
 """What is rewritten, relative to the repository."""
 
 
@@ -34,6 +35,8 @@ def blocks(results: Results, page: Path) -> Mapping[str, Block]:
         "ar-decode": ar_decode,
         "batching": batching,
         "buddies": buddies,
+        "tide": tide,
+        "dali": dali,
     }
     return {name: partial(make, results, page) for name, make in made.items()}
 
