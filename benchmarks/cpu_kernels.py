@@ -29,7 +29,7 @@ import torch
 from common.arguments import run_script
 from common.record import Recorder, say
 
-from lowtide.formats import formats
+from lowtide.formats import formats, ggml
 from lowtide.kernels.choice import choose_kernels, choose_pack
 from lowtide.kernels.cpu.library import load_library
 from lowtide.kernels.operands import SlotPlaces
@@ -151,6 +151,21 @@ class Q4RoundedExperts(Q4Experts):
     rounds_rows = True
 
 
+class PackedExperts(Bfloat16Experts):
+    """The same with weights in a packed type of GGUF files."""
+
+    def __init__(self, name: str, shape: Shape, num_experts: int, max_rows: int) -> None:
+        self._stored = formats()[name]
+        super().__init__(shape, num_experts, max_rows)
+
+    def _made(self) -> tuple[torch.Tensor, SeveralExperts | None]:
+        # Of bytes below 64, because every scale that they make is a number.
+        num_bytes = self._stored.num_bytes(self.shape.num_weights)
+        content = torch.randint(64, (num_bytes,), dtype=torch.uint8)
+        kernels = choose_kernels("auto", torch.bfloat16, has_packed=True)
+        return content, kernels.several_stored([self._stored] * 3)
+
+
 class TorchExperts:
     """The same weights by torch's products."""
 
@@ -185,8 +200,11 @@ FORMATS: Mapping[str, Callable[[Shape, int, int], Bfloat16Experts]] = {
     "q4": Q4Experts,
     "q8-int8": Q8RoundedExperts,
     "q4-int8": Q4RoundedExperts,
+    **{each.name: partial(PackedExperts, each.name) for each in ggml.FORMATS},
 }
 """By name: makes so many experts of a shape, for at most so many rows."""
+
+_USUAL = ("bf16", "q8", "q4", "q8-int8", "q4-int8", "Q4_0", "Q8_0", "Q4_K", "Q6_K")
 
 
 class Ceiling:
@@ -350,7 +368,7 @@ def _report(
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=_USUAL)
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--rounds", type=int, default=15)

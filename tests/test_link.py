@@ -291,7 +291,7 @@ class FakeAtOnce:
     def takes_experts(self, num_tokens: IntArray) -> BoolArray:
         return num_tokens <= self._random.randint(0, 4)
 
-    def run(self, groups: IntArray, parts: Tensor, gate: Tensor, up: Tensor) -> None:
+    def run(self, groups: IntArray, parts: Tensor, gate: Tensor, up: Tensor, layer: int) -> None:
         for slot, first, num_rows in groups.tolist():
             parts[first : first + num_rows] = self._values[slot]
 

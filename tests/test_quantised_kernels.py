@@ -197,10 +197,10 @@ def test_experts_at_once_are_experts_one_by_one(
         scratch = torch.empty(2, num_tokens * 3, 40, dtype=torch.bfloat16)
         out = torch.empty(num_tokens, 96)
         used = np.unique(experts.numpy())
-        at_once.run_layer(x, routing, used, ExpertBuffers(parts, *scratch), out)
+        at_once.run_layer(x, routing, used, ExpertBuffers(parts, *scratch), out, 0)
         torch.testing.assert_close(out, wanted, atol=2e-3, rtol=2**-6)
     nobody = np.empty((0, 3), np.int64)
-    at_once.run(nobody, parts, *scratch)
+    at_once.run(nobody, parts, *scratch, 0)
 
 
 def test_kernels_are_compiled_where_weights_are_quantised(best: QuantisedOperators) -> None:

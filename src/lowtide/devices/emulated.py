@@ -173,7 +173,7 @@ class EmulatedDevice:
         """Most in one call, where there is one: a real device leaves the interpreter alone."""
         if self._at_once is not None:
             is_few = self._at_once.takes_experts(groups[:, 2])
-            self._at_once.run(groups[is_few], buffers.parts, buffers.gate, buffers.up)
+            self._at_once.run(groups[is_few], buffers.parts, buffers.gate, buffers.up, layer)
             groups = groups[~is_few]
         for slot, first, num_pairs in groups.tolist():
             pairs = slice(first, first + num_pairs)

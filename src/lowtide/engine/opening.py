@@ -208,8 +208,9 @@ class OpenModel:
     @property
     def dense_formats(self) -> dict[str, MatrixFormat]:
         """Of dense weights in another format than their type's."""
+        has_gpu = resolve_device(self.options.device) == "cuda"
         return weight_formats.dense_formats(
-            self.options.formats, model_schema(self.config), self.weight_map
+            self.options.formats, model_schema(self.config), self.weight_map, has_gpu
         )
 
     @property

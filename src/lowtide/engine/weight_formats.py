@@ -17,7 +17,6 @@ from typing import NamedTuple
 from lowtide.config import ModelConfig
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.formats import MatrixFormat, format_of, formats, ggml
-from lowtide.formats.arranged import Arranged
 from lowtide.formats.plain import SAFETENSORS_NAME
 from lowtide.plan import OWN_FORMAT, WeightFormats
 from lowtide.schemas import ModelSchema, WeightMap
@@ -87,7 +86,7 @@ def expert_formats(
 
 
 def dense_formats(
-    asked: Asked, schema: ModelSchema, weight_map: WeightMap
+    asked: Asked, schema: ModelSchema, weight_map: WeightMap, has_gpu: bool
 ) -> dict[str, MatrixFormat]:
     """Of the dense weights that are kept in another format than their type's, by name. Raises
     UnsupportedError as `expert_formats` does."""
@@ -105,10 +104,10 @@ def dense_formats(
                 )
             kept[spec.name] = formats()[name].for_rows(spec.shape[-1])
         elif asked.dense == OWN_FORMAT and _is_matrix(spec):
-            if stored.name in QUANTISED:
-                kept[spec.name] = stored.for_rows(spec.shape[-1])
-            elif isinstance(stored, Arranged):
-                kept[spec.name] = stored.kept
+            is_unpacked = has_gpu and stored.is_of_host or weight_map.dense[spec.name].parts
+            as_kept = stored.for_rows(spec.shape[-1]).kept
+            if as_kept is not None and not is_unpacked:
+                kept[spec.name] = as_kept
     return kept
 
 

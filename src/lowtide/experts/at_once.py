@@ -7,9 +7,12 @@ are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from lowtide.core import BoolArray, IntArray
+from lowtide.experts.layout import ExpertLayout
 from lowtide.experts.rows import ExpertBuffers, Routing
 from lowtide.experts.slots import ExpertSlots
 from lowtide.kernels.layer_parts import InPlace
@@ -25,66 +28,76 @@ def cores_beside_device(executor: Executor) -> int:
 
 
 class ExpertsAtOnce:
-    """Calls over experts in some slots.
+    """Calls over experts in some slots, each of them over those of one layer.
 
     Does not know which expert is in which slot, nor how long it stays there.
     """
 
-    def __init__(self, kernels: SeveralExperts, slots: ExpertSlots, num_threads: int) -> None:
-        """`slots`: of experts without biases, all of one layout; their memory has to last as
-        long as this is used."""
-        self._kernels = kernels
-        self._places = _places(slots)
-        self._layout = slots.layout
+    def __init__(
+        self, layers: Sequence[SeveralExperts], slots: ExpertSlots, num_threads: int
+    ) -> None:
+        """layers: what calls over each layer's experts, which have no biases. The memory of `slots`
+        has to last as long as this is used."""
+        places = [_places(layout, slots) for layout in slots.layout.layers]
+        self._layers = list(zip(layers, places, strict=True))
+        self._distinct = tuple({*layers})
+        self._max_rows = min(kernels.max_rows for kernels in layers)
+        self._layouts = slots.layout.layers
         self._num_threads = num_threads
 
     @classmethod
     def of(cls, slots: ExpertSlots, kernels: Kernels, num_threads: int) -> ExpertsAtOnce | None:
         """None where `kernels` have no call for the experts in `slots`."""
-        layout = slots.layout
-        is_taken = layout.largest.weights is ExpertWeights and len({*layout.layers}) == 1
-        several = kernels.several_experts
-        if not layout.is_plain:
-            several = kernels.several_stored(layout.largest.formats)
-        return cls(several, slots, num_threads) if is_taken and several is not None else None
+        layouts = slots.layout.layers
+        of_layout = {layout: _several(layout, kernels) for layout in {*layouts}}
+        layers = [of_layout[layout] for layout in layouts]
+        taken = [each for each in layers if each is not None]
+        return cls(taken, slots, num_threads) if len(taken) == len(layouts) else None
 
-    def in_place(self, slot_of: IntArray) -> InPlace | None:
+    def in_place(self, slot_of: IntArray, layer: int) -> InPlace | None:
         """For kernels that run whole layers; None where weights are in a format of few bits.
         slot_of [num_experts]: always of the present."""
-        if not self._layout.is_plain:
-            return None
-        return InPlace(self._places, slot_of, self._layout.largest.parts[0].shape[0])
+        layout, (_, places) = self._layouts[layer], self._layers[layer]
+        return InPlace(places, slot_of, layout.parts[0].shape[0]) if layout.is_plain else None
 
     def takes(self, x: Tensor) -> bool:
         """Whether `run_layer` takes these rows."""
-        return self._kernels.takes(x)
+        return all(kernels.takes(x) for kernels in self._distinct)
 
     def takes_experts(self, num_tokens: IntArray) -> BoolArray:
         """Which experts `run` takes, by their tokens."""
-        return num_tokens <= self._kernels.max_rows
+        return num_tokens <= self._max_rows
 
-    def run(self, groups: IntArray, parts: Tensor, gate: Tensor, up: Tensor) -> None:
+    def run(self, groups: IntArray, parts: Tensor, gate: Tensor, up: Tensor, layer: int) -> None:
         """Gated MLPs over their groups' rows of `parts`, in place, with the bits of one by one.
 
         groups [experts, 3]: see `ExpertRows.groups`; parts [pairs, hidden]; gate, up [pairs,
         expert_size]: scratch. All of them contiguous.
         """
-        self._kernels.gated_mlps(groups, self._places, parts, gate, up, self._num_threads)
+        kernels, places = self._layers[layer]
+        kernels.gated_mlps(groups, places, parts, gate, up, self._num_threads)
 
     def run_layer(
-        self, x: Tensor, routing: Routing, slots: IntArray, buffers: ExpertBuffers, out: Tensor
+        self,
+        x: Tensor,
+        routing: Routing,
+        slots: IntArray,
+        buffers: ExpertBuffers,
+        out: Tensor,
+        layer: int,
     ) -> None:
         """All experts of a few tokens and their sum, with the bits of one by one.
 
         x [tokens, hidden]; slots: one for each distinct expert, ascending by expert; out [tokens,
         hidden] float32. All of them contiguous.
         """
-        self._kernels.run_experts(
+        kernels, places = self._layers[layer]
+        kernels.run_experts(
             x,
             experts=routing.experts,
             weights=routing.weights,
             slots=slots,
-            places=self._places,
+            places=places,
             parts=buffers.parts,
             gate=buffers.gate,
             up=buffers.up,
@@ -93,7 +106,15 @@ class ExpertsAtOnce:
         )
 
 
-def _places(slots: ExpertSlots) -> SlotPlaces:
-    start, layout = slots.image(0).data_ptr(), slots.layout
-    gate, up, down = (start + part.offsets[0] for part in layout.largest.parts)
-    return SlotPlaces(gate, up, down, layout.num_bytes)
+def _several(layout: ExpertLayout, kernels: Kernels) -> SeveralExperts | None:
+    if layout.weights is not ExpertWeights:
+        return None
+    if layout.is_plain:
+        return kernels.several_experts
+    return kernels.several_stored(layout.formats)
+
+
+def _places(layout: ExpertLayout, slots: ExpertSlots) -> SlotPlaces:
+    start = slots.image(0).data_ptr()
+    gate, up, down = (start + part.offsets[0] for part in layout.parts)
+    return SlotPlaces(gate, up, down, slots.layout.num_bytes)

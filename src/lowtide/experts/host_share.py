@@ -187,7 +187,7 @@ class HostShare:
         groups = self._rows.groups(*np.array(experts, np.int64).T)
         at_once, buffers = self._compute.at_once, self._buffers
         if at_once is not None:
-            at_once.run(groups, buffers.parts, buffers.gate, buffers.up)
+            at_once.run(groups, buffers.parts, buffers.gate, buffers.up, self._layer)
         for _, slot in experts:
             self._tier.give_back(slot)
         self._seen_s = perf_counter()

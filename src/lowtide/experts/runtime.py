@@ -135,7 +135,7 @@ class ExpertRuntime:
         """Where kernels may run a layer's experts by themselves, as long as `need_nobody`."""
         if self.device is not None or self.compute.at_once is None:
             return None
-        return self.compute.at_once.in_place(self.host.ledger.table(layer))
+        return self.compute.at_once.in_place(self.host.ledger.table(layer), layer)
 
     def need_nobody(self, layer: int) -> bool:
         """Whether every expert of the model is in a slot of the host and stays there, and nobody
@@ -347,7 +347,7 @@ class ExpertRuntime:
         """No other thread changes what is in a slot, and this one waits: nothing is leased."""
         slots = self.host.ledger.slots_of(layer, experts)
         if self.compute.at_once is not None:
-            self.compute.at_once.run_layer(x, routing, slots, buffers, out)
+            self.compute.at_once.run_layer(x, routing, slots, buffers, out, layer)
 
     def moves(self, facts: Facts, decision: Decision) -> Moves:
         """What the policies want to move, counted."""

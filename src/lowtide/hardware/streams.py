@@ -109,7 +109,7 @@ class HostStream:
         groups = np.array([(slot, i * num_tokens, num_tokens) for i, slot in enumerate(slots)])
         num_rows = num_experts * num_tokens
         self._out[:num_rows] = self._x[:num_rows]  # outputs replace inputs
-        work = partial(at_once.run, groups, self._out, self._gate, self._up)
+        work = partial(at_once.run, groups, self._out, self._gate, self._up, self._layer)
         return self._beside_device([num_tokens] * num_experts, work)
 
     def _beside_device(self, num_tokens: Sequence[int], work: Work) -> Work:

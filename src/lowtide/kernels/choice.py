@@ -11,6 +11,7 @@ import torch
 from lowtide.errors import StorageError, UnsupportedError
 from lowtide.formats.convert import Pack, pack
 from lowtide.kernels.compiled import CompiledKernels
+from lowtide.kernels.compiled_ggml import PackedKernels
 from lowtide.kernels.compiled_quantised import QuantisedKernels
 from lowtide.kernels.cpu.buddies import CompiledBuddies
 from lowtide.kernels.cpu.few_rows import FewRows
@@ -122,7 +123,7 @@ def _compiled_for_packed() -> Kernels:
         _log.warning("%s Packed weights are unpacked by numpy, which is slow.", error)
         return _compiled()
     try:
-        return CompiledKernels(FewRows.load(), packed)
+        return PackedKernels(FewRows.load(), packed)
     except (StorageError, UnsupportedError):  # said by `_compiled`
         return _compiled()
 

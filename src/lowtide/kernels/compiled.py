@@ -10,10 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowtide.formats import StoredMatrix
-from lowtide.formats.ggml import PackedMatrix
 from lowtide.kernels.cpu.few_rows import MAX_HEAD_DIM, FewRows
-from lowtide.kernels.cpu.ggml import GgmlOperators
 from lowtide.kernels.cpu.layer import CompiledLayer, takes_layer
 from lowtide.kernels.layer_parts import LayerParts, WholeLayer
 from lowtide.kernels.operands import (
@@ -30,13 +27,9 @@ from lowtide.memory.workspace import Buffers
 class CompiledKernels(Kernels):
     """Operators of C++ wherever `FewRows` takes the rows."""
 
-    def __init__(
-        self, few_rows: FewRows, packed: GgmlOperators | None = None, rounds_rows: bool = False
-    ) -> None:
-        """packed: for weights in the types of GGUF files."""
+    def __init__(self, few_rows: FewRows, rounds_rows: bool = False) -> None:
         super().__init__(rounds_rows, f"compiled, {few_rows.variant}")
         self._few_rows = few_rows
-        self._packed = packed
         self.several_experts = few_rows
 
     def multiply(
@@ -48,13 +41,6 @@ class CompiledKernels(Kernels):
             self._few_rows.multiply_float32(x, weight_t, out, num_threads)
         else:
             super().multiply(x, weight_t, bias, out)
-
-    def unpack(self, matrix: StoredMatrix, out: Tensor) -> None:
-        is_taken = out.dtype is torch.bfloat16 and out.is_cpu and out.is_contiguous()
-        if self._packed is not None and isinstance(matrix, PackedMatrix) and is_taken:
-            self._packed.unpack(matrix, out)
-        else:
-            super().unpack(matrix, out)
 
     def divides(self, x: Tensor, matrix: Matrix) -> bool:
         return isinstance(matrix, Tensor) and self._few_rows.takes(x)

@@ -116,10 +116,12 @@ class DenseWeights:
             offset, num_bytes = self._offsets[name], self._num_bytes(name)
             weights[name] = self._weight(name, arena.tensor(offset, (num_bytes,), torch.uint8))
             target = array[offset : offset + num_bytes]
-            reads: list[AnyRead] = _arranged(entry, target, self._dtypes[name])
-            if entry.tensors:
+            reads: list[AnyRead] = []
+            if entry.parts:
+                reads += _arranged(entry, target, self._dtypes[name])
+            elif entry.tensors:
                 reads.append(self._matrix_read(name, entry, target))
-            elif not reads:
+            else:
                 stored = format_of(entry.dtype).for_rows(entry.shape[-1])
                 piece = Piece(0, entry.num_bytes, stored, target, self._format(name))
                 reads.append(Read(entry.file, entry.offset, entry.num_bytes, (piece,)))

@@ -1,4 +1,4 @@
-"""The packed types of GGUF files: experts stay in them, the rest is unpacked when it is read.
+"""The packed types of GGUF files: matrices stay in them where the host computes.
 
 Named as ggml names them. Unpacked in float32, bit for bit as the `gguf` Python package does.
 """

@@ -56,15 +56,50 @@ AVX512 INLINED void store16(bf16* out, __m512 sums, __mmask16 mask) {
     _mm512_mask_cvtepi32_storeu_epi16(out, mask, rounded);
 }
 
+// Where 16 rows of weights have 32 elements each, side by side.
+struct WeightTile {
+    const bf16* from;
+    long stride_bytes;
+};
+
+// Tiles of weights as they are stored; what is beyond the matrix is 0 in a copy.
+class StoredTiles {
+   public:
+    explicit StoredTiles(const Product<bf16>& p)
+        : w_(p.w), num_k_(p.num_k), ahead_(p.w, p.num_outs * p.num_k * ITEM_BYTES, p.next) {}
+
+    INLINED WeightTile at(long first, long num_outs, long k) {
+        constexpr long WHOLE = 16;
+        ahead_.read<16>();
+        const bf16* from = w_ + first * num_k_ + k;
+        const long rest = std::min(num_k_ - k, LANES);
+        if (num_outs == WHOLE && rest == LANES) return {from, num_k_ * ITEM_BYTES};
+        std::memset(edge_, 0, sizeof edge_);
+        for (long o = 0; o < num_outs; ++o)
+            std::memcpy(edge_ + o * LANES, from + o * num_k_, rest * sizeof(bf16));
+        return {edge_, LANES * ITEM_BYTES};
+    }
+
+   private:
+    static constexpr long ITEM_BYTES = sizeof(bf16);
+    const bf16* w_;
+    long num_k_;
+    Ahead ahead_;
+    alignas(64) bf16 edge_[16 * LANES];
+};
+
 class Amx {
    public:
-    static void run(const Product<bf16>& p) {
+    // make_tiles: answers what has `at(first, num_outs, k)`, a `WeightTile` that lasts until it is
+    // asked for the next, in the order of features, then of k.
+    template <class MakeTiles>
+    static void run(const Product<bf16>& p, const MakeTiles& make_tiles) {
         const Inputs& x = packed(p.x, p.x_stride, p.num_rows, p.num_k, p.inputs);
         for (long row = 0; row < p.num_rows; row += 2 * TILE) {
             const long num_rows = std::min(p.num_rows - row, 2 * TILE);
             const bf16* at = x.pairs.data() + row * x.length;
-            if (num_rows <= TILE) run_rows<1>(p, at, x.length, row, num_rows);
-            else run_rows<2>(p, at, x.length, row, num_rows);
+            if (num_rows <= TILE) run_rows<1>(p, make_tiles, at, x.length, row, num_rows);
+            else run_rows<2>(p, make_tiles, at, x.length, row, num_rows);
         }
     }
 
@@ -118,9 +153,10 @@ class Amx {
     };
 
     // `halves`: of up to 16 rows of x each.
-    template <int halves>
+    template <int halves, class MakeTiles>
     AMX static void run_rows(
-        const Product<bf16>& p, const bf16* x, long length, long row, long num_rows
+        const Product<bf16>& p, const MakeTiles& make_tiles, const bf16* x, long length, long row,
+        long num_rows
     ) {
         const long of_first = std::min(num_rows, TILE), of_second = num_rows - of_first;
         Shapes shapes;
@@ -132,38 +168,28 @@ class Amx {
         }
         written(x), written(&shapes);
         _tile_loadconfig(&shapes);
-        const long num_bytes = p.num_outs * p.num_k * static_cast<long>(sizeof(bf16));
-        Ahead ahead(p.w, num_bytes, p.next);
+        auto tiles = make_tiles();
         for (long first = 0; first < p.num_outs; first += TILE) {
             const long num_outs = std::min(p.num_outs - first, TILE);
-            sum_tiles<halves>(p.w + first * p.num_k, num_outs, p.num_k, x, length, num_rows, ahead);
+            sum_tiles<halves>(tiles, first, num_outs, p.num_k, x, length, num_rows);
             store_tile<0>(p, row, of_first, first, num_outs);
             if constexpr (halves == 2) store_tile<1>(p, row + TILE, of_second, first, num_outs);
         }
         _tile_release();
     }
 
-    template <int halves>
+    template <int halves, class Tiles>
     AMX static INLINED void sum_tiles(
-        const bf16* w, long num_outs, long num_k, const bf16* x, long length, long num_rows,
-        Ahead& ahead
+        Tiles& tiles, long first, long num_outs, long num_k, const bf16* x, long length, long num_rows
     ) {
         const long first_rows = std::min(num_rows, TILE), second_rows = num_rows - first_rows;
         const bf16* second = x + TILE * length;
         _tile_zero(0);
         if constexpr (halves == 2) _tile_zero(1);
         for (long k = 0; k < num_k; k += LANES) {
-            ahead.read<16>();
-            const long rest = std::min(num_k - k, LANES);
-            if (num_outs == TILE && rest == LANES) {
-                _tile_loadd(2, w + k, num_k * 2);
-            } else {
-                alignas(64) bf16 edge[TILE * LANES] = {};
-                for (long o = 0; o < num_outs; ++o)
-                    std::memcpy(edge + o * LANES, w + o * num_k + k, rest * sizeof(bf16));
-                written(edge);
-                _tile_loadd(2, edge, TILE_BYTES);
-            }
+            const WeightTile tile = tiles.at(first, num_outs, k);
+            written(tile.from);
+            _tile_loadd(2, tile.from, tile.stride_bytes);
             _tile_loadd(3, x + k * first_rows, first_rows * 4);
             _tile_dpbf16ps(0, 2, 3);
             if constexpr (halves == 2) {

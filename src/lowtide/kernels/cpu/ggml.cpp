@@ -1,251 +1,77 @@
-// Weights of ggml's packed types to bfloat16: the float32 of formats/ggml/, bit for bit, rounded
-// once. Layouts are described there. Nothing is fused, so that all variants have the same bits.
+// Weights of ggml's packed types for Python: unpacked, multiplied with, and as experts.
 
-#include "numbers.hpp"
+#include "expert_layer.hpp"
+#include "ggml.hpp"
 
 using namespace lowtide;
 
 namespace {
 
-using u8 = std::uint8_t;
+constexpr long PIECE_BYTES = WORTH_BYTES / 4;  // of a matrix, as far as tiles stay whole
 
-constexpr float IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
-                                  1,    13,   25,  38,  53,  69,  89,  113};
-constexpr float MXFP4_VALUES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-
-INLINED float from_bits(std::uint32_t bits) {
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
+// types: of gate, up and down.
+ExpertSlots<PackedWeights> slots_of(
+    const std::int32_t* types, const std::uint8_t* gate, const std::uint8_t* up,
+    const std::uint8_t* down, long slot_bytes, long hidden, long width
+) {
+    return {{&packed_type(types[0]), gate, hidden}, {&packed_type(types[1]), up, hidden},
+            {&packed_type(types[2]), down, width},  slot_bytes, hidden, width};
 }
-
-// float16, at any address, to float32: exact.
-INLINED float half_at(const u8* p) {
-    const std::uint32_t half = p[0] | static_cast<std::uint32_t>(p[1]) << 8;
-    const std::uint32_t sign = (half & 0x8000) << 16, rest = half & 0x7fff;
-    if (rest >= 0x7c00) return from_bits(sign | 0x7f800000 | (rest & 0x3ff) << 13);
-    if (rest >= 0x400) return from_bits(sign | (rest << 13) + 0x38000000);
-    const float tiny = static_cast<float>(rest) * from_bits(0x33800000);  // 2^-24
-    return sign ? -tiny : tiny;
-}
-
-// The low halves of 16 bytes, then the high ones.
-INLINED int nibble(const u8* q, int i) { return i < 16 ? q[i] & 15 : q[i - 16] >> 4; }
-
-struct Q4_0 {
-    static constexpr long BYTES = 18, SIZE = 32;
-    static INLINED void unpack(const u8* b, bf16* out) {
-        const float d = half_at(b);
-        for (int i = 0; i < 16; ++i) {
-            out[i] = round_bf16(d * (static_cast<float>(b[2 + i] & 15) - 8));
-            out[i + 16] = round_bf16(d * (static_cast<float>(b[2 + i] >> 4) - 8));
-        }
-    }
-};
-
-struct Q4_1 {
-    static constexpr long BYTES = 20, SIZE = 32;
-    static INLINED void unpack(const u8* b, bf16* out) {
-        const float d = half_at(b), m = half_at(b + 2);
-        for (int i = 0; i < 16; ++i) {
-            out[i] = round_bf16(d * static_cast<float>(b[4 + i] & 15) + m);
-            out[i + 16] = round_bf16(d * static_cast<float>(b[4 + i] >> 4) + m);
-        }
-    }
-};
-
-struct Q5_0 {
-    static constexpr long BYTES = 22, SIZE = 32;
-    static INLINED void unpack(const u8* b, bf16* out) {
-        const float d = half_at(b);
-        const std::uint32_t fifth =
-            b[2] | b[3] << 8 | b[4] << 16 | static_cast<std::uint32_t>(b[5]) << 24;
-        for (int i = 0; i < 16; ++i) {
-            const int low = (b[6 + i] & 15) | (fifth >> i & 1) << 4;
-            const int high = b[6 + i] >> 4 | (fifth >> (i + 16) & 1) << 4;
-            out[i] = round_bf16(d * (static_cast<float>(low) - 16));
-            out[i + 16] = round_bf16(d * (static_cast<float>(high) - 16));
-        }
-    }
-};
-
-struct Q8_0 {
-    static constexpr long BYTES = 34, SIZE = 32;
-    static INLINED void unpack(const u8* b, bf16* out) {
-        const float d = half_at(b);
-        for (int i = 0; i < 32; ++i) {
-            out[i] = round_bf16(static_cast<float>(static_cast<std::int8_t>(b[2 + i])) * d);
-        }
-    }
-};
-
-struct Iq4Nl {
-    static constexpr long BYTES = 18, SIZE = 32;
-    static INLINED void unpack(const u8* b, bf16* out) {
-        const float d = half_at(b);
-        for (int i = 0; i < 32; ++i) out[i] = round_bf16(d * IQ4_VALUES[nibble(b + 2, i)]);
-    }
-};
-
-struct Mxfp4 {
-    static constexpr long BYTES = 17, SIZE = 32;
-    static INLINED void unpack(const u8* b, bf16* out) {
-        const std::uint32_t e = b[0];
-        const float d = from_bits(e < 2 ? 0x00200000u << e : (e - 1) << 23);
-        for (int i = 0; i < 32; ++i) out[i] = round_bf16(d * MXFP4_VALUES[nibble(b + 1, i)]);
-    }
-};
-
-struct Q2K {
-    static constexpr long BYTES = 84, SIZE = 256;
-    static INLINED void unpack(const u8* b, bf16* out) {
-        const float d = half_at(b + 80), m = half_at(b + 82);
-        for (int g = 0; g < 16; ++g) {
-            const float scale = d * static_cast<float>(b[g] & 15);
-            const float offset = m * static_cast<float>(b[g] >> 4);
-            const u8* q = b + 16 + g / 8 * 32 + g % 2 * 16;
-            const int shift = g % 8 / 2 * 2;
-            for (int i = 0; i < 16; ++i) {
-                out[g * 16 + i] =
-                    round_bf16(scale * static_cast<float>(q[i] >> shift & 3) - offset);
-            }
-        }
-    }
-};
-
-struct Q3K {
-    static constexpr long BYTES = 110, SIZE = 256;
-    static INLINED void unpack(const u8* b, bf16* out) {
-        const float d = half_at(b + 108);
-        const u8* s = b + 96;
-        for (int g = 0; g < 16; ++g) {
-            const int low = g < 8 ? s[g] & 15 : s[g - 8] >> 4;
-            const int high = s[8 + g % 4] >> g / 4 * 2 & 3;
-            const float scale = d * (static_cast<float>(low | high << 4) - 32);
-            const u8 *q = b + 32 + g / 8 * 32 + g % 2 * 16, *h = b + g % 2 * 16;
-            const int shift = g % 8 / 2 * 2, bit = g / 2;
-            for (int i = 0; i < 16; ++i) {
-                const int number = (q[i] >> shift & 3) | (h[i] >> bit & 1) << 2;
-                out[g * 16 + i] = round_bf16(scale * (static_cast<float>(number) - 4));
-            }
-        }
-    }
-};
-
-// The scale and the offset of group g, six bits each, of the 12 bytes that hold eight of both.
-INLINED void six_bits(const u8* s, int g, int* scale, int* offset) {
-    if (g < 4) {
-        *scale = s[g] & 63;
-        *offset = s[g + 4] & 63;
-    } else {
-        *scale = (s[g + 4] & 15) | s[g - 4] >> 6 << 4;
-        *offset = s[g + 4] >> 4 | s[g] >> 6 << 4;
-    }
-}
-
-struct Q4K {
-    static constexpr long BYTES = 144, SIZE = 256;
-    static INLINED void unpack(const u8* b, bf16* out) {
-        const float d = half_at(b), m = half_at(b + 2);
-        for (int g = 0; g < 8; ++g) {
-            int scale, offset;
-            six_bits(b + 4, g, &scale, &offset);
-            const float ds = d * static_cast<float>(scale), mo = m * static_cast<float>(offset);
-            const u8* q = b + 16 + g / 2 * 32;
-            const int shift = g % 2 * 4;
-            for (int i = 0; i < 32; ++i) {
-                out[g * 32 + i] = round_bf16(ds * static_cast<float>(q[i] >> shift & 15) - mo);
-            }
-        }
-    }
-};
-
-struct Q5K {
-    static constexpr long BYTES = 176, SIZE = 256;
-    static INLINED void unpack(const u8* b, bf16* out) {
-        const float d = half_at(b), m = half_at(b + 2);
-        for (int g = 0; g < 8; ++g) {
-            int scale, offset;
-            six_bits(b + 4, g, &scale, &offset);
-            const float ds = d * static_cast<float>(scale), mo = m * static_cast<float>(offset);
-            const u8 *h = b + 16, *q = b + 48 + g / 2 * 32;
-            const int shift = g % 2 * 4;
-            for (int i = 0; i < 32; ++i) {
-                const int number = (q[i] >> shift & 15) | (h[i] >> g & 1) << 4;
-                out[g * 32 + i] = round_bf16(ds * static_cast<float>(number) - mo);
-            }
-        }
-    }
-};
-
-struct Q6K {
-    static constexpr long BYTES = 210, SIZE = 256;
-    static INLINED void unpack(const u8* b, bf16* out) {
-        const float d = half_at(b + 208);
-        for (int g = 0; g < 16; ++g) {
-            const float scale = d * static_cast<float>(static_cast<std::int8_t>(b[192 + g]));
-            // Of 128 weights: 64 bytes' low halves, then the high ones; two bits in four layers.
-            const int half = g / 8, at = g % 8 * 16;
-            const u8* q = b + half * 64 + at % 64;
-            const u8* h = b + 128 + half * 32 + at % 32;
-            const int shift = at / 64 * 4, layer = at / 32 * 2;
-            for (int i = 0; i < 16; ++i) {
-                const int number = (q[i] >> shift & 15) | (h[i] >> layer & 3) << 4;
-                out[g * 16 + i] = round_bf16(scale * (static_cast<float>(number) - 32));
-            }
-        }
-    }
-};
-
-struct Iq4Xs {
-    static constexpr long BYTES = 136, SIZE = 256;
-    static INLINED void unpack(const u8* b, bf16* out) {
-        const float d = half_at(b);
-        const int high_bits = b[2] | b[3] << 8;
-        for (int g = 0; g < 8; ++g) {
-            const int low = b[4 + g / 2] >> g % 2 * 4 & 15, high = high_bits >> 2 * g & 3;
-            const float scale = d * (static_cast<float>(low | high << 4) - 32);
-            const u8* q = b + 8 + g * 16;
-            for (int i = 0; i < 32; ++i) {
-                out[g * 32 + i] = round_bf16(scale * IQ4_VALUES[nibble(q, i)]);
-            }
-        }
-    }
-};
-
-template <class Type>
-void unpack_blocks(int variant, const u8* stored, long num_blocks, bf16* out) {
-    vectorised(variant, [=]() INLINED_LAMBDA {
-        for (long block = 0; block < num_blocks; ++block) {
-            Type::unpack(stored + block * Type::BYTES, out + block * Type::SIZE);
-        }
-    });
-}
-
-using Unpack = void (*)(int, const u8*, long, bf16*);
-constexpr Unpack UNPACK[] = {  // in the order of `NAMES` in ggml.py
-    unpack_blocks<Q4_0>, unpack_blocks<Q4_1>, unpack_blocks<Q5_0>,  unpack_blocks<Q8_0>,
-    unpack_blocks<Iq4Nl>, unpack_blocks<Mxfp4>, unpack_blocks<Q2K>, unpack_blocks<Q3K>,
-    unpack_blocks<Q4K>,  unpack_blocks<Q5K>,  unpack_blocks<Q6K>,   unpack_blocks<Iq4Xs>,
-};
 
 }  // namespace
 
 extern "C" {
 
-int lowtide_best_ggml() {
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return PORTABLE;
-    const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw");
-    return has_avx512 ? WITH_AVX512 : WITH_AVX2;
-#else
-    return PORTABLE;
-#endif
+void lowtide_ggml_unpack(
+    int variant, int type, const std::uint8_t* stored, long num_blocks, bf16* out
+) {
+    packed_type(type).unpack(variant, stored, num_blocks, out);
 }
 
-void lowtide_ggml_unpack(int variant, int type, const u8* stored, long num_blocks, bf16* out) {
-    UNPACK[type](variant, stored, num_blocks, out);
+// Strides of x and out are in elements, w is [num_outs, row_bytes]. bias may be null.
+void lowtide_ggml_multiply(
+    int variant, int num_threads, int type, const bf16* x, long x_stride, const std::uint8_t* w,
+    const bf16* bias, bf16* out, long out_stride, long num_rows, long num_outs, long num_k
+) {
+    const PackedWeights weights = {&packed_type(type), w, num_k};
+    if (num_outs * weights.row_bytes() < WORTH_BYTES) num_threads = 1;
+    Product<bf16> p = {x, x_stride, nullptr, bias, out, out_stride, num_rows, num_outs, num_k};
+    p.inputs = new_inputs();
+    const long length = whole_tiles(PIECE_BYTES / weights.row_bytes());
+    together(num_threads, (num_outs + length - 1) / length, [&](long number) {
+        const long first = number * length, next = first + num_threads * length;
+        Product<bf16> some = p;
+        some.out += first, some.num_outs = std::min(length, num_outs - first);
+        if (bias != nullptr) some.bias += first;
+        if (next < num_outs) some.next = weights.from(next).start();
+        weights.from(first).multiply(variant, some);
+    });
+}
+
+// See `lowtide_gated_mlps`; types [3]: of gate, up and down.
+void lowtide_ggml_mlps(
+    int variant, int num_threads, const std::int32_t* types, const std::int64_t* groups,
+    long num_groups, const std::uint8_t* gate_w, const std::uint8_t* up_w,
+    const std::uint8_t* down_w, long slot_bytes, bf16* parts, bf16* gate, bf16* up, long hidden,
+    long width
+) {
+    const auto slots = slots_of(types, gate_w, up_w, down_w, slot_bytes, hidden, width);
+    ExpertLayer<PackedWeights>(variant, num_threads, slots, {parts, gate, up})
+        .run(reinterpret_cast<const Group*>(groups), num_groups);
+}
+
+// See `run_experts`; types [3]: of gate, up and down.
+void lowtide_ggml_experts(
+    int variant, int num_threads, const std::int32_t* types, const bf16* x,
+    const std::int64_t* experts, const float* weights, const std::int64_t* slots,
+    const std::uint8_t* gate_w, const std::uint8_t* up_w, const std::uint8_t* down_w,
+    long slot_bytes, bf16* parts, bf16* gate, bf16* up, float* out, long num_tokens, long k,
+    long hidden, long width
+) {
+    run_experts(
+        variant, num_threads, x, experts, weights, slots,
+        slots_of(types, gate_w, up_w, down_w, slot_bytes, hidden, width), {parts, gate, up}, out,
+        num_tokens, k);
 }
 
 }

@@ -43,7 +43,7 @@ FEW_ROWS = _sources(
     "processor",
 )
 QUANTISED = _sources("quantised", "quantised_int8", "quantised_pack", "processor")
-GGML = _sources("ggml")
+GGML = _sources("ggml", "ggml_unpack", "ggml_products", "products", "processor", "borrowed_team")
 BUDDIES = _sources("buddies", "buddy_counts")
 LIBRARIES = (FEW_ROWS, QUANTISED, GGML, BUDDIES)
 """What a wheel has compiled."""

@@ -64,7 +64,7 @@ void in_float32(int variant, const Product<Number>& p) {
 
 void multiply(int variant, const Product<bf16>& p) {
 #if defined(HAS_DOT_PRODUCTS)
-    if (variant == WITH_AMX) return Amx::run(p);
+    if (variant == WITH_AMX) return Amx::run(p, [&p] { return StoredTiles(p); });
     if (variant == WITH_AVX512_BF16) return run<Avx512Bf16>(p);
 #endif
     in_float32(variant, p);

@@ -27,7 +27,7 @@ struct Product {
     Number* out;
     long out_stride;
     long num_rows, num_outs, num_k;
-    const bf16* next = nullptr;  // weights that this thread reads after these, if that is known
+    const void* next = nullptr;  // weights that this thread reads after these, if that is known
     std::uint64_t inputs = 0;  // which x it is, if other products have the same (`new_inputs`), or 0
 };
 

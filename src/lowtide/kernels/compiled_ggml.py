@@ -1,0 +1,99 @@
+"""The compiled variant of a host whose weights are, in part, in a packed type of GGUF files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowtide.formats import MatrixFormat, StoredMatrix
+from lowtide.formats.ggml import GgmlFormat, PackedMatrix
+from lowtide.kernels.compiled import CompiledKernels
+from lowtide.kernels.cpu.few_rows import FewRows
+from lowtide.kernels.cpu.ggml import PLAIN, GgmlOperators, PackedExperts, type_number
+from lowtide.kernels.operands import ClampedWeights, ExpertWeights, Matrix, SlotPlaces
+from lowtide.kernels.several_experts import SeveralExperts
+
+
+class PackedKernels(CompiledKernels):
+    """Few rows are multiplied with weights as they are stored; more with tiles of them."""
+
+    def __init__(self, few_rows: FewRows, operators: GgmlOperators) -> None:
+        super().__init__(few_rows)
+        self._operators = operators
+
+    def multiply_by(
+        self,
+        x: Tensor,
+        matrix: Matrix,
+        out: Tensor,
+        bias: Tensor | None = None,
+        num_threads: int = 1,
+    ) -> None:
+        has_rows = x.stride(1) == out.stride(1) == 1
+        if isinstance(matrix, PackedMatrix) and self._operators.takes(x) and has_rows:
+            self._operators.multiply(x, matrix, bias, out, num_threads)
+        else:
+            super().multiply_by(x, matrix, out, bias, num_threads)
+
+    def gated_mlp(
+        self,
+        x: Tensor,
+        weights: ExpertWeights | ClampedWeights,
+        gate: Tensor,
+        up: Tensor,
+        out: Tensor,
+    ) -> None:
+        several = self._one_expert(weights) if self._takes(x, gate, up, out) else None
+        if several is None:
+            super().gated_mlp(x, weights, gate, up, out)
+            return
+        experts, places = several
+        if out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        group = np.array([(0, 0, len(x))])
+        experts.gated_mlps(group, places, out, gate, up, num_threads=1)
+
+    def unpack(self, matrix: StoredMatrix, out: Tensor) -> None:
+        is_taken = out.dtype is torch.bfloat16 and out.is_cpu and out.is_contiguous()
+        if isinstance(matrix, PackedMatrix) and is_taken:
+            self._operators.unpack(matrix, out)
+        else:
+            super().unpack(matrix, out)
+
+    def divides(self, x: Tensor, matrix: Matrix) -> bool:
+        if isinstance(matrix, PackedMatrix):
+            return self._operators.takes(x)
+        return super().divides(x, matrix)
+
+    def several_stored(self, formats: Sequence[MatrixFormat]) -> SeveralExperts | None:
+        numbers = [type_number(each) for each in formats]
+        types = [number for number in numbers if number is not None]
+        is_packed = any(isinstance(each, GgmlFormat) for each in formats)
+        if not is_packed or len(types) < len(numbers):
+            return None
+        return PackedExperts(self._operators, types)
+
+    def _takes(self, x: Tensor, *others: Tensor) -> bool:
+        return self._operators.takes(x) and all(each.is_contiguous() for each in others)
+
+    def _one_expert(
+        self, weights: ExpertWeights | ClampedWeights
+    ) -> tuple[PackedExperts, SlotPlaces] | None:
+        """What computes an expert some of whose matrices are packed, as if it were in a slot."""
+        if isinstance(weights, ClampedWeights):
+            return None
+        found = [each for each in map(_type_and_start, weights) if each is not None]
+        if len(found) < 3 or not any(isinstance(each, PackedMatrix) for each in weights):
+            return None
+        types, (gate, up, down) = zip(*found, strict=True)
+        return PackedExperts(self._operators, types), SlotPlaces(gate, up, down, 0)
+
+
+def _type_and_start(matrix: Matrix) -> tuple[int, int] | None:
+    if isinstance(matrix, PackedMatrix):
+        number = type_number(matrix.format)
+        return None if number is None else (number, matrix.stored.data_ptr())
+    return (PLAIN, matrix.data_ptr()) if isinstance(matrix, Tensor) else None

@@ -1,0 +1,157 @@
+// Several experts of a few tokens each in one call, with the bits of one by one, whatever their
+// weights are stored in.
+//
+// The threads share every expert's weights: gates and ups first, then downs. All experts of a few
+// tokens are summed here, too:
+//
+//     out[t] = sum over t's experts e, ascending, of weight[t, e] * expert_e(x[t])
+//
+// which is one multiplication and one addition in float32 for each expert.
+//
+// `Weights` is a matrix with `row_bytes()`, `from(row)`, `moved(num_bytes)` (the same of another
+// slot), `start()`, where it begins, and `multiply(variant, product)`, in which the product's own
+// weights are nobody's.
+
+#pragma once
+
+#include "pairs.hpp"
+#include "products.hpp"
+#include "team.hpp"
+
+namespace lowtide {
+
+// Where the experts' weights are: those of slot 0, the others at multiples of `slot_bytes`.
+template <class Weights>
+struct ExpertSlots {
+    Weights gate, up, down;
+    long slot_bytes, hidden, width;
+};
+
+// A row for each pair of a token and an expert: parts [.., hidden], gate and up [.., width].
+struct ExpertScratch {
+    bf16 *parts, *gate, *up;
+};
+
+template <class Weights>
+class ExpertLayer {
+   public:
+    ExpertLayer(
+        int variant, int num_threads, const ExpertSlots<Weights>& slots,
+        const ExpertScratch& scratch
+    ) : variant_(variant), num_threads_(num_threads), slots_(slots), scratch_(scratch) {}
+
+    // The groups' rows of parts, from inputs to outputs.
+    void run(const Group* groups, long num_groups) {
+        const long hidden = slots_.hidden, width = slots_.width;
+        const long expert_bytes = width * (slots_.gate.row_bytes() + slots_.up.row_bytes()) +
+                                  hidden * slots_.down.row_bytes();
+        if (num_groups * expert_bytes < WORTH_BYTES) num_threads_ = 1;
+        inputs_ = new_inputs(2 * num_groups);
+        gates_ = {groups, num_groups, width, features_of_piece(slots_.gate, width)};
+        downs_ = {groups, num_groups, hidden, features_of_piece(slots_.down, hidden)};
+        together(num_threads_, gates_.count(), [this](long number) { run_gate(number); });
+        together(num_threads_, downs_.count(), [this](long number) { run_down(number); });
+    }
+
+   private:
+    static constexpr long PIECE_BYTES = WORTH_BYTES / 2;  // of a matrix, as far as tiles stay whole
+
+    static long features_of_piece(const Weights& weights, long num_features) {
+        return std::min(num_features, whole_tiles(PIECE_BYTES / weights.row_bytes()));
+    }
+
+    // The groups' work, in pieces: some output features of each.
+    struct Pieces {
+        const Group* groups;
+        long num_groups, num_features, length;
+
+        long of_group() const { return (num_features + length - 1) / length; }
+        long count() const { return num_groups * of_group(); }
+        long group(long number) const { return number / of_group(); }
+        long first(long number) const { return number % of_group() * length; }
+        long size(long number) const { return std::min(length, num_features - first(number)); }
+    };
+
+    // Some features of a gate and an up, and what is made of both.
+    void run_gate(long number) const {
+        const Group& group = gates_.groups[gates_.group(number)];
+        const long hidden = slots_.hidden, width = slots_.width;
+        const long first = gates_.first(number), size = gates_.size(number);
+        bf16 *const gate = scratch_.gate + group.first * width + first;
+        bf16 *const up = scratch_.up + group.first * width + first;
+        Product<bf16> product = {
+            scratch_.parts + group.first * hidden, hidden, nullptr, nullptr, gate, width,
+            group.num_rows, size, hidden,
+        };
+        product.inputs = inputs_ + gates_.group(number);
+        product.next = start(slots_.up, gates_, number);
+        weights(slots_.gate, gates_, number).multiply(variant_, product);
+        product.out = up;
+        const long next = number + num_threads_;
+        product.next = next < gates_.count() ? start(slots_.gate, gates_, next)
+                                             : start(slots_.down, downs_, next - gates_.count());
+        weights(slots_.up, gates_, number).multiply(variant_, product);
+        for (long row = 0; row < group.num_rows; ++row)
+            silu_times(variant_, gate + row * width, up + row * width, size);
+    }
+
+    void run_down(long number) const {
+        const Group& group = downs_.groups[downs_.group(number)];
+        const long hidden = slots_.hidden, width = slots_.width;
+        Product<bf16> product = {
+            scratch_.gate + group.first * width, width, nullptr, nullptr,
+            scratch_.parts + group.first * hidden + downs_.first(number), hidden, group.num_rows,
+            downs_.size(number), width,
+        };
+        product.inputs = inputs_ + downs_.num_groups + downs_.group(number);
+        product.next = start(slots_.down, downs_, number + num_threads_);
+        weights(slots_.down, downs_, number).multiply(variant_, product);
+    }
+
+    // Of a piece.
+    Weights weights(const Weights& of_slot_0, const Pieces& pieces, long number) const {
+        const Group& group = pieces.groups[pieces.group(number)];
+        return of_slot_0.moved(group.slot * slots_.slot_bytes).from(pieces.first(number));
+    }
+
+    // Where a piece's weights begin; null where there is no such piece.
+    const void* start(const Weights& of_slot_0, const Pieces& pieces, long number) const {
+        return number < pieces.count() ? weights(of_slot_0, pieces, number).start() : nullptr;
+    }
+
+    const int variant_;
+    int num_threads_;
+    const ExpertSlots<Weights> slots_;
+    const ExpertScratch scratch_;
+    std::uint64_t inputs_ = 0;
+    Pieces gates_{}, downs_{};
+};
+
+// x [num_tokens, hidden]; experts [num_tokens, k], ascending for each token, and their weights;
+// slots: one for each distinct expert, ascending by expert. Scratch: a row for each pair of a token
+// and an expert. out [num_tokens, hidden]. Rows of all are adjacent.
+template <class Weights>
+void run_experts(
+    int variant, int num_threads, const bf16* x, const std::int64_t* experts, const float* weights,
+    const std::int64_t* slots, const ExpertSlots<Weights>& places, const ExpertScratch& scratch,
+    float* out, long num_tokens, long k
+) {
+    const long num_pairs = num_tokens * k, hidden = places.hidden;
+    const SortedPairs sorted(x, experts, slots, scratch.parts, num_tokens, k, hidden);
+    const auto num_groups = static_cast<long>(sorted.groups.size());
+    ExpertLayer<Weights>(variant, num_threads, places, scratch)
+        .run(sorted.groups.data(), num_groups);
+
+    const long* rows = sorted.row_of.data();
+    const bf16* parts = scratch.parts;
+    vectorised(variant, [=]() INLINED_LAMBDA {
+        std::fill(out, out + num_tokens * hidden, 0.0f);
+        for (long pair = 0; pair < num_pairs; ++pair) {
+            const bf16* part = parts + rows[pair] * hidden;
+            float* sum = out + pair / k * hidden;
+            for (long i = 0; i < hidden; ++i) sum[i] += weights[pair] * widen(part[i]);
+        }
+    });
+}
+
+}  // namespace lowtide

@@ -1,0 +1,177 @@
+"""Compiled operators over ggml's packed types, in every variant that this processor runs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from gguf.constants import GGMLQuantizationType as Type
+from gguf_files import random_blocks
+from torch import Tensor
+
+from lowtide.core import MoEShape
+from lowtide.errors import UnsupportedError
+from lowtide.experts.at_once import ExpertsAtOnce
+from lowtide.experts.layout import SlotLayout
+from lowtide.experts.rows import ExpertBuffers, Routing
+from lowtide.experts.slots import ExpertSlots
+from lowtide.formats import formats
+from lowtide.formats.ggml import FORMATS, GgmlFormat, PackedMatrix
+from lowtide.kernels.choice import choose_kernels
+from lowtide.kernels.compiled_ggml import PackedKernels
+from lowtide.kernels.cpu.few_rows import VARIANTS, FewRows
+from lowtide.kernels.cpu.ggml import GgmlOperators
+from lowtide.kernels.cpu.library import FEW_ROWS, load_library
+from lowtide.kernels.operands import ExpertWeights
+from lowtide.kernels.reference import REFERENCE
+from lowtide.memory.arena import Arena
+
+ROWS = (1, 2, 3, 7, 8, 13, 16, 29)
+
+
+@pytest.fixture(scope="module")
+def best() -> GgmlOperators:
+    try:
+        return GgmlOperators.load()
+    except UnsupportedError as error:
+        pytest.skip(f"nothing can be compiled here: {error}")
+
+
+@pytest.fixture(params=range(len(VARIANTS)), ids=VARIANTS)
+def operators(request: pytest.FixtureRequest, best: GgmlOperators) -> GgmlOperators:
+    if request.param >= best.num_variants:
+        pytest.skip("this processor has no such instructions")
+    return GgmlOperators.load(request.param)
+
+
+def few_rows_beside(operators: GgmlOperators) -> FewRows:
+    return FewRows(load_library(*FEW_ROWS), operators.variant)
+
+
+def matrix_of(stored: GgmlFormat, shape: tuple[int, int], seed: int = 0) -> PackedMatrix:
+    blocks = random_blocks(shape, Type[stored.ggml_name], seed)
+    return stored.matrix([torch.from_numpy(blocks).reshape(-1)], shape)
+
+
+def unpacked(matrix: PackedMatrix) -> Tensor:
+    whole = torch.empty(matrix.shape, dtype=torch.bfloat16)
+    matrix.unpack(whole)
+    return whole
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).bfloat16()
+
+
+@pytest.mark.parametrize("stored", FORMATS, ids=lambda each: each.ggml_name)
+def test_products_are_those_of_rounded_weights(
+    operators: GgmlOperators, stored: GgmlFormat
+) -> None:
+    few_rows = few_rows_beside(operators)
+    size = stored.block_size
+    for num_outs, num_k in ((1, size), (5, 3 * size), (21, 9 * size), (40, 2 * size)):
+        matrix = matrix_of(stored, (num_outs, num_k), seed=num_outs)
+        weights, bias = unpacked(matrix), random(num_outs, seed=2)
+        for num_rows in ROWS:
+            if num_rows > operators.max_rows:
+                continue
+            x = random(num_rows, num_k + 3, seed=1)[:, :num_k]
+            for added in (None, bias):
+                out = torch.full((num_rows, num_outs + 1), 7.0, dtype=torch.bfloat16)
+                operators.multiply(x, matrix, added, out[:, :-1])
+                wanted = x.double() @ weights.double().t()
+                wanted += 0 if added is None else added.double()
+                torch.testing.assert_close(out[:, :-1].double(), wanted, atol=2e-4, rtol=2**-7)
+                assert (out[:, -1] == 7).all()
+                again = torch.empty(num_rows, num_outs, dtype=torch.bfloat16)
+                few_rows.multiply(x, weights.t(), added, again)
+                assert torch.equal(out[:, :-1], again), "the bits of weights unpacked"
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q6_K"])
+def test_bits_depend_on_no_other_row_thread_or_piece(operators: GgmlOperators, name: str) -> None:
+    stored = formats()[name]
+    assert isinstance(stored, GgmlFormat)
+    matrix, max_rows = matrix_of(stored, (1100, 768)), operators.max_rows
+    x = random(max_rows, 768, seed=1)
+    whole = torch.empty(max_rows, 1100, dtype=torch.bfloat16)
+    operators.multiply(x, matrix, None, whole, 1)
+    for num_threads in (2, 5):
+        again = torch.empty_like(whole)
+        operators.multiply(x, matrix, None, again, num_threads)
+        assert torch.equal(again, whole)
+    for rows in (slice(3, 4), slice(1, 6), slice(0, max_rows - 1)):
+        some = torch.empty_like(whole[rows])
+        operators.multiply(x[rows], matrix, None, some)
+        assert torch.equal(some, whole[rows])
+    part = torch.empty(max_rows, 77, dtype=torch.bfloat16)
+    operators.multiply(x, matrix.rows(slice(13, 90)), None, part)
+    assert torch.equal(part, whole[:, 13:90])
+
+
+LAYERS = (("Q4_K", "Q4_K", "Q6_K"), ("Q8_0", "Q5_0", "BF16"), ("MXFP4", "IQ4_NL", "Q4_0"))
+"""Types of gate, up and down, as mixed as files may have them."""
+
+
+def slots_of(shape: MoEShape) -> ExpertSlots:
+    by_name = {each.ggml_name: each for each in FORMATS}
+    kept = [tuple(by_name.get(name) for name in names) for names in LAYERS]
+    layout = SlotLayout.of(shape, torch.bfloat16, kept=kept)
+    slots = ExpertSlots(Arena(layout.num_bytes * shape.num_experts), layout)
+    return slots
+
+
+def fill(slots: ExpertSlots, layer: int, num_experts: int) -> None:
+    for expert in range(num_experts):
+        for part, place in enumerate(slots.layout.layers[layer].parts):
+            assert len(place.shape) == 2
+            if isinstance(place.format, GgmlFormat):
+                kind = Type[place.format.ggml_name]
+                content = random_blocks(place.shape, kind, seed=10 * expert + part)
+            else:
+                content = random(*place.shape, seed=expert).mul_(0.05).view(torch.uint8).numpy()
+            slots.part(layer, expert, part)[:] = content.reshape(-1)
+
+
+@pytest.mark.parametrize("layer", range(len(LAYERS)))
+@pytest.mark.parametrize("num_tokens", [1, 3, 8])
+def test_experts_at_once_are_experts_one_by_one(
+    operators: GgmlOperators, layer: int, num_tokens: int
+) -> None:
+    hidden, width, num_experts, k = 256, 512, 6, 3
+    slots = slots_of(MoEShape(len(LAYERS), num_experts, k, hidden, width))
+    fill(slots, layer, num_experts)
+    kernels = PackedKernels(few_rows_beside(operators), operators)
+    x = random(num_tokens, hidden, seed=3)
+    generator = torch.Generator().manual_seed(num_tokens)
+    chosen = [torch.randperm(num_experts, generator=generator)[:k] for _ in range(num_tokens)]
+    experts = torch.stack([each.sort().values for each in chosen])
+    routing = Routing(experts, torch.rand(num_tokens, k, generator=generator))
+    wanted = torch.zeros(num_tokens, hidden)
+    for token in range(num_tokens):
+        for expert, weight in zip(experts[token].tolist(), routing.weights[token], strict=True):
+            one, gate = x[token : token + 1].clone(), torch.empty(1, width, dtype=torch.bfloat16)
+            weights_of = slots.weights(layer, expert)
+            assert isinstance(weights_of, ExpertWeights)
+            plain = gate.clone(), gate.clone(), one.clone()
+            REFERENCE.gated_mlp(one, weights_of, *plain)
+            kernels.gated_mlp(one, weights_of, gate, torch.empty_like(gate), one)
+            torch.testing.assert_close(one, plain[2], atol=5e-3, rtol=2**-5)
+            wanted[token] += weight * one[0].float()
+    used = np.unique(experts.numpy())
+    for num_threads in (1, 3):
+        at_once = ExpertsAtOnce.of(slots, kernels, num_threads)
+        assert at_once is not None and at_once.takes(x)
+        parts = torch.empty(num_tokens * k, hidden, dtype=torch.bfloat16)
+        scratch = torch.empty(2, num_tokens * k, width, dtype=torch.bfloat16)
+        out = torch.empty(num_tokens, hidden)
+        at_once.run_layer(x, routing, used, ExpertBuffers(parts, *scratch), out, layer)
+        assert torch.equal(out, wanted)
+    at_once.run(np.empty((0, 3), np.int64), parts, *scratch, layer)
+
+
+def test_kernels_are_compiled_where_weights_are_packed(best: GgmlOperators) -> None:
+    assert isinstance(choose_kernels("auto", torch.bfloat16, has_packed=True), PackedKernels)
+    assert choose_kernels("reference", torch.bfloat16, has_packed=True) is REFERENCE
+    assert choose_kernels("auto", torch.float32, has_packed=True) is REFERENCE
