@@ -123,7 +123,7 @@ void check_attention(const Library& few_rows);
 void check_team(const Library& few_rows);
 void check_quantised(const Library& quantised, const Library& few_rows);
 void check_packing(const Library& quantised);
-void check_ggml(const Library& ggml);
+void check_ggml(const Library& ggml, const Library& few_rows);
 void check_buddies(const Library& buddies);
 
 }  // namespace driver

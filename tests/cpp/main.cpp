@@ -22,7 +22,7 @@ int main(int num_arguments, char** arguments) {
     check_attention(few_rows);
     check_packing(quantised);
     check_quantised(quantised, few_rows);
-    check_ggml(ggml);
+    check_ggml(ggml, few_rows);
     check_buddies(buddies);
     std::printf(num_wrong == 0 ? "all is as it should be\n" : "%ld things are wrong\n", num_wrong);
     return num_wrong == 0 ? 0 : 1;

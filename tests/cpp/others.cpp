@@ -5,7 +5,10 @@
 namespace driver {
 namespace {
 
+using Bytes = std::vector<std::uint8_t>;
 using Unpack = void(int, int, const std::uint8_t*, long, bf16*);
+using MultiplyPacked = void(int, int, int, const bf16*, long, const std::uint8_t*, const bf16*,
+                            bf16*, long, long, long, long);
 
 // In the order of ggml.cpp: bytes and weights of a block.
 struct BlockType {
@@ -109,10 +112,39 @@ void substitute(const Library& library, const Routed& routed, unsigned has) {
     }
 }
 
+// Random bytes may be scales that are not numbers: variants differ in which.
+bool is_same(const Numbers& left, const Numbers& right) {
+    const auto same = [](bf16 a, bf16 b) {
+        return a == b || (std::isnan(lowtide::widen(a)) && std::isnan(lowtide::widen(b)));
+    };
+    return std::equal(left.begin(), left.end(), right.begin(), right.end(), same);
+}
+
+// By some threads as by one.
+void multiply_packed(const Library& ggml, int variant, int type, long num_rows) {
+    auto* multiply = ggml.function<MultiplyPacked>("lowtide_ggml_multiply");
+    const long num_k = 512, num_outs = 37;
+    Bytes w(num_outs * num_k / BLOCKS[type].size * BLOCKS[type].num_bytes);
+    for (auto& each : w) each = std::uint8_t(below(256));
+    const Numbers x = numbers(num_rows * num_k), bias = numbers(num_outs);
+    Numbers first;
+    for (int num_threads : THREADS) {
+        Numbers out(num_rows * num_outs, 7);
+        multiply(variant, num_threads, type, x.data(), num_k, w.data(), bias.data(), out.data(),
+                 num_outs, num_rows, num_outs, num_k);
+        if (num_threads == 1) first = out;
+        expect(is_same(out, first), "bits of a packed product", variant, type, num_rows);
+    }
+}
+
 }  // namespace
 
-void check_ggml(const Library& ggml) {
-    const int best = ggml.function<int()>("lowtide_best_ggml")();
+void check_ggml(const Library& ggml, const Library& few_rows) {
+    using RunTogether = void(int, long, void (*)(const void*, long), const void*);
+    using Team = void(RunTogether*);
+    ggml.function<Team>("lowtide_borrow_team")(
+        few_rows.function<RunTogether>("lowtide_run_together"));
+    const int best = ggml.function<int()>("lowtide_best_variant")();
     auto* unpack = ggml.function<Unpack>("lowtide_ggml_unpack");
     for (int type = 0; type < int(std::size(BLOCKS)); ++type)
         for (long num_blocks : {0, 1, 7}) {
@@ -123,9 +155,14 @@ void check_ggml(const Library& ggml) {
                 Numbers out(num_blocks * BLOCKS[type].size);
                 unpack(variant, type, stored.data(), num_blocks, out.data());
                 if (variant == 0) first = out;
-                expect(out == first, "bits of a block", variant, type, num_blocks);
+                expect(is_same(out, first), "bits of a block", variant, type, num_blocks);
             }
         }
+    auto* max_rows = ggml.function<long(int)>("lowtide_max_rows");
+    for (int type = 0; type < int(std::size(BLOCKS)); ++type)
+        for (int variant = 0; variant <= best; ++variant)
+            for (long num_rows : {0L, 1L, 5L, max_rows(variant)})
+                multiply_packed(ggml, variant, type, num_rows);
 }
 
 void check_buddies(const Library& buddies) {

@@ -42,7 +42,7 @@ struct Experts {
     long is_float32;  // the router's weights, product and logits
     const float* bias;  // of the choice, or null
     Choice choice;
-    const char *gate, *up, *down;
+    const bf16 *gate, *up, *down;
     long slot_bytes, width;
 };
 

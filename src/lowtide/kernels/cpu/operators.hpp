@@ -37,7 +37,7 @@ void lowtide_choose_experts(
 
 void lowtide_run_experts(
     int variant, int num_threads, const bf16* x, const std::int64_t* experts, const float* weights,
-    const std::int64_t* slots, const char* gate_w, const char* up_w, const char* down_w,
+    const std::int64_t* slots, const bf16* gate_w, const bf16* up_w, const bf16* down_w,
     long slot_bytes, bf16* parts, bf16* gate, bf16* up, float* out, long num_tokens, long k,
     long hidden, long width
 );
