@@ -171,6 +171,6 @@ def test_experts_at_once_are_experts_one_by_one(
             scratch = torch.empty(2, num_tokens * 20, width, dtype=torch.bfloat16)
             out = torch.empty(num_tokens, hidden)
             used = np.unique(experts.numpy())
-            at_once.run_layer(x, routing, used, ExpertBuffers(parts, *scratch), out)
+            at_once.run_layer(x, routing, used, ExpertBuffers(parts, *scratch), out, 0)
             torch.testing.assert_close(out, wanted, atol=2e-2 * wanted.abs().max(), rtol=2**-6)
-    at_once.run(np.empty((0, 3), np.int64), parts, *scratch)
+    at_once.run(np.empty((0, 3), np.int64), parts, *scratch, 0)
