@@ -15,17 +15,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
 import lowtide.profiles
 from lowtide.cli.answer import ask_live
 from lowtide.cli.app import app
+from lowtide.cli.command import errors_reported
 from lowtide.cli.conversation import Conversation
 from lowtide.cli.live import MASK, LiveView
 from lowtide.cli.prompt import parse_ids, read_prompt
 from lowtide.cli.report import answer_object, json_line, plan_object, speed_line
-from lowtide.cli.screen import FILE_WIDTH, printable, stdout_console
+from lowtide.cli.screen import FILE_WIDTH, printable, stderr_console, stdout_console
 from lowtide.cli.simulate import check_same_shape
 from lowtide.cli.text import TextWriter
 from lowtide.cli.turns import Turns
@@ -416,6 +418,39 @@ def test_ls_lists_what_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_pull_and_offline_exclude_each_other() -> None:
     assert "--offline" in refused("pull", "org/name", "--offline")
+
+
+def test_a_library_that_cannot_be_loaded_is_no_traceback(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(typer.Exit) as ended, errors_reported():
+        raise ImportError("libtorch_cpu.so: failed to map segment")
+    assert ended.value.exit_code == 1
+    assert "failed to map segment. Where memory" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_a_table_whose_reader_has_gone_ends_as_any_output_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    with pytest.raises(BrokenPipeError):
+        stdout_console().print("memory plan")
+
+
+def test_lines_break_between_words_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "word " * 40
+    for is_terminal in (False, True):
+        monkeypatch.setattr(sys, "stderr", io.StringIO())
+        monkeypatch.setenv("COLUMNS", "33")
+        monkeypatch.setenv("FORCE_COLOR" if is_terminal else "NO_COLOR", "1")
+        stderr_console().print(text.strip())
+        lines = sys.stderr.getvalue().splitlines()  # type: ignore[attr-defined]
+        assert len(lines) == (7 if is_terminal else 1)
+        assert all(line.strip().endswith("word") for line in lines)
 
 
 # the live view

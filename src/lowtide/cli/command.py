@@ -19,7 +19,7 @@ import typer
 from lowtide.cli.habits import show_all
 from lowtide.cli.main import EXIT_INTERRUPTED
 from lowtide.cli.options import OPTIONS, Group, Kind, Option, Settings, is_common, resolve
-from lowtide.cli.screen import printable
+from lowtide.cli.screen import printable, stderr_console
 from lowtide.errors import ConfigError, LowtideError, UsageError
 
 _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -87,11 +87,20 @@ def errors_reported(wants_json: bool = False, is_verbose: bool = False) -> Itera
             traceback.print_exception(error)
         if wants_json:
             typer.echo(json.dumps({"error": {"type": type(error).__name__, "message": str(error)}}))
-        typer.echo(f"lowtide: {printable(str(error))}", err=True)
+        stderr_console().print(f"lowtide: {printable(str(error))}")
         is_usage = isinstance(error, UsageError | ConfigError)
         raise typer.Exit(EXIT_USAGE if is_usage else EXIT_FAILURE) from error
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
+    except ImportError as error:
+        if is_verbose:
+            traceback.print_exception(error)
+        stderr_console().print(
+            f"lowtide: A library cannot be loaded: {printable(str(error))}. Where memory or open "
+            "files are limited (ulimit -v, ulimit -n) raise the limit, else install lowtide anew; "
+            "-v shows where."
+        )
+        raise typer.Exit(EXIT_FAILURE) from error
     except BrokenPipeError:
         close_stdout()
         raise typer.Exit(EXIT_BROKEN_PIPE) from None

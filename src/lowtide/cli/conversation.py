@@ -29,8 +29,8 @@ LEAST_ANSWER_TOKENS = 64
 HELP = """\
 /help               this
 /clear              forget the conversation
-/system TEXT        tell the model something first (without TEXT: what it is told)
-/set NAME VALUE     a parameter of answers, such as temperature 0.7 (without: those in force)
+/system TEXT        tell the model something first; without TEXT: what it is told
+/set NAME VALUE     change answers, such as temperature 0.7; without: those in force
 /stats              what the engine did so far
 /bye                leave, as Ctrl-D does
 \"\"\"                 begins and ends a message of several lines
@@ -92,10 +92,10 @@ class Conversation:
         try:
             action(text)
         except LowtideError as error:
-            self._err.print(f"lowtide: {printable(str(error))}", style="red", soft_wrap=True)
+            self._err.print(f"lowtide: {printable(str(error))}", style="red")
 
     def _say(self, text: str) -> None:
-        self._err.print(printable(text), style="dim", soft_wrap=True)
+        self._err.print(printable(text), style="dim")
 
     # Commands
 

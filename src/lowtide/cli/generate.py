@@ -79,7 +79,7 @@ def generate(
     answer, stats = _on_screen(model, question, params, settings)
     if not settings.flag("quiet"):
         line = speed_line(answer.usage, stats, answer.generation_s)
-        stderr_console().print(line, soft_wrap=True)
+        stderr_console().print(line)
 
 
 def _as_json(model: str, question: Question, params: SamplingParams, settings: Settings) -> str:
@@ -118,7 +118,7 @@ def show_plan(plan: MemoryPlan, model: str, settings: Settings) -> None:
         console.print(plan_table(plan))
         console.print(outlook(plan, model))
     elif not settings.flag("quiet"):
-        console.print(plan_line(plan, model), soft_wrap=True)
+        console.print(plan_line(plan, model))
 
 
 def show_passes(llm: LLM, num_tokens: int) -> None:

@@ -65,7 +65,7 @@ class LiveView:
         self._live.update(Text(), refresh=True)
         self._live.stop()
         if self._pending:
-            self._live.console.print(Text(printable(self._pending)))
+            self._print(self._pending)
 
     @property
     def text(self) -> str:
@@ -106,9 +106,13 @@ class LiveView:
     def _advance(self, text: str) -> None:
         lines, newline, self._pending = (self._pending + text).rpartition("\n")
         if newline:
-            self._live.console.print(Text(printable(lines)))
+            self._print(lines)
             self._printed += lines + newline
         self._draw(is_due=True)
+
+    def _print(self, text: str) -> None:
+        """For good: as it is, since somebody may copy it from the terminal."""
+        self._live.console.print(Text(printable(text)), soft_wrap=True)
 
     def _draw(self, is_due: bool) -> None:
         if not is_due:

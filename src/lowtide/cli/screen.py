@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from types import TracebackType
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import (
@@ -33,7 +34,7 @@ def stdout_console() -> Console:
 
     Where that is no terminal, tables have room for their columns.
     """
-    console = Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
+    console = _console(sys.stdout)
     if not console.is_terminal:
         console.width = max(console.width, FILE_WIDTH)
     return console
@@ -41,7 +42,21 @@ def stdout_console() -> Console:
 
 def stderr_console() -> Console:
     """A console on standard error: everything that accompanies an answer."""
-    return Console(file=sys.stderr, highlight=False, markup=False)
+    return _console(sys.stderr)
+
+
+class _Console(Console):
+    """One that leaves it to the command to say that its reader has gone."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+def _console(file: TextIO) -> Console:
+    """Lines are broken between words on a terminal, and nowhere else."""
+    console = _Console(file=file, highlight=False, markup=False, emoji=False)
+    console.soft_wrap = not console.is_terminal
+    return console
 
 
 class ProgressBars:

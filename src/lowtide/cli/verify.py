@@ -57,8 +57,8 @@ def verify(model: ModelName, *, settings: Settings) -> None:
     else:
         stdout_console().print(_table(verdicts))
         if agreement is not None:
-            stdout_console().print(_agreement_line(agreement), soft_wrap=True)
-        stdout_console().print(_verdict_line(verdicts), soft_wrap=True)
+            stdout_console().print(_agreement_line(agreement))
+        stdout_console().print(_verdict_line(verdicts))
     if not is_kept:
         raise typer.Exit(EXIT_FAILURE)
 

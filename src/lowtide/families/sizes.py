@@ -15,12 +15,14 @@ class SynthSize:
     """One checkpoint that can be made.
 
     config: what `config.json` will hold. eos_token_id: the first of the special tokens, which
-    end the vocabulary. max_shard_bytes: of one file's tensors.
+    end the vocabulary. max_shard_bytes: of one file's tensors. hub_id: the published model that
+    has this size, if one has.
     """
 
     config: Mapping[str, Any]
     eos_token_id: int
     max_shard_bytes: int
+    hub_id: str | None = None
 
 
 @cache
@@ -33,4 +35,4 @@ def read_sizes(package: str) -> Mapping[str, SynthSize]:
 def _size(published: Mapping[str, Any], size: Mapping[str, Any]) -> SynthSize:
     config = {**published, **size["config"]}
     eos_token_id = size.get("eos_token_id", config.get("eos_token_id"))
-    return SynthSize(config, eos_token_id, size["max_shard_bytes"])
+    return SynthSize(config, eos_token_id, size["max_shard_bytes"], size.get("hub_id"))

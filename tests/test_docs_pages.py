@@ -1,0 +1,86 @@
+"""Pages for people in trouble and in doubt: what they quote and name is so; README leads to all."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from lowtide import errors
+from lowtide.errors import LowtideError
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+TROUBLE = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+VARIES = "…"
+
+
+def sections(page: str) -> dict[str, str]:
+    parts = re.split(r"^## (.+)$", page, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def messages() -> list[str]:
+    """All strings of the package, `…` for what is put into them."""
+    found = []
+    for path in sorted((ROOT / "src" / "lowtide").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (p.value if isinstance(p, ast.Constant) else VARIES for p in node.values)
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_every_error_has_a_section_and_its_kind() -> None:
+    told = sections(TROUBLE)
+    kinds = [k for _, k in inspect.getmembers(errors, inspect.isclass)]
+    assert len(kinds) > 5
+    for kind in kinds:
+        assert issubclass(kind, LowtideError) and kind.__name__ in told
+        [parent] = kind.__bases__
+        if parent not in (LowtideError, Exception):
+            assert f"`{parent.__name__}`" in told[kind.__name__]
+    assert {name for name in told if name.endswith("Error")} == {k.__name__ for k in kinds}
+
+
+def test_quoted_messages_are_the_program_s() -> None:
+    quoted = re.findall(r"^\| `([^`]+)` \|", TROUBLE, flags=re.MULTILINE)
+    assert len(quoted) > 20
+    known = "\n".join(messages())
+    for message in quoted:
+        pattern = "[^\n]*".join(map(re.escape, message.split(VARIES)))
+        assert re.search(pattern, known), message
+
+
+def test_words_are_in_order_and_none_is_told_twice() -> None:
+    page = (DOCS / "glossary.md").read_text(encoding="utf-8")
+    words = re.findall(r"^- \*\*(.+?)\*\*", page, flags=re.MULTILINE)
+    assert words == sorted(words, key=str.lower) and len(set(words)) == len(words)
+    wanted = "ring slot resident home drift tau budget demand placement"
+    assert {*wanted.split(), "hit rate"} <= {word.lower() for word in words}
+
+
+def test_readme_leads_to_every_page() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    missing = [page.name for page in DOCS.glob("*.md") if f"(docs/{page.name})" not in readme]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=str)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        name, _, anchor = target.partition("#")
+        if "://" in target:
+            continue
+        path = (page.parent / name).resolve() if name else page
+        assert path.exists(), target
+        if anchor and path.suffix == ".md":
+            titles = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+            anchors = {re.sub(r"[^\w\- ]", "", t.lower()).replace(" ", "-") for t in titles}
+            assert anchor in anchors, target
