@@ -7,8 +7,8 @@ process of their own each. lowtide reads past the page cache, whose pages are dr
 pass of transformers. llama.cpp, which maps its weights, is compared in `larger_than_memory.py`: a
 model as small as this one stays in memory under every limit that the process itself fits in.
 
-The same file in llama.cpp's own types (`--types`), stored by llama.cpp: lowtide exactly, and with
-rows of 8 bits as llama.cpp always has them.
+The same file in llama.cpp's own types (`--types`), stored by llama.cpp, whose rows are always of 8
+bits: lowtide with exact rows; and beside it lowtide's own format of as many bits with rows of 8.
 
 Answers are not compared here: in bfloat16 every engine rounds elsewhere, and the random weights of
 `synth` make other tokens of that. `tests/test_llm_oracle.py` compares logits in float32. On a busy
@@ -50,6 +50,8 @@ from lowtide.plan import MemoryPlan
 Opener = Callable[[], AbstractContextManager[Lane]]
 
 LANES = ("lowtide", "reference", "transformers", "llama.cpp")
+
+_OWN = {"Q8_0": "q8", "Q4_0": "q4"}
 
 
 def main() -> None:
@@ -100,9 +102,19 @@ def _packed(
     context = _context(options)
     openers: dict[str, Opener] = {
         "lowtide": partial(open_lowtide, gguf, context, None, "resident"),
-        "lowtide, int8": partial(open_lowtide, gguf, context, None, "resident", activations="int8"),
-        "llama.cpp": partial(open_llama_cpp, gguf, context, drops=False),
+        "llama.cpp": partial(open_llama_cpp, gguf, context, maps=False),
     }
+    if kind in _OWN:
+        name = f"lowtide, {_OWN[kind]} and int8"
+        openers[name] = partial(
+            open_lowtide,
+            folder,
+            context,
+            None,
+            "resident",
+            format=_OWN[kind],
+            activations="int8",
+        )
     rows = _race(openers, folder, options)
     _record(
         recorder,
@@ -189,7 +201,7 @@ def _gguf(folder: Path, lanes: Sequence[str], recorder: Recorder) -> Path | None
 def _open(name: str, folder: Path, gguf: Path | None, context: int) -> AbstractContextManager[Lane]:
     if name in ("lowtide", "reference"):
         kernels = "auto" if name == "lowtide" else name
-        return open_lowtide(folder, context, None, "resident", kernels)
+        return open_lowtide(folder, context, None, "resident", kernels=kernels)
     if name == "transformers":
         return open_transformers(folder, None)
     if gguf is None:

@@ -146,16 +146,14 @@ def open_lowtide(
     context: int,
     budget_bytes: int | None,
     policy: str,
-    kernels: str = "auto",
-    activations: str = OWN_FORMAT,
+    **others: str,
 ) -> Iterator[Lane]:
-    """`budget_bytes`: None keeps all experts in memory."""
+    """`budget_bytes`: None keeps all experts in memory. others: of `EngineConfig`."""
     options = EngineConfig(
         host_memory="auto" if budget_bytes is None else budget_bytes,
         context=context,
         policy=policy,
-        kernels=kernels,
-        activations=activations,
+        **others,  # type: ignore[arg-type]
     )
     with loaded_engine(str(model), options) as engine:
         yield Lowtide(engine)
