@@ -28,7 +28,7 @@ from torch import Tensor
 from lowtide.engine.opening import EngineConfig, open_model
 from lowtide.errors import StorageError, UnsupportedError
 from lowtide.kernels import choice
-from lowtide.kernels.choice import choose_kernels
+from lowtide.kernels.choice import choose_kernels, possible_names
 from lowtide.kernels.compiled import CompiledKernels
 from lowtide.kernels.cpu.few_rows import VARIANTS, FewRows, num_variants
 from lowtide.kernels.cpu.library import FEW_ROWS, load_library
@@ -608,6 +608,14 @@ def test_who_stops_a_compiler_leaves_nothing_of_it(
     with suppress(psutil.NoSuchProcess):
         while psutil.Process(at_work).status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.01)
+
+
+@pytest.mark.parametrize("option", ["auto", "reference"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_costs_are_looked_for_under_the_name_that_they_are_kept_under(
+    option: str, dtype: torch.dtype
+) -> None:
+    assert choose_kernels(option, dtype).name in possible_names(option, dtype)
 
 
 def test_without_a_compiler_torch_multiplies(

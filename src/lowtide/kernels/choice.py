@@ -10,11 +10,11 @@ import torch
 
 from lowtide.errors import StorageError, UnsupportedError
 from lowtide.formats.convert import Pack, pack
-from lowtide.kernels.compiled import CompiledKernels
+from lowtide.kernels.compiled import CompiledKernels, compiled_name
 from lowtide.kernels.compiled_ggml import PackedKernels
 from lowtide.kernels.compiled_quantised import QuantisedKernels
 from lowtide.kernels.cpu.buddies import CompiledBuddies
-from lowtide.kernels.cpu.few_rows import FewRows
+from lowtide.kernels.cpu.few_rows import VARIANTS, FewRows
 from lowtide.kernels.cpu.ggml import GgmlOperators
 from lowtide.kernels.cpu.quantised import QuantisedOperators
 from lowtide.kernels.reference import REFERENCE, Kernels
@@ -61,7 +61,7 @@ def possible_names(option: str, dtype: torch.dtype) -> tuple[str, ...]:
     """Names of the host's kernels that `choose_kernels` may give, best first; compiles nothing."""
     if option == "reference" or dtype != torch.bfloat16:
         return (REFERENCE.name,)
-    return CompiledKernels.name, REFERENCE.name
+    return *map(compiled_name, reversed(VARIANTS)), REFERENCE.name
 
 
 @functools.cache

@@ -24,11 +24,16 @@ from lowtide.kernels.reference import Kernels
 from lowtide.memory.workspace import Buffers
 
 
+def compiled_name(variant: str) -> str:
+    """`Kernels.name` of one of `VARIANTS`."""
+    return f"compiled, {variant}"
+
+
 class CompiledKernels(Kernels):
     """Operators of C++ wherever `FewRows` takes the rows."""
 
     def __init__(self, few_rows: FewRows, rounds_rows: bool = False) -> None:
-        super().__init__(rounds_rows, f"compiled, {few_rows.variant}")
+        super().__init__(rounds_rows, compiled_name(few_rows.variant))
         self._few_rows = few_rows
         self.several_experts = few_rows
 
