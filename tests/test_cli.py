@@ -750,6 +750,18 @@ def test_a_closed_pipe_and_ctrl_c_end_quietly(happens: str, code: int) -> None:
     assert (result.returncode, result.stderr) == (code, "")
 
 
+def test_a_library_that_cannot_be_loaded_is_told_and_a_fault_of_ours_is_not_hidden(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(typer.Exit), errors_reported(wants_json=True):
+        raise ImportError("libmkl.so: cannot map", name="torch._C")
+    out, err = capsys.readouterr()
+    assert json.loads(out)["error"]["type"] == "ImportError"
+    assert err.startswith("lowtide: A library cannot be loaded: libmkl.so: cannot map.")
+    with pytest.raises(ModuleNotFoundError), errors_reported():
+        raise ModuleNotFoundError("No module named 'lowtide.nowhere'", name="lowtide.nowhere")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_behind_standard_output_is_told_in_one_line() -> None:
     program_text = (

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from lowtide.cli.app import app
 from lowtide.cli.format_table import faster_line
+from lowtide.lab.pack import pack
 from lowtide.lab.synth import synth
 from lowtide.llm import plan_in_full, plan_model
 from lowtide.plan import FormatPlan, WeightFormats, faster_format
@@ -37,6 +38,13 @@ def test_the_rows_are_the_plans_in_those_formats(folder: Path) -> None:
         assert row.weight_bytes == held
     shares = [row.resident_share for row in found.by_format]
     assert shares == sorted(shares) and shares[0] < shares[2]
+
+
+def test_a_format_that_weights_are_stored_in_is_no_row_of_its_own(
+    folder: Path, tmp_path: Path
+) -> None:
+    packed = pack(folder, tmp_path / "packed", format="q4")
+    assert [row.format for row in plan_in_full(packed, context=64).by_format] == ["own"]
 
 
 def test_a_plan_ends_with_the_table_and_begins_with_what_is_faster(folder: Path) -> None:

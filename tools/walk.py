@@ -5,7 +5,7 @@ python tools/walk.py           # 2 to 3 minutes of a quiet machine
 Every command of the page is run, in its order, in a pseudo-terminal with an empty home: once with
 80 columns, whose output becomes the page's, and once with 120. What was printed at both widths is
 kept in docs/guide.json; a test compares the page with it. Ends with an error where a command does
-not end as the page says it does, or writes a line that is wider than the terminal.
+not end as the page says it does.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _printed(step: Step, columns: int, home: Path, environment: Mapping[str, str
         text = done.screen(columns).text()
         if done.exit_code != (int(expected[1]) if expected else 0):
             raise SystemExit(f"{command} ended with {done.exit_code}:\n{text}")
-        shown.append(text)
+        shown.append(text.replace(str(home), "~"))
     return "\n".join(shown)
 
 

@@ -86,20 +86,24 @@ def errors_reported(wants_json: bool = False, is_verbose: bool = False) -> Itera
         if is_verbose:
             traceback.print_exception(error)
         if wants_json:
-            typer.echo(json.dumps({"error": {"type": type(error).__name__, "message": str(error)}}))
+            _print_error_object(error, str(error))
         stderr_console().print(f"lowtide: {printable(str(error))}")
         is_usage = isinstance(error, UsageError | ConfigError)
         raise typer.Exit(EXIT_USAGE if is_usage else EXIT_FAILURE) from error
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except ImportError as error:
+        if (error.name or "").partition(".")[0] == "lowtide":
+            raise
         if is_verbose:
             traceback.print_exception(error)
-        stderr_console().print(
-            f"lowtide: A library cannot be loaded: {printable(str(error))}. Where memory or open "
-            "files are limited (ulimit -v, ulimit -n) raise the limit, else install lowtide anew; "
-            "-v shows where."
+        message = (
+            f"A library cannot be loaded: {error}. Where memory or open files are limited "
+            "(ulimit -v, ulimit -n) raise the limit, else install lowtide anew; -v shows where."
         )
+        if wants_json:
+            _print_error_object(error, message)
+        stderr_console().print(f"lowtide: {printable(message)}")
         raise typer.Exit(EXIT_FAILURE) from error
     except BrokenPipeError:
         close_stdout()
@@ -111,6 +115,10 @@ def errors_reported(wants_json: bool = False, is_verbose: bool = False) -> Itera
         close_stdout()
         typer.echo(f"lowtide: Standard output cannot be written: {error.strerror}.", err=True)
         raise typer.Exit(EXIT_FAILURE) from None
+
+
+def _print_error_object(error: Exception, message: str) -> None:
+    typer.echo(json.dumps({"error": {"type": type(error).__name__, "message": message}}))
 
 
 def close_stdout() -> None:

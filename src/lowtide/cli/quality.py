@@ -197,9 +197,9 @@ def _table(model: str, report: Report) -> Table:
 
     title = f"{model}, {report.device}, lowtide {__version__}"
     table = Table(title=title, title_justify="left", title_style="bold")
-    table.add_column("setting", min_width=16)  # wraps, so that numbers need not
+    table.add_column("setting", min_width=10)  # wraps, so that numbers need not
     for name in _columns(report):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
     best = iter(points(report.rows))
     for row in report.rows:
         if row.reason:

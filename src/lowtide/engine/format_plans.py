@@ -23,7 +23,7 @@ def plan_by_format(opened: OpenModel) -> tuple[FormatPlan, ...]:
 
 
 def _plan_in(opened: OpenModel, name: str) -> FormatPlan | None:
-    """None where the weights are not made into this format."""
+    """None where the weights are not made into this format, or are stored in it."""
     options = replace(
         opened.options, format=name, expert_dtype=None, dense_dtype=None, activations=OWN_FORMAT
     )
@@ -35,6 +35,8 @@ def _plan_in(opened: OpenModel, name: str) -> FormatPlan | None:
         num_experts = opened.config.moe_shape.num_experts * opened.config.num_moe_layers
         slot_bytes = 0 if opened.config.experts is None else opened.slot_layout.num_bytes
         weight_bytes = opened.dense.num_bytes + num_experts * slot_bytes
+        if name != OWN_FORMAT and not opened.is_rounded_as_read:
+            return None
     except UnsupportedError:
         return None
     try:

@@ -47,7 +47,7 @@ def read(fields: Fields, origin: Origin) -> ModelConfig:
 
 
 def _is_mxfp4(fields: Fields, expert_size: int) -> bool:
-    """Whether experts are published in MXFP4, which is unpacked as they are read."""
+    """Whether experts are published in MXFP4."""
     quantised = fields.raw("quantization_config")
     if quantised is None:
         return False
