@@ -115,6 +115,29 @@ def test_rows_are_those_of_the_whole(name: str, tmp_path: Path) -> None:
     assert torch.equal(out, made.weights[middle][2:5])
 
 
+def test_as_many_rows_as_there_are_blocks_have_their_own_scales(tmp_path: Path) -> None:
+    made = fp8((512, 256), 11)  # 4 rows of blocks
+    write(tmp_path, made)
+    matrix = read(tmp_path, "FP8 of 128 by 128 to a F32 scale", None, 1 << 20)
+    part = matrix.rows(slice(128, 132)).rows(slice(1, 3))
+    out = torch.empty(part.shape)
+    part.unpack(out)
+    assert torch.equal(out, made.weights[129:131])
+
+
+def test_experts_that_are_rounded_in_some_layers_alone_are_refused(
+    source: Path, tmp_path: Path
+) -> None:
+    folder, plain = write_rounded(source, tmp_path, "compressed-tensors")
+    weights, others = (load_file(each / "model.safetensors") for each in (folder, plain))
+    first = "model.layers.0.mlp.experts."
+    mixed = {name: x for name, x in weights.items() if not name.startswith(first)}
+    mixed |= {name: x for name, x in others.items() if name.startswith(first)}
+    save_file(mixed, folder / "model.safetensors")
+    with pytest.raises(UnsupportedError, match="in all layers alike or in none"):
+        plan_model(folder, context=64)
+
+
 def test_every_byte_of_float8_is_the_number_that_torch_has() -> None:
     numbers = np.arange(256, dtype=np.uint8)
     expected = torch.from_numpy(numbers).view(torch.float8_e4m3fn).float()
@@ -146,6 +169,7 @@ def test_a_model_has_the_logits_of_its_dequantised_weights(
     assert (found - expected).abs().max() <= 2e-4 * expected.abs().max()
     plan, plain_plan = plan_model(folder, context=64), plan_model(plain, context=64)
     assert not plan.formats.is_own and plain_plan.formats.is_own
+    assert "rounded as they are read" not in plan.reason
     assert plan.host.slot_bytes < plain_plan.host.slot_bytes / (3.5 if name == "fp8" else 5)
     assert torch.equal(logits(folder, host_memory=plan.minimum_bytes), found), "any budget"
     unpacked = logits(folder, expert_dtype="float32", dense_dtype="float32")

@@ -80,7 +80,7 @@ def expert_formats(
     if table.targets is not None:
         raise UnsupportedError(
             f"Experts in {asked.experts}: this model's matrices are not stored row by row, each by "
-            "itself, and have biases; choose dense_dtype for all else."
+            "itself; choose dense_dtype for all else."
         )
     return [(chosen,) * 3] * len(table.layers)
 
@@ -114,7 +114,8 @@ def dense_formats(
 def rounds(asked: Asked, dense: Mapping[str, MatrixFormat], weight_map: WeightMap) -> bool:
     """Whether weights are rounded as they are read, to the formats asked for and `dense`, the
     answer of `dense_formats`."""
-    if any(weight_map.dense[name].dtype != each.name for name, each in dense.items()):
+    is_changed = any(weight_map.dense[name].dtype != each.name for name, each in dense.items())
+    if asked.dense in QUANTISED and is_changed:
         return True
     stored = {each.name for layer in weight_map.experts.layers for each in layer.formats}
     return asked.experts in QUANTISED and bool(stored - {asked.experts})

@@ -131,7 +131,7 @@ class Arranged(MatrixFormat):
     ) -> None:
         """Writes some units into the sections of the whole matrix; stored: theirs, of each tensor.
 
-        Raises CheckpointError, without the matrix's name, for what cannot be so."""
+        Raises UnsupportedError, without the matrix's name, for what is not read."""
 
     def ranges(self, shape: Shape, most_bytes: int) -> Iterator[tuple[range, list[slice]]]:
         """All units, some at a time, and their bytes in each tensor: at most so many if it can
@@ -155,7 +155,7 @@ class Arranged(MatrixFormat):
 class SectionedMatrix:
     """A matrix [out, in] in host memory, or some rows of one."""
 
-    __slots__ = ("format", "shape", "_numbers", "_of_all", "_sections")
+    __slots__ = ("format", "shape", "_by_row", "_numbers", "_of_all", "_sections")
 
     def __init__(
         self,
@@ -163,12 +163,16 @@ class SectionedMatrix:
         sections: tuple[Tensor, ...],
         shape: Shape,
         numbers: Tensor | None = None,
-        num_rows_of_all: int | None = None,
+        whole: SectionedMatrix | None = None,
     ) -> None:
-        """sections: [rows, bytes]; numbers: of the rows in the whole matrix, all of it if None."""
+        """sections: [rows, bytes]; numbers: of the rows in the `whole` matrix, if not all of it."""
         self.format, self.shape = stored, shape
         self._sections, self._numbers = sections, numbers
-        self._of_all = shape[0] if num_rows_of_all is None else num_rows_of_all
+        self._of_all: int = shape[0] if whole is None else whole._of_all
+        # A part of the rows may be as many as there are of something else: told by the whole.
+        self._by_row: tuple[bool, ...] = (
+            tuple(len(each) == shape[0] for each in sections) if whole is None else whole._by_row
+        )
 
     @property
     def nbytes(self) -> int:
@@ -184,10 +188,11 @@ class SectionedMatrix:
         numbers = torch.arange(self._of_all) if self._numbers is None else self._numbers
         chosen = numbers[features]
         sections = tuple(
-            each[features] if len(each) == self.shape[0] else each for each in self._sections
+            each[features] if is_by_row else each
+            for each, is_by_row in zip(self._sections, self._by_row, strict=True)
         )
         shape = (len(chosen), *self.shape[1:])
-        return SectionedMatrix(self.format, sections, shape, chosen, self._of_all)
+        return SectionedMatrix(self.format, sections, shape, chosen, self)
 
     def unpack(self, out: Tensor) -> None:
         import torch

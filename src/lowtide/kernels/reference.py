@@ -7,6 +7,7 @@ write into buffers that they are given or take from the workspace, and allocate 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -79,10 +80,15 @@ class Kernels:
             self.multiply(x, matrix.t(), bias, out, num_threads)
         elif x.is_meta:
             return
-        elif self.rounds_rows and isinstance(matrix, QuantisedMatrix):
+        elif self.rounds(matrix):
             int8_rows.multiply(x, matrix, bias, out)
         else:
             stored.multiply(self, x, matrix, bias, out)
+
+    def rounds(self, matrix: Matrix) -> TypeGuard[QuantisedMatrix]:
+        """Whether rows are rounded to int8 before they are multiplied with `matrix`: then a row's
+        bits do not depend on how many there are."""
+        return self.rounds_rows and isinstance(matrix, QuantisedMatrix)
 
     def unpack(self, matrix: StoredMatrix, out: Tensor) -> None:
         """`StoredMatrix.unpack`."""

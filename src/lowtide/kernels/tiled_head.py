@@ -283,7 +283,7 @@ class _Reduction:
     def _multiply(self, x: Tensor, columns: slice, out: Tensor) -> None:
         weight = rows_of(self._weight, columns)
         for rows in _row_tiles(x.shape[0], TILE_ROWS):
-            if isinstance(weight, Tensor):
+            if isinstance(weight, Tensor) or self._kernels.rounds(weight):
                 self._kernels.multiply_by(x[rows], weight, out[rows])
             else:  # never by what takes few rows: 16 and 32 are rounded alike
                 stored.multiply(self._kernels, x[rows], weight, None, out[rows])

@@ -319,6 +319,11 @@ def _find_parts(
     source: PartSource, layer: int, num_experts: int, checkpoint: Checkpoint
 ) -> _FoundParts:
     first = _find(source.spec(layer, 0), checkpoint)
+    if first.tensors:
+        raise UnsupportedError(
+            f"{source.spec(layer, 0).name} is stored as {first.dtype}, but experts of the first "
+            "such layer are not; experts must be rounded in all layers alike or in none."
+        )
     found = _FoundParts(first.dtype, first.num_bytes // source.num_parts, [], [])
     previous: TensorSpec | None = None
     for expert in range(num_experts):
@@ -334,7 +339,7 @@ def _find_expert(spec: TensorSpec, dtype: str, checkpoint: Checkpoint) -> Tensor
     entry = _find(spec, checkpoint)
     if entry.dtype != dtype:
         raise UnsupportedError(
-            f"Tensor {spec.name} is of type {entry.dtype}, but of another expert of its layer it "
-            f"is {dtype}; the experts of a layer must be of one type."
+            f"Tensor {spec.name} is of type {entry.dtype}, but of another expert it is {dtype}; "
+            "the experts of a layer, and of a rounded checkpoint all, must be of one type."
         )
     return entry

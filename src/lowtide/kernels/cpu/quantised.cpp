@@ -17,10 +17,12 @@ struct Exact {
     int variant, plain = plain_variant(variant);
 
     std::uint64_t inputs = 0;
+    long num_inputs = 0;
 
     // Rows that begin at different places, or are prepared anew, are other inputs.
     void prepare(const bf16*, long, long first, long num_rows, long, int) {
-        inputs = new_inputs(first + num_rows);
+        num_inputs = std::max(num_inputs, first + num_rows);
+        inputs = new_inputs(num_inputs);
     }
 
     void multiply(const RowsTimes& p) const {
