@@ -21,7 +21,7 @@ from lowtide.engine.prediction import even_demand, predictor_of, published_pass
 from lowtide.hardware.kept_rates import keep_rates, kept_rates, rates_path
 from lowtide.hardware.machine import LAYERS, Machine, Rate, this_machine
 from lowtide.lab.synth import synth
-from lowtide.llm import plan_model
+from lowtide.llm import plan_in_full, plan_model
 from lowtide.plan import Basis, MemoryPlan, Prediction, TierPlan
 
 GIB = 1 << 30
@@ -214,3 +214,22 @@ def test_a_budget_that_fits_the_machine_but_not_what_is_free_is_a_warning(
     plan = plan_model(folders["llada"], device="cpu", host_memory="1GiB")
     assert "1000 B are free now" in plan.reason
     assert plan.advised_bytes == 0 and "advised" not in outlook(plan, "m")
+
+
+def test_speeds_by_format_rest_on_the_same(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Times of the experts as they are stored say nothing beside rates of the machine."""
+    folder = folders["qwen3_moe"]
+    keep_rates(this_machine(), RATES)
+    by_rates = plan_in_full(folder, context=64).by_format
+    slow = Curve([(1, 1.0)])
+    costs = Costs(1, 0.0, slow, slow, Curve([(1, 0.0)]), 0.0, disk_read_s=3.0)
+    monkeypatch.setattr(
+        prediction,
+        "_kept_costs",
+        lambda opened, *rest: costs if opened.options.format in (None, "own") else None,
+    )
+    found = plan_model(folder, context=64).prediction
+    assert found is not None and found.rests_on is Basis.EXPERTS
+    assert plan_in_full(folder, context=64).by_format == by_rates

@@ -3,26 +3,54 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from lowtide.engine.device import resolve_device
 from lowtide.engine.opening import OpenModel
 from lowtide.engine.planning import make_plan
+from lowtide.engine.prediction import machine_predictor
 from lowtide.engine.weight_formats import QUANTISED
 from lowtide.errors import PlanError, UnsupportedError
-from lowtide.plan import OWN_FORMAT, FormatPlan
+from lowtide.plan import OWN_FORMAT, FormatPlan, MemoryPlan
 
 FORMATS = (OWN_FORMAT, *QUANTISED)
+
+
+class _InFormat(NamedTuple):
+    """A model in one format; plan: None where not even the least fits."""
+
+    name: str
+    weight_bytes: int
+    opened: OpenModel
+    plan: MemoryPlan | None
 
 
 def plan_by_format(opened: OpenModel) -> tuple[FormatPlan, ...]:
     """For each format that this model's weights can be in; no weight is read.
 
-    What a pass takes beside weights does not go by their format, so it is registered once.
+    Speeds rest on the same: on times of the experts where those of all formats were measured, else
+    on this machine's rates.
     """
-    return tuple(filter(None, (_plan_in(opened, name) for name in FORMATS)))
+    found = [each for name in FORMATS if (each := _in_format(opened, name)) is not None]
+    predictions = [each.plan.prediction for each in found if each.plan is not None]
+    is_alike = len({each.rests_on for each in predictions if each is not None}) <= 1
+    return tuple(_row(each, is_alike) for each in found)
 
 
-def _plan_in(opened: OpenModel, name: str) -> FormatPlan | None:
+def _row(found: _InFormat, is_alike: bool) -> FormatPlan:
+    plan = found.plan
+    if plan is None:
+        return FormatPlan(found.name, found.weight_bytes, None, None)
+    num_experts = plan.num_experts
+    share = sum(plan.residents_per_layer) / num_experts if num_experts else 1.0
+    prediction = plan.prediction
+    if not is_alike:
+        prediction = machine_predictor(found.opened, plan).prediction()
+    speed = None if prediction is None else prediction.tokens_per_s
+    return FormatPlan(found.name, found.weight_bytes, share, speed)
+
+
+def _in_format(opened: OpenModel, name: str) -> _InFormat | None:
     """None where the weights are not made into this format, or are stored in it."""
     options = replace(
         opened.options, format=name, expert_dtype=None, dense_dtype=None, activations=OWN_FORMAT
@@ -40,11 +68,6 @@ def _plan_in(opened: OpenModel, name: str) -> FormatPlan | None:
     except UnsupportedError:
         return None
     try:
-        plan = make_plan(opened)
+        return _InFormat(name, weight_bytes, opened, make_plan(opened))
     except PlanError:
-        return FormatPlan(name, weight_bytes, None, None)
-    share = sum(plan.residents_per_layer) / num_experts if num_experts else 1.0
-    prediction = plan.prediction
-    return FormatPlan(
-        name, weight_bytes, share, None if prediction is None else prediction.tokens_per_s
-    )
+        return _InFormat(name, weight_bytes, opened, None)

@@ -104,6 +104,12 @@ def predictor_of(opened: OpenModel, plan: MemoryPlan) -> Predictor | None:
     costs = None if opened.config.experts is None else _kept_costs(opened, plan, machine)
     if costs is not None:
         return Predictor(opened, plan, Basis.EXPERTS, _by_costs(opened, plan, costs, rates))
+    return machine_predictor(opened, plan)
+
+
+def machine_predictor(opened: OpenModel, plan: MemoryPlan) -> Predictor:
+    """What follows from this machine's rates alone, as if nothing were known of the experts."""
+    rates = {_kind(rate.name): rate.per_s for rate in kept_rates(this_machine())}
     if plan.gpu is None and MEMORY_READ in rates:
         return Predictor(opened, plan, Basis.MACHINE, _by_rates(opened, rates))
     return Predictor(opened, plan, Basis.NOTHING, lambda num_rows, demand: None)
