@@ -97,11 +97,11 @@ def decode(results: Results, page: Path) -> str:
 
 
 def ar_decode(results: Results, page: Path) -> str:
-    """One request, in memory and not: lowtide, transformers, llama.cpp."""
+    """One request: lowtide, transformers, llama.cpp; in memory, in llama.cpp's types, from disk."""
     run = results.newest("ar_decode")
     head = ("", "engine", "prompt, tokens/s", "decoding, tokens/s", "lowtide over it")
     rows: list[tuple[Line, tuple[Cell, ...]]] = []
-    for what in ("in memory", "50% of the experts in memory", "25% of the experts in memory"):
+    for what in ("in memory", "Q8_0", "Q4_0", "Q4_K_M", "50% of the experts in memory"):
         lanes = run.of(what)
         ours = next(line["each_decode"] for line in lanes if line["lane"] == "lowtide")
         for line in lanes:
