@@ -281,7 +281,9 @@ def test_experts_at_once_have_the_bits_of_one_by_one(
     for kernel in variants:
         expected = one_by_one(kernel)
         out = torch.full_like(expected, torch.nan)
-        kernel.run_experts(x, experts, weights, named, places, parts, gate, up, out, num_threads)
+        kernel.experts.run_experts(
+            x, experts, weights, named, places, parts, gate, up, out, num_threads
+        )
         assert torch.equal(out, expected)
 
 
@@ -329,7 +331,7 @@ def test_groups_at_once_have_the_bits_of_one_by_one(
     places = SlotPlaces(start, start + part_bytes, start + 2 * part_bytes, 3 * part_bytes)
     for kernel in variants:
         out = parts.clone()
-        kernel.gated_mlps(groups, places, out, gate, up, num_threads)
+        kernel.experts.gated_mlps(groups, places, out, gate, up, num_threads)
         assert torch.equal(out, one_by_one(kernel))
 
 

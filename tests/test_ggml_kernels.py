@@ -79,7 +79,7 @@ def test_products_are_those_of_rounded_weights(
             x = random(num_rows, num_k + 3, seed=1)[:, :num_k]
             for added in (None, bias):
                 out = torch.full((num_rows, num_outs + 1), 7.0, dtype=torch.bfloat16)
-                operators.multiply(x, matrix, added, out[:, :-1])
+                operators.matrix_call(matrix).multiply(x, added, out[:, :-1])
                 wanted = x.double() @ weights.double().t()
                 wanted += 0 if added is None else added.double()
                 torch.testing.assert_close(out[:, :-1].double(), wanted, atol=2e-4, rtol=2**-7)
@@ -96,17 +96,17 @@ def test_bits_depend_on_no_other_row_thread_or_piece(operators: GgmlOperators, n
     matrix, max_rows = matrix_of(stored, (1100, 768)), operators.max_rows
     x = random(max_rows, 768, seed=1)
     whole = torch.empty(max_rows, 1100, dtype=torch.bfloat16)
-    operators.multiply(x, matrix, None, whole, 1)
+    operators.matrix_call(matrix).multiply(x, None, whole, 1)
     for num_threads in (2, 5):
         again = torch.empty_like(whole)
-        operators.multiply(x, matrix, None, again, num_threads)
+        operators.matrix_call(matrix).multiply(x, None, again, num_threads)
         assert torch.equal(again, whole)
     for rows in (slice(3, 4), slice(1, 6), slice(0, max_rows - 1)):
         some = torch.empty_like(whole[rows])
-        operators.multiply(x[rows], matrix, None, some)
+        operators.matrix_call(matrix).multiply(x[rows], None, some)
         assert torch.equal(some, whole[rows])
     part = torch.empty(max_rows, 77, dtype=torch.bfloat16)
-    operators.multiply(x, matrix.rows(slice(13, 90)), None, part)
+    operators.matrix_call(matrix.rows(slice(13, 90))).multiply(x, None, part)
     assert torch.equal(part, whole[:, 13:90])
 
 

@@ -92,7 +92,7 @@ def test_bits_are_those_of_the_twin(
     TWIN.multiply_by(x, matrix, wanted, bias)
     for operators in variants:
         out = torch.full((num_rows, num_outs + 2), 7.0, dtype=torch.bfloat16)
-        operators.multiply(x, matrix, bias, out[:, :-2])
+        operators.matrix_call(matrix).multiply(x, bias, out[:, :-2])
         assert torch.equal(out[:, :-2], wanted), operators.name
         assert (out[:, -2:] == 7).all()
 
@@ -107,14 +107,14 @@ def test_bits_depend_on_no_other_row_thread_or_piece(
     for operators in variants:
         for num_threads in (1, 2, 5):
             again = torch.empty_like(whole)
-            operators.multiply(x, matrix, None, again, num_threads)
+            operators.matrix_call(matrix).multiply(x, None, again, num_threads)
             assert torch.equal(again, whole)
         for rows in (slice(3, 4), slice(1, 6), slice(2, 40)):
             some = torch.empty_like(whole[rows])
-            operators.multiply(x[rows], matrix, None, some)
+            operators.matrix_call(matrix).multiply(x[rows], None, some)
             assert torch.equal(some, whole[rows])
         part = torch.empty(70, 77, dtype=torch.bfloat16)
-        operators.multiply(x, matrix.rows(slice(13, 90)), None, part)
+        operators.matrix_call(matrix.rows(slice(13, 90))).multiply(x, None, part)
         assert torch.equal(part, whole[:, 13:90])
 
 
@@ -127,7 +127,7 @@ def test_what_is_nothing_or_not_finite(variants: list[QuantisedOperators], num_b
     assert (wanted[:2] == 0).all() and wanted[2:4].isnan().all()
     for operators in variants:
         out = torch.empty_like(wanted)
-        operators.multiply(x, matrix, None, out)
+        operators.matrix_call(matrix).multiply(x, None, out)
         torch.testing.assert_close(out, wanted, atol=0, rtol=0, equal_nan=True)
 
 

@@ -135,7 +135,7 @@ def test_products_are_those_of_rounded_weights(
         x = torch.from_numpy(random(num_rows, shape[1] + 3, seed=1)).bfloat16()[:, : shape[1]]
         for added in (None, bias):
             out = torch.full((num_rows, shape[0] + 1), 7.0, dtype=torch.bfloat16)
-            operators.multiply(x, matrix, added, out[:, :-1])
+            operators.matrix_call(matrix).multiply(x, added, out[:, :-1])
             wanted = x.double() @ exact.t() + (0 if added is None else added.double())
             torch.testing.assert_close(out[:, :-1].double(), wanted, atol=1e-4, rtol=2**-8)
             assert (out[:, -1] == 7).all()
@@ -148,17 +148,17 @@ def test_bits_depend_on_no_other_row_thread_or_piece(
     matrix = matrix_of(num_bits, (1100, 520))
     x = torch.from_numpy(random(MAX_FEW_ROWS, 520, seed=1)).bfloat16()
     whole = torch.empty(MAX_FEW_ROWS, 1100, dtype=torch.bfloat16)
-    operators.multiply(x, matrix, None, whole, 1)
+    operators.matrix_call(matrix).multiply(x, None, whole, 1)
     for num_threads in (2, 5):
         again = torch.empty_like(whole)
-        operators.multiply(x, matrix, None, again, num_threads)
+        operators.matrix_call(matrix).multiply(x, None, again, num_threads)
         assert torch.equal(again, whole)
     for rows in (slice(3, 4), slice(1, 6), slice(2, 15)):
         some = torch.empty_like(whole[rows])
-        operators.multiply(x[rows], matrix, None, some)
+        operators.matrix_call(matrix).multiply(x[rows], None, some)
         assert torch.equal(some, whole[rows])
     part = torch.empty(MAX_FEW_ROWS, 77, dtype=torch.bfloat16)
-    operators.multiply(x, matrix.rows(slice(13, 90)), None, part)
+    operators.matrix_call(matrix.rows(slice(13, 90))).multiply(x, None, part)
     assert torch.equal(part, whole[:, 13:90])
 
 

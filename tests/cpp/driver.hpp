@@ -16,11 +16,14 @@
 #include <random>
 #include <vector>
 
-#include "numbers.hpp"
+#include "signatures.hpp"
 
 namespace driver {
 
 using lowtide::bf16;
+using lowtide::ExpertsFunction;
+using lowtide::MlpsFunction;
+using lowtide::MultiplyFunction;
 using Numbers = std::vector<bf16>;
 using Floats = std::vector<float>;
 using Ids = std::vector<std::int64_t>;
@@ -115,6 +118,13 @@ struct Routed {
 };
 // Nobody, one expert for all, all experts for each, and what is usual.
 constexpr Routed ROUTED[] = {{0, 2, 4}, {1, 1, 1}, {5, 1, 1}, {3, 6, 6}, {8, 2, 17}, {1, 8, 32}};
+
+// The libraries that have no threads of their own work with those of `few_rows`.
+inline void lend_team(const Library& few_rows, const Library& other) {
+    using RunTogether = void(int, long, void (*)(const void*, long), const void*);
+    other.function<void(RunTogether*)>("lowtide_borrow_team")(
+        few_rows.function<RunTogether>("lowtide_run_together"));
+}
 
 void check_products(const Library& few_rows);
 void check_experts(const Library& few_rows);

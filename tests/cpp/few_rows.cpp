@@ -5,15 +5,8 @@
 namespace driver {
 namespace {
 
-using Multiply = void(int, int, const bf16*, long, const bf16*, const bf16*, bf16*, long, long,
-                      long, long);
 using GatedMlp = void(int, const bf16*, long, const bf16*, const bf16*, const bf16*, bf16*, bf16*,
                       bf16*, long, long, long, long);
-using GatedMlps = void(int, int, const std::int64_t*, long, const char*, const char*, const char*,
-                       long, bf16*, bf16*, bf16*, long, long);
-using RunExperts = void(int, int, const bf16*, const std::int64_t*, const float*,
-                        const std::int64_t*, const char*, const char*, const char*, long, bf16*,
-                        bf16*, bf16*, float*, long, long, long, long);
 
 struct Shape {
     long num_outs, num_k;
@@ -22,7 +15,7 @@ constexpr Shape SHAPES[] = {{1, 1}, {5, 31}, {16, 32}, {33, 130}, {17, 64}, {300
 constexpr long ROWS[] = {0, 1, 2, 3, 5, 8, 13, 17, 31, 32};
 constexpr long LARGE = 1 << 16;  // from so many weights on, some rows are enough
 
-void multiply(Multiply* call, int variant, long max_rows, const Shape& shape) {
+void multiply(MultiplyFunction* call, int variant, long max_rows, const Shape& shape) {
     const auto [num_outs, num_k] = shape;
     const Numbers w = numbers(num_outs * num_k), bias = numbers(num_outs);
     for (long num_rows : ROWS) {
@@ -32,7 +25,7 @@ void multiply(Multiply* call, int variant, long max_rows, const Shape& shape) {
         Numbers first;
         for (int num_threads : THREADS) {
             Numbers out(strided(num_rows, out_stride, num_outs), 7);
-            call(variant, num_threads, x.data(), x_stride, w.data(), bias.data(), out.data(),
+            call(variant, num_threads, 0, x.data(), x_stride, w.data(), bias.data(), out.data(),
                  out_stride, num_rows, num_outs, num_k);
             if (num_threads == 1) first = out;
             expect(out == first, "bits of a product by threads", variant, num_rows, num_outs);
@@ -47,7 +40,7 @@ void multiply(Multiply* call, int variant, long max_rows, const Shape& shape) {
                        o);
             }
         Numbers plain(strided(num_rows, num_outs, num_outs));
-        call(variant, 1, x.data(), x_stride, w.data(), nullptr, plain.data(), num_outs, num_rows,
+        call(variant, 1, 0, x.data(), x_stride, w.data(), nullptr, plain.data(), num_outs, num_rows,
              num_outs, num_k);
     }
 }
@@ -59,13 +52,12 @@ struct Experts {
 
     long slot_bytes() const { return 3 * hidden * width * long(sizeof(bf16)); }
     const bf16* part(long number) const { return weights.data() + number * hidden * width; }
-    const char* place(long number) const { return reinterpret_cast<const char*>(part(number)); }
 };
 
 void run_experts(const Library& library, int variant, const Routed& routed, const Experts& own) {
     auto* one = library.function<GatedMlp>("lowtide_gated_mlp");
-    auto* groups = library.function<GatedMlps>("lowtide_gated_mlps");
-    auto* whole = library.function<RunExperts>("lowtide_run_experts");
+    auto* groups = library.function<MlpsFunction>("lowtide_plain_mlps");
+    auto* whole = library.function<ExpertsFunction>("lowtide_plain_experts");
     const auto [num_tokens, k, num_experts] = routed;
     const long hidden = own.hidden, width = own.width, num_pairs = num_tokens * k;
     const Numbers x = numbers(num_tokens * hidden);
@@ -84,14 +76,14 @@ void run_experts(const Library& library, int variant, const Routed& routed, cons
     for (int num_threads : THREADS) {
         Numbers parts(num_pairs * hidden), gate(num_pairs * width), up(num_pairs * width);
         Floats out(num_tokens * hidden, 3.0f);
-        whole(variant, num_threads, x.data(), experts.data(), weights.data(), slots.data(),
-              own.place(0), own.place(1), own.place(2), own.slot_bytes(), parts.data(),
+        whole(variant, num_threads, nullptr, x.data(), experts.data(), weights.data(),
+              slots.data(), own.part(0), own.part(1), own.part(2), own.slot_bytes(), parts.data(),
               gate.data(), up.data(), out.data(), num_tokens, k, hidden, width);
         expect(out == wanted, "experts at once", variant, num_tokens, k);
         const Ids of_groups = num_pairs == 0 ? Ids{} : Ids{slots[0], 0, num_pairs};
-        groups(variant, num_threads, of_groups.data(), long(of_groups.size()) / 3, own.place(0),
-               own.place(1), own.place(2), own.slot_bytes(), parts.data(), gate.data(), up.data(),
-               hidden, width);
+        groups(variant, num_threads, nullptr, of_groups.data(), long(of_groups.size()) / 3,
+               own.part(0), own.part(1), own.part(2), own.slot_bytes(), parts.data(), gate.data(),
+               up.data(), hidden, width);
     }
 }
 
@@ -100,7 +92,7 @@ void run_experts(const Library& library, int variant, const Routed& routed, cons
 void check_products(const Library& few_rows) {
     const int best = few_rows.function<int()>("lowtide_best_variant")();
     auto* max_rows = few_rows.function<long(int)>("lowtide_max_rows");
-    auto* call = few_rows.function<Multiply>("lowtide_multiply");
+    auto* call = few_rows.function<MultiplyFunction>("lowtide_plain_multiply");
     for (int variant = 0; variant <= best; ++variant)
         for (const Shape& shape : SHAPES) multiply(call, variant, max_rows(variant), shape);
 }

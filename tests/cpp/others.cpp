@@ -7,8 +7,6 @@ namespace {
 
 using Bytes = std::vector<std::uint8_t>;
 using Unpack = void(int, int, const std::uint8_t*, long, bf16*);
-using MultiplyPacked = void(int, int, int, const bf16*, long, const std::uint8_t*, const bf16*,
-                            bf16*, long, long, long, long);
 
 // In the order of ggml.cpp: bytes and weights of a block.
 struct BlockType {
@@ -122,7 +120,7 @@ bool is_same(const Numbers& left, const Numbers& right) {
 
 // By some threads as by one.
 void multiply_packed(const Library& ggml, int variant, int type, long num_rows) {
-    auto* multiply = ggml.function<MultiplyPacked>("lowtide_ggml_multiply");
+    auto* multiply = ggml.function<MultiplyFunction>("lowtide_ggml_multiply");
     const long num_k = 512, num_outs = 37;
     Bytes w(num_outs * num_k / BLOCKS[type].size * BLOCKS[type].num_bytes);
     for (auto& each : w) each = std::uint8_t(below(256));
@@ -140,10 +138,7 @@ void multiply_packed(const Library& ggml, int variant, int type, long num_rows) 
 }  // namespace
 
 void check_ggml(const Library& ggml, const Library& few_rows) {
-    using RunTogether = void(int, long, void (*)(const void*, long), const void*);
-    using Team = void(RunTogether*);
-    ggml.function<Team>("lowtide_borrow_team")(
-        few_rows.function<RunTogether>("lowtide_run_together"));
+    lend_team(few_rows, ggml);
     const int best = ggml.function<int()>("lowtide_best_variant")();
     auto* unpack = ggml.function<Unpack>("lowtide_ggml_unpack");
     for (int type = 0; type < int(std::size(BLOCKS)); ++type)

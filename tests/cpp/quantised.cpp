@@ -9,13 +9,6 @@ namespace {
 using Bytes = std::vector<std::uint8_t>;
 using Pack = void(int, int, int, const void*, const float*, std::uint8_t*, long, long);
 using Unpack = void(int, int, const std::uint8_t*, bf16*, long, long);
-using Multiply = void(int, int, int, const bf16*, long, const std::uint8_t*, const bf16*, bf16*,
-                      long, long, long, long);
-using Mlps = void(int, int, int, const std::int64_t*, long, const char*, const char*, const char*,
-                  long, bf16*, bf16*, bf16*, long, long);
-using RunExperts = void(int, int, int, const bf16*, const std::int64_t*, const float*,
-                        const std::int64_t*, const char*, const char*, const char*, long, bf16*,
-                        bf16*, bf16*, float*, long, long, long, long);
 
 struct Shape {
     long num_outs, num_k;
@@ -43,7 +36,7 @@ Bytes packed(
 
 void multiply(const Library& library, int num_bits, const Shape& shape) {
     auto* unpack = library.function<Unpack>("lowtide_quantised_unpack");
-    auto* call = library.function<Multiply>("lowtide_quantised_multiply");
+    auto* call = library.function<MultiplyFunction>("lowtide_quantised_multiply");
     const auto [num_outs, num_k] = shape;
     const Floats exact = floats(num_outs * num_k);
     const Bytes w =
@@ -83,8 +76,8 @@ void multiply(const Library& library, int num_bits, const Shape& shape) {
 void run_experts(const Library& library, int num_bits, const Routed& routed, long hidden,
                  long width) {
     auto* pack = library.function<Pack>("lowtide_quantised_pack");
-    auto* whole = library.function<RunExperts>("lowtide_quantised_experts");
-    auto* groups = library.function<Mlps>("lowtide_quantised_mlps");
+    auto* whole = library.function<ExpertsFunction>("lowtide_quantised_experts");
+    auto* groups = library.function<MlpsFunction>("lowtide_quantised_mlps");
     const auto [num_tokens, k, num_experts] = routed;
     Bytes slots_bytes;
     for (long part = 0; part < 3 * num_experts; ++part) {
@@ -95,7 +88,8 @@ void run_experts(const Library& library, int num_bits, const Routed& routed, lon
     const long inward = width * row_bytes(hidden, num_bits);
     const long slot_bytes = 2 * inward + hidden * row_bytes(width, num_bits);
     const Bytes exact(slots_bytes);  // no room behind the last
-    const char* place = reinterpret_cast<const char*>(exact.data());
+    const std::uint8_t* place = exact.data();
+    const std::int32_t types[] = {num_bits, num_bits, num_bits};
     const long num_pairs = num_tokens * k;
     const Numbers x = numbers(num_tokens * hidden);
     const Floats weights = floats(num_pairs);
@@ -105,14 +99,14 @@ void run_experts(const Library& library, int num_bits, const Routed& routed, lon
         for (int num_threads : THREADS) {
             Numbers parts(num_pairs * hidden), gate(num_pairs * width), up(num_pairs * width);
             Floats out(num_tokens * hidden, 3.0f);
-            whole(variant, num_threads, num_bits, x.data(), experts.data(), weights.data(),
+            whole(variant, num_threads, types, x.data(), experts.data(), weights.data(),
                   slots.data(), place, place + inward, place + 2 * inward, slot_bytes,
                   parts.data(), gate.data(), up.data(), out.data(), num_tokens, k, hidden, width);
             if (num_threads == 1) first = out;
             expect(out == first, "bits of experts by threads", variant, num_tokens, num_threads);
             const long of_one = std::min(num_pairs, MAX_ROWS);
             const Ids of_groups = of_one == 0 ? Ids{} : Ids{slots[0], 0, of_one};
-            groups(variant, num_threads, num_bits, of_groups.data(), long(of_groups.size()) / 3,
+            groups(variant, num_threads, types, of_groups.data(), long(of_groups.size()) / 3,
                    place, place + inward, place + 2 * inward, slot_bytes, parts.data(),
                    gate.data(), up.data(), hidden, width);
         }
@@ -152,10 +146,7 @@ void check_packing(const Library& quantised) {
 }
 
 void check_quantised(const Library& quantised, const Library& few_rows) {
-    using Team = void(void (*)(int, long, void (*)(const void*, long), const void*));
-    using RunTogether = void(int, long, void (*)(const void*, long), const void*);
-    quantised.function<Team>("lowtide_quantised_team")(
-        few_rows.function<RunTogether>("lowtide_run_together"));
+    lend_team(few_rows, quantised);
     const Shape sizes[] = {{1, 1}, {40, 24}, {130, 67}};
     for (int num_bits : {8, 4}) {
         for (const Shape& shape : SHAPES) multiply(quantised, num_bits, shape);

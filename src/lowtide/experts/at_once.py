@@ -54,11 +54,10 @@ class ExpertsAtOnce:
         taken = [each for each in layers if each is not None]
         return cls(taken, slots, num_threads) if len(taken) == len(layouts) else None
 
-    def in_place(self, slot_of: IntArray, layer: int) -> InPlace | None:
-        """For kernels that run whole layers; None where weights are in a format of few bits.
-        slot_of [num_experts]: always of the present."""
-        layout, (_, places) = self._layouts[layer], self._layers[layer]
-        return InPlace(places, slot_of, layout.parts[0].shape[0]) if layout.is_plain else None
+    def in_place(self, slot_of: IntArray, layer: int) -> InPlace:
+        """For kernels that run whole layers. slot_of [num_experts]: always of the present."""
+        kernels, places = self._layers[layer]
+        return InPlace(kernels, places, slot_of, self._layouts[layer].parts[0].shape[0])
 
     def takes(self, x: Tensor) -> bool:
         """Whether `run_layer` takes these rows."""

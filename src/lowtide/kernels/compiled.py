@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lowtide.kernels.cpu.few_rows import MAX_HEAD_DIM, FewRows
-from lowtide.kernels.cpu.layer import CompiledLayer, takes_layer
+from lowtide.kernels.cpu.layer import CompiledLayer
+from lowtide.kernels.cpu.weight_calls import MatrixCall
 from lowtide.kernels.layer_parts import LayerParts, WholeLayer
 from lowtide.kernels.operands import (
     ClampedWeights,
@@ -35,7 +36,7 @@ class CompiledKernels(Kernels):
     def __init__(self, few_rows: FewRows, rounds_rows: bool = False) -> None:
         super().__init__(rounds_rows, compiled_name(few_rows.variant))
         self._few_rows = few_rows
-        self.several_experts = few_rows
+        self.several_experts = few_rows.experts
 
     def multiply(
         self, x: Tensor, weight_t: Tensor, bias: Tensor | None, out: Tensor, num_threads: int = 1
@@ -47,11 +48,30 @@ class CompiledKernels(Kernels):
         else:
             super().multiply(x, weight_t, bias, out)
 
+    def matrix_call(self, matrix: Matrix) -> MatrixCall | None:
+        """What multiplies few rows with a matrix; None where nothing compiled does."""
+        return self._few_rows.matrix_call(matrix) if isinstance(matrix, Tensor) else None
+
+    def multiply_by(
+        self,
+        x: Tensor,
+        matrix: Matrix,
+        out: Tensor,
+        bias: Tensor | None = None,
+        num_threads: int = 1,
+    ) -> None:
+        call = None if isinstance(matrix, Tensor) else self.matrix_call(matrix)
+        if call is not None and call.calls.takes(x) and x.stride(1) == out.stride(1) == 1:
+            call.multiply(x, bias, out, num_threads)
+        else:
+            super().multiply_by(x, matrix, out, bias, num_threads)
+
     def divides(self, x: Tensor, matrix: Matrix) -> bool:
-        return isinstance(matrix, Tensor) and self._few_rows.takes(x)
+        call = self.matrix_call(matrix)
+        return call is not None and call.calls.takes(x)
 
     def whole_layer(self, parts: LayerParts) -> WholeLayer | None:
-        return CompiledLayer(self._few_rows, parts) if takes_layer(parts) else None
+        return CompiledLayer.of(self._few_rows, parts, self.matrix_call)
 
     def takes_rows(self, x: Tensor) -> bool:
         return self._few_rows.takes(x)

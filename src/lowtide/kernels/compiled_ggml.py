@@ -12,7 +12,8 @@ from lowtide.formats import MatrixFormat, StoredMatrix
 from lowtide.formats.ggml import GgmlFormat, PackedMatrix
 from lowtide.kernels.compiled import CompiledKernels
 from lowtide.kernels.cpu.few_rows import FewRows
-from lowtide.kernels.cpu.ggml import PLAIN, GgmlOperators, PackedExperts, type_number
+from lowtide.kernels.cpu.ggml import PLAIN, GgmlOperators, type_number
+from lowtide.kernels.cpu.weight_calls import CompiledExperts, MatrixCall
 from lowtide.kernels.operands import ClampedWeights, ExpertWeights, Matrix, SlotPlaces
 from lowtide.kernels.several_experts import SeveralExperts
 
@@ -24,19 +25,10 @@ class PackedKernels(CompiledKernels):
         super().__init__(few_rows)
         self._operators = operators
 
-    def multiply_by(
-        self,
-        x: Tensor,
-        matrix: Matrix,
-        out: Tensor,
-        bias: Tensor | None = None,
-        num_threads: int = 1,
-    ) -> None:
-        has_rows = x.stride(1) == out.stride(1) == 1
-        if isinstance(matrix, PackedMatrix) and self._operators.takes(x) and has_rows:
-            self._operators.multiply(x, matrix, bias, out, num_threads)
-        else:
-            super().multiply_by(x, matrix, out, bias, num_threads)
+    def matrix_call(self, matrix: Matrix) -> MatrixCall | None:
+        if isinstance(matrix, PackedMatrix):
+            return self._operators.matrix_call(matrix)
+        return super().matrix_call(matrix)
 
     def gated_mlp(
         self,
@@ -63,25 +55,20 @@ class PackedKernels(CompiledKernels):
         else:
             super().unpack(matrix, out)
 
-    def divides(self, x: Tensor, matrix: Matrix) -> bool:
-        if isinstance(matrix, PackedMatrix):
-            return self._operators.takes(x)
-        return super().divides(x, matrix)
-
     def several_stored(self, formats: Sequence[MatrixFormat]) -> SeveralExperts | None:
         numbers = [type_number(each) for each in formats]
         types = [number for number in numbers if number is not None]
         is_packed = any(isinstance(each, GgmlFormat) for each in formats)
         if not is_packed or len(types) < len(numbers):
             return None
-        return PackedExperts(self._operators, types)
+        return CompiledExperts(self._operators.calls, types)
 
     def _takes(self, x: Tensor, *others: Tensor) -> bool:
-        return self._operators.takes(x) and all(each.is_contiguous() for each in others)
+        return self._operators.calls.takes(x) and all(each.is_contiguous() for each in others)
 
     def _one_expert(
         self, weights: ExpertWeights | ClampedWeights
-    ) -> tuple[PackedExperts, SlotPlaces] | None:
+    ) -> tuple[CompiledExperts, SlotPlaces] | None:
         """What computes an expert some of whose matrices are packed, as if it were in a slot."""
         if isinstance(weights, ClampedWeights):
             return None
@@ -89,7 +76,7 @@ class PackedKernels(CompiledKernels):
         if len(found) < 3 or not any(isinstance(each, PackedMatrix) for each in weights):
             return None
         types, (gate, up, down) = zip(*found, strict=True)
-        return PackedExperts(self._operators, types), SlotPlaces(gate, up, down, 0)
+        return CompiledExperts(self._operators.calls, types), SlotPlaces(gate, up, down, 0)
 
 
 def _type_and_start(matrix: Matrix) -> tuple[int, int] | None:

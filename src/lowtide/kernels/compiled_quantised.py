@@ -12,7 +12,8 @@ from lowtide.formats.quantised import Quantised
 from lowtide.formats.quantised_matrix import QuantisedMatrix
 from lowtide.kernels.compiled import CompiledKernels
 from lowtide.kernels.cpu.few_rows import FewRows
-from lowtide.kernels.cpu.quantised import QuantisedExperts, QuantisedOperators
+from lowtide.kernels.cpu.quantised import QuantisedOperators
+from lowtide.kernels.cpu.weight_calls import MatrixCall
 from lowtide.kernels.operands import Matrix
 from lowtide.kernels.several_experts import SeveralExperts
 
@@ -25,19 +26,10 @@ class QuantisedKernels(CompiledKernels):
         super().__init__(few_rows, rounds_rows=operators.rounds_rows)
         self._operators = operators
 
-    def multiply_by(
-        self,
-        x: Tensor,
-        matrix: Matrix,
-        out: Tensor,
-        bias: Tensor | None = None,
-        num_threads: int = 1,
-    ) -> None:
-        is_taken = self._operators.takes(x) and x.stride(1) == out.stride(1) == 1
-        if isinstance(matrix, QuantisedMatrix) and is_taken:
-            self._operators.multiply(x, matrix, bias, out, num_threads)
-        else:
-            super().multiply_by(x, matrix, out, bias, num_threads)
+    def matrix_call(self, matrix: Matrix) -> MatrixCall | None:
+        if isinstance(matrix, QuantisedMatrix):
+            return self._operators.matrix_call(matrix)
+        return super().matrix_call(matrix)
 
     def unpack(self, matrix: StoredMatrix, out: Tensor) -> None:
         is_taken = out.dtype is torch.bfloat16 and out.is_cpu and out.is_contiguous()
@@ -46,13 +38,8 @@ class QuantisedKernels(CompiledKernels):
         else:
             super().unpack(matrix, out)
 
-    def divides(self, x: Tensor, matrix: Matrix) -> bool:
-        if isinstance(matrix, QuantisedMatrix):
-            return self._operators.takes(x)
-        return super().divides(x, matrix)
-
     def several_stored(self, formats: Sequence[MatrixFormat]) -> SeveralExperts | None:
         bits = {each.num_bits for each in formats if isinstance(each, Quantised)}
         if len(bits) != 1 or not all(isinstance(each, Quantised) for each in formats):
             return None
-        return QuantisedExperts(self._operators, *bits)
+        return self._operators.experts(*bits)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lowtide.core import IntArray
 from lowtide.kernels.operands import ExpertChoice, HeadNorms, Matrix, Rotation, SlotPlaces
+from lowtide.kernels.several_experts import SeveralExperts
 
 
 class Product(NamedTuple):
@@ -49,6 +50,7 @@ class MLPParts(NamedTuple):
 class InPlace(NamedTuple):
     """A layer's experts, where kernels may run them without asking anybody while all are there."""
 
+    kernels: SeveralExperts  # what runs them by itself
     places: SlotPlaces
     slot_of: IntArray  # [num_experts]: always of the present
     expert_size: int
@@ -65,19 +67,29 @@ class LayerParts(NamedTuple):
     eps: float
 
     @property
-    def tensors(self) -> list[Matrix]:
-        """All weights in the compute dtype, but for a router's that is in float32."""
-        found: list[Matrix | None] = [self.mlp_norm]
+    def products(self) -> list[Product]:
+        """With matrices of any format: attention's projections and output, then the gate, up and
+        down of what all rows use."""
+        found: list[Product] = []
         if self.attention is not None:
-            norm, projections, head_norms, output, *cache, _ = self.attention
+            found += [*self.attention.projections, self.attention.output]
+        if self.shared is not None:
+            found += map(Product, self.shared[:3])
+        return found
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What is in the compute dtype whatever the matrices are in, but for a router that is in
+        float32."""
+        found: list[Tensor | None] = [self.mlp_norm, *(each.bias for each in self.products)]
+        if self.attention is not None:
+            norm, _, head_norms, _, *cache, _ = self.attention
             found += [norm, *(head_norms or ()), *cache]
-            for product in (*projections, output):
-                found += product
         if self.router is not None and self.router.weight.dtype == self.mlp_norm.dtype:
             found.append(self.router.weight)
         if self.shared is not None:
-            found += self.shared
-        return [matrix for matrix in found if matrix is not None]
+            found.append(self.shared.share)
+        return [tensor for tensor in found if tensor is not None]
 
 
 class Scratch(NamedTuple):
@@ -125,7 +137,8 @@ class WholeLayer(Protocol):
     attends: whether attention is to be run, or was.
     """
 
-    has_experts: bool  # whether `run` and `run_chosen` can be asked
+    max_rows: int  # that it takes
+    max_expert_rows: int  # of them, with which `run` and `run_chosen` can be asked
 
     def bind(self, facts: PassFacts, scratch: Scratch, num_threads: int) -> BoundPass:
         """A pass for this layer and all like it."""

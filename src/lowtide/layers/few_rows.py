@@ -194,6 +194,10 @@ class FewRowsLayer:
         whole = compute.kernels.whole_layer(parts)
         return None if whole is None else cls(whole, parts, moe)
 
+    def takes(self, few: FewRowsPass) -> bool:
+        """Whether `forward` can be asked: some formats' products take fewer rows than others'."""
+        return few.num_rows <= self._whole.max_rows
+
     def attends(self, few: FewRowsPass) -> bool:
         """Whether `forward` runs the attention, too."""
         return self._has_attention and few.attends
@@ -202,9 +206,10 @@ class FewRowsLayer:
         """The whole layer, or what comes after its attention."""
         moe, whole, attends = self._moe, self._whole, self.attends(few)
         drawn = few.drawn(self._widths, whole)
+        has_experts = few.num_rows <= whole.max_expert_rows
         if moe is None:
             whole.run(drawn.bound, attends)
-        elif whole.has_experts and moe.experts.need_nobody(moe.index):
+        elif has_experts and moe.experts.need_nobody(moe.index):
             moe.experts.were_run(whole.run(drawn.bound, attends))
         else:
             routing = _routing(few.num_rows, self._widths.num_chosen)
@@ -213,7 +218,7 @@ class FewRowsLayer:
             before = workspace.mark()
             workspace.reset(drawn.at_experts)
             x, routed = buffers["mlp_input"], buffers["routed"]
-            in_place = partial(whole.run_chosen, drawn.bound) if whole.has_experts else None
+            in_place = partial(whole.run_chosen, drawn.bound) if has_experts else None
             moe.run_experts(x, routing, batch.step, routed, in_place)
             whole.run_from_experts(drawn.bound)
             workspace.reset(before)

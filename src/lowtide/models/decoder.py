@@ -259,8 +259,8 @@ class _Block:
     def forward(
         self, x: Tensor, batch: Batch, rotations: Rotations, few: FewRowsPass | None
     ) -> None:
-        """few: where `FewRowsLayer` takes the rows."""
-        if few is None or self._few_rows is None:
+        """few: where the kernels take the rows."""
+        if few is None or self._few_rows is None or not self._few_rows.takes(few):
             self._attend(x, batch, rotations)
             self._run_mlp(x, batch)
             return

@@ -127,9 +127,7 @@ class ExpertLayer {
     Pieces gates_{}, downs_{};
 };
 
-// x [num_tokens, hidden]; experts [num_tokens, k], ascending for each token, and their weights;
-// slots: one for each distinct expert, ascending by expert. Scratch: a row for each pair of a token
-// and an expert. out [num_tokens, hidden]. Rows of all are adjacent.
+// See `ExpertsFunction`.
 template <class Weights>
 void run_experts(
     int variant, int num_threads, const bf16* x, const std::int64_t* experts, const float* weights,

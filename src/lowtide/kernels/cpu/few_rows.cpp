@@ -31,12 +31,12 @@ Product<bf16> some_features(const Product<bf16>& p, long first, long last, long 
 
 extern "C" {
 
-// Strides are in elements. bias may be null.
-void lowtide_multiply(
-    int variant, int num_threads, const bf16* x, long x_stride, const bf16* w, const bf16* bias,
-    bf16* out, long out_stride, long num_rows, long num_outs, long num_k
+void lowtide_plain_multiply(
+    int variant, int num_threads, int, const bf16* x, long x_stride, const void* w,
+    const bf16* bias, bf16* out, long out_stride, long num_rows, long num_outs, long num_k
 ) {
-    Product<bf16> p = {x, x_stride, w, bias, out, out_stride, num_rows, num_outs, num_k};
+    const bf16* weights = static_cast<const bf16*>(w);
+    Product<bf16> p = {x, x_stride, weights, bias, out, out_stride, num_rows, num_outs, num_k};
     p.inputs = new_inputs();
     const long length = features_of_piece(num_threads, num_outs, num_k);
     together(num_threads, (num_outs + length - 1) / length, [&](long number) {

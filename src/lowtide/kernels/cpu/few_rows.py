@@ -17,20 +17,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lowtide.core import IntArray
 from lowtide.kernels.cpu.library import FEW_ROWS, load_library
-from lowtide.kernels.operands import ExpertChoice, SlotPlaces
+from lowtide.kernels.cpu.weight_calls import CompiledExperts, MatrixCall, WeightCalls
+from lowtide.kernels.operands import ExpertChoice
 
 MAX_HEAD_DIM = 1024
 """`MAX_DIM` of attention.cpp; a latent of DeepSeek-V2 is 576 wide."""
 
+_NO_TYPE = 0
+"""Of weights in bfloat16, which are all alike."""
+
 _INT, _FLOAT = ctypes.c_int, ctypes.c_float
 _P, _LONG = ctypes.c_void_p, ctypes.c_long
 _TYPES = {
-    "multiply": (_INT, _INT, _P, _LONG, _P, _P, _P, *4 * (_LONG,)),
     "gated_mlp": (_INT, _P, _LONG, *6 * (_P,), *4 * (_LONG,)),
-    "gated_mlps": (_INT, _INT, _P, _LONG, *3 * (_P,), _LONG, *3 * (_P,), *2 * (_LONG,)),
-    "run_experts": (_INT, _INT, *7 * (_P,), _LONG, *4 * (_P,), *4 * (_LONG,)),
     "attend": (_INT, _INT, *3 * (_P,), _LONG, _P, *4 * (_LONG,), _FLOAT),
     "rms_norm": (_INT, _P, _LONG, _P, _FLOAT, _P, *4 * (_LONG,)),
     "rotate": (_INT, _P, _LONG, _P, _P, *4 * (_LONG,)),
@@ -63,13 +63,13 @@ class FewRows:
         self.variant = VARIANTS[self.number]
         # With more rows computing is the work, and torch's products are faster (docs/log.md).
         self.max_rows: int = library.lowtide_max_rows(self.number)
+        self.calls = WeightCalls(library, "plain", self.number, self.max_rows)
+        self.experts = CompiledExperts(self.calls, 3 * (_NO_TYPE,))
         # Functions of their own: those of the library's attributes are shared.
         functions = {name: library[f"lowtide_{name}"] for name in _TYPES}
         for name, function in functions.items():
             function.argtypes, function.restype = _TYPES[name], None
-        self._multiply, self._gated_mlp = functions["multiply"], functions["gated_mlp"]
-        self._gated_mlps, self._run_experts = functions["gated_mlps"], functions["run_experts"]
-        self._attend = functions["attend"]
+        self._gated_mlp, self._attend = functions["gated_mlp"], functions["attend"]
         self._rms_norm, self._rotate = functions["rms_norm"], functions["rotate"]
         self._silu_times, self._weigh_rows = functions["silu_times"], functions["weigh_rows"]
         self._multiply_float32 = functions["multiply_float32"]
@@ -82,7 +82,7 @@ class FewRows:
 
     def takes(self, x: Tensor) -> bool:
         """Whether the rows of `x` [rows, ...] are few, of the right type and in host memory."""
-        return x.shape[0] <= self.max_rows and x.dtype is torch.bfloat16 and x.is_cpu
+        return self.calls.takes(x)
 
     def takes_product(self, x: Tensor, weight_t: Tensor, out: Tensor) -> bool:
         """Whether `multiply` takes these."""
@@ -111,20 +111,14 @@ class FewRows:
         num_threads: int = 1,
     ) -> None:
         """See `Kernels.multiply`; rounds once, after the bias."""
-        num_rows, num_k = x.shape
-        self._multiply(
-            self.number,
-            num_threads,
-            x.data_ptr(),
-            x.stride(0),
-            weight_t.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            out.stride(0),
-            num_rows,
-            out.shape[1],
-            num_k,
-        )
+        call = MatrixCall(self.calls, _NO_TYPE, weight_t.data_ptr())
+        call.multiply(x, bias, out, num_threads)
+
+    def matrix_call(self, weight: Tensor) -> MatrixCall | None:
+        """What multiplies with `weight` [out, in]; None where it has not its rows one after the
+        other in host memory, in bfloat16."""
+        is_taken = weight.dtype is torch.bfloat16 and weight.is_cpu and weight.is_contiguous()
+        return MatrixCall(self.calls, _NO_TYPE, weight.data_ptr()) if is_taken else None
 
     def multiply_float32(
         self, x: Tensor, weight_t: Tensor, out: Tensor, num_threads: int = 1
@@ -167,73 +161,6 @@ class FewRows:
             out.data_ptr(),
             out.stride(0),
             *x.shape,
-            gate.shape[1],
-        )
-
-    def gated_mlps(
-        self,
-        groups: IntArray,
-        places: SlotPlaces,
-        parts: Tensor,
-        gate: Tensor,
-        up: Tensor,
-        num_threads: int,
-    ) -> None:
-        """`gated_mlp` of several experts over their rows of `parts`, in place, bit for bit.
-
-        groups [experts, 3] int64: each expert's slot, its first row and its number of rows, at
-        most `max_rows`; no two share a row. parts [rows, hidden], which become outputs, and
-        gate and up [rows, expert_size], scratch, are bfloat16. All of them contiguous.
-        """
-        self._gated_mlps(
-            self.number,
-            num_threads,
-            groups.ctypes.data,
-            len(groups),
-            *places,
-            parts.data_ptr(),
-            gate.data_ptr(),
-            up.data_ptr(),
-            parts.shape[1],
-            gate.shape[1],
-        )
-
-    def run_experts(
-        self,
-        x: Tensor,
-        experts: Tensor,
-        weights: Tensor,
-        slots: IntArray,
-        places: SlotPlaces,
-        parts: Tensor,
-        gate: Tensor,
-        up: Tensor,
-        out: Tensor,
-        num_threads: int,
-    ) -> None:
-        """`gated_mlp` of every expert of the tokens and `Kernels.combine`, bit for bit.
-
-        x [tokens, hidden], which it `takes`; experts [tokens, k] int64, ascending for each token,
-        and their weights [tokens, k] float32; slots: one for each distinct expert, ascending by
-        expert; parts [tokens * k, hidden] and gate and up [tokens * k, expert_size] bfloat16 are
-        scratch; out [tokens, hidden] float32. All of them contiguous.
-        """
-        num_tokens, k = experts.shape
-        self._run_experts(
-            self.number,
-            num_threads,
-            x.data_ptr(),
-            experts.data_ptr(),
-            weights.data_ptr(),
-            slots.ctypes.data,
-            *places,
-            parts.data_ptr(),
-            gate.data_ptr(),
-            up.data_ptr(),
-            out.data_ptr(),
-            num_tokens,
-            k,
-            x.shape[1],
             gate.shape[1],
         )
 

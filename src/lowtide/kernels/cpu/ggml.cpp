@@ -2,6 +2,7 @@
 
 #include "expert_layer.hpp"
 #include "ggml.hpp"
+#include "signatures.hpp"
 
 using namespace lowtide;
 
@@ -9,18 +10,26 @@ namespace {
 
 constexpr long PIECE_BYTES = WORTH_BYTES / 4;  // of a matrix, as far as tiles stay whole
 
+PackedWeights weights_of(int type, const void* stored, long num_k) {
+    return {&packed_type(type), static_cast<const std::uint8_t*>(stored), num_k};
+}
+
 // types: of gate, up and down.
 ExpertSlots<PackedWeights> slots_of(
-    const std::int32_t* types, const std::uint8_t* gate, const std::uint8_t* up,
-    const std::uint8_t* down, long slot_bytes, long hidden, long width
+    const std::int32_t* types, const void* gate, const void* up, const void* down, long slot_bytes,
+    long hidden, long width
 ) {
-    return {{&packed_type(types[0]), gate, hidden}, {&packed_type(types[1]), up, hidden},
-            {&packed_type(types[2]), down, width},  slot_bytes, hidden, width};
+    return {weights_of(types[0], gate, hidden), weights_of(types[1], up, hidden),
+            weights_of(types[2], down, width),  slot_bytes, hidden, width};
 }
 
 }  // namespace
 
 extern "C" {
+
+MultiplyFunction lowtide_ggml_multiply;
+MlpsFunction lowtide_ggml_mlps;
+ExpertsFunction lowtide_ggml_experts;
 
 void lowtide_ggml_unpack(
     int variant, int type, const std::uint8_t* stored, long num_blocks, bf16* out
@@ -28,12 +37,11 @@ void lowtide_ggml_unpack(
     packed_type(type).unpack(variant, stored, num_blocks, out);
 }
 
-// Strides of x and out are in elements, w is [num_outs, row_bytes]. bias may be null.
 void lowtide_ggml_multiply(
-    int variant, int num_threads, int type, const bf16* x, long x_stride, const std::uint8_t* w,
+    int variant, int num_threads, int type, const bf16* x, long x_stride, const void* w,
     const bf16* bias, bf16* out, long out_stride, long num_rows, long num_outs, long num_k
 ) {
-    const PackedWeights weights = {&packed_type(type), w, num_k};
+    const PackedWeights weights = weights_of(type, w, num_k);
     if (num_outs * weights.row_bytes() < WORTH_BYTES) num_threads = 1;
     Product<bf16> p = {x, x_stride, nullptr, bias, out, out_stride, num_rows, num_outs, num_k};
     p.inputs = new_inputs();
@@ -48,25 +56,21 @@ void lowtide_ggml_multiply(
     });
 }
 
-// See `lowtide_gated_mlps`; types [3]: of gate, up and down.
 void lowtide_ggml_mlps(
     int variant, int num_threads, const std::int32_t* types, const std::int64_t* groups,
-    long num_groups, const std::uint8_t* gate_w, const std::uint8_t* up_w,
-    const std::uint8_t* down_w, long slot_bytes, bf16* parts, bf16* gate, bf16* up, long hidden,
-    long width
+    long num_groups, const void* gate_w, const void* up_w, const void* down_w, long slot_bytes,
+    bf16* parts, bf16* gate, bf16* up, long hidden, long width
 ) {
     const auto slots = slots_of(types, gate_w, up_w, down_w, slot_bytes, hidden, width);
     ExpertLayer<PackedWeights>(variant, num_threads, slots, {parts, gate, up})
         .run(reinterpret_cast<const Group*>(groups), num_groups);
 }
 
-// See `run_experts`; types [3]: of gate, up and down.
 void lowtide_ggml_experts(
     int variant, int num_threads, const std::int32_t* types, const bf16* x,
     const std::int64_t* experts, const float* weights, const std::int64_t* slots,
-    const std::uint8_t* gate_w, const std::uint8_t* up_w, const std::uint8_t* down_w,
-    long slot_bytes, bf16* parts, bf16* gate, bf16* up, float* out, long num_tokens, long k,
-    long hidden, long width
+    const void* gate_w, const void* up_w, const void* down_w, long slot_bytes, bf16* parts,
+    bf16* gate, bf16* up, float* out, long num_tokens, long k, long hidden, long width
 ) {
     run_experts(
         variant, num_threads, x, experts, weights, slots,

@@ -5,7 +5,8 @@
 //     x += sum of experts (norm(x)) + shared expert (norm(x))
 //
 // The operators are those that Python calls one by one, in the same order, over buffers whose
-// lives are the same: so are the bits.
+// lives are the same: so are the bits. What multiplies with a matrix or with experts comes with
+// them, as an address: it may be another library's, whatever they are stored in.
 
 #include <algorithm>
 #include <vector>
@@ -16,9 +17,12 @@ using namespace lowtide;
 
 namespace {
 
-// [num_outs, ..], rows adjacent. bias may be null.
+// [num_outs, ..], rows adjacent, and what multiplies with it. bias may be null.
 struct Matrix {
-    const bf16 *weight, *bias;
+    MultiplyFunction* multiply;
+    int variant, type;
+    const void* weight;
+    const bf16* bias;
     long num_outs;
 };
 
@@ -36,13 +40,17 @@ struct Attention {
     float scale;
 };
 
-// Experts' weights are those of slot 0, the others lie at multiples of slot_bytes; null: elsewhere.
+// Experts' weights are those of slot 0, the others lie at multiples of slot_bytes. run: what
+// computes with them, or null where they are elsewhere.
 struct Experts {
     const void* router;  // [num_experts, hidden]; null: a layer without
     long is_float32;  // the router's weights, product and logits
     const float* bias;  // of the choice, or null
     Choice choice;
-    const bf16 *gate, *up, *down;
+    ExpertsFunction* run;
+    int variant;
+    std::int32_t types[3];
+    const void *gate, *up, *down;
     long slot_bytes, width;
 };
 
@@ -81,8 +89,15 @@ struct Pass {
 
 // out = x w^T + bias, rows of all adjacent but for out's stride.
 void multiply(const Pass& p, const bf16* x, long num_k, const Matrix& w, bf16* out, long stride) {
-    lowtide_multiply(p.variant, p.num_threads, x, num_k, w.weight, w.bias, out, stride, p.num_rows,
-                     w.num_outs, num_k);
+    w.multiply(w.variant, p.num_threads, w.type, x, num_k, w.weight, w.bias, out, stride,
+               p.num_rows, w.num_outs, num_k);
+}
+
+// The same of a matrix in bfloat16.
+void multiply_plainly(const Pass& p, const bf16* x, long num_k, const void* w, long num_outs,
+                      bf16* out) {
+    const Matrix plain = {lowtide_plain_multiply, p.variant, 0, w, nullptr, num_outs};
+    multiply(p, x, num_k, plain, out, num_outs);
 }
 
 void normalise(const Pass& p, const Layer& layer, const bf16* weight, bf16* out) {
@@ -157,8 +172,8 @@ void route(const Pass& p, const Layer& layer, std::int64_t* experts, float* weig
                                  static_cast<const float*>(e.router), static_cast<float*>(p.logits),
                                  num_experts, p.num_rows, num_experts, hidden);
     } else {
-        const Matrix router = {static_cast<const bf16*>(e.router), nullptr, num_experts};
-        multiply(p, p.mlp_input, hidden, router, static_cast<bf16*>(p.logits), num_experts);
+        multiply_plainly(p, p.mlp_input, hidden, e.router, num_experts,
+                         static_cast<bf16*>(p.logits));
     }
     lowtide_choose_experts(p.variant, p.logits, static_cast<int>(e.is_float32), e.bias, &e.choice,
                            experts, weights, p.num_rows);
@@ -172,9 +187,9 @@ long run_experts(const Pass& p, const Layer& layer, const std::int64_t* slot_of,
     std::sort(slots.begin(), slots.end());
     slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
     for (std::int64_t& slot : slots) slot = slot_of[slot];
-    lowtide_run_experts(p.variant, p.num_threads, p.mlp_input, experts, weights, slots.data(),
-                        e.gate, e.up, e.down, e.slot_bytes, p.parts, p.gate, p.up, p.routed,
-                        p.num_rows, e.choice.num_chosen, layer.hidden, e.width);
+    e.run(e.variant, p.num_threads, e.types, p.mlp_input, experts, weights, slots.data(), e.gate,
+          e.up, e.down, e.slot_bytes, p.parts, p.gate, p.up, p.routed, p.num_rows,
+          e.choice.num_chosen, layer.hidden, e.width);
     return static_cast<long>(slots.size());
 }
 
@@ -186,7 +201,7 @@ void run_shared(const Pass& p, const Layer& layer) {
     lowtide_silu_times(p.variant, p.shared_gate, p.shared_up, p.num_rows * width);
     multiply(p, p.shared_gate, width, shared.down, p.shared, hidden);
     if (shared.share == nullptr) return;
-    multiply(p, p.mlp_input, hidden, {shared.share, nullptr, 1}, p.share, 1);
+    multiply_plainly(p, p.mlp_input, hidden, shared.share, 1, p.share);
     lowtide_weigh_rows(p.variant, p.shared, p.share, p.num_rows, hidden);
 }
 

@@ -1,9 +1,12 @@
-"""A layer of a few bfloat16 rows in one or two calls: see layer.cpp, whose structs are here."""
+"""A layer of a few bfloat16 rows in one or two calls: see layer.cpp, whose structs are here.
+
+Its matrices may be in any format whose products are compiled, each in its own.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -11,10 +14,10 @@ import torch
 from torch import Tensor
 
 from lowtide.kernels.cpu.few_rows import MAX_HEAD_DIM, ChoiceStruct, FewRows, choice_struct
+from lowtide.kernels.cpu.weight_calls import CompiledExperts, MatrixCall
 from lowtide.kernels.layer_parts import (
     AttentionParts,
     BoundPass,
-    InPlace,
     LayerParts,
     PassFacts,
     Product,
@@ -33,7 +36,14 @@ _TYPES: dict[str, Sequence[type[ctypes.c_void_p] | type[ctypes.c_int]]] = {
 
 
 class _Matrix(ctypes.Structure):
-    _fields_: ClassVar = [("weight", _P), ("bias", _P), ("num_outs", _LONG)]
+    _fields_: ClassVar = [
+        ("multiply", _P),
+        ("variant", _INT),
+        ("type", _INT),
+        ("weight", _P),
+        ("bias", _P),
+        ("num_outs", _LONG),
+    ]
 
 
 class _Attention(ctypes.Structure):
@@ -62,6 +72,9 @@ class _Experts(ctypes.Structure):
         ("is_float32", _LONG),
         ("bias", _P),
         ("choice", ChoiceStruct),
+        ("run", _P),
+        ("variant", _INT),
+        ("types", _INT * 3),
         ("gate", _P),
         ("up", _P),
         ("down", _P),
@@ -122,8 +135,8 @@ class CompiledPass:
 class CompiledLayer:
     """`WholeLayer` in C++. Keeps the weights alive that its struct points to."""
 
-    def __init__(self, few_rows: FewRows, parts: LayerParts) -> None:
-        """parts: which `takes_layer` takes."""
+    def __init__(self, few_rows: FewRows, parts: LayerParts, calls: Sequence[MatrixCall]) -> None:
+        """parts: which `takes_layer` takes. calls: what multiplies with each of its `products`."""
         functions = {name: few_rows.library[f"lowtide_{name}"] for name in _TYPES}
         for name, function in functions.items():
             function.argtypes, function.restype = _TYPES[name], None
@@ -134,10 +147,25 @@ class CompiledLayer:
         self._run_layer = functions["run_layer"]
         self._variant = few_rows.number
         self._parts = parts
-        self._struct = _layer_struct(parts)
+        self._struct = _layer_struct(parts, calls)
         self._address = ctypes.addressof(self._struct)
-        self.has_experts = parts.router is None or parts.experts is not None
+        self.max_rows = min(few_rows.max_rows, *(call.calls.max_rows for call in calls))
+        self.max_expert_rows = _max_expert_rows(parts, self.max_rows)
         self._slot_of = None if parts.experts is None else _array_address(parts.experts.slot_of)
+
+    @classmethod
+    def of(
+        cls,
+        few_rows: FewRows,
+        parts: LayerParts,
+        matrix_call: Callable[[Matrix], MatrixCall | None],
+    ) -> CompiledLayer | None:
+        """The one rule for which layers run in one call: something compiled multiplies with each
+        of their matrices, which `matrix_call` knows, and `takes_layer` the rest."""
+        found = [matrix_call(product.weight) for product in parts.products]
+        calls = [each for each in found if each is not None]
+        is_taken = len(calls) == len(found) and takes_layer(parts)
+        return cls(few_rows, parts, calls) if is_taken else None
 
     def bind(self, facts: PassFacts, scratch: Scratch, num_threads: int) -> CompiledPass:
         return CompiledPass(self._variant, facts, scratch, num_threads)
@@ -163,9 +191,9 @@ class CompiledLayer:
 
 
 def takes_layer(parts: LayerParts) -> bool:
-    """The one rule for which layers run in one call: all that they multiply and normalise with is
-    bfloat16 in host memory as it is (formats of few bits go one by one), but for a router, which
-    may be float32; heads are as short as attention takes them."""
+    """Whether all that a layer normalises, chooses and weighs with is bfloat16 in host memory as
+    it is, but for a router, which may be float32, and heads are as short as attention takes
+    them."""
     router, attention = parts.router, parts.attention
     own = [] if router is None else [router.weight, *([] if router.bias is None else [router.bias])]
     is_short = attention is None or attention.keys.shape[2] <= MAX_HEAD_DIM
@@ -173,44 +201,59 @@ def takes_layer(parts: LayerParts) -> bool:
     return (
         is_short
         and is_float32
-        and all(_is_plain(matrix, torch.bfloat16) for matrix in parts.tensors)
+        and all(_is_plain(tensor, torch.bfloat16) for tensor in parts.tensors)
         and all(_is_plain(one, one.dtype) for one in own)
         and (router is None or router.weight.dtype in (torch.bfloat16, torch.float32))
     )
 
 
-def _is_plain(matrix: Matrix, dtype: torch.dtype) -> bool:
+def _is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
     """Whether its rows are adjacent, or, of a cache, those of each head."""
-    if not isinstance(matrix, Tensor) or matrix.dtype is not dtype or not matrix.is_cpu:
+    if tensor.dtype is not dtype or not tensor.is_cpu:
         return False
-    return matrix.is_contiguous() or (matrix.dim() == 3 and matrix[0].is_contiguous())
+    return tensor.is_contiguous() or (tensor.dim() == 3 and tensor[0].is_contiguous())
 
 
-def _layer_struct(parts: LayerParts) -> _Layer:
-    shared = parts.shared
+def _max_expert_rows(parts: LayerParts, max_rows: int) -> int:
+    """With how many rows the whole layer can be run, which takes `max_rows` beside its experts."""
+    if parts.router is None:
+        return max_rows
+    experts = _in_place(parts)
+    return 0 if experts is None else min(max_rows, experts.max_rows)
+
+
+def _in_place(parts: LayerParts) -> CompiledExperts | None:
+    """What computes with the layer's experts where they are."""
+    kernels = None if parts.experts is None else parts.experts.kernels
+    return kernels if isinstance(kernels, CompiledExperts) else None
+
+
+def _layer_struct(parts: LayerParts, calls: Sequence[MatrixCall]) -> _Layer:
+    matrices = [*map(_matrix, parts.products, calls)]
+    attention, shared = parts.attention, parts.shared
     return _Layer(
-        _Attention() if parts.attention is None else _attention(parts.attention),
+        _Attention() if attention is None else _attention(attention, matrices),
         parts.mlp_norm.data_ptr(),
-        _Experts() if parts.router is None else _experts(parts.router, parts.experts),
-        _Shared()
-        if shared is None
-        else _Shared(*(_matrix(Product(each)) for each in shared[:3]), _address(shared.share)),
+        _Experts() if parts.router is None else _experts(parts.router, parts),
+        _Shared() if shared is None else _Shared(*matrices[-3:], _address(shared.share)),
         parts.mlp_norm.shape[0],
         parts.eps,
     )
 
 
-def _attention(parts: AttentionParts) -> _Attention:
+def _attention(parts: AttentionParts, matrices: Sequence[_Matrix]) -> _Attention:
+    """matrices: projections, output, and others."""
     norms, (num_key_heads, _, head_dim) = parts.head_norms, parts.keys.shape
+    num_projections = len(parts.projections)
     return _Attention(
         parts.norm.data_ptr(),
-        (_Matrix * 3)(*map(_matrix, parts.projections)),
-        len(parts.projections),
+        (_Matrix * 3)(*matrices[:num_projections]),
+        num_projections,
         None if norms is None else norms.query.data_ptr(),
         None if norms is None else norms.key.data_ptr(),
         0 if norms is None else norms.query.shape[0],
         0 if norms is None else norms.key.shape[0],
-        _matrix(parts.output),
+        matrices[num_projections],
         parts.keys.data_ptr(),
         parts.values.data_ptr(),
         parts.keys.stride(0),
@@ -221,22 +264,27 @@ def _attention(parts: AttentionParts) -> _Attention:
     )
 
 
-def _experts(router: RouterParts, experts: InPlace | None) -> _Experts:
+def _experts(router: RouterParts, parts: LayerParts) -> _Experts:
     weight, bias, choice = router
-    return _Experts(
+    struct = _Experts(
         weight.data_ptr(),
         weight.dtype is torch.float32,
         _address(bias),
         choice_struct(choice, len(weight)),
-        *((None, None, None, 0) if experts is None else experts.places),
-        0 if experts is None else experts.expert_size,
     )
+    kernels = _in_place(parts)
+    if kernels is not None and parts.experts is not None:
+        struct.run, struct.variant = kernels.calls.experts_address, kernels.calls.variant
+        struct.types = (_INT * 3)(*kernels.types.tolist())
+        struct.gate, struct.up, struct.down, struct.slot_bytes = parts.experts.places
+        struct.width = parts.experts.expert_size
+    return struct
 
 
-def _matrix(product: Product) -> _Matrix:
-    weight = product.weight
-    address = weight.data_ptr() if isinstance(weight, Tensor) else None
-    return _Matrix(address, _address(product.bias), weight.shape[0])
+def _matrix(product: Product, call: MatrixCall) -> _Matrix:
+    calls, number, address = call
+    bias, num_outs = _address(product.bias), product.weight.shape[0]
+    return _Matrix(calls.multiply_address, calls.variant, number, address, bias, num_outs)
 
 
 def _address(tensor: Tensor | None) -> int | None:

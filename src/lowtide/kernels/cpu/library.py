@@ -42,7 +42,9 @@ FEW_ROWS = _sources(
     *("few_rows", "experts", "attention", "rows", "router", "layer", "products", "team"),
     "processor",
 )
-QUANTISED = _sources("quantised", "quantised_int8", "quantised_pack", "processor")
+QUANTISED = _sources(
+    *("quantised", "quantised_int8", "quantised_pack", "processor", "borrowed_team")
+)
 GGML = _sources("ggml", "ggml_unpack", "ggml_products", "products", "processor", "borrowed_team")
 BUDDIES = _sources("buddies", "buddy_counts")
 LIBRARIES = (FEW_ROWS, QUANTISED, GGML, BUDDIES)
@@ -75,6 +77,14 @@ def load_library(*sources: Path) -> ctypes.CDLL:
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise UnsupportedError(f"{path} cannot be loaded: {error}.") from error
+
+
+def load_borrowing(*sources: Path) -> ctypes.CDLL:
+    """`load_library` of what has `borrowed_team.cpp`: its threads are those of `FEW_ROWS`."""
+    library = load_library(*sources)
+    of_process = ctypes.cast(load_library(*FEW_ROWS).lowtide_run_together, ctypes.c_void_p)
+    library.lowtide_borrow_team(of_process)
+    return library
 
 
 def build_libraries(package: Path) -> None:

@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "numbers.hpp"
+#include "signatures.hpp"
 
 namespace lowtide {
 
@@ -20,10 +20,10 @@ extern "C" {
 
 using lowtide::bf16;
 
-void lowtide_multiply(
-    int variant, int num_threads, const bf16* x, long x_stride, const bf16* w, const bf16* bias,
-    bf16* out, long out_stride, long num_rows, long num_outs, long num_k
-);
+// Of weights in bfloat16, which have no types.
+lowtide::MultiplyFunction lowtide_plain_multiply;
+lowtide::MlpsFunction lowtide_plain_mlps;
+lowtide::ExpertsFunction lowtide_plain_experts;
 
 void lowtide_multiply_float32(
     int variant, int num_threads, const float* x, long x_stride, const float* w, float* out,
@@ -33,13 +33,6 @@ void lowtide_multiply_float32(
 void lowtide_choose_experts(
     int variant, const void* logits, int is_float32, const float* bias,
     const lowtide::Choice* choice, std::int64_t* experts, float* weights, long num_rows
-);
-
-void lowtide_run_experts(
-    int variant, int num_threads, const bf16* x, const std::int64_t* experts, const float* weights,
-    const std::int64_t* slots, const bf16* gate_w, const bf16* up_w, const bf16* down_w,
-    long slot_bytes, bf16* parts, bf16* gate, bf16* up, float* out, long num_tokens, long k,
-    long hidden, long width
 );
 
 void lowtide_attend(

@@ -7,9 +7,6 @@ using namespace lowtide;
 
 namespace {
 
-using RunTogether = void (*)(int, long, Piece, const void*);
-RunTogether team = nullptr;  // that of the other operators: a process has one
-
 int plain_variant(int variant) { return std::min(variant, static_cast<int>(WITH_AVX512)); }
 
 // Of rows as they are.
@@ -35,21 +32,13 @@ struct Exact {
 
 }  // namespace
 
-namespace lowtide {
-
-void run_together(int num_threads, long num_pieces, Piece piece, const void* work) {
-    if (team != nullptr) return team(num_threads, num_pieces, piece, work);
-    for (long number = 0; number < num_pieces; ++number) piece(work, number);
-}
-
-}  // namespace lowtide
-
 extern "C" {
 
-int lowtide_best_variant();  // of processor.cpp
+MultiplyFunction lowtide_quantised_multiply;
+MlpsFunction lowtide_quantised_mlps;
+ExpertsFunction lowtide_quantised_experts;
 
-// What divides work from now on: `lowtide_run_together` of the other operators' library.
-void lowtide_quantised_team(RunTogether of_process) { team = of_process; }
+int lowtide_best_variant();  // of processor.cpp
 
 // The best variant of this CPU; all before it run on it, too.
 int lowtide_best_quantised() {
@@ -68,39 +57,38 @@ int lowtide_best_quantised() {
 #endif
 }
 
-// Strides of x and out are in elements, w is [num_outs, row_bytes]. bias may be null.
 void lowtide_quantised_multiply(
-    int variant, int num_threads, int num_bits, const bf16* x, long x_stride,
-    const std::uint8_t* w, const bf16* bias, bf16* out, long out_stride, long num_rows,
-    long num_outs, long num_k
+    int variant, int num_threads, int num_bits, const bf16* x, long x_stride, const void* w,
+    const bf16* bias, bf16* out, long out_stride, long num_rows, long num_outs, long num_k
 ) {
     Exact products = {variant};
-    const QuantisedWeights weights = {w, num_k, num_bits};
+    const QuantisedWeights weights = {static_cast<const std::uint8_t*>(w), num_k, num_bits};
     multiply_in_pieces(
         products, {x, x_stride, 0, num_rows, weights, num_outs, bias, out, out_stride, nullptr},
         num_threads);
 }
 
-// See `lowtide_gated_mlps`.
+// types: three times the number of bits.
 void lowtide_quantised_mlps(
-    int variant, int num_threads, int num_bits, const Group* groups, long num_groups,
-    const char* gate_w, const char* up_w, const char* down_w, long slot_bytes, bf16* parts,
-    bf16* gate, bf16* up, long hidden, long width
+    int variant, int num_threads, const std::int32_t* types, const std::int64_t* groups,
+    long num_groups, const void* gate_w, const void* up_w, const void* down_w, long slot_bytes,
+    bf16* parts, bf16* gate, bf16* up, long hidden, long width
 ) {
     Exact products = {variant};
-    const QuantisedSlots slots = {gate_w, up_w, down_w, slot_bytes, hidden, width, num_bits};
-    run_groups(products, num_threads, groups, num_groups, slots, {parts, gate, up});
+    const QuantisedSlots slots = {gate_w, up_w, down_w, slot_bytes, hidden, width, types[0]};
+    run_groups(products, num_threads, reinterpret_cast<const Group*>(groups), num_groups, slots,
+               {parts, gate, up});
 }
 
-// See `lowtide_run_experts`.
+// types: three times the number of bits.
 void lowtide_quantised_experts(
-    int variant, int num_threads, int num_bits, const bf16* x, const std::int64_t* experts,
-    const float* weights, const std::int64_t* slots, const char* gate_w, const char* up_w,
-    const char* down_w, long slot_bytes, bf16* parts, bf16* gate, bf16* up, float* out,
-    long num_tokens, long k, long hidden, long width
+    int variant, int num_threads, const std::int32_t* types, const bf16* x,
+    const std::int64_t* experts, const float* weights, const std::int64_t* slots,
+    const void* gate_w, const void* up_w, const void* down_w, long slot_bytes, bf16* parts,
+    bf16* gate, bf16* up, float* out, long num_tokens, long k, long hidden, long width
 ) {
     Exact products = {variant};
-    const QuantisedSlots places = {gate_w, up_w, down_w, slot_bytes, hidden, width, num_bits};
+    const QuantisedSlots places = {gate_w, up_w, down_w, slot_bytes, hidden, width, types[0]};
     run_tokens(products, num_threads, x, experts, weights, slots, places, {parts, gate, up}, out,
                num_tokens, k);
 }

@@ -9,20 +9,19 @@ row's bits depend on the row and the matrix alone, and on the kind of instructio
 from __future__ import annotations
 
 import ctypes
+import sys
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from lowtide.core import IntArray
 from lowtide.formats import MatrixFormat
 from lowtide.formats.convert import pack
 from lowtide.formats.matrix import Bytes
 from lowtide.formats.plain import ITEM_BYTES, convert_plain
 from lowtide.formats.quantised import Floats, QuantisedRows
 from lowtide.formats.quantised_matrix import QuantisedMatrix
-from lowtide.kernels.cpu.library import FEW_ROWS, QUANTISED, load_library
-from lowtide.kernels.operands import SlotPlaces
+from lowtide.kernels.cpu.library import QUANTISED, load_borrowing
+from lowtide.kernels.cpu.weight_calls import CompiledExperts, MatrixCall, WeightCalls
 
 MAX_FEW_ROWS = 16
 """With more rows, unless they are rounded, a tile of weights is unpacked and multiplied with by
@@ -35,12 +34,7 @@ INT8_VARIANTS = (*VARIANTS[:3], "AVX-512 with VNNI")
 """The same where rows are rounded. All have the same bits."""
 
 _INT, _LONG, _P = ctypes.c_int, ctypes.c_long, ctypes.c_void_p
-_PRODUCTS = {
-    "multiply": (_INT, _INT, _INT, _P, _LONG, _P, _P, _P, *4 * (_LONG,)),
-    "mlps": (_INT, _INT, _INT, _P, _LONG, *3 * (_P,), _LONG, *3 * (_P,), *2 * (_LONG,)),
-    "experts": (_INT, _INT, _INT, *7 * (_P,), _LONG, *4 * (_P,), *4 * (_LONG,)),
-}
-_CONVERSIONS = {
+_TYPES = {
     "unpack": (_INT, _INT, _P, _P, *2 * (_LONG,)),
     "pack": (_INT, _INT, _INT, _P, _P, _P, *2 * (_LONG,)),
 }
@@ -58,57 +52,33 @@ class QuantisedOperators:
         self.num_variants = best() + 1
         self.variant = self.num_variants - 1 if variant is None else variant
         self.rounds_rows = rounds_rows
-        # Functions of their own: those of the library's attributes are shared.
+        max_rows = sys.maxsize if rounds_rows else MAX_FEW_ROWS
         kind = "int8" if rounds_rows else "quantised"
-        self.call = {name: library[f"lowtide_{kind}_{name}"] for name in _PRODUCTS}
-        self.call |= {name: library[f"lowtide_quantised_{name}"] for name in _CONVERSIONS}
-        for name, types in (_PRODUCTS | _CONVERSIONS).items():
-            self.call[name].argtypes, self.call[name].restype = types, None
+        self.calls = WeightCalls(library, kind, self.variant, max_rows)
+        # Functions of their own: those of the library's attributes are shared.
+        functions = {name: library[f"lowtide_quantised_{name}"] for name in _TYPES}
+        for name, function in functions.items():
+            function.argtypes, function.restype = _TYPES[name], None
+        self._unpack, self._pack = functions["unpack"], functions["pack"]
         self.name = (INT8_VARIANTS if rounds_rows else VARIANTS)[self.variant]
 
     @classmethod
     def load(cls, variant: int | None = None, rounds_rows: bool = False) -> QuantisedOperators:
         """Compiled now, or from the cache. Raises UnsupportedError or StorageError."""
-        library = load_library(*QUANTISED)
-        team = ctypes.cast(load_library(*FEW_ROWS).lowtide_run_together, _P)
-        library.lowtide_quantised_team(team)
-        return cls(library, variant, rounds_rows)
+        return cls(load_borrowing(*QUANTISED), variant, rounds_rows)
 
-    def takes(self, x: Tensor) -> bool:
-        """Whether `multiply` takes these rows."""
-        is_right = x.dtype is torch.bfloat16 and x.is_cpu
-        return is_right and (self.rounds_rows or x.shape[0] <= MAX_FEW_ROWS)
+    def matrix_call(self, matrix: QuantisedMatrix) -> MatrixCall:
+        """What multiplies with it."""
+        return MatrixCall(self.calls, matrix.num_bits, matrix.data.data_ptr())
 
-    def multiply(
-        self,
-        x: Tensor,
-        matrix: QuantisedMatrix,
-        bias: Tensor | None,
-        out: Tensor,
-        num_threads: int = 1,
-    ) -> None:
-        """`out = x @ matrix.t() + bias` for rows x [n, in] that it takes and out [n, out],
-        bfloat16, the elements of a row adjacent; rounds once, after the bias."""
-        num_rows, num_k = x.shape
-        self.call["multiply"](
-            self.variant,
-            num_threads,
-            matrix.num_bits,
-            x.data_ptr(),
-            x.stride(0),
-            matrix.data.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            out.stride(0),
-            num_rows,
-            out.shape[1],
-            num_k,
-        )
+    def experts(self, num_bits: int) -> CompiledExperts:
+        """Of slots whose matrices are all of so many bits."""
+        return CompiledExperts(self.calls, 3 * (num_bits,), MAX_FEW_ROWS)
 
     def unpack(self, matrix: QuantisedMatrix, out: Tensor) -> None:
         """`QuantisedMatrix.unpack` into a contiguous bfloat16 `out`, the same bits."""
         variant = min(self.variant, 2) if self.rounds_rows else self.variant
-        self.call["unpack"](
+        self._unpack(
             variant, matrix.num_bits, matrix.data.data_ptr(), out.data_ptr(), *matrix.shape
         )
 
@@ -134,7 +104,7 @@ class QuantisedOperators:
         )
         worth = None if importance is None else np.ascontiguousarray(importance, np.float32)
         out = np.ascontiguousarray(target)
-        self.call["pack"](
+        self._pack(
             min(self.variant, 2),  # no variant of its own for pairs: it is arithmetic of float32
             to.num_bits,
             name == "BF16",
@@ -146,76 +116,3 @@ class QuantisedOperators:
         )
         if out is not target:
             target[:] = out
-
-
-class QuantisedExperts:
-    """Several experts of few rows each in one call: a `SeveralExperts` over slots whose matrices
-    are all of so many bits."""
-
-    max_rows = MAX_FEW_ROWS
-
-    def __init__(self, operators: QuantisedOperators, num_bits: int) -> None:
-        self._operators = operators
-        self._num_bits = num_bits
-
-    def takes(self, x: Tensor) -> bool:
-        """Whether `run_experts` takes these rows."""
-        return self._operators.takes(x) and x.shape[0] <= self.max_rows
-
-    def gated_mlps(
-        self,
-        groups: IntArray,
-        places: SlotPlaces,
-        parts: Tensor,
-        gate: Tensor,
-        up: Tensor,
-        num_threads: int,
-    ) -> None:
-        """See `FewRows.gated_mlps`."""
-        self._operators.call["mlps"](
-            self._operators.variant,
-            num_threads,
-            self._num_bits,
-            groups.ctypes.data,
-            len(groups),
-            *places,
-            parts.data_ptr(),
-            gate.data_ptr(),
-            up.data_ptr(),
-            parts.shape[1],
-            gate.shape[1],
-        )
-
-    def run_experts(
-        self,
-        x: Tensor,
-        experts: Tensor,
-        weights: Tensor,
-        slots: IntArray,
-        places: SlotPlaces,
-        parts: Tensor,
-        gate: Tensor,
-        up: Tensor,
-        out: Tensor,
-        num_threads: int,
-    ) -> None:
-        """See `FewRows.run_experts`."""
-        num_tokens, k = experts.shape
-        self._operators.call["experts"](
-            self._operators.variant,
-            num_threads,
-            self._num_bits,
-            x.data_ptr(),
-            experts.data_ptr(),
-            weights.data_ptr(),
-            slots.ctypes.data,
-            *places,
-            parts.data_ptr(),
-            gate.data_ptr(),
-            up.data_ptr(),
-            out.data_ptr(),
-            num_tokens,
-            k,
-            x.shape[1],
-            gate.shape[1],
-        )

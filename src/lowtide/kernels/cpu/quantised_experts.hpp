@@ -11,6 +11,7 @@
 
 #include "pairs.hpp"
 #include "quantised.hpp"
+#include "signatures.hpp"
 #include "team.hpp"
 
 namespace lowtide {
@@ -34,20 +35,21 @@ inline long features_of_piece(const QuantisedWeights& w, long num_outs) {
     return std::clamp(QUANTISED_PIECE_BYTES / w.row_bytes(), 1L, num_outs);
 }
 
-// Where the experts' weights are: those of slot 0, the others at multiples of `slot_bytes`.
+// Where the experts' weights are: those of slot 0, the others at multiples of `slot_bytes`. All are
+// of as many bits.
 struct QuantisedSlots {
-    const char *gate, *up, *down;
+    const void *gate, *up, *down;
     long slot_bytes, hidden, width;
     int num_bits;
 
-    QuantisedWeights inward(const char* of_slot_0, const Group& group) const {
+    QuantisedWeights inward(const void* of_slot_0, const Group& group) const {
         return {at(of_slot_0, group), hidden, num_bits};
     }
 
     QuantisedWeights outward(const Group& group) const { return {at(down, group), width, num_bits}; }
 
-    const std::uint8_t* at(const char* of_slot_0, const Group& group) const {
-        return reinterpret_cast<const std::uint8_t*>(of_slot_0 + group.slot * slot_bytes);
+    const std::uint8_t* at(const void* of_slot_0, const Group& group) const {
+        return static_cast<const std::uint8_t*>(of_slot_0) + group.slot * slot_bytes;
     }
 };
 
@@ -154,7 +156,7 @@ void run_groups(
     }
 }
 
-// All experts of a few tokens, and their sum: see `lowtide_run_experts`.
+// All experts of a few tokens, and their sum: see `ExpertsFunction`.
 template <class Products>
 void run_tokens(
     Products& products, int num_threads, const bf16* x, const std::int64_t* experts,

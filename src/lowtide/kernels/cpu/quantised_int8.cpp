@@ -47,6 +47,10 @@ struct Rounded {
 
 extern "C" {
 
+MultiplyFunction lowtide_int8_multiply;
+MlpsFunction lowtide_int8_mlps;
+ExpertsFunction lowtide_int8_experts;
+
 // The best variant of this CPU; all before it run on it, too.
 int lowtide_best_int8() {
 #if defined(__x86_64__)
@@ -64,14 +68,13 @@ int lowtide_best_int8() {
 #endif
 }
 
-// See `lowtide_quantised_multiply`; any number of rows.
+// Of any number of rows.
 void lowtide_int8_multiply(
-    int variant, int num_threads, int num_bits, const bf16* x, long x_stride,
-    const std::uint8_t* w, const bf16* bias, bf16* out, long out_stride, long num_rows,
-    long num_outs, long num_k
+    int variant, int num_threads, int num_bits, const bf16* x, long x_stride, const void* w,
+    const bf16* bias, bf16* out, long out_stride, long num_rows, long num_outs, long num_k
 ) {
     Rounded products = {variant, num_bits};
-    const QuantisedWeights weights = {w, num_k, num_bits};
+    const QuantisedWeights weights = {static_cast<const std::uint8_t*>(w), num_k, num_bits};
     for (long row = 0; row < num_rows; row += CHUNK_ROWS)
         multiply_in_pieces(
             products,
@@ -80,26 +83,27 @@ void lowtide_int8_multiply(
             num_threads);
 }
 
-// See `lowtide_gated_mlps`.
+// types: three times the number of bits.
 void lowtide_int8_mlps(
-    int variant, int num_threads, int num_bits, const Group* groups, long num_groups,
-    const char* gate_w, const char* up_w, const char* down_w, long slot_bytes, bf16* parts,
-    bf16* gate, bf16* up, long hidden, long width
+    int variant, int num_threads, const std::int32_t* types, const std::int64_t* groups,
+    long num_groups, const void* gate_w, const void* up_w, const void* down_w, long slot_bytes,
+    bf16* parts, bf16* gate, bf16* up, long hidden, long width
 ) {
-    Rounded products = {variant, num_bits};
-    const QuantisedSlots slots = {gate_w, up_w, down_w, slot_bytes, hidden, width, num_bits};
-    run_groups(products, num_threads, groups, num_groups, slots, {parts, gate, up});
+    Rounded products = {variant, types[0]};
+    const QuantisedSlots slots = {gate_w, up_w, down_w, slot_bytes, hidden, width, types[0]};
+    run_groups(products, num_threads, reinterpret_cast<const Group*>(groups), num_groups, slots,
+               {parts, gate, up});
 }
 
-// See `lowtide_run_experts`.
+// types: three times the number of bits.
 void lowtide_int8_experts(
-    int variant, int num_threads, int num_bits, const bf16* x, const std::int64_t* experts,
-    const float* weights, const std::int64_t* slots, const char* gate_w, const char* up_w,
-    const char* down_w, long slot_bytes, bf16* parts, bf16* gate, bf16* up, float* out,
-    long num_tokens, long k, long hidden, long width
+    int variant, int num_threads, const std::int32_t* types, const bf16* x,
+    const std::int64_t* experts, const float* weights, const std::int64_t* slots,
+    const void* gate_w, const void* up_w, const void* down_w, long slot_bytes, bf16* parts,
+    bf16* gate, bf16* up, float* out, long num_tokens, long k, long hidden, long width
 ) {
-    Rounded products = {variant, num_bits};
-    const QuantisedSlots places = {gate_w, up_w, down_w, slot_bytes, hidden, width, num_bits};
+    Rounded products = {variant, types[0]};
+    const QuantisedSlots places = {gate_w, up_w, down_w, slot_bytes, hidden, width, types[0]};
     run_tokens(products, num_threads, x, experts, weights, slots, places, {parts, gate, up}, out,
                num_tokens, k);
 }

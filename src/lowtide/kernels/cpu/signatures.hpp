@@ -1,0 +1,39 @@
+// What operators over weights are called as, whatever these are stored in: every kind has the
+// three, in a library that is built where the kind is in use. Who has their addresses need not know
+// the kinds.
+
+#pragma once
+
+#include "numbers.hpp"
+
+namespace lowtide {
+
+// out = x w^T + bias, rounded once, for few rows x [num_rows, num_k] and w [num_outs, num_k],
+// stored as `type` says, a number of the kind's own. Strides are in elements. bias may be null.
+using MultiplyFunction = void(
+    int variant, int num_threads, int type, const bf16* x, long x_stride, const void* w,
+    const bf16* bias, bf16* out, long out_stride, long num_rows, long num_outs, long num_k
+);
+
+// Gated MLPs of several experts. types [3]: of gate, up and down. groups [num_groups, 3]: each
+// expert's slot, first row and number of rows; no two share a row. gate_w, up_w, down_w: where slot
+// 0 has them, the others at multiples of slot_bytes. parts [.., hidden], from inputs to outputs;
+// scratch gate, up [.., width]. Rows of all are adjacent.
+using MlpsFunction = void(
+    int variant, int num_threads, const std::int32_t* types, const std::int64_t* groups,
+    long num_groups, const void* gate_w, const void* up_w, const void* down_w, long slot_bytes,
+    bf16* parts, bf16* gate, bf16* up, long hidden, long width
+);
+
+// All experts of a few tokens, and their sum: x [num_tokens, hidden]; experts [num_tokens, k],
+// ascending for each token, and their weights; slots: one for each distinct expert, ascending by
+// expert. Scratch: a row for each pair of a token and an expert. out [num_tokens, hidden]. The rest
+// as above.
+using ExpertsFunction = void(
+    int variant, int num_threads, const std::int32_t* types, const bf16* x,
+    const std::int64_t* experts, const float* weights, const std::int64_t* slots,
+    const void* gate_w, const void* up_w, const void* down_w, long slot_bytes, bf16* parts,
+    bf16* gate, bf16* up, float* out, long num_tokens, long k, long hidden, long width
+);
+
+}  // namespace lowtide

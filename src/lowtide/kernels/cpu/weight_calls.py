@@ -1,0 +1,157 @@
+"""Operators over weights on the CPU, whatever these are stored in: what every kind's library has.
+
+`signatures.hpp` says what the functions are given. A kind has types of its own, numbered; a row's
+bits depend on the row, what it is used with and the variant alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowtide.core import IntArray
+from lowtide.kernels.operands import SlotPlaces
+
+_INT, _LONG, _P = ctypes.c_int, ctypes.c_long, ctypes.c_void_p
+_TYPES = {
+    "multiply": (_INT, _INT, _INT, _P, _LONG, _P, _P, _P, *4 * (_LONG,)),
+    "mlps": (_INT, _INT, _P, _P, _LONG, *3 * (_P,), _LONG, *3 * (_P,), *2 * (_LONG,)),
+    "experts": (_INT, _INT, _P, *7 * (_P,), _LONG, *4 * (_P,), *4 * (_LONG,)),
+}
+
+
+class WeightCalls:
+    """A library's operators over weights of one kind, in one variant."""
+
+    def __init__(self, library: ctypes.CDLL, kind: str, variant: int, max_rows: int) -> None:
+        """kind: in the functions' names. max_rows: that a product takes."""
+        self.variant, self.max_rows = variant, max_rows
+        # Functions of their own: those of the library's attributes are shared.
+        functions = {name: library[f"lowtide_{kind}_{name}"] for name in _TYPES}
+        for name, function in functions.items():
+            function.argtypes, function.restype = _TYPES[name], None
+        self.multiply, self.mlps, self.experts = functions.values()
+        self.multiply_address = ctypes.cast(self.multiply, _P).value
+        self.experts_address = ctypes.cast(self.experts, _P).value
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether the rows of `x` [rows, ...] are few, of the right type and in host memory."""
+        return x.shape[0] <= self.max_rows and x.dtype is torch.bfloat16 and x.is_cpu
+
+
+class MatrixCall(NamedTuple):
+    """A matrix, and what multiplies few rows with it."""
+
+    calls: WeightCalls
+    type: int  # of the kind's
+    address: int
+
+    def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor, num_threads: int = 1) -> None:
+        """`out = x @ matrix.t() + bias` for rows x [n, in] that `calls` take and out [n, out],
+        bfloat16, the elements of a row adjacent; rounds once, after the bias."""
+        num_rows, num_k = x.shape
+        self.calls.multiply(
+            self.calls.variant,
+            num_threads,
+            self.type,
+            x.data_ptr(),
+            x.stride(0),
+            self.address,
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            out.stride(0),
+            num_rows,
+            out.shape[1],
+            num_k,
+        )
+
+
+class CompiledExperts:
+    """Several experts of few rows each in one call: a `SeveralExperts` over slots whose matrices
+    are of types of one kind."""
+
+    def __init__(
+        self, calls: WeightCalls, types: Sequence[int], max_rows: int | None = None
+    ) -> None:
+        """types: of gate, up and down. max_rows: of one expert, by default a product's."""
+        self.calls = calls
+        self.types = np.array(types, np.int32)
+        self.max_rows = calls.max_rows if max_rows is None else max_rows
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether `run_experts` takes these rows."""
+        return self.calls.takes(x) and x.shape[0] <= self.max_rows
+
+    def gated_mlps(
+        self,
+        groups: IntArray,
+        places: SlotPlaces,
+        parts: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        num_threads: int,
+    ) -> None:
+        """`Kernels.gated_mlp` of several experts over their rows of `parts`, in place, bit for bit.
+
+        groups [experts, 3] int64: each expert's slot, its first row and its number of rows, at
+        most `max_rows`; no two share a row. parts [rows, hidden], which become outputs, and
+        gate and up [rows, expert_size], scratch, are bfloat16. All of them contiguous.
+        """
+        self.calls.mlps(
+            self.calls.variant,
+            num_threads,
+            self.types.ctypes.data,
+            groups.ctypes.data,
+            len(groups),
+            *places,
+            parts.data_ptr(),
+            gate.data_ptr(),
+            up.data_ptr(),
+            parts.shape[1],
+            gate.shape[1],
+        )
+
+    def run_experts(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        slots: IntArray,
+        places: SlotPlaces,
+        parts: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        out: Tensor,
+        num_threads: int,
+    ) -> None:
+        """`Kernels.gated_mlp` of every expert of the tokens and `Kernels.combine`, bit for bit.
+
+        x [tokens, hidden], which it `takes`; experts [tokens, k] int64, ascending for each token,
+        and their weights [tokens, k] float32; slots: one for each distinct expert, ascending by
+        expert; parts [tokens * k, hidden] and gate and up [tokens * k, expert_size] bfloat16 are
+        scratch; out [tokens, hidden] float32. All of them contiguous.
+        """
+        num_tokens, k = experts.shape
+        self.calls.experts(
+            self.calls.variant,
+            num_threads,
+            self.types.ctypes.data,
+            x.data_ptr(),
+            experts.data_ptr(),
+            weights.data_ptr(),
+            slots.ctypes.data,
+            *places,
+            parts.data_ptr(),
+            gate.data_ptr(),
+            up.data_ptr(),
+            out.data_ptr(),
+            num_tokens,
+            k,
+            x.shape[1],
+            gate.shape[1],
+        )

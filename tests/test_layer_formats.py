@@ -1,0 +1,245 @@
+"""Layers in a call or two whose matrices are in 8 or 4 bits or in ggml's packed types, and in
+bfloat16 beside them: the bits of their operators one by one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_files import ling_config
+from examples import scaled
+from family_models import random_weight
+from gguf.constants import GGMLQuantizationType as Type
+from gguf_files import write_ling
+from test_few_rows import are_equal, decoded, one_by_one, opened
+from test_gguf_models import MIXED, SMALL, WIDTH, choosing, write
+from torch import Tensor
+
+from lowtide import LLM, SamplingParams
+from lowtide.config import ModelConfig
+from lowtide.engine.engine import Engine
+from lowtide.experts.runtime import ExpertRuntime
+from lowtide.kernels import choice
+from lowtide.kernels.compiled import CompiledKernels
+from lowtide.kernels.cpu.quantised import MAX_FEW_ROWS
+from lowtide.kernels.layer_parts import LayerParts
+from lowtide.lab.synth import synth
+from lowtide.layers.few_rows import FewRowsLayer
+from lowtide.llm import plan_model
+from lowtide.memory.poison import PoisonedWorkspace
+from lowtide.memory.workspace import Workspace
+from lowtide.schemas import model_schema
+
+FORMATS: Mapping[str, Mapping[str, str]] = {
+    "q8": {"format": "q8"},
+    "q4": {"format": "q4"},
+    "q8 rounded": {"format": "q8", "activations": "int8"},
+    "q4 rounded": {"format": "q4", "activations": "int8"},
+    "q4 experts": {"expert_dtype": "q4"},
+    "q8 dense": {"dense_dtype": "q8"},
+    "q8 experts, q4 dense, rounded": {
+        "expert_dtype": "q8",
+        "dense_dtype": "q4",
+        "activations": "int8",
+    },
+}
+
+OF_FAMILY = {
+    "qwen3_moe": ("q8", "q4 rounded"),
+    "qwen2_moe": ("q4", "q8 rounded", "q4 experts", "q8 experts, q4 dense, rounded"),
+    "bailing_moe_v2": ("q8", "q4 rounded", "q8 dense"),
+    "deepseek_v2": ("q4", "q8 rounded"),
+}
+"""With a shared expert weighed and not, a dense layer, a router in float32, latent attention."""
+
+FILES = {
+    "qwen3_moe": MIXED,
+    "qwen2_moe": SMALL,
+    "mixtral": (Type.Q4_0, Type.BF16),
+    "bailing_moe_v2": (Type.Q6_K, Type.Q4_K, Type.Q8_0),
+    "deepseek_v2": SMALL,
+}
+"""Types that a GGUF file's tensors take in turns, so that they differ within a layer."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    if not isinstance(choice.choose_kernels("auto", torch.bfloat16), CompiledKernels):
+        pytest.skip("nothing is compiled here")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("models")
+    return {name: synth(name, "tiny", base / name, seed=3) for name in OF_FAMILY}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("files")
+    paths = {family: base / f"{family}.gguf" for family in FILES}
+    for family, path in paths.items():
+        if family == "bailing_moe_v2":
+            write_small_ling(path)
+        else:
+            write(path, family, 0, FILES[family])
+    return paths
+
+
+def write_small_ling(path: Path) -> None:
+    config = ling_config(
+        architectures=["BailingMoeV2ForCausalLM"],
+        num_hidden_layers=3,
+        hidden_size=WIDTH,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        rotary_dim=8,
+        intermediate_size=WIDTH,
+        moe_intermediate_size=WIDTH,
+        num_experts=8,
+        num_experts_per_tok=2,
+        n_group=4,
+        topk_group=2,
+        vocab_size=97,
+        pad_token_id=None,
+        max_position_embeddings=256,
+        torch_dtype="float32",
+    )
+    schema = model_schema(ModelConfig.from_dict(config))
+    specs = [*schema.dense, *(s for n in schema.moe_layers for s in schema.expert_specs(n))]
+    torch.manual_seed(3)
+    weights = {spec.name: random_weight(spec.name, spec.shape) for spec in specs}
+    write_ling(path, config, weights, choosing(FILES["bailing_moe_v2"]))
+
+
+def check(path: Path, shapes: Sequence[tuple[int, int]], **options: object) -> None:
+    """Where everything is resident, and where policies are asked: some sequences and rows of the
+    first of them."""
+    with opened(path, **options) as engine:
+        assert all(isinstance(each, FewRowsLayer) for each in layers_of(engine))
+        with one_by_one():
+            expected = [decoded(engine, *shape) for shape in shapes]
+        for shape, each in zip(shapes, expected, strict=True):
+            assert are_equal(decoded(engine, *shape), each)
+    with opened(path, 0.3, policy="lru", **options) as engine:
+        for shape, each in zip(shapes, expected, strict=True):
+            assert are_equal(decoded(engine, *shape), each)
+        assert engine.as_dict()["num_misses"] > 0
+
+
+def layers_of(engine: Engine) -> list[FewRowsLayer | None]:
+    return [block._few_rows for block in engine.model._blocks]
+
+
+@pytest.mark.parametrize(
+    "family,name", [(family, name) for family, names in OF_FAMILY.items() for name in names]
+)
+def test_the_bits_of_one_by_one(folders: dict[str, Path], family: str, name: str) -> None:
+    check(folders[family], ((1, 1), (3, 1), (2, 2)), **FORMATS[name])
+
+
+@pytest.mark.parametrize("family", FILES)
+def test_the_bits_of_one_by_one_from_a_file(files: dict[str, Path], family: str) -> None:
+    check(files[family], ((1, 1), (3, 1), (2, 2)))
+
+
+@pytest.mark.parametrize("name", ["q4", "q8 rounded", "q4 experts", "file"])
+def test_any_number_of_rows(folders: dict[str, Path], files: dict[str, Path], name: str) -> None:
+    """Up to what each part takes, and beyond: a dense part in bfloat16 may take more rows than
+    experts of few bits, and rows that are rounded have no limit of their own."""
+    kernels = choice.choose_kernels("auto", torch.bfloat16)
+    assert kernels.several_experts is not None
+    most = kernels.several_experts.max_rows
+    path = files["qwen2_moe"] if name == "file" else folders["qwen2_moe"]
+    counts = {*range(1, 9), MAX_FEW_ROWS - 1, MAX_FEW_ROWS, MAX_FEW_ROWS + 1, most, most + 1}
+    with opened(path, context=1024, **FORMATS.get(name, {})) as engine:
+        for count in sorted(counts):
+            with one_by_one():
+                expected = decoded(engine, count, prompt=5)
+            assert are_equal(decoded(engine, count, prompt=5), expected), count
+
+
+@pytest.mark.parametrize("name", ["q4", "q8 rounded", "file"])
+def test_nobody_is_asked_where_everything_is_resident(
+    folders: dict[str, Path],
+    files: dict[str, Path],
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = files["qwen3_moe"] if name == "file" else folders["qwen3_moe"]
+    with opened(path, **FORMATS.get(name, {})) as engine:
+        asked = []
+        forward = ExpertRuntime.forward
+
+        def noting(runtime: ExpertRuntime, layer: int, x: Tensor, *others: object) -> None:
+            asked.append(len(x))
+            forward(runtime, layer, x, *others)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(ExpertRuntime, "forward", noting)
+        decoded(engine, 2, prompt=50)
+        assert set(asked) == {100}  # prompts, not single rows
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+@pytest.mark.parametrize("name", ["q8 rounded", "file"])
+def test_nothing_is_read_that_is_not_alive(
+    folders: dict[str, Path],
+    files: dict[str, Path],
+    name: str,
+    share: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = files["qwen2_moe"] if name == "file" else folders["qwen2_moe"]
+    with opened(path, share, **FORMATS.get(name, {})) as engine:
+        expected = decoded(engine, 2)
+
+    def poisoned(*given: object) -> Workspace:
+        return PoisonedWorkspace(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("lowtide.engine.wiring.Workspace", poisoned)
+    with opened(path, share, **FORMATS.get(name, {})) as engine:
+        assert isinstance(engine.model.compute.workspace, PoisonedWorkspace)
+        assert are_equal(decoded(engine, 2), expected)
+
+
+@pytest.mark.parametrize("name", ["q4", "q8", "q4 rounded", "file"])
+def test_answers_at_any_budget(folders: dict[str, Path], files: dict[str, Path], name: str) -> None:
+    """The same words, and the same probabilities of them, with the one call and without."""
+    path = files["qwen3_moe"] if name == "file" else folders["qwen3_moe"]
+    chosen: dict[str, object] = {"context": 64, "dtype": "bfloat16", **FORMATS.get(name, {})}
+    rng = random.Random(name)
+    prompts = [[rng.randrange(90) for _ in range(rng.randint(3, 20))] for _ in range(2)]
+    params = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=2)
+    plan = plan_model(path, **chosen)
+
+    def answers(host_memory: int) -> list[object]:
+        with LLM(path, host_memory=host_memory, **chosen) as llm:  # type: ignore[arg-type]
+            found = llm.generate(prompts, params)
+        return [(each.token_ids, each.logprobs) for each in found]
+
+    with one_by_one():
+        expected = answers(plan.full_bytes)
+    budgets = [rng.randint(plan.minimum_bytes, plan.full_bytes) for _ in range(scaled(2))]
+    for budget in (*budgets, plan.full_bytes):
+        assert answers(budget) == expected
+
+
+def test_what_nothing_compiled_multiplies_with_goes_one_by_one(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[LayerParts] = []
+    whole_layer = CompiledKernels.whole_layer
+
+    def noting(kernels: CompiledKernels, parts: LayerParts) -> object:
+        seen.append(parts)
+        return whole_layer(kernels, parts)
+
+    monkeypatch.setattr(CompiledKernels, "whole_layer", noting)
+    with opened(folders["qwen3_moe"], dense_dtype="q8"):
+        plain = choice.choose_kernels("auto", torch.bfloat16)  # which know no format
+        assert isinstance(plain, CompiledKernels)
+        assert seen and all(whole_layer(plain, parts) is None for parts in seen)
