@@ -41,6 +41,10 @@ SMALL = (
     Script("overlap"),
     Script("simulate"),
     Script("policies"),
+    Script("exchange", ("--layers", "2"), disk_GiB=0),
+    Script("tau", ("--synthetic", "--layers", "2"), disk_GiB=0),
+    Script("dali", disk_GiB=0),
+    Script("hindsight"),
     Script("buddy", disk_GiB=0),
     Script("buddy_time", disk_GiB=0),
 )

@@ -130,14 +130,15 @@ def other_hybrimoes(part: Trace, setting: Setting, hits: IntArray) -> dict[str, 
     dali_s = simulate(part, "dali", setting, hits=hits).total_s
     found = {}
     for tokens in THRESHOLDS:
-        made = replace(recipe("hybrimoe"), assignment=_from(tokens))
+        made = replace(recipe("hybrimoe"), assignment=from_tokens(tokens))
         found[f"from {tokens} tokens"] = simulate(part, made, setting, hits=hits).total_s / dali_s
     empty = replace(setting, capacity=[0] * setting.num_layers)
     found["without residents"] = simulate(part, "hybrimoe", empty, hits=hits).total_s / dali_s
     return {name: round(value, 3) for name, value in found.items()}
 
 
-def _from(tokens: int) -> Callable[[Setting], Assign]:
+def from_tokens(tokens: int) -> Callable[[Setting], Assign]:
+    """HybriMoE's assignment with another threshold."""
     return lambda setting: HybriMoEThreshold(setting.costs, tokens)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +33,7 @@ from lowtide.core import Costs, Curve, FloatArray, IntArray, MoEShape
 from lowtide.policies.assignment import Greedy, HybriMoEThreshold
 from lowtide.policies.placement import Static
 from lowtide.policies.recipe import Recipe, Setting
+from lowtide.profiles import load_profile
 from lowtide.replay.simulator import simulate
 from lowtide.replay.trace import Trace
 
@@ -103,6 +104,17 @@ class Machine:
         )
 
 
+@dataclass(frozen=True)
+class Shipped:
+    """A machine as it came out, without what is between its layers: `Machine.costs` by name."""
+
+    profile: str
+
+    def costs(self, name: str, shape: MoEShape, dense_s: float = 0.0, sync_s: float = 0.0) -> Costs:
+        costs = load_profile(self.profile).costs(shape)
+        return replace(costs, dense_s=Curve([(1, dense_s)]), sync_s=sync_s)
+
+
 class Case:
     """A trace of one model that is replayed again and again."""
 
@@ -139,7 +151,9 @@ def dali_cases() -> dict[tuple[str, int], Case]:
     return cases
 
 
-def dali_anchors(cases: Mapping[tuple[str, int], Case], machine: Machine) -> dict[str, float]:
+def dali_anchors(
+    cases: Mapping[tuple[str, int], Case], machine: Machine | Shipped
+) -> dict[str, float]:
     """Each anchor's value here over the published one."""
     seconds = {
         (name, key): case.seconds(made, machine)

@@ -6,23 +6,31 @@ Then every preset answers from its own first residents, in turn, and the routing
 answer is replayed. A prediction holds if it is within 5% of the median or within the repeats.
 Beside each time are the counts that it is made of, measured and predicted; on a machine that others
 use, only those and a device that is slowed down (`--slowdown`) mean anything.
+
+`--home disk` has no device: part of the experts is in memory, the host runs all and reads those
+that are absent, past the page cache. The replay is what `auto` goes by there: a layer takes its
+other work, which is that of a run with all experts in memory, and the longer of reading and
+computing its experts, as the engine measured both. Reads ahead of a layer are not simulated.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from common.arguments import run_script
 from common.ceilings import memory_ceiling
+from common.disk_home import DiskTrack, pass_in_memory_s, replay_costs
 from common.emulated import (
     BETWEEN,
     SLOWDOWN,
     Learned,
+    Model,
     Stretch,
     Track,
     device_options,
@@ -39,11 +47,14 @@ from lowtide.lab.bench import Spread
 from lowtide.policies.recipe import Setting
 from lowtide.replay.calibration import Calibration
 from lowtide.replay.foresight import measured_accuracy
+from lowtide.replay.host_alone import compare_alone
 from lowtide.replay.simulator import Report, simulate
 from lowtide.replay.trace import Trace
 
 NAMES = ("all-host", "layer-split", "static", "fiddler", "lru", "edgemoe", "moe-lightning")
 NAMES += ("hybrimoe", "tide", "dali", "lowtide")
+PLACED = ("static", "layer-split", "lru", "edgemoe", "hybrimoe", "tide", "dali", "lowtide")
+"""Presets whose residents differ: nothing else of them is in use without a device."""
 LIMIT = 0.05
 COUNTED = {
     "hits": "num_hits",
@@ -54,6 +65,7 @@ COUNTED = {
     "moves_done": "num_moves_done",
 }
 """What is counted, by its name in the runtime's counts and in a report."""
+COUNTED_ON_DISK = {"hits": "num_hits", "reads": "num_fetched"}
 
 
 class MeasuredCosts(NamedTuple):
@@ -72,46 +84,92 @@ def main() -> None:
         "new_tokens": options.new,
         "share": options.share,
         "repeats": options.repeats,
-        "slowdown": options.slowdown,
-        "device": "emulated",
+        "home": options.home,
     }
+    if options.home == "host":
+        settings |= {"slowdown": options.slowdown, "device": "emulated"}
     recorder = Recorder("simulate", settings, options.out)
     with temporary_folder() as folder:
         learned, path = learn(model, Path(folder), options.new)
-        calibration = Calibration.load(path)
         recorder.write("ceiling", memory_ceiling())
-        speeds = device_options(model, options.slowdown)
-        with Track.open(model, options.share, speeds, path) as track:
-            recorder.write("device", track.describe())
-            measured = _measure_costs(track, learned)
-            recorder.write("costs", _costs_row(measured))
-            taken = _take_turns(track, learned, options.presets, options.repeats)
-            capacity = track.llm.plan.residents_per_layer
+        if options.home == "disk":
+            _validate_disk(recorder, model, learned, path, options)
+        else:
+            _validate_device(recorder, model, learned, path, options)
+
+
+def _validate_device(
+    recorder: Recorder, model: Model, learned: Learned, path: Path, options: argparse.Namespace
+) -> None:
+    """Beside an emulated device, with all experts in host memory."""
+    calibration, names = Calibration.load(path), options.presets or NAMES
+    speeds = device_options(model, options.slowdown)
+    with Track.open(model, options.share, speeds, path) as track:
+        recorder.write("device", track.describe())
+        measured = _measure_costs(track, learned)
+        recorder.write("costs", _costs_row(measured))
+        taken = _take_turns(partial(_answer, track, learned), names, options.repeats)
+        capacity = track.llm.plan.residents_per_layer
     trace = first_answer(learned.trace)
     for name, stretches in taken.items():
-        setting = Setting(
-            capacity,
-            trace.shape.num_experts,
-            measured.costs,
-            frequency=calibration.frequency,
-            following=calibration.following,
-            hits=calibration.trace.hits(),
-        )
-        setting = setting.having(**VARIANTS[name].options)
         report = simulate(
             trace,
             VARIANTS[name].preset,
-            setting,
+            _setting(calibration, capacity, measured.costs, name),
             pass_s=measured.pass_s,
             gate_accuracy=measured_accuracy(calibration),
         )
-        predicted_s = report.total_s / report.num_passes
-        row = {"policy": name, **compared(predicted_s, stretches), **counted(report, stretches)}
-        recorder.write("validate", row)
-        say(
-            f"{name}: predicted {row['predicted_ms']} ms, measured {row['measured_ms']} "
-            f"({row['least_ms']} to {row['most_ms']}): {'holds' if row['holds'] else 'is off'}"
-        )
+        _write(recorder, name, report, stretches, COUNTED)
+
+
+def _validate_disk(
+    recorder: Recorder, model: Model, learned: Learned, path: Path, options: argparse.Namespace
+) -> None:
+    """Without a device, with the experts on disk that are not in memory."""
+    calibration, names = Calibration.load(path), options.presets or PLACED
+    pass_s, trace = pass_in_memory_s(model, learned), first_answer(learned.trace)
+    with DiskTrack.open(model, options.share, path) as track:
+        track.adopt("lowtide", {})
+        costs, capacity = track.costs, track.llm.plan.residents_per_layer
+        taken = _take_turns(partial(_answer_from_disk, track, learned), names, options.repeats)
+    hits = trace.hits()
+    compute_s = float(np.where(hits > 0, costs.device_s(hits), 0.0).sum()) / len(trace.passes)
+    costs = replay_costs(costs, pass_s, compute_s, trace.shape.num_layers)
+    row: Row = {"read_ms": 1e3 * costs.link_s, "pass_in_memory_ms": 1e3 * pass_s}
+    row["experts_of_a_pass_ms"] = 1e3 * compute_s
+    recorder.write("costs", {**row, "layer_besides_ms": 1e3 * costs.dense_s.at(1)})
+    for name, stretches in taken.items():
+        setting = _setting(calibration, capacity, costs, name)
+        [report] = compare_alone(trace, [VARIANTS[name].preset], setting)
+        _write(recorder, name, report, stretches, COUNTED_ON_DISK)
+
+
+def _setting(calibration: Calibration, capacity: Sequence[int], costs: Costs, name: str) -> Setting:
+    setting = Setting(
+        capacity,
+        calibration.shape.num_experts,
+        costs,
+        frequency=calibration.frequency,
+        following=calibration.following,
+        hits=calibration.trace.hits(),
+    )
+    return setting.having(**VARIANTS[name].options)
+
+
+def _write(
+    recorder: Recorder,
+    name: str,
+    report: Report,
+    stretches: Sequence[Stretch],
+    counts: Mapping[str, str],
+) -> None:
+    predicted_s = report.total_s / report.num_passes
+    row = {**compared(predicted_s, stretches), **counted(report, stretches, counts)}
+    recorder.write("validate", {"policy": name, **row})
+    say(
+        f"{name}: predicted {row['predicted_ms']} ms, measured {row['measured_ms']} "
+        f"({row['least_ms']} to {row['most_ms']}): {'holds' if row['holds'] else 'is off'}"
+    )
 
 
 def compared(predicted_s: float, stretches: Sequence[Stretch]) -> Row:
@@ -129,14 +187,16 @@ def compared(predicted_s: float, stretches: Sequence[Stretch]) -> Row:
     }
 
 
-def counted(report: Report, stretches: Sequence[Stretch]) -> Row:
+def counted(
+    report: Report, stretches: Sequence[Stretch], counts: Mapping[str, str] = COUNTED
+) -> Row:
     """Counts of an answer: each turn's, and those that were predicted."""
     return {
         name: {
             "predicted": getattr(report, count),
             "measured": [round(one.totals[count]) for one in stretches],
         }
-        for name, count in COUNTED.items()
+        for name, count in counts.items()
     }
 
 
@@ -149,13 +209,18 @@ def first_answer(trace: Trace) -> Trace:
 
 
 def _take_turns(
-    track: Track, learned: Learned, names: Sequence[str], num_repeats: int
+    answer: Callable[[str], Stretch], names: Sequence[str], num_repeats: int
 ) -> dict[str, list[Stretch]]:
     taken: dict[str, list[Stretch]] = {name: [] for name in names}
     for _ in range(num_repeats):
         for name in names:
-            taken[name].append(_answer(track, learned, name))
+            taken[name].append(answer(name))
     return taken
+
+
+def _answer_from_disk(track: DiskTrack, learned: Learned, name: str) -> Stretch:
+    track.adopt(*VARIANTS[name])
+    return track.answer(learned)
 
 
 def _answer(track: Track, learned: Learned, name: str) -> Stretch:
@@ -204,7 +269,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--validate", action="store_true", required=True, help="predict, measure and compare"
     )
-    parser.add_argument("--presets", nargs="+", choices=NAMES, default=NAMES, help="(all)")
+    parser.add_argument(
+        "--home",
+        choices=("host", "disk"),
+        default="host",
+        help="of absent experts: host memory beside an emulated device, or disk without one (host)",
+    )
+    parser.add_argument("--presets", nargs="+", choices=NAMES, help="(all)")
     parser.add_argument("--model", default="synth:llada2", help="model (synth:llada2)")
     parser.add_argument("--layers", type=int, default=4, help="of the synthetic model (4)")
     parser.add_argument("--share", type=float, default=0.5, help="of the experts, resident (0.5)")

@@ -6,12 +6,15 @@ shapes of LLaDA2.0-mini and LLaDA2.0-flash on TIDE's machines as its tables show
 (cosine 0.985), and recorded routing of the demo diffusion model and of a synthetic checkpoint at
 several blocks and thresholds, with experts of LLaDA2.0-mini's size. Each interval
 twice: steps that wait for what they move (the paper's Eq. 3; at tau = 1 its Mixtral-Offload
-baseline) and moves that follow behind. Misses and migrations beside the paper's formulas.
+baseline) and moves that follow behind. Misses and migrations beside the paper's formulas. Then what
+its Table 1 would be where neighbouring steps are less alike, and where every expert that comes
+sends another back, as TIDE's code does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -48,6 +51,13 @@ SIMILARITY = 0.985  # TIDE, between neighbouring steps
 TOKENS_PER_PASS = {"LLaDA2.0-mini": 2.6, "LLaDA2.0-flash": 3.08}  # the models' reports, means
 SKEW = 0.5  # of the synthetic popularity: about 120 of 256 experts in a step of 32 tokens
 NUM_DRAWS = 5  # of a random tau
+SHARES = (0.125, 0.25, 0.5)
+SIMILARITIES = (SIMILARITY, 0.95)  # of the drifts
+MODELS: Mapping[str, tuple[MoEShape, str]] = {
+    "LLaDA2.0-mini": (published("llada2"), "tide-a100"),
+    "LLaDA2.0-flash": (FLASH, "tide-h100"),
+}
+"""Shapes, and TIDE's machine for each."""
 
 
 class Case(NamedTuple):
@@ -74,25 +84,25 @@ def main() -> None:
     recorded = [] if options.synthetic else _recorded(options.quick)
     for case in [*_synthetic(options.quick, options.layers), *recorded]:
         _measure(recorder, case, options.quick)
+    for similarity in SIMILARITIES[1:] if options.quick else SIMILARITIES:
+        _drift(recorder, similarity, options.layers)
 
 
 def _synthetic(is_quick: bool, num_layers: int | None) -> list[Case]:
-    models = {
-        "LLaDA2.0-mini": (published("llada2"), "tide-a100"),
-        "LLaDA2.0-flash": (FLASH, "tide-h100"),
-    }
     blocks = (32,) if is_quick else (32, 64, 128)
     return [
-        _synthetic_case(
-            model, shape._replace(num_layers=num_layers or shape.num_layers), machine, block_length
-        )
-        for model, (shape, machine) in models.items()
+        _synthetic_case(model, num_layers, block_length)
+        for model in MODELS
         for block_length in blocks
     ]
 
 
-def _synthetic_case(model: str, shape: MoEShape, machine: str, block_length: int) -> Case:
-    locality = locality_for(SIMILARITY, trace_shape(shape), block_length, SKEW)
+def _synthetic_case(
+    model: str, num_layers: int | None, block_length: int, similarity: float = SIMILARITY
+) -> Case:
+    shape, machine = MODELS[model]
+    shape = shape._replace(num_layers=num_layers or shape.num_layers)
+    locality = locality_for(similarity, trace_shape(shape), block_length, SKEW)
     num_steps = round(block_length / TOKENS_PER_PASS[model])
 
     def make(seed: int) -> Trace:
@@ -155,7 +165,7 @@ def _measure(recorder: Recorder, case: Case, is_quick: bool) -> None:
             "distinct_experts_by_step": [round(float(one), 1) for one in distinct],
         },
     )
-    for share in (0.25,) if is_quick else (0.125, 0.25, 0.5):
+    for share in SHARES[1:2] if is_quick else SHARES:
         num_residents = round(share * case.trace.shape.num_experts)
         setting = make_setting(case.trace, case.costs, num_residents, case.known)
         for waits in (True, False):
@@ -164,6 +174,25 @@ def _measure(recorder: Recorder, case: Case, is_quick: bool) -> None:
         others = replay(case.trace, hits, setting, ("lru", "fiddler", "dali", "lowtide"))
         speeds = {name: report.tokens_per_s for name, report in others.items()}
         recorder.write("others", {**facts, "residents": num_residents, **speeds})
+
+
+def _drift(recorder: Recorder, similarity: float, num_layers: int | None) -> None:
+    """The best interval over tau = 1, waiting, with moves one way and both ways."""
+    case = _synthetic_case("LLaDA2.0-mini", num_layers, 32, similarity)
+    hits, num_steps = case.trace.hits(), max(map(len, case.trace.blocks()))
+    for copies_back in (False, True):
+        costs = replace(case.costs, link_s=(1 + copies_back) * case.costs.link_s)
+        for share in SHARES:
+            num_residents = round(share * case.trace.shape.num_experts)
+            setting = make_setting(case.trace, costs, num_residents, case.known).having(waits=True)
+            seconds = [
+                simulate(case.trace, "tide", setting.having(tau=tau), hits=hits).total_s
+                for tau in range(1, num_steps + 1)
+            ]
+            row: Row = {"model": case.model, "block_length": case.block_length}
+            row |= {"similarity": similarity, "copies_back": copies_back}
+            row |= {"residents": num_residents, "best_tau": 1 + int(np.argmin(seconds))}
+            recorder.write("drift", {**row, "best_over_tau_1": seconds[0] / min(seconds)})
 
 
 def _sweep(case: Case, setting: Setting, hits: np.ndarray) -> Row:

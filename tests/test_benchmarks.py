@@ -26,6 +26,8 @@ from lowtide.layers.batch import Batch, KVRange, Segment
 from lowtide.llm import plan_model
 from lowtide.policies.recipe import Setting
 from lowtide.profiles import load_profile
+from lowtide.replay.calibration import Calibration
+from lowtide.replay.host_alone import compare_alone
 from lowtide.replay.simulator import simulate
 from lowtide.threads.executor import HostExecutor
 
@@ -34,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
     balloon,
     causal,
     ceilings,
+    disk_home,
     emulated,
     memory,
     models,
@@ -50,6 +53,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
         "common.balloon",
         "common.causal",
         "common.ceilings",
+        "common.disk_home",
         "common.emulated",
         "common.memory",
         "common.models",
@@ -345,6 +349,27 @@ def test_presets_take_turns_on_one_emulated_engine(tiny: Path, tmp_path: Path) -
     predicted_s = stretch.s_per_pass
     assert validate.compared(predicted_s * 1.04, [stretch])["holds"]
     assert not validate.compared(predicted_s * 1.3, [stretch])["holds"]
+
+
+def test_presets_take_turns_where_experts_lie_on_disk(tiny: Path, tmp_path: Path) -> None:
+    model = emulated.Model("tiny", str(tiny), num_layers=4)
+    learned, calibration = emulated.learn(model, tmp_path, num_new=8)
+    assert disk_home.pass_in_memory_s(model, learned) > 0
+    known = Calibration.load(calibration)
+    validate = import_module("simulate")
+    first = validate.first_answer(learned.trace)
+    with disk_home.DiskTrack.open(model, 0.5, calibration) as track:
+        track.adopt("lowtide", {})
+        costs = disk_home.replay_costs(track.costs, 1.0, 0.25, 3)
+        assert costs.link_s > 0 < costs.device_s.at(1) and costs.dense_s.at(1) == 0.25
+        for name in ("static", "lru"):
+            track.adopt(name, {})
+            stretch = track.answer(learned)
+            setting = validate._setting(known, track.llm.plan.residents_per_layer, costs, name)
+            [report] = compare_alone(first, [name], setting)
+            row = validate.counted(report, [stretch], validate.COUNTED_ON_DISK)
+            assert report.num_passes == stretch.totals["num_passes"]
+            assert all(one["measured"] == [one["predicted"]] for one in row.values()), name
 
 
 def test_only_presets_that_may_decide_something_go_on() -> None:

@@ -38,6 +38,7 @@ from lowtide.lab.calibrate import (
 from lowtide.lab.calibration_report import (
     distinct_experts,
     plot,
+    previous_step,
     step_similarity,
     token_share,
     weigh_budgets,
@@ -50,7 +51,7 @@ from lowtide.policies.recipe import Setting
 from lowtide.replay.calibration import GATES, Calibration, GateAccuracy, default_path
 from lowtide.replay.foresight import measured_accuracy
 from lowtide.replay.simulator import simulate
-from lowtide.replay.trace import TraceShape
+from lowtide.replay.trace import TraceShape, TraceWriter
 
 SHAPE = TraceShape(3, 8, 2, 4, 6)
 COSTS = Costs(
@@ -408,6 +409,18 @@ def test_plots_are_drawn_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         plot(make_calibration(), tmp_path)
 
 
+def test_how_well_a_step_names_the_next() -> None:
+    writer = TraceWriter("m", TraceShape(1, 8, 2))
+    for index, rows in enumerate(([[0, 1], [0, 2]], [[0, 1], [0, 3]], [[4, 5], [4, 6]])):
+        writer.append(Step(StepKind.DENOISE, index), 0, np.array(rows)[:, None])
+    # Expert 0 twice, then again, then not; of two, 0 and one of those with one token, then none.
+    tops = previous_step(writer.trace())
+    np.testing.assert_allclose(tops, [[0.5, 0.5, (2 / 3) / 2, (2 / 3) / 2]])
+    empty = TraceWriter("m", TraceShape(1, 8, 2))
+    empty.append(Step(StepKind.PREFILL, 0), 0, np.array([[[0, 1]]]))
+    assert not previous_step(empty.trace()).any()
+
+
 def test_the_command(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     text = tmp_path / "text.txt"
@@ -426,10 +439,12 @@ def test_the_command(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     calibration = Calibration.load(Path(answer["path"]))
     calibration.check("Qwen3MoeForCausalLM", shape)
     assert answer["gates"]["residual"]["routed"] == calibration.accuracy.routed[1].tolist()
+    last = previous_step(calibration.trace)
+    assert answer["previous_step"]["top_2"] == last[:, 1].tolist() and 0 < last.mean() <= 1
     assert [len(answer["budgets"]), len(answer["plots"])] == [3, 2]
     out = tmp_path / "c.lowtide"
     shown = CliRunner().invoke(app, [*arguments, "--out", str(out)])
-    assert shown.exit_code == 0 and "residual" in shown.stdout and out.exists()
+    assert shown.exit_code == 0 and "previous step" in shown.stdout and out.exists()
     replay = ["simulate", str(llm_trace), "--calibration", str(out), "--presets", "dali,fiddler"]
     result = CliRunner().invoke(app, [*replay, "--json"])
     assert result.exit_code == 0, result.stderr

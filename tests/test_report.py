@@ -106,6 +106,48 @@ def test_what_substitution_costs_is_told_by_lane_and_by_claim(tmp_path: Path) ->
     assert "| it helps | 1 of 2 |" in told and "demo:chat`, disk, 38%" in told
 
 
+def _number_of(place: str, here: float, **changes: Any) -> dict[str, Any]:
+    row = {"benchmark": "dali", "what": "number", "place": place, "of": "over HybriMoE"}
+    return _row(**row, published=2.0, here=here, num_cases=2, least=1.0, most=3.0, **changes)
+
+
+def test_a_number_of_a_paper_is_near_or_says_what_moves_it(tmp_path: Path) -> None:
+    page = Path("docs/policies.md")
+    assert "Not measured yet" in blocks(_results(tmp_path, _row()), page)["dali-numbers"]()
+    tried = [
+        _number_of("Figure 13", here) | {"what": "experiment", "experiment": name}
+        for name, here in (("it is slow", 0.2), ("it is empty", 2.2))
+    ]
+    numbers = [_number_of("Table 4", 1.8), _number_of("Figure 13", 1.0), *tried]
+    numbers += [_number_of("Figure 12", 1.0), _number_of("Figure 14", 2.0) | {"what": "fitted"}]
+    told = blocks(_results(tmp_path, *numbers), page)["dali-numbers"]().splitlines()[2:6]
+    assert [line.split(" | ")[0] for line in told] == [
+        "| Figure 12", "| Figure 13", "| Figure 14", "| Table 4",
+    ]  # fmt: skip
+    assert "| 1.00 (1.00 to 3.00) | 0.50 | no |" in told[0]
+    assert "no; if it is empty: 2.20 (1.10, [4](" in told[1]
+    assert "| fitted |" in told[2] and "| 0.90 | yes |" in told[3]
+
+
+def test_shares_of_the_oracle_are_counted(tmp_path: Path) -> None:
+    page = Path("docs/policies.md")
+    names = ("lowtide", "dali", "hybrimoe", "fiddler", "tide", "lru")
+    cells = {
+        share: {
+            "of_oracle": dict.fromkeys(names, speed),
+            "of_most_hits": dict.fromkeys(names, 0.75),
+            "over_best_other": {"lowtide": lead},
+        }
+        for share, speed, lead in (("0.25", 0.8, 0.96), ("0.5", 1.25, 1.5))
+    }
+    facts = {"benchmark": "hindsight", "what": "shares", "trace": "a run", "by_share": cells}
+    rows = [_row(**facts, routing=one, machine_profile="m") for one in ("recorded", "synthetic")]
+    told = blocks(_results(tmp_path, *rows), page)["hindsight"]()
+    assert "`lowtide` has 0.80 to 1.25 of the oracle's tokens/s (geometric mean 1.00)" in told
+    assert "at least 0.9 in 1 of 2 cells; it is the fastest in 1, 0.96 to 1.50 times" in told
+    assert "| a run | m | 0.80, 1.25 |" in told
+
+
 def test_lines_of_no_commit_are_refused(tmp_path: Path) -> None:
     results = _results(tmp_path, _row(commit="0123456789ab+"))
     with pytest.raises(ResultsError, match="differed from commit 0123456789ab"):

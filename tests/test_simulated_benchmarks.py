@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -13,13 +12,13 @@ from common.synth_trace import synth_decode_trace, synth_trace
 from lowtide.core import Assignment, Costs, Curve, Demand, MoEShape, StepKind
 from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.presets import recipe
-from lowtide.profiles import load_profile
 from lowtide.replay.simulator import simulate
 from lowtide.replay.trace import TraceShape
 
-simulated, traces, tau, cache, assignment, ablation, fit_profiles, exchange = map(
+simulated, traces, tau, cache, assignment, ablation, fit_profiles, exchange, dali, hindsight = map(
     import_module,
-    "common.simulated common.traces tau cache assignment ablation fit_profiles exchange".split(),
+    "common.simulated common.traces tau cache assignment ablation fit_profiles exchange dali "
+    "hindsight".split(),
 )
 
 COSTS = Costs(
@@ -57,14 +56,7 @@ def test_every_preset_that_shares_is_a_row() -> None:
 
 def test_the_shipped_machine_of_dali_reproduces_its_anchors() -> None:
     cases = fit_profiles.dali_cases()
-    costs = {key: load_profile("dali-3090").costs(case.shape) for key, case in cases.items()}
-
-    class Shipped:
-        def costs(self, name: str, shape: MoEShape) -> Costs:
-            found = next(c for k, c in costs.items() if cases[k].shape == shape)
-            return replace(found, dense_s=Curve([(1, 0.0)]), sync_s=0.0)
-
-    anchors = fit_profiles.dali_anchors(cases, Shipped())
+    anchors = fit_profiles.dali_anchors(cases, fit_profiles.Shipped("dali-3090"))
     assert len(anchors) == 6
     assert all(ratio == pytest.approx(1.0, abs=0.05) for ratio in anchors.values())
 
@@ -137,6 +129,67 @@ def test_a_sweep_of_tau_names_its_best() -> None:
     assert speeds[row["auto_tau"]] == max(speeds.values())
     assert row["paper_tau"] in speeds and len(row["random_tokens_per_s"]) == tau.NUM_DRAWS
     assert row["moved_by_tau"][0] >= row["moved_by_tau"][-1]
+
+
+class Written:
+    """A recorder that keeps its rows."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, object]] = []
+
+    def write(self, what: str, values: dict[str, object]) -> None:
+        self.rows.append({"what": what, **values})
+
+
+def test_steps_that_are_less_alike_gain_more_from_an_interval() -> None:
+    recorder = Written()
+    tau._drift(recorder, 0.985, 1)
+    tau._drift(recorder, 0.95, 1)
+    assert len(recorder.rows) == 2 * 2 * len(tau.SHARES)
+    gains = {
+        (row["similarity"], row["copies_back"], row["residents"]): row["best_over_tau_1"]
+        for row in recorder.rows
+    }
+    assert all(gain >= 1 for gain in gains.values())
+    assert gains[0.95, True, 128] > gains[0.95, False, 128] > gains[0.985, False, 128]
+
+
+def test_a_number_of_dali_is_a_mean_over_cases() -> None:
+    recorder = Written()
+    numbers = dali.Numbers(recorder)
+    numbers.write("Figure 12", "over HybriMoE", 1.32, [1.0, 4.0])
+    numbers.write("Figure 12", "over HybriMoE", 1.32, [1.0], experiment="it is slow")
+    number, experiment = recorder.rows
+    assert [number[name] for name in ("here", "least", "most", "num_cases")] == [2.0, 1.0, 4.0, 2]
+    assert number["what"] == "number" and number["arithmetic_mean"] == 2.5
+    assert experiment["what"] == "experiment" and experiment["experiment"] == "it is slow"
+
+
+def test_what_dali_is_compared_with() -> None:
+    shape = SHAPE._replace(num_layers=4)
+    trace = synth_decode_trace(shape, num_sequences=3, num_prompt=4, num_new=8)
+    part = simulated.generating_passes(trace)
+    case = dali.Case(part, simulated.make_setting(part, COSTS, 8, part), part.hits())
+    for preset, lanes in dali.OTHERS.items():
+        seconds = {name: lane(case) for name, lane in lanes.items()}
+        assert seconds[""] == simulate(part, preset, case.setting).total_s
+        assert len(set(seconds.values())) > 1 and min(seconds.values()) > 0
+    [(plain, gains), *experiments] = dali._stage_gains("Mixtral-8x7B", case)
+    assert plain == "" and list(gains) == ["+ greedy", "+ prefetch", "+ cache"]
+    assert [name for name, _ in experiments][-1] == "early gates never err"
+
+
+def test_the_greedy_is_never_above_the_optimum() -> None:
+    shares = dali._optimum_shares("Mixtral-8x7B", 4, 2)
+    assert len(shares) == 4 and all(0.5 <= share <= 1 + 1e-9 for share in shares)
+
+
+def test_shares_of_what_hindsight_knows() -> None:
+    trace = synth_decode_trace(SHAPE, num_sequences=2, num_prompt=4, num_new=8)
+    cell = hindsight._cell(trace, trace.hits(), simulated.make_setting(trace, COSTS, 8, trace))
+    assert cell["of_oracle"].keys() == cell["of_most_hits"].keys() == simulated.VARIANTS.keys()
+    assert all(0 <= share <= 1 for share in cell["of_most_hits"].values())
+    assert cell["of_oracle"]["lowtide"] > 0 < cell["over_best_other"]["lowtide"]
 
 
 def test_two_texts_of_one_model() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -149,10 +149,16 @@ def generating_passes(trace: Trace) -> Trace:
     )
 
 
-def policy_s(made: Recipe, setting: Setting, trace: Trace) -> FloatArray:
+def policy_s(
+    made: Recipe,
+    setting: Setting,
+    trace: Trace,
+    clock: Callable[[], float] = time.perf_counter,
+) -> FloatArray:
     """Seconds per layer of the passes that generate: before its work can start, and beside it.
 
-    Moves are carried out at once. [layers of all passes, 2]
+    Moves are carried out at once. clock: whose seconds; a thread's own where others are at work.
+    [layers of all passes, 2]
     """
     policies = made.policies(setting)
     placement, num_layers = policies.placement, setting.num_layers
@@ -167,14 +173,14 @@ def policy_s(made: Recipe, setting: Setting, trace: Trace) -> FloatArray:
             following = (layer + 1) % num_layers
             is_kept, due_s = resident[layer], nothing[demand.experts]
             capacity, costs = policies.capacity, setting.costs
-            start_s = time.perf_counter()
+            start_s = clock()
             facts = Facts(one.step, layer, demand, is_kept, capacity, costs, due_s)
             decision = policies.decide(facts)
-            decided_s = time.perf_counter()
+            decided_s = clock()
             moves = policies.moves(facts, decision)
             policies.prefetch.observe(facts)
             policies.prefetch.choose(Ahead(following, resident[following], hits[following]))
-            end_s = time.perf_counter()
+            end_s = clock()
             resident[layer, moves.admit] = True
             resident[layer, moves.evict] = False
             if one.step.kind is not StepKind.PREFILL:

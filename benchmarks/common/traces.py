@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from common.models import cache_folder
+from common.models import cache_folder, model_folder
 from common.record import REPOSITORY, say
 from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.core import MoEShape
 from lowtide.errors import UsageError
 from lowtide.lab.record import recorded
-from lowtide.lab.synth import synth
 from lowtide.replay.trace import TRACE_VERSION, Trace
 
 _SYNTH = {"synth:llada2": "llada2", "synth:qwen3_moe": "qwen3_moe"}
@@ -110,12 +109,7 @@ def _model(name: str) -> str | Path:
         return name
     if name not in _SYNTH:
         raise UsageError(f"{name} cannot be recorded; choose {', '.join(_SYNTH)}.")
-    folder = cache_folder() / f"{_SYNTH[name].replace('_', '-')}-small"
-    if not folder.exists():
-        say(f"Making {folder} ...")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        synth(_SYNTH[name], "small", folder)
-    return folder
+    return model_folder(None, "small", _SYNTH[name])
 
 
 def _prompts(llm: LLM, run: Run) -> list[list[list[int]]]:

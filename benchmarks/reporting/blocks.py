@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 
 from reporting.pages import Block
-from reporting.papers import dali, tide
+from reporting.papers import dali, dali_numbers, tide
+from reporting.presets import hindsight, policies
 from reporting.quality import buddies
 from reporting.results import Line, Results, Run
 from reporting.tables import (
@@ -35,8 +36,11 @@ def blocks(results: Results, page: Path) -> Mapping[str, Block]:
         "ar-decode": ar_decode,
         "batching": batching,
         "buddies": buddies,
+        "policies": policies,
         "tide": tide,
         "dali": dali,
+        "dali-numbers": dali_numbers,
+        "hindsight": hindsight,
     }
     return {name: partial(make, results, page) for name, make in made.items()}
 

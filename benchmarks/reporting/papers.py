@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from reporting.results import Line, Results
-from reporting.tables import Cell, caption, number, percent, table
+from reporting.results import Line, Results, Run
+from reporting.tables import Cell, caption, link, number, percent, table
 
 NOT_MEASURED = (
     "Not measured yet: `benchmarks/{script}.py --out docs/results/{script}.jsonl` writes the "
@@ -27,6 +29,9 @@ _INTERVALS = (
     "moved there",
 )
 _ROUTING = ("model", "block", "distinct experts, first and last step", "1 step apart", "5 apart")
+_DRIFTS = ("cosine of neighbours", "moves copy back", "residents", "best over tau = 1", "its tau")
+_NUMBERS = ("", "", "published", "here", "here over published", "within 15%")
+_WITHIN = 0.15
 _PARTS = (
     "model",
     "batch",
@@ -54,6 +59,10 @@ def tide(results: Results, page: Path) -> str:
     parts = [
         "Intervals, TIDE's numbers in brackets:",
         table(_INTERVALS, [(line, _interval(line)) for line in sweeps], page),
+        _choices(sweeps),
+        "Table 1 of LLaDA2.0-mini, block 32, waiting (1.2 to 1.4), with steps that are less alike, "
+        "and with the evicted expert copied back at each move:",
+        table(_DRIFTS, [(line, _drift(line)) for line in run.of("drift")], page),
         "Its Figure 2, likeness as the cosine of hits (above 0.95 at 5 steps):",
         table(_ROUTING, [(line, _routing(line)) for line in routings], page),
         "Its Figure 5, tokens/s of other presets:",
@@ -74,12 +83,114 @@ def dali(results: Results, page: Path) -> str:
     head = ("model", "batch", "phase", *names)
     others = [(line, (*_at(line), *(number(line[name]) for name in names))) for line in other]
     parts = [
+        "Means of all batches (geometric):",
+        _means(run, names, page),
+        "Each by itself:",
         table(_PARTS, rows, page),
         "`dali` over a `hybrimoe` that fetches from so many tokens, and over one without cache:",
         table(head, others, page),
         caption(run),
     ]
     return "\n\n".join(parts)
+
+
+def dali_numbers(results: Results, page: Path) -> str:
+    """DALI's figures and tables, number by number, with the experiment that comes nearest."""
+    if not results.has("dali"):
+        return NOT_MEASURED.format(script="dali")
+    run = results.newest("dali")
+    tried: dict[tuple[str, str], list[Line]] = {}
+    for line in run.of("experiment"):
+        tried.setdefault((line["place"], line["of"]), []).append(line)
+    lines = [line for line in run.lines if line["what"] in ("number", "fitted")]
+    lines.sort(key=lambda line: _order(line["place"]))
+    rows = [
+        (line, _number(line, tried.get((line["place"], line["of"]), []), page)) for line in lines
+    ]
+    return f"{table(_NUMBERS, rows, page)}\n\n{caption(run)}"
+
+
+def _order(place: str) -> tuple[str, int]:
+    """Figures before tables, by number."""
+    kind, number_of = place.split(" ")
+    return kind, int(number_of)
+
+
+def _number(line: Line, tried: Sequence[Line], page: Path) -> Sequence[Cell]:
+    published, here = line["published"], line["here"]
+    shown = _value(here)
+    if line["what"] == "number" and line["num_cases"] > 1:
+        shown += f" ({_value(line['least'])} to {_value(line['most'])})"
+    over = f"{here / published:.2f}"
+    return (line["place"], line["of"], _value(published), shown, over, _verdict(line, tried, page))
+
+
+def _verdict(line: Line, tried: Sequence[Line], page: Path) -> Cell:
+    """Yes, or what was tried that comes nearest."""
+    if line["what"] == "fitted":
+        return "fitted"
+    if _is_near(line):
+        return "yes"
+    nearest = min(tried, key=_distance, default=line)
+    if _distance(nearest) >= _distance(line):
+        return "no, nor by what was tried" if tried else "no"
+    over = f"{nearest['here'] / nearest['published']:.2f}"
+    told = f"{nearest['experiment']}: {_value(nearest['here'])} ({over}, {link(nearest, page)})"
+    return f"no; if {told}" + ("" if _is_near(nearest) else ", the nearest that was tried")
+
+
+def _is_near(line: Line) -> bool:
+    return abs(line["here"] / line["published"] - 1) <= _WITHIN
+
+
+def _distance(line: Line) -> float:
+    return abs(math.log(line["here"] / line["published"]))
+
+
+def _value(value: float) -> Cell:
+    return f"{value:.2%}" if value < 0.1 else number(value)
+
+
+def _means(run: Run, others: Sequence[str], page: Path) -> str:
+    """Of the lines of each model and phase, and of all models."""
+    names = ["dali_over_hybrimoe", "dali_over_hybrimoe_greedy", "placement", "assignment"]
+    names += ["prefetch", "swaps_in_idle_time_over_dali"]
+    head = ("model", "phase", *_PARTS[3:4], *_PARTS[5:10], *others, "lines")
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    models = dict.fromkeys(line["model"] for line in run.of("merit"))
+    for phase in ("decode", "prefill"):
+        for models_of in (*((one,) for one in models), tuple(models)):
+            merits, other = (
+                [one for one in run.of(w) if one["model"] in models_of and one["phase"] == phase]
+                for w in ("merit", "other hybrimoes")
+            )
+            means = [_mean(merits, name) for name in names] + [_mean(other, n) for n in others]
+            model = models_of[0] if len(models_of) == 1 else "all"
+            ends = f"{link(merits[0], page)} to {link(other[-1], page)}"
+            lines.append(f"| {' | '.join([model, phase, *means, ends])} |")
+    return "\n".join(lines)
+
+
+def _mean(lines: Sequence[Line], name: str) -> Cell:
+    return number(statistics.geometric_mean(line[name] for line in lines))
+
+
+def _choices(sweeps: Sequence[Line]) -> str:
+    """How often each way of choosing an interval was right."""
+    at_end = sum(line["paper_tau"] >= line["taus"][-1] - 1 for line in sweeps)
+    loses = sum(line["paper_over_tau_1"] < 1 for line in sweeps)
+    first = sum(line["auto_over_tau_1"] == 1 for line in sweeps)
+    least = min(line["online_over_best"] for line in sweeps)
+    return (
+        f"Of these {len(sweeps)} sweeps Eq. 7 takes the last interval but one, or a longer one, in "
+        f"{at_end} and is slower than tau = 1 in {loses}; tau = 1 is the best in {first}; "
+        f"`tau=auto` is at least {number(least)} of the best."
+    )
+
+
+def _drift(line: Line) -> Sequence[Cell]:
+    at = (f"{line['similarity']:g}", "yes" if line["copies_back"] else "no", str(line["residents"]))
+    return (*at, number(line["best_over_tau_1"]), str(line["best_tau"]))
 
 
 def _interval(line: Line) -> Sequence[Cell]:

@@ -102,15 +102,19 @@ def _calibrate(
 
 
 def _gate_table(calibration: Calibration) -> Table:
+    from lowtide.lab.calibration_report import previous_step
+
     table = Table(title="the next layer's routing, foreseen", title_justify="left")
-    table.add_column("gate input")
+    table.add_column("by")
     for name in ("routed", *(f"top {n}" for n in TOP_SIZES), "cosine"):
         table.add_column(name, justify="right")
     accuracy = calibration.accuracy
     for gate, name in enumerate(GATES):
         shares = [accuracy.routed[gate].mean(), *accuracy.top[gate].mean(axis=0)]
         row = [f"{share:.0%}" for share in shares] + [f"{accuracy.cosine[gate].mean():.3f}"]
-        table.add_row(name, *row)
+        table.add_row(f"{name} gate", *row)
+    tops = previous_step(calibration.trace).mean(axis=0)
+    table.add_row("previous step", "", *(f"{share:.0%}" for share in tops), "")
     return table
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from lowtide.core import Costs, FloatArray, IntArray
 from lowtide.errors import StorageError, UnsupportedError
+from lowtide.lab.calibrate import top_share
 from lowtide.policies.recipe import Setting
 from lowtide.policies.tau import drift, miss_shares, paper_tau
 from lowtide.replay.calibration import GATES, TOP_SIZES, Calibration
@@ -62,6 +64,21 @@ def distinct_experts(blocks: Sequence[IntArray]) -> FloatArray:
     return _by_step([(block > 0).sum(2).mean(1) for block in blocks])
 
 
+def previous_step(trace: Trace) -> FloatArray:
+    """How well a step names the next one's experts in the same layer: of the n with most tokens in
+    the one the share that is among the n of the other (`top_share`), for each n of `TOP_SIZES`.
+
+    Means over the steps of blocks and answers after their first; nothing is learnt, so the text
+    that was calibrated on does. 0 where no step follows another. [layers, 4]
+    """
+    pairs = [pair for block in trace.blocks() for pair in pairwise(block)]
+    shares = np.zeros((trace.shape.num_layers, len(TOP_SIZES)))
+    for last, now in pairs:
+        for layer, size in np.ndindex(shares.shape):
+            shares[layer, size] += top_share(last[layer], now[layer], TOP_SIZES[size]) / len(pairs)
+    return shares
+
+
 def as_object(calibration: Calibration, budgets: Sequence[Budget]) -> dict[str, object]:
     """All of it for `--json`."""
     trace, blocks = calibration.trace, calibration.trace.blocks()
@@ -73,6 +90,7 @@ def as_object(calibration: Calibration, budgets: Sequence[Budget]) -> dict[str, 
         "num_rows": len(trace.ids),
         "budgets": [budget._asdict() for budget in budgets],
         "gates": {name: _gate(calibration, gate) for gate, name in enumerate(GATES)},
+        "previous_step": _by_size(previous_step(trace)),
         "token_share": token_share(calibration),
         "step_similarity": step_similarity(blocks),
         "distinct_experts": distinct_experts(blocks),
@@ -160,8 +178,13 @@ def _figure(label: str, curves: dict[str, tuple[int, FloatArray]]) -> Figure:
 
 def _gate(calibration: Calibration, gate: int) -> dict[str, object]:
     accuracy = calibration.accuracy
-    tops = {f"top_{n}": accuracy.top[gate, :, i] for i, n in enumerate(TOP_SIZES)}
+    tops = _by_size(accuracy.top[gate])
     return {"routed": accuracy.routed[gate], **tops, "cosine": accuracy.cosine[gate]}
+
+
+def _by_size(tops: FloatArray) -> dict[str, FloatArray]:
+    """Each of `TOP_SIZES` by layer."""
+    return {f"top_{n}": tops[:, i] for i, n in enumerate(TOP_SIZES)}
 
 
 def _by_step(curves: Sequence[FloatArray]) -> FloatArray:

@@ -1,0 +1,346 @@
+"""DALI's figures and tables, each published number beside the one that is simulated here.
+
+Figures 12, 13, 14 and 19 and Tables 4, 6, 8 and 9, on DALI's machine as its figures show it
+(`dali-3090`), the published shapes of its three models, synthetic routing, early gates that err at
+the published rates. Where the paper leaves open what it compared with, experiments say what moves
+a number: another threshold, other residents, more work between the layers. What `dali-3090` was
+fitted to is written as fitted. Table 6 has the processor time of policies here beside simulated
+time, Table 8 the features of the demo models; all else is deterministic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from ablation import MODELS, STAGE_PREFETCH, STAGE_SHARE, STAGES, Load, make_case
+from common.arguments import run_script
+from common.dali_published import (
+    FIGURE_12,
+    FIGURE_13,
+    FIGURE_19,
+    TABLE_4,
+    TABLE_6,
+    TABLE_8,
+    TABLE_9,
+    Numbers,
+)
+from common.exact import exact_mask
+from common.record import REPOSITORY, Recorder
+from common.simulated import generating_passes, make_parser, policy_s, trace_shape
+from common.synth_trace import synth_decode_trace
+from exchange import BATCHES, MACHINE, from_tokens
+from fit_profiles import FIGURE_14, TABLE_4_STEPS, Shipped, dali_anchors, dali_cases
+from fit_profiles import TABLE_4 as FITTED_TABLE_4
+
+from lowtide import LLM
+from lowtide.core import Curve, Facts, IntArray, Step, StepKind
+from lowtide.lab.calibrate import foresee, learn, split
+from lowtide.policies.assignment import greedy_mask, makespan, prices
+from lowtide.policies.catalogue import NUM_PREFETCH
+from lowtide.policies.division import use_of, whole_layers
+from lowtide.policies.placement import Static
+from lowtide.policies.prefetch import Gate
+from lowtide.policies.presets import recipe
+from lowtide.policies.recipe import Recipe, Setting
+from lowtide.policies.split import FixedShare, best_split
+from lowtide.profiles import load_profile
+from lowtide.replay.calibration import GATES
+from lowtide.replay.simulator import simulate
+from lowtide.replay.trace import Trace, demand_of
+
+PREFERENCE = 0.5  # of the model and of each sequence, as in `exchange.py`
+STRONG_PREFERENCE = 1.0
+STAGE_MODELS = ("Qwen3-30B-A3B", "Mixtral-8x7B")
+STAGE_BATCHES = (8, 16, 32, 64)
+DENSE_MS = (3, 10)  # between two layers, where 0.3 are assumed
+NUM_PIECES = 12  # of the text, for Table 8
+MAX_STATES = 1 << 16  # of the exact search, per layer
+DEMOS = {"Qwen": "demo:chat", "Mixtral": "demo:diffusion"}
+"""Whose features stand where the weights are not here."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model and batch in one phase."""
+
+    part: Trace
+    setting: Setting
+    hits: IntArray
+
+    def seconds(self, made: str | Recipe, **changes: object) -> float:
+        setting = replace(self.setting, **changes)  # type: ignore[arg-type]
+        return simulate(self.part, made, setting, hits=self.hits).total_s
+
+
+Lane = Callable[[Case], float]
+"""Seconds of what DALI is compared with."""
+
+
+def _hybrimoe_from(num_tokens: int) -> Lane:
+    made = replace(recipe("hybrimoe"), assignment=from_tokens(num_tokens))
+    return lambda case: case.seconds(made)
+
+
+def _layers(share: float) -> Lane:
+    """Layer-wise, with this share of the layers on the device."""
+
+    def seconds(case: Case) -> float:
+        setting = case.setting
+        num = round(share * setting.num_experts)
+        return case.seconds("layer-split", capacity=[num] * setting.num_layers)
+
+    return seconds
+
+
+def _whole_layer_lightning(case: Case) -> float:
+    """MoE-Lightning with whole layers resident, as DALI says it ran it."""
+    setting = case.setting
+    load, capacity = np.asarray(setting.hits), whole_layers(setting)
+    num_ahead = NUM_PREFETCH.of(setting)
+    plan = best_split(load, capacity, use_of(load), setting.costs, num_ahead)
+    made = Recipe(lambda s: Static.first(s.capacity), lambda s: FixedShare(plan.fetch_share))
+    return case.seconds(made, capacity=capacity)
+
+
+def _without_residents(preset: str) -> Lane:
+    return lambda case: case.seconds(preset, capacity=[0] * case.setting.num_layers)
+
+
+def _in_16_bits(case: Case, memory: int = 4) -> float:
+    """Fiddler as its code keeps weights: four times the bytes for the host and over the link, and
+    in `memory` times DALI's for residents."""
+    costs = case.setting.costs
+    tokens = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    host_s = Curve([(n, 4 * costs.host_s.at(n)) for n in tokens])
+    costs = replace(costs, link_s=4 * costs.link_s, host_s=host_s)
+    capacity = [memory * slots // 4 for slots in case.setting.capacity]
+    return case.seconds("fiddler", costs=costs, capacity=capacity)
+
+
+OTHERS: Mapping[str, Mapping[str, Lane]] = {
+    "layer-split": {
+        "": lambda case: case.seconds("layer-split"),
+        "three quarters of its layers are on the device": _layers(0.75),
+    },
+    "moe-lightning": {
+        "": lambda case: case.seconds("moe-lightning"),
+        "it has not seen the load": lambda case: case.seconds(
+            "moe-lightning", hits=None, frequency=None
+        ),
+        "it keeps whole layers": _whole_layer_lightning,
+    },
+    "hybrimoe": {
+        "": lambda case: case.seconds("hybrimoe"),
+        **{f"it fetches from {n} tokens": _hybrimoe_from(n) for n in (4, 6, 8, 16, 32)},
+        "it has no residents": _without_residents("hybrimoe"),
+    },
+    "fiddler": {
+        "": lambda case: case.seconds("fiddler"),
+        "its weights have 16 bits": _in_16_bits,
+        "its weights have 16 bits, in the same memory": lambda case: _in_16_bits(case, 1),
+    },
+}
+"""By preset: as it is, and as DALI may have run it."""
+
+
+def main() -> None:
+    options = _options()
+    recorder = Recorder("dali", {"profile": MACHINE, "layers": options.layers}, options.out)
+    numbers = Numbers(recorder)
+    for part in options.parts:
+        PARTS[part](numbers, options)
+
+
+def speeds_over_others(numbers: Numbers, options: argparse.Namespace) -> None:
+    """Figures 12 and 13."""
+    models, batches = list(MODELS), BATCHES[1:3] if options.quick else BATCHES
+    decode = [case for name in models for case in _cases(name, batches, options.layers)]
+    _over_others(numbers, "Figure 12", FIGURE_12, decode)
+    prefill = _cases("DeepSeek-V2-Lite", batches, options.layers, StepKind.PREFILL)
+    _over_others(numbers, "Figure 13", FIGURE_13, list(prefill))
+
+
+def _over_others(
+    numbers: Numbers, place: str, published: Mapping[str, tuple[str, float]], cases: list[Case]
+) -> None:
+    dali_s = [case.seconds("dali") for case in cases]
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for of, (preset, value) in published.items():
+        for experiment, lane in OTHERS[preset].items():
+            key = (preset, experiment)
+            if key not in ratios:
+                pairs = zip(cases, dali_s, strict=True)
+                ratios[key] = [lane(case) / seconds for case, seconds in pairs]
+            numbers.write(place, of, value, ratios[key], experiment=experiment)
+
+
+def parts_one_by_one(numbers: Numbers, options: argparse.Namespace) -> None:
+    """Figure 19, and the greedy of Figure 14, which the machine was fitted to."""
+    anchors = dali_anchors(dali_cases(), Shipped(MACHINE))
+    for name, value in FIGURE_14.items():
+        here = value * anchors[f"Figure 14, {name}"]
+        numbers.fitted("Figure 14", f"{name} over everything on the host", value, here)
+    batches = STAGE_BATCHES[:1] if options.quick else STAGE_BATCHES
+    gains: dict[str, dict[str, list[float]]] = {}
+    for name in STAGE_MODELS:
+        for case in _cases(name, batches, options.layers):
+            for experiment, values in _stage_gains(name, case):
+                for stage, gain in values.items():
+                    gains.setdefault(experiment, {}).setdefault(stage, []).append(gain)
+    for experiment, by_stage in gains.items():
+        for stage, value in FIGURE_19.items():
+            numbers.write("Figure 19", stage, value, by_stage[stage], experiment=experiment)
+
+
+def _stage_gains(name: str, case: Case) -> Iterator[tuple[str, dict[str, float]]]:
+    """What each stage gains over the one before, as it is and under experiments."""
+    setting = case.setting
+    num_ahead = STAGE_PREFETCH.get(name, NUM_PREFETCH.of(setting))
+    residents = [round(STAGE_SHARE * setting.num_experts)] * setting.num_layers
+    plain = replace(setting, capacity=residents).having(num_prefetch=num_ahead)
+    settings = {"": plain} | {
+        f"{ms} ms of dense work in a layer": _with_dense_ms(plain, ms) for ms in DENSE_MS
+    }
+    never_wrong = {gate: 1.0 for gate in Gate if gate is not Gate.NONE}
+    for experiment, its_setting in {**settings, "early gates never err": plain}.items():
+        accuracy = never_wrong if "never" in experiment else None
+        seconds = [
+            simulate(case.part, made, its_setting, hits=case.hits, gate_accuracy=accuracy).total_s
+            for made in STAGES.values()
+        ]
+        gains = [before / after for before, after in zip(seconds, seconds[1:], strict=False)]
+        yield experiment, dict(zip(list(STAGES)[1:], gains, strict=True))
+
+
+def greedy_and_optimum(numbers: Numbers, options: argparse.Namespace) -> None:
+    """Table 4: nobody is resident; the greedy's own seconds were fitted to."""
+    anchors = dali_anchors(dali_cases(), Shipped(MACHINE))
+    names = {model.family: name for name, model in MODELS.items()}
+    for (family, batch), value in FITTED_TABLE_4.items():
+        here = value * anchors[f"Table 4, {family}, batch {batch}"]
+        of = f"{names[family]}, batch {batch}: seconds of {TABLE_4_STEPS} steps, greedy"
+        numbers.fitted("Table 4", of, value, here)
+    for (name, batch), (optimum_s, greedy_s) in TABLE_4.items():
+        of = f"{name}, batch {batch}: the greedy's share of the optimum's speed"
+        shares = _optimum_shares(name, batch, 2 if options.quick else 8)
+        numbers.write("Table 4", of, optimum_s / greedy_s, shares)
+
+
+def _optimum_shares(name: str, batch: int, num_new: int) -> list[float]:
+    """Of two layers and some steps: the least makespan over the greedy's."""
+    shape = MODELS[name].shape
+    costs = load_profile(MACHINE).costs(shape)
+    few = trace_shape(shape)._replace(num_layers=2)
+    trace = synth_decode_trace(few, num_sequences=batch, num_prompt=1, num_new=num_new)
+    nobody, shares = np.zeros(shape.num_experts, np.bool_), []
+    for hits in generating_passes(trace).hits():
+        for layer, counts in enumerate(hits):
+            demand = demand_of(counts, nobody)
+            room = np.zeros(2, np.int64)
+            price = prices(Facts(Step(StepKind.DECODE, 0), layer, demand, nobody, room, costs))
+            best_s = makespan(price, exact_mask(price, MAX_STATES))
+            shares.append(best_s / makespan(price, greedy_mask(price)))
+    return shares
+
+
+def scheduling(numbers: Numbers, options: argparse.Namespace) -> None:
+    """Table 6: processor time of the policies beside simulated time; DeepSeek, batch 8."""
+    model = MODELS["DeepSeek-V2-Lite"]
+    costs = load_profile(MACHINE).costs(model.shape)
+    for preset, by_length in TABLE_6.items():
+        for length, value in by_length.items():
+            if options.quick and length > 64:
+                continue
+            trace, setting = make_case(model, costs, Load(8, 64, length), PREFERENCE, 2)
+            part = generating_passes(trace)
+            spent_s = float(policy_s(recipe(preset), setting, part, time.thread_time).sum())
+            share = spent_s / (spent_s + simulate(part, preset, setting).total_s)
+            numbers.write("Table 6", f"{preset}, {length} tokens", value, [share])
+
+
+def features(numbers: Numbers, options: argparse.Namespace) -> None:
+    """Table 8, of the demo models: no weights of the published ones are here."""
+    package = REPOSITORY / "src" / "lowtide"
+    text = "".join(path.read_text() for path in sorted(package.rglob("*.py")))
+    for name, demo in DEMOS.items():
+        with LLM(demo) as llm:
+            learning, testing = split(llm, text, 4 if options.quick else NUM_PIECES)
+            _, residual = learn(llm, learning, demo)
+            cosine = foresee(llm, testing, demo, residual).accuracy.cosine
+        for gate, value, found in zip(GATES, TABLE_8[name], cosine, strict=True):
+            numbers.write("Table 8", f"{name} ({demo} here), {gate}", value, found.tolist())
+
+
+def windows(numbers: Numbers, options: argparse.Namespace) -> None:
+    """Table 9: tokens per second of a sequence, of all layers by some."""
+    for name in list(TABLE_9)[:1] if options.quick else TABLE_9:
+        [usual] = _cases(name, (32,), options.layers)
+        [strong] = _cases(name, (32,), options.layers, preference=STRONG_PREFERENCE)
+        cases = {"": usual, "tokens choose more alike": strong} | {
+            f"{ms} ms of dense work in a layer": replace(
+                usual, setting=_with_dense_ms(usual.setting, ms)
+            )
+            for ms in DENSE_MS
+        }
+        for window, value in TABLE_9[name].items():
+            for experiment, case in cases.items():
+                speed = [_sequence_speed(name, case, window)]
+                of = f"{name}, {'hybrimoe' if window is None else f'dali {window}'}"
+                numbers.write("Table 9", of, value, speed, experiment=experiment)
+
+
+def _sequence_speed(name: str, case: Case, window: tuple[int, int] | None) -> float:
+    setting, preset = case.setting, "hybrimoe" if window is None else "dali"
+    if window is not None:
+        setting = setting.having(w_size=window[0], u_size=window[1])
+    report = simulate(case.part, preset, setting, hits=case.hits)
+    share = setting.num_layers / MODELS[name].shape.num_layers
+    return share * report.num_passes / report.total_s
+
+
+def _cases(
+    name: str,
+    batches: tuple[int, ...],
+    num_layers: int,
+    phase: StepKind = StepKind.DECODE,
+    preference: float = PREFERENCE,
+) -> Iterator[Case]:
+    """Prompts of 64 tokens and 64 new ones, half of the experts resident."""
+    model = MODELS[name]
+    costs = load_profile(MACHINE).costs(model.shape)
+    for batch in batches:
+        num_new = 64 if phase is StepKind.DECODE else 1
+        trace, setting = make_case(model, costs, Load(batch, 64, num_new), preference, num_layers)
+        num_prompts = sum(one.step.kind is StepKind.PREFILL for one in trace.passes)
+        is_decode = phase is StepKind.DECODE
+        part = generating_passes(trace) if is_decode else trace.beginning(num_prompts)
+        yield Case(part, setting, part.hits())
+
+
+def _with_dense_ms(setting: Setting, ms: float) -> Setting:
+    return replace(setting, costs=replace(setting.costs, dense_s=Curve([(1, 1e-3 * ms)])))
+
+
+PARTS: Mapping[str, Callable[[Numbers, argparse.Namespace], None]] = {
+    "figures-12-13": speeds_over_others,
+    "figures-14-19": parts_one_by_one,
+    "table-4": greedy_and_optimum,
+    "table-6": scheduling,
+    "table-8": features,
+    "table-9": windows,
+}
+
+
+def _options() -> argparse.Namespace:
+    parser = make_parser(__doc__)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(all)")
+    parser.add_argument("--layers", type=int, default=4, help="of each model, simulated (4)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run_script(main)
