@@ -42,7 +42,7 @@ from lowtide.lab.calibrate import foresee, learn, split
 from lowtide.policies.assignment import greedy_mask, makespan, prices
 from lowtide.policies.catalogue import NUM_PREFETCH
 from lowtide.policies.division import use_of, whole_layers
-from lowtide.policies.placement import Static
+from lowtide.policies.placement import Placement, Static
 from lowtide.policies.prefetch import Gate
 from lowtide.policies.presets import recipe
 from lowtide.policies.recipe import Recipe, Setting
@@ -53,9 +53,12 @@ from lowtide.replay.simulator import simulate
 from lowtide.replay.trace import Trace, demand_of
 
 PREFERENCE = 0.5  # of the model and of each sequence, as in `exchange.py`
-STRONG_PREFERENCE = 1.0
+STRONGER = (0.75, 1.0)
+LAYERS = (0.625, 0.75, 0.875)  # shares of them on the device, where half are usual
 STAGE_MODELS = ("Qwen3-30B-A3B", "Mixtral-8x7B")
 STAGE_BATCHES = (8, 16, 32, 64)
+LATE_TOKENS = 8  # from which another HybriMoE fetches
+NUM_NEW = 64
 DENSE_MS = (3, 10)  # between two layers, where 0.3 are assumed
 NUM_PIECES = 12  # of the text, for Table 8
 MAX_STATES = 1 << 16  # of the exact search, per layer
@@ -65,11 +68,12 @@ DEMOS = {"Qwen": "demo:chat", "Mixtral": "demo:diffusion"}
 
 @dataclass(frozen=True)
 class Case:
-    """One model and batch in one phase."""
+    """One model and batch in one phase. decode_load: tokens per expert of decoding another text."""
 
     part: Trace
     setting: Setting
     hits: IntArray
+    decode_load: IntArray
 
     def seconds(self, made: str | Recipe, **changes: object) -> float:
         setting = replace(self.setting, **changes)  # type: ignore[arg-type]
@@ -124,7 +128,7 @@ def _in_16_bits(case: Case, memory: int = 4) -> float:
 OTHERS: Mapping[str, Mapping[str, Lane]] = {
     "layer-split": {
         "": lambda case: case.seconds("layer-split"),
-        "three quarters of its layers are on the device": _layers(0.75),
+        **{f"{share:.1%} of its layers are on the device": _layers(share) for share in LAYERS},
     },
     "moe-lightning": {
         "": lambda case: case.seconds("moe-lightning"),
@@ -132,6 +136,7 @@ OTHERS: Mapping[str, Mapping[str, Lane]] = {
             "moe-lightning", hits=None, frequency=None
         ),
         "it keeps whole layers": _whole_layer_lightning,
+        "it plans for decoding": lambda case: case.seconds("moe-lightning", hits=case.decode_load),
     },
     "hybrimoe": {
         "": lambda case: case.seconds("hybrimoe"),
@@ -141,7 +146,8 @@ OTHERS: Mapping[str, Mapping[str, Lane]] = {
     "fiddler": {
         "": lambda case: case.seconds("fiddler"),
         "its weights have 16 bits": _in_16_bits,
-        "its weights have 16 bits, in the same memory": lambda case: _in_16_bits(case, 1),
+        "its weights have 16 bits, in half of that memory": lambda case: _in_16_bits(case, 2),
+        "its weights have 16 bits, in a quarter of it": lambda case: _in_16_bits(case, 1),
     },
 }
 """By preset: as it is, and as DALI may have run it."""
@@ -279,26 +285,42 @@ def windows(numbers: Numbers, options: argparse.Namespace) -> None:
     """Table 9: tokens per second of a sequence, of all layers by some."""
     for name in list(TABLE_9)[:1] if options.quick else TABLE_9:
         [usual] = _cases(name, (32,), options.layers)
-        [strong] = _cases(name, (32,), options.layers, preference=STRONG_PREFERENCE)
-        cases = {"": usual, "tokens choose more alike": strong} | {
-            f"{ms} ms of dense work in a layer": replace(
-                usual, setting=_with_dense_ms(usual.setting, ms)
-            )
-            for ms in DENSE_MS
-        }
+        cases = {"": usual}
+        for preference in STRONGER:
+            [case] = _cases(name, (32,), options.layers, preference=preference)
+            cases[f"tokens choose more alike (preference {preference:g})"] = case
+        for ms in DENSE_MS:
+            dense = _with_dense_ms(usual.setting, ms)
+            cases[f"{ms} ms of dense work in a layer"] = replace(usual, setting=dense)
         for window, value in TABLE_9[name].items():
+            of = f"{name}, {'hybrimoe' if window is None else f'dali {window}'}"
+            made = _windowed(window)
             for experiment, case in cases.items():
-                speed = [_sequence_speed(name, case, window)]
-                of = f"{name}, {'hybrimoe' if window is None else f'dali {window}'}"
-                numbers.write("Table 9", of, value, speed, experiment=experiment)
+                speed = _sequence_speed(name, case, made)
+                numbers.write("Table 9", of, value, [speed], experiment=experiment)
+            for experiment, case in cases.items() if window is None else ():
+                late = replace(recipe("hybrimoe"), assignment=from_tokens(LATE_TOKENS))
+                speed = _sequence_speed(name, case, late)
+                named = (experiment, f"it fetches from {LATE_TOKENS} tokens")
+                told = ", and ".join(part for part in named if part)
+                numbers.write("Table 9", of, value, [speed], experiment=told)
 
 
-def _sequence_speed(name: str, case: Case, window: tuple[int, int] | None) -> float:
-    setting, preset = case.setting, "hybrimoe" if window is None else "dali"
-    if window is not None:
-        setting = setting.having(w_size=window[0], u_size=window[1])
-    report = simulate(case.part, preset, setting, hits=case.hits)
-    share = setting.num_layers / MODELS[name].shape.num_layers
+def _windowed(window: tuple[int, int] | None) -> Recipe:
+    """DALI's with another window, or HybriMoE's."""
+    if window is None:
+        return recipe("hybrimoe")
+    dali, (w_size, u_size) = recipe("dali"), window
+
+    def place(setting: Setting) -> Placement:
+        return dali.placement(setting.having(w_size=w_size, u_size=u_size))
+
+    return replace(dali, placement=place)
+
+
+def _sequence_speed(name: str, case: Case, made: Recipe) -> float:
+    report = simulate(case.part, made, case.setting, hits=case.hits)
+    share = case.setting.num_layers / MODELS[name].shape.num_layers
     return share * report.num_passes / report.total_s
 
 
@@ -313,12 +335,15 @@ def _cases(
     model = MODELS[name]
     costs = load_profile(MACHINE).costs(model.shape)
     for batch in batches:
-        num_new = 64 if phase is StepKind.DECODE else 1
-        trace, setting = make_case(model, costs, Load(batch, 64, num_new), preference, num_layers)
-        num_prompts = sum(one.step.kind is StepKind.PREFILL for one in trace.passes)
-        is_decode = phase is StepKind.DECODE
-        part = generating_passes(trace) if is_decode else trace.beginning(num_prompts)
-        yield Case(part, setting, part.hits())
+        load = Load(batch, 64, NUM_NEW)
+        trace, setting = make_case(model, costs, load, preference, num_layers)
+        decode_load = np.asarray(setting.hits)[-NUM_NEW:]
+        part = generating_passes(trace)
+        if phase is StepKind.PREFILL:
+            part = trace.beginning(len(trace.passes) - NUM_NEW)
+            # A plan for it is made of prompts alone.
+            setting = replace(setting, hits=np.asarray(setting.hits)[:-NUM_NEW])
+        yield Case(part, setting, part.hits(), decode_load)
 
 
 def _with_dense_ms(setting: Setting, ms: float) -> Setting:
@@ -338,7 +363,7 @@ PARTS: Mapping[str, Callable[[Numbers, argparse.Namespace], None]] = {
 def _options() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(all)")
-    parser.add_argument("--layers", type=int, default=4, help="of each model, simulated (4)")
+    parser.add_argument("--layers", type=int, default=8, help="of each model, simulated (8)")
     return parser.parse_args()
 
 

@@ -169,7 +169,8 @@ def test_what_dali_is_compared_with() -> None:
     shape = SHAPE._replace(num_layers=4)
     trace = synth_decode_trace(shape, num_sequences=3, num_prompt=4, num_new=8)
     part = simulated.generating_passes(trace)
-    case = dali.Case(part, simulated.make_setting(part, COSTS, 8, part), part.hits())
+    hits = part.hits()
+    case = dali.Case(part, simulated.make_setting(part, COSTS, 8, part), hits, hits[:2])
     for preset, lanes in dali.OTHERS.items():
         seconds = {name: lane(case) for name, lane in lanes.items()}
         assert seconds[""] == simulate(part, preset, case.setting).total_s
