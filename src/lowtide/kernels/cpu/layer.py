@@ -149,7 +149,7 @@ class CompiledLayer:
         self._parts = parts
         self._struct = _layer_struct(parts, calls)
         self._address = ctypes.addressof(self._struct)
-        self.max_rows = min(few_rows.max_rows, *(call.calls.max_rows for call in calls))
+        self.max_rows = min([few_rows.max_rows, *(call.calls.max_rows for call in calls)])
         self.max_expert_rows = _max_expert_rows(parts, self.max_rows)
         self._slot_of = None if parts.experts is None else _array_address(parts.experts.slot_of)
 
