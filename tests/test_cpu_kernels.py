@@ -27,6 +27,7 @@ from torch import Tensor
 
 from lowtide.engine.opening import EngineConfig, open_model
 from lowtide.errors import StorageError, UnsupportedError
+from lowtide.files import owners
 from lowtide.kernels import choice
 from lowtide.kernels.choice import choose_kernels, possible_names
 from lowtide.kernels.compiled import CompiledKernels
@@ -551,6 +552,22 @@ def test_a_folder_that_others_may_replace_is_refused(source: Path, cache: Path, 
 def test_a_folder_in_somebody_else_s_is_refused(source: Path, cache: Path) -> None:
     cache.parent.mkdir(parents=True)
     os.chown(cache.parent, 12345, 12345)
+    with pytest.raises(StorageError, match=f"{cache.parent} belongs to another user"):
+        load_library(source)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may give folders away")
+def test_a_folder_in_root_s_is_used_where_root_has_no_number(
+    source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "uid_map").write_text("0 1000 1\n")
+    monkeypatch.setattr(owners, "ID_MAP", tmp_path / "uid_map")
+    cache.parent.mkdir(parents=True)
+    number = int(owners.OVERFLOW_ID.read_text())
+    os.chown(cache.parent, number, number)
+    cache.mkdir(mode=0o700)
+    check_loads(source, cache)
+    cache.parent.chmod(0o775)
     with pytest.raises(StorageError, match=f"{cache.parent} belongs to another user"):
         load_library(source)
 

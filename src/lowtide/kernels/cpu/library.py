@@ -25,6 +25,7 @@ from pathlib import Path
 
 from lowtide.errors import StorageError, UnsupportedError
 from lowtide.files.folders import cache_folder
+from lowtide.files.owners import is_trusted
 
 _COMPILERS = ("c++", "g++", "clang++")
 # Nothing of this machine: variants are chosen at run time. Nothing that changes arithmetic either.
@@ -141,12 +142,12 @@ def _private_folder() -> Path:
 def _check_parent(parent: Path, folder: Path) -> None:
     """Who may rename what is in `parent` may put another folder in this one's place.
 
-    Raises StorageError if that is somebody beside this user and root. A group is believed: many
-    systems give every user one of their own.
+    Raises StorageError if that is somebody beside this user and root (`files/owners.py`). A group
+    is believed: many systems give every user one of their own.
     """
     facts = parent.stat()
     is_open = facts.st_mode & stat.S_IWOTH and not facts.st_mode & stat.S_ISVTX
-    if facts.st_uid in (0, os.getuid()) and not is_open:
+    if is_trusted(facts) and not is_open:
         return
     why = "may be written by anybody" if is_open else "belongs to another user"
     raise StorageError(
