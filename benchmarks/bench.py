@@ -34,6 +34,7 @@ class Script(NamedTuple):
 
 SMALL = (
     Script("cpu_kernels", disk_GiB=0),
+    Script("pack"),
     Script("decode"),
     Script("offload"),
     Script("ar_decode"),

@@ -1,7 +1,13 @@
 // Rounds weights to codes of 8 or 4 bits: the same bytes as `QuantisedRows.pack` of
 // formats/quantised.py makes, which says how scales and zeros are found.
 
+#include <utility>
+
 #include "quantised.hpp"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 using namespace lowtide;
 
@@ -19,9 +25,6 @@ struct Packing {
     QuantisedWeights place;
     long num_rows;
 };
-
-INLINED float as_float(float weight) { return weight; }
-INLINED float as_float(bf16 weight) { return widen(weight); }
 
 // Group `number` of a matrix, counted row by row.
 inline void write_group(

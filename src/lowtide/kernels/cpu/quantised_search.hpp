@@ -56,15 +56,36 @@ SEARCH INLINED Vector inverse_of(const Vector& step) {
     return step > 0.0f ? 1.0f / step : Vector{};
 }
 
-// The nearest codes. A NaN passes both comparisons.
+// a * b + c, where a * b is exact: fused or not makes no difference.
+SEARCH INLINED Vector times_plus(const Vector& a, const Vector& b, const Vector& c) {
+#if VECTOR_BYTES == 64
+    return _mm512_fmadd_ps(a, b, c);
+#elif VECTOR_BYTES == 32
+    return _mm256_fmadd_ps(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+// From 0 to `most`. A NaN passes both comparisons.
+SEARCH INLINED Vector within(const Vector& value, const Vector& most) {
+#if VECTOR_BYTES == 64
+    return _mm512_min_ps(most, _mm512_max_ps(Vector{}, value));
+#elif VECTOR_BYTES == 32
+    return _mm256_min_ps(most, _mm256_max_ps(Vector{}, value));
+#else
+    const Vector least = value < 0.0f ? Vector{} : value;
+    return least > most ? most : least;
+#endif
+}
+
+// The nearest codes.
 SEARCH INLINED Vector codes_of(
     const Vector& weights, const Vector& base, const Vector& inverse, const Vector& levels
 ) {
     constexpr float SHIFT = 12582912.0f;  // what is added to it is rounded to integers
-    const Vector exact = (weights - base) * inverse;
-    const Vector least = exact < 0.0f ? Vector{} : exact;  // what is cut off needs no rounding
-    const Vector most = least > levels ? levels : least;
-    return (most + SHIFT) - SHIFT;
+    const Vector exact = (weights - base) * inverse;  // what is cut off needs no rounding
+    return (within(exact, levels) + SHIFT) - SHIFT;
 }
 
 // The codes under scales and zeros, rounded to float16.
@@ -78,14 +99,14 @@ SEARCH INLINED Offer offered(
     Vector error{}, sum_c{}, sum_cc{}, sum_cw{};
     for (long i = 0; i < GROUP; ++i) {
         const Vector weight = groups.weights[i], code = codes_of(weight, base, inverse, levels);
-        const Vector residual = weight - (code * step + base);
+        const Vector residual = weight - times_plus(code, step, base);
         if constexpr (is_weighted) {
             const Vector worth = groups.importance[i], times = worth * code;
             error += worth * (residual * residual);
             sum_c += times, sum_cc += times * code, sum_cw += times * weight;
         } else {
             error += residual * residual;
-            sum_c += code, sum_cc += code * code, sum_cw += code * weight;
+            sum_c += code, sum_cc = times_plus(code, code, sum_cc), sum_cw += code * weight;
         }
     }
     out.error = error, out.sum_c = sum_c, out.sum_cc = sum_cc, out.sum_cw = sum_cw;
@@ -144,6 +165,57 @@ SEARCH INLINED void search(Groups& groups, Integers& scale16, Integers& zero16) 
     zero16 = is_finite ? to_half(best.zero) : Integers{} + 0x7e00u;
 }
 
+// Of two vectors elements by turns, from `first` of each on.
+template <int first, int... number>
+SEARCH INLINED Integers by_turns(
+    const Integers& a, const Integers& b, std::integer_sequence<int, number...>
+) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, (first + number / 2 + number % 2 * LANES)...);
+#else
+    return __builtin_shuffle(
+        a, b, Integers{static_cast<std::uint32_t>(first + number / 2 + number % 2 * LANES)...});
+#endif
+}
+
+// Rows of a square become its columns.
+SEARCH INLINED void transpose(Integers* rows) {
+    constexpr std::make_integer_sequence<int, LANES> all_numbers;
+    Integers turned[LANES];
+    for (int done = 1; done < LANES; done *= 2) {
+        for (int i = 0; i < LANES / 2; ++i) {
+            turned[2 * i] = by_turns<0>(rows[i], rows[i + LANES / 2], all_numbers);
+            turned[2 * i + 1] = by_turns<LANES / 2>(rows[i], rows[i + LANES / 2], all_numbers);
+        }
+        for (int i = 0; i < LANES; ++i) rows[i] = turned[i];
+    }
+}
+
+// Number i of each lane, from numbers that lie lane by lane.
+SEARCH INLINED void side_by_side(const float (&own)[LANES][GROUP], Vector* out) {
+    for (long first = 0; first < GROUP; first += LANES) {
+        Integers square[LANES];
+        for (int lane = 0; lane < LANES; ++lane)
+            std::memcpy(&square[lane], own[lane] + first, sizeof square[lane]);
+        transpose(square);
+        for (int i = 0; i < LANES; ++i) out[first + i] = (Vector)square[i];
+    }
+}
+
+// Two neighbours of 16 bits are turned as one of 32.
+SEARCH INLINED void side_by_side(const bf16 (&own)[LANES][GROUP], Vector* out) {
+    for (long first = 0; first < GROUP; first += 2 * LANES) {
+        Integers square[LANES];
+        for (int lane = 0; lane < LANES; ++lane)
+            std::memcpy(&square[lane], own[lane] + first, sizeof square[lane]);
+        transpose(square);
+        for (int i = 0; i < LANES; ++i) {
+            out[first + 2 * i] = (Vector)(square[i] << 16);
+            out[first + 2 * i + 1] = (Vector)(square[i] & 0xffff0000u);
+        }
+    }
+}
+
 // A byte of the groups' codes.
 template <int num_bits>
 SEARCH INLINED Integers byte_of(const Groups& groups, long number) {
@@ -158,21 +230,22 @@ template <int num_bits, bool is_weighted, class Number>
 SEARCH INLINED void pack_some(const Packing<Number>& p, long first) {
     const long num_groups = p.place.num_groups(), in_all = p.num_rows * num_groups;
     Groups groups;
-    float own[LANES][GROUP];
+    Number own[LANES][GROUP];
+    float worth[is_weighted ? LANES : 1][GROUP];
     for (int lane = 0; lane < LANES; ++lane) {
         // Where there are no more, the last again; so is a short group's last weight.
         const long number = std::min(first + lane, in_all - 1);
         const long start = number % num_groups * GROUP;
         const long length = std::min(GROUP, p.place.num_k - start);
-        const long from = number / num_groups * p.place.num_k + start;
-        for (long i = 0; i < length; ++i) own[lane][i] = as_float(p.weights[from + i]);
-        for (long i = length; i < GROUP; ++i) own[lane][i] = own[lane][length - 1];
-        if constexpr (is_weighted)
-            for (long i = 0; i < GROUP; ++i)
-                groups.importance[i][lane] = i < length ? p.importance[start + i] : 0.0f;
+        std::copy_n(p.weights + number / num_groups * p.place.num_k + start, length, own[lane]);
+        std::fill(own[lane] + length, own[lane] + GROUP, own[lane][length - 1]);
+        if constexpr (is_weighted) {
+            std::copy_n(p.importance + start, length, worth[lane]);
+            std::fill(worth[lane] + length, worth[lane] + GROUP, 0.0f);
+        }
     }
-    for (long i = 0; i < GROUP; ++i)
-        for (int lane = 0; lane < LANES; ++lane) groups.weights[i][lane] = own[lane][i];
+    side_by_side(own, groups.weights);
+    if constexpr (is_weighted) side_by_side(worth, groups.importance);
     Integers scale16, zero16, words[GROUP * num_bits / 32];
     search<num_bits, is_weighted>(groups, scale16, zero16);
     for (long number = 0; number < GROUP * num_bits / 32; ++number) {
