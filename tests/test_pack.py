@@ -21,6 +21,7 @@ from lowtide.lab.synth import synth
 from lowtide.llm import LLM, plan_model
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.plan import WeightFormats
+from lowtide.reading import file_reader
 
 PROMPT = list(range(1, 40))
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -91,8 +92,8 @@ def test_an_interrupted_run_goes_on(
             raise KeyboardInterrupt
         convert(*arguments)
 
-    convert = packing.convert
-    monkeypatch.setattr(packing, "convert", interrupted)
+    convert = file_reader.convert
+    monkeypatch.setattr(file_reader, "convert", interrupted)
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         pack(model, out, format="q4")
@@ -102,7 +103,7 @@ def test_an_interrupted_run_goes_on(
             (out / "other").touch()
         pack(model, out, format="q8")
     (out / "other").unlink(missing_ok=True)
-    monkeypatch.setattr(packing, "convert", convert)
+    monkeypatch.setattr(file_reader, "convert", convert)
     pack(model, out, format="q4")
     assert contents(out) == contents(packed)
 

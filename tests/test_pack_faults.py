@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from lowtide.errors import LowtideError, StorageError, UsageError
-from lowtide.lab import pack as packing
 from lowtide.lab.pack import pack
 from lowtide.lab.synth import synth
 from lowtide.llm import plan_model
+from lowtide.reading import file_reader
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def check_is_no_model(folder: Path) -> None:
 
 def after_pieces(monkeypatch: pytest.MonkeyPatch, num: int, happens: Callable[[], None]) -> None:
     """Something that happens once, when so many pieces were rounded."""
-    convert, calls = packing.convert, 0
+    convert, calls = file_reader.convert, 0
 
     def counted(*arguments: Any) -> None:
         nonlocal calls
@@ -58,7 +58,7 @@ def after_pieces(monkeypatch: pytest.MonkeyPatch, num: int, happens: Callable[[]
             happens()
         convert(*arguments)
 
-    monkeypatch.setattr(packing, "convert", counted)
+    monkeypatch.setattr(file_reader, "convert", counted)
 
 
 @contextmanager
@@ -95,16 +95,17 @@ def test_a_process_that_is_killed_leaves_no_model_and_the_next_goes_on(
     program = """
 import os, signal, sys
 from pathlib import Path
-from lowtide.lab import pack as packing
-convert, calls = packing.convert, 0
+from lowtide.lab.pack import pack
+from lowtide.reading import file_reader
+convert, calls = file_reader.convert, 0
 def killed(*arguments):
     global calls
     calls += 1
     if calls > 40:
         os.kill(os.getpid(), signal.SIGKILL)
     convert(*arguments)
-packing.convert = killed
-packing.pack(Path(sys.argv[1]), Path(sys.argv[2]), format="q4")
+file_reader.convert = killed
+pack(Path(sys.argv[1]), Path(sys.argv[2]), format="q4")
 """
     done = subprocess.run([sys.executable, "-c", program, original, out], timeout=120)
     assert done.returncode == -signal.SIGKILL

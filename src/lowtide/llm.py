@@ -37,9 +37,9 @@ from lowtide.engine.opening import OpenModel, open_for_plan
 from lowtide.engine.passes import PlannedPasses, longest_context_of, plan_passes
 from lowtide.engine.planning import excess_of, make_plan, shortage_of
 from lowtide.engine.policy_setting import adopt_policy
-from lowtide.errors import PlanError
+from lowtide.errors import PlanError, UnsupportedError
 from lowtide.experts.rows import Routing
-from lowtide.experts.runtime import Observer
+from lowtide.experts.runtime import ExpertObserver, Observer
 from lowtide.model_folder.hub_model import HubModel
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.params import SamplingParams, Wishes
@@ -164,17 +164,19 @@ class LLM(LoadedModel):
         return self._loop.run(work)
 
     @contextmanager
-    def observed(self, observer: Observer) -> Iterator[None]:
-        """Meanwhile `observer` sees every MoE layer's routing and output, whoever asks.
+    def observed(self, observer: Observer, experts: ExpertObserver | None = None) -> Iterator[None]:
+        """Meanwhile `observer` sees every MoE layer's routing and output, whoever asks, and
+        `experts` what experts' matrices are multiplied with.
 
-        It is called in the midst of a pass, on the engine's thread: it can ask for `stats`, not
-        for anything that takes a pass. What it raises ends the requests of that pass.
+        Both are called in the midst of a pass, on the engine's thread: they can ask for `stats`,
+        not for anything that takes a pass. What they raise ends the requests of that pass. Raises
+        UnsupportedError for `experts` where a device computes some.
         """
         try:
-            self._loop.run(partial(_set_observer, observer=observer))
+            self._loop.run(partial(_set_observers, observer=observer, of_experts=experts))
             yield
         finally:
-            self._loop.look(partial(_set_observer, observer=None))
+            self._loop.look(partial(_set_observers, observer=None, of_experts=None))
 
     def token_ids(self, prompt: Prompt) -> list[int]:
         """A prompt's ids, as `generate` would take them. Raises UsageError."""
@@ -302,5 +304,11 @@ def _planned(opened: OpenModel) -> MemoryPlan:
     return replace(plan, reason="\n".join([plan.reason, *filter(None, warnings)]))
 
 
-def _set_observer(engine: Engine, observer: Observer | None) -> None:
-    engine.experts.observer = observer
+def _set_observers(
+    engine: Engine, observer: Observer | None, of_experts: ExpertObserver | None
+) -> None:
+    if of_experts is not None and engine.experts.device is not None:
+        raise UnsupportedError(
+            "Experts' inputs are seen where the host computes all of them; choose --device cpu."
+        )
+    engine.experts.observer, engine.experts.expert_observer = observer, of_experts

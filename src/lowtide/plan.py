@@ -24,6 +24,7 @@ class WeightFormats:
     dense: str = OWN_FORMAT
     head: str = OWN_FORMAT  # and the embedding
     activations: str = OWN_FORMAT
+    is_calibrated: bool = False  # experts were rounded for the inputs that a calibration recorded
 
     @property
     def is_own(self) -> bool:
@@ -37,7 +38,8 @@ class WeightFormats:
     @property
     def names_of_parts(self) -> str:
         """`experts q4 · dense q4 · head q8`."""
-        return f"experts {self.experts} · dense {self.dense} · head {self.head}"
+        calibrated = " (calibrated)" if self.is_calibrated else ""
+        return f"experts {self.experts}{calibrated} · dense {self.dense} · head {self.head}"
 
     def __str__(self) -> str:
         parts = self.names_of_parts

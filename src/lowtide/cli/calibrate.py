@@ -41,7 +41,8 @@ def calibrate(
     """Run a text and write down routing, residual vectors and statistics for the policies.
 
     Without --out they go to a file in the user's cache; --machine is what the intervals are for.
-    With --buddies there is a profile of who may stand in for whom in it, which buddymoe needs.
+    With --buddies there is a profile of who may stand in for whom in it, which buddymoe needs;
+    with --inputs there is what experts' matrices are multiplied with, for pack and --format.
     """
     from lowtide.profiles import load_profile
 
@@ -78,6 +79,11 @@ def _show(calibration: Calibration, budgets: Sequence[Budget], machine: str) -> 
         console.print(buddy_table(buddies))
         if (likeness := likeness_table(buddies)) is not None:
             console.print(likeness)
+    if (inputs := calibration.inputs) is not None:
+        console.print(
+            f"experts' inputs of {inputs.num_rows.sum()} rows; {inputs.num_unseen} of "
+            f"{inputs.num_rows.size} experts had none and have their layer's"
+        )
 
 
 def _calibrate(
@@ -96,7 +102,15 @@ def _calibrate(
         path = Path(out) if out else default_path(folder, llm.config.architecture, shape)
         check_calibration_path(path)
         num_pieces = cast(int, settings["pieces"])
-        calibration = run(llm, text, model, num_pieces=num_pieces, buddies=wish, progress=progress)
+        calibration = run(
+            llm,
+            text,
+            model,
+            num_pieces=num_pieces,
+            buddies=wish,
+            inputs=settings.flag("inputs"),
+            progress=progress,
+        )
     calibration.save(path)
     return calibration, path
 

@@ -131,6 +131,13 @@ OPTIONS: tuple[Option, ...] = (
         "calibrate's folder for pictures of the routing; quality's file for one of its table, "
         "plan's for one of a bidirectional model's passes.",
     ),
+    Option(
+        "inputs",
+        Kind.BOOLEAN,
+        Group.CALIBRATION,
+        "Record what experts are given, for pack and --format with --calibration.",
+        False,
+    ),
     Option("buddies", Kind.BOOLEAN, Group.BUDDIES, "Profile who may stand in for whom.", False),
     Option(
         "alpha",

@@ -27,6 +27,7 @@ from lowtide.experts.device import Device
 from lowtide.experts.elastic_slots import LentSlots
 from lowtide.experts.layout import SlotLayout
 from lowtide.experts.slots import slots_per_device
+from lowtide.formats.expert_inputs import ExpertInputs
 from lowtide.hardware.machine import this_machine
 from lowtide.hardware.measure import Measured, measure_costs
 from lowtide.hardware.store import CostKey, stored_or_measured
@@ -100,6 +101,7 @@ class ExpertSource:
     layout: SlotLayout
     layer_bytes: int  # dense weights of one MoE layer
     max_rows: int
+    inputs: ExpertInputs | None = None  # that weights are rounded for
 
     @property
     def num_experts(self) -> int:

@@ -86,7 +86,7 @@ def _host_tier(
         slots = ExpertSlots(make_arena(tier.slot_bytes * tier.num_slots), source.layout)
     else:
         ledger, slots = lent.ledger, ExpertSlots(lent.arena, source.layout)
-    transfer = DiskTransfer(reader, source.table, slots)
+    transfer = DiskTransfer(reader, source.table, slots, source.inputs)
     if plan.gpu is None:
         return HostTier(slots, ledger, transfer)
     if tier.num_slots == source.num_experts:

@@ -20,12 +20,14 @@ from lowtide.engine.device import (
     check_elastic,
     resolve_device,
 )
+from lowtide.engine.named_inputs import inputs_to_round_for
 from lowtide.engine.option_checks import check_not_bidirectional, check_without_experts
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.experts.layout import SlotLayout
 from lowtide.experts.transfer import largest_read_bytes
 from lowtide.families import families
 from lowtide.formats import MatrixFormat
+from lowtide.formats.expert_inputs import ExpertInputs
 from lowtide.formats.plain import SAFETENSORS_NAME
 from lowtide.kernels.choice import HOST, choose_kernels
 from lowtide.kernels.int8_rows import INT8
@@ -187,6 +189,9 @@ class OpenModel:
     tokenizer: Tokenizer | None
     dtype: torch.dtype  # compute type
     context: int
+    inputs: ExpertInputs | None = (
+        None  # of the calibration named, where experts are rounded as read
+    )
     passes: dict[tuple[int, bool, bool], Registrar] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -220,7 +225,8 @@ class OpenModel:
         parts = weight_formats.describe(
             self.config, model_schema(self.config), experts, self.dense_formats
         )
-        return replace(parts, activations=self.options.activations)
+        is_calibrated = self.inputs is not None
+        return replace(parts, activations=self.options.activations, is_calibrated=is_calibrated)
 
     @property
     def is_rounded_as_read(self) -> bool:
@@ -386,7 +392,7 @@ def _opened(
     )
     if opened.rounds_rows:
         weight_formats.check_rounded_rows(opened.formats, resolve_device(options.device))
-    return opened
+    return replace(opened, inputs=inputs_to_round_for(opened))
 
 
 def _context(config: ModelConfig, options: EngineConfig) -> int:

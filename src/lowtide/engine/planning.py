@@ -43,6 +43,7 @@ def make_plan(opened: OpenModel) -> MemoryPlan:
     needs = _needs(opened) if device == "cpu" else _device_needs(opened)
     overhead_bytes = _overhead_bytes() + library_cache_bytes(opened.dtype)
     overhead_bytes += _unpacking_bytes(opened)
+    overhead_bytes += 0 if opened.inputs is None else opened.inputs.nbytes
     budget_bytes = _budget_bytes(opened, needs) if device == "cpu" else _gpu_bytes(opened, needs)
     tier, residents = spend(needs, budget_bytes, opened.context)
     fits = budget_bytes >= needs.full_bytes
@@ -218,6 +219,7 @@ def expert_source(opened: OpenModel) -> ExpertSource:
             opened.weight_map.dense, config.moe_layers[-1], opened.dtype.itemsize
         ),
         max_rows=MAX_PASS_ROWS,  # of a longer pass they run a tile at a time
+        inputs=opened.inputs,
     )
 
 

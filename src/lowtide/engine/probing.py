@@ -69,7 +69,7 @@ def expert_columns(engine: Engine, layer: int, expert: int, num_columns: int) ->
     opened = engine.opened
     layout = opened.slot_layout
     slots = ExpertSlots(Arena(layout.num_bytes), layout)
-    transfer = DiskTransfer(engine.reader, opened.weight_map.experts, slots)
+    transfer = DiskTransfer(engine.reader, opened.weight_map.experts, slots, opened.inputs)
     ticket_result(transfer.start(layer, expert, 0))
     return torch.cat(
         [

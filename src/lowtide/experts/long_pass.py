@@ -111,6 +111,7 @@ class LongRun:
                 rows = given.rows.tile(pairs)
                 host = self._host_share(rows, buffers)
                 self._compute(reads, host, rows, pairs, rows.demanded)
+                self._runtime.were_activated(self._facts.layer, given.x, rows, gate)
                 self._add(rows, pairs)
         except BaseException:
             reads.cancel()

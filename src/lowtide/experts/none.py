@@ -10,7 +10,7 @@ from lowtide.core import Step
 from lowtide.errors import InternalError
 from lowtide.experts.host_tier import HostStats
 from lowtide.experts.rows import Routing, RunInPlace
-from lowtide.experts.runtime import ExpertStats, Observer
+from lowtide.experts.runtime import ExpertObserver, ExpertStats, Observer
 from lowtide.memory.workspace import Buffers
 from lowtide.policies.receipt import Receipt
 
@@ -21,6 +21,7 @@ class NoExperts:
     device = None
     asks_scores = False
     observer: Observer | None = None
+    expert_observer: ExpertObserver | None = None
 
     def forward(
         self,

@@ -50,6 +50,16 @@ class Observer(Protocol):
         ...
 
 
+class ExpertObserver(Protocol):
+    """Somebody who watches what experts' matrices are multiplied with, where the host has all."""
+
+    def saw_experts(self, layer: int, x: Tensor, rows: ExpertRows, activated: Tensor) -> None:
+        """After experts of a layer were run, all or a tile's, each for itself: `x` [tokens, hidden]
+        compute dtype; `activated` [pairs, expert_size], what down was given, in the order of the
+        sorted pairs of `rows`. Valid until the call returns."""
+        ...
+
+
 @dataclass
 class ExpertStats:
     """Activated experts, counted since the runtime was made."""
@@ -84,6 +94,7 @@ class ExpertRuntime:
         self.compute = compute
         self.scratch = scratch
         self.observer: Observer | None = None
+        self.expert_observer: ExpertObserver | None = None  # never beside a device
         self.use: Use | None = None  # told of every demand, where somebody wants to know
         self.stats = ExpertStats()
         self.num_on_host = 0
@@ -141,7 +152,8 @@ class ExpertRuntime:
         """Whether every expert of the model is in a slot of the host and stays there, and nobody
         watches or counts: then no policy has anything to say of a layer."""
         ledger = self.host.ledger
-        is_asked = self.observer is not None or self.use is not None or self._is_under_way
+        is_watched = self.observer is not None or self.expert_observer is not None
+        is_asked = is_watched or self.use is not None or self._is_under_way
         if is_asked or self.device is not None or self.policies.receipts is not None:
             return False
         return ledger.has_everybody and not self.room.is_short(layer, ledger.num_slots)
@@ -149,6 +161,11 @@ class ExpertRuntime:
     def were_run(self, num_experts: int) -> None:
         """So many of a layer were run in place."""
         self.stats.num_hits += num_experts
+
+    def were_activated(self, layer: int, x: Tensor, rows: ExpertRows, activated: Tensor) -> None:
+        """Experts were run on these rows, and nothing is written over what they made of them."""
+        if self.expert_observer is not None:
+            self.expert_observer.saw_experts(layer, x, rows, activated)
 
     def load(self, progress: Progress = no_progress) -> None:
         """Makes the policies' first residents resident, and no others. Between passes only."""
@@ -257,6 +274,7 @@ class ExpertRuntime:
             return
         rows = self._rows(x, routing, buffers)
         LayerRun(self, facts, decision, at_host, rows, buffers).run()
+        self.were_activated(layer, x, rows, buffers.gate)
         self._combine(x, rows, routing, buffers, workspace, out)
 
     def _decide(
@@ -331,6 +349,8 @@ class ExpertRuntime:
         is there and nothing is on the move."""
         at_once, moves = self.compute.at_once, decision.moves
         if self.device is not None or at_once is None or not at_once.takes(x):
+            return False
+        if self.expert_observer is not None:  # who is told of experts one by one
             return False
         is_moving = moves is not None and any(map(len, moves[:3]))
         return not is_moving and not self.host.num_ahead and bool(demand.is_resident.all())

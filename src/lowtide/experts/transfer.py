@@ -12,6 +12,7 @@ from typing import Protocol
 from lowtide.errors import StorageError
 from lowtide.experts.slots import ExpertSlots
 from lowtide.formats.arranged import Arranged
+from lowtide.formats.expert_inputs import ExpertInputs
 from lowtide.reading.file_reader import (
     AnyRead,
     ArrayRead,
@@ -22,7 +23,7 @@ from lowtide.reading.file_reader import (
     Ticket,
     Window,
 )
-from lowtide.schemas.schema import SlotTarget
+from lowtide.schemas.schema import DOWN, SlotTarget
 from lowtide.schemas.weights import MAX_GAP_BYTES, ExpertTable
 from lowtide.threads.event import WAIT_LIMIT_S
 
@@ -46,11 +47,19 @@ class Transfer(Protocol):
 class DiskTransfer:
     """Reads experts from the checkpoint's own files into host slots."""
 
-    def __init__(self, reader: FileReader, table: ExpertTable, slots: ExpertSlots) -> None:
-        """What is not in a slot's own format is converted."""
+    def __init__(
+        self,
+        reader: FileReader,
+        table: ExpertTable,
+        slots: ExpertSlots,
+        inputs: ExpertInputs | None = None,
+    ) -> None:
+        """What is not in a slot's own format is converted; where it is rounded, for the least
+        error on `inputs`."""
         self._reader = reader
         self._table = table
         self._slots = slots
+        self._inputs = inputs
 
     def drain(self) -> None:
         self._reader.drain()
@@ -63,7 +72,7 @@ class DiskTransfer:
             return self._target_reads_of(layer, expert, slot, self._table.targets)
         reads: list[AnyRead] = []
         for file, start, num_bytes, parts in self._table.ranges(layer, expert):
-            pieces = tuple(self._piece(layer, slot, part, offset) for part, offset in parts)
+            pieces = tuple(self._piece(layer, expert, slot, *part) for part in parts)
             reads.append(Read(file, start, num_bytes, pieces))
         return reads
 
@@ -119,14 +128,15 @@ class DiskTransfer:
         array = self._slots.in_file_order(layer, slot, target)
         return [ArrayRead(tuple(places), stored, array, kept)]
 
-    def _piece(self, layer: int, slot: int, part: int, offset: int) -> Piece:
-        stored = self._table.layers[layer]
+    def _piece(self, layer: int, expert: int, slot: int, part: int, offset: int) -> Piece:
+        stored, inputs, is_down = self._table.layers[layer], self._inputs, part == DOWN
         return Piece(
             offset=offset,
             num_bytes=stored.part_bytes[part],
             format=stored.formats[part],
             target=self._slots.part(layer, slot, part),
             target_format=self._slots.layout.layers[layer].parts[part].format,
+            importance=None if inputs is None else inputs.importance(layer, expert, is_down),
         )
 
 

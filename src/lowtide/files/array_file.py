@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -57,11 +57,11 @@ def load_arrays(
     dtypes: Mapping[str, str],
     max_bytes: int,
     noun: str,
-    optional: Mapping[str, str] | None = None,
+    optional: Sequence[Mapping[str, str]] = (),
     version: Version | None = None,
 ) -> Arrays:
     """The arrays that `save_arrays` wrote: exactly those named by `dtypes`, of those types, and
-    all of `optional` or none of them.
+    of each of `optional` all or none.
 
     Raises UsageError when the file is not such a one, is of another version or holds more than
     `max_bytes`, StorageError when it cannot be read.
@@ -70,8 +70,10 @@ def load_arrays(
         with open_regular(Path(path)) as (file, _), zipfile.ZipFile(file) as archive:
             if version is not None:
                 _check_version(archive, version, f"{path} is a lowtide {noun}")
-            is_more = optional is not None and len(archive.namelist()) > len(dtypes)
-            wanted = {**dtypes, **optional} if optional is not None and is_more else dtypes
+            wanted, names = dict(dtypes), set(archive.namelist())
+            for some in optional:
+                if any(f"{name}.npy" in names for name in some):
+                    wanted.update(some)
             return _read(archive, wanted, max_bytes, noun)
     except StorageError as reason:
         raise StorageError(f"{noun.capitalize()} {reason}") from reason

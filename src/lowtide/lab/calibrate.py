@@ -24,9 +24,10 @@ from torch.nn.functional import cosine_similarity
 from lowtide.core import FloatArray, IntArray, Step
 from lowtide.errors import UsageError
 from lowtide.experts.rows import Routing
-from lowtide.experts.runtime import Observer
+from lowtide.experts.runtime import ExpertObserver, Observer
 from lowtide.lab.buddy_wish import BuddyWish
 from lowtide.lab.calibrate_buddies import TextUse, check_length, counting, make_profile
+from lowtide.lab.input_squares import InputSquares
 from lowtide.lab.record import Recorder
 from lowtide.layers.batch import KVRange, Segment
 from lowtide.llm import LLM
@@ -72,13 +73,15 @@ def calibrate(
     *,
     num_pieces: int = NUM_PIECES,
     buddies: BuddyWish | None = None,
+    inputs: bool = False,
     progress: Progress | None = None,
 ) -> Calibration:
     """The calibration of `llm` on a text, or on token ids.
 
-    model: the name that the trace will carry; buddies: what to profile of them, if anything.
-    Raises UsageError for a text that is too short or a model without a tokenizer, UnsupportedError
-    for one without experts, and what `LLM.generate` raises.
+    model: the name that the trace will carry; buddies: what to profile of them, if anything;
+    inputs: whether experts' inputs are recorded, which takes a model without a device. Raises
+    UsageError for a text that is too short or a model without a tokenizer, UnsupportedError for one
+    without experts, and what `LLM.generate` raises.
     """
     llm.config.check_experts("A calibration is of experts")
     learning, testing = split(llm, text, num_pieces)
@@ -86,7 +89,9 @@ def calibrate(
     if seen is not None:
         use = TextUse(num_pieces, num_learning, *_length(llm))
         check_length(TraceShape(*llm.config.moe_shape), learning, use)
-    trace, residual = learn(llm, learning, model, progress, () if seen is None else (seen,))
+    squares = InputSquares(TraceShape(*llm.config.moe_shape)) if inputs else None
+    beside = () if seen is None else (seen,)
+    trace, residual = learn(llm, learning, model, progress, beside, squares)
     accuracy = foresee(llm, testing, model, residual, progress).accuracy
     data = text.encode() if isinstance(text, str) else np.asarray(text, np.int64).tobytes()
     frequency, following = count_activations(trace)
@@ -100,6 +105,7 @@ def calibrate(
         following=following,
         accuracy=accuracy,
         buddies=make_profile(llm, seen, buddies, progress) if seen and buddies else None,
+        inputs=None if squares is None else squares.inputs(llm.fingerprint),
     )
 
 
@@ -131,15 +137,17 @@ def learn(
     model: str,
     progress: Progress | None = None,
     beside: Sequence[Observer] = (),
+    experts: ExpertObserver | None = None,
 ) -> tuple[Trace, NDArray[np.float32]]:
     """The routing of the prompts and their answers, and the residual vectors [layers - 1, hidden].
 
-    beside: who else watches.
+    beside, experts: who else watches.
     A residual vector is the mean over all rows of the next MoE layer's gate input less this
     one's, both after their norms (DALI, Eq. 10).
     """
     mean = _ResidualMean(*llm.config.moe_shape[:1], llm.config.hidden_size)
-    trace = _run(llm, prompts, model, (mean, *beside), "calibrating", progress)
+    observers = (mean, *beside)
+    trace = _run(llm, prompts, model, observers, "calibrating", progress, experts)
     return trace, mean.vectors()
 
 
@@ -266,11 +274,12 @@ def _run(
     observers: Sequence[Observer],
     what: str,
     progress: Progress | None,
+    experts: ExpertObserver | None = None,
 ) -> Trace:
     """Answers the prompts one after the other under the eyes of `observers`; their trace."""
     recorder = Recorder(llm, model)
     params = SamplingParams(max_tokens=_length(llm).new_tokens, ignore_eos=True)
-    with llm.observed(_All((recorder, *observers))):
+    with llm.observed(_All((recorder, *observers)), experts):
         for index, prompt in enumerate(prompts):
             llm.generate([prompt], params)
             if progress is not None:

@@ -81,7 +81,11 @@ def previous_step(trace: Trace) -> FloatArray:
 
 def as_object(calibration: Calibration, budgets: Sequence[Budget]) -> dict[str, object]:
     """All of it for `--json`."""
-    trace, blocks = calibration.trace, calibration.trace.blocks()
+    trace, blocks, inputs = calibration.trace, calibration.trace.blocks(), calibration.inputs
+    of_inputs = {}
+    if inputs is not None:
+        rows = {"num_rows": int(inputs.num_rows.sum()), "num_unseen": inputs.num_unseen}
+        of_inputs = {"inputs": rows}
     return {
         "architecture": calibration.architecture,
         "text_sha256": calibration.text_sha256,
@@ -94,6 +98,7 @@ def as_object(calibration: Calibration, budgets: Sequence[Budget]) -> dict[str, 
         "token_share": token_share(calibration),
         "step_similarity": step_similarity(blocks),
         "distinct_experts": distinct_experts(blocks),
+        **of_inputs,
     }
 
 

@@ -12,13 +12,12 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lowtide.config.quantisation import PACKED_METHOD
 from lowtide.engine.opening import EngineConfig, OpenModel, open_model
@@ -26,20 +25,29 @@ from lowtide.engine.weight_formats import QUANTISED
 from lowtide.errors import CheckpointError, StorageError, UnsupportedError, UsageError
 from lowtide.files.whole_file import whole_file
 from lowtide.formats import MatrixFormat, format_of, formats
-from lowtide.formats.convert import Pack, convert
+from lowtide.formats.convert import Importance, Pack
+from lowtide.formats.expert_inputs import ExpertInputs
+from lowtide.formats.matrix import Bytes
 from lowtide.kernels.choice import choose_pack
 from lowtide.lab.safetensors_writer import OutputTensor, SafetensorsWriter
 from lowtide.model_folder.checkpoint import INDEX_NAME, Checkpoint, TensorEntry
 from lowtide.model_folder.hub import tokenizer_file
 from lowtide.plan import OWN_FORMAT
 from lowtide.reading.dense_weights import Progress, no_progress
-from lowtide.reading.finite_weights import read_part
+from lowtide.reading.file_reader import AnyRead, ArrayRead, FileReader, Piece, Read, Ticket
 from lowtide.schemas import model_schema
 from lowtide.schemas.packed import BYTES_DTYPE, packed_name, packed_shape
-from lowtide.schemas.weights import expert_tensors
+from lowtide.schemas.schema import DOWN
+from lowtide.schemas.weights import ExpertTensor, expert_tensors
 
 PIECE_BYTES = 8 << 20
-"""Of the source, that a thread rounds at a time."""
+"""Of the source, that a thread reads and rounds at a time."""
+
+NUM_WAITING = 2
+"""Threads beyond the cores: so many wait for the disk while others round."""
+
+AS_IS = formats()["BF16"]
+"""Of bytes that are copied, which nobody looks into."""
 
 _NOTES = "packing.json"
 _COPIED = (".json", ".txt", ".model", ".jinja")
@@ -53,25 +61,32 @@ def pack(
     dense_dtype: str | None = None,
     progress: Progress = no_progress,
     kernels: str = "auto",
+    calibration: str | Path | None = None,
 ) -> Path:
     """Writes `model` into the folder `out` with weights in these formats; see `EngineConfig`.
 
-    Goes on where an earlier run was interrupted. Raises UsageError for a folder with other things
-    in it or that another process writes, StorageError for a disk that is full or a source that
-    changed meanwhile, and what opening a model raises.
+    calibration: a file with experts' inputs, for the least error on which theirs are rounded. Goes
+    on where an earlier run was interrupted. Raises UsageError for a folder with other things in it
+    or that another process writes, StorageError for a disk that is full or a source that changed
+    meanwhile, and what opening a model raises.
     """
     options = EngineConfig(
-        format=format, expert_dtype=expert_dtype, dense_dtype=dense_dtype, device="cpu"
+        format=format,
+        expert_dtype=expert_dtype,
+        dense_dtype=dense_dtype,
+        device="cpu",
+        calibration=None if calibration is None else str(calibration),
     )
     opened = open_model(model, options)
     checkpoint = _packable(opened)
     chosen = _chosen(opened, checkpoint)
     notes = {
         "source": [[file.path.name, *_facts(file.path)] for file in checkpoint.files],
-        "formats": {name: each.name for name, each in chosen.items()},
+        "formats": {name: each.format.name for name, each in chosen.items()},
+        "inputs": None if opened.inputs is None else opened.inputs.digest,
     }
     with _reserved(out, notes):
-        packer = _Packer(checkpoint, chosen, out, choose_pack(kernels), progress)
+        packer = _Packer(checkpoint, chosen, out, choose_pack(kernels), progress, opened.inputs)
         packer.run()
         if notes["source"] != [[f.path.name, *_facts(f.path)] for f in checkpoint.files]:
             raise StorageError(
@@ -98,21 +113,34 @@ def _packable(opened: OpenModel) -> Checkpoint:
             f"{opened.folder} is quantised already (quantization_config); pack the model it was "
             "made of."
         )
+    if opened.options.calibration is not None and opened.inputs is None:
+        raise UsageError(
+            f"{opened.options.calibration} has nothing for these formats: no experts are rounded, "
+            "or it has no inputs of theirs (lowtide calibrate --inputs). Leave --calibration out."
+        )
     return opened.checkpoint
 
 
-def _chosen(opened: OpenModel, checkpoint: Checkpoint) -> dict[str, MatrixFormat]:
-    """The format of each tensor that is packed, by its name in the checkpoint."""
+class _Target(NamedTuple):
+    """What a tensor is made into."""
+
+    format: MatrixFormat
+    of_experts: ExpertTensor | None = None
+
+
+def _chosen(opened: OpenModel, checkpoint: Checkpoint) -> dict[str, _Target]:
+    """Of each tensor that is packed, by its name in the checkpoint."""
     dense = opened.weight_map.dense
     places = {(e.file, e.offset): name for name, e in checkpoint.tensors.items() if e.num_bytes}
     chosen = {
-        places[dense[name].file, dense[name].offset]: each
+        places[dense[name].file, dense[name].offset]: _Target(each)
         for name, each in opened.dense_formats.items()
     }
     asked = opened.options.formats.experts
     if opened.config.experts is not None and asked != OWN_FORMAT and asked in QUANTISED:
-        for spec in expert_tensors(model_schema(opened.config), checkpoint):
-            chosen[spec.name] = formats()[asked].for_rows(spec.shape[-1])
+        for tensor in expert_tensors(model_schema(opened.config), checkpoint):
+            to = formats()[asked].for_rows(tensor.spec.shape[-1])
+            chosen[tensor.spec.name] = _Target(to, tensor)
     return chosen
 
 
@@ -122,21 +150,23 @@ class _Packer:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        chosen: Mapping[str, MatrixFormat],
+        chosen: Mapping[str, _Target],
         out: Path,
         pack: Pack,
         progress: Progress,
+        inputs: ExpertInputs | None,
     ) -> None:
         self._checkpoint, self._chosen, self._out = checkpoint, chosen, out
-        self._pack, self._progress = pack, progress
+        self._pack, self._progress, self._inputs = pack, progress, inputs
         self._total_bytes = sum(entry.num_bytes for entry in checkpoint.tensors.values())
         self._done_bytes = 0
 
     def run(self) -> None:
-        num_threads = min(8, os.cpu_count() or 1)
-        with ThreadPoolExecutor(num_threads, thread_name_prefix="lowtide-pack") as pool:
+        num_readers = min(8, os.cpu_count() or 1) + NUM_WAITING
+        reader = FileReader(self._checkpoint.files, PIECE_BYTES, self._pack, num_readers)
+        with closing(reader):
             for file in range(len(self._checkpoint.files)):
-                self._write_shard(file, pool, 2 * num_threads)
+                self._write_shard(file, reader, 2 * num_readers)
 
     def weight_map(self) -> dict[str, str]:
         """The shard of every tensor of the new folder."""
@@ -146,73 +176,78 @@ class _Packer:
             for name, entry in self._checkpoint.tensors.items()
         }
 
-    def _write_shard(self, file: int, pool: ThreadPoolExecutor, num_ahead: int) -> None:
-        source = self._checkpoint.files[file]
+    def _write_shard(self, file: int, reader: FileReader, num_ahead: int) -> None:
+        name = self._checkpoint.files[file].path.name
         tensors = [(n, e) for n, e in self._checkpoint.tensors.items() if e.file == file]
         tensors.sort(key=lambda named: named[1].offset)
         outputs = [self._output(name, entry) for name, entry in tensors]
-        writer = SafetensorsWriter(self._out / source.path.name, outputs, metadata={"format": "pt"})
+        writer = SafetensorsWriter(self._out / name, outputs, metadata={"format": "pt"})
         if writer.path.exists() and writer.path.stat().st_size == writer.num_bytes:
             self._tell(sum(entry.num_bytes for _, entry in tensors))  # of an earlier run
             return
-        descriptor = source.open()
-        waiting: deque[tuple[Future[memoryview], int]] = deque()
-        try:
-            with writer:
-                for work, num_bytes in self._pieces(tensors, descriptor):
-                    waiting.append((pool.submit(work), num_bytes))
-                    if len(waiting) > num_ahead:
-                        self._write_next(writer, waiting)
-                while waiting:
+        waiting: deque[tuple[Ticket, Bytes]] = deque()
+        with writer:
+            for read, target in self._pieces(tensors):
+                waiting.append((reader.submit([read]), target))
+                if len(waiting) > num_ahead:
                     self._write_next(writer, waiting)
-        finally:
-            for future, _ in waiting:
-                future.cancel()
-            pool.submit(int).result()  # what reads from the file has begun before this
-            os.close(descriptor)
+            while waiting:
+                self._write_next(writer, waiting)
 
-    def _write_next(
-        self, writer: SafetensorsWriter, waiting: deque[tuple[Future[memoryview], int]]
-    ) -> None:
-        future, num_bytes = waiting.popleft()
-        writer.write(future.result())
+    def _write_next(self, writer: SafetensorsWriter, waiting: deque[tuple[Ticket, Bytes]]) -> None:
+        ticket, target = waiting.popleft()
+        num_bytes = ticket.result()
+        writer.write(target.data)
         self._tell(num_bytes)
 
     def _tell(self, num_bytes: int) -> None:
         self._done_bytes += num_bytes
         self._progress("packing", self._done_bytes, self._total_bytes)
 
-    def _pieces(
-        self, tensors: list[tuple[str, TensorEntry]], descriptor: int
-    ) -> Iterator[tuple[Callable[[], memoryview], int]]:
+    def _pieces(self, tensors: list[tuple[str, TensorEntry]]) -> Iterator[tuple[AnyRead, Bytes]]:
+        """What is read, in the order of the shard, and where it is when it was."""
         for name, entry in tensors:
-            row_bytes = entry.num_bytes // max(1, math.prod(entry.shape[:-1]))
-            step = max(1, PIECE_BYTES // max(1, row_bytes)) * row_bytes
-            for start in range(0, entry.num_bytes, max(1, step)):
-                num_bytes = min(step, entry.num_bytes - start)
+            for start, num_bytes in _ranges(entry):
+                place = entry.file, entry.offset + start
+                if name not in self._chosen:
+                    target = np.empty(num_bytes, np.uint8)
+                    yield ArrayRead((place,), AS_IS, target, None), target
+                    continue
+                stored, to = format_of(entry.dtype), self._chosen[name].format
+                num_weights = num_bytes // stored.block_bytes[0] * stored.block_size
+                target = np.empty(to.num_bytes(num_weights), np.uint8)
+                worth = self._importance(name, entry, start)
+                piece = Piece(0, num_bytes, stored, target, to, worth)
+                yield Read(*place, num_bytes, (piece,)), target
 
-                def work(
-                    name: str = name, entry: TensorEntry = entry, start: int = start, n: int = step
-                ) -> memoryview:
-                    content = read_part(self._checkpoint, name, entry, descriptor, start, n)
-                    return self._made(name, entry, content)
-
-                yield work, num_bytes
-
-    def _made(self, name: str, entry: TensorEntry, content: NDArray[np.uint8]) -> memoryview:
-        if name not in self._chosen:
-            return content.data
-        source, to = format_of(entry.dtype), self._chosen[name]
-        num_weights = len(content) // source.block_bytes[0] * source.block_size
-        target = np.empty(to.num_bytes(num_weights), np.uint8)
-        convert([content], source, target, to, self._pack)
-        return target.data
+    def _importance(self, name: str, entry: TensorEntry, start: int) -> Importance | None:
+        """Of what a tensor has at `start`."""
+        tensor, inputs = self._chosen[name].of_experts, self._inputs
+        if tensor is None or inputs is None:
+            return None
+        expert = tensor.expert + start // _matrix_bytes(entry)
+        return inputs.importance(tensor.layer, expert, tensor.part == DOWN)
 
     def _output(self, name: str, entry: TensorEntry) -> OutputTensor:
         if name not in self._chosen:
             return OutputTensor(name, entry.dtype, entry.shape)
-        to = self._chosen[name].name
+        to = self._chosen[name].format.name
         return OutputTensor(packed_name(name, to), BYTES_DTYPE, packed_shape(entry.shape, to))
+
+
+def _matrix_bytes(entry: TensorEntry) -> int:
+    """Of one of the matrices in a tensor."""
+    return max(1, entry.num_bytes // max(1, math.prod(entry.shape[:-2])))
+
+
+def _ranges(entry: TensorEntry) -> Iterator[tuple[int, int]]:
+    """Start and bytes of a tensor's pieces: whole rows, none of two matrices."""
+    matrix_bytes = _matrix_bytes(entry)
+    row_bytes = max(1, entry.num_bytes // max(1, math.prod(entry.shape[:-1])))
+    step = max(1, PIECE_BYTES // row_bytes) * row_bytes
+    for first in range(0, entry.num_bytes, matrix_bytes):
+        for start in range(0, matrix_bytes, step):
+            yield first + start, min(step, matrix_bytes - start)
 
 
 @contextmanager
@@ -263,7 +298,9 @@ def _write_texts(opened: OpenModel, out: Path, weight_map: Mapping[str, str]) ->
         _write_json(out / INDEX_NAME, index)
     own = opened.formats
     of_parts = {"experts": own.experts, "dense": own.dense, "head": own.head}
-    packed = {"quant_method": PACKED_METHOD, "version": 1, "formats": of_parts}
+    packed: dict[str, object] = {"quant_method": PACKED_METHOD, "version": 1, "formats": of_parts}
+    if opened.inputs is not None:
+        packed["inputs_sha256"] = opened.inputs.digest
     _write_json(out / "config.json", {**_config_of(opened.folder), "quantization_config": packed})
 
 

@@ -24,7 +24,7 @@ from lowtide.errors import StorageError, UnsupportedError
 from lowtide.files.regular_file import RegularFile
 from lowtide.formats import MatrixFormat
 from lowtide.formats.arranged import Arranged
-from lowtide.formats.convert import Pack, convert, convert_rows, pack
+from lowtide.formats.convert import Importance, Pack, convert, convert_rows, pack
 from lowtide.memory.arena import Arena
 from lowtide.threads.executor import drain
 
@@ -46,6 +46,7 @@ class Piece(NamedTuple):
     format: MatrixFormat  # of the bytes in the file, which has one tensor
     target: NDArray[np.uint8]
     target_format: MatrixFormat
+    importance: Importance | None = None  # of inputs, where weights are rounded on the way
 
 
 class Read(NamedTuple):
@@ -123,7 +124,11 @@ class FileReader:
     """
 
     def __init__(
-        self, files: Sequence[RegularFile], largest_read_bytes: int, pack: Pack = pack
+        self,
+        files: Sequence[RegularFile],
+        largest_read_bytes: int,
+        pack: Pack = pack,
+        num_readers: int = NUM_READERS,
     ) -> None:
         """Opens `files`; a Read's `file` is an index into them. pack: for weights that are read
         into a format which they are not stored in.
@@ -133,14 +138,15 @@ class FileReader:
         self._files = tuple(files)
         self._pack = pack
         size = _buffer_bytes(largest_read_bytes)
-        self._ring = Arena(NUM_READERS * size)
+        self._ring = Arena(num_readers * size)
         ring = self._ring.array()
         self._buffers: queue.SimpleQueue[NDArray[np.uint8]] = queue.SimpleQueue()
-        for i in range(NUM_READERS):
+        for i in range(num_readers):
             self._buffers.put(ring[i * size : (i + 1) * size])
         self._payload_bytes = size - 2 * SECTOR_BYTES
         self._descriptors, self.is_direct = self._open()
-        self._pool = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="lowtide-read")
+        self._num_readers = num_readers
+        self._pool = ThreadPoolExecutor(num_readers, thread_name_prefix="lowtide-read")
 
     def submit(self, reads: Sequence[AnyRead]) -> Ticket:
         """Starts reads, in order, on one thread; their targets must stay alive until it ends."""
@@ -151,7 +157,7 @@ class FileReader:
 
     def drain(self) -> None:
         """Waits until every read submitted so far has ended, whoever has its ticket."""
-        drain(self._pool, NUM_READERS)
+        drain(self._pool, self._num_readers)
 
     def close(self) -> None:
         """Waits for the reads under way, drops those not begun and closes the files."""
@@ -278,7 +284,14 @@ class FileReader:
             piece.target_format.num_bytes(num_bytes // block_bytes * block_size)
             for num_bytes in (done, done + len(stored))
         )
-        convert([stored], piece.format, piece.target[start:stop], piece.target_format, self._pack)
+        convert(
+            [stored],
+            piece.format,
+            piece.target[start:stop],
+            piece.target_format,
+            self._pack,
+            piece.importance,
+        )
 
     def _read_array(self, read: ArrayRead, buffer: NDArray[np.uint8]) -> int:
         """As many rows at a time as the buffer holds of all places."""

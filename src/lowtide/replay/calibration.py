@@ -24,8 +24,10 @@ from lowtide.core import FloatArray
 from lowtide.errors import StorageError, UsageError
 from lowtide.files.array_file import Arrays, Contradiction, load_arrays, save_arrays
 from lowtide.files.whole_file import check_writable
+from lowtide.formats.expert_inputs import ExpertInputs
 from lowtide.policies.buddy_profile import BuddyProfile, QualityCurve
 from lowtide.replay.buddy_arrays import BUDDY_DTYPES, arrays_of, profile_of
+from lowtide.replay.input_arrays import INPUT_DTYPES, arrays_of_inputs, inputs_of
 from lowtide.replay.trace import MAX_TRACE_BYTES, TRACE_DTYPES, Trace, TraceShape, trace_of
 
 CALIBRATION_VERSION = 1
@@ -80,6 +82,7 @@ class Calibration:
     following: FloatArray
     accuracy: GateAccuracy
     buddies: BuddyProfile | None = None  # where it was asked for
+    inputs: ExpertInputs | None = None  # where they were asked for
 
     @property
     def shape(self) -> TraceShape:
@@ -116,6 +119,7 @@ class Calibration:
             "following": self.following,
             **self.accuracy._asdict(),
             **({} if self.buddies is None else arrays_of(self.buddies)),
+            **({} if self.inputs is None else arrays_of_inputs(self.inputs)),
         }
         save_arrays(path, arrays, "calibration")
 
@@ -126,7 +130,8 @@ class Calibration:
         Raises UsageError when the file is not one or contradicts itself, StorageError when it
         cannot be read.
         """
-        arrays = load_arrays(path, _DTYPES, MAX_TRACE_BYTES, "calibration", BUDDY_DTYPES)
+        optional = (BUDDY_DTYPES, INPUT_DTYPES)
+        arrays = load_arrays(path, _DTYPES, MAX_TRACE_BYTES, "calibration", optional)
         try:
             return _build(arrays)
         except Contradiction as reason:
@@ -181,6 +186,7 @@ def _build(arrays: Arrays) -> Calibration:
         following=arrays["following"],
         accuracy=GateAccuracy(arrays["routed"], arrays["top"], arrays["cosine"]),
         buddies=_buddies(arrays, trace.shape),
+        inputs=_inputs(arrays, trace.shape),
     )
 
 
@@ -192,6 +198,13 @@ def _buddies(arrays: Arrays, shape: TraceShape) -> BuddyProfile | None:
     if of_profile != shape[:3]:
         raise Contradiction(f"its buddies are of {of_profile}, its trace of {shape[:3]}")
     return profile
+
+
+def _inputs(arrays: Arrays, shape: TraceShape) -> ExpertInputs | None:
+    if not set(INPUT_DTYPES) <= set(arrays):
+        return None
+    layers, experts, _, hidden, width = shape
+    return inputs_of(arrays, layers, experts, (hidden, width))
 
 
 def _check(arrays: Arrays, name: str, shape: tuple[int, ...], low: float, high: float) -> None:

@@ -14,6 +14,7 @@ from lowtide.schemas.names import USUAL, Names
 
 PART_NAMES = ("gate", "up", "down")
 """An expert's weights in the order that slots and tables have them."""
+DOWN = PART_NAMES.index("down")
 
 
 class TensorSpec(NamedTuple):

@@ -37,6 +37,15 @@ class ExpertRange(NamedTuple):
     parts: tuple[tuple[int, int], ...]
 
 
+class ExpertTensor(NamedTuple):
+    """A tensor with a stored part of one expert, or of all of a layer, one after the other."""
+
+    spec: TensorSpec
+    layer: int  # of MoE layers
+    expert: int  # the first
+    part: int  # the first, of those fused
+
+
 class StoredLayer(NamedTuple):
     """How one layer's experts are stored: format and bytes of each stored part of an expert."""
 
@@ -170,18 +179,18 @@ def assumed_weights(schema: ModelSchema, dtype: str) -> WeightMap:
     return WeightMap(dense, ExpertTable((layer,) * num_layers, files, offsets, storage.targets))
 
 
-def expert_tensors(schema: ModelSchema, checkpoint: Checkpoint) -> Iterator[TensorSpec]:
+def expert_tensors(schema: ModelSchema, checkpoint: Checkpoint) -> Iterator[ExpertTensor]:
     """The tensors that hold the routed experts, as they are stored in `checkpoint`. Raises
     CheckpointError where they are not."""
     storage = _detect(schema, checkpoint)
     seen = set()
-    for layer in schema.moe_layers:
-        for source in storage.parts:
+    for number, layer in enumerate(schema.moe_layers):
+        for part, source in enumerate(storage.parts):
             for expert in range(1 if source.num_stacked else schema.num_experts):
                 spec = source.spec(layer, expert)
                 if spec.name not in seen:
                     seen.add(spec.name)
-                    yield spec
+                    yield ExpertTensor(spec, number, expert, part)
 
 
 def _is_near(last: ExpertRange, file: int, offset: int) -> bool:
