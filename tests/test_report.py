@@ -120,7 +120,9 @@ def test_a_number_of_a_paper_is_near_or_says_what_moves_it(tmp_path: Path) -> No
     ]
     numbers = [_number_of("Table 4", 1.8), _number_of("Figure 13", 1.0), *tried]
     numbers += [_number_of("Figure 12", 1.0), _number_of("Figure 14", 2.0) | {"what": "fitted"}]
-    told = blocks(_results(tmp_path, *numbers), page)["dali-numbers"]().splitlines()[2:6]
+    tally, _, *told = blocks(_results(tmp_path, *numbers), page)["dali-numbers"]().splitlines()
+    assert "Of 3 published" in tally and "1 are within" in tally and "1 more" in tally
+    told = told[2:6]
     assert [line.split(" | ")[0] for line in told] == [
         "| Figure 12", "| Figure 13", "| Figure 14", "| Table 4",
     ]  # fmt: skip

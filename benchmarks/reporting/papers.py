@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from reporting.results import Line, Results, Run
@@ -107,7 +107,19 @@ def dali_numbers(results: Results, page: Path) -> str:
     rows = [
         (line, _number(line, tried.get((line["place"], line["of"]), []), page)) for line in lines
     ]
-    return f"{table(_NUMBERS, rows, page)}\n\n{caption(run)}"
+    return "\n\n".join([_tally(run, tried), table(_NUMBERS, rows, page), caption(run)])
+
+
+def _tally(run: Run, tried: Mapping[tuple[str, str], Sequence[Line]]) -> str:
+    """How many numbers are near, as they stand and by an experiment."""
+    numbers = run.of("number")
+    others = [line for line in numbers if not _is_near(line)]
+    moved = sum(any(map(_is_near, tried.get((one["place"], one["of"]), ()))) for one in others)
+    return (
+        f"Of {len(numbers)} published numbers that nothing was fitted to "
+        f"{len(numbers) - len(others)} are within 15%, {moved} more by what stands beside them, "
+        f"{len(others) - moved} by nothing that was tried."
+    )
 
 
 def _order(place: str) -> tuple[str, int]:
