@@ -129,8 +129,7 @@ def _validate_disk(
     calibration, names = Calibration.load(path), options.presets or PLACED
     pass_s, trace = pass_in_memory_s(model, learned), first_answer(learned.trace)
     with DiskTrack.open(model, options.share, path) as track:
-        track.adopt("lowtide", {})
-        costs, capacity = track.costs, track.llm.plan.residents_per_layer
+        costs, capacity = track.measure(), track.llm.plan.residents_per_layer
         taken = _take_turns(partial(_answer_from_disk, track, learned), names, options.repeats)
     hits = trace.hits()
     compute_s = float(np.where(hits > 0, costs.device_s(hits), 0.0).sum()) / len(trace.passes)

@@ -359,8 +359,7 @@ def test_presets_take_turns_where_experts_lie_on_disk(tiny: Path, tmp_path: Path
     validate = import_module("simulate")
     first = validate.first_answer(learned.trace)
     with disk_home.DiskTrack.open(model, 0.5, calibration) as track:
-        track.adopt("lowtide", {})
-        costs = disk_home.replay_costs(track.costs, 1.0, 0.25, 3)
+        costs = disk_home.replay_costs(track.measure(), 1.0, 0.25, 3)
         assert costs.link_s > 0 < costs.device_s.at(1) and costs.dense_s.at(1) == 0.25
         for name in ("static", "lru"):
             track.adopt(name, {})

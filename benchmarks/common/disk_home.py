@@ -14,6 +14,8 @@ from lowtide.errors import InternalError
 from lowtide.lab.budgets import budget_of_share
 from lowtide.llm import plan_model
 
+NUM_MEASURED = 5  # times that costs are measured
+
 
 class DiskTrack:
     """Presets take turns in it; each begins with its own first residents. Reads are counted."""
@@ -40,11 +42,14 @@ class DiskTrack:
     def __exit__(self, *_: object) -> None:
         self.llm.close()
 
-    @property
-    def costs(self) -> Costs:
-        """Of an expert, as the engine measured them for the present preset; 0 for one that never
-        asks: `lowtide` does."""
-        return self.llm._engine.experts.policies.costs
+    def measure(self) -> Costs:
+        """Of an expert, as the engine measures them for a preset that asks; of several times that
+        with the median read. `lowtide` is in force then."""
+        found = []
+        for _ in range(NUM_MEASURED):
+            self.adopt("lowtide", {})
+            found.append(self.llm._engine.experts.policies.costs)
+        return sorted(found, key=lambda costs: costs.link_s)[NUM_MEASURED // 2]
 
     def adopt(self, preset: str, options: Mapping[str, Any]) -> None:
         """Starts from a preset's own first residents."""
