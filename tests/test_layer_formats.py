@@ -243,3 +243,15 @@ def test_what_nothing_compiled_multiplies_with_goes_one_by_one(
         plain = choice.choose_kernels("auto", torch.bfloat16)  # which know no format
         assert isinstance(plain, CompiledKernels)
         assert seen and all(whole_layer(plain, parts) is None for parts in seen)
+
+
+def test_a_layer_without_a_matrix_of_its_own(folders: dict[str, Path]) -> None:
+    """Its attention and its experts computed by themselves, and no shared one."""
+    kernels = choice.choose_kernels("auto", torch.bfloat16)
+    with opened(folders["qwen3_moe"]) as engine:
+        moe = engine.model._blocks[0]._moe
+        assert moe is not None
+        norm = torch.ones(engine.model.config.hidden_size, dtype=torch.bfloat16)
+        parts = LayerParts(None, norm, moe.router.parts(), None, None, 1e-6)
+        whole = kernels.whole_layer(parts)
+        assert whole is not None and whole.max_rows > 0 and whole.max_expert_rows == 0
