@@ -8,7 +8,8 @@ pass of transformers. llama.cpp, which maps its weights, is compared in `larger_
 model as small as this one stays in memory under every limit that the process itself fits in.
 
 The same file in llama.cpp's own types (`--types`), stored by llama.cpp, whose rows are always of 8
-bits: lowtide with exact rows; and beside it lowtide's own format of as many bits with rows of 8.
+bits: lowtide with exact rows and with rows of 8 bits; and beside it lowtide's own format of as many
+bits with rows of 8.
 
 Answers are not compared here: in bfloat16 every engine rounds elsewhere, and the random weights of
 `synth` make other tokens of that. `tests/test_llm_oracle.py` compares logits in float32. On a busy
@@ -103,6 +104,7 @@ def _packed(
     openers: dict[str, Opener] = {
         "lowtide": partial(open_lowtide, gguf, context, None, "resident"),
         "llama.cpp": partial(open_llama_cpp, gguf, context, maps=False),
+        "lowtide, int8": partial(open_lowtide, gguf, context, None, "resident", activations="int8"),
     }
     if kind in _OWN:
         name = f"lowtide, {_OWN[kind]} and int8"

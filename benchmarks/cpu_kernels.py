@@ -154,15 +154,19 @@ class Q4RoundedExperts(Q4Experts):
 class PackedExperts(Bfloat16Experts):
     """The same with weights in a packed type of GGUF files."""
 
-    def __init__(self, name: str, shape: Shape, num_experts: int, max_rows: int) -> None:
-        self._stored = formats()[name]
+    def __init__(
+        self, name: str, rounds_rows: bool, shape: Shape, num_experts: int, max_rows: int
+    ) -> None:
+        self._stored, self._rounds_rows = formats()[name], rounds_rows
         super().__init__(shape, num_experts, max_rows)
 
     def _made(self) -> tuple[torch.Tensor, SeveralExperts | None]:
         # Of bytes below 64, because every scale that they make is a number.
         num_bytes = self._stored.num_bytes(self.shape.num_weights)
         content = torch.randint(64, (num_bytes,), dtype=torch.uint8)
-        kernels = choose_kernels("auto", torch.bfloat16, has_packed=True)
+        kernels = choose_kernels(
+            "auto", torch.bfloat16, has_packed=True, rounds_rows=self._rounds_rows
+        )
         return content, kernels.several_stored([self._stored] * 3)
 
 
@@ -200,11 +204,13 @@ FORMATS: Mapping[str, Callable[[Shape, int, int], Bfloat16Experts]] = {
     "q4": Q4Experts,
     "q8-int8": Q8RoundedExperts,
     "q4-int8": Q4RoundedExperts,
-    **{each.name: partial(PackedExperts, each.name) for each in ggml.FORMATS},
+    **{each.name: partial(PackedExperts, each.name, False) for each in ggml.FORMATS},
+    **{f"{each.name}-int8": partial(PackedExperts, each.name, True) for each in ggml.FORMATS},
 }
 """By name: makes so many experts of a shape, for at most so many rows."""
 
-_USUAL = ("bf16", "q8", "q4", "q8-int8", "q4-int8", "Q4_0", "Q8_0", "Q4_K", "Q6_K")
+_PACKED = ("Q4_0", "Q8_0", "Q4_K", "Q6_K")
+_USUAL = ("bf16", "q8", "q4", "q8-int8", "q4-int8", *_PACKED, *(f"{name}-int8" for name in _PACKED))
 
 
 class Ceiling:

@@ -118,14 +118,15 @@ bool is_same(const Numbers& left, const Numbers& right) {
     return std::equal(left.begin(), left.end(), right.begin(), right.end(), same);
 }
 
-// By some threads as by one.
-void multiply_packed(const Library& ggml, int variant, int type, long num_rows) {
-    auto* multiply = ggml.function<MultiplyFunction>("lowtide_ggml_multiply");
-    const long num_k = 512, num_outs = 37;
-    Bytes w(num_outs * num_k / BLOCKS[type].size * BLOCKS[type].num_bytes);
-    for (auto& each : w) each = std::uint8_t(below(256));
-    const Numbers x = numbers(num_rows * num_k), bias = numbers(num_outs);
-    Numbers first;
+// By some threads as by one; what one thread finds.
+Numbers multiply_packed(MultiplyFunction* multiply, int variant, int type, long num_rows,
+                        const Bytes& any) {
+    const long num_k = 768, num_outs = 37;
+    const Bytes w(any.begin(),
+                  any.begin() + num_outs * num_k / BLOCKS[type].size * BLOCKS[type].num_bytes);
+    Numbers x(num_rows * num_k), first;
+    for (std::size_t i = 0; i < x.size(); ++i) x[i] = bf16((i % 3 ? 0x3f00 : 0xbf00) + i * i * 37 % 256);
+    const Numbers bias(num_outs, 0x3f80);
     for (int num_threads : THREADS) {
         Numbers out(num_rows * num_outs, 7);
         multiply(variant, num_threads, type, x.data(), num_k, w.data(), bias.data(), out.data(),
@@ -133,6 +134,14 @@ void multiply_packed(const Library& ggml, int variant, int type, long num_rows) 
         if (num_threads == 1) first = out;
         expect(is_same(out, first), "bits of a packed product", variant, type, num_rows);
     }
+    return first;
+}
+
+// Enough for the matrices of `multiply_packed`.
+Bytes any_bytes() {
+    Bytes any(37 * 768 * 2);
+    for (auto& each : any) each = std::uint8_t(below(256));
+    return any;
 }
 
 }  // namespace
@@ -154,10 +163,27 @@ void check_ggml(const Library& ggml, const Library& few_rows) {
             }
         }
     auto* max_rows = ggml.function<long(int)>("lowtide_max_rows");
+    auto* multiply = ggml.function<MultiplyFunction>("lowtide_ggml_multiply");
+    const Bytes any = any_bytes();
     for (int type = 0; type < int(std::size(BLOCKS)); ++type)
         for (int variant = 0; variant <= best; ++variant)
             for (long num_rows : {0L, 1L, 5L, max_rows(variant)})
-                multiply_packed(ggml, variant, type, num_rows);
+                multiply_packed(multiply, variant, type, num_rows, any);
+}
+
+// Rows in int8, whose bits are the same in all variants.
+void check_ggml_int8(const Library& ggml_int8, const Library& few_rows) {
+    lend_team(few_rows, ggml_int8);
+    const int best = ggml_int8.function<int()>("lowtide_best_int8")();
+    auto* multiply = ggml_int8.function<MultiplyFunction>("lowtide_ggml_int8_multiply");
+    const Bytes any = any_bytes();
+    for (int type = 0; type < int(std::size(BLOCKS)); ++type)
+        for (long num_rows : {0L, 1L, 5L, 19L}) {
+            const Numbers plain = multiply_packed(multiply, 0, type, num_rows, any);
+            for (int variant = 1; variant <= best; ++variant)
+                expect(is_same(multiply_packed(multiply, variant, type, num_rows, any), plain),
+                       "bits of rows in int8", variant, type, num_rows);
+        }
 }
 
 void check_buddies(const Library& buddies) {

@@ -56,7 +56,7 @@ OPTIONS: tuple[Option, ...] = (
         "activations",
         Kind.TEXT,
         Group.ENGINE,
-        "Of products with q8 and q4 weights: own, int8 (changes words).",
+        "Of products with q8, q4 and GGUF's packed weights: own, int8 (changes words).",
         "own",
     ),
     Option("kernels", Kind.TEXT, Group.ENGINE, "auto or reference.", "auto"),

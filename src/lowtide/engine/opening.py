@@ -81,7 +81,8 @@ class EngineConfig:
     computed of everything before it, or of all but it: faster, and an approximation (Fast-dLLM).
     format: `own` (as stored), `q8` or `q4`, with `expert_dtype` and `dense_dtype` by part: see
     `weight_formats.py`; all but `own` may change answers. activations: `own`, or `int8`, to which
-    rows are rounded that are multiplied with weights in q8 and q4; see `kernels/int8_rows.py`.
+    rows are rounded that are multiplied with weights in q8, q4 and GGUF's packed types; see
+    `kernels/int8_rows.py`.
     head_form: for ablations, see `decode.row_reading.HeadForm`.
     elastic: what sequences do not use of the KV cache's memory holds experts, which make room for
     as many sequences at once as there is memory for, none longer than `context` (not on a GPU).

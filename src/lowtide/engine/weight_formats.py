@@ -150,11 +150,11 @@ def check_rounded_rows(formats: WeightFormats, device: str) -> None:
         raise UnsupportedError(
             "activations 'int8' has no kernels on a GPU; choose --device cpu, or leave it out."
         )
-    if formats.names.isdisjoint(QUANTISED):
+    if not any(are_used(formats)):
         raise UnsupportedError(
             "activations 'int8' is about products with weights in "
-            f"{', '.join(QUANTISED)}, and here are {formats.names_of_parts}; choose --format "
-            f"{' or '.join(QUANTISED)}, or leave it out."
+            f"{', '.join(QUANTISED)} or a packed type of GGUF files, and here are "
+            f"{formats.names_of_parts}; choose --format {' or '.join(QUANTISED)}, or leave it out."
         )
 
 

@@ -46,9 +46,9 @@ def choose_kernels(
     operators = quantised_operators(rounds_rows) if has_quantised else None
     if operators is not None:
         return _compiled_with(operators)
-    if rounds_rows:
-        return Kernels(rounds_rows)
-    return _compiled_for_packed() if has_packed else _compiled()
+    if has_packed:
+        return _compiled_for_packed(rounds_rows)
+    return Kernels(rounds_rows) if rounds_rows else _compiled()
 
 
 def choose_pack(option: str) -> Pack:
@@ -116,16 +116,16 @@ def _compiled() -> Kernels:
 
 
 @functools.cache
-def _compiled_for_packed() -> Kernels:
+def _compiled_for_packed(rounds_rows: bool) -> Kernels:
     try:
-        packed = GgmlOperators.load()
+        packed = GgmlOperators.load(rounds_rows=rounds_rows)
     except (StorageError, UnsupportedError) as error:
         _log.warning("%s Packed weights are unpacked by numpy, which is slow.", error)
-        return _compiled()
+        return _without_formats(rounds_rows)
     try:
         return PackedKernels(FewRows.load(), packed)
     except (StorageError, UnsupportedError):  # said by `_compiled`
-        return _compiled()
+        return _without_formats(rounds_rows)
 
 
 @functools.cache
@@ -133,4 +133,9 @@ def _compiled_with(operators: QuantisedOperators) -> Kernels:
     try:
         return QuantisedKernels(FewRows.load(), operators)
     except (StorageError, UnsupportedError):  # said by `_compiled`
-        return Kernels(rounds_rows=True) if operators.rounds_rows else _compiled()
+        return _without_formats(operators.rounds_rows)
+
+
+def _without_formats(rounds_rows: bool) -> Kernels:
+    """Where nothing compiled multiplies with other weights than bfloat16."""
+    return Kernels(rounds_rows=True) if rounds_rows else _compiled()

@@ -19,10 +19,11 @@ from lowtide.kernels.several_experts import SeveralExperts
 
 
 class PackedKernels(CompiledKernels):
-    """Few rows are multiplied with weights as they are stored; more with tiles of them."""
+    """Few rows are multiplied with weights as they are stored; more with tiles of them; rows that
+    are rounded all with weights as they are stored."""
 
     def __init__(self, few_rows: FewRows, operators: GgmlOperators) -> None:
-        super().__init__(few_rows)
+        super().__init__(few_rows, rounds_rows=operators.rounds_rows)
         self._operators = operators
 
     def matrix_call(self, matrix: Matrix) -> MatrixCall | None:
@@ -61,7 +62,7 @@ class PackedKernels(CompiledKernels):
         is_packed = any(isinstance(each, GgmlFormat) for each in formats)
         if not is_packed or len(types) < len(numbers):
             return None
-        return CompiledExperts(self._operators.calls, types)
+        return self._operators.experts(types)
 
     def _takes(self, x: Tensor, *others: Tensor) -> bool:
         return self._operators.calls.takes(x) and all(each.is_contiguous() for each in others)
@@ -76,7 +77,8 @@ class PackedKernels(CompiledKernels):
         if len(found) < 3 or not any(isinstance(each, PackedMatrix) for each in weights):
             return None
         types, (gate, up, down) = zip(*found, strict=True)
-        return CompiledExperts(self._operators.calls, types), SlotPlaces(gate, up, down, 0)
+        experts = self._operators.experts(types)
+        return None if experts is None else (experts, SlotPlaces(gate, up, down, 0))
 
 
 def _type_and_start(matrix: Matrix) -> tuple[int, int] | None:

@@ -1,6 +1,6 @@
 """Products of rows that are rounded to int8, with weights of few bits: `activations="int8"`.
 
-A row is rounded group by group, the groups being those of the weights that it meets:
+A row is rounded group by group, 64 numbers to a group for q8 and q4, 32 for GGUF's packed types:
 
     step = largest / 127        code = x * (127 / largest), to the nearest, ties to even
 
@@ -10,10 +10,11 @@ nothing, and where it is not finite neither is the answer. With weight = scale *
     out[row, o] = sum over groups of step * (scale * dot + zero * sum) + bias[o]
 
 dot: of the codes of row and weights; sum: of the row's codes. Both are integers that float32 holds,
-so they are exact however they are found. All else is float32, rounded after every operation; group
-g goes to partial sum g % 16, ascending, and halves of the 16 are added to each other. So a row's
-bits depend on the row and the matrix alone, and every implementation has the same; it is done for
-any number of rows, be they few or a prompt's.
+so they are exact however they are found. Groups are the weights' own, of which two may have a
+group of the row between them; zero is minus the offset of a packed type, or nothing. All else is
+float32, rounded after every operation; group g goes to partial sum g % 16, ascending, and halves
+of the 16 are added to each other. So a row's bits depend on the row and the matrix alone, and
+every implementation has the same; it is done for any number of rows, be they few or a prompt's.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lowtide.formats.ggml import ROW_GROUP, PackedMatrix
+from lowtide.formats.quantised import GROUP
 from lowtide.formats.quantised_matrix import Groups, QuantisedMatrix
 from lowtide.kernels.stored import tile_rows
 from lowtide.memory.chunking import MAX_REMAINDER, tiles
@@ -31,9 +34,13 @@ INT8 = "int8"
 
 LARGEST_CODE = 127
 NUM_SUMS = 16
-"""Partial sums of an output. Compiled twin of all this: `kernels/cpu/int8_products.hpp`."""
+"""Partial sums of an output. Compiled twins of all this: `kernels/cpu/int8_products.hpp`, and for
+packed types `ggml_int8.hpp`."""
 
-_CHUNK_ROWS = 64  # as many numbers for a tile's groups as it has weights
+GroupedMatrix = QuantisedMatrix | PackedMatrix
+"""What is multiplied with so."""
+
+_MOST_CHUNK_ROWS = GROUP
 
 
 class RoundedRows(NamedTuple):
@@ -43,14 +50,23 @@ class RoundedRows(NamedTuple):
     steps: Tensor  # [rows, groups] float32
     sums: Tensor  # [rows, groups] float32, integers
 
+    def divided(self, group_size: int) -> RoundedRows:
+        """In groups of so many numbers, a divisor."""
+        codes = self.codes.view(len(self.codes), -1, group_size)
+        steps = self.steps.repeat_interleave(codes.shape[1] // self.steps.shape[1], 1)
+        return RoundedRows(codes, steps, codes.sum(2))
 
-def multiply(x: Tensor, matrix: QuantisedMatrix, bias: Tensor | None, out: Tensor) -> None:
+
+def multiply(x: Tensor, matrix: GroupedMatrix, bias: Tensor | None, out: Tensor) -> None:
     """`out = x @ matrix.t() + bias` for x [n, in] and out [n, out] of any floating type."""
+    of_row = GROUP if isinstance(matrix, QuantisedMatrix) else ROW_GROUP
     for features in tiles(matrix.shape[0], tile_rows(matrix.shape[1])):
         groups = matrix.rows(features).groups()
-        for first in range(0, len(x), _CHUNK_ROWS):
-            some = slice(first, first + _CHUNK_ROWS)
-            found = _product(round_rows(x[some], groups.codes.shape[2]), groups)
+        size = groups.codes.shape[2]  # of as many rows groups have as many numbers as the tile
+        for first in range(0, len(x), size):
+            some = slice(first, first + size)
+            rows = round_rows(x[some], of_row)
+            found = _product(rows if size == of_row else rows.divided(size), groups)
             if bias is not None:
                 found += bias[features]
             out[some, features] = found.to(out.dtype)
@@ -75,7 +91,7 @@ def product_bytes(shape: tuple[int, ...]) -> int:
     """What a thread takes at most to multiply with a matrix of this shape: a tile's codes, in
     bytes and in float32, and of a chunk of rows as many numbers six times."""
     num_rows = min(shape[0], tile_rows(shape[1]) + MAX_REMAINDER)
-    return max(num_rows, _CHUNK_ROWS) * shape[1] * 29
+    return max(num_rows, _MOST_CHUNK_ROWS) * shape[1] * 29
 
 
 def _product(rows: RoundedRows, weights: Groups) -> Tensor:

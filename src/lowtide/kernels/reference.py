@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.formats import MatrixFormat, StoredMatrix
-from lowtide.formats.quantised_matrix import QuantisedMatrix
 from lowtide.kernels import int8_rows, stored, tiled_head
-from lowtide.kernels.int8_rows import INT8
+from lowtide.kernels.int8_rows import INT8, GroupedMatrix
 from lowtide.kernels.layer_parts import LayerParts, WholeLayer
 from lowtide.kernels.operands import (
     ClampedWeights,
@@ -85,10 +84,10 @@ class Kernels:
         else:
             stored.multiply(self, x, matrix, bias, out)
 
-    def rounds(self, matrix: Matrix) -> TypeGuard[QuantisedMatrix]:
+    def rounds(self, matrix: Matrix) -> TypeGuard[GroupedMatrix]:
         """Whether rows are rounded to int8 before they are multiplied with `matrix`: then a row's
         bits do not depend on how many there are."""
-        return self.rounds_rows and isinstance(matrix, QuantisedMatrix)
+        return self.rounds_rows and isinstance(matrix, GroupedMatrix)
 
     def unpack(self, matrix: StoredMatrix, out: Tensor) -> None:
         """`StoredMatrix.unpack`."""

@@ -10,18 +10,22 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lowtide.formats.convert import convert
 from lowtide.formats.ggml import k_types, small_types
+from lowtide.formats.ggml.small_types import BlockGroups
 from lowtide.formats.matrix import Bytes, MatrixFormat
 from lowtide.formats.plain import plain_format
+from lowtide.formats.quantised_matrix import Groups
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-Unpack = Callable[[Bytes], NDArray[np.float32]]
+FindGroups = Callable[[Bytes], BlockGroups]
+
+ROW_GROUP = 32
+"""Numbers of a row that are rounded together, where rows are: every block is a multiple."""
 
 
 class GgmlFormat(MatrixFormat):
@@ -32,17 +36,24 @@ class GgmlFormat(MatrixFormat):
     is_of_host = True
     in_safetensors = False
 
-    def __init__(self, ggml_name: str, block: np.dtype[np.void], size: int, unpack: Unpack) -> None:
+    def __init__(
+        self, ggml_name: str, block: np.dtype[np.void], size: int, find_groups: FindGroups
+    ) -> None:
         """block: the fields of a block of `size` weights."""
         self.name = self.ggml_name = ggml_name
         self.dtypes = (f"GGUF {ggml_name}",)
         self.block_size = size
         self.block_bytes = (block.itemsize,)
-        self._unpack = unpack
+        self._find_groups = find_groups
 
     def unpack(self, *stored: Bytes) -> Bytes:
         with np.errstate(over="ignore", invalid="ignore"):  # what is not finite stays so
-            return self._unpack(stored[0]).reshape(-1).view(np.uint8)
+            return self._find_groups(stored[0]).weights().reshape(-1).view(np.uint8)
+
+    def groups(self, stored: Bytes) -> BlockGroups:
+        """What the weights of these blocks are made of."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            return self._find_groups(stored)
 
     def matrix(self, tensors: Sequence[Tensor], shape: tuple[int, ...]) -> PackedMatrix:
         return PackedMatrix(self, tensors[0], shape)
@@ -75,6 +86,17 @@ class PackedMatrix:
         chosen = self.stored[features]
         return PackedMatrix(self.format, chosen, (chosen.shape[0], *self.shape[1:]))
 
+    def groups(self) -> Groups:
+        """What the weights are made of."""
+        import torch
+
+        num_rows = self.shape[0]
+        numbers, scales, offsets = self.format.groups(self.stored.view(-1).numpy())
+        codes = torch.from_numpy(numbers).view(num_rows, -1, numbers.shape[2])
+        of_groups = torch.from_numpy(scales).view(num_rows, -1)
+        zeros = torch.zeros_like(of_groups) if offsets is None else torch.from_numpy(-offsets)
+        return Groups(codes, of_groups, zeros.view(num_rows, -1))
+
     def unpack(self, out: Tensor) -> None:
         import torch
 
@@ -83,9 +105,9 @@ class PackedMatrix:
 
 
 FORMATS = tuple(
-    GgmlFormat(name, block, size, unpack)
+    GgmlFormat(name, block, size, find_groups)
     for size, types in ((32, small_types.TYPES), (256, k_types.TYPES))
-    for name, (block, unpack) in types.items()
+    for name, (block, find_groups) in types.items()
 )
 
 TYPE_NAMES: Mapping[int, str] = MappingProxyType(

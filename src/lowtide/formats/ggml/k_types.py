@@ -9,7 +9,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.formats.ggml.small_types import IQ4_VALUES, Weights, float32, nibbles
+from lowtide.formats.ggml.small_types import (
+    IQ4_VALUES,
+    BlockGroups,
+    float32,
+    less,
+    nibbles,
+)
 from lowtide.formats.matrix import Bytes
 
 _D, _M = ("d", "<f2"), ("m", "<f2")
@@ -20,18 +26,18 @@ _Q5_K = np.dtype([_D, _M, ("s", "u1", 12), ("h", "u1", 32), ("q", "u1", 128)])
 _Q6_K = np.dtype([("q", "u1", 128), ("h", "u1", 64), ("s", "i1", 16), _D])
 _IQ4_XS = np.dtype([_D, ("t", "<u2"), ("s", "u1", 4), ("q", "u1", 128)])
 
-Numbers = NDArray[np.uint8]
+Bits = NDArray[np.uint8]
 
 
-def _q2_k(stored: Bytes) -> Weights:
+def _q2_k(stored: Bytes) -> BlockGroups:
     block = stored.view(_Q2_K)
     scales = float32(block["d"]) * (block["s"] & 15).astype(np.float32)
     offsets = float32(block["m"]) * (block["s"] >> 4).astype(np.float32)
     numbers = _layers_of_bits(block["q"], 32, 2).reshape(-1, 16, 16)
-    return _whole(scales[:, :, None] * numbers.astype(np.float32) - offsets[:, :, None])
+    return BlockGroups(less(numbers), scales, offsets)
 
 
-def _q3_k(stored: Bytes) -> Weights:
+def _q3_k(stored: Bytes) -> BlockGroups:
     block = stored.view(_Q3_K)
     low, high = block["s"][:, :8], block["s"][:, 8:]
     six_bits = nibbles(low) | _layers_of_bits(high, 4, 2).reshape(-1, 16) << 4
@@ -39,57 +45,51 @@ def _q3_k(stored: Bytes) -> Weights:
     # A third bit that is not set takes 4 away.
     third_bits = _layers_of_bits(block["h"], 32, 1).reshape(-1, 16, 16)
     numbers = _layers_of_bits(block["q"], 32, 2).reshape(-1, 16, 16) | third_bits << 2
-    return _whole(scales[:, :, None] * (numbers.astype(np.float32) - 4))
+    return BlockGroups(less(numbers, 4), scales)
 
 
-def _q4_k(stored: Bytes) -> Weights:
+def _q4_k(stored: Bytes) -> BlockGroups:
     block = stored.view(_Q4_K)
     return _with_offsets(block, _layers_of_bits(block["q"], 32, 4).reshape(-1, 8, 32))
 
 
-def _q5_k(stored: Bytes) -> Weights:
+def _q5_k(stored: Bytes) -> BlockGroups:
     block = stored.view(_Q5_K)
     fifth_bits = _layers_of_bits(block["h"], 32, 1).reshape(-1, 8, 32)
     low_bits = _layers_of_bits(block["q"], 32, 4).reshape(-1, 8, 32)
     return _with_offsets(block, low_bits | fifth_bits << np.uint8(4))
 
 
-def _q6_k(stored: Bytes) -> Weights:
+def _q6_k(stored: Bytes) -> BlockGroups:
     block = stored.view(_Q6_K)
     scales = float32(block["d"]) * block["s"].astype(np.float32)
     low = _layers_of_bits(block["q"], 64, 4).reshape(-1, 16, 16)
     high = _layers_of_bits(block["h"], 32, 2).reshape(-1, 16, 16)
-    return _whole(scales[:, :, None] * ((low | high << 4).astype(np.float32) - 32))
+    return BlockGroups(less(low | high << 4, 32), scales)
 
 
-def _iq4_xs(stored: Bytes) -> Weights:
+def _iq4_xs(stored: Bytes) -> BlockGroups:
     block = stored.view(_IQ4_XS)
     pairs = np.stack((block["s"] & 15, block["s"] >> 4), axis=-1).reshape(-1, 8)
     high = block["t"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16) & 3
     scales = float32(block["d"]) * ((pairs | high << 4).astype(np.float32) - 32)
-    numbers = nibbles(block["q"].reshape(-1, 8, 16))
-    return _whole(scales[:, :, None] * IQ4_VALUES.take(numbers))
+    return BlockGroups(IQ4_VALUES.take(nibbles(block["q"].reshape(-1, 8, 16))), scales)
 
 
-def _with_offsets(block: NDArray[np.void], numbers: Numbers) -> Weights:
+def _with_offsets(block: NDArray[np.void], numbers: Bits) -> BlockGroups:
     """Of numbers [blocks, 8, 32] whose scales and offsets have six bits each."""
     low, middle, high = block["s"][:, :4], block["s"][:, 4:8], block["s"][:, 8:]
     sixes = np.concatenate((low & 63, high & 15 | (low >> 6) << 4), axis=-1)
     minus = np.concatenate((middle & 63, high >> 4 | (middle >> 6) << 4), axis=-1)
-    scales = (float32(block["d"]) * sixes.astype(np.float32))[:, :, None]
-    offsets = (float32(block["m"]) * minus.astype(np.float32))[:, :, None]
-    return _whole(scales * numbers.astype(np.float32) - offsets)
+    scales = float32(block["d"]) * sixes.astype(np.float32)
+    return BlockGroups(less(numbers), scales, float32(block["m"]) * minus.astype(np.float32))
 
 
-def _layers_of_bits(q: Numbers, length: int, num_bits: int) -> Numbers:
+def _layers_of_bits(q: Bits, length: int, num_bits: int) -> Bits:
     """[blocks, n] to [blocks, n / length, 8 / num_bits, length]: of every `length` bytes their
     lowest bits first."""
     shifts = np.arange(0, 8, num_bits, dtype=np.uint8)[:, None]
     return q.reshape(len(q), -1, 1, length) >> shifts & np.uint8((1 << num_bits) - 1)
-
-
-def _whole(weights: Weights) -> Weights:
-    return weights.reshape(len(weights), 256)
 
 
 TYPES = {
@@ -100,4 +100,4 @@ TYPES = {
     "Q6_K": (_Q6_K, _q6_k),
     "IQ4_XS": (_IQ4_XS, _iq4_xs),
 }
-"""Of each name the fields of a block and what makes [blocks, 256] weights of 1-D bytes."""
+"""Of each name the fields of a block and what finds the groups of 1-D bytes of blocks."""

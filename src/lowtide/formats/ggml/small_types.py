@@ -6,20 +6,39 @@ so that the low halves of a block's bytes are its first weights and the high hal
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.formats.matrix import Bytes
 
 IQ4_VALUES = np.array(
-    (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.float32
+    (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.int8
 )
 """Of the types with "non-linear" numbers of four bits."""
 
-_MXFP4_VALUES = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.float32)
+_MXFP4_VALUES = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.int8)
 """Doubled: the scale is halved."""
 
 Weights = NDArray[np.float32]
+Numbers = NDArray[np.int8]
+
+
+class BlockGroups(NamedTuple):
+    """What the weights of blocks are made of: scale * number - offset, in float32."""
+
+    numbers: Numbers  # [blocks, groups, weights of a group]
+    scales: Weights  # [blocks, groups]
+    offsets: Weights | None = None
+
+    def weights(self) -> Weights:
+        """[blocks, groups, weights of a group]"""
+        weights = self.scales[:, :, None] * self.numbers.astype(np.float32)
+        if self.offsets is not None:
+            weights -= self.offsets[:, :, None]
+        return weights
+
 
 _SCALE = ("d", "<f2")
 _NUMBERS = ("q", "u1", 16)
@@ -40,40 +59,49 @@ def nibbles(q: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return np.concatenate((q & 15, q >> 4), axis=-1)
 
 
-def _q4_0(stored: Bytes) -> Weights:
+def less(numbers: NDArray[np.integer[Any]], zero: int = 0) -> Numbers:
+    """Numbers less `zero`, with a sign."""
+    return numbers.astype(np.int8) - np.int8(zero)
+
+
+def _q4_0(stored: Bytes) -> BlockGroups:
     block = stored.view(_Q4_0)
-    return float32(block["d"]) * (nibbles(block["q"]).astype(np.float32) - 8)
+    return _one_group(less(nibbles(block["q"]), 8), float32(block["d"]))
 
 
-def _q4_1(stored: Bytes) -> Weights:
+def _q4_1(stored: Bytes) -> BlockGroups:
     block = stored.view(_Q4_1)
-    return float32(block["d"]) * nibbles(block["q"]).astype(np.float32) + float32(block["m"])
+    return _one_group(less(nibbles(block["q"])), float32(block["d"]), -float32(block["m"]))
 
 
-def _q5_0(stored: Bytes) -> Weights:
+def _q5_0(stored: Bytes) -> BlockGroups:
     block = stored.view(_Q5_0)
     fifth_bits = np.unpackbits(block["h"], axis=-1, bitorder="little")
-    numbers = nibbles(block["q"]) | fifth_bits << 4
-    return float32(block["d"]) * (numbers.astype(np.float32) - 16)
+    return _one_group(less(nibbles(block["q"]) | fifth_bits << 4, 16), float32(block["d"]))
 
 
-def _q8_0(stored: Bytes) -> Weights:
+def _q8_0(stored: Bytes) -> BlockGroups:
     block = stored.view(_Q8_0)
-    return block["q"].astype(np.float32) * float32(block["d"])
+    return _one_group(block["q"], float32(block["d"]))
 
 
-def _iq4_nl(stored: Bytes) -> Weights:
+def _iq4_nl(stored: Bytes) -> BlockGroups:
     block = stored.view(_Q4_0)
-    return float32(block["d"]) * IQ4_VALUES.take(nibbles(block["q"]))
+    return _one_group(IQ4_VALUES.take(nibbles(block["q"])), float32(block["d"]))
 
 
-def _mxfp4(stored: Bytes) -> Weights:
+def _mxfp4(stored: Bytes) -> BlockGroups:
     block = stored.view(_MXFP4)
     # 2 ** (e - 128), of which the two least are below the normal numbers.
     exponents = block["e"].astype(np.uint32)
     bits = np.where(exponents < 2, np.uint32(1 << 21) << exponents, exponents - 1 << 23)
     scales = bits.astype(np.uint32).view(np.float32)[:, None]
-    return scales * _MXFP4_VALUES.take(nibbles(block["q"]))
+    return _one_group(_MXFP4_VALUES.take(nibbles(block["q"])), scales)
+
+
+def _one_group(numbers: Numbers, scales: Weights, offsets: Weights | None = None) -> BlockGroups:
+    """Of numbers [blocks, 32]."""
+    return BlockGroups(numbers[:, None], scales, offsets)
 
 
 TYPES = {
@@ -84,4 +112,4 @@ TYPES = {
     "IQ4_NL": (_Q4_0, _iq4_nl),
     "MXFP4": (_MXFP4, _mxfp4),
 }
-"""Of each name the fields of a block and what makes [blocks, 32] weights of 1-D bytes."""
+"""Of each name the fields of a block and what finds the groups of 1-D bytes of blocks."""

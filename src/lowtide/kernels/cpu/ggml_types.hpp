@@ -1,5 +1,10 @@
-// Blocks of ggml's packed types to bfloat16: the float32 of formats/ggml/, bit for bit, rounded
-// once. Layouts are described there. Nothing is fused, so that all instructions give the same bits.
+// Blocks of ggml's packed types, whose layouts formats/ggml/ describes: the same float32, bit for
+// bit. Nothing is fused, so that all instructions give the same bits.
+//
+//     weight = scale * number (- offset)
+//
+// `numbers` are a block's, in the order of its weights; `scales`, and offsets where a type has some,
+// those of groups of GROUP weights. That makes weights here, and products in ggml_int8.hpp.
 
 #pragma once
 
@@ -9,6 +14,7 @@ namespace lowtide {
 namespace ggml {
 
 using u8 = std::uint8_t;
+using i8 = std::int8_t;
 
 constexpr float IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                   1,    13,   25,  38,  53,  69,  89,  113};
@@ -34,58 +40,63 @@ INLINED float half_at(const u8* p) {
 INLINED int nibble(const u8* q, int i) { return i < 16 ? q[i] & 15 : q[i - 16] >> 4; }
 
 struct Q4_0 {
-    static constexpr long BYTES = 18, SIZE = 32;
-    static INLINED void unpack(const u8* b, bf16* out) {
-        const float d = half_at(b);
-        for (int i = 0; i < 16; ++i) {
-            out[i] = round_bf16(d * (static_cast<float>(b[2 + i] & 15) - 8));
-            out[i + 16] = round_bf16(d * (static_cast<float>(b[2 + i] >> 4) - 8));
-        }
+    static constexpr long BYTES = 18, SIZE = 32, GROUP = 32;
+    static constexpr bool HAS_OFFSETS = false;
+
+    static INLINED void numbers(const u8* b, i8* out) {
+        for (int i = 0; i < 32; ++i) out[i] = static_cast<i8>(nibble(b + 2, i) - 8);
     }
+
+    static INLINED void scales(const u8* b, float* scales, float*) { scales[0] = half_at(b); }
 };
 
 struct Q4_1 {
-    static constexpr long BYTES = 20, SIZE = 32;
-    static INLINED void unpack(const u8* b, bf16* out) {
-        const float d = half_at(b), m = half_at(b + 2);
-        for (int i = 0; i < 16; ++i) {
-            out[i] = round_bf16(d * static_cast<float>(b[4 + i] & 15) + m);
-            out[i + 16] = round_bf16(d * static_cast<float>(b[4 + i] >> 4) + m);
-        }
+    static constexpr long BYTES = 20, SIZE = 32, GROUP = 32;
+    static constexpr bool HAS_OFFSETS = true;
+
+    static INLINED void numbers(const u8* b, i8* out) {
+        for (int i = 0; i < 32; ++i) out[i] = static_cast<i8>(nibble(b + 4, i));
+    }
+
+    static INLINED void scales(const u8* b, float* scales, float* offsets) {
+        scales[0] = half_at(b), offsets[0] = -half_at(b + 2);
     }
 };
 
 struct Q5_0 {
-    static constexpr long BYTES = 22, SIZE = 32;
-    static INLINED void unpack(const u8* b, bf16* out) {
-        const float d = half_at(b);
+    static constexpr long BYTES = 22, SIZE = 32, GROUP = 32;
+    static constexpr bool HAS_OFFSETS = false;
+
+    static INLINED void numbers(const u8* b, i8* out) {
         const std::uint32_t fifth =
             b[2] | b[3] << 8 | b[4] << 16 | static_cast<std::uint32_t>(b[5]) << 24;
-        for (int i = 0; i < 16; ++i) {
-            const int low = (b[6 + i] & 15) | (fifth >> i & 1) << 4;
-            const int high = b[6 + i] >> 4 | (fifth >> (i + 16) & 1) << 4;
-            out[i] = round_bf16(d * (static_cast<float>(low) - 16));
-            out[i + 16] = round_bf16(d * (static_cast<float>(high) - 16));
+        for (int i = 0; i < 32; ++i) {
+            const auto bit = static_cast<int>(fifth >> i & 1);
+            out[i] = static_cast<i8>((nibble(b + 6, i) | bit << 4) - 16);
         }
     }
+
+    static INLINED void scales(const u8* b, float* scales, float*) { scales[0] = half_at(b); }
 };
 
 struct Q8_0 {
-    static constexpr long BYTES = 34, SIZE = 32;
-    static INLINED void unpack(const u8* b, bf16* out) {
-        const float d = half_at(b);
-        for (int i = 0; i < 32; ++i) {
-            out[i] = round_bf16(static_cast<float>(static_cast<std::int8_t>(b[2 + i])) * d);
-        }
-    }
+    static constexpr long BYTES = 34, SIZE = 32, GROUP = 32;
+    static constexpr bool HAS_OFFSETS = false;
+
+    static INLINED void numbers(const u8* b, i8* out) { std::memcpy(out, b + 2, 32); }
+
+    static INLINED void scales(const u8* b, float* scales, float*) { scales[0] = half_at(b); }
 };
 
 struct Iq4Nl {
-    static constexpr long BYTES = 18, SIZE = 32;
-    static INLINED void unpack(const u8* b, bf16* out) {
-        const float d = half_at(b);
-        for (int i = 0; i < 32; ++i) out[i] = round_bf16(d * IQ4_VALUES[nibble(b + 2, i)]);
+    static constexpr long BYTES = 18, SIZE = 32, GROUP = 32;
+    static constexpr bool HAS_OFFSETS = false;
+
+    static INLINED void numbers(const u8* b, i8* out) {
+        for (int i = 0; i < 32; ++i) out[i] = static_cast<i8>(IQ4_VALUES[nibble(b + 2, i)]);
     }
+
+    static INLINED void scales(const u8* b, float* scales, float*) { scales[0] = half_at(b); }
 };
 
 // 2^(e - 128), of which the two least are below the normal numbers.
@@ -94,45 +105,61 @@ INLINED float mxfp4_scale(std::uint32_t e) {
 }
 
 struct Mxfp4 {
-    static constexpr long BYTES = 17, SIZE = 32;
-    static INLINED void unpack(const u8* b, bf16* out) {
-        const float d = mxfp4_scale(b[0]);
-        for (int i = 0; i < 32; ++i) out[i] = round_bf16(d * MXFP4_VALUES[nibble(b + 1, i)]);
+    static constexpr long BYTES = 17, SIZE = 32, GROUP = 32;
+    static constexpr bool HAS_OFFSETS = false;
+
+    static INLINED void numbers(const u8* b, i8* out) {
+        for (int i = 0; i < 32; ++i) out[i] = static_cast<i8>(MXFP4_VALUES[nibble(b + 1, i)]);
+    }
+
+    static INLINED void scales(const u8* b, float* scales, float*) {
+        scales[0] = mxfp4_scale(b[0]);
     }
 };
 
 struct Q2K {
-    static constexpr long BYTES = 84, SIZE = 256;
-    static INLINED void unpack(const u8* b, bf16* out) {
-        const float d = half_at(b + 80), m = half_at(b + 82);
+    static constexpr long BYTES = 84, SIZE = 256, GROUP = 16;
+    static constexpr bool HAS_OFFSETS = true;
+
+    static INLINED void numbers(const u8* b, i8* out) {
         for (int g = 0; g < 16; ++g) {
-            const float scale = d * static_cast<float>(b[g] & 15);
-            const float offset = m * static_cast<float>(b[g] >> 4);
             const u8* q = b + 16 + g / 8 * 32 + g % 2 * 16;
             const int shift = g % 8 / 2 * 2;
-            for (int i = 0; i < 16; ++i) {
-                out[g * 16 + i] =
-                    round_bf16(scale * static_cast<float>(q[i] >> shift & 3) - offset);
-            }
+            for (int i = 0; i < 16; ++i) out[g * 16 + i] = static_cast<i8>(q[i] >> shift & 3);
+        }
+    }
+
+    static INLINED void scales(const u8* b, float* scales, float* offsets) {
+        const float d = half_at(b + 80), m = half_at(b + 82);
+        for (int g = 0; g < 16; ++g) {
+            scales[g] = d * static_cast<float>(b[g] & 15);
+            offsets[g] = m * static_cast<float>(b[g] >> 4);
         }
     }
 };
 
 struct Q3K {
-    static constexpr long BYTES = 110, SIZE = 256;
-    static INLINED void unpack(const u8* b, bf16* out) {
+    static constexpr long BYTES = 110, SIZE = 256, GROUP = 16;
+    static constexpr bool HAS_OFFSETS = false;
+
+    static INLINED void numbers(const u8* b, i8* out) {
+        for (int g = 0; g < 16; ++g) {
+            const u8 *q = b + 32 + g / 8 * 32 + g % 2 * 16, *h = b + g % 2 * 16;
+            const int shift = g % 8 / 2 * 2, bit = g / 2;
+            for (int i = 0; i < 16; ++i) {
+                const int number = (q[i] >> shift & 3) | (h[i] >> bit & 1) << 2;
+                out[g * 16 + i] = static_cast<i8>(number - 4);
+            }
+        }
+    }
+
+    static INLINED void scales(const u8* b, float* scales, float*) {
         const float d = half_at(b + 108);
         const u8* s = b + 96;
         for (int g = 0; g < 16; ++g) {
             const int low = g < 8 ? s[g] & 15 : s[g - 8] >> 4;
             const int high = s[8 + g % 4] >> g / 4 * 2 & 3;
-            const float scale = d * (static_cast<float>(low | high << 4) - 32);
-            const u8 *q = b + 32 + g / 8 * 32 + g % 2 * 16, *h = b + g % 2 * 16;
-            const int shift = g % 8 / 2 * 2, bit = g / 2;
-            for (int i = 0; i < 16; ++i) {
-                const int number = (q[i] >> shift & 3) | (h[i] >> bit & 1) << 2;
-                out[g * 16 + i] = round_bf16(scale * (static_cast<float>(number) - 4));
-            }
+            scales[g] = d * (static_cast<float>(low | high << 4) - 32);
         }
     }
 };
@@ -148,47 +175,57 @@ INLINED void six_bits(const u8* s, int g, int* scale, int* offset) {
     }
 }
 
+// Of types that have a float16 for scales, one for offsets, and six bits of each for a group.
+INLINED void scales_of_six_bits(const u8* b, float* scales, float* offsets) {
+    const float d = half_at(b), m = half_at(b + 2);
+    for (int g = 0; g < 8; ++g) {
+        int scale, offset;
+        six_bits(b + 4, g, &scale, &offset);
+        scales[g] = d * static_cast<float>(scale), offsets[g] = m * static_cast<float>(offset);
+    }
+}
+
 struct Q4K {
-    static constexpr long BYTES = 144, SIZE = 256;
-    static INLINED void unpack(const u8* b, bf16* out) {
-        const float d = half_at(b), m = half_at(b + 2);
+    static constexpr long BYTES = 144, SIZE = 256, GROUP = 32;
+    static constexpr bool HAS_OFFSETS = true;
+
+    static INLINED void numbers(const u8* b, i8* out) {
         for (int g = 0; g < 8; ++g) {
-            int scale, offset;
-            six_bits(b + 4, g, &scale, &offset);
-            const float ds = d * static_cast<float>(scale), mo = m * static_cast<float>(offset);
             const u8* q = b + 16 + g / 2 * 32;
             const int shift = g % 2 * 4;
-            for (int i = 0; i < 32; ++i) {
-                out[g * 32 + i] = round_bf16(ds * static_cast<float>(q[i] >> shift & 15) - mo);
-            }
+            for (int i = 0; i < 32; ++i) out[g * 32 + i] = static_cast<i8>(q[i] >> shift & 15);
         }
+    }
+
+    static INLINED void scales(const u8* b, float* scales, float* offsets) {
+        scales_of_six_bits(b, scales, offsets);
     }
 };
 
 struct Q5K {
-    static constexpr long BYTES = 176, SIZE = 256;
-    static INLINED void unpack(const u8* b, bf16* out) {
-        const float d = half_at(b), m = half_at(b + 2);
+    static constexpr long BYTES = 176, SIZE = 256, GROUP = 32;
+    static constexpr bool HAS_OFFSETS = true;
+
+    static INLINED void numbers(const u8* b, i8* out) {
         for (int g = 0; g < 8; ++g) {
-            int scale, offset;
-            six_bits(b + 4, g, &scale, &offset);
-            const float ds = d * static_cast<float>(scale), mo = m * static_cast<float>(offset);
             const u8 *h = b + 16, *q = b + 48 + g / 2 * 32;
             const int shift = g % 2 * 4;
-            for (int i = 0; i < 32; ++i) {
-                const int number = (q[i] >> shift & 15) | (h[i] >> g & 1) << 4;
-                out[g * 32 + i] = round_bf16(ds * static_cast<float>(number) - mo);
-            }
+            for (int i = 0; i < 32; ++i)
+                out[g * 32 + i] = static_cast<i8>((q[i] >> shift & 15) | (h[i] >> g & 1) << 4);
         }
+    }
+
+    static INLINED void scales(const u8* b, float* scales, float* offsets) {
+        scales_of_six_bits(b, scales, offsets);
     }
 };
 
 struct Q6K {
-    static constexpr long BYTES = 210, SIZE = 256;
-    static INLINED void unpack(const u8* b, bf16* out) {
-        const float d = half_at(b + 208);
+    static constexpr long BYTES = 210, SIZE = 256, GROUP = 16;
+    static constexpr bool HAS_OFFSETS = false;
+
+    static INLINED void numbers(const u8* b, i8* out) {
         for (int g = 0; g < 16; ++g) {
-            const float scale = d * static_cast<float>(static_cast<std::int8_t>(b[192 + g]));
             // Of 128 weights: 64 bytes' low halves, then the high ones; two bits in four layers.
             const int half = g / 8, at = g % 8 * 16;
             const u8* q = b + half * 64 + at % 64;
@@ -196,9 +233,15 @@ struct Q6K {
             const int shift = at / 64 * 4, layer = at / 32 * 2;
             for (int i = 0; i < 16; ++i) {
                 const int number = (q[i] >> shift & 15) | (h[i] >> layer & 3) << 4;
-                out[g * 16 + i] = round_bf16(scale * (static_cast<float>(number) - 32));
+                out[g * 16 + i] = static_cast<i8>(number - 32);
             }
         }
+    }
+
+    static INLINED void scales(const u8* b, float* scales, float*) {
+        const float d = half_at(b + 208);
+        for (int g = 0; g < 16; ++g)
+            scales[g] = d * static_cast<float>(static_cast<i8>(b[192 + g]));
     }
 };
 
@@ -209,18 +252,35 @@ INLINED int iq4_xs_scale(const u8* b, int g) {
 }
 
 struct Iq4Xs {
-    static constexpr long BYTES = 136, SIZE = 256;
-    static INLINED void unpack(const u8* b, bf16* out) {
+    static constexpr long BYTES = 136, SIZE = 256, GROUP = 32;
+    static constexpr bool HAS_OFFSETS = false;
+
+    static INLINED void numbers(const u8* b, i8* out) {
+        for (int g = 0; g < 8; ++g)
+            for (int i = 0; i < 32; ++i)
+                out[g * 32 + i] = static_cast<i8>(IQ4_VALUES[nibble(b + 8 + g * 16, i)]);
+    }
+
+    static INLINED void scales(const u8* b, float* scales, float*) {
         const float d = half_at(b);
-        for (int g = 0; g < 8; ++g) {
-            const float scale = d * static_cast<float>(iq4_xs_scale(b, g));
-            const u8* q = b + 8 + g * 16;
-            for (int i = 0; i < 32; ++i) {
-                out[g * 32 + i] = round_bf16(scale * IQ4_VALUES[nibble(q, i)]);
-            }
-        }
+        for (int g = 0; g < 8; ++g) scales[g] = d * static_cast<float>(iq4_xs_scale(b, g));
     }
 };
+
+// A block's weights, rounded once.
+template <class Type>
+INLINED void unpack_block(const u8* b, bf16* out) {
+    constexpr long NUM_GROUPS = Type::SIZE / Type::GROUP;
+    i8 numbers[Type::SIZE];
+    float scales[NUM_GROUPS], offsets[NUM_GROUPS];
+    Type::numbers(b, numbers);
+    Type::scales(b, scales, offsets);
+    for (long g = 0; g < NUM_GROUPS; ++g)
+        for (long i = g * Type::GROUP; i < (g + 1) * Type::GROUP; ++i) {
+            const float weight = scales[g] * static_cast<float>(numbers[i]);
+            out[i] = round_bf16(Type::HAS_OFFSETS ? weight - offsets[g] : weight);
+        }
+}
 
 }  // namespace ggml
 }  // namespace lowtide

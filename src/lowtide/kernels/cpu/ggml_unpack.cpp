@@ -15,7 +15,7 @@ void unpack_blocks(int variant, const u8* stored, long num_blocks, bf16* out) {
 #endif
     vectorised(variant, [=]() INLINED_LAMBDA {
         for (long block = 0; block < num_blocks; ++block)
-            Type::unpack(stored + block * Type::BYTES, out + block * Type::SIZE);
+            unpack_block<Type>(stored + block * Type::BYTES, out + block * Type::SIZE);
     });
 }
 

@@ -16,25 +16,12 @@
 #include "ahead.hpp"
 #include "int8_rows.hpp"
 #include "quantised.hpp"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
-// Where the compiler knows vpdpbusd.
-#if defined(__x86_64__) && (defined(__clang__) ? __clang_major__ >= 7 : __GNUC__ >= 9)
-#define HAS_VNNI
-#define VNNI __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c")))
-#endif
+#include "vnni.hpp"
 
 namespace lowtide {
 
-// The best comes last. What is before it runs on the same processor, too.
-enum Int8Variant { INT8_PLAIN, INT8_AVX2, INT8_AVX512, INT8_VNNI };
-
 constexpr long SUMS = 16;  // partial sums of an output, and groups of a block
 constexpr long BLOCK = SUMS * GROUP;
-constexpr long MOST_ROUNDED = 16;  // rows with which weights are multiplied before others are read
 
 // Some rows, their groups padded to whole blocks. Owns what it is filled with.
 class RoundedRows {
@@ -164,20 +151,6 @@ VNNI INLINED __m512i words_at(const std::uint8_t* from, __mmask16 mask) {
     return is_whole ? _mm512_loadu_si512(from) : _mm512_maskz_loadu_epi32(mask, from);
 }
 
-VNNI INLINED void unpack_four(__m512i (&rows)[4]) {
-    const __m512i a = _mm512_unpacklo_epi32(rows[0], rows[1]);
-    const __m512i b = _mm512_unpackhi_epi32(rows[0], rows[1]);
-    const __m512i c = _mm512_unpacklo_epi32(rows[2], rows[3]);
-    const __m512i d = _mm512_unpackhi_epi32(rows[2], rows[3]);
-    rows[0] = _mm512_unpacklo_epi64(a, c), rows[1] = _mm512_unpackhi_epi64(a, c);
-    rows[2] = _mm512_unpacklo_epi64(b, d), rows[3] = _mm512_unpackhi_epi64(b, d);
-}
-
-// Sums of quarters: 0 and 1 of a, 2 and 3 of a, then of b.
-VNNI INLINED __m512i quarters_added(__m512i a, __m512i b) {
-    return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
-}
-
 template <>
 struct Words<4> {
     __m512i of[16];
@@ -247,15 +220,6 @@ struct Words<8> {
 
 VNNI INLINED __m512 halves_at(const std::uint8_t* from, __mmask16 mask) {
     return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, from));
-}
-
-VNNI INLINED float sum_of_sixteen(__m512 lanes) {
-    const __m512d doubles = _mm512_castps_pd(lanes);
-    __m256 eight = _mm256_add_ps(
-        _mm512_castps512_ps256(lanes), _mm256_castpd_ps(_mm512_extractf64x4_pd(doubles, 1)));
-    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
 }
 
 // Adds what up to 16 groups of a row of weights, from `first` on, make with `rows` rows.

@@ -47,8 +47,9 @@ QUANTISED = _sources(
     *("quantised", "quantised_int8", "quantised_pack", "processor", "borrowed_team")
 )
 GGML = _sources("ggml", "ggml_unpack", "ggml_products", "products", "processor", "borrowed_team")
+GGML_INT8 = _sources("ggml_int8", "processor", "borrowed_team")
 BUDDIES = _sources("buddies", "buddy_counts")
-LIBRARIES = (FEW_ROWS, QUANTISED, GGML, BUDDIES)
+LIBRARIES = (FEW_ROWS, QUANTISED, GGML, GGML_INT8, BUDDIES)
 """What a wheel has compiled."""
 
 _log = logging.getLogger(__name__)

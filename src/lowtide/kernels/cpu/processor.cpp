@@ -1,6 +1,7 @@
 // Which variants this processor runs, and how many rows they take.
 
 #include "products.hpp"
+#include "vnni.hpp"
 
 #if defined(HAS_DOT_PRODUCTS)
 #include <cpuid.h>
@@ -53,6 +54,23 @@ int lowtide_best_variant() {
     return WITH_AVX512;
 #else
     return PORTABLE;
+#endif
+}
+
+// The same of products of rows in int8: an `Int8Variant`.
+int lowtide_best_int8() {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return INT8_PLAIN;
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw")) return INT8_AVX2;
+#ifdef HAS_VNNI
+    if (__builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") &&
+        __builtin_cpu_supports("f16c"))
+        return INT8_VNNI;
+#endif
+    return INT8_AVX512;
+#else
+    return INT8_PLAIN;
 #endif
 }
 

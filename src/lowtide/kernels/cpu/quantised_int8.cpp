@@ -51,23 +51,6 @@ MultiplyFunction lowtide_int8_multiply;
 MlpsFunction lowtide_int8_mlps;
 ExpertsFunction lowtide_int8_experts;
 
-// The best variant of this CPU; all before it run on it, too.
-int lowtide_best_int8() {
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return INT8_PLAIN;
-    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw")) return INT8_AVX2;
-#ifdef HAS_VNNI
-    if (__builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") &&
-        __builtin_cpu_supports("f16c"))
-        return INT8_VNNI;
-#endif
-    return INT8_AVX512;
-#else
-    return INT8_PLAIN;
-#endif
-}
-
 // Of any number of rows.
 void lowtide_int8_multiply(
     int variant, int num_threads, int num_bits, const bf16* x, long x_stride, const void* w,

@@ -1,0 +1,337 @@
+// Sixteen groups of a row of weights in one of ggml's packed types, as vpdpbusd takes them: numbers
+// without a sign, four to a word, in registers whose lanes are groups. What all types have:
+//
+//     NUM_WORDS           of a group, and registers
+//     ZERO                that numbers stand above themselves by
+//     load(b)             of the groups' blocks at b
+//     of, scale, offset   the words, and what each group has once
+//     group(lane)         whose lane it is, of `scale` and of what `dots` answers
+//     word(number, lane)  which word of which group a register has in a lane
+//
+// Words come into their lanes by `unpack_four`: where quarter q of four registers had words of some
+// group, lane 4 q + i is that of register i. In some types a group's words are in two quarters, which
+// are added to each other once they are sums.
+
+#pragma once
+
+#include "ggml_types.hpp"
+#include "vnni.hpp"
+
+#ifdef HAS_VNNI
+
+namespace lowtide {
+namespace ggml {
+
+struct Word {
+    int group, number;
+};
+
+VNNI INLINED __m128i sixteen_bytes(const u8* from) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+}
+
+VNNI INLINED __m256i half_register(const u8* from) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+}
+
+VNNI INLINED __m512i twice(const u8* from) {
+    return _mm512_broadcast_i64x4(half_register(from));
+}
+
+template <class Number>
+VNNI INLINED Number number_at(const u8* from) {
+    Number number;
+    std::memcpy(&number, from, sizeof number);
+    return number;
+}
+
+VNNI INLINED __m512i bytes_of(int value) { return _mm512_set1_epi8(static_cast<char>(value)); }
+
+// Bytes' low halves, and their high ones.
+VNNI INLINED __m512i low_halves(__m512i bytes) { return _mm512_and_si512(bytes, bytes_of(15)); }
+
+VNNI INLINED __m512i high_halves(__m512i bytes) { return low_halves(_mm512_srli_epi16(bytes, 4)); }
+
+// (a & mask) | b
+VNNI INLINED __m512i masked_or(__m512i a, __m512i mask, __m512i b) {
+    return _mm512_ternarylogic_epi32(a, mask, b, 0xea);
+}
+
+// Sixteen blocks are read 64 bytes at a time, and of each register's words are kept those that a
+// block has at `offset`, or that has its byte there.
+template <class Type, int offset>
+struct alignas(64) WordsKept {
+    static constexpr int NUM_BYTES = 16 * Type::BYTES, COUNT = (NUM_BYTES + 63) / 64;
+
+    std::uint16_t places[32];
+    std::uint16_t blocks;  // a bit for each that is there
+
+    static constexpr int start(int number) {
+        return number < COUNT - 1 ? 64 * number : NUM_BYTES - 64;
+    }
+
+    static constexpr WordsKept of(int number) {
+        WordsKept words{};
+        for (int block = 0; block < 16; ++block) {
+            const int place = block * static_cast<int>(Type::BYTES) + offset - start(number);
+            if (place < 0 || place >= 64) continue;
+            words.places[block] = static_cast<std::uint16_t>(place / 2);
+            words.blocks = static_cast<std::uint16_t>(words.blocks | 1 << block);
+        }
+        return words;
+    }
+};
+
+template <class Type, int offset, int number>
+VNNI INLINED __m512i with_words(__m512i found, const u8* b) {
+    using Words = WordsKept<Type, offset>;
+    static constexpr Words KEPT = Words::of(number);
+    found = _mm512_mask_permutexvar_epi16(
+        found, KEPT.blocks, _mm512_load_si512(KEPT.places),
+        _mm512_loadu_si512(b + Words::start(number)));
+    if constexpr (number + 1 < Words::COUNT)
+        return with_words<Type, offset, number + 1>(found, b);
+    else
+        return found;
+}
+
+// What each of sixteen blocks has at `offset`. Scalar loads and stores would be as many as blocks.
+template <class Type, int offset>
+VNNI INLINED __m256i words_of_blocks(const u8* b) {
+    return _mm512_castsi512_si256(with_words<Type, offset, 0>(_mm512_setzero_si512(), b));
+}
+
+template <class Type, int offset = 0>
+VNNI INLINED __m512 halves_of_blocks(const u8* b) {
+    return _mm512_cvtph_ps(words_of_blocks<Type, offset>(b));
+}
+
+// Lanes i, of every quarter alike, have the float16 at `first` where i < 2, else that at `second`.
+VNNI INLINED __m512 halves_of_two(const u8* first, const u8* second) {
+    const std::uint64_t low = number_at<std::uint16_t>(first) * 0x10001u;
+    const std::uint64_t high = number_at<std::uint16_t>(second) * 0x10001u;
+    return _mm512_cvtph_ps(_mm256_set1_epi64x(static_cast<long long>(high << 32 | low)));
+}
+
+VNNI INLINED __m512 half_everywhere(const u8* half) {
+    return _mm512_cvtph_ps(_mm256_set1_epi16(number_at<short>(half)));
+}
+
+VNNI INLINED __m512 unsigned_floats(__m128i bytes) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
+}
+
+VNNI INLINED __m512 signed_floats(__m128i bytes) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+}
+
+// Sixteen numbers of groups in order, to lanes 4 q + i of groups 4 i + q.
+VNNI INLINED __m128i turned(__m128i bytes) {
+    return _mm_shuffle_epi8(
+        bytes, _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+}
+
+// Groups of 32 weights whose words all are in lanes of theirs.
+struct WholeGroups {
+    static constexpr int NUM_WORDS = 8;
+    __m512i of[NUM_WORDS];
+    __m512 scale, offset;
+
+    // starts: in each lane what is added to it.
+    VNNI INLINED __m512i dots(const i8* x, __m512i starts) const {
+        __m512i low = starts, high = _mm512_setzero_si512();
+        UNROLLED for (int i = 0; i < 4; ++i) {
+            low = _mm512_dpbusd_epi32(low, of[i], _mm512_load_si512(x + 64 * i));
+            high = _mm512_dpbusd_epi32(high, of[4 + i], _mm512_load_si512(x + 64 * (4 + i)));
+        }
+        return _mm512_add_epi32(low, high);
+    }
+};
+
+// Groups of 32 weights in two quarters each: eight groups in the first four registers.
+struct HalvedGroups {
+    static constexpr int NUM_WORDS = 8;
+    __m512i of[NUM_WORDS];
+    __m512 scale, offset;
+
+    VNNI INLINED __m512i dots(const i8* x, __m512i starts) const {
+        __m512i low = _mm512_setzero_si512(), high = low;
+        UNROLLED for (int i = 0; i < 4; ++i) {
+            low = _mm512_dpbusd_epi32(low, of[i], _mm512_load_si512(x + 64 * i));
+            high = _mm512_dpbusd_epi32(high, of[4 + i], _mm512_load_si512(x + 64 * (4 + i)));
+        }
+        return _mm512_add_epi32(quarters_added(low, high), starts);
+    }
+};
+
+// Groups of 16 weights.
+struct SmallGroups {
+    static constexpr int NUM_WORDS = 4;
+    __m512i of[NUM_WORDS];
+    __m512 scale, offset;
+
+    VNNI INLINED __m512i dots(const i8* x, __m512i starts) const {
+        __m512i low = starts, high = _mm512_setzero_si512();
+        UNROLLED for (int i = 0; i < 2; ++i) {
+            low = _mm512_dpbusd_epi32(low, of[i], _mm512_load_si512(x + 64 * i));
+            high = _mm512_dpbusd_epi32(high, of[2 + i], _mm512_load_si512(x + 64 * (2 + i)));
+        }
+        return _mm512_add_epi32(low, high);
+    }
+};
+
+// What four bits stand for, and above that.
+struct Table {
+    u8 bytes[16];
+};
+
+constexpr Table raised(const float (&values)[16], int zero) {
+    Table table{};
+    for (int i = 0; i < 16; ++i)
+        table.bytes[i] = static_cast<u8>(static_cast<int>(values[i]) + zero);
+    return table;
+}
+
+constexpr int IQ4_ZERO = 128, MXFP4_ZERO = 12;
+constexpr Table IQ4_TABLE = raised(IQ4_VALUES, IQ4_ZERO);
+constexpr Table MXFP4_TABLE = raised(MXFP4_VALUES, MXFP4_ZERO);
+
+template <class Type>
+struct Sixteen;
+
+// Of 16 blocks with 16 bytes of low halves and high ones each.
+template <class Type>
+struct Nibbles : WholeGroups {
+    static constexpr int group(int lane) { return lane; }
+    static constexpr Word word(int number, int lane) { return {lane, number}; }
+
+    VNNI INLINED void load_nibbles(const u8* q) {
+        UNROLLED for (int i = 0; i < 4; ++i) {
+            of[i] = _mm512_castsi128_si512(sixteen_bytes(q + i * Type::BYTES));
+            of[i] = _mm512_inserti32x4(of[i], sixteen_bytes(q + (4 + i) * Type::BYTES), 1);
+            of[i] = _mm512_inserti32x4(of[i], sixteen_bytes(q + (8 + i) * Type::BYTES), 2);
+            of[i] = _mm512_inserti32x4(of[i], sixteen_bytes(q + (12 + i) * Type::BYTES), 3);
+        }
+        split();
+    }
+
+    // Of four registers with a group's sixteen bytes in each quarter.
+    VNNI INLINED void split() {
+        __m512i rows[4] = {of[0], of[1], of[2], of[3]};
+        unpack_four(rows);
+        UNROLLED for (int i = 0; i < 4; ++i) {
+            of[i] = low_halves(rows[i]);
+            of[4 + i] = high_halves(rows[i]);
+        }
+    }
+
+    // Numbers become the values that they stand for.
+    VNNI INLINED void look_up(const Table& table) {
+        const __m512i values = _mm512_broadcast_i32x4(sixteen_bytes(table.bytes));
+        UNROLLED for (int i = 0; i < 8; ++i) of[i] = _mm512_shuffle_epi8(values, of[i]);
+    }
+};
+
+template <>
+struct Sixteen<Q4_0> : Nibbles<Q4_0> {
+    static constexpr int ZERO = 8;
+
+    VNNI INLINED void load(const u8* b) {
+        scale = halves_of_blocks<Q4_0>(b);
+        load_nibbles(b + 2);
+    }
+};
+
+template <>
+struct Sixteen<Q4_1> : Nibbles<Q4_1> {
+    static constexpr int ZERO = 0;
+
+    VNNI INLINED void load(const u8* b) {
+        scale = halves_of_blocks<Q4_1>(b);
+        offset = _mm512_sub_ps(_mm512_set1_ps(-0.0f), halves_of_blocks<Q4_1, 2>(b));
+        load_nibbles(b + 4);
+    }
+};
+
+template <>
+struct Sixteen<Q5_0> : Nibbles<Q5_0> {
+    static constexpr int ZERO = 16;
+
+    VNNI INLINED void load(const u8* b) {
+        scale = halves_of_blocks<Q5_0>(b);
+        load_nibbles(b + 6);
+        const __m512i fifth = _mm512_or_si512(
+            _mm512_cvtepu16_epi32(words_of_blocks<Q5_0, 2>(b)),
+            _mm512_slli_epi32(_mm512_cvtepu16_epi32(words_of_blocks<Q5_0, 4>(b)), 16));
+        UNROLLED for (int i = 0; i < 8; ++i) {
+            // Four bits, of half a byte, for a word's four numbers.
+            const __m512i byte = _mm512_shuffle_epi8(
+                fifth, _mm512_set4_epi32(0x0c0c0c0c + i / 2 * 0x01010101,
+                                         0x08080808 + i / 2 * 0x01010101,
+                                         0x04040404 + i / 2 * 0x01010101, i / 2 * 0x01010101));
+            const __mmask64 is_set = _mm512_test_epi8_mask(
+                byte, _mm512_set1_epi32(i % 2 ? static_cast<int>(0x80402010) : 0x08040201));
+            of[i] = _mm512_mask_add_epi8(of[i], is_set, of[i], bytes_of(16));
+        }
+    }
+};
+
+template <>
+struct Sixteen<Iq4Nl> : Nibbles<Iq4Nl> {
+    static constexpr int ZERO = IQ4_ZERO;
+
+    VNNI INLINED void load(const u8* b) {
+        scale = halves_of_blocks<Iq4Nl>(b);
+        load_nibbles(b + 2);
+        look_up(IQ4_TABLE);
+    }
+};
+
+template <>
+struct Sixteen<Mxfp4> : Nibbles<Mxfp4> {
+    static constexpr int ZERO = MXFP4_ZERO;
+
+    VNNI INLINED void load(const u8* b) {
+        // As `mxfp4_scale`. Every other block begins with the upper byte of a word.
+        const __m512i words = _mm512_cvtepu16_epi32(words_of_blocks<Mxfp4, 0>(b));
+        const __m512i e = _mm512_and_si512(
+            _mm512_mask_srli_epi32(words, 0xaaaa, words, 8), _mm512_set1_epi32(255));
+        const __m512i usual =
+            _mm512_slli_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(1)), 23);
+        scale = _mm512_castsi512_ps(_mm512_mask_sllv_epi32(
+            usual, _mm512_cmplt_epi32_mask(e, _mm512_set1_epi32(2)),
+            _mm512_set1_epi32(0x00200000), e));
+        load_nibbles(b + 1);
+        look_up(MXFP4_TABLE);
+    }
+};
+
+template <>
+struct Sixteen<Q8_0> : HalvedGroups {
+    static constexpr int ZERO = 128;
+    static constexpr int group(int lane) { return lane; }
+    static constexpr Word word(int number, int lane) {
+        return {number / 4 * 8 + lane % 4 + lane / 8 * 4, lane / 4 % 2 * 4 + number % 4};
+    }
+
+    VNNI INLINED void load(const u8* b) {
+        scale = halves_of_blocks<Q8_0>(b);
+        UNROLLED for (int half = 0; half < 2; ++half) {
+            __m512i rows[4];
+            UNROLLED for (int i = 0; i < 4; ++i) {
+                const u8* q = b + (8 * half + i) * Q8_0::BYTES + 2;
+                const __m512i both = _mm512_inserti64x4(
+                    _mm512_castsi256_si512(half_register(q)),
+                    half_register(q + 4 * Q8_0::BYTES), 1);
+                rows[i] = _mm512_xor_si512(both, bytes_of(128));
+            }
+            unpack_four(rows);
+            UNROLLED for (int i = 0; i < 4; ++i) of[4 * half + i] = rows[i];
+        }
+    }
+};
+
+}  // namespace ggml
+}  // namespace lowtide
+
+#endif
