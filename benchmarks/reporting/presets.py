@@ -99,7 +99,7 @@ def _shares(line: Line) -> Sequence[Cell]:
 
 def _in_words(run: Run) -> str:
     parts = []
-    for routing in ("recorded", "synthetic"):
+    for routing in dict.fromkeys(line["routing"] for line in run.of("shares")):
         lines = [line for line in run.of("shares") if line["routing"] == routing]
         cells = [cell for line in lines for cell in line["by_share"].values()]
         speeds = [cell["of_oracle"]["lowtide"] for cell in cells]
