@@ -143,7 +143,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="narrow layers: a look, not a result")
     options = parser.parse_args()
     options.rounds = options.rounds or (1 if options.quick else 3)
-    options.GiB = options.GiB or (0.125 if options.quick else 2.0)
+    options.GiB = options.GiB or (0.5 if options.quick else 2.0)
     return options
 
 

@@ -309,7 +309,7 @@ def test_a_trained_model_s_experts_answer_nearer_on_another_text(tmp_path: Path)
         errors[name] = sum(
             float((a - b).square().sum()) for a, b in zip(found, wanted, strict=True)
         )
-    assert errors["calibrated"] < 0.97 * errors["plain"]
+    assert errors["calibrated"] < 0.98 * errors["plain"]
 
 
 def outputs_of(llm: LLM, rows: Rows) -> list[Tensor]:

@@ -157,3 +157,22 @@ def test_text_files_are_whole_or_not_there(tmp_path: Path, error: BaseException)
         assert list(tmp_path.iterdir()) == []
     write_text_file(tmp_path / "t", "hello")
     assert (tmp_path / "t").read_text() == "hello"
+
+
+def test_a_write_does_not_go_through_all_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a shard with thousands of them that took longer than all the rest."""
+    counted, plain = [0], OutputTensor.num_bytes.fget
+    assert plain is not None
+
+    def num_bytes(tensor: OutputTensor) -> int:
+        counted[0] += 1
+        return int(plain(tensor))
+
+    monkeypatch.setattr(OutputTensor, "num_bytes", property(num_bytes))
+    tensors = [OutputTensor(f"t{i}", "U8", (1,)) for i in range(50)]
+    with SafetensorsWriter(tmp_path / "many", tensors) as writer:
+        for _ in tensors:
+            writer.write(b"0")
+    assert counted[0] <= 4 * len(tensors)

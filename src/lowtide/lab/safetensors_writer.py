@@ -75,6 +75,8 @@ class SafetensorsWriter:
         self.path = path
         self.entries = tuple(entries)
         self._header = header_bytes(entries, metadata or {})
+        # Once: it is asked for at every write.
+        self._num_bytes = len(self._header) + sum(e.num_bytes for e in entries)
         self._open_file = open_file
         self._partial = partial_path(path)
         self._file: OutputFile | None = None
@@ -83,7 +85,7 @@ class SafetensorsWriter:
     @property
     def num_bytes(self) -> int:
         """Size of the finished file."""
-        return len(self._header) + sum(e.num_bytes for e in self.entries)
+        return self._num_bytes
 
     def __enter__(self) -> SafetensorsWriter:
         """Raises StorageError if the disk has too little room or the file cannot be made."""
