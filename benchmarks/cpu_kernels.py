@@ -123,7 +123,7 @@ class QuantisedExperts(Bfloat16Experts):
             rows = formats()[f"q{self.num_bits}"].for_rows(num_columns)
             part = np.empty(num_rows * rows.block_bytes[0], np.uint8)
             weights = (torch.randn(num_rows * num_columns) * 0.02).numpy()
-            choose_pack("auto")(rows, weights, part)
+            choose_pack("auto")(rows, weights.view(np.uint8), "F32", part, None)
             parts.append(torch.from_numpy(part))
         kernels = choose_kernels(
             "auto", torch.bfloat16, has_quantised=True, rounds_rows=self.rounds_rows
