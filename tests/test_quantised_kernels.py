@@ -33,7 +33,7 @@ from lowtide.llm import LLM
 from lowtide.memory.arena import Arena
 
 ROWS = (1, 2, 3, 5, 8, 13, MAX_FEW_ROWS)
-SHAPES = ((1, 1), (5, 64), (7, 130), (300, 200), (64, 1024), (9, 63))
+SHAPES = ((1, 1), (5, 64), (7, 130), (300, 200), (64, 1024), (9, 63), (33, 192), (17, 1100))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,8 @@ using Unpack = void(int, int, const std::uint8_t*, bf16*, long, long);
 struct Shape {
     long num_outs, num_k;
 };
-constexpr Shape SHAPES[] = {{1, 1}, {5, 64}, {7, 130}, {9, 63}, {64, 320}, {900, 520}};
+constexpr Shape SHAPES[] = {{1, 1},    {5, 64},   {7, 130},  {9, 63},
+                            {33, 192}, {17, 1100}, {64, 320}, {900, 520}};
 constexpr long LARGE = 1 << 16;  // from so many weights on, some rows are enough
 constexpr long MAX_ROWS = 16;  // of one expert, as `MAX_FEW_ROWS` in Python
 

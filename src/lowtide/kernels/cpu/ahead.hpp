@@ -43,6 +43,13 @@ class Ahead {
         }
     }
 
+    // So many bytes of the range have been read: asks for as many, a line of each page at a time.
+    INLINED void read_bytes(long num_bytes) {
+        unasked_bytes_ += num_bytes;
+        for (; unasked_bytes_ >= NUM_PAGES * LINE_BYTES; unasked_bytes_ -= NUM_PAGES * LINE_BYTES)
+            read<NUM_PAGES>();
+    }
+
    private:
     static constexpr long PAGE_BYTES = 4096, NUM_PAGES = 8;
     static constexpr long REGION_BYTES = NUM_PAGES * PAGE_BYTES;
@@ -65,6 +72,7 @@ class Ahead {
     long left_;
     const char* next_;
     const char* pages_[NUM_PAGES];
+    long unasked_bytes_ = 0;
     long page_ = 0, offset_ = 0;  // of what is asked for next: which of them, and where in it
 };
 

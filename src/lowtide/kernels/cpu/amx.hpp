@@ -97,7 +97,7 @@ class Amx {
         const Inputs& x = packed(p.x, p.x_stride, p.num_rows, p.num_k, p.inputs);
         for (long row = 0; row < p.num_rows; row += 2 * TILE) {
             const long num_rows = std::min(p.num_rows - row, 2 * TILE);
-            const bf16* at = x.pairs.data() + row * x.length;
+            const bf16* at = x.pairs() + row * x.length;
             if (num_rows <= TILE) run_rows<1>(p, make_tiles, at, x.length, row, num_rows);
             else run_rows<2>(p, make_tiles, at, x.length, row, num_rows);
         }
@@ -108,9 +108,14 @@ class Amx {
 
     // Rows of x by 16: pair k / 2 of each of them, then the next pair; 0 up to `length`.
     struct Inputs {
-        std::vector<bf16> pairs;
+        struct alignas(64) Line {
+            bf16 numbers[LANES];
+        };
+        std::vector<Line> lines;
         long length;  // num_k, rounded up to whole tiles
         std::uint64_t number = 0;
+
+        const bf16* pairs() const { return lines.data()->numbers; }
     };
 
     static const Inputs& packed(
@@ -119,10 +124,11 @@ class Amx {
         thread_local Inputs of;
         if (number != 0 && number == of.number) return of;
         of.length = (num_k + LANES - 1) / LANES * LANES;
-        of.pairs.resize(std::max<std::size_t>(of.pairs.size(), num_rows * of.length));
+        const auto needed = static_cast<std::size_t>(num_rows * of.length / LANES);
+        if (of.lines.size() < needed) of.lines.resize(needed);
         for (long row = 0; row < num_rows; row += TILE)
             pack(x + row * stride, stride, std::min(num_rows - row, TILE), num_k,
-                 of.pairs.data() + row * of.length);
+                 of.lines.data()->numbers + row * of.length);
         of.number = number;
         return of;
     }
@@ -132,6 +138,10 @@ class Amx {
         for (long k = 0; k < num_k; k += LANES) {
             const long rest = std::min(num_k - k, LANES);
             const __mmask32 mask = rest == LANES ? ~0u : (1u << rest) - 1;
+            if (num_rows == 1) {  // is its own pairs
+                _mm512_storeu_si512(out + k, _mm512_maskz_loadu_epi16(mask, x + k));
+                continue;
+            }
             __m512i rows[16];
             for (long r = 0; r < TILE; ++r)
                 rows[r] = r < num_rows ? _mm512_maskz_loadu_epi16(mask, x + r * stride + k)
@@ -204,11 +214,27 @@ class Amx {
         const Product<bf16>& p, long row, long num_rows, long first, long num_outs
     ) {
         alignas(64) float sums[TILE * TILE];  // [outs, rows]
-        if constexpr (tile == 0) _tile_stored(0, sums, TILE_BYTES);
-        else _tile_stored(1, sums, TILE_BYTES);
+        if constexpr (tile == 0) _tile_stored(0, sums, stored_bytes(num_rows));
+        else _tile_stored(1, sums, stored_bytes(num_rows));
+        store_sums(p, sums, row, num_rows, first, num_outs);
+    }
+
+    // Between stored sums of output features. Those of one row are side by side.
+    static INLINED long stored_bytes(long num_rows) {
+        return num_rows == 1 ? static_cast<long>(sizeof(float)) : TILE_BYTES;
+    }
+
+    // Sums as a tile stores them.
+    AVX512 static INLINED void store_sums(
+        const Product<bf16>& p, const float* sums, long row, long num_rows, long first, long num_outs
+    ) {
         __m512i columns[16];
-        for (long o = 0; o < TILE; ++o) columns[o] = _mm512_load_si512(sums + o * TILE);
-        transpose(columns);
+        if (num_rows == 1) {
+            columns[0] = _mm512_load_si512(sums);
+        } else {
+            for (long o = 0; o < TILE; ++o) columns[o] = _mm512_load_si512(sums + o * TILE);
+            transpose(columns);
+        }
         const auto mask = static_cast<__mmask16>((1u << num_outs) - 1);
         __m512 bias = _mm512_setzero_ps();
         if (p.bias != nullptr) {

@@ -25,7 +25,7 @@ struct Exact {
     void multiply(const RowsTimes& p) const {
         multiply_quantised(variant, {
             p.x + p.row * p.x_stride, p.x_stride, p.w, p.bias, p.out, p.out_stride, p.num_rows,
-            p.num_outs, inputs + p.row,
+            p.num_outs, p.next, inputs + p.row,
         });
     }
 };
@@ -47,8 +47,8 @@ int lowtide_best_quantised() {
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return PLAIN;
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw")) return PLAIN_AVX2;
 #ifdef HAS_PAIRS
-    if (__builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16") &&
-        __builtin_cpu_supports("f16c"))
+    if (__builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi") &&
+        __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("f16c"))
         return lowtide_best_variant() == WITH_AMX ? BF16_AMX : BF16_AVX512;
 #endif
     return PLAIN_AVX512;
@@ -100,8 +100,8 @@ void lowtide_quantised_unpack(
     const QuantisedWeights weights = {w, num_k, num_bits};
 #ifdef HAS_PAIRS
     if (variant >= BF16_AVX512)
-        return num_bits == 4 ? unpack_pairs<4>(weights, out, num_rows)
-                             : unpack_pairs<8>(weights, out, num_rows);
+        return num_bits == 4 ? unpack_rows<4>(weights, out, num_rows)
+                             : unpack_rows<8>(weights, out, num_rows);
 #endif
     vectorised(plain_variant(variant), [=]() INLINED_LAMBDA {
         for (long row = 0; row < num_rows; ++row)

@@ -1,8 +1,11 @@
 // Products with weights in 8 or 4 bits by AMX: 16 of their rows with up to 16 rows of x.
 //
-// A group of 16 rows of weights is rounded to bfloat16 into the first cache, and is then two tiles:
-// so weights are unpacked once for all rows of x, and what more rows cost is hardly seen. Otherwise
-// as amx.hpp.
+// A step of 16 rows of weights (quantised_vectors.hpp) is rounded to bfloat16 into the first cache,
+// and is then four tiles: so weights are unpacked once for all rows of x, and what more rows cost is
+// hardly seen. Otherwise as amx.hpp.
+//
+// A product of tiles takes longer to answer (52 cycles) than to begin (16), and unpacking its
+// weights takes less than that: so tiles go to two sums by turns.
 
 #pragma once
 
@@ -14,97 +17,171 @@ namespace lowtide {
 #if defined(HAS_DOT_PRODUCTS) && defined(HAS_PAIRS)
 
 #define UNPACKED_AMX __attribute__((target( \
-    "amx-tile,amx-bf16,avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")))
+    "amx-tile,amx-bf16,avx512f,avx512bw,avx512vl,avx512vbmi,avx512bf16,avx2,fma,f16c")))
 
 class QuantisedAmx : Amx {
    public:
     // p.num_rows: 16 at most. There are no tiles of no rows.
     template <int num_bits>
     UNPACKED_AMX static void run(const QuantisedProduct& p) {
-        if (p.num_rows == 0) return;
-        const Inputs& x = packed(p.x, p.x_stride, p.num_rows, p.w.num_k, p.inputs);
-        const Product<bf16> places = {
-            p.x, p.x_stride, nullptr, p.bias, p.out, p.out_stride, p.num_rows, p.num_outs, p.w.num_k,
-        };
+        if (p.num_rows == 0 || p.num_outs == 0) return;
+        const OrderedRows& ordered = ordered_rows<num_bits>(p);
+        const Inputs& x =
+            packed(ordered.row(0), ordered.length, p.num_rows, ordered.length, p.inputs);
         Shapes shapes;
-        for (int tile : {0, 2, 3}) {
+        for (int tile = 0; tile < 6; ++tile) {
+            const bool is_of_weights = tile == 2 || tile == 3;
             shapes.rows[tile] = TILE;
-            shapes.row_bytes[tile] = static_cast<std::uint16_t>(tile == 2 ? 64 : 4 * p.num_rows);
+            shapes.row_bytes[tile] =
+                static_cast<std::uint16_t>(is_of_weights ? TILE_BYTES : 4 * p.num_rows);
         }
-        written(x.pairs.data()), written(&shapes);
+        written(x.pairs()), written(&shapes);
         _tile_loadconfig(&shapes);
-        Unpacked ring;
-        for (long first = 0; first < p.num_outs; first += TILE) {
-            const long num_outs = std::min(p.num_outs - first, TILE);
-            _tile_zero(0);
-            for (long group = 0; group < p.w.num_groups(); group += TILE)
-                add_groups<num_bits>(p, first, num_outs, group, x, ring);
-            store_tile<0>(places, 0, p.num_rows, first, num_outs);
-        }
+        Steps<num_bits>(p, x.pairs()).run();
         _tile_release();
     }
 
    private:
-    // So many groups are in turn, the product so many behind: a tile that is loaded before what was
-    // written last has reached the cache waits for all of it.
-    static constexpr long NUM_TURNS = 4, BEHIND = 2;
-
-    // Some groups of 16 rows: one is written while others are read.
-    struct alignas(64) Unpacked {
-        bf16 halves[NUM_TURNS][2][TILE][GROUP / 2] = {};
-        float ends[2][TILE][TILE] = {};  // scales and zeros of each row's next groups
-    };
-
-    // Up to 16 groups, from `start` on.
+    // All steps of 16 rows of weights, then those of the next 16. One is unpacked while one before it
+    // is multiplied with: a tile that is loaded before what was written last has reached the cache
+    // waits for all of it.
     template <int num_bits>
-    UNPACKED_AMX static INLINED void add_groups(
-        const QuantisedProduct& p, long first, long num_outs, long start, const Inputs& x,
-        Unpacked& ring
-    ) {
-        constexpr long GROUP_BYTES = GROUP * num_bits / 8;
-        const long num_groups = p.w.num_groups(), row_bytes = p.w.row_bytes();
-        const long count = std::min(num_groups - start, TILE);
-        const std::uint8_t* codes = p.w.row(first) + start * GROUP_BYTES;
-        const std::uint8_t* scales = p.w.row(first) + num_groups * GROUP_BYTES + 2 * start;
-        const auto mask = static_cast<__mmask16>((1u << count) - 1);
-        for (long o = 0; o < num_outs; ++o)
-            for (long end = 0; end < 2; ++end) {
-                const std::uint8_t* from = scales + o * row_bytes + 2 * end * num_groups;
-                _mm512_store_ps(
-                    ring.ends[end][o], _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, from)));
-            }
-        for (long group = 0; group < count + BEHIND; ++group) {
-            if (group >= BEHIND) multiply_group(p, start, group - BEHIND, x, ring);
-            if (group >= count) continue;
-            auto& halves = ring.halves[group % NUM_TURNS];
-            for (long o = 0; o < num_outs; ++o) {
-                const std::uint8_t* from = codes + o * row_bytes + group * GROUP_BYTES;
-                for (long line = 0; line < GROUP_BYTES; line += 64)
-                    _mm_prefetch(
-                        reinterpret_cast<const char*>(
-                            from + TILE * row_bytes + 4 * (start + group) + line), _MM_HINT_T0);
-                const WeightPairs pairs = group_pairs<num_bits>(
-                    from, _mm512_set1_ps(ring.ends[0][o][group]),
-                    _mm512_set1_ps(ring.ends[1][o][group]));
-                _mm512_store_si512(halves[0][o], pairs.lower);
-                _mm512_store_si512(halves[1][o], pairs.upper);
-            }
-        }
-    }
+    class Steps {
+       public:
+        UNPACKED_AMX INLINED Steps(const QuantisedProduct& p, const bf16* x)
+            : p_(p), x_(x), num_groups_(p.w.num_groups()), row_bytes_(p.w.row_bytes()),
+              ahead_(p.w.rows, p.num_outs * p.w.row_bytes(), p.next) {}
 
-    UNPACKED_AMX static INLINED void multiply_group(
-        const QuantisedProduct& p, long start, long group, const Inputs& x, const Unpacked& ring
-    ) {
-        const auto& halves = ring.halves[group % NUM_TURNS];
-        written(&halves);
-        for (long half = 0; half < 2; ++half) {
-            const long k = (start + group) * GROUP + half * GROUP / 2;
-            if (k >= x.length) break;
-            _tile_loadd(2, halves[half], TILE_BYTES);
-            _tile_loadd(3, x.pairs.data() + k * p.num_rows, p.num_rows * 4);
-            _tile_dpbf16ps(0, 2, 3);
+        UNPACKED_AMX INLINED void run() {
+            _tile_zero(0);
+            _tile_zero(1);
+            Place place = {0, 0}, behind = {0, 0};
+            long num_behind = 0;
+            for (; place.first < p_.num_outs; place = after(place))
+                if (num_behind < BEHIND) {
+                    step<true, false>(place, behind);
+                    ++num_behind;
+                } else {
+                    step<true, true>(place, behind);
+                    behind = multiplied(behind);
+                }
+            if (num_behind < BEHIND) turn_ = BEHIND;  // there is one step, the first
+            for (; num_behind > 0; --num_behind) {
+                step<false, true>(place, behind);
+                behind = multiplied(behind);
+            }
         }
-    }
+
+       private:
+        static constexpr long BEHIND = 2, NUM_TURNS = BEHIND + 1;
+        static constexpr long GROUP_BYTES = GROUP * num_bits / 8, QUARTER = TILE / STEP_REGISTERS;
+
+        // 16 rows of weights from `first` on, two groups from `group` on.
+        struct Place {
+            long first, group;
+        };
+
+        INLINED Place after(const Place& place) const {
+            if (place.group + 2 < num_groups_) return {place.first, place.group + 2};
+            return {place.first + TILE, 0};
+        }
+
+        // What is multiplied with after what was at `place`: stores sums that are complete.
+        UNPACKED_AMX INLINED Place multiplied(const Place& place) {
+            const Place next = after(place);
+            if (next.group == 0) store(place.first);
+            return next;
+        }
+
+        // Unpacks the step at `place`, and multiplies with that at `behind`.
+        template <bool unpacks, bool multiplies>
+        UNPACKED_AMX INLINED void step(const Place& place, const Place& behind) {
+            const long num_outs = std::min(p_.num_outs - place.first, TILE);
+            const std::uint8_t* rows = p_.w.row(place.first);
+            if (unpacks && place.group % MOST_ENDS == 0)
+                for (long o = 0; o < num_outs; ++o)
+                    ends_[o].load(p_.w, rows + o * row_bytes_, place.group);
+            rows += place.group * GROUP_BYTES;
+            const bool is_usual = num_outs == TILE && place.group + 1 < num_groups_;
+            for (long number = 0; number < STEP_REGISTERS; ++number) {
+                if (multiplies) multiply(number, behind.group);
+                if (!unpacks) continue;
+                const long begin = number * QUARTER;
+                if (is_usual)
+                    unpack<true>(rows, begin, begin + QUARTER, place.group % MOST_ENDS);
+                else if (place.group + 1 < num_groups_)
+                    unpack<true>(
+                        rows, begin, std::min(begin + QUARTER, num_outs), place.group % MOST_ENDS);
+                else
+                    unpack<false>(
+                        rows, begin, std::min(begin + QUARTER, num_outs), place.group % MOST_ENDS);
+            }
+            if (unpacks) ahead_.read_bytes(num_outs * 2 * (GROUP_BYTES + 4));
+            turn_ = turn_ == BEHIND ? 0 : turn_ + 1;
+        }
+
+        // Of the 16 rows, whose codes are at `codes`, those from `begin` to before `end`.
+        template <bool has_both>
+        UNPACKED_AMX INLINED void unpack(
+            const std::uint8_t* codes, long begin, long end, long group
+        ) {
+            const long row_bytes = row_bytes_;
+            const Ends<num_bits>* const ends = ends_;
+            auto* const out = unpacked_[turn_];
+            codes += begin * row_bytes;
+            UNROLLED for (long o = begin; o < end; ++o, codes += row_bytes) {
+                __m512i weights[STEP_REGISTERS];
+                unpack_step(
+                    StepCodes<num_bits>::template load<has_both>(codes), ends[o], group, weights);
+                UNROLLED for (long i = 0; i < STEP_REGISTERS; ++i)
+                    _mm512_store_si512(out[i][o], weights[i]);
+            }
+        }
+
+        UNPACKED_AMX INLINED void multiply(long number, long group) const {
+            const bf16* x = x_ + (group * GROUP + number * WORDS) * p_.num_rows;
+            const auto& weights = unpacked_[turn_ == BEHIND ? 0 : turn_ + 1][number];
+            written(weights);
+            if (number % 2 == 0) {
+                _tile_loadd(2, weights, TILE_BYTES);
+                _tile_loadd(4, x, p_.num_rows * 4);
+                _tile_dpbf16ps(0, 2, 4);
+            } else {
+                _tile_loadd(3, weights, TILE_BYTES);
+                _tile_loadd(5, x, p_.num_rows * 4);
+                _tile_dpbf16ps(1, 3, 5);
+            }
+        }
+
+        // Of the 16 rows of weights from `first` on; begins those of the next.
+        UNPACKED_AMX INLINED void store(long first) {
+            alignas(64) float sums[2][TILE * TILE];
+            const long stride = stored_bytes(p_.num_rows);
+            _tile_stored(0, sums[0], stride);
+            _tile_stored(1, sums[1], stride);
+            _tile_zero(0);
+            _tile_zero(1);
+            written(sums);
+            for (long i = 0; i < TILE * stride / TILE_BYTES; ++i)
+                _mm512_store_ps(
+                    sums[0] + i * TILE,
+                    _mm512_add_ps(_mm512_load_ps(sums[0] + i * TILE),
+                                  _mm512_load_ps(sums[1] + i * TILE)));
+            const Product<bf16> places = {
+                nullptr, 0, nullptr, p_.bias, p_.out, p_.out_stride, p_.num_rows, p_.num_outs, 0,
+            };
+            store_sums(
+                places, sums[0], 0, p_.num_rows, first, std::min(p_.num_outs - first, TILE));
+        }
+
+        const QuantisedProduct& p_;
+        const bf16* x_;
+        const long num_groups_, row_bytes_;
+        Ahead ahead_;
+        long turn_ = 0;  // which of `unpacked_` is written
+        Ends<num_bits> ends_[TILE];
+        alignas(64) bf16 unpacked_[NUM_TURNS][STEP_REGISTERS][TILE][WORDS] = {};
+    };
 };
 
 #endif

@@ -10,14 +10,15 @@
 #include <utility>
 
 #include "pairs.hpp"
+#include "products.hpp"
 #include "quantised.hpp"
 #include "signatures.hpp"
 #include "team.hpp"
 
 namespace lowtide {
 
-// Less than that is not divided; of a matrix, as it is stored.
-constexpr long QUANTISED_PIECE_BYTES = WORTH_BYTES / 4;
+// Of a matrix, as it is stored, as far as tiles stay whole.
+constexpr long QUANTISED_PIECE_BYTES = WORTH_BYTES / 2;
 
 // Rows `row` to before row + num_rows of x with some rows of weights.
 struct RowsTimes {
@@ -32,7 +33,7 @@ struct RowsTimes {
 };
 
 inline long features_of_piece(const QuantisedWeights& w, long num_outs) {
-    return std::clamp(QUANTISED_PIECE_BYTES / w.row_bytes(), 1L, num_outs);
+    return std::min(num_outs, whole_tiles(QUANTISED_PIECE_BYTES / w.row_bytes()));
 }
 
 // Where the experts' weights are: those of slot 0, the others at multiples of `slot_bytes`. All are

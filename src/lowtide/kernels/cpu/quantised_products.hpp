@@ -3,27 +3,22 @@
 //     out[r, o] = sum over k of x[r, k] * rounded(w[o, k]) (+ bias[o])
 //
 // Each weight is rounded once to bfloat16, as a tile of weights is that many rows are multiplied
-// with. The order of a sum depends on num_k and the kind of instructions alone:
+// with. The order of a sum depends on num_k, the number of bits and the kind of instructions alone:
 //
 // - plain: element k goes to partial sum k % 32, ascending; the 32 are added in a tree. Compiled
 //   for every set of instructions, with the same bits in all.
-// - AVX-512 with bfloat16: pairs of neighbours go to 16 partial sums by vdpbf16ps, a group's lower
-//   half before its upper half, then the tree.
-// - AMX (quantised_amx.hpp): one sum, ascending.
+// - AVX-512 with bfloat16: 128 elements at a time are four registers of pairs, in the order of
+//   `element` (quantised_vectors.hpp). Pair i of each goes to partial sum i of 16 by vdpbf16ps,
+//   registers ascending; then the tree.
+// - AMX (quantised_amx.hpp): the same registers go to two sums by turns, ascending, which are added.
 
 #pragma once
 
-#include "quantised.hpp"
+#include <type_traits>
+#include <vector>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
-// Where the compiler knows vdpbf16ps.
-#if defined(__x86_64__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
-#define HAS_PAIRS
-#define AVX512BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")))
-#endif
+#include "ahead.hpp"
+#include "quantised_vectors.hpp"
 
 namespace lowtide {
 
@@ -38,6 +33,7 @@ struct QuantisedProduct {
     bf16* out;
     long out_stride;
     long num_rows, num_outs;
+    const void* next = nullptr;  // see `Ahead`
     std::uint64_t inputs = 0;  // see `Product`
 };
 
@@ -84,63 +80,31 @@ INLINED void multiply_plainly(const QuantisedProduct& p) {
 
 #ifdef HAS_PAIRS
 
-// Weights ahead of the present ones that are asked for early, in rows of the matrix.
-constexpr long ROWS_AHEAD = 8;
+// The present inputs of a thread in the order of `element`; 0 up to whole steps.
+struct OrderedRows {
+    struct alignas(64) Register {
+        bf16 words[WORDS];
+    };
 
-struct WeightPairs {
-    __m512i lower, upper;  // a group's elements 0 to 31 and 32 to 63, bfloat16
+    std::vector<Register> registers;
+    long length;  // of a row, in numbers
+    std::uint64_t number = 0;
+
+    const bf16* row(long row) const { return registers.data()->words + row * length; }
 };
 
-// Which of a group's elements there are, so many being left of the row.
-INLINED __mmask32 lower_mask(long left) { return left >= 32 ? ~0u : (1u << left) - 1; }
-
-INLINED __mmask32 upper_mask(long left) {
-    return left >= 64 ? ~0u : left <= 32 ? 0u : (1u << (left - 32)) - 1;
-}
-
-AVX512BF16 INLINED __m512 half_everywhere(const std::uint8_t* half) {
-    std::uint16_t bits;
-    std::memcpy(&bits, half, sizeof bits);
-    return _mm512_cvtph_ps(_mm256_set1_epi16(static_cast<short>(bits)));
-}
-
-AVX512BF16 INLINED __m512i as_integers(__m512bh pairs) {
-    __m512i bits;
-    std::memcpy(&bits, &pairs, sizeof bits);
-    return bits;
-}
-
-AVX512BF16 INLINED __m512bh as_pairs(__m512i bits) {
-    __m512bh pairs;
-    std::memcpy(&pairs, &bits, sizeof pairs);
-    return pairs;
-}
-
-AVX512BF16 INLINED __m512i two_rounded(__m512 upper, __m512 lower) {
-    return as_integers(_mm512_cvtne2ps_pbh(upper, lower));
-}
-
 template <int num_bits>
-AVX512BF16 INLINED WeightPairs group_pairs(const std::uint8_t* codes, __m512 scale, __m512 zero) {
-    if constexpr (num_bits == 4) {
-        // Both halves of the table are the 16 weights that there can be, so that bit 4 of an index
-        // means nothing.
-        const __m512 all = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        const __m512 weights = _mm512_fmadd_ps(all, scale, zero);
-        const __m512i table = two_rounded(weights, weights);
-        const __m512i low = _mm512_cvtepu8_epi16(
-            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));
-        const __m512i high = _mm512_srli_epi16(low, 4);
-        return {_mm512_permutexvar_epi16(low, table), _mm512_permutexvar_epi16(high, table)};
-    } else {
-        __m512 quarters[4];
-        for (int i = 0; i < 4; ++i) {
-            const __m128i some = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + 16 * i));
-            const __m512 numbers = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(some));
-            quarters[i] = _mm512_fmadd_ps(numbers, scale, zero);
-        }
-        return {two_rounded(quarters[1], quarters[0]), two_rounded(quarters[3], quarters[2])};
-    }
+AVX512BF16 const OrderedRows& ordered_rows(const QuantisedProduct& p) {
+    thread_local OrderedRows of;
+    if (p.inputs != 0 && p.inputs == of.number) return of;
+    of.length = num_steps(p.w.num_k) * STEP;
+    const auto needed = static_cast<std::size_t>(p.num_rows * of.length / WORDS);
+    if (of.registers.size() < needed) of.registers.resize(needed);
+    for (long row = 0; row < p.num_rows; ++row)
+        order_row<num_bits>(
+            p.x + row * p.x_stride, p.w.num_k, of.registers.data()->words + row * of.length);
+    of.number = p.inputs;
+    return of;
 }
 
 AVX512BF16 INLINED float sum_of_lanes(__m512 lanes) {
@@ -152,60 +116,41 @@ AVX512BF16 INLINED float sum_of_lanes(__m512 lanes) {
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
 }
 
-// Weights [num_rows, num_k] to bfloat16, each rounded once.
-template <int num_bits>
-AVX512BF16 void unpack_pairs(const QuantisedWeights& w, bf16* out, long num_rows) {
-    constexpr long GROUP_BYTES = GROUP * num_bits / 8;
-    const long num_groups = w.num_groups();
-    for (long row = 0; row < num_rows; ++row) {
-        const std::uint8_t* from = w.row(row);
-        const std::uint8_t* scales = from + num_groups * GROUP_BYTES;
-        for (long group = 0; group < num_groups; ++group) {
-            const WeightPairs pairs = group_pairs<num_bits>(
-                from + group * GROUP_BYTES, half_everywhere(scales + 2 * group),
-                half_everywhere(scales + 2 * (num_groups + group)));
-            bf16* to = out + row * w.num_k + group * GROUP;
-            const long left = w.num_k - group * GROUP;
-            _mm512_mask_storeu_epi16(to, lower_mask(left), pairs.lower);
-            _mm512_mask_storeu_epi16(to + 32, upper_mask(left), pairs.upper);
-        }
-    }
-}
-
 // `rows` rows of x from `row` on with `outs` rows of weights from `first` on.
 template <int num_bits, int rows, int outs>
-AVX512BF16 void pair_tile(const QuantisedProduct& p, long row, long first) {
+AVX512BF16 void pair_tile(
+    const QuantisedProduct& p, const OrderedRows& inputs, long row, long first, Ahead* ahead
+) {
     constexpr long GROUP_BYTES = GROUP * num_bits / 8;
-    const long num_groups = p.w.num_groups(), row_bytes = p.w.row_bytes();
-    const std::uint8_t* w = p.w.row(first);
-    const std::uint8_t* scales = w + num_groups * GROUP_BYTES;
-    const std::uint8_t* zeros = scales + 2 * num_groups;
-    const bf16* x = p.x + row * p.x_stride;
+    const long num_groups = p.w.num_groups(), row_bytes = p.w.row_bytes(), length = inputs.length;
+    const std::uint8_t* const w = p.w.row(first);
+    const bf16* x = inputs.row(row);
+    Ends<num_bits> ends[outs];
     __m512 sums[rows][outs];
     for (int r = 0; r < rows; ++r)
         for (int o = 0; o < outs; ++o) sums[r][o] = _mm512_setzero_ps();
-    for (long group = 0; group < num_groups; ++group) {
-        const long left = p.w.num_k - group * GROUP;
-        const __mmask32 lower = lower_mask(left), upper = upper_mask(left);
-        WeightPairs pairs[outs];
-        for (int o = 0; o < outs; ++o) {
-            const std::uint8_t* from = w + o * row_bytes;
-            _mm_prefetch(
-                reinterpret_cast<const char*>(
-                    from + ROWS_AHEAD * row_bytes + group * (GROUP_BYTES + 4)), _MM_HINT_T0);
-            pairs[o] = group_pairs<num_bits>(
-                from + group * GROUP_BYTES, half_everywhere(scales + o * row_bytes + 2 * group),
-                half_everywhere(zeros + o * row_bytes + 2 * group));
+    const auto add = [&](long group, auto has_both) AVX512BF16 INLINED_LAMBDA {
+        UNROLLED for (int o = 0; o < outs; ++o) {
+            __m512i weights[STEP_REGISTERS];
+            unpack_step(
+                StepCodes<num_bits>::template load<decltype(has_both)::value>(
+                    w + o * row_bytes + group * GROUP_BYTES),
+                ends[o], group % MOST_ENDS, weights);
+            UNROLLED for (int i = 0; i < STEP_REGISTERS; ++i)
+                UNROLLED for (int r = 0; r < rows; ++r)
+                    sums[r][o] = _mm512_dpbf16_ps(
+                        sums[r][o], as_pairs(weights[i]),
+                        as_pairs(_mm512_load_si512(x + r * length + i * WORDS)));
         }
-        for (int r = 0; r < rows; ++r) {
-            const bf16* of_row = x + r * p.x_stride + group * GROUP;
-            const __m512bh x_lower = as_pairs(_mm512_maskz_loadu_epi16(lower, of_row));
-            const __m512bh x_upper = as_pairs(_mm512_maskz_loadu_epi16(upper, of_row + 32));
-            for (int o = 0; o < outs; ++o) {
-                sums[r][o] = _mm512_dpbf16_ps(sums[r][o], as_pairs(pairs[o].lower), x_lower);
-                sums[r][o] = _mm512_dpbf16_ps(sums[r][o], as_pairs(pairs[o].upper), x_upper);
-            }
-        }
+        x += STEP;
+    };
+    long group = 0;
+    for (; group < num_groups; group += 2) {
+        if (group % MOST_ENDS == 0)
+            for (int o = 0; o < outs; ++o) ends[o].load(p.w, w + o * row_bytes, group);
+        if (ahead) ahead->read_bytes(outs * 2 * (GROUP_BYTES + 4));
+        if (group + 1 < num_groups) add(group, std::true_type());
+        else add(group, std::false_type());
     }
     for (int r = 0; r < rows; ++r)
         for (int o = 0; o < outs; ++o)
@@ -213,23 +158,35 @@ AVX512BF16 void pair_tile(const QuantisedProduct& p, long row, long first) {
 }
 
 template <int num_bits, int rows, int outs>
-AVX512BF16 void pair_rows(const QuantisedProduct& p, long row, long first, long last) {
-    for (; first + outs <= last; first += outs) pair_tile<num_bits, rows, outs>(p, row, first);
-    for (; first < last; ++first) pair_tile<num_bits, rows, 1>(p, row, first);
+AVX512BF16 void pair_rows(
+    const QuantisedProduct& p, const OrderedRows& inputs, long row, long first, long last,
+    Ahead* ahead
+) {
+    if (row > 0) ahead = nullptr;  // the first rows have asked
+    for (; first + outs <= last; first += outs)
+        pair_tile<num_bits, rows, outs>(p, inputs, row, first, ahead);
+    for (; first < last; ++first) pair_tile<num_bits, rows, 1>(p, inputs, row, first, ahead);
 }
 
 // All rows of x with a few of the weights', which the first of them bring into the cache.
 template <int num_bits>
 AVX512BF16 void multiply_pairs(const QuantisedProduct& p) {
     constexpr long OUTS = 8;
+    if (p.num_rows == 0) return;
+    const OrderedRows& x = ordered_rows<num_bits>(p);
+    Ahead ahead(p.w.rows, p.num_outs * p.w.row_bytes(), p.next);
     for (long first = 0; first < p.num_outs; first += OUTS) {
-        const long last = std::min(first + OUTS, p.num_outs);
+        const long last = std::min(first + OUTS, p.num_outs), num_rows = p.num_rows;
         long row = 0;
-        for (; row + 16 <= p.num_rows; row += 16) pair_rows<num_bits, 16, 1>(p, row, first, last);
-        for (; row + 8 <= p.num_rows; row += 8) pair_rows<num_bits, 8, 2>(p, row, first, last);
-        for (; row + 4 <= p.num_rows; row += 4) pair_rows<num_bits, 4, 4>(p, row, first, last);
-        for (; row + 2 <= p.num_rows; row += 2) pair_rows<num_bits, 2, 4>(p, row, first, last);
-        for (; row < p.num_rows; ++row) pair_rows<num_bits, 1, 8>(p, row, first, last);
+        for (; row + 16 <= num_rows; row += 16)
+            pair_rows<num_bits, 16, 1>(p, x, row, first, last, &ahead);
+        for (; row + 8 <= num_rows; row += 8)
+            pair_rows<num_bits, 8, 2>(p, x, row, first, last, &ahead);
+        for (; row + 4 <= num_rows; row += 4)
+            pair_rows<num_bits, 4, 4>(p, x, row, first, last, &ahead);
+        for (; row + 2 <= num_rows; row += 2)
+            pair_rows<num_bits, 2, 4>(p, x, row, first, last, &ahead);
+        for (; row < num_rows; ++row) pair_rows<num_bits, 1, 8>(p, x, row, first, last, &ahead);
     }
 }
 
