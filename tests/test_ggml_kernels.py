@@ -26,7 +26,7 @@ from lowtide.kernels.operands import ExpertWeights
 from lowtide.kernels.reference import REFERENCE
 from lowtide.memory.arena import Arena
 
-ROWS = (1, 2, 3, 7, 8, 13, 16, 29)
+ROWS = (1, 2, 3, 4, 7, 8, 13, 16, 29)
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ ExpertsFunction lowtide_ggml_experts;
 void lowtide_ggml_unpack(
     int variant, int type, const std::uint8_t* stored, long num_blocks, bf16* out
 ) {
-    packed_type(type).unpack(variant, stored, num_blocks, out);
+    packed_type(type).unpack(variant, {stored, 0, 1, num_blocks}, out, 0);
 }
 
 void lowtide_ggml_multiply(

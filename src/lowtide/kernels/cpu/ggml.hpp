@@ -7,11 +7,22 @@
 
 namespace lowtide {
 
-// `num_blocks` blocks, one after the other, to bfloat16.
-using UnpackBlocks = void (*)(int variant, const std::uint8_t* stored, long num_blocks, bf16* out);
+// Some blocks, one after the other, of some rows.
+struct PackedRows {
+    const std::uint8_t* stored;
+    long row_bytes, num_rows, num_blocks;
+};
+
+// To bfloat16; rows of `out` are `out_stride` numbers apart.
+using UnpackRows = void (*)(int variant, const PackedRows& rows, bf16* out, long out_stride);
+
+// The product with AVX512-BF16, if it is of so few rows that weights are multiplied with out of the
+// registers that they are unpacked into: answers whether it is.
+using MultiplyDirectly = bool (*)(const Product<bf16>& product, const PackedRows& rows);
 
 struct PackedType {
-    UnpackBlocks unpack;  // null of what is bfloat16 already
+    UnpackRows unpack;  // null of what is bfloat16 already
+    MultiplyDirectly multiply;
     long block_bytes, block_size;
 };
 

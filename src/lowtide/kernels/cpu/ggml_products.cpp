@@ -14,23 +14,25 @@ constexpr long TILE_ROWS = 16;  // of weights
 class Rows {
    public:
     Rows(int variant, const PackedWeights& w, long num_rows, const void* next)
-        : variant_(variant), type_(*w.type), rows_(w.rows), row_bytes_(w.row_bytes()),
-          ahead_(w.rows, num_rows * w.row_bytes(), next) {}
+        : variant_(variant), unpack_(w.type->unpack), stored_(w.rows), row_bytes_(w.row_bytes()),
+          block_bytes_(w.type->block_bytes), ahead_(w.rows, num_rows * w.row_bytes(), next) {
+        while (1L << block_shift_ < w.type->block_size) ++block_shift_;
+    }
 
-    // Elements from `k` on of a row, whole blocks.
-    INLINED void unpack(long row, long k, long length, bf16* out) {
-        const long block = k / type_.block_size, num_blocks = length / type_.block_size;
-        const std::uint8_t* from = rows_ + row * row_bytes_ + block * type_.block_bytes;
-        unread_ += num_blocks * type_.block_bytes;
-        for (; unread_ >= LINE_BYTES; unread_ -= LINE_BYTES) ahead_.read<1>();
-        type_.unpack(variant_, from, num_blocks, out);
+    // Elements from `k` on of some rows, whole blocks; rows of `out` are `stride` numbers apart.
+    INLINED void unpack(long row, long num_rows, long k, long length, bf16* out, long stride) {
+        const long num_blocks = length >> block_shift_;
+        const std::uint8_t* from =
+            stored_ + row * row_bytes_ + (k >> block_shift_) * block_bytes_;
+        ahead_.read_bytes(num_rows * num_blocks * block_bytes_);
+        unpack_(variant_, {from, row_bytes_, num_rows, num_blocks}, out, stride);
     }
 
    private:
     int variant_;
-    const PackedType& type_;
-    const std::uint8_t* rows_;
-    long row_bytes_, unread_ = 0;  // bytes for which nothing was asked
+    UnpackRows unpack_;
+    const std::uint8_t* stored_;
+    long row_bytes_, block_bytes_, block_shift_ = 0;
     Ahead ahead_;
 };
 
@@ -43,13 +45,13 @@ class UnpackedTiles {
     UnpackedTiles(const Rows& rows, const Product<bf16>& p)
         : rows_(rows), num_outs_(p.num_outs), num_k_(p.num_k) {
         if (num_outs_ < TILE_ROWS) std::memset(chunks_, 0, sizeof chunks_);
-        for (long row = 0; row < TILE_ROWS; ++row) unpack({0, 0}, row, chunks_[0]);
+        unpack({0, 0}, 0, TILE_ROWS, chunks_[0]);
     }
 
     INLINED WeightTile at(long first, long, long k) {
         if (k % CHUNK == 0) enter({first, k});
-        bf16* const other = chunks_[1 - current_];
-        for (long i = 0; i < rows_of_step_; ++i) unpack(next_, next_row_++, other);
+        unpack(next_, next_row_, rows_of_step_, chunks_[1 - current_]);
+        next_row_ += rows_of_step_;
         return {chunks_[current_] + k % CHUNK, CHUNK * static_cast<long>(sizeof(bf16))};
     }
 
@@ -69,10 +71,12 @@ class UnpackedTiles {
         rows_of_step_ = (TILE_ROWS + num_steps - 1) / num_steps, next_row_ = 0;
     }
 
-    INLINED void unpack(const Place& place, long row, bf16* chunk) {
-        if (row < TILE_ROWS && place.first + row < num_outs_)
-            rows_.unpack(place.first + row, place.k, std::min(CHUNK, num_k_ - place.k),
-                         chunk + row * CHUNK);
+    // Rows `row` to before row + count of the 16.
+    INLINED void unpack(const Place& place, long row, long count, bf16* chunk) {
+        const long num_rows = std::min(row + count, std::min(TILE_ROWS, num_outs_ - place.first)) - row;
+        if (num_rows > 0)
+            rows_.unpack(place.first + row, num_rows, place.k, std::min(CHUNK, num_k_ - place.k),
+                         chunk + row * CHUNK, CHUNK);
     }
 
     Rows rows_;
@@ -91,8 +95,7 @@ void multiply_rows(int variant, const Product<bf16>& p, Rows rows) {
     some.w = unpacked.data(), some.next = nullptr;
     for (long first = 0; first < p.num_outs; first += TILE_ROWS) {
         some.num_outs = std::min(TILE_ROWS, p.num_outs - first);
-        for (long row = 0; row < some.num_outs; ++row)
-            rows.unpack(first + row, 0, p.num_k, unpacked.data() + row * p.num_k);
+        rows.unpack(first, some.num_outs, 0, p.num_k, unpacked.data(), p.num_k);
         some.out = p.out + first;
         if (p.bias != nullptr) some.bias = p.bias + first;
         multiply(variant, some);
@@ -107,6 +110,9 @@ void PackedWeights::multiply(int variant, const Product<bf16>& product) const {
         plain.w = reinterpret_cast<const bf16*>(rows);
         return lowtide::multiply(variant, plain);
     }
+    if (variant == WITH_AVX512_BF16 &&
+        type->multiply(product, {rows, row_bytes(), product.num_outs, num_k / type->block_size}))
+        return;
     const Rows of(variant, *this, product.num_outs, product.next);
 #if defined(HAS_DOT_PRODUCTS)
     if (variant == WITH_AMX) return Amx::run(product, [&] { return UnpackedTiles(of, product); });

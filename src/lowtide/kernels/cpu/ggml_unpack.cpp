@@ -1,7 +1,7 @@
-// Weights of ggml's packed types to bfloat16, by the variant's instructions.
+// Weights of ggml's packed types to bfloat16 by the variant's instructions, and products without
+// writing them.
 
-#include "ggml.hpp"
-#include "ggml_vectors.hpp"
+#include "ggml_dots.hpp"
 
 namespace lowtide {
 namespace {
@@ -9,25 +9,59 @@ namespace {
 using namespace ggml;
 
 template <class Type>
-void unpack_blocks(int variant, const u8* stored, long num_blocks, bf16* out) {
+void unpack_rows(int variant, const PackedRows& rows, bf16* out, long out_stride) {
 #if defined(HAS_DOT_PRODUCTS)
-    if (variant >= WITH_AVX512_BF16) return vectors::unpack<Type>(stored, num_blocks, out);
+    if (variant >= WITH_AVX512_BF16) return vectors::unpack<Type>(rows, out, out_stride);
 #endif
     vectorised(variant, [=]() INLINED_LAMBDA {
-        for (long block = 0; block < num_blocks; ++block)
-            unpack_block<Type>(stored + block * Type::BYTES, out + block * Type::SIZE);
+        for (long row = 0; row < rows.num_rows; ++row)
+            for (long block = 0; block < rows.num_blocks; ++block)
+                unpack_block<Type>(rows.stored + row * rows.row_bytes + block * Type::BYTES,
+                                   out + row * out_stride + block * Type::SIZE);
     });
+}
+
+#if defined(HAS_DOT_PRODUCTS)
+
+template <class Type, int rows>
+void multiply_by_twos(const Product<bf16>& p, const PackedRows& packed) {
+    Ahead ahead(packed.stored, p.num_outs * packed.row_bytes, p.next);
+    for (long first = 0; first < p.num_outs; first += 2) {
+        const long num_outs = std::min(2L, p.num_outs - first);
+        PackedRows two = packed;
+        two.stored += first * packed.row_bytes;
+        if (num_outs == 1) two.row_bytes = 0;  // twice the same
+        float sums[rows][2];
+        vectors::dots<Type, rows>(p.x, p.x_stride, two, ahead, sums);
+        for (int r = 0; r < rows; ++r)
+            for (long o = 0; o < num_outs; ++o) {
+                const float bias = p.bias ? widen(p.bias[first + o]) : 0.0f;
+                p.out[r * p.out_stride + first + o] = round_bf16(sums[r][o] + bias);
+            }
+    }
+}
+
+#endif
+
+template <class Type>
+bool multiply_directly(const Product<bf16>& p, const PackedRows& packed) {
+#if defined(HAS_DOT_PRODUCTS)
+    if (p.num_rows == 1) return multiply_by_twos<Type, 1>(p, packed), true;
+    if (p.num_rows == 2) return multiply_by_twos<Type, 2>(p, packed), true;
+    if (p.num_rows == 4) return multiply_by_twos<Type, 4>(p, packed), true;
+#endif
+    return false;
 }
 
 template <class Type>
 constexpr PackedType packed() {
-    return {unpack_blocks<Type>, Type::BYTES, Type::SIZE};
+    return {unpack_rows<Type>, multiply_directly<Type>, Type::BYTES, Type::SIZE};
 }
 
 constexpr PackedType TYPES[] = {
     packed<Q4_0>(),  packed<Q4_1>(), packed<Q5_0>(), packed<Q8_0>(), packed<Iq4Nl>(),
     packed<Mxfp4>(), packed<Q2K>(),  packed<Q3K>(),  packed<Q4K>(),  packed<Q5K>(),
-    packed<Q6K>(),   packed<Iq4Xs>(), {nullptr, sizeof(bf16), 1},
+    packed<Q6K>(),   packed<Iq4Xs>(), {nullptr, nullptr, sizeof(bf16), 1},
 };
 
 }  // namespace

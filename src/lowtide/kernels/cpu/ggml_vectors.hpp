@@ -8,13 +8,16 @@
 //
 // Ports that move and convert are what these wait for, and broadcasts from memory go by none: the
 // scales of blocks of 32 weights are made ready for 16 of them at once.
+//
+// 32 weights after the other are handed to a `take(number, weights)`, which stores them or
+// multiplies with them.
 
 #pragma once
 
 #include <algorithm>
 #include <type_traits>
 
-#include "ggml_types.hpp"
+#include "ggml.hpp"
 
 #if defined(HAS_DOT_PRODUCTS)
 
@@ -68,8 +71,8 @@ AVX512_BF16 INLINED __m512i rounded(__m512 lower, __m512 upper) {
 
 AVX512_BF16 INLINED __m512i table_of(__m512 weights) { return rounded(weights, weights); }
 
-AVX512_BF16 INLINED void look_up(__m512i numbers, __m512i table, bf16* out) {
-    _mm512_storeu_si512(out, _mm512_permutexvar_epi16(numbers, table));
+AVX512_BF16 INLINED __m512i look_up(__m512i numbers, __m512i table) {
+    return _mm512_permutexvar_epi16(numbers, table);
 }
 
 // The bits of `mask` of one, the others of the other.
@@ -97,66 +100,64 @@ AVX512_BF16 INLINED __m512i nibbles(const u8* q) {
 }
 
 // 32 signed bytes with a scale for each 16.
-AVX512_BF16 INLINED void scaled(__m256i numbers, __m512 lower, __m512 upper, bf16* out) {
-    const __m512i low = _mm512_cvtepi8_epi32(_mm256_castsi256_si128(numbers));
-    const __m512i high = _mm512_cvtepi8_epi32(_mm256_extracti128_si256(numbers, 1));
-    _mm512_storeu_si512(
-        out, rounded(_mm512_mul_ps(_mm512_cvtepi32_ps(low), lower),
-                     _mm512_mul_ps(_mm512_cvtepi32_ps(high), upper)));
+AVX512_BF16 INLINED __m512i scaled(__m128i low, __m128i high, __m512 lower, __m512 upper) {
+    return rounded(
+        _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(low)), lower),
+        _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(high)), upper));
 }
 
 template <class Type>
 struct Block;
 
-// Of types whose blocks have 32 weights: `unpack` is given a block's scale and, if it has one, its
+// Of types whose blocks have 32 weights: `weights` is given a block's scale and, if it has one, its
 // offset, which is the second float16.
 
 template <>
 struct Block<Q4_0> {
-    AVX512_BF16 static INLINED void unpack(const u8* b, __m512 d, __m512, bf16* out) {
+    AVX512_BF16 static INLINED __m512i weights(const u8* b, __m512 d, __m512) {
         const __m512 values = _mm512_sub_ps(counting(), _mm512_set1_ps(8));
-        look_up(nibbles(b + 2), table_of(_mm512_mul_ps(d, values)), out);
+        return look_up(nibbles(b + 2), table_of(_mm512_mul_ps(d, values)));
     }
 };
 
 template <>
 struct Block<Q4_1> {
-    AVX512_BF16 static INLINED void unpack(const u8* b, __m512 d, __m512 m, bf16* out) {
-        look_up(nibbles(b + 4), table_of(_mm512_fmadd_ps(d, counting(), m)), out);
+    AVX512_BF16 static INLINED __m512i weights(const u8* b, __m512 d, __m512 m) {
+        return look_up(nibbles(b + 4), table_of(_mm512_fmadd_ps(d, counting(), m)));
     }
 };
 
 template <>
 struct Block<Q5_0> {
-    AVX512_BF16 static INLINED void unpack(const u8* b, __m512 d, __m512, bf16* out) {
+    AVX512_BF16 static INLINED __m512i weights(const u8* b, __m512 d, __m512) {
         const __m512 lower = _mm512_sub_ps(counting(), _mm512_set1_ps(16));
         const __m512i table = rounded(_mm512_mul_ps(d, lower), _mm512_mul_ps(d, counting()));
         const __m512i low = _mm512_and_si512(nibbles(b + 6), words(15));
-        look_up(_mm512_mask_add_epi16(low, at<std::uint32_t>(b + 2), low, words(16)), table, out);
+        return look_up(_mm512_mask_add_epi16(low, at<std::uint32_t>(b + 2), low, words(16)), table);
     }
 };
 
 template <>
 struct Block<Q8_0> {
-    AVX512_BF16 static INLINED void unpack(const u8* b, __m512 d, __m512, bf16* out) {
-        scaled(thirty_two(b + 2), d, d, out);
+    AVX512_BF16 static INLINED __m512i weights(const u8* b, __m512 d, __m512) {
+        return scaled(sixteen(b + 2), sixteen(b + 18), d, d);
     }
 };
 
 template <>
 struct Block<Iq4Nl> {
-    AVX512_BF16 static INLINED void unpack(const u8* b, __m512 d, __m512, bf16* out) {
-        look_up(nibbles(b + 2), table_of(_mm512_mul_ps(d, _mm512_loadu_ps(IQ4_VALUES))), out);
+    AVX512_BF16 static INLINED __m512i weights(const u8* b, __m512 d, __m512) {
+        return look_up(nibbles(b + 2), table_of(_mm512_mul_ps(d, _mm512_loadu_ps(IQ4_VALUES))));
     }
 };
 
 // Two bits each, which the upper half of a float32 has: these are looked up.
 template <>
 struct Block<Mxfp4> {
-    AVX512_BF16 static INLINED void unpack(const u8* b, __m512 d, __m512, bf16* out) {
+    AVX512_BF16 static INLINED __m512i weights(const u8* b, __m512 d, __m512) {
         const __m512 weights = _mm512_mul_ps(d, _mm512_loadu_ps(MXFP4_VALUES));
         const __m512i twice = _mm512_slli_epi16(nibbles(b + 1), 1);
-        look_up(_mm512_or_si512(twice, words(1)), _mm512_castps_si512(weights), out);
+        return look_up(_mm512_or_si512(twice, words(1)), _mm512_castps_si512(weights));
     }
 };
 
@@ -166,14 +167,14 @@ AVX512_BF16 INLINED void scales_of_blocks(const u8* b, long num_blocks, float* d
     if constexpr (std::is_same_v<Type, Mxfp4>) {
         for (long i = 0; i < num_blocks; ++i) d[i] = mxfp4_scale(b[i * Type::BYTES]);
     } else {
-        short halves[2][16] = {};
-        for (long i = 0; i < num_blocks; ++i) {
-            halves[0][i] = at<short>(b + i * Type::BYTES);
-            if (std::is_same_v<Type, Q4_1>) halves[1][i] = at<short>(b + i * Type::BYTES + 2);
-        }
-        _mm512_storeu_ps(d, _mm512_cvtph_ps(thirty_two(reinterpret_cast<u8*>(halves[0]))));
+        const auto mask = static_cast<__mmask16>((1u << num_blocks) - 1);
+        const __m512i starts = _mm512_mullo_epi32(counting16(), _mm512_set1_epi32(Type::BYTES));
+        const __m512i words = _mm512_mask_i32gather_epi32(
+            _mm512_setzero_si512(), mask, starts, b, 1);
+        _mm512_storeu_ps(d, _mm512_cvtph_ps(_mm512_cvtepi32_epi16(words)));
         if (std::is_same_v<Type, Q4_1>)
-            _mm512_storeu_ps(m, _mm512_cvtph_ps(thirty_two(reinterpret_cast<u8*>(halves[1]))));
+            _mm512_storeu_ps(
+                m, _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(words, 16))));
     }
 }
 
@@ -194,7 +195,8 @@ AVX512_BF16 INLINED void scales_and_offsets(const u8* b, float* out) {
 
 template <>
 struct Block<Q4K> {
-    AVX512_BF16 static INLINED void unpack(const u8* b, bf16* out) {
+    template <class Take>
+    AVX512_BF16 static INLINED void unpack(const u8* b, long start, Take& take) {
         float scales[16];
         scales_and_offsets(b, scales);
         UNROLLED for (int pair = 0; pair < 4; ++pair) {
@@ -203,7 +205,7 @@ struct Block<Q4K> {
                 const int group = 2 * pair + high;
                 const __m512i table = table_of(_mm512_fmsub_ps(
                     _mm512_set1_ps(scales[group]), counting(), _mm512_set1_ps(scales[8 + group])));
-                look_up(high ? _mm512_srli_epi16(both, 4) : both, table, out + 32 * group);
+                take(start + group, look_up(high ? _mm512_srli_epi16(both, 4) : both, table));
             }
         }
     }
@@ -211,7 +213,8 @@ struct Block<Q4K> {
 
 template <>
 struct Block<Q5K> {
-    AVX512_BF16 static INLINED void unpack(const u8* b, bf16* out) {
+    template <class Take>
+    AVX512_BF16 static INLINED void unpack(const u8* b, long start, Take& take) {
         float scales[16];
         scales_and_offsets(b, scales);
         const __m512 upper = _mm512_add_ps(counting(), _mm512_set1_ps(16));
@@ -223,14 +226,16 @@ struct Block<Q5K> {
             const __m512i table = rounded(
                 _mm512_fmsub_ps(scale, counting(), offset), _mm512_fmsub_ps(scale, upper, offset));
             const __m512i bit = group < 4 ? left(fifth, 4 - group) : right(fifth, group - 4);
-            look_up(chosen(words(15), right(both, group % 2 * 4), bit), table, out + 32 * group);
+            take(start + group,
+                 look_up(chosen(words(15), right(both, group % 2 * 4), bit), table));
         }
     }
 };
 
 template <>
 struct Block<Q6K> {
-    AVX512_BF16 static INLINED void unpack(const u8* b, bf16* out) {
+    template <class Take>
+    AVX512_BF16 static INLINED void unpack(const u8* b, long start, Take& take) {
         float scales[16];
         _mm512_storeu_ps(
             scales, _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(sixteen(b + 192))),
@@ -248,8 +253,10 @@ struct Block<Q6K> {
                                              : _mm256_srli_epi16(h, 2);
             const __m256i six =
                 _mm256_or_si256(_mm256_and_si256(four, low), _mm256_and_si256(two, high));
-            scaled(_mm256_sub_epi8(six, _mm256_set1_epi8(32)), _mm512_set1_ps(scales[2 * part]),
-                   _mm512_set1_ps(scales[2 * part + 1]), out + 32 * part);
+            const __m256i numbers = _mm256_sub_epi8(six, _mm256_set1_epi8(32));
+            take(start + part,
+                 scaled(_mm256_castsi256_si128(numbers), _mm256_extracti128_si256(numbers, 1),
+                        _mm512_set1_ps(scales[2 * part]), _mm512_set1_ps(scales[2 * part + 1])));
         }
     }
 };
@@ -257,7 +264,8 @@ struct Block<Q6K> {
 // A table has eight groups of four weights.
 template <>
 struct Block<Q2K> {
-    AVX512_BF16 static INLINED void unpack(const u8* b, bf16* out) {
+    template <class Take>
+    AVX512_BF16 static INLINED void unpack(const u8* b, long start, Take& take) {
         const __m512i both = _mm512_cvtepu8_epi32(sixteen(b)), four = _mm512_set1_epi32(15);
         const __m512 scales = _mm512_mul_ps(
             _mm512_cvtepi32_ps(_mm512_and_si512(both, four)), half_everywhere(b + 80));
@@ -278,8 +286,8 @@ struct Block<Q2K> {
             UNROLLED for (int part = 0; part < 4; ++part) {
                 const __m512i groups = _mm512_inserti64x4(
                     words(8 * part), _mm256_set1_epi16(static_cast<short>(8 * part + 4)), 1);
-                look_up(chosen(words(3), right(q, 2 * part), groups), table,
-                        out + 128 * half + 32 * part);
+                take(start + 4 * half + part,
+                     look_up(chosen(words(3), right(q, 2 * part), groups), table));
             }
         }
     }
@@ -288,14 +296,15 @@ struct Block<Q2K> {
 // A table has four groups of eight weights.
 template <>
 struct Block<Q3K> {
-    AVX512_BF16 static INLINED void unpack(const u8* b, bf16* out) {
+    template <class Take>
+    AVX512_BF16 static INLINED void unpack(const u8* b, long start, Take& take) {
         const auto low = at<std::uint64_t>(b + 96);
         const std::uint64_t high = at<std::uint32_t>(b + 104);
         constexpr std::uint64_t FOUR = 0x0f0f0f0f0f0f0f0f, TWO = 0x0303030303030303;
-        const std::uint64_t first = (low & FOUR) | ((high | high >> 2 << 32) & TWO) << 4;
-        const std::uint64_t second = (low >> 4 & FOUR) | ((high >> 4 | high >> 6 << 32) & TWO) << 4;
+        const std::uint64_t lower = (low & FOUR) | ((high | high >> 2 << 32) & TWO) << 4;
+        const std::uint64_t upper = (low >> 4 & FOUR) | ((high >> 4 | high >> 6 << 32) & TWO) << 4;
         const __m128i bytes = _mm_set_epi64x(
-            static_cast<long long>(second), static_cast<long long>(first));
+            static_cast<long long>(upper), static_cast<long long>(lower));
         const __m512i signed_six =
             _mm512_sub_epi32(_mm512_cvtepu8_epi32(bytes), _mm512_set1_epi32(32));
         const __m512 scales =
@@ -318,8 +327,9 @@ struct Block<Q3K> {
                 const __m512i groups = _mm512_inserti64x4(
                     words(16 * i), _mm256_set1_epi16(static_cast<short>(16 * i + 8)), 1);
                 const __m512i bit = part < 2 ? left(third, 2 - part) : right(third, part - 2);
-                const __m512i upper = chosen(words(4), bit, groups);
-                look_up(chosen(words(3), right(q, part % 4 * 2), upper), table, out + 32 * part);
+                const __m512i third_bit = chosen(words(4), bit, groups);
+                take(start + part,
+                     look_up(chosen(words(3), right(q, part % 4 * 2), third_bit), table));
             }
         }
     }
@@ -327,33 +337,51 @@ struct Block<Q3K> {
 
 template <>
 struct Block<Iq4Xs> {
-    AVX512_BF16 static INLINED void unpack(const u8* b, bf16* out) {
+    template <class Take>
+    AVX512_BF16 static INLINED void unpack(const u8* b, long start, Take& take) {
         const __m512 d = half_everywhere(b), values = _mm512_loadu_ps(IQ4_VALUES);
         UNROLLED for (int group = 0; group < 8; ++group) {
             const __m512 number = _mm512_set1_ps(static_cast<float>(iq4_xs_scale(b, group)));
             const __m512i table = table_of(_mm512_mul_ps(_mm512_mul_ps(d, number), values));
-            look_up(nibbles(b + 8 + 16 * group), table, out + 32 * group);
+            take(start + group, look_up(nibbles(b + 8 + 16 * group), table));
         }
     }
 };
 
-template <class Type>
-AVX512_BF16 void unpack(const u8* stored, long num_blocks, bf16* out) {
+// Blocks, of which those of 32 weights are 16 at most.
+template <class Type, class Take>
+AVX512_BF16 INLINED void unpack_blocks(const u8* stored, long num_blocks, Take& take) {
     if constexpr (Type::SIZE > 32) {
         for (long block = 0; block < num_blocks; ++block)
-            Block<Type>::unpack(stored + block * Type::BYTES, out + block * Type::SIZE);
+            Block<Type>::unpack(stored + block * Type::BYTES, block * (Type::SIZE / 32), take);
     } else {
-        for (long first = 0; first < num_blocks; first += 16) {
-            const long length = std::min(num_blocks - first, 16L);
-            float d[16], m[16] = {};
-            scales_of_blocks<Type>(stored + first * Type::BYTES, length, d, m);
-            stays_in_memory(d), stays_in_memory(m);
-            for (long i = 0; i < length; ++i)
-                Block<Type>::unpack(
-                    stored + (first + i) * Type::BYTES, _mm512_set1_ps(d[i]), _mm512_set1_ps(m[i]),
-                    out + (first + i) * Type::SIZE);
-        }
+        float d[16], m[16] = {};
+        scales_of_blocks<Type>(stored, num_blocks, d, m);
+        stays_in_memory(d), stays_in_memory(m);
+        for (long i = 0; i < num_blocks; ++i)
+            take(i, Block<Type>::weights(
+                        stored + i * Type::BYTES, _mm512_set1_ps(d[i]), _mm512_set1_ps(m[i])));
     }
+}
+
+struct Store {
+    bf16* out;
+
+    AVX512_BF16 INLINED void operator()(long number, __m512i weights) const {
+        _mm512_storeu_si512(out + 32 * number, weights);
+    }
+};
+
+template <class Type>
+AVX512_BF16 void unpack(const PackedRows& rows, bf16* out, long out_stride) {
+    constexpr long MOST = 16;
+    for (long row = 0; row < rows.num_rows; ++row)
+        for (long first = 0; first < rows.num_blocks; first += MOST) {
+            Store store = {out + row * out_stride + first * Type::SIZE};
+            unpack_blocks<Type>(
+                rows.stored + row * rows.row_bytes + first * Type::BYTES,
+                std::min(rows.num_blocks - first, MOST), store);
+        }
 }
 
 }  // namespace vectors
