@@ -29,7 +29,8 @@ import torch
 from common.arguments import run_script
 from common.record import Recorder, say
 
-from lowtide.formats import formats, ggml
+from lowtide.formats import formats, fp8, ggml, grouped_ints
+from lowtide.formats.arranged import Sectioned
 from lowtide.kernels.choice import choose_kernels, choose_pack
 from lowtide.kernels.cpu.library import load_library
 from lowtide.kernels.operands import SlotPlaces
@@ -170,6 +171,25 @@ class PackedExperts(Bfloat16Experts):
         return content, kernels.several_stored([self._stored] * 3)
 
 
+class SectionedExperts(Bfloat16Experts):
+    """The same as checkpoints that other tools rounded are kept."""
+
+    def __init__(self, stored: Sectioned, shape: Shape, num_experts: int, max_rows: int) -> None:
+        self._stored = stored
+        super().__init__(shape, num_experts, max_rows)
+
+    def _made(self) -> tuple[torch.Tensor, SeveralExperts | None]:
+        hidden, width = self.shape
+        parts = []
+        for rows in ((width, hidden), (width, hidden), (hidden, width)):
+            # Every code is a number, in FP8, too, and so is every scale of two such bytes or four.
+            part = torch.randint(127, (self._stored.matrix_bytes(rows),), dtype=torch.uint8)
+            self._stored.views(part.numpy(), rows)[1][:] = 0x3C
+            parts.append(part)
+        kernels = choose_kernels("auto", torch.bfloat16, has_sectioned=True)
+        return torch.cat(parts), kernels.several_stored([self._stored] * 3)
+
+
 class TorchExperts:
     """The same weights by torch's products."""
 
@@ -206,11 +226,19 @@ FORMATS: Mapping[str, Callable[[Shape, int, int], Bfloat16Experts]] = {
     "q4-int8": Q4RoundedExperts,
     **{each.name: partial(PackedExperts, each.name, False) for each in ggml.FORMATS},
     **{f"{each.name}-int8": partial(PackedExperts, each.name, True) for each in ggml.FORMATS},
+    "gptq": partial(SectionedExperts, grouped_ints.FORMATS[4, 128, "F16", True]),
+    "ct-int4": partial(SectionedExperts, grouped_ints.FORMATS[4, 32, "BF16", False]),
+    "ct-int8": partial(SectionedExperts, grouped_ints.FORMATS[8, 128, "BF16", False]),
+    "fp8": partial(SectionedExperts, fp8.FORMATS["F32"].in_memory),
 }
 """By name: makes so many experts of a shape, for at most so many rows."""
 
 _PACKED = ("Q4_0", "Q8_0", "Q4_K", "Q6_K")
-_USUAL = ("bf16", "q8", "q4", "q8-int8", "q4-int8", *_PACKED, *(f"{name}-int8" for name in _PACKED))
+_USUAL = (
+    *("bf16", "q8", "q4", "q8-int8", "q4-int8", "gptq", "fp8"),
+    *_PACKED,
+    *(f"{name}-int8" for name in _PACKED),
+)
 
 
 class Ceiling:

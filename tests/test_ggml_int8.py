@@ -25,9 +25,9 @@ from lowtide.experts.rows import ExpertBuffers, Routing
 from lowtide.experts.slots import ExpertSlots
 from lowtide.formats.ggml import FORMATS, ROW_GROUP, GgmlFormat, PackedMatrix
 from lowtide.kernels.choice import choose_kernels
-from lowtide.kernels.compiled_ggml import PackedKernels
+from lowtide.kernels.compiled_packed import PackedKernels
 from lowtide.kernels.cpu.few_rows import FewRows
-from lowtide.kernels.cpu.ggml import PLAIN, GgmlOperators
+from lowtide.kernels.cpu.ggml import GgmlOperators
 from lowtide.kernels.cpu.quantised import INT8_VARIANTS, MAX_FEW_ROWS
 from lowtide.kernels.int8_rows import round_rows
 from lowtide.kernels.operands import ExpertWeights
@@ -236,7 +236,7 @@ def test_experts_at_once_are_experts_one_by_one(
 
 
 def test_rows_are_not_rounded_for_what_is_bfloat16(variants: list[GgmlOperators]) -> None:
-    assert variants[0].experts((0, PLAIN, 1)) is None
+    assert variants[0].experts((0, GgmlOperators.plain, 1)) is None
     matrix, x = randn(40, 256, seed=1), randn(3, 256)
     out = torch.empty(3, 40, dtype=torch.bfloat16)
     PackedKernels(FewRows.load(), variants[0]).multiply_by(x, matrix, out)

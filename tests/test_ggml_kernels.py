@@ -18,7 +18,7 @@ from lowtide.experts.slots import ExpertSlots
 from lowtide.formats import formats
 from lowtide.formats.ggml import FORMATS, GgmlFormat, PackedMatrix
 from lowtide.kernels.choice import choose_kernels
-from lowtide.kernels.compiled_ggml import PackedKernels
+from lowtide.kernels.compiled_packed import PackedKernels
 from lowtide.kernels.cpu.few_rows import VARIANTS, FewRows
 from lowtide.kernels.cpu.ggml import GgmlOperators
 from lowtide.kernels.cpu.library import FEW_ROWS, load_library

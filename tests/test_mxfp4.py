@@ -286,6 +286,24 @@ def test_published_experts_are_kept_packed(tmp_path: Path) -> None:
         assert torch.equal(out, wanted)
 
 
+def test_a_scale_that_is_no_number_is_refused_with_its_name_where_blocks_are_kept(
+    tmp_path: Path,
+) -> None:
+    arrays = published_arrays()
+    name = "model.layers.1.mlp.experts.down_proj"
+    scales = arrays[f"{name}_scales"].reshape(3, -1)
+    scales[2, 5] = 255
+    checkpoint = write(tmp_path, arrays)
+    table = bind(CONFIG, checkpoint).experts
+    layout = SlotLayout.of(CONFIG.moe_shape, torch.bfloat16, ClampedWeights, table.kept())
+    slots = ExpertSlots(Arena(layout.num_bytes), layout)
+    with reading(checkpoint.files[0].path, largest_read_bytes(table)) as reader:
+        transfer = DiskTransfer(reader, table, slots)
+        transfer.start(1, 1, 0).result()
+        with pytest.raises(CheckpointError, match=f"{name}.*: a scale of its blocks is 255"):
+            transfer.start(1, 2, 0).result()
+
+
 def unpacked(arrays: Arrays, name: str, blocks: tuple[int, int, int]) -> torch.Tensor:
     """[experts, out, in] as transformers has them."""
     name = f"model.layers.1.mlp.experts.{name}"

@@ -16,10 +16,13 @@ from safetensors.torch import load_file, save_file
 
 from lowtide import LLM
 from lowtide.config import ModelConfig
+from lowtide.engine.opening import EngineConfig, open_model
 from lowtide.errors import CheckpointError, LowtideError, UnsupportedError
 from lowtide.formats import format_of
 from lowtide.formats.arranged import Arranged
 from lowtide.formats.plain import plain_format
+from lowtide.kernels.compiled_packed import PackedKernels
+from lowtide.lab import doctor
 from lowtide.lab.synth import synth
 from lowtide.llm import plan_model
 from lowtide.memory.arena import Arena
@@ -174,6 +177,37 @@ def test_a_model_has_the_logits_of_its_dequantised_weights(
     assert torch.equal(logits(folder, host_memory=plan.minimum_bytes), found), "any budget"
     unpacked = logits(folder, expert_dtype="float32", dense_dtype="float32")
     assert (unpacked - expected).abs().max() <= 2e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", QUANTISATIONS)
+def test_compiled_kernels_write_the_same_ids_at_every_budget(
+    name: str, source: Path, tmp_path: Path
+) -> None:
+    folder, plain = write_rounded(source, tmp_path, name)
+    prompt, few = list(range(2, 40)), list(range(2, 9))
+    with LLM(plain, context=64, dtype="bfloat16") as llm:
+        expected = llm.logits(few)
+    plan = plan_model(folder, context=64, dtype="bfloat16")
+    found = []
+    for budget in (plan.minimum_bytes, plan.minimum_bytes + plan.host.slot_bytes * 5, "1GiB"):
+        with LLM(folder, context=64, dtype="bfloat16", host_memory=budget) as llm:
+            [answer] = llm.generate([prompt], max_tokens=20, progress=False)
+            found.append(answer.token_ids)
+            if isinstance(llm._engine.opened.kernels, PackedKernels):
+                assert torch.equal(llm.logits(few), expected), "the bits of the same weights"
+    assert found[1:] == found[:1] * 2
+
+
+def test_doctor_measures_with_the_kernels_of_the_engine(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = write_rounded(source, tmp_path, "awq")
+    opened = open_model(folder, EngineConfig(dtype="bfloat16"))
+    [patient] = doctor._patients_of("a model", opened, [])
+    asked = []
+    monkeypatch.setattr(doctor, "measure_costs", lambda *_, kernels, **__: asked.append(kernels))
+    doctor._measure(patient, "cpu", opened.options)
+    assert asked == [opened.kernels]
 
 
 def without(name: str) -> Callable[[dict[str, torch.Tensor]], None]:

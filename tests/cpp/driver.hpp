@@ -135,6 +135,7 @@ void check_quantised(const Library& quantised, const Library& few_rows);
 void check_packing(const Library& quantised);
 void check_ggml(const Library& ggml, const Library& few_rows);
 void check_ggml_int8(const Library& ggml_int8, const Library& few_rows);
+void check_sectioned(const Library& sectioned, const Library& few_rows);
 void check_buddies(const Library& buddies);
 
 }  // namespace driver

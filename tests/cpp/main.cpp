@@ -2,19 +2,20 @@
 // experts, several threads, in every variant of this processor. What sanitizers are run on
 // (tools/sanitize.py).
 //
-//     driver FEW_ROWS.so QUANTISED.so GGML.so GGML_INT8.so BUDDIES.so
+//     driver FEW_ROWS.so QUANTISED.so GGML.so GGML_INT8.so SECTIONED.so BUDDIES.so
 
 #include "driver.hpp"
 
 using namespace driver;
 
 int main(int num_arguments, char** arguments) {
-    if (num_arguments != 6) {
-        std::fprintf(stderr, "wanted: the paths of five libraries\n");
+    if (num_arguments != 7) {
+        std::fprintf(stderr, "wanted: the paths of six libraries\n");
         return 2;
     }
     const Library few_rows(arguments[1]), quantised(arguments[2]);
-    const Library ggml(arguments[3]), ggml_int8(arguments[4]), buddies(arguments[5]);
+    const Library ggml(arguments[3]), ggml_int8(arguments[4]), sectioned(arguments[5]);
+    const Library buddies(arguments[6]);
     check_team(few_rows);
     check_products(few_rows);
     check_experts(few_rows);
@@ -24,6 +25,7 @@ int main(int num_arguments, char** arguments) {
     check_quantised(quantised, few_rows);
     check_ggml(ggml, few_rows);
     check_ggml_int8(ggml_int8, few_rows);
+    check_sectioned(sectioned, few_rows);
     check_buddies(buddies);
     std::printf(num_wrong == 0 ? "all is as it should be\n" : "%ld things are wrong\n", num_wrong);
     return num_wrong == 0 ? 0 : 1;

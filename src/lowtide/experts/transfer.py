@@ -90,12 +90,13 @@ class DiskTransfer:
                 continue
             own = [places[i] for i in (part, *target.others)]
             stored = self._table.layers[layer].formats[part]
+            name = self._table.name(layer, expert, part)
             if isinstance(stored, Arranged):
-                name = self._table.name(layer, expert, part)
                 read = self._matrix_read(layer, slot, target, stored, own)
                 reads.append(read._replace(name=name, window=window))
             else:
-                reads += self._target_reads(layer, slot, part, target, own)
+                others = self._target_reads(layer, slot, part, target, own)
+                reads += [each._replace(name=name) for each in others]
         return reads
 
     def _matrix_read(

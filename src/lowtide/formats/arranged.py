@@ -81,8 +81,9 @@ class Sectioned(MatrixFormat):
         sections = self.views(content, shape)
         step, row_bytes = max(1, CHUNK_WEIGHTS // shape[1]), to.num_bytes(shape[1])
         for first in range(0, shape[0], step):
-            rows = np.arange(first, min(first + step, shape[0]))
-            weights = self.weights(_of_rows(sections, rows, shape[0]), rows, shape[1])
+            rows = range(first, min(first + step, shape[0]))
+            some = _of_rows(sections, rows, shape[0])
+            weights = self.weights(some, np.array(rows), shape[1])
             part = target[first * row_bytes : (first + len(rows)) * row_bytes]
             convert_plain(weights.reshape(-1).view(np.uint8), "F32", part, to.name)
 
@@ -90,14 +91,7 @@ class Sectioned(MatrixFormat):
         raise NotImplementedError(f"{self.name} is unpacked by whole rows of a matrix.")
 
     def matrix(self, tensors: Sequence[Tensor], shape: Shape) -> SectionedMatrix:
-        import torch
-
-        sections, start = [], 0
-        for rows, row_bytes in self.sections(shape):
-            sections.append(tensors[0][start : start + rows * row_bytes].view(rows, row_bytes))
-            start += align_up(rows * row_bytes)
-        rows_of_all = torch.arange(1) if tensors[0].is_meta else None
-        return SectionedMatrix(self, tuple(sections), shape, rows_of_all)
+        return SectionedMatrix(self, tensors[0], shape, range(shape[0]))
 
     def has_tensor(self, name: str, dtype: str) -> bool:
         return False
@@ -155,51 +149,43 @@ class Arranged(MatrixFormat):
 class SectionedMatrix:
     """A matrix [out, in] in host memory, or some rows of one."""
 
-    __slots__ = ("format", "shape", "_by_row", "_numbers", "_of_all", "_sections")
+    __slots__ = ("content", "format", "numbers", "shape", "whole_shape")
 
     def __init__(
-        self,
-        stored: Sectioned,
-        sections: tuple[Tensor, ...],
-        shape: Shape,
-        numbers: Tensor | None = None,
-        whole: SectionedMatrix | None = None,
+        self, stored: Sectioned, content: Tensor, whole_shape: Shape, numbers: range | Tensor
     ) -> None:
-        """sections: [rows, bytes]; numbers: of the rows in the `whole` matrix, if not all of it."""
-        self.format, self.shape = stored, shape
-        self._sections, self._numbers = sections, numbers
-        self._of_all: int = shape[0] if whole is None else whole._of_all
-        # A part of the rows may be as many as there are of something else: told by the whole.
-        self._by_row: tuple[bool, ...] = (
-            tuple(len(each) == shape[0] for each in sections) if whole is None else whole._by_row
-        )
+        """content: 1-D uint8, of a whole matrix. numbers: of the rows in it that these are, those
+        of a range neighbours."""
+        self.format, self.content, self.whole_shape = stored, content, whole_shape
+        self.numbers = numbers
+        self.shape = (len(numbers), *whole_shape[1:])
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in self._sections)
+        return sum(
+            row_bytes * (self.shape[0] if rows == self.whole_shape[0] else rows)
+            for rows, row_bytes in self.format.sections(self.whole_shape)
+        )
 
     @property
     def device(self) -> torch.device:
-        return self._sections[0].device
+        return self.content.device
 
     def rows(self, features: slice | Tensor) -> SectionedMatrix:
-        import torch
-
-        numbers = torch.arange(self._of_all) if self._numbers is None else self._numbers
-        chosen = numbers[features]
-        sections = tuple(
-            each[features] if is_by_row else each
-            for each, is_by_row in zip(self._sections, self._by_row, strict=True)
-        )
-        shape = (len(chosen), *self.shape[1:])
-        return SectionedMatrix(self.format, sections, shape, chosen, self)
+        numbers = self.numbers
+        if isinstance(features, slice):
+            chosen = numbers[features]
+        else:
+            chosen = features + numbers.start if isinstance(numbers, range) else numbers[features]
+        return SectionedMatrix(self.format, self.content, self.whole_shape, chosen)
 
     def unpack(self, out: Tensor) -> None:
         import torch
 
-        numbers = torch.arange(self._of_all) if self._numbers is None else self._numbers
-        sections = [each.numpy() for each in self._sections]
-        weights = self.format.weights(sections, numbers.numpy(), self.shape[1])
+        numbers = self.numbers if isinstance(self.numbers, range) else self.numbers.numpy()
+        views = self.format.views(self.content.numpy(), self.whole_shape)
+        sections = _of_rows(views, numbers, self.whole_shape[0])
+        weights = self.format.weights(sections, np.array(numbers), self.shape[1])
         out.copy_(torch.from_numpy(weights))
 
 
@@ -217,8 +203,12 @@ def to_float32(stored: Bytes, dtype: str) -> Floats:
     return found.reshape(len(stored), -1)
 
 
-def _of_rows(sections: Sequence[Bytes], rows: NDArray[np.int64], num_rows: int) -> list[Bytes]:
-    return [each[rows[0] : rows[-1] + 1] if len(each) == num_rows else each for each in sections]
+def _of_rows(
+    sections: Sequence[Bytes], rows: range | NDArray[np.int64], num_rows: int
+) -> list[Bytes]:
+    """What belongs to some rows, of sections with a row for each of `num_rows`."""
+    chosen = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
+    return [each[chosen] if len(each) == num_rows else each for each in sections]
 
 
 def _bytes_of(tensor: StoredTensor, units: range) -> slice:

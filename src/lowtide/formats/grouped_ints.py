@@ -50,7 +50,8 @@ class GroupedInts(Sectioned):
             groups -= sections[2].astype(np.float32)[:, :, None]
         else:
             groups -= np.float32(2 ** (self.num_bits - 1))
-        groups *= to_float32(sections[1], self.scale_dtype)[:, :, None]
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite stays so
+            groups *= to_float32(sections[1], self.scale_dtype)[:, :, None]
         return groups.reshape(len(rows), width)
 
 

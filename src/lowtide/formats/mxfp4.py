@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from lowtide.errors import CheckpointError
 from lowtide.formats.ggml import FORMATS as GGML_FORMATS
 from lowtide.formats.matrix import Bytes, MatrixFormat
 from lowtide.formats.plain import CHUNK_WEIGHTS
@@ -48,8 +49,13 @@ class Mxfp4(MatrixFormat):
         return GGML_MXFP4
 
     def arrange(self, stored: Sequence[Bytes], target: Bytes) -> None:
-        """Weights k and k + 16 of a block share a byte there, so bytes k / 2 and k / 2 + 8 here."""
+        """Weights k and k + 16 of a block share a byte there, so bytes k / 2 and k / 2 + 8 here.
+
+        Raises CheckpointError, without the matrix's name, for a scale of 255: blocks of GGUF files
+        have no NaN."""
         blocks, scales = stored
+        if not self.is_finite(scales):
+            raise CheckpointError("a scale of its blocks is 255, which is NaN in MXFP4")
         words, out = blocks.view(np.uint64).reshape(-1, 2), target.view(_KEPT)
         for start in range(0, len(scales), _CHUNK_BLOCKS):
             chunk = slice(start, start + _CHUNK_BLOCKS)

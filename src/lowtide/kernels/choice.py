@@ -5,18 +5,21 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+from typing import Any
 
 import torch
 
 from lowtide.errors import StorageError, UnsupportedError
 from lowtide.formats.convert import Pack, pack
 from lowtide.kernels.compiled import CompiledKernels, compiled_name
-from lowtide.kernels.compiled_ggml import PackedKernels
+from lowtide.kernels.compiled_packed import PackedKernels
 from lowtide.kernels.compiled_quantised import QuantisedKernels
 from lowtide.kernels.cpu.buddies import CompiledBuddies
 from lowtide.kernels.cpu.few_rows import VARIANTS, FewRows
 from lowtide.kernels.cpu.ggml import GgmlOperators
+from lowtide.kernels.cpu.packed import PackedOperators
 from lowtide.kernels.cpu.quantised import QuantisedOperators
+from lowtide.kernels.cpu.sectioned import SectionedOperators
 from lowtide.kernels.reference import REFERENCE, Kernels
 
 _log = logging.getLogger(__name__)
@@ -30,11 +33,13 @@ def choose_kernels(
     device: torch.device = HOST,
     has_quantised: bool = False,
     has_packed: bool = False,
+    has_sectioned: bool = False,
     rounds_rows: bool = False,
 ) -> Kernels:
     """The kernels of what computes in `dtype` on `device`; option: `auto` or `reference`.
-    has_quantised, has_packed: whether some weights are in q8 or q4, or in a packed type of GGUF
-    files, whose kernels are compiled then, too. rounds_rows: `activations="int8"`.
+    has_quantised, has_packed, has_sectioned: whether some weights are in q8 or q4, in a packed type
+    of GGUF files, or as checkpoints that other tools rounded are kept, whose kernels are compiled
+    then, too. rounds_rows: `activations="int8"`.
 
     On the host, where nothing can be compiled, `auto` is the reference too, with one notice in
     the log. On a GPU the option is about its experts alone, which its device chooses.
@@ -46,8 +51,8 @@ def choose_kernels(
     operators = quantised_operators(rounds_rows) if has_quantised else None
     if operators is not None:
         return _compiled_with(operators)
-    if has_packed:
-        return _compiled_for_packed(rounds_rows)
+    if has_packed or (has_sectioned and not rounds_rows):
+        return _compiled_for_packed(has_packed, rounds_rows)
     return Kernels(rounds_rows) if rounds_rows else _compiled()
 
 
@@ -116,9 +121,11 @@ def _compiled() -> Kernels:
 
 
 @functools.cache
-def _compiled_for_packed(rounds_rows: bool) -> Kernels:
+def _compiled_for_packed(is_of_gguf: bool, rounds_rows: bool) -> Kernels:
     try:
-        packed = GgmlOperators.load(rounds_rows=rounds_rows)
+        packed: PackedOperators[Any] = (
+            GgmlOperators.load(rounds_rows=rounds_rows) if is_of_gguf else SectionedOperators.load()
+        )
     except (StorageError, UnsupportedError) as error:
         _log.warning("%s Packed weights are unpacked by numpy, which is slow.", error)
         return _without_formats(rounds_rows)

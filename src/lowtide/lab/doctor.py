@@ -53,6 +53,7 @@ from lowtide.hardware.store import (
 )
 from lowtide.kernels.choice import choose_kernels
 from lowtide.kernels.library_cache import limit_library_cache
+from lowtide.kernels.reference import Kernels
 from lowtide.lab.diagnosis import Diagnosis, ExpertCosts, Skipped
 from lowtide.llm import LLM
 from lowtide.memory.arena import Arena
@@ -228,7 +229,7 @@ def _costs(
 ) -> ExpertCosts:
     device = resolve_device(options.device)
     checkpoint = _checkpoint(patient, device)
-    kernels = choose_kernels(options.kernels, patient.layout.dtype)
+    kernels = _kernels(patient, options)
     measure = partial(_measure, patient, device, options)
     if device == "emulated":
         measured, description = measure()
@@ -253,7 +254,7 @@ def _costs(
 def _measure(patient: _Patient, name: str, options: EngineConfig) -> tuple[Measured, str]:
     """The costs, and a line on the device that they were measured with."""
     make_executor = HostExecutor.beside_emulated if name == "emulated" else HostExecutor
-    kernels = choose_kernels(options.kernels, patient.layout.dtype)
+    kernels = _kernels(patient, options)
     executor = make_executor(patient.shape.num_experts_per_token)
     try:
         opening = _device(patient, name, options, executor.cores_per_expert)
@@ -272,6 +273,13 @@ def _measure(patient: _Patient, name: str, options: EngineConfig) -> tuple[Measu
     finally:
         executor.close()
     return measured, description
+
+
+def _kernels(patient: _Patient, options: EngineConfig) -> Kernels:
+    """The host's, as the engine chooses them: experts may be in formats that have their own."""
+    if patient.opened is not None:
+        return patient.opened.kernels
+    return choose_kernels(options.kernels, patient.layout.dtype)
 
 
 def _checkpoint(patient: _Patient, device: str) -> Checkpoint | None:
@@ -315,7 +323,7 @@ def _device(
                 yield device, pinned.make_arena, name
     else:
         layout, num_slots = patient.layout, _num_slots(patient)
-        kernels = choose_kernels(options.kernels, layout.dtype)
+        kernels = _kernels(patient, options)
         shape, given = patient.shape, options.device_options
         speeds = emulated_speeds(given, layout, shape, layout.dtype, kernels, cores_per_expert)
         arena = Arena(num_slots * layout.num_bytes)

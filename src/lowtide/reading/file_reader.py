@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.core import align_up
-from lowtide.errors import StorageError, UnsupportedError
+from lowtide.errors import CheckpointError, StorageError, UnsupportedError
 from lowtide.files.regular_file import RegularFile
 from lowtide.formats import MatrixFormat
 from lowtide.formats.arranged import Arranged
@@ -70,6 +70,7 @@ class ArrayRead(NamedTuple):
     format: MatrixFormat
     target: NDArray[Any]
     target_format: MatrixFormat | None
+    name: str = ""  # for people, where what is read may be refused
 
     def stored_bytes(self, num_elements: int) -> list[int]:
         """Of so many elements of the target, in each of the places."""
@@ -313,8 +314,11 @@ class FileReader:
                 rest = rest[align_up(num_bytes + SECTOR_BYTES, SECTOR_BYTES) :]
             if read.target_format is None:
                 rows[...] = stored[0].view(rows.dtype).reshape(rows.shape)
-            else:
+                continue
+            try:
                 convert_rows(stored, read.format, rows, read.target_format)
+            except CheckpointError as reason:
+                raise CheckpointError(f"{read.name}: {reason}; fetch it again.") from None
         return row_bytes * len(read.target)
 
     def _pull(

@@ -65,7 +65,7 @@ class ExpertTable:
     files: IntArray  # [moe_layers, experts, parts], indices into Checkpoint.files
     offsets: IntArray  # [moe_layers, experts, parts], bytes from the start of the file
     targets: tuple[SlotTarget | None, ...] | None = None  # see ExpertStorage
-    templates: tuple[str, ...] = ()  # of the names of matrices that are in several tensors, by part
+    templates: tuple[str, ...] = ()  # of stored parts' names, or of those of their matrices
     first_layer: int = 0  # with experts, and the step to the next, as names count them
     layer_step: int = 1
 
@@ -81,7 +81,7 @@ class ExpertTable:
         return max(sum(layer.part_bytes) for layer in self.layers)
 
     def name(self, layer: int, expert: int, part: int) -> str:
-        """Of the matrix that a stored part begins, as the model knows it."""
+        """Of a stored part's tensor, or of the matrix that it begins, as the model knows it."""
         number = self.first_layer + layer * self.layer_step
         return self.templates[part].format(layer=number, expert=expert)
 
@@ -248,7 +248,8 @@ def _expert_table(schema: ModelSchema, checkpoint: Checkpoint) -> ExpertTable:
             files[row, :, part], offsets[row, :, part] = found.files, found.offsets
         stored.append(StoredLayer(_formats(storage, dtypes), tuple(part_bytes)))
     files.flags.writeable = offsets.flags.writeable = False
-    return ExpertTable(tuple(stored), files, offsets, storage.targets)
+    names = tuple(source.template for source in storage.parts), layers.start, layers.step
+    return ExpertTable(tuple(stored), files, offsets, storage.targets, *names)
 
 
 def _rounded_table(

@@ -3,12 +3,11 @@
 #include "expert_layer.hpp"
 #include "ggml.hpp"
 #include "signatures.hpp"
+#include "weight_pieces.hpp"
 
 using namespace lowtide;
 
 namespace {
-
-constexpr long PIECE_BYTES = WORTH_BYTES / 4;  // of a matrix, as far as tiles stay whole
 
 PackedWeights weights_of(int type, const void* stored, long num_k) {
     return {&packed_type(type), static_cast<const std::uint8_t*>(stored), num_k};
@@ -42,18 +41,9 @@ void lowtide_ggml_multiply(
     const bf16* bias, bf16* out, long out_stride, long num_rows, long num_outs, long num_k
 ) {
     const PackedWeights weights = weights_of(type, w, num_k);
-    if (num_outs * weights.row_bytes() < WORTH_BYTES) num_threads = 1;
-    Product<bf16> p = {x, x_stride, nullptr, bias, out, out_stride, num_rows, num_outs, num_k};
-    p.inputs = new_inputs();
-    const long length = whole_tiles(PIECE_BYTES / weights.row_bytes());
-    together(num_threads, (num_outs + length - 1) / length, [&](long number) {
-        const long first = number * length, next = first + num_threads * length;
-        Product<bf16> some = p;
-        some.out += first, some.num_outs = std::min(length, num_outs - first);
-        if (bias != nullptr) some.bias += first;
-        if (next < num_outs) some.next = weights.from(next).start();
-        weights.from(first).multiply(variant, some);
-    });
+    multiply_in_pieces(
+        variant, num_threads, weights,
+        {x, x_stride, nullptr, bias, out, out_stride, num_rows, num_outs, num_k});
 }
 
 void lowtide_ggml_mlps(

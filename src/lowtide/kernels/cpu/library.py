@@ -48,8 +48,12 @@ QUANTISED = _sources(
 )
 GGML = _sources("ggml", "ggml_unpack", "ggml_products", "products", "processor", "borrowed_team")
 GGML_INT8 = _sources("ggml_int8", "processor", "borrowed_team")
+SECTIONED = _sources(
+    *("sectioned", "sectioned_unpack", "sectioned_products", "products", "processor"),
+    "borrowed_team",
+)
 BUDDIES = _sources("buddies", "buddy_counts")
-LIBRARIES = (FEW_ROWS, QUANTISED, GGML, GGML_INT8, BUDDIES)
+LIBRARIES = (FEW_ROWS, QUANTISED, GGML, GGML_INT8, SECTIONED, BUDDIES)
 """What a wheel has compiled."""
 
 _log = logging.getLogger(__name__)

@@ -1,0 +1,124 @@
+// Integers in groups and FP8 by blocks.
+
+#include <cstring>
+
+#include "driver.hpp"
+#include "sectioned.hpp"
+
+namespace driver {
+namespace {
+
+using Bytes = std::vector<std::uint8_t>;
+using Unpack = void(int, int, const void*, long, long, const std::int64_t*, long, long, bf16*);
+struct Shape {
+    long num_outs, num_k;
+};
+
+// As sectioned.py makes them.
+int type_number(int form, int scale, int has_zeros, int log_group) {
+    return form | scale << 2 | has_zeros << 4 | log_group << 5;
+}
+
+struct Matrix {
+    int type;
+    Shape shape;
+    Bytes content;
+
+    // Any codes and zeros, hardly any NaN; of the scales some are no usual numbers.
+    Matrix(int type, const Shape& shape)
+        : type(type), shape(shape), content(num_bytes(lowtide::SectionedType(type), shape)) {
+        for (auto& each : content) each = std::uint8_t(below(256));
+        const lowtide::SectionedType of(type);
+        const lowtide::SectionedWeights all(type, content.data(), shape.num_outs, shape.num_k);
+        const lowtide::Span first = all.span(0, 0, shape.num_k);
+        const long start = first.scales - content.data();
+        const long stop = of.has_zeros ? first.zeros - content.data() : long(content.size());
+        if (of.form == lowtide::Form::FP8)
+            for (long at = 0; at < start; ++at)
+                if (below(500) != 0) content[at] %= 127;
+        for (long at = start; at + of.scale_bytes() <= stop; at += of.scale_bytes())
+            if (below(64) != 0) std::memset(&content[at], 0x3c, of.scale_bytes());
+    }
+
+    // Without what aligns the end.
+    static long num_bytes(const lowtide::SectionedType& of, const Shape& shape) {
+        const auto aligned = [](long size) { return (size + 63) / 64 * 64; };
+        const long group = of.group(), num_groups = (shape.num_k + group - 1) / group;
+        const bool is_fp8 = of.form == lowtide::Form::FP8;
+        const long rows = is_fp8 ? (shape.num_outs + group - 1) / group : shape.num_outs;
+        const long scale_bytes = rows * num_groups * of.scale_bytes();
+        return aligned(shape.num_outs * of.code_bytes(shape.num_k)) +
+               (of.has_zeros ? aligned(scale_bytes) + rows * num_groups : scale_bytes);
+    }
+};
+
+bool is_same(const Numbers& left, const Numbers& right) {
+    const auto same = [](bf16 a, bf16 b) {
+        return a == b || (std::isnan(lowtide::widen(a)) && std::isnan(lowtide::widen(b)));
+    };
+    return std::equal(left.begin(), left.end(), right.begin(), right.end(), same);
+}
+
+// By every variant, of rows one after the other and by number.
+void unpack_all(const Library& library, const Matrix& matrix, int best) {
+    auto* unpack = library.function<Unpack>("lowtide_sectioned_unpack");
+    const auto [num_outs, num_k] = matrix.shape;
+    const Ids numbers = {num_outs - 1, 0, num_outs / 2};
+    Numbers first;
+    for (int variant = 0; variant <= best; ++variant) {
+        Numbers out(num_outs * num_k), some(long(numbers.size()) * num_k);
+        unpack(variant, matrix.type, matrix.content.data(), num_outs, num_k, nullptr, 0, num_outs,
+               out.data());
+        if (variant == 0) first = out;
+        expect(is_same(out, first), "bits of kept weights", variant, matrix.type, num_k);
+        unpack(variant, matrix.type, matrix.content.data(), num_outs, num_k, numbers.data(), 0,
+               long(numbers.size()), some.data());
+        for (std::size_t i = 0; i < numbers.size(); ++i) {
+            const auto row = out.begin() + numbers[i] * num_k;
+            expect(is_same(Numbers(row, row + num_k),
+                           Numbers(some.begin() + long(i) * num_k, some.begin() + long(i + 1) * num_k)),
+                   "a row by its number", variant, matrix.type, numbers[i]);
+        }
+    }
+}
+
+// By some threads as by one.
+void multiply(const Library& library, const Matrix& matrix, int variant, long num_rows) {
+    auto* call = library.function<MultiplyFunction>("lowtide_sectioned_multiply");
+    const auto [num_outs, num_k] = matrix.shape;
+    const Numbers x = numbers(num_rows * num_k), bias = numbers(num_outs);
+    Numbers by_one;
+    for (int num_threads : THREADS) {
+        Numbers out(num_rows * num_outs, 7);
+        call(variant, num_threads, matrix.type, x.data(), num_k, matrix.content.data(), bias.data(),
+             out.data(), num_outs, num_rows, num_outs, num_k);
+        if (num_threads == 1) by_one = out;
+        expect(is_same(out, by_one), "bits of a kept product", variant, matrix.type, num_rows);
+    }
+}
+
+void check(const Library& library, int type, const Shape& shape) {
+    const int best = library.function<int()>("lowtide_best_variant")();
+    auto* max_rows = library.function<long(int)>("lowtide_max_rows");
+    const Matrix matrix(type, shape);
+    unpack_all(library, matrix, best);
+    for (int variant = 0; variant <= best; ++variant)
+        for (long num_rows : {0L, 1L, 5L, max_rows(variant)})
+            multiply(library, matrix, variant, num_rows);
+}
+
+}  // namespace
+
+void check_sectioned(const Library& sectioned, const Library& few_rows) {
+    lend_team(few_rows, sectioned);
+    for (int form : {1, 2})
+        for (int scale : {0, 1, 2})
+            for (int has_zeros : {0, 1})
+                for (int log_group : {5, 7})
+                    check(sectioned, type_number(form, scale, has_zeros, log_group), {37, 640});
+    for (int scale : {0, 2})
+        for (const Shape& shape : {Shape{1, 1}, Shape{37, 200}, Shape{300, 384}})
+            check(sectioned, type_number(3, scale, 0, 7), shape);
+}
+
+}  // namespace driver
