@@ -14,6 +14,8 @@
 #include <cstdlib>
 #include <numeric>
 #include <random>
+#include <set>
+#include <string>
 #include <vector>
 
 #include "signatures.hpp"
@@ -30,6 +32,12 @@ using Ids = std::vector<std::int64_t>;
 
 constexpr int THREADS[] = {1, 2, 5};
 
+// All that were asked for.
+inline std::set<std::string>& called() {
+    static std::set<std::string> names;
+    return names;
+}
+
 class Library {
    public:
     explicit Library(const char* path) : handle_(dlopen(path, RTLD_NOW | RTLD_LOCAL)) {
@@ -40,6 +48,7 @@ class Library {
     Function* function(const char* name) const {
         void* found = dlsym(handle_, name);
         if (found == nullptr) stop(name);
+        called().insert(name);
         return reinterpret_cast<Function*>(found);
     }
 
@@ -130,6 +139,8 @@ void check_products(const Library& few_rows);
 void check_experts(const Library& few_rows);
 void check_rows(const Library& few_rows);
 void check_attention(const Library& few_rows);
+void check_router(const Library& few_rows);
+void check_layers(const Library& few_rows, const Library& quantised);
 void check_team(const Library& few_rows);
 void check_quantised(const Library& quantised, const Library& few_rows);
 void check_packing(const Library& quantised);

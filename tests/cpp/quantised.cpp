@@ -1,4 +1,5 @@
-// Weights in 8 and 4 bits: rounded, unpacked and multiplied with.
+// Weights in 8 and 4 bits: rounded, unpacked and multiplied with, by rows as they are and by rows in
+// int8.
 
 #include "driver.hpp"
 #include "quantised.hpp"
@@ -16,7 +17,37 @@ struct Shape {
 constexpr Shape SHAPES[] = {{1, 1},    {5, 64},   {7, 130},  {9, 63},
                             {33, 192}, {17, 1100}, {64, 320}, {900, 520}};
 constexpr long LARGE = 1 << 16;  // from so many weights on, some rows are enough
-constexpr long MAX_ROWS = 16;  // of one expert, as `MAX_FEW_ROWS` in Python
+
+// What multiplies: its functions' names begin with `prefix`.
+struct Kind {
+    const Library& library;
+    std::string prefix;
+    bool rounds_rows;
+    int num_variants;
+    long max_rows;  // of one expert, as `MAX_FEW_ROWS` in Python
+
+    static Kind exact(const Library& library) {
+        const int best = library.function<int()>("lowtide_best_quantised")();
+        return {library, "lowtide_quantised_", false, best + 1, 16};
+    }
+
+    static Kind int8(const Library& library) {
+        const int best = library.function<int()>("lowtide_best_int8")();
+        return {library, "lowtide_int8_", true, best + 1, 1000};
+    }
+
+    template <class Function>
+    Function* function(const char* name) const {
+        return library.function<Function>((prefix + name).c_str());
+    }
+
+    // Of a product's exact sum: rows in int8 are off by half a step of 1/127 of their largest.
+    bool is_near(bf16 found, double wanted, double size, long num_k) const {
+        const double slack = rounds_rows ? size / 150 : 0.0;
+        const double off = std::abs(lowtide::widen(found) - wanted);
+        return off <= slack + std::abs(wanted) / 128 + 1e-5 * double(num_k) + 1e-4;
+    }
+};
 
 long num_variants(const Library& library) {
     return library.function<int()>("lowtide_best_quantised")() + 1;
@@ -35,9 +66,10 @@ Bytes packed(
     return out;
 }
 
-void multiply(const Library& library, int num_bits, const Shape& shape) {
+void multiply(const Kind& kind, int num_bits, const Shape& shape) {
+    const Library& library = kind.library;
     auto* unpack = library.function<Unpack>("lowtide_quantised_unpack");
-    auto* call = library.function<MultiplyFunction>("lowtide_quantised_multiply");
+    auto* call = kind.function<MultiplyFunction>("multiply");
     const auto [num_outs, num_k] = shape;
     const Floats exact = floats(num_outs * num_k);
     const Bytes w =
@@ -49,8 +81,11 @@ void multiply(const Library& library, int num_bits, const Shape& shape) {
         unpack(variant, num_bits, w.data(), whole.data(), num_outs, num_k);
         if (variant == 0) weights = whole;
         expect(whole == weights, "bits of what is unpacked", variant, num_outs, num_k);
-        for (long num_rows : {0, 1, 2, 3, 5, 8, 13, 16}) {
-            if (num_outs * num_k > LARGE && num_rows != 3) continue;
+    }
+    for (int variant = 0; variant < kind.num_variants; ++variant) {
+        for (long num_rows : {0, 1, 2, 3, 5, 8, 13, 16, 17, 65, 130}) {
+            const bool is_long = num_outs * num_k > LARGE && num_rows != 3;
+            if (is_long || num_rows > kind.max_rows) continue;
             const long x_stride = num_k + 3, out_stride = num_outs + 1;
             const Numbers x = numbers(strided(num_rows, x_stride, num_k));
             Numbers first;
@@ -63,22 +98,24 @@ void multiply(const Library& library, int num_bits, const Shape& shape) {
             }
             for (long row = 0; row < num_rows; row += 5) {
                 const long o = below(num_outs);
-                double sum = lowtide::widen(bias[o]);
-                for (long k = 0; k < num_k; ++k)
-                    sum += double(lowtide::widen(x[row * x_stride + k])) *
-                           lowtide::widen(weights[o * num_k + k]);
-                expect(is_near(first[row * out_stride + o], sum, num_k), "a product of few bits",
-                       variant, row, o);
+                double sum = lowtide::widen(bias[o]), size = 0, largest = 0;
+                for (long k = 0; k < num_k; ++k) {
+                    const double weight = lowtide::widen(weights[o * num_k + k]);
+                    const double input = lowtide::widen(x[row * x_stride + k]);
+                    sum += input * weight, size += std::abs(weight);
+                    largest = std::max(largest, std::abs(input));
+                }
+                expect(kind.is_near(first[row * out_stride + o], sum, size * largest, num_k),
+                       "a product of few bits", variant, row, o);
             }
         }
     }
 }
 
-void run_experts(const Library& library, int num_bits, const Routed& routed, long hidden,
-                 long width) {
-    auto* pack = library.function<Pack>("lowtide_quantised_pack");
-    auto* whole = library.function<ExpertsFunction>("lowtide_quantised_experts");
-    auto* groups = library.function<MlpsFunction>("lowtide_quantised_mlps");
+void run_experts(const Kind& kind, int num_bits, const Routed& routed, long hidden, long width) {
+    auto* pack = kind.library.function<Pack>("lowtide_quantised_pack");
+    auto* whole = kind.function<ExpertsFunction>("experts");
+    auto* groups = kind.function<MlpsFunction>("mlps");
     const auto [num_tokens, k, num_experts] = routed;
     Bytes slots_bytes;
     for (long part = 0; part < 3 * num_experts; ++part) {
@@ -95,7 +132,7 @@ void run_experts(const Library& library, int num_bits, const Routed& routed, lon
     const Numbers x = numbers(num_tokens * hidden);
     const Floats weights = floats(num_pairs);
     const Ids experts = chosen_experts(num_tokens, k, num_experts), slots = slots_of(experts);
-    for (int variant = 0; variant < num_variants(library); ++variant) {
+    for (int variant = 0; variant < kind.num_variants; ++variant) {
         Floats first;
         for (int num_threads : THREADS) {
             Numbers parts(num_pairs * hidden), gate(num_pairs * width), up(num_pairs * width);
@@ -105,7 +142,7 @@ void run_experts(const Library& library, int num_bits, const Routed& routed, lon
                   parts.data(), gate.data(), up.data(), out.data(), num_tokens, k, hidden, width);
             if (num_threads == 1) first = out;
             expect(out == first, "bits of experts by threads", variant, num_tokens, num_threads);
-            const long of_one = std::min(num_pairs, MAX_ROWS);
+            const long of_one = std::min(num_pairs, kind.max_rows);
             const Ids of_groups = of_one == 0 ? Ids{} : Ids{slots[0], 0, of_one};
             groups(variant, num_threads, types, of_groups.data(), long(of_groups.size()) / 3,
                    place, place + inward, place + 2 * inward, slot_bytes, parts.data(),
@@ -149,12 +186,13 @@ void check_packing(const Library& quantised) {
 void check_quantised(const Library& quantised, const Library& few_rows) {
     lend_team(few_rows, quantised);
     const Shape sizes[] = {{1, 1}, {40, 24}, {130, 67}};
-    for (int num_bits : {8, 4}) {
-        for (const Shape& shape : SHAPES) multiply(quantised, num_bits, shape);
-        for (const auto& [hidden, width] : sizes)
-            for (const Routed& routed : ROUTED)
-                run_experts(quantised, num_bits, routed, hidden, width);
-    }
+    for (const Kind& kind : {Kind::exact(quantised), Kind::int8(quantised)})
+        for (int num_bits : {8, 4}) {
+            for (const Shape& shape : SHAPES) multiply(kind, num_bits, shape);
+            for (const auto& [hidden, width] : sizes)
+                for (const Routed& routed : ROUTED)
+                    run_experts(kind, num_bits, routed, hidden, width);
+        }
 }
 
 }  // namespace driver

@@ -1,20 +1,9 @@
-// Blocks of ggml's types, and substitution.
+// Substitution.
 
 #include "driver.hpp"
 
 namespace driver {
 namespace {
-
-using Bytes = std::vector<std::uint8_t>;
-using Unpack = void(int, int, const std::uint8_t*, long, bf16*);
-
-// In the order of ggml.cpp: bytes and weights of a block.
-struct BlockType {
-    long num_bytes, size;
-};
-constexpr BlockType BLOCKS[] = {{18, 32},   {20, 32},   {22, 32},   {34, 32},
-                                {18, 32},   {17, 32},   {84, 256},  {110, 256},
-                                {144, 256}, {176, 256}, {210, 256}, {136, 256}};
 
 // As in buddies.cpp.
 struct Rules {
@@ -38,6 +27,8 @@ using GiveUp = long(const Rules*, const std::int64_t*, const float*, const std::
 using Count = long(const std::int64_t*, const float*, const std::int64_t*, const float*, long,
                    long, long, const std::int64_t*, long, std::uint8_t*, double*, std::int64_t*,
                    std::int64_t*);
+using CountSaved = void(const std::int64_t*, const std::int64_t*, long, long, const double*, long,
+                        const std::int64_t*, long, double*, std::int64_t*);
 
 bool is_ascending(const Ids& ids, long k) {
     for (std::size_t i = 0; i < ids.size(); ++i)
@@ -58,6 +49,7 @@ void substitute(const Library& library, const Routed& routed, unsigned has) {
     auto* replace = library.function<Replace>("lowtide_replace_absent");
     auto* give_up = library.function<GiveUp>("lowtide_give_up_late");
     auto* count = library.function<Count>("lowtide_count_moved");
+    auto* count_saved = library.function<CountSaved>("lowtide_count_saved");
     const auto [num_tokens, k, num_experts] = routed;
     const long num_pairs = num_tokens * k, length = 5, num_owners = 2;
     const Ids experts = chosen_experts(num_tokens, k, num_experts);
@@ -107,84 +99,19 @@ void substitute(const Library& library, const Routed& routed, unsigned has) {
                "what is run can be", num_tokens, k, has);
         expect(std::accumulate(pairs.begin(), pairs.end(), 0L) == num_moved, "pairs moved",
                num_tokens, k, has);
+        std::vector<double> expert_bytes(num_experts), shares(num_owners);
+        for (double& each : expert_bytes) each = below(2) ? 0.0 : 3.0;
+        Ids in_vain(num_owners);
+        count_saved(experts.data(), out.data(), num_tokens, k, expert_bytes.data(), num_experts,
+                    owner.data(), num_owners, shares.data(), in_vain.data());
+        const double in_all = std::accumulate(expert_bytes.begin(), expert_bytes.end(), 0.0);
+        for (long one = 0; one < num_owners; ++one)
+            expect(0 <= shares[one] && shares[one] <= in_all && in_vain[one] <= pairs[one],
+                   "what was saved", one, num_tokens, has);
     }
-}
-
-// Random bytes may be scales that are not numbers: variants differ in which.
-bool is_same(const Numbers& left, const Numbers& right) {
-    const auto same = [](bf16 a, bf16 b) {
-        return a == b || (std::isnan(lowtide::widen(a)) && std::isnan(lowtide::widen(b)));
-    };
-    return std::equal(left.begin(), left.end(), right.begin(), right.end(), same);
-}
-
-// By some threads as by one; what one thread finds.
-Numbers multiply_packed(MultiplyFunction* multiply, int variant, int type, long num_rows,
-                        const Bytes& any) {
-    const long num_k = 768, num_outs = 37;
-    const Bytes w(any.begin(),
-                  any.begin() + num_outs * num_k / BLOCKS[type].size * BLOCKS[type].num_bytes);
-    Numbers x(num_rows * num_k), first;
-    for (std::size_t i = 0; i < x.size(); ++i) x[i] = bf16((i % 3 ? 0x3f00 : 0xbf00) + i * i * 37 % 256);
-    const Numbers bias(num_outs, 0x3f80);
-    for (int num_threads : THREADS) {
-        Numbers out(num_rows * num_outs, 7);
-        multiply(variant, num_threads, type, x.data(), num_k, w.data(), bias.data(), out.data(),
-                 num_outs, num_rows, num_outs, num_k);
-        if (num_threads == 1) first = out;
-        expect(is_same(out, first), "bits of a packed product", variant, type, num_rows);
-    }
-    return first;
-}
-
-// Enough for the matrices of `multiply_packed`.
-Bytes any_bytes() {
-    Bytes any(37 * 768 * 2);
-    for (auto& each : any) each = std::uint8_t(below(256));
-    return any;
 }
 
 }  // namespace
-
-void check_ggml(const Library& ggml, const Library& few_rows) {
-    lend_team(few_rows, ggml);
-    const int best = ggml.function<int()>("lowtide_best_variant")();
-    auto* unpack = ggml.function<Unpack>("lowtide_ggml_unpack");
-    for (int type = 0; type < int(std::size(BLOCKS)); ++type)
-        for (long num_blocks : {0, 1, 7}) {
-            std::vector<std::uint8_t> stored(num_blocks * BLOCKS[type].num_bytes);
-            for (auto& each : stored) each = std::uint8_t(below(256));
-            Numbers first;
-            for (int variant = 0; variant <= best; ++variant) {
-                Numbers out(num_blocks * BLOCKS[type].size);
-                unpack(variant, type, stored.data(), num_blocks, out.data());
-                if (variant == 0) first = out;
-                expect(is_same(out, first), "bits of a block", variant, type, num_blocks);
-            }
-        }
-    auto* max_rows = ggml.function<long(int)>("lowtide_max_rows");
-    auto* multiply = ggml.function<MultiplyFunction>("lowtide_ggml_multiply");
-    const Bytes any = any_bytes();
-    for (int type = 0; type < int(std::size(BLOCKS)); ++type)
-        for (int variant = 0; variant <= best; ++variant)
-            for (long num_rows : {0L, 1L, 5L, max_rows(variant)})
-                multiply_packed(multiply, variant, type, num_rows, any);
-}
-
-// Rows in int8, whose bits are the same in all variants.
-void check_ggml_int8(const Library& ggml_int8, const Library& few_rows) {
-    lend_team(few_rows, ggml_int8);
-    const int best = ggml_int8.function<int()>("lowtide_best_int8")();
-    auto* multiply = ggml_int8.function<MultiplyFunction>("lowtide_ggml_int8_multiply");
-    const Bytes any = any_bytes();
-    for (int type = 0; type < int(std::size(BLOCKS)); ++type)
-        for (long num_rows : {0L, 1L, 5L, 19L}) {
-            const Numbers plain = multiply_packed(multiply, 0, type, num_rows, any);
-            for (int variant = 1; variant <= best; ++variant)
-                expect(is_same(multiply_packed(multiply, variant, type, num_rows, any), plain),
-                       "bits of rows in int8", variant, type, num_rows);
-        }
-}
 
 void check_buddies(const Library& buddies) {
     for (const Routed& routed : ROUTED)

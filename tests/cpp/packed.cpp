@@ -1,0 +1,173 @@
+// Blocks of ggml's types: unpacked, multiplied with, and as experts.
+
+#include "driver.hpp"
+
+namespace driver {
+namespace {
+
+using Bytes = std::vector<std::uint8_t>;
+using Unpack = void(int, int, const std::uint8_t*, long, bf16*);
+
+// In the order of ggml.cpp: bytes and weights of a block.
+struct BlockType {
+    long num_bytes, size;
+};
+constexpr BlockType BLOCKS[] = {{18, 32},   {20, 32},   {22, 32},   {34, 32},
+                                {18, 32},   {17, 32},   {84, 256},  {110, 256},
+                                {144, 256}, {176, 256}, {210, 256}, {136, 256},
+                                {2, 1}};
+constexpr int PLAIN = 12;  // bfloat16, which is not unpacked
+
+// Random bytes may be scales that are not numbers: variants differ in which.
+bool is_same(float left, float right) {
+    return left == right || (std::isnan(left) && std::isnan(right));
+}
+
+bool is_same(const Floats& left, const Floats& right) {
+    const auto same = [](float a, float b) { return is_same(a, b); };
+    return std::equal(left.begin(), left.end(), right.begin(), right.end(), same);
+}
+
+bool is_same(const Numbers& left, const Numbers& right) {
+    const auto same = [](bf16 a, bf16 b) {
+        return a == b || is_same(lowtide::widen(a), lowtide::widen(b));
+    };
+    return std::equal(left.begin(), left.end(), right.begin(), right.end(), same);
+}
+
+// By some threads as by one; what one thread finds.
+Numbers multiply_packed(MultiplyFunction* multiply, int variant, int type, long num_rows,
+                        const Bytes& any) {
+    const long num_k = 768, num_outs = 37;
+    const Bytes w(any.begin(),
+                  any.begin() + num_outs * num_k / BLOCKS[type].size * BLOCKS[type].num_bytes);
+    Numbers x(num_rows * num_k), first;
+    for (std::size_t i = 0; i < x.size(); ++i) x[i] = bf16((i % 3 ? 0x3f00 : 0xbf00) + i * i * 37 % 256);
+    const Numbers bias(num_outs, 0x3f80);
+    for (int num_threads : THREADS) {
+        Numbers out(num_rows * num_outs, 7);
+        multiply(variant, num_threads, type, x.data(), num_k, w.data(), bias.data(), out.data(),
+                 num_outs, num_rows, num_outs, num_k);
+        if (num_threads == 1) first = out;
+        expect(is_same(out, first), "bits of a packed product", variant, type, num_rows);
+    }
+    return first;
+}
+
+// Enough for the matrices of `multiply_packed`.
+Bytes any_bytes() {
+    Bytes any(37 * 768 * 2);
+    for (auto& each : any) each = std::uint8_t(below(256));
+    return any;
+}
+
+// Types of gate, up and down, as files mix them: each is in one of these, and bfloat16.
+constexpr std::int32_t EXPERTS[][3] = {{0, 1, 2}, {3, 4, 5}, {6, 7, 8}, {9, 10, 11}, {8, 8, 10},
+                                       {PLAIN, 0, PLAIN}};
+
+// Slots of gate | up | down, one behind the other, each part of a type of its own.
+struct PackedSlots {
+    Bytes content;
+    long offsets[3], slot_bytes;
+};
+
+PackedSlots packed_slots(const std::int32_t (&types)[3], long num, long hidden, long width) {
+    PackedSlots out{};
+    long weights_of[3] = {width * hidden, width * hidden, hidden * width};
+    for (long part = 0; part < 3; ++part) {
+        const BlockType& block = BLOCKS[types[part]];
+        out.offsets[part] = out.slot_bytes;
+        out.slot_bytes += weights_of[part] / block.size * block.num_bytes;
+    }
+    for (long i = 0; i < num * out.slot_bytes; ++i)
+        out.content.push_back(std::uint8_t(below(256)));
+    out.content.shrink_to_fit();
+    return out;
+}
+
+// By some threads as by one, where numbers are numbers.
+void run_packed(ExpertsFunction* whole, MlpsFunction* groups, int variant,
+                const std::int32_t (&types)[3], const Routed& routed, long hidden, long width) {
+    const auto [num_tokens, k, num_experts] = routed;
+    const PackedSlots own = packed_slots(types, num_experts, hidden, width);
+    const std::uint8_t *start = own.content.data(), *gate_w = start + own.offsets[0];
+    const std::uint8_t *up_w = start + own.offsets[1], *down_w = start + own.offsets[2];
+    const long num_pairs = num_tokens * k;
+    const Numbers x = numbers(num_tokens * hidden);
+    const Floats weights = floats(num_pairs);
+    const Ids experts = chosen_experts(num_tokens, k, num_experts), slots = slots_of(experts);
+    Floats first;
+    for (int num_threads : THREADS) {
+        Numbers parts(num_pairs * hidden), gate(num_pairs * width), up(num_pairs * width);
+        Floats out(num_tokens * hidden, 3.0f);
+        whole(variant, num_threads, types, x.data(), experts.data(), weights.data(), slots.data(),
+              gate_w, up_w, down_w, own.slot_bytes, parts.data(), gate.data(), up.data(),
+              out.data(), num_tokens, k, hidden, width);
+        if (num_threads == 1) first = out;
+        expect(is_same(out, first), "bits of packed experts", variant, types[0], num_tokens);
+        const Ids of_groups = num_pairs == 0 ? Ids{} : Ids{slots[0], 0, num_pairs};
+        groups(variant, num_threads, types, of_groups.data(), long(of_groups.size()) / 3, gate_w,
+               up_w, down_w, own.slot_bytes, parts.data(), gate.data(), up.data(), hidden, width);
+    }
+}
+
+// mixes: of the types of gate, up and down; the last one is of blocks that need no more than 32.
+void run_all_packed(ExpertsFunction* whole, MlpsFunction* groups, int best, long num_mixes) {
+    for (const Routed& routed : ROUTED)
+        for (int variant = 0; variant <= best; ++variant) {
+            for (long mix = 0; mix < num_mixes; ++mix)
+                run_packed(whole, groups, variant, EXPERTS[mix], routed, 512, 256);
+            run_packed(whole, groups, variant, {0, 3, 5}, routed, 96, 32);
+        }
+}
+
+}  // namespace
+
+void check_ggml(const Library& ggml, const Library& few_rows) {
+    lend_team(few_rows, ggml);
+    const int best = ggml.function<int()>("lowtide_best_variant")();
+    auto* unpack = ggml.function<Unpack>("lowtide_ggml_unpack");
+    for (int type = 0; type < PLAIN; ++type)
+        for (long num_blocks : {0, 1, 7}) {
+            std::vector<std::uint8_t> stored(num_blocks * BLOCKS[type].num_bytes);
+            for (auto& each : stored) each = std::uint8_t(below(256));
+            Numbers first;
+            for (int variant = 0; variant <= best; ++variant) {
+                Numbers out(num_blocks * BLOCKS[type].size);
+                unpack(variant, type, stored.data(), num_blocks, out.data());
+                if (variant == 0) first = out;
+                expect(is_same(out, first), "bits of a block", variant, type, num_blocks);
+            }
+        }
+    auto* max_rows = ggml.function<long(int)>("lowtide_max_rows");
+    auto* multiply = ggml.function<MultiplyFunction>("lowtide_ggml_multiply");
+    const Bytes any = any_bytes();
+    for (int type = 0; type < PLAIN; ++type)
+        for (int variant = 0; variant <= best; ++variant)
+            for (long num_rows : {0L, 1L, 5L, max_rows(variant)})
+                multiply_packed(multiply, variant, type, num_rows, any);
+    run_all_packed(ggml.function<ExpertsFunction>("lowtide_ggml_experts"),
+                   ggml.function<MlpsFunction>("lowtide_ggml_mlps"), best,
+                   long(std::size(EXPERTS)));
+}
+
+// Rows in int8, whose bits are the same in all variants.
+void check_ggml_int8(const Library& ggml_int8, const Library& few_rows) {
+    lend_team(few_rows, ggml_int8);
+    const int best = ggml_int8.function<int()>("lowtide_best_int8")();
+    auto* multiply = ggml_int8.function<MultiplyFunction>("lowtide_ggml_int8_multiply");
+    const Bytes any = any_bytes();
+    for (int type = 0; type < PLAIN; ++type)
+        for (long num_rows : {0L, 1L, 5L, 19L}) {
+            const Numbers plain = multiply_packed(multiply, 0, type, num_rows, any);
+            for (int variant = 1; variant <= best; ++variant)
+                expect(is_same(multiply_packed(multiply, variant, type, num_rows, any), plain),
+                       "bits of rows in int8", variant, type, num_rows);
+        }
+    // Not the last mix: there bfloat16 is another's.
+    run_all_packed(ggml_int8.function<ExpertsFunction>("lowtide_ggml_int8_experts"),
+                   ggml_int8.function<MlpsFunction>("lowtide_ggml_int8_mlps"), best,
+                   long(std::size(EXPERTS)) - 1);
+}
+
+}  // namespace driver
