@@ -97,6 +97,45 @@ void multiply(const Library& library, const Matrix& matrix, int variant, long nu
     }
 }
 
+// By some threads as by one; each expert's gate, up and down one behind the other.
+void run(const Library& library, int variant, int type, const Routed& routed) {
+    const long hidden = 256, width = 128;
+    const auto [num_tokens, k, num_experts] = routed;
+    const Matrix inward(type, {width, hidden}), outward(type, {hidden, width});
+    const auto aligned = [](std::size_t size) { return (long(size) + 63) / 64 * 64; };
+    const long gate_bytes = aligned(inward.content.size());
+    const long slot_bytes = 2 * gate_bytes + aligned(outward.content.size());
+    Bytes all(num_experts * slot_bytes);
+    for (long expert = 0; expert < num_experts; ++expert) {
+        std::uint8_t* const slot = all.data() + expert * slot_bytes;
+        std::copy(inward.content.begin(), inward.content.end(), slot);
+        std::copy(inward.content.begin(), inward.content.end(), slot + gate_bytes);
+        std::copy(outward.content.begin(), outward.content.end(), slot + 2 * gate_bytes);
+    }
+    const std::uint8_t *up_w = all.data() + gate_bytes, *down_w = up_w + gate_bytes;
+    const std::int32_t types[] = {type, type, type};
+    const Numbers x = numbers(num_tokens * hidden);
+    const Floats weights = floats(num_tokens * k);
+    const Ids experts = chosen_experts(num_tokens, k, num_experts), slots = slots_of(experts);
+    const long num_pairs = num_tokens * k;
+    auto* whole = library.function<ExpertsFunction>("lowtide_sectioned_experts");
+    auto* groups = library.function<MlpsFunction>("lowtide_sectioned_mlps");
+    Numbers by_one;
+    for (int num_threads : THREADS) {
+        Numbers parts(num_pairs * hidden), gate(num_pairs * width), up(num_pairs * width);
+        Floats out(num_tokens * hidden, 3.0f);
+        whole(variant, num_threads, types, x.data(), experts.data(), weights.data(), slots.data(),
+              all.data(), up_w, down_w, slot_bytes, parts.data(), gate.data(), up.data(),
+              out.data(), num_tokens, k, hidden, width);
+        if (num_threads == 1) by_one = parts;
+        expect(is_same(parts, by_one), "bits of kept experts", variant, type, num_tokens);
+        const Ids of_groups = num_pairs == 0 ? Ids{} : Ids{slots[0], 0, num_pairs};
+        groups(variant, num_threads, types, of_groups.data(), long(of_groups.size()) / 3,
+               all.data(), up_w, down_w, slot_bytes, parts.data(), gate.data(), up.data(), hidden,
+               width);
+    }
+}
+
 void check(const Library& library, int type, const Shape& shape) {
     const int best = library.function<int()>("lowtide_best_variant")();
     auto* max_rows = library.function<long(int)>("lowtide_max_rows");
@@ -111,6 +150,12 @@ void check(const Library& library, int type, const Shape& shape) {
 
 void check_sectioned(const Library& sectioned, const Library& few_rows) {
     lend_team(few_rows, sectioned);
+    const long alignment = sectioned.function<long()>("lowtide_section_alignment")();
+    expect(alignment == lowtide::SECTION_ALIGNMENT, "where sections begin", alignment);
+    const int best = sectioned.function<int()>("lowtide_best_variant")();
+    for (int type : {type_number(1, 1, 1, 7), type_number(2, 0, 0, 5), type_number(3, 2, 0, 7)})
+        for (const Routed& routed : ROUTED)
+            for (int variant = 0; variant <= best; ++variant) run(sectioned, variant, type, routed);
     for (int form : {1, 2})
         for (int scale : {0, 1, 2})
             for (int has_zeros : {0, 1})
