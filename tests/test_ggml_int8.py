@@ -235,6 +235,29 @@ def test_experts_at_once_are_experts_one_by_one(
         at_once.run(np.empty((0, 3), np.int64), parts, *scratch, layer)
 
 
+@pytest.mark.parametrize("layer", range(len(LAYERS)))
+def test_an_expert_of_many_rows_gives_each_what_it_has_alone(
+    variants: list[GgmlOperators], layer: int
+) -> None:
+    """So many that they are not rounded all at once."""
+    slots = filled_slots(1)
+    fill(slots, layer)
+    weights_of = slots.weights(layer, 0)
+    assert isinstance(weights_of, ExpertWeights)
+    x = randn(530, HIDDEN, seed=4)
+    for operators in variants:
+        kernels = PackedKernels(FewRows.load(), operators)
+
+        def outputs(rows: Tensor, kernels: PackedKernels = kernels) -> Tensor:
+            gate, out = torch.empty(len(rows), WIDTH).bfloat16(), rows.clone()
+            kernels.gated_mlp(out, weights_of, gate, torch.empty_like(gate), out)
+            return out
+
+        of_all = outputs(x)
+        for row in (0, 255, 256, 300, 511, 512, 529):
+            assert torch.equal(of_all[row : row + 1], outputs(x[row : row + 1])), operators.name
+
+
 def test_rows_are_not_rounded_for_what_is_bfloat16(variants: list[GgmlOperators]) -> None:
     assert variants[0].experts((0, GgmlOperators.plain, 1)) is None
     matrix, x = randn(40, 256, seed=1), randn(3, 256)

@@ -45,6 +45,7 @@ FORMATS: Mapping[str, Mapping[str, str]] = {
         "dense_dtype": "q4",
         "activations": "int8",
     },
+    "file rounded": {"activations": "int8"},
 }
 
 OF_FAMILY = {
@@ -147,14 +148,21 @@ def test_the_bits_of_one_by_one_from_a_file(files: dict[str, Path], family: str)
     check(files[family], ((1, 1), (3, 1), (2, 2)))
 
 
-@pytest.mark.parametrize("name", ["q4", "q8 rounded", "q4 experts", "file"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v2"])
+def test_the_bits_of_rounded_rows_one_by_one_from_a_file(
+    files: dict[str, Path], family: str
+) -> None:
+    check(files[family], ((1, 1), (3, 1), (2, 2)), **FORMATS["file rounded"])
+
+
+@pytest.mark.parametrize("name", ["q4", "q8 rounded", "q4 experts", "file", "file rounded"])
 def test_any_number_of_rows(folders: dict[str, Path], files: dict[str, Path], name: str) -> None:
     """Up to what each part takes, and beyond: a dense part in bfloat16 may take more rows than
     experts of few bits, and rows that are rounded have no limit of their own."""
     kernels = choice.choose_kernels("auto", torch.bfloat16)
     assert kernels.several_experts is not None
     most = kernels.several_experts.max_rows
-    path = files["qwen2_moe"] if name == "file" else folders["qwen2_moe"]
+    path = files["qwen2_moe"] if name.startswith("file") else folders["qwen2_moe"]
     counts = {*range(1, 9), MAX_FEW_ROWS - 1, MAX_FEW_ROWS, MAX_FEW_ROWS + 1, most, most + 1}
     with opened(path, context=1024, **FORMATS.get(name, {})) as engine:
         for count in sorted(counts):

@@ -16,8 +16,7 @@ constexpr long PIECE_BYTES = WORTH_BYTES / 4;  // of a matrix, as far as tiles s
 struct RoundedType {
     long block_bytes, block_size;
     void (*multiply)(int variant, const RoundedProduct& p);
-    // Of a thread, so that memory is kept: rows of `inputs`, rounded for the variant.
-    const RoundedRows& (*rows)(int variant, const Product<bf16>& p);
+    const Order& (*order)(int variant);
 };
 
 template <class Type>
@@ -38,20 +37,21 @@ const Order& order_of(int variant) {
     return PLAIN;
 }
 
-// The same inputs meet several pieces of a matrix, and often two matrices: they are kept.
-template <class Type>
-const RoundedRows& rounded(int variant, const Product<bf16>& p) {
-    thread_local RoundedRows rows;
-    thread_local std::uint64_t kept = 0;
-    if (p.inputs == 0 || p.inputs != kept)
-        rows.round(variant, order_of<Type>(variant), p.x, p.x_stride, p.num_rows, p.num_k);
-    kept = p.inputs;
-    return rows;
-}
-
 template <class Type>
 constexpr RoundedType of() {
-    return {Type::BYTES, Type::SIZE, multiply_with<Type>, rounded<Type>};
+    return {Type::BYTES, Type::SIZE, multiply_with<Type>, order_of<Type>};
+}
+
+// Of at most CHUNK_ROWS rows. A thread keeps them, since the same inputs meet several pieces of a
+// matrix, and often two matrices.
+const RoundedRows& rounded(int variant, const Order& order, const Product<bf16>& p) {
+    thread_local RoundedRows rows;
+    thread_local std::uint64_t kept = 0;
+    thread_local const Order* kept_order = nullptr;
+    if (p.inputs == 0 || p.inputs != kept || &order != kept_order)
+        rows.round(variant, order, p.x, p.x_stride, p.num_rows, p.num_k);
+    kept = p.inputs, kept_order = &order;
+    return rows;
 }
 
 // In the order of `NAMES` in ggml.py.
@@ -71,8 +71,18 @@ struct RoundingWeights {
     RoundingWeights from(long row) const { return {type, rows + row * row_bytes(), num_k}; }
     RoundingWeights moved(long num_bytes) const { return {type, rows + num_bytes, num_k}; }
 
-    void multiply(int variant, const Product<bf16>& p) const {
-        const RoundedRows& x = type->rows(variant, p);
+    void multiply(int variant, Product<bf16> p) const {
+        for (; p.num_rows > CHUNK_ROWS; p.num_rows -= CHUNK_ROWS) {
+            Product<bf16> some = p;
+            some.num_rows = CHUNK_ROWS, some.inputs = p.inputs = 0, some.next = rows;
+            multiply_rounded(variant, some);
+            p.x += CHUNK_ROWS * p.x_stride, p.out += CHUNK_ROWS * p.out_stride;
+        }
+        multiply_rounded(variant, p);
+    }
+
+    void multiply_rounded(int variant, const Product<bf16>& p) const {
+        const RoundedRows& x = rounded(variant, type->order(variant), p);
         for (long row = 0; row < p.num_rows; row += MOST_ROUNDED) {
             const long num_rows = std::min(MOST_ROUNDED, p.num_rows - row);
             const void* next = row + num_rows < p.num_rows ? rows : p.next;

@@ -64,8 +64,8 @@ int lowtide_best_int8() {
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return INT8_PLAIN;
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw")) return INT8_AVX2;
 #ifdef HAS_VNNI
-    if (__builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") &&
-        __builtin_cpu_supports("f16c"))
+    // Who has AVX-512 has F16C, too, for which some compilers do not know how to ask.
+    if (__builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni"))
         return INT8_VNNI;
 #endif
     return INT8_AVX512;

@@ -48,7 +48,7 @@ int lowtide_best_quantised() {
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw")) return PLAIN_AVX2;
 #ifdef HAS_PAIRS
     if (__builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi") &&
-        __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("f16c"))
+        __builtin_cpu_supports("avx512bf16"))
         return lowtide_best_variant() == WITH_AMX ? BF16_AMX : BF16_AVX512;
 #endif
     return PLAIN_AVX512;

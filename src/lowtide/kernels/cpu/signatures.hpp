@@ -8,8 +8,8 @@
 
 namespace lowtide {
 
-// out = x w^T + bias, rounded once, for few rows x [num_rows, num_k] and w [num_outs, num_k],
-// stored as `type` says, a number of the kind's own. Strides are in elements. bias may be null.
+// out = x w^T + bias, rounded once, for as many rows as the kind takes: x [num_rows, num_k] and
+// w [num_outs, num_k], stored as `type` says, a number of the kind's own. Strides are in elements. bias may be null.
 using MultiplyFunction = void(
     int variant, int num_threads, int type, const bf16* x, long x_stride, const void* w,
     const bf16* bias, bf16* out, long out_stride, long num_rows, long num_outs, long num_k
