@@ -4,8 +4,8 @@
 
 The model has Qwen3-30B-A3B's layers, as many as fit into `--GiB`, in bfloat16 on the disk that it
 is packed onto; nothing of it is in the page cache when a measurement begins. Bounds are a plain
-copy of its files, to the disk, and rounding the same bytes where they lie in memory, with as many
-threads. Every round measures all of them, one after the other; rates are medians over rounds, and
+copy of its files, to the disk, and rounding as many bytes that lie in memory, a thread for each
+core. Every round measures all of them, one after the other; rates are medians over rounds, and
 shares medians of each round's own quotient. A folder is removed as soon as it was measured.
 
 Wanted, on two quiet cores: 1 GB of source a second.
@@ -115,7 +115,7 @@ def _copy(model: Path, folder: Path) -> None:
 
 
 def _rounding_GBps(name: str, num_bytes: int) -> float:
-    """Of weights that lie in memory, with as many threads as `pack` has."""
+    """Of weights that lie in memory, with a thread for each core."""
     rows, kernel = formats()[name].for_rows(_COLUMNS), choose_pack("auto")
     weights = np.random.default_rng(0).normal(0, 0.02, (_PIECE_ROWS, _COLUMNS)).astype(np.float32)
     source = (weights.view(np.uint32) >> 16).astype(np.uint16).reshape(-1).view(np.uint8)

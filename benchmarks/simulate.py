@@ -274,18 +274,24 @@ def _options() -> argparse.Namespace:
         default="host",
         help="of absent experts: host memory beside an emulated device, or disk without one (host)",
     )
-    parser.add_argument("--presets", nargs="+", choices=NAMES, help="(all)")
+    parser.add_argument(
+        "--presets", nargs="+", choices=NAMES, help="(all that mean anything there)"
+    )
     parser.add_argument("--model", default="synth:llada2", help="model (synth:llada2)")
     parser.add_argument("--layers", type=int, default=4, help="of the synthetic model (4)")
     parser.add_argument("--share", type=float, default=0.5, help="of the experts, resident (0.5)")
     parser.add_argument("--new", type=int, default=32, help="new tokens of an answer (32)")
-    parser.add_argument(
-        "--slowdown", type=float, default=SLOWDOWN, help=f"of the device ({SLOWDOWN:g})"
-    )
+    parser.add_argument("--slowdown", type=float, help=f"of the device ({SLOWDOWN:g})")
     parser.add_argument("--repeats", type=int, default=None, help="turns of each preset (7)")
     parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
     parser.add_argument("--quick", action="store_true", help="few repeats: a look, not a result")
     options = parser.parse_args()
+    if options.home == "disk":
+        if options.slowdown is not None:
+            parser.error("--slowdown is a device's, and --home disk has none.")
+        if others := set(options.presets or PLACED) - set(PLACED):
+            parser.error(f"--home disk tells {', '.join(PLACED)} apart, not {', '.join(others)}.")
+    options.slowdown = SLOWDOWN if options.slowdown is None else options.slowdown
     options.repeats = options.repeats or (2 if options.quick else 7)
     return options
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
+from reporting import memory
 from reporting.pages import Block
 from reporting.papers import dali, dali_numbers, tide
 from reporting.presets import hindsight, policies
@@ -23,7 +24,7 @@ from reporting.tables import (
 )
 
 README = Path("README.md")
-PAGES = (README, Path("docs/quality.md"), Path("docs/policies.md"))
+PAGES = (README, *(Path(f"docs/{name}.md") for name in ("memory", "policies", "quality")))
 """What is rewritten, relative to the repository."""
 
 
@@ -41,6 +42,12 @@ def blocks(results: Results, page: Path) -> Mapping[str, Block]:
         "dali": dali,
         "dali-numbers": dali_numbers,
         "hindsight": hindsight,
+        "longest": memory.longest,
+        "planned": memory.planned,
+        "ablation": memory.ablation,
+        "steps": memory.steps,
+        "every-expert": memory.every_expert,
+        "elastic": memory.elastic,
     }
     return {name: partial(make, results, page) for name, make in made.items()}
 

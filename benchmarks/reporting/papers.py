@@ -130,11 +130,12 @@ def _order(place: str) -> tuple[str, int]:
 
 def _number(line: Line, tried: Sequence[Line], page: Path) -> Sequence[Cell]:
     published, here = line["published"], line["here"]
-    shown = _value(here)
+    shown = _value(line, here)
     if line["what"] == "number" and line["num_cases"] > 1:
-        shown += f" ({_value(line['least'])} to {_value(line['most'])})"
+        shown += f" ({_value(line, line['least'])} to {_value(line, line['most'])})"
     over = f"{here / published:.2f}"
-    return (line["place"], line["of"], _value(published), shown, over, _verdict(line, tried, page))
+    stands = _verdict(line, tried, page)
+    return (line["place"], line["of"], _value(line, published), shown, over, stands)
 
 
 def _verdict(line: Line, tried: Sequence[Line], page: Path) -> Cell:
@@ -147,7 +148,9 @@ def _verdict(line: Line, tried: Sequence[Line], page: Path) -> Cell:
     if _distance(nearest) >= _distance(line):
         return "no, nor by what was tried" if tried else "no"
     over = f"{nearest['here'] / nearest['published']:.2f}"
-    told = f"{nearest['experiment']}: {_value(nearest['here'])} ({over}, {link(nearest, page)})"
+    told = (
+        f"{nearest['experiment']}: {_value(line, nearest['here'])} ({over}, {link(nearest, page)})"
+    )
     return f"no; if {told}" + ("" if _is_near(nearest) else ", the nearest that was tried")
 
 
@@ -159,8 +162,9 @@ def _distance(line: Line) -> float:
     return abs(math.log(line["here"] / line["published"]))
 
 
-def _value(value: float) -> Cell:
-    return f"{value:.2%}" if value < 0.1 else number(value)
+def _value(line: Line, value: float) -> Cell:
+    """Table 6 has shares of the time."""
+    return f"{value:.2%}" if line["place"] == "Table 6" else number(value)
 
 
 def _means(run: Run, others: Sequence[str], page: Path) -> str:

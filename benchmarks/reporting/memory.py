@@ -1,0 +1,253 @@
+"""The measured parts of docs/memory.md: what a denoising step takes, beside its plan and others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from reporting.results import Line, Results
+from reporting.tables import Cell, caption, link, number, percent, table
+
+_SIDES = {
+    "transformers": "transformers (a)",
+    "ported": "plain torch (b)",
+    "compiled": "compiled (c)",
+}
+_PLANNED = ("model", "tokens", "operators", "plan, MB", "measured less plan", "arena less plan")
+_EVEN = ("model", "tokens", "", "peak, MB", "peak over average", "lower by; paper 2.71")
+_PARTS = ("model", "cap, GB", "with", "longest", "gain", "paper")
+_RESERVED = ("model", "forward", "tokens", "alive, MB", "reserved, MB", "more", "resident, MB")
+_STEPS = ("model", "tokens", "r_p", "depth", "step, s", "over transformers", "over plain torch")
+_PLANNING = ("model", "tokens", "r_p", "plans", "the longest, ms", "of a step, us")
+_EVERY = (
+    "tokens",
+    "step, s",
+    "reading at the ceiling, s",
+    "computing, s",
+    "share of the ceiling",
+    "over the larger",
+    "bytes over the absent half",
+)
+_ELASTIC = (
+    "trace",
+    "side",
+    "tokens/s",
+    "by bytes and processor time",
+    "requests at once",
+    "peak, MB",
+)
+
+
+def longest(results: Results, page: Path) -> str:
+    """The longest sequence under a cap: cells, the others' growth, and the means."""
+    run = results.newest("max_context")
+    cells, means = run.of("cell"), run.of("mean ratio")
+    sides = [side for side in _SIDES if f"over_{side}" in cells[0].row]
+    head = ("model", "cap, GB", "r_p", "lowtide", *(_SIDES[side] for side in sides))
+    growth = ("model", "side", "bytes per token", "off a straight line")
+    parts = [
+        table(head, [(line, _cell(line, sides)) for line in cells], page),
+        "What the others were measured to take:",
+        table(growth, [(line, _growth(line)) for line in run.of("growth")], page),
+        "Means of all cells:",
+        table(("over", "times", "paper"), [(line, _mean(line)) for line in means], page),
+        caption(run),
+    ]
+    return "\n\n".join(parts)
+
+
+def planned(results: Results, page: Path) -> str:
+    """What steps took beside their plans, and how even their use is."""
+    lines = _newest(results, "planned_memory", "planned", ("model", "num_tokens", "chunks"))
+    even = _newest(results, "planned_memory", "evenness", ("model", "num_tokens", "side"))
+    parts = [table(_PLANNED, [(line, _planned(line)) for line in lines], page)]
+    if even:
+        parts += [
+            "How even: peak over average of live bytes, one step, at full depth:",
+            table(_EVEN, [(line, _even(line)) for line in even], page),
+        ]
+    return "\n\n".join([*parts, _captions(lines + even)])
+
+
+def ablation(results: Results, page: Path) -> str:
+    """What each part of the planning gives, and what CUDA's allocator would reserve."""
+    run = results.newest("mosaic_ablation")
+    lazy = run.of("lazy over static")
+    said = "; ".join(
+        f"{line['num_tokens']:,} tokens {percent(line['saved'])} (line {link(line, page)})"
+        for line in lazy
+    )
+    parts = [
+        table(_PARTS, [(line, _part(line)) for line in run.of("part")], page),
+        "What CUDA's caching rules would reserve for the others' steps (the paper: 21.8 to 78.3% "
+        "more than is alive), and what is resident here:",
+        table(_RESERVED, [(line, _reserved(line)) for line in run.of("reserved")], page),
+        f"Time that lazy chunking saves of static chunking's (the paper: 5.5 to 21.5%): {said}.",
+        caption(run),
+    ]
+    return "\n\n".join(parts)
+
+
+def steps(results: Results, page: Path) -> str:
+    """What a step takes beside the others' steps, chunks beside one, and planning."""
+    keys = ("model", "num_tokens", "lane", "depth")
+    timed = _newest(results, "step_time", "step time", keys)
+    chunked = _newest(results, "step_time", "chunked", ("model", "num_tokens", "operator"))
+    plans = _newest(results, "step_time", "planning", ("model", "num_tokens", "prompt_share"))
+    head = ("model", "tokens", "operator", "four chunks over one", "paper")
+    parts = [
+        table(_STEPS, [(line, _step(line)) for line in timed], page),
+        table(head, [(line, _chunked(line)) for line in chunked], page),
+        table(_PLANNING, [(line, _planning(line)) for line in plans], page),
+        _captions(timed + chunked + plans),
+    ]
+    return "\n\n".join(parts)
+
+
+def every_expert(results: Results, page: Path) -> str:
+    """LLaDA-MoE with half of its experts in memory."""
+    run = results.newest("every expert")
+    rows = [(line, _half(line)) for line in run.of("half of the experts")]
+    return f"{table(_EVERY, rows, page)}\n\n{caption(run)}"
+
+
+def elastic(results: Results, page: Path) -> str:
+    """Pages that move against constant divisions of the same budget, for each trace."""
+    lines = [line for line in results.lines if line["benchmark"] == "elastic" and line.is_clean]
+    of_last = [line for line in lines if line["commit"] == lines[-1]["commit"]]
+    rows = [(line, _elastic(line)) for line in of_last if "tokens_per_s" in line.row]
+    verdicts = [line for line in of_last if line["what"] == "elastic over constant"]
+    head = ("trace", "elastic over the best constant", "over the longest request's", "within plan")
+    parts = [table(_ELASTIC, rows, page), table(head, [(v, _verdict(v)) for v in verdicts], page)]
+    return "\n\n".join([*parts, _captions(of_last)])
+
+
+def _newest(results: Results, benchmark: str, what: str, keys: Sequence[str]) -> list[Line]:
+    """Of lines that say the same by these keys the last, of all runs on commits' own files."""
+    found: dict[str, Line] = {}
+    for line in sorted(results.lines, key=lambda line: str(line["date"])):
+        if (line["benchmark"], line["what"]) == (benchmark, what) and line.is_clean:
+            found[str([line[key] for key in keys])] = line
+    return list(found.values())
+
+
+def _captions(lines: Iterable[Line]) -> str:
+    """Of every run that these lines are of."""
+    commits = {(line["commit"], line["date"][:10]): line for line in lines}
+    loads = [line["machine"].get("load_1min", 0.0) for line in lines]
+    machine = next(iter(commits.values()))["machine"]
+    when = ", ".join(f"{date} on commit {commit}" for commit, date in commits)
+    return (
+        f"Measured {when}, {machine['num_cores']} cores of {machine['cpu']}, "
+        f"{machine['memory_bytes'] / 1e9:.0f} GB, load {min(loads):.1f} to {max(loads):.1f}."
+    )
+
+
+def _cell(line: Line, sides: Sequence[str]) -> Sequence[Cell]:
+    """Tokens of each side, those that were not run in brackets, and lowtide's over them."""
+    reached = [f"{_tokens(line, side)}: {number(line[f'over_{side}'])} times" for side in sides]
+    cap, share = number(line["cap_bytes"] / 1e9), str(line["prompt_share"])
+    return (line["model"], cap, share, _tokens(line, "lowtide"), *reached)
+
+
+def _tokens(line: Line, side: str) -> Cell:
+    how = line[f"{side}_how"]
+    return f"{line[f'{side}_num_tokens']:,}" + ("" if how == "run" else f" ({how})")
+
+
+def _growth(line: Line) -> Sequence[Cell]:
+    side = _SIDES[line["side"]]
+    return (line["model"], side, f"{line['slope']:,.0f}", f"{line['residual']:.2%}")
+
+
+def _mean(line: Line) -> Sequence[Cell]:
+    return (_SIDES[line["side"]], number(line["ratio"]), str(line["paper"]))
+
+
+def _planned(line: Line) -> Sequence[Cell]:
+    chunks = ", ".join(f"{name} {count}" for name, count in line["chunks"].items() if count > 1)
+    return (
+        *_length(line),
+        chunks or "whole",
+        _mega(line["planned_bytes"]),
+        f"{line['off_bytes'] / 1e6:+.1f}" + ("" if line["is_as_planned"] else ", beyond the aim"),
+        f"{line['arena_off_bytes'] / 1e6:+.1f}",
+    )
+
+
+def _even(line: Line) -> Sequence[Cell]:
+    even, lower = number(line["peak_over_average"]), number(line["lower_by"])
+    return (*_length(line), line["side"], _mega(line["peak_bytes"]), even, lower)
+
+
+def _part(line: Line) -> Sequence[Cell]:
+    paper = line["paper"]
+    is_base = line["part"] == "ported"
+    return (
+        line["model"],
+        number(line["cap_gb"]),
+        "plain torch (b)" if is_base else f"+ {line['part']}",
+        f"{line['num_tokens']:,}",
+        "" if is_base else f"{line['gain']:+.0%}",
+        paper or "",
+    )
+
+
+def _reserved(line: Line) -> Sequence[Cell]:
+    megas = (_mega(line["live_bytes"]), _mega(line["reserved_bytes"]))
+    more, resident = f"{line['inflation']:+.0%}", _mega(line["resident_bytes"])
+    return (line["model"], line["side"], f"{line['num_tokens']:,}", *megas, more, resident)
+
+
+def _step(line: Line) -> Sequence[Cell]:
+    over = [line.row.get(f"over_{side}") for side in ("transformers", "ported")]
+    share = line["lane"].removeprefix("lowtide r_p ")
+    ratios = ("" if ratio is None else f"{ratio:.2f}" for ratio in over)
+    return (*_length(line), share, line["depth"], number(line["step_s"]), *ratios)
+
+
+def _chunked(line: Line) -> Sequence[Cell]:
+    paper = line["paper"]
+    over = f"{line['over_one']:.3f}"
+    return (*_length(line), line["operator"], over, "" if paper is None else f"{paper:.3f}")
+
+
+def _planning(line: Line) -> Sequence[Cell]:
+    most, per_step = f"{1e3 * line['most_s']:.2f}", number(1e6 * line["per_step_s"])
+    return (*_length(line), str(line["prompt_share"]), str(line["num_plans"]), most, per_step)
+
+
+def _half(line: Line) -> Sequence[Cell]:
+    names = ("step_s", "ideal_read_s", "computing_s")
+    return (
+        f"{line['num_tokens']:,}",
+        *(number(line[name]) for name in names),
+        percent(line["of_ceiling"]),
+        f"{line['over_larger']:.2f}",
+        f"{line['over_absent']:.3f}",
+    )
+
+
+def _elastic(line: Line) -> Sequence[Cell]:
+    return (
+        line["settings"]["trace"],
+        line["what"],
+        number(line["tokens_per_s"]),
+        number(line["ideal_tokens_per_s"]),
+        str(line["max_running"]),
+        _mega(line["max_peak_bytes"]),
+    )
+
+
+def _verdict(line: Line) -> Sequence[Cell]:
+    names = ("tokens_per_s_over_best", "tokens_per_s_over_today")
+    is_within = "yes" if line["is_within_plan"] else "no"
+    return (line["settings"]["trace"], *(f"{line[name]:.2f}" for name in names), is_within)
+
+
+def _length(line: Line) -> tuple[Cell, Cell]:
+    return (line["model"], f"{line['num_tokens']:,}")
+
+
+def _mega(num_bytes: float) -> Cell:
+    return number(num_bytes / 1e6)
