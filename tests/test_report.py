@@ -146,7 +146,7 @@ def test_shares_of_the_oracle_are_counted(tmp_path: Path) -> None:
     rows = [_row(**facts, routing=one, machine_profile="m") for one in ("recorded", "synthetic")]
     told = blocks(_results(tmp_path, *rows), page)["hindsight"]()
     assert "`lowtide` has 0.80 to 1.25 of the oracle's tokens/s (geometric mean 1.00)" in told
-    assert "at least 0.9 in 1 of 2 cells; it is the fastest in 1, 0.96 to 1.50 times" in told
+    assert "at least 0.9 in 1 of 2 cells; it is the fastest in 1, 0.9600 to 1.50 times" in told
     assert "| a run | m | 0.80, 1.25 |" in told
 
 
