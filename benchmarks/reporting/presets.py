@@ -109,7 +109,7 @@ def _in_words(run: Run) -> str:
             f"{number(max(speeds))} of the oracle's tokens/s (geometric mean "
             f"{number(statistics.geometric_mean(speeds))}), at least {_NEAR} in "
             f"{sum(speed >= _NEAR for speed in speeds)} of {len(cells)} cells; it is the fastest "
-            f"in {sum(lead >= 1 for lead in leads)}, {min(leads):.4f} to {number(max(leads))} times "
-            "the best other."
+            f"in {sum(lead >= 1 for lead in leads)}, {min(leads):.4f} to {number(max(leads))} "
+            "times the best other."
         )
     return " ".join(parts)
