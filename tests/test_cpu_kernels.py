@@ -557,7 +557,7 @@ def test_a_folder_in_somebody_else_s_is_refused(source: Path, cache: Path) -> No
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may give folders away")
-def test_a_folder_in_root_s_is_used_where_root_has_no_number(
+def test_of_users_without_a_number_only_the_system_s_folders_are_used(
     source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "uid_map").write_text("0 1000 1\n")
@@ -566,10 +566,22 @@ def test_a_folder_in_root_s_is_used_where_root_has_no_number(
     number = int(owners.OVERFLOW_ID.read_text())
     os.chown(cache.parent, number, number)
     cache.mkdir(mode=0o700)
-    check_loads(source, cache)
-    cache.parent.chmod(0o775)
     with pytest.raises(StorageError, match=f"{cache.parent} belongs to another user"):
         load_library(source)
+    monkeypatch.setattr(owners, "SYSTEM_FOLDERS", (*owners.SYSTEM_FOLDERS, cache.parent))
+    check_loads(source, cache)
+
+
+def test_who_is_seen_as_everybody_keeps_no_kernels(
+    source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "uid_map").write_text("")
+    (tmp_path / "overflowuid").write_text(str(os.getuid()))
+    monkeypatch.setattr(owners, "ID_MAP", tmp_path / "uid_map")
+    monkeypatch.setattr(owners, "OVERFLOW_ID", tmp_path / "overflowuid")
+    with pytest.raises(StorageError, match="does not belong to this user alone"):
+        load_library(source)
+    assert kept(cache) == []
 
 
 def test_a_cache_that_cannot_be_written(source: Path, cache: Path) -> None:

@@ -1,8 +1,10 @@
 """Who may be believed not to replace a file: this user, and root, however it is seen from here.
 
 In a user namespace (containers, sandboxes) users outside that have no number inside are all seen as
-one, the overflow user; where root is among them, so are its folders. Whatever is not known for
-certain counts as somebody else.
+one, the overflow user. Root may be among them, and so may anybody else whose files are visible. So
+a folder of the overflow user counts as root's only where the system's own layout says that it is
+root's, and where this user is seen as the overflow user, too, no file can be told to be its own.
+Whatever is not known for certain counts as somebody else.
 """
 
 from __future__ import annotations
@@ -14,6 +16,11 @@ from typing import NamedTuple
 
 ID_MAP = Path("/proc/self/uid_map")
 OVERFLOW_ID = Path("/proc/sys/kernel/overflowuid")
+SYSTEM_FOLDERS = tuple(map(Path, ("/", "/home", "/tmp", "/var", "/var/tmp")))
+"""Root's on every Linux: nobody else can have made them, or put them in another's place."""
+
+_USUAL_OVERFLOW_ID = 65534
+_NUM_USERS = 2**32 - 1
 _NUM_FIELDS = 3
 
 
@@ -25,31 +32,57 @@ class IdRange(NamedTuple):
     num_ids: int
 
 
-def is_trusted(facts: os.stat_result) -> bool:
+def is_own(facts: os.stat_result) -> bool:
+    """Whether a file is this user's, and could not be anybody else's who is seen alike."""
+    user, overflow = os.getuid(), _overflow_id()
+    if user == (_USUAL_OVERFLOW_ID if overflow is None else overflow) and not _has_all_users():
+        return False
+    return facts.st_uid == user
+
+
+def is_trusted(folder: Path, facts: os.stat_result) -> bool:
     """Whether a folder is this user's, or root's.
 
-    Of the overflow user it is where that stands for root and for nobody inside, and nobody but the
-    owner may rename what others have in it: whom else it may stand for was let in by whoever made
-    the namespace.
+    Of the overflow user it is where that stands for root and for nobody inside, the folder is one
+    of `SYSTEM_FOLDERS`, and nobody but the owner may rename what others have in it.
     """
-    if facts.st_uid in (0, os.getuid()):
+    if facts.st_uid == 0 or is_own(facts):
         return True
     is_shared = facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not facts.st_mode & stat.S_ISVTX
-    return not is_shared and facts.st_uid == _number_of_root_outside()
+    if is_shared or folder not in SYSTEM_FOLDERS:
+        return False
+    return facts.st_uid == _number_of_root_outside()
 
 
 def _number_of_root_outside() -> int | None:
-    """What root outside is seen as, where that is the overflow user and nobody else is."""
-    try:
-        number = int(OVERFLOW_ID.read_text())
-        ranges = [_id_range(line) for line in ID_MAP.read_text().splitlines()]
-    except (OSError, ValueError):  # another system than Linux
-        return None
-    if any(each.first_outside == 0 and each.num_ids for each in ranges):
+    """What root outside is seen as, where that is the overflow user and nobody inside is."""
+    number, ranges = _overflow_id(), _id_ranges()
+    if number is None or any(each.first_outside == 0 and each.num_ids for each in ranges):
         return None
     if any(each.first_inside <= number < each.first_inside + each.num_ids for each in ranges):
         return None
     return number if ranges else None
+
+
+def _has_all_users() -> bool:
+    """Whether everybody has a number of their own here: no namespace but the first, or one like
+    it."""
+    return sum(each.num_ids for each in _id_ranges()) >= _NUM_USERS
+
+
+def _overflow_id() -> int | None:
+    try:
+        return int(OVERFLOW_ID.read_text())
+    except (OSError, ValueError):  # another system than Linux
+        return None
+
+
+def _id_ranges() -> list[IdRange]:
+    """None of them where they cannot be told."""
+    try:
+        return [_id_range(line) for line in ID_MAP.read_text().splitlines()]
+    except (OSError, ValueError):
+        return []
 
 
 def _id_range(line: str) -> IdRange:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from lowtide.errors import StorageError, UnsupportedError
 from lowtide.files.folders import cache_folder
-from lowtide.files.owners import is_trusted
+from lowtide.files.owners import is_own, is_trusted
 
 _COMPILERS = ("c++", "g++", "clang++")
 # Nothing of this machine: variants are chosen at run time. Nothing that changes arithmetic either.
@@ -135,7 +135,7 @@ def _private_folder() -> Path:
     """Raises StorageError if others could put something there."""
     folder = cache_folder() / "kernels"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.is_symlink() or not _is_own(folder.stat()):
+    if folder.is_symlink() or not _is_private(folder.stat()):
         raise StorageError(
             f"{folder} does not belong to this user alone; remove it, or make it so (chmod 700)."
         )
@@ -152,7 +152,7 @@ def _check_parent(parent: Path, folder: Path) -> None:
     """
     facts = parent.stat()
     is_open = facts.st_mode & stat.S_IWOTH and not facts.st_mode & stat.S_ISVTX
-    if is_trusted(facts) and not is_open:
+    if is_trusted(parent, facts) and not is_open:
         return
     why = "may be written by anybody" if is_open else "belongs to another user"
     raise StorageError(
@@ -161,16 +161,16 @@ def _check_parent(parent: Path, folder: Path) -> None:
     )
 
 
-def _is_own(facts: os.stat_result) -> bool:
+def _is_private(facts: os.stat_result) -> bool:
     """This user's, and not for others to write."""
-    return facts.st_uid == os.getuid() and not facts.st_mode & 0o022
+    return is_own(facts) and not facts.st_mode & 0o022
 
 
 def _is_whole(path: Path) -> bool:
     """Whether `path` is this user's file and ends with the digest of what is before."""
     try:
         facts = path.lstat()
-        if not stat.S_ISREG(facts.st_mode) or not _is_own(facts):
+        if not stat.S_ISREG(facts.st_mode) or not _is_private(facts):
             return False
         content = path.read_bytes()
     except FileNotFoundError:
