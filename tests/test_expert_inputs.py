@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,7 @@ def test_a_file_keeps_them(calibrated: Path, tmp_path: Path) -> None:
     assert again is not None and again.digest == inputs.digest
     assert again.fingerprint == inputs.fingerprint
     assert inputs.hidden.dtype == inputs.activated.dtype == np.float32
+    assert Calibration.load(calibrated, has_inputs=False).inputs is None
 
 
 @pytest.mark.parametrize(
@@ -377,10 +379,11 @@ def test_the_verbs(model: Path, tmp_path: Path) -> None:
     arguments += ["--inputs", "--out", str(out)]
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0, shown.stderr
-    assert "experts' inputs of" in " ".join(shown.stdout.split())
+    [num_pairs] = re.findall(r"inputs of (\d+) pairs of row and", " ".join(shown.stdout.split()))
     told = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
     inputs = Calibration.load(out).inputs
-    assert inputs is not None and told["inputs"]["num_rows"] == inputs.num_rows.sum()
+    assert inputs is not None and int(num_pairs) == inputs.num_rows.sum()
+    assert told["inputs"] == {"num_pairs": int(num_pairs), "num_unseen": inputs.num_unseen}
     folder = tmp_path / "packed"
     packing = ["pack", str(model), "--format", "q4", "--out", str(folder)]
     shown = CliRunner().invoke(app, [*packing, "--calibration", str(out)])

@@ -81,8 +81,8 @@ def _show(calibration: Calibration, budgets: Sequence[Budget], machine: str) -> 
             console.print(likeness)
     if (inputs := calibration.inputs) is not None:
         console.print(
-            f"experts' inputs of {inputs.num_rows.sum()} rows; {inputs.num_unseen} of "
-            f"{inputs.num_rows.size} experts had none and have their layer's"
+            f"experts' inputs of {inputs.num_pairs} pairs of row and expert; {inputs.num_unseen} "
+            f"of {inputs.num_rows.size} experts had none and have their layer's"
         )
 
 

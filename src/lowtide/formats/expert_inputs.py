@@ -59,6 +59,11 @@ class ExpertInputs:
         return self.num_rows.nbytes + self.hidden.nbytes + self.activated.nbytes
 
     @property
+    def num_pairs(self) -> int:
+        """Of a row and an expert that it chose, over all layers."""
+        return int(self.num_rows.sum())
+
+    @property
     def num_unseen(self) -> int:
         """Experts that no row chose."""
         return int((self.num_rows == 0).sum())

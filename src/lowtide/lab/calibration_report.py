@@ -84,8 +84,8 @@ def as_object(calibration: Calibration, budgets: Sequence[Budget]) -> dict[str, 
     trace, blocks, inputs = calibration.trace, calibration.trace.blocks(), calibration.inputs
     of_inputs = {}
     if inputs is not None:
-        rows = {"num_rows": int(inputs.num_rows.sum()), "num_unseen": inputs.num_unseen}
-        of_inputs = {"inputs": rows}
+        told = {"num_pairs": inputs.num_pairs, "num_unseen": inputs.num_unseen}
+        of_inputs = {"inputs": told}
     return {
         "architecture": calibration.architecture,
         "text_sha256": calibration.text_sha256,
