@@ -48,7 +48,9 @@ def simulate(
         raise UsageError(f"--tau must be at least 1, not {tau}.")
     profile = load_profile(machine)
     recorded = Trace.load(trace)
-    known = Calibration.load(Path(calibration)) if calibration is not None else None
+    known = None
+    if calibration is not None:
+        known = Calibration.load(Path(calibration), has_inputs=False)
     if not recorded.passes:
         raise UsageError(f"Trace {trace} has no passes: nothing ran while it was recorded.")
     names = [name.strip() for name in str(settings["presets"]).split(",") if name.strip()]

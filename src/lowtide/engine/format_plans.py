@@ -6,11 +6,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from lowtide.engine.device import resolve_device
+from lowtide.engine.named_inputs import named_inputs, rounds_experts
 from lowtide.engine.opening import OpenModel
 from lowtide.engine.planning import make_plan
 from lowtide.engine.prediction import machine_predictor
 from lowtide.engine.weight_formats import QUANTISED
-from lowtide.errors import PlanError, UnsupportedError
+from lowtide.errors import PlanError, UnsupportedError, UsageError
+from lowtide.formats.expert_inputs import ExpertInputs
 from lowtide.plan import OWN_FORMAT, FormatPlan, MemoryPlan
 
 FORMATS = (OWN_FORMAT, *QUANTISED)
@@ -28,10 +30,17 @@ class _InFormat(NamedTuple):
 def plan_by_format(opened: OpenModel) -> tuple[FormatPlan, ...]:
     """For each format that this model's weights can be in; no weight is read.
 
-    Speeds rest on the same: on times of the experts where those of all formats were measured, else
-    on this machine's rates.
+    With a calibration that is another model's, whose inputs nothing is rounded for, that is their
+    own alone. Speeds rest on the same: on times of the experts where those of all formats were
+    measured, else on this machine's rates.
     """
-    found = [each for name in FORMATS if (each := _in_format(opened, name)) is not None]
+    inputs, names = opened.inputs, [*FORMATS]
+    if inputs is None:
+        try:
+            inputs = named_inputs(opened)
+        except UsageError:
+            names = [OWN_FORMAT]
+    found = [each for name in names if (each := _in_format(opened, name, inputs)) is not None]
     predictions = [each.plan.prediction for each in found if each.plan is not None]
     is_alike = len({each.rests_on for each in predictions if each is not None}) <= 1
     return tuple(_row(each, is_alike) for each in found)
@@ -50,12 +59,15 @@ def _row(found: _InFormat, is_alike: bool) -> FormatPlan:
     return FormatPlan(found.name, found.weight_bytes, share, speed)
 
 
-def _in_format(opened: OpenModel, name: str) -> _InFormat | None:
-    """None where the weights are not made into this format, or are stored in it."""
+def _in_format(opened: OpenModel, name: str, inputs: ExpertInputs | None) -> _InFormat | None:
+    """None where the weights are not made into this format, or are stored in it.
+
+    inputs: of experts that are rounded.
+    """
     options = replace(
         opened.options, format=name, expert_dtype=None, dense_dtype=None, activations=OWN_FORMAT
     )
-    opened = replace(opened, options=options)
+    opened = replace(opened, options=options, inputs=None)
     try:
         options.formats.check(
             str(opened.dtype).removeprefix("torch."), resolve_device(options.device)
@@ -65,6 +77,8 @@ def _in_format(opened: OpenModel, name: str) -> _InFormat | None:
         weight_bytes = opened.dense.num_bytes + num_experts * slot_bytes
         if name != OWN_FORMAT and not opened.is_rounded_as_read:
             return None
+        if rounds_experts(opened):
+            opened = replace(opened, inputs=inputs)
     except UnsupportedError:
         return None
     try:

@@ -15,7 +15,8 @@ from lowtide.replay.trace import TraceShape
 def find_calibration(opened: OpenModel) -> Calibration | None:
     """The calibration that was asked for, or the one in the default place, if there is one.
 
-    Raises UsageError for one that is damaged or of another model.
+    Without experts' inputs, which are weights' alone (`named_inputs.py`). Raises UsageError for
+    one that is damaged or of another model.
     """
     config, given = opened.config, opened.options.calibration
     if config.experts is None:
@@ -26,7 +27,7 @@ def find_calibration(opened: OpenModel) -> Calibration | None:
         path = Path(given)
     elif not path.exists():
         return None
-    calibration = Calibration.load(path)
+    calibration = Calibration.load(path, has_inputs=False)
     calibration.check(config.architecture, shape)
     if calibration.buddies is not None and opened.checkpoint is not None:
         calibration.buddies.check(opened.fingerprint, str(path))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -59,9 +59,10 @@ def load_arrays(
     noun: str,
     optional: Sequence[Mapping[str, str]] = (),
     version: Version | None = None,
+    unread: Collection[str] = (),
 ) -> Arrays:
     """The arrays that `save_arrays` wrote: exactly those named by `dtypes`, of those types, and
-    of each of `optional` all or none.
+    of each of `optional` all or none; `unread` names those of them that stay in the file.
 
     Raises UsageError when the file is not such a one, is of another version or holds more than
     `max_bytes`, StorageError when it cannot be read.
@@ -74,7 +75,8 @@ def load_arrays(
             for some in optional:
                 if any(f"{name}.npy" in names for name in some):
                     wanted.update(some)
-            return _read(archive, wanted, max_bytes, noun)
+            _check_members(archive, wanted, max_bytes, noun)
+            return _read(archive, {name: wanted[name] for name in wanted if name not in unread})
     except StorageError as reason:
         raise StorageError(f"{noun.capitalize()} {reason}") from reason
     except OSError as reason:
@@ -99,7 +101,9 @@ def _check_version(archive: zipfile.ZipFile, version: Version, what: str) -> Non
         )
 
 
-def _read(archive: zipfile.ZipFile, dtypes: Mapping[str, str], max_bytes: int, noun: str) -> Arrays:
+def _check_members(
+    archive: zipfile.ZipFile, dtypes: Mapping[str, str], max_bytes: int, noun: str
+) -> None:
     expected = {f"{name}.npy" for name in dtypes}
     names = archive.namelist()
     if set(names) != expected or len(names) != len(expected):
@@ -107,6 +111,9 @@ def _read(archive: zipfile.ZipFile, dtypes: Mapping[str, str], max_bytes: int, n
     total = sum(info.file_size for info in archive.infolist())
     if total > max_bytes:
         raise Contradiction(f"it holds {total} bytes; at most {max_bytes} are read")
+
+
+def _read(archive: zipfile.ZipFile, dtypes: Mapping[str, str]) -> Arrays:
     arrays = {}
     for name, dtype in dtypes.items():
         info = archive.getinfo(f"{name}.npy")

@@ -13,6 +13,8 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +41,7 @@ TOP_SIZES = (1, 2, 4, 8)
 _FACTS = ("architecture", "text_sha256", "date")
 _MAX_FACTS_BYTES = 1 << 16
 _PREFIX = "trace_"
+_SHAPE = _PREFIX + "shape"
 _COSINE_SLACK = 1e-6  # what rounding may add to a cosine
 _DTYPES = {
     **{_PREFIX + name: dtype for name, dtype in TRACE_DTYPES.items()},
@@ -90,11 +93,7 @@ class Calibration:
 
     def check(self, architecture: str, shape: TraceShape) -> None:
         """Raises UsageError when this is another model's calibration."""
-        if (self.architecture, self.shape) != (architecture, shape):
-            raise UsageError(
-                f"The calibration is another model's: {_described(self.architecture, self.shape)}, "
-                f"and this is {_described(architecture, shape)}; run lowtide calibrate on this one."
-            )
+        _check_model((self.architecture, self.shape), (architecture, shape))
 
     def with_curve(self, curve: QualityCurve) -> Calibration:
         """The same with what `lowtide quality` measured of its buddies, in place of what was
@@ -124,21 +123,31 @@ class Calibration:
         save_arrays(path, arrays, "calibration")
 
     @classmethod
-    def load(cls, path: Path) -> Calibration:
+    def load(cls, path: Path, has_inputs: bool = True) -> Calibration:
         """Reads a calibration that `save` wrote.
 
-        Raises UsageError when the file is not one or contradicts itself, StorageError when it
-        cannot be read.
+        has_inputs: with the experts' inputs, if there are any; without them it is not to be saved
+        in the file's place. Raises UsageError when the file is not one or contradicts itself,
+        StorageError when it cannot be read.
         """
-        optional = (BUDDY_DTYPES, INPUT_DTYPES)
-        arrays = load_arrays(path, _DTYPES, MAX_TRACE_BYTES, "calibration", optional)
-        try:
+        arrays = _load(path, () if has_inputs else INPUT_DTYPES)
+        with _no_contradiction(path):
             return _build(arrays)
-        except Contradiction as reason:
-            raise UsageError(
-                f"Calibration {path} contradicts itself: {reason}; delete it and run lowtide "
-                "calibrate again."
-            ) from None
+
+
+def load_inputs(path: Path, architecture: str, shape: TraceShape) -> ExpertInputs | None:
+    """The experts' inputs of such a model's calibration, of which nothing else is read; None where
+    it has none. Raises what `Calibration.load` and `check` do."""
+    wanted = {*INPUT_DTYPES, "version", "facts", _SHAPE}
+    arrays = _load(path, ({*_DTYPES} | {*BUDDY_DTYPES}) - wanted)
+    with _no_contradiction(path):
+        _check_version(arrays)
+        found = arrays[_SHAPE]
+        if found.shape != (len(shape),):
+            raise Contradiction(f"its trace's shape has {found.size} numbers")
+        of_file = _read_facts(arrays["facts"])["architecture"], TraceShape(*found.tolist())
+        _check_model(of_file, (architecture, shape))
+        return _inputs(arrays, shape)
 
 
 def check_calibration_path(path: Path) -> None:
@@ -165,10 +174,40 @@ def default_path(folder: Path, architecture: str, shape: TraceShape) -> Path:
     return Path(base) / "lowtide" / "calibrations" / f"{name}-{digest}.lowtide"
 
 
-def _build(arrays: Arrays) -> Calibration:
+def _load(path: Path, unread: Collection[str]) -> Arrays:
+    optional = (BUDDY_DTYPES, INPUT_DTYPES)
+    return load_arrays(path, _DTYPES, MAX_TRACE_BYTES, "calibration", optional, unread=unread)
+
+
+@contextmanager
+def _no_contradiction(path: Path) -> Iterator[None]:
+    """Turns one into a UsageError that names the file."""
+    try:
+        yield
+    except Contradiction as reason:
+        raise UsageError(
+            f"Calibration {path} contradicts itself: {reason}; delete it and run lowtide "
+            "calibrate again."
+        ) from None
+
+
+def _check_model(found: tuple[str, TraceShape], wanted: tuple[str, TraceShape]) -> None:
+    """Of each the architecture and the shape."""
+    if found != wanted:
+        raise UsageError(
+            f"The calibration is another model's: {_described(*found)}, and this is "
+            f"{_described(*wanted)}; run lowtide calibrate on this one."
+        )
+
+
+def _check_version(arrays: Arrays) -> None:
     version = arrays["version"].tolist()
     if version != [CALIBRATION_VERSION]:
         raise Contradiction(f"its version is {version[:1]}, not {CALIBRATION_VERSION}")
+
+
+def _build(arrays: Arrays) -> Calibration:
+    _check_version(arrays)
     trace = trace_of({name: arrays[_PREFIX + name] for name in TRACE_DTYPES})
     layers, experts, _, hidden, _ = trace.shape
     _check(arrays, "residual", (layers - 1, hidden), -np.inf, np.inf)
