@@ -26,6 +26,7 @@ from lowtide.kernels.operands import (
     Rotation,
     SortedPairs,
 )
+from lowtide.kernels.routing import limit_to_groups, weights_of
 from lowtide.kernels.row_statistics import Form, Guidance, Head, RowStatistics, Wanted
 from lowtide.kernels.several_experts import SeveralExperts
 from lowtide.memory.workspace import Buffers
@@ -298,7 +299,7 @@ class Kernels:
             scores = logits.softmax(-1, dtype=torch.float32)
         rank = scores if bias is None else scores + bias
         if choice.num_groups > 1:
-            rank = _limit_to_groups(rank, choice)
+            rank = limit_to_groups(rank, choice)
         experts = self.top_experts(rank, choice.num_chosen)
         return experts, weights_of(scores, experts, choice, logits.dtype)
 
@@ -375,29 +376,3 @@ def clamped_swiglu(gate: Tensor, up: Tensor) -> None:
     F.silu(gate, inplace=True)
     up.clamp_(-CLAMP_LIMIT, CLAMP_LIMIT).add_(1)
     gate.mul_(up).div_(CLAMP_SLOPE)
-
-
-def weights_of(
-    scores: Tensor, experts: Tensor, choice: ExpertChoice, logits_dtype: torch.dtype
-) -> Tensor:
-    """The float32 weights [tokens, num_chosen] of chosen experts, of scores [tokens, experts]."""
-    weights = scores.gather(1, experts)
-    if choice.normalise:
-        total = weights.sum(-1, keepdim=True)
-        weights = weights / (total + 1e-20 if choice.is_sigmoid else total)
-    if choice.rounds_weights:
-        weights = weights.to(logits_dtype).float()
-    return weights * choice.scaling_factor
-
-
-def _limit_to_groups(rank: Tensor, choice: ExpertChoice) -> Tensor:
-    """Ranks [tokens, experts]: -inf but in the best groups."""
-    groups = rank.view(rank.shape[0], choice.num_groups, -1)
-    if choice.num_group_best == 1:
-        group_rank = groups.amax(-1)  # [tokens, groups]
-    else:
-        num_best = min(choice.num_group_best, groups.shape[-1])
-        group_rank = groups.topk(num_best, dim=-1).values.sum(-1)
-    chosen = group_rank.topk(choice.num_groups_kept, dim=-1, sorted=False).indices
-    excluded = torch.ones_like(group_rank, dtype=torch.bool).scatter_(1, chosen, False)
-    return groups.masked_fill(excluded[:, :, None], -torch.inf).flatten(1)

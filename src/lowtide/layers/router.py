@@ -15,7 +15,7 @@ from lowtide.compute import Compute
 from lowtide.experts.rows import Routing
 from lowtide.kernels.layer_parts import RouterParts
 from lowtide.kernels.operands import ExpertChoice
-from lowtide.kernels.reference import weights_of
+from lowtide.kernels.routing import weights_of
 from lowtide.layers.batch import Segment
 from lowtide.layers.rows import in_tiles
 from lowtide.memory.workspace import TILE_ROWS, Buffers, tiles
