@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import UnionType
 
 import torch
 
@@ -21,7 +19,12 @@ from lowtide.engine.device import (
     resolve_device,
 )
 from lowtide.engine.named_inputs import inputs_to_round_for
-from lowtide.engine.option_checks import check_not_bidirectional, check_without_experts
+from lowtide.engine.option_checks import (
+    check_integer,
+    check_kinds,
+    check_not_bidirectional,
+    check_without_experts,
+)
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.experts.layout import SlotLayout
 from lowtide.experts.transfer import largest_read_bytes
@@ -117,7 +120,7 @@ class EngineConfig:
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
-        self._check_kinds()
+        check_kinds(self)
         check_device(self.device, self.device_options)
         if resolve_device(self.device) == "cpu" and self.gpu_memory not in ("auto", 0, "0"):
             raise UsageError(
@@ -143,9 +146,9 @@ class EngineConfig:
             raise UsageError(
                 f"activations {self.activations!r} is not known; choose {', '.join(ACTIVATIONS)}."
             )
-        self._check_integer("context", 1, 2**28)
-        self._check_integer("block_length", 1, MAX_BLOCK_LENGTH)
-        self._check_integer("seed", 0, 2**63 - 1)
+        check_integer("context", self.context, 1, 2**28)
+        check_integer("block_length", self.block_length, 1, MAX_BLOCK_LENGTH)
+        check_integer("seed", self.seed, 0, 2**63 - 1)
         check_policy(self.policy, self.policy_options)
         if not self.unsafe:
             check_safe(self.policy, self.policy_options)
@@ -153,24 +156,6 @@ class EngineConfig:
     @property
     def formats(self) -> weight_formats.Asked:
         return weight_formats.Asked.of(self.format, self.expert_dtype, self.dense_dtype)
-
-    def _check_kinds(self) -> None:
-        kinds: list[tuple[str, type | UnionType, str]] = [
-            ("device", str, "a name such as 'auto'"),
-            ("calibration", str | os.PathLike | None, "the path of a file"),
-        ]
-        for name in ("device_options", "policy_options", "config_overrides"):
-            kinds.append((name, Mapping, "a mapping of names to values"))
-        for name, kind, noun in kinds:
-            value = getattr(self, name)
-            if not isinstance(value, kind):
-                raise UsageError(f"{name} must be {noun}, not {value!r}.")
-
-    def _check_integer(self, name: str, low: int, high: int) -> None:
-        value = getattr(self, name)
-        is_integer = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and not (is_integer and low <= value <= high):
-            raise UsageError(f"{name} must be an integer from {low} to {high}, not {value!r}.")
 
 
 @dataclass(frozen=True, slots=True)

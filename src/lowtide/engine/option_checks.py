@@ -1,7 +1,11 @@
-"""Options that mean nothing to a kind of model, refused by name."""
+"""Options of another kind than they have to be, or that mean nothing to a kind of model, refused by
+name."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from types import UnionType
 from typing import TYPE_CHECKING
 
 from lowtide.config import ModelConfig
@@ -10,6 +14,27 @@ from lowtide.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from lowtide.engine.opening import EngineConfig
+
+
+def check_kinds(options: EngineConfig) -> None:
+    """Raises UsageError for a value of another type than its option's."""
+    kinds: list[tuple[str, type | UnionType, str]] = [
+        ("device", str, "a name such as 'auto'"),
+        ("calibration", str | os.PathLike | None, "the path of a file"),
+    ]
+    for name in ("device_options", "policy_options", "config_overrides"):
+        kinds.append((name, Mapping, "a mapping of names to values"))
+    for name, kind, noun in kinds:
+        value = getattr(options, name)
+        if not isinstance(value, kind):
+            raise UsageError(f"{name} must be {noun}, not {value!r}.")
+
+
+def check_integer(name: str, value: int | None, low: int, high: int) -> None:
+    """Raises UsageError for an option that is given and no integer from `low` to `high`."""
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if value is not None and not (is_integer and low <= value <= high):
+        raise UsageError(f"{name} must be an integer from {low} to {high}, not {value!r}.")
 
 
 def check_without_experts(config: ModelConfig, options: EngineConfig) -> None:
