@@ -256,9 +256,7 @@ class ExpertRuntime:
         demand = facts.demand if decision.run is None else decision.run.demand
         is_at_once = self._can_run_at_once(x, demand, decision)
         if is_at_once:
-            self.expect_next(layer, facts.demand)
-            if self.host.read_ahead is not None:
-                self.host.read_ahead.start_reads(self.host.transfer)
+            self._start_reads(layer, facts.demand)
             if run_in_place is not None:
                 run_in_place(*routing)
                 return
@@ -380,6 +378,12 @@ class ExpertRuntime:
         read_ahead = self.host.read_ahead
         if read_ahead is not None and layer + 1 < self._shape.num_layers:
             read_ahead.expect(layer + 1, demand)
+
+    def _start_reads(self, layer: int, demand: Demand) -> None:
+        """Of what the next layer is expected to ask for: this one has all that it asks for."""
+        self.expect_next(layer, demand)
+        if self.host.read_ahead is not None:
+            self.host.read_ahead.start_reads(self.host.transfer)
 
     def _abandon(self) -> None:
         """After a failure: gives all slots back, once nobody uses or fills them."""

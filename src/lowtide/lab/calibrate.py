@@ -93,11 +93,10 @@ def calibrate(
     beside = () if seen is None else (seen,)
     trace, residual = learn(llm, learning, model, progress, beside, squares)
     accuracy = foresee(llm, testing, model, residual, progress).accuracy
-    data = text.encode() if isinstance(text, str) else np.asarray(text, np.int64).tobytes()
     frequency, following = count_activations(trace)
     return Calibration(
         architecture=llm.config.architecture,
-        text_sha256=hashlib.sha256(data).hexdigest(),
+        text_sha256=_digest(text),
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         trace=trace,
         residual=residual,
@@ -309,6 +308,11 @@ def _length(llm: LLM) -> Length:
     return Length(
         max(1, min(usual.prompt_tokens, room - new_tokens - block_length + 1)), new_tokens
     )
+
+
+def _digest(text: str | Sequence[int]) -> str:
+    data = text.encode() if isinstance(text, str) else np.asarray(text, np.int64).tobytes()
+    return hashlib.sha256(data).hexdigest()
 
 
 def _token_ids(llm: LLM, text: str | Sequence[int]) -> list[int]:

@@ -80,15 +80,11 @@ def pack(
     opened = open_model(model, options)
     checkpoint = _packable(opened)
     chosen = _chosen(opened, checkpoint)
-    notes = {
-        "source": [[file.path.name, *_facts(file.path)] for file in checkpoint.files],
-        "formats": {name: each.format.name for name, each in chosen.items()},
-        "inputs": None if opened.inputs is None else opened.inputs.digest,
-    }
+    notes = _notes(opened, checkpoint, chosen)
     with _reserved(out, notes):
         packer = _Packer(checkpoint, chosen, out, choose_pack(kernels), progress, opened.inputs)
         packer.run()
-        if notes["source"] != [[f.path.name, *_facts(f.path)] for f in checkpoint.files]:
+        if notes["source"] != _source(checkpoint):
             raise StorageError(
                 f"{opened.folder} changed while it was packed; remove {out} and begin again."
             )
@@ -142,6 +138,22 @@ def _chosen(opened: OpenModel, checkpoint: Checkpoint) -> dict[str, _Target]:
             to = formats()[asked].for_rows(tensor.spec.shape[-1])
             chosen[tensor.spec.name] = _Target(to, tensor)
     return chosen
+
+
+def _notes(
+    opened: OpenModel, checkpoint: Checkpoint, chosen: Mapping[str, _Target]
+) -> dict[str, object]:
+    """What a packing is of: one with other notes does not go on where it was interrupted."""
+    return {
+        "source": _source(checkpoint),
+        "formats": {name: each.format.name for name, each in chosen.items()},
+        "inputs": None if opened.inputs is None else opened.inputs.digest,
+    }
+
+
+def _source(checkpoint: Checkpoint) -> list[tuple[str, int, int]]:
+    """Name, size and time of change of each file."""
+    return [(file.path.name, *_facts(file.path)) for file in checkpoint.files]
 
 
 class _Packer:
