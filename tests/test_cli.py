@@ -213,7 +213,8 @@ def test_json_is_one_object_and_nothing_else() -> None:
     ]
     assert answer["text"] == PretendLLM.answer
     counts = {"prompt_tokens": 3, "completion_tokens": 11, "forwards": 6}
-    own = {"experts": "own", "dense": "own", "head": "own", "activations": "own"}
+    own = dict.fromkeys(("experts", "dense", "head", "activations"), "own")
+    own |= {"is_calibrated": False}
     assert answer["usage"] == {**counts, "kv_cache": "exact", "formats": own, "receipt": None}
     assert answer["plan"]["formats"] == own
     assert answer["stats"]["hit_rate"] == 0.75 and answer["stats"]["odd"] is None
