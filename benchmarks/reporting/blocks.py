@@ -110,13 +110,15 @@ def decode(results: Results, page: Path) -> str:
 def ar_decode(results: Results, page: Path) -> str:
     """One request: lowtide, transformers, llama.cpp; in memory, in llama.cpp's types, from disk."""
     run = results.newest("ar_decode")
-    head = ("", "engine", "prompt, tokens/s", "decoding, tokens/s", "lowtide over it")
+    head = ("", "engine", "prompt, tokens/s", "decoding, tokens/s", "lowtide over it; with int8")
     rows: list[tuple[Line, tuple[Cell, ...]]] = []
     for what in ("in memory", "Q8_0", "Q4_0", "Q4_K_M", "50% of the experts in memory"):
         lanes = run.of(what)
-        ours = next(line["each_decode"] for line in lanes if line["lane"] == "lowtide")
+        decoding_of = {line["lane"]: line["each_decode"] for line in lanes}
+        ours = [decoding_of[lane] for lane in ("lowtide", "lowtide, int8") if lane in decoding_of]
         for line in lanes:
-            over = "" if line["lane"] == "lowtide" else ratio(ours, line["each_decode"])
+            is_ours = line["lane"].startswith("lowtide")
+            over = "" if is_ours else "; ".join(ratio(each, line["each_decode"]) for each in ours)
             prefill, decoding = line["each_prefill"], line["each_decode"]
             cells = (median_and_spread(prefill), median_and_spread(decoding), over)
             rows.append((line, (what, line["lane"], *cells)))
