@@ -68,9 +68,9 @@ INLINED float exponential(float x) {
     y = y * r + 1.6666665459e-1f;
     y = y * r + 5.0000001201e-1f;
     y = y * (r * r) + r + 1.0f;
-    std::int32_t bits;
+    std::uint32_t bits;  // NaN's run over, to any power: the product is NaN whatever it is
     std::memcpy(&bits, &shifted, sizeof bits);
-    bits = (bits - 0x4b400000 + 127) << 23;
+    bits = (bits - 0x4b400000u + 127u) << 23;
     float power;
     std::memcpy(&power, &bits, sizeof power);
     return y * power;
