@@ -1,7 +1,8 @@
 """All measurements behind the pages' numbers, one script after the other, into docs/results/.
 
-`make bench` runs those that need less than 5 GiB of disk and memory; `make bench-large` the rest,
-each after a look at the disk. A script that fails keeps no other from running.
+`make bench` runs those that need less than 5 GiB of disk and memory, in at most 75 minutes on two
+quiet cores; `make bench-large` the rest, each after a look at the disk. `--list` says what takes
+how long, and what was cut. A script that fails keeps no other from running.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,62 +26,116 @@ from lowtide.errors import UsageError
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
+MAX_MINUTES = 75
+"""Of all that `make bench` runs, on two quiet cores."""
+
+
 class Script(NamedTuple):
-    """A script of this folder, what else it is called with, and the disk that its models take."""
+    """A script of this folder, what else it is called with, and what it takes.
+
+    minutes: on two quiet cores, estimated from the dates of lines; models that it makes included.
+    cut: what its arguments leave out, and why; without a word, nothing.
+    """
 
     name: str
+    minutes: float
     arguments: tuple[str, ...] = ()
     disk_GiB: int = 5
+    cut: str = ""
 
 
 SMALL = (
-    Script("cpu_kernels", disk_GiB=0),
-    Script("pack"),
-    Script("decode"),
-    Script("offload"),
-    Script("ar_decode"),
-    Script("batching"),
-    Script("overlap"),
-    Script("simulate"),
-    Script("policies"),
-    Script("exchange", ("--layers", "2"), disk_GiB=0),
-    Script("tau", ("--synthetic", "--layers", "2"), disk_GiB=0),
-    Script("dali", disk_GiB=0),
-    Script("hindsight"),
-    Script("buddy", disk_GiB=0),
-    Script("buddy_time", disk_GiB=0),
+    Script(
+        "cpu_kernels",
+        2,
+        ("--shapes", "Qwen3-30B", "--formats", "bf16", "q8", "q4", "--rows", "1", "8", "32"),
+        0,
+        "one model's experts in three formats; all of them take an hour",
+    ),
+    Script("pack", 2, ("--rounds", "2"), cut="2 rounds, not 3"),
+    Script("decode", 6),
+    Script("offload", 5),
+    Script("ar_decode", 5, ("--prompt", "256", "--new", "48")),
+    Script("batching", 1),
+    Script("overlap", 1),
+    Script("simulate", 6, ("--validate", "--repeats", "3"), cut="3 turns of each preset, not 7"),
+    Script("simulate", 2, ("--validate", "--home", "disk", "--repeats", "3"), cut="3 turns, not 7"),
+    Script(
+        "policies",
+        18,
+        ("--repeats", "2"),
+        cut="2 turns of presets that may decide something, not 3",
+    ),
+    Script("exchange", 4, ("--layers", "8"), 0, "8 layers of each model; `--large` has them all"),
+    Script("tau", 2, ("--synthetic", "--layers", "2"), 0, "2 layers, which are alike"),
+    Script("dali", 5, disk_GiB=0),
+    Script("hindsight", 4),
+    Script("prefetch", 3, ("--pieces", "6"), cut="half of the text's pieces"),
+    Script(
+        "buddy",
+        8,
+        ("--short", "--shares", "0.375", "--tokens", "1024", "--repeats", "3"),
+        0,
+        "one share of residents and half of the lanes; `--large` has them all",
+    ),
+    Script("buddy_time", 1, disk_GiB=0),
 )
 LARGE = (
-    Script("full_size", disk_GiB=32),
-    Script("larger_than_memory", disk_GiB=60),
-    Script("max_context", disk_GiB=8),
-    Script("planned_memory", disk_GiB=8),
-    Script("mosaic_ablation", disk_GiB=8),
-    Script("step_time", disk_GiB=8),
-    Script("every_expert", disk_GiB=8),
-    Script("elastic", disk_GiB=16),
-    Script("buddy_full", disk_GiB=64),
+    Script("full_size", 12, disk_GiB=32),
+    Script("larger_than_memory", 30, disk_GiB=60),
+    Script("max_context", 50, disk_GiB=8),
+    Script("planned_memory", 20, disk_GiB=8),
+    Script("mosaic_ablation", 8, disk_GiB=8),
+    Script("step_time", 12, disk_GiB=8),
+    Script("every_expert", 5, disk_GiB=8),
+    Script("elastic", 12, disk_GiB=16),
+    Script("buddy_full", 60, disk_GiB=64),
+    Script("exchange", 20, disk_GiB=0),
+    Script("buddy", 90, disk_GiB=0),
 )
 
 
 def main() -> None:
     options = _options()
+    scripts = chosen(options.only, is_large=options.large)
+    if options.list:
+        print(listed(scripts))
+        return
     if commit().endswith("+"):
         raise UsageError("Files differ from their commit: nobody could repeat what is measured.")
-    failed = [script.name for script in _chosen(options) if not _run(script, options.out)]
+    failed = [script.name for script in scripts if not _run(script, options.out)]
     if failed:
         raise UsageError(f"Failed: {', '.join(failed)}; the others' lines are in {options.out}.")
 
 
-def _chosen(options: argparse.Namespace) -> tuple[Script, ...]:
-    scripts = LARGE if options.large else SMALL
-    if options.only is None:
-        return scripts
-    known = {script.name: script for script in (*SMALL, *LARGE)}
-    unknown = [name for name in options.only if name not in known]
-    if unknown:
-        raise UsageError(f"No script {', '.join(unknown)}; there are {', '.join(sorted(known))}.")
-    return tuple(known[name] for name in options.only)
+def chosen(names: Sequence[str] | None, *, is_large: bool) -> tuple[Script, ...]:
+    """All of one kind, or those named: as this kind runs them, else as the other one does.
+
+    Raises UsageError for a name that neither has.
+    """
+    first, second = (LARGE, SMALL) if is_large else (SMALL, LARGE)
+    if names is None:
+        return first
+    found: list[Script] = []
+    for name in names:
+        calls = [one for one in first if one.name == name]
+        calls = calls or [one for one in second if one.name == name]
+        if not calls:
+            known = ", ".join(sorted({script.name for script in (*SMALL, *LARGE)}))
+            raise UsageError(f"No script {name}; there are {known}.")
+        found += calls
+    return tuple(found)
+
+
+def listed(scripts: Sequence[Script]) -> str:
+    """What is called, for how many minutes each and all."""
+    lines = []
+    for script in scripts:
+        call = " ".join((f"{script.name}.py", *script.arguments))
+        told = f"  # {script.cut}" if script.cut else ""
+        lines.append(f"{script.minutes:4g} min  {script.disk_GiB:3} GiB  {call}{told}")
+    total = sum(script.minutes for script in scripts)
+    return "\n".join([*lines, f"{total:4g} min in all, on two quiet cores"])
 
 
 def _run(script: Script, folder: Path) -> bool:
@@ -101,8 +157,9 @@ def _run(script: Script, folder: Path) -> bool:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--large", action="store_true", help="what needs more than 5 GiB")
+    parser.add_argument("--large", action="store_true", help="what needs more than 5 GiB, or hours")
     parser.add_argument("--only", nargs="+", metavar="SCRIPT", help="these alone")
+    parser.add_argument("--list", action="store_true", help="run nothing: say what would be")
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="(docs/results)")
     return parser.parse_args()
 

@@ -10,18 +10,19 @@ are than those with the other preset's part in its place, over all combinations 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
 import numpy as np
 from ablation import MODELS, PUBLISHED, Load, Model, make_case
 from common.arguments import run_script
+from common.dali_others import from_tokens
 from common.record import Recorder, Row, say
 from common.simulated import generating_passes, make_parser, summary
 
 from lowtide.core import Facts, IntArray, Moves, StepKind
-from lowtide.policies.assignment import Assign, Greedy, HybriMoEGreedy, HybriMoEThreshold
+from lowtide.policies.assignment import Greedy, HybriMoEGreedy, HybriMoEThreshold
 from lowtide.policies.catalogue import NUM_PREFETCH
 from lowtide.policies.placement import Placement
 from lowtide.policies.prefetch import NextGate, Residual
@@ -135,11 +136,6 @@ def other_hybrimoes(part: Trace, setting: Setting, hits: IntArray) -> dict[str, 
     empty = replace(setting, capacity=[0] * setting.num_layers)
     found["without residents"] = simulate(part, "hybrimoe", empty, hits=hits).total_s / dali_s
     return {name: round(value, 3) for name, value in found.items()}
-
-
-def from_tokens(tokens: int) -> Callable[[Setting], Assign]:
-    """HybriMoE's assignment with another threshold."""
-    return lambda setting: HybriMoEThreshold(setting.costs, tokens)
 
 
 def simulate_without(part: Trace, setting: Setting, hits: IntArray) -> float:

@@ -9,6 +9,7 @@ other prompts, and synthetic decoding of DALI's three models.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -43,7 +44,7 @@ class Run(NamedTuple):
 
 
 def main() -> None:
-    options = make_parser(__doc__).parse_args()
+    options = _options()
     recorder = Recorder("hindsight", {"synthetic_layers": NUM_LAYERS}, options.out)
     for run in _runs(options.quick):
         hits = run.trace.hits()
@@ -97,6 +98,10 @@ def _cell(trace: Trace, hits: IntArray, setting: Setting) -> dict[str, dict[str,
         "of_most_hits": {n: round(one.num_hits / most, 4) for n, one in reports.items()},
         "over_best_other": {"lowtide": round(speeds["lowtide"] / best_other("lowtide"), 4)},
     }
+
+
+def _options() -> argparse.Namespace:
+    return make_parser(__doc__).parse_args()
 
 
 if __name__ == "__main__":

@@ -8,17 +8,20 @@ several blocks and thresholds, with experts of LLaDA2.0-mini's size. Each interv
 twice: steps that wait for what they move (the paper's Eq. 3; at tau = 1 its Mixtral-Offload
 baseline) and moves that follow behind. Misses and migrations beside the paper's formulas. Then what
 its Table 1 would be where neighbouring steps are less alike, and where every expert that comes
-sends another back, as TIDE's code does.
+sends another back, as TIDE's code does. At last what its text says of its tables and figures,
+number by number, with the experiments that may move each.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from common.arguments import run_script
+from common.published_numbers import Numbers
 from common.record import Recorder, Row, say
 from common.simulated import (
     FLASH,
@@ -53,6 +56,18 @@ SKEW = 0.5  # of the synthetic popularity: about 120 of 256 experts in a step of
 NUM_DRAWS = 5  # of a random tau
 SHARES = (0.125, 0.25, 0.5)
 SIMILARITIES = (SIMILARITY, 0.95)  # of the drifts
+MOVES: Mapping[str, int] = {
+    "": 1,
+    "the evicted expert is copied back": 2,
+    "copies reach a quarter of the link's rate, as from pageable memory": 4,
+}
+"""How many times as long a move takes, and why."""
+BUDGETS = (64, 128)  # of 256 experts, as in Table 2
+TABLE_2_BLOCKS = (32, 64)
+OVER_TAU_1 = 1.3  # Table 1: 1.2 to 1.4
+OVER_FIDDLER = {"LLaDA2.0-mini": 1.4, "LLaDA2.0-flash": 1.5}  # at most
+OVER_RANDOM = 1.4  # Table 2, at most
+ALIKE_AT_5 = 0.95  # Figure 1
 MODELS: Mapping[str, tuple[MoEShape, str]] = {
     "LLaDA2.0-mini": (published("llada2"), "tide-a100"),
     "LLaDA2.0-flash": (FLASH, "tide-h100"),
@@ -74,10 +89,7 @@ class Case(NamedTuple):
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--layers", type=int, help="of the synthetic models (all)")
-    parser.add_argument("--synthetic", action="store_true", help="leave recorded runs out")
-    options = parser.parse_args()
+    options = _options()
     settings = {"num_random": NUM_DRAWS, "similarity": SIMILARITY}
     settings["layers"] = options.layers or "all"
     recorder = Recorder("tau", settings, options.out)
@@ -86,6 +98,8 @@ def main() -> None:
         _measure(recorder, case, options.quick)
     for similarity in SIMILARITIES[1:] if options.quick else SIMILARITIES:
         _drift(recorder, similarity, options.layers)
+    blocks = TABLE_2_BLOCKS[:1] if options.quick else TABLE_2_BLOCKS
+    _published(Numbers(recorder), blocks, options.layers)
 
 
 def _synthetic(is_quick: bool, num_layers: int | None) -> list[Case]:
@@ -195,6 +209,62 @@ def _drift(recorder: Recorder, similarity: float, num_layers: int | None) -> Non
             recorder.write("drift", {**row, "best_over_tau_1": seconds[0] / min(seconds)})
 
 
+class Gains(NamedTuple):
+    """What the best interval gains in one cell, waiting."""
+
+    over_tau_1: float
+    over_fiddler: float
+    over_slowest_drawn: float
+
+
+def _published(numbers: Numbers, blocks: tuple[int, ...], num_layers: int | None) -> None:
+    """TIDE's Tables 1 and 2 and Figure 1, as its text has them."""
+    for model in MODELS:
+        for similarity in SIMILARITIES:
+            cases = [_synthetic_case(model, num_layers, block, similarity) for block in blocks]
+            for told, times in MOVES.items():
+                gains = {case.block_length: _gains(case, times) for case in cases}
+                alike = "" if similarity == SIMILARITY else f"neighbours' cosine is {similarity:g}"
+                _write_gains(numbers, model, gains, ", and ".join(filter(None, (alike, told))))
+            if similarity == SIMILARITY:
+                at_5 = step_similarity(cases[0].trace.blocks(), 5)
+                of = f"{model}: cosine of hits 5 steps apart"
+                numbers.write("Figure 1", of, ALIKE_AT_5, [float(at_5.mean())])
+
+
+def _write_gains(
+    numbers: Numbers, model: str, gains: Mapping[int | None, list[Gains]], experiment: str
+) -> None:
+    """gains: of each block's budgets."""
+    first, every = gains[TABLE_2_BLOCKS[0]], [one for cells in gains.values() for one in cells]
+    over_tau_1 = [one.over_tau_1 for one in first]
+    most_over_fiddler = max(one.over_fiddler for one in first)
+    most_over_drawn = max(one.over_slowest_drawn for one in every)
+    of = f"{model} over tau = 1 (1.2 to 1.4)"
+    numbers.write("Table 1", of, OVER_TAU_1, over_tau_1, experiment=experiment)
+    of, published_most = f"{model} over Fiddler, at most", OVER_FIDDLER[model]
+    numbers.write("Table 1", of, published_most, [most_over_fiddler], experiment=experiment)
+    of = f"{model} over a random interval, at most"
+    numbers.write("Table 2", of, OVER_RANDOM, [most_over_drawn], experiment=experiment)
+
+
+def _gains(case: Case, times: int) -> list[Gains]:
+    """Of each budget; a move takes `times` as long."""
+    hits, num_steps = case.trace.hits(), max(map(len, case.trace.blocks()))
+    costs, found = replace(case.costs, link_s=times * case.costs.link_s), []
+    taus = range(1, min(num_steps, 32) + 1)
+    drawn = np.random.default_rng(0).choice(len(taus), NUM_DRAWS)
+    for budget in BUDGETS:
+        setting = make_setting(case.trace, costs, budget, case.known).having(waits=True)
+        seconds = [
+            simulate(case.trace, "tide", setting.having(tau=tau), hits=hits).total_s for tau in taus
+        ]
+        fiddler_s = simulate(case.trace, "fiddler", setting, hits=hits).total_s
+        slowest_s, best_s = max(seconds[place] for place in drawn), min(seconds)
+        found.append(Gains(seconds[0] / best_s, fiddler_s / best_s, slowest_s / best_s))
+    return found
+
+
 def _sweep(case: Case, setting: Setting, hits: np.ndarray) -> Row:
     """tokens/s of every tau, and of the ways to choose one."""
     blocks, costs, budget = case.trace.blocks(), case.costs, setting.capacity[0]
@@ -262,6 +332,13 @@ def _expected(case: Case, d: float, budget: int, num_steps: int, tau: int) -> fl
     blocks = case.trace.blocks()
     per_block = expected_migrations(d, num_steps, budget, tau)
     return case.trace.shape.num_layers * len(blocks) * per_block
+
+
+def _options() -> argparse.Namespace:
+    parser = make_parser(__doc__)
+    parser.add_argument("--layers", type=int, help="of the synthetic models (all)")
+    parser.add_argument("--synthetic", action="store_true", help="leave recorded runs out")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 import pytest
 from common.synth_trace import synth_decode_trace, synth_trace
+from policy_facts import make_facts
 
 from lowtide.core import Assignment, Costs, Curve, Demand, MoEShape, StepKind
+from lowtide.policies.assignment import Greedy, HybriMoEThreshold
 from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.presets import recipe
 from lowtide.replay.simulator import simulate
-from lowtide.replay.trace import TraceShape
+from lowtide.replay.trace import TraceShape, demand_of
 
-simulated, traces, tau, cache, assignment, ablation, fit_profiles, exchange, dali, hindsight = map(
+simulated, traces, dali_others, printed_planning, published_numbers = (
+    import_module(f"common.{name}")
+    for name in "simulated traces dali_others printed_planning published_numbers".split()
+)
+tau, cache, assignment, ablation, fit_profiles, exchange, dali, hindsight = map(
     import_module,
-    "common.simulated common.traces tau cache assignment ablation fit_profiles exchange dali "
-    "hindsight".split(),
+    "tau cache assignment ablation fit_profiles exchange dali hindsight".split(),
 )
 
 COSTS = Costs(
@@ -154,6 +160,20 @@ def test_steps_that_are_less_alike_gain_more_from_an_interval() -> None:
     assert gains[0.95, True, 128] > gains[0.95, False, 128] > gains[0.985, False, 128]
 
 
+def test_what_tide_says_is_written_number_by_number_with_experiments() -> None:
+    recorder = Written()
+    tau._published(published_numbers.Numbers(recorder), (32,), 1)
+    numbers = [row for row in recorder.rows if row["what"] == "number"]
+    assert [row["place"] for row in numbers] == 2 * ["Table 1", "Table 1", "Table 2", "Figure 1"]
+    gains = {
+        row.get("experiment", ""): row["here"]
+        for row in recorder.rows
+        if row["place"] == "Table 1" and row["of"].startswith("LLaDA2.0-mini over tau")
+    }
+    assert len(gains) == len(tau.SIMILARITIES) * len(tau.MOVES) and min(gains.values()) >= 1
+    assert max(gains, key=lambda name: gains[name]).count(", and ") == 1
+
+
 def test_a_number_of_dali_is_a_mean_over_cases() -> None:
     recorder = Written()
     numbers = dali.Numbers(recorder)
@@ -171,13 +191,40 @@ def test_what_dali_is_compared_with() -> None:
     part = simulated.generating_passes(trace)
     hits = part.hits()
     case = dali.Case(part, simulated.make_setting(part, COSTS, 8, part), hits, hits[:2])
-    for preset, lanes in dali.OTHERS.items():
-        seconds = {name: lane(case) for name, lane in lanes.items()}
+    for preset, rivals in dali.OTHERS.items():
+        seconds = {name: one.lane(one.world(case)) for name, one in rivals.items()}
         assert seconds[""] == simulate(part, preset, case.setting).total_s
         assert len(set(seconds.values())) > 1 and min(seconds.values()) > 0
     [(plain, gains), *experiments] = dali._stage_gains("Mixtral-8x7B", case)
     assert plain == "" and list(gains) == ["+ greedy", "+ prefetch", "+ cache"]
     assert [name for name, _ in experiments][-1] == "early gates never err"
+
+
+def test_a_host_with_quick_rows_is_the_same_up_to_some_tokens() -> None:
+    trace = synth_decode_trace(SHAPE, num_sequences=2, num_prompt=4, num_new=2)
+    curve = Curve([(1, 4.0), (8, 18.0), (16, 34.0)])
+    costs = replace(COSTS, host_s=curve)
+    setting, hits = simulated.make_setting(trace, costs, 8), trace.hits()
+    quick = dali_others.with_quick_rows(dali.Case(trace, setting, hits, hits), 2)
+    host_s = quick.setting.costs.host_s
+    assert [host_s.at(n) for n in (1, 4, 8)] == [curve.at(n) for n in (1, 4, 8)]
+    assert host_s.at(16) == pytest.approx(26.0) and host_s.at(1024) == pytest.approx(1034.0)
+
+
+def test_planning_as_printed_decides_the_same() -> None:
+    draw = np.random.default_rng(0)
+    costs = replace(COSTS, host_s=Curve([(1, 2.0), (9, 26.0)]))
+    rule = HybriMoEThreshold(costs)
+    for _ in range(50):
+        counts = draw.integers(0, 9, 16)
+        here = draw.random(16) < 0.3
+        facts = make_facts(demand_of(counts, here), costs, is_kept=here)
+        for ours, printed in (
+            (Greedy(), printed_planning.PrintedGreedy()),
+            (rule, printed_planning.PrintedThreshold(rule)),
+        ):
+            for mine, its in zip(ours(facts)[:3], printed(facts)[:3], strict=True):
+                assert np.array_equal(mine, its)
 
 
 def test_the_greedy_is_never_above_the_optimum() -> None:

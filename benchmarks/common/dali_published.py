@@ -1,12 +1,8 @@
-"""What DALI's figures and tables say, and how the geometric mean here is set beside it."""
+"""What DALI's figures and tables say."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-import numpy as np
-
-from common.record import Recorder, Row, say
+from collections.abc import Mapping
 
 FIGURE_12: Mapping[str, tuple[str, float]] = {
     "over llama.cpp": ("layer-split", 3.97),
@@ -51,35 +47,3 @@ TABLE_9: Mapping[str, Mapping[tuple[int, int] | None, float]] = {
     },
 }  # fmt: skip
 """Tokens per second of a sequence by (w_size, u_size), `None` is HybriMoE; batch 32."""
-
-
-class Numbers:
-    """Writes published numbers with what is found here, and what an experiment makes of them."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-
-    def write(
-        self,
-        place: str,
-        of: str,
-        published: float,
-        values: Sequence[float],
-        *,
-        experiment: str = "",
-    ) -> None:
-        """A mean over cases; experiment: what was otherwise, the published setting by default."""
-        here = float(np.exp(np.mean(np.log(values))))
-        row: Row = {"place": place, "of": of, "published": published, "here": here}
-        row |= {"arithmetic_mean": float(np.mean(values)), "num_cases": len(values)}
-        row |= {"least": float(min(values)), "most": float(max(values))}
-        if experiment:
-            row["experiment"] = experiment
-        self._recorder.write("experiment" if experiment else "number", row)
-        told = f", {experiment}" if experiment else ""
-        say(f"{place}, {of}{told}: {here:.3f}, published {published:g}")
-
-    def fitted(self, place: str, of: str, published: float, here: float) -> None:
-        """A number that the machine was fitted to: no result."""
-        row: Row = {"place": place, "of": of, "published": published, "here": here}
-        self._recorder.write("fitted", row)

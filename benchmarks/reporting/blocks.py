@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from reporting import memory
 from reporting.pages import Block
-from reporting.papers import dali, dali_numbers, tide
-from reporting.presets import hindsight, policies
+from reporting.papers import dali, dali_numbers, tide, tide_numbers
+from reporting.presets import hindsight, policies, prefetch, validated
 from reporting.quality import buddies
 from reporting.results import Line, Results, Run
 from reporting.tables import (
     Cell,
     caption,
     giga,
+    link,
     median_and_spread,
     number,
     percent,
@@ -27,6 +29,8 @@ README = Path("README.md")
 PAGES = (README, *(Path(f"docs/{name}.md") for name in ("memory", "policies", "quality")))
 """What is rewritten, relative to the repository."""
 
+_TYPES = ("Q8_0", "Q4_0", "Q4_K_M")  # llama.cpp's, of one request in memory
+
 
 def blocks(results: Results, page: Path) -> Mapping[str, Block]:
     """Every part that a page may have, by the name in its mark."""
@@ -35,13 +39,17 @@ def blocks(results: Results, page: Path) -> Mapping[str, Block]:
         "offload": offload,
         "decode": decode,
         "ar-decode": ar_decode,
+        "beside-llama-cpp": beside_llama_cpp,
         "batching": batching,
         "buddies": buddies,
         "policies": policies,
         "tide": tide,
+        "tide-numbers": tide_numbers,
         "dali": dali,
         "dali-numbers": dali_numbers,
         "hindsight": hindsight,
+        "prefetch": prefetch,
+        "validated": validated,
         "longest": memory.longest,
         "planned": memory.planned,
         "ablation": memory.ablation,
@@ -112,7 +120,8 @@ def ar_decode(results: Results, page: Path) -> str:
     run = results.newest("ar_decode")
     head = ("", "engine", "prompt, tokens/s", "decoding, tokens/s", "lowtide over it; with int8")
     rows: list[tuple[Line, tuple[Cell, ...]]] = []
-    for what in ("in memory", "Q8_0", "Q4_0", "Q4_K_M", "50% of the experts in memory"):
+    raced = dict.fromkeys(line["what"] for line in run.lines if "each_decode" in line.row)
+    for what in raced:
         lanes = run.of(what)
         decoding_of = {line["lane"]: line["each_decode"] for line in lanes}
         ours = [decoding_of[lane] for lane in ("lowtide", "lowtide, int8") if lane in decoding_of]
@@ -123,6 +132,28 @@ def ar_decode(results: Results, page: Path) -> str:
             cells = (median_and_spread(prefill), median_and_spread(decoding), over)
             rows.append((line, (what, line["lane"], *cells)))
     return _with_caption(run, table(head, rows, page))
+
+
+def beside_llama_cpp(results: Results, page: Path) -> str:
+    """How one request in llama.cpp's types stands beside it: an item of a list."""
+    run = results.newest("ar_decode", with_lines_of=_TYPES)
+    speeds = {what: _medians(run.of(what)) for what in _TYPES}
+    over_exact = [of["llama.cpp"] / of["lowtide"] for of in speeds.values()]
+    rounded = {of["lowtide, int8"] / of["llama.cpp"]: what for what, of in speeds.items()}
+    least, most = min(rounded), max(rounded)
+    first, last = run.of(_TYPES[0])[0], run.of(_TYPES[-1])[-1]
+    return (
+        "- Of one autoregressive request whose model fits into memory in llama.cpp's types of 4 "
+        f"or 8 bits llama.cpp decodes {min(over_exact):.1f} to {max(over_exact):.1f} times as "
+        "fast as exact products do; with `--activations int8`, which rounds rows as it does, "
+        f"lowtide has {least:.2f} ({rounded[least]}) to {most:.2f} ({rounded[most]}) of its speed "
+        f"(lines {link(first, page)} to {link(last, page)}, [measured](#measured))."
+    )
+
+
+def _medians(lines: Sequence[Line]) -> dict[str, float]:
+    """Decoding's tokens per second by lane."""
+    return {line["lane"]: statistics.median(line["each_decode"]) for line in lines}
 
 
 def batching(results: Results, page: Path) -> str:

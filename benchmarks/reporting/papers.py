@@ -11,8 +11,8 @@ from reporting.results import Line, Results, Run
 from reporting.tables import Cell, caption, link, number, percent, table
 
 NOT_MEASURED = (
-    "Not measured yet: `benchmarks/{script}.py --out docs/results/{script}.jsonl` writes the "
-    "lines, `make report` this part of the page."
+    "Not measured yet: `make bench ONLY={script}` writes the lines, `make report` this part of the "
+    "page."
 )
 _INTERVALS = (
     "model",
@@ -96,9 +96,18 @@ def dali(results: Results, page: Path) -> str:
 
 def dali_numbers(results: Results, page: Path) -> str:
     """DALI's figures and tables, number by number, with the experiment that comes nearest."""
-    if not results.has("dali"):
-        return NOT_MEASURED.format(script="dali")
-    run = results.newest("dali")
+    return _numbers(results, "dali", page)
+
+
+def tide_numbers(results: Results, page: Path) -> str:
+    """What TIDE's text says of its tables and figures, in the same way."""
+    return _numbers(results, "tau", page)
+
+
+def _numbers(results: Results, benchmark: str, page: Path) -> str:
+    if not results.has(benchmark):
+        return NOT_MEASURED.format(script=benchmark)
+    run = results.newest(benchmark)
     tried: dict[tuple[str, str], list[Line]] = {}
     for line in run.of("experiment"):
         tried.setdefault((line["place"], line["of"]), []).append(line)
@@ -146,12 +155,19 @@ def _verdict(line: Line, tried: Sequence[Line], page: Path) -> Cell:
         return "yes"
     nearest = min(tried, key=_distance, default=line)
     if _distance(nearest) >= _distance(line):
-        return "no, nor by what was tried" if tried else "no"
+        return f"no, here{_span(line, tried)}" if tried else "no"
     over = f"{nearest['here'] / nearest['published']:.2f}"
     told = (
         f"{nearest['experiment']}: {_value(line, nearest['here'])} ({over}, {link(nearest, page)})"
     )
-    return f"no; if {told}" + ("" if _is_near(nearest) else ", the nearest that was tried")
+    return f"no; if {told}" + ("" if _is_near(nearest) else _span(line, tried))
+
+
+def _span(line: Line, tried: Sequence[Line]) -> str:
+    """How far all that was tried reaches, where none of it comes near."""
+    values = [one["here"] for one in tried]
+    ends = f"{_value(line, min(values))} to {_value(line, max(values))}"
+    return f", of {len(values)} experiments the nearest; they span {ends}"
 
 
 def _is_near(line: Line) -> bool:

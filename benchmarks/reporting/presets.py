@@ -18,6 +18,16 @@ _MACHINE = "rtx3090"
 _LEADS = ("lowtide / best other", "lowtide / tide or dali", "dali / hybrimoe")
 _SHOWN = ("lowtide", "dali", "hybrimoe", "fiddler", "tide", "lru")
 _NEAR = 0.9  # of the oracle's speed, at least
+_HOMES = {
+    "host": "Beside an emulated device, all experts in host memory:",
+    "disk": "Without a device, a part of the experts in memory, the others on disk:",
+}
+_VALIDATED = ("policy", "predicted, ms a pass", "measured", "predicted over measured", "holds")
+_COUNTS = ("hits", "fetched", "reads", "moved", "prefetched", "moves_asked", "moves_done")
+_RUNS = ("demo:diffusion", "demo:chat", "synth")
+_TOPS = ("top_1", "top_2", "top_4", "top_8")
+_PREDICTED = ("run", "predictor", *(f"of the {top[4:]} most wanted" for top in _TOPS))
+_GAINED = ("run", "resident", "ahead", "predictor", "errors", "gain", "wasted")
 
 
 def policies(results: Results, page: Path) -> str:
@@ -54,6 +64,55 @@ def hindsight(results: Results, page: Path) -> str:
     head += ("hits of `lowtide`", "`lowtide` over the best other")
     rows = [(line, _shares(line)) for line in run.of("shares")]
     return "\n\n".join([_in_words(run), table(head, rows, page), caption(run)])
+
+
+def validated(results: Results, page: Path) -> str:
+    """The simulator's passes beside the runtime's, at both homes of experts."""
+    homes = [home for home in _HOMES if results.has("simulate", home=home)]
+    parts = []
+    for home in homes:
+        run = results.newest("simulate", home=home)
+        rows = [(line, _validated(line)) for line in run.of("validate")]
+        parts += [_HOMES[home], table((*_VALIDATED, "counts"), rows, page), caption(run)]
+    return "\n\n".join(parts) or NOT_MEASURED.format(script="simulate")
+
+
+def prefetch(results: Results, page: Path) -> str:
+    """What predictors name of the next layer, and what that is worth in the simulator."""
+    runs = [results.newest("prefetch", model=m) for m in _RUNS if results.has("prefetch", model=m)]
+    if not runs:
+        return NOT_MEASURED.format(script="prefetch")
+    named = [
+        (
+            line,
+            (run.first["settings"]["model"], line["predictor"], *(percent(line[t]) for t in _TOPS)),
+        )
+        for run in runs
+        for line in run.of("accuracy")
+    ]
+    gained = [(line, _gained(line)) for run in runs for line in run.of("end to end")]
+    parts = [table(_PREDICTED, named, page), "In the simulator, over no prefetch:"]
+    return "\n\n".join([*parts, table(_GAINED, gained, page), *map(caption, runs)])
+
+
+def _validated(line: Line) -> Sequence[Cell]:
+    counted = {name: line[name] for name in _COUNTS if name in line.row}
+    others = [n for n, one in counted.items() if {one["predicted"]} != set(one["measured"])]
+    measured = f"{line['measured_ms']:g} ({line['least_ms']:g} to {line['most_ms']:g})"
+    return (
+        _policy(line["policy"]),
+        f"{line['predicted_ms']:g}",
+        measured,
+        f"{1 + line['error']:.3f}",
+        "yes" if line["holds"] else "no",
+        f"other {', '.join(others)}" if others else "the same",
+    )
+
+
+def _gained(line: Line) -> Sequence[Cell]:
+    at = (line["settings"]["model"], str(line["residents"]), str(line["num_prefetch"]))
+    wasted = percent(line["wasted_share"])
+    return (*at, line["predictor"], line["foresight"], f"{line['gain']:.3f}", wasted)
 
 
 def _policy(name: str) -> Cell:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -75,21 +75,27 @@ class Results:
         paths = sorted((repository / folder).glob("*.jsonl"))
         return cls([line for path in paths for line in _read(path, folder / path.name)])
 
-    def has(self, benchmark: str) -> bool:
-        """Whether a script has run here at all."""
-        return any(run.first["benchmark"] == benchmark for run in self.runs)
+    def has(self, benchmark: str, **settings: object) -> bool:
+        """Whether a script has run here at all, with these settings among others."""
+        return any(_is_of(run, benchmark, settings) for run in self.runs)
 
-    def newest(self, benchmark: str, **settings: object) -> Run:
+    def newest(
+        self, benchmark: str, *, with_lines_of: Sequence[str] = (), **settings: object
+    ) -> Run:
         """The last run of a script with these settings among others, on a commit's own files.
+
+        with_lines_of: measurements that it must have, where not every machine can take them.
 
         Raises:
             ResultsError: there is none.
         """
         runs = [run for run in self.runs if _is_of(run, benchmark, settings)]
+        runs = [run for run in runs if all(map(run.of, with_lines_of))]
         clean = [run for run in runs if run.first.is_clean]
         if clean:
             return max(clean, key=lambda run: run.ended)
         asked = "".join(f", {name}={value}" for name, value in settings.items())
+        asked += "".join(f", with {what}" for what in with_lines_of)
         reason = "there are no lines" if not runs else _why_refused(runs)
         raise ResultsError(f"Nothing to report of {benchmark!r}{asked}: {reason}.")
 

@@ -1,0 +1,48 @@
+"""`make bench`: what it would run, for how long; nothing is measured here."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from lowtide.errors import UsageError
+
+bench = import_module("bench")
+
+
+def test_all_that_make_bench_runs_fits_into_its_time() -> None:
+    assert sum(script.minutes for script in bench.SMALL) <= bench.MAX_MINUTES
+    assert all(script.disk_GiB <= 5 for script in bench.SMALL)
+    assert all(script.minutes > 0 for script in (*bench.SMALL, *bench.LARGE))
+
+
+@pytest.mark.parametrize("script", [*bench.SMALL, *bench.LARGE], ids=lambda one: one.name)
+def test_scripts_take_what_they_are_called_with(
+    script: bench.Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [script.name, *script.arguments, "--out", "lines.jsonl"])
+    options = import_module(script.name)._options()
+    assert options.out == Path("lines.jsonl")
+
+
+def test_scripts_are_chosen_by_name() -> None:
+    assert bench.chosen(None, is_large=False) == bench.SMALL
+    assert bench.chosen(None, is_large=True) == bench.LARGE
+    # Two calls of one script; one that both kinds have; one that only the other kind has.
+    simulations = bench.chosen(["simulate"], is_large=False)
+    assert [one.name for one in simulations] == ["simulate", "simulate"]
+    [short], [whole] = (bench.chosen(["exchange"], is_large=large) for large in (False, True))
+    assert short in bench.SMALL and whole in bench.LARGE and short.cut and not whole.cut
+    assert bench.chosen(["full_size"], is_large=False)[0] in bench.LARGE
+    with pytest.raises(UsageError, match="No script speed; there are .*decode"):
+        bench.chosen(["speed"], is_large=False)
+
+
+def test_the_list_has_minutes_and_what_was_cut() -> None:
+    *lines, total = bench.listed(bench.SMALL).splitlines()
+    assert len(lines) == len(bench.SMALL) and total.endswith("in all, on two quiet cores")
+    [policies] = [line for line in lines if "policies.py --repeats 2" in line]
+    assert " min " in policies and "# 2 turns" in policies
