@@ -41,7 +41,7 @@ wheel: $(VENV)/.lowtide-dev
 bench: $(VENV)/.lowtide-dev
 	$(BIN)/python benchmarks/bench.py $(if $(ONLY),--only $(ONLY))
 
-# The rest: models of up to 60 GiB are written to the user's cache.
+# The rest: models of up to 60 GiB are written to the user's cache, each deleted after its script.
 bench-large: $(VENV)/.lowtide-dev
 	$(BIN)/python benchmarks/bench.py --large
 

@@ -1,8 +1,9 @@
 """All measurements behind the pages' numbers, one script after the other, into docs/results/.
 
 `make bench` runs those that need less than 5 GiB of disk and memory, in at most 75 minutes on two
-quiet cores; `make bench-large` the rest, each after a look at the disk. `--list` says what takes
-how long, and what was cut. A script that fails keeps no other from running.
+quiet cores; `make bench-large` the rest, each after a look at the disk, and what a script has put
+into the cache of models is deleted after it (`--keep`: not). `--list` says what takes how long, and
+what was cut. A script that fails keeps no other from running.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -103,7 +105,11 @@ def main() -> None:
         return
     if commit().endswith("+"):
         raise UsageError("Files differ from their commit: nobody could repeat what is measured.")
-    failed = [script.name for script in scripts if not _run(script, options.out)]
+    failed = []
+    for script in scripts:
+        with _forgotten(cache_folder(), options.large and not options.keep):
+            if not _run(script, options.out):
+                failed.append(script.name)
     if failed:
         raise UsageError(f"Failed: {', '.join(failed)}; the others' lines are in {options.out}.")
 
@@ -138,10 +144,22 @@ def listed(scripts: Sequence[Script]) -> str:
     return "\n".join([*lines, f"{total:4g} min in all, on two quiet cores"])
 
 
+@contextmanager
+def _forgotten(models: Path, is_wanted: bool) -> Iterator[None]:
+    """Deletes what comes into the folder meanwhile, if that is wanted."""
+    models.mkdir(parents=True, exist_ok=True)
+    before = set(models.iterdir())
+    try:
+        yield
+    finally:
+        for path in set(models.iterdir()) - before if is_wanted else ():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            say(f"Deleted {path}.")
+
+
 def _run(script: Script, folder: Path) -> bool:
     """Runs one script; false if it failed or cannot run here."""
     models = cache_folder()
-    models.mkdir(parents=True, exist_ok=True)
     free_GiB = shutil.disk_usage(models).free / (1 << 30)
     if free_GiB < script.disk_GiB:
         say(f"{script.name}: needs {script.disk_GiB} GiB in {models}, {free_GiB:.0f} are free.")
@@ -159,6 +177,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--large", action="store_true", help="what needs more than 5 GiB, or hours")
     parser.add_argument("--only", nargs="+", metavar="SCRIPT", help="these alone")
+    parser.add_argument("--keep", action="store_true", help="models of large scripts, too")
     parser.add_argument("--list", action="store_true", help="run nothing: say what would be")
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="(docs/results)")
     return parser.parse_args()

@@ -46,3 +46,13 @@ def test_the_list_has_minutes_and_what_was_cut() -> None:
     assert len(lines) == len(bench.SMALL) and total.endswith("in all, on two quiet cores")
     [policies] = [line for line in lines if "policies.py --repeats 2" in line]
     assert " min " in policies and "# 2 turns" in policies
+
+
+def test_what_a_large_script_makes_is_deleted_after_it(tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    for is_wanted in (False, True):
+        with bench._forgotten(models, is_wanted):
+            (models / f"{is_wanted}").mkdir()
+            (models / f"{is_wanted}" / "config.json").touch()
+            (models / f"{is_wanted}.trace").touch()
+    assert sorted(path.name for path in models.iterdir()) == ["False", "False.trace"]

@@ -243,6 +243,16 @@ def test_a_line_that_says_too_little_is_refused(tmp_path: Path, name: str) -> No
         _results(tmp_path, _row(), _row(**{name: None}))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("machine", 5), ("commit", 5), ("settings", ["x"]), ("date", {"day": 1})]
+)
+def test_a_line_that_says_it_in_another_form_is_refused(
+    tmp_path: Path, name: str, value: object
+) -> None:
+    with pytest.raises(ResultsError, match=rf"batching.jsonl:1 does not say {name} \(a"):
+        _results(tmp_path, _row(**{name: value}))
+
+
 def test_a_machine_without_its_memory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ResultsError, match="does not say machine.memory_bytes"):
         _results(tmp_path, _row(machine={"cpu": "A CPU", "num_cores": 2}))
@@ -253,6 +263,12 @@ def test_a_damaged_file_is_refused_by_line(tmp_path: Path) -> None:
     path = tmp_path / RESULTS / "2026-11-22-batching.jsonl"
     path.write_text(path.read_text() + '{"benchmark": \n')
     with pytest.raises(ResultsError, match=r"batching.jsonl:2 is not JSON"):
+        Results.load(RESULTS, tmp_path)
+    path.write_text("3\n")
+    with pytest.raises(ResultsError, match=r"batching.jsonl:1 does not say benchmark"):
+        Results.load(RESULTS, tmp_path)
+    path.write_bytes(b"\xff\n")
+    with pytest.raises(ResultsError, match=r"batching.jsonl is not text in UTF-8"):
         Results.load(RESULTS, tmp_path)
 
 

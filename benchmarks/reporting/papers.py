@@ -105,9 +105,9 @@ def tide_numbers(results: Results, page: Path) -> str:
 
 
 def _numbers(results: Results, benchmark: str, page: Path) -> str:
-    if not results.has(benchmark):
+    run = results.newest(benchmark) if results.has(benchmark) else None
+    if run is None or not run.of("number"):
         return NOT_MEASURED.format(script=benchmark)
-    run = results.newest(benchmark)
     tried: dict[tuple[str, str], list[Line]] = {}
     for line in run.of("experiment"):
         tried.setdefault((line["place"], line["of"]), []).append(line)

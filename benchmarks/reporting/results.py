@@ -11,7 +11,15 @@ from typing import Any
 
 from lowtide.errors import UsageError
 
-REQUIRED = ("benchmark", "what", "settings", "machine", "commit", "date")
+REQUIRED: Mapping[str, type] = {
+    "benchmark": str,
+    "what": str,
+    "settings": dict,
+    "machine": dict,
+    "commit": str,
+    "date": str,
+}
+"""What every line says, and as what: a text or an object, neither empty."""
 MACHINE = ("cpu", "num_cores", "memory_bytes")
 
 
@@ -122,14 +130,26 @@ def _run_key(line: Line) -> tuple[str, ...]:
 
 
 def _read(file: Path, path: Path) -> Iterator[Line]:
-    for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        texts = file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ResultsError(f"{path} is not text in UTF-8: {error}.") from None
+    for number, text in enumerate(texts, 1):
         try:
             row = json.loads(text)
         except json.JSONDecodeError as error:
             raise ResultsError(f"{path}:{number} is not JSON: {error}.") from None
-        missing = [name for name in REQUIRED if not isinstance(row, dict) or not row.get(name)]
-        if not missing:
-            missing = [f"machine.{name}" for name in MACHINE if name not in row["machine"]]
+        missing = _missing(row if isinstance(row, dict) else {})
         if missing:
             raise ResultsError(f"{path}:{number} does not say {', '.join(missing)}.")
         yield Line(path, number, row)
+
+
+def _missing(row: Mapping[str, Any]) -> list[str]:
+    """What it takes to judge a line and is not there, or is something else than it should be."""
+    missing = [
+        f"{name} ({'an object' if kind is dict else 'a text'})"
+        for name, kind in REQUIRED.items()
+        if not isinstance(row.get(name), kind) or not row[name]
+    ]
+    return missing or [f"machine.{name}" for name in MACHINE if name not in row["machine"]]
