@@ -65,4 +65,4 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Cell:
     """Ours over theirs by medians; a lead within the spread of either is called a tie."""
     of_medians = statistics.median(ours) / statistics.median(theirs)
     is_tie = min(ours) <= max(theirs) and min(theirs) <= max(ours)
-    return f"{of_medians:.2f}" + (", a tie" if is_tie else "")
+    return number(of_medians) + (", a tie" if is_tie else "")
