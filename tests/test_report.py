@@ -131,11 +131,12 @@ def test_a_number_of_a_paper_is_near_or_says_what_moves_it(tmp_path: Path) -> No
 
 
 def test_a_number_that_nothing_moves_says_how_far_experiments_reach(tmp_path: Path) -> None:
+    number_of = _number_of("Figure 13", 1.0) | {"benchmark": "tau"}
     tried = [
-        _number_of("Figure 13", here, benchmark="tau") | {"what": "experiment", "experiment": name}
+        number_of | {"what": "experiment", "experiment": name, "here": here}
         for name, here in (("it is slow", 0.2), ("it is empty", 1.2))
     ]
-    rows = [_number_of("Figure 13", 1.0, benchmark="tau"), *tried]
+    rows = [number_of, *tried]
     tally, *told = blocks(_results(tmp_path, *rows), Path("docs/policies.md"))[
         "tide-numbers"
     ]().splitlines()
