@@ -83,8 +83,9 @@ SMALL = (
     Script("buddy_time", 1, disk_GiB=0),
 )
 LARGE = (
-    Script("full_size", 12, disk_GiB=32),
-    Script("larger_than_memory", 30, disk_GiB=60),
+    Script("full_size", 15, disk_GiB=45),
+    Script("block_pass", 4, disk_GiB=16),
+    Script("larger_than_memory", 25, disk_GiB=60),
     Script("max_context", 50, disk_GiB=8),
     Script("planned_memory", 20, disk_GiB=8),
     Script("mosaic_ablation", 8, disk_GiB=8),

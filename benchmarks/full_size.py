@@ -1,7 +1,8 @@
 """A 16-billion-parameter model, 30 GiB of weights, on a small memory budget.
 
 `synth llada2 --size full` has the published dimensions of LLaDA2.0-mini. Every policy has a
-process of its own; tokens per second, expert hits, bytes read and peak memory against the plan.
+process of its own, and so has every kind of weights that more than one policy makes no sense for;
+tokens per second, expert hits, bytes read and peak memory against the plan.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import argparse
 from common.arguments import make_parser, run_script
 from common.ceilings import Disk, memory_ceiling
 from common.memory import LIMITS, choose_limit
-from common.models import model_folder
+from common.models import model_folder, stored_as
 from common.record import Recorder, say
 from common.worker import measure_lowtide
 
 from lowtide.config import parse_size
 from lowtide.llm import plan_model
+from lowtide.plan import OWN_FORMAT
 
 
 def main() -> None:
@@ -37,9 +39,12 @@ def main() -> None:
     plan = plan_model(folder, host_memory=budget_bytes, context=options.context)
     disk = Disk(folder, plan.host.slot_bytes, (1 << 30) if options.quick else (4 << 30))
     recorder.write("ceiling", {**memory_ceiling(), **disk.measure()})
-    for policy in options.policies:
+    lanes = [(policy, OWN_FORMAT) for policy in options.policies]
+    for policy, weights in [*lanes, *(("auto", each) for each in options.weights)]:
+        stored, activations = stored_as(folder, weights)
         task = {
-            "model": str(folder),
+            "model": str(stored),
+            "activations": activations,
             "budget_bytes": budget_bytes,
             "context": options.context,
             "policy": policy,
@@ -48,13 +53,19 @@ def main() -> None:
             "num_new": options.new,
         }
         run = measure_lowtide(task, limit, disk)
-        recorder.write("lowtide", {"policy": policy, **run})
+        recorder.write("lowtide", {"policy": policy, "weights": weights, **run})
 
 
 def _options() -> argparse.Namespace:
     parser = make_parser(__doc__, "full")
     parser.add_argument("--host-memory", default="12GiB", help="the budget (12GiB)")
-    parser.add_argument("--policies", nargs="+", default=["tide", "lru"])
+    parser.add_argument("--policies", nargs="+", default=["auto", "tide", "lru"])
+    parser.add_argument(
+        "--weights",
+        nargs="+",
+        default=["q4", "q4+int8"],
+        help="formats that the model is packed in, under `auto` (q4, and with rows in int8)",
+    )
     parser.add_argument("--prompt", type=int, default=64, help="prompt tokens (64)")
     parser.add_argument("--new", type=int, default=None, help="new tokens (64)")
     parser.add_argument("--context", type=int, default=4096, help="tokens of KV cache (4096)")

@@ -7,7 +7,8 @@ Layers of Qwen3-30B-A3B, as many as make that size, with random weights. Three p
 - q4: everything in memory, lowtide packed as q4, exact and with activations in 8 bits, llama.cpp
   with Q4_0, whose products always round activations; bytes of weights per token stated for both;
 - mapped: one Q4_0 file under a memory limit that it is 1.3 times as large as (`--limit balloon`
-  makes one), read by lowtide and mapped by llama.cpp.
+  makes one), read by lowtide and mapped by llama.cpp, which may not copy it into its own layout:
+  with that it takes twice the file.
 
 Checkpoint and GGUF files are written tensor by tensor, each after a look at the disk; the bfloat16
 GGUF is deleted before anything else is made of the checkpoint. Every lane has a process of its own.
@@ -28,12 +29,12 @@ from common.ceilings import Disk, memory_ceiling
 from common.cut_models import cut_model, weight_bytes
 from common.gguf_file import write_gguf
 from common.memory import LIMITS, MemoryLimit, choose_limit
+from common.models import stored_as
 from common.record import Recorder, say
 from common.worker import LIMIT_SLACK_BYTES, in_process
 
 from lowtide.config import parse_size
 from lowtide.hardware.memory import total_memory_bytes
-from lowtide.lab.pack import pack
 from lowtide.llm import plan_model
 
 PARTS = ("bf16", "q4", "mapped")
@@ -124,12 +125,9 @@ def _bf16(bench: _Bench) -> None:
 
 def _q4(bench: _Bench) -> None:
     free = choose_limit("none")
-    packed = bench.folder.parent / f"{bench.folder.name}-q4"
-    if not (packed / "config.json").exists():
-        say(f"Packing {bench.folder} into {packed} ...")
-        pack(bench.folder, packed, format="q4")
     rows = {}
-    for name, activations in (("exact", "own"), ("int8 activations", "int8")):
+    for name, weights in (("exact", "q4"), ("int8 activations", "q4+int8")):
+        packed, activations = stored_as(bench.folder, weights)
         facts = {"policy": "resident", "weights": str(packed), "activations": activations}
         rows[name] = bench.measure("lowtide", facts, free)
         rows[name]["bytes_per_token"] = _bytes_per_token(packed, bench.folder)
@@ -150,9 +148,12 @@ def _mapped(bench: _Bench) -> None:
     limit_bytes = int(gguf.stat().st_size / TIMES_MEMORY)
     budget_bytes = limit_bytes if limit.kind == "none" else limit_bytes - LIMIT_SLACK_BYTES
     facts = {"policy": POLICIES[0], "weights": str(gguf), "budget_bytes": budget_bytes}
-    rows = {"lowtide": bench.measure("lowtide", facts, limit, limit_bytes)}
+    rows = {
+        name: bench.measure("lowtide", {**facts, "activations": activations}, limit, limit_bytes)
+        for name, activations in (("lowtide", "own"), ("int8 activations", "int8"))
+    }
     if bench.has_llama_cpp(gguf, "mapped"):
-        facts = {"gguf": str(gguf), "maps": True}
+        facts = {"gguf": str(gguf), "maps": True, "repacks": False}
         rows["llama.cpp"] = bench.measure("llama.cpp", facts, limit, limit_bytes)
     for row in rows.values():
         row |= {"limit": limit.kind, "limit_bytes": limit_bytes, "limit_reason": limit.reason}

@@ -15,12 +15,12 @@ from typing import Any
 from common.arguments import make_parser, run_script
 from common.ceilings import Disk, memory_ceiling
 from common.memory import LIMITS, MemoryLimit, choose_limit
-from common.models import model_folder
+from common.models import model_folder, stored_as
 from common.record import Recorder, say
 from common.worker import LIMIT_SLACK_BYTES, in_process, measure_lowtide
 
 from lowtide.llm import plan_model
-from lowtide.plan import MemoryPlan
+from lowtide.plan import OWN_FORMAT, MemoryPlan
 
 LEAST = 0.0
 """Stands for the least budget that runs, among shares of the experts."""
@@ -47,18 +47,30 @@ def main() -> None:
     disk = Disk(folder, plan.host.slot_bytes, (1 << 28) if options.quick else (1 << 30))
     recorder.write("ceiling", {**memory_ceiling(), **disk.measure()})
     runs: dict[int, dict[str, Any]] = {}
-    for share, budget_bytes in _budgets(plan, options.shares):
+    for weights, share, budget_bytes in _lanes(plan, options):
+        stored, activations = stored_as(folder, weights)
         task = {
             **settings,
-            "model": str(folder),
+            "model": str(stored),
+            "activations": activations,
             "context": context,
             "budget_bytes": budget_bytes,
         }
         run = measure_lowtide(task, limit, disk)
-        recorder.write("lowtide", {"experts_in_memory": _name(share), **run})
-        runs[budget_bytes] = run
+        recorder.write("lowtide", {"experts_in_memory": _name(share), "weights": weights, **run})
+        if weights == OWN_FORMAT:
+            runs[budget_bytes] = run
     if options.peer_forwards:
         _peer_rows(recorder, folder, plan, limit, options, runs)
+
+
+def _lanes(plan: MemoryPlan, options: argparse.Namespace) -> Iterator[tuple[str, float, int]]:
+    """Weights and a budget, by the share of the model's own experts that it holds."""
+    for share, budget_bytes in _budgets(plan, options.shares):
+        yield OWN_FORMAT, share, budget_bytes
+    for weights in options.weights:
+        for share, budget_bytes in _budgets(plan, options.weights_shares):
+            yield weights, share, budget_bytes
 
 
 def _budgets(plan: MemoryPlan, shares: list[float]) -> Iterator[tuple[float, int]]:
@@ -129,6 +141,19 @@ def _options() -> argparse.Namespace:
         nargs="+",
         default=[1.0, 0.75, 0.5, 0.25, LEAST],
         help="shares of the experts that fit into memory; 0: the least budget that runs",
+    )
+    parser.add_argument(
+        "--weights",
+        nargs="*",
+        default=["q4", "q4+int8"],
+        help="formats that the model is packed in too (q4, and with rows in int8)",
+    )
+    parser.add_argument(
+        "--weights-shares",
+        type=float,
+        nargs="+",
+        default=[0.25],
+        help="their budgets, by the share of the model's own experts that these hold (0.25)",
     )
     parser.add_argument("--policy", default="auto")
     parser.add_argument("--policy-option", action="append", default=[], metavar="NAME=VALUE")

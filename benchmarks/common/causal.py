@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -179,23 +180,35 @@ def open_transformers(model: Path, budget_bytes: int | None) -> Iterator[Lane]:
 
 
 @contextmanager
-def open_llama_cpp(gguf: Path, context: int, maps: bool) -> Iterator[Lane]:
-    """As many threads as torch has; mapped weights' pages are dropped before every answer."""
+def open_llama_cpp(gguf: Path, context: int, maps: bool, repacks: bool = True) -> Iterator[Lane]:
+    """As many threads as torch has; mapped weights' pages are dropped before every answer.
+
+    repacks: whether it may copy weights into a layout of its own, as it does unasked, mapped or
+    not: under a limit below their size it cannot.
+    """
     import llama_cpp
 
     num_threads = torch.get_num_threads()
-    model = llama_cpp.Llama(
-        str(gguf),
-        n_ctx=context,
-        n_batch=MAX_PASS_ROWS,
-        n_ubatch=MAX_PASS_ROWS,
-        n_threads=num_threads,
-        n_threads_batch=num_threads,
-        use_mmap=maps,
-        verbose=False,
-    )
+    defaults = llama_cpp.llama_model_default_params()
+    defaults.use_extra_bufts = repacks
+    with patch.object(llama_cpp.llama_cpp, "llama_model_default_params", lambda: defaults):
+        model = llama_cpp.Llama(
+            str(gguf),
+            n_ctx=context,
+            n_batch=MAX_PASS_ROWS,
+            n_ubatch=MAX_PASS_ROWS,
+            n_threads=num_threads,
+            n_threads_batch=num_threads,
+            use_mmap=maps,
+            verbose=False,
+        )
     try:
-        facts = {"version": llama_cpp.__version__, "num_threads": num_threads, "uses_mmap": maps}
+        facts = {
+            "version": llama_cpp.__version__,
+            "num_threads": num_threads,
+            "uses_mmap": maps,
+            "repacks": repacks,
+        }
         yield LlamaCpp(model, facts, [gguf.parent] if maps else [])
     finally:
         model.close()
@@ -245,7 +258,7 @@ def measure(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     settings: lane ("lowtide", "transformers" or "llama.cpp"), model, num_prompt, num_new, repeats,
     context, budget_bytes (lowtide: None keeps everything in memory); lowtide's policy, weights (if
-    others than the model's) and activations; llama.cpp's gguf and whether it maps that.
+    others than the model's) and activations; llama.cpp's gguf, whether it maps and repacks that.
     """
     model, budget_bytes = Path(settings["model"]), settings["budget_bytes"]
     drop_pages([model])
@@ -259,7 +272,10 @@ def measure(settings: Mapping[str, Any]) -> dict[str, Any]:
         ),
         "transformers": lambda: open_transformers(model, budget_bytes),
         "llama.cpp": lambda: open_llama_cpp(
-            Path(settings["gguf"]), settings["context"], settings["maps"]
+            Path(settings["gguf"]),
+            settings["context"],
+            settings["maps"],
+            settings.get("repacks", True),
         ),
     }
     prompt = make_prompt(model, settings["num_prompt"])

@@ -53,6 +53,12 @@ def cut_model(family: str, max_bytes: int, is_toy: bool = False) -> Path:
     return _written(_with_layers(size, num_layers), name)
 
 
+def model_of_layers(family: str, num_layers: int) -> Path:
+    """A `synth` of the first so many published layers, made once and kept."""
+    size = families()[family].sizes()["full"]
+    return _written(_with_layers(size, num_layers), f"{family}-{num_layers}-layers")
+
+
 def weight_bytes(folder: Path) -> int:
     """Of a model's files."""
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from common.record import say
 from lowtide.errors import UsageError
+from lowtide.lab.pack import pack
 from lowtide.lab.synth import synth
+from lowtide.plan import OWN_FORMAT
 
 
 def model_folder(given: Path | None, size: str, family: str = "llada2") -> Path:
@@ -24,6 +26,22 @@ def model_folder(given: Path | None, size: str, family: str = "llada2") -> Path:
     if not (folder / "config.json").is_file():
         raise UsageError(f"{folder} has no config.json; name a model's folder or a new one.")
     return folder
+
+
+def stored_as(folder: Path, weights: str) -> tuple[Path, str]:
+    """A model in other weights: its folder, and the `activations` that it is computed with.
+
+    weights: `own`, or a format that `pack` writes, which is done once, beside `folder`, and kept;
+    with `+int8` behind it where rows are rounded to 8 bits.
+    """
+    name, _, activations = weights.partition("+")
+    if name == OWN_FORMAT:
+        return folder, activations or OWN_FORMAT
+    packed = folder.parent / f"{folder.name}-{name}"
+    if not (packed / "config.json").is_file():
+        say(f"Packing {folder} into {packed} ...")
+        pack(folder, packed, format=name)
+    return packed, activations or OWN_FORMAT
 
 
 def cache_folder() -> Path:

@@ -81,6 +81,7 @@ def run_lowtide(settings: Settings) -> dict[str, Any]:
         context=settings["context"],
         policy=settings["policy"],
         policy_options=settings["policy_options"],
+        activations=settings["activations"],
     )
     drop_pages([Path(settings["model"])])
     start_s = time.perf_counter()

@@ -16,6 +16,7 @@ from reporting.results import Line, Results, Run
 from reporting.tables import (
     Cell,
     caption,
+    captions,
     giga,
     link,
     median_and_spread,
@@ -26,8 +27,16 @@ from reporting.tables import (
 )
 
 README = Path("README.md")
-PAGES = (README, *(Path(f"docs/{name}.md") for name in ("memory", "policies", "quality")))
+PAGES = (
+    README,
+    *(Path(f"docs/{name}.md") for name in ("memory", "policies", "quality")),
+)
 """What is rewritten, relative to the repository."""
+_LARGER = {
+    "bf16": "bfloat16, 1.3 times the memory",
+    "q4": "4 bits, all in memory",
+    "mapped": "Q4_0, 1.3 times a limit",
+}
 
 _TYPES = ("Q8_0", "Q4_0", "Q4_K_M")  # llama.cpp's, of one request in memory
 
@@ -36,10 +45,12 @@ def blocks(results: Results, page: Path) -> Mapping[str, Block]:
     """Every part that a page may have, by the name in its mark."""
     made = {
         "full-size": full_size,
+        "block-pass": block_pass,
         "offload": offload,
         "decode": decode,
         "ar-decode": ar_decode,
         "beside-llama-cpp": beside_llama_cpp,
+        "larger-than-memory": larger_than_memory,
         "batching": batching,
         "buddies": buddies,
         "policies": policies,
@@ -63,12 +74,13 @@ def blocks(results: Results, page: Path) -> Mapping[str, Block]:
 def full_size(results: Results, page: Path) -> str:
     """A model of 30 GiB in 12: each policy that was run."""
     run = results.newest("full size", host_memory="12GiB")
-    head = ("policy", "tokens/s", "s per pass", "experts found in memory", "reads", "resident")
+    head = ("policy", "weights", "tokens/s", "s per pass", "found in memory", "reads", "resident")
     rows = [
         (
             line,
             (
                 f"`{line['policy']}`",
+                _weights(line),
                 number(line["tokens_per_s"]),
                 number(line["s_per_forward"]),
                 percent(line["hit_rate"]),
@@ -81,16 +93,38 @@ def full_size(results: Results, page: Path) -> str:
     return _with_caption(run, table(head, rows, page))
 
 
+def block_pass(results: Results, page: Path) -> str:
+    """A pass over one diffusion block in each kind of weights, beside what its bytes take."""
+    run = results.newest("block pass")
+    head = ("weights", "pass, s", "its bytes", "reading them, s", "over that", "over the first")
+    rows = [
+        (
+            line,
+            (
+                line["weights"],
+                median_and_spread(line["each_s"]),
+                giga(line["bytes_per_pass"]),
+                number(line["bound_s"]),
+                number(line["over_bound"]),
+                number(line["over_first"]),
+            ),
+        )
+        for line in run.of("block pass")
+    ]
+    return _with_caption(run, table(head, rows, page))
+
+
 def offload(results: Results, page: Path) -> str:
     """Every budget, and accelerate's disk offload at one of them."""
     run = results.newest("offload")
-    head = ("experts in memory", "engine", "tokens/s", "reads", "resident")
-    rows = [
-        (line, (_share(line), "lowtide", number(line["tokens_per_s"]), _reads(line), _peak(line)))
-        for line in run.of("lowtide")
-    ]
+    head = ("budget for", "engine", "weights", "tokens/s", "reads", "resident")
+    rows = []
+    for line in run.of("lowtide"):
+        speed = number(line["tokens_per_s"])
+        cells = (_share(line), "lowtide", _weights(line), speed, _reads(line), _peak(line))
+        rows.append((line, cells))
     for line in run.of("transformers with accelerate's disk offload"):
-        cells = (_share(line), line["what"], number(line["tokens_per_s"]), "", _peak(line))
+        cells = (_share(line), line["what"], "own", number(line["tokens_per_s"]), "", _peak(line))
         rows.append((line, cells))
     return _with_caption(run, table(head, rows, page))
 
@@ -156,6 +190,23 @@ def _medians(lines: Sequence[Line]) -> dict[str, float]:
     return {line["lane"]: statistics.median(line["each_decode"]) for line in lines}
 
 
+def larger_than_memory(results: Results, page: Path) -> str:
+    """A model of 1.3 times the machine's memory: lowtide and llama.cpp on the same weights."""
+    head = ("weights", "engine", "prompt, tokens/s", "decoding, tokens/s", "resident", "over it")
+    rows: list[tuple[Line, tuple[Cell, ...]]] = []
+    for what, weights in _LARGER.items():
+        newest = results.newest_lines("larger_than_memory", what, ("lane",))
+        lanes = [line for line in newest if line.row.get("limit") != "none"]
+        ours = [line["each_decode"] for line in lanes if line["lane"] != "llama.cpp"]
+        for line in lanes:
+            is_ours = line["lane"] != "llama.cpp"
+            over = "" if is_ours else "; ".join(ratio(each, line["each_decode"]) for each in ours)
+            prefill, decoding = line["each_prefill"], line["each_decode"]
+            speeds = (median_and_spread(prefill), median_and_spread(decoding))
+            rows.append((line, (weights, _engine(line), *speeds, _peak(line), over)))
+    return f"{table(head, rows, page)}\n\n{captions([line for line, _ in rows])}"
+
+
 def batching(results: Results, page: Path) -> str:
     """Requests at once and one after another."""
     run = results.newest("batching", model="demo:chat")
@@ -177,11 +228,19 @@ def batching(results: Results, page: Path) -> str:
     return _with_caption(run, table(head, rows, page))
 
 
+def _engine(line: Line) -> Cell:
+    return line["lane"] if line["lane"] in ("lowtide", "llama.cpp") else f"lowtide, {line['lane']}"
+
+
 def _reads(line: Line) -> Cell:
     rate = line["miss_read_GBps"]
     if rate is None:
         return "none"
     return f"{number(rate)} GB/s, {percent(line['share_of_read_ceiling'])} of the ceiling"
+
+
+def _weights(line: Line) -> Cell:
+    return str(line.row.get("weights", "own"))  # older lines know no others
 
 
 def _share(line: Line) -> Cell:

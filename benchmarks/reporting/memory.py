@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from reporting.results import Line, Results
-from reporting.tables import Cell, caption, link, number, percent, table
+from reporting.tables import Cell, caption, captions, link, number, percent, table
 
 _SIDES = {
     "transformers": "transformers (a)",
@@ -58,15 +58,15 @@ def longest(results: Results, page: Path) -> str:
 
 def planned(results: Results, page: Path) -> str:
     """What steps took beside their plans, and how even their use is."""
-    lines = _newest(results, "planned_memory", "planned", ("model", "num_tokens", "chunks"))
-    even = _newest(results, "planned_memory", "evenness", ("model", "num_tokens", "side"))
+    lines = results.newest_lines("planned_memory", "planned", ("model", "num_tokens", "chunks"))
+    even = results.newest_lines("planned_memory", "evenness", ("model", "num_tokens", "side"))
     parts = [table(_PLANNED, [(line, _planned(line)) for line in lines], page)]
     if even:
         parts += [
             "How even: peak over average of live bytes, one step, at full depth:",
             table(_EVEN, [(line, _even(line)) for line in even], page),
         ]
-    return "\n\n".join([*parts, _captions(lines + even)])
+    return "\n\n".join([*parts, captions(lines + even)])
 
 
 def ablation(results: Results, page: Path) -> str:
@@ -91,15 +91,15 @@ def ablation(results: Results, page: Path) -> str:
 def steps(results: Results, page: Path) -> str:
     """What a step takes beside the others' steps, chunks beside one, and planning."""
     keys = ("model", "num_tokens", "lane", "depth")
-    timed = _newest(results, "step_time", "step time", keys)
-    chunked = _newest(results, "step_time", "chunked", ("model", "num_tokens", "operator"))
-    plans = _newest(results, "step_time", "planning", ("model", "num_tokens", "prompt_share"))
+    timed = results.newest_lines("step_time", "step time", keys)
+    chunked = results.newest_lines("step_time", "chunked", ("model", "num_tokens", "operator"))
+    plans = results.newest_lines("step_time", "planning", ("model", "num_tokens", "prompt_share"))
     head = ("model", "tokens", "operator", "four chunks over one", "paper")
     parts = [
         table(_STEPS, [(line, _step(line)) for line in timed], page),
         table(head, [(line, _chunked(line)) for line in chunked], page),
         table(_PLANNING, [(line, _planning(line)) for line in plans], page),
-        _captions(timed + chunked + plans),
+        captions(timed + chunked + plans),
     ]
     return "\n\n".join(parts)
 
@@ -119,28 +119,7 @@ def elastic(results: Results, page: Path) -> str:
     verdicts = [line for line in of_last if line["what"] == "elastic over constant"]
     head = ("trace", "elastic over the best constant", "over the longest request's", "within plan")
     parts = [table(_ELASTIC, rows, page), table(head, [(v, _verdict(v)) for v in verdicts], page)]
-    return "\n\n".join([*parts, _captions(of_last)])
-
-
-def _newest(results: Results, benchmark: str, what: str, keys: Sequence[str]) -> list[Line]:
-    """Of lines that say the same by these keys the last, of all runs on commits' own files."""
-    found: dict[str, Line] = {}
-    for line in sorted(results.lines, key=lambda line: str(line["date"])):
-        if (line["benchmark"], line["what"]) == (benchmark, what) and line.is_clean:
-            found[str([line[key] for key in keys])] = line
-    return list(found.values())
-
-
-def _captions(lines: Iterable[Line]) -> str:
-    """Of every run that these lines are of."""
-    commits = {(line["commit"], line["date"][:10]): line for line in lines}
-    loads = [line["machine"].get("load_1min", 0.0) for line in lines]
-    machine = next(iter(commits.values()))["machine"]
-    when = ", ".join(f"{date} on commit {commit}" for commit, date in commits)
-    return (
-        f"Measured {when}, {machine['num_cores']} cores of {machine['cpu']}, "
-        f"{machine['memory_bytes'] / 1e9:.0f} GB, load {min(loads):.1f} to {max(loads):.1f}."
-    )
+    return "\n\n".join([*parts, captions(of_last)])
 
 
 def _cell(line: Line, sides: Sequence[str]) -> Sequence[Cell]:

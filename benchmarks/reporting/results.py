@@ -107,6 +107,14 @@ class Results:
         reason = "there are no lines" if not runs else _why_refused(runs)
         raise ResultsError(f"Nothing to report of {benchmark!r}{asked}: {reason}.")
 
+    def newest_lines(self, benchmark: str, what: str, keys: Sequence[str]) -> list[Line]:
+        """Of lines that say the same by these keys the last, of all runs on commits' own files."""
+        found: dict[str, Line] = {}
+        for line in sorted(self.lines, key=lambda line: str(line["date"])):
+            if (line["benchmark"], line["what"]) == (benchmark, what) and line.is_clean:
+                found[str([line[key] for key in keys])] = line
+        return list(found.values())
+
 
 def _why_refused(runs: list[Run]) -> str:
     first = runs[-1].first

@@ -32,6 +32,18 @@ def caption(run: Run) -> str:
     )
 
 
+def captions(lines: Sequence[Line]) -> str:
+    """Of every run that these lines are of."""
+    commits = {(line["commit"], line["date"][:10]): line for line in lines}
+    loads = [line["machine"].get("load_1min", 0.0) for line in lines]
+    machine = next(iter(commits.values()))["machine"]
+    when = ", ".join(f"{date} on commit {commit}" for commit, date in commits)
+    return (
+        f"Measured {when}, {machine['num_cores']} cores of {machine['cpu']}, "
+        f"{machine['memory_bytes'] / 1e9:.0f} GB, load {min(loads):.1f} to {max(loads):.1f}."
+    )
+
+
 def link(line: Line, page: Path) -> Cell:
     """A link from a page to a line of results."""
     up = "../" * (len(page.parts) - 1)
