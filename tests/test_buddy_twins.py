@@ -11,7 +11,7 @@ from buddy_cases import random_lists, random_routing, random_search, slow_search
 from examples import scaled
 
 from lowtide.buddies import LayerRules, LayerState, TokenGates, Waits
-from lowtide.core import RoutedTokens
+from lowtide.core import Costs, Curve, Demand, Facts, RoutedTokens, Step, StepKind
 from lowtide.kernels.cpu.buddies import CompiledBuddies
 from lowtide.policies.buddy_profile import token_entropy
 from lowtide.policies.buddy_search import BuddySearch
@@ -198,6 +198,50 @@ def test_moved_pairs_are_counted_alike(compiled: CompiledBuddies) -> None:
             assert sum(saved.shares) >= saved_bytes[given_up].sum() * (1 - 1e-9)
             assert (np.array(saved.in_vain) <= np.array(moved.pairs)).all()
     assert num_seen > scaled(NUM_RANDOM) // 10
+
+
+def test_experts_are_shared_out_alike(compiled: CompiledBuddies) -> None:
+    """Ours among the assignments: times of few values, so that there are ties, and of any."""
+    draw, plain, balance = np.random.default_rng(2), PLAIN.balance(), compiled.balance()
+    num_sides = np.zeros(3, np.int64)
+    for _ in range(scaled(NUM_RANDOM) // 10):
+        facts = random_facts(draw)
+        wanted, found = plain(facts), balance(facts)
+        for ours, theirs in zip(wanted[:3], found[:3], strict=True):
+            assert np.array_equal(ours, theirs) and ours.dtype == theirs.dtype, facts
+        num_sides += [len(side) > 0 for side in found[:3]]
+    assert (num_sides > scaled(NUM_RANDOM) // 40).all()
+
+
+def random_facts(draw: np.random.Generator) -> Facts:
+    """Of a layer beside a device, from no expert asked for to all."""
+    num_experts = int(draw.integers(1, 60))
+    hits = draw.integers(0, 4, num_experts) * draw.integers(0, 2, num_experts)
+    is_here = draw.random(num_experts) < draw.random()
+    experts = hits.nonzero()[0]
+    is_even = bool(draw.random() < 0.5)
+
+    def seconds(most: int) -> float:
+        return float(draw.integers(0, most)) if is_even else most * float(draw.random())
+
+    host_s = Curve([(1, seconds(8)), (2, 8 + seconds(8))])
+    device_s = Curve([(1, 1 + seconds(3)), (2, 3 + seconds(3))])
+    disk_s = seconds(6) * bool(draw.random() < 0.3)
+    costs = Costs(1, seconds(5), host_s, device_s, device_s, 0.0, disk_s, 2)
+    arriving_s = np.where(
+        draw.random(len(experts)) < 0.5, np.inf, draw.integers(0, 4, len(experts))
+    )
+    return Facts(
+        Step(StepKind.DECODE, 1),
+        0,
+        Demand(experts, hits[experts], is_here[experts]),
+        is_here,
+        np.array([num_experts]),
+        costs,
+        arriving_s if draw.random() < 0.5 else None,
+        seconds(4),
+        bool(draw.random() < 0.8),
+    )
 
 
 @pytest.mark.parametrize("experts", [[[0, 0]], [[1, 0]], [[-1, 2]], [[0, 4]]], ids=str)

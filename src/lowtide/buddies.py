@@ -6,12 +6,21 @@ Shared by policies, which ask, and kernels: the plain twin of what is here is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.core import BoolArray, FloatArray, IntArray, RoutedTokens, WeightArray
+from lowtide.core import (
+    Assignment,
+    BoolArray,
+    Facts,
+    FloatArray,
+    IntArray,
+    RoutedTokens,
+    WeightArray,
+)
 
 
 class TokenGates(NamedTuple):
@@ -110,7 +119,11 @@ class MovedCount(Protocol):
 
 
 class BuddyTwins(Protocol):
-    """A kind of twins."""
+    """A kind of twins: what decides beside a substitution is of the same kind."""
+
+    def balance(self) -> Callable[[Facts], Assignment]:
+        """Ours among the assignments, `policies.assignment.Balance`."""
+        ...
 
     def of_layer(self, rules: LayerRules) -> LayerTwin: ...
 

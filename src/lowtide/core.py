@@ -257,6 +257,11 @@ class Costs:
         """Seconds that each absent expert adds to a steady stream of fetches."""
         return max(self.link_s, self.disk_read_s)
 
+    def at_home_s(self, num_tokens: IntArray) -> FloatArray:
+        """Seconds of each expert on the CPU, read beside it where its home is the disk."""
+        host_s = self.host_s(num_tokens)
+        return np.maximum(host_s, self.disk_read_s) if self.disk_read_s else host_s
+
 
 class Left(NamedTuple):
     """What each request of a pass may still have replaced of its router's weight."""

@@ -30,6 +30,10 @@ using Count = long(const std::int64_t*, const float*, const std::int64_t*, const
 using CountSaved = void(const std::int64_t*, const std::int64_t*, long, long, const double*, long,
                         const std::int64_t*, long, double*, std::int64_t*);
 
+using Balance = void(const std::int64_t*, const std::int64_t*, const std::uint8_t*, const double*,
+                     const double*, const double*, long, double, double, std::int64_t*,
+                     std::int64_t*);
+
 bool is_ascending(const Ids& ids, long k) {
     for (std::size_t i = 0; i < ids.size(); ++i)
         if (long(i) % k != 0 && ids[i - 1] >= ids[i]) return false;
@@ -111,12 +115,38 @@ void substitute(const Library& library, const Routed& routed, unsigned has) {
     }
 }
 
+// Every expert is given to one side, and only who is resident runs without a fetch.
+void balance(const Library& library, long num, unsigned has) {
+    auto* balance = library.function<Balance>("lowtide_balance");
+    Ids experts(num), num_tokens(num), out(num, -1), ends(2);
+    std::iota(experts.begin(), experts.end(), 3);
+    std::vector<std::uint8_t> is_resident(num);
+    std::vector<double> device_s(num), host_s(num), arriving_s(num);
+    for (long place = 0; place < num; ++place) {
+        num_tokens[place] = 1 + below(4);
+        is_resident[place] = std::uint8_t(below(2));
+        device_s[place] = 1e-3 * below(3);
+        host_s[place] = 1e-3 * below(5);
+        arriving_s[place] = below(2) ? INFINITY : 1e-3 * below(3);
+    }
+    balance(experts.data(), num_tokens.data(), is_resident.data(), device_s.data(), host_s.data(),
+            has & 1 ? arriving_s.data() : nullptr, num, has & 2 ? 2e-3 : 0.0,
+            has & 4 ? 1e-3 : INFINITY, out.data(), ends.data());
+    expect(0 <= ends[0] && ends[0] <= ends[1] && ends[1] <= num, "ends of the parts", num, has, 0);
+    for (long place = 0; place < ends[1]; ++place)
+        expect(is_resident[out[place] - 3] == (place < ends[0]), "who is fetched", num, place, has);
+    std::sort(out.begin(), out.end());
+    expect(out == experts, "every expert once", num, has, 0);
+}
+
 }  // namespace
 
 void check_buddies(const Library& buddies) {
     for (const Routed& routed : ROUTED)
         for (unsigned has = 0; has < 128; ++has)
             if (routed.num_tokens > 0) substitute(buddies, routed, has);
+    for (long num : {1, 2, 7, 40})
+        for (unsigned has = 0; has < 8; ++has) balance(buddies, num, has);
 }
 
 }  // namespace driver

@@ -86,7 +86,7 @@ def break_even_tokens(costs: Costs, max_tokens: int = 1 << 14) -> int:
     num_tokens = np.arange(1, max_tokens + 1)
     fetched_s = np.maximum(costs.fetch_s, costs.device_s(num_tokens))
     can_fetch = costs.num_staging > 0
-    pays = can_fetch & (fetched_s <= _at_home_s(costs, num_tokens))
+    pays = can_fetch & (fetched_s <= costs.at_home_s(num_tokens))
     return int(pays.argmax()) + 1 if pays.any() else max_tokens + 1
 
 
@@ -181,6 +181,8 @@ class Balance:
     takes from the front what the link, after all it has begun, brings; the host takes from the
     back; whichever would be done sooner takes next. At last residents that cost the host least
     for what they spare the device go over to a host that is idle.
+
+    The compiled twin is `kernels/cpu/balance.py`: sums are taken in order, as it takes them.
     """
 
     def __call__(self, facts: Facts) -> Assignment:
@@ -195,7 +197,7 @@ class Balance:
             compute_s[absent].tolist(),
             host_s[absent].tolist(),
             due_s.tolist(),
-            float(resident_s.sum()),
+            float(resident_s.cumsum()[-1]) if len(residents) else 0.0,
             facts.link_s,
             costs.fetch_s if facts.can_fetch else np.inf,
         )
@@ -317,12 +319,7 @@ def _transfer_s(facts: Facts, fetch_s: float) -> FloatArray:
 
 def _host_s(facts: Facts) -> FloatArray:
     """Seconds of each activated expert on the host."""
-    return _at_home_s(facts.costs, facts.demand.num_tokens)
-
-
-def _at_home_s(costs: Costs, num_tokens: IntArray) -> FloatArray:
-    host_s = costs.host_s(num_tokens)
-    return np.maximum(host_s, costs.disk_read_s) if costs.disk_read_s else host_s
+    return facts.costs.at_home_s(facts.demand.num_tokens)
 
 
 def _shared(

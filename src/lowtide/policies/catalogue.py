@@ -15,6 +15,7 @@ from lowtide.errors import UsageError
 from lowtide.policies import buddymoe
 from lowtide.policies.assignment import (
     AllFetch,
+    Assign,
     Balance,
     Fiddler,
     Greedy,
@@ -154,6 +155,10 @@ def _statistics(setting: Setting) -> Prefetch:
     return Statistics(NUM_PREFETCH.of(setting), setting.following)
 
 
+def _balance(setting: Setting) -> Assign:
+    return Balance() if setting.twins is None else setting.twins.balance()
+
+
 @lru_cache(maxsize=1)  # asked for by each of the preset's policies
 def _best_split(setting: Setting) -> Split:
     load, num_ahead = _load(setting), NUM_PREFETCH.of(setting)
@@ -205,7 +210,7 @@ CATALOGUE: dict[str, Recipe] = {
     ),
     "lowtide": Recipe(
         _lowtide,
-        lambda s: Balance(),
+        _balance,
         _what_pays,
         summary="ours: moves that pay, in idle link time; host, link and device side by side",
         options=(TAU, NUM_PREFETCH, MAX_STEP_BYTES),

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from lowtide.buddies import LayerRules, LayerState, LayerTwin, Moved, MovedCount, Saved, Waits
 from lowtide.core import BoolArray, FloatArray, IntArray, Left, RoutedTokens
+from lowtide.policies.assignment import Assign, Balance
 from lowtide.policies.buddy_gates import open_tokens
 from lowtide.policies.buddy_search import BuddySearch, search_buddies
 from lowtide.policies.substitution import (
@@ -34,6 +35,9 @@ class Queue(NamedTuple):
 
 class PlainBuddies:
     """The plain twins."""
+
+    def balance(self) -> Assign:
+        return Balance()
 
     def of_layer(self, rules: LayerRules) -> LayerTwin:
         return PlainLayer(rules)

@@ -46,7 +46,8 @@ class Setting:
         expert is given one token, and all layers what `capacity` says.
     on_tau_change: is told of an interval that follows the drift.
     buddies: which experts may stand in for which, from a calibration; weighing: how the router
-        makes weights of its logits; twins: what substitutes and counts, the plain ones by default.
+        makes weights of its logits; twins: what substitutes, counts and
+        balances beside that, the plain ones by default.
     """
 
     capacity: Sequence[int]

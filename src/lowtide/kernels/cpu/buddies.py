@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from lowtide.buddies import LayerRules, LayerState, LayerTwin, Moved, MovedCount, Saved, Waits
 from lowtide.core import FloatArray, IntArray, RoutedTokens
+from lowtide.kernels.cpu.balance import CompiledBalance
 from lowtide.kernels.cpu.library import BUDDIES, load_library
 
 _Function = Callable[..., int]
@@ -48,6 +49,7 @@ class CompiledBuddies:
     """Substitutes and counts as `policies.plain_buddies.PlainBuddies` does."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
         self._replace_absent = library.lowtide_replace_absent
         self._give_up_late = library.lowtide_give_up_late
         self._count_moved = library.lowtide_count_moved
@@ -65,6 +67,9 @@ class CompiledBuddies:
     def load(cls) -> CompiledBuddies:
         """Compiled now, or from the cache. Raises UnsupportedError or StorageError."""
         return cls(load_library(*BUDDIES))
+
+    def balance(self) -> CompiledBalance:
+        return CompiledBalance(self._library)
 
     def of_layer(self, rules: LayerRules) -> LayerTwin:
         return _Layer(rules, self._replace_absent, self._give_up_late)

@@ -1,0 +1,48 @@
+"""The compiled twin of `policies.assignment.Balance`: one call for a layer's experts."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref
+from typing import Any
+
+import numpy as np
+
+from lowtide.core import NOBODY, Assignment, Facts
+
+_P, _LONG, _DOUBLE, _CHAR = ctypes.c_void_p, ctypes.c_long, ctypes.c_double, ctypes.c_char
+
+
+class CompiledBalance:
+    """Assigns as `Balance` does, to the last bit of every sum. Of one engine: what a call answers
+    besides is kept here."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        """library: `BUDDIES`, loaded."""
+        self._balance = library.lowtide_balance
+        self._balance.argtypes = (*6 * (_P,), _LONG, *2 * (_DOUBLE,), *2 * (_P,))
+        self._balance.restype = None
+        self._ends = (ctypes.c_int64 * 2)()
+
+    def __call__(self, facts: Facts) -> Assignment:
+        costs, demand, arriving_s = facts.costs, facts.demand, facts.arriving_s
+        num = len(demand.experts)
+        if not num:
+            return Assignment(NOBODY, NOBODY, NOBODY)
+        # Any: stubs do not say before Python 3.12 that an array is a buffer.
+        out: Any = np.empty(num, np.int64)
+        self._balance(
+            demand.experts.tobytes(),
+            demand.num_tokens.tobytes(),
+            demand.is_resident.tobytes(),
+            costs.device_s(demand.num_tokens).tobytes(),
+            costs.at_home_s(demand.num_tokens).tobytes(),
+            None if arriving_s is None else arriving_s.tobytes(),
+            num,
+            facts.link_s,
+            costs.fetch_s if facts.can_fetch else np.inf,
+            byref(_CHAR.from_buffer(out)),
+            self._ends,
+        )
+        first, second = self._ends
+        return Assignment(out[:first], out[first:second], out[second:])
