@@ -95,6 +95,8 @@ LARGE = (
     Script("buddy_full", 60, disk_GiB=64),
     Script("exchange", 20, disk_GiB=0),
     Script("buddy", 90, disk_GiB=0),
+    Script("buddy_profile", 2, disk_GiB=0),
+    Script("format_quality", 6, disk_GiB=0),
 )
 
 

@@ -1,7 +1,8 @@
 """Writes what README.md and docs/ say of measurements from the lines of docs/results/.
 
 A part of a page between `<!-- measured: NAME -->` and `<!-- end of measured -->` is rewritten; the
-blocks are in `reporting/blocks.py`. Lines that were measured on files of no commit are refused.
+blocks are in `reporting/blocks.py`, which names the pictures that are drawn anew, too. Lines that
+were measured on files of no commit are refused.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from common.arguments import run_script
 from reporting.ages import aged
-from reporting.blocks import PAGES, blocks
+from reporting.blocks import PAGES, PICTURES, blocks
 from reporting.pages import rewritten
 from reporting.results import Results, ResultsError
 
@@ -26,6 +27,7 @@ def main() -> None:
         print("\n".join(aged(REPOSITORY, results)) or "All results are of today's code.")
         return
     changed = [page for page in PAGES if _report(page, results, options.check)]
+    changed += [path for path in PICTURES if _draw(path, results, options.check)]
     if options.check and changed:
         names = ", ".join(map(str, changed))
         raise ResultsError(f"{names}: not what the results say; run `make report`.")
@@ -40,6 +42,15 @@ def _report(page: Path, results: Results, is_check: bool) -> bool:
     if new != text and not is_check:
         path.write_text(new, encoding="utf-8")
     return new != text
+
+
+def _draw(path: Path, results: Results, is_check: bool) -> bool:
+    """Whether the picture was another; it is written, where there is one, unless this checks."""
+    picture, file = PICTURES[path](results), REPOSITORY / path
+    old = file.read_text(encoding="utf-8") if file.exists() else None
+    if picture is not None and picture != old and not is_check:
+        file.write_text(picture, encoding="utf-8")
+    return picture is not None and picture != old
 
 
 def _options() -> argparse.Namespace:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from buddy_cases import random_profile
 
+from lowtide.lab.demo_text import held_out_text
 from lowtide.lab.quality import Passes, Row
 from lowtide.lab.quality_scores import Comparison, Rows, Scores
 from lowtide.policies.presets import check_safe
@@ -16,6 +20,7 @@ from lowtide.policies.presets import check_safe
 buddies, buddy, buddy_full, buddy_time = map(
     import_module, ("common.buddies", "buddy", "buddy_full", "buddy_time")
 )
+buddy_profile, format_quality = map(import_module, ("buddy_profile", "format_quality"))
 SCALE = buddies.Scale(4, 32)
 
 
@@ -100,3 +105,33 @@ def test_decisions_are_timed_where_something_is_replaced(monkeypatch: pytest.Mon
         "is_short_at_one": True,
         "are_both_short": False,
     }
+
+
+def test_a_profile_is_told_layer_by_layer() -> None:
+    rows = list(buddy_profile.layer_rows(random_profile(3, 16, 2)))
+    assert len(rows) == 3
+    for row in rows:
+        peers = [row["peers_of_alpha"][alpha] for alpha in ("0.5", "0.75", "0.9", "0.95", "0.99")]
+        assert peers == sorted(peers) and 1 <= peers[0] and peers[-1] <= 15
+        assert row["least_chosen"] <= 1 <= row["most_chosen"] and row["likeness"] is None
+
+
+def test_formats_are_lanes_beside_the_model_as_stored(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    out = tmp_path / "lines.jsonl"
+    chosen = {name: format_quality.FORMATS[name] for name in ("own", "q4, int8 activations")}
+    monkeypatch.setattr(format_quality, "FORMATS", chosen)
+    options = SimpleNamespace(tokens=48, repeats=1, new=4)
+    recorder = format_quality.Recorder("format quality", {"tokens": 48}, out)
+    format_quality._measure(recorder, "demo:autoregressive", held_out_text()[:4000], options)
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(line["budget_share"], line["what"]) for line in lines] == [
+        (share, name) for share in (1.0, 0.25) for name in chosen
+    ]
+    own, rounded, few_own, few_rounded = lines
+    assert own["kl"]["mean"] == few_own["kl"]["mean"] == 0 < rounded["kl"]["mean"]
+    assert rounded["kl"] == few_rounded["kl"]  # budgets change nothing
+    assert rounded["weight_bytes"] < own["weight_bytes"] / 2
+    assert few_own["resident_share"] < few_rounded["resident_share"]
+    assert few_own["read_bytes_per_pass"] > own["read_bytes_per_pass"] == 0

@@ -6,10 +6,12 @@ import json
 import subprocess
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from reporting.ages import aged
-from reporting.blocks import PAGES, blocks
+from reporting.blocks import PAGES, PICTURES, blocks
+from reporting.fronts import Axis, front_picture
 from reporting.pages import part_names, rewritten
 from reporting.results import Results, ResultsError
 from reporting.tables import number, ratio
@@ -52,6 +54,9 @@ def test_pages_say_what_the_results_say() -> None:
         text = (REPOSITORY / page).read_text(encoding="utf-8")
         assert part_names(text), page
         assert rewritten(text, blocks(results, page)) == text, "run `make report`"
+    for path, draw in PICTURES.items():
+        picture = draw(results)
+        assert picture is None or (REPOSITORY / path).read_text() == picture, "run `make report`"
 
 
 def test_a_part_is_rewritten_and_nothing_else(tmp_path: Path) -> None:
@@ -82,7 +87,10 @@ def _lane(name: str, lost: float, **changes: Any) -> dict[str, Any]:
     row = {"loss": estimate, "loss_difference": estimate, "kl": estimate, "is_on_front": lost == 0}
     shares = {"agreement": {"mean": 1 - lost}, "accuracy": {"mean": 0.5}}
     speeds = {"speed_up": 1 + lost, "bytes_per_pass": 1e6 * (1 - lost)}
-    return _row(benchmark="buddy", what=name, **cell, **row, **shares, **speeds) | changes
+    own = {"policy_options": {} if name == "exact" else {"miss": name.split()[0]}}
+    counts = {"counts": {"num_misses": 4.0, "wait_s": 0.002}}
+    row |= {**shares, **speeds, **own, **counts}
+    return _row(benchmark="buddy", what=name, **cell, **row) | changes
 
 
 def test_what_substitution_costs_is_told_by_lane_and_by_claim(tmp_path: Path) -> None:
@@ -101,8 +109,80 @@ def test_what_substitution_costs_is_told_by_lane_and_by_claim(tmp_path: Path) ->
     redundancy = _row(benchmark="buddy", what="redundancy")
     told = blocks(_results(tmp_path, redundancy, *lanes, *claims), page)["buddies"]()
     assert "| exact \\* | 0.000 ± 0.010 |" in told and "far" not in told
-    assert "| buddy rho 2 | 0.250 ± 0.010 | 0.250 | 75% | 50% | 1.25 | 75% |" in told
+    assert "| buddy rho 2 | 0.250 ± 0.010 | 0.250 | 75% | 50% | 1.25 | 75% | 0.500 |" in told
     assert "| it helps | 1 of 2 |" in told and "demo:chat`, disk, 38%" in told
+
+
+def test_the_front_is_drawn_of_what_was_timed(tmp_path: Path) -> None:
+    assert front_picture(_results(tmp_path, _row())) is None
+    untimed = _lane("exact", 0.0, speed_up=None)
+    assert front_picture(_results(tmp_path, untimed)) is None
+    lanes = [
+        _lane("exact", 0.0),
+        _lane("buddy <rho 2>", 0.25),
+        _lane("late rho 2", 0.5, is_on_front=True),
+        _lane("drop far", 0.5, resident_share=0.75),
+        _lane("random rho 2", 0.3, tier="link"),
+    ]
+    drawn = front_picture(_results(tmp_path, *lanes))
+    assert drawn is not None and drawn == front_picture(_results(tmp_path, *lanes))
+    root = ElementTree.fromstring(drawn)
+    circles = [each for each in root.iter() if each.tag.endswith("circle")]
+    titles = [each[0].text for each in circles if len(each)]
+    assert titles == [
+        "exact: 1 times, 0 nats",
+        "buddy <rho 2>: 1.25 times, 0.25 nats",
+        "late rho 2: 1.5 times, 0.5 nats",
+        "random rho 2: 1.3 times, 0.3 nats",
+    ]
+    words = [each.text for each in root.iter() if each.tag.endswith("text")]
+    assert {"demo:chat, disk, 38% resident", "demo:chat, link, 38% resident"} <= set(words)
+    assert "late rho 2" in words and "buddy <rho 2>" not in words  # names of the front alone
+
+
+@pytest.mark.parametrize("low, high", [(0.0, 1.0), (-0.07, 0.3), (0.9, 2.4), (3.0, 700.0)])
+def test_ticks_are_few_round_and_within(low: float, high: float) -> None:
+    axis = Axis(low, high, 0.0, 100.0)
+    ticks = axis.ticks()
+    assert 2 <= len(ticks) <= 7 and all(low - 1e-9 <= tick <= high + 1e-9 for tick in ticks)
+    assert axis.at(low) == 0 and axis.at(high) == 100
+
+
+def test_formats_profiles_and_decisions_are_told(tmp_path: Path) -> None:
+    page, estimate = Path("docs/formats.md"), {"mean": 0.5, "error": 0.25}
+    empty = blocks(_results(tmp_path, _row()), page)
+    for name in ("formats", "buddy-profiles", "buddy-decisions", "buddies-full"):
+        assert "Not measured yet" in empty[name]()
+    lane = {"model": "m", "budget_share": 0.25, "weight_bytes": 5e6, "resident_share": 0.5}
+    lane |= dict.fromkeys(("loss", "loss_difference", "kl", "agreement", "accuracy"), estimate)
+    lane |= {"read_bytes_per_pass": 1e6, "each_tokens_per_s": [10.0, 30.0, 20.0]}
+    alike = {"pairs": 0.1, "first_buddy": 0.2, "most_alike": 0.3}
+    layer = {"model": "m", "layer": 1, "num_experts": 32, "likeness": alike}
+    layer |= dict.fromkeys(("concentration", "affinity_nats", "most_chosen", "least_chosen"), 0.5)
+    layer |= {"peers_of_alpha": {"0.5": 2.0, "0.75": 3.0, "0.95": 9.0, "0.99": 20.0}}
+    time = {"lane": "late", "tier": "beside a device", "num_rows": 32}
+    time |= {"substitute_us": 40.4, "both_us": 60.0, "settle_us": 9.0}
+    full = {"model": "m", "resident_share": 0.375, "tokens_per_s": 2.0, "speed_up": 1.2}
+    full |= {"read_bytes_per_token": 1e9, "waited_ms_per_miss": 3.0, "substitution_us": 12.0}
+    full |= {"share_of_layers": 0.0123}
+    told = blocks(
+        _results(
+            tmp_path,
+            _row(benchmark="format quality", what="q4", **lane),
+            _row(benchmark="buddy profile", what="layer", **layer),
+            _row(benchmark="buddy time", what="substitution", **time),
+            _row(benchmark="buddy full", what="ours rho 4", **full),
+        ),
+        page,
+    )
+    assert "| `m` | 25% of the experts as stored | q4 | 5.00 | 50% | 0.500 |" in told["formats"]()
+    assert "| 1.00 | 20.0 (10.0 to 30.0) |" in told["formats"]()
+    assert "| 0.100; 0.200; 0.300 | 2.0, 3.0, 9.0, 20.0 of 31 |" in told["buddy-profiles"]()
+    assert "| late | beside a device | 32 | 40 | 60 | 9 |" in told["buddy-decisions"]()
+    assert (
+        "| m | 38% | ours rho 4 | 2.00 | 1.20 | 1.00 | 3.00 | 12 | 1.23% |"
+        in told["buddies-full"]()
+    )
 
 
 def _number_of(place: str, here: float, **changes: Any) -> dict[str, Any]:

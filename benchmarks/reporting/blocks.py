@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from reporting import memory
+from reporting.fronts import front_picture
 from reporting.pages import Block
 from reporting.papers import dali, dali_numbers, tide, tide_numbers
 from reporting.presets import hindsight, policies, prefetch, validated
-from reporting.quality import buddies
+from reporting.quality import buddies, buddies_full, decisions, formats, profiles
 from reporting.results import Line, Results, Run
 from reporting.tables import (
     Cell,
@@ -29,7 +30,7 @@ from reporting.tables import (
 README = Path("README.md")
 PAGES = (
     README,
-    *(Path(f"docs/{name}.md") for name in ("memory", "policies", "quality")),
+    *(Path(f"docs/{name}.md") for name in ("formats", "memory", "policies", "quality")),
 )
 """What is rewritten, relative to the repository."""
 _LARGER = {
@@ -39,6 +40,11 @@ _LARGER = {
 }
 
 _TYPES = ("Q8_0", "Q4_0", "Q4_K_M")  # llama.cpp's, of one request in memory
+
+PICTURES: Mapping[Path, Callable[[Results], str | None]] = {
+    Path("docs/quality.svg"): front_picture,
+}
+"""What is drawn, where there is something to draw."""
 
 
 def blocks(results: Results, page: Path) -> Mapping[str, Block]:
@@ -53,6 +59,10 @@ def blocks(results: Results, page: Path) -> Mapping[str, Block]:
         "larger-than-memory": larger_than_memory,
         "batching": batching,
         "buddies": buddies,
+        "buddies-full": buddies_full,
+        "buddy-decisions": decisions,
+        "buddy-profiles": profiles,
+        "formats": formats,
         "policies": policies,
         "tide": tide,
         "tide-numbers": tide_numbers,

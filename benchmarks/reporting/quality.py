@@ -1,29 +1,76 @@
-"""The measured part of docs/quality.md: what each way with absent experts costs and saves."""
+"""The measured parts of docs/quality.md and docs/formats.md: what settings that change words cost
+and save, and whether a model has anything that can stand in for anything."""
 
 from __future__ import annotations
 
 from itertools import groupby
 from pathlib import Path
 
+from reporting.fronts import shown_share
 from reporting.results import Line, Results
-from reporting.tables import Cell, caption, number, percent, table
+from reporting.tables import Cell, caption, median_and_spread, number, percent, table
 
 NOT_MEASURED = (
-    "Not measured yet: `make bench ONLY=buddy` writes the lines, `make report` this part of the "
-    "page."
+    "Not measured yet: `make bench ONLY={script}` writes the lines, `make report` this part of "
+    "the page."
 )
-_HEAD = ("lane", "nats lost", "KL", "agree", "right", "tokens/s over exact", "bytes over exact")
+_HEAD = (
+    "lane",
+    "nats lost",
+    "KL",
+    "agree",
+    "right",
+    "tokens/s over exact",
+    "bytes over exact",
+    "ms waited per absent expert",
+)
+_FULL = (
+    "model",
+    "resident",
+    "lane",
+    "tokens/s",
+    "over exact",
+    "GB read per token",
+    "ms waited per absent expert",
+    "substitution, us of a layer",
+    "share of the layer",
+)
+_TIMES = ("lane", "", "rows", "one decision, us", "both, us", "what was saved, us")
+_ALPHAS = ("0.5", "0.75", "0.95", "0.99")
+_PROFILE = (
+    "model",
+    "layer",
+    "concentration",
+    "affinity, nats",
+    "most and least chosen over the mean",
+    "cosine of outputs: all; first buddy; most alike",
+    f"peers that cover {', '.join(_ALPHAS)}",
+)
+_FORMATS = (
+    "model",
+    "budget",
+    "format",
+    "weights, MB",
+    "resident",
+    "loss, nats",
+    "nats lost",
+    "KL",
+    "agree",
+    "right",
+    "MB read per pass",
+    "tokens/s",
+)
 
 
 def buddies(results: Results, page: Path) -> str:
     """A table for each model and tier, at the share of residents nearest to 3 of 8, then what was
     expected of all cells and how many of them met it."""
     if not results.has("buddy"):
-        return NOT_MEASURED
+        return NOT_MEASURED.format(script="buddy")
     run = results.newest("buddy")
     cells = [line for line in run.lines if "resident_share" in line.row]
     lanes = [line for line in cells if line["what"] != "expected" and "loss" in line.row]
-    shown = min({line["resident_share"] for line in lanes}, key=lambda share: abs(share - 0.375))
+    shown = shown_share(lanes)
     parts = []
     chosen = [line for line in lanes if line["resident_share"] == shown]
     for (model, tier), group in groupby(chosen, lambda line: (line["model"], line["tier"])):
@@ -36,19 +83,118 @@ def buddies(results: Results, page: Path) -> str:
     return "\n\n".join([*parts, _claims(expected, page), caption(run)])
 
 
+def buddies_full(results: Results, page: Path) -> str:
+    """Published dimensions from disk: speed, and what a miss takes under each policy."""
+    if not results.has("buddy full"):
+        return NOT_MEASURED.format(script="buddy_full")
+    run = results.newest("buddy full")
+    lanes = [line for line in run.lines if "substitution_us" in line.row]
+    return f"{table(_FULL, [(line, _full(line)) for line in lanes], page)}\n\n{caption(run)}"
+
+
+def decisions(results: Results, page: Path) -> str:
+    """What a substitution itself takes of a layer."""
+    if not results.has("buddy time"):
+        return NOT_MEASURED.format(script="buddy_time")
+    run = results.newest("buddy time")
+    rows = [(line, _decision(line)) for line in run.of("substitution")]
+    return f"{table(_TIMES, rows, page)}\n\n{caption(run)}"
+
+
+def profiles(results: Results, page: Path) -> str:
+    """Layer by layer what buddies live on."""
+    if not results.has("buddy profile"):
+        return NOT_MEASURED.format(script="buddy_profile")
+    run = results.newest("buddy profile")
+    rows = [(line, _profile(line)) for line in run.of("layer")]
+    return f"{table(_PROFILE, rows, page)}\n\n{caption(run)}"
+
+
+def formats(results: Results, page: Path) -> str:
+    """Each format at each budget, beside the model as it is stored with everything in memory."""
+    if not results.has("format quality"):
+        return NOT_MEASURED.format(script="format_quality")
+    run = results.newest("format quality")
+    rows = [(line, _format(line)) for line in run.lines if "kl" in line.row]
+    return f"{table(_FORMATS, rows, page)}\n\n{caption(run)}"
+
+
 def _lane(line: Line, exact: Line) -> tuple[Cell, ...]:
     front = " \\*" if line["is_on_front"] else ""
-    lost, speed_up = line["loss_difference"], line["speed_up"]
-    exact_bytes = exact["bytes_per_pass"]
+    speed_up, exact_bytes = line["speed_up"], exact["bytes_per_pass"]
     return (
         line["what"] + front,
-        f"{lost['mean']:.3f} ± {lost['error'] or 0:.3f}",
+        _lost(line),
         f"{line['kl']['mean']:.3f}",
         percent(line["agreement"]["mean"]),
         percent(line["accuracy"]["mean"]),
         "" if speed_up is None else number(speed_up),
         "" if not exact_bytes else percent(line["bytes_per_pass"] / exact_bytes),
+        _waited(line),
     )
+
+
+def _waited(line: Line) -> Cell:
+    """For each expert that a router asked for and that was absent, replaced or not."""
+    counts = line["counts"]
+    num_misses = counts.get("num_misses", 0.0)
+    return f"{1e3 * counts['wait_s'] / num_misses:.3f}" if num_misses else ""
+
+
+def _full(line: Line) -> tuple[Cell, ...]:
+    return (
+        line["model"],
+        percent(line["resident_share"]),
+        line["what"],
+        number(line["tokens_per_s"]),
+        number(line["speed_up"]),
+        number(line["read_bytes_per_token"] / 1e9),
+        number(line["waited_ms_per_miss"]),
+        f"{line['substitution_us']:.0f}",
+        f"{line['share_of_layers']:.2%}",
+    )
+
+
+def _decision(line: Line) -> tuple[Cell, ...]:
+    times = (f"{line[name]:.0f}" for name in ("substitute_us", "both_us", "settle_us"))
+    return (line["lane"], line["tier"], str(line["num_rows"]), *times)
+
+
+def _profile(line: Line) -> tuple[Cell, ...]:
+    alike, peers = line["likeness"], line["peers_of_alpha"]
+    cosines = [alike[name] for name in ("pairs", "first_buddy", "most_alike")] if alike else []
+    return (
+        f"`{line['model']}`",
+        str(line["layer"]),
+        f"{line['concentration']:.3f}",
+        f"{line['affinity_nats']:.3f}",
+        f"{line['most_chosen']:.2f}; {line['least_chosen']:.2f}",
+        "; ".join(f"{each:.3f}" for each in cosines),
+        ", ".join(f"{peers[alpha]:.1f}" for alpha in _ALPHAS) + f" of {line['num_experts'] - 1}",
+    )
+
+
+def _format(line: Line) -> tuple[Cell, ...]:
+    share = line["budget_share"]
+    return (
+        f"`{line['model']}`",
+        "everything" if share == 1 else f"{percent(share)} of the experts as stored",
+        line["what"],
+        number(line["weight_bytes"] / 1e6),
+        percent(line["resident_share"]),
+        f"{line['loss']['mean']:.3f}",
+        _lost(line),
+        f"{line['kl']['mean']:.4f}",
+        f"{line['agreement']['mean']:.1%}",
+        f"{line['accuracy']['mean']:.1%}",
+        number(line["read_bytes_per_pass"] / 1e6),
+        median_and_spread(line["each_tokens_per_s"]),
+    )
+
+
+def _lost(line: Line) -> Cell:
+    lost = line["loss_difference"]
+    return f"{lost['mean']:.3f} ± {lost['error'] or 0:.3f}"
 
 
 def _claims(expected: list[Line], page: Path) -> str:

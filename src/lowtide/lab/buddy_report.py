@@ -121,6 +121,14 @@ def top_peers(profile: BuddyProfile) -> FloatArray:
     return share
 
 
+def peers_that_reach(profile: BuddyProfile, alpha: float | FloatArray) -> list[IntArray]:
+    """Of each layer's experts that were seen, how many peers it takes to cover alpha, which is one
+    for all layers or [layers]."""
+    alphas = np.broadcast_to(alpha, profile.num_layers)
+    lengths = prefix_lengths(profile.q(profile.rule.ranking, profile.rule.smoothing), alphas)
+    return [one[is_seen] for one, is_seen in zip(lengths, profile.activations > 0, strict=True)]
+
+
 def plot(profile: BuddyProfile, folder: Path) -> list[Path]:
     """Draws lists, activations and maps of who is chosen with whom into `folder`; the files.
 
@@ -154,12 +162,6 @@ def _ranks(values: FloatArray) -> FloatArray:
     return ranks
 
 
-def _lengths(profile: BuddyProfile, alphas: FloatArray) -> list[IntArray]:
-    """By layer, of the experts that were seen, what it takes to reach alpha."""
-    lengths = prefix_lengths(profile.q(profile.rule.ranking, profile.rule.smoothing), alphas)
-    return [one[is_seen] for one, is_seen in zip(lengths, profile.activations > 0, strict=True)]
-
-
 def _list_figure(profile: BuddyProfile) -> Figure:
     """How many peers reach the rule's alpha, where lists are cut, and how alpha changes that."""
     from matplotlib.figure import Figure
@@ -167,11 +169,11 @@ def _list_figure(profile: BuddyProfile) -> Figure:
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     layers, rule = list(range(profile.num_layers)), profile.rule
-    left.boxplot(_lengths(profile, rule.alphas(len(layers))), positions=layers, widths=0.6)
+    left.boxplot(peers_that_reach(profile, rule.alphas(len(layers))), positions=layers, widths=0.6)
     left.axhline(rule.k_max, linestyle="--", label=f"cut at {rule.k_max}")
     left.set_title("peers that reach the calibration's alpha")
     for alpha in ALPHAS:
-        lengths = _lengths(profile, np.full(len(layers), alpha))
+        lengths = peers_that_reach(profile, alpha)
         right.plot(layers, [one.mean() for one in lengths], marker=".", label=f"alpha {alpha:g}")
     right.set_title("the mean, for other alphas")
     left.set_ylabel("peers of an expert")

@@ -1,0 +1,72 @@
+"""Whether a model has buddies at all, layer by layer: what any substitution lives on.
+
+BuddyMoE's Figures 4 and 6 and its schedule of alpha as rows, and with `--plots` as pictures: how
+alike experts' outputs are, how unevenly experts are chosen, how few peers they are chosen with, and
+how many peers cover how much of that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from common.arguments import run_script
+from common.buddies import calibrated
+from common.record import Recorder, Row
+
+from lowtide.lab.buddy_report import ALPHAS, layer_reports, peers_that_reach, plot
+from lowtide.policies.buddy_profile import BuddyProfile
+
+MODELS = ("demo:autoregressive", "demo:diffusion")
+CONTEXT = 512
+
+
+def main() -> None:
+    options = _options()
+    recorder = Recorder("buddy profile", {"pieces": options.pieces}, options.out)
+    for model in options.models:
+        with tempfile.TemporaryDirectory() as folder:
+            profile = calibrated(model, Path(folder) / "buddies", options.pieces, context=CONTEXT)
+        for layer, row in enumerate(layer_rows(profile)):
+            facts: Row = {"model": model, "layer": layer, "num_tokens": profile.num_tokens}
+            recorder.write("layer", {**facts, **row})
+        if options.plots is not None:
+            plot(profile, options.plots / Path(model).name.replace(":", "-"))
+
+
+def layer_rows(profile: BuddyProfile) -> Iterator[Row]:
+    """What is known of every MoE layer."""
+    peers = {
+        alpha: [float(each.mean()) for each in peers_that_reach(profile, alpha)] for alpha in ALPHAS
+    }
+    for layer, report in enumerate(layer_reports(profile)):
+        counts = profile.activations[layer] / profile.activations[layer].mean()
+        alike = report.likeness
+        yield {
+            "num_experts": profile.num_experts,
+            "concentration": report.concentration,
+            "affinity_nats": report.affinity,
+            "top_peers": report.top_peers,
+            "num_unseen": report.num_unseen,
+            "most_chosen": float(counts.max()),
+            "least_chosen": float(counts.min()),
+            "chosen_deviation": float(np.std(counts)),
+            "peers_of_alpha": {f"{alpha:g}": means[layer] for alpha, means in peers.items()},
+            "likeness": None if alike is None else alike._asdict(),
+        }
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--pieces", type=int, default=64, help="of the calibration's text (64)")
+    parser.add_argument("--plots", type=Path, help="folder for pictures, one below it per model")
+    parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run_script(main)
