@@ -58,7 +58,7 @@ class Axis(NamedTuple):
 
     def ticks(self) -> list[float]:
         """Some five round values."""
-        rough = (self.high - self.low) / 5
+        rough = (self.high - self.low) / 6
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(one * power for one in (1, 2, 5, 10) if one * power >= rough)
         first = math.ceil(self.low / step - 1e-9)
@@ -137,7 +137,7 @@ def _axes(marks: Sequence[Mark]) -> tuple[Axis, Axis]:
     spread = max(max(speeds) - min(speeds), 0.1)
     margin = 0.05 * (most - least)
     return (
-        Axis(min(speeds) - 0.05 * spread, max(speeds) + 0.3 * spread, _LEFT, _WIDTH - _RIGHT),
+        Axis(min(speeds) - 0.05 * spread, max(speeds) + 0.4 * spread, _LEFT, _WIDTH - _RIGHT),
         Axis(least - margin, most + margin, _HEIGHT - _BOTTOM, _TOP),
     )
 

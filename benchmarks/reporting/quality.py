@@ -6,7 +6,7 @@ from __future__ import annotations
 from itertools import groupby
 from pathlib import Path
 
-from reporting.fronts import shown_share
+from reporting.fronts import front_picture, shown_share
 from reporting.results import Line, Results
 from reporting.tables import Cell, caption, median_and_spread, number, percent, table
 
@@ -14,6 +14,7 @@ NOT_MEASURED = (
     "Not measured yet: `make bench ONLY={script}` writes the lines, `make report` this part of "
     "the page."
 )
+_PICTURE = "![What each way with absent experts loses, beside its speed](quality.svg)"
 _HEAD = (
     "lane",
     "nats lost",
@@ -80,7 +81,8 @@ def buddies(results: Results, page: Path) -> str:
         cells_of = [(line, _lane(line, exact)) for line in rows]
         parts.append(f"{title}\n\n{table(_HEAD, cells_of, page)}")
     expected = [line for line in cells if line["what"] == "expected"]
-    return "\n\n".join([*parts, _claims(expected, page), caption(run)])
+    picture = [_PICTURE] if front_picture(results) is not None else []
+    return "\n\n".join([*picture, *parts, _claims(expected, page), caption(run)])
 
 
 def buddies_full(results: Results, page: Path) -> str:
