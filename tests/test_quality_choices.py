@@ -109,6 +109,9 @@ def test_files_of_questions(tmp_path: Path) -> None:
     good = {"context": "a", "choices": ["b", "c"], "answer": 1, "id": 7}
     path = tmp_path / "q.jsonl"
     assert read_questions(write(path, good, "", good)) == [Question("a", ("b", "c"), 1)] * 2
+    odd = {**good, "context": "a\u2028\x85b"}
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(odd, ensure_ascii=False).encode() + b"\r\n")
+    assert [question.context for question in read_questions(path)] == [odd["context"]]
     for bad, said in (
         ("{", "line 2 is not JSON"),
         ("[]", "has not all of"),
@@ -123,6 +126,8 @@ def test_files_of_questions(tmp_path: Path) -> None:
         ({**good, "answer": 2}, "0 to 1, not 2"),
         ({**good, "answer": True}, "not True"),
         ({**good, "answer": -1}, "not -1"),
+        ({**good, "context": "a\ud800"}, "line 2 has half"),
+        ({**good, "choices": ["b", "\udfff"]}, "half of a surrogate"),
     ):
         with pytest.raises(UsageError, match=said):
             read_questions(write(path, good, bad))

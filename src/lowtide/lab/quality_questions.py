@@ -37,7 +37,8 @@ def read_questions(path: Path) -> list[Question]:
     if len(data) > MAX_FILE_BYTES:
         raise UsageError(f"{path} has more than {MAX_FILE_BYTES} bytes; give a part of it.")
     try:
-        lines = data.decode().splitlines()
+        # By newlines alone: within a text JSON allows other ends of lines as they are.
+        lines = data.decode("utf-8-sig").split("\n")
     except UnicodeDecodeError:
         raise UsageError(f"The questions {path} are not in UTF-8.") from None
     found = [
@@ -61,6 +62,9 @@ def _question(line: str, where: str) -> Question:
     is_list = isinstance(choices, list) and 2 <= len(choices) <= MAX_CHOICES
     if not is_list or not all(isinstance(choice, str) and choice for choice in choices):
         raise UsageError(f"{where}: choices are 2 to {MAX_CHOICES} texts, none of them empty.")
+    for text in (context, *choices):
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise UsageError(f"{where} has half of a surrogate pair, which is no character.")
     is_index = isinstance(answer, int) and not isinstance(answer, bool)
     if not is_index or not 0 <= answer < len(choices):
         raise UsageError(
