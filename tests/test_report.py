@@ -88,8 +88,8 @@ def _lane(name: str, lost: float, **changes: Any) -> dict[str, Any]:
     shares = {"agreement": {"mean": 1 - lost}, "accuracy": {"mean": 0.5}}
     speeds = {"speed_up": 1 + lost, "bytes_per_pass": 1e6 * (1 - lost)}
     own = {"policy_options": {} if name == "exact" else {"miss": name.split()[0]}}
-    counts = {"counts": {"num_misses": 4.0, "wait_s": 0.002}}
-    row |= {**shares, **speeds, **own, **counts}
+    counts = {"num_misses": 4.0, "wait_s": 0.002, "read_bytes": 1e7}
+    row |= {**shares, **speeds, **own, "counts": counts, "passes_per_s": 1000.0}
     return _row(benchmark="buddy", what=name, **cell, **row) | changes
 
 

@@ -79,7 +79,7 @@ def buddies(results: Results, page: Path) -> str:
         exact = next(line for line in rows if line["what"] == "exact")
         title = f"`{model}`, {tier}, {percent(shown)} of the experts resident:"
         cells_of = [(line, _lane(line, exact)) for line in rows]
-        parts.append(f"{title}\n\n{table(_HEAD, cells_of, page)}")
+        parts += [f"{title}\n\n{table(_HEAD, cells_of, page)}", *_bound(exact)]
     expected = [line for line in cells if line["what"] == "expected"]
     picture = [_PICTURE] if front_picture(results) is not None else []
     return "\n\n".join([*picture, *parts, _claims(expected, page), caption(run)])
@@ -134,6 +134,19 @@ def _lane(line: Line, exact: Line) -> tuple[Cell, ...]:
         "" if not exact_bytes else percent(line["bytes_per_pass"] / exact_bytes),
         _waited(line),
     )
+
+
+def _bound(exact: Line) -> list[str]:
+    """What there is to gain on the disk tier: the time that exact passes stand still for reads."""
+    counts = exact["counts"]
+    if exact["tier"] != "disk" or not exact["bytes_per_pass"]:
+        return []
+    num_passes = counts["read_bytes"] / exact["bytes_per_pass"]
+    share = counts["wait_s"] * exact["passes_per_s"] / num_passes
+    return [
+        f"`exact` stands still for reads in {percent(share)} of its passes' time: whoever never "
+        f"waited would write some {number(1 / (1 - share))} times as fast, and nobody more."
+    ]
 
 
 def _waited(line: Line) -> Cell:
