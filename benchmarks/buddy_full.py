@@ -205,7 +205,8 @@ def _lanes(placement: str, k: int) -> list[Lane]:
 
     def lossy(miss: str, rho: str) -> Lane:
         name = f"{'ours' if miss == 'late' else miss} rho {rho}"
-        return Lane(name, BUDDYMOE, {"placement": placement, "miss": miss, "rho": rho})
+        own = {"placement": placement, "miss": miss, "rho": rho, "max_mass": "off"}
+        return Lane(name, BUDDYMOE, own)
 
     rhos = [str(rho) for rho in sorted({1, k // 4, k // 2, 3 * k // 4} - {0})] + ["none"]
     on_demand = Lane("read on demand", "on-demand")

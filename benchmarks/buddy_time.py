@@ -43,9 +43,9 @@ NUM_LAYERS = 24
 
 BUDDYMOE = "buddymoe"
 LANES: Mapping[str, Mapping[str, str]] = {
-    "buddy": {"miss": "buddy", "k_max": "8"},
+    "buddy": {"miss": "buddy", "k_max": "8", "max_mass": "off"},
     "buddy, max_mass": {"miss": "buddy", "k_max": "8", "max_mass": "0.05"},
-    "late": {"miss": "late", "k_max": "8"},
+    "late": {"miss": "late", "k_max": "8", "max_mass": "off"},
 }
 TIERS = {"host alone": False, "beside a device": True}
 

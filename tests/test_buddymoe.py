@@ -73,7 +73,7 @@ def profiled() -> Iterator[list[Seen]]:
 
 def open_half(device: str = "cpu", model: Path = MODEL, share: float = 0.5, **options: Any) -> LLM:
     """With a share of what there is between the least budget and everything."""
-    options = {"miss": "buddy", **options}
+    options = {"miss": "buddy", "max_mass": "off", **options}
     told: dict[str, Any] = {"device": device, "context": 128, "unsafe": True}
     told |= {"policy": "buddymoe", "policy_options": options}
     plan = plan_model(model, **told)

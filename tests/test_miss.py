@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from lowtide.core import Costs, Facts, IntArray, RoutedTokens, RowKind, StepKind
 from lowtide.errors import UsageError
 from lowtide.policies.buddy_gates import Gates, Psi, absent_shares, home_devices, token_margins
 from lowtide.policies.buddy_lists import BuddyLists
-from lowtide.policies.buddy_profile import token_entropy
+from lowtide.policies.buddy_profile import QualityCurve, token_entropy
 from lowtide.policies.buddy_search import UNBOUNDED
 from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.miss import Buddy, CachePrior, Drop, Random, Rho, Weighing
@@ -279,6 +280,24 @@ def test_the_preset_takes_its_options() -> None:
     for placement in ("lru", "tide", "dali", "lowtide"):
         policies = made(placement=placement)
         assert type(policies.placement).__name__.lower().startswith(placement[:3])
+
+
+def test_mass_is_bounded_unless_it_is_said_otherwise() -> None:
+    bound = CATALOGUE["buddymoe"].max_mass
+    assert bound(setting()) == 0.05
+    assert bound(setting(max_mass="off")) is None and bound(setting(max_mass="0.4")) == 0.4
+    curve = QualityCurve(np.array([0.1, 0.2]), np.array([0.01, 0.1]), "1" * 64)
+
+    def measured(**options: str) -> Setting:
+        one = setting(**options)
+        assert one.buddies is not None
+        return replace(one, buddies=replace(one.buddies, curve=curve))
+
+    estimated = curve.max_mass(0.1)
+    assert estimated > 0.05 and bound(measured()) == 0.05
+    assert bound(measured(max_kl="0.1")) == estimated  # the default bounds no estimate
+    assert bound(measured(max_kl="0.1", max_mass="0.02")) == 0.02
+    assert bound(measured(max_kl="0.1", max_mass="off")) == estimated
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_buddies_are_simulated_with_the_calibrations_profile(
     trace_file: Path, calibration: Path
 ) -> None:
     """What the policies themselves do with the same trace, setting and profile."""
-    options = {"miss": "buddy", "rho": "none", "placement": "lru"}
+    options = {"miss": "buddy", "rho": "none", "placement": "lru", "max_mass": "off"}
     given = [f"{name}={value}" for name, value in options.items()]
     told = simulated(trace_file, given, "--calibration", str(calibration), "--json")
     assert told.exit_code == 0, told.stderr

@@ -143,7 +143,7 @@ def test_a_policy_that_changes_words_is_shown_and_not_judged(
     monkeypatch.setattr(verify_module, "lossless_presets", lambda: ("lru",))
     command = ["verify", str(MODEL), "--context", "128", "--policy", "buddymoe", "--unsafe"]
     command += ["--policy-option", "miss=drop", "--policy-option", "rho=none"]
-    command += ["--policy-option", "in_prefill=true"]
+    command += ["--policy-option", "in_prefill=true", "--policy-option", "max_mass=off"]
     result = CliRunner().invoke(app, [*command, "--json"])
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)

@@ -31,17 +31,33 @@ class Mark(NamedTuple):
 
     name: str
     kind: str  # of `KINDS`
-    speed: float  # over exact's
+    gain: float  # the more the better
     lost: float  # nats per token
     error: float
-    is_on_front: bool
 
 
 class Panel(NamedTuple):
     """One model on one tier."""
 
     title: str
+    gain: str  # what is gained, in words
     marks: tuple[Mark, ...]
+
+    @property
+    def front(self) -> list[Mark]:
+        """Those that no other beats: none gains as much, loses as little and is better at one.
+        By what they gain."""
+        best = [
+            mark
+            for mark in self.marks
+            if not any(
+                other.gain >= mark.gain
+                and other.lost <= mark.lost
+                and (other.gain, other.lost) != (mark.gain, mark.lost)
+                for other in self.marks
+            )
+        ]
+        return sorted(best, key=lambda mark: (mark.gain, mark.lost))
 
 
 class Axis(NamedTuple):
@@ -67,7 +83,7 @@ class Axis(NamedTuple):
 
 
 def front_picture(results: Results) -> str | None:
-    """The newest run's panels as one SVG; None where nothing was measured with its speed."""
+    """The newest run's panels as one SVG; None where no lane was scored."""
     if not results.has("buddy"):
         return None
     panels = list(panels_of(results.newest("buddy").lines))
@@ -81,15 +97,21 @@ def shown_share(lines: Sequence[Line]) -> float:
 
 
 def panels_of(lines: Sequence[Line]) -> Iterator[Panel]:
-    """Of the lanes that were timed, at the share that pages show."""
-    timed = [line for line in lines if line.row.get("speed_up") is not None]
-    if not timed:
+    """Beside speed and beside bytes, of the lanes at the share that pages show."""
+    lanes = [line for line in lines if "loss_difference" in line.row]
+    if not lanes:
         return
-    shown = shown_share(timed)
-    chosen = [line for line in timed if line["resident_share"] == shown]
+    shown = shown_share(lanes)
+    chosen = [line for line in lanes if line["resident_share"] == shown]
     for (model, tier), group in groupby(chosen, lambda line: (line["model"], line["tier"])):
-        title = f"{model}, {tier}, {percent(shown)} resident"
-        yield Panel(title, tuple(_mark(line) for line in group))
+        title, own = f"{model}, {tier}, {percent(shown)} resident", list(group)
+        timed = [_mark(line, line["speed_up"]) for line in own if line["speed_up"] is not None]
+        if timed:
+            yield Panel(title, "tokens/s over exact", tuple(timed))
+        most = next(line["bytes_per_pass"] for line in own if line["what"] == "exact")
+        if most:
+            saved = [_mark(line, 1 - line["bytes_per_pass"] / most) for line in own]
+            yield Panel(title, "share of exact's bytes not moved", tuple(saved))
 
 
 def svg(panels: Sequence[Panel]) -> str:
@@ -112,37 +134,35 @@ def svg(panels: Sequence[Panel]) -> str:
     )
 
 
-def _mark(line: Line) -> Mark:
+def _mark(line: Line, gain: float) -> Mark:
     lost, miss = line["loss_difference"], line["policy_options"].get("miss", "exact")
-    errors = lost["error"] or 0.0
-    return Mark(line["what"], miss, line["speed_up"], lost["mean"], errors, line["is_on_front"])
+    return Mark(line["what"], miss, gain, lost["mean"], lost["error"] or 0.0)
 
 
 def _panel(panel: Panel) -> list[str]:
     x, y = _axes(panel.marks)
-    drawn = [_text(_LEFT, 22, panel.title, "font-weight='bold'"), *_grid(x, y)]
-    best = sorted((mark.speed, mark.lost) for mark in panel.marks if mark.is_on_front)
-    points = " ".join(f"{x.at(speed):.1f},{y.at(lost):.1f}" for speed, lost in best)
+    drawn = [_text(_LEFT, 22, panel.title, "font-weight='bold'"), *_grid(x, y, panel.gain)]
+    points = " ".join(f"{x.at(mark.gain):.1f},{y.at(mark.lost):.1f}" for mark in panel.front)
     drawn.append(f"<polyline points='{points}' fill='none' stroke='#888'/>")
     for mark in panel.marks:
         drawn += _point(mark, x, y)
-    return [*drawn, *_labels([mark for mark in panel.marks if mark.is_on_front], x, y)]
+    return [*drawn, *_labels(panel.front, x, y)]
 
 
 def _axes(marks: Sequence[Mark]) -> tuple[Axis, Axis]:
     """With room for the bars of two errors, and for labels on the right."""
-    speeds = [mark.speed for mark in marks]
+    gains = [mark.gain for mark in marks]
     least = min(0.0, *(mark.lost - 2 * mark.error for mark in marks))
     most = max(0.01, *(mark.lost + 2 * mark.error for mark in marks))
-    spread = max(max(speeds) - min(speeds), 0.1)
+    spread = max(max(gains) - min(gains), 0.1)
     margin = 0.05 * (most - least)
     return (
-        Axis(min(speeds) - 0.05 * spread, max(speeds) + 0.4 * spread, _LEFT, _WIDTH - _RIGHT),
+        Axis(min(gains) - 0.05 * spread, max(gains) + 0.4 * spread, _LEFT, _WIDTH - _RIGHT),
         Axis(least - margin, most + margin, _HEIGHT - _BOTTOM, _TOP),
     )
 
 
-def _grid(x: Axis, y: Axis) -> list[str]:
+def _grid(x: Axis, y: Axis, gain: str) -> list[str]:
     drawn = []
     for value in x.ticks():
         drawn.append(_line(x.at(value), y.start, x.at(value), y.end, "#eee"))
@@ -151,16 +171,16 @@ def _grid(x: Axis, y: Axis) -> list[str]:
         drawn.append(_line(x.start, y.at(value), x.end, y.at(value), "#eee"))
         drawn.append(_text(x.start - 6, y.at(value) + 4, f"{value:.3g}", "text-anchor='end'"))
     middle, height = (x.start + x.end) / 2, (y.start + y.end) / 2
-    drawn.append(_text(middle, y.start + 36, "tokens/s over exact", "text-anchor='middle'"))
+    drawn.append(_text(middle, y.start + 36, gain, "text-anchor='middle'"))
     turned = f"text-anchor='middle' transform='rotate(-90 14 {height:.1f})'"
     return [*drawn, _text(14, height, "nats per token lost", turned)]
 
 
 def _point(mark: Mark, x: Axis, y: Axis) -> list[str]:
     colour = KINDS[mark.kind][1]
-    across, down = x.at(mark.speed), y.at(mark.lost)
+    across, down = x.at(mark.gain), y.at(mark.lost)
     low, high = y.at(mark.lost - 2 * mark.error), y.at(mark.lost + 2 * mark.error)
-    said = html.escape(f"{mark.name}: {mark.speed:.3g} times, {mark.lost:.3g} nats")
+    said = html.escape(f"{mark.name}: {mark.gain:.3g}, {mark.lost:.3g} nats")
     return [
         _line(across, low, across, high, colour),
         f"<circle cx='{across:.1f}' cy='{down:.1f}' r='4' fill='{colour}'>"
@@ -173,7 +193,7 @@ def _labels(marks: Sequence[Mark], x: Axis, y: Axis) -> list[str]:
     drawn, lowest = [], math.inf
     for mark in sorted(marks, key=lambda mark: mark.lost):
         lowest = min(y.at(mark.lost) - 3, lowest - _LABEL_STEP)
-        drawn.append(_text(x.at(mark.speed) + 7, lowest, mark.name))
+        drawn.append(_text(x.at(mark.gain) + 7, lowest, mark.name))
     return drawn
 
 
@@ -185,7 +205,7 @@ def _legend(panels: Sequence[Panel], below: float) -> list[str]:
             drawn.append(f"<circle cx='{left:.0f}' cy='{below - 4:.0f}' r='4' fill='{colour}'/>")
             drawn.append(_text(left + 8, below, name))
             left += 24 + 6 * len(name)
-    said = "bars: two standard errors; named and joined: no other is faster and loses less"
+    said = "bars: two standard errors; named and joined: no other gains more and loses less"
     return [*drawn, _text(_LEFT - 4, below + 18, said)]
 
 

@@ -127,7 +127,7 @@ MAX_KL: Option[float | None] = Option(
 MAX_MASS: Option[float | None] = Option(
     "max_mass",
     "share of a request's router weight that may be replaced",
-    None,
+    0.05,  # what lost nothing that could be seen, of all that docs/quality.md compares
     0,
     1,
     {"off": None},
@@ -211,7 +211,8 @@ def miss_policy(setting: Setting, base: Recipe) -> Substitution | None:
 
 
 def max_mass(setting: Setting) -> float | None:
-    """The stricter of `max_mass` and what the profile's curve estimates for `max_kl`.
+    """What the profile's curve estimates for `max_kl`, if that is given, and no more than
+    `max_mass`, if that is; else the latter's default.
 
     Raises UsageError where there is no curve.
     """
@@ -225,7 +226,8 @@ def max_mass(setting: Setting) -> float | None:
             "buddy profile has none: run it, or give max_mass."
         )
     estimated = curve.max_mass(max_kl)
-    return estimated if mass is None else min(mass, estimated)
+    is_given = MAX_MASS.name in setting.options
+    return min(mass, estimated) if is_given and mass is not None else estimated
 
 
 def _gates(setting: Setting) -> Gates:
