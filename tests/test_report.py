@@ -97,8 +97,8 @@ def test_what_substitution_costs_is_told_by_lane_and_by_claim(tmp_path: Path) ->
     assert "Not measured yet" in blocks(_results(tmp_path, _row()), page)["buddies"]()
     cell = {"model": "demo:chat", "tier": "disk", "resident_share": 0.375}
     claims = [
-        _row(benchmark="buddy", what="expected", **cell, claim="it helps", is_met=is_met)
-        for is_met in (True, False)
+        _row(benchmark="buddy", what="expected", **cell, claim="it helps", is_met=is_met) | at
+        for is_met, at in ((True, {}), (False, {"tier": "link"}), (False, {"tier": "link"}))
     ]
     lanes = [
         _lane("exact", 0.0),
