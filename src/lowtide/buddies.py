@@ -6,7 +6,6 @@ Shared by policies, which ask, and kernels: the plain twin of what is here is
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -118,10 +117,16 @@ class MovedCount(Protocol):
         ...
 
 
+class Balancing(Protocol):
+    """Assigns a layer's experts to the device and the host."""
+
+    def __call__(self, facts: Facts) -> Assignment: ...
+
+
 class BuddyTwins(Protocol):
     """A kind of twins: what decides beside a substitution is of the same kind."""
 
-    def balance(self) -> Callable[[Facts], Assignment]:
+    def balance(self) -> Balancing:
         """Ours among the assignments, `policies.assignment.Balance`."""
         ...
 
