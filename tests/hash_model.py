@@ -75,6 +75,9 @@ class HashModel(RowStatisticsFromLogits):
             state = mix(np.cumsum(keys.view(np.uint64))[ends - 1] ^ state)
         return state
 
+    def mixes_rows(self, hidden: torch.Tensor) -> bool:
+        return True
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         state = hidden.numpy().astype(np.uint64)
         words = mix(state ^ mix(np.arange(VOCAB) + 1)) >> np.uint64(40)

@@ -35,6 +35,9 @@ class FullModel(RowStatisticsFromLogits):
     def forward(self, batch: Batch) -> Tensor:
         return torch.cat([self._segment(batch, segment) for segment in batch.segments])
 
+    def mixes_rows(self, hidden: Tensor) -> bool:
+        return True
+
     def logits(self, hidden: Tensor) -> Tensor:
         return self._oracle.lm_head(hidden).float()
 

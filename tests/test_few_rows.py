@@ -23,6 +23,7 @@ from lowtide.kernels import choice
 from lowtide.kernels.compiled import CompiledKernels
 from lowtide.lab.synth import synth
 from lowtide.layers.batch import Batch, Segment
+from lowtide.layers.few_rows import FewRowsLayer, FewRowsLayers, FewRowsPass
 from lowtide.llm import plan_model
 from lowtide.memory.poison import PoisonedWorkspace
 from lowtide.memory.workspace import Workspace
@@ -117,7 +118,7 @@ def test_the_bits_of_one_by_one(folders: dict[str, Path], family: str) -> None:
     sequence, of several, and of one that feeds two rows."""
     found = []
     with opened(folders[family]) as engine:
-        has_calls = [block._few_rows is not None for block in engine.model._blocks]
+        has_calls = [block.few_rows is not None for block in engine.model._blocks]
         assert all(has_calls) if family != "gpt_oss" else not any(has_calls)
         for shape in ((1, 1), (3, 1), (2, 2)):
             with one_by_one():
@@ -193,3 +194,38 @@ def test_nothing_is_read_that_is_not_alive(
     with opened(folders[family], share) as engine:
         assert isinstance(engine.model.compute.workspace, PoisonedWorkspace)
         assert are_equal(decoded(engine, 2), expected)
+
+
+def test_all_layers_are_one_call_where_nobody_is_asked(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes of as many rows compute in what the first of them drew; layer by layer has the same
+    bits, and counts the same experts."""
+    with opened(folders["qwen2_moe"]) as engine:
+        expected, before = decoded(engine, 2), engine.as_dict()["num_hits"]
+        kept = engine.model._few_rows._kept
+        forward, asked = FewRowsLayer.forward, []
+
+        def noting(layer: FewRowsLayer, few: FewRowsPass, batch: Batch) -> None:
+            asked.append(few)
+            forward(layer, few, batch)
+
+        monkeypatch.setattr(FewRowsLayer, "forward", noting)
+        assert are_equal(decoded(engine, 2), expected)
+        assert not asked and engine.model._few_rows._kept is kept
+        num_hits = engine.as_dict()["num_hits"] - before
+        monkeypatch.setattr(FewRowsLayers, "run", lambda self, few: False)
+        assert are_equal(decoded(engine, 2), expected)
+        assert asked
+        assert engine.as_dict()["num_hits"] - before == 2 * num_hits
+
+
+def test_logits_of_few_rows_are_of_no_more(folders: dict[str, Path]) -> None:
+    """Where products are compiled, one row's logits are those that it has beside others."""
+    with opened(folders["qwen3_moe"]) as engine, torch.inference_mode():
+        hidden = decoded(engine, 3)[-1]
+        assert not engine.model.mixes_rows(hidden)
+        together = engine.model.logits(hidden).clone()
+        for row in range(3):
+            assert torch.equal(engine.model.logits(hidden[row : row + 1])[0], together[row])
+        assert engine.model.mixes_rows(hidden.float())

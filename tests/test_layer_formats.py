@@ -133,7 +133,7 @@ def check(path: Path, shapes: Sequence[tuple[int, int]], **options: object) -> N
 
 
 def layers_of(engine: Engine) -> list[FewRowsLayer | None]:
-    return [block._few_rows for block in engine.model._blocks]
+    return [block.few_rows for block in engine.model._blocks]
 
 
 @pytest.mark.parametrize(

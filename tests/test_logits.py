@@ -38,6 +38,9 @@ class TableModel:
     def forward(self, batch: Batch) -> Tensor:
         raise NotImplementedError
 
+    def mixes_rows(self, hidden: Tensor) -> bool:
+        return True
+
     def logits(self, hidden: Tensor) -> Tensor:
         return self._logits[: len(hidden)].copy_(hidden)
 

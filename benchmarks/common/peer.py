@@ -146,6 +146,9 @@ class PeerModel:
         hidden: Tensor = body.last_hidden_state[0]
         return hidden
 
+    def mixes_rows(self, hidden: Tensor) -> bool:
+        return True
+
     def logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self._model.lm_head(hidden).float()
         return logits

@@ -73,6 +73,13 @@ using Chosen = void(const Layer*, const Pass*, const std::int64_t*, const std::i
 using FromExperts = void(const Layer*, const Pass*);
 using Whole = long(const Layer*, const Pass*, int, const std::int64_t*);
 
+struct Turn {
+    const Layer* layer;
+    const Pass* pass;
+    const std::int64_t* slot_of;
+};
+using Several = long(const Turn*, long);
+
 // What multiplies with matrices, and how they are stored: num_bits 16 is bfloat16.
 struct Kind {
     MultiplyFunction* multiply;
@@ -269,6 +276,7 @@ void run(const Library& few_rows, int variant, const Kind& kind, const Sizes& si
     auto* to_router = few_rows.function<ToRouter>("lowtide_run_to_router");
     auto* chosen = few_rows.function<Chosen>("lowtide_run_chosen");
     auto* from_experts = few_rows.function<FromExperts>("lowtide_run_from_experts");
+    auto* several = few_rows.function<Several>("lowtide_run_layers");
     OwnLayer own(kind, sizes, form);
     const Numbers x = numbers(num_rows * sizes.hidden);
     const Numbers turns = numbers(num_rows * sizes.head_dim / 2);
@@ -292,6 +300,15 @@ void run(const Library& few_rows, int variant, const Kind& kind, const Sizes& si
             chosen(&own.layer, &apart.pass, own.slot_of.data(), experts.data(), weights.data());
         from_experts(&own.layer, &apart.pass);
         expect(apart.x() == first, "bits of a layer in parts", variant, num_rows, num_threads);
+
+        // The same layer twice, over the keys of the last time.
+        const Turn turn = {&own.layer, &apart.pass, own.slot_of.data()};
+        const Turn turns_of_two[] = {turn, turn};
+        const long num_of_two = several(turns_of_two, 2);
+        for (int time = 0; time < 2; ++time)
+            whole(&own.layer, &at_once.pass, 1, own.slot_of.data());
+        expect(apart.x() == at_once.x(), "bits of two layers", variant, num_rows, num_threads);
+        expect((num_of_two > 0) == (most > 0), "how many of two ran", num_of_two, num_rows);
     }
     for (bf16 each : first)
         expect(std::isfinite(lowtide::widen(each)), "a layer's numbers", variant, num_rows);

@@ -32,6 +32,11 @@ class Model(Protocol):
         rows are written to their sequences' ranges."""
         ...
 
+    def mixes_rows(self, hidden: Tensor) -> bool:
+        """Whether a row's logits may have other bits among so many, hidden [n, hidden], than among
+        the next multiple of `ROW_MULTIPLE` (`logits.py`)."""
+        ...
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [n, vocab] of hidden states [n, hidden], valid until the next call and
         the caller's to overwrite."""

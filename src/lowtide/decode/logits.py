@@ -21,8 +21,8 @@ from lowtide.memory.pinned_copies import to_device, wait_for
 from lowtide.memory.workspace import tiles
 
 ROW_MULTIPLE = 4
-"""Logits are computed for such multiples of rows, the last row repeated: the row counts in between
-change the last bit of a product, and with it a row's logits could depend on its neighbours."""
+"""Logits are computed for such multiples of rows, the last row repeated, where the row counts in
+between may change the last bit of a product: a row's logits could depend on its neighbours."""
 
 
 def rows_that_predict(positions: IntArray, logits_shift: int) -> IntArray:
@@ -53,7 +53,8 @@ def tiled_logits(
 
 def _computed(model: Model, hidden: Tensor, rows: IntArray) -> Iterator[tuple[slice, Tensor]]:
     """Logits of `hidden[rows]`, where the model computes, tile by tile."""
-    padded = np.pad(rows, (0, -len(rows) % ROW_MULTIPLE), mode="edge")
+    num_more = -len(rows) % ROW_MULTIPLE if model.mixes_rows(hidden[: len(rows)]) else 0
+    padded = np.pad(rows, (0, num_more), mode="edge") if num_more else rows
     [there] = to_device(hidden.device, torch.from_numpy(padded))
     for tile in tiles(len(padded), LOGIT_ROWS):
         logits = model.logits(hidden.index_select(0, there[tile]))

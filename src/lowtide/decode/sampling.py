@@ -170,7 +170,8 @@ def check_finite(greatest: Tensor, positions: Sequence[int] | IntArray) -> None:
 
 def find_best(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The arg-max [n] of each row and its logit [n, 1]."""
-    best = logits.argmax(dim=-1)  # the first of equals; a NaN counts as the greatest
+    # Both name the first of equals, and a NaN as the greatest; numpy's is the faster one.
+    best = torch.from_numpy(logits.numpy().argmax(-1)) if logits.is_cpu else logits.argmax(dim=-1)
     return best, logits.gather(-1, best[:, None])
 
 

@@ -42,6 +42,10 @@ class NoExperts:
     def need_nobody(self, layer: int) -> bool:
         raise InternalError(f"MoE layer {layer} of a model without experts.")
 
+    @property
+    def need_nobody_at_all(self) -> bool:
+        raise InternalError("The layers of a model without experts.")
+
     def were_run(self, num_experts: int) -> None:
         raise InternalError(f"{num_experts} experts were run of a model without any.")
 

@@ -27,6 +27,10 @@ class ExpertRegistrar:
     def need_nobody(self, layer: int) -> bool:
         return False
 
+    @property
+    def need_nobody_at_all(self) -> bool:
+        return False
+
     def were_run(self, num_experts: int) -> None:
         """Counts nothing."""
 

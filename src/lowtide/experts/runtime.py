@@ -151,12 +151,20 @@ class ExpertRuntime:
     def need_nobody(self, layer: int) -> bool:
         """Whether every expert of the model is in a slot of the host and stays there, and nobody
         watches or counts: then no policy has anything to say of a layer."""
-        ledger = self.host.ledger
+        return self._has_no_listener and not self.room.is_short(layer, self.host.ledger.num_slots)
+
+    @property
+    def need_nobody_at_all(self) -> bool:
+        """Whether that is so of every layer."""
+        return self._has_no_listener and not self.room.is_short_anywhere(self.host.ledger.num_slots)
+
+    @property
+    def _has_no_listener(self) -> bool:
         is_watched = self.observer is not None or self.expert_observer is not None
         is_asked = is_watched or self.use is not None or self._is_under_way
         if is_asked or self.device is not None or self.policies.receipts is not None:
             return False
-        return ledger.has_everybody and not self.room.is_short(layer, ledger.num_slots)
+        return self.host.ledger.has_everybody
 
     def were_run(self, num_experts: int) -> None:
         """So many of a layer were run in place."""

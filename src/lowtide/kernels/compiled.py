@@ -7,13 +7,15 @@ another order, so an engine uses one variant throughout.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from lowtide.kernels.cpu.few_rows import MAX_HEAD_DIM, FewRows
-from lowtide.kernels.cpu.layer import CompiledLayer
+from lowtide.kernels.cpu.layer import CompiledLayer, CompiledLayers
 from lowtide.kernels.cpu.weight_calls import MatrixCall
-from lowtide.kernels.layer_parts import LayerParts, WholeLayer
+from lowtide.kernels.layer_parts import BoundLayers, BoundPass, LayerParts, WholeLayer
 from lowtide.kernels.operands import (
     ClampedWeights,
     ExpertChoice,
@@ -72,6 +74,12 @@ class CompiledKernels(Kernels):
 
     def whole_layer(self, parts: LayerParts) -> WholeLayer | None:
         return CompiledLayer.of(self._few_rows, parts, self.matrix_call)
+
+    def bind_layers(
+        self, layers: Sequence[WholeLayer], bounds: Sequence[BoundPass]
+    ) -> BoundLayers | None:
+        compiled = [layer for layer in layers if isinstance(layer, CompiledLayer)]
+        return CompiledLayers(compiled, bounds) if len(compiled) == len(layers) > 0 else None
 
     def takes_rows(self, x: Tensor) -> bool:
         return self._few_rows.takes(x)

@@ -1,4 +1,4 @@
-"""What a layer is made of, for kernels that run all of it in a call or two."""
+"""What layers are made of, for kernels that run each in a call or two, or all of them in one."""
 
 from __future__ import annotations
 
@@ -126,9 +126,14 @@ class PassFacts(NamedTuple):
 
 
 class BoundPass(Protocol):
-    """One pass and the scratch of its layers, as a `WholeLayer` takes it; it keeps both alive."""
+    """One pass after the other over the same rows' memory, and the scratch of its layers, as a
+    `WholeLayer` takes it; it keeps all alive."""
 
     address: int  # of what the call is told
+
+    def begin(self, facts: PassFacts) -> None:
+        """Another pass, whose `x` is the same memory."""
+        ...
 
 
 class WholeLayer(Protocol):
@@ -162,4 +167,12 @@ class WholeLayer(Protocol):
 
     def run(self, bound: BoundPass, attends: bool) -> int:
         """All of it, while every expert of the layer is in its slot. How many experts were run."""
+        ...
+
+
+class BoundLayers(Protocol):
+    """Some `WholeLayer`s one after the other, each with its `BoundPass`; it keeps them alive."""
+
+    def run(self) -> int:
+        """`WholeLayer.run` of each, attention included. How many experts were run."""
         ...

@@ -16,7 +16,7 @@ from torch import Tensor
 from lowtide.formats import MatrixFormat, StoredMatrix
 from lowtide.kernels import int8_rows, stored, tiled_head
 from lowtide.kernels.int8_rows import INT8, GroupedMatrix
-from lowtide.kernels.layer_parts import LayerParts, WholeLayer
+from lowtide.kernels.layer_parts import BoundLayers, BoundPass, LayerParts, WholeLayer
 from lowtide.kernels.operands import (
     ClampedWeights,
     ExpertChoice,
@@ -158,6 +158,13 @@ class Kernels:
     def whole_layer(self, parts: LayerParts) -> WholeLayer | None:
         """What runs such a layer in one call, or in one up to the router's choice and another one
         after the experts, with the bits of these operators one by one; None where nothing does."""
+        return None
+
+    def bind_layers(
+        self, layers: Sequence[WholeLayer], bounds: Sequence[BoundPass]
+    ) -> BoundLayers | None:
+        """What runs answers of `whole_layer` one after the other in one call; None where nothing
+        does."""
         return None
 
     def takes_rows(self, x: Tensor) -> bool:

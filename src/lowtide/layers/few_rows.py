@@ -1,12 +1,13 @@
-"""Passes of a few rows, whose layers the kernels run in a call or two each.
+"""Passes of a few rows, whose layers the kernels run in a call or two each, or all in one.
 
 Python is asked where it has to decide: between a layer's router and its experts, unless nobody has
 anything to say of those. Buffers are those of the layers' own operators, drawn in the same order,
-once for all layers of a pass.
+once for all layers, and for all passes over the same memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from lowtide.core import IntArray
 from lowtide.experts.rows import ExpertBuffers, Routing
 from lowtide.kernels.layer_parts import (
     AttentionParts,
+    BoundLayers,
     BoundPass,
     LayerParts,
     PassFacts,
@@ -27,7 +29,7 @@ from lowtide.kernels.layer_parts import (
 )
 from lowtide.layers.batch import Batch
 from lowtide.layers.linear import GatedMLP
-from lowtide.layers.moe import MoELayer
+from lowtide.layers.moe import Experts, MoELayer
 from lowtide.layers.norm import Norm
 from lowtide.layers.rotary import Rotations
 from lowtide.memory.kv_cache import KVCache
@@ -70,34 +72,51 @@ class Drawn(NamedTuple):
     buffers: dict[str, Tensor]  # by the names of `Scratch`
 
 
+class FewRowsPasses:
+    """Passes one after the other. What they compute in stays drawn as long as the workspace hands
+    out the same memory for their rows, which it does unless its plan or their number changes."""
+
+    def __init__(self, kv_cache: KVCache, compute: Compute) -> None:
+        self._kv_cache = kv_cache
+        self._compute = compute
+        self._kept: FewRowsPass | None = None
+
+    def begin(self, x: Tensor, batch: Batch, rotations: Rotations) -> FewRowsPass | None:
+        """The pass of x [rows, hidden]; None where the kernels do not take the rows."""
+        if not self._compute.kernels.takes_rows(x):
+            return None
+        few = self._kept
+        if few is None or few.x is not x:
+            few = self._kept = FewRowsPass(x, self._compute)
+        few.begin(batch, rotations, self._kv_cache)
+        return few
+
+
 class FewRowsPass:
     """What the layers of one pass share."""
 
-    def __init__(
-        self, x: Tensor, batch: Batch, rotations: Rotations, kv_cache: KVCache, compute: Compute
-    ) -> None:
-        """x [rows, hidden], which the kernels take."""
-        rotation = rotations.whole
+    def __init__(self, x: Tensor, compute: Compute) -> None:
+        """x [rows, hidden], which the kernels take; `begin` follows."""
         self.x = x
         self.num_rows = x.shape[0]
         self.workspace = compute.workspace
+        self.attends = False
+        self.layers: BoundLayers | None = None  # all of them, once they were run in one call
         self._num_threads = compute.executor.num_cores
+        self._facts: PassFacts
+        self._drawn: dict[Widths, Drawn] = {}
+
+    def begin(self, batch: Batch, rotations: Rotations, kv_cache: KVCache) -> None:
+        """Another pass over the same memory."""
+        rotation = rotations.whole
         # Rows of one sequence, which see each other, go the long way.
-        self.attends = rotation.cos.dtype == x.dtype and all(
+        self.attends = rotation.cos.dtype == self.x.dtype and all(
             one.block_length == 1 and one.stop - one.start == 1 for one in batch.segments
         )
         tokens = _tokens(batch, kv_cache) if self.attends else np.empty((0, 2), np.int64)
-        self._facts = PassFacts(x, rotation, tokens)
-        self._drawn: dict[Widths, Drawn] = {}
-
-    @classmethod
-    def of(
-        cls, x: Tensor, batch: Batch, rotations: Rotations, kv_cache: KVCache, compute: Compute
-    ) -> FewRowsPass | None:
-        """None where the kernels do not take the rows."""
-        if not compute.kernels.takes_rows(x):
-            return None
-        return cls(x, batch, rotations, kv_cache, compute)
+        self._facts = PassFacts(self.x, rotation, tokens)
+        for drawn in self._drawn.values():
+            drawn.bound.begin(self._facts)
 
     def drawn(self, widths: Widths, layer: WholeLayer) -> Drawn:
         """The buffers of layers of such widths, of which `layer` is one."""
@@ -168,8 +187,9 @@ class FewRowsLayer:
     """One layer of such passes. Does not know how its parts compute."""
 
     def __init__(self, whole: WholeLayer, parts: LayerParts, moe: MoELayer | None) -> None:
-        self._whole = whole
-        self._has_attention = parts.attention is not None
+        self.whole = whole
+        self.has_attention = parts.attention is not None
+        self.has_experts = moe is not None
         self._widths = Widths.of(parts)
         self._moe = moe
 
@@ -196,15 +216,19 @@ class FewRowsLayer:
 
     def takes(self, few: FewRowsPass) -> bool:
         """Whether `forward` can be asked: some formats' products take fewer rows than others'."""
-        return few.num_rows <= self._whole.max_rows
+        return few.num_rows <= self.whole.max_rows
 
     def attends(self, few: FewRowsPass) -> bool:
         """Whether `forward` runs the attention, too."""
-        return self._has_attention and few.attends
+        return self.has_attention and few.attends
+
+    def bound(self, few: FewRowsPass) -> BoundPass:
+        """What `whole` is told of the pass."""
+        return few.drawn(self._widths, self.whole).bound
 
     def forward(self, few: FewRowsPass, batch: Batch) -> None:
         """The whole layer, or what comes after its attention."""
-        moe, whole, attends = self._moe, self._whole, self.attends(few)
+        moe, whole, attends = self._moe, self.whole, self.attends(few)
         drawn = few.drawn(self._widths, whole)
         has_experts = few.num_rows <= whole.max_expert_rows
         if moe is None:
@@ -222,6 +246,44 @@ class FewRowsLayer:
             moe.run_experts(x, routing, batch.step, routed, in_place)
             whole.run_from_experts(drawn.bound)
             workspace.reset(before)
+
+
+class FewRowsLayers:
+    """All layers of a model, as long as nobody is asked between them."""
+
+    def __init__(self, layers: Sequence[FewRowsLayer], experts: Experts, compute: Compute) -> None:
+        """layers: each with its attention."""
+        self._layers = layers
+        self._experts = experts
+        self._kernels = compute.kernels
+        self._has_experts = any(layer.has_experts for layer in layers)
+        # `max_expert_rows` is `max_rows` of a layer that has none.
+        self._max_rows = min(layer.whole.max_expert_rows for layer in layers)
+
+    @classmethod
+    def of(
+        cls, layers: Sequence[FewRowsLayer | None], experts: Experts, compute: Compute
+    ) -> FewRowsLayers | None:
+        """None where one of them is nothing, or without its attention."""
+        found = [layer for layer in layers if layer is not None and layer.has_attention]
+        return cls(found, experts, compute) if len(found) == len(layers) > 0 else None
+
+    def run(self, few: FewRowsPass) -> bool:
+        """Runs all of them in one call, or says that somebody has to be asked: `forward` of each
+        does that."""
+        if not few.attends or few.num_rows > self._max_rows:
+            return False
+        if self._has_experts and not self._experts.need_nobody_at_all:
+            return False
+        if few.layers is None:
+            bounds = [layer.bound(few) for layer in self._layers]
+            few.layers = self._kernels.bind_layers([each.whole for each in self._layers], bounds)
+        if few.layers is None:
+            return False
+        num_run = few.layers.run()
+        if self._has_experts:
+            self._experts.were_run(num_run)
+        return True
 
 
 def _routing(num_rows: int, num_chosen: int) -> Routing:

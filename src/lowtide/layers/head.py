@@ -25,6 +25,11 @@ class LogitsHead:
         """hidden [n, hidden], out [n, vocab] float32."""
         in_tiles(self._run, hidden, out)
 
+    def divides(self, hidden: Tensor) -> bool:
+        """Whether `logits` of these rows [n, hidden] are of a compiled product: see
+        `Kernels.divides`."""
+        return self._compute.kernels.divides(hidden, self._head.vocabulary)
+
     def statistics(
         self, hidden: Tensor, rows: Tensor, wanted: Wanted, guidance: Guidance | None, form: Form
     ) -> RowStatistics:

@@ -38,6 +38,11 @@ class Experts(Protocol):
         of this layer."""
         ...
 
+    @property
+    def need_nobody_at_all(self) -> bool:
+        """Whether that is so of every layer."""
+        ...
+
     def were_run(self, num_experts: int) -> None:
         """So many of a layer were run in place."""
         ...

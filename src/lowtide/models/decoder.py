@@ -24,7 +24,7 @@ from lowtide.kernels.layer_parts import AttentionParts
 from lowtide.kernels.operands import HeadNorms, Matrix
 from lowtide.kernels.row_statistics import Form, Guidance, RowStatistics, Wanted
 from lowtide.layers.batch import Batch
-from lowtide.layers.few_rows import FewRowsLayer, FewRowsPass
+from lowtide.layers.few_rows import FewRowsLayer, FewRowsLayers, FewRowsPass, FewRowsPasses
 from lowtide.layers.head import LogitsHead
 from lowtide.layers.linear import GatedMLP, Linear
 from lowtide.layers.moe import Experts, MoELayer
@@ -84,6 +84,9 @@ class Decoder(ABC):
         self._rotary = Rotary(rope.rotary_dim, rope.theta, self._embedding.device, rope.yarn)
         self.routers: list[Router] = []  # of the layers that have experts
         self._blocks = [self._block(layer) for layer in range(config.num_layers)]
+        self._few_rows = FewRowsPasses(kv_cache, compute)
+        few_rows = [block.few_rows for block in self._blocks]
+        self._at_once = FewRowsLayers.of(few_rows, experts, compute)
 
     @property
     def device(self) -> torch.device:
@@ -166,9 +169,10 @@ class Decoder(ABC):
         token_ids, positions = self.compute.to_device(batch.token_ids, batch.positions)
         self.compute.kernels.select_rows(self._embedding, token_ids, x)
         rotations = Rotations(self._rotary, positions, self.rotation_dtype or dtype, workspace)
-        few = FewRowsPass.of(x, batch, rotations, self.kv_cache, self.compute)
-        for block in self._blocks:
-            block.forward(x, batch, rotations, few)
+        few = self._few_rows.begin(x, batch, rotations)
+        if few is None or self._at_once is None or not self._at_once.run(few):
+            for block in self._blocks:
+                block.forward(x, batch, rotations, few)
         workspace.reset(self._hidden_end)
         return x
 
@@ -183,6 +187,11 @@ class Decoder(ABC):
         out = workspace.take("routed", tuple(x.shape), torch.float32)
         self._experts.forward(layer, x, routing, step, workspace, out)
         return out
+
+    def mixes_rows(self, hidden: Tensor) -> bool:
+        """Whether a row's logits may have other bits among so many rows [n, hidden] than among a
+        few more: torch's products may, compiled ones do not."""
+        return not self._head.divides(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [n, vocab] of hidden states [n, hidden], valid until the next call."""
@@ -246,7 +255,7 @@ class _Block:
         mlp_norm: Norm,
         compute: Compute,
     ) -> None:
-        self._few_rows = FewRowsLayer.of(
+        self.few_rows = FewRowsLayer.of(
             attention.parts(attention_norm), mlp_norm, moe, dense, compute
         )
         self._attention = attention
@@ -260,13 +269,13 @@ class _Block:
         self, x: Tensor, batch: Batch, rotations: Rotations, few: FewRowsPass | None
     ) -> None:
         """few: where the kernels take the rows."""
-        if few is None or self._few_rows is None or not self._few_rows.takes(few):
+        if few is None or self.few_rows is None or not self.few_rows.takes(few):
             self._attend(x, batch, rotations)
             self._run_mlp(x, batch)
             return
-        if not self._few_rows.attends(few):
+        if not self.few_rows.attends(few):
             self._attend(x, batch, rotations)
-        self._few_rows.forward(few, batch)
+        self.few_rows.forward(few, batch)
 
     def _attend(self, x: Tensor, batch: Batch, rotations: Rotations) -> None:
         with self._workspace.scope():

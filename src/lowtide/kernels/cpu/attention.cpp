@@ -5,6 +5,7 @@
 // down when a larger score comes. Blocks have a fixed length, so a row's bits depend on nothing but
 // itself and what it sees.
 
+#include <cstring>
 #include <limits>
 
 #include "operators.hpp"
@@ -16,6 +17,9 @@ using namespace lowtide;
 namespace {
 
 constexpr long MAX_GROUP = 8, MAX_DIM = 1024, BLOCK = 128;
+
+// Of keys. Less than of weights, since a key does more work: some ten microseconds.
+constexpr long WORTH_KEY_BYTES = 32 << 10;
 
 // Some query heads of one key head.
 struct Heads {
@@ -53,22 +57,47 @@ INLINED void weigh(float* weights, long length, float scale, float& largest, flo
     for (long i = 0; i < dim; ++i) sums[i] *= keep;
 }
 
-// Four tokens for each time that the sums are loaded and stored; added one by one all the same.
-INLINED void add_values(const float* weights, const bf16* values, long length, long dim,
-                           float* sums) {
-    long t = 0;
-    for (; t + 4 <= length; t += 4) {
-        const bf16* value = values + t * dim;
-        const float w0 = weights[t], w1 = weights[t + 1], w2 = weights[t + 2], w3 = weights[t + 3];
-        for (long i = 0; i < dim; ++i) {
-            float sum = sums[i] + w0 * widen(value[i]);
-            sum += w1 * widen(value[dim + i]);
-            sum += w2 * widen(value[2 * dim + i]);
-            sums[i] = sum + w3 * widen(value[3 * dim + i]);
-        }
+// Sixteen dimensions of some heads, whose sums stay in registers while the tokens pass, one by one:
+// values are widened once for all of them. sums: of each head, MAX_DIM apart.
+template <int heads>
+INLINED void add_lanes(const float (*weights)[BLOCK], const bf16* values, long length, long dim,
+                       float* sums) {
+    using Numbers = float __attribute__((vector_size(64)));
+    using Words = std::uint32_t __attribute__((vector_size(64)));
+    using Halves = bf16 __attribute__((vector_size(32)));
+    Numbers own[heads];
+    UNROLLED for (int h = 0; h < heads; ++h) std::memcpy(&own[h], sums + h * MAX_DIM, sizeof own[h]);
+    for (long t = 0; t < length; ++t) {
+        Halves halves;
+        std::memcpy(&halves, values + t * dim, sizeof halves);
+        const Words words = __builtin_convertvector(halves, Words) << 16;
+        Numbers value;
+        std::memcpy(&value, &words, sizeof value);
+        UNROLLED for (int h = 0; h < heads; ++h) own[h] += weights[h][t] * value;
     }
-    for (; t < length; ++t)
-        for (long i = 0; i < dim; ++i) sums[i] += weights[t] * widen(values[t * dim + i]);
+    UNROLLED for (int h = 0; h < heads; ++h) std::memcpy(sums + h * MAX_DIM, &own[h], sizeof own[h]);
+}
+
+template <int heads>
+INLINED void add_values(const float (*weights)[BLOCK], const bf16* values, long length, long dim,
+                        float* sums) {
+    long i = 0;
+    for (; i + 16 <= dim; i += 16) add_lanes<heads>(weights, values + i, length, dim, sums + i);
+    for (; i < dim; ++i)
+        for (int h = 0; h < heads; ++h)
+            for (long t = 0; t < length; ++t)
+                sums[h * MAX_DIM + i] += weights[h][t] * widen(values[t * dim + i]);
+}
+
+INLINED void add_values_of_all(const float (*weights)[BLOCK], const bf16* values, long num_heads,
+                               long length, long dim, float* sums) {
+    long h = 0;
+    for (; h + 4 <= num_heads; h += 4, sums += 4 * MAX_DIM)
+        add_values<4>(weights + h, values, length, dim, sums);
+    for (; h + 2 <= num_heads; h += 2, sums += 2 * MAX_DIM)
+        add_values<2>(weights + h, values, length, dim, sums);
+    for (; h < num_heads; ++h, sums += MAX_DIM)
+        add_values<1>(weights + h, values, length, dim, sums);
 }
 
 void attend(int variant, const Heads& a) {
@@ -87,16 +116,18 @@ void attend(int variant, const Heads& a) {
         multiply_in_float32(variant, scores);
         State* of = &state;
         vectorised(variant, [=, &a]() INLINED_LAMBDA {
-            for (long h = 0; h < a.num_heads; ++h) {
+            for (long h = 0; h < a.num_heads; ++h)
                 weigh(of->weights[h], length, a.scale, of->largest[h], of->total[h], of->sums[h],
                       a.dim);
-                add_values(of->weights[h], values, length, a.dim, of->sums[h]);
-            }
+            add_values_of_all(of->weights, values, a.num_heads, length, a.dim, of->sums[0]);
         });
     }
-    for (long h = 0; h < a.num_heads; ++h)
-        for (long i = 0; i < a.dim; ++i)
-            a.out[h * a.dim + i] = round_bf16(state.sums[h][i] / state.total[h]);
+    const State* of = &state;
+    vectorised(variant, [=, &a]() INLINED_LAMBDA {
+        for (long h = 0; h < a.num_heads; ++h)
+            for (long i = 0; i < a.dim; ++i)
+                a.out[h * a.dim + i] = round_bf16(of->sums[h][i] / of->total[h]);
+    });
 }
 
 }  // namespace
@@ -112,7 +143,7 @@ void lowtide_attend(
 ) {
     const long num_parts = (group + MAX_GROUP - 1) / MAX_GROUP;
     const long num_bytes = num_key_heads * num_tokens * dim * static_cast<long>(sizeof(bf16));
-    const int num_useful = num_bytes < WORTH_BYTES ? 1 : num_threads;
+    const int num_useful = num_bytes < WORTH_KEY_BYTES ? 1 : num_threads;
     together(num_useful, num_key_heads * num_parts, [&](long number) {
         const long head = number / num_parts, first = number % num_parts * MAX_GROUP;
         const long start = (head * group + first) * dim;

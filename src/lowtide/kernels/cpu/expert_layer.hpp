@@ -40,13 +40,13 @@ class ExpertLayer {
         const ExpertScratch& scratch
     ) : variant_(variant), num_threads_(num_threads), slots_(slots), scratch_(scratch) {}
 
-    // The groups' rows of parts, from inputs to outputs.
-    void run(const Group* groups, long num_groups) {
+    // The groups' rows of parts, from inputs to outputs. are_alike: whether all have the same row.
+    void run(const Group* groups, long num_groups, bool are_alike = false) {
         const long hidden = slots_.hidden, width = slots_.width;
         const long expert_bytes = width * (slots_.gate.row_bytes() + slots_.up.row_bytes()) +
                                   hidden * slots_.down.row_bytes();
         if (num_groups * expert_bytes < WORTH_BYTES) num_threads_ = 1;
-        inputs_ = new_inputs(2 * num_groups);
+        inputs_ = new_inputs(2 * num_groups), are_alike_ = are_alike;
         gates_ = {groups, num_groups, width, features_of_piece(slots_.gate, width)};
         downs_ = {groups, num_groups, hidden, features_of_piece(slots_.down, hidden)};
         together(num_threads_, gates_.count(), [this](long number) { run_gate(number); });
@@ -57,7 +57,7 @@ class ExpertLayer {
     static constexpr long PIECE_BYTES = WORTH_BYTES / 2;  // of a matrix, as far as tiles stay whole
 
     static long features_of_piece(const Weights& weights, long num_features) {
-        return std::min(num_features, whole_tiles(PIECE_BYTES / weights.row_bytes()));
+        return even_pieces(num_features, whole_tiles(PIECE_BYTES / weights.row_bytes()));
     }
 
     // The groups' work, in pieces: some output features of each.
@@ -83,7 +83,7 @@ class ExpertLayer {
             scratch_.parts + group.first * hidden, hidden, nullptr, nullptr, gate, width,
             group.num_rows, size, hidden,
         };
-        product.inputs = inputs_ + gates_.group(number);
+        product.inputs = inputs_ + (are_alike_ ? 0 : gates_.group(number));
         product.next = start(slots_.up, gates_, number);
         weights(slots_.gate, gates_, number).multiply(variant_, product);
         product.out = up;
@@ -124,6 +124,7 @@ class ExpertLayer {
     const ExpertSlots<Weights> slots_;
     const ExpertScratch scratch_;
     std::uint64_t inputs_ = 0;
+    bool are_alike_ = false;
     Pieces gates_{}, downs_{};
 };
 
@@ -138,7 +139,7 @@ void run_experts(
     const SortedPairs sorted(x, experts, slots, scratch.parts, num_tokens, k, hidden);
     const auto num_groups = static_cast<long>(sorted.groups.size());
     ExpertLayer<Weights>(variant, num_threads, places, scratch)
-        .run(sorted.groups.data(), num_groups);
+        .run(sorted.groups.data(), num_groups, num_tokens == 1);
 
     const long* rows = sorted.row_of.data();
     const bf16* parts = scratch.parts;

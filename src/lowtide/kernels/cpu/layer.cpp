@@ -1,5 +1,6 @@
-// A layer of a few rows in as few calls as there are places where Python must decide: up to the
-// router's choice, and after the experts; or all of it, where nobody has to be asked.
+// Layers of a few rows in as few calls as there are places where Python must decide: up to a
+// router's choice, and after its experts; or all of a layer, or of a model's layers, where nobody
+// has to be asked.
 //
 //     x += output(attention(norm(x)))
 //     x += sum of experts (norm(x)) + shared expert (norm(x))
@@ -85,6 +86,14 @@ struct Pass {
     bf16 *parts, *gate, *up;  // of pairs
     float* routed;
     bf16 *shared_gate, *shared_up, *shared, *share;
+};
+
+// A layer's turn in a pass, while all of its experts are resident. slot_of [num_experts]: where they
+// are.
+struct Turn {
+    const Layer* layer;
+    const Pass* pass;
+    const std::int64_t* slot_of;
 };
 
 // out = x w^T + bias, rows of all adjacent but for out's stride.
@@ -260,6 +269,14 @@ long lowtide_run_layer(
     if (layer->experts.router != nullptr)
         num_run = run_experts(*pass, *layer, slot_of, experts.data(), weights.data());
     add_mlp(*pass, *layer);
+    return num_run;
+}
+
+// Layers one after the other, attention included. How many experts were run.
+long lowtide_run_layers(const Turn* turns, long num_turns) {
+    long num_run = 0;
+    for (const Turn* turn = turns; turn < turns + num_turns; ++turn)
+        num_run += lowtide_run_layer(turn->layer, turn->pass, 1, turn->slot_of);
     return num_run;
 }
 

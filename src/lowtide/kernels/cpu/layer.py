@@ -1,4 +1,5 @@
-"""A layer of a few bfloat16 rows in one or two calls: see layer.cpp, whose structs are here.
+"""Layers of a few bfloat16 rows in a call or two each, or all in one: see layer.cpp, whose structs
+are here.
 
 Its matrices may be in any format whose products are compiled, each in its own.
 """
@@ -27,11 +28,12 @@ from lowtide.kernels.layer_parts import (
 from lowtide.kernels.operands import Matrix
 
 _INT, _LONG, _FLOAT, _P = ctypes.c_int, ctypes.c_long, ctypes.c_float, ctypes.c_void_p
-_TYPES: dict[str, Sequence[type[ctypes.c_void_p] | type[ctypes.c_int]]] = {
+_TYPES: dict[str, Sequence[type[ctypes.c_void_p | ctypes.c_int | ctypes.c_long]]] = {
     "run_to_router": (_P, _P, _INT, _P, _P),
     "run_chosen": (_P, _P, _P, _P, _P),
     "run_from_experts": (_P, _P),
     "run_layer": (_P, _P, _INT, _P),
+    "run_layers": (_P, _LONG),
 }
 
 
@@ -112,24 +114,27 @@ class _Pass(ctypes.Structure):
     ]
 
 
+class _Turn(ctypes.Structure):
+    _fields_: ClassVar = [("layer", _P), ("pass_", _P), ("slot_of", _P)]
+
+
 class CompiledPass:
     """The struct of a pass, and what it points to."""
 
     def __init__(self, variant: int, facts: PassFacts, scratch: Scratch, num_threads: int) -> None:
-        cos, sin = facts.rotation
-        self._kept = (facts, scratch)
+        self._scratch = scratch
+        x, of_pass = facts.x, (None, None, 0, None)
         self._struct = _Pass(
-            variant,
-            num_threads,
-            len(facts.x),
-            facts.x.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            cos.shape[-1],
-            _array_address(facts.tokens),
-            *map(_address, scratch),
+            variant, num_threads, len(x), x.data_ptr(), *of_pass, *map(_address, scratch)
         )
         self.address = ctypes.addressof(self._struct)
+        self.begin(facts)
+
+    def begin(self, facts: PassFacts) -> None:
+        struct, (cos, sin) = self._struct, facts.rotation
+        self._facts = facts
+        struct.cos, struct.sin, struct.half = cos.data_ptr(), sin.data_ptr(), cos.shape[-1]
+        struct.tokens = _array_address(facts.tokens)
 
 
 class CompiledLayer:
@@ -140,7 +145,8 @@ class CompiledLayer:
         functions = {name: few_rows.library[f"lowtide_{name}"] for name in _TYPES}
         for name, function in functions.items():
             function.argtypes, function.restype = _TYPES[name], None
-        functions["run_layer"].restype = _LONG
+        functions["run_layer"].restype = functions["run_layers"].restype = _LONG
+        self.run_layers = functions["run_layers"]
         self._run_to_router = functions["run_to_router"]
         self._run_chosen = functions["run_chosen"]
         self._run_from_experts = functions["run_from_experts"]
@@ -187,6 +193,26 @@ class CompiledLayer:
 
     def run(self, bound: BoundPass, attends: bool) -> int:
         num_run: int = self._run_layer(self._address, bound.address, attends, self._slot_of)
+        return num_run
+
+    def turn(self, bound: BoundPass) -> _Turn:
+        """In a call of several layers; this one and `bound` have to outlive it."""
+        return _Turn(self._address, bound.address, self._slot_of)
+
+
+class CompiledLayers:
+    """`BoundLayers` in C++."""
+
+    def __init__(self, layers: Sequence[CompiledLayer], bounds: Sequence[BoundPass]) -> None:
+        self._kept = (layers, bounds)
+        self._turns = (_Turn * len(layers))(
+            *(layer.turn(bound) for layer, bound in zip(layers, bounds, strict=True))
+        )
+        self._address, self._num_layers = ctypes.addressof(self._turns), len(layers)
+        self._run_layers = layers[0].run_layers
+
+    def run(self) -> int:
+        num_run: int = self._run_layers(self._address, self._num_layers)
         return num_run
 
 

@@ -43,6 +43,12 @@ inline long whole_tiles(long num_outs) {
     return std::max(LONGEST, num_outs / LONGEST * LONGEST);
 }
 
+// The same for pieces of up to `most` features, whole tiles, that are as long as one another.
+inline long even_pieces(long num_outs, long most) {
+    const long count = (num_outs + most - 1) / most;
+    return std::min(most, whole_tiles((num_outs + count - 1) / count + 15));
+}
+
 // With the variant's arithmetic: see tiles.hpp.
 void multiply(int variant, const Product<bf16>& p);
 

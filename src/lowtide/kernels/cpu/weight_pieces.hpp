@@ -16,7 +16,7 @@ void multiply_in_pieces(
     constexpr long PIECE_BYTES = WORTH_BYTES / 4;  // of a matrix, as far as tiles stay whole
     if (p.num_outs * weights.row_bytes() < WORTH_BYTES) num_threads = 1;
     p.inputs = new_inputs();
-    const long length = whole_tiles(PIECE_BYTES / weights.row_bytes());
+    const long length = even_pieces(p.num_outs, whole_tiles(PIECE_BYTES / weights.row_bytes()));
     together(num_threads, (p.num_outs + length - 1) / length, [&](long number) {
         const long first = number * length, next = first + num_threads * length;
         Product<bf16> some = p;
