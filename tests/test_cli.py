@@ -20,7 +20,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import lowtide.profiles
-from lowtide.cli.answer import ask_live
+from lowtide.cli.answer import ask_live, has_view
 from lowtide.cli.app import app
 from lowtide.cli.command import errors_reported
 from lowtide.cli.conversation import Conversation
@@ -286,6 +286,7 @@ def test_prompt_from_stdin_loses_one_newline() -> None:
         ([], "", "empty"),
         (["-p", "-"], b"\xff\xfe", "not UTF-8"),
         (["-p", "x\udcff"], None, "not valid UTF-8"),
+        (["-p", "x\ud800"], None, "not valid UTF-8"),
         (["--prompt-ids", "5 x"], None, "'x'"),
         (["--prompt-ids", "-5"], None, "'-5'"),
         (["--prompt-ids", "99999999999"], None, "not a token id"),
@@ -373,7 +374,10 @@ def test_chat_outlives_a_refused_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.stderr.count("lowtide: too long") == 2
 
 
-def test_ctrl_c_stops_the_answer_and_keeps_what_was_said() -> None:
+def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "stdin", Screen())
     llm: Any = PretendLLM(MODEL, progress=None)
     out = terminal()
     conversation = Conversation(
@@ -384,6 +388,23 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said() -> None:
     llm.fault = None
     conversation._answer("go on")
     assert [m["content"] for m in llm.asked[1][0]] == ["hello", "one\n", "go on"]
+
+
+def test_ctrl_c_ends_a_conversation_that_nobody_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PretendLLM, "fault", KeyboardInterrupt())
+    refused("chat", MODEL, stdin="hello\ngo on\n", code=130)
+    assert len(PretendLLM.latest.asked) == 1
+
+
+def test_an_argument_in_an_encoding_that_the_system_does_not_know() -> None:
+    """It arrives as bytes: those of UTF-8 are read as such."""
+    assert read_prompt("caf\udcc3\udca9", None) == "café"
+
+
+def test_words_need_no_quotes_and_chat_has_none() -> None:
+    assert run("generate", MODEL, "why", "is", "it", "--max-tokens", "3").exit_code == 0
+    assert PretendLLM.latest.asked[0][0][-1]["content"] == "why is it"
+    assert "lowtide generate 'my model' 'why not'" in refused("chat", "my model", "why", "not")
 
 
 def test_synth_writes_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,14 +465,36 @@ def test_a_table_whose_reader_has_gone_ends_as_any_output_does(
 
 def test_lines_break_between_words_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "word " * 40
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "33")
     for is_terminal in (False, True):
-        monkeypatch.setattr(sys, "stderr", io.StringIO())
-        monkeypatch.setenv("COLUMNS", "33")
-        monkeypatch.setenv("FORCE_COLOR" if is_terminal else "NO_COLOR", "1")
+        monkeypatch.setattr(sys, "stderr", Screen() if is_terminal else io.StringIO())
+        monkeypatch.setenv("NO_COLOR" if is_terminal else "FORCE_COLOR", "1")
         stderr_console().print(text.strip())
         lines = sys.stderr.getvalue().splitlines()  # type: ignore[attr-defined]
         assert len(lines) == (7 if is_terminal else 1)
         assert all(line.strip().endswith("word") for line in lines)
+
+
+def test_a_view_is_drawn_where_it_can_be_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not into a file, whatever colours are asked for, nor on a terminal that only adds lines."""
+    llm: Any = PretendLLM(MODEL, progress=None)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    for file, kind, is_drawn in (
+        (io.StringIO(), "xterm", False),
+        (Screen(), "dumb", False),
+        (Screen(), "xterm", True),
+    ):
+        monkeypatch.setenv("TERM", kind)
+        monkeypatch.setattr(sys, "stdout", file)
+        assert has_view(llm, stdout_console()) == is_drawn
+
+
+class Screen(io.StringIO):
+    """A file that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 # the live view
@@ -561,6 +604,7 @@ def test_an_autoregressive_answer_is_written_on_a_terminal_too(
     )
     conversation._answer("hello")
     assert shown(out) == "one\ntwo\ufffd[2J\n"
+    monkeypatch.setattr(sys, "stdin", Screen())
     llm.fault = KeyboardInterrupt()
     conversation._answer("again")
     assert llm.asked[1][0][1]["content"] == PretendLLM.answer
@@ -638,6 +682,57 @@ def test_the_program_runs_refuses_and_says_its_version() -> None:
     assert program("--version").stdout == "lowtide 0.1.0\n"
     result = program("generate", MODEL, "-p", "a", "--max-tokens", str(10**12))
     assert result.returncode == 2 and "max_tokens" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("closed", "said"),
+    [("<&-", "the prompt is empty"), (">&-", "empty"), ("2>&-", ""), ("<&- >&- 2>&-", "")],
+)
+def test_streams_may_be_closed(closed: str, said: str, tmp_path: Path) -> None:
+    """What would print into them meets nothing, and no file that is opened later."""
+    command = f"{sys.executable} -m lowtide generate {MODEL} {closed}"
+    result = subprocess.run(
+        ["sh", "-c", command],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        cwd=tmp_path,
+        timeout=120,
+    )
+    assert result.returncode == 2 and not result.stdout
+    assert said in result.stderr and "Traceback" not in result.stderr
+    assert not [*tmp_path.iterdir()]
+
+
+def test_closed_streams_are_opened_by_their_own_numbers() -> None:
+    code = (
+        "import os, sys\n"
+        "from lowtide.cli.main import _open_closed_streams\n"
+        "_open_closed_streams()\n"
+        "found = [os.fstat(n).st_rdev == os.stat(os.devnull).st_rdev for n in range(3)]\n"
+        "read = sys.stdin.read()\n"
+        "print('lost'); print('lost', file=sys.stderr)\n"
+        "os.write(9, repr((found, read)).encode())"
+    )
+    result = subprocess.run(
+        ["sh", "-c", f'exec 9>&1 <&- >&- 2>&-; {sys.executable} -c "$0"', code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (result.stdout, result.stderr) == ("([True, True, True], '')", "")
+
+
+def test_a_line_that_is_not_utf_8_is_refused_and_the_next_is_answered() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "lowtide", "chat", "demo:autoregressive", "--max-tokens", "2"],
+        input=b"caf\xe9\nimport os\n",
+        capture_output=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count(b"not valid Unicode at character 3") == 1
+    assert len(result.stdout.decode().strip()) > 0
 
 
 def test_an_absurd_request_is_refused_without_torch() -> None:

@@ -34,6 +34,10 @@ WORKS = {
     "transformers' underscores": ["generate", DEMO, "x = ", "--max_tokens=3", *SHORT],
     "vllm's values": ["generate", DEMO, "x = ", "--max-tokens=3", "--dtype", "float32", *SHORT],
     "a flag first": ["generate", "--max-tokens", "3", *SHORT, DEMO, "x = "],
+    "ollama run without quotes": ["run", DEMO, "x", "=", "--max-tokens", "3", *SHORT],
+    "-h": ["-h"],
+    "-h of a verb": ["generate", "-h"],
+    "-V": ["-V"],
     "a prompt like a flag": ["generate", DEMO, "-p", "-n", "--max-tokens", "3", *SHORT],
 }
 
@@ -68,6 +72,24 @@ ANSWERED = {
     "quantised": (["run", DEMO, "hi", "--load-in-4bit"], "--format q4"),
     "hf download": (["download", "org/name"], "lowtide pull"),
     "two prompts": (["generate", DEMO, "a", "-p", "b"], "two prompts"),
+    "llama-cli's own name left out": (["-m", "x.gguf", "-p", "hi"], "first argument"),
+    "llamafile's": (["--model", "x.gguf"], "first argument"),
+    "an option first": (["--json", "plan", DEMO], "--json comes after the verb"),
+    "an option with a value first": (["--host_memory=9M", "plan", DEMO], "after the verb"),
+    "a model alone": ([DEMO], f"lowtide generate {DEMO} 'text', or lowtide chat {DEMO}"),
+    "a file alone": (["./my model.gguf"], "lowtide chat './my model.gguf'"),
+    "a page of the hub": (["https://huggingface.co/org/name"], "lowtide generate https"),
+    "ollama help": (["help", "run"], "lowtide VERB --help"),
+    "llama-cli --n-cpu-moe": (["run", DEMO, "hi", "--n-cpu-moe", "9"], "expert by expert"),
+    "llama-cli -ot": (["run", DEMO, "hi", "-ot", "exps=CPU"], "expert by expert"),
+    "llama-cli -ctk": (["run", DEMO, "hi", "-ctk", "q8_0"], "leave it out"),
+    "ollama's chat -p": (["chat", DEMO, "-p", "hi"], "lowtide generate"),
+    "llama-perplexity": (["perplexity", DEMO, "-f", "wiki.raw"], "lowtide quality"),
+    "ollama chat with text": (["chat", DEMO, "hello", "you"], f"generate {DEMO} 'hello you'"),
+    "transformers' value": (["run", DEMO, "hi", "--max_new_tokens=9"], "instead: --max-tokens"),
+    "transformers' 4 bit": (["run", DEMO, "hi", "--load_in_4bit"], "instead: --format q4"),
+    "vllm's revision": (["plan", DEMO, "--revision", "v2"], "ORG/NAME@REVISION"),
+    "hf's folder": (["pull", "org/name", "--local-dir", "x"], "HF_HOME"),
 }
 
 
@@ -83,7 +105,7 @@ def test_what_is_answered_is_none_of_ours_and_the_answers_are() -> None:
     assert not flags & set(FLAGS)
     words = " ".join([*FLAGS.values(), *VERBS.values()]).split()
     named = {word.strip(":,;") for word in words if word.startswith("--")}
-    assert named <= flags | {"--out"}
+    assert named <= flags | {"--out", "--help", "--version"}
     verbs = {command.name for command in app.registered_commands}
     assert not verbs & set(VERBS) and {"run", "list"} <= verbs
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -67,6 +70,53 @@ def test_a_path_that_does_not_exist_says_what_was_tried(reference: str) -> None:
         return
     with pytest.raises(HubError, match=r"Tried: the folder .*demo:diffusion"):
         hub.resolve_model(reference)
+
+
+@pytest.mark.parametrize(
+    ("reference", "said"),
+    [
+        ("https://huggingface.co/org/name", "give the id alone: org/name."),
+        ("hf.co/org/na.me/tree/v2", "give the id alone: org/na.me@v2."),
+        ("https://hf.co/org/name?library=x", "give the id alone: org/name."),
+        ("org/name:Q4_K_M", "hf download org/name FILE.gguf"),
+        ("hf.co/org/name:Q4_K_M", "give the id alone: org/name."),
+        (r"C:\Users\me\my model", "/mnt/c/Users/me/my model"),
+        ("D:/models/x", "/mnt/d/models/x"),
+    ],
+)
+def test_what_may_have_been_meant_is_told(reference: str, said: str) -> None:
+    with pytest.raises(HubError, match="There is no model") as error:
+        hub.resolve_model(reference)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("verb", [hub.resolve_model, hub.pull])
+def test_what_no_path_can_be_is_refused_in_words(verb: Callable[[str], Path]) -> None:
+    for reference, said in (
+        ("Why is the sky blue? " * 40, "first comes the model, then the text"),
+        ("a\0b", "null"),
+        ("~nobody-has-this-name/x", "home"),
+    ):
+        with pytest.raises(UsageError, match=said) as error:
+            verb(reference)
+        assert len(str(error.value)) < 300
+
+
+def test_a_folder_that_must_not_be_looked_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As root may look into all, refusals are made here."""
+    folder = tmp_path / "closed"
+    folder.mkdir()
+
+    def refuse(path: Path) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    for name in ("stat", "iterdir"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, name, refuse)
+            with pytest.raises(CheckpointError, match="closed cannot be read: Permission denied"):
+                hub.resolve_model(str(folder))
 
 
 def test_the_demos_are_where_they_are_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,8 +132,9 @@ def test_other_formats_are_named(stand_in: StandIn) -> None:
     stand_in.add("org/name", {"q4.gguf": b"GGUF", "README.md": b""})
     with pytest.raises(
         HubError, match=r"config.json and \*.safetensors missing.*holds GGUF instead"
-    ):
+    ) as error:
         plan_model("org/name")
+    assert "hf download org/name FILE.gguf" in str(error.value)
     stand_in.add("org/name", {"config.json": b"{}", "pytorch_model.bin": b""})
     with pytest.raises(HubError, match="PyTorch's pickled weights instead"):
         plan_model("org/name")

@@ -137,6 +137,12 @@ def test_a_bad_value_in_the_file_names_file_and_key(tmp_path: Path) -> None:
         resolve({"config": file}, {})
 
 
+def test_a_file_may_begin_with_the_mark_of_some_editors(tmp_path: Path) -> None:
+    file = write(tmp_path, '\ufeffpolicy = "lru"\r\ncontext = 7\r\n')
+    settings = resolve({"config": file}, {})
+    assert (settings["policy"], settings["context"]) == ("lru", 7)
+
+
 def test_bad_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot read"):
         resolve({"config": str(tmp_path / "absent.toml")}, {})

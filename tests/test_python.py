@@ -105,6 +105,7 @@ def test_a_keyword_takes_the_place_of_a_field() -> None:
         ("do_sample", "temperature"),
         ("num_return_sequences", "called n here"),
         ("sampling_params", "called params here"),
+        ("stop_sequences", "called stop here"),
         ("temprature", "Did you mean temperature"),
     ],
 )
@@ -121,6 +122,10 @@ def test_what_others_call_otherwise_is_told(name: str, said: str, llm: LLM) -> N
         ("n_ctx", "called context here"),
         ("torch_dtype", "called dtype here"),
         ("trust_remote_code", "No code"),
+        ("local_files_only", "called offline here"),
+        ("revision", "org/name@revision"),
+        ("cache_dir", "HF_HOME"),
+        ("verbose", "logging"),
         ("host_memroy", "Did you mean host_memory"),
     ],
 )
@@ -272,6 +277,26 @@ def test_progress_is_a_line_that_is_gone_at_the_end() -> None:
         assert out.getvalue() == "\r1/2 answers, 2 tokens, 1.0 tokens/s, 2 s left"
     screen = out.getvalue().split("\r")
     assert screen[-1] == "" and not screen[-2].strip() and len(screen[-2]) == len(screen[1])
+
+
+def test_loading_is_shown_where_somebody_watches(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("FIRST_AFTER_S", "MIN_FRAME_S"):
+        monkeypatch.setattr(f"lowtide.answers.progress_line.{name}", 0.0)
+
+    def shown(**options: Any) -> str:
+        with LLM("demo:autoregressive", context=64, **options):
+            return capsys.readouterr().err
+
+    assert not shown() and "100%\r" in shown(progress=True).replace(" ", "")
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    assert "MiB" in shown() and not shown(progress=False)
+    told: list[Any] = []
+    assert not shown(progress=lambda *facts: told.append(facts)) and told
+    with pytest.raises(LowtideError):
+        LLM("demo:autoregressive", context=64, host_memory="1MiB")
+    assert not capsys.readouterr().err
 
 
 def test_progress_is_shown_where_somebody_watches(

@@ -5,7 +5,9 @@ How the engine behind it is put together is the business of `engine/`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Never, cast
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lowtide.answers.opening import intake_of, opened_model
+from lowtide.answers.progress_line import LoadingLine, is_watched
 from lowtide.config import ModelConfig, format_size
 from lowtide.decode.prompts import Messages, Prompt, TokenIds, is_chat, listed, one_text_of_ids
 from lowtide.decode.request import Request
@@ -67,16 +70,17 @@ class LoadedModel:
         elastic: bool = False,
         check_weights: bool = False,
         unsafe: bool = False,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
         **unknown: Never,
     ) -> None:
         given = locals()  # by the names of the fields, as a test promises
         options = {name: given[name] for name in EngineConfig.__dataclass_fields__}
         for name in ("device_options", "policy_options", "config_overrides"):
             options[name] = {} if options[name] is None else options[name]
-        opened = opened_model(model, options | unknown)
         self._name = str(model)
-        self._loop = EngineLoop(load(opened, make_plan(opened)))
+        with _told(progress) as options["progress"]:
+            opened = opened_model(model, options | unknown)
+            self._loop = EngineLoop(load(opened, make_plan(opened)))
         self._intake = intake_of(opened)
 
     @property
@@ -185,6 +189,21 @@ class LoadedModel:
     ) -> list[Prompt]:
         """Conversations as prompts, by the model's chat template."""
         return [self._intake.chat(each, template_options or {}) for each in conversations(messages)]
+
+
+@contextmanager
+def _told(progress: Progress | bool | None) -> Iterator[Progress | None]:
+    """Who is told how far loading is: whoever was named, or a line on standard error if that is
+    wished or, where nothing is said, somebody watches."""
+    if progress is None:
+        progress = is_watched()
+    if not isinstance(progress, bool):
+        yield progress
+    elif not progress:
+        yield None
+    else:
+        with LoadingLine(sys.stderr) as line:
+            yield line
 
 
 def conversations(messages: object) -> list[Messages]:

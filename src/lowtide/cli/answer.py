@@ -11,6 +11,7 @@ from rich.console import Console
 
 from lowtide.cli.live import LiveView
 from lowtide.cli.passes import pass_caption
+from lowtide.cli.screen import can_redraw
 from lowtide.cli.text import TextWriter
 from lowtide.params import SamplingParams
 
@@ -91,7 +92,7 @@ def ask_writing(llm: LLM, prompt: Prompt, params: SamplingParams, writer: TextWr
 
 def has_view(llm: LLM, console: Console) -> bool:
     """Whether there are blocks to be drawn, and somebody to see them."""
-    return console.is_terminal and llm.config.is_diffusion
+    return can_redraw(console) and llm.config.is_diffusion
 
 
 def live_view(llm: LLM, token_ids: Sequence[int], console: Console) -> LiveView:

@@ -25,6 +25,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,  # a fault of ours is shown as Python shows it
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 for verb in (
     generate,
@@ -57,7 +58,7 @@ def _lowtide(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", help="Print the version.", callback=_print_version, is_eager=True
+            "-V", "--version", help="Print the version.", callback=_print_version, is_eager=True
         ),
     ] = False,
 ) -> None:

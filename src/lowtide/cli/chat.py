@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
+from typing import Annotated
+
+import typer
+
 from lowtide.cli.command import takes
 from lowtide.cli.conversation import Conversation
 from lowtide.cli.generate import ModelName, show_plan
@@ -13,9 +18,17 @@ from lowtide.errors import UsageError
 
 
 @takes(Group.PROMPT, Group.ENGINE, Group.HUB, Group.SAMPLING, Group.DIFFUSION, Group.OUTPUT)
-def chat(model: ModelName, *, settings: Settings) -> None:
+def chat(
+    model: ModelName,
+    words: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    *,
+    settings: Settings,
+) -> None:
     """Talk with a model, turn by turn; a model without a chat template continues the text."""
     params = settings.sampling_params()
+    if words:
+        one = shlex.join(["lowtide", "generate", model, " ".join(words)])
+        raise UsageError(f"chat asks for text once it has begun; for one answer: {one}")
     if settings.flag("json"):
         raise UsageError("chat prints text; for one JSON object use generate --json.")
     if params.n > 1:

@@ -80,11 +80,14 @@ class Conversation:
                     self._reported(self._answer, line)
 
     def _read(self, editor: LineEditor) -> str | None:
-        """The next line. Ctrl-C drops the one that is being typed."""
+        """The next line. Ctrl-C drops the one that is being typed; of lines that nobody types it
+        ends the program."""
         while True:
             try:
                 return editor.read()
             except KeyboardInterrupt:
+                if not sys.stdin.isatty():
+                    raise
                 self._say("\n/bye or Ctrl-D leaves.")
 
     def _reported(self, action: Callable[[str], None], text: str) -> None:
@@ -142,6 +145,8 @@ class Conversation:
             else:
                 answer = ask_writing(self._llm, token_ids, params, view)
         except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
             self._say("\n(stopped)")
             self._turns.add(line, view.text)
             return

@@ -53,8 +53,9 @@ ModelName = Annotated[
 )
 def generate(
     model: ModelName,
-    text: Annotated[
-        str | None, typer.Argument(help="What to answer, as by -p.", metavar="TEXT")
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(help="What to answer, as by -p; quotes may be left out.", metavar="TEXT"),
     ] = None,
     prompt: Annotated[
         str | None,
@@ -69,6 +70,7 @@ def generate(
 ) -> None:
     """Write one answer; standard error has a line on the plan before it, the speed after it."""
     params = settings.sampling_params()
+    text = " ".join(words) if words else None
     if text is not None and prompt is not None:
         raise UsageError("there are two prompts: give one, after the model or by -p.")
     content = read_prompt(prompt if text is None else text, prompt_ids, model)

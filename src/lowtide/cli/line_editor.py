@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from lowtide.errors import StorageError
 from lowtide.files.folders import state_folder
 
 try:
@@ -29,7 +30,7 @@ class LineEditor:
 
     def __init__(self, commands: Sequence[str], history: Path | None = None) -> None:
         self._commands = commands
-        self._history = history or state_folder() / "chat_history"
+        self._history = history or _kept_history()
         self._has_editor = readline is not None and sys.stdin.isatty() and sys.stdout.isatty()
 
     def __enter__(self) -> LineEditor:
@@ -39,7 +40,8 @@ class LineEditor:
             readline.set_completer(self._completed)
             readline.parse_and_bind("tab: complete")
             with suppress(OSError):  # there is none yet, or none that can be read
-                readline.read_history_file(self._history)
+                if self._history is not None:
+                    readline.read_history_file(self._history)
         return self
 
     def __exit__(
@@ -51,7 +53,8 @@ class LineEditor:
         if self._has_editor:
             readline.set_completer(None)
             with suppress(OSError):  # a history is no reason to end in an error
-                self._keep()
+                if self._history is not None:
+                    _keep(self._history)
 
     def read(self) -> str | None:
         """The next turn, or None at the end of input. Raises KeyboardInterrupt."""
@@ -67,12 +70,21 @@ class LineEditor:
         except EOFError:
             return None
 
-    def _keep(self) -> None:
-        self._history.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(self._history, os.O_CREAT | os.O_WRONLY, 0o600))
-        readline.write_history_file(self._history)
-
     def _completed(self, begun: str, number: int) -> str | None:
         """The so manieth command that begins so."""
         found = [name for name in self._commands if begun and name.startswith(begun)]
         return found[number] if number < len(found) else None
+
+
+def _kept_history() -> Path | None:
+    """Where lines are kept; None for a user who has no home."""
+    try:
+        return state_folder() / "chat_history"
+    except StorageError:
+        return None
+
+
+def _keep(history: Path) -> None:
+    history.parent.mkdir(parents=True, exist_ok=True)
+    os.close(os.open(history, os.O_CREAT | os.O_WRONLY, 0o600))
+    readline.write_history_file(history)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 EXIT_INTERRUPTED = 128 + 2  # as a shell reports a program that SIGINT ended
@@ -11,17 +12,34 @@ def main() -> None:
     """Run the command line; the exit code is 0, 1, 2 (wrong usage), 130 (Ctrl-C) or 143
     (SIGTERM)."""
     try:
+        _open_closed_streams()
         from lowtide.cli.interrupts import hear_signals
 
         hear_signals()
         from lowtide.cli.app import app
 
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+        # A line that is not UTF-8 is refused where it is used, and the next one is read.
+        sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
         app()
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     finally:
         _forget_interrupt()
+
+
+def _open_closed_streams() -> None:
+    """Whoever starts a program may have closed standard input, output or error: what is read there
+    is nothing, and what is written goes nowhere. The next file that is opened would otherwise get
+    that number, and whatever a library prints would go into it."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            stream = open(number, "w" if number else "r", encoding="utf-8", closefd=False)
+            setattr(sys, name, stream)
 
 
 def _forget_interrupt() -> None:

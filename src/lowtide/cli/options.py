@@ -93,7 +93,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("presence_penalty", Kind.NUMBER, Group.SAMPLING, "Off the logit of tokens used (0)."),
     Option("frequency_penalty", Kind.NUMBER, Group.SAMPLING, "The same for each use (0)."),
-    Option("seed", Kind.INTEGER, Group.SAMPLING, "Equal seeds give equal results."),
+    Option("seed", Kind.INTEGER, Group.SAMPLING, "Equal seeds give equal results (0)."),
     Option("stop", Kind.TEXTS, Group.SAMPLING, "Text that ends the answer."),
     Option("ignore_eos", Kind.BOOLEAN, Group.SAMPLING, "Go on after the end-of-text token."),
     Option(
@@ -326,7 +326,7 @@ def _read_file(path: Path) -> dict[str, tuple[object, str]]:
     if len(content) > MAX_FILE_BYTES:
         raise UsageError(f"the options file {path} is larger than {MAX_FILE_BYTES} bytes.")
     try:
-        keys = tomllib.loads(content.decode())
+        keys = tomllib.loads(content.decode("utf-8-sig"))  # as some editors of Windows save it
     except (ValueError, RecursionError) as error:
         raise UsageError(f"the options file {path} is not valid TOML: {error}") from error
     known = {name: option for name, option in _BY_NAME.items() if name != "config"}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -69,7 +71,7 @@ def read_prompt(text: str | None, ids: str | None, model: str = "MODEL") -> str 
     if text is None and sys.stdin.isatty():
         raise UsageError(
             "no prompt: give it after the model, by -p TEXT or --prompt-ids, or pipe it in; to "
-            f"talk, lowtide chat {model}."
+            f"talk, lowtide chat {shlex.quote(model)}."
         )
     prompt = _read_stdin() if text is None or text == "-" else _checked(text)
     if not prompt:
@@ -106,8 +108,12 @@ def _read_stdin() -> str:
 
 
 def _checked(text: str) -> str:
+    """An argument that is not in the system's encoding arrives with surrogates for its bytes."""
     try:
-        text.encode()
-    except UnicodeEncodeError:  # an argument's bytes that are not UTF-8 arrive as surrogates
+        return os.fsencode(text).decode() if _has_surrogates(text) else text
+    except UnicodeError:
         raise UsageError("the prompt is not valid UTF-8.") from None
-    return text
+
+
+def _has_surrogates(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)

@@ -45,6 +45,11 @@ def stderr_console() -> Console:
     return _console(sys.stderr)
 
 
+def can_redraw(console: Console) -> bool:
+    """Whether there is a terminal that lets what it shows be written over."""
+    return console.is_terminal and not console.is_dumb_terminal
+
+
 class _Console(Console):
     """One that leaves it to the command to say that its reader has gone."""
 
@@ -53,8 +58,14 @@ class _Console(Console):
 
 
 def _console(file: TextIO) -> Console:
-    """Lines are broken between words on a terminal, and nowhere else."""
-    console = _Console(file=file, highlight=False, markup=False, emoji=False)
+    """Lines are broken between words on a terminal, and nowhere else.
+
+    A pipe or a file is none, also where FORCE_COLOR asks for colours: a live view would be noise.
+    """
+    is_terminal = None if file.isatty() else False
+    console = _Console(
+        file=file, force_terminal=is_terminal, highlight=False, markup=False, emoji=False
+    )
     console.soft_wrap = not console.is_terminal
     return console
 
@@ -75,7 +86,7 @@ class ProgressBars:
             TimeRemainingColumn(),
             console=console,
             transient=True,
-            disable=not console.is_terminal,
+            disable=not can_redraw(console),
         )
         self._tasks: dict[str, TaskID] = {}
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from lowtide.engine.opening import OpenModel
-from lowtide.errors import UsageError
+from lowtide.errors import StorageError, UsageError
 from lowtide.policies.presets import parse_options
 from lowtide.policies.tau import SolvedTau
 from lowtide.replay.calibration import Calibration, default_path
@@ -22,16 +23,23 @@ def find_calibration(opened: OpenModel) -> Calibration | None:
     if config.experts is None:
         return None
     shape = TraceShape(*config.moe_shape)
-    path = default_path(opened.folder, config.architecture, shape)
-    if given is not None:
-        path = Path(given)
-    elif not path.exists():
+    path = _kept(opened, shape) if given is None else Path(given)
+    if path is None:
         return None
     calibration = Calibration.load(path, has_inputs=False)
     calibration.check(config.architecture, shape)
     if calibration.buddies is not None and opened.checkpoint is not None:
         calibration.buddies.check(opened.fingerprint, str(path))
     return calibration
+
+
+def _kept(opened: OpenModel, shape: TraceShape) -> Path | None:
+    """The file in the default place, if this user has such a place and there is one."""
+    try:
+        path = default_path(opened.folder, opened.config.architecture, shape)
+    except StorageError:
+        return None
+    return path if os.path.exists(path) else None
 
 
 def check_calibration(opened: OpenModel) -> None:

@@ -137,7 +137,8 @@ class EngineConfig:
             raise UnsupportedError(f"Kernels {self.kernels!r} unknown; choose auto or reference.")
         if self.dtype is not None and self.dtype not in SAFETENSORS_NAME:
             raise UnsupportedError(
-                f"dtype {self.dtype!r} is not supported; choose {', '.join(SAFETENSORS_NAME)}."
+                f"dtype {self.dtype!r} is not supported; choose one of the names "
+                f"{', '.join(SAFETENSORS_NAME)}."
             )
         if self.elastic:
             check_elastic(self.device, self.device_options)

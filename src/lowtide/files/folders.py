@@ -5,16 +5,32 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from lowtide.errors import StorageError
+
 
 def cache_folder() -> Path:
-    """lowtide's folder in the user's cache (XDG Base Directory Specification)."""
+    """lowtide's folder in the user's cache (XDG Base Directory Specification).
+
+    Raises StorageError where there is no home that it could be in.
+    """
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     # The specification has relative paths ignored.
-    return (given if given.is_absolute() else Path.home() / ".cache") / "lowtide"
+    return (given if given.is_absolute() else _home("XDG_CACHE_HOME") / ".cache") / "lowtide"
 
 
 def state_folder() -> Path:
-    """lowtide's folder for what a user did, such as lines typed (same specification)."""
+    """lowtide's folder for what a user did, such as lines typed (same specification). Raises
+    StorageError as `cache_folder` does."""
     given = Path(os.environ.get("XDG_STATE_HOME", ""))
-    home = given if given.is_absolute() else Path.home() / ".local" / "state"
+    home = given if given.is_absolute() else _home("XDG_STATE_HOME") / ".local" / "state"
     return home / "lowtide"
+
+
+def _home(instead: str) -> Path:
+    """The user's home. `instead`: the variable that does without."""
+    try:
+        return Path.home()
+    except RuntimeError as error:  # such as in a container, as a user that has no name there
+        raise StorageError(
+            f"This user has no home, where files could be kept: set HOME or {instead}."
+        ) from error

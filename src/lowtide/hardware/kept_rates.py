@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 def rates_path(machine: Machine) -> Path:
-    """Where a machine's file is, or would be."""
+    """Where a machine's file is, or would be. Raises StorageError where there is no such folder."""
     text = json.dumps(_identity(machine), sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return cache_folder() / "rates" / f"{digest}.json"
@@ -38,8 +38,8 @@ def rates_path(machine: Machine) -> Path:
 def keep_rates(machine: Machine, rates: Sequence[Rate]) -> None:
     """Writes the file, whole or not at all; where that cannot be, a notice in the log."""
     content = {"of": _identity(machine), "rates": [rate._asdict() for rate in rates]}
-    path = rates_path(machine)
     try:
+        path = rates_path(machine)
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path, "rates") as file:
             file.write((json.dumps(content, indent=1) + "\n").encode())
@@ -50,7 +50,10 @@ def keep_rates(machine: Machine, rates: Sequence[Rate]) -> None:
 def kept_rates(machine: Machine) -> tuple[Rate, ...]:
     """What is kept of a machine; nothing where it was never measured. A file that is damaged is a
     notice in the log."""
-    path = rates_path(machine)
+    try:
+        path = rates_path(machine)
+    except StorageError:  # no home, so nothing was kept
+        return ()
     if not os.path.lexists(path):
         return ()
     try:

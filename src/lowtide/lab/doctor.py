@@ -176,7 +176,9 @@ def machine_rates(machine: Machine, opened: OpenModel | None, skipped: list[Skip
 def _layer_rate(options: EngineConfig) -> Rate:
     """Of passes over single tokens: of the demo, whose weights are next to nothing."""
     params = SamplingParams(max_tokens=DEMO_TOKENS, ignore_eos=True)
-    with LLM("demo:chat", device="cpu", kernels=options.kernels, policy="resident") as llm:
+    with LLM(
+        "demo:chat", device="cpu", kernels=options.kernels, policy="resident", progress=False
+    ) as llm:
 
         def sample() -> float:
             before = llm.stats()

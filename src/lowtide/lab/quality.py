@@ -9,7 +9,6 @@ settings of one loaded model take turns at writing, and their speed is taken.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 from lowtide.engine.forcing import ForcedRun
 from lowtide.engine.opening import EngineConfig, OpenModel, open_model
 from lowtide.errors import PlanError, UsageError
+from lowtide.files.folders import cache_folder
 from lowtide.lab.bench import Load, Preset, Progress, Run, take_turns
 from lowtide.lab.quality_choices import ChoiceScores, Questions
 from lowtide.lab.quality_scores import Comparison, ReferenceLogits, Rows, Scorer, Scores, by_mask
@@ -333,6 +333,5 @@ def _look_away(mask: int, positions: object, logits: object) -> None:
 
 
 def _spill_folder() -> Path:
-    """In `$XDG_CACHE_HOME`, or below `~/.cache`: on a disk, as `/tmp` often is not."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "lowtide"
+    """On a disk, as `/tmp` often is not."""
+    return cache_folder()

@@ -8,6 +8,7 @@ does not run. Imports no torch, and huggingface-hub only when a reference needs 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import re
 from collections.abc import Mapping
@@ -16,7 +17,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from lowtide.config import ModelConfig
-from lowtide.errors import HubError, UsageError
+from lowtide.errors import CheckpointError, HubError, UsageError
+from lowtide.files.json_file import shown
 from lowtide.model_folder.gguf_file import first_gguf, is_gguf
 from lowtide.model_folder.hub_cache import (
     cache_folder,
@@ -31,6 +33,7 @@ from lowtide.model_folder.hub_cache import (
 from lowtide.model_folder.hub_download import Progress, fetch, no_progress
 from lowtide.model_folder.hub_model import HubModel, is_small
 from lowtide.model_folder.hub_requests import brief
+from lowtide.model_folder.way_out import way_out
 
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 DEMO_NAMES = ("diffusion", "autoregressive")
@@ -96,11 +99,12 @@ def locate_model(reference: str, *, offline: bool = False) -> Path | HubModel:
     offline: look into the hub's cache only (also when HF_HUB_OFFLINE is set). A model that is
     whole in the cache is used, with a notice, where the hub cannot be asked.
     Raises HubError if there is no such model or the hub cannot be asked, UsageError for a
-    reference that is none of these, CheckpointError for a folder with several GGUF models.
+    reference that is none of these, CheckpointError for a folder with several GGUF models or one
+    that this user must not look into.
     """
     if reference.startswith("demo:"):
         return _demo(reference.removeprefix("demo:"))
-    folder = Path(reference).expanduser()
+    folder = _path(reference)
     if folder.is_dir():
         gguf = None if has_weights(folder) else first_gguf(folder)
         return gguf or folder
@@ -119,7 +123,7 @@ def pull(reference: str, progress: Progress = no_progress) -> Path:
 
     Raises UsageError for a reference that is not on the hub, and as `resolve_model` does.
     """
-    if reference.startswith("demo:") or Path(reference).expanduser().exists():
+    if reference.startswith("demo:") or _path(reference).exists():
         raise UsageError(f"{reference} is on this machine already; pull takes org/name[@revision].")
     return resolve_model(reference, progress=progress)
 
@@ -145,6 +149,30 @@ def tokenizer_file(folder: Path) -> Path:
     shared = DEMO_FOLDER / "tokenizer.json"
     is_demo = folder.resolve().parent == DEMO_FOLDER.resolve()
     return shared if is_demo else folder / shared.name
+
+
+def _path(reference: str) -> Path:
+    """A reference as the path that it may be, which can be asked whether it exists.
+
+    Raises UsageError for what no path can be, CheckpointError for one that is not for this user.
+    """
+    path = Path(reference)
+    try:
+        path = path.expanduser()
+        path.stat()
+        if path.is_dir():
+            next(path.iterdir(), None)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (RuntimeError, ValueError) as error:  # a home that nobody has, a character of none
+        raise UsageError(f"There is no model {shown(reference)}: {error}.") from error
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise UsageError(
+                f"There is no model {shown(reference)}: first comes the model, then the text."
+            ) from error
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+    return path
 
 
 def _demo(name: str) -> Path:
@@ -173,7 +201,7 @@ def _parse_hub_id(reference: str, folder: Path) -> tuple[str, str]:
     raise HubError(
         f"There is no model {reference!r}. Tried: the folder {folder.absolute()}, which does not "
         "exist; the hub, whose ids look like org/name or org/name@revision; the demo models, "
-        f"{', '.join(f'demo:{name}' for name in DEMO_NAMES)}."
+        f"{', '.join(f'demo:{name}' for name in DEMO_NAMES)}.{way_out(reference)}"
     )
 
 

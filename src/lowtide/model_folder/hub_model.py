@@ -28,6 +28,7 @@ from lowtide.model_folder.checkpoint import (
 )
 from lowtide.model_folder.hub_cache import MAX_INDEX_BYTES, snapshot_folder
 from lowtide.model_folder.hub_requests import asked, failure, read_part
+from lowtide.model_folder.way_out import gguf_way_out
 
 SMALL_FILES = ("*.json", "*.jinja")
 """What is fetched beside weights: configuration and tokenizer. Never code or pickled weights."""
@@ -150,10 +151,11 @@ class HubModel:
         if missing:
             others = {told for end, told in _OTHER_FORMATS.items() if _any_end(all_names, end)}
             instead = f" It holds {' and '.join(sorted(others))} instead." if others else ""
+            way = f" {gguf_way_out(self.repo_id)}" if _any_end(all_names, ".gguf") else ""
             raise HubError(
                 f"{self.name} is not a checkpoint that can be loaded: {' and '.join(missing)} "
-                f"missing on the hub.{instead} Only safetensors checkpoints are read; choose the "
-                "model's original repository."
+                f"missing on the hub.{instead} Only safetensors checkpoints are fetched; choose "
+                f"the model's original repository.{way}"
             )
 
 

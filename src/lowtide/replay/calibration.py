@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 from lowtide.core import FloatArray
 from lowtide.errors import StorageError, UsageError
 from lowtide.files.array_file import Arrays, Contradiction, load_arrays, save_arrays
+from lowtide.files.folders import cache_folder
 from lowtide.files.whole_file import check_writable
 from lowtide.formats.expert_inputs import ExpertInputs
 from lowtide.policies.buddy_profile import BuddyProfile, QualityCurve
@@ -164,14 +164,13 @@ def check_calibration_path(path: Path) -> None:
 def default_path(folder: Path, architecture: str, shape: TraceShape) -> Path:
     """Where the calibration of the model in `folder` is kept unless a path is given.
 
-    In `$XDG_CACHE_HOME/lowtide/calibrations`, or below `~/.cache`; the name holds a digest of the
-    folder and of what `check` compares.
+    In the user's cache; the name holds a digest of the folder and of what `check` compares. Raises
+    StorageError where there is no home for that.
     """
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     facts = json.dumps([str(folder.resolve()), architecture, *shape])
     digest = hashlib.sha256(facts.encode()).hexdigest()[:12]
     name = re.sub(r"[^\w.-]+", "-", folder.resolve().name)[:64]
-    return Path(base) / "lowtide" / "calibrations" / f"{name}-{digest}.lowtide"
+    return cache_folder() / "calibrations" / f"{name}-{digest}.lowtide"
 
 
 def _load(path: Path, unread: Collection[str]) -> Arrays:

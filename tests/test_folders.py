@@ -1,0 +1,100 @@
+"""A user who has no home: everything runs, and what would be kept is not."""
+
+from __future__ import annotations
+
+import io
+import pwd
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowtide.cli.line_editor import LineEditor
+from lowtide.errors import StorageError
+from lowtide.files.folders import cache_folder, state_folder
+from lowtide.hardware.kept_rates import keep_rates, kept_rates
+from lowtide.hardware.machine import this_machine
+from lowtide.replay.calibration import default_path
+from lowtide.replay.trace import TraceShape
+
+
+def nobody(number: int) -> Any:
+    raise KeyError(f"getpwuid(): uid not found: {number}")
+
+
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs as a number without a name."""
+    for name in ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+
+
+def test_what_has_no_place_is_refused_with_the_way_out(homeless: None) -> None:
+    with pytest.raises(StorageError, match="set HOME or XDG_CACHE_HOME"):
+        cache_folder()
+    with pytest.raises(StorageError, match="set HOME or XDG_STATE_HOME"):
+        state_folder()
+
+
+def test_a_place_of_its_own_will_do(
+    homeless: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "lowtide"
+    path = default_path(tmp_path, "Any", TraceShape(1, 2, 3, 4, 5))
+    assert path.parent == tmp_path / "lowtide" / "calibrations"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which the specification has ignored
+    with pytest.raises(StorageError, match="no home"):
+        default_path(tmp_path, "Any", TraceShape(1, 2, 3, 4, 5))
+
+
+HOMELESS = """
+import os, pwd, sys
+for name in ("HOME", "USER", "LOGNAME", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
+    os.environ.pop(name, None)
+def nobody(number):
+    raise KeyError(f"getpwuid(): uid not found: {number}")
+pwd.getpwuid = nobody
+from lowtide.cli.main import main
+sys.argv = ["lowtide", *sys.argv[1:]]
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "demo:autoregressive"],
+        ["generate", "demo:autoregressive", "x = ", "--max-tokens", "2"],
+        ["chat", "demo:autoregressive", "--max-tokens", "2"],
+    ],
+    ids=["plan", "generate", "chat"],
+)
+def test_a_model_runs_all_the_same(arguments: list[str], tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", HOMELESS, *arguments, "--context", "64"],
+        input="x = ",
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=120,
+    )
+    assert result.returncode == 0 and result.stdout.strip(), result.stderr
+    assert "Traceback" not in result.stderr
+    assert not [*tmp_path.iterdir()]
+
+
+def test_rates_are_not_kept_and_said_so(homeless: None, caplog: pytest.LogCaptureFixture) -> None:
+    machine = this_machine()
+    assert kept_rates(machine) == () and not caplog.records
+    keep_rates(machine, ())
+    assert "no home" in caplog.text and "not kept" in caplog.text
+
+
+def test_lines_are_read_without_a_history(homeless: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    with LineEditor([]) as editor:
+        assert editor.read() == "hello"
