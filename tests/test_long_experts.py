@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -16,7 +18,18 @@ from hypothesis import strategies as st
 from test_hybrid import FAST, Case, check_idle, presets, refuse, shares, tier_of
 from test_link import CtrlC, Machine, traced
 from test_product_threads import EXPERT, WORKER, Told
-from test_runtime import EXECUTORS, POLICIES, POOL, SHAPE, WEIGHTS, Rig, StepInput, make_step
+from test_runtime import (
+    EXECUTORS,
+    POLICIES,
+    POOL,
+    SHAPE,
+    WEIGHTS,
+    Experts,
+    Rig,
+    StepInput,
+    fill,
+    make_step,
+)
 from torch import Tensor
 
 from lowtide.core import Moves, Step, StepKind
@@ -26,6 +39,7 @@ from lowtide.experts.device_tiles import DeviceTiles
 from lowtide.experts.registrar import ExpertRegistrar
 from lowtide.experts.rows import ExpertRows, Routing, row_pieces
 from lowtide.kernels.choice import choose_kernels
+from lowtide.kernels.operands import ExpertWeights
 from lowtide.kernels.reference import REFERENCE, Kernels
 from lowtide.llm import LLM
 from lowtide.memory.arena import Arena
@@ -174,6 +188,33 @@ def test_every_miss_of_a_long_pass_is_one_read(
             assert sorted(reads) == sorted(wanted - here)
 
 
+def test_residents_of_a_tile_are_computed_while_others_are_read() -> None:
+    """Expert 0 has been read once expert 1, which is resident, is computed."""
+    rig = Rig("static", [1, 6], executor=POOL)
+    rig.host.keep(0, np.empty(0, np.int64))
+    rig.host.load([np.array([1]), np.arange(6)], lambda *_: None)
+    is_computed, weights = threading.Event(), WEIGHTS[torch.float32]
+    resident = rig.slots.weights(0, rig.host.ledger.slot_of(0, 1))
+
+    def read(expert: int, slot: int) -> int:
+        if expert == 0:
+            assert is_computed.wait(60)
+        return fill(rig.slots, slot, weights[0, expert])
+
+    def product(x: Tensor, own: ExpertWeights, gate: Tensor, up: Tensor, out: Tensor) -> None:
+        REFERENCE.gated_mlp(x, own, gate, up, out)
+        if own is resident:
+            is_computed.set()
+
+    with ThreadPoolExecutor(2) as pool, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rig.transfer, "start", lambda _, *read_of: pool.submit(read, *read_of))
+        patch.setattr(Experts, "product", product)
+        call = make_step(1, 0, 0, 33, torch.float32)
+        with tile_of(SMALL_TILE):
+            assert torch.equal(rig.run(call), in_one_buffer(call, REFERENCE, SMALL_TILE))
+    rig.check()
+
+
 @examples(30)
 @given(
     calls=numbers(1, 150),
@@ -233,12 +274,15 @@ def test_an_interrupt_in_a_product_of_a_long_pass(capacity: list[int], at: int) 
 def test_admitted_experts_make_room_where_those_they_replace_come_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """0 and 1 are to replace 4 and 5, whose rows are last, and one slot is left for all others."""
+    """0 and 1 are to replace 4 and 5, whose rows are in the last of several tiles, and one slot is
+    left for all others."""
     rig = Rig("static", [2, 0], num_staging=1)
     rig.host.keep(0, np.empty(0, np.int64))
     rig.host.load([np.array([4, 5]), np.empty(0, np.int64)], lambda *_: None)
     moves = Moves(np.array([0, 1]), np.array([4, 5]))
     monkeypatch.setattr(Policies, "moves", lambda *_: moves)
+    for buffers in (Registrar, Workspace):
+        monkeypatch.setattr(buffers, "together", lambda *_: SMALL_TILE)
     call = make_step(2, 0, 1, 100, torch.float32)
     with tile_of(SMALL_TILE):
         assert torch.equal(rig.run(call), in_one_buffer(call, REFERENCE, SMALL_TILE))

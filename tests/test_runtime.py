@@ -428,7 +428,7 @@ def test_every_read_is_under_way_before_the_first_resident_runs(
 
     monkeypatch.setattr(rig.transfer, "start", noted_start)
     monkeypatch.setattr(Experts, "product", noted_product)
-    rig.run(every_expert(layer=1))
+    rig.run(prompt(every_expert(layer=1)))
     assert events == ["read 3", "read 4", "read 5", *["run"] * 6]
 
 
@@ -437,6 +437,11 @@ def every_expert(layer: int = 0, index: int = 0) -> StepInput:
     call = make_step(1, layer, index, 2, torch.float32)
     experts = torch.tensor([[0, 1, 2], [3, 4, 5]])
     return call._replace(routing=Routing(experts, call.routing.weights))
+
+
+def prompt(call: StepInput) -> StepInput:
+    """After its last layer nothing is read ahead."""
+    return call._replace(step=Step(StepKind.PREFILL, 0))
 
 
 def test_as_many_reads_as_slots_stay_under_way() -> None:
@@ -452,7 +457,7 @@ def test_as_many_reads_as_slots_stay_under_way() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_Answer, "result", noted)
-        rig.run(every_expert(layer=1))
+        rig.run(prompt(every_expert(layer=1)))
     assert under_way == [2, 3, 4, 5, 6, 6]
 
 
@@ -687,9 +692,66 @@ def test_the_next_layer_is_read_ahead_where_nearly_all_experts_are_hit(executor:
     rig.check()
     call = every_expert(1)
     assert torch.equal(rig.run(call), dense_oracle(call, WEIGHTS[torch.float32]))
-    assert started(rig)[3:] == [(1, 5)], "there is no layer after the last one"
+    assert started(rig)[3:] == [(1, 5)], "all of layer 0 is there"
     stats = rig.host.stats
     assert (rig.runtime.stats.num_misses, stats.num_ahead, stats.num_wasted) == (4, 3, 0)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_the_next_passs_first_layer_is_read_ahead_where_passes_are_repeated(
+    executor: Executor,
+) -> None:
+    rig = Rig("static", [2, 6], num_staging=3, executor=executor)
+    rig.run(every_expert(1))
+    assert started(rig) == [(0, 2), (0, 3), (0, 4)]
+    rig.check()
+    call = every_expert(0, index=1)
+    assert torch.equal(rig.run(call), dense_oracle(call, WEIGHTS[torch.float32]))
+    assert started(rig)[3:] == [(0, 5)]
+    stats = rig.host.stats
+    assert (rig.runtime.stats.num_misses, stats.num_ahead, stats.num_wasted) == (4, 3, 0)
+
+
+@pytest.mark.parametrize("kind", [StepKind.PREFILL, StepKind.DECODE])
+def test_nothing_is_read_ahead_of_a_pass_that_is_another(kind: StepKind) -> None:
+    rig = Rig("static", [2, 6], num_staging=3)
+    rig.run(every_expert(1)._replace(step=Step(kind, 0)))
+    assert not started(rig) and not rig.host.num_ahead
+
+
+def test_what_a_pause_ends_is_read_again() -> None:
+    """Between passes slots may go; the next pass does not miss what was on its way."""
+    rig = Rig("static", [2, 6], num_staging=3)
+    rig.run(every_expert(1))
+    rig.host.pause()
+    assert not rig.host.num_ahead and rig.host.stats.num_wasted == 3
+    call = every_expert(0, index=1)
+    assert torch.equal(rig.run(call), dense_oracle(call, WEIGHTS[torch.float32]))
+    rig.check()
+
+
+def test_a_slot_that_comes_free_while_a_read_is_waited_for_is_filled() -> None:
+    """Read 1 ends once a third one has begun, in the slot of expert 0."""
+    rig = Rig("static", [0, 6], num_staging=2, executor=POOL)
+    third_begins = threading.Event()
+    weights = WEIGHTS[torch.float32]
+
+    def read(expert: int, slot: int) -> int:
+        if expert == 1:
+            assert third_begins.wait(60)
+        return fill(rig.slots, slot, weights[0, expert])
+
+    with ThreadPoolExecutor(2) as pool, pytest.MonkeyPatch.context() as patch:
+
+        def start(layer: int, expert: int, slot: int) -> Ticket:
+            if expert == 2:
+                third_begins.set()
+            return pool.submit(read, expert, slot)
+
+        patch.setattr(rig.transfer, "start", start)
+        call = every_expert(0)
+        assert torch.equal(rig.run(call), dense_oracle(call, weights))
+    rig.check()
 
 
 def test_slots_that_come_free_while_others_are_in_use_read_ahead() -> None:

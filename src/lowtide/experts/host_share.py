@@ -107,19 +107,21 @@ class HostShare:
         self._ready.appendleft(self._whole(expert, slot))
         self._start(self._run_ready)
 
-    def submit_rows(self, expert: int, slot: int, is_last: bool) -> None:
+    def submit_rows(self, expert: int, slot: int, is_last: bool, is_first: bool = False) -> None:
         """Hands over an expert whose rows threads share, if they are many; `is_last`: these rows
-        are its last, and its slot can be given back after them."""
+        are its last, and its slot can be given back after them; `is_first`: before all others,
+        since its slot is wanted."""
         pieces, num_ended = self._rows.pieces(expert), itertools.count(1)
 
         def end() -> None:
             if next(num_ended) == len(pieces) and is_last:
                 self._tier.give_back(slot)
 
+        add = self._ready.appendleft if is_first else self._ready.append
         for piece in pieces:
             work = partial(self._run, piece, slot)
             num_tokens = piece.stop - piece.start
-            self._ready.append((self._compute.paced([num_tokens], work), end))
+            add((self._compute.paced([num_tokens], work), end))
             self._start(self._run_ready)
 
     def wait(self, limit_s: float) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
@@ -21,6 +22,9 @@ from lowtide.experts.transfer import Transfer, ticket_result
 from lowtide.policies.decision import Policies
 from lowtide.reading.dense_weights import Progress
 from lowtide.threads.event import WAIT_LIMIT_S
+
+LOOK_S = 1e-3
+"""How often used experts' slots are looked for: about as long as one of many tokens takes."""
 
 
 class Use(Protocol):
@@ -124,6 +128,11 @@ class HostTier:
     def open(self, layer: int, wanted: IntArray, moves: Moves) -> HostReads:
         """Experts that this layer's step needs in host memory; `wanted` ascend."""
         return HostReads(self, layer, wanted, moves)
+
+    def expect_next(self, facts: Facts) -> None:
+        """Told of the layer that runs now, whose own reads are open."""
+        if self.read_ahead is not None:
+            self.read_ahead.expect(facts)
 
     def settle(self) -> None:
         """Gives back the slots whose uses are done."""
@@ -267,13 +276,14 @@ class HostReads:
     def next(self) -> tuple[int, int] | None:
         """Waits for the oldest read: its expert and slot. None where all wait for a slot.
 
-        Raises StorageError when the expert cannot be read.
+        Slots that come free meanwhile are given away, as by `start`. Raises StorageError when the
+        expert cannot be read.
         """
         if not self._pending:
             return None
         read, stats = self._pending[0], self._tier.stats
         start_s = perf_counter()
-        stats.read_bytes += ticket_result(read.ticket)
+        stats.read_bytes += self._end(read)
         stats.wait_s += perf_counter() - start_s
         self._pending.popleft()
         if read.expert in self._admit:
@@ -324,6 +334,20 @@ class HostReads:
     def cancel(self) -> None:
         """After a failure: no slot is written any more; `HostTier.abandon` gives them back."""
         end_reads(self._pending)
+
+    def _end(self, read: PendingRead) -> int:
+        """Waits for a read, and gives away the slots that come free meanwhile; bytes read."""
+        end_s = perf_counter() + WAIT_LIMIT_S
+        while self._wants_slots and perf_counter() < end_s:
+            with suppress(TimeoutError):
+                return read.ticket.result(LOOK_S)
+            self.start()
+        return ticket_result(read.ticket)
+
+    @property
+    def _wants_slots(self) -> bool:
+        read_ahead = self._tier.read_ahead
+        return bool(self._waiting) or (read_ahead is not None and read_ahead.is_waiting)
 
     def _claim(self) -> None:
         """Goes on with the reads that began before this layer did."""

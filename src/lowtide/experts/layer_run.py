@@ -13,16 +13,13 @@ from lowtide.core import NO_MOVES, Facts, IntArray, Moves
 from lowtide.errors import InternalError
 from lowtide.experts.device_tier import AtHost, DeviceShare, DeviceTier
 from lowtide.experts.host_share import HostBuffers, HostShare
-from lowtide.experts.host_tier import HostReads
+from lowtide.experts.host_tier import LOOK_S, HostReads
 from lowtide.experts.rows import ExpertBuffers, ExpertRows
 from lowtide.policies.decision import Decision
 from lowtide.threads.event import WAIT_LIMIT_S
 
 if TYPE_CHECKING:
     from lowtide.experts.runtime import ExpertRuntime
-
-LOOK_S = 1e-3
-"""How often used experts' slots are looked for: about as long as one of many tokens takes."""
 
 
 class LayerRun:
@@ -99,8 +96,9 @@ class LayerRun:
 
     def _open(self, wanted: IntArray, moves: Moves) -> HostReads:
         """Starts the reads of what is not in host memory, then those ahead."""
-        self._reads = reads = self._runtime.host.open(self._layer, wanted, moves)
-        self._runtime.expect_next(self._layer, self._facts.demand)
+        host = self._runtime.host
+        self._reads = reads = host.open(self._layer, wanted, moves)
+        host.expect_next(self._facts)
         reads.start()
         return reads
 

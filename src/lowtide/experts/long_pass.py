@@ -2,8 +2,10 @@
 
 Pairs come as they are sorted, by expert, as many at a time as a tile's buffers hold. An expert is
 read or fetched once, when its first rows' turn comes, and stays until its last ones are computed.
-What a tile has computed is added to the layer's sum: every token's in ascending id, one multiply
-and one add per expert, as `Kernels.combine` does. So neither budget nor threads change a bit.
+Within a tile the host computes what has just been read first, since its slots are wanted, and what
+was in memory beside that: neither reads nor threads wait for each other's turn. What a tile has
+computed is added to the layer's sum: every token's in ascending id, one multiply and one add per
+expert, as `Kernels.combine` does. So neither budget nor threads change a bit.
 """
 
 from __future__ import annotations
@@ -21,8 +23,7 @@ from lowtide.errors import InternalError
 from lowtide.experts.device_tier import AtHost, DeviceTier
 from lowtide.experts.device_tiles import DeviceTiles
 from lowtide.experts.host_share import HostBuffers, HostShare
-from lowtide.experts.host_tier import HostReads
-from lowtide.experts.layer_run import LOOK_S
+from lowtide.experts.host_tier import LOOK_S, HostReads
 from lowtide.experts.rows import ExpertBuffers, ExpertRows, Routing, Terms
 from lowtide.policies.decision import Decision
 from lowtide.threads.event import WAIT_LIMIT_S
@@ -145,7 +146,7 @@ class LongRun:
 
     def _start(self, reads: HostReads) -> None:
         self._slots.update(reads.here)
-        self._runtime.expect_next(self._facts.layer, self._facts.demand)
+        self._runtime.host.expect_next(self._facts)
         reads.start()
 
     def _run_tile(
@@ -188,22 +189,29 @@ class LongRun:
         for_host: Sequence[int],
         share: DeviceTiles | None = None,
     ) -> None:
-        """The experts of a tile in ascending order, on the host or by being fetched."""
+        """The experts of a tile on the host, those in memory beside those that are read, and by
+        being fetched."""
         try:
             to_fetch = [] if share is None else share.begin(rows, pairs)
-            for expert in sorted([*for_host, *to_fetch]):
+            here = [expert for expert in for_host if expert in self._slots]
+            for expert in here:
+                self._submit(host, expert, pairs)
+            for expert in sorted({*for_host, *to_fetch}.difference(here)):
                 slot = self._slot(reads, host, expert)
                 if share is not None and expert in to_fetch:
                     share.fetch(expert, slot)
                 else:
-                    is_last = self._given.rows.pairs(expert).stop <= pairs.stop
-                    host.submit_rows(expert, slot, is_last)
+                    self._submit(host, expert, pairs, is_first=True)
             if share is not None:
                 share.run_wave()
             self._collect(reads, host)
         except BaseException:
             host.cancel()
             raise
+
+    def _submit(self, host: HostShare, expert: int, pairs: slice, is_first: bool = False) -> None:
+        is_last = self._given.rows.pairs(expert).stop <= pairs.stop
+        host.submit_rows(expert, self._slots[expert], is_last, is_first)
 
     def _slot(self, reads: HostReads, host: HostShare, expert: int) -> int:
         """Where an expert is in host memory, once it is."""

@@ -1,8 +1,9 @@
 """Reads of the next layer's experts, begun under the present layer's computation.
 
 A pass over hundreds of tokens hits nearly every expert of every layer, so what the next layer will
-ask for is known before its router has run. Decides nothing about residence: what arrives is the
-next layer's to use, keep or drop, as any other read.
+ask for is known before its router has run; and so is what the next pass's first layer will, where
+passes go over the same tokens again and again. Decides nothing about residence: what arrives is
+that layer's to use, keep or drop, as any other read.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lowtide.core import Demand, IntArray
+from lowtide.core import NOBODY, Facts, IntArray, StepKind
 from lowtide.experts.slots import SlotLedger
 from lowtide.experts.transfer import Transfer
 from lowtide.reading.file_reader import Ticket
+
+_NO_LAYER = -1
 
 NEARLY_ALL = 0.9
 """A layer's share of demanded experts from which the next layer is expected to ask for all: no
@@ -41,7 +44,7 @@ class ReadAhead:
 
     def __init__(self, ledger: SlotLedger) -> None:
         self._ledger = ledger
-        self._layer = -1
+        self._layer = _NO_LAYER
         self._waiting: deque[int] = deque()
         self._pending: deque[PendingRead] = deque()
 
@@ -54,10 +57,10 @@ class ReadAhead:
         """Whether there is more to read than slots have come free for."""
         return bool(self._waiting)
 
-    def expect(self, layer: int, demand: Demand) -> None:
-        """Told the demand of the layer before `layer`: what to read while that is computed."""
-        self._layer = layer
-        self._waiting = deque(self._expected(layer, demand).tolist())
+    def expect(self, facts: Facts) -> None:
+        """Told of the layer that runs now: what to read of the next one while it is computed."""
+        self._layer = self._next_layer(facts)
+        self._waiting = deque(self._expected(facts).tolist())
 
     def start_reads(self, transfer: Transfer) -> None:
         """Gives every free slot to an expert that is expected to be demanded."""
@@ -88,11 +91,20 @@ class ReadAhead:
         self._waiting.clear()
         self._pending.clear()
 
-    def _expected(self, layer: int, demand: Demand) -> IntArray:
-        is_resident = self._ledger.is_resident(layer)
-        if len(demand.experts) < NEARLY_ALL * len(is_resident):
-            return demand.experts[:0]
-        return np.flatnonzero(~is_resident)
+    def _next_layer(self, facts: Facts) -> int:
+        """After the last one the first one again, where passes are repeated."""
+        num_layers = self._ledger.num_layers
+        if facts.layer + 1 < num_layers:
+            return facts.layer + 1
+        # A prompt is read once. With a device above, some experts are nobody's to read.
+        is_repeated = facts.step.kind is StepKind.DENOISE and not facts.has_idle_link
+        return 0 if is_repeated and num_layers > 1 else _NO_LAYER
+
+    def _expected(self, facts: Facts) -> IntArray:
+        is_demanding = len(facts.demand.experts) >= NEARLY_ALL * self._ledger.num_experts
+        if self._layer == _NO_LAYER or not is_demanding:
+            return NOBODY
+        return np.flatnonzero(~self._ledger.is_resident(self._layer))
 
 
 class LateReads:

@@ -264,7 +264,7 @@ class ExpertRuntime:
         demand = facts.demand if decision.run is None else decision.run.demand
         is_at_once = self._can_run_at_once(x, demand, decision)
         if is_at_once:
-            self._start_reads(layer, facts.demand)
+            self._start_reads(facts)
             if run_in_place is not None:
                 run_in_place(*routing)
                 return
@@ -381,15 +381,9 @@ class ExpertRuntime:
         self.stats.num_moves_asked += moves.num_asked
         return moves
 
-    def expect_next(self, layer: int, demand: Demand) -> None:
-        """Tells what reads ahead what to expect of the layer after `layer`."""
-        read_ahead = self.host.read_ahead
-        if read_ahead is not None and layer + 1 < self._shape.num_layers:
-            read_ahead.expect(layer + 1, demand)
-
-    def _start_reads(self, layer: int, demand: Demand) -> None:
+    def _start_reads(self, facts: Facts) -> None:
         """Of what the next layer is expected to ask for: this one has all that it asks for."""
-        self.expect_next(layer, demand)
+        self.host.expect_next(facts)
         if self.host.read_ahead is not None:
             self.host.read_ahead.start_reads(self.host.transfer)
 
