@@ -644,11 +644,21 @@ def test_a_plan_refuses_a_calibration_as_loading_does(model, tmp_path) -> None:
         ("policy_options", "tau=4"),
         ("config_overrides", 3),
         ("calibration", 3),
+        ("dtype", ["float32"]),
+        ("elastic", "yes"),
+        ("offline", "no"),
+        ("progress", 5),
     ],
 )
 def test_options_of_another_kind_are_refused_by_name(model, name, value) -> None:
     with pytest.raises(UsageError, match=f"{name} must be"):
         LLM(model, **{name: value})
+
+
+@pytest.mark.parametrize("named", [None, 5])
+def test_what_names_no_model_is_refused(named) -> None:
+    with pytest.raises(UsageError, match="A model is a folder"):
+        LLM(named)
 
 
 @pytest.mark.parametrize("at", [0, 1, 5, 20])

@@ -197,8 +197,10 @@ def _told(progress: Progress | bool | None) -> Iterator[Progress | None]:
     wished or, where nothing is said, somebody watches."""
     if progress is None:
         progress = is_watched()
-    if not isinstance(progress, bool):
+    if callable(progress):
         yield progress
+    elif not isinstance(progress, bool):
+        raise UsageError(f"progress must be true, false or a function, not {progress!r}.")
     elif not progress:
         yield None
     else:

@@ -20,6 +20,7 @@ from lowtide.engine.device import (
 )
 from lowtide.engine.named_inputs import inputs_to_round_for
 from lowtide.engine.option_checks import (
+    as_reference,
     check_integer,
     check_kinds,
     check_not_bidirectional,
@@ -302,7 +303,7 @@ class OpenModel:
 def open_model(reference: str | Path, options: EngineConfig) -> OpenModel:
     """Finds a model, fetched if need be, and checks all that can be without reading a weight."""
     path = resolve_model(
-        str(reference),
+        str(as_reference(reference)),
         offline=options.offline,
         overrides=options.config_overrides,
         progress=options.progress or no_progress,
@@ -314,7 +315,7 @@ def open_for_plan(reference: str | Path | HubModel, options: EngineConfig) -> Op
     """As `open_model`; of a model that is on the hub only its config and headers are fetched."""
     found = reference
     if not isinstance(found, HubModel):
-        found = locate_model(str(found), offline=options.offline)
+        found = locate_model(str(as_reference(found)), offline=options.offline)
     if isinstance(found, Path):
         return _open_path(found, options)
     config = _checked(

@@ -21,13 +21,25 @@ def check_kinds(options: EngineConfig) -> None:
     kinds: list[tuple[str, type | UnionType, str]] = [
         ("device", str, "a name such as 'auto'"),
         ("calibration", str | os.PathLike | None, "the path of a file"),
+        ("dtype", str | None, "a name such as 'bfloat16'"),
     ]
+    for name in ("offline", "elastic", "check_weights", "unsafe"):
+        kinds.append((name, bool, "true or false"))
     for name in ("device_options", "policy_options", "config_overrides"):
         kinds.append((name, Mapping, "a mapping of names to values"))
     for name, kind, noun in kinds:
         value = getattr(options, name)
         if not isinstance(value, kind):
             raise UsageError(f"{name} must be {noun}, not {value!r}.")
+
+
+def as_reference(model: object) -> str | os.PathLike[str]:
+    """What names a model. Raises UsageError for what names nothing."""
+    if not isinstance(model, str | os.PathLike):
+        raise UsageError(
+            f"A model is a folder, a GGUF file, a hub id or a demo's name, not {model!r}."
+        )
+    return model
 
 
 def check_integer(name: str, value: int | None, low: int, high: int) -> None:
