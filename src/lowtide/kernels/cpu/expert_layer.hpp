@@ -9,13 +9,12 @@
 // which is one multiplication and one addition in float32 for each expert.
 //
 // `Weights` is a matrix with `row_bytes()`, `from(row)`, `moved(num_bytes)` (the same of another
-// slot), `start()`, where it begins, and `multiply(variant, product)`, in which the product's own
-// weights are nobody's.
+// slot) and `start()`, where it begins. `Rows` (call_rows.hpp) multiply with it; where they are as
+// they are, by its `multiply(variant, product)`, in which the product's own weights are nobody's.
 
 #pragma once
 
-#include "pairs.hpp"
-#include "products.hpp"
+#include "call_rows.hpp"
 #include "team.hpp"
 
 namespace lowtide {
@@ -32,29 +31,51 @@ struct ExpertScratch {
     bf16 *parts, *gate, *up;
 };
 
-template <class Weights>
+template <class Weights, class Rows>
 class ExpertLayer {
    public:
     ExpertLayer(
         int variant, int num_threads, const ExpertSlots<Weights>& slots,
         const ExpertScratch& scratch
-    ) : variant_(variant), num_threads_(num_threads), slots_(slots), scratch_(scratch) {}
+    ) : variant_(variant), num_threads_(num_threads), slots_(slots), scratch_(scratch),
+        rows_(variant) {}
 
     // The groups' rows of parts, from inputs to outputs. are_alike: whether all have the same row.
     void run(const Group* groups, long num_groups, bool are_alike = false) {
-        const long hidden = slots_.hidden, width = slots_.width;
-        const long expert_bytes = width * (slots_.gate.row_bytes() + slots_.up.row_bytes()) +
-                                  hidden * slots_.down.row_bytes();
-        if (num_groups * expert_bytes < WORTH_BYTES) num_threads_ = 1;
-        inputs_ = new_inputs(2 * num_groups), are_alike_ = are_alike;
-        gates_ = {groups, num_groups, width, features_of_piece(slots_.gate, width)};
-        downs_ = {groups, num_groups, hidden, features_of_piece(slots_.down, hidden)};
-        together(num_threads_, gates_.count(), [this](long number) { run_gate(number); });
-        together(num_threads_, downs_.count(), [this](long number) { run_down(number); });
+        are_alike_ = are_alike;
+        for (long count = 0; num_groups > 0; groups += count, num_groups -= count) {
+            count = num_at_once(groups, num_groups);
+            run_some(groups, count);
+        }
     }
 
    private:
     static constexpr long PIECE_BYTES = WORTH_BYTES / 2;  // of a matrix, as far as tiles stay whole
+
+    // Of groups that have few enough rows together; one at least.
+    static long num_at_once(const Group* groups, long num_groups) {
+        long count = 0;
+        for (long num_rows = 0; count < num_groups; ++count) {
+            num_rows += groups[count].num_rows;
+            if (count > 0 && num_rows > Rows::MOST_ROWS) break;
+        }
+        return count;
+    }
+
+    void run_some(const Group* groups, long num_groups) {
+        const long hidden = slots_.hidden, width = slots_.width;
+        const long expert_bytes = width * (slots_.gate.row_bytes() + slots_.up.row_bytes()) +
+                                  hidden * slots_.down.row_bytes();
+        if (num_groups * expert_bytes < WORTH_BYTES) num_threads_ = 1;
+        gates_ = {groups, num_groups, width, features_of_piece(slots_.gate, width)};
+        downs_ = {groups, num_groups, hidden, features_of_piece(slots_.down, hidden)};
+        const long num_inputs = are_alike_ ? 1 : num_groups;
+        rows_.take(num_threads_, {scratch_.parts, hidden, hidden, groups, num_inputs},
+                   {slots_.gate, slots_.up});
+        together(num_threads_, gates_.count(), [this](long number) { run_gate(number); });
+        rows_.take(num_threads_, {scratch_.gate, width, width, groups, num_groups}, {slots_.down});
+        together(num_threads_, downs_.count(), [this](long number) { run_down(number); });
+    }
 
     static long features_of_piece(const Weights& weights, long num_features) {
         return even_pieces(num_features, whole_tiles(PIECE_BYTES / weights.row_bytes()));
@@ -83,14 +104,14 @@ class ExpertLayer {
             scratch_.parts + group.first * hidden, hidden, nullptr, nullptr, gate, width,
             group.num_rows, size, hidden,
         };
-        product.inputs = inputs_ + (are_alike_ ? 0 : gates_.group(number));
         product.next = start(slots_.up, gates_, number);
-        weights(slots_.gate, gates_, number).multiply(variant_, product);
+        const long inputs = are_alike_ ? 0 : gates_.group(number);
+        rows_.multiply(weights(slots_.gate, gates_, number), product, inputs);
         product.out = up;
         const long next = number + num_threads_;
         product.next = next < gates_.count() ? start(slots_.gate, gates_, next)
                                              : start(slots_.down, downs_, next - gates_.count());
-        weights(slots_.up, gates_, number).multiply(variant_, product);
+        rows_.multiply(weights(slots_.up, gates_, number), product, inputs);
         for (long row = 0; row < group.num_rows; ++row)
             silu_times(variant_, gate + row * width, up + row * width, size);
     }
@@ -103,9 +124,8 @@ class ExpertLayer {
             scratch_.parts + group.first * hidden + downs_.first(number), hidden, group.num_rows,
             downs_.size(number), width,
         };
-        product.inputs = inputs_ + downs_.num_groups + downs_.group(number);
         product.next = start(slots_.down, downs_, number + num_threads_);
-        weights(slots_.down, downs_, number).multiply(variant_, product);
+        rows_.multiply(weights(slots_.down, downs_, number), product, downs_.group(number));
     }
 
     // Of a piece.
@@ -123,13 +143,13 @@ class ExpertLayer {
     int num_threads_;
     const ExpertSlots<Weights> slots_;
     const ExpertScratch scratch_;
-    std::uint64_t inputs_ = 0;
+    Rows rows_;
     bool are_alike_ = false;
     Pieces gates_{}, downs_{};
 };
 
 // See `ExpertsFunction`.
-template <class Weights>
+template <class Weights, class Rows>
 void run_experts(
     int variant, int num_threads, const bf16* x, const std::int64_t* experts, const float* weights,
     const std::int64_t* slots, const ExpertSlots<Weights>& places, const ExpertScratch& scratch,
@@ -138,7 +158,7 @@ void run_experts(
     const long num_pairs = num_tokens * k, hidden = places.hidden;
     const SortedPairs sorted(x, experts, slots, scratch.parts, num_tokens, k, hidden);
     const auto num_groups = static_cast<long>(sorted.groups.size());
-    ExpertLayer<Weights>(variant, num_threads, places, scratch)
+    ExpertLayer<Weights, Rows>(variant, num_threads, places, scratch)
         .run(sorted.groups.data(), num_groups, num_tokens == 1);
 
     const long* rows = sorted.row_of.data();

@@ -2,8 +2,8 @@
 
 #pragma once
 
+#include "call_rows.hpp"
 #include "ggml_types.hpp"
-#include "products.hpp"
 
 namespace lowtide {
 
@@ -30,15 +30,15 @@ struct PackedType {
 const PackedType& packed_type(int number);
 
 // A matrix [.., num_k].
-struct PackedWeights {
+struct PackedWeights : AdjacentRows<PackedWeights> {
     const PackedType* type;
-    const std::uint8_t* rows;
     long num_k;
 
-    long row_bytes() const { return num_k / type->block_size * type->block_bytes; }
-    const void* start() const { return rows; }
-    PackedWeights from(long row) const { return {type, rows + row * row_bytes(), num_k}; }
-    PackedWeights moved(long num_bytes) const { return {type, rows + num_bytes, num_k}; }
+    PackedWeights(int number, const void* stored, long, long num_k)
+        : AdjacentRows{static_cast<const std::uint8_t*>(stored), 0}, type(&packed_type(number)),
+          num_k(num_k) {
+        bytes_of_row = num_k / type->block_size * type->block_bytes;
+    }
 
     // See `multiply` of products.hpp: with the bits of these weights rounded to bfloat16.
     void multiply(int variant, const Product<bf16>& product) const;

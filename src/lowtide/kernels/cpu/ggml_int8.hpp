@@ -7,41 +7,20 @@
 //
 // - plain: block by block. Compiled for every set of instructions.
 // - VNNI: sixteen groups at a time, each in a lane of its own (ggml_words.hpp), unpacked once for
-//   all rows; rows' codes are put into that order as they are rounded.
+//   all rows; rows' codes are put into that order as they are rounded. What is left of two rows of
+//   weights is often eight groups of each, and then taken together.
 
 #pragma once
-
-#include <vector>
 
 #include "ahead.hpp"
 #include "ggml_k_words.hpp"
 #include "int8_rows.hpp"
-#include "products.hpp"
 
 namespace lowtide {
 namespace ggml {
 
-constexpr long SUMS = 16;  // partial sums of an output, and groups that are taken together
-constexpr long ROW_GROUP = 32;
+constexpr long SUMS = ROW_GROUPS, ROW_GROUP = 32;
 constexpr long MOST_CODES = SUMS * ROW_GROUP;
-
-// Where a type has the words of sixteen groups, and how it shifts their numbers.
-struct Order {
-    long group_size;
-    int zero;  // of numbers without a sign
-    u8 groups[SUMS];  // by lane
-    u8 words[MOST_CODES / 4];  // by place: of all groups' words one after the other
-};
-
-// Of codes as they follow one another.
-template <class Type>
-constexpr Order plain_order() {
-    Order order{};
-    order.group_size = Type::GROUP;
-    for (int i = 0; i < SUMS; ++i) order.groups[i] = static_cast<u8>(i);
-    for (int i = 0; i < MOST_CODES / 4; ++i) order.words[i] = static_cast<u8>(i);
-    return order;
-}
 
 // Sixteen groups of a row, in some order.
 struct alignas(64) RoundedGroups {
@@ -50,73 +29,37 @@ struct alignas(64) RoundedGroups {
     float sums[SUMS], steps[SUMS];  // sums: of a group's codes
 };
 
-// Some rows. Owns what it is filled with.
-class RoundedRows {
-   public:
-    void round(
-        int variant, const Order& order, const bf16* x, long stride, long num_rows, long num_k
-    ) {
-        const long size = SUMS * order.group_size;
-        num_blocks_ = (num_k + size - 1) / size;
-        const auto needed = static_cast<std::size_t>(num_rows * num_blocks_);
-        if (blocks_.size() < needed) blocks_.resize(needed);
-        const long num_blocks = num_blocks_;
-        RoundedGroups* const blocks = blocks_.data();
-        vectorised(variant, [=, &order]() INLINED_LAMBDA {
-            for (long row = 0; row < num_rows; ++row)
-                for (long number = 0; number < num_blocks; ++number)
-                    round_groups(order, x + row * stride + number * size, num_k - number * size,
-                                 blocks[row * num_blocks + number]);
-        });
-    }
+template <class Type>
+constexpr long NUMBERS = SUMS * Type::GROUP;  // of a row, in so many groups
 
-    // Of row `row`.
-    const RoundedGroups* blocks(long row) const { return blocks_.data() + row * num_blocks_; }
-    long num_blocks() const { return num_blocks_; }
+template <class Type>
+constexpr long num_blocks(long num_k) { return (num_k + NUMBERS<Type> - 1) / NUMBERS<Type>; }
 
-   private:
-    // length: what is left of the row; what is beyond it is nothing.
-    static INLINED void round_groups(
-        const Order& order, const bf16* x, long length, RoundedGroups& out
-    ) {
-        const long size = order.group_size;
-        alignas(64) i8 codes[MOST_CODES] = {};
-        float steps[SUMS] = {};
-        std::int32_t sums[SUMS] = {};
-        for (long first = 0; first < std::min(length, SUMS * size); first += ROW_GROUP) {
-            const RoundedGroup group =
-                round_group<ROW_GROUP>(x + first, ROW_GROUP, codes + first);
-            const auto whole = static_cast<std::int32_t>(group.sum);
-            if (size == ROW_GROUP) {
-                steps[first / ROW_GROUP] = group.step, sums[first / ROW_GROUP] = whole;
-                continue;
-            }
-            std::int32_t half = 0;
-            for (long i = 0; i < ROW_GROUP / 2; ++i) half += codes[first + i];
-            const long number = first / (ROW_GROUP / 2);
-            steps[number] = steps[number + 1] = group.step;
-            sums[number] = half, sums[number + 1] = whole - half;
+// A row, in its own order.
+template <class Type>
+INLINED void round_row_plainly(const bf16* x, long num_k, RoundedGroups* out) {
+    constexpr long SIZE = Type::GROUP;
+    for (long first = 0; first < num_k; first += ROW_GROUP) {
+        RoundedGroups& block = out[first / NUMBERS<Type>];
+        const long start = first % NUMBERS<Type>;
+        const RoundedGroup group =
+            round_group<ROW_GROUP>(x + first, ROW_GROUP, block.codes + start);
+        for (long begin = start; begin < start + ROW_GROUP; begin += SIZE) {
+            std::int32_t sum = 0;
+            for (long i = 0; i < SIZE; ++i) sum += block.codes[begin + i];
+            block.sums[begin / SIZE] = static_cast<float>(sum);
+            block.steps[begin / SIZE] = group.step;
         }
-        for (long lane = 0; lane < SUMS; ++lane) {
-            const u8 group = order.groups[lane];
-            out.starts[lane] = -order.zero * sums[group];
-            out.sums[lane] = static_cast<float>(sums[group]);
-            out.steps[lane] = steps[group];
-        }
-        for (long word = 0; word < SUMS * size / 4; ++word)
-            std::memcpy(out.codes + 4 * word, codes + 4 * order.words[word], 4);
     }
-
-    std::vector<RoundedGroups> blocks_;
-    long num_blocks_ = 0;
-};
+}
 
 struct RoundedProduct {
-    const RoundedRows* x;
-    long row, num_rows;  // MOST_ROUNDED at most
+    const RoundedGroups* x;
+    long num_blocks;  // of a row
+    long num_rows;  // MOST_ROUNDED at most
     const u8* w;
     const bf16* bias;  // or null
-    bf16* out;  // of row `row`
+    bf16* out;
     long out_stride, num_outs, num_k;
     const void* next;  // see `Ahead`
 
@@ -140,7 +83,7 @@ INLINED void multiply_plainly(const RoundedProduct& p) {
             for (long r = 0; r < p.num_rows; ++r)
                 for (long g = 0; g < NUM_GROUPS; ++g) {
                     const long group = block * NUM_GROUPS + g, lane = group % SUMS;
-                    const RoundedGroups& x = p.x->blocks(p.row + r)[group / SUMS];
+                    const RoundedGroups& x = p.x[r * p.num_blocks + group / SUMS];
                     std::int32_t dot = 0;
                     for (long i = 0; i < Type::GROUP; ++i)
                         dot += static_cast<std::int32_t>(x.codes[lane * Type::GROUP + i]) *
@@ -161,21 +104,21 @@ INLINED void multiply_plainly(const RoundedProduct& p) {
 
 #ifdef HAS_VNNI
 
+// By place: which word of four codes, all groups' one after the other, lanes have.
 template <class Type>
-constexpr Order lane_order() {
-    using Groups = Sixteen<Type>;
-    Order order{};
-    order.group_size = Type::GROUP, order.zero = Groups::ZERO;
-    for (int lane = 0; lane < SUMS; ++lane) {
-        order.groups[lane] = static_cast<u8>(Groups::group(lane));
-        for (int number = 0; number < Groups::NUM_WORDS; ++number) {
-            const Word word = Groups::word(number, lane);
-            order.words[number * SUMS + lane] =
-                static_cast<u8>(word.group * Groups::NUM_WORDS + word.number);
-        }
+struct WordOrder {
+    u8 words[MOST_CODES / 4];
+
+    constexpr WordOrder() : words() {
+        using Groups = Sixteen<Type>;
+        for (int lane = 0; lane < SUMS; ++lane)
+            for (int number = 0; number < Groups::NUM_WORDS; ++number) {
+                const Word word = Groups::word(number, lane);
+                words[number * SUMS + lane] =
+                    static_cast<u8>(word.group * Groups::NUM_WORDS + word.number);
+            }
     }
-    return order;
-}
+};
 
 // Bytes of sixteen groups.
 template <class Type>
@@ -199,6 +142,15 @@ constexpr Lanes lanes_of_groups() {
     return lanes;
 }
 
+// Of the lanes of the first eight groups, where those of the last eight are.
+template <class Type>
+constexpr Lanes lanes_behind() {
+    Lanes lanes{};
+    for (int lane = 0; lane < SUMS; ++lane)
+        lanes.of[lane] = lanes_of_groups<Type>().of[Sixteen<Type>::group(lane) % 8 + 8];
+    return lanes;
+}
+
 // Lanes of the first `num_groups` groups.
 template <class Type>
 VNNI INLINED __mmask16 lanes_before(long num_groups) {
@@ -207,81 +159,154 @@ VNNI INLINED __mmask16 lanes_before(long num_groups) {
         _mm512_load_si512(GROUPS.of), _mm512_set1_epi32(static_cast<int>(num_groups)));
 }
 
-// Adds what sixteen groups of a row of weights make with the block `number` of some rows; of those
-// without a scale nothing, since rows have nothing for them.
+// Sixteen groups. Of fewer than sixteen the others are as if they were 0, but of eight, which are
+// there twice: the last of two rows of weights are taken together.
+template <class Type>
+VNNI INLINED void round_sixteen(const bf16* x, long length, RoundedGroups& out) {
+    static constexpr WordOrder<Type> ORDER;
+    static constexpr Lanes GROUPS = groups_of_lanes<Type>();
+    constexpr long SIZE = NUMBERS<Type>;
+    bf16 last[SIZE];
+    if (length < SIZE) {
+        std::memset(last, 0, sizeof last);
+        std::memcpy(last, x, length * sizeof(bf16));
+        if (length == SIZE / 2) std::memcpy(last + SIZE / 2, x, length * sizeof(bf16));
+        x = last;
+    }
+    alignas(64) i8 codes[SIZE];
+    const __m512 steps = round_groups<ROW_GROUP, SIZE / ROW_GROUP>(x, codes);
+    put_in_order<SIZE / 64>(codes, ORDER.words, out.codes);
+    const __m512i row_groups = _mm512_srli_epi32(
+        _mm512_load_si512(GROUPS.of), Type::GROUP < ROW_GROUP);  // a group of the row may have two
+    _mm512_store_ps(out.steps, _mm512_permutexvar_ps(row_groups, steps));
+    Sixteen<Type> ones;
+    for (auto& each : ones.of) each = bytes_of(1);
+    const __m512i sums = ones.dots(out.codes, _mm512_setzero_si512());
+    _mm512_store_ps(out.sums, _mm512_cvtepi32_ps(sums));
+    _mm512_store_si512(
+        out.starts, _mm512_mullo_epi32(sums, _mm512_set1_epi32(-Sixteen<Type>::ZERO)));
+}
+
+// As `round_row_plainly`, in the order of `Sixteen`.
+template <class Type>
+VNNI void round_row(const bf16* x, long num_k, RoundedGroups* out) {
+    for (; num_k > 0; x += NUMBERS<Type>, num_k -= NUMBERS<Type>)
+        round_sixteen<Type>(x, num_k, *out++);
+}
+
+// What sixteen groups of weights make with those of a row.
+template <class Type>
+VNNI INLINED __m512 terms(const Sixteen<Type>& groups, const RoundedGroups& x) {
+    const __m512i dots = groups.dots(x.codes, _mm512_load_si512(x.starts));
+    __m512 term = _mm512_mul_ps(_mm512_cvtepi32_ps(dots), groups.scale);
+    if (Type::HAS_OFFSETS)
+        term = _mm512_sub_ps(term, _mm512_mul_ps(groups.offset, _mm512_load_ps(x.sums)));
+    return _mm512_mul_ps(term, _mm512_load_ps(x.steps));
+}
+
+// Adds the terms of groups at `b`, in two halves, with the block `number` of some rows.
 template <class Type>
 VNNI INLINED void add_groups(
-    const RoundedProduct& p, const u8* b, long number, long num_rows, __mmask16 has_scale,
-    __m512* sums
+    const RoundedProduct& p, const Halves& b, long number, long num_rows, __m512* sums
 ) {
     Sixteen<Type> groups;
     groups.load(b);
-    groups.scale = _mm512_maskz_mov_ps(has_scale, groups.scale);
-    if (Type::HAS_OFFSETS) groups.offset = _mm512_maskz_mov_ps(has_scale, groups.offset);
-    const RoundedGroups* x = p.x->blocks(p.row) + number;
-    for (long r = 0; r < num_rows; ++r, x += p.x->num_blocks()) {
-        const __m512i dots = groups.dots(x->codes, _mm512_load_si512(x->starts));
-        __m512 term = _mm512_mul_ps(_mm512_cvtepi32_ps(dots), groups.scale);
-        if (Type::HAS_OFFSETS)
-            term = _mm512_sub_ps(term, _mm512_mul_ps(groups.offset, _mm512_load_ps(x->sums)));
-        sums[r] = _mm512_add_ps(sums[r], _mm512_mul_ps(term, _mm512_load_ps(x->steps)));
-    }
+    const RoundedGroups* x = p.x + number;
+    for (long r = 0; r < num_rows; ++r, x += p.num_blocks)
+        sums[r] = _mm512_add_ps(sums[r], terms(groups, *x));
 }
 
-// Groups are added in their own order.
-template <class Type>
-VNNI INLINED float sum_of_groups(__m512 lanes) {
-    static constexpr Lanes LANES = lanes_of_groups<Type>();
-    return sum_of_sixteen(_mm512_permutexvar_ps(_mm512_load_si512(LANES.of), lanes));
-}
-
-// The last groups of a row, fewer than sixteen, of which there are `left` bytes. What follows them is
-// read, too, where there is as much as that.
+// The same of the last groups of a row, fewer than sixteen, of which there are `left` bytes. What
+// follows them is read, too, where there is as much as that; it adds nothing.
 template <class Type>
 VNNI INLINED void add_last(
-    const RoundedProduct& p, const u8* b, long left, long readable, long number, long num_rows,
-    __m512* sums
+    const RoundedProduct& p, const u8* b, long left, long readable, long num_rows, __m512* sums
 ) {
     constexpr long BYTES = SIXTEEN_BYTES<Type>;
-    const __mmask16 lanes = lanes_before<Type>(left / Type::BYTES * (Type::SIZE / Type::GROUP));
+    const __mmask16 own = lanes_before<Type>(left / Type::BYTES * (Type::SIZE / Type::GROUP));
     alignas(64) u8 last[BYTES];
     if (readable < BYTES) {
         std::memset(last, 0, BYTES);
         std::memcpy(last, b, left);
         b = last;
     }
-    add_groups<Type>(p, b, number, num_rows, lanes, sums);
+    Sixteen<Type> groups;
+    groups.load({b, b + BYTES / 2});
+    const RoundedGroups* x = p.x + p.num_blocks - 1;
+    for (long r = 0; r < num_rows; ++r, x += p.num_blocks)
+        sums[r] = _mm512_mask_add_ps(sums[r], own, sums[r], terms(groups, *x));
 }
 
-// A row of weights with `rows` rows, or with p.num_rows where that is 0.
-template <class Type, int rows>
-VNNI INLINED void multiply_one(const RoundedProduct& p, long row_bytes, long o) {
+// The same of two rows of weights, eight groups of each.
+template <class Type>
+VNNI INLINED void add_last_of_two(
+    const RoundedProduct& p, const Halves& b, long num_rows, __m512* first, __m512* second
+) {
+    static constexpr Lanes BEHIND = lanes_behind<Type>();
+    const __mmask16 own = lanes_before<Type>(SUMS / 2);
+    Sixteen<Type> groups;
+    groups.load(b);
+    const RoundedGroups* x = p.x + p.num_blocks - 1;
+    for (long r = 0; r < num_rows; ++r, x += p.num_blocks) {
+        const __m512 term = terms(groups, *x);
+        first[r] = _mm512_mask_add_ps(first[r], own, first[r], term);
+        second[r] = _mm512_mask_add_ps(
+            second[r], own, second[r],
+            _mm512_permutexvar_ps(_mm512_load_si512(BEHIND.of), term));
+    }
+}
+
+// Groups are added in their own order.
+template <class Type>
+VNNI INLINED __m512 in_order(__m512 lanes) {
+    static constexpr Lanes LANES = lanes_of_groups<Type>();
+    return _mm512_permutexvar_ps(_mm512_load_si512(LANES.of), lanes);
+}
+
+// `outs` rows of weights, one or two, with `rows` rows, or with p.num_rows where that is 0.
+template <class Type, int rows, int outs>
+VNNI INLINED void multiply_some(const RoundedProduct& p, long row_bytes, long o) {
     constexpr long BYTES = SIXTEEN_BYTES<Type>;
-    constexpr __mmask16 ALL = 0xffff;
-    const long num_rows = rows ? rows : p.num_rows;
+    const long num_rows = rows ? rows : p.num_rows, left = row_bytes % BYTES;
     const u8* const start = p.w + o * row_bytes;
-    __m512 sums[rows ? rows : MOST_ROUNDED];
-    for (long r = 0; r < num_rows; ++r) sums[r] = _mm512_setzero_ps();
-    long done = 0, number = 0;
-    for (; done + BYTES <= row_bytes; done += BYTES)
-        add_groups<Type>(p, start + done, number++, num_rows, ALL, sums);
-    if (done < row_bytes)
-        add_last<Type>(p, start + done, row_bytes - done, (p.num_outs - o) * row_bytes - done,
-                       number, num_rows, sums);
-    for (long r = 0; r < num_rows; ++r) p.store(r, o, sum_of_groups<Type>(sums[r]));
+    __m512 lanes[outs][rows ? rows : MOST_ROUNDED];
+    for (int i = 0; i < outs; ++i) {
+        const u8* b = start + i * row_bytes;
+        for (long r = 0; r < num_rows; ++r) lanes[i][r] = _mm512_setzero_ps();
+        for (long number = 0; number < row_bytes / BYTES; ++number, b += BYTES)
+            add_groups<Type>(p, {b, b + BYTES / 2}, number, num_rows, lanes[i]);
+    }
+    const u8* const last = start + row_bytes - left;
+    if (outs == 2 && 2 * left == BYTES)
+        add_last_of_two<Type>(p, {last, last + row_bytes}, num_rows, lanes[0], lanes[outs - 1]);
+    else if (left > 0)
+        for (int i = 0; i < outs; ++i)
+            add_last<Type>(p, last + i * row_bytes, left, (p.num_outs - o - i) * row_bytes
+                           - (row_bytes - left), num_rows, lanes[i]);
+    for (long r = 0; r < num_rows; ++r) {
+        float sums[2];
+        sums_of_sixteen(
+            in_order<Type>(lanes[0][r]), in_order<Type>(lanes[outs - 1][r]), sums);
+        for (int i = 0; i < outs; ++i) p.store(r, o + i, sums[i]);
+    }
+}
+
+template <class Type, int outs>
+VNNI INLINED void multiply_some(
+    const RoundedProduct& p, long row_bytes, long o, Ahead& ahead
+) {
+    ahead.read_bytes(outs * row_bytes);
+    if (p.num_rows == 1) multiply_some<Type, 1, outs>(p, row_bytes, o);
+    else multiply_some<Type, 0, outs>(p, row_bytes, o);
 }
 
 template <class Type>
 VNNI void multiply_dots(const RoundedProduct& p) {
     const long row_bytes = p.num_k / Type::SIZE * Type::BYTES;
     Ahead ahead(p.w, p.num_outs * row_bytes, p.next);
-    long unread = 0;
-    for (long o = 0; o < p.num_outs; ++o) {
-        for (unread += row_bytes; unread >= 8 * LINE_BYTES; unread -= 8 * LINE_BYTES)
-            ahead.read<8>();
-        if (p.num_rows == 1) multiply_one<Type, 1>(p, row_bytes, o);
-        else multiply_one<Type, 0>(p, row_bytes, o);
-    }
+    long o = 0;
+    for (; o + 2 <= p.num_outs; o += 2) multiply_some<Type, 2>(p, row_bytes, o, ahead);
+    if (o < p.num_outs) multiply_some<Type, 1>(p, row_bytes, o, ahead);
 }
 
 #endif

@@ -18,14 +18,14 @@ struct PairedGroups : HalvedGroups {
         return {lane % 4 * 4 + lane / 8 * 2 + number / 4, lane / 4 % 2 * 4 + number % 4};
     }
 
-    VNNI INLINED void load_scales(const u8* b) {
-        const __m128i first = six_bits_of_eight(b), second = six_bits_of_eight(b + Type::BYTES);
+    VNNI INLINED void load_scales(const Halves& b) {
+        const __m128i first = six_bits_of_eight(b.first), second = six_bits_of_eight(b.second);
         const __m128i in_order =
             _mm_setr_epi8(0, 4, 8, 12, 2, 6, 10, 14, 1, 5, 9, 13, 3, 7, 11, 15);
         const __m128i scales = _mm_shuffle_epi8(_mm_unpacklo_epi64(first, second), in_order);
         const __m128i offsets = _mm_shuffle_epi8(_mm_unpackhi_epi64(first, second), in_order);
-        scale = _mm512_mul_ps(halves_of_two(b, b + Type::BYTES), unsigned_floats(scales));
-        offset = _mm512_mul_ps(halves_of_two(b + 2, b + 2 + Type::BYTES), unsigned_floats(offsets));
+        scale = _mm512_mul_ps(halves_of_two(b.first, b.second), unsigned_floats(scales));
+        offset = _mm512_mul_ps(halves_of_two(b.first + 2, b.second + 2), unsigned_floats(offsets));
     }
 
     // A block's eight scales and eight offsets.
@@ -39,20 +39,20 @@ struct PairedGroups : HalvedGroups {
                               static_cast<long long>(scales << 32 | (low & SIX)));
     }
 
-    // q: where a block has its numbers. The lower halves' are of even groups.
-    VNNI static INLINED void load_pairs(const u8* q, __m512i (&rows)[4]) {
+    // at: where a block has its numbers. The lower halves' are of even groups.
+    VNNI static INLINED void load_pairs(const Halves& b, int at, __m512i (&rows)[4]) {
         UNROLLED for (int i = 0; i < 4; ++i)
-            rows[i] = _mm512_loadu_si512(q + i / 2 * Type::BYTES + i % 2 * 64);
+            rows[i] = _mm512_loadu_si512((i < 2 ? b.first : b.second) + at + i % 2 * 64);
         unpack_four(rows);
     }
 };
 
 template <>
 struct Sixteen<Q4K> : PairedGroups<Q4K> {
-    VNNI INLINED void load(const u8* b) {
+    VNNI INLINED void load(const Halves& b) {
         load_scales(b);
         __m512i rows[4];
-        load_pairs(b + 16, rows);
+        load_pairs(b, 16, rows);
         UNROLLED for (int i = 0; i < 4; ++i) {
             of[i] = low_halves(rows[i]);
             of[4 + i] = high_halves(rows[i]);
@@ -62,11 +62,11 @@ struct Sixteen<Q4K> : PairedGroups<Q4K> {
 
 template <>
 struct Sixteen<Q5K> : PairedGroups<Q5K> {
-    VNNI INLINED void load(const u8* b) {
+    VNNI INLINED void load(const Halves& b) {
         load_scales(b);
         __m512i rows[4];
-        load_pairs(b + 48, rows);
-        const __m512i first = twice(b + 16), second = twice(b + 16 + Q5K::BYTES);
+        load_pairs(b, 48, rows);
+        const __m512i first = twice(b.first + 16), second = twice(b.second + 16);
         __m512i fifth[4] = {first, first, second, second};
         unpack_four(fifth);
         // From a group's bit to the fifth: bits 0, 2, 4 and 6 of even groups, the others of odd ones.
@@ -88,14 +88,14 @@ struct Sixteen<Iq4Xs> : Nibbles<Iq4Xs> {
     static constexpr int group(int lane) { return lane % 4 * 4 + lane / 4; }
     static constexpr Word word(int number, int lane) { return {group(lane), number}; }
 
-    VNNI INLINED void load(const u8* b) {
+    VNNI INLINED void load(const Halves& b) {
         i8 numbers[16];
         UNROLLED for (int g = 0; g < 16; ++g)
-            numbers[g] = static_cast<i8>(iq4_xs_scale(b + g / 8 * Iq4Xs::BYTES, g % 8));
+            numbers[g] = static_cast<i8>(iq4_xs_scale(g < 8 ? b.first : b.second, g % 8));
         const __m128i in_order = turned(sixteen_bytes(reinterpret_cast<const u8*>(numbers)));
-        scale = _mm512_mul_ps(halves_of_two(b, b + Iq4Xs::BYTES), signed_floats(in_order));
+        scale = _mm512_mul_ps(halves_of_two(b.first, b.second), signed_floats(in_order));
         UNROLLED for (int i = 0; i < 4; ++i)
-            of[i] = _mm512_loadu_si512(b + 8 + i / 2 * Iq4Xs::BYTES + i % 2 * 64);
+            of[i] = _mm512_loadu_si512((i < 2 ? b.first : b.second) + 8 + i % 2 * 64);
         split();
         look_up(IQ4_TABLE);
     }
@@ -107,7 +107,8 @@ struct Sixteen<Q6K> : SmallGroups {
     static constexpr int group(int lane) { return lane % 4 * 4 + lane / 4; }
     static constexpr Word word(int number, int lane) { return {group(lane), number}; }
 
-    VNNI INLINED void load(const u8* b) {
+    VNNI INLINED void load(const Halves& of_block) {
+        const u8* const b = of_block.first;
         scale = _mm512_mul_ps(
             half_everywhere(b + 208), signed_floats(turned(sixteen_bytes(b + 192))));
         // Two bits of a byte for each of four groups, to the fifth and sixth.
@@ -150,7 +151,8 @@ template <>
 struct Sixteen<Q2K> : TwoBits {
     static constexpr int ZERO = 0;
 
-    VNNI INLINED void load(const u8* b) {
+    VNNI INLINED void load(const Halves& of_block) {
+        const u8* const b = of_block.first;
         const __m512i both = _mm512_cvtepu8_epi32(in_lanes(sixteen_bytes(b)));
         scale = _mm512_mul_ps(
             half_everywhere(b + 80),
@@ -166,7 +168,8 @@ template <>
 struct Sixteen<Q3K> : TwoBits {
     static constexpr int ZERO = 4;
 
-    VNNI INLINED void load(const u8* b) {
+    VNNI INLINED void load(const Halves& of_block) {
+        const u8* const b = of_block.first;
         constexpr std::uint64_t FOUR = 0x0f0f0f0f0f0f0f0f, TWO = 0x0303030303030303;
         const auto low = number_at<std::uint64_t>(b + 96);
         const std::uint64_t high = number_at<std::uint32_t>(b + 104);

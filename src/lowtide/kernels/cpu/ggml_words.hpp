@@ -3,7 +3,7 @@
 //
 //     NUM_WORDS           of a group, and registers
 //     ZERO                that numbers stand above themselves by
-//     load(b)             of the groups' blocks at b
+//     load(b)             of the groups' blocks, in two halves at b
 //     of, scale, offset   the words, and what each group has once
 //     group(lane)         whose lane it is, of `scale` and of what `dots` answers
 //     word(number, lane)  which word of which group a register has in a lane
@@ -14,7 +14,7 @@
 
 #pragma once
 
-#include "ggml_types.hpp"
+#include "ggml_block_words.hpp"
 #include "vnni.hpp"
 
 #ifdef HAS_VNNI
@@ -57,52 +57,30 @@ VNNI INLINED __m512i masked_or(__m512i a, __m512i mask, __m512i b) {
     return _mm512_ternarylogic_epi32(a, mask, b, 0xea);
 }
 
-// Sixteen blocks are read 64 bytes at a time, and of each register's words are kept those that a
-// block has at `offset`, or that has its byte there.
-template <class Type, int offset>
-struct alignas(64) WordsKept {
-    static constexpr int NUM_BYTES = 16 * Type::BYTES, COUNT = (NUM_BYTES + 63) / 64;
+// Where blocks of sixteen groups are: of the first eight, and of the others. What is in one block has
+// no second half.
+struct Halves {
+    const u8 *first, *second;
 
-    std::uint16_t places[32];
-    std::uint16_t blocks;  // a bit for each that is there
-
-    static constexpr int start(int number) {
-        return number < COUNT - 1 ? 64 * number : NUM_BYTES - 64;
-    }
-
-    static constexpr WordsKept of(int number) {
-        WordsKept words{};
-        for (int block = 0; block < 16; ++block) {
-            const int place = block * static_cast<int>(Type::BYTES) + offset - start(number);
-            if (place < 0 || place >= 64) continue;
-            words.places[block] = static_cast<std::uint16_t>(place / 2);
-            words.blocks = static_cast<std::uint16_t>(words.blocks | 1 << block);
-        }
-        return words;
+    template <class Type>
+    VNNI INLINED const u8* block(int number) const {
+        return number < 8 ? first + number * Type::BYTES : second + (number - 8) * Type::BYTES;
     }
 };
 
-template <class Type, int offset, int number>
-VNNI INLINED __m512i with_words(__m512i found, const u8* b) {
-    using Words = WordsKept<Type, offset>;
-    static constexpr Words KEPT = Words::of(number);
-    found = _mm512_mask_permutexvar_epi16(
-        found, KEPT.blocks, _mm512_load_si512(KEPT.places),
-        _mm512_loadu_si512(b + Words::start(number)));
-    if constexpr (number + 1 < Words::COUNT)
-        return with_words<Type, offset, number + 1>(found, b);
-    else
-        return found;
-}
-
 // What each of sixteen blocks has at `offset`. Scalar loads and stores would be as many as blocks.
 template <class Type, int offset>
-VNNI INLINED __m256i words_of_blocks(const u8* b) {
-    return _mm512_castsi512_si256(with_words<Type, offset, 0>(_mm512_setzero_si512(), b));
+VNNI INLINED __m256i words_of_blocks(const Halves& b) {
+    using Words = WordsKept<Type, offset>;
+    static constexpr Words KEPT;
+    const __m512i both = _mm512_mask_mov_epi32(
+        double_words_of_half<Words>(b.first), 0xff00, double_words_of_half<Words>(b.second));
+    return _mm512_castsi512_si256(
+        _mm512_permutexvar_epi16(_mm512_load_si512(KEPT.words), both));
 }
 
 template <class Type, int offset = 0>
-VNNI INLINED __m512 halves_of_blocks(const u8* b) {
+VNNI INLINED __m512 halves_of_blocks(const Halves& b) {
     return _mm512_cvtph_ps(words_of_blocks<Type, offset>(b));
 }
 
@@ -205,12 +183,16 @@ struct Nibbles : WholeGroups {
     static constexpr int group(int lane) { return lane; }
     static constexpr Word word(int number, int lane) { return {lane, number}; }
 
-    VNNI INLINED void load_nibbles(const u8* q) {
+    // at: where a block has them.
+    VNNI INLINED void load_nibbles(const Halves& b, int at) {
+        const auto bytes = [&](int block) VNNI INLINED_LAMBDA {
+            return sixteen_bytes(b.template block<Type>(block) + at);
+        };
         UNROLLED for (int i = 0; i < 4; ++i) {
-            of[i] = _mm512_castsi128_si512(sixteen_bytes(q + i * Type::BYTES));
-            of[i] = _mm512_inserti32x4(of[i], sixteen_bytes(q + (4 + i) * Type::BYTES), 1);
-            of[i] = _mm512_inserti32x4(of[i], sixteen_bytes(q + (8 + i) * Type::BYTES), 2);
-            of[i] = _mm512_inserti32x4(of[i], sixteen_bytes(q + (12 + i) * Type::BYTES), 3);
+            of[i] = _mm512_castsi128_si512(bytes(i));
+            of[i] = _mm512_inserti32x4(of[i], bytes(4 + i), 1);
+            of[i] = _mm512_inserti32x4(of[i], bytes(8 + i), 2);
+            of[i] = _mm512_inserti32x4(of[i], bytes(12 + i), 3);
         }
         split();
     }
@@ -236,9 +218,9 @@ template <>
 struct Sixteen<Q4_0> : Nibbles<Q4_0> {
     static constexpr int ZERO = 8;
 
-    VNNI INLINED void load(const u8* b) {
+    VNNI INLINED void load(const Halves& b) {
         scale = halves_of_blocks<Q4_0>(b);
-        load_nibbles(b + 2);
+        load_nibbles(b, 2);
     }
 };
 
@@ -246,10 +228,10 @@ template <>
 struct Sixteen<Q4_1> : Nibbles<Q4_1> {
     static constexpr int ZERO = 0;
 
-    VNNI INLINED void load(const u8* b) {
+    VNNI INLINED void load(const Halves& b) {
         scale = halves_of_blocks<Q4_1>(b);
         offset = _mm512_sub_ps(_mm512_set1_ps(-0.0f), halves_of_blocks<Q4_1, 2>(b));
-        load_nibbles(b + 4);
+        load_nibbles(b, 4);
     }
 };
 
@@ -257,9 +239,9 @@ template <>
 struct Sixteen<Q5_0> : Nibbles<Q5_0> {
     static constexpr int ZERO = 16;
 
-    VNNI INLINED void load(const u8* b) {
+    VNNI INLINED void load(const Halves& b) {
         scale = halves_of_blocks<Q5_0>(b);
-        load_nibbles(b + 6);
+        load_nibbles(b, 6);
         const __m512i fifth = _mm512_or_si512(
             _mm512_cvtepu16_epi32(words_of_blocks<Q5_0, 2>(b)),
             _mm512_slli_epi32(_mm512_cvtepu16_epi32(words_of_blocks<Q5_0, 4>(b)), 16));
@@ -280,9 +262,9 @@ template <>
 struct Sixteen<Iq4Nl> : Nibbles<Iq4Nl> {
     static constexpr int ZERO = IQ4_ZERO;
 
-    VNNI INLINED void load(const u8* b) {
+    VNNI INLINED void load(const Halves& b) {
         scale = halves_of_blocks<Iq4Nl>(b);
-        load_nibbles(b + 2);
+        load_nibbles(b, 2);
         look_up(IQ4_TABLE);
     }
 };
@@ -291,7 +273,7 @@ template <>
 struct Sixteen<Mxfp4> : Nibbles<Mxfp4> {
     static constexpr int ZERO = MXFP4_ZERO;
 
-    VNNI INLINED void load(const u8* b) {
+    VNNI INLINED void load(const Halves& b) {
         // As `mxfp4_scale`. Every other block begins with the upper byte of a word.
         const __m512i words = _mm512_cvtepu16_epi32(words_of_blocks<Mxfp4, 0>(b));
         const __m512i e = _mm512_and_si512(
@@ -301,7 +283,7 @@ struct Sixteen<Mxfp4> : Nibbles<Mxfp4> {
         scale = _mm512_castsi512_ps(_mm512_mask_sllv_epi32(
             usual, _mm512_cmplt_epi32_mask(e, _mm512_set1_epi32(2)),
             _mm512_set1_epi32(0x00200000), e));
-        load_nibbles(b + 1);
+        load_nibbles(b, 1);
         look_up(MXFP4_TABLE);
     }
 };
@@ -314,12 +296,12 @@ struct Sixteen<Q8_0> : HalvedGroups {
         return {number / 4 * 8 + lane % 4 + lane / 8 * 4, lane / 4 % 2 * 4 + number % 4};
     }
 
-    VNNI INLINED void load(const u8* b) {
+    VNNI INLINED void load(const Halves& b) {
         scale = halves_of_blocks<Q8_0>(b);
         UNROLLED for (int half = 0; half < 2; ++half) {
             __m512i rows[4];
             UNROLLED for (int i = 0; i < 4; ++i) {
-                const u8* q = b + (8 * half + i) * Q8_0::BYTES + 2;
+                const u8* q = b.block<Q8_0>(8 * half + i) + 2;
                 const __m512i both = _mm512_inserti64x4(
                     _mm512_castsi256_si512(half_register(q)),
                     half_register(q + 4 * Q8_0::BYTES), 1);

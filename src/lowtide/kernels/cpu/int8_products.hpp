@@ -11,89 +11,43 @@
 
 #pragma once
 
-#include <vector>
-
 #include "ahead.hpp"
 #include "int8_rows.hpp"
 #include "quantised.hpp"
-#include "vnni.hpp"
 
 namespace lowtide {
 
-constexpr long SUMS = 16;  // partial sums of an output, and groups of a block
-constexpr long BLOCK = SUMS * GROUP;
+constexpr long SUMS = ROW_GROUPS, BLOCK = SUMS * GROUP;
 
-// Some rows, their groups padded to whole blocks. Owns what it is filled with.
-class RoundedRows {
-   public:
-    // Has room for rows 0 to before `num_rows`.
-    void make_room(long num_rows, long num_k) {
-        num_blocks_ = (num_k + BLOCK - 1) / BLOCK;
-        const auto needed = static_cast<std::size_t>(num_rows * num_blocks_);
-        if (blocks_.size() < needed) blocks_.resize(needed);
-    }
-
-    long num_blocks() const { return num_blocks_; }
-
-    // Sixteen groups.
-    struct alignas(64) Block {
-        std::int8_t codes[BLOCK];
-        float steps[SUMS], sums[SUMS];  // sums: of a group's codes
-    };
-
-    const Block* blocks(long row) const { return blocks_.data() + row * num_blocks_; }
-
-    // num_bits: of the weights that the codes' words are ordered for, or 0 for none.
-    void round(int plain, const bf16* x, long row, long num_k, int num_bits) {
-        Block* const blocks = blocks_.data() + row * num_blocks_;
-        const long num_blocks = num_blocks_;
-        vectorised(plain, [=]() INLINED_LAMBDA {
-            alignas(64) std::int8_t natural[BLOCK];
-            for (long number = 0; number < num_blocks; ++number) {
-                Block& block = blocks[number];
-                for (long g = 0; g < SUMS; ++g) {
-                    const long start = number * BLOCK + g * GROUP;
-                    const long length = std::clamp(num_k - start, 0L, GROUP);
-                    const RoundedGroup group = round_group<GROUP>(
-                        x + (length ? start : 0), length, natural + g * GROUP);
-                    block.steps[g] = group.step, block.sums[g] = group.sum;
-                }
-                order(natural, block.codes, num_bits);
-            }
-        });
-    }
-
-   private:
-    // Words of four codes as `multiply_dots` meets them: see `Words`.
-    static INLINED void order(const std::int8_t* natural, std::int8_t* to, int num_bits) {
-        if (num_bits == 0) {
-            std::memcpy(to, natural, BLOCK);
-            return;
-        }
-        for (long number = 0; number < 16; ++number)
-            for (long lane = 0; lane < 16; ++lane) {
-                const long quarter = lane / 4, i = lane % 4;
-                const long group = num_bits == 4 ? number / 8 * 8 + 2 * i + quarter / 2
-                                                 : number / 4 * 4 + i;
-                const long word = num_bits == 4
-                    ? number % 8 / 4 * 8 + quarter % 2 * 4 + number % 4
-                    : quarter * 4 + number % 4;
-                std::memcpy(to + number * 64 + lane * 4, natural + group * GROUP + word * 4, 4);
-            }
-    }
-
-    std::vector<Block> blocks_;
-    long num_blocks_ = 0;
+// Sixteen groups of a row.
+struct alignas(64) RoundedBlock {
+    std::int8_t codes[BLOCK];
+    float steps[SUMS], sums[SUMS];  // sums: of a group's codes
 };
 
+inline long num_blocks(long num_k) { return (num_k + BLOCK - 1) / BLOCK; }
+
+// A row's groups, padded to whole blocks, their codes in their own order.
+INLINED void round_row_plainly(const bf16* x, long num_k, RoundedBlock* out) {
+    for (long group = 0; group < num_blocks(num_k) * SUMS; ++group) {
+        const long start = group * GROUP, length = std::clamp(num_k - start, 0L, GROUP);
+        RoundedBlock& block = out[group / SUMS];
+        const long lane = group % SUMS;
+        const RoundedGroup rounded = round_group<GROUP>(
+            x + (length ? start : 0), length, block.codes + lane * GROUP);
+        block.steps[lane] = rounded.step, block.sums[lane] = rounded.sum;
+    }
+}
+
 struct Int8Product {
-    const RoundedRows* x;
-    long row, num_rows;  // MOST_ROUNDED at most
+    const RoundedBlock* x;
+    long num_blocks;  // of a row
+    long num_rows;  // MOST_ROUNDED at most
     QuantisedWeights w;
     const bf16* bias;  // or null
-    bf16* out;  // of row `row`
+    bf16* out;
     long out_stride, num_outs;
-    const std::uint8_t* next;  // see `Ahead`
+    const void* next;  // see `Ahead`
 };
 
 INLINED void store_int8_sum(const Int8Product& p, long row, long out, float sum) {
@@ -117,7 +71,7 @@ INLINED void multiply_int8_plainly(const Int8Product& p) {
                     weights[i] = codes[i];
             const long lane = group % SUMS;
             for (long r = 0; r < p.num_rows; ++r) {
-                const RoundedRows::Block& block = p.x->blocks(p.row + r)[group / SUMS];
+                const RoundedBlock& block = p.x[r * p.num_blocks + group / SUMS];
                 const std::int8_t* x = block.codes + lane * GROUP;
                 std::int32_t dot = 0;
                 for (long i = 0; i < GROUP; ++i)
@@ -145,6 +99,22 @@ INLINED void multiply_int8_plainly(const Int8Product& p) {
 // of 16 groups with 16 words each.
 template <int num_bits>
 struct Words;
+
+// Of half a block, by place: which word it is.
+template <int num_bits>
+struct HalfOrder {
+    std::uint8_t words[BLOCK / 8];
+
+    constexpr HalfOrder() : words() {
+        for (long place = 0; place < BLOCK / 8; ++place) {
+            const long number = place / 16, quarter = place % 16 / 4, i = place % 4;
+            const long group = num_bits == 4 ? 2 * i + quarter / 2 : number / 4 * 4 + i;
+            const long word = num_bits == 4 ? number / 4 * 8 + quarter % 2 * 4 + number % 4
+                                            : quarter * 4 + number % 4;
+            words[place] = static_cast<std::uint8_t>(group * (GROUP / 4) + word);
+        }
+    }
+};
 
 template <bool is_whole>
 VNNI INLINED __m512i words_at(const std::uint8_t* from, __mmask16 mask) {
@@ -218,6 +188,27 @@ struct Words<8> {
     }
 };
 
+// As `round_row_plainly`, codes in the order of `Words`.
+template <int num_bits>
+VNNI void round_row(const bf16* x, long num_k, RoundedBlock* out) {
+    static constexpr HalfOrder<num_bits> ORDER;
+    Words<num_bits> ones;
+    for (auto& each : ones.of) each = _mm512_set1_epi8(1);
+    for (; num_k > 0; x += BLOCK, num_k -= BLOCK, ++out) {
+        bf16 last[BLOCK];
+        if (num_k < BLOCK) {
+            std::memset(last, 0, sizeof last);
+            std::memcpy(last, x, num_k * sizeof(bf16));
+            x = last;
+        }
+        alignas(64) std::int8_t codes[BLOCK];
+        _mm512_store_ps(out->steps, round_groups<GROUP, SUMS>(x, codes));
+        for (long half = 0; half < BLOCK; half += BLOCK / 2)
+            put_in_order<8>(codes + half, ORDER.words, out->codes + half);
+        _mm512_store_ps(out->sums, _mm512_cvtepi32_ps(ones.dots(out->codes)));
+    }
+}
+
 VNNI INLINED __m512 halves_at(const std::uint8_t* from, __mmask16 mask) {
     return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, from));
 }
@@ -234,8 +225,8 @@ VNNI INLINED void add_block(
     words.template load<is_whole>(codes + first * (GROUP * num_bits / 8), left);
     const __m512 scale = halves_at(scales + 2 * first, mask);
     const __m512 zero = halves_at(scales + 2 * (num_groups + first), mask);
-    const RoundedRows::Block* block = p.x->blocks(p.row) + first / SUMS;
-    for (long r = 0; r < num_rows; ++r, block += p.x->num_blocks()) {
+    const RoundedBlock* block = p.x + first / SUMS;
+    for (long r = 0; r < num_rows; ++r, block += p.num_blocks) {
         const __m512 dots = _mm512_cvtepi32_ps(words.dots(block->codes));
         const __m512 shift = _mm512_mul_ps(zero, _mm512_load_ps(block->sums));
         const __m512 term = _mm512_add_ps(_mm512_mul_ps(dots, scale), shift);
@@ -262,10 +253,8 @@ VNNI INLINED void multiply_dots_of(const Int8Product& p, long out) {
 template <int num_bits>
 VNNI void multiply_dots(const Int8Product& p) {
     Ahead ahead(p.w.rows, p.num_outs * p.w.row_bytes(), p.next);
-    long unread = 0;
     for (long out = 0; out < p.num_outs; ++out) {
-        for (unread += p.w.row_bytes(); unread >= 8 * LINE_BYTES; unread -= 8 * LINE_BYTES)
-            ahead.read<8>();
+        ahead.read_bytes(p.w.row_bytes());
         if (p.num_rows == 1) multiply_dots_of<num_bits, 1>(p, out);
         else multiply_dots_of<num_bits, 0>(p, out);
     }

@@ -1,7 +1,7 @@
 // The products of `quantised_products.hpp` for Python: with one weight, and with many experts'.
 
-#include "quantised_experts.hpp"
 #include "quantised_amx.hpp"
+#include "weight_operators.hpp"
 
 using namespace lowtide;
 
@@ -9,34 +9,29 @@ namespace {
 
 int plain_variant(int variant) { return std::min(variant, static_cast<int>(WITH_AVX512)); }
 
-// Of rows as they are.
-struct Exact {
-    int variant, plain = plain_variant(variant);
+// A matrix [.., num_k], whose type is the number of its bits.
+struct ExactWeights : AdjacentRows<ExactWeights> {
+    long num_k;
+    int num_bits;
 
-    std::uint64_t inputs = 0;
-    long num_inputs = 0;
+    ExactWeights(int num_bits, const void* stored, long, long num_k)
+        : AdjacentRows{static_cast<const std::uint8_t*>(stored),
+                       QuantisedWeights{nullptr, num_k, num_bits}.row_bytes()},
+          num_k(num_k), num_bits(num_bits) {}
 
-    // Rows that begin at different places, or are prepared anew, are other inputs.
-    void prepare(const bf16*, long, long first, long num_rows, long, int) {
-        num_inputs = std::max(num_inputs, first + num_rows);
-        inputs = new_inputs(num_inputs);
-    }
-
-    void multiply(const RowsTimes& p) const {
+    void multiply(int variant, const Product<bf16>& p) const {
         multiply_quantised(variant, {
-            p.x + p.row * p.x_stride, p.x_stride, p.w, p.bias, p.out, p.out_stride, p.num_rows,
-            p.num_outs, p.next, inputs + p.row,
+            p.x, p.x_stride, {rows, num_k, num_bits}, p.bias, p.out, p.out_stride, p.num_rows,
+            p.num_outs, p.next, p.inputs,
         });
     }
 };
 
 }  // namespace
 
-extern "C" {
+WEIGHT_OPERATORS(quantised, ExactWeights, RowsAsTheyAre)
 
-MultiplyFunction lowtide_quantised_multiply;
-MlpsFunction lowtide_quantised_mlps;
-ExpertsFunction lowtide_quantised_experts;
+extern "C" {
 
 int lowtide_best_variant();  // of processor.cpp
 
@@ -55,42 +50,6 @@ int lowtide_best_quantised() {
 #else
     return PLAIN;
 #endif
-}
-
-void lowtide_quantised_multiply(
-    int variant, int num_threads, int num_bits, const bf16* x, long x_stride, const void* w,
-    const bf16* bias, bf16* out, long out_stride, long num_rows, long num_outs, long num_k
-) {
-    Exact products = {variant};
-    const QuantisedWeights weights = {static_cast<const std::uint8_t*>(w), num_k, num_bits};
-    multiply_in_pieces(
-        products, {x, x_stride, 0, num_rows, weights, num_outs, bias, out, out_stride, nullptr},
-        num_threads);
-}
-
-// types: three times the number of bits.
-void lowtide_quantised_mlps(
-    int variant, int num_threads, const std::int32_t* types, const std::int64_t* groups,
-    long num_groups, const void* gate_w, const void* up_w, const void* down_w, long slot_bytes,
-    bf16* parts, bf16* gate, bf16* up, long hidden, long width
-) {
-    Exact products = {variant};
-    const QuantisedSlots slots = {gate_w, up_w, down_w, slot_bytes, hidden, width, types[0]};
-    run_groups(products, num_threads, reinterpret_cast<const Group*>(groups), num_groups, slots,
-               {parts, gate, up});
-}
-
-// types: three times the number of bits.
-void lowtide_quantised_experts(
-    int variant, int num_threads, const std::int32_t* types, const bf16* x,
-    const std::int64_t* experts, const float* weights, const std::int64_t* slots,
-    const void* gate_w, const void* up_w, const void* down_w, long slot_bytes, bf16* parts,
-    bf16* gate, bf16* up, float* out, long num_tokens, long k, long hidden, long width
-) {
-    Exact products = {variant};
-    const QuantisedSlots places = {gate_w, up_w, down_w, slot_bytes, hidden, width, types[0]};
-    run_tokens(products, num_threads, x, experts, weights, slots, places, {parts, gate, up}, out,
-               num_tokens, k);
 }
 
 // w [num_rows, row_bytes] to out [num_rows, num_k] bfloat16, each weight rounded once.

@@ -49,6 +49,17 @@ VNNI INLINED float sum_of_sixteen(__m512 lanes) {
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
 }
 
+// The same of two.
+VNNI INLINED void sums_of_sixteen(__m512 a, __m512 b, float (&sums)[2]) {
+    __m512 lanes = _mm512_add_ps(
+        _mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    lanes = _mm512_add_ps(lanes, _mm512_shuffle_f32x4(lanes, lanes, 0xb1));
+    lanes = _mm512_add_ps(lanes, _mm512_permute_ps(lanes, 0x4e));
+    lanes = _mm512_add_ps(lanes, _mm512_movehdup_ps(lanes));
+    sums[0] = _mm512_cvtss_f32(lanes);
+    sums[1] = _mm_cvtss_f32(_mm512_extractf32x4_ps(lanes, 2));
+}
+
 #endif
 
 }  // namespace lowtide
