@@ -76,6 +76,7 @@ def test_a_path_that_does_not_exist_says_what_was_tried(reference: str) -> None:
     ("reference", "said"),
     [
         ("https://huggingface.co/org/name", "give the id alone: org/name."),
+        ("https://huggingface.co/org/name/blob/main/x.gguf", "hf download org/name FILE.gguf"),
         ("hf.co/org/na.me/tree/v2", "give the id alone: org/na.me@v2."),
         ("https://hf.co/org/name?library=x", "give the id alone: org/name."),
         ("org/name:Q4_K_M", "hf download org/name FILE.gguf"),

@@ -21,6 +21,7 @@ from common.run import TimedTransfer, decode, engine_decoder, loaded_engine, mak
 from lowtide.engine.opening import EngineConfig
 from lowtide.errors import InternalError
 from lowtide.experts.runtime import ExpertRuntime
+from lowtide.plan import OWN_FORMAT
 
 Settings = Mapping[str, Any]
 
@@ -81,7 +82,7 @@ def run_lowtide(settings: Settings) -> dict[str, Any]:
         context=settings["context"],
         policy=settings["policy"],
         policy_options=settings["policy_options"],
-        activations=settings["activations"],
+        activations=settings.get("activations", OWN_FORMAT),
     )
     drop_pages([Path(settings["model"])])
     start_s = time.perf_counter()

@@ -11,6 +11,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from lowtide.cli.options import OPTIONS
 from lowtide.errors import UsageError
+from lowtide.model_folder.way_out import way_out
 
 FIRST = "the model is the first argument, a folder or a hub id: lowtide generate MODEL"
 NO_SERVER = "there is no server yet; from Python, AsyncLLM answers many at once"
@@ -144,7 +145,7 @@ class Verb(TyperCommand):
         args = [_dashed(arg, known) for arg in args]
         for name in _names(args, known):
             if name not in known and (line := _other_flag(name)):
-                _answer(name, line)
+                _answer(name, f"{line} (a word of the text stands behind --, or in quotes)")
         return super().parse_args(ctx, args)
 
 
@@ -164,6 +165,8 @@ class Verbs(TyperGroup):
         found = super().get_command(ctx, cmd_name)
         if found is None and cmd_name in VERBS:
             _answer(cmd_name, VERBS[cmd_name])
+        if found is None and (meant := way_out(cmd_name)):
+            _refuse(f"{cmd_name} is no verb.{meant}")
         if found is None and _is_model(cmd_name):
             model = shlex.quote(cmd_name)
             _answer(cmd_name, f"lowtide generate {model} 'text', or lowtide chat {model}")

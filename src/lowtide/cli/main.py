@@ -38,6 +38,7 @@ def _open_closed_streams() -> None:
             if opened != number:
                 os.dup2(opened, number)
                 os.close(opened)
+            os.set_inheritable(number, True)  # what runs below this program has it open, too
             stream = open(number, "w" if number else "r", encoding="utf-8", closefd=False)
             setattr(sys, name, stream)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 _PAGE = re.compile(
-    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<id>[\w.-]+/[\w.-]+)"
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/"
+    r"(?P<id>(?!(?:datasets|spaces|collections|papers|docs|blog)/)[\w.-]+/[\w.-]+)"
     r"(?:/(?:tree|blob|resolve|commit)/(?P<revision>[\w.+-]+))?(?P<more>[/?#:].*)?",
     re.IGNORECASE | re.ASCII,
 )
@@ -16,6 +17,8 @@ _DRIVE = re.compile(r"(?P<drive>[A-Za-z]):[\\/](?P<path>.*)")
 def way_out(reference: str) -> str:
     """A sentence that says what to write in its place; nothing where that is not known."""
     if page := _PAGE.fullmatch(reference):
+        if (page["more"] or "").lower().endswith(".gguf"):
+            return f" {gguf_way_out(page['id'])}"
         revision = f"@{page['revision']}" if page["revision"] else ""
         return f" Of a page of the hub give the id alone: {page['id']}{revision}."
     if tag := _TAG.fullmatch(reference):
