@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import wait
+from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
@@ -339,9 +339,8 @@ class HostReads:
         """Waits for a read, and gives away the slots that come free meanwhile; bytes read."""
         end_s = perf_counter() + WAIT_LIMIT_S
         while self._wants_slots and perf_counter() < end_s:
-            wait([read.ticket], LOOK_S)
-            if read.ticket.done():
-                break
+            with suppress(TimeoutError):
+                return read.ticket.result(LOOK_S)
             self.start()
         return ticket_result(read.ticket)
 
