@@ -3,6 +3,7 @@ and save, and whether a model has anything that can stand in for anything."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -88,38 +89,38 @@ def buddies(results: Results, page: Path) -> str:
 
 def buddies_full(results: Results, page: Path) -> str:
     """Published dimensions from disk: speed, and what a miss takes under each policy."""
-    if not results.has("buddy full"):
-        return NOT_MEASURED.format(script="buddy_full")
-    run = results.newest("buddy full")
-    lanes = [line for line in run.lines if "substitution_us" in line.row]
-    return f"{table(_FULL, [(line, _full(line)) for line in lanes], page)}\n\n{caption(run)}"
+    return _newest_with(results, page, "buddy full", "substitution_us", _FULL, _full)
 
 
 def decisions(results: Results, page: Path) -> str:
     """What a substitution itself takes of a layer."""
-    if not results.has("buddy time"):
-        return NOT_MEASURED.format(script="buddy_time")
-    run = results.newest("buddy time")
-    rows = [(line, _decision(line)) for line in run.of("substitution")]
-    return f"{table(_TIMES, rows, page)}\n\n{caption(run)}"
+    return _newest_with(results, page, "buddy time", "substitute_us", _TIMES, _decision)
 
 
 def profiles(results: Results, page: Path) -> str:
     """Layer by layer what buddies live on."""
-    if not results.has("buddy profile"):
-        return NOT_MEASURED.format(script="buddy_profile")
-    run = results.newest("buddy profile")
-    rows = [(line, _profile(line)) for line in run.of("layer")]
-    return f"{table(_PROFILE, rows, page)}\n\n{caption(run)}"
+    return _newest_with(results, page, "buddy profile", "layer", _PROFILE, _profile)
 
 
 def formats(results: Results, page: Path) -> str:
     """Each format at each budget, beside the model as it is stored with everything in memory."""
-    if not results.has("format quality"):
-        return NOT_MEASURED.format(script="format_quality")
-    run = results.newest("format quality")
-    rows = [(line, _format(line)) for line in run.lines if "kl" in line.row]
-    return f"{table(_FORMATS, rows, page)}\n\n{caption(run)}"
+    return _newest_with(results, page, "format quality", "kl", _FORMATS, _format)
+
+
+def _newest_with(
+    results: Results,
+    page: Path,
+    benchmark: str,
+    value: str,
+    head: Sequence[Cell],
+    cells: Callable[[Line], Sequence[Cell]],
+) -> str:
+    """The lines of a script's last run that have a value, as a table; or that none was run yet."""
+    if not results.has(benchmark):
+        return NOT_MEASURED.format(script=benchmark.replace(" ", "_"))
+    run = results.newest(benchmark)
+    rows = [(line, cells(line)) for line in run.lines if value in line.row]
+    return f"{table(head, rows, page)}\n\n{caption(run)}"
 
 
 def _lane(line: Line, exact: Line) -> tuple[Cell, ...]:
