@@ -232,6 +232,20 @@ def test_a_number_that_nothing_moves_says_how_far_experiments_reach(tmp_path: Pa
     assert "no; if it is empty: 1.20 (0.60, [3](" in told[3] and span in told[3]
 
 
+def test_what_planning_takes_is_told_beside_what_a_share_wants(tmp_path: Path) -> None:
+    page = Path("docs/policies.md")
+    numbers = [
+        _number_of("Table 6", 0.01, planned_us=us, layer_us=900.0)
+        | {"of": f"dali, {length} tokens", "published": 0.1}
+        for length, us in ((32, 9.0), (64, 10.0))
+    ]
+    other = numbers[0] | {"what": "experiment", "experiment": "it is slow", "planned_us": 500.0}
+    told = blocks(_results(tmp_path, *numbers, other), page)["dali-numbers"]()
+    assert told.endswith("`dali`'s shares want 100 to 100 us, where it takes 9.00 to 10.0 here.")
+    without = blocks(_results(tmp_path, _number_of("Table 4", 1.8)), page)["dali-numbers"]()
+    assert "Planning" not in without
+
+
 def _raced(what: str, lane: str, speed: float) -> dict[str, Any]:
     each = [0.9 * speed, speed, 1.1 * speed]
     return _row(benchmark="ar_decode", what=what, lane=lane, each_prefill=each, each_decode=each)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -225,6 +226,25 @@ def test_planning_as_printed_decides_the_same() -> None:
         ):
             for mine, its in zip(ours(facts)[:3], printed(facts)[:3], strict=True):
                 assert np.array_equal(mine, its)
+
+
+def test_shares_of_planning_are_ours_and_those_of_one_time_at_every_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lengths = {"dali": {2: 0.05, 4: 0.04, 128: 0.04}}
+    monkeypatch.setattr(dali, "TABLE_6", lengths)
+    recorder = Written()
+    dali.scheduling(dali.Numbers(recorder), argparse.Namespace(quick=True))
+    by = {(row["of"], row.get("experiment", "")): row for row in recorder.rows}
+    assert {of for of, _ in by} == {"dali, 2 tokens", "dali, 4 tokens"}
+    ours, told = by["dali, 2 tokens", ""], by["dali, 2 tokens", dali.TOLD]
+    assert ours["here"] == pytest.approx(
+        ours["planned_us"] / (ours["planned_us"] + told["layer_us"])
+    )
+    assert told["planned_us"] == by["dali, 4 tokens", dali.TOLD]["planned_us"]
+    one_s, other_s = (by[f"dali, {n} tokens", dali.TOLD]["layer_us"] for n in (2, 4))
+    mean = dali.TABLE_6_MEAN["dali"]
+    assert told["planned_us"] == pytest.approx(mean / (1 - mean) * (one_s * other_s) ** 0.5)
 
 
 def test_the_greedy_is_never_above_the_optimum() -> None:

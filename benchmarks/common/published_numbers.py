@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -23,12 +24,15 @@ class Numbers:
         values: Sequence[float],
         *,
         experiment: str = "",
+        details: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """A mean over cases; experiment: what was otherwise, the published setting by default."""
+        """A mean over cases; experiment: what was otherwise, the published setting by default;
+        details: what else the row tells."""
         here = float(np.exp(np.mean(np.log(values))))
         row: Row = {"place": place, "of": of, "published": published, "here": here}
         row |= {"arithmetic_mean": float(np.mean(values)), "num_cases": len(values)}
         row |= {"least": float(min(values)), "most": float(max(values))}
+        row |= details
         if experiment:
             row["experiment"] = experiment
         self._recorder.write("experiment" if experiment else "number", row)

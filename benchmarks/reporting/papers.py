@@ -83,7 +83,7 @@ def dali(results: Results, page: Path) -> str:
     head = ("model", "batch", "phase", *names)
     others = [(line, (*_at(line), *(number(line[name]) for name in names))) for line in other]
     parts = [
-        "Means of all batches (geometric):",
+        f"Means of all batches (geometric), {_layers(run)} of each model:",
         _means(run, names, page),
         "Each by itself:",
         table(_PARTS, rows, page),
@@ -94,9 +94,36 @@ def dali(results: Results, page: Path) -> str:
     return "\n\n".join(parts)
 
 
+def _layers(run: Run) -> str:
+    return f"{run.first['settings']['layers']} layers"
+
+
 def dali_numbers(results: Results, page: Path) -> str:
     """DALI's figures and tables, number by number, with the experiment that comes nearest."""
-    return _numbers(results, "dali", page)
+    text = _numbers(results, "dali", page)
+    planned = _planned(results.newest("dali")) if results.has("dali") else ""
+    return f"{text}\n\n{planned}" if planned else text
+
+
+def _planned(run: Run) -> str:
+    """What a layer's planning takes here, and would take by Table 6: of lines that tell."""
+    told = [line for line in run.lines if "planned_us" in line.row]
+    lines: dict[str, dict[str, list[float]]] = {}
+    for line in told:
+        preset, experiment = line["of"].split(",")[0], line.row.get("experiment", "")
+        lines.setdefault(preset, {}).setdefault(experiment, []).append(line["planned_us"])
+        published = line["published"]
+        needed_us = published / (1 - published) * line["layer_us"]
+        lines[preset].setdefault("needed", []).append(needed_us)
+    parts = [
+        f"`{preset}`'s shares want {_range(of['needed'])} us, where it takes {_range(of[''])} here"
+        for preset, of in lines.items()
+    ]
+    return f"Planning of a layer in Table 6: {'; '.join(parts)}." if parts else ""
+
+
+def _range(values: Sequence[float]) -> str:
+    return f"{number(min(values))} to {number(max(values))}"
 
 
 def tide_numbers(results: Results, page: Path) -> str:

@@ -47,12 +47,24 @@ def policies(results: Results, page: Path) -> str:
         cells += [number(line["tokens_per_s"]) for line in replayed]
         rows.append((ours[1], (*cells, f"{replayed[1]['moved_GB']:.1f} GB", replayed[1]["binds"])))
     parts = [
+        _emulation(run),
         table((*_EMULATED, *_SIMULATED), rows, page),
         "Who leads by how much, at 25, 50 and 75%:",
         table(("model", "time", *_LEADS), _leads(results), page),
         caption(run),
     ]
     return "\n\n".join(parts)
+
+
+def _emulation(run: Run) -> str:
+    """What the emulated device's times are like, and of how many turns medians are."""
+    device, turns = run.of("device")[0], [line["num_turns"] for line in run.of("emulated")]
+    least, most = min(turns), max(turns)
+    counts = f"{most}" if least == most else f"{least} to {most}"
+    return (
+        f"The emulated link and host have the ratios of `{device['profile']}`; medians of {counts} "
+        "interleaved turns, most of presets that may decide something."
+    )
 
 
 def hindsight(results: Results, page: Path) -> str:
