@@ -70,7 +70,13 @@ def test_products_are_those_of_rounded_weights(
 ) -> None:
     few_rows = few_rows_beside(operators)
     size = stored.block_size
-    for num_outs, num_k in ((1, size), (5, 3 * size), (21, 9 * size), (40, 2 * size)):
+    for num_outs, num_k in (
+        (1, size),
+        (5, 3 * size),
+        (21, 9 * size),
+        (40, 2 * size),
+        (35, 17 * size),
+    ):
         matrix = matrix_of(stored, (num_outs, num_k), seed=num_outs)
         weights, bias = unpacked(matrix), random(num_outs, seed=2)
         for num_rows in ROWS:

@@ -16,9 +16,10 @@ struct PackedRows {
 // To bfloat16; rows of `out` are `out_stride` numbers apart.
 using UnpackRows = void (*)(int variant, const PackedRows& rows, bf16* out, long out_stride);
 
-// The product with AVX512-BF16, if it is of so few rows that weights are multiplied with out of the
-// registers that they are unpacked into: answers whether it is.
-using MultiplyDirectly = bool (*)(const Product<bf16>& product, const PackedRows& rows);
+// The product by a type's own instructions, if the variant has some for so many rows: answers whether
+// it has. With AVX512-BF16 few rows are multiplied with out of the registers that weights are
+// unpacked into.
+using MultiplyDirectly = bool (*)(int variant, const Product<bf16>& product, const PackedRows& rows);
 
 struct PackedType {
     UnpackRows unpack;  // null of what is bfloat16 already

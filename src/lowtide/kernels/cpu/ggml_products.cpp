@@ -40,10 +40,9 @@ void PackedWeights::multiply(int variant, const Product<bf16>& product) const {
         plain.w = reinterpret_cast<const bf16*>(rows);
         return lowtide::multiply(variant, plain);
     }
-    if (variant == WITH_AVX512_BF16 &&
-        type->multiply(product, {rows, row_bytes(), product.num_outs, num_k / type->block_size}))
-        return;
-    multiply_unpacked(variant, product, Rows(variant, *this, product.num_outs, product.next));
+    const PackedRows packed = {rows, row_bytes(), product.num_outs, num_k / type->block_size};
+    if (type->multiply(variant, product, packed)) return;
+    multiply_rows(variant, product, Rows(variant, *this, product.num_outs, product.next));
 }
 
 }  // namespace lowtide

@@ -2,6 +2,7 @@
 // writing them.
 
 #include "ggml_dots.hpp"
+#include "ggml_tiles.hpp"
 
 namespace lowtide {
 namespace {
@@ -44,8 +45,11 @@ void multiply_by_twos(const Product<bf16>& p, const PackedRows& packed) {
 #endif
 
 template <class Type>
-bool multiply_directly(const Product<bf16>& p, const PackedRows& packed) {
+bool multiply_directly(int variant, const Product<bf16>& p, const PackedRows& packed) {
 #if defined(HAS_DOT_PRODUCTS)
+    if (variant == WITH_AMX)
+        return Amx::run(p, [&] { return PackedTiles<Type>(p, packed); }), true;
+    if (variant < WITH_AVX512_BF16) return false;
     if (p.num_rows == 1) return multiply_by_twos<Type, 1>(p, packed), true;
     if (p.num_rows == 2) return multiply_by_twos<Type, 2>(p, packed), true;
     if (p.num_rows == 4) return multiply_by_twos<Type, 4>(p, packed), true;

@@ -15,7 +15,7 @@
 #if (defined(__clang__) && __clang_major__ >= 12) || (!defined(__clang__) && __GNUC__ >= 11)
 #define HAS_DOT_PRODUCTS
 #define AVX512_BF16 __attribute__((target("avx512bf16,avx512f,avx512bw,avx2,fma")))
-#define AMX __attribute__((target("amx-tile,amx-bf16,avx512f,avx512bw,avx2,fma")))
+#define AMX __attribute__((target("amx-tile,amx-bf16,avx512bf16,avx512f,avx512bw,avx2,fma")))
 #endif
 #endif
 
