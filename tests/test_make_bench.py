@@ -56,3 +56,38 @@ def test_what_a_large_script_makes_is_deleted_after_it(tmp_path: Path) -> None:
             (models / f"{is_wanted}" / "config.json").touch()
             (models / f"{is_wanted}.trace").touch()
     assert sorted(path.name for path in models.iterdir()) == ["False", "False.trace"]
+
+
+def test_a_script_that_fails_keeps_no_other_from_running_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "benchmarks"
+    folder.mkdir()
+    (folder / "bad.py").write_text("raise SystemExit(3)")
+    (folder / "good.py").write_text(
+        "import sys\nopen(sys.argv[sys.argv.index('--out') + 1], 'a').write('{}\\n')"
+    )
+    scripts = (
+        bench.Script("bad", 1),
+        bench.Script("huge", 1, disk_GiB=1 << 40),
+        bench.Script("good", 1, ("--short",)),
+    )
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(bench, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(bench, "SMALL", scripts)
+    monkeypatch.setattr(bench, "commit", lambda: "0123456789ab")
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--out", str(tmp_path)])
+    with pytest.raises(UsageError, match="Failed: bad, huge; the others' lines are in"):
+        bench.main()
+    assert [path.name[11:] for path in tmp_path.glob("*.jsonl")] == ["good.jsonl"]
+    told = capfd.readouterr()
+    for words in ("bad: 0.0 minutes, exit status 3.", "huge: needs", "good: 0.0 minutes"):
+        assert words in told.out + told.err
+
+
+def test_files_of_no_commit_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.py"])
+    monkeypatch.setattr(bench, "commit", lambda: "0123456789ab+")
+    monkeypatch.delattr(bench, "_run")
+    with pytest.raises(UsageError, match="nobody could repeat"):
+        bench.main()

@@ -1,0 +1,116 @@
+"""Numbers that were measured stand between marks, where `make report` writes them from lines.
+
+Outside of them the pages below may have settings, promises and what papers say, each named here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+NUMBER = r"\d+(?:[.,]\d+)*"
+UNITS = r"%|tokens/s|[kMGT]i?B/s|µs|us\b|ms\b|s\b|seconds|times\b|nats\b|x\b"
+MEASURED = re.compile(
+    rf"{NUMBER}(?:(?:,| to| and) {NUMBER})* ?(?:{UNITS})|(?<![\w.]){NUMBER}\.\d\d+|\b\d\.\d\d+\b"
+)
+"""What looks like a speed, a time, a share or a ratio."""
+LEFT_OUT = (
+    r"<!-- measured: \S+ -->.*?<!-- end of measured -->",
+    r"<!-- models -->.*?<!-- end of models -->",  # the planner's, by `tools/models_table.py`
+    r"^```.*?^```",  # commands and what one printed
+    r"^ {4}.*?$",
+    r"`[^`\n]*`",
+    r"\]\([^)\n]*\)",
+)
+ALLOWED = {
+    "README.md": (
+        "Python 3.11",
+        "as many as weigh 1.3 times the machine's memory",
+    ),
+    "docs/policies.md": (
+        "that would have been 1% faster is taken",
+        "at least 2% faster",
+        "and 0.05 unless it is given",
+        "25, 50 and 75% of the experts resident",
+        "if it is within 5% of the median",
+        "A number that is off by more than 15%",
+        "0.3 ms of other work in a layer is assumed",
+        "of synthetic runs (four layers) at 50%",
+    ),
+    "docs/memory.md": (
+        "at most 1% or 33.6 MB",  # the aim
+        "below 1.00 where lowtide is faster",
+        "the paper has 0.77 and 0.96 on its GPUs",
+        "the paper has at most 2% for them",
+        "The aim is 90% of the disk's ceiling",
+        "at most 1.1 times the larger of reading and computing",
+    ),
+    "docs/quality.md": (
+        "0.05 unless you say otherwise",
+        "9 to 10 ms on demand",  # BuddyMoE's Table 1
+        "to take 100 µs at most",
+        "(0.95; one number",
+        "0.95 takes about 20 of 31 peers",  # of the printed tables above it
+        "would be 13% if all were alike",
+        "its agreement 100% at each of them",
+        "then 0.15 (",
+        "bounds from 1% to all of the mass",
+    ),
+}
+"""Settings, aims and promises by page, word for word."""
+
+
+def measured_numbers(page: str, allowed: tuple[str, ...] = ()) -> list[str]:
+    """What looks measured outside of marks, with some words around it."""
+    for pattern in LEFT_OUT:
+        page = re.sub(pattern, lambda left_out: "`" * bool(left_out), page, flags=re.S | re.M)
+    for phrase in allowed:
+        page = page.replace(phrase, "")
+    return [page[max(0, m.start() - 40) : m.end() + 20] for m in MEASURED.finditer(page)]
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_measured_numbers_stand_between_marks(name: str) -> None:
+    page = (ROOT / name).read_text(encoding="utf-8")
+    if name == "README.md":
+        page = "\n".join(line for line in page.splitlines() if "metrics.json" not in line)
+    assert not measured_numbers(page, ALLOWED[name])
+    rotten = [phrase for phrase in ALLOWED[name] if not measured_numbers(phrase)]
+    assert not rotten, "these need no leave"
+
+
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ("It writes 12.5 tokens/s.", True),
+        ("It is 1.4 to 1.7 times as fast.", True),
+        ("It reads 92% of the ceiling.", True),
+        ("0.85 of the oracle", True),
+        ("It takes 30 us.", True),
+        ("A model of 16.3 B parameters (30.3 GiB) in 12 GiB, 64 new tokens, LLaDA2.0.", False),
+        ("`--share 0.25` and\n\n```sh\n12 tokens/s\n```\n", False),
+        ("<!-- measured: a -->\n12 tokens/s\n<!-- end of measured -->", False),
+    ],
+)
+def test_what_looks_measured(text: str, found: bool) -> None:
+    assert bool(measured_numbers(text)) is found
+
+
+def test_what_is_said_of_the_demos_is_in_their_metrics() -> None:
+    [said] = [
+        line for line in (ROOT / "README.md").read_text().splitlines() if "metrics.json" in line
+    ]
+    demos = ROOT / "src" / "lowtide" / "demo"
+    metrics = {
+        name: value
+        for kind in ("autoregressive", "diffusion")
+        for name, value in json.loads((demos / kind / "metrics.json").read_text()).items()
+    }
+    shares = [float(share) for share in re.findall(r"(\d+\.\d)%", said)]
+    names = ("next_token_accuracy", *(f"masked_accuracy_{ratio}" for ratio in (0.15, 0.5, 0.9)))
+    assert shares == pytest.approx([100 * metrics[name] for name in names], abs=0.051)
+    assert f"cosine similarity is {metrics['routing_step_cosine']:g}" in said
