@@ -5,11 +5,11 @@ Outside of them the pages below may have settings, promises and what papers say,
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
+from reporting.blocks import PAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 NUMBER = r"\d+(?:[.,]\d+)*"
@@ -18,6 +18,7 @@ MEASURED = re.compile(
     rf"{NUMBER}(?:(?:,| to| and) {NUMBER})* ?(?:{UNITS})|(?<![\w.]){NUMBER}\.\d\d+|\b\d\.\d\d+\b"
 )
 """What looks like a speed, a time, a share or a ratio."""
+MADE = "Measured 20"  # when, on what: the last line of a part
 LEFT_OUT = (
     r"<!-- measured: \S+ -->.*?<!-- end of measured -->",
     r"<!-- models -->.*?<!-- end of models -->",  # the planner's, by `tools/models_table.py`
@@ -100,17 +101,21 @@ def test_what_looks_measured(text: str, found: bool) -> None:
     assert bool(measured_numbers(text)) is found
 
 
-def test_what_is_said_of_the_demos_is_in_their_metrics() -> None:
-    [said] = [
-        line for line in (ROOT / "README.md").read_text().splitlines() if "metrics.json" in line
-    ]
-    demos = ROOT / "src" / "lowtide" / "demo"
-    metrics = {
-        name: value
-        for kind in ("autoregressive", "diffusion")
-        for name, value in json.loads((demos / kind / "metrics.json").read_text()).items()
-    }
-    shares = [float(share) for share in re.findall(r"(\d+\.\d)%", said)]
-    names = ("next_token_accuracy", *(f"masked_accuracy_{ratio}" for ratio in (0.15, 0.5, 0.9)))
-    assert shares == pytest.approx([100 * metrics[name] for name in names], abs=0.051)
-    assert f"cosine similarity is {metrics['routing_step_cosine']:g}" in said
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_every_row_leads_to_its_line(page: Path) -> None:
+    """A row of a table between marks, and in the README a sentence there too, has a link to lines
+    of `docs/results/` that are there."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    num_lines: dict[Path, int] = {}
+    for part in re.findall(r"<!-- measured: \S+ -->\n(.*?)<!-- end of measured -->", text, re.S):
+        for row in part.splitlines():
+            links = re.findall(r"\]\(([^)#\s]+\.jsonl)#L(\d+)\)", row)
+            is_head = row.startswith("|") and row.rstrip(" |").endswith(("line", "lines", "---"))
+            is_told = page.name == "README.md" and re.search(r"\d", row)
+            if row.startswith("|") and not is_head or is_told and not row.startswith(("|", MADE)):
+                assert links, row
+            for target, number in links:
+                file = (ROOT / page.parent / target).resolve()
+                if file not in num_lines:
+                    num_lines[file] = len(file.read_text(encoding="utf-8").splitlines())
+                assert 1 <= int(number) <= num_lines[file], row
