@@ -3,14 +3,16 @@
 `make bench` runs those that need less than 5 GiB of disk and memory, in at most 75 minutes on two
 quiet cores; `make bench-large` the rest, each after a look at the disk, and what a script has put
 into the cache of models is deleted after it (`--keep`: not). `--list` says what takes how long, and
-what was cut. A script that fails keeps no other from running.
+what was cut. A script that fails or hangs keeps no other from running, and is named at the end.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -30,6 +32,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 MAX_MINUTES = 75
 """Of all that `make bench` runs, on two quiet cores."""
+LATE = 4
+"""Times its minutes is what a script may take, and `MORE_MINUTES`: then it hangs."""
+MORE_MINUTES = 10
 
 
 class Script(NamedTuple):
@@ -171,9 +176,25 @@ def _run(script: Script, folder: Path) -> bool:
     out = folder / f"{today}-{script.name.replace('_', '-')}.jsonl"
     command = [sys.executable, f"benchmarks/{script.name}.py", *script.arguments, "--out", str(out)]
     start_s = time.monotonic()
-    status = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL).returncode
-    say(f"{script.name}: {(time.monotonic() - start_s) / 60:.1f} minutes, exit status {status}.")
+    status = _status(command, 60 * (LATE * script.minutes + MORE_MINUTES))
+    minutes = (time.monotonic() - start_s) / 60
+    told = "ended, since it takes too long" if status is None else f"exit status {status}"
+    say(f"{script.name}: {minutes:.1f} minutes, {told}.")
     return status == 0
+
+
+def _status(command: Sequence[str], limit_s: float) -> int | None:
+    """A command's exit status; none if it runs longer and is ended, with all that it started."""
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, start_new_session=True
+    ) as process:
+        try:
+            return process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:  # also where this script is interrupted
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _options() -> argparse.Namespace:

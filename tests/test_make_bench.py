@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from importlib import import_module
 from pathlib import Path
 
@@ -83,6 +84,24 @@ def test_a_script_that_fails_keeps_no_other_from_running_and_is_named(
     told = capfd.readouterr()
     for words in ("bad: 0.0 minutes, exit status 3.", "huge: needs", "good: 0.0 minutes"):
         assert words in told.out + told.err
+
+
+def test_a_script_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    child = "import os, sys, time; print(os.getpid(), file=open(sys.argv[1], 'w')); time.sleep(60)"
+    file = tmp_path / "child"
+    parent = (
+        f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}, {str(file)!r}])"
+    )
+    assert bench._status([sys.executable, "-c", parent], 4.0) is None
+    number_of = int(file.read_text())
+    for _ in range(100):
+        status = Path(f"/proc/{number_of}/stat")
+        if not status.exists() or status.read_text().split()[2] == "Z":
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("what it started still runs")
+    assert bench._status([sys.executable, "-c", "raise SystemExit(3)"], 60.0) == 3
 
 
 def test_files_of_no_commit_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
