@@ -3,8 +3,11 @@ with the line that does."""
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from lowtide.cli.app import app
 from lowtide.cli.habits import FLAGS, VERBS
 from lowtide.cli.live import LiveView
 from lowtide.cli.options import OPTIONS, is_common
+from lowtide.cli.verbs import OWN_VERBS
 from lowtide.cli.verify import _verdict_line
 from lowtide.lab.verify import Verdict
 
@@ -108,8 +112,39 @@ def test_what_is_answered_is_none_of_ours_and_the_answers_are() -> None:
     words = " ".join([*FLAGS.values(), *VERBS.values()]).split()
     named = {word.strip(":,;") for word in words if word.startswith("--")}
     assert named <= flags | {"--out", "--help", "--version"}
-    verbs = {command.name for command in app.registered_commands}
-    assert not verbs & set(VERBS) and {"run", "list"} <= verbs
+    assert not set(OWN_VERBS) & set(VERBS) and {"run", "list"} <= set(OWN_VERBS)
+
+
+@pytest.mark.parametrize("name", [name for name, verb in OWN_VERBS.items() if verb.line])
+def test_a_verb_is_listed_by_its_own_first_line(name: str) -> None:
+    """The list is known before any verb is imported; a verb's own help has all of its text."""
+    verb = OWN_VERBS[name]
+    assert inspect.getdoc(verb.load()).partition("\n")[0] == verb.line
+    assert " ".join(verb.line.split()[:4]) in run("--help").stdout
+    assert " ".join(verb.line.split()[:4]) in run(name, "--help").stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["-h"], ["-V"], [], ["nonsense"]],
+    ids=" ".join,
+)
+def test_what_needs_no_verb_imports_none(arguments: list[str]) -> None:
+    """Nor what verbs need: `--help` answers while numpy alone would still be imported."""
+    code = (
+        "import sys\n"
+        f"sys.argv = ['lowtide', *{arguments!r}]\n"
+        "from lowtide.cli.main import main\n"
+        "try: main()\n"
+        "finally:\n"
+        "    late = ('torch', 'numpy', 'huggingface_hub', 'tokenizers', 'jinja2', 'httpx')\n"
+        "    print(*sorted({*late, 'lowtide.cli.generate'} & set(sys.modules)), file=sys.stderr)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode in (0, 2) and "Traceback" not in result.stderr
+    assert result.stderr.endswith("\n") and not result.stderr.splitlines()[-1]
 
 
 def test_help_has_the_common_options_and_help_all_has_all() -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import inspect
 from pathlib import Path
 
-from lowtide.cli.app import app
 from lowtide.cli.option import Group, Option
 from lowtide.cli.options import OPTIONS, is_common
+from lowtide.cli.verbs import OWN_VERBS
 
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 
@@ -58,11 +58,9 @@ def _row(option: Option) -> str:
 def _verbs(option: Option) -> str:
     """The verbs that take an option; most take those of models and output."""
     names = [
-        command.name or ""
-        for command in app.registered_commands
-        if not command.hidden
-        and command.callback is not None
-        and option.name in inspect.signature(command.callback).parameters
+        name
+        for name, verb in OWN_VERBS.items()
+        if verb.line and option.name in inspect.signature(verb.load()).parameters
     ]
     return ", ".join(names)
 

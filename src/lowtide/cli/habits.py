@@ -9,7 +9,6 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from lowtide.cli.options import OPTIONS
 from lowtide.errors import UsageError
 from lowtide.model_folder.way_out import way_out
 
@@ -133,8 +132,6 @@ FLAGS = {
 }
 """Flags of other programs that are none here."""
 
-OWN_FLAGS = frozenset(name for option in OPTIONS for name in (option.flag, option.short) if name)
-
 
 class Verb(TyperCommand):
     """A verb that understands `--max_tokens`, shows the rest of its options with `--help-all`, and
@@ -157,7 +154,8 @@ class Verbs(TyperGroup):
         name = args[0].partition("=")[0] if args else ""
         if line := _other_flag(name):
             _answer(name, line)
-        if _dashed(name, OWN_FLAGS) in OWN_FLAGS:
+        mine = {option for param in self.params for option in (*param.opts, *ctx.help_option_names)}
+        if name.startswith("-") and name not in mine and _dashed(name, own := _own_flags()) in own:
             _refuse(f"{name} comes after the verb: lowtide VERB MODEL {name}.")
         return super().parse_args(ctx, args)
 
@@ -191,6 +189,12 @@ def _refuse(message: str) -> None:
 
     with errors_reported():
         raise UsageError(message)
+
+
+def _own_flags() -> frozenset[str]:
+    from lowtide.cli.options import OPTIONS
+
+    return frozenset(name for option in OPTIONS for name in (option.flag, option.short) if name)
 
 
 def _other_flag(name: str) -> str | None:

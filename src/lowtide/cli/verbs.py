@@ -1,0 +1,82 @@
+"""Which verbs there are: what a list of them shows, and where each is once it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import typer
+from typer.core import TyperCommand
+
+from lowtide.cli.habits import Verb, Verbs
+
+
+class Known(NamedTuple):
+    """A verb before its module is imported, which takes several times as long as this list."""
+
+    module: str  # in this package
+    line: str  # its function's first, as a test promises; nothing for a name that is not listed
+    function: str
+
+    def load(self) -> Callable[..., None]:
+        found: Callable[..., None] = import_module(f"{__package__}.{self.module}").__dict__[
+            self.function
+        ]
+        return found
+
+
+_LINES = {
+    "generate": "Write one answer; standard error has a line on the plan before it, the speed "
+    "after it.",
+    "chat": "Talk with a model, turn by turn; a model without a chat template continues the text.",
+    "plan": "Show what a model needs and what it would get here, and why.",
+    "doctor": "Measure this machine, and what a model's experts cost on it.",
+    "bench": "Measure the machine, then how fast a model writes; --policy takes several, by "
+    "commas.",
+    "verify": "Prove that budgets and policies change no token and no bit; exit 1 if they do.",
+    "calibrate": "Run a text and write down routing, residual vectors and statistics for the "
+    "policies.",
+    "simulate": "Replay a trace in simulated time; nothing is computed.",
+    "quality": "Score a text, or multiple choice, under several settings beside the exact run.",
+    "synth": "Write a checkpoint with random weights and a realistic routing skew.",
+    "pack": "Write a model's folder anew with weights in 8 or 4 bits: a model that reads faster.",
+    "pull": "Fetch a model from the hub: weights, configuration and tokenizer, never code.",
+    "ls": "List the models that are on this machine.",
+}
+_SHARED_MODULES = {"synth": "models", "pack": "models", "pull": "models", "ls": "models"}
+
+OWN_VERBS = {
+    **{name: Known(_SHARED_MODULES.get(name, name), line, name) for name, line in _LINES.items()},
+    "run": Known("generate", "", "generate"),  # as others call them
+    "list": Known("models", "", "ls"),
+}
+"""By name, in the order of `--help`."""
+
+
+class LateVerbs(Verbs):
+    """The command with all of its verbs, each imported when it is used."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        for name, known in OWN_VERBS.items():
+            self.add_command(_LateVerb(name, known))
+
+
+class _LateVerb(TyperCommand):
+    """A verb's name and line; whatever it is used for, the verb itself does."""
+
+    def __init__(self, name: str, known: Known) -> None:
+        super().__init__(name, help=known.line, hidden=not known.line)
+        self.known = known
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
+    ) -> Any:
+        """The verb's own; who asks runs the command that is in it."""
+        return self._loaded().make_context(info_name, args, parent=parent, **extra)
+
+    def _loaded(self) -> Any:
+        one = typer.Typer(add_completion=False)
+        one.command(self.name, cls=Verb)(self.known.load())
+        return typer.main.get_command(one)
