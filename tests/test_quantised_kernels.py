@@ -32,7 +32,7 @@ from lowtide.lab.synth import synth
 from lowtide.llm import LLM
 from lowtide.memory.arena import Arena
 
-ROWS = (1, 2, 3, 5, 8, 13, MAX_FEW_ROWS)
+ROWS = (1, 2, 3, 5, 8, 13, 16, 17, 25, MAX_FEW_ROWS)
 SHAPES = ((1, 1), (5, 64), (7, 130), (300, 200), (64, 1024), (9, 63), (33, 192), (17, 1100))
 
 
@@ -153,7 +153,7 @@ def test_bits_depend_on_no_other_row_thread_or_piece(
         again = torch.empty_like(whole)
         operators.matrix_call(matrix).multiply(x, None, again, num_threads)
         assert torch.equal(again, whole)
-    for rows in (slice(3, 4), slice(1, 6), slice(2, 15)):
+    for rows in (slice(3, 4), slice(1, 6), slice(2, 15), slice(17, 21), slice(9, 26)):
         some = torch.empty_like(whole[rows])
         operators.matrix_call(matrix).multiply(x[rows], None, some)
         assert torch.equal(some, whole[rows])
@@ -163,7 +163,7 @@ def test_bits_depend_on_no_other_row_thread_or_piece(
 
 
 @pytest.mark.parametrize("num_bits", [8, 4])
-@pytest.mark.parametrize("num_tokens", [1, 2, 7, MAX_FEW_ROWS])
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 16, MAX_FEW_ROWS])
 def test_experts_at_once_are_experts_one_by_one(
     operators: QuantisedOperators, num_bits: int, num_tokens: int
 ) -> None:
@@ -192,7 +192,7 @@ def test_experts_at_once_are_experts_one_by_one(
             wanted[token] += weight * one[0].float()
     for num_threads in (1, 3):
         at_once = ExpertsAtOnce.of(slots, kernels, num_threads)
-        assert at_once is not None and at_once.takes(x)
+        assert at_once is not None and at_once.takes(x) == (num_tokens <= operators.calls.max_rows)
         parts = torch.empty(num_tokens * 3, 96, dtype=torch.bfloat16)
         scratch = torch.empty(2, num_tokens * 3, 40, dtype=torch.bfloat16)
         out = torch.empty(num_tokens, 96)

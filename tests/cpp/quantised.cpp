@@ -24,16 +24,21 @@ struct Kind {
     std::string prefix;
     bool rounds_rows;
     int num_variants;
-    long max_rows;  // of one expert, as `MAX_FEW_ROWS` in Python
 
     static Kind exact(const Library& library) {
         const int best = library.function<int()>("lowtide_best_quantised")();
-        return {library, "lowtide_quantised_", false, best + 1, 16};
+        return {library, "lowtide_quantised_", false, best + 1};
     }
 
     static Kind int8(const Library& library) {
         const int best = library.function<int()>("lowtide_best_int8")();
-        return {library, "lowtide_int8_", true, best + 1, 1000};
+        return {library, "lowtide_int8_", true, best + 1};
+    }
+
+    // Of one expert.
+    long max_rows(int variant) const {
+        if (rounds_rows) return 1000;
+        return library.function<long(int)>("lowtide_max_quantised_rows")(variant);
     }
 
     template <class Function>
@@ -83,9 +88,9 @@ void multiply(const Kind& kind, int num_bits, const Shape& shape) {
         expect(whole == weights, "bits of what is unpacked", variant, num_outs, num_k);
     }
     for (int variant = 0; variant < kind.num_variants; ++variant) {
-        for (long num_rows : {0, 1, 2, 3, 5, 8, 13, 16, 17, 65, 130}) {
+        for (long num_rows : {0, 1, 2, 3, 5, 8, 13, 16, 17, 25, 32, 65, 130}) {
             const bool is_long = num_outs * num_k > LARGE && num_rows != 3;
-            if (is_long || num_rows > kind.max_rows) continue;
+            if (is_long || num_rows > kind.max_rows(variant)) continue;
             const long x_stride = num_k + 3, out_stride = num_outs + 1;
             const Numbers x = numbers(strided(num_rows, x_stride, num_k));
             Numbers first;
@@ -142,7 +147,7 @@ void run_experts(const Kind& kind, int num_bits, const Routed& routed, long hidd
                   parts.data(), gate.data(), up.data(), out.data(), num_tokens, k, hidden, width);
             if (num_threads == 1) first = out;
             expect(out == first, "bits of experts by threads", variant, num_tokens, num_threads);
-            const long of_one = std::min(num_pairs, kind.max_rows);
+            const long of_one = std::min(num_pairs, kind.max_rows(variant));
             const Ids of_groups = of_one == 0 ? Ids{} : Ids{slots[0], 0, of_one};
             groups(variant, num_threads, types, of_groups.data(), long(of_groups.size()) / 3,
                    place, place + inward, place + 2 * inward, slot_bytes, parts.data(),

@@ -52,6 +52,9 @@ int lowtide_best_quantised() {
 #endif
 }
 
+// With how many rows its products are called.
+long lowtide_max_quantised_rows(int variant) { return max_rows_of(variant); }
+
 // w [num_rows, row_bytes] to out [num_rows, num_k] bfloat16, each weight rounded once.
 void lowtide_quantised_unpack(
     int variant, int num_bits, const std::uint8_t* w, bf16* out, long num_rows, long num_k

@@ -23,9 +23,10 @@ from lowtide.formats.quantised_matrix import QuantisedMatrix
 from lowtide.kernels.cpu.library import QUANTISED, load_borrowing
 from lowtide.kernels.cpu.weight_calls import CompiledExperts, MatrixCall, WeightCalls
 
-MAX_FEW_ROWS = 16
-"""With more rows, unless they are rounded, a tile of weights is unpacked and multiplied with by
-torch's product. So many of an expert are taken in a call over several."""
+MAX_FEW_ROWS = 32
+"""`MOST_QUANTISED_ROWS` of quantised_products.hpp, which a block of diffusion has: so many rounded
+rows of an expert are taken in a call over several. As they are, some variants take fewer; with more
+rows a tile of weights is unpacked and multiplied with by torch's product."""
 
 VARIANTS = ("plain", "plain, AVX2", "plain, AVX-512", "AVX-512 with bfloat16", "AMX")
 """From the slowest; a processor has all up to its best."""
@@ -52,7 +53,9 @@ class QuantisedOperators:
         self.num_variants = best() + 1
         self.variant = self.num_variants - 1 if variant is None else variant
         self.rounds_rows = rounds_rows
-        max_rows = sys.maxsize if rounds_rows else MAX_FEW_ROWS
+        max_rows = sys.maxsize  # rounded, they have the same bits in every product
+        if not rounds_rows:
+            max_rows = library.lowtide_max_quantised_rows(self.variant)
         kind = "int8" if rounds_rows else "quantised"
         self.calls = WeightCalls(library, kind, self.variant, max_rows)
         # Functions of their own: those of the library's attributes are shared.
@@ -73,7 +76,8 @@ class QuantisedOperators:
 
     def experts(self, num_bits: int) -> CompiledExperts:
         """Of slots whose matrices are all of so many bits."""
-        return CompiledExperts(self.calls, 3 * (num_bits,), MAX_FEW_ROWS)
+        max_rows = min(MAX_FEW_ROWS, self.calls.max_rows)
+        return CompiledExperts(self.calls, 3 * (num_bits,), max_rows)
 
     def unpack(self, matrix: QuantisedMatrix, out: Tensor) -> None:
         """`QuantisedMatrix.unpack` into a contiguous bfloat16 `out`, the same bits."""

@@ -1,11 +1,12 @@
-// Products with weights in 8 or 4 bits by AMX: 16 of their rows with up to 16 rows of x.
+// Products with weights in 8 or 4 bits by AMX: 16 of their rows with up to 32 rows of x.
 //
 // A step of 16 rows of weights (quantised_vectors.hpp) is rounded to bfloat16 into the first cache,
 // and is then four tiles: so weights are unpacked once for all rows of x, and what more rows cost is
 // hardly seen. Otherwise as amx.hpp.
 //
 // A product of tiles takes longer to answer (52 cycles) than to begin (16), and unpacking its
-// weights takes less than that: so tiles go to two sums by turns.
+// weights takes less than that: so tiles go to two sums by turns. More than 16 rows have two more,
+// so a row's sums are added in the same order among however many.
 
 #pragma once
 
@@ -21,40 +22,51 @@ namespace lowtide {
 
 class QuantisedAmx : Amx {
    public:
-    // p.num_rows: 16 at most. There are no tiles of no rows.
+    // p.num_rows: `MOST_QUANTISED_ROWS` at most. There are no tiles of no rows.
     template <int num_bits>
     UNPACKED_AMX static void run(const QuantisedProduct& p) {
         if (p.num_rows == 0 || p.num_outs == 0) return;
         const OrderedRows& ordered = ordered_rows<num_bits>(p);
         const Inputs& x =
             packed(ordered.row(0), ordered.length, p.num_rows, ordered.length, p.inputs);
-        Shapes shapes;
-        for (int tile = 0; tile < 6; ++tile) {
-            const bool is_of_weights = tile == 2 || tile == 3;
-            shapes.rows[tile] = TILE;
-            shapes.row_bytes[tile] =
-                static_cast<std::uint16_t>(is_of_weights ? TILE_BYTES : 4 * p.num_rows);
-        }
-        written(x.pairs()), written(&shapes);
-        _tile_loadconfig(&shapes);
-        Steps<num_bits>(p, x.pairs()).run();
-        _tile_release();
+        if (p.num_rows <= TILE) run_rows<num_bits, 1>(p, x);
+        else run_rows<num_bits, 2>(p, x);
     }
 
    private:
+    // Tiles 0 and 1 are sums of the first rows, 6 and 7 of the others, 2 and 3 are of weights, 4 and
+    // 5 of x: of the first rows by turns, or 5 of the others.
+    template <int num_bits, int halves>
+    UNPACKED_AMX static void run_rows(const QuantisedProduct& p, const Inputs& x) {
+        const long of_first = std::min(p.num_rows, TILE), of_second = p.num_rows - of_first;
+        Shapes shapes;
+        for (int tile = 0; tile < (halves == 1 ? 6 : 8); ++tile) {
+            const bool is_of_weights = tile == 2 || tile == 3;
+            const bool is_of_second = halves == 2 && tile >= 5;
+            const long bytes = is_of_weights ? TILE_BYTES : 4 * (is_of_second ? of_second : of_first);
+            shapes.rows[tile] = TILE;
+            shapes.row_bytes[tile] = static_cast<std::uint16_t>(bytes);
+        }
+        written(x.pairs()), written(&shapes);
+        _tile_loadconfig(&shapes);
+        Steps<num_bits, halves>(p, x).run();
+        _tile_release();
+    }
+
     // All steps of 16 rows of weights, then those of the next 16. One is unpacked while one before it
     // is multiplied with: a tile that is loaded before what was written last has reached the cache
     // waits for all of it.
-    template <int num_bits>
+    template <int num_bits, int halves>
     class Steps {
        public:
-        UNPACKED_AMX INLINED Steps(const QuantisedProduct& p, const bf16* x)
-            : p_(p), x_(x), num_groups_(p.w.num_groups()), row_bytes_(p.w.row_bytes()),
+        UNPACKED_AMX INLINED Steps(const QuantisedProduct& p, const Inputs& x)
+            : p_(p), x_(x.pairs()), second_(x.pairs() + TILE * x.length),
+              of_first_(std::min(p.num_rows, TILE)), of_second_(p.num_rows - of_first_),
+              num_groups_(p.w.num_groups()), row_bytes_(p.w.row_bytes()),
               ahead_(p.w.rows, p.num_outs * p.w.row_bytes(), p.next) {}
 
         UNPACKED_AMX INLINED void run() {
-            _tile_zero(0);
-            _tile_zero(1);
+            begin_sums();
             Place place = {0, 0}, behind = {0, 0};
             long num_behind = 0;
             for (; place.first < p_.num_outs; place = after(place))
@@ -139,30 +151,62 @@ class QuantisedAmx : Amx {
         }
 
         UNPACKED_AMX INLINED void multiply(long number, long group) const {
-            const bf16* x = x_ + (group * GROUP + number * WORDS) * p_.num_rows;
+            const long k = group * GROUP + number * WORDS;
+            const bf16* x = x_ + k * of_first_;
             const auto& weights = unpacked_[turn_ == BEHIND ? 0 : turn_ + 1][number];
             written(weights);
             if (number % 2 == 0) {
                 _tile_loadd(2, weights, TILE_BYTES);
-                _tile_loadd(4, x, p_.num_rows * 4);
+                _tile_loadd(4, x, of_first_ * 4);
                 _tile_dpbf16ps(0, 2, 4);
             } else {
                 _tile_loadd(3, weights, TILE_BYTES);
-                _tile_loadd(5, x, p_.num_rows * 4);
-                _tile_dpbf16ps(1, 3, 5);
+                if constexpr (halves == 1) {
+                    _tile_loadd(5, x, of_first_ * 4);
+                    _tile_dpbf16ps(1, 3, 5);
+                } else {
+                    _tile_loadd(4, x, of_first_ * 4);
+                    _tile_dpbf16ps(1, 3, 4);
+                }
+            }
+            if constexpr (halves == 2) {
+                _tile_loadd(5, second_ + k * of_second_, of_second_ * 4);
+                if (number % 2 == 0) _tile_dpbf16ps(6, 2, 5);
+                else _tile_dpbf16ps(7, 3, 5);
+            }
+        }
+
+        UNPACKED_AMX INLINED void begin_sums() const {
+            _tile_zero(0);
+            _tile_zero(1);
+            if constexpr (halves == 2) {
+                _tile_zero(6);
+                _tile_zero(7);
             }
         }
 
         // Of the 16 rows of weights from `first` on; begins those of the next.
         UNPACKED_AMX INLINED void store(long first) {
             alignas(64) float sums[2][TILE * TILE];
-            const long stride = stored_bytes(p_.num_rows);
+            const long stride = stored_bytes(of_first_);
             _tile_stored(0, sums[0], stride);
             _tile_stored(1, sums[1], stride);
-            _tile_zero(0);
-            _tile_zero(1);
+            store_rows(sums, 0, of_first_, first);
+            if constexpr (halves == 2) {
+                const long stride_of_second = stored_bytes(of_second_);
+                _tile_stored(6, sums[0], stride_of_second);
+                _tile_stored(7, sums[1], stride_of_second);
+                store_rows(sums, TILE, of_second_, first);
+            }
+            begin_sums();
+        }
+
+        // Of both sums of some rows of x.
+        UNPACKED_AMX INLINED void store_rows(
+            float (&sums)[2][TILE * TILE], long row, long num_rows, long first
+        ) {
             written(sums);
-            for (long i = 0; i < TILE * stride / TILE_BYTES; ++i)
+            for (long i = 0; i < TILE * stored_bytes(num_rows) / TILE_BYTES; ++i)
                 _mm512_store_ps(
                     sums[0] + i * TILE,
                     _mm512_add_ps(_mm512_load_ps(sums[0] + i * TILE),
@@ -171,11 +215,12 @@ class QuantisedAmx : Amx {
                 nullptr, 0, nullptr, p_.bias, p_.out, p_.out_stride, p_.num_rows, p_.num_outs, 0,
             };
             store_sums(
-                places, sums[0], 0, p_.num_rows, first, std::min(p_.num_outs - first, TILE));
+                places, sums[0], row, num_rows, first, std::min(p_.num_outs - first, TILE));
         }
 
         const QuantisedProduct& p_;
-        const bf16* x_;
+        const bf16 *x_, *second_;  // the first rows', and those of the others
+        const long of_first_, of_second_;
         const long num_groups_, row_bytes_;
         Ahead ahead_;
         long turn_ = 0;  // which of `unpacked_` is written

@@ -18,12 +18,21 @@
 #include <vector>
 
 #include "ahead.hpp"
+#include "products.hpp"
 #include "quantised_vectors.hpp"
 
 namespace lowtide {
 
 // The best comes last. What is before it runs on the same processor, too.
 enum QuantisedVariant { PLAIN, PLAIN_AVX2, PLAIN_AVX512, BF16_AVX512, BF16_AMX };
+
+// That products take: with dot products of bfloat16 as many as those with bfloat16 weights do, so
+// that a pass of so many rows is one call whatever its weights are stored in.
+constexpr long MOST_PLAIN_ROWS = 16, MOST_QUANTISED_ROWS = MOST_ROWS_OF_DOTS;
+
+INLINED long max_rows_of(int variant) {
+    return variant >= BF16_AVX512 ? MOST_QUANTISED_ROWS : MOST_PLAIN_ROWS;
+}
 
 struct QuantisedProduct {
     const bf16* x;
@@ -43,13 +52,13 @@ INLINED void store_sum(const QuantisedProduct& p, long row, long out, float sum)
 
 template <int num_bits>
 INLINED void multiply_plainly(const QuantisedProduct& p) {
-    constexpr long LANES = 32, MOST_ROWS = 16;
+    constexpr long LANES = 32;
     const long num_groups = p.w.num_groups(), num_k = p.w.num_k;
     for (long out = 0; out < p.num_outs; ++out) {
         const std::uint8_t* row = p.w.row(out);
-        for (long first = 0; first < p.num_rows; first += MOST_ROWS) {
-            const long num_rows = std::min(MOST_ROWS, p.num_rows - first);
-            float sums[MOST_ROWS][LANES] = {};
+        for (long first = 0; first < p.num_rows; first += MOST_PLAIN_ROWS) {
+            const long num_rows = std::min(MOST_PLAIN_ROWS, p.num_rows - first);
+            float sums[MOST_PLAIN_ROWS][LANES] = {};
             for (long group = 0; group < num_groups; ++group) {
                 float weights[GROUP];
                 unpack_group<num_bits, true>(
