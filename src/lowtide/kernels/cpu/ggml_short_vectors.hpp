@@ -63,7 +63,7 @@ AVX512_BF16 INLINED __m512 two_halves(const u8* halves) {
 }
 
 // What was written is broadcast from there: compilers would rather shuffle it out of a register.
-INLINED void stays_in_memory(const float* numbers) {
+INLINED void stays_in_memory(const void* numbers) {
     asm volatile("" : : "r"(numbers) : "memory");
 }
 

@@ -66,32 +66,44 @@ struct Block<Q5K> {
     }
 };
 
+// Numbers of six bits are made 64 at a time and widened from where they are stored, since a load
+// that widens takes one place where a part of a register would take two.
 template <>
 struct Block<Q6K> {
     template <class Take>
     AVX512_BF16 static INLINED void unpack(const u8* b, long start, Take& take) {
         float scales[16];
+        alignas(64) u8 numbers[256];
         _mm512_storeu_ps(
             scales, _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(sixteen(b + 192))),
                                   half_everywhere(b + 208)));
-        stays_in_memory(scales);
-        const __m256i low = _mm256_set1_epi8(15), high = _mm256_set1_epi8(0x30);
+        UNROLLED for (int half = 0; half < 2; ++half) numbers_of_half(b, half, numbers + 128 * half);
+        stays_in_memory(scales), stays_in_memory(numbers);
         UNROLLED for (int part = 0; part < 8; ++part) {  // 32 weights
-            const int half = part / 4, layer = part % 4;
-            const __m256i q = thirty_two(b + 64 * half + layer % 2 * 32);
-            const __m256i h = thirty_two(b + 128 + 32 * half);
-            const __m256i four = layer < 2 ? q : _mm256_srli_epi16(q, 4);
-            const __m256i two = layer == 0   ? _mm256_slli_epi16(h, 4)
-                                : layer == 1 ? _mm256_slli_epi16(h, 2)
-                                : layer == 2 ? h
-                                             : _mm256_srli_epi16(h, 2);
-            const __m256i six =
-                _mm256_or_si256(_mm256_and_si256(four, low), _mm256_and_si256(two, high));
-            const __m256i numbers = _mm256_sub_epi8(six, _mm256_set1_epi8(32));
+            const u8* const of_part = numbers + 32 * part;
             take(start + part,
-                 scaled(_mm256_castsi256_si128(numbers), _mm256_extracti128_si256(numbers, 1),
-                        _mm512_set1_ps(scales[2 * part]), _mm512_set1_ps(scales[2 * part + 1])));
+                 scaled(sixteen(of_part), sixteen(of_part + 16), _mm512_set1_ps(scales[2 * part]),
+                        _mm512_set1_ps(scales[2 * part + 1])));
         }
+    }
+
+    // The low halves of 64 bytes, then the high ones, each with two bits more of 32 bytes.
+    AVX512_BF16 static INLINED void numbers_of_half(const u8* b, int half, u8* out) {
+        const __m512i q = _mm512_loadu_si512(b + 64 * half);
+        const __m512i h = _mm512_broadcast_i64x4(thirty_two(b + 128 + 32 * half));
+        // To the fifth and sixth bit: bits 0 and 1 of the first 32, 2 and 3 of the others.
+        const __m512i turns = _mm512_inserti64x4(_mm512_set1_epi32(4), _mm256_set1_epi32(2), 1);
+        const __m512i later = _mm512_sub_epi32(turns, _mm512_set1_epi32(4));
+        _mm512_store_si512(out, six_bits(q, _mm512_rolv_epi32(h, turns)));
+        _mm512_store_si512(
+            out + 64, six_bits(_mm512_srli_epi16(q, 4), _mm512_rolv_epi32(h, later)));
+    }
+
+    // Signed bytes.
+    AVX512_BF16 static INLINED __m512i six_bits(__m512i four, __m512i two) {
+        const __m512i low = _mm512_and_si512(four, _mm512_set1_epi8(15));
+        const __m512i six = _mm512_ternarylogic_epi32(two, _mm512_set1_epi8(0x30), low, 0xea);
+        return _mm512_sub_epi8(six, _mm512_set1_epi8(32));
     }
 };
 
