@@ -60,10 +60,10 @@ long share(const Places& absent, const Asked& asked, double link_end_s, double f
 // Residents that cost the host least for what they spare the device go over to it, while the layer
 // ends sooner by it. A ratio that is none comes last, as numpy sorts.
 void relieve(Places residents, const Asked& asked, Ends ends, std::vector<std::uint8_t>& on_device) {
-    const auto ratio = [&](long place) { return asked.host_s[place] / asked.device_s[place]; };
+    std::vector<double> ratio(on_device.size());
+    for (long place : residents) ratio[place] = asked.host_s[place] / asked.device_s[place];
     std::stable_sort(residents.begin(), residents.end(), [&](long a, long b) {
-        const double ratio_a = ratio(a), ratio_b = ratio(b);
-        return std::isnan(ratio_b) ? !std::isnan(ratio_a) : ratio_a < ratio_b;
+        return std::isnan(ratio[b]) ? !std::isnan(ratio[a]) : ratio[a] < ratio[b];
     });
     for (long place : residents) {
         ends.host_s += asked.host_s[place];

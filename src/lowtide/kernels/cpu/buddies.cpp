@@ -83,10 +83,10 @@ std::vector<double> router_mass(const Layer& layer) {
     return mass;
 }
 
-// Ids ascend, and a stable order leaves them so among equals.
+// The least mass first, of equals the lower id.
 void by_mass(Pairs& experts, const std::vector<double>& mass) {
-    std::stable_sort(experts.begin(), experts.end(), [&](long a, long b) {
-        return mass[a] < mass[b];
+    std::sort(experts.begin(), experts.end(), [&](long a, long b) {
+        return mass[a] != mass[b] ? mass[a] < mass[b] : a < b;
     });
 }
 
@@ -248,53 +248,60 @@ class Spending {
     Spending(const Layer& layer, const std::vector<std::uint8_t>& is_open, std::int64_t* out)
         : layer_(layer), out_(out), num_left_(layer.num_tokens),
           in_use_(layer.num_tokens * layer.rules.num_experts, 0),
-          starts_(layer.rules.num_experts + 1, 0), pairs_(layer.num_pairs()) {
+          ends_(layer.rules.num_experts + 1, 0), asked_(layer.num_pairs()),
+          buddies_(layer.num_tokens) {
         for (long token = 0; token < layer.num_tokens; ++token)
             num_left_[token] = is_open[token] ? layer.rho : 0;
-        if (layer.left) left_.assign(layer.left, layer.left + layer.num_owners);
-        for (long pair = 0; pair < layer.num_pairs(); ++pair) {
-            used(pair / layer.k, layer.experts[pair]) = 1;
-            ++starts_[layer.experts[pair] + 1];
+        if (layer.left) {
+            left_.assign(layer.left, layer.left + layer.num_owners);
+            moved_.resize(left_.size());
         }
-        std::partial_sum(starts_.begin(), starts_.end(), starts_.begin());
-        Pairs next(starts_.begin(), starts_.end() - 1);
-        for (long pair = 0; pair < layer.num_pairs(); ++pair)
-            pairs_[next[layer.experts[pair]]++] = pair;
+        for (long pair = 0; pair < layer.num_pairs(); ++pair) ++ends_[layer.experts[pair] + 1];
+        std::partial_sum(ends_.begin(), ends_.end(), ends_.begin());
+        for (long token = 0, pair = 0; token < layer.num_tokens; ++token)
+            for (long place = 0; place < layer.k; ++place, ++pair) {
+                const std::int64_t expert = layer.experts[pair];
+                used(token, expert) = 1;
+                asked_[ends_[expert]++] = {token, pair};
+            }
     }
 
     // All tokens of an expert get a buddy, or none does; which of the two.
     bool give_up(long expert) {
-        const auto first = pairs_.begin() + starts_[expert];
-        const auto last = pairs_.begin() + starts_[expert + 1];
-        std::vector<double> moved(left_.size(), 0.0);
-        std::vector<std::int64_t> chosen;
-        for (auto pair = first; pair != last; ++pair) {
-            const long token = *pair / layer_.k;
-            const std::int64_t buddy = num_left_[token] < 1 ? -1 : free_buddy(token, *pair);
+        const Asked* first = asked_.data() + (expert ? ends_[expert - 1] : 0);
+        const Asked* last = asked_.data() + ends_[expert];
+        std::fill(moved_.begin(), moved_.end(), 0.0);
+        std::int64_t* chosen = buddies_.data();
+        for (const Asked* it = first; it != last; ++it) {
+            const std::int64_t buddy = num_left_[it->token] < 1 ? -1 : free_buddy(*it);
             if (buddy < 0) return false;
-            chosen.push_back(buddy);
-            if (layer_.left) moved[layer_.owner[token]] += layer_.weights[*pair];
+            *chosen++ = buddy;
+            if (layer_.left) moved_[layer_.owner[it->token]] += layer_.weights[it->pair];
         }
-        for (std::size_t i = 0; i < moved.size(); ++i)
-            if (left_[i] - moved[i] < 0) return false;
-        for (std::size_t i = 0; i < moved.size(); ++i) left_[i] -= moved[i];
-        for (auto pair = first; pair != last; ++pair) {
-            const long token = *pair / layer_.k;
-            out_[*pair] = chosen[pair - first];
-            used(token, out_[*pair]) = 1;
-            --num_left_[token];
+        for (std::size_t i = 0; i < moved_.size(); ++i)
+            if (left_[i] - moved_[i] < 0) return false;
+        for (std::size_t i = 0; i < moved_.size(); ++i) left_[i] -= moved_[i];
+        chosen = buddies_.data();
+        for (const Asked* it = first; it != last; ++it) {
+            used(it->token, out_[it->pair] = *chosen++) = 1;
+            --num_left_[it->token];
         }
         return true;
     }
 
   private:
+    struct Asked {
+        long token, pair;
+    };
+
     std::uint8_t& used(long token, std::int64_t expert) {
         return in_use_[token * layer_.rules.num_experts + expert];
     }
-    std::int64_t free_buddy(long token, long pair) {
-        const std::int32_t* list = layer_.list(pair);
-        for (long i = 0; i < layer_.depth() && list[i] >= 0; ++i)
-            if (layer_.is_here[list[i]] && !used(token, list[i])) return list[i];
+    std::int64_t free_buddy(const Asked& asked) {
+        const std::int32_t* list = layer_.list(asked.pair);
+        const std::uint8_t* in_use = &used(asked.token, 0);
+        for (long i = 0, depth = layer_.depth(); i < depth && list[i] >= 0; ++i)
+            if (layer_.is_here[list[i]] && !in_use[list[i]]) return list[i];
         return -1;
     }
 
@@ -302,8 +309,10 @@ class Spending {
     std::int64_t* out_;
     Pairs num_left_;
     std::vector<std::uint8_t> in_use_;
-    Pairs starts_, pairs_;  // of each expert: its pairs are pairs_[starts_[e]] and on
-    std::vector<double> left_;
+    Pairs ends_;                 // of each expert's pairs in `asked_`, in order of ids
+    std::vector<Asked> asked_;
+    std::vector<std::int64_t> buddies_;  // of the expert that is being given up
+    std::vector<double> left_, moved_;
 };
 
 }

@@ -6,6 +6,31 @@
 #include <cstdint>
 #include <vector>
 
+namespace {
+
+// A token has few experts: going through all of them takes no branch.
+bool is_among(const std::int64_t* experts, long k, std::int64_t expert) {
+    bool found = false;
+    for (long place = 0; place < k; ++place) found |= experts[place] == expert;
+    return found;
+}
+
+// Whether ids are known and ascend for each token, and weights are finite.
+bool is_runnable(
+    const std::int64_t* run, const float* weights, long num_tokens, long k, long num_experts
+) {
+    bool is_so = true;
+    for (long first = 0; first < num_tokens * k; first += k)
+        for (long pair = first; pair < first + k; ++pair) {
+            is_so &= (pair == first) | (run[std::max(first, pair - 1)] < run[pair]);
+            is_so &= (0 <= run[pair]) & (run[pair] < num_experts);
+            is_so &= std::isfinite(weights[pair]);
+        }
+    return is_so;
+}
+
+}
+
 extern "C" {
 
 // What was asked [num_tokens, k] and is not run, for each of `num_owners` requests: mass, pairs,
@@ -17,11 +42,7 @@ long lowtide_count_moved(
     const std::int64_t* owner, long num_owners, std::uint8_t* is_affected, double* masses,
     std::int64_t* pairs, std::int64_t* tokens
 ) {
-    for (long pair = 0; pair < num_tokens * k; ++pair) {
-        const bool ascends = pair % k == 0 || run[pair - 1] < run[pair];
-        const bool is_known = 0 <= run[pair] && run[pair] < num_experts;
-        if (!ascends || !is_known || !std::isfinite(run_weights[pair])) return 0;
-    }
+    if (!is_runnable(run, run_weights, num_tokens, k, num_experts)) return 0;
     std::fill(masses, masses + num_owners, 0.0);
     std::fill(pairs, pairs + num_owners, 0);
     std::fill(tokens, tokens + num_owners, 0);
@@ -29,7 +50,7 @@ long lowtide_count_moved(
         const std::int64_t* others = run + token * k;
         bool is_moved = false;
         for (long pair = token * k; pair < token * k + k; ++pair) {
-            if (std::binary_search(others, others + k, asked[pair])) continue;
+            if (is_among(others, k, asked[pair])) continue;
             masses[owner[token]] += asked_weights[pair];
             ++pairs[owner[token]];
             is_moved = true;
@@ -49,15 +70,16 @@ void lowtide_count_saved(
     double* shares, std::int64_t* in_vain
 ) {
     std::vector<std::int64_t> num_pairs(num_experts, 0);
-    const auto is_moved = [&](long pair) {
-        const std::int64_t* others = run + pair / k * k;
-        return !std::binary_search(others, others + k, asked[pair]);
-    };
-    for (long pair = 0; pair < num_tokens * k; ++pair) num_pairs[asked[pair]] += is_moved(pair);
+    std::vector<std::uint8_t> is_moved(num_tokens * k);
+    for (long first = 0; first < num_tokens * k; first += k)
+        for (long pair = first; pair < first + k; ++pair) {
+            is_moved[pair] = !is_among(run + first, k, asked[pair]);
+            num_pairs[asked[pair]] += is_moved[pair];
+        }
     std::fill(shares, shares + num_owners, 0.0);
     std::fill(in_vain, in_vain + num_owners, 0);
     for (long pair = 0; pair < num_tokens * k; ++pair) {
-        if (!is_moved(pair)) continue;
+        if (!is_moved[pair]) continue;
         const double saved = expert_bytes[asked[pair]];
         shares[owner[pair / k]] += saved / num_pairs[asked[pair]];
         in_vain[owner[pair / k]] += !(saved > 0);
