@@ -24,7 +24,7 @@ from common.ceilings import Disk, memory_ceiling
 from common.models import cache_folder
 from common.record import Recorder, Row, say
 
-from lowtide import LLM, SamplingParams
+from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.config import ModelConfig
 from lowtide.families import families
 from lowtide.lab.bench import Load, Preset, Run, take_turns
@@ -33,12 +33,16 @@ from lowtide.lab.synth import write_checkpoint
 from lowtide.llm import plan_model
 from lowtide.policies.buddy_profile import BuddyProfile
 
-LAYERS = {"llada2": 5, "qwen3_moe": 6}
+LAYERS = {"llada2": 3, "qwen3_moe": 3}
 """Of some 1.6 and 1.2 GB each; LLaDA2's first one has no experts."""
 
-SHARES = (0.75, 0.5, 0.375, 0.25)
+SHARES = (0.375, 0.5, 0.25, 0.75)
+"""In the order in which they are measured: first the one that is judged."""
+
 CONTEXT = 512
-PROMPT_TOKENS = 64
+PROMPT_TOKENS = 32  # of a block, whose experts are nearly all that there are
+STEPS = 4
+"""Of a block, where random weights would take one for every token: 1 GB is read for each."""
 
 FASTER_AT, FASTER = 0.375, 1.10
 """Tokens per second over exact's, at this share of residents."""
@@ -107,7 +111,7 @@ class _Watched:
 
 def main() -> None:
     options = _options()
-    named = ("placement", "new", "repeats", "layers")
+    named = ("placement", "new", "steps", "repeats", "layers", "minutes")
     recorder = Recorder("buddy full", {name: getattr(options, name) for name in named}, options.out)
     for family in options.families:
         folder = _folder(options.folder, family, options.size, options.layers)
@@ -116,8 +120,14 @@ def main() -> None:
         profile = load_profile(calibration) or _calibrate(folder, calibration, options)
         recorder.write("redundancy", {"model": folder.name, **redundancy(profile)})
         lanes = _lanes(options.placement, config.moe.num_experts_per_token)
+        end_s, longest_s = time.monotonic() + 60 * options.minutes, 0.0
         for share in options.shares:
+            if time.monotonic() + longest_s > end_s:
+                say(f"{folder.name}, {share:g} of the experts: no time is left (--minutes).")
+                continue
+            begun_s = time.monotonic()
             _measure(recorder, folder, calibration, share, lanes, options)
+            longest_s = max(longest_s, time.monotonic() - begun_s)
 
 
 def _measure(
@@ -139,7 +149,7 @@ def _measure(
     where = {"model": folder.name, "resident_share": share, "budget_bytes": budget_bytes}
     recorder.write("ceiling", {**where, **memory_ceiling(), **disk.measure()})
     with LLM(folder, host_memory=budget_bytes, **shared, **wide) as llm:
-        load = _load(llm, options.new)
+        load = _load(llm, options)
         presets = [Preset(lane.policy, lane.options) for lane in lanes]
         runs = take_turns(llm, presets, load, options.repeats)
         for lane, run in zip(lanes, runs, strict=True):
@@ -208,15 +218,19 @@ def _lanes(placement: str, k: int) -> list[Lane]:
         own = {"placement": placement, "miss": miss, "rho": rho, "max_mass": "off"}
         return Lane(name, BUDDYMOE, own)
 
-    rhos = [str(rho) for rho in sorted({1, k // 4, k // 2, 3 * k // 4} - {0})] + ["none"]
+    rhos = [str(rho) for rho in sorted({k // 4, k // 2} - {0})] + ["none"]
     on_demand = Lane("read on demand", "on-demand")
     exact = Lane("exact", placement)
     return [exact, on_demand, *(lossy("buddy", r) for r in rhos), lossy("late", str(k // 2))]
 
 
-def _load(llm: LLM, num_new: int) -> Load:
+def _load(llm: LLM, options: argparse.Namespace) -> Load:
+    """An answer; a prompt's own pass asks for most experts, so one token stands for it."""
     prompt = [1 + i * 7919 % (llm.config.vocab_size // 2) for i in range(PROMPT_TOKENS)]
-    return Load(prompt, prompt, SamplingParams(max_tokens=num_new, ignore_eos=True))
+    steps = options.steps if llm.config.is_diffusion else None
+    diffusion = DiffusionParams(steps=steps)
+    params = SamplingParams(max_tokens=options.new, ignore_eos=True, diffusion=diffusion)
+    return Load(prompt, prompt[:1], params)
 
 
 def _folder(base: Path, family: str, size: str, num_layers: int | None) -> Path:
@@ -244,20 +258,24 @@ def _calibrate(folder: Path, path: Path, options: argparse.Namespace) -> BuddyPr
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--families", nargs="+", choices=tuple(LAYERS), default=list(LAYERS))
-    parser.add_argument("--layers", type=int, help="of every model (5 and 6)")
+    parser.add_argument("--layers", type=int, help="of every model (3)")
     parser.add_argument("--size", default="full", help="a key of the family's sizes (full)")
     parser.add_argument("--folder", type=Path, default=None, help="where models are kept")
     parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES))
     parser.add_argument("--placement", default="lowtide", help="who stays resident (lowtide)")
-    parser.add_argument("--new", type=int, default=None, help="new tokens of an answer (64)")
-    parser.add_argument("--repeats", type=int, default=None, help="answers per lane (3)")
+    parser.add_argument("--new", type=int, default=None, help="new tokens of an answer (32)")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of a block (4)")
+    parser.add_argument("--repeats", type=int, default=None, help="answers per lane (2)")
+    parser.add_argument(
+        "--minutes", type=float, default=5.0, help="of a family: no share is begun beyond (5)"
+    )
     parser.add_argument("--pieces", type=int, default=16, help="of the calibration's text (16)")
     parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
     parser.add_argument("--quick", action="store_true", help="few tokens: a look, not a result")
     options = parser.parse_args()
     options.folder = options.folder or cache_folder()
-    options.new = options.new or (16 if options.quick else 64)
-    options.repeats = options.repeats or (1 if options.quick else 3)
+    options.new = options.new or (16 if options.quick else 32)
+    options.repeats = options.repeats or (1 if options.quick else 2)
     return options
 
 
