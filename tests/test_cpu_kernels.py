@@ -407,7 +407,7 @@ def test_attention_to_extreme_scores(variants: list[FewRows]) -> None:
     assert out.isnan().all()
 
 
-@pytest.mark.parametrize("shape", [(1, 1000), (8, 64), (3, 5, 24)])
+@pytest.mark.parametrize("shape", [(1, 1000), (8, 64), (3, 5, 24), (700, 512)])
 def test_a_norm_is_the_references_but_for_rounding(
     variants: list[FewRows], shape: tuple[int, ...]
 ) -> None:
@@ -415,14 +415,14 @@ def test_a_norm_is_the_references_but_for_rounding(
     wide = randn(shape[0], *shape[1:-1], shape[-1] + 8) if len(shape) == 2 else randn(*shape)
     x, weight = wide[..., : shape[-1]], randn(shape[-1], seed=1)
     expected = torch.empty_like(x)
-    buffers = Workspace(torch.empty(1 << 20, dtype=torch.uint8))
+    buffers = Workspace(torch.empty(1 << 22, dtype=torch.uint8))
     REFERENCE.rms_norm(x, weight, 1e-6, buffers, expected)
     beside = wide[..., shape[-1] :].clone()
     answers = []
     for kernel in variants:
         out = wide.clone()
         own = out[..., : shape[-1]]
-        kernel.rms_norm(own, weight, 1e-6, own)
+        kernel.rms_norm(own, weight, 1e-6, own, num_threads=3)
         assert torch.equal(out[..., shape[-1] :], beside)
         answers.append(own)
     assert are_alike(answers), "variants differ"
@@ -430,18 +430,19 @@ def test_a_norm_is_the_references_but_for_rounding(
     assert (answers[0] == expected).float().mean() > 0.99
 
 
-@pytest.mark.parametrize(("num_rows", "half"), [(1, 16), (5, 8), (32, 3)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("num_rows", "half"), [(1, 16), (5, 8), (32, 3), (2100, 16)])
 def test_a_rotation_has_the_references_bits(
-    variants: list[FewRows], num_rows: int, half: int
+    variants: list[FewRows], num_rows: int, half: int, dtype: torch.dtype
 ) -> None:
     x = randn(num_rows, 6, 32)
     angles = torch.rand(num_rows, 1, half) * 6
-    rotation = Rotation(angles.cos().bfloat16(), angles.sin().bfloat16())
+    rotation = Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
     expected = x.clone()
-    REFERENCE.rotate(expected[:, :4], rotation, Workspace(torch.empty(1 << 16, dtype=torch.uint8)))
+    REFERENCE.rotate(expected[:, :4], rotation, Workspace(torch.empty(1 << 22, dtype=torch.uint8)))
     for kernel in variants:
         out = x.clone()
-        kernel.rotate(out[:, :4], rotation.cos, rotation.sin)
+        kernel.rotate(out[:, :4], rotation.cos, rotation.sin, num_threads=3)
         assert torch.equal(out, expected)
 
 

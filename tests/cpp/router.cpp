@@ -11,7 +11,7 @@ using MultiplyFloat32 = void(int, int, const float*, long, const float*, float*,
                              long);
 using ChooseExperts = void(int, const void*, int, const float*, const Choice*, std::int64_t*,
                            float*, long);
-using SiluTimes = void(int, bf16*, const bf16*, long);
+using SiluTimes = void(int, int, bf16*, const bf16*, long);
 using WeighRows = void(int, bf16*, const bf16*, long, long);
 
 // Experts, chosen ones, groups, those kept, and how many of a group are its rank.
@@ -109,7 +109,7 @@ void change_rows(const Library& library, int best, long num_rows, long length) {
     Numbers first;
     for (int variant = 0; variant <= best; ++variant) {
         Numbers out = x;
-        silu_times(variant, out.data(), up.data(), long(out.size()));
+        silu_times(variant, 1 + variant % 3, out.data(), up.data(), long(out.size()));
         weigh_rows(variant, out.data(), gates.data(), num_rows, length);
         if (variant == 0) first = out;
         expect(out == first, "bits of weighed rows by variants", variant, num_rows, length);

@@ -8,8 +8,10 @@
 namespace driver {
 namespace {
 
-using RmsNorm = void(int, const bf16*, long, const bf16*, float, bf16*, long, long, long, long);
-using Rotate = void(int, bf16*, long, const bf16*, const bf16*, long, long, long, long);
+using RmsNorm = void(int, int, const bf16*, long, const bf16*, float, bf16*, long, long, long,
+                     long);
+template <class Number>
+using Rotate = void(int, int, bf16*, long, const Number*, const Number*, long, long, long, long);
 using Attend = void(int, int, const bf16*, const bf16*, const bf16*, long, bf16*, long, long, long,
                     long, float);
 using RunTogether = void(int, long, void (*)(const void*, long), const void*);
@@ -17,21 +19,26 @@ using RunTogether = void(int, long, void (*)(const void*, long), const void*);
 void normalise_and_rotate(const Library& library, int best, long num_rows, long num_heads,
                           long length) {
     auto* norm = library.function<RmsNorm>("lowtide_rms_norm");
-    auto* rotate = library.function<Rotate>("lowtide_rotate");
+    auto* rotate = library.function<Rotate<bf16>>("lowtide_rotate");
+    auto* rotate_wide = library.function<Rotate<float>>("lowtide_rotate_in_float32");
     const long stride = num_heads * length + 5, half = length / 2;
     const Numbers x = numbers(strided(num_rows, stride, num_heads * length));
     const Numbers weight = numbers(length), cos = numbers(num_rows * half);
     const Numbers sin = numbers(num_rows * half);
+    const Floats wide_cos = floats(num_rows * half), wide_sin = floats(num_rows * half);
     Numbers first;
-    for (int variant = 0; variant <= best; ++variant) {
-        Numbers out = x;
-        norm(variant, x.data(), stride, weight.data(), 1e-6f, out.data(), stride, num_rows,
-             num_heads, length);
-        rotate(variant, out.data(), stride, cos.data(), sin.data(), num_rows, num_heads, length,
-               half);
-        if (variant == 0) first = out;
-        expect(out == first, "bits of norm and rotation by variants", variant, num_rows, length);
-    }
+    for (int variant = 0; variant <= best; ++variant)
+        for (int num_threads : THREADS) {
+            Numbers out = x;
+            norm(variant, num_threads, x.data(), stride, weight.data(), 1e-6f, out.data(), stride,
+                 num_rows, num_heads, length);
+            rotate(variant, num_threads, out.data(), stride, cos.data(), sin.data(), num_rows,
+                   num_heads, length, half);
+            rotate_wide(variant, num_threads, out.data(), stride, wide_cos.data(), wide_sin.data(),
+                        num_rows, num_heads, length, half);
+            if (first.empty()) first = out;
+            expect(out == first, "bits of norm and rotation", variant, num_rows, length);
+        }
 }
 
 // One head's, in double precision.
@@ -87,6 +94,7 @@ void check_rows(const Library& few_rows) {
         for (long num_heads : {1, 5})
             for (long length : {1, 2, 15, 16, 18, 128, 515})
                 normalise_and_rotate(few_rows, best, num_rows, num_heads, length);
+    normalise_and_rotate(few_rows, best, 700, 4, 128);  // enough for several threads
 }
 
 void check_attention(const Library& few_rows) {

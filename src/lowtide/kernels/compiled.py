@@ -1,8 +1,9 @@
 """The compiled variant of a host that computes in bfloat16.
 
-Few rows go to the compiled operators, more to torch's; how many are few goes by the processor
-(`FewRows.max_rows`). Unlike routing's, the two give different bits, because sums are added in
-another order, so an engine uses one variant throughout.
+Few rows' products go to the compiled operators, more to torch's; how many are few goes by the
+processor (`FewRows.max_rows`). Unlike routing's, the two give different bits, because sums are
+added in another order, so an engine uses one variant throughout. What comes between products is
+compiled for any number of rows.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lowtide.kernels.cpu.few_rows import MAX_HEAD_DIM, FewRows
+from lowtide.kernels.cpu.few_rows import MAX_HEAD_DIM, FewRows, is_on_host
 from lowtide.kernels.cpu.layer import CompiledLayer, CompiledLayers
 from lowtide.kernels.cpu.weight_calls import MatrixCall
 from lowtide.kernels.layer_parts import BoundLayers, BoundPass, LayerParts, WholeLayer
@@ -33,7 +34,7 @@ def compiled_name(variant: str) -> str:
 
 
 class CompiledKernels(Kernels):
-    """Operators of C++ wherever `FewRows` takes the rows."""
+    """Operators of C++ wherever `FewRows` takes them."""
 
     def __init__(self, few_rows: FewRows, rounds_rows: bool = False) -> None:
         super().__init__(rounds_rows, compiled_name(few_rows.variant))
@@ -99,22 +100,30 @@ class CompiledKernels(Kernels):
             super().gated_mlp(x, weights, gate, up, out)
 
     def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, workspace: Buffers, out: Tensor
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        workspace: Buffers,
+        out: Tensor,
+        num_threads: int = 1,
     ) -> None:
-        if weight.dtype == x.dtype and self._few_rows.takes(x):
-            self._few_rows.rms_norm(x, weight, eps, out)
+        if weight.dtype == x.dtype and is_on_host(x):
+            self._few_rows.rms_norm(x, weight, eps, out, num_threads)
         else:
             super().rms_norm(x, weight, eps, workspace, out)
 
-    def rotate(self, x: Tensor, rotation: Rotation, workspace: Buffers) -> None:
-        if rotation.cos.dtype == x.dtype and self._few_rows.takes(x):
-            self._few_rows.rotate(x, *rotation)
+    def rotate(
+        self, x: Tensor, rotation: Rotation, workspace: Buffers, num_threads: int = 1
+    ) -> None:
+        if is_on_host(x):
+            self._few_rows.rotate(x, *rotation, num_threads)
         else:
             super().rotate(x, rotation, workspace)
 
-    def silu_times(self, gate: Tensor, up: Tensor) -> None:
-        if self._few_rows.takes(gate):
-            self._few_rows.silu_times(gate, up)
+    def silu_times(self, gate: Tensor, up: Tensor, num_threads: int = 1) -> None:
+        if is_on_host(gate) and gate.is_contiguous() and up.is_contiguous():
+            self._few_rows.silu_times(gate, up, num_threads)
         else:
             super().silu_times(gate, up)
 

@@ -129,7 +129,7 @@ class Kernels:
         if isinstance(weights, ClampedWeights):
             clamped_swiglu(gate.add_(weights.gate_bias), up.add_(weights.up_bias))
         else:
-            silu_times(gate, up)
+            self.silu_times(gate, up)
         self.multiply_by(gate, weights.down, out)
         if isinstance(weights, ClampedWeights):
             out.add_(weights.down_bias)
@@ -171,10 +171,16 @@ class Kernels:
         """Whether `whole_layer`'s answers take these rows, [rows, hidden]."""
         return False
 
-    # Rows between products
+    # Rows between products. num_threads: of the kernel's own, where it divides rows among some.
 
     def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, workspace: Buffers, out: Tensor
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        workspace: Buffers,
+        out: Tensor,
+        num_threads: int = 1,
     ) -> None:
         """`out = weight * (x / rms(x))` over the last dimension; `out` may be `x`.
 
@@ -200,7 +206,9 @@ class Kernels:
                 out.copy_(x_fp32)
                 out.mul_(weight)
 
-    def rotate(self, x: Tensor, rotation: Rotation, workspace: Buffers) -> None:
+    def rotate(
+        self, x: Tensor, rotation: Rotation, workspace: Buffers, num_threads: int = 1
+    ) -> None:
         """Turns x [rows, heads, head_dim] in place: dimension i with i + rotary_dim / 2.
 
         Computed in the type of `rotation`: the compute dtype, or float32 and rounded once.
@@ -235,6 +243,7 @@ class Kernels:
         eps: float,
         rotation: Rotation,
         workspace: Buffers,
+        num_threads: int = 1,
     ) -> None:
         """`rms_norm` of queries and of keys, then `rotate`, in place.
 
@@ -244,10 +253,10 @@ class Kernels:
         for heads, weight in ((queries, norms.query), (keys, norms.key)):
             if weight.shape[0] != x.shape[-1]:
                 heads = heads.flatten(1)  # a view: heads are adjacent
-            self.rms_norm(heads, weight, eps, workspace, heads)
-        self.rotate(x, rotation, workspace)
+            self.rms_norm(heads, weight, eps, workspace, heads, num_threads)
+        self.rotate(x, rotation, workspace, num_threads)
 
-    def silu_times(self, gate: Tensor, up: Tensor) -> None:
+    def silu_times(self, gate: Tensor, up: Tensor, num_threads: int = 1) -> None:
         """`gate = silu(gate) * up`, in place, rounded after each of the two. Both contiguous."""
         silu_times(gate, up)
 

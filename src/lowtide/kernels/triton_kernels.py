@@ -55,11 +55,19 @@ class TritonKernels(Kernels):
         return out
 
     def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, workspace: Buffers, out: Tensor
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        workspace: Buffers,
+        out: Tensor,
+        num_threads: int = 1,
     ) -> None:
         triton_rows.rms_norm(x, weight, eps, out)
 
-    def rotate(self, x: Tensor, rotation: Rotation, workspace: Buffers) -> None:
+    def rotate(
+        self, x: Tensor, rotation: Rotation, workspace: Buffers, num_threads: int = 1
+    ) -> None:
         triton_rows.rotate(x, *rotation)
 
     def rotate_pairs(self, x: Tensor, rotation: Rotation, workspace: Buffers) -> None:
@@ -73,6 +81,7 @@ class TritonKernels(Kernels):
         eps: float,
         rotation: Rotation,
         workspace: Buffers,
+        num_threads: int = 1,
     ) -> None:
         if norms.query.shape[0] == x.shape[-1] and rotation.cos.dtype == x.dtype:
             triton_rows.normalise_and_rotate(x, num_queries, *norms, eps, *rotation)

@@ -11,14 +11,19 @@ from lowtide.compute import Compute
 from lowtide.core import align_up
 from lowtide.kernels.layer_parts import MLPParts, Product
 from lowtide.kernels.operands import Matrix, rows_of
-from lowtide.layers.rows import in_tiles
-from lowtide.memory.workspace import tiles
+from lowtide.layers.rows import tiles_of
+from lowtide.memory.workspace import TILE_ROWS, tiles
 
 SPLIT_BYTES = 4 << 20
 """Larger weights are always worth handing to another thread: reading them is the work."""
 
 SPLIT_OPERATIONS = 1 << 24
 """Multiplications and additions from which smaller weights are, too (docs/log.md)."""
+
+PRODUCT_ROWS = 256
+"""Rows of a product, and up to 15 more. Fixed, because it decides bits: of no more rows these are
+the same however features are divided, also with AMX, and of all sizes it was the fastest
+(docs/log.md)."""
 
 
 class Linear:
@@ -38,25 +43,30 @@ class Linear:
 
     def forward(self, x: Tensor, out: Tensor) -> None:
         """x [rows, in], out [rows, out]."""
-        in_tiles(self._multiply, x, out)
-
-    def _multiply(self, x: Tensor, out: Tensor) -> None:
-        kernels, executor, bias = self._compute.kernels, self._compute.executor, self._bias
+        kernels, executor = self._compute.kernels, self._compute.executor
         is_whole = len(self._pieces) == 1 or not self._is_large(x.shape[0])
         if is_whole or kernels.divides(x, self._weight):
-            kernels.multiply_by(x, self._weight, out, bias, executor.num_cores)
+            self._multiply(x, out, self._weight, self._bias, executor.num_cores)
             return
         works = [
             partial(
-                kernels.multiply_by,
+                self._multiply,
                 x,
+                out[:, features],
                 weight,
-                out[:, rows],
-                None if bias is None else bias[rows],
+                None if self._bias is None else self._bias[features],
             )
-            for rows, weight in self._pieces
+            for features, weight in self._pieces
         ]
         executor.run(works)
+
+    def _multiply(
+        self, x: Tensor, out: Tensor, weight: Matrix, bias: Tensor | None, num_threads: int = 1
+    ) -> None:
+        """A tile of rows after the other; of weights that are unpacked for it a larger one."""
+        tile_rows = PRODUCT_ROWS if isinstance(weight, Tensor) else TILE_ROWS
+        for tile in tiles_of(x, tile_rows):
+            self._compute.kernels.multiply_by(x[tile], weight, out[tile], bias, num_threads)
 
     def _is_large(self, num_rows: int) -> bool:
         num_operations = 2 * num_rows * math.prod(self._weight.shape)
@@ -86,7 +96,7 @@ class GatedMLP:
             up = workspace.take("mlp up", (x.shape[0], self._width), x.dtype)
             self._gate.forward(x, gate)
             self._up.forward(x, up)
-            self._compute.kernels.silu_times(gate, up)
+            self._compute.kernels.silu_times(gate, up, self._compute.executor.num_cores)
             self._down.forward(gate, out)
 
 

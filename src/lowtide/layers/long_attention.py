@@ -152,10 +152,12 @@ class LongAttention:
     def _turn(self, heads: Tensor, weight: Tensor | None, rotation: Rotation) -> None:
         """Normalises and rotates queries or keys [rows, heads, head_dim] in place."""
         kernels, workspace = self._compute.kernels, self._compute.workspace
+        num_cores = self._compute.executor.num_cores
         if weight is not None:
             normed = heads if len(weight) == heads.shape[-1] else heads.flatten(1)
-            kernels.rms_norm(normed, weight, self._config.rms_norm_eps, workspace, normed)
-        kernels.rotate(heads, rotation, workspace)
+            eps = self._config.rms_norm_eps
+            kernels.rms_norm(normed, weight, eps, workspace, normed, num_cores)
+        kernels.rotate(heads, rotation, workspace, num_cores)
 
 
 def chunks_of(segments: Sequence[Segment], num_rows: int, max_rows: int) -> Iterator[Chunk]:

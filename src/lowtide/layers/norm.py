@@ -24,4 +24,5 @@ class Norm:
 
     def _run(self, x: Tensor, out: Tensor) -> None:
         compute = self._compute
-        compute.kernels.rms_norm(x, self.weight, self.eps, compute.workspace, out)
+        num_cores = compute.executor.num_cores
+        compute.kernels.rms_norm(x, self.weight, self.eps, compute.workspace, out, num_cores)

@@ -103,8 +103,11 @@ class GroupedAttention:
     def _normalise_and_rotate(self, x: Tensor, rotation: Rotation) -> None:
         """In place, [rows, heads, head_dim]: queries, then keys."""
         kernels, workspace, config = self._compute.kernels, self._compute.workspace, self._config
+        num_cores = self._compute.executor.num_cores
         if self._norms is None:
-            kernels.rotate(x, rotation, workspace)
+            kernels.rotate(x, rotation, workspace, num_cores)
         else:
             num_queries, eps = config.attention.num_heads, config.rms_norm_eps
-            kernels.normalise_and_rotate(x, num_queries, self._norms, eps, rotation, workspace)
+            kernels.normalise_and_rotate(
+                x, num_queries, self._norms, eps, rotation, workspace, num_cores
+            )

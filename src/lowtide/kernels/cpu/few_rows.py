@@ -4,8 +4,9 @@ A product of one row is a matter of reading its weight, which torch's does at ha
 memory; between products an operator of torch takes longer to call than to run (docs/log.md). The
 C++ beside this file does both, and shares a product or a layer's experts among threads.
 
-`takes` tells which rows are theirs. A row's bits depend on the row, what it is used with and the
-variant alone: not on other rows or on the number of threads.
+`takes` tells which rows are few. What comes between products takes many, too, and shares those
+among threads. A row's bits depend on the row, what it is used with and the variant alone: not on
+other rows or on the number of threads.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ _P, _LONG = ctypes.c_void_p, ctypes.c_long
 _TYPES = {
     "gated_mlp": (_INT, _P, _LONG, *6 * (_P,), *4 * (_LONG,)),
     "attend": (_INT, _INT, *3 * (_P,), _LONG, _P, *4 * (_LONG,), _FLOAT),
-    "rms_norm": (_INT, _P, _LONG, _P, _FLOAT, _P, *4 * (_LONG,)),
-    "rotate": (_INT, _P, _LONG, _P, _P, *4 * (_LONG,)),
-    "silu_times": (_INT, _P, _P, _LONG),
+    "rms_norm": (_INT, _INT, _P, _LONG, _P, _FLOAT, _P, *4 * (_LONG,)),
+    "rotate": (_INT, _INT, _P, _LONG, _P, _P, *4 * (_LONG,)),
+    "rotate_in_float32": (_INT, _INT, _P, _LONG, _P, _P, *4 * (_LONG,)),
+    "silu_times": (_INT, _INT, _P, _P, _LONG),
     "weigh_rows": (_INT, _P, _P, _LONG, _LONG),
     "multiply_float32": (_INT, _INT, _P, _LONG, _P, _P, *4 * (_LONG,)),
     "choose_experts": (_INT, _P, _INT, *4 * (_P,), _LONG),
@@ -71,6 +73,7 @@ class FewRows:
             function.argtypes, function.restype = _TYPES[name], None
         self._gated_mlp, self._attend = functions["gated_mlp"], functions["attend"]
         self._rms_norm, self._rotate = functions["rms_norm"], functions["rotate"]
+        self._rotate_in_float32 = functions["rotate_in_float32"]
         self._silu_times, self._weigh_rows = functions["silu_times"], functions["weigh_rows"]
         self._multiply_float32 = functions["multiply_float32"]
         self._choose_experts = functions["choose_experts"]
@@ -190,12 +193,15 @@ class FewRows:
             head_dim**-0.5 if scale is None else scale,
         )
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-        """See `Kernels.rms_norm`. x, out [rows, length] or [rows, heads, length], heads
-        adjacent; weight [length] bfloat16."""
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, out: Tensor, num_threads: int = 1
+    ) -> None:
+        """See `Kernels.rms_norm`, of any number of rows. x, out [rows, length] or [rows, heads,
+        length], heads adjacent; weight [length] bfloat16."""
         length = weight.shape[0]
         self._rms_norm(
             self.number,
+            num_threads,
             x.data_ptr(),
             x.stride(0),
             weight.data_ptr(),
@@ -207,11 +213,14 @@ class FewRows:
             length,
         )
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """See `Kernels.rotate`, whose bits these are. Heads are adjacent, cos and sin bfloat16 and
-        contiguous."""
-        self._rotate(
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, num_threads: int = 1) -> None:
+        """See `Kernels.rotate`, whose bits these are, of any number of rows. Heads are adjacent,
+        cos and sin bfloat16 or float32 and contiguous."""
+        is_wide = cos.dtype is torch.float32
+        rotate = self._rotate_in_float32 if is_wide else self._rotate
+        rotate(
             self.number,
+            num_threads,
             x.data_ptr(),
             x.stride(0),
             cos.data_ptr(),
@@ -220,9 +229,9 @@ class FewRows:
             cos.shape[2],
         )
 
-    def silu_times(self, gate: Tensor, up: Tensor) -> None:
-        """See `Kernels.silu_times`."""
-        self._silu_times(self.number, gate.data_ptr(), up.data_ptr(), gate.numel())
+    def silu_times(self, gate: Tensor, up: Tensor, num_threads: int = 1) -> None:
+        """See `Kernels.silu_times`, of any number of rows."""
+        self._silu_times(self.number, num_threads, gate.data_ptr(), up.data_ptr(), gate.numel())
 
     def weigh_rows(self, x: Tensor, gates: Tensor) -> None:
         """See `Kernels.weigh_rows`; gates stay as they are."""
@@ -249,6 +258,11 @@ class FewRows:
             num_rows,
         )
         return experts, weights
+
+
+def is_on_host(x: Tensor) -> bool:
+    """Whether x is bfloat16 in host memory."""
+    return x.dtype is torch.bfloat16 and x.is_cpu
 
 
 class ChoiceStruct(ctypes.Structure):

@@ -111,7 +111,8 @@ void multiply_plainly(const Pass& p, const bf16* x, long num_k, const void* w, l
 
 void normalise(const Pass& p, const Layer& layer, const bf16* weight, bf16* out) {
     const long hidden = layer.hidden;
-    lowtide_rms_norm(p.variant, p.x, hidden, weight, layer.eps, out, hidden, p.num_rows, 1, hidden);
+    lowtide_rms_norm(p.variant, p.num_threads, p.x, hidden, weight, layer.eps, out, hidden,
+                     p.num_rows, 1, hidden);
 }
 
 // x += update
@@ -144,13 +145,13 @@ void turn(const Pass& p, const Layer& layer, long width) {
     const long query_size = a.num_heads * a.head_dim, key_size = a.num_key_heads * a.head_dim;
     if (a.query_norm != nullptr) {
         bf16* keys = p.qkv + query_size;
-        lowtide_rms_norm(p.variant, p.qkv, width, a.query_norm, layer.eps, p.qkv, width, p.num_rows,
-                         query_size / a.query_norm_length, a.query_norm_length);
-        lowtide_rms_norm(p.variant, keys, width, a.key_norm, layer.eps, keys, width, p.num_rows,
-                         key_size / a.key_norm_length, a.key_norm_length);
+        lowtide_rms_norm(p.variant, p.num_threads, p.qkv, width, a.query_norm, layer.eps, p.qkv,
+                         width, p.num_rows, query_size / a.query_norm_length, a.query_norm_length);
+        lowtide_rms_norm(p.variant, p.num_threads, keys, width, a.key_norm, layer.eps, keys, width,
+                         p.num_rows, key_size / a.key_norm_length, a.key_norm_length);
     }
-    lowtide_rotate(p.variant, p.qkv, width, p.cos, p.sin, p.num_rows, a.num_heads + a.num_key_heads,
-                   a.head_dim, p.half);
+    lowtide_rotate(p.variant, p.num_threads, p.qkv, width, p.cos, p.sin, p.num_rows,
+                   a.num_heads + a.num_key_heads, a.head_dim, p.half);
 }
 
 void attend(const Pass& p, const Layer& layer) {
@@ -207,7 +208,7 @@ void run_shared(const Pass& p, const Layer& layer) {
     const long hidden = layer.hidden, width = shared.gate.num_outs;
     multiply(p, p.mlp_input, hidden, shared.gate, p.shared_gate, width);
     multiply(p, p.mlp_input, hidden, shared.up, p.shared_up, width);
-    lowtide_silu_times(p.variant, p.shared_gate, p.shared_up, p.num_rows * width);
+    lowtide_silu_times(p.variant, p.num_threads, p.shared_gate, p.shared_up, p.num_rows * width);
     multiply(p, p.shared_gate, width, shared.down, p.shared, hidden);
     if (shared.share == nullptr) return;
     multiply_plainly(p, p.mlp_input, hidden, shared.share, 1, p.share);

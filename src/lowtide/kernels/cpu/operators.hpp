@@ -42,16 +42,21 @@ void lowtide_attend(
 );
 
 void lowtide_rms_norm(
-    int variant, const bf16* x, long x_stride, const bf16* weight, float eps, bf16* out,
-    long out_stride, long num_rows, long num_heads, long length
+    int variant, int num_threads, const bf16* x, long x_stride, const bf16* weight, float eps,
+    bf16* out, long out_stride, long num_rows, long num_heads, long length
 );
 
 void lowtide_rotate(
-    int variant, bf16* x, long x_stride, const bf16* cos, const bf16* sin, long num_rows,
-    long num_heads, long length, long half
+    int variant, int num_threads, bf16* x, long x_stride, const bf16* cos, const bf16* sin,
+    long num_rows, long num_heads, long length, long half
 );
 
-void lowtide_silu_times(int variant, bf16* gate, const bf16* up, long length);
+void lowtide_rotate_in_float32(
+    int variant, int num_threads, bf16* x, long x_stride, const float* cos, const float* sin,
+    long num_rows, long num_heads, long length, long half
+);
+
+void lowtide_silu_times(int variant, int num_threads, bf16* gate, const bf16* up, long length);
 
 void lowtide_weigh_rows(int variant, bf16* x, const bf16* gates, long num_rows, long length);
 
