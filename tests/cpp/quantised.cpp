@@ -31,7 +31,7 @@ struct Kind {
     }
 
     static Kind int8(const Library& library) {
-        const int best = library.function<int()>("lowtide_best_int8")();
+        const int best = library.function<int()>("lowtide_best_quantised_int8")();
         return {library, "lowtide_int8_", true, best + 1};
     }
 

@@ -265,7 +265,7 @@ VNNI void multiply_dots(const Int8Product& p) {
 template <int num_bits>
 void multiply_int8(int variant, const Int8Product& p) {
 #ifdef HAS_VNNI
-    if (variant == INT8_VNNI) return multiply_dots<num_bits>(p);
+    if (variant >= INT8_VNNI) return multiply_dots<num_bits>(p);
 #endif
     vectorised(variant, [&p]() INLINED_LAMBDA { multiply_int8_plainly<num_bits>(p); });
 }

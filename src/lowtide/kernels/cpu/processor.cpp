@@ -36,6 +36,11 @@ bool has_amx() {
 #endif
 }
 
+bool has_int8_tiles() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && d >> 25 & 1;
+}
+
 #endif
 
 }  // namespace
@@ -72,6 +77,15 @@ int lowtide_best_int8() {
 #else
     return INT8_PLAIN;
 #endif
+}
+
+// The same where weights are in 8 or 4 bits of our own.
+int lowtide_best_quantised_int8() {
+#if defined(HAS_DOT_PRODUCTS) && defined(HAS_VNNI)
+    if (lowtide_best_int8() == INT8_VNNI && lowtide_best_variant() == WITH_AMX && has_int8_tiles())
+        return INT8_AMX;
+#endif
+    return lowtide_best_int8();
 }
 
 long lowtide_max_rows(int variant) {

@@ -45,7 +45,7 @@ inline long whole_tiles(long num_outs) {
 
 // The same for pieces of up to `most` features, whole tiles, that are as long as one another.
 inline long even_pieces(long num_outs, long most) {
-    const long count = (num_outs + most - 1) / most;
+    const long count = std::max(1L, (num_outs + most - 1) / most);
     return std::min(most, whole_tiles((num_outs + count - 1) / count + 15));
 }
 

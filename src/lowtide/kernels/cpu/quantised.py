@@ -31,7 +31,7 @@ rows a tile of weights is unpacked and multiplied with by torch's product."""
 VARIANTS = ("plain", "plain, AVX2", "plain, AVX-512", "AVX-512 with bfloat16", "AMX")
 """From the slowest; a processor has all up to its best."""
 
-INT8_VARIANTS = (*VARIANTS[:3], "AVX-512 with VNNI")
+INT8_VARIANTS = (*VARIANTS[:3], "AVX-512 with VNNI", "AMX in int8")
 """The same where rows are rounded. All have the same bits."""
 
 _INT, _LONG, _P = ctypes.c_int, ctypes.c_long, ctypes.c_void_p
@@ -49,7 +49,9 @@ class QuantisedOperators:
     ) -> None:
         """variant: an index of `VARIANTS`, or where rows are rounded to int8 of `INT8_VARIANTS`; by
         default the best of this CPU."""
-        best = library.lowtide_best_int8 if rounds_rows else library.lowtide_best_quantised
+        best = (
+            library.lowtide_best_quantised_int8 if rounds_rows else library.lowtide_best_quantised
+        )
         self.num_variants = best() + 1
         self.variant = self.num_variants - 1 if variant is None else variant
         self.rounds_rows = rounds_rows

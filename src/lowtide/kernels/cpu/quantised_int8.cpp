@@ -1,6 +1,6 @@
-// The products of `int8_products.hpp` for Python: with one weight, and with many experts'.
+// The products of `int8_products.hpp` and `int8_tiles.hpp` for Python: with one weight, and with many experts'.
 
-#include "int8_products.hpp"
+#include "int8_tiles.hpp"
 #include "weight_operators.hpp"
 
 using namespace lowtide;
@@ -29,9 +29,13 @@ class RowsInInt8 {
     void take(int num_threads, const GroupRows& rows, std::initializer_list<Int8Weights> weights) {
         const int variant = variant_, num_bits = weights.begin()->num_bits;
         const long num_k = rows.num_k;
+        chunks_ = 0;
+        for (long g = 0; g < rows.num_groups; ++g)
+            chunks_ = std::max(chunks_, num_chunks(rows.groups[g].num_rows));
+        inputs_ = new_inputs(rows.num_groups * chunks_);
         rows_.take(num_threads, rows, num_blocks(num_k), [=](const bf16* x, RoundedBlock* out) {
 #ifdef HAS_VNNI
-            if (variant == INT8_VNNI)
+            if (variant >= INT8_VNNI)
                 return num_bits == 4 ? round_row<4>(x, num_k, out) : round_row<8>(x, num_k, out);
 #endif
             vectorised(variant, [=]() INLINED_LAMBDA { round_row_plainly(x, num_k, out); });
@@ -46,12 +50,25 @@ class RowsInInt8 {
                 {w.rows, w.num_k, w.num_bits}, p.bias, p.out + row * p.out_stride, p.out_stride,
                 p.num_outs, row + num_rows < p.num_rows ? w.rows : p.next,
             };
-            if (w.num_bits == 4) multiply_int8<4>(variant_, some);
-            else multiply_int8<8>(variant_, some);
+            if (w.num_bits == 4) multiply_chunk<4>(some, group, row / MOST_ROUNDED);
+            else multiply_chunk<8>(some, group, row / MOST_ROUNDED);
         }
     }
 
    private:
+    static long num_chunks(long num_rows) { return (num_rows + MOST_ROUNDED - 1) / MOST_ROUNDED; }
+
+    // `MOST_ROUNDED` rows of a group, or what is left of them.
+    template <int num_bits>
+    void multiply_chunk(const Int8Product& p, long group, long chunk) const {
+#if defined(HAS_DOT_PRODUCTS) && defined(HAS_VNNI)
+        const auto number = inputs_ + static_cast<std::uint64_t>(group * chunks_ + chunk);
+        if (variant_ == INT8_AMX && p.num_rows >= FEWEST_TILED)
+            return Int8Amx::run<num_bits>(p, {number, static_cast<std::size_t>(chunk)});
+#endif
+        multiply_int8<num_bits>(variant_, p);
+    }
+
     static RoundedRows<RoundedBlock>& own() {
         thread_local RoundedRows<RoundedBlock> of;
         return of;
@@ -59,6 +76,8 @@ class RowsInInt8 {
 
     const int variant_;
     RoundedRows<RoundedBlock>& rows_ = own();
+    long chunks_ = 0;  // of a group, at most
+    std::uint64_t inputs_ = 0;  // of the first group's first
 };
 
 }  // namespace
