@@ -4,7 +4,8 @@
 // group of 16 rows of x it makes their dots, so that only scales, zeros and steps are left to do for
 // each of them, 16 rows of x in a register. Sums are those of int8_products.hpp, in their order.
 //
-// A tile takes as long however few rows it is of: with fewer than `FEWEST_TILED` VNNI is faster.
+// A tile takes as long however few rows it is of: with fewer than `FEWEST_TILED` VNNI is as fast or
+// faster, from there on it depends on the weights' shape, and from 16 tiles are (docs/log.md).
 
 #pragma once
 
@@ -55,7 +56,8 @@ class Int8Amx : Amx {
         std::uint64_t number = 0;
     };
 
-    // The rows as tiles, made once for all products of a thread with the same.
+    // The rows as tiles, made once by each thread for all of its products with the same: up to 256
+    // rows of a call's, by 16, which stay with the thread.
     template <int num_bits>
     static const TiledBlock* tiled(const Int8Product& p, const Chunk& chunk) {
         thread_local std::vector<Tiled> kept;
