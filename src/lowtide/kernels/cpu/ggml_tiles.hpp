@@ -1,9 +1,11 @@
-// Products by AMX with the blocks of `ggml_vectors.hpp`: tiles that are unpacked one chunk ahead.
+// Products by AMX with the blocks of `ggml_vectors.hpp`: tiles that are unpacked one chunk ahead, 256
+// weights of each of 16 rows.
 //
 // A product of tiles takes longer to answer than to begin, and a tile that is loaded before what was
 // written last has reached the cache waits for it. So with every tile of a chunk that is multiplied
-// with, some rows of the next chunk are unpacked, to tiles whose rows lie one after the other: then
-// products and their loads are hidden behind unpacking, if nothing is called in between.
+// with, some rows of the next chunk are unpacked, to tiles whose rows lie one after the other, by code
+// that is inlined: with both, products and their loads are nearly hidden behind unpacking
+// (docs/log.md).
 
 #pragma once
 
