@@ -21,9 +21,9 @@ SPLIT_OPERATIONS = 1 << 24
 """Multiplications and additions from which smaller weights are, too (docs/log.md)."""
 
 PRODUCT_ROWS = 256
-"""Rows of a product, and up to 15 more. Fixed, because it decides bits: of no more rows these are
-the same however features are divided, also with AMX, and of all sizes it was the fastest
-(docs/log.md)."""
+"""Rows of a product, and up to 15 more. Fixed, because it decides bits. Of up to 256 rows these were
+the same however features were divided, also with AMX (of 257 to 271 that was not measured), and of
+the sizes tried it was the fastest for most shapes, not for all (docs/log.md)."""
 
 
 class Linear:
@@ -63,7 +63,7 @@ class Linear:
     def _multiply(
         self, x: Tensor, out: Tensor, weight: Matrix, bias: Tensor | None, num_threads: int = 1
     ) -> None:
-        """A tile of rows after the other; of weights that are unpacked for it a larger one."""
+        """A tile of rows after the other; larger ones where weights are unpacked for each tile."""
         tile_rows = PRODUCT_ROWS if isinstance(weight, Tensor) else TILE_ROWS
         for tile in tiles_of(x, tile_rows):
             self._compute.kernels.multiply_by(x[tile], weight, out[tile], bias, num_threads)

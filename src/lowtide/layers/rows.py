@@ -27,7 +27,8 @@ def in_tiles(run: Callable[..., object], *rows: Tensor) -> None:
 def in_chunks(operator: str, workspace: Buffers, run: Callable[..., object], *rows: Tensor) -> None:
     """`run(*rows)` of as many tiles at a time as the plan has the operator take together.
 
-    `run` gives each row the bits of its tile: its products are `in_tiles`.
+    `run` gives each row the bits of its tile: its products go by tiles of their own, none of which
+    such a chunk cuts.
     """
     num_rows = rows[0].shape[0]
     if num_rows <= TILE_ROWS:
