@@ -33,7 +33,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 MAX_MINUTES = 75
 """Of all that `make bench` runs, on two quiet cores."""
 LATE = 4
-"""Times its minutes is what a script may take, and `MORE_MINUTES`: then it hangs."""
+"""A script that takes longer than so many times its minutes and `MORE_MINUTES` is taken to hang."""
 MORE_MINUTES = 10
 
 
