@@ -1,10 +1,10 @@
-// Products by AMX with the blocks of `ggml_vectors.hpp`: tiles that are unpacked one chunk ahead, 256
-// weights of each of 16 rows.
+// Products by AMX with the blocks of `ggml_vectors.hpp`: tiles that are unpacked one chunk ahead,
+// which is 256 weights of each of 16 rows.
 //
 // A product of tiles takes longer to answer than to begin, and a tile that is loaded before what was
 // written last has reached the cache waits for it. So with every tile of a chunk that is multiplied
-// with, some rows of the next chunk are unpacked, to tiles whose rows lie one after the other, by code
-// that is inlined: with both, products and their loads are nearly hidden behind unpacking
+// with, some rows of the next chunk are unpacked, to tiles whose rows lie one after the other, by
+// code that is inlined: with both, products and their loads are nearly hidden behind unpacking
 // (docs/log.md).
 
 #pragma once

@@ -1,5 +1,5 @@
-// The products of `int8_products.hpp` and `int8_tiles.hpp` for Python: with one weight, and with many
-// experts'.
+// The products of `int8_products.hpp` and `int8_tiles.hpp` for Python: with one weight, and with
+// many experts'.
 
 #include "int8_tiles.hpp"
 #include "weight_operators.hpp"
