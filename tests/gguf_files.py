@@ -105,6 +105,16 @@ def write_gguf(
     finish(writer)
 
 
+def take_weights(path: Path, family: str, model: torch.nn.Module) -> None:
+    """A model's weights become what the file's bytes stand for."""
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    for name, view, _ in _tensors(family, model):
+        tensor = tensors.pop(name)
+        whole = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(view.shape)
+        view.copy_(torch.from_numpy(whole.copy()))
+    assert not tensors, sorted(tensors)
+
+
 def finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

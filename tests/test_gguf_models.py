@@ -6,7 +6,7 @@ import contextlib
 import json
 import random
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_files import ling_config, write_arrays
-from family_models import FAMILIES, common, random_weight, randomise
+from family_models import random_weight
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Type
 from gguf_files import Choose, finish, split, write_gguf, write_ling
+from gguf_oracle import TOLERANCE, WIDTH, check, random_model
 from typer.testing import CliRunner
 
 from lowtide import SamplingParams
@@ -30,31 +31,8 @@ from lowtide.model_folder.gguf_header import GgufHeader
 from lowtide.model_folder.gguf_model import GgufModel
 from lowtide.schemas import bind, model_schema
 
-TOLERANCE = 2e-4
-WIDTH = 256  # a block of the K types
 MIXED = (Type.Q4_K, Type.Q6_K, Type.Q5_K, Type.Q3_K, Type.Q2_K, Type.IQ4_XS, Type.Q8_0)
 SMALL = (Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q8_0, Type.IQ4_NL, Type.MXFP4, Type.BF16, Type.F16)
-
-_ALL_SPARSE = {"mlp_only_layers": [], "decoder_sparse_step": 1}
-
-SIZES: Mapping[str, Mapping[str, Any]] = {
-    "qwen3_moe": {
-        "moe_intermediate_size": WIDTH,
-        "num_experts": 6,
-        "norm_topk_prob": True,
-        **_ALL_SPARSE,
-    },
-    "olmoe": {"num_experts": 6, "norm_topk_prob": False},
-    "qwen2_moe": {
-        "moe_intermediate_size": WIDTH,
-        "num_experts": 6,
-        "norm_topk_prob": False,
-        **_ALL_SPARSE,
-    },
-    "mixtral": {"num_local_experts": 6, "head_dim": None},
-    "deepseek_v2": {"moe_intermediate_size": WIDTH, "n_shared_experts": 1},
-    "gpt_oss": {"num_local_experts": 6, "layer_types": None},
-}
 
 
 def write(
@@ -65,34 +43,9 @@ def write(
     add: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
 ) -> torch.nn.Module:
     """A random model whose tensors' types take turns, and transformers' model of the same."""
-    rng = random.Random(f"{family} {seed}")
-    torch.manual_seed(seed)
-    config_class, model_class, values = FAMILIES[family](rng)
-    sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "eos_token_id": None}
-    values = {**common(rng), **values, **sizes, **SIZES[family]}
-    if family == "gpt_oss" and "truncate" in values["rope_parameters"]:
-        values["rope_parameters"]["truncate"] = False
-    config = config_class(**values)
-    model = model_class(config)
-    randomise(model)
-    model = model.float().eval()
+    model = random_model(family, seed)
     write_gguf(path, family, model, choosing(types), add)
     return model
-
-
-def check(path: Path, model: torch.nn.Module, **options: Any) -> None:
-    """Logits of a prompt, and greedy words as far as no tie is near."""
-    prompt = [random.Random(5).randrange(97) for _ in range(40)]
-    with LLM(path, context=256, dtype="float32", **options) as llm:
-        ours = llm.logits(prompt)
-        params = SamplingParams(max_tokens=64, ignore_eos=True)
-        words = llm.generate(prompt, params)[0].token_ids
-    with torch.inference_mode():
-        theirs = model(torch.tensor([prompt])).logits[0]
-        read = model(torch.tensor([prompt + words])).logits[0, len(prompt) - 1 : -1]
-    assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
-    chosen = read[torch.arange(len(words)), torch.tensor(words)]
-    assert (chosen >= read.max(-1).values - TOLERANCE * read.abs().max()).all()
 
 
 SEEDS = {

@@ -1,0 +1,67 @@
+"""Tiny random models in the widths of packed blocks, and whether a file is such a model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from family_models import FAMILIES, common, randomise
+
+from lowtide import SamplingParams
+from lowtide.llm import LLM
+
+TOLERANCE = 2e-4
+WIDTH = 256  # a block of the K types
+
+_ALL_SPARSE = {"mlp_only_layers": [], "decoder_sparse_step": 1}
+
+SIZES: Mapping[str, Mapping[str, Any]] = {
+    "qwen3_moe": {
+        "moe_intermediate_size": WIDTH,
+        "num_experts": 6,
+        "norm_topk_prob": True,
+        **_ALL_SPARSE,
+    },
+    "olmoe": {"num_experts": 6, "norm_topk_prob": False},
+    "qwen2_moe": {
+        "moe_intermediate_size": WIDTH,
+        "num_experts": 6,
+        "norm_topk_prob": False,
+        **_ALL_SPARSE,
+    },
+    "mixtral": {"num_local_experts": 6, "head_dim": None},
+    "deepseek_v2": {"moe_intermediate_size": WIDTH, "n_shared_experts": 1},
+    "gpt_oss": {"num_local_experts": 6, "layer_types": None},
+}
+
+
+def random_model(family: str, seed: int) -> torch.nn.Module:
+    """In float32, with 256 inputs of most matrices."""
+    rng = random.Random(f"{family} {seed}")
+    torch.manual_seed(seed)
+    config_class, model_class, values = FAMILIES[family](rng)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "eos_token_id": None}
+    values = {**common(rng), **values, **sizes, **SIZES[family]}
+    if family == "gpt_oss" and "truncate" in values["rope_parameters"]:
+        values["rope_parameters"]["truncate"] = False
+    model = model_class(config_class(**values))
+    randomise(model)
+    return model.float().eval()
+
+
+def check(path: Path, model: torch.nn.Module, **options: Any) -> None:
+    """Logits of a prompt, and greedy words as far as no tie is near."""
+    prompt = [random.Random(5).randrange(97) for _ in range(40)]
+    with LLM(path, context=256, dtype="float32", **options) as llm:
+        ours = llm.logits(prompt)
+        params = SamplingParams(max_tokens=64, ignore_eos=True)
+        words = llm.generate(prompt, params)[0].token_ids
+    with torch.inference_mode():
+        theirs = model(torch.tensor([prompt])).logits[0]
+        read = model(torch.tensor([prompt + words])).logits[0, len(prompt) - 1 : -1]
+    assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
+    chosen = read[torch.arange(len(words)), torch.tensor(words)]
+    assert (chosen >= read.max(-1).values - TOLERANCE * read.abs().max()).all()
