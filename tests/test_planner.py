@@ -181,9 +181,18 @@ def statistics(model: Decoder, hidden: Tensor) -> list[Tensor]:
     return [value.clone() for value in found if value is not None]
 
 
-def test_a_pass_touches_what_was_planned_and_has_the_same_bits(folder: Path) -> None:
-    """As long as a pass can be; then some single tokens, or a shorter sequence."""
-    with LLM(folder, context=768) as llm:
+KEPT = ("norm ", "rotary ")
+"""What the reference kernels' norms and rotation take."""
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_a_pass_touches_what_was_planned_and_has_the_same_bits(folder: Path, kernels: str) -> None:
+    """As long as a pass can be; then some single tokens, or a shorter sequence.
+
+    Planned is what the reference kernels take: what compiled ones keep in registers between two
+    products is planned and may stay untouched.
+    """
+    with LLM(folder, context=768, kernels=kernels) as llm:
         engine = llm._engine
         config, placement = engine.opened.config, register(engine.opened).graph.placement
         poisoned = PoisonedWorkspace(Arena(placement.arena_bytes).bytes, placement)
@@ -213,4 +222,7 @@ def test_a_pass_touches_what_was_planned_and_has_the_same_bits(folder: Path) -> 
                         answers[-1] += statistics(runs, hidden)
                 for expected, found in zip(*answers, strict=True):
                     assert torch.equal(expected, found) and not found.isnan().any()
-        assert 0 <= placement.arena_bytes - poisoned.touched_bytes < ALIGNMENT
+        untouched_bytes = placement.arena_bytes - poisoned.touched_bytes
+        of_rows = [place for name, place in placement.places.items() if name[-1].startswith(KEPT)]
+        spared_bytes = sum(place.num_bytes for place in of_rows) if kernels == "auto" else 0
+        assert 0 <= untouched_bytes < ALIGNMENT + spared_bytes
