@@ -22,7 +22,8 @@ from lowtide.decode.block_diffusion import LOGIT_ROWS
 from lowtide.engine.opening import MAX_PASS_ROWS, EngineConfig, OpenModel, open_model
 from lowtide.engine.registering import _forward_sample, plan_long_passes, register
 from lowtide.families import families
-from lowtide.kernels.reference import REFERENCE
+from lowtide.kernels.operands import Matrix
+from lowtide.kernels.reference import REFERENCE, Kernels
 from lowtide.lab.synth import synth
 from lowtide.layers.attention import attention
 from lowtide.layers.batch import Batch, KVRange, Segment
@@ -43,6 +44,40 @@ STEP = Step(StepKind.DENOISE, 0)
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Divided(Kernels):
+    """Tells rows and features of every product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, int]] = []
+
+    def multiply_by(self, x: Tensor, matrix: Matrix, out: Tensor, *rest: Any) -> None:
+        self.seen.append((len(x), matrix.shape[0]))
+        super().multiply_by(x, matrix, out, *rest)
+
+
+@pytest.mark.parametrize("num_rows", [1024, 1024 + 20, 1024 + 260])
+@pytest.mark.parametrize("width", [64, 128, 160, 192, 1024])
+def test_how_a_product_is_divided_goes_by_its_tile_alone(num_rows: int, width: int) -> None:
+    """The same products, whether rows come together or tile by tile."""
+    executor = HostExecutor(3)
+    kernels = Divided()
+    try:
+        compute = Compute(executor, kernels, Workspace(Arena(1 << 20).bytes))
+        linear = Linear(randn(width, 128), compute)
+        x, out, again = randn(num_rows, 128), *(torch.empty(num_rows, width) for _ in range(2))
+        with executor.in_charge():
+            linear.forward(x, out)
+            together = sorted(kernels.seen)
+            kernels.seen.clear()
+            for tile in tiles(num_rows, TILE_ROWS):
+                linear.forward(x[tile], again[tile])
+    finally:
+        executor.close()
+    assert sorted(kernels.seen) == together
+    assert torch.equal(out, again)
 
 
 class Watched(Workspace):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
+from itertools import groupby
 
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from lowtide.compute import Compute
 from lowtide.core import align_up
 from lowtide.kernels.layer_parts import MLPParts, Product
 from lowtide.kernels.operands import Matrix, rows_of
-from lowtide.layers.rows import tiles_of
+from lowtide.layers.rows import num_rows_of, tiles_of
 from lowtide.memory.workspace import TILE_ROWS, tiles
 
 SPLIT_BYTES = 4 << 20
@@ -42,18 +44,28 @@ class Linear:
         return Product(self._weight, self._bias)
 
     def forward(self, x: Tensor, out: Tensor) -> None:
-        """x [rows, in], out [rows, out]."""
+        """x [rows, in], out [rows, out]; of weights that are unpacked for it a tile is larger.
+
+        Tiles of equally many rows are handed over together: how a product is divided goes by its
+        tile alone, because features decide bits of more rows than `PRODUCT_ROWS`.
+        """
+        tile_rows = PRODUCT_ROWS if isinstance(self._weight, Tensor) else TILE_ROWS
+        for _, parts in groupby(tiles_of(x, tile_rows), num_rows_of):
+            self._run(list(parts), x, out)
+
+    def _run(self, parts: Sequence[slice], x: Tensor, out: Tensor) -> None:
         kernels, executor = self._compute.kernels, self._compute.executor
-        is_whole = len(self._pieces) == 1 or not self._is_large(x.shape[0])
-        if is_whole or kernels.divides(x, self._weight):
-            self._multiply(x, out, self._weight, self._bias, executor.num_cores)
+        is_whole = len(self._pieces) == 1 or not self._is_large(num_rows_of(parts[0]))
+        if is_whole or kernels.divides(x[parts[0]], self._weight):
+            self._multiply(parts, x, self._weight, out, self._bias, executor.num_cores)
             return
         works = [
             partial(
                 self._multiply,
+                parts,
                 x,
-                out[:, features],
                 weight,
+                out[:, features],
                 None if self._bias is None else self._bias[features],
             )
             for features, weight in self._pieces
@@ -61,12 +73,16 @@ class Linear:
         executor.run(works)
 
     def _multiply(
-        self, x: Tensor, out: Tensor, weight: Matrix, bias: Tensor | None, num_threads: int = 1
+        self,
+        parts: Sequence[slice],
+        x: Tensor,
+        weight: Matrix,
+        out: Tensor,
+        bias: Tensor | None,
+        num_threads: int = 1,
     ) -> None:
-        """A tile of rows after the other; larger ones where weights are unpacked for each tile."""
-        tile_rows = PRODUCT_ROWS if isinstance(weight, Tensor) else TILE_ROWS
-        for tile in tiles_of(x, tile_rows):
-            self._compute.kernels.multiply_by(x[tile], weight, out[tile], bias, num_threads)
+        for part in parts:
+            self._compute.kernels.multiply_by(x[part], weight, out[part], bias, num_threads)
 
     def _is_large(self, num_rows: int) -> bool:
         num_operations = 2 * num_rows * math.prod(self._weight.shape)

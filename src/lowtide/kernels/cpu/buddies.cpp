@@ -83,10 +83,12 @@ std::vector<double> router_mass(const Layer& layer) {
     return mass;
 }
 
-// The least mass first, of equals the lower id.
+// The least mass first, of equals the lower id. A mass that is none comes last, as numpy sorts.
 void by_mass(Pairs& experts, const std::vector<double>& mass) {
     std::sort(experts.begin(), experts.end(), [&](long a, long b) {
-        return mass[a] != mass[b] ? mass[a] < mass[b] : a < b;
+        const bool a_is_none = std::isnan(mass[a]), b_is_none = std::isnan(mass[b]);
+        if (a_is_none != b_is_none) return b_is_none;
+        return mass[a] < mass[b] || (!(mass[b] < mass[a]) && a < b);
     });
 }
 
@@ -249,7 +251,7 @@ class Spending {
         : layer_(layer), out_(out), num_left_(layer.num_tokens),
           in_use_(layer.num_tokens * layer.rules.num_experts, 0),
           ends_(layer.rules.num_experts + 1, 0), asked_(layer.num_pairs()),
-          buddies_(layer.num_tokens) {
+          buddies_(layer.num_pairs()) {
         for (long token = 0; token < layer.num_tokens; ++token)
             num_left_[token] = is_open[token] ? layer.rho : 0;
         if (layer.left) {

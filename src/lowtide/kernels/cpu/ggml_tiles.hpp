@@ -24,7 +24,7 @@ class PackedTiles {
     PackedTiles(const Product<bf16>& p, const PackedRows& packed)
         : packed_(packed), num_outs_(p.num_outs),
           ahead_(packed.stored, p.num_outs * packed.row_bytes, p.next) {
-        if (num_outs_ < TILE_ROWS) std::memset(chunks_, 0, sizeof chunks_);
+        if (num_outs_ % TILE_ROWS) std::memset(chunks_, 0, sizeof chunks_);
         begin({0, 0});
         unpack(TILE_ROWS);
     }
