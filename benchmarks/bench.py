@@ -59,7 +59,6 @@ SMALL = (
         0,
         "one model's experts in three formats; all of them take an hour",
     ),
-    Script("pack", 2, ("--rounds", "2"), cut="2 rounds, not 3"),
     Script("decode", 6),
     Script("offload", 7),
     Script("ar_decode", 5, ("--prompt", "256", "--new", "48")),
@@ -88,6 +87,7 @@ SMALL = (
     Script("buddy_time", 1, disk_GiB=0),
 )
 LARGE = (
+    Script("pack", 4, disk_GiB=12),
     Script("full_size", 15, disk_GiB=45),
     Script("block_pass", 4, disk_GiB=16),
     Script("larger_than_memory", 25, disk_GiB=60),

@@ -136,14 +136,14 @@ def _rounding_GBps(name: str, num_bytes: int) -> float:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--model", type=Path, help="folder of bfloat16 weights (a synthetic one)")
-    parser.add_argument("--GiB", type=float, help="of the synthetic model, at most (2)")
+    parser.add_argument("--GiB", type=float, help="of the synthetic model, at most (4)")
     parser.add_argument("--formats", nargs="+", choices=("q8", "q4"), default=["q4", "q8"])
     parser.add_argument("--rounds", type=int, help="measurements of each (3)")
     parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
     parser.add_argument("--quick", action="store_true", help="narrow layers: a look, not a result")
     options = parser.parse_args()
     options.rounds = options.rounds or (1 if options.quick else 3)
-    options.GiB = options.GiB or (0.5 if options.quick else 2.0)
+    options.GiB = options.GiB or (0.5 if options.quick else 4.0)
     return options
 
 
