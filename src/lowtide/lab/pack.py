@@ -97,7 +97,8 @@ def _packable(opened: OpenModel) -> Checkpoint:
         raise CheckpointError(f"{opened.folder} has no weights to pack.")
     if not opened.folder.is_dir() or not (opened.folder / "config.json").is_file():
         raise UnsupportedError(
-            f"{opened.folder} is no folder of safetensors; only those are packed."
+            f"{opened.folder} is no folder of safetensors; only those are packed. Pack the folder "
+            "that it was made of, or have --format round it each time it is read."
         )
     if not opened.is_rounded_as_read:
         raise UsageError(
