@@ -600,7 +600,7 @@ def test_what_are_no_parameters_is_refused(model) -> None:
             with pytest.raises(UsageError, match="params must be SamplingParams or a list"):
                 llm.generate([[1]], params)
     for stop in (None, 5, "", [""], [1]):
-        with pytest.raises(UsageError, match="stop must be a list of non-empty strings"):
+        with pytest.raises(UsageError, match="stop must be a text or a list of texts, none"):
             SamplingParams(stop=stop)
 
 

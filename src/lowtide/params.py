@@ -179,7 +179,10 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         is_list = isinstance(stop, Sequence)
         if not is_list or not all(isinstance(string, str) and string for string in stop):
-            raise UsageError(f"stop must be a list of non-empty strings, not {self.stop!r}.")
+            raise UsageError(
+                "stop must be a text or a list of texts, none of them empty (left out: none), not "
+                f"{self.stop!r}."
+            )
         if not isinstance(self.ignore_eos, bool):
             raise UsageError(f"ignore_eos must be true or false, not {self.ignore_eos!r}.")
         if not isinstance(self.diffusion, DiffusionParams):
