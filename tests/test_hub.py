@@ -120,6 +120,24 @@ def test_a_folder_that_must_not_be_looked_into(
                 hub.resolve_model(str(folder))
 
 
+def test_a_hub_id_below_a_folder_that_must_not_be_searched(
+    monkeypatch: pytest.MonkeyPatch, stand_in: StandIn
+) -> None:
+    """Nobody can tell whether there is such a folder: the hub is not asked, and how to is told."""
+
+    def refuse(path: Path) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    said = {}
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", refuse)
+        for reference in ("org/name", "org/name@v2", "/closed/name"):
+            with pytest.raises(CheckpointError, match="name.* cannot be read: Perm") as error:
+                hub.resolve_model(reference)
+            said[reference] = "on the hub start in another folder" in str(error.value)
+    assert list(said.values()) == [True, True, False] and not stand_in.requests
+
+
 def test_the_demos_are_where_they_are_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     for name in hub.DEMO_NAMES:

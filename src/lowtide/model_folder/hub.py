@@ -171,7 +171,11 @@ def _path(reference: str) -> Path:
             raise UsageError(
                 f"There is no model {shown(reference)}: first comes the model, then the text."
             ) from error
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+        may_be_on_hub = _HUB_ID.fullmatch(reference.partition("@")[0])
+        on_hub = " For the model of this name on the hub start in another folder."
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror}.{on_hub if may_be_on_hub else ''}"
+        ) from error
     return path
 
 
