@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections import namedtuple
@@ -13,13 +16,15 @@ from typing import Any
 
 import pytest
 from hub_repos import GOLDEN, whole_repo
-from hub_stand_in import COMMIT, Content, Fault, StandIn, be_patient
+from hub_stand_in import COMMIT, Content, Fault, StandIn, be_patient, wait_for
+from rich.console import Console
 from typer.testing import CliRunner
 
+from lowtide.cli import screen
 from lowtide.cli.app import app
 from lowtide.errors import HubError
 from lowtide.lab.synth import synth
-from lowtide.model_folder import hub, hub_requests
+from lowtide.model_folder import hub, hub_download, hub_requests
 from lowtide.model_folder.hub_download import fetch
 from lowtide.model_folder.hub_model import HubModel
 
@@ -226,17 +231,81 @@ def test_a_cache_that_cannot_be_written(stand_in: StandIn, cache: Path) -> None:
         fetch(HubModel.ask("org/name", "main"))
 
 
+PULL = [sys.executable, "-m", "lowtide", "pull", f"org/name@{COMMIT}"]
+
+
+def environment(stand_in: StandIn, tmp_path: Path) -> dict[str, str]:
+    """Of a program that asks the stand-in, with a home of its own."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    return env | {"HF_ENDPOINT": stand_in.address, "HF_HOME": str(tmp_path / "home")}
+
+
 def test_the_environment_is_honoured(stand_in: StandIn, cache: Path, tmp_path: Path) -> None:
     stand_in.needed_token = "secret"
-    env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    env |= {"HF_ENDPOINT": stand_in.address, "HF_HOME": str(tmp_path / "home")}
-    command = [sys.executable, "-m", "lowtide", "pull", f"org/name@{COMMIT}"]
-    refused = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    env = environment(stand_in, tmp_path)
+    refused = subprocess.run(PULL, env=env, capture_output=True, text=True, timeout=60)
     assert refused.returncode == 1 and "HF_TOKEN" in refused.stderr
     env["HF_TOKEN"] = "secret"
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(PULL, env=env, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     assert str(tmp_path / "home" / "hub") in result.stdout
+
+
+class NearlyFull(io.FileIO):
+    """A file on a disk that has room for a MiB of it."""
+
+    def write(self, data: Any, /) -> int:
+        if self.tell() >= 1 << 20:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(data) or 0
+
+
+def test_a_disk_that_fills_up_is_told_and_what_came_is_kept(
+    stand_in: StandIn, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though there was room when it was asked: another program took it."""
+    with monkeypatch.context() as patch:
+        patch.setattr(hub_download, "open", lambda path, _: NearlyFull(path, "a+"), raising=False)
+        with pytest.raises(HubError, match=r"disk is full \(No space left.*HF_HOME.*is kept"):
+            hub.pull("org/name")
+    assert partial(cache, stand_in).stat().st_size == 1 << 20
+    assert (hub.pull("org/name") / SHARD).read_bytes() == (GOLDEN / SHARD).read_bytes()
+
+
+@pytest.mark.parametrize(("kind", "is_drawn"), [("xterm", True), ("dumb", False)])
+def test_a_bar_shows_how_far_it_is_where_one_can_be_drawn(
+    stand_in: StandIn, cache: Path, kind: str, is_drawn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", kind)
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=80)
+    monkeypatch.setattr(screen, "stderr_console", lambda: console)
+    assert run("pull", "org/name").exit_code == 0
+    shown = file.getvalue()
+    assert ("fetching" in shown and "%" in shown) == is_drawn == bool(shown)
+
+
+def test_ctrl_c_keeps_what_came(stand_in: StandIn, cache: Path, tmp_path: Path) -> None:
+    """Heard while the hub has the program wait; the next one goes on where it was."""
+    stand_in.faults.append(Fault(SHARD, 1, break_after=2 << 20))
+    stand_in.faults.append(Fault(SHARD, 99, 503, {"Retry-After": "50"}))
+    env = environment(stand_in, tmp_path)
+    found = partial(tmp_path / "home" / "hub", stand_in)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(PULL, env=env, text=True, **pipes) as process:
+        try:
+            wait_for(lambda: found.exists() and found.stat().st_size == 2 << 20, timeout_s=60)
+        finally:
+            process.send_signal(signal.SIGINT)
+        told, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and not told and "Traceback" not in errors, errors
+    assert found.stat().st_size == 2 << 20
+    stand_in.faults.clear()
+    stand_in.requests.clear()
+    result = subprocess.run(PULL, env=env, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    ranges = [r.range for r in stand_in.asked(SHARD) if r.is_elsewhere and r.method == "GET"]
+    assert ranges == [f"bytes={2 << 20}-{SIZE - 1}"]
 
 
 def test_elsewhere_a_fault_has_time_to_pass() -> None:

@@ -6,6 +6,7 @@ HF_HUB_DOWNLOAD_TIMEOUT and proxies mean what they mean there. Knows nothing of 
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Callable, Iterator
 from threading import Event
@@ -22,6 +23,7 @@ PIECE_BYTES = 1 << 20
 _PASSING = frozenset(
     {408, 425, 429, 500, 502, 503, 504}
 )  # states that another attempt may not meet
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 _NEVER = Event()
 _SPENT = re.compile(r"r=0;\s*t=([0-9]{1,6})")
 
@@ -171,6 +173,11 @@ def _reason(error: Exception, name: str) -> str:
         return "the hub has the model but not this revision; look for its branches and tags there."
     if isinstance(error, errors.RepositoryNotFoundError):
         return "the hub has no such model, or it is private (then set HF_TOKEN)."
+    if isinstance(error, OSError) and error.errno in _FULL_DISK:
+        return (
+            f"the disk is full ({error.strerror}). Make room, or set HF_HOME to a folder on a "
+            "larger disk; what was fetched so far is kept."
+        )
     status, endpoint = _status(error), constants.ENDPOINT
     if status == 401:
         return f"{endpoint} does not know this HF_TOKEN (401); set a valid one, or none."
