@@ -391,6 +391,23 @@ def test_a_file_truncated_while_generating(model: Path, expected: Reference, at:
         check_still_right(llm, expected)
 
 
+def test_a_checkpoint_deleted_while_generating_is_read_to_the_end(
+    model: Path, expected: Reference
+) -> None:
+    """What is open stays: only the next one to open it finds nothing."""
+
+    def delete(event: Event) -> None:
+        shutil.rmtree(model, ignore_errors=True)
+
+    with LEAST.open(model) as llm:
+        [completion] = llm.generate(PROMPT, PARAMS, delete)
+        assert completion.token_ids == expected.token_ids and not model.exists()
+        assert llm.stats()["num_misses"] > 0
+        check_still_right(llm, expected)
+    with pytest.raises(LowtideError, match="There is no model"):
+        LLM(model)
+
+
 def test_a_file_truncated_before_loading(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After its header was checked and before its weights are read."""
     submit = FileReader.submit
