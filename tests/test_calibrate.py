@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import signal
 import sysconfig
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from typer.testing import CliRunner
 
 from lowtide import LLM, SamplingParams
 from lowtide.cli.app import app
+from lowtide.cli.screen import ProgressBars
 from lowtide.core import Costs, Curve, Step, StepKind
 from lowtide.errors import StorageError, UnsupportedError, UsageError
 from lowtide.experts.rows import Routing
@@ -450,6 +453,35 @@ def test_the_command(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     result = CliRunner().invoke(app, [*replay, "--json"])
     assert result.exit_code == 0, result.stderr
     assert len(json.loads(result.stdout)["runs"]) == 2
+
+
+def test_ctrl_c_leaves_the_calibration_that_was(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real signals, once in the middle of each stage."""
+    open_tiny(models, "qwen3_moe").close()
+    text, out = tmp_path / "text.txt", tmp_path / "c.lowtide"
+    text.write_text("some words to calibrate on " * 20, encoding="utf-8")
+    out.write_bytes(b"earlier")
+    command = ["calibrate", str(models / "qwen3_moe"), "--text", str(text), "--pieces", "4"]
+    command += ["--context", "256", "--out", str(out)]
+    stages: set[str] = set()
+
+    def interrupt(bars: ProgressBars, stage: str, done: int, total: int) -> None:
+        if stage not in stages:
+            stages.add(stage)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(ProgressBars, "__call__", interrupt)
+    num_stages = -1
+    while len(stages) > num_stages:
+        num_stages = len(stages)
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == (130 if len(stages) > num_stages else 0), result.output
+        assert (out.read_bytes() == b"earlier") == (result.exit_code == 130)
+        assert not [t for t in threading.enumerate() if t.name.startswith("lowtide")]
+    assert num_stages >= 3  # loading, learning, foreseeing
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
 def test_what_cannot_be_calibrated_is_refused(models: Path, tmp_path: Path) -> None:
