@@ -1,8 +1,9 @@
-"""A user who has no home: everything runs, and what would be kept is not."""
+"""A user who has no home, or a full one: everything runs, and what would be kept is not."""
 
 from __future__ import annotations
 
 import io
+import os
 import pwd
 import subprocess
 import sys
@@ -85,6 +86,33 @@ def test_a_model_runs_all_the_same(arguments: list[str], tmp_path: Path) -> None
     assert result.returncode == 0 and result.stdout.strip(), result.stderr
     assert "Traceback" not in result.stderr
     assert not [*tmp_path.iterdir()]
+
+
+FULL = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+from lowtide.cli.main import main
+sys.argv = ["lowtide", *sys.argv[1:]]
+main()
+"""
+
+
+def test_a_model_runs_where_the_home_is_on_a_full_disk(tmp_path: Path) -> None:
+    """Not a byte can be written to any file: kernels are not kept, nor anything else."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("XDG_")}
+    asked = ["generate", "demo:autoregressive", "x = ", "--max-tokens", "2", "--context", "64"]
+    result = subprocess.run(
+        [sys.executable, "-c", FULL, *asked],
+        env=env | {"HOME": str(tmp_path)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0 and result.stdout.strip(), result.stderr
+    assert "Traceback" not in result.stderr
+    assert "Compiling" not in result.stderr or "Single tokens will take longer" in result.stderr
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_rates_are_not_kept_and_said_so(homeless: None, caplog: pytest.LogCaptureFixture) -> None:
