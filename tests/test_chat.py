@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from lowtide.answers.completion import Completion, Usage
-from lowtide.cli.conversation import HELP, SETTABLE, Conversation
+from lowtide.cli.conversation import HELP, LEAVING, SETTABLE, Conversation
 from lowtide.cli.line_editor import LineEditor
 from lowtide.cli.prompt import Question
 from lowtide.cli.turns import Turns
@@ -202,6 +202,13 @@ def test_paths_and_lines_that_begin_with_a_space_are_no_commands() -> None:
     talk = Talk()
     talk.says("/usr/bin is a folder", " ", "never /bye", "/quit", "never")
     assert [p[-1]["content"] for p in talk.llm.prompts] == ["/usr/bin is a folder", "never /bye"]
+
+
+@pytest.mark.parametrize("word", LEAVING)
+def test_there_are_several_words_to_leave_by(word: str) -> None:
+    talk = Talk()
+    talk.says("one", f" {word} ", "never")
+    assert [p[-1]["content"] for p in talk.llm.prompts] == ["one"] and "/bye" in LEAVING
 
 
 def test_without_a_template_the_text_goes_on() -> None:

@@ -234,6 +234,22 @@ def test_plain_output_is_the_text_with_a_line_on_stderr_before_and_after_it() ->
     assert "memory plan" not in result.stderr
 
 
+def test_raw_and_system_make_the_prompt() -> None:
+    user = {"role": "user", "content": "hi"}
+    for flags, prompt in (
+        ([], [user]),
+        (["--system", "be brief"], [{"role": "system", "content": "be brief"}, user]),
+        (["--raw"], "hi"),
+    ):
+        assert run("generate", MODEL, "hi", *flags).exit_code == 0
+        assert PretendLLM.latest.asked[0][0] == prompt
+        assert run("chat", MODEL, *flags, stdin="hi\n").exit_code == 0
+        assert PretendLLM.latest.asked[0][0] == prompt
+        told = json.loads(run("generate", MODEL, "hi", "--json", *flags).stdout)
+        assert told["chat_template"] is (flags != ["--raw"])
+    assert "--raw leaves out" in refused("generate", MODEL, "hi", "--raw", "--system", "x")
+
+
 def test_more_or_less_is_said_of_the_plan_when_asked() -> None:
     loud = run("generate", MODEL, "-p", "hi", "-v")
     for said in ("memory plan", "expert slots", "tokens/s"):

@@ -8,12 +8,14 @@ import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+import lowtide
 from lowtide.cli.app import app
 from lowtide.cli.habits import FLAGS, VERBS
 from lowtide.cli.live import LiveView
@@ -165,6 +167,25 @@ def test_plan_and_json_say_whether_there_is_a_template() -> None:
     answer = json.loads(run(*asked).stdout)
     assert answer["chat_template"] is False and len(answer["answers"]) == 2
     assert "no chat template" in run("chat", DEMO, "--system", "x", *SHORT).stderr
+
+
+def test_a_chat_template_is_applied_where_there_is_one(tmp_path: Path) -> None:
+    """The demo with a template: what `plan` says, and how long each prompt becomes."""
+    demo = Path(lowtide.__file__).parent / "demo"
+    for file in [*(demo / "autoregressive").iterdir(), demo / "tokenizer.json"]:
+        (tmp_path / file.name).symlink_to(file)
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    model = str(tmp_path)
+    assert "go through the model's chat template" in run("plan", model, *SHORT).stdout
+    assert json.loads(run("plan", model, "--json", *SHORT).stdout)["chat_template"] is True
+
+    def num_tokens(*flags: str) -> int:
+        asked = ["generate", model, "x = ", "--max-tokens", "1", "--json", *SHORT, *flags]
+        return int(json.loads(run(*asked).stdout)["usage"]["prompt_tokens"])
+
+    raw, templated, with_system = (num_tokens(*f) for f in (["--raw"], [], ["--system", "y"]))
+    assert raw < templated < with_system
 
 
 def test_a_narrower_terminal_leaves_no_old_lines() -> None:

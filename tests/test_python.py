@@ -313,6 +313,21 @@ def test_progress_is_shown_where_somebody_watches(
     assert "/2 answers" in capsys.readouterr().err
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_shown_on_a_terminal_and_in_no_file(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowtide.answers.progress_line.FIRST_AFTER_S", 0.0)
+    for file in (io.StringIO(), Terminal()):
+        monkeypatch.setattr(sys, "stderr", file)
+        llm.generate(["a = ", "b = "], max_tokens=3)
+        assert ("/2 answers" in file.getvalue()) == file.isatty()
+
+
 def test_everything_that_is_raised_is_a_lowtide_error() -> None:
     with pytest.raises(LowtideError):
         LLM("no/such/model", offline=True)
