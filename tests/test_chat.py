@@ -199,15 +199,16 @@ def test_what_is_wrong_with_a_command_is_told(line: str, said: str) -> None:
 
 
 def test_paths_and_lines_that_begin_with_a_space_are_no_commands() -> None:
-    talk = Talk()
-    talk.says("/usr/bin is a folder", " ", "never /bye", "/quit", "never")
-    assert [p[-1]["content"] for p in talk.llm.prompts] == ["/usr/bin is a folder", "never /bye"]
+    talk = Talk(max_tokens=10)
+    lines = ["/usr/bin is a folder", "never /bye", " /bye", " /nothing at all"]
+    assert "no command" not in talk.says(*lines, " ", "/quit", "never")
+    assert [p[-1]["content"] for p in talk.llm.prompts] == lines
 
 
 @pytest.mark.parametrize("word", LEAVING)
 def test_there_are_several_words_to_leave_by(word: str) -> None:
     talk = Talk()
-    talk.says("one", f" {word} ", "never")
+    talk.says("one", f"{word} ", "never")
     assert [p[-1]["content"] for p in talk.llm.prompts] == ["one"] and "/bye" in LEAVING
 
 

@@ -68,11 +68,12 @@ class Conversation:
         with LineEditor([*self._commands, *LEAVING]) as editor:
             while (line := self._read(editor)) is not None:
                 word, _, rest = line.strip().partition(" ")
-                if word in LEAVING:
+                is_command = line.startswith("/")
+                if is_command and word in LEAVING:
                     return
-                if word in self._commands:
+                if is_command and word in self._commands:
                     self._reported(self._commands[word], rest.strip())
-                elif word.startswith("/") and word[1:].isalpha():
+                elif is_command and word[1:].isalpha():
                     self._say(
                         f"{word} is no command: /help lists them. A space before it sends it."
                     )
