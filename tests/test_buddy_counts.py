@@ -23,7 +23,7 @@ from lowtide.experts.rows import Routing
 from lowtide.lab import expert_similarity
 from lowtide.lab.buddies import CoActivations, EvenSample, needed_tokens, shares
 from lowtide.lab.buddy_wish import BuddyWish
-from lowtide.lab.calibrate import calibrate, learn, num_learning, split
+from lowtide.lab.calibrate import MIN_PIECE_TOKENS, calibrate, learn, num_learning, split
 from lowtide.lab.calibrate_buddies import TextUse, check_length
 from lowtide.lab.expert_similarity import cosines_of_outputs
 from lowtide.lab.synth import synth
@@ -310,12 +310,11 @@ def test_buddies_of_another_shape_are_not_the_traces(tmp_path: Path) -> None:
 
 def test_too_short_a_text_says_what_would_do(models: Path) -> None:
     with open_tiny(models, "llada2") as llm:
-        shape = TraceShape(*llm.config.moe_shape)
         assert needed_tokens(TraceShape(4, 256, 8)) == 1166
-        use = TextUse(16, num_learning, 64, 64)
-        with pytest.raises(UsageError, match=r"at least 1166 .* 864 in 12 of 16 .* give 544 tok"):
-            check_length(TraceShape(4, 256, 8), [range(8)] * 12, use)
-        assert needed_tokens(shape) > 0
+        use = TextUse(16, num_learning, MIN_PIECE_TOKENS, 64, 64)
+        said = r"at least 1166 .* of 130 has 864 in 12 of 16 .* give 544 tokens .* --pieces 16\."
+        with pytest.raises(UsageError, match=said):
+            check_length(TraceShape(4, 256, 8), 130, use)
         for bad in (BuddyRule(0.0), BuddyRule((0.5,) * 9), BuddyRule(k_max=99)):
             with pytest.raises(UsageError):
                 calibrate(llm, TOKEN_IDS, "m", num_pieces=4, buddies=BuddyWish(bad))
@@ -324,30 +323,50 @@ def test_too_short_a_text_says_what_would_do(models: Path) -> None:
             calibrate(llm, TOKEN_IDS, "m", num_pieces=4, buddies=wish)
 
 
+def test_a_text_that_is_too_short_for_anything_is_told_what_buddies_take(models: Path) -> None:
+    """Not what a calibration without them would: the next text would be too short once more."""
+    with open_tiny(models, "qwen3_moe") as llm:
+        for num_tokens, num_pieces in ((0, 4), (1, 4), (8, 2), (40, 1), (40, 0)):
+            ids = TOKEN_IDS[:num_tokens]
+            with pytest.raises(UsageError, match="Buddies of .* give [0-9]+ tokens") as told:
+                calibrate(llm, ids, "m", num_pieces=num_pieces, buddies=BuddyWish())
+            tokens, pieces = asked_for(told.value)
+            many = (TOKEN_IDS * (1 + tokens // len(TOKEN_IDS)))[:tokens]
+            made = calibrate(llm, many, "m", num_pieces=pieces, buddies=BuddyWish())
+            assert made.buddies is not None
+            with pytest.raises(UsageError, match="Buddies of"):
+                calibrate(llm, many[: 8 * pieces - 1], "m", num_pieces=pieces, buddies=BuddyWish())
+
+
+def asked_for(told: UsageError) -> tuple[int, int]:
+    """Tokens and pieces that a refusal names."""
+    words = str(told).replace(".", " ").split()
+    return int(words[words.index("give") + 1]), int(words[-1])
+
+
 @examples(60)
 @given(
     num_experts=st.integers(3, 300),
     k=st.integers(2, 8),
-    num_pieces=st.integers(2, 40),
-    stride=st.integers(8, 200),
-    lengths=st.sampled_from([(256, 16), (64, 64), (20, 4)]),
+    num_pieces=st.integers(0, 40),
+    num_tokens=st.integers(0, 8000),
+    lengths=st.sampled_from([(256, 16), (64, 64), (20, 4), (3, 4)]),
 )
 def test_the_text_that_is_asked_for_does(
-    num_experts: int, k: int, num_pieces: int, stride: int, lengths: tuple[int, int]
+    num_experts: int, k: int, num_pieces: int, num_tokens: int, lengths: tuple[int, int]
 ) -> None:
     shape = TraceShape(2, num_experts, min(k, num_experts))
 
-    def check(num_tokens: int, num_pieces: int) -> None:
-        prompt = range(min(num_tokens // num_pieces, lengths[0]))
-        use = TextUse(num_pieces, num_learning, *lengths)
-        check_length(shape, [prompt] * num_learning(num_pieces), use)
+    def check() -> None:
+        use = TextUse(num_pieces, num_learning, MIN_PIECE_TOKENS, *lengths)
+        check_length(shape, num_tokens, use)
 
     try:
-        check(stride * num_pieces, num_pieces)
+        check()
     except UsageError as told:
-        words = str(told).replace(".", " ").split()
-        tokens, pieces = int(words[words.index("give") + 1]), int(words[-1])
-        check(tokens, pieces)
+        num_tokens, num_pieces = asked_for(told)
+        check()
+    assert num_pieces >= 2 and num_tokens >= MIN_PIECE_TOKENS * num_pieces  # as `split` wants it
 
 
 def test_one_expert_per_token_has_no_buddies() -> None:

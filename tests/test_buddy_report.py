@@ -146,6 +146,7 @@ def test_the_command_fits_and_ranks(text: Path, tmp_path: Path) -> None:
 
 def test_what_cannot_be_profiled_is_refused(tmp_path: Path) -> None:
     (tmp_path / "short").write_text("some words, more words, " * 10, encoding="utf-8")
+    (tmp_path / "one").write_text("a", encoding="utf-8")
     short = ["--text", str(tmp_path / "short"), "--pieces", "2", "--context", "64", "--buddies"]
     for arguments, reason in (
         (["--alpha", "0.5"], "--alpha is about buddies; add --buddies"),
@@ -164,6 +165,7 @@ def test_what_cannot_be_profiled_is_refused(tmp_path: Path) -> None:
         ),
         ([*short, "--buddies", "--context", "64", "--list-size", "99"], "from 1 to 31"),
         ([*short, "--buddies", "--context", "64"], "least 128 tokens"),
+        (["--text", str(tmp_path / "one"), "--buddies"], "give 128 tokens or more in --pieces 16"),
     ):
         result = CliRunner().invoke(app, ["calibrate", "demo:chat", *arguments])
         assert result.exit_code in (1, 2), arguments

@@ -84,12 +84,12 @@ def calibrate(
     without experts, and what `LLM.generate` raises.
     """
     llm.config.check_experts("A calibration is of experts")
-    learning, testing = split(llm, text, num_pieces)
+    token_ids, shape = _token_ids(llm, text), TraceShape(*llm.config.moe_shape)
     seen = None if buddies is None else counting(llm, buddies)
-    if seen is not None:
-        use = TextUse(num_pieces, num_learning, *_length(llm))
-        check_length(TraceShape(*llm.config.moe_shape), learning, use)
-    squares = InputSquares(TraceShape(*llm.config.moe_shape)) if inputs else None
+    if seen is not None:  # told first: a text that does for buddies does for all
+        check_length(shape, len(token_ids), _text_use(llm, num_pieces))
+    learning, testing = split(llm, token_ids, num_pieces)
+    squares = InputSquares(shape) if inputs else None
     beside = () if seen is None else (seen,)
     trace, residual = learn(llm, learning, model, progress, beside, squares)
     accuracy = foresee(llm, testing, model, residual, progress).accuracy
@@ -308,6 +308,11 @@ def _length(llm: LLM) -> Length:
     return Length(
         max(1, min(usual.prompt_tokens, room - new_tokens - block_length + 1)), new_tokens
     )
+
+
+def _text_use(llm: LLM, num_pieces: int) -> TextUse:
+    """How a text is used in so many pieces."""
+    return TextUse(num_pieces, num_learning, MIN_PIECE_TOKENS, *_length(llm))
 
 
 def _digest(text: str | Sequence[int]) -> str:
