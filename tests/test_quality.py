@@ -236,6 +236,20 @@ def test_the_command_prints_a_table_an_object_and_a_picture(tmp_path: Path) -> N
     assert "perplexity" in table.stdout and "tide, residents=0.5" in table.stdout
 
 
+def test_a_text_of_one_huge_line_is_scored_and_one_beyond_the_limit_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("import os; " * 100_000)
+    asked = ["demo:chat", "--text", str(text), "--tokens", "60", "--window", "96"]
+    done = run(*asked, "--context", "256", "--repeats", "0", "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["rows"][0]["text"]["perplexity"] > 1
+    monkeypatch.setattr("lowtide.cli.text_file.MAX_TEXT_BYTES", 10**6)
+    done = run(*asked)
+    assert done.exit_code == 2 and "more than 1000000 bytes; give a part" in done.stderr
+
+
 def test_bad_input_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short, latin, good = (tmp_path / name for name in ("short", "latin", "good"))
     short.write_text("a few words")

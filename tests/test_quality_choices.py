@@ -15,7 +15,12 @@ from lowtide.engine.opening import EngineConfig, open_model
 from lowtide.errors import PlanError, StorageError, UsageError
 from lowtide.lab.quality import Work, quality
 from lowtide.lab.quality_choices import NUM_MASKS, Questions
-from lowtide.lab.quality_questions import MAX_CHOICES, Question, read_questions
+from lowtide.lab.quality_questions import (
+    MAX_CHOICES,
+    MAX_QUESTION_CHARS,
+    Question,
+    read_questions,
+)
 from lowtide.lab.quality_settings import Setting
 from lowtide.model_folder.hub import resolve_model
 
@@ -128,6 +133,7 @@ def test_files_of_questions(tmp_path: Path) -> None:
         ({**good, "answer": -1}, "not -1"),
         ({**good, "context": "a\ud800"}, "line 2 has half"),
         ({**good, "choices": ["b", "\udfff"]}, "half of a surrogate"),
+        ({**good, "context": "a" * MAX_QUESTION_CHARS}, "line 2 has 1048[0-9]* characters"),
     ):
         with pytest.raises(UsageError, match=said):
             read_questions(write(path, good, bad))
@@ -138,6 +144,13 @@ def test_files_of_questions(tmp_path: Path) -> None:
         read_questions(path)
     with pytest.raises(StorageError, match="cannot be read"):
         read_questions(tmp_path / "none")
+
+
+@pytest.mark.parametrize("context", ["import os; " * 10_000, "a" * 100_000], ids=["words", "word"])
+def test_a_context_of_one_huge_line_is_cut_as_any_other(tmp_path: Path, context: str) -> None:
+    path = write(tmp_path / "q", {"context": context, "choices": ["import", "x = 1"], "answer": 0})
+    made = questions("demo:chat", read_questions(path), context=64)
+    assert all(one.is_cut and len(one.token_ids) == 64 for one in made._encoded[0])
 
 
 def test_logits_stay_what_they_were() -> None:

@@ -175,8 +175,8 @@ class Questions:
 def _encode(question: Question, tokenizer: Tokenizer | None, room: int) -> list[_Encoded]:
     """Each choice behind its context. A token that context and choice share is the choice's."""
     encoded = []
+    alone, bos = encode(tokenizer, question.context)
     for choice in question.choices:
-        alone, bos = encode(tokenizer, question.context)
         both, _ = encode(tokenizer, question.context + choice)
         num_shared = next(
             (i for i, (a, b) in enumerate(zip(alone, both, strict=False)) if a != b),

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from lowtide.errors import StorageError, UsageError
 
 MAX_FILE_BYTES = 1 << 26
+MAX_QUESTION_CHARS = 1 << 20  # each is made into tokens once more for every choice
 MAX_CHOICES = 64
 
 _FORMAT = '{"context": "...", "choices": ["...", "..."], "answer": 0}'
@@ -50,6 +51,11 @@ def read_questions(path: Path) -> list[Question]:
 
 
 def _question(line: str, where: str) -> Question:
+    if len(line) > MAX_QUESTION_CHARS:
+        raise UsageError(
+            f"{where} has {len(line)} characters, a question at most {MAX_QUESTION_CHARS}: give "
+            "the end of its context, which is all that a model reads of a long one."
+        )
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
