@@ -101,6 +101,13 @@ def test_triton_in_the_interpreter() -> None:
         assert np.array_equal(as_triton(search, "cpu"), search_buddies(search)), search
 
 
+@needs_triton
+@pytest.mark.slow
+def test_triton_in_the_interpreter_in_every_case() -> None:
+    """As on a GPU, where this takes no time."""
+    check_all("cpu")
+
+
 def first_tokens(search: BuddySearch) -> dict[str, Any]:
     return {name: getattr(search, name)[10:13] for name in ("experts", "weights", "may")}
 
@@ -108,7 +115,12 @@ def first_tokens(search: BuddySearch) -> dict[str, Any]:
 @needs_triton
 @pytest.mark.gpu
 def test_triton_on_a_gpu() -> None:
+    check_all("cuda")
+
+
+def check_all(device: str) -> None:
+    """Every small case and many drawn ones."""
     draw = np.random.default_rng(3)
     cases = [random_search(draw) for _ in range(scaled(NUM_RANDOM) // 50)]
     for search in [*many_small(), *cases]:
-        assert np.array_equal(as_triton(search, "cuda"), search_buddies(search)), search
+        assert np.array_equal(as_triton(search, device), search_buddies(search)), search

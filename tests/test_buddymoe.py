@@ -107,7 +107,7 @@ def test_bit_for_bit_where_nothing_may_be_replaced(
 
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
-@pytest.mark.parametrize("miss", ["buddy", "random", "drop", "cache-prior"])
+@pytest.mark.parametrize("miss", ["buddy", "late", "random", "drop", "cache-prior"])
 def test_bit_for_bit_where_everybody_is_resident(
     device: str, miss: str, exact: tuple[list[int], Tensor]
 ) -> None:

@@ -206,6 +206,26 @@ def test_no_bound_is_ever_exceeded(seed: int, max_mass: float, rho: int) -> None
                     assert receipt is None or receipt.moved_share <= max_mass
 
 
+@given(st.integers(0, 10_000), st.sampled_from([0.17, 0.37, 0.53, 0.83]))
+@examples(40)
+def test_no_layer_has_more_replaced_than_beta_allows(seed: int, beta: float) -> None:
+    """Whatever stands in: of what a layer asks for less than that share is replaced."""
+    gates, draw = Gates(beta=beta), np.random.default_rng(seed)
+    policies: list[Substitution] = [
+        Buddy(random_buddies(1, 10), gates, NO_PSI, ALL),
+        Random(gates, ALL, seed=1),
+        Drop(gates, ALL),
+        CachePrior(gates, 1.0, Weighing(False, True, 1.0)),
+    ]
+    facts = random_layer(draw, 0, 1, 10, 4)
+    routing = facts.routing
+    assert routing is not None
+    for answer in (policy(facts) for policy in policies):
+        if answer is not None:
+            moved = np.unique(routing.experts[replaced(routing, answer)])
+            assert 0 < len(moved) < beta * len(facts.demand.experts)
+
+
 def random_layer(
     draw: np.random.Generator, layer: int, num_layers: int, num_experts: int, k: int
 ) -> Facts:
