@@ -1,10 +1,13 @@
-"""A wheel: kernels inside, for a machine without a compiler; what does not fit here is not used."""
+"""A wheel: kernels inside, for a machine without a compiler; what does not fit here is not used; the
+sources that it is made from, and tests of what was installed."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -76,15 +79,38 @@ print(choose_kernels("auto", torch.bfloat16).name)
 """
 
 
-@pytest.mark.slow
-def test_a_wheel_brings_its_kernels(tmp_path: Path) -> None:
+SDIST = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+NOT_KEPT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "shared")
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the sdist of a clean checkout unpacks to."""
+    made = tmp_path_factory.mktemp("sources")
+    checkout = shutil.copytree(REPOSITORY, made / "checkout", ignore=NOT_KEPT)
+    command = [sys.executable, "-c", SDIST, str(made)]
+    subprocess.run(command, cwd=checkout, check=True)
+    [archive] = made.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        file.extractall(made, filter="data")
+    return made / archive.name.removesuffix(".tar.gz")
+
+
+@pytest.fixture(scope="module")
+def installed(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the wheel of these sources was unpacked."""
+    made = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet"]
-    subprocess.run([*pip, "-w", str(tmp_path), str(REPOSITORY)], check=True)
-    [wheel] = tmp_path.glob("*.whl")
+    subprocess.run([*pip, "-w", str(made), str(sources)], check=True)
+    [wheel] = made.glob("*.whl")
     assert "-py3-none-linux_" in wheel.name
-    installed = tmp_path / "installed"
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(installed)
+        archive.extractall(made / "installed")
+    return made / "installed"
+
+
+@pytest.mark.slow
+def test_a_wheel_brings_its_kernels(installed: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", KERNELS_OF_THE_WHEEL, str(installed)],
         env={"PYTHONPATH": str(installed), "HOME": str(tmp_path), "PATH": ""},
@@ -95,3 +121,27 @@ def test_a_wheel_brings_its_kernels(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "compiled" in done.stdout
     assert not (tmp_path / ".cache/lowtide/kernels").exists()
+
+
+TESTED_ELSEWHERE = ("options", "typed_sizes", "chat", "llm_goldens", "end_to_end")
+PLACE = "import lowtide\ndef test_place():\n    assert lowtide.__file__.startswith({!r})\n"
+
+
+@pytest.mark.slow
+def test_what_is_installed_passes_the_tests_of_the_sources(
+    sources: Path, installed: Path, tmp_path: Path
+) -> None:
+    """Some of them, in a folder without the package: what is tested is the wheel's."""
+    for name in ("tests", "benchmarks"):
+        shutil.copytree(sources / name, tmp_path / name)
+    shutil.copy(sources / "pyproject.toml", tmp_path)
+    (tmp_path / "tests" / "test_place.py").write_text(PLACE.format(str(installed)))
+    files = [f"tests/test_{name}.py" for name in ("place", *TESTED_ELSEWHERE)]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow and not gpu", *files],
+        env={**os.environ, "PYTHONPATH": str(installed), "HOME": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
