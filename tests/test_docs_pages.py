@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,45 @@ def test_links_lead_somewhere(page: Path) -> None:
             titles = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
             anchors = {re.sub(r"[^\w\- ]", "", t.lower()).replace(" ", "-") for t in titles}
             assert anchor in anchors, target
+
+
+# What a reader meets first
+
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_readme_begins_with_what_it_is_and_three_commands_with_a_real_model() -> None:
+    beginning, *_ = README.partition("\n## ")
+    title, sentence, picture, *_ = beginning.split("\n\n")
+    assert title == "# lowtide" and "\n" not in sentence
+    assert sentence.endswith(".") and ". " not in sentence
+    assert picture.startswith("![") and picture.endswith("](docs/live.svg)")
+    told = sections(README)
+    assert list(told)[:4] == ["Install", "Use", "Models", "Not yet"] and "Measured" in told
+    commands = told["Use"].partition("```sh\n")[2].partition("```")[0].splitlines()
+    assert [command.split()[1] for command in commands] == ["plan", "generate", "chat"]
+    assert all(f"| `{command.split()[2]}` |" in told["Models"] for command in commands)
+
+
+def test_readme_installs_without_a_gpu_first_and_says_what_every_package_is_for() -> None:
+    told = sections(README)
+    ways = ["uv pip install --torch-backend cpu", "--torch-backend auto", "With pip alone"]
+    places = [told["Install"].find(way) for way in ways]
+    assert -1 not in places and places == sorted(places)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = [re.split("[^a-z-]", each)[0] for each in project["dependencies"]]
+    assert "torch" in names
+    missing = [name for name in names if name not in told["More on installing"]]
+    assert not missing
+
+
+def test_pages_say_first_whom_they_are_for() -> None:
+    def beginning(name: str) -> str:
+        return (DOCS / name).read_text(encoding="utf-8").split("\n\n")[1]
+
+    assert beginning("tour.md").startswith("For whoever studies offloading")
+    assert "(guide.md)" in beginning("tour.md")
+    assert beginning("policies.md").startswith("**Leave it on auto.**")
+    stands = sections((DOCS / "design.md").read_text(encoding="utf-8"))["9. What stands"]
+    assert "\n- **Plan, not yet code**: " in stands

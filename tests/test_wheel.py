@@ -1,5 +1,7 @@
-"""A wheel: kernels inside, for a machine without a compiler; what does not fit here is not used; the
-sources that it is made from, and tests of what was installed."""
+"""A wheel: kernels inside, for a machine without a compiler; what does not fit here is not used.
+
+It is made from the sources of an sdist, whose tests pass on what was installed.
+"""
 
 from __future__ import annotations
 
