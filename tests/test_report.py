@@ -269,6 +269,14 @@ def test_the_readme_says_how_it_stands_beside_llama_cpp(tmp_path: Path) -> None:
         blocks(_results(tmp_path, alone), Path("README.md"))["beside-llama-cpp"]()
 
 
+def test_the_readme_says_what_speed_to_expect(tmp_path: Path) -> None:
+    of_run = {"benchmark": "full size", "settings": {"host_memory": "12GiB"}, "what": "lowtide"}
+    speeds = (("own", 1.25), ("own", 1.5), ("q4", 9.0))
+    rows = [_row(**of_run, weights=weights, tokens_per_s=speed) for weights, speed in speeds]
+    told = blocks(_results(tmp_path, *rows), Path("README.md"))["expected-speed"]()
+    assert "writes 1.50 tokens/s in 12 GiB on 2 cores of A CPU, 25 GB (line [2](docs/" in told
+
+
 def test_the_simulator_stands_beside_the_runtime(tmp_path: Path) -> None:
     page = Path("docs/policies.md")
     assert "Not measured yet" in blocks(_results(tmp_path, _row()), page)["validated"]()

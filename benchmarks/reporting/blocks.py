@@ -50,6 +50,7 @@ PICTURES: Mapping[Path, Callable[[Results], str | None]] = {
 def blocks(results: Results, page: Path) -> Mapping[str, Block]:
     """Every part that a page may have, by the name in its mark."""
     made = {
+        "expected-speed": expected_speed,
         "full-size": full_size,
         "block-pass": block_pass,
         "offload": offload,
@@ -79,6 +80,20 @@ def blocks(results: Results, page: Path) -> Mapping[str, Block]:
         "elastic": memory.elastic,
     }
     return {name: partial(make, results, page) for name, make in made.items()}
+
+
+def expected_speed(results: Results, page: Path) -> str:
+    """How fast the README's first commands can be expected to write: a sentence below them."""
+    run = results.newest("full size", host_memory="12GiB")
+    own = [line for line in run.of("lowtide") if _weights(line) == "own"]
+    fastest = max(own, key=lambda line: float(line["tokens_per_s"]))
+    machine = fastest["machine"]
+    return (
+        "A model of these dimensions, of random weights, writes "
+        f"{number(fastest['tokens_per_s'])} tokens/s in 12 GiB on {machine['num_cores']} cores of "
+        f"{machine['cpu']}, {machine['memory_bytes'] / 1e9:.0f} GB (line {link(fastest, page)}, "
+        "[measured](#measured))."
+    )
 
 
 def full_size(results: Results, page: Path) -> str:
