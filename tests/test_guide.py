@@ -63,6 +63,14 @@ def test_a_plan_is_still_what_the_guide_shows(
     assert walk["normalised"](printed) == walk["normalised"](shown), "run tools/walk.py"
 
 
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="an sdist has no history to clone")
+def test_what_is_walked_is_a_fresh_clone(walk: dict[str, Any], tmp_path: Path) -> None:
+    source = walk["fresh_clone"](tmp_path / "clone")
+    command = "python -c 'import lowtide; print(lowtide.__file__)'"
+    [printed] = walk["walked"]([walk["Step"]("sh", command, "")], 300, source)
+    assert printed.strip() == str(source / "lowtide" / "__init__.py")
+
+
 def test_the_table_of_models_is_the_planner_s() -> None:
     """Within 2%: the machine's number of cores has its share in the workspace."""
     table = tool("models_table")

@@ -2,10 +2,10 @@
 
 python tools/walk.py           # 2 to 3 minutes of a quiet machine
 
-Every command of the page is run, in its order, in a pseudo-terminal with an empty home: once with
-80 columns, whose output becomes the page's, and once with 120. What was printed at both widths is
-kept in docs/guide.json; a test compares the page with it. Ends with an error where a command does
-not end as the page says it does.
+Every command of the page is run, in its order, on a fresh clone of what is committed, in a
+pseudo-terminal with an empty home: once with 80 columns, whose output becomes the page's, and once
+with 120. What was printed at both widths is kept in docs/guide.json; a test compares the page with
+it. Ends with an error where a command does not end as the page says it does.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -22,7 +23,8 @@ from typing import NamedTuple
 
 from terminal import recorded
 
-DOCS = Path(__file__).parents[1] / "docs"
+REPOSITORY = Path(__file__).resolve().parents[1]
+DOCS = REPOSITORY / "docs"
 PAGE, KEPT = DOCS / "guide.md", DOCS / "guide.json"
 WIDTHS = (80, 120)
 """Columns; the page has the first one's."""
@@ -57,12 +59,21 @@ def steps(page: str) -> list[Step]:
     return [Step(*match.groups()) for match in _BLOCK.finditer(page)]
 
 
-def walked(some: Iterable[Step], columns: int) -> list[str]:
+def fresh_clone(folder: Path) -> Path:
+    """Clones what is committed into `folder`; returns where its packages are."""
+    command = ["git", "clone", "--quiet", str(REPOSITORY), str(folder)]
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
+    return folder / "src"
+
+
+def walked(some: Iterable[Step], columns: int, source: Path | None = None) -> list[str]:
     """What each step prints on a terminal of so many columns, in a home that is empty before the
-    first one."""
+    first one. source: where lowtide is imported from, if not as this process does."""
     with tempfile.TemporaryDirectory(prefix="walk-") as name:
         home = Path(name)
         environment = _environment(home)
+        if source is not None:
+            environment["PYTHONPATH"] = str(source)
         return [_printed(step, columns, home, environment) for step in some]
 
 
@@ -110,7 +121,9 @@ def _printed(step: Step, columns: int, home: Path, environment: Mapping[str, str
 def main() -> None:
     page = PAGE.read_text(encoding="utf-8")
     some = steps(page)
-    outputs = {columns: walked(some, columns) for columns in WIDTHS}
+    with tempfile.TemporaryDirectory(prefix="clone-") as name:
+        source = fresh_clone(Path(name) / "lowtide")
+        outputs = {columns: walked(some, columns, source) for columns in WIDTHS}
     for narrow, wide in zip(*outputs.values(), strict=True):
         print(f"--- same words at both widths: {normalised(narrow) == normalised(wide)}")
     kept = [
