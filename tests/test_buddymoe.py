@@ -95,7 +95,16 @@ def exact() -> tuple[list[int], Tensor]:
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
 @pytest.mark.parametrize(
-    "options", [{"miss": "wait"}, {"rho": "0"}, {"beta": "0"}, {"max_mass": "0"}]
+    "options",
+    [
+        {"miss": "wait"},
+        {"rho": "0"},
+        {"beta": "0"},
+        {"max_mass": "0"},
+        {"miss": "late", "rho": "0"},
+        {"miss": "late", "beta": "0"},
+        {"miss": "late", "max_mass": "0"},
+    ],
 )
 def test_bit_for_bit_where_nothing_may_be_replaced(
     device: str, options: dict[str, str], exact: tuple[list[int], Tensor]
