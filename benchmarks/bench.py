@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +35,8 @@ MAX_MINUTES = 75
 LATE = 4
 """A script that takes longer than so many times its minutes and `MORE_MINUTES` is taken to hang."""
 MORE_MINUTES = 10
+CLEARING_S = 20
+"""That a script which is ended has to end what it started and to delete what it wrote."""
 
 
 class Script(NamedTuple):
@@ -194,7 +196,19 @@ def _status(command: Sequence[str], limit_s: float) -> int | None:
             return None
         finally:
             if process.poll() is None:  # also where this script is interrupted
-                os.killpg(process.pid, signal.SIGKILL)
+                _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """A script and all that it started: first it is asked to, so that its temporary models go."""
+    try:
+        process.terminate()
+        process.wait(CLEARING_S)
+    except subprocess.TimeoutExpired:
+        say("It does not end by itself.")
+    finally:
+        with suppress(ProcessLookupError):  # where nothing of the group is left
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _options() -> argparse.Namespace:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -93,15 +97,70 @@ def test_a_script_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> No
         f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}, {str(file)!r}])"
     )
     assert bench._status([sys.executable, "-c", parent], 4.0) is None
-    number_of = int(file.read_text())
-    for _ in range(100):
-        status = Path(f"/proc/{number_of}/stat")
-        if not status.exists() or status.read_text().split()[2] == "Z":
-            break
-        time.sleep(0.05)
-    else:
-        pytest.fail("what it started still runs")
+    wait_until(lambda: has_ended(int(file.read_text())), 5)
     assert bench._status([sys.executable, "-c", "raise SystemExit(3)"], 60.0) == 3
+
+
+@pytest.mark.parametrize("is_deaf", [False, True], ids=["listens", "does not"])
+def test_a_bench_that_is_ended_ends_its_script_and_deletes_its_model(
+    tmp_path: Path, is_deaf: bool
+) -> None:
+    """As `kill` ends it: its script has a temporary model, and has made one in the cache."""
+    (tmp_path / "benchmarks").mkdir()
+    models = tmp_path / "cache" / "lowtide" / "benchmarks"
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)" if is_deaf else "pass"
+    (tmp_path / "benchmarks" / "long.py").write_text(f"""
+import os, signal, tempfile, time
+from pathlib import Path
+from common.arguments import run_script
+def main():
+    with tempfile.TemporaryDirectory(dir={str(tmp_path)!r}, prefix="model-"):
+        {deaf}
+        Path({str(models)!r}, "made").mkdir()
+        Path({str(tmp_path)!r}, "started").write_text(str(os.getpid()))
+        time.sleep(60)
+run_script(main)
+""")
+    program = f"""
+import sys
+import bench
+from common.arguments import run_script
+from pathlib import Path
+bench.LARGE = (bench.Script("long", 1),)
+bench.REPOSITORY, bench.CLEARING_S = Path({str(tmp_path)!r}), 1
+bench.commit = lambda: "0123456789ab"
+sys.argv = ["bench.py", "--large", "--out", {str(tmp_path)!r}]
+run_script(bench.main)
+"""
+    paths = [str(Path(bench.__file__).parent), *sys.path]
+    surroundings = {
+        **os.environ,
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+    started = tmp_path / "started"
+    with subprocess.Popen([sys.executable, "-c", program], env=surroundings) as process:
+        wait_until(lambda: started.exists() and started.read_text() != "", 30)
+        process.terminate()
+        assert process.wait(30) == 128 + signal.SIGTERM
+    wait_until(lambda: has_ended(int(started.read_text())), 5)
+    assert not list(models.iterdir())
+    assert is_deaf or not list(tmp_path.glob("model-*"))
+
+
+def wait_until(is_so: Callable[[], bool], limit_s: float) -> None:
+    end_s = time.monotonic() + limit_s
+    while not is_so():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+
+
+def has_ended(number: int) -> bool:
+    status = Path(f"/proc/{number}/stat")
+    try:
+        return status.read_text().split()[2] == "Z"
+    except OSError:
+        return True
 
 
 def test_files_of_no_commit_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from lowtide.cli.interrupts import hear_signals
 from lowtide.errors import LowtideError
 
 
@@ -35,7 +36,11 @@ def add_parts(parser: argparse.ArgumentParser, parts: Sequence[str]) -> None:
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """Runs `main`; an error of lowtide's is a message and exit status 1."""
+    """Runs `main`; an error of lowtide's is a message and exit status 1.
+
+    SIGTERM ends it as Ctrl-C does, by an exception: what it started ends and what it wrote goes.
+    """
+    hear_signals()
     try:
         main()
     except LowtideError as error:
