@@ -16,6 +16,7 @@ from lowtide.core import Assignment, Costs, Curve, Demand, MoEShape, StepKind
 from lowtide.policies.assignment import Greedy, HybriMoEThreshold
 from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.presets import recipe
+from lowtide.profiles import load_profile
 from lowtide.replay.simulator import simulate
 from lowtide.replay.trace import TraceShape, demand_of
 
@@ -66,6 +67,20 @@ def test_the_shipped_machine_of_dali_reproduces_its_anchors() -> None:
     anchors = fit_profiles.dali_anchors(cases, fit_profiles.Shipped("dali-3090"))
     assert len(anchors) == 6
     assert all(ratio == pytest.approx(1.0, abs=0.05) for ratio in anchors.values())
+
+
+@pytest.mark.parametrize("name", fit_profiles.TIDE_BASELINES)
+def test_the_shipped_machines_of_tide_reproduce_their_anchor(name: str) -> None:
+    """How its two baselines stand to each other; and the curves are those of one fitted rate."""
+    case = fit_profiles.tide_case(name)
+    ratio = fit_profiles.tide_anchor(case, fit_profiles.Shipped(name))
+    assert ratio == pytest.approx(fit_profiles.TIDE_BASELINES[name], rel=0.05)
+    costs = load_profile(name).costs(case.shape)
+    num_weights = 3 * case.shape.hidden_size * case.shape.expert_size
+    row_s = costs.host_s.at(2) - costs.host_s.at(1)
+    fitted = fit_profiles.tide_machine(name, 2 * num_weights / row_s)
+    for of in (lambda c: c.link_s, *(lambda c, n=n: c.host_s.at(n) for n in (1, 8, 512))):
+        assert of(costs) == pytest.approx(of(fitted.costs(name, case.shape)), rel=1e-3)
 
 
 def test_ceilings_are_those_of_perfect_balance() -> None:

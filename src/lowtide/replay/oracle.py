@@ -26,7 +26,8 @@ def most_hits(hits: IntArray, num_slots: int) -> int:
     """Activated experts that can have been resident, at most, where all layers share the slots.
 
     hits [passes, layers, experts]. No placement that admits only what a step demands has more;
-    one that fetches ahead of demand may.
+    one that brings experts ahead of demand, by a prefetch or by a swap between two steps, may have
+    one more for each of them.
     """
     num_layers, num_experts = hits.shape[1:]
     uses = hits.reshape(len(hits) * num_layers, num_experts) > 0  # in the order of time
