@@ -98,7 +98,7 @@ def test_the_variants_of_this_processor(variants: list[FewRows]) -> None:
 
 
 @examples(60)
-@given(num_rows=few_rows, num_k=sizes, num_outs=sizes, biased=st.booleans())
+@given(num_rows=st.one_of(st.just(0), few_rows), num_k=sizes, num_outs=sizes, biased=st.booleans())
 def test_products_are_exact_but_for_rounding(
     variants: list[FewRows], num_rows: int, num_k: int, num_outs: int, biased: bool
 ) -> None:

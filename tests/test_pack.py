@@ -151,12 +151,17 @@ def test_what_cannot_be_packed_is_refused(model: Path, packed: Path, tmp_path: P
         pack(packed, tmp_path / "again", format="q8")
     with pytest.raises(UsageError, match="nothing to pack"):
         pack(packed, tmp_path / "same", format="q4")
-    with pytest.raises(UsageError, match="not of this packing"):
-        pack(model, packed, format="q4")
+    for name in ("q4", "q8"):
+        with pytest.raises(UsageError, match="packed already, whole, with experts in q4 .*run it"):
+            pack(model, packed, format=name)
+    assert not (packed / "packing.json").exists()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes").touch()
-    with pytest.raises(UsageError, match="holds notes"):
-        pack(model, tmp_path / "full", format="q4")
+    for config in (None, "", "[]", '{"quantization_config": "lowtide"}', "{}"):
+        if config is not None:
+            (tmp_path / "full" / "config.json").write_text(config)
+        with pytest.raises(UsageError, match=r"holds (notes|config.json), which is not of this"):
+            pack(model, tmp_path / "full", format="q4")
 
 
 def test_a_lying_header_is_refused(packed: Path, tmp_path: Path) -> None:

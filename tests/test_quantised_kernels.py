@@ -32,7 +32,7 @@ from lowtide.lab.synth import synth
 from lowtide.llm import LLM
 from lowtide.memory.arena import Arena
 
-ROWS = (1, 2, 3, 5, 8, 13, 16, 17, 25, MAX_FEW_ROWS)
+ROWS = (0, 1, 2, 3, 5, 8, 13, 16, 17, 25, MAX_FEW_ROWS)
 SHAPES = ((1, 1), (5, 64), (7, 130), (300, 200), (64, 1024), (9, 63), (33, 192), (17, 1100))
 
 
@@ -163,25 +163,28 @@ def test_bits_depend_on_no_other_row_thread_or_piece(
 
 
 @pytest.mark.parametrize("num_bits", [8, 4])
-@pytest.mark.parametrize("num_tokens", [1, 2, 7, 16, MAX_FEW_ROWS])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "k"),
+    [(1, 6, 3), (2, 6, 3), (7, 4, 4), (16, 1, 1), (MAX_FEW_ROWS, 6, 3)],
+    ids=["1", "2", "all of 4", "the only one", "most"],
+)
 def test_experts_at_once_are_experts_one_by_one(
-    operators: QuantisedOperators, num_bits: int, num_tokens: int
+    operators: QuantisedOperators, num_bits: int, num_tokens: int, num_experts: int, k: int
 ) -> None:
-    shape = MoEShape(1, 6, 3, 96, 40)
+    shape = MoEShape(1, num_experts, k, 96, 40)
     chosen = (formats()[f"q{num_bits}"],) * 3
     layout = SlotLayout.of(shape, torch.bfloat16, kept=[chosen])
-    slots = ExpertSlots(Arena(layout.num_bytes * 6), layout)
-    for expert in range(6):
+    slots = ExpertSlots(Arena(layout.num_bytes * num_experts), layout)
+    for expert in range(num_experts):
         for part, place in enumerate(layout.layers[0].parts):
             weights = random(*place.shape, seed=10 * expert + part)
             slots.part(0, expert, part)[:] = packed(weights, num_bits)[1]
     kernels = QuantisedKernels(FewRows.load(), operators)
     x = torch.from_numpy(random(num_tokens, 96, seed=3)).bfloat16()
     generator = torch.Generator().manual_seed(num_tokens)
-    experts = torch.stack(
-        [torch.randperm(6, generator=generator)[:3].sort().values for _ in range(num_tokens)]
-    )
-    routing = Routing(experts, torch.rand(num_tokens, 3, generator=generator))
+    chosen_ids = [torch.randperm(num_experts, generator=generator)[:k] for _ in range(num_tokens)]
+    experts = torch.stack([each.sort().values for each in chosen_ids])
+    routing = Routing(experts, torch.rand(num_tokens, k, generator=generator))
     wanted = torch.zeros(num_tokens, 96)
     for token in range(num_tokens):
         for expert, weight in zip(experts[token].tolist(), routing.weights[token], strict=True):
@@ -193,12 +196,12 @@ def test_experts_at_once_are_experts_one_by_one(
     for num_threads in (1, 3):
         at_once = ExpertsAtOnce.of(slots, kernels, num_threads)
         assert at_once is not None and at_once.takes(x) == (num_tokens <= operators.calls.max_rows)
-        parts = torch.empty(num_tokens * 3, 96, dtype=torch.bfloat16)
-        scratch = torch.empty(2, num_tokens * 3, 40, dtype=torch.bfloat16)
+        parts = torch.empty(num_tokens * k, 96, dtype=torch.bfloat16)
+        scratch = torch.empty(2, num_tokens * k, 40, dtype=torch.bfloat16)
         out = torch.empty(num_tokens, 96)
         used = np.unique(experts.numpy())
         at_once.run_layer(x, routing, used, ExpertBuffers(parts, *scratch), out, 0)
-        torch.testing.assert_close(out, wanted, atol=2e-3, rtol=2**-6)
+        assert torch.equal(out, wanted)
     nobody = np.empty((0, 3), np.int64)
     at_once.run(nobody, parts, *scratch, 0)
 

@@ -34,7 +34,7 @@ FP8 = tuple(each.in_memory for each in fp8.FORMATS.values())
 INTS = tuple(grouped_ints.FORMATS.values())
 FORMATS: tuple[Sectioned, ...] = (*INTS, *FP8)
 
-ROWS = (1, 2, 3, 7, 8, 13, 16, 29)
+ROWS = (0, 1, 2, 3, 7, 8, 13, 16, 29)
 
 ODD_SCALES = (0.0, -0.0, 1e-40, -3e-39, 1.2e-38, 1e-36, 1e30, 3e38, -3e38, np.inf, np.nan, -0.01)
 

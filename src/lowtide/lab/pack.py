@@ -13,9 +13,9 @@ import math
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -285,15 +285,31 @@ def _reserved(out: Path, notes: Mapping[str, object]) -> Iterator[None]:
         if found != text and others:
             if not found:
                 (out / _NOTES).unlink()
-            raise UsageError(
-                f"{out} holds {others[0]}, which is not of this packing; choose a new folder."
-            )
+            raise UsageError(_what_is_there(out, sorted(others)[0], is_interrupted=bool(found)))
         file.seek(0)
         file.truncate()
         file.write(text)
         file.flush()
         yield
         (out / _NOTES).unlink()
+
+
+def _what_is_there(out: Path, name: str, is_interrupted: bool) -> str:
+    """Why nothing is packed into a folder that has something, and what would do."""
+    if is_interrupted:
+        return (
+            f"{out} holds {name}, which is not of this packing: one that was interrupted had other "
+            "formats, or its source has changed since. Remove it, or choose a new folder."
+        )
+    with suppress(OSError, ValueError, TypeError, LookupError):  # whatever else may lie there
+        packed: Any = _config_of(out)["quantization_config"]
+        if packed["quant_method"] == PACKED_METHOD:
+            experts, dense = packed["formats"]["experts"], packed["formats"]["dense"]
+            return (
+                f"{out} is packed already, whole, with experts in {experts} and dense weights in "
+                f"{dense}: run it as it is. To pack once more, remove it or choose a new folder."
+            )
+    return f"{out} holds {name}, which is not of this packing; choose a new folder."
 
 
 def _write_texts(opened: OpenModel, out: Path, weight_map: Mapping[str, str]) -> None:
