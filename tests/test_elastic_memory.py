@@ -207,6 +207,27 @@ def test_under_every_preset_contexts_come_and_go(
     assert max(shares["expert slots"] for shares in watched) > 12 * plan.host.slot_bytes
 
 
+def test_beside_a_device_every_other_preset_keeps_the_words(
+    model: Path, words: list[list[int]], watched: list[dict[str, int]]
+) -> None:
+    """Those that have no engine of their own above, on one whose memory goes and comes."""
+    emulated: dict[str, Any] = {"device": "emulated", "context": 1024}
+    plan = plan_model(model, **emulated)
+    assert plan.gpu is not None
+    gpu_memory = plan.minimum_bytes + 20 * plan.gpu.slot_bytes
+    others = sorted(CATALOGUE.keys() - {"resident", *PRESETS_BESIDE_A_DEVICE})
+    with LLM(model, policy="lru", elastic=True, gpu_memory=gpu_memory, **emulated) as llm:
+        for policy in others:
+            if not substitutes(policy, {}):  # which change words
+                llm.adopt_policy(policy)
+                assert answers(llm) == words, policy
+                assert answers(llm, PROMPTS[:1]) == words[:1], policy
+        elastic = elastic_of(llm)
+        assert elastic.num_lent > 0 and elastic.num_given > 0
+    cache = [shares["KV cache"] for shares in watched]
+    assert max(cache) > 4 * min(cache)
+
+
 def test_a_policy_that_begins_anew_has_the_planned_slots(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from gguf.constants import GGMLQuantizationType as Type
 from rounded_files import QUANTISATIONS, write_rounded
 from test_gguf_models import MIXED, SMALL, write
 

@@ -18,7 +18,7 @@ from lowtide.errors import UnsupportedError, UsageError
 from lowtide.formats import formats
 from lowtide.formats.quantised import GROUP
 from lowtide.formats.quantised_matrix import QuantisedMatrix
-from lowtide.kernels.int8_rows import round_rows
+from lowtide.kernels.int8_rows import product_bytes, round_rows
 from lowtide.kernels.reference import Kernels
 from lowtide.lab.synth import synth
 from lowtide.llm import LLM, plan_model
@@ -110,6 +110,13 @@ def run(folder: Path, **options: Any) -> tuple[list[int], Tensor]:
 @pytest.fixture(scope="module")
 def resident(model: Path) -> dict[str, tuple[list[int], Tensor]]:
     return {name: run(model, format=name) for name in ("q8", "q4")}
+
+
+def test_a_plan_has_what_the_plain_and_the_compiled_products_take() -> None:
+    """Of narrow rows whole blocks of codes, rounded and in the order of tiles, are more."""
+    block_bytes = 1024 + 16 * (4 + 4)  # of 16 groups: codes, steps, sums
+    assert product_bytes((40, 64)) == 2 * 256 * block_bytes
+    assert product_bytes((40, 1025)) == 64 * 1025 * 29 > 2 * 256 * 2 * block_bytes
 
 
 @examples(4)

@@ -122,7 +122,7 @@ def main() -> None:
     wide_weights = {"weights": "*fp32", "x": "*fp32", "out": "*fp32"}
     gate_up, gate_up_types = triton_experts._gate_up, MATRICES | TILES | offsets
     down, down_types = triton_experts._down, MATRICES | TILES | {"down_offset": "i32"}
-    small, large = triton_experts.TILE_ROWS
+    small, large = triton_experts.TILE_SIZES
     gate_up_blocks, down_blocks = triton_experts.GATE_UP_BLOCKS, triton_experts.DOWN_BLOCKS
     stages = {"num_stages": triton_experts._NUM_STAGES}
     found = {

@@ -221,7 +221,7 @@ class TritonExperts:
         width, hidden = self._layout.largest.parts[0].shape
         counts = self._slots.new_zeros(self._tables.num_columns, dtype=torch.int64)
         parts, gate = self._slots.new_empty(hidden)[None], self._slots.new_empty(width)[None]
-        for tile_rows in self._kernels.TILE_ROWS:
+        for tile_rows in self._kernels.TILE_SIZES:
             table = self._tables.take()
             table.array.fill(-1)
             self._kernels.plan_tiles(counts, table.tensor, tile_rows, self._tiles)

@@ -42,6 +42,10 @@ GroupedMatrix = QuantisedMatrix | PackedMatrix
 
 _MOST_CHUNK_ROWS = GROUP
 
+_MOST_ROUNDED_ROWS = 256
+_BLOCK = NUM_SUMS * GROUP
+"""Of the compiled twins: rows that a call rounds at a time, and numbers of a block of a row."""
+
 
 class RoundedRows(NamedTuple):
     """Rows in codes of groups."""
@@ -88,10 +92,16 @@ def round_rows(x: Tensor, group_size: int) -> RoundedRows:
 
 
 def product_bytes(shape: tuple[int, ...]) -> int:
-    """What a thread takes at most to multiply with a matrix of this shape: a tile's codes, in
-    bytes and in float32, and of a chunk of rows as many numbers six times."""
+    """What a thread takes at most to multiply with a matrix of this shape.
+
+    The plain twin: a tile's codes, in bytes and in float32, and of a chunk of rows as many numbers
+    six times. Compiled products: the rows in codes of whole blocks, with a step and a sum for each
+    group, and those that AMX's tiles keep once more in their order.
+    """
     num_rows = min(shape[0], tile_rows(shape[1]) + MAX_REMAINDER)
-    return max(num_rows, _MOST_CHUNK_ROWS) * shape[1] * 29
+    plain_bytes = max(num_rows, _MOST_CHUNK_ROWS) * shape[1] * 29
+    row_bytes = -(-shape[1] // _BLOCK) * (_BLOCK + 2 * 4 * NUM_SUMS)
+    return max(plain_bytes, 2 * _MOST_ROUNDED_ROWS * row_bytes)
 
 
 def _product(rows: RoundedRows, weights: Groups) -> Tensor:

@@ -33,11 +33,11 @@ from lowtide.memory.workspace import Buffers, tiles
 if TYPE_CHECKING:
     from lowtide.kernels.reference import Kernels
 
-TILE_ROWS = 32
+HEAD_ROWS = 32
 """Rows of a product; the last has half as many where that is enough. Fewer than 16 have other
 float32 bits, and more than 32 other bfloat16 bits where the processor has AMX (docs/log.md)."""
 
-REDUCED_ROWS = 2 * TILE_ROWS
+REDUCED_ROWS = 2 * HEAD_ROWS
 """Rows of products that are reduced together: calls of small operators are a fifth of the work."""
 
 NORM_ROWS = OPERATOR_TILES["logits"]
@@ -125,7 +125,7 @@ class _Inputs(NamedTuple):
 
 
 def _padded(rows: Tensor) -> Tensor:
-    num_more = -rows.shape[0] % (TILE_ROWS // 2)
+    num_more = -rows.shape[0] % (HEAD_ROWS // 2)
     return torch.cat((rows, rows[-1:].expand(num_more))) if num_more else rows
 
 
@@ -282,7 +282,7 @@ class _Reduction:
 
     def _multiply(self, x: Tensor, columns: slice, out: Tensor) -> None:
         weight = rows_of(self._weight, columns)
-        for rows in _row_tiles(x.shape[0], TILE_ROWS):
+        for rows in _row_tiles(x.shape[0], HEAD_ROWS):
             if isinstance(weight, Tensor) or self._kernels.rounds(weight):
                 self._kernels.multiply_by(x[rows], weight, out[rows])
             else:  # never by what takes few rows: 16 and 32 are rounded alike

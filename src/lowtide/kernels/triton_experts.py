@@ -22,7 +22,7 @@ from torch import Tensor
 
 _SMALL_TILE = 16
 _LARGE_TILE = 64
-TILE_ROWS = (_SMALL_TILE, _LARGE_TILE)
+TILE_SIZES = (_SMALL_TILE, _LARGE_TILE)
 """Pairs of a tile: the two that `tile_rows` chooses from."""
 
 # A block's shape depends on the tile alone, so that an expert's sums never depend on what runs
