@@ -40,7 +40,7 @@ from lowtide.kernels.operands import ExpertWeights
 from lowtide.kernels.reference import REFERENCE, Kernels
 from lowtide.memory.arena import Arena
 from lowtide.memory.workspace import Registrar, Workspace
-from lowtide.policies.decision import Policies
+from lowtide.policies.decision import Decision, Policies
 from lowtide.policies.presets import recipe
 from lowtide.policies.recipe import Setting
 from lowtide.reading.file_reader import FileReader, Ticket
@@ -432,6 +432,37 @@ def test_every_read_is_under_way_before_the_first_resident_runs(
     assert events == ["read 3", "read 4", "read 5", *["run"] * 6]
 
 
+def test_reads_begin_before_it_is_decided_who_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig("static", [2, 2], num_staging=3)
+    decide = Policies.decide
+    begun: list[list[tuple[int, int]]] = []
+
+    def noted(*arguments: Any) -> Decision:
+        begun.append(started(rig))
+        return decide(*arguments)
+
+    monkeypatch.setattr(Policies, "decide", noted)
+    call = prompt(every_expert(layer=1))
+    assert torch.equal(rig.run(call), dense_oracle(call, WEIGHTS[torch.float32]))
+    assert begun == [[(1, 2), (1, 3), (1, 4)]], "as many as there are free slots"
+    assert started(rig) == [(1, 2), (1, 3), (1, 4), (1, 5)], "each once"
+    rig.check()
+
+
+def test_reads_that_began_are_ended_where_deciding_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig("lru", [2, 2], num_staging=3)
+
+    def fails(*arguments: Any) -> Decision:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Policies, "decide", fails)
+        rig.run(every_expert())
+    rig.check()
+    call = every_expert()
+    assert torch.equal(rig.run(call), dense_oracle(call, WEIGHTS[torch.float32]))
+
+
 def every_expert(layer: int = 0, index: int = 0) -> StepInput:
     """A step that hits all six experts."""
     call = make_step(1, layer, index, 2, torch.float32)
@@ -682,7 +713,7 @@ def read_ahead_rig(executor: Executor | None = None) -> Rig:
 
 def started(rig: Rig) -> list[tuple[int, int]]:
     assert isinstance(rig.transfer, Disorder)
-    return rig.transfer.started[8:]  # after what is loaded beforehand
+    return rig.transfer.started[sum(rig.capacity) :]  # after what is loaded beforehand
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)

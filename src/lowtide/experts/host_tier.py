@@ -7,7 +7,7 @@ some do, and the others are read from disk when a layer wants them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableSequence, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
@@ -72,6 +72,7 @@ class HostTier:
         self.stats = HostStats()
         self.read_ahead = ReadAhead(ledger) if reads_ahead else None
         self._late = LateReads(ledger)
+        self._begun: list[PendingRead] = []  # of the layer that is opened next
         self._uses: deque[tuple[int, Use]] = deque()
         self._returned: deque[int] = deque()  # slots whose use on another thread has ended
         self._evict_after: dict[int, tuple[int, int]] = {}  # slot: its (layer, expert)
@@ -124,6 +125,17 @@ class HostTier:
                 self.ledger.drop(read.slot)
             else:
                 self.bind(layer, read)
+
+    def begin(self, layer: int, wanted: IntArray) -> None:
+        """Starts reads of those of `wanted` (ascending) that are absent, as many as there are free
+        slots for: they have to come, whatever is decided of who stays. `open` goes on with them."""
+        absent: list[int] = wanted[~self.ledger.is_resident(layer)[wanted]].tolist()
+        if not absent:
+            return
+        self.settle()
+        self._begun = self._claim(layer, absent)
+        for expert in absent[: self.ledger.num_free]:
+            self._begun.append(self._start_read(layer, expert))
 
     def open(self, layer: int, wanted: IntArray, moves: Moves) -> HostReads:
         """Experts that this layer's step needs in host memory; `wanted` ascend."""
@@ -209,6 +221,9 @@ class HostTier:
         if self.read_ahead is not None:
             self.read_ahead.cancel()
         self._late.cancel()
+        for read in self._begun:
+            read.ticket.cancel()
+        self._begun = []
         self.transfer.drain()
         self._uses.clear()
         self._returned.clear()
@@ -217,6 +232,18 @@ class HostTier:
             if self.has(layer, expert):  # not so where Ctrl-C came just after its eviction
                 self.evict(layer, expert)
         self._evict_after.clear()
+
+    def _claim(self, layer: int, absent: MutableSequence[int]) -> list[PendingRead]:
+        """Takes the reads that began before, and those experts out of `absent`."""
+        begun, self._begun = self._begun, []
+        if not begun and self.read_ahead is not None:
+            num_ahead = len(self.read_ahead)
+            begun = self.read_ahead.claim(layer, absent)
+            self.stats.num_ahead += len(begun)
+            self.stats.num_wasted += num_ahead - len(begun)
+        for read in begun:
+            absent.remove(read.expert)
+        return begun
 
     def _start_read(self, layer: int, expert: int) -> PendingRead:
         slot = self.ledger.take()
@@ -242,14 +269,13 @@ class HostReads:
         self._layer = layer
         self._admit = frozenset(moves.admit.tolist())
         self._admitted: list[int] = []
-        self._pending: deque[PendingRead] = deque()
         is_here = tier.ledger.is_resident(layer)[wanted]
         self._waiting = deque(wanted[~is_here].tolist())
         self.here = [(expert, tier.lease(layer, expert)) for expert in wanted[is_here].tolist()]
         for expert in moves.evict.tolist():
             tier.evict(layer, expert)
         tier._late.expect(layer, moves.later)
-        self._claim()
+        self._pending = deque(tier._claim(layer, self._waiting))
 
     @property
     def num_waiting(self) -> int:
@@ -348,15 +374,3 @@ class HostReads:
     def _wants_slots(self) -> bool:
         read_ahead = self._tier.read_ahead
         return bool(self._waiting) or (read_ahead is not None and read_ahead.is_waiting)
-
-    def _claim(self) -> None:
-        """Goes on with the reads that began before this layer did."""
-        read_ahead, stats = self._tier.read_ahead, self._tier.stats
-        if read_ahead is None:
-            return
-        num_begun = len(read_ahead)
-        self._pending.extend(read_ahead.claim(self._layer, self._waiting))
-        for read in self._pending:
-            self._waiting.remove(read.expert)
-        stats.num_ahead += len(self._pending)
-        stats.num_wasted += num_begun - len(self._pending)

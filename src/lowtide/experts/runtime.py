@@ -293,6 +293,9 @@ class ExpertRuntime:
             routing, experts = substituted_routing(substituted, routing, workspace)
             at_host = at_host._replace(experts=experts)
             run = self._facts(facts.step, facts.layer, experts, substituted)
+        if self.device is None and not is_long(len(at_host.x)):
+            # Deciding takes a share of a millisecond, in which the disk would have nothing to do.
+            self.host.begin(facts.layer, (run or facts).demand.experts)
         return routing, at_host, self._with_moves(facts, self.policies.decide(facts, run))
 
     def _with_moves(self, facts: Facts, decision: Decision) -> Decision:
