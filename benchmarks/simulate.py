@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from common.arguments import run_script
 from common.ceilings import memory_ceiling
-from common.disk_home import DiskTrack, pass_in_memory_s, replay_costs
+from common.disk_home import DiskTrack, measure_in_memory, replay_costs
 from common.emulated import (
     BETWEEN,
     SLOWDOWN,
@@ -127,15 +127,17 @@ def _validate_disk(
 ) -> None:
     """Without a device, with the experts on disk that are not in memory."""
     calibration, names = Calibration.load(path), options.presets or PLACED
-    pass_s, trace = pass_in_memory_s(model, learned), first_answer(learned.trace)
+    memory, trace = measure_in_memory(model, learned), first_answer(learned.trace)
     with DiskTrack.open(model, options.share, path) as track:
         costs, capacity = track.measure(), track.llm.plan.residents_per_layer
+        around_s = track.around_reads_s(learned)
         taken = _take_turns(partial(_answer_from_disk, track, learned), names, options.repeats)
     hits = trace.hits()
-    compute_s = float(np.where(hits > 0, costs.device_s(hits), 0.0).sum()) / len(trace.passes)
-    costs = replay_costs(costs, pass_s, compute_s, trace.shape.num_layers)
-    row: Row = {"read_ms": 1e3 * costs.link_s, "pass_in_memory_ms": 1e3 * pass_s}
-    row["experts_of_a_pass_ms"] = 1e3 * compute_s
+    one_by_one_s = float(np.where(hits > 0, costs.device_s(hits), 0.0).sum()) / len(trace.passes)
+    costs = replay_costs(costs, memory, one_by_one_s, around_s, trace.shape.num_layers)
+    row: Row = {"read_ms": 1e3 * costs.link_s, "pass_in_memory_ms": 1e3 * memory.pass_s}
+    row["experts_of_a_pass_ms"] = 1e3 * memory.experts_s
+    row |= {"one_by_one_ms": 1e3 * one_by_one_s, "around_reads_ms": 1e3 * around_s}
     recorder.write("costs", {**row, "layer_besides_ms": 1e3 * costs.dense_s.at(1)})
     for name, stretches in taken.items():
         setting = _setting(calibration, capacity, costs, name)

@@ -354,13 +354,18 @@ def test_presets_take_turns_on_one_emulated_engine(tiny: Path, tmp_path: Path) -
 def test_presets_take_turns_where_experts_lie_on_disk(tiny: Path, tmp_path: Path) -> None:
     model = emulated.Model("tiny", str(tiny), num_layers=4)
     learned, calibration = emulated.learn(model, tmp_path, num_new=8)
-    assert disk_home.pass_in_memory_s(model, learned) > 0
+    memory = disk_home.measure_in_memory(model, learned)
+    assert 0 < memory.experts_s < memory.pass_s
     known = Calibration.load(calibration)
     validate = import_module("simulate")
     first = validate.first_answer(learned.trace)
     with disk_home.DiskTrack.open(model, 0.5, calibration) as track:
-        costs = disk_home.replay_costs(track.measure(), 1.0, 0.25, 3)
-        assert costs.link_s > 0 < costs.device_s.at(1) and costs.dense_s.at(1) == 0.25
+        memory, measured = disk_home.InMemory(1.0, 0.25), track.measure()
+        around_s = track.around_reads_s(learned)
+        assert 0 < around_s < 1
+        costs = disk_home.replay_costs(measured, memory, 0.5, around_s, 3)
+        assert costs.link_s > 0 and costs.dense_s.at(1) == 0.25 and costs.sync_s == around_s
+        assert costs.device_s.at(1) == measured.device_s.at(1) / 2
         for name in ("static", "lru"):
             track.adopt(name, {})
             stretch = track.answer(learned)

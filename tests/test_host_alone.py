@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,9 @@ def test_layers_by_hand() -> None:
     # Empty at first: two reads; then 2 in place of 1, and the other way round.
     assert lru.total_s == 21 + 11 + 11 and lru.num_fetched == 4 and lru.binds == "link"
     assert lru.link_s == 40 and lru.host_s == 3 * 7
+    around = Setting([2], 8, replace(COSTS, sync_s=0.5))
+    [static] = compare_alone(trace, ["static"], around)
+    assert static.total_s == 7 + 11.5 + 7, "of the layer that reads"
     [slow] = compare_alone(trace, ["static"], Setting([8], 8, COSTS))
     assert slow.binds == "host" and slow.num_fetched == 0 and slow.total_s == 21
 

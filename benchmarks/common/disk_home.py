@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.emulated import Learned, Model, Stretch, Totals
 from lowtide import LLM
@@ -13,6 +14,7 @@ from lowtide.core import Costs, Curve
 from lowtide.errors import InternalError
 from lowtide.lab.budgets import budget_of_share
 from lowtide.llm import plan_model
+from lowtide.reading.file_reader import Ticket
 
 NUM_MEASURED = 5  # times that costs are measured
 
@@ -51,6 +53,14 @@ class DiskTrack:
             found.append(self.llm._engine.experts.policies.costs)
         return sorted(found, key=lambda costs: costs.link_s)[NUM_MEASURED // 2]
 
+    def around_reads_s(self, learned: Learned) -> float:
+        """Of a layer that reads, under residents that stay: what its reads leave to be done before
+        the first and after the last of them."""
+        self.adopt("static", {})
+        with LayerClock(self.llm) as clock:
+            self.answer(learned)
+        return clock.around_reads_s
+
     def adopt(self, preset: str, options: Mapping[str, Any]) -> None:
         """Starts from a preset's own first residents."""
         self.llm.adopt_policy(preset, {name: str(value).lower() for name, value in options.items()})
@@ -77,25 +87,86 @@ class DiskTrack:
         )
 
 
-def pass_in_memory_s(model: Model, learned: Learned) -> float:
-    """Seconds of a pass of the same answer with every expert in memory; the second of two."""
+class InMemory(NamedTuple):
+    """A pass with every expert in memory, its layers asked for one by one as beside a disk."""
+
+    pass_s: float
+    experts_s: float  # of that, all layers' experts
+
+
+def measure_in_memory(model: Model, learned: Learned) -> InMemory:
+    """Of the same answer; the second of two."""
     with LLM(model.reference, device="cpu", **model.options) as llm:
         track = DiskTrack(llm)
         track.answer(learned)
-        return track.answer(learned).s_per_pass
+        with LayerClock(llm) as clock:
+            stretch = track.answer(learned)
+    return InMemory(stretch.s_per_pass, clock.experts_s / stretch.totals["num_passes"])
 
 
-def replay_costs(measured: Costs, pass_s: float, mean_compute_s: float, num_layers: int) -> Costs:
-    """Costs with which a layer takes, besides its experts, what a pass in memory does.
+class LayerClock:
+    """Times the layers' experts of an engine without a device, and what of that is around reads:
+    before the first of a layer begins and after the last has ended."""
 
-    mean_compute_s: of a pass's experts by `measured`.
+    def __init__(self, llm: LLM) -> None:
+        self.experts_s = self.around_s = 0.0
+        self.num_reading = 0  # layers that read
+        self._runtime: Any = llm._engine.experts
+        self._forward, self._start = self._runtime.forward, self._runtime.host.transfer.start
+        self._begun_s = self._ended_s = math.inf
+
+    @property
+    def around_reads_s(self) -> float:
+        """Of a layer that reads."""
+        return self.around_s / max(1, self.num_reading)
+
+    def __enter__(self) -> LayerClock:
+        self._runtime.forward = self._timed
+        self._runtime.host.transfer.start = self._timed_start
+        self._runtime.observer = self  # with an observer layers are asked for one by one
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._runtime.observer = None
+        del self._runtime.forward, self._runtime.host.transfer.start
+
+    def saw_layer(self, *_: object) -> None:
+        """As an observer."""
+
+    def _timed(self, *arguments: Any, **named: Any) -> None:
+        self._begun_s = math.inf
+        start_s = time.perf_counter()
+        self._forward(*arguments, **named)
+        end_s = time.perf_counter()
+        self.experts_s += end_s - start_s
+        if self._begun_s < self._ended_s < end_s:
+            self.around_s += self._begun_s - start_s + end_s - self._ended_s
+            self.num_reading += 1
+
+    def _timed_start(self, *arguments: Any) -> Ticket:
+        self._begun_s = min(self._begun_s, time.perf_counter())
+        ticket: Ticket = self._start(*arguments)
+        ticket.add_done_callback(self._note_end)
+        return ticket
+
+    def _note_end(self, _: Ticket) -> None:
+        self._ended_s = time.perf_counter()
+
+
+def replay_costs(
+    measured: Costs, memory: InMemory, one_by_one_s: float, around_s: float, num_layers: int
+) -> Costs:
+    """Costs with which a layer takes what one takes in memory, and where something is read what
+    is around its reads.
+
+    one_by_one_s: a pass's experts by `measured`, each by itself: a layer's in one call take less,
+    or more where threads are waited for.
     """
-    rest_s = max(0.0, pass_s - mean_compute_s) / num_layers
     return Costs(
         measured.expert_bytes,
         measured.link_s,
         measured.host_s,
-        measured.device_s,
-        Curve([(1, rest_s)]),
-        0.0,
+        measured.device_s.scaled(memory.experts_s / one_by_one_s),
+        Curve([(1, (memory.pass_s - memory.experts_s) / num_layers)]),
+        around_s,
     )

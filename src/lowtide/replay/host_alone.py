@@ -1,8 +1,8 @@
 """Replays a routing trace where there is no device: the host runs every expert.
 
 What is absent is read from disk while what is there is computed, and the policies say whose place
-it takes. So a layer takes its dense part and the longer of reading and computing; reads ahead of
-a layer, and the time that policies themselves take, are not counted.
+it takes. So a layer takes its dense part, the longer of reading and computing, and where it reads
+what it takes around its reads; reads ahead of a layer are not counted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def compare_alone(trace: Trace, presets: Sequence[str], setting: Setting) -> lis
     """Replays `trace` under each preset's placement; the reports in that order.
 
     setting.costs: `link_s` is a read, `device_s` an expert in memory, as lowtide's own placement
-    takes them where there is no device. A report's link is the disk.
+    takes them where there is no device; `sync_s` is of a layer that waits for reads, before the
+    first and after the last of them. A report's link is the disk.
     """
     hits = trace.hits()
     reports = []
@@ -82,16 +83,18 @@ class _Replay:
         compute_s = float(costs.device_s(demand.num_tokens).sum())
         num_read = len(demand.experts) - num_hits + len(moves.later)
         read_s = num_read * costs.fetch_s
-        dense_s = costs.dense_s.at(num_rows)
+        own_s = costs.dense_s.at(num_rows)
+        if num_hits < len(demand.experts):
+            own_s += costs.sync_s
         report.num_moves_asked += moves.num_asked
         report.num_moves_done += len(moves.admit) + len(moves.later)
         report.num_hits += num_hits
         report.num_activated += len(demand.experts)
         report.num_fetched += num_read
-        report.host_s += dense_s + compute_s
+        report.host_s += own_s + compute_s
         report.link_s += read_s
-        report.total_s += dense_s + max(read_s, compute_s)
-        report.bound_s["host"] += dense_s + compute_s
+        report.total_s += own_s + max(read_s, compute_s)
+        report.bound_s["host"] += own_s + compute_s
         report.bound_s["link"] += max(0.0, read_s - compute_s)
 
     def end(self) -> None:
