@@ -282,7 +282,7 @@ def test_requests_wait_in_order_for_room() -> None:
 def test_what_can_never_run_is_refused() -> None:
     kv_cache = make_kv_cache(64)
     decoder = BlockDiffusion(HashModel(kv_cache, 64), kv_cache, MASK, 64)
-    with pytest.raises(PlanError, match="2147483652 tokens of KV cache, and it holds 64"):
+    with pytest.raises(PlanError, match="2147483652 tokens of context, and it holds 64"):
         decoder.add(make_request(max_tokens=2**31 - 1))
     with pytest.raises(UsageError, match="above 32"):
         decoder.add(make_request(block_length=33))

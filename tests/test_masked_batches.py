@@ -229,7 +229,7 @@ def test_steps_of_origin_that_write_nothing_take_no_pass() -> None:
 
 def test_what_can_never_run_is_refused() -> None:
     decoder, _ = make_decoder(64, 256)
-    with pytest.raises(PlanError, match="take 80 tokens of KV cache, and it holds 64"):
+    with pytest.raises(PlanError, match="take 80 tokens of context, and it holds 64"):
         decoder.add(make_request(max_tokens=70, defaults=DREAM))
     decoder, _ = make_decoder(64, 48)
     with pytest.raises(PlanError, match="60 rows are more than the 48 of a forward pass"):

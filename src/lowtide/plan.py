@@ -145,7 +145,7 @@ class MemoryPlan:
     """
 
     host: TierPlan
-    context: int  # tokens that the KV cache holds, over all running sequences
+    context: int  # tokens that there is room for, over all running sequences
     max_rows: int  # token rows of the largest forward pass
     minimum_bytes: int
     full_bytes: int

@@ -111,7 +111,7 @@ class BatchDecoder(abc.ABC, Generic[S]):
         if num_tokens > self._kv_cache.max_range_tokens:
             raise PlanError(
                 f"{len(request.prompt)} prompt tokens and {request.params.max_tokens} new ones "
-                f"take {num_tokens} tokens of KV cache, and it holds "
+                f"take {num_tokens} tokens of context, and it holds "
                 f"{self._kv_cache.max_range_tokens} for a sequence; raise context or lower "
                 "max_tokens."
             )

@@ -42,7 +42,7 @@ class Intake:
 
     config: ModelConfig
     tokenizer: Tokenizer | None
-    context: int  # tokens that the KV cache was asked to hold
+    context: int  # tokens that room was asked for
     max_block_length: int
     seed: int = 0
 
@@ -96,8 +96,8 @@ class Intake:
         canvas = align_up(num_prompt + max_tokens, block_length)
         if canvas > align_up(self.context, block_length):
             raise PlanError(
-                f"{num_prompt} prompt tokens and {max_tokens} new ones need {canvas} tokens of "
-                f"KV cache; the context is {self.context}. Lower max_tokens or raise context."
+                f"{num_prompt} prompt tokens and {max_tokens} new ones need {canvas} tokens; the "
+                f"context is {self.context}. Lower max_tokens or raise context."
             )
 
     def check_block_length(self, block_length: int) -> None:

@@ -76,7 +76,7 @@ class EngineConfig:
     the last. host_memory: the budget for weights, KV cache, workspace, read ring and expert slots,
     or with a device for the experts at home; gpu_memory: the device's budget for all but those.
     policy, policy_options: what stays resident (`policies/presets.py`).
-    context: tokens that the KV cache holds over all running sequences; by default the model's
+    context: tokens that there is room for over all running sequences; by default the model's
     maximum, 4,096 at most. dtype: the compute type, by default the checkpoint's. block_length:
     the block of `logits`. calibration: what `lowtide calibrate` wrote; by default what it wrote
     to its default place for this model, if anything. config_overrides: values that replace

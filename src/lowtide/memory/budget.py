@@ -134,11 +134,15 @@ def _refusal(needs: Needs, budget_bytes: int, context: int) -> str:
     if count:
         noun = "slot" if count == 1 else "slots"
         slots = f" and {count} expert {noun} of {format_size(needs.slot_bytes)}"
+    # A model that keeps none has a layer's keys and values in the workspace.
+    parts = f"workspace for a context of {context} tokens {format_size(needs.workspace_bytes)}"
+    if needs.kv_cache_bytes:
+        parts = f"KV cache of {context} tokens {format_size(needs.kv_cache_bytes)}, "
+        parts += f"workspace {format_size(needs.workspace_bytes)}"
     return (
         f"A budget of {format_size(budget_bytes)} is too small: at least "
         f"{format_size(needs.minimum_bytes)} ({needs.minimum_bytes} bytes) are needed, for dense "
-        f"weights {format_size(needs.dense_bytes)}, KV cache of {context} tokens "
-        f"{format_size(needs.kv_cache_bytes)}, workspace {format_size(needs.workspace_bytes)}, "
+        f"weights {format_size(needs.dense_bytes)}, {parts}, "
         f"read ring {format_size(needs.ring_bytes)}{slots}. Raise {needs.budget_flag} or lower "
         "--context."
     )
