@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from lowtide.kernels.reference import Kernels
 from lowtide.lab import verify as verify_module
 from lowtide.lab.agreement import agreement
 from lowtide.lab.verify import SHARES, Verdict, verify
+from lowtide.layers import rows as rows_module
+from lowtide.memory.chunking import MAX_REMAINDER, OPERATOR_TILES
 from lowtide.policies.presets import lossless_presets
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -84,6 +87,41 @@ def test_a_broken_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = [verdict for verdict in verdicts if not verdict.is_same]
     assert [(verdict.device, verdict.first_layer) for verdict in broken] == [("emulated", 2)]
     assert broken[0].largest_layer_difference > 0
+
+
+LONGER = {
+    "dream-a": {"max_position_embeddings": 1024},
+    "llada-a": {"max_sequence_length": 1024},
+}
+
+
+@pytest.mark.parametrize("name", LONGER)
+def test_a_bidirectional_models_passes_are_whole_and_divided(name: str) -> None:
+    [verdict] = verify(GOLDENS / name, max_tokens=2, device="cpu", config_overrides=LONGER[name])
+    assert verdict.is_same
+    assert verdict.num_long_tokens > max(OPERATOR_TILES.values()) + MAX_REMAINDER
+    assert verdict.divided["mlp"] == 2
+    assert verdict.num_tokens == 2 + verify_module.LONG_ANSWER_TOKENS
+
+
+def test_a_wrong_chunk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of operators that are divided, one row is wrong; the reference divides fewer."""
+    one_by_one = rows_module._one_by_one
+
+    def disturbed(tile_rows: int, run: Callable[..., object], rows: Sequence[Tensor]) -> None:
+        one_by_one(tile_rows, run, rows)
+        if tile_rows < len(rows[0]):
+            rows[-1][-1].add_(1)
+
+    monkeypatch.setattr(rows_module, "_one_by_one", disturbed)
+    overrides = LONGER["dream-a"]
+    [verdict] = verify(GOLDENS / "dream-a", max_tokens=2, device="cpu", config_overrides=overrides)
+    assert not verdict.is_same
+
+
+def test_a_text_is_no_longer_than_the_context() -> None:
+    [verdict] = verify(GOLDENS / "dream-a", max_tokens=2, context=64, device="cpu")
+    assert verdict.is_same and verdict.num_long_tokens == 0 and not verdict.divided
 
 
 def test_a_tolerance_is_for_values_and_their_consequences() -> None:

@@ -111,9 +111,12 @@ def _verdict_line(verdicts: Sequence[Verdict]) -> str:
     """The last line: whether what is promised is so, of how many runs."""
     promised = [verdict for verdict in verdicts if verdict.is_lossless and not verdict.reason]
     different = [verdict for verdict in promised if not verdict.is_same]
+    most = max((max(v.divided.values(), default=1) for v in promised), default=1)
     budgets = {(verdict.device, verdict.budget_bytes) for verdict in promised}
     policies = {verdict.policy for verdict in promised}
     ran = f"{len(promised)} runs, {len(budgets)} budgets, {len(policies)} policies"
+    if most > 1:
+        ran += f", passes of {promised[0].num_long_tokens} tokens whole and in {most} chunks"
     if not different:
         bits = "within the tolerance" if any(v.tolerance for v in promised) else "bit for bit"
         return f"verdict: the same {bits} ({ran})"

@@ -2,8 +2,10 @@
 
 The same text goes through a model with every expert resident (or as many as this machine holds)
 and through runs that hold fewer, on every device and under every lossless preset: each MoE
-layer's output and the logits are compared, and so are the tokens of a whole answer. A policy that
-changes words may be asked for beside them: by how much it does is shown, and not judged.
+layer's output and the logits are compared, and so are the tokens of a whole answer. A bidirectional
+model's text is longer than a tile of any operator, so that its passes are divided at the least
+budget and whole in the reference. A policy that changes words may be asked for beside them: by how
+much it does is shown, and not judged.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ from lowtide.config import ModelConfig
 from lowtide.core import Step
 from lowtide.engine.opening import EngineConfig, open_model
 from lowtide.errors import PlanError
-from lowtide.experts.rows import Routing
+from lowtide.experts.rows import Routing, is_long
 from lowtide.lab.budgets import budget_of_share, home_of_share
 from lowtide.llm import LLM, plan_model
-from lowtide.params import SamplingParams
+from lowtide.memory.chunking import MAX_REMAINDER, OPERATOR_TILES
+from lowtide.params import DiffusionParams, SamplingParams
 from lowtide.plan import MemoryPlan, WeightFormats
 from lowtide.policies.presets import AUTO, lossless_presets
 
@@ -34,6 +37,12 @@ SHARES = (0.0, 1 / 3, 2 / 3)
 """Of the experts that are resident, from none, with the least budget, upwards."""
 
 NUM_PROMPT_TOKENS = 40
+
+LONG_TEXT_TOKENS = max(OPERATOR_TILES.values()) + 2 * (MAX_REMAINDER + 1)
+"""Of a bidirectional model's text: two tiles of every operator."""
+
+LONG_ANSWER_TOKENS = OPERATOR_TILES["logits"] + 2 * (MAX_REMAINDER + 1)
+"""Of its masks, written in one step."""
 
 EMULATED_SPEEDS = {"link_GBps": "2", "link_latency_us": "20", "host_slowdown": "1"}
 """Of an emulated device, where no others are given: it need not be slow to change nothing."""
@@ -74,6 +83,9 @@ class Verdict:
     num_tokens: int = 0
     is_lossless: bool = True  # by the policy's promise
     formats: WeightFormats = field(default_factory=WeightFormats)  # of both runs' weights
+    num_long_tokens: int = 0  # of a pass of more rows than a tile has; 0: there was none
+    divided: Mapping[str, int] = field(default_factory=dict)
+    """Operators that this run took in more chunks in that pass than the reference run did."""
     reason: str = ""  # why the policy cannot run at this budget: then nothing was compared
 
     @property
@@ -110,13 +122,22 @@ class _Layer(NamedTuple):
     out: Tensor
 
 
+class _Task(NamedTuple):
+    """What every run is given."""
+
+    text: Sequence[int]  # whose logits are asked for
+    prompt: Sequence[int]
+    params: SamplingParams
+
+
 class _Run(NamedTuple):
     """What a run of the model showed."""
 
-    layers: list[_Layer]  # of the prompt
+    layers: list[_Layer]  # of the text
     logits: Tensor
-    token_ids: list[int]
+    token_ids: list[int]  # of the answer; then, of a long text, what one step writes
     hit_rate: float
+    chunks: Mapping[str, int]  # of that step
 
 
 def verify(
@@ -132,20 +153,22 @@ def verify(
     On the CPU, on the GPU if there is one, and on an emulated device if that is asked for; a GPU
     is compared with itself holding every expert it can. `options` are `LLM`'s, except the budgets
     and the policy. prompt: token ids, by default seeded random ones. lossy: a policy that changes
-    words, to be shown at every budget too. Raises what `LLM` raises.
+    words, to be shown at every budget too. Without a context, a bidirectional model's is its text:
+    only then are its passes divided at the least budget. Raises what `LLM` raises.
     """
     opened = open_model(model, EngineConfig(**options))
-    ids = random_prompt(opened.config) if prompt is None else prompt
-    params = SamplingParams(max_tokens=max_tokens)
+    task = _task(opened.config, prompt, max_tokens, options.get("context"))
+    if is_long(len(task.text)):
+        options = {"context": len(task.text), **options}
     verdicts, references = [], dict[str, _Run]()
     for case in _cases(model, options, TOLERANCES[opened.dtype]):
         compared_with = "cuda" if case.device == "cuda" else "cpu"
         if compared_with not in references:
             whole = _on_device(options, compared_with)
-            references[compared_with] = _reference(model, whole, ids, params)
-        rows = _verdicts(model, case, references[compared_with], ids, params)
+            references[compared_with] = _reference(model, whole, task)
+        rows = _verdicts(model, case, references[compared_with], task)
         if lossy is not None:
-            rows = chain(rows, _lossy(model, case, lossy, references[compared_with], ids, params))
+            rows = chain(rows, _lossy(model, case, lossy, references[compared_with], task))
         for verdict in rows:
             verdicts.append(verdict)
             if on_verdict is not None:
@@ -153,12 +176,24 @@ def verify(
     return verdicts
 
 
-def _reference(
-    model: str | Path, options: Mapping[str, Any], ids: Sequence[int], params: SamplingParams
-) -> _Run:
+def _task(
+    config: ModelConfig, prompt: Sequence[int] | None, max_tokens: int, context: int | None
+) -> _Task:
+    params = SamplingParams(max_tokens=max_tokens)
+    if prompt is not None:
+        return _Task(prompt, prompt, params)
+    num_tokens = NUM_PROMPT_TOKENS
+    if config.is_bidirectional:
+        limit = min(config.max_positions, context or LONG_TEXT_TOKENS)
+        num_tokens = max(num_tokens, min(limit, LONG_TEXT_TOKENS))
+    text = random_prompt(config, num_tokens)
+    return _Task(text, text[:NUM_PROMPT_TOKENS], params)
+
+
+def _reference(model: str | Path, options: Mapping[str, Any], task: _Task) -> _Run:
     """The weights are gone when it returns: the next run has its own."""
     with LLM(model, **options) as llm:
-        return _run(llm, ids, params)
+        return _run(llm, task)
 
 
 def random_prompt(config: ModelConfig, num_tokens: int = NUM_PROMPT_TOKENS) -> list[int]:
@@ -203,9 +238,7 @@ def _budgets(plan: MemoryPlan, share: float) -> dict[str, int]:
     return {"gpu_memory": budget_bytes, **home}
 
 
-def _verdicts(
-    model: str | Path, case: _Case, reference: _Run, ids: Sequence[int], params: SamplingParams
-) -> Iterator[Verdict]:
+def _verdicts(model: str | Path, case: _Case, reference: _Run, task: _Task) -> Iterator[Verdict]:
     """One for each preset; the model is loaded once."""
     with LLM(model, **case.options) as llm:
         for policy in lossless_presets() if llm.plan.num_experts else (AUTO,):
@@ -215,7 +248,7 @@ def _verdicts(
             except PlanError as error:
                 yield replace(verdict, reason=str(error))
             else:
-                run = _run(llm, ids, params)
+                run = _run(llm, task)
                 if case.tolerance:
                     run = run._replace(layers=_given_the_same(llm, reference.layers))
                 yield _compared(verdict, run, reference)
@@ -226,8 +259,7 @@ def _lossy(
     case: _Case,
     lossy: Lossy,
     reference: _Run,
-    ids: Sequence[int],
-    params: SamplingParams,
+    task: _Task,
 ) -> Iterator[Verdict]:
     """One: a policy whose passes may want more room is there from the start."""
     options = {**case.options, "policy": lossy.policy, "policy_options": lossy.options}
@@ -238,7 +270,7 @@ def _lossy(
     try:
         with LLM(model, **options) as llm:
             verdict = replace(_verdict(case, llm.plan, lossy.policy), is_lossless=False)
-            yield _compared(verdict, _run(llm, ids, params), reference)
+            yield _compared(verdict, _run(llm, task), reference)
     except PlanError as error:
         yield replace(verdict, reason=str(error))
 
@@ -256,15 +288,28 @@ def _verdict(case: _Case, plan: MemoryPlan, policy: str) -> Verdict:
     )
 
 
-def _run(llm: LLM, ids: Sequence[int], params: SamplingParams) -> _Run:
+def _run(llm: LLM, task: _Task) -> _Run:
     before, layers = llm.stats(), _Layers()
     with llm.observed(layers):
-        logits = llm.logits(ids)
-    [completion] = llm.generate([list(ids)], params)
+        logits = llm.logits(task.text)
+    [completion] = llm.generate([list(task.prompt)], task.params)
+    token_ids, chunks = completion.token_ids, dict[str, int]()
+    if llm.config.is_bidirectional and is_long(len(task.text)):
+        token_ids = [*token_ids, *_long_step(llm, task.text)]
+        chunks = {} if llm.current_pass is None else dict(llm.current_pass.chunks)
     after = llm.stats()
     num_hits, num_misses = (after[name] - before[name] for name in ("num_hits", "num_misses"))
     hit_rate = num_hits / max(1, num_hits + num_misses)
-    return _Run(layers.seen, logits, completion.token_ids, hit_rate)
+    return _Run(layers.seen, logits, token_ids, hit_rate, chunks)
+
+
+def _long_step(llm: LLM, text: Sequence[int]) -> list[int]:
+    """What one step writes behind the start of a text, as many tokens in all."""
+    num_new = min(LONG_ANSWER_TOKENS, len(text) - 1)
+    diffusion = DiffusionParams(steps=1, block_length=num_new, remasking="low_confidence")
+    params = SamplingParams(max_tokens=num_new, ignore_eos=True, diffusion=diffusion)
+    [completion] = llm.generate([list(text[: len(text) - num_new])], params)
+    return completion.token_ids
 
 
 def _given_the_same(llm: LLM, layers: Sequence[_Layer]) -> list[_Layer]:
@@ -288,6 +333,7 @@ class _Layers:
 
 def _compared(verdict: Verdict, run: _Run, reference: _Run) -> Verdict:
     pairs = zip(run.layers, reference.layers, strict=True)
+    divided = {op: n for op, n in run.chunks.items() if n > reference.chunks.get(op, 1)}
     differences = [_difference(one.out, other.out) for one, other in pairs]
     return replace(
         verdict,
@@ -298,6 +344,8 @@ def _compared(verdict: Verdict, run: _Run, reference: _Run) -> Verdict:
         first_token=_first_different(run.token_ids, reference.token_ids),
         num_equal_tokens=sum(map(eq, run.token_ids, reference.token_ids)),
         num_tokens=len(reference.token_ids),
+        num_long_tokens=len(reference.logits) if is_long(len(reference.logits)) else 0,
+        divided=divided,
     )
 
 
