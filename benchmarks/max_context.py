@@ -43,7 +43,6 @@ PROCESS_BYTES = 1 << 30
 """What a process holds beside weights and its step: interpreter, libraries, compiled code."""
 
 MAX_TOKENS = 1 << 24
-WARM_UP_TOKENS = 2048
 GIGA = 1_000_000_000
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 """glibc's: larger buffers are mappings of their own, which end when they are freed."""
@@ -90,7 +89,6 @@ class Line:
             "num_tokens": num_tokens,
             "prompt_share": self.prompt_share,
             "chunks": "most",
-            "warm_up_tokens": WARM_UP_TOKENS,
         }
 
 

@@ -95,7 +95,6 @@ def _ablate(recorder: Recorder, shape: MaskedShape, options: argparse.Namespace)
             "prompt_share": options.share if part.is_masked_only else 0.0,
             "form": part.form.value,
             "chunks": part.chunks,
-            "warm_up_tokens": min(options.lengths),
         }
         growths[part.name] = _growth(recorder, shape, part.name, task, options.lengths)
     papers = {part.name: part.paper for part in PARTS}

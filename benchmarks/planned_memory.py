@@ -77,7 +77,6 @@ def _compare(
         "num_tokens": num_tokens,
         "prompt_share": prompt_share,
         "chunks": chunks,
-        "warm_up_tokens": num_tokens,
     }
     row = in_process("masked step", task, NO_LIMIT, 0)
     planned, measured = row["planned_bytes"], row["step_bytes"]
