@@ -76,6 +76,26 @@ def test_fewer_masks_never_divide_more(models: dict[str, OpenModel], family: str
         assert ("experts" in step.chunks) == (model.config.experts is not None)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("context", [1, 7, 64, 333, 511])
+def test_the_passes_of_a_short_context_fit_into_its_plan(
+    models: dict[str, OpenModel], family: str, context: int
+) -> None:
+    model = dataclasses.replace(models[family], context=context)
+    plan = make_plan(with_budget(model, make_plan(model).minimum_bytes, context))
+    for step in plan_passes(model, plan).steps:
+        assert step.num_tokens == context and not step.is_divided
+        assert 0 < step.needed_bytes <= plan.host.workspace_bytes
+
+
+def test_the_command_line_answers_in_a_short_context(tmp_path: Path) -> None:
+    model = str(synth("llada", "tiny", tmp_path / "model"))
+    ids = ["--prompt-ids", "5 17 3", "--context", "200", "--max-tokens", "8"]
+    for words in (["plan", model, "--context", "200"], ["generate", model, *ids]):
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0, result.output
+
+
 def test_what_is_said_is_what_runs(models: dict[str, OpenModel]) -> None:
     model = models["llada"]
     with LLM(model.folder, device="cpu", host_memory="4M", context=1200) as llm:

@@ -12,7 +12,7 @@ from lowtide.core import CacheMode
 from lowtide.engine.device import resolve_device
 from lowtide.engine.opening import OpenModel
 from lowtide.engine.planning import least_bytes, offered_bytes
-from lowtide.engine.registering import plan_long_passes, planner_of
+from lowtide.engine.registering import plan_long_passes, planner_of, register
 from lowtide.hardware import total_memory_bytes
 from lowtide.memory.chunking import OPERATOR_TILES, Asked, Counts
 from lowtide.memory.pass_planner import PassPlan, PassPlanner
@@ -86,7 +86,7 @@ def plan_steps(
     opened: OpenModel, plan: MemoryPlan, num_tokens: int, shares: Sequence[float]
 ) -> list[PlannedPass]:
     """Passes over so many tokens, these shares of them masked, in the plan's workspace."""
-    planner = planner_of(opened) or plan_long_passes(opened)
+    planner = planner_of(opened) or _plan_of_short_context(opened)
     decoding = opened.config.decoding
     rule = "" if decoding is None else decoding.remasking
     asked = Asked(second=rule == "topk_margin", entropy=rule == "entropy")
@@ -117,6 +117,11 @@ def longest_context(opened: OpenModel, budget_bytes: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def _plan_of_short_context(opened: OpenModel) -> PassPlanner:
+    """Its workspace is what its own passes take, which is less than those of a whole tile."""
+    return replace(plan_long_passes(opened), short=register(opened).graph)
 
 
 def _planned(opened: OpenModel, planner: PassPlanner, found: PassPlan) -> PlannedPass:
