@@ -346,7 +346,8 @@ def run_program(folder: Path, program: str) -> None:
     begin = (
         "import os\n"
         "from lowtide import LLM, SamplingParams, errors\n"
-        f"llm = LLM({str(folder)!r})\n"
+        f"folder = {str(folder)!r}\n"
+        "llm = LLM(folder)\n"
         "long = SamplingParams(max_tokens=900, ignore_eos=True)\n"
         "ask = lambda: llm.generate([[5]], SamplingParams(max_tokens=2))\n"
         "ask()\n"
@@ -371,6 +372,25 @@ def test_a_fork_is_refused(folder: Path) -> None:
         "    llm.close()\n"
         "else:\n"
         "    assert child and os.waitpid(child, 0)[1] == 0\n"
+    )
+    run_program(folder, program)
+
+
+def test_a_fork_loads_a_model_of_its_own(folder: Path) -> None:
+    program = (
+        "import signal, torch\n"
+        "[answer] = ask()\n"
+        "torch.set_num_threads(2)\n"
+        "torch.rand(1 << 20).add_(1)\n"  # by OpenMP's threads, which a fork leaves behind
+        "child = os.fork()\n"
+        "if child:\n"
+        "    assert os.waitpid(child, 0)[1] == 0\n"
+        "else:\n"
+        "    signal.alarm(30)\n"
+        "    llm = LLM(folder, host_memory=llm.plan.minimum_bytes)\n"
+        "    assert ask()[0].token_ids == answer.token_ids\n"
+        "    torch.rand(1 << 20).add_(1)\n"
+        "    llm.close()\n"
     )
     run_program(folder, program)
 

@@ -37,7 +37,12 @@ from lowtide.plan import MemoryPlan
 from lowtide.reading.dense_weights import Progress, no_progress
 from lowtide.reading.file_reader import FileReader
 from lowtide.reading.finite_weights import check_finite
-from lowtide.threads.executor import MAX_THREADS, HostExecutor, InlineExecutor
+from lowtide.threads.executor import (
+    MAX_THREADS,
+    HostExecutor,
+    InlineExecutor,
+    spare_forked_threads,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +52,7 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
 
     Raises CheckpointError for a folder without weights.
     """
+    spare_forked_threads()
     config, progress = opened.config, opened.options.progress or no_progress
     checkpoint = _checked(opened, plan, progress)
     with ExitStack() as undo:

@@ -35,6 +35,8 @@ CORES_PER_PIECE = 1
 among threads instead, at features and heads where that changes no bit, and idle OpenMP threads
 would spin on the cores that the experts want (docs/log.md)."""
 
+_IMPORTED_BY = os.getpid()
+
 MAX_THREADS = 64
 """Of a model without experts, all of whose products are divided: as many threads as cores, if
 there are not more. Their pieces are at least 64 features wide."""
@@ -273,6 +275,14 @@ def set_cores_per_product(num_cores: int) -> None:
     Sets the default of the process, too: see `process_threads_kept`.
     """
     torch.set_num_threads(num_cores)
+
+
+def spare_forked_threads() -> None:
+    """In a fork of a process that has computed, OpenMP waits for ever for threads that stayed
+    behind: the calling thread's operators stay on that thread, and those made here have their own.
+    """
+    if os.getpid() != _IMPORTED_BY:
+        set_cores_per_product(CORES_PER_PIECE)
 
 
 def _compute(work: Work, num_cores: int) -> None:
