@@ -89,7 +89,12 @@ def test_steps_bound_the_threshold_where_nothing_else_does() -> None:
     [
         ({"block_length": 24}, UsageError, "block_length 24 does not divide max_tokens 256"),
         ({"block_length": 512}, UsageError, "does not divide"),
-        ({"block_length": 64, "steps": 10}, UsageError, "10 steps do not divide among 4 blocks"),
+        ({"block_length": 64, "steps": 10}, UsageError, "10 steps .* 4 blocks .* 8 or 12"),
+        (
+            {"block_length": 64, "steps": 3},
+            UsageError,
+            "3 steps .* 4 blocks of 64 tokens; choose 4",
+        ),
         ({"remasking": "origin", "steps": 2**30}, UsageError, "takes 65536 at most"),
         ({"threshold": 0.9}, UsageError, "threshold 0.9 .* choose remasking confidence_threshold"),
         ({"remasking": "factor", "threshold": 0.9}, UsageError, "threshold 0.9 means nothing"),

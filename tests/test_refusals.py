@@ -92,6 +92,15 @@ def test_formats_of_tensors_are_named() -> None:
         bind(config, Checkpoint(checkpoint.files, packed))
 
 
+@pytest.mark.parametrize("reference", ["", " "])
+def test_no_name_is_not_the_present_folder(
+    reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="The model has no name; give a folder.*org/name"):
+        hub.resolve_model(reference)
+
+
 def test_a_gguf_file_is_found_and_others_are_not(tmp_path: Path) -> None:
     path = tmp_path / "q4_k_m.gguf"
     path.write_bytes(b"GGUF")

@@ -110,8 +110,11 @@ def _steps(
             "as its tokens need; leave them out."
         )
     if asked.steps is not None and asked.steps % num_blocks:
+        fewer = asked.steps - asked.steps % num_blocks
+        choices = " or ".join(str(steps) for steps in (fewer, fewer + num_blocks) if steps)
         raise UsageError(
-            f"{asked.steps} steps do not divide among {num_blocks} blocks of {block_length} tokens."
+            f"{asked.steps} steps do not divide among {num_blocks} blocks of {block_length} "
+            f"tokens; choose {choices}."
         )
     if rule in SHARE_RULES and (asked.steps or 1) > max(MAX_STEPS, max_tokens):
         raise UsageError(

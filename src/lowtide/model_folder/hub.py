@@ -156,6 +156,8 @@ def _path(reference: str) -> Path:
 
     Raises UsageError for what no path can be, CheckpointError for one that is not for this user.
     """
+    if not reference.strip():  # such as "$MODEL" where nobody set it: not the present folder
+        raise UsageError("The model has no name; give a folder, a GGUF file or org/name.")
     path = Path(reference)
     try:
         path = path.expanduser()
