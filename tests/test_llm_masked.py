@@ -180,12 +180,19 @@ def test_block_diffusion_refuses_what_is_not_its_own(diffusion) -> None:
         check_request(GOLDENS / "llada2-a", lambda _: [1, 2], params)
 
 
+# Beside other requests products have other numbers of rows and round elsewhere in bfloat16, whose
+# values are 2^-8 apart: two such roundings. Alone a pass has the rows that `logits` has.
+ALONE, IN_COMPANY = 1e-3, 2.0**-7
+
+
 @pytest.mark.parametrize("golden", NAMES)
-def test_bfloat16_decides_by_its_own_logits(golden) -> None:
-    """In company: what is written is the arg-max and the surest of what `logits` says, but for
-    ties within 1e-3, which is what a rounding elsewhere may be worth."""
-    cases = [golden_cases(golden)[index] for index in (0, 1)]
-    asked, drafts = [params_of(case) for case in cases], [[], []]
+@pytest.mark.parametrize(
+    ("indices", "margin"), [((0,), ALONE), ((1,), ALONE), ((0, 1), IN_COMPANY)]
+)
+def test_bfloat16_decides_by_its_own_logits(golden, indices, margin) -> None:
+    """What is written is the arg-max and the surest of what `logits` says, but for ties."""
+    cases = [golden_cases(golden)[index] for index in indices]
+    asked, drafts = [params_of(case) for case in cases], [[] for _ in cases]
     with LLM(GOLDENS / golden, dtype="bfloat16") as llm:
 
         def note(event) -> None:
@@ -201,7 +208,7 @@ def test_bfloat16_decides_by_its_own_logits(golden) -> None:
                 probabilities = llm.logits(row.tolist())[block].double().softmax(-1)
                 after = torch.tensor(draft.tokens)
                 is_written = is_masked & ~torch.tensor(draft.is_masked)
-                check_written(probabilities, after, is_written, is_masked, params.diffusion)
+                check_written(probabilities, after, is_written, is_masked, params.diffusion, margin)
                 row[block] = after
 
 
@@ -211,16 +218,17 @@ def check_written(
     is_written: torch.Tensor,
     is_masked: torch.Tensor,
     diffusion: DiffusionParams,
+    margin: float,
 ) -> None:
     best = probabilities.max(-1).values
     own = probabilities.gather(-1, after[:, None])[:, 0]
-    assert (own >= best - 1e-3)[is_written].all()
+    assert (own >= best - margin)[is_written].all()
     confidence = best
     if diffusion.remasking == "entropy":
         confidence = torch.special.entr(probabilities).sum(-1).neg()
     if is_written.any() and (is_masked & ~is_written).any():
         waiting = confidence[is_masked & ~is_written]
-        assert confidence[is_written].min() >= waiting.max() - 1e-3
+        assert confidence[is_written].min() >= waiting.max() - margin
 
 
 def test_an_end_that_is_ignored_cannot_come_early(name) -> None:
