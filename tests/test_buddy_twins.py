@@ -16,6 +16,7 @@ from lowtide.kernels.cpu.buddies import CompiledBuddies
 from lowtide.policies.buddy_profile import token_entropy
 from lowtide.policies.buddy_search import BuddySearch
 from lowtide.policies.plain_buddies import PlainBuddies
+from lowtide.policies.waits import waits_of
 
 NUM_RANDOM = 10_000  # tokens
 OPEN = TokenGates(0, 1.0, -1.0, np.inf, np.inf)
@@ -158,6 +159,36 @@ def test_late_experts_are_given_up_alike(compiled: CompiledBuddies) -> None:
         answers = [twins.of_layer(rules).give_up_late(state, waits) for twins in (PLAIN, compiled)]
         num_found += check_equal(*answers, (rules, state, waits))
     assert num_found > scaled(NUM_RANDOM) // 80
+
+
+def random_beside(draw: np.random.Generator, state: LayerState) -> Facts:
+    """The layer of `state` beside a device: times of few values, so that there are ties, or any."""
+    num_experts = len(state.is_here)
+    hits = np.bincount(state.experts.ravel(), minlength=num_experts)
+    experts = hits.nonzero()[0]
+    facts = random_facts(draw)
+    return facts._replace(
+        demand=Demand(experts, hits[experts], state.is_here[experts]),
+        is_kept=state.is_here,
+        capacity=np.array([num_experts]),
+        arriving_s=state.arriving_s,
+        routing=RoutedTokens(*state[:2]),
+        is_here=state.is_here,
+        is_at_host=draw.random(num_experts) < 0.7 if draw.random() < 0.5 else None,
+    )
+
+
+def test_late_experts_beside_a_device_are_given_up_alike(compiled: CompiledBuddies) -> None:
+    """In one call, as by the assignment, by whom that has wait and by who is given up for it."""
+    num_found = 0
+    for draw, rules, state in random_layers(NUM_RANDOM // 8, 6):
+        facts = random_beside(draw, state)
+        plain, other = (twins.of_layer(rules) for twins in (PLAIN, compiled))
+        answers = [layer.give_up_late_beside(state, facts) for layer in (plain, other)]
+        num_found += check_equal(*answers, (rules, state, facts))
+        waits = waits_of(facts, compiled.balance())
+        check_equal(answers[0], other.give_up_late(state, waits), (rules, state, facts))
+    assert num_found > scaled(NUM_RANDOM) // 160
 
 
 def test_weights_that_are_no_numbers_are_ordered_alike(compiled: CompiledBuddies) -> None:

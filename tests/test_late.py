@@ -13,11 +13,12 @@ from lowtide.core import Costs, Curve, Facts, RoutedTokens
 from lowtide.policies.assignment import AllFetch, AllHost, Assign, Balance, HostAlone
 from lowtide.policies.buddy_gates import Gates, Psi
 from lowtide.policies.buddy_search import UNBOUNDED
-from lowtide.policies.late import Late, waits_of
+from lowtide.policies.late import Late
 from lowtide.policies.miss import LayerTwins, Rho
 from lowtide.policies.plain_buddies import absent_of, late_queues
 from lowtide.policies.receipt import Receipts
 from lowtide.policies.substitution import check_substituted, replaced
+from lowtide.policies.waits import waits_of
 
 # Residents 0, 1 and 2 of 6; a resident takes 1 s for any number of tokens.
 HERE = np.array([True, True, True, False, False, False])
@@ -70,9 +71,14 @@ def test_what_is_on_its_way_is_not_given_up() -> None:
     assert queues(facts._replace(arriving_s=coming), AllFetch())[1] == ([5, 3], 2)
 
 
-def late(num_experts: int = 6, rho: int = UNBOUNDED, gates: Gates | None = None) -> Late:
+def late(
+    num_experts: int = 6,
+    rho: int = UNBOUNDED,
+    gates: Gates | None = None,
+    assign: Assign | None = None,
+) -> Late:
     lists = random_buddies(2, num_experts)
-    return Late(lists, gates or Gates(), Psi(), Rho(rho), Balance())
+    return Late(lists, gates or Gates(), Psi(), Rho(rho), assign or Balance())
 
 
 def test_costs_that_nobody_knows_give_up_nobody() -> None:
@@ -108,6 +114,20 @@ def test_an_expert_is_given_up_by_all_its_tokens_or_by_none(
         for request in (0, 1):
             receipt = receipts.of(request)
             assert receipt is None or receipt.moved_share <= max_mass
+
+
+@given(st.integers(0, 10_000), st.booleans())
+@examples(60)
+def test_one_call_decides_as_two_do(seed: int, has_device: bool) -> None:
+    """Our own assignment's waiting is found with the decision, any other's before it."""
+    draw, own, other = np.random.default_rng(seed), late(12), late(12, assign=Balance().__call__)
+    routing, is_here = random_routing(draw, 6, 12, 4), draw.random(12) < 0.6
+    times = costs(draw.choice([0.5, 2.0, 9.0]), draw.choice([0.5, 3.0]), draw.choice([0.0, 2.0]))
+    facts = routed_facts(routing, is_here, num_layers=2, costs=times, has_device=has_device)
+    answers = [policy(facts) for policy in (own, other)]
+    assert (answers[0] is None) == (answers[1] is None)
+    if answers[0] is not None and answers[1] is not None:
+        assert np.array_equal(answers[0].experts, answers[1].experts)
 
 
 def test_a_closed_token_keeps_its_expert_for_all() -> None:

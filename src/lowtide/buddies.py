@@ -104,6 +104,11 @@ class LayerTwin(Protocol):
         """
         ...
 
+    def give_up_late_beside(self, state: LayerState, facts: Facts) -> RoutedTokens | None:
+        """The same beside a device, where `BuddyTwins.balance` would assign what `facts` ask for:
+        who waits for what is found in the same call."""
+        ...
+
 
 class MovedCount(Protocol):
     """Counts for a pass whose tokens have owners; knows whom it has seen affected."""

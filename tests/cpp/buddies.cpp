@@ -5,7 +5,7 @@
 namespace driver {
 namespace {
 
-// As in buddies.cpp.
+// As in buddies.hpp.
 struct Rules {
     const std::int32_t* lists;
     std::int64_t num_experts, length, search_rank, exact_kinds;
@@ -24,6 +24,12 @@ using GiveUp = long(const Rules*, const std::int64_t*, const float*, const std::
                     long, const std::uint8_t*, const double*, const std::uint8_t*,
                     const std::int32_t*, const std::int64_t*, const double*, long, long,
                     const Queues*, std::int64_t*, float*);
+using GiveUpBeside = long(
+    const Rules*, const std::int64_t*, const float*, const std::uint8_t*, long, long,
+    const std::uint8_t*, const double*, const std::uint8_t*, const std::int32_t*,
+    const std::int64_t*, const double*, long, long, const std::int64_t*, const std::int64_t*,
+    const std::uint8_t*, const double*, const double*, const double*, long, double, double, double,
+    double, const std::uint8_t*, std::int64_t*, float*);
 using Count = long(const std::int64_t*, const float*, const std::int64_t*, const float*, long,
                    long, long, const std::int64_t*, long, std::uint8_t*, double*, std::int64_t*,
                    std::int64_t*);
@@ -52,6 +58,7 @@ std::vector<std::int32_t> buddy_lists(long num_lists, long length, long num_expe
 void substitute(const Library& library, const Routed& routed, unsigned has) {
     auto* replace = library.function<Replace>("lowtide_replace_absent");
     auto* give_up = library.function<GiveUp>("lowtide_give_up_late");
+    auto* beside = library.function<GiveUpBeside>("lowtide_give_up_late_beside");
     auto* count = library.function<Count>("lowtide_count_moved");
     auto* count_saved = library.function<CountSaved>("lowtide_count_saved");
     const auto [num_tokens, k, num_experts] = routed;
@@ -61,12 +68,21 @@ void substitute(const Library& library, const Routed& routed, unsigned has) {
     for (float& each : weights) each = std::abs(each) + 1e-3f;
     std::vector<std::uint8_t> kinds(num_tokens), is_here(num_experts), is_open(num_tokens);
     std::vector<std::uint8_t> queue_of(num_experts), is_affected(num_tokens);
+    std::vector<std::uint8_t> is_at_host(num_experts);
     for (auto& each : kinds) each = std::uint8_t(below(3));
-    for (auto* all : {&is_here, &is_open})
+    for (auto* all : {&is_here, &is_open, &is_at_host})
         for (auto& each : *all) each = std::uint8_t(below(2));
     for (auto& each : queue_of) each = std::uint8_t(below(4));
-    std::vector<double> arriving_s(slots_of(experts).size()), host_s(num_experts, 1e-3);
+    const Ids asked = slots_of(experts);
+    Ids tokens_of;
+    std::vector<std::uint8_t> is_resident;
+    for (auto expert : asked) {
+        tokens_of.push_back(std::count(experts.begin(), experts.end(), expert));
+        is_resident.push_back(is_here[expert]);
+    }
+    std::vector<double> arriving_s(asked.size()), host_s(num_experts, 1e-3);
     for (double& each : arriving_s) each = below(2) ? INFINITY : 1e-3;
+    const std::vector<double> one_s(asked.size(), 1e-3), home_s(asked.size(), 4e-3);
     Ids owner(num_tokens);
     for (auto& each : owner) each = below(num_owners);
     const std::vector<double> left(num_owners, 0.2);
@@ -80,7 +96,7 @@ void substitute(const Library& library, const Routed& routed, unsigned has) {
     const auto* arriving = has & 2 ? arriving_s.data() : nullptr;
     const auto* open = has & 4 ? is_open.data() : nullptr;
     const auto* pairs_own = has & 32 ? own_lists.data() : nullptr;
-    for (long way : {0, 1}) {
+    for (long way : {0, 1, 2}) {
         Ids out(num_pairs, -1);
         Floats out_weights(num_pairs, -1.0f);
         const auto* of = has_bound ? owner.data() : nullptr;
@@ -90,9 +106,16 @@ void substitute(const Library& library, const Routed& routed, unsigned has) {
                       is_here.data(), arriving, open, pairs_own, of, bound,
                       has_bound ? num_owners : 0, 2, has & 64 ? 1 : 0, out.data(),
                       out_weights.data())
-            : give_up(&rules, experts.data(), weights.data(), kinds.data(), num_tokens, k,
+            : way == 1
+            ? give_up(&rules, experts.data(), weights.data(), kinds.data(), num_tokens, k,
                       is_here.data(), arriving, open, pairs_own, of, bound,
-                      has_bound ? num_owners : 0, 2, &queues, out.data(), out_weights.data());
+                      has_bound ? num_owners : 0, 2, &queues, out.data(), out_weights.data())
+            : beside(&rules, experts.data(), weights.data(), kinds.data(), num_tokens, k,
+                     is_here.data(), arriving, open, pairs_own, of, bound,
+                     has_bound ? num_owners : 0, 2, asked.data(), tokens_of.data(),
+                     is_resident.data(), one_s.data(), home_s.data(), one_s.data(),
+                     long(asked.size()), 1e-3, has & 64 ? 2e-3 : INFINITY, 1e-3, 2e-3,
+                     has & 16 ? is_at_host.data() : nullptr, out.data(), out_weights.data());
         if (num_moved == 0) continue;
         expect(is_ascending(out, k), "order of who runs", num_tokens, k, has);
         std::vector<double> masses(num_owners);

@@ -8,21 +8,15 @@ the pass or for none: one token that needs it has it brought.
 
 from __future__ import annotations
 
-import numpy as np
-
-from lowtide.buddies import BuddyTwins, Waits
+from lowtide.buddies import BuddyTwins
 from lowtide.core import Facts, RoutedTokens
 from lowtide.policies.assignment import Assign
 from lowtide.policies.buddy_gates import Gates, Psi
 from lowtide.policies.buddy_lists import BuddyLists
 from lowtide.policies.buddy_search import UNBOUNDED
 from lowtide.policies.miss import LayerTwins, Rho
-
-_SLACK = 1 + 1e-9
-"""Of a deadline: sums of the same times in another order differ by less."""
-
-DISK, LINK, THREADS = 1, 2, 3
-"""What `Waits.queue_of` has."""
+from lowtide.policies.plain_buddies import PlainBuddies
+from lowtide.policies.waits import waits_of
 
 
 class Late:
@@ -41,34 +35,13 @@ class Late:
         """assign: who would compute what if nobody were given up, beside a device."""
         self._layers = LayerTwins(lists, gates, psi, rho, search_rank, twins)
         self._assign = assign
+        balance = (PlainBuddies() if twins is None else twins).balance()
+        self._is_balanced = isinstance(assign, type(balance))
 
     def __call__(self, facts: Facts) -> RoutedTokens | None:
         if facts.routing is None:
             return None
-        waits = waits_of(facts, self._assign)
-        state = self._layers.state(facts, facts.routing)
-        return self._layers.of(facts.layer).give_up_late(state, waits)
-
-
-def waits_of(facts: Facts, assign: Assign) -> Waits:
-    """What absent experts wait for, until the residents' computation has ended.
-
-    The host alone reads what is absent; beside a device an expert that the host holds and computes
-    in time is not late.
-    """
-    costs, demand = facts.costs, facts.demand
-    if not facts.has_idle_link:  # no device
-        residents_s = costs.device_s(demand.num_tokens[demand.is_resident])
-        deadline_s = float(residents_s.sum()) * _SLACK
-        return Waits(None, (0.0, 0.0), (costs.fetch_s, 0.0), None, deadline_s)
-    assignment = assign(facts)
-    tokens_of = np.zeros(len(facts.is_kept), np.int64)
-    tokens_of[demand.experts] = demand.num_tokens
-    deadline_s = float(costs.device_s(tokens_of[assignment.resident]).sum()) * _SLACK
-    queue_of = np.zeros(len(tokens_of), np.uint8)
-    queue_of[assignment.fetch] = LINK
-    queue_of[assignment.host] = THREADS
-    if facts.is_at_host is not None:
-        queue_of[~facts.is_at_host] = DISK
-    each_s = costs.disk_read_s, costs.link_s
-    return Waits(queue_of, (0.0, facts.link_s), each_s, costs.host_s(tokens_of), deadline_s)
+        layer, state = self._layers.of(facts.layer), self._layers.state(facts, facts.routing)
+        if self._is_balanced and facts.has_idle_link:
+            return layer.give_up_late_beside(state, facts)
+        return layer.give_up_late(state, waits_of(facts, self._assign))

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.buddies import LayerRules, LayerState, LayerTwin, Moved, MovedCount, Saved, Waits
-from lowtide.core import BoolArray, FloatArray, IntArray, Left, RoutedTokens
+from lowtide.core import BoolArray, Facts, FloatArray, IntArray, Left, RoutedTokens
 from lowtide.policies.assignment import Assign, Balance
 from lowtide.policies.buddy_gates import open_tokens
 from lowtide.policies.buddy_search import BuddySearch, search_buddies
@@ -24,6 +24,7 @@ from lowtide.policies.substitution import (
     replaced,
     router_mass,
 )
+from lowtide.policies.waits import waits_of
 
 
 class Queue(NamedTuple):
@@ -76,6 +77,9 @@ class PlainLayer:
             for expert in experts.tolist():
                 num_late -= num_late > 0 and spending.give_up(expert)
         return spending.answer()
+
+    def give_up_late_beside(self, state: LayerState, facts: Facts) -> RoutedTokens | None:
+        return self.give_up_late(state, waits_of(facts, Balance()))
 
     def _lists(self, state: LayerState) -> tuple[NDArray[np.int32], IntArray | None]:
         if state.lists is None:

@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "buddies.hpp"
+
 namespace {
 
 // Places among the experts that are asked for.

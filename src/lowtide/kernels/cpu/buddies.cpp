@@ -10,24 +10,7 @@
 #include <numeric>
 #include <vector>
 
-extern "C" {
-
-// What does not change from pass to pass.
-struct Rules {
-    const std::int32_t* lists;  // [num_experts, length]: buddies, best first, -1 behind the last
-    std::int64_t num_experts, length, search_rank;
-    std::int64_t exact_kinds;  // bits: rows of these kinds run what their router chose
-    double temperature, entropy, margin, beta;
-};
-
-// Where absent experts wait, and until when: see `Waits` in policies/buddy_layer.py.
-struct Queues {
-    const std::uint8_t* queue_of;  // [num_experts], or null where all wait in the first
-    const double* host_s;          // [num_experts] of those in the third, or null
-    double starts_s[2], each_s[2], deadline_s;
-};
-
-}
+#include "buddies.hpp"
 
 namespace {
 

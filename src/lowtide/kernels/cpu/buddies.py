@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.buddies import LayerRules, LayerState, LayerTwin, Moved, MovedCount, Saved, Waits
-from lowtide.core import FloatArray, IntArray, RoutedTokens
+from lowtide.core import Facts, FloatArray, IntArray, RoutedTokens
 from lowtide.kernels.cpu.balance import CompiledBalance
 from lowtide.kernels.cpu.library import BUDDIES, load_library
 
@@ -25,7 +25,7 @@ _P, _LONG, _DOUBLE, _CHAR = ctypes.c_void_p, ctypes.c_long, ctypes.c_double, cty
 
 
 class _Rules(ctypes.Structure):
-    """As in `buddies.cpp`."""
+    """As in `buddies.hpp`."""
 
     _fields_ = (
         ("lists", _P),
@@ -36,7 +36,7 @@ class _Rules(ctypes.Structure):
 
 
 class _Queues(ctypes.Structure):
-    """As in `buddies.cpp`."""
+    """As in `buddies.hpp`."""
 
     _fields_ = (
         *((name, ctypes.c_char_p) for name in ("queue_of", "host_s")),
@@ -52,16 +52,21 @@ class CompiledBuddies:
         self._library = library
         self._replace_absent = library.lowtide_replace_absent
         self._give_up_late = library.lowtide_give_up_late
+        self._give_up_beside = library.lowtide_give_up_late_beside
         self._count_moved = library.lowtide_count_moved
         state = (*4 * (_P,), _LONG, _LONG, *6 * (_P,), _LONG, _LONG)
         self._replace_absent.argtypes = (*state, _LONG, _P, _P)
         self._give_up_late.argtypes = (*state, _P, _P, _P)
+        beside = (*6 * (_P,), _LONG, *4 * (_DOUBLE,), _P)
+        self._give_up_beside.argtypes = (*state, *beside, _P, _P)
         self._count_moved.argtypes = (*4 * (_P,), *3 * (_LONG,), _P, _LONG, *4 * (_P,))
         self._count_saved = library.lowtide_count_saved
         self._count_saved.argtypes = (*2 * (_P,), *2 * (_LONG,), _P, _LONG, _P, _LONG, *2 * (_P,))
         self._count_saved.restype = None
-        for function in (self._replace_absent, self._give_up_late, self._count_moved):
+        deciding = (self._replace_absent, self._give_up_late, self._give_up_beside)
+        for function in (*deciding, self._count_moved):
             function.restype = _LONG
+        self._deciding = deciding
 
     @classmethod
     def load(cls) -> CompiledBuddies:
@@ -72,7 +77,7 @@ class CompiledBuddies:
         return CompiledBalance(self._library)
 
     def of_layer(self, rules: LayerRules) -> LayerTwin:
-        return _Layer(rules, self._replace_absent, self._give_up_late)
+        return _Layer(rules, *self._deciding)
 
     def of_pass(self, owner: IntArray, num_owners: int) -> MovedCount:
         return _Count(owner, num_owners, self._count_moved, self._count_saved)
@@ -81,12 +86,19 @@ class CompiledBuddies:
 class _Layer:
     """See `LayerTwin`."""
 
-    def __init__(self, rules: LayerRules, replace_absent: _Function, give_up: _Function) -> None:
+    def __init__(
+        self,
+        rules: LayerRules,
+        replace_absent: _Function,
+        give_up_late: _Function,
+        give_up_beside: _Function,
+    ) -> None:
         self._lists = np.ascontiguousarray(rules.lists, np.int32)  # what `_rules` points to
         sizes = (*self._lists.shape, rules.search_rank)
         self._rules = byref(_Rules(self._lists.ctypes.data, *sizes, *rules.gates))
         self._replace_absent = replace_absent
-        self._give_up_late = give_up
+        self._give_up_late = give_up_late
+        self._give_up_beside = give_up_beside
 
     def replace_absent(self, state: LayerState, num_fit: int = 0) -> RoutedTokens | None:
         return self._run(self._replace_absent, state, num_fit)
@@ -96,7 +108,27 @@ class _Layer:
         queues = _Queues(_bytes(queue_of), _bytes(host_s), starts_s, each_s, deadline_s)
         return self._run(self._give_up_late, state, byref(queues))
 
-    def _run(self, function: _Function, state: LayerState, last: object) -> RoutedTokens | None:
+    def give_up_late_beside(self, state: LayerState, facts: Facts) -> RoutedTokens | None:
+        costs, (experts, num_tokens, is_resident, _) = facts.costs, facts.demand
+        host_s = costs.host_s(num_tokens).tobytes()
+        return self._run(
+            self._give_up_beside,
+            state,
+            experts.tobytes(),
+            num_tokens.tobytes(),
+            is_resident.tobytes(),
+            costs.device_s(num_tokens).tobytes(),
+            costs.at_home_s(num_tokens).tobytes() if costs.disk_read_s else host_s,
+            host_s,
+            len(experts),
+            facts.link_s,
+            costs.fetch_s if facts.can_fetch else np.inf,
+            costs.disk_read_s,
+            costs.link_s,
+            _bytes(facts.is_at_host),
+        )
+
+    def _run(self, function: _Function, state: LayerState, *last: object) -> RoutedTokens | None:
         experts, weights, kinds, is_here, arriving_s, is_open, lists, owner, left, rho = state
         if not experts.size:
             return None
@@ -117,7 +149,7 @@ class _Layer:
             _bytes(left),
             0 if left is None else len(left),
             rho,
-            last,
+            *last,
             byref(_CHAR.from_buffer(out)),
             byref(_CHAR.from_buffer(out_weights)),
         )

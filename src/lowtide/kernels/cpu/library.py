@@ -52,7 +52,7 @@ SECTIONED = _sources(
     *("sectioned", "sectioned_unpack", "sectioned_products", "products", "processor"),
     "borrowed_team",
 )
-BUDDIES = _sources("buddies", "buddy_counts", "balance")
+BUDDIES = _sources("buddies", "buddy_counts", "balance", "late")
 LIBRARIES = (FEW_ROWS, QUANTISED, GGML, GGML_INT8, SECTIONED, BUDDIES)
 """What a wheel has compiled."""
 
