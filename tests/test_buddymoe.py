@@ -27,6 +27,7 @@ from lowtide.policies.receipt import Receipt
 from lowtide.policies.recipe import Recipe, Setting
 from lowtide.policies.substitution import Substitution, replaced
 from lowtide.replay.host_alone import compare_alone
+from lowtide.replay.simulator import simulate
 
 GOLDENS = Path(__file__).parent / "goldens"
 MODEL = GOLDENS / "llada2-a"
@@ -137,7 +138,7 @@ class Watched:
 
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
-@pytest.mark.parametrize("miss", ["buddy", "random", "drop", "cache-prior"])
+@pytest.mark.parametrize("miss", ["buddy", "late", "random", "drop", "cache-prior"])
 def test_a_receipt_equals_what_was_seen(device: str, miss: str) -> None:
     watched = Watched()
     with profiled() as seen, open_half(device, miss=miss, rho="none", placement="lru") as llm:
@@ -224,11 +225,23 @@ def test_rows_that_are_kept_run_what_their_router_chose() -> None:
     assert kinds == {RowKind.PROMPT, RowKind.COMMIT, RowKind.DRAFT}
 
 
+@pytest.mark.parametrize(
+    ("device", "placement"),
+    [
+        ("cpu", {"placement": "lru"}),
+        # Beside a device a replaced expert comes when the link has time; here nobody moves.
+        ("emulated", {"placement": "static"}),
+        ("emulated", {"placement": "fiddler", "by_threshold": "true"}),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("miss", ["buddy", "late", "random"])
-def test_a_replay_decides_as_the_runtime_did(miss: str) -> None:
+def test_a_replay_decides_as_the_runtime_did(
+    miss: str, device: str, placement: dict[str, str]
+) -> None:
     """The same trace, capacity and costs: the same residents, answers and receipts."""
-    options = {"miss": miss, "rho": "none", "placement": "lru", "max_mass": "0.3"}
-    with profiled() as seen, open_half("cpu", **options) as llm:
+    options = {"miss": miss, "rho": "none", "max_mass": "0.3", **placement}
+    with profiled() as seen, open_half(device, **options) as llm:
         recorder = Recorder(llm, "m")
         with llm.observed(recorder):
             completions = llm.generate([PROMPT, PROMPT[::-1]], PARAMS)
@@ -240,8 +253,21 @@ def test_a_replay_decides_as_the_runtime_did(miss: str) -> None:
             policies.costs,
             options=parse_options("buddymoe", options),
         )
-        [report] = compare_alone(recorder.writer.trace(), ["buddymoe"], setting)
+        trace = recorder.writer.trace()
+        if device == "cpu":
+            [report] = compare_alone(trace, ["buddymoe"], setting)
+        else:
+            report = simulate(trace, "buddymoe", setting)
     runtime, replay = seen
+    check_the_same(runtime, replay)
+    receipts = [completion.usage.receipt for completion in completions]
+    assert report.num_substituted == sum(r.num_substituted for r in receipts)  # type: ignore[union-attr]
+    moved, routed = (sum(getattr(r, n) for r in receipts) for n in ("moved_mass", "routed_mass"))
+    assert moved and report.moved_share == pytest.approx(moved / routed)
+
+
+def check_the_same(runtime: Seen, replay: Seen) -> None:
+    """What was asked of both, and what they answered."""
     assert len(runtime.asked) == len(replay.asked) > 0
     for (asked, answered), (again, replayed) in zip(runtime.asked, replay.asked, strict=True):
         assert asked.layer == again.layer and np.array_equal(asked.is_kept, again.is_kept)
@@ -249,10 +275,6 @@ def test_a_replay_decides_as_the_runtime_did(miss: str) -> None:
         if answered is not None and replayed is not None:
             assert np.array_equal(answered.experts, replayed.experts)
             assert np.array_equal(answered.weights, replayed.weights)
-    receipts = [completion.usage.receipt for completion in completions]
-    assert report.num_substituted == sum(r.num_substituted for r in receipts)  # type: ignore[union-attr]
-    moved, routed = (sum(getattr(r, n) for r in receipts) for n in ("moved_mass", "routed_mass"))
-    assert report.moved_share == pytest.approx(moved / routed)
 
 
 def test_what_is_missing_is_refused() -> None:
