@@ -3,8 +3,9 @@
 LLaDA2.0-mini's and Qwen3-30B-A3B's experts, fewer layers of them. At falling shares of residents
 exact and BuddyMoE with rising rho take turns on one loaded model: tokens per second, bytes read per
 token, and the seconds waited for each expert that was asked for and absent (the paper's Table 1).
-Then each lane answers once more under a watch: what the substitution itself takes of a layer, of 32
-rows for the block model and of one for the autoregressive one.
+Then each lane answers once more under a watch: what a layer's experts take, which is all that
+substitution can shorten, and what it takes of that itself, of 32 rows for the block model and of
+one for the autoregressive one.
 """
 
 from __future__ import annotations
@@ -33,14 +34,18 @@ from lowtide.lab.synth import write_checkpoint
 from lowtide.llm import plan_model
 from lowtide.policies.buddy_profile import BuddyProfile
 
-LAYERS = {"llada2": 3, "qwen3_moe": 3}
-"""Of some 1.6 and 1.2 GB each; LLaDA2's first one has no experts."""
+LAYERS = {"llada2": 3, "qwen3_moe": 6}
+"""Of some 1.6 and 1.2 GB each; LLaDA2's first one has no experts. A token's own pass reads 0.6 GB
+of head besides, which a model of 48 layers hardly feels and one of three feels most."""
 
 SHARES = (0.375, 0.5, 0.25, 0.75)
 """In the order in which they are measured: first the one that is judged."""
 
 CONTEXT = 512
-PROMPT_TOKENS = 32  # of a block, whose experts are nearly all that there are
+PROMPT = [1]
+"""A prompt is exact by default, and one of many tokens asks for most experts: its reads, the same
+in every lane, would hide those of the tokens that are written."""
+
 STEPS = 4
 """Of a block, where random weights would take one for every token: 1 GB is read for each."""
 
@@ -138,7 +143,7 @@ def _measure(
     lanes: list[Lane],
     options: argparse.Namespace,
 ) -> None:
-    """All lanes take turns on one loaded model, the disk's ceiling before and after."""
+    """All lanes take turns on one loaded model, exact first, the disk measured before and after."""
     say(f"{folder.name}, {share:g} of the experts ...")
     shared: dict[str, Any] = {"context": CONTEXT, "calibration": str(calibration)}
     last = lanes[-1]
@@ -149,13 +154,15 @@ def _measure(
     where = {"model": folder.name, "resident_share": share, "budget_bytes": budget_bytes}
     recorder.write("ceiling", {**where, **memory_ceiling(), **disk.measure()})
     with LLM(folder, host_memory=budget_bytes, **shared, **wide) as llm:
-        load = _load(llm, options)
+        load = _load(llm.config, options)
         presets = [Preset(lane.policy, lane.options) for lane in lanes]
-        runs = take_turns(llm, presets, load, options.repeats)
+        runs, exact_us = take_turns(llm, presets, load, options.repeats), 0.0
         for lane, run in zip(lanes, runs, strict=True):
             row = _row(run, runs[0])
             if not run.reason:
                 row |= _watched(llm, lane, load)
+                exact_us = exact_us or row["layer_us"]
+                row["layers_speed_up"] = exact_us / row["layer_us"]
             recorder.write(lane.name, {**where, **row})
             for expectation in _expectations(llm.config, share, lane, row):
                 recorder.write("expected", {**where, **expectation})
@@ -224,13 +231,19 @@ def _lanes(placement: str, k: int) -> list[Lane]:
     return [exact, on_demand, *(lossy("buddy", r) for r in rhos), lossy("late", str(k // 2))]
 
 
-def _load(llm: LLM, options: argparse.Namespace) -> Load:
-    """An answer; a prompt's own pass asks for most experts, so one token stands for it."""
-    prompt = [1 + i * 7919 % (llm.config.vocab_size // 2) for i in range(PROMPT_TOKENS)]
-    steps = options.steps if llm.config.is_diffusion else None
-    diffusion = DiffusionParams(steps=steps)
-    params = SamplingParams(max_tokens=options.new, ignore_eos=True, diffusion=diffusion)
-    return Load(prompt, prompt[:1], params)
+def _load(config: ModelConfig, options: argparse.Namespace) -> Load:
+    """An answer of tokens that are drawn anew each time: of random weights the likeliest ones come
+    again and again, and residents would be found once for all.
+
+    A block model writes twice as many, two blocks with the prompt: the first one's tokens, exact by
+    default, are put into the cache with the second one's first pass, as in any longer answer.
+    """
+    num_new = 2 * options.new - len(PROMPT) if config.is_diffusion else options.new
+    diffusion = DiffusionParams(steps=options.steps if config.is_diffusion else None)
+    params = SamplingParams(
+        temperature=1.0, max_tokens=num_new, ignore_eos=True, diffusion=diffusion
+    )
+    return Load(PROMPT, PROMPT, params)
 
 
 def _folder(base: Path, family: str, size: str, num_layers: int | None) -> Path:
@@ -258,12 +271,14 @@ def _calibrate(folder: Path, path: Path, options: argparse.Namespace) -> BuddyPr
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--families", nargs="+", choices=tuple(LAYERS), default=list(LAYERS))
-    parser.add_argument("--layers", type=int, help="of every model (3)")
+    parser.add_argument("--layers", type=int, help="of every model (3 and 6)")
     parser.add_argument("--size", default="full", help="a key of the family's sizes (full)")
     parser.add_argument("--folder", type=Path, default=None, help="where models are kept")
     parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES))
     parser.add_argument("--placement", default="lowtide", help="who stays resident (lowtide)")
-    parser.add_argument("--new", type=int, default=None, help="new tokens of an answer (32)")
+    parser.add_argument(
+        "--new", type=int, default=None, help="tokens of an answer, or of a block (32)"
+    )
     parser.add_argument("--steps", type=int, default=STEPS, help="of a block (4)")
     parser.add_argument("--repeats", type=int, default=None, help="answers per lane (2)")
     parser.add_argument(

@@ -107,6 +107,15 @@ def test_decisions_are_timed_where_something_is_replaced(monkeypatch: pytest.Mon
     }
 
 
+@pytest.mark.parametrize(("is_diffusion", "num_new"), [(False, 32), (True, 63)])
+def test_at_published_dimensions_no_prompt_is_timed(is_diffusion: bool, num_new: int) -> None:
+    """Its rows are exact, so their reads would be the same in every lane."""
+    options = SimpleNamespace(new=32, steps=4)
+    load = buddy_full._load(SimpleNamespace(is_diffusion=is_diffusion), options)
+    assert len(load.prompt) == 1 and load.params.max_tokens == num_new
+    assert load.params.temperature == 1.0 and load.params.seed is None
+
+
 def test_a_profile_is_told_layer_by_layer() -> None:
     rows = list(buddy_profile.layer_rows(random_profile(3, 16, 2)))
     assert len(rows) == 3

@@ -171,7 +171,7 @@ def test_formats_profiles_and_decisions_are_told(tmp_path: Path) -> None:
     time |= {"substitute_us": 40.4, "both_us": 60.0, "settle_us": 9.0}
     full = {"model": "m", "resident_share": 0.375, "tokens_per_s": 2.0, "speed_up": 1.2}
     full |= {"read_bytes_per_token": 1e9, "waited_ms_per_miss": 3.0, "substitution_us": 12.0}
-    full |= {"share_of_layers": 0.0123}
+    full |= {"share_of_layers": 0.0123, "layers_speed_up": 1.5}
     told = blocks(
         _results(
             tmp_path,
@@ -187,7 +187,7 @@ def test_formats_profiles_and_decisions_are_told(tmp_path: Path) -> None:
     assert "| 0.100; 0.200; 0.300 | 2.0, 3.0, 9.0, 20.0 of 31 |" in told["buddy-profiles"]()
     assert "| late | beside a device | 32 | 40 | 60 | 9 |" in told["buddy-decisions"]()
     assert (
-        "| m | 38% | ours rho 4 | 2.00 | 1.20 | 1.00 | 3.00 | 12 | 1.23% |"
+        "| m | 38% | ours rho 4 | 2.00 | 1.20 | 1.50 | 1.00 | 3.00 | 12 | 1.23% |"
         in told["buddies-full"]()
     )
 
