@@ -35,8 +35,8 @@ from lowtide.llm import plan_model
 from lowtide.policies.buddy_profile import BuddyProfile
 
 LAYERS = {"llada2": 3, "qwen3_moe": 6}
-"""Of some 1.6 and 1.2 GB each; LLaDA2's first one has no experts. A token's own pass reads 0.6 GB
-of head besides, which a model of 48 layers hardly feels and one of three feels most."""
+"""Of some 1.6 and 1.2 GB each; LLaDA2's first one has no experts. One row's pass reads 0.1 GB of
+a layer and 0.6 GB of head: a tenth of the pass with 48 layers, half of it with six."""
 
 SHARES = (0.375, 0.5, 0.25, 0.75)
 """In the order in which they are measured: first the one that is judged."""
