@@ -138,10 +138,17 @@ class Watched:
 
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
-@pytest.mark.parametrize("miss", ["buddy", "late", "random", "drop", "cache-prior"])
-def test_a_receipt_equals_what_was_seen(device: str, miss: str) -> None:
+@pytest.mark.parametrize(
+    ("miss", "placement"),
+    [
+        *((miss, "lru") for miss in ("buddy", "late", "random", "drop", "cache-prior")),
+        ("late", "lowtide"),  # whose assignment is decided in the same call
+    ],
+)
+def test_a_receipt_equals_what_was_seen(device: str, miss: str, placement: str) -> None:
     watched = Watched()
-    with profiled() as seen, open_half(device, miss=miss, rho="none", placement="lru") as llm:
+    options = {"miss": miss, "rho": "none", "placement": placement}
+    with profiled() as seen, open_half(device, **options) as llm:
         with llm.observed(watched):
             completions = llm.generate([PROMPT, PROMPT[::-1]], PARAMS)
     [one] = seen
