@@ -8,7 +8,7 @@
 // vcvtne2ps2bf16 takes numbers below 2^-126 for 0. Only MXFP4 has such, and its are exact.
 //
 // Ports that move and convert are what these wait for, and broadcasts from memory go by none: the
-// scales of blocks of 32 weights are made ready for 16 of them at once.
+// scales of blocks of 32 weights are made ready for eight of them at once.
 //
 // 32 weights after the other are handed to a `take(number, weights)`, which stores them or
 // multiplies with them.
@@ -86,13 +86,15 @@ AVX512_BF16 INLINED __m512i words(int number) {
     return _mm512_set1_epi16(static_cast<short>(number));
 }
 
+constexpr int AND_OR = 0xea;  // for vpternlogd: the first two, or the third
+
 // Numbers' lowest four bits, looked up in the first half of a table, and in the second.
 AVX512_BF16 INLINED __m512i look_up_first(__m512i numbers, __m512i table) {
     return look_up(_mm512_and_si512(numbers, words(15)), table);
 }
 
 AVX512_BF16 INLINED __m512i look_up_second(__m512i numbers, __m512i table) {
-    return look_up(chosen(words(15), numbers, words(16)), table);
+    return look_up(_mm512_ternarylogic_epi32(numbers, words(15), words(16), AND_OR), table);
 }
 
 AVX512_BF16 INLINED __m512i right(__m512i numbers, int count) {
@@ -183,7 +185,7 @@ struct Block<Mxfp4> {
     }
 };
 
-// The scales of up to 16 blocks, and their offsets.
+// The scales of up to eight blocks, and their offsets.
 template <class Type>
 AVX512_BF16 INLINED void scales_of_blocks(const u8* b, long num_blocks, float* d, float* m) {
     if constexpr (std::is_same_v<Type, Mxfp4>) {
@@ -204,29 +206,52 @@ AVX512_BF16 INLINED void scales_of_blocks(const u8* b, long num_blocks, float* d
     }
 }
 
-// Blocks of 32 weights, 16 at most.
-template <class Type, class Take>
-AVX512_BF16 INLINED void unpack_short_blocks(const u8* stored, long num_blocks, Take& take) {
-    using Of = Block<Type>;
+// 256 weights that lie one after the other in a row. What they are made with is brought to memory
+// first (`begin`), of some rows of weights at a time, so that nobody waits for it; then they are
+// made in `STEPS` steps, 32 in each register. Here: eight blocks of 32.
+template <class Type>
+struct Span {
+    static constexpr int STEPS = 4;
+
     float d[16], m[16] = {};
-    scales_of_blocks<Type>(stored, num_blocks, d, m);
-    stays_in_memory(d), stays_in_memory(m);
-    const auto at = [&](long i) { return stored + i * Type::BYTES; };
-    if constexpr (HAS_SIXTEEN<Type>) {
-        const auto sixteen = [&](long i) AVX512_BF16 INLINED_LAMBDA {
-            return Of::sixteen(_mm512_set1_ps(d[i]), _mm512_set1_ps(m[i]));
-        };
+
+    AVX512_BF16 INLINED void begin(const u8* b, long num_blocks = 8) {
+        scales_of_blocks<Type>(b, num_blocks, d, m);
+        stays_in_memory(this);
+    }
+
+    AVX512_BF16 INLINED void step(const u8* b, int number, __m512i (&out)[2]) const {
+        two(b + 2 * number * Type::BYTES, 2 * number, Type::BYTES, out);
+    }
+
+    // Blocks `i` and i + 1, which begin at `b` and so many bytes behind it.
+    AVX512_BF16 INLINED void two(const u8* b, long i, long distance, __m512i (&out)[2]) const {
+        using Of = Block<Type>;
+        const u8* const second = b + distance;
+        const __m512 d_i = _mm512_set1_ps(d[i]), m_i = _mm512_set1_ps(m[i]);
+        const __m512 d_j = _mm512_set1_ps(d[i + 1]), m_j = _mm512_set1_ps(m[i + 1]);
+        if constexpr (HAS_SIXTEEN<Type>) {
+            const __m512i table = rounded(Of::sixteen(d_i, m_i), Of::sixteen(d_j, m_j));
+            out[0] = look_up_first(nibbles(b + Of::NUMBERS), table);
+            out[1] = look_up_second(nibbles(second + Of::NUMBERS), table);
+        } else {
+            out[0] = Of::weights(b, d_i, m_i), out[1] = Of::weights(second, d_j, m_j);
+        }
+    }
+
+    // Fewer blocks than eight; where there is no second one, the first is read twice.
+    template <class Take>
+    AVX512_BF16 INLINED void some(const u8* b, long num_blocks, long start, Take& take) {
+        begin(b, num_blocks);
         for (long i = 0; i < num_blocks; i += 2) {
             const bool is_last = i + 1 == num_blocks;
-            const __m512i table = rounded(sixteen(i), sixteen(is_last ? i : i + 1));
-            take(i, look_up_first(nibbles(at(i) + Of::NUMBERS), table));
-            if (!is_last) take(i + 1, look_up_second(nibbles(at(i + 1) + Of::NUMBERS), table));
+            __m512i weights[2];
+            two(b + i * Type::BYTES, i, is_last ? 0 : Type::BYTES, weights);
+            take(start + i, weights[0]);
+            if (!is_last) take(start + i + 1, weights[1]);
         }
-    } else {
-        for (long i = 0; i < num_blocks; ++i)
-            take(i, Of::weights(at(i), _mm512_set1_ps(d[i]), _mm512_set1_ps(m[i])));
     }
-}
+};
 
 }  // namespace vectors
 }  // namespace ggml

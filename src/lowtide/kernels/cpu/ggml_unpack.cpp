@@ -24,18 +24,19 @@ void unpack_rows(int variant, const PackedRows& rows, bf16* out, long out_stride
 
 #if defined(HAS_DOT_PRODUCTS)
 
+// `rows` rows of x.
 template <class Type, int rows>
-void multiply_by_twos(const Product<bf16>& p, const PackedRows& packed) {
+void multiply_rows(const Product<bf16>& p, const PackedRows& packed) {
+    constexpr long OUTS = vectors::OUTS;
     Ahead ahead(packed.stored, p.num_outs * packed.row_bytes, p.next);
-    for (long first = 0; first < p.num_outs; first += 2) {
-        const long num_outs = std::min(2L, p.num_outs - first);
-        PackedRows two = packed;
-        two.stored += first * packed.row_bytes;
-        if (num_outs == 1) two.row_bytes = 0;  // twice the same
-        float sums[rows][2];
-        vectors::dots<Type, rows>(p.x, p.x_stride, two, ahead, sums);
+    for (long first = 0; first < p.num_outs; first += OUTS) {
+        const u8* weights[OUTS];
+        for (long o = 0; o < OUTS; ++o)  // at the end the last one again
+            weights[o] = packed.stored + std::min(first + o, p.num_outs - 1) * packed.row_bytes;
+        float sums[rows][OUTS];
+        vectors::dots<Type, rows>(p.x, p.x_stride, weights, packed.num_blocks, ahead, sums);
         for (int r = 0; r < rows; ++r)
-            for (long o = 0; o < num_outs; ++o) {
+            for (long o = 0; o < OUTS && first + o < p.num_outs; ++o) {
                 const float bias = p.bias ? widen(p.bias[first + o]) : 0.0f;
                 p.out[r * p.out_stride + first + o] = round_bf16(sums[r][o] + bias);
             }
@@ -50,9 +51,10 @@ bool multiply_directly(int variant, const Product<bf16>& p, const PackedRows& pa
     if (variant == WITH_AMX)
         return Amx::run(p, [&] { return PackedTiles<Type>(p, packed); }), true;
     if (variant < WITH_AVX512_BF16) return false;
-    if (p.num_rows == 1) return multiply_by_twos<Type, 1>(p, packed), true;
-    if (p.num_rows == 2) return multiply_by_twos<Type, 2>(p, packed), true;
-    if (p.num_rows == 4) return multiply_by_twos<Type, 4>(p, packed), true;
+    if (p.num_rows == 1) return multiply_rows<Type, 1>(p, packed), true;
+    if (p.num_rows == 2) return multiply_rows<Type, 2>(p, packed), true;
+    if (p.num_rows == 3) return multiply_rows<Type, 3>(p, packed), true;
+    if (p.num_rows == 4) return multiply_rows<Type, 4>(p, packed), true;
 #endif
     return false;
 }

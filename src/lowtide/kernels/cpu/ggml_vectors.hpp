@@ -26,42 +26,45 @@ AVX512_BF16 INLINED void scales_and_offsets(const u8* b, float* out) {
     stays_in_memory(out);
 }
 
+// Of types with such scales.
+struct SixBits {
+    static constexpr int STEPS = 4;
+
+    float scales[16];
+
+    AVX512_BF16 INLINED void begin(const u8* b) { scales_and_offsets(b, scales); }
+
+    AVX512_BF16 INLINED __m512 scale(int group) const { return _mm512_set1_ps(scales[group]); }
+    AVX512_BF16 INLINED __m512 offset(int group) const { return _mm512_set1_ps(scales[8 + group]); }
+};
+
 template <>
-struct Block<Q4K> {
-    template <class Take>
-    AVX512_BF16 static INLINED void unpack(const u8* b, long start, Take& take) {
-        float scales[16];
-        scales_and_offsets(b, scales);
-        UNROLLED for (int pair = 0; pair < 4; ++pair) {
-            const __m512i both = _mm512_cvtepu8_epi16(thirty_two(b + 16 + 32 * pair));
-            __m512 weights[2];
-            UNROLLED for (int i = 0; i < 2; ++i)
-                weights[i] = _mm512_fmsub_ps(_mm512_set1_ps(scales[2 * pair + i]), counting(),
-                                             _mm512_set1_ps(scales[8 + 2 * pair + i]));
-            const __m512i table = rounded(weights[0], weights[1]);
-            take(start + 2 * pair, look_up_first(both, table));
-            take(start + 2 * pair + 1, look_up_second(_mm512_srli_epi16(both, 4), table));
-        }
+struct Span<Q4K> : SixBits {
+    AVX512_BF16 INLINED void step(const u8* b, int pair, __m512i (&out)[2]) const {
+        const __m512i both = _mm512_cvtepu8_epi16(thirty_two(b + 16 + 32 * pair));
+        __m512 weights[2];
+        UNROLLED for (int i = 0; i < 2; ++i)
+            weights[i] =
+                _mm512_fmsub_ps(scale(2 * pair + i), counting(), offset(2 * pair + i));
+        const __m512i table = rounded(weights[0], weights[1]);
+        out[0] = look_up_first(both, table);
+        out[1] = look_up_second(_mm512_srli_epi16(both, 4), table);
     }
 };
 
 template <>
-struct Block<Q5K> {
-    template <class Take>
-    AVX512_BF16 static INLINED void unpack(const u8* b, long start, Take& take) {
-        float scales[16];
-        scales_and_offsets(b, scales);
+struct Span<Q5K> : SixBits {
+    AVX512_BF16 INLINED void step(const u8* b, int pair, __m512i (&out)[2]) const {
         const __m512 upper = _mm512_add_ps(counting(), _mm512_set1_ps(16));
         const __m512i fifth = _mm512_cvtepu8_epi16(thirty_two(b + 16));
-        UNROLLED for (int group = 0; group < 8; ++group) {
-            const __m512i both = _mm512_cvtepu8_epi16(thirty_two(b + 48 + group / 2 * 32));
-            const __m512 scale = _mm512_set1_ps(scales[group]);
-            const __m512 offset = _mm512_set1_ps(scales[8 + group]);
+        const __m512i both = _mm512_cvtepu8_epi16(thirty_two(b + 48 + 32 * pair));
+        UNROLLED for (int i = 0; i < 2; ++i) {
+            const int group = 2 * pair + i;
             const __m512i table = rounded(
-                _mm512_fmsub_ps(scale, counting(), offset), _mm512_fmsub_ps(scale, upper, offset));
+                _mm512_fmsub_ps(scale(group), counting(), offset(group)),
+                _mm512_fmsub_ps(scale(group), upper, offset(group)));
             const __m512i bit = group < 4 ? left(fifth, 4 - group) : right(fifth, group - 4);
-            take(start + group,
-                 look_up(chosen(words(15), right(both, group % 2 * 4), bit), table));
+            out[i] = look_up(chosen(words(15), right(both, 4 * i), bit), table);
         }
     }
 };
@@ -69,21 +72,27 @@ struct Block<Q5K> {
 // Numbers of six bits are made 64 at a time and widened from where they are stored, since a load
 // that widens takes one place where a part of a register would take two.
 template <>
-struct Block<Q6K> {
-    template <class Take>
-    AVX512_BF16 static INLINED void unpack(const u8* b, long start, Take& take) {
-        float scales[16];
-        alignas(64) u8 numbers[256];
+struct Span<Q6K> {
+    static constexpr int STEPS = 4;
+
+    float scales[16];
+    alignas(64) u8 numbers[256];
+
+    AVX512_BF16 INLINED void begin(const u8* b) {
         _mm512_storeu_ps(
             scales, _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(sixteen(b + 192))),
                                   half_everywhere(b + 208)));
         UNROLLED for (int half = 0; half < 2; ++half) numbers_of_half(b, half, numbers + 128 * half);
-        stays_in_memory(scales), stays_in_memory(numbers);
-        UNROLLED for (int part = 0; part < 8; ++part) {  // 32 weights
+        stays_in_memory(this);
+    }
+
+    AVX512_BF16 INLINED void step(const u8*, int number, __m512i (&out)[2]) const {
+        UNROLLED for (int i = 0; i < 2; ++i) {
+            const int part = 2 * number + i;  // 32 weights
             const u8* const of_part = numbers + 32 * part;
-            take(start + part,
-                 scaled(sixteen(of_part), sixteen(of_part + 16), _mm512_set1_ps(scales[2 * part]),
-                        _mm512_set1_ps(scales[2 * part + 1])));
+            out[i] = scaled(
+                sixteen(of_part), sixteen(of_part + 16), _mm512_set1_ps(scales[2 * part]),
+                _mm512_set1_ps(scales[2 * part + 1]));
         }
     }
 
@@ -109,41 +118,49 @@ struct Block<Q6K> {
 
 // A table has eight groups of four weights.
 template <>
-struct Block<Q2K> {
-    template <class Take>
-    AVX512_BF16 static INLINED void unpack(const u8* b, long start, Take& take) {
+struct Span<Q2K> {
+    static constexpr int STEPS = 2;
+
+    float scales[16], offsets[16];
+
+    AVX512_BF16 INLINED void begin(const u8* b) {
         const __m512i both = _mm512_cvtepu8_epi32(sixteen(b)), four = _mm512_set1_epi32(15);
-        const __m512 scales = _mm512_mul_ps(
-            _mm512_cvtepi32_ps(_mm512_and_si512(both, four)), half_everywhere(b + 80));
-        const __m512 offsets = _mm512_mul_ps(
-            _mm512_cvtepi32_ps(_mm512_srli_epi32(both, 4)), half_everywhere(b + 82));
-        const __m512i two = _mm512_set1_epi32(3);
-        const __m512 numbers = _mm512_cvtepi32_ps(_mm512_and_si512(counting16(), two));
-        UNROLLED for (int half = 0; half < 2; ++half) {
-            __m512 weights[2];
-            UNROLLED for (int i = 0; i < 2; ++i) {
-                const __m512i group = _mm512_add_epi32(
-                    _mm512_srli_epi32(counting16(), 2), _mm512_set1_epi32(8 * half + 4 * i));
-                weights[i] = _mm512_fmsub_ps(_mm512_permutexvar_ps(group, scales), numbers,
-                                             _mm512_permutexvar_ps(group, offsets));
-            }
-            const __m512i table = rounded(weights[0], weights[1]);
-            const __m512i q = _mm512_cvtepu8_epi16(thirty_two(b + 16 + 32 * half));
-            UNROLLED for (int part = 0; part < 4; ++part) {
-                const __m512i groups = _mm512_inserti64x4(
-                    words(8 * part), _mm256_set1_epi16(static_cast<short>(8 * part + 4)), 1);
-                take(start + 4 * half + part,
-                     look_up(chosen(words(3), right(q, 2 * part), groups), table));
-            }
+        _mm512_storeu_ps(scales, _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_and_si512(both, four)),
+                                               half_everywhere(b + 80)));
+        _mm512_storeu_ps(offsets, _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_srli_epi32(both, 4)),
+                                                half_everywhere(b + 82)));
+        stays_in_memory(this);
+    }
+
+    AVX512_BF16 INLINED void step(const u8* b, int half, __m512i (&out)[4]) const {
+        const __m512 numbers =
+            _mm512_cvtepi32_ps(_mm512_and_si512(counting16(), _mm512_set1_epi32(3)));
+        const __m512 of_scales = _mm512_loadu_ps(scales), of_offsets = _mm512_loadu_ps(offsets);
+        __m512 weights[2];
+        UNROLLED for (int i = 0; i < 2; ++i) {
+            const __m512i group = _mm512_add_epi32(
+                _mm512_srli_epi32(counting16(), 2), _mm512_set1_epi32(8 * half + 4 * i));
+            weights[i] = _mm512_fmsub_ps(_mm512_permutexvar_ps(group, of_scales), numbers,
+                                         _mm512_permutexvar_ps(group, of_offsets));
+        }
+        const __m512i table = rounded(weights[0], weights[1]);
+        const __m512i q = _mm512_cvtepu8_epi16(thirty_two(b + 16 + 32 * half));
+        UNROLLED for (int part = 0; part < 4; ++part) {
+            const __m512i groups = _mm512_inserti64x4(
+                words(8 * part), _mm256_set1_epi16(static_cast<short>(8 * part + 4)), 1);
+            out[part] = look_up(chosen(words(3), right(q, 2 * part), groups), table);
         }
     }
 };
 
 // A table has four groups of eight weights.
 template <>
-struct Block<Q3K> {
-    template <class Take>
-    AVX512_BF16 static INLINED void unpack(const u8* b, long start, Take& take) {
+struct Span<Q3K> {
+    static constexpr int STEPS = 4;
+
+    float scales[16];
+
+    AVX512_BF16 INLINED void begin(const u8* b) {
         const auto low = at<std::uint64_t>(b + 96);
         const std::uint64_t high = at<std::uint32_t>(b + 104);
         constexpr std::uint64_t FOUR = 0x0f0f0f0f0f0f0f0f, TWO = 0x0303030303030303;
@@ -153,61 +170,86 @@ struct Block<Q3K> {
             static_cast<long long>(upper), static_cast<long long>(lower));
         const __m512i signed_six =
             _mm512_sub_epi32(_mm512_cvtepu8_epi32(bytes), _mm512_set1_epi32(32));
-        const __m512 scales =
-            _mm512_mul_ps(_mm512_cvtepi32_ps(signed_six), half_everywhere(b + 108));
+        _mm512_storeu_ps(
+            scales, _mm512_mul_ps(_mm512_cvtepi32_ps(signed_six), half_everywhere(b + 108)));
+        stays_in_memory(this);
+    }
+
+    AVX512_BF16 INLINED void step(const u8* b, int pair, __m512i (&out)[2]) const {
         const __m512i three = _mm512_set1_epi32(7);
         const __m512 numbers = _mm512_sub_ps(
             _mm512_cvtepi32_ps(_mm512_and_si512(counting16(), three)), _mm512_set1_ps(4));
+        const __m512 of_groups = _mm512_loadu_ps(scales);
         const __m512i third = _mm512_cvtepu8_epi16(thirty_two(b));
-        UNROLLED for (int pair = 0; pair < 4; ++pair) {
-            __m512 weights[2];
-            UNROLLED for (int i = 0; i < 2; ++i) {
-                const __m512i group = _mm512_add_epi32(
-                    _mm512_srli_epi32(counting16(), 3), _mm512_set1_epi32(4 * pair + 2 * i));
-                weights[i] = _mm512_mul_ps(_mm512_permutexvar_ps(group, scales), numbers);
-            }
-            const __m512i table = rounded(weights[0], weights[1]);
-            const __m512i q = _mm512_cvtepu8_epi16(thirty_two(b + 32 + pair / 2 * 32));
-            UNROLLED for (int i = 0; i < 2; ++i) {
-                const int part = 2 * pair + i;  // 32 weights
-                const __m512i groups = _mm512_inserti64x4(
-                    words(16 * i), _mm256_set1_epi16(static_cast<short>(16 * i + 8)), 1);
-                const __m512i bit = part < 2 ? left(third, 2 - part) : right(third, part - 2);
-                const __m512i third_bit = chosen(words(4), bit, groups);
-                take(start + part,
-                     look_up(chosen(words(3), right(q, part % 4 * 2), third_bit), table));
-            }
+        __m512 weights[2];
+        UNROLLED for (int i = 0; i < 2; ++i) {
+            const __m512i group = _mm512_add_epi32(
+                _mm512_srli_epi32(counting16(), 3), _mm512_set1_epi32(4 * pair + 2 * i));
+            weights[i] = _mm512_mul_ps(_mm512_permutexvar_ps(group, of_groups), numbers);
+        }
+        const __m512i table = rounded(weights[0], weights[1]);
+        const __m512i q = _mm512_cvtepu8_epi16(thirty_two(b + 32 + pair / 2 * 32));
+        UNROLLED for (int i = 0; i < 2; ++i) {
+            const int part = 2 * pair + i;  // 32 weights
+            const __m512i groups = _mm512_inserti64x4(
+                words(16 * i), _mm256_set1_epi16(static_cast<short>(16 * i + 8)), 1);
+            const __m512i bit = part < 2 ? left(third, 2 - part) : right(third, part - 2);
+            const __m512i third_bit = chosen(words(4), bit, groups);
+            out[i] = look_up(chosen(words(3), right(q, part % 4 * 2), third_bit), table);
         }
     }
 };
 
 template <>
-struct Block<Iq4Xs> {
-    template <class Take>
-    AVX512_BF16 static INLINED void unpack(const u8* b, long start, Take& take) {
-        const __m512 d = half_everywhere(b), values = _mm512_loadu_ps(IQ4_VALUES);
-        UNROLLED for (int group = 0; group < 8; group += 2) {
-            __m512 weights[2];
-            UNROLLED for (int i = 0; i < 2; ++i) {
-                const auto number = static_cast<float>(iq4_xs_scale(b, group + i));
-                weights[i] = _mm512_mul_ps(_mm512_mul_ps(d, _mm512_set1_ps(number)), values);
-            }
-            const __m512i table = rounded(weights[0], weights[1]);
-            take(start + group, look_up_first(nibbles(b + 8 + 16 * group), table));
-            take(start + group + 1, look_up_second(nibbles(b + 24 + 16 * group), table));
-        }
+struct Span<Iq4Xs> {
+    static constexpr int STEPS = 4;
+
+    float scales[8];
+
+    AVX512_BF16 INLINED void begin(const u8* b) {
+        const float d = half_at(b);
+        for (int g = 0; g < 8; ++g) scales[g] = d * static_cast<float>(iq4_xs_scale(b, g));
+        stays_in_memory(this);
+    }
+
+    AVX512_BF16 INLINED void step(const u8* b, int pair, __m512i (&out)[2]) const {
+        const __m512 values = _mm512_loadu_ps(IQ4_VALUES);
+        const __m512i table = rounded(
+            _mm512_mul_ps(_mm512_set1_ps(scales[2 * pair]), values),
+            _mm512_mul_ps(_mm512_set1_ps(scales[2 * pair + 1]), values));
+        const u8* const q = b + 8 + 32 * pair;
+        out[0] = look_up_first(nibbles(q), table);
+        out[1] = look_up_second(nibbles(q + 16), table);
     }
 };
 
-// Blocks, of which those of 32 weights are 16 at most.
+constexpr long SPAN = 256;
+
+template <class Type>
+constexpr long BLOCKS_OF_SPAN = SPAN / Type::SIZE;
+
+// Registers that a step makes.
+template <class Type>
+constexpr int PARTS = 8 / Span<Type>::STEPS;
+
+// Blocks, one after the other, as far as there are.
 template <class Type, class Take>
 AVX512_BF16 INLINED void unpack_blocks(const u8* stored, long num_blocks, Take& take) {
-    if constexpr (Type::SIZE > 32) {
-        for (long block = 0; block < num_blocks; ++block)
-            Block<Type>::unpack(stored + block * Type::BYTES, block * (Type::SIZE / 32), take);
-    } else {
-        unpack_short_blocks<Type>(stored, num_blocks, take);
+    Span<Type> span;
+    long block = 0;
+    for (; block + BLOCKS_OF_SPAN<Type> <= num_blocks; block += BLOCKS_OF_SPAN<Type>) {
+        const u8* const b = stored + block * Type::BYTES;
+        span.begin(b);
+        UNROLLED for (int step = 0; step < Span<Type>::STEPS; ++step) {
+            __m512i weights[PARTS<Type>];
+            span.step(b, step, weights);
+            UNROLLED for (int part = 0; part < PARTS<Type>; ++part)
+                take(block * Type::SIZE / 32 + step * PARTS<Type> + part, weights[part]);
+        }
     }
+    if constexpr (BLOCKS_OF_SPAN<Type> > 1)
+        if (block < num_blocks)
+            span.some(stored + block * Type::BYTES, num_blocks - block, block, take);
 }
 
 struct Store {
@@ -220,14 +262,10 @@ struct Store {
 
 template <class Type>
 AVX512_BF16 void unpack(const PackedRows& rows, bf16* out, long out_stride) {
-    constexpr long MOST = 8;
-    for (long row = 0; row < rows.num_rows; ++row)
-        for (long first = 0; first < rows.num_blocks; first += MOST) {
-            Store store = {out + row * out_stride + first * Type::SIZE};
-            unpack_blocks<Type>(
-                rows.stored + row * rows.row_bytes + first * Type::BYTES,
-                std::min(rows.num_blocks - first, MOST), store);
-        }
+    for (long row = 0; row < rows.num_rows; ++row) {
+        Store store = {out + row * out_stride};
+        unpack_blocks<Type>(rows.stored + row * rows.row_bytes, rows.num_blocks, store);
+    }
 }
 
 }  // namespace vectors
