@@ -4,7 +4,8 @@
 // itself, but within a page and for some streams at a time, and a row of weights is about a page.
 // Eight pages read side by side are 1.4 times as fast as one after the other (docs/log.md), whatever
 // the length of a row. So while one region of eight pages is read, in whatever order, the next one
-// is asked for, a line of each page in turn, into the second cache.
+// is asked for, a line of each page in turn: into the second cache, or where unpacking is what takes
+// time (docs/log.md) into the first, from which what does not fit goes to the second.
 
 #pragma once
 
@@ -13,6 +14,9 @@
 namespace lowtide {
 
 constexpr long LINE_BYTES = 64;
+
+// Where lines are asked for to, as __builtin_prefetch has it.
+enum Cache { SECOND_CACHE = 2, FIRST_CACHE = 3 };
 
 class Ahead {
    public:
@@ -24,17 +28,18 @@ class Ahead {
     }
 
     // As many lines of the range have been read, a divisor or a multiple of 8: asks for as many.
-    template <int num_lines>
+    template <int num_lines, Cache cache = SECOND_CACHE>
     INLINED void read() {
         if constexpr (num_lines < NUM_PAGES) {
-            for (int i = 0; i < num_lines; ++i) __builtin_prefetch(pages_[page_ + i] + offset_, 0, 2);
+            for (int i = 0; i < num_lines; ++i)
+                __builtin_prefetch(pages_[page_ + i] + offset_, 0, cache);
             page_ += num_lines;
             if (page_ < NUM_PAGES) return;
             page_ = 0, offset_ += LINE_BYTES;
         } else {
             for (int i = 0; i < num_lines; ++i)
                 __builtin_prefetch(
-                    pages_[i % NUM_PAGES] + offset_ + i / NUM_PAGES * LINE_BYTES, 0, 2);
+                    pages_[i % NUM_PAGES] + offset_ + i / NUM_PAGES * LINE_BYTES, 0, cache);
             offset_ += num_lines / NUM_PAGES * LINE_BYTES;
         }
         if (offset_ >= PAGE_BYTES) {
@@ -44,10 +49,11 @@ class Ahead {
     }
 
     // So many bytes of the range have been read: asks for as many, a line of each page at a time.
+    template <Cache cache = SECOND_CACHE>
     INLINED void read_bytes(long num_bytes) {
         unasked_bytes_ += num_bytes;
         for (; unasked_bytes_ >= NUM_PAGES * LINE_BYTES; unasked_bytes_ -= NUM_PAGES * LINE_BYTES)
-            read<NUM_PAGES>();
+            read<NUM_PAGES, cache>();
     }
 
    private:

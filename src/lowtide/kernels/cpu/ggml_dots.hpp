@@ -76,7 +76,7 @@ AVX512_BF16 NOT_INLINED void dots(
     Span<Type> spans[OUTS];
     __m512 lanes[rows][OUTS] = {};
     for (; num_blocks >= BLOCKS; num_blocks -= BLOCKS, x += SPAN) {
-        ahead.read_bytes(OUTS * BLOCKS * Type::BYTES);
+        ahead.read_bytes<FIRST_CACHE>(OUTS * BLOCKS * Type::BYTES);
         add_span<Type, rows>(x, x_stride, b, spans, lanes);
         UNROLLED for (int o = 0; o < OUTS; ++o) b[o] += BLOCKS * Type::BYTES;
     }
