@@ -213,7 +213,7 @@ template <class Type>
 struct Span {
     static constexpr int STEPS = 4;
 
-    float d[16], m[16] = {};
+    float d[16] = {}, m[16] = {};
 
     AVX512_BF16 INLINED void begin(const u8* b, long num_blocks = 8) {
         scales_of_blocks<Type>(b, num_blocks, d, m);
