@@ -24,7 +24,7 @@ from lowtide.errors import DeviceError
 from lowtide.experts.at_once import ExpertsAtOnce
 from lowtide.experts.device import ExpertGroup
 from lowtide.experts.layout import SlotLayout
-from lowtide.experts.rows import ExpertBuffers, ExpertRows
+from lowtide.experts.rows import ExpertBuffers, ExpertRows, row_pieces
 from lowtide.experts.slots import ExpertSlots
 from lowtide.kernels.reference import REFERENCE, Kernels
 from lowtide.memory.arena import Region
@@ -176,10 +176,12 @@ class EmulatedDevice:
             self._at_once.run(groups[is_few], buffers.parts, buffers.gate, buffers.up, layer)
             groups = groups[~is_few]
         for slot, first, num_pairs in groups.tolist():
-            pairs = slice(first, first + num_pairs)
-            parts = buffers.parts[pairs]  # an expert's outputs replace its inputs
             weights = self._slots.weights(layer, slot)
-            self.kernels.gated_mlp(parts, weights, buffers.gate[pairs], buffers.up[pairs], parts)
+            for piece in row_pieces(num_pairs):
+                pairs = slice(first + piece.start, first + piece.stop)
+                parts = buffers.parts[pairs]  # an expert's outputs replace its inputs
+                gate, up = buffers.gate[pairs], buffers.up[pairs]
+                self.kernels.gated_mlp(parts, weights, gate, up, parts)
 
     def _note(self, stream: str, name: str, start_s: float, end_s: float) -> None:
         if self.timeline is not None:
