@@ -47,7 +47,10 @@ def test_a_format_that_weights_are_stored_in_is_no_row_of_its_own(
     assert [row.format for row in plan_in_full(packed, context=64).by_format] == ["own"]
 
 
-def test_a_plan_ends_with_the_table_and_begins_with_what_is_faster(folder: Path) -> None:
+def test_a_plan_ends_with_the_table_and_begins_with_what_is_faster(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # rates that are kept there decide, too
     budget = str(plan_model(folder, context=64).minimum_bytes)
     given = ["plan", str(folder), "--context", "64", "--host-memory", budget]
     result = CliRunner().invoke(app, given, env={"COLUMNS": "200"})
