@@ -80,8 +80,10 @@ AVX512_BF16 NOT_INLINED void dots(
         add_span<Type, rows>(x, x_stride, b, spans, lanes);
         UNROLLED for (int o = 0; o < OUTS; ++o) b[o] += BLOCKS * Type::BYTES;
     }
-    if constexpr (BLOCKS > 1)
+    if constexpr (BLOCKS > 1) {
+        ahead.read_bytes<FIRST_CACHE>(OUTS * num_blocks * Type::BYTES);
         if (num_blocks > 0) add_rest<Type, rows>(x, x_stride, b, num_blocks, lanes);
+    }
     UNROLLED for (int r = 0; r < rows; ++r)
         UNROLLED for (int o = 0; o < OUTS; ++o) sums[r][o] = sum_of(lanes[r][o]);
 }
