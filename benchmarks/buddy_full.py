@@ -184,12 +184,14 @@ def _row(run: Run, exact: Run) -> Row:
 
 
 def _watched(llm: LLM, lane: Lane, load: Load) -> Row:
-    """One more answer, after one that finds the residents: times by part, and waits per miss."""
+    """One more answer, after one that finds the residents: times by part, and waits per miss. Every
+    lane's are drawn with the same seeds."""
     llm.adopt_policy(lane.policy, lane.options)
-    llm.generate([load.prompt], load.params)
+    first, second = (replace(load.params, seed=seed) for seed in (0, 1))
+    llm.generate([load.prompt], first)
     watch, before = Watch(llm), llm.stats()
     with watch.on():
-        llm.generate([load.prompt], load.params)
+        llm.generate([load.prompt], second)
     after = llm.stats()
     grown = {name: after[name] - before[name] for name in ("num_misses", "wait_s", "forwards")}
     return {

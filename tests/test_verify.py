@@ -104,6 +104,18 @@ def test_a_bidirectional_models_passes_are_whole_and_divided(name: str) -> None:
     assert verdict.num_tokens == 2 + verify_module.LONG_ANSWER_TOKENS
 
 
+def test_a_gpu_s_experts_are_given_a_long_text_a_pass_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where there is a tolerance every layer is asked for once more, by itself."""
+    name, cases = "llada-moe-a", verify_module._cases
+    monkeypatch.setattr(
+        verify_module, "_cases", lambda *given: (c._replace(tolerance=0.05) for c in cases(*given))
+    )
+    verdicts = verify(GOLDENS / name, max_tokens=2, device="cpu", config_overrides=LONGER[name])
+    assert all(verdict.is_same and verdict.num_long_tokens > 512 for verdict in verdicts)
+
+
 def test_a_wrong_chunk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of operators that are divided, one row is wrong; the reference divides fewer."""
     one_by_one = rows_module._one_by_one

@@ -56,7 +56,8 @@ class LLM(LoadedModel):
 
     Everything here may be called from several threads at once: one thread of the engine computes
     for all of them, and what is asked at the same time shares its passes. Ctrl-C, an error and a
-    stream that is left end their own requests only. Not for use in a forked process.
+    stream that is left end their own requests only. Not for use in a fork of the process that made
+    it: one loads its own.
     """
 
     def generate(

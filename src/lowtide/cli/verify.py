@@ -116,7 +116,7 @@ def _verdict_line(verdicts: Sequence[Verdict]) -> str:
     policies = {verdict.policy for verdict in promised}
     ran = f"{len(promised)} runs, {len(budgets)} budgets, {len(policies)} policies"
     if most > 1:
-        ran += f", passes of {promised[0].num_long_tokens} tokens whole and in {most} chunks"
+        ran += f", passes of {promised[0].num_long_tokens} tokens in up to {most} chunks"
     if not different:
         bits = "within the tolerance" if any(v.tolerance for v in promised) else "bit for bit"
         return f"verdict: the same {bits} ({ran})"

@@ -294,7 +294,8 @@ class ExpertRuntime:
             at_host = at_host._replace(experts=experts)
             run = self._facts(facts.step, facts.layer, experts, substituted)
         if self.device is None and not is_long(len(at_host.x)):
-            # Deciding takes a share of a millisecond, in which the disk would have nothing to do.
+            # Deciding takes a share of a millisecond, in which the disk would have nothing to do:
+            # much of a short pass.
             self.host.begin(facts.layer, (run or facts).demand.experts)
         return routing, at_host, self._with_moves(facts, self.policies.decide(facts, run))
 

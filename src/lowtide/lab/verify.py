@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lowtide.config import ModelConfig
 from lowtide.core import Step
-from lowtide.engine.opening import EngineConfig, open_model
+from lowtide.engine.opening import MAX_PASS_ROWS, EngineConfig, open_model
 from lowtide.errors import PlanError
 from lowtide.experts.rows import Routing, is_long
 from lowtide.lab.budgets import budget_of_share, home_of_share
@@ -43,6 +43,9 @@ LONG_TEXT_TOKENS = max(OPERATOR_TILES.values()) + 2 * (MAX_REMAINDER + 1)
 
 LONG_ANSWER_TOKENS = OPERATOR_TILES["logits"] + 2 * (MAX_REMAINDER + 1)
 """Of its masks, written in one step."""
+
+MAX_LOGIT_ROWS = 64
+"""Of the text, that are kept of every run."""
 
 EMULATED_SPEEDS = {"link_GBps": "2", "link_latency_us": "20", "host_slowdown": "1"}
 """Of an emulated device, where no others are given: it need not be slow to change nothing."""
@@ -134,7 +137,8 @@ class _Run(NamedTuple):
     """What a run of the model showed."""
 
     layers: list[_Layer]  # of the text
-    logits: Tensor
+    logits: Tensor  # float32 [rows, vocab]; of a long text some of its rows
+    num_text: int
     token_ids: list[int]  # of the answer; then, of a long text, what one step writes
     hit_rate: float
     chunks: Mapping[str, int]  # of that step
@@ -291,7 +295,7 @@ def _verdict(case: _Case, plan: MemoryPlan, policy: str) -> Verdict:
 def _run(llm: LLM, task: _Task) -> _Run:
     before, layers = llm.stats(), _Layers()
     with llm.observed(layers):
-        logits = llm.logits(task.text)
+        logits = _some_rows(llm.logits(task.text))
     [completion] = llm.generate([list(task.prompt)], task.params)
     token_ids, chunks = completion.token_ids, dict[str, int]()
     if llm.config.is_bidirectional and is_long(len(task.text)):
@@ -300,7 +304,15 @@ def _run(llm: LLM, task: _Task) -> _Run:
     after = llm.stats()
     num_hits, num_misses = (after[name] - before[name] for name in ("num_hits", "num_misses"))
     hit_rate = num_hits / max(1, num_hits + num_misses)
-    return _Run(layers.seen, logits, token_ids, hit_rate, chunks)
+    return _Run(layers.seen, logits, len(task.text), token_ids, hit_rate, chunks)
+
+
+def _some_rows(logits: Tensor) -> Tensor:
+    """A copy of at most `MAX_LOGIT_ROWS` of them, evenly: two runs are kept beside a model that may
+    fill the memory, and a vocabulary's worth of 800 tokens are 0.4 GB."""
+    num_rows = len(logits)
+    rows = torch.linspace(0, num_rows - 1, min(num_rows, MAX_LOGIT_ROWS)).long()
+    return logits[rows]
 
 
 def _long_step(llm: LLM, text: Sequence[int]) -> list[int]:
@@ -314,10 +326,17 @@ def _long_step(llm: LLM, text: Sequence[int]) -> list[int]:
 
 def _given_the_same(llm: LLM, layers: Sequence[_Layer]) -> list[_Layer]:
     """What the experts make of each layer's input and routing, by themselves."""
-    return [
-        seen._replace(out=llm.run_experts(seen.layer, seen.x, seen.routing, seen.step))
-        for seen in layers
+    return [seen._replace(out=_experts_of(llm, seen)) for seen in layers]
+
+
+def _experts_of(llm: LLM, seen: _Layer) -> Tensor:
+    """A pass's rows at a time."""
+    parts = zip(*(t.split(MAX_PASS_ROWS) for t in (seen.x, *seen.routing)), strict=True)
+    outs = [
+        llm.run_experts(seen.layer, x, Routing(experts, weights), seen.step)
+        for x, experts, weights in parts
     ]
+    return torch.cat(outs)
 
 
 class _Layers:
@@ -344,7 +363,7 @@ def _compared(verdict: Verdict, run: _Run, reference: _Run) -> Verdict:
         first_token=_first_different(run.token_ids, reference.token_ids),
         num_equal_tokens=sum(map(eq, run.token_ids, reference.token_ids)),
         num_tokens=len(reference.token_ids),
-        num_long_tokens=len(reference.logits) if is_long(len(reference.logits)) else 0,
+        num_long_tokens=run.num_text if is_long(run.num_text) else 0,
         divided=divided,
     )
 

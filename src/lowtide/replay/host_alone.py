@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lowtide.core import Facts, IntArray
+from lowtide.core import Demand, Facts, IntArray, Moves
 from lowtide.policies.presets import recipe
 from lowtide.policies.recipe import Setting
 from lowtide.replay.simulator import (
@@ -56,8 +56,7 @@ class _Replay:
 
     def layer(self, layer: int, routed: RoutedPass, num_rows: int, hits: IntArray) -> None:
         """One layer of one pass. hits [experts]"""
-        policies, report, is_resident = self._policies, self.report, self._is_resident[layer]
-        costs = policies.costs
+        policies, is_resident = self._policies, self._is_resident[layer]
         demand = demand_of(hits, is_resident)
         is_kept = is_resident.copy()
         facts = Facts(
@@ -66,7 +65,7 @@ class _Replay:
             demand,
             is_kept,
             policies.capacity,
-            costs,
+            policies.costs,
             can_fetch=False,
             has_idle_link=False,
             routing=routed.routing(layer) if policies.asks_routing else None,
@@ -77,8 +76,11 @@ class _Replay:
         is_resident[moves.admit] = True
         is_resident[moves.later] = True  # when the layer comes again
         is_resident[moves.evict] = False
-        if run is not None:
-            demand = run.demand
+        self._count(demand if run is None else run.demand, moves, num_rows)
+
+    def _count(self, demand: Demand, moves: Moves, num_rows: int) -> None:
+        """What a layer took: its reads beside its computation, and what neither hides."""
+        costs, report = self._policies.costs, self.report
         num_hits = int(np.count_nonzero(demand.is_resident))
         compute_s = float(costs.device_s(demand.num_tokens).sum())
         num_read = len(demand.experts) - num_hits + len(moves.later)

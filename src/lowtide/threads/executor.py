@@ -129,12 +129,7 @@ class HostExecutor:
 
     def take_charge(self) -> None:
         """The calling thread's own operators stay on that thread from now on."""
-        num_threads = torch.get_num_threads()
-        set_cores_per_product(CORES_PER_PIECE)
-        # That was also the default of threads to come: another thread puts it back.
-        other = threading.Thread(target=set_cores_per_product, args=(num_threads,))
-        other.start()
-        other.join()
+        stay_on_this_thread()
 
     def close(self) -> None:
         """Waits for the work under way and ends the threads."""
@@ -277,12 +272,21 @@ def set_cores_per_product(num_cores: int) -> None:
     torch.set_num_threads(num_cores)
 
 
+def stay_on_this_thread() -> None:
+    """The calling thread's own operators stay on that thread from now on."""
+    num_threads = torch.get_num_threads()
+    set_cores_per_product(CORES_PER_PIECE)
+    # That was also the default of threads to come: another thread puts it back.
+    other = threading.Thread(target=set_cores_per_product, args=(num_threads,))
+    other.start()
+    other.join()
+
+
 def spare_forked_threads() -> None:
-    """In a fork of a process that has computed, OpenMP waits for ever for threads that stayed
-    behind: the calling thread's operators stay on that thread, and those made here have their own.
-    """
+    """In a fork of a process that has computed, OpenMP waits for ever for the calling thread's
+    threads, which stayed behind: its operators stay on it. Threads made here have their own."""
     if os.getpid() != _IMPORTED_BY:
-        set_cores_per_product(CORES_PER_PIECE)
+        stay_on_this_thread()
 
 
 def _compute(work: Work, num_cores: int) -> None:

@@ -17,6 +17,7 @@
 #include <thread>
 
 #if defined(__linux__)
+#include <pthread.h>
 #include <sched.h>
 #include <unistd.h>
 #endif
@@ -166,11 +167,19 @@ class Team {
     std::atomic<int> num_asleep_{0};
 };
 
+// Never destroyed: its threads end with the process. A fork has none of them, and may be made in the
+// midst of a call: it begins with a team of its own.
+Team* present = new Team;
+
+#if defined(__linux__)
+[[maybe_unused]] const int told_of_forks =
+    pthread_atfork(nullptr, nullptr, [] { present = new Team; });
+#endif
+
 }  // namespace
 
 void run_together(int num_threads, long num_pieces, Piece piece, const void* work) {
-    static Team& team = *new Team;  // never destroyed: its threads end with the process
-    team.run(num_threads, num_pieces, piece, work);
+    present->run(num_threads, num_pieces, piece, work);
 }
 
 }  // namespace lowtide
