@@ -28,7 +28,7 @@ class QuantisedAmx : Amx {
         if (p.num_rows == 0 || p.num_outs == 0) return;
         const OrderedRows& ordered = ordered_rows<num_bits>(p);
         const Inputs& x =
-            packed(ordered.row(0), ordered.length, p.num_rows, ordered.length, p.inputs);
+            packed(ordered.row(0), ordered.stride(), p.num_rows, ordered.length, p.inputs);
         if (p.num_rows <= TILE) run_rows<num_bits, 1>(p, x);
         else run_rows<num_bits, 2>(p, x);
     }

@@ -89,7 +89,7 @@ INLINED void multiply_plainly(const QuantisedProduct& p) {
 
 #ifdef HAS_PAIRS
 
-// The present inputs of a thread in the order of `element`; 0 up to whole steps.
+// Rows in the order of `element`, 0 up to whole steps; of x those that a thread has at present.
 struct OrderedRows {
     struct alignas(64) Register {
         bf16 words[WORDS];
@@ -99,19 +99,26 @@ struct OrderedRows {
     long length;  // of a row, in numbers
     std::uint64_t number = 0;
 
-    const bf16* row(long row) const { return registers.data()->words + row * length; }
+    // From row to row a register more: 16 rows of 4,096 bytes one behind the other would have the
+    // same places in the first cache, which has eight of each.
+    long stride() const { return length + WORDS; }
+    const bf16* row(long row) const { return registers.data()->words + row * stride(); }
+    bf16* row(long row) { return registers.data()->words + row * stride(); }
+
+    void make_room(long num_rows, long new_length) {
+        length = new_length;
+        const auto needed = static_cast<std::size_t>(num_rows * stride() / WORDS);
+        if (registers.size() < needed) registers.resize(needed);
+    }
 };
 
 template <int num_bits>
 AVX512BF16 const OrderedRows& ordered_rows(const QuantisedProduct& p) {
     thread_local OrderedRows of;
     if (p.inputs != 0 && p.inputs == of.number) return of;
-    of.length = num_steps(p.w.num_k) * STEP;
-    const auto needed = static_cast<std::size_t>(p.num_rows * of.length / WORDS);
-    if (of.registers.size() < needed) of.registers.resize(needed);
+    of.make_room(p.num_rows, num_steps(p.w.num_k) * STEP);
     for (long row = 0; row < p.num_rows; ++row)
-        order_row<num_bits>(
-            p.x + row * p.x_stride, p.w.num_k, of.registers.data()->words + row * of.length);
+        order_row<num_bits>(p.x + row * p.x_stride, p.w.num_k, of.row(row));
     of.number = p.inputs;
     return of;
 }
@@ -131,7 +138,7 @@ AVX512BF16 void pair_tile(
     const QuantisedProduct& p, const OrderedRows& inputs, long row, long first, Ahead* ahead
 ) {
     constexpr long GROUP_BYTES = GROUP * num_bits / 8;
-    const long num_groups = p.w.num_groups(), row_bytes = p.w.row_bytes(), length = inputs.length;
+    const long num_groups = p.w.num_groups(), row_bytes = p.w.row_bytes(), stride = inputs.stride();
     const std::uint8_t* const w = p.w.row(first);
     const bf16* x = inputs.row(row);
     Ends<num_bits> ends[outs];
@@ -149,7 +156,7 @@ AVX512BF16 void pair_tile(
                 UNROLLED for (int r = 0; r < rows; ++r)
                     sums[r][o] = _mm512_dpbf16_ps(
                         sums[r][o], as_pairs(weights[i]),
-                        as_pairs(_mm512_load_si512(x + r * length + i * WORDS)));
+                        as_pairs(_mm512_load_si512(x + r * stride + i * WORDS)));
         }
         x += STEP;
     };
@@ -177,18 +184,87 @@ AVX512BF16 void pair_rows(
     for (; first < last; ++first) pair_tile<num_bits, rows, 1>(p, inputs, row, first, ahead);
 }
 
+// Rows of weights in the order of `element`, each weight rounded once, as `Ends` and `StepCodes` have
+// them: 0 up to whole steps.
+template <int num_bits>
+AVX512BF16 void unpack_in_order(const QuantisedWeights& w, long row, bf16* out) {
+    constexpr long GROUP_BYTES = GROUP * num_bits / 8;
+    const std::uint8_t* const from = w.row(row);
+    const long num_groups = w.num_groups();
+    Ends<num_bits> ends;
+    for (long group = 0; group < num_groups; group += 2, out += STEP) {
+        if (group % MOST_ENDS == 0) ends.load(w, from, group);
+        const std::uint8_t* const codes = from + group * GROUP_BYTES;
+        __m512i weights[STEP_REGISTERS];
+        unpack_step(
+            group + 1 < num_groups ? StepCodes<num_bits>::template load<true>(codes)
+                                   : StepCodes<num_bits>::template load<false>(codes),
+            ends, group % MOST_ENDS, weights);
+        UNROLLED for (int i = 0; i < STEP_REGISTERS; ++i)
+            _mm512_store_si512(out + i * WORDS, weights[i]);
+    }
+}
+
+// `pair_tile` with weights that are unpacked already, its sums in the same order.
+template <int rows, int outs>
+AVX512BF16 void unpacked_tile(
+    const QuantisedProduct& p, const OrderedRows& inputs, const OrderedRows& weights, long row,
+    long first
+) {
+    const bf16 *x = inputs.row(row), *w = weights.row(0);
+    __m512 sums[rows][outs] = {};
+    for (long k = 0; k < inputs.length; k += WORDS) {
+        __m512bh of[outs];
+        UNROLLED for (int o = 0; o < outs; ++o)
+            of[o] = as_pairs(_mm512_load_si512(w + o * weights.stride() + k));
+        UNROLLED for (int r = 0; r < rows; ++r) {
+            const __m512bh pairs = as_pairs(_mm512_load_si512(x + r * inputs.stride() + k));
+            UNROLLED for (int o = 0; o < outs; ++o)
+                sums[r][o] = _mm512_dpbf16_ps(sums[r][o], of[o], pairs);
+        }
+    }
+    for (int r = 0; r < rows; ++r)
+        for (int o = 0; o < outs; ++o)
+            store_sum(p, row + r, first + o, sum_of_lanes(sums[r][o]));
+}
+
+template <int outs>
+AVX512BF16 void unpacked_rows(
+    const QuantisedProduct& p, const OrderedRows& inputs, const OrderedRows& weights, long first
+) {
+    long row = 0;
+    for (; row + 8 <= p.num_rows; row += 8) unpacked_tile<8, outs>(p, inputs, weights, row, first);
+    for (; row + 4 <= p.num_rows; row += 4) unpacked_tile<4, outs>(p, inputs, weights, row, first);
+    for (; row < p.num_rows; ++row) unpacked_tile<1, outs>(p, inputs, weights, row, first);
+}
+
+// More rows than a tile has: two of the weights at a time are unpacked once for all of them.
+template <int num_bits>
+AVX512BF16 void multiply_unpacked(const QuantisedProduct& p, const OrderedRows& x) {
+    thread_local OrderedRows weights;
+    weights.make_room(2, x.length);
+    Ahead ahead(p.w.rows, p.num_outs * p.w.row_bytes(), p.next);
+    for (long first = 0; first < p.num_outs; first += 2) {
+        const long outs = std::min(2L, p.num_outs - first);
+        for (long o = 0; o < outs; ++o)
+            unpack_in_order<num_bits>(p.w, first + o, weights.row(o));
+        ahead.read_bytes(outs * p.w.row_bytes());
+        if (outs == 2) unpacked_rows<2>(p, x, weights, first);
+        else unpacked_rows<1>(p, x, weights, first);
+    }
+}
+
 // All rows of x with a few of the weights', which the first of them bring into the cache.
 template <int num_bits>
 AVX512BF16 void multiply_pairs(const QuantisedProduct& p) {
-    constexpr long OUTS = 8;
+    constexpr long OUTS = 8, MOST_ROWS = 8;
     if (p.num_rows == 0) return;
     const OrderedRows& x = ordered_rows<num_bits>(p);
+    if (p.num_rows > MOST_ROWS) return multiply_unpacked<num_bits>(p, x);
     Ahead ahead(p.w.rows, p.num_outs * p.w.row_bytes(), p.next);
     for (long first = 0; first < p.num_outs; first += OUTS) {
         const long last = std::min(first + OUTS, p.num_outs), num_rows = p.num_rows;
         long row = 0;
-        for (; row + 16 <= num_rows; row += 16)
-            pair_rows<num_bits, 16, 1>(p, x, row, first, last, &ahead);
         for (; row + 8 <= num_rows; row += 8)
             pair_rows<num_bits, 8, 2>(p, x, row, first, last, &ahead);
         for (; row + 4 <= num_rows; row += 4)
