@@ -227,7 +227,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tiers", nargs="+", choices=TIERS, default=list(TIERS))
     parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES))
     parser.add_argument(
-        "--short", action="store_true", help="the lanes of the link on the disk tier too, 10 not 21"
+        "--short", action="store_true", help="the lanes of the link on the disk tier too, 11 not 21"
     )
     parser.add_argument("--placement", default="lowtide", help="who stays resident (lowtide)")
     parser.add_argument("--tokens", type=int, default=None, help="scored per lane (2048)")

@@ -90,8 +90,8 @@ def lanes(scale: Scale, placement: str, *, is_short: bool = False) -> list[Lane]
     made += [lossy(f"ours rho {rho}", "late", rho=rho) for rho in rhos]
     # Less boldly, and by what the router itself would give the buddy.
     made.append(lossy("ours rho 1", "late", rho="1"))
+    made.append(lossy("ours max_mass .05", "late", max_mass="0.05"))
     if not is_short:
-        made.append(lossy("ours max_mass .05", "late", max_mass="0.05"))
         made.append(lossy("ours eta 2", "late", rho=half, eta="2"))
     return made
 
