@@ -129,7 +129,12 @@ class HostExecutor:
 
     def take_charge(self) -> None:
         """The calling thread's own operators stay on that thread from now on."""
-        stay_on_this_thread()
+        num_threads = torch.get_num_threads()
+        set_cores_per_product(CORES_PER_PIECE)
+        # That was also the default of threads to come: another thread puts it back.
+        other = threading.Thread(target=set_cores_per_product, args=(num_threads,))
+        other.start()
+        other.join()
 
     def close(self) -> None:
         """Waits for the work under way and ends the threads."""
@@ -272,21 +277,12 @@ def set_cores_per_product(num_cores: int) -> None:
     torch.set_num_threads(num_cores)
 
 
-def stay_on_this_thread() -> None:
-    """The calling thread's own operators stay on that thread from now on."""
-    num_threads = torch.get_num_threads()
-    set_cores_per_product(CORES_PER_PIECE)
-    # That was also the default of threads to come: another thread puts it back.
-    other = threading.Thread(target=set_cores_per_product, args=(num_threads,))
-    other.start()
-    other.join()
-
-
 def spare_forked_threads() -> None:
-    """In a fork of a process that has computed, OpenMP waits for ever for the calling thread's
-    threads, which stayed behind: its operators stay on it. Threads made here have their own."""
+    """In a fork of a process that has computed, OpenMP waits for ever for threads that stayed
+    behind: the calling thread's operators stay on that thread, as do those of threads made later.
+    """
     if os.getpid() != _IMPORTED_BY:
-        stay_on_this_thread()
+        set_cores_per_product(CORES_PER_PIECE)
 
 
 def _compute(work: Work, num_cores: int) -> None:
