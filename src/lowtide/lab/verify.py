@@ -331,7 +331,7 @@ def _given_the_same(llm: LLM, layers: Sequence[_Layer]) -> list[_Layer]:
 
 def _experts_of(llm: LLM, seen: _Layer) -> Tensor:
     """A pass's rows at a time."""
-    parts = zip(*(t.split(MAX_PASS_ROWS) for t in (seen.x, *seen.routing)), strict=True)
+    parts = zip(*(torch.split(t, MAX_PASS_ROWS) for t in (seen.x, *seen.routing)), strict=True)
     outs = [
         llm.run_experts(seen.layer, x, Routing(experts, weights), seen.step)
         for x, experts, weights in parts
