@@ -3,8 +3,8 @@
 The same text goes through a model with every expert resident (or as many as this machine holds)
 and through runs that hold fewer, on every device and under every lossless preset: each MoE
 layer's output and the logits are compared, and so are the tokens of a whole answer. A bidirectional
-model's text is longer than a tile of any operator, so that its passes are divided at the least
-budget and whole in the reference. A policy that changes words may be asked for beside them: by how
+model's text is longer than a tile of any operator, so that its passes are divided further at the
+least budget than in the reference. A policy that changes words may be asked for beside them: by how
 much it does is shown, and not judged.
 """
 
