@@ -94,7 +94,7 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHITECTURES[family]])
     add_metadata(writer, family, config)
     add(writer)
-    for number, (name, view, shape) in enumerate(_tensors(family, model)):
+    for number, (name, view, shape) in enumerate(tensors_of(family, model)):
         weights = np.ascontiguousarray(view.float().numpy()).reshape(shape)
         is_vector = weights.ndim == 1 or name.endswith(".bias")
         kind = Type.F32 if is_vector else choose(name, weights.shape)
@@ -108,7 +108,7 @@ def write_gguf(
 def take_weights(path: Path, family: str, model: torch.nn.Module) -> None:
     """A model's weights become what the file's bytes stand for."""
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    for name, view, _ in _tensors(family, model):
+    for name, view, _ in tensors_of(family, model):
         tensor = tensors.pop(name)
         whole = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(view.shape)
         view.copy_(torch.from_numpy(whole.copy()))
@@ -239,7 +239,9 @@ def is_expanded_once(config: Any) -> bool:
     return config.v_head_dim == config.qk_nope_head_dim
 
 
-def _tensors(family: str, model: torch.nn.Module) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
+def tensors_of(
+    family: str, model: torch.nn.Module
+) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
     """Views of a model's parameters in the order of the file, and their shapes there, by the
     file's names."""
     names = gguf.get_tensor_name_map(ARCHITECTURES[family], model.config.num_hidden_layers)
@@ -326,7 +328,7 @@ def split(path: Path, stem: Path, num_files: int) -> None:
         name = f"{stem.name}-{number + 1:05d}-of-{num_files:05d}.gguf"
         writer = gguf.GGUFWriter(stem.with_name(name), "qwen3moe")
         if number == 0:
-            _copy_metadata(reader, writer)
+            copy_metadata(reader, writer)
         writer.add_uint16("split.no", number)
         writer.add_uint16("split.count", num_files)
         writer.add_int32("split.tensors.count", len(reader.tensors))
@@ -335,7 +337,7 @@ def split(path: Path, stem: Path, num_files: int) -> None:
         finish(writer)
 
 
-def _copy_metadata(reader: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
+def copy_metadata(reader: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
     for key, field in reader.fields.items():
         if not key.startswith("GGUF.") and key != "general.architecture":
             writer.add_key_value(key, field.contents(), field.types[0])

@@ -160,6 +160,7 @@ def usual_config(keys: GgufKeys, architecture: str) -> Config:
         "max_position_embeddings": keys.need("context_length"),
         "rope_theta": keys.get("rope.freq_base") or 10000.0,
         "rope_scaling": _rope_scaling(keys),
+        "rotary_dim": keys.get("rope.dimension_count"),
         "tie_word_embeddings": "output.weight" not in keys.shapes,
         # Not said in the file; packed weights are unpacked to what published models compute in.
         "dtype": "bfloat16",
@@ -200,12 +201,16 @@ def halves_in_turn(num_heads: Callable[[ModelConfig], int]) -> Callable[[ModelCo
 
 
 def _rope_scaling(keys: GgufKeys) -> Config | None:
+    """As llama.cpp reads it: a factor without a type is that of the linear kind."""
+    for name in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
+        keys.only(f"rope.scaling.{name}", 1.0)
     kind = keys.get("rope.scaling.type")
-    if kind in (None, "none"):
+    factor = keys.get("rope.scaling.factor") or keys.get("rope.scale_linear")
+    if kind == "none" or (kind in (None, "linear") and factor in (None, 0, 1)):
         return None
     scaling: Config = {
-        "rope_type": kind,
-        "factor": keys.get("rope.scaling.factor"),
+        "rope_type": kind or "linear",
+        "factor": factor,
         "original_max_position_embeddings": keys.get("rope.scaling.original_context_length"),
         "beta_fast": keys.get("rope.scaling.yarn_beta_fast"),
         "beta_slow": keys.get("rope.scaling.yarn_beta_slow"),

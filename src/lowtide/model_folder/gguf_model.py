@@ -20,6 +20,7 @@ from lowtide.families import Family, gguf_family
 from lowtide.families.gguf import Arranged, GgufArchitecture, GgufKeys, layer_of
 from lowtide.files.json_file import shown
 from lowtide.model_folder.checkpoint import Checkpoint, StoredPart, TensorEntry
+from lowtide.model_folder.gguf_ends import ending_ids
 from lowtide.model_folder.gguf_file import SPLIT
 from lowtide.model_folder.gguf_header import GgufArray, GgufHeader, GgufTensor
 from lowtide.model_folder.gguf_tokenizer import gguf_tokenizer
@@ -192,8 +193,7 @@ def _check_split(headers: Sequence[GgufHeader]) -> None:
 
 def _token_ids(metadata: Mapping[str, int | float | bool | str | GgufArray]) -> dict[str, object]:
     """The ids that end a text or a turn, as `config.json` has them."""
-    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-    ends = [metadata[key] for key in keys if key in metadata]
-    ids: dict[str, object] = {"eos_token_id": list(dict.fromkeys(ends))} if ends else {}
+    ends = ending_ids(metadata)
+    ids: dict[str, object] = {"eos_token_id": ends} if ends else {}
     pad = metadata.get("tokenizer.ggml.padding_token_id")
     return ids if pad is None else {**ids, "pad_token_id": pad}

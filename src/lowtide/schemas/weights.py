@@ -350,6 +350,7 @@ def _find_expert(spec: TensorSpec, dtype: str, checkpoint: Checkpoint) -> Tensor
     if entry.dtype != dtype:
         raise UnsupportedError(
             f"Tensor {spec.name} is of type {entry.dtype}, but of another expert it is {dtype}; "
-            "the experts of a layer, and of a rounded checkpoint all, must be of one type."
+            "the experts of a layer, and of a rounded checkpoint all, must be of one type. Choose "
+            "another file or repository of the model."
         )
     return entry

@@ -30,7 +30,6 @@ def _config(keys: GgufKeys) -> Config:
         **usual_config(keys, "BailingMoeV2ForCausalLM"),
         **expert_config(keys),
         "num_hidden_layers": keys.integer("block_count") - num_predicting,
-        "rotary_dim": keys.get("rope.dimension_count"),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in keys.shapes,
         "intermediate_size": keys.need("feed_forward_length"),
         "moe_intermediate_size": expert_width(keys),

@@ -1,0 +1,46 @@
+"""Which tokens of a GGUF file end a text or a turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from lowtide.model_folder.gguf_header import GgufArray
+
+ENDS = frozenset(
+    (
+        "</s>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<|im_end|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|return|>",
+        "<|call|>",
+        "<|role_end|>",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    )
+)
+"""Control tokens that end an answer in every model that has them. Files name one or two, where a
+model's `generation_config.json` has all: gpt-oss also stops at its calls of tools."""
+
+_CONTROL = 3
+
+Metadata = Mapping[str, int | float | bool | str | GgufArray]
+
+
+def ending_ids(metadata: Metadata) -> list[object]:
+    """Those that a file says, then those whose text says it; none twice."""
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+    said: list[object] = [metadata[key] for key in keys if key in metadata]
+    return list(dict.fromkeys([*said, *_named(metadata)]))
+
+
+def _named(metadata: Metadata) -> Iterator[int]:
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    kinds = metadata.get("tokenizer.ggml.token_type")
+    if not isinstance(tokens, GgufArray) or not isinstance(kinds, GgufArray):
+        return
+    if not tokens.is_text or kinds.is_text:
+        return
+    pairs = zip(tokens.strings(), kinds.numbers(), strict=False)
+    yield from (n for n, (text, kind) in enumerate(pairs) if kind == _CONTROL and text in ENDS)

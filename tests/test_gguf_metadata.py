@@ -1,0 +1,165 @@
+"""What a GGUF file's metadata says beside sizes: rotary embeddings, tokens that end a text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from gguf.constants import GGMLQuantizationType as Type
+from gguf_files import add_metadata, copy_metadata, finish, packed, tensors_of, write_gguf
+from gguf_oracle import check, random_model
+
+from lowtide.config import ModelConfig
+from lowtide.errors import UnsupportedError
+from lowtide.llm import LLM, plan_model
+from lowtide.model_folder.gguf_model import GgufModel
+
+Add = Callable[[gguf.GGUFWriter], None]
+
+
+def written(path: Path, add: Add, family: str = "qwen3_moe", seed: int = 1) -> Path:
+    write_gguf(path, family, random_model(family, seed), lambda name, shape: Type.F16, add)
+    return path
+
+
+def config_of(path: Path, add: Add, family: str = "qwen3_moe", seed: int = 1) -> ModelConfig:
+    return GgufModel.open(written(path, add, family, seed)).config()
+
+
+def scaling(**values: float | str) -> Add:
+    """Adds `rope.scaling.` keys, and with `scale_linear` the oldest one."""
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        for name, value in values.items():
+            key = "rope.scale_linear" if name == "scale_linear" else f"rope.scaling.{name}"
+            kind = gguf.GGUFValueType.STRING if name == "type" else gguf.GGUFValueType.FLOAT32
+            writer.add_key_value(f"qwen3moe.{key}", value, kind)
+
+    return add
+
+
+@pytest.mark.parametrize(
+    "add",
+    [
+        scaling(type="none"),
+        scaling(type="none", factor=4.0),
+        scaling(type="linear"),
+        scaling(type="linear", factor=1.0),
+        scaling(factor=0.0),
+        scaling(scale_linear=1.0),
+        scaling(attn_factor=1.0, yarn_ext_factor=1.0, yarn_attn_factor=1.0),
+    ],
+)
+def test_a_rotary_embedding_that_is_not_stretched_is_taken(add: Add, tmp_path: Path) -> None:
+    assert config_of(tmp_path / "model.gguf", add).attention.rope.yarn is None
+
+
+@pytest.mark.parametrize(
+    ("add", "message"),
+    [
+        (scaling(type="linear", factor=4.0), "the rotary embedding 'linear'"),
+        (scaling(factor=4.0), "the rotary embedding 'linear'"),
+        (scaling(scale_linear=2.0), "the rotary embedding 'linear'"),
+        (scaling(type="longrope", factor=4.0), "the rotary embedding 'longrope'"),
+        (scaling(attn_factor=1.2), "qwen3moe.rope.scaling.attn_factor 1.2 is not supported"),
+        (scaling(yarn_attn_factor=2.0), "yarn_attn_factor 2.0 is not supported"),
+        (scaling(yarn_ext_factor=0.5), "yarn_ext_factor 0.5 is not supported"),
+        (lambda writer: writer.add_rope_dimension_count(4), "4 of .* dimensions rotate"),
+    ],
+)
+def test_a_rotary_embedding_that_is_not_computed_is_refused(
+    add: Add, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        config_of(tmp_path / "model.gguf", add)
+
+
+def test_yarn_is_read_with_its_factor(tmp_path: Path) -> None:
+    add = scaling(type="yarn", factor=4.0)
+    rope = config_of(tmp_path / "model.gguf", add).attention.rope
+    assert rope.yarn is not None and rope.yarn.factor == 4.0
+
+
+def test_frequencies_of_their_own_are_refused(tmp_path: Path) -> None:
+    """llama 3.1's, which would change every answer."""
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_tensor("rope_freqs.weight", torch.ones(4).numpy())
+
+    path = written(tmp_path / "model.gguf", add, "mixtral")
+    with pytest.raises(UnsupportedError, match="'rope_freqs.weight' is none that lowtide"):
+        plan_model(path)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "eos", "ends"),
+    [
+        (["<|im_end|>", "<|endoftext|>", "<|fim_pad|>"], 0, {0, 1}),  # Qwen's
+        (["<|return|>", "<|end|>", "<|call|>", "<|endoftext|>"], 0, {0, 2, 3}),  # gpt-oss's
+        (["<|endoftext|>", "<|role_end|>"], 0, {0, 1}),  # Ling's
+        (["<s>", "</s>"], 1, {1}),
+        (["a", "b"], 1, {1}),  # a name of its own
+    ],
+)
+def test_what_ends_a_text_is_all_that_models_of_the_kind_end_with(
+    tokens: list[str], eos: int, ends: set[int], tmp_path: Path
+) -> None:
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list([*tokens, "</s>"])
+        writer.add_token_types([3] * len(tokens) + [1])  # a text like any other
+        writer.add_eos_token_id(eos)
+
+    found = config_of(tmp_path / "model.gguf", add).eos_token_ids
+    assert found[0] == eos and set(found) == ends
+
+
+def write_by_expert(path: Path, kinds: tuple[Type, ...]) -> torch.nn.Module:
+    """Mixtral as the oldest files have it, each expert a tensor; types of experts take turns."""
+    model = random_model("mixtral", 0)
+    writer = gguf.GGUFWriter(path, "llama")
+    add_metadata(writer, "mixtral", model.config)
+
+    def put(name: str, view: torch.Tensor, shape: tuple[int, ...], kind: Type) -> None:
+        data = packed(view.float().contiguous().numpy().reshape(shape), kind)
+        view.copy_(torch.from_numpy(gguf.quants.dequantize(data, kind).reshape(view.shape).copy()))
+        writer.add_tensor(name, data, raw_dtype=kind)
+
+    for name, view, shape in tensors_of("mixtral", model):
+        if "_exps" not in name:
+            put(name, view, shape, Type.F32)
+            continue
+        for expert, each in enumerate(view):
+            own_name = name.replace("_exps", f".{expert}")
+            put(own_name, each, tuple(each.shape), kinds[expert % len(kinds)])
+    finish(writer)
+    return model
+
+
+def test_experts_that_are_tensors_of_their_own_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    check(path, write_by_expert(path, (Type.Q4_K,)))
+    write_by_expert(path, (Type.Q4_K, Type.Q6_K))
+    with pytest.raises(UnsupportedError, match="must be of one type. Choose another file"):
+        plan_model(path)
+
+
+def test_the_first_file_of_a_split_may_hold_metadata_alone(tmp_path: Path) -> None:
+    whole = written(tmp_path / "whole.gguf", lambda writer: None)
+    reader = gguf.GGUFReader(whole)
+    names = [tmp_path / f"part-{number:05d}-of-00003.gguf" for number in (1, 2, 3)]
+    for number, name in enumerate(names):
+        writer = gguf.GGUFWriter(name, "qwen3moe")
+        if number == 0:
+            copy_metadata(reader, writer)
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", 3)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[number - 1 :: 2] if number else ():
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        finish(writer)
+    with LLM(names[0], context=64) as llm, LLM(whole, context=64) as other:
+        assert torch.equal(llm.logits(list(range(9))), other.logits(list(range(9))))
