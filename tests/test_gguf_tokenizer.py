@@ -102,6 +102,25 @@ def test_special_tokens_and_template(byte_level: Path, tmp_path: Path, demo: dic
     assert tokenizer_of(path).encode("ab", add_special=False) == [2]
 
 
+@pytest.mark.parametrize("said", [{}, {"add_bos_token": True}, {"add_bos_token": False}])
+@pytest.mark.parametrize(("rule", "is_usual"), [("llama-bpe", True), ("qwen2", False)])
+def test_a_file_that_does_not_say_begins_a_text_as_its_kind_does(
+    said: dict[str, bool], rule: str, is_usual: bool, tmp_path: Path
+) -> None:
+    path = written(
+        tmp_path / "bos.gguf",
+        "gpt2",
+        ["a", "b", "ab", "<s>"],
+        tokenizer_pre=rule,
+        token_merges=["a b"],
+        token_types=[1, 1, 1, 3],
+        bos_token_id=3,
+        **said,
+    )
+    begins = [3] if said.get("add_bos_token", is_usual) else []
+    assert tokenizer_of(path).encode("ab") == [*begins, 2]
+
+
 @pytest.fixture(scope="module")
 def pieces(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tokenizers.Tokenizer]:
     """A sentence-piece like vocabulary, in GGUF and as a tokenizer whose merges are known."""
@@ -172,6 +191,8 @@ DEEPSEEK = ["It", "'", "s", " ", "1", "2", "3", "4", " caf\u00e9", "\n", "\n", "
         ("olmo", ["It", "'s", " 1234", " caf\u00e9", "\n\n", " x"]),
         ("qwen2", ["It", "'s", " ", "1", "2", "3", "4", " caf\u00e9", "\n\n", " x"]),
         ("llama-bpe", ["It", "'s", " ", "123", "4", " caf\u00e9", "\n\n", " x"]),
+        ("llama3", ["It", "'s", " ", "123", "4", " caf\u00e9", "\n\n", " x"]),
+        ("llama-v3", ["It", "'s", " ", "123", "4", " caf\u00e9", "\n\n", " x"]),
         ("dbrx", ["It", "'s", " ", "123", "4", " caf\u00e9", "\n\n", " x"]),
         ("gpt-4o", ["It's", " ", "123", "4", " caf\u00e9", "\n\n", " x"]),
         ("bailingmoe2", ["It", "'s", " ", "1", "2", "3", "4", " caf\u00e9", "\n\n", " x"]),

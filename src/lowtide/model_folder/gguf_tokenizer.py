@@ -53,12 +53,19 @@ def gguf_tokenizer(metadata: Metadata, path: Path) -> Tokenizer | None:
     with blamed(f"{path}: its metadata does not make a tokenizer", "Fetch the file again"):
         backend = kinds[kind](metadata, tokens, path)
         _add_tokens(backend, _numbers(metadata, "tokenizer.ggml.token_type", path), tokens)
-        if metadata.get("tokenizer.ggml.add_bos_token", kind == "llama") and "bos_token" in special:
+        adds_bos = metadata.get("tokenizer.ggml.add_bos_token", _adds_bos(metadata, kind))
+        if adds_bos and "bos_token" in special:
             bos = special["bos_token"]
             backend.post_processor = processors.TemplateProcessing(
                 single=f"{bos} $A", special_tokens=[(bos, tokens.index(bos))]
             )
         return Tokenizer(backend, special, template)
+
+
+def _adds_bos(metadata: Metadata, kind: str) -> bool:
+    """Whether a text begins with a token for that where the file does not say."""
+    words = WORDS.get(str(metadata.get("tokenizer.ggml.pre")))
+    return kind == "llama" or (words is not None and words.adds_bos)
 
 
 def _byte_level(metadata: Metadata, tokens: Sequence[str], path: Path) -> tokenizers.Tokenizer:
@@ -67,7 +74,8 @@ def _byte_level(metadata: Metadata, tokens: Sequence[str], path: Path) -> tokeni
     if words is None:
         raise UnsupportedError(
             f"{path}: its tokenizer cuts words by the rule {shown(name)}, which is not known; "
-            f"known: {', '.join(WORDS)}."
+            f"known: {', '.join(WORDS)}. Choose another file of the model, converted anew: old "
+            "ones do not say their rule."
         )
     pairs = []
     for merge in _strings(metadata, "tokenizer.ggml.merges", path):

@@ -36,11 +36,13 @@ def _letters(ranges: str) -> str:
 
 class Words(NamedTuple):
     """Patterns that cut one after the other; none: those of GPT-2. The text may be composed first
-    (NFC), and a word that is a token may be taken whole, before any merge."""
+    (NFC), a word that is a token may be taken whole, before any merge, and a text may begin with
+    the token for that where the file does not say."""
 
     patterns: tuple[str, ...] = ()
     is_composed: bool = False
     ignores_merges: bool = False
+    adds_bos: bool = False
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
         if not self.patterns:
@@ -81,6 +83,8 @@ _DEEPSEEK = (
 )
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", rf"[{_CHINESE}]+", r"\p{N}")
 
+_LLAMA3_WORDS = Words((_LLAMA3,), ignores_merges=True, adds_bos=True)
+
 WORDS = {
     "gpt-2": Words(),
     "olmo": Words(is_composed=True),
@@ -91,6 +95,6 @@ WORDS = {
     "bailingmoe": Words((_BAILING,)),
     "bailingmoe2": Words((_BAILING,)),
     "dbrx": Words((_LLAMA3,)),
-    "llama-bpe": Words((_LLAMA3,), ignores_merges=True),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3_WORDS),
 }
 """By `tokenizer.ggml.pre`."""
