@@ -36,6 +36,9 @@ FORMATS: dict[str, Callable[[], Rounded]] = {
     "AWQ of 128 to a F16 scale": lambda: awq((64, 256), 128, 3),
     "AWQ of 32 to a F32 scale": lambda: awq((8, 96), 32, 4, dtype=torch.float32),
     "pack-quantized int4 of 128 to a BF16 scale": lambda: pack_quantized((24, 256), 128, 5),
+    "pack-quantized int4 of 64 to a F32 scale": lambda: pack_quantized(
+        (11, 192), 64, 5, dtype=torch.float32
+    ),
     "pack-quantized int4 of 32 to a F16 scale and zero": lambda: pack_quantized(
         (72, 64), 32, 6, is_symmetric=False, dtype=torch.float16
     ),

@@ -16,8 +16,8 @@ from lowtide.formats.grouped_ints import GROUPS, nibbles_along_rows
 from lowtide.formats.matrix import Bytes
 from lowtide.formats.plain import ITEM_BYTES
 
-_UNIT = 8
-"""Rows of a unit: whole int32 of zeros."""
+_UNIT_WITH_ZEROS = 8
+"""Rows of a unit: whole int32 of zeros. Without zeros each row is a unit."""
 
 
 class PackQuantised(Arranged):
@@ -29,31 +29,34 @@ class PackQuantised(Arranged):
         zeros = " and zero" if has_zeros else ""
         self.name = f"pack-quantized int{num_bits} of {group} to a {scale_dtype} scale{zeros}"
         self.dtypes = (self.name,)
+        self._unit = _UNIT_WITH_ZEROS if has_zeros else 1  # rows
         self.in_memory = IN_MEMORY[num_bits, group, scale_dtype, has_zeros]
 
     def num_units(self, shape: Shape) -> int:
-        return shape[0] // _UNIT
+        return shape[0] // self._unit
 
     def tensors(self, shape: Shape) -> tuple[StoredTensor, ...]:
         out, width = shape
         need_multiple(width, self.group, "its input")
-        need_multiple(out, _UNIT, "its output")
+        need_multiple(out, self._unit, "its output")
         words, groups = width * self.num_bits // 32, width // self.group
         scale_bytes = ITEM_BYTES[self.scale_dtype] * groups
         zeros = (out * self.num_bits // 32, groups)
         found = (
-            StoredTensor(".weight_packed", "I32", (out, words), _UNIT * words * 4),
-            StoredTensor(".weight_scale", self.scale_dtype, (out, groups), _UNIT * scale_bytes),
+            StoredTensor(".weight_packed", "I32", (out, words), self._unit * words * 4),
+            StoredTensor(
+                ".weight_scale", self.scale_dtype, (out, groups), self._unit * scale_bytes
+            ),
         )
         if not self.has_zeros:
             return found
-        unit_bytes = _UNIT * groups * self.num_bits // 8
+        unit_bytes = self._unit * groups * self.num_bits // 8
         return *found, StoredTensor(".weight_zero_point", "I32", zeros, unit_bytes)
 
     def arrange_units(
         self, stored: Sequence[Bytes], shape: Shape, units: range, sections: Sequence[Bytes]
     ) -> None:
-        rows = slice(units.start * _UNIT, units.stop * _UNIT)
+        rows = slice(units.start * self._unit, units.stop * self._unit)
         for section, part in zip(sections[:2], stored[:2], strict=True):
             section[rows] = part.reshape(-1, section.shape[1])
         if self.has_zeros:
