@@ -145,15 +145,18 @@ QUANTISATIONS: dict[str, tuple[dict[str, Any], Callable[[tuple[int, int], int], 
 """By name: what config.json says, and what writes a matrix."""
 
 
-def write_rounded(source: Path, folder: Path, name: str) -> tuple[Path, Path]:
-    """A model of one file with its projections rounded, and its twin of what those stand for."""
+def write_rounded(
+    source: Path, folder: Path, name: str, endings: tuple[str, ...] = ("_proj.weight",)
+) -> tuple[Path, Path]:
+    """A model of one file with its projections rounded, whose names have one of these endings, and
+    its twin of what those stand for."""
     said, rounded = QUANTISATIONS[name]
     weights: dict[str, Tensor] = {}
     for path in sorted(source.glob("*.safetensors")):
         weights |= load_file(path)
     stored, plain = {}, {}
     for seed, (tensor, value) in enumerate(sorted(weights.items())):
-        if not tensor.endswith("_proj.weight"):
+        if not tensor.endswith(endings):
             stored[tensor] = plain[tensor] = value.float()
             continue
         made = rounded(tuple(value.shape), seed)

@@ -182,6 +182,28 @@ def test_a_model_has_the_logits_of_its_dequantised_weights(
     assert (unpacked - expected).abs().max() <= 2e-4 * expected.abs().max()
 
 
+@pytest.mark.parametrize(
+    ("family", "name", "endings"),
+    [
+        ("mixtral", "gptq", ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")),
+        ("olmoe", "awq", ("_proj.weight",)),
+        ("deepseek_v2", "compressed-tensors", ("_proj.weight", "_mqa.weight")),
+        ("bailing_moe_v2", "fp8", ("_proj.weight", "key_value.weight", "dense.weight")),
+        ("qwen2_moe", "fp8", ("_proj.weight", "shared_expert_gate.weight")),
+    ],
+)
+def test_models_of_other_families_have_the_logits_of_their_dequantised_weights(
+    family: str, name: str, endings: tuple[str, ...], tmp_path: Path
+) -> None:
+    model = synth(family, "tiny", tmp_path / "source", seed=3)
+    folder, plain = write_rounded(model, tmp_path, name, endings)
+    expected, found = logits(plain), logits(folder)
+    assert (found - expected).abs().max() <= 2e-4 * expected.abs().max()
+    plan = plan_model(folder, context=64)
+    assert not plan.formats.is_own
+    assert torch.equal(logits(folder, host_memory=plan.minimum_bytes), found), "any budget"
+
+
 @pytest.mark.parametrize("name", QUANTISATIONS)
 def test_compiled_kernels_write_the_same_ids_at_every_budget(
     name: str, source: Path, tmp_path: Path
