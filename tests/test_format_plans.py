@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from lowtide.cli.app import app
 from lowtide.cli.format_table import faster_line
+from lowtide.errors import UsageError
 from lowtide.lab.pack import pack
 from lowtide.lab.synth import synth
-from lowtide.llm import plan_in_full, plan_model
+from lowtide.llm import LLM, plan_in_full, plan_model
 from lowtide.plan import FormatPlan, WeightFormats, faster_format
 
 OWN = FormatPlan("own", 4000, 0.25, 10.0)
@@ -86,3 +88,39 @@ def test_the_first_line_says_how_much_faster(folder: Path) -> None:
     line = faster_line((OWN, Q8, Q4), plan_model(folder, context=64))
     assert line.startswith("faster: --format q4, 100% of the experts resident, about 4.0 times")
     assert line.endswith("(as stored: 25%); it may change answers")
+
+
+def test_auto_is_what_the_first_line_names(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    least = plan_model(folder, context=64).minimum_bytes
+    options: dict[str, Any] = {"context": 64, "host_memory": least}
+    named = faster_format(plan_in_full(folder, **options).by_format, WeightFormats())
+    assert named is not None
+    chosen = plan_in_full(folder, format="auto", **options)
+    assert chosen.memory == plan_model(folder, format=named.format, **options)
+    assert [row.format for row in chosen.by_format] == ["own", "q8", "q4"]
+    prompt = list(range(2, 20))
+    words = []
+    for name in ("auto", named.format):
+        with LLM(folder, format=name, activations="int8", **options) as llm:
+            assert not llm.plan.formats.is_own
+            words.append(llm.generate([prompt], max_tokens=8, progress=False)[0].token_ids)
+    assert words[0] == words[1]
+
+
+def test_auto_leaves_what_fits_as_it_is_stored(folder: Path, tmp_path: Path) -> None:
+    packed = pack(folder, tmp_path / "packed", format="q4")
+    assert plan_model(folder, context=64).formats.is_own, "never the default"
+    for each in (folder, packed):
+        own = plan_model(each, context=64)
+        assert plan_model(each, context=64, format="auto") == own
+
+
+def test_auto_is_refused_where_a_format_has_to_be_named(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="'auto' chooses for all parts"):
+        plan_model(folder, format="auto", dense_dtype="q4")
+    for given in (["verify"], ["bench"], ["pack", "--out", str(tmp_path / "out")]):
+        result = CliRunner().invoke(app, [given[0], str(folder), *given[1:], "--format", "auto"])
+        assert result.exit_code == 2 and "name the format here" in " ".join(result.output.split())

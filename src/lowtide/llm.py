@@ -29,6 +29,7 @@ from lowtide.decode.forced import ForcedText, OnLogits
 from lowtide.decode.prompts import Messages, Prompt, TokenIds, as_prompts, one_prompt
 from lowtide.decode.request import Event, Finished, Request
 from lowtide.engine import probing
+from lowtide.engine.auto_format import opened_with_format
 from lowtide.engine.engine import Engine
 from lowtide.engine.forcing import ForcedRun, forced_params, read_forced
 from lowtide.engine.format_plans import plan_by_format
@@ -272,7 +273,7 @@ def plan_model(model: str | Path | HubModel, **options: object) -> MemoryPlan:
     Its reason says so where this machine has too little memory free to load it, or less in all
     than the budget.
     """
-    return _planned(checked(open_for_plan(model, engine_config(options))))
+    return _planned(_opened_for_plan(model, options))
 
 
 class FullPlan(NamedTuple):
@@ -285,7 +286,7 @@ class FullPlan(NamedTuple):
 
 def plan_in_full(model: str | Path | HubModel, **options: object) -> FullPlan:
     """`plan_model`, the passes of a bidirectional model, and the same plan in other formats."""
-    opened = checked(open_for_plan(model, engine_config(options)))
+    opened = _opened_for_plan(model, options)
     if not opened.config.is_bidirectional:
         return FullPlan(_planned(opened), None, plan_by_format(opened))
     try:
@@ -296,6 +297,11 @@ def plan_in_full(model: str | Path | HubModel, **options: object) -> FullPlan:
             raise
         raise PlanError(f"{error} The longest context in it is {longest} tokens.") from error
     return FullPlan(plan, plan_passes(opened, plan), plan_by_format(opened))
+
+
+def _opened_for_plan(model: str | Path | HubModel, options: Mapping[str, object]) -> OpenModel:
+    opens = partial(open_for_plan, model)
+    return checked(opened_with_format(opens, engine_config(options)))
 
 
 def _planned(opened: OpenModel) -> MemoryPlan:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from lowtide.decode.intake import Intake
+from lowtide.engine.auto_format import opened_with_format
 from lowtide.engine.opening import MAX_BLOCK_LENGTH, EngineConfig, OpenModel, open_model
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.params import hint
@@ -13,7 +15,7 @@ from lowtide.params import hint
 
 def opened_model(model: str | Path, options: Mapping[str, object]) -> OpenModel:
     """A model's facts under `options`, or a refusal; no weight is read."""
-    return checked(open_model(model, engine_config(options)))
+    return checked(opened_with_format(partial(open_model, model), engine_config(options)))
 
 
 def checked(opened: OpenModel) -> OpenModel:

@@ -49,7 +49,12 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("context", Kind.INTEGER, Group.ENGINE, "Tokens to make room for, prompt included."),
     Option("dtype", Kind.TEXT, Group.ENGINE, "Compute type; the checkpoint's own if not given."),
-    Option("format", Kind.TEXT, Group.ENGINE, "Of weights in memory: own, q8, q4 (changes words)."),
+    Option(
+        "format",
+        Kind.TEXT,
+        Group.ENGINE,
+        "Of weights in memory: own, or q8, q4, auto (change words).",
+    ),
     Option("expert_dtype", Kind.TEXT, Group.ENGINE, "Format that experts are kept in."),
     Option("dense_dtype", Kind.TEXT, Group.ENGINE, "Format that all other matrices are kept in."),
     Option(

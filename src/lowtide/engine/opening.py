@@ -22,6 +22,7 @@ from lowtide.engine.named_inputs import inputs_to_round_for
 from lowtide.engine.option_checks import (
     as_reference,
     check_integer,
+    check_is_named,
     check_kinds,
     check_not_bidirectional,
     check_without_experts,
@@ -84,9 +85,9 @@ class EngineConfig:
     bidirectional models `prefix` and `dual` keep while a block is filled what its first step
     computed of everything before it, or of all but it: faster, and an approximation (Fast-dLLM).
     format: `own` (as stored), `q8` or `q4`, with `expert_dtype` and `dense_dtype` by part: see
-    `weight_formats.py`; all but `own` may change answers. activations: `own`, or `int8`, to which
-    rows are rounded that are multiplied with weights in q8, q4 and GGUF's packed types; see
-    `kernels/int8_rows.py`.
+    `weight_formats.py`; all but `own` may change answers; or `auto` (`auto_format.py`).
+    activations: `own`, or `int8`, to which rows are rounded that are multiplied with weights in q8,
+    q4 and GGUF's packed types; see `kernels/int8_rows.py`.
     head_form: for ablations, see `decode.row_reading.HeadForm`.
     elastic: what sequences do not use of the KV cache's memory holds experts, which make room for
     as many sequences at once as there is memory for, none longer than `context` (not on a GPU).
@@ -366,6 +367,7 @@ def _opened(
 ) -> OpenModel:
     if tokenizer is not None:
         tokenizer.check_vocabulary(config.vocab_size)
+    check_is_named(options)
     dtype = options.dtype or config.dtype
     options.formats.check(dtype, resolve_device(options.device))
     opened = OpenModel(

@@ -24,6 +24,9 @@ from lowtide.schemas.schema import TensorSpec
 
 QUANTISED = ("q8", "q4")
 
+AUTO = "auto"
+"""Left to be chosen before a model is opened: see `auto_format.py`."""
+
 _PACKED = tuple(each.name for each in ggml.FORMATS)
 _SECTIONED = tuple(each.in_memory.name for each in fp8.FORMATS.values())
 _SECTIONED += tuple(each.name for each in grouped_ints.FORMATS.values())
@@ -42,7 +45,14 @@ class Asked(NamedTuple):
     @classmethod
     def of(cls, all_parts: str | None, experts: str | None, dense: str | None) -> Asked:
         """From the options `format`, `expert_dtype` and `dense_dtype`. Raises UsageError."""
-        whole = _checked("format", all_parts or OWN_FORMAT, (OWN_FORMAT, *QUANTISED))
+        whole = _checked("format", all_parts or OWN_FORMAT, (OWN_FORMAT, *QUANTISED, AUTO))
+        if whole == AUTO:
+            if experts or dense:
+                raise UsageError(
+                    "format 'auto' chooses for all parts; leave expert_dtype and dense_dtype out, "
+                    f"or name the format: {', '.join(QUANTISED)}."
+                )
+            whole = OWN_FORMAT
         known = (OWN_FORMAT, *QUANTISED, *SAFETENSORS_NAME)
         return cls(
             _checked("expert_dtype", experts or whole, known),
