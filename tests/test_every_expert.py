@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 
 from lowtide.cli.outlook import outlook
+from lowtide.engine.opening import EngineConfig
 from lowtide.lab.budgets import budget_of_share
 from lowtide.lab.synth import synth
 from lowtide.llm import plan_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+run = import_module("common.run")
+loaded_engine, TimedTransfer = run.loaded_engine, run.TimedTransfer
 every_expert, script = map(import_module, ("common.every_expert", "every_expert"))
 
 LENGTHS = [256, 640]  # of one tile, and of several
@@ -49,6 +52,21 @@ def test_a_step_reads_the_absent_half_to_the_byte(model: Path, policy: str) -> N
             assert read_bytes == absent * plan.host.slot_bytes
             # At most the absent half, and that within 1% where the step asks for everything.
             assert num_absent - (found["num_experts"] - asked) <= absent <= num_absent
+
+
+def test_an_answer_reads_the_absent_half_once_a_step(model: Path) -> None:
+    """Counted where reads begin: none is begun for a step that does not come."""
+    budget = budget_of_share(plan_model(model, context=256), 0.5)
+    with loaded_engine(str(model), EngineConfig(host_memory=budget, context=256)) as engine:
+        experts = engine.experts
+        experts.host.transfer = transfer = TimedTransfer(experts.host.transfer)
+        with engine.executor.in_charge():
+            steps = every_expert._steps(engine, transfer, 256, 3)
+        assert len(steps) == 3
+        assert experts.host.stats.num_ahead > 0 and not experts.host.num_ahead
+        # Beside what was asked for only guesses within a pass, of which nearly all are right.
+        assert transfer.num_reads == experts.stats.num_misses + experts.host.stats.num_wasted
+        assert transfer.num_reads <= 1.01 * experts.stats.num_misses
 
 
 def test_a_row_compares_bytes_and_time_with_what_there_is() -> None:

@@ -196,6 +196,16 @@ def test_every_rule_ends_in_its_steps_and_writes_each_position_once(request, opt
             assert finished.num_forwards == diffusion.steps
 
 
+@given(batches, options)
+def test_a_pass_that_is_said_to_be_the_last_is(batch, options) -> None:
+    """Under a schedule the last one is always known; else where a single mask is left."""
+    batch = [replace(each, eos_token_ids=()) for each in batch]
+    *before, last = Run(batch, can_mask=False, **options).model.steps
+    assert not any(step.is_last for step in before)
+    if all(each.params.diffusion.remasking in SCHEDULED for each in batch):
+        assert last.is_last
+
+
 @given(requests(), options)
 def test_what_is_reported_is_consistent(request, options) -> None:
     run = Run([request], **options)

@@ -750,6 +750,12 @@ def test_nothing_is_read_ahead_of_a_pass_that_is_another(kind: StepKind) -> None
     assert not started(rig) and not rig.host.num_ahead
 
 
+def test_nothing_is_read_ahead_of_a_pass_that_will_not_come() -> None:
+    rig = Rig("static", [2, 6], num_staging=3)
+    rig.run(every_expert(1)._replace(step=Step(StepKind.DENOISE, 0, is_last=True)))
+    assert not started(rig) and not rig.host.num_ahead
+
+
 def test_what_a_pause_ends_is_read_again() -> None:
     """Between passes slots may go; the next pass does not miss what was on its way."""
     rig = Rig("static", [2, 6], num_staging=3)

@@ -73,11 +73,13 @@ class Step:
     `index` counts denoising (or decoding) passes. With one sequence it restarts at 0 in every
     block; in a batch it is one counter of the engine. A prefill pass carries the index of the
     pass that follows it and does not count. `rows`: of the pass, where somebody told them.
+    `is_last`: no other is expected to follow.
     """
 
     kind: StepKind
     index: int
     rows: PassRows | None = field(default=None, compare=False, repr=False)
+    is_last: bool = field(default=False, compare=False)
 
     def rows_of(self, num_rows: int) -> PassRows:
         """Those it was told, or what its kind says of so many."""

@@ -134,10 +134,16 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
             token_ids=torch.from_numpy(np.concatenate(token_ids)),
             positions=torch.from_numpy(np.concatenate(positions)),
             segments=tuple(segments),
-            step=Step(StepKind.DENOISE, index, joined(rows)),
+            step=Step(StepKind.DENOISE, index, joined(rows), self._is_last(turns)),
             logit_rows=logit_rows,
             asked=asked,
         )
+
+    def _is_last(self, turns: Sequence[_Turn]) -> bool:
+        """Whether no pass is expected to follow: everybody takes part, and nobody goes on."""
+        if self._waiting or len(turns) < len(self._running):
+            return False
+        return all(turn.sequence.is_expected_to_end for turn in turns)
 
     def _read(self, hidden: Tensor, turns: Sequence[_Turn]) -> list[Candidates]:
         """A candidate for every wanted position of each turn."""

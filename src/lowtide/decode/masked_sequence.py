@@ -113,6 +113,16 @@ class MaskedSequence(Canvas):
         return events
 
     @property
+    def is_expected_to_end(self) -> bool:
+        """Whether the coming pass writes all that is left, as far as its rule alone can say."""
+        if self._block_end < len(self.tokens):
+            return False
+        if self._rule in ("origin", "random") or self._is_over:
+            return len(self.wanted) == self._num_masked
+        num_certain = self._num_due() if self._has_schedule else 1
+        return num_certain >= self._num_masked
+
+    @property
     def _has_schedule(self) -> bool:
         return self._rule in COUNT_RULES or self._rule in SHARE_RULES
 

@@ -97,7 +97,8 @@ class ReadAhead:
         if facts.layer + 1 < num_layers:
             return facts.layer + 1
         # A prompt is read once. With a device above, some experts are nobody's to read.
-        is_repeated = facts.step.kind is StepKind.DENOISE and not facts.has_idle_link
+        is_repeated = facts.step.kind is StepKind.DENOISE and not facts.step.is_last
+        is_repeated &= not facts.has_idle_link
         return 0 if is_repeated and num_layers > 1 else _NO_LAYER
 
     def _expected(self, facts: Facts) -> IntArray:
