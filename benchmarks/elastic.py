@@ -92,7 +92,8 @@ def _measure(family: str, kind: str, options: argparse.Namespace, limit: MemoryL
         "read_GBps": ceiling["random_read_GBps"],
     }
     # As many rows as a pass has there is workspace for: a bidirectional one's are all sequences'.
-    elastic_context = most_at_once(trace) if family == BIDIRECTIONAL else longest
+    at_once = max(longest, most_at_once(trace))
+    elastic_context = at_once if family == BIDIRECTIONAL else longest
     sides = {"elastic": {**common, "context": elastic_context, "elastic": True}}
     for context in contexts:
         sides[f"constant, {context} tokens"] = {**common, "context": context, "elastic": False}

@@ -49,12 +49,20 @@ def mixed_trace(longest: int, num_new: int) -> list[Arrival]:
 
 
 def bidirectional_trace(longest: int, num_new: int) -> list[Arrival]:
-    """The same where every pass has whole sequences and an answer is as long as was asked for."""
-    chat = Arrival(0, longest // 16, num_new, num_new)
+    """The same where every pass has whole sequences and an answer is as long as was asked for; many
+    at once are half as many rows again as the longest, and chats alone take four times as many
+    passes: more than a workspace is kept for after the last long one."""
+    short = longest // 16
+    chat = Arrival(0, short, 4 * num_new, 4 * num_new)
     whole = Arrival(0, longest - num_new, num_new, num_new)
     alone = [chat._replace(after=i) for i in range(2)]
-    crowd = [chat._replace(after=2, num_prompt=longest // 16 * (1 + i % 3)) for i in range(6)]
-    return [*alone, *crowd, whole._replace(after=7), chat._replace(after=9)]
+    crowd = [Arrival(2, short * (1 + i % 3), num_new, num_new) for i in range(12)]
+    return [
+        *alone,
+        *crowd,
+        whole._replace(after=12),
+        *(chat._replace(after=15 + i) for i in (0, 1)),
+    ]
 
 
 def documents_trace(longest: int, num_new: int) -> list[Arrival]:

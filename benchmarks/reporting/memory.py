@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from reporting.results import Line, Results
+from reporting.results import Line, Results, Run
 from reporting.tables import Cell, caption, captions, link, number, percent, table
 
 _SIDES = {
@@ -28,13 +28,23 @@ _EVERY = (
     "over the larger",
     "bytes over the absent half",
 )
+_VERDICT = "elastic over constant"
+_RUN = ("model", "longest", "trace")
 _ELASTIC = (
-    "trace",
+    *_RUN,
     "side",
     "tokens/s",
     "by bytes and processor time",
+    "read, GB",
     "requests at once",
     "peak, MB",
+)
+_OVER_CONSTANT = (
+    *_RUN,
+    "elastic over the best constant",
+    "by bytes and processor time",
+    "over the longest request's",
+    "within plan",
 )
 
 
@@ -112,14 +122,16 @@ def every_expert(results: Results, page: Path) -> str:
 
 
 def elastic(results: Results, page: Path) -> str:
-    """Pages that move against constant divisions of the same budget, for each trace."""
-    lines = [line for line in results.lines if line["benchmark"] == "elastic" and line.is_clean]
-    of_last = [line for line in lines if line["commit"] == lines[-1]["commit"]]
-    rows = [(line, _elastic(line)) for line in of_last if "tokens_per_s" in line.row]
-    verdicts = [line for line in of_last if line["what"] == "elastic over constant"]
-    head = ("trace", "elastic over the best constant", "over the longest request's", "within plan")
-    parts = [table(_ELASTIC, rows, page), table(head, [(v, _verdict(v)) for v in verdicts], page)]
-    return "\n\n".join([*parts, captions(of_last)])
+    """Pages that move against constant divisions of the same budget, by model, trace and length."""
+    found: dict[tuple[Cell, ...], Sequence[Line]] = {}
+    for run in sorted(results.runs, key=lambda run: run.ended):
+        if run.first["benchmark"] == "elastic" and run.first.is_clean and run.of(_VERDICT):
+            found[_run_of(run.first)] = _last_finished(run)
+    lines = [line for of_run in found.values() for line in of_run]
+    rows = [(line, _elastic(line)) for line in lines if "tokens_per_s" in line.row]
+    verdicts = [(line, _verdict(line)) for line in lines if line["what"] == _VERDICT]
+    parts = [table(_ELASTIC, rows, page), table(_OVER_CONSTANT, verdicts, page), captions(lines)]
+    return "\n\n".join(parts)
 
 
 def _cell(line: Line, sides: Sequence[str]) -> Sequence[Cell]:
@@ -209,19 +221,34 @@ def _half(line: Line) -> Sequence[Cell]:
 
 def _elastic(line: Line) -> Sequence[Cell]:
     return (
-        line["settings"]["trace"],
+        *_run_of(line),
         line["what"],
         number(line["tokens_per_s"]),
         number(line["ideal_tokens_per_s"]),
+        number(line["read_bytes"] / 1e9),
         str(line["max_running"]),
         _mega(line["max_peak_bytes"]),
     )
 
 
 def _verdict(line: Line) -> Sequence[Cell]:
-    names = ("tokens_per_s_over_best", "tokens_per_s_over_today")
+    best = "tokens_per_s_over_best"
+    names = (best, f"ideal_{best}", "tokens_per_s_over_today")
     is_within = "yes" if line["is_within_plan"] else "no"
-    return (line["settings"]["trace"], *(f"{line[name]:.2f}" for name in names), is_within)
+    return (*_run_of(line), *(f"{line[name]:.2f}" for name in names), is_within)
+
+
+def _last_finished(run: Run) -> Sequence[Line]:
+    """Of all that a run measured, what led to its last verdict: from a ceiling on."""
+    whats = [line["what"] for line in run.lines]
+    stop = len(whats) - whats[::-1].index(_VERDICT)
+    start = max(place for place in range(stop) if whats[place] == "ceiling")
+    return run.lines[start:stop]
+
+
+def _run_of(line: Line) -> tuple[Cell, ...]:
+    settings = line["settings"]
+    return (settings["model"], f"{settings['longest']:,}", settings["trace"])
 
 
 def _length(line: Line) -> tuple[Cell, Cell]:
