@@ -18,6 +18,7 @@ from lowtide.core import (
     RowKind,
     Step,
     StepKind,
+    WeightArray,
 )
 from lowtide.policies.buddy_lists import BuddyLists, lists_of
 from lowtide.policies.buddy_lists import BuddyRule as Rule
@@ -97,13 +98,50 @@ def small_searches() -> Iterator[BuddySearch]:
                 )
 
 
+def edge_searches() -> Iterator[BuddySearch]:
+    """What a test of the middle leaves out: one expert in all, one for each token, all of them
+    chosen, nobody here, everybody, all weights alike or none of them a number, `rho` above k, H
+    beyond the list, lists of nobody."""
+    draw = np.random.default_rng(11)
+    for num_experts, k in ((1, 1), (2, 1), (2, 2), (5, 1), (5, 3), (8, 8), (9, 4)):
+        ids = np.sort(np.argsort(draw.random((3, num_experts)), axis=1)[:, :k], axis=1)
+        for weights, here in itertools.product(_edge_weights(draw, 3, k), (0.0, 0.5, 1.0)):
+            is_here = draw.random(num_experts) < here
+            for length, rank, rho in ((1, 1, k + 1), (8, 9, UNBOUNDED), (8, UNBOUNDED, 1)):
+                yield BuddySearch(
+                    ids,
+                    weights,
+                    ~is_here[ids],
+                    random_lists(draw, num_experts, num_experts, length),
+                    None,
+                    is_here,
+                    rank,
+                    rho,
+                )
+
+
+def _edge_weights(draw: np.random.Generator, num_tokens: int, k: int) -> Iterator[WeightArray]:
+    """[num_tokens, k] each"""
+    some = draw.random((num_tokens, k)).astype(np.float32)
+    yield np.full_like(some, 0.5)
+    yield np.zeros_like(some)
+    yield np.full_like(some, np.nan)
+    is_odd = draw.random(some.shape) < 0.5
+    for values in ([np.nan], [np.inf], [-np.inf, np.nan], [0.0, -0.0], [1e-45, 3e38, -1.0]):
+        odd = draw.choice(np.array(values, np.float32), some.shape)
+        yield np.where(is_odd, odd, some)
+
+
 def slow_search(search: BuddySearch) -> IntArray:
-    """Algorithm 1 once more, from its text and without anything of ours."""
+    """Algorithm 1 once more, from its text and without anything of ours; a weight that is no number
+    ranks last."""
     out = search.experts.copy()
     for t in range(len(out)):
         used = set(search.experts[t].tolist())
+        weight = [float(each) for each in search.weights[t]]
         by_rank = sorted(
-            range(out.shape[1]), key=lambda p: (-float(search.weights[t, p]), search.experts[t, p])
+            range(out.shape[1]),
+            key=lambda p: (True, 0.0, p) if np.isnan(weight[p]) else (False, -weight[p], p),
         )
         spent = 0
         for place in by_rank:

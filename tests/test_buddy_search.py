@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from buddy_cases import random_search, slow_search, small_searches
+from buddy_cases import edge_searches, random_search, slow_search, small_searches
 from examples import scaled
 
 from lowtide.policies.buddy_search import UNBOUNDED, BuddySearch, search_buddies
@@ -41,6 +41,13 @@ def test_random_cases() -> None:
         check(search, wanted)
         num_found += int((wanted != search.experts).sum())
     assert num_found > scaled(NUM_RANDOM) // 10
+
+
+def test_cases_at_the_edge() -> None:
+    for search in edge_searches():
+        wanted = slow_search(search)
+        assert np.array_equal(search_buddies(search), wanted), search
+        check(search, wanted)
 
 
 def check(search: BuddySearch, found: np.ndarray) -> None:
@@ -105,6 +112,16 @@ def test_triton_in_the_interpreter() -> None:
 
 
 @needs_triton
+def test_triton_in_the_interpreter_at_the_edge() -> None:
+    """A token of every fifth case, which has all kinds of them in it."""
+    for number, search in list(enumerate(edge_searches()))[::5]:
+        one = slice(number % 3, number % 3 + 1)
+        parts = {name: getattr(search, name)[one] for name in ("experts", "weights", "may")}
+        search = search._replace(**parts)
+        assert np.array_equal(as_triton(search, "cpu"), slow_search(search)), search
+
+
+@needs_triton
 @pytest.mark.slow
 def test_triton_in_the_interpreter_in_every_case() -> None:
     """Every small case, as on a GPU, and a tenth of the drawn ones: a token takes some 20 ms."""
@@ -122,8 +139,8 @@ def test_triton_on_a_gpu() -> None:
 
 
 def check_all(device: str, num_random: int) -> None:
-    """Every small case and many drawn ones."""
+    """Every small case, every one at the edge and many drawn ones."""
     draw = np.random.default_rng(3)
     cases = [random_search(draw) for _ in range(scaled(num_random) // 50)]
-    for search in [*many_small(), *cases]:
+    for search in [*many_small(), *edge_searches(), *cases]:
         assert np.array_equal(as_triton(search, device), search_buddies(search)), search

@@ -7,7 +7,14 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from buddy_cases import random_lists, random_routing, random_search, slow_search, small_searches
+from buddy_cases import (
+    edge_searches,
+    random_lists,
+    random_routing,
+    random_search,
+    slow_search,
+    small_searches,
+)
 from examples import scaled
 
 from lowtide.buddies import LayerRules, LayerState, TokenGates, Waits
@@ -67,7 +74,8 @@ def check_algorithm_1(compiled: CompiledBuddies, search: BuddySearch) -> int:
             assert np.array_equal(row, own), (search, token)
             continue
         assert np.array_equal(answer.experts[0], row[order]), (search, token)
-        assert np.array_equal(answer.weights[0], search.weights[token][order]), (search, token)
+        weights = search.weights[token][order]
+        assert np.array_equal(answer.weights[0], weights, equal_nan=True), (search, token)
         num_found += 1
     return num_found
 
@@ -82,6 +90,10 @@ def test_algorithm_1_in_random_cases(compiled: CompiledBuddies) -> None:
     for _ in range(scaled(NUM_RANDOM) // 50):
         num_found += check_algorithm_1(compiled, random_search(draw))
     assert num_found > scaled(NUM_RANDOM) // 10
+
+
+def test_algorithm_1_at_the_edge(compiled: CompiledBuddies) -> None:
+    assert sum(check_algorithm_1(compiled, search) for search in edge_searches()) > 60
 
 
 def random_layer(draw: np.random.Generator, most_tokens: int) -> tuple[LayerRules, LayerState]:
@@ -191,13 +203,26 @@ def test_late_experts_beside_a_device_are_given_up_alike(compiled: CompiledBuddi
     assert num_found > scaled(NUM_RANDOM) // 160
 
 
-def test_weights_that_are_no_numbers_are_ordered_alike(compiled: CompiledBuddies) -> None:
-    for draw, rules, state in random_layers(NUM_RANDOM // 80, 6):
-        weights = np.where(draw.random(state.weights.shape) < 0.3, np.nan, state.weights)
-        state = state._replace(weights=weights.astype(np.float32))
+@pytest.mark.parametrize(
+    "odd", [[np.nan], [np.inf, -np.inf], [0.0, -0.0], [np.nan, np.inf, -np.inf, -1.0, 1e-45, 3e38]]
+)
+def test_weights_that_no_router_gives_are_ordered_alike(
+    compiled: CompiledBuddies, odd: list[float]
+) -> None:
+    num_found = 0
+    for draw, rules, state in random_layers(NUM_RANDOM // 25, 6):
+        values = draw.choice(np.array(odd, np.float32), state.weights.shape)
+        is_odd = draw.random(state.weights.shape) < 0.4
+        state = state._replace(weights=np.where(is_odd, values, state.weights))
         waits = random_waits(draw, len(state.is_here))
-        answers = [twins.of_layer(rules).give_up_late(state, waits) for twins in (PLAIN, compiled)]
-        check_equal(*answers, (rules, state, waits))
+        num_fit = int(draw.choice([0, 0, 1, 3]))
+        plain, other = (twins.of_layer(rules) for twins in (PLAIN, compiled))
+        with np.errstate(all="ignore"):
+            found = [layer.replace_absent(state, num_fit) for layer in (plain, other)]
+            late = [layer.give_up_late(state, waits) for layer in (plain, other)]
+        num_found += check_equal(*found, (rules, state, num_fit))
+        check_equal(*late, (rules, state, waits))
+    assert num_found > 40
 
 
 def test_late_experts_in_every_small_case(compiled: CompiledBuddies) -> None:

@@ -75,8 +75,10 @@ def _find_buddies(
     is_left = is_place
     num_left = rho
     for _ in range(k):
-        best = tl.max(tl.where(is_left, weight, -float("inf")), 0)
+        best = tl.max(tl.where(is_left & (weight == weight), weight, -float("inf")), 0)
         place = tl.min(tl.where(is_left & (weight == best), places, BLOCK_K), 0)
+        # Weights that are no numbers come last.
+        place = tl.where(place < BLOCK_K, place, tl.min(tl.where(is_left, places, BLOCK_K), 0))
         is_left = is_left & (places != place)
         is_it = places == place
         expert = tl.sum(tl.where(is_it, own, 0), 0)

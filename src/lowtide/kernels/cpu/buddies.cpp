@@ -117,11 +117,16 @@ std::vector<std::uint8_t> open_tokens(const Layer& layer, const Absent& absent) 
     return is_open;
 }
 
-// A token's places by descending weight; ids ascend, so a stable order leaves ties by id.
+// A token's places by descending weight; ids ascend, so a stable order leaves ties by id. A weight
+// that is no number comes last, as numpy sorts.
 void rank(const float* weights, Pairs& places) {
+    const auto is_behind = [](float a, float b) {
+        return a < b || (std::isnan(a) && !std::isnan(b));
+    };
     for (long place = 0; place < static_cast<long>(places.size()); ++place) {
         long at = place;  // by insertion: stable, and takes no memory
-        for (; at > 0 && weights[places[at - 1]] < weights[place]; --at) places[at] = places[at - 1];
+        for (; at > 0 && is_behind(weights[places[at - 1]], weights[place]); --at)
+            places[at] = places[at - 1];
         places[at] = place;
     }
 }
