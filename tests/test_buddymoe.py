@@ -17,6 +17,7 @@ from torch import Tensor
 from lowtide import LLM, SamplingParams
 from lowtide.core import Facts, RoutedTokens, RowKind, Step
 from lowtide.errors import UsageError
+from lowtide.experts.read_ahead import NEARLY_ALL
 from lowtide.experts.rows import Routing
 from lowtide.lab.record import Recorder
 from lowtide.llm import plan_model
@@ -217,6 +218,19 @@ def test_residents_keep_adapting(device: str) -> None:
     assert all(answered is not None for _, answered in seen[0].asked[num_asked:])
 
 
+@pytest.mark.parametrize("placement", ["lru", "lowtide"])
+def test_nothing_is_read_ahead_that_is_replaced(placement: str) -> None:
+    """A block asks for nearly every expert and runs residents alone, layer after layer."""
+    options = {"rho": "none", "in_prefill": "true", "in_commit": "true", "placement": placement}
+    with profiled() as seen, open_half(share=0.4, miss="random", **options) as llm:
+        llm.generate([PROMPT * 4], replace(PARAMS, max_tokens=64))
+        counts = llm.stats()
+        num_experts = llm.config.moe.num_experts
+    most = max(len(facts.demand.experts) for facts, _ in seen[0].asked)
+    assert most >= NEARLY_ALL * num_experts, "else the next layer is not expected to ask for all"
+    assert counts["num_wasted"] == counts["num_ahead"] == 0
+
+
 def test_rows_that_are_kept_run_what_their_router_chose() -> None:
     """Prompts and blocks that are committed, in a diffusion model."""
     with profiled() as seen, open_half("cpu", rho="none", miss="random") as llm:
@@ -236,13 +250,14 @@ def test_rows_that_are_kept_run_what_their_router_chose() -> None:
     ("device", "placement"),
     [
         ("cpu", {"placement": "lru"}),
+        ("cpu", {"placement": "lowtide"}),
         # Beside a device a replaced expert comes when the link has time; here nobody moves.
         ("emulated", {"placement": "static"}),
         ("emulated", {"placement": "fiddler", "by_threshold": "true"}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("miss", ["buddy", "late", "random"])
+@pytest.mark.parametrize("miss", ["buddy", "late", "random", "drop"])
 def test_a_replay_decides_as_the_runtime_did(
     miss: str, device: str, placement: dict[str, str]
 ) -> None:
@@ -267,6 +282,9 @@ def test_a_replay_decides_as_the_runtime_did(
             report = simulate(trace, "buddymoe", setting)
     runtime, replay = seen
     check_the_same(runtime, replay)
+    for request, completion in enumerate(completions):
+        assert completion.usage.receipt is not None
+        check_moved(completion.usage.receipt, request, replay)
     receipts = [completion.usage.receipt for completion in completions]
     assert report.num_substituted == sum(r.num_substituted for r in receipts)  # type: ignore[union-attr]
     moved, routed = (sum(getattr(r, n) for r in receipts) for n in ("moved_mass", "routed_mass"))

@@ -142,7 +142,7 @@ class HostTier:
         return HostReads(self, layer, wanted, moves)
 
     def expect_next(self, facts: Facts) -> None:
-        """Told of the layer that runs now, whose own reads are open."""
+        """Told of what runs of the layer that runs now, whose own reads are open."""
         if self.read_ahead is not None:
             self.read_ahead.expect(facts)
 

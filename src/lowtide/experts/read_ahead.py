@@ -58,7 +58,11 @@ class ReadAhead:
         return bool(self._waiting)
 
     def expect(self, facts: Facts) -> None:
-        """Told of the layer that runs now: what to read of the next one while it is computed."""
+        """Told of the layer that runs now: what to read of the next one while it is computed.
+
+        facts: of what is run, which substitution may have made fewer experts than its router asked
+        for; so it will in the next layer.
+        """
         self._layer = self._next_layer(facts)
         self._waiting = deque(self._expected(facts).tolist())
 

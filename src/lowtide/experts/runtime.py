@@ -264,7 +264,7 @@ class ExpertRuntime:
         demand = facts.demand if decision.run is None else decision.run.demand
         is_at_once = self._can_run_at_once(x, demand, decision)
         if is_at_once:
-            self._start_reads(facts)
+            self._start_reads(decision.run or facts)
             if run_in_place is not None:
                 run_in_place(*routing)
                 return
