@@ -171,7 +171,7 @@ def test_a_picture_is_whole_and_its_bars_are_the_peaks(
         assert bar.num_bytes == sum(num_bytes for _, num_bytes in step.held)
     root = ElementTree.fromstring(svg(picture))
     assert "a <b> & c" in "".join(root.itertext())
-    for name in ("passes.svg", "passes.html", "passes.png"):
+    for name in ("passes.svg", "passes.html", "passes.png", "new/folder/passes.svg"):
         draw(passes, "m", tmp_path / name)
         assert (tmp_path / name).stat().st_size > 500
 

@@ -223,7 +223,7 @@ def test_the_command_prints_a_table_an_object_and_a_picture(tmp_path: Path) -> N
     text.write_text(Path(quality_plot.__file__).read_text())
     common = ["demo:chat", "--text", str(text), "--tokens", "60", "--window", "96"]
     common += ["--context", "256", "--setting", "policy=tide residents=0.5"]
-    picture = tmp_path / "pareto.png"
+    picture = tmp_path / "plots" / "new" / "pareto.png"  # whose folder is made
     done = run(*common, "--json", "--repeats", "0", "--plot", str(picture))
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
@@ -256,6 +256,7 @@ def test_bad_input_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.Monkey
     latin.write_bytes(b"caf\xe9" * 100)
     good.write_text("import os\n" * 300)
     (tmp_path / "empty").touch()
+    (tmp_path / "dir.png").mkdir()
     demo, golden = "demo:chat", str(GOLDENS / "llada2-a")
     cases: list[tuple[list[str], str]] = [
         ([demo, "--text", str(short)], "it takes 2 windows of at least 65 tokens"),
@@ -269,7 +270,8 @@ def test_bad_input_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.Monkey
         ([demo, "--text", str(good), "--tokens", "0"], "num_tokens"),
         ([demo, "--text", str(good), "--repeats", "-1"], "--repeats"),
         ([demo, "--text", str(good), "--plot", str(tmp_path / "a.gif")], ".png"),
-        ([demo, "--text", str(good), "--plot", str(tmp_path / "no" / "a.png")], "written"),
+        ([demo, "--text", str(good), "--plot", str(good / "no" / "a.png")], "cannot be made"),
+        ([demo, "--text", str(good), "--plot", str(tmp_path / "dir.png")], "written"),
         ([demo, "--text", str(good), "--setting", "policy=what"], "not known"),
     ]
     for arguments, said in cases:

@@ -108,3 +108,28 @@ def test_without_buddies_or_substitutions_there_is_no_curve(model: Path, tmp_pat
     arguments = ["quality", "demo:chat", "--text", str(text), "--save-curve"]
     done = CliRunner().invoke(app, arguments, env={"XDG_CACHE_HOME": str(tmp_path)})
     assert done.exit_code == 2 and "calibrate --buddies" in done.stderr.replace("\n", " ")
+
+
+def test_what_was_measured_is_shown_though_there_is_no_curve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all experts in memory none is replaced, which is known in the end alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    text, path = tmp_path / "text.txt", tmp_path / "c.lowtide"
+    text.write_text("import os\n" * 400)
+    with LLM("demo:chat", context=128) as llm:
+        ids = np.random.default_rng(2).integers(3, llm.config.vocab_size, 700).tolist()
+        calibrate(llm, ids, "m", num_pieces=4, buddies=BuddyWish()).save(path)
+    asked = ["quality", "demo:chat", "--text", str(text), "--tokens", "60", "--window", "96"]
+    asked += ["--context", "128", "--repeats", "0", "--calibration", str(path), "--save-curve"]
+    for more, shown in (([], "perplexity"), (["--json"], '"curve_path":null')):
+        done = CliRunner().invoke(app, [*asked, *more])
+        assert done.exit_code == 2 and "No setting replaced an expert" in done.stderr
+        assert shown in done.stdout.replace(" ", ""), done.stdout
+
+
+def test_a_curve_of_questions_alone_is_refused_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "q.jsonl"
+    path.write_text(json.dumps({"context": "a", "choices": ["b", "c"], "answer": 0}))
+    done = CliRunner().invoke(app, ["quality", "demo:chat", "--choices", str(path), "--save-curve"])
+    assert done.exit_code == 2 and "give --text FILE" in done.stderr

@@ -21,7 +21,7 @@ from lowtide.cli.report import json_line
 from lowtide.cli.screen import ProgressBars, stdout_console
 from lowtide.cli.text_file import read_text
 from lowtide.config import format_size
-from lowtide.errors import UsageError
+from lowtide.errors import LowtideError, UsageError
 from lowtide.lab.quality_questions import Question, read_questions
 from lowtide.lab.quality_settings import BUDDYMOE, RESIDENTS, Setting, curve_settings
 
@@ -70,17 +70,27 @@ def quality(model: ModelName, *, settings: Settings) -> None:
     questions = settings.text("choices")
     asked = [] if questions is None else read_questions(Path(questions))
     is_text = not asked or settings.text("text") is not None
+    if settings.flag("save_curve") and not is_text:
+        raise UsageError("--save-curve measures on a text: give --text FILE beside --choices.")
     text = read_text(model, settings) if is_text else None
     ratios = _ratios(str(settings["mask_ratios"]))
+    failure: LowtideError | None = None
     with redirect_stdout(sys.stderr):
         report, curve_path = _measured(model, settings, options, rows, text, ratios, asked)
+        try:
+            _keep(report, settings, curve_path)
+        except LowtideError as error:  # what took hours is shown before
+            failure, curve_path = error, None
     if settings.flag("json"):
-        found = {"model": model, "version": __version__, "curve_path": curve_path}
+        path = None if curve_path is None else str(curve_path)
+        found = {"model": model, "version": __version__, "curve_path": path}
         print(json_line({**found, **report.as_dict()}))
-        return
-    _print(model, report)
-    if curve_path is not None:
-        stdout_console().print(f"wrote the curve of mass and KL to {curve_path}")
+    else:
+        _print(model, report)
+        if curve_path is not None:
+            stdout_console().print(f"wrote the curve of mass and KL to {curve_path}")
+    if failure is not None:
+        raise failure
 
 
 def parse_settings(texts: Sequence[str]) -> list[Setting]:
@@ -139,13 +149,14 @@ def _measured(
     text: str | None,
     ratios: tuple[float, ...],
     asked: Sequence[Question],
-) -> tuple[Report, str | None]:
-    """The report, and where its curve was written to."""
+) -> tuple[Report, Path | None]:
+    """The report, and where its curve is to be kept, if it is. What could not be written in the
+    end is refused before anything is measured."""
     folder = str(find_model(model, settings))
     from lowtide.engine.opening import EngineConfig, open_model
     from lowtide.lab.quality import quality as measure
-    from lowtide.lab.quality_curve import curve_path, keep_curve, measured_curve
-    from lowtide.lab.quality_plot import check_plot, plot
+    from lowtide.lab.quality_curve import curve_path
+    from lowtide.lab.quality_plot import check_plot
 
     picture = settings.text("plot")
     if picture is not None:
@@ -155,11 +166,19 @@ def _measured(
     work = _work(opened, settings, text, ratios, asked)
     with ProgressBars() as progress:
         report = measure(folder, rows, work, progress=progress, **options)
-    if path is not None:
-        keep_curve(path, measured_curve(report))
+    return report, path
+
+
+def _keep(report: Report, settings: Settings, curve: Path | None) -> None:
+    """Writes the picture and the curve that were asked for."""
+    from lowtide.lab.quality_curve import keep_curve, measured_curve
+    from lowtide.lab.quality_plot import plot
+
+    picture = settings.text("plot")
     if picture is not None:
         plot(report, Path(picture))
-    return report, None if path is None else str(path)
+    if curve is not None:
+        keep_curve(curve, measured_curve(report))
 
 
 def _work(

@@ -46,5 +46,16 @@ def check_writable(path: Path, noun: str) -> None:
         raise _refusal(path, noun, reason) from reason
 
 
+def make_writable(path: Path, noun: str) -> None:
+    """Makes the folder, too; raises StorageError where that, or a `whole_file`, would fail."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as reason:
+        raise StorageError(
+            f"The folder {path.parent} cannot be made: {reason.strerror}; choose another."
+        ) from reason
+    check_writable(path, noun)
+
+
 def _refusal(path: Path, noun: str, reason: OSError) -> StorageError:
     return StorageError(f"{noun.capitalize()} {path} cannot be written: {reason.strerror}.")

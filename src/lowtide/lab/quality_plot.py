@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lowtide.errors import StorageError, UnsupportedError
-from lowtide.files.whole_file import check_writable
+from lowtide.files.whole_file import make_writable
 from lowtide.lab.quality import Report, Row
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -45,7 +45,7 @@ def front(pairs: Sequence[tuple[float, float]]) -> list[bool]:
 
 
 def check_plot(path: Path) -> None:
-    """Raises UnsupportedError or StorageError where no plot can be drawn or written."""
+    """Makes the folder; raises UnsupportedError or StorageError where no plot can be drawn."""
     if find_spec("matplotlib") is None:
         raise UnsupportedError(
             "--plot draws with matplotlib, which is not installed: pip install 'lowtide[plot]'."
@@ -54,7 +54,7 @@ def check_plot(path: Path) -> None:
         raise UnsupportedError(
             f"--plot {path}: a plot's name ends with {', '.join(SUFFIXES)}; choose one."
         )
-    check_writable(path, "plot")
+    make_writable(path, "plot")
 
 
 def plot(report: Report, path: Path) -> None:

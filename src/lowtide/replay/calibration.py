@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.core import FloatArray
-from lowtide.errors import StorageError, UsageError
+from lowtide.errors import UsageError
 from lowtide.files.array_file import Arrays, Contradiction, load_arrays, save_arrays
 from lowtide.files.folders import cache_folder
-from lowtide.files.whole_file import check_writable
+from lowtide.files.whole_file import make_writable
 from lowtide.formats.expert_inputs import ExpertInputs
 from lowtide.policies.buddy_profile import BuddyProfile, QualityCurve
 from lowtide.replay.buddy_arrays import BUDDY_DTYPES, arrays_of, profile_of
@@ -152,13 +152,7 @@ def load_inputs(path: Path, architecture: str, shape: TraceShape) -> ExpertInput
 
 def check_calibration_path(path: Path) -> None:
     """Makes the folder; raises StorageError where a calibration could not be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as reason:
-        raise StorageError(
-            f"The folder {path.parent} cannot be made: {reason.strerror}; choose another."
-        ) from reason
-    check_writable(path, "calibration")
+    make_writable(path, "calibration")
 
 
 def default_path(folder: Path, architecture: str, shape: TraceShape) -> Path:
