@@ -222,8 +222,8 @@ def max_mass(setting: Setting) -> float | None:
     curve = None if setting.buddies is None else setting.buddies.curve
     if curve is None:
         raise UsageError(
-            "max_kl is estimated from a curve that lowtide quality measures, and this model's "
-            "buddy profile has none: run it, or give max_mass."
+            "max_kl is estimated from a curve that lowtide quality --save-curve measures, and this "
+            "model's buddy profile has none: run that, or give max_mass."
         )
     estimated = curve.max_mass(max_kl)
     is_given = MAX_MASS.name in setting.options
