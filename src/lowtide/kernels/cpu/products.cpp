@@ -40,9 +40,19 @@ void run_all_rows(const Product<Number>& p, long row, long first, long last, Ahe
     if constexpr (rows > 1) run_all_rows<Isa, rows / 2>(p, row, first, last, ahead);
 }
 
+// All `rows` rows of x with one row of w after the other.
+template <class Isa, int rows, class Number>
+void run_in_order(const Product<Number>& p) {
+    for (long o = 0; o < p.num_outs; ++o) run_tile<Isa, rows, 1>(p, 0, o, nullptr);
+}
+
 // All rows of x with a few of w, which the first of them bring into the cache for the others.
 template <class Isa, class Number>
 void run(const Product<Number>& p) {
+    if constexpr (Isa::READS_IN_ORDER) {
+        if (p.num_rows == 1 && !p.is_cached) return run_in_order<Isa, 1>(p);
+        if (p.num_rows == 2 && !p.is_cached) return run_in_order<Isa, 2>(p);
+    }
     const long num_bytes = p.num_outs * p.num_k * static_cast<long>(sizeof(bf16));
     Ahead ahead(p.w, num_bytes, p.next);
     for (long first = 0; first < p.num_outs; first += Isa::SUMS) {

@@ -29,6 +29,7 @@ struct Product {
     long num_rows, num_outs, num_k;
     const void* next = nullptr;  // weights that this thread reads after these, if that is known
     std::uint64_t inputs = 0;  // which x it is, if other products have the same (`new_inputs`), or 0
+    bool is_cached = false;  // whether the weights have just been written, not read from memory
 };
 
 // The first of `count` numbers that no other inputs have.

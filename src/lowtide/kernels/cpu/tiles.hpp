@@ -31,6 +31,7 @@ constexpr long LANES = 32;
 
 struct Portable {
     static constexpr int ROWS = 1, SUMS = 1;
+    static constexpr bool READS_IN_ORDER = false;
 
     template <int, int>
     static void tile(const bf16* x, long, const bf16* w, long num_k, float* sums, Ahead* ahead) {
@@ -71,6 +72,7 @@ AVX2 INLINED __m256i load16(const bf16* from) {
 
 struct Avx2 {
     static constexpr int ROWS = 1, SUMS = 2;
+    static constexpr bool READS_IN_ORDER = false;
 
     template <int, int outs>
     AVX2 NOT_INLINED static void tile(
@@ -129,6 +131,7 @@ AVX512 INLINED float sum_of(__m512 lanes) {
 
 struct Avx512 {
     static constexpr int ROWS = 4, SUMS = 8;
+    static constexpr bool READS_IN_ORDER = false;
 
     template <int rows, int outs>
     AVX512 NOT_INLINED static void tile(
@@ -174,6 +177,9 @@ struct Avx512 {
 
 struct Avx512Bf16 {
     static constexpr int ROWS = 8, SUMS = 16;
+    // One or two rows of x wait for memory alone, and the processors that this is for (AMD's, from
+    // Zen 4 on; nearly all of Intel's have AMX) read fastest in order (docs/log.md).
+    static constexpr bool READS_IN_ORDER = true;
 
     template <int rows, int outs>
     AVX512_BF16 NOT_INLINED static void tile(

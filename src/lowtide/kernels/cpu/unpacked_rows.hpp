@@ -76,7 +76,7 @@ void multiply_rows(int variant, const Product<bf16>& p, Rows rows) {
     thread_local std::vector<bf16> unpacked;
     unpacked.resize(std::max<std::size_t>(unpacked.size(), TILE_ROWS * p.num_k));
     Product<bf16> some = p;
-    some.w = unpacked.data(), some.next = nullptr;
+    some.w = unpacked.data(), some.next = nullptr, some.is_cached = true;
     for (long first = 0; first < p.num_outs; first += TILE_ROWS) {
         some.num_outs = std::min(TILE_ROWS, p.num_outs - first);
         rows.unpack(first, some.num_outs, 0, p.num_k, unpacked.data(), p.num_k);
