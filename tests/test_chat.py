@@ -65,6 +65,7 @@ class Words:
 
 class Config:
     is_diffusion = False
+    experts = "some"
 
 
 class Talk:

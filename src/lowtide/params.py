@@ -28,6 +28,7 @@ REMASKING_RULES = (
 )
 MAX_TOP_LOGPROBS = 20
 MAX_SAMPLES = 1024
+DEFAULT_MAX_TOKENS = 256
 
 
 def _check_int(name: str, value: object, low: int, high: int = MAX_TOKENS_LIMIT) -> None:
@@ -130,7 +131,8 @@ AUTOREGRESSIVE_ONLY = ("repetition_penalty", "presence_penalty", "frequency_pena
 class SamplingParams:
     """One request's wishes.
 
-    max_tokens: new tokens at most.
+    max_tokens: new tokens at most. `None`: 256, or what the context leaves to the prompt where that
+        is less; not all of a large context, because every answer of a batch reserves its room.
     temperature: 0 is the arg-max, always; above 0 tokens are drawn.
     top_k, top_p: draw only from the k likeliest tokens; from the least set with mass p.
     min_p: draw only tokens at least this share as likely as the likeliest.
@@ -148,7 +150,7 @@ class SamplingParams:
         are made of it.
     """
 
-    max_tokens: int = 256
+    max_tokens: int | None = None
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
@@ -164,7 +166,8 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
-        _check_int("max_tokens", self.max_tokens, 1)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1)
         _check_int("n", self.n, 1, MAX_SAMPLES)
         _check_float("temperature", self.temperature, 0.0, 100.0)
         if self.top_k is not None:
@@ -187,6 +190,11 @@ class SamplingParams:
             raise UsageError(f"ignore_eos must be true or false, not {self.ignore_eos!r}.")
         if not isinstance(self.diffusion, DiffusionParams):
             raise UsageError(f"diffusion must be DiffusionParams, not {self.diffusion!r}.")
+
+    @property
+    def most_tokens(self) -> int:
+        """`max_tokens`, or its default while nobody has counted what the context leaves."""
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -212,7 +220,7 @@ def field_names(params: type[SamplingParams] | type[DiffusionParams]) -> list[st
 class Wishes(TypedDict, total=False):
     """Fields of `SamplingParams` and `DiffusionParams` as keywords: `generate(prompt, n=3)`."""
 
-    max_tokens: int
+    max_tokens: int | None
     n: int
     temperature: float
     top_k: int | None

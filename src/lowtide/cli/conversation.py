@@ -131,7 +131,11 @@ class Conversation:
         self._say(f"{name}: {value.strip()}")
 
     def _show_stats(self) -> None:
-        stats: Mapping[str, Any] = self._llm.stats()
+        stats: dict[str, Any] = dict(self._llm.stats())
+        if self._llm.config.experts is None:
+            from lowtide.experts.none import NoExperts
+
+            stats = {name: stats[name] for name in stats if name not in NoExperts().as_dict()}
         self._say("\n".join(f"{name}: {_number(value)}" for name, value in stats.items()))
 
     # Turns
@@ -154,7 +158,10 @@ class Conversation:
         self._turns.add(line, answer.completion.text)
         if self._out.is_terminal:
             self._say(speed_line(answer.usage, self._llm.stats(), answer.generation_s))
-        if answer.completion.finish_reason == "length" and params != self._params:
+        if (
+            answer.completion.finish_reason == "length"
+            and params.most_tokens < self._params.most_tokens
+        ):
             self._say("(cut short: the context is full)")
 
     def _fitted(self, line: str) -> tuple[list[int], SamplingParams]:
@@ -164,7 +171,7 @@ class Conversation:
         while True:
             token_ids = self._llm.token_ids(self._turns.prompt_with(line))
             room = self._llm.max_new_tokens(len(token_ids), self._params)
-            if room >= min(self._params.max_tokens, LEAST_ANSWER_TOKENS) or not len(self._turns):
+            if room >= min(self._params.most_tokens, LEAST_ANSWER_TOKENS) or not len(self._turns):
                 break
             self._turns.drop_oldest()
             num_dropped += 1
@@ -176,7 +183,7 @@ class Conversation:
                 f"This message has {len(token_ids)} tokens, and the context leaves no room for an "
                 "answer: shorten it, or begin anew with a larger --context."
             )
-        return token_ids, replace(self._params, max_tokens=min(self._params.max_tokens, room))
+        return token_ids, replace(self._params, max_tokens=min(self._params.most_tokens, room))
 
     def _view(self, token_ids: list[int]) -> LiveView | TextWriter:
         if has_view(self._llm, self._out):

@@ -101,7 +101,7 @@ def _on_screen(
         show_plan(llm.plan, model, settings)
         prompt = llm.token_ids(question.prompt(llm.tokenizer))
         if not settings.flag("quiet"):
-            show_passes(llm, len(prompt) + params.max_tokens)
+            show_passes(llm, len(prompt) + params.most_tokens)
         if params.n > 1:
             answer = ask(llm, prompt, params)
             _print_all(answer, llm)

@@ -88,7 +88,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("offline", Kind.BOOLEAN, Group.HUB, "Use only what is on this machine.", False),
     Option("raw", Kind.BOOLEAN, Group.PROMPT, "Take the text as it is: no chat template.", False),
     Option("system", Kind.TEXT, Group.PROMPT, "What the model is told first, by its template."),
-    Option("max_tokens", Kind.INTEGER, Group.SAMPLING, "New tokens at most (256)."),
+    Option("max_tokens", Kind.INTEGER, Group.SAMPLING, "New tokens at most (256, or what fits)."),
     Option("temperature", Kind.NUMBER, Group.SAMPLING, "0 takes the likeliest token, always (0)."),
     Option("top_k", Kind.INTEGER, Group.SAMPLING, "Draw only from the k likeliest tokens."),
     Option("top_p", Kind.NUMBER, Group.SAMPLING, "Draw only from the least set with this mass."),

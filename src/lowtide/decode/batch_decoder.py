@@ -110,7 +110,7 @@ class BatchDecoder(abc.ABC, Generic[S]):
         num_tokens = self._num_tokens(request)
         if num_tokens > self._kv_cache.max_range_tokens:
             raise PlanError(
-                f"{len(request.prompt)} prompt tokens and {request.params.max_tokens} new ones "
+                f"{len(request.prompt)} prompt tokens and {request.max_tokens} new ones "
                 f"take {num_tokens} tokens of context, and it holds "
                 f"{self._kv_cache.max_range_tokens} for a sequence; raise context or lower "
                 "max_tokens."

@@ -79,7 +79,7 @@ class Canvas(abc.ABC):
     def _answer(self) -> list[int]:
         """The new tokens before the active block, cut at `max_tokens` and after the first eos."""
         start = len(self.request.prompt)
-        stop = min(self._block_start, start + self.request.params.max_tokens)
+        stop = min(self._block_start, start + self.request.max_tokens)
         answer = self.tokens[start:stop]
         is_eos = np.isin(answer, self._eos)
         num_tokens = int(is_eos.argmax()) + 1 if is_eos.any() else len(answer)

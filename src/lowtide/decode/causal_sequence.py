@@ -87,7 +87,7 @@ class CausalSequence:
         is_stopped = self.request.is_stopped
         if self._answer[-1] in self._eos or (is_stopped is not None and is_stopped(self._answer)):
             return "stop"
-        return "length" if len(self._answer) == self.request.params.max_tokens else None
+        return "length" if len(self._answer) == self.request.max_tokens else None
 
     def _finish(self, reason: str) -> Finished:
         self.is_finished = True

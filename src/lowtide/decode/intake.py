@@ -117,7 +117,7 @@ class Intake:
     def _samples(self, prompt: Prompt, asked: SamplingParams) -> list[Request]:
         """The `n` requests of one prompt."""
         token_ids = self.token_ids(prompt)
-        params = self._resolved(asked)
+        params = self._resolved(self._with_length(asked, len(token_ids)))
         self._check_room(len(token_ids), params)
         seed = self.seed if params.seed is None else params.seed
         return [
@@ -130,6 +130,21 @@ class Intake:
             )
             for sample in range(params.n)
         ]
+
+    def _with_length(self, asked: SamplingParams, num_prompt: int) -> SamplingParams:
+        """`asked` with the default number of new tokens, if it has none: no more than fit.
+
+        Raises PlanError for a prompt that leaves no room for any.
+        """
+        if asked.max_tokens is not None:
+            return asked
+        room = self.max_new_tokens(num_prompt, asked)
+        if room < 1:
+            raise PlanError(
+                f"{num_prompt} prompt tokens leave no room for an answer: the context is "
+                f"{self.context} tokens. Shorten the prompt or raise context."
+            )
+        return replace(asked, max_tokens=min(asked.most_tokens, room))
 
     def _stop_test(self, stop: Sequence[str]) -> StopTest | None:
         return StopTest(self._needed_tokenizer().stream(stop)) if stop else None
@@ -150,15 +165,15 @@ class Intake:
     def _check_room(self, num_prompt: int, params: SamplingParams) -> None:
         """See `check_fits`; guidance takes the room of a second sequence."""
         if not self.config.is_bidirectional:
-            self.check_fits(num_prompt, params.max_tokens, params.diffusion.block_length or 1)
+            self.check_fits(num_prompt, params.most_tokens, params.diffusion.block_length or 1)
             return
-        self.check_fits(num_prompt, params.max_tokens, 1)
-        num_tokens = num_prompt + params.max_tokens
+        self.check_fits(num_prompt, params.most_tokens, 1)
+        num_tokens = num_prompt + params.most_tokens
         if params.diffusion.cfg_scale and 2 * align_up(num_tokens, GRANULE_TOKENS) > align_up(
             self.context, GRANULE_TOKENS
         ):
             raise PlanError(
-                f"{num_prompt} prompt tokens and {params.max_tokens} new ones are computed twice "
+                f"{num_prompt} prompt tokens and {params.most_tokens} new ones are computed twice "
                 f"for guidance, and the context is {self.context}; raise it to "
                 f"{2 * align_up(num_tokens, GRANULE_TOKENS)}, lower max_tokens or leave cfg_scale "
                 "out."
@@ -177,7 +192,7 @@ class Intake:
             return params
         if self.config.is_bidirectional:
             resolved = masked_options.resolve(
-                asked, defaults, params.max_tokens, self.config.architecture
+                asked, defaults, params.most_tokens, self.config.architecture
             )
             return replace(params, diffusion=resolved)
         _check_block_options(asked)

@@ -259,7 +259,7 @@ def _asked(turns: Sequence[_Turn], form: HeadForm) -> tuple[int, tuple[Asked, ..
         if not needs_logits:
             of_kind = [turns[i] for i in indices]
             num_read = sum(len(turn.read_positions(form)) for turn in of_kind)
-            most = sum(turn.sequence.request.params.max_tokens for turn in of_kind)
+            most = sum(turn.sequence.request.max_tokens for turn in of_kind)
             num_rows = max(num_rows, bucket(num_read, max(num_read, most)))
             asked.append(Asked(*_wanted(of_kind), is_guided))
     return num_rows, tuple(sorted(asked))
@@ -281,4 +281,4 @@ def _num_copies(request: Request) -> int:
 
 
 def _length(request: Request) -> int:
-    return len(request.prompt) + request.params.max_tokens
+    return len(request.prompt) + request.max_tokens

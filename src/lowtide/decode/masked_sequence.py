@@ -36,7 +36,7 @@ class MaskedSequence(Canvas):
     def __init__(
         self, request: Request, kv: KVRange, mask_token_id: int, is_measured_as_drawn: bool
     ) -> None:
-        num_prompt, max_tokens = len(request.prompt), request.params.max_tokens
+        num_prompt, max_tokens = len(request.prompt), request.max_tokens
         super().__init__(request, kv, mask_token_id, num_prompt + max_tokens, num_prompt)
         diffusion = request.params.diffusion
         self._rule = diffusion.remasking or ""
@@ -53,7 +53,7 @@ class MaskedSequence(Canvas):
 
     @property
     def block_length(self) -> int:
-        return self.request.params.diffusion.block_length or self.request.params.max_tokens
+        return self.request.params.diffusion.block_length or self.request.max_tokens
 
     @property
     def active_block(self) -> slice:

@@ -35,6 +35,11 @@ class Request:
     is_stopped: Callable[[Sequence[int]], bool] | None = None
 
     @property
+    def max_tokens(self) -> int:
+        """New tokens at most."""
+        return self.params.most_tokens
+
+    @property
     def block_length(self) -> int:
         """Tokens that are written together; 1 for an autoregressive model."""
         return self.params.diffusion.block_length or 1
@@ -42,7 +47,7 @@ class Request:
     @property
     def steps(self) -> int:
         """Denoising steps per block; as published, no more than new tokens."""
-        return min(self.params.diffusion.steps or 1, self.params.max_tokens)
+        return min(self.params.diffusion.steps or 1, self.max_tokens)
 
     @property
     def threshold(self) -> float:
@@ -61,7 +66,7 @@ class Request:
     @property
     def canvas_length(self) -> int:
         """Prompt and new tokens, in whole blocks: the KV cache that the request may need."""
-        return align_up(len(self.prompt) + self.params.max_tokens, self.block_length)
+        return align_up(len(self.prompt) + self.max_tokens, self.block_length)
 
 
 class TokenLogprobs(NamedTuple):

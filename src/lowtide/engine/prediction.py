@@ -31,7 +31,7 @@ from lowtide.hardware.machine import (
 from lowtide.hardware.measure import layer_dense_bytes
 from lowtide.hardware.store import CostKey, load
 from lowtide.kernels.choice import possible_names
-from lowtide.params import DiffusionParams, SamplingParams
+from lowtide.params import DEFAULT_MAX_TOKENS, DiffusionParams
 from lowtide.plan import Basis, MemoryPlan, Prediction
 from lowtide.policies.presets import fetches_all
 from lowtide.reading.dense_weights import DenseWeights
@@ -122,7 +122,7 @@ def published_pass(opened: OpenModel) -> tuple[int, float]:
         return 1, 1.0
     if not config.is_bidirectional:
         return config.block_length, max(1.0, config.block_length / defaults.steps)
-    num_tokens = min(SamplingParams().max_tokens, opened.context)
+    num_tokens = min(DEFAULT_MAX_TOKENS, opened.context)
     params = resolve(DiffusionParams(), defaults, num_tokens, config.architecture)
     tokens_per_pass = 1.0 if params.steps is None else max(1.0, num_tokens / params.steps)
     is_whole = opened.cache_mode is CacheMode.EXACT

@@ -259,7 +259,7 @@ class Load(NamedTuple):
     def of(cls, llm: LLM, prompt: Prompt | None, params: SamplingParams) -> Load:
         """The end of the text does not end an answer: all have the same number of tokens."""
         ids = random_prompt(llm.config) if prompt is None else llm.token_ids(prompt)
-        room = llm.plan.context - params.max_tokens - len(ids)
+        room = llm.plan.context - params.most_tokens - len(ids)
         num_prefill = max(len(ids), min(PREFILL_TOKENS, room))
         prefill = (ids * -(-num_prefill // len(ids)))[:num_prefill]
         return cls(ids, prefill, replace(params, ignore_eos=True))

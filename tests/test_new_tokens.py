@@ -1,0 +1,97 @@
+"""How many new tokens there are where nobody says how many: 256, or what the context leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from oracle import GOLDENS
+from typer.testing import CliRunner
+
+from lowtide import LLM, AsyncLLM, DiffusionParams, SamplingParams
+from lowtide.cli.app import app
+from lowtide.errors import PlanError
+from lowtide.lab.synth import synth
+from lowtide.params import DEFAULT_MAX_TOKENS
+
+CONTEXT = 48
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synth("olmoe", "tiny", tmp_path_factory.mktemp("synth") / "model", seed=1)
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(folder, context=CONTEXT) as llm:
+        yield llm
+
+
+def lengths(llm: LLM, prompts: list[list[int]], **wishes: object) -> list[int]:
+    return [len(c.token_ids) for c in llm.generate(prompts, ignore_eos=True, **wishes)]
+
+
+def test_the_context_bounds_the_default_and_nothing_else(llm: LLM) -> None:
+    prompts = [[5] * n for n in (1, 3, CONTEXT - 1)]
+    assert lengths(llm, prompts) == [CONTEXT - len(prompt) for prompt in prompts]
+    assert lengths(llm, prompts[:1], n=2) == [CONTEXT - 1] * 2
+    one, other = SamplingParams(ignore_eos=True), SamplingParams(ignore_eos=True, max_tokens=2)
+    assert [len(c.token_ids) for c in llm.generate(prompts[:2], [one, other])] == [CONTEXT - 1, 2]
+    with pytest.raises(PlanError, match="and 256 new ones need 257 tokens; the context is 48"):
+        llm.generate([5], max_tokens=256)
+    with pytest.raises(PlanError, match=f"{CONTEXT} prompt tokens leave no room for an answer"):
+        llm.generate([5] * CONTEXT)
+
+
+def test_a_large_context_is_not_all_of_one_answer(folder: Path) -> None:
+    """Two requests have their room at once, or they would run one after the other."""
+    with LLM(folder, context=2 * DEFAULT_MAX_TOKENS + 32) as llm:
+        assert lengths(llm, [[5], [6]]) == [DEFAULT_MAX_TOKENS] * 2
+        alone = llm.generate([5], ignore_eos=True)[0].usage.forwards
+        assert llm.stats()["forwards"] < 2 * DEFAULT_MAX_TOKENS + alone + 9
+
+
+def test_the_model_s_positions_bound_it_too(folder: Path) -> None:
+    with LLM(folder, context=64, config_overrides={"max_position_embeddings": 64}) as llm:
+        assert lengths(llm, [[5] * 60]) == [4]
+
+
+def test_elastic_memory_gives_what_the_default_needs(folder: Path) -> None:
+    with LLM(folder, context=CONTEXT, elastic=True) as llm:
+        assert lengths(llm, [[5], [6, 7]]) == [CONTEXT - 1, CONTEXT - 2]
+
+
+@pytest.mark.parametrize("name", ["llada-a", "dream-a", "llada2-a"])
+def test_diffusion_models_fill_the_room(name: str) -> None:
+    with LLM(GOLDENS / name, context=CONTEXT) as llm:
+        room = llm.max_new_tokens(5, SamplingParams())
+        assert lengths(llm, [[7] * 5]) == [room]
+
+
+def test_blocks_and_guidance_are_counted() -> None:
+    with LLM(GOLDENS / "llada-a", context=CONTEXT) as llm:
+        assert lengths(llm, [[7] * 5], block_length=10, steps=40) == [40]
+        room = llm.max_new_tokens(5, SamplingParams(diffusion=DiffusionParams(cfg_scale=1.0)))
+        assert 0 < room < CONTEXT - 5
+        assert lengths(llm, [[7] * 5], cfg_scale=1.0) == [room]
+
+
+def test_it_streams_and_waits_alike(folder: Path) -> None:
+    async def answered() -> int:
+        async with AsyncLLM(folder, context=CONTEXT) as llm:
+            [completion] = await llm.generate([5], ignore_eos=True)
+            return len(completion.token_ids)
+
+    assert asyncio.run(answered()) == CONTEXT - 1
+
+
+def test_the_command_line_fits_its_answer(folder: Path) -> None:
+    asked = ["generate", str(folder), "--prompt-ids", "5 6", "--ignore-eos", "--json"]
+    told = CliRunner().invoke(app, [*asked, "--context", str(CONTEXT)])
+    assert len(json.loads(told.stdout)["token_ids"]) == CONTEXT - 2
+    refused = CliRunner().invoke(app, [*asked, "--context", "2"])
+    assert refused.exit_code == 1 and "no room for an answer" in refused.stderr
