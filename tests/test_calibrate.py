@@ -337,7 +337,7 @@ def test_missing_traces_and_other_files(tmp_path: Path) -> None:
     make_calibration().trace.save(tmp_path / "trace")
     with pytest.raises(UsageError, match="not a whole lowtide calibration"):
         Calibration.load(tmp_path / "trace")
-    with pytest.raises(StorageError, match="cannot be made"):
+    with pytest.raises(StorageError, match="cannot be written"):
         make_calibration().save(tmp_path / "trace" / "c.lowtide")
 
 
@@ -497,7 +497,7 @@ def test_what_cannot_be_calibrated_is_refused(models: Path, tmp_path: Path) -> N
         (["--text", str(tmp_path / "short"), "--machine", "abacus"], "abacus"),
         # Told before the text is run, which is too short.
         (["--text", str(tmp_path / "short"), "--out", str(tmp_path)], "cannot be written"),
-        (["--text", str(tmp_path / "short"), "--out", "/dev/null/c"], "cannot be made"),
+        (["--text", str(tmp_path / "short"), "--out", "/dev/null/c"], "cannot be written"),
         (["--text", str(tmp_path / "short"), "--plot", "/dev/null/c"], "Plots cannot be written"),
     ):
         result = CliRunner().invoke(app, ["calibrate", model, *arguments])

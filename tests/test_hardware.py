@@ -557,8 +557,9 @@ def test_this_machine_as_a_profile(quick: None, tmp_path: Path) -> None:
         assert curve.at(1) == pytest.approx(points[0]["median_s"], rel=0.5)
 
 
-@pytest.mark.parametrize("place", ["none/this.toml", "."])
+@pytest.mark.parametrize("place", ["file/this.toml", "."])
 def test_a_profile_is_refused_before_anything_is_measured(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
     arguments = ["doctor", "--profile", str(tmp_path / place), "--device", "emulated"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1 and "cannot be written" in result.stderr

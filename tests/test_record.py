@@ -128,8 +128,9 @@ def test_a_replay_knows_no_router_logits(trace_file: Path, calibration: Path) ->
     assert result.exit_code == 2 and "leave eta" in result.stderr
 
 
-@pytest.mark.parametrize("place", ["absent/run.trace", "."])
+@pytest.mark.parametrize("place", ["file/run.trace", "."])
 def test_a_place_for_no_trace_is_refused_before_loading(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
     arguments = ["generate", str(MODEL), "--prompt-ids", "5 17", "--trace", str(tmp_path / place)]
     result = CliRunner().invoke(app, [*arguments, "--host-memory", "1KiB"])  # no plan has room
     assert result.exit_code == 1 and "cannot be written" in result.stderr

@@ -96,9 +96,11 @@ def _calibrate(
     plots = settings.text("plot")
     if plots is not None:
         check_plot(Path(plots))
+    out = settings.text("out")
+    if out is not None:
+        check_calibration_path(Path(out))
     with open_llm(model, settings) as llm, ProgressBars() as progress:
         shape = TraceShape(*llm.config.moe_shape)
-        out = settings.text("out")
         path = Path(out) if out else default_path(folder, llm.config.architecture, shape)
         check_calibration_path(path)
         num_pieces = cast(int, settings["pieces"])

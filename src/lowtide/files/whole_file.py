@@ -36,7 +36,14 @@ def whole_file(path: Path, noun: str) -> Iterator[IO[bytes]]:
 
 
 def check_writable(path: Path, noun: str) -> None:
-    """Raises StorageError where `whole_file` would: before a long run, not after it."""
+    """Makes the folder that `path` names; raises StorageError where that fails, or `whole_file`
+    would: before a long run, not after it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as reason:
+        raise StorageError(
+            f"The folder {path.parent} cannot be made: {reason.strerror}; choose another."
+        ) from reason
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, "it is a folder")
@@ -44,17 +51,6 @@ def check_writable(path: Path, noun: str) -> None:
             pass
     except OSError as reason:
         raise _refusal(path, noun, reason) from reason
-
-
-def make_writable(path: Path, noun: str) -> None:
-    """Makes the folder, too; raises StorageError where that, or a `whole_file`, would fail."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as reason:
-        raise StorageError(
-            f"The folder {path.parent} cannot be made: {reason.strerror}; choose another."
-        ) from reason
-    check_writable(path, noun)
 
 
 def _refusal(path: Path, noun: str, reason: OSError) -> StorageError:

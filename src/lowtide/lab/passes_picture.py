@@ -16,7 +16,7 @@ from typing import NamedTuple
 from lowtide.config import format_size
 from lowtide.engine.passes import PlannedPasses
 from lowtide.errors import StorageError, UnsupportedError
-from lowtide.files.whole_file import make_writable, whole_file
+from lowtide.files.whole_file import check_writable, whole_file
 
 DRAWN_HERE = (".svg", ".html")
 DRAWN_BY_MATPLOTLIB = (".png", ".pdf")
@@ -67,7 +67,7 @@ def check_picture(path: Path) -> None:
             f"--plot {path}: {path.suffix} is drawn by matplotlib, which is not installed: pip "
             f"install 'lowtide[plot]', or choose a name that ends with {' or '.join(DRAWN_HERE)}."
         )
-    make_writable(path, "picture")
+    check_writable(path, "picture")
 
 
 def draw(passes: PlannedPasses, model: str, path: Path) -> None:

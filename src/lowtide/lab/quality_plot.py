@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lowtide.errors import StorageError, UnsupportedError
-from lowtide.files.whole_file import make_writable
+from lowtide.files.whole_file import check_writable
 from lowtide.lab.quality import Report, Row
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -54,7 +54,7 @@ def check_plot(path: Path) -> None:
         raise UnsupportedError(
             f"--plot {path}: a plot's name ends with {', '.join(SUFFIXES)}; choose one."
         )
-    make_writable(path, "plot")
+    check_writable(path, "plot")
 
 
 def plot(report: Report, path: Path) -> None:

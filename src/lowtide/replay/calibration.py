@@ -25,7 +25,7 @@ from lowtide.core import FloatArray
 from lowtide.errors import UsageError
 from lowtide.files.array_file import Arrays, Contradiction, load_arrays, save_arrays
 from lowtide.files.folders import cache_folder
-from lowtide.files.whole_file import make_writable
+from lowtide.files.whole_file import check_writable
 from lowtide.formats.expert_inputs import ExpertInputs
 from lowtide.policies.buddy_profile import BuddyProfile, QualityCurve
 from lowtide.replay.buddy_arrays import BUDDY_DTYPES, arrays_of, profile_of
@@ -151,8 +151,8 @@ def load_inputs(path: Path, architecture: str, shape: TraceShape) -> ExpertInput
 
 
 def check_calibration_path(path: Path) -> None:
-    """Makes the folder; raises StorageError where a calibration could not be written."""
-    make_writable(path, "calibration")
+    """As `check_writable`, of a calibration."""
+    check_writable(path, "calibration")
 
 
 def default_path(folder: Path, architecture: str, shape: TraceShape) -> Path:

@@ -1,0 +1,49 @@
+"""One rule for what a verb is told to write: its folder is made, and a place where nothing can be
+written is refused before the work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from oracle import GOLDENS
+from typer.testing import CliRunner
+
+from lowtide.cli.app import app
+from lowtide.errors import StorageError
+from lowtide.files.whole_file import check_writable
+
+MODEL = str(GOLDENS / "llada-moe-a")
+ASKED = {
+    "plan": (MODEL, "--context", "32", "--plot"),
+    "generate": (MODEL, "--prompt-ids", "5", "--context", "32", "--trace"),
+    "pack": (MODEL, "--format", "q8", "--out"),
+    "synth": ("olmoe", "--out"),
+}
+
+
+def run(verb: str, path: Path, *more: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [verb, *ASKED[verb], str(path), *more])
+    return result.exit_code, result.stderr
+
+
+@pytest.mark.parametrize("verb", ASKED)
+def test_the_folder_is_made(verb: str, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "deeper" / "it.svg"
+    assert run(verb, path)[0] == 0
+    assert path.exists()
+
+
+@pytest.mark.parametrize("verb", ["plan", "generate"])
+def test_what_cannot_be_written_is_refused_before_the_work(verb: str, tmp_path: Path) -> None:
+    """A budget that nothing fits into would be refused by the plan."""
+    (tmp_path / "file").touch()
+    code, said = run(verb, tmp_path / "file" / "it.svg", "--host-memory", "1KiB")
+    assert code == 1 and "it.svg cannot be written" in said and "budget" not in said
+
+
+def test_checking_leaves_nothing_but_the_folder(tmp_path: Path) -> None:
+    check_writable(tmp_path / "new" / "it", "trace")
+    assert not list((tmp_path / "new").iterdir())
+    with pytest.raises(StorageError, match="it is a folder"):
+        check_writable(tmp_path / "new", "trace")
