@@ -138,8 +138,16 @@ def test_the_command_line_shows_no_slots(folder: Path) -> None:
     assert "there is nothing to place" in shown.output
     plan = json.loads(run("plan", str(folder), "--json").stdout)
     assert plan["policy"] == "none" and plan["tiers"]["host"]["num_slots"] == 0
+    assert "experts resident" not in shown.output
     asked = ("generate", str(folder), "--prompt-ids", "1 2 3", "--max-tokens", "4")
+    assert "hit rate" not in run(*asked).output
+    for verb in (("verify",), ("bench", "--repeats", "1", "--max-tokens", "4")):
+        found = run(verb[0], str(folder), *verb[1:])
+        assert found.exit_code == 0 and "hits" not in found.output
+        assert "resident experts" not in found.output
+    chatted = CliRunner().invoke(app, ["chat", str(folder), "--raw"], input="/stats\n")
+    assert "forwards" in chatted.output and "num_hits" not in chatted.output
     answer = json.loads(run(*asked, "--json").stdout)
-    assert answer["token_ids"] and answer["stats"]["hit_rate"] == 1.0
+    assert answer["token_ids"] and answer["stats"]["hit_rate"] is None
     traced = run(*asked, "--trace", "x")
     assert traced.exit_code == 2 and "A trace is of experts" in traced.output

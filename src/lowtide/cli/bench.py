@@ -136,7 +136,8 @@ def _print(
     if result.device:
         console.print(Text(result.device))
     console.print(plan_table(result.plan))
-    console.print(_table(_title(model, params, repeats, result), result.runs))
+    title, has_experts = _title(model, params, repeats, result), bool(result.plan.num_experts)
+    console.print(_table(title, result.runs, has_experts))
     for line in _notes(result, model):
         console.print(Text(line))
 
@@ -148,14 +149,15 @@ def _title(model: str, params: SamplingParams, repeats: int, result: Result) -> 
     return " · ".join(parts)
 
 
-def _table(title: str, runs: tuple[Run, ...]) -> Table:
+def _table(title: str, runs: tuple[Run, ...], has_experts: bool) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("policy", no_wrap=True)
-    names = ("tokens/s", "range", "predicted", "prefill/s", "hits", "link/token", "disk/token")
+    names = ["tokens/s", "range", "predicted", "prefill/s"]
+    names += ["hits", "link/token", "disk/token"] if has_experts else []
     for name in names:
         table.add_column(name, justify="right")
     for run in runs:
-        table.add_row(*_row(run))
+        table.add_row(*_row(run)[: 1 + len(names)])
     return table
 
 

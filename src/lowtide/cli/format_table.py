@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Group
 from rich.table import Table
@@ -17,13 +17,19 @@ _NOTE = (
 )
 
 
-def formats_table(rows: Sequence[FormatPlan]) -> Group:
-    """Bytes of the weights, share of resident experts and predicted speed, by format."""
+def formats_table(rows: Sequence[FormatPlan], plan: MemoryPlan) -> Group:
+    """Bytes of the weights, share of resident experts if there are any, predicted speed."""
     table = Table(title="by format", title_justify="left", title_style="bold")
-    for name in ("format", "weights", "experts resident", "expected tokens/s"):
+    columns: dict[str, Callable[[FormatPlan], str]] = {
+        "format": lambda row: row.format,
+        "weights": lambda row: format_size(row.weight_bytes),
+        "experts resident" if plan.num_experts else "fits": _share if plan.num_experts else _fits,
+        "expected tokens/s": _speed,
+    }
+    for name in columns:
         table.add_column(name, justify="left" if name == "format" else "right")
     for row in rows:
-        table.add_row(row.format, format_size(row.weight_bytes), _share(row), _speed(row))
+        table.add_row(*[cell(row) for cell in columns.values()])
     return Group(table, Text(_NOTE)) if len(rows) > 1 else Group(table)
 
 
@@ -38,6 +44,10 @@ def faster_line(rows: Sequence[FormatPlan], plan: MemoryPlan) -> str:
         times = faster.tokens_per_s / own.tokens_per_s
         line += f", about {times:.1f} times the tokens/s"
     return f"{line} (as stored: {_share(own)}); it may change answers"
+
+
+def _fits(row: FormatPlan) -> str:
+    return "no" if row.resident_share is None else "yes"
 
 
 def _share(row: FormatPlan) -> str:

@@ -34,6 +34,10 @@ def plan(model: ModelName, *, settings: Settings) -> None:
     """Show what a model needs and what it would get here, and why."""
     picture = settings.text("plot")
     with redirect_stdout(sys.stderr):
+        if picture is not None:
+            from lowtide.lab.passes_picture import check_picture
+
+            check_picture(Path(picture))
         planned = make_plan(model, settings)
         if picture is not None:
             _draw(planned.passes, model, Path(picture))
@@ -59,7 +63,7 @@ def _print(planned: Planned, model: str) -> None:
     console.print(outlook(planned.memory, model))
     if planned.passes is not None:
         console.print(passes_table(planned.passes, model))
-    console.print(formats_table(planned.by_format))
+    console.print(formats_table(planned.by_format, planned.memory))
     if planned.has_chat_template is not None:
         console.print(PROMPTS[planned.has_chat_template])
 

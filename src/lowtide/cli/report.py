@@ -59,7 +59,8 @@ def answer_object(
 
 
 def speed_line(usage: Usage, stats: Mapping[str, object], generation_s: float) -> str:
-    """What the answer cost: committed answer tokens per second, forwards, hit rate."""
+    """What the answer cost: committed answer tokens per second, forwards, hit rate if there
+    are experts."""
     num_tokens, num_forwards = usage.completion_tokens, usage.forwards
     parts = [
         f"{speed(num_tokens, generation_s):.1f} tokens/s",

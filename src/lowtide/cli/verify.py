@@ -134,24 +134,31 @@ def _show_progress(verdict: Verdict) -> None:
 
 
 def _table(verdicts: list[Verdict]) -> Table:
-    """A section for each device and budget."""
-    table = Table(title=_title(verdicts), title_justify="left")
-    table.add_column("budget, resident experts", no_wrap=True)
+    """A section for each device and budget; of experts only where some were there."""
+    has_experts = any(v.num_residents or v.hit_rate for v in verdicts)
+    table = Table(title=_title(verdicts, has_experts), title_justify="left")
+    table.add_column("budget, resident experts" if has_experts else "budget", no_wrap=True)
     table.add_column("policy", no_wrap=True)
-    for name in ("hits", "layers", "logits", "tokens"):
+    for name in ("hits", "layers", "logits", "tokens")[not has_experts :]:
         table.add_column(name, justify="right")
     last = ""
     for verdict in verdicts:
-        setting = f"{verdict.device} {format_size(verdict.budget_bytes)}, {verdict.num_residents}"
+        setting = f"{verdict.device} {format_size(verdict.budget_bytes)}"
+        if has_experts:
+            setting += f", {verdict.num_residents}"
         if setting != last:
             table.add_section()
-        table.add_row(setting if setting != last else "", verdict.policy, *_outcome(verdict))
+        table.add_row(
+            setting if setting != last else "",
+            verdict.policy,
+            *_outcome(verdict)[not has_experts :],
+        )
         last = setting
     return table
 
 
-def _title(verdicts: list[Verdict]) -> str:
-    title = "against the run with most experts resident"
+def _title(verdicts: list[Verdict], has_experts: bool) -> str:
+    title = "against the run with most experts resident" if has_experts else "against another run"
     if verdicts and not verdicts[0].formats.is_own:
         title += f", weights in {verdicts[0].formats} in both"
     for verdict in verdicts:

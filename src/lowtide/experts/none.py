@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 
 from torch import Tensor
@@ -54,8 +55,8 @@ class NoExperts:
         return None
 
     def as_dict(self) -> dict[str, float]:
-        """The counters of the runtime without a device, which stay where they are."""
-        return {**asdict(ExpertStats()), **asdict(HostStats()), "hit_rate": 1.0}
+        """The counters of the runtime without a device, which stay where they are; no hit rate."""
+        return {**asdict(ExpertStats()), **asdict(HostStats()), "hit_rate": math.nan}
 
     def close(self) -> None:
         """Holds nothing."""
