@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import io
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,7 +25,7 @@ from lowtide.answers.progress_line import FIRST_AFTER_S, ProgressLine
 from lowtide.decode.intake import sample_seed
 from lowtide.decode.request import Committed, Finished
 from lowtide.engine.opening import EngineConfig
-from lowtide.errors import LowtideError, UsageError
+from lowtide.errors import LowtideError, PlanError, UsageError
 from lowtide.params import Wishes, field_names, with_wishes
 
 TEMPLATE = (
@@ -332,3 +334,45 @@ def test_everything_that_is_raised_is_a_lowtide_error() -> None:
     with pytest.raises(LowtideError):
         LLM("no/such/model", offline=True)
     assert json.dumps(lowtide.__version__)
+
+
+def test_numbers_of_an_array_are_taken_as_python_s() -> None:
+    made = SamplingParams(
+        max_tokens=np.int64(3),  # type: ignore[arg-type]
+        temperature=np.float32(0.5),  # type: ignore[arg-type]
+        seed=np.uint64(7),  # type: ignore[arg-type]
+        diffusion=DiffusionParams(steps=np.int32(4)),  # type: ignore[arg-type]
+    )
+    plain = SamplingParams(max_tokens=3, temperature=0.5, seed=7)
+    assert made == dataclasses.replace(plain, diffusion=DiffusionParams(steps=4))
+    assert type(made.max_tokens) is type(made.seed) is type(made.diffusion.steps) is int
+    assert type(made.temperature) is float
+    for wrong in (np.float32(3), np.float64("nan"), np.bool_(True)):
+        with pytest.raises(UsageError, match="max_tokens"):
+            SamplingParams(max_tokens=wrong)  # type: ignore[arg-type]
+
+
+def test_no_stop_may_be_said() -> None:
+    assert SamplingParams(stop=None).stop_strings == ()
+    for wrong in (0, False, ""):
+        with pytest.raises(UsageError, match="stop"):
+            SamplingParams(stop=wrong)  # type: ignore[arg-type]
+
+
+def test_the_largest_seed_is_taken_for_several_prompts(llm: LLM) -> None:
+    most = SamplingParams(seed=2**63 - 1, temperature=1.0, max_tokens=4)
+    both = llm.generate(["a", "b"], most)
+    assert both[1].token_ids == llm.generate("b", most, seed=0)[0].token_ids
+
+
+def test_a_model_is_neither_pickled_nor_copied_and_what_it_gives_is(llm: LLM) -> None:
+    for taken in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(UsageError, match="neither pickled nor copied"):
+            taken(llm)
+    given = (llm.plan, SamplingParams(stop=["a"]), llm.generate("a", max_tokens=2))
+    assert pickle.loads(pickle.dumps(given)) == given
+
+
+def test_too_long_a_text_speaks_of_no_answer(llm: LLM) -> None:
+    with pytest.raises(PlanError, match="A text of 300 tokens does not fit: the context is"):
+        llm.logits([1] * 300)

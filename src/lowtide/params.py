@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypedDict, cast
@@ -29,6 +30,7 @@ REMASKING_RULES = (
 MAX_TOP_LOGPROBS = 20
 MAX_SAMPLES = 1024
 DEFAULT_MAX_TOKENS = 256
+MAX_SEED = 2**63 - 1
 
 
 def _check_int(name: str, value: object, low: int, high: int = MAX_TOKENS_LIMIT) -> None:
@@ -40,6 +42,16 @@ def _check_float(name: str, value: object, low: float, high: float) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or not low <= value <= high:  # type: ignore[arg-type, operator]
         raise UsageError(f"{name} must be a number from {low} to {high}, not {value!r}.")
+
+
+def _take_numbers(params: object, names: Sequence[str]) -> None:
+    """Makes Python's numbers of others, such as numpy's, which a loop over an array gives."""
+    for name in names:
+        value: Any = getattr(params, name)
+        if isinstance(value, int | float) or not isinstance(value, numbers.Real):
+            continue
+        kind: type = int if isinstance(value, numbers.Integral) else float
+        object.__setattr__(params, name, kind(value))
 
 
 _DIFFUSION_RANGES = (
@@ -101,6 +113,7 @@ class DiffusionParams:
     factor: float | None = None
 
     def __post_init__(self) -> None:
+        _take_numbers(self, field_names(DiffusionParams))
         for name, low in (("block_length", 1), ("steps", 1), ("max_post_steps", 0)):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), low)
@@ -159,13 +172,14 @@ class SamplingParams:
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
-    stop: str | Sequence[str] = ()
+    stop: str | Sequence[str] | None = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     diffusion: DiffusionParams = field(default_factory=DiffusionParams)
     n: int = 1
 
     def __post_init__(self) -> None:
+        _take_numbers(self, field_names(SamplingParams))
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1)
         _check_int("n", self.n, 1, MAX_SAMPLES)
@@ -176,10 +190,11 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 _check_float(name, getattr(self, name), low, high)
         if self.seed is not None:
-            _check_int("seed", self.seed, 0, 2**63 - 1)
+            _check_int("seed", self.seed, 0, MAX_SEED)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        stop = () if stop is None else stop
         is_list = isinstance(stop, Sequence)
         if not is_list or not all(isinstance(string, str) and string for string in stop):
             raise UsageError(
@@ -199,7 +214,7 @@ class SamplingParams:
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple, also of one string."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
 def check_kind(params: SamplingParams, architecture: str, is_diffusion: bool) -> None:
@@ -230,7 +245,7 @@ class Wishes(TypedDict, total=False):
     presence_penalty: float | None
     frequency_penalty: float | None
     seed: int | None
-    stop: str | Sequence[str]
+    stop: str | Sequence[str] | None
     ignore_eos: bool
     logprobs: int | None
     diffusion: DiffusionParams

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Never, cast
+from typing import Never, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -141,6 +141,13 @@ class LoadedModel:
         if not self.config.is_bidirectional:
             return []
         return plan_steps(self._engine.opened, self.plan, num_tokens, MASKED_SHARES)
+
+    def __reduce__(self) -> NoReturn:
+        """Threads and memory are one process's: raises UsageError where pickle would fail."""
+        raise UsageError(
+            "A loaded model can be neither pickled nor copied: make one in each process, and hand "
+            "over prompts, parameters and completions, which can."
+        )
 
     def __repr__(self) -> str:
         plan = self.plan

@@ -55,6 +55,8 @@ def bench(
     question = None if prompt is None else read_prompt(prompt, None)
     options = settings.engine_options()
     names = [name.strip() for name in str(options.pop("policy")).split(",")]
+    if not all(names):
+        raise UsageError(f"--policy {','.join(names)}: a name is missing beside a comma.")
     if len(set(names)) < len(names):
         raise UsageError(f"--policy names a policy twice: {', '.join(names)}.")
     own_options = cast(Mapping[str, str], options.pop("policy_options", {}))

@@ -22,7 +22,7 @@ from lowtide.decode.request import Request
 from lowtide.errors import PlanError, UnsupportedError, UsageError
 from lowtide.memory.kv_cache import GRANULE_TOKENS
 from lowtide.model_folder.tokenizer import TextStream, Tokenizer
-from lowtide.params import DiffusionParams, SamplingParams, check_kind, listed_params
+from lowtide.params import MAX_SEED, DiffusionParams, SamplingParams, check_kind, listed_params
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +58,8 @@ class Intake:
         """
         if isinstance(params, SamplingParams):
             first = self.seed if params.seed is None else params.seed
-            each = [replace(params, seed=first + index) for index in range(len(prompts))]
+            seeds = [(first + index) % (MAX_SEED + 1) for index in range(len(prompts))]
+            each = [replace(params, seed=seed) for seed in seeds]
         else:
             each = listed_params(params)
         if len(each) != len(prompts):
@@ -94,6 +95,11 @@ class Intake:
                 f"{self.config.max_positions} positions of this model. Lower max_tokens."
             )
         canvas = align_up(num_prompt + max_tokens, block_length)
+        if canvas > align_up(self.context, block_length) and not max_tokens:
+            raise PlanError(
+                f"A text of {num_prompt} tokens does not fit: the context is {self.context}. "
+                "Shorten it or raise context."
+            )
         if canvas > align_up(self.context, block_length):
             raise PlanError(
                 f"{num_prompt} prompt tokens and {max_tokens} new ones need {canvas} tokens; the "
