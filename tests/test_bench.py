@@ -184,6 +184,7 @@ def test_the_command_says_what_there_was_to_decide(quick: None) -> None:
     [
         (["--policy", "tide,nonsense"], "'nonsense' is not known"),
         (["--policy", "tide,tide"], "twice"),
+        (["--policy", "tide,"], "a name is missing"),
         (["--policy", "lru", "--policy-option", "tau=1"], "option 'tau'"),
         (["--stop", "x"], "--stop"),
     ],
