@@ -270,7 +270,7 @@ def test_bad_input_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.Monkey
         ([demo, "--text", str(good), "--tokens", "0"], "num_tokens"),
         ([demo, "--text", str(good), "--repeats", "-1"], "--repeats"),
         ([demo, "--text", str(good), "--plot", str(tmp_path / "a.gif")], ".png"),
-        ([demo, "--text", str(good), "--plot", str(good / "no" / "a.png")], "cannot be made"),
+        ([demo, "--text", str(good), "--plot", str(good / "no" / "a.png")], "cannot be written"),
         ([demo, "--text", str(good), "--plot", str(tmp_path / "dir.png")], "written"),
         ([demo, "--text", str(good), "--setting", "policy=what"], "not known"),
     ]

@@ -40,11 +40,6 @@ def check_writable(path: Path, noun: str) -> None:
     would: before a long run, not after it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as reason:
-        raise StorageError(
-            f"The folder {path.parent} cannot be made: {reason.strerror}; choose another."
-        ) from reason
-    try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, "it is a folder")
         with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):
