@@ -40,7 +40,7 @@ def make_request(
     names = DiffusionParams.__dataclass_fields__
     diffusion = {name: value for name, value in params.items() if name in names}
     sampling = SamplingParams(**{n: value for n, value in params.items() if n not in names})
-    asked = resolve(DiffusionParams(**diffusion), defaults, sampling.max_tokens, "Test")
+    asked = resolve(DiffusionParams(**diffusion), defaults, sampling.most_tokens, "Test")
     return Request(
         id=index,
         prompt=prompt,
