@@ -24,13 +24,14 @@ Choose = Callable[[str, tuple[int, ...]], Type]
 """A tensor's type by its GGUF name and shape."""
 
 PLAIN = (Type.F32, Type.F16, Type.BF16)
-QUANTISED = (Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.MXFP4)
+QUANTISED = (Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.MXFP4)
 """Types that the package can make of weights; of all others random blocks are taken."""
 
 SCALES = {
     Type.Q4_0: (0,),
     Type.Q4_1: (0, 2),
     Type.Q5_0: (0,),
+    Type.Q5_1: (0, 2),
     Type.Q8_0: (0,),
     Type.Q2_K: (80, 82),
     Type.Q3_K: (108,),
@@ -44,6 +45,7 @@ SCALES = {
 
 _MIDDLE = {
     Type.Q4_1: -7.5,
+    Type.Q5_1: -15.5,
     Type.Q2_K: 1.5,
     Type.Q4_K: 7.5,
     Type.Q5_K: 15.5,

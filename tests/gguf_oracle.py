@@ -38,13 +38,20 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def random_model(family: str, seed: int) -> torch.nn.Module:
+def named_model(name: str) -> torch.nn.Module:
+    """Of a file in llama_files: FAMILY-SEED-MIXTURE, or with -WIDTH, that of its experts."""
+    family, seed, _, *width = name.split("-")
+    sizes = {"moe_intermediate_size": int(width[0])} if width else {}
+    return random_model(family, int(seed), **sizes)
+
+
+def random_model(family: str, seed: int, **other_sizes: int) -> torch.nn.Module:
     """In float32, with 256 inputs of most matrices."""
     rng = random.Random(f"{family} {seed}")
     torch.manual_seed(seed)
     config_class, model_class, values = FAMILIES[family](rng)
     sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "eos_token_id": None}
-    values = {**common(rng), **values, **sizes, **SIZES[family]}
+    values = {**common(rng), **values, **sizes, **SIZES[family], **other_sizes}
     if family == "gpt_oss" and "truncate" in values["rope_parameters"]:
         values["rope_parameters"]["truncate"] = False
     model = model_class(config_class(**values))

@@ -170,7 +170,12 @@ def test_what_is_nothing_or_not_finite(variants: list[GgmlOperators], stored: Gg
         torch.testing.assert_close(out, wanted, atol=0, rtol=0, equal_nan=True)
 
 
-LAYERS = (("Q4_K", "Q4_K", "Q6_K"), ("Q8_0", "Q5_0", "Q4_1"), ("MXFP4", "IQ4_NL", "Q4_0"))
+LAYERS = (
+    ("Q4_K", "Q4_K", "Q6_K"),
+    ("Q8_0", "Q5_0", "Q4_1"),
+    ("MXFP4", "IQ4_NL", "Q4_0"),
+    ("Q5_K", "Q5_K", "Q5_1"),
+)
 """Types of gate, up and down, as mixed as files may have them."""
 
 HIDDEN, WIDTH, NUM_EXPERTS = 256, 512, 4

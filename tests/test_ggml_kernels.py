@@ -116,7 +116,12 @@ def test_bits_depend_on_no_other_row_thread_or_piece(operators: GgmlOperators, n
     assert torch.equal(part, whole[:, 13:90])
 
 
-LAYERS = (("Q4_K", "Q4_K", "Q6_K"), ("Q8_0", "Q5_0", "BF16"), ("MXFP4", "IQ4_NL", "Q4_0"))
+LAYERS = (
+    ("Q4_K", "Q4_K", "Q6_K"),
+    ("Q8_0", "Q5_0", "BF16"),
+    ("MXFP4", "IQ4_NL", "Q4_0"),
+    ("Q5_K", "Q5_K", "Q5_1"),
+)
 """Types of gate, up and down, as mixed as files may have them."""
 
 

@@ -32,7 +32,8 @@ from lowtide.model_folder.gguf_model import GgufModel
 from lowtide.schemas import bind, model_schema
 
 MIXED = (Type.Q4_K, Type.Q6_K, Type.Q5_K, Type.Q3_K, Type.Q2_K, Type.IQ4_XS, Type.Q8_0)
-SMALL = (Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q8_0, Type.IQ4_NL, Type.MXFP4, Type.BF16, Type.F16)
+SMALL = (Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.IQ4_NL, Type.MXFP4)
+SMALL += (Type.BF16, Type.F16)
 
 
 def write(

@@ -19,7 +19,7 @@ sys.path.insert(0, str(TESTS))
 
 from gguf.constants import GGMLQuantizationType as Type  # noqa: E402
 from gguf_files import write_gguf  # noqa: E402
-from gguf_oracle import random_model  # noqa: E402
+from gguf_oracle import named_model  # noqa: E402
 
 FILES = {
     "qwen3_moe-0-Q4_K_M": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M,
@@ -27,20 +27,22 @@ FILES = {
     "qwen2_moe-4-Q3_K_M": llama_cpp.LLAMA_FTYPE_MOSTLY_Q3_K_M,
     "olmoe-1-IQ4_XS": llama_cpp.LLAMA_FTYPE_MOSTLY_IQ4_XS,
     "mixtral-4-Q5_K_M": llama_cpp.LLAMA_FTYPE_MOSTLY_Q5_K_M,
+    "qwen2_moe-1-Q5_K_M-96": llama_cpp.LLAMA_FTYPE_MOSTLY_Q5_K_M,
     "deepseek_v2-4-Q2_K": llama_cpp.LLAMA_FTYPE_MOSTLY_Q2_K,
     "gpt_oss-0-MXFP4_MOE": llama_cpp.LLAMA_FTYPE_MOSTLY_MXFP4_MOE,
 }
-"""A family, the seed of its `random_model`, and what llama.cpp calls the mixture of types."""
+"""A family, the seed of its `random_model`, what llama.cpp calls the mixture of types, and, where
+it is not 256, the width of experts: rows that do not divide into such blocks get other types."""
 
 
 def main() -> None:
     folder = TESTS / "llama_files"
     folder.mkdir(exist_ok=True)
     for name, mixture in FILES.items():
-        family, seed, _ = name.split("-")
+        family = name.partition("-")[0]
         with tempfile.TemporaryDirectory() as temporary:
             whole = Path(temporary) / "whole.gguf"
-            write_gguf(whole, family, random_model(family, int(seed)), lambda *_: Type.F32)
+            write_gguf(whole, family, named_model(name), lambda *_: Type.F32)
             _quantise(whole, folder / f"{name}.gguf", mixture)
 
 

@@ -12,11 +12,10 @@ using Unpack = void(int, int, const std::uint8_t*, long, bf16*);
 struct BlockType {
     long num_bytes, size;
 };
-constexpr BlockType BLOCKS[] = {{18, 32},   {20, 32},   {22, 32},   {34, 32},
-                                {18, 32},   {17, 32},   {84, 256},  {110, 256},
-                                {144, 256}, {176, 256}, {210, 256}, {136, 256},
-                                {2, 1}};
-constexpr int PLAIN = 12;  // bfloat16, which is not unpacked
+constexpr BlockType BLOCKS[] = {{18, 32},   {20, 32},   {22, 32},   {24, 32},   {34, 32},
+                                {18, 32},   {17, 32},   {84, 256},  {110, 256}, {144, 256},
+                                {176, 256}, {210, 256}, {136, 256}, {2, 1}};
+constexpr int PLAIN = 13;  // bfloat16, which is not unpacked
 
 // Random bytes may be scales that are not numbers: variants differ in which.
 bool is_same(float left, float right) {
@@ -62,8 +61,8 @@ Bytes any_bytes() {
 }
 
 // Types of gate, up and down, as files mix them: each is in one of these, and bfloat16.
-constexpr std::int32_t EXPERTS[][3] = {{0, 1, 2}, {3, 4, 5}, {6, 7, 8}, {9, 10, 11}, {8, 8, 10},
-                                       {PLAIN, 0, PLAIN}};
+constexpr std::int32_t EXPERTS[][3] = {{0, 1, 2},  {3, 4, 5},   {6, 7, 8}, {9, 10, 11},
+                                       {9, 9, 11}, {12, 10, 3}, {PLAIN, 0, PLAIN}};
 
 // Slots of gate | up | down, one behind the other, each part of a type of its own.
 struct PackedSlots {
@@ -117,7 +116,7 @@ void run_all_packed(ExpertsFunction* whole, MlpsFunction* groups, int best, long
         for (int variant = 0; variant <= best; ++variant) {
             for (long mix = 0; mix < num_mixes; ++mix)
                 run_packed(whole, groups, variant, EXPERTS[mix], routed, 512, 256);
-            run_packed(whole, groups, variant, {0, 3, 5}, routed, 96, 32);
+            run_packed(whole, groups, variant, {0, 4, 6}, routed, 96, 32);
         }
 }
 

@@ -44,7 +44,9 @@ _SCALE = ("d", "<f2")
 _NUMBERS = ("q", "u1", 16)
 _Q4_0 = np.dtype([_SCALE, _NUMBERS])
 _Q4_1 = np.dtype([_SCALE, ("m", "<f2"), _NUMBERS])
-_Q5_0 = np.dtype([_SCALE, ("h", "u1", 4), _NUMBERS])
+_FIFTH_BITS = ("h", "u1", 4)
+_Q5_0 = np.dtype([_SCALE, _FIFTH_BITS, _NUMBERS])
+_Q5_1 = np.dtype([_SCALE, ("m", "<f2"), _FIFTH_BITS, _NUMBERS])
 _Q8_0 = np.dtype([_SCALE, ("q", "i1", 32)])
 _MXFP4 = np.dtype([("e", "u1"), _NUMBERS])
 
@@ -76,8 +78,17 @@ def _q4_1(stored: Bytes) -> BlockGroups:
 
 def _q5_0(stored: Bytes) -> BlockGroups:
     block = stored.view(_Q5_0)
+    return _one_group(less(_five_bits(block), 16), float32(block["d"]))
+
+
+def _q5_1(stored: Bytes) -> BlockGroups:
+    block = stored.view(_Q5_1)
+    return _one_group(less(_five_bits(block)), float32(block["d"]), -float32(block["m"]))
+
+
+def _five_bits(block: NDArray[np.void]) -> NDArray[np.integer[Any]]:
     fifth_bits = np.unpackbits(block["h"], axis=-1, bitorder="little")
-    return _one_group(less(nibbles(block["q"]) | fifth_bits << 4, 16), float32(block["d"]))
+    return nibbles(block["q"]) | fifth_bits << 4
 
 
 def _q8_0(stored: Bytes) -> BlockGroups:
@@ -108,6 +119,7 @@ TYPES = {
     "Q4_0": (_Q4_0, _q4_0),
     "Q4_1": (_Q4_1, _q4_1),
     "Q5_0": (_Q5_0, _q5_0),
+    "Q5_1": (_Q5_1, _q5_1),
     "Q8_0": (_Q8_0, _q8_0),
     "IQ4_NL": (_Q4_0, _iq4_nl),
     "MXFP4": (_MXFP4, _mxfp4),

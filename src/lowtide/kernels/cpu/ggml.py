@@ -17,7 +17,7 @@ from lowtide.kernels.cpu.quantised import INT8_VARIANTS, MAX_FEW_ROWS
 from lowtide.kernels.cpu.weight_calls import CompiledExperts, MatrixCall, WeightCalls
 from lowtide.kernels.operands import Matrix
 
-_SMALL = ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "IQ4_NL", "MXFP4")
+_SMALL = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4")
 NAMES = (*_SMALL, "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
 """In the order of the types in ggml_unpack.cpp and ggml_int8.cpp; what is bfloat16 as it lies there
 comes last, which rows are never rounded for."""

@@ -39,8 +39,8 @@ constexpr RoundedType of() {
 
 // In the order of `NAMES` in ggml.py.
 constexpr RoundedType TYPES[] = {
-    of<Q4_0>(), of<Q4_1>(), of<Q5_0>(), of<Q8_0>(), of<Iq4Nl>(), of<Mxfp4>(),
-    of<Q2K>(),  of<Q3K>(),  of<Q4K>(),  of<Q5K>(),  of<Q6K>(),   of<Iq4Xs>(),
+    of<Q4_0>(),  of<Q4_1>(), of<Q5_0>(), of<Q5_1>(), of<Q8_0>(), of<Iq4Nl>(), of<Mxfp4>(),
+    of<Q2K>(),   of<Q3K>(),  of<Q4K>(),  of<Q5K>(),  of<Q6K>(),  of<Iq4Xs>(),
 };
 
 // A matrix [.., num_k].

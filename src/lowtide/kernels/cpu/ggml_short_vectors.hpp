@@ -112,6 +112,12 @@ AVX512_BF16 INLINED __m512i nibbles(const u8* q) {
     return _mm512_srlv_epi16(twice, shifts);
 }
 
+// Numbers of 32 fifth bits, then 16 bytes of the others.
+AVX512_BF16 INLINED __m512i five_bits(const u8* h) {
+    const __m512i low = _mm512_and_si512(nibbles(h + 4), words(15));
+    return _mm512_mask_add_epi16(low, at<std::uint32_t>(h), low, words(16));
+}
+
 // 32 signed bytes with a scale for each 16.
 AVX512_BF16 INLINED __m512i scaled(__m128i low, __m128i high, __m512 lower, __m512 upper) {
     return rounded(
@@ -163,8 +169,17 @@ struct Block<Q5_0> {
     AVX512_BF16 static INLINED __m512i weights(const u8* b, __m512 d, __m512) {
         const __m512 lower = _mm512_sub_ps(counting(), _mm512_set1_ps(16));
         const __m512i table = rounded(_mm512_mul_ps(d, lower), _mm512_mul_ps(d, counting()));
-        const __m512i low = _mm512_and_si512(nibbles(b + 6), words(15));
-        return look_up(_mm512_mask_add_epi16(low, at<std::uint32_t>(b + 2), low, words(16)), table);
+        return look_up(five_bits(b + 2), table);
+    }
+};
+
+template <>
+struct Block<Q5_1> {
+    AVX512_BF16 static INLINED __m512i weights(const u8* b, __m512 d, __m512 m) {
+        const __m512 upper = _mm512_add_ps(counting(), _mm512_set1_ps(16));
+        const __m512i table =
+            rounded(_mm512_fmadd_ps(d, counting(), m), _mm512_fmadd_ps(d, upper, m));
+        return look_up(five_bits(b + 4), table);
     }
 };
 
@@ -192,7 +207,7 @@ AVX512_BF16 INLINED void scales_of_blocks(const u8* b, long num_blocks, float* d
         for (long i = 0; i < num_blocks; ++i) d[i] = mxfp4_scale(b[i * Type::BYTES]);
     } else if (num_blocks == 8) {
         _mm512_storeu_ps(d, _mm512_cvtph_ps(words_of_eight<Type, 0>(b)));
-        if (std::is_same_v<Type, Q4_1>)
+        if constexpr (Type::HAS_OFFSETS)
             _mm512_storeu_ps(m, _mm512_cvtph_ps(words_of_eight<Type, 2>(b)));
     } else {
         const auto mask = static_cast<__mmask16>((1u << num_blocks) - 1);
@@ -200,7 +215,7 @@ AVX512_BF16 INLINED void scales_of_blocks(const u8* b, long num_blocks, float* d
         const __m512i words = _mm512_mask_i32gather_epi32(
             _mm512_setzero_si512(), mask, starts, b, 1);
         _mm512_storeu_ps(d, _mm512_cvtph_ps(_mm512_cvtepi32_epi16(words)));
-        if (std::is_same_v<Type, Q4_1>)
+        if constexpr (Type::HAS_OFFSETS)
             _mm512_storeu_ps(
                 m, _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(words, 16))));
     }

@@ -63,20 +63,34 @@ struct Q4_1 {
     }
 };
 
+// 32 fifth bits, then 16 bytes of the others; `zero` is taken away.
+INLINED void five_bits(const u8* h, int zero, i8* out) {
+    const std::uint32_t fifth =
+        h[0] | h[1] << 8 | h[2] << 16 | static_cast<std::uint32_t>(h[3]) << 24;
+    for (int i = 0; i < 32; ++i) {
+        const auto bit = static_cast<int>(fifth >> i & 1);
+        out[i] = static_cast<i8>((nibble(h + 4, i) | bit << 4) - zero);
+    }
+}
+
 struct Q5_0 {
     static constexpr long BYTES = 22, SIZE = 32, GROUP = 32;
     static constexpr bool HAS_OFFSETS = false;
 
-    static INLINED void numbers(const u8* b, i8* out) {
-        const std::uint32_t fifth =
-            b[2] | b[3] << 8 | b[4] << 16 | static_cast<std::uint32_t>(b[5]) << 24;
-        for (int i = 0; i < 32; ++i) {
-            const auto bit = static_cast<int>(fifth >> i & 1);
-            out[i] = static_cast<i8>((nibble(b + 6, i) | bit << 4) - 16);
-        }
-    }
+    static INLINED void numbers(const u8* b, i8* out) { five_bits(b + 2, 16, out); }
 
     static INLINED void scales(const u8* b, float* scales, float*) { scales[0] = half_at(b); }
+};
+
+struct Q5_1 {
+    static constexpr long BYTES = 24, SIZE = 32, GROUP = 32;
+    static constexpr bool HAS_OFFSETS = true;
+
+    static INLINED void numbers(const u8* b, i8* out) { five_bits(b + 4, 0, out); }
+
+    static INLINED void scales(const u8* b, float* scales, float* offsets) {
+        Q4_1::scales(b, scales, offsets);
+    }
 };
 
 struct Q8_0 {

@@ -65,9 +65,9 @@ constexpr PackedType packed() {
 }
 
 constexpr PackedType TYPES[] = {
-    packed<Q4_0>(),  packed<Q4_1>(), packed<Q5_0>(), packed<Q8_0>(), packed<Iq4Nl>(),
-    packed<Mxfp4>(), packed<Q2K>(),  packed<Q3K>(),  packed<Q4K>(),  packed<Q5K>(),
-    packed<Q6K>(),   packed<Iq4Xs>(), {nullptr, nullptr, sizeof(bf16), 1},
+    packed<Q4_0>(),  packed<Q4_1>(),  packed<Q5_0>(), packed<Q5_1>(), packed<Q8_0>(),
+    packed<Iq4Nl>(), packed<Mxfp4>(), packed<Q2K>(),  packed<Q3K>(),  packed<Q4K>(),
+    packed<Q5K>(),   packed<Q6K>(),   packed<Iq4Xs>(), {nullptr, nullptr, sizeof(bf16), 1},
 };
 
 }  // namespace

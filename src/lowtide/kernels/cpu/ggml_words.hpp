@@ -214,6 +214,34 @@ struct Nibbles : WholeGroups {
     }
 };
 
+// Of 16 blocks with 32 fifth bits at `at` and the others behind them.
+template <class Type>
+struct FiveBits : Nibbles<Type> {
+    template <int at>
+    VNNI INLINED void load_numbers(const Halves& b) {
+        this->load_nibbles(b, at + 4);
+        const __m512i fifth = _mm512_or_si512(
+            _mm512_cvtepu16_epi32(words_of_blocks<Type, at>(b)),
+            _mm512_slli_epi32(_mm512_cvtepu16_epi32(words_of_blocks<Type, at + 2>(b)), 16));
+        UNROLLED for (int i = 0; i < 8; ++i) {
+            // Four bits, of half a byte, for a word's four numbers.
+            const __m512i byte = _mm512_shuffle_epi8(
+                fifth, _mm512_set4_epi32(0x0c0c0c0c + i / 2 * 0x01010101,
+                                         0x08080808 + i / 2 * 0x01010101,
+                                         0x04040404 + i / 2 * 0x01010101, i / 2 * 0x01010101));
+            const __mmask64 is_set = _mm512_test_epi8_mask(
+                byte, _mm512_set1_epi32(i % 2 ? static_cast<int>(0x80402010) : 0x08040201));
+            __m512i& numbers = this->of[i];
+            numbers = _mm512_mask_add_epi8(numbers, is_set, numbers, bytes_of(16));
+        }
+    }
+};
+
+template <class Type>
+VNNI INLINED __m512 offsets_of_blocks(const Halves& b) {
+    return _mm512_sub_ps(_mm512_set1_ps(-0.0f), halves_of_blocks<Type, 2>(b));
+}
+
 template <>
 struct Sixteen<Q4_0> : Nibbles<Q4_0> {
     static constexpr int ZERO = 8;
@@ -230,31 +258,29 @@ struct Sixteen<Q4_1> : Nibbles<Q4_1> {
 
     VNNI INLINED void load(const Halves& b) {
         scale = halves_of_blocks<Q4_1>(b);
-        offset = _mm512_sub_ps(_mm512_set1_ps(-0.0f), halves_of_blocks<Q4_1, 2>(b));
+        offset = offsets_of_blocks<Q4_1>(b);
         load_nibbles(b, 4);
     }
 };
 
 template <>
-struct Sixteen<Q5_0> : Nibbles<Q5_0> {
+struct Sixteen<Q5_0> : FiveBits<Q5_0> {
     static constexpr int ZERO = 16;
 
     VNNI INLINED void load(const Halves& b) {
         scale = halves_of_blocks<Q5_0>(b);
-        load_nibbles(b, 6);
-        const __m512i fifth = _mm512_or_si512(
-            _mm512_cvtepu16_epi32(words_of_blocks<Q5_0, 2>(b)),
-            _mm512_slli_epi32(_mm512_cvtepu16_epi32(words_of_blocks<Q5_0, 4>(b)), 16));
-        UNROLLED for (int i = 0; i < 8; ++i) {
-            // Four bits, of half a byte, for a word's four numbers.
-            const __m512i byte = _mm512_shuffle_epi8(
-                fifth, _mm512_set4_epi32(0x0c0c0c0c + i / 2 * 0x01010101,
-                                         0x08080808 + i / 2 * 0x01010101,
-                                         0x04040404 + i / 2 * 0x01010101, i / 2 * 0x01010101));
-            const __mmask64 is_set = _mm512_test_epi8_mask(
-                byte, _mm512_set1_epi32(i % 2 ? static_cast<int>(0x80402010) : 0x08040201));
-            of[i] = _mm512_mask_add_epi8(of[i], is_set, of[i], bytes_of(16));
-        }
+        load_numbers<2>(b);
+    }
+};
+
+template <>
+struct Sixteen<Q5_1> : FiveBits<Q5_1> {
+    static constexpr int ZERO = 0;
+
+    VNNI INLINED void load(const Halves& b) {
+        scale = halves_of_blocks<Q5_1>(b);
+        offset = offsets_of_blocks<Q5_1>(b);
+        load_numbers<4>(b);
     }
 };
 
