@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
-from lowtide.errors import CheckpointError, UnsupportedError
+from lowtide.errors import CheckpointError, UnsupportedError, UsageError
 from lowtide.model_folder.gguf_header import GgufHeader
 from lowtide.model_folder.gguf_tokenizer import gguf_tokenizer
 from lowtide.model_folder.gguf_words import WORDS
@@ -100,6 +100,8 @@ def test_special_tokens_and_template(byte_level: Path, tmp_path: Path, demo: dic
     )
     assert tokenizer_of(path).encode("ab<s>") == [3, 2, 3]
     assert tokenizer_of(path).encode("ab", add_special=False) == [2]
+    with pytest.raises(UsageError, match=r"\(bos.gguf has no tokenizer.chat_template\)"):
+        tokenizer_of(path).render_chat([{"role": "user", "content": "hello"}])
 
 
 @pytest.mark.parametrize("said", [{}, {"add_bos_token": True}, {"add_bos_token": False}])

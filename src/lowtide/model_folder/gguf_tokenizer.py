@@ -24,6 +24,7 @@ MAX_TOKENS = 1 << 21
 MAX_PIECE_CHARS = 128
 """Of a sentence-piece whose merges are looked for; published ones have 16 or, of spaces, more."""
 
+_TEMPLATE_KEY = "tokenizer.chat_template"
 _CONTROL, _USER_DEFINED = 3, 4
 _SPACE = "\u2581"
 _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token", "mask": "mask_token"}
@@ -49,7 +50,7 @@ def gguf_tokenizer(metadata: Metadata, path: Path) -> Tokenizer | None:
     if len(tokens) > MAX_TOKENS:
         raise CheckpointError(f"{path}: {len(tokens)} tokens; at most {MAX_TOKENS} are read.")
     special = _special_tokens(metadata, tokens, path)
-    template = checked_template(metadata.get("tokenizer.chat_template"), path)
+    template = checked_template(metadata.get(_TEMPLATE_KEY), path)
     with blamed(f"{path}: its metadata does not make a tokenizer", "Fetch the file again"):
         backend = kinds[kind](metadata, tokens, path)
         _add_tokens(backend, _numbers(metadata, "tokenizer.ggml.token_type", path), tokens)
@@ -59,7 +60,7 @@ def gguf_tokenizer(metadata: Metadata, path: Path) -> Tokenizer | None:
             backend.post_processor = processors.TemplateProcessing(
                 single=f"{bos} $A", special_tokens=[(bos, tokens.index(bos))]
             )
-        return Tokenizer(backend, special, template)
+        return Tokenizer(backend, special, template, f"{path.name} has no {_TEMPLATE_KEY}")
 
 
 def _adds_bos(metadata: Metadata, kind: str) -> bool:

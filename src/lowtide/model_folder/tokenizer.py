@@ -28,6 +28,8 @@ from lowtide.model_folder.hub import tokenizer_file
 
 CONFIG_NAME = "tokenizer_config.json"
 
+NO_TEMPLATE = f"{CONFIG_NAME} has no chat_template and there is no chat_template.jinja"
+
 MAX_TOKENIZER_BYTES = 128 << 20
 MAX_CONFIG_BYTES = 16 << 20
 MAX_TOKEN_ID = 2**31 - 1
@@ -63,11 +65,13 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         config: Mapping[str, Any],
         chat_template: str | None,
+        no_template: str = NO_TEMPLATE,
     ) -> None:
+        """no_template: why there is none, where there is none."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._template = chat_template
+        self._template, self._no_template = chat_template, no_template
         self._special = _special_tokens(config)
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         eos = self._special_id("eos_token")
@@ -169,8 +173,8 @@ class Tokenizer:
         """
         if self._template is None:
             raise UsageError(
-                "This model has no chat template (tokenizer_config.json has no chat_template and "
-                "there is no chat_template.jinja); give it a plain text prompt."
+                f"This model has no chat template ({self._no_template}); give it a plain text "
+                "prompt."
             )
         variables = dict(self._special) | dict(options or {})
         variables["add_generation_prompt"] = add_generation_prompt
