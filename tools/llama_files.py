@@ -24,7 +24,6 @@ from gguf_oracle import named_model  # noqa: E402
 FILES = {
     "qwen3_moe-0-Q4_K_M": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M,
     "qwen3_moe-0-IQ4_NL": llama_cpp.LLAMA_FTYPE_MOSTLY_IQ4_NL,
-    "qwen2_moe-4-Q3_K_M": llama_cpp.LLAMA_FTYPE_MOSTLY_Q3_K_M,
     "olmoe-1-IQ4_XS": llama_cpp.LLAMA_FTYPE_MOSTLY_IQ4_XS,
     "mixtral-4-Q5_K_M": llama_cpp.LLAMA_FTYPE_MOSTLY_Q5_K_M,
     "qwen2_moe-1-Q5_K_M-96": llama_cpp.LLAMA_FTYPE_MOSTLY_Q5_K_M,
