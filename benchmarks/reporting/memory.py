@@ -53,15 +53,18 @@ def longest(results: Results, page: Path) -> str:
     run = results.newest("max_context")
     cells, means = run.of("cell"), run.of("mean ratio")
     sides = [side for side in _SIDES if f"over_{side}" in cells[0].row]
+    # A run may have taken the others' steps of an earlier one (`--theirs`).
+    theirs = results.newest_lines("max_context", "growth", ("model", "side"))
+    grown = [line for line in theirs if line["side"] in sides]
     head = ("model", "cap, GB", "r_p", "lowtide", *(_SIDES[side] for side in sides))
     growth = ("model", "side", "bytes per token", "off a straight line")
     parts = [
         table(head, [(line, _cell(line, sides)) for line in cells], page),
         "What the others were measured to take:",
-        table(growth, [(line, _growth(line)) for line in run.of("growth")], page),
+        table(growth, [(line, _growth(line)) for line in grown], page),
         "Means of all cells:",
         table(("over", "times", "paper"), [(line, _mean(line)) for line in means], page),
-        caption(run),
+        captions(grown + cells),
     ]
     return "\n\n".join(parts)
 
