@@ -23,25 +23,26 @@ def table(head: Sequence[str], rows: Sequence[tuple[Line, Sequence[Cell]]], page
 
 def caption(run: Run) -> str:
     """Machine, date and commit of a run, and how busy the machine was."""
-    machine = run.first["machine"]
-    loads = [line["machine"].get("load_1min", 0.0) for line in run.lines]
-    return (
-        f"Measured {run.ended[:10]} on {machine['num_cores']} cores of {machine['cpu']}, "
-        f"{machine['memory_bytes'] / 1e9:.0f} GB, commit {run.first['commit']}, "
-        f"load {min(loads):.1f} to {max(loads):.1f}."
-    )
+    return captions(run.lines)
 
 
 def captions(lines: Sequence[Line]) -> str:
-    """Of every run that these lines are of."""
-    commits = {(line["commit"], line["date"][:10]): line for line in lines}
+    """Of every run that these lines are of, machine by machine."""
+    runs: dict[str, str] = {}
+    for line in lines:
+        runs[f"{line['date'][:10]} on commit {line['commit']}"] = _machine(line)
+    said = [
+        f"{', '.join(when for when in runs if runs[when] == machine)}, {machine}"
+        for machine in dict.fromkeys(runs.values())
+    ]
     loads = [line["machine"].get("load_1min", 0.0) for line in lines]
-    machine = next(iter(commits.values()))["machine"]
-    when = ", ".join(f"{date} on commit {commit}" for commit, date in commits)
-    return (
-        f"Measured {when}, {machine['num_cores']} cores of {machine['cpu']}, "
-        f"{machine['memory_bytes'] / 1e9:.0f} GB, load {min(loads):.1f} to {max(loads):.1f}."
-    )
+    return f"Measured {'; '.join(said)}; load {min(loads):.1f} to {max(loads):.1f}."
+
+
+def _machine(line: Line) -> str:
+    machine = line["machine"]
+    memory = f"{machine['memory_bytes'] / 1e9:.0f} GB"
+    return f"{machine['num_cores']} cores of {machine['cpu']}, {memory}"
 
 
 def link(line: Line, page: Path) -> Cell:
