@@ -77,10 +77,19 @@ def test_a_rotary_embedding_that_is_not_computed_is_refused(
         config_of(tmp_path / "model.gguf", add)
 
 
-def test_yarn_is_read_with_its_factor(tmp_path: Path) -> None:
-    add = scaling(type="yarn", factor=4.0)
-    rope = config_of(tmp_path / "model.gguf", add).attention.rope
-    assert rope.yarn is not None and rope.yarn.factor == 4.0
+@pytest.mark.parametrize(
+    ("said", "amplitude"),
+    [({}, 1.138629), ({"yarn_attn_factor": 1.0}, 1.138629)]
+    + [({"yarn_attn_factor": each}, each) for each in (1.138629, 1.5)],
+)
+def test_yarn_is_read_with_its_factors(
+    said: dict[str, float], amplitude: float, tmp_path: Path
+) -> None:
+    """`config.json`'s `attention_factor` is written there; 1 is as if it were not said."""
+    add = scaling(type="yarn", factor=4.0, **said)
+    yarn = config_of(tmp_path / "model.gguf", add).attention.rope.yarn
+    assert yarn is not None and yarn.factor == 4.0
+    assert yarn.amplitude == pytest.approx(amplitude, rel=1e-6)
 
 
 def test_frequencies_of_their_own_are_refused(tmp_path: Path) -> None:

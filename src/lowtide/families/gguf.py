@@ -202,9 +202,11 @@ def halves_in_turn(num_heads: Callable[[ModelConfig], int]) -> Callable[[ModelCo
 
 def _rope_scaling(keys: GgufKeys) -> Config | None:
     """As llama.cpp reads it: a factor without a type is that of the linear kind."""
-    for name in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
-        keys.only(f"rope.scaling.{name}", 1.0)
     kind = keys.get("rope.scaling.type")
+    # Of YaRN it is config.json's attention_factor, of other kinds nothing that is computed.
+    of_yarn = () if kind == "yarn" else ("yarn_attn_factor",)
+    for name in ("attn_factor", "yarn_ext_factor", *of_yarn):
+        keys.only(f"rope.scaling.{name}", 1.0)
     factor = keys.get("rope.scaling.factor") or keys.get("rope.scale_linear")
     if kind == "none" or (kind in (None, "linear") and factor in (None, 0, 1)):
         return None
@@ -214,5 +216,13 @@ def _rope_scaling(keys: GgufKeys) -> Config | None:
         "original_max_position_embeddings": keys.get("rope.scaling.original_context_length"),
         "beta_fast": keys.get("rope.scaling.yarn_beta_fast"),
         "beta_slow": keys.get("rope.scaling.yarn_beta_slow"),
+        "attention_factor": _attention_factor(keys),
     }
     return {name: value for name, value in scaling.items() if value is not None}
+
+
+def _attention_factor(keys: GgufKeys) -> Value | None:
+    """What YaRN multiplies cosines and sines with, where the file says; 1 is llama.cpp's default,
+    with which it follows from the factor."""
+    value = keys.get("rope.scaling.yarn_attn_factor")
+    return None if value == 1.0 else value
