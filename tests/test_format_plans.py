@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from typer.testing import CliRunner
 
+from lowtide import SamplingParams
+from lowtide.answers import opening
 from lowtide.cli.app import app
 from lowtide.cli.format_table import faster_line
+from lowtide.cli.quality import parse_settings
+from lowtide.engine import opening as engine_opening
+from lowtide.engine.opening import EngineConfig
 from lowtide.errors import UsageError
 from lowtide.lab.pack import pack
 from lowtide.lab.synth import synth
-from lowtide.llm import LLM, plan_in_full, plan_model
+from lowtide.llm import LLM, check_request, plan_in_full, plan_model
+from lowtide.model_folder import hub
 from lowtide.plan import FormatPlan, WeightFormats, faster_format
 
 OWN = FormatPlan("own", 4000, 0.25, 10.0)
@@ -110,12 +116,19 @@ def test_auto_is_what_the_first_line_names(
     assert words[0] == words[1]
 
 
-def test_auto_leaves_what_fits_as_it_is_stored(folder: Path, tmp_path: Path) -> None:
+def test_auto_leaves_what_fits_as_it_is_stored(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     packed = pack(folder, tmp_path / "packed", format="q4")
+    check_request(folder, lambda _: [1], SamplingParams(), context=64, format="auto")
+    opens, opened = opening.open_for_plan, list[object]()
+    monkeypatch.setattr(opening, "open_for_plan", lambda *a: opened.append(a) or opens(*a))
     assert plan_model(folder, context=64).formats.is_own, "never the default"
     for each in (folder, packed):
         own = plan_model(each, context=64)
+        opened.clear()
         assert plan_model(each, context=64, format="auto") == own
+        assert len(opened) == 1, "what is as it is stored is not opened again"
 
 
 def test_auto_is_refused_where_a_format_has_to_be_named(folder: Path, tmp_path: Path) -> None:
@@ -124,3 +137,29 @@ def test_auto_is_refused_where_a_format_has_to_be_named(folder: Path, tmp_path: 
     for given in (["verify"], ["bench"], ["pack", "--out", str(tmp_path / "out")]):
         result = CliRunner().invoke(app, [given[0], str(folder), *given[1:], "--format", "auto"])
         assert result.exit_code == 2 and "name the format here" in " ".join(result.output.split())
+    with pytest.raises(UsageError, match="name the format here"):
+        parse_settings(["policy=lru format=own format=auto"])
+
+
+def test_auto_does_not_round_rows(folder: Path) -> None:
+    """Where weights stay as they are stored there would be none to multiply such rows with."""
+    with pytest.raises(UsageError, match="'int8' needs weights in a format that is named"):
+        plan_model(folder, format="auto", activations="int8")
+
+
+@pytest.mark.parametrize("verb", ["verify", "bench", "quality"])
+def test_auto_is_refused_before_weights_are_fetched(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("import os")
+    def fetched(*_: object, **__: object) -> NoReturn:
+        raise AssertionError("looked for the model")
+
+    monkeypatch.setattr(hub, "locate_model", fetched)
+    monkeypatch.setattr(engine_opening, "resolve_model", fetched)
+    more = ["--text", str(text)] if verb == "quality" else []
+    result = CliRunner().invoke(app, [verb, "org/name", "--format", "auto", *more])
+    assert result.exit_code == 2 and "name the format here" in " ".join(result.output.split())
+    with pytest.raises(UsageError, match="name the format here"):
+        engine_opening.open_model("org/name", EngineConfig(format="auto"))

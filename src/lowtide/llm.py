@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lowtide.answers.completion import Completion, completion_of
 from lowtide.answers.loaded import LoadedModel
-from lowtide.answers.opening import checked, engine_config, intake_of, opened_model
+from lowtide.answers.opening import intake_of, opened_for_plan, opened_for_request
 from lowtide.answers.progress_line import ProgressLine, is_watched
 from lowtide.answers.reporter import Reporter
 from lowtide.core import Step
@@ -29,12 +29,11 @@ from lowtide.decode.forced import ForcedText, OnLogits
 from lowtide.decode.prompts import Messages, Prompt, TokenIds, as_prompts, one_prompt
 from lowtide.decode.request import Event, Finished, Request
 from lowtide.engine import probing
-from lowtide.engine.auto_format import opened_with_format
 from lowtide.engine.engine import Engine
 from lowtide.engine.forcing import ForcedRun, forced_params, read_forced
 from lowtide.engine.format_plans import plan_by_format
 from lowtide.engine.model_calibration import check_calibration
-from lowtide.engine.opening import OpenModel, open_for_plan
+from lowtide.engine.opening import OpenModel
 from lowtide.engine.passes import PlannedPasses, longest_context_of, plan_passes
 from lowtide.engine.planning import excess_of, make_plan, shortage_of
 from lowtide.engine.policy_setting import adopt_policy
@@ -263,7 +262,7 @@ def check_request(
 
     `prompt_for` makes the prompt, told of the model's tokenizer.
     """
-    opened = opened_model(model, options)
+    opened = opened_for_request(model, options)
     intake_of(opened).requests([prompt_for(opened.tokenizer)], params)
 
 
@@ -273,7 +272,7 @@ def plan_model(model: str | Path | HubModel, **options: object) -> MemoryPlan:
     Its reason says so where this machine has too little memory free to load it, or less in all
     than the budget.
     """
-    return _planned(_opened_for_plan(model, options))
+    return _planned(opened_for_plan(model, options))
 
 
 class FullPlan(NamedTuple):
@@ -286,7 +285,7 @@ class FullPlan(NamedTuple):
 
 def plan_in_full(model: str | Path | HubModel, **options: object) -> FullPlan:
     """`plan_model`, the passes of a bidirectional model, and the same plan in other formats."""
-    opened = _opened_for_plan(model, options)
+    opened = opened_for_plan(model, options)
     if not opened.config.is_bidirectional:
         return FullPlan(_planned(opened), None, plan_by_format(opened))
     try:
@@ -297,11 +296,6 @@ def plan_in_full(model: str | Path | HubModel, **options: object) -> FullPlan:
             raise
         raise PlanError(f"{error} The longest context in it is {longest} tokens.") from error
     return FullPlan(plan, plan_passes(opened, plan), plan_by_format(opened))
-
-
-def _opened_for_plan(model: str | Path | HubModel, options: Mapping[str, object]) -> OpenModel:
-    opens = partial(open_for_plan, model)
-    return checked(opened_with_format(opens, engine_config(options)))
 
 
 def _planned(opened: OpenModel) -> MemoryPlan:

@@ -10,9 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lowtide.core import CacheMode
+from lowtide.errors import UsageError
 
 OWN_FORMAT = "own"
 """Of weights that are in memory as they are stored, or in the compute dtype."""
+
+AUTO_FORMAT = "auto"
+"""Left to be chosen before a model is opened: see `engine/auto_format.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +117,15 @@ class FormatPlan:
     weight_bytes: int  # of all weights in memory, experts and dense
     resident_share: float | None  # of experts, in the fast tier; None: not even the least fits
     tokens_per_s: float | None  # predicted; None: nothing that it could follow from was measured
+
+
+def check_is_named(format: object) -> None:
+    """Raises UsageError for a format that was left to be chosen, where plans are compared."""
+    if format == AUTO_FORMAT:
+        raise UsageError(
+            "format 'auto' is for plans and answers, and may differ from budget to budget; name "
+            "the format here (lowtide plan MODEL --format auto says which it chooses)."
+        )
 
 
 def faster_format(rows: Sequence[FormatPlan], weights: WeightFormats) -> FormatPlan | None:

@@ -7,18 +7,35 @@ from functools import partial
 from pathlib import Path
 
 from lowtide.decode.intake import Intake
-from lowtide.engine.auto_format import opened_with_format
-from lowtide.engine.opening import MAX_BLOCK_LENGTH, EngineConfig, OpenModel, open_model
+from lowtide.engine.auto_format import as_stored, opened_with_format
+from lowtide.engine.opening import (
+    MAX_BLOCK_LENGTH,
+    EngineConfig,
+    OpenModel,
+    open_for_plan,
+    open_model,
+)
 from lowtide.errors import UnsupportedError, UsageError
+from lowtide.model_folder.hub_model import HubModel
 from lowtide.params import hint
 
 
 def opened_model(model: str | Path, options: Mapping[str, object]) -> OpenModel:
     """A model's facts under `options`, or a refusal; no weight is read."""
-    return checked(opened_with_format(partial(open_model, model), engine_config(options)))
+    return _checked(opened_with_format(partial(open_model, model), engine_config(options)))
 
 
-def checked(opened: OpenModel) -> OpenModel:
+def opened_for_plan(model: str | Path | HubModel, options: Mapping[str, object]) -> OpenModel:
+    """As `opened_model`; of a model that is on the hub no weight is fetched either."""
+    return _checked(opened_with_format(partial(open_for_plan, model), engine_config(options)))
+
+
+def opened_for_request(model: str | Path, options: Mapping[str, object]) -> OpenModel:
+    """As `opened_model`, for what does not depend on the weights' format: `auto` is not chosen."""
+    return _checked(open_model(model, as_stored(engine_config(options))))
+
+
+def _checked(opened: OpenModel) -> OpenModel:
     """Raises UnsupportedError for options that this kind of model does not have."""
     block_length = opened.options.block_length
     config = opened.config

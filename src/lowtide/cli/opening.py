@@ -13,7 +13,7 @@ from lowtide.cli.screen import ProgressBars, stderr_console
 from lowtide.config import ModelConfig
 from lowtide.files.whole_file import check_writable
 from lowtide.params import check_kind
-from lowtide.plan import FormatPlan, MemoryPlan
+from lowtide.plan import FormatPlan, MemoryPlan, check_is_named
 
 if TYPE_CHECKING:
     from lowtide.cli.prompt import Question
@@ -77,8 +77,10 @@ def make_plan(model: str, settings: Settings) -> Planned:
 def find_model(model: str, settings: Settings) -> Path:
     """A model's folder, fetched if need be, with a `config.json` that lowtide understands.
 
-    Raises UsageError or HubError if there is no such model, ConfigError for its configuration.
+    For verbs that compare plans: raises UsageError for a format that is left to be chosen; also
+    UsageError or HubError if there is no such model, ConfigError for its configuration.
     """
+    check_is_named(settings.engine_options().get("format"))
     return _fetched(_find(model, settings)[0], settings)
 
 

@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from lowtide.engine.format_plans import plan_by_format
 from lowtide.engine.opening import EngineConfig, OpenModel
-from lowtide.engine.weight_formats import AUTO
-from lowtide.plan import OWN_FORMAT, faster_format
+from lowtide.plan import AUTO_FORMAT, OWN_FORMAT, faster_format
 
 
 def opened_with_format(
@@ -21,8 +20,13 @@ def opened_with_format(
 
     opens: with a format that is named. Raises what it raises.
     """
-    if options.format != AUTO:
-        return opens(options)
-    as_stored = opens(replace(options, format=OWN_FORMAT, activations=OWN_FORMAT))
-    faster = faster_format(plan_by_format(as_stored), as_stored.formats)
-    return opens(replace(options, format=OWN_FORMAT if faster is None else faster.format))
+    opened = opens(as_stored(options))
+    if options.format != AUTO_FORMAT:
+        return opened
+    faster = faster_format(plan_by_format(opened), opened.formats)
+    return opened if faster is None else opens(replace(options, format=faster.format))
+
+
+def as_stored(options: EngineConfig) -> EngineConfig:
+    """`options`, or what is known of a model before its format is chosen."""
+    return replace(options, format=OWN_FORMAT) if options.format == AUTO_FORMAT else options

@@ -22,7 +22,6 @@ from lowtide.engine.named_inputs import inputs_to_round_for
 from lowtide.engine.option_checks import (
     as_reference,
     check_integer,
-    check_is_named,
     check_kinds,
     check_not_bidirectional,
     check_without_experts,
@@ -47,7 +46,7 @@ from lowtide.model_folder.gguf_model import GgufModel
 from lowtide.model_folder.hub import has_weights, locate_model, resolve_model
 from lowtide.model_folder.hub_model import HubModel
 from lowtide.model_folder.tokenizer import Tokenizer
-from lowtide.plan import OWN_FORMAT, WeightFormats
+from lowtide.plan import AUTO_FORMAT, OWN_FORMAT, WeightFormats, check_is_named
 from lowtide.policies.presets import check_policy, check_safe
 from lowtide.reading.dense_weights import DenseWeights, Progress, no_progress
 from lowtide.reading.fingerprint import fingerprint
@@ -148,6 +147,12 @@ class EngineConfig:
         if self.activations not in ACTIVATIONS:
             raise UsageError(
                 f"activations {self.activations!r} is not known; choose {', '.join(ACTIVATIONS)}."
+            )
+        if self.format == AUTO_FORMAT and self.activations != OWN_FORMAT:
+            raise UsageError(
+                f"activations {self.activations!r} needs weights in a format that is named, and "
+                "format 'auto' may leave them as they are stored: name the format, or leave "
+                "activations out."
             )
         check_integer("context", self.context, 1, 2**28)
         check_integer("block_length", self.block_length, 1, MAX_BLOCK_LENGTH)
@@ -303,6 +308,7 @@ class OpenModel:
 
 def open_model(reference: str | Path, options: EngineConfig) -> OpenModel:
     """Finds a model, fetched if need be, and checks all that can be without reading a weight."""
+    check_is_named(options.format)  # before anything is fetched
     path = resolve_model(
         str(as_reference(reference)),
         offline=options.offline,
@@ -314,6 +320,7 @@ def open_model(reference: str | Path, options: EngineConfig) -> OpenModel:
 
 def open_for_plan(reference: str | Path | HubModel, options: EngineConfig) -> OpenModel:
     """As `open_model`; of a model that is on the hub only its config and headers are fetched."""
+    check_is_named(options.format)
     found = reference
     if not isinstance(found, HubModel):
         found = locate_model(str(as_reference(found)), offline=options.offline)
@@ -367,7 +374,6 @@ def _opened(
 ) -> OpenModel:
     if tokenizer is not None:
         tokenizer.check_vocabulary(config.vocab_size)
-    check_is_named(options)
     dtype = options.dtype or config.dtype
     options.formats.check(dtype, resolve_device(options.device))
     opened = OpenModel(

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from lowtide.config import ModelConfig
 from lowtide.decode.row_reading import HeadForm
-from lowtide.engine.weight_formats import AUTO
 from lowtide.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -48,15 +47,6 @@ def check_integer(name: str, value: int | None, low: int, high: int) -> None:
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     if value is not None and not (is_integer and low <= value <= high):
         raise UsageError(f"{name} must be an integer from {low} to {high}, not {value!r}.")
-
-
-def check_is_named(options: EngineConfig) -> None:
-    """Raises UsageError for a format that was left to be chosen, where plans are compared."""
-    if options.format == AUTO:
-        raise UsageError(
-            "format 'auto' is for plans and answers, and may differ from budget to budget; name "
-            "the format here (lowtide plan MODEL --format auto says which it chooses)."
-        )
 
 
 def check_without_experts(config: ModelConfig, options: EngineConfig) -> None:

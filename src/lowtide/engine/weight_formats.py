@@ -18,14 +18,11 @@ from lowtide.config import ModelConfig
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.formats import MatrixFormat, format_of, formats, fp8, ggml, grouped_ints
 from lowtide.formats.plain import SAFETENSORS_NAME
-from lowtide.plan import OWN_FORMAT, WeightFormats
+from lowtide.plan import AUTO_FORMAT, OWN_FORMAT, WeightFormats
 from lowtide.schemas import ModelSchema, WeightMap
 from lowtide.schemas.schema import TensorSpec
 
 QUANTISED = ("q8", "q4")
-
-AUTO = "auto"
-"""Left to be chosen before a model is opened: see `auto_format.py`."""
 
 _PACKED = tuple(each.name for each in ggml.FORMATS)
 _SECTIONED = tuple(each.in_memory.name for each in fp8.FORMATS.values())
@@ -45,8 +42,8 @@ class Asked(NamedTuple):
     @classmethod
     def of(cls, all_parts: str | None, experts: str | None, dense: str | None) -> Asked:
         """From the options `format`, `expert_dtype` and `dense_dtype`. Raises UsageError."""
-        whole = _checked("format", all_parts or OWN_FORMAT, (OWN_FORMAT, *QUANTISED, AUTO))
-        if whole == AUTO:
+        whole = _checked("format", all_parts or OWN_FORMAT, (OWN_FORMAT, *QUANTISED, AUTO_FORMAT))
+        if whole == AUTO_FORMAT:
             if experts or dense:
                 raise UsageError(
                     "format 'auto' chooses for all parts; leave expert_dtype and dense_dtype out, "

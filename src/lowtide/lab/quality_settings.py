@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import UsageError
+from lowtide.plan import check_is_named
 from lowtide.policies.presets import AUTO, asks_scores, check_policy, substitutes
 
 RESIDENTS = "residents"
@@ -36,6 +37,7 @@ class Setting:
         for name in ("policy", "policy_options", "context"):
             if name in self.options:
                 raise UsageError(f"{name} is no option of the model that settings differ in.")
+        check_is_named(self.options.get("format"))
         if self.residents is None:
             return
         if not 0 <= self.residents <= 1:
