@@ -153,6 +153,7 @@ def test_auto_is_refused_before_weights_are_fetched(
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text("import os")
+
     def fetched(*_: object, **__: object) -> NoReturn:
         raise AssertionError("looked for the model")
 

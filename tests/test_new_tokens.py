@@ -15,6 +15,7 @@ from lowtide import LLM, AsyncLLM, DiffusionParams, SamplingParams
 from lowtide.cli.app import app
 from lowtide.errors import PlanError
 from lowtide.lab.synth import synth
+from lowtide.llm import check_request
 from lowtide.params import DEFAULT_MAX_TOKENS
 
 CONTEXT = 48
@@ -51,8 +52,7 @@ def test_a_large_context_is_not_all_of_one_answer(folder: Path) -> None:
     """Two requests have their room at once, or they would run one after the other."""
     with LLM(folder, context=2 * DEFAULT_MAX_TOKENS + 32) as llm:
         assert lengths(llm, [[5], [6]]) == [DEFAULT_MAX_TOKENS] * 2
-        alone = llm.generate([5], ignore_eos=True)[0].usage.forwards
-        assert llm.stats()["forwards"] < 2 * DEFAULT_MAX_TOKENS + alone + 9
+        assert llm.stats()["forwards"] < DEFAULT_MAX_TOKENS + 9
 
 
 def test_the_model_s_positions_bound_it_too(folder: Path) -> None:
@@ -77,7 +77,38 @@ def test_blocks_and_guidance_are_counted() -> None:
         assert lengths(llm, [[7] * 5], block_length=10, steps=40) == [40]
         room = llm.max_new_tokens(5, SamplingParams(diffusion=DiffusionParams(cfg_scale=1.0)))
         assert 0 < room < CONTEXT - 5
+        with pytest.raises(PlanError, match="A block of 44 tokens is more than the 43 that 5"):
+            llm.generate([[7] * 5], block_length=44)
+        with pytest.raises(PlanError, match=f"{CONTEXT} prompt tokens leave no room"):
+            llm.generate([[7] * CONTEXT], block_length=44)
         assert lengths(llm, [[7] * 5], cfg_scale=1.0) == [room]
+
+
+@pytest.mark.parametrize(
+    ("block_length", "num_new"), [(None, 256), (64, 256), (100, 200), (256, 256), (300, 300)]
+)
+def test_the_default_is_whole_blocks(block_length: int | None, num_new: int) -> None:
+    """Nobody gave the 256 that a block would have to divide."""
+    diffusion = DiffusionParams(block_length=block_length)
+    assert SamplingParams(diffusion=diffusion).most_tokens == num_new
+    check_request(GOLDENS / "llada-a", lambda _: [7], SamplingParams(diffusion=diffusion))
+
+
+def test_passes_are_told_over_what_the_answer_will_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = list[int]()
+    monkeypatch.setattr(LLM, "planned_passes", lambda _, num_tokens: told.append(num_tokens) or [])
+    asked = ["generate", str(GOLDENS / "llada-a"), "--prompt-ids", "5 6", "--context", str(CONTEXT)]
+    for more, num_tokens in (([], CONTEXT), (["--max-tokens", "9"], 11)):
+        assert not CliRunner().invoke(app, [*asked, *more]).exit_code
+        assert told.pop() == num_tokens
+
+
+def test_a_text_beyond_the_positions_asks_for_no_new_tokens(folder: Path) -> None:
+    with LLM(folder, context=64, config_overrides={"max_position_embeddings": 32}) as llm:
+        with pytest.raises(PlanError, match="A text of 33 .*: this model has 32 positions. Short"):
+            llm.logits([5] * 33)
+        with pytest.raises(PlanError, match="32 prompt tokens and 1 new ones are more than the 32"):
+            llm.generate([[5] * 32], max_tokens=1)
 
 
 def test_it_streams_and_waits_alike(folder: Path) -> None:

@@ -146,6 +146,7 @@ class SamplingParams:
 
     max_tokens: new tokens at most. `None`: 256, or what the context leaves to the prompt where that
         is less; not all of a large context, because every answer of a batch reserves its room.
+        Whole blocks where `diffusion` has a block length.
     temperature: 0 is the arg-max, always; above 0 tokens are drawn.
     top_k, top_p: draw only from the k likeliest tokens; from the least set with mass p.
     min_p: draw only tokens at least this share as likely as the likeliest.
@@ -208,8 +209,12 @@ class SamplingParams:
 
     @property
     def most_tokens(self) -> int:
-        """`max_tokens`, or its default while nobody has counted what the context leaves."""
-        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        """`max_tokens`, or its default while nobody has counted what the context leaves: in whole
+        blocks of the length that is asked for, one at least."""
+        if self.max_tokens is not None:
+            return self.max_tokens
+        block_length = self.diffusion.block_length or 1
+        return max(block_length, DEFAULT_MAX_TOKENS - DEFAULT_MAX_TOKENS % block_length)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

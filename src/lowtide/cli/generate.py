@@ -101,7 +101,8 @@ def _on_screen(
         show_plan(llm.plan, model, settings)
         prompt = llm.token_ids(question.prompt(llm.tokenizer))
         if not settings.flag("quiet"):
-            show_passes(llm, len(prompt) + params.most_tokens)
+            room = llm.max_new_tokens(len(prompt), params)
+            show_passes(llm, len(prompt) + min(params.most_tokens, room))
         if params.n > 1:
             answer = ask(llm, prompt, params)
             _print_all(answer, llm)
@@ -126,7 +127,7 @@ def show_plan(plan: MemoryPlan, model: str, settings: Settings) -> None:
 def show_passes(llm: LLM, num_tokens: int) -> None:
     """On standard error, of a bidirectional model: how the passes of such an answer are divided,
     where there is too little memory for all of their rows together."""
-    steps = llm.planned_passes(min(num_tokens, llm.plan.context))
+    steps = llm.planned_passes(num_tokens)
     if any(step.is_divided for step in steps):
         stderr_console().print(steps_table(steps, f"passes over {num_tokens} tokens"))
 

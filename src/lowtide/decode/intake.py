@@ -89,6 +89,11 @@ class Intake:
         """
         if num_prompt + max_tokens > self.config.max_positions and self.config.is_bidirectional:
             _warn_beyond(self.config.architecture, self.config.max_positions)
+        elif num_prompt > self.config.max_positions:
+            raise PlanError(
+                f"A text of {num_prompt} tokens does not fit: this model has "
+                f"{self.config.max_positions} positions. Shorten it."
+            )
         elif num_prompt + max_tokens > self.config.max_positions:
             raise PlanError(
                 f"{num_prompt} prompt tokens and {max_tokens} new ones are more than the "
@@ -146,11 +151,23 @@ class Intake:
             return asked
         room = self.max_new_tokens(num_prompt, asked)
         if room < 1:
+            self._check_block_fits(num_prompt, asked)
             raise PlanError(
                 f"{num_prompt} prompt tokens leave no room for an answer: the context is "
                 f"{self.context} tokens. Shorten the prompt or raise context."
             )
         return replace(asked, max_tokens=min(asked.most_tokens, room))
+
+    def _check_block_fits(self, num_prompt: int, asked: SamplingParams) -> None:
+        """Raises PlanError where there is room for new tokens, and not for a block of them."""
+        unset = replace(asked.diffusion, block_length=None)
+        free = self.max_new_tokens(num_prompt, replace(asked, diffusion=unset))
+        if free > 0:
+            raise PlanError(
+                f"A block of {asked.diffusion.block_length} tokens is more than the {free} that "
+                f"{num_prompt} prompt tokens leave: the context is {self.context}. Lower "
+                "block_length, shorten the prompt or raise context."
+            )
 
     def _stop_test(self, stop: Sequence[str]) -> StopTest | None:
         return StopTest(self._needed_tokenizer().stream(stop)) if stop else None
