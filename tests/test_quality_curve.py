@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from lowtide import LLM, SamplingParams
 from lowtide.cli.app import app
 from lowtide.engine.opening import EngineConfig, open_model
-from lowtide.errors import UsageError
+from lowtide.errors import StorageError, UsageError
 from lowtide.lab.calibrate import calibrate
 from lowtide.lab.calibrate_buddies import BuddyWish
 from lowtide.lab.quality import Report, Work, quality
@@ -126,6 +126,31 @@ def test_what_was_measured_is_shown_though_there_is_no_curve(
         done = CliRunner().invoke(app, [*asked, *more])
         assert done.exit_code == 2 and "No setting replaced an expert" in done.stderr
         assert shown in done.stdout.replace(" ", ""), done.stdout
+
+
+@pytest.mark.parametrize("error", [StorageError("the disk is full"), ValueError("of matplotlib")])
+def test_what_was_measured_is_kept_and_shown_though_there_is_no_picture(
+    error: Exception,
+    report: Report,
+    calibration: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: object) -> NoReturn:
+        raise error
+
+    kept = tmp_path / "kept"
+    kept.write_bytes(calibration.read_bytes())
+    monkeypatch.setattr("lowtide.cli.quality._measured", lambda *_: (report, kept))
+    monkeypatch.setattr("lowtide.lab.quality_plot.plot", fails)
+    asked = ["quality", "demo:chat", "--text", __file__, "--plot", str(tmp_path / "picture.svg")]
+    for more, shown in (([], "perplexity"), (["--json"], f'"curve_path":"{kept}"')):
+        done = CliRunner().invoke(app, [*asked, *more])
+        assert done.exit_code and shown in done.stdout.replace(" ", ""), done.stdout
+        assert str(error) in f"{done.stderr}{done.exception}"
+    buddies = Calibration.load(kept).buddies
+    assert buddies is not None and buddies.curve is not None
+    assert buddies.curve.mass.tolist() == measured_curve(report).mass.tolist()
 
 
 def test_a_curve_of_questions_alone_is_refused_at_once(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -21,7 +22,7 @@ from lowtide.cli.report import json_line
 from lowtide.cli.screen import ProgressBars, stdout_console
 from lowtide.cli.text_file import read_text
 from lowtide.config import format_size
-from lowtide.errors import LowtideError, UsageError
+from lowtide.errors import UsageError
 from lowtide.lab.quality_questions import Question, read_questions
 from lowtide.lab.quality_settings import BUDDYMOE, RESIDENTS, Setting, curve_settings
 
@@ -74,13 +75,12 @@ def quality(model: ModelName, *, settings: Settings) -> None:
         raise UsageError("--save-curve measures on a text: give --text FILE beside --choices.")
     text = read_text(model, settings) if is_text else None
     ratios = _ratios(str(settings["mask_ratios"]))
-    failure: LowtideError | None = None
     with redirect_stdout(sys.stderr):
-        report, curve_path = _measured(model, settings, options, rows, text, ratios, asked)
-        try:
-            _keep(report, settings, curve_path)
-        except LowtideError as error:  # what took hours is shown before
-            failure, curve_path = error, None
+        report, curve = _measured(model, settings, options, rows, text, ratios, asked)
+        # What took hours is kept and shown as far as it can be, and a failure told afterwards.
+        of_curve = _failure(partial(_keep_curve, report, curve))
+        of_picture = _failure(partial(_draw, report, settings.text("plot")))
+    curve_path = None if of_curve is not None else curve
     if settings.flag("json"):
         path = None if curve_path is None else str(curve_path)
         found = {"model": model, "version": __version__, "curve_path": path}
@@ -89,8 +89,9 @@ def quality(model: ModelName, *, settings: Settings) -> None:
         _print(model, report)
         if curve_path is not None:
             stdout_console().print(f"wrote the curve of mass and KL to {curve_path}")
-    if failure is not None:
-        raise failure
+    for failure in (of_curve, of_picture):
+        if failure is not None:
+            raise failure
 
 
 def parse_settings(texts: Sequence[str]) -> list[Setting]:
@@ -169,16 +170,27 @@ def _measured(
     return report, path
 
 
-def _keep(report: Report, settings: Settings, curve: Path | None) -> None:
-    """Writes the picture and the curve that were asked for."""
+def _failure(keep: Callable[[], None]) -> Exception | None:
+    """What went wrong, if anything did, for the caller to raise."""
+    try:
+        keep()
+    except Exception as error:
+        return error
+    return None
+
+
+def _keep_curve(report: Report, path: Path | None) -> None:
     from lowtide.lab.quality_curve import keep_curve, measured_curve
+
+    if path is not None:
+        keep_curve(path, measured_curve(report))
+
+
+def _draw(report: Report, path: str | None) -> None:
     from lowtide.lab.quality_plot import plot
 
-    picture = settings.text("plot")
-    if picture is not None:
-        plot(report, Path(picture))
-    if curve is not None:
-        keep_curve(curve, measured_curve(report))
+    if path is not None:
+        plot(report, Path(path))
 
 
 def _work(
