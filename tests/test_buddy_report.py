@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from lowtide.cli.app import app
 from lowtide.errors import StorageError, UnsupportedError
-from lowtide.lab import calibration_report
+from lowtide.lab import plotting
 from lowtide.lab.buddy_report import (
     as_object,
     drawn_layers,
@@ -90,7 +90,7 @@ def test_pictures_are_drawn_or_refused(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="cannot be written"):
         plot(wide, tmp_path / "file")
-    monkeypatch.setattr(calibration_report, "find_spec", lambda name: None)
+    monkeypatch.setattr(plotting, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match=r"pip install 'lowtide\[plot\]'"):
         plot(wide, tmp_path)
 

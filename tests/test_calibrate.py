@@ -28,7 +28,7 @@ from lowtide.cli.screen import ProgressBars
 from lowtide.core import Costs, Curve, Step, StepKind
 from lowtide.errors import StorageError, UnsupportedError, UsageError
 from lowtide.experts.rows import Routing
-from lowtide.lab import calibration_report
+from lowtide.lab import plotting
 from lowtide.lab.calibrate import (
     AUTOREGRESSIVE,
     _EarlyGates,
@@ -39,6 +39,7 @@ from lowtide.lab.calibrate import (
     top_share,
 )
 from lowtide.lab.calibration_report import (
+    check_plot,
     distinct_experts,
     plot,
     previous_step,
@@ -407,7 +408,11 @@ def test_plots_are_drawn_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="cannot be written"):
         plot(make_calibration(), tmp_path / "file")
-    monkeypatch.setattr(calibration_report, "find_spec", lambda name: None)
+    taken = tmp_path / "taken" / "distinct-experts.png"
+    taken.mkdir(parents=True)
+    with pytest.raises(StorageError, match="distinct-experts.png cannot be written"):
+        check_plot(taken.parent)
+    monkeypatch.setattr(plotting, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match=r"lowtide\[plot\]"):
         plot(make_calibration(), tmp_path)
 

@@ -25,7 +25,7 @@ from lowtide.cli.quality import parse_settings
 from lowtide.core import Facts, RoutedTokens
 from lowtide.decode.forced import ForcedText
 from lowtide.errors import PlanError, UsageError
-from lowtide.lab import quality_plot, quality_scores
+from lowtide.lab import plotting, quality_plot, quality_scores
 from lowtide.lab.quality import Report, Work, quality
 from lowtide.lab.quality_scores import Estimate
 from lowtide.lab.quality_settings import Setting, grouped
@@ -277,7 +277,7 @@ def test_bad_input_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.Monkey
     for arguments, said in cases:
         done = run(*arguments)
         assert done.exit_code in (1, 2) and said in done.stderr, (arguments, done.output)
-    monkeypatch.setattr(quality_plot, "find_spec", lambda name: None)
+    monkeypatch.setattr(plotting, "find_spec", lambda name: None)
     done = run(demo, "--text", str(good), "--plot", str(tmp_path / "a.png"))
     assert done.exit_code == 2 and "lowtide[plot]" in done.stderr
 

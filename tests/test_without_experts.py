@@ -145,6 +145,8 @@ def test_the_command_line_shows_no_slots(folder: Path) -> None:
         found = run(verb[0], str(folder), *verb[1:])
         assert found.exit_code == 0 and "hits" not in found.output
         assert "resident experts" not in found.output
+        told = json.loads(run(verb[0], str(folder), *verb[1:], "--json").stdout)
+        assert {row["hit_rate"] for row in told["runs"]} == {None}
     chatted = CliRunner().invoke(app, ["chat", str(folder), "--raw"], input="/stats\n")
     assert "forwards" in chatted.output and "num_hits" not in chatted.output
     answer = json.loads(run(*asked, "--json").stdout)

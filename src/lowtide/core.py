@@ -6,6 +6,7 @@ Plain data, numpy at most. Knows nothing of files, devices or models.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -105,6 +106,11 @@ class Demand(NamedTuple):
     num_tokens: IntArray  # tokens routed to each of them ("hits")
     is_resident: BoolArray  # whether its weights are in a slot already
     device_of: IntArray | None = None  # of several: which has it or awaits it, -1: none does
+
+
+def hit_rate(num_hits: float, num_activated: float) -> float:
+    """Of activated experts the share that was resident; NaN of none, as without experts."""
+    return num_hits / num_activated if num_activated else math.nan
 
 
 class RoutedTokens(NamedTuple):

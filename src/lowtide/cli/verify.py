@@ -135,7 +135,7 @@ def _show_progress(verdict: Verdict) -> None:
 
 def _table(verdicts: list[Verdict]) -> Table:
     """A section for each device and budget; of experts only where some were there."""
-    has_experts = any(v.num_residents or v.hit_rate for v in verdicts)
+    has_experts = any(v.num_residents or v.hit_rate > 0 for v in verdicts)
     table = Table(title=_title(verdicts, has_experts), title_justify="left")
     table.add_column("budget, resident experts" if has_experts else "budget", no_wrap=True)
     table.add_column("policy", no_wrap=True)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lowtide.core import hit_rate
 from lowtide.decode.prompts import Prompt
 from lowtide.decode.request import Prefill
 from lowtide.engine.opening import EngineConfig, OpenModel, open_model
@@ -115,7 +116,7 @@ class Run:
 
     @property
     def hit_rate(self) -> float:
-        return self._total("num_hits") / max(1, self._total("num_activated"))
+        return hit_rate(self._total("num_hits"), self._total("num_activated"))
 
     @property
     def link_bytes_per_token(self) -> float:

@@ -6,7 +6,6 @@ Everything is computed from the calibration's trace; times are those of a machin
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,8 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from lowtide.core import Costs, FloatArray, IntArray
-from lowtide.errors import StorageError, UnsupportedError
+from lowtide.errors import StorageError
+from lowtide.files.whole_file import check_writable
 from lowtide.lab.calibrate import top_share
+from lowtide.lab.plotting import check_matplotlib
 from lowtide.policies.recipe import Setting
 from lowtide.policies.tau import drift, miss_shares, paper_tau
 from lowtide.replay.calibration import GATES, TOP_SIZES, Calibration
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 RESIDENT_SHARES = (0.25, 0.5, 0.75)
 INTERVALS = (1, 2, 5)
 """Steps apart, of those that are compared."""
+
+STEP_SIMILARITY, DISTINCT_EXPERTS = "step-similarity.png", "distinct-experts.png"
 
 
 class Budget(NamedTuple):
@@ -111,14 +114,9 @@ def token_share(calibration: Calibration) -> FloatArray:
 
 def check_plot(folder: Path) -> None:
     """Makes the folder; raises UnsupportedError or StorageError where nothing can be drawn."""
-    if find_spec("matplotlib") is None:
-        raise UnsupportedError(
-            "--plot draws with matplotlib, which is not installed: pip install 'lowtide[plot]'."
-        )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as reason:
-        raise _no_plots(folder, reason) from reason
+    check_matplotlib()
+    for name in (STEP_SIMILARITY, DISTINCT_EXPERTS):
+        check_writable(folder / name, "plot")
 
 
 def plot(calibration: Calibration, folder: Path) -> list[Path]:
@@ -131,8 +129,8 @@ def plot(calibration: Calibration, folder: Path) -> list[Path]:
     apart = {f"{n} apart": (n, step_similarity(blocks, n)) for n in INTERVALS}
     each = {"all layers": (0, distinct_experts(blocks))}
     figures = {
-        "step-similarity.png": _figure("cosine of the hits of two steps", apart),
-        "distinct-experts.png": _figure("experts activated per layer", each),
+        STEP_SIMILARITY: _figure("cosine of the hits of two steps", apart),
+        DISTINCT_EXPERTS: _figure("experts activated per layer", each),
     }
     return save_figures(figures, folder)
 
@@ -143,12 +141,8 @@ def save_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
         for name, figure in figures.items():
             figure.savefig(folder / name, dpi=120)
     except OSError as reason:
-        raise _no_plots(folder, reason) from reason
+        raise StorageError(f"Plots cannot be written to {folder}: {reason.strerror}.") from reason
     return [folder / name for name in figures]
-
-
-def _no_plots(folder: Path, reason: OSError) -> StorageError:
-    return StorageError(f"Plots cannot be written to {folder}: {reason.strerror}.")
 
 
 def _budget(trace: Trace, hits: IntArray, num_residents: int, costs: Costs) -> Budget:

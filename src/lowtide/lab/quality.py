@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lowtide.core import hit_rate
 from lowtide.engine.forcing import ForcedRun
 from lowtide.engine.opening import EngineConfig, OpenModel, open_model
 from lowtide.errors import PlanError, UsageError
@@ -97,7 +98,7 @@ class Passes(NamedTuple):
             "num_tokens": self.num_tokens,
             "num_passes": self.num_passes,
             "passes_per_s": self.passes_per_s,
-            "hit_rate": self.counts["num_hits"] / max(1, activated),
+            "hit_rate": hit_rate(self.counts["num_hits"], activated),
             "read_bytes_per_pass": self.per_pass("read_bytes"),
             "link_bytes_per_pass": self.per_pass("link_bytes"),
             "replaced": self._replaced(),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 from lowtide.errors import StorageError, UnsupportedError
 from lowtide.files.whole_file import check_writable
+from lowtide.lab.plotting import check_matplotlib
 from lowtide.lab.quality import Report, Row
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -46,10 +46,7 @@ def front(pairs: Sequence[tuple[float, float]]) -> list[bool]:
 
 def check_plot(path: Path) -> None:
     """Makes the folder; raises UnsupportedError or StorageError where no plot can be drawn."""
-    if find_spec("matplotlib") is None:
-        raise UnsupportedError(
-            "--plot draws with matplotlib, which is not installed: pip install 'lowtide[plot]'."
-        )
+    check_matplotlib()
     if path.suffix not in SUFFIXES:
         raise UnsupportedError(
             f"--plot {path}: a plot's name ends with {', '.join(SUFFIXES)}; choose one."

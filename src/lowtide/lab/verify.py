@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lowtide.config import ModelConfig
-from lowtide.core import Step
+from lowtide.core import Step, hit_rate
 from lowtide.engine.opening import MAX_PASS_ROWS, EngineConfig, open_model
 from lowtide.errors import PlanError
 from lowtide.experts.rows import Routing, is_long
@@ -303,8 +303,8 @@ def _run(llm: LLM, task: _Task) -> _Run:
         chunks = {} if llm.current_pass is None else dict(llm.current_pass.chunks)
     after = llm.stats()
     num_hits, num_misses = (after[name] - before[name] for name in ("num_hits", "num_misses"))
-    hit_rate = num_hits / max(1, num_hits + num_misses)
-    return _Run(layers.seen, logits, len(task.text), token_ids, hit_rate, chunks)
+    share = hit_rate(num_hits, num_hits + num_misses)
+    return _Run(layers.seen, logits, len(task.text), token_ids, share, chunks)
 
 
 def _some_rows(logits: Tensor) -> Tensor:
