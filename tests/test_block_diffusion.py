@@ -126,6 +126,17 @@ def test_recomputing_and_smaller_passes_give_the_same(batch, max_rows) -> None:
             assert other.of(request.id) == reference.of(request.id)
 
 
+@given(batches)
+def test_a_pass_that_is_said_to_be_the_last_is(batch) -> None:
+    """It is always known where no token is written before its turn and none is rewritten."""
+    batch = [replace(each, eos_token_ids=()) for each in batch]
+    *before, last = Run(batch, can_mask=False).model.steps
+    assert not any(step.is_last for step in before)
+    asked = [each.params.diffusion for each in batch]
+    if all(each.threshold == 1.0 and each.edit_threshold is None for each in asked):
+        assert last.is_last
+
+
 @given(requests())
 def test_what_is_reported_is_consistent(request) -> None:
     run = Run([request])

@@ -134,6 +134,7 @@ def test_a_block_is_read_over_its_prefix_with_fewer_and_fewer_masks() -> None:
     assert {step.kind for step in steps} == {StepKind.DENOISE}
     num_blocks = -(-75 // length) - 20 // length
     assert [step.index for step in steps] == [0, 1, 2] * num_blocks
+    assert [step.is_last for step in steps].index(True) == len(steps) - 1
 
 
 @pytest.mark.parametrize("family", MASKED_NAMES)

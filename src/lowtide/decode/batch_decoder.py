@@ -156,6 +156,10 @@ class BatchDecoder(abc.ABC, Generic[S]):
         """What a request takes of the KV cache at most."""
         return request.canvas_length
 
+    def _is_everybody(self, num_sequences: int) -> bool:
+        """Whether a pass of so many sequences leaves nobody out."""
+        return not self._waiting and num_sequences == len(self._running)
+
     def _requests(self) -> Iterator[Request]:
         yield from self._waiting
         yield from (sequence.request for sequence in self._running)

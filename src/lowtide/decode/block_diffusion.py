@@ -131,8 +131,13 @@ class BlockDiffusion(BatchDecoder[BlockSequence]):
             token_ids=torch.from_numpy(np.concatenate(token_ids)),
             positions=torch.from_numpy(np.concatenate(positions)),
             segments=tuple(segments),
-            step=Step(kind, index, joined(rows)),
+            step=Step(kind, index, joined(rows), self._is_last(kind, turns)),
         )
+
+    def _is_last(self, kind: StepKind, turns: Sequence[_Turn]) -> bool:
+        """Whether no pass is expected to follow: everybody takes part, and nobody goes on."""
+        ends = all(turn.sequence.is_expected_to_end for turn in turns)
+        return ends and kind is StepKind.DENOISE and self._is_everybody(len(turns))
 
     def _predict(self, hidden: Tensor, turns: Sequence[_Turn]) -> list[Prediction]:
         """What the model would write in each turn's block, logits computed tile by tile."""

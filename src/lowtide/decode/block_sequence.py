@@ -62,6 +62,19 @@ class BlockSequence(Canvas):
         """Denoising passes over the active block so far."""
         return self._num_steps + self._num_post_steps
 
+    @property
+    def is_expected_to_end(self) -> bool:
+        """Whether the coming denoising pass is the last one whatever it predicts, a mask excepted.
+
+        Sure tokens, an end of text and a pass that edits nothing may end the answer sooner."""
+        if self._block_end < len(self.tokens):
+            return False
+        num_masked, num_certain = int(self._is_masked[self._block].sum()), self._num_to_fill()
+        if num_certain is not None and num_certain < num_masked:
+            return False
+        num_post_steps = self._num_post_steps + (not num_masked)
+        return self.request.edit_threshold is None or num_post_steps >= self.request.max_post_steps
+
     def pass_rows(self, first: int, stop: int) -> PassRows:
         """What becomes of the rows of positions `first` to `stop` in a pass."""
         kinds = np.full(stop - first, RowKind.COMMIT, np.uint8)

@@ -176,6 +176,11 @@ class _ForcedBlocks(BlockSequence):
     def needs_logits(self) -> bool:
         return True
 
+    @property
+    def is_expected_to_end(self) -> bool:
+        is_last_mask = self._num_steps + 1 == len(self._text.masks)
+        return is_last_mask and self._block_end == len(self.tokens)
+
     def wanted_positions(self) -> IntArray:
         masked = super().wanted_positions()
         return masked[masked < len(self._text.token_ids)]
@@ -227,6 +232,10 @@ class _ForcedMasked(MaskedSequence):
     @property
     def reading(self) -> Reading:
         return Reading(Sampling(), excluded=self._mask_token_id)  # takes whole rows of logits
+
+    @property
+    def is_expected_to_end(self) -> bool:
+        return self.num_block_passes + 1 == len(self._text.masks)
 
     def choose(self, logits: Tensor, part: slice) -> Candidates:
         self._on_logits(self.num_block_passes, self.wanted[part], logits)
