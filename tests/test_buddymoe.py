@@ -218,11 +218,13 @@ def test_residents_keep_adapting(device: str) -> None:
     assert all(answered is not None for _, answered in seen[0].asked[num_asked:])
 
 
+@pytest.mark.parametrize("share", [0.4, 0.95])
 @pytest.mark.parametrize("placement", ["lru", "lowtide"])
-def test_nothing_is_read_ahead_that_is_replaced(placement: str) -> None:
-    """A block asks for nearly every expert and runs residents alone, layer after layer."""
+def test_nothing_is_read_ahead_that_is_replaced(placement: str, share: float) -> None:
+    """A block asks for nearly every expert and runs residents alone, layer after layer; these may
+    be nearly all, too."""
     options = {"rho": "none", "in_prefill": "true", "in_commit": "true", "placement": placement}
-    with profiled() as seen, open_half(share=0.4, miss="random", **options) as llm:
+    with profiled() as seen, open_half(share=share, miss="random", **options) as llm:
         llm.generate([PROMPT * 4], replace(PARAMS, max_tokens=64))
         counts = llm.stats()
         num_experts = llm.config.moe.num_experts

@@ -141,10 +141,10 @@ class HostTier:
         """Experts that this layer's step needs in host memory; `wanted` ascend."""
         return HostReads(self, layer, wanted, moves)
 
-    def expect_next(self, facts: Facts) -> None:
-        """Told of what runs of the layer that runs now, whose own reads are open."""
+    def expect_next(self, facts: Facts, run: Facts | None) -> None:
+        """Told of the layer that runs now, whose own reads are open: see `ReadAhead.expect`."""
         if self.read_ahead is not None:
-            self.read_ahead.expect(facts)
+            self.read_ahead.expect(facts, run)
 
     def settle(self) -> None:
         """Gives back the slots whose uses are done."""

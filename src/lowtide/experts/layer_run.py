@@ -98,7 +98,7 @@ class LayerRun:
         """Starts the reads of what is not in host memory, then those ahead."""
         host = self._runtime.host
         self._reads = reads = host.open(self._layer, wanted, moves)
-        host.expect_next(self._decision.run or self._facts)
+        host.expect_next(self._facts, self._decision.run)
         reads.start()
         return reads
 

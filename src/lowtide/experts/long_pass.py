@@ -146,7 +146,7 @@ class LongRun:
 
     def _start(self, reads: HostReads) -> None:
         self._slots.update(reads.here)
-        self._runtime.host.expect_next(self._decision.run or self._facts)
+        self._runtime.host.expect_next(self._facts, self._decision.run)
         reads.start()
 
     def _run_tile(

@@ -57,14 +57,14 @@ class ReadAhead:
         """Whether there is more to read than slots have come free for."""
         return bool(self._waiting)
 
-    def expect(self, facts: Facts) -> None:
+    def expect(self, facts: Facts, run: Facts | None = None) -> None:
         """Told of the layer that runs now: what to read of the next one while it is computed.
 
-        facts: of what is run, which substitution may have made fewer experts than its router asked
-        for; so it will in the next layer.
+        facts: of what its router asked for; run: of what a substitution made of that, if one did.
+        So it will in the next layer.
         """
         self._layer = self._next_layer(facts)
-        self._waiting = deque(self._expected(facts).tolist())
+        self._waiting = deque(self._expected(facts, run).tolist())
 
     def start_reads(self, transfer: Transfer) -> None:
         """Gives every free slot to an expert that is expected to be demanded."""
@@ -105,9 +105,12 @@ class ReadAhead:
         is_repeated &= not facts.has_idle_link
         return 0 if is_repeated and num_layers > 1 else _NO_LAYER
 
-    def _expected(self, facts: Facts) -> IntArray:
-        is_demanding = len(facts.demand.experts) >= NEARLY_ALL * self._ledger.num_experts
+    def _expected(self, facts: Facts, run: Facts | None) -> IntArray:
+        demand = (run or facts).demand
+        is_demanding = len(demand.experts) >= NEARLY_ALL * self._ledger.num_experts
         if self._layer == _NO_LAYER or not is_demanding:
+            return NOBODY
+        if run is not None and demand.is_resident.all():  # whoever is absent was replaced
             return NOBODY
         return np.flatnonzero(~self._ledger.is_resident(self._layer))
 

@@ -264,7 +264,7 @@ class ExpertRuntime:
         demand = facts.demand if decision.run is None else decision.run.demand
         is_at_once = self._can_run_at_once(x, demand, decision)
         if is_at_once:
-            self._start_reads(decision.run or facts)
+            self._start_reads(facts, decision.run)
             if run_in_place is not None:
                 run_in_place(*routing)
                 return
@@ -385,9 +385,9 @@ class ExpertRuntime:
         self.stats.num_moves_asked += moves.num_asked
         return moves
 
-    def _start_reads(self, facts: Facts) -> None:
+    def _start_reads(self, facts: Facts, run: Facts | None) -> None:
         """Of what the next layer is expected to ask for: this one has all that it asks for."""
-        self.host.expect_next(facts)
+        self.host.expect_next(facts, run)
         if self.host.read_ahead is not None:
             self.host.read_ahead.start_reads(self.host.transfer)
 
