@@ -503,7 +503,10 @@ def test_what_cannot_be_calibrated_is_refused(models: Path, tmp_path: Path) -> N
         # Told before the text is run, which is too short.
         (["--text", str(tmp_path / "short"), "--out", str(tmp_path)], "cannot be written"),
         (["--text", str(tmp_path / "short"), "--out", "/dev/null/c"], "cannot be written"),
-        (["--text", str(tmp_path / "short"), "--plot", "/dev/null/c"], "Plots cannot be written"),
+        (
+            ["--text", str(tmp_path / "short"), "--plot", "/dev/null/c"],
+            "Plot /dev/null/c/step-similarity.png cannot be written",
+        ),
     ):
         result = CliRunner().invoke(app, ["calibrate", model, *arguments])
         assert result.exit_code in (1, 2)
