@@ -14,7 +14,7 @@ from reporting.blocks import PAGES, PICTURES, blocks
 from reporting.fronts import Axis, front_picture
 from reporting.pages import part_names, rewritten
 from reporting.results import Results, ResultsError
-from reporting.tables import number, ratio
+from reporting.tables import captions, number, ratio
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = Path("docs/results")
@@ -65,7 +65,7 @@ def test_a_part_is_rewritten_and_nothing_else(tmp_path: Path) -> None:
     assert once.startswith("Before.\n") and once.endswith("After.\n")
     assert "858" in once and "old" not in once
     assert "[1](docs/results/2026-11-22-batching.jsonl#L1)" in once
-    assert "2 cores of A CPU, 25 GB, commit 0123456789ab" in once
+    assert "on commit 0123456789ab, 2 cores of A CPU, 25 GB" in once
     assert rewritten(once, blocks(results, Path("README.md"))) == once
 
 
@@ -426,3 +426,11 @@ def test_ages_name_what_is_behind_unknown_or_refused(tmp_path: Path) -> None:
     assert ":1 batching: 1 commits behind" in behind
     assert ":3 batching: commit cccccccccccc is not known here" in unknown
     assert ":4 batching: refused" in refused
+
+
+def test_a_caption_names_the_machine_of_each_run(tmp_path: Path) -> None:
+    other = _row() | {"commit": "ba9876543210"}
+    other["machine"] = other["machine"] | {"cpu": "Another CPU"}
+    said = captions(_results(tmp_path, _row(), other).lines)
+    assert "on commit 0123456789ab, 2 cores of A CPU, 25 GB; " in said
+    assert "on commit ba9876543210, 2 cores of Another CPU, 25 GB; load" in said
