@@ -429,8 +429,9 @@ def test_ages_name_what_is_behind_unknown_or_refused(tmp_path: Path) -> None:
 
 
 def test_a_caption_names_the_machine_of_each_run(tmp_path: Path) -> None:
-    other = _row() | {"commit": "ba9876543210"}
-    other["machine"] = other["machine"] | {"cpu": "Another CPU"}
-    said = captions(_results(tmp_path, _row(), other).lines)
-    assert "on commit 0123456789ab, 2 cores of A CPU, 25 GB; " in said
-    assert "on commit ba9876543210, 2 cores of Another CPU, 25 GB; load" in said
+    other = _row(machine=_row()["machine"] | {"cpu": "Another CPU"})
+    newer = other | {"commit": "ba9876543210"}
+    said = captions(_results(tmp_path, _row(), other, newer).lines)
+    assert "22 on commit 0123456789ab, 2 cores of A CPU, 25 GB; " in said  # the same commit twice
+    both = "on commit 0123456789ab, 2026-11-22 on commit ba9876543210"
+    assert f"; 2026-11-22 {both}, 2 cores of Another CPU, 25 GB; load" in said

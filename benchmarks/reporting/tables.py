@@ -28,13 +28,11 @@ def caption(run: Run) -> str:
 
 def captions(lines: Sequence[Line]) -> str:
     """Of every run that these lines are of, machine by machine."""
-    runs: dict[str, str] = {}
+    runs: dict[str, dict[str, None]] = {}
     for line in lines:
-        runs[f"{line['date'][:10]} on commit {line['commit']}"] = _machine(line)
-    said = [
-        f"{', '.join(when for when in runs if runs[when] == machine)}, {machine}"
-        for machine in dict.fromkeys(runs.values())
-    ]
+        when = f"{line['date'][:10]} on commit {line['commit']}"
+        runs.setdefault(_machine(line), {})[when] = None
+    said = [f"{', '.join(each)}, {machine}" for machine, each in runs.items()]
     loads = [line["machine"].get("load_1min", 0.0) for line in lines]
     return f"Measured {'; '.join(said)}; load {min(loads):.1f} to {max(loads):.1f}."
 

@@ -136,8 +136,9 @@ class BlockDiffusion(BatchDecoder[BlockSequence]):
 
     def _is_last(self, kind: StepKind, turns: Sequence[_Turn]) -> bool:
         """Whether no pass is expected to follow: everybody takes part, and nobody goes on."""
-        ends = all(turn.sequence.is_expected_to_end for turn in turns)
-        return ends and kind is StepKind.DENOISE and self._is_everybody(len(turns))
+        if kind is not StepKind.DENOISE or not self._is_everybody(len(turns)):
+            return False
+        return all(turn.sequence.is_expected_to_end for turn in turns)
 
     def _predict(self, hidden: Tensor, turns: Sequence[_Turn]) -> list[Prediction]:
         """What the model would write in each turn's block, logits computed tile by tile."""

@@ -141,8 +141,9 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
 
     def _is_last(self, turns: Sequence[_Turn]) -> bool:
         """Whether no pass is expected to follow: everybody takes part, and nobody goes on."""
-        ends = all(turn.sequence.is_expected_to_end for turn in turns)
-        return ends and self._is_everybody(len(turns))
+        return self._is_everybody(len(turns)) and all(
+            turn.sequence.is_expected_to_end for turn in turns
+        )
 
     def _read(self, hidden: Tensor, turns: Sequence[_Turn]) -> list[Candidates]:
         """A candidate for every wanted position of each turn."""

@@ -101,9 +101,9 @@ class ReadAhead:
         if facts.layer + 1 < num_layers:
             return facts.layer + 1
         # A prompt is read once. With a device above, some experts are nobody's to read.
-        is_repeated = facts.step.kind is StepKind.DENOISE and not facts.step.is_last
-        is_repeated &= not facts.has_idle_link
-        return 0 if is_repeated and num_layers > 1 else _NO_LAYER
+        step = facts.step
+        is_repeated = step.kind is StepKind.DENOISE and not step.is_last
+        return 0 if is_repeated and not facts.has_idle_link and num_layers > 1 else _NO_LAYER
 
     def _expected(self, facts: Facts, run: Facts | None) -> IntArray:
         demand = (run or facts).demand

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from lowtide.model_folder.gguf_header import GgufArray
+from lowtide.model_folder.gguf_header import GgufArray, Metadata
 
 ENDS = frozenset(
     (
@@ -23,9 +23,8 @@ ENDS = frozenset(
 """Control tokens that end an answer in every model that has them. Files name one or two, where a
 model's `generation_config.json` has all: gpt-oss also stops at its calls of tools."""
 
-_CONTROL = 3
-
-Metadata = Mapping[str, int | float | bool | str | GgufArray]
+CONTROL = 3
+"""Of `tokenizer.ggml.token_type`: a token that is no text."""
 
 
 def ending_ids(metadata: Metadata) -> list[object]:
@@ -43,4 +42,4 @@ def _named(metadata: Metadata) -> Iterator[int]:
     if not tokens.is_text or kinds.is_text:
         return
     pairs = zip(tokens.strings(), kinds.numbers(), strict=False)
-    yield from (n for n, (text, kind) in enumerate(pairs) if kind == _CONTROL and text in ENDS)
+    yield from (n for n, (text, kind) in enumerate(pairs) if kind == CONTROL and text in ENDS)

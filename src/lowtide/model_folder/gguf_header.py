@@ -91,12 +91,15 @@ class GgufTensor(NamedTuple):
     num_bytes: int
 
 
+Metadata = Mapping[str, Value | GgufArray]
+
+
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
     """Of one file. Holds nothing open."""
 
     file: RegularFile
-    metadata: Mapping[str, Value | GgufArray]
+    metadata: Metadata
     tensors: Mapping[str, GgufTensor]
 
     @classmethod
@@ -306,7 +309,7 @@ def _supported() -> Mapping[str, MatrixFormat]:
     return {**packed, **{each.name: each for each in PLAIN}}
 
 
-def _alignment(cursor: _Cursor, metadata: Mapping[str, Value | GgufArray]) -> int:
+def _alignment(cursor: _Cursor, metadata: Metadata) -> int:
     value = metadata.get("general.alignment", _ALIGNMENT)
     if not isinstance(value, int) or not 8 <= value <= 1 << 20 or value & (value - 1):
         cursor.fail(f"general.alignment {shown(value)} is not a power of two from 8 to 2**20")

@@ -22,7 +22,7 @@ from lowtide.files.json_file import shown
 from lowtide.model_folder.checkpoint import Checkpoint, StoredPart, TensorEntry
 from lowtide.model_folder.gguf_ends import ending_ids
 from lowtide.model_folder.gguf_file import SPLIT
-from lowtide.model_folder.gguf_header import GgufArray, GgufHeader, GgufTensor
+from lowtide.model_folder.gguf_header import GgufHeader, GgufTensor, Metadata
 from lowtide.model_folder.gguf_tokenizer import gguf_tokenizer
 from lowtide.model_folder.tokenizer import Tokenizer
 
@@ -61,7 +61,7 @@ class GgufModel:
         return self.headers[0].file.path
 
     @property
-    def metadata(self) -> Mapping[str, int | float | bool | str | GgufArray]:
+    def metadata(self) -> Metadata:
         return self.headers[0].metadata
 
     def config(self, overrides: Mapping[str, object] = _NOTHING) -> ModelConfig:
@@ -191,7 +191,7 @@ def _check_split(headers: Sequence[GgufHeader]) -> None:
         )
 
 
-def _token_ids(metadata: Mapping[str, int | float | bool | str | GgufArray]) -> dict[str, object]:
+def _token_ids(metadata: Metadata) -> dict[str, object]:
     """The ids that end a text or a turn, as `config.json` has them."""
     ends = ending_ids(metadata)
     ids: dict[str, object] = {"eos_token_id": ends} if ends else {}

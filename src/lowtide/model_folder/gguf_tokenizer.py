@@ -16,7 +16,8 @@ from tokenizers import decoders, models, normalizers, processors
 from lowtide.errors import CheckpointError, UnsupportedError
 from lowtide.files.json_file import shown
 from lowtide.model_folder.chat_template import checked_template
-from lowtide.model_folder.gguf_header import GgufArray
+from lowtide.model_folder.gguf_ends import CONTROL
+from lowtide.model_folder.gguf_header import GgufArray, Metadata
 from lowtide.model_folder.gguf_words import WORDS
 from lowtide.model_folder.tokenizer import Tokenizer, blamed
 
@@ -25,11 +26,9 @@ MAX_PIECE_CHARS = 128
 """Of a sentence-piece whose merges are looked for; published ones have 16 or, of spaces, more."""
 
 _TEMPLATE_KEY = "tokenizer.chat_template"
-_CONTROL, _USER_DEFINED = 3, 4
+_USER_DEFINED = 4
 _SPACE = "\u2581"
 _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token", "mask": "mask_token"}
-
-Metadata = Mapping[str, int | float | bool | str | GgufArray]
 
 
 def gguf_tokenizer(metadata: Metadata, path: Path) -> Tokenizer | None:
@@ -150,8 +149,8 @@ def _add_tokens(
 ) -> None:
     """Those that are found in a text before it is cut into words; they have their ids already."""
     for token, kind in zip(tokens, kinds, strict=False):
-        if kind in (_CONTROL, _USER_DEFINED) and token:
-            added = tokenizers.AddedToken(token, special=kind == _CONTROL, normalized=False)
+        if kind in (CONTROL, _USER_DEFINED) and token:
+            added = tokenizers.AddedToken(token, special=kind == CONTROL, normalized=False)
             backend.add_tokens([added])
 
 
