@@ -25,8 +25,8 @@ MAX_PLANS = 128
 
 @dataclass(frozen=True)
 class PassPlan:
-    """How passes of up to some counts run. `binding`: the operator whose rows make the peak, or
-    the name of the largest buffer there."""
+    """How passes of up to some counts run. `binding`: the operator whose rows make the peak of the
+    range, or the name of the largest of what is needed."""
 
     counts: Counts
     chunks: Mapping[str, int]
@@ -81,10 +81,10 @@ class PassPlanner:
         return self.plan(counts._replace(logit_rows=masked), free_bytes, range_bytes)
 
     def held(self, plan: PassPlan) -> tuple[tuple[str, int], ...]:
-        """What is alive at the peak of a plan, by name, with its bytes."""
+        """What a plan needs memory for, by name, with its bytes."""
         if plan.counts.tokens <= TILE_ROWS:
-            return self.short.peak
-        return self._template(plan.counts).at(bounds(plan.counts, plan.chunks)).peak
+            return self.short.needed_parts
+        return self._template(plan.counts).at(bounds(plan.counts, plan.chunks)).needed_parts
 
     def least_bytes(self, counts: Counts) -> int:
         """Needed by all passes of up to such counts, where every tile is by itself."""
@@ -139,7 +139,7 @@ class PassPlanner:
     def _short_plan(self, counts: Counts, free_bytes: int, range_bytes: int) -> PassPlan:
         if self.short.needed_bytes > free_bytes or self.short.placement.arena_bytes > range_bytes:
             raise self._refusal(counts, min(free_bytes, range_bytes))
-        binding = max(self.short.peak, key=lambda held: held[1])[0]
+        binding = max(self.short.needed_parts, key=lambda held: held[1])[0]
         return _plan(counts, EACH_TILE, self.short, binding)
 
     def _template(self, counts: Counts) -> Template:
@@ -170,7 +170,7 @@ class PassPlanner:
         for operator in OPERATOR_TILES:
             if template.grows_with(moment, operator):
                 return operator
-        return max(graph.peak, key=lambda held: held[1])[0]
+        return max(graph.needed_parts, key=lambda held: held[1])[0]
 
     def _fewest_chunks(self) -> dict[str, int]:
         return {op: 1 for op in OPERATOR_TILES if op not in self.by_tile}
@@ -180,7 +180,7 @@ class PassPlanner:
 
     def _refusal(self, counts: Counts, free_bytes: int) -> PlanError:
         graph = self._needed(counts, self._most_chunks(counts))
-        largest = sorted(graph.peak, key=lambda held: -held[1])[:3]
+        largest = sorted(graph.needed_parts, key=lambda held: -held[1])[:3]
         names = ", ".join(f"{name} {num_bytes}" for name, num_bytes in largest)
         return PlanError(
             f"A pass of {counts.tokens} tokens needs {graph.needed_bytes} bytes of workspace "

@@ -159,20 +159,6 @@ class Graph:
         """What libraries hold together at most."""
         return max((_library_bytes(moment) for moment in self.moments), default=0)
 
-    @cached_property
-    def peak_moment(self) -> Moment:
-        """The first at which most is alive, libraries' outputs included."""
-        return max(
-            self.moments,
-            key=lambda moment: self.alive_bytes(moment) + _library_bytes(moment),
-            default=Moment((), ()),
-        )
-
-    @property
-    def peak_bytes(self) -> int:
-        moment = self.peak_moment
-        return self.alive_bytes(moment) + _library_bytes(moment)
-
     @property
     def needed_bytes(self) -> int:
         """What a plan has to have room for: of the range all stays in memory that was touched once,
@@ -180,12 +166,16 @@ class Graph:
         return self.placement.arena_bytes + self.library_bytes
 
     @property
-    def peak(self) -> tuple[tuple[str, int], ...]:
-        """What is alive at the peak, by name, with its bytes."""
-        alive = [self.transients[i] for i in self.peak_moment.alive]
+    def needed_parts(self) -> tuple[tuple[str, int], ...]:
+        """What `needed_bytes` are, by name, but for gaps in the range: what is alive of it when
+        that is most, and what libraries hold when that is most, perhaps at another moment."""
+        nothing = Moment((), ())
+        range_peak = max(self.moments, key=self.alive_bytes, default=nothing)
+        library_peak = max(self.moments, key=_library_bytes, default=nothing)
+        alive = [self.transients[i] for i in range_peak.alive]
         return (
             *((transient.name, align_up(transient.num_bytes)) for transient in alive),
-            *self.peak_moment.library,
+            *library_peak.library,
         )
 
     def alive_bytes(self, moment: Moment) -> int:
