@@ -134,7 +134,7 @@ class PretendLLM:
         if callable(progress):
             progress("loading", 1, 1)
 
-    def planned_passes(self, num_tokens: int) -> list[Any]:
+    def planned_passes(self, num_tokens: int, params: SamplingParams) -> list[Any]:
         return []
 
     def __enter__(self) -> PretendLLM:

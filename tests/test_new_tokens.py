@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from lowtide import LLM, AsyncLLM, DiffusionParams, SamplingParams
 from lowtide.cli.app import app
+from lowtide.engine.passes import PlannedPass
 from lowtide.errors import PlanError
 from lowtide.lab.synth import synth
 from lowtide.llm import check_request
@@ -95,12 +96,17 @@ def test_the_default_is_whole_blocks(block_length: int | None, num_new: int) -> 
 
 
 def test_passes_are_told_over_what_the_answer_will_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = list[int]()
-    monkeypatch.setattr(LLM, "planned_passes", lambda _, num_tokens: told.append(num_tokens) or [])
+    told = list[tuple[int, int]]()
+
+    def note(_: LLM, num_tokens: int, params: SamplingParams) -> list[PlannedPass]:
+        told.append((num_tokens, params.most_tokens))
+        return []
+
+    monkeypatch.setattr(LLM, "planned_passes", note)
     asked = ["generate", str(GOLDENS / "llada-a"), "--prompt-ids", "5 6", "--context", str(CONTEXT)]
     for more, num_tokens in (([], CONTEXT), (["--max-tokens", "9"], 11)):
         assert not CliRunner().invoke(app, [*asked, *more]).exit_code
-        assert told.pop() == num_tokens
+        assert told.pop() == (num_tokens, num_tokens - 2)
 
 
 def test_a_text_beyond_the_positions_asks_for_no_new_tokens(folder: Path) -> None:

@@ -12,10 +12,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from lowtide import LLM, SamplingParams
+from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.cli.app import app
 from lowtide.cli.live import LiveView
 from lowtide.cli.passes import pass_caption, steps_table
+from lowtide.engine import wiring
 from lowtide.engine.opening import EngineConfig, OpenModel, open_model
 from lowtide.engine.passes import MASKED_SHARES, longest_context, plan_passes
 from lowtide.engine.planning import make_plan
@@ -24,6 +25,7 @@ from lowtide.lab import passes_picture
 from lowtide.lab.passes_picture import check_picture, draw, picture_of, svg
 from lowtide.lab.synth import synth
 from lowtide.memory.pass_planner import PassPlan
+from lowtide.memory.poison import PoisonedWorkspace
 
 FAMILIES = ("llada", "llada_moe", "dream")
 CONTEXT = 3000
@@ -60,6 +62,53 @@ def test_the_longest_context_is_planned_and_the_next_refused(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rule", ["low_confidence", "entropy", "topk_margin"])
+def test_the_longest_context_runs(
+    models: dict[str, OpenModel], family: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it, as one answer, and half of it with guidance; NaN wherever nothing is alive."""
+    monkeypatch.setattr(wiring, "Workspace", PoisonedWorkspace)
+    model = models[family]
+    num_bytes = make_plan(with_budget(model, 64 * MIB, 810)).minimum_bytes
+    longest = longest_context(model, num_bytes)
+    assert longest >= 810
+    with LLM(model.folder, device="cpu", context=longest, host_memory=num_bytes) as llm:
+        for cfg_scale, num_tokens in ((0.0, longest), (1.0, longest // 32 * 16)):
+            wishes = {"remasking": rule, "cfg_scale": cfg_scale, "steps": 2, "block_length": 700}
+            asked = {"max_tokens": 700, "ignore_eos": True}
+            if cfg_scale:
+                asked["max_tokens"] = wishes["block_length"] = num_tokens - 10
+            params = SamplingParams(**asked, diffusion=DiffusionParams(**wishes))
+            [answer] = llm.generate([[7] * (num_tokens - params.most_tokens)], params)
+            assert len(answer.token_ids) == params.most_tokens
+            with pytest.raises(PlanError):
+                llm.generate([[7] * (num_tokens + 1 - params.most_tokens)], params)
+            current = llm.current_pass
+            assert current is not None
+            assert current.needed_bytes <= llm.plan.host.workspace_bytes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_passes_are_told_as_an_answer_will_have_them(
+    models: dict[str, OpenModel], family: str
+) -> None:
+    """Its masks, its rule and its guidance: the first pass is planned as the first row says."""
+    model = models[family]
+    num_bytes = make_plan(with_budget(model, 64 * MIB)).minimum_bytes
+    diffusion = DiffusionParams(remasking="entropy", cfg_scale=0.5, steps=1, block_length=100)
+    params = SamplingParams(max_tokens=100, ignore_eos=True, diffusion=diffusion)
+    with LLM(model.folder, device="cpu", context=CONTEXT, host_memory=num_bytes) as llm:
+        llm.generate([[7] * 1300], params)
+        current, told = llm.current_pass, llm.planned_passes(1400, params)
+        assert llm.planned_passes(1400)[0].num_masked == 1400
+    assert current is not None and current.counts.asked[0].is_guided
+    assert (told[0].num_tokens, told[0].num_masked) == (2800, 100)
+    assert [step.num_masked for step in told] == [100, 75, 50, 25, 10]
+    assert told[0].needed_bytes == current.needed_bytes
+    assert told[0].chunks.items() <= current.chunks.items()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_fewer_masks_never_divide_more(models: dict[str, OpenModel], family: str) -> None:
     model = models[family]
     least = make_plan(model).minimum_bytes
@@ -72,7 +121,7 @@ def test_fewer_masks_never_divide_more(models: dict[str, OpenModel], family: str
         assert fewer.chunks["logits"] <= more.chunks["logits"]
     for step in passes.steps:
         assert step.needed_bytes <= plan.host.workspace_bytes
-        assert 0 < sum(num_bytes for _, num_bytes in step.held) <= step.needed_bytes
+        assert sum(num_bytes for _, num_bytes in step.held) == step.needed_bytes
         assert ("experts" in step.chunks) == (model.config.experts is not None)
 
 
@@ -168,7 +217,7 @@ def test_a_picture_is_whole_and_its_bars_are_the_peaks(
     passes = plan_passes(model, make_plan(model))
     picture = picture_of(passes, "a <b> & c")
     for bar, step in zip(picture.bars, passes.steps, strict=True):
-        assert bar.num_bytes == sum(num_bytes for _, num_bytes in step.held)
+        assert bar.num_bytes == step.needed_bytes
     root = ElementTree.fromstring(svg(picture))
     assert "a <b> & c" in "".join(root.itertext())
     for name in ("passes.svg", "passes.html", "passes.png", "new/folder/passes.svg"):

@@ -24,7 +24,7 @@ from lowtide.engine import probing
 from lowtide.engine.engine import Engine
 from lowtide.engine.loop import EngineLoop
 from lowtide.engine.opening import EngineConfig
-from lowtide.engine.passes import MASKED_SHARES, PlannedPass, plan_steps
+from lowtide.engine.passes import PlannedPass, plan_steps
 from lowtide.engine.planning import make_plan
 from lowtide.engine.wiring import load
 from lowtide.engine.worker import Passes
@@ -135,12 +135,21 @@ class LoadedModel:
         plans = self._engine.pass_plans
         return None if plans is None else plans.current
 
-    def planned_passes(self, num_tokens: int) -> list[PlannedPass]:
+    def planned_passes(
+        self, num_tokens: int, params: SamplingParams | None = None
+    ) -> list[PlannedPass]:
         """How passes of a bidirectional model over so many tokens divide their operators, at
-        several shares of masks; of other models nothing."""
+        several shares of masks; of other models nothing.
+
+        params: of an answer whose passes these are, with its new tokens as masks; by default all
+        tokens are masked at first.
+        """
         if not self.config.is_bidirectional:
             return []
-        return plan_steps(self._engine.opened, self.plan, num_tokens, MASKED_SHARES)
+        max_masked, diffusion = num_tokens, None
+        if params is not None:
+            max_masked, diffusion = min(num_tokens, params.most_tokens), params.diffusion
+        return plan_steps(self._engine.opened, self.plan, num_tokens, max_masked, diffusion)
 
     def __reduce__(self) -> NoReturn:
         """Threads and memory are one process's: raises UsageError where pickle would fail."""

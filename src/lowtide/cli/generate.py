@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stdout
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -101,8 +102,7 @@ def _on_screen(
         show_plan(llm.plan, model, settings)
         prompt = llm.token_ids(question.prompt(llm.tokenizer))
         if not settings.flag("quiet"):
-            room = llm.max_new_tokens(len(prompt), params)
-            show_passes(llm, len(prompt) + min(params.most_tokens, room))
+            show_passes(llm, len(prompt), params)
         if params.n > 1:
             answer = ask(llm, prompt, params)
             _print_all(answer, llm)
@@ -124,12 +124,16 @@ def show_plan(plan: MemoryPlan, model: str, settings: Settings) -> None:
         console.print(plan_line(plan, model))
 
 
-def show_passes(llm: LLM, num_tokens: int) -> None:
-    """On standard error, of a bidirectional model: how the passes of such an answer are divided,
-    where there is too little memory for all of their rows together."""
-    steps = llm.planned_passes(num_tokens)
+def show_passes(llm: LLM, num_prompt: int, params: SamplingParams) -> None:
+    """On standard error, of a bidirectional model: how the passes of an answer are divided, where
+    there is too little memory for all of their rows together."""
+    num_new = min(params.most_tokens, llm.max_new_tokens(num_prompt, params))
+    if num_new < 1:
+        return  # refused when it is asked for
+    steps = llm.planned_passes(num_prompt + num_new, replace(params, max_tokens=num_new))
     if any(step.is_divided for step in steps):
-        stderr_console().print(steps_table(steps, f"passes over {num_tokens} tokens"))
+        title = f"passes over {steps[0].num_tokens} tokens"
+        stderr_console().print(steps_table(steps, title))
 
 
 def _print_all(answer: Answer, llm: LLM) -> None:

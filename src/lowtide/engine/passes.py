@@ -3,7 +3,7 @@ share of masks, what binds, and how long a context can be."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from lowtide.engine.registering import plan_long_passes, planner_of, register
 from lowtide.hardware import total_memory_bytes
 from lowtide.memory.chunking import OPERATOR_TILES, Asked, Counts
 from lowtide.memory.pass_planner import PassPlan, PassPlanner
+from lowtide.params import DiffusionParams
 from lowtide.plan import MemoryPlan
 
 MASKED_SHARES = (1.0, 0.75, 0.5, 0.25, 0.1)
@@ -25,9 +26,10 @@ MAX_CONTEXT = 1 << 24
 
 class PlannedPass(NamedTuple):
     """A pass over a whole sequence. `chunks`: into how many each operator divides its rows, of
-    those that take more than a tile together; `held`: what is alive at its peak, largest first."""
+    those that take more than a tile together; `held`: what is alive when most of the range is, and
+    what libraries hold at most, the largest first: together what the pass needs."""
 
-    num_tokens: int
+    num_tokens: int  # with guidance those of both sequences
     num_masked: int
     chunks: Mapping[str, int]
     needed_bytes: int
@@ -69,7 +71,7 @@ def plan_passes(opened: OpenModel, plan: MemoryPlan) -> PlannedPasses:
             ("read ring", tier.ring_bytes),
             ("expert slots", tier.num_slots * tier.slot_bytes),
         ),
-        steps=tuple(plan_steps(opened, plan, opened.context, MASKED_SHARES)),
+        steps=tuple(plan_steps(opened, plan, opened.context, opened.context)),
     )
 
 
@@ -83,17 +85,22 @@ def longest_context_of(opened: OpenModel) -> int:
 
 
 def plan_steps(
-    opened: OpenModel, plan: MemoryPlan, num_tokens: int, shares: Sequence[float]
+    opened: OpenModel,
+    plan: MemoryPlan,
+    num_tokens: int,
+    max_masked: int,
+    diffusion: DiffusionParams | None = None,
 ) -> list[PlannedPass]:
-    """Passes over so many tokens, these shares of them masked, in the plan's workspace."""
+    """Passes over a sequence of so many tokens, in the plan's workspace: with `MASKED_SHARES` of so
+    many masks, the rule and the guidance of `diffusion`."""
     planner = planner_of(opened) or _plan_of_short_context(opened)
-    decoding = opened.config.decoding
-    rule = "" if decoding is None else decoding.remasking
-    asked = Asked(second=rule == "topk_margin", entropy=rule == "entropy")
+    decoding, wanted = opened.config.decoding, diffusion or DiffusionParams()
+    rule = wanted.remasking or ("" if decoding is None else decoding.remasking)
+    asked = Asked(rule == "topk_margin", rule == "entropy", is_guided=bool(wanted.cfg_scale))
+    num_rows = (2 if asked.is_guided else 1) * num_tokens
     steps = []
-    for share in shares:
-        num_masked = max(1, round(share * num_tokens))
-        counts = Counts(num_tokens, num_tokens, num_tokens, num_masked, (asked,))
+    for num_masked in dict.fromkeys(max(1, round(share * max_masked)) for share in MASKED_SHARES):
+        counts = Counts(num_rows, num_tokens, num_tokens, num_masked, (asked,))
         steps.append(
             _planned(opened, planner, planner.plan(counts, plan.fast_tier.workspace_bytes))
         )
