@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from lowtide.errors import PageError
 from lowtide.lab.synth import synth
 from lowtide.llm import plan_model
 from lowtide.memory.poison import PoisonedWorkspace
+from lowtide.policies.catalogue import CATALOGUE
+from lowtide.policies.presets import substitutes
 
 CONTEXT = 1024
 PROMPT = np.random.default_rng(1).integers(0, 40, 900).tolist()
@@ -105,6 +108,45 @@ def test_slots_have_what_passes_do_not_need(
     workspace = [shares["workspace"] for shares in watched]
     assert max(workspace) > 1.8 * min(workspace)
     assert most + max(workspace) > host_memory - plan.host.dense_bytes - plan.host.ring_bytes
+
+
+def test_under_every_preset_passes_come_and_go(
+    model: Path, watched: list[dict[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random lengths, guided or not, some together, under one preset after the other."""
+    monkeypatch.setattr(wiring, "Workspace", PoisonedWorkspace)
+    draw = random.Random(0)
+    plan = plan_model(model, context=CONTEXT)
+    with LLM(model, context=CONTEXT) as llm:
+        asked = [random_request(draw) for _ in range(8)]
+        expected = [words(llm, [one]) for one in asked]
+    options: dict[str, Any] = {"context": CONTEXT, "elastic": True, "policy": "lru"}
+    host_memory = plan.minimum_bytes + 4 * plan.host.slot_bytes
+    with LLM(model, host_memory=host_memory, **options) as llm:
+        for policy in sorted(CATALOGUE):
+            if policy != "resident" and not substitutes(policy, {}):  # which change words
+                llm.adopt_policy(policy)
+            several = draw.sample(range(len(asked)), draw.choice([1, 2, 3]))
+            found = words(llm, [asked[index] for index in several])
+            assert found == [word for index in several for word in expected[index]], policy
+        stats = llm.stats()
+    assert stats["num_slots_lent"] > 0 and stats["num_slots_given"] > 0
+    workspace = [shares["workspace"] for shares in watched]
+    assert max(workspace) > min(workspace)
+
+
+def random_request(draw: random.Random) -> tuple[list[int], SamplingParams]:
+    cfg_scale = draw.choice([0.0, 0.0, 1.5])
+    num_prompt = draw.choice([3, 60, 400] if cfg_scale else [3, 60, 400, 800])
+    max_tokens = draw.choice([8, 96])
+    diffusion = DiffusionParams(steps=3, block_length=max_tokens, cfg_scale=cfg_scale)
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, diffusion=diffusion)
+    return [draw.randrange(40) for _ in range(num_prompt)], params
+
+
+def words(llm: LLM, asked: list[tuple[list[int], SamplingParams]]) -> list[list[int]]:
+    prompts, params = zip(*asked, strict=True)
+    return [completion.token_ids for completion in llm.generate(list(prompts), list(params))]
 
 
 def test_a_device_shares_its_own_memory(
