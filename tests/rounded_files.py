@@ -52,11 +52,14 @@ def gptq(
     shape: tuple[int, int], group: int, seed: int, version: int = 1, dtype=torch.float16
 ) -> Rounded:
     codes, zeros, scales = integers(shape, group, 4, seed, is_symmetric=False)
-    zeros = zeros.clamp(min=1) if version == 1 else zeros
     scales = scales.to(dtype)
+    # One less in every number of the whole int32: less than no zero borrows from the next, as
+    # GPTQModel writes it and takes it back.
+    one_less = 0x11111111 * int(version == 1)
+    words = packed(zeros.t(), 4).long() - one_less
     tensors = {
         ".qweight": packed(codes, 4).t().contiguous(),
-        ".qzeros": packed((zeros - int(version == 1)).t(), 4),
+        ".qzeros": torch.where(words < -(2**31), words + 2**32, words).to(torch.int32),
         ".scales": scales.t().contiguous(),
         ".g_idx": (torch.arange(shape[1]) // group).to(torch.int32),
     }

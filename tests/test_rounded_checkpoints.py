@@ -317,10 +317,18 @@ def test_what_is_wrong_with_a_tensor_is_said_with_its_name(
         ("gptq", {"is_marlin_format": True}, "GPTQ packed as 'marlin'"),
         ("gptq", {"bits": 3}, "GPTQ in 3 bits"),
         ("gptq", {"group_size": -1}, "GPTQ in groups of -1"),
+        ("gptq", {"format": "marlin"}, "GPTQ packed as 'marlin'"),
         ("awq", {"version": "gemv"}, "AWQ in version 'gemv'"),
+        ("awq", {"version": None, "checkpoint_format": "gemv_fast"}, "AWQ in version 'gemv_fast'"),
+        ("awq", {"version": None, "format": "llm-awq"}, "AWQ in version 'llm-awq'"),
         ("awq", {"bits": True}, "AWQ in True bits"),
         ("compressed-tensors", {"format": "float-quantized"}, "compressed-tensors in 'float-q"),
         ("compressed-tensors", {"config_groups": {}}, "with 0 kinds of weights"),
+        (
+            "compressed-tensors",
+            {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}},
+            r"compressed-tensors of a model that was rotated before \(transform_config\)",
+        ),
         ("fp8", {"weight_block_size": None}, "FP8 with one scale for a tensor"),
         ("fp8", {"weight_block_size": [64, 64]}, "FP8 by blocks of 64 by 64"),
         ("fp8", {"quant_method": "hqq"}, "format is 'hqq'"),
@@ -334,6 +342,21 @@ def test_other_variants_are_refused_by_name(
     refusal = f"{message}.* which is not read. Read are safetensors in bfloat16"
     with pytest.raises(UnsupportedError, match=refusal):
         ModelConfig.from_dict(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("gptq", {"format": "gptq_v2", "checkpoint_format": None}),
+        ("awq", {"version": None, "format": "gemm", "checkpoint_format": "gemm"}),
+        ("compressed-tensors", {"transform_config": {}, "sparsity_config": {}}),
+    ],
+)
+def test_newer_tools_keys_are_read(kind: str, changes: dict, source: Path) -> None:
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {**QUANTISATIONS[kind][0], **changes}
+    found = ModelConfig.from_dict(config).quantisation
+    assert found is not None and (found.method, found.version) == (kind, 2)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def read_quantisation(fields: Fields) -> Quantisation | None:
 def _gptq(said: Mapping[str, object]) -> Quantisation:
     if said.get("desc_act"):
         raise _refusal("GPTQ with act-order (desc_act)")
-    convention = said.get("checkpoint_format") or "gptq"
+    convention = said.get("checkpoint_format") or said.get("format") or "gptq"
     if convention not in ("gptq", "gptq_v2") or said.get("is_marlin_format"):
         kind = "marlin" if said.get("is_marlin_format") else convention
         raise _refusal(f"GPTQ packed as {shown(kind)}")
@@ -78,7 +78,8 @@ def _gptq(said: Mapping[str, object]) -> Quantisation:
 
 
 def _awq(said: Mapping[str, object]) -> Quantisation:
-    version = said.get("version", "gemm")
+    # AutoAWQ's key, then those of the tools after it.
+    version = said.get("version") or said.get("format") or said.get("checkpoint_format") or "gemm"
     if not isinstance(version, str) or version.lower() != "gemm":
         raise _refusal(f"AWQ in version {shown(version)}")
     if said.get("zero_point") is False:
@@ -91,6 +92,8 @@ def _awq(said: Mapping[str, object]) -> Quantisation:
 
 def _compressed_tensors(said: Mapping[str, object]) -> Quantisation:
     name = "compressed-tensors"
+    if _has_schemes(said.get("transform_config")):
+        raise _refusal(f"{name} of a model that was rotated before (transform_config)")
     groups = said.get("config_groups")
     schemes = list(groups.values()) if isinstance(groups, dict) else []
     formats = {said.get("format")}
@@ -102,6 +105,11 @@ def _compressed_tensors(said: Mapping[str, object]) -> Quantisation:
     if len(found) != 1:
         raise _refusal(f"{name} with {len(found)} kinds of weights")
     return found.pop()
+
+
+def _has_schemes(transforms: object) -> bool:
+    """Whether weights were multiplied with matrices that inputs have to be multiplied with, too."""
+    return bool(transforms.get("config_groups") if isinstance(transforms, dict) else transforms)
 
 
 def _scheme(scheme: object, name: str) -> Quantisation:

@@ -3,7 +3,8 @@
 Of a matrix [out, in], 8 numbers to an int32, the first in its lowest bits: `qweight` [in / 8, out]
 along the input, `qzeros` [groups, out / 8] along the output, `scales` [groups, out]; `g_idx` [in]
 is each input's group, which has to be its number divided by the group's size. In the first
-convention (`gptq`) zeros are stored less one, in the second (`gptq_v2`) as they are.
+convention (`gptq`) zeros are stored less one, in the second (`gptq_v2`) as they are. One is taken
+off an int32's eight zeros by one subtraction, so that below zero it borrows from the next.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from lowtide.formats.grouped_ints import FORMATS as IN_MEMORY
 from lowtide.formats.grouped_ints import GROUPS, nibbles_along_rows
 from lowtide.formats.matrix import Bytes
 from lowtide.formats.plain import ITEM_BYTES
+
+_ONE_OF_EACH = np.uint32(0x11111111)
+"""Of the eight numbers of an int32."""
 
 
 class Gptq(Arranged):
@@ -59,8 +63,10 @@ class Gptq(Arranged):
         of_scales = scales.view(f"u{ITEM_BYTES[self.scale_dtype]}").reshape(-1, out)
         sections[0].view(np.uint32)[:, words] = weights.view(np.uint32).reshape(-1, out).T
         sections[1].view(of_scales.dtype)[:, groups] = of_scales.T
-        numbers = nibbles_along_rows(zeros.reshape(len(units), -1), out)
-        sections[2][:, groups] = numbers.T + np.uint8(self.version == 1)
+        whole = zeros.view(np.uint32) + _ONE_OF_EACH if self.version == 1 else zeros
+        sections[2][:, groups] = nibbles_along_rows(
+            whole.view(np.uint8).reshape(len(units), -1), out
+        ).T
 
 
 FORMATS = {
