@@ -35,15 +35,22 @@ def test_bits_are_those_of_the_package(stored: GgmlFormat) -> None:
     blocks = np.random.default_rng(1).integers(
         0, 256, (NUM_BLOCKS, *stored.block_bytes), dtype=np.uint8
     )
+    assert check_bits(stored, blocks) > 0.8
+    check_bits(stored, extreme_blocks(stored).reshape(-1, *stored.block_bytes))
+
+
+def check_bits(stored: GgmlFormat, blocks: np.ndarray) -> float:
+    """Returns the share of numbers among the weights."""
     with np.errstate(all="ignore"):
-        expected = gguf.quants.dequantize(blocks, kind).reshape(-1)
+        expected = gguf.quants.dequantize(blocks, kind_of(stored)).reshape(-1)
     # At any address: what is read begins anywhere in a buffer.
     shifted = np.empty(blocks.size + 1, np.uint8)[1:]
     shifted[:] = blocks.reshape(-1)
     actual = stored.unpack(shifted).view(np.float32)
     is_number = ~np.isnan(expected)
-    assert (np.isnan(actual) == ~is_number).all() and is_number.mean() > 0.8
+    assert (np.isnan(actual) == ~is_number).all()
     assert (actual.view(np.uint32) == expected.view(np.uint32))[is_number].all()
+    return float(is_number.mean())
 
 
 @pytest.mark.parametrize("stored", FORMATS, ids=lambda each: each.ggml_name)
@@ -118,14 +125,32 @@ def test_compiled_bits_are_those_of_the_plain_twin(
 
 
 def test_compiled_bits_of_any_blocks(library: ctypes.CDLL) -> None:
-    """Scales that are infinities, too; what is no number is none in both."""
+    """Scales that are infinities or below normal ones, too; what is no number is none in both."""
+    num_variants = GgmlOperators(library).num_variants
     for stored in FORMATS:
-        size = stored.block_bytes[0]
-        blocks = np.random.default_rng(4).integers(0, 256, 400 * size, dtype=np.uint8)
-        matrix = stored.matrix([torch.from_numpy(blocks)], (100, 4 * stored.block_size))
+        matrix = stored.matrix([torch.from_numpy(extreme_blocks(stored))], (100, 1024))
         expected, out = (torch.empty(*matrix.shape, dtype=torch.bfloat16) for _ in range(2))
         REFERENCE.unpack(matrix, expected)
-        GgmlOperators(library).unpack(matrix, out)
-        assert torch.equal(out.isnan(), expected.isnan())
-        is_number = ~expected.isnan()
-        assert torch.equal(out[is_number].view(torch.int16), expected[is_number].view(torch.int16))
+        for variant in range(num_variants):
+            GgmlOperators(library, variant).unpack(matrix, out)
+            assert torch.equal(out.isnan(), expected.isnan())
+            is_number = ~expected.isnan()
+            found, wanted = (each[is_number].view(torch.int16) for each in (out, expected))
+            assert torch.equal(found, wanted)
+
+
+def extreme_blocks(stored: GgmlFormat) -> np.ndarray:
+    """Random bytes for 100 rows of 1,024 weights, most of them with a scale that is a zero, the
+    least or largest number, an infinity or no number; MXFP4 with every scale that there is."""
+    rng, kind = np.random.default_rng(4), kind_of(stored)
+    num_blocks, size = 100 * 1024 // stored.block_size, stored.block_bytes[0]
+    blocks = rng.integers(0, 256, (num_blocks, size), dtype=np.uint8)
+    extremes = np.array([0, 1, 0x3FF, 0x400, 0x7BFF, 0x7C00, 0x7C01, 0x7E00, 0x3C00], np.uint16)
+    extremes = np.concatenate((extremes, extremes | 0x8000))
+    for start in SCALES.get(kind, ()):
+        chosen = np.flatnonzero(rng.random(num_blocks) < 0.8)
+        scales = rng.choice(extremes, len(chosen))
+        blocks[chosen, start : start + 2] = scales.view(np.uint8).reshape(-1, 2)
+    if kind is Type.MXFP4:
+        blocks[:, 0] = np.arange(num_blocks) % 256
+    return blocks.reshape(-1)

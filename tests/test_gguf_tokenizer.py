@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +170,52 @@ def test_pieces_are_those_of_their_scores(
     ids = ours.encode(text)
     assert ids == [1, *trained.encode(text).ids]
     assert ours.decode(ids) == text.removeprefix("") or "\ufffd" in ours.decode(ids)
+
+
+def merged(text: str, scores: dict[str, float]) -> list[str]:
+    """As sentence-piece merges: of all neighbours the pair whose text has the best score, the first
+    of equal ones, until there is none; what is left and no piece becomes bytes."""
+    found = list(text)
+    while True:
+        pairs = [(scores.get(a + b), -n) for n, (a, b) in enumerate(itertools.pairwise(found))]
+        best = max(((s, n) for s, n in pairs if s is not None), default=None)
+        if best is None:
+            break
+        found[-best[1] : 2 - best[1]] = ["".join(found[-best[1] : 2 - best[1]])]
+    parts = [[x] if x in scores else [f"<0x{n:02X}>" for n in x.encode()] for x in found]
+    return [each for part in parts for each in part]
+
+
+@pytest.mark.parametrize("has_prefix", [True, False])
+@pytest.mark.parametrize("seed", range(8))
+def test_pieces_are_merged_as_sentence_piece_does(
+    seed: int, has_prefix: bool, tmp_path: Path
+) -> None:
+    """Runs of one letter and pieces that are made in several ways, too."""
+    rng = random.Random(seed)
+    letters = ["a", "=", "\u2581"]
+    pieces = {letter * rng.randrange(2, 17) for letter in letters * 6}
+    for _ in range(40):
+        pieces.add("".join(rng.choice([*letters, *sorted(pieces)]) for _ in range(2))[:16])
+    more = rng.sample(sorted(pieces - set(letters)), len(pieces - set(letters))) + letters
+    tokens = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), *more]
+    scores = [0.0] * 258 + [-float(number) for number in range(len(more))]
+    path = written(
+        tmp_path / "spm.gguf",
+        "llama",
+        tokens,
+        token_scores=scores,
+        token_types=[2, 3] + [6] * 256 + [1] * len(more),
+        bos_token_id=1,
+        add_space_prefix=has_prefix,
+    )
+    ours, known = tokenizer_of(path), dict(zip(more, scores[258:], strict=True))
+    for _ in range(60):
+        text = "".join(rng.choice("aa== \u65e5") * rng.choice((1, 1, 2, 7)) for _ in range(12))
+        expected = merged((" " * has_prefix + text).replace(" ", "\u2581"), known)
+        ids = ours.encode(text)
+        assert [tokens[number] for number in ids[1:]] == expected and ids[0] == 1
+        assert ours.decode(ids) == text
 
 
 @examples(60)

@@ -12,8 +12,8 @@ from lowtide.config import format_size
 from lowtide.plan import FormatPlan, MemoryPlan, faster_format
 
 _NOTE = (
-    "--format q8 and q4 round weights as they are read (lowtide pack: once) and may change "
-    "answers: lowtide quality says by how much"
+    "--format q8 and q4 round weights as they are read (lowtide pack: once, of "
+    "safetensors) and may change answers: lowtide quality says by how much"
 )
 
 

@@ -98,9 +98,11 @@ def _what_packing_saves(opened: OpenModel) -> list[str]:
     stored, kept = opened.weight_map.experts.largest_expert_bytes, opened.slot_layout.num_bytes
     if stored <= kept:
         return []
+    is_packable = (opened.folder / "config.json").is_file()
+    source = "" if is_packable else " of the model's safetensors"
     return [
         f"Weights are rounded as they are read, {format_size(stored)} for an expert; from a folder "
-        f"that lowtide pack wrote it would be {format_size(kept)}."
+        f"that lowtide pack wrote{source} it would be {format_size(kept)}."
     ]
 
 
