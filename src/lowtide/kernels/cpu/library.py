@@ -31,6 +31,7 @@ _COMPILERS = ("c++", "g++", "clang++")
 # Nothing of this machine: variants are chosen at run time. Nothing that changes arithmetic either.
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
 _LIMIT_S = 120.0
+_WHEEL_LIMIT_S = 900.0  # of a library: nobody's answer waits, and other builds may have the cores
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _FOLDER = Path(__file__).parent
 
@@ -102,7 +103,8 @@ def build_libraries(package: Path) -> None:
     for sources in LIBRARIES:
         path = package / _built(sources).relative_to(_FOLDER.parents[1])
         path.parent.mkdir(parents=True, exist_ok=True)
-        _run([compiler, *_FLAGS, *map(str, sources), "-o", str(path)])
+        command = [compiler, *_FLAGS, *map(str, sources), "-o", str(path)]
+        _run(command, limit_s=_WHEEL_LIMIT_S)
 
 
 def find_compiler() -> str:
@@ -191,11 +193,12 @@ def _build(sources: Sequence[Path], compiler: str, path: Path) -> None:
         built.replace(path)
 
 
-def _run(command: list[str], scratch: Path | None = None) -> bytes:
+def _run(command: list[str], scratch: Path | None = None, limit_s: float | None = None) -> bytes:
     """What it writes to its output; `scratch`: for its temporary files, by default the system's.
 
     If this is interrupted, the whole group of processes ends: a compiler's own do the work.
     """
+    limit_s = _LIMIT_S if limit_s is None else limit_s
     environment = os.environ if scratch is None else {**os.environ, "TMPDIR": str(scratch)}
     with subprocess.Popen(
         command,
@@ -205,10 +208,10 @@ def _run(command: list[str], scratch: Path | None = None) -> bytes:
         start_new_session=True,
     ) as process:
         try:
-            output, errors = process.communicate(timeout=_LIMIT_S)
+            output, errors = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired as error:
             _end_group(process)
-            raise UnsupportedError(f"{command[0]} has not ended within {_LIMIT_S:g} s.") from error
+            raise UnsupportedError(f"{command[0]} has not ended within {limit_s:g} s.") from error
         except BaseException:
             _end_group(process)
             raise
