@@ -22,8 +22,10 @@ from lowtide.experts.device import ExpertGroup
 from lowtide.experts.layout import SlotLayout
 from lowtide.experts.rows import ExpertBuffers, ExpertRows
 from lowtide.experts.slots import ExpertSlots
+from lowtide.formats import formats
+from lowtide.formats.convert import convert
+from lowtide.formats.plain import plain_format
 from lowtide.kernels import choice, triton_experts, triton_routing
-from lowtide.kernels.operands import ClampedWeights
 from lowtide.kernels.reference import REFERENCE
 from lowtide.memory.arena import Arena
 from lowtide.memory.cuda_streams import CudaEvent, CudaStreams
@@ -112,9 +114,14 @@ class HostExperts(ExpertSlots):
 
     def __init__(self, layout: SlotLayout = LAYOUT, num_experts: int = SHAPE.num_experts) -> None:
         self.arena = Arena(num_experts * layout.num_bytes)
-        elements = self.arena.bytes.view(layout.dtype)
-        elements.normal_(std=0.2, generator=torch.Generator().manual_seed(0))
         super().__init__(self.arena, layout)
+        draw = torch.Generator().manual_seed(0)
+        for expert in range(num_experts):
+            for part in layout.largest.parts:
+                weights = torch.empty(part.shape).normal_(std=0.2, generator=draw)
+                target = self.image(expert)[part.offsets[0] :][: part.num_bytes[0]].numpy()
+                source = weights.view(-1).view(torch.uint8).numpy()
+                convert([source], plain_format(weights.dtype), target, part.format)
 
 
 def make_device(
@@ -358,11 +365,13 @@ def test_too_little_pinned_memory_is_a_plan_error() -> None:
         make_device(HostExperts(), streams)
 
 
-def test_experts_with_biases_have_no_triton_kernel_and_say_so() -> None:
-    layout = SlotLayout.of(SHAPE, torch.float32, ClampedWeights)
+def test_formats_without_a_triton_kernel_say_so() -> None:
+    """Of gate and up both are in one tile."""
+    q8, q4 = formats()["q8"], formats()["q4"]
+    layout = SlotLayout.of(SHAPE, torch.float32, kept=[(q8, q4, q8)])
     home, layer = HostExperts(layout), Layer(12)
     wanted = layer.expected(home)
-    with pytest.warns(UserWarning, match="one by one"):
+    with pytest.warns(UserWarning, match="one by one.*float32 from q8, q4"):
         device = make_device(home)
     layer.to_host(device)
     for expert in range(SHAPE.num_experts):

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from lowtide.core import MoEShape
-from lowtide.experts.layout import SlotLayout
+from lowtide.devices.cuda import slot_image
+from lowtide.experts.layout import Formats, SlotLayout
 from lowtide.kernels import triton_experts, triton_routing
-from lowtide.kernels.operands import ExpertWeights
+from lowtide.kernels.operands import ClampedWeights, ExpertWeights
 from lowtide.kernels.reference import REFERENCE
 
 # Of the largest output.
@@ -60,26 +61,42 @@ def routing(size: Size, device: str, seed: int = 0) -> Tensor:
 class Case:
     """Slots full of weights, pairs sorted by expert, and every other expert in some slot."""
 
-    def __init__(self, size: Size, dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self,
+        size: Size,
+        dtype: torch.dtype,
+        device: str,
+        kept: Formats = (),
+        is_clamped: bool = False,
+    ) -> None:
         generator = torch.Generator().manual_seed(1)
-        on_device = torch.Generator(device).manual_seed(1)  # large cases have much to draw
         num_tokens, num_experts, k, hidden, width = size
-        self.layout = SlotLayout.of(MoEShape(1, num_experts, k, hidden, width), dtype)
-        num_elements = self.layout.num_bytes // dtype.itemsize
-        num_slots = num_experts // 2 + 3
-        self.slots = torch.empty((num_slots, num_elements), dtype=dtype, device=device)
-        for slot in self.slots:
-            slot.copy_(torch.randn(num_elements, generator=on_device, device=device))
-        self.slots.mul_(hidden**-0.5)
+        weights = ClampedWeights if is_clamped else ExpertWeights
+        shape = MoEShape(1, num_experts, k, hidden, width)
+        self.layout = SlotLayout.of(shape, dtype, weights, [kept])
+        self.num_slots = num_experts // 2 + 3
+        self.device = device
+        self.slots = self.filled()
         self.rows = REFERENCE.sort_pairs(routing(size, device), num_experts)
         self.num_experts = num_experts
-        x = torch.randn(num_tokens, hidden, generator=generator).to(device, dtype)
+        x = torch.randn(num_tokens, hidden, generator=generator)
+        x *= 6 if is_clamped else 1  # so that something is
+        x = x.to(device, dtype)
         self.inputs = x[self.rows.token_of]
         self.gate = torch.empty((num_tokens * k, width), dtype=dtype, device=device)
         self.slot_of = torch.full((num_experts,), -1, dtype=torch.int32)
         own = torch.arange(0, num_experts, 2)
-        self.slot_of[own] = torch.randperm(num_slots, generator=generator)[: len(own)].int()
+        self.slot_of[own] = torch.randperm(self.num_slots, generator=generator)[: len(own)].int()
         self.tables: list[Tensor] = []
+
+    def filled(self) -> Tensor:
+        """Slots full of random weights."""
+        generator = torch.Generator(self.device).manual_seed(1)  # large cases have much to draw
+        shape = (self.num_slots, self.layout.num_bytes // self.layout.dtype.itemsize)
+        slots = torch.empty(shape, dtype=self.layout.dtype, device=self.device)
+        for slot in slots:
+            slot.copy_(torch.randn(len(slot), generator=generator, device=self.device))
+        return slots.mul_(self.layout.largest.parts[0].shape[1] ** -0.5)
 
     def expected(self) -> Tensor:
         """Inputs, replaced by outputs for the experts in slots, one expert after the other."""
@@ -92,13 +109,11 @@ class Case:
                 REFERENCE.gated_mlp(one, self.weights(slot), gate, up[start:stop], one)
         return parts
 
-    def weights(self, slot: int) -> ExpertWeights:
+    def weights(self, slot: int) -> ExpertWeights | ClampedWeights:
         return self.layout.largest.weights_in(self.slots[slot].view(torch.uint8))
 
     def run(self, parts: Tensor, slot_of: Tensor, tile_rows: int) -> None:
-        item_bytes = self.layout.dtype.itemsize
-        offsets = [part.offsets[0] // item_bytes for part in self.layout.largest.parts]
-        image = triton_experts.SlotImage(self.slots.shape[1], *offsets)
+        image = slot_image(self.layout.largest, self.layout)
         tiles = triton_experts.Tiles.empty(len(parts), self.num_experts, parts.device)
         bound = triton_experts.max_tiles(len(parts), int((slot_of >= 0).sum()), tile_rows)
         table = slot_of.pin_memory() if parts.is_cuda else slot_of
@@ -107,8 +122,8 @@ class Case:
         triton_experts.gated_mlps(self.slots, image, tiles, bound, tile_rows, parts, self.gate)
 
 
-def check_gated_mlps(size: Size, dtype: torch.dtype, device: str) -> None:
-    case = Case(size, dtype, device)
+def check_gated_mlps(case: Case) -> None:
+    dtype, device = case.layout.dtype, case.device
     expected = case.expected()
     is_own = (case.slot_of >= 0).to(device).repeat_interleave(case.rows.counts)
     tolerance = TOLERANCE[dtype]
@@ -180,7 +195,13 @@ def check_place_rows(size: Size, device: str) -> None:
 @pytest.mark.parametrize("size", SMALL, ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_gated_mlps_equal_the_plain_ones(size: Size, dtype: torch.dtype) -> None:
-    check_gated_mlps(size, dtype, "cpu")
+    check_gated_mlps(Case(size, dtype, "cpu"))
+
+
+@pytest.mark.parametrize("size", SMALL[1:4], ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_clamped_mlps_equal_the_plain_ones(size: Size, dtype: torch.dtype) -> None:
+    check_gated_mlps(Case(size, dtype, "cpu", is_clamped=True))
 
 
 @pytest.mark.parametrize("size", SMALL[:4], ids=str)
@@ -233,6 +254,11 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert found["gate_up"]["mma.sync"] and found["down"]["mma.sync"]  # tensor cores
     assert found["gate_up"]["cp.async.cg"] and found["down"]["cp.async.cg"]  # loads ahead
+    for form in ("q8", "q4", "MXFP4"):
+        for name in ("_gate_up", "_down"):
+            assert found[f"{form} {name} 16 on 80"]["mma.sync"]
+        assert found[f"{form} _gate_up 64 on 90"]["wgmma.mma"]
+    assert found["q8 _down 16 on 80"]["cp.async.cg"]
     assert found["combine"]["mul.rn.f32"] and found["combine"]["add.rn.f32"]
     assert not found["combine"]["fma."] and not found["rotate on 120"]["fma."]
     assert found["hopper"]["wgmma.mma"]
@@ -247,7 +273,14 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", SMALL + LARGE, ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_gated_mlps_on_a_gpu(size: Size, dtype: torch.dtype) -> None:
-    check_gated_mlps(size, dtype, "cuda")
+    check_gated_mlps(Case(size, dtype, "cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", SMALL + LARGE[1:3], ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_clamped_mlps_on_a_gpu(size: Size, dtype: torch.dtype) -> None:
+    check_gated_mlps(Case(size, dtype, "cuda", is_clamped=True))
 
 
 @pytest.mark.gpu

@@ -22,6 +22,7 @@ from lowtide.kernels import (
     triton_routing,
     triton_rows,
 )
+from lowtide.kernels.triton_weights import row_groups
 
 INSTRUCTIONS = ("mma.sync", "cp.async.cg", "fma.", "mul.rn.f32", "add.rn.f32", "wgmma.mma")
 TARGET = GPUTarget("cuda", 80, 32)
@@ -31,16 +32,24 @@ MATRICES = {"weights": "*bf16", "slot_stride": "i32", "x": "*bf16", "out": "*bf1
 MATRICES |= {"hidden": "i32", "width": "i32"}
 
 
-def blocks(rows: int, chosen: Mapping[int, triton_experts.Blocks]) -> dict[str, int]:
-    """The constants of a launch over tiles of `rows` pairs."""
-    columns, depth = chosen[rows]
-    return {"BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_K": depth, "UPCAST": False}
+def blocks(
+    rows: int,
+    chosen: Mapping[str, Mapping[int, triton_experts.Blocks]],
+    form: str = "plain",
+    length: int = 2048,
+    is_clamped: bool = False,
+) -> dict[str, int | str]:
+    """The constants of a launch over tiles of `rows` pairs and matrices with rows of a length."""
+    columns, depth = chosen[form][rows]
+    shape = {"BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_K": depth}
+    kind = {"FORMAT": form, "GROUPS": row_groups(length, form), "CLAMPED": is_clamped}
+    return {**shape, **kind, "UPCAST": False}
 
 
 def compiled(
     kernel: Any,
     types: Mapping[str, str],
-    constants: Mapping[str, int | None],
+    constants: Mapping[str, int | str | None],
     target: GPUTarget = TARGET,
     **options: Any,
 ) -> dict[str, int]:
@@ -92,7 +101,7 @@ def buddies(has_own_lists: bool, capability: int) -> dict[str, int]:
 
 
 def main() -> None:
-    offsets = {"gate_offset": "i32", "up_offset": "i32"}
+    offsets = {"gate_offset": "i32", "up_offset": "i32", "gate_bias": "i32", "up_bias": "i32"}
     plan = {"counts": "*i64", "slot_of": "*i32", "num_experts": "i32", **TILES}
     place = {"source": "*bf16", "out": "*bf16", "hidden": "i32", **TILES}
     del place["slots"]
@@ -121,7 +130,10 @@ def main() -> None:
     unfused = {**one_warp, "enable_fp_fusion": False}
     wide_weights = {"weights": "*fp32", "x": "*fp32", "out": "*fp32"}
     gate_up, gate_up_types = triton_experts._gate_up, MATRICES | TILES | offsets
-    down, down_types = triton_experts._down, MATRICES | TILES | {"down_offset": "i32"}
+    down, down_types = (
+        triton_experts._down,
+        MATRICES | TILES | {"down_offset": "i32", "down_bias": "i32"},
+    )
     small, large = triton_experts.TILE_SIZES
     gate_up_blocks, down_blocks = triton_experts.GATE_UP_BLOCKS, triton_experts.DOWN_BLOCKS
     stages = {"num_stages": triton_experts._NUM_STAGES}
@@ -142,6 +154,28 @@ def main() -> None:
                 (down, down_types, down_blocks, small, 120),  # an RTX 5090
             )
         },
+        **{
+            f"{form} {kernel.__name__} {rows} on {capability}": compiled(
+                kernel,
+                types | {"weights": "*u8"},
+                blocks(rows, chosen, form, length, is_clamped=form == "MXFP4"),
+                GPUTarget("cuda", capability, 32),
+                **stages,
+            )
+            for form, length in (("q8", 2048), ("q4", 1408), ("MXFP4", 2880))
+            for kernel, types, chosen, rows, capability in (
+                (gate_up, gate_up_types, gate_up_blocks, small, 80),
+                (gate_up, gate_up_types, gate_up_blocks, large, 90),
+                (down, down_types, down_blocks, small, 80),
+            )
+        },
+        "float32 q4": compiled(
+            down,
+            down_types | wide_weights | {"weights": "*u8"},
+            blocks(small, down_blocks, "q4"),
+            GPUTarget("cuda", 86, 32),
+            **stages,
+        ),
         "hopper": compiled(  # bfloat16 on a Hopper: products of 64 rows by warp groups
             gate_up,
             gate_up_types,

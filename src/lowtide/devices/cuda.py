@@ -11,7 +11,8 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import Protocol
+from itertools import product
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -20,10 +21,10 @@ from torch import Tensor
 from lowtide.core import IntArray, MoEShape
 from lowtide.errors import InternalError
 from lowtide.experts.device import ExpertGroup
-from lowtide.experts.layout import SlotLayout
+from lowtide.experts.layout import ExpertLayout, SlotLayout
 from lowtide.experts.rows import ExpertBuffers, ExpertRows
+from lowtide.formats.plain import plain_format
 from lowtide.kernels.choice import choose_kernels, why_no_triton
-from lowtide.kernels.operands import ExpertWeights
 from lowtide.kernels.reference import REFERENCE
 from lowtide.memory.cuda_streams import (
     CudaEvent,
@@ -37,6 +38,9 @@ from lowtide.memory.cuda_streams import (
 from lowtide.memory.pinned import PinnedMemory
 from lowtide.threads.event import Event
 from lowtide.threads.executor import Work
+
+if TYPE_CHECKING:
+    from lowtide.kernels.triton_experts import SlotImage
 
 _NUM_TABLES = 64  # launches that the calling thread may be ahead
 _NUM_PIECES = 4
@@ -209,10 +213,8 @@ class TritonExperts:
         self._streams = streams
         self._num_pairs = num_pairs
         self._layout = layout
-        self._slots = slots.view(layout.dtype)
-        item_bytes = layout.dtype.itemsize
-        offsets = (part.offsets[0] // item_bytes for part in layout.largest.parts)
-        self._image = triton_experts.SlotImage(layout.num_bytes // item_bytes, *offsets)
+        self._slots = slots.view(layout.dtype) if layout.is_plain else slots
+        self._images = [slot_image(each, layout) for each in layout.layers]
         self._tables = PinnedRing(streams, (_NUM_TABLES, shape.num_experts), torch.int32)
         self._tiles = triton_experts.Tiles.empty(num_pairs, shape.num_experts, slots.device)
 
@@ -220,15 +222,16 @@ class TritonExperts:
         """Launches every kernel over no pairs: compiles them, and raises what they fail with."""
         width, hidden = self._layout.largest.parts[0].shape
         counts = self._slots.new_zeros(self._tables.num_columns, dtype=torch.int64)
-        parts, gate = self._slots.new_empty(hidden)[None], self._slots.new_empty(width)[None]
-        for tile_rows in self._kernels.TILE_SIZES:
+        parts, gate = (
+            torch.empty((1, size), dtype=self._layout.dtype, device=self._slots.device)
+            for size in (hidden, width)
+        )
+        for tile_rows, image in product(self._kernels.TILE_SIZES, set(self._images)):
             table = self._tables.take()
             table.array.fill(-1)
             self._kernels.plan_tiles(counts, table.tensor, tile_rows, self._tiles)
             self._tables.used(self._streams.current)
-            self._kernels.gated_mlps(
-                self._slots, self._image, self._tiles, 1, tile_rows, parts, gate
-            )
+            self._kernels.gated_mlps(self._slots, image, self._tiles, 1, tile_rows, parts, gate)
             self._kernels.place_rows(host_parts, self._tiles, 1, tile_rows, parts)
 
     def run(self, group: ExpertGroup, rows: ExpertRows, buffers: ExpertBuffers) -> None:
@@ -236,7 +239,7 @@ class TritonExperts:
         if num_tiles:
             self._kernels.gated_mlps(
                 self._slots,
-                self._image,
+                self._images[group.layer],
                 self._tiles,
                 num_tiles,
                 tile_rows,
@@ -273,6 +276,27 @@ class TritonExperts:
         return tile_rows, num_tiles
 
 
+def slot_image(layout: ExpertLayout, slots: SlotLayout) -> SlotImage:
+    """Where Triton's kernels find a layer's experts in the slots of a model."""
+    from lowtide.kernels.triton_experts import SlotImage
+    from lowtide.kernels.triton_weights import PLAIN
+
+    unit = slots.dtype.itemsize if slots.is_plain else 1
+    gate, up, down, *biases = (part.offsets[0] // unit for part in layout.parts)
+    plain = plain_format(layout.dtype)
+    forms = [PLAIN.value if each is plain else each.name for each in layout.formats]
+    places = (biases[0], biases[1], biases[2]) if biases else None
+    return SlotImage(slots.num_bytes // unit, gate, up, down, places, forms[0], forms[2])
+
+
+def _has_kernel(layout: SlotLayout) -> bool:
+    from lowtide.kernels.triton_weights import PACKED
+
+    known = {plain_format(layout.dtype).name, *PACKED}
+    formats_of = [each.formats for each in layout.layers]
+    return all(gate is up and {gate.name, down.name} <= known for gate, up, down, *_ in formats_of)
+
+
 class ReferenceExperts:
     """One expert after the other, in plain torch."""
 
@@ -307,8 +331,8 @@ def _choose_computation(
     if kernels == "reference":
         return ReferenceExperts(slots, layout)
     why = why_no_triton(slots.device)
-    if not layout.is_plain or layout.largest.weights is not ExpertWeights:
-        why = f"there is none with biases or for {layout.describe()}"
+    if why is None and not _has_kernel(layout):
+        why = f"there is none for {layout.describe()}"
     if why is None:
         computation = TritonExperts(streams, slots, layout, shape, len(host_parts))
         try:

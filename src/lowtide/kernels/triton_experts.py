@@ -6,9 +6,11 @@ small launch turns counts and slots into a table of tiles on the device, then tw
     gate[pair]  = silu(parts[pair] @ gate_e^T) * (parts[pair] @ up_e^T)
     parts[pair] = gate[pair] @ down_e^T
 
-Products accumulate in float32 and are rounded where `Kernels.gated_mlp` rounds: after each
-product, SiLU and multiplication. The order of a sum is that of the columns, whatever the tile, so
-which experts share a launch changes no bit.
+or, for clamped experts, with biases and `reference.clamped_swiglu`. Weights may be packed
+(`triton_weights`). Products accumulate in float32 and are rounded where `Kernels.gated_mlp` rounds:
+after each product, bias, SiLU and multiplication. The order of a sum is that of the columns (of
+packed ones half of each group after the other), whatever the tile, so which experts share a launch
+changes no bit.
 """
 
 from __future__ import annotations
@@ -19,6 +21,21 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from lowtide.kernels.reference import CLAMP_LIMIT, CLAMP_SLOPE
+from lowtide.kernels.triton_weights import (
+    MXFP4,
+    PLAIN,
+    Q4,
+    Q8,
+    depth_of_half,
+    elements,
+    load_tile,
+    num_halves,
+    row_groups,
+    unit_size,
+    weights_of,
+)
 
 _SMALL_TILE = 16
 _LARGE_TILE = 64
@@ -33,17 +50,23 @@ TILE_SIZES = (_SMALL_TILE, _LARGE_TILE)
 _NUM_STAGES = 3  # one computed, two under way
 _PLACED_ELEMENTS = 4096  # that a program of `place_rows` has under way
 
+_LIMIT, _SLOPE = tl.constexpr(CLAMP_LIMIT), tl.constexpr(CLAMP_SLOPE)
+
 # The interpreter multiplies bfloat16 wrongly, without a word.
 _UPCAST = triton.knobs.runtime.interpret
 
 
 class SlotImage(NamedTuple):
-    """Where one expert's matrices lie in a slot, in elements of the compute dtype."""
+    """Where the parts of one expert lie in a slot: in elements of the compute dtype, or of slots
+    with something packed in bytes."""
 
     stride: int  # from slot to slot
     gate: int  # [expert_size, hidden], rows adjacent
     up: int  # [expert_size, hidden]
     down: int  # [hidden, expert_size]
+    biases: tuple[int, int, int] | None = None  # of clamped experts: gate's, up's and down's
+    inward: str = PLAIN.value  # what gate and up are in: the compute dtype, or one of `PACKED`
+    outward: str = PLAIN.value  # and down
 
 
 class Tiles(NamedTuple):
@@ -103,9 +126,26 @@ class Blocks(NamedTuple):
     depth: int
 
 
-GATE_UP_BLOCKS = {_SMALL_TILE: Blocks(32, 128), _LARGE_TILE: Blocks(64, 64)}
-DOWN_BLOCKS = {_SMALL_TILE: Blocks(64, 128), _LARGE_TILE: Blocks(64, 64)}
-"""By the pairs of a tile."""
+def _blocks(columns: int, depth: int) -> dict[int, Blocks]:
+    """Of small tiles; large ones read half as much at a time, in float32 too."""
+    return {_SMALL_TILE: Blocks(columns, depth), _LARGE_TILE: Blocks(64, depth // 2)}
+
+
+# A product of 4 bits is one of either half, so as deep as others. With less than 128 scales in a
+# block, q8's, the compiler has them read several times.
+GATE_UP_BLOCKS = {
+    PLAIN.value: _blocks(32, 128),
+    Q8.value: _blocks(64, 128),
+    Q4.value: _blocks(32, 256),
+    MXFP4.value: _blocks(32, 256),
+}
+DOWN_BLOCKS = {
+    PLAIN.value: _blocks(64, 128),
+    Q8.value: _blocks(64, 128),
+    Q4.value: _blocks(64, 256),
+    MXFP4.value: _blocks(64, 256),
+}
+"""By the format and the pairs of a tile."""
 
 
 def gated_mlps(
@@ -119,24 +159,31 @@ def gated_mlps(
 ) -> None:
     """Runs the gated MLPs of the planned tiles: `parts` from inputs to outputs, in place.
 
-    slots [num_slots, image.stride] compute dtype; rows: pairs of a tile; max_tiles: a bound of
-    the planned tiles, known on the host; parts [pairs, hidden]; gate [pairs, expert_size] scratch.
+    slots [num_slots, image.stride] compute dtype, or uint8 if anything is packed; rows: pairs of a
+    tile; max_tiles: a bound of the planned tiles, known on the host; parts [pairs, hidden];
+    gate [pairs, expert_size] scratch.
     """
     hidden, width = parts.shape[1], gate.shape[1]
-    blocks = GATE_UP_BLOCKS[rows]
+    is_clamped = image.biases is not None
+    gate_bias, up_bias, down_bias = image.biases or (0, 0, 0)
+    blocks = GATE_UP_BLOCKS[image.inward][rows]
     _gate_up[(max_tiles, triton.cdiv(width, blocks.columns))](
-        *(slots, image.stride, image.gate, image.up, *tiles, parts, gate, hidden, width),
-        **_settings(rows, blocks),
+        *(slots, image.stride, image.gate, image.up, gate_bias, up_bias, *tiles),
+        *(parts, gate, hidden, width, is_clamped),
+        **_settings(rows, blocks, image.inward, hidden),
     )
-    blocks = DOWN_BLOCKS[rows]
+    blocks = DOWN_BLOCKS[image.outward][rows]
     _down[(max_tiles, triton.cdiv(hidden, blocks.columns))](
-        *(slots, image.stride, image.down, *tiles, gate, parts, hidden, width),
-        **_settings(rows, blocks),
+        *(slots, image.stride, image.down, down_bias, *tiles),
+        *(gate, parts, hidden, width, is_clamped),
+        **_settings(rows, blocks, image.outward, width),
     )
 
 
-def _settings(rows: int, blocks: Blocks) -> dict[str, int]:
+def _settings(rows: int, blocks: Blocks, form: str, length: int) -> dict[str, int | str]:
     return {
+        "FORMAT": form,
+        "GROUPS": row_groups(length, form),
         "BLOCK_M": rows,
         "BLOCK_N": blocks.columns,
         "BLOCK_K": blocks.depth,
@@ -193,6 +240,8 @@ def _gate_up(
     slot_stride,
     gate_offset,
     up_offset,
+    gate_bias,
+    up_bias,
     slots,
     starts,
     stops,
@@ -201,9 +250,12 @@ def _gate_up(
     out,
     hidden,
     width,
+    CLAMPED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GROUPS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     tile = tl.program_id(0)
@@ -215,25 +267,35 @@ def _gate_up(
     is_pair = pairs < tl.load(stops + tile)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = columns < width
-    k = tl.arange(0, BLOCK_K)
+    k = depth_of_half(BLOCK_K, FORMAT)
+    UNIT: tl.constexpr = unit_size(FORMAT)
     slot = weights + tl.load(slots + tile).to(tl.int64) * slot_stride
-    matrix = columns[None, :] * hidden + k[:, None]  # transposed: [BLOCK_K, BLOCK_N]
     x_rows = x + pairs[:, None] * hidden + k[None, :]
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(0, hidden, BLOCK_K):
-        is_k = k < hidden - first
-        is_weight = is_k[:, None] & is_column[None, :]
-        a = tl.load(x_rows + first, mask=is_pair[:, None] & is_k[None, :], other=0.0)
-        b_gate = tl.load(slot + gate_offset + matrix + first, mask=is_weight, other=0.0)
-        b_up = tl.load(slot + up_offset + matrix + first, mask=is_weight, other=0.0)
-        gate = _add_product(a, b_gate, gate, UPCAST)
-        up = _add_product(a, b_up, up, UPCAST)
-    gate = gate.to(dtype).to(tl.float32)
-    gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    product = (gate * up.to(dtype).to(tl.float32)).to(dtype)
+        gate_tile = load_tile(
+            slot + gate_offset, columns, is_column, first, hidden, dtype, BLOCK_K, FORMAT, GROUPS
+        )
+        up_tile = load_tile(
+            slot + up_offset, columns, is_column, first, hidden, dtype, BLOCK_K, FORMAT, GROUPS
+        )
+        for half in tl.static_range(num_halves(FORMAT)):
+            is_k = k < hidden - first - half * UNIT
+            is_in = is_pair[:, None] & is_k[None, :]
+            a = tl.load(x_rows + first + half * UNIT, mask=is_in, other=0.0)
+            b_gate = weights_of(gate_tile, half, is_k, dtype, FORMAT)
+            gate = _add_product(a, b_gate, gate, UPCAST)
+            up = _add_product(a, weights_of(up_tile, half, is_k, dtype, FORMAT), up, UPCAST)
+    gate, up = _rounded(gate, dtype), _rounded(up, dtype)
+    if CLAMPED:
+        gate = _biased(gate, slot + gate_bias, columns, is_column, dtype)
+        up = _biased(up, slot + up_bias, columns, is_column, dtype)
+        product = _clamped_swiglu(gate, up, dtype)
+    else:
+        product = _rounded(_silu(gate, dtype) * up, dtype)
     is_out = is_pair[:, None] & is_column[None, :]
-    tl.store(out + pairs[:, None] * width + columns[None, :], product, mask=is_out)
+    tl.store(out + pairs[:, None] * width + columns[None, :], product.to(dtype), mask=is_out)
 
 
 @triton.jit
@@ -241,6 +303,7 @@ def _down(
     weights,
     slot_stride,
     down_offset,
+    down_bias,
     slots,
     starts,
     stops,
@@ -249,35 +312,67 @@ def _down(
     out,
     hidden,
     width,
+    CLAMPED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GROUPS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     tile = tl.program_id(0)
     if tile >= tl.load(num_tiles):
         return
+    dtype = x.dtype.element_ty
     start = tl.load(starts + tile)
     pairs = start.to(tl.int64) + tl.arange(0, BLOCK_M)
     is_pair = pairs < tl.load(stops + tile)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = columns < hidden
-    k = tl.arange(0, BLOCK_K)
-    slot = weights + tl.load(slots + tile).to(tl.int64) * slot_stride + down_offset
-    matrix = columns[None, :] * width + k[:, None]  # transposed: [BLOCK_K, BLOCK_N]
+    k = depth_of_half(BLOCK_K, FORMAT)
+    UNIT: tl.constexpr = unit_size(FORMAT)
+    slot = weights + tl.load(slots + tile).to(tl.int64) * slot_stride
     x_rows = x + pairs[:, None] * width + k[None, :]
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(0, width, BLOCK_K):
-        is_k = k < width - first
-        a = tl.load(x_rows + first, mask=is_pair[:, None] & is_k[None, :], other=0.0)
-        b = tl.load(slot + matrix + first, mask=is_k[:, None] & is_column[None, :], other=0.0)
-        total = _add_product(a, b, total, UPCAST)
+        down_tile = load_tile(
+            slot + down_offset, columns, is_column, first, width, dtype, BLOCK_K, FORMAT, GROUPS
+        )
+        for half in tl.static_range(num_halves(FORMAT)):
+            is_k = k < width - first - half * UNIT
+            is_in = is_pair[:, None] & is_k[None, :]
+            a = tl.load(x_rows + first + half * UNIT, mask=is_in, other=0.0)
+            total = _add_product(a, weights_of(down_tile, half, is_k, dtype, FORMAT), total, UPCAST)
+    total = _rounded(total, dtype)
+    if CLAMPED:
+        total = _biased(total, slot + down_bias, columns, is_column, dtype)
     is_out = is_pair[:, None] & is_column[None, :]
-    tl.store(
-        out + pairs[:, None] * hidden + columns[None, :],
-        total.to(out.dtype.element_ty),
-        mask=is_out,
-    )
+    tl.store(out + pairs[:, None] * hidden + columns[None, :], total.to(dtype), mask=is_out)
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr):
+    return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _silu(x, dtype: tl.constexpr):
+    return _rounded(x / (1.0 + tl.exp(-x)), dtype)
+
+
+@triton.jit
+def _biased(x, place, columns, is_column, dtype: tl.constexpr):
+    bias = tl.load(elements(place, dtype) + columns, mask=is_column, other=0.0)
+    return _rounded(x + bias.to(tl.float32)[None, :], dtype)
+
+
+@triton.jit
+def _clamped_swiglu(gate, up, dtype: tl.constexpr):
+    # By comparisons, of which a NaN passes none.
+    gate = _rounded(tl.where(gate > _LIMIT, _LIMIT, gate) * _SLOPE, dtype)
+    up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up))
+    product = _rounded(_silu(gate, dtype) * _rounded(up + 1.0, dtype), dtype)
+    return _rounded(product / _SLOPE, dtype)
 
 
 @triton.jit
