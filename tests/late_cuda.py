@@ -224,6 +224,9 @@ class _Functions(TorchFunctionMode):
             return func(this.elements, *args[1:], **kwargs)
         if name == "data_ptr":
             raise AssertionError("the address of GPU memory was asked for on the host")
+        if name == "contiguous":  # of others torch asks the device itself
+            is_whole = this.is_contiguous()
+            return this if is_whole else this.clone(memory_format=torch.contiguous_format)
         if name == "__getitem__":
             return self._item(this, args[1])
         if name == "__setitem__":

@@ -15,7 +15,7 @@ from gguf_files import SCALES, random_blocks
 from lowtide.errors import UnsupportedError
 from lowtide.formats import format_of, formats, loadable_dtypes
 from lowtide.formats.convert import convert
-from lowtide.formats.ggml import FORMATS, TYPE_NAMES, GgmlFormat
+from lowtide.formats.ggml import FORMATS, TYPE_NAMES, GgmlFormat, mxfp4_weights
 from lowtide.formats.plain import plain_format
 from lowtide.kernels.cpu.ggml import GgmlOperators
 from lowtide.kernels.cpu.library import GGML, load_library
@@ -68,6 +68,16 @@ def test_weights_are_rounded_once(stored: GgmlFormat) -> None:
         target = np.empty(4 * 256 * dtype.itemsize, np.uint8)
         convert([blocks.reshape(-1)], stored, target, plain_format(dtype))
         assert (target == out.reshape(-1).view(torch.uint8).numpy()).all()
+
+
+def test_bits_on_a_gpu_are_those_on_the_host() -> None:
+    """Of every byte at every scale."""
+    blocks = np.empty((256, 16, 17), np.uint8)
+    blocks[:, :, 0] = np.arange(256)[:, None]
+    blocks[:, :, 1:] = np.arange(256).reshape(16, 16)
+    expected = formats()["MXFP4"].unpack(blocks.reshape(-1)).view(np.uint32)
+    found = mxfp4_weights(torch.from_numpy(blocks.reshape(256, -1))).numpy().view(np.uint32)
+    assert (found.reshape(-1) == expected).all()
 
 
 @pytest.mark.parametrize("kind", SCALES, ids=lambda kind: kind.name)

@@ -26,19 +26,22 @@ TOLERANCE = 2e-3
 
 
 POLICIES = ("lowtide", "tide", "dali", "lru", "all-host")
-CASES = [*itertools.product(("llada2", "qwen3_moe", "deepseek_v2"), POLICIES)]
-CASES.append(("gpt_oss", "lowtide"))  # windows and sinks, and experts without a Triton kernel
+FAMILIES = ("llada2", "qwen3_moe", "deepseek_v2")
+CASES = [*itertools.product(FAMILIES, POLICIES, ("own",))]
+CASES.append(("gpt_oss", "lowtide", "own"))  # windows and sinks, and packed experts with biases
+CASES += [("mixtral", "lowtide", "q8"), ("llada2", "lowtide", "q4")]
 
 
-@pytest.mark.filterwarnings("ignore:Experts on the GPU run one by one.*biases")
-@pytest.mark.parametrize(("family", "policy"), CASES)
-def test_the_gpu_says_what_the_cpu_says(family: str, policy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "policy", "expert_dtype"), CASES)
+def test_the_gpu_says_what_the_cpu_says(
+    family: str, policy: str, expert_dtype: str, tmp_path: Path
+) -> None:
     folder = synth(family, "tiny", tmp_path / "model", seed=5)
     params = SamplingParams(max_tokens=16)
     if family == "llada2":
         diffusion = DiffusionParams(block_length=8, steps=4, threshold=0.5)
         params = SamplingParams(max_tokens=16, diffusion=diffusion)
-    options = {"dtype": "float32", "context": 256}
+    options = {"dtype": "float32", "context": 256, "expert_dtype": expert_dtype}
     with LLM(folder, device="cpu", **options) as llm:
         [expected] = llm.generate([PROMPT], params)
         logits = llm.logits([*PROMPT, *expected.token_ids])

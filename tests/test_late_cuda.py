@@ -19,19 +19,27 @@ from late_cuda import CUDA, CudaTensor, LateGpu, late_cuda
 from lowtide.core import Costs, Curve, Facts, MoEShape, RoutedTokens
 from lowtide.devices import cuda
 from lowtide.engine import device as device_engine
-from lowtide.errors import DeviceError, InternalError, NumericError, PlanError
+from lowtide.errors import (
+    DeviceError,
+    InternalError,
+    NumericError,
+    PlanError,
+    UnsupportedError,
+)
 from lowtide.experts.layout import SlotLayout
 from lowtide.families import families
 from lowtide.hardware import measure, store, streams
 from lowtide.kernels import choice
 from lowtide.lab import doctor
 from lowtide.lab import verify as verify_module
+from lowtide.lab.pack import pack
 from lowtide.lab.synth import synth
 from lowtide.lab.verify import verify
 from lowtide.llm import LLM, plan_model
 from lowtide.memory.arena import Arena
 from lowtide.memory.pinned import PinnedMemory
 from lowtide.params import DiffusionParams, SamplingParams
+from lowtide.plan import WeightFormats
 from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.presets import candidates, register, unregister
 from lowtide.threads.executor import HostExecutor
@@ -65,9 +73,14 @@ def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 class Case:
     """A model and what it answers on the CPU."""
 
-    def __init__(self, family: str, folder: Path, dtype: str = "float32") -> None:
+    def __init__(
+        self, family: str, folder: Path, dtype: str = "float32", packed: str = "", **options: Any
+    ) -> None:
+        """packed: the format that the model is packed in."""
         self.folder = synth(family, "tiny", folder, seed=5)
-        self.options = {**OPTIONS, "dtype": dtype}
+        if packed:
+            self.folder = pack(self.folder, folder.with_name("packed"), format=packed)
+        self.options = {**OPTIONS, "dtype": dtype, **options}
         self.params = DIFFUSION if family == "llada2" else AUTOREGRESSIVE
         with LLM(self.folder, device="cpu", **self.options) as llm:
             self.ids, self.logits = self.answer(llm)
@@ -152,6 +165,42 @@ def test_the_triton_kernels_say_the_same(small_case: Case, monkeypatch: pytest.M
     with late_cuda(monkeypatch), small_case.open(0.5, "lowtide") as llm:
         assert isinstance(llm._engine.experts.device.device._computation, cuda.TritonExperts)
         assert small_case.answer(llm)[0] == small_case.ids
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "form", "kernels"),
+    [
+        ("mixtral", {"expert_dtype": "q8"}, "q8", "reference"),
+        ("mixtral", {"packed": "q4"}, "q4", "reference"),
+        ("mixtral", {"expert_dtype": "q4"}, "q4", "auto"),
+        ("gpt_oss", {}, "MXFP4", "reference"),
+        ("gpt_oss", {}, "MXFP4", "auto"),
+    ],
+)
+def test_experts_stay_packed(
+    family: str,
+    given: dict[str, str],
+    form: str,
+    kernels: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Dense weights of a packed folder are unpacked as they are loaded."""
+    case = Case(family, tmp_path / "model", **given)
+    with late_cuda(monkeypatch, haste=0.2), case.open(0.6, "lowtide", kernels=kernels) as llm:
+        assert llm.plan.formats == WeightFormats(experts=form)
+        assert 0 < sum(llm.plan.residents_per_layer) < llm.plan.num_experts
+        case.check(llm)
+
+
+def test_dense_weights_in_few_bits_are_refused(
+    small_case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        late_cuda(monkeypatch),
+        pytest.raises(UnsupportedError, match="choose --expert-dtype alone"),
+    ):
+        plan_model(small_case.folder, device="cuda", format="q4", **OPTIONS)
 
 
 @pytest.mark.usefixtures("plain_kernels")

@@ -58,7 +58,7 @@ class Asked(NamedTuple):
 
     def check(self, dtype: str, device: str) -> None:
         """Raises UnsupportedError for what cannot be: another plain type than `dtype`, that of
-        computing, or a quantised one on a GPU."""
+        computing, or dense weights in a quantised one on a GPU."""
         for option, asked in (("expert_dtype", self.experts), ("dense_dtype", self.dense)):
             if asked in SAFETENSORS_NAME and asked != dtype:
                 raise UnsupportedError(
@@ -66,10 +66,10 @@ class Asked(NamedTuple):
                     f"where they can be multiplied with, in {', '.join(QUANTISED)}, or in "
                     f"{dtype!r}, in which this model computes."
                 )
-        if device == "cuda" and not {*self}.isdisjoint(QUANTISED):
+        if device == "cuda" and self.dense in QUANTISED:
             raise UnsupportedError(
-                f"Formats {', '.join(QUANTISED)} have no kernels on a GPU yet; choose --device "
-                "cpu, or --format own."
+                f"Dense weights in {self.dense} have no kernels on a GPU yet, only experts have: "
+                "choose --expert-dtype alone, or --device cpu."
             )
 
 
@@ -113,7 +113,7 @@ def dense_formats(
                 )
             kept[spec.name] = formats()[name].for_rows(spec.shape[-1])
         elif asked.dense == OWN_FORMAT and _is_matrix(spec):
-            is_unpacked = has_gpu and stored.is_of_host or weight_map.dense[spec.name].parts
+            is_unpacked = has_gpu or weight_map.dense[spec.name].parts
             as_kept = stored.for_rows(spec.shape[-1]).kept
             if as_kept is not None and not is_unpacked:
                 kept[spec.name] = as_kept

@@ -57,7 +57,7 @@ class MatrixFormat(ABC):
     block_bytes: tuple[int, ...]  # of a block in each of the tensors
     unpacked: str  # name of the plain format that `unpack` answers in
     is_kept: bool = False  # as it is stored, and multiplied with; else unpacked when it is read
-    is_of_host: bool = False  # kept where the host computes; with a GPU unpacked when it is read
+    is_of_host: bool = False  # kept where the host computes; no GPU's kernels know it
     in_safetensors: bool = True  # whether `dtypes` are that format's own names
 
     def num_bytes(self, num_weights: int, tensor: int = 0) -> int:

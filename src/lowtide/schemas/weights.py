@@ -88,10 +88,8 @@ class ExpertTable:
     def kept(self, has_gpu: bool = False) -> list[tuple[MatrixFormat | None, ...]]:
         """By layer, the formats of a slot's first parts that are kept in memory as they are
         stored; None: unpacked into the compute dtype."""
-        return [
-            tuple(None if each is None or has_gpu and each.is_of_host else each for each in kept)
-            for kept in (self._kept_of(layer.formats) for layer in self.layers)
-        ]
+        kept = [self._kept_of(layer.formats) for layer in self.layers]
+        return [_kept_on_gpu(each) for each in kept] if has_gpu else kept
 
     def ranges(self, layer: int, expert: int) -> list[ExpertRange]:
         """The reads that bring one expert, in file order; usually one."""
@@ -191,6 +189,12 @@ def expert_tensors(schema: ModelSchema, checkpoint: Checkpoint) -> Iterator[Expe
                 if spec.name not in seen:
                     seen.add(spec.name)
                     yield ExpertTensor(spec, number, expert, part)
+
+
+def _kept_on_gpu(parts: Sequence[MatrixFormat | None]) -> tuple[MatrixFormat | None, ...]:
+    """Those that its kernels know, of gate and up only where both are in one."""
+    gate, up, *rest = (None if each is None or each.is_of_host else each for each in parts)
+    return (gate, up, *rest) if gate is up else (None, None, *rest)
 
 
 def _is_near(last: ExpertRange, file: int, offset: int) -> bool:

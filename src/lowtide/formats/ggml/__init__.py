@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 FindGroups = Callable[[Bytes], BlockGroups]
 
+MXFP4 = "MXFP4"
+
 ROW_GROUP = 32
 """Numbers of a row that are rounded together, where rows are: every block is a multiple."""
 
@@ -33,7 +35,6 @@ class GgmlFormat(MatrixFormat):
 
     unpacked = "F32"
     is_kept = True
-    is_of_host = True
     in_safetensors = False
 
     def __init__(
@@ -41,6 +42,7 @@ class GgmlFormat(MatrixFormat):
     ) -> None:
         """block: the fields of a block of `size` weights."""
         self.name = self.ggml_name = ggml_name
+        self.is_of_host = ggml_name != MXFP4  # the one of which a GPU's kernels know
         self.dtypes = (f"GGUF {ggml_name}",)
         self.block_size = size
         self.block_bytes = (block.itemsize,)
@@ -66,7 +68,7 @@ class GgmlFormat(MatrixFormat):
 
 
 class PackedMatrix:
-    """A matrix [out, in] in host memory, whose rows are whole blocks."""
+    """A matrix [out, in] whose rows are whole blocks, in host memory; on a GPU if it is MXFP4."""
 
     def __init__(self, packed: GgmlFormat, stored: Tensor, shape: tuple[int, ...]) -> None:
         """stored: 1-D uint8."""
@@ -100,8 +102,24 @@ class PackedMatrix:
     def unpack(self, out: Tensor) -> None:
         import torch
 
+        if self.device.type != "cpu":
+            out.copy_(mxfp4_weights(self.stored))
+            return
         target = out.view(-1).view(torch.uint8).numpy()
         convert([self.stored.view(-1).numpy()], self.format, target, plain_format(out.dtype))
+
+
+def mxfp4_weights(stored: Tensor) -> Tensor:
+    """Float32 weights [out, in] of rows [out, bytes of a row] of MXFP4, in torch, on any device."""
+    import torch
+
+    blocks = stored.view(len(stored), -1, 17)
+    exponents, codes = blocks[:, :, :1].int(), blocks[:, :, 1:]
+    codes = torch.cat((codes & 15, codes >> 4), dim=2)
+    values = torch.tensor(small_types.MXFP4_VALUES.tolist(), device=stored.device)
+    # 2 ** (exponent - 128), of which the two least are below the normal numbers.
+    bits = torch.where(exponents < 2, (exponents + 1) << 21, (exponents - 1) << 23)
+    return (values[codes.int()] * bits.view(torch.float32)).view(len(stored), -1)
 
 
 FORMATS = tuple(

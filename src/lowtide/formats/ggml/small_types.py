@@ -18,7 +18,7 @@ IQ4_VALUES = np.array(
 )
 """Of the types with "non-linear" numbers of four bits."""
 
-_MXFP4_VALUES = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.int8)
+MXFP4_VALUES = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.int8)
 """Doubled: the scale is halved."""
 
 Weights = NDArray[np.float32]
@@ -107,7 +107,7 @@ def _mxfp4(stored: Bytes) -> BlockGroups:
     exponents = block["e"].astype(np.uint32)
     bits = np.where(exponents < 2, np.uint32(1 << 21) << exponents, exponents - 1 << 23)
     scales = bits.astype(np.uint32).view(np.float32)[:, None]
-    return _one_group(_MXFP4_VALUES.take(nibbles(block["q"])), scales)
+    return _one_group(MXFP4_VALUES.take(nibbles(block["q"])), scales)
 
 
 def _one_group(numbers: Numbers, scales: Weights, offsets: Weights | None = None) -> BlockGroups:
