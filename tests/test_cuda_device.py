@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
+from test_triton_packed import NAMES, fill
 from torch import Tensor
 
 from lowtide.core import MoEShape
@@ -23,15 +25,14 @@ from lowtide.experts.layout import SlotLayout
 from lowtide.experts.rows import ExpertBuffers, ExpertRows
 from lowtide.experts.slots import ExpertSlots
 from lowtide.formats import formats
-from lowtide.formats.convert import convert
-from lowtide.formats.plain import plain_format
 from lowtide.kernels import choice, triton_experts, triton_routing
+from lowtide.kernels.operands import ClampedWeights, ExpertWeights
 from lowtide.kernels.reference import REFERENCE
 from lowtide.memory.arena import Arena
 from lowtide.memory.cuda_streams import CudaEvent, CudaStreams
 from lowtide.memory.pinned import PinnedMemory
 
-SHAPE = MoEShape(1, num_experts=6, num_experts_per_token=2, hidden_size=48, expert_size=32)
+SHAPE = MoEShape(1, num_experts=6, num_experts_per_token=2, hidden_size=96, expert_size=32)
 LAYOUT = SlotLayout.of(SHAPE, torch.float32)
 MAX_ROWS = 40
 NUM_SLOTS = 4
@@ -115,13 +116,18 @@ class HostExperts(ExpertSlots):
     def __init__(self, layout: SlotLayout = LAYOUT, num_experts: int = SHAPE.num_experts) -> None:
         self.arena = Arena(num_experts * layout.num_bytes)
         super().__init__(self.arena, layout)
-        draw = torch.Generator().manual_seed(0)
+        draw = np.random.default_rng(0)
         for expert in range(num_experts):
             for part in layout.largest.parts:
-                weights = torch.empty(part.shape).normal_(std=0.2, generator=draw)
-                target = self.image(expert)[part.offsets[0] :][: part.num_bytes[0]].numpy()
-                source = weights.view(-1).view(torch.uint8).numpy()
-                convert([source], plain_format(weights.dtype), target, part.format)
+                fill(part, self.image(expert)[part.offsets[0] :][: part.num_bytes[0]].numpy(), draw)
+
+
+def layout_of(shape: MoEShape, dtype: torch.dtype, stored: str) -> SlotLayout:
+    """stored: a format's name; nothing: plain. MXFP4 as gpt-oss has it, clamped with biases."""
+    if not stored:
+        return SlotLayout.of(shape, dtype)
+    weights = ClampedWeights if stored == "MXFP4" else ExpertWeights
+    return SlotLayout.of(shape, dtype, weights, [(formats()[stored],) * 3] * shape.num_layers)
 
 
 def make_device(
@@ -198,12 +204,15 @@ def is_close(found: Tensor, wanted: Tensor, tolerance: float = 2e-6) -> bool:
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
-@pytest.mark.parametrize("num_tokens", [1, 3, 37])
-def test_a_layer_shared_with_the_host(kernels: str, num_tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("stored", "num_tokens"), [("", 1), ("", 3), ("", 37), *((name, 9) for name in NAMES)]
+)
+def test_a_layer_shared_with_the_host(kernels: str, stored: str, num_tokens: int) -> None:
     """Residents first, then one that arrives into a slot that was in use, then the host's."""
-    home, layer = HostExperts(), Layer(num_tokens)
+    home, layer = HostExperts(layout_of(SHAPE, torch.float32, stored)), Layer(num_tokens)
     wanted = layer.expected(home)
     device = make_device(home, kernels=kernels)
+    assert isinstance(device._computation, cuda.TritonExperts) == (kernels == "auto")
     host_parts = layer.to_host(device)
     for expert in (1, 3):
         layer.on_host(expert, home, host_parts)
@@ -471,6 +480,8 @@ def test_a_refusal_of_the_system_is_said() -> None:
 
 GPU_SHAPE = MoEShape(1, num_experts=64, num_experts_per_token=6, hidden_size=512, expert_size=256)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+SHARED = [("", *each) for each in itertools.product(TOLERANCE, (True, False))]
+SHARED += [(name, torch.bfloat16, True) for name in NAMES]
 
 
 @contextmanager
@@ -509,12 +520,12 @@ def share_a_layer(device: CudaDevice, home: HostExperts, layer: Layer, seed: int
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
-@pytest.mark.parametrize("is_pinned", [True, False])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("stored", "dtype", "is_pinned"), SHARED, ids=str)
 def test_layers_shared_with_the_host_on_a_gpu(
-    dtype: torch.dtype, is_pinned: bool, kernels: str
+    stored: str, dtype: torch.dtype, is_pinned: bool, kernels: str
 ) -> None:
-    home = HostExperts(SlotLayout.of(GPU_SHAPE, dtype), GPU_SHAPE.num_experts)
+    """Without Triton, too: torch unpacks there."""
+    home = HostExperts(layout_of(GPU_SHAPE, dtype, stored), GPU_SHAPE.num_experts)
     with gpu_device(home, 8, kernels, is_pinned) as device:
         for seed, num_tokens in enumerate((1, 32, 7, 256, 32)):
             layer = Layer(num_tokens, GPU_SHAPE, dtype, device.torch_device, seed)
@@ -523,9 +534,11 @@ def test_layers_shared_with_the_host_on_a_gpu(
 
 
 @pytest.mark.gpu
-def test_a_gpu_runs_the_triton_kernels() -> None:
+@pytest.mark.parametrize("stored", ["", *NAMES])
+def test_a_gpu_runs_the_triton_kernels(stored: str) -> None:
     """A fallback gives the same results, and would hide that they do not work."""
-    with gpu_device(HostExperts(SlotLayout.of(GPU_SHAPE, torch.bfloat16), 64), 8) as device:
+    home = HostExperts(layout_of(GPU_SHAPE, torch.bfloat16, stored), GPU_SHAPE.num_experts)
+    with gpu_device(home, 8) as device:
         assert choice.why_no_triton(device.torch_device) is None
         assert isinstance(device._computation, cuda.TritonExperts)
 

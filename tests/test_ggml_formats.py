@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 
 import gguf
 import numpy as np
@@ -20,6 +21,7 @@ from lowtide.formats.plain import plain_format
 from lowtide.kernels.cpu.ggml import GgmlOperators
 from lowtide.kernels.cpu.library import GGML, load_library
 from lowtide.kernels.reference import REFERENCE
+from lowtide.schemas.weights import ExpertTable, StoredLayer
 
 NUM_BLOCKS = 300
 
@@ -78,6 +80,17 @@ def test_bits_on_a_gpu_are_those_on_the_host() -> None:
     expected = formats()["MXFP4"].unpack(blocks.reshape(-1)).view(np.uint32)
     found = mxfp4_weights(torch.from_numpy(blocks.reshape(256, -1))).numpy().view(np.uint32)
     assert (found.reshape(-1) == expected).all()
+
+
+def test_a_gpu_keeps_mxfp4_alone() -> None:
+    """Of gate and up both or none: they are in one tile."""
+    fp4, q8 = formats()["MXFP4"], formats()["Q8_0"]
+    stored = [(fp4, fp4, fp4), (fp4, fp4, q8), (fp4, q8, fp4), (q8, q8, q8)]
+    layers = tuple(StoredLayer(each, (1, 1, 1)) for each in stored)
+    table = replace(ExpertTable.empty(), layers=layers)
+    assert table.kept() == stored
+    on_gpu = [(fp4, fp4, fp4), (fp4, fp4, None), (None, None, fp4), (None, None, None)]
+    assert table.kept(has_gpu=True) == on_gpu
 
 
 @pytest.mark.parametrize("kind", SCALES, ids=lambda kind: kind.name)

@@ -13,6 +13,7 @@ for name in ("tokenizers", "jinja2", "huggingface_hub", "psutil"):
     pytest.importorskip(name)
 
 from lowtide.lab import verify as verify_module  # noqa: E402
+from lowtide.lab.pack import pack  # noqa: E402
 from lowtide.lab.synth import synth  # noqa: E402
 from lowtide.lab.verify import verify  # noqa: E402
 from lowtide.llm import LLM, plan_model  # noqa: E402
@@ -29,7 +30,7 @@ POLICIES = ("lowtide", "tide", "dali", "lru", "all-host")
 FAMILIES = ("llada2", "qwen3_moe", "deepseek_v2")
 CASES = [*itertools.product(FAMILIES, POLICIES, ("own",))]
 CASES.append(("gpt_oss", "lowtide", "own"))  # windows and sinks, and packed experts with biases
-CASES += [("mixtral", "lowtide", "q8"), ("llada2", "lowtide", "q4")]
+CASES += [("mixtral", "lowtide", "q8"), ("llada2", "lowtide", "q4"), ("mixtral", "lru", "packed")]
 
 
 @pytest.mark.parametrize(("family", "policy", "expert_dtype"), CASES)
@@ -41,7 +42,11 @@ def test_the_gpu_says_what_the_cpu_says(
     if family == "llada2":
         diffusion = DiffusionParams(block_length=8, steps=4, threshold=0.5)
         params = SamplingParams(max_tokens=16, diffusion=diffusion)
-    options = {"dtype": "float32", "context": 256, "expert_dtype": expert_dtype}
+    options = {"dtype": "float32", "context": 256}
+    if expert_dtype == "packed":  # dense weights are unpacked as they are loaded
+        folder = pack(folder, tmp_path / "packed", format="q4")
+    else:
+        options["expert_dtype"] = expert_dtype
     with LLM(folder, device="cpu", **options) as llm:
         [expected] = llm.generate([PROMPT], params)
         logits = llm.logits([*PROMPT, *expected.token_ids])

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
 pytest.importorskip("triton")
 
 import torch
-from test_triton import SMALL, TOLERANCE, Case, Size, check_gated_mlps
+from test_triton import TOLERANCE, Case, Size, check_gated_mlps
 from torch import Tensor
 
-from lowtide.experts.layout import PartLayout
+from lowtide.experts.layout import Formats, PartLayout
 from lowtide.formats import formats
 from lowtide.formats.convert import convert
 from lowtide.formats.plain import plain_format
 from lowtide.formats.quantised import QuantisedRows
 from lowtide.kernels.operands import ClampedWeights, ExpertWeights
 
-QUANTISED = ("q8", "q4")
-SIZES = [*SMALL, Size(3, 4, 4, 200, 132), Size(3, 2, 1, 64, 320)]
-BLOCKS = [Size(1, 1, 1, 32, 32), Size(7, 6, 3, 96, 32), Size(33, 4, 2, 288, 96)]
+NAMES = ("q8", "q4", "MXFP4")
+ODD = [Size(33, 16, 2, 72, 104), Size(3, 4, 4, 200, 132)]
+BLOCKS = [Size(7, 6, 3, 96, 32), Size(33, 4, 2, 288, 96)]
 """Rows of MXFP4 are whole blocks of 32; those of the others end anywhere."""
 
-CASES = [(form, size) for form in QUANTISED for size in SIZES]
-CASES += [("MXFP4", size) for size in BLOCKS]
+CASES = [(name, size) for name in NAMES for size in (BLOCKS if name == "MXFP4" else ODD)]
 LARGE = [Size(1, 64, 8, 2048, 512), Size(517, 16, 6, 2048, 1408), Size(63, 8, 4, 2880, 2880)]
 
 
@@ -38,10 +39,11 @@ class PackedCase(Case):
             for part in self.layout.largest.parts:
                 start = part.offsets[0]
                 fill(part, slot[start : start + part.num_bytes[0]], generator)
-        return torch.from_numpy(slots).to(self.device)
+        found = torch.from_numpy(slots).to(self.device)
+        return found.view(self.layout.dtype) if self.layout.is_plain else found
 
     def weights(self, slot: int) -> ExpertWeights | ClampedWeights:
-        stored, layout = self.slots[slot].cpu().numpy(), self.layout.largest
+        stored, layout = self.slots[slot].view(torch.uint8).cpu().numpy(), self.layout.largest
         return layout.weights(*(self.unpacked(part, stored) for part in layout.parts))
 
     def unpacked(self, part: PartLayout, slot: np.ndarray) -> Tensor:
@@ -73,38 +75,44 @@ def fill(part: PartLayout, target: np.ndarray, generator: np.random.Generator) -
         convert([source], plain_format(torch.float32), target, form)
 
 
-@pytest.mark.parametrize(("form", "size"), CASES, ids=str)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_packed_experts_equal_the_plain_ones(form: str, size: Size, dtype: torch.dtype) -> None:
-    check_gated_mlps(PackedCase(size, dtype, "cpu", (formats()[form],) * 3))
+def uniform(name: str) -> Formats:
+    """All three matrices in one format."""
+    return (formats()[name],) * 3
 
 
-@pytest.mark.parametrize("size", BLOCKS[1:], ids=str)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_packed_and_clamped_ones(size: Size, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "size"), CASES, ids=str)
+def test_packed_experts_equal_the_plain_ones(name: str, size: Size) -> None:
+    """In other types, and in any company: `test_triton_formats.py`."""
+    check_gated_mlps(PackedCase(size, torch.bfloat16, "cpu", uniform(name)))
+
+
+def test_packed_and_clamped_ones() -> None:
     """As gpt-oss has them."""
-    check_gated_mlps(PackedCase(size, dtype, "cpu", (formats()["MXFP4"],) * 3, is_clamped=True))
-
-
-@pytest.mark.parametrize("names", [("q4", "q4", ""), ("", "", "q8"), ("MXFP4", "MXFP4", "q4")])
-def test_down_may_be_in_another_format(names: tuple[str, str, str]) -> None:
-    kept = tuple(formats()[name] if name else None for name in names)
-    check_gated_mlps(PackedCase(Size(7, 6, 3, 96, 64), torch.bfloat16, "cpu", kept))
+    case = PackedCase(BLOCKS[1], torch.bfloat16, "cpu", uniform("MXFP4"), is_clamped=True)
+    check_gated_mlps(case)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", [*QUANTISED, "MXFP4"])
-@pytest.mark.parametrize("is_clamped", [False, True])
-@pytest.mark.parametrize("size", BLOCKS, ids=str)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_packed_experts_on_a_gpu(
-    form: str, is_clamped: bool, size: Size, dtype: torch.dtype
-) -> None:
-    check_gated_mlps(PackedCase(size, dtype, "cuda", (formats()[form],) * 3, is_clamped))
+def test_packed_experts_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    check_gated_mlps(PackedCase(BLOCKS[1], dtype, "cuda", uniform(name)))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", [*QUANTISED, "MXFP4"])
-@pytest.mark.parametrize("size", LARGE, ids=str)
-def test_large_packed_experts_on_a_gpu(form: str, size: Size) -> None:
-    check_gated_mlps(PackedCase(size, torch.bfloat16, "cuda", (formats()[form],) * 3))
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_packed_and_clamped_ones_on_a_gpu(dtype: torch.dtype) -> None:
+    check_gated_mlps(PackedCase(BLOCKS[1], dtype, "cuda", uniform("MXFP4"), is_clamped=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("names", [("q4", "q4", ""), ("", "", "q8"), ("MXFP4", "MXFP4", "q4")])
+def test_down_may_be_in_another_format_on_a_gpu(names: tuple[str, str, str]) -> None:
+    kept = tuple(formats()[name] if name else None for name in names)
+    check_gated_mlps(PackedCase(BLOCKS[0], torch.bfloat16, "cuda", kept))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "size"), [*CASES[:4], *itertools.product(NAMES, LARGE)], ids=str)
+def test_packed_experts_of_any_size_on_a_gpu(name: str, size: Size) -> None:
+    check_gated_mlps(PackedCase(size, torch.bfloat16, "cuda", uniform(name)))

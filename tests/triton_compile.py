@@ -24,7 +24,15 @@ from lowtide.kernels import (
 )
 from lowtide.kernels.triton_weights import row_groups
 
-INSTRUCTIONS = ("mma.sync", "cp.async.cg", "fma.", "mul.rn.f32", "add.rn.f32", "wgmma.mma")
+INSTRUCTIONS = (
+    "mma.sync",
+    "cp.async.cg",
+    "cp.async.ca",
+    "fma.",
+    "mul.rn.f32",
+    "add.rn.f32",
+    "wgmma.mma",
+)
 TARGET = GPUTarget("cuda", 80, 32)
 
 TILES = {"slots": "*i32", "starts": "*i32", "stops": "*i32", "num_tiles": "*i32"}

@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 
 from lowtide.errors import CheckpointError
 from lowtide.formats.ggml import FORMATS as GGML_FORMATS
+from lowtide.formats.ggml import MXFP4
 from lowtide.formats.matrix import Bytes, MatrixFormat
 from lowtide.formats.plain import CHUNK_WEIGHTS
 
 BLOCK = 32
 """Weights that share a scale."""
 
-[GGML_MXFP4] = [each for each in GGML_FORMATS if each.ggml_name == "MXFP4"]
+[GGML_MXFP4] = [each for each in GGML_FORMATS if each.ggml_name == MXFP4]
 
 NAME = "MXFP4 blocks"
 """Of the format; `MXFP4` is what it is kept as."""

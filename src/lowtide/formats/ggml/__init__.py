@@ -116,10 +116,11 @@ def mxfp4_weights(stored: Tensor) -> Tensor:
     blocks = stored.view(len(stored), -1, 17)
     exponents, codes = blocks[:, :, :1].int(), blocks[:, :, 1:]
     codes = torch.cat((codes & 15, codes >> 4), dim=2)
-    values = torch.tensor(small_types.MXFP4_VALUES.tolist(), device=stored.device)
+    values = torch.tensor(small_types.MXFP4_VALUES.tolist(), dtype=torch.float32)
     # 2 ** (exponent - 128), of which the two least are below the normal numbers.
     bits = torch.where(exponents < 2, (exponents + 1) << 21, (exponents - 1) << 23)
-    return (values[codes.int()] * bits.view(torch.float32)).view(len(stored), -1)
+    numbers = values.to(stored.device).index_select(0, codes.view(-1).int()).view(codes.shape)
+    return numbers.mul_(bits.view(torch.float32)).view(len(stored), -1)
 
 
 FORMATS = tuple(
