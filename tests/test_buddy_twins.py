@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -17,8 +17,17 @@ from buddy_cases import (
 )
 from examples import scaled
 
-from lowtide.buddies import LayerRules, LayerState, TokenGates, Waits
-from lowtide.core import Costs, Curve, Demand, Facts, RoutedTokens, Step, StepKind
+from lowtide.buddies import (
+    LayerRules,
+    LayerState,
+    LayerTwin,
+    Masses,
+    PassAccount,
+    TokenGates,
+    Waits,
+)
+from lowtide.core import Costs, Curve, Demand, Facts, IntArray, RoutedTokens, Step, StepKind
+from lowtide.errors import InternalError
 from lowtide.kernels.cpu.buddies import CompiledBuddies
 from lowtide.policies.buddy_profile import token_entropy
 from lowtide.policies.buddy_search import BuddySearch
@@ -247,24 +256,64 @@ def test_late_experts_in_every_small_case(compiled: CompiledBuddies) -> None:
     assert num_found > 500
 
 
+def accounts(compiled: CompiledBuddies, owner: IntArray, share: float | None) -> list[PassAccount]:
+    """Of three owners and two layers, of both twins."""
+    before = Masses([0.0, 2.0, 3.0], [0.0, 0.05, 3.5])
+    return [twins.of_pass(owner, before, 2, share) for twins in (PLAIN, compiled)]
+
+
 def test_moved_pairs_are_counted_alike(compiled: CompiledBuddies) -> None:
     num_seen = 0
     for draw, rules, state in random_layers():
-        owner = draw.integers(0, 3, len(state.experts))
-        counts = [twins.of_pass(owner, 3) for twins in (PLAIN, compiled)]
+        both = accounts(compiled, draw.integers(0, 3, len(state.experts)), None)
         asked = RoutedTokens(state.experts, state.weights)
-        for rho in (1, 1 << 30):  # more and more tokens are affected
+        for layer, rho in enumerate((1, 1 << 30)):  # more and more tokens are affected
             run = PLAIN.of_layer(rules).replace_absent(state._replace(rho=rho)) or asked
-            moved, other = (count(asked, run, len(state.is_here)) for count in counts)
-            assert moved is not None and moved == other
-            num_seen += sum(moved.pairs)
+            assert all(one.move(layer, asked, run, len(state.is_here)) for one in both)
+            moved, other = (account.moved for account in both)
+            assert moved == other and both[0].masses == both[1].masses
+            num_seen += sum(moved.pairs[layer])
             saved_bytes = draw.random(len(state.is_here)) * draw.integers(0, 2, len(state.is_here))
-            saved, other_saved = (count.saved(asked, run, saved_bytes) for count in counts)
+            saved, other_saved = (one.saved(asked, run, saved_bytes) for one in both)
             assert saved == other_saved
             given_up = np.setdiff1d(asked.experts, run.experts) if run is not asked else []
             assert sum(saved.shares) >= saved_bytes[given_up].sum() * (1 - 1e-9)
-            assert (np.array(saved.in_vain) <= np.array(moved.pairs)).all()
+            assert (np.array(saved.in_vain) <= np.array(moved.pairs[layer])).all()
     assert num_seen > scaled(NUM_RANDOM) // 10
+
+
+def test_one_call_decides_and_counts_as_three_do(compiled: CompiledBuddies) -> None:
+    """What a layer's router gave, the decision within what that leaves, and what it moved."""
+    num_found = 0
+    for draw, rules, state in random_layers(NUM_RANDOM // 8, 6):
+        share = None if draw.random() < 0.3 else float(draw.choice([0.0, 0.05, 0.3, 1.0]))
+        owner, state = (
+            draw.integers(0, 3, len(state.experts)),
+            state._replace(owner=None, left=None),
+        )
+        facts, asked = random_beside(draw, state), RoutedTokens(state.experts, state.weights)
+        waits = random_waits(draw, len(state.is_here))
+
+        alone = facts._replace(has_idle_link=False, can_fetch=False)
+        ways: list[Callable[[LayerTwin, LayerState], RoutedTokens | None]] = [
+            lambda layer, state: layer.replace_absent(state, 1),
+            lambda layer, state, waits=waits: layer.give_up_late(state, waits),  # type: ignore[misc]
+            lambda layer, state, facts=facts: layer.give_up_late_beside(state, facts),  # type: ignore[misc]
+            lambda layer, state, facts=alone: layer.give_up_late_alone(state, facts),  # type: ignore[misc]
+        ]
+        for way in ways:
+            by_three, _ = accounts(compiled, owner, share)
+            left = by_three.route(state.weights)
+            bounded = state if left is None else state._replace(owner=left.owner, left=left.mass)
+            wanted = way(PLAIN.of_layer(rules), bounded)
+            if wanted is not None:
+                by_three.move(0, asked, wanted, len(state.is_here))
+            both = accounts(compiled, owner, share)
+            for twins, account in zip((PLAIN, compiled), both, strict=True):
+                answer = way(twins.of_layer(rules), state._replace(account=account))
+                num_found += check_equal(wanted, answer, (rules, state, facts))
+                assert account.masses == by_three.masses and account.moved == by_three.moved
+    assert num_found > scaled(NUM_RANDOM) // 40
 
 
 def test_experts_are_shared_out_alike(compiled: CompiledBuddies) -> None:
@@ -315,8 +364,22 @@ def random_facts(draw: np.random.Generator) -> Facts:
 def test_what_cannot_be_run_is_not_counted(compiled: CompiledBuddies, experts: object) -> None:
     asked = RoutedTokens(np.array([[0, 1]]), np.ones((1, 2), np.float32))
     for twins in (PLAIN, compiled):
-        count = twins.of_pass(np.zeros(1, np.int64), 1)
-        assert count(asked, asked._replace(experts=np.array(experts)), 4) is None
+        account = twins.of_pass(np.zeros(1, np.int64), Masses([0.0], [0.0]), 1, None)
+        assert not account.move(0, asked, asked._replace(experts=np.array(experts)), 4)
         broken = asked._replace(weights=np.array([[1, np.nan]], np.float32))
-        assert count(asked, broken, 4) is None
-        assert count(asked, asked, 4) == ([0.0], [0], [0])
+        assert not account.move(0, asked, broken, 4)
+        assert account.move(0, asked, asked, 4)
+        assert account.masses == ([0.0], [0.0]) and account.moved == ([[0]], [0])
+
+
+def test_weights_that_are_none_are_a_fault_in_one_call(compiled: CompiledBuddies) -> None:
+    lists, kinds = np.array([[1, 2], [2, 0], [1, 0]], np.int32), np.full(1, 3, np.uint8)
+    for twins in (PLAIN, compiled):
+        account = twins.of_pass(np.zeros(1, np.int64), Masses([0.0], [0.0]), 1, None)
+        state = LayerState(
+            *(np.array([[0, 1]]), np.array([[0.5, np.nan]], np.float32), kinds),
+            *(np.array([True, False, True]), None, None, None, None, None, 2, account),
+        )
+        with pytest.raises(InternalError, match="not finite"):
+            twins.of_layer(LayerRules(lists, 2, OPEN)).replace_absent(state)
+        assert account.moved == ([[0]], [0])

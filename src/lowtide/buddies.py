@@ -17,9 +17,12 @@ from lowtide.core import (
     Facts,
     FloatArray,
     IntArray,
+    Left,
     RoutedTokens,
     WeightArray,
 )
+
+NOT_FINITE = "A substitution answered weights that are not finite."
 
 
 class TokenGates(NamedTuple):
@@ -38,6 +41,7 @@ class LayerRules(NamedTuple):
     lists: NDArray[np.int32]  # [num_experts, length] buddies, best first; -1 behind the last
     search_rank: int  # H: how far down a list to look
     gates: TokenGates
+    layer: int = 0
 
 
 class LayerState(NamedTuple):
@@ -56,6 +60,7 @@ class LayerState(NamedTuple):
     owner: IntArray | None  # [tokens] whose each token is, where something bounds that
     left: FloatArray | None  # [owners] what each may have moved
     rho: int  # substitutions of a token, at most
+    account: PassAccount | None = None  # who bounds and counts in the same call, in place of `left`
 
 
 class Waits(NamedTuple):
@@ -72,12 +77,18 @@ class Waits(NamedTuple):
     deadline_s: float
 
 
-class Moved(NamedTuple):
-    """What a layer does not run of what was asked, owner by owner."""
+class Masses(NamedTuple):
+    """Router's weight so far, owner by owner."""
 
-    masses: list[float]  # router's weight
-    pairs: list[int]
-    tokens: list[int]  # that no earlier layer of the pass affected
+    routed: list[float]
+    moved: list[float]  # of what was asked and not run
+
+
+class Moved(NamedTuple):
+    """What a pass does not run of what was asked."""
+
+    pairs: list[list[int]]  # [layers][owners]
+    tokens: list[int]  # [owners], each counted in the first layer that affects it
 
 
 class Saved(NamedTuple):
@@ -88,7 +99,12 @@ class Saved(NamedTuple):
 
 
 class LayerTwin(Protocol):
-    """Decides for a layer of some `LayerRules`."""
+    """Decides for a layer of some `LayerRules`.
+
+    Where the state has an account, what its router gave is added to that first, then bounds what
+    is replaced, and what was replaced is added last. Raises InternalError then for weights that
+    are not finite.
+    """
 
     def replace_absent(self, state: LayerState, num_fit: int = 0) -> RoutedTokens | None:
         """What runs by Algorithm 1, in order of ids; None where that is what the router chose.
@@ -104,18 +120,33 @@ class LayerTwin(Protocol):
         """
         ...
 
+    def give_up_late_alone(self, state: LayerState, facts: Facts) -> RoutedTokens | None:
+        """The same where there is no device and whoever is absent is read."""
+        ...
+
     def give_up_late_beside(self, state: LayerState, facts: Facts) -> RoutedTokens | None:
         """The same beside a device, where `BuddyTwins.balance` would assign what `facts` ask for:
         who waits for what is found in the same call."""
         ...
 
 
-class MovedCount(Protocol):
+class PassAccount(Protocol):
     """Counts for a pass whose tokens have owners; knows whom it has seen affected."""
 
-    def __call__(self, asked: RoutedTokens, run: RoutedTokens, num_experts: int) -> Moved | None:
-        """None for a `run` that cannot be run."""
+    def route(self, weights: WeightArray) -> Left | None:
+        """Adds what a layer's router gave [tokens, k]; what each owner may have moved of it, and
+        before, where something bounds that."""
         ...
+
+    def move(self, layer: int, asked: RoutedTokens, run: RoutedTokens, num_experts: int) -> bool:
+        """Adds what a layer does not run; False, and adds nothing, for what cannot be run."""
+        ...
+
+    @property
+    def masses(self) -> Masses: ...
+
+    @property
+    def moved(self) -> Moved: ...
 
     def saved(self, asked: RoutedTokens, run: RoutedTokens, expert_bytes: FloatArray) -> Saved:
         """expert_bytes [num_experts]: what the replacement of each expert saved by itself."""
@@ -137,6 +168,8 @@ class BuddyTwins(Protocol):
 
     def of_layer(self, rules: LayerRules) -> LayerTwin: ...
 
-    def of_pass(self, owner: IntArray, num_owners: int) -> MovedCount:
-        """owner [tokens]"""
+    def of_pass(
+        self, owner: IntArray, before: Masses, num_layers: int, share: float | None
+    ) -> PassAccount:
+        """owner [tokens]; before: the pass; share: moved over routed mass of an owner, at most."""
         ...

@@ -8,7 +8,7 @@ namespace {
 // As in buddies.hpp.
 struct Rules {
     const std::int32_t* lists;
-    std::int64_t num_experts, length, search_rank, exact_kinds;
+    std::int64_t num_experts, length, search_rank, layer, exact_kinds;
     double temperature, entropy, margin, beta;
 };
 struct Queues {
@@ -16,23 +16,35 @@ struct Queues {
     const double* host_s;
     double starts_s[2], each_s[2], deadline_s;
 };
+struct Account {
+    const std::int64_t* owner;
+    std::int64_t num_owners;
+    double share;
+    double *routed, *moved;
+    std::int64_t *pairs, *tokens;
+    std::uint8_t* is_affected;
+};
 using Replace = long(const Rules*, const std::int64_t*, const float*, const std::uint8_t*, long,
                      long, const std::uint8_t*, const double*, const std::uint8_t*,
-                     const std::int32_t*, const std::int64_t*, const double*, long, long, long,
-                     std::int64_t*, float*);
+                     const std::int32_t*, const std::int64_t*, const double*, long, long,
+                     const Account*, long, std::int64_t*, float*);
 using GiveUp = long(const Rules*, const std::int64_t*, const float*, const std::uint8_t*, long,
                     long, const std::uint8_t*, const double*, const std::uint8_t*,
                     const std::int32_t*, const std::int64_t*, const double*, long, long,
-                    const Queues*, std::int64_t*, float*);
+                    const Account*, const Queues*, std::int64_t*, float*);
 using GiveUpBeside = long(
     const Rules*, const std::int64_t*, const float*, const std::uint8_t*, long, long,
     const std::uint8_t*, const double*, const std::uint8_t*, const std::int32_t*,
-    const std::int64_t*, const double*, long, long, const std::int64_t*, const std::int64_t*,
-    const std::uint8_t*, const double*, const double*, const double*, long, double, double, double,
+    const std::int64_t*, const double*, long, long, const Account*, const std::int64_t*,
+    const std::int64_t*, const std::uint8_t*, const double*, const double*, const double*, long, double, double, double,
     double, const std::uint8_t*, std::int64_t*, float*);
-using Count = long(const std::int64_t*, const float*, const std::int64_t*, const float*, long,
-                   long, long, const std::int64_t*, long, std::uint8_t*, double*, std::int64_t*,
-                   std::int64_t*);
+using GiveUpAlone = long(
+    const Rules*, const std::int64_t*, const float*, const std::uint8_t*, long, long,
+    const std::uint8_t*, const double*, const std::uint8_t*, const std::int32_t*,
+    const std::int64_t*, const double*, long, long, const Account*, const std::uint8_t*,
+    const double*, long, double, std::int64_t*, float*);
+using Count = long(const Account*, long, const std::int64_t*, const float*, const std::int64_t*,
+                   const float*, long, long, long);
 using CountSaved = void(const std::int64_t*, const std::int64_t*, long, long, const double*, long,
                         const std::int64_t*, long, double*, std::int64_t*);
 
@@ -59,6 +71,7 @@ void substitute(const Library& library, const Routed& routed, unsigned has) {
     auto* replace = library.function<Replace>("lowtide_replace_absent");
     auto* give_up = library.function<GiveUp>("lowtide_give_up_late");
     auto* beside = library.function<GiveUpBeside>("lowtide_give_up_late_beside");
+    auto* alone = library.function<GiveUpAlone>("lowtide_give_up_late_alone");
     auto* count = library.function<Count>("lowtide_count_moved");
     auto* count_saved = library.function<CountSaved>("lowtide_count_saved");
     const auto [num_tokens, k, num_experts] = routed;
@@ -89,14 +102,21 @@ void substitute(const Library& library, const Routed& routed, unsigned has) {
     const auto lists = buddy_lists(num_experts, length, num_experts);
     const auto own_lists = buddy_lists(num_pairs, length, num_experts);
     const bool gates = has & 1, has_bound = has & 8;
-    const Rules rules = {lists.data(), num_experts, length, 4, 2, 1.5, gates ? 0.4 : -1.0,
+    const Rules rules = {lists.data(), num_experts, length, 4, 1, 2, 1.5, gates ? 0.4 : -1.0,
                          gates ? 0.3 : INFINITY, 2.0};
     const Queues queues = {has & 16 ? queue_of.data() : nullptr, host_s.data(), {0, 1e-3},
                            {1e-3, 2e-3}, 1.5e-3};
     const auto* arriving = has & 2 ? arriving_s.data() : nullptr;
     const auto* open = has & 4 ? is_open.data() : nullptr;
     const auto* pairs_own = has & 32 ? own_lists.data() : nullptr;
-    for (long way : {0, 1, 2}) {
+    // Of the second of two layers; counted in the call that decides, or after it.
+    std::vector<double> routed_mass(num_owners), moved_mass(num_owners);
+    Ids pairs_moved(2 * num_owners), tokens_moved(num_owners);
+    const Account book = {owner.data(), num_owners, 0.5, routed_mass.data(), moved_mass.data(),
+                          pairs_moved.data(), tokens_moved.data(), is_affected.data()};
+    for (long way : {0, 1, 2, 3}) {
+        const auto* account = has & 3 ? &book : nullptr;
+        std::fill(pairs_moved.begin(), pairs_moved.end(), 0);
         Ids out(num_pairs, -1);
         Floats out_weights(num_pairs, -1.0f);
         const auto* of = has_bound ? owner.data() : nullptr;
@@ -104,28 +124,31 @@ void substitute(const Library& library, const Routed& routed, unsigned has) {
         const long num_moved = way == 0
             ? replace(&rules, experts.data(), weights.data(), kinds.data(), num_tokens, k,
                       is_here.data(), arriving, open, pairs_own, of, bound,
-                      has_bound ? num_owners : 0, 2, has & 64 ? 1 : 0, out.data(),
+                      has_bound ? num_owners : 0, 2, account, has & 64 ? 1 : 0, out.data(),
                       out_weights.data())
             : way == 1
             ? give_up(&rules, experts.data(), weights.data(), kinds.data(), num_tokens, k,
                       is_here.data(), arriving, open, pairs_own, of, bound,
-                      has_bound ? num_owners : 0, 2, &queues, out.data(), out_weights.data())
+                      has_bound ? num_owners : 0, 2, account, &queues, out.data(), out_weights.data())
+            : way == 2
+            ? alone(&rules, experts.data(), weights.data(), kinds.data(), num_tokens, k,
+                    is_here.data(), arriving, open, pairs_own, of, bound,
+                    has_bound ? num_owners : 0, 2, account, is_resident.data(), one_s.data(),
+                    long(asked.size()), 1e-3, out.data(), out_weights.data())
             : beside(&rules, experts.data(), weights.data(), kinds.data(), num_tokens, k,
                      is_here.data(), arriving, open, pairs_own, of, bound,
-                     has_bound ? num_owners : 0, 2, asked.data(), tokens_of.data(),
+                     has_bound ? num_owners : 0, 2, account, asked.data(), tokens_of.data(),
                      is_resident.data(), one_s.data(), home_s.data(), one_s.data(),
                      long(asked.size()), 1e-3, has & 64 ? 2e-3 : INFINITY, 1e-3, 2e-3,
                      has & 16 ? is_at_host.data() : nullptr, out.data(), out_weights.data());
         if (num_moved == 0) continue;
         expect(is_ascending(out, k), "order of who runs", num_tokens, k, has);
-        std::vector<double> masses(num_owners);
-        Ids pairs(num_owners), tokens(num_owners);
-        expect(count(experts.data(), weights.data(), out.data(), out_weights.data(), num_tokens, k,
-                     num_experts, owner.data(), num_owners, is_affected.data(), masses.data(),
-                     pairs.data(), tokens.data()) == 1,
-               "what is run can be", num_tokens, k, has);
-        expect(std::accumulate(pairs.begin(), pairs.end(), 0L) == num_moved, "pairs moved",
-               num_tokens, k, has);
+        if (!account)
+            expect(count(&book, 1, experts.data(), weights.data(), out.data(), out_weights.data(),
+                         num_tokens, k, num_experts) == 1,
+                   "what is run can be", num_tokens, k, has);
+        const std::int64_t* pairs = pairs_moved.data() + num_owners;
+        expect(pairs[0] + pairs[1] == num_moved, "pairs moved", num_tokens, k, has);
         std::vector<double> expert_bytes(num_experts), shares(num_owners);
         for (double& each : expert_bytes) each = below(2) ? 0.0 : 3.0;
         Ids in_vain(num_owners);

@@ -16,7 +16,7 @@ from lowtide.policies.placement import Placement
 from lowtide.policies.prefetch import Prefetch
 from lowtide.policies.readmission import Readmission
 from lowtide.policies.receipt import Receipts
-from lowtide.policies.substitution import Substitution, check_substituted
+from lowtide.policies.substitution import CountedSubstitution, Substitution, check_substituted
 
 
 class Decision(NamedTuple):
@@ -63,6 +63,8 @@ class Policies:
         asked = facts.routing
         if self.substitution is None or asked is None:
             return None
+        if self.receipts is not None and isinstance(self.substitution, CountedSubstitution):
+            return self.substitution.counted(facts, self.receipts.account(facts, asked))
         left = None if self.receipts is None else self.receipts.route(facts, asked)
         if np.count_nonzero(facts.demand.is_resident) == len(facts.demand.experts):
             return None

@@ -8,7 +8,7 @@ the pass or for none: one token that needs it has it brought.
 
 from __future__ import annotations
 
-from lowtide.buddies import BuddyTwins
+from lowtide.buddies import BuddyTwins, PassAccount
 from lowtide.core import Facts, RoutedTokens
 from lowtide.policies.assignment import Assign
 from lowtide.policies.buddy_gates import Gates, Psi
@@ -16,10 +16,11 @@ from lowtide.policies.buddy_lists import BuddyLists
 from lowtide.policies.buddy_search import UNBOUNDED
 from lowtide.policies.miss import LayerTwins, Rho
 from lowtide.policies.plain_buddies import PlainBuddies
+from lowtide.policies.substitution import CountedSubstitution
 from lowtide.policies.waits import waits_of
 
 
-class Late:
+class Late(CountedSubstitution):
     """Gives up the late experts whose every token may have a buddy in their place."""
 
     def __init__(
@@ -38,10 +39,13 @@ class Late:
         balance = (PlainBuddies() if twins is None else twins).balance()
         self._is_balanced = isinstance(assign, type(balance))
 
-    def __call__(self, facts: Facts) -> RoutedTokens | None:
+    def counted(self, facts: Facts, account: PassAccount | None) -> RoutedTokens | None:
         if facts.routing is None:
             return None
-        layer, state = self._layers.of(facts.layer), self._layers.state(facts, facts.routing)
-        if self._is_balanced and facts.has_idle_link:
+        layer = self._layers.of(facts.layer)
+        state = self._layers.state(facts, facts.routing, account)
+        if not facts.has_idle_link:
+            return layer.give_up_late_alone(state, facts)
+        if self._is_balanced:
             return layer.give_up_late_beside(state, facts)
         return layer.give_up_late(state, waits_of(facts, self._assign))

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.random import default_rng
 
-from lowtide.buddies import BuddyTwins, LayerRules, LayerState, LayerTwin
+from lowtide.buddies import BuddyTwins, LayerRules, LayerState, LayerTwin, PassAccount
 from lowtide.core import BoolArray, Facts, FloatArray, IntArray, Left, RoutedTokens, WeightArray
 from lowtide.policies.buddy_gates import Gates, Psi, absent_experts
 from lowtide.policies.buddy_lists import BuddyLists
 from lowtide.policies.buddy_search import UNBOUNDED
 from lowtide.policies.plain_buddies import PlainBuddies
-from lowtide.policies.substitution import answer_of, in_order
+from lowtide.policies.substitution import CountedSubstitution, answer_of, in_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Rho:
         return max(1, num_chosen // 2) if self.num_experts is None else self.num_experts
 
 
-class Buddy:
+class Buddy(CountedSubstitution):
     """BuddyMoE: an absent expert's first buddy that is here (Algorithm 1), gates permitting.
 
     step_bytes: ours, since a `beta` caps no bytes: of the experts that are absent only so many are
@@ -54,16 +54,13 @@ class Buddy:
         self._layers = LayerTwins(lists, gates, psi, rho, search_rank, twins)
         self._meter = None if step_bytes is None else Meter(step_bytes, len(lists.ids))
 
-    def __call__(self, facts: Facts) -> RoutedTokens | None:
+    def counted(self, facts: Facts, account: PassAccount | None) -> RoutedTokens | None:
         if facts.routing is None:
             return None
         num_fit = 0
         if self._meter is not None:
-            num_absent = int(np.count_nonzero(absent_experts(facts)))
-            num_fit = self._meter.num_fit(facts, num_absent)
-            if num_fit == num_absent:
-                return None
-        state = self._layers.state(facts, facts.routing)
+            num_fit = self._meter.num_fit(facts, int(np.count_nonzero(absent_experts(facts))))
+        state = self._layers.state(facts, facts.routing, account)
         return self._layers.of(facts.layer).replace_absent(state, num_fit)
 
 
@@ -86,18 +83,21 @@ class LayerTwins:
         self._rho = rho
         made = PlainBuddies() if twins is None else twins
         self._layers = [
-            made.of_layer(LayerRules(ids, search_rank, gates.of_layer(layer)))
+            made.of_layer(LayerRules(ids, search_rank, gates.of_layer(layer), layer))
             for layer, ids in enumerate(lists.ids)
         ]
 
     def of(self, layer: int) -> LayerTwin:
         return self._layers[layer]
 
-    def state(self, facts: Facts, routing: RoutedTokens) -> LayerState:
+    def state(
+        self, facts: Facts, routing: RoutedTokens, account: PassAccount | None = None
+    ) -> LayerState:
         """Partitions are gated, and Psi ranks buddies, here: few ask for that."""
         experts, weights, _ = routing
         owner, left = (None, None) if facts.left is None else facts.left
         is_parted = facts.device_of is not None and self._gates.beta is not None
+        asks_psi = self._psi.is_used and not facts.demand.is_resident.all()
         return LayerState(
             experts,
             weights,
@@ -105,10 +105,11 @@ class LayerTwins:
             who_is_here(facts),
             facts.arriving_s,
             self._gates.open_tokens(facts, routing) if is_parted else None,
-            self._psi.lists(self._lists, facts, routing) if self._psi.is_used else None,
+            self._psi.lists(self._lists, facts, routing) if asks_psi else None,
             owner,
             left,
             self._rho.of(experts.shape[1]),
+            account,
         )
 
 

@@ -6,15 +6,26 @@ twin takes them, so that both decide the same to the last bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.buddies import LayerRules, LayerState, LayerTwin, Moved, MovedCount, Saved, Waits
-from lowtide.core import BoolArray, Facts, FloatArray, IntArray, Left, RoutedTokens
-from lowtide.policies.assignment import Assign, Balance
+from lowtide.buddies import (
+    NOT_FINITE,
+    LayerRules,
+    LayerState,
+    LayerTwin,
+    Masses,
+    Moved,
+    PassAccount,
+    Saved,
+    Waits,
+)
+from lowtide.core import BoolArray, Facts, FloatArray, IntArray, Left, RoutedTokens, WeightArray
+from lowtide.errors import InternalError
+from lowtide.policies.assignment import Assign, Balance, HostAlone
 from lowtide.policies.buddy_gates import open_tokens
 from lowtide.policies.buddy_search import BuddySearch, search_buddies
 from lowtide.policies.substitution import (
@@ -43,8 +54,10 @@ class PlainBuddies:
     def of_layer(self, rules: LayerRules) -> LayerTwin:
         return PlainLayer(rules)
 
-    def of_pass(self, owner: IntArray, num_owners: int) -> MovedCount:
-        return PlainCount(owner, num_owners)
+    def of_pass(
+        self, owner: IntArray, before: Masses, num_layers: int, share: float | None
+    ) -> PassAccount:
+        return PlainAccount(owner, before, num_layers, share)
 
 
 class PlainLayer:
@@ -54,6 +67,8 @@ class PlainLayer:
         self._rules = rules
 
     def replace_absent(self, state: LayerState, num_fit: int = 0) -> RoutedTokens | None:
+        if state.account is not None:
+            return self._counted(state, lambda bounded: self.replace_absent(bounded, num_fit))
         absent = absent_of(state)
         may = self._open_tokens(state, absent)[:, None] & absent[state.experts]
         if num_fit:
@@ -66,6 +81,8 @@ class PlainLayer:
         return answer_of(routing, search_buddies(search), _left(state))
 
     def give_up_late(self, state: LayerState, waits: Waits) -> RoutedTokens | None:
+        if state.account is not None:
+            return self._counted(state, lambda bounded: self.give_up_late(bounded, waits))
         absent = absent_of(state)
         queues = [queue for queue in late_queues(state, absent, waits) if queue.num_late]
         if not queues:
@@ -78,8 +95,25 @@ class PlainLayer:
                 num_late -= num_late > 0 and spending.give_up(expert)
         return spending.answer()
 
+    def give_up_late_alone(self, state: LayerState, facts: Facts) -> RoutedTokens | None:
+        return self.give_up_late(state, waits_of(facts, HostAlone()))
+
     def give_up_late_beside(self, state: LayerState, facts: Facts) -> RoutedTokens | None:
         return self.give_up_late(state, waits_of(facts, Balance()))
+
+    def _counted(
+        self, state: LayerState, decide: Callable[[LayerState], RoutedTokens | None]
+    ) -> RoutedTokens | None:
+        """What is decided by what the account leaves; the account has it then."""
+        account, asked = state.account, RoutedTokens(state.experts, state.weights)
+        if account is None or not asked.experts.size:
+            return None
+        owner, left = account.route(state.weights) or (None, None)
+        answer = decide(state._replace(owner=owner, left=left, account=None))
+        num_experts = len(state.is_here)
+        if answer and not account.move(self._rules.layer, asked, answer, num_experts):
+            raise InternalError(NOT_FINITE)
+        return answer
 
     def _lists(self, state: LayerState) -> tuple[NDArray[np.int32], IntArray | None]:
         if state.lists is None:
@@ -93,25 +127,46 @@ class PlainLayer:
         return open_tokens(self._rules.gates, state.kinds, state.weights, share)
 
 
-class PlainCount:
-    """See `MovedCount`."""
+class PlainAccount:
+    """See `PassAccount`."""
 
-    def __init__(self, owner: IntArray, num_owners: int) -> None:
+    def __init__(
+        self, owner: IntArray, before: Masses, num_layers: int, share: float | None
+    ) -> None:
         self._owner = owner
-        self._num_owners = num_owners
+        self._num_owners = len(before.routed)
+        self._share = share
+        self._routed, self._moved = (np.array(masses, np.float64) for masses in before)
         self._is_affected = np.zeros(len(owner), np.bool_)
+        self._pairs = np.zeros((num_layers, self._num_owners), np.int64)
+        self._tokens = np.zeros(self._num_owners, np.int64)
 
-    def __call__(self, asked: RoutedTokens, run: RoutedTokens, num_experts: int) -> Moved | None:
-        if not is_runnable(run, num_experts):
+    @property
+    def masses(self) -> Masses:
+        return Masses(self._routed.tolist(), self._moved.tolist())
+
+    @property
+    def moved(self) -> Moved:
+        return Moved(self._pairs.tolist(), self._tokens.tolist())
+
+    def route(self, weights: WeightArray) -> Left | None:
+        owners = np.repeat(self._owner, weights.shape[1])
+        self._routed += np.bincount(owners, weights.ravel(), minlength=self._num_owners)
+        if self._share is None:
             return None
+        return Left(self._owner, np.fmax(self._share * self._routed - self._moved, 0.0))
+
+    def move(self, layer: int, asked: RoutedTokens, run: RoutedTokens, num_experts: int) -> bool:
+        if not is_runnable(run, num_experts):
+            return False
         is_moved = replaced(asked, run)
         owners = np.repeat(self._owner, is_moved.sum(axis=1))
-        masses = np.bincount(owners, asked.weights[is_moved], minlength=self._num_owners)
+        self._moved += np.bincount(owners, asked.weights[is_moved], minlength=self._num_owners)
         newly = is_moved.any(axis=1) & ~self._is_affected
         self._is_affected |= newly
-        tokens = np.bincount(self._owner[newly], minlength=self._num_owners)
-        pairs = np.bincount(owners, minlength=self._num_owners)
-        return Moved(masses.tolist(), pairs.tolist(), tokens.tolist())
+        self._tokens += np.bincount(self._owner[newly], minlength=self._num_owners)
+        self._pairs[layer] += np.bincount(owners, minlength=self._num_owners)
+        return True
 
     def saved(self, asked: RoutedTokens, run: RoutedTokens, expert_bytes: FloatArray) -> Saved:
         is_moved = replaced(asked, run)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lowtide.buddies import BuddyTwins, MovedCount
+from lowtide.buddies import BuddyTwins, Masses, PassAccount
 from lowtide.core import Facts, FloatArray, IntArray, Left, PassRows, RoutedTokens
 from lowtide.policies.plain_buddies import PlainBuddies
 from lowtide.policies.substitution import cannot_run, check_alike
@@ -83,30 +83,21 @@ class Receipts:
         """max_mass: replaced over routed mass of a request, at most, at any time. twins: who
         counts, the plain ones unless they are given."""
         self._num_layers = num_layers
-        self._max_mass = max_mass
+        self._share = None if max_mass is None else max_mass * (1 - _SLACK)
         self._twins = PlainBuddies() if twins is None else twins
         self._tallies: dict[int, _Tally] = {}
         # Of the pass under way.
         self._rows: PassRows | None = None
         self._last_layer = num_layers
         self._running: list[_Tally] = []  # of each owner
-        self._owner: IntArray = np.empty(0, np.int64)  # [rows]
-        self._owner_of_pair = self._owner  # [rows * k]
-        self._count: MovedCount = self._twins.of_pass(self._owner, 0)
+        self._before: list[tuple[list[int], int]] = []  # their pairs and tokens, as it began
+        self._account = self._twins.of_pass(np.empty(0, np.int64), Masses([], []), 0, None)
+        self._num_rows = 0
 
     def route(self, facts: Facts, routing: RoutedTokens) -> Left | None:
         """Adds what a layer's router gave; what each request may have moved of it, and before,
         where something bounds that."""
-        self._see_pass(facts, *routing.weights.shape)
-        weights = routing.weights.ravel()
-        routed = np.bincount(self._owner_of_pair, weights, minlength=len(self._running))
-        for tally, mass in zip(self._running, routed.tolist(), strict=True):
-            tally.routed_mass += mass
-        if self._max_mass is None:
-            return None
-        share = self._max_mass * (1 - _SLACK)
-        left = [max(0.0, share * tally.routed_mass - tally.moved_mass) for tally in self._running]
-        return Left(self._owner, np.array(left))
+        return self.account(facts, routing).route(routing.weights)
 
     def substitute(self, facts: Facts, asked: RoutedTokens, run: RoutedTokens) -> None:
         """Adds what a layer runs in place of what its router chose.
@@ -114,13 +105,8 @@ class Receipts:
         Raises InternalError for what cannot be run.
         """
         check_alike(run, asked)
-        moved = self._count(asked, run, len(facts.is_kept))
-        if moved is None:
+        if not self._account.move(facts.layer, asked, run, len(facts.is_kept)):
             raise cannot_run(run, len(facts.is_kept))
-        for tally, mass, pairs, tokens in zip(self._running, *moved, strict=True):
-            tally.moved_mass += mass
-            tally.substitutions[facts.layer] += pairs
-            tally.num_affected += tokens
 
     def settle(
         self, asked: RoutedTokens, run: RoutedTokens, expert_bytes: FloatArray, net_bytes: float
@@ -130,7 +116,7 @@ class Receipts:
         expert_bytes [num_experts]: what the replacement of each expert saved by itself, 0 where it
         came anyway; net_bytes: what the layer as a whole did, which requests share by their pairs.
         """
-        saved = self._count.saved(asked, run, expert_bytes)
+        saved = self._account.saved(asked, run, expert_bytes)
         total = sum(saved.shares)
         scale = net_bytes / total if total else 0.0
         for tally, share, in_vain in zip(self._running, *saved, strict=True):
@@ -139,38 +125,64 @@ class Receipts:
 
     def take(self, request: int) -> Receipt | None:
         """The receipt of a request that has ended; None where nothing was counted of it."""
+        self._write_down()
         tally = self._tallies.pop(request, None)
         self._rows, self._last_layer = None, self._num_layers
         return None if tally is None else tally.receipt()
 
     def of(self, request: int) -> Receipt | None:
         """The receipt so far."""
+        self._write_down()
         tally = self._tallies.get(request)
         return None if tally is None else tally.receipt()
 
     def all(self) -> list[Receipt]:
         """Of every request so far."""
+        self._write_down()
         return [tally.receipt() for tally in self._tallies.values()]
 
     def take_over(self, others: Receipts) -> None:
         """Goes on with the tallies of those who counted until now."""
+        others._write_down()
         self._tallies.update(others._tallies)
 
-    def _see_pass(self, facts: Facts, num_rows: int, k: int) -> None:
-        """Notices a pass's first layer: whose its rows are, none of them affected yet."""
-        rows = facts.step.rows
+    def account(self, facts: Facts, routing: RoutedTokens) -> PassAccount:
+        """Of the pass under way, for who counts by itself. Notices a pass's first layer: whose its
+        rows are, none of them affected yet."""
+        rows, num_rows = facts.step.rows, len(routing.weights)
         is_same = rows is self._rows and facts.layer > self._last_layer
         self._last_layer = facts.layer
-        if is_same and len(self._owner) == num_rows:
-            return
-        self._rows = rows
-        names, owner = np.unique(facts.step.rows_of(num_rows).request, return_inverse=True)
-        self._owner = owner.astype(np.int64)
-        self._owner_of_pair = np.repeat(self._owner, k)
-        self._count = self._twins.of_pass(self._owner, len(names))
+        if not is_same or self._num_rows != num_rows:
+            self._write_down()
+            self._rows, self._num_rows = rows, num_rows
+            self._begin_pass(facts)
+        return self._account
+
+    def _begin_pass(self, facts: Facts) -> None:
+        names, owner = np.unique(facts.step.rows_of(self._num_rows).request, return_inverse=True)
         self._running = [
             self._tallies.setdefault(name, _Tally(self._num_layers)) for name in names.tolist()
         ]
-        counts = np.bincount(self._owner, minlength=len(names))
+        before = Masses(
+            [tally.routed_mass for tally in self._running],
+            [tally.moved_mass for tally in self._running],
+        )
+        self._before = [(tally.substitutions, tally.num_affected) for tally in self._running]
+        self._account = self._twins.of_pass(
+            owner.astype(np.int64), before, self._num_layers, self._share
+        )
+        counts = np.bincount(owner, minlength=len(names))
         for tally, count in zip(self._running, counts.tolist(), strict=True):
             tally.num_tokens += count
+
+    def _write_down(self) -> None:
+        """What the pass under way came to so far, in every tally."""
+        masses, (pairs, tokens) = self._account.masses, self._account.moved
+        for i, (tally, (substitutions, num_affected)) in enumerate(
+            zip(self._running, self._before, strict=True)
+        ):
+            tally.routed_mass, tally.moved_mass = masses.routed[i], masses.moved[i]
+            tally.substitutions = [
+                num + of_layer[i] for num, of_layer in zip(substitutions, pairs, strict=True)
+            ]
+            tally.num_affected = num_affected + tokens[i]

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from lowtide.buddies import NOT_FINITE, PassAccount
 from lowtide.core import (
     BoolArray,
     Facts,
@@ -33,6 +34,17 @@ class Substitution(Protocol):
         sees to it), none of them twice. Its scores are not looked at.
         """
         ...
+
+
+class CountedSubstitution:
+    """One that counts what it replaces in the same call: `Receipts` need not."""
+
+    def __call__(self, facts: Facts) -> RoutedTokens | None:
+        return self.counted(facts, None)
+
+    def counted(self, facts: Facts, account: PassAccount | None) -> RoutedTokens | None:
+        """account: in place of `facts.left`; asked where nobody is absent, too."""
+        raise NotImplementedError
 
 
 def in_order(experts: IntArray, weights: WeightArray) -> RoutedTokens:
@@ -75,7 +87,7 @@ def cannot_run(answer: RoutedTokens, num_experts: int) -> InternalError:
             f"A substitution gave token {row} the experts {experts[row].tolist()}: ids must "
             "ascend, and no expert may come twice."
         )
-    return InternalError("A substitution answered weights that are not finite.")
+    return InternalError(NOT_FINITE)
 
 
 def is_runnable(answer: RoutedTokens, num_experts: int) -> bool:

@@ -305,36 +305,87 @@ class Spending {
     std::vector<double> left_, moved_;
 };
 
-}
-
-extern "C" {
-
-// out, out_weights [num_tokens, k]: who runs in place of absent experts. Of these the num_fit that
-// the router cares most for are left as they are (0: none). Answers how many pairs were replaced.
-long lowtide_replace_absent(
-    const Rules* rules, const std::int64_t* experts, const float* weights,
-    const std::uint8_t* kinds, long num_tokens, long k, const std::uint8_t* is_here,
-    const double* arriving_s, const std::uint8_t* is_open, const std::int32_t* lists,
-    const std::int64_t* owner, const double* left, long num_owners, long rho, long num_fit,
-    std::int64_t* out, float* out_weights
-) {
-    const Layer layer{*rules,  experts, weights, kinds, num_tokens, k,  is_here, arriving_s,
-                      is_open, lists,   owner,   left,  num_owners, rho};
+// Algorithm 1, but for the `num_fit` absent experts that the router cares most for.
+long replace_absent(const Layer& layer, long num_fit, std::int64_t* out, float* out_weights) {
     Absent absent(layer);
     if (!absent.num) return 0;
     const std::vector<std::uint8_t> open = open_tokens(layer, absent);
     if (num_fit > 0) {
         Pairs kept;
-        for (long expert = 0; expert < rules->num_experts; ++expert)
+        for (long expert = 0; expert < layer.rules.num_experts; ++expert)
             if (absent.is_it[expert]) kept.push_back(expert);
         by_mass(kept, router_mass(layer));
         for (long i = std::max(0L, absent.num - num_fit); i < absent.num; ++i)
             absent.is_it[kept[i]] = 0;
     }
-    std::copy(experts, experts + layer.num_pairs(), out);
+    std::copy(layer.experts, layer.experts + layer.num_pairs(), out);
     find_buddies(layer, absent.is_it, open, out);
     keep_within(layer, out);
     return in_order(layer, out, out_weights);
+}
+
+// The late experts, each by all its tokens or by none.
+long give_up_late(
+    const Layer& layer, const Queues& queues, std::int64_t* out, float* out_weights
+) {
+    const Absent absent(layer);
+    if (!absent.num) return 0;
+    const std::vector<Queue> found = late_queues(layer, absent, queues);
+    if (std::none_of(found.begin(), found.end(), [](auto& queue) { return queue.num_late; }))
+        return 0;
+    const std::vector<std::uint8_t> open = open_tokens(layer, absent);
+    if (std::none_of(open.begin(), open.end(), [](auto one) { return one; })) return 0;
+    std::copy(layer.experts, layer.experts + layer.num_pairs(), out);
+    Spending spending(layer, open, out);
+    for (const Queue& queue : found) {
+        long num_late = queue.num_late;
+        for (long expert : queue.experts)
+            if (num_late > 0) num_late -= spending.give_up(expert);
+    }
+    return in_order(layer, out, out_weights);
+}
+
+// `decide` within what an account leaves, if there is one, which has what was decided then. Answers
+// less than 0 where that cannot be run.
+template <class Decide>
+long counted(
+    Layer& layer, const Account* account, std::int64_t* out, float* out_weights, Decide decide
+) {
+    if (!account) return decide();
+    std::vector<double> left(account->num_owners);
+    layer.owner = account->owner;
+    layer.num_owners = account->num_owners;
+    const bool is_bounded =
+        lowtide_route(account, layer.weights, layer.num_tokens, layer.k, left.data());
+    layer.left = is_bounded ? left.data() : nullptr;
+    const long num_moved = decide();
+    const Rules& rules = layer.rules;
+    const bool is_counted =
+        !num_moved ||
+        lowtide_count_moved(account, rules.layer, layer.experts, layer.weights, out, out_weights,
+                            layer.num_tokens, layer.k, rules.num_experts);
+    return is_counted ? num_moved : -1;
+}
+
+}
+
+extern "C" {
+
+// out, out_weights [num_tokens, k]: who runs in place of absent experts. Of these the num_fit that
+// the router cares most for are left as they are (0: none). account: in place of owner and left, or
+// null. Answers how many pairs were replaced, less than 0 where that cannot be run.
+long lowtide_replace_absent(
+    const Rules* rules, const std::int64_t* experts, const float* weights,
+    const std::uint8_t* kinds, long num_tokens, long k, const std::uint8_t* is_here,
+    const double* arriving_s, const std::uint8_t* is_open, const std::int32_t* lists,
+    const std::int64_t* owner, const double* left, long num_owners, long rho,
+    const Account* account, long num_fit, std::int64_t* out, float* out_weights
+) {
+    Layer layer{*rules,  experts, weights, kinds, num_tokens, k,  is_here, arriving_s,
+                is_open, lists,   owner,   left,  num_owners, rho};
+    return counted(layer, account, out, out_weights, [&] {
+        return replace_absent(layer, num_fit, out, out_weights);
+    });
 }
 
 // The same, but whoever comes late is given up by all tokens or by none.
@@ -343,25 +394,13 @@ long lowtide_give_up_late(
     const std::uint8_t* kinds, long num_tokens, long k, const std::uint8_t* is_here,
     const double* arriving_s, const std::uint8_t* is_open, const std::int32_t* lists,
     const std::int64_t* owner, const double* left, long num_owners, long rho,
-    const Queues* queues, std::int64_t* out, float* out_weights
+    const Account* account, const Queues* queues, std::int64_t* out, float* out_weights
 ) {
-    const Layer layer{*rules,  experts, weights, kinds, num_tokens, k,  is_here, arriving_s,
-                      is_open, lists,   owner,   left,  num_owners, rho};
-    const Absent absent(layer);
-    if (!absent.num) return 0;
-    const std::vector<Queue> found = late_queues(layer, absent, *queues);
-    if (std::none_of(found.begin(), found.end(), [](auto& queue) { return queue.num_late; }))
-        return 0;
-    const std::vector<std::uint8_t> open = open_tokens(layer, absent);
-    if (std::none_of(open.begin(), open.end(), [](auto one) { return one; })) return 0;
-    std::copy(experts, experts + layer.num_pairs(), out);
-    Spending spending(layer, open, out);
-    for (const Queue& queue : found) {
-        long num_late = queue.num_late;
-        for (long expert : queue.experts)
-            if (num_late > 0) num_late -= spending.give_up(expert);
-    }
-    return in_order(layer, out, out_weights);
+    Layer layer{*rules,  experts, weights, kinds, num_tokens, k,  is_here, arriving_s,
+                is_open, lists,   owner,   left,  num_owners, rho};
+    return counted(layer, account, out, out_weights, [&] {
+        return give_up_late(layer, *queues, out, out_weights);
+    });
 }
 
 }

@@ -15,8 +15,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.buddies import LayerRules, LayerState, LayerTwin, Moved, MovedCount, Saved, Waits
-from lowtide.core import Facts, FloatArray, IntArray, RoutedTokens
+from lowtide.buddies import (
+    NOT_FINITE,
+    LayerRules,
+    LayerState,
+    LayerTwin,
+    Masses,
+    Moved,
+    PassAccount,
+    Saved,
+    Waits,
+)
+from lowtide.core import Facts, FloatArray, IntArray, Left, RoutedTokens, WeightArray
+from lowtide.errors import InternalError
 from lowtide.kernels.cpu.balance import CompiledBalance
 from lowtide.kernels.cpu.library import BUDDIES, load_library
 
@@ -30,7 +41,7 @@ class _Rules(ctypes.Structure):
     _fields_ = (
         ("lists", _P),
         *((name, ctypes.c_int64) for name in ("num_experts", "length", "search_rank")),
-        ("exact_kinds", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("layer", "exact_kinds")),
         *((name, _DOUBLE) for name in ("temperature", "entropy", "margin", "beta")),
     )
 
@@ -45,28 +56,42 @@ class _Queues(ctypes.Structure):
     )
 
 
+class _AccountBook(ctypes.Structure):
+    """As `Account` in `buddies.hpp`."""
+
+    _fields_ = (
+        ("owner", ctypes.c_char_p),
+        ("num_owners", ctypes.c_int64),
+        ("share", _DOUBLE),
+        *((name, ctypes.POINTER(_DOUBLE)) for name in ("routed", "moved")),
+        *((name, ctypes.POINTER(ctypes.c_int64)) for name in ("pairs", "tokens")),
+        ("is_affected", ctypes.POINTER(ctypes.c_uint8)),
+    )
+
+
 class CompiledBuddies:
     """Substitutes and counts as `policies.plain_buddies.PlainBuddies` does."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
-        self._replace_absent = library.lowtide_replace_absent
-        self._give_up_late = library.lowtide_give_up_late
-        self._give_up_beside = library.lowtide_give_up_late_beside
-        self._count_moved = library.lowtide_count_moved
-        state = (*4 * (_P,), _LONG, _LONG, *6 * (_P,), _LONG, _LONG)
-        self._replace_absent.argtypes = (*state, _LONG, _P, _P)
-        self._give_up_late.argtypes = (*state, _P, _P, _P)
-        beside = (*6 * (_P,), _LONG, *4 * (_DOUBLE,), _P)
-        self._give_up_beside.argtypes = (*state, *beside, _P, _P)
-        self._count_moved.argtypes = (*4 * (_P,), *3 * (_LONG,), _P, _LONG, *4 * (_P,))
+        # Microseconds each: whoever lets the GIL go for that may have to stand in line for it.
+        self._library = library = ctypes.PyDLL(library._name, handle=library._handle)
         self._count_saved = library.lowtide_count_saved
         self._count_saved.argtypes = (*2 * (_P,), *2 * (_LONG,), _P, _LONG, _P, _LONG, *2 * (_P,))
         self._count_saved.restype = None
-        deciding = (self._replace_absent, self._give_up_late, self._give_up_beside)
-        for function in (*deciding, self._count_moved):
-            function.restype = _LONG
-        self._deciding = deciding
+        library.lowtide_route.argtypes = (_P, _P, _LONG, _LONG, _P)
+        library.lowtide_count_moved.argtypes = (_P, _LONG, *4 * (_P,), *3 * (_LONG,))
+        state = (*4 * (_P,), _LONG, _LONG, *6 * (_P,), _LONG, _LONG, _P)
+        more = {
+            "lowtide_replace_absent": (_LONG,),
+            "lowtide_give_up_late": (_P,),
+            "lowtide_give_up_late_alone": (_P, _P, _LONG, _DOUBLE),
+            "lowtide_give_up_late_beside": (*6 * (_P,), _LONG, *4 * (_DOUBLE,), _P),
+        }
+        for name, types in more.items():
+            getattr(library, name).argtypes = (*state, *types, _P, _P)
+        self._deciding = tuple(_answers_long(getattr(library, name)) for name in more)
+        counting = library.lowtide_route, library.lowtide_count_moved
+        self._counting = tuple(map(_answers_long, counting))
 
     @classmethod
     def load(cls) -> CompiledBuddies:
@@ -79,8 +104,11 @@ class CompiledBuddies:
     def of_layer(self, rules: LayerRules) -> LayerTwin:
         return _Layer(rules, *self._deciding)
 
-    def of_pass(self, owner: IntArray, num_owners: int) -> MovedCount:
-        return _Count(owner, num_owners, self._count_moved, self._count_saved)
+    def of_pass(
+        self, owner: IntArray, before: Masses, num_layers: int, share: float | None
+    ) -> PassAccount:
+        book = _Book(owner, before, num_layers, share)
+        return _Account(book, owner, *self._counting, self._count_saved)
 
 
 class _Layer:
@@ -91,13 +119,15 @@ class _Layer:
         rules: LayerRules,
         replace_absent: _Function,
         give_up_late: _Function,
+        give_up_alone: _Function,
         give_up_beside: _Function,
     ) -> None:
         self._lists = np.ascontiguousarray(rules.lists, np.int32)  # what `_rules` points to
-        sizes = (*self._lists.shape, rules.search_rank)
+        sizes = (*self._lists.shape, rules.search_rank, rules.layer)
         self._rules = byref(_Rules(self._lists.ctypes.data, *sizes, *rules.gates))
         self._replace_absent = replace_absent
         self._give_up_late = give_up_late
+        self._give_up_alone = give_up_alone
         self._give_up_beside = give_up_beside
 
     def replace_absent(self, state: LayerState, num_fit: int = 0) -> RoutedTokens | None:
@@ -107,6 +137,12 @@ class _Layer:
         queue_of, starts_s, each_s, host_s, deadline_s = waits
         queues = _Queues(_bytes(queue_of), _bytes(host_s), starts_s, each_s, deadline_s)
         return self._run(self._give_up_late, state, byref(queues))
+
+    def give_up_late_alone(self, state: LayerState, facts: Facts) -> RoutedTokens | None:
+        costs, demand = facts.costs, facts.demand
+        resident_s = costs.device_s(demand.num_tokens).tobytes()
+        asked = demand.is_resident.tobytes(), resident_s, len(demand.experts)
+        return self._run(self._give_up_alone, state, *asked, costs.fetch_s)
 
     def give_up_late_beside(self, state: LayerState, facts: Facts) -> RoutedTokens | None:
         costs, (experts, num_tokens, is_resident, _) = facts.costs, facts.demand
@@ -129,12 +165,13 @@ class _Layer:
         )
 
     def _run(self, function: _Function, state: LayerState, *last: object) -> RoutedTokens | None:
-        experts, weights, kinds, is_here, arriving_s, is_open, lists, owner, left, rho = state
+        experts, weights, kinds, is_here, arriving_s, is_open, lists, owner, left, rho, own = state
         if not experts.size:
             return None
-        # Any: stubs do not say before Python 3.12 that an array is a buffer.
-        out: Any = np.empty(experts.shape, np.int64)
-        out_weights: Any = np.empty(experts.shape, np.float32)
+        # Copies cost less than to say a type. Any: stubs do not say before Python 3.12 that an
+        # array is a buffer.
+        out: Any = experts.copy()
+        out_weights: Any = weights.copy()
         num_moved = function(
             self._rules,
             experts.tobytes(),
@@ -142,53 +179,100 @@ class _Layer:
             kinds.tobytes(),
             *experts.shape,
             is_here.tobytes(),
-            _bytes(arriving_s),
-            _bytes(is_open),
-            _bytes(lists),
-            _bytes(owner),
-            _bytes(left),
+            None if arriving_s is None else arriving_s.tobytes(),
+            None if is_open is None else is_open.tobytes(),
+            None if lists is None else lists.tobytes(),
+            None if owner is None else owner.tobytes(),
+            None if left is None else left.tobytes(),
             0 if left is None else len(left),
             rho,
+            own.reference if isinstance(own, _Account) else None,
             *last,
             byref(_CHAR.from_buffer(out)),
             byref(_CHAR.from_buffer(out_weights)),
         )
+        if num_moved < 0:
+            raise InternalError(NOT_FINITE)
         return RoutedTokens(out, out_weights) if num_moved else None
 
 
-class _Count:
-    """See `MovedCount`."""
+class _Book(ctypes.Structure):
+    """As `Account` in `buddies.hpp`; owns what it points to."""
+
+    _fields_ = (
+        ("owner", ctypes.c_char_p),
+        ("num_owners", ctypes.c_int64),
+        ("share", _DOUBLE),
+        *((name, ctypes.POINTER(_DOUBLE)) for name in ("routed", "moved")),
+        *((name, ctypes.POINTER(ctypes.c_int64)) for name in ("pairs", "tokens")),
+        ("is_affected", ctypes.POINTER(ctypes.c_uint8)),
+    )
+
+    def __init__(
+        self, owner: IntArray, before: Masses, num_layers: int, share: float | None
+    ) -> None:
+        num = len(before.routed)
+        sums, counts = num * _DOUBLE, num * ctypes.c_int64
+        super().__init__(
+            owner.tobytes(),
+            num,
+            np.inf if share is None else share,
+            sums(*before.routed),
+            sums(*before.moved),
+            (num_layers * num * ctypes.c_int64)(),
+            counts(),
+            (len(owner) * ctypes.c_uint8)(),
+        )
+        self.num_layers = num_layers
+
+
+class _Account:
+    """See `PassAccount`."""
 
     def __init__(
         self,
+        book: _Book,
         owner: IntArray,
-        num_owners: int,
+        route: _Function,
         count_moved: _Function,
         count_saved: Callable[..., None],
     ) -> None:
-        self._owner = owner.tobytes()
-        self._num_owners = num_owners
-        self._is_affected = (ctypes.c_uint8 * max(1, len(owner)))()
-        self._masses = (_DOUBLE * num_owners)()
-        self._pairs, self._tokens = (ctypes.c_int64 * num_owners)(), (ctypes.c_int64 * num_owners)()
-        self._count_moved, self._count_saved = count_moved, count_saved
+        self._book, self._owner = book, owner
+        self.reference = byref(book)
+        self._route, self._count_moved, self._count_saved = route, count_moved, count_saved
+        num = book.num_owners
+        self._shares, self._in_vain = (num * _DOUBLE)(), (num * ctypes.c_int64)()
 
-    def __call__(self, asked: RoutedTokens, run: RoutedTokens, num_experts: int) -> Moved | None:
-        is_runnable = self._count_moved(
-            asked.experts.tobytes(),
-            asked.weights.tobytes(),
-            run.experts.tobytes(),
-            run.weights.tobytes(),
-            *asked.experts.shape,
-            num_experts,
-            self._owner,
-            self._num_owners,
-            self._is_affected,
-            self._masses,
-            self._pairs,
-            self._tokens,
+    @property
+    def masses(self) -> Masses:
+        num = self._book.num_owners
+        return Masses(self._book.routed[:num], self._book.moved[:num])
+
+    @property
+    def moved(self) -> Moved:
+        book, num = self._book, self._book.num_owners
+        pairs = [book.pairs[i * num : (i + 1) * num] for i in range(book.num_layers)]
+        return Moved(pairs, book.tokens[:num])
+
+    def route(self, weights: WeightArray) -> Left | None:
+        left = (self._book.num_owners * _DOUBLE)()
+        if not self._route(self.reference, weights.tobytes(), *weights.shape, left):
+            return None
+        return Left(self._owner, np.array(left[:]))
+
+    def move(self, layer: int, asked: RoutedTokens, run: RoutedTokens, num_experts: int) -> bool:
+        return bool(
+            self._count_moved(
+                self.reference,
+                layer,
+                asked.experts.tobytes(),
+                asked.weights.tobytes(),
+                run.experts.tobytes(),
+                run.weights.tobytes(),
+                *asked.experts.shape,
+                num_experts,
+            )
         )
-        return Moved(self._masses[:], self._pairs[:], self._tokens[:]) if is_runnable else None
 
     def saved(self, asked: RoutedTokens, run: RoutedTokens, expert_bytes: FloatArray) -> Saved:
         self._count_saved(
@@ -197,12 +281,18 @@ class _Count:
             *asked.experts.shape,
             expert_bytes.tobytes(),
             len(expert_bytes),
-            self._owner,
-            self._num_owners,
-            self._masses,
-            self._pairs,
+            self._owner.tobytes(),
+            self._book.num_owners,
+            self._shares,
+            self._in_vain,
         )
-        return Saved(self._masses[:], self._pairs[:])
+        return Saved(self._shares[:], self._in_vain[:])
+
+
+def _answers_long(function: Any) -> _Function:
+    function.restype = _LONG
+    typed: _Function = function
+    return typed
 
 
 def _bytes(array: NDArray[Any] | None) -> bytes | None:

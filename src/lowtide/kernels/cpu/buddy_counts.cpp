@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "buddies.hpp"
+
 namespace {
 
 // A token has few experts: going through all of them takes no branch.
@@ -33,19 +35,32 @@ bool is_runnable(
 
 extern "C" {
 
-// What was asked [num_tokens, k] and is not run, for each of `num_owners` requests: mass, pairs,
-// and tokens that were not affected before, by is_affected [num_tokens]. Answers 0 where what is
-// run cannot be.
+// Adds what a layer's router gave; left [num_owners]: what each may have moved of it, and before.
+// Answers whether anything bounds that.
+long lowtide_route(
+    const Account* account, const float* weights, long num_tokens, long k, double* left
+) {
+    std::fill(left, left + account->num_owners, 0.0);
+    for (long pair = 0; pair < num_tokens * k; ++pair)
+        left[account->owner[pair / k]] += weights[pair];
+    for (long one = 0; one < account->num_owners; ++one) {
+        account->routed[one] += left[one];
+        left[one] = std::max(0.0, account->share * account->routed[one] - account->moved[one]);
+    }
+    return std::isfinite(account->share);
+}
+
+// Adds what was asked of a layer [num_tokens, k] and is not run. Answers 0, and adds nothing, where
+// what is run cannot be.
 long lowtide_count_moved(
-    const std::int64_t* asked, const float* asked_weights, const std::int64_t* run,
-    const float* run_weights, long num_tokens, long k, long num_experts,
-    const std::int64_t* owner, long num_owners, std::uint8_t* is_affected, double* masses,
-    std::int64_t* pairs, std::int64_t* tokens
+    const Account* account, long layer, const std::int64_t* asked, const float* asked_weights,
+    const std::int64_t* run, const float* run_weights, long num_tokens, long k, long num_experts
 ) {
     if (!is_runnable(run, run_weights, num_tokens, k, num_experts)) return 0;
-    std::fill(masses, masses + num_owners, 0.0);
-    std::fill(pairs, pairs + num_owners, 0);
-    std::fill(tokens, tokens + num_owners, 0);
+    const std::int64_t* owner = account->owner;
+    std::uint8_t* is_affected = account->is_affected;
+    std::int64_t* pairs = account->pairs + layer * account->num_owners;
+    std::vector<double> masses(account->num_owners, 0.0);
     for (long token = 0; token < num_tokens; ++token) {
         const std::int64_t* others = run + token * k;
         bool is_moved = false;
@@ -55,9 +70,10 @@ long lowtide_count_moved(
             ++pairs[owner[token]];
             is_moved = true;
         }
-        tokens[owner[token]] += is_moved && !is_affected[token];
+        account->tokens[owner[token]] += is_moved && !is_affected[token];
         is_affected[token] |= is_moved;
     }
+    for (long one = 0; one < account->num_owners; ++one) account->moved[one] += masses[one];
     return 1;
 }
 

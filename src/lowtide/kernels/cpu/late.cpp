@@ -1,5 +1,5 @@
-// The late experts beside a device, in one call: who would compute what if nobody were given up,
-// whom that leaves waiting and for what, and who is given up.
+// The late experts beside a device or without one, in one call: who would compute what if nobody
+// were given up, whom that leaves waiting and for what, and who is given up.
 // The plain twin is `waits_of` in policies/waits.py, before `give_up_late`.
 
 #include <algorithm>
@@ -27,7 +27,7 @@ long lowtide_give_up_late_beside(
     const std::uint8_t* kinds, long num_tokens, long k, const std::uint8_t* is_here,
     const double* arriving_s, const std::uint8_t* is_open, const std::int32_t* lists,
     const std::int64_t* owner, const double* left, long num_owners, long rho,
-    const std::int64_t* asked, const std::int64_t* tokens_of, const std::uint8_t* is_resident,
+    const Account* account, const std::int64_t* asked, const std::int64_t* tokens_of, const std::uint8_t* is_resident,
     const double* device_s, const double* at_home_s, const double* host_s, long num_asked,
     double link_s, double fetch_s, double read_s, double copy_s, const std::uint8_t* is_at_host,
     std::int64_t* out, float* out_weights
@@ -56,7 +56,27 @@ long lowtide_give_up_late_beside(
     };
     return lowtide_give_up_late(
         rules, experts, weights, kinds, num_tokens, k, is_here, arriving_s, is_open, lists, owner,
-        left, num_owners, rho, &queues, out, out_weights
+        left, num_owners, rho, account, &queues, out, out_weights
+    );
+}
+
+// The same without a device: whoever is absent is read, in read_s each. resident_s [num_asked]: of
+// the experts in `experts`, ascending.
+long lowtide_give_up_late_alone(
+    const Rules* rules, const std::int64_t* experts, const float* weights,
+    const std::uint8_t* kinds, long num_tokens, long k, const std::uint8_t* is_here,
+    const double* arriving_s, const std::uint8_t* is_open, const std::int32_t* lists,
+    const std::int64_t* owner, const double* left, long num_owners, long rho,
+    const Account* account, const std::uint8_t* is_resident, const double* resident_s,
+    long num_asked, double read_s, std::int64_t* out, float* out_weights
+) {
+    double residents_s = 0.0;
+    for (long place = 0; place < num_asked; ++place)
+        if (is_resident[place]) residents_s += resident_s[place];
+    const Queues queues{nullptr, nullptr, {0.0, 0.0}, {read_s, 0.0}, residents_s * SLACK};
+    return lowtide_give_up_late(
+        rules, experts, weights, kinds, num_tokens, k, is_here, arriving_s, is_open, lists, owner,
+        left, num_owners, rho, account, &queues, out, out_weights
     );
 }
 
