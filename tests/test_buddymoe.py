@@ -15,6 +15,7 @@ from buddy_cases import random_profile
 from torch import Tensor
 
 from lowtide import LLM, SamplingParams
+from lowtide.buddies import PassAccount
 from lowtide.core import Facts, RoutedTokens, RowKind, Step
 from lowtide.errors import UsageError
 from lowtide.experts.read_ahead import NEARLY_ALL
@@ -26,7 +27,7 @@ from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.presets import parse_options
 from lowtide.policies.receipt import Receipt
 from lowtide.policies.recipe import Recipe, Setting
-from lowtide.policies.substitution import Substitution, replaced
+from lowtide.policies.substitution import CountedSubstitution, Substitution, replaced
 from lowtide.replay.host_alone import compare_alone
 from lowtide.replay.simulator import simulate
 
@@ -49,6 +50,16 @@ class Seen:
         return answer
 
 
+class SeenCounted(Seen, CountedSubstitution):
+    """The same of one that counts by itself."""
+
+    def counted(self, facts: Facts, account: PassAccount | None) -> RoutedTokens | None:
+        assert isinstance(self._inner, CountedSubstitution)
+        answer = self._inner.counted(facts, account)
+        self.asked.append((facts, answer))
+        return answer
+
+
 @contextmanager
 def profiled() -> Iterator[list[Seen]]:
     """`buddymoe` with a profile of chance, and what its substitutions did."""
@@ -63,7 +74,8 @@ def profiled() -> Iterator[list[Seen]]:
         made = plain.substitution(having(setting))
         if made is None:
             return None
-        seen.append(Seen(made))
+        counts = isinstance(made, CountedSubstitution)
+        seen.append(SeenCounted(made) if counts else Seen(made))
         return seen[-1]
 
     catalogue.CATALOGUE["buddymoe"] = replace(plain, substitution=substitution)
@@ -148,7 +160,8 @@ class Watched:
 )
 def test_a_receipt_equals_what_was_seen(device: str, miss: str, placement: str) -> None:
     watched = Watched()
-    options = {"miss": miss, "rho": "none", "placement": placement}
+    options = {"miss": miss, "placement": placement}
+    options |= {} if miss == "cache-prior" else {"rho": "none"}
     with profiled() as seen, open_half(device, **options) as llm:
         with llm.observed(watched):
             completions = llm.generate([PROMPT, PROMPT[::-1]], PARAMS)

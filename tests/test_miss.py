@@ -342,6 +342,13 @@ def test_mass_is_bounded_unless_it_is_said_otherwise() -> None:
         ({"miss": "perhaps"}, "buddy"),
         ({"placement": "resident"}, "placement must be"),
         ({"placement": "lru", "tau": "3"}, "placement=lru has no option 'tau'"),
+        ({"miss": "late", "beta": "64MiB"}, "beta in bytes .* for miss=buddy alone"),
+        ({"miss": "drop", "beta": "64MiB"}, "beta in bytes .* for miss=buddy alone"),
+        ({"miss": "late", "prior": "2"}, "miss=late has no use for prior.* miss=cache-prior"),
+        ({"miss": "cache-prior", "rho": "1"}, "miss=cache-prior has no use for rho"),
+        ({"miss": "random", "k_max": "4"}, "no use for k_max.* miss=buddy and miss=late; leave"),
+        ({"miss": "drop", "eta": "1"}, "no use for eta"),
+        ({"temperature": "0.9"}, "give tae a percentile"),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, str], said: str) -> None:

@@ -141,6 +141,14 @@ _OWN: tuple[Option[object], ...] = (
     *(MAX_KL, MAX_MASS, PRIOR, IN_PREFILL, IN_COMMIT),
 )
 
+_LISTED = ("buddy", "late")
+_READ_BY = {
+    **{one.name: _LISTED for one in (ALPHA, K_MAX, SEARCH_RANK, ETA, KAPPA)},
+    RHO.name: (*_LISTED, "random", "drop"),
+    PRIOR.name: ("cache-prior",),
+}
+"""Options that not every way with absent experts looks at."""
+
 _UNSAFE = ("random", "drop", "cache-prior")
 
 
@@ -157,7 +165,8 @@ def over(bases: Mapping[str, Recipe]) -> Recipe:
     def contradiction(options: Mapping[str, object]) -> str | None:
         name = str(options.get(placement.name, placement.default))
         others = [option.name for option in bases[name].options]
-        return _stray({placement.name, *others}, options, f"placement={name}", others)
+        stray = _stray({placement.name, *others}, options, f"placement={name}", others)
+        return stray or _unread(options)
 
     borrowed = {option.name: option for made in bases.values() for option in made.options}
     return Recipe(
@@ -304,6 +313,28 @@ def _stray(
                 f"buddymoe over {over} has no option {option!r}; that placement's own options: "
                 f"{', '.join(others) or 'none'}."
             )
+    return None
+
+
+def _unread(options: Mapping[str, object]) -> str | None:
+    """What to say of an option that this way with absent experts never looks at.
+
+    `wait` looks at none, and takes all: it is what others are compared with.
+    """
+    miss = options.get(MISS.name, MISS.default)
+    for option, ways in _READ_BY.items():
+        if miss != MISS.default and option in options and miss not in ways:
+            return (
+                f"miss={miss} has no use for {option}, which is for "
+                f"{' and '.join(f'miss={way}' for way in ways)}; leave it out."
+            )
+    if miss != MISS.default and TEMPERATURE.name in options and options.get(TAE.name) is None:
+        return "temperature is that of tae's entropies; give tae a percentile, or leave it out."
+    if miss not in (MISS.default, "buddy") and isinstance(options.get(BETA.name), StepBytes):
+        return (
+            f"beta in bytes of a pass is for miss=buddy alone; give miss={miss} a share from 0 to "
+            "1, or leave it out."
+        )
     return None
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lowtide.buddies import BuddyTwins, Masses, PassAccount
-from lowtide.core import Facts, FloatArray, IntArray, Left, PassRows, RoutedTokens
+from lowtide.core import Facts, FloatArray, Left, PassRows, RoutedTokens
 from lowtide.policies.plain_buddies import PlainBuddies
 from lowtide.policies.substitution import cannot_run, check_alike
 

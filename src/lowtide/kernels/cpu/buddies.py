@@ -91,7 +91,7 @@ class CompiledBuddies:
             getattr(library, name).argtypes = (*state, *types, _P, _P)
         self._deciding = tuple(_answers_long(getattr(library, name)) for name in more)
         counting = library.lowtide_route, library.lowtide_count_moved
-        self._counting = tuple(map(_answers_long, counting))
+        self._route, self._count_moved = map(_answers_long, counting)
 
     @classmethod
     def load(cls) -> CompiledBuddies:
@@ -108,7 +108,7 @@ class CompiledBuddies:
         self, owner: IntArray, before: Masses, num_layers: int, share: float | None
     ) -> PassAccount:
         book = _Book(owner, before, num_layers, share)
-        return _Account(book, owner, *self._counting, self._count_saved)
+        return _Account(book, owner, self._route, self._count_moved, self._count_saved)
 
 
 class _Layer:
