@@ -100,6 +100,7 @@ def test_decisions_are_timed_where_something_is_replaced(monkeypatch: pytest.Mon
             assert (asked.routing.experts != run.routing.experts).any()
         row = buddy_time._row(case, 1, 1)
         assert 0 < row["substitute_us"] and 0 < row["both_us"] and 0 < row["settle_us"]
+        assert row["cold_us"] > 0
     late = {"substitute_us": 10.0, "both_us": 101.0}
     assert buddy_time._judged("late", 1, late) == {
         "is_short_at_one": True,
