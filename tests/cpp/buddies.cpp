@@ -43,6 +43,7 @@ using GiveUpAlone = long(
     const std::uint8_t*, const double*, const std::uint8_t*, const std::int32_t*,
     const std::int64_t*, const double*, long, long, const Account*, const std::uint8_t*,
     const double*, long, double, std::int64_t*, float*);
+using Route = long(const Account*, const float*, long, long, double*);
 using Count = long(const Account*, long, const std::int64_t*, const float*, const std::int64_t*,
                    const float*, long, long, long);
 using CountSaved = void(const std::int64_t*, const std::int64_t*, long, long, const double*, long,
@@ -72,6 +73,7 @@ void substitute(const Library& library, const Routed& routed, unsigned has) {
     auto* give_up = library.function<GiveUp>("lowtide_give_up_late");
     auto* beside = library.function<GiveUpBeside>("lowtide_give_up_late_beside");
     auto* alone = library.function<GiveUpAlone>("lowtide_give_up_late_alone");
+    auto* route = library.function<Route>("lowtide_route");
     auto* count = library.function<Count>("lowtide_count_moved");
     auto* count_saved = library.function<CountSaved>("lowtide_count_saved");
     const auto [num_tokens, k, num_experts] = routed;
@@ -117,6 +119,10 @@ void substitute(const Library& library, const Routed& routed, unsigned has) {
     for (long way : {0, 1, 2, 3}) {
         const auto* account = has & 3 ? &book : nullptr;
         std::fill(pairs_moved.begin(), pairs_moved.end(), 0);
+        std::vector<double> may_move(num_owners);
+        if (!account)
+            expect(route(&book, weights.data(), num_tokens, k, may_move.data()) == 1, "a bound",
+                   num_tokens, k, has);
         Ids out(num_pairs, -1);
         Floats out_weights(num_pairs, -1.0f);
         const auto* of = has_bound ? owner.data() : nullptr;
