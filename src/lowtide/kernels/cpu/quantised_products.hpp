@@ -132,56 +132,170 @@ AVX512BF16 INLINED float sum_of_lanes(__m512 lanes) {
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
 }
 
-// `rows` rows of x from `row` on with `outs` rows of weights from `first` on.
+// One register's lanes and another's, which are brought together before they are added.
+struct Halved {
+    __m512 lower, upper;
+};
+
+// What `Halved` is made of `a` and `b` for the sums of 8, 4, 2 and of one lane.
+template <int lanes>
+AVX512BF16 INLINED Halved halved(__m512 a, __m512 b) {
+    if constexpr (lanes == 8)
+        return {_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee)};
+    if constexpr (lanes == 4)
+        return {_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd)};
+    const __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
+    if constexpr (lanes == 2)
+        return {_mm512_castpd_ps(_mm512_unpacklo_pd(c, d)),
+                _mm512_castpd_ps(_mm512_unpackhi_pd(c, d))};
+    return {_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd)};
+}
+
+// Up to 16 registers' sums in the order of `sum_of_lanes`, all in as many instructions as two by
+// themselves take; `count` registers have such of 2 * lanes lanes.
+template <int lanes = 8, int count>
+AVX512BF16 INLINED __m512 sums_of_lanes(const __m512 (&of)[count]) {
+    constexpr int num_left = (count + 1) / 2;
+    __m512 left[num_left];
+    UNROLLED for (int i = 0; i < num_left; ++i) {
+        const Halved both = halved<lanes>(of[2 * i], of[std::min(2 * i + 1, count - 1)]);
+        left[i] = _mm512_add_ps(both.lower, both.upper);
+    }
+    if constexpr (lanes > 1) {
+        return sums_of_lanes<lanes / 2>(left);
+    } else {
+        // Sum i is in lane i % 4 * 4 + i / 4.
+        const __m512i in_order = _mm512_setr_epi32(
+            0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+        return _mm512_permutexvar_ps(in_order, left[0]);
+    }
+}
+
+// As `round_bf16`; the processor's own rounding takes numbers below 2^-126 for 0.
+AVX512BF16 INLINED __m256i rounded_each(__m512 values) {
+    const __m512i bits = _mm512_castps_si512(values);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
+    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(
+        _mm512_srli_epi32(up, 16), is_nan, _mm512_set1_epi32(0x7fc0)));
+}
+
+// Of rows of x from `row` on with `outs` rows of weights each, from `first` on.
+template <int rows, int outs>
+AVX512BF16 INLINED void store_sums(
+    const QuantisedProduct& p, long row, long first, const __m512 (&sums)[rows * outs]
+) {
+    alignas(64) float bias[16] = {};
+    if (p.bias)
+        for (int i = 0; i < rows * outs; ++i) bias[i] = widen(p.bias[first + i % outs]);
+    alignas(32) bf16 stored[16];
+    _mm256_store_si256(
+        reinterpret_cast<__m256i*>(stored),
+        rounded_each(_mm512_add_ps(sums_of_lanes(sums), _mm512_load_ps(bias))));
+    for (int r = 0; r < rows; ++r)
+        std::memcpy(
+            p.out + (row + r) * p.out_stride + first, stored + r * outs, outs * sizeof(bf16));
+}
+
+// Where a tile is: the codes of some rows of weights, and rows of x; both go on step by step.
+struct TilePlace {
+    const std::uint8_t* codes;
+    const bf16* x;
+    long row_bytes, x_stride;
+};
+
+// Register `number` of a step.
+template <int number, int num_bits, int rows, int outs>
+AVX512BF16 INLINED void add_register(
+    const TilePlace& at, const StepWeights<num_bits> (&weights)[outs], const Ends<num_bits>* ends,
+    long group, __m512 (&sums)[rows * outs]
+) {
+    __m512bh some[outs];
+    UNROLLED for (int o = 0; o < outs; ++o)
+        some[o] = as_pairs(weights[o].template at<number>(ends[o], group));
+    UNROLLED for (int r = 0; r < rows; ++r) {
+        const __m512bh x = as_pairs(_mm512_load_si512(at.x + r * at.x_stride + number * WORDS));
+        UNROLLED for (int o = 0; o < outs; ++o)
+            sums[r * outs + o] = _mm512_dpbf16_ps(sums[r * outs + o], some[o], x);
+    }
+}
+
+// group: of those that `ends` are of. has_both: see `StepCodes`.
+template <int num_bits, int rows, int outs, bool has_both>
+AVX512BF16 INLINED void add_step(
+    TilePlace& at, const Ends<num_bits>* ends, long group, __m512 (&sums)[rows * outs]
+) {
+    StepWeights<num_bits> weights[outs];
+    UNROLLED for (int o = 0; o < outs; ++o)
+        weights[o] = StepWeights<num_bits>::begin(
+            StepCodes<num_bits>::template load<has_both>(at.codes + o * at.row_bytes), ends[o],
+            group);
+    add_register<0, num_bits, rows>(at, weights, ends, group, sums);
+    add_register<1, num_bits, rows>(at, weights, ends, group, sums);
+    add_register<2, num_bits, rows>(at, weights, ends, group, sums);
+    add_register<3, num_bits, rows>(at, weights, ends, group, sums);
+    at.codes += STEP * num_bits / 8, at.x += STEP;
+}
+
+// `rows` rows of x from `row` on with `outs` rows of weights from `first` on. Each row of x that is
+// loaded serves all of these.
 template <int num_bits, int rows, int outs>
 AVX512BF16 void pair_tile(
     const QuantisedProduct& p, const OrderedRows& inputs, long row, long first, Ahead* ahead
 ) {
     constexpr long GROUP_BYTES = GROUP * num_bits / 8;
-    const long num_groups = p.w.num_groups(), row_bytes = p.w.row_bytes(), stride = inputs.stride();
-    const std::uint8_t* const w = p.w.row(first);
-    const bf16* x = inputs.row(row);
+    const long num_groups = p.w.num_groups();
+    TilePlace at = {
+        p.w.row(first), inputs.row(row), num_groups * (GROUP_BYTES + 4), inputs.stride()};
+    const std::uint8_t* halves = at.codes + num_groups * GROUP_BYTES;
     Ends<num_bits> ends[outs];
-    __m512 sums[rows][outs];
-    for (int r = 0; r < rows; ++r)
-        for (int o = 0; o < outs; ++o) sums[r][o] = _mm512_setzero_ps();
-    const auto add = [&](long group, auto has_both) AVX512BF16 INLINED_LAMBDA {
-        UNROLLED for (int o = 0; o < outs; ++o) {
-            __m512i weights[STEP_REGISTERS];
-            unpack_step(
-                StepCodes<num_bits>::template load<decltype(has_both)::value>(
-                    w + o * row_bytes + group * GROUP_BYTES),
-                ends[o], group % MOST_ENDS, weights);
-            UNROLLED for (int i = 0; i < STEP_REGISTERS; ++i)
-                UNROLLED for (int r = 0; r < rows; ++r)
-                    sums[r][o] = _mm512_dpbf16_ps(
-                        sums[r][o], as_pairs(weights[i]),
-                        as_pairs(_mm512_load_si512(x + r * stride + i * WORDS)));
+    __m512 sums[rows * outs];
+    // Unrolled, or they would lie in memory.
+    UNROLLED for (int i = 0; i < rows * outs; ++i) sums[i] = _mm512_setzero_ps();
+    for (long block = 0; block < num_groups; block += MOST_ENDS, halves += 2 * MOST_ENDS) {
+        const long count = std::min(MOST_ENDS, num_groups - block);
+        const __mmask16 mask = groups_left(count);
+        UNROLLED for (int o = 0; o < outs; ++o)
+            ends[o].load(halves + o * at.row_bytes, 2 * num_groups, mask);
+        long group = 0;
+        for (; group + 1 < count; group += 2) {
+            if (ahead) ahead->read_bytes<FIRST_CACHE>(outs * 2 * (GROUP_BYTES + 4));
+            add_step<num_bits, rows, outs, true>(at, ends, group, sums);
         }
-        x += STEP;
-    };
-    long group = 0;
-    for (; group < num_groups; group += 2) {
-        if (group % MOST_ENDS == 0)
-            for (int o = 0; o < outs; ++o) ends[o].load(p.w, w + o * row_bytes, group);
-        if (ahead) ahead->read_bytes(outs * 2 * (GROUP_BYTES + 4));
-        if (group + 1 < num_groups) add(group, std::true_type());
-        else add(group, std::false_type());
+        if (group < count) add_step<num_bits, rows, outs, false>(at, ends, group, sums);
     }
-    for (int r = 0; r < rows; ++r)
-        for (int o = 0; o < outs; ++o)
-            store_sum(p, row + r, first + o, sum_of_lanes(sums[r][o]));
+    store_sums<rows, outs>(p, row, first, sums);
 }
 
-template <int num_bits, int rows, int outs>
+// `rows` rows of x from `row` on with those of the weights from `first` to before `last`.
+template <int num_bits, int rows>
 AVX512BF16 void pair_rows(
     const QuantisedProduct& p, const OrderedRows& inputs, long row, long first, long last,
     Ahead* ahead
 ) {
+    constexpr int outs = rows == 1 ? 8 : rows <= 4 ? 4 : 2;  // what registers there are for
     if (row > 0) ahead = nullptr;  // the first rows have asked
     for (; first + outs <= last; first += outs)
         pair_tile<num_bits, rows, outs>(p, inputs, row, first, ahead);
-    for (; first < last; ++first) pair_tile<num_bits, rows, 1>(p, inputs, row, first, ahead);
+    for (; first < last; ++first)
+        for (long each = row; each < row + rows; ++each)
+            pair_tile<num_bits, 1, 1>(p, inputs, each, first, each == 0 ? ahead : nullptr);
+}
+
+constexpr int ROWS_OF_TILE = 8, OUTS_OF_TILE = 8;  // at most
+
+// The same of so many rows of x, `rows` at most.
+template <int num_bits, int rows = ROWS_OF_TILE>
+AVX512BF16 void pair_some_rows(
+    const QuantisedProduct& p, const OrderedRows& inputs, long row, long num_rows, long first,
+    Ahead* ahead
+) {
+    if constexpr (rows > 1)
+        if (num_rows < rows)
+            return pair_some_rows<num_bits, rows - 1>(p, inputs, row, num_rows, first, ahead);
+    const long last = std::min<long>(first + OUTS_OF_TILE, p.num_outs);
+    pair_rows<num_bits, rows>(p, inputs, row, first, last, ahead);
 }
 
 // Rows of weights in the order of `element`, each weight rounded once, as `Ends` and `StepCodes` have
@@ -238,7 +352,7 @@ AVX512BF16 void unpacked_rows(
     for (; row < p.num_rows; ++row) unpacked_tile<1, outs>(p, inputs, weights, row, first);
 }
 
-// More rows than a tile has: two of the weights at a time are unpacked once for all of them.
+// Two rows of weights at a time are unpacked once for all of x.
 template <int num_bits>
 AVX512BF16 void multiply_unpacked(const QuantisedProduct& p, const OrderedRows& x) {
     thread_local OrderedRows weights;
@@ -254,25 +368,18 @@ AVX512BF16 void multiply_unpacked(const QuantisedProduct& p, const OrderedRows& 
     }
 }
 
-// All rows of x with a few of the weights', which the first of them bring into the cache.
+// All rows of x with a few of the weights', which the first of them bring into the cache. Very many
+// rows have them unpacked first.
 template <int num_bits>
 AVX512BF16 void multiply_pairs(const QuantisedProduct& p) {
-    constexpr long OUTS = 8, MOST_ROWS = 8;
     if (p.num_rows == 0) return;
     const OrderedRows& x = ordered_rows<num_bits>(p);
-    if (p.num_rows > MOST_ROWS) return multiply_unpacked<num_bits>(p, x);
+    if (p.num_rows > 2 * ROWS_OF_TILE) return multiply_unpacked<num_bits>(p, x);
     Ahead ahead(p.w.rows, p.num_outs * p.w.row_bytes(), p.next);
-    for (long first = 0; first < p.num_outs; first += OUTS) {
-        const long last = std::min(first + OUTS, p.num_outs), num_rows = p.num_rows;
-        long row = 0;
-        for (; row + 8 <= num_rows; row += 8)
-            pair_rows<num_bits, 8, 2>(p, x, row, first, last, &ahead);
-        for (; row + 4 <= num_rows; row += 4)
-            pair_rows<num_bits, 4, 4>(p, x, row, first, last, &ahead);
-        for (; row + 2 <= num_rows; row += 2)
-            pair_rows<num_bits, 2, 4>(p, x, row, first, last, &ahead);
-        for (; row < num_rows; ++row) pair_rows<num_bits, 1, 8>(p, x, row, first, last, &ahead);
-    }
+    for (long first = 0; first < p.num_outs; first += OUTS_OF_TILE)
+        for (long row = 0; row < p.num_rows; row += ROWS_OF_TILE)
+            pair_some_rows<num_bits>(
+                p, x, row, std::min<long>(ROWS_OF_TILE, p.num_rows - row), first, &ahead);
 }
 
 #endif

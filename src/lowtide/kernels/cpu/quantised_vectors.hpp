@@ -93,6 +93,11 @@ AVX512BF16 inline void order_row(const bf16* x, long num_k, bf16* out) {
     }
 }
 
+// Which of 16 groups there are.
+INLINED __mmask16 groups_left(long left) {
+    return static_cast<__mmask16>(left >= MOST_ENDS ? 0xffff : (1u << left) - 1);
+}
+
 // Scales and zeros of up to 16 groups of a row of weights. In 8 bits scale `i` is for bytes that
 // stand 8 i bits too high.
 template <int num_bits>
@@ -100,18 +105,23 @@ struct alignas(64) Ends {
     static constexpr int SCALES = num_bits == 4 ? 1 : 4;
     float zeros[MOST_ENDS], scales[SCALES][MOST_ENDS];
 
-    // Groups from `first` on; what is beyond the row is 0.
-    AVX512BF16 INLINED void load(const QuantisedWeights& w, const std::uint8_t* row, long first) {
-        const long num_groups = w.num_groups(), left = num_groups - first;
-        const auto mask = static_cast<__mmask16>(left >= MOST_ENDS ? 0xffff : (1u << left) - 1);
-        const std::uint8_t* halves = row + num_groups * w.group_bytes() + 2 * first;
+    // Of groups whose scales, float16, begin at `halves`, and their zeros so many bytes behind;
+    // what is beyond `mask` is 0.
+    AVX512BF16 INLINED void load(const std::uint8_t* halves, long bytes_to_zeros, __mmask16 mask) {
         __m512 scale = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, halves));
         _mm512_store_ps(
-            zeros, _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, halves + 2 * num_groups)));
+            zeros, _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, halves + bytes_to_zeros)));
         for (auto& each : scales) {
             _mm512_store_ps(each, scale);
             scale = _mm512_mul_ps(scale, _mm512_set1_ps(0x1p-8f));
         }
+    }
+
+    // Groups from `first` on of a row of weights.
+    AVX512BF16 INLINED void load(const QuantisedWeights& w, const std::uint8_t* row, long first) {
+        const long num_groups = w.num_groups();
+        load(row + num_groups * w.group_bytes() + 2 * first, 2 * num_groups,
+             groups_left(num_groups - first));
     }
 };
 
@@ -133,15 +143,72 @@ struct StepCodes {
 
 constexpr int AND_OR = 0xea;  // for vpternlogd: the first two, or the third
 
-// Groups `group` and group + 1 of those that `ends` are of.
+// The weights that there are in 4 bits: 16 of group `group`, then 16 of the next.
+AVX512BF16 INLINED __m512i table_of(const Ends<4>& ends, long group) {
+    const __m512 all = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const float *scale = ends.scales[0] + group, *zero = ends.zeros + group;
+    return two_rounded(
+        _mm512_fmadd_ps(all, _mm512_set1_ps(scale[0]), _mm512_set1_ps(zero[0])),
+        _mm512_fmadd_ps(all, _mm512_set1_ps(scale[1]), _mm512_set1_ps(zero[1])));
+}
+
+// A step's weights, of groups `group` and group + 1 of those that `ends` are of, a register at a
+// time: what is in no register yet need not be kept in one.
+template <int num_bits>
+struct StepWeights;
+
+template <>
+struct StepWeights<4> {
+    __m512i codes, table;
+
+    AVX512BF16 INLINED static StepWeights begin(
+        const StepCodes<4>& codes, const Ends<4>& ends, long group
+    ) {
+        return {codes.of[0], table_of(ends, group)};
+    }
+
+    // Shifts and look-ups of words: on an AMD Zen 4 better than what `unpack_step` has (docs/log.md).
+    template <int number>
+    AVX512BF16 INLINED __m512i at(const Ends<4>&, long) const {
+        const __m512i second_words = _mm512_inserti64x4(
+            _mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
+        const __m512i lowest = number == 0 ? codes : _mm512_srli_epi16(codes, 4 * number);
+        return _mm512_permutexvar_epi16(
+            _mm512_ternarylogic_epi32(lowest, _mm512_set1_epi16(15), second_words, AND_OR), table);
+    }
+};
+
+template <>
+struct StepWeights<8> {
+    StepCodes<8> codes;
+
+    AVX512BF16 INLINED static StepWeights begin(const StepCodes<8>& codes, const Ends<8>&, long) {
+        return {codes};
+    }
+
+    template <int number>
+    AVX512BF16 INLINED __m512i at(const Ends<8>& ends, long group) const {
+        constexpr int second = number / 2, byte = number % 2 * 2;
+        return two_rounded(every_fourth<second, byte>(ends, group + second),
+                           every_fourth<second, byte + 1>(ends, group + second));
+    }
+
+    // Of the codes of the step's first or second group those of bytes `i`, i + 4 and so on.
+    template <int second, int i>
+    AVX512BF16 INLINED __m512 every_fourth(const Ends<8>& ends, long group) const {
+        const __m512i byte = _mm512_set1_epi32(static_cast<int>(0xffu << 8 * i));
+        const __m512i number = _mm512_and_si512(codes.of[second], byte);
+        return _mm512_fmadd_ps(
+            i == 3 ? _mm512_cvtepu32_ps(number) : _mm512_cvtepi32_ps(number),
+            _mm512_set1_ps(ends.scales[i][group]), _mm512_set1_ps(ends.zeros[group]));
+    }
+};
+
+// All of a step's weights at once.
 AVX512BF16 INLINED void unpack_step(
     const StepCodes<4>& codes, const Ends<4>& ends, long group, __m512i (&out)[STEP_REGISTERS]
 ) {
-    const __m512 all = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const float *scale = ends.scales[0] + group, *zero = ends.zeros + group;
-    const __m512i table = two_rounded(
-        _mm512_fmadd_ps(all, _mm512_set1_ps(scale[0]), _mm512_set1_ps(zero[0])),
-        _mm512_fmadd_ps(all, _mm512_set1_ps(scale[1]), _mm512_set1_ps(zero[1])));
+    const __m512i table = table_of(ends, group);
     // Numbers of words of the table: 0 to 15 of the first group, 16 to 31 of the second.
     const __m512i of_word = _mm512_set1_epi16(15);
     const __m512i second_words = _mm512_inserti64x4(
@@ -165,19 +232,9 @@ AVX512BF16 INLINED void unpack_step(
 AVX512BF16 INLINED void unpack_step(
     const StepCodes<8>& codes, const Ends<8>& ends, long group, __m512i (&out)[STEP_REGISTERS]
 ) {
-    UNROLLED for (int second = 0; second < 2; ++second) {
-        const __m512 zero = _mm512_set1_ps(ends.zeros[group + second]);
-        __m512 weights[4];
-        UNROLLED for (int i = 0; i < 4; ++i) {
-            const __m512i byte = _mm512_set1_epi32(static_cast<int>(0xffu << 8 * i));
-            const __m512i number = _mm512_and_si512(codes.of[second], byte);
-            const __m512 scale = _mm512_set1_ps(ends.scales[i][group + second]);
-            weights[i] = _mm512_fmadd_ps(
-                i == 3 ? _mm512_cvtepu32_ps(number) : _mm512_cvtepi32_ps(number), scale, zero);
-        }
-        out[2 * second] = two_rounded(weights[0], weights[1]);
-        out[2 * second + 1] = two_rounded(weights[2], weights[3]);
-    }
+    const StepWeights<8> weights = {codes};
+    out[0] = weights.at<0>(ends, group), out[1] = weights.at<1>(ends, group);
+    out[2] = weights.at<2>(ends, group), out[3] = weights.at<3>(ends, group);
 }
 
 // A group's elements 0 to 31 and 32 to 63, in their own order.
