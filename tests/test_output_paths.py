@@ -3,6 +3,8 @@ written is refused before the work."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from typer.testing import CliRunner
 
 from lowtide.cli.app import app
 from lowtide.errors import StorageError
-from lowtide.files.whole_file import check_writable
+from lowtide.files.whole_file import check_writable, whole_file
 
 MODEL = str(GOLDENS / "llada-moe-a")
 ASKED = {
@@ -47,3 +49,33 @@ def test_checking_leaves_nothing_but_the_folder(tmp_path: Path) -> None:
     assert not list((tmp_path / "new").iterdir())
     with pytest.raises(StorageError, match="it is a folder"):
         check_writable(tmp_path / "new", "trace")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/null")])
+def test_a_pipe_or_device_is_not_replaced_by_a_file(
+    make: Callable[[Path], None], tmp_path: Path
+) -> None:
+    """/dev/null would be a file from then on, of every program."""
+    path = tmp_path / "it"
+    make(path)
+    kind = path.lstat().st_mode
+    with pytest.raises(StorageError, match="it is a device or a pipe"):
+        check_writable(path, "trace")
+    with pytest.raises(StorageError, match="it is a device or a pipe"), whole_file(path, "trace"):
+        pytest.fail("nothing is to be written")
+    assert path.lstat().st_mode == kind and list(tmp_path.iterdir()) == [path]
+    code, said = run("generate", path)
+    assert code == 1 and "it is a device or a pipe" in said
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    """What it leads to is written, be it there already or not, and the link stays."""
+    path, target = tmp_path / "link", tmp_path / "elsewhere" / "it"
+    target.parent.mkdir()
+    path.symlink_to(target)
+    for text in (b"first", b"second"):
+        check_writable(path, "trace")
+        with whole_file(path, "trace") as file:
+            file.write(text)
+        assert path.is_symlink() and target.read_bytes() == text
+    assert list(target.parent.iterdir()) == [target]

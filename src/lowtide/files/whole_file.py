@@ -1,4 +1,7 @@
-"""Files written whole or not at all: what was at their path before stays until then."""
+"""Files written whole or not at all: what was at their path before stays until then.
+
+A link is followed: what it leads to is replaced, and the link stays.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,15 @@ def whole_file(path: Path, noun: str) -> Iterator[IO[bytes]]:
 
     `noun` ("trace") names the file in the StorageError that a failing write raises.
     """
-    temporary = path.with_name(f".{path.name}.{token_hex(4)}")
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{target.name}.{token_hex(4)}")
     try:
+        _check_replaceable(target)
         with open(temporary, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        os.replace(temporary, target)
     except OSError as reason:
         raise _refusal(path, noun, reason) from reason
     finally:
@@ -38,14 +43,22 @@ def whole_file(path: Path, noun: str) -> Iterator[IO[bytes]]:
 def check_writable(path: Path, noun: str) -> None:
     """Makes the folder that `path` names; raises StorageError where that fails, or `whole_file`
     would: before a long run, not after it."""
+    target = Path(os.path.realpath(path))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "it is a folder")
-        with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _check_replaceable(target)
+        with NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}."):
             pass
     except OSError as reason:
         raise _refusal(path, noun, reason) from reason
+
+
+def _check_replaceable(path: Path) -> None:
+    """A file that took the place of /dev/null would be it for every program."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "it is a folder")
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is a device or a pipe, and only a file is replaced")
 
 
 def _refusal(path: Path, noun: str, reason: OSError) -> StorageError:
