@@ -180,6 +180,36 @@ def test_the_command_says_what_there_was_to_decide(quick: None) -> None:
 
 
 @pytest.mark.parametrize(
+    ("context", "options", "found"),
+    [
+        ("64", [], (32, 32)),
+        ("64", ["--max-tokens", "56"], (8, 56)),
+        ("2", [], (1, 1)),
+        ("256", [], (40, 64)),
+    ],
+)
+def test_prompt_and_answer_share_a_small_context(
+    context: str, options: list[str], found: tuple[int, int], tmp_path: Path, quick: None
+) -> None:
+    """Both are the bench's own choice where nobody asks for them."""
+    CliRunner().invoke(app, ["synth", "olmoe", "--out", str(tmp_path / "it")])
+    arguments = [
+        "bench",
+        str(tmp_path / "it"),
+        "--context",
+        context,
+        "--repeats",
+        "1",
+        *options,
+        "--json",
+    ]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.stderr
+    told = json.loads(result.stdout)
+    assert (told["prompt_tokens"], told["max_tokens"]) == found
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--policy", "tide,nonsense"], "'nonsense' is not known"),

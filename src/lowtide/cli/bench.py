@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stdout
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
@@ -31,8 +30,6 @@ from lowtide.policies.presets import check_safe
 
 if TYPE_CHECKING:
     from lowtide.lab.bench import Ceilings, Peak, Result, Run
-
-DEFAULT_MAX_TOKENS = 64
 
 
 @takes(Group.ENGINE, Group.HUB, Group.SAMPLING, Group.DIFFUSION, Group.BENCH, Group.OUTPUT)
@@ -68,9 +65,9 @@ def bench(
         folder = str(find_model(model, settings))
         ceilings, result = _measured(folder, policies, question, params, repeats, options)
     if settings.flag("json"):
-        print(json_line(_object(model, params, repeats, ceilings, result)))
+        print(json_line(_object(model, repeats, ceilings, result)))
     else:
-        _print(model, params, repeats, ceilings, result)
+        _print(model, repeats, ceilings, result)
     if all(run.reason for run in result.runs):
         raise typer.Exit(EXIT_FAILURE)
 
@@ -108,28 +105,21 @@ def _params(settings: Settings) -> SamplingParams:
         raise UsageError("bench writes answers of one length: leave --stop out.")
     if params.n > 1:
         raise UsageError("bench times one answer at a time: leave --n out.")
-    if not settings.is_given("max_tokens"):
-        params = replace(params, max_tokens=DEFAULT_MAX_TOKENS)
     return params
 
 
-def _object(
-    model: str, params: SamplingParams, repeats: int, ceilings: Ceilings, result: Result
-) -> dict[str, object]:
+def _object(model: str, repeats: int, ceilings: Ceilings, result: Result) -> dict[str, object]:
     return {
         "model": model,
         "version": __version__,
         **ceilings.as_dict(),
         **result.as_dict(),
-        "max_tokens": params.max_tokens,
         "repeats": repeats,
         "plan": plan_object(result.plan),
     }
 
 
-def _print(
-    model: str, params: SamplingParams, repeats: int, ceilings: Ceilings, result: Result
-) -> None:
+def _print(model: str, repeats: int, ceilings: Ceilings, result: Result) -> None:
     console = stdout_console()
     console.print(machine_line(ceilings.machine))
     console.print(rates_table(ceilings.rates))
@@ -138,15 +128,15 @@ def _print(
     if result.device:
         console.print(Text(result.device))
     console.print(plan_table(result.plan))
-    title, has_experts = _title(model, params, repeats, result), bool(result.plan.num_experts)
+    title, has_experts = _title(model, repeats, result), bool(result.plan.num_experts)
     console.print(_table(title, result.runs, has_experts))
     for line in _notes(result, model):
         console.print(Text(line))
 
 
-def _title(model: str, params: SamplingParams, repeats: int, result: Result) -> str:
+def _title(model: str, repeats: int, result: Result) -> str:
     parts = [f"{model}, {result.plan.device}, lowtide {__version__}"]
-    parts += [f"{params.max_tokens} tokens after {result.prompt_tokens}"]
+    parts += [f"{result.max_tokens} tokens after {result.prompt_tokens}"]
     parts += [f"medians of {repeats}"]
     return " · ".join(parts)
 

@@ -28,7 +28,7 @@ from lowtide.hardware.memory import peak_resident_bytes, reset_peak
 from lowtide.lab.budgets import budget_of_share
 from lowtide.lab.diagnosis import Skipped
 from lowtide.lab.doctor import machine_rates
-from lowtide.lab.verify import random_prompt
+from lowtide.lab.verify import NUM_PROMPT_TOKENS, random_prompt
 from lowtide.llm import LLM, plan_model
 from lowtide.params import SamplingParams
 from lowtide.plan import MemoryPlan
@@ -38,6 +38,9 @@ DEFAULT_SHARE = 0.5
 
 PREFILL_TOKENS = 256
 """Of the prompt that prefill is timed with, or as many as the context has room for."""
+
+MAX_NEW_TOKENS = 64
+"""Of an answer whose length is not asked for, or as many as the context has room for."""
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, how much of it is, how much there is)."""
@@ -180,6 +183,7 @@ class Result:
     is_budget_given: bool
     prompt_tokens: int
     prefill_tokens: int
+    max_tokens: int  # of each answer
     runs: tuple[Run, ...]
     peaks: tuple[Peak, ...]
 
@@ -191,6 +195,7 @@ class Result:
             "is_budget_given": self.is_budget_given,
             "prompt_tokens": self.prompt_tokens,
             "prefill_tokens": self.prefill_tokens,
+            "max_tokens": self.max_tokens,
             "runs": [run.as_dict() for run in self.runs],
             "peaks": [peak._asdict() for peak in self.peaks],
         }
@@ -220,9 +225,10 @@ def bench(
 ) -> Result:
     """Loads a model and measures every preset.
 
-    prompt: seeded random ids if None. options: `LLM`'s but for the policy; without a budget for
-    the fast tier, `DEFAULT_SHARE` of the experts is resident. Raises what `LLM` raises; a preset
-    that cannot run at this budget is a run with its reason.
+    prompt: seeded random ids if None, and fewer of them than usual in a small context. Without
+    `max_tokens` answers have `MAX_NEW_TOKENS`, or what the context leaves. options: `LLM`'s but for
+    the policy; without a budget for the fast tier, `DEFAULT_SHARE` of the experts is resident.
+    Raises what `LLM` raises; a preset that cannot run at this budget is a run with its reason.
     """
     budget = "host_memory" if plan_model(model, **options).gpu is None else "gpu_memory"
     is_given = options.get(budget, "auto") != "auto"
@@ -243,6 +249,7 @@ def bench(
             is_budget_given=is_given,
             prompt_tokens=len(load.prompt),
             prefill_tokens=len(load.prefill),
+            max_tokens=load.params.most_tokens,
             runs=tuple(runs),
             peaks=tuple(_peaks(llm.plan, can_reset)),
         )
@@ -259,11 +266,21 @@ class Load(NamedTuple):
     @classmethod
     def of(cls, llm: LLM, prompt: Prompt | None, params: SamplingParams) -> Load:
         """The end of the text does not end an answer: all have the same number of tokens."""
-        ids = random_prompt(llm.config) if prompt is None else llm.token_ids(prompt)
+        ids = _own_prompt(llm, params) if prompt is None else llm.token_ids(prompt)
+        if params.max_tokens is None:
+            room = llm.max_new_tokens(len(ids), params)
+            params = replace(params, max_tokens=max(1, min(MAX_NEW_TOKENS, room)))
         room = llm.plan.context - params.most_tokens - len(ids)
         num_prefill = max(len(ids), min(PREFILL_TOKENS, room))
         prefill = (ids * -(-num_prefill // len(ids)))[:num_prefill]
         return cls(ids, prefill, replace(params, ignore_eos=True))
+
+
+def _own_prompt(llm: LLM, params: SamplingParams) -> list[int]:
+    """Random ids: half of a small context at most, or what an answer of the asked length leaves."""
+    context = llm.plan.context
+    room = context - (params.max_tokens or context // 2)
+    return random_prompt(llm.config, max(1, min(NUM_PROMPT_TOKENS, room)))
 
 
 def take_turns(
