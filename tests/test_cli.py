@@ -893,6 +893,23 @@ def test_a_full_disk_behind_standard_output_is_told_in_one_line() -> None:
     )
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("asked", [["--help"], ["--version"], ["plan", "--help-all"]])
+def test_help_on_a_full_disk_is_told_in_one_line(asked: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "lowtide", *asked],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+    assert result.returncode == 1
+    assert result.stderr == (
+        "lowtide: Standard output cannot be written: No space left on device.\n"
+    )
+
+
 # simulate
 
 

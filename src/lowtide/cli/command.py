@@ -109,12 +109,19 @@ def errors_reported(wants_json: bool = False, is_verbose: bool = False) -> Itera
         close_stdout()
         raise typer.Exit(EXIT_BROKEN_PIPE) from None
     except OSError as error:
-        # Of a file, or of memory: what should have been a typed error.
-        if error.filename is not None or error.errno not in _WRITE_ERRORS:
+        if not is_of_stdout(error):
             raise
-        close_stdout()
-        typer.echo(f"lowtide: Standard output cannot be written: {error.strerror}.", err=True)
         raise typer.Exit(EXIT_FAILURE) from None
+
+
+def is_of_stdout(error: OSError) -> bool:
+    """Whether standard output is what could not be written; it is said, and closed. Of a file, or
+    of memory, it is what should have been a typed error."""
+    if error.filename is not None or error.errno not in _WRITE_ERRORS:
+        return False
+    close_stdout()
+    typer.echo(f"lowtide: Standard output cannot be written: {error.strerror}.", err=True)
+    return True
 
 
 def _print_error_object(error: Exception, message: str) -> None:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 import sys
 
+TYPE_CHECKING = False  # as in interrupts.py
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 EXIT_INTERRUPTED = 128 + 2  # as a shell reports a program that SIGINT ended
 
 
@@ -21,11 +25,29 @@ def main() -> None:
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
         # A line that is not UTF-8 is refused where it is used, and the next one is read.
         sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
-        app()
+        _run(app)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     finally:
         _forget_interrupt()
+
+
+def _run(app: Callable[[], None]) -> None:
+    """Runs it; also what is no verb's, such as help, ends clearly on a full disk."""
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        from lowtide.cli.command import EXIT_BROKEN_PIPE, EXIT_FAILURE, close_stdout, is_of_stdout
+
+        if isinstance(error, BrokenPipeError):
+            close_stdout()
+            sys.exit(EXIT_BROKEN_PIPE)
+        if not is_of_stdout(error):
+            raise
+        sys.exit(EXIT_FAILURE)
 
 
 def _open_closed_streams() -> None:
