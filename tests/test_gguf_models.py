@@ -238,6 +238,17 @@ def add_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_chat_template("{% for m in messages %}{{ m.content }}<|end|>{% endfor %}")
 
 
+@pytest.mark.parametrize("verb", ["generate", "chat"])
+def test_a_file_without_a_tokenizer_is_not_told_of_a_folder_s_alone(
+    verb: str, tmp_path: Path
+) -> None:
+    write(tmp_path / "model.gguf", "olmoe", 0, (Type.Q4_K,))
+    words = ["text"] if verb == "generate" else []
+    result = CliRunner().invoke(app, [verb, str(tmp_path / "model.gguf"), *words])
+    assert result.exit_code == 2 and "its GGUF file no tokenizer" in result.stderr
+    assert "--prompt-ids" in result.stderr
+
+
 def test_the_command_line_takes_a_file(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write(path, "olmoe", 0, (Type.Q4_K,), add_tokenizer)

@@ -35,8 +35,10 @@ def chat(
         raise UsageError("chat goes on from one answer; for several use generate --n.")
     with open_llm(model, settings) as llm:
         if llm.tokenizer is None:
+            from lowtide.model_folder.tokenizer import NO_TOKENIZER
+
             raise UsageError(
-                "this model has no tokenizer.json, so there is no text to talk in; it answers to "
+                f"{NO_TOKENIZER}, so there is no text to talk in; it answers to "
                 'generate --prompt-ids "5 17 3".'
             )
         has_template = llm.tokenizer.has_chat_template and not settings.flag("raw")

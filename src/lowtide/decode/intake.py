@@ -21,7 +21,7 @@ from lowtide.decode.prompts import Messages, Prompt, TokenIds, is_chat, one_text
 from lowtide.decode.request import Request
 from lowtide.errors import PlanError, UnsupportedError, UsageError
 from lowtide.memory.kv_cache import GRANULE_TOKENS
-from lowtide.model_folder.tokenizer import TextStream, Tokenizer
+from lowtide.model_folder.tokenizer import NO_TOKENIZER, TextStream, Tokenizer
 from lowtide.params import MAX_SEED, DiffusionParams, SamplingParams, check_kind, listed_params
 
 _log = logging.getLogger(__name__)
@@ -248,8 +248,8 @@ class Intake:
     def _needed_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise UsageError(
-                "This model has no tokenizer.json, so there is no text: give token ids as the "
-                'prompt (--prompt-ids "5 17 3") and no stop strings, or fetch its tokenizer.json.'
+                f"{NO_TOKENIZER}, so there is no text: give token ids as the prompt "
+                '(--prompt-ids "5 17 3") and no stop strings, or fetch what has one.'
             )
         return self.tokenizer
 

@@ -32,6 +32,7 @@ from lowtide.lab.record import Recorder
 from lowtide.layers.batch import KVRange, Segment
 from lowtide.llm import LLM
 from lowtide.memory.workspace import Workspace
+from lowtide.model_folder.tokenizer import NO_TOKENIZER
 from lowtide.params import SamplingParams
 from lowtide.policies.prefetch import Gate
 from lowtide.replay.calibration import GATES, TOP_SIZES, Calibration, GateAccuracy
@@ -324,5 +325,5 @@ def _token_ids(llm: LLM, text: str | Sequence[int]) -> list[int]:
     if not isinstance(text, str):
         return list(text)
     if llm.tokenizer is None:
-        raise UsageError("This model has no tokenizer.json: it can be calibrated on ids only.")
+        raise UsageError(f"{NO_TOKENIZER}: it can be calibrated on ids only.")
     return list(llm.tokenizer.encode(text))

@@ -12,7 +12,7 @@ from lowtide.config import ModelConfig
 from lowtide.core import BoolArray
 from lowtide.decode.forced import ForcedText
 from lowtide.errors import UsageError
-from lowtide.model_folder.tokenizer import Tokenizer
+from lowtide.model_folder.tokenizer import NO_TOKENIZER, Tokenizer
 
 CONTEXT_TOKENS = 32
 """Of an autoregressive model's window, which are its prompt."""
@@ -72,7 +72,7 @@ def num_rows(text: ForcedText) -> int:
 def encode(tokenizer: Tokenizer | None, text: str) -> tuple[list[int], list[int]]:
     """A text's ids, and what this tokenizer begins every text with. Raises UsageError."""
     if tokenizer is None:
-        raise UsageError("This model has no tokenizer.json: it can be judged by token ids only.")
+        raise UsageError(f"{NO_TOKENIZER}: it can be judged by token ids only.")
     ids = tokenizer.encode(text, add_special=False)
     with_special = tokenizer.encode(text[:1])
     bos = tokenizer.bos_token_id

@@ -30,6 +30,8 @@ CONFIG_NAME = "tokenizer_config.json"
 
 NO_TEMPLATE = f"{CONFIG_NAME} has no chat_template and there is no chat_template.jinja"
 
+NO_TOKENIZER = "This model has no tokenizer.json, or its GGUF file no tokenizer"
+
 MAX_TOKENIZER_BYTES = 128 << 20
 MAX_CONFIG_BYTES = 16 << 20
 MAX_TOKEN_ID = 2**31 - 1
