@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from lowtide import LLM, AsyncLLM, DiffusionParams, SamplingParams
 from lowtide.cli.app import app
 from lowtide.engine.passes import PlannedPass
-from lowtide.errors import PlanError
+from lowtide.errors import PlanError, UsageError
 from lowtide.lab.synth import synth
 from lowtide.llm import check_request
 from lowtide.params import DEFAULT_MAX_TOKENS
@@ -71,6 +71,19 @@ def test_diffusion_models_fill_the_room(name: str) -> None:
     with LLM(GOLDENS / name, context=CONTEXT) as llm:
         room = llm.max_new_tokens(5, SamplingParams())
         assert lengths(llm, [[7] * 5]) == [room]
+
+
+def test_what_is_no_count_is_refused() -> None:
+    """Too long a prompt leaves nothing, not less than that."""
+    with LLM(GOLDENS / "llada-a", context=CONTEXT) as llm:
+        assert llm.max_new_tokens(10 * CONTEXT, SamplingParams()) == 0
+        with pytest.raises(UsageError, match="num_prompt_tokens must be an integer from 0"):
+            llm.max_new_tokens(-1, SamplingParams())
+        with pytest.raises(UsageError, match="params must be SamplingParams, not None"):
+            llm.max_new_tokens(5, None)  # type: ignore[arg-type]
+        for wrong in (0, "x"):
+            with pytest.raises(UsageError, match="num_tokens must be an integer from 1"):
+                llm.planned_passes(wrong)  # type: ignore[arg-type]
 
 
 def test_blocks_and_guidance_are_counted() -> None:

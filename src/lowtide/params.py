@@ -33,7 +33,7 @@ DEFAULT_MAX_TOKENS = 256
 MAX_SEED = 2**63 - 1
 
 
-def _check_int(name: str, value: object, low: int, high: int = MAX_TOKENS_LIMIT) -> None:
+def check_int(name: str, value: object, low: int, high: int = MAX_TOKENS_LIMIT) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise UsageError(f"{name} must be an integer from {low} to {high}, not {value!r}.")
 
@@ -116,7 +116,7 @@ class DiffusionParams:
         _take_numbers(self, field_names(DiffusionParams))
         for name, low in (("block_length", 1), ("steps", 1), ("max_post_steps", 0)):
             if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), low)
+                check_int(name, getattr(self, name), low)
         for name, least, most in _DIFFUSION_RANGES:
             if getattr(self, name) is not None:
                 _check_float(name, getattr(self, name), least, most)
@@ -182,18 +182,18 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _take_numbers(self, field_names(SamplingParams))
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1)
-        _check_int("n", self.n, 1, MAX_SAMPLES)
+            check_int("max_tokens", self.max_tokens, 1)
+        check_int("n", self.n, 1, MAX_SAMPLES)
         _check_float("temperature", self.temperature, 0.0, 100.0)
         if self.top_k is not None:
-            _check_int("top_k", self.top_k, 1)
+            check_int("top_k", self.top_k, 1)
         for name, low, high in _RANGES:
             if getattr(self, name) is not None:
                 _check_float(name, getattr(self, name), low, high)
         if self.seed is not None:
-            _check_int("seed", self.seed, 0, MAX_SEED)
+            check_int("seed", self.seed, 0, MAX_SEED)
         if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+            check_int("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         stop = () if stop is None else stop
         is_list = isinstance(stop, Sequence)

@@ -32,7 +32,7 @@ from lowtide.errors import UsageError
 from lowtide.layers.router import Router
 from lowtide.memory.pass_planner import PassPlan
 from lowtide.model_folder.tokenizer import Tokenizer
-from lowtide.params import SamplingParams, Wishes, listed_params, with_wishes
+from lowtide.params import SamplingParams, Wishes, check_int, listed_params, with_wishes
 from lowtide.plan import MemoryPlan
 from lowtide.reading.dense_weights import Progress
 
@@ -125,8 +125,12 @@ class LoadedModel:
         return [self._engine.model.router(layer) for layer in self.config.moe_layers]
 
     def max_new_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """The longest answer that an otherwise empty context has room for after such a prompt."""
-        return self._intake.max_new_tokens(num_prompt_tokens, params)
+        """The longest answer that an otherwise empty context has room for after such a prompt; 0
+        where there is none. Raises UsageError for what is no count or no parameters."""
+        check_int("num_prompt_tokens", num_prompt_tokens, 0)
+        if not isinstance(params, SamplingParams):
+            raise UsageError(f"params must be SamplingParams, not {params!r}.")
+        return max(0, self._intake.max_new_tokens(num_prompt_tokens, params))
 
     @property
     def current_pass(self) -> PassPlan | None:
@@ -139,11 +143,12 @@ class LoadedModel:
         self, num_tokens: int, params: SamplingParams | None = None
     ) -> list[PlannedPass]:
         """How passes of a bidirectional model over so many tokens divide their operators, at
-        several shares of masks; of other models nothing.
+        several shares of masks; of other models nothing. Raises UsageError for what is no count.
 
         params: of an answer whose passes these are, with its new tokens as masks; by default all
         tokens are masked at first.
         """
+        check_int("num_tokens", num_tokens, 1)
         if not self.config.is_bidirectional:
             return []
         max_masked, diffusion = num_tokens, None
