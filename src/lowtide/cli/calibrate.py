@@ -97,12 +97,15 @@ def _calibrate(
     if plots is not None:
         check_plot(Path(plots))
     out = settings.text("out")
-    if out is not None:
+    if out is not None:  # before it is loaded; the default's name is known only then
         check_calibration_path(Path(out))
     with open_llm(model, settings) as llm, ProgressBars() as progress:
         shape = TraceShape(*llm.config.moe_shape)
-        path = Path(out) if out else default_path(folder, llm.config.architecture, shape)
-        check_calibration_path(path)
+        if out is not None:
+            path = Path(out)
+        else:
+            path = default_path(folder, llm.config.architecture, shape)
+            check_calibration_path(path)
         num_pieces = cast(int, settings["pieces"])
         calibration = run(
             llm,
