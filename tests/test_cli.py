@@ -120,6 +120,7 @@ class PretendLLM:
     answer = "one\ntwo\x1b[2J"
     fault: BaseException | None = None
     plan = PLAN
+    kernels = "compiled, AVX2"
     config = types.SimpleNamespace(is_diffusion=True)
     current_pass = None
     latest: PretendLLM
@@ -209,9 +210,11 @@ def test_json_is_one_object_and_nothing_else() -> None:
     assert result.exit_code == 0, result.output
     answer = json.loads(result.stdout)
     assert list(answer) == [
-        *("token_ids", "text", "finish_reason", "usage", "stats", "plan", "chat_template")
+        *("token_ids", "text", "finish_reason", "usage", "stats", "plan", "kernels"),
+        "chat_template",
     ]
     assert answer["text"] == PretendLLM.answer
+    assert answer["kernels"] == PretendLLM.kernels
     counts = {"prompt_tokens": 3, "completion_tokens": 11, "forwards": 6}
     own = dict.fromkeys(("experts", "dense", "head", "activations"), "own")
     own |= {"is_calibrated": False}
@@ -252,6 +255,7 @@ def test_raw_and_system_make_the_prompt() -> None:
 
 def test_more_or_less_is_said_of_the_plan_when_asked() -> None:
     loud = run("generate", MODEL, "-p", "hi", "-v")
+    assert f"kernels: {PretendLLM.kernels}" in loud.stderr
     for said in ("memory plan", "expert slots", "tokens/s"):
         assert said in loud.stderr
     quiet = run("generate", MODEL, "-p", "hi", "--quiet")

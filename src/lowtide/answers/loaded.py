@@ -110,6 +110,12 @@ class LoadedModel:
         return "" if tier is None else tier.device.describe()
 
     @property
+    def kernels(self) -> str:
+        """Which of the host's kernels compute: `torch`, or `compiled` and the processor's
+        instructions that they use."""
+        return self._engine.opened.kernels.name
+
+    @property
     def dtype(self) -> torch.dtype:
         """That it computes in."""
         return self._engine.opened.dtype

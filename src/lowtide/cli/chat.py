@@ -43,5 +43,5 @@ def chat(
             )
         has_template = llm.tokenizer.has_chat_template and not settings.flag("raw")
         turns = Turns(has_template, settings.text("system"))
-        show_plan(llm.plan, model, settings)
+        show_plan(llm, model, settings)
         Conversation(llm, params, turns, stdout_console(), stderr_console()).run()

@@ -29,7 +29,6 @@ from lowtide.cli.screen import stderr_console, stdout_console
 from lowtide.cli.text import TextWriter
 from lowtide.errors import UsageError
 from lowtide.params import SamplingParams
-from lowtide.plan import MemoryPlan
 
 if TYPE_CHECKING:
     from lowtide.llm import LLM
@@ -91,7 +90,8 @@ def _as_json(model: str, question: Question, params: SamplingParams, settings: S
         answer = ask(llm, question.prompt(llm.tokenizer), params)
         stats = _stats(llm.stats(), answer)
         found = answer_object(answer.completions, stats, llm.plan)
-        return json_line({**found, "chat_template": question.is_templated(llm.tokenizer)})
+        facts = {"kernels": llm.kernels, "chat_template": question.is_templated(llm.tokenizer)}
+        return json_line({**found, **facts})
 
 
 def _on_screen(
@@ -99,7 +99,7 @@ def _on_screen(
 ) -> tuple[Answer, dict[str, object]]:
     console = stdout_console()
     with open_llm(model, settings, question) as llm:
-        show_plan(llm.plan, model, settings)
+        show_plan(llm, model, settings)
         prompt = llm.token_ids(question.prompt(llm.tokenizer))
         if not settings.flag("quiet"):
             show_passes(llm, len(prompt), params)
@@ -114,14 +114,16 @@ def _on_screen(
         return answer, _stats(llm.stats(), answer)
 
 
-def show_plan(plan: MemoryPlan, model: str, settings: Settings) -> None:
-    """On standard error: one line, the whole table with `-v`, nothing with `--quiet`."""
+def show_plan(llm: LLM, model: str, settings: Settings) -> None:
+    """On standard error: one line, with `-v` the whole table and the kernels, nothing with
+    `--quiet`."""
     console = stderr_console()
     if settings.flag("verbose"):
-        console.print(plan_table(plan))
-        console.print(outlook(plan, model))
+        console.print(plan_table(llm.plan))
+        console.print(f"kernels: {llm.kernels}")
+        console.print(outlook(llm.plan, model))
     elif not settings.flag("quiet"):
-        console.print(plan_line(plan, model))
+        console.print(plan_line(llm.plan, model))
 
 
 def show_passes(llm: LLM, num_prompt: int, params: SamplingParams) -> None:
