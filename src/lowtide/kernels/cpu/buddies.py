@@ -56,19 +56,6 @@ class _Queues(ctypes.Structure):
     )
 
 
-class _AccountBook(ctypes.Structure):
-    """As `Account` in `buddies.hpp`."""
-
-    _fields_ = (
-        ("owner", ctypes.c_char_p),
-        ("num_owners", ctypes.c_int64),
-        ("share", _DOUBLE),
-        *((name, ctypes.POINTER(_DOUBLE)) for name in ("routed", "moved")),
-        *((name, ctypes.POINTER(ctypes.c_int64)) for name in ("pairs", "tokens")),
-        ("is_affected", ctypes.POINTER(ctypes.c_uint8)),
-    )
-
-
 class CompiledBuddies:
     """Substitutes and counts as `policies.plain_buddies.PlainBuddies` does."""
 
