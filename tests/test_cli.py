@@ -806,7 +806,7 @@ WAITS = "for _ in range(3000): time.sleep(0.01)\n"
 def test_no_signal_is_lost_and_each_ends_with_the_same_code(
     happens: str, number: str, code: int, tmp_path: Path
 ) -> None:
-    (tmp_path / "program.py").write_text(
+    program = (
         "import signal, sys, time, types, weakref\n"
         f"NUMBER = signal.{number}\n"
         "import lowtide.cli\n"
@@ -818,14 +818,38 @@ def test_no_signal_is_lost_and_each_ends_with_the_same_code(
         "from lowtide.cli.main import main\n"
         "main()\n"
     )
+    assert ended(program, tmp_path) == (code, "")
+
+
+@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_that_an_import_caught_ends_the_program(
+    number: str, code: int, tmp_path: Path
+) -> None:
+    """torch and what it imports try some modules, whatever these raise."""
+    (tmp_path / "tried.py").write_text(f"import signal\nsignal.raise_signal(signal.{number})\n")
+    (tmp_path / "verb.py").write_text("try: import tried\nexcept: pass\ndef verb(): print(5)\n")
+    program = (
+        "import sys\n"
+        "sys.argv = ['lowtide', 'ls']\n"
+        "from lowtide.cli import main, verbs\n"
+        "verbs.import_module = lambda name: __import__('verb')\n"
+        "verbs.OWN_VERBS['ls'] = verbs.Known('verb', 'x', 'verb')\n"
+        "main.main()\n"
+    )
+    assert ended(program, tmp_path) == (code, "")
+
+
+def ended(program: str, folder: Path) -> tuple[int, str]:
+    """Its exit code, and all that it printed."""
+    (folder / "program.py").write_text(program)
     result = subprocess.run(
         [sys.executable, "-m", "program"],
-        cwd=tmp_path,
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert (result.returncode, result.stderr) == (code, "")
+    return result.returncode, result.stdout + result.stderr
 
 
 def test_the_package_imports_nothing_before_ctrl_c_is_understood() -> None:

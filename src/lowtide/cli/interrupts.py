@@ -2,7 +2,7 @@
 
 Where nothing can be raised Python drops it: every import runs such a callback, and so does the end
 of many objects. Python prints the interrupt, "Exception ignored", and goes on as if nothing had
-been.
+been. A library that tries what it imports, whatever that raises, goes on without a word.
 """
 
 from __future__ import annotations
@@ -26,15 +26,31 @@ class Terminated(SystemExit):
 
 
 def hear_signals() -> None:
-    """From now on SIGTERM raises, unless whoever started this has it ignored; and one of the two
-    that was dropped comes once more, a moment later."""
+    """From now on SIGTERM raises, too, unless whoever started this has it ignored; and one of the
+    two that was dropped comes once more, a moment later."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _terminate)
+        signal.signal(signal.SIGTERM, _hear)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _hear)
     sys.unraisablehook = _hear_again
 
 
-def _terminate(*_: object) -> None:
-    raise Terminated
+def end_if_asked() -> None:
+    """Raises anew for a signal that came; for where whatever it raised may have been caught."""
+    if _heard:
+        raise _raised_by(_heard[-1])
+
+
+_heard: list[int] = []
+
+
+def _hear(number: int, _: object) -> None:
+    _heard.append(number)
+    raise _raised_by(number)
+
+
+def _raised_by(number: int) -> BaseException:
+    return Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
 
 
 def _hear_again(dropped: UnraisableHookArgs) -> None:

@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperCommand
 
 from lowtide.cli.habits import Verb, Verbs
+from lowtide.cli.interrupts import end_if_asked
 
 
 class Known(NamedTuple):
@@ -20,9 +21,9 @@ class Known(NamedTuple):
     function: str
 
     def load(self) -> Callable[..., None]:
-        found: Callable[..., None] = import_module(f"{__package__}.{self.module}").__dict__[
-            self.function
-        ]
+        module = import_module(f"{__package__}.{self.module}")
+        end_if_asked()
+        found: Callable[..., None] = module.__dict__[self.function]
         return found
 
 
