@@ -54,6 +54,8 @@ struct Experts {
     const bf16* part(long number) const { return weights.data() + number * hidden * width; }
 };
 
+constexpr std::int32_t NO_TYPES[3] = {};  // bfloat16 weights have no other than this
+
 void run_experts(const Library& library, int variant, const Routed& routed, const Experts& own) {
     auto* one = library.function<GatedMlp>("lowtide_gated_mlp");
     auto* groups = library.function<MlpsFunction>("lowtide_plain_mlps");
@@ -76,12 +78,12 @@ void run_experts(const Library& library, int variant, const Routed& routed, cons
     for (int num_threads : THREADS) {
         Numbers parts(num_pairs * hidden), gate(num_pairs * width), up(num_pairs * width);
         Floats out(num_tokens * hidden, 3.0f);
-        whole(variant, num_threads, nullptr, x.data(), experts.data(), weights.data(),
+        whole(variant, num_threads, NO_TYPES, x.data(), experts.data(), weights.data(),
               slots.data(), own.part(0), own.part(1), own.part(2), own.slot_bytes(), parts.data(),
               gate.data(), up.data(), out.data(), num_tokens, k, hidden, width);
         expect(out == wanted, "experts at once", variant, num_tokens, k);
         const Ids of_groups = num_pairs == 0 ? Ids{} : Ids{slots[0], 0, num_pairs};
-        groups(variant, num_threads, nullptr, of_groups.data(), long(of_groups.size()) / 3,
+        groups(variant, num_threads, NO_TYPES, of_groups.data(), long(of_groups.size()) / 3,
                own.part(0), own.part(1), own.part(2), own.slot_bytes(), parts.data(), gate.data(),
                up.data(), hidden, width);
     }
