@@ -822,21 +822,32 @@ def test_no_signal_is_lost_and_each_ends_with_the_same_code(
 
 
 @pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
-def test_a_signal_that_an_import_caught_ends_the_program(
-    number: str, code: int, tmp_path: Path
+@pytest.mark.parametrize(
+    "happens",
+    [
+        "try: signal.raise_signal(NUMBER)\nexcept: pass\n",
+        "x = set()\nr = weakref.ref(x, lambda _: signal.raise_signal(NUMBER))\ndel x\n",
+    ],
+)
+def test_a_signal_that_an_import_caught_ends_the_program_once(
+    happens: str, number: str, code: int, tmp_path: Path
 ) -> None:
     """torch and what it imports try some modules, whatever these raise."""
-    (tmp_path / "tried.py").write_text(f"import signal\nsignal.raise_signal(signal.{number})\n")
-    (tmp_path / "verb.py").write_text("try: import tried\nexcept: pass\ndef verb(): print(5)\n")
+    (tmp_path / "verb.py").write_text(
+        f"import signal, weakref\nNUMBER = signal.{number}\n{happens}def verb(): print(5)\n"
+    )
     program = (
-        "import sys\n"
+        "import sys, time\n"
         "sys.argv = ['lowtide', 'ls']\n"
         "from lowtide.cli import main, verbs\n"
         "verbs.import_module = lambda name: __import__('verb')\n"
         "verbs.OWN_VERBS['ls'] = verbs.Known('verb', 'x', 'verb')\n"
-        "main.main()\n"
+        "try: main.main()\n"
+        "finally:\n"
+        "    time.sleep(0.3)\n"
+        "    print('cleared up')\n"
     )
-    assert ended(program, tmp_path) == (code, "")
+    assert ended(program, tmp_path) == (code, "cleared up\n")
 
 
 def ended(program: str, folder: Path) -> tuple[int, str]:

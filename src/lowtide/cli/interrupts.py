@@ -38,10 +38,13 @@ def hear_signals() -> None:
 def end_if_asked() -> None:
     """Raises anew for a signal that came; for where whatever it raised may have been caught."""
     if _heard:
+        for again in _to_come:  # once is enough: another would end what clears up
+            again.cancel()
         raise _raised_by(_heard[-1])
 
 
 _heard: list[int] = []
+_to_come: list[threading.Timer] = []
 
 
 def _hear(number: int, _: object) -> None:
@@ -60,6 +63,7 @@ def _hear_again(dropped: UnraisableHookArgs) -> None:
     number = signal.SIGTERM if dropped.exc_type is Terminated else signal.SIGINT
     again = threading.Timer(_AGAIN_S, _send, [number])
     again.daemon = True
+    _to_come.append(again)
     again.start()
 
 

@@ -145,6 +145,8 @@ class Receipts:
         """Goes on with the tallies of those who counted until now."""
         others._write_down()
         self._tallies.update(others._tallies)
+        # Or it would write into them what they were.
+        others._running, others._before, others._rows = [], [], None
 
     def account(self, facts: Facts, routing: RoutedTokens) -> PassAccount:
         """Of the pass under way, for who counts by itself. Notices a pass's first layer: whose its

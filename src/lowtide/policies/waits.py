@@ -1,6 +1,6 @@
 """What absent experts wait for, and how long a layer's residents give them.
 
-The compiled twin, beside a device, is `kernels/cpu/late.cpp`: sums are taken in order, as it takes
+The compiled twin is `kernels/cpu/late.cpp`: sums are taken in order, as it takes
 them.
 """
 

@@ -1,4 +1,4 @@
-"""The compiled twin of substitution: one call decides for all tokens of a layer, one counts.
+"""The compiled twin of substitution: one call decides for all tokens of a layer and counts.
 
 A decision at one token may take little longer than a few calls of numpy. So arrays are handed over
 as bytes, which ctypes takes as they are (an array's address costs it more than copying hundreds of
