@@ -84,6 +84,8 @@ def test_what_is_no_count_is_refused() -> None:
         for wrong in (0, "x"):
             with pytest.raises(UsageError, match="num_tokens must be an integer from 1"):
                 llm.planned_passes(wrong)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="SamplingParams"):
+            llm.planned_passes(8, 5)  # type: ignore[arg-type]
 
 
 def test_blocks_and_guidance_are_counted() -> None:

@@ -134,8 +134,7 @@ class LoadedModel:
         """The longest answer that an otherwise empty context has room for after such a prompt; 0
         where there is none. Raises UsageError for what is no count or no parameters."""
         check_int("num_prompt_tokens", num_prompt_tokens, 0)
-        if not isinstance(params, SamplingParams):
-            raise UsageError(f"params must be SamplingParams, not {params!r}.")
+        _check_params(params)
         return max(0, self._intake.max_new_tokens(num_prompt_tokens, params))
 
     @property
@@ -149,12 +148,15 @@ class LoadedModel:
         self, num_tokens: int, params: SamplingParams | None = None
     ) -> list[PlannedPass]:
         """How passes of a bidirectional model over so many tokens divide their operators, at
-        several shares of masks; of other models nothing. Raises UsageError for what is no count.
+        several shares of masks; of other models nothing. Raises UsageError for what is no count or
+        no parameters.
 
         params: of an answer whose passes these are, with its new tokens as masks; by default all
         tokens are masked at first.
         """
         check_int("num_tokens", num_tokens, 1)
+        if params is not None:
+            _check_params(params)
         if not self.config.is_bidirectional:
             return []
         max_masked, diffusion = num_tokens, None
@@ -233,6 +235,11 @@ def _told(progress: Progress | bool | None) -> Iterator[Progress | None]:
     else:
         with LoadingLine(sys.stderr) as line:
             yield line
+
+
+def _check_params(params: object) -> None:
+    if not isinstance(params, SamplingParams):
+        raise UsageError(f"params must be SamplingParams, not {params!r}.")
 
 
 def conversations(messages: object) -> list[Messages]:

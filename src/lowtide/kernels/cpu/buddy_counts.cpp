@@ -1,5 +1,5 @@
-// What substitution did to the requests of a pass: the compiled twin of `PlainCount`. Sums are taken
-// in the order of tokens and of their pairs, as numpy takes them.
+// What substitution did to the requests of a pass: the compiled twin of `PlainAccount`. Sums are
+// taken in the order of tokens and of their pairs, as numpy takes them.
 
 #include <algorithm>
 #include <cmath>
