@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from lowtide.kernels.reference import REFERENCE
 from lowtide.lab.synth import synth
 from lowtide.layers.batch import Batch, KVRange, Segment
 from lowtide.llm import LLM
-from lowtide.memory.arena import Arena
+from lowtide.memory.arena import HUGE_PAGE_BYTES, Arena
 from lowtide.memory.chunking import (
     EACH_TILE,
     MAX_BUCKETS,
@@ -303,3 +304,29 @@ def test_a_workspace_adopts_only_what_fits() -> None:
     workspace = Workspace(torch.empty(64, dtype=torch.uint8))
     with pytest.raises(InternalError, match="A plan of 65 bytes is adopted in a workspace of 64"):
         workspace.adopt(Placement({}, 65), EACH_TILE)
+
+
+# What compiled kernels have no use for
+
+
+SCRATCH = "norm fp32", "norm squares", "rotary first", "rotary second"
+"""What norms and rotations of the reference kernels compute in; compiled ones use registers."""
+
+
+@pytest.mark.parametrize("family", ["llada", "llada_moe", "dream"])
+def test_kernels_without_scratch_touch_a_plan_but_for_half_a_huge_page(
+    family: str, tmp_path: Path
+) -> None:
+    """Published shapes, divided as far as it takes: a plan is for whatever kernels there are."""
+    config = families()[family].sizes()["full"].config
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    planner = plan_long_passes(open_model(tmp_path, EngineConfig(context=64, device="cpu")))
+    for num_tokens in (600, 1024, 4096, 16384):
+        counts = Counts(num_tokens, num_tokens, num_tokens, num_tokens // 2, EVERY_KIND[:1])
+        placement = planner.plan(counts, planner.least_bytes(counts)).placement
+        touched_bytes = end = 0
+        for path, place in sorted(placement.places.items(), key=lambda each: each[1].start):
+            if not path[-1].startswith(SCRATCH):
+                touched_bytes += max(0, place.stop - max(place.start, end))
+                end = max(end, place.stop)
+        assert placement.arena_bytes - touched_bytes <= HUGE_PAGE_BYTES // 2

@@ -62,11 +62,16 @@ def noted_plans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Counts, PassPlan]
     return adopted
 
 
-@pytest.mark.parametrize("head_form", ["fused", "masked"])
+@pytest.mark.parametrize(
+    ("head_form", "kernels"), [("fused", "auto"), ("masked", "auto"), ("fused", "reference")]
+)
 def test_every_budget_has_the_same_answers(
-    folder: Path, head_form: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, head_form: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Poisoned: NaN wherever nothing is alive, at the least budget, above it and with all whole."""
+    """Poisoned: NaN wherever nothing is alive, at the least budget, above it and with all whole.
+
+    One plan holds for all kernels: it knows of none.
+    """
     monkeypatch.setattr(wiring, "Workspace", PoisonedWorkspace)
     adopted = noted_plans(monkeypatch)
     plan = plan_model(folder, context=CONTEXT, head_form=head_form)
@@ -75,6 +80,7 @@ def test_every_budget_has_the_same_answers(
     found, chunks = [], []
     for budget in (plan.minimum_bytes, (plan.full_bytes + whole_bytes) // 2, whole_bytes):
         options = {"context": CONTEXT, "head_form": head_form, "host_memory": budget}
+        options["kernels"] = kernels
         with LLM(folder, **options) as llm:
             found.append(answers(llm))
             workspace, room_bytes = llm._engine.model.compute.workspace, llm.plan.host

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.formats import MatrixFormat, StoredMatrix
-from lowtide.kernels import int8_rows, stored, tiled_head
+from lowtide.kernels import int8_rows, reference_rows, stored, tiled_head
 from lowtide.kernels.int8_rows import INT8, GroupedMatrix
 from lowtide.kernels.layer_parts import BoundLayers, BoundPass, LayerParts, WholeLayer
 from lowtide.kernels.operands import (
@@ -191,20 +191,7 @@ class Kernels:
         of Llama and of most families here), so bfloat16 results round where the original's do. A
         float32 weight multiplies before that (gpt-oss).
         """
-        shape = tuple(x.shape)
-        with workspace.scope():
-            x_fp32 = workspace.take("norm fp32", shape, torch.float32)
-            squares = workspace.take("norm squares", shape, torch.float32)
-            x_fp32.copy_(x)
-            torch.mul(x_fp32, x_fp32, out=squares)
-            workspace.library("norm variance", 4 * 4 * (x.numel() // shape[-1]))
-            variance = squares.mean(-1, keepdim=True)
-            x_fp32.mul_(torch.rsqrt(variance.add_(eps)))
-            if weight.dtype == torch.float32:
-                out.copy_(x_fp32.mul_(weight))
-            else:
-                out.copy_(x_fp32)
-                out.mul_(weight)
+        reference_rows.rms_norm(x, weight, eps, workspace, out)
 
     def rotate(
         self, x: Tensor, rotation: Rotation, workspace: Buffers, num_threads: int = 1
@@ -214,26 +201,14 @@ class Kernels:
         Computed in the type of `rotation`: the compute dtype, or float32 and rounded once.
         Dimensions past rotary_dim pass through.
         """
-        half = rotation.cos.shape[-1]
-        first, second = x[..., :half], x[..., half : 2 * half]
-        if rotation.cos.dtype != x.dtype:
-            _turn_in_float32(first, second, rotation, workspace)
-            return
-        shape = tuple(first.shape)
-        with workspace.scope():
-            first_sin = workspace.take("rotary first", shape, x.dtype)
-            second_sin = workspace.take("rotary second", shape, x.dtype)
-            torch.mul(first, rotation.sin, out=first_sin)
-            torch.mul(second, rotation.sin, out=second_sin)
-            first.mul_(rotation.cos).sub_(second_sin)
-            second.mul_(rotation.cos).add_(first_sin)
+        reference_rows.rotate(x, rotation, workspace)
 
     def rotate_pairs(self, x: Tensor, rotation: Rotation, workspace: Buffers) -> None:
         """Turns x [rows, heads, rotary_dim] in place: dimension 2 i with dimension 2 i + 1.
 
         Computed in float32, as `rotation` has to be, and rounded once.
         """
-        _turn_in_float32(x[..., 0::2], x[..., 1::2], rotation, workspace)
+        reference_rows.rotate_pairs(x, rotation, workspace)
 
     def normalise_and_rotate(
         self,
@@ -358,22 +333,6 @@ class Kernels:
 
 
 REFERENCE = Kernels()
-
-
-def _turn_in_float32(first: Tensor, second: Tensor, rotation: Rotation, workspace: Buffers) -> None:
-    """Pairs [rows, heads, rotary_dim / 2] in place; `rotation` is float32."""
-    shape = tuple(first.shape)
-    with workspace.scope():
-        names = ("rotary first", "rotary second", "rotary first fp32", "rotary second fp32")
-        turned_first, turned_second, first_fp32, second_fp32 = (
-            workspace.take(name, shape, torch.float32) for name in names
-        )
-        first_fp32.copy_(first)
-        second_fp32.copy_(second)
-        torch.mul(first_fp32, rotation.cos, out=turned_first)
-        torch.mul(second_fp32, rotation.cos, out=turned_second)
-        first.copy_(turned_first.sub_(second_fp32.mul_(rotation.sin)))
-        second.copy_(turned_second.add_(first_fp32.mul_(rotation.sin)))
 
 
 def silu_times(gate: Tensor, up: Tensor) -> None:

@@ -27,7 +27,7 @@ from lowtide.kernels.row_statistics import (
     RowStatistics,
     Wanted,
 )
-from lowtide.memory.chunking import OPERATOR_TILES
+from lowtide.memory.chunking import OPERATOR_TILES, pieces
 from lowtide.memory.workspace import Buffers, tiles
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class _Reduction:
         self._weight, self._workspace = head.vocabulary, workspace
         num_rows, vocab_size = inputs.x.shape[0], head.vocabulary.shape[0]
         self._tiles = list(tiles(vocab_size, TILE_COLUMNS))
-        self._row_tiles = _row_tiles(num_rows, REDUCED_ROWS)
+        self._row_tiles = pieces(num_rows, REDUCED_ROWS)
         widest = align_up(max(tile.stop - tile.start for tile in self._tiles), _SEARCH_COLUMNS)
         self._partials = Partials.take(num_rows, len(self._tiles), wanted, workspace)
         self._scratch = _Scratch.take(
@@ -282,16 +282,11 @@ class _Reduction:
 
     def _multiply(self, x: Tensor, columns: slice, out: Tensor) -> None:
         weight = rows_of(self._weight, columns)
-        for rows in _row_tiles(x.shape[0], HEAD_ROWS):
+        for rows in pieces(x.shape[0], HEAD_ROWS):
             if isinstance(weight, Tensor) or self._kernels.rounds(weight):
                 self._kernels.multiply_by(x[rows], weight, out[rows])
             else:  # never by what takes few rows: 16 and 32 are rounded alike
                 stored.multiply(self._kernels, x[rows], weight, None, out[rows])
-
-
-def _row_tiles(num_rows: int, tile_rows: int) -> list[slice]:
-    starts = range(0, num_rows, tile_rows)
-    return [slice(start, min(start + tile_rows, num_rows)) for start in starts]
 
 
 def _arg_max(logits: Tensor) -> tuple[Tensor, Tensor]:

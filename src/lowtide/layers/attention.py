@@ -13,8 +13,8 @@ from lowtide.errors import InternalError
 from lowtide.layers.batch import Segment
 from lowtide.layers.causal_attention import Scores, attend_causal_segment
 from lowtide.layers.rows import in_chunks, num_rows_of
-from lowtide.layers.sdpa import pieces, sdpa_bytes
-from lowtide.memory.chunking import OPERATOR_TILES, longest_tile
+from lowtide.layers.sdpa import sdpa_bytes
+from lowtide.memory.chunking import OPERATOR_TILES, longest_tile, pieces
 from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.workspace import TILE_ROWS, tiles
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lowtide.compute import Compute
 from lowtide.layers.batch import Segment
-from lowtide.layers.sdpa import flash, pieces, scores_bytes, sdpa_bytes
+from lowtide.layers.sdpa import flash, scores_bytes, sdpa_bytes
+from lowtide.memory.chunking import pieces
 from lowtide.memory.workspace import Buffers, tiles
 
 CAUSAL_ROWS = 128

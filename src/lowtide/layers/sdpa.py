@@ -56,7 +56,3 @@ def scores_bytes(query: Tensor, keys: Tensor) -> int:
     rows = query.shape[0] * (query.shape[1] // keys.shape[0])
     tile_rows = 256 if rows >= 768 else 64 if rows >= 192 else 32
     return tile_rows * ((4 + query.dtype.itemsize) * 512 + 4 * query.shape[2] + 16)
-
-
-def pieces(length: int, piece: int) -> list[slice]:
-    return [slice(start, min(length, start + piece)) for start in range(0, length, piece)]

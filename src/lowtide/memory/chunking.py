@@ -75,6 +75,11 @@ def tiles(num_rows: int, tile_rows: int) -> Iterator[slice]:
         start = stop
 
 
+def pieces(length: int, piece: int) -> list[slice]:
+    """`length` in pieces, the last of which may be any shorter."""
+    return [slice(start, min(length, start + piece)) for start in range(0, length, piece)]
+
+
 def num_tiles(num_rows: int, tile_rows: int) -> int:
     """How many tiles there are."""
     return max(1, (num_rows + tile_rows - MAX_REMAINDER - 1) // tile_rows)

@@ -1,0 +1,98 @@
+"""Norms and rotations of rows in plain torch, a few rows at a time.
+
+What they compute in has to be in the plan of every pass, and kernels that keep a row in registers
+never touch it: so it is little, whatever the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lowtide.kernels.operands import Rotation
+from lowtide.memory.chunking import pieces
+from lowtide.memory.workspace import Buffers
+
+SCRATCH_ROWS = 32
+"""Rows whose scratch exists together. Fewer than any pass that a template is fitted to has, so that
+of all longer ones it is the same."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, workspace: Buffers, out: Tensor) -> None:
+    """See `Kernels.rms_norm`."""
+    _by_few(partial(_normalise, weight, eps, workspace), x, out)
+
+
+def rotate(x: Tensor, rotation: Rotation, workspace: Buffers) -> None:
+    """See `Kernels.rotate`."""
+    half = rotation.cos.shape[-1]
+    first, second = x[..., :half], x[..., half : 2 * half]
+    is_narrow = rotation.cos.dtype == x.dtype
+    turn = partial(_turn if is_narrow else _turn_in_float32, workspace)
+    _by_few(turn, first, second, *rotation)
+
+
+def rotate_pairs(x: Tensor, rotation: Rotation, workspace: Buffers) -> None:
+    """See `Kernels.rotate_pairs`."""
+    _by_few(partial(_turn_in_float32, workspace), x[..., 0::2], x[..., 1::2], *rotation)
+
+
+def _by_few(run: Callable[..., None], *rows: Tensor) -> None:
+    """`run` for `SCRATCH_ROWS` at a time; no row's bits depend on the others."""
+    num_rows = rows[0].shape[0]
+    if num_rows <= SCRATCH_ROWS:
+        run(*rows)
+        return
+    parts = pieces(num_rows, SCRATCH_ROWS)
+    for part in parts[:1] if rows[0].is_meta else parts:  # the first has the most
+        run(*(tensor[part] for tensor in rows))
+
+
+def _normalise(weight: Tensor, eps: float, workspace: Buffers, x: Tensor, out: Tensor) -> None:
+    shape = tuple(x.shape)
+    with workspace.scope():
+        x_fp32 = workspace.take("norm fp32", shape, torch.float32)
+        squares = workspace.take("norm squares", shape, torch.float32)
+        x_fp32.copy_(x)
+        torch.mul(x_fp32, x_fp32, out=squares)
+        workspace.library("norm variance", 4 * 4 * (x.numel() // shape[-1]))
+        variance = squares.mean(-1, keepdim=True)
+        x_fp32.mul_(torch.rsqrt(variance.add_(eps)))
+        if weight.dtype == torch.float32:
+            out.copy_(x_fp32.mul_(weight))
+        else:
+            out.copy_(x_fp32)
+            out.mul_(weight)
+
+
+def _turn(workspace: Buffers, first: Tensor, second: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Halves [rows, heads, rotary_dim / 2] in place, in their own type."""
+    shape = tuple(first.shape)
+    with workspace.scope():
+        first_sin = workspace.take("rotary first", shape, first.dtype)
+        second_sin = workspace.take("rotary second", shape, first.dtype)
+        torch.mul(first, sin, out=first_sin)
+        torch.mul(second, sin, out=second_sin)
+        first.mul_(cos).sub_(second_sin)
+        second.mul_(cos).add_(first_sin)
+
+
+def _turn_in_float32(
+    workspace: Buffers, first: Tensor, second: Tensor, cos: Tensor, sin: Tensor
+) -> None:
+    """Pairs [rows, heads, rotary_dim / 2] in place; cos and sin are float32."""
+    shape = tuple(first.shape)
+    with workspace.scope():
+        names = ("rotary first", "rotary second", "rotary first fp32", "rotary second fp32")
+        turned_first, turned_second, first_fp32, second_fp32 = (
+            workspace.take(name, shape, torch.float32) for name in names
+        )
+        first_fp32.copy_(first)
+        second_fp32.copy_(second)
+        torch.mul(first_fp32, cos, out=turned_first)
+        torch.mul(second_fp32, cos, out=turned_second)
+        first.copy_(turned_first.sub_(second_fp32.mul_(sin)))
+        second.copy_(turned_second.add_(first_fp32.mul_(sin)))
