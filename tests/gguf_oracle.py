@@ -45,13 +45,13 @@ def named_model(name: str) -> torch.nn.Module:
     return random_model(family, int(seed), **sizes)
 
 
-def random_model(family: str, seed: int, **other_sizes: int) -> torch.nn.Module:
-    """In float32, with 256 inputs of most matrices."""
+def random_model(family: str, seed: int, **others: Any) -> torch.nn.Module:
+    """In float32, with 256 inputs of most matrices. others: values of transformers' config."""
     rng = random.Random(f"{family} {seed}")
     torch.manual_seed(seed)
     config_class, model_class, values = FAMILIES[family](rng)
     sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "eos_token_id": None}
-    values = {**common(rng), **values, **sizes, **SIZES[family], **other_sizes}
+    values = {**common(rng), **values, **sizes, **SIZES[family], **others}
     if family == "gpt_oss" and "truncate" in values["rope_parameters"]:
         values["rope_parameters"]["truncate"] = False
     model = model_class(config_class(**values))

@@ -9,11 +9,13 @@ import gguf
 import pytest
 import torch
 from gguf.constants import GGMLQuantizationType as Type
-from gguf_files import add_metadata, copy_metadata, finish, packed, tensors_of, write_gguf
-from gguf_oracle import check, random_model
+from gguf_files import copy_metadata, finish, write_gguf
+from gguf_oracle import random_model
 
 from lowtide.config import ModelConfig
-from lowtide.errors import UnsupportedError
+from lowtide.errors import ConfigError, UnsupportedError
+from lowtide.families.deepseek_v2.gguf import GGUF
+from lowtide.families.gguf import GgufKeys
 from lowtide.llm import LLM, plan_model
 from lowtide.model_folder.gguf_model import GgufModel
 
@@ -60,9 +62,6 @@ def test_a_rotary_embedding_that_is_not_stretched_is_taken(add: Add, tmp_path: P
 @pytest.mark.parametrize(
     ("add", "message"),
     [
-        (scaling(type="linear", factor=4.0), "the rotary embedding 'linear'"),
-        (scaling(factor=4.0), "the rotary embedding 'linear'"),
-        (scaling(scale_linear=2.0), "the rotary embedding 'linear'"),
         (scaling(type="longrope", factor=4.0), "the rotary embedding 'longrope'"),
         (scaling(attn_factor=1.2), "qwen3moe.rope.scaling.attn_factor 1.2 is not supported"),
         (scaling(yarn_attn_factor=2.0), "yarn_attn_factor 2.0 is not supported"),
@@ -92,14 +91,87 @@ def test_yarn_is_read_with_its_factors(
     assert yarn.amplitude == pytest.approx(amplitude, rel=1e-6)
 
 
-def test_frequencies_of_their_own_are_refused(tmp_path: Path) -> None:
-    """llama 3.1's, which would change every answer."""
+def add_keys(**values: int | float | bool) -> Add:
+    """Dots of keys as two underscores."""
 
     def add(writer: gguf.GGUFWriter) -> None:
+        for name, value in values.items():
+            writer.add_key_value(
+                f"{writer.arch}.{name.replace('__', '.')}",
+                value,
+                gguf.GGUFValueType.get_type(value),
+            )
+
+    return add
+
+
+@pytest.mark.parametrize(
+    ("family", "add"),
+    [
+        ("qwen3_moe", add_keys(attention__causal=False)),
+        ("qwen3_moe", add_keys(expert_group_count=4)),
+        ("deepseek_v2", add_keys(attention__temperature_scale=0.1)),
+        ("gpt_oss", add_keys(rope__freq_base_swa=5.0)),
+    ],
+    ids=str,
+)
+def test_what_would_be_computed_otherwise_is_refused(family: str, add: Add, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="is not supported, only"):
+        config_of(tmp_path / "model.gguf", add, family)
+
+
+@pytest.mark.parametrize(
+    ("said", "groups"),
+    [
+        ({}, ("greedy", None)),
+        ({"expert_count": 160}, ("group_limited_greedy", 3)),  # of files that are older
+        ({"expert_count": 160, "expert_group_count": 1}, ("greedy", None)),
+        (
+            {"expert_group_count": 4, "expert_group_used_count": 2},
+            ("group_limited_greedy", 2),
+        ),
+    ],
+    ids=str,
+)
+def test_groups_of_deepseek_v2_are_those_that_it_has(
+    said: dict[str, int], groups: tuple[str, int | None]
+) -> None:
+    needed = ("block_count", "embedding_length", "context_length", "feed_forward_length")
+    needed += ("attention.head_count", "attention.layer_norm_rms_epsilon", "attention.kv_lora_rank")
+    needed += ("expert_used_count", "attention.key_length", "attention.value_length", "vocab_size")
+    values = {**dict.fromkeys(needed, 64), "rope.dimension_count": 16, "expert_count": 64, **said}
+    metadata = {f"deepseek2.{key}": value for key, value in values.items()}
+    config = GGUF.config(GgufKeys("deepseek2", metadata, {}))
+    assert (config["topk_method"], config.get("topk_group")) == groups
+
+
+def test_layers_with_a_window_are_those_that_the_file_says(tmp_path: Path) -> None:
+    path, count = tmp_path / "model.gguf", random_model("gpt_oss", 1).config.num_hidden_layers
+
+    def windows(pattern: object) -> list[bool]:
+        add: Add = lambda writer: writer.add_key_value(  # noqa: E731
+            "gpt-oss.attention.sliding_window_pattern",
+            pattern,
+            gguf.GGUFValueType.get_type(pattern),
+        )
+        found = config_of(path, add, "gpt_oss").attention.windows
+        return [bool(each) for each in found]
+
+    assert windows(2) == [layer % 2 == 0 for layer in range(count)]
+    assert windows(1) == [False] * count
+    assert windows(0) == [True] * count
+    assert windows([layer == 1 for layer in range(count)]) == [i == 1 for i in range(count)]
+    with pytest.raises(ConfigError, match=f"must be a list of {count} kinds"):
+        windows([True] * (count + 1))
+
+
+def test_frequencies_of_their_own_and_a_stretch_are_refused(tmp_path: Path) -> None:
+    def add(writer: gguf.GGUFWriter) -> None:
         writer.add_tensor("rope_freqs.weight", torch.ones(4).numpy())
+        writer.add_rope_scaling_factor(4.0)
 
     path = written(tmp_path / "model.gguf", add, "mixtral")
-    with pytest.raises(UnsupportedError, match="'rope_freqs.weight' is none that lowtide"):
+    with pytest.raises(UnsupportedError, match="stretched .'linear'. and has frequencies of its"):
         plan_model(path)
 
 
@@ -124,36 +196,6 @@ def test_what_ends_a_text_is_all_that_models_of_the_kind_end_with(
 
     found = config_of(tmp_path / "model.gguf", add).eos_token_ids
     assert found[0] == eos and set(found) == ends
-
-
-def write_by_expert(path: Path, kinds: tuple[Type, ...]) -> torch.nn.Module:
-    """Mixtral as the oldest files have it, each expert a tensor; types of experts take turns."""
-    model = random_model("mixtral", 0)
-    writer = gguf.GGUFWriter(path, "llama")
-    add_metadata(writer, "mixtral", model.config)
-
-    def put(name: str, view: torch.Tensor, shape: tuple[int, ...], kind: Type) -> None:
-        data = packed(view.float().contiguous().numpy().reshape(shape), kind)
-        view.copy_(torch.from_numpy(gguf.quants.dequantize(data, kind).reshape(view.shape).copy()))
-        writer.add_tensor(name, data, raw_dtype=kind)
-
-    for name, view, shape in tensors_of("mixtral", model):
-        if "_exps" not in name:
-            put(name, view, shape, Type.F32)
-            continue
-        for expert, each in enumerate(view):
-            own_name = name.replace("_exps", f".{expert}")
-            put(own_name, each, tuple(each.shape), kinds[expert % len(kinds)])
-    finish(writer)
-    return model
-
-
-def test_experts_that_are_tensors_of_their_own_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    check(path, write_by_expert(path, (Type.Q4_K,)))
-    write_by_expert(path, (Type.Q4_K, Type.Q6_K))
-    with pytest.raises(UnsupportedError, match="must be of one type. Choose another file"):
-        plan_model(path)
 
 
 def test_the_first_file_of_a_split_may_hold_metadata_alone(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ class Rope(NamedTuple):
     rotary_dim: int  # leading dimensions that rotate
     yarn: Yarn | None = None
     mscale_all_dim: float = 0.0  # YaRN of DeepSeek: the softmax scale grows too, see `mscale`
+    divisors: tuple[float, ...] = ()  # of the frequencies: one of all, or of each pair its own
 
 
 def mscale(factor: float, weight: float) -> float:
@@ -45,12 +46,13 @@ def read_rope(
     fields: Fields,
     head_dim: int,
     max_positions: int,
-    can_yarn: bool = False,
+    can_stretch: bool = False,
     can_be_partial: bool = False,
 ) -> Rope:
     """Of a family that rotates heads of `head_dim`.
 
-    With `can_yarn` it may be stretched, with `can_be_partial` some dimensions may stay as they are.
+    With `can_stretch` it may be made for longer contexts than it was trained on, in one of the
+    ways of `_STRETCHES`; with `can_be_partial` some dimensions may stay as they are.
     """
     said = [
         _Said(
@@ -62,14 +64,14 @@ def read_rope(
         if (nested := fields.raw(name)) is not None:
             if not isinstance(nested, dict):
                 raise fields.error(name, "must be an object")
-            said.append(_nested(Fields(nested, f"{name}."), max_positions, can_yarn))
+            said.append(_nested(Fields(nested, f"{name}."), max_positions, can_stretch))
     theta = _agreed("rope_theta", [each.theta for each in said])
     if theta is None:
         raise ConfigError("config.json has no rope_theta, neither flat nor in rope_parameters.")
     stretches = [each.stretch for each in said if each.stretch is not None]
     if len(set(stretches)) > 1:
         raise ConfigError("config.json: rope_parameters and rope_scaling disagree.")
-    yarn, mscale_all_dim = stretches[0] if stretches else (None, 0.0)
+    stretch = stretches[0] if stretches else _Stretch()
     factor = _agreed("partial_rotary_factor", [each.factor for each in said])
     rotary_dim = _rotary_dim(fields, head_dim, factor)
     if rotary_dim != head_dim and not can_be_partial:
@@ -77,7 +79,26 @@ def read_rope(
             f"config.json: {rotary_dim} of {head_dim} dimensions rotate (partial_rotary_factor, "
             "rotary_dim); in this family all do."
         )
-    return Rope(theta, rotary_dim, yarn, mscale_all_dim)
+    divisors = _divisors(stretch, theta, rotary_dim)
+    return Rope(theta, rotary_dim, stretch.yarn, stretch.mscale_all_dim, divisors)
+
+
+class _Bands(NamedTuple):
+    """Llama 3.1's: what turns often in `original_positions` stays, what turns rarely is divided."""
+
+    factor: float
+    low: float  # turns up to which a frequency is divided by the factor
+    high: float  # turns from which on it stays
+    original_positions: int
+
+
+class _Stretch(NamedTuple):
+    """How frequencies are changed for longer contexts."""
+
+    yarn: Yarn | None = None
+    mscale_all_dim: float = 0.0
+    divisors: tuple[float, ...] = ()
+    bands: _Bands | None = None
 
 
 class _Said(NamedTuple):
@@ -85,18 +106,18 @@ class _Said(NamedTuple):
 
     theta: float | None
     factor: float | None  # of a head's dimensions, those that rotate
-    stretch: tuple[Yarn, float] | None = None  # with `Rope.mscale_all_dim`
+    stretch: _Stretch | None = None
 
 
-def _nested(inner: Fields, max_positions: int, can_yarn: bool) -> _Said:
+def _nested(inner: Fields, max_positions: int, can_stretch: bool) -> _Said:
     kind = inner.text("rope_type", "type", default="default")
-    stretch = _yarn(inner, max_positions) if can_yarn and kind == "yarn" else None
-    if stretch is None and kind != "default":
-        also = " and 'yarn'" if can_yarn else ""
+    known = ["default", *(_STRETCHES if can_stretch else ())]
+    if kind not in known:
         raise UnsupportedError(
             f"config.json: {inner.prefix[:-1]}: the rotary embedding {shown(kind)} is not "
-            f"supported, only 'default'{also}."
+            f"supported, only {', '.join(map(shown, known))}."
         )
+    stretch = None if kind == "default" else _STRETCHES[kind](inner, max_positions)
     said = _Said(
         inner.optional_number("rope_theta", low=1.0, high=1e15),
         inner.optional_number("partial_rotary_factor", low=0.0, high=1.0),
@@ -113,7 +134,57 @@ def _rotary_dim(fields: Fields, head_dim: int, factor: float | None) -> int:
     return head_dim if rotating is None else int(rotating)
 
 
-def _yarn(inner: Fields, max_positions: int) -> tuple[Yarn, float]:
+def _linear(inner: Fields, max_positions: int) -> _Stretch:
+    """Positions are divided by a factor, or, which is the same, all frequencies."""
+    return _Stretch(divisors=(inner.number("factor", low=1.0, high=1e6),))
+
+
+def _llama3(inner: Fields, max_positions: int) -> _Stretch:
+    bands = _Bands(
+        factor=inner.number("factor", low=1.0, high=1e6),
+        low=inner.number("low_freq_factor", low=1e-3, high=1e6),
+        high=inner.number("high_freq_factor", low=1e-3, high=1e6),
+        original_positions=inner.integer(
+            "original_max_position_embeddings", low=1, high=MAX_POSITIONS, default=max_positions
+        ),
+    )
+    if bands.low >= bands.high:
+        raise inner.error("low_freq_factor", f"must be below high_freq_factor {bands.high:g}")
+    return _Stretch(bands=bands)
+
+
+def _by_pair(inner: Fields, max_positions: int) -> _Stretch:
+    """As GGUF files have it: of each pair of dimensions what its frequency is divided by."""
+    given = inner.raw("divisors")
+    values = given if isinstance(given, list | tuple) else ()
+    numbers = [float(each) for each in values if isinstance(each, int | float)]
+    if not numbers or len(numbers) < len(values) or not all(1e-6 < x < 1e6 for x in numbers):
+        raise ConfigError(
+            f"config.json: {inner.prefix}divisors {shown(given)} must be a list of numbers above 0."
+        )
+    return _Stretch(divisors=tuple(numbers))
+
+
+def _divisors(stretch: _Stretch, theta: float, rotary_dim: int) -> tuple[float, ...]:
+    """Of the frequencies; see `Rope`."""
+    if stretch.bands is not None:
+        pairs = range(0, rotary_dim, 2)
+        return tuple(_of_band(theta ** (-pair / rotary_dim), stretch.bands) for pair in pairs)
+    if len(stretch.divisors) not in (0, 1, rotary_dim // 2):
+        raise ConfigError(
+            f"{len(stretch.divisors)} rotary frequencies have divisors; {rotary_dim // 2} rotate."
+        )
+    return stretch.divisors
+
+
+def _of_band(frequency: float, bands: _Bands) -> float:
+    """Between the two ends a frequency is a mixture of itself and of what is divided."""
+    num_turns = bands.original_positions * frequency / (2 * math.pi)
+    share = min(max((num_turns - bands.low) / (bands.high - bands.low), 0.0), 1.0)
+    return 1.0 / ((1.0 - share) / bands.factor + share)
+
+
+def _yarn(inner: Fields, max_positions: int) -> _Stretch:
     factor = inner.number("factor", low=1.0, high=1e6)
     own, everywhere = (
         inner.optional_number(name, low=0.0, high=100.0) for name in ("mscale", "mscale_all_dim")
@@ -131,7 +202,10 @@ def _yarn(inner: Fields, max_positions: int) -> tuple[Yarn, float]:
         amplitude=mscale(factor, 1.0) if amplitude is None else amplitude,
         is_rounded=inner.boolean("truncate", default=True),
     )
-    return yarn, everywhere or 0.0
+    return _Stretch(yarn, everywhere or 0.0)
+
+
+_STRETCHES = {"yarn": _yarn, "linear": _linear, "llama3": _llama3, "by_pair": _by_pair}
 
 
 def _refuse_unknown(inner: Fields) -> None:

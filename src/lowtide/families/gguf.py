@@ -48,6 +48,10 @@ QKV_BIASES: Names = {
     f"blk.#.attn_{x}.bias": f"model.layers.#.self_attn.{x}_proj.bias" for x in "qkv"
 }
 
+FUSED_QKV = ".attn_qkv."
+"""In the names of tensors with the rows of queries, of keys and of values, which llama.cpp takes
+for the three of any architecture."""
+
 OUTPUT: Names = {"blk.#.attn_output.weight": "model.layers.#.self_attn.o_proj.weight"}
 
 QK_NORMS: Names = {
@@ -67,8 +71,12 @@ def mlp(there: str, here: str) -> Names:
 
 EXPERTS: Names = {
     f"blk.#.ffn_{part}_exps.weight": f"model.layers.#.mlp.experts.{part}_proj"
-    for part in ("gate", "up", "down")
+    for part in ("gate", "up", "gate_up", "down")
 }
+"""Stacked; an expert's gate and up may be one matrix, gate's rows first."""
+
+ROPE_DIVISORS = "rope_freqs.weight"
+"""What the frequency of each pair of dimensions is divided by, where files say it so."""
 
 USUAL: Names = {**ENDS, **NORMS, **QKV, **OUTPUT, **ROUTER, **EXPERTS}
 
@@ -81,10 +89,13 @@ class GgufKeys:
         architecture: str,
         metadata: Mapping[str, Value],
         shapes: Mapping[str, tuple[int, ...]],
+        vector: Callable[[str], list[float]] = lambda name: [],
     ) -> None:
+        """vector: the numbers of a short tensor that is there."""
         self._prefix = f"{architecture}."
         self._metadata = metadata
         self.shapes = shapes  # of tensors, by the file's names
+        self.vector = vector
 
     def get(self, key: str) -> Value | None:
         return self._metadata.get(self._prefix + key)
@@ -147,6 +158,7 @@ def layer_of(tensor: str) -> int:
 
 def usual_config(keys: GgufKeys, architecture: str) -> Config:
     """What most decoders have alike. architecture: as `config.json` would name it."""
+    keys.only("attention.causal", True)
     vocab_size = keys.shapes.get("token_embd.weight", (0,))[0]
     config: Config = {
         "architectures": [architecture],
@@ -168,8 +180,11 @@ def usual_config(keys: GgufKeys, architecture: str) -> Config:
     return {name: value for name, value in config.items() if value is not None}
 
 
-def expert_config(keys: GgufKeys) -> Config:
-    """How many experts there are, and how many a token chooses."""
+def expert_config(keys: GgufKeys, can_group: bool = False) -> Config:
+    """How many experts there are, and how many a token chooses. can_group: they may be of groups,
+    some of which a token chooses first."""
+    if not can_group:
+        keys.only("expert_group_count", 0, 1)
     return {
         "num_experts": keys.need("expert_count"),
         "num_experts_per_tok": keys.need("expert_used_count"),
@@ -178,7 +193,9 @@ def expert_config(keys: GgufKeys) -> Config:
 
 def expert_width(keys: GgufKeys) -> Value:
     """Of an expert; older files leave it to the tensors."""
-    stored = [s[1] for n, s in keys.shapes.items() if "ffn_gate_exps.weight" in n and len(s) == 3]
+    stacked = {n: s for n, s in keys.shapes.items() if len(s) == 3}
+    stored = [s[1] for n, s in stacked.items() if "ffn_gate_exps.weight" in n]
+    stored += [s[1] // 2 for n, s in stacked.items() if "ffn_gate_up_exps.weight" in n]
     width = keys.get("expert_feed_forward_length")
     return width or (stored[0] if stored else keys.need("feed_forward_length"))
 
@@ -209,9 +226,16 @@ def _rope_scaling(keys: GgufKeys) -> Config | None:
         keys.only(f"rope.scaling.{name}", 1.0)
     factor = keys.get("rope.scaling.factor") or keys.get("rope.scale_linear")
     if kind == "none" or (kind in (None, "linear") and factor in (None, 0, 1)):
-        return None
+        return _divisors(keys)
+    if ROPE_DIVISORS in keys.shapes:
+        raise UnsupportedError(
+            f"a rotary embedding that is stretched ({shown(kind or 'linear')}) and has frequencies "
+            f"of its own ({ROPE_DIVISORS}) is not supported."
+        )
+    if kind in (None, "linear"):
+        return {"rope_type": "linear", "factor": factor}
     scaling: Config = {
-        "rope_type": kind or "linear",
+        "rope_type": kind,
         "factor": factor,
         "original_max_position_embeddings": keys.get("rope.scaling.original_context_length"),
         "beta_fast": keys.get("rope.scaling.yarn_beta_fast"),
@@ -219,6 +243,13 @@ def _rope_scaling(keys: GgufKeys) -> Config | None:
         "attention_factor": _attention_factor(keys),
     }
     return {name: value for name, value in scaling.items() if value is not None}
+
+
+def _divisors(keys: GgufKeys) -> Config | None:
+    """Of frequencies that a file stretches pair by pair, as those of Llama 3.1 and later do."""
+    if ROPE_DIVISORS not in keys.shapes:
+        return None
+    return {"rope_type": "by_pair", "divisors": keys.vector(ROPE_DIVISORS)}
 
 
 def _attention_factor(keys: GgufKeys) -> Value | None:

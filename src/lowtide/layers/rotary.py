@@ -19,12 +19,20 @@ class Rotary:
     """
 
     def __init__(
-        self, rotary_dim: int, theta: float, device: torch.device, yarn: Yarn | None = None
+        self,
+        rotary_dim: int,
+        theta: float,
+        device: torch.device,
+        yarn: Yarn | None = None,
+        divisors: tuple[float, ...] = (),
     ) -> None:
+        """divisors: of the frequencies, one of all or of each pair its own."""
         self._half = rotary_dim // 2
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
         self._inv_freq = 1.0 / (theta**exponents)  # [rotary_dim / 2]
         self._amplitude = 1.0
+        if divisors:
+            self._inv_freq /= torch.tensor(divisors, dtype=torch.float32, device=device)
         if yarn is not None:
             self._inv_freq = _stretched(self._inv_freq, theta, yarn)
             self._amplitude = yarn.amplitude

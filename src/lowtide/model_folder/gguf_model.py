@@ -8,16 +8,19 @@ model.checkpoint(config).tensors["model.embed_tokens.weight"]
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
+
 from lowtide.config import ModelConfig
 from lowtide.errors import CheckpointError, ConfigError, UnsupportedError
 from lowtide.families import Family, gguf_family
-from lowtide.families.gguf import Arranged, GgufArchitecture, GgufKeys, layer_of
+from lowtide.families.gguf import FUSED_QKV, Arranged, GgufArchitecture, GgufKeys, layer_of
 from lowtide.files.json_file import shown
 from lowtide.model_folder.checkpoint import Checkpoint, StoredPart, TensorEntry
 from lowtide.model_folder.gguf_ends import ending_ids
@@ -27,6 +30,7 @@ from lowtide.model_folder.gguf_tokenizer import gguf_tokenizer
 from lowtide.model_folder.tokenizer import Tokenizer
 
 _MAX_FILES = 4096
+_MAX_VECTOR_BYTES = 65536
 _NOTHING: Mapping[str, object] = MappingProxyType({})
 
 
@@ -67,7 +71,7 @@ class GgufModel:
     def config(self, overrides: Mapping[str, object] = _NOTHING) -> ModelConfig:
         """What the model is; `overrides` as in `ModelConfig.load`, whose errors it raises."""
         shapes = {n: t.shape for header in self.headers for n, t in header.tensors.items()}
-        keys = GgufKeys(self.architecture.name, self.metadata, shapes)
+        keys = GgufKeys(self.architecture.name, self.metadata, shapes, self._vector)
         try:
             config = {**self.architecture.config(keys), **_token_ids(self.metadata)}
             return ModelConfig.from_dict(config, overrides=overrides)
@@ -75,6 +79,23 @@ class GgufModel:
             raise ConfigError(f"{self.path}, as a config.json: {error}") from None
         except UnsupportedError as error:
             raise UnsupportedError(f"{self.path}, as a config.json: {error}") from None
+
+    def _vector(self, name: str) -> list[float]:
+        """The numbers of a short tensor. Raises CheckpointError for another, StorageError."""
+        header = next(each for each in self.headers if name in each.tensors)
+        tensor = header.tensors[name]
+        if tensor.format.name != "F32" or tensor.num_bytes > _MAX_VECTOR_BYTES:
+            raise CheckpointError(
+                f"{header.file.path}: tensor {shown(name)} is {tensor.format.name} of shape "
+                f"{list(tensor.shape)}, not a short vector of float32."
+            )
+        descriptor = header.file.open()
+        try:
+            data = os.pread(descriptor, tensor.num_bytes, tensor.offset)
+        finally:
+            os.close(descriptor)
+        numbers: list[float] = np.frombuffer(data, "<f4").tolist()
+        return numbers
 
     def tokenizer(self) -> Tokenizer | None:
         """None where the file has none. Raises CheckpointError or UnsupportedError."""
@@ -89,7 +110,7 @@ class GgufModel:
         tensors: dict[str, TensorEntry] = {}
         arranged: list[_Found] = []
         for file, header in enumerate(self.headers):
-            for name, tensor in header.tensors.items():
+            for name, tensor in self._divided(header, config):
                 if layer_of(name) >= config.num_layers:
                     continue  # for the prediction of further tokens
                 ours, found = self.architecture.name_of(name), _Found(name, tensor, file)
@@ -106,6 +127,25 @@ class GgufModel:
                     tensors[ours] = TensorEntry(*found.place, tensor.shape)
         tensors |= _put_together(arranged, tensors, config)
         return Checkpoint(tuple(header.file for header in self.headers), tensors)
+
+    def _divided(self, header: GgufHeader, config: ModelConfig) -> Iterator[tuple[str, GgufTensor]]:
+        """A file's tensors, queries, keys and values apart where the family has them so."""
+        spec = config.attention
+        for name, tensor in header.tensors.items():
+            if FUSED_QKV not in name or self.architecture.name_of(name) is not None:
+                yield name, tensor
+                continue
+            rows = {"q": spec.query_size, "k": spec.kv_size, "v": spec.kv_size}
+            if tensor.shape[0] != sum(rows.values()):
+                raise CheckpointError(
+                    f"{header.file.path}: tensor {shown(name)} has {tensor.shape[0]} rows; the "
+                    f"metadata makes it {sum(rows.values())}."
+                )
+            row_bytes, offset = tensor.num_bytes // tensor.shape[0], tensor.offset
+            for part, count in rows.items():
+                place = (tensor.format, (count, *tensor.shape[1:]), offset, count * row_bytes)
+                yield name.replace(FUSED_QKV, f".attn_{part}."), GgufTensor(*place)
+                offset += count * row_bytes
 
 
 class _Found(NamedTuple):

@@ -81,7 +81,9 @@ class Decoder(ABC):
         norm = self.tensor(f"{names.norm}.weight")
         self._head = LogitsHead(norm, config.rms_norm_eps, head, compute)
         rope = config.attention.rope
-        self._rotary = Rotary(rope.rotary_dim, rope.theta, self._embedding.device, rope.yarn)
+        self._rotary = Rotary(
+            rope.rotary_dim, rope.theta, self._embedding.device, rope.yarn, rope.divisors
+        )
         self.routers: list[Router] = []  # of the layers that have experts
         self._blocks = [self._block(layer) for layer in range(config.num_layers)]
         self._few_rows = FewRowsPasses(kv_cache, compute)

@@ -8,6 +8,7 @@ from lowtide.config import Published
 from lowtide.families.bailing_moe_v2.gguf import GGUF
 from lowtide.families.family import Family
 from lowtide.families.llada2 import FAMILY as LLADA2
+from lowtide.families.llada2 import read
 from lowtide.families.sizes import read_sizes
 
 FAMILY = Family(
@@ -15,7 +16,7 @@ FAMILY = Family(
     architectures=("BailingMoeV2ForCausalLM",),
     # LLaDA2's vocabulary, but 156895 is <|role_end|> here: ids belong to a family.
     published=Published(eos_token_ids=(156892,)),
-    read=LLADA2.read,
+    read=partial(read, can_stretch=True),
     schema=LLADA2.schema,
     model=LLADA2.model,
     sizes=partial(read_sizes, __name__),

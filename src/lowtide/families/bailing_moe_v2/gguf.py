@@ -28,7 +28,7 @@ def _config(keys: GgufKeys) -> Config:
     first = keys.integer("leading_dense_block_count", default=0)
     return {
         **usual_config(keys, "BailingMoeV2ForCausalLM"),
-        **expert_config(keys),
+        **expert_config(keys, can_group=True),
         "num_hidden_layers": keys.integer("block_count") - num_predicting,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in keys.shapes,
         "intermediate_size": keys.need("feed_forward_length"),

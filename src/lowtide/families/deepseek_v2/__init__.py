@@ -67,7 +67,7 @@ def _read_attention(fields: Fields) -> AttentionSpec:
     num_heads = fields.integer("num_attention_heads", low=1, high=MAX_HEADS)
     fixed_dim = fields.integer("qk_nope_head_dim", low=1, high=MAX_HEADS)
     rotary_dim = fields.integer("qk_rope_head_dim", low=2, high=MAX_HEADS)
-    rope = read_rope(fields, rotary_dim, keys.max_positions(fields), can_yarn=True)
+    rope = read_rope(fields, rotary_dim, keys.max_positions(fields), can_stretch=True)
     softmax_factor = 1.0
     if rope.yarn is not None and rope.mscale_all_dim:
         softmax_factor = mscale(rope.yarn.factor, rope.mscale_all_dim) ** 2

@@ -23,15 +23,17 @@ from lowtide.model_folder.checkpoint import ArrayView
 
 _ATTENTION = "model.layers.#.self_attn."
 _SOFTMAX = 1
+_NUM_EXPERTS_OF_V2 = 160
 
 
 def _config(keys: GgufKeys) -> Config:
     keys.only("expert_weights_norm", False)
     keys.only("expert_gating_func", 0, _SOFTMAX)
+    keys.only("attention.temperature_scale", 0.0)  # of Mistral Large 3
     rotary_dim = keys.integer("rope.dimension_count")
     config: Config = {
         **usual_config(keys, "DeepseekV2ForCausalLM"),
-        **expert_config(keys),
+        **expert_config(keys, can_group=True),
         **_groups(keys),
         "intermediate_size": keys.need("feed_forward_length"),
         "moe_intermediate_size": expert_width(keys),
@@ -55,7 +57,10 @@ def _integer_of_a_head(keys: GgufKeys, name: str) -> int:
 
 
 def _groups(keys: GgufKeys) -> Config:
-    count = keys.integer("expert_group_count", default=1)
+    """Files older than their keys do not say them; with 160 experts it is DeepSeek-V2 or V2.5."""
+    count = keys.integer("expert_group_count", default=0)
+    if count == 0 and keys.get("expert_count") == _NUM_EXPERTS_OF_V2:
+        return {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}
     if count <= 1:
         return {"topk_method": "greedy"}
     return {

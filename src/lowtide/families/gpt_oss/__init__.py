@@ -41,7 +41,7 @@ def read(fields: Fields, origin: Origin) -> ModelConfig:
         is_mxfp4=_is_mxfp4(fields, expert_size),
     )
     attention = keys.grouped_attention(
-        fields, can_yarn=True, has_qkv_bias=True, windows=_windows(fields)
+        fields, can_stretch=True, has_qkv_bias=True, windows=_windows(fields)
     )
     return keys.decoder(fields, origin, attention, experts)
 
@@ -85,7 +85,7 @@ def _windows(fields: Fields) -> tuple[int, ...]:
 def schema(config: ModelConfig) -> ModelSchema:
     both = (_mxfp4(config), _unpacked(config))
     published = both if config.moe.is_mxfp4 else both[::-1]
-    return decoder(config, _attention, _moe, storages=(*published, _apart(config)))
+    return decoder(config, _attention, _moe, storages=(*published, *_apart(config)))
 
 
 def _attention(config: ModelConfig, prefix: str) -> list[TensorSpec]:
@@ -159,8 +159,9 @@ def _unpacked(config: ModelConfig) -> ExpertStorage:
     )
 
 
-def _apart(config: ModelConfig) -> ExpertStorage:
-    """As GGUF files have them: every part of a slot in a tensor of its own."""
+def _apart(config: ModelConfig) -> tuple[ExpertStorage, ExpertStorage]:
+    """As GGUF files have them: every part of a slot in a tensor of its own, or gate's rows and then
+    up's in one."""
     hidden, width = config.hidden_size, config.moe.expert_size
     shapes = {
         "gate_proj": (width, hidden),
@@ -168,9 +169,13 @@ def _apart(config: ModelConfig) -> ExpertStorage:
         "down_proj": (hidden, width),
     }
     biases = {f"{name}_bias": shape[:1] for name, shape in shapes.items()}
-    parts = [_stacked(config, name, shape) for name, shape in {**shapes, **biases}.items()]
-    return ExpertStorage(
-        "gate and up apart (GGUF)", tuple(parts), tuple(SlotTarget(i) for i in range(len(parts)))
+    apart = [_stacked(config, name, shape) for name, shape in {**shapes, **biases}.items()]
+    gate = _stacked(config, "gate_then_up_proj", (width, hidden))._replace(num_fused=2)
+    fused = [gate, gate._replace(position=1), *apart[2:]]
+    targets = tuple(SlotTarget(i) for i in range(len(apart)))
+    return (
+        ExpertStorage("gate and up apart (GGUF)", tuple(apart), targets),
+        ExpertStorage("gate and then up (GGUF)", tuple(fused), targets),
     )
 
 

@@ -15,6 +15,7 @@ from lowtide.families.gguf import (
     expert_width,
     usual_config,
 )
+from lowtide.model_folder.gguf_header import GgufArray
 
 _LAYER = "model.layers.#."
 
@@ -22,14 +23,32 @@ _LAYER = "model.layers.#."
 def _config(keys: GgufKeys) -> Config:
     config = usual_config(keys, "GptOssForCausalLM")
     scaling = config.get("rope_scaling")
-    if isinstance(scaling, dict):
+    if isinstance(scaling, dict) and scaling.get("rope_type") == "yarn":
         scaling["truncate"] = False  # as published; files do not say
     return {
         **config,
         **expert_config(keys),
         "intermediate_size": expert_width(keys),
         "sliding_window": keys.need("attention.sliding_window"),
+        **_layer_types(keys),
     }
+
+
+def _layer_types(keys: GgufKeys) -> Config:
+    """Which layers have the window, where the file says it: of so many neighbours all but the last
+    have it, or each for itself."""
+    keys.only("rope.freq_base_swa", keys.get("rope.freq_base"))
+    pattern = keys.get("attention.sliding_window_pattern")
+    if pattern is None:
+        return {}
+    if isinstance(pattern, GgufArray):
+        flags = [bool(each) for each in pattern.numbers()]
+    else:
+        period = keys.integer("attention.sliding_window_pattern")
+        layers = range(keys.integer("block_count"))
+        flags = [period == 0 or layer % period < period - 1 for layer in layers]
+    kinds = {True: "sliding_attention", False: "full_attention"}
+    return {"layer_types": [kinds[flag] for flag in flags]}
 
 
 GGUF = GgufArchitecture(
@@ -41,6 +60,8 @@ GGUF = GgufArchitecture(
         **QKV_BIASES,
         **OUTPUT,
         **EXPERTS,
+        # Not `gate_up_proj`, of which rows, or unpacked columns, take turns.
+        "blk.#.ffn_gate_up_exps.weight": _LAYER + "mlp.experts.gate_then_up_proj",
         "blk.#.attn_norm.weight": _LAYER + "input_layernorm.weight",
         "blk.#.post_attention_norm.weight": _LAYER + "post_attention_layernorm.weight",
         "blk.#.attn_output.bias": _LAYER + "self_attn.o_proj.bias",

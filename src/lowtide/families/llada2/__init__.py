@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 NAMES = Names(embedding="model.word_embeddings")
 
 
-def read(fields: Fields, origin: Origin) -> ModelConfig:
+def read(fields: Fields, origin: Origin, can_stretch: bool = False) -> ModelConfig:
+    """can_stretch: see `read_rope`."""
     fields.only("score_function", "sigmoid")
     fields.only("use_rmsnorm", True)
     for name in (
@@ -44,7 +45,9 @@ def read(fields: Fields, origin: Origin) -> ModelConfig:
     return keys.decoder(
         fields,
         origin,
-        keys.grouped_attention(fields, can_be_partial=True, has_qk_norm=has_qk_norm),
+        keys.grouped_attention(
+            fields, can_stretch=can_stretch, can_be_partial=True, has_qk_norm=has_qk_norm
+        ),
         experts,
         dense_size=keys.width(fields, "intermediate_size"),
         block_length=fields.integer("block_length", low=1, high=MAX_POSITIONS, default=block_size),

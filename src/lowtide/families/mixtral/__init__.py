@@ -26,7 +26,7 @@ def read(fields: Fields, origin: Origin) -> ModelConfig:
         expert_size=keys.width(fields, "intermediate_size"),
         norm_topk_prob=True,
     )
-    return keys.decoder(fields, origin, keys.grouped_attention(fields), experts)
+    return keys.decoder(fields, origin, keys.grouped_attention(fields, can_stretch=True), experts)
 
 
 def schema(config: ModelConfig) -> ModelSchema:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lowtide.errors import UnsupportedError
 from lowtide.families.gguf import (
+    ROPE_DIVISORS,
     USUAL,
     Arranged,
     Config,
@@ -36,6 +37,7 @@ GGUF = GgufArchitecture(
     config=_config,
     names={
         **USUAL,
+        ROPE_DIVISORS: ROPE_DIVISORS,  # read with the metadata
         "blk.#.attn_q.weight": Arranged(
             _LAYER + "self_attn.q_proj.weight",
             halves_in_turn(lambda config: config.attention.num_heads),

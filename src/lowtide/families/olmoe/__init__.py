@@ -27,7 +27,8 @@ def read(fields: Fields, origin: Origin) -> ModelConfig:
         expert_size=keys.width(fields, "intermediate_size"),
         norm_topk_prob=fields.boolean("norm_topk_prob", default=False),
     )
-    return keys.decoder(fields, origin, keys.grouped_attention(fields, has_qk_norm=True), experts)
+    attention = keys.grouped_attention(fields, can_stretch=True, has_qk_norm=True)
+    return keys.decoder(fields, origin, attention, experts)
 
 
 def schema(config: ModelConfig) -> ModelSchema:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def read(fields: Fields, origin: Origin) -> ModelConfig:
     keys.refuse_sliding_windows(fields)
     has_qkv_bias = fields.boolean("qkv_bias", default=True)
-    attention = keys.grouped_attention(fields, can_yarn=True, has_qkv_bias=has_qkv_bias)
+    attention = keys.grouped_attention(fields, can_stretch=True, has_qkv_bias=has_qkv_bias)
     experts = qwen_experts(fields, keys.width(fields, "shared_expert_intermediate_size"))
     return keys.decoder(fields, origin, attention, experts, qwen_dense_size(fields, experts))
 

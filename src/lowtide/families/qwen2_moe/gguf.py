@@ -25,7 +25,7 @@ def _config(keys: GgufKeys) -> Config:
         "moe_intermediate_size": expert_width(keys),
         "shared_expert_intermediate_size": shared_width(keys),
         "norm_topk_prob": False,
-        "qkv_bias": "blk.0.attn_q.bias" in keys.shapes,
+        "qkv_bias": not {"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"}.isdisjoint(keys.shapes),
     }
 
 

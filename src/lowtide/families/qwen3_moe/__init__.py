@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def read(fields: Fields, origin: Origin) -> ModelConfig:
     fields.only("attention_bias", False)
     keys.refuse_sliding_windows(fields)
-    attention = keys.grouped_attention(fields, can_yarn=True, has_qk_norm=True)
+    attention = keys.grouped_attention(fields, can_stretch=True, has_qk_norm=True)
     experts = qwen_experts(fields)
     return keys.decoder(fields, origin, attention, experts, qwen_dense_size(fields, experts))
 
