@@ -163,10 +163,11 @@ def measure_device_s(
     while, as in a model. Of a very large expert a slice is measured: time goes with its width.
     """
     largest = layout.largest
-    block_size = max(part.format.block_size for part in largest.parts)
+    formats_of = largest.largest_formats
+    block_size = max(each.block_size for each in formats_of)
     width = min(shape.expert_size, _COLD_BYTES // 2 * shape.expert_size // largest.num_bytes)
     width = max(block_size, width - width % block_size)
-    kept = () if largest.is_plain else largest.formats
+    kept = () if largest.is_plain else formats_of
     one_layer = shape._replace(expert_size=width, num_layers=1)
     cold = SlotLayout.of(one_layer, layout.dtype, largest.weights, [kept])
     experts = _ColdExperts(cold, kernels)

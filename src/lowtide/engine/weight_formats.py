@@ -84,8 +84,7 @@ def expert_formats(
     if asked.experts not in QUANTISED:
         return []
     chosen = formats()[asked.experts]
-    stored = {each for layer in table.layers for each in layer.formats}
-    _check_stored(asked.experts, stored, "experts")
+    _check_stored(asked.experts, table.formats, "experts")
     if table.targets is not None:
         raise UnsupportedError(
             f"Experts in {asked.experts}: this model's matrices are not stored row by row, each by "
@@ -126,7 +125,7 @@ def rounds(asked: Asked, dense: Mapping[str, MatrixFormat], weight_map: WeightMa
     is_changed = any(weight_map.dense[name].dtype != each.name for name, each in dense.items())
     if asked.dense in QUANTISED and is_changed:
         return True
-    stored = {each.name for layer in weight_map.experts.layers for each in layer.formats}
+    stored = {each.name for each in weight_map.experts.formats}
     return asked.experts in QUANTISED and bool(stored - {asked.experts})
 
 
@@ -141,7 +140,9 @@ def describe(
     ends = {f"{name}.weight" for name in (schema.names.embedding, schema.names.head)}
     of_head = {each.name for name, each in dense.items() if name == f"{head}.weight"}
     return WeightFormats(
-        experts=_joined({each.name for parts in experts for each in parts if each is not None}),
+        experts=_joined(
+            {own.name for parts in experts for each in parts if each for own in each.variants}
+        ),
         dense=_joined({each.name for name, each in dense.items() if name not in ends}),
         head=_joined(of_head),
     )

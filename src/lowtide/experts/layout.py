@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lowtide.core import MoEShape, align_up
 from lowtide.formats import MatrixFormat
+from lowtide.formats.mixed import Mixed
 from lowtide.formats.plain import plain_format
 from lowtide.kernels.operands import ClampedWeights, ExpertWeights, Matrix
 
@@ -38,6 +39,7 @@ class ExpertLayout(NamedTuple):
     parts: tuple[PartLayout, ...]
     dtype: torch.dtype  # that they compute in
     num_bytes: int
+    tags: int | None = None  # where parts say which variant they are, a byte each, if they differ
 
     @classmethod
     def of(
@@ -59,6 +61,8 @@ class ExpertLayout(NamedTuple):
             chosen = kept[number] if number < len(kept) else None
             parts.append(_part(shape, chosen or plain_format(dtype), end))
             end = align_up(parts[-1].offsets[-1] + parts[-1].num_bytes[-1])
+        if any(isinstance(part.format, Mixed) for part in parts):
+            return cls(weights, tuple(parts), dtype, align_up(end + len(parts)), tags=end)
         return cls(weights, tuple(parts), dtype, end)
 
     @property
@@ -70,15 +74,39 @@ class ExpertLayout(NamedTuple):
     def formats(self) -> tuple[MatrixFormat, ...]:
         return tuple(part.format for part in self.parts)
 
+    @property
+    def largest_formats(self) -> tuple[MatrixFormat, ...]:
+        """Of an expert whose parts are each the largest of those that differ."""
+        found = []
+        for part in self.parts:
+            sizes = {each.matrix_bytes(part.shape): each for each in part.format.variants}
+            found.append(sizes[max(sizes)])
+        return tuple(found)
+
+    def mark_largest(self, slot: Tensor) -> None:
+        """Makes what is in `slot` an expert in `largest_formats`, whatever its bytes are."""
+        for number, own in enumerate(self.largest_formats):
+            if self.tags is not None:
+                slot[self.tags + number] = self.parts[number].format.variants.index(own)
+
     def weights_in(self, slot: Tensor) -> ExpertWeights | ClampedWeights:
         """The parts of the expert in `slot` [num_bytes or more] uint8, as views of it."""
-        gate, up, down = (self._matrix(part, slot) for part in self.parts[:3])
+        gate, up, down = (self._matrix(number, slot) for number in range(3))
         if self.weights is ExpertWeights:
             return ExpertWeights(gate, up, down)
         biases = (self._elements(part, slot) for part in self.parts[3:])
         return ClampedWeights(gate, up, down, *biases)
 
-    def _matrix(self, part: PartLayout, slot: Tensor) -> Matrix:
+    def variant(self, part: int, stored: MatrixFormat) -> int | None:
+        """The tag of a part that is stored so; None of one that is the same in all experts."""
+        kinds = self.parts[part].format.variants
+        return kinds.index(stored) if len(kinds) > 1 else None
+
+    def _matrix(self, number: int, slot: Tensor) -> Matrix:
+        part = self.parts[number]
+        if self.tags is not None and isinstance(part.format, Mixed):
+            own = part.format.variants[int(slot[self.tags + number])]
+            return own.matrix([slot[part.offsets[0] :][: own.matrix_bytes(part.shape)]], part.shape)
         if part.format is plain_format(self.dtype):
             return self._elements(part, slot)
         places = zip(part.offsets, part.num_bytes, strict=True)
@@ -131,7 +159,8 @@ class SlotLayout:
 
     def describe(self) -> str:
         """The formats in use, for people and stored costs."""
-        names = {each.name: None for layout in self.layers for each in layout.formats}
+        found = [each for layout in self.layers for each in layout.formats]
+        names = {own.name: None for each in found for own in each.variants}
         dtype = str(self.dtype).removeprefix("torch.")
         return dtype if self.is_plain else f"{dtype} from {', '.join(names)}"
 

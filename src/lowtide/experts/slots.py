@@ -17,6 +17,7 @@ from torch import Tensor
 from lowtide.core import BoolArray, IntArray
 from lowtide.errors import InternalError
 from lowtide.experts.layout import ExpertLayout, SlotLayout
+from lowtide.formats import MatrixFormat
 from lowtide.kernels.operands import ClampedWeights, ExpertWeights
 from lowtide.memory.arena import Region
 from lowtide.schemas.schema import SlotTarget
@@ -245,11 +246,26 @@ class ExpertSlots:
         self._weights = [made.setdefault(each, {}) for each in layout.layers]
 
     def weights(self, layer: int, slot: int) -> ExpertWeights | ClampedWeights:
-        """The weights of an expert of `layer` in a slot: made once, since a slot never moves."""
-        made = self._weights[layer]
+        """The weights of an expert of `layer` in a slot: made once, since a slot never moves, but
+        where experts of a layer differ."""
+        layout, made = self.layout.layers[layer], self._weights[layer]
+        if layout.tags is not None:
+            return layout.weights_in(self.image(slot))
         if slot not in made:
-            made[slot] = self.layout.layers[layer].weights_in(self.image(slot))
+            made[slot] = layout.weights_in(self.image(slot))
         return made[slot]
+
+    def part_as(
+        self, layer: int, slot: int, part: int, stored: MatrixFormat
+    ) -> tuple[NDArray[np.uint8], MatrixFormat]:
+        """Where an expert's part that is stored so goes, and the format that it has there; notes
+        which one, where experts of a layer differ."""
+        layout, target = self.layout.layers[layer], self.part(layer, slot, part)
+        place, tag = layout.parts[part], layout.variant(part, stored)
+        if tag is None or layout.tags is None:
+            return target, place.format
+        self._array[slot * self.layout.num_bytes + layout.tags + part] = tag
+        return target[: stored.matrix_bytes(place.shape)], stored
 
     def part(self, layer: int, slot: int, part: int) -> NDArray[np.uint8]:
         """The bytes of one part (0 gate, 1 up, 2 down, then their biases) of a slot, without

@@ -130,13 +130,14 @@ class DiskTransfer:
         return [ArrayRead(tuple(places), stored, array, kept)]
 
     def _piece(self, layer: int, expert: int, slot: int, part: int, offset: int) -> Piece:
-        stored, inputs, is_down = self._table.layers[layer], self._inputs, part == DOWN
+        stored, inputs, is_down = self._table.stored(layer, expert), self._inputs, part == DOWN
+        target, target_format = self._slots.part_as(layer, slot, part, stored.formats[part])
         return Piece(
             offset=offset,
             num_bytes=stored.part_bytes[part],
             format=stored.formats[part],
-            target=self._slots.part(layer, slot, part),
-            target_format=self._slots.layout.layers[layer].parts[part].format,
+            target=target,
+            target_format=target_format,
             importance=None if inputs is None else inputs.importance(layer, expert, is_down),
         )
 

@@ -78,6 +78,12 @@ class MatrixFormat(ABC):
         it is unpacked then."""
         return self if self.is_kept else None
 
+    @property
+    def variants(self) -> tuple[MatrixFormat, ...]:
+        """The formats that a matrix may be in, of which there are several only where experts of
+        one layer differ."""
+        return (self,)
+
     def num_weights(self, num_items: int) -> int:
         """Of so many items of an array in memory: elements, or bytes of blocks."""
         return (

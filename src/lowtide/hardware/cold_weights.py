@@ -67,6 +67,8 @@ class ColdWeights:
         block.normal_(std=deviation, generator=generator)
         for piece in torch.split(first.view(dtype), _BLOCK_ELEMENTS):
             piece.copy_(block[: len(piece)])
+        for layout in {*self.slots.layout.layers}:
+            layout.mark_largest(first)
         copies = [partial(_copy, first, self.slots.image(i)) for i in range(1, self.num_slots)]
         executor.run(copies)
 

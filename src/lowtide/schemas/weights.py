@@ -6,23 +6,19 @@ Everything that is needed is checked here, once, before any weight is read.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from lowtide.core import IntArray
-from lowtide.errors import CheckpointError, UnsupportedError
-from lowtide.formats import MatrixFormat, can_load, format_of, formats, loadable_dtypes
+from lowtide.errors import CheckpointError
+from lowtide.formats import MatrixFormat, format_of, formats
+from lowtide.formats.mixed import mixed
 from lowtide.formats.plain import ITEM_BYTES
 from lowtide.model_folder.checkpoint import Checkpoint, TensorEntry
-from lowtide.schemas.schema import (
-    ExpertStorage,
-    ModelSchema,
-    PartSource,
-    SlotTarget,
-    TensorSpec,
-)
+from lowtide.schemas.finding import Kind, find, find_expert, find_parts
+from lowtide.schemas.schema import ExpertStorage, ModelSchema, SlotTarget, TensorSpec
 
 MAX_GAP_BYTES = 4096
 """Parts this close in a file are read together: a page more costs less than a request more."""
@@ -47,7 +43,8 @@ class ExpertTensor(NamedTuple):
 
 
 class StoredLayer(NamedTuple):
-    """How one layer's experts are stored: format and bytes of each stored part of an expert."""
+    """How one layer's experts, or an expert that differs from them, are stored: format and bytes of
+    each stored part of an expert."""
 
     formats: tuple[MatrixFormat, ...]
     part_bytes: tuple[int, ...]
@@ -68,6 +65,8 @@ class ExpertTable:
     templates: tuple[str, ...] = ()  # of stored parts' names, or of those of their matrices
     first_layer: int = 0  # with experts, and the step to the next, as names count them
     layer_step: int = 1
+    odd: Mapping[tuple[int, int], StoredLayer] = field(default_factory=dict)
+    """By layer and expert, those that are stored otherwise than the first of their layer."""
 
     @classmethod
     def empty(cls) -> ExpertTable:
@@ -78,7 +77,16 @@ class ExpertTable:
     @property
     def largest_expert_bytes(self) -> int:
         """Of one expert, as stored."""
-        return max(sum(layer.part_bytes) for layer in self.layers)
+        return max(sum(each.part_bytes) for each in (*self.layers, *self.odd.values()))
+
+    @property
+    def formats(self) -> set[MatrixFormat]:
+        """Of all stored parts."""
+        return {each for stored in (*self.layers, *self.odd.values()) for each in stored.formats}
+
+    def stored(self, layer: int, expert: int) -> StoredLayer:
+        """How an expert is."""
+        return self.odd.get((layer, expert), self.layers[layer])
 
     def name(self, layer: int, expert: int, part: int) -> str:
         """Of a stored part's tensor, or of the matrix that it begins, as the model knows it."""
@@ -88,14 +96,20 @@ class ExpertTable:
     def kept(self, has_gpu: bool = False) -> list[tuple[MatrixFormat | None, ...]]:
         """By layer, the formats of a slot's first parts that are kept in memory as they are
         stored; None: unpacked into the compute dtype."""
-        kept = [self._kept_of(layer.formats) for layer in self.layers]
-        return [_kept_on_gpu(each) for each in kept] if has_gpu else kept
+        found: list[dict[tuple[MatrixFormat | None, ...], None]] = []
+        for layer in self.layers:
+            kept = self._kept_of(layer.formats)
+            found.append({_kept_on_gpu(kept) if has_gpu else kept: None})
+        for (number, _), stored in self.odd.items():
+            kept = self._kept_of(stored.formats)
+            found[number][_kept_on_gpu(kept) if has_gpu else kept] = None
+        return [_together(tuple(each), has_gpu) for each in found]
 
     def ranges(self, layer: int, expert: int) -> list[ExpertRange]:
         """The reads that bring one expert, in file order; usually one."""
         files = self.files[layer, expert].tolist()
         offsets = self.offsets[layer, expert].tolist()
-        part_bytes = self.layers[layer].part_bytes
+        part_bytes = self.stored(layer, expert).part_bytes
         ranges: list[ExpertRange] = []
         for file, offset, part in sorted(zip(files, offsets, range(len(files)), strict=True)):
             end = offset + part_bytes[part]
@@ -139,7 +153,7 @@ def bind_schema(schema: ModelSchema, checkpoint: Checkpoint) -> WeightMap:
                 f"The checkpoint has the tensor {name}, which its config.json has switched off; "
                 "one of the two is wrong. A config override can switch it on."
             )
-    dense = {spec.name: _find(spec, checkpoint) for spec in schema.dense}
+    dense = {spec.name: find(spec, checkpoint) for spec in schema.dense}
     table = _expert_table(schema, checkpoint) if schema.storages else ExpertTable.empty()
     return WeightMap(dense, table)
 
@@ -197,63 +211,53 @@ def _kept_on_gpu(parts: Sequence[MatrixFormat | None]) -> tuple[MatrixFormat | N
     return (gate, up, *rest) if gate is up else (None, None, *rest)
 
 
+def _together(
+    kinds: Sequence[tuple[MatrixFormat | None, ...]], has_gpu: bool
+) -> tuple[MatrixFormat | None, ...]:
+    """Of experts that differ: a part is kept where it is in all of them."""
+    parts = []
+    for variants in zip(*kinds, strict=True):
+        known = [each for each in dict.fromkeys(variants) if each is not None]
+        is_kept = None not in variants and not (has_gpu and len(known) > 1)
+        parts.append((known[0] if len(known) == 1 else mixed(tuple(known))) if is_kept else None)
+    return tuple(parts)
+
+
 def _is_near(last: ExpertRange, file: int, offset: int) -> bool:
     return last.file == file and offset - (last.start + last.num_bytes) <= MAX_GAP_BYTES
-
-
-def _find(spec: TensorSpec, checkpoint: Checkpoint) -> TensorEntry:
-    entry = checkpoint.tensors.get(spec.name)
-    if entry is None and spec.other_name is not None:
-        entry = checkpoint.tensors.get(spec.other_name)
-    if entry is None:
-        if f"{spec.name.removesuffix('.weight')}.qweight" in checkpoint.tensors:
-            raise UnsupportedError(
-                f"{spec.name} is stored as GPTQ or AWQ (qweight), and config.json has no "
-                "quantization_config that says so; fetch the model again."
-            )
-        raise CheckpointError(
-            f"The checkpoint has no tensor {spec.name} of shape {list(spec.shape)} among its "
-            f"{len(checkpoint.tensors)}; config.json asks for it."
-        )
-    if entry.shape != spec.shape:
-        raise CheckpointError(
-            f"Tensor {spec.name} has shape {list(entry.shape)}; config.json makes it "
-            f"{list(spec.shape)}."
-        )
-    supported = loadable_dtypes() if spec.dtype is None else (spec.dtype,)
-    if entry.dtype not in supported and not (spec.dtype is None and can_load(entry.dtype)):
-        raise UnsupportedError(
-            f"Tensor {spec.name} is of type {entry.dtype}{_known_as(entry.dtype)}; supported: "
-            f"{', '.join(supported)}."
-        )
-    return entry
-
-
-def _known_as(dtype: str) -> str:
-    return " (FP8)" if dtype.startswith("F8_E") else ""
 
 
 def _expert_table(schema: ModelSchema, checkpoint: Checkpoint) -> ExpertTable:
     storage, layers = _detect(schema, checkpoint), schema.moe_layers
     # Found before memory is taken: a config may claim more experts than a disk can hold.
-    _find(storage.parts[-1].spec(layers[-1], schema.num_experts - 1), checkpoint)
+    find(storage.parts[-1].spec(layers[-1], schema.num_experts - 1), checkpoint)
     first = [checkpoint.tensors[each.spec(layers[0], 0).name] for each in storage.parts]
     if any(entry.tensors for entry in first):
         return _rounded_table(schema, storage, first, checkpoint)
     files = np.empty((len(layers), schema.num_experts, len(storage.parts)), np.int64)
     offsets = np.empty_like(files)
-    stored = []
+    stored: list[StoredLayer] = []
+    odd: dict[tuple[int, int], StoredLayer] = {}
     for row, layer in enumerate(layers):
-        dtypes, part_bytes = [], []
-        for part, source in enumerate(storage.parts):
-            found = _find_parts(source, layer, schema.num_experts, checkpoint)
-            dtypes.append(found.dtype)
-            part_bytes.append(found.part_bytes)
-            files[row, :, part], offsets[row, :, part] = found.files, found.offsets
-        stored.append(StoredLayer(_formats(storage, dtypes), tuple(part_bytes)))
+        found = [
+            find_parts(source, layer, schema.num_experts, checkpoint) for source in storage.parts
+        ]
+        for part, each in enumerate(found):
+            files[row, :, part], offsets[row, :, part] = each.files, each.offsets
+        first_kinds, *kinds = zip(*(each.kinds for each in found), strict=True)
+        stored.append(_stored(storage, first_kinds))
+        for expert, own in enumerate(kinds, 1):
+            if own != first_kinds:
+                odd[row, expert] = _stored(storage, own)
     files.flags.writeable = offsets.flags.writeable = False
     names = tuple(source.template for source in storage.parts), layers.start, layers.step
-    return ExpertTable(tuple(stored), files, offsets, storage.targets, *names)
+    return ExpertTable(tuple(stored), files, offsets, storage.targets, *names, odd)
+
+
+def _stored(storage: ExpertStorage, kinds: Sequence[Kind]) -> StoredLayer:
+    """kinds: of an expert's stored parts."""
+    formats_of = _formats(storage, [each.dtype for each in kinds])
+    return StoredLayer(formats_of, tuple(each.part_bytes for each in kinds))
 
 
 def _rounded_table(
@@ -272,7 +276,7 @@ def _rounded_table(
         for expert in range(schema.num_experts):
             found = []
             for source, like in zip(storage.parts, first, strict=True):
-                entry = _find_expert(source.spec(layer, expert), like.dtype, checkpoint)
+                entry = find_expert(source.spec(layer, expert), like.dtype, checkpoint)
                 found += [(each.file, each.offset) for each in entry.tensors or (entry,)]
             places[row, expert] = found
     targets: list[SlotTarget | None] = []
@@ -318,43 +322,3 @@ def _detect(schema: ModelSchema, checkpoint: Checkpoint) -> ExpertStorage:
         f"The checkpoint has no experts of layer {layer} in any known layout: no tensor {name}. "
         f"Known: {known}."
     )
-
-
-class _FoundParts(NamedTuple):
-    """One stored part of every expert of a layer."""
-
-    dtype: str
-    part_bytes: int
-    files: list[int]
-    offsets: list[int]
-
-
-def _find_parts(
-    source: PartSource, layer: int, num_experts: int, checkpoint: Checkpoint
-) -> _FoundParts:
-    first = _find(source.spec(layer, 0), checkpoint)
-    if first.tensors:
-        raise UnsupportedError(
-            f"{source.spec(layer, 0).name} is stored as {first.dtype}, but experts of the first "
-            "such layer are not; experts must be rounded in all layers alike or in none."
-        )
-    found = _FoundParts(first.dtype, first.num_bytes // source.num_parts, [], [])
-    previous: TensorSpec | None = None
-    for expert in range(num_experts):
-        spec = source.spec(layer, expert)
-        if spec != previous:  # a stacked tensor is looked up once
-            entry, previous = _find_expert(spec, first.dtype, checkpoint), spec
-        found.files.append(entry.file)
-        found.offsets.append(entry.offset + source.place(expert) * found.part_bytes)
-    return found
-
-
-def _find_expert(spec: TensorSpec, dtype: str, checkpoint: Checkpoint) -> TensorEntry:
-    entry = _find(spec, checkpoint)
-    if entry.dtype != dtype:
-        raise UnsupportedError(
-            f"Tensor {spec.name} is of type {entry.dtype}, but of another expert it is {dtype}; "
-            "the experts of a layer, and of a rounded checkpoint all, must be of one type. Choose "
-            "another file or repository of the model."
-        )
-    return entry

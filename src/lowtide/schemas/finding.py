@@ -1,0 +1,100 @@
+"""The tensors that a schema asks for, found among a checkpoint's and compared with it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from lowtide.errors import CheckpointError, UnsupportedError
+from lowtide.formats import can_load, format_of, loadable_dtypes
+from lowtide.model_folder.checkpoint import Checkpoint, TensorEntry
+from lowtide.schemas.schema import PartSource, TensorSpec
+
+
+class Kind(NamedTuple):
+    """What an expert's stored part is."""
+
+    dtype: str
+    part_bytes: int
+
+
+class FoundParts(NamedTuple):
+    """One stored part of every expert of a layer."""
+
+    kinds: list[Kind]
+    files: list[int]
+    offsets: list[int]
+
+
+def find(spec: TensorSpec, checkpoint: Checkpoint) -> TensorEntry:
+    """Raises CheckpointError where it is missing or has another shape, UnsupportedError for a type
+    that weights cannot be loaded from."""
+    entry = checkpoint.tensors.get(spec.name)
+    if entry is None and spec.other_name is not None:
+        entry = checkpoint.tensors.get(spec.other_name)
+    if entry is None:
+        if f"{spec.name.removesuffix('.weight')}.qweight" in checkpoint.tensors:
+            raise UnsupportedError(
+                f"{spec.name} is stored as GPTQ or AWQ (qweight), and config.json has no "
+                "quantization_config that says so; fetch the model again."
+            )
+        raise CheckpointError(
+            f"The checkpoint has no tensor {spec.name} of shape {list(spec.shape)} among its "
+            f"{len(checkpoint.tensors)}; config.json asks for it."
+        )
+    if entry.shape != spec.shape:
+        raise CheckpointError(
+            f"Tensor {spec.name} has shape {list(entry.shape)}; config.json makes it "
+            f"{list(spec.shape)}."
+        )
+    supported = loadable_dtypes() if spec.dtype is None else (spec.dtype,)
+    if entry.dtype not in supported and not (spec.dtype is None and can_load(entry.dtype)):
+        raise UnsupportedError(
+            f"Tensor {spec.name} is of type {entry.dtype}{_known_as(entry.dtype)}; supported: "
+            f"{', '.join(supported)}."
+        )
+    return entry
+
+
+def find_parts(
+    source: PartSource, layer: int, num_experts: int, checkpoint: Checkpoint
+) -> FoundParts:
+    """Raises as `find`, and UnsupportedError for types of several experts that differ."""
+    first = find(source.spec(layer, 0), checkpoint)
+    if first.tensors:
+        raise UnsupportedError(
+            f"{source.spec(layer, 0).name} is stored as {first.dtype}, but experts of the first "
+            "such layer are not; experts must be rounded in all layers alike or in none."
+        )
+    found = FoundParts([], [], [])
+    previous: TensorSpec | None = None
+    for expert in range(num_experts):
+        spec = source.spec(layer, expert)
+        if spec != previous:  # a stacked tensor is looked up once
+            entry, previous = find_expert(spec, first.dtype, checkpoint, may_differ=True), spec
+            kind = Kind(entry.dtype, entry.num_bytes // source.num_parts)
+        found.kinds.append(kind)
+        found.files.append(entry.file)
+        found.offsets.append(entry.offset + source.place(expert) * kind.part_bytes)
+    return found
+
+
+def find_expert(
+    spec: TensorSpec, dtype: str, checkpoint: Checkpoint, may_differ: bool = False
+) -> TensorEntry:
+    """dtype: of the first of its kind, which all others share; with `may_differ` one or the other
+    may be in a type of GGUF files, some of which mix them."""
+    entry = find(spec, checkpoint)
+    if entry.dtype == dtype:
+        return entry
+    is_of_gguf = any(not format_of(each).in_safetensors for each in (entry.dtype, dtype))
+    if entry.tensors or not (may_differ and is_of_gguf):
+        raise UnsupportedError(
+            f"Tensor {spec.name} is of type {entry.dtype}, but of another expert it is {dtype}; "
+            "the experts of a layer, and of a rounded checkpoint all, must be of one type. Choose "
+            "another file or repository of the model."
+        )
+    return entry
+
+
+def _known_as(dtype: str) -> str:
+    return " (FP8)" if dtype.startswith("F8_E") else ""

@@ -1,0 +1,169 @@
+"""GGUF files with a tensor for each expert, as the first of Mixtral, whose types may differ."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from gguf.constants import GGMLQuantizationType as Type
+from gguf_files import add_metadata, finish, packed, tensors_of
+from gguf_oracle import WIDTH, check, random_model
+from typer.testing import CliRunner
+
+from lowtide import SamplingParams
+from lowtide.cli.app import app
+from lowtide.engine.opening import EngineConfig, open_model
+from lowtide.errors import UnsupportedError
+from lowtide.hardware.cold_weights import ColdWeights
+from lowtide.kernels.compiled import CompiledKernels
+from lowtide.llm import LLM, plan_model
+from lowtide.threads.executor import HostExecutor
+
+Kinds = Callable[[str, int], Type]
+"""An expert's type, by the name of its tensor's stack and its number."""
+
+
+def write_by_expert(path: Path, kind_of: Kinds, seed: int = 0) -> torch.nn.Module:
+    """Mixtral as the oldest files have it, each expert a tensor."""
+    model = random_model("mixtral", seed)
+    writer = gguf.GGUFWriter(path, "llama")
+    add_metadata(writer, "mixtral", model.config)
+
+    def put(name: str, view: torch.Tensor, shape: tuple[int, ...], kind: Type) -> None:
+        weights, seed = view.float().contiguous().numpy(), len(writer.tensors[0])
+        data = packed(weights.reshape(shape), kind, seed)
+        view.copy_(torch.from_numpy(gguf.quants.dequantize(data, kind).reshape(view.shape).copy()))
+        writer.add_tensor(name, data, raw_dtype=kind)
+
+    for name, view, shape in tensors_of("mixtral", model):
+        if "_exps" not in name:
+            put(name, view, shape, Type.F32)
+            continue
+        for expert, each in enumerate(view):
+            own_name = name.replace("_exps", f".{expert}")
+            put(own_name, each, tuple(each.shape), kind_of(name, expert))
+    finish(writer)
+    return model
+
+
+def of_one(kind: Type) -> Kinds:
+    return lambda name, expert: kind
+
+
+def in_turn(*kinds: Type) -> Kinds:
+    return lambda name, expert: kinds[expert % len(kinds)]
+
+
+def as_published(name: str, expert: int) -> Type:
+    """Down mixes two types in one layer, as Q4_K_M would have it; the last layer is all of one."""
+    if "ffn_down" in name and "blk.0." in name:
+        return Type.Q6_K if expert in (1, 4) else Type.Q4_K
+    return Type.Q4_K
+
+
+def at_random(name: str, expert: int) -> Type:
+    kinds = [Type.Q4_K, Type.Q6_K, Type.Q8_0, Type.Q5_0, Type.F16, Type.IQ4_XS]
+    return random.Random(f"{name} {expert}").choice(kinds)
+
+
+MIXTURES: dict[str, Kinds] = {
+    "two in turn": in_turn(Type.Q4_K, Type.Q6_K),
+    "as published": as_published,
+    "at random": at_random,
+    "some not packed": in_turn(Type.Q8_0, Type.F16, Type.F32),
+}
+
+
+def test_experts_that_are_tensors_of_their_own_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    check(path, write_by_expert(path, of_one(Type.Q4_K)))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_types_may_differ_among_the_experts_of_a_layer(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    model = write_by_expert(path, MIXTURES[name])
+    check(path, model)
+    check(path, model, host_memory=plan_model(path, context=256, dtype="float32").minimum_bytes)
+    check(path, model, device="emulated", gpu_memory="16MiB")
+
+
+@pytest.mark.parametrize("options", [{}, {"activations": "int8"}], ids=str)
+def test_they_have_the_same_bits_at_every_budget(options: dict[str, Any], tmp_path: Path) -> None:
+    """In bfloat16, with compiled kernels where there are such; slots hold now one type, now the
+    other."""
+    path = tmp_path / "model.gguf"
+    write_by_expert(path, as_published)
+    options = {"context": 64, "dtype": "bfloat16", **options}
+    least = plan_model(path, **options).minimum_bytes
+    devices: list[dict[str, Any]] = [{}, {"host_memory": least}, {"host_memory": least + (1 << 20)}]
+    devices.append({"device": "emulated", "gpu_memory": "7MiB"})
+    prompt, params = list(range(1, 40)), SamplingParams(max_tokens=12, ignore_eos=True)
+    found = []
+    for device in devices:
+        with LLM(path, **options, **device) as llm:
+            found.append((llm.generate(prompt, params)[0].token_ids, llm.logits(prompt)))
+    for words, logits in found[1:]:
+        assert words == found[0][0] and torch.equal(logits, found[0][1])
+
+
+def test_a_matrix_has_the_bits_of_a_file_of_one_type(tmp_path: Path) -> None:
+    """Of the experts that are alike in both: what is multiplied with, compiled or not."""
+    mixed, plain = tmp_path / "mixed.gguf", tmp_path / "plain.gguf"
+    write_by_expert(mixed, as_published)
+    write_by_expert(plain, of_one(Type.Q4_K))
+    with LLM(mixed, context=64) as one, LLM(plain, context=64) as other:
+        for layer, expert in itertools.product(range(2), range(6)):
+            ours, theirs = (each.expert_columns(layer, expert, 8) for each in (one, other))
+            is_odd = layer == 0 and expert in (1, 4)
+            assert torch.equal(ours, theirs) != is_odd
+
+
+def test_a_slot_is_as_large_as_the_largest_expert(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_by_expert(path, as_published)
+    plan = plan_model(path)
+    weights = WIDTH * WIDTH
+    assert plan.host.slot_bytes == weights // 256 * (144 + 144 + 210) + 64  # and which it is
+    assert plan.formats.experts == "Q4_K, Q6_K"
+    assert plan_model(path, expert_dtype="bfloat16").host.slot_bytes == 3 * weights * 2
+    with pytest.raises(UnsupportedError, match="Q[46]_K, which was rounded already"):
+        plan_model(path, expert_dtype="q4")
+
+
+def test_kernels_are_the_compiled_ones(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_by_expert(path, as_published)
+    with LLM(path, context=64) as llm, LLM(path, context=64, kernels="reference") as reference:
+        if not isinstance(llm._engine.opened.kernels, CompiledKernels):
+            pytest.skip("nothing is compiled here")
+        ours, theirs = (each.logits(list(range(30))) for each in (llm, reference))
+    assert (ours - theirs).abs().max() <= 0.05 * theirs.abs().max()
+
+
+def test_costs_of_such_experts_can_be_measured(tmp_path: Path) -> None:
+    """Of any bytes, as doctor has them."""
+    path = tmp_path / "model.gguf"
+    write_by_expert(path, as_published)
+    layout = open_model(path, EngineConfig(context=64)).slot_layout
+    with closing(HostExecutor(2)) as executor:
+        cold = ColdWeights(layout, executor, 1)
+    for layer, slot in itertools.product(range(2), range(cold.num_slots)):
+        formats = [each.format.name for each in cold.slots.weights(layer, slot)]
+        assert formats == ["Q4_K", "Q4_K", "Q4_K" if layer else "Q6_K"]
+    assert [each.name for each in layout.largest.largest_formats] == ["Q4_K", "Q4_K", "Q6_K"]
+
+
+@pytest.mark.slow
+def test_such_a_file_is_verified(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_by_expert(path, as_published)
+    result = CliRunner().invoke(app, ["verify", str(path), "--context", "64"])
+    assert result.exit_code == 0, result.output
