@@ -140,6 +140,33 @@ QUANTISATIONS: dict[str, tuple[dict[str, Any], Callable[[tuple[int, int], int], 
         },
         lambda shape, seed: pack_quantized(shape, 32, seed, is_symmetric=False),
     ),
+    "gptq of rows": (
+        {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": True},
+        lambda shape, seed: gptq(shape, shape[1], seed),
+    ),
+    "awq of rows": (
+        {"quant_method": "awq", "bits": 4, "group_size": -1, "version": "gemm"},
+        lambda shape, seed: awq(shape, shape[1], seed),
+    ),
+    "compressed-tensors of rows": (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": {
+                        "num_bits": 4,
+                        "type": "int",
+                        "symmetric": False,
+                        "strategy": "channel",
+                        "group_size": None,
+                    },
+                }
+            },
+        },
+        lambda shape, seed: pack_quantized(shape, shape[1], seed, is_symmetric=False),
+    ),
     "fp8": (
         {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
         lambda shape, seed: fp8(shape, seed),

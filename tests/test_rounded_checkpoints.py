@@ -46,6 +46,20 @@ FORMATS: dict[str, Callable[[], Rounded]] = {
     "pack-quantized int8 of 64 to a F32 scale and zero": lambda: pack_quantized(
         (16, 128), 64, 8, 8, False, torch.float32
     ),
+    "GPTQ v1 of rows (groups of 128 in memory) to a F16 scale": lambda: gptq((48, 384), 384, 12),
+    "GPTQ v2 of rows (groups of 128 in memory) to a BF16 scale": lambda: gptq(
+        (16, 256), 256, 13, version=2, dtype=torch.bfloat16
+    ),
+    "AWQ of rows (groups of 128 in memory) to a F16 scale": lambda: awq((64, 640), 640, 14),
+    "pack-quantized int4 of rows (groups of 128 in memory) to a F32 scale": lambda: pack_quantized(
+        (11, 384), 384, 15, dtype=torch.float32
+    ),
+    "pack-quantized int8 of rows (groups of 64 in memory) to a BF16 scale": lambda: pack_quantized(
+        (40, 192), 192, 16, 8
+    ),
+    "pack-quantized int8 of rows (groups of 128 in memory) to a F16 scale and zero": (
+        lambda: pack_quantized((72, 256), 256, 17, 8, False, torch.float16)
+    ),
     "FP8 of 128 by 128 to a F32 scale": lambda: fp8((300, 200), 9),
     "FP8 of 128 by 128 to a BF16 scale": lambda: fp8((64, 640), 10, torch.bfloat16),
 }
@@ -316,7 +330,8 @@ def test_what_is_wrong_with_a_tensor_is_said_with_its_name(
         ("gptq", {"checkpoint_format": "marlin"}, "GPTQ packed as 'marlin'"),
         ("gptq", {"is_marlin_format": True}, "GPTQ packed as 'marlin'"),
         ("gptq", {"bits": 3}, "GPTQ in 3 bits"),
-        ("gptq", {"group_size": -1}, "GPTQ in groups of -1"),
+        ("gptq", {"group_size": 96}, "GPTQ in groups of 96"),
+        ("awq", {"group_size": 0}, "AWQ in groups of 0"),
         ("gptq", {"format": "marlin"}, "GPTQ packed as 'marlin'"),
         ("awq", {"version": "gemv"}, "AWQ in version 'gemv'"),
         ("awq", {"version": None, "checkpoint_format": "gemv_fast"}, "AWQ in version 'gemv_fast'"),
@@ -350,6 +365,8 @@ def test_other_variants_are_refused_by_name(
         ("gptq", {"format": "gptq_v2", "checkpoint_format": None}),
         ("awq", {"version": None, "format": "gemm", "checkpoint_format": "gemm"}),
         ("compressed-tensors", {"transform_config": {}, "sparsity_config": {}}),
+        # With one group there is nothing that another order could change.
+        ("gptq", {"format": "gptq_v2", "group_size": -1, "desc_act": True}),
     ],
 )
 def test_newer_tools_keys_are_read(kind: str, changes: dict, source: Path) -> None:
@@ -363,7 +380,8 @@ def test_newer_tools_keys_are_read(kind: str, changes: dict, source: Path) -> No
     ("changes", "message"),
     [
         ({"actorder": "group"}, "with act-order .'group'"),
-        ({"strategy": "channel"}, "scales by 'channel'"),
+        ({"strategy": "tensor"}, "scales by 'tensor'"),
+        ({"group_size": None}, "in groups of None"),
         ({"num_bits": 2}, "in 2 bits"),
         ({"type": "float"}, "'float' weights"),
     ],
@@ -375,6 +393,15 @@ def test_other_schemes_are_refused_by_name(changes: dict, message: str, source: 
     config["quantization_config"] = said
     with pytest.raises(UnsupportedError, match=f"compressed-tensors.*{message}"):
         ModelConfig.from_dict(config)
+
+
+@pytest.mark.parametrize("kind", ["GPTQ v1", "AWQ", "pack-quantized int4"])
+def test_rows_with_one_scale_that_no_group_divides_are_refused(kind: str) -> None:
+    """In memory a scale is of 32 weights at least."""
+    form = format_of(f"{kind} of rows (groups of 32 in memory) to a F16 scale")
+    assert isinstance(form, Arranged)
+    with pytest.raises(CheckpointError, match="its input 40 does not divide into 32"):
+        form.tensors((16, 40))
 
 
 def test_a_plan_of_a_rounded_model_wants_its_headers(source: Path, tmp_path: Path) -> None:

@@ -18,10 +18,13 @@ PACKED_METHOD = "lowtide"
 READ = (
     "Read are safetensors in bfloat16, float16 and float32; FP8 by blocks of 128 by 128; GPTQ and "
     "AWQ (gemm) in 4 bits, and compressed-tensors' pack-quantized in 4 and 8, in groups of 32, 64 "
-    "and 128; gpt-oss' MXFP4 experts; and GGUF"
+    "and 128 or with a scale for each row; gpt-oss' MXFP4 experts; and GGUF"
 )
 
 GROUPS = (32, 64, 128)
+
+OF_ROWS = -1
+"""For the size of a group, where all of a row share a scale."""
 
 _NAMES = {
     "fp8": "FP8",
@@ -44,7 +47,7 @@ class Quantisation(NamedTuple):
 
     method: str  # gptq, awq, compressed-tensors, fp8
     num_bits: int
-    group: int  # weights along the input that share a scale
+    group: int  # weights along the input that share a scale; `OF_ROWS`
     is_symmetric: bool = False  # it has no zeros
     version: int = 2  # of GPTQ's convention: in the first, zeros are stored less one
 
@@ -67,13 +70,14 @@ def read_quantisation(fields: Fields) -> Quantisation | None:
 
 
 def _gptq(said: Mapping[str, object]) -> Quantisation:
-    if said.get("desc_act"):
+    group = _group(said.get("group_size"), "GPTQ")
+    if said.get("desc_act") and group != OF_ROWS:  # one group has one order
         raise _refusal("GPTQ with act-order (desc_act)")
     convention = said.get("checkpoint_format") or said.get("format") or "gptq"
     if convention not in ("gptq", "gptq_v2") or said.get("is_marlin_format"):
         kind = "marlin" if said.get("is_marlin_format") else convention
         raise _refusal(f"GPTQ packed as {shown(kind)}")
-    bits, group = _bits(said.get("bits"), "GPTQ", (4,)), _group(said.get("group_size"), "GPTQ")
+    bits = _bits(said.get("bits"), "GPTQ", (4,))
     return Quantisation("gptq", bits, group, version=2 if convention == "gptq_v2" else 1)
 
 
@@ -121,11 +125,12 @@ def _scheme(scheme: object, name: str) -> Quantisation:
     if weights.get("actorder") not in (None, False, "weight", "static"):
         raise _refusal(f"{name} with act-order ({shown(weights['actorder'])})")
     strategy, kind = weights.get("strategy", "group"), weights.get("type", "int")
-    if strategy != "group" or kind != "int" or weights.get("dynamic"):
+    if strategy not in ("group", "channel") or kind != "int" or weights.get("dynamic"):
         raise _refusal(f"{name} with {shown(kind)} weights, scales by {shown(strategy)}")
-    bits, group = _bits(weights.get("num_bits"), name, (4, 8)), weights.get("group_size")
+    bits = _bits(weights.get("num_bits"), name, (4, 8))
+    group = OF_ROWS if strategy == "channel" else _group(weights.get("group_size"), name)
     is_symmetric = weights.get("symmetric", True) is True
-    return Quantisation("compressed-tensors", bits, _group(group, name), is_symmetric)
+    return Quantisation("compressed-tensors", bits, group, is_symmetric)
 
 
 def _fp8(said: Mapping[str, object]) -> Quantisation:
@@ -150,7 +155,7 @@ def _bits(value: object, name: str, known: tuple[int, ...]) -> int:
 
 
 def _group(value: object, name: str) -> int:
-    if type(value) is not int or value not in GROUPS:
+    if type(value) is not int or value not in (*GROUPS, OF_ROWS):
         raise _refusal(f"{name} in groups of {shown(value)}")
     return value
 

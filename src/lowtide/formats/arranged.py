@@ -39,6 +39,7 @@ class StoredTensor(NamedTuple):
     dtype: str
     shape: Shape
     unit_bytes: int  # of a unit, the last of which may be shorter
+    is_whole: bool = False  # of all units alike, so that each is given all of it
 
     @property
     def num_bytes(self) -> int:
@@ -131,7 +132,9 @@ class Arranged(MatrixFormat):
         """All units, some at a time, and their bytes in each tensor: at most so many if it can
         be."""
         tensors, num_units = self.tensors(shape), self.num_units(shape)
-        step = max(1, most_bytes // sum(each.unit_bytes for each in tensors))
+        whole_bytes = sum(each.num_bytes for each in tensors if each.is_whole)
+        of_unit = sum(each.unit_bytes for each in tensors if not each.is_whole)
+        step = max(1, (most_bytes - whole_bytes) // of_unit)
         for first in range(0, num_units, step):
             units = range(first, min(first + step, num_units))
             yield units, [_bytes_of(each, units) for each in tensors]
@@ -212,5 +215,7 @@ def _of_rows(
 
 
 def _bytes_of(tensor: StoredTensor, units: range) -> slice:
+    if tensor.is_whole:
+        return slice(0, tensor.num_bytes)
     stop = min(units.stop * tensor.unit_bytes, tensor.num_bytes)
     return slice(units.start * tensor.unit_bytes, stop)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from lowtide.formats.arranged import SCALE_DTYPES, Arranged, Shape, StoredTensor, need_multiple
 from lowtide.formats.grouped_ints import FORMATS as IN_MEMORY
-from lowtide.formats.grouped_ints import GROUPS, nibbles_along_rows
+from lowtide.formats.grouped_ints import GROUPS, described, nibbles_along_rows
 from lowtide.formats.matrix import Bytes
 from lowtide.formats.plain import ITEM_BYTES
 
@@ -25,11 +25,11 @@ _LOW = np.uint32(0x0F0F0F0F)
 
 
 class Awq(Arranged):
-    """A unit is a group of the input."""
+    """A unit is a group of the input, as it is in memory."""
 
-    def __init__(self, group: int, scale_dtype: str) -> None:
-        self.group, self.scale_dtype = group, scale_dtype
-        self.name = f"AWQ of {group} to a {scale_dtype} scale"
+    def __init__(self, group: int, scale_dtype: str, is_of_rows: bool) -> None:
+        self.group, self.scale_dtype, self.is_of_rows = group, scale_dtype, is_of_rows
+        self.name = f"AWQ of {described(group, is_of_rows)} to a {scale_dtype} scale"
         self.dtypes = (self.name,)
         self.in_memory = IN_MEMORY[4, group, scale_dtype, True]
 
@@ -40,11 +40,12 @@ class Awq(Arranged):
         out, width = shape
         need_multiple(width, self.group, "its input")
         need_multiple(out, 8, "its output")
-        groups, scale_bytes = width // self.group, ITEM_BYTES[self.scale_dtype]
+        is_whole, scale_bytes = self.is_of_rows, ITEM_BYTES[self.scale_dtype]
+        groups = 1 if is_whole else width // self.group
         return (
             StoredTensor(".qweight", "I32", (width, out // 8), self.group * out // 2),
-            StoredTensor(".qzeros", "I32", (groups, out // 8), out // 2),
-            StoredTensor(".scales", self.scale_dtype, (groups, out), out * scale_bytes),
+            StoredTensor(".qzeros", "I32", (groups, out // 8), out // 2, is_whole),
+            StoredTensor(".scales", self.scale_dtype, (groups, out), out * scale_bytes, is_whole),
         )
 
     def arrange_units(
@@ -62,13 +63,19 @@ class Awq(Arranged):
                 target[:, _ORDER[2 * number + place]] = bytes_of[:, :, number].T
         of_scales = scales.view(f"u{ITEM_BYTES[self.scale_dtype]}").reshape(-1, out)
         sections[1].view(of_scales.dtype)[:, groups] = of_scales.T
-        numbers = nibbles_along_rows(zeros.reshape(len(units), -1), out).reshape(len(units), -1, 8)
+        numbers = nibbles_along_rows(zeros.reshape(len(of_scales), -1), out)
+        numbers = numbers.reshape(len(of_scales), -1, 8)
         ordered = np.empty_like(numbers)
         ordered[:, :, _ORDER] = numbers
-        sections[2][:, groups] = ordered.reshape(len(units), out).T
+        sections[2][:, groups] = ordered.reshape(len(of_scales), out).T
 
 
-FORMATS = {(group, dtype): Awq(group, dtype) for group in GROUPS for dtype in SCALE_DTYPES}
+FORMATS = {
+    (group, dtype, is_of_rows): Awq(group, dtype, is_of_rows)
+    for group in GROUPS
+    for dtype in SCALE_DTYPES
+    for is_of_rows in (False, True)
+}
 
 
 def _halves_joined(

@@ -3,7 +3,7 @@
 Of a matrix [out, in], so many numbers to an int32, the first in its lowest bits, each more by half
 of their range than the signed one that it stands for: `weight_packed` [out, in * bits / 32] along
 the input; `weight_scale` [out, groups]; where it is not symmetric, `weight_zero_point`
-[out * bits / 32, groups] along the output.
+[out * bits / 32, groups] along the output. Where each row has one scale there is one group.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from lowtide.formats.arranged import SCALE_DTYPES, Arranged, Shape, StoredTensor, need_multiple
 from lowtide.formats.grouped_ints import FORMATS as IN_MEMORY
-from lowtide.formats.grouped_ints import GROUPS, nibbles_along_rows
+from lowtide.formats.grouped_ints import GROUPS, described, nibbles_along_rows
 from lowtide.formats.matrix import Bytes
 from lowtide.formats.plain import ITEM_BYTES
 
@@ -23,11 +23,13 @@ _UNIT_WITH_ZEROS = 8
 class PackQuantised(Arranged):
     """A unit is some rows; codes and scales lie as they do in memory."""
 
-    def __init__(self, num_bits: int, group: int, scale_dtype: str, has_zeros: bool) -> None:
+    def __init__(
+        self, num_bits: int, group: int, scale_dtype: str, has_zeros: bool, is_of_rows: bool
+    ) -> None:
         self.num_bits, self.group = num_bits, group
-        self.scale_dtype, self.has_zeros = scale_dtype, has_zeros
-        zeros = " and zero" if has_zeros else ""
-        self.name = f"pack-quantized int{num_bits} of {group} to a {scale_dtype} scale{zeros}"
+        self.scale_dtype, self.has_zeros, self.is_of_rows = scale_dtype, has_zeros, is_of_rows
+        shared, zeros = described(group, is_of_rows), " and zero" if has_zeros else ""
+        self.name = f"pack-quantized int{num_bits} of {shared} to a {scale_dtype} scale{zeros}"
         self.dtypes = (self.name,)
         self._unit = _UNIT_WITH_ZEROS if has_zeros else 1  # rows
         self.in_memory = IN_MEMORY[num_bits, group, scale_dtype, has_zeros]
@@ -39,7 +41,7 @@ class PackQuantised(Arranged):
         out, width = shape
         need_multiple(width, self.group, "its input")
         need_multiple(out, self._unit, "its output")
-        words, groups = width * self.num_bits // 32, width // self.group
+        words, groups = width * self.num_bits // 32, 1 if self.is_of_rows else width // self.group
         scale_bytes = ITEM_BYTES[self.scale_dtype] * groups
         zeros = (out * self.num_bits // 32, groups)
         found = (
@@ -57,10 +59,13 @@ class PackQuantised(Arranged):
         self, stored: Sequence[Bytes], shape: Shape, units: range, sections: Sequence[Bytes]
     ) -> None:
         rows = slice(units.start * self._unit, units.stop * self._unit)
-        for section, part in zip(sections[:2], stored[:2], strict=True):
-            section[rows] = part.reshape(-1, section.shape[1])
+        codes, scales = sections[:2]
+        codes[rows] = stored[0].reshape(-1, codes.shape[1])
+        numbers = scales.view(f"u{ITEM_BYTES[self.scale_dtype]}")
+        found = stored[1].view(numbers.dtype)
+        numbers[rows] = found.reshape(-1, 1 if self.is_of_rows else numbers.shape[1])
         if self.has_zeros:
-            groups = sections[2].shape[1]
+            groups = 1 if self.is_of_rows else sections[2].shape[1]
             words = stored[2].reshape(-1, groups, 4).transpose(0, 2, 1).reshape(-1, groups)
             if self.num_bits == 4:  # [bytes of rows, groups], two rows in a byte
                 words = nibbles_along_rows(words.T, 2 * len(words)).T
@@ -68,10 +73,13 @@ class PackQuantised(Arranged):
 
 
 FORMATS = {
-    (num_bits, group, dtype, has_zeros): PackQuantised(num_bits, group, dtype, has_zeros)
+    (num_bits, group, dtype, has_zeros, is_of_rows): PackQuantised(
+        num_bits, group, dtype, has_zeros, is_of_rows
+    )
     for num_bits in (4, 8)
     for group in GROUPS
     for dtype in SCALE_DTYPES
     for has_zeros in (False, True)
+    for is_of_rows in (False, True)
 }
 """Of 8 bits zeros have all 8, which a byte holds."""

@@ -22,6 +22,17 @@ GROUPS = (32, 64, 128)
 """Weights that share a scale, which are read."""
 
 
+def group_in_memory(width: int) -> int:
+    """Of rows that have one scale each, which in memory every group has again: the largest that
+    divides them, or the smallest there is."""
+    return next((group for group in reversed(GROUPS) if width % group == 0), GROUPS[0])
+
+
+def described(group: int, is_of_rows: bool) -> str:
+    """What shares a scale, for a format's name."""
+    return f"rows (groups of {group} in memory)" if is_of_rows else str(group)
+
+
 class GroupedInts(Sectioned):
     """In memory."""
 

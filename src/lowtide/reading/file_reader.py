@@ -114,7 +114,8 @@ def ring_bytes(largest_read_bytes: int) -> int:
 def matrix_bytes_at_once(stored: Arranged, shape: tuple[int, ...]) -> int:
     """What a buffer has to hold for a matrix to be read unit by unit."""
     tensors = stored.tensors(shape)
-    return sum(each.unit_bytes + 2 * SECTOR_BYTES for each in tensors)
+    pieces = [each.num_bytes if each.is_whole else each.unit_bytes for each in tensors]
+    return sum(pieces) + 2 * SECTOR_BYTES * len(pieces)
 
 
 class FileReader:

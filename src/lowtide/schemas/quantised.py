@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lowtide.config.quantisation import Quantisation
+from lowtide.config.quantisation import OF_ROWS, Quantisation
 from lowtide.errors import CheckpointError, UnsupportedError
 from lowtide.formats import awq, compressed_tensors, fp8, gptq
 from lowtide.formats.arranged import Arranged, Shape, StoredTensor
+from lowtide.formats.grouped_ints import group_in_memory
 from lowtide.model_folder.checkpoint import Checkpoint, TensorEntry
 from lowtide.schemas.packed import specs_of
 from lowtide.schemas.schema import ModelSchema, TensorSpec
@@ -58,7 +59,7 @@ def _entry(
     scales = tensors.get(scale_name)
     if scales is None:
         raise CheckpointError(f"The checkpoint has no {scale_name}, the scales of {spec.name}.")
-    form = _form(quantisation, scales.dtype)
+    form = _form(quantisation, scales.dtype, spec.shape[1])
     if form is None:
         raise UnsupportedError(
             f"Tensor {scale_name} is of type {scales.dtype}; not read as scales."
@@ -71,14 +72,17 @@ def _entry(
     return TensorEntry(first.file, first.offset, num_bytes, form.name, spec.shape, tensors=parts)
 
 
-def _form(asked: Quantisation, scale_dtype: str) -> Arranged | None:
-    if asked.method == "gptq":
-        return gptq.FORMATS.get((asked.version, asked.group, scale_dtype))
-    if asked.method == "awq":
-        return awq.FORMATS.get((asked.group, scale_dtype))
+def _form(asked: Quantisation, scale_dtype: str, width: int) -> Arranged | None:
+    """width: of the matrix's rows."""
     if asked.method == "fp8":
         return fp8.FORMATS.get(scale_dtype)
-    key = (asked.num_bits, asked.group, scale_dtype, not asked.is_symmetric)
+    is_of_rows = asked.group == OF_ROWS
+    group = group_in_memory(width) if is_of_rows else asked.group
+    if asked.method == "gptq":
+        return gptq.FORMATS.get((asked.version, group, scale_dtype, is_of_rows))
+    if asked.method == "awq":
+        return awq.FORMATS.get((group, scale_dtype, is_of_rows))
+    key = (asked.num_bits, group, scale_dtype, not asked.is_symmetric, is_of_rows)
     return compressed_tensors.FORMATS.get(key)
 
 
