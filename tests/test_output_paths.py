@@ -4,6 +4,10 @@ written is refused before the work."""
 from __future__ import annotations
 
 import os
+import stat
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,20 +56,67 @@ def test_checking_leaves_nothing_but_the_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/null")])
-def test_a_pipe_or_device_is_not_replaced_by_a_file(
+def test_a_pipe_or_device_is_written_through_not_replaced_by_a_file(
     make: Callable[[Path], None], tmp_path: Path
 ) -> None:
     """/dev/null would be a file from then on, of every program."""
     path = tmp_path / "it"
     make(path)
-    kind = path.lstat().st_mode
-    with pytest.raises(StorageError, match="it is a device or a pipe"):
-        check_writable(path, "trace")
-    with pytest.raises(StorageError, match="it is a device or a pipe"), whole_file(path, "trace"):
-        pytest.fail("nothing is to be written")
+    kind, heard = path.lstat().st_mode, []
+    reader = threading.Thread(target=lambda: heard.append(path.read_bytes()))
+    check_writable(path, "trace")
+    reader.start()
+    with whole_file(path, "trace") as file:
+        file.write(b"first")
+        file.seek(0)
+        file.write(b"F")
+    reader.join()
+    assert heard == [b"First" if stat.S_ISFIFO(kind) else b""]
     assert path.lstat().st_mode == kind and list(tmp_path.iterdir()) == [path]
-    code, said = run("generate", path)
-    assert code == 1 and "it is a device or a pipe" in said
+
+
+def test_a_full_device_is_told(tmp_path: Path) -> None:
+    with (
+        pytest.raises(StorageError, match="/dev/full cannot be written: No space left"),
+        whole_file(Path("/dev/full"), "trace") as file,
+    ):
+        file.write(b"first")
+
+
+THROUGH = """
+import sys
+from pathlib import Path
+from lowtide.files.whole_file import check_writable, whole_file
+print("before")
+check_writable(Path(sys.argv[1]), "trace")
+with whole_file(Path(sys.argv[1]), "trace") as file:
+    file.write(b"it\\n")
+print("after")
+"""
+
+
+@pytest.mark.parametrize("named", ["/dev/stdout", "/proc/self/fd/1", "the file itself"])
+def test_standard_output_is_written_through(named: str, tmp_path: Path) -> None:
+    """A file that it goes to would else be another one from then on, without what was printed."""
+    path = tmp_path / "out"
+    named = str(path) if named == "the file itself" else named
+    command = [sys.executable, "-c", THROUGH, named]
+    with open(path, "wb") as file:
+        subprocess.run(command, stdout=file, check=True)
+    assert path.read_text() == "before\nit\nafter\n"
+    if not named.startswith(str(tmp_path)):
+        assert subprocess.run(command, capture_output=True, check=True).stdout == path.read_bytes()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_to_itself_is_refused_and_stays(tmp_path: Path) -> None:
+    path = tmp_path / "it"
+    path.symlink_to(path)
+    with pytest.raises(StorageError, match="it cannot be written: Too many levels"):
+        check_writable(path, "trace")
+    with pytest.raises(StorageError, match="Too many levels"), whole_file(path, "trace"):
+        pytest.fail("nothing is to be written")
+    assert path.is_symlink() and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_link_is_followed(tmp_path: Path) -> None:
