@@ -6,8 +6,11 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from oracle import GOLDENS
 from typer.testing import CliRunner
 
@@ -86,6 +89,20 @@ def test_what_is_no_count_is_refused() -> None:
                 llm.planned_passes(wrong)  # type: ignore[arg-type]
         with pytest.raises(UsageError, match="SamplingParams"):
             llm.planned_passes(8, 5)  # type: ignore[arg-type]
+
+
+def test_any_kind_of_integer_is_a_count() -> None:
+    options = {"context": np.int64(CONTEXT), "seed": torch.tensor(3), "host_memory": 10**9}
+    with LLM(GOLDENS / "llada-a", **options) as llm:  # type: ignore[arg-type]
+        for five in (np.int32(5), torch.tensor(5)):
+            count: Any = five
+            room = llm.max_new_tokens(count, SamplingParams(max_tokens=count))
+            assert room == llm.max_new_tokens(5, SamplingParams()) and type(room) is int
+            assert len(llm.planned_passes(count)) == len(llm.planned_passes(5))
+        wrong: Any
+        for wrong in (True, np.True_, np.float64(5), "5", None):
+            with pytest.raises(UsageError, match="num_prompt_tokens must be an integer from 0"):
+                llm.max_new_tokens(wrong, SamplingParams())
 
 
 def test_blocks_and_guidance_are_counted() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypedDict, cast
@@ -33,9 +34,23 @@ DEFAULT_MAX_TOKENS = 256
 MAX_SEED = 2**63 - 1
 
 
-def check_int(name: str, value: object, low: int, high: int = MAX_TOKENS_LIMIT) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+def check_int(name: str, value: object, low: int, high: int = MAX_TOKENS_LIMIT) -> int:
+    """`value` as Python's integer. Raises UsageError."""
+    number = as_number(value)
+    if isinstance(number, bool) or not isinstance(number, int) or not low <= number <= high:
         raise UsageError(f"{name} must be an integer from {low} to {high}, not {value!r}.")
+    return number
+
+
+def as_number(value: Any) -> Any:
+    """Python's number in place of another, such as numpy's, which a loop over an array gives; all
+    else as it is."""
+    if isinstance(value, int | float):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return float(value) if isinstance(value, numbers.Real) else value
 
 
 def _check_float(name: str, value: object, low: float, high: float) -> None:
@@ -44,14 +59,10 @@ def _check_float(name: str, value: object, low: float, high: float) -> None:
         raise UsageError(f"{name} must be a number from {low} to {high}, not {value!r}.")
 
 
-def _take_numbers(params: object, names: Sequence[str]) -> None:
-    """Makes Python's numbers of others, such as numpy's, which a loop over an array gives."""
+def take_numbers(params: object, names: Sequence[str]) -> None:
+    """`as_number` of these fields of a frozen dataclass."""
     for name in names:
-        value: Any = getattr(params, name)
-        if isinstance(value, int | float) or not isinstance(value, numbers.Real):
-            continue
-        kind: type = int if isinstance(value, numbers.Integral) else float
-        object.__setattr__(params, name, kind(value))
+        object.__setattr__(params, name, as_number(getattr(params, name)))
 
 
 _DIFFUSION_RANGES = (
@@ -113,7 +124,7 @@ class DiffusionParams:
     factor: float | None = None
 
     def __post_init__(self) -> None:
-        _take_numbers(self, field_names(DiffusionParams))
+        take_numbers(self, field_names(DiffusionParams))
         for name, low in (("block_length", 1), ("steps", 1), ("max_post_steps", 0)):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), low)
@@ -180,7 +191,7 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
-        _take_numbers(self, field_names(SamplingParams))
+        take_numbers(self, field_names(SamplingParams))
         if self.max_tokens is not None:
             check_int("max_tokens", self.max_tokens, 1)
         check_int("n", self.n, 1, MAX_SAMPLES)

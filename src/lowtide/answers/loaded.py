@@ -133,7 +133,7 @@ class LoadedModel:
     def max_new_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """The longest answer that an otherwise empty context has room for after such a prompt; 0
         where there is none. Raises UsageError for what is no count or no parameters."""
-        check_int("num_prompt_tokens", num_prompt_tokens, 0)
+        num_prompt_tokens = check_int("num_prompt_tokens", num_prompt_tokens, 0)
         _check_params(params)
         return max(0, self._intake.max_new_tokens(num_prompt_tokens, params))
 
@@ -154,7 +154,7 @@ class LoadedModel:
         params: of an answer whose passes these are, with its new tokens as masks; by default all
         tokens are masked at first.
         """
-        check_int("num_tokens", num_tokens, 1)
+        num_tokens = check_int("num_tokens", num_tokens, 1)
         if params is not None:
             _check_params(params)
         if not self.config.is_bidirectional:

@@ -46,6 +46,7 @@ from lowtide.model_folder.gguf_model import GgufModel
 from lowtide.model_folder.hub import has_weights, locate_model, resolve_model
 from lowtide.model_folder.hub_model import HubModel
 from lowtide.model_folder.tokenizer import Tokenizer
+from lowtide.params import take_numbers
 from lowtide.plan import AUTO_FORMAT, OWN_FORMAT, WeightFormats, check_is_named
 from lowtide.policies.presets import check_policy, check_safe
 from lowtide.reading.dense_weights import DenseWeights, Progress, no_progress
@@ -121,6 +122,7 @@ class EngineConfig:
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
+        take_numbers(self, ("host_memory", "gpu_memory", "context", "block_length", "seed"))
         check_kinds(self)
         check_device(self.device, self.device_options)
         if resolve_device(self.device) == "cpu" and self.gpu_memory not in ("auto", 0, "0"):
