@@ -173,6 +173,15 @@ def test_absent_experts_are_replaced_alike(compiled: CompiledBuddies) -> None:
     assert num_found > scaled(NUM_RANDOM) // 125
 
 
+def test_an_account_of_the_other_twins_is_refused(compiled: CompiledBuddies) -> None:
+    """It would be passed over: nothing bounded, nothing counted."""
+    _, rules, state = next(random_layers())
+    owner = np.zeros(len(state.experts), np.int64)
+    account = PLAIN.of_pass(owner, Masses([0.0], [0.0]), rules.layer + 1, 0.5)
+    with pytest.raises(InternalError, match="not in a PlainAccount"):
+        compiled.of_layer(rules).replace_absent(state._replace(account=account))
+
+
 def test_late_experts_are_given_up_alike(compiled: CompiledBuddies) -> None:
     num_found = 0
     for draw, rules, state in random_layers(NUM_RANDOM // 8, 6):

@@ -139,6 +139,16 @@ def test_a_budget_of_bytes_gives_up_what_it_has_no_room_for() -> None:
     assert none is not None and none.experts.tolist() == [[0, 1, 2], [0, 1, 2]]
 
 
+def test_a_budget_of_bytes_is_each_pass_s_own_also_where_its_first_layer_needs_nothing() -> None:
+    """Without receipts a policy is not asked of a layer whose experts are all here."""
+    lists = BuddyLists(*(np.repeat(array, 2, axis=0) for array in LISTS))
+    policy = buddy(lists=lists, step_bytes=20)
+    for _ in range(3):
+        facts = routed_facts(ROUTING, HERE, layer=1, num_layers=2, costs=Costs.unknown(10))
+        answer = policy(facts)
+        assert answer is not None and answer.experts.tolist() == [[0, 2, 3], [1, 2, 5]]
+
+
 def test_drop_adds_nothing_in_place_of_the_absent() -> None:
     answer = Drop(OPEN, ALL)(routed_facts(ROUTING, HERE))
     assert answer is not None and answer.experts.tolist() == [[0, 1, 2], [0, 1, 2]]

@@ -36,8 +36,8 @@ using GiveUpBeside = long(
     const Rules*, const std::int64_t*, const float*, const std::uint8_t*, long, long,
     const std::uint8_t*, const double*, const std::uint8_t*, const std::int32_t*,
     const std::int64_t*, const double*, long, long, const Account*, const std::int64_t*,
-    const std::int64_t*, const std::uint8_t*, const double*, const double*, const double*, long, double, double, double,
-    double, const std::uint8_t*, std::int64_t*, float*);
+    const std::int64_t*, const std::uint8_t*, const double*, const double*, const double*, long,
+    double, double, double, double, const std::uint8_t*, std::int64_t*, float*);
 using GiveUpAlone = long(
     const Rules*, const std::int64_t*, const float*, const std::uint8_t*, long, long,
     const std::uint8_t*, const double*, const std::uint8_t*, const std::int32_t*,
@@ -135,7 +135,8 @@ void substitute(const Library& library, const Routed& routed, unsigned has) {
             : way == 1
             ? give_up(&rules, experts.data(), weights.data(), kinds.data(), num_tokens, k,
                       is_here.data(), arriving, open, pairs_own, of, bound,
-                      has_bound ? num_owners : 0, 2, account, &queues, out.data(), out_weights.data())
+                      has_bound ? num_owners : 0, 2, account, &queues, out.data(),
+                      out_weights.data())
             : way == 2
             ? alone(&rules, experts.data(), weights.data(), kinds.data(), num_tokens, k,
                     is_here.data(), arriving, open, pairs_own, of, bound,

@@ -15,7 +15,16 @@ import numpy as np
 from numpy.random import default_rng
 
 from lowtide.buddies import BuddyTwins, LayerRules, LayerState, LayerTwin, PassAccount
-from lowtide.core import BoolArray, Facts, FloatArray, IntArray, Left, RoutedTokens, WeightArray
+from lowtide.core import (
+    BoolArray,
+    Facts,
+    FloatArray,
+    IntArray,
+    Left,
+    RoutedTokens,
+    Step,
+    WeightArray,
+)
 from lowtide.policies.buddy_gates import Gates, Psi, absent_experts
 from lowtide.policies.buddy_lists import BuddyLists
 from lowtide.policies.buddy_search import UNBOUNDED
@@ -114,17 +123,21 @@ class LayerTwins:
 
 
 class Meter:
-    """What a pass may still read or fetch, shared by the layers that are left."""
+    """What a pass may still read or fetch, shared by the layers that are left. It is not asked of
+    a layer whose experts are all resident, be it a pass's first."""
 
     def __init__(self, step_bytes: int, num_layers: int) -> None:
         self._step_bytes = step_bytes
         self._num_layers = num_layers
         self._left_bytes = float(step_bytes)
+        self._step: Step | None = None
+        self._last_layer = num_layers
 
     def num_fit(self, facts: Facts, num_absent: int) -> int:
         """Of the layer's absent experts those that its share has room for."""
-        if facts.layer == 0:
+        if facts.step is not self._step or facts.layer <= self._last_layer:
             self._left_bytes = float(self._step_bytes)
+        self._step, self._last_layer = facts.step, facts.layer
         share_bytes = self._left_bytes / (self._num_layers - facts.layer)
         num_fit = min(num_absent, int(share_bytes // facts.costs.expert_bytes))
         self._left_bytes -= num_fit * facts.costs.expert_bytes

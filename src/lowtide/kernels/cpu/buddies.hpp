@@ -34,7 +34,9 @@ struct Account {
 };
 
 // In buddy_counts.cpp.
-long lowtide_route(const Account* account, const float* weights, long num_tokens, long k, double* left);
+long lowtide_route(
+    const Account* account, const float* weights, long num_tokens, long k, double* left
+);
 long lowtide_count_moved(
     const Account* account, long layer, const std::int64_t* asked, const float* asked_weights,
     const std::int64_t* run, const float* run_weights, long num_tokens, long k, long num_experts

@@ -153,6 +153,11 @@ class _Layer:
 
     def _run(self, function: _Function, state: LayerState, *last: object) -> RoutedTokens | None:
         experts, weights, kinds, is_here, arriving_s, is_open, lists, owner, left, rho, own = state
+        if own is not None and not isinstance(own, _Account):
+            raise InternalError(
+                "A compiled decision counts in an account of its own twins' alone, not in a "
+                f"{type(own).__name__}."
+            )
         if not experts.size:
             return None
         # Copies cost less than to say a type. Any: stubs do not say before Python 3.12 that an
@@ -173,7 +178,7 @@ class _Layer:
             None if left is None else left.tobytes(),
             0 if left is None else len(left),
             rho,
-            own.reference if isinstance(own, _Account) else None,
+            None if own is None else own.reference,
             *last,
             byref(_CHAR.from_buffer(out)),
             byref(_CHAR.from_buffer(out_weights)),

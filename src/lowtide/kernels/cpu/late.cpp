@@ -27,7 +27,8 @@ long lowtide_give_up_late_beside(
     const std::uint8_t* kinds, long num_tokens, long k, const std::uint8_t* is_here,
     const double* arriving_s, const std::uint8_t* is_open, const std::int32_t* lists,
     const std::int64_t* owner, const double* left, long num_owners, long rho,
-    const Account* account, const std::int64_t* asked, const std::int64_t* tokens_of, const std::uint8_t* is_resident,
+    const Account* account, const std::int64_t* asked, const std::int64_t* tokens_of,
+    const std::uint8_t* is_resident,
     const double* device_s, const double* at_home_s, const double* host_s, long num_asked,
     double link_s, double fetch_s, double read_s, double copy_s, const std::uint8_t* is_at_host,
     std::int64_t* out, float* out_weights
