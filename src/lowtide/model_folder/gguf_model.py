@@ -23,6 +23,7 @@ from lowtide.families import Family, gguf_family
 from lowtide.families.gguf import FUSED_QKV, Arranged, GgufArchitecture, GgufKeys, layer_of
 from lowtide.files.json_file import shown
 from lowtide.model_folder.checkpoint import Checkpoint, StoredPart, TensorEntry
+from lowtide.model_folder.further_layers import warn_of_further_layers
 from lowtide.model_folder.gguf_ends import ending_ids
 from lowtide.model_folder.gguf_file import SPLIT
 from lowtide.model_folder.gguf_header import GgufHeader, GgufTensor, Metadata
@@ -109,6 +110,8 @@ class GgufModel:
         """
         tensors: dict[str, TensorEntry] = {}
         arranged: list[_Found] = []
+        names = (name for header in self.headers for name in header.tensors)
+        warn_of_further_layers(names, "blk.", config.num_layers)
         for file, header in enumerate(self.headers):
             for name, tensor in self._divided(header, config):
                 if layer_of(name) >= config.num_layers:

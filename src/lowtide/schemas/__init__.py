@@ -13,6 +13,7 @@ from lowtide.errors import CheckpointError
 from lowtide.families.registry import families
 from lowtide.formats.plain import ITEM_BYTES, SAFETENSORS_NAME
 from lowtide.model_folder.checkpoint import Checkpoint
+from lowtide.model_folder.further_layers import warn_of_further_layers
 from lowtide.schemas.packed import with_packed
 from lowtide.schemas.quantised import with_quantised
 from lowtide.schemas.schema import ExpertStorage, ModelSchema, PartSource, SlotTarget, TensorSpec
@@ -56,12 +57,15 @@ def stored_matrices(config: ModelConfig, checkpoint: Checkpoint) -> Checkpoint:
 
 
 def bind(config: ModelConfig, checkpoint: Checkpoint) -> WeightMap:
-    """Where the model's weights lie in `checkpoint`; tensors it does not need are ignored.
+    """Where the model's weights lie in `checkpoint`; tensors it does not need are ignored, whole
+    layers with a warning.
 
     Raises CheckpointError for a tensor that is missing, has another shape or contradicts the
     config, UnsupportedError for a type that weights cannot be loaded from.
     """
-    return bind_schema(model_schema(config), checkpoint)
+    schema = model_schema(config)
+    warn_of_further_layers(checkpoint.tensors, f"{schema.names.layers}.", config.num_layers)
+    return bind_schema(schema, checkpoint)
 
 
 def assume(config: ModelConfig) -> WeightMap:

@@ -1,0 +1,70 @@
+"""A checkpoint with more layers than its configuration: a shortened model, and that is said."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lowtide.cli.app import app
+from lowtide.lab.synth import synth
+from lowtide.model_folder import further_layers
+from lowtide.model_folder.further_layers import warn_of_further_layers
+
+SAID = "The weights also have"
+
+
+@pytest.fixture(autouse=True)
+def never_said() -> Iterator[None]:
+    further_layers._warn.cache_clear()
+    yield
+    further_layers._warn.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synth("qwen3_moe", "tiny", tmp_path_factory.mktemp("further") / "model", seed=1)
+
+
+def plan(model: Path, *more: str) -> str:
+    result = CliRunner().invoke(app, ["plan", str(model), "--context", "64", *more])
+    assert result.exit_code == 0, result.stderr
+    return result.stderr
+
+
+def test_a_configuration_with_fewer_layers_is_told(model: Path) -> None:
+    assert SAID not in plan(model)
+    config = json.loads((model / "config.json").read_text())
+    config["num_hidden_layers"] -= 2
+    first = config["num_hidden_layers"]
+    (model / "config.json").write_text(json.dumps(config))
+    said = f"{SAID} layers {first} to {first + 1}, and the configuration {first} layers"
+    assert plan(model).count(said) == 1
+    fewer = plan(model, "--config-override", "num_hidden_layers=1")
+    assert f"{SAID} layers 1 to {first + 1}, and the configuration 1 layers" in fewer
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["a.0.x", "a.1.x", "a.norm", "b.7.x", "a.x.7", f"a.{'9' * 5000}.x"], None),
+        (["a.0.x", "a.2.x", "a.2.y"], "layer 2, and the configuration 2"),
+        (["a.5.x", "a.3.x"], "layers 3 to 5"),
+        # Of DeepSeek, GLM and Ling: for the prediction of further tokens, and known.
+        (["a.2.x", "a.2.eh_proj.weight", "a.2.y"], None),
+        (["a.2.nextn.eh_proj.weight", "a.3.x", "a.2.y"], "layer 3, and"),
+    ],
+)
+def test_layers_for_prediction_are_known(
+    names: list[str],
+    said: str | None,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("lowtide"), "propagate", True)  # a command ends that
+    warn_of_further_layers(names, "a.", 2)
+    assert (said in caplog.text) if said else not caplog.text
