@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,6 +87,38 @@ def test_a_disk_that_fills_up_midway_leaves_whole_shards_and_goes_on(
     assert not list(out.glob("*.partial"))
     check_is_no_model(out)
     assert contents(pack(original, out, format="q4")) == packed
+
+
+def test_a_disk_with_too_little_room_for_all_is_told_before_anything_is_written(
+    original: Path, packed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards that are whole, and what a killed run left of one, need no room once more."""
+    sizes = {name: len(data) for name, data in packed.items()}
+    first, second, *others = sorted(name for name in sizes if name.endswith(".safetensors"))
+    texts = sizes["tokenizer.json"] + sizes["tokenizer_config.json"]
+    needed = sum(sizes[name] for name in (first, second, *others)) + texts
+    free = needed - 1
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free))
+    out = tmp_path / "out"
+    with pytest.raises(StorageError, match=f"needs {needed} bytes of disk and {free} are free"):
+        pack(original, out, format="q4")
+    assert not out.exists()
+    free = needed
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        killed.setattr("lowtide.lab.pack._write_texts", interrupt)
+        pack(original, out, format="q4")
+    (out / first).unlink()
+    (out / second).rename(out / f"{second}.partial")
+    free = sizes[first] + texts - 1
+    with pytest.raises(StorageError, match=f"needs {free + 1} bytes of disk and {free} are free"):
+        pack(original, out, format="q4")
+    assert len(list(out.glob("*.safetensors"))) == len(others)
+    free = needed
+    assert contents(pack(original, out, format="q4")) == packed
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_process_that_is_killed_leaves_no_model_and_the_next_goes_on(

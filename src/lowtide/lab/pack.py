@@ -29,7 +29,12 @@ from lowtide.formats.convert import Importance, Pack
 from lowtide.formats.expert_inputs import ExpertInputs
 from lowtide.formats.matrix import Bytes
 from lowtide.kernels.choice import choose_pack
-from lowtide.lab.safetensors_writer import OutputTensor, SafetensorsWriter
+from lowtide.lab.safetensors_writer import (
+    OutputTensor,
+    SafetensorsWriter,
+    check_disk_space,
+    partial_path,
+)
 from lowtide.model_folder.checkpoint import INDEX_NAME, Checkpoint, TensorEntry
 from lowtide.model_folder.hub import tokenizer_file
 from lowtide.plan import OWN_FORMAT
@@ -67,8 +72,9 @@ def pack(
 
     calibration: a file with experts' inputs, for the least error on which theirs are rounded. Goes
     on where an earlier run was interrupted. Raises UsageError for a folder with other things in it
-    or that another process writes, StorageError for a disk that is full or a source that changed
-    meanwhile, and what opening a model raises.
+    or that another process writes, StorageError for a disk that is full, or too small for what is
+    missing before anything is written, or a source that changed meanwhile, and what opening a model
+    raises.
     """
     options = EngineConfig(
         format=format,
@@ -81,8 +87,10 @@ def pack(
     checkpoint = _packable(opened)
     chosen = _chosen(opened, checkpoint)
     notes = _notes(opened, checkpoint, chosen)
+    packer = _Packer(checkpoint, chosen, out, choose_pack(kernels), progress, opened.inputs)
+    texts_bytes = sum(path.stat().st_size for path in _copied(opened))
+    check_disk_space(out, packer.missing_bytes + texts_bytes)
     with _reserved(out, notes):
-        packer = _Packer(checkpoint, chosen, out, choose_pack(kernels), progress, opened.inputs)
         packer.run()
         if notes["source"] != _source(checkpoint):
             raise StorageError(
@@ -157,6 +165,21 @@ def _source(checkpoint: Checkpoint) -> list[tuple[str, int, int]]:
     return [(file.path.name, *_facts(file.path)) for file in checkpoint.files]
 
 
+class _Shard(NamedTuple):
+    """A file of the new folder, and what of the source it is made of, in its order."""
+
+    tensors: list[tuple[str, TensorEntry]]
+    writer: SafetensorsWriter
+
+    @property
+    def missing_bytes(self) -> int:
+        """What is left to write, with what an earlier run was killed over given back."""
+        if self.writer.is_whole:
+            return 0
+        partial = partial_path(self.writer.path)
+        return self.writer.num_bytes - (partial.stat().st_size if partial.is_file() else 0)
+
+
 class _Packer:
     """Writes the shards of one folder."""
 
@@ -173,13 +196,19 @@ class _Packer:
         self._pack, self._progress, self._inputs = pack, progress, inputs
         self._total_bytes = sum(entry.num_bytes for entry in checkpoint.tensors.values())
         self._done_bytes = 0
+        self._shards = [self._shard(file) for file in range(len(checkpoint.files))]
+
+    @property
+    def missing_bytes(self) -> int:
+        """Of the disk, for the shards that an earlier run did not write."""
+        return sum(shard.missing_bytes for shard in self._shards)
 
     def run(self) -> None:
         num_readers = min(8, os.cpu_count() or 1) + NUM_WAITING
         reader = FileReader(self._checkpoint.files, PIECE_BYTES, self._pack, num_readers)
         with closing(reader):
-            for file in range(len(self._checkpoint.files)):
-                self._write_shard(file, reader, 2 * num_readers)
+            for shard in self._shards:
+                self._write_shard(shard, reader, 2 * num_readers)
 
     def weight_map(self) -> dict[str, str]:
         """The shard of every tensor of the new folder."""
@@ -189,13 +218,17 @@ class _Packer:
             for name, entry in self._checkpoint.tensors.items()
         }
 
-    def _write_shard(self, file: int, reader: FileReader, num_ahead: int) -> None:
+    def _shard(self, file: int) -> _Shard:
         name = self._checkpoint.files[file].path.name
         tensors = [(n, e) for n, e in self._checkpoint.tensors.items() if e.file == file]
         tensors.sort(key=lambda named: named[1].offset)
         outputs = [self._output(name, entry) for name, entry in tensors]
         writer = SafetensorsWriter(self._out / name, outputs, metadata={"format": "pt"})
-        if writer.path.exists() and writer.path.stat().st_size == writer.num_bytes:
+        return _Shard(tensors, writer)
+
+    def _write_shard(self, shard: _Shard, reader: FileReader, num_ahead: int) -> None:
+        tensors, writer = shard
+        if writer.is_whole:
             self._tell(sum(entry.num_bytes for _, entry in tensors))  # of an earlier run
             return
         waiting: deque[tuple[Ticket, Bytes]] = deque()
@@ -314,12 +347,9 @@ def _what_is_there(out: Path, name: str, is_interrupted: bool) -> str:
 
 def _write_texts(opened: OpenModel, out: Path, weight_map: Mapping[str, str]) -> None:
     """All that is not weights, `config.json` last."""
-    shared = tokenizer_file(opened.folder)  # a demo's lies elsewhere
-    for path in sorted({*opened.folder.iterdir(), shared}):
-        is_own = path.name in ("config.json", INDEX_NAME)
-        if path.suffix in _COPIED and path.is_file() and not is_own:
-            with whole_file(out / path.name, "file") as file:
-                file.write(path.read_bytes())
+    for path in _copied(opened):
+        with whole_file(out / path.name, "file") as file:
+            file.write(path.read_bytes())
     shards = sorted(set(weight_map.values()))
     if len(shards) > 1 or shards != ["model.safetensors"]:
         total_bytes = sum((out / shard).stat().st_size for shard in shards)
@@ -331,6 +361,13 @@ def _write_texts(opened: OpenModel, out: Path, weight_map: Mapping[str, str]) ->
     if opened.inputs is not None:
         packed["inputs_sha256"] = opened.inputs.digest
     _write_json(out / "config.json", {**_config_of(opened.folder), "quantization_config": packed})
+
+
+def _copied(opened: OpenModel) -> list[Path]:
+    """The files of a model that are the same in the new folder."""
+    found = {*opened.folder.iterdir(), tokenizer_file(opened.folder)}  # a demo's lies elsewhere
+    own = ("config.json", INDEX_NAME)
+    return sorted(p for p in found if p.suffix in _COPIED and p.is_file() and p.name not in own)
 
 
 def _write_json(path: Path, value: object) -> None:

@@ -87,6 +87,11 @@ class SafetensorsWriter:
         """Size of the finished file."""
         return self._num_bytes
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether a file of that size is there: it appears under its name only when it is whole."""
+        return self.path.is_file() and self.path.stat().st_size == self._num_bytes
+
     def __enter__(self) -> SafetensorsWriter:
         """Raises StorageError if the disk has too little room or the file cannot be made."""
         check_disk_space(self.path.parent, self.num_bytes)
@@ -202,9 +207,11 @@ def header_bytes(entries: Sequence[OutputTensor], metadata: Mapping[str, str]) -
 
 
 def check_disk_space(folder: Path, need_bytes: int) -> None:
-    """Raises StorageError if a folder's disk has less free space than this, or is not there."""
+    """Raises StorageError if a folder's disk has less free space than this, also of a folder that
+    is still to be made."""
     try:
-        free_bytes = shutil.disk_usage(folder).free
+        present = next((each for each in (folder, *folder.parents) if each.exists()), folder)
+        free_bytes = shutil.disk_usage(present).free
     except OSError as error:
         raise StorageError(f"{folder} cannot be written: {error.strerror or error}.") from error
     if free_bytes < need_bytes:
