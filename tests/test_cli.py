@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import lowtide.profiles
+from lowtide.cli import command
 from lowtide.cli.answer import ask_live, has_view
 from lowtide.cli.app import app
 from lowtide.cli.command import errors_reported
 from lowtide.cli.conversation import Conversation
 from lowtide.cli.live import MASK, LiveView
+from lowtide.cli.options import resolve
 from lowtide.cli.prompt import parse_ids, read_prompt
 from lowtide.cli.report import answer_object, json_line, plan_object, speed_line
 from lowtide.cli.screen import FILE_WIDTH, printable, stderr_console, stdout_console
@@ -899,6 +902,29 @@ def test_a_closed_pipe_and_ctrl_c_end_quietly(happens: str, code: int) -> None:
         [sys.executable, "-c", program_text], capture_output=True, text=True, timeout=120
     )
     assert (result.returncode, result.stderr) == (code, "")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], [], ["plan", "--help-all"], ["ls"]])
+def test_nobody_reading_ends_every_command_quietly(words: list[str]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as pipe:
+        done = subprocess.run(
+            [sys.executable, "-m", "lowtide", *words],
+            stdout=pipe,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_warning_of_ours_is_a_notice_like_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    command._start_log(resolve({}, {}))
+    own = str(Path(command.__file__).parents[1] / "reading" / "any.py")
+    assert warnings.formatwarning("slow \x1b", UserWarning, own, 1) == "lowtide: slow \ufffd\n"
+    assert "UserWarning: slow" in warnings.formatwarning("slow", UserWarning, "/any.py", 1)
 
 
 def test_a_library_that_cannot_be_loaded_is_told_and_a_fault_of_ours_is_not_hidden(

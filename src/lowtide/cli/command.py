@@ -10,8 +10,10 @@ import logging
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, TextIO
 
 import typer
@@ -29,6 +31,9 @@ EXIT_USAGE = 2
 EXIT_BROKEN_PIPE = 128 + 13
 
 Verb = Callable[..., None]
+
+_PACKAGE = Path(__file__).parents[1]
+_python_s_warning = warnings.formatwarning
 
 _HELP_ALL = inspect.Parameter(
     "help_all",
@@ -172,6 +177,7 @@ def _metavar(option: Option) -> str:
 
 def _start_log(settings: Settings) -> None:
     """Send lowtide's own notices to standard error; `-v` adds what is only of interest."""
+    warnings.formatwarning = _warning
     logger = logging.getLogger("lowtide")
     logger.handlers.clear()
     handler = _StderrHandler()
@@ -179,6 +185,20 @@ def _start_log(settings: Settings) -> None:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO if settings.flag("verbose") else logging.WARNING)
     logger.propagate = False
+
+
+def _warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
+) -> str:
+    """One of lowtide's own like its other notices: whoever runs a command has no use for a line of
+    source. A library's as Python shows it."""
+    if category is UserWarning and Path(filename).is_relative_to(_PACKAGE):
+        return f"lowtide: {printable(str(message))}\n"
+    return _python_s_warning(message, category, filename, lineno, line)
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):

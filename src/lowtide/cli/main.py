@@ -39,15 +39,26 @@ def _run(app: Callable[[], None]) -> None:
             app()
         finally:
             sys.stdout.flush()
+    except SystemExit as end:
+        # Where what is no verb's was not read typer makes an exit of it, with code 1.
+        if not isinstance(end.__context__, BrokenPipeError):
+            raise
+        _end_unread()
+    except BrokenPipeError:
+        _end_unread()
     except OSError as error:
-        from lowtide.cli.command import EXIT_BROKEN_PIPE, EXIT_FAILURE, close_stdout, is_of_stdout
+        from lowtide.cli.command import EXIT_FAILURE, is_of_stdout
 
-        if isinstance(error, BrokenPipeError):
-            close_stdout()
-            sys.exit(EXIT_BROKEN_PIPE)
         if not is_of_stdout(error):
             raise
         sys.exit(EXIT_FAILURE)
+
+
+def _end_unread() -> None:
+    from lowtide.cli.command import EXIT_BROKEN_PIPE, close_stdout
+
+    close_stdout()
+    sys.exit(EXIT_BROKEN_PIPE)
 
 
 def _open_closed_streams() -> None:
