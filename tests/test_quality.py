@@ -186,6 +186,19 @@ def test_what_cannot_run_is_a_row_and_a_reference_that_cannot_is_an_error() -> N
         quality(folder, settings, Work(), context=128)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"max_tokens": 0}, "max_tokens must be"), ({"max_tokens": 100}, "100 new ones need")],
+)
+def test_answers_that_cannot_be_timed_are_refused_before_hours_of_scoring(
+    changes: dict[str, int], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, asked = GOLDENS / "llada2-a", work(some_ids(vocab=380), repeats=1)
+    monkeypatch.delattr("lowtide.lab.quality.LLM")
+    with pytest.raises((UsageError, PlanError), match=said):
+        quality(folder, EXACT, asked._replace(**changes), context=128)
+
+
 def test_settings_from_text() -> None:
     found = parse_settings(["policy=lru residents=0.5 residents=0.25", "policy=tide tau=2 tau=8"])
     assert [setting.label for setting in found] == [

@@ -80,9 +80,12 @@ def _measured(
     repeats: int,
     options: dict[str, Any],
 ) -> tuple[Ceilings, Result]:
-    """What the machine can do at most, and what the model does under each policy."""
+    """What the machine can do at most, and what the model does under each policy. What no answer
+    has room for is refused before anything is measured."""
     from lowtide.lab import bench as lab
+    from lowtide.llm import check_request
 
+    check_request(folder, lambda _: [0] if prompt is None else prompt, params, **options)
     with ProgressBars() as progress:
         progress("measuring the machine", 0, 1)
         ceilings = lab.measure_ceilings(folder, **options)

@@ -24,7 +24,7 @@ from lowtide.lab.quality_choices import ChoiceScores, Questions
 from lowtide.lab.quality_scores import Comparison, ReferenceLogits, Rows, Scorer, Scores, by_mask
 from lowtide.lab.quality_settings import Setting, grouped, opening_options
 from lowtide.lab.quality_text import Sample, Scope, encode, make_sample
-from lowtide.llm import LLM
+from lowtide.llm import LLM, check_request
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.params import SamplingParams
 from lowtide.plan import MemoryPlan
@@ -198,7 +198,8 @@ def quality(
     """Measures every setting; the first one, or a lossless one in its place, is the reference.
 
     options: of `LLM`, those that all settings share, without a policy. Raises what `LLM` raises,
-    and UsageError for work that there is none of; a setting that cannot run at its budget is a row
+    UsageError for work that there is none of, and PlanError for answers that no context has room
+    for, before anything is measured; a setting that cannot run at its budget is a row
     with its reason, the reference excepted.
     """
     opened = open_model(model, EngineConfig(**options))
@@ -206,6 +207,7 @@ def quality(
     judge = _Judge(model, options, work, sample, progress)
     num_rows = sample.num_rows if sample is not None else 0
     groups = list(grouped(settings))
+    judge.check_answers()
     with ReferenceLogits(num_rows, opened.config.vocab_size, _spill_folder()) as reference:
         for group in groups:
             judge.measure(group, reference)
@@ -238,6 +240,11 @@ class _Judge:
         self._work = work
         self._sample = sample
         self._progress = progress
+
+    def check_answers(self) -> None:
+        """Raises UsageError or PlanError for those that could not be timed, once all is scored."""
+        if self._work.repeats:
+            check_request(self._model, lambda _: self._prompt(), self._params(), **self._options)
 
     def measure(self, group: Sequence[Setting], reference: ReferenceLogits) -> None:
         """The settings of one loaded model."""
@@ -290,12 +297,14 @@ class _Judge:
     def _time(self, llm: LLM, rows: Sequence[Row]) -> None:
         """Settings take turns at answering the same prompt."""
         prompt = self._prompt()
-        params = SamplingParams(max_tokens=self._work.max_tokens, ignore_eos=True)
         presets = [Preset(row.setting.policy, row.setting.policy_options) for row in rows]
-        load = Load(prompt, prompt, params)
+        load = Load(prompt, prompt, self._params())
         runs = take_turns(llm, presets, load, self._work.repeats, self._progress)
         for row, run in zip(rows, runs, strict=True):
             row.speed = run
+
+    def _params(self) -> SamplingParams:
+        return SamplingParams(max_tokens=self._work.max_tokens, ignore_eos=True)
 
     def _prompt(self) -> list[int]:
         if self._sample is not None:
