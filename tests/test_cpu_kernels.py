@@ -32,7 +32,7 @@ from lowtide.kernels import choice
 from lowtide.kernels.choice import choose_kernels, possible_names
 from lowtide.kernels.compiled import CompiledKernels
 from lowtide.kernels.cpu.few_rows import VARIANTS, FewRows, num_variants
-from lowtide.kernels.cpu.library import FEW_ROWS, load_library
+from lowtide.kernels.cpu.library import FEW_ROWS, _telling_line, load_library
 from lowtide.kernels.operands import ClampedWeights, ExpertWeights, Rotation, SlotPlaces
 from lowtide.kernels.reference import REFERENCE, silu_times
 from lowtide.layers.linear import Linear
@@ -589,6 +589,17 @@ def test_a_cache_that_cannot_be_written(source: Path, cache: Path) -> None:
     cache.parent.write_text("a file where the folder should be")
     with pytest.raises(StorageError, match="XDG_CACHE_HOME names another"):
         load_library(source)
+
+
+def test_a_compiler_s_complaint_is_its_first_error_alone(tmp_path: Path) -> None:
+    """A full disk made some twenty lines of it, of which the last ones said nothing."""
+    said = (
+        b"a.cpp: note: in c\na.cpp:1: error: No space left \x1b[1m\n   1 | }\nb.cpp: error: too\n"
+    )
+    said_more = said + b"compilation terminated.\n" * 30
+    assert _telling_line(said_more) == "a.cpp:1: error: No space left \\x1b[1m"
+    assert _telling_line(b"cc: gone.\n") == "cc: gone"
+    assert _telling_line(b"") == "it did not say why"
 
 
 def test_a_source_that_does_not_compile(cache: Path, tmp_path: Path) -> None:

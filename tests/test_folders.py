@@ -40,6 +40,14 @@ def test_what_has_no_place_is_refused_with_the_way_out(homeless: None) -> None:
         state_folder()
 
 
+def test_a_home_that_depends_on_the_folder_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every folder would get a cache of its own, and compile."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "relative")
+    with pytest.raises(StorageError, match="no home"):
+        cache_folder()
+
+
 def test_a_place_of_its_own_will_do(
     homeless: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from lowtide.errors import StorageError
@@ -28,9 +29,7 @@ def state_folder() -> Path:
 
 def _home(instead: str) -> Path:
     """The user's home. `instead`: the variable that does without."""
-    try:
-        return Path.home()
-    except RuntimeError as error:  # such as in a container, as a user that has no name there
-        raise StorageError(
-            f"This user has no home, where files could be kept: set HOME or {instead}."
-        ) from error
+    with suppress(RuntimeError):  # such as in a container, as a user that has no name there
+        if (home := Path.home()).is_absolute():  # else it would be another in every folder
+            return home
+    raise StorageError(f"This user has no home, where files could be kept: set HOME or {instead}.")

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from lowtide.errors import StorageError, UnsupportedError
 from lowtide.files.folders import cache_folder
+from lowtide.files.json_file import printable
 from lowtide.files.owners import is_own, is_trusted
 
 _COMPILERS = ("c++", "g++", "clang++")
@@ -32,6 +33,7 @@ _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
 _LIMIT_S = 120.0
 _WHEEL_LIMIT_S = 900.0  # of a library: nobody's answer waits, and other builds may have the cores
+_MOST_CHARS = 500  # of a compiler's error
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _FOLDER = Path(__file__).parent
 
@@ -216,9 +218,17 @@ def _run(command: list[str], scratch: Path | None = None, limit_s: float | None 
             _end_group(process)
             raise
     if process.returncode:
-        last_lines = errors.decode(errors="replace").strip()[-500:]
-        raise UnsupportedError(f"{command[0]} failed: {last_lines}")
+        raise UnsupportedError(f"{command[0]} failed: {_telling_line(errors)}.")
     return output
+
+
+def _telling_line(errors: bytes) -> str:
+    """Of what a compiler says the first line of an error: hundreds may follow from it."""
+    lines = errors.decode(errors="replace").strip().splitlines()
+    telling = [line for line in lines if "error:" in line] or lines[-1:]
+    return (
+        printable(telling[0].strip()[:_MOST_CHARS]).rstrip(".") if telling else "it did not say why"
+    )
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
