@@ -84,8 +84,8 @@ def load_arrays(
         raise StorageError(text) from reason
     except _DAMAGE as reason:
         told = str(reason).rstrip(".")
-        text = f"{path} is not a whole lowtide {noun}: {told}; make it anew or leave it out."
-        raise UsageError(text) from None
+        way_out = "make it anew, remove it or leave it out"
+        raise UsageError(f"{path} is not a whole lowtide {noun}: {told}; {way_out}.") from None
 
 
 def _check_version(archive: zipfile.ZipFile, version: Version, what: str) -> None:

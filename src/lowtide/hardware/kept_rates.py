@@ -61,9 +61,11 @@ def kept_rates(machine: Machine) -> tuple[Rate, ...]:
         if content.get("of") != json.loads(json.dumps(_identity(machine))):
             raise ValueError("it is of another machine or version")
         return tuple(_rate(value) for value in content["rates"])
-    except (CheckpointError, ValueError, KeyError, TypeError) as error:
+    except CheckpointError as error:  # which names the file
+        _log.warning("%s It was to hold this machine's rates; lowtide doctor measures them.", error)
+    except (ValueError, KeyError, TypeError) as error:
         _log.warning("%s does not hold a machine's rates: %s.", path, error)
-        return ()
+    return ()
 
 
 def _identity(machine: Machine) -> dict[str, Any]:
