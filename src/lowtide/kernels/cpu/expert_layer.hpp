@@ -67,8 +67,9 @@ class ExpertLayer {
         const long expert_bytes = width * (slots_.gate.row_bytes() + slots_.up.row_bytes()) +
                                   hidden * slots_.down.row_bytes();
         if (num_groups * expert_bytes < WORTH_BYTES) num_threads_ = 1;
-        gates_ = {groups, num_groups, width, features_of_piece(slots_.gate, width)};
-        downs_ = {groups, num_groups, hidden, features_of_piece(slots_.down, hidden)};
+        const long piece_bytes = rows_.piece_bytes(PIECE_BYTES, groups, num_groups);
+        gates_ = {groups, num_groups, width, features_of_piece(slots_.gate, width, piece_bytes)};
+        downs_ = {groups, num_groups, hidden, features_of_piece(slots_.down, hidden, piece_bytes)};
         const long num_inputs = are_alike_ ? 1 : num_groups;
         rows_.take(num_threads_, {scratch_.parts, hidden, hidden, groups, num_inputs},
                    {slots_.gate, slots_.up});
@@ -77,8 +78,8 @@ class ExpertLayer {
         together(num_threads_, downs_.count(), [this](long number) { run_down(number); });
     }
 
-    static long features_of_piece(const Weights& weights, long num_features) {
-        return even_pieces(num_features, whole_tiles(PIECE_BYTES / weights.row_bytes()));
+    static long features_of_piece(const Weights& weights, long num_features, long piece_bytes) {
+        return even_pieces(num_features, whole_tiles(piece_bytes / weights.row_bytes()));
     }
 
     // The groups' work, in pieces: some output features of each.

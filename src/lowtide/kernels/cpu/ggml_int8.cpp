@@ -19,6 +19,7 @@ struct RoundedType {
 template <class Type>
 void multiply_with(int variant, const RoundedProduct& p) {
 #ifdef HAS_VNNI
+    if (reads_in_order(variant, p.num_rows)) return multiply_in_order<Type>(p);
     if (variant == INT8_VNNI) return multiply_dots<Type>(p);
 #endif
     vectorised(variant, [&p]() INLINED_LAMBDA { multiply_plainly<Type>(p); });
@@ -61,6 +62,10 @@ class RowsInInt8 {
     static constexpr long MOST_ROWS = 256;
 
     explicit RowsInInt8(int variant) : variant_(variant) {}
+
+    long piece_bytes(long usual, const Group* groups, long num_groups) const {
+        return piece_bytes_of(variant_, usual, groups, num_groups);
+    }
 
     // weights: at most two.
     void take(

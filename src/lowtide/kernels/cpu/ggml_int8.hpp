@@ -291,6 +291,15 @@ VNNI INLINED void multiply_some(const RoundedProduct& p, long row_bytes, long o)
     }
 }
 
+// See `reads_in_order`.
+template <class Type>
+VNNI void multiply_in_order(const RoundedProduct& p) {
+    const long row_bytes = p.num_k / Type::SIZE * Type::BYTES;
+    long o = 0;
+    for (; o + 2 <= p.num_outs; o += 2) multiply_some<Type, 1, 2>(p, row_bytes, o);
+    if (o < p.num_outs) multiply_some<Type, 1, 1>(p, row_bytes, o);
+}
+
 template <class Type, int outs>
 VNNI INLINED void multiply_some(
     const RoundedProduct& p, long row_bytes, long o, Ahead& ahead

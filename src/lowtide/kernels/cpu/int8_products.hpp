@@ -13,6 +13,7 @@
 
 #include "ahead.hpp"
 #include "int8_rows.hpp"
+#include "lane_sums.hpp"
 #include "quantised.hpp"
 
 namespace lowtide {
@@ -250,6 +251,32 @@ VNNI INLINED void multiply_dots_of(const Int8Product& p, long out) {
     for (long r = 0; r < num_rows; ++r) store_int8_sum(p, r, out, sum_of_sixteen(sums[r]));
 }
 
+// One row with `outs` rows of weights, one after the other, whose sums end together.
+template <int num_bits, int outs>
+VNNI INLINED void multiply_one_row(const Int8Product& p, long out) {
+    const long num_groups = p.w.num_groups();
+    __m512 sums[outs];
+    UNROLLED for (int o = 0; o < outs; ++o) {
+        const std::uint8_t* codes = p.w.row(out + o);
+        const std::uint8_t* scales = codes + num_groups * (GROUP * num_bits / 8);
+        sums[o] = _mm512_setzero_ps();
+        long first = 0;
+        for (; first + SUMS <= num_groups; first += SUMS)
+            add_block<num_bits, true>(p, codes, scales, first, 1, sums + o);
+        if (first < num_groups) add_block<num_bits, false>(p, codes, scales, first, 1, sums + o);
+    }
+    store_sums<1, outs>(p, 0, out, sums);
+}
+
+// See `reads_in_order`.
+template <int num_bits>
+VNNI void multiply_in_order(const Int8Product& p) {
+    constexpr int OUTS = 8;
+    long out = 0;
+    for (; out + OUTS <= p.num_outs; out += OUTS) multiply_one_row<num_bits, OUTS>(p, out);
+    for (; out < p.num_outs; ++out) multiply_one_row<num_bits, 1>(p, out);
+}
+
 template <int num_bits>
 VNNI void multiply_dots(const Int8Product& p) {
     Ahead ahead(p.w.rows, p.num_outs * p.w.row_bytes(), p.next);
@@ -265,6 +292,7 @@ VNNI void multiply_dots(const Int8Product& p) {
 template <int num_bits>
 void multiply_int8(int variant, const Int8Product& p) {
 #ifdef HAS_VNNI
+    if (reads_in_order(variant, p.num_rows)) return multiply_in_order<num_bits>(p);
     if (variant >= INT8_VNNI) return multiply_dots<num_bits>(p);
 #endif
     vectorised(variant, [&p]() INLINED_LAMBDA { multiply_int8_plainly<num_bits>(p); });

@@ -14,9 +14,27 @@
 #include "team.hpp"
 #include "vnni.hpp"
 
+extern "C" int lowtide_best_variant();  // of processor.cpp
+
 namespace lowtide {
 
 constexpr long ROW_GROUPS = 16;  // of a block, and partial sums of an output
+
+// Whether weights are read in order, and nothing is asked for: what processors without AMX do by
+// themselves with one stream is best, and with more rows than one computing takes longer
+// (docs/log.md).
+inline bool reads_in_order(int variant, long num_rows) {
+    static const bool has_amx = lowtide_best_variant() == WITH_AMX;
+    return variant == INT8_VNNI && num_rows == 1 && !has_amx;
+}
+
+// Of a matrix, that a thread multiplies with at a time: where a stream begins it takes a while.
+inline long piece_bytes_of(int variant, long usual, const Group* groups, long num_groups) {
+    const bool is_in_order = std::all_of(groups, groups + num_groups, [=](const Group& group) {
+        return reads_in_order(variant, group.num_rows);
+    });
+    return is_in_order ? 2 * WORTH_BYTES : usual;
+}
 
 // Of a group of a row.
 struct RoundedGroup {

@@ -26,6 +26,10 @@ class RowsInInt8 {
 
     explicit RowsInInt8(int variant) : variant_(variant) {}
 
+    long piece_bytes(long usual, const Group* groups, long num_groups) const {
+        return piece_bytes_of(variant_, usual, groups, num_groups);
+    }
+
     // All weights are of as many bits.
     void take(int num_threads, const GroupRows& rows, std::initializer_list<Int8Weights> weights) {
         const int variant = variant_, num_bits = weights.begin()->num_bits;
