@@ -72,7 +72,7 @@ sizes = st.one_of(st.integers(1, 70), st.sampled_from([127, 200, 512, 1024, 1025
 @examples(60)
 @given(
     num_bits=st.sampled_from([8, 4]),
-    num_rows=st.one_of(st.integers(0, 17), st.sampled_from([33, 70, 130])),
+    num_rows=st.one_of(st.integers(0, 33), st.sampled_from([70, 130])),
     num_outs=st.one_of(st.integers(1, 40), st.just(300)),
     num_k=sizes,
     has_bias=st.booleans(),
@@ -109,7 +109,7 @@ def test_bits_depend_on_no_other_row_thread_or_piece(
             again = torch.empty_like(whole)
             operators.matrix_call(matrix).multiply(x, None, again, num_threads)
             assert torch.equal(again, whole)
-        for rows in (slice(3, 4), slice(1, 6), slice(2, 40)):
+        for rows in (slice(3, 4), slice(1, 6), slice(5, 18), slice(7, 31), slice(2, 40)):
             some = torch.empty_like(whole[rows])
             operators.matrix_call(matrix).multiply(x[rows], None, some)
             assert torch.equal(some, whole[rows])

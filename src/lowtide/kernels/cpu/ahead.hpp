@@ -82,4 +82,17 @@ class Ahead {
     long page_ = 0, offset_ = 0;  // of what is asked for next: which of them, and where in it
 };
 
+// Asks for the `number`-th of `count` parts of some rows of weights, which may be null: as many lines
+// of each. For tiles of which all rows are wanted at once, sooner than `Ahead` would ask for them.
+INLINED void ask_for_rows(
+    const void* rows, long num_rows, long row_bytes, long number, long count
+) {
+    if (rows == nullptr) return;
+    const long num_lines = row_bytes / LINE_BYTES + 1;
+    const auto* const from = static_cast<const char*>(rows);
+    for (long line = number * num_lines / count; line < (number + 1) * num_lines / count; ++line)
+        for (long row = 0; row < num_rows; ++row)
+            __builtin_prefetch(from + row * row_bytes + line * LINE_BYTES, 0, SECOND_CACHE);
+}
+
 }  // namespace lowtide

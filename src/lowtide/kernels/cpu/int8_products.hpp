@@ -129,30 +129,35 @@ struct Words<4> {
     // num_groups: at most 16, which `is_whole` says that there are; those beyond it are 0.
     template <bool is_whole>
     VNNI INLINED void load(const std::uint8_t* codes, long num_groups) {
+        load_half<0, is_whole>(codes, num_groups);
+        load_half<1, is_whole>(codes + 8 * 32, num_groups - 8);
+    }
+
+    template <int half, bool is_whole>
+    VNNI INLINED void load_half(const std::uint8_t* codes, long num_groups) {
         const __m512i low = _mm512_set1_epi8(15);
-        for (int half = 0; half < 2; ++half) {
-            __m512i rows[4];
-            UNROLLED for (int i = 0; i < 4; ++i) {
-                const long first = 8 * half + 2 * i;
-                const auto mask = static_cast<__mmask16>(
-                    (first < num_groups ? 0xff : 0) | (first + 1 < num_groups ? 0xff00 : 0));
-                rows[i] = words_at<is_whole>(codes + first * 32, mask);
-            }
-            unpack_four(rows);
-            UNROLLED for (int i = 0; i < 4; ++i) {
-                of[8 * half + i] = _mm512_and_si512(rows[i], low);
-                of[8 * half + 4 + i] = _mm512_and_si512(_mm512_srli_epi16(rows[i], 4), low);
-            }
+        __m512i rows[4];
+        UNROLLED for (int i = 0; i < 4; ++i) {
+            const auto mask = static_cast<__mmask16>(
+                (2 * i < num_groups ? 0xff : 0) | (2 * i + 1 < num_groups ? 0xff00 : 0));
+            rows[i] = words_at<is_whole>(codes + 2 * i * 32, mask);
+        }
+        unpack_four(rows);
+        UNROLLED for (int i = 0; i < 4; ++i) {
+            of[8 * half + i] = _mm512_and_si512(rows[i], low);
+            of[8 * half + 4 + i] = _mm512_and_si512(_mm512_srli_epi16(rows[i], 4), low);
         }
     }
 
-    // Of each group.
+    // Of each group. is_same: both halves with the first half of a block.
+    template <bool is_same = false>
     VNNI INLINED __m512i dots(const std::int8_t* x) const {
         __m512i sums[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
         UNROLLED for (int i = 0; i < 8; ++i)
             UNROLLED for (int half = 0; half < 2; ++half)
                 sums[half] = _mm512_dpbusd_epi32(
-                    sums[half], of[8 * half + i], _mm512_load_si512(x + 64 * (8 * half + i)));
+                    sums[half], of[8 * half + i],
+                    _mm512_load_si512(x + 64 * (is_same ? i : 8 * half + i)));
         const __m512i in_order = _mm512_setr_epi32(
             0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
         return _mm512_permutexvar_epi32(in_order, quarters_added(sums[0], sums[1]));
@@ -165,7 +170,13 @@ struct Words<8> {
 
     template <bool is_whole>
     VNNI INLINED void load(const std::uint8_t* codes, long num_groups) {
-        for (int four = 0; four < 4; ++four) {
+        load_half<0, is_whole>(codes, num_groups);
+        load_half<1, is_whole>(codes + 8 * 64, num_groups - 8);
+    }
+
+    template <int half, bool is_whole>
+    VNNI INLINED void load_half(const std::uint8_t* codes, long num_groups) {
+        UNROLLED for (int four = 0; four < 2; ++four) {
             __m512i rows[4];
             UNROLLED for (int i = 0; i < 4; ++i) {
                 const long group = 4 * four + i;
@@ -173,17 +184,19 @@ struct Words<8> {
                 rows[i] = words_at<is_whole>(codes + group * 64, mask);
             }
             unpack_four(rows);
-            UNROLLED for (int i = 0; i < 4; ++i) of[4 * four + i] = rows[i];
+            UNROLLED for (int i = 0; i < 4; ++i) of[8 * half + 4 * four + i] = rows[i];
         }
     }
 
+    template <bool is_same = false>
     VNNI INLINED __m512i dots(const std::int8_t* x) const {
         __m512i sums[4];
         UNROLLED for (int four = 0; four < 4; ++four) sums[four] = _mm512_setzero_si512();
         UNROLLED for (int i = 0; i < 4; ++i)
             UNROLLED for (int four = 0; four < 4; ++four)
                 sums[four] = _mm512_dpbusd_epi32(
-                    sums[four], of[4 * four + i], _mm512_load_si512(x + 64 * (4 * four + i)));
+                    sums[four], of[4 * four + i],
+                    _mm512_load_si512(x + 64 * (4 * (is_same ? four % 2 : four) + i)));
         return quarters_added(
             quarters_added(sums[0], sums[1]), quarters_added(sums[2], sums[3]));
     }

@@ -10,7 +10,7 @@
 #pragma once
 
 #include "amx.hpp"
-#include "int8_products.hpp"
+#include "int8_columns.hpp"
 
 namespace lowtide {
 
@@ -23,16 +23,10 @@ constexpr long FEWEST_TILED = 8;
 
 class Int8Amx : Amx {
    public:
-    // Which rows of x a product is of: the `chunk`-th that the present inputs have, by a number.
-    struct Chunk {
-        std::uint64_t number;
-        std::size_t chunk;
-    };
-
     // p.num_rows: at least 2.
     template <int num_bits>
     INT8_TILES static void run(const Int8Product& p, const Chunk& chunk) {
-        const TiledBlock* x = tiled<num_bits>(p, chunk);
+        const ColumnBlock* x = columns_of<num_bits>(p.x, p.num_blocks, p.num_rows, chunk);
         Shapes shapes;
         for (int tile = 0; tile < 3; ++tile)
             shapes.rows[tile] = TILE, shapes.row_bytes[tile] = TILE_BYTES;
@@ -43,59 +37,11 @@ class Int8Amx : Amx {
     }
 
    private:
-    static constexpr long GROUP_WORDS = GROUP / 4;  // of four codes
-
-    // Sixteen groups of sixteen rows; rows that there are not are 0.
-    struct alignas(64) TiledBlock {
-        std::int32_t words[SUMS][GROUP_WORDS][TILE];
-        float steps[SUMS][TILE], sums[SUMS][TILE];
-    };
-
-    struct Tiled {
-        std::vector<TiledBlock> blocks;
-        std::uint64_t number = 0;
-    };
-
-    // The rows as tiles, made once by each thread for all of its products with the same: up to 256
-    // rows of a call's, by 16, which stay with the thread.
-    template <int num_bits>
-    static const TiledBlock* tiled(const Int8Product& p, const Chunk& chunk) {
-        thread_local std::vector<Tiled> kept;
-        if (kept.size() <= chunk.chunk) kept.resize(chunk.chunk + 1);
-        Tiled& of = kept[chunk.chunk];
-        if (of.number == chunk.number) return of.blocks.data();
-        of.blocks.assign(static_cast<std::size_t>(p.num_blocks), TiledBlock{});
-        for (long row = 0; row < p.num_rows; ++row)
-            for (long block = 0; block < p.num_blocks; ++block)
-                put<num_bits>(
-                    p.x[row * p.num_blocks + block], row,
-                    of.blocks[static_cast<std::size_t>(block)]);
-        of.number = chunk.number;
-        return of.blocks.data();
-    }
-
-    // A row's block, whose codes are in the order of `Words`.
-    template <int num_bits>
-    static void put(const RoundedBlock& from, long row, TiledBlock& to) {
-        static constexpr HalfOrder<num_bits> ORDER;
-        constexpr long HALF_WORDS = BLOCK / 8, HALF_GROUPS = SUMS / 2;
-        for (long half = 0; half < 2; ++half)
-            for (long place = 0; place < HALF_WORDS; ++place) {
-                const long word = ORDER.words[place];
-                const long group = half * HALF_GROUPS + word / GROUP_WORDS;
-                std::memcpy(
-                    &to.words[group][word % GROUP_WORDS][row],
-                    from.codes + 4 * (half * HALF_WORDS + place), 4);
-            }
-        for (long lane = 0; lane < SUMS; ++lane)
-            to.steps[lane][row] = from.steps[lane], to.sums[lane][row] = from.sums[lane];
-    }
-
     // All rows of weights, 16 at a time.
     template <int num_bits>
     class Outs {
        public:
-        Outs(const Int8Product& p, const TiledBlock* x)
+        Outs(const Int8Product& p, const ColumnBlock* x)
             : p_(p), x_(x), num_groups_(p.w.num_groups()), row_bytes_(p.w.row_bytes()),
               ahead_(p.w.rows, p.num_outs * p.w.row_bytes(), p.next) {}
 
@@ -121,7 +67,7 @@ class Int8Amx : Amx {
         INT8_TILES INLINED void add_block(const std::uint8_t* rows, long num_outs, long first) {
             const long count = std::min(num_groups_ - first, SUMS);
             load_ends(rows, num_outs, first, count);
-            const TiledBlock& x = x_[first / SUMS];
+            const ColumnBlock& x = x_[first / SUMS];
             for (long lane = 0; lane < count; ++lane) {
                 multiply(rows + (first + lane) * GROUP_BYTES, num_outs, x, lane);
                 if (lane > 0) add(x, lane - 1);
@@ -143,7 +89,7 @@ class Int8Amx : Amx {
 
         // The dots of a group.
         INT8_TILES INLINED void multiply(
-            const std::uint8_t* codes, long num_outs, const TiledBlock& x, long lane
+            const std::uint8_t* codes, long num_outs, const ColumnBlock& x, long lane
         ) {
             if (num_bits == 8 && num_outs == TILE) {
                 _tile_loadd(1, codes, row_bytes_);
@@ -174,7 +120,7 @@ class Int8Amx : Amx {
             }
         }
 
-        INT8_TILES INLINED void add(const TiledBlock& x, long lane) {
+        INT8_TILES INLINED void add(const ColumnBlock& x, long lane) {
             const __m512 step = _mm512_load_ps(x.steps[lane]), sum = _mm512_load_ps(x.sums[lane]);
             UNROLLED for (long o = 0; o < TILE; ++o) {
                 const __m512 dots = _mm512_cvtepi32_ps(_mm512_load_si512(dots_[lane % 2][o]));
@@ -194,7 +140,7 @@ class Int8Amx : Amx {
         }
 
         const Int8Product& p_;
-        const TiledBlock* x_;
+        const ColumnBlock* x_;
         const long num_groups_, row_bytes_;
         Ahead ahead_;
         alignas(64) float sums_[SUMS][TILE][TILE];  // partial sums of rows of weights and of x

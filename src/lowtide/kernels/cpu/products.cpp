@@ -3,6 +3,7 @@
 #include "products.hpp"
 
 #include "amx.hpp"
+#include "many_rows.hpp"
 #include "tiles.hpp"
 
 namespace lowtide {
@@ -61,6 +62,52 @@ void run(const Product<Number>& p) {
     }
 }
 
+#if defined(HAS_DOT_PRODUCTS)
+
+// Rows of x from which on tiles of many rows are faster.
+constexpr long FEWEST_MANY = 9;
+
+// Rows of x one register apart from one another.
+AVX512_BF16 const PaddedRows& padded_rows(const Product<bf16>& p) {
+    thread_local PaddedRows of;
+    if (p.inputs != 0 && p.inputs == of.number) return of;
+    of.make_room(p.num_rows, p.num_k);
+    for (long row = 0; row < p.num_rows; ++row)
+        std::memcpy(of.row(row), p.x + row * p.x_stride, p.num_k * sizeof(bf16));
+    of.number = p.inputs;
+    return of;
+}
+
+template <int rows, int outs>
+AVX512_BF16 NOT_INLINED void many_tile(
+    const Product<bf16>& p, const PaddedRows& x, long row, long first
+) {
+    __m512 sums[rows * outs];
+    UNROLLED for (int i = 0; i < rows * outs; ++i) sums[i] = _mm512_setzero_ps();
+    ManyPlace at = {x.row(row), p.w + first * p.num_k, x.stride(), p.num_k};
+    for (long k = 0; k < p.num_k; k += REGISTER_WORDS) {
+        add_registers<rows, outs>(at, sums);
+        at.x += REGISTER_WORDS, at.w += REGISTER_WORDS;
+    }
+    store_tile<rows, outs>(p, row, first, sums);
+}
+
+// With the bits of the tiles of `Avx512Bf16`. p.num_k: whole registers.
+void run_many(const Product<bf16>& p) {
+    const long row_bytes = p.num_k * static_cast<long>(sizeof(bf16));
+    const long num_tiles = (p.num_rows + MANY_ROWS - 1) / MANY_ROWS;
+    const PaddedRows& x = padded_rows(p);
+    Ahead ahead(p.w, p.num_outs * row_bytes, p.next);
+    for_many_outs(p.num_outs, [&](auto outs, long first) {
+        for_many_rows(p.num_rows, [&](auto rows, long row) {
+            many_tile<rows.value, outs.value>(p, x, row, first);
+            ahead.read_bytes(outs.value * row_bytes / num_tiles);
+        });
+    });
+}
+
+#endif
+
 template <class Number>
 void in_float32(int variant, const Product<Number>& p) {
 #if defined(__x86_64__)
@@ -75,7 +122,9 @@ void in_float32(int variant, const Product<Number>& p) {
 void multiply(int variant, const Product<bf16>& p) {
 #if defined(HAS_DOT_PRODUCTS)
     if (variant == WITH_AMX) return Amx::run(p, [&p] { return StoredTiles(p); });
-    if (variant == WITH_AVX512_BF16) return run<Avx512Bf16>(p);
+    if (variant == WITH_AVX512_BF16)
+        return p.num_rows >= FEWEST_MANY && p.num_k % REGISTER_WORDS == 0 ? run_many(p)
+                                                                           : run<Avx512Bf16>(p);
 #endif
     in_float32(variant, p);
 }

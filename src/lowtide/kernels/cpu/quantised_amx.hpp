@@ -11,7 +11,7 @@
 #pragma once
 
 #include "amx.hpp"
-#include "quantised_products.hpp"
+#include "quantised_many_rows.hpp"
 
 namespace lowtide {
 

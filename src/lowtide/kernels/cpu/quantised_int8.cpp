@@ -1,6 +1,8 @@
-// The products of `int8_products.hpp` and `int8_tiles.hpp` for Python: with one weight, and with
-// many experts'.
+// The products of `int8_products.hpp`, and of few rows, many and tiles of them, for Python: with one
+// weight, and with many experts'.
 
+#include "int8_few_rows.hpp"
+#include "int8_many_rows.hpp"
 #include "int8_tiles.hpp"
 #include "weight_operators.hpp"
 
@@ -48,28 +50,43 @@ class RowsInInt8 {
     }
 
     void multiply(const Int8Weights& w, const Product<bf16>& p, long group) const {
-        for (long row = 0; row < p.num_rows; row += MOST_ROUNDED) {
-            const long num_rows = std::min(MOST_ROUNDED, p.num_rows - row);
+        for (long row = 0, num_rows; row < p.num_rows; row += num_rows) {
+            num_rows = num_at_once(p.num_rows - row);
             const Int8Product some = {
                 rows_.blocks(group, row), rows_.num_blocks(), num_rows,
                 {w.rows, w.num_k, w.num_bits}, p.bias, p.out + row * p.out_stride, p.out_stride,
                 p.num_outs, row + num_rows < p.num_rows ? w.rows : p.next,
             };
-            if (w.num_bits == 4) multiply_chunk<4>(some, group, row / MOST_ROUNDED);
-            else multiply_chunk<8>(some, group, row / MOST_ROUNDED);
+            if (w.num_bits == 4) multiply_some<4>(some, group, row / MOST_ROUNDED);
+            else multiply_some<8>(some, group, row / MOST_ROUNDED);
         }
     }
 
    private:
     static long num_chunks(long num_rows) { return (num_rows + MOST_ROUNDED - 1) / MOST_ROUNDED; }
 
-    // `MOST_ROUNDED` rows of a group, or what is left of them.
+    // `MOST_ROUNDED` rows of a group, or what is left of them; twice as many where they are lanes.
+    long num_at_once(long num_left) const {
+#if defined(HAS_DOT_PRODUCTS) && defined(HAS_VNNI)
+        if (variant_ == INT8_VNNI && num_left >= MOST_ROUNDED + FEWEST_MORE_COLUMNS)
+            return std::min(num_left, 2 * MOST_ROUNDED);
+#endif
+        return std::min(num_left, MOST_ROUNDED);
+    }
+
+    // From the `chunk`-th `MOST_ROUNDED` rows of a group on.
     template <int num_bits>
-    void multiply_chunk(const Int8Product& p, long group, long chunk) const {
+    void multiply_some(const Int8Product& p, long group, long chunk) const {
 #if defined(HAS_DOT_PRODUCTS) && defined(HAS_VNNI)
         const auto number = inputs_ + static_cast<std::uint64_t>(group * chunks_ + chunk);
+        const Chunk of = {number, static_cast<std::size_t>(chunk)};
         if (variant_ == INT8_AMX && p.num_rows >= FEWEST_TILED)
-            return Int8Amx::run<num_bits>(p, {number, static_cast<std::size_t>(chunk)});
+            return Int8Amx::run<num_bits>(p, of);
+        if (variant_ == INT8_VNNI && p.num_rows >= FEWEST_COLUMNS)
+            return multiply_columns<num_bits>(p, of);
+#endif
+#ifdef HAS_VNNI
+        if (variant_ >= INT8_VNNI && are_few_int8(p)) return multiply_few_int8<num_bits>(p);
 #endif
         multiply_int8<num_bits>(variant_, p);
     }
