@@ -113,7 +113,7 @@ def add_keys(**values: int | float | bool) -> Add:
         ("deepseek_v2", add_keys(attention__temperature_scale=0.1)),
         ("gpt_oss", add_keys(rope__freq_base_swa=5.0)),
     ],
-    ids=str,
+    ids=["not causal", "groups", "temperature", "windows' own base"],
 )
 def test_what_would_be_computed_otherwise_is_refused(family: str, add: Add, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="is not supported, only"):
