@@ -2,7 +2,8 @@
 // kind of weights is multiplied with rows that are rounded (int8_rows.hpp). What both have:
 //
 //     MOST_ROWS                        that are taken at a time
-//     piece_bytes(usual, groups, count) of a matrix, that a thread multiplies groups with at a time
+//     piece_bytes(usual, share, groups, count) of a matrix, that a thread multiplies groups with at
+//                                      a time; share: what it has of all of them
 //     take(num_threads, rows, weights) rows that products with these matrices follow of
 //     multiply(weights, product, group) some of them, which are that group's
 
@@ -32,7 +33,7 @@ class RowsAsTheyAre {
 
     explicit RowsAsTheyAre(int variant) : variant_(variant) {}
 
-    static long piece_bytes(long usual, const Group*, long) { return usual; }
+    static long piece_bytes(long usual, long, const Group*, long) { return usual; }
 
     template <class Weights>
     void take(int, const GroupRows& rows, std::initializer_list<Weights>) {

@@ -67,19 +67,14 @@ class ExpertLayer {
         const long expert_bytes = width * (slots_.gate.row_bytes() + slots_.up.row_bytes()) +
                                   hidden * slots_.down.row_bytes();
         if (num_groups * expert_bytes < WORTH_BYTES) num_threads_ = 1;
-        const long piece_bytes = rows_.piece_bytes(PIECE_BYTES, groups, num_groups);
-        gates_ = {groups, num_groups, width, features_of_piece(slots_.gate, width, piece_bytes)};
-        downs_ = {groups, num_groups, hidden, features_of_piece(slots_.down, hidden, piece_bytes)};
+        gates_ = pieces(slots_.gate, width, groups, num_groups);
+        downs_ = pieces(slots_.down, hidden, groups, num_groups);
         const long num_inputs = are_alike_ ? 1 : num_groups;
         rows_.take(num_threads_, {scratch_.parts, hidden, hidden, groups, num_inputs},
                    {slots_.gate, slots_.up});
         together(num_threads_, gates_.count(), [this](long number) { run_gate(number); });
         rows_.take(num_threads_, {scratch_.gate, width, width, groups, num_groups}, {slots_.down});
         together(num_threads_, downs_.count(), [this](long number) { run_down(number); });
-    }
-
-    static long features_of_piece(const Weights& weights, long num_features, long piece_bytes) {
-        return even_pieces(num_features, whole_tiles(piece_bytes / weights.row_bytes()));
     }
 
     // The groups' work, in pieces: some output features of each.
@@ -93,6 +88,16 @@ class ExpertLayer {
         long first(long number) const { return number % of_group() * length; }
         long size(long number) const { return std::min(length, num_features - first(number)); }
     };
+
+    Pieces pieces(
+        const Weights& weights, long num_features, const Group* groups, long num_groups
+    ) const {
+        const long row_bytes = weights.row_bytes();
+        const long share = num_groups * num_features * row_bytes / num_threads_;
+        const long bytes = rows_.piece_bytes(PIECE_BYTES, share, groups, num_groups);
+        const long length = even_pieces(num_features, whole_tiles(bytes / row_bytes));
+        return {groups, num_groups, num_features, length};
+    }
 
     // Some features of a gate and an up, and what is made of both.
     void run_gate(long number) const {

@@ -63,8 +63,8 @@ class RowsInInt8 {
 
     explicit RowsInInt8(int variant) : variant_(variant) {}
 
-    long piece_bytes(long usual, const Group* groups, long num_groups) const {
-        return piece_bytes_of(variant_, usual, groups, num_groups);
+    long piece_bytes(long usual, long share, const Group* groups, long num_groups) const {
+        return piece_bytes_of(variant_, usual, share, groups, num_groups);
     }
 
     // weights: at most two.

@@ -11,8 +11,8 @@
 
 #pragma once
 
-#include "amx.hpp"
 #include "int8_columns.hpp"
+#include "tile_sums.hpp"
 
 namespace lowtide {
 
@@ -61,7 +61,7 @@ class GroupTurns {
 };
 
 template <int num_bits, int halves>
-class Int8Columns : Amx {
+class Int8Columns {
    public:
     // x: of 16 rows each, as `columns_of` has them.
     Int8Columns(const Int8Product& p, const ColumnBlock* const (&x)[halves])
@@ -185,7 +185,7 @@ class Int8Columns : Amx {
             for (int o = 0; o < OUTS; ++o)
                 std::memcpy(sums[o], sums_[0][o * halves + half], sizeof sums[o]);
             const long row = half * COLUMNS;
-            store_sums(
+            store_tile_sums(
                 places, sums[0], row, std::min(p_.num_rows - row, COLUMNS), first, OUTS);
         }
     }

@@ -28,12 +28,16 @@ inline bool reads_in_order(int variant, long num_rows) {
     return variant == INT8_VNNI && num_rows == 1 && !has_amx;
 }
 
-// Of a matrix, that a thread multiplies with at a time: where a stream begins it takes a while.
-inline long piece_bytes_of(int variant, long usual, const Group* groups, long num_groups) {
+// Of a matrix, that a thread multiplies with at a time: where a stream begins it takes a while, so
+// pieces of one row are long, as far as every thread has one. (Where int8_few_rows.hpp takes rows of
+// weights by twos, it asks for them all the same.)
+inline long piece_bytes_of(
+    int variant, long usual, long share, const Group* groups, long num_groups
+) {
     const bool is_in_order = std::all_of(groups, groups + num_groups, [=](const Group& group) {
         return reads_in_order(variant, group.num_rows);
     });
-    return is_in_order ? 2 * WORTH_BYTES : usual;
+    return is_in_order ? std::clamp(share, usual, 2 * WORTH_BYTES) : usual;
 }
 
 // Of a group of a row.

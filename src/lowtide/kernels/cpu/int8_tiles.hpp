@@ -56,7 +56,7 @@ class Int8Amx : Amx {
                     add_block(p_.w.row(first), num_outs, group);
                 for (long half = SUMS / 2; half > 0; half /= 2)
                     for (long lane = 0; lane < half; ++lane) add_lane(lane, half + lane);
-                store_sums(places, sums_[0][0], 0, p_.num_rows, first, num_outs);
+                store_tile_sums(places, sums_[0][0], 0, p_.num_rows, first, num_outs);
             }
         }
 

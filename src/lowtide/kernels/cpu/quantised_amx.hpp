@@ -214,7 +214,7 @@ class QuantisedAmx : Amx {
             const Product<bf16> places = {
                 nullptr, 0, nullptr, p_.bias, p_.out, p_.out_stride, p_.num_rows, p_.num_outs, 0,
             };
-            store_sums(
+            store_tile_sums(
                 places, sums[0], row, num_rows, first, std::min(p_.num_outs - first, TILE));
         }
 

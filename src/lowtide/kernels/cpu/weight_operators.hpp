@@ -15,10 +15,11 @@ namespace lowtide {
 template <class Weights, class Rows>
 void multiply_in_pieces(int variant, int num_threads, const Weights& weights, Product<bf16> p) {
     constexpr long PIECE_BYTES = WORTH_BYTES / 4;  // of a matrix, as far as tiles stay whole
-    if (p.num_outs * weights.row_bytes() < WORTH_BYTES) num_threads = 1;
+    const long num_bytes = p.num_outs * weights.row_bytes();
+    if (num_bytes < WORTH_BYTES) num_threads = 1;
     Rows rows(variant);
     const Group all = {0, 0, p.num_rows};
-    const long piece_bytes = rows.piece_bytes(PIECE_BYTES, &all, 1);
+    const long piece_bytes = rows.piece_bytes(PIECE_BYTES, num_bytes / num_threads, &all, 1);
     const long length =
         even_pieces(p.num_outs, whole_tiles(piece_bytes / weights.row_bytes()));
     for (long left = p.num_rows; left > 0; left -= p.num_rows) {
