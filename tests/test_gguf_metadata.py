@@ -16,6 +16,7 @@ from lowtide.config import ModelConfig
 from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.families.deepseek_v2.gguf import GGUF
 from lowtide.families.gguf import GgufKeys
+from lowtide.families.gpt_oss.gguf import GGUF as GPT_OSS
 from lowtide.llm import LLM, plan_model
 from lowtide.model_folder.gguf_model import GgufModel
 
@@ -163,6 +164,22 @@ def test_layers_with_a_window_are_those_that_the_file_says(tmp_path: Path) -> No
     assert windows([layer == 1 for layer in range(count)]) == [i == 1 for i in range(count)]
     with pytest.raises(ConfigError, match=f"must be a list of {count} kinds"):
         windows([True] * (count + 1))
+    with pytest.raises(ConfigError, match="sliding_window_pattern -3 must be an integer from 0"):
+        windows(-3)
+    with pytest.raises(ConfigError, match="an array of 5000 values is of more than 1024 layers"):
+        windows([True] * 5000)
+
+
+@pytest.mark.parametrize("count", [-1, 1025, 2**32 - 1, 2**64 - 1])
+def test_layers_are_not_counted_out_before_their_number_is_checked(count: int) -> None:
+    """Lists of as many as a file says would fill memory."""
+    sizes = ("embedding_length", "context_length", "attention.head_count", "expert_count")
+    sizes += ("attention.layer_norm_rms_epsilon", "expert_used_count", "attention.sliding_window")
+    values = {**dict.fromkeys(sizes, 64), "vocab_size": 64, "expert_feed_forward_length": 64}
+    values |= {"block_count": count, "attention.sliding_window_pattern": 2}
+    metadata = {f"gpt-oss.{key}": value for key, value in values.items()}
+    with pytest.raises(ConfigError, match=f"block_count {count} must be an integer from 1 to 1024"):
+        GPT_OSS.config(GgufKeys("gpt-oss", metadata, {}))
 
 
 def test_frequencies_of_their_own_and_a_stretch_are_refused(tmp_path: Path) -> None:

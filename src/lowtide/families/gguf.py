@@ -115,6 +115,13 @@ class GgufKeys:
             raise self.error(key, "must be an integer")
         return value
 
+    def integer_within(self, key: str, low: int, high: int) -> int:
+        """Raises ConfigError where there is none from `low` to `high`."""
+        value = self.integer(key)
+        if not low <= value <= high:
+            raise self.error(key, f"must be an integer from {low} to {high}")
+        return value
+
     def error(self, key: str, problem: str) -> ConfigError:
         return ConfigError(f"{self._prefix}{key} {shown(self.get(key))} {problem}.")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lowtide.config.fields import MAX_LAYERS
 from lowtide.families.gguf import (
     ENDS,
     EXPERTS,
@@ -18,6 +19,7 @@ from lowtide.families.gguf import (
 from lowtide.model_folder.gguf_header import GgufArray
 
 _LAYER = "model.layers.#."
+_PATTERN = "attention.sliding_window_pattern"
 
 
 def _config(keys: GgufKeys) -> Config:
@@ -38,14 +40,16 @@ def _layer_types(keys: GgufKeys) -> Config:
     """Which layers have the window, where the file says it: of so many neighbours all but the last
     have it, or each for itself."""
     keys.only("rope.freq_base_swa", keys.get("rope.freq_base"))
-    pattern = keys.get("attention.sliding_window_pattern")
+    pattern = keys.get(_PATTERN)
     if pattern is None:
         return {}
     if isinstance(pattern, GgufArray):
+        if pattern.num_elements > MAX_LAYERS:  # before a list is made of it
+            raise keys.error(_PATTERN, f"is of more than {MAX_LAYERS} layers")
         flags = [bool(each) for each in pattern.numbers()]
     else:
-        period = keys.integer("attention.sliding_window_pattern")
-        layers = range(keys.integer("block_count"))
+        period = keys.integer_within(_PATTERN, 0, 2**32 - 1)
+        layers = range(keys.integer_within("block_count", 1, MAX_LAYERS))
         flags = [period == 0 or layer % period < period - 1 for layer in layers]
     kinds = {True: "sliding_attention", False: "full_attention"}
     return {"layer_types": [kinds[flag] for flag in flags]}
