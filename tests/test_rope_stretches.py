@@ -3,7 +3,9 @@ as numbers of each pair of dimensions."""
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from gguf_oracle import check, random_model
 from test_families import logits, random_ids
 
 from lowtide.config import ModelConfig
-from lowtide.errors import CheckpointError, ConfigError, UnsupportedError
+from lowtide.errors import CheckpointError, ConfigError, StorageError, UnsupportedError
 from lowtide.families import families
 from lowtide.llm import plan_model
 
@@ -74,16 +76,18 @@ def test_ling_is_stretched_as_well() -> None:
         ({"type": "linear"}, "no rope_scaling.factor"),
         ({"type": "linear", "factor": 0.5}, "rope_scaling.factor 0.5 must be a number"),
         ({**LLAMA3, "rope_theta": None, "low_freq_factor": 4.0}, "must be below high_freq_factor"),
-        ({"type": "by_pair", "divisors": [1.0, 2.0]}, "2 rotary frequencies .*; 64 rotate"),
-        ({"type": "by_pair", "divisors": [0.0] * 64}, "must be a list of numbers above 0"),
-        ({"type": "by_pair", "divisors": [math.nan] * 64}, "must be a list of numbers above 0"),
-        ({"type": "by_pair", "divisors": ["1"] * 64}, "must be a list of numbers above 0"),
-        ({"type": "by_pair"}, "must be a list of numbers above 0"),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(rope: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config_of("mixtral", **rope)
+
+
+def test_divisors_are_for_gguf_files_alone() -> None:
+    with pytest.raises(UnsupportedError, match="'by_pair'") as caught:
+        config_of("mixtral", type="by_pair", divisors=[1.0] * 64)
+    only = "only 'default', 'yarn', 'linear', 'llama3'."
+    assert str(caught.value).endswith(only)
 
 
 @pytest.mark.parametrize(
@@ -153,8 +157,14 @@ def test_divisors_that_cannot_be_are_refused(tmp_path: Path) -> None:
     with_divisors(path, np.ones(count + 1, np.float32))
     with pytest.raises(ConfigError, match=f"{count + 1} rotary frequencies"):
         plan_model(path)
+    with_divisors(path, np.full(1, 4.0, np.float32))  # not for all
+    with pytest.raises(ConfigError, match="1 rotary frequencies have divisors"):
+        plan_model(path)
     with_divisors(path, np.full(count, np.nan, np.float32))
-    with pytest.raises(ConfigError, match="numbers above 0"):
+    with pytest.raises(ConfigError, match="must be numbers from 1e-06"):
+        plan_model(path)
+    with_divisors(path, np.full(count, 1e7, np.float32))
+    with pytest.raises(ConfigError, match="must be numbers from 1e-06 to 1e\\+06"):
         plan_model(path)
     with_divisors(path, np.ones(count, np.float16))
     with pytest.raises(CheckpointError, match="'rope_freqs.weight' is F16 .* not a short vector"):
@@ -162,4 +172,21 @@ def test_divisors_that_cannot_be_are_refused(tmp_path: Path) -> None:
     head_dim = random_model("qwen3_moe", 1).config.head_dim
     with_divisors(path, np.ones(head_dim // 2, np.float32), "qwen3_moe")
     with pytest.raises(UnsupportedError, match="'rope_freqs.weight' is none that lowtide"):
+        plan_model(path)
+
+
+def test_a_disk_that_fails_under_divisors_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.gguf"
+    with_divisors(path, np.ones(num_pairs(), np.float32))
+
+    def fails(*args: object) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pread", fails)
+    with pytest.raises(StorageError, match="model.gguf cannot be read: Input/output error"):
+        plan_model(path)
+    monkeypatch.setattr(os, "pread", lambda *args: b"")
+    with pytest.raises(StorageError, match="model.gguf ends inside 'rope_freqs.weight'"):
         plan_model(path)

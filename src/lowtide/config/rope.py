@@ -9,6 +9,8 @@ from lowtide.config.fields import MAX_HEADS, MAX_POSITIONS, Fields
 from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.files.json_file import shown
 
+_LEAST_DIVISOR, _MOST_DIVISOR = 1e-6, 1e6
+
 
 class Yarn(NamedTuple):
     """Rotary frequencies stretched over a longer context (YaRN, arXiv 2309.00071, section 3).
@@ -61,10 +63,8 @@ def read_rope(
         )
     ]
     for name in ("rope_parameters", "rope_scaling"):
-        if (nested := fields.raw(name)) is not None:
-            if not isinstance(nested, dict):
-                raise fields.error(name, "must be an object")
-            said.append(_nested(Fields(nested, f"{name}."), max_positions, can_stretch))
+        if fields.raw(name) is not None:
+            said.append(_nested(fields, name, max_positions, can_stretch))
     theta = _agreed("rope_theta", [each.theta for each in said])
     if theta is None:
         raise ConfigError("config.json has no rope_theta, neither flat nor in rope_parameters.")
@@ -81,6 +81,13 @@ def read_rope(
         )
     divisors = _divisors(stretch, theta, rotary_dim)
     return Rope(theta, rotary_dim, stretch.yarn, stretch.mscale_all_dim, divisors)
+
+
+class PairDivisors(NamedTuple):
+    """What stands for `rope_scaling` where a GGUF file has a number of each pair of dimensions,
+    which its frequency is divided by. A `config.json` cannot say it."""
+
+    numbers: tuple[float, ...]
 
 
 class _Bands(NamedTuple):
@@ -109,7 +116,13 @@ class _Said(NamedTuple):
     stretch: _Stretch | None = None
 
 
-def _nested(inner: Fields, max_positions: int, can_stretch: bool) -> _Said:
+def _nested(fields: Fields, name: str, max_positions: int, can_stretch: bool) -> _Said:
+    given = fields.raw(name)
+    if isinstance(given, PairDivisors):
+        return _Said(None, None, _by_pair(given, can_stretch))
+    if not isinstance(given, dict):
+        raise fields.error(name, "must be an object")
+    inner = Fields(given, f"{name}.")
     kind = inner.text("rope_type", "type", default="default")
     known = ["default", *(_STRETCHES if can_stretch else ())]
     if kind not in known:
@@ -153,16 +166,18 @@ def _llama3(inner: Fields, max_positions: int) -> _Stretch:
     return _Stretch(bands=bands)
 
 
-def _by_pair(inner: Fields, max_positions: int) -> _Stretch:
-    """As GGUF files have it: of each pair of dimensions what its frequency is divided by."""
-    given = inner.raw("divisors")
-    values = given if isinstance(given, list | tuple) else ()
-    numbers = [float(each) for each in values if isinstance(each, int | float)]
-    if not numbers or len(numbers) < len(values) or not all(1e-6 < x < 1e6 for x in numbers):
-        raise ConfigError(
-            f"config.json: {inner.prefix}divisors {shown(given)} must be a list of numbers above 0."
-        )
-    return _Stretch(divisors=tuple(numbers))
+def _by_pair(given: PairDivisors, can_stretch: bool) -> _Stretch:
+    if not can_stretch:
+        raise UnsupportedError("Divisors of rotary frequencies are not supported in this family.")
+    if len(given.numbers) < 2:  # one would be taken for that of all pairs
+        raise ConfigError(f"{len(given.numbers)} rotary frequencies have divisors; more rotate.")
+    for number in given.numbers:
+        if not _LEAST_DIVISOR <= number <= _MOST_DIVISOR:
+            raise ConfigError(
+                f"The divisors of rotary frequencies must be numbers from {_LEAST_DIVISOR:g} to "
+                f"{_MOST_DIVISOR:g}, not {number:g}."
+            )
+    return _Stretch(divisors=given.numbers)
 
 
 def _divisors(stretch: _Stretch, theta: float, rotary_dim: int) -> tuple[float, ...]:
@@ -205,7 +220,7 @@ def _yarn(inner: Fields, max_positions: int) -> _Stretch:
     return _Stretch(yarn, everywhere or 0.0)
 
 
-_STRETCHES = {"yarn": _yarn, "linear": _linear, "llama3": _llama3, "by_pair": _by_pair}
+_STRETCHES = {"yarn": _yarn, "linear": _linear, "llama3": _llama3}
 
 
 def _refuse_unknown(inner: Fields) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lowtide.config import ModelConfig
+from lowtide.config.rope import PairDivisors
 from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.files.json_file import shown
 from lowtide.model_folder.checkpoint import ArrayView
@@ -224,7 +225,7 @@ def halves_in_turn(num_heads: Callable[[ModelConfig], int]) -> Callable[[ModelCo
     return view
 
 
-def _rope_scaling(keys: GgufKeys) -> Config | None:
+def _rope_scaling(keys: GgufKeys) -> Config | PairDivisors | None:
     """As llama.cpp reads it: a factor without a type is that of the linear kind."""
     kind = keys.get("rope.scaling.type")
     # Of YaRN it is config.json's attention_factor, of other kinds nothing that is computed.
@@ -252,11 +253,11 @@ def _rope_scaling(keys: GgufKeys) -> Config | None:
     return {name: value for name, value in scaling.items() if value is not None}
 
 
-def _divisors(keys: GgufKeys) -> Config | None:
+def _divisors(keys: GgufKeys) -> PairDivisors | None:
     """Of frequencies that a file stretches pair by pair, as those of Llama 3.1 and later do."""
     if ROPE_DIVISORS not in keys.shapes:
         return None
-    return {"rope_type": "by_pair", "divisors": keys.vector(ROPE_DIVISORS)}
+    return PairDivisors(tuple(keys.vector(ROPE_DIVISORS)))
 
 
 def _attention_factor(keys: GgufKeys) -> Value | None:

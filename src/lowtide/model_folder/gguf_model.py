@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lowtide.config import ModelConfig
-from lowtide.errors import CheckpointError, ConfigError, UnsupportedError
+from lowtide.errors import CheckpointError, ConfigError, StorageError, UnsupportedError
 from lowtide.families import Family, gguf_family
 from lowtide.families.gguf import FUSED_QKV, Arranged, GgufArchitecture, GgufKeys, layer_of
 from lowtide.files.json_file import shown
@@ -82,7 +82,10 @@ class GgufModel:
             raise UnsupportedError(f"{self.path}, as a config.json: {error}") from None
 
     def _vector(self, name: str) -> list[float]:
-        """The numbers of a short tensor. Raises CheckpointError for another, StorageError."""
+        """The numbers of a short tensor.
+
+        Raises CheckpointError for another, StorageError where it cannot be read.
+        """
         header = next(each for each in self.headers if name in each.tensors)
         tensor = header.tensors[name]
         if tensor.format.name != "F32" or tensor.num_bytes > _MAX_VECTOR_BYTES:
@@ -93,8 +96,12 @@ class GgufModel:
         descriptor = header.file.open()
         try:
             data = os.pread(descriptor, tensor.num_bytes, tensor.offset)
+        except OSError as reason:
+            raise StorageError(f"{header.file.path} cannot be read: {reason.strerror}.") from reason
         finally:
             os.close(descriptor)
+        if len(data) < tensor.num_bytes:
+            raise StorageError(f"{header.file.path} ends inside {shown(name)}; fetch it again.")
         numbers: list[float] = np.frombuffer(data, "<f4").tolist()
         return numbers
 
