@@ -11,6 +11,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -347,9 +348,32 @@ def test_numbers_of_an_array_are_taken_as_python_s() -> None:
     assert made == dataclasses.replace(plain, diffusion=DiffusionParams(steps=4))
     assert type(made.max_tokens) is type(made.seed) is type(made.diffusion.steps) is int
     assert type(made.temperature) is float
-    for wrong in (np.float32(3), np.float64("nan"), np.bool_(True)):
+    for wrong in (np.float32(3), np.float64("nan")):
         with pytest.raises(UsageError, match="max_tokens"):
             SamplingParams(max_tokens=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        np.bool_(True),
+        np.array(True),
+        torch.tensor(True),
+        torch.tensor([1, 2]),
+        torch.empty((), dtype=torch.int64, device="meta"),
+        Fraction(10**400),
+        10**400,
+        10**5000,
+    ],
+    ids=lambda wrong: type(wrong).__name__,
+)
+def test_what_only_looks_like_a_number_is_refused(wrong: Any) -> None:
+    with pytest.raises(UsageError, match="max_tokens must be an integer"):
+        SamplingParams(max_tokens=wrong)
+    with pytest.raises(UsageError, match="temperature must be a number"):
+        SamplingParams(temperature=wrong)
+    with pytest.raises(UsageError, match="context must be an integer"):
+        EngineConfig(context=wrong)
 
 
 def test_no_stop_may_be_said() -> None:

@@ -8,14 +8,15 @@ wrong flag is refused at once.
 from __future__ import annotations
 
 import difflib
-import math
 import numbers
 import operator
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypedDict, cast
 
 from lowtide.errors import UnsupportedError, UsageError
+from lowtide.files.json_file import shown
 
 MAX_TOKENS_LIMIT = 2**31 - 1
 REMASKING_RULES = (
@@ -38,25 +39,26 @@ def check_int(name: str, value: object, low: int, high: int = MAX_TOKENS_LIMIT) 
     """`value` as Python's integer. Raises UsageError."""
     number = as_number(value)
     if isinstance(number, bool) or not isinstance(number, int) or not low <= number <= high:
-        raise UsageError(f"{name} must be an integer from {low} to {high}, not {value!r}.")
+        raise UsageError(f"{name} must be an integer from {low} to {high}, not {shown(value)}.")
     return number
 
 
 def as_number(value: Any) -> Any:
     """Python's number in place of another, such as numpy's, which a loop over an array gives; all
     else as it is."""
-    if isinstance(value, int | float):
+    if isinstance(value, int | float) or str(getattr(value, "dtype", "")).endswith("bool"):
         return value
-    try:
+    with suppress(TypeError, RuntimeError):  # no integer, or a tensor without its numbers
         return operator.index(value)
-    except TypeError:
+    with suppress(OverflowError):
         return float(value) if isinstance(value, numbers.Real) else value
+    return value
 
 
 def _check_float(name: str, value: object, low: float, high: float) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not low <= value <= high:  # type: ignore[arg-type, operator]
-        raise UsageError(f"{name} must be a number from {low} to {high}, not {value!r}.")
+    if not is_number or not low <= value <= high:  # type: ignore[operator]
+        raise UsageError(f"{name} must be a number from {low} to {high}, not {shown(value)}.")
 
 
 def take_numbers(params: object, names: Sequence[str]) -> None:

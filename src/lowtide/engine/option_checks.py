@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from lowtide.config import ModelConfig
 from lowtide.decode.row_reading import HeadForm
 from lowtide.errors import UnsupportedError, UsageError
+from lowtide.files.json_file import shown
 
 if TYPE_CHECKING:
     from lowtide.engine.opening import EngineConfig
@@ -46,7 +47,7 @@ def check_integer(name: str, value: int | None, low: int, high: int) -> None:
     """Raises UsageError for an option that is given and no integer from `low` to `high`."""
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     if value is not None and not (is_integer and low <= value <= high):
-        raise UsageError(f"{name} must be an integer from {low} to {high}, not {value!r}.")
+        raise UsageError(f"{name} must be an integer from {low} to {high}, not {shown(value)}.")
 
 
 def check_without_experts(config: ModelConfig, options: EngineConfig) -> None:
