@@ -602,6 +602,22 @@ def test_a_compiler_s_complaint_is_its_first_error_alone(tmp_path: Path) -> None
     assert _telling_line(b"") == "it did not say why"
 
 
+def test_a_compiler_complains_in_the_language_that_is_read(
+    source: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text(
+        '#!/bin/sh\ntest "$1" = --version && exit\n'
+        'test "$LC_ALL" = C && word=error || word=Fehler\n'
+        'echo "a.cpp:1: $word: no room" >&2\necho "compilation terminated." >&2\nexit 1\n'
+    )
+    compiler.chmod(0o700)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(tmp_path), os.environ["PATH"]]))
+    monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
+    with pytest.raises(UnsupportedError, match="failed: a.cpp:1: error: no room"):
+        load_library(source)
+
+
 def test_a_source_that_does_not_compile(cache: Path, tmp_path: Path) -> None:
     source = tmp_path / "broken.cpp"
     source.write_text("int broken( {")

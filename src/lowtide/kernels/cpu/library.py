@@ -201,7 +201,9 @@ def _run(command: list[str], scratch: Path | None = None, limit_s: float | None 
     If this is interrupted, the whole group of processes ends: a compiler's own do the work.
     """
     limit_s = _LIMIT_S if limit_s is None else limit_s
-    environment = os.environ if scratch is None else {**os.environ, "TMPDIR": str(scratch)}
+    environment = {**os.environ, "LC_ALL": "C"}  # `_telling_line` reads English
+    if scratch is not None:
+        environment["TMPDIR"] = str(scratch)
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
