@@ -13,8 +13,8 @@ EXIT_INTERRUPTED = 128 + 2  # as a shell reports a program that SIGINT ended
 
 
 def main() -> None:
-    """Run the command line; the exit code is 0, 1, 2 (wrong usage), 130 (Ctrl-C) or 143
-    (SIGTERM)."""
+    """Run the command line; the exit code is 0, 1, 2 (wrong usage), 130 (Ctrl-C), 141 (whoever
+    read the output has gone) or 143 (SIGTERM)."""
     try:
         _open_closed_streams()
         from lowtide.cli.interrupts import hear_signals
