@@ -19,11 +19,20 @@ from typer.testing import CliRunner
 
 from lowtide import SamplingParams
 from lowtide.cli.app import app
+from lowtide.core import Curve, MoEShape
+from lowtide.devices.emulated import EmulatedDevice
+from lowtide.devices.emulated_speeds import EmulatedSpeeds
 from lowtide.engine.opening import EngineConfig, open_model
 from lowtide.errors import UnsupportedError
+from lowtide.experts.device import ExpertGroup
+from lowtide.experts.layout import SlotLayout
+from lowtide.formats import formats
+from lowtide.formats.mixed import mixed
 from lowtide.hardware.cold_weights import ColdWeights
+from lowtide.hardware.streams import DeviceStream
 from lowtide.kernels.compiled import CompiledKernels
 from lowtide.llm import LLM, plan_model
+from lowtide.memory.arena import Arena
 from lowtide.threads.executor import HostExecutor
 
 Kinds = Callable[[str, int], Type]
@@ -159,6 +168,50 @@ def test_costs_of_such_experts_can_be_measured(tmp_path: Path) -> None:
         formats = [each.format.name for each in cold.slots.weights(layer, slot)]
         assert formats == ["Q4_K", "Q4_K", "Q4_K" if layer else "Q6_K"]
     assert [each.name for each in layout.largest.largest_formats] == ["Q4_K", "Q4_K", "Q6_K"]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_measured_is_the_largest_whatever_other_layers_have(seed: int) -> None:
+    """Layers may say in the same byte of a slot which type a part is in."""
+    kinds, rng = [formats()[name] for name in ("Q4_0", "Q5_0", "Q8_0")], random.Random(seed)
+    kept = [(mixed(tuple(rng.sample(kinds, rng.choice((2, 3))))),) * 3 for _ in range(4)]
+    layout = SlotLayout.of(MoEShape(4, 6, 2, 64, 32), torch.float32, kept=kept)
+    largest = layout.layers.index(layout.largest)
+    with closing(HostExecutor(2)) as executor:
+        cold = ColdWeights(layout, executor, 1)
+    for slot in range(cold.num_slots):
+        found = tuple(each.format for each in cold.slots.weights(largest, slot))
+        assert found == layout.largest.largest_formats
+
+
+def test_a_device_measures_the_layer_that_the_host_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first has other types here, and its experts are smaller."""
+    q4_0, q5_0, q8_0 = (formats()[name] for name in ("Q4_0", "Q5_0", "Q8_0"))
+    kept = [(mixed(variants),) * 3 for variants in ((q4_0, q5_0), (q4_0, q5_0, q8_0))]
+    shape, num_slots = MoEShape(2, 6, 2, 64, 32), 4
+    layout, layers = SlotLayout.of(shape, torch.float32, kept=kept), set()
+    speeds = EmulatedSpeeds(1e15, 0.0, 1.0, Curve([(1, 0.0)]))
+    arena, run = Arena(num_slots * layout.num_bytes), EmulatedDevice.run
+
+    def noted(device: EmulatedDevice, group: ExpertGroup, *others: Any) -> Any:
+        layers.add(group.layer)
+        return run(device, group, *others)
+
+    monkeypatch.setattr(EmulatedDevice, "run", noted)
+    with closing(HostExecutor(2)) as executor:
+        weights = ColdWeights(layout, executor, 1)
+    with closing(EmulatedDevice(arena, layout, num_slots, speeds)) as device:
+        assert DeviceStream(shape, weights, device).sample(2) > 0
+    assert layers == {1}
+
+
+def test_layers_with_the_same_types_are_alike(tmp_path: Path) -> None:
+    """In whatever order their experts have them."""
+    orders = {"blk.0.": (Type.Q8_0, Type.Q4_0), "blk.1.": (Type.Q4_0, Type.Q8_0)}
+    path = tmp_path / "model.gguf"
+    write_by_expert(path, lambda name, expert: orders[name[:6]][expert % 2])
+    first, second = open_model(path, EngineConfig(context=64)).slot_layout.layers
+    assert first is second
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def last_level_cache_bytes(folder: Path = _CACHE_FOLDER) -> int:
 
 
 class ColdWeights:
-    """Random experts in host memory, handed out in turn."""
+    """Random experts of the layer with the largest in host memory, handed out in turn."""
 
     def __init__(
         self,
@@ -51,6 +51,7 @@ class ColdWeights:
         self.arena = make_arena(self.num_slots * layout.num_bytes)
         self.slots = ExpertSlots(self.arena, layout)
         self._next = 0
+        self.layer = layout.layers.index(layout.largest)  # whose experts they are, of no other
         _, hidden_size = layout.largest.parts[0].shape
         self._fill(hidden_size**-0.5, executor)
 
@@ -67,8 +68,7 @@ class ColdWeights:
         block.normal_(std=deviation, generator=generator)
         for piece in torch.split(first.view(dtype), _BLOCK_ELEMENTS):
             piece.copy_(block[: len(piece)])
-        for layout in {*self.slots.layout.layers}:
-            layout.mark_largest(first)
+        self.slots.layout.largest.mark_largest(first)
         copies = [partial(_copy, first, self.slots.image(i)) for i in range(1, self.num_slots)]
         executor.run(copies)
 

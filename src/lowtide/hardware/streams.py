@@ -68,7 +68,6 @@ class HostStream:
         num_cores = executor.num_cores if device is None else cores_beside_device(executor)
         self._at_once = ExpertsAtOnce.of(weights.slots, kernels, num_cores)
         layout = weights.slots.layout
-        self._layer = layout.layers.index(layout.largest)
         per_thread = min(_MAX_EXPERTS, STREAM_BYTES // layout.num_bytes) // executor.num_threads
         self._most_experts = executor.num_threads * max(1, per_thread)
         num_rows = max(STREAM_ROWS, executor.num_threads * MAX_TOKENS)
@@ -98,7 +97,7 @@ class HostStream:
 
     def _work(self, place: int, num_tokens: int) -> Work:
         rows = slice(place * num_tokens, (place + 1) * num_tokens)
-        expert = self._weights.slots.weights(self._layer, self._weights.next_slot())
+        expert = self._weights.slots.weights(self._weights.layer, self._weights.next_slot())
         buffers = (self._gate[rows], self._up[rows], self._out[rows])
         work = partial(self._kernels.gated_mlp, self._x[rows], expert, *buffers)
         return self._beside_device([num_tokens], work)
@@ -109,7 +108,8 @@ class HostStream:
         groups = np.array([(slot, i * num_tokens, num_tokens) for i, slot in enumerate(slots)])
         num_rows = num_experts * num_tokens
         self._out[:num_rows] = self._x[:num_rows]  # outputs replace inputs
-        work = partial(at_once.run, groups, self._out, self._gate, self._up, self._layer)
+        layer = self._weights.layer
+        work = partial(at_once.run, groups, self._out, self._gate, self._up, layer)
         return self._beside_device([num_tokens] * num_experts, work)
 
     def _beside_device(self, num_tokens: Sequence[int], work: Work) -> Work:
@@ -290,7 +290,7 @@ class DeviceStream:
     def _group(self, size: int) -> ExpertGroup:
         slots = (self._next_slot + np.arange(size)) % self._device.num_slots
         self._next_slot = int(slots[-1] + 1) % self._device.num_slots
-        return ExpertGroup(0, np.arange(size), slots)
+        return ExpertGroup(self._weights.layer, np.arange(size), slots)
 
     def _buffers(self, num_pairs: int) -> ExpertBuffers:
         return ExpertBuffers(*(buffer[:num_pairs] for buffer in self._scratch))

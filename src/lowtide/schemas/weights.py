@@ -214,10 +214,11 @@ def _kept_on_gpu(parts: Sequence[MatrixFormat | None]) -> tuple[MatrixFormat | N
 def _together(
     kinds: Sequence[tuple[MatrixFormat | None, ...]], has_gpu: bool
 ) -> tuple[MatrixFormat | None, ...]:
-    """Of experts that differ: a part is kept where it is in all of them."""
+    """Of experts that differ: a part is kept where it is in all of them. Layers with the same
+    formats are alike, whichever their first experts have."""
     parts = []
     for variants in zip(*kinds, strict=True):
-        known = [each for each in dict.fromkeys(variants) if each is not None]
+        known = sorted({each for each in variants if each is not None}, key=lambda each: each.name)
         is_kept = None not in variants and not (has_gpu and len(known) > 1)
         parts.append((known[0] if len(known) == 1 else mixed(tuple(known))) if is_kept else None)
     return tuple(parts)
