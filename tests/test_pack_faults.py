@@ -113,8 +113,51 @@ def test_a_disk_with_too_little_room_for_all_is_told_before_anything_is_written(
     with pytest.raises(StorageError, match=f"needs {free + 1} bytes of disk and {free} are free"):
         pack(original, out, format="q4")
     assert len(list(out.glob("*.safetensors"))) == len(others)
-    free = needed
+    disk = bytes_in(out) + free + 1
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=disk - bytes_in(out)))
     assert contents(pack(original, out, format="q4")) == packed
+
+
+def bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def test_a_full_disk_does_not_hide_whose_folder_it_is(
+    original: Path, packed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+    with pytest.raises(UsageError, match="is packed already, whole, with experts in q4"):
+        pack(original, original.parent / "q4", format="q8")
+    assert contents(original.parent / "q4") == packed
+    with pytest.raises(StorageError, match="needs .* bytes of disk and 0 are free"):
+        pack(original, tmp_path, format="q8")
+    assert not list(tmp_path.iterdir())
+
+
+def test_notes_stay_when_a_packing_goes_on(
+    original: Path, packed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk could not take them once more, and without them it would be another's folder."""
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        killed.setattr("lowtide.lab.pack._write_texts", interrupt)
+        pack(original, tmp_path, format="q4")
+    with files_of_at_most(0), pytest.raises(StorageError):
+        pack(original, tmp_path, format="q4")
+    assert contents(pack(original, tmp_path, format="q4")) == packed
+    for path in tmp_path.iterdir():
+        path.unlink()
+    monkeypatch.setattr("lowtide.lab.pack._notes", lambda *_: {"source": "short"})
+    with (
+        files_of_at_most(0),
+        pytest.raises(StorageError, match="cannot be written: File too large"),
+    ):
+        pack(original, tmp_path, format="q4")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_with_too_long_a_name_is_told(original: Path, tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="cannot be written: File name too long"):
+        pack(original, tmp_path / ("a" * 300), format="q4")
 
 
 def interrupt(*_: object) -> None:

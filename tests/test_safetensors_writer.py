@@ -22,6 +22,7 @@ from lowtide.lab.safetensors_writer import (
     SafetensorsWriter,
     header_bytes,
     open_for_writing,
+    partial_path,
     write_text_file,
 )
 
@@ -141,6 +142,34 @@ def test_a_disk_with_too_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(StorageError, match=f"{NUM_BYTES} bytes of disk and 100 are free"):
         write(tmp_path / "m")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_run_left_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is written anew, so it is gone before room is asked for."""
+    partial = partial_path(tmp_path / "m")
+    partial.write_bytes(b"left")
+
+    def usage(_: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=NUM_BYTES - 4 * partial.exists())
+
+    monkeypatch.setattr("shutil.disk_usage", usage)
+    write(tmp_path / "m")
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_what_is_in_the_way_of_a_file_is_told(tmp_path: Path) -> None:
+    partial_path(tmp_path / "m").mkdir()
+    with pytest.raises(StorageError, match="m failed after 0"):
+        write(tmp_path / "m")
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="m failed after 0"):
+        write(tmp_path / "file" / "m")
+
+
+def test_a_name_that_is_too_long_is_told(tmp_path: Path) -> None:
+    writer = SafetensorsWriter(tmp_path / ("a" * 300) / "m", ENTRIES)
+    with pytest.raises(StorageError, match="m cannot be written: File name too long"):
+        _ = writer.is_whole
 
 
 def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,12 +30,7 @@ from lowtide.formats.convert import Importance, Pack
 from lowtide.formats.expert_inputs import ExpertInputs
 from lowtide.formats.matrix import Bytes
 from lowtide.kernels.choice import choose_pack
-from lowtide.lab.safetensors_writer import (
-    OutputTensor,
-    SafetensorsWriter,
-    check_disk_space,
-    partial_path,
-)
+from lowtide.lab.safetensors_writer import OutputTensor, SafetensorsWriter, check_disk_space
 from lowtide.model_folder.checkpoint import INDEX_NAME, Checkpoint, TensorEntry
 from lowtide.model_folder.hub import tokenizer_file
 from lowtide.plan import OWN_FORMAT
@@ -89,8 +85,7 @@ def pack(
     notes = _notes(opened, checkpoint, chosen)
     packer = _Packer(checkpoint, chosen, out, choose_pack(kernels), progress, opened.inputs)
     texts_bytes = sum(path.stat().st_size for path in _copied(opened))
-    check_disk_space(out, packer.missing_bytes + texts_bytes)
-    with _reserved(out, notes):
+    with _reserved(out, notes, packer.missing_bytes + texts_bytes):
         packer.run()
         if notes["source"] != _source(checkpoint):
             raise StorageError(
@@ -171,14 +166,6 @@ class _Shard(NamedTuple):
     tensors: list[tuple[str, TensorEntry]]
     writer: SafetensorsWriter
 
-    @property
-    def missing_bytes(self) -> int:
-        """What is left to write, with what an earlier run was killed over given back."""
-        if self.writer.is_whole:
-            return 0
-        partial = partial_path(self.writer.path)
-        return self.writer.num_bytes - (partial.stat().st_size if partial.is_file() else 0)
-
 
 class _Packer:
     """Writes the shards of one folder."""
@@ -201,7 +188,7 @@ class _Packer:
     @property
     def missing_bytes(self) -> int:
         """Of the disk, for the shards that an earlier run did not write."""
-        return sum(shard.missing_bytes for shard in self._shards)
+        return sum(shard.writer.missing_bytes for shard in self._shards)
 
     def run(self) -> None:
         num_readers = min(8, os.cpu_count() or 1) + NUM_WAITING
@@ -297,34 +284,53 @@ def _ranges(entry: TensorEntry) -> Iterator[tuple[int, int]]:
 
 
 @contextmanager
-def _reserved(out: Path, notes: Mapping[str, object]) -> Iterator[None]:
+def _reserved(out: Path, notes: Mapping[str, object], needed_bytes: int) -> Iterator[None]:
     """Makes the folder this process's own until all of it is written, and says of what it is.
 
-    Raises UsageError where it holds something else, or belongs to another process.
+    Raises UsageError where it holds something else, or belongs to another process, and then
+    StorageError where its disk has too little room: nothing is left of a refusal.
     """
+    if not os.path.exists(out):
+        check_disk_space(out, needed_bytes)  # before it is made
     try:
         out.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(out / _NOTES, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise StorageError(f"{out} cannot be written: {error.strerror or error}.") from error
-    with os.fdopen(descriptor, "r+") as file:
+    with FileIO(descriptor, "r+") as file:  # with no buffer, whose end would fail once more
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise UsageError(f"Another process packs into {out}; wait for it.") from error
-        found = file.read()
-        text = json.dumps(notes, sort_keys=True)
-        others = [path.name for path in out.iterdir() if path.name != _NOTES]
-        if found != text and others:
+        found, text = file.read(), json.dumps(notes, sort_keys=True).encode()
+        try:
+            if found != text:  # else they stay: a full disk may not take them once more
+                _check_is_empty(out, is_interrupted=bool(found))
+            check_disk_space(out, needed_bytes)
+            if found != text:
+                _replace(file, text)
+        except BaseException as error:
             if not found:
                 (out / _NOTES).unlink()
-            raise UsageError(_what_is_there(out, sorted(others)[0], is_interrupted=bool(found)))
-        file.seek(0)
-        file.truncate()
-        file.write(text)
-        file.flush()
+            if isinstance(error, OSError):
+                raise StorageError(f"{out} cannot be written: {error.strerror}.") from error
+            raise
         yield
         (out / _NOTES).unlink()
+
+
+def _check_is_empty(out: Path, is_interrupted: bool) -> None:
+    """Raises UsageError where there is more than notes."""
+    others = sorted(path.name for path in out.iterdir() if path.name != _NOTES)
+    if others:
+        raise UsageError(_what_is_there(out, others[0], is_interrupted))
+
+
+def _replace(file: FileIO, text: bytes) -> None:
+    file.seek(0)
+    file.truncate()
+    while text:
+        text = text[file.write(text) :]
 
 
 def _what_is_there(out: Path, name: str, is_interrupted: bool) -> str:

@@ -13,7 +13,9 @@ import json
 import math
 import os
 import shutil
+import stat
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Protocol
@@ -89,13 +91,21 @@ class SafetensorsWriter:
 
     @property
     def is_whole(self) -> bool:
-        """Whether a file of that size is there: it appears under its name only when it is whole."""
-        return self.path.is_file() and self.path.stat().st_size == self._num_bytes
+        """Whether a file of that size is there: it appears under its name only when it is whole.
+        Raises StorageError where nobody can say."""
+        return file_bytes(self.path) == self._num_bytes
+
+    @property
+    def missing_bytes(self) -> int:
+        """What is left to write, with what an earlier run was killed over given back. Raises
+        StorageError."""
+        return 0 if self.is_whole else self._num_bytes - (file_bytes(self._partial) or 0)
 
     def __enter__(self) -> SafetensorsWriter:
         """Raises StorageError if the disk has too little room or the file cannot be made."""
-        check_disk_space(self.path.parent, self.num_bytes)
         try:
+            self._partial.unlink(missing_ok=True)  # of a killed run: written anew, and in its room
+            check_disk_space(self.path.parent, self.num_bytes)
             self._file = self._open_file(self._partial)
             self._write_all(self._header)
         except BaseException as error:
@@ -160,7 +170,8 @@ class SafetensorsWriter:
         except OSError:
             pass  # closing may report the failure that is on its way up already
         finally:
-            self._partial.unlink(missing_ok=True)
+            with suppress(OSError):
+                self._partial.unlink()
 
     def _raise_storage_error(self, error: BaseException) -> None:
         if isinstance(error, OSError):
@@ -187,6 +198,18 @@ def write_text_file(path: Path, text: str, *, open_file: OpenFile = open_for_wri
 def partial_path(path: Path) -> Path:
     """Where a file lies while it is being written."""
     return path.with_name(path.name + ".partial")
+
+
+def file_bytes(path: Path) -> int | None:
+    """Size of the file at `path`, None where there is none. Raises StorageError where nobody can
+    say: the folder is closed, or a name too long."""
+    try:
+        facts = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror or error}.") from error
+    return facts.st_size if stat.S_ISREG(facts.st_mode) else None
 
 
 def header_bytes(entries: Sequence[OutputTensor], metadata: Mapping[str, str]) -> bytes:
