@@ -1,17 +1,20 @@
 """Files written whole or not at all: what was at their path before stays until then.
 
 A link is followed: what it leads to is replaced, and the link stays. A pipe, a device such as
-/dev/null, and whatever standard output or error goes to are no files to be replaced: once it is
-whole, what is written goes through them.
+/dev/null, whatever standard output or error goes to, and any stream that is named by its number
+(/dev/fd/3) are no files to be replaced: once it is whole, what is written goes through them. A
+named pipe that nobody reads is waited for then.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +25,7 @@ from typing import IO
 from lowtide.errors import StorageError
 
 _STANDARD = (1, 2)  # output and error
+_BY_NUMBER = ("/dev/fd", "/proc/self/fd")
 
 
 @contextmanager
@@ -32,7 +36,7 @@ def whole_file(path: Path, noun: str) -> Iterator[IO[bytes]]:
     `noun` ("trace") names the file in the StorageError that a failing write raises.
     """
     try:
-        with _replacing(path) if _is_replaced(path) else _passing_on(path) as file:
+        with _replacing(path) if _is_replaced(path) else _passing_on(path, noun) as file:
             yield file
     except OSError as reason:
         raise _refusal(path, noun, reason) from reason
@@ -43,7 +47,8 @@ def check_writable(path: Path, noun: str) -> None:
     would: before a long run, not after it."""
     try:
         if not _is_replaced(path):
-            return
+            with _in_temporary_folder(), TemporaryFile():
+                return
         target = Path(os.path.realpath(path))
         target.parent.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}."):
@@ -61,7 +66,10 @@ def _is_replaced(path: Path) -> bool:
         return True
     if stat.S_ISDIR(facts.st_mode):
         raise IsADirectoryError(errno.EISDIR, "it is a folder")
-    if _standard_stream(facts) is not None:
+    number = _stream(path, facts)
+    if number is not None:
+        if fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, "it is open for reading only")
         return False
     if stat.S_ISREG(facts.st_mode):
         return True
@@ -70,6 +78,16 @@ def _is_replaced(path: Path) -> bool:
     if not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     return False
+
+
+def _stream(path: Path, facts: os.stat_result) -> int | None:
+    """The number of the stream that `path` names, or of a standard one that goes there.
+
+    facts: of what is at `path`."""
+    folders = {os.path.realpath(each) for each in _BY_NUMBER}
+    if path.name.isdecimal() and os.path.realpath(path.parent) in folders:
+        return int(path.name)
+    return _standard_stream(facts)
 
 
 def _standard_stream(facts: os.stat_result) -> int | None:
@@ -97,17 +115,41 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 @contextmanager
-def _passing_on(path: Path) -> Iterator[IO[bytes]]:
-    """Through what is there, or the stream that goes to it: opened anew a file would be written
-    from its beginning."""
-    with TemporaryFile() as file:
+def _passing_on(path: Path, noun: str) -> Iterator[IO[bytes]]:
+    """Through what is there, once it is whole; until then it is held in the temporary folder."""
+    with _in_temporary_folder(), TemporaryFile() as file:
         yield file
         file.seek(0)
-        number = _standard_stream(path.stat())
-        print(end="", flush=True)  # what was said before comes before
-        with open(path if number is None else os.dup(number), "wb") as through:
-            shutil.copyfileobj(file, through)
+        try:
+            _copy_through(file, path)
+        except OSError as reason:
+            raise _refusal(path, noun, reason) from reason
+
+
+def _copy_through(file: IO[bytes], path: Path) -> None:
+    """Into what is there, or the stream that goes to it: opened anew a file would be written from
+    its beginning."""
+    facts = path.stat()
+    if _standard_stream(facts) == 1:
+        with contextlib.suppress(ValueError):  # closed
+            print(end="", flush=True)  # what was said before comes before
+    number = _stream(path, facts)
+    with open(path if number is None else os.dup(number), "wb") as through:
+        shutil.copyfileobj(file, through)
+
+
+@contextmanager
+def _in_temporary_folder() -> Iterator[None]:
+    """Has an OSError say where it happened: not where the file was asked for."""
+    try:
+        yield
+    except OSError as reason:
+        folder = tempfile.tempdir  # None where there is none, as the reason says
+        place = "" if folder is None else f" in the temporary folder {folder}"
+        said = f"{reason.strerror or reason}{place}; TMPDIR names another"
+        raise OSError(reason.errno, said) from reason
 
 
 def _refusal(path: Path, noun: str, reason: OSError) -> StorageError:
-    return StorageError(f"{noun.capitalize()} {path} cannot be written: {reason.strerror}.")
+    what = f"{noun.capitalize()} {path}"
+    return StorageError(f"{what} cannot be written: {reason.strerror or reason}.")
