@@ -57,9 +57,13 @@ SMALL = (
     Script(
         "cpu_kernels",
         1,
-        ("--shapes", "Qwen3-30B", "--formats", "bf16", "q8", "q4", "--rows", "1", "8", "32"),
+        (
+            *("--shapes", "Qwen3-30B", "LLaDA2-mini", "--threads", "2"),
+            *("--formats", "bf16", "q8", "q4", "q8-int8", "q4-int8"),
+            *("--rows", "1", "2", "4", "8", "16", "32"),
+        ),
         0,
-        "one model's experts in three formats; all of them take an hour",
+        "two models' experts in bfloat16, q8 and q4; all formats of all take an hour",
     ),
     Script("decode", 5),
     Script("offload", 5),

@@ -53,6 +53,7 @@ def blocks(results: Results, page: Path) -> Mapping[str, Block]:
         "expected-speed": expected_speed,
         "full-size": full_size,
         "block-pass": block_pass,
+        "kernels": kernels,
         "offload": offload,
         "decode": decode,
         "ar-decode": ar_decode,
@@ -139,6 +140,33 @@ def block_pass(results: Results, page: Path) -> str:
     return _with_caption(run, table(head, rows, page))
 
 
+def kernels(results: Results, page: Path) -> str:
+    """Experts of few rows: share of the speed of reading, and time over bfloat16's beside it."""
+    run = results.newest("cpu_kernels")
+    lines = {_kernels_key(line): line for line in run.of("experts")}
+    counts = sorted({line["num_rows"] for line in lines.values()})
+    rows: dict[tuple[str, int, str], tuple[Line, list[Cell]]] = {}
+    for (shape, threads, name, count, way), line in lines.items():
+        if way != name:
+            continue
+        _, cells = rows.setdefault((shape, threads, name), (line, [""] * len(counts)))
+        over = lines[shape, threads, name, count, "bf16"]["GBps"] / line["GBps"]
+        cells[counts.index(count)] = f"{percent(line['of_ceiling'])} ({number(over)})"
+    named = [(line, (key[0], str(key[1]), key[2], *cells)) for key, (line, cells) in rows.items()]
+    head = ("experts", "threads", "format", *map(_num_rows, counts))
+    return _with_caption(run, table(head, named, page))
+
+
+def _num_rows(count: int) -> Cell:
+    return "1 row" if count == 1 else f"{count} rows"
+
+
+def _kernels_key(line: Line) -> tuple[str, int, str, int, str]:
+    names = ("shape", "num_threads", "format", "num_rows", "kernels")
+    shape, threads, form, rows, way = (line[name] for name in names)
+    return shape, threads, form, rows, way
+
+
 def offload(results: Results, page: Path) -> str:
     """Every budget, and accelerate's disk offload at one of them."""
     run = results.newest("offload")
@@ -203,7 +231,7 @@ def beside_llama_cpp(results: Results, page: Path) -> str:
     first, last = run.of(_TYPES[0])[0], run.of(_TYPES[-1])[-1]
     return (
         "- Of one autoregressive request whose model fits into memory in llama.cpp's types of 4 "
-        f"or 8 bits llama.cpp decodes {min(over_exact):.1f} to {max(over_exact):.1f} times as "
+        f"or 8 bits llama.cpp decodes {min(over_exact):.2f} to {max(over_exact):.2f} times as "
         "fast as exact products do; with `--activations int8`, which rounds rows as it does, "
         f"lowtide has {least:.2f} ({rounded[least]}) to {most:.2f} ({rounded[most]}) of its speed "
         f"(lines {link(first, page)} to {link(last, page)}, [measured](#measured))."
