@@ -262,11 +262,25 @@ def test_the_readme_says_how_it_stands_beside_llama_cpp(tmp_path: Path) -> None:
     results = _results(tmp_path, *rows, alone | {"commit": "ffffffffffff"})
     made = blocks(results, Path("README.md"))
     told = made["beside-llama-cpp"]()
-    assert "decodes 0.7 to 2.0 times as fast" in told and "has 0.80 (Q4_K_M)" in told
+    assert "decodes 0.67 to 2.00 times as fast" in told and "has 0.80 (Q4_K_M)" in told
     assert "lines [1](docs/results/2026-11-22-batching.jsonl#L1) to [9](" in told
     assert "90.0" in made["ar-decode"]() and "Q8_0" not in made["ar-decode"]()
     with pytest.raises(ResultsError, match="with Q8_0"):
         blocks(_results(tmp_path, alone), Path("README.md"))["beside-llama-cpp"]()
+
+
+def test_kernels_stand_beside_those_of_bfloat16(tmp_path: Path) -> None:
+    of_run = {"benchmark": "cpu_kernels", "what": "experts", "shape": "A", "num_threads": 2}
+    rates = {("q4", 1): (8.0, 4.0), ("q4", 8): (2.0, 3.0), ("bf16", 1): (10.0, 10.0)}
+    rows = [
+        _row(**of_run, format=name, num_rows=count, kernels=way, GBps=rate, of_ceiling=rate / 10)
+        for (name, count), (own, plain) in rates.items()
+        for way, rate in {"bf16": plain, name: own, "torch": 1.0}.items()
+    ]
+    head, _, *told = blocks(_results(tmp_path, *rows), Path("README.md"))["kernels"]().splitlines()
+    assert head == "| experts | threads | format | 1 row | 8 rows | line |"
+    assert told[0].startswith("| A | 2 | q4 | 80% (0.50) | 20% (1.50) | [2](")
+    assert told[1].startswith("| A | 2 | bf16 | 100% (1.00) |  | [")
 
 
 def test_the_readme_says_what_speed_to_expect(tmp_path: Path) -> None:
