@@ -107,6 +107,17 @@ def fp8(shape: tuple[int, int], seed: int, dtype=torch.float32) -> Rounded:
     return Rounded({".weight": numbers, ".weight_scale_inv": scales}, weights)
 
 
+def packed_config(strategy: str, group_size: int | None) -> dict[str, Any]:
+    """`quantization_config` of compressed-tensors' integers of 4 bits with zeros."""
+    weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": strategy}
+    weights |= {"group_size": group_size, "actorder": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
+
+
 QUANTISATIONS: dict[str, tuple[dict[str, Any], Callable[[tuple[int, int], int], Rounded]]] = {
     "gptq": (
         {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False},
@@ -121,23 +132,7 @@ QUANTISATIONS: dict[str, tuple[dict[str, Any], Callable[[tuple[int, int], int], 
         lambda shape, seed: awq(shape, 32, seed),
     ),
     "compressed-tensors": (
-        {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "config_groups": {
-                "group_0": {
-                    "targets": ["Linear"],
-                    "weights": {
-                        "num_bits": 4,
-                        "type": "int",
-                        "symmetric": False,
-                        "strategy": "group",
-                        "group_size": 32,
-                        "actorder": None,
-                    },
-                }
-            },
-        },
+        packed_config("group", 32),
         lambda shape, seed: pack_quantized(shape, 32, seed, is_symmetric=False),
     ),
     "gptq of rows": (
@@ -149,22 +144,7 @@ QUANTISATIONS: dict[str, tuple[dict[str, Any], Callable[[tuple[int, int], int], 
         lambda shape, seed: awq(shape, shape[1], seed),
     ),
     "compressed-tensors of rows": (
-        {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "config_groups": {
-                "group_0": {
-                    "targets": ["Linear"],
-                    "weights": {
-                        "num_bits": 4,
-                        "type": "int",
-                        "symmetric": False,
-                        "strategy": "channel",
-                        "group_size": None,
-                    },
-                }
-            },
-        },
+        packed_config("channel", None),
         lambda shape, seed: pack_quantized(shape, shape[1], seed, is_symmetric=False),
     ),
     "fp8": (
