@@ -216,14 +216,14 @@ TestLedger.settings = settings(max_examples=scaled(40), stateful_step_count=30)
 def test_integrity_is_really_checked() -> None:
     ledger = SlotLedger(1, 4, 3)
     ledger.bind(0, 2, ledger.take())
-    ledger._free[0].append(0)  # slot 0 is now bound and free
+    ledger.free[0].add(0)  # slot 0 is now bound and free
     with pytest.raises(InternalError, match="do not make 3"):
         ledger.check_integrity()
-    ledger._free[0].pop()
-    ledger._slot_of[0, 3] = 0
+    ledger.free[0].state[1] -= 1
+    ledger.table[0, 3] = 0
     with pytest.raises(InternalError, match="2 residents for 1 bound"):
         ledger.check_integrity()
-    ledger._slot_of[0] = [-1, -1, 1, -1]
+    ledger.table[0] = [-1, -1, 1, -1]
     with pytest.raises(InternalError, match="disagree"):
         ledger.check_integrity()
 
@@ -270,7 +270,7 @@ def test_reclaiming_ends_all_use_and_undoes_what_was_half_made() -> None:
         ledger.bind(0, expert, ledger.take())
     ledger.lease(ledger.slot_of(0, 0))
     ledger.take()
-    ledger._slot_of[0, 1] = -1  # an eviction that Ctrl-C stopped after its first half
+    ledger.table[0, 1] = -1  # an eviction that Ctrl-C stopped after its first half
     ledger.reclaim()
     ledger.check_integrity()
     assert (ledger.num_free, ledger.num_resident) == (3, 1)

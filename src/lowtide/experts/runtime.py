@@ -146,7 +146,7 @@ class ExpertRuntime:
         """Where kernels may run a layer's experts by themselves, as long as `need_nobody`."""
         if self.device is not None or self.compute.at_once is None:
             return None
-        return self.compute.at_once.in_place(self.host.ledger.table(layer), layer)
+        return self.compute.at_once.in_place(self.host.ledger.table[layer], layer)
 
     def need_nobody(self, layer: int) -> bool:
         """Whether every expert of the model is in a slot of the host and stays there, and nobody
@@ -164,7 +164,7 @@ class ExpertRuntime:
         is_asked = is_watched or self.use is not None or self._is_under_way
         if is_asked or self.device is not None or self.policies.receipts is not None:
             return False
-        return self.host.ledger.has_everybody
+        return bool(self.host.ledger.residents.all())
 
     def were_run(self, num_experts: int) -> None:
         """So many of a layer were run in place."""

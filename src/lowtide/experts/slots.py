@@ -6,8 +6,7 @@ placement policy's; and neither moves bytes: that is a transfer's.
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,11 @@ from lowtide.kernels.operands import ClampedWeights, ExpertWeights
 from lowtide.memory.arena import Region
 from lowtide.schemas.schema import SlotTarget
 
-_NO_SLOT = -1
+NO_SLOT = -1
+"""Where an expert is that is in none."""
+
+FREE, TAKEN, RETIRED = -1, -2, -3
+"""What a slot is that holds no resident expert: `residency.hpp` knows the first two."""
 
 
 def slots_per_device(num_slots: int, num_devices: int) -> list[int]:
@@ -31,12 +34,48 @@ def slots_per_device(num_slots: int, num_devices: int) -> list[int]:
     return [share + (device < remainder) for device in range(num_devices)]
 
 
+class FreeSlots:
+    """A queue of free slots, the one that was freed first in front, in memory that compiled code
+    takes from and adds to as well."""
+
+    def __init__(self, slots: Sequence[int]) -> None:
+        """slots: all that can ever be in it at once, in order."""
+        self.ring: IntArray = np.array(slots, np.int64)
+        self.state: IntArray = np.array(
+            [0, len(slots)], np.int64
+        )  # the first one's place; how many
+
+    def __len__(self) -> int:
+        return int(self.state[1])
+
+    def __iter__(self) -> Iterator[int]:
+        first, count = self.state.tolist()
+        return iter(np.roll(self.ring, -first)[:count].tolist())
+
+    def take(self) -> int:
+        """The first one, out of the queue, which has one."""
+        first, count = self.state.tolist()
+        self.state[:] = (first + 1) % len(self.ring), count - 1
+        return int(self.ring[first])
+
+    def add(self, slot: int) -> None:
+        first, count = self.state.tolist()
+        self.ring[(first + count) % len(self.ring)] = slot
+        self.state[1] = count + 1
+
+    def fill(self, slots: Sequence[int]) -> None:
+        """Exactly these, in order."""
+        self.ring[: len(slots)] = slots
+        self.state[:] = 0, len(slots)
+
+
 class SlotLedger:
     """Who owns each slot. A leased slot cannot be evicted; all changes are checked.
 
     A slot is free, taken (its bytes are arriving or it will be dropped after use), or bound to
     an expert, which is then resident; or it is retired, when there is no memory behind it. Of
-    several devices each has a range of the slots.
+    several devices each has a range of the slots. `table`, `owner` and `free` are what a
+    compiled pass reads and changes (`residency.hpp`).
     """
 
     def __init__(
@@ -46,111 +85,102 @@ class SlotLedger:
         self.num_slots = num_slots
         self.num_devices = num_devices
         devices = np.repeat(np.arange(num_devices), slots_per_device(num_slots, num_devices))
-        self.device_of: IntArray = np.append(devices, -1)  # by slot, at last that of _NO_SLOT
-        self._slot_of = np.full((num_layers, num_experts), _NO_SLOT, np.int64)
-        self._owner: list[tuple[int, int] | None] = [None] * num_slots
-        self._is_taken = [False] * num_slots
-        self._is_retired = [False] * num_slots
+        self.device_of: IntArray = np.append(devices, -1)  # by slot, at last that of NO_SLOT
+        self.table: IntArray = np.full((num_layers, num_experts), NO_SLOT, np.int64)
+        # By slot: layer * num_experts + expert of what is bound to it, or what it is instead.
+        self.owner: IntArray = np.full(num_slots, FREE, np.int64)
         self._num_leases = [0] * num_slots
-        self._num_bound = 0
-        self._free = self._all_free()
+        self.free = [
+            FreeSlots(np.flatnonzero(devices == device).tolist()) for device in range(num_devices)
+        ]
 
     @property
     def num_free(self) -> int:
-        return sum(map(len, self._free))
+        return sum(map(len, self.free))
 
     def num_free_on(self, device: int) -> int:
-        return len(self._free[device])
+        return len(self.free[device])
 
     def devices_with(self, layer: int, experts: IntArray) -> IntArray:
         """The device in whose slots each expert is resident, -1 where it is not."""
-        devices: IntArray = self.device_of[self._slot_of[layer, experts]]
+        devices: IntArray = self.device_of[self.table[layer, experts]]
         return devices
 
     @property
     def num_resident(self) -> int:
-        return int((self._slot_of != _NO_SLOT).sum())
+        return int(np.count_nonzero(self.residents))
 
     @property
-    def has_everybody(self) -> bool:
-        """Whether every expert of every layer is in a slot."""
-        return self._num_bound == self._slot_of.size
-
-    def table(self, layer: int) -> IntArray:
-        """The slot of each expert of a layer, less than 0 where it is in none: always of the
-        present, and not to be written to. [num_experts]"""
-        table: IntArray = self._slot_of[layer]
-        return table
+    def residents(self) -> BoolArray:
+        """Which experts are in a slot. [num_layers, num_experts]"""
+        residents: BoolArray = self.table != NO_SLOT
+        return residents
 
     def is_resident(self, layer: int) -> BoolArray:
         """Per expert of `layer`: whether its weights are in a slot. [num_experts]"""
-        is_resident: BoolArray = self._slot_of[layer] != _NO_SLOT
+        is_resident: BoolArray = self.table[layer] != NO_SLOT
         return is_resident
 
     def slot_of(self, layer: int, expert: int) -> int:
         """The slot of a resident expert."""
-        slot = int(self._slot_of[layer, expert])
-        if slot == _NO_SLOT:
+        slot = int(self.table[layer, expert])
+        if slot == NO_SLOT:
             raise InternalError(f"Expert {expert} of MoE layer {layer} is in no slot.")
         return slot
 
     def take(self, device: int = 0) -> int:
         """A free slot of `device`, now taken."""
-        if not self._free[device]:
-            own = np.flatnonzero(self.device_of == device).tolist()
-            num_live = sum(not self._is_retired[slot] for slot in own)
-            raise InternalError(f"All {num_live} expert slots are in use.")
-        slot = self._free[device].popleft()
-        self._is_taken[slot] = True
+        if not len(self.free[device]):
+            own = self.owner[self.device_of[:-1] == device]
+            raise InternalError(f"All {np.count_nonzero(own != RETIRED)} expert slots are in use.")
+        slot = self.free[device].take()
+        self.owner[slot] = TAKEN
         return slot
 
     def bind(self, layer: int, expert: int, slot: int) -> None:
         """Makes a taken slot the place of `expert`, which becomes resident."""
         self._check_taken(slot)
-        if self._slot_of[layer, expert] != _NO_SLOT:
+        if self.table[layer, expert] != NO_SLOT:
             raise InternalError(f"Expert {expert} of MoE layer {layer} is in a slot already.")
-        self._is_taken[slot] = False
-        self._owner[slot] = (layer, expert)
-        self._slot_of[layer, expert] = slot
-        self._num_bound += 1
+        self.owner[slot] = layer * self.num_experts + expert
+        self.table[layer, expert] = slot
 
     def drop(self, slot: int) -> None:
         """Frees a taken slot: what was in it is forgotten."""
         self._check_taken(slot)
-        self._is_taken[slot] = False
-        self._free[self.device_of[slot]].append(slot)
+        self._free_again(slot)
 
     def retire(self, slot: int) -> None:
         """Takes a free slot out of use: its memory may go."""
-        if slot not in self._free[self.device_of[slot]]:
+        if not self.is_free(slot):
             raise InternalError(f"Slot {slot} is not free to be retired.")
-        self._free[self.device_of[slot]].remove(slot)
-        self._is_retired[slot] = True
+        free = self.free[self.device_of[slot]]
+        free.fill([each for each in free if each != slot])
+        self.owner[slot] = RETIRED
 
     def restore(self, slot: int) -> None:
         """Frees a retired slot, which has memory again."""
-        if not self._is_retired[slot]:
+        if self.owner[slot] != RETIRED:
             raise InternalError(f"Slot {slot} is not retired.")
-        self._is_retired[slot] = False
-        self._free[self.device_of[slot]].append(slot)
+        self._free_again(slot)
 
     def move(self, slot: int, target: int) -> None:
         """The expert bound to `slot` is in the taken slot `target`, to which its bytes were
         copied, from now on; `slot` is free."""
-        owner = self._owner[slot]
-        if owner is None:
+        if not self.is_bound(slot):
             raise InternalError(f"Slot {slot} holds no expert to move.")
+        layer, expert = divmod(int(self.owner[slot]), self.num_experts)
         self._check_taken(target)
-        self.evict(*owner)
-        self.bind(*owner, target)
+        self.evict(layer, expert)
+        self.bind(layer, expert, target)
 
     def is_free(self, slot: int) -> bool:
-        """Whether nobody has the slot, and it is not retired."""
-        return slot in self._free[self.device_of[slot]]
+        """Whether nothing uses the slot, and it is not retired."""
+        return bool(self.owner[slot] == FREE)
 
     def is_bound(self, slot: int) -> bool:
         """Whether a slot holds a resident expert (and is not free or taken)."""
-        return self._owner[slot] is not None
+        return bool(self.owner[slot] >= 0)
 
     def is_leased(self, slot: int) -> bool:
         """Whether the expert in `slot` is in use."""
@@ -158,14 +188,14 @@ class SlotLedger:
 
     def slots_of(self, layer: int, experts: IntArray) -> IntArray:
         """The slots of resident experts."""
-        slots: IntArray = self._slot_of[layer, experts]
-        if len(slots) and slots.min() == _NO_SLOT:
+        slots: IntArray = self.table[layer, experts]
+        if len(slots) and slots.min() == NO_SLOT:
             raise InternalError(f"Some of experts {experts} of MoE layer {layer} are in no slot.")
         return slots
 
     def lease(self, slot: int) -> None:
         """Forbids the eviction of the expert bound to `slot` until the matching `release`."""
-        if self._owner[slot] is None:
+        if not self.is_bound(slot):
             raise InternalError(f"Slot {slot} holds no expert to lease.")
         self._num_leases[slot] += 1
 
@@ -182,55 +212,51 @@ class SlotLedger:
         slot = self.slot_of(layer, expert)
         if self._num_leases[slot]:
             raise InternalError(f"Slot {slot} holds expert {expert}, which is in use.")
-        self._slot_of[layer, expert] = _NO_SLOT
-        self._owner[slot] = None
-        self._num_bound -= 1
-        self._free[self.device_of[slot]].append(slot)
+        self.table[layer, expert] = NO_SLOT
+        self._free_again(slot)
 
     def reclaim(self) -> None:
-        """Frees every taken slot and ends every lease: nobody uses any of them any more. What is
+        """Frees every taken slot and ends every lease: nothing uses any of them any more. What is
         retired stays so.
 
         Also undoes a change that Ctrl-C left half made.
         """
-        for slot, owner in enumerate(self._owner):
-            if owner is not None and self._slot_of[owner] != slot:
-                self._owner[slot] = None
-        self._is_taken = [False] * self.num_slots
+        bound = np.flatnonzero(self.owner >= 0)
+        is_lost = self.table.flat[self.owner[bound]] != bound
+        self.owner[bound[is_lost]] = FREE
+        self.owner[self.owner == TAKEN] = FREE
         self._num_leases = [0] * self.num_slots
-        self._num_bound = self.num_resident
-        self._free = self._all_free()
+        for device, free in enumerate(self.free):
+            is_own = self.device_of[:-1] == device
+            free.fill(np.flatnonzero(is_own & (self.owner == FREE)).tolist())
 
     def check_integrity(self) -> None:
         """Recounts every slot; raises InternalError if one is lost, shared or still leased."""
-        owners = [(slot, owner) for slot, owner in enumerate(self._owner) if owner is not None]
-        bound = [slot for slot, _ in owners]
-        taken = [slot for slot, is_taken in enumerate(self._is_taken) if is_taken]
-        retired = [slot for slot, is_retired in enumerate(self._is_retired) if is_retired]
-        every = [*bound, *taken, *retired, *itertools.chain(*self._free)]
-        if sorted(every) != list(range(self.num_slots)):
-            raise InternalError(
-                f"{len(bound)} bound, {len(taken)} taken, {len(retired)} retired and "
-                f"{self.num_free} free slots do not make {self.num_slots}."
+        free = [slot for each in self.free for slot in each]
+        bound = np.flatnonzero(self.owner >= 0)
+        if sorted(free) != np.flatnonzero(self.owner == FREE).tolist():
+            taken, retired = (
+                int(np.count_nonzero(self.owner == kind)) for kind in (TAKEN, RETIRED)
             )
-        for slot, owner in owners:
-            if self._slot_of[owner] != slot:
-                raise InternalError(f"Slot {slot} and its expert {owner} disagree.")
+            raise InternalError(
+                f"{len(bound)} bound, {taken} taken, {retired} retired and {len(free)} free slots "
+                f"do not make {self.num_slots}."
+            )
+        for slot, owner in zip(bound.tolist(), self.owner[bound].tolist(), strict=True):
+            layer, expert = divmod(owner, self.num_experts)
+            if self.table[layer, expert] != slot:
+                raise InternalError(f"Slot {slot} and its expert {(layer, expert)} disagree.")
         if self.num_resident != len(bound):
             raise InternalError(f"{self.num_resident} residents for {len(bound)} bound slots.")
         if any(self._num_leases):
             raise InternalError(f"{sum(self._num_leases)} leases were not released.")
 
-    def _all_free(self) -> list[deque[int]]:
-        """By device: slots without an owner; the one that is freed first is taken first."""
-        free: list[deque[int]] = [deque() for _ in range(self.num_devices)]
-        for slot, owner in enumerate(self._owner):
-            if owner is None and not self._is_retired[slot]:
-                free[self.device_of[slot]].append(slot)
-        return free
+    def _free_again(self, slot: int) -> None:
+        self.owner[slot] = FREE
+        self.free[self.device_of[slot]].add(slot)
 
     def _check_taken(self, slot: int) -> None:
-        if not self._is_taken[slot]:
+        if self.owner[slot] != TAKEN:
             raise InternalError(f"Slot {slot} is not taken.")
 
 
