@@ -75,7 +75,7 @@ def blocks(results: Results, page: Path) -> Mapping[str, Block]:
         "validated": validated,
         "longest": memory.longest,
         "planned": memory.planned,
-        "ablation": memory.ablation,
+        "reserved": memory.reserved,
         "steps": memory.steps,
         "every-expert": memory.every_expert,
         "elastic": memory.elastic,
