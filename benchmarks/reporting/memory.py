@@ -48,9 +48,9 @@ _OVER_CONSTANT = (
 
 
 def longest(results: Results, page: Path) -> str:
-    """The longest sequence under a cap: cells, the others' growth, and the means."""
+    """The longest sequence under a cap: cells and the others' growth."""
     run = results.newest("max_context")
-    cells, means = run.of("cell"), run.of("mean ratio")
+    cells = run.of("cell")
     sides = [side for side in _SIDES if f"over_{side}" in cells[0].row]
     # A run may have taken the others' steps of an earlier one (`--theirs`).
     theirs = results.newest_lines("max_context", "growth", ("model", "side"))
@@ -61,8 +61,6 @@ def longest(results: Results, page: Path) -> str:
         table(head, [(line, _cell(line, sides)) for line in cells], page),
         "What the others were measured to take:",
         table(growth, [(line, _growth(line)) for line in grown], page),
-        "Means of all cells:",
-        table(("over", "times", "paper"), [(line, _mean(line)) for line in means], page),
         captions(grown + cells),
     ]
     return "\n\n".join(parts)
@@ -150,10 +148,6 @@ def _tokens(line: Line, side: str) -> Cell:
 def _growth(line: Line) -> Sequence[Cell]:
     side = _SIDES[line["side"]]
     return (line["model"], side, f"{line['slope']:,.0f}", f"{line['residual']:.2%}")
-
-
-def _mean(line: Line) -> Sequence[Cell]:
-    return (_SIDES[line["side"]], number(line["ratio"]), str(line["paper"]))
 
 
 def _planned(line: Line) -> Sequence[Cell]:
