@@ -217,21 +217,6 @@ def test_a_number_of_a_paper_is_near_or_says_what_moves_it(tmp_path: Path) -> No
     assert "| fitted |" in told[2] and "| 0.90 | yes |" in told[3]
 
 
-def test_a_number_that_nothing_moves_says_how_far_experiments_reach(tmp_path: Path) -> None:
-    number_of = _number_of("Figure 13", 1.0) | {"benchmark": "tau"}
-    tried = [
-        number_of | {"what": "experiment", "experiment": name, "here": here}
-        for name, here in (("it is slow", 0.2), ("it is empty", 1.2))
-    ]
-    rows = [number_of, *tried]
-    tally, *told = blocks(_results(tmp_path, *rows), Path("docs/policies.md"))[
-        "tide-numbers"
-    ]().splitlines()
-    assert "1 by nothing that was tried" in tally
-    span = "of 2 experiments the nearest; they span 0.20 to 1.20"
-    assert "no; if it is empty: 1.20 (0.60, [3](" in told[3] and span in told[3]
-
-
 def test_what_planning_takes_is_told_beside_what_a_share_wants(tmp_path: Path) -> None:
     page = Path("docs/policies.md")
     numbers = [

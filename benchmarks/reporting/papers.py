@@ -1,4 +1,4 @@
-"""The measured parts of docs/policies.md: what TIDE and DALI report, and what is simulated here."""
+"""The measured parts of docs/policies.md: what DALI reports, and what is simulated here."""
 
 from __future__ import annotations
 
@@ -14,22 +14,6 @@ NOT_MEASURED = (
     "Not measured yet: `make bench ONLY={script}` writes the lines, `make report` this part of the "
     "page."
 )
-_INTERVALS = (
-    "model",
-    "block",
-    "residents",
-    "waits",
-    "best over tau = 1 (1.2 to 1.4)",
-    "best over Fiddler (up to 1.4; 1.5)",
-    "Eq. 7 over a random one (up to 1.4)",
-    "best over a random one",
-    "Eq. 7's interval; best",
-    "`tau=auto` over best",
-    "misses at the least and the most tau",
-    "moved there",
-)
-_ROUTING = ("model", "block", "distinct experts, first and last step", "1 step apart", "5 apart")
-_DRIFTS = ("cosine of neighbours", "moves copy back", "residents", "best over tau = 1", "its tau")
 _NUMBERS = ("", "", "published", "here", "here over published", "within 15%")
 _WITHIN = 0.15
 _PARTS = (
@@ -45,31 +29,6 @@ _PARTS = (
     "swaps in idle time",
     "hits, `dali`; `hybrimoe`",
 )
-
-
-def tide(results: Results, page: Path) -> str:
-    """TIDE's Tables 1 and 2 and Figures 2, 4 and 5, of synthetic routing."""
-    if not results.has("tau"):
-        return NOT_MEASURED.format(script="tau")
-    run = results.newest("tau")
-    sweeps = [line for line in run.of("tau") if line["routing"] == "synthetic"]
-    routings = [line for line in run.of("routing") if line["routing"] == "synthetic"]
-    others = [line for line in run.of("others") if line["routing"] == "synthetic"]
-    speeds = ("model", "block", "residents", "`lru`", "`fiddler`", "`dali`", "`lowtide`")
-    parts = [
-        "Intervals, TIDE's numbers in brackets:",
-        table(_INTERVALS, [(line, _interval(line)) for line in sweeps], page),
-        _choices(sweeps),
-        "Table 1 of LLaDA2.0-mini, block 32, waiting (1.2 to 1.4), with steps that are less alike, "
-        "and with the evicted expert copied back at each move:",
-        table(_DRIFTS, [(line, _drift(line)) for line in run.of("drift")], page),
-        "Its Figure 2, likeness as the cosine of hits (above 0.95 at 5 steps):",
-        table(_ROUTING, [(line, _routing(line)) for line in routings], page),
-        "Its Figure 5, tokens/s of other presets:",
-        table(speeds, [(line, _others(line)) for line in others], page),
-        caption(run),
-    ]
-    return "\n\n".join(parts)
 
 
 def dali(results: Results, page: Path) -> str:
@@ -124,11 +83,6 @@ def _planned(run: Run) -> str:
 
 def _range(values: Sequence[float]) -> str:
     return f"{number(min(values))} to {number(max(values))}"
-
-
-def tide_numbers(results: Results, page: Path) -> str:
-    """What TIDE's text says of its tables and figures, in the same way."""
-    return _numbers(results, "tau", page)
 
 
 def _numbers(results: Results, benchmark: str, page: Path) -> str:
@@ -232,56 +186,6 @@ def _means(run: Run, others: Sequence[str], page: Path) -> str:
 
 def _mean(lines: Sequence[Line], name: str) -> Cell:
     return number(statistics.geometric_mean(line[name] for line in lines))
-
-
-def _choices(sweeps: Sequence[Line]) -> str:
-    """How often each way of choosing an interval was right."""
-    at_end = sum(line["paper_tau"] >= line["taus"][-1] - 1 for line in sweeps)
-    loses = sum(line["paper_over_tau_1"] < 1 for line in sweeps)
-    first = sum(line["auto_over_tau_1"] == 1 for line in sweeps)
-    least = min(line["online_over_best"] for line in sweeps)
-    return (
-        f"Of these {len(sweeps)} sweeps Eq. 7 takes the last interval but one, or a longer one, in "
-        f"{at_end} and is slower than tau = 1 in {loses}; tau = 1 is the best in {first}; "
-        f"`tau=auto` is at least {number(least)} of the best."
-    )
-
-
-def _drift(line: Line) -> Sequence[Cell]:
-    at = (f"{line['similarity']:g}", "yes" if line["copies_back"] else "no", str(line["residents"]))
-    return (*at, number(line["best_over_tau_1"]), str(line["best_tau"]))
-
-
-def _interval(line: Line) -> Sequence[Cell]:
-    speeds, taus = line["tokens_per_s_by_tau"], line["taus"]
-    misses, moved = line["miss_share_by_tau"], line["moved_by_tau"]
-    return (
-        line["model"],
-        str(line["block_length"]),
-        str(line["residents"]),
-        "yes" if line["waits"] else "no",
-        number(line["auto_over_tau_1"]),
-        number(line["auto_over_fiddler"]),
-        number(line["paper_over_random"]),
-        number(line["auto_over_random"]),
-        f"{line['paper_tau']}; {taus[speeds.index(max(speeds))]}",
-        number(line["online_over_best"]),
-        f"{number(misses[0])}, {number(misses[-1])}",
-        f"{number(moved[0])}, {number(moved[-1])}",
-    )
-
-
-def _routing(line: Line) -> Sequence[Cell]:
-    distinct, at_5 = line["distinct_experts_by_step"], line["similarity_at_5"]
-    ends = f"{number(distinct[0])}, {number(distinct[-1])}"
-    cosines = (f"{line['similarity']:.3f}", "" if at_5 is None else f"{at_5:.3f}")
-    return (line["model"], str(line["block_length"]), ends, *cosines)
-
-
-def _others(line: Line) -> Sequence[Cell]:
-    names = ("lru", "fiddler", "dali", "lowtide")
-    at = (line["model"], str(line["block_length"]), str(line["residents"]))
-    return (*at, *(number(line[name]) for name in names))
 
 
 def _merit(line: Line) -> Sequence[Cell]:
