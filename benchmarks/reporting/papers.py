@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from reporting.results import Line, Results, Run
@@ -14,8 +13,7 @@ NOT_MEASURED = (
     "Not measured yet: `make bench ONLY={script}` writes the lines, `make report` this part of the "
     "page."
 )
-_NUMBERS = ("", "", "published", "here", "here over published", "within 15%")
-_WITHIN = 0.15
+_NUMBERS = ("", "", "published", "here", "here over published")
 _PARTS = (
     "model",
     "batch",
@@ -58,25 +56,30 @@ def _layers(run: Run) -> str:
 
 
 def dali_numbers(results: Results, page: Path) -> str:
-    """DALI's figures and tables, number by number, with the experiment that comes nearest."""
-    text = _numbers(results, "dali", page)
-    planned = _planned(results.newest("dali")) if results.has("dali") else ""
-    return f"{text}\n\n{planned}" if planned else text
+    """DALI's figures and tables, number by number."""
+    run = results.newest("dali") if results.has("dali") else None
+    if run is None or not run.of("number"):
+        return NOT_MEASURED.format(script="dali")
+    lines = [line for line in run.lines if line["what"] in ("number", "fitted")]
+    lines.sort(key=lambda line: _order(line["place"]))
+    rows = [(line, _number(line)) for line in lines]
+    parts = [table(_NUMBERS, rows, page), caption(run), _planned(lines)]
+    return "\n\n".join(filter(None, parts))
 
 
-def _planned(run: Run) -> str:
+def _planned(lines: Sequence[Line]) -> str:
     """What a layer's planning takes here, and would take by Table 6: of lines that tell."""
-    told = [line for line in run.lines if "planned_us" in line.row]
-    lines: dict[str, dict[str, list[float]]] = {}
-    for line in told:
-        preset, experiment = line["of"].split(",")[0], line.row.get("experiment", "")
-        lines.setdefault(preset, {}).setdefault(experiment, []).append(line["planned_us"])
-        published = line["published"]
-        needed_us = published / (1 - published) * line["layer_us"]
-        lines[preset].setdefault("needed", []).append(needed_us)
+    taken: dict[str, list[float]] = {}
+    needed: dict[str, list[float]] = {}
+    for line in lines:
+        if "planned_us" not in line.row:
+            continue
+        preset, published = line["of"].split(",")[0], line["published"]
+        taken.setdefault(preset, []).append(line["planned_us"])
+        needed.setdefault(preset, []).append(published / (1 - published) * line["layer_us"])
     parts = [
-        f"`{preset}`'s shares want {_range(of['needed'])} us, where it takes {_range(of[''])} here"
-        for preset, of in lines.items()
+        f"`{preset}`'s shares want {_range(needed[preset])} us, where it takes {_range(us)} here"
+        for preset, us in taken.items()
     ]
     return f"Planning of a layer in Table 6: {'; '.join(parts)}." if parts else ""
 
@@ -85,78 +88,20 @@ def _range(values: Sequence[float]) -> str:
     return f"{number(min(values))} to {number(max(values))}"
 
 
-def _numbers(results: Results, benchmark: str, page: Path) -> str:
-    run = results.newest(benchmark) if results.has(benchmark) else None
-    if run is None or not run.of("number"):
-        return NOT_MEASURED.format(script=benchmark)
-    tried: dict[tuple[str, str], list[Line]] = {}
-    for line in run.of("experiment"):
-        tried.setdefault((line["place"], line["of"]), []).append(line)
-    lines = [line for line in run.lines if line["what"] in ("number", "fitted")]
-    lines.sort(key=lambda line: _order(line["place"]))
-    rows = [
-        (line, _number(line, tried.get((line["place"], line["of"]), []), page)) for line in lines
-    ]
-    return "\n\n".join([_tally(run, tried), table(_NUMBERS, rows, page), caption(run)])
-
-
-def _tally(run: Run, tried: Mapping[tuple[str, str], Sequence[Line]]) -> str:
-    """How many numbers are near, as they stand and by an experiment."""
-    numbers = run.of("number")
-    others = [line for line in numbers if not _is_near(line)]
-    moved = sum(any(map(_is_near, tried.get((one["place"], one["of"]), ()))) for one in others)
-    return (
-        f"Of {len(numbers)} published numbers that nothing was fitted to "
-        f"{len(numbers) - len(others)} are within 15%, {moved} more by what stands beside them, "
-        f"{len(others) - moved} by nothing that was tried."
-    )
-
-
 def _order(place: str) -> tuple[str, int]:
     """Figures before tables, by number."""
     kind, number_of = place.split(" ")
     return kind, int(number_of)
 
 
-def _number(line: Line, tried: Sequence[Line], page: Path) -> Sequence[Cell]:
+def _number(line: Line) -> Sequence[Cell]:
     published, here = line["published"], line["here"]
-    shown = _value(line, here)
-    if line["what"] == "number" and line["num_cases"] > 1:
-        shown += f" ({_value(line, line['least'])} to {_value(line, line['most'])})"
-    over = f"{here / published:.2f}"
-    stands = _verdict(line, tried, page)
-    return (line["place"], line["of"], _value(line, published), shown, over, stands)
-
-
-def _verdict(line: Line, tried: Sequence[Line], page: Path) -> Cell:
-    """Yes, or what was tried that comes nearest."""
+    shown, over = _value(line, here), f"{here / published:.2f}"
     if line["what"] == "fitted":
-        return "fitted"
-    if _is_near(line):
-        return "yes"
-    nearest = min(tried, key=_distance, default=line)
-    if _distance(nearest) >= _distance(line):
-        return f"no, here{_span(line, tried)}" if tried else "no"
-    over = f"{nearest['here'] / nearest['published']:.2f}"
-    told = (
-        f"{nearest['experiment']}: {_value(line, nearest['here'])} ({over}, {link(nearest, page)})"
-    )
-    return f"no; if {told}" + ("" if _is_near(nearest) else _span(line, tried))
-
-
-def _span(line: Line, tried: Sequence[Line]) -> str:
-    """How far all that was tried reaches, where none of it comes near."""
-    values = [one["here"] for one in tried]
-    ends = f"{_value(line, min(values))} to {_value(line, max(values))}"
-    return f", of {len(values)} experiments the nearest; they span {ends}"
-
-
-def _is_near(line: Line) -> bool:
-    return abs(line["here"] / line["published"] - 1) <= _WITHIN
-
-
-def _distance(line: Line) -> float:
-    return abs(math.log(line["here"] / line["published"]))
+        over += ", fitted"
+    elif line["num_cases"] > 1:
+        shown += f" ({_value(line, line['least'])} to {_value(line, line['most'])})"
+    return (line["place"], line["of"], _value(line, published), shown, over)
 
 
 def _value(line: Line, value: float) -> Cell:
