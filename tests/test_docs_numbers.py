@@ -38,7 +38,6 @@ ALLOWED = {
         "and 0.05 unless it is given",
         "25, 50 and 75% of the experts resident",
         "if it is within 5% of the median",
-        "A number that is off by more than 15%",
         "0.3 ms of other work in a layer is assumed",
         "of synthetic runs (four layers) at 50%",
     ),

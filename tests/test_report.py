@@ -197,39 +197,18 @@ def _number_of(place: str, here: float, **changes: Any) -> dict[str, Any]:
     return _row(**row, published=2.0, here=here, num_cases=2, least=1.0, most=3.0, **changes)
 
 
-def test_a_number_of_a_paper_is_near_or_says_what_moves_it(tmp_path: Path) -> None:
+def test_numbers_of_a_paper_are_in_order_without_experiments(tmp_path: Path) -> None:
     page = Path("docs/policies.md")
     assert "Not measured yet" in blocks(_results(tmp_path, _row()), page)["dali-numbers"]()
-    tried = [
-        _number_of("Figure 13", here) | {"what": "experiment", "experiment": name}
-        for name, here in (("it is slow", 0.2), ("it is empty", 2.2))
-    ]
-    numbers = [_number_of("Table 4", 1.8), _number_of("Figure 13", 1.0), *tried]
-    numbers += [_number_of("Figure 12", 1.0), _number_of("Figure 14", 2.0) | {"what": "fitted"}]
-    tally, _, *told = blocks(_results(tmp_path, *numbers), page)["dali-numbers"]().splitlines()
-    assert "Of 3 published" in tally and "1 are within" in tally and "1 more" in tally
-    told = told[2:6]
-    assert [line.split(" | ")[0] for line in told] == [
-        "| Figure 12", "| Figure 13", "| Figure 14", "| Table 4",
-    ]  # fmt: skip
-    assert "| 1.00 (1.00 to 3.00) | 0.50 | no |" in told[0]
-    assert "no; if it is empty: 2.20 (1.10, [4](" in told[1] and "experiments" not in told[1]
-    assert "| fitted |" in told[2] and "| 0.90 | yes |" in told[3]
-
-
-def test_a_number_that_nothing_moves_says_how_far_experiments_reach(tmp_path: Path) -> None:
-    number_of = _number_of("Figure 13", 1.0) | {"benchmark": "tau"}
-    tried = [
-        number_of | {"what": "experiment", "experiment": name, "here": here}
-        for name, here in (("it is slow", 0.2), ("it is empty", 1.2))
-    ]
-    rows = [number_of, *tried]
-    tally, *told = blocks(_results(tmp_path, *rows), Path("docs/policies.md"))[
-        "tide-numbers"
-    ]().splitlines()
-    assert "1 by nothing that was tried" in tally
-    span = "of 2 experiments the nearest; they span 0.20 to 1.20"
-    assert "no; if it is empty: 1.20 (0.60, [3](" in told[3] and span in told[3]
+    tried = _number_of("Figure 12", 2.0) | {"what": "experiment", "experiment": "it is slow"}
+    numbers = [_number_of("Table 4", 1.8), _number_of("Figure 12", 1.0), tried]
+    numbers += [_number_of("Figure 14", 2.0) | {"what": "fitted"}]
+    _, _, *told = blocks(_results(tmp_path, *numbers), page)["dali-numbers"]().splitlines()
+    assert told[0].startswith(
+        "| Figure 12 | over HybriMoE | 2.00 | 1.00 (1.00 to 3.00) | 0.50 | [2]("
+    )
+    assert told[1].startswith("| Figure 14 | over HybriMoE | 2.00 | 2.00 | 1.00, fitted | [4](")
+    assert told[2].startswith("| Table 4 |") and not told[3]
 
 
 def test_what_planning_takes_is_told_beside_what_a_share_wants(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from reporting import memory
 from reporting.fronts import front_picture
 from reporting.pages import Block
-from reporting.papers import dali, dali_numbers, tide, tide_numbers
+from reporting.papers import dali, dali_numbers
 from reporting.presets import hindsight, policies, prefetch, validated
 from reporting.quality import buddies, buddies_full, decisions, formats, profiles
 from reporting.results import Line, Results, Run
@@ -66,8 +66,6 @@ def blocks(results: Results, page: Path) -> Mapping[str, Block]:
         "buddy-profiles": profiles,
         "formats": formats,
         "policies": policies,
-        "tide": tide,
-        "tide-numbers": tide_numbers,
         "dali": dali,
         "dali-numbers": dali_numbers,
         "hindsight": hindsight,
@@ -75,7 +73,7 @@ def blocks(results: Results, page: Path) -> Mapping[str, Block]:
         "validated": validated,
         "longest": memory.longest,
         "planned": memory.planned,
-        "ablation": memory.ablation,
+        "reserved": memory.reserved,
         "steps": memory.steps,
         "every-expert": memory.every_expert,
         "elastic": memory.elastic,

@@ -15,7 +15,6 @@ _SIDES = {
 }
 _PLANNED = ("model", "tokens", "operators", "plan, MB", "measured less plan", "arena less plan")
 _EVEN = ("model", "tokens", "", "peak, MB", "peak over average", "lower by; paper 2.71")
-_PARTS = ("model", "cap, GB", "with", "longest", "gain", "paper")
 _RESERVED = ("model", "forward", "tokens", "alive, MB", "reserved, MB", "more", "resident, MB")
 _STEPS = ("model", "tokens", "r_p", "depth", "step, s", "over transformers", "over plain torch")
 _PLANNING = ("model", "tokens", "r_p", "plans", "the longest, ms", "of a step, us")
@@ -49,9 +48,9 @@ _OVER_CONSTANT = (
 
 
 def longest(results: Results, page: Path) -> str:
-    """The longest sequence under a cap: cells, the others' growth, and the means."""
+    """The longest sequence under a cap: cells and the others' growth."""
     run = results.newest("max_context")
-    cells, means = run.of("cell"), run.of("mean ratio")
+    cells = run.of("cell")
     sides = [side for side in _SIDES if f"over_{side}" in cells[0].row]
     # A run may have taken the others' steps of an earlier one (`--theirs`).
     theirs = results.newest_lines("max_context", "growth", ("model", "side"))
@@ -62,8 +61,6 @@ def longest(results: Results, page: Path) -> str:
         table(head, [(line, _cell(line, sides)) for line in cells], page),
         "What the others were measured to take:",
         table(growth, [(line, _growth(line)) for line in grown], page),
-        "Means of all cells:",
-        table(("over", "times", "paper"), [(line, _mean(line)) for line in means], page),
         captions(grown + cells),
     ]
     return "\n\n".join(parts)
@@ -82,8 +79,8 @@ def planned(results: Results, page: Path) -> str:
     return "\n\n".join([*parts, captions(lines + even)])
 
 
-def ablation(results: Results, page: Path) -> str:
-    """What each part of the planning gives, and what CUDA's allocator would reserve."""
+def reserved(results: Results, page: Path) -> str:
+    """What CUDA's allocator would reserve, and the time that lazy chunking saves."""
     run = results.newest("mosaic_ablation")
     lazy = run.of("lazy over static")
     said = "; ".join(
@@ -91,7 +88,6 @@ def ablation(results: Results, page: Path) -> str:
         for line in lazy
     )
     parts = [
-        table(_PARTS, [(line, _part(line)) for line in run.of("part")], page),
         "What CUDA's caching rules would reserve for the others' steps (the paper: 21.8 to 78.3% "
         "more than is alive), and what is resident here:",
         table(_RESERVED, [(line, _reserved(line)) for line in run.of("reserved")], page),
@@ -154,10 +150,6 @@ def _growth(line: Line) -> Sequence[Cell]:
     return (line["model"], side, f"{line['slope']:,.0f}", f"{line['residual']:.2%}")
 
 
-def _mean(line: Line) -> Sequence[Cell]:
-    return (_SIDES[line["side"]], number(line["ratio"]), str(line["paper"]))
-
-
 def _planned(line: Line) -> Sequence[Cell]:
     chunks = ", ".join(f"{name} {count}" for name, count in line["chunks"].items() if count > 1)
     return (
@@ -172,19 +164,6 @@ def _planned(line: Line) -> Sequence[Cell]:
 def _even(line: Line) -> Sequence[Cell]:
     even, lower = number(line["peak_over_average"]), number(line["lower_by"])
     return (*_length(line), line["side"], _mega(line["peak_bytes"]), even, lower)
-
-
-def _part(line: Line) -> Sequence[Cell]:
-    paper = line["paper"]
-    is_base = line["part"] == "ported"
-    return (
-        line["model"],
-        number(line["cap_gb"]),
-        "plain torch (b)" if is_base else f"+ {line['part']}",
-        f"{line['num_tokens']:,}",
-        "" if is_base else f"{line['gain']:+.0%}",
-        paper or "",
-    )
 
 
 def _reserved(line: Line) -> Sequence[Cell]:
