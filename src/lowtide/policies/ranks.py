@@ -1,0 +1,84 @@
+"""Ranks: what a placement says before a pass, and the moves that follow from it.
+
+Without a device nobody is asked within a pass: who becomes resident in whose place follows from
+numbers that were written down before. `admit` is the plain twin of what compiled code does.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from lowtide.core import NO_MOVES, BoolArray, FloatArray, IntArray, Moves
+
+NO_LIMIT = 2**31 - 1
+"""More than any layer has experts."""
+
+
+class Ranks(NamedTuple):
+    """Which absent experts may become resident in each layer, and in whose place."""
+
+    rank: FloatArray  # [num_layers, num_experts] the placement's own memory: bumps change it
+    room: IntArray  # [num_layers]: residents that each layer may have
+    most: int = NO_LIMIT  # experts that may be admitted in each layer
+    per_token: float = 0.0  # what the rank of a demanded expert gains for each of its tokens,
+    per_expert: float = 0.0  # and once,
+    per_share: float = 0.0  # and for its share of all tokens of the layer
+    clock: IntArray | None = None  # [1]: if given, its rank becomes the next number instead
+    includes_all: bool = False  # experts that the pass does not demand may come too, for later
+    low_ids_leave: bool = (
+        False  # which of residents of equal rank leave first: lower ids, or higher
+    )
+
+
+def admit(
+    ranks: Ranks, layer: int, experts: IntArray, num_tokens: IntArray, is_resident: BoolArray
+) -> Moves:
+    """A layer's moves when its router has asked for `experts`, ascending; raises their ranks.
+
+    Absent demanded experts come in order of rank, lower ids first among equals, while there is
+    free room or a resident of less rank. A demanded resident may leave as well, after its use.
+    """
+    bump(ranks, layer, experts, num_tokens)
+    is_demanded = np.zeros(len(is_resident), np.bool_)
+    is_demanded[experts] = True
+    moves = choose(ranks, layer, is_demanded | ranks.includes_all, is_resident)
+    is_now = is_demanded[moves.admit]
+    return moves._replace(admit=moves.admit[is_now], later=moves.admit[~is_now])
+
+
+def bump(ranks: Ranks, layer: int, experts: IntArray, num_tokens: IntArray) -> None:
+    """Raises the ranks of demanded experts."""
+    rank = ranks.rank[layer]
+    if ranks.clock is not None:
+        rank[experts] = ranks.clock[0] + np.arange(1, len(experts) + 1)
+        ranks.clock[0] += len(experts)
+        return
+    share = ranks.per_share * num_tokens / max(1, num_tokens.sum())
+    rank[experts] += ranks.per_token * num_tokens + ranks.per_expert + share
+
+
+def choose(ranks: Ranks, layer: int, may_enter: BoolArray, is_resident: BoolArray) -> Moves:
+    """The moves of `admit` by the ranks as they are, all to be admitted at once.
+
+    may_enter [num_experts]: who is considered, if absent.
+    """
+    rank, room = ranks.rank[layer], int(ranks.room[layer])
+    residents = is_resident.nonzero()[0]
+    num_over = max(0, len(residents) - room)
+    entering = (may_enter & ~is_resident & (rank > 0)).nonzero()[0]
+    if not num_over and not len(entering):
+        return NO_MOVES
+    entering = entering[(-rank[entering]).argsort(kind="stable")[: ranks.most]]
+    if not ranks.low_ids_leave:
+        residents = residents[::-1]
+    leaving = residents[rank[residents].argsort(kind="stable")]
+    num_free = max(0, room - len(residents))
+    coming, going = entering[num_free:], leaving[num_over:]
+    num_pairs = min(len(coming), len(going))
+    # Both are sorted: the pairs in which the newcomer is worth more come first.
+    num_swaps = np.count_nonzero(rank[coming[:num_pairs]] > rank[going[:num_pairs]])
+    return Moves(
+        np.sort(entering[: num_free + num_swaps]), np.sort(leaving[: num_over + num_swaps])
+    )

@@ -1,0 +1,126 @@
+"""The moves that follow from ranks, against the rule written out one expert at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowtide.core import Moves
+from lowtide.policies.ranks import NO_LIMIT, Ranks, admit
+
+NUM_LAYERS, NUM_EXPERTS = 3, 9
+
+
+@st.composite
+def all_ranks(draw: st.DrawFn) -> Ranks:
+    """Few different numbers, so that many are equal; some are below 0."""
+    numbers = st.sampled_from([-1.0, 0.0, 0.5, 1.0, 2.0, 3.0])
+    size = NUM_LAYERS * NUM_EXPERTS
+    rank = np.array(draw(st.lists(numbers, min_size=size, max_size=size)))
+    room = st.lists(st.integers(0, NUM_EXPERTS), min_size=NUM_LAYERS, max_size=NUM_LAYERS)
+    gain = st.sampled_from([0.0, 0.5, 1.0])
+    return Ranks(
+        rank.reshape(NUM_LAYERS, NUM_EXPERTS),
+        np.array(draw(room), np.int64),
+        draw(st.sampled_from([0, 1, 2, NO_LIMIT])),
+        draw(gain),
+        draw(gain),
+        draw(gain),
+        draw(st.sampled_from([None, np.array([7])])),
+        draw(st.booleans()),
+        draw(st.booleans()),
+    )
+
+
+def copied(ranks: Ranks) -> Ranks:
+    clock = None if ranks.clock is None else ranks.clock.copy()
+    return ranks._replace(rank=ranks.rank.copy(), clock=clock)
+
+
+def one_by_one(
+    ranks: Ranks, layer: int, hits: dict[int, int], residents: set[int]
+) -> tuple[set[int], set[int]]:
+    """Residents afterwards, and of those who were admitted who was not demanded."""
+    rank, room, stay = ranks.rank[layer], ranks.room[layer], set(residents)
+    for expert in sorted(hits):
+        if ranks.clock is not None:
+            ranks.clock[0] += 1
+            rank[expert] = ranks.clock[0]
+        else:
+            share = ranks.per_share * hits[expert] / sum(hits.values())
+            rank[expert] += ranks.per_token * hits[expert] + ranks.per_expert + share
+
+    def first_to_leave(among: set[int]) -> int:
+        return min(among, key=lambda e: (rank[e], e if ranks.low_ids_leave else -e))
+
+    while len(stay) > room:
+        stay.remove(first_to_leave(stay))
+    absent = set(range(NUM_EXPERTS)) if ranks.includes_all else set(hits)
+    entering = sorted((e for e in absent - residents if rank[e] > 0), key=lambda e: (-rank[e], e))
+    admitted: set[int] = set()
+    for expert in entering[: ranks.most]:
+        if len(stay) + len(admitted) == room:
+            if not stay or rank[expert] <= rank[first_to_leave(stay)]:
+                break
+            stay.remove(first_to_leave(stay))
+        admitted.add(expert)
+    return stay | admitted, admitted - hits.keys()
+
+
+demands = st.dictionaries(st.integers(0, NUM_EXPERTS - 1), st.integers(1, 4))
+
+
+@examples(300)
+@given(
+    ranks=all_ranks(),
+    layer=st.integers(0, NUM_LAYERS - 1),
+    hits=demands,
+    residents=st.sets(st.integers(0, NUM_EXPERTS - 1)),
+)
+def test_moves_are_those_of_the_rule_one_expert_at_a_time(
+    ranks: Ranks, layer: int, hits: dict[int, int], residents: set[int]
+) -> None:
+    told, is_resident = copied(ranks), mask(residents)
+    moves = asked(told, layer, hits, is_resident)
+    assert np.array_equal(is_resident, mask(residents))
+    wanted, later = one_by_one(ranks, layer, hits, residents)
+    admitted = set(moves.admit.tolist()) | set(moves.later.tolist())
+    assert (residents - set(moves.evict.tolist())) | admitted == wanted
+    assert set(moves.later.tolist()) == later
+    assert admitted.isdisjoint(residents)
+    assert set(moves.evict.tolist()) <= residents
+    for ids in (moves.admit, moves.evict, moves.later):
+        assert ids.dtype == np.int64
+        assert np.array_equal(ids, np.unique(ids))
+    assert np.array_equal(told.rank, ranks.rank)
+    assert told.clock is None or told.clock[0] == ranks.clock[0]  # type: ignore[index]
+    assert len(wanted) <= ranks.room[layer]
+
+
+def test_residents_win_ties_and_of_newcomers_lower_ids() -> None:
+    rank = np.array([[1.0, 1.0, 2.0, 2.0, 1.0, 0.0]])
+    ranks = Ranks(rank, np.array([2]))
+    moves = asked(ranks, 0, {2: 1, 3: 1, 4: 1, 5: 1}, mask({0, 1}, 6))
+    assert moves.admit.tolist() == [2, 3]
+    assert moves.evict.tolist() == [0, 1]
+    ranks = Ranks(rank, np.array([2]), most=1)
+    moves = asked(ranks, 0, {2: 1, 3: 1}, mask({0, 1}, 6))
+    assert (moves.admit.tolist(), moves.evict.tolist()) == ([2], [1])
+    ranks = ranks._replace(low_ids_leave=True)
+    moves = asked(ranks, 0, {2: 1, 3: 1}, mask({0, 1}, 6))
+    assert (moves.admit.tolist(), moves.evict.tolist()) == ([2], [0])
+    assert not asked(ranks, 0, {4: 1}, mask({0, 1}, 6)).num_asked
+
+
+def asked(ranks: Ranks, layer: int, hits: dict[int, int], is_resident: np.ndarray) -> Moves:
+    experts = np.array(sorted(hits), np.int64)
+    num_tokens = np.array([hits[expert] for expert in sorted(hits)], np.int64)
+    return admit(ranks, layer, experts, num_tokens, is_resident)
+
+
+def mask(experts: set[int], num_experts: int = NUM_EXPERTS) -> np.ndarray:
+    is_resident = np.zeros(num_experts, np.bool_)
+    is_resident[sorted(experts)] = True
+    return is_resident
