@@ -13,7 +13,7 @@ from lowtide.errors import InternalError
 from lowtide.layers.batch import Segment
 from lowtide.layers.causal_attention import Scores, attend_causal_segment
 from lowtide.layers.rows import in_chunks, num_rows_of
-from lowtide.layers.sdpa import sdpa_bytes
+from lowtide.layers.sdpa import sdpa_bytes, spread_not_finite
 from lowtide.memory.chunking import OPERATOR_TILES, longest_tile, pieces
 from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.workspace import TILE_ROWS, tiles
@@ -36,7 +36,8 @@ def attention(
     window: int = 0,
     sinks: Tensor | None = None,
 ) -> None:
-    """Stores keys and values of all rows, then attends segment by segment.
+    """Stores keys and values of all rows, then attends segment by segment. Values of keys that are
+    not finite become NaN, in place.
 
     query [rows, heads, head_dim]; key, value [rows, kv_heads, head_dim]; out [rows, heads,
     head_dim]. scale: of the scores, by default head_dim ** -0.5. Causal segments divide their
@@ -47,6 +48,7 @@ def attention(
     nothing to the output.
     """
     scores = Scores(scale, window, sinks)
+    spread_not_finite(key, value)
     for segment in segments:
         rows = slice(segment.start, segment.stop)
         kv_cache.write(layer, segment.kv, segment.first_position, key[rows], value[rows])
@@ -152,4 +154,5 @@ def _attend_folded(
             attended = F.scaled_dot_product_attention(
                 query[None, heads], own_keys[None], own_values[None], scale=scale
             )
+            spread_not_finite(query[None, heads], attended)
             out[heads].copy_(attended.view(out[heads].shape))

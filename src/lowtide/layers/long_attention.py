@@ -25,6 +25,7 @@ from lowtide.layers.norm import Norm
 from lowtide.layers.projection import Projection
 from lowtide.layers.rotary import Rotations
 from lowtide.layers.rows import num_rows_of, tiles_of
+from lowtide.layers.sdpa import spread_not_finite
 from lowtide.memory.chunking import MAX_REMAINDER, window_rows
 from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.workspace import TILE_ROWS, tiles
@@ -104,6 +105,7 @@ class LongAttention:
             key, value = both[:, : spec.num_kv_heads], both[:, spec.num_kv_heads :]
             weight = None if self._norms is None else self._norms.key
             self._turn(key, weight, rotations.of(tile))
+            spread_not_finite(key, value)
             for segment in segments:
                 start, stop = max(tile.start, segment.start), min(tile.stop, segment.stop)
                 if start < stop:

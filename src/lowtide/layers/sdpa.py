@@ -18,7 +18,7 @@ def flash(
     """SDPA with the log-sum-exp of every row's scores in float32 [batch, heads, rows].
 
     Called by the names of its kernels because `scaled_dot_product_attention` keeps that number to
-    itself.
+    itself. Outputs of queries that are not finite are not, either; of keys see `spread_not_finite`.
     """
     if query.is_cuda:
         if mask is not None:
@@ -26,11 +26,23 @@ def flash(
         output, log_sum, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             query, keys, values, mask, True, 0.0, is_causal, scale=scale
         )
-        return output, log_sum[:, :, : query.shape[2]]  # the kernel pads its rows
-    output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, keys, values, 0.0, is_causal, attn_mask=mask, scale=scale
-    )
+        log_sum = log_sum[:, :, : query.shape[2]]  # the kernel pads its rows
+    else:
+        output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, keys, values, 0.0, is_causal, attn_mask=mask, scale=scale
+        )
+    spread_not_finite(query, output)
     return output, log_sum
+
+
+def spread_not_finite(source: Tensor, target: Tensor) -> None:
+    """Makes NaN of each head of `target` [..., dim] whose `source` [..., dim] is not finite.
+
+    torch's CPU kernel gives zeros where all scores are NaN, of fewer than 16 keys, or -infinity.
+    Made of a key's value and of a query's output, NaN reaches the logits, where it is an error.
+    """
+    # A head's sum: that of all heads could leave float16's range. -0.0 times it changes no number.
+    target.add_(source.sum(-1, keepdim=True), alpha=-0.0)
 
 
 def _with_aligned_rows(mask: Tensor) -> Tensor:
