@@ -504,8 +504,11 @@ def test_arithmetic_that_overflows_is_nobodys_fault(
     write_weights(model, "lm_head.weight", HUGE)
     write_weights(model, "model.layers.2.mlp.gate.weight", HUGE)
     checked = r"not finite.* all weights are finite: float16 overflowed\. Choose dtype bfloat16"
-    with LLM(model, dtype="float16") as llm, pytest.raises(NumericError, match=checked):
-        llm.generate(PROMPT, PARAMS)
+    with LLM(model, dtype="float16") as llm:
+        with pytest.raises(NumericError, match=checked):
+            llm.generate(PROMPT, PARAMS)
+        with pytest.raises(NumericError, match=checked):
+            llm.logits(PROMPT)
     monkeypatch.setattr(not_finite, "SEARCH_S", 0.0)
     with LLM(model, dtype="float16") as llm, pytest.raises(NumericError, match="the 0% of weigh"):
         llm.generate(PROMPT, PARAMS)

@@ -63,3 +63,15 @@ def test_queries_and_keys_that_are_no_numbers_are_found(
             for asked in (prompts[:1], prompts[1:2], prompts[2:3], prompts[3:]):
                 with pytest.raises(CheckpointError, match=f"{name} .* infinity or NaN"):
                     llm.generate(asked, SamplingParams(max_tokens=1))
+
+
+def test_logits_that_are_no_numbers_are_refused(
+    whole_model: Path, family: str, tmp_path: Path
+) -> None:
+    """As `generate` refuses them, and as often as it is asked."""
+    model = shutil.copytree(whole_model, tmp_path / "model")
+    name = broken(model, PARTS[family][0], NAN)
+    with LLM(model) as llm:
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match=f"{name} .* infinity or NaN"):
+                llm.logits(list(range(40)))
