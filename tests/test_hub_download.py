@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,46 @@ def test_only_what_belongs_to_the_model_is_fetched(stand_in: StandIn, cache: Pat
     stand_in.add("org/name", files)
     folder = hub.pull("org/name")
     assert {path.name for path in folder.iterdir()} == {"config.json", "generate.json", SHARD}
+
+
+def saying(**values: object) -> Callable[[dict[str, Any]], object]:
+    """A listing that says this of the commit."""
+    return lambda listing: listing.update(values)
+
+
+def saying_of(name: str, **values: object) -> Callable[[dict[str, Any]], object]:
+    """A listing that says this of a file."""
+
+    def change(listing: dict[str, Any]) -> None:
+        [file] = [file for file in listing["siblings"] if file["rfilename"] == name]
+        file.update(values)
+
+    return change
+
+
+def lfs(sha256: object) -> dict[str, object]:
+    return {"sha256": sha256, "oid": sha256, "size": SIZE, "pointerSize": 134}
+
+
+PATHS = ("../../../../evil", "..%2f..%2fevil", "{folder}/evil", "x" * 10000, "a" * 39, None, 5)
+"""That a hub may name where hexadecimal digits belong."""
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_hub_cannot_name_paths(
+    stand_in: StandIn, cache: Path, path: object, tmp_path: Path
+) -> None:
+    """Where commits and digests become names of files."""
+    named = path.format(folder=tmp_path) if isinstance(path, str) else path
+    before = sorted(tmp_path.iterdir())
+    for change, said in (
+        (saying(sha=named), "is no commit"),
+        (saying_of(SHARD, lfs=lfs(named)), "no SHA-256 of 'model.safetensors'"),
+    ):
+        stand_in.change_listing = change
+        with pytest.raises(HubError, match=said) as caught:
+            hub.pull("org/name")
+        assert len(str(caught.value)) < 400 and sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize("part", ["/tree/", "/resolve/main/", "generate.json"])

@@ -8,15 +8,16 @@ Everything is of one commit, the one that the revision stood for when the hub wa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowtide.errors import CheckpointError, ConfigError, HubError
-from lowtide.files.json_file import parse_object
+from lowtide.files.json_file import parse_object, shown
 from lowtide.files.regular_file import RegularFile
 from lowtide.model_folder.checkpoint import (
     INDEX_NAME,
@@ -26,9 +27,12 @@ from lowtide.model_folder.checkpoint import (
     header_num_bytes,
     shard_names,
 )
-from lowtide.model_folder.hub_cache import MAX_INDEX_BYTES, snapshot_folder
+from lowtide.model_folder.hub_cache import MAX_INDEX_BYTES, is_commit, snapshot_folder
 from lowtide.model_folder.hub_requests import asked, failure, read_part
 from lowtide.model_folder.way_out import gguf_way_out
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import RepoSibling
 
 SMALL_FILES = ("*.json", "*.jinja")
 """What is fetched beside weights: configuration and tokenizer. Never code or pickled weights."""
@@ -37,6 +41,7 @@ IGNORED_FILES = ("*/*",)
 NUM_CONNECTIONS = 8
 MAX_CONFIG_BYTES = 16 << 20
 
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _OTHER_FORMATS = {".gguf": "GGUF", ".bin": "PyTorch's pickled weights", ".pth": "pickled weights"}
 
 
@@ -73,9 +78,13 @@ class HubModel:
         # The hub's errors share no base class: HTTP, connection and validation errors.
         except Exception as error:
             raise failure(name, error) from error
+        if not is_commit(str(info.sha)):
+            raise HubError(
+                f"{name}: the hub says that it is {shown(info.sha)}, which is no commit."
+            )
         siblings = sorted(info.siblings or (), key=lambda file: file.rfilename)
         files = {
-            file.rfilename: HubFile(file.size or 0, None if file.lfs is None else file.lfs.sha256)
+            file.rfilename: HubFile(file.size or 0, _sha256(file, name))
             for file in siblings
             if is_small(file.rfilename) or _is_weights(file.rfilename)
         }
@@ -157,6 +166,18 @@ class HubModel:
                 f"missing on the hub.{instead} Only safetensors checkpoints are fetched; choose "
                 f"the model's original repository.{way}"
             )
+
+
+def _sha256(file: RepoSibling, model: str) -> str | None:
+    """Of a large file. Raises HubError for what is none: it becomes a name in the cache."""
+    if file.lfs is None:
+        return None
+    said = file.lfs.sha256
+    if not _SHA256.fullmatch(str(said)):
+        raise HubError(
+            f"{model}: the hub says {shown(said)}, which is no SHA-256 of {shown(file.rfilename)}."
+        )
+    return said
 
 
 def is_small(name: str) -> bool:
