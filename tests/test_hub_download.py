@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import json
 import os
@@ -15,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hub_stand_in
+import huggingface_hub
 import pytest
 from hub_repos import GOLDEN, whole_repo
 from hub_stand_in import COMMIT, Content, Fault, StandIn, be_patient, wait_for
@@ -240,30 +243,58 @@ def test_a_hub_cannot_name_paths(
         assert len(str(caught.value)) < 400 and sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("part", ["/tree/", "/resolve/main/", "generate.json"])
+@pytest.mark.parametrize("path", ["../../../../evil", "{folder}/evil"])
+def test_names_that_answers_give_files_are_not_used(
+    stand_in: StandIn, cache: Path, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The headers with a file's ETag, which huggingface-hub makes paths of."""
+    etag = path.format(folder=tmp_path)
+    monkeypatch.setattr(hub_stand_in, "_blob_id", lambda name: f"{etag}-{name}")
+    folder = hub.pull("org/name")
+    assert list(tmp_path.iterdir()) == [cache]
+    for name in ("config.json", "generate.json", SHARD):
+        assert (folder / name).read_bytes() == (GOLDEN / name).read_bytes()
+        assert (folder / name).resolve().parent == folder.parents[1] / "blobs"
+
+
+def test_files_lie_as_huggingface_hub_has_them(stand_in: StandIn, cache: Path) -> None:
+    """Small ones by git's name of their bytes."""
+    folder = hub.pull("org/name")
+    config = (GOLDEN / "config.json").read_bytes()
+    digest = hashlib.sha1(b"blob %d\0" % len(config) + config).hexdigest()
+    assert os.readlink(folder / "config.json") == f"../../blobs/{digest}"
+    assert os.readlink(folder / SHARD) == f"../../blobs/{stand_in.digest('org/name', SHARD)}"
+    stand_in.close()
+    for name in ("config.json", SHARD):
+        found = huggingface_hub.try_to_load_from_cache("org/name", name, cache, "main")
+        assert found == str(folder / name)
+
+
+def test_a_disk_without_links_holds_the_files_themselves(
+    stand_in: StandIn, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    folder = hub.pull("org/name")
+    assert (folder / SHARD).read_bytes() == (GOLDEN / SHARD).read_bytes()
+    assert not (folder / SHARD).is_symlink() and not list((folder.parents[1] / "blobs").iterdir())
+    assert hub.resolve_model("org/name", offline=True) == folder
+
+
+@pytest.mark.parametrize("part", ["/resolve/main/", "generate.json"])
 @pytest.mark.parametrize("status", [401, 403, 404, 429, 500])
 def test_failures_of_what_is_small_are_typed(
-    stand_in: StandIn, cache: Path, part: str, status: int, monkeypatch: pytest.MonkeyPatch
+    stand_in: StandIn, cache: Path, part: str, status: int
 ) -> None:
-    import huggingface_hub.file_download as library
-    from huggingface_hub.utils import _http
-
-    for module in (library, _http):
-        monkeypatch.setattr(module, "time", _NoTime)
-    stand_in.faults += [Fault(part, 99, status), Fault(part, 99, status, method="HEAD")]
+    stand_in.faults.append(Fault(part, 99, status))
     if part == "/resolve/main/":  # nothing is asked for by a name that may change its meaning
         hub.pull("org/name")
         return
     with pytest.raises(HubError, match="org/name@main could not be fetched"):
         hub.pull("org/name")
-
-
-class _NoTime:
-    """huggingface-hub's own pauses are not waited for."""
-
-    @staticmethod
-    def sleep(seconds: float) -> None:
-        pass
+    assert not list(cache.rglob("*.lowtide"))
 
 
 def test_a_cache_that_cannot_be_written(stand_in: StandIn, cache: Path) -> None:
