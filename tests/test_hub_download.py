@@ -243,6 +243,68 @@ def test_a_hub_cannot_name_paths(
         assert len(str(caught.value)) < 400 and sorted(tmp_path.iterdir()) == before
 
 
+def with_name(name: object) -> Callable[[dict[str, Any]], object]:
+    """A listing that names one file more."""
+    return lambda listing: listing["siblings"].append({"rfilename": name, "size": 5})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (with_name(None), "lists a file None"),
+        (with_name(7), "lists a file 7"),
+        (with_name("x" * 5000 + ".json"), "lists a file 'xxx"),
+        (with_name("\x1b[31mevil.json"), r"lists a file '\\x1b\[31mevil.json'"),
+        (with_name("two\nlines.safetensors"), r"lists a file 'two\\nlines.safetensors'"),
+        (with_name("half\ud800.json"), r"lists a file 'half\\ud800.json'"),
+        (saying_of("config.json", size="big"), "'big' bytes of 'config.json'"),
+        (saying_of(SHARD, size=-1), "-1 bytes of 'model.safetensors'"),
+        (saying_of(SHARD, size=True), "True bytes of 'model.safetensors'"),
+        (saying_of(SHARD, size=1.5), "1.5 bytes of 'model.safetensors'"),
+        (saying_of(SHARD, lfs=5), "could not be fetched: TypeError"),
+        (saying(siblings=5), "could not be fetched: TypeError"),
+    ],
+)
+def test_listings_that_make_no_sense_are_refused_in_words(
+    stand_in: StandIn, cache: Path, change: Callable[[dict[str, Any]], object], said: str
+) -> None:
+    stand_in.change_listing = change
+    with pytest.raises(HubError, match=said) as caught:
+        hub.pull("org/name")
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 500
+    assert not cache.exists()
+
+
+def test_files_that_are_not_fetched_may_be_called_as_they_like(
+    stand_in: StandIn, cache: Path
+) -> None:
+    files = {**whole_repo(), "a\nb.md": b"", "x" * 300 + ".md": b"", "sub/\x1b.json": b""}
+    stand_in.add("org/name", files)
+    assert (hub.pull("org/name") / SHARD).exists()
+
+
+@pytest.mark.parametrize("named", ["../../evil.safetensors", "/etc/passwd", "gone.safetensors", 5])
+def test_an_index_that_names_other_files_is_refused_before_weights_are_fetched(
+    stand_in: StandIn, cache: Path, named: object
+) -> None:
+    files = whole_repo()
+    shard = "model-00001-of-00001.safetensors"
+    files[shard] = files.pop(SHARD)
+    index = {"weight_map": {"lm_head.weight": shard, "x": named}}
+    files["model.safetensors.index.json"] = json.dumps(index).encode()
+    stand_in.add("org/name", files)
+    with pytest.raises(HubError, match=f"model.safetensors.index.json names '{named}', which is"):
+        hub.pull("org/name")
+    assert not [request for request in stand_in.asked(shard) if request.is_elsewhere]
+
+
+def test_an_index_beside_a_single_file_is_not_looked_at(stand_in: StandIn, cache: Path) -> None:
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    files = {**whole_repo(), "model.safetensors.index.json": json.dumps(index).encode()}
+    stand_in.add("org/name", files)
+    assert (hub.pull("org/name") / SHARD).exists()
+
+
 @pytest.mark.parametrize("path", ["../../../../evil", "{folder}/evil"])
 def test_names_that_answers_give_files_are_not_used(
     stand_in: StandIn, cache: Path, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -21,7 +21,14 @@ from typing import BinaryIO
 
 from lowtide.config import format_size
 from lowtide.errors import HubError
-from lowtide.model_folder.hub_cache import cache_folder, remember_revision, repo_folder
+from lowtide.files.json_file import shown
+from lowtide.model_folder.checkpoint import INDEX_NAME, SINGLE_NAME
+from lowtide.model_folder.hub_cache import (
+    cache_folder,
+    missing_files,
+    remember_revision,
+    repo_folder,
+)
 from lowtide.model_folder.hub_model import NUM_CONNECTIONS, HubModel, is_small
 from lowtide.model_folder.hub_requests import NotWhole, Stopped, failure, file_part
 
@@ -93,12 +100,25 @@ class _Download:
         )
 
     def run(self) -> None:
-        """Fetches and links them. Raises what the first failure was."""
+        """Fetches and links them. Raises what the first failure was, and HubError for an index of
+        files that are not on the hub before any weights are fetched."""
         self._blobs.mkdir(parents=True, exist_ok=True)
         self._model.folder.mkdir(parents=True, exist_ok=True)
         # First what is small: a snapshot that has all its weights is then whole.
         self._fetch_all([name for name in self._wanted if is_small(name)])
+        self._check_index()
         self._fetch_all([name for name in self._wanted if not is_small(name)])
+
+    def _check_index(self) -> None:
+        """As `Checkpoint.open` does, which looks at it where no file has all weights."""
+        if INDEX_NAME not in self._model.files or SINGLE_NAME in self._model.files:
+            return
+        absent = [n for n in missing_files(self._model.folder) if n not in self._model.files]
+        if absent:
+            raise HubError(
+                f"{self._model.name} is not whole on the hub: {INDEX_NAME} names "
+                f"{shown(absent[0])}, which is not one of its files."
+            )
 
     def _fetch_all(self, names: Sequence[str]) -> None:
         """Several at once."""

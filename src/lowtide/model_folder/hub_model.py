@@ -41,6 +41,7 @@ IGNORED_FILES = ("*/*",)
 NUM_CONNECTIONS = 8
 MAX_CONFIG_BYTES = 16 << 20
 
+_MAX_NAME_BYTES = 200
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _OTHER_FORMATS = {".gguf": "GGUF", ".bin": "PyTorch's pickled weights", ".pth": "pickled weights"}
 
@@ -82,14 +83,14 @@ class HubModel:
             raise HubError(
                 f"{name}: the hub says that it is {shown(info.sha)}, which is no commit."
             )
-        siblings = sorted(info.siblings or (), key=lambda file: file.rfilename)
+        siblings = {_checked_name(file.rfilename, name): file for file in info.siblings or ()}
         files = {
-            file.rfilename: HubFile(file.size or 0, _sha256(file, name))
-            for file in siblings
-            if is_small(file.rfilename) or _is_weights(file.rfilename)
+            each: HubFile(_num_bytes(siblings[each], name), _sha256(siblings[each], name))
+            for each in sorted(siblings)
+            if _is_fetched(each)
         }
         model = cls(repo_id, revision, str(info.sha), files)
-        model._check_whole([file.rfilename for file in siblings])
+        model._check_whole(list(siblings))
         return model
 
     @property
@@ -168,6 +169,26 @@ class HubModel:
             )
 
 
+def _checked_name(file: object, model: str) -> str:
+    """Raises HubError for what is no text, or fetched and unfit for a name of a file."""
+    if isinstance(file, str) and not _is_fetched(file):
+        return file
+    if not isinstance(file, str) or not file.isprintable() or len(file.encode()) > _MAX_NAME_BYTES:
+        raise HubError(
+            f"{model}: the hub lists a file {shown(file)}; names are printable text of at most "
+            f"{_MAX_NAME_BYTES} bytes."
+        )
+    return file
+
+
+def _num_bytes(file: RepoSibling, model: str) -> int:
+    """Raises HubError for what is no size."""
+    size: object = file.size or 0
+    if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+        raise HubError(f"{model}: the hub says {shown(size)} bytes of {shown(file.rfilename)}.")
+    return size
+
+
 def _sha256(file: RepoSibling, model: str) -> str | None:
     """Of a large file. Raises HubError for what is none: it becomes a name in the cache."""
     if file.lfs is None:
@@ -185,8 +206,8 @@ def is_small(name: str) -> bool:
     return _is_one_of(name, SMALL_FILES)
 
 
-def _is_weights(name: str) -> bool:
-    return _is_one_of(name, ("*.safetensors",))
+def _is_fetched(name: str) -> bool:
+    return is_small(name) or _is_one_of(name, ("*.safetensors",))
 
 
 def _is_one_of(name: str, patterns: tuple[str, ...]) -> bool:
