@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from computing import on_this_thread
+from computing import attention, on_this_thread
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +28,6 @@ from lowtide.kernels.choice import choose_kernels
 from lowtide.kernels.operands import ExpertWeights
 from lowtide.kernels.reference import REFERENCE, Kernels
 from lowtide.layers import linear as linear_module
-from lowtide.layers.attention import attention
 from lowtide.layers.batch import Batch, Segment
 from lowtide.layers.linear import GatedMLP, Linear
 from lowtide.layers.moe import MoELayer, SigmoidRouter

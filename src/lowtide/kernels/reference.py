@@ -222,10 +222,12 @@ class Kernels:
     ) -> None:
         """`rms_norm` of queries and of keys, then `rotate`, in place.
 
-        x [rows, heads, head_dim]: heads of `num_queries` queries, then of keys; heads adjacent.
+        x [rows, heads, head_dim]: heads of `num_queries` queries, then of keys, or of either
+        alone; heads adjacent.
         """
-        queries, keys = x[:, :num_queries], x[:, num_queries:]
-        for heads, weight in ((queries, norms.query), (keys, norms.key)):
+        for heads, weight in ((x[:, :num_queries], norms.query), (x[:, num_queries:], norms.key)):
+            if not heads.shape[1]:
+                continue
             if weight.shape[0] != x.shape[-1]:
                 heads = heads.flatten(1)  # a view: heads are adjacent
             self.rms_norm(heads, weight, eps, workspace, heads, num_threads)

@@ -153,9 +153,9 @@ class FewRowsPass:
 
     def _draw_attention(self, widths: Widths, drawn: dict[str, Tensor]) -> None:
         workspace, (num_heads, num_key_heads, head_dim) = self.workspace, widths.heads
-        drawn["normed"] = self._take("normed", self.x.shape[1])
         drawn["qkv"] = self._take("qkv", num_heads + 2 * num_key_heads, head_dim)
-        workspace.give_back(drawn["normed"])
+        with workspace.scope():
+            drawn["normed"] = self._take("normed", self.x.shape[1])
         drawn["attended"] = self._take("attended", num_heads, head_dim)
         workspace.give_back(drawn["qkv"])
         drawn["update"] = self._take("update", self.x.shape[1])

@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+class Scores(NamedTuple):
+    """What becomes of a layer's scores. Causal attention alone has windows or sinks."""
+
+    scale: float | None = None  # by default head_dim ** -0.5
+    window: int = 0  # positions that a row sees, its own included; 0 for all
+    # [heads] float32: a score for each head that takes its share of the softmax and adds nothing.
+    sinks: Tensor | None = None
+
+    @property
+    def are_plain(self) -> bool:
+        return not self.window and self.sinks is None
+
+
+PLAIN = Scores()
+
+
+def by_head(x: Tensor, kv_heads: int) -> Tensor:
+    """x [rows, heads, head_dim] as [kv_heads, group, rows, head_dim], a view."""
+    rows, heads, head_dim = x.shape
+    return x.view(rows, kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3)
 
 
 def flash(
