@@ -7,7 +7,7 @@ a tile of rows after the other, straight into the KV cache. Then chunks of tiles
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from lowtide.layers.attention import CachedAttention
 from lowtide.layers.batch import Batch, Segment
 from lowtide.layers.linear import Linear
 from lowtide.layers.norm import Norm
-from lowtide.layers.projection import Projection
+from lowtide.layers.projection import Projection, SideBySide
 from lowtide.layers.query_chunks import Chunk, chunks_of, longest_of
 from lowtide.layers.rotary import Rotations
 from lowtide.layers.rows import num_rows_of, tiles_of
@@ -73,7 +73,7 @@ class GroupedAttention:
             return None
         return AttentionParts(
             norm.weight,
-            self._projection.products,
+            self._projection.whole.products,
             self._norms,
             self._output.product,
             *arrays,
@@ -91,7 +91,7 @@ class GroupedAttention:
         x, workspace, spec = inputs.x, self._compute.workspace, self._spec
         heads, kv_heads = spec.num_heads, spec.num_kv_heads
         qkv = workspace.take("qkv", (len(x), heads + 2 * kv_heads, spec.head_dim), x.dtype)
-        self._project(self._projection.forward, inputs, slice(0, len(x)), heads, qkv)
+        self._project(self._projection.whole, inputs, slice(0, len(x)), heads, qkv)
         query, key, value = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
         attended = workspace.take("attended", tuple(query.shape), x.dtype)
         self._attention.store(key, value, inputs.segments)
@@ -140,7 +140,7 @@ class GroupedAttention:
 
     def _project(
         self,
-        product: Callable[[Tensor, Tensor], None],
+        products: SideBySide,
         inputs: _Inputs,
         tile: slice,
         num_queries: int,
@@ -148,12 +148,13 @@ class GroupedAttention:
     ) -> None:
         """Queries, keys or both of a tile, normalised and rotated, and perhaps values.
 
-        out [rows, heads, head_dim]: `num_queries` heads of queries, then keys, then values.
+        out [rows, heads, head_dim]: `num_queries` heads of queries, then keys, then values, as far
+        as there are such.
         """
         kernels, workspace = self._compute.kernels, self._compute.workspace
         num_cores = self._compute.executor.num_cores
         with workspace.scope():
-            product(inputs.norm.of(inputs.x[tile]), out.view(len(out), -1))
+            products.forward(inputs.norm.of(inputs.x[tile]), out.view(len(out), -1))
         turned = out[:, : num_queries + self._spec.num_kv_heads]
         with workspace.scope():
             rotation = inputs.rotations.of(tile)

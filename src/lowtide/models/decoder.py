@@ -29,7 +29,7 @@ from lowtide.layers.head import LogitsHead
 from lowtide.layers.linear import GatedMLP, Linear
 from lowtide.layers.moe import Experts, MoELayer
 from lowtide.layers.norm import Norm
-from lowtide.layers.projection import FusedQKV, SeparateQKV
+from lowtide.layers.projection import Projection
 from lowtide.layers.rotary import Rotary, Rotations
 from lowtide.layers.router import Router
 from lowtide.layers.rows import in_chunks
@@ -132,16 +132,15 @@ class Decoder(ABC):
         """The RMS norm with the weight of this name."""
         return Norm(self.tensor(name), self.config.rms_norm_eps, self.compute)
 
-    def fused_qkv(self, name: str) -> FusedQKV:
+    def fused_qkv(self, name: str) -> Projection:
         """The projection of queries, keys and values by one weight, `name.weight`."""
         weight = self.weights[f"{name}.weight"]
-        return FusedQKV(weight, self._bias(name), self.config, self.compute)
+        return Projection.fused(weight, self._bias(name), self.config, self.compute)
 
-    def separate_qkv(self, layer: int) -> SeparateQKV:
+    def separate_qkv(self, layer: int) -> Projection:
         """The projections of queries, keys and values, each by itself."""
         prefix = self.names.layer(layer)
-        query, key, value = (self.linear(prefix + name) for name in self.names.qkv)
-        return SeparateQKV(query, key, value, self.config)
+        return Projection.separate(*(self.linear(prefix + name) for name in self.names.qkv))
 
     def grouped_attention(self, layer: int, norms: HeadNorms | None = None) -> GroupedAttention:
         """Attention over separate projections; norms: of queries and keys, before the rotation."""
