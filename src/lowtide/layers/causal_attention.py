@@ -33,20 +33,20 @@ class _Tile(NamedTuple):
     """Rows one after the other, of some key heads and of each one's query heads some."""
 
     query: Tensor  # [kv_heads, group, rows, head_dim]
-    keys: Tensor  # [kv_heads, tokens, head_dim]
-    values: Tensor  # as keys
     out: Tensor  # as query
-    position: int  # the last key that the first row sees
+    keys: Tensor  # [kv_heads, tokens, head_dim], of which row i sees `position + i + 1`
+    values: Tensor  # as keys
+    position: int
     scale: float | None
     sinks: Tensor | None  # [kv_heads, group, 1]
-    band: Tensor | None  # see `_band`; with one, all is one product
+    band: Tensor | None = None  # see `_band`; with one, all is one product
 
     def part(self, heads: slice, group: slice) -> _Tile:
         return self._replace(
             query=self.query[heads, group],
+            out=self.out[heads, group],
             keys=self.keys[heads],
             values=self.values[heads],
-            out=self.out[heads, group],
             sinks=None if self.sinks is None else self.sinks[heads, group],
         )
 
@@ -56,55 +56,45 @@ def attend_causal_segment(
 ) -> None:
     """Tile by tile; single rows by the kernels' own operator, where they have one."""
     kernels, num_cores = compute.kernels, compute.executor.num_cores
-    has_row_kernel = scores.sinks is None and kernels.attends_rows(query)
-    for rows in tiles(segment.stop - segment.start, CAUSAL_ROWS):
-        tile = slice(segment.start + rows.start, segment.start + rows.stop)
-        position = segment.first_position + rows.start
-        keys, values = read(segment.first_position + rows.stop)
-        first = max(0, position - scores.window + 1) if scores.window else 0  # that the tile sees
+    scale, window, sinks = scores
+    has_row_kernel = sinks is None and kernels.attends_rows(query)
+    for tile in tiles(segment.stop - segment.start, CAUSAL_ROWS):
+        rows = slice(segment.start + tile.start, segment.start + tile.stop)
+        position = segment.first_position + tile.start
+        keys, values = read(segment.first_position + tile.stop)
+        first = max(0, position - window + 1) if window else 0  # that the tile sees
         if first:  # a view costs as much as a small operator
             keys, values = keys[:, first:], values[:, first:]
-        if has_row_kernel and tile.stop - tile.start == 1:
-            row = tile.start
-            kernels.attend_row(query[row], keys, values, scores.scale, out[row], num_cores)
+        if has_row_kernel and rows.stop - rows.start == 1:
+            row = rows.start
+            kernels.attend_row(query[row], keys, values, scale, out[row], num_cores)
         else:
-            _attend_tile(query[tile], keys, values, position - first, scores, compute, out[tile])
+            kv_heads = keys.shape[0]
+            own, own_out = by_head(query[rows], kv_heads), by_head(out[rows], kv_heads)
+            by_key = None if sinks is None else sinks.view(kv_heads, -1, 1)
+            whole = _Tile(own, own_out, keys, values, position - first, scale, by_key)
+            _attend_tile(whole, window, compute)
 
 
-def _attend_tile(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    position: int,
-    scores: Scores,
-    compute: Compute,
-    out: Tensor,
-) -> None:
-    """Row i, at `position + i`, sees keys and values [kv_heads, tokens, head_dim] up to its own,
-    of which the first is the first that row 0 sees."""
-    workspace, executor, rows, kv_heads = compute.workspace, compute.executor, len(query), len(keys)
+def _attend_tile(tile: _Tile, window: int, compute: Compute) -> None:
+    """All heads, in pieces on the executor's threads where there is much to do."""
+    workspace, executor, position = compute.workspace, compute.executor, tile.position
+    kv_heads, group, rows, _ = tile.query.shape
     with workspace.scope():
-        strided = by_head(query, kv_heads)
-        grouped = workspace.take("query", tuple(strided.shape), query.dtype)
-        grouped.copy_(strided)
-        band = None
-        if rows > 1 and 0 < scores.window < position + rows:
-            band = _band(rows, position, scores.window, query.dtype, workspace)
-            workspace.library("window attention", _band_bytes(query, keys))
-        workspace.library("attention", _causal_bytes(query, keys))
-        sinks = None if scores.sinks is None else scores.sinks.view(kv_heads, -1, 1)
-        tile = _Tile(
-            grouped, keys, values, by_head(out, kv_heads), position, scores.scale, sinks, band
-        )
-        is_divided = 4 * query.numel() * keys.shape[1] >= SPLIT_OPERATIONS
-        if grouped.shape[1] <= MAX_GROUP and not is_divided:  # parts cost as much as operators
+        query = workspace.take("query", tuple(tile.query.shape), tile.query.dtype)
+        tile = tile._replace(query=query.copy_(tile.query))
+        if rows > 1 and 0 < window < position + rows:
+            tile = tile._replace(band=_band(rows, position, window, query.dtype, workspace))
+        workspace.library("attention", _causal_bytes(tile))
+        is_divided = 4 * query.numel() * tile.keys.shape[1] >= SPLIT_OPERATIONS
+        if group <= MAX_GROUP and not is_divided:  # parts cost as much as small operators
             _attend_heads(tile)
             return
         num_pieces = executor.num_threads if is_divided else 1
         works = [
-            partial(_attend_heads, tile.part(heads, group))
+            partial(_attend_heads, tile.part(heads, queries))
             for heads in pieces(kv_heads, -(-kv_heads // num_pieces))
-            for group in pieces(grouped.shape[1], MAX_GROUP)
+            for queries in pieces(group, MAX_GROUP)
         ]
         if num_pieces == 1:
             for work in works:
@@ -176,23 +166,16 @@ def _flash_folded(
     return output.view(query.shape), log_sum
 
 
-def _band_bytes(query: Tensor, keys: Tensor) -> int:
-    """What a tile with a band allocates beyond `_causal_bytes`: keys and values of narrow types,
-    packed once per query head."""
-    if keys.dtype.itemsize == 4:
-        return 0
-    num_bytes: int = 2 * query.shape[1] * keys.shape[1] * keys.shape[2] * keys.dtype.itemsize
+def _causal_bytes(tile: _Tile) -> int:
+    """The same for both parts of a tile, for joining them in float32, and for what narrow types
+    are packed into: keys and values of the square, or of all with a band, per query head."""
+    query, keys = tile.query, tile.keys
+    kv_heads, group, _, head_dim = query.shape
+    num_elements, item_bytes = query.numel(), query.dtype.itemsize
+    num_concurrent = min(kv_heads * -(-group // MAX_GROUP), 8)
+    num_bytes = 2 * sdpa_bytes(query, keys) + (num_concurrent - 1) * scores_bytes(query, keys)
+    num_bytes += 4 * num_elements + 4 * 4 * (num_elements // head_dim)  # joined, sums
+    if item_bytes < 4:
+        num_packed = num_elements + (0 if tile.band is None else group * keys.numel())
+        num_bytes += 4 * num_elements + 2 * num_packed * item_bytes
     return num_bytes
-
-
-def _causal_bytes(query: Tensor, keys: Tensor) -> int:
-    """The same for both parts of a tile, and for joining them in float32."""
-    rows, heads, head_dim = query.shape
-    num_concurrent = min(keys.shape[0] * -(-heads // (keys.shape[0] * MAX_GROUP)), 8)
-    fp32_bytes: int = 4 * query.numel()
-    joined_bytes = fp32_bytes if query.dtype.itemsize == 4 else 2 * fp32_bytes
-    # The square's keys and values may be packed once per query head.
-    square_bytes = 2 * query.numel() * query.dtype.itemsize if query.dtype.itemsize < 4 else 0
-    others_bytes = (num_concurrent - 1) * scores_bytes(query, keys)
-    sums_bytes = 4 * 4 * rows * heads
-    return 2 * sdpa_bytes(query, keys) + joined_bytes + square_bytes + others_bytes + sums_bytes

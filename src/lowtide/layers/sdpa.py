@@ -64,11 +64,12 @@ def _with_aligned_rows(mask: Tensor) -> Tensor:
 
 
 def sdpa_bytes(query: Tensor, keys: Tensor) -> int:
-    """What SDPA allocates on a CPU: its output, a log-sum-exp per row, tiles of scores, and for
-    narrow types, where it chooses to, a packed copy of the keys and values."""
+    """What SDPA allocates on a CPU, heads of a group being rows of a key head: its output, a
+    log-sum-exp per row, tiles of scores, and for narrow types, where it chooses to, a packed copy
+    of the keys [kv_heads, tokens, head_dim] and values."""
     output_bytes: int = query.numel() * query.dtype.itemsize
     packed_bytes: int = 2 * keys.numel() * keys.dtype.itemsize if keys.dtype.itemsize < 4 else 0
-    sums_bytes = 4 * query.shape[0] * query.shape[1]
+    sums_bytes = 4 * (query.numel() // keys.shape[2])
     return output_bytes + sums_bytes + scores_bytes(query, keys) + packed_bytes
 
 
@@ -77,6 +78,7 @@ def scores_bytes(query: Tensor, keys: Tensor) -> int:
 
     The CPU kernel takes 32, 64 or 256 rows at a time, by their number, and 512 keys.
     """
-    rows = query.shape[0] * (query.shape[1] // keys.shape[0])
+    kv_heads, _, head_dim = keys.shape
+    rows = query.numel() // (kv_heads * head_dim)
     tile_rows = 256 if rows >= 768 else 64 if rows >= 192 else 32
-    return tile_rows * ((4 + query.dtype.itemsize) * 512 + 4 * query.shape[2] + 16)
+    return tile_rows * ((4 + query.dtype.itemsize) * 512 + 4 * head_dim + 16)
