@@ -115,7 +115,7 @@ class HostTier:
         facts = Facts(
             step, layer, demand, is_resident, capacity, costs, can_fetch=False, has_idle_link=False
         )
-        return self._policies.moves(facts, self._policies.decide(facts))
+        return self._policies.placement.update(facts)
 
     def arrive(self, layer: int) -> None:
         """Before a layer's step: who was to come for later is there. Waits for their reads."""

@@ -36,6 +36,7 @@ from lowtide.kernels.layer_parts import InPlace
 from lowtide.memory.workspace import Buffers
 from lowtide.policies.decision import Decision, Policies
 from lowtide.policies.lending import Use
+from lowtide.policies.placement import Heard
 from lowtide.policies.receipt import Receipt
 from lowtide.reading.dense_weights import Progress, no_progress
 
@@ -98,6 +99,7 @@ class ExpertRuntime:
         self.use: Use | None = None  # told of every demand, where somebody wants to know
         self.stats = ExpertStats()
         self.num_on_host = 0
+        self._heard = Heard(shape.num_layers, shape.num_experts)  # where the host is alone
         self._is_under_way = False  # a step, or what has to be cleared up after one
 
     @property
@@ -133,8 +135,8 @@ class ExpertRuntime:
                 self._run_whole(device, layer, x, routing, workspace, out)
             else:
                 self._run_layer(layer, x, routing, step, workspace, out, scores, run_in_place)
-            if device is not None and layer == self._shape.num_layers - 1:
-                device.end_pass(self.host)
+            if layer == self._shape.num_layers - 1:
+                self._end_pass()
             self._is_under_way = False
         except BaseException:
             self._abandon()
@@ -192,6 +194,7 @@ class ExpertRuntime:
             policies.receipts.take_over(self.policies.receipts)
         self.policies = policies
         self.room = Room(policies.capacity)
+        self._heard = Heard(self._shape.num_layers, self._shape.num_experts)
         self.load(progress)
 
     def close(self) -> None:
@@ -256,10 +259,13 @@ class ExpertRuntime:
     ) -> None:
         """Demand, substitute, decide, rows, run, combine."""
         if self.device is None:
+            if self._heard.begins(step, layer):
+                self._begin_pass(step)
             self.host.arrive(layer)
         at_host = self._look(layer, x, routing, scores, workspace)
         facts = self._facts(step, layer, at_host.experts, at_host.told)
         self._count(layer, facts.demand)
+        self._heard.note(layer, facts.demand)
         routing, at_host, decision = self._decide(facts, routing, at_host, workspace)
         demand = facts.demand if decision.run is None else decision.run.demand
         is_at_once = self._can_run_at_once(x, demand, decision)
@@ -282,6 +288,21 @@ class ExpertRuntime:
         LayerRun(self, facts, decision, at_host, rows, buffers).run()
         self.were_activated(layer, x, rows, buffers.gate)
         self._combine(x, rows, routing, buffers, workspace, out)
+
+    def _begin_pass(self, step: Step) -> None:
+        """Of the host alone."""
+        ledger = self.host.ledger
+        self._heard.begin(step)
+        residents = [ledger.is_resident(layer).sum() for layer in range(self._shape.num_layers)]
+        self.policies.begin_pass(step, np.array(residents), self.room.capacity)
+
+    def _end_pass(self) -> None:
+        """After the last layer, if it was heard of."""
+        if self.device is not None:
+            self.device.end_pass(self.host)
+        elif self._heard.step is not None:
+            self.policies.end_pass(self._heard.step, self._heard.hits)
+            self._heard.step = None
 
     def _decide(
         self, facts: Facts, routing: Routing, at_host: AtHost, workspace: Buffers
