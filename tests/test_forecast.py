@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from numpy.random import default_rng
 
 from lowtide.core import FloatArray, IntArray
-from lowtide.policies.forecast import Forecast, stays
+from lowtide.policies.forecast import STAYS, Forecast
 
 NUM_EXPERTS = 32
 NUM_WANTED = 8
@@ -106,7 +106,7 @@ def test_what_a_step_adds_is_known_before_it(num_steps: int) -> None:
         forecast.observe(hits, np.minimum(hits, 1.0))
         if not left:
             forecast._weights = weights
-            shares = np.minimum(hits, 1.0) * stays(hits)
+            shares = np.minimum(hits, 1.0) * STAYS[hits]
             before += own * shares / shares.sum(axis=1, keepdims=True)
             seconds = before.clip(0.0) * np.minimum(hits, 1.0).sum(axis=1, keepdims=True)
             assert np.allclose(forecast(), seconds)

@@ -122,7 +122,7 @@ def test_frequency_keeps_the_most_used() -> None:
     static = Layer(Static.favourites([2], counts), 4, 2)
     assert static.residents == [1, 3]
     assert not len(static.step(0, [0, 0, 7, 0]).admit)
-    learning = Layer(Frequency([2], counts), 4, 2)
+    learning = Layer(Frequency([2], 4, counts), 4, 2)
     for index in range(8):
         assert not len(learning.step(index, [0, 0, 7, 0]).admit)
     assert learning.step(8, [0, 0, 7, 0]).admit.tolist() == [2]  # 10 activations against 9
@@ -178,7 +178,7 @@ def make_all(capacity: int, num_experts: int) -> list[Placement]:
     return [
         DaliWindow([capacity], num_experts, w_size=2, u_size=3),
         ScoreCache([capacity], num_experts),
-        Frequency([capacity], counts),
+        Frequency([capacity], num_experts, counts),
         Lowtide([capacity], num_experts, COSTS),
         Lowtide([capacity], num_experts, COSTS, max_step_bytes=10, frequency=counts),
     ]

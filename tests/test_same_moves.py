@@ -17,7 +17,7 @@ from lowtide.policies.placement import (
     LRU,
     DaliWindow,
     Frequency,
-    Ranked,
+    Placement,
     ScoreCache,
     Static,
     Tide,
@@ -145,13 +145,13 @@ def dali() -> Rule:
     return rule
 
 
-MADE: dict[str, tuple[Callable[[list[int]], Ranked], Callable[[], Rule]]] = {
+MADE: dict[str, tuple[Callable[[list[int]], Placement], Callable[[], Rule]]] = {
     "static": (lambda room: Static([np.arange(5)] * 2, NUM_EXPERTS, room), static),
     "favourites": (lambda room: Static.favourites(room, COUNTS), favourite),
     "lru": (lambda room: LRU(NUM_LAYERS, NUM_EXPERTS), lru),
     "tide": (lambda room: Tide(NUM_LAYERS, NUM_EXPERTS, 3), lambda: tide(False)),
     "tide, empty": (lambda room: Tide(NUM_LAYERS, NUM_EXPERTS, 3, True), lambda: tide(True)),
-    "frequency": (lambda room: Frequency(room, COUNTS), frequency),
+    "frequency": (lambda room: Frequency(room, NUM_EXPERTS, COUNTS), frequency),
     "score": (lambda room: ScoreCache(room, NUM_EXPERTS, 0.3), score),
     "dali": (lambda room: DaliWindow(room, NUM_EXPERTS, 2, 3, seed=1), dali),
 }

@@ -10,12 +10,12 @@ import pytest
 from common.synth_trace import synth_trace
 
 from lowtide import LLM, SamplingParams
-from lowtide.core import Assignment, BoolArray, Facts, IntArray, MoEShape, Step
+from lowtide.core import Assignment, Facts, IntArray, MoEShape, Step
 from lowtide.errors import UsageError
 from lowtide.llm import plan_model
 from lowtide.policies.assignment import divide
 from lowtide.policies.catalogue import CATALOGUE
-from lowtide.policies.placement import Ranked
+from lowtide.policies.placement import Placement
 from lowtide.policies.presets import (
     candidates,
     check_policy,
@@ -35,7 +35,7 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "policies.md"
 STRIDE = Option("stride", "every so many experts one is kept", 2, 1, 9)
 
 
-class EveryNth(Ranked):
+class EveryNth(Placement):
     """Keeps every so many experts, starting from the step's index."""
 
     def __init__(self, num_layers: int, num_experts: int, stride: int) -> None:
@@ -48,10 +48,7 @@ class EveryNth(Ranked):
     def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
         self._rank.fill(0)
         self._rank[:, step.index % self._stride :: self._stride] = 1
-        return Ranks(self._rank, capacity)
-
-    def may_enter(self, facts: Facts) -> BoolArray:
-        return ~facts.is_kept
+        return Ranks(self._rank, capacity, includes_all=True)
 
 
 class EverySecond:

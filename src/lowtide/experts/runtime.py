@@ -36,7 +36,6 @@ from lowtide.kernels.layer_parts import InPlace
 from lowtide.memory.workspace import Buffers
 from lowtide.policies.decision import Decision, Policies
 from lowtide.policies.lending import Use
-from lowtide.policies.placement import Heard
 from lowtide.policies.receipt import Receipt
 from lowtide.reading.dense_weights import Progress, no_progress
 
@@ -99,7 +98,10 @@ class ExpertRuntime:
         self.use: Use | None = None  # told of every demand, where somebody wants to know
         self.stats = ExpertStats()
         self.num_on_host = 0
-        self._heard = Heard(shape.num_layers, shape.num_experts)  # where the host is alone
+        # Of the pass that the host runs alone: its step, and what its layers ask for.
+        self._step: Step | None = None
+        self._hits = np.zeros((shape.num_layers, shape.num_experts), np.int64)
+        self._last_layer = 0
         self._is_under_way = False  # a step, or what has to be cleared up after one
 
     @property
@@ -194,7 +196,7 @@ class ExpertRuntime:
             policies.receipts.take_over(self.policies.receipts)
         self.policies = policies
         self.room = Room(policies.capacity)
-        self._heard = Heard(self._shape.num_layers, self._shape.num_experts)
+        self._step = None
         self.load(progress)
 
     def close(self) -> None:
@@ -259,13 +261,14 @@ class ExpertRuntime:
     ) -> None:
         """Demand, substitute, decide, rows, run, combine."""
         if self.device is None:
-            if self._heard.begins(step, layer):
+            if self._step is None or layer <= self._last_layer:
                 self._begin_pass(step)
+            self._last_layer = layer
             self.host.arrive(layer)
         at_host = self._look(layer, x, routing, scores, workspace)
         facts = self._facts(step, layer, at_host.experts, at_host.told)
         self._count(layer, facts.demand)
-        self._heard.note(layer, facts.demand)
+        self._hits[layer, facts.demand.experts] = facts.demand.num_tokens
         routing, at_host, decision = self._decide(facts, routing, at_host, workspace)
         demand = facts.demand if decision.run is None else decision.run.demand
         is_at_once = self._can_run_at_once(x, demand, decision)
@@ -291,8 +294,8 @@ class ExpertRuntime:
 
     def _begin_pass(self, step: Step) -> None:
         """Of the host alone."""
-        ledger = self.host.ledger
-        self._heard.begin(step)
+        ledger, self._step = self.host.ledger, step
+        self._hits.fill(0)
         residents = [ledger.is_resident(layer).sum() for layer in range(self._shape.num_layers)]
         self.policies.begin_pass(step, np.array(residents), self.room.capacity)
 
@@ -300,9 +303,9 @@ class ExpertRuntime:
         """After the last layer, if it was heard of."""
         if self.device is not None:
             self.device.end_pass(self.host)
-        elif self._heard.step is not None:
-            self.policies.end_pass(self._heard.step, self._heard.hits)
-            self._heard.step = None
+        elif self._step is not None:
+            self.policies.end_pass(self._step, self._hits)
+            self._step = None
 
     def _decide(
         self, facts: Facts, routing: Routing, at_host: AtHost, workspace: Buffers

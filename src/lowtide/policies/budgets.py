@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from lowtide.core import BoolArray, FloatArray, IntArray
+from lowtide.core import FloatArray, IntArray
 
 _PERIOD = 2  # steps between two looks at the layers
 _FORGET = 0.9  # weight of the past in what a layer's residents are worth, per look
@@ -76,30 +76,16 @@ class Budgets:
     def _divide(self, worth_s: FloatArray) -> None:
         self._worth_s *= _FORGET
         self._worth_s += (1 - _FORGET) * np.sort(worth_s, axis=1)[:, ::-1]
-        gains_s, losses_s = self._gains_s(), self._losses_s()
+        layers, most, now = np.arange(len(worth_s)), self._num_experts, self.capacity
+        more, less = now + self._num_moved, now - self._num_moved
+        is_full = (self._due == 0) & (self._held >= now)
+        # Of the last expert that a layer would get, and of the best that it would give.
+        gains_s = self._worth_s[layers, more.clip(max=most) - 1]
+        losses_s = self._worth_s[layers, less.clip(0, most - 1)]
+        gains_s = np.where(is_full & (more < most), gains_s, -1.0)
+        losses_s = np.where(is_full & (less >= 0) & (now < most), losses_s, np.inf)
         growing, shrinking = gains_s.argsort()[::-1], losses_s.argsort()
         pays = gains_s[growing] > _LEAST_RATIO * losses_s[shrinking]
         num_pairs = len(pays) if pays.all() else int(pays.argmin())
         self.capacity[shrinking[:num_pairs]] -= self._num_moved
         self._due[growing[:num_pairs]] = self._num_moved
-
-    def _gains_s(self) -> FloatArray:
-        """Worth of the last expert that each layer would get; below 0 if it gets none."""
-        num_kept = self.capacity + self._num_moved
-        gains_s = np.full(len(num_kept), -1.0)
-        layers = (self._is_full() & (num_kept < self._num_experts)).nonzero()[0]
-        gains_s[layers] = self._worth_s[layers, num_kept[layers] - 1]
-        return gains_s
-
-    def _losses_s(self) -> FloatArray:
-        """Worth of the best expert that each layer would give; infinite if it gives none."""
-        num_kept = self.capacity - self._num_moved
-        is_whole = self.capacity == self._num_experts
-        losses_s = np.full(len(num_kept), np.inf)
-        layers = (self._is_full() & (num_kept >= 0) & ~is_whole).nonzero()[0]
-        losses_s[layers] = self._worth_s[layers, num_kept[layers]]
-        return losses_s
-
-    def _is_full(self) -> BoolArray:
-        is_full: BoolArray = (self._due == 0) & (self._held >= self.capacity)
-        return is_full

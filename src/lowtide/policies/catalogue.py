@@ -90,17 +90,6 @@ def _best_known(setting: Setting) -> Placement:
     return Static.favourites(setting.capacity, setting.frequency)
 
 
-def _edgemoe(setting: Setting) -> Placement:
-    frequency = setting.frequency
-    if frequency is None:
-        frequency = np.zeros((setting.num_layers, setting.num_experts))
-    return Frequency(setting.capacity, frequency)
-
-
-def _lru(setting: Setting) -> Placement:
-    return LRU(setting.num_layers, setting.num_experts)
-
-
 def _tide(setting: Setting) -> Placement:
     starts_empty = STARTS_EMPTY.of(setting)
     return Tide(setting.num_layers, setting.num_experts, _tau(setting), starts_empty)
@@ -252,7 +241,7 @@ CATALOGUE: dict[str, Recipe] = {
         is_candidate=True,
     ),
     "lru": Recipe(
-        _lru,
+        lambda s: LRU(s.num_layers, s.num_experts),
         lambda s: AllFetch(),
         summary="Mixtral-Offloading: the experts used last, the others fetched",
         fetches_all=True,
@@ -267,7 +256,7 @@ CATALOGUE: dict[str, Recipe] = {
         is_candidate=True,
     ),
     "edgemoe": Recipe(
-        _edgemoe,
+        lambda s: Frequency(s.capacity, s.num_experts, s.frequency),
         lambda s: AllFetch(),
         _statistics,
         summary="EdgeMoE: activation frequency, prefetch by activation statistics",

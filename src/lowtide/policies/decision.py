@@ -62,14 +62,12 @@ class Policies:
     _ranks: Ranks | None = field(default=None, init=False)
 
     def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
-        """Without a device, before a pass: what its moves go by. [num_layers]: residents that each
-        layer has, and may have now."""
+        """Without a device, before a pass: what its moves go by; as for `Placement`."""
         self._ranks = self.placement.begin_pass(step, num_residents, capacity)
         return self._ranks
 
     def end_pass(self, step: Step, hits: IntArray) -> None:
-        """Without a device, after a pass: tells what it asked for, tokens of each expert.
-        [num_layers, num_experts]"""
+        """Without a device, after a pass: tells what it asked for."""
         self.placement.end_pass(step, hits)
 
     def substitute(self, facts: Facts) -> RoutedTokens | None:
@@ -121,9 +119,7 @@ class Policies:
 
     def _moves(self, facts: Facts, decision: Decision) -> Moves:
         if facts.has_idle_link:
-            if len(decision.assignment.fetch):
-                facts = facts._replace(fetched=decision.assignment.fetch)
-            return self.placement.update(facts)
+            return self.placement.update(facts._replace(fetched=decision.assignment.fetch))
         demand, ranks = facts.demand, self._ranks
         if ranks is None:
             raise InternalError("Moves are asked for without a device before a pass has begun.")

@@ -12,13 +12,7 @@ _WATCHED = 4  # every fourth layer is learnt from
 _RIDGE = 1e-9  # keeps memories that say the same from cancelling each other
 # One of an expert's tokens stays with it as often as not, so one with many comes again: the chance
 # by tokens, which is 1 to the last bit from 53 on.
-_STAYS = 1.0 - np.exp2(-np.arange(54.0))
-
-
-def stays(num_tokens: IntArray) -> FloatArray:
-    """The chance that an expert with so many tokens is wanted again."""
-    chance: FloatArray = _STAYS.take(num_tokens, mode="clip")
-    return chance
+STAYS = 1.0 - np.exp2(-np.arange(54.0))
 
 
 class Forecast:
@@ -60,7 +54,7 @@ class Forecast:
             return
         self.worth_s[is_heard] = total_s[is_heard]
         self._watch(is_heard, worth_s, total_s)
-        kept_s = worth_s * stays(num_tokens)
+        kept_s = worth_s * STAYS.take(num_tokens, mode="clip")
         kept_s /= np.where(is_heard, kept_s.sum(axis=1), 1.0)[:, None]
         np.subtract(kept_s, self._memories, out=self._change)
         self._change *= self._rates()[:, None, None] * is_heard[:, None]

@@ -9,15 +9,15 @@ import numpy as np
 from lowtide.core import NO_MOVES, Costs, Facts, FloatArray, IntArray, Moves, Step, StepKind
 from lowtide.errors import UsageError
 from lowtide.policies.budgets import Budgets
-from lowtide.policies.forecast import Forecast, stays
+from lowtide.policies.forecast import STAYS, Forecast
 from lowtide.policies.online_tau import OnlineTau, interval
-from lowtide.policies.placement import Ranked, favourites
+from lowtide.policies.placement import Placement, favourites
 from lowtide.policies.ranks import Ranks, choose
 
 _NUM_KNOWN = 1025  # token counts whose worth is looked up
 
 
-class Lowtide(Ranked):
+class Lowtide(Placement):
     """TIDE's interval with a memory, and only moves that pay for themselves.
 
     For each expert it forecasts the seconds per step that residency would save: the cheaper way
@@ -53,17 +53,16 @@ class Lowtide(Ranked):
         if not isinstance(tau, OnlineTau) and tau < 1:
             raise UsageError(f"tau must be a whole number of steps from 1, not {tau}.")
         num_layers = len(capacity)
-        super().__init__(num_layers, num_experts)
+        super().__init__(num_layers, num_experts, favourites(capacity, num_experts, frequency))
         self._num_residents[:] = capacity  # a layer that has all its experts is not heard of
         self._budgets = Budgets(capacity, num_experts)
         self._costs = costs
         self._tau = tau
         self._decay = decay
-        self._frequency = frequency
         self._forecast = Forecast(num_layers, num_experts, frequency)
         counts = np.arange(_NUM_KNOWN)
         self._known_s = self._seconds(counts)
-        self._staying_s = self._known_s[:, 2] * stays(counts)
+        self._staying_s = self._known_s[:, 2] * STAYS.take(counts, mode="clip")
         self._sides = np.ones((2, num_experts))  # [all activated experts, those on the host]
         self._is_fetched = np.zeros(num_experts, np.bool_)  # in the step of one layer
         per_layer = np.inf if max_step_bytes is None else max_step_bytes / max(1, num_layers)
@@ -76,31 +75,21 @@ class Lowtide(Ranked):
         """The interval in force, in steps."""
         return interval(self._tau)
 
-    def initial(self, layer: int) -> IntArray:
-        capacity = int(self._budgets.capacity[layer])
-        if self._frequency is None:
-            return np.arange(capacity)
-        return favourites(self._frequency[layer], capacity)
-
     def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
         budgets = self._budgets
         budgets.resize(capacity)
         if step.kind is not StepKind.PREFILL:
             budgets.begin_step(self._forecast)
         budgets.settle(num_residents)
-        own_share = self._forecast.before(self._rank)
-        return Ranks(
-            self._rank,
-            budgets.capacity,
-            per_share=own_share,
-            worth=self._staying_s,
-            low_ids_leave=True,
-        )
+        room, share = budgets.capacity, self._forecast.before(self._rank)
+        return Ranks(self._rank, room, per_share=share, worth=self._staying_s, low_ids_leave=True)
 
     def end_pass(self, step: Step, hits: IntArray) -> None:
         if isinstance(self._tau, OnlineTau):
             self._tau.observe(step, hits)
-        self._forecast.observe(hits, self._of(hits)[..., 2])
+        is_known = hits.max(initial=0) < _NUM_KNOWN
+        saved_s = self._known_s[hits, 2] if is_known else self._seconds(hits)[..., 2]
+        self._forecast.observe(hits, saved_s)
 
     def update(self, facts: Facts) -> Moves:
         ranks, layer = self.ranks_for(facts), facts.layer
@@ -163,6 +152,6 @@ class Lowtide(Ranked):
         too_many = paid[(-net_s[paid]).argsort(kind="stable")][int(self._credit[layer]) :]
         net_s[too_many] = 0.0
         alone = ranks._replace(rank=net_s[None], room=ranks.room[layer : layer + 1])
-        moves = choose(alone, 0, ~facts.is_kept, facts.is_kept)
+        moves = choose(alone, 0, (~facts.is_kept).nonzero()[0], facts.is_kept)
         self._credit[layer] -= np.count_nonzero(is_paid[moves.admit])
         return moves

@@ -14,6 +14,7 @@ import numpy as np
 
 from lowtide.core import BoolArray, Costs, FloatArray, IntArray, Step, StepKind
 from lowtide.errors import UsageError
+from lowtide.policies.tau import best_residents
 
 ONLINE_TAUS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Intervals that are tried while a model runs."""
@@ -136,7 +137,8 @@ class _Replay:
         self._taus, self._budget, self._costs, self._waits = taus, budget, costs, waits
         shape = (len(taus), *first.shape)
         nobody = np.zeros(shape, np.bool_)
-        self._is_resident: BoolArray = np.broadcast_to(self._best(first, nobody[0]), shape).copy()
+        best = best_residents(first, nobody[0], budget)
+        self._is_resident: BoolArray = np.broadcast_to(best, shape).copy()
         self._is_coming, self._is_leaving = nobody.copy(), nobody.copy()
         self._credit = np.zeros(shape[:2])  # of transfers
 
@@ -176,8 +178,8 @@ class _Replay:
 
     def _refresh(self, hits: IntArray, is_refresh: BoolArray) -> BoolArray | None:
         """Experts that the step waits for, if it does. [taus, layers, experts]"""
-        best = np.where(is_refresh[:, None, None], self._best(hits, self._is_resident), False)
         is_of_it = is_refresh[:, None, None]
+        best = best_residents(hits, self._is_resident, self._budget) & is_of_it
         new, old = best & ~self._is_resident, self._is_resident & ~best & is_of_it
         if self._waits:
             self._is_resident = np.where(is_of_it, best, self._is_resident)
@@ -199,14 +201,3 @@ class _Replay:
         self._is_resident = (self._is_resident | arrived) & ~gone
         self._is_coming, self._is_leaving = self._is_coming & ~arrived, self._is_leaving & ~gone
         self._credit -= num_arrived
-
-    def _best(self, hits: IntArray, is_resident: BoolArray) -> BoolArray:
-        """Those of most hits; residents, then lower ids, win ties. The shape of `is_resident`."""
-        num_experts = hits.shape[-1]
-        rank = (2 * hits + is_resident) * num_experts + np.arange(num_experts)[::-1]
-        if self._budget < num_experts:
-            least = np.partition(rank, -self._budget, axis=-1)[..., -self._budget, None]
-        else:
-            least = np.zeros((*rank.shape[:-1], 1), np.int64)
-        best: BoolArray = rank >= np.maximum(least, num_experts)
-        return best

@@ -11,33 +11,49 @@ one pass to the next: whatever was kept before, no more stays than there is room
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.random import default_rng
 
-from lowtide.core import BoolArray, Demand, Facts, FloatArray, IntArray, Moves, Step, StepKind
+from lowtide.core import NOBODY, Facts, FloatArray, IntArray, Moves, Step, StepKind
 from lowtide.errors import UsageError
 from lowtide.policies.online_tau import OnlineTau, interval
 from lowtide.policies.ranks import Ranks, bump, choose
 
 
-class Placement(Protocol):
-    """Chooses the residents of every layer, within the room that it has now."""
+class Placement:
+    """Chooses the residents of every layer, within the room that it has now, by ranks."""
+
+    is_owed = False  # of its moves beside a device: see `Moves`
+
+    def __init__(
+        self, num_layers: int, num_experts: int, initial: Sequence[IntArray] | None = None
+    ) -> None:
+        """initial: the first residents of each layer, by default nobody."""
+        self._initial = [NOBODY] * num_layers if initial is None else initial
+        self._rank = np.zeros((num_layers, num_experts))
+        # Where it is asked layer by layer: of the pass, which ends when the next one begins.
+        self._ranks: Ranks
+        self._step: Step | None = None
+        self._last_layer = 0
+        self._hits = np.zeros((num_layers, num_experts), np.int64)
+        self._num_residents = np.zeros(num_layers, np.int64)  # of each layer when last heard of
 
     def initial(self, layer: int) -> IntArray:
         """Experts to make resident before the first step, ascending."""
-        ...
+        return self._initial[layer]
 
     def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
         """What holds for the pass that begins, of all layers: [num_layers], those that each has
         and the room that it is given now."""
-        ...
+        raise NotImplementedError
 
     def end_pass(self, step: Step, hits: IntArray) -> None:
         """Told what the pass asked for: tokens of each expert, 0 in layers that are not heard of.
-        [num_layers, num_experts]"""
-        ...
+        [num_layers, num_experts]
+
+        The pass has raised the ranks: often there is nothing else to learn.
+        """
 
     def update(self, facts: Facts) -> Moves:
         """Beside a device: what to admit and evict, told after the layer's router has spoken.
@@ -45,76 +61,32 @@ class Placement(Protocol):
         After the moves the layer has at most `facts.room` residents. Where nobody has more than
         that, admitting and evicting nothing is always safe.
         """
-        ...
-
-
-class Heard:
-    """What a pass asked for, where it is told layer by layer; it ends when the next one begins."""
-
-    def __init__(self, num_layers: int, num_experts: int) -> None:
-        self.hits = np.zeros((num_layers, num_experts), np.int64)
-        self.step: Step | None = None  # of the pass
-        self._layer = 0
-
-    def begins(self, step: Step, layer: int) -> bool:
-        """Whether a pass begins with this layer: not by layer 0, which may not be heard of."""
-        is_first = self.step is None or layer <= self._layer or step != self.step
-        self._layer = layer
-        return is_first
-
-    def begin(self, step: Step) -> None:
-        """Forgets the last pass."""
-        self.step = step
-        self.hits.fill(0)
-
-    def note(self, layer: int, demand: Demand) -> None:
-        """What the layer asks for."""
-        self.hits[layer, demand.experts] = demand.num_tokens
-
-
-class Ranked:
-    """A placement that is its ranks. Asked layer by layer, it finds the passes by itself."""
-
-    is_owed = False  # of its moves beside a device
-
-    def __init__(self, num_layers: int, num_experts: int) -> None:
-        self._rank = np.zeros((num_layers, num_experts))
-        self._heard = Heard(num_layers, num_experts)
-        self._num_residents = np.zeros(num_layers, np.int64)  # of each layer when last heard of
-        self._ranks: Ranks
-
-    def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
-        raise NotImplementedError
-
-    def end_pass(self, step: Step, hits: IntArray) -> None:
-        """The pass has raised the ranks: often there is nothing else to learn."""
-
-    def update(self, facts: Facts) -> Moves:
         ranks = self.ranks_for(facts)
-        moves = choose(ranks, facts.layer, self.may_enter(facts), facts.is_kept)
+        moves = choose(ranks, facts.layer, self.candidates(facts), facts.is_kept)
         return moves._replace(is_owed=True) if self.is_owed else moves
 
-    def may_enter(self, facts: Facts) -> BoolArray:
-        """Who of the absent is considered beside a device: those that the step asks for."""
-        is_demanded = np.zeros(len(facts.is_kept), np.bool_)
-        is_demanded[facts.demand.experts] = True
-        return is_demanded
+    def candidates(self, facts: Facts) -> IntArray:
+        """Who may enter beside a device, if absent; ascending."""
+        is_anybody = self._ranks.includes_all
+        return np.arange(len(facts.is_kept)) if is_anybody else facts.demand.experts
 
     def ranks_for(self, facts: Facts) -> Ranks:
         """Those of the pass, raised by what the layer asks for."""
-        heard, layer, demand = self._heard, facts.layer, facts.demand
-        if heard.begins(facts.step, layer):
-            if heard.step is not None:
-                self.end_pass(heard.step, heard.hits)
-            heard.begin(facts.step)
-            self._ranks = self.begin_pass(facts.step, self._num_residents, facts.capacity)
-        heard.note(layer, demand)
+        step, layer, demand = facts.step, facts.layer, facts.demand
+        # Not by layer 0, which is not heard of where all its experts are resident.
+        if step != self._step or layer <= self._last_layer:
+            if self._step is not None:
+                self.end_pass(self._step, self._hits)
+            self._hits.fill(0)
+            self._ranks = self.begin_pass(step, self._num_residents, facts.capacity)
+        self._step, self._last_layer = step, layer
+        self._hits[layer, demand.experts] = demand.num_tokens
         self._num_residents[layer] = np.count_nonzero(facts.is_kept)
         bump(self._ranks, layer, demand.experts, demand.num_tokens)
         return self._ranks
 
 
-class Static(Ranked):
+class Static(Placement):
     """The same experts for ever, as many of them as there is room for.
 
     Without a calibration the first experts by id are kept. `Static` of all experts is the
@@ -126,15 +98,12 @@ class Static(Ranked):
     ) -> None:
         """orders: per layer, the experts that may ever be kept, the first ones first; capacity: how
         many of them at the start, by default all."""
-        super().__init__(len(orders), num_experts)
-        self._initial = [np.sort(order) for order in orders]
-        if capacity is not None:
-            pairs = zip(orders, capacity, strict=True)
-            self._initial = [np.sort(order[:count]) for order, count in pairs]
-        self._places = np.full(self._rank.shape, num_experts)
-        for places, order in zip(self._places, orders, strict=True):
-            places[order] = np.arange(len(order))
-        self._room: IntArray | None = None
+        counts = map(len, orders) if capacity is None else capacity
+        pairs = zip(orders, counts, strict=True)
+        super().__init__(len(orders), num_experts, [np.sort(order[:num]) for order, num in pairs])
+        self._worth = np.zeros(self._rank.shape)  # by the place in the order, from num_experts down
+        for worth, order in zip(self._worth, orders, strict=True):
+            worth[order] = num_experts - np.arange(len(order))
 
     @classmethod
     def first(cls, capacity: Sequence[int], num_experts: int) -> Static:
@@ -147,21 +116,13 @@ class Static(Ranked):
         orders = list((-frequency).argsort(axis=1, kind="stable"))
         return cls(orders, frequency.shape[1], capacity)
 
-    def initial(self, layer: int) -> IntArray:
-        return self._initial[layer]
-
     def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
-        if self._room is None or not np.array_equal(self._room, capacity):
-            self._room = capacity.copy()
-            is_kept = self._places < capacity[:, None]
-            self._rank[:] = np.where(is_kept, self._rank.shape[1] - self._places, 0)
-        return Ranks(self._rank, self._room)
-
-    def may_enter(self, facts: Facts) -> BoolArray:
-        return ~facts.is_kept
+        least = self._rank.shape[1] - capacity[:, None]
+        np.multiply(self._worth, self._worth > least, out=self._rank)
+        return Ranks(self._rank, capacity, includes_all=True)
 
 
-class LRU(Ranked):
+class LRU(Placement):
     """Keeps the experts used last, admitting each on demand (Mixtral-Offloading, per layer).
 
     Within a step experts count as used in ascending id.
@@ -171,14 +132,11 @@ class LRU(Ranked):
         super().__init__(num_layers, num_experts)
         self._clock = np.zeros(1, np.int64)
 
-    def initial(self, layer: int) -> IntArray:
-        return np.empty(0, np.int64)
-
     def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
         return Ranks(self._rank, capacity, clock=self._clock)
 
 
-class Tide(Ranked):
+class Tide(Placement):
     """Refreshes a layer's residents at every `tau`-th denoising step, and never in between.
 
     TIDE, Algorithm 1 as its text has it: at steps with `t % tau == 0` the experts with most hits
@@ -196,9 +154,6 @@ class Tide(Ranked):
         self._tau = tau
         self._starts_empty = starts_empty
 
-    def initial(self, layer: int) -> IntArray:
-        return np.empty(0, np.int64)
-
     def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
         self._rank.fill(0)
         is_left_out = self._starts_empty and step.kind is StepKind.PREFILL
@@ -211,7 +166,7 @@ class Tide(Ranked):
             self._tau.observe(step, hits)
 
 
-class Frequency(Ranked):
+class Frequency(Placement):
     """The experts used most, by a calibration and since (EdgeMoE).
 
     EdgeMoE evicts by activation frequency and by how soon a layer comes round again; the slots
@@ -219,20 +174,19 @@ class Frequency(Ranked):
     more often than a resident takes its place.
     """
 
-    def __init__(self, capacity: Sequence[int], frequency: FloatArray) -> None:
+    def __init__(
+        self, capacity: Sequence[int], num_experts: int, frequency: FloatArray | None = None
+    ) -> None:
         """`frequency` [layers, experts]: of one activation, 1."""
-        super().__init__(*frequency.shape)
-        self._capacity = capacity
-        self._rank[:] = frequency
-
-    def initial(self, layer: int) -> IntArray:
-        return favourites(self._rank[layer], self._capacity[layer])
+        first = favourites(capacity, num_experts, frequency)
+        super().__init__(len(capacity), num_experts, first)
+        self._rank[:] = 0.0 if frequency is None else frequency
 
     def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
         return Ranks(self._rank, capacity, per_expert=1)
 
 
-class ScoreCache(Ranked):
+class ScoreCache(Placement):
     """Keeps the experts with the highest running score of activation (HybriMoE).
 
     The score is an exponential mean of an expert's share of the step's hits, weight `alpha` for
@@ -244,24 +198,18 @@ class ScoreCache(Ranked):
     def __init__(self, capacity: Sequence[int], num_experts: int, alpha: float = 0.5) -> None:
         if not 0.0 <= alpha <= 1.0:
             raise UsageError(f"alpha must be a number from 0 to 1, not {alpha}.")
-        super().__init__(len(capacity), num_experts)
-        self._capacity = capacity
+        super().__init__(len(capacity), num_experts, [np.arange(num) for num in capacity])
         self._alpha = alpha
-
-    def initial(self, layer: int) -> IntArray:
-        return np.arange(self._capacity[layer])
 
     def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
         self._rank *= 1 - self._alpha
         return Ranks(self._rank, capacity, per_share=self._alpha)
 
-    def may_enter(self, facts: Facts) -> BoolArray:
-        is_fetched = np.zeros(len(facts.is_kept), np.bool_)
-        is_fetched[facts.fetched] = True
-        return is_fetched
+    def candidates(self, facts: Facts) -> IntArray:
+        return facts.fetched
 
 
-class DaliWindow(Ranked):
+class DaliWindow(Placement):
     """DALI, Algorithm 2: every `w_size` steps up to `u_size` residents give way to hotter experts.
 
     Scores sum tokens over the window and start anew after it. Where the paper contradicts itself,
@@ -286,15 +234,12 @@ class DaliWindow(Ranked):
             raise UsageError(
                 f"DALI's window needs w_size >= 1 and u_size >= 0, not {w_size}, {u_size}."
             )
-        super().__init__(len(capacity), num_experts)
         draw = default_rng(seed)
-        self._initial = [np.sort(draw.permutation(num_experts)[:slots]) for slots in capacity]
+        initial = [np.sort(draw.permutation(num_experts)[:slots]) for slots in capacity]
+        super().__init__(len(capacity), num_experts, initial)
         self._num_passes = 0
         self._w_size = w_size
         self._u_size = u_size
-
-    def initial(self, layer: int) -> IntArray:
-        return self._initial[layer]
 
     def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
         if self._num_passes % self._w_size == 0:
@@ -303,10 +248,15 @@ class DaliWindow(Ranked):
         most = 0 if self._num_passes % self._w_size else self._u_size
         return Ranks(self._rank, capacity, most, per_token=1, includes_all=True, low_ids_leave=True)
 
-    def may_enter(self, facts: Facts) -> BoolArray:
-        return ~facts.is_kept
 
+def favourites(
+    capacity: Sequence[int], num_experts: int, worth: FloatArray | None
+) -> list[IntArray]:
+    """As many experts of most worth in each layer, ascending; lower ids win ties.
 
-def favourites(worth: FloatArray, count: int) -> IntArray:
-    """The `count` experts of most worth, ascending; lower ids win ties."""
-    return np.sort((-worth).argsort(kind="stable")[:count])
+    worth [num_layers, num_experts]; None: all are worth the same.
+    """
+    if worth is None:
+        return [np.arange(num_experts)[:count] for count in capacity]
+    orders = (-worth).argsort(axis=1, kind="stable")
+    return [np.sort(order[:count]) for order, count in zip(orders, capacity, strict=True)]

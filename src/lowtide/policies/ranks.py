@@ -28,9 +28,7 @@ class Ranks(NamedTuple):
     worth: FloatArray | None = None  # [n] of so many tokens, the last for more; None: their number
     clock: IntArray | None = None  # [1]: if given, its rank becomes the next number instead
     includes_all: bool = False  # absent experts that the pass does not demand compete, too
-    low_ids_leave: bool = (
-        False  # which of residents of equal rank leave first: lower ids, or higher
-    )
+    low_ids_leave: bool = False  # of residents of equal rank, before higher ids; else after them
 
 
 def admit(
@@ -43,10 +41,9 @@ def admit(
     Nobody reads those who are not demanded: where they compete, whom they would replace stays.
     """
     bump(ranks, layer, experts, num_tokens)
-    is_demanded = np.zeros(len(is_resident), np.bool_)
-    is_demanded[experts] = True
-    moves = choose(ranks, layer, is_demanded | ranks.includes_all, is_resident)
-    return of_those(moves, experts) if ranks.includes_all else moves
+    if not ranks.includes_all:
+        return choose(ranks, layer, experts, is_resident)
+    return of_those(choose(ranks, layer, np.arange(len(is_resident)), is_resident), experts)
 
 
 def bump(ranks: Ranks, layer: int, experts: IntArray, num_tokens: IntArray) -> None:
@@ -63,15 +60,15 @@ def bump(ranks: Ranks, layer: int, experts: IntArray, num_tokens: IntArray) -> N
             rank[experts] += ranks.per_share * worth / total
 
 
-def choose(ranks: Ranks, layer: int, may_enter: BoolArray, is_resident: BoolArray) -> Moves:
+def choose(ranks: Ranks, layer: int, candidates: IntArray, is_resident: BoolArray) -> Moves:
     """The moves of `admit` by the ranks as they are, all to be admitted at once.
 
-    may_enter [num_experts]: who is considered, if absent.
+    candidates: who may enter, if absent; ascending.
     """
     rank, room = ranks.rank[layer], int(ranks.room[layer])
     residents = is_resident.nonzero()[0]
     num_over = max(0, len(residents) - room)
-    entering = (may_enter & ~is_resident & (rank > 0)).nonzero()[0]
+    entering = candidates[(rank[candidates] > 0) > is_resident[candidates]]
     if not num_over and not len(entering):
         return NO_MOVES
     entering = entering[(-rank[entering]).argsort(kind="stable")[: ranks.most]]

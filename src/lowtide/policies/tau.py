@@ -52,13 +52,15 @@ def miss_shares(blocks: Sequence[IntArray], budget: int, max_tau: int) -> FloatA
 def best_residents(hits: IntArray, is_resident: BoolArray, budget: int) -> BoolArray:
     """The `budget` experts of each layer with most hits; residents, then lower ids, win ties.
 
-    hits, is_resident and the result [layers, experts].
+    hits [..., experts]; the result has the shape of `is_resident`, with which hits broadcast.
     """
-    rank = 2 * hits.astype(np.int64) + is_resident
-    order = np.argsort(-rank, axis=1, kind="stable")[:, :budget]
-    best = np.zeros(rank.shape, np.bool_)
-    np.put_along_axis(best, order, True, axis=1)
-    return best & (rank > 0)
+    num_experts = hits.shape[-1]
+    rank = (2 * hits.astype(np.int64) + is_resident) * num_experts + np.arange(num_experts)[::-1]
+    least = np.zeros((*rank.shape[:-1], 1), np.int64)
+    if budget < num_experts:
+        least = np.partition(rank, -budget, axis=-1)[..., -budget, None]
+    best: BoolArray = rank >= np.maximum(least, num_experts)
+    return best
 
 
 def expected_migrations(d: float, num_steps: int, budget: int, tau: int) -> float:

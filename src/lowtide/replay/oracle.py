@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lowtide.core import BoolArray, Facts, FloatArray, IntArray, Step
+from lowtide.core import Facts, FloatArray, IntArray, Step
 from lowtide.policies.assignment import Balance
-from lowtide.policies.placement import Placement, Ranked, favourites
+from lowtide.policies.placement import Placement, favourites
 from lowtide.policies.presets import ORACLE
 from lowtide.policies.ranks import Ranks
 from lowtide.policies.recipe import Recipe, Setting
@@ -59,27 +59,22 @@ def oracle(hits: IntArray) -> Recipe:
     return Recipe(place, lambda s: Balance(), summary="knows the future: for replays only")
 
 
-class Oracle(Ranked):
+class Oracle(Placement):
     """Belady's replacement, layer by layer, among those that the step fetches."""
 
     def __init__(self, hits: IntArray, capacity: Sequence[int]) -> None:
-        super().__init__(*hits.shape[1:])
+        first = _worth(_first_uses(hits))
+        counts = np.minimum(capacity, np.count_nonzero(first, axis=1)).tolist()
+        initial = favourites(counts, first.shape[1], first)
+        super().__init__(len(counts), first.shape[1], initial)
         self._worth = iter(_worth(_following(hits)))
-        self._first = _worth(_first_uses(hits))
-        self._capacity = capacity
-
-    def initial(self, layer: int) -> IntArray:
-        num_used = int(np.count_nonzero(self._first[layer]))
-        return favourites(self._first[layer], min(num_used, self._capacity[layer]))
 
     def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
         self._rank[:] = next(self._worth)
         return Ranks(self._rank, capacity)
 
-    def may_enter(self, facts: Facts) -> BoolArray:
-        is_fetched = np.zeros(len(facts.is_kept), np.bool_)
-        is_fetched[facts.fetched] = True
-        return is_fetched
+    def candidates(self, facts: Facts) -> IntArray:
+        return facts.fetched
 
 
 def _worth(when: FloatArray) -> FloatArray:
