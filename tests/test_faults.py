@@ -37,7 +37,7 @@ from lowtide.errors import (
     UnsupportedError,
     UsageError,
 )
-from lowtide.experts.host_share import HostShare
+from lowtide.experts.host_executor import HostExpertExecutor
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.families.llada2.model import LLaDA2
 from lowtide.lab.synth import synth
@@ -543,7 +543,7 @@ CHECKPOINTS = {
     "after a read has started": Interrupter(FileReader, "submit", is_after=True),
     "before a layer's experts": Interrupter(ExpertRuntime, "forward"),
     "after a layer's experts": Interrupter(ExpertRuntime, "forward", is_after=True),
-    "in an expert's use": Interrupter(HostShare, "_run"),
+    "in an expert's use": Interrupter(HostExpertExecutor, "_run"),
     "before a pass": Interrupter(LLaDA2, "forward"),
     "after a pass": Interrupter(LLaDA2, "forward", is_after=True),
     "before logits": Interrupter(LLaDA2, "logits"),

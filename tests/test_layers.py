@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lowtide.core import Costs, MoEShape, Step, StepKind
-from lowtide.experts.host_share import HostCompute
+from lowtide.experts.host_executor import HostExpertExecutor
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.layout import SlotLayout
 from lowtide.experts.registrar import ExpertRegistrar
@@ -572,9 +572,9 @@ def test_moe_layer_routes_runs_and_adds_the_shared_expert(
     ledger = SlotLedger(1, 6, num_residents + 2)
     setting = Setting([num_residents], 6, Costs.unknown(1))
     policies = recipe("static").policies_without_device(setting)
-    compute = HostCompute(InlineExecutor(), REFERENCE, None, lambda num_tokens, work: work)
     host = HostTier(slots, ledger, Instant(slots, weights))
-    runtime = ExpertRuntime(shape, host, policies, compute)
+    executor = HostExpertExecutor(host, InlineExecutor(), REFERENCE, None)
+    runtime = ExpertRuntime(shape, policies, executor)
     runtime.load()
     router = make_router(7, 6, hidden)
     x, out = randn(rows, hidden, seed=8, dtype=dtype), torch.empty(rows, hidden, dtype=dtype)

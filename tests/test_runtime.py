@@ -6,7 +6,7 @@ import itertools
 import random
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -23,9 +23,9 @@ from torch import Tensor
 
 from lowtide.core import Costs, MoEShape, Step, StepKind
 from lowtide.errors import InternalError, StorageError
-from lowtide.experts import read_ahead
+from lowtide.experts import host_tier
 from lowtide.experts.at_once import ExpertsAtOnce
-from lowtide.experts.host_share import HostCompute
+from lowtide.experts.host_executor import HostExpertExecutor
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.layout import SlotLayout
 from lowtide.experts.registrar import ExpertRegistrar
@@ -149,8 +149,26 @@ class Disorder:
 
     def finish_until(self, answer: _Answer) -> None:
         while not answer.done():
-            i = self._random.randrange(len(self._under_way))
-            finish(*self._under_way.pop(i))
+            self.finish_one()
+
+    def finish_one(self) -> bool:
+        """Whether one was under way."""
+        if not self._under_way:
+            return False
+        i = self._random.randrange(len(self._under_way))
+        finish(*self._under_way.pop(i))
+        return True
+
+
+class DisorderlyNews(threading.Event):
+    """Whoever waits for news of a disorderly transfer gets the end of any of its reads."""
+
+    def __init__(self, transfer: Disorder) -> None:
+        super().__init__()
+        self._transfer = transfer
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return (not self.is_set() and self._transfer.finish_one()) or super().wait(timeout)
 
 
 class _Answer(Future[int]):
@@ -260,13 +278,11 @@ class Rig:
         executor = executor or InlineExecutor()
         kernels = kernels or WatchedKernels()
         self.host = HostTier(self.slots, ledger, self.transfer)
+        if isinstance(self.transfer, Disorder):
+            self.host.news = DisorderlyNews(self.transfer)
         at_once = ExpertsAtOnce.of(self.slots, kernels, executor.num_cores)
-        self.runtime = ExpertRuntime(
-            SHAPE,
-            self.host,
-            self.policies,
-            HostCompute(executor, kernels, at_once, lambda num_tokens, work: work),
-        )
+        experts = HostExpertExecutor(self.host, executor, kernels, at_once)
+        self.runtime = ExpertRuntime(SHAPE, self.policies, experts)
         self.runtime.load()
         self.check()
 
@@ -282,7 +298,7 @@ class Rig:
     def check(self) -> None:
         ledger = self.host.ledger
         ledger.check_integrity()
-        num_held = ledger.num_resident + self.host.num_ahead
+        num_held = ledger.num_resident + self.host.num_ahead + self.host.num_set_aside
         assert ledger.num_free + num_held == ledger.num_slots, "no slot stays taken"
         for layer, capacity in enumerate(self.capacity):
             assert ledger.is_resident(layer).sum() <= capacity
@@ -480,14 +496,14 @@ def test_as_many_reads_as_slots_stay_under_way() -> None:
     rig = Rig("static", [0, 0], num_staging=2)
     assert isinstance(rig.transfer, Disorder)
     under_way: list[int] = []
-    result = _Answer.result
+    wait = DisorderlyNews.wait
 
-    def noted(answer: _Answer, timeout: float | None = None) -> int:
+    def noted(news: DisorderlyNews, timeout: float | None = None) -> bool:
         under_way.append(len(rig.transfer.started))  # type: ignore[attr-defined]
-        return result(answer, timeout)
+        return wait(news, timeout)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Answer, "result", noted)
+        patch.setattr(DisorderlyNews, "wait", noted)
         rig.run(prompt(every_expert(layer=1)))
     assert under_way == [2, 3, 4, 5, 6, 6]
 
@@ -515,8 +531,7 @@ def test_a_read_that_fails_leaves_a_usable_runtime(
             assert torch.equal(result, dense_oracle(call, WEIGHTS[torch.float32]))
         rig.check()
     rig.transfer._fail_at = set()
-    assert rig.host.read_ahead is not None
-    rig.host.read_ahead.claim(0, ())  # as at the begin of a pass
+    rig.host.pause()
     for call in steps:
         assert torch.equal(rig.run(call), dense_oracle(call, WEIGHTS[torch.float32]))
         rig.check()
@@ -598,17 +613,17 @@ def interrupted_at(number: int) -> Iterator[None]:
 
 def test_an_interrupt_while_waiting_for_a_read() -> None:
     rig = Rig("tide", [2, 2], num_staging=3)
-    result = _Answer.result
+    wait = DisorderlyNews.wait
     waits = []
 
-    def interrupted(answer: _Answer, timeout: float | None = None) -> int:
-        waits.append(answer)
+    def interrupted(news: DisorderlyNews, timeout: float | None = None) -> bool:
+        waits.append(news)
         if len(waits) == 3:
             raise KeyboardInterrupt
-        return result(answer, timeout)
+        return wait(news, timeout)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(_Answer, "result", interrupted)
+        patch.setattr(DisorderlyNews, "wait", interrupted)
         rig.run(every_expert())
     rig.check()
     call = every_expert(index=1)
@@ -636,21 +651,22 @@ def test_reads_under_way_are_waited_for_before_their_slots_are_given_away(
         has_begun.wait(60)
         return answers[slot]
 
-    def noted_wait(futures: Iterable[Future[int]]) -> object:
+    def noted_wait(futures: Iterable[Future[int]], limit_s: float) -> object:
         wanted = set(futures)
         if wanted & set(answers.values()):
             waited_for.set()
-        return wait(wanted)
+        return wait(wanted, limit_s)
 
-    drop = rig.host.ledger.drop
+    reclaim = rig.host.ledger.reclaim
 
-    def checked_drop(slot: int) -> None:
-        assert answers[slot].done()
-        drop(slot)
+    def checked_reclaim(set_aside: Collection[int]) -> None:
+        assert not set_aside and all(answer.done() for answer in answers.values())
+        reclaim(set_aside)
 
     monkeypatch.setattr(rig.transfer, "start", start)
-    monkeypatch.setattr(read_ahead, "wait", noted_wait)
-    monkeypatch.setattr(rig.host.ledger, "drop", checked_drop)
+    monkeypatch.setattr(host_tier, "wait", noted_wait)
+    monkeypatch.setattr(rig.host.ledger, "reclaim", checked_reclaim)
+    rig.host.news = threading.Event()
     with ThreadPoolExecutor(3) as pool:
         try:
             with pytest.raises(StorageError, match="read 0"):

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lowtide.core import BoolArray, IntArray
 from lowtide.experts.layout import ExpertLayout
-from lowtide.experts.rows import ExpertBuffers, Routing
 from lowtide.experts.slots import ExpertSlots
 from lowtide.kernels.layer_parts import InPlace
 from lowtide.kernels.operands import ExpertWeights, SlotPlaces
@@ -40,7 +39,6 @@ class ExpertsAtOnce:
         has to last as long as this is used."""
         places = [_places(layout, slots) for layout in slots.layout.layers]
         self._layers = list(zip(layers, places, strict=True))
-        self._distinct = tuple({*layers})
         self._max_rows = min(kernels.max_rows for kernels in layers)
         self._layouts = slots.layout.layers
         self._num_threads = num_threads
@@ -59,10 +57,6 @@ class ExpertsAtOnce:
         kernels, places = self._layers[layer]
         return InPlace(kernels, places, slot_of, self._layouts[layer].parts[0].shape[0])
 
-    def takes(self, x: Tensor) -> bool:
-        """Whether `run_layer` takes these rows."""
-        return all(kernels.takes(x) for kernels in self._distinct)
-
     def takes_experts(self, num_tokens: IntArray) -> BoolArray:
         """Which experts `run` takes, by their tokens."""
         return num_tokens <= self._max_rows
@@ -75,34 +69,6 @@ class ExpertsAtOnce:
         """
         kernels, places = self._layers[layer]
         kernels.gated_mlps(groups, places, parts, gate, up, self._num_threads)
-
-    def run_layer(
-        self,
-        x: Tensor,
-        routing: Routing,
-        slots: IntArray,
-        buffers: ExpertBuffers,
-        out: Tensor,
-        layer: int,
-    ) -> None:
-        """All experts of a few tokens and their sum, with the bits of one by one.
-
-        x [tokens, hidden]; slots: one for each distinct expert, ascending by expert; out [tokens,
-        hidden] float32. All of them contiguous.
-        """
-        kernels, places = self._layers[layer]
-        kernels.run_experts(
-            x,
-            experts=routing.experts,
-            weights=routing.weights,
-            slots=slots,
-            places=places,
-            parts=buffers.parts,
-            gate=buffers.gate,
-            up=buffers.up,
-            out=out,
-            num_threads=self._num_threads,
-        )
 
 
 def _several(layout: ExpertLayout, kernels: Kernels) -> SeveralExperts | None:

@@ -7,39 +7,27 @@ nothing: who runs here, who is fetched and who stays are the policies' choices.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide.core import Assignment, Costs, Facts, IntArray, Moves, RoutedTokens, Step, StepKind
+from lowtide.core import Costs, Facts, IntArray, Step, StepKind
 from lowtide.experts.away_time import AwayTime
-from lowtide.experts.device import Device, ExpertGroup
+from lowtide.experts.device import Device
 from lowtide.experts.early_gate import EarlyGate
 from lowtide.experts.host_tier import HostTier
-from lowtide.experts.link import Arrival, Link
+from lowtide.experts.link import Link
 from lowtide.experts.room import Room
-from lowtide.experts.rows import ExpertBuffers, ExpertRows, Routing
-from lowtide.experts.told import tell
+from lowtide.experts.rows import Routing, is_long
+from lowtide.experts.told import AtHost, tell
 from lowtide.memory.pinned_copies import to_host
 from lowtide.memory.workspace import Buffers
 from lowtide.policies.decision import Policies
 from lowtide.policies.prefetch import Ahead, Prefetch
 from lowtide.reading.dense_weights import Progress
-from lowtide.threads.event import Event
 
 _START = Step(StepKind.PREFILL, 0)
 _MAX_COUNTS = 64  # kept until they are added up together: small operators cost a launch each
-
-
-class AtHost(NamedTuple):
-    """What the host is told of a layer's step, in host memory until the next one."""
-
-    x: Tensor  # [tokens, hidden]
-    experts: Tensor  # [tokens, k] int64
-    told: RoutedTokens | None = None  # the routing, for policies that ask for it
-    predicted: IntArray | None = None  # tokens per expert of the next layer, by the early gate
 
 
 class DeviceTier:
@@ -67,14 +55,14 @@ class DeviceTier:
         is_whole = bool(ledger.is_resident(layer).all())
         return is_whole and not room.is_short(layer, ledger.num_resident)
 
-    def run_whole(self, layer: int, rows: ExpertRows, buffers: ExpertBuffers) -> None:
-        """Runs a layer whose experts are all resident, without any synchronisation."""
+    def begin_whole(self, counts: Tensor) -> None:
+        """A layer runs whose experts are all resident, without any synchronisation.
+
+        counts [num_experts], on the device: pairs of each expert."""
         self._away.come_back()
-        self._counts.append(rows.counts)
+        self._counts.append(counts)
         if len(self._counts) == _MAX_COUNTS:
             self._add_counts()
-        for group in self.link.resident_groups(layer, np.arange(len(rows.counts))):
-            self.link.note_use(group, self.device.run(group, rows, buffers, None))
 
     @property
     def num_hits(self) -> int:
@@ -92,7 +80,13 @@ class DeviceTier:
         workspace: Buffers,
     ) -> AtHost:
         """A layer's input and routing in host memory, and what the early gate says of the next:
-        the layer's one synchronisation."""
+        the layer's one synchronisation. Of a long pass without its input."""
+        if is_long(len(x)):
+            experts, told = routing.experts.cpu(), None
+            if policies.asks_routing:
+                scores = None if scores is None else scores.cpu()
+                told = tell(experts, routing.weights.cpu(), scores)
+            return AtHost(None, experts, told)
         predicted = self._predict(layer, x, policies.prefetch, workspace)
         weights = to_host(routing.weights) if policies.asks_routing else None
         scores = None if scores is None else to_host(scores)
@@ -172,95 +166,3 @@ class DeviceTier:
         counts, self._counts = self._counts, []
         if counts:
             self._num_hits += torch.stack(counts).count_nonzero()
-
-
-class DeviceShare:
-    """The device's share of one layer: residents, then fetched experts in waves as they arrive."""
-
-    def __init__(
-        self,
-        tier: DeviceTier,
-        layer: int,
-        assignment: Assignment,
-        rows: ExpertRows,
-        buffers: ExpertBuffers,
-    ) -> None:
-        self._tier = tier
-        self._link = tier.link
-        self._layer = layer
-        self._assignment = assignment
-        self._rows = rows
-        self._buffers = buffers
-        # By expert to fetch: its copy, if one is under way.
-        self._arrivals = {
-            expert: self._link.take_arrival(layer, expert) for expert in assignment.fetch.tolist()
-        }
-        self._fetch_on: dict[int, int] = {}
-        if assignment.fetch_on is not None:
-            pairs = zip(assignment.fetch.tolist(), assignment.fetch_on.tolist(), strict=True)
-            self._fetch_on = dict(pairs)
-        self._first_wave: list[tuple[int, Arrival]] = []
-        self._keep: set[int] = set()
-        self._wave: list[tuple[int, Arrival]] = []
-
-    @property
-    def wanted(self) -> list[int]:
-        """Experts to fetch that no copy is under way of: they are wanted in host memory."""
-        return [expert for expert, arrival in self._arrivals.items() if arrival is None]
-
-    def start(self, here: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
-        """Queues what needs no moves: the residents, and copies of a first wave of those `here` in
-        host memory. Returns the others of `here`."""
-        for group in self._link.resident_groups(self._layer, self._assignment.resident):
-            self._run(group, None)
-        first, rest = here[: self._tier.wave_size], here[self._tier.wave_size :]
-        self._first_wave = [(expert, self._begin_copy(expert, slot)) for expert, slot in first]
-        return rest
-
-    def follow(self, moves: Moves) -> None:
-        """Notes which fetched experts stay, and queues those under way as they arrive."""
-        self._keep = self._link.obey(self._layer, moves, self._arrivals)
-        under_way = [(e, arrival) for e, arrival in self._arrivals.items() if arrival is not None]
-        for expert, arrival in [*under_way, *self._first_wave]:
-            self._add_to_wave(expert, arrival)
-
-    def fetch(self, expert: int, host_slot: int) -> None:
-        """Queues the copy of an expert that is in host memory, and its run behind it."""
-        self._add_to_wave(expert, self._begin_copy(expert, host_slot))
-
-    def run_wave(self) -> None:
-        """Queues the experts of a wave, on each device behind the last of their arrivals there,
-        and settles them."""
-        if not self._wave:
-            return
-        wave = sorted(self._wave, key=lambda pair: pair[0])
-        self._wave = []
-        experts = np.array([expert for expert, _ in wave])
-        slots = np.array([arrival.slot for _, arrival in wave])
-        arrivals = {arrival.slot: arrival for _, arrival in wave}
-        for group in self._link.by_device(ExpertGroup(self._layer, experts, slots)):
-            last = max((arrivals[slot] for slot in group.slots.tolist()), key=lambda a: a.order)
-            self._run(group, last.event)
-        self._settle(wave)
-
-    def take_over(self, host_parts: Tensor) -> None:
-        """Queues the copy of the host's outputs to where they belong."""
-        host = self._assignment.host
-        if len(host):
-            self._tier.device.from_host(host_parts, self._rows, host, self._buffers.parts)
-
-    def _begin_copy(self, expert: int, host_slot: int) -> Arrival:
-        return self._link.fetch(host_slot, self._fetch_on.get(expert))
-
-    def _add_to_wave(self, expert: int, arrival: Arrival) -> None:
-        self._wave.append((expert, arrival))
-        if len(self._wave) == self._tier.wave_size:
-            self.run_wave()
-
-    def _settle(self, wave: Sequence[tuple[int, Arrival]]) -> None:
-        for expert, arrival in wave:
-            self._link.settle(self._layer, expert, arrival.slot, expert in self._keep)
-
-    def _run(self, group: ExpertGroup, after: Event | None) -> None:
-        use = self._tier.device.run(group, self._rows, self._buffers, after)
-        self._link.note_use(group, use)

@@ -6,9 +6,11 @@ some do, and the others are read from disk when a layer wants them.
 
 from __future__ import annotations
 
+import math
+import threading
 from collections import deque
-from collections.abc import Iterator, MutableSequence, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, MutableSequence, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
@@ -16,15 +18,20 @@ from typing import Protocol
 import numpy as np
 
 from lowtide.core import NO_MOVES, Demand, Facts, IntArray, Moves, Step
-from lowtide.experts.read_ahead import LateReads, PendingRead, ReadAhead, end_reads
+from lowtide.errors import DeviceError, InternalError, LowtideError, StorageError
+from lowtide.experts.read_ahead import LateReads, PendingRead, ReadAhead
 from lowtide.experts.slots import ExpertSlots, SlotLedger
 from lowtide.experts.transfer import Transfer, ticket_result
 from lowtide.policies.decision import Policies
 from lowtide.reading.dense_weights import Progress
+from lowtide.reading.file_reader import Ticket
 from lowtide.threads.event import WAIT_LIMIT_S
 
-LOOK_S = 1e-3
-"""How often used experts' slots are looked for: about as long as one of many tokens takes."""
+USE_POLL_S = 1e-3
+"""How often the uses of slots are looked at that do not say when they have ended: a device's."""
+
+END_LIMIT_S = 4.0
+"""After a failure: a read that takes longer keeps its slot until it has ended."""
 
 
 class Use(Protocol):
@@ -39,6 +46,7 @@ class Use(Protocol):
 class HostStats:
     """What became of host slots, in counts, bytes and seconds since the tier was made."""
 
+    num_moves_done: int = 0  # experts that became resident by a move; others were dropped
     num_admitted: int = 0
     num_evicted: int = 0
     num_ahead: int = 0  # of the experts read, those whose read began before their layer did
@@ -73,6 +81,11 @@ class HostTier:
         self.read_ahead = ReadAhead(ledger) if reads_ahead else None
         self._late = LateReads(ledger)
         self._begun: list[PendingRead] = []  # of the layer that is opened next
+        # Slots that reads write to, whoever has them; no ticket: Ctrl-C may have come before it.
+        self._filling: dict[int, Ticket | None] = {}
+        self._set_aside: dict[int, Ticket] = {}  # of them, those that nobody waits for
+        self.news = threading.Event()  # a read has ended, or a use of a slot, since it was cleared
+        self._idle_s = 0.0  # waited without any
         self._uses: deque[tuple[int, Use]] = deque()
         self._returned: deque[int] = deque()  # slots whose use on another thread has ended
         self._evict_after: dict[int, tuple[int, int]] = {}  # slot: its (layer, expert)
@@ -81,6 +94,11 @@ class HostTier:
     def num_ahead(self) -> int:
         """Slots that reads for a coming layer hold."""
         return 0 if self.read_ahead is None else len(self.read_ahead)
+
+    @property
+    def num_set_aside(self) -> int:
+        """Slots that nobody has until reads into them have ended, for which nobody waits."""
+        return len(self._set_aside)
 
     def has(self, layer: int, expert: int) -> bool:
         """Whether an expert's bytes are in host memory now."""
@@ -102,6 +120,15 @@ class HostTier:
         """The use of a slot has ended; may be said on any thread."""
         if not self.is_permanent:
             self._returned.append(slot)
+        self.news.set()
+
+    def wait(self, stalled: Callable[[], LowtideError], limit_s: float = math.inf) -> None:
+        """Waits for `news`, for `limit_s` at most. Raises `stalled` when there is none for long."""
+        # Two waits: one may have passed while the process was stopped.
+        limit_s = min(limit_s, USE_POLL_S if self._uses else WAIT_LIMIT_S / 2)
+        self._idle_s = 0.0 if self.news.wait(limit_s) else self._idle_s + limit_s
+        if self._idle_s >= WAIT_LIMIT_S:
+            raise stalled()
 
     def own_moves(self, step: Step, layer: int, wanted: IntArray) -> Moves:
         """The moves of the tier's own policies for those whose bytes are wanted here, ascending;
@@ -120,11 +147,11 @@ class HostTier:
     def arrive(self, layer: int) -> None:
         """Before a layer's step: who was to come for later is there. Waits for their reads."""
         for read in self._late.end(layer):
-            self.stats.read_bytes += ticket_result(read.ticket)
+            self.take_in(read)
             if self.has(layer, read.expert):
                 self.ledger.drop(read.slot)
             else:
-                self.bind(layer, read)
+                self.bind(read)
 
     def begin(self, layer: int, wanted: IntArray) -> None:
         """Starts reads of those of `wanted` (ascending) that are absent, as many as there are free
@@ -135,7 +162,7 @@ class HostTier:
         self.settle()
         self._begun = self._claim(layer, absent)
         for expert in absent[: self.ledger.num_free]:
-            self._begun.append(self._start_read(layer, expert))
+            self._begun.append(self.start_read(layer, expert))
 
     def open(self, layer: int, wanted: IntArray, moves: Moves) -> HostReads:
         """Experts that this layer's step needs in host memory; `wanted` ascend."""
@@ -147,9 +174,12 @@ class HostTier:
             self.read_ahead.expect(facts, run)
 
     def settle(self) -> None:
-        """Gives back the slots whose uses are done."""
+        """Gives back the slots whose uses are done, and those of reads that nobody waits for."""
         while self._returned:
             self._release(self._returned.popleft())
+        for slot in [slot for slot, ticket in self._set_aside.items() if ticket.done()]:
+            del self._set_aside[slot]
+            self.ledger.drop(slot)
         for _ in range(len(self._uses)):
             slot, use = self._uses.popleft()
             if use.is_done():
@@ -158,22 +188,25 @@ class HostTier:
                 self._uses.append((slot, use))
 
     def pause(self) -> None:
-        """Between passes: ends reads for a coming layer, so that no slot is being filled."""
+        """Between passes: ends reads for a coming layer, so that no slot is being filled.
+
+        Raises StorageError when one does not end."""
         for layer in self._late.layers:
             self.arrive(layer)
         if self.read_ahead is not None:
-            self.stats.num_wasted += len(self.read_ahead)
-            self.read_ahead.claim(-1, ())
+            self._drop(self.read_ahead.claim())
+        if wait(self._set_aside.values(), WAIT_LIMIT_S).not_done:
+            raise read_stalled()
         self.settle()
 
     def wait_for_use(self) -> bool:
-        """Waits for the end of a use that was told by `used_by`, unless a slot was given back
-        meanwhile; False where there is nothing to wait for."""
-        if self._returned:
-            return True
+        """Waits for the end of a use that was told by `used_by`, or of a read that nobody waits
+        for; False where there is nothing to wait for."""
         if self._uses:
             self._uses[0][1].wait()
-        return bool(self._uses)
+        elif self._set_aside:
+            self.wait(read_stalled)
+        return bool(self._uses or self._set_aside)
 
     def load(self, initial: Sequence[IntArray], progress: Progress) -> None:
         """Makes `initial[layer]` resident and no others, before the first step.
@@ -182,10 +215,9 @@ class HostTier:
         """
         missing = [(i, expert) for i, kept in enumerate(initial) for expert in self.keep(i, kept)]
         total_bytes, done_bytes = len(missing) * self.slots.layout.num_bytes, 0
-        started = [(layer, self._start_read(layer, expert)) for layer, expert in missing]
-        for layer, read in started:
-            self.stats.read_bytes += ticket_result(read.ticket)
-            self.bind(layer, read)
+        for read in [self.start_read(layer, expert) for layer, expert in missing]:
+            self.take_in(read)
+            self.bind(read)
             done_bytes += self.slots.layout.num_bytes
             progress("loading experts", done_bytes, total_bytes)
 
@@ -202,9 +234,9 @@ class HostTier:
         absent: list[int] = experts[~is_resident[experts]].tolist()
         return absent
 
-    def bind(self, layer: int, read: PendingRead) -> None:
+    def bind(self, read: PendingRead) -> None:
         """What was read is resident from now on."""
-        self.ledger.bind(layer, read.expert, read.slot)
+        self.ledger.bind(read.layer, read.expert, read.slot)
         self.stats.num_admitted += 1
 
     def evict(self, layer: int, expert: int) -> None:
@@ -217,40 +249,70 @@ class HostTier:
             self.stats.num_evicted += 1
 
     def abandon(self) -> None:
-        """After a failure, when nothing uses a slot any more: gives all back but residents'."""
+        """After a failure, when nothing uses a slot any more: gives all back but residents', and
+        those of reads that do not end within `END_LIMIT_S`."""
         if self.read_ahead is not None:
-            self.read_ahead.cancel()
-        self._late.cancel()
-        for read in self._begun:
-            read.ticket.cancel()
+            self.read_ahead.claim()
+        self._late.forget()
         self._begun = []
-        self.transfer.drain()
+        self._end_reads()
         self._uses.clear()
         self._returned.clear()
-        self.ledger.reclaim()
+        self.ledger.reclaim(self._set_aside)
         for layer, expert in self._evict_after.values():
             if self.has(layer, expert):  # not so where Ctrl-C came just after its eviction
                 self.evict(layer, expert)
         self._evict_after.clear()
+        self._filling.clear()
+
+    def start_read(self, layer: int, expert: int) -> PendingRead:
+        """Begins to read an expert into a free slot, which is taken until it is given back."""
+        slot = self.ledger.take()
+        self._filling[slot] = None
+        self._filling[slot] = ticket = self.transfer.start(layer, expert, slot)
+        ticket.add_done_callback(lambda _: self.news.set())
+        return PendingRead(layer, expert, slot, ticket)
+
+    def take_in(self, read: PendingRead) -> None:
+        """Waits for a read. Raises StorageError when it failed, or does not end."""
+        self.stats.read_bytes += ticket_result(read.ticket)
+        self._filling.pop(read.slot, None)
 
     def _claim(self, layer: int, absent: MutableSequence[int]) -> list[PendingRead]:
         """Takes the reads that began before, and those experts out of `absent`."""
         begun, self._begun = self._begun, []
         if not begun and self.read_ahead is not None:
-            num_ahead = len(self.read_ahead)
-            begun = self.read_ahead.claim(layer, absent)
+            ahead = self.read_ahead.claim()
+            begun = [read for read in ahead if read.layer == layer and read.expert in absent]
+            self._drop([read for read in ahead if read not in begun])
             self.stats.num_ahead += len(begun)
-            self.stats.num_wasted += num_ahead - len(begun)
         for read in begun:
             absent.remove(read.expert)
         return begun
 
-    def _start_read(self, layer: int, expert: int) -> PendingRead:
-        slot = self.ledger.take()
-        return PendingRead(expert, slot, self.transfer.start(layer, expert, slot))
+    def _drop(self, reads: Sequence[PendingRead]) -> None:
+        """Of what was read ahead for nothing: a slot is free once its read has ended."""
+        self.stats.num_wasted += len(reads)
+        for read in reads:
+            self._set_aside[read.slot] = read.ticket
+            del self._filling[read.slot]
+            read.ticket.cancel()
+        self.settle()
+
+    def _end_reads(self) -> None:
+        """Cancels those that have not begun; sets the slots of those aside that do not end."""
+        filling = {slot: ticket for slot, ticket in self._filling.items() if ticket is not None}
+        stuck = wait([each for each in filling.values() if not each.cancel()], END_LIMIT_S).not_done
+        self._set_aside.update((slot, each) for slot, each in filling.items() if each in stuck)
+        self._set_aside = {s: each for s, each in self._set_aside.items() if not each.done()}
+        if not self._set_aside:
+            self.transfer.drain()
+            return
+        for slot in self._filling.keys() - filling.keys():
+            self._set_aside[slot] = Future()  # nobody will learn when its read has ended
 
     def _release(self, slot: int) -> None:
-        ledger = self.ledger
+        self._idle_s, ledger = 0.0, self.ledger
         if not ledger.is_bound(slot):
             ledger.drop(slot)
             return
@@ -259,118 +321,120 @@ class HostTier:
             self.evict(*self._evict_after.pop(slot))
 
 
+IsUsed = Callable[[], bool]
+
+
 class HostReads:
     """One layer's experts in host memory, each in a slot that is leased or taken: those here, and
     the others as they are read. Whoever gets one says when its use ends, by `used_by` or
-    `give_back`, before asking for the next."""
+    `give_back`."""
 
     def __init__(self, tier: HostTier, layer: int, wanted: IntArray, moves: Moves) -> None:
         self._tier = tier
         self._layer = layer
+        tier._idle_s = 0.0
         self._admit = frozenset(moves.admit.tolist())
+        tier.stats.num_moves_done += len(moves.admit) + len(moves.later)
         self._admitted: list[int] = []
         is_here = tier.ledger.is_resident(layer)[wanted]
         self._waiting = deque(wanted[~is_here].tolist())
-        self.here = [(expert, tier.lease(layer, expert)) for expert in wanted[is_here].tolist()]
+        self.slots = {expert: tier.lease(layer, expert) for expert in wanted[is_here].tolist()}
         for expert in moves.evict.tolist():
             tier.evict(layer, expert)
         tier._late.expect(layer, moves.later)
-        self._pending = deque(tier._claim(layer, self._waiting))
+        self._pending = tier._claim(layer, self._waiting)
 
     @property
     def num_waiting(self) -> int:
         """Experts that wait for a slot."""
         return len(self._waiting)
 
-    @property
-    def has_more(self) -> bool:
-        """Whether some have not come yet."""
-        return bool(self._waiting or self._pending)
-
     def start(self) -> None:
         """Gives every free slot to an expert that waits for one, then to the next layer's."""
         tier = self._tier
         tier.settle()
         while self._waiting and tier.ledger.num_free:
-            self._pending.append(tier._start_read(self._layer, self._waiting.popleft()))
+            self._pending.append(tier.start_read(self._layer, self._waiting.popleft()))
         if self._waiting:
             return
-        tier._late.start_reads(tier.transfer)
+        tier._late.start_reads(tier.start_read)
         if tier.read_ahead is not None:
-            tier.read_ahead.start_reads(tier.transfer)
+            tier.read_ahead.start_reads(tier.start_read)
 
-    def next(self) -> tuple[int, int] | None:
-        """Waits for the oldest read: its expert and slot. None where all wait for a slot.
+    def arriving(self, experts: Collection[int], is_used: IsUsed = lambda: False) -> Iterator[int]:
+        """Those of `experts` that are not here, as they come into `slots`.
 
-        Slots that come free meanwhile are given away, as by `start`. Raises StorageError when the
-        expert cannot be read.
+        is_used: whether some slot is in use yet, and will be given back. Slots that come free
+        meanwhile are given away, as by `start`. Raises StorageError when one cannot be read.
         """
-        if not self._pending:
-            return None
-        read, stats = self._pending[0], self._tier.stats
-        start_s = perf_counter()
-        stats.read_bytes += self._end(read)
-        stats.wait_s += perf_counter() - start_s
-        self._pending.popleft()
+        missing = set(experts).difference(self.slots)
+        while missing:
+            self._tier.news.clear()
+            will_be_free = is_used()  # first: what is given back after it is news
+            self.start()
+            reads = [read for read in self._pending if read.expert in missing]
+            arrived = [read for read in reads if read.ticket.done()]
+            for read in arrived:
+                self._take_in(read)
+                missing.remove(read.expert)
+                yield read.expert
+            if reads and not arrived:
+                self._wait_for_read()
+            elif not arrived:
+                self._wait_for_slot(will_be_free)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """All of them, for somebody who tells of every use by `used_by`."""
+        yield from list(self.slots.items())
+        absent = [*self._waiting, *(read.expert for read in self._pending)]
+        for expert in self.arriving(absent):
+            yield expert, self.slots[expert]
+
+    def _take_in(self, read: PendingRead) -> None:
+        tier = self._tier
+        tier.take_in(read)
+        self._pending.remove(read)
         if read.expert in self._admit:
-            self._tier.bind(self._layer, read)
-            self._tier.ledger.lease(read.slot)
+            tier.bind(read)
+            tier.ledger.lease(read.slot)
             self._admitted.append(read.expert)
-        return read.expert, read.slot
+        self.slots[read.expert] = read.slot
 
-    def bring(self, expert: int) -> tuple[int, int] | None:
-        """`next`, for the read of one expert; None where it waits for a slot.
+    def _wait_for_read(self) -> None:
+        start_s = perf_counter()
+        self._tier.wait(read_stalled)
+        self._tier.stats.wait_s += perf_counter() - start_s
 
-        Reads begin in ascending order: so should they be asked for.
-        """
-        for read in self._pending:
-            if read.expert == expert:
-                self._pending.remove(read)
-                self._pending.appendleft(read)
-                return self.next()
-        return None
+    def _wait_for_slot(self, will_be_free: bool) -> None:
+        if will_be_free:
+            self._tier.wait(compute_stalled)
+        elif not (self._tier.wait_for_use() or self._give_up_one()):
+            raise InternalError(f"{len(self._waiting)} experts wait and no slot is free.")
 
-    def give_up_one(self) -> bool:
+    def _give_up_one(self) -> bool:
         """Evicts one that was admitted and used, for those that wait for a slot; whether it did.
 
         Where experts come in ascending order the residents that they replace may be in use for
         longer than there are slots for both.
         """
         tier = self._tier
-        tier.settle()
         for expert in self._admitted:
-            if not tier.ledger.is_leased(tier.ledger.slot_of(self._layer, expert)):
+            if not tier.ledger.is_leased(self.slots[expert]):
                 self._admitted.remove(expert)
                 tier.evict(self._layer, expert)
                 return True
         return False
 
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        """All of them, for somebody who tells of every use by `used_by`."""
-        yield from self.here
-        self.start()
-        while self.has_more:
-            arrived = self.next()
-            if arrived is not None:
-                yield arrived
-            else:
-                self._tier.wait_for_use()
-            self.start()
 
-    def cancel(self) -> None:
-        """After a failure: no slot is written any more; `HostTier.abandon` gives them back."""
-        end_reads(self._pending)
+def read_stalled() -> StorageError:
+    return StorageError(
+        f"A read of expert weights has not ended within {WAIT_LIMIT_S:g} s; the disk or network "
+        "drive that holds the checkpoint does not answer."
+    )
 
-    def _end(self, read: PendingRead) -> int:
-        """Waits for a read, and gives away the slots that come free meanwhile; bytes read."""
-        end_s = perf_counter() + WAIT_LIMIT_S
-        while self._wants_slots and perf_counter() < end_s:
-            with suppress(TimeoutError):
-                return read.ticket.result(LOOK_S)
-            self.start()
-        return ticket_result(read.ticket)
 
-    @property
-    def _wants_slots(self) -> bool:
-        read_ahead = self._tier.read_ahead
-        return bool(self._waiting) or (read_ahead is not None and read_ahead.is_waiting)
+def compute_stalled() -> DeviceError:
+    return DeviceError(
+        f"An expert on the host has not been computed within {WAIT_LIMIT_S:g} s: a compute thread "
+        "hangs or the machine is far too busy."
+    )

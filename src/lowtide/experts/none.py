@@ -10,7 +10,7 @@ from torch import Tensor
 from lowtide.core import Step
 from lowtide.errors import InternalError
 from lowtide.experts.host_tier import HostStats
-from lowtide.experts.rows import Routing, RunInPlace
+from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import ExpertObserver, ExpertStats, Observer
 from lowtide.memory.workspace import Buffers
 from lowtide.policies.receipt import Receipt
@@ -33,7 +33,6 @@ class NoExperts:
         workspace: Buffers,
         out: Tensor,
         scores: Tensor | None = None,
-        run_in_place: RunInPlace | None = None,
     ) -> None:
         raise InternalError(f"MoE layer {layer} of a model without experts.")
 

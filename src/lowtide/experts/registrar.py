@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from lowtide.core import MoEShape, Step
-from lowtide.experts.rows import ExpertBuffers, Routing, RunInPlace, Terms
+from lowtide.experts.rows import LayerBuffers, Routing
 from lowtide.experts.told import take_substituted
 from lowtide.memory.workspace import Buffers
 
@@ -43,9 +43,7 @@ class ExpertRegistrar:
         workspace: Buffers,
         out: Tensor,
         scores: Tensor | None = None,
-        run_in_place: RunInPlace | None = None,
     ) -> None:
         if self._substitutes:
             take_substituted(workspace, routing.experts.numel())
-        buffers = ExpertBuffers.take(workspace, self._shape, x)
-        Terms.take(workspace, buffers, x)
+        LayerBuffers.take(workspace, self._shape, x).take_terms(workspace, x)

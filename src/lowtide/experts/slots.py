@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -187,16 +188,16 @@ class SlotLedger:
         self._num_bound -= 1
         self._free[self.device_of[slot]].append(slot)
 
-    def reclaim(self) -> None:
-        """Frees every taken slot and ends every lease: nobody uses any of them any more. What is
-        retired stays so.
+    def reclaim(self, set_aside: Collection[int] = ()) -> None:
+        """Frees every taken slot but those `set_aside`, and ends every lease: nobody uses any of
+        them any more. What is retired stays so.
 
         Also undoes a change that Ctrl-C left half made.
         """
         for slot, owner in enumerate(self._owner):
             if owner is not None and self._slot_of[owner] != slot:
                 self._owner[slot] = None
-        self._is_taken = [False] * self.num_slots
+        self._is_taken = [slot in set_aside for slot in range(self.num_slots)]
         self._num_leases = [0] * self.num_slots
         self._num_bound = self.num_resident
         self._free = self._all_free()
@@ -225,7 +226,7 @@ class SlotLedger:
         """By device: slots without an owner; the one that is freed first is taken first."""
         free: list[deque[int]] = [deque() for _ in range(self.num_devices)]
         for slot, owner in enumerate(self._owner):
-            if owner is None and not self._is_retired[slot]:
+            if owner is None and not self._is_taken[slot] and not self._is_retired[slot]:
                 free[self.device_of[slot]].append(slot)
         return free
 

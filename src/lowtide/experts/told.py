@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,6 +15,15 @@ from lowtide.experts.rows import Routing
 from lowtide.experts.slots import SlotLedger
 from lowtide.memory.pinned_copies import to_device
 from lowtide.memory.workspace import Buffers
+
+
+class AtHost(NamedTuple):
+    """What the host is told of a layer's step, in host memory until the next one."""
+
+    x: Tensor | None  # [tokens, hidden]; None of a pass that has more rows than there is room for
+    experts: Tensor  # [tokens, k] int64
+    told: RoutedTokens | None = None  # the routing, for policies that ask for it
+    predicted: IntArray | None = None  # tokens per expert of the next layer, by the early gate
 
 
 def tell(experts: Tensor, weights: Tensor, scores: Tensor | None) -> RoutedTokens:

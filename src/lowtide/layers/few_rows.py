@@ -8,7 +8,6 @@ once for all layers, and for all passes over the same memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -242,8 +241,7 @@ class FewRowsLayer:
             before = workspace.mark()
             workspace.reset(drawn.at_experts)
             x, routed = buffers["mlp_input"], buffers["routed"]
-            in_place = partial(whole.run_chosen, drawn.bound) if has_experts else None
-            moe.run_experts(x, routing, batch.step, routed, in_place)
+            moe.run_experts(x, routing, batch.step, routed)
             whole.run_from_experts(drawn.bound)
             workspace.reset(before)
 

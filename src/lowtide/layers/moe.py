@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowtide.compute import Compute
 from lowtide.core import Step
-from lowtide.experts.rows import Routing, RunInPlace
+from lowtide.experts.rows import Routing
 from lowtide.kernels.layer_parts import InPlace, MLPParts
 from lowtide.layers.batch import Batch
 from lowtide.layers.linear import GatedMLP
@@ -56,7 +56,6 @@ class Experts(Protocol):
         workspace: Buffers,
         out: Tensor,
         scores: Tensor | None = None,
-        run_in_place: RunInPlace | None = None,
     ) -> None: ...
 
 
@@ -99,19 +98,12 @@ class MoELayer:
                 add_shared = partial(self._add_shared, self._shared)
                 in_chunks("mlp", workspace, add_shared, x, routed, out)
 
-    def run_experts(
-        self,
-        x: Tensor,
-        routing: Routing,
-        step: Step,
-        out: Tensor,
-        run_in_place: RunInPlace | None = None,
-    ) -> None:
+    def run_experts(self, x: Tensor, routing: Routing, step: Step, out: Tensor) -> None:
         """The routed experts' sum: out [rows, hidden] float32."""
         workspace = self._compute.workspace
         scores = self.router.scores(x) if self.experts.asks_scores else None
         with workspace.scope():
-            self.experts.forward(self.index, x, routing, step, workspace, out, scores, run_in_place)
+            self.experts.forward(self.index, x, routing, step, workspace, out, scores)
 
     def _add_shared(self, expert: GatedMLP, x: Tensor, routed: Tensor, out: Tensor) -> None:
         """`out = routed + expert(x)`; `out` may be `x`."""

@@ -1,0 +1,295 @@
+"""Experts on the host: computed on threads, in whatever order their weights come.
+
+The calling thread hands experts over and goes on; threads take what is ready, those first whose
+slots others wait for. Experts of few rows are one compiled call where the kernels have one; the
+others, and all without a compiler, are products of a piece of rows each. An expert's outputs
+replace its inputs, and no two share a row.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowtide.core import Facts, IntArray, Moves, RoutedTokens, Step
+from lowtide.experts.at_once import ExpertsAtOnce
+from lowtide.experts.host_tier import HostTier, compute_stalled
+from lowtide.experts.room import Room
+from lowtide.experts.rows import ExpertBuffers, ExpertRows, Routing
+from lowtide.experts.told import AtHost, host_facts, tell
+from lowtide.experts.work import Plan, Tile, Work
+from lowtide.kernels.layer_parts import InPlace
+from lowtide.kernels.reference import Kernels
+from lowtide.memory.workspace import Buffers
+from lowtide.policies.decision import Policies
+from lowtide.reading.dense_weights import Progress
+from lowtide.threads.executor import Executor
+from lowtide.threads.executor import Work as Call
+
+Paced = Callable[[Sequence[int], Call], Call]
+"""What a call over experts of so many tokens becomes: see `Device.host_work`."""
+
+
+class HostTile(NamedTuple):
+    """What the host computes of a tile, all of it in host memory."""
+
+    layer: int
+    rows: ExpertRows
+    buffers: ExpertBuffers
+    inputs: Tensor | None  # [tokens, hidden]: what `parts` has to be filled from, if it has
+    is_finished: Callable[[int], bool]  # whether the tile has the last of an expert's rows
+
+
+class HostExpertExecutor:
+    """Owns the host's share of a layer. Does not know who else computes beside it."""
+
+    device = None
+
+    def __init__(
+        self,
+        host: HostTier,
+        threads: Executor,
+        kernels: Kernels,
+        at_once: ExpertsAtOnce | None,
+        paced: Paced = lambda num_tokens, call: call,
+    ) -> None:
+        """at_once: calls over several experts of few rows, where there are any."""
+        self.host = host
+        self.threads = threads
+        self.kernels = kernels
+        self.at_once = at_once
+        self._paced = paced
+        # With what is to be done when it has ended: its slot is given back.
+        self._ready: deque[tuple[Call, Call]] = deque()
+        self._working: deque[Future[None]] = deque()
+
+    # A layer, from its routing to its outputs, where there is no device
+
+    def load(self, initial: Sequence[IntArray], progress: Progress) -> None:
+        """Makes `initial[layer]` resident and no others."""
+        self.host.load(initial, progress)
+
+    def in_place(self, layer: int) -> InPlace | None:
+        """Where kernels may run a layer's experts by themselves, while all are resident."""
+        if self.at_once is None:
+            return None
+        return self.at_once.in_place(self.host.ledger.table(layer), layer)
+
+    def stays_whole(self, layer: int, room: Room) -> bool:
+        """Whether no policy has to be asked of a layer."""
+        return False
+
+    def look(
+        self,
+        layer: int,
+        x: Tensor,
+        routing: Routing,
+        scores: Tensor | None,
+        policies: Policies,
+        workspace: Buffers,
+    ) -> AtHost:
+        """A layer's input and routing in host memory."""
+        self.host.arrive(layer)
+        told = tell(*routing, scores) if policies.asks_routing else None
+        return AtHost(x, routing.experts, told)
+
+    def facts(
+        self,
+        step: Step,
+        layer: int,
+        num_tokens: IntArray,
+        told: RoutedTokens | None,
+        policies: Policies,
+        room: Room,
+    ) -> Facts:
+        """What policies are told. num_tokens: [num_experts]"""
+        capacity, costs = room.capacity, policies.costs
+        return host_facts(step, layer, num_tokens, told, capacity, costs, self.host.ledger)
+
+    def begin_reads(self, layer: int, experts: IntArray) -> None:
+        """Those of `experts` that are absent have to come, whatever is decided of who stays:
+        deciding takes a share of a millisecond, in which the disk would have nothing to do."""
+        self.host.begin(layer, experts)
+
+    def open(self, work: Work, plan: Plan | None) -> None:
+        """Starts the reads of a layer; `run_tile` of each of its tiles follows."""
+        assert plan is not None, "nobody was asked of a layer of the host's"
+        # Who stays says whose slots are given to whom.
+        self.open_reads(plan, plan.decision.assignment.host, plan.ask_moves())
+
+    def run_tile(self, work: Work, tile: Tile) -> None:
+        """Experts of few rows in one call on this thread, unless somebody waits for a slot, which
+        only this thread gives to others; the others on threads, as they are read."""
+        is_finished = partial(work.is_finished, tile=tile)
+        self.begin(HostTile(work.layer, tile.rows, work.buffers, work.x, is_finished))
+        demanded = tile.rows.demanded
+        here = [expert for expert in demanded if expert in self.reads.slots]
+        few, many = ([], here) if self.reads.num_waiting else self._divided(here)
+        self._run_few(self._tile, few)
+        self._submit(many)
+        self.submit_arriving(demanded, self.submit_first)
+        self.collect()
+
+    def end_pass(self) -> None:
+        """After the last layer: nothing is owed."""
+
+    def stop(self) -> None:
+        """After a failure: nothing more begins, and nothing is under way."""
+        self._ready.clear()
+        self.threads.drain()
+        self._working.clear()
+
+    def abandon(self) -> None:
+        """After a failure: gives all slots back, once nobody uses or fills them."""
+        self.stop()
+        self.host.abandon()
+
+    def close(self) -> None:
+        """Threads and files are others'."""
+
+    @property
+    def num_hits(self) -> int:
+        """Activated experts of layers of which no policy was asked."""
+        return 0
+
+    def as_dict(self) -> dict[str, float]:
+        """What it counts by itself."""
+        return {}
+
+    # The same in parts, for who has a device beside it
+
+    def open_reads(self, plan: Plan, wanted: IntArray, moves: Moves) -> None:
+        """Starts the reads of those of `wanted` (ascending) that are absent, then those ahead."""
+        self.reads = self.host.open(plan.facts.layer, wanted, moves)
+        self.host.expect_next(plan.facts, plan.decision.run)
+        self.reads.start()
+
+    def begin(self, tile: HostTile) -> None:
+        """A tile whose experts are handed over now."""
+        self._tile = tile
+
+    def submit(self, experts: list[int]) -> None:
+        """Hands over experts that are in memory; those of few rows in one call.
+
+        That call comes last: all cores share it, so it fills the time that the others leave.
+        """
+        few, many = self._divided(experts)
+        self._submit(many)
+        if few:
+            num_tokens = self._tile.rows.num_tokens(few).tolist()
+            self._start(self._paced(num_tokens, partial(self._run_few, self._tile, few)))
+
+    def submit_first(self, expert: int) -> None:
+        """Hands over one that goes before all others: its slot is wanted."""
+        pieces = self._pieces(expert)
+        self._ready.extendleft(reversed(pieces))
+        for _ in pieces:
+            self._start(self._run_ready)
+
+    def submit_arriving(self, experts: Sequence[int], use: Callable[[int], None]) -> None:
+        """`use` of those of `experts` that were not in memory, as they come."""
+        for expert in self.reads.arriving(experts, self.is_busy):
+            use(expert)
+
+    def collect(self, pump: Callable[[], float] | None = None) -> None:
+        """Waits for what was handed over; reads go on meanwhile.
+
+        pump: asked between waits what else goes on, and how long the next one may be.
+        """
+        while True:
+            self.host.news.clear()
+            is_busy = self.is_busy()
+            self.reads.start()  # gives slots back, and the last of them to reads ahead
+            if not is_busy:
+                return
+            self.host.wait(compute_stalled, *([] if pump is None else [pump()]))
+
+    def is_busy(self) -> bool:
+        """Whether something handed over has not ended. Raises what it failed with."""
+        while self._working and self._working[0].done():
+            self._working.popleft().result()
+        return bool(self._working)
+
+    def _submit(self, experts: Sequence[int]) -> None:
+        pieces = [piece for expert in experts for piece in self._pieces(expert)]
+        self._ready.extend(pieces)
+        for _ in range(min(len(pieces), self.threads.num_threads)):
+            self._start(self._run_ready)
+
+    def _start(self, call: Call) -> None:
+        future = self.threads.submit(call)
+        self._working.append(future)
+        future.add_done_callback(lambda _: self.host.news.set())
+
+    def _divided(self, experts: list[int]) -> tuple[list[int], list[int]]:
+        """Those that one call takes, and those that it does not."""
+        if self.at_once is None or not experts:
+            return [], experts
+        is_few = self.at_once.takes_experts(self._tile.rows.num_tokens(experts)).tolist()
+        pairs = list(zip(experts, is_few, strict=True))
+        return [e for e, few in pairs if few], [e for e, few in pairs if not few]
+
+    def _pieces(self, expert: int) -> list[tuple[Call, Call]]:
+        """The calls of an expert's rows, and what follows each: the last gives its slot back."""
+        tile, slot = self._tile, self.reads.slots[expert]
+        pieces, num_ended = tile.rows.pieces(expert), itertools.count(1)
+
+        def end() -> None:
+            if next(num_ended) == len(pieces):
+                self._give_back(tile, [expert])
+
+        return [
+            (self._paced([p.stop - p.start], partial(self._run, tile, p, slot)), end)
+            for p in pieces
+        ]
+
+    def _give_back(self, tile: HostTile, experts: Sequence[int]) -> None:
+        for expert in experts:
+            if tile.is_finished(expert):
+                self.host.give_back(self.reads.slots[expert])
+
+    def _run_ready(self) -> None:
+        """On a compute thread: runs experts until none is ready."""
+        while True:
+            try:
+                call, end = self._ready.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            call()
+            end()
+            self.host.news.set()
+
+    def _run(self, tile: HostTile, pairs: slice, slot: int) -> None:
+        self._gather(tile, [pairs])
+        # An expert's inputs are not needed once gate and up are computed: the outputs replace them.
+        parts, gate, up = (buffer[pairs] for buffer in tile.buffers)
+        weights = self.host.slots.weights(tile.layer, slot)
+        self.kernels.gated_mlp(parts, weights, gate, up, parts)
+
+    def _run_few(self, tile: HostTile, experts: list[int]) -> None:
+        """In one call over all of them."""
+        slots = self.reads.slots
+        if self.at_once is None or not experts:
+            return
+        self._gather(tile, [tile.rows.pairs(expert) for expert in experts])
+        groups = tile.rows.groups(experts, [slots[expert] for expert in experts])
+        self.at_once.run(groups, *tile.buffers, tile.layer)
+        self._give_back(tile, experts)
+
+    def _gather(self, tile: HostTile, pairs: Sequence[slice]) -> None:
+        """Experts' inputs, where they are not in place yet."""
+        if tile.inputs is None:
+            return
+        num_pairs = sum(part.stop - part.start for part in pairs)
+        if pairs[-1].stop - pairs[0].start == num_pairs:  # with none between them
+            pairs = [slice(pairs[0].start, pairs[-1].stop)]
+        for part in pairs:
+            tokens, parts = tile.rows.token_of[part], tile.buffers.parts[part]
+            torch.index_select(tile.inputs, 0, tokens, out=parts)
