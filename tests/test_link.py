@@ -43,6 +43,7 @@ from lowtide.experts import (
     device_executor,
     device_tier,
     host_executor,
+    host_reads,
     host_tier,
     link,
     read_ahead,
@@ -56,6 +57,7 @@ from lowtide.experts.device import ExpertGroup
 from lowtide.experts.device_executor import DeviceExpertExecutor
 from lowtide.experts.device_tier import DeviceTier
 from lowtide.experts.host_executor import HostExpertExecutor
+from lowtide.experts.host_reads import HostReads
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.link import Link
 from lowtide.experts.rows import ExpertBuffers, ExpertRows, HostScratch, Routing
@@ -650,7 +652,7 @@ class CtrlC:
 
     ON_THREADS = ("_run_ready", "_run", "_run_few", "_gather", "_give_back", "give_back", "end")
     ON_THREADS += ("is_finished", "<lambda>")
-    MODULES = (runtime, work_module, host_tier, read_ahead, host_executor)
+    MODULES = (runtime, work_module, host_tier, host_reads, read_ahead, host_executor)
     MODULES += (device_executor, device_tier, link, slots)
     FILES = frozenset(module.__file__ for module in MODULES)
 
@@ -831,9 +833,11 @@ def test_a_host_tier_that_is_abandoned_still_evicts_what_was_in_use() -> None:
     step = Step(StepKind.DENOISE, 0)
     late = FakeEvent(world, Task(lambda: None, lambda: None, None))
     first, second = np.array([0]), np.array([1])
-    [(_, slot)] = host.open(0, first, host.own_moves(step, 0, first))
+    reads = HostReads(host, 0, first)
+    reads.obey(host.own_moves(step, 0, first))
+    [(_, slot)] = reads
     host.used_by(slot, late)
-    host.open(0, second, host.own_moves(step, 0, second))
+    HostReads(host, 0, second).obey(host.own_moves(step, 0, second))
     host.abandon()
     assert ledger.num_resident == 0
 

@@ -10,7 +10,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,8 +25,9 @@ from torch import Tensor
 
 from lowtide.core import Costs, MoEShape, Step, StepKind
 from lowtide.errors import InternalError, StorageError
-from lowtide.experts import host_tier
+from lowtide.experts import host_tier, rows
 from lowtide.experts.at_once import ExpertsAtOnce
+from lowtide.experts.device_executor import DeviceExpertExecutor
 from lowtide.experts.host_executor import HostExpertExecutor
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.layout import SlotLayout
@@ -901,6 +904,131 @@ def test_no_slot_for_an_absent_expert_is_an_error_and_not_a_wait_without_end() -
     with pytest.raises(InternalError, match="experts wait and no slot is free"):
         rig.run(every_expert())
     rig.check()
+
+
+class Deaf:
+    """A transfer that answers at once, but for some reads, which end when they are let."""
+
+    def __init__(self, slots: ExpertSlots, stuck: set[tuple[int, int]]) -> None:
+        self.stuck = stuck
+        self.waiting: list[tuple[Future[int], int]] = []  # with their slots
+        self._slots = slots
+
+    def start(self, layer: int, expert: int, slot: int) -> Ticket:
+        answer: Future[int] = Future()
+        answer.set_running_or_notify_cancel()
+        if (layer, expert) in self.stuck:
+            self.waiting.append((answer, slot))
+        else:
+            answer.set_result(fill(self._slots, slot, WEIGHTS[torch.float32][layer, expert]))
+        return answer
+
+    def let(self) -> None:
+        """They write to their slots what nobody expects there, and end."""
+        for answer, slot in self.waiting:
+            for part in range(3):
+                self._slots.part(0, slot, part)[:] = 0xFF
+            answer.set_result(0)
+        self.waiting.clear()
+
+    def drain(self) -> None:
+        assert not self.waiting, "whoever drains now waits for ever"
+
+
+@pytest.fixture
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_tier, "WAIT_LIMIT_S", 0.1)
+    monkeypatch.setattr(host_tier, "END_LIMIT_S", 0.05)
+
+
+def deaf_rig(capacity: list[int], executor: Executor, *stuck: tuple[int, int]) -> tuple[Rig, Deaf]:
+    rig = Rig("static", capacity, make_transfer=lambda slots: Deaf(slots, set()), executor=executor)
+    assert isinstance(rig.transfer, Deaf)
+    rig.transfer.stuck.update(stuck)
+    return rig, rig.transfer
+
+
+def check_set_aside(rig: Rig, slots: list[int]) -> None:
+    """They are nobody's, and nobody gets them."""
+    rig.check()
+    assert rig.host.num_set_aside == len(slots)
+    ledger = rig.host.ledger
+    assert not any(ledger.is_free(slot) or ledger.is_bound(slot) for slot in slots)
+
+
+@pytest.mark.usefixtures("short_limits")
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("tile_rows", [512, 32])
+def test_a_read_that_never_ends_fails_its_pass_alone(
+    executor: Executor, tile_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a pass of one tile, and of several."""
+    monkeypatch.setattr(rows, "TILE_ROWS", tile_rows)
+    rig, transfer = deaf_rig([2, 6], executor, (0, 4))
+    call = make_step(1, 0, 0, 40, torch.float32)
+    assert 4 in call.routing.experts
+    expected = dense_oracle(call, WEIGHTS[torch.float32])
+    with pytest.raises(StorageError, match=r"not ended within 0\.1 s"):
+        rig.run(call)
+    check_set_aside(rig, [slot for _, slot in transfer.waiting])
+    transfer.stuck.clear()
+    assert torch.equal(rig.run(call), expected), "its bytes are read into another slot"
+    check_set_aside(rig, [slot for _, slot in transfer.waiting])
+    transfer.let()
+    for _ in range(2):
+        assert torch.equal(rig.run(call), expected)
+        check_set_aside(rig, [])
+
+
+@pytest.mark.usefixtures("short_limits")
+def test_a_read_ahead_that_never_ends_matters_to_nobody_who_does_not_want_it() -> None:
+    rig, transfer = deaf_rig([6, 2], POOL, (1, 3))
+    rig.run(every_expert(0))
+    assert rig.host.num_ahead and transfer.waiting
+    for call in (every_expert(0, index=1), every_expert(0, index=2)):
+        transfer.stuck.clear()
+        assert torch.equal(rig.run(call), dense_oracle(call, WEIGHTS[torch.float32]))
+        rig.check()
+    with pytest.raises(StorageError, match=r"not ended within 0\.1 s"):
+        rig.host.pause()  # memory is to be moved
+    transfer.let()
+    rig.host.pause()
+    check_set_aside(rig, [])
+
+
+@pytest.mark.usefixtures("short_limits")
+def test_no_slot_but_that_of_a_read_that_never_ends() -> None:
+    rig = Rig("static", [0, 6], num_staging=1, make_transfer=lambda slots: Deaf(slots, {(0, 0)}))
+    assert isinstance(rig.transfer, Deaf)
+    for _ in range(2):  # waits for the read itself, then for its slot
+        with pytest.raises(StorageError, match=r"not ended within 0\.1 s"):
+            rig.run(every_expert())
+        check_set_aside(rig, [slot for _, slot in rig.transfer.waiting])
+    rig.transfer.stuck.clear()
+    timer = threading.Timer(0.03, rig.transfer.let)
+    timer.start()
+    call = every_expert()
+    assert torch.equal(rig.run(call), dense_oracle(call, WEIGHTS[torch.float32]))
+    timer.join()
+
+
+def test_a_runtime_closes_beside_a_read_that_never_ends() -> None:
+    rig, transfer = deaf_rig([6, 2], POOL, (1, 3))
+    rig.run(every_expert(0))
+    assert transfer.waiting
+    start_s = perf_counter()
+    rig.runtime.close()
+    assert perf_counter() - start_s < 5
+
+
+def test_there_are_two_executors() -> None:
+    """Whatever a pass's rows are and wherever its experts lie: the host's, and a device's beside
+    it."""
+    modules = Path(host_tier.__file__).parent.glob("*.py")
+    names = [f"lowtide.experts.{module.stem}" for module in modules]
+    known = [each for name in names for each in vars(import_module(name)).values()]
+    executors = {each for each in known if isinstance(each, type) and hasattr(each, "run_tile")}
+    assert executors == {HostExpertExecutor, DeviceExpertExecutor}
 
 
 def test_preloaded_experts_are_resident_before_the_first_step() -> None:

@@ -10,18 +10,15 @@ from collections.abc import Collection, Sequence
 from functools import partial
 
 import numpy as np
-from torch import Tensor
 
-from lowtide.core import Facts, IntArray, Moves, RoutedTokens, Step
+from lowtide.core import Costs, Facts, IntArray, Moves
 from lowtide.experts.device import ExpertGroup
 from lowtide.experts.device_tier import DeviceTier
 from lowtide.experts.host_executor import HostExpertExecutor, HostTile
 from lowtide.experts.link import Arrival
-from lowtide.experts.room import Room
-from lowtide.experts.rows import ExpertBuffers, ExpertRows, HostScratch, Routing
-from lowtide.experts.told import AtHost, device_facts
+from lowtide.experts.rows import ExpertBuffers, ExpertRows, HostScratch, LayerCall
+from lowtide.experts.told import Asked, AtHost, device_facts
 from lowtide.experts.work import Plan, Tile, Work
-from lowtide.memory.workspace import Buffers
 from lowtide.policies.decision import Policies
 from lowtide.reading.dense_weights import Progress
 from lowtide.threads.event import WAIT_LIMIT_S, Event
@@ -51,34 +48,13 @@ class DeviceExpertExecutor:
     def in_place(self, layer: int) -> None:
         """Not on a device."""
 
-    def stays_whole(self, layer: int, room: Room) -> bool:
-        """Whether every expert of a layer is resident and may stay: no policy has to be asked."""
-        return self.device.stays_whole(layer, room)
-
-    def look(
-        self,
-        layer: int,
-        x: Tensor,
-        routing: Routing,
-        scores: Tensor | None,
-        policies: Policies,
-        workspace: Buffers,
-    ) -> AtHost:
+    def look(self, call: LayerCall, policies: Policies) -> AtHost:
         """A layer's input and routing in host memory: its one synchronisation."""
-        return self.device.look(layer, x, routing, scores, policies, workspace)
+        return self.device.look(call, policies)
 
-    def facts(
-        self,
-        step: Step,
-        layer: int,
-        num_tokens: IntArray,
-        told: RoutedTokens | None,
-        policies: Policies,
-        room: Room,
-    ) -> Facts:
-        """What policies are told. num_tokens: [num_experts]"""
-        capacity, costs = room.capacity, policies.costs
-        return device_facts(step, layer, num_tokens, told, capacity, costs, self._link, self.host)
+    def facts(self, call: LayerCall, asked: Asked, capacity: IntArray, costs: Costs) -> Facts:
+        """What policies are told. capacity: [num_layers]"""
+        return device_facts(call, asked, capacity, costs, self._link, self.host)
 
     def begin_reads(self, layer: int, experts: IntArray) -> None:
         """Who runs an expert says whether its bytes are wanted in host memory: not decided yet."""
@@ -100,15 +76,14 @@ class DeviceExpertExecutor:
         self._outcome = self._link.end_prefetch(work.layer, assignment.fetch)
         # By expert to fetch: its copy, if one has begun; and of several devices, which it is for.
         self._arrivals = {expert: self._link.take_arrival(work.layer, expert) for expert in fetch}
-        devices = (
-            [None] * len(fetch) if assignment.fetch_on is None else assignment.fetch_on.tolist()
-        )
-        self._fetch_on: dict[int, int | None] = dict(zip(fetch, devices, strict=True))
+        devices = [] if assignment.fetch_on is None else assignment.fetch_on.tolist()
+        self._fetch_on: dict[int, int] = dict(zip(fetch, devices, strict=False))
         self._host_rows = self._rows_at_host(plan)
         absent = [expert for expert, arrival in self._arrivals.items() if arrival is None]
         wanted = np.sort(np.concatenate([assignment.host, np.array(absent, np.int64)]))
         moves = self.host.own_moves(plan.facts.step, work.layer, wanted)
-        self._beside.open_reads(plan, wanted, moves)
+        self._beside.begin_reads(work.layer, wanted)
+        self._beside.follow(plan, moves)
 
     def run_tile(self, work: Work, tile: Tile) -> None:
         """The outputs of both shares, in `work.buffers` when what is queued on the device ends."""
@@ -119,28 +94,15 @@ class DeviceExpertExecutor:
         else:
             self._run_shares(self._plan)
         if tile.is_last:
-            self.device.finish(work.layer, len(work.x))
+            self.device.finish(self.host, work.layer, len(work.x))
         else:
             self.device.device.join()
-
-    def end_pass(self) -> None:
-        """After the last layer: brings the moves that are owed, and waits for them."""
-        self.device.end_pass(self.host)
 
     def abandon(self) -> None:
         """After a failure: gives all slots back, once nobody uses or fills them."""
         self._beside.stop()
         self.device.abandon()
         self.host.abandon()
-
-    def close(self) -> None:
-        """Gives back the device."""
-        self.device.close()
-
-    @property
-    def num_hits(self) -> int:
-        """Activated experts of layers of which no policy was asked."""
-        return self.device.num_hits
 
     def as_dict(self) -> dict[str, float]:
         """What it and the link, which carries out moves here, count."""
@@ -152,8 +114,7 @@ class DeviceExpertExecutor:
         host, tile = self._beside, self._tile
         resident, fetch, on_host = map(self._in_tile, plan.decision.assignment[:3])
         host_tile = self._host_tile(plan, on_host)
-        host.begin(host_tile)
-        host.submit([expert for expert in on_host if expert in host.reads.slots])
+        host.submit(host_tile, [expert for expert in on_host if expert in host.reads.slots])
         self._run_residents(np.array(resident, np.int64))
         arrivals = [(expert, self._arrivals[expert]) for expert in fetch]
         under_way = [(expert, arrival) for expert, arrival in arrivals if arrival is not None]
@@ -166,8 +127,9 @@ class DeviceExpertExecutor:
             self._add_to_wave(expert, arrival)
         for expert in here[num_first:]:
             self._fetch(expert)
-        come = partial(self._come, frozenset(on_host))
-        host.submit_arriving([*on_host, *to_fetch], come)
+        hosted = frozenset(on_host)
+        for expert in host.reads.arriving([*on_host, *to_fetch], host.is_busy):
+            (host.submit_first if expert in hosted else self._fetch)(expert)
         self._run_wave()
         if tile.is_last:
             self._look_ahead(plan)
@@ -212,21 +174,22 @@ class DeviceExpertExecutor:
         moves = plan.ask_moves() if self._moves is None else self._moves
         at_hand = {e: self._arrivals[e] for e in fetch if work.is_finished(e, tile)}
         due = moves if tile.is_last else self._due(moves, at_hand)
-        self._moves = moves._replace(
-            admit=moves.admit[~np.isin(moves.admit, due.admit)],
-            evict=moves.evict[~np.isin(moves.evict, due.evict)],
-        )
         self._keep |= self._link.obey(work.layer, due, at_hand)
 
     def _due(self, moves: Moves, at_hand: Collection[int]) -> Moves:
-        """Those that can be made before the last tile: who comes has arrived and has the last of
-        its rows in this one, who goes has none after it."""
+        """Those that can be made before the last tile, and are left out of `_moves`: who comes has
+        arrived and has the last of its rows in this one, who goes has none after it."""
         work, tile = self._work, self._tile
         admit = np.array([e for e in moves.admit.tolist() if e in at_hand], np.int64)
         evict = np.array([e for e in moves.evict.tolist() if work.is_finished(e, tile)], np.int64)
         num_spare = max(0, len(moves.admit) - len(moves.evict))  # in nobody's place
         admit = admit[: num_spare + len(evict)]
-        return Moves(admit, evict[: max(0, len(admit) - num_spare)])
+        evict = evict[: max(0, len(admit) - num_spare)]
+        self._moves = moves._replace(
+            admit=moves.admit[~np.isin(moves.admit, admit)],
+            evict=moves.evict[~np.isin(moves.evict, evict)],
+        )
+        return Moves(admit, evict)
 
     def _look_ahead(self, plan: Plan) -> None:
         if self._outcome is not None:
@@ -242,20 +205,13 @@ class DeviceExpertExecutor:
         self._link.pump(self._link.link_s)
         return self._link.link_s
 
-    def _come(self, on_host: Collection[int], expert: int) -> None:
-        """An expert has been read."""
-        if expert in on_host:
-            self._beside.submit_first(expert)
-        else:
-            self._fetch(expert)
-
     def _fetch(self, expert: int) -> None:
         """Queues the copy of an expert that is in host memory, and its run behind it."""
         self._add_to_wave(expert, self._begin_copy(expert))
 
     def _begin_copy(self, expert: int) -> Arrival:
         slot = self._beside.reads.slots[expert]
-        self._arrivals[expert] = arrival = self._link.fetch(slot, self._fetch_on[expert])
+        self._arrivals[expert] = arrival = self._link.fetch(slot, self._fetch_on.get(expert))
         return arrival
 
     def _add_to_wave(self, expert: int, arrival: Arrival) -> None:

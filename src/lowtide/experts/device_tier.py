@@ -15,13 +15,13 @@ from lowtide.core import Costs, Facts, IntArray, Step, StepKind
 from lowtide.experts.away_time import AwayTime
 from lowtide.experts.device import Device
 from lowtide.experts.early_gate import EarlyGate
+from lowtide.experts.host_reads import HostReads
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.link import Link
 from lowtide.experts.room import Room
-from lowtide.experts.rows import Routing, is_long
+from lowtide.experts.rows import LayerCall, is_long
 from lowtide.experts.told import AtHost, tell
 from lowtide.memory.pinned_copies import to_host
-from lowtide.memory.workspace import Buffers
 from lowtide.policies.decision import Policies
 from lowtide.policies.prefetch import Ahead, Prefetch
 from lowtide.reading.dense_weights import Progress
@@ -70,29 +70,22 @@ class DeviceTier:
         self._add_counts()
         return int(self._num_hits)
 
-    def look(
-        self,
-        layer: int,
-        x: Tensor,
-        routing: Routing,
-        scores: Tensor | None,
-        policies: Policies,
-        workspace: Buffers,
-    ) -> AtHost:
+    def look(self, call: LayerCall, policies: Policies) -> AtHost:
         """A layer's input and routing in host memory, and what the early gate says of the next:
         the layer's one synchronisation. Of a long pass without its input."""
+        x, (experts, weights), scores = call.x, call.routing, call.scores
         if is_long(len(x)):
-            experts, told = routing.experts.cpu(), None
+            experts, told = experts.cpu(), None
             if policies.asks_routing:
                 scores = None if scores is None else scores.cpu()
-                told = tell(experts, routing.weights.cpu(), scores)
+                told = tell(experts, weights.cpu(), scores)
             return AtHost(None, experts, told)
-        predicted = self._predict(layer, x, policies.prefetch, workspace)
-        weights = to_host(routing.weights) if policies.asks_routing else None
+        predicted = self._predict(call, policies.prefetch)
+        weights = to_host(weights) if policies.asks_routing else weights
         scores = None if scores is None else to_host(scores)
-        host_x, experts = self.device.to_host(x, routing.experts)
+        host_x, experts = self.device.to_host(x, experts)
         self._away.come_back()
-        told = None if weights is None else tell(experts, weights, scores)
+        told = tell(experts, weights, scores) if policies.asks_routing else None
         return AtHost(host_x, experts, told, None if predicted is None else predicted.numpy())
 
     def look_ahead(self, facts: Facts, at_host: AtHost, prefetch: Prefetch) -> None:
@@ -103,19 +96,21 @@ class DeviceTier:
             ahead = Ahead(following, self.link.is_kept(following), at_host.predicted)
             self.link.look_ahead(following, prefetch.choose(ahead))
 
-    def finish(self, layer: int, num_rows: int) -> None:
-        """What the caller does next sees all outputs; the link goes on while it is away."""
+    def finish(self, host: HostTier, layer: int, num_rows: int) -> None:
+        """What the caller does next sees all outputs; the link goes on while it is away. The last
+        layer brings the moves that are owed."""
         self.link.pump(self._away.expected_s(layer, self.costs.dense_s.at(num_rows)))
         self._away.leave(layer)
         self.device.join()
         self.link.confirm()
+        if layer == self.ledger.num_layers - 1:
+            self._end_pass(host)
 
-    def end_pass(self, host: HostTier) -> None:
-        """After the last layer: brings the moves that are owed, and waits for them."""
+    def _end_pass(self, host: HostTier) -> None:
+        """Waits for the moves that are owed."""
         owed = self.link.take_owed()
         for layer, experts in owed.items():
-            moves = host.own_moves(_START, layer, experts)
-            for expert, host_slot in host.open(layer, experts, moves):
+            for expert, host_slot in self._in_host_memory(host, layer, experts):
                 self.link.move(layer, expert, host_slot)
         if owed:
             self.link.wait_for_moves()
@@ -126,8 +121,7 @@ class DeviceTier:
         slot_bytes = host.slots.layout.num_bytes
         total_bytes, done_bytes = sum(map(len, absent)) * slot_bytes, 0
         for layer, experts in enumerate(absent):
-            moves = host.own_moves(_START, layer, experts)
-            for expert, host_slot in host.open(layer, experts, moves):
+            for expert, host_slot in self._in_host_memory(host, layer, experts):
                 self.link.load(layer, expert, host_slot)
                 done_bytes += slot_bytes
                 progress("loading experts onto the device", done_bytes, total_bytes)
@@ -153,13 +147,17 @@ class DeviceTier:
         self.device.drain()
         self.link.abandon()
 
-    def _predict(
-        self, layer: int, x: Tensor, prefetch: Prefetch, workspace: Buffers
-    ) -> Tensor | None:
+    def _in_host_memory(self, host: HostTier, layer: int, experts: IntArray) -> HostReads:
+        moves = host.own_moves(_START, layer, experts)
+        reads = HostReads(host, layer, experts)
+        reads.obey(moves)
+        return reads
+
+    def _predict(self, call: LayerCall, prefetch: Prefetch) -> Tensor | None:
         """What the early gate says of the next layer, in host memory after `to_host`."""
-        if self.early_gate is None or not prefetch.wants_prediction(layer + 1):
+        if self.early_gate is None or not prefetch.wants_prediction(call.layer + 1):
             return None
-        predicted = self.early_gate.predict(layer, x, workspace)
+        predicted = self.early_gate.predict(call.layer, call.x, call.workspace)
         return None if predicted is None else self.device.stage(predicted)
 
     def _add_counts(self) -> None:

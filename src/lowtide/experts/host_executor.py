@@ -18,18 +18,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.core import Facts, IntArray, Moves, RoutedTokens, Step
+from lowtide.core import Costs, Facts, IntArray, Moves
 from lowtide.experts.at_once import ExpertsAtOnce
+from lowtide.experts.host_reads import HostReads
 from lowtide.experts.host_tier import HostTier, compute_stalled
-from lowtide.experts.room import Room
-from lowtide.experts.rows import ExpertBuffers, ExpertRows, Routing
-from lowtide.experts.told import AtHost, host_facts, tell
+from lowtide.experts.rows import ExpertBuffers, ExpertRows, LayerCall
+from lowtide.experts.told import Asked, AtHost, host_facts, tell
 from lowtide.experts.work import Plan, Tile, Work
 from lowtide.kernels.layer_parts import InPlace
 from lowtide.kernels.reference import Kernels
-from lowtide.memory.workspace import Buffers
 from lowtide.policies.decision import Policies
 from lowtide.reading.dense_weights import Progress
+from lowtide.threads.event import WAIT_LIMIT_S
 from lowtide.threads.executor import Executor
 from lowtide.threads.executor import Work as Call
 
@@ -82,63 +82,40 @@ class HostExpertExecutor:
             return None
         return self.at_once.in_place(self.host.ledger.table(layer), layer)
 
-    def stays_whole(self, layer: int, room: Room) -> bool:
-        """Whether no policy has to be asked of a layer."""
-        return False
-
-    def look(
-        self,
-        layer: int,
-        x: Tensor,
-        routing: Routing,
-        scores: Tensor | None,
-        policies: Policies,
-        workspace: Buffers,
-    ) -> AtHost:
+    def look(self, call: LayerCall, policies: Policies) -> AtHost:
         """A layer's input and routing in host memory."""
-        self.host.arrive(layer)
-        told = tell(*routing, scores) if policies.asks_routing else None
-        return AtHost(x, routing.experts, told)
+        self.host.arrive(call.layer)
+        told = tell(*call.routing, call.scores) if policies.asks_routing else None
+        return AtHost(call.x, call.routing.experts, told)
 
-    def facts(
-        self,
-        step: Step,
-        layer: int,
-        num_tokens: IntArray,
-        told: RoutedTokens | None,
-        policies: Policies,
-        room: Room,
-    ) -> Facts:
-        """What policies are told. num_tokens: [num_experts]"""
-        capacity, costs = room.capacity, policies.costs
-        return host_facts(step, layer, num_tokens, told, capacity, costs, self.host.ledger)
+    def facts(self, call: LayerCall, asked: Asked, capacity: IntArray, costs: Costs) -> Facts:
+        """What policies are told. capacity: [num_layers]"""
+        return host_facts(call, asked, capacity, costs, self.host.ledger)
 
     def begin_reads(self, layer: int, experts: IntArray) -> None:
         """Those of `experts` that are absent have to come, whatever is decided of who stays:
         deciding takes a share of a millisecond, in which the disk would have nothing to do."""
-        self.host.begin(layer, experts)
+        self.reads = HostReads(self.host, layer, experts)
+        self.reads.start()
 
     def open(self, work: Work, plan: Plan | None) -> None:
-        """Starts the reads of a layer; `run_tile` of each of its tiles follows."""
+        """Starts the other reads of a layer; `run_tile` of each of its tiles follows."""
         assert plan is not None, "nobody was asked of a layer of the host's"
-        # Who stays says whose slots are given to whom.
-        self.open_reads(plan, plan.decision.assignment.host, plan.ask_moves())
+        self.follow(plan, plan.ask_moves())  # whose slots are given to whom
 
     def run_tile(self, work: Work, tile: Tile) -> None:
         """Experts of few rows in one call on this thread, unless somebody waits for a slot, which
         only this thread gives to others; the others on threads, as they are read."""
         is_finished = partial(work.is_finished, tile=tile)
-        self.begin(HostTile(work.layer, tile.rows, work.buffers, work.x, is_finished))
+        self._tile = HostTile(work.layer, tile.rows, work.buffers, work.x, is_finished)
         demanded = tile.rows.demanded
         here = [expert for expert in demanded if expert in self.reads.slots]
         few, many = ([], here) if self.reads.num_waiting else self._divided(here)
         self._run_few(self._tile, few)
         self._submit(many)
-        self.submit_arriving(demanded, self.submit_first)
+        for expert in self.reads.arriving(demanded, self.is_busy):
+            self.submit_first(expert)
         self.collect()
-
-    def end_pass(self) -> None:
-        """After the last layer: nothing is owed."""
 
     def stop(self) -> None:
         """After a failure: nothing more begins, and nothing is under way."""
@@ -151,35 +128,24 @@ class HostExpertExecutor:
         self.stop()
         self.host.abandon()
 
-    def close(self) -> None:
-        """Threads and files are others'."""
-
-    @property
-    def num_hits(self) -> int:
-        """Activated experts of layers of which no policy was asked."""
-        return 0
-
     def as_dict(self) -> dict[str, float]:
         """What it counts by itself."""
         return {}
 
     # The same in parts, for who has a device beside it
 
-    def open_reads(self, plan: Plan, wanted: IntArray, moves: Moves) -> None:
-        """Starts the reads of those of `wanted` (ascending) that are absent, then those ahead."""
-        self.reads = self.host.open(plan.facts.layer, wanted, moves)
+    def follow(self, plan: Plan, moves: Moves) -> None:
+        """Has the reads go on by what was decided, those ahead after a layer's own."""
+        self.reads.obey(moves)
         self.host.expect_next(plan.facts, plan.decision.run)
         self.reads.start()
 
-    def begin(self, tile: HostTile) -> None:
-        """A tile whose experts are handed over now."""
-        self._tile = tile
-
-    def submit(self, experts: list[int]) -> None:
-        """Hands over experts that are in memory; those of few rows in one call.
+    def submit(self, tile: HostTile, experts: list[int]) -> None:
+        """Hands over experts of a tile that are in memory; those of few rows in one call.
 
         That call comes last: all cores share it, so it fills the time that the others leave.
         """
+        self._tile = tile
         few, many = self._divided(experts)
         self._submit(many)
         if few:
@@ -193,15 +159,10 @@ class HostExpertExecutor:
         for _ in pieces:
             self._start(self._run_ready)
 
-    def submit_arriving(self, experts: Sequence[int], use: Callable[[int], None]) -> None:
-        """`use` of those of `experts` that were not in memory, as they come."""
-        for expert in self.reads.arriving(experts, self.is_busy):
-            use(expert)
-
-    def collect(self, pump: Callable[[], float] | None = None) -> None:
+    def collect(self, pump: Callable[[], float] = lambda: WAIT_LIMIT_S) -> None:
         """Waits for what was handed over; reads go on meanwhile.
 
-        pump: asked between waits what else goes on, and how long the next one may be.
+        pump: called before each wait, says how long that may be.
         """
         while True:
             self.host.news.clear()
@@ -209,7 +170,7 @@ class HostExpertExecutor:
             self.reads.start()  # gives slots back, and the last of them to reads ahead
             if not is_busy:
                 return
-            self.host.wait(compute_stalled, *([] if pump is None else [pump()]))
+            self.host.wait(compute_stalled, pump())
 
     def is_busy(self) -> bool:
         """Whether something handed over has not ended. Raises what it failed with."""
@@ -238,8 +199,8 @@ class HostExpertExecutor:
 
     def _pieces(self, expert: int) -> list[tuple[Call, Call]]:
         """The calls of an expert's rows, and what follows each: the last gives its slot back."""
-        tile, slot = self._tile, self.reads.slots[expert]
-        pieces, num_ended = tile.rows.pieces(expert), itertools.count(1)
+        tile, slot, num_ended = self._tile, self.reads.slots[expert], itertools.count(1)
+        pieces = tile.rows.pieces(expert)
 
         def end() -> None:
             if next(num_ended) == len(pieces):
@@ -275,11 +236,10 @@ class HostExpertExecutor:
 
     def _run_few(self, tile: HostTile, experts: list[int]) -> None:
         """In one call over all of them."""
-        slots = self.reads.slots
         if self.at_once is None or not experts:
             return
         self._gather(tile, [tile.rows.pairs(expert) for expert in experts])
-        groups = tile.rows.groups(experts, [slots[expert] for expert in experts])
+        groups = tile.rows.groups(experts, [self.reads.slots[expert] for expert in experts])
         self.at_once.run(groups, *tile.buffers, tile.layer)
         self._give_back(tile, experts)
 

@@ -6,19 +6,17 @@ some do, and the others are read from disk when a layer wants them.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Protocol
 
 import numpy as np
 
 from lowtide.core import NO_MOVES, Demand, Facts, IntArray, Moves, Step
-from lowtide.errors import DeviceError, InternalError, LowtideError, StorageError
+from lowtide.errors import DeviceError, LowtideError, StorageError
 from lowtide.experts.read_ahead import LateReads, PendingRead, ReadAhead
 from lowtide.experts.slots import ExpertSlots, SlotLedger
 from lowtide.experts.transfer import Transfer, ticket_result
@@ -79,8 +77,7 @@ class HostTier:
         self.is_permanent = is_permanent
         self.stats = HostStats()
         self.read_ahead = ReadAhead(ledger) if reads_ahead else None
-        self._late = LateReads(ledger)
-        self._begun: list[PendingRead] = []  # of the layer that is opened next
+        self.late = LateReads(ledger)
         # Slots that reads write to, whoever has them; no ticket: Ctrl-C may have come before it.
         self._filling: dict[int, Ticket | None] = {}
         self._set_aside: dict[int, Ticket] = {}  # of them, those that nobody waits for
@@ -122,7 +119,7 @@ class HostTier:
             self._returned.append(slot)
         self.news.set()
 
-    def wait(self, stalled: Callable[[], LowtideError], limit_s: float = math.inf) -> None:
+    def wait(self, stalled: Callable[[], LowtideError], limit_s: float = WAIT_LIMIT_S) -> None:
         """Waits for `news`, for `limit_s` at most. Raises `stalled` when there is none for long."""
         # Two waits: one may have passed while the process was stopped.
         limit_s = min(limit_s, USE_POLL_S if self._uses else WAIT_LIMIT_S / 2)
@@ -146,27 +143,12 @@ class HostTier:
 
     def arrive(self, layer: int) -> None:
         """Before a layer's step: who was to come for later is there. Waits for their reads."""
-        for read in self._late.end(layer):
+        for read in self.late.end(layer):
             self.take_in(read)
             if self.has(layer, read.expert):
                 self.ledger.drop(read.slot)
             else:
                 self.bind(read)
-
-    def begin(self, layer: int, wanted: IntArray) -> None:
-        """Starts reads of those of `wanted` (ascending) that are absent, as many as there are free
-        slots for: they have to come, whatever is decided of who stays. `open` goes on with them."""
-        absent: list[int] = wanted[~self.ledger.is_resident(layer)[wanted]].tolist()
-        if not absent:
-            return
-        self.settle()
-        self._begun = self._claim(layer, absent)
-        for expert in absent[: self.ledger.num_free]:
-            self._begun.append(self.start_read(layer, expert))
-
-    def open(self, layer: int, wanted: IntArray, moves: Moves) -> HostReads:
-        """Experts that this layer's step needs in host memory; `wanted` ascend."""
-        return HostReads(self, layer, wanted, moves)
 
     def expect_next(self, facts: Facts, run: Facts | None) -> None:
         """Told of the layer that runs now, whose own reads are open: see `ReadAhead.expect`."""
@@ -191,10 +173,9 @@ class HostTier:
         """Between passes: ends reads for a coming layer, so that no slot is being filled.
 
         Raises StorageError when one does not end."""
-        for layer in self._late.layers:
+        for layer in self.late.layers:
             self.arrive(layer)
-        if self.read_ahead is not None:
-            self._drop(self.read_ahead.claim())
+        self.claim(-1, ())
         if wait(self._set_aside.values(), WAIT_LIMIT_S).not_done:
             raise read_stalled()
         self.settle()
@@ -253,9 +234,12 @@ class HostTier:
         those of reads that do not end within `END_LIMIT_S`."""
         if self.read_ahead is not None:
             self.read_ahead.claim()
-        self._late.forget()
-        self._begun = []
-        self._end_reads()
+        self.late.forget()
+        if self._end_reads():
+            self.transfer.drain()
+        else:  # of a read that got no ticket nobody will learn when it has ended
+            lost = [slot for slot, ticket in self._filling.items() if ticket is None]
+            self._set_aside.update((slot, Future()) for slot in lost)
         self._uses.clear()
         self._returned.clear()
         self.ledger.reclaim(self._set_aside)
@@ -264,6 +248,10 @@ class HostTier:
                 self.evict(layer, expert)
         self._evict_after.clear()
         self._filling.clear()
+
+    def close(self) -> None:
+        """Waits for the reads under way, for `END_LIMIT_S` at most; no other begins."""
+        self._end_reads()
 
     def start_read(self, layer: int, expert: int) -> PendingRead:
         """Begins to read an expert into a free slot, which is taken until it is given back."""
@@ -278,16 +266,14 @@ class HostTier:
         self.stats.read_bytes += ticket_result(read.ticket)
         self._filling.pop(read.slot, None)
 
-    def _claim(self, layer: int, absent: MutableSequence[int]) -> list[PendingRead]:
-        """Takes the reads that began before, and those experts out of `absent`."""
-        begun, self._begun = self._begun, []
-        if not begun and self.read_ahead is not None:
-            ahead = self.read_ahead.claim()
-            begun = [read for read in ahead if read.layer == layer and read.expert in absent]
-            self._drop([read for read in ahead if read not in begun])
-            self.stats.num_ahead += len(begun)
-        for read in begun:
-            absent.remove(read.expert)
+    def claim(self, layer: int, absent: Collection[int]) -> list[PendingRead]:
+        """Those of `absent` whose reads began before their layer did, oldest first. What was read
+        ahead for nothing is dropped: all of it where a pass was interrupted."""
+        ahead = [] if self.read_ahead is None else self.read_ahead.claim()
+        begun = [read for read in ahead if read.layer == layer and read.expert in absent]
+        self._drop([read for read in ahead if read not in begun])
+        self.stats.num_ahead += len(begun)
+        self._idle_s = 0.0
         return begun
 
     def _drop(self, reads: Sequence[PendingRead]) -> None:
@@ -299,17 +285,14 @@ class HostTier:
             read.ticket.cancel()
         self.settle()
 
-    def _end_reads(self) -> None:
-        """Cancels those that have not begun; sets the slots of those aside that do not end."""
+    def _end_reads(self) -> bool:
+        """Cancels those that have not begun; whether no slot is being filled any more. The slots of
+        those that do not end are set aside."""
         filling = {slot: ticket for slot, ticket in self._filling.items() if ticket is not None}
         stuck = wait([each for each in filling.values() if not each.cancel()], END_LIMIT_S).not_done
         self._set_aside.update((slot, each) for slot, each in filling.items() if each in stuck)
         self._set_aside = {s: each for s, each in self._set_aside.items() if not each.done()}
-        if not self._set_aside:
-            self.transfer.drain()
-            return
-        for slot in self._filling.keys() - filling.keys():
-            self._set_aside[slot] = Future()  # nobody will learn when its read has ended
+        return not self._set_aside
 
     def _release(self, slot: int) -> None:
         self._idle_s, ledger = 0.0, self.ledger
@@ -319,111 +302,6 @@ class HostTier:
         ledger.release(slot)
         if slot in self._evict_after and not ledger.is_leased(slot):
             self.evict(*self._evict_after.pop(slot))
-
-
-IsUsed = Callable[[], bool]
-
-
-class HostReads:
-    """One layer's experts in host memory, each in a slot that is leased or taken: those here, and
-    the others as they are read. Whoever gets one says when its use ends, by `used_by` or
-    `give_back`."""
-
-    def __init__(self, tier: HostTier, layer: int, wanted: IntArray, moves: Moves) -> None:
-        self._tier = tier
-        self._layer = layer
-        tier._idle_s = 0.0
-        self._admit = frozenset(moves.admit.tolist())
-        tier.stats.num_moves_done += len(moves.admit) + len(moves.later)
-        self._admitted: list[int] = []
-        is_here = tier.ledger.is_resident(layer)[wanted]
-        self._waiting = deque(wanted[~is_here].tolist())
-        self.slots = {expert: tier.lease(layer, expert) for expert in wanted[is_here].tolist()}
-        for expert in moves.evict.tolist():
-            tier.evict(layer, expert)
-        tier._late.expect(layer, moves.later)
-        self._pending = tier._claim(layer, self._waiting)
-
-    @property
-    def num_waiting(self) -> int:
-        """Experts that wait for a slot."""
-        return len(self._waiting)
-
-    def start(self) -> None:
-        """Gives every free slot to an expert that waits for one, then to the next layer's."""
-        tier = self._tier
-        tier.settle()
-        while self._waiting and tier.ledger.num_free:
-            self._pending.append(tier.start_read(self._layer, self._waiting.popleft()))
-        if self._waiting:
-            return
-        tier._late.start_reads(tier.start_read)
-        if tier.read_ahead is not None:
-            tier.read_ahead.start_reads(tier.start_read)
-
-    def arriving(self, experts: Collection[int], is_used: IsUsed = lambda: False) -> Iterator[int]:
-        """Those of `experts` that are not here, as they come into `slots`.
-
-        is_used: whether some slot is in use yet, and will be given back. Slots that come free
-        meanwhile are given away, as by `start`. Raises StorageError when one cannot be read.
-        """
-        missing = set(experts).difference(self.slots)
-        while missing:
-            self._tier.news.clear()
-            will_be_free = is_used()  # first: what is given back after it is news
-            self.start()
-            reads = [read for read in self._pending if read.expert in missing]
-            arrived = [read for read in reads if read.ticket.done()]
-            for read in arrived:
-                self._take_in(read)
-                missing.remove(read.expert)
-                yield read.expert
-            if reads and not arrived:
-                self._wait_for_read()
-            elif not arrived:
-                self._wait_for_slot(will_be_free)
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        """All of them, for somebody who tells of every use by `used_by`."""
-        yield from list(self.slots.items())
-        absent = [*self._waiting, *(read.expert for read in self._pending)]
-        for expert in self.arriving(absent):
-            yield expert, self.slots[expert]
-
-    def _take_in(self, read: PendingRead) -> None:
-        tier = self._tier
-        tier.take_in(read)
-        self._pending.remove(read)
-        if read.expert in self._admit:
-            tier.bind(read)
-            tier.ledger.lease(read.slot)
-            self._admitted.append(read.expert)
-        self.slots[read.expert] = read.slot
-
-    def _wait_for_read(self) -> None:
-        start_s = perf_counter()
-        self._tier.wait(read_stalled)
-        self._tier.stats.wait_s += perf_counter() - start_s
-
-    def _wait_for_slot(self, will_be_free: bool) -> None:
-        if will_be_free:
-            self._tier.wait(compute_stalled)
-        elif not (self._tier.wait_for_use() or self._give_up_one()):
-            raise InternalError(f"{len(self._waiting)} experts wait and no slot is free.")
-
-    def _give_up_one(self) -> bool:
-        """Evicts one that was admitted and used, for those that wait for a slot; whether it did.
-
-        Where experts come in ascending order the residents that they replace may be in use for
-        longer than there are slots for both.
-        """
-        tier = self._tier
-        for expert in self._admitted:
-            if not tier.ledger.is_leased(self.slots[expert]):
-                self._admitted.remove(expert)
-                tier.evict(self._layer, expert)
-                return True
-        return False
 
 
 def read_stalled() -> StorageError:

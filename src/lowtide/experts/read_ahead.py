@@ -55,11 +55,6 @@ class ReadAhead:
         """Slots that are taken."""
         return len(self._pending)
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether there is more to read than slots have come free for."""
-        return bool(self._waiting)
-
     def expect(self, facts: Facts, run: Facts | None = None) -> None:
         """Told of the layer that runs now: what to read of the next one while it is computed.
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide.core import IntArray, MoEShape
+from lowtide.core import IntArray, MoEShape, Step
 from lowtide.kernels.operands import SortedPairs
 from lowtide.memory.workspace import TILE_ROWS, Buffers
 
@@ -22,6 +22,18 @@ class Routing(NamedTuple):
 
     experts: Tensor  # [tokens, k] int64
     weights: Tensor  # [tokens, k] float32
+
+
+class LayerCall(NamedTuple):
+    """What one layer of one step is asked for."""
+
+    layer: int  # among MoE layers
+    x: Tensor  # [tokens, hidden] compute dtype
+    routing: Routing
+    step: Step
+    workspace: Buffers
+    out: Tensor  # [tokens, hidden] float32: the sum of each token's experts goes there
+    scores: Tensor | None  # [tokens, num_experts] float32: the router's, for policies that ask
 
 
 def is_long(num_tokens: int) -> bool:

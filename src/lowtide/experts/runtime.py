@@ -20,8 +20,8 @@ from lowtide.core import Demand, Facts, MoEShape, Moves, RoutedTokens, Step
 from lowtide.experts.device_executor import DeviceExpertExecutor
 from lowtide.experts.host_executor import HostExpertExecutor
 from lowtide.experts.room import Room
-from lowtide.experts.rows import ExpertRows, Routing
-from lowtide.experts.told import substituted_routing
+from lowtide.experts.rows import ExpertRows, LayerCall, Routing
+from lowtide.experts.told import Asked, substituted_routing
 from lowtide.experts.work import Plan, Work
 from lowtide.kernels.layer_parts import InPlace
 from lowtide.memory.workspace import Buffers
@@ -107,7 +107,7 @@ class ExpertRuntime:
             self._abandon()
         self._is_under_way = True
         try:
-            self._run(layer, x, routing, step, workspace, out, scores)
+            self._run(LayerCall(layer, x, routing, step, workspace, out, scores))
             self._is_under_way = False
         except BaseException:
             self._abandon()
@@ -163,12 +163,14 @@ class ExpertRuntime:
         self.load(progress)
 
     def close(self) -> None:
-        """Gives back the device; the host's threads and files are others'."""
-        self.executor.close()
+        """Ends reads and gives back the device; the host's threads and files are others'."""
+        self.host.close()
+        if self.device is not None:
+            self.device.close()
 
     def as_dict(self) -> dict[str, float]:
         """What it did since it was made."""
-        num_hits = self.stats.num_hits + self.executor.num_hits
+        num_hits = self.stats.num_hits + (0 if self.device is None else self.device.num_hits)
         num_activated = num_hits + self.stats.num_misses
         return {
             **asdict(self.stats),
@@ -183,61 +185,44 @@ class ExpertRuntime:
         receipts = self.policies.receipts
         return None if receipts is None else receipts.take(request)
 
-    def _run(
-        self,
-        layer: int,
-        x: Tensor,
-        routing: Routing,
-        step: Step,
-        workspace: Buffers,
-        out: Tensor,
-        scores: Tensor | None,
-    ) -> None:
+    def _run(self, call: LayerCall) -> None:
         """Demand, substitute, decide, work, start reads, run, settle."""
         executor, plan = self.executor, None
-        if not self._stays_whole(layer):
-            routing, plan = self._decide(layer, x, routing, step, workspace, scores)
-        work = Work(layer, x, routing, out, self._shape, executor.kernels, workspace)
+        if not self._stays_whole(call.layer):
+            call, plan = self._decide(call)
+        work = Work(call, self._shape, executor.kernels)
         if plan is None and self.use is not None:  # a synchronisation, where slots are lent
-            self.use.saw(layer, work.rows.counts.cpu().numpy().nonzero()[0])
+            self.use.saw(call.layer, work.rows.counts.cpu().numpy().nonzero()[0])
         executor.open(work, plan)
         for tile in work.tiles():
             executor.run_tile(work, tile)
-            self.were_activated(layer, x, tile.rows, work.buffers.gate)
+            self.were_activated(call.layer, call.x, tile.rows, work.buffers.gate)
             work.add(tile, executor.threads)
-        if layer == self._shape.num_layers - 1:
-            executor.end_pass()
 
-    def _decide(
-        self,
-        layer: int,
-        x: Tensor,
-        routing: Routing,
-        step: Step,
-        workspace: Buffers,
-        scores: Tensor | None,
-    ) -> tuple[Routing, Plan]:
+    def _decide(self, call: LayerCall) -> tuple[LayerCall, Plan]:
         """What is to be run, which a substitution may have changed, and by whom."""
-        at_host = self.executor.look(layer, x, routing, scores, self.policies, workspace)
-        facts, run = self._facts(step, layer, at_host.experts, at_host.told), None
-        self._count(layer, facts.demand)
+        at_host = self.executor.look(call, self.policies)
+        facts, run = self._facts(call, at_host.experts, at_host.told), None
+        self._count(call.layer, facts.demand)
         substituted = self.policies.substitute(facts)
         if substituted is not None:
-            routing, experts = substituted_routing(substituted, routing, workspace)
-            at_host = at_host._replace(experts=experts)
-            run = self._facts(step, layer, experts, substituted)
-        self.executor.begin_reads(layer, (run or facts).demand.experts)
+            routing, experts = substituted_routing(substituted, call.routing, call.workspace)
+            call, at_host = call._replace(routing=routing), at_host._replace(experts=experts)
+            run = self._facts(call, experts, substituted)
+        self.executor.begin_reads(call.layer, (run or facts).demand.experts)
         decision = self.policies.decide(facts, run)
         moves = partial(self._moves, facts, decision)
-        return routing, Plan(facts, decision, at_host, self.policies.prefetch, moves)
+        return call, Plan(facts, decision, at_host, self.policies.prefetch, moves)
 
     def _stays_whole(self, layer: int) -> bool:
         """Whether a layer needs no policy; its router's weights are counted for receipts, too."""
-        return self.policies.receipts is None and self.executor.stays_whole(layer, self.room)
+        if self.device is None or self.policies.receipts is not None:
+            return False
+        return self.device.stays_whole(layer, self.room)
 
-    def _facts(self, step: Step, layer: int, chosen: Tensor, told: RoutedTokens | None) -> Facts:
-        num_tokens = np.bincount(chosen.numpy().ravel(), minlength=self._shape.num_experts)
-        return self.executor.facts(step, layer, num_tokens, told, self.policies, self.room)
+    def _facts(self, call: LayerCall, chosen: Tensor, told: RoutedTokens | None) -> Facts:
+        asked, costs = Asked.of(chosen, told), self.policies.costs
+        return self.executor.facts(call, asked, self.room.capacity, costs)
 
     def _count(self, layer: int, demand: Demand) -> None:
         if self.use is not None:

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from lowtide.core import Facts, MoEShape, Moves, align_up
-from lowtide.experts.rows import ExpertRows, LayerBuffers, Routing
+from lowtide.experts.rows import ExpertRows, LayerBuffers, LayerCall
 from lowtide.experts.told import AtHost
 from lowtide.kernels.reference import Kernels
-from lowtide.memory.workspace import Buffers
 from lowtide.policies.decision import Decision
 from lowtide.policies.prefetch import Prefetch
 from lowtide.threads.executor import Executor
@@ -46,27 +45,14 @@ class Tile(NamedTuple):
 class Work:
     """One layer's tokens and their experts, and where the experts' outputs are summed."""
 
-    def __init__(
-        self,
-        layer: int,
-        x: Tensor,
-        routing: Routing,
-        out: Tensor,
-        shape: MoEShape,
-        kernels: Kernels,
-        workspace: Buffers,
-    ) -> None:
-        """x [tokens, hidden] and the routing, on one device; out [tokens, hidden] float32.
-        kernels: of that device."""
-        self.layer = layer
-        self.x = x
-        self._routing = routing
-        self._out = out
+    def __init__(self, call: LayerCall, shape: MoEShape, kernels: Kernels) -> None:
+        """kernels: of the device that the rows are on."""
+        self.layer, self.x = call.layer, call.x
+        self._routing, self._out, self._workspace = call.routing, call.out, call.workspace
         self._kernels = kernels
-        self._workspace = workspace
-        self._layer_buffers = LayerBuffers.take(workspace, shape, x)
+        self._layer_buffers = LayerBuffers.take(call.workspace, shape, call.x)
         self.buffers = self._layer_buffers.tile
-        self.rows = ExpertRows(kernels.sort_pairs(routing.experts, shape.num_experts))
+        self.rows = ExpertRows(kernels.sort_pairs(call.routing.experts, shape.num_experts))
 
     def tiles(self) -> Iterator[Tile]:
         """All pairs, ascending by expert. An only tile waits for no device."""
