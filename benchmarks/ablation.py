@@ -55,9 +55,9 @@ prefill on DeepSeek-V2-Lite only). Its layer-wise splits: llama.cpp here, KTrans
 3.80."""
 STAGES: Mapping[str, Recipe] = {
     "all on the host": recipe("all-host"),
-    "+ greedy": Recipe(lambda s: Static.first(_nobody(s)), lambda s: Greedy()),
+    "+ greedy": Recipe(lambda s: Static.first(_nobody(s), s.num_experts), lambda s: Greedy()),
     "+ prefetch": Recipe(
-        lambda s: Static.first(_nobody(s)),
+        lambda s: Static.first(_nobody(s), s.num_experts),
         lambda s: Greedy(),
         lambda s: Residual(NUM_PREFETCH.of(s)),
     ),

@@ -21,12 +21,13 @@ from common.dali_others import from_tokens
 from common.record import Recorder, Row, say
 from common.simulated import generating_passes, make_parser, summary
 
-from lowtide.core import Facts, IntArray, Moves, StepKind
+from lowtide.core import Facts, IntArray, Moves, Step, StepKind
 from lowtide.policies.assignment import Greedy, HybriMoEGreedy, HybriMoEThreshold
 from lowtide.policies.catalogue import NUM_PREFETCH
 from lowtide.policies.placement import Placement
 from lowtide.policies.prefetch import NextGate, Residual
 from lowtide.policies.presets import recipe
+from lowtide.policies.ranks import Ranks
 from lowtide.policies.recipe import Recipe, Setting
 from lowtide.profiles import load_profile
 from lowtide.replay.simulator import Report, simulate
@@ -51,17 +52,34 @@ THRESHOLDS = (4, 8, 16, 32, 64)
 Combination = tuple[str, str, str]
 
 
-class Started:
-    """A placement that starts from somebody else's first residents."""
+class Wrapped:
+    """A placement that is asked in place of another."""
 
-    def __init__(self, placement: Placement, first: Sequence[IntArray]) -> None:
-        self._placement, self._first = placement, first
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
 
     def initial(self, layer: int) -> IntArray:
-        return self._first[layer]
+        return self._placement.initial(layer)
+
+    def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
+        return self._placement.begin_pass(step, num_residents, capacity)
+
+    def end_pass(self, step: Step, hits: IntArray) -> None:
+        self._placement.end_pass(step, hits)
 
     def update(self, facts: Facts) -> Moves:
         return self._placement.update(facts)
+
+
+class Started(Wrapped):
+    """Starts from somebody else's first residents."""
+
+    def __init__(self, placement: Placement, first: Sequence[IntArray]) -> None:
+        super().__init__(placement)
+        self._first = first
+
+    def initial(self, layer: int) -> IntArray:
+        return self._first[layer]
 
 
 def combined(names: Combination) -> Recipe:
@@ -148,17 +166,11 @@ def simulate_without(part: Trace, setting: Setting, hits: IntArray) -> float:
     return simulate(part, replace(made, placement=place), setting, hits=hits).total_s
 
 
-class _Unowed:
-    """A placement whose moves wait for an idle link instead of being owed."""
-
-    def __init__(self, placement: Placement) -> None:
-        self._placement = placement
-
-    def initial(self, layer: int) -> IntArray:
-        return self._placement.initial(layer)
+class _Unowed(Wrapped):
+    """Its moves wait for an idle link instead of being owed."""
 
     def update(self, facts: Facts) -> Moves:
-        return self._placement.update(facts)._replace(is_owed=False)
+        return super().update(facts)._replace(is_owed=False)
 
 
 def _summarise(

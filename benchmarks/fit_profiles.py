@@ -38,11 +38,12 @@ from lowtide.replay.simulator import simulate
 from lowtide.replay.trace import Trace
 
 NOBODY_RESIDENT = {
-    "all on the CPU": Recipe(lambda s: Static.first([0] * s.num_layers)),
+    "all on the CPU": Recipe(lambda s: Static.first([0] * s.num_layers, s.num_experts)),
     "threshold": Recipe(
-        lambda s: Static.first([0] * s.num_layers), lambda s: HybriMoEThreshold(s.costs)
+        lambda s: Static.first([0] * s.num_layers, s.num_experts),
+        lambda s: HybriMoEThreshold(s.costs),
     ),
-    "greedy": Recipe(lambda s: Static.first([0] * s.num_layers), lambda s: Greedy()),
+    "greedy": Recipe(lambda s: Static.first([0] * s.num_layers, s.num_experts), lambda s: Greedy()),
 }
 FAMILIES = ("qwen3_moe", "deepseek_v2", "mixtral")
 BATCHES = (8, 16, 32, 64)

@@ -47,8 +47,9 @@ from lowtide.devices.cuda import CudaDevice, slot_image
 from lowtide.errors import PlanError
 from lowtide.experts.at_once import ExpertsAtOnce, cores_beside_device
 from lowtide.experts.device import ExpertGroup
+from lowtide.experts.device_executor import DeviceExpertExecutor
 from lowtide.experts.device_tier import DeviceTier
-from lowtide.experts.host_share import HostCompute
+from lowtide.experts.host_executor import HostExpertExecutor
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.layout import SlotLayout
 from lowtide.experts.link import Link
@@ -572,14 +573,13 @@ class HybridBench:
         link = Link(device, ledger, home, costs.link_s, self._costs.num_staging)
         kernels = choose_kernels("auto", DTYPE)
         at_once = ExpertsAtOnce.of(home.slots, kernels, cores_beside_device(executor))
-        self._runtime = ExpertRuntime(
-            shape=shape,
-            host=home,
-            policies=_without_gates(make_policies(preset, setting, everything_fits=False)),
-            compute=HostCompute(executor, kernels, at_once, device.host_work),
-            device=DeviceTier(device, link, self._costs),
-            scratch=HostScratch(*torch.empty((2, num_pairs, shape.expert_size), dtype=DTYPE)),
+        experts = DeviceExpertExecutor(
+            DeviceTier(device, link, self._costs),
+            HostExpertExecutor(home, executor, kernels, at_once, device.host_work),
+            HostScratch(*torch.empty((2, num_pairs, shape.expert_size), dtype=DTYPE)),
         )
+        policies = _without_gates(make_policies(preset, setting, everything_fits=False))
+        self._runtime = ExpertRuntime(shape, policies, experts)
         self._x = torch.randn(BLOCK_TOKENS, shape.hidden_size).to(DEVICE, DTYPE)
         self._out = torch.empty_like(self._x, dtype=torch.float32)
         weights = torch.rand(BLOCK_TOKENS, shape.num_experts_per_token)

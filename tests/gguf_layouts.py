@@ -83,24 +83,22 @@ def rewritten(
     version: int = 3,
     more_keys: Sequence[bytes] = (),
 ) -> Path:
-    """The same model: keys, entries and data in orders of their own, with gaps between tensors."""
+    """The same model: keys and tensors in orders of their own."""
     data = path.read_bytes()
     keys = [data[start:stop] for start, stop in parts_of(data).keys] + list(more_keys)
     if alignment != 32:
         keys.append(text(b"general.alignment") + struct.pack("<II", 4, alignment))
     rng.shuffle(keys)
     tensors = list(gguf.GGUFReader(path).tensors)
-    offsets, body = {}, bytearray()
-    for tensor in rng.sample(tensors, len(tensors)):
-        body += rng.randbytes(alignment * rng.randrange(3))
-        body += bytes(-len(body) % alignment)
-        offsets[tensor.name] = len(body)
-        body += tensor.data.tobytes()
+    rng.shuffle(tensors)
     header = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(keys)) + b"".join(keys)
-    for tensor in rng.sample(tensors, len(tensors)):
+    body = bytearray()
+    for tensor in tensors:
+        body += bytes(-len(body) % alignment)
         shape = [int(length) for length in tensor.shape]
         header += text(tensor.name.encode()) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
-        header += struct.pack("<IQ", tensor.tensor_type, offsets[tensor.name])
+        header += struct.pack("<IQ", tensor.tensor_type, len(body))
+        body += tensor.data.tobytes()
     target.write_bytes(header + bytes(-len(header) % alignment) + body)
     return target
 

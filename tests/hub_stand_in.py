@@ -13,7 +13,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -85,6 +85,7 @@ class StandIn:
         self.requests: list[Request] = []
         self.sent_bytes = 0
         self.needed_token: str | None = None
+        self.change_listing: Callable[[dict[str, Any]], object] | None = None  # in place
         self.released = threading.Event()
         self.lock = threading.Lock()
         self._digests: dict[tuple[str, str], str] = {}
@@ -215,7 +216,7 @@ class _Handler(BaseHTTPRequestHandler):
         if commit is None:
             return self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
         files = [(n, c.num_bytes, self._lfs(repo_id, n)) for n, c in repo.files.items()]
-        answer: object = {
+        answer: Any = {
             "id": repo_id,
             "modelId": repo_id,
             "sha": commit,
@@ -224,6 +225,8 @@ class _Handler(BaseHTTPRequestHandler):
                 for n, size, lfs in files
             ],
         }
+        if hub.change_listing is not None:
+            hub.change_listing(answer)
         if "/tree/" in path:
             answer = [
                 {"type": "file", "path": n, "size": size, "oid": _blob_id(n), **lfs}

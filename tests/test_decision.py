@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from lowtide.core import Assignment, Costs, Demand, Facts, IntArray, Moves, Step, StepKind
+from lowtide.errors import InternalError
 from lowtide.policies.assignment import HostAlone
-from lowtide.policies.decision import Policies, of_those
+from lowtide.policies.decision import Policies
 from lowtide.policies.prefetch import NoPrefetch
+from lowtide.policies.ranks import Ranks, of_those
 
 STEP = Step(StepKind.DENOISE, 0)
 DEMAND = Demand(np.array([1, 4, 6]), np.array([3, 1, 2]), np.array([True, False, False]))
@@ -33,6 +35,17 @@ class Recorder:
 
     def initial(self, layer: int) -> IntArray:
         return np.array([1, 2])
+
+    def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
+        assert step == FACTS.step and capacity is FACTS.capacity
+        self.asked.append(f"begin with {num_residents.tolist()}")
+        rank = np.zeros((4, 8))
+        rank[3, 2] = 4
+        return Ranks(rank, capacity, per_expert=3, per_token=1)
+
+    def end_pass(self, step: Step, hits: IntArray) -> None:
+        assert step == FACTS.step
+        self.asked.append(f"end with {hits.tolist()}")
 
     def update(self, facts: Facts) -> Moves:
         assert facts._replace(fetched=FACTS.fetched, can_fetch=True, has_idle_link=True) == FACTS
@@ -82,8 +95,14 @@ def test_without_a_device_every_absent_expert_is_brought_and_nobody_else() -> No
     facts = FACTS._replace(has_idle_link=False)
     decision = policies.decide(facts)
     assert [part.tolist() for part in decision.assignment[:3]] == [[], [], [1, 4, 6]]
-    assert [part.tolist() for part in policies.moves(facts, decision)[:2]] == [[4], [2]]
-    assert recorder.asked == ["update, fetched [4, 6]"]
+    with pytest.raises(InternalError, match="before a pass has begun"):
+        policies.moves(facts, decision)
+    ranks = policies.begin_pass(STEP, np.array([0, 0, 0, 2]), FACTS.capacity)
+    # 1 comes to 6 and is demanded as well; 6 to 5, which is more than 2 has, and 4 to 4.
+    assert [part.tolist() for part in policies.moves(facts, decision)[:3]] == [[6], [2], []]
+    assert ranks.rank[3].tolist() == [0, 6, 4, 0, 4, 0, 5, 0]
+    policies.end_pass(STEP, np.array([[1, 2]]))
+    assert recorder.asked == ["begin with [0, 0, 0, 2]", "end with [[1, 2]]"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from computing import on_this_thread
+from computing import attention, on_this_thread
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -17,7 +17,6 @@ from torch import Tensor
 from lowtide.config import Yarn
 from lowtide.kernels.reference import REFERENCE
 from lowtide.layers import causal_attention
-from lowtide.layers.attention import attention
 from lowtide.layers.batch import Segment
 from lowtide.layers.causal_attention import CAUSAL_ROWS
 from lowtide.layers.linear import Linear

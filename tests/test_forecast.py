@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from numpy.random import default_rng
 
 from lowtide.core import FloatArray, IntArray
-from lowtide.policies.forecast import Forecast
+from lowtide.policies.forecast import Forecast, stays
 
 NUM_EXPERTS = 32
 NUM_WANTED = 8
@@ -17,14 +17,15 @@ NUM_WANTED = 8
 
 def observe(forecast: Forecast, experts: IntArray, num_tokens: int = 1) -> FloatArray:
     """One step of the only layer; the forecast after it."""
-    num_tokens_each = np.full(len(experts), num_tokens)
-    forecast.observe(0, experts, num_tokens_each, np.ones(len(experts)))
-    return forecast(0)
+    hits = np.zeros((1, NUM_EXPERTS), np.int64)
+    hits[0, experts] = num_tokens
+    forecast.observe(hits, (hits > 0).astype(np.float64))
+    return forecast()[0]
 
 
 def hit_rate(forecast: Forecast, steps: list[IntArray]) -> float:
     """Share of the wanted experts among the best forecast ones, after half of the steps."""
-    found, predicted = [], forecast(0)
+    found, predicted = [], forecast()[0]
     for experts in steps:
         best = np.argsort(-predicted, kind="stable")[:NUM_WANTED]
         found.append(len(np.intersect1d(best, experts)) / len(experts))
@@ -76,16 +77,51 @@ def test_a_pass_that_wants_everything_teaches_no_more_than_another() -> None:
 
 def test_more_tokens_are_likelier_to_come_again() -> None:
     forecast = Forecast(1, NUM_EXPERTS)
-    forecast.observe(0, np.array([3, 7]), np.array([1, 6]), np.ones(2))
-    predicted = forecast(0)
+    num_tokens = np.zeros((1, NUM_EXPERTS), np.int64)
+    num_tokens[0, [3, 7]] = 1, 6
+    forecast.observe(num_tokens, (num_tokens > 0).astype(np.float64))
+    predicted = forecast()[0]
     assert predicted[7] > predicted[3] > 0
 
 
 def test_worth_is_in_seconds() -> None:
     forecast = Forecast(1, NUM_EXPERTS)
+    num_tokens = np.zeros((1, NUM_EXPERTS), np.int64)
+    num_tokens[0, [1, 2]] = 9
     for _ in range(30):
-        forecast.observe(0, np.array([1, 2]), np.array([9, 9]), np.array([3e-5, 3e-5]))
-    assert forecast(0)[[1, 2]].sum() == pytest.approx(6e-5, rel=0.05)
+        forecast.observe(num_tokens, np.where(num_tokens > 0, 3e-5, 0.0))
+    assert forecast()[0, [1, 2]].sum() == pytest.approx(6e-5, rel=0.05)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 7])
+def test_what_a_step_adds_is_known_before_it(num_steps: int) -> None:
+    """Without what is learnt of the mixture: see `Lowtide.begin_pass`."""
+    draw, forecast = default_rng(num_steps), Forecast(3, NUM_EXPERTS)
+    for left in range(num_steps, -1, -1):
+        hits = draw.poisson(0.4, (3, NUM_EXPERTS))
+        hits[:, 0] += 1
+        before = np.empty(hits.shape)
+        own = forecast.before(before)
+        weights = forecast._weights
+        forecast.observe(hits, np.minimum(hits, 1.0))
+        if not left:
+            forecast._weights = weights
+            shares = np.minimum(hits, 1.0) * stays(hits)
+            before += own * shares / shares.sum(axis=1, keepdims=True)
+            seconds = before.clip(0.0) * np.minimum(hits, 1.0).sum(axis=1, keepdims=True)
+            assert np.allclose(forecast(), seconds)
+
+
+def test_a_layer_that_is_not_heard_of_keeps_what_it_knew() -> None:
+    forecast, hits = Forecast(2, NUM_EXPERTS), np.zeros((2, NUM_EXPERTS), np.int64)
+    hits[:, 3] = 5
+    forecast.observe(hits, np.minimum(hits, 1.0))
+    memories = forecast._memories.copy()
+    hits[0] = 0
+    forecast.observe(hits, np.minimum(hits, 1.0))
+    assert np.array_equal(forecast._memories[:, 0], memories[:, 0])
+    forecast.observe(0 * hits, 0.0 * hits)
+    assert np.isfinite(forecast()).all()
 
 
 @given(
@@ -96,10 +132,10 @@ def test_worth_is_in_seconds() -> None:
 def test_forecasts_are_finite_and_not_negative(seed: int, scale: float, num_layers: int) -> None:
     draw, forecast = default_rng(seed), Forecast(num_layers, NUM_EXPERTS)
     for _ in range(6):
-        for layer in range(num_layers):
-            experts = np.flatnonzero(draw.random(NUM_EXPERTS) < 0.3)
-            worth_s = scale * draw.random(len(experts)) * draw.integers(0, 2)
-            forecast.observe(layer, experts, draw.integers(1, 500, len(experts)), worth_s)
-            predicted = forecast(layer)
-            assert predicted.shape == (NUM_EXPERTS,) and np.isfinite(predicted).all()
-            assert (predicted >= 0).all() and predicted.sum() <= 10 * NUM_EXPERTS * scale
+        shape = num_layers, NUM_EXPERTS
+        num_tokens = draw.integers(1, 500, shape) * (draw.random(shape) < 0.3)
+        worth_s = scale * draw.random(shape) * draw.integers(0, 2, (num_layers, 1))
+        forecast.observe(num_tokens, worth_s * (num_tokens > 0))
+        predicted = forecast()
+        assert predicted.shape == shape and np.isfinite(predicted).all()
+        assert (predicted >= 0).all() and predicted.sum(axis=1).max() <= 10 * NUM_EXPERTS * scale

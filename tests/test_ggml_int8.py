@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from computing import summed_at_once
 from examples import examples
 from gguf.constants import GGMLQuantizationType as Type
 from gguf_files import random_blocks
@@ -21,7 +22,7 @@ from lowtide.core import MoEShape
 from lowtide.errors import UnsupportedError
 from lowtide.experts.at_once import ExpertsAtOnce
 from lowtide.experts.layout import SlotLayout
-from lowtide.experts.rows import ExpertBuffers, Routing
+from lowtide.experts.rows import Routing
 from lowtide.experts.slots import ExpertSlots
 from lowtide.formats.ggml import FORMATS, ROW_GROUP, GgmlFormat, PackedMatrix
 from lowtide.kernels.choice import choose_kernels
@@ -230,14 +231,9 @@ def test_experts_at_once_are_experts_one_by_one(
         assert torch.equal(wanted, of_plain), operators.name
         for num_threads in (1, 3):
             at_once = ExpertsAtOnce.of(slots, kernels, num_threads)
-            assert at_once is not None and at_once.takes(x)
-            parts = torch.empty(num_tokens * k, HIDDEN, dtype=torch.bfloat16)
-            scratch = torch.empty(2, num_tokens * k, WIDTH, dtype=torch.bfloat16)
-            out = torch.empty(num_tokens, HIDDEN)
-            used = np.unique(experts.numpy())
-            at_once.run_layer(x, routing, used, ExpertBuffers(parts, *scratch), out, layer)
+            assert at_once is not None
+            out = summed_at_once(at_once, x, routing, WIDTH, layer, num_threads)
             assert torch.equal(out, wanted)
-        at_once.run(np.empty((0, 3), np.int64), parts, *scratch, layer)
 
 
 @pytest.mark.parametrize("layer", range(len(LAYERS)))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
+from computing import summed_at_once
 from gguf.constants import GGMLQuantizationType as Type
 from gguf_files import random_blocks
 from torch import Tensor
@@ -13,7 +13,7 @@ from lowtide.core import MoEShape
 from lowtide.errors import UnsupportedError
 from lowtide.experts.at_once import ExpertsAtOnce
 from lowtide.experts.layout import SlotLayout
-from lowtide.experts.rows import ExpertBuffers, Routing
+from lowtide.experts.rows import Routing
 from lowtide.experts.slots import ExpertSlots
 from lowtide.formats import formats
 from lowtide.formats.ggml import FORMATS, GgmlFormat, PackedMatrix
@@ -170,16 +170,11 @@ def test_experts_at_once_are_experts_one_by_one(
             kernels.gated_mlp(one, weights_of, gate, torch.empty_like(gate), one)
             torch.testing.assert_close(one, plain[2], atol=5e-3, rtol=2**-5)
             wanted[token] += weight * one[0].float()
-    used = np.unique(experts.numpy())
     for num_threads in (1, 3):
         at_once = ExpertsAtOnce.of(slots, kernels, num_threads)
-        assert at_once is not None and at_once.takes(x)
-        parts = torch.empty(num_tokens * k, hidden, dtype=torch.bfloat16)
-        scratch = torch.empty(2, num_tokens * k, width, dtype=torch.bfloat16)
-        out = torch.empty(num_tokens, hidden)
-        at_once.run_layer(x, routing, used, ExpertBuffers(parts, *scratch), out, layer)
+        assert at_once is not None
+        out = summed_at_once(at_once, x, routing, width, layer, num_threads)
         assert torch.equal(out, wanted)
-    at_once.run(np.empty((0, 3), np.int64), parts, *scratch, layer)
 
 
 def test_kernels_are_compiled_where_weights_are_packed(best: GgmlOperators) -> None:

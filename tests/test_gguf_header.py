@@ -154,8 +154,10 @@ def test_tensors_that_lie_are_refused(path: Path, tmp_path: Path) -> None:
     at = tensor_info(data, "blk.1.ffn_up_exps.weight")
     kind, offset = at + 4 + 3 * 8, at + 4 + 3 * 8 + 4
     for change, error, match in (
-        (put(offset, "<Q", 0), CheckpointError, "'blk.0.*' and 'blk.1.*' overlap at byte"),
-        (put(offset, "<Q", 2**62), CheckpointError, "the file is truncated or its header is wrong"),
+        (put(offset, "<Q", 0), CheckpointError, "'blk.1.*' begins at byte 0 of .* not at byte 864"),
+        (put(offset, "<Q", 865), CheckpointError, "'blk.1.*' begins at byte 865 of .* at byte 864"),
+        (put(offset, "<Q", 896), CheckpointError, "'blk.1.*' begins at byte 896 of .* at byte 864"),
+        (put(offset, "<Q", 2**62), CheckpointError, "begins at byte 4611686018427387904 of"),
         (put(at + 4, "<Q", 100), CheckpointError, "rows of 100 weights.* blocks of 32"),
         (put(at + 4, "<Q", 0), CheckpointError, r"has the shape \[2, 3, 0\]"),
         (put(at + 12, "<Q", 2**60), CheckpointError, "has the shape"),
@@ -166,6 +168,33 @@ def test_tensors_that_lie_are_refused(path: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(error, match=match):
             GgufHeader.read(changed(path, target, change))
+
+
+def test_types_that_do_not_fit_their_data_are_refused(path: Path, tmp_path: Path) -> None:
+    data = path.read_bytes()
+    at = tensor_info(data, "blk.1.ffn_up_exps.weight") + 4 + 3 * 8
+    for kind in set(Type) - {Type.Q8_0}:
+        with pytest.raises((CheckpointError, UnsupportedError)):
+            GgufHeader.read(changed(path, tmp_path / "lies.gguf", put(at, "<I", kind)))
+    with pytest.raises(CheckpointError, match="'blk.2.*' begins at byte 2496 of .* 'blk.1.*' ends"):
+        GgufHeader.read(changed(path, tmp_path / "lies.gguf", put(at, "<I", Type.Q4_0)))
+
+
+def test_the_first_tensor_begins_the_data(path: Path, tmp_path: Path) -> None:
+    at = tensor_info(path.read_bytes(), "blk.0.ffn_up_exps.weight") + 4 + 3 * 8 + 4
+    with pytest.raises(CheckpointError, match="'blk.0.*' begins at byte 1 of the data, not at"):
+        GgufHeader.read(changed(path, tmp_path / "lies.gguf", put(at, "<Q", 1)))
+
+
+def test_a_packed_vector_is_refused(tmp_path: Path) -> None:
+    """As a norm that is float32 would be, if its type said otherwise; it may be the last tensor."""
+    writer = gguf.GGUFWriter(tmp_path / "norm.gguf", "qwen3moe")
+    writer.add_tensor("output_norm.weight", np.ones(64, np.float32))
+    finish(writer)
+    at = tensor_info((tmp_path / "norm.gguf").read_bytes(), "output_norm.weight") + 4 + 8
+    lies = changed(tmp_path / "norm.gguf", tmp_path / "lies.gguf", put(at, "<I", Type.Q8_0))
+    with pytest.raises(CheckpointError, match="'output_norm.weight' is a vector of type Q8_0"):
+        GgufHeader.read(lies)
 
 
 def test_arrays_that_lie_are_refused(path: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from computing import on_this_thread
+from computing import attention, on_this_thread
 from examples import examples
 from family_models import VOCAB, write_model
 from hypothesis import given
@@ -24,7 +24,6 @@ from lowtide.errors import ConfigError, InternalError, UnsupportedError
 from lowtide.families import families
 from lowtide.kernels.operands import ClampedWeights
 from lowtide.kernels.reference import REFERENCE
-from lowtide.layers.attention import attention
 from lowtide.layers.batch import Segment
 from lowtide.llm import LLM
 from lowtide.memory.arena import Arena

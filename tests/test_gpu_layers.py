@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from computing import attention
 from torch import Tensor
 
 from lowtide.compute import Compute
 from lowtide.kernels.choice import choose_kernels
-from lowtide.layers.attention import attention
 from lowtide.layers.batch import Segment
 from lowtide.layers.router import SigmoidRouter, SoftmaxRouter
 from lowtide.memory.cuda_streams import device_pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import json
 import os
@@ -11,9 +12,12 @@ import signal
 import subprocess
 import sys
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hub_stand_in
+import huggingface_hub
 import pytest
 from hub_repos import GOLDEN, whole_repo
 from hub_stand_in import COMMIT, Content, Fault, StandIn, be_patient, wait_for
@@ -199,30 +203,160 @@ def test_only_what_belongs_to_the_model_is_fetched(stand_in: StandIn, cache: Pat
     assert {path.name for path in folder.iterdir()} == {"config.json", "generate.json", SHARD}
 
 
-@pytest.mark.parametrize("part", ["/tree/", "/resolve/main/", "generate.json"])
+def saying(**values: object) -> Callable[[dict[str, Any]], object]:
+    """A listing that says this of the commit."""
+    return lambda listing: listing.update(values)
+
+
+def saying_of(name: str, **values: object) -> Callable[[dict[str, Any]], object]:
+    """A listing that says this of a file."""
+
+    def change(listing: dict[str, Any]) -> None:
+        [file] = [file for file in listing["siblings"] if file["rfilename"] == name]
+        file.update(values)
+
+    return change
+
+
+def lfs(sha256: object) -> dict[str, object]:
+    return {"sha256": sha256, "oid": sha256, "size": SIZE, "pointerSize": 134}
+
+
+PATHS = ("../../../../evil", "..%2f..%2fevil", "{folder}/evil", "x" * 10000, "a" * 39, None, 5)
+"""That a hub may name where hexadecimal digits belong."""
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_hub_cannot_name_paths(
+    stand_in: StandIn, cache: Path, path: object, tmp_path: Path
+) -> None:
+    """Where commits and digests become names of files."""
+    named = path.format(folder=tmp_path) if isinstance(path, str) else path
+    before = sorted(tmp_path.iterdir())
+    for change, said in (
+        (saying(sha=named), "is no commit"),
+        (saying_of(SHARD, lfs=lfs(named)), "no SHA-256 of 'model.safetensors'"),
+    ):
+        stand_in.change_listing = change
+        with pytest.raises(HubError, match=said) as caught:
+            hub.pull("org/name")
+        assert len(str(caught.value)) < 400 and sorted(tmp_path.iterdir()) == before
+
+
+def with_name(name: object) -> Callable[[dict[str, Any]], object]:
+    """A listing that names one file more."""
+    return lambda listing: listing["siblings"].append({"rfilename": name, "size": 5})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (with_name(None), "lists a file None"),
+        (with_name(7), "lists a file 7"),
+        (with_name("x" * 5000 + ".json"), "lists a file 'xxx"),
+        (with_name("\x1b[31mevil.json"), r"lists a file '\\x1b\[31mevil.json'"),
+        (with_name("two\nlines.safetensors"), r"lists a file 'two\\nlines.safetensors'"),
+        (with_name("half\ud800.json"), r"lists a file 'half\\ud800.json'"),
+        (saying_of("config.json", size="big"), "'big' bytes of 'config.json'"),
+        (saying_of(SHARD, size=-1), "-1 bytes of 'model.safetensors'"),
+        (saying_of(SHARD, size=True), "True bytes of 'model.safetensors'"),
+        (saying_of(SHARD, size=1.5), "1.5 bytes of 'model.safetensors'"),
+        (saying_of(SHARD, lfs=5), "could not be fetched: TypeError"),
+        (saying(siblings=5), "could not be fetched: TypeError"),
+    ],
+)
+def test_listings_that_make_no_sense_are_refused_in_words(
+    stand_in: StandIn, cache: Path, change: Callable[[dict[str, Any]], object], said: str
+) -> None:
+    stand_in.change_listing = change
+    with pytest.raises(HubError, match=said) as caught:
+        hub.pull("org/name")
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 500
+    assert not cache.exists()
+
+
+def test_files_that_are_not_fetched_may_be_called_as_they_like(
+    stand_in: StandIn, cache: Path
+) -> None:
+    files = {**whole_repo(), "a\nb.md": b"", "x" * 300 + ".md": b"", "sub/\x1b.json": b""}
+    stand_in.add("org/name", files)
+    assert (hub.pull("org/name") / SHARD).exists()
+
+
+@pytest.mark.parametrize("named", ["../../evil.safetensors", "/etc/passwd", "gone.safetensors", 5])
+def test_an_index_that_names_other_files_is_refused_before_weights_are_fetched(
+    stand_in: StandIn, cache: Path, named: object
+) -> None:
+    files = whole_repo()
+    shard = "model-00001-of-00001.safetensors"
+    files[shard] = files.pop(SHARD)
+    index = {"weight_map": {"lm_head.weight": shard, "x": named}}
+    files["model.safetensors.index.json"] = json.dumps(index).encode()
+    stand_in.add("org/name", files)
+    with pytest.raises(HubError, match=f"model.safetensors.index.json names '{named}', which is"):
+        hub.pull("org/name")
+    assert not [request for request in stand_in.asked(shard) if request.is_elsewhere]
+
+
+def test_an_index_beside_a_single_file_is_not_looked_at(stand_in: StandIn, cache: Path) -> None:
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    files = {**whole_repo(), "model.safetensors.index.json": json.dumps(index).encode()}
+    stand_in.add("org/name", files)
+    assert (hub.pull("org/name") / SHARD).exists()
+
+
+@pytest.mark.parametrize("path", ["../../../../evil", "{folder}/evil"])
+def test_names_that_answers_give_files_are_not_used(
+    stand_in: StandIn, cache: Path, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The headers with a file's ETag, which huggingface-hub makes paths of."""
+    etag = path.format(folder=tmp_path)
+    monkeypatch.setattr(hub_stand_in, "_blob_id", lambda name: f"{etag}-{name}")
+    folder = hub.pull("org/name")
+    assert list(tmp_path.iterdir()) == [cache]
+    for name in ("config.json", "generate.json", SHARD):
+        assert (folder / name).read_bytes() == (GOLDEN / name).read_bytes()
+        assert (folder / name).resolve().parent == folder.parents[1] / "blobs"
+
+
+def test_files_lie_as_huggingface_hub_has_them(stand_in: StandIn, cache: Path) -> None:
+    """Small ones by git's name of their bytes."""
+    folder = hub.pull("org/name")
+    config = (GOLDEN / "config.json").read_bytes()
+    digest = hashlib.sha1(b"blob %d\0" % len(config) + config).hexdigest()
+    assert os.readlink(folder / "config.json") == f"../../blobs/{digest}"
+    assert os.readlink(folder / SHARD) == f"../../blobs/{stand_in.digest('org/name', SHARD)}"
+    stand_in.close()
+    for name in ("config.json", SHARD):
+        found = huggingface_hub.try_to_load_from_cache("org/name", name, cache, "main")
+        assert found == str(folder / name)
+
+
+def test_a_disk_without_links_holds_the_files_themselves(
+    stand_in: StandIn, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    folder = hub.pull("org/name")
+    assert (folder / SHARD).read_bytes() == (GOLDEN / SHARD).read_bytes()
+    assert not (folder / SHARD).is_symlink() and not list((folder.parents[1] / "blobs").iterdir())
+    assert hub.resolve_model("org/name", offline=True) == folder
+
+
+@pytest.mark.parametrize("part", ["/resolve/main/", "generate.json"])
 @pytest.mark.parametrize("status", [401, 403, 404, 429, 500])
 def test_failures_of_what_is_small_are_typed(
-    stand_in: StandIn, cache: Path, part: str, status: int, monkeypatch: pytest.MonkeyPatch
+    stand_in: StandIn, cache: Path, part: str, status: int
 ) -> None:
-    import huggingface_hub.file_download as library
-    from huggingface_hub.utils import _http
-
-    for module in (library, _http):
-        monkeypatch.setattr(module, "time", _NoTime)
-    stand_in.faults += [Fault(part, 99, status), Fault(part, 99, status, method="HEAD")]
+    stand_in.faults.append(Fault(part, 99, status))
     if part == "/resolve/main/":  # nothing is asked for by a name that may change its meaning
         hub.pull("org/name")
         return
     with pytest.raises(HubError, match="org/name@main could not be fetched"):
         hub.pull("org/name")
-
-
-class _NoTime:
-    """huggingface-hub's own pauses are not waited for."""
-
-    @staticmethod
-    def sleep(seconds: float) -> None:
-        pass
+    assert not list(cache.rglob("*.lowtide"))
 
 
 def test_a_cache_that_cannot_be_written(stand_in: StandIn, cache: Path) -> None:

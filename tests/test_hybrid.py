@@ -18,13 +18,15 @@ from whole import answers, settle
 from lowtide.core import IntArray, Step
 from lowtide.decode.request import Request
 from lowtide.errors import DeviceError, PlanError, StorageError, UnsupportedError, UsageError
-from lowtide.experts import device_tier, layer_run
+from lowtide.experts import device_tier, host_tier
 from lowtide.experts.at_once import ExpertsAtOnce
+from lowtide.experts.device_executor import DeviceExpertExecutor
 from lowtide.experts.device_tier import DeviceTier
-from lowtide.experts.host_share import HostShare
+from lowtide.experts.host_executor import HostExpertExecutor
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import ExpertRuntime
+from lowtide.kernels.cpu.reader import CompiledReader
 from lowtide.kernels.reference import Kernels
 from lowtide.lab.calibrate import calibrate
 from lowtide.lab.record import recorded
@@ -79,6 +81,13 @@ class Case:
 
 def runtime_of(llm: LLM) -> ExpertRuntime:
     return llm._engine.experts
+
+
+def beside_of(llm: LLM) -> HostExpertExecutor:
+    """What runs the host's experts beside the device."""
+    executor = runtime_of(llm).executor
+    assert isinstance(executor, DeviceExpertExecutor)
+    return executor._beside
 
 
 def tier_of(llm: LLM) -> DeviceTier:
@@ -269,8 +278,7 @@ def test_a_failing_expert(diffusion: Case, policy: str, monkeypatch: pytest.Monk
             one_by_one(patch)
             broken = Kernels()
             patch.setattr(broken, "gated_mlp", refuse)
-            compute = runtime_of(llm).compute._replace(kernels=broken)
-            patch.setattr(runtime_of(llm), "compute", compute)
+            patch.setattr(beside_of(llm), "kernels", broken)
             patch.setattr(tier_of(llm).device, "kernels", broken)
             with pytest.raises((Broken, DeviceError), match="on purpose"):
                 diffusion.answer(llm)
@@ -316,7 +324,7 @@ def test_an_interrupt_while_a_call_over_several_experts_is_under_way(
     with diffusion.open("all-host", 0.3, 0.3) as llm:
         with monkeypatch.context() as patch:
             patch.setattr(ExpertsAtOnce, "run", run_late)
-            patch.setattr(HostShare, "wait", interrupt)
+            patch.setattr(HostTier, "wait", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 diffusion.answer(llm)
         diffusion.check(llm)
@@ -329,6 +337,7 @@ def test_a_failing_read(diffusion: Case, monkeypatch: pytest.MonkeyPatch) -> Non
     with diffusion.open("lowtide", 0.3, 0.2) as llm:
         with monkeypatch.context() as patch:
             patch.setattr(FileReader, "_run", fail)
+            patch.setattr(CompiledReader, "read", fail)
             check_fails_once(diffusion, llm, StorageError, "no such sector")
         diffusion.check(llm)
 
@@ -340,10 +349,10 @@ def test_a_host_thread_that_hangs_is_an_error(
     with diffusion.open("all-host", 0.0) as llm:
         with monkeypatch.context() as patch:
             one_by_one(patch)
-            patch.setattr(layer_run, "WAIT_LIMIT_S", 0.05)
-            compute, hanging = runtime_of(llm).compute, Kernels()
+            patch.setattr(host_tier, "WAIT_LIMIT_S", 0.05)
+            hanging = Kernels()
             patch.setattr(hanging, "gated_mlp", lambda *_: release.wait(10))
-            patch.setattr(runtime_of(llm), "compute", compute._replace(kernels=hanging))
+            patch.setattr(beside_of(llm), "kernels", hanging)
             timer = threading.Timer(0.5, release.set)
             timer.start()
             check_fails_once(diffusion, llm, DeviceError, "has not been computed within 0.05 s")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from computing import summed_at_once
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from lowtide.core import MoEShape
 from lowtide.errors import UnsupportedError
 from lowtide.experts.at_once import ExpertsAtOnce
 from lowtide.experts.layout import SlotLayout
-from lowtide.experts.rows import ExpertBuffers, Routing
+from lowtide.experts.rows import Routing
 from lowtide.experts.slots import ExpertSlots
 from lowtide.formats import formats
 from lowtide.formats.quantised_matrix import QuantisedMatrix
@@ -166,11 +167,6 @@ def test_experts_at_once_are_experts_one_by_one(
                 wanted[token] += weight * one[0].float()
         for num_threads in (1, 3):
             at_once = ExpertsAtOnce.of(slots, kernels, num_threads)
-            assert at_once is not None and at_once.takes(x)
-            parts = torch.empty(num_tokens * 20, hidden, dtype=torch.bfloat16)
-            scratch = torch.empty(2, num_tokens * 20, width, dtype=torch.bfloat16)
-            out = torch.empty(num_tokens, hidden)
-            used = np.unique(experts.numpy())
-            at_once.run_layer(x, routing, used, ExpertBuffers(parts, *scratch), out, 0)
+            assert at_once is not None
+            out = summed_at_once(at_once, x, routing, width, 0, num_threads)
             torch.testing.assert_close(out, wanted, atol=2e-2 * wanted.abs().max(), rtol=2**-6)
-    at_once.run(np.empty((0, 3), np.int64), parts, *scratch, 0)

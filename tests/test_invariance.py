@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -23,6 +23,8 @@ from whole import Setting, Trajectories, answers, check_idle, same_bits
 from lowtide import DiffusionParams, SamplingParams
 from lowtide.decode.block_diffusion import Finished, Request
 from lowtide.decode.block_sequence import BlockSequence, Prediction
+from lowtide.experts import transfer
+from lowtide.experts.host_tier import HostTier
 from lowtide.lab.synth import synth
 from lowtide.layers.batch import Segment
 from lowtide.layers.moe import SigmoidRouter
@@ -119,9 +121,16 @@ def test_no_budget_policy_or_order_of_reads_changes_a_bit(
 
 @contextmanager
 def reads_end_in_random_order(seed: int) -> Iterator[None]:
-    """Submitted reads wait until one of them is asked for; then any of them may come first."""
+    """Submitted reads wait until one of them is waited for; then any of them may come first."""
     pick = random.Random(seed)
     waiting: list[_LateAnswer] = []
+    real_wait = HostTier.wait
+
+    def wait(host: HostTier, *arguments: Any) -> None:
+        if waiting and not host.news.is_set():
+            waiting.pop(pick.randrange(len(waiting))).finish()
+        else:
+            real_wait(host, *arguments)
 
     def submit(reader: FileReader, reads: Sequence[Read]) -> Ticket:
         late = _LateAnswer(functools.partial(reader._run, reads), waiting, pick)
@@ -130,6 +139,8 @@ def reads_end_in_random_order(seed: int) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FileReader, "submit", submit)
+        patch.setattr(transfer, "_kept_ranges", lambda *_: None)  # all reads are Python's
+        patch.setattr(HostTier, "wait", wait)
         yield
 
 

@@ -44,23 +44,29 @@ def look(held: Budgets, worth_s: FloatArray = WORTH) -> None:
 def test_a_slot_goes_where_it_is_worth_more_once_it_is_free() -> None:
     held = Budgets([2, 2], 4)
     look(held)
-    assert held.capacity == [2, 1]
-    assert held.settle(0, 2) == 0 and held.capacity == [2, 1]  # nobody has been evicted yet
-    assert held.settle(1, 2) == 1
-    assert held.settle(0, 2) == 0 and held.capacity == [2, 1]  # decided is not done
-    assert held.settle(1, 1) == 0
-    assert held.settle(0, 2) == 0 and held.capacity == [3, 1]
+    assert held.capacity.tolist() == [2, 1]
+    held.settle(np.array([2, 2]))
+    assert held.capacity.tolist() == [2, 1]  # nobody has been evicted yet
+    held.settle(np.array([2, 1]))
+    assert held.capacity.tolist() == [3, 1]
+
+
+def test_what_comes_free_goes_to_layers_in_their_order() -> None:
+    held = Budgets([2, 2, 2, 2], 4)
+    look(held, np.array([[9.0] * 4, [8.0] * 4, [0.0] * 4, [0.0] * 4]))
+    assert held.capacity.tolist() == [2, 2, 1, 1]
+    held.settle(np.array([2, 2, 2, 1]))
+    assert held.capacity.tolist() == [3, 2, 1, 1]
+    held.settle(np.array([3, 2, 1, 1]))
+    assert held.capacity.tolist() == [3, 3, 1, 1]
 
 
 def test_layers_that_are_not_full_wait() -> None:
     held = Budgets([2, 2], 4)
-    held.settle(0, 1)
-    look(held)
-    assert held.capacity == [2, 2]
-    held.settle(0, 2)
-    held.settle(1, 1)
-    look(held)
-    assert held.capacity == [2, 2]
+    for num_held in ([1, 2], [2, 1]):
+        held.settle(np.array(num_held))
+        look(held)
+        assert held.capacity.tolist() == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -74,19 +80,17 @@ def test_layers_that_are_not_full_wait() -> None:
 def test_slots_stay_where_little_is_to_be_gained(worth: list[list[float]]) -> None:
     held = Budgets([2, 2], 4)
     look(held, np.array(worth))
-    assert held.capacity == [2, 2]
+    assert held.capacity.tolist() == [2, 2]
 
 
 @pytest.mark.parametrize(("num_experts", "ends"), [(5, [4, 0]), (4, [3, 1])])
 def test_a_layer_may_have_nothing_and_none_becomes_whole(num_experts: int, ends: list[int]) -> None:
-    held, num_held = Budgets([2, 2], num_experts), [2, 2]
+    held = Budgets([2, 2], num_experts)
     worth = np.array([[9.0] * num_experts, [1.0] * num_experts])
     for _ in range(8):
         look(held, worth)
-        for layer in (0, 1):
-            num_held[layer] -= held.settle(layer, num_held[layer])
-            num_held[layer] = max(num_held[layer], held.capacity[layer])  # fills up at once
-    assert held.capacity == num_held == ends
+        held.settle(held.capacity)  # evicts and fills up at once
+    assert held.capacity.tolist() == ends
 
 
 def test_a_whole_layer_gives_nothing_since_nobody_asks_it_to() -> None:
@@ -94,17 +98,14 @@ def test_a_whole_layer_gives_nothing_since_nobody_asks_it_to() -> None:
     worth = np.array([[0.0] * 4, [9.0] * 4])
     for _ in range(8):
         look(held, worth)
-        held.settle(1, 2)
-    assert held.capacity == [4, 2]
+        held.settle(held.capacity)
+    assert held.capacity.tolist() == [4, 2]
     held = Budgets([4, 2, 2], 4)  # the others go on
     worth = np.array([[0.0] * 4, [9.0] * 4, [1.0] * 4])
-    num_held = [2, 2]
     for _ in range(8):
         look(held, worth)
-        for layer in (1, 2):
-            num_held[layer - 1] -= held.settle(layer, num_held[layer - 1])
-            num_held[layer - 1] = max(num_held[layer - 1], held.capacity[layer])
-    assert held.capacity == [4, 3, 1]
+        held.settle(held.capacity)
+    assert held.capacity.tolist() == [4, 3, 1]
 
 
 def make_restless(patch: pytest.MonkeyPatch) -> None:

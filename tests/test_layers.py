@@ -10,14 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from computing import on_this_thread
+from computing import attention, on_this_thread
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from lowtide.core import Costs, MoEShape, Step, StepKind
-from lowtide.experts.host_share import HostCompute
+from lowtide.experts.host_executor import HostExpertExecutor
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.layout import SlotLayout
 from lowtide.experts.registrar import ExpertRegistrar
@@ -28,7 +28,6 @@ from lowtide.kernels.choice import choose_kernels
 from lowtide.kernels.operands import ExpertWeights
 from lowtide.kernels.reference import REFERENCE, Kernels
 from lowtide.layers import linear as linear_module
-from lowtide.layers.attention import attention
 from lowtide.layers.batch import Batch, Segment
 from lowtide.layers.linear import GatedMLP, Linear
 from lowtide.layers.moe import MoELayer, SigmoidRouter
@@ -572,9 +571,9 @@ def test_moe_layer_routes_runs_and_adds_the_shared_expert(
     ledger = SlotLedger(1, 6, num_residents + 2)
     setting = Setting([num_residents], 6, Costs.unknown(1))
     policies = recipe("static").policies_without_device(setting)
-    compute = HostCompute(InlineExecutor(), REFERENCE, None, lambda num_tokens, work: work)
     host = HostTier(slots, ledger, Instant(slots, weights))
-    runtime = ExpertRuntime(shape, host, policies, compute)
+    executor = HostExpertExecutor(host, InlineExecutor(), REFERENCE, None)
+    runtime = ExpertRuntime(shape, policies, executor)
     runtime.load()
     router = make_router(7, 6, hidden)
     x, out = randn(rows, hidden, seed=8, dtype=dtype), torch.empty(rows, hidden, dtype=dtype)

@@ -62,8 +62,8 @@ def test_room_goes_where_absent_experts_are_asked_for() -> None:
 def test_use_is_a_share_of_the_last_steps() -> None:
     use = Use(2, 3)
     for _ in range(400):
-        use.saw(1, np.array([0, 2]))
-        use.saw(1, np.array([2]))
+        use.saw(np.array([[0, 0, 0], [1, 0, 3]]))
+        use.saw(np.array([[0, 0, 0], [0, 0, 1]]))
     assert use.mean[1, 2] > 0.999 and 0.4 < use.mean[1, 0] < 0.5
     assert not use.mean[0].any() and use.mean[1, 1] == 0
 

@@ -8,6 +8,7 @@ is an error. Every run checks whose bytes it reads.
 from __future__ import annotations
 
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -39,19 +40,24 @@ from lowtide.core import (
 from lowtide.devices.group import DeviceGroup
 from lowtide.errors import DeviceError, StorageError
 from lowtide.experts import (
+    device_executor,
     device_tier,
-    device_tiles,
-    host_share,
+    host_executor,
+    host_reads,
     host_tier,
-    layer_run,
     link,
-    long_pass,
+    read_ahead,
     runtime,
     slots,
 )
+from lowtide.experts import (
+    work as work_module,
+)
 from lowtide.experts.device import ExpertGroup
+from lowtide.experts.device_executor import DeviceExpertExecutor
 from lowtide.experts.device_tier import DeviceTier
-from lowtide.experts.host_share import HostCompute
+from lowtide.experts.host_executor import HostExpertExecutor
+from lowtide.experts.host_reads import HostReads
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.link import Link
 from lowtide.experts.rows import ExpertBuffers, ExpertRows, HostScratch, Routing
@@ -77,6 +83,7 @@ class Task:
         self.after = after
         self.has_begun = self.has_ended = False
         self.error: Exception | None = None
+        self.told: list[Callable[[Any], None]] = []  # once it has ended
 
 
 class World:
@@ -130,6 +137,8 @@ class World:
         except (DeviceError, StorageError) as error:
             task.error = error
         task.has_ended = True
+        for tell in task.told:
+            tell(None)
 
 
 class FakeEvent:
@@ -169,6 +178,9 @@ class LateFuture(Future[Any]):
         self._world.look()
         return self.task.has_ended
 
+    def add_done_callback(self, fn: Callable[[Any], None]) -> None:
+        self.task.told.append(fn)
+
     def cancel(self) -> bool:
         """It will not happen any more: here because it has."""
         self._world.until(lambda: self.task.has_ended)
@@ -179,6 +191,19 @@ class LateFuture(Future[Any]):
         if self.task.error is not None:
             raise self.task.error
         return self._answer
+
+
+class FakeNews(threading.Event):
+    """Whoever waits for any, time passes for him."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not self.is_set():
+            assert self._world._step(), "nothing that is under way can end"
+        return True
 
 
 class FakeSlots:
@@ -315,6 +340,9 @@ class FakeExecutor:
     def drain(self) -> None:
         self._world.drain("host")
 
+    def close(self) -> None:
+        """Has no threads."""
+
 
 class FakeTransfer:
     """Four readers, each of which spoils a slot at once and fills it later."""
@@ -336,6 +364,9 @@ class FakeTransfer:
 
     def drain(self) -> None:
         self._world.drain("reader")
+
+    def close(self) -> None:
+        """Has no threads."""
 
 
 def value_of(layer: int, expert: int, num_experts: int) -> float:
@@ -534,16 +565,15 @@ def make_runtime(
     device = DeviceGroup([FakeDevice(world, share, n) for n, share in enumerate(shares)])
     ledger = SlotLedger(shape.num_layers, shape.num_experts, num_slots, num_devices)
     at_once: Any = FakeAtOnce(world.random, host.slots) if world.random.random() < 0.7 else None
-    return ExpertRuntime(
-        shape=shape,
-        host=host,
-        policies=policies,
-        compute=HostCompute(FakeExecutor(world), WhoseWeights(), at_once, device.host_work),
-        device=DeviceTier(
-            device, Link(device, ledger, host, its_costs.link_s, its_costs.num_staging), its_costs
-        ),
-        scratch=HostScratch(torch.empty(64, HIDDEN), torch.empty(64, HIDDEN)),
+    threads, kernels = FakeExecutor(world), WhoseWeights()
+    link = Link(device, ledger, host, its_costs.link_s, its_costs.num_staging)
+    host.news = FakeNews(world)
+    executor = DeviceExpertExecutor(
+        DeviceTier(device, link, its_costs),
+        HostExpertExecutor(host, threads, kernels, at_once, device.host_work),
+        HostScratch(torch.empty(64, HIDDEN), torch.empty(64, HIDDEN)),
     )
+    return ExpertRuntime(shape, policies, executor)
 
 
 def tier_of(runtime: ExpertRuntime) -> DeviceTier:
@@ -626,9 +656,10 @@ def test_failures_lose_no_slot_and_leave_no_old_bytes(seed: int) -> None:
 class CtrlC:
     """Comes at the n-th line of the calling thread's code in the runtime."""
 
-    ON_THREADS = ("_run_ready", "_run", "_run_few", "_gather", "give_back", "end")
-    MODULES = (runtime, layer_run, host_tier, host_share, device_tier, link, slots)
-    MODULES += (long_pass, device_tiles)
+    ON_THREADS = ("_run_ready", "_run", "_run_few", "_gather", "_give_back", "give_back", "end")
+    ON_THREADS += ("is_finished", "<lambda>")
+    MODULES = (runtime, work_module, host_tier, host_reads, read_ahead, host_executor)
+    MODULES += (device_executor, device_tier, link, slots)
     FILES = frozenset(module.__file__ for module in MODULES)
 
     def __init__(self, num_lines: int) -> None:
@@ -741,7 +772,7 @@ def test_moves_and_prefetches_are_chosen_while_the_work_is_under_way(
             owner, method, lambda *arguments: (order.append(name), original(*arguments))[1]
         )
 
-    note(runtime.compute.executor, "submit", "host")
+    note(runtime.executor.threads, "submit", "host")
     note(tier_of(runtime).device, "copy", "copy")
     note(tier_of(runtime).device, "run", "run")
     note(tier_of(runtime).device, "from_host", "collect")
@@ -804,12 +835,15 @@ def test_a_host_tier_that_is_abandoned_still_evicts_what_was_in_use() -> None:
     transfer: Any = FakeTransfer(world, host_slots.values, 3)
     policies = recipe("lru").policies_without_device(Setting([1], 3, Costs.unknown(1)))
     host = HostTier(host_slots, ledger, transfer, policies)
+    host.news = FakeNews(world)
     step = Step(StepKind.DENOISE, 0)
     late = FakeEvent(world, Task(lambda: None, lambda: None, None))
     first, second = np.array([0]), np.array([1])
-    [(_, slot)] = host.open(0, first, host.own_moves(step, 0, first))
+    reads = HostReads(host, 0, first)
+    reads.obey(host.own_moves(step, 0, first))
+    [(_, slot)] = reads
     host.used_by(slot, late)
-    host.open(0, second, host.own_moves(step, 0, second))
+    HostReads(host, 0, second).obey(host.own_moves(step, 0, second))
     host.abandon()
     assert ledger.num_resident == 0
 

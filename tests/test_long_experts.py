@@ -35,10 +35,11 @@ from torch import Tensor
 from lowtide.core import Moves, Step, StepKind
 from lowtide.errors import DeviceError, PlanError, StorageError
 from lowtide.experts import rows as rows_module
-from lowtide.experts.device_tiles import DeviceTiles
+from lowtide.experts.link import Arrival, Link
 from lowtide.experts.registrar import ExpertRegistrar
 from lowtide.experts.rows import ExpertRows, Routing, row_pieces
 from lowtide.kernels.choice import choose_kernels
+from lowtide.kernels.cpu.reader import CompiledReader
 from lowtide.kernels.operands import ExpertWeights
 from lowtide.kernels.reference import REFERENCE, Kernels
 from lowtide.llm import LLM
@@ -177,10 +178,9 @@ def test_every_miss_of_a_long_pass_is_one_read(
         rig = Rig(policy, capacity)
         for call in long_steps(calls):
             wanted = set(call.routing.experts.flatten().tolist())
-            ahead = [read.expert for read in rig.host.read_ahead._pending]  # type: ignore[union-attr]
-            is_coming = rig.host.read_ahead._layer == call.layer  # type: ignore[union-attr]
             here = set(np.flatnonzero(rig.host.ledger.is_resident(call.layer)).tolist())
-            here |= set(ahead) if is_coming else set()
+            ahead = rig.host.read_ahead._pending  # type: ignore[union-attr]
+            here |= {read.expert for read in ahead if read.layer == call.layer}
             before = len(rig.transfer.started)  # type: ignore[attr-defined]
             rig.run(call)
             reads = rig.transfer.started[before:]  # type: ignore[attr-defined]
@@ -243,8 +243,7 @@ def test_a_read_that_fails_in_a_long_pass_leaves_a_usable_runtime(
                 assert torch.equal(result, in_one_buffer(call, REFERENCE, SMALL_TILE))
             rig.check()
         rig.transfer._fail_at = set()  # type: ignore[attr-defined]
-        assert rig.host.read_ahead is not None
-        rig.host.read_ahead.claim(0, ())
+        rig.host.pause()
         for call in long_steps(calls):
             assert torch.equal(rig.run(call), in_one_buffer(call, REFERENCE, SMALL_TILE))
             rig.check()
@@ -389,19 +388,19 @@ def test_a_device_fetches_an_expert_once_in_a_long_pass(seed: int) -> None:
     """However many tiles have its rows."""
     with tile_of(SMALL_TILE):
         machine = long_machine(seed)
-        fetched: list[int] = []
-        fetch = DeviceTiles.fetch
+        fetched: list[float] = []  # whose bytes
+        fetch = Link.fetch
 
-        def noted(share: DeviceTiles, expert: int, host_slot: int) -> None:
-            fetched.append(expert)
-            fetch(share, expert, host_slot)
+        def noted(link: Link, host_slot: int, device: int | None) -> Arrival:
+            fetched.append(float(machine.host.slots.image(host_slot)))
+            return fetch(link, host_slot, device)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(DeviceTiles, "fetch", noted)
+            patch.setattr(Link, "fetch", noted)
             for layer in range(machine.shape.num_layers):
                 fetched.clear()
                 machine._run_layer(layer)
-                assert fetched == sorted(set(fetched))
+                assert len(fetched) == len(set(fetched))
 
 
 class LongCase(Case):
@@ -433,7 +432,9 @@ class LongCase(Case):
                 ExpertRegistrar(shape).forward(*call, registrar, out)
                 workspace = Workspace(Arena(registrar.arena_bytes).bytes)
                 with engine.executor.in_charge(), torch.inference_mode():
+                    engine.experts.begin_pass(call[3])
                     engine.experts.forward(*call, workspace, out)
+                    engine.experts.end_pass()
                 outs.append(out)
         return outs
 
@@ -474,6 +475,7 @@ def test_a_long_pass_on_a_device_fails_and_the_next_one_runs(
     with case.open(policy, 0.3, 0.2) as llm:
         with monkeypatch.context() as patch:
             patch.setattr(FileReader, "_run", fail)
+            patch.setattr(CompiledReader, "read", fail)
             with pytest.raises(StorageError, match="no such sector"):
                 case.run(llm)
         with monkeypatch.context() as patch:

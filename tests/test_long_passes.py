@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from computing import on_this_thread
+from computing import attention, on_this_thread
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import GOLDENS, OracleModel, load_oracle
@@ -25,10 +25,9 @@ from lowtide.families import families
 from lowtide.kernels.operands import Matrix
 from lowtide.kernels.reference import REFERENCE, Kernels
 from lowtide.lab.synth import synth
-from lowtide.layers.attention import attention
 from lowtide.layers.batch import Batch, KVRange, Segment
 from lowtide.layers.linear import GatedMLP, Linear
-from lowtide.layers.long_attention import chunks_of
+from lowtide.layers.query_chunks import chunks_of
 from lowtide.layers.router import SoftmaxRouter, TopSoftmaxRouter
 from lowtide.llm import LLM
 from lowtide.memory.arena import Arena

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from test_regular_file import a_device, a_folder, a_link_to_itself, a_pipe, a_socket, at_once
 
 from lowtide.errors import LowtideError, StorageError, UsageError
 from lowtide.lab.pack import pack
@@ -132,6 +133,44 @@ def test_a_full_disk_does_not_hide_whose_folder_it_is(
     with pytest.raises(StorageError, match="needs .* bytes of disk and 0 are free"):
         pack(original, tmp_path, format="q8")
     assert not list(tmp_path.iterdir())
+
+
+def to_a_file(path: Path) -> None:
+    path.with_name("precious").write_bytes(b"precious")
+    path.symlink_to("precious")
+
+
+def to_nothing(path: Path) -> None:
+    path.symlink_to("nothing")
+
+
+def of_others(text: bytes) -> Callable[[Path], None]:
+    def make(path: Path) -> None:
+        path.write_bytes(text)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(a_pipe, a_device, a_folder, a_socket, a_link_to_itself, to_a_file, to_nothing),
+        *(of_others(b"precious"), of_others(b'{"formats": {}}'), of_others(b"[" * 9999)),
+    ],
+)
+def test_notes_that_are_not_of_a_packing_are_let_be(
+    original: Path, make: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "out"
+    out.mkdir()
+    make(out / "packing.json")
+    before = [(path.name, path.lstat()[:-3]) for path in sorted(out.iterdir())]
+    with at_once(), pytest.raises(UsageError, match="holds packing.json, which is not of this"):
+        pack(original, out, format="q4")
+    assert [(path.name, path.lstat()[:-3]) for path in sorted(out.iterdir())] == before
+    if make is to_a_file:
+        assert (out / "precious").read_bytes() == b"precious"
 
 
 def test_notes_stay_when_a_packing_goes_on(

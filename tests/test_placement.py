@@ -65,6 +65,11 @@ class Layer:
         num_tokens = np.array([hits[e] for e in experts.tolist()], np.int64)
         demand = Demand(experts, num_tokens, self.is_resident[experts])
         given_state = self.is_resident.copy()
+        all_hits = np.zeros((len(self.policy.capacity), NUM_EXPERTS), np.int64)
+        all_hits[self.layer, experts] = num_tokens
+        num_residents = np.zeros(len(all_hits), np.int64)
+        num_residents[self.layer] = len(self.residents)
+        self.policy.begin_pass(step, num_residents, self.policy.capacity)
         facts = make_facts(
             demand,
             self.policy.costs,
@@ -74,6 +79,7 @@ class Layer:
             capacity=self.policy.capacity,
         )._replace(has_idle_link=False)
         moves = self.policy.moves(facts, self.policy.decide(facts))
+        self.policy.end_pass(step, all_hits)
         assert np.array_equal(given_state, self.is_resident), "a policy changes no facts"
         admit, evict = set(moves.admit.tolist()), set(moves.evict.tolist())
         assert len(admit) == len(moves.admit)
@@ -153,7 +159,7 @@ def test_tide_is_its_text(
     tau: int,
     starts_empty: bool,
 ) -> None:
-    layer = Layer(Tide(NUM_EXPERTS, tau, starts_empty), 0, capacity)
+    layer = Layer(Tide(1, NUM_EXPERTS, tau, starts_empty), 0, capacity)
     assert not layer.residents
     for step, hits in trace:
         before = layer.residents
@@ -167,7 +173,7 @@ def test_tide_is_its_text(
 
 
 def test_tide_refreshes_at_multiples_of_tau_only() -> None:
-    layer = Layer(Tide(NUM_EXPERTS, tau=3), 0, 2)
+    layer = Layer(Tide(1, NUM_EXPERTS, tau=3), 0, 2)
     changed = []
     for index in range(10):
         moves = layer.step(denoise(index), {index: 5, index + 1: 4, index + 2: 1})
@@ -178,12 +184,12 @@ def test_tide_refreshes_at_multiples_of_tau_only() -> None:
 
 
 def test_tide_starts_from_what_the_first_pass_demands_unless_it_starts_empty() -> None:
-    layer = Layer(Tide(NUM_EXPERTS, tau=2), 0, 2)
+    layer = Layer(Tide(1, NUM_EXPERTS, tau=2), 0, 2)
     layer.step(Step(StepKind.PREFILL, 0), {1: 9, 2: 9, 3: 1})
     assert layer.residents == {1, 2}
     layer.step(Step(StepKind.PREFILL, 1), {4: 9, 5: 9})  # step 1 would not refresh
     assert layer.residents == {1, 2}
-    layer = Layer(Tide(NUM_EXPERTS, tau=1, starts_empty=True), 0, 2)
+    layer = Layer(Tide(1, NUM_EXPERTS, tau=1, starts_empty=True), 0, 2)
     layer.step(Step(StepKind.PREFILL, 0), {1: 9, 2: 9})
     assert layer.residents == set()
     layer.step(denoise(0), {3: 1, 4: 1})
@@ -191,14 +197,14 @@ def test_tide_starts_from_what_the_first_pass_demands_unless_it_starts_empty() -
 
 
 def test_tide_counts_this_step_and_no_history() -> None:
-    layer = Layer(Tide(NUM_EXPERTS, tau=1), 0, 1)
+    layer = Layer(Tide(1, NUM_EXPERTS, tau=1), 0, 1)
     layer.step(denoise(0), {7: 100})
     layer.step(denoise(1), {2: 1})
     assert layer.residents == {2}
 
 
 def test_tide_breaks_ties_by_residence_then_by_lower_id() -> None:
-    layer = Layer(Tide(NUM_EXPERTS, tau=1), 0, 3)
+    layer = Layer(Tide(1, NUM_EXPERTS, tau=1), 0, 3)
     layer.step(denoise(0), {9: 2, 5: 2, 7: 2, 11: 2})
     assert layer.residents == {5, 7, 9}
     layer.step(denoise(1), {0: 2, 9: 2, 1: 2, 3: 1})  # 9 stays; 0 and 1 have more than 5 and 7
@@ -208,7 +214,7 @@ def test_tide_breaks_ties_by_residence_then_by_lower_id() -> None:
 
 
 def test_tide_fills_up_and_keeps_residents_that_were_not_hit() -> None:
-    layer = Layer(Tide(NUM_EXPERTS, tau=1), 0, 4)
+    layer = Layer(Tide(1, NUM_EXPERTS, tau=1), 0, 4)
     layer.step(denoise(0), {3: 1, 4: 1})
     layer.step(denoise(1), {8: 1})
     assert layer.residents == {3, 4, 8}
@@ -238,7 +244,7 @@ def test_lru_is_an_ordinary_lru_cache_per_layer(
 
 @given(trace=traces, capacity=st.integers(0, NUM_EXPERTS))
 def test_static_never_moves(trace: list, capacity: int) -> None:  # type: ignore[type-arg]
-    layer = Layer(Static.first([capacity]), 0, capacity)
+    layer = Layer(Static.first([capacity], NUM_EXPERTS), 0, capacity)
     assert layer.residents == set(range(capacity))
     for step, hits in trace:
         layer.step(step, hits)
@@ -247,7 +253,7 @@ def test_static_never_moves(trace: list, capacity: int) -> None:  # type: ignore
 
 def test_static_keeps_what_it_is_told() -> None:
     chosen = [np.array([2, 5]), np.array([], np.int64)]
-    policy = Static(chosen)
+    policy = Static(chosen, NUM_EXPERTS)
     assert Layer(policy, 0, 2).residents == {2, 5}
     assert Layer(policy, 1, 0, num_layers=2).residents == set()
 
@@ -343,7 +349,7 @@ def test_an_empty_demand_moves_nothing_out() -> None:
     nothing = np.empty(0, np.int64)
     demand = Demand(nothing, nothing, bools())
     facts = make_facts(demand, is_kept=bools(1, 1, 0, 0))
-    for policy in (Tide(4, 1), LRU(1, 4), Static.first([2])):
+    for policy in (Tide(1, 4, 1), LRU(1, 4), Static.first([2], 4)):
         moves = policy.update(facts)
         assert not len(moves.admit)
         assert not len(moves.evict)

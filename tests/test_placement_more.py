@@ -15,7 +15,7 @@ from lowtide.errors import UsageError
 from lowtide.policies.division import layer_budgets
 from lowtide.policies.lowtide import Lowtide
 from lowtide.policies.online_tau import OnlineTau
-from lowtide.policies.placement import DaliWindow, Frequency, Placement, ScoreCache
+from lowtide.policies.placement import DaliWindow, Frequency, Placement, ScoreCache, Static
 
 COSTS = Costs(
     expert_bytes=10,
@@ -119,10 +119,10 @@ def test_score_residents_win_ties() -> None:
 
 def test_frequency_keeps_the_most_used() -> None:
     counts = np.array([[5.0, 9.0, 1.0, 9.0]])
-    static = Layer(Frequency([2], counts), 4, 2)
+    static = Layer(Static.favourites([2], counts), 4, 2)
     assert static.residents == [1, 3]
     assert not len(static.step(0, [0, 0, 7, 0]).admit)
-    learning = Layer(Frequency([2], counts, learns=True), 4, 2)
+    learning = Layer(Frequency([2], counts), 4, 2)
     for index in range(8):
         assert not len(learning.step(index, [0, 0, 7, 0]).admit)
     assert learning.step(8, [0, 0, 7, 0]).admit.tolist() == [2]  # 10 activations against 9
@@ -178,7 +178,7 @@ def make_all(capacity: int, num_experts: int) -> list[Placement]:
     return [
         DaliWindow([capacity], num_experts, w_size=2, u_size=3),
         ScoreCache([capacity], num_experts),
-        Frequency([capacity], counts, learns=True),
+        Frequency([capacity], counts),
         Lowtide([capacity], num_experts, COSTS),
         Lowtide([capacity], num_experts, COSTS, max_step_bytes=10, frequency=counts),
     ]

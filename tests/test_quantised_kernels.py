@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from computing import summed_at_once
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from lowtide.core import MoEShape
 from lowtide.errors import UnsupportedError
 from lowtide.experts.at_once import ExpertsAtOnce
 from lowtide.experts.layout import SlotLayout
-from lowtide.experts.rows import ExpertBuffers, Routing
+from lowtide.experts.rows import Routing
 from lowtide.experts.slots import ExpertSlots
 from lowtide.formats import formats
 from lowtide.formats.convert import pack
@@ -195,15 +196,9 @@ def test_experts_at_once_are_experts_one_by_one(
             wanted[token] += weight * one[0].float()
     for num_threads in (1, 3):
         at_once = ExpertsAtOnce.of(slots, kernels, num_threads)
-        assert at_once is not None and at_once.takes(x) == (num_tokens <= operators.calls.max_rows)
-        parts = torch.empty(num_tokens * k, 96, dtype=torch.bfloat16)
-        scratch = torch.empty(2, num_tokens * k, 40, dtype=torch.bfloat16)
-        out = torch.empty(num_tokens, 96)
-        used = np.unique(experts.numpy())
-        at_once.run_layer(x, routing, used, ExpertBuffers(parts, *scratch), out, 0)
+        assert at_once is not None
+        out = summed_at_once(at_once, x, routing, 40, 0, num_threads)
         assert torch.equal(out, wanted)
-    nobody = np.empty((0, 3), np.int64)
-    at_once.run(nobody, parts, *scratch, 0)
 
 
 def test_kernels_are_compiled_where_weights_are_quantised(best: QuantisedOperators) -> None:

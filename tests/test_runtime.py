@@ -6,11 +6,13 @@ import itertools
 import random
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,9 +25,10 @@ from torch import Tensor
 
 from lowtide.core import Costs, MoEShape, Step, StepKind
 from lowtide.errors import InternalError, StorageError
-from lowtide.experts import read_ahead
+from lowtide.experts import host_tier, rows
 from lowtide.experts.at_once import ExpertsAtOnce
-from lowtide.experts.host_share import HostCompute
+from lowtide.experts.device_executor import DeviceExpertExecutor
+from lowtide.experts.host_executor import HostExpertExecutor
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.layout import SlotLayout
 from lowtide.experts.registrar import ExpertRegistrar
@@ -147,10 +150,31 @@ class Disorder:
             finish(answer, read)
         self._under_way.clear()
 
+    def close(self) -> None:
+        """Has no threads."""
+
     def finish_until(self, answer: _Answer) -> None:
         while not answer.done():
-            i = self._random.randrange(len(self._under_way))
-            finish(*self._under_way.pop(i))
+            self.finish_one()
+
+    def finish_one(self) -> bool:
+        """Whether one was under way."""
+        if not self._under_way:
+            return False
+        i = self._random.randrange(len(self._under_way))
+        finish(*self._under_way.pop(i))
+        return True
+
+
+class DisorderlyNews(threading.Event):
+    """Whoever waits for news of a disorderly transfer gets the end of any of its reads."""
+
+    def __init__(self, transfer: Disorder) -> None:
+        super().__init__()
+        self._transfer = transfer
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return (not self.is_set() and self._transfer.finish_one()) or super().wait(timeout)
 
 
 class _Answer(Future[int]):
@@ -186,6 +210,9 @@ class Pool:
     def drain(self) -> None:
         drain(self._pool, self.num_threads)
 
+    def close(self) -> None:
+        """Has no threads."""
+
 
 POOL = Pool()
 EXECUTORS: list[Executor] = [InlineExecutor(), POOL]
@@ -202,6 +229,9 @@ class Threads:
 
     def drain(self) -> None:
         pass  # every ticket is with the runtime
+
+    def close(self) -> None:
+        """Has no threads."""
 
 
 def finish(answer: Future[int], read: Callable[[], int]) -> None:
@@ -260,13 +290,11 @@ class Rig:
         executor = executor or InlineExecutor()
         kernels = kernels or WatchedKernels()
         self.host = HostTier(self.slots, ledger, self.transfer)
+        if isinstance(self.transfer, Disorder):
+            self.host.news = DisorderlyNews(self.transfer)
         at_once = ExpertsAtOnce.of(self.slots, kernels, executor.num_cores)
-        self.runtime = ExpertRuntime(
-            SHAPE,
-            self.host,
-            self.policies,
-            HostCompute(executor, kernels, at_once, lambda num_tokens, work: work),
-        )
+        experts = HostExpertExecutor(self.host, executor, kernels, at_once)
+        self.runtime = ExpertRuntime(SHAPE, self.policies, experts)
         self.runtime.load()
         self.check()
 
@@ -276,13 +304,15 @@ class Rig:
         arguments = (call.layer, call.x, call.routing, call.step)
         ExpertRegistrar(SHAPE).forward(*arguments, registrar, out)
         workspace = Workspace(Arena(registrar.arena_bytes).bytes)
+        self.runtime.begin_pass(call.step)
         self.runtime.forward(*arguments, workspace, out)
+        self.runtime.end_pass()
         return out
 
     def check(self) -> None:
         ledger = self.host.ledger
         ledger.check_integrity()
-        num_held = ledger.num_resident + self.host.num_ahead
+        num_held = ledger.num_resident + self.host.num_ahead + self.host.num_set_aside
         assert ledger.num_free + num_held == ledger.num_slots, "no slot stays taken"
         for layer, capacity in enumerate(self.capacity):
             assert ledger.is_resident(layer).sum() <= capacity
@@ -480,14 +510,14 @@ def test_as_many_reads_as_slots_stay_under_way() -> None:
     rig = Rig("static", [0, 0], num_staging=2)
     assert isinstance(rig.transfer, Disorder)
     under_way: list[int] = []
-    result = _Answer.result
+    wait = DisorderlyNews.wait
 
-    def noted(answer: _Answer, timeout: float | None = None) -> int:
+    def noted(news: DisorderlyNews, timeout: float | None = None) -> bool:
         under_way.append(len(rig.transfer.started))  # type: ignore[attr-defined]
-        return result(answer, timeout)
+        return wait(news, timeout)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Answer, "result", noted)
+        patch.setattr(DisorderlyNews, "wait", noted)
         rig.run(prompt(every_expert(layer=1)))
     assert under_way == [2, 3, 4, 5, 6, 6]
 
@@ -515,8 +545,7 @@ def test_a_read_that_fails_leaves_a_usable_runtime(
             assert torch.equal(result, dense_oracle(call, WEIGHTS[torch.float32]))
         rig.check()
     rig.transfer._fail_at = set()
-    assert rig.host.read_ahead is not None
-    rig.host.read_ahead.claim(0, ())  # as at the begin of a pass
+    rig.host.pause()
     for call in steps:
         assert torch.equal(rig.run(call), dense_oracle(call, WEIGHTS[torch.float32]))
         rig.check()
@@ -598,17 +627,17 @@ def interrupted_at(number: int) -> Iterator[None]:
 
 def test_an_interrupt_while_waiting_for_a_read() -> None:
     rig = Rig("tide", [2, 2], num_staging=3)
-    result = _Answer.result
+    wait = DisorderlyNews.wait
     waits = []
 
-    def interrupted(answer: _Answer, timeout: float | None = None) -> int:
-        waits.append(answer)
+    def interrupted(news: DisorderlyNews, timeout: float | None = None) -> bool:
+        waits.append(news)
         if len(waits) == 3:
             raise KeyboardInterrupt
-        return result(answer, timeout)
+        return wait(news, timeout)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(_Answer, "result", interrupted)
+        patch.setattr(DisorderlyNews, "wait", interrupted)
         rig.run(every_expert())
     rig.check()
     call = every_expert(index=1)
@@ -636,21 +665,22 @@ def test_reads_under_way_are_waited_for_before_their_slots_are_given_away(
         has_begun.wait(60)
         return answers[slot]
 
-    def noted_wait(futures: Iterable[Future[int]]) -> object:
+    def noted_wait(futures: Iterable[Future[int]], limit_s: float) -> object:
         wanted = set(futures)
         if wanted & set(answers.values()):
             waited_for.set()
-        return wait(wanted)
+        return wait(wanted, limit_s)
 
-    drop = rig.host.ledger.drop
+    reclaim = rig.host.ledger.reclaim
 
-    def checked_drop(slot: int) -> None:
-        assert answers[slot].done()
-        drop(slot)
+    def checked_reclaim(set_aside: Collection[int]) -> None:
+        assert not set_aside and all(answer.done() for answer in answers.values())
+        reclaim(set_aside)
 
     monkeypatch.setattr(rig.transfer, "start", start)
-    monkeypatch.setattr(read_ahead, "wait", noted_wait)
-    monkeypatch.setattr(rig.host.ledger, "drop", checked_drop)
+    monkeypatch.setattr(host_tier, "wait", noted_wait)
+    monkeypatch.setattr(rig.host.ledger, "reclaim", checked_reclaim)
+    rig.host.news = threading.Event()
     with ThreadPoolExecutor(3) as pool:
         try:
             with pytest.raises(StorageError, match="read 0"):
@@ -885,6 +915,134 @@ def test_no_slot_for_an_absent_expert_is_an_error_and_not_a_wait_without_end() -
     with pytest.raises(InternalError, match="experts wait and no slot is free"):
         rig.run(every_expert())
     rig.check()
+
+
+class Deaf:
+    """A transfer that answers at once, but for some reads, which end when they are let."""
+
+    def __init__(self, slots: ExpertSlots, stuck: set[tuple[int, int]]) -> None:
+        self.stuck = stuck
+        self.waiting: list[tuple[Future[int], int]] = []  # with their slots
+        self._slots = slots
+
+    def start(self, layer: int, expert: int, slot: int) -> Ticket:
+        answer: Future[int] = Future()
+        answer.set_running_or_notify_cancel()
+        if (layer, expert) in self.stuck:
+            self.waiting.append((answer, slot))
+        else:
+            answer.set_result(fill(self._slots, slot, WEIGHTS[torch.float32][layer, expert]))
+        return answer
+
+    def let(self) -> None:
+        """They write to their slots what nobody expects there, and end."""
+        for answer, slot in self.waiting:
+            for part in range(3):
+                self._slots.part(0, slot, part)[:] = 0xFF
+            answer.set_result(0)
+        self.waiting.clear()
+
+    def drain(self) -> None:
+        assert not self.waiting, "whoever drains now waits for ever"
+
+    def close(self) -> None:
+        """Has no threads."""
+
+
+@pytest.fixture
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_tier, "WAIT_LIMIT_S", 0.1)
+    monkeypatch.setattr(host_tier, "END_LIMIT_S", 0.05)
+
+
+def deaf_rig(capacity: list[int], executor: Executor, *stuck: tuple[int, int]) -> tuple[Rig, Deaf]:
+    rig = Rig("static", capacity, make_transfer=lambda slots: Deaf(slots, set()), executor=executor)
+    assert isinstance(rig.transfer, Deaf)
+    rig.transfer.stuck.update(stuck)
+    return rig, rig.transfer
+
+
+def check_set_aside(rig: Rig, slots: list[int]) -> None:
+    """They are nobody's, and nobody gets them."""
+    rig.check()
+    assert rig.host.num_set_aside == len(slots)
+    ledger = rig.host.ledger
+    assert not any(ledger.is_free(slot) or ledger.is_bound(slot) for slot in slots)
+
+
+@pytest.mark.usefixtures("short_limits")
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("tile_rows", [512, 32])
+def test_a_read_that_never_ends_fails_its_pass_alone(
+    executor: Executor, tile_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a pass of one tile, and of several."""
+    monkeypatch.setattr(rows, "TILE_ROWS", tile_rows)
+    rig, transfer = deaf_rig([2, 6], executor, (0, 4))
+    call = make_step(1, 0, 0, 40, torch.float32)
+    assert 4 in call.routing.experts
+    expected = dense_oracle(call, WEIGHTS[torch.float32])
+    with pytest.raises(StorageError, match=r"not ended within 0\.1 s"):
+        rig.run(call)
+    check_set_aside(rig, [slot for _, slot in transfer.waiting])
+    transfer.stuck.clear()
+    assert torch.equal(rig.run(call), expected), "its bytes are read into another slot"
+    check_set_aside(rig, [slot for _, slot in transfer.waiting])
+    transfer.let()
+    for _ in range(2):
+        assert torch.equal(rig.run(call), expected)
+        check_set_aside(rig, [])
+
+
+@pytest.mark.usefixtures("short_limits")
+def test_a_read_ahead_that_never_ends_matters_to_nobody_who_does_not_want_it() -> None:
+    rig, transfer = deaf_rig([6, 2], POOL, (1, 3))
+    rig.run(every_expert(0))
+    assert rig.host.num_ahead and transfer.waiting
+    for call in (every_expert(0, index=1), every_expert(0, index=2)):
+        transfer.stuck.clear()
+        assert torch.equal(rig.run(call), dense_oracle(call, WEIGHTS[torch.float32]))
+        rig.check()
+    with pytest.raises(StorageError, match=r"not ended within 0\.1 s"):
+        rig.host.pause()  # memory is to be moved
+    transfer.let()
+    rig.host.pause()
+    check_set_aside(rig, [])
+
+
+@pytest.mark.usefixtures("short_limits")
+def test_no_slot_but_that_of_a_read_that_never_ends() -> None:
+    rig = Rig("static", [0, 6], num_staging=1, make_transfer=lambda slots: Deaf(slots, {(0, 0)}))
+    assert isinstance(rig.transfer, Deaf)
+    for _ in range(2):  # waits for the read itself, then for its slot
+        with pytest.raises(StorageError, match=r"not ended within 0\.1 s"):
+            rig.run(every_expert())
+        check_set_aside(rig, [slot for _, slot in rig.transfer.waiting])
+    rig.transfer.stuck.clear()
+    timer = threading.Timer(0.03, rig.transfer.let)
+    timer.start()
+    call = every_expert()
+    assert torch.equal(rig.run(call), dense_oracle(call, WEIGHTS[torch.float32]))
+    timer.join()
+
+
+def test_a_runtime_closes_beside_a_read_that_never_ends() -> None:
+    rig, transfer = deaf_rig([6, 2], POOL, (1, 3))
+    rig.run(every_expert(0))
+    assert transfer.waiting
+    start_s = perf_counter()
+    rig.runtime.close()
+    assert perf_counter() - start_s < 5
+
+
+def test_there_are_two_executors() -> None:
+    """Whatever a pass's rows are and wherever its experts lie: the host's, and a device's beside
+    it."""
+    modules = Path(host_tier.__file__).parent.glob("*.py")
+    names = [f"lowtide.experts.{module.stem}" for module in modules]
+    known = [each for name in names for each in vars(import_module(name)).values()]
+    executors = {each for each in known if isinstance(each, type) and hasattr(each, "run_tile")}
+    assert executors == {HostExpertExecutor, DeviceExpertExecutor}
 
 
 def test_preloaded_experts_are_resident_before_the_first_step() -> None:

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 
 from sanitize import build_driver
 
-_DEFINED = re.compile(r"^(?:void|int|long) (lowtide_\w+)\(", re.MULTILINE)
+_DEFINED = re.compile(r"^[\w:<>*]+ (lowtide_\w+)\(", re.MULTILINE)
 _OF_KINDS = re.compile(r"^(WEIGHT|EXPERT)_OPERATORS\((\w+), ", re.MULTILINE)  # weight_operators.hpp
 
 

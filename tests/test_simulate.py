@@ -65,7 +65,7 @@ def test_one_layer_by_hand() -> None:
     assert report.total_s == 9.5 and report.binds == "host" and report.hit_rate == 0.5
     # Fetched: the first arrives at 11.5 and runs until 14.5, which frees the one staging slot;
     # the second arrives at 24.5 and runs until 27.5.
-    fetch = Recipe(lambda s: Static.first(s.capacity), lambda s: AllFetch())
+    fetch = Recipe(lambda s: Static.first(s.capacity, s.num_experts), lambda s: AllFetch())
     report = simulate(trace, fetch, setting)
     assert report.total_s == 27.5 and report.num_fetched == 2 and report.moved_bytes == 200
     assert report.binds == "link" and report.bound_s["link"] == pytest.approx(4 + 10)
@@ -99,7 +99,7 @@ def test_moves_ride_in_idle_link_time() -> None:
 
 
 def _tide_once(setting: Setting) -> Tide:
-    return Tide(setting.num_experts, 100)
+    return Tide(setting.num_layers, setting.num_experts, 100)
 
 
 def test_waiting_for_moves_is_an_option() -> None:
@@ -114,7 +114,7 @@ def test_a_prefetch_arrives_while_the_layer_before_computes() -> None:
     # Layer 1's expert of the last pass is fetched while layer 0's host computes.
     trace = make_trace([[[0], [1]]] * 2)
     made = Recipe(
-        lambda s: Static.first([0, 0]),
+        lambda s: Static.first([0, 0], s.num_experts),
         lambda s: Greedy(),
         lambda s: PreviousStep(1, s.num_layers, s.num_experts),
     )
@@ -129,7 +129,7 @@ def test_a_prefetch_arrives_while_the_layer_before_computes() -> None:
 def test_the_link_serves_demand_before_moves() -> None:
     trace = synth_trace(SHAPE, num_blocks=2, steps_per_block=4, block_length=8, num_prompt_rows=0)
     fetch_all = Recipe(_tide_once, lambda s: AllFetch())
-    alone = Recipe(lambda s: Static.first([0] * s.num_layers), lambda s: AllFetch())
+    alone = Recipe(lambda s: Static.first([0] * s.num_layers, s.num_experts), lambda s: AllFetch())
     moving = simulate(trace, fetch_all, make_setting(trace, 4))
     still = simulate(trace, alone, make_setting(trace, 4))
     assert moving.total_s <= still.total_s + FIXED.link_s * len(trace.passes) * SHAPE.num_layers
@@ -211,7 +211,7 @@ def test_a_prefetched_expert_that_the_host_computes_is_wasted() -> None:
     # Layer 1's expert takes 100 s to come and 4 s on the host.
     trace = make_trace([[[0], [1]]] * 3)
     made = Recipe(
-        lambda s: Static.first([0, 0]),
+        lambda s: Static.first([0, 0], s.num_experts),
         lambda s: Greedy(),
         lambda s: PreviousStep(1, s.num_layers, s.num_experts),
     )

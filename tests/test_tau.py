@@ -35,7 +35,7 @@ def demand_of(hits: IntArray) -> Demand:
 def replay_tide(hits: IntArray, budget: int, tau: int) -> tuple[int, list[int]]:
     """Misses and admissions per step, summed over layers, of the policy itself. [steps, L, E]"""
     num_layers, num_experts = hits.shape[1:]
-    tide = Tide(num_experts, tau)
+    tide = Tide(num_layers, num_experts, tau)
     is_resident = np.zeros((num_layers, num_experts), np.bool_)
     num_misses, admitted = 0, [0] * len(hits)
     for index, now in enumerate(hits):
@@ -131,7 +131,7 @@ def test_auto_tau_is_the_least_simulated() -> None:
 
 def feed(online: OnlineTau, hits: IntArray, first: int = 0) -> None:
     for index, now in enumerate(hits, start=first):
-        online.observe(Step(StepKind.DENOISE, index), 0, demand_of(now[0]))
+        online.observe(Step(StepKind.DENOISE, index), now)
 
 
 def make_hits(num_steps: int, num_changes: int, seed: int = 0) -> IntArray:
@@ -192,8 +192,10 @@ def test_a_watched_layer_that_is_never_heard_of_counts_for_nothing() -> None:
     one, two = (OnlineTau(32, 8, costs, window=16, watched=(0, *more)) for more in ((), (3,)))
     silent = OnlineTau(32, 8, costs, window=16, watched=(0, 3))
     for index, now in enumerate(hits):
-        for online, layer in ((one, 0), (two, 0), (silent, 3)):
-            online.observe(Step(StepKind.DENOISE, index), layer, demand_of(now[0]))
+        first, last = np.zeros((4, 32), np.int64), np.zeros((4, 32), np.int64)
+        first[0] = last[3] = now[0]
+        for online, of_all in ((one, first), (two, first), (silent, last)):
+            online.observe(Step(StepKind.DENOISE, index), of_all)
     assert one.tau == two.tau == silent.tau
 
 
@@ -209,8 +211,10 @@ def test_prefill_and_other_layers_do_not_count() -> None:
     changes: list[TauChange] = []
     online = OnlineTau(32, 8, make_costs(0.1, 1.0), waits=True, on_change=changes.append)
     for now in make_hits(40, num_changes=4):
-        online.observe(Step(StepKind.PREFILL, 0), 0, demand_of(now[0]))
-        online.observe(Step(StepKind.DENOISE, 0), 7, demand_of(now[0]))
+        of_all = np.zeros((8, 32), np.int64)
+        of_all[0] = now[0]
+        online.observe(Step(StepKind.PREFILL, 0), of_all)
+        online.observe(Step(StepKind.DENOISE, 0), of_all[::-1])
     assert not changes and online.tau == 4
 
 

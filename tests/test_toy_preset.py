@@ -10,11 +10,12 @@ import pytest
 from common.synth_trace import synth_trace
 
 from lowtide import LLM, SamplingParams
-from lowtide.core import Assignment, Facts, IntArray, MoEShape, Moves
+from lowtide.core import Assignment, BoolArray, Facts, IntArray, MoEShape, Step
 from lowtide.errors import UsageError
 from lowtide.llm import plan_model
 from lowtide.policies.assignment import divide
 from lowtide.policies.catalogue import CATALOGUE
+from lowtide.policies.placement import Ranked
 from lowtide.policies.presets import (
     candidates,
     check_policy,
@@ -23,7 +24,7 @@ from lowtide.policies.presets import (
     register,
     unregister,
 )
-from lowtide.policies.ranking import moves_to
+from lowtide.policies.ranks import Ranks
 from lowtide.policies.recipe import Option, Recipe, Setting
 from lowtide.profiles import load_profile
 from lowtide.replay.simulator import simulate
@@ -34,20 +35,23 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "policies.md"
 STRIDE = Option("stride", "every so many experts one is kept", 2, 1, 9)
 
 
-class EveryNth:
+class EveryNth(Ranked):
     """Keeps every so many experts, starting from the step's index."""
 
-    def __init__(self, num_experts: int, stride: int) -> None:
-        self._num_experts = num_experts
+    def __init__(self, num_layers: int, num_experts: int, stride: int) -> None:
+        super().__init__(num_layers, num_experts)
         self._stride = stride
 
     def initial(self, layer: int) -> IntArray:
         return np.empty(0, np.int64)
 
-    def update(self, facts: Facts) -> Moves:
-        first = facts.step.index % self._stride
-        chosen = np.arange(first, self._num_experts, self._stride)
-        return moves_to(chosen[: facts.room], facts.is_kept)
+    def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
+        self._rank.fill(0)
+        self._rank[:, step.index % self._stride :: self._stride] = 1
+        return Ranks(self._rank, capacity)
+
+    def may_enter(self, facts: Facts) -> BoolArray:
+        return ~facts.is_kept
 
 
 class EverySecond:
@@ -60,7 +64,7 @@ class EverySecond:
 
 
 TOY = Recipe(
-    lambda s: EveryNth(s.num_experts, STRIDE.of(s)),
+    lambda s: EveryNth(s.num_layers, s.num_experts, STRIDE.of(s)),
     lambda s: EverySecond(),
     summary="for a test",
     options=(STRIDE,),

@@ -25,6 +25,7 @@ from lowtide.llm import plan_model
 from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.placement import Placement
 from lowtide.policies.presets import lossless_presets, register, unregister
+from lowtide.policies.ranks import Ranks
 from lowtide.policies.recipe import Recipe, Setting
 from lowtide.policies.substitution import Substitution, check_substituted, in_order
 
@@ -83,6 +84,13 @@ class Watched:
 
     def initial(self, layer: int) -> IntArray:
         return self._inner.initial(layer)
+
+    def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
+        return self._inner.begin_pass(step, num_residents, capacity)
+
+    def end_pass(self, step: Step, hits: IntArray) -> None:
+        self.demands += [(i, one.nonzero()[0].tolist()) for i, one in enumerate(hits) if one.any()]
+        self._inner.end_pass(step, hits)
 
     def update(self, facts: Facts) -> Moves:
         self.demands.append((facts.layer, facts.demand.experts.tolist()))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +18,11 @@ from lowtide.core import align_up
 from lowtide.files.regular_file import RegularFile
 from lowtide.formats import format_of
 from lowtide.memory.arena import Arena
-from lowtide.reading.file_reader import NUM_READERS, FileReader, Piece, Read, Ticket
+from lowtide.reading.file_reader import NUM_READERS, SECTOR_BYTES, FileReader, Piece, Read, Ticket
 
 _NUM_TARGETS = 16
+_NUM_THREADS = 2
+_SLOTS_BYTES = 256 << 20  # far more than any cache
 _GIGA = 1e9
 
 
@@ -36,6 +40,55 @@ class Disk:
         """See `read_ceiling`. The model's pages in the page cache are dropped first."""
         drop_pages([self._folder])
         return read_ceiling(self._files, self._read_bytes, self._total_bytes)
+
+
+class SlotReads:
+    """Two threads that read whole experts straight into slots, and do nothing else: what absent
+    experts cost at least."""
+
+    def __init__(self, files: Sequence[Path], expert_bytes: int) -> None:
+        """Slots are touched here; `close` closes the files."""
+        self._read_bytes = align_up(expert_bytes, SECTOR_BYTES)
+        self._ends = [path.stat().st_size - self._read_bytes for path in files]
+        self._descriptors = [_opened_direct(path) for path in files]
+        self._num_slots = max(_NUM_TARGETS, _SLOTS_BYTES // self._read_bytes)
+        self._slots = Arena(self._num_slots * self._read_bytes).array()
+        self._slots[:] = 1
+
+    def measure(self, total_bytes: int, seed: int = 0) -> tuple[float, float]:
+        """Seconds a byte, and processor seconds a byte; experts lie anywhere in the files."""
+        draw = np.random.default_rng(seed)
+        num_reads = max(_NUM_THREADS, total_bytes // self._read_bytes)
+        files = draw.integers(len(self._ends), size=num_reads)
+        places = [
+            (file, int(draw.integers(self._ends[file] + 1)) // SECTOR_BYTES * SECTOR_BYTES)
+            for file in files
+        ]
+        start_s, start_cpu_s = time.perf_counter(), time.process_time()
+        with ThreadPoolExecutor(_NUM_THREADS) as threads:
+            for done in [threads.submit(self._run, places, i) for i in range(_NUM_THREADS)]:
+                done.result()
+        seconds, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
+        num_bytes = num_reads * self._read_bytes
+        return seconds / num_bytes, cpu_s / num_bytes
+
+    def close(self) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+
+    def _run(self, places: Sequence[tuple[int, int]], first: int) -> None:
+        for i in range(first, len(places), _NUM_THREADS):
+            (file, start), slot = places[i], i % self._num_slots * self._read_bytes
+            target = self._slots[slot : slot + self._read_bytes].data
+            os.preadv(self._descriptors[file], [target], start)
+
+
+def _opened_direct(path: Path) -> int:
+    """Past the page cache where the file system can."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError:
+        return os.open(path, os.O_RDONLY)
 
 
 def read_ceiling(

@@ -140,7 +140,9 @@ def _whole_layer_lightning(case: Case) -> float:
     load, capacity = np.asarray(setting.hits), whole_layers(setting)
     num_ahead = NUM_PREFETCH.of(setting)
     plan = best_split(load, capacity, use_of(load), setting.costs, num_ahead)
-    made = Recipe(lambda s: Static.first(s.capacity), lambda s: FixedShare(plan.fetch_share))
+    made = Recipe(
+        lambda s: Static.first(s.capacity, s.num_experts), lambda s: FixedShare(plan.fetch_share)
+    )
     return case.seconds(made, capacity=capacity)
 
 

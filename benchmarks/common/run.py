@@ -122,6 +122,10 @@ class TimedTransfer:
         """Waits until no slot is being filled."""
         self._transfer.drain()
 
+    def close(self) -> None:
+        """Ends the transfer's own threads."""
+        self._transfer.close()
+
     def _ended(self, ticket: Ticket) -> None:
         with self._lock:
             self._num_outstanding -= 1

@@ -120,7 +120,7 @@ class LLM(LoadedModel):
         Block-causal with the `block_length` option, causal for autoregressive families, of the
         whole sequence at once for bidirectional ones. Waits for room in the KV cache. Raises
         UsageError for ids out of range or a block length that the model's routing does not allow,
-        PlanError beyond the context.
+        PlanError beyond the context, CheckpointError or NumericError where they are not finite.
         """
         work, num_tokens = self._logits_work(token_ids)
         return self._loop.run_passes(work, num_tokens)

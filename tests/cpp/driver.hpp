@@ -103,13 +103,16 @@ inline Ids chosen_experts(long num_tokens, long k, long num_experts) {
     return out;
 }
 
-// Slots of the distinct ones, ascending by expert: expert e is in slot e.
-inline Ids slots_of(const Ids& experts) {
+// Each of them once, ascending.
+inline Ids distinct(const Ids& experts) {
     Ids out = experts;
     std::sort(out.begin(), out.end());
     out.erase(std::unique(out.begin(), out.end()), out.end());
     return out;
 }
+
+// Slots of the distinct ones, ascending by expert: expert e is in slot e.
+inline Ids slots_of(const Ids& experts) { return distinct(experts); }
 
 // How long an array is whose last row has no gap behind it.
 inline long strided(long num_rows, long stride, long length) {
@@ -141,6 +144,8 @@ void check_rows(const Library& few_rows);
 void check_attention(const Library& few_rows);
 void check_router(const Library& few_rows);
 void check_layers(const Library& few_rows, const Library& quantised);
+void check_reader(const Library& few_rows);
+void check_residency(const Library& few_rows, const Library& quantised);
 void check_team(const Library& few_rows);
 void check_quantised(const Library& quantised, const Library& few_rows);
 void check_packing(const Library& quantised);

@@ -25,6 +25,8 @@ int main(int num_arguments, char** arguments) {
     check_packing(quantised);
     check_quantised(quantised, few_rows);
     check_layers(few_rows, quantised);
+    check_reader(few_rows);
+    check_residency(few_rows, quantised);
     check_ggml(ggml, few_rows);
     check_ggml_int8(ggml_int8, few_rows);
     check_sectioned(sectioned, few_rows);

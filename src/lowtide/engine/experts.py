@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,9 +14,10 @@ from lowtide.engine.opening import OpenModel
 from lowtide.engine.planning import expert_source
 from lowtide.engine.policy_setting import make_engine_policies
 from lowtide.experts.at_once import ExpertsAtOnce, cores_beside_device
+from lowtide.experts.device_executor import DeviceExpertExecutor
 from lowtide.experts.device_tier import DeviceTier
 from lowtide.experts.elastic_slots import LentSlots
-from lowtide.experts.host_share import HostCompute
+from lowtide.experts.host_executor import HostExpertExecutor
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.link import Link
 from lowtide.experts.rows import HostScratch
@@ -30,7 +32,7 @@ from lowtide.policies.recipe import Setting
 from lowtide.reading.dense_weights import Progress
 from lowtide.reading.file_reader import FileReader
 from lowtide.replay.calibration import Calibration
-from lowtide.threads.executor import Executor, HostExecutor, Work
+from lowtide.threads.executor import Executor, HostExecutor
 
 
 def load_experts(
@@ -51,22 +53,23 @@ def load_experts(
     lent = None if shared is None else shared.open_slots(source.shape)
     with ExitStack() as undo:
         if plan.gpu is None:
-            host = _host_tier(source, plan, Arena, reader, lent)
-            compute, device, scratch = _host_compute(host, kernels, executor), None, None
+            host, device = _host_tier(source, plan, Arena, reader, kernels.library, lent), None
+            experts: HostExpertExecutor | DeviceExpertExecutor
+            experts = _host_executor(host, kernels, executor)
         else:
             options = DeviceOptions(opened.options.device_options, opened.options.kernels, kernels)
             made = open_device(source, plan, plan.gpu, options, executor, lent)
             undo.callback(made.close)
-            host = _host_tier(source, plan, made.make_arena, reader)
+            host = _host_tier(source, plan, made.make_arena, reader, kernels.library)
             if host.is_permanent:
                 host.load_all(progress)
-            compute = _host_compute(host, kernels, executor, made)
             device = _device_tier(source, plan, plan.gpu, made, host, lent)
-            scratch = _scratch(source)
+            beside = _host_executor(host, kernels, executor, made)
+            experts = DeviceExpertExecutor(device, beside, _scratch(source))
         policies = make_engine_policies(
             opened, plan, calibration, host, device, executor.cores_per_expert
         )
-        runtime = ExpertRuntime(source.shape, host, policies, compute, device, scratch)
+        runtime = ExpertRuntime(source.shape, policies, experts)
         runtime.load(progress)
         undo.pop_all()
     return runtime
@@ -77,16 +80,18 @@ def _host_tier(
     plan: MemoryPlan,
     make_arena: Callable[[int], Arena],
     reader: FileReader,
+    library: ctypes.CDLL | None,
     lent: LentSlots | None = None,
 ) -> HostTier:
-    """Beside a device it keeps every expert if all have a slot, else those used last."""
+    """Beside a device it keeps every expert if all have a slot, else those used last. library: of
+    compiled readers."""
     tier, shape = plan.host, source.shape
     if lent is None:
         ledger = SlotLedger(shape.num_layers, shape.num_experts, tier.num_slots)
         slots = ExpertSlots(make_arena(tier.slot_bytes * tier.num_slots), source.layout)
     else:
         ledger, slots = lent.ledger, ExpertSlots(lent.arena, source.layout)
-    transfer = DiskTransfer(reader, source.table, slots, source.inputs)
+    transfer = DiskTransfer(reader, source.table, slots, source.inputs, library)
     if plan.gpu is None:
         return HostTier(slots, ledger, transfer)
     if tier.num_slots == source.num_experts:
@@ -117,18 +122,14 @@ def _device_tier(
     return DeviceTier(made.device, link, costs, made.close)
 
 
-def _host_compute(
+def _host_executor(
     host: HostTier, kernels: Kernels, executor: Executor, made: OpenDevice | None = None
-) -> HostCompute:
-    num_cores = executor.num_cores if made is None else cores_beside_device(executor)
-    at_once = ExpertsAtOnce.of(host.slots, kernels, num_cores)
-    return HostCompute(
-        executor, kernels, at_once, _unpaced if made is None else made.device.host_work
-    )
-
-
-def _unpaced(num_tokens: object, work: Work) -> Work:
-    return work
+) -> HostExpertExecutor:
+    if made is None:
+        at_once = ExpertsAtOnce.of(host.slots, kernels, executor.num_cores)
+        return HostExpertExecutor(host, executor, kernels, at_once)
+    at_once = ExpertsAtOnce.of(host.slots, kernels, cores_beside_device(executor))
+    return HostExpertExecutor(host, executor, kernels, at_once, made.device.host_work)
 
 
 def _scratch(source: ExpertSource) -> HostScratch:

@@ -15,7 +15,9 @@ from lowtide.config import ModelConfig
 from lowtide.core import Step, StepKind
 from lowtide.decode.batch_decoder import LOGIT_ROWS
 from lowtide.decode.logits import rows_that_predict
+from lowtide.decode.sampling import check_finite
 from lowtide.engine.engine import Engine
+from lowtide.engine.not_finite import fault_found
 from lowtide.engine.opening import MAX_PASS_ROWS, OpenModel
 from lowtide.errors import UsageError
 from lowtide.experts.rows import Routing
@@ -34,7 +36,8 @@ def logits(
 ) -> Generator[None, None, Tensor]:
     """Float32 logits [len, vocab] of every position, on the CPU; yields between its passes.
 
-    No block is divided: one as long as the sequence is one pass.
+    No block is divided: one as long as the sequence is one pass. Raises as `fault_found` does where
+    they are not finite.
     """
     num_tokens = len(token_ids)
     kv_range = engine.kv_cache.allocate(num_tokens)
@@ -45,7 +48,7 @@ def logits(
             if start:
                 yield
             part = token_ids[start : start + pass_rows]
-            with device_pass(), torch.inference_mode():
+            with fault_found(engine.opened), device_pass(), torch.inference_mode():
                 _logits_pass(engine, part, start, block_length, kv_range, result)
         return result
     finally:
@@ -180,4 +183,6 @@ def _logits_pass(
     own = rows_that_predict(np.arange(len(token_ids)), engine.opened.config.logits_shift)
     [there] = to_device(hidden.device, torch.from_numpy(own))
     for rows in tiles(len(token_ids), LOGIT_ROWS):
-        result[start:stop][rows] = engine.model.logits(hidden.index_select(0, there[rows]))
+        own_logits = result[start:stop][rows]
+        own_logits.copy_(engine.model.logits(hidden.index_select(0, there[rows])))
+        check_finite(own_logits.amax(-1), range(start + rows.start, start + rows.stop))

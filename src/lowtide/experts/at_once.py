@@ -13,9 +13,8 @@ from torch import Tensor
 
 from lowtide.core import BoolArray, IntArray
 from lowtide.experts.layout import ExpertLayout
-from lowtide.experts.rows import ExpertBuffers, Routing
 from lowtide.experts.slots import ExpertSlots
-from lowtide.kernels.layer_parts import InPlace
+from lowtide.kernels.layer_parts import ExpertParts
 from lowtide.kernels.operands import ExpertWeights, SlotPlaces
 from lowtide.kernels.reference import Kernels
 from lowtide.kernels.several_experts import SeveralExperts
@@ -40,7 +39,6 @@ class ExpertsAtOnce:
         has to last as long as this is used."""
         places = [_places(layout, slots) for layout in slots.layout.layers]
         self._layers = list(zip(layers, places, strict=True))
-        self._distinct = tuple({*layers})
         self._max_rows = min(kernels.max_rows for kernels in layers)
         self._layouts = slots.layout.layers
         self._num_threads = num_threads
@@ -54,14 +52,10 @@ class ExpertsAtOnce:
         taken = [each for each in layers if each is not None]
         return cls(taken, slots, num_threads) if len(taken) == len(layouts) else None
 
-    def in_place(self, slot_of: IntArray, layer: int) -> InPlace:
-        """For kernels that run whole layers. slot_of [num_experts]: always of the present."""
+    def parts(self, layer: int) -> ExpertParts:
+        """For kernels that run whole layers."""
         kernels, places = self._layers[layer]
-        return InPlace(kernels, places, slot_of, self._layouts[layer].parts[0].shape[0])
-
-    def takes(self, x: Tensor) -> bool:
-        """Whether `run_layer` takes these rows."""
-        return all(kernels.takes(x) for kernels in self._distinct)
+        return ExpertParts(kernels, places, layer, self._layouts[layer].parts[0].shape[0])
 
     def takes_experts(self, num_tokens: IntArray) -> BoolArray:
         """Which experts `run` takes, by their tokens."""
@@ -75,34 +69,6 @@ class ExpertsAtOnce:
         """
         kernels, places = self._layers[layer]
         kernels.gated_mlps(groups, places, parts, gate, up, self._num_threads)
-
-    def run_layer(
-        self,
-        x: Tensor,
-        routing: Routing,
-        slots: IntArray,
-        buffers: ExpertBuffers,
-        out: Tensor,
-        layer: int,
-    ) -> None:
-        """All experts of a few tokens and their sum, with the bits of one by one.
-
-        x [tokens, hidden]; slots: one for each distinct expert, ascending by expert; out [tokens,
-        hidden] float32. All of them contiguous.
-        """
-        kernels, places = self._layers[layer]
-        kernels.run_experts(
-            x,
-            experts=routing.experts,
-            weights=routing.weights,
-            slots=slots,
-            places=places,
-            parts=buffers.parts,
-            gate=buffers.gate,
-            up=buffers.up,
-            out=out,
-            num_threads=self._num_threads,
-        )
 
 
 def _several(layout: ExpertLayout, kernels: Kernels) -> SeveralExperts | None:

@@ -6,25 +6,30 @@ some do, and the others are read from disk when a layer wants them.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Iterator, MutableSequence, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Protocol
 
 import numpy as np
 
 from lowtide.core import NO_MOVES, Demand, Facts, IntArray, Moves, Step
-from lowtide.experts.read_ahead import LateReads, PendingRead, ReadAhead, end_reads
+from lowtide.errors import DeviceError, LowtideError, StorageError
+from lowtide.experts.read_ahead import LateReads, PendingRead, ReadAhead
 from lowtide.experts.slots import ExpertSlots, SlotLedger
 from lowtide.experts.transfer import Transfer, ticket_result
 from lowtide.policies.decision import Policies
 from lowtide.reading.dense_weights import Progress
+from lowtide.reading.file_reader import Ticket
 from lowtide.threads.event import WAIT_LIMIT_S
 
-LOOK_S = 1e-3
-"""How often used experts' slots are looked for: about as long as one of many tokens takes."""
+USE_POLL_S = 1e-3
+"""How often the uses of slots are looked at that do not say when they have ended: a device's."""
+
+END_LIMIT_S = 4.0
+"""After a failure: a read that takes longer keeps its slot until it has ended."""
 
 
 class Use(Protocol):
@@ -39,9 +44,11 @@ class Use(Protocol):
 class HostStats:
     """What became of host slots, in counts, bytes and seconds since the tier was made."""
 
+    num_moves_done: int = 0  # experts that became resident by a move; others were dropped
     num_admitted: int = 0
     num_evicted: int = 0
     num_ahead: int = 0  # of the experts read, those whose read began before their layer did
+    num_late: int = 0  # of those, the ones that the layer had to wait for
     num_wasted: int = 0  # reads that began before their layer did, for nothing
     read_bytes: int = 0
     wait_s: float = 0.0  # the calling thread stood still for a read
@@ -71,8 +78,12 @@ class HostTier:
         self.is_permanent = is_permanent
         self.stats = HostStats()
         self.read_ahead = ReadAhead(ledger) if reads_ahead else None
-        self._late = LateReads(ledger)
-        self._begun: list[PendingRead] = []  # of the layer that is opened next
+        self.late = LateReads(ledger)
+        # Slots that reads write to, whoever has them; no ticket: Ctrl-C may have come before it.
+        self._filling: dict[int, Ticket | None] = {}
+        self._set_aside: dict[int, Ticket] = {}  # of them, those that nobody waits for
+        self.news = threading.Event()  # a read has ended, or a use of a slot, since it was cleared
+        self._idle_s = 0.0  # waited without any
         self._uses: deque[tuple[int, Use]] = deque()
         self._returned: deque[int] = deque()  # slots whose use on another thread has ended
         self._evict_after: dict[int, tuple[int, int]] = {}  # slot: its (layer, expert)
@@ -81,6 +92,11 @@ class HostTier:
     def num_ahead(self) -> int:
         """Slots that reads for a coming layer hold."""
         return 0 if self.read_ahead is None else len(self.read_ahead)
+
+    @property
+    def num_set_aside(self) -> int:
+        """Slots that nobody has until reads into them have ended, for which nobody waits."""
+        return len(self._set_aside)
 
     def has(self, layer: int, expert: int) -> bool:
         """Whether an expert's bytes are in host memory now."""
@@ -102,6 +118,15 @@ class HostTier:
         """The use of a slot has ended; may be said on any thread."""
         if not self.is_permanent:
             self._returned.append(slot)
+        self.news.set()
+
+    def wait(self, stalled: Callable[[], LowtideError], limit_s: float = WAIT_LIMIT_S) -> None:
+        """Waits for `news`, for `limit_s` at most. Raises `stalled` when there is none for long."""
+        # Two waits: one may have passed while the process was stopped.
+        limit_s = min(limit_s, USE_POLL_S if self._uses else WAIT_LIMIT_S / 2)
+        self._idle_s = 0.0 if self.news.wait(limit_s) else self._idle_s + limit_s
+        if self._idle_s >= WAIT_LIMIT_S:
+            raise stalled()
 
     def own_moves(self, step: Step, layer: int, wanted: IntArray) -> Moves:
         """The moves of the tier's own policies for those whose bytes are wanted here, ascending;
@@ -115,31 +140,16 @@ class HostTier:
         facts = Facts(
             step, layer, demand, is_resident, capacity, costs, can_fetch=False, has_idle_link=False
         )
-        return self._policies.moves(facts, self._policies.decide(facts))
+        return self._policies.placement.update(facts)
 
     def arrive(self, layer: int) -> None:
         """Before a layer's step: who was to come for later is there. Waits for their reads."""
-        for read in self._late.end(layer):
-            self.stats.read_bytes += ticket_result(read.ticket)
+        for read in self.late.end(layer):
+            self.take_in(read)
             if self.has(layer, read.expert):
                 self.ledger.drop(read.slot)
             else:
-                self.bind(layer, read)
-
-    def begin(self, layer: int, wanted: IntArray) -> None:
-        """Starts reads of those of `wanted` (ascending) that are absent, as many as there are free
-        slots for: they have to come, whatever is decided of who stays. `open` goes on with them."""
-        absent: list[int] = wanted[~self.ledger.is_resident(layer)[wanted]].tolist()
-        if not absent:
-            return
-        self.settle()
-        self._begun = self._claim(layer, absent)
-        for expert in absent[: self.ledger.num_free]:
-            self._begun.append(self._start_read(layer, expert))
-
-    def open(self, layer: int, wanted: IntArray, moves: Moves) -> HostReads:
-        """Experts that this layer's step needs in host memory; `wanted` ascend."""
-        return HostReads(self, layer, wanted, moves)
+                self.bind(read)
 
     def expect_next(self, facts: Facts, run: Facts | None) -> None:
         """Told of the layer that runs now, whose own reads are open: see `ReadAhead.expect`."""
@@ -147,9 +157,12 @@ class HostTier:
             self.read_ahead.expect(facts, run)
 
     def settle(self) -> None:
-        """Gives back the slots whose uses are done."""
+        """Gives back the slots whose uses are done, and those of reads that nobody waits for."""
         while self._returned:
             self._release(self._returned.popleft())
+        for slot in [slot for slot, ticket in self._set_aside.items() if ticket.done()]:
+            del self._set_aside[slot]
+            self.ledger.drop(slot)
         for _ in range(len(self._uses)):
             slot, use = self._uses.popleft()
             if use.is_done():
@@ -158,22 +171,24 @@ class HostTier:
                 self._uses.append((slot, use))
 
     def pause(self) -> None:
-        """Between passes: ends reads for a coming layer, so that no slot is being filled."""
-        for layer in self._late.layers:
+        """Between passes: ends reads for a coming layer, so that no slot is being filled.
+
+        Raises StorageError when one does not end."""
+        for layer in self.late.layers:
             self.arrive(layer)
-        if self.read_ahead is not None:
-            self.stats.num_wasted += len(self.read_ahead)
-            self.read_ahead.claim(-1, ())
+        self.claim(-1, ())
+        if wait(self._set_aside.values(), WAIT_LIMIT_S).not_done:
+            raise read_stalled()
         self.settle()
 
     def wait_for_use(self) -> bool:
-        """Waits for the end of a use that was told by `used_by`, unless a slot was given back
-        meanwhile; False where there is nothing to wait for."""
-        if self._returned:
-            return True
+        """Waits for the end of a use that was told by `used_by`, or of a read that nobody waits
+        for; False where there is nothing to wait for."""
         if self._uses:
             self._uses[0][1].wait()
-        return bool(self._uses)
+        elif self._set_aside:
+            self.wait(read_stalled)
+        return bool(self._uses or self._set_aside)
 
     def load(self, initial: Sequence[IntArray], progress: Progress) -> None:
         """Makes `initial[layer]` resident and no others, before the first step.
@@ -182,10 +197,9 @@ class HostTier:
         """
         missing = [(i, expert) for i, kept in enumerate(initial) for expert in self.keep(i, kept)]
         total_bytes, done_bytes = len(missing) * self.slots.layout.num_bytes, 0
-        started = [(layer, self._start_read(layer, expert)) for layer, expert in missing]
-        for layer, read in started:
-            self.stats.read_bytes += ticket_result(read.ticket)
-            self.bind(layer, read)
+        for read in [self.start_read(layer, expert) for layer, expert in missing]:
+            self.take_in(read)
+            self.bind(read)
             done_bytes += self.slots.layout.num_bytes
             progress("loading experts", done_bytes, total_bytes)
 
@@ -202,9 +216,9 @@ class HostTier:
         absent: list[int] = experts[~is_resident[experts]].tolist()
         return absent
 
-    def bind(self, layer: int, read: PendingRead) -> None:
+    def bind(self, read: PendingRead) -> None:
         """What was read is resident from now on."""
-        self.ledger.bind(layer, read.expert, read.slot)
+        self.ledger.bind(read.layer, read.expert, read.slot)
         self.stats.num_admitted += 1
 
     def evict(self, layer: int, expert: int) -> None:
@@ -217,40 +231,77 @@ class HostTier:
             self.stats.num_evicted += 1
 
     def abandon(self) -> None:
-        """After a failure, when nothing uses a slot any more: gives all back but residents'."""
+        """After a failure, when nothing uses a slot any more: gives all back but residents', and
+        those of reads that do not end within `END_LIMIT_S`."""
         if self.read_ahead is not None:
-            self.read_ahead.cancel()
-        self._late.cancel()
-        for read in self._begun:
-            read.ticket.cancel()
-        self._begun = []
-        self.transfer.drain()
+            self.read_ahead.claim()
+        self.late.forget()
+        if self._end_reads():
+            self.transfer.drain()
+        else:  # of a read that got no ticket nobody will learn when it has ended
+            lost = [slot for slot, ticket in self._filling.items() if ticket is None]
+            self._set_aside.update((slot, Future()) for slot in lost)
         self._uses.clear()
         self._returned.clear()
-        self.ledger.reclaim()
+        self.ledger.reclaim(self._set_aside)
         for layer, expert in self._evict_after.values():
             if self.has(layer, expert):  # not so where Ctrl-C came just after its eviction
                 self.evict(layer, expert)
         self._evict_after.clear()
+        self._filling.clear()
 
-    def _claim(self, layer: int, absent: MutableSequence[int]) -> list[PendingRead]:
-        """Takes the reads that began before, and those experts out of `absent`."""
-        begun, self._begun = self._begun, []
-        if not begun and self.read_ahead is not None:
-            num_ahead = len(self.read_ahead)
-            begun = self.read_ahead.claim(layer, absent)
-            self.stats.num_ahead += len(begun)
-            self.stats.num_wasted += num_ahead - len(begun)
-        for read in begun:
-            absent.remove(read.expert)
+    def close(self) -> None:
+        """Waits for the reads under way, for `END_LIMIT_S` at most; no other begins."""
+        self.transfer.close()
+        self._end_reads()
+
+    def start_read(self, layer: int, expert: int) -> PendingRead:
+        """Begins to read an expert into a free slot, which is taken until it is given back."""
+        slot = self.ledger.take()
+        self._filling[slot] = None
+        self._filling[slot] = ticket = self.transfer.start(layer, expert, slot)
+        ticket.add_done_callback(lambda _: self.news.set())
+        return PendingRead(layer, expert, slot, ticket)
+
+    def take_in(self, read: PendingRead) -> None:
+        """Waits for a read. Raises StorageError when it failed, or does not end."""
+        self.stats.read_bytes += ticket_result(read.ticket)
+        self._filling.pop(read.slot, None)
+
+    def set_aside(self, slot: int, ticket: Ticket) -> None:
+        """A taken slot, for whose read nothing waits any more: free once it has ended."""
+        self._set_aside[slot] = ticket
+
+    def claim(self, layer: int, absent: Collection[int]) -> list[PendingRead]:
+        """Those of `absent` whose reads began before their layer did, oldest first. What was read
+        ahead for nothing is dropped: all of it where a pass was interrupted."""
+        ahead = [] if self.read_ahead is None else self.read_ahead.claim()
+        begun = [read for read in ahead if read.layer == layer and read.expert in absent]
+        self._drop([read for read in ahead if read not in begun])
+        self.stats.num_ahead += len(begun)
+        self._idle_s = 0.0
         return begun
 
-    def _start_read(self, layer: int, expert: int) -> PendingRead:
-        slot = self.ledger.take()
-        return PendingRead(expert, slot, self.transfer.start(layer, expert, slot))
+    def _drop(self, reads: Sequence[PendingRead]) -> None:
+        """Of what was read ahead for nothing: a slot is free once its read has ended."""
+        self.stats.num_wasted += len(reads)
+        for read in reads:
+            self._set_aside[read.slot] = read.ticket
+            del self._filling[read.slot]
+            read.ticket.cancel()
+        self.settle()
+
+    def _end_reads(self) -> bool:
+        """Cancels those that have not begun; whether no slot is being filled any more. The slots of
+        those that do not end are set aside."""
+        filling = {slot: ticket for slot, ticket in self._filling.items() if ticket is not None}
+        stuck = wait([each for each in filling.values() if not each.cancel()], END_LIMIT_S).not_done
+        self._set_aside.update((slot, each) for slot, each in filling.items() if each in stuck)
+        self._set_aside = {s: each for s, each in self._set_aside.items() if not each.done()}
+        return not self._set_aside
 
     def _release(self, slot: int) -> None:
-        ledger = self.ledger
+        self._idle_s, ledger = 0.0, self.ledger
         if not ledger.is_bound(slot):
             ledger.drop(slot)
             return
@@ -259,118 +310,15 @@ class HostTier:
             self.evict(*self._evict_after.pop(slot))
 
 
-class HostReads:
-    """One layer's experts in host memory, each in a slot that is leased or taken: those here, and
-    the others as they are read. Whoever gets one says when its use ends, by `used_by` or
-    `give_back`, before asking for the next."""
+def read_stalled() -> StorageError:
+    return StorageError(
+        f"A read of expert weights has not ended within {WAIT_LIMIT_S:g} s; the disk or network "
+        "drive that holds the checkpoint does not answer."
+    )
 
-    def __init__(self, tier: HostTier, layer: int, wanted: IntArray, moves: Moves) -> None:
-        self._tier = tier
-        self._layer = layer
-        self._admit = frozenset(moves.admit.tolist())
-        self._admitted: list[int] = []
-        is_here = tier.ledger.is_resident(layer)[wanted]
-        self._waiting = deque(wanted[~is_here].tolist())
-        self.here = [(expert, tier.lease(layer, expert)) for expert in wanted[is_here].tolist()]
-        for expert in moves.evict.tolist():
-            tier.evict(layer, expert)
-        tier._late.expect(layer, moves.later)
-        self._pending = deque(tier._claim(layer, self._waiting))
 
-    @property
-    def num_waiting(self) -> int:
-        """Experts that wait for a slot."""
-        return len(self._waiting)
-
-    @property
-    def has_more(self) -> bool:
-        """Whether some have not come yet."""
-        return bool(self._waiting or self._pending)
-
-    def start(self) -> None:
-        """Gives every free slot to an expert that waits for one, then to the next layer's."""
-        tier = self._tier
-        tier.settle()
-        while self._waiting and tier.ledger.num_free:
-            self._pending.append(tier._start_read(self._layer, self._waiting.popleft()))
-        if self._waiting:
-            return
-        tier._late.start_reads(tier.transfer)
-        if tier.read_ahead is not None:
-            tier.read_ahead.start_reads(tier.transfer)
-
-    def next(self) -> tuple[int, int] | None:
-        """Waits for the oldest read: its expert and slot. None where all wait for a slot.
-
-        Slots that come free meanwhile are given away, as by `start`. Raises StorageError when the
-        expert cannot be read.
-        """
-        if not self._pending:
-            return None
-        read, stats = self._pending[0], self._tier.stats
-        start_s = perf_counter()
-        stats.read_bytes += self._end(read)
-        stats.wait_s += perf_counter() - start_s
-        self._pending.popleft()
-        if read.expert in self._admit:
-            self._tier.bind(self._layer, read)
-            self._tier.ledger.lease(read.slot)
-            self._admitted.append(read.expert)
-        return read.expert, read.slot
-
-    def bring(self, expert: int) -> tuple[int, int] | None:
-        """`next`, for the read of one expert; None where it waits for a slot.
-
-        Reads begin in ascending order: so should they be asked for.
-        """
-        for read in self._pending:
-            if read.expert == expert:
-                self._pending.remove(read)
-                self._pending.appendleft(read)
-                return self.next()
-        return None
-
-    def give_up_one(self) -> bool:
-        """Evicts one that was admitted and used, for those that wait for a slot; whether it did.
-
-        Where experts come in ascending order the residents that they replace may be in use for
-        longer than there are slots for both.
-        """
-        tier = self._tier
-        tier.settle()
-        for expert in self._admitted:
-            if not tier.ledger.is_leased(tier.ledger.slot_of(self._layer, expert)):
-                self._admitted.remove(expert)
-                tier.evict(self._layer, expert)
-                return True
-        return False
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        """All of them, for somebody who tells of every use by `used_by`."""
-        yield from self.here
-        self.start()
-        while self.has_more:
-            arrived = self.next()
-            if arrived is not None:
-                yield arrived
-            else:
-                self._tier.wait_for_use()
-            self.start()
-
-    def cancel(self) -> None:
-        """After a failure: no slot is written any more; `HostTier.abandon` gives them back."""
-        end_reads(self._pending)
-
-    def _end(self, read: PendingRead) -> int:
-        """Waits for a read, and gives away the slots that come free meanwhile; bytes read."""
-        end_s = perf_counter() + WAIT_LIMIT_S
-        while self._wants_slots and perf_counter() < end_s:
-            with suppress(TimeoutError):
-                return read.ticket.result(LOOK_S)
-            self.start()
-        return ticket_result(read.ticket)
-
-    @property
-    def _wants_slots(self) -> bool:
-        read_ahead = self._tier.read_ahead
-        return bool(self._waiting) or (read_ahead is not None and read_ahead.is_waiting)
+def compute_stalled() -> DeviceError:
+    return DeviceError(
+        f"An expert on the host has not been computed within {WAIT_LIMIT_S:g} s: a compute thread "
+        "hangs or the machine is far too busy."
+    )

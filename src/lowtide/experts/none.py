@@ -10,7 +10,7 @@ from torch import Tensor
 from lowtide.core import Step
 from lowtide.errors import InternalError
 from lowtide.experts.host_tier import HostStats
-from lowtide.experts.rows import Routing, RunInPlace
+from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import ExpertObserver, ExpertStats, Observer
 from lowtide.memory.workspace import Buffers
 from lowtide.policies.receipt import Receipt
@@ -33,22 +33,20 @@ class NoExperts:
         workspace: Buffers,
         out: Tensor,
         scores: Tensor | None = None,
-        run_in_place: RunInPlace | None = None,
     ) -> None:
         raise InternalError(f"MoE layer {layer} of a model without experts.")
 
-    def in_place(self, layer: int) -> None:
+    def parts(self, layer: int) -> None:
         raise InternalError(f"MoE layer {layer} of a model without experts.")
 
-    def need_nobody(self, layer: int) -> bool:
-        raise InternalError(f"MoE layer {layer} of a model without experts.")
+    def residents(self) -> None:
+        raise InternalError("Residents of a model without experts.")
 
-    @property
-    def need_nobody_at_all(self) -> bool:
-        raise InternalError("The layers of a model without experts.")
+    def begin_pass(self, step: Step) -> None:
+        """Nothing is decided."""
 
-    def were_run(self, num_experts: int) -> None:
-        raise InternalError(f"{num_experts} experts were run of a model without any.")
+    def end_pass(self) -> None:
+        """Nothing is learnt."""
 
     def take_receipt(self, request: int) -> Receipt | None:
         """Nothing is replaced."""

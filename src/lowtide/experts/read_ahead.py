@@ -9,15 +9,13 @@ that layer's to use, keep or drop, as any other read.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
-from concurrent.futures import wait
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from lowtide.core import NOBODY, Facts, IntArray, StepKind
 from lowtide.experts.slots import SlotLedger
-from lowtide.experts.transfer import Transfer
 from lowtide.reading.file_reader import Ticket
 
 _NO_LAYER = -1
@@ -30,13 +28,18 @@ more than a tenth of the reads ahead are for nothing then, if the layers are ali
 class PendingRead(NamedTuple):
     """An expert on its way from disk into a taken slot."""
 
+    layer: int
     expert: int
     slot: int
     ticket: Ticket
 
 
+StartRead = Callable[[int, int], PendingRead]
+"""Begins the read of a layer's expert into a free slot."""
+
+
 class ReadAhead:
-    """Owns reads for one coming layer, each in a taken slot, until that layer claims them.
+    """Owns reads for one coming layer, each in a taken slot, until they are claimed.
 
     Takes free slots only: nothing is evicted for a guess, and no demanded expert waits for one
     (the layer that runs has started all its reads by then).
@@ -52,11 +55,6 @@ class ReadAhead:
         """Slots that are taken."""
         return len(self._pending)
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether there is more to read than slots have come free for."""
-        return bool(self._waiting)
-
     def expect(self, facts: Facts, run: Facts | None = None) -> None:
         """Told of the layer that runs now: what to read of the next one while it is computed.
 
@@ -66,34 +64,16 @@ class ReadAhead:
         self._layer = self._next_layer(facts)
         self._waiting = deque(self._expected(facts, run).tolist())
 
-    def start_reads(self, transfer: Transfer) -> None:
+    def start_reads(self, start: StartRead) -> None:
         """Gives every free slot to an expert that is expected to be demanded."""
         while self._waiting and self._ledger.num_free:
-            expert, slot = self._waiting.popleft(), self._ledger.take()
-            ticket = transfer.start(self._layer, expert, slot)
-            self._pending.append(PendingRead(expert, slot, ticket))
+            self._pending.append(start(self._layer, self._waiting.popleft()))
 
-    def claim(self, layer: int, absent: Collection[int]) -> list[PendingRead]:
-        """Hands over the `absent` experts of `layer` that are on their way, oldest first.
-
-        Their slots stay taken. What nobody asked for is dropped, once its read has ended: all of
-        it where another layer comes than was expected (a pass was interrupted).
-        """
+    def claim(self) -> list[PendingRead]:
+        """Hands over all its reads, oldest first; their slots stay taken."""
         pending, self._pending = self._pending, deque()
         self._waiting.clear()
-        demanded = frozenset(absent if layer == self._layer else ())
-        unwanted = [read for read in pending if read.expert not in demanded]
-        end_reads(unwanted)
-        for read in unwanted:
-            self._ledger.drop(read.slot)
-        return [read for read in pending if read.expert in demanded]
-
-    def cancel(self) -> None:
-        """After a failure: forgets its reads; those under way are the caller's to wait for."""
-        for read in self._pending:
-            read.ticket.cancel()
-        self._waiting.clear()
-        self._pending.clear()
+        return list(pending)
 
     def _next_layer(self, facts: Facts) -> int:
         """After the last one the first one again, where passes are repeated."""
@@ -133,28 +113,18 @@ class LateReads:
         """Who is to come for a layer's next step."""
         self._waiting.extend((layer, expert) for expert in experts.tolist())
 
-    def start_reads(self, transfer: Transfer) -> None:
+    def start_reads(self, start: StartRead) -> None:
         """Gives free slots to those that wait for one; nobody who is demanded does."""
         while self._waiting and self._ledger.num_free:
-            layer, expert = self._waiting.popleft()
-            slot = self._ledger.take()
-            read = PendingRead(expert, slot, transfer.start(layer, expert, slot))
-            self._pending.setdefault(layer, []).append(read)
+            read = start(*self._waiting.popleft())
+            self._pending.setdefault(read.layer, []).append(read)
 
     def end(self, layer: int) -> list[PendingRead]:
         """A layer's reads, for the caller to wait for; whoever never got a slot is forgotten."""
         self._waiting = deque(each for each in self._waiting if each[0] != layer)
         return self._pending.pop(layer, [])
 
-    def cancel(self) -> None:
-        """After a failure: forgets its reads; those under way are the caller's to wait for."""
-        for reads in self._pending.values():
-            for read in reads:
-                read.ticket.cancel()
+    def forget(self) -> None:
+        """After a failure: those under way are the caller's to wait for."""
         self._waiting.clear()
         self._pending.clear()
-
-
-def end_reads(reads: Collection[PendingRead]) -> None:
-    """Cancels those that have not begun and waits for the others: no slot is written any more."""
-    wait([read.ticket for read in reads if not read.ticket.cancel()])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from lowtide.core import MoEShape, Step
-from lowtide.experts.rows import ExpertBuffers, Routing, RunInPlace, Terms
+from lowtide.experts.rows import LayerBuffers, Routing
 from lowtide.experts.told import take_substituted
 from lowtide.memory.workspace import Buffers
 
@@ -21,18 +21,17 @@ class ExpertRegistrar:
         self._substitutes = substitutes
         self.asks_scores = asks_scores
 
-    def in_place(self, layer: int) -> None:
+    def parts(self, layer: int) -> None:
         """Nothing is computed anywhere."""
 
-    def need_nobody(self, layer: int) -> bool:
-        return False
+    def residents(self) -> None:
+        """Each layer is asked for."""
 
-    @property
-    def need_nobody_at_all(self) -> bool:
-        return False
+    def begin_pass(self, step: Step) -> None:
+        """Nothing is decided."""
 
-    def were_run(self, num_experts: int) -> None:
-        """Counts nothing."""
+    def end_pass(self) -> None:
+        """Nothing is learnt."""
 
     def forward(
         self,
@@ -43,9 +42,7 @@ class ExpertRegistrar:
         workspace: Buffers,
         out: Tensor,
         scores: Tensor | None = None,
-        run_in_place: RunInPlace | None = None,
     ) -> None:
         if self._substitutes:
             take_substituted(workspace, routing.experts.numel())
-        buffers = ExpertBuffers.take(workspace, self._shape, x)
-        Terms.take(workspace, buffers, x)
+        LayerBuffers.take(workspace, self._shape, x).take_terms(workspace, x)

@@ -30,10 +30,3 @@ class Room:
             return False
         is_less = bool(self.capacity[layer] < self._most[layer])
         return is_less or num_residents > int(self.capacity.sum())
-
-    def is_short_anywhere(self, num_residents: int) -> bool:
-        """Whether that is so of any layer."""
-        if self.capacity is self._most:
-            return False
-        is_less = bool((self.capacity < self._most).any())
-        return is_less or num_residents > int(self.capacity.sum())

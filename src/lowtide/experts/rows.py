@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide.core import IntArray, MoEShape
+from lowtide.core import IntArray, MoEShape, Step
 from lowtide.kernels.operands import SortedPairs
 from lowtide.memory.workspace import TILE_ROWS, Buffers
 
 _LEAST_ROWS = 16
 """Of a piece that is not a whole group: fewer rows would go to other kernels than the group."""
-
-
-RunInPlace = Callable[[Tensor, Tensor], None]
-"""Sums the experts [tokens, k] of a layer's tokens under their weights, all in one call, where
-every one of them is in a slot of the host."""
 
 
 class Routing(NamedTuple):
@@ -29,8 +24,20 @@ class Routing(NamedTuple):
     weights: Tensor  # [tokens, k] float32
 
 
+class LayerCall(NamedTuple):
+    """What one layer of one step is asked for."""
+
+    layer: int  # among MoE layers
+    x: Tensor  # [tokens, hidden] compute dtype
+    routing: Routing
+    step: Step
+    workspace: Buffers
+    out: Tensor  # [tokens, hidden] float32: the sum of each token's experts goes there
+    scores: Tensor | None  # [tokens, num_experts] float32: the router's, for policies that ask
+
+
 def is_long(num_tokens: int) -> bool:
-    """Whether a pass of so many rows is divided: see `long_pass.py`."""
+    """Whether a pass of so many rows is worked through in tiles: see `work.py`."""
     return num_tokens > TILE_ROWS
 
 
@@ -123,15 +130,24 @@ class ExpertRows:
             yield slice(start, stop)
 
     def tile(self, pairs: slice) -> ExpertRows:
-        """Some of the sorted pairs, as if there were no others; `part_of` has no meaning there."""
+        """Some of the sorted pairs, as if there were no others; `part_of` has no meaning there.
+        All of them waits for no device."""
+        if pairs.stop - pairs.start == len(self.token_of):
+            return self
         bounds = self.bounds.clip(pairs.start, pairs.stop) - pairs.start
         counts = torch.from_numpy(np.diff(bounds)).to(self.token_of.device)
         rows = ExpertRows(SortedPairs(self.token_of[pairs], self.part_of[:0], counts))
         rows._bounds = bounds
         return rows
 
-    def groups(self, experts: IntArray, slots: IntArray) -> IntArray:
+    def num_tokens(self, experts: Sequence[int]) -> IntArray:
+        """Pairs of each of some experts."""
+        num_tokens: IntArray = np.diff(self.bounds)[list(experts)]
+        return num_tokens
+
+    def groups(self, experts: IntArray | list[int], slots: IntArray | list[int]) -> IntArray:
         """The slot, first sorted pair and number of pairs of each expert. [experts, 3]"""
+        experts = np.asarray(experts)
         groups = np.empty((len(experts), 3), np.int64)
         groups[:, 0] = slots
         groups[:, 1] = self.bounds[experts]
@@ -147,23 +163,11 @@ class HostScratch(NamedTuple):
 
 
 class ExpertBuffers(NamedTuple):
-    """What a layer's experts compute in. Of a long pass the pairs of as many tiles as the plan
-    takes together."""
+    """What the experts of a tile's pairs compute in."""
 
     parts: Tensor  # [pairs, hidden]: inputs of each pair, then its expert's output
     gate: Tensor  # [pairs, expert_size]: each expert its own rows, threads share nothing
     up: Tensor  # [pairs, expert_size]
-
-    @classmethod
-    def take(cls, workspace: Buffers, shape: MoEShape, x: Tensor) -> ExpertBuffers:
-        k = shape.num_experts_per_token
-        workspace.library("expert rows", 6 * 8 * k * x.shape[0])
-        if is_long(x.shape[0]):
-            workspace.library("pairs' weights", 2 * 8 * k * x.shape[0])
-        num_pairs = x.shape[0] * k
-        if is_long(x.shape[0]):  # whole tiles, of pairs as they are sorted
-            num_pairs = min(num_pairs, workspace.together("experts", x.shape[0]) * k)
-        return cls.of_pairs(workspace, num_pairs, shape.expert_size, x)
 
     @classmethod
     def of_pairs(
@@ -178,19 +182,43 @@ class ExpertBuffers(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What outputs are summed through: of a long pass, so many tokens' as a tile has."""
+    """What outputs are summed through."""
 
     term: Tensor  # [tokens, hidden]
     fp32: Tensor  # [tokens, hidden] float32
 
     @classmethod
-    def take(cls, workspace: Buffers, buffers: ExpertBuffers, x: Tensor) -> Terms:
-        """In the place of gate and up, which are given back; of a long pass, which sums up between
-        its tiles, beside them."""
-        if not is_long(x.shape[0]):
-            workspace.give_back(buffers.gate, buffers.up)
-        shape = (min(x.shape[0], TILE_ROWS), x.shape[1])
+    def take(cls, workspace: Buffers, num_tokens: int, x: Tensor) -> Terms:
+        """For so many tokens at a time, of rows x [rows, hidden]."""
+        shape = (num_tokens, x.shape[1])
         return cls(
             workspace.take("combine term", shape, x.dtype),
             workspace.take("combine term fp32", shape, torch.float32),
         )
+
+
+class LayerBuffers(NamedTuple):
+    """What one layer's experts take of the workspace."""
+
+    tile: ExpertBuffers
+    terms: Terms | None  # of a long pass, which sums up between its tiles
+
+    @classmethod
+    def take(cls, workspace: Buffers, shape: MoEShape, x: Tensor) -> LayerBuffers:
+        """For rows x [rows, hidden]: of a long pass as many tiles' as the plan takes together."""
+        num_rows, k = x.shape[0], shape.num_experts_per_token
+        workspace.library("expert rows", 6 * 8 * k * num_rows)
+        if not is_long(num_rows):
+            pairs = ExpertBuffers.of_pairs(workspace, num_rows * k, shape.expert_size, x)
+            return cls(pairs, None)
+        workspace.library("pairs' weights", 2 * 8 * k * num_rows)
+        num_pairs = min(num_rows, workspace.together("experts", num_rows)) * k
+        pairs = ExpertBuffers.of_pairs(workspace, num_pairs, shape.expert_size, x)
+        return cls(pairs, Terms.take(workspace, TILE_ROWS, x))
+
+    def take_terms(self, workspace: Buffers, x: Tensor) -> Terms:
+        """`terms`; of a short pass in the place of gate and up, which are given back."""
+        if self.terms is not None:
+            return self.terms
+        workspace.give_back(self.tile.gate, self.tile.up)
+        return Terms.take(workspace, x.shape[0], x)

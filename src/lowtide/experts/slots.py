@@ -6,7 +6,7 @@ placement policy's; and neither moves bytes: that is a transfer's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -215,9 +215,9 @@ class SlotLedger:
         self.table[layer, expert] = NO_SLOT
         self._free_again(slot)
 
-    def reclaim(self) -> None:
-        """Frees every taken slot and ends every lease: nothing uses any of them any more. What is
-        retired stays so.
+    def reclaim(self, set_aside: Collection[int] = ()) -> None:
+        """Frees every taken slot but those `set_aside`, and ends every lease: nothing uses any of
+        them any more. What is retired stays so.
 
         Also undoes a change that Ctrl-C left half made.
         """
@@ -225,6 +225,7 @@ class SlotLedger:
         is_lost = self.table.flat[self.owner[bound]] != bound
         self.owner[bound[is_lost]] = FREE
         self.owner[self.owner == TAKEN] = FREE
+        self.owner[list(set_aside)] = TAKEN
         self._num_leases = [0] * self.num_slots
         for device, free in enumerate(self.free):
             is_own = self.device_of[:-1] == device
@@ -270,6 +271,11 @@ class ExpertSlots:
         # By slot, and shared by layers of one layout.
         made: dict[ExpertLayout, dict[int, ExpertWeights | ClampedWeights]] = {}
         self._weights = [made.setdefault(each, {}) for each in layout.layers]
+
+    @property
+    def memory(self) -> NDArray[np.uint8]:
+        """The bytes of all slots, one after the other."""
+        return self._array
 
     def weights(self, layer: int, slot: int) -> ExpertWeights | ClampedWeights:
         """The weights of an expert of `layer` in a slot: made once, since a slot never moves, but

@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide.core import Costs, Demand, Facts, IntArray, RoutedTokens, Step
+from lowtide.core import Costs, Demand, Facts, IntArray, RoutedTokens
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.link import Link
-from lowtide.experts.rows import Routing
+from lowtide.experts.rows import LayerCall, Routing
 from lowtide.experts.slots import SlotLedger
 from lowtide.memory.pinned_copies import to_device
 from lowtide.memory.workspace import Buffers
+
+
+class AtHost(NamedTuple):
+    """What the host is told of a layer's step, in host memory until the next one."""
+
+    x: Tensor | None  # [tokens, hidden]; None of a pass that has more rows than there is room for
+    experts: Tensor  # [tokens, k] int64
+    told: RoutedTokens | None = None  # the routing, for policies that ask for it
+    predicted: IntArray | None = None  # tokens per expert of the next layer, by the early gate
+
+
+class Asked(NamedTuple):
+    """What a layer is asked for."""
+
+    experts: IntArray  # ascending
+    num_tokens: IntArray  # of each of them
+    told: RoutedTokens | None  # the routing, for policies that ask for it
+
+    @classmethod
+    def of(cls, chosen: Tensor, told: RoutedTokens | None) -> Asked:
+        """chosen [tokens, k]: experts, in host memory."""
+        num_tokens = np.bincount(chosen.numpy().ravel())
+        experts = np.flatnonzero(num_tokens)
+        return cls(experts, num_tokens[experts], told)
 
 
 def tell(experts: Tensor, weights: Tensor, scores: Tensor | None) -> RoutedTokens:
@@ -23,21 +49,14 @@ def tell(experts: Tensor, weights: Tensor, scores: Tensor | None) -> RoutedToken
 
 
 def host_facts(
-    step: Step,
-    layer: int,
-    num_tokens: IntArray,
-    told: RoutedTokens | None,
-    capacity: IntArray,
-    costs: Costs,
-    ledger: SlotLedger,
+    call: LayerCall, asked: Asked, capacity: IntArray, costs: Costs, ledger: SlotLedger
 ) -> Facts:
-    """Of a layer that the host runs alone. num_tokens: [num_experts]; capacity: [num_layers]"""
-    is_kept = ledger.is_resident(layer)
-    experts = np.flatnonzero(num_tokens)
+    """Of a layer that the host runs alone. capacity: [num_layers]"""
+    is_kept, (experts, num_tokens, told) = ledger.is_resident(call.layer), asked
     return Facts(
-        step,
-        layer,
-        Demand(experts, num_tokens[experts], is_kept[experts]),
+        call.step,
+        call.layer,
+        Demand(experts, num_tokens, is_kept[experts]),
         is_kept,
         capacity,
         costs,
@@ -49,24 +68,17 @@ def host_facts(
 
 
 def device_facts(
-    step: Step,
-    layer: int,
-    num_tokens: IntArray,
-    told: RoutedTokens | None,
-    capacity: IntArray,
-    costs: Costs,
-    link: Link,
-    host: HostTier,
+    call: LayerCall, asked: Asked, capacity: IntArray, costs: Costs, link: Link, host: HostTier
 ) -> Facts:
     """Of a layer with a device beside the host, behind `link`; as above."""
     link.bind_arrived()
-    experts = np.flatnonzero(num_tokens)
+    layer, (experts, num_tokens, told) = call.layer, asked
     is_here = link.ledger.is_resident(layer)
     everyone = np.arange(len(is_here))
     return Facts(
-        step,
+        call.step,
         layer,
-        Demand(experts, num_tokens[experts], is_here[experts], link.devices_with(layer, experts)),
+        Demand(experts, num_tokens, is_here[experts], link.devices_with(layer, experts)),
         link.is_kept(layer),
         capacity,
         costs,

@@ -6,13 +6,17 @@ what else is resident. Disk to host is here; what moves on to a device is `link.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 from lowtide.errors import StorageError
+from lowtide.experts.layout import SlotLayout
 from lowtide.experts.slots import ExpertSlots
 from lowtide.formats.arranged import Arranged
 from lowtide.formats.expert_inputs import ExpertInputs
+from lowtide.kernels.cpu.reader import CompiledReader, Range, Segment
 from lowtide.reading.file_reader import (
     AnyRead,
     ArrayRead,
@@ -24,8 +28,11 @@ from lowtide.reading.file_reader import (
     Window,
 )
 from lowtide.schemas.schema import DOWN, SlotTarget
-from lowtide.schemas.weights import MAX_GAP_BYTES, ExpertTable
+from lowtide.schemas.weights import MAX_GAP_BYTES, ExpertRange, ExpertTable
 from lowtide.threads.event import WAIT_LIMIT_S
+
+CLOSE_LIMIT_S = 3.0
+"""How long the end of reads is waited for as a model is closed."""
 
 
 class Transfer(Protocol):
@@ -43,9 +50,16 @@ class Transfer(Protocol):
         """Waits until no slot is being filled, whoever has the tickets."""
         ...
 
+    def close(self) -> None:
+        """Ends its own threads."""
+        ...
+
 
 class DiskTransfer:
-    """Reads experts from the checkpoint's own files into host slots."""
+    """Reads experts from the checkpoint's own files into host slots.
+
+    Those that slots keep as they are stored are read by compiled threads, where there are such.
+    """
 
     def __init__(
         self,
@@ -53,19 +67,38 @@ class DiskTransfer:
         table: ExpertTable,
         slots: ExpertSlots,
         inputs: ExpertInputs | None = None,
+        library: ctypes.CDLL | None = None,
     ) -> None:
         """What is not in a slot's own format is converted; where it is rounded, for the least
-        error on `inputs`."""
+        error on `inputs`. library: of compiled kernels."""
         self._reader = reader
         self._table = table
         self._slots = slots
         self._inputs = inputs
+        self._num_experts = len(table.files[0])
+        self.compiled: CompiledReader | None = None
+        experts = None if library is None else _kept_ranges(table, slots.layout)
+        if library is not None and experts is not None:
+            files, ring = reader.lend()
+            memory, slot_bytes = slots.memory, slots.layout.num_bytes
+            self.compiled = CompiledReader(library, experts, files, memory, slot_bytes, ring)
 
     def drain(self) -> None:
+        if self.compiled is not None:
+            self.compiled.drain(WAIT_LIMIT_S)
         self._reader.drain()
 
+    def close(self) -> None:
+        """Ends its own threads; what they read into stays where a read has not ended."""
+        if self.compiled is not None:
+            self.compiled.close(CLOSE_LIMIT_S)
+            self.compiled = None
+
     def start(self, layer: int, expert: int, slot: int) -> Ticket:
-        return self._reader.submit(self._reads(layer, expert, slot))
+        if self.compiled is None:
+            return self._reader.submit(self._reads(layer, expert, slot))
+        number = layer * self._num_experts + expert
+        return self._reader.await_work(partial(self.compiled.read, number, slot, WAIT_LIMIT_S))
 
     def _reads(self, layer: int, expert: int, slot: int) -> Sequence[AnyRead]:
         if self._table.targets is not None:
@@ -140,6 +173,32 @@ class DiskTransfer:
             target_format=target_format,
             importance=None if inputs is None else inputs.importance(layer, expert, is_down),
         )
+
+
+def _kept_ranges(table: ExpertTable, layout: SlotLayout) -> list[list[Range]] | None:
+    """What to read of each expert, layer by layer; None where one is not kept as it is stored."""
+    if table.targets is not None or table.odd:
+        return None
+    places = []
+    for stored, of_slot in zip(table.layers, layout.layers, strict=True):
+        if of_slot.tags is not None or len(stored.formats) != len(of_slot.parts):
+            return None
+        kept = zip(of_slot.parts, stored.formats, stored.part_bytes, strict=True)
+        if any(part.format is not form or part.num_bytes != (size,) for part, form, size in kept):
+            return None
+        places.append([part.offsets[0] for part in of_slot.parts])
+    num_layers, num_experts, _ = table.files.shape
+    return [
+        [_range(each, table.layers[layer].part_bytes, places[layer]) for each in of_expert]
+        for layer in range(num_layers)
+        for of_expert in (table.ranges(layer, expert) for expert in range(num_experts))
+    ]
+
+
+def _range(stored: ExpertRange, part_bytes: Sequence[int], places: Sequence[int]) -> Range:
+    file, start, _, parts = stored
+    segments = [Segment(start + offset, part_bytes[part], places[part]) for part, offset in parts]
+    return Range(file, segments)
 
 
 def ticket_result(ticket: Ticket, limit_s: float = WAIT_LIMIT_S) -> int:

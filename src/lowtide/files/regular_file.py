@@ -44,6 +44,20 @@ class RegularFile(NamedTuple):
             )
         return descriptor
 
+    def check(self, descriptor: int) -> None:
+        """Raises StorageError where the file, open as `descriptor`, was written to since it was
+        looked at: weights of two versions make no model."""
+        now = os.fstat(descriptor)
+        if now.st_size < self.num_bytes:
+            raise StorageError(
+                f"{self.path} ends at byte {now.st_size} of {self.num_bytes}: it was truncated "
+                "after it was opened. Fetch it again."
+            )
+        if (now.st_size, now.st_mtime_ns) != (self.num_bytes, self.identity[2]):
+            raise StorageError(
+                f"{self.path} was written to after it was opened; open the model again."
+            )
+
 
 @contextmanager
 def open_regular(

@@ -39,7 +39,7 @@ class CompiledKernels(Kernels):
     def __init__(self, few_rows: FewRows, rounds_rows: bool = False) -> None:
         super().__init__(rounds_rows, compiled_name(few_rows.variant))
         self._few_rows = few_rows
-        self.several_experts = few_rows.experts
+        self.several_experts, self.library = few_rows.experts, few_rows.library
 
     def multiply(
         self, x: Tensor, weight_t: Tensor, bias: Tensor | None, out: Tensor, num_threads: int = 1

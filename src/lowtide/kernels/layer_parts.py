@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -47,12 +48,12 @@ class MLPParts(NamedTuple):
     share: Tensor | None = None  # [1, hidden]: its weight for each row is a sigmoid of the product
 
 
-class InPlace(NamedTuple):
-    """A layer's experts, where kernels may run them without asking anybody while all are there."""
+class ExpertParts(NamedTuple):
+    """A layer's routed experts in the slots of the host."""
 
-    kernels: SeveralExperts  # what runs them by itself
+    kernels: SeveralExperts  # what runs those of few rows
     places: SlotPlaces
-    slot_of: IntArray  # [num_experts]: always of the present
+    number: int  # of the layers that have experts, which one
     expert_size: int
 
 
@@ -63,7 +64,7 @@ class LayerParts(NamedTuple):
     mlp_norm: Tensor
     router: RouterParts | None
     shared: MLPParts | None
-    experts: InPlace | None  # None: they are computed by themselves
+    experts: ExpertParts | None  # None: they are computed by themselves
     eps: float
 
     @property
@@ -143,36 +144,57 @@ class WholeLayer(Protocol):
     """
 
     max_rows: int  # that it takes
-    max_expert_rows: int  # of them, with which `run` and `run_chosen` can be asked
+    max_expert_rows: int  # of them, with which its experts are run, too
 
     def bind(self, facts: PassFacts, scratch: Scratch, num_threads: int) -> BoundPass:
         """A pass for this layer and all like it."""
         ...
 
-    def run_to_router(
-        self, bound: BoundPass, attends: bool, experts: Tensor | None, weights: Tensor | None
-    ) -> None:
-        """Up to the router's choice: experts [rows, k] int64, ascending, and float32 weights; None
-        of a layer without. What the experts are to be given is in `Scratch.mlp_input`."""
+    def bind_alone(self, bound: BoundPass) -> BoundLayers:
+        """For a call of this layer alone."""
         ...
 
-    def run_chosen(self, bound: BoundPass, experts: Tensor, weights: Tensor) -> None:
-        """The sum of chosen experts, all of which are in their slots, in `Scratch.routed`; experts
-        [rows, k] int64, ascending, weights [rows, k] float32, both contiguous."""
+    def run_to_router(
+        self, bound: BoundPass, attends: bool, experts: Tensor, weights: Tensor
+    ) -> None:
+        """Up to the router's choice: experts [rows, k] int64, ascending, and float32 weights. What
+        the experts are to be given is in `Scratch.mlp_input`."""
         ...
 
     def run_from_experts(self, bound: BoundPass) -> None:
         """The rest, once the experts' sum is in `Scratch.routed`."""
         ...
 
-    def run(self, bound: BoundPass, attends: bool) -> int:
-        """All of it, while every expert of the layer is in its slot. How many experts were run."""
+
+class Status(IntEnum):
+    """How a call over layers ended: `Status` of residency.hpp."""
+
+    DONE = 0
+    WAITS = 1  # for a read, for longer than one call may
+    READS = 2  # once experts are being read that Python reads
+    FAILED = 3  # with a read
+    STUCK = 4  # no slot will come free for an expert
+
+
+class Residents(Protocol):
+    """Who is resident while layers run, and what becomes of it."""
+
+    address: int  # of what the call is told
+
+    def serve(self, status: Status) -> None:
+        """What a call waits for that is not DONE; it goes on afterwards. Raises StorageError where
+        an expert cannot be read."""
+        ...
+
+    def give_up(self) -> None:
+        """The call does not go on: slots come free once nothing fills them."""
         ...
 
 
 class BoundLayers(Protocol):
     """Some `WholeLayer`s one after the other, each with its `BoundPass`; it keeps them alive."""
 
-    def run(self) -> int:
-        """`WholeLayer.run` of each, attention included. How many experts were run."""
+    def run(self, attends: bool, residents: Residents | None) -> None:
+        """All of each layer, whichever of its experts are resident. residents: None where none
+        has experts. Raises what `Residents.serve` does."""
         ...

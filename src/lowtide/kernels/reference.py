@@ -6,6 +6,7 @@ write into buffers that they are given or take from the workspace, and allocate 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import TypeGuard
 
@@ -44,6 +45,7 @@ class Kernels:
 
     name = "torch"
     several_experts: SeveralExperts | None = None
+    library: ctypes.CDLL | None = None  # of compiled layers, where there are such
 
     def __init__(self, rounds_rows: bool = False, name: str = name) -> None:
         """rounds_rows: to int8, before products with weights of few bits (`int8_rows.py`). name:
@@ -222,10 +224,12 @@ class Kernels:
     ) -> None:
         """`rms_norm` of queries and of keys, then `rotate`, in place.
 
-        x [rows, heads, head_dim]: heads of `num_queries` queries, then of keys; heads adjacent.
+        x [rows, heads, head_dim]: heads of `num_queries` queries, then of keys, or of either
+        alone; heads adjacent.
         """
-        queries, keys = x[:, :num_queries], x[:, num_queries:]
-        for heads, weight in ((queries, norms.query), (keys, norms.key)):
+        for heads, weight in ((x[:, :num_queries], norms.query), (x[:, num_queries:], norms.key)):
+            if not heads.shape[1]:
+                continue
             if weight.shape[0] != x.shape[-1]:
                 heads = heads.flatten(1)  # a view: heads are adjacent
             self.rms_norm(heads, weight, eps, workspace, heads, num_threads)

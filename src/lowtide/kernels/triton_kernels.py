@@ -83,7 +83,9 @@ class TritonKernels(Kernels):
         workspace: Buffers,
         num_threads: int = 1,
     ) -> None:
-        if norms.query.shape[0] == x.shape[-1] and rotation.cos.dtype == x.dtype:
+        # Of either alone, in long passes, the bits are those of one kernel after the other.
+        has_both = 0 < num_queries < x.shape[1]
+        if has_both and len(norms.query) == x.shape[-1] and rotation.cos.dtype == x.dtype:
             triton_rows.normalise_and_rotate(x, num_queries, *norms, eps, *rotation)
         else:
             super().normalise_and_rotate(x, num_queries, norms, eps, rotation, workspace)

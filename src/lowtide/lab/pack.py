@@ -7,10 +7,12 @@ so that nothing is loaded before all of it is there and the source was found unc
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import math
 import os
+import stat
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
@@ -24,6 +26,7 @@ from lowtide.config.quantisation import PACKED_METHOD
 from lowtide.engine.opening import EngineConfig, OpenModel, open_model
 from lowtide.engine.weight_formats import QUANTISED
 from lowtide.errors import CheckpointError, StorageError, UnsupportedError, UsageError
+from lowtide.files.json_file import parse_object
 from lowtide.files.whole_file import whole_file
 from lowtide.formats import MatrixFormat, format_of, formats
 from lowtide.formats.convert import Importance, Pack
@@ -51,6 +54,8 @@ AS_IS = formats()["BF16"]
 """Of bytes that are copied, which nobody looks into."""
 
 _NOTES = "packing.json"
+_MAX_NOTES_BYTES = 64 << 20
+_NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO)  # of a link, a folder, a socket
 _COPIED = (".json", ".txt", ".model", ".jinja")
 
 
@@ -292,17 +297,15 @@ def _reserved(out: Path, notes: Mapping[str, object], needed_bytes: int) -> Iter
     """
     if not os.path.exists(out):
         check_disk_space(out, needed_bytes)  # before it is made
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(out / _NOTES, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise StorageError(f"{out} cannot be written: {error.strerror or error}.") from error
-    with FileIO(descriptor, "r+") as file:  # with no buffer, whose end would fail once more
+    with _opened_notes(out) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise UsageError(f"Another process packs into {out}; wait for it.") from error
-        found, text = file.read(), json.dumps(notes, sort_keys=True).encode()
+        found = file.read(_MAX_NOTES_BYTES + 1) or b""
+        text = json.dumps(notes, sort_keys=True).encode()
+        if found and not _are_notes(found):
+            raise UsageError(_what_is_there(out, _NOTES, is_interrupted=False))
         try:
             if found != text:  # else they stay: a full disk may not take them once more
                 _check_is_empty(out, is_interrupted=bool(found))
@@ -317,6 +320,33 @@ def _reserved(out: Path, notes: Mapping[str, object], needed_bytes: int) -> Iter
             raise
         yield
         (out / _NOTES).unlink()
+
+
+def _opened_notes(out: Path) -> FileIO:
+    """The notes in a folder, empty where there were none. Raises UsageError where something else
+    has their name, StorageError where they cannot be made."""
+    # A link would have another file written, a pipe would be waited for.
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(out / _NOTES, flags, 0o644)
+    except OSError as error:
+        if error.errno in _NO_FILE and os.path.lexists(out / _NOTES):
+            raise UsageError(_what_is_there(out, _NOTES, is_interrupted=False)) from error
+        raise StorageError(f"{out} cannot be written: {error.strerror or error}.") from error
+    file = FileIO(descriptor, "r+")  # with no buffer, whose end would fail once more
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        file.close()
+        raise UsageError(_what_is_there(out, _NOTES, is_interrupted=False))
+    return file
+
+
+def _are_notes(text: bytes) -> bool:
+    """Whether it is what a packing says of itself."""
+    with suppress(CheckpointError):
+        is_whole = len(text) <= _MAX_NOTES_BYTES
+        return is_whole and parse_object(text, _NOTES).keys() == {"source", "formats", "inputs"}
+    return False
 
 
 def _check_is_empty(out: Path, is_interrupted: bool) -> None:

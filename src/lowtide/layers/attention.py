@@ -4,138 +4,115 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.compute import Compute
 from lowtide.errors import InternalError
-from lowtide.layers.batch import Segment
-from lowtide.layers.causal_attention import Scores, attend_causal_segment
+from lowtide.layers.batch import KVRange, Segment
+from lowtide.layers.causal_attention import attend_causal_segment
 from lowtide.layers.rows import in_chunks, num_rows_of
-from lowtide.layers.sdpa import sdpa_bytes
-from lowtide.memory.chunking import OPERATOR_TILES, longest_tile, pieces
+from lowtide.layers.sdpa import PLAIN, Scores, by_head, sdpa_bytes, spread_not_finite
+from lowtide.memory.chunking import OPERATOR_TILES, TILE_ROWS, longest_tile, pieces, tiles
 from lowtide.memory.kv_cache import KVCache
-from lowtide.memory.workspace import TILE_ROWS, tiles
 
 QUERY_ROWS = OPERATOR_TILES["attention"]
 """Rows of a tile that sees whole blocks (and up to 15 more). Fixed, because it decides bits."""
 
 
-def attention(
-    layer: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: Sequence[Segment],
-    kv_cache: KVCache,
-    compute: Compute,
-    out: Tensor,
-    *,
-    scale: float | None = None,
-    window: int = 0,
-    sinks: Tensor | None = None,
-) -> None:
-    """Stores keys and values of all rows, then attends segment by segment.
+class Run(NamedTuple):
+    """Queries of one block: tiles of it, one after the other."""
 
-    query [rows, heads, head_dim]; key, value [rows, kv_heads, head_dim]; out [rows, heads,
-    head_dim]. scale: of the scores, by default head_dim ** -0.5. Causal segments divide their
-    heads among the executor's threads. The kernels may have an operator for single rows.
+    kv: KVRange
+    block: slice
+    rows: slice
+    end_position: int  # of what they see
 
-    Of causal segments only: window: positions that a row sees, its own included, 0 for all.
-    sinks: [heads] float32, a score for each head that takes its share of the softmax and adds
-    nothing to the output.
-    """
-    scores = Scores(scale, window, sinks)
-    for segment in segments:
-        rows = slice(segment.start, segment.stop)
-        kv_cache.write(layer, segment.kv, segment.first_position, key[rows], value[rows])
-        read = partial(kv_cache.read, layer, segment.kv)
-        if segment.block_length == 1:
-            attend_causal_segment(query, segment, read, scores, compute, out)
-            continue
-        if window or sinks is not None:
-            raise InternalError("Only causal attention has windows or sinks.")
-        for block, end_position in blocks(segment):
-            is_long = is_shared(block)
-            attend = partial(attend_block, *read(end_position), scale, compute, is_long)
-            in_chunks("attention", compute.workspace, attend, query[block], out[block])
+    @property
+    def is_shared(self) -> bool:
+        """Whether key heads are divided among the executor's threads, each of which takes one head
+        of one tile after the other: SDPA copies keys and values of no more than that for each."""
+        return num_rows_of(self.block) > TILE_ROWS
 
 
-def is_shared(block: slice) -> bool:
-    """Whether all threads take part in a block's attention, and how: see `attend_block`."""
-    return num_rows_of(block) > TILE_ROWS
-
-
-def blocks(segment: Segment) -> Iterator[tuple[slice, int]]:
-    """The rows of each block of a segment, and the end of what they may see."""
+def blocks(segment: Segment) -> Iterator[Run]:
+    """The whole blocks of a segment."""
     row, position = segment.start, segment.first_position
     while row < segment.stop:
         block_end = (position // segment.block_length + 1) * segment.block_length
         stop = min(segment.stop, row + block_end - position)
         position += stop - row
-        yield slice(row, stop), max(position, segment.sees_to)
+        rows = slice(row, stop)
+        yield Run(segment.kv, rows, rows, max(position, segment.sees_to))
         row = stop
 
 
-def attend_block(
-    keys: Tensor,
-    values: Tensor,
-    scale: float | None,
-    compute: Compute,
-    is_shared: bool,
-    query: Tensor,
-    out: Tensor,
-) -> None:
-    """Every query row sees all of keys and values [kv_heads, tokens, head_dim]; `out` may be
-    `query` [rows, heads, head_dim].
+class CachedAttention(NamedTuple):
+    """Of one layer, whose keys and values it writes and reads; does not know where queries, keys
+    and values come from. All are [rows, heads, head_dim]."""
 
-    Nothing is masked, so the query heads that share a key head are simply more rows of it:
-    grouped-query attention without repeating a key. Rows are a chunk of tiles, the copies of all
-    of which exist together. is_shared: key heads are divided among the executor's threads, each
-    of which takes one head of one tile after the other, so that SDPA copies keys and values of no
-    more than a head for each thread.
-    """
-    workspace, executor = compute.workspace, compute.executor
-    kv_heads, (rows, heads, head_dim) = keys.shape[0], query.shape
-    num_pieces = executor.num_threads if is_shared else 1
-    parts = pieces(kv_heads, -(-kv_heads // num_pieces))
-    with workspace.scope():
-        longest = longest_tile(rows, QUERY_ROWS)
-        num_together = 1 if is_shared else kv_heads  # in a call
-        of_call = query[:longest, : heads // kv_heads * num_together]
-        call_bytes = sdpa_bytes(of_call, keys[:num_together])
-        workspace.library("attention", (len(parts) if is_shared else 1) * call_bytes)
-        copies = workspace.take("query", (rows * heads, head_dim), query.dtype)
-        if query.is_meta:  # nothing is computed, only counted
-            return
-        by_tile = _copied_by_head(query, out, copies, kv_heads)
-        works = [
-            partial(_attend_folded, by_tile, keys, values, scale, num_together, part)
-            for part in parts
-        ]
-        if num_pieces == 1:
-            works[0]()
-        else:
-            executor.run(works)
+    layer: int  # of the cache
+    kv_cache: KVCache
+    compute: Compute
+    scores: Scores = PLAIN
+
+    def store(
+        self, key: Tensor, value: Tensor, segments: Sequence[Segment], first_row: int = 0
+    ) -> None:
+        """Of a batch's rows from `first_row` on; before any of the batch's queries attend. Values
+        of keys that are not finite become NaN, in place."""
+        spread_not_finite(key, value)
+        stop_row = first_row + len(key)
+        for segment in segments:
+            start, stop = max(first_row, segment.start), min(stop_row, segment.stop)
+            if start < stop:
+                rows = slice(start - first_row, stop - first_row)
+                position = segment.first_position + start - segment.start
+                self.kv_cache.write(self.layer, segment.kv, position, key[rows], value[rows])
+
+    def attend(self, query: Tensor, segments: Sequence[Segment], out: Tensor) -> None:
+        """All rows of a batch, segment by segment."""
+        for segment in segments:
+            if segment.block_length == 1:
+                read = partial(self.kv_cache.read, self.layer, segment.kv)
+                attend_causal_segment(query, segment, read, self.scores, self.compute, out)
+                continue
+            for block in blocks(segment):
+                attend, rows = partial(self.attend_run, block), block.rows
+                in_chunks("attention", self.compute.workspace, attend, query[rows], out[rows])
+
+    def attend_run(self, run: Run, query: Tensor, out: Tensor) -> None:
+        """Every row of a chunk of a run's tiles sees all keys; `out` may be `query`.
+
+        Nothing is masked, so the query heads that share a key head are simply more rows of it:
+        grouped-query attention without repeating a key. Copies of all queries exist together.
+        """
+        if not self.scores.are_plain:
+            raise InternalError("Only causal attention has windows or sinks.")
+        workspace, executor = self.compute.workspace, self.compute.executor
+        keys, values = self.kv_cache.read(self.layer, run.kv, run.end_position)
+        kv_heads, (rows, heads, head_dim) = keys.shape[0], query.shape
+        num_together = 1 if run.is_shared else kv_heads  # in a call
+        num_pieces = executor.num_threads if run.is_shared else 1
+        parts = pieces(kv_heads, -(-kv_heads // num_pieces))
+        with workspace.scope():
+            of_call = query[: longest_tile(rows, QUERY_ROWS), : heads // kv_heads * num_together]
+            workspace.library("attention", len(parts) * sdpa_bytes(of_call, keys[:num_together]))
+            copies = workspace.take("query", (rows * heads, head_dim), query.dtype)
+            if query.is_meta:  # nothing is computed, only counted
+                return
+            by_tile = []
+            for tile in tiles(rows, QUERY_ROWS):
+                strided = by_head(query[tile], kv_heads)
+                copy = copies[tile.start * heads : tile.stop * heads].view(strided.shape)
+                by_tile.append((copy.copy_(strided), by_head(out[tile], kv_heads)))
+            attend = partial(_attend_heads, by_tile, keys, values, self.scores.scale, num_together)
+            executor.run([partial(attend, part) for part in parts])
 
 
-def _copied_by_head(
-    query: Tensor, out: Tensor, copies: Tensor, kv_heads: int
-) -> list[tuple[Tensor, Tensor]]:
-    """Of each tile the queries, in `copies`, and where their outputs go: see `_attend_folded`."""
-    heads, head_dim = query.shape[1:]
-    by_tile = []
-    for tile in tiles(len(query), QUERY_ROWS):
-        shape = (tile.stop - tile.start, kv_heads, heads // kv_heads, head_dim)
-        folded = copies[tile.start * heads : tile.stop * heads].view(kv_heads, -1, head_dim)
-        by_head = query[tile].view(shape).permute(1, 2, 0, 3)
-        folded.view(by_head.shape).copy_(by_head)
-        by_tile.append((folded, out[tile].view(shape).permute(1, 2, 0, 3)))
-    return by_tile
-
-
-def _attend_folded(
+def _attend_heads(
     tiles: Sequence[tuple[Tensor, Tensor]],
     keys: Tensor,
     values: Tensor,
@@ -143,13 +120,14 @@ def _attend_folded(
     num_together: int,
     part: slice,
 ) -> None:
-    """Some key heads of tiles, so many in a call: queries [kv_heads, group * rows, head_dim] and
-    where their outputs go [kv_heads, group, rows, head_dim]."""
+    """Some key heads of tiles, so many in a call: queries and where their outputs go, each
+    [kv_heads, group, rows, head_dim]; keys and values [kv_heads, tokens, head_dim]."""
     for query, out in tiles:
         for start in range(part.start, part.stop, num_together):
             heads = slice(start, min(part.stop, start + num_together))
-            own_keys, own_values = keys[heads], values[heads]
+            folded = query[heads].flatten(1, 2)  # a view
             attended = F.scaled_dot_product_attention(
-                query[None, heads], own_keys[None], own_values[None], scale=scale
+                folded[None], keys[heads][None], values[heads][None], scale=scale
             )
+            spread_not_finite(folded[None], attended)
             out[heads].copy_(attended.view(out[heads].shape))

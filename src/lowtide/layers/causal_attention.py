@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowtide.compute import Compute
 from lowtide.layers.batch import Segment
-from lowtide.layers.sdpa import flash, scores_bytes, sdpa_bytes
+from lowtide.layers.sdpa import Scores, by_head, flash, scores_bytes, sdpa_bytes
 from lowtide.memory.chunking import pieces
 from lowtide.memory.workspace import Buffers, tiles
 
@@ -29,12 +29,26 @@ Read = Callable[[int], tuple[Tensor, Tensor]]
 """A segment's first so many keys and values in one layer, each [kv_heads, tokens, head_dim]."""
 
 
-class Scores(NamedTuple):
-    """What becomes of a layer's scores; see `attention.attention`."""
+class _Tile(NamedTuple):
+    """Rows one after the other, of some key heads and of each one's query heads some."""
 
+    query: Tensor  # [kv_heads, group, rows, head_dim]
+    out: Tensor  # as query
+    keys: Tensor  # [kv_heads, tokens, head_dim], of which row i sees `position + i + 1`
+    values: Tensor  # as keys
+    position: int
     scale: float | None
-    window: int
-    sinks: Tensor | None
+    sinks: Tensor | None  # [kv_heads, group, 1]
+    band: Tensor | None = None  # see `_band`; with one, all is one product
+
+    def part(self, heads: slice, group: slice) -> _Tile:
+        return self._replace(
+            query=self.query[heads, group],
+            out=self.out[heads, group],
+            keys=self.keys[heads],
+            values=self.values[heads],
+            sinks=None if self.sinks is None else self.sinks[heads, group],
+        )
 
 
 def attend_causal_segment(
@@ -42,91 +56,51 @@ def attend_causal_segment(
 ) -> None:
     """Tile by tile; single rows by the kernels' own operator, where they have one."""
     kernels, num_cores = compute.kernels, compute.executor.num_cores
-    has_row_kernel = scores.sinks is None and kernels.attends_rows(query)
-    for tile, position, end_position in _causal_tiles(segment):
-        keys, values = read(end_position)
-        first = max(0, position - scores.window + 1) if scores.window else 0  # that the tile sees
+    scale, window, sinks = scores
+    has_row_kernel = sinks is None and kernels.attends_rows(query)
+    for tile in tiles(segment.stop - segment.start, CAUSAL_ROWS):
+        rows = slice(segment.start + tile.start, segment.start + tile.stop)
+        position = segment.first_position + tile.start
+        keys, values = read(segment.first_position + tile.stop)
+        first = max(0, position - window + 1) if window else 0  # that the tile sees
         if first:  # a view costs as much as a small operator
             keys, values = keys[:, first:], values[:, first:]
-        if has_row_kernel and tile.stop - tile.start == 1:
-            row = tile.start
-            kernels.attend_row(query[row], keys, values, scores.scale, out[row], num_cores)
+        if has_row_kernel and rows.stop - rows.start == 1:
+            row = rows.start
+            kernels.attend_row(query[row], keys, values, scale, out[row], num_cores)
         else:
-            _attend_causally(
-                query[tile], keys, values, position - first, scores, compute, out[tile]
-            )
+            kv_heads = keys.shape[0]
+            own, own_out = by_head(query[rows], kv_heads), by_head(out[rows], kv_heads)
+            by_key = None if sinks is None else sinks.view(kv_heads, -1, 1)
+            whole = _Tile(own, own_out, keys, values, position - first, scale, by_key)
+            _attend_tile(whole, window, compute)
 
 
-def _causal_tiles(segment: Segment) -> Iterator[tuple[slice, int, int]]:
-    """The rows of each tile, the position of its first row and that after its last."""
-    for rows in tiles(segment.stop - segment.start, CAUSAL_ROWS):
-        tile = slice(segment.start + rows.start, segment.start + rows.stop)
-        yield tile, segment.first_position + rows.start, segment.first_position + rows.stop
-
-
-def _attend_causally(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    position: int,
-    scores: Scores,
-    compute: Compute,
-    out: Tensor,
-) -> None:
-    """Row i, at `position + i`, sees keys and values [kv_heads, tokens, head_dim] up to its own,
-    of which the first is the first that row 0 sees."""
-    workspace, executor = compute.workspace, compute.executor
-    rows, heads, head_dim = query.shape
-    shape = (rows, keys.shape[0], heads // keys.shape[0], head_dim)
+def _attend_tile(tile: _Tile, window: int, compute: Compute) -> None:
+    """All heads, in pieces on the executor's threads where there is much to do."""
+    workspace, executor, position = compute.workspace, compute.executor, tile.position
+    kv_heads, group, rows, _ = tile.query.shape
     with workspace.scope():
-        by_head = query.view(shape).permute(1, 2, 0, 3)
-        grouped = workspace.take("query", tuple(by_head.shape), query.dtype)
-        grouped.copy_(by_head)
-        band = None
-        if rows > 1 and 0 < scores.window < position + rows:
-            band = _band(rows, position, scores.window, query.dtype, workspace)
-            workspace.library("window attention", _band_bytes(query, keys))
-        workspace.library("attention", _causal_bytes(query, keys))
-        outputs = out.view(shape).permute(1, 2, 0, 3)
-        sinks = None if scores.sinks is None else scores.sinks.view(*shape[1:3], 1)
-        attend = partial(_attend_heads, position, scores.scale, band)
-        is_divided = 4 * query.numel() * keys.shape[1] >= SPLIT_OPERATIONS
-        if shape[2] <= MAX_GROUP and not is_divided:  # views cost as much as small operators
-            attend(grouped, keys, values, sinks, outputs)
+        query = workspace.take("query", tuple(tile.query.shape), tile.query.dtype)
+        tile = tile._replace(query=query.copy_(tile.query))
+        if rows > 1 and 0 < window < position + rows:
+            tile = tile._replace(band=_band(rows, position, window, query.dtype, workspace))
+        workspace.library("attention", _causal_bytes(tile))
+        is_divided = 4 * query.numel() * tile.keys.shape[1] >= SPLIT_OPERATIONS
+        if group <= MAX_GROUP and not is_divided:  # parts cost as much as small operators
+            _attend_heads(tile)
             return
         num_pieces = executor.num_threads if is_divided else 1
-        works = _works(attend, grouped, keys, values, sinks, outputs, num_pieces)
+        works = [
+            partial(_attend_heads, tile.part(heads, queries))
+            for heads in pieces(kv_heads, -(-kv_heads // num_pieces))
+            for queries in pieces(group, MAX_GROUP)
+        ]
         if num_pieces == 1:
             for work in works:
                 work()
         else:
             executor.run(works)
-
-
-def _works(
-    attend: Callable[..., None],
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    sinks: Tensor | None,
-    out: Tensor,
-    num_pieces: int,
-) -> list[Callable[[], None]]:
-    """`attend` of a tile's heads in about so many pieces; query, out [kv_heads, group, rows,
-    head_dim]; sinks [kv_heads, group, 1]."""
-    kv_heads, group = query.shape[:2]
-    return [
-        partial(
-            attend,
-            query[heads, part],
-            keys[heads],
-            values[heads],
-            None if sinks is None else sinks[heads, part],
-            out[heads, part],
-        )
-        for heads in pieces(kv_heads, -(-kv_heads // num_pieces))
-        for part in pieces(group, MAX_GROUP)
-    ]
 
 
 def _band(rows: int, position: int, window: int, dtype: torch.dtype, workspace: Buffers) -> Tensor:
@@ -146,70 +120,38 @@ def _band(rows: int, position: int, window: int, dtype: torch.dtype, workspace: 
     return band
 
 
-def _attend_heads(
-    position: int,
-    scale: float | None,
-    band: Tensor | None,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    sinks: Tensor | None,
-    out: Tensor,
-) -> None:
-    """Some key heads and of their query heads some; query, out [kv_heads, group, rows, head_dim].
-
-    With a band (see `_band`) all is one product; sinks [kv_heads, group, 1].
-    """
-    if band is None and query.shape[2] > 1:
-        _attend_square(query, keys, values, position, scale, sinks, out)
-        return
-    if band is None:
-        output, log_sum = _flash_folded(query, keys, values, scale)
-    else:
+def _attend_heads(tile: _Tile) -> None:
+    query, out = tile.query, tile.out
+    if tile.band is not None:
         group = query.shape[1]
-        own_keys, own_values = (x[:, None].expand(-1, group, -1, -1) for x in (keys, values))
-        output, log_sum = flash(query, own_keys, own_values, False, scale, band)
+        keys, values = (x[:, None].expand(-1, group, -1, -1) for x in (tile.keys, tile.values))
+        output, log_sum = flash(query, keys, values, False, tile.scale, tile.band)
+    elif query.shape[2] == 1:
+        output, log_sum = _flash_folded(query, tile.keys, tile.values, tile.scale)
+    else:
+        output, log_sum = _attend_square(tile)
     out.copy_(output)
-    _leave_to_sinks(out, log_sum, sinks)
+    if tile.sinks is not None:  # they take their share of the softmax
+        out.mul_(torch.sigmoid(log_sum.view(out.shape[:3]) - tile.sinks)[..., None])
 
 
-def _attend_square(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    position: int,
-    scale: float | None,
-    sinks: Tensor | None,
-    out: Tensor,
-) -> None:
-    """The tile itself is a causal square whose keys a group shares through a stride of zero.
+def _attend_square(tile: _Tile) -> tuple[Tensor, Tensor]:
+    """As `_flash_folded`. The tile itself is a causal square whose keys a group shares through a
+    stride of zero.
 
     What came before it is seen by all its rows. The two are joined by the weight of each in the
-    whole softmax, which their log-sum-exps give; so does what the sinks leave.
+    whole softmax, which their log-sum-exps give.
     """
+    query, keys, values, position = tile.query, tile.keys, tile.values, tile.position
     own_keys, own_values = (x[:, None, position:].expand(query.shape) for x in (keys, values))
-    own, own_sum = flash(query, own_keys, own_values, True, scale)
+    own, own_sum = flash(query, own_keys, own_values, True, tile.scale)
     if position == 0:
-        out.copy_(own)
-        _leave_to_sinks(out, own_sum, sinks)
-        return
-    before, before_sum = _flash_folded(query, keys[:, :position], values[:, :position], scale)
+        return own, own_sum
+    before, before_sum = _flash_folded(query, keys[:, :position], values[:, :position], tile.scale)
     before_sum = before_sum.view(own_sum.shape)
     share = torch.sigmoid(before_sum - own_sum)[..., None]
-    out.copy_(own.float().lerp_(before.float(), share))
-    if sinks is not None:
-        _leave_to_sinks(out, torch.logaddexp(before_sum, own_sum), sinks)
-
-
-def _leave_to_sinks(out: Tensor, log_sum: Tensor, sinks: Tensor | None) -> None:
-    """Takes from attention outputs what their softmax gives to the sinks.
-
-    out [kv_heads, group, rows, head_dim]; log_sum: log-sum-exp of a row's scores without its sink,
-    see `_flash_folded`; sinks [kv_heads, group, 1].
-    """
-    if sinks is not None:
-        log_sum = log_sum.view(out.shape[:3])
-        out.mul_(torch.sigmoid(log_sum - sinks)[..., None])
+    joined = own.float().lerp_(before.float(), share)
+    return joined, own_sum if tile.sinks is None else torch.logaddexp(before_sum, own_sum)
 
 
 def _flash_folded(
@@ -224,23 +166,16 @@ def _flash_folded(
     return output.view(query.shape), log_sum
 
 
-def _band_bytes(query: Tensor, keys: Tensor) -> int:
-    """What a tile with a band allocates beyond `_causal_bytes`: keys and values of narrow types,
-    packed once per query head."""
-    if keys.dtype.itemsize == 4:
-        return 0
-    num_bytes: int = 2 * query.shape[1] * keys.shape[1] * keys.shape[2] * keys.dtype.itemsize
+def _causal_bytes(tile: _Tile) -> int:
+    """The same for both parts of a tile, for joining them in float32, and for what narrow types
+    are packed into: keys and values of the square, or of all with a band, per query head."""
+    query, keys = tile.query, tile.keys
+    kv_heads, group, _, head_dim = query.shape
+    num_elements, item_bytes = query.numel(), query.dtype.itemsize
+    num_concurrent = min(kv_heads * -(-group // MAX_GROUP), 8)
+    num_bytes = 2 * sdpa_bytes(query, keys) + (num_concurrent - 1) * scores_bytes(query, keys)
+    num_bytes += 4 * num_elements + 4 * 4 * (num_elements // head_dim)  # joined, sums
+    if item_bytes < 4:
+        num_packed = num_elements + (0 if tile.band is None else group * keys.numel())
+        num_bytes += 4 * num_elements + 2 * num_packed * item_bytes
     return num_bytes
-
-
-def _causal_bytes(query: Tensor, keys: Tensor) -> int:
-    """The same for both parts of a tile, and for joining them in float32."""
-    rows, heads, head_dim = query.shape
-    num_concurrent = min(keys.shape[0] * -(-heads // (keys.shape[0] * MAX_GROUP)), 8)
-    fp32_bytes: int = 4 * query.numel()
-    joined_bytes = fp32_bytes if query.dtype.itemsize == 4 else 2 * fp32_bytes
-    # The square's keys and values may be packed once per query head.
-    square_bytes = 2 * query.numel() * query.dtype.itemsize if query.dtype.itemsize < 4 else 0
-    others_bytes = (num_concurrent - 1) * scores_bytes(query, keys)
-    sums_bytes = 4 * 4 * rows * heads
-    return 2 * sdpa_bytes(query, keys) + joined_bytes + square_bytes + others_bytes + sums_bytes

@@ -1,14 +1,14 @@
-"""Passes of a few rows, whose layers the kernels run in a call or two each, or all in one.
+"""Passes of a few rows: the kernels run all layers in one call, absent experts included.
 
-Python is asked where it has to decide: between a layer's router and its experts, unless nobody has
-anything to say of those. Buffers are those of the layers' own operators, drawn in the same order,
-once for all layers, and for all passes over the same memory.
+Where attention is torch's, each layer's rest is a call. Only where something is asked between a
+layer's router and its experts (a substitution, an observer) is it two calls, and the experts are
+run by the runtime. Buffers are those of the layers' own operators, drawn in the same order, once
+for all layers, and for all passes over the same memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -43,7 +43,7 @@ class Widths(NamedTuple):
     num_experts: int
     router_dtype: torch.dtype
     num_chosen: int
-    expert_size: int  # 0, too, where the experts are not run in place
+    expert_size: int  # 0, too, where the experts are not run in the call
     shared_size: int
     has_share: bool
 
@@ -101,7 +101,7 @@ class FewRowsPass:
         self.num_rows = x.shape[0]
         self.workspace = compute.workspace
         self.attends = False
-        self.layers: BoundLayers | None = None  # all of them, once they were run in one call
+        self.layers: dict[object, BoundLayers] = {}  # by what binds them
         self._num_threads = compute.executor.num_cores
         self._facts: PassFacts
         self._drawn: dict[Widths, Drawn] = {}
@@ -153,9 +153,9 @@ class FewRowsPass:
 
     def _draw_attention(self, widths: Widths, drawn: dict[str, Tensor]) -> None:
         workspace, (num_heads, num_key_heads, head_dim) = self.workspace, widths.heads
-        drawn["normed"] = self._take("normed", self.x.shape[1])
         drawn["qkv"] = self._take("qkv", num_heads + 2 * num_key_heads, head_dim)
-        workspace.give_back(drawn["normed"])
+        with workspace.scope():
+            drawn["normed"] = self._take("normed", self.x.shape[1])
         drawn["attended"] = self._take("attended", num_heads, head_dim)
         workspace.give_back(drawn["qkv"])
         drawn["update"] = self._take("update", self.x.shape[1])
@@ -206,7 +206,7 @@ class FewRowsLayer:
         if moe is None:
             router, experts, shared = None, None, None if dense is None else dense.parts()
         else:
-            router, experts = moe.router.parts(), moe.experts.in_place(moe.index)
+            router, experts = moe.router.parts(), moe.experts.parts(moe.index)
             shared = moe.shared_parts
             if router is None:
                 return None
@@ -228,28 +228,34 @@ class FewRowsLayer:
 
     def forward(self, few: FewRowsPass, batch: Batch) -> None:
         """The whole layer, or what comes after its attention."""
-        moe, whole, attends = self._moe, self.whole, self.attends(few)
-        drawn = few.drawn(self._widths, whole)
-        has_experts = few.num_rows <= whole.max_expert_rows
-        if moe is None:
-            whole.run(drawn.bound, attends)
-        elif has_experts and moe.experts.need_nobody(moe.index):
-            moe.experts.were_run(whole.run(drawn.bound, attends))
+        attends, residents = self.attends(few), None
+        if self._moe is not None and few.num_rows <= self.whole.max_expert_rows:
+            residents = self._moe.experts.residents()
+        if self._moe is None or residents is not None:
+            self._bound_alone(few).run(attends, residents)
         else:
-            routing = _routing(few.num_rows, self._widths.num_chosen)
-            whole.run_to_router(drawn.bound, attends, *routing)
-            workspace, buffers = few.workspace, drawn.buffers
-            before = workspace.mark()
-            workspace.reset(drawn.at_experts)
-            x, routed = buffers["mlp_input"], buffers["routed"]
-            in_place = partial(whole.run_chosen, drawn.bound) if has_experts else None
-            moe.run_experts(x, routing, batch.step, routed, in_place)
-            whole.run_from_experts(drawn.bound)
-            workspace.reset(before)
+            self._run_in_parts(self._moe, few, batch, attends)
+
+    def _bound_alone(self, few: FewRowsPass) -> BoundLayers:
+        if self not in few.layers:
+            few.layers[self] = self.whole.bind_alone(self.bound(few))
+        return few.layers[self]
+
+    def _run_in_parts(self, moe: MoELayer, few: FewRowsPass, batch: Batch, attends: bool) -> None:
+        """Up to the router, the experts by the runtime, and the rest."""
+        drawn, workspace = few.drawn(self._widths, self.whole), few.workspace
+        routing = _routing(few.num_rows, self._widths.num_chosen)
+        self.whole.run_to_router(drawn.bound, attends, *routing)
+        before = workspace.mark()
+        workspace.reset(drawn.at_experts)
+        x, routed = drawn.buffers["mlp_input"], drawn.buffers["routed"]
+        moe.run_experts(x, routing, batch.step, routed)
+        self.whole.run_from_experts(drawn.bound)
+        workspace.reset(before)
 
 
 class FewRowsLayers:
-    """All layers of a model, as long as nobody is asked between them."""
+    """All layers of a model in one call."""
 
     def __init__(self, layers: Sequence[FewRowsLayer], experts: Experts, compute: Compute) -> None:
         """layers: each with its attention."""
@@ -269,20 +275,19 @@ class FewRowsLayers:
         return cls(found, experts, compute) if len(found) == len(layers) > 0 else None
 
     def run(self, few: FewRowsPass) -> bool:
-        """Runs all of them in one call, or says that somebody has to be asked: `forward` of each
-        does that."""
+        """Runs all of them; False where that takes a call for each: `FewRowsLayer.forward`."""
         if not few.attends or few.num_rows > self._max_rows:
             return False
-        if self._has_experts and not self._experts.need_nobody_at_all:
+        residents = self._experts.residents() if self._has_experts else None
+        if self._has_experts and residents is None:
             return False
-        if few.layers is None:
+        if self not in few.layers:
             bounds = [layer.bound(few) for layer in self._layers]
-            few.layers = self._kernels.bind_layers([each.whole for each in self._layers], bounds)
-        if few.layers is None:
-            return False
-        num_run = few.layers.run()
-        if self._has_experts:
-            self._experts.were_run(num_run)
+            bound = self._kernels.bind_layers([each.whole for each in self._layers], bounds)
+            if bound is None:
+                return False
+            few.layers[self] = bound
+        few.layers[self].run(True, residents)
         return True
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lowtide.compute import Compute
 from lowtide.core import Step
-from lowtide.experts.rows import Routing, RunInPlace
-from lowtide.kernels.layer_parts import InPlace, MLPParts
+from lowtide.experts.rows import Routing
+from lowtide.kernels.layer_parts import ExpertParts, MLPParts, Residents
 from lowtide.layers.batch import Batch
 from lowtide.layers.linear import GatedMLP
 from lowtide.layers.router import Router, SigmoidRouter, SoftmaxRouter, TopSoftmaxRouter
@@ -29,22 +29,21 @@ class Experts(Protocol):
         """Whether `forward` is to be told the router's scores."""
         ...
 
-    def in_place(self, layer: int) -> InPlace | None:
-        """Where kernels may run a layer's experts by themselves, as long as `need_nobody`."""
+    def parts(self, layer: int) -> ExpertParts | None:
+        """A layer's experts, for kernels that run whole layers; None where they cannot."""
         ...
 
-    def need_nobody(self, layer: int) -> bool:
-        """Whether all experts are where `in_place` says and stay there, and nobody wants to hear
-        of this layer."""
+    def residents(self) -> Residents | None:
+        """For compiled layers of the pass that has begun; None where something is to be asked
+        between a layer's router and its experts."""
         ...
 
-    @property
-    def need_nobody_at_all(self) -> bool:
-        """Whether that is so of every layer."""
+    def begin_pass(self, step: Step) -> None:
+        """Before the first layer of a pass."""
         ...
 
-    def were_run(self, num_experts: int) -> None:
-        """So many of a layer were run in place."""
+    def end_pass(self) -> None:
+        """After the last."""
         ...
 
     def forward(
@@ -56,7 +55,6 @@ class Experts(Protocol):
         workspace: Buffers,
         out: Tensor,
         scores: Tensor | None = None,
-        run_in_place: RunInPlace | None = None,
     ) -> None: ...
 
 
@@ -99,19 +97,12 @@ class MoELayer:
                 add_shared = partial(self._add_shared, self._shared)
                 in_chunks("mlp", workspace, add_shared, x, routed, out)
 
-    def run_experts(
-        self,
-        x: Tensor,
-        routing: Routing,
-        step: Step,
-        out: Tensor,
-        run_in_place: RunInPlace | None = None,
-    ) -> None:
+    def run_experts(self, x: Tensor, routing: Routing, step: Step, out: Tensor) -> None:
         """The routed experts' sum: out [rows, hidden] float32."""
         workspace = self._compute.workspace
         scores = self.router.scores(x) if self.experts.asks_scores else None
         with workspace.scope():
-            self.experts.forward(self.index, x, routing, step, workspace, out, scores, run_in_place)
+            self.experts.forward(self.index, x, routing, step, workspace, out, scores)
 
     def _add_shared(self, expert: GatedMLP, x: Tensor, routed: Tensor, out: Tensor) -> None:
         """`out = routed + expert(x)`; `out` may be `x`."""

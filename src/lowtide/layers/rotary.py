@@ -65,10 +65,13 @@ class Rotations:
     @property
     def whole(self) -> Rotation:
         """Of all rows."""
-        return self.of(slice(0, len(self._positions))) if self._shared is None else self._shared
+        return self.of(slice(0, len(self._positions)))
 
     def of(self, rows: slice) -> Rotation:
-        """Of some rows of a pass of many, valid until the enclosing scope ends."""
+        """Of a tile's rows, in a pass of many valid until the enclosing scope ends; a short pass
+        is one tile."""
+        if self._shared is not None:
+            return self._shared
         return self._rotary.rotation(self._positions[rows], self._dtype, self._workspace)
 
 

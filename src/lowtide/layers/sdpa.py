@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+class Scores(NamedTuple):
+    """What becomes of a layer's scores. Causal attention alone has windows or sinks."""
+
+    scale: float | None = None  # by default head_dim ** -0.5
+    window: int = 0  # positions that a row sees, its own included; 0 for all
+    # [heads] float32: a score for each head that takes its share of the softmax and adds nothing.
+    sinks: Tensor | None = None
+
+    @property
+    def are_plain(self) -> bool:
+        return not self.window and self.sinks is None
+
+
+PLAIN = Scores()
+
+
+def by_head(x: Tensor, kv_heads: int) -> Tensor:
+    """x [rows, heads, head_dim] as [kv_heads, group, rows, head_dim], a view."""
+    rows, heads, head_dim = x.shape
+    return x.view(rows, kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3)
 
 
 def flash(
@@ -18,7 +42,7 @@ def flash(
     """SDPA with the log-sum-exp of every row's scores in float32 [batch, heads, rows].
 
     Called by the names of its kernels because `scaled_dot_product_attention` keeps that number to
-    itself.
+    itself. Outputs of queries that are not finite are not, either; of keys see `spread_not_finite`.
     """
     if query.is_cuda:
         if mask is not None:
@@ -26,11 +50,23 @@ def flash(
         output, log_sum, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             query, keys, values, mask, True, 0.0, is_causal, scale=scale
         )
-        return output, log_sum[:, :, : query.shape[2]]  # the kernel pads its rows
-    output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, keys, values, 0.0, is_causal, attn_mask=mask, scale=scale
-    )
+        log_sum = log_sum[:, :, : query.shape[2]]  # the kernel pads its rows
+    else:
+        output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, keys, values, 0.0, is_causal, attn_mask=mask, scale=scale
+        )
+    spread_not_finite(query, output)
     return output, log_sum
+
+
+def spread_not_finite(source: Tensor, target: Tensor) -> None:
+    """Makes NaN of each head of `target` [..., dim] whose `source` [..., dim] is not finite.
+
+    torch's CPU kernel gives zeros where all scores are NaN, of fewer than 16 keys, or -infinity.
+    Made of a key's value and of a query's output, NaN reaches the logits, where it is an error.
+    """
+    # A head's sum: that of all heads could leave float16's range. -0.0 times it changes no number.
+    target.add_(source.sum(-1, keepdim=True), alpha=-0.0)
 
 
 def _with_aligned_rows(mask: Tensor) -> Tensor:
@@ -40,11 +76,12 @@ def _with_aligned_rows(mask: Tensor) -> Tensor:
 
 
 def sdpa_bytes(query: Tensor, keys: Tensor) -> int:
-    """What SDPA allocates on a CPU: its output, a log-sum-exp per row, tiles of scores, and for
-    narrow types, where it chooses to, a packed copy of the keys and values."""
+    """What SDPA allocates on a CPU, heads of a group being rows of a key head: its output, a
+    log-sum-exp per row, tiles of scores, and for narrow types, where it chooses to, a packed copy
+    of the keys [kv_heads, tokens, head_dim] and values."""
     output_bytes: int = query.numel() * query.dtype.itemsize
     packed_bytes: int = 2 * keys.numel() * keys.dtype.itemsize if keys.dtype.itemsize < 4 else 0
-    sums_bytes = 4 * query.shape[0] * query.shape[1]
+    sums_bytes = 4 * (query.numel() // keys.shape[2])
     return output_bytes + sums_bytes + scores_bytes(query, keys) + packed_bytes
 
 
@@ -53,6 +90,7 @@ def scores_bytes(query: Tensor, keys: Tensor) -> int:
 
     The CPU kernel takes 32, 64 or 256 rows at a time, by their number, and 512 keys.
     """
-    rows = query.shape[0] * (query.shape[1] // keys.shape[0])
+    kv_heads, _, head_dim = keys.shape
+    rows = query.numel() // (kv_heads * head_dim)
     tile_rows = 256 if rows >= 768 else 64 if rows >= 192 else 32
-    return tile_rows * ((4 + query.dtype.itemsize) * 512 + 4 * query.shape[2] + 16)
+    return tile_rows * ((4 + query.dtype.itemsize) * 512 + 4 * head_dim + 16)

@@ -1,24 +1,43 @@
-"""Self-attention of a layer with grouped query heads: projections, norms, rotation, output."""
+"""Self-attention of a layer with grouped query heads: projections, norms, rotation, output.
+
+A short pass is one tile. Of one with more rows nothing but keys and values is whole: first these,
+a tile of rows after the other, straight into the KV cache. Then chunks of tiles of queries
+(`layers/query_chunks.py`): projected, attended, and what comes of them added to the hidden states.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowtide.compute import Compute
 from lowtide.config import ModelConfig
-from lowtide.errors import InternalError
 from lowtide.kernels.layer_parts import AttentionParts
-from lowtide.kernels.operands import HeadNorms, Rotation
-from lowtide.layers.attention import attention
-from lowtide.layers.batch import Batch
+from lowtide.kernels.operands import HeadNorms
+from lowtide.layers.attention import CachedAttention
+from lowtide.layers.batch import Batch, Segment
 from lowtide.layers.linear import Linear
-from lowtide.layers.long_attention import LongAttention
 from lowtide.layers.norm import Norm
-from lowtide.layers.projection import Projection
+from lowtide.layers.projection import Projection, SideBySide
+from lowtide.layers.query_chunks import Chunk, chunks_of, longest_of
 from lowtide.layers.rotary import Rotations
+from lowtide.layers.rows import num_rows_of, tiles_of
+from lowtide.layers.sdpa import Scores
+from lowtide.memory.chunking import MAX_REMAINDER, window_rows
 from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.workspace import TILE_ROWS
+
+
+class _Inputs(NamedTuple):
+    """What one layer attends with in one pass."""
+
+    x: Tensor  # [rows, hidden], which is added to
+    norm: Norm
+    segments: Sequence[Segment]
+    rotations: Rotations
 
 
 class GroupedAttention:
@@ -36,78 +55,127 @@ class GroupedAttention:
         sinks: Tensor | None = None,
         window: int = 0,
     ) -> None:
-        """sinks, window: see `layers.attention.attention`."""
-        self._layer = layer
-        self._config = config
+        """sinks, window: see `layers.sdpa.Scores`."""
+        self._spec = config.attention
+        self._eps = config.rms_norm_eps
         self._projection = projection
         self._output = output
         self._norms = norms
-        self._kv_cache = kv_cache
         self._compute = compute
-        self._sinks = sinks
-        self._window = window
-        self._long = LongAttention(layer, config, projection, output, norms, kv_cache, compute)
+        scores = Scores(window=window, sinks=sinks)
+        self._attention = CachedAttention(layer, kv_cache, compute, scores)
 
     def parts(self, norm: Norm) -> AttentionParts | None:
         """For kernels that run whole layers; None with windows or sinks, or without a cache."""
-        arrays = self._kv_cache.arrays(self._layer)
-        if self._window or self._sinks is not None or arrays is None:
+        layer, kv_cache, _, scores = self._attention
+        arrays = kv_cache.arrays(layer)
+        if not scores.are_plain or arrays is None:
             return None
         return AttentionParts(
             norm.weight,
-            self._projection.products,
+            self._projection.whole.products,
             self._norms,
             self._output.product,
             *arrays,
-            self._config.attention.num_heads,
+            self._spec.num_heads,
         )
 
     def forward(self, x: Tensor, norm: Norm, batch: Batch, rotations: Rotations) -> None:
         """`x += attention(norm(x))`, x [rows, hidden] in the compute dtype."""
-        self._kv_cache.open_layer(len(x), self._compute.workspace)
-        if len(x) <= TILE_ROWS:
-            self._run_short(x, norm, batch, rotations.whole)
-        elif self._window or self._sinks is not None:
-            raise InternalError("Only causal attention has windows or sinks.")
-        else:
-            self._long.forward(x, norm, batch, rotations)
+        self._attention.kv_cache.open_layer(len(x), self._compute.workspace)
+        run = self._run_tile if len(x) <= TILE_ROWS else self._run_tiles
+        run(_Inputs(x, norm, batch.segments, rotations))
 
-    def _run_short(self, x: Tensor, norm: Norm, batch: Batch, rotation: Rotation) -> None:
-        spec, num_rows = self._config.attention, x.shape[0]
-        workspace = self._compute.workspace
-        heads, kv_heads, head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        normed = norm.of(x)
-        qkv = workspace.take("qkv", (num_rows, heads + 2 * kv_heads, head_dim), x.dtype)
-        self._projection.forward(normed, qkv.view(num_rows, -1))
-        workspace.give_back(normed)
-        self._normalise_and_rotate(qkv[:, : heads + kv_heads], rotation)
+    def _run_tile(self, inputs: _Inputs) -> None:
+        """All rows: queries, keys and values exist together."""
+        x, workspace, spec = inputs.x, self._compute.workspace, self._spec
+        heads, kv_heads = spec.num_heads, spec.num_kv_heads
+        qkv = workspace.take("qkv", (len(x), heads + 2 * kv_heads, spec.head_dim), x.dtype)
+        self._project(self._projection.whole, inputs, slice(0, len(x)), heads, qkv)
         query, key, value = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
-        attended = workspace.take("attended", (num_rows, heads, head_dim), x.dtype)
-        attention(
-            self._layer,
-            query,
-            key,
-            value,
-            batch.segments,
-            self._kv_cache,
-            self._compute,
-            attended,
-            window=self._window,
-            sinks=self._sinks,
-        )
+        attended = workspace.take("attended", tuple(query.shape), x.dtype)
+        self._attention.store(key, value, inputs.segments)
+        self._attention.attend(query, inputs.segments, attended)
         workspace.give_back(qkv)
-        update = workspace.take("update", tuple(x.shape), x.dtype)
-        self._output.forward(attended.view(num_rows, -1), update)
-        x.add_(update)
+        self._add(attended, x)
 
-    def _normalise_and_rotate(self, x: Tensor, rotation: Rotation) -> None:
-        """In place, [rows, heads, head_dim]: queries, then keys."""
-        kernels, workspace, config = self._compute.kernels, self._compute.workspace, self._config
+    def _run_tiles(self, inputs: _Inputs) -> None:
+        x, workspace, spec = inputs.x, self._compute.workspace, self._spec
+        for tile in tiles_of(x):
+            self._store(inputs, tile)
+        num_rows, together = len(x), workspace.together("attention", len(x))
+        shape = (window_rows(num_rows, together), spec.num_heads, spec.head_dim)
+        window = workspace.take("queries", shape, x.dtype)
+        chunks = list(chunks_of(inputs.segments, num_rows, together + MAX_REMAINDER))
+        for chunk in [longest_of(chunks, num_rows)] if x.is_meta else chunks:
+            self._run_chunk(chunk, inputs, window)
+
+    def _store(self, inputs: _Inputs, tile: slice) -> None:
+        """Keys and values of a tile, into the KV cache."""
+        x, workspace, spec = inputs.x, self._compute.workspace, self._spec
+        with workspace.scope():
+            shape = (num_rows_of(tile), 2 * spec.num_kv_heads, spec.head_dim)
+            both = workspace.take("keys and values", shape, x.dtype)
+            self._project(self._projection.keys_values, inputs, tile, 0, both)
+            key, value = both.chunk(2, dim=1)
+            self._attention.store(key, value, inputs.segments, tile.start)
+
+    def _run_chunk(self, chunk: Chunk, inputs: _Inputs, window: Tensor) -> None:
+        """window: queries from the chunk's first tile on, [rows, heads, head_dim], and in the
+        place of each what it has attended to."""
+
+        def own(rows: slice) -> Tensor:
+            return window[rows.start - chunk.start : rows.stop - chunk.start]
+
+        for tile in chunk.projected:
+            queries = own(tile)
+            self._project(self._projection.queries, inputs, tile, queries.shape[1], queries)
+        for run in chunk.runs:
+            rows = own(run.rows)
+            self._attention.attend_run(run, rows, rows)
+        for tile in chunk.finished:
+            self._add(own(tile), inputs.x[tile])
+        if chunk.finished:
+            _move(window, chunk.waiting.start - chunk.start, num_rows_of(chunk.waiting))
+
+    def _project(
+        self,
+        products: SideBySide,
+        inputs: _Inputs,
+        tile: slice,
+        num_queries: int,
+        out: Tensor,
+    ) -> None:
+        """Queries, keys or both of a tile, normalised and rotated, and perhaps values.
+
+        out [rows, heads, head_dim]: `num_queries` heads of queries, then keys, then values, as far
+        as there are such.
+        """
+        kernels, workspace = self._compute.kernels, self._compute.workspace
         num_cores = self._compute.executor.num_cores
-        if self._norms is None:
-            kernels.rotate(x, rotation, workspace, num_cores)
-        else:
-            num_queries, eps = config.attention.num_heads, config.rms_norm_eps
-            kernels.normalise_and_rotate(
-                x, num_queries, self._norms, eps, rotation, workspace, num_cores
-            )
+        with workspace.scope():
+            products.forward(inputs.norm.of(inputs.x[tile]), out.view(len(out), -1))
+        turned = out[:, : num_queries + self._spec.num_kv_heads]
+        with workspace.scope():
+            rotation = inputs.rotations.of(tile)
+            if self._norms is None:
+                kernels.rotate(turned, rotation, workspace, num_cores)
+            else:
+                kernels.normalise_and_rotate(
+                    turned, num_queries, self._norms, self._eps, rotation, workspace, num_cores
+                )
+
+    def _add(self, attended: Tensor, x: Tensor) -> None:
+        """`x += output(attended)`."""
+        workspace = self._compute.workspace
+        with workspace.scope():
+            update = workspace.take("update", tuple(x.shape), x.dtype)
+            self._output.forward(attended.view(len(x), -1), update)
+            x.add_(update)
+
+
+def _move(window: Tensor, start: int, num_rows: int) -> None:
+    """So many rows from `start` on, to the front; no piece overlaps its source."""
+    for first in range(0, num_rows, max(1, start)):
+        length = min(start, num_rows - first)
+        window[first : first + length].copy_(window[start + first : start + first + length])

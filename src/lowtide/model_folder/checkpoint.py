@@ -30,6 +30,7 @@ from lowtide.files.regular_file import RegularFile, open_regular
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors format; an index file is held to it too."""
 
+SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
 LENGTH_BYTES = 8
@@ -47,7 +48,6 @@ DTYPE_BITS = {
 }
 """Bits per element of every type the format has; not all of them can be computed with."""
 
-_SINGLE = "model.safetensors"
 _SHARD = re.compile(r"model-([0-9]{5})-of-([0-9]{5})\.safetensors")
 _MAX_ELEMENTS = 2**63
 
@@ -153,13 +153,13 @@ def shard_names(names: Collection[str], where: str) -> tuple[str, ...]:
 
     Raises CheckpointError, saying `where`, if there are none, or not all of them.
     """
-    if _SINGLE in names:
-        return (_SINGLE,)
+    if SINGLE_NAME in names:
+        return (SINGLE_NAME,)
     found = sorted(name for name in names if name.endswith(".safetensors"))
     matches = [match for name in found if (match := _SHARD.fullmatch(name))]
     if not matches:
         told = f"found only {', '.join(found[:4])}" if found else "no *.safetensors was found"
-        raise CheckpointError(f"{where} holds neither {_SINGLE} nor {INDEX_NAME}; {told}.")
+        raise CheckpointError(f"{where} holds neither {SINGLE_NAME} nor {INDEX_NAME}; {told}.")
     totals = sorted({int(match[2]) for match in matches})
     if len(totals) > 1:
         raise CheckpointError(
@@ -194,8 +194,8 @@ def _find_files(folder: Path) -> tuple[tuple[str, ...], dict[str, str]]:
     """File names in order, and the index's map from tensor to file name (empty without one)."""
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder} is not a folder.")
-    if os.path.lexists(folder / _SINGLE):
-        return (_SINGLE,), {}
+    if os.path.lexists(folder / SINGLE_NAME):
+        return (SINGLE_NAME,), {}
     if os.path.lexists(folder / INDEX_NAME):
         index = read_object(folder / INDEX_NAME, MAX_HEADER_BYTES)
         weight_map = checked_weight_map(index, str(folder / INDEX_NAME))

@@ -115,7 +115,7 @@ class GgufHeader:
         metadata = {key: _loaded(value, data) for key, value in values}
         if len(metadata) != num_keys:
             cursor.fail(f"{num_keys - len(metadata)} of its {num_keys} keys are given twice")
-        tensors = _placed(entries, align_up(cursor.position, _alignment(cursor, metadata)), cursor)
+        tensors = _placed(entries, _alignment(cursor, metadata), cursor)
         return cls(file, metadata, tensors)
 
 
@@ -283,6 +283,10 @@ def _tensor(cursor: _Cursor) -> _Entry:
     num_elements = math.prod(shape)
     if not 0 < num_elements < 2**63:
         cursor.fail(f"tensor {shown(name)} has the shape {list(shape)}")
+    if num_dimensions == 1 and found.block_size > 1:
+        cursor.fail(
+            f"tensor {shown(name)} is a vector of type {found.name}; vectors are not packed"
+        )
     if shape[-1] % found.block_size:
         cursor.fail(
             f"tensor {shown(name)} has rows of {shape[-1]} weights, which do not divide into "
@@ -316,21 +320,25 @@ def _alignment(cursor: _Cursor, metadata: Metadata) -> int:
     return value
 
 
-def _placed(entries: list[_Entry], start: int, cursor: _Cursor) -> dict[str, GgufTensor]:
-    """Tensors by name, none beyond the file, no two at one byte."""
+def _placed(entries: list[_Entry], alignment: int, cursor: _Cursor) -> dict[str, GgufTensor]:
+    """Tensors by name. As ggml demands, each begins where the one before it ends, so that a type
+    that takes other bytes than a tensor has is found by the next offset or the file's end."""
+    start, end, last = align_up(cursor.position, alignment), 0, ""
     tensors: dict[str, GgufTensor] = {}
     for name, found, shape, offset, num_bytes in entries:
         if name in tensors:
             cursor.fail(f"tensor {shown(name)} is given twice")
+        if offset != end:
+            after = f" where {shown(last)} ends" if last else ""
+            cursor.fail(
+                f"tensor {shown(name)} begins at byte {offset} of the data, not at byte {end}"
+                f"{after}; the header does not fit its file"
+            )
         if start + offset + num_bytes > cursor.file.num_bytes:
             cursor.fail(
                 f"tensor {shown(name)} ends at byte {start + offset + num_bytes} of "
                 f"{cursor.file.num_bytes}; the file is truncated or its header is wrong"
             )
         tensors[name] = GgufTensor(found, shape, start + offset, num_bytes)
-    end, last = start, ""
-    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
-        if tensor.offset < end:
-            cursor.fail(f"the tensors {shown(last)} and {shown(name)} overlap at byte {end}")
-        end, last = tensor.offset + tensor.num_bytes, name
+        end, last = align_up(offset + num_bytes, alignment), name
     return tensors

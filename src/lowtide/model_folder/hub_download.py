@@ -1,8 +1,8 @@
 """A model's files from the hub into its cache: told before, resumed after a break, checked.
 
 Weights are written to `blobs/SHA256.lowtide`, which the next attempt continues, and take their
-place in the cache once their bytes have that digest. huggingface-hub's own download, which begins
-a broken file anew, fetches the small files and links all of them into the snapshot.
+place in the cache once their bytes have that digest. Small files are begun anew. Links from the
+snapshot are made here, too: huggingface-hub's own download makes paths of what a server says.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from secrets import token_hex
 from threading import Event, Lock
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from lowtide.config import format_size
 from lowtide.errors import HubError
-from lowtide.model_folder.hub_cache import cache_folder, remember_revision, repo_folder
-from lowtide.model_folder.hub_model import (
-    IGNORED_FILES,
-    NUM_CONNECTIONS,
-    SMALL_FILES,
-    HubModel,
-    is_small,
+from lowtide.files.json_file import shown
+from lowtide.model_folder.checkpoint import INDEX_NAME, SINGLE_NAME
+from lowtide.model_folder.hub_cache import (
+    cache_folder,
+    missing_files,
+    remember_revision,
+    repo_folder,
 )
+from lowtide.model_folder.hub_model import NUM_CONNECTIONS, HubModel, is_small
 from lowtide.model_folder.hub_requests import NotWhole, Stopped, failure, file_part
 
 Progress = Callable[[str, int, int], None]
@@ -53,17 +55,14 @@ def fetch(model: HubModel, progress: Progress = no_progress) -> Path:
     download = _Download(model, shards, progress)
     download.announce()
     try:
-        # First what is small: a snapshot that has all its weights is then whole.
-        _snapshot(model, list(SMALL_FILES))
-        download.weights()
-        folder = _snapshot(model, [*SMALL_FILES, *shards])
+        download.run()
     except HubError:
         raise
     # The hub's errors share no base class: HTTP, connection, validation and disk errors.
     except Exception as error:
         raise failure(model.name, error) from error
     remember_revision(model.repo_id, model.revision, model.commit)
-    return folder
+    return model.folder
 
 
 class _Download:
@@ -75,8 +74,8 @@ class _Download:
         self._progress = progress
         self._lock = Lock()
         self._stopped = Event()
-        wanted = [name for name in model.files if is_small(name) or name in shards]
-        self._names = [name for name in wanted if not self._is_here(name)]
+        self._wanted = [name for name in model.files if is_small(name) or name in shards]
+        self._names = [name for name in self._wanted if not self._is_here(name)]
         self._total_bytes = sum(model.files[name].num_bytes for name in self._names)
         self._done_bytes = 0
 
@@ -100,59 +99,103 @@ class _Download:
             "%s: fetching %s%s to %s, where %s are free.", self._model.name, what, kept, cache, free
         )
 
-    def weights(self) -> None:
-        """Fetches them, several files at once. Raises what the first failure was."""
-        names = [name for name in self._names if self._model.files[name].sha256 is not None]
-        if not names:
-            return
+    def run(self) -> None:
+        """Fetches and links them. Raises what the first failure was, and HubError for an index of
+        files that are not on the hub before any weights are fetched."""
         self._blobs.mkdir(parents=True, exist_ok=True)
+        self._model.folder.mkdir(parents=True, exist_ok=True)
+        # First what is small: a snapshot that has all its weights is then whole.
+        self._fetch_all([name for name in self._wanted if is_small(name)])
+        self._check_index()
+        self._fetch_all([name for name in self._wanted if not is_small(name)])
+
+    def _check_index(self) -> None:
+        """As `Checkpoint.open` does, which looks at it where no file has all weights."""
+        if INDEX_NAME not in self._model.files or SINGLE_NAME in self._model.files:
+            return
+        absent = [n for n in missing_files(self._model.folder) if n not in self._model.files]
+        if absent:
+            raise HubError(
+                f"{self._model.name} is not whole on the hub: {INDEX_NAME} names "
+                f"{shown(absent[0])}, which is not one of its files."
+            )
+
+    def _fetch_all(self, names: Sequence[str]) -> None:
+        """Several at once."""
         with ThreadPoolExecutor(NUM_CONNECTIONS, "lowtide-hub") as pool:
             try:
                 futures = [pool.submit(self._fetch, name) for name in names]
                 failures = [future.exception() for future in futures]
-            finally:
+            except BaseException:
                 self._stopped.set()  # on Ctrl-C the others end with their next piece
+                raise
         for error in failures:
             if error is not None and not isinstance(error, Stopped):
                 raise error
 
     def _fetch(self, name: str) -> None:
+        place = self._model.folder / name
         try:
-            self._fetch_blob(name)
+            if place.exists():
+                return
+            if self._stopped.is_set():
+                raise Stopped
+            fetch = self._fetch_small if self._sha256(name) is None else self._fetch_large
+            _link(place, fetch(name))
         except BaseException:
             self._stopped.set()
             raise
 
-    def _fetch_blob(self, name: str) -> None:
+    def _fetch_large(self, name: str) -> Path:
+        """Goes on where an earlier run ended; the file in the cache."""
         blob, partial = self._blob(name), self._partial(name)
-        if self._stopped.is_set():
-            raise Stopped
+        if blob.exists():
+            return blob
         with open(partial, "a+b") as file:
             self._lock_alone(file, name)
             if blob.exists():  # somebody else's has just become whole
-                return
-            digest = self._append(file, name)
-            if digest != self._model.files[name].sha256:
+                return blob
+            digest = self._read_again(file)
+            self._append(file, name, digest)
+            if digest.hexdigest() != self._sha256(name):
                 partial.unlink()
                 raise NotWhole(
-                    f"{name} has other bytes than the hub says (SHA-256 {digest}); it was removed"
+                    f"{name} has other bytes than the hub says (SHA-256 {digest.hexdigest()}); "
+                    "it was removed"
                 )
-            os.fsync(file.fileno())
             partial.replace(blob)
+        return blob
 
-    def _append(self, file: BinaryIO, name: str) -> str:
-        """Fetches what a file lacks; returns the digest of all of it."""
-        num_bytes, digest = self._model.files[name].num_bytes, hashlib.sha256()
+    def _fetch_small(self, name: str) -> Path:
+        """The file in the cache, by the name that git has for its bytes, as the hub's ETags are."""
+        num_bytes = self._model.files[name].num_bytes
+        digest = hashlib.sha1(b"blob %d\0" % num_bytes, usedforsecurity=False)
+        partial = self._blobs / f"{token_hex(8)}.lowtide"
+        try:
+            with open(partial, "xb") as file:
+                self._append(file, name, digest)
+            return partial.replace(self._blobs / digest.hexdigest())
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _read_again(self, file: BinaryIO) -> hashlib._Hash:
+        """The digest of what a file has, which is at its end then."""
+        digest = hashlib.sha256()
         file.seek(0)
         while piece := file.read(_READ_BYTES):
             digest.update(piece)
             self._advance(len(piece))
+        return digest
+
+    def _append(self, file: BinaryIO, name: str, digest: hashlib._Hash) -> None:
+        """Fetches what a file lacks, to the disk and into its digest."""
+        num_bytes = self._model.files[name].num_bytes
         for piece in file_part(self._model.url(name), file.tell(), num_bytes, self._stopped):
             file.write(piece)
             digest.update(piece)
             self._advance(len(piece))
         file.flush()
-        return digest.hexdigest()
+        os.fsync(file.fileno())
 
     def _lock_alone(self, file: BinaryIO, name: str) -> None:
         try:
@@ -168,38 +211,34 @@ class _Download:
             self._progress("fetching", min(self._done_bytes, self._total_bytes), self._total_bytes)
 
     def _is_here(self, name: str) -> bool:
-        return (self._model.folder / name).exists() or self._blob(name).exists()
+        has_blob = self._sha256(name) is not None and self._blob(name).exists()
+        return has_blob or (self._model.folder / name).exists()
 
     def _kept_bytes(self, name: str) -> int:
-        partial = self._partial(name)
-        return partial.stat().st_size if partial.exists() else 0
+        if self._sha256(name) is None or not self._partial(name).exists():
+            return 0
+        return self._partial(name).stat().st_size
+
+    def _sha256(self, name: str) -> str | None:
+        return self._model.files[name].sha256
 
     def _blob(self, name: str) -> Path:
-        return self._blobs / (self._model.files[name].sha256 or f"{name}.none")
+        """Of a large file."""
+        return self._blobs / str(self._sha256(name))
 
     def _partial(self, name: str) -> Path:
-        blob = self._blob(name)
-        return blob.with_name(f"{blob.name}.lowtide")
+        return self._blobs / f"{self._sha256(name)}.lowtide"
 
 
-def _snapshot(model: HubModel, patterns: list[str]) -> Path:
-    """huggingface-hub's own download and links, without its bars."""
-    import huggingface_hub
-    from huggingface_hub.utils import tqdm
-
-    class NoBar(tqdm):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **{**options, "disable": True})  # type: ignore[no-untyped-call]
-
-    return Path(
-        huggingface_hub.snapshot_download(
-            model.repo_id,
-            revision=model.commit,
-            allow_patterns=patterns,
-            ignore_patterns=list(IGNORED_FILES),
-            tqdm_class=NoBar,
-        )
-    )
+def _link(place: Path, blob: Path) -> None:
+    """Has `place` lead to `blob`, wherever it led; where there are no links, it takes its place."""
+    link = place.with_name(f".{token_hex(8)}.lowtide")
+    try:
+        os.symlink(os.path.relpath(blob, place.parent), link)
+    except OSError:
+        blob.replace(place)
+    else:
+        link.replace(place)
 
 
 def _free_bytes(folder: Path) -> int:

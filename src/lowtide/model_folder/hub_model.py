@@ -8,15 +8,16 @@ Everything is of one commit, the one that the revision stood for when the hub wa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowtide.errors import CheckpointError, ConfigError, HubError
-from lowtide.files.json_file import parse_object
+from lowtide.files.json_file import parse_object, shown
 from lowtide.files.regular_file import RegularFile
 from lowtide.model_folder.checkpoint import (
     INDEX_NAME,
@@ -26,9 +27,12 @@ from lowtide.model_folder.checkpoint import (
     header_num_bytes,
     shard_names,
 )
-from lowtide.model_folder.hub_cache import MAX_INDEX_BYTES, snapshot_folder
+from lowtide.model_folder.hub_cache import MAX_INDEX_BYTES, is_commit, snapshot_folder
 from lowtide.model_folder.hub_requests import asked, failure, read_part
 from lowtide.model_folder.way_out import gguf_way_out
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import RepoSibling
 
 SMALL_FILES = ("*.json", "*.jinja")
 """What is fetched beside weights: configuration and tokenizer. Never code or pickled weights."""
@@ -37,6 +41,8 @@ IGNORED_FILES = ("*/*",)
 NUM_CONNECTIONS = 8
 MAX_CONFIG_BYTES = 16 << 20
 
+_MAX_NAME_BYTES = 200
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _OTHER_FORMATS = {".gguf": "GGUF", ".bin": "PyTorch's pickled weights", ".pth": "pickled weights"}
 
 
@@ -73,14 +79,18 @@ class HubModel:
         # The hub's errors share no base class: HTTP, connection and validation errors.
         except Exception as error:
             raise failure(name, error) from error
-        siblings = sorted(info.siblings or (), key=lambda file: file.rfilename)
+        if not is_commit(str(info.sha)):
+            raise HubError(
+                f"{name}: the hub says that it is {shown(info.sha)}, which is no commit."
+            )
+        siblings = {_checked_name(file.rfilename, name): file for file in info.siblings or ()}
         files = {
-            file.rfilename: HubFile(file.size or 0, None if file.lfs is None else file.lfs.sha256)
-            for file in siblings
-            if is_small(file.rfilename) or _is_weights(file.rfilename)
+            each: HubFile(_num_bytes(siblings[each], name), _sha256(siblings[each], name))
+            for each in sorted(siblings)
+            if _is_fetched(each)
         }
         model = cls(repo_id, revision, str(info.sha), files)
-        model._check_whole([file.rfilename for file in siblings])
+        model._check_whole(list(siblings))
         return model
 
     @property
@@ -159,13 +169,45 @@ class HubModel:
             )
 
 
+def _checked_name(file: object, model: str) -> str:
+    """Raises HubError for what is no text, or fetched and unfit for a name of a file."""
+    if isinstance(file, str) and not _is_fetched(file):
+        return file
+    if not isinstance(file, str) or not file.isprintable() or len(file.encode()) > _MAX_NAME_BYTES:
+        raise HubError(
+            f"{model}: the hub lists a file {shown(file)}; names are printable text of at most "
+            f"{_MAX_NAME_BYTES} bytes."
+        )
+    return file
+
+
+def _num_bytes(file: RepoSibling, model: str) -> int:
+    """Raises HubError for what is no size."""
+    size: object = file.size or 0
+    if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+        raise HubError(f"{model}: the hub says {shown(size)} bytes of {shown(file.rfilename)}.")
+    return size
+
+
+def _sha256(file: RepoSibling, model: str) -> str | None:
+    """Of a large file. Raises HubError for what is none: it becomes a name in the cache."""
+    if file.lfs is None:
+        return None
+    said = file.lfs.sha256
+    if not _SHA256.fullmatch(str(said)):
+        raise HubError(
+            f"{model}: the hub says {shown(said)}, which is no SHA-256 of {shown(file.rfilename)}."
+        )
+    return said
+
+
 def is_small(name: str) -> bool:
     """Whether this is a file beside the weights that is fetched."""
     return _is_one_of(name, SMALL_FILES)
 
 
-def _is_weights(name: str) -> bool:
-    return _is_one_of(name, ("*.safetensors",))
+def _is_fetched(name: str) -> bool:
+    return is_small(name) or _is_one_of(name, ("*.safetensors",))
 
 
 def _is_one_of(name: str, patterns: tuple[str, ...]) -> bool:

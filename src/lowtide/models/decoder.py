@@ -29,7 +29,7 @@ from lowtide.layers.head import LogitsHead
 from lowtide.layers.linear import GatedMLP, Linear
 from lowtide.layers.moe import Experts, MoELayer
 from lowtide.layers.norm import Norm
-from lowtide.layers.projection import FusedQKV, SeparateQKV
+from lowtide.layers.projection import Projection
 from lowtide.layers.rotary import Rotary, Rotations
 from lowtide.layers.router import Router
 from lowtide.layers.rows import in_chunks
@@ -132,16 +132,15 @@ class Decoder(ABC):
         """The RMS norm with the weight of this name."""
         return Norm(self.tensor(name), self.config.rms_norm_eps, self.compute)
 
-    def fused_qkv(self, name: str) -> FusedQKV:
+    def fused_qkv(self, name: str) -> Projection:
         """The projection of queries, keys and values by one weight, `name.weight`."""
         weight = self.weights[f"{name}.weight"]
-        return FusedQKV(weight, self._bias(name), self.config, self.compute)
+        return Projection.fused(weight, self._bias(name), self.config, self.compute)
 
-    def separate_qkv(self, layer: int) -> SeparateQKV:
+    def separate_qkv(self, layer: int) -> Projection:
         """The projections of queries, keys and values, each by itself."""
         prefix = self.names.layer(layer)
-        query, key, value = (self.linear(prefix + name) for name in self.names.qkv)
-        return SeparateQKV(query, key, value, self.config)
+        return Projection.separate(*(self.linear(prefix + name) for name in self.names.qkv))
 
     def grouped_attention(self, layer: int, norms: HeadNorms | None = None) -> GroupedAttention:
         """Attention over separate projections; norms: of queries and keys, before the rotation."""
@@ -172,9 +171,11 @@ class Decoder(ABC):
         self.compute.kernels.select_rows(self._embedding, token_ids, x)
         rotations = Rotations(self._rotary, positions, self.rotation_dtype or dtype, workspace)
         few = self._few_rows.begin(x, batch, rotations)
+        self._experts.begin_pass(batch.step)
         if few is None or self._at_once is None or not self._at_once.run(few):
             for block in self._blocks:
                 block.forward(x, batch, rotations, few)
+        self._experts.end_pass()
         workspace.reset(self._hidden_end)
         return x
 
@@ -187,7 +188,9 @@ class Decoder(ABC):
         workspace = self.compute.workspace
         workspace.begin(Counts(tokens=len(x), block=len(x), keys=0))
         out = workspace.take("routed", tuple(x.shape), torch.float32)
+        self._experts.begin_pass(step)
         self._experts.forward(layer, x, routing, step, workspace, out)
+        self._experts.end_pass()
         return out
 
     def mixes_rows(self, hidden: Tensor) -> bool:

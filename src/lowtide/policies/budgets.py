@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from lowtide.core import FloatArray, IntArray
+from lowtide.core import BoolArray, FloatArray, IntArray
 
 _PERIOD = 2  # steps between two looks at the layers
 _FORGET = 0.9  # weight of the past in what a layer's residents are worth, per look
@@ -18,20 +18,19 @@ class Budgets:
     """Residents per layer, which move from where the last one is worth least to where the next
     one would be worth most.
 
-    A layer that is to shrink may keep less at once and says later what it has evicted; a layer
-    that is to grow waits until then. So all layers together never have more than the total. Only
+    A layer that is to shrink may keep less at once; a layer that is to grow waits until those
+    experts have left. So all layers together never have more than the total. Only
     layers that are full take part: the others wait for the link, and what is on its way counts.
     A layer with all its experts stays so, and none becomes it: nobody decides for such layers.
     """
 
     def __init__(self, capacity: Sequence[int], num_experts: int) -> None:
         """`capacity`: of each layer, at the start."""
-        self.capacity = [int(slots) for slots in capacity]
+        self.capacity = np.array(capacity, np.int64)
         """What each layer may keep now."""
-        self._given = np.array(self.capacity, np.int64)
-        self._given_bytes = self._given.tobytes()  # what is compared quickest
-        self._held = list(self.capacity)  # residents of each layer, at most
-        self._due = [0] * len(self.capacity)  # what each will get when others have evicted it
+        self._given = self.capacity.copy()
+        self._held = self.capacity.copy()  # residents of each layer, at most
+        self._due = np.zeros_like(self._given)  # what each gets when others have evicted it
         self._num_experts = num_experts
         self._num_moved = max(1, num_experts // _SHARE)
         # [layers, experts]: a mean, best expert of each look first
@@ -44,19 +43,16 @@ class Budgets:
 
         What is lost is to be evicted at once; what is won has to come free first.
         """
-        if given.tobytes() == self._given_bytes:
+        if np.array_equal(given, self._given):
             return
-        then = np.array(self.capacity) + self._due + given - self._given
-        then = np.clip(then, 0, self._num_experts)
+        then = np.clip(self.capacity + self._due + given - self._given, 0, self._num_experts)
         while then.sum() > given.sum():  # some had nothing left to lose
             then[then.argmax()] -= 1
         while then.sum() < given.sum():  # some had no more to win
             then[then.argmin()] += 1
-        self._due = [
-            max(0, new - now) for new, now in zip(then.tolist(), self.capacity, strict=True)
-        ]
-        self.capacity[:] = np.minimum(then, self.capacity).tolist()
-        self._given, self._given_bytes = given.copy(), given.tobytes()
+        self._due = np.maximum(0, then - self.capacity)
+        self.capacity = np.minimum(then, self.capacity)
+        self._given = given.copy()
 
     def begin_step(self, worth_s: Callable[[], FloatArray]) -> None:
         """At every second step decides who gives slots to whom.
@@ -67,42 +63,43 @@ class Budgets:
         if self._num_steps % _PERIOD == 0:
             self._divide(worth_s())
 
-    def settle(self, layer: int, num_residents: int) -> int:
-        """Tells how many residents a layer has; how many of them it has to evict now."""
-        self._held[layer] = num_residents
-        if self._due[layer]:
-            num_free = int(self._given.sum()) - sum(map(max, self.capacity, self._held))
-            num_given = max(0, min(num_free, self._due[layer]))
-            self.capacity[layer] += num_given
-            self._due[layer] -= num_given
-        return max(0, num_residents - self.capacity[layer])
+    def settle(self, num_residents: IntArray) -> None:
+        """Tells how many residents the layers have, and gives what has come free. [num_layers]"""
+        self._held[:] = num_residents
+        if self._due.any():
+            num_free = self._given.sum() - np.maximum(self.capacity, self._held).sum()
+            num_before = self._due.cumsum() - self._due
+            num_given = (num_free - num_before).clip(0, self._due)
+            self.capacity += num_given
+            self._due -= num_given
 
     def _divide(self, worth_s: FloatArray) -> None:
         self._worth_s *= _FORGET
         self._worth_s += (1 - _FORGET) * np.sort(worth_s, axis=1)[:, ::-1]
-        gains_s = [self._gain_s(layer) for layer in range(len(self.capacity))]
-        losses_s = [self._loss_s(layer) for layer in range(len(self.capacity))]
-        growing, shrinking = np.argsort(gains_s)[::-1].tolist(), np.argsort(losses_s).tolist()
-        for to, of in zip(growing, shrinking, strict=True):
-            if gains_s[to] <= _LEAST_RATIO * losses_s[of]:
-                return
-            self.capacity[of] -= self._num_moved
-            self._due[to] = self._num_moved
+        gains_s, losses_s = self._gains_s(), self._losses_s()
+        growing, shrinking = gains_s.argsort()[::-1], losses_s.argsort()
+        pays = gains_s[growing] > _LEAST_RATIO * losses_s[shrinking]
+        num_pairs = len(pays) if pays.all() else int(pays.argmin())
+        self.capacity[shrinking[:num_pairs]] -= self._num_moved
+        self._due[growing[:num_pairs]] = self._num_moved
 
-    def _gain_s(self, layer: int) -> float:
-        """Worth of the last expert that the layer would get; below 0 if it gets none."""
-        num_kept = self.capacity[layer] + self._num_moved
-        if not self._is_full(layer) or num_kept >= self._num_experts:
-            return -1.0
-        return float(self._worth_s[layer, num_kept - 1])
+    def _gains_s(self) -> FloatArray:
+        """Worth of the last expert that each layer would get; below 0 if it gets none."""
+        num_kept = self.capacity + self._num_moved
+        gains_s = np.full(len(num_kept), -1.0)
+        layers = (self._is_full() & (num_kept < self._num_experts)).nonzero()[0]
+        gains_s[layers] = self._worth_s[layers, num_kept[layers] - 1]
+        return gains_s
 
-    def _loss_s(self, layer: int) -> float:
-        """Worth of the best expert that the layer would give; infinite if it gives none."""
-        num_kept = self.capacity[layer] - self._num_moved
-        is_whole = self.capacity[layer] == self._num_experts
-        if not self._is_full(layer) or num_kept < 0 or is_whole:
-            return np.inf
-        return float(self._worth_s[layer, num_kept])
+    def _losses_s(self) -> FloatArray:
+        """Worth of the best expert that each layer would give; infinite if it gives none."""
+        num_kept = self.capacity - self._num_moved
+        is_whole = self.capacity == self._num_experts
+        losses_s = np.full(len(num_kept), np.inf)
+        layers = (self._is_full() & (num_kept >= 0) & ~is_whole).nonzero()[0]
+        losses_s[layers] = self._worth_s[layers, num_kept[layers]]
+        return losses_s
 
-    def _is_full(self, layer: int) -> bool:
-        return not self._due[layer] and self._held[layer] >= self.capacity[layer]
+    def _is_full(self) -> BoolArray:
+        is_full: BoolArray = (self._due == 0) & (self._held >= self.capacity)
+        return is_full

@@ -72,7 +72,7 @@ MAX_STEP_BYTES: Option[int | None] = Option(
 
 
 def _first(setting: Setting) -> Placement:
-    return Static.first(setting.capacity)
+    return Static.first(setting.capacity, setting.num_experts)
 
 
 def _everybody(setting: Setting) -> list[int]:
@@ -87,14 +87,14 @@ def _best_known(setting: Setting) -> Placement:
     """The most used experts of the calibration, else the first."""
     if setting.frequency is None:
         return _first(setting)
-    return Frequency(setting.capacity, setting.frequency)
+    return Static.favourites(setting.capacity, setting.frequency)
 
 
 def _edgemoe(setting: Setting) -> Placement:
     frequency = setting.frequency
     if frequency is None:
         frequency = np.zeros((setting.num_layers, setting.num_experts))
-    return Frequency(setting.capacity, frequency, learns=True)
+    return Frequency(setting.capacity, frequency)
 
 
 def _lru(setting: Setting) -> Placement:
@@ -102,7 +102,8 @@ def _lru(setting: Setting) -> Placement:
 
 
 def _tide(setting: Setting) -> Placement:
-    return Tide(setting.num_experts, _tau(setting), starts_empty=STARTS_EMPTY.of(setting))
+    starts_empty = STARTS_EMPTY.of(setting)
+    return Tide(setting.num_layers, setting.num_experts, _tau(setting), starts_empty)
 
 
 def _dali(setting: Setting) -> Placement:
@@ -177,7 +178,7 @@ def _planned_capacity(setting: Setting) -> list[int]:
 
 
 def _planned_residents(setting: Setting) -> Placement:
-    return Frequency(setting.capacity, use_of(_load(setting)))
+    return Static.favourites(setting.capacity, use_of(_load(setting)))
 
 
 def _planned_prefetch(setting: Setting) -> Prefetch:

@@ -5,15 +5,17 @@ The same object is driven by the runtime and by the simulator.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from lowtide.core import Assignment, Costs, Facts, FloatArray, IntArray, Moves, RoutedTokens
+from lowtide.core import Assignment, Costs, Facts, FloatArray, IntArray, Moves, RoutedTokens, Step
+from lowtide.errors import InternalError
 from lowtide.policies.assignment import Assign
 from lowtide.policies.placement import Placement
 from lowtide.policies.prefetch import Prefetch
+from lowtide.policies.ranks import Ranks, admit, of_those
 from lowtide.policies.readmission import Readmission
 from lowtide.policies.receipt import Receipts
 from lowtide.policies.substitution import CountedSubstitution, Substitution, check_substituted
@@ -27,9 +29,12 @@ class Decision(NamedTuple):
     run: Facts | None = None  # of what is run, where that is not what the router demanded
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Policies:
     """A preset at work: its policies, made for one model and one budget.
+
+    Without a device somebody says where passes begin and end; within one the placement's `Ranks`
+    say who moves, in compiled code or by `moves`.
 
     capacity: [num_layers], residents of each layer at the start, as the preset divides them; what
     `Facts.capacity` is until there is more room or less. costs: what the policies were made for,
@@ -54,6 +59,18 @@ class Policies:
     readmission: Readmission | None = None
     asks_routing: bool = False
     asks_scores: bool = False
+    _ranks: Ranks | None = field(default=None, init=False)
+
+    def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
+        """Without a device, before a pass: what its moves go by. [num_layers]: residents that each
+        layer has, and may have now."""
+        self._ranks = self.placement.begin_pass(step, num_residents, capacity)
+        return self._ranks
+
+    def end_pass(self, step: Step, hits: IntArray) -> None:
+        """Without a device, after a pass: tells what it asked for, tokens of each expert.
+        [num_layers, num_experts]"""
+        self.placement.end_pass(step, hits)
 
     def substitute(self, facts: Facts) -> RoutedTokens | None:
         """What is to run instead of what the router chose, if anything else is.
@@ -103,19 +120,18 @@ class Policies:
         return moves
 
     def _moves(self, facts: Facts, decision: Decision) -> Moves:
-        fetched = decision.assignment.fetch
-        if not facts.has_idle_link:
-            is_run = decision.assignment.host
-            fetched = is_run[~facts.is_kept[is_run]]
-        if len(fetched):
-            facts = facts._replace(fetched=fetched)
-        moves = self.placement.update(facts)
         if facts.has_idle_link:
-            return moves
+            if len(decision.assignment.fetch):
+                facts = facts._replace(fetched=decision.assignment.fetch)
+            return self.placement.update(facts)
+        demand, ranks = facts.demand, self._ranks
+        if ranks is None:
+            raise InternalError("Moves are asked for without a device before a pass has begun.")
+        moves = admit(ranks, facts.layer, demand.experts, demand.num_tokens, facts.is_kept)
         if self.readmission is None:
-            return of_those(moves, fetched)
+            return moves
         later = self.readmission.choose(facts, decision.run, moves)
-        chosen = of_those(moves, np.append(fetched, later))
+        chosen = of_those(moves, np.append(decision.assignment.host, later))
         return chosen._replace(admit=chosen.admit[~np.isin(chosen.admit, later)], later=later)
 
     def _settle(self, facts: Facts, decision: Decision, moves: Moves) -> None:
@@ -147,18 +163,6 @@ def brought_bytes(facts: Facts, assignment: Assignment) -> FloatArray:
         used = np.concatenate([assignment.fetch, assignment.host])
         num_bytes[used] += size * (is_absent & ~facts.is_at_host)[used]
     return num_bytes
-
-
-def of_those(moves: Moves, fetched: IntArray) -> Moves:
-    """Those of `moves` that admit experts fetched anyway, and none in place of the others.
-
-    Without an idle link nobody else can come; the placement will ask again.
-    """
-    if not len(moves.admit):
-        return moves
-    admit = moves.admit[np.isin(moves.admit, fetched)]
-    num_left_out = len(moves.admit) - len(admit)
-    return Moves(admit, moves.evict[num_left_out:], num_left_out=num_left_out)
 
 
 def _promoted(assignment: Assignment, admit: IntArray) -> Assignment:

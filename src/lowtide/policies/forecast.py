@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lowtide.core import FloatArray, IntArray
+from lowtide.core import BoolArray, FloatArray, IntArray
 
 _DECAYS = (0.0, 0.8, 0.95)  # the last step, some five, some twenty; and everything ever seen
 _FORGET = 0.99  # weight of the past in what is learnt, per watched layer and step
@@ -15,8 +15,14 @@ _RIDGE = 1e-9  # keeps memories that say the same from cancelling each other
 _STAYS = 1.0 - np.exp2(-np.arange(54.0))
 
 
+def stays(num_tokens: IntArray) -> FloatArray:
+    """The chance that an expert with so many tokens is wanted again."""
+    chance: FloatArray = _STAYS.take(num_tokens, mode="clip")
+    return chance
+
+
 class Forecast:
-    """Each expert's worth in a layer's next step, by the best mixture of several memories.
+    """Each expert's worth in the next step of its layer, by the best mixture of several memories.
 
     A step's worth is a share: all experts of a layer sum to one, so that a prefill pass, which
     wants every expert, teaches as much as any other. Every layer remembers the last step, two
@@ -29,62 +35,67 @@ class Forecast:
         self, num_layers: int, num_experts: int, frequency: FloatArray | None = None
     ) -> None:
         """`frequency` [layers, experts]: the steps of a calibration in which each was active."""
-        self._last_layer = num_layers
         num_memories = len(_DECAYS) + 1
-        # [layers, memories and, last, the step that they are to forecast, experts]
-        self._shares = np.zeros((num_layers, num_memories + 1, num_experts))
-        self._change = np.empty((num_memories, num_experts))
-        self._num_steps = np.zeros(num_layers)
+        self._memories = np.zeros((num_memories, num_layers, num_experts))
+        self._change = np.empty_like(self._memories)
+        self._num_steps = 0.0
         if frequency is not None:
-            self._num_steps[:] = frequency.max(initial=0.0)
+            self._num_steps = float(frequency.max(initial=0.0))
             total = np.maximum(frequency.sum(axis=1, keepdims=True), 1.0)
-            self._shares[:, -2] = frequency / total
+            self._memories[-1] = frequency / total
         self._products = np.zeros((num_memories, num_memories + 1))
         self._weights = np.full(num_memories, 1 / num_memories)
-        self._rates = np.array([*(1 - decay for decay in _DECAYS), 0.0])[:, None]
-        self._worth_s = np.zeros(num_layers)  # of all experts together, in the last step
+        self.worth_s = np.zeros(num_layers)
+        """Of all experts of each layer together, in the last step."""
 
-    def observe(
-        self, layer: int, experts: IntArray, num_tokens: IntArray, worth_s: FloatArray
-    ) -> None:
-        """Tells what each activated expert's residency was worth in this step, in seconds.
+    def observe(self, num_tokens: IntArray, worth_s: FloatArray) -> None:
+        """Tells what each expert's residency was worth in a step, in seconds.
 
-        experts, num_tokens, worth_s [num_activated]. A step in which nothing was worth anything
+        num_tokens, worth_s [num_layers, num_experts]. A layer in which nothing was worth anything
         is passed over.
         """
-        total_s = float(np.add.reduce(worth_s))
-        if total_s <= 0:
+        total_s = worth_s.sum(axis=1)
+        is_heard = total_s > 0
+        if not is_heard.any():
             return
-        self._worth_s[layer] = total_s
-        shares = self._shares[layer]
-        memories, target = shares[:-1], shares[-1]
-        target.fill(0.0)
-        if layer % _WATCHED == 0:
-            target[experts] = worth_s / total_s
-            self._products *= _FORGET
-            self._products += memories.dot(shares.T)
-        kept_s = worth_s * _STAYS.take(num_tokens, mode="clip")
-        target[experts] = kept_s / np.add.reduce(kept_s)
-        self._num_steps[layer] += 1
-        self._rates[-1] = 1 / self._num_steps[layer]
-        change = np.subtract(target, memories, out=self._change)
-        change *= self._rates
-        memories += change
+        self.worth_s[is_heard] = total_s[is_heard]
+        self._watch(is_heard, worth_s, total_s)
+        kept_s = worth_s * stays(num_tokens)
+        kept_s /= np.where(is_heard, kept_s.sum(axis=1), 1.0)[:, None]
+        np.subtract(kept_s, self._memories, out=self._change)
+        self._change *= self._rates()[:, None, None] * is_heard[:, None]
+        self._memories += self._change
+        self._num_steps += 1
+        self._learn()
 
-    def __call__(self, layer: int) -> FloatArray:
-        """Seconds that each expert's residency will be worth in the next step. [num_experts]"""
-        if layer <= self._last_layer:  # a step begins; layer 0 may be one that is not heard of
-            self._learn()
-        self._last_layer = layer
-        weights = self._weights * self._worth_s[layer]
-        worth_s: FloatArray = weights.dot(self._shares[layer, :-1])
+    def before(self, shares: FloatArray) -> float:
+        """Before a step: writes to `shares` [num_layers, num_experts] what is known of the one
+        after it, as shares of a layer's worth, and returns the weight that this step's own shares
+        will have beside that."""
+        rates = self._rates()
+        weights = self._weights * (1 - rates)
+        np.dot(weights, self._memories.reshape(len(rates), -1), out=shares.reshape(-1))
+        return float(self._weights.dot(rates))
+
+    def __call__(self) -> FloatArray:
+        """Seconds that residency will be worth in the next step. [num_layers, num_experts]"""
+        worth_s: FloatArray = np.tensordot(self._weights, self._memories, 1)
+        worth_s *= self.worth_s[:, None]
         return np.maximum(worth_s, 0.0, out=worth_s)
 
-    def of_all_layers(self) -> FloatArray:
-        """The same of every layer, by the mixture learnt last. [num_layers, num_experts]"""
-        worth_s: FloatArray = np.matmul(self._weights, self._shares[:, :-1])
-        worth_s *= self._worth_s[:, None]
-        return np.maximum(worth_s, 0.0, out=worth_s)
+    def _rates(self) -> FloatArray:
+        """What each memory takes over of a new step."""
+        return np.array([*(1 - decay for decay in _DECAYS), 1 / (self._num_steps + 1)])
+
+    def _watch(self, is_heard: BoolArray, worth_s: FloatArray, total_s: FloatArray) -> None:
+        """How the memories would have forecast this step, in every fourth layer."""
+        watched = np.arange(0, len(is_heard), _WATCHED)
+        watched = watched[is_heard[watched]]
+        memories = self._memories[:, watched].reshape(len(self._weights), -1)
+        wanted = (worth_s[watched] / total_s[watched, None]).reshape(-1)
+        self._products *= _FORGET ** len(watched)
+        self._products[:, :-1] += memories.dot(memories.T)
+        self._products[:, -1] += memories.dot(wanted)
 
     def _learn(self) -> None:
         """The mixture of least squared error; as long as little is known, equal weights."""

@@ -26,11 +26,10 @@ class Use:
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self.mean: FloatArray = np.zeros((num_layers, num_experts))
 
-    def saw(self, layer: int, experts: IntArray) -> None:
-        """Told what a step asks of a layer."""
-        mean = self.mean[layer]
-        mean *= 1 - _FORGET
-        mean[experts] += _FORGET
+    def saw(self, hits: IntArray) -> None:
+        """Told what a step asked of all layers. hits [layers, experts]"""
+        self.mean *= 1 - _FORGET
+        self.mean += _FORGET * (hits > 0)
 
 
 class Shrunk(NamedTuple):

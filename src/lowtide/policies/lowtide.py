@@ -6,17 +6,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lowtide.core import NO_MOVES, Costs, Facts, FloatArray, IntArray, Moves, StepKind
+from lowtide.core import NO_MOVES, Costs, Facts, FloatArray, IntArray, Moves, Step, StepKind
 from lowtide.errors import UsageError
 from lowtide.policies.budgets import Budgets
-from lowtide.policies.forecast import Forecast
+from lowtide.policies.forecast import Forecast, stays
 from lowtide.policies.online_tau import OnlineTau, interval
-from lowtide.policies.ranking import at_most, exchange, favourites
+from lowtide.policies.placement import Ranked, favourites
+from lowtide.policies.ranks import Ranks, choose
 
 _NUM_KNOWN = 1025  # token counts whose worth is looked up
 
 
-class Lowtide:
+class Lowtide(Ranked):
     """TIDE's interval with a memory, and only moves that pay for themselves.
 
     For each expert it forecasts the seconds per step that residency would save: the cheaper way
@@ -30,7 +31,8 @@ class Lowtide:
     steps.
 
     `Budgets` moves residents between layers, as many in all as there is room for. A layer that has
-    too many by that evicts those that are worth least, and does nothing else in that step.
+    too many by that evicts those that are worth least. Both go by what is known before a pass; its
+    own demand counts as it will in the forecast's memories. Without a device every move is free.
     """
 
     def __init__(
@@ -51,14 +53,17 @@ class Lowtide:
         if not isinstance(tau, OnlineTau) and tau < 1:
             raise UsageError(f"tau must be a whole number of steps from 1, not {tau}.")
         num_layers = len(capacity)
-        self._last_layer = num_layers
+        super().__init__(num_layers, num_experts)
+        self._num_residents[:] = capacity  # a layer that has all its experts is not heard of
         self._budgets = Budgets(capacity, num_experts)
         self._costs = costs
         self._tau = tau
         self._decay = decay
         self._frequency = frequency
         self._forecast = Forecast(num_layers, num_experts, frequency)
-        self._known_s = self._seconds(np.arange(_NUM_KNOWN))
+        counts = np.arange(_NUM_KNOWN)
+        self._known_s = self._seconds(counts)
+        self._staying_s = self._known_s[:, 2] * stays(counts)
         self._sides = np.ones((2, num_experts))  # [all activated experts, those on the host]
         self._is_fetched = np.zeros(num_experts, np.bool_)  # in the step of one layer
         per_layer = np.inf if max_step_bytes is None else max_step_bytes / max(1, num_layers)
@@ -72,60 +77,69 @@ class Lowtide:
         return interval(self._tau)
 
     def initial(self, layer: int) -> IntArray:
+        capacity = int(self._budgets.capacity[layer])
         if self._frequency is None:
-            return np.arange(self._budgets.capacity[layer])
-        return favourites(self._frequency[layer], self._budgets.capacity[layer])
+            return np.arange(capacity)
+        return favourites(self._frequency[layer], capacity)
+
+    def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
+        budgets = self._budgets
+        budgets.resize(capacity)
+        if step.kind is not StepKind.PREFILL:
+            budgets.begin_step(self._forecast)
+        budgets.settle(num_residents)
+        own_share = self._forecast.before(self._rank)
+        return Ranks(
+            self._rank,
+            budgets.capacity,
+            per_share=own_share,
+            worth=self._staying_s,
+            low_ids_leave=True,
+        )
+
+    def end_pass(self, step: Step, hits: IntArray) -> None:
+        if isinstance(self._tau, OnlineTau):
+            self._tau.observe(step, hits)
+        self._forecast.observe(hits, self._of(hits)[..., 2])
 
     def update(self, facts: Facts) -> Moves:
-        step, layer, is_kept = facts.step, facts.layer, facts.is_kept
-        if isinstance(self._tau, OnlineTau):
-            self._tau.observe(step, layer, facts.demand)
-        is_prefill = step.kind is StepKind.PREFILL
-        self._budgets.resize(facts.capacity)
-        # Not by layer 0: a layer whose experts are all resident is not heard of.
-        is_first, self._last_layer = layer <= self._last_layer, layer
-        if is_first and not is_prefill:
-            self._budgets.begin_step(self._forecast.of_all_layers)
+        ranks, layer = self.ranks_for(facts), facts.layer
         self._is_fetched[facts.fetched] = True
-        self._learn(facts)
-        remaining = self.tau if is_prefill else self.tau - step.index % self.tau
-        if self._budgets.settle(layer, int(np.count_nonzero(is_kept))):
-            moves = at_most(self._budgets.capacity[layer], self._forecast(layer), is_kept)
-        elif self._credit[layer] >= 1 or len(facts.fetched):
-            moves = self._swap(facts, remaining)
-        else:
-            moves = NO_MOVES  # nothing could be afforded
+        worth_s = self._watch_link(facts) or self._forecast.worth_s[layer]
+        is_over = self._num_residents[layer] > ranks.room[layer]
+        moves = NO_MOVES
+        if is_over or self._credit[layer] >= 1 or len(facts.fetched):
+            moves = self._affordable(facts, ranks, worth_s)
         self._is_fetched.fill(False)
         return moves
 
-    def _learn(self, facts: Facts) -> None:
-        demand = facts.demand
-        if not len(demand.experts):
-            return
+    def _of(self, num_tokens: IntArray) -> FloatArray:
+        """`_seconds`, looked up where it can be."""
         try:
-            seconds = self._known_s[demand.num_tokens]
+            return self._known_s[num_tokens]
         except IndexError:
-            seconds = self._seconds(demand.num_tokens)
-        self._forecast.observe(facts.layer, demand.experts, demand.num_tokens, seconds[:, 2])
-        self._watch_link(facts, seconds)
+            return self._seconds(num_tokens)
 
     def _seconds(self, num_tokens: IntArray) -> FloatArray:
-        """On the device, on the host, and saved by residency. [len(num_tokens), 3]"""
+        """On the device, on the host, and saved by residency. [..., 3]"""
         costs = self._costs
         device_s, host_s = costs.device_s(num_tokens), costs.host_s(num_tokens)
         absent_s = np.maximum(device_s, costs.fetch_s) if costs.num_staging else host_s
         saved_s = np.maximum(0.0, np.minimum(absent_s, host_s) - device_s)
-        return np.stack([device_s, host_s, saved_s], axis=1)
+        return np.stack([device_s, host_s, saved_s], axis=-1)
 
-    def _watch_link(self, facts: Facts, seconds: FloatArray) -> None:
-        """Learns how busy demand keeps the link, and grants moves for the time it leaves."""
+    def _watch_link(self, facts: Facts) -> float:
+        """Learns how busy demand keeps the link, and grants moves for the time it leaves; what the
+        residency of all activated experts is worth."""
         layer, demand, costs = facts.layer, facts.demand, facts.costs
         num_tokens, fetch_s = demand.num_tokens, costs.fetch_s
+        if not len(num_tokens):
+            return 0.0
         link_s = len(facts.fetched) * fetch_s
         sides = self._sides[:, : len(num_tokens)]
         sides[1] = ~(demand.is_resident | self._is_fetched[demand.experts])
         # All sums in one product: each costs as much as it.
-        (all_s, _, _), (spared_s, host_part_s, _) = sides.dot(seconds).tolist()
+        (all_s, _, worth_s), (spared_s, host_part_s, _) = sides.dot(self._of(num_tokens)).tolist()
         # A pass has at least as many rows as its busiest expert has tokens.
         dense_s = costs.dense_s.at(int(num_tokens[num_tokens.argmax()]))
         layer_s = dense_s + max(link_s, host_part_s, all_s - spared_s)
@@ -134,38 +148,21 @@ class Lowtide:
         granted = min(self._max_moves, (layer_s - link_s) / fetch_s)
         most = max(1.0, granted) * self.tau
         self._credit[layer] = min(self._credit[layer] + granted, most)
+        return float(worth_s)
 
-    def _swap(self, facts: Facts, remaining: int) -> Moves:
-        layer, is_kept = facts.layer, facts.is_kept
-        gain_s = self._forecast(layer) * remaining
-        net_s = gain_s - facts.costs.fetch_s * self._busy[layer]
-        np.copyto(net_s, gain_s, where=self._is_fetched)
-        residents = is_kept.nonzero()[0]
-        kept_s = gain_s[residents]
-        num_free = max(0, self._budgets.capacity[layer] - len(residents))
-        floor_s = kept_s[kept_s.argmin()] if len(residents) and not num_free else 0.0
-        entering = ((net_s > floor_s) > is_kept).nonzero()[0]
-        if not len(entering):
-            return NO_MOVES
-        entering = entering[(-net_s[entering]).argsort(kind="stable")]
-        entering = self._affordable(layer, entering)
-        if not len(entering):
-            return NO_MOVES
-        worse = (kept_s < net_s[entering[0]]).nonzero()[0]
-        leaving = residents[worse[kept_s[worse].argsort(kind="stable")]]
-        moves = exchange(entering, leaving, net_s[entering], gain_s, num_free)
-        is_fetched = self._is_fetched[moves.admit]
-        self._credit[layer] -= len(is_fetched) - np.count_nonzero(is_fetched)
+    def _affordable(self, facts: Facts, ranks: Ranks, worth_s: float) -> Moves:
+        """The moves that pay within the rest of the interval: those that cost nothing, and of the
+        others, best first, as many as there is credit."""
+        step, layer = facts.step, facts.layer
+        is_prefill = step.kind is StepKind.PREFILL
+        remaining = self.tau if is_prefill else self.tau - step.index % self.tau
+        net_s = ranks.rank[layer].clip(0.0) * (worth_s * remaining)
+        is_paid = ~(facts.is_kept | self._is_fetched)
+        net_s[is_paid] -= facts.costs.fetch_s * self._busy[layer]
+        paid = (is_paid & (net_s > 0)).nonzero()[0]
+        too_many = paid[(-net_s[paid]).argsort(kind="stable")][int(self._credit[layer]) :]
+        net_s[too_many] = 0.0
+        alone = ranks._replace(rank=net_s[None], room=ranks.room[layer : layer + 1])
+        moves = choose(alone, 0, ~facts.is_kept, facts.is_kept)
+        self._credit[layer] -= np.count_nonzero(is_paid[moves.admit])
         return moves
-
-    def _affordable(self, layer: int, entering: IntArray) -> IntArray:
-        """Those, best first, that cost nothing, and of the others as many as there is credit."""
-        credit = int(self._credit[layer])
-        if len(entering) <= credit:
-            return entering
-        is_free = self._is_fetched[entering]
-        if not np.count_nonzero(is_free):
-            return entering[:credit]
-        num_paid = (~is_free).cumsum()
-        affordable: IntArray = entering[(is_free | (num_paid <= credit)).nonzero()[0]]
-        return affordable

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lowtide.core import BoolArray, Costs, Demand, FloatArray, IntArray, Step, StepKind
+from lowtide.core import BoolArray, Costs, FloatArray, IntArray, Step, StepKind
 from lowtide.errors import UsageError
 
 ONLINE_TAUS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -65,30 +65,24 @@ class OnlineTau:
         self._window = window
         self._hysteresis = hysteresis
         self._on_change = on_change
-        self._place_of = {layer: place for place, layer in enumerate(watched)}
-        self._hits = np.zeros((window, len(self._place_of), num_experts), np.int64)
+        self._watched = list(watched)
+        self._hits = np.zeros((window, len(self._watched), num_experts), np.int64)
         self._index = np.zeros(window, np.int64)
-        self._last_layer = max(self._place_of, default=0)
         self._num_steps = 0
 
-    def observe(self, step: Step, layer: int, demand: Demand) -> None:
-        """Tells one layer's demand; prefill passes and layers that are not watched are ignored."""
-        place = self._place_of.get(layer)
-        if place is None or step.kind is StepKind.PREFILL:
-            return
-        is_first, self._last_layer = layer <= self._last_layer, layer
-        if is_first:
-            if self._is_due():
-                self._choose()
-            self._begin(step)
-        now = self._hits[(self._num_steps - 1) % self._window, place]
-        now[demand.experts] = demand.num_tokens
+    def observe(self, step: Step, hits: IntArray) -> None:
+        """Tells what a pass asked for; prefill passes and layers that are not watched are ignored.
 
-    def _begin(self, step: Step) -> None:
+        hits [num_layers, num_experts]
+        """
+        watched = hits[self._watched]
+        if step.kind is StepKind.PREFILL or not watched.any():
+            return
         row = self._num_steps % self._window
-        self._hits[row] = 0
-        self._index[row] = step.index
+        self._hits[row], self._index[row] = watched, step.index
         self._num_steps += 1
+        if self._is_due():
+            self._choose()
 
     def _is_due(self) -> bool:
         num_steps, window = self._num_steps, self._window

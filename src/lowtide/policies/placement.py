@@ -1,11 +1,11 @@
 """Placement: which experts of a layer stay resident from one step to the next.
 
 Pure decisions from facts: no tensors, clocks or I/O, and no randomness but what is drawn from a
-seed at the start. A policy is told what a layer asks for, what is resident and how much may be,
-and answers with moves; the runtime, or a simulator, obeys. `LRU` and `Tide` admit only experts of
-the present demand; `DaliWindow` and `Lowtide` may also admit others, to be fetched for later steps
-in idle link time. Room may shrink and grow from one step to the next: whatever was kept before,
-no more stays than there is room for now.
+seed at the start. Before a pass a placement says by `Ranks` who may become resident in whose
+place, and after it learns what the pass asked for; the runtime, or a simulator, obeys. Beside a
+device it is asked layer by layer instead, and answers with moves: there `DaliWindow` and `Lowtide`
+also bring experts that the step does not ask for, in idle link time. Room may shrink and grow from
+one pass to the next: whatever was kept before, no more stays than there is room for now.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Protocol
 import numpy as np
 from numpy.random import default_rng
 
-from lowtide.core import NO_MOVES, BoolArray, Facts, FloatArray, IntArray, Moves, StepKind
+from lowtide.core import BoolArray, Demand, Facts, FloatArray, IntArray, Moves, Step, StepKind
 from lowtide.errors import UsageError
 from lowtide.policies.online_tau import OnlineTau, interval
-from lowtide.policies.ranking import at_most, best_kept, exchange, favourites, moves_to, top
+from lowtide.policies.ranks import Ranks, bump, choose
 
 
 class Placement(Protocol):
@@ -29,8 +29,18 @@ class Placement(Protocol):
         """Experts to make resident before the first step, ascending."""
         ...
 
+    def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
+        """What holds for the pass that begins, of all layers: [num_layers], those that each has
+        and the room that it is given now."""
+        ...
+
+    def end_pass(self, step: Step, hits: IntArray) -> None:
+        """Told what the pass asked for: tokens of each expert, 0 in layers that are not heard of.
+        [num_layers, num_experts]"""
+        ...
+
     def update(self, facts: Facts) -> Moves:
-        """What to admit and evict, told after the layer's router has spoken.
+        """Beside a device: what to admit and evict, told after the layer's router has spoken.
 
         After the moves the layer has at most `facts.room` residents. Where nobody has more than
         that, admitting and evicting nothing is always safe.
@@ -38,54 +48,137 @@ class Placement(Protocol):
         ...
 
 
-class Static:
+class Heard:
+    """What a pass asked for, where it is told layer by layer; it ends when the next one begins."""
+
+    def __init__(self, num_layers: int, num_experts: int) -> None:
+        self.hits = np.zeros((num_layers, num_experts), np.int64)
+        self.step: Step | None = None  # of the pass
+        self._layer = 0
+
+    def begins(self, step: Step, layer: int) -> bool:
+        """Whether a pass begins with this layer: not by layer 0, which may not be heard of."""
+        is_first = self.step is None or layer <= self._layer or step != self.step
+        self._layer = layer
+        return is_first
+
+    def begin(self, step: Step) -> None:
+        """Forgets the last pass."""
+        self.step = step
+        self.hits.fill(0)
+
+    def note(self, layer: int, demand: Demand) -> None:
+        """What the layer asks for."""
+        self.hits[layer, demand.experts] = demand.num_tokens
+
+
+class Ranked:
+    """A placement that is its ranks. Asked layer by layer, it finds the passes by itself."""
+
+    is_owed = False  # of its moves beside a device
+
+    def __init__(self, num_layers: int, num_experts: int) -> None:
+        self._rank = np.zeros((num_layers, num_experts))
+        self._heard = Heard(num_layers, num_experts)
+        self._num_residents = np.zeros(num_layers, np.int64)  # of each layer when last heard of
+        self._ranks: Ranks
+
+    def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
+        raise NotImplementedError
+
+    def end_pass(self, step: Step, hits: IntArray) -> None:
+        """The pass has raised the ranks: often there is nothing else to learn."""
+
+    def update(self, facts: Facts) -> Moves:
+        ranks = self.ranks_for(facts)
+        moves = choose(ranks, facts.layer, self.may_enter(facts), facts.is_kept)
+        return moves._replace(is_owed=True) if self.is_owed else moves
+
+    def may_enter(self, facts: Facts) -> BoolArray:
+        """Who of the absent is considered beside a device: those that the step asks for."""
+        is_demanded = np.zeros(len(facts.is_kept), np.bool_)
+        is_demanded[facts.demand.experts] = True
+        return is_demanded
+
+    def ranks_for(self, facts: Facts) -> Ranks:
+        """Those of the pass, raised by what the layer asks for."""
+        heard, layer, demand = self._heard, facts.layer, facts.demand
+        if heard.begins(facts.step, layer):
+            if heard.step is not None:
+                self.end_pass(heard.step, heard.hits)
+            heard.begin(facts.step)
+            self._ranks = self.begin_pass(facts.step, self._num_residents, facts.capacity)
+        heard.note(layer, demand)
+        self._num_residents[layer] = np.count_nonzero(facts.is_kept)
+        bump(self._ranks, layer, demand.experts, demand.num_tokens)
+        return self._ranks
+
+
+class Static(Ranked):
     """The same experts for ever, as many of them as there is room for.
 
     Without a calibration the first experts by id are kept. `Static` of all experts is the
     `resident` preset.
     """
 
-    def __init__(self, residents: Sequence[IntArray]) -> None:
-        """`residents`: per layer, the experts to keep, ascending."""
-        self._residents = residents
+    def __init__(
+        self, orders: Sequence[IntArray], num_experts: int, capacity: Sequence[int] | None = None
+    ) -> None:
+        """orders: per layer, the experts that may ever be kept, the first ones first; capacity: how
+        many of them at the start, by default all."""
+        super().__init__(len(orders), num_experts)
+        self._initial = [np.sort(order) for order in orders]
+        if capacity is not None:
+            pairs = zip(orders, capacity, strict=True)
+            self._initial = [np.sort(order[:count]) for order, count in pairs]
+        self._places = np.full(self._rank.shape, num_experts)
+        for places, order in zip(self._places, orders, strict=True):
+            places[order] = np.arange(len(order))
+        self._room: IntArray | None = None
 
     @classmethod
-    def first(cls, capacity: Sequence[int]) -> Static:
+    def first(cls, capacity: Sequence[int], num_experts: int) -> Static:
         """Experts 0 to `capacity[layer]` of each layer."""
-        return cls([np.arange(num_experts) for num_experts in capacity])
+        return cls([np.arange(count) for count in capacity], num_experts)
+
+    @classmethod
+    def favourites(cls, capacity: Sequence[int], frequency: FloatArray) -> Static:
+        """The experts used most, lower ids first among equals. frequency [layers, experts]"""
+        orders = list((-frequency).argsort(axis=1, kind="stable"))
+        return cls(orders, frequency.shape[1], capacity)
 
     def initial(self, layer: int) -> IntArray:
-        return self._residents[layer]
+        return self._initial[layer]
 
-    def update(self, facts: Facts) -> Moves:
-        residents = self._residents[facts.layer][: facts.room]
-        if np.count_nonzero(facts.is_kept) == len(residents):
-            return NO_MOVES
-        return moves_to(residents, facts.is_kept)
+    def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
+        if self._room is None or not np.array_equal(self._room, capacity):
+            self._room = capacity.copy()
+            is_kept = self._places < capacity[:, None]
+            self._rank[:] = np.where(is_kept, self._rank.shape[1] - self._places, 0)
+        return Ranks(self._rank, self._room)
+
+    def may_enter(self, facts: Facts) -> BoolArray:
+        return ~facts.is_kept
 
 
-class LRU:
+class LRU(Ranked):
     """Keeps the experts used last, admitting each on demand (Mixtral-Offloading, per layer).
 
     Within a step experts count as used in ascending id.
     """
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
-        self._last_use = np.full((num_layers, num_experts), -1, np.int64)
-        self._num_uses = 0
+        super().__init__(num_layers, num_experts)
+        self._clock = np.zeros(1, np.int64)
 
     def initial(self, layer: int) -> IntArray:
         return np.empty(0, np.int64)
 
-    def update(self, facts: Facts) -> Moves:
-        demand, last_use = facts.demand, self._last_use[facts.layer]
-        last_use[demand.experts] = np.arange(self._num_uses, self._num_uses + len(demand.experts))
-        self._num_uses += len(demand.experts)
-        candidates = _kept_or_demanded(facts)
-        return moves_to(top(last_use, candidates, facts.room), facts.is_kept)
+    def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
+        return Ranks(self._rank, capacity, clock=self._clock)
 
 
-class Tide:
+class Tide(Ranked):
     """Refreshes a layer's residents at every `tau`-th denoising step, and never in between.
 
     TIDE, Algorithm 1 as its text has it: at steps with `t % tau == 0` the experts with most hits
@@ -95,63 +188,51 @@ class Tide:
     Where room is lost in between, those with least hits in this step leave.
     """
 
-    def __init__(self, num_experts: int, tau: int | OnlineTau, starts_empty: bool = False) -> None:
+    def __init__(
+        self, num_layers: int, num_experts: int, tau: int | OnlineTau, starts_empty: bool = False
+    ) -> None:
         """starts_empty: nobody is resident before the first step that is no prefill."""
-        self._hits = np.empty(num_experts, np.int64)
+        super().__init__(num_layers, num_experts)
         self._tau = tau
         self._starts_empty = starts_empty
 
     def initial(self, layer: int) -> IntArray:
         return np.empty(0, np.int64)
 
-    def update(self, facts: Facts) -> Moves:
-        step, is_kept = facts.step, facts.is_kept
-        if isinstance(self._tau, OnlineTau):
-            self._tau.observe(step, facts.layer, facts.demand)
+    def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
+        self._rank.fill(0)
         is_left_out = self._starts_empty and step.kind is StepKind.PREFILL
-        is_refresh = not is_left_out and step.index % interval(self._tau) == 0
-        if not is_refresh and np.count_nonzero(is_kept) <= facts.room:
-            return NO_MOVES
-        rank = self._hits  # 2 * hits, plus one for residents, so that they win ties
-        rank[:] = is_kept
-        rank[facts.demand.experts] += 2 * facts.demand.num_tokens
-        if is_refresh:
-            return moves_to(top(rank, rank > 0, facts.room), is_kept)
-        return at_most(facts.room, rank, is_kept)
+        if not is_left_out and step.index % interval(self._tau) == 0:
+            return Ranks(self._rank, capacity, per_token=1)
+        return Ranks(self._rank, capacity, most=0, per_token=1, low_ids_leave=True)
+
+    def end_pass(self, step: Step, hits: IntArray) -> None:
+        if isinstance(self._tau, OnlineTau):
+            self._tau.observe(step, hits)
 
 
-class Frequency:
-    """The experts that a calibration used most; optionally it goes on counting (EdgeMoE).
+class Frequency(Ranked):
+    """The experts used most, by a calibration and since (EdgeMoE).
 
     EdgeMoE evicts by activation frequency and by how soon a layer comes round again; the slots
-    of a layer are its own here, so only the frequency is left. Counting on, an expert of this
-    step that is used more often than a resident takes its place.
+    of a layer are its own here, so only the frequency is left. An expert of this step that is used
+    more often than a resident takes its place.
     """
 
-    def __init__(self, capacity: Sequence[int], frequency: FloatArray, learns: bool = False):
-        """`frequency` [layers, experts]: activations, in any unit of one's own when not learning.
-
-        When learning, one activation of a step counts 1.
-        """
+    def __init__(self, capacity: Sequence[int], frequency: FloatArray) -> None:
+        """`frequency` [layers, experts]: of one activation, 1."""
+        super().__init__(*frequency.shape)
         self._capacity = capacity
-        self._frequency = np.array(frequency, np.float64)
-        self._learns = learns
+        self._rank[:] = frequency
 
     def initial(self, layer: int) -> IntArray:
-        return favourites(self._frequency[layer], self._capacity[layer])
+        return favourites(self._rank[layer], self._capacity[layer])
 
-    def update(self, facts: Facts) -> Moves:
-        frequency, is_kept = self._frequency[facts.layer], facts.is_kept
-        if self._learns:
-            frequency[facts.demand.experts] += 1
-            candidates = _kept_or_demanded(facts)
-            return moves_to(best_kept(frequency, candidates, is_kept, facts.room), is_kept)
-        if np.count_nonzero(is_kept) == facts.room:
-            return NO_MOVES
-        return moves_to(favourites(frequency, facts.room), is_kept)
+    def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
+        return Ranks(self._rank, capacity, per_expert=1)
 
 
-class ScoreCache:
+class ScoreCache(Ranked):
     """Keeps the experts with the highest running score of activation (HybriMoE).
 
     The score is an exponential mean of an expert's share of the step's hits, weight `alpha` for
@@ -163,23 +244,24 @@ class ScoreCache:
     def __init__(self, capacity: Sequence[int], num_experts: int, alpha: float = 0.5) -> None:
         if not 0.0 <= alpha <= 1.0:
             raise UsageError(f"alpha must be a number from 0 to 1, not {alpha}.")
+        super().__init__(len(capacity), num_experts)
         self._capacity = capacity
-        self._score = np.zeros((len(capacity), num_experts))
         self._alpha = alpha
 
     def initial(self, layer: int) -> IntArray:
         return np.arange(self._capacity[layer])
 
-    def update(self, facts: Facts) -> Moves:
-        demand, is_kept, score = facts.demand, facts.is_kept, self._score[facts.layer]
-        score *= 1 - self._alpha
-        score[demand.experts] += self._alpha * demand.num_tokens / max(1, demand.num_tokens.sum())
-        candidates = is_kept.copy()
-        candidates[facts.fetched] = True
-        return moves_to(best_kept(score, candidates, is_kept, facts.room), is_kept)
+    def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
+        self._rank *= 1 - self._alpha
+        return Ranks(self._rank, capacity, per_share=self._alpha)
+
+    def may_enter(self, facts: Facts) -> BoolArray:
+        is_fetched = np.zeros(len(facts.is_kept), np.bool_)
+        is_fetched[facts.fetched] = True
+        return is_fetched
 
 
-class DaliWindow:
+class DaliWindow(Ranked):
     """DALI, Algorithm 2: every `w_size` steps up to `u_size` residents give way to hotter experts.
 
     Scores sum tokens over the window and start anew after it. Where the paper contradicts itself,
@@ -189,6 +271,8 @@ class DaliWindow:
     `seed`. A swap is owed: its transfer lies between two steps, as in the algorithm, and only an
     expert that the step itself has fetched stays without one.
     """
+
+    is_owed = True
 
     def __init__(
         self,
@@ -202,40 +286,27 @@ class DaliWindow:
             raise UsageError(
                 f"DALI's window needs w_size >= 1 and u_size >= 0, not {w_size}, {u_size}."
             )
+        super().__init__(len(capacity), num_experts)
         draw = default_rng(seed)
         self._initial = [np.sort(draw.permutation(num_experts)[:slots]) for slots in capacity]
-        self._score = np.zeros((len(capacity), num_experts), np.int64)
-        self._num_steps = [0] * len(capacity)
+        self._num_passes = 0
         self._w_size = w_size
         self._u_size = u_size
 
     def initial(self, layer: int) -> IntArray:
         return self._initial[layer]
 
-    def update(self, facts: Facts) -> Moves:
-        layer, is_kept, score = facts.layer, facts.is_kept, self._score[facts.layer]
-        score[facts.demand.experts] += facts.demand.num_tokens
-        self._num_steps[layer] += 1
-        is_full_window = self._num_steps[layer] % self._w_size == 0
-        if np.count_nonzero(is_kept) > facts.room:
-            moves = at_most(facts.room, score, is_kept)
-        elif is_full_window:
-            moves = self._swap(score, is_kept, facts.room)
-        else:
-            return NO_MOVES
-        if is_full_window:
-            score[:] = 0
-        return moves
+    def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
+        if self._num_passes % self._w_size == 0:
+            self._rank.fill(0)
+        self._num_passes += 1
+        most = 0 if self._num_passes % self._w_size else self._u_size
+        return Ranks(self._rank, capacity, most, per_token=1, includes_all=True, low_ids_leave=True)
 
-    def _swap(self, score: IntArray, is_kept: BoolArray, room: int) -> Moves:
-        entering = top(score, ~is_kept & (score > 0), self._u_size)
-        residents = is_kept.nonzero()[0]
-        leaving = residents[score[residents].argsort(kind="stable")]
-        moves = exchange(entering, leaving, score[entering], score, room - len(residents))
-        return moves._replace(is_owed=True)
+    def may_enter(self, facts: Facts) -> BoolArray:
+        return ~facts.is_kept
 
 
-def _kept_or_demanded(facts: Facts) -> BoolArray:
-    candidates = facts.is_kept.copy()
-    candidates[facts.demand.experts] = True
-    return candidates
+def favourites(worth: FloatArray, count: int) -> IntArray:
+    """The `count` experts of most worth, ascending; lower ids win ties."""
+    return np.sort((-worth).argsort(kind="stable")[:count])

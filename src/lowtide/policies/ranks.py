@@ -24,9 +24,10 @@ class Ranks(NamedTuple):
     most: int = NO_LIMIT  # experts that may be admitted in each layer
     per_token: float = 0.0  # what the rank of a demanded expert gains for each of its tokens,
     per_expert: float = 0.0  # and once,
-    per_share: float = 0.0  # and for its share of all tokens of the layer
+    per_share: float = 0.0  # and for its share of what the layer's demand is worth
+    worth: FloatArray | None = None  # [n] of so many tokens, the last for more; None: their number
     clock: IntArray | None = None  # [1]: if given, its rank becomes the next number instead
-    includes_all: bool = False  # experts that the pass does not demand may come too, for later
+    includes_all: bool = False  # absent experts that the pass does not demand compete, too
     low_ids_leave: bool = (
         False  # which of residents of equal rank leave first: lower ids, or higher
     )
@@ -39,13 +40,13 @@ def admit(
 
     Absent demanded experts come in order of rank, lower ids first among equals, while there is
     free room or a resident of less rank. A demanded resident may leave as well, after its use.
+    Nobody reads those who are not demanded: where they compete, whom they would replace stays.
     """
     bump(ranks, layer, experts, num_tokens)
     is_demanded = np.zeros(len(is_resident), np.bool_)
     is_demanded[experts] = True
     moves = choose(ranks, layer, is_demanded | ranks.includes_all, is_resident)
-    is_now = is_demanded[moves.admit]
-    return moves._replace(admit=moves.admit[is_now], later=moves.admit[~is_now])
+    return of_those(moves, experts) if ranks.includes_all else moves
 
 
 def bump(ranks: Ranks, layer: int, experts: IntArray, num_tokens: IntArray) -> None:
@@ -55,8 +56,11 @@ def bump(ranks: Ranks, layer: int, experts: IntArray, num_tokens: IntArray) -> N
         rank[experts] = ranks.clock[0] + np.arange(1, len(experts) + 1)
         ranks.clock[0] += len(experts)
         return
-    share = ranks.per_share * num_tokens / max(1, num_tokens.sum())
-    rank[experts] += ranks.per_token * num_tokens + ranks.per_expert + share
+    rank[experts] += ranks.per_token * num_tokens + ranks.per_expert
+    if ranks.per_share and len(experts):
+        worth = num_tokens if ranks.worth is None else ranks.worth.take(num_tokens, mode="clip")
+        if (total := worth.cumsum()[-1]) > 0:  # in order, as compiled code takes it
+            rank[experts] += ranks.per_share * worth / total
 
 
 def choose(ranks: Ranks, layer: int, may_enter: BoolArray, is_resident: BoolArray) -> Moves:
@@ -82,3 +86,13 @@ def choose(ranks: Ranks, layer: int, may_enter: BoolArray, is_resident: BoolArra
     return Moves(
         np.sort(entering[: num_free + num_swaps]), np.sort(leaving[: num_over + num_swaps])
     )
+
+
+def of_those(moves: Moves, experts: IntArray) -> Moves:
+    """Those of `moves` that admit one of `experts`, and none in place of the others."""
+    if not len(moves.admit):
+        return moves
+    admit = moves.admit[np.isin(moves.admit, experts)]
+    num_left_out = len(moves.admit) - len(admit)
+    evict = moves.evict[num_left_out:]
+    return Moves(admit, evict, num_left_out=moves.num_left_out + num_left_out)

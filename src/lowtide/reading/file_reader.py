@@ -12,8 +12,9 @@ import contextlib
 import os
 import queue
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ from lowtide.files.regular_file import RegularFile
 from lowtide.formats import MatrixFormat
 from lowtide.formats.arranged import Arranged
 from lowtide.formats.convert import Importance, Pack, convert, convert_rows, pack
+from lowtide.kernels.cpu.reader import OpenFile
 from lowtide.memory.arena import Arena
 from lowtide.threads.executor import drain
 
@@ -139,23 +141,36 @@ class FileReader:
         """
         self._files = tuple(files)
         self._pack = pack
-        size = _buffer_bytes(largest_read_bytes)
-        self._ring = Arena(num_readers * size)
-        ring = self._ring.array()
-        self._buffers: queue.SimpleQueue[NDArray[np.uint8]] = queue.SimpleQueue()
-        for i in range(num_readers):
-            self._buffers.put(ring[i * size : (i + 1) * size])
-        self._payload_bytes = size - 2 * SECTOR_BYTES
-        self._descriptors, self.is_direct = self._open()
         self._num_readers = num_readers
+        self._payload_bytes = _buffer_bytes(largest_read_bytes) - 2 * SECTOR_BYTES
+        self._buffers: queue.SimpleQueue[NDArray[np.uint8]] = queue.SimpleQueue()
+        self._fill_ring()
+        self._descriptors, self.is_direct = self._open()
+        self._is_lent = False
         self._pool = ThreadPoolExecutor(num_readers, thread_name_prefix="lowtide-read")
 
     def submit(self, reads: Sequence[AnyRead]) -> Ticket:
         """Starts reads, in order, on one thread; their targets must stay alive until it ends."""
+        if self._is_lent:
+            self._is_lent = False
+            self._fill_ring()
+        return self.await_work(partial(self._run, reads))
+
+    def await_work(self, work: Callable[[], int]) -> Ticket:
+        """Has one of the threads wait for what others read."""
         try:
-            return self._pool.submit(self._run, reads)
+            return self._pool.submit(work)
         except RuntimeError as error:
             raise StorageError(f"No read can start on a closed reader: {error}.") from error
+
+    def lend(self) -> tuple[list[OpenFile], NDArray[np.uint8] | None]:
+        """The open files, and the ring where reads are direct, for a reader that takes this one's
+        place. Whoever submits a read all the same (a measurement) makes this one a ring anew."""
+        for _ in range(self._num_readers):
+            self._buffers.get()
+        self._is_lent = True
+        files = [OpenFile(*each) for each in zip(self._files, self._descriptors, strict=True)]
+        return files, self._ring.array() if self.is_direct else None
 
     def drain(self) -> None:
         """Waits until every read submitted so far has ended, whoever has its ticket."""
@@ -167,6 +182,13 @@ class FileReader:
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors = []
+
+    def _fill_ring(self) -> None:
+        size = self._payload_bytes + 2 * SECTOR_BYTES
+        self._ring = Arena(self._num_readers * size)
+        ring = self._ring.array()
+        for i in range(self._num_readers):
+            self._buffers.put(ring[i * size : (i + 1) * size])
 
     def _open(self) -> tuple[list[int], bool]:
         flags = getattr(os, "O_DIRECT", 0)
@@ -341,12 +363,13 @@ class FileReader:
                 ) from error
             filled += got
             if filled < wanted and (got == 0 or got % SECTOR_BYTES):
-                size = os.fstat(self._descriptors[file]).st_size
+                self._files[file].check(self._descriptors[file])
                 raise StorageError(
-                    f"{self._files[file].path} ends at byte {size}, before the end of bytes "
-                    f"{start} to {start + num_bytes} that hold weights; the file was truncated "
-                    "after it was opened. Fetch it again."
+                    f"{self._files[file].path} ends at byte {self._files[file].num_bytes}, before "
+                    f"the end of bytes {start} to {start + num_bytes} that hold weights. Fetch it "
+                    "again."
                 )
+        self._files[file].check(self._descriptors[file])
         if not self.is_direct:
             self._drop_pages(file, aligned_start, filled)
         return buffer[skip:wanted]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lowtide.core import Demand, Facts, IntArray, Moves
+from lowtide.core import Demand, Facts, IntArray, Moves, Step
 from lowtide.policies.presets import recipe
 from lowtide.policies.recipe import Setting
 from lowtide.replay.simulator import (
@@ -36,9 +36,10 @@ def compare_alone(trace: Trace, presets: Sequence[str], setting: Setting) -> lis
         run = _Replay(preset, setting)
         routed = trace.iter_routed()
         for one, pass_hits, of_rows in zip(trace.passes, hits, routed, strict=True):
+            run.begin_pass(one.step)
             for layer in range(setting.num_layers):
                 run.layer(layer, of_rows, one.num_rows, pass_hits[layer])
-            run.end_pass(one.num_committed)
+            run.end_pass(one.step, pass_hits, one.num_committed)
         run.end()
         reports.append(run.report)
     return reports
@@ -53,6 +54,10 @@ class _Replay:
         self._is_resident = np.zeros((setting.num_layers, setting.num_experts), np.bool_)
         for layer, is_resident in enumerate(self._is_resident):
             is_resident[self._policies.placement.initial(layer)] = True
+
+    def begin_pass(self, step: Step) -> None:
+        num_residents = np.count_nonzero(self._is_resident, axis=1)
+        self._policies.begin_pass(step, num_residents, self._policies.capacity)
 
     def layer(self, layer: int, routed: RoutedPass, num_rows: int, hits: IntArray) -> None:
         """One layer of one pass. hits [experts]"""
@@ -103,6 +108,8 @@ class _Replay:
         """After the last pass."""
         count_substitutions(self.report, self._policies)
 
-    def end_pass(self, num_committed: int) -> None:
+    def end_pass(self, step: Step, hits: IntArray, num_committed: int) -> None:
+        """hits [layers, experts]"""
+        self._policies.end_pass(step, hits)
         self.report.num_passes += 1
         self.report.num_tokens += num_committed

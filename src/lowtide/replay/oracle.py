@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lowtide.core import BoolArray, Facts, FloatArray, IntArray, Moves
+from lowtide.core import BoolArray, Facts, FloatArray, IntArray, Step
 from lowtide.policies.assignment import Balance
-from lowtide.policies.placement import Placement
+from lowtide.policies.placement import Placement, Ranked, favourites
 from lowtide.policies.presets import ORACLE
-from lowtide.policies.ranking import moves_to
+from lowtide.policies.ranks import Ranks
 from lowtide.policies.recipe import Recipe, Setting
 
 __all__ = ["ORACLE", "most_hits", "oracle"]
@@ -59,31 +59,35 @@ def oracle(hits: IntArray) -> Recipe:
     return Recipe(place, lambda s: Balance(), summary="knows the future: for replays only")
 
 
-class Oracle:
+class Oracle(Ranked):
     """Belady's replacement, layer by layer, among those that the step fetches."""
 
     def __init__(self, hits: IntArray, capacity: Sequence[int]) -> None:
-        self._following = _following(hits)
-        self._first = _first_uses(hits)
+        super().__init__(*hits.shape[1:])
+        self._worth = iter(_worth(_following(hits)))
+        self._first = _worth(_first_uses(hits))
         self._capacity = capacity
-        self._num_passes = [0] * hits.shape[1]
 
     def initial(self, layer: int) -> IntArray:
-        return _soonest(self._first[layer], self._first[layer] < np.inf, self._capacity[layer])
+        num_used = int(np.count_nonzero(self._first[layer]))
+        return favourites(self._first[layer], min(num_used, self._capacity[layer]))
 
-    def update(self, facts: Facts) -> Moves:
-        when = self._following[self._num_passes[facts.layer], facts.layer]
-        self._num_passes[facts.layer] += 1
-        candidates = facts.is_kept.copy()
-        candidates[facts.fetched] = True
-        return moves_to(_soonest(when, candidates, facts.room), facts.is_kept)
+    def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
+        self._rank[:] = next(self._worth)
+        return Ranks(self._rank, capacity)
+
+    def may_enter(self, facts: Facts) -> BoolArray:
+        is_fetched = np.zeros(len(facts.is_kept), np.bool_)
+        is_fetched[facts.fetched] = True
+        return is_fetched
 
 
-def _soonest(when: FloatArray, candidates: BoolArray, count: int) -> IntArray:
-    """The `count` candidates that are wanted next, ascending; lower ids win ties."""
-    experts = candidates.nonzero()[0]
-    chosen: IntArray = np.sort(experts[when[experts].argsort(kind="stable")[:count]])
-    return chosen
+def _worth(when: FloatArray) -> FloatArray:
+    """More the sooner an expert is wanted; nothing if it never is. The shape of `when`."""
+    is_wanted = np.isfinite(when)
+    last = when.max(where=is_wanted, initial=0.0)
+    worth: FloatArray = np.where(is_wanted, last + 1 - when, 0.0)
+    return worth
 
 
 def _following(hits: IntArray) -> FloatArray:

@@ -19,13 +19,14 @@ from torch import Tensor
 from lowtide.compute import Compute
 from lowtide.config import ModelConfig
 from lowtide.kernels.operands import Rotation
-from lowtide.layers.attention import attention
+from lowtide.layers.attention import CachedAttention
 from lowtide.layers.batch import Batch
 from lowtide.layers.linear import GatedMLP, Linear
 from lowtide.layers.norm import Norm
 from lowtide.layers.rotary import Rotations
 from lowtide.layers.router import SoftmaxRouter
 from lowtide.layers.rows import in_tiles
+from lowtide.layers.sdpa import Scores
 from lowtide.memory.kv_cache import KVCache
 from lowtide.models.decoder import Decoder
 
@@ -127,7 +128,6 @@ class LatentAttention:
         compute: Compute,
     ) -> None:
         """expansion: [heads * (fixed + value_head_dim), rank], a head's keys, then its values."""
-        self._layer = layer
         self._spec = spec = config.attention
         self._queries = queries
         self._latent = latent
@@ -137,8 +137,8 @@ class LatentAttention:
         self._to_key = by_head[:, : self._fixed_dim]  # [heads, fixed, rank]
         self._to_value = by_head[:, self._fixed_dim :].transpose(1, 2)  # [heads, rank, value]
         self._output = output
-        self._kv_cache = kv_cache
         self._compute = compute
+        self._attention = CachedAttention(layer, kv_cache, compute, Scores(spec.softmax_scale))
 
     def parts(self, norm: Norm) -> None:
         """It is computed by itself."""
@@ -162,17 +162,8 @@ class LatentAttention:
         in_tiles(self._query, x, *rotation, query)
         workspace.give_back(x)
         attended = workspace.take("attended", (num_rows, spec.num_heads, width), x.dtype)
-        attention(
-            self._layer,
-            query,
-            cached,
-            cached,
-            batch.segments,
-            self._kv_cache,
-            self._compute,
-            attended,
-            scale=spec.softmax_scale,
-        )
+        self._attention.store(cached, cached, batch.segments)
+        self._attention.attend(query, batch.segments, attended)
         workspace.give_back(query, cached)
         hidden.add_(self._output_of(attended, tuple(x.shape)))
 

@@ -161,22 +161,13 @@ void run_experts(
     const std::int64_t* slots, const ExpertSlots<Weights>& places, const ExpertScratch& scratch,
     float* out, long num_tokens, long k
 ) {
-    const long num_pairs = num_tokens * k, hidden = places.hidden;
+    const long hidden = places.hidden;
     const SortedPairs sorted(x, experts, slots, scratch.parts, num_tokens, k, hidden);
     const auto num_groups = static_cast<long>(sorted.groups.size());
     ExpertLayer<Weights, Rows>(variant, num_threads, places, scratch)
         .run(sorted.groups.data(), num_groups, num_tokens == 1);
 
-    const long* rows = sorted.row_of.data();
-    const bf16* parts = scratch.parts;
-    vectorised(variant, [=]() INLINED_LAMBDA {
-        std::fill(out, out + num_tokens * hidden, 0.0f);
-        for (long pair = 0; pair < num_pairs; ++pair) {
-            const bf16* part = parts + rows[pair] * hidden;
-            float* sum = out + pair / k * hidden;
-            for (long i = 0; i < hidden; ++i) sum[i] += weights[pair] * widen(part[i]);
-        }
-    });
+    combine(variant, scratch.parts, sorted.row_of.data(), weights, out, num_tokens, k, hidden);
 }
 
 }  // namespace lowtide

@@ -1,6 +1,6 @@
-// Layers of a few rows in as few calls as there are places where Python must decide: up to a
-// router's choice, and after its experts; or all of a layer, or of a model's layers, where nobody
-// has to be asked.
+// Layers of a few rows in as few calls as there are places where Python must decide: all of a
+// model's layers in one, whichever of their experts are resident (residency.hpp); or up to a
+// router's choice, and after its experts.
 //
 //     x += output(attention(norm(x)))
 //     x += sum of experts (norm(x)) + shared expert (norm(x))
@@ -10,91 +10,15 @@
 // them, as an address: it may be another library's, whatever they are stored in.
 
 #include <algorithm>
+#include <cstring>
+#include <utility>
 #include <vector>
 
-#include "operators.hpp"
+#include "layer.hpp"
 
 using namespace lowtide;
 
 namespace {
-
-// [num_outs, ..], rows adjacent, and what multiplies with it. bias may be null.
-struct Matrix {
-    MultiplyFunction* multiply;
-    int variant, type;
-    const void* weight;
-    const bf16* bias;
-    long num_outs;
-};
-
-// What attention is made of. Projections give queries, keys and values side by side, in one product
-// or in three.
-struct Attention {
-    const bf16* norm;
-    Matrix projections[3];
-    long num_projections;
-    const bf16 *query_norm, *key_norm;  // null: none
-    long query_norm_length, key_norm_length;  // of a head, or of all heads together
-    Matrix output;
-    bf16 *keys, *values;  // the layer's cache: of key head h at h * head_stride elements
-    long head_stride, num_heads, num_key_heads, head_dim;
-    float scale;
-};
-
-// Experts' weights are those of slot 0, the others lie at multiples of slot_bytes. run: what
-// computes with them, or null where they are elsewhere.
-struct Experts {
-    const void* router;  // [num_experts, hidden]; null: a layer without
-    long is_float32;  // the router's weights, product and logits
-    const float* bias;  // of the choice, or null
-    Choice choice;
-    ExpertsFunction* run;
-    int variant;
-    std::int32_t types[3];
-    const void *gate, *up, *down;
-    long slot_bytes, width;
-};
-
-// A gated MLP that all rows use; width 0: none. share: [1, hidden], its weight for each row, or null.
-struct Shared {
-    Matrix gate, up, down;
-    const bf16* share;
-};
-
-struct Layer {
-    Attention attention;
-    const bf16* mlp_norm;
-    Experts experts;
-    Shared shared;
-    long hidden;
-    float eps;
-};
-
-// One pass, for all layers. Scratch has a row for each of x, or for each pair of a row and one of
-// its experts.
-struct Pass {
-    int variant, num_threads;
-    long num_rows;
-    bf16* x;  // [num_rows, hidden]
-    const bf16 *cos, *sin;  // [num_rows, half]
-    long half;
-    const std::int64_t* tokens;  // [num_rows, 2]: the first that a row sees in the cache; how many
-    bf16 *normed, *qkv, *attended, *update;
-    bf16* mlp_input;
-    float* router_input;
-    void* logits;
-    bf16 *parts, *gate, *up;  // of pairs
-    float* routed;
-    bf16 *shared_gate, *shared_up, *shared, *share;
-};
-
-// A layer's turn in a pass, while all of its experts are resident. slot_of [num_experts]: where they
-// are.
-struct Turn {
-    const Layer* layer;
-    const Pass* pass;
-    const std::int64_t* slot_of;
-};
 
 // out = x w^T + bias, rows of all adjacent but for out's stride.
 void multiply(const Pass& p, const bf16* x, long num_k, const Matrix& w, bf16* out, long stride) {
@@ -189,18 +113,11 @@ void route(const Pass& p, const Layer& layer, std::int64_t* experts, float* weig
                            experts, weights, p.num_rows);
 }
 
-// The sum of the experts in `routed`; how many different ones there were.
-long run_experts(const Pass& p, const Layer& layer, const std::int64_t* slot_of,
-                 const std::int64_t* experts, const float* weights) {
+ExpertCall expert_call(const Pass& p, const Layer& layer) {
     const Experts& e = layer.experts;
-    std::vector<std::int64_t> slots(experts, experts + p.num_rows * e.choice.num_chosen);
-    std::sort(slots.begin(), slots.end());
-    slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
-    for (std::int64_t& slot : slots) slot = slot_of[slot];
-    e.run(e.variant, p.num_threads, e.types, p.mlp_input, experts, weights, slots.data(), e.gate,
-          e.up, e.down, e.slot_bytes, p.parts, p.gate, p.up, p.routed, p.num_rows,
-          e.choice.num_chosen, layer.hidden, e.width);
-    return static_cast<long>(slots.size());
+    return {e.run, e.mlps, e.variant, p.num_threads, e.types, e.gate, e.up, e.down, e.slot_bytes,
+            layer.hidden, e.width, p.num_rows, e.choice.num_chosen, p.mlp_input, p.parts, p.gate,
+            p.up, p.routed};
 }
 
 void run_shared(const Pass& p, const Layer& layer) {
@@ -233,9 +150,82 @@ void add_mlp(const Pass& p, const Layer& layer) {
     });
 }
 
+// Layers on their way: at the experts of `turn`, once these have begun.
+class LayersRun {
+ public:
+    // Goes on from where the last call ended; at the first layer after DONE.
+    Status advance(const Turn* turns, long num_turns, bool attends, Residency* residency) {
+        for (; turn_ < num_turns; ++turn_, has_begun_ = false) {
+            const Turn& turn = turns[turn_];
+            if (!has_begun_) {
+                begin(turn, attends, residency);
+                const bool has_experts = turn.layer->experts.router != nullptr;
+                if (has_experts && turn_ + 1 < num_turns) expect(*turn.pass, turns[turn_ + 1]);
+                has_begun_ = true;
+            }
+            if (turn.layer->experts.router != nullptr) {
+                const Status status = experts_.advance();
+                if (status != DONE) return status;
+            }
+            add_mlp(*turn.pass, *turn.layer);
+        }
+        const Status status = experts_.end_pass();
+        if (status == DONE) turn_ = 0;
+        return status;
+    }
+
+    void reset() { turn_ = 0, has_begun_ = false, experts_ = LayerExperts(); }
+
+ private:
+    void begin(const Turn& turn, bool attends, Residency* residency) {
+        const Pass& p = *turn.pass;
+        const Layer& layer = *turn.layer;
+        if (attends) attend(p, layer);
+        normalise(p, layer, layer.mlp_norm, p.mlp_input);
+        if (layer.experts.router == nullptr) return;
+        chosen_.resize(p.num_rows * layer.experts.choice.num_chosen);
+        weights_.resize(chosen_.size());
+        route(p, layer, chosen_.data(), weights_.data());
+        experts_.begin(*residency, turn.number, expert_call(p, layer), chosen_.data(),
+                       weights_.data());
+    }
+
+    // Reads ahead what the next layer's router makes of this layer's features, which is most of
+    // what it will ask for.
+    void expect(const Pass& p, const Turn& next) {
+        const Experts& e = next.layer->experts;
+        if (e.router == nullptr || !experts_.can_read_ahead()) return;
+        logits_.resize(p.num_rows * e.choice.num_experts);
+        input_.resize(e.is_float32 ? p.num_rows * next.layer->hidden : 0);
+        expected_.resize(p.num_rows * e.choice.num_chosen);
+        expected_weights_.resize(expected_.size());
+        Pass own = p;
+        own.logits = logits_.data(), own.router_input = input_.data();
+        route(own, *next.layer, expected_.data(), expected_weights_.data());
+        experts_.read_ahead(next.number, expected_.data(), static_cast<long>(expected_.size()));
+    }
+
+    LayerExperts experts_;
+    std::vector<std::int64_t> chosen_, expected_;
+    std::vector<float> weights_, logits_, input_, expected_weights_;
+    long turn_ = 0;
+    bool has_begun_ = false;
+};
+
 }  // namespace
 
 extern "C" {
+
+// The bytes of a struct that Python hands over, which has one of its own; 0: there is no such.
+long lowtide_layout(const char* name) {
+    constexpr std::pair<const char*, long> sizes[] = {
+        {"Layer", sizeof(Layer)}, {"Pass", sizeof(Pass)}, {"Turn", sizeof(Turn)},
+        {"Residency", sizeof(Residency)}, {"Source", sizeof(Source)},
+    };
+    for (const auto& [known, num_bytes] : sizes)
+        if (std::strcmp(name, known) == 0) return num_bytes;
+    return 0;
+}
 
 // Attention, unless the rows have had it, and the router's choice for each of them: experts
 // [num_rows, k], ascending, and their weights. What the experts are given is in mlp_input.
@@ -247,38 +237,22 @@ void lowtide_run_to_router(
     if (layer->experts.router != nullptr) route(*pass, *layer, experts, weights);
 }
 
-// The experts' sum, while all that were chosen are resident. slot_of [num_experts]: where they are.
-void lowtide_run_chosen(
-    const Layer* layer, const Pass* pass, const std::int64_t* slot_of, const std::int64_t* experts,
-    const float* weights
-) {
-    run_experts(*pass, *layer, slot_of, experts, weights);
-}
-
 // The rest, once the experts' sum is in `routed`.
 void lowtide_run_from_experts(const Layer* layer, const Pass* pass) { add_mlp(*pass, *layer); }
 
-// All of it, while every expert of the layer is resident. How many of them were run.
-long lowtide_run_layer(
-    const Layer* layer, const Pass* pass, int attends, const std::int64_t* slot_of
-) {
-    const long num_pairs = pass->num_rows * layer->experts.choice.num_chosen;
-    std::vector<std::int64_t> experts(num_pairs);
-    std::vector<float> weights(num_pairs);
-    lowtide_run_to_router(layer, pass, attends, experts.data(), weights.data());
-    long num_run = 0;
-    if (layer->experts.router != nullptr)
-        num_run = run_experts(*pass, *layer, slot_of, experts.data(), weights.data());
-    add_mlp(*pass, *layer);
-    return num_run;
-}
+LayersRun* lowtide_open_run() { return new LayersRun; }
 
-// Layers one after the other, attention included. How many experts were run.
-long lowtide_run_layers(const Turn* turns, long num_turns) {
-    long num_run = 0;
-    for (const Turn* turn = turns; turn < turns + num_turns; ++turn)
-        num_run += lowtide_run_layer(turn->layer, turn->pass, 1, turn->slot_of);
-    return num_run;
+void lowtide_close_run(LayersRun* run) { delete run; }
+
+// After a failure: the next call begins with its first layer.
+void lowtide_reset_run(LayersRun* run) { run->reset(); }
+
+// Layers one after the other, with their attention or behind it; a `Status`. residency: null where
+// no layer has experts.
+int lowtide_run_layers(
+    LayersRun* run, const Turn* turns, long num_turns, int attends, Residency* residency
+) {
+    return run->advance(turns, num_turns, attends != 0, residency);
 }
 
 }

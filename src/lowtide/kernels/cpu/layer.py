@@ -7,14 +7,18 @@ Its matrices may be in any format whose products are compiled, each in its own.
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lowtide.errors import InternalError
 from lowtide.kernels.cpu.few_rows import MAX_HEAD_DIM, ChoiceStruct, FewRows, choice_struct
+from lowtide.kernels.cpu.library import check_layouts
+from lowtide.kernels.cpu.residency import ResidencyStruct
 from lowtide.kernels.cpu.weight_calls import CompiledExperts, MatrixCall
 from lowtide.kernels.layer_parts import (
     AttentionParts,
@@ -22,19 +26,23 @@ from lowtide.kernels.layer_parts import (
     LayerParts,
     PassFacts,
     Product,
+    Residents,
     RouterParts,
     Scratch,
+    Status,
 )
 from lowtide.kernels.operands import Matrix
 
 _INT, _LONG, _FLOAT, _P = ctypes.c_int, ctypes.c_long, ctypes.c_float, ctypes.c_void_p
 _TYPES: dict[str, Sequence[type[ctypes.c_void_p | ctypes.c_int | ctypes.c_long]]] = {
     "run_to_router": (_P, _P, _INT, _P, _P),
-    "run_chosen": (_P, _P, _P, _P, _P),
     "run_from_experts": (_P, _P),
-    "run_layer": (_P, _P, _INT, _P),
-    "run_layers": (_P, _LONG),
+    "run_layers": (_P, _P, _LONG, _INT, _P),
+    "reset_run": (_P,),
+    "open_run": (),
+    "close_run": (_P,),
 }
+_ANSWERS = {"run_layers": _INT, "open_run": _P}
 
 
 class _Matrix(ctypes.Structure):
@@ -75,6 +83,7 @@ class _Experts(ctypes.Structure):
         ("bias", _P),
         ("choice", ChoiceStruct),
         ("run", _P),
+        ("mlps", _P),
         ("variant", _INT),
         ("types", _INT * 3),
         ("gate", _P),
@@ -115,7 +124,7 @@ class _Pass(ctypes.Structure):
 
 
 class _Turn(ctypes.Structure):
-    _fields_: ClassVar = [("layer", _P), ("pass_", _P), ("slot_of", _P)]
+    _fields_: ClassVar = [("layer", _P), ("pass_", _P), ("number", _LONG)]
 
 
 class CompiledPass:
@@ -142,22 +151,13 @@ class CompiledLayer:
 
     def __init__(self, few_rows: FewRows, parts: LayerParts, calls: Sequence[MatrixCall]) -> None:
         """parts: which `takes_layer` takes. calls: what multiplies with each of its `products`."""
-        functions = {name: few_rows.library[f"lowtide_{name}"] for name in _TYPES}
-        for name, function in functions.items():
-            function.argtypes, function.restype = _TYPES[name], None
-        functions["run_layer"].restype = functions["run_layers"].restype = _LONG
-        self.run_layers = functions["run_layers"]
-        self._run_to_router = functions["run_to_router"]
-        self._run_chosen = functions["run_chosen"]
-        self._run_from_experts = functions["run_from_experts"]
-        self._run_layer = functions["run_layer"]
+        self.functions = _functions(few_rows.library)
         self._variant = few_rows.number
         self._parts = parts
         self._struct = _layer_struct(parts, calls)
         self._address = ctypes.addressof(self._struct)
         self.max_rows = min([few_rows.max_rows, *(call.calls.max_rows for call in calls)])
         self.max_expert_rows = _max_expert_rows(parts, self.max_rows)
-        self._slot_of = None if parts.experts is None else _array_address(parts.experts.slot_of)
 
     @classmethod
     def of(
@@ -176,28 +176,23 @@ class CompiledLayer:
     def bind(self, facts: PassFacts, scratch: Scratch, num_threads: int) -> CompiledPass:
         return CompiledPass(self._variant, facts, scratch, num_threads)
 
-    def run_to_router(
-        self, bound: BoundPass, attends: bool, experts: Tensor | None, weights: Tensor | None
-    ) -> None:
-        self._run_to_router(
-            self._address, bound.address, attends, _address(experts), _address(weights)
-        )
+    def bind_alone(self, bound: BoundPass) -> CompiledLayers:
+        return CompiledLayers([self], [bound])
 
-    def run_chosen(self, bound: BoundPass, experts: Tensor, weights: Tensor) -> None:
-        self._run_chosen(
-            self._address, bound.address, self._slot_of, experts.data_ptr(), weights.data_ptr()
+    def run_to_router(
+        self, bound: BoundPass, attends: bool, experts: Tensor, weights: Tensor
+    ) -> None:
+        self.functions["run_to_router"](
+            self._address, bound.address, attends, experts.data_ptr(), weights.data_ptr()
         )
 
     def run_from_experts(self, bound: BoundPass) -> None:
-        self._run_from_experts(self._address, bound.address)
-
-    def run(self, bound: BoundPass, attends: bool) -> int:
-        num_run: int = self._run_layer(self._address, bound.address, attends, self._slot_of)
-        return num_run
+        self.functions["run_from_experts"](self._address, bound.address)
 
     def turn(self, bound: BoundPass) -> _Turn:
         """In a call of several layers; this one and `bound` have to outlive it."""
-        return _Turn(self._address, bound.address, self._slot_of)
+        experts = self._parts.experts
+        return _Turn(self._address, bound.address, -1 if experts is None else experts.number)
 
 
 class CompiledLayers:
@@ -208,12 +203,34 @@ class CompiledLayers:
         self._turns = (_Turn * len(layers))(
             *(layer.turn(bound) for layer, bound in zip(layers, bounds, strict=True))
         )
-        self._address, self._num_layers = ctypes.addressof(self._turns), len(layers)
-        self._run_layers = layers[0].run_layers
+        functions = layers[0].functions
+        self._run_layers, self._reset = functions["run_layers"], functions["reset_run"]
+        self._run = functions["open_run"]()
+        weakref.finalize(self, functions["close_run"], self._run).atexit = False
+        self._call = self._run, ctypes.addressof(self._turns), len(layers)
 
-    def run(self) -> int:
-        num_run: int = self._run_layers(self._address, self._num_layers)
-        return num_run
+    def run(self, attends: bool, residents: Residents | None) -> None:
+        address = None if residents is None else residents.address
+        try:
+            while status := self._run_layers(*self._call, attends, address):
+                if residents is None:
+                    raise InternalError(f"Layers without experts ended with status {status}.")
+                residents.serve(Status(status))
+        except BaseException:
+            self._reset(self._run)
+            if residents is not None:
+                residents.give_up()
+            raise
+
+
+def _functions(library: ctypes.CDLL) -> dict[str, Any]:
+    """Functions of their own: those of the library's attributes are shared."""
+    structs = {"Layer": _Layer, "Pass": _Pass, "Turn": _Turn, "Residency": ResidencyStruct}
+    check_layouts(library, structs)
+    functions = {name: library[f"lowtide_{name}"] for name in _TYPES}
+    for name, function in functions.items():
+        function.argtypes, function.restype = _TYPES[name], _ANSWERS.get(name)
+    return functions
 
 
 def takes_layer(parts: LayerParts) -> bool:
@@ -300,7 +317,12 @@ def _experts(router: RouterParts, parts: LayerParts) -> _Experts:
     )
     kernels = _in_place(parts)
     if kernels is not None and parts.experts is not None:
-        struct.run, struct.variant = kernels.calls.experts_address, kernels.calls.variant
+        calls = kernels.calls
+        struct.run, struct.mlps, struct.variant = (
+            calls.experts_address,
+            calls.mlps_address,
+            calls.variant,
+        )
         struct.types = (_INT * 3)(*kernels.types.tolist())
         struct.gate, struct.up, struct.down, struct.slot_bytes = parts.experts.places
         struct.width = parts.experts.expert_size

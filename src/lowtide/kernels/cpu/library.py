@@ -19,11 +19,11 @@ import signal
 import stat
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from lowtide.errors import StorageError, UnsupportedError
+from lowtide.errors import InternalError, StorageError, UnsupportedError
 from lowtide.files.folders import cache_folder
 from lowtide.files.json_file import printable
 from lowtide.files.owners import is_own, is_trusted
@@ -43,8 +43,8 @@ def _sources(*names: str) -> tuple[Path, ...]:
 
 
 FEW_ROWS = _sources(
-    *("few_rows", "experts", "attention", "rows", "router", "layer", "products", "team"),
-    "processor",
+    *("few_rows", "experts", "attention", "rows", "router", "layer", "residency", "reader"),
+    *("products", "team", "processor"),
 )
 QUANTISED = _sources(
     *("quantised", "quantised_int8", "quantised_pack", "processor", "borrowed_team")
@@ -94,6 +94,18 @@ def load_borrowing(*sources: Path) -> ctypes.CDLL:
     of_process = ctypes.cast(load_library(*FEW_ROWS).lowtide_run_together, ctypes.c_void_p)
     library.lowtide_borrow_team(of_process)
     return library
+
+
+def check_layouts(library: ctypes.CDLL, structs: Mapping[str, type[ctypes.Structure]]) -> None:
+    """Raises InternalError where a struct that `FEW_ROWS` is handed is not as long as there."""
+    layout = library["lowtide_layout"]
+    layout.argtypes, layout.restype = [ctypes.c_char_p], ctypes.c_long
+    for name, struct in structs.items():
+        own, wanted = ctypes.sizeof(struct), layout(name.encode())
+        if own != wanted:
+            raise InternalError(
+                f"{name} has {own} bytes here and {wanted} in the compiled library."
+            )
 
 
 def build_libraries(package: Path) -> None:

@@ -43,4 +43,20 @@ struct SortedPairs {
     }
 };
 
+// out[t] = sum over t's experts, ascending, of weight * output: one multiplication and one addition
+// in float32 for each. parts: outputs, a row for each sorted pair.
+inline void combine(
+    int variant, const bf16* parts, const long* row_of, const float* weights, float* out,
+    long num_tokens, long k, long hidden
+) {
+    vectorised(variant, [=]() INLINED_LAMBDA {
+        std::fill(out, out + num_tokens * hidden, 0.0f);
+        for (long pair = 0; pair < num_tokens * k; ++pair) {
+            const bf16* part = parts + row_of[pair] * hidden;
+            float* sum = out + pair / k * hidden;
+            for (long i = 0; i < hidden; ++i) sum[i] += weights[pair] * widen(part[i]);
+        }
+    });
+}
+
 }  // namespace lowtide

@@ -37,6 +37,7 @@ class WeightCalls:
             function.argtypes, function.restype = _TYPES[name], None
         self.multiply, self.mlps, self.experts = functions.values()
         self.multiply_address = ctypes.cast(self.multiply, _P).value
+        self.mlps_address = ctypes.cast(self.mlps, _P).value
         self.experts_address = ctypes.cast(self.experts, _P).value
 
     def takes(self, x: Tensor) -> bool:

@@ -1,0 +1,194 @@
+"""The host's residents as compiled passes see and change them: nobody is asked in between.
+
+What a placement says before a pass (`policies/ranks.py`) and the ledger's own arrays are handed
+over by address; what was demanded and what became of it is taken back when the pass has ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.core import IntArray
+from lowtide.errors import InternalError, StorageError
+from lowtide.experts.ahead_trial import AheadTrial
+from lowtide.experts.host_tier import END_LIMIT_S, HostTier
+from lowtide.experts.slots import TAKEN
+from lowtide.experts.transfer import DiskTransfer
+from lowtide.kernels.cpu.reader import Readiness
+from lowtide.kernels.cpu.residency import ResidencyStruct
+from lowtide.kernels.layer_parts import Status
+from lowtide.policies.ranks import Ranks
+from lowtide.reading.file_reader import Ticket
+from lowtide.threads.event import WAIT_LIMIT_S
+
+CALL_LIMIT_S = 0.3
+"""A compiled wait is no longer: then Python hears of Ctrl-C and of the end."""
+
+
+class Outcome(NamedTuple):
+    """What became of a pass's demand."""
+
+    num_hits: int
+    num_misses: int
+    num_admitted: int
+    num_left_out: int  # that were to come and that the pass did not ask for
+
+
+class CompiledResidents:
+    """Owns the struct that compiled passes are told, and starts the reads that they cannot."""
+
+    def __init__(
+        self,
+        host: HostTier,
+        library: ctypes.CDLL,
+        hits: IntArray,
+        abandon: Callable[[], None],
+    ) -> None:
+        """hits [num_layers, num_experts]: where tokens of each expert are counted. abandon: ends
+        what a pass had begun that failed."""
+        ledger, transfer = host.ledger, host.transfer
+        compiled = transfer.compiled if isinstance(transfer, DiskTransfer) else None
+        self._host = host
+        self._compiled = compiled
+        self._hits, self._abandon = hits, abandon
+        self._readiness = (
+            Readiness(library, ledger.num_slots) if compiled is None else compiled.readiness
+        )
+        num_layers, num_experts = ledger.table.shape
+        self._asked: IntArray = np.zeros((num_experts, 3), np.int64)
+        self._tickets: dict[int, Ticket] = {}  # by slot: of reads that Python does
+        self._read_bytes: deque[int] = deque()  # of each that has ended
+        self._trial = AheadTrial()
+        self._begin_s = 0.0  # when the pass began
+        self._is_waiting: tuple[int, int, float] | None = None  # for whom, since when
+        [free] = ledger.free
+        self._struct = ResidencyStruct(
+            *map(_address, (ledger.table, ledger.owner, free.ring, free.state)),
+            num_layers,
+            num_experts,
+            ledger.num_slots,
+        )
+        self._struct.hits, self._struct.asked = _address(hits), _address(self._asked)
+        self._struct.readiness = self._readiness.address
+        self._struct.reader = None if compiled is None else compiled.address
+        self._struct.wait_limit_s = CALL_LIMIT_S
+        self.address = ctypes.addressof(self._struct)
+
+    def begin_pass(self, ranks: Ranks) -> None:
+        """What is admitted from now on, and in whose place."""
+        struct = self._struct
+        self._is_waiting = None
+        self._ranks = ranks  # which has to outlive the pass
+        self._begin_s, struct.reads_ahead = perf_counter(), self._trial.is_on
+        struct.rank, struct.room = _address(ranks.rank), _address(ranks.room)
+        struct.clock = None if ranks.clock is None else _address(ranks.clock)
+        struct.per_token, struct.per_expert = ranks.per_token, ranks.per_expert
+        struct.per_share, struct.most = ranks.per_share, ranks.most
+        struct.worth = None if ranks.worth is None else _address(ranks.worth)
+        struct.num_worth = 0 if ranks.worth is None else len(ranks.worth)
+        struct.includes_all, struct.low_ids_leave = ranks.includes_all, ranks.low_ids_leave
+
+    def serve(self, status: Status) -> None:
+        """See `Residents`."""
+        if status is Status.READS:
+            self._start_reads()
+        elif status is Status.WAITS:
+            self._check_wait()
+        elif status is Status.FAILED:
+            raise self._failure()
+        else:
+            raise InternalError("An expert waits for a slot and none will come free.")
+
+    def take_outcome(self) -> Outcome:
+        """What became of all that was demanded since the last time."""
+        struct, stats = self._struct, self._host.stats
+        outcome = Outcome(
+            struct.num_hits, struct.num_misses, struct.num_admitted, struct.num_left_out
+        )
+        if outcome.num_misses:
+            self._trial.took(perf_counter() - self._begin_s)
+        stats.num_admitted += struct.num_admitted
+        stats.num_evicted += struct.num_evicted
+        stats.read_bytes += struct.read_bytes
+        stats.num_ahead += struct.num_ahead
+        stats.num_late += struct.num_late
+        stats.num_wasted += struct.num_wasted
+        struct.num_ahead = struct.num_late = struct.num_wasted = 0
+        while self._read_bytes:
+            stats.read_bytes += self._read_bytes.popleft()
+        stats.wait_s += struct.wait_s
+        struct.num_hits = struct.num_misses = struct.num_admitted = struct.num_evicted = 0
+        struct.read_bytes = struct.num_left_out = 0
+        struct.wait_s = 0.0
+        return outcome
+
+    def give_up(self) -> None:
+        """See `Residents`."""
+        self._abandon()
+
+    def reset(self) -> None:
+        """After a failure: forgets what Python was asked to read, and sets the slots aside that
+        compiled threads write to yet."""
+        for ticket in self._tickets.values():
+            ticket.cancel()
+        self._tickets.clear()
+        self._struct.num_asked = 0
+        self._is_waiting = None
+        if self._compiled is None or self._compiled.drain(END_LIMIT_S):
+            return
+        for slot in np.flatnonzero(self._host.ledger.owner == TAKEN).tolist():
+            if self._compiled.is_filling(slot):
+                self._host.set_aside(slot, self._compiled.when_over(slot))
+
+    def _start_reads(self) -> None:
+        struct = self._struct
+        for expert, slot, filling in self._asked[: struct.num_asked].tolist():
+            ticket = self._host.transfer.start(struct.layer, expert, slot)
+            self._tickets[slot] = ticket
+            ticket.add_done_callback(partial(self._end, slot, filling))
+        struct.num_asked = 0
+
+    def _end(self, slot: int, filling: int, ticket: Future[int]) -> None:
+        """On whatever thread has read."""
+        has_failed = ticket.cancelled() or ticket.exception() is not None
+        if not has_failed:
+            self._read_bytes.append(ticket.result())
+        self._readiness.end(slot, filling, has_failed)
+
+    def _check_wait(self) -> None:
+        layer, expert = self._struct.layer, self._struct.expert
+        now_s = perf_counter()
+        if self._is_waiting is None or self._is_waiting[:2] != (layer, expert):
+            self._is_waiting = layer, expert, now_s
+        elif now_s - self._is_waiting[2] > WAIT_LIMIT_S:
+            self._is_waiting = None
+            raise self._read_error(None)
+
+    def _failure(self) -> BaseException:
+        ticket = self._tickets.get(self._struct.slot)
+        error = None if ticket is None else ticket.exception(0.0)
+        return error or self._read_error(self._struct.error)
+
+    def _read_error(self, state: int | None) -> StorageError:
+        struct = self._struct
+        if self._compiled is None:
+            return StorageError(
+                f"A read of expert {struct.expert} of MoE layer {struct.layer} has not ended "
+                f"within {WAIT_LIMIT_S:g} s; the disk or network drive that holds the checkpoint "
+                "does not answer."
+            )
+        number = struct.layer * struct.num_experts + struct.expert
+        return self._compiled.error(number, state, WAIT_LIMIT_S)
+
+
+def _address(array: NDArray[Any]) -> int:
+    return int(array.ctypes.data)

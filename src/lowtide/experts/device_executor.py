@@ -1,0 +1,250 @@
+"""Experts on a device: residents, then fetched ones in waves as they arrive; and the host's beside.
+
+The host's share of a tile is handed over first, then the device's is queued, and both run at once
+while the policies say what is to move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+import numpy as np
+
+from lowtide.core import Costs, Facts, IntArray, Moves
+from lowtide.experts.device import ExpertGroup
+from lowtide.experts.device_tier import DeviceTier
+from lowtide.experts.host_executor import HostExpertExecutor, HostTile
+from lowtide.experts.link import Arrival
+from lowtide.experts.rows import ExpertBuffers, ExpertRows, HostScratch, LayerCall
+from lowtide.experts.told import Asked, AtHost, device_facts
+from lowtide.experts.work import Plan, Tile, Work
+from lowtide.policies.decision import Policies
+from lowtide.reading.dense_weights import Progress
+from lowtide.threads.event import WAIT_LIMIT_S, Event
+
+
+class DeviceExpertExecutor:
+    """Owns the order of a layer's copies and runs on a device. What the host computes is its
+    executor's; what stays is the policies' choice."""
+
+    def __init__(
+        self, device: DeviceTier, beside: HostExpertExecutor, scratch: HostScratch
+    ) -> None:
+        """beside: what the host runs; scratch: where that computes."""
+        self.device = device
+        self.host = beside.host
+        self.threads = beside.threads
+        self.kernels = device.device.kernels
+        self.num_on_host = 0
+        self._beside = beside
+        self._scratch = scratch
+        self._link = device.link
+
+    def load(self, initial: Sequence[IntArray], progress: Progress) -> None:
+        """Makes `initial[layer]` resident on the device and no others."""
+        self.device.load(self.host, initial, progress)
+
+    def parts(self, layer: int) -> None:
+        """Kernels run no whole layers of these."""
+
+    def compiled_residents(self, hits: IntArray, abandon: Callable[[], None]) -> None:
+        """Each layer is asked for."""
+
+    def look(self, call: LayerCall, policies: Policies) -> AtHost:
+        """A layer's input and routing in host memory: its one synchronisation."""
+        return self.device.look(call, policies)
+
+    def facts(self, call: LayerCall, asked: Asked, capacity: IntArray, costs: Costs) -> Facts:
+        """What policies are told. capacity: [num_layers]"""
+        return device_facts(call, asked, capacity, costs, self._link, self.host)
+
+    def begin_reads(self, layer: int, experts: IntArray) -> None:
+        """Who runs an expert says whether its bytes are wanted in host memory: not decided yet."""
+
+    def open(self, work: Work, plan: Plan | None) -> None:
+        """Starts the reads of a layer; `run_tile` of each of its tiles follows.
+
+        plan: None where every expert is resident and stays.
+        """
+        self._work = work
+        self._plan = plan
+        self._wave: list[tuple[int, Arrival]] = []
+        if plan is None:
+            self.device.begin_whole(work.rows.counts)
+            return
+        assignment, fetch = plan.decision.assignment, plan.decision.assignment.fetch.tolist()
+        self._keep: set[int] = set()
+        self._moves: Moves | None = None
+        self._outcome = self._link.end_prefetch(work.layer, assignment.fetch)
+        # By expert to fetch: its copy, if one has begun; and of several devices, which it is for.
+        self._arrivals = {expert: self._link.take_arrival(work.layer, expert) for expert in fetch}
+        devices = [] if assignment.fetch_on is None else assignment.fetch_on.tolist()
+        self._fetch_on: dict[int, int] = dict(zip(fetch, devices, strict=False))
+        self._host_rows = self._rows_at_host(plan)
+        absent = [expert for expert, arrival in self._arrivals.items() if arrival is None]
+        wanted = np.sort(np.concatenate([assignment.host, np.array(absent, np.int64)]))
+        moves = self.host.own_moves(plan.facts.step, work.layer, wanted)
+        self._beside.begin_reads(work.layer, wanted)
+        self._beside.follow(plan, moves)
+
+    def run_tile(self, work: Work, tile: Tile) -> None:
+        """The outputs of both shares, in `work.buffers` when what is queued on the device ends."""
+        self._tile = tile
+        work.gather(tile)
+        if self._plan is None:
+            self._run_residents(np.arange(len(work.rows.counts)))
+        else:
+            self._run_shares(self._plan)
+        if tile.is_last:
+            self.device.finish(self.host, work.layer, len(work.x))
+        else:
+            self.device.device.join()
+
+    def abandon(self) -> None:
+        """After a failure: gives all slots back, once nobody uses or fills them."""
+        self._beside.stop()
+        self.device.abandon()
+        self.host.abandon()
+
+    def as_dict(self) -> dict[str, float]:
+        """What it and the link, which carries out moves here, count."""
+        stats = self._link.stats
+        link_bytes = stats.num_copies * self.host.slots.layout.num_bytes
+        return {"num_on_host": self.num_on_host, **stats.as_dict(), "link_bytes": link_bytes}
+
+    def _run_shares(self, plan: Plan) -> None:
+        host, tile = self._beside, self._tile
+        resident, fetch, on_host = map(self._in_tile, plan.decision.assignment[:3])
+        host_tile = self._host_tile(plan, on_host)
+        host.submit(host_tile, [expert for expert in on_host if expert in host.reads.slots])
+        self._run_residents(np.array(resident, np.int64))
+        arrivals = [(expert, self._arrivals[expert]) for expert in fetch]
+        under_way = [(expert, arrival) for expert, arrival in arrivals if arrival is not None]
+        to_fetch = [expert for expert, arrival in arrivals if arrival is None]
+        here = [expert for expert in to_fetch if expert in host.reads.slots]
+        num_first = self.device.wave_size if self._moves is None else 0  # while policies are asked
+        begun = [(expert, self._begin_copy(expert)) for expert in here[:num_first]]
+        self._follow(plan, fetch)
+        for expert, arrival in [*under_way, *begun]:
+            self._add_to_wave(expert, arrival)
+        for expert in here[num_first:]:
+            self._fetch(expert)
+        hosted = frozenset(on_host)
+        for expert in host.reads.arriving([*on_host, *to_fetch], host.is_busy):
+            (host.submit_first if expert in hosted else self._fetch)(expert)
+        self._run_wave()
+        if tile.is_last:
+            self._look_ahead(plan)
+        host.collect(self._pump)
+        if on_host:
+            parts, experts = self._work.buffers.parts, plan.decision.assignment.host
+            self.device.device.from_host(host_tile.buffers.parts, tile.rows, experts, parts)
+
+    def _in_tile(self, experts: IntArray) -> list[int]:
+        """Those with rows in the tile."""
+        found: list[int] = experts[self._tile.rows.num_tokens(experts.tolist()) > 0].tolist()
+        return found
+
+    def _rows_at_host(self, plan: Plan) -> ExpertRows:
+        """A layer's rows in host memory."""
+        rows = self._work.rows
+        if rows.counts.is_cpu:
+            return rows
+        sort_pairs, num_experts = self._beside.kernels.sort_pairs, len(rows.counts)
+        host_rows = ExpertRows(sort_pairs(plan.at_host.experts, num_experts))
+        rows.learn(host_rows.counts)
+        return host_rows
+
+    def _host_tile(self, plan: Plan, experts: Sequence[int]) -> HostTile:
+        """The tile as the host's executor takes it: its inputs in place, or at the host."""
+        work, tile, inputs = self._work, self._tile, None
+        parts, rows = work.buffers.parts, self._host_rows.tile(tile.pairs)
+        host_parts = self.device.device.host_parts(parts)
+        if host_parts is not parts:
+            inputs = plan.at_host.x
+            for pairs in map(rows.pairs, experts if inputs is None else ()):
+                host_parts[pairs].copy_(parts[pairs])
+        buffers = ExpertBuffers(host_parts, *self._scratch)
+        return HostTile(work.layer, rows, buffers, inputs, partial(work.is_finished, tile=tile))
+
+    def _follow(self, plan: Plan, fetch: Sequence[int]) -> None:
+        """Has the link obey the moves that are due with the tile.
+
+        fetch: those of its experts.
+        """
+        work, tile = self._work, self._tile
+        moves = plan.ask_moves() if self._moves is None else self._moves
+        at_hand = {e: self._arrivals[e] for e in fetch if work.is_finished(e, tile)}
+        due = moves if tile.is_last else self._due(moves, at_hand)
+        self._keep |= self._link.obey(work.layer, due, at_hand)
+
+    def _due(self, moves: Moves, at_hand: Collection[int]) -> Moves:
+        """Those that can be made before the last tile, and are left out of `_moves`: who comes has
+        arrived and has the last of its rows in this one, who goes has none after it."""
+        work, tile = self._work, self._tile
+        admit = np.array([e for e in moves.admit.tolist() if e in at_hand], np.int64)
+        evict = np.array([e for e in moves.evict.tolist() if work.is_finished(e, tile)], np.int64)
+        num_spare = max(0, len(moves.admit) - len(moves.evict))  # in nobody's place
+        admit = admit[: num_spare + len(evict)]
+        evict = evict[: max(0, len(admit) - num_spare)]
+        self._moves = moves._replace(
+            admit=moves.admit[~np.isin(moves.admit, admit)],
+            evict=moves.evict[~np.isin(moves.evict, evict)],
+        )
+        return Moves(admit, evict)
+
+    def _look_ahead(self, plan: Plan) -> None:
+        if self._outcome is not None:
+            plan.prefetch.record(self._outcome)
+        self.num_on_host += len(plan.decision.assignment.host)
+        self.device.look_ahead(plan.facts, plan.at_host, plan.prefetch)
+
+    def _pump(self) -> float:
+        """The link goes on while the host is waited for: one copy behind the one under way, so that
+        it does not wait for the next look."""
+        if not self._link.has_waiting:
+            return WAIT_LIMIT_S
+        self._link.pump(self._link.link_s)
+        return self._link.link_s
+
+    def _fetch(self, expert: int) -> None:
+        """Queues the copy of an expert that is in host memory, and its run behind it."""
+        self._add_to_wave(expert, self._begin_copy(expert))
+
+    def _begin_copy(self, expert: int) -> Arrival:
+        slot = self._beside.reads.slots[expert]
+        self._arrivals[expert] = arrival = self._link.fetch(slot, self._fetch_on.get(expert))
+        return arrival
+
+    def _add_to_wave(self, expert: int, arrival: Arrival) -> None:
+        self._wave.append((expert, arrival))
+        if len(self._wave) == self.device.wave_size:
+            self._run_wave()
+
+    def _run_wave(self) -> None:
+        """Queues the experts of a wave, on each device behind the last of their arrivals there.
+
+        Each is resident then, or its slot is free again, unless it has rows in the next tile.
+        """
+        if not self._wave:
+            return
+        layer, wave = self._work.layer, sorted(self._wave, key=lambda pair: pair[0])
+        self._wave = []
+        experts = np.array([expert for expert, _ in wave])
+        slots = np.array([arrival.slot for _, arrival in wave])
+        arrivals = {arrival.slot: arrival for _, arrival in wave}
+        for group in self._link.by_device(ExpertGroup(layer, experts, slots)):
+            last = max((arrivals[slot] for slot in group.slots.tolist()), key=lambda a: a.order)
+            self._queue(group, last.event)
+        for expert, arrival in wave:
+            if self._work.is_finished(expert, self._tile):
+                self._link.settle(layer, expert, arrival.slot, expert in self._keep)
+
+    def _run_residents(self, experts: IntArray) -> None:
+        for group in self._link.resident_groups(self._work.layer, experts):
+            self._queue(group, None)
+
+    def _queue(self, group: ExpertGroup, after: Event | None) -> None:
+        use = self.device.device.run(group, self._tile.rows, self._work.buffers, after)
+        self._link.note_use(group, use)

@@ -1,0 +1,123 @@
+"""One layer's experts in host memory: those that are there, and the others as they are read."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from time import perf_counter
+
+from lowtide.core import IntArray, Moves
+from lowtide.errors import InternalError
+from lowtide.experts.host_tier import HostTier, compute_stalled, read_stalled
+from lowtide.experts.read_ahead import PendingRead
+
+
+class HostReads:
+    """Owns a layer's reads, each into a slot that is taken, and leases on the slots of those here.
+    Whoever gets an expert says when its use ends, by `HostTier.used_by` or `give_back`."""
+
+    def __init__(self, tier: HostTier, layer: int, wanted: IntArray) -> None:
+        """wanted: ascending. Those that are absent have to come, whatever is decided of who stays;
+        `start` begins their reads."""
+        self._tier = tier
+        self._layer = layer
+        self._admit: frozenset[int] = frozenset()
+        self._admitted: list[int] = []
+        is_here = tier.ledger.is_resident(layer)[wanted]
+        self.slots = {expert: tier.lease(layer, expert) for expert in wanted[is_here].tolist()}
+        absent: list[int] = wanted[~is_here].tolist()
+        self._pending = tier.claim(layer, absent)
+        begun = {read.expert for read in self._pending}
+        self._waiting = deque(expert for expert in absent if expert not in begun)
+
+    def obey(self, moves: Moves) -> None:
+        """Who leaves gives up his slot now, or after his use; who stays does so once he is here."""
+        tier = self._tier
+        self._admit = frozenset(moves.admit.tolist())
+        tier.stats.num_moves_done += len(moves.admit) + len(moves.later)
+        for expert in moves.evict.tolist():
+            tier.evict(self._layer, expert)
+        tier.late.expect(self._layer, moves.later)
+
+    @property
+    def num_waiting(self) -> int:
+        """Experts that wait for a slot."""
+        return len(self._waiting)
+
+    def start(self) -> None:
+        """Gives every free slot to an expert that waits for one, then to the next layer's."""
+        tier = self._tier
+        tier.settle()
+        while self._waiting and tier.ledger.num_free:
+            self._pending.append(tier.start_read(self._layer, self._waiting.popleft()))
+        if self._waiting:
+            return
+        tier.late.start_reads(tier.start_read)
+        if tier.read_ahead is not None:
+            tier.read_ahead.start_reads(tier.start_read)
+
+    def arriving(
+        self, experts: Collection[int], is_used: Callable[[], bool] = lambda: False
+    ) -> Iterator[int]:
+        """Those of `experts` that are not here, as they come into `slots`.
+
+        is_used: whether some slot is in use yet, and will be given back. Slots that come free
+        meanwhile are given away, as by `start`. Raises StorageError when one cannot be read.
+        """
+        missing = set(experts).difference(self.slots)
+        while missing:
+            self._tier.news.clear()
+            will_be_free = is_used()  # first: what is given back after it is news
+            self.start()
+            reads = [read for read in self._pending if read.expert in missing]
+            arrived = [read for read in reads if read.ticket.done()]
+            for read in arrived:
+                self._take_in(read)
+                missing.remove(read.expert)
+                yield read.expert
+            if reads and not arrived:
+                self._wait_for_read()
+            elif not arrived:
+                self._wait_for_slot(will_be_free)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """All of them, for somebody who tells of every use by `used_by`."""
+        yield from list(self.slots.items())
+        absent = [*self._waiting, *(read.expert for read in self._pending)]
+        for expert in self.arriving(absent):
+            yield expert, self.slots[expert]
+
+    def _take_in(self, read: PendingRead) -> None:
+        tier = self._tier
+        tier.take_in(read)
+        self._pending.remove(read)
+        if read.expert in self._admit:
+            tier.bind(read)
+            tier.ledger.lease(read.slot)
+            self._admitted.append(read.expert)
+        self.slots[read.expert] = read.slot
+
+    def _wait_for_read(self) -> None:
+        start_s = perf_counter()
+        self._tier.wait(read_stalled)
+        self._tier.stats.wait_s += perf_counter() - start_s
+
+    def _wait_for_slot(self, will_be_free: bool) -> None:
+        if will_be_free:
+            self._tier.wait(compute_stalled)
+        elif not (self._tier.wait_for_use() or self._give_up_one()):
+            raise InternalError(f"{len(self._waiting)} experts wait and no slot is free.")
+
+    def _give_up_one(self) -> bool:
+        """Evicts one that was admitted and used, for those that wait for a slot; whether it did.
+
+        Where experts come in ascending order the residents that they replace may be in use for
+        longer than there are slots for both.
+        """
+        tier = self._tier
+        for expert in self._admitted:
+            if not tier.ledger.is_leased(self.slots[expert]):
+                self._admitted.remove(expert)
+                tier.evict(self._layer, expert)
+                return True
+        return False

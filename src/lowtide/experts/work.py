@@ -1,0 +1,109 @@
+"""What one MoE layer works on in one step: its pairs sorted by expert, in tiles, and their sum.
+
+A short pass is one tile. Of a long one, as a bidirectional pass over a whole sequence is, as many
+pairs are computed at a time as a tile's buffers hold; what a tile has computed is added to the
+layer's sum: every token's in ascending id, one multiply and one add per expert, as
+`Kernels.combine` does. So neither budget nor threads nor tiles change a bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowtide.core import Facts, MoEShape, Moves, align_up
+from lowtide.experts.rows import ExpertRows, LayerBuffers, LayerCall
+from lowtide.experts.told import AtHost
+from lowtide.kernels.reference import Kernels
+from lowtide.policies.decision import Decision
+from lowtide.policies.prefetch import Prefetch
+from lowtide.threads.executor import Executor
+
+
+class Plan(NamedTuple):
+    """What was decided of a layer's step: the side of each expert, and who stays."""
+
+    facts: Facts  # of what the router demanded
+    decision: Decision
+    at_host: AtHost
+    prefetch: Prefetch
+    ask_moves: Callable[[], Moves]  # once, at the latest when the work is under way
+
+
+class Tile(NamedTuple):
+    """Some of a layer's sorted pairs: those that its buffers hold at a time."""
+
+    rows: ExpertRows  # as if there were no others
+    pairs: slice  # of all
+    is_last: bool
+
+
+class Work:
+    """One layer's tokens and their experts, and where the experts' outputs are summed."""
+
+    def __init__(self, call: LayerCall, shape: MoEShape, kernels: Kernels) -> None:
+        """kernels: of the device that the rows are on."""
+        self.layer, self.x = call.layer, call.x
+        self._routing, self._out, self._workspace = call.routing, call.out, call.workspace
+        self._kernels = kernels
+        self._layer_buffers = LayerBuffers.take(call.workspace, shape, call.x)
+        self.buffers = self._layer_buffers.tile
+        self.rows = ExpertRows(kernels.sort_pairs(call.routing.experts, shape.num_experts))
+
+    def tiles(self) -> Iterator[Tile]:
+        """All pairs, ascending by expert. An only tile waits for no device."""
+        num_pairs, most = len(self.rows.token_of), len(self.buffers.parts)
+        for pairs in [slice(0, num_pairs)] if num_pairs <= most else self.rows.tiles(most):
+            yield Tile(self.rows.tile(pairs), pairs, pairs.stop == num_pairs)
+
+    def is_finished(self, expert: int, tile: Tile) -> bool:
+        """Whether a tile has the last of an expert's rows, or they were before, if it has any."""
+        pairs = self.rows.pairs(expert)
+        return pairs.start == pairs.stop or bool(pairs.stop <= tile.pairs.stop)
+
+    def gather(self, tile: Tile) -> None:
+        """The inputs of a tile's pairs, to where their outputs will be."""
+        token_of = tile.rows.token_of
+        torch.index_select(self.x, 0, token_of, out=self.buffers.parts[: len(token_of)])
+
+    def add(self, tile: Tile, threads: Executor) -> None:
+        """Adds what a tile has computed; the last one completes the sum."""
+        terms = self._layer_buffers.terms
+        if terms is None:
+            terms = self._layer_buffers.take_terms(self._workspace, self.x)
+            _, weights = self._routing
+            parts, part_of = self.buffers.parts, self.rows.part_of
+            self._kernels.combine(parts, part_of, weights, *terms, self._out)
+            return
+        if tile.pairs.start == 0:
+            self._out.zero_()
+        hidden = self._out.shape[1]
+        width = align_up(-(-hidden // threads.num_threads), 16) if self._out.is_cpu else hidden
+        starts = range(0, hidden, width)
+        columns = [slice(start, min(start + width, hidden)) for start in starts]
+        weights = self._pair_weights[tile.pairs]
+        threads.run([partial(self._add, tile.rows, weights, terms.fp32, part) for part in columns])
+
+    def _add(self, rows: ExpertRows, weights: Tensor, term_fp32: Tensor, columns: slice) -> None:
+        """Adds a tile's outputs to some columns, expert by expert."""
+        parts = self.buffers.parts
+        for expert in rows.demanded:
+            of_expert = rows.pairs(expert)
+            for start in range(of_expert.start, of_expert.stop, len(term_fp32)):
+                part = slice(start, min(start + len(term_fp32), of_expert.stop))
+                term = term_fp32[: part.stop - start, columns]
+                term.copy_(parts[part, columns])
+                term.mul_(weights[part, None])
+                # No token is twice among an expert's.
+                self._out[:, columns].index_add_(0, rows.token_of[part], term)
+
+    @cached_property
+    def _pair_weights(self) -> Tensor:
+        """Of the sorted pairs. [tokens * k] float32"""
+        weights = torch.empty_like(self._routing.weights).flatten()
+        weights[self.rows.part_of.flatten()] = self._routing.weights.flatten()
+        return weights

@@ -1,0 +1,259 @@
+"""Reads of whole experts into slots by compiled threads: see reader.hpp, whose structs are here."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future
+from time import monotonic
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.core import IntArray
+from lowtide.errors import StorageError
+from lowtide.files.regular_file import RegularFile
+from lowtide.kernels.cpu.library import check_layouts
+
+PIECE_BYTES = 1 << 20
+"""Of a file that are read at once: one absent expert is read by several threads."""
+
+SECTOR_BYTES = 4096
+
+_PENDING, _READY, _CANCELLED = -1, 0, -4  # of reader.hpp, beside errors
+
+_INT, _LONG, _DOUBLE, _P = ctypes.c_int, ctypes.c_long, ctypes.c_double, ctypes.c_void_p
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "open_readiness": (_P, _LONG),
+    "close_readiness": (None, _P),
+    "end_piece": (None, _P, _LONG, ctypes.c_uint32, _INT),
+    "begin_slot": (ctypes.c_uint32, _P, _LONG, ctypes.c_uint32),
+    "wait_for_slot": (_INT, _P, _LONG, _DOUBLE),
+    "open_reader": (_P, _P, _P),
+    "start_read": (None, _P, _LONG, _LONG),
+    "cancel_read": (_INT, _P, _LONG),
+    "drain_reader": (_INT, _P, _DOUBLE),
+    "close_reader": (_INT, _P, _DOUBLE),
+    "free_reader": (None, _P),
+}
+
+LOOK_S = 0.3
+"""A compiled wait is no longer: then it is looked whether the reader is closed."""
+
+_never_freed: list[object] = []
+"""What reads use that did not end."""
+
+
+class Readiness:
+    """Which slots have all of the bytes that are read into them. Any thread may ask and tell."""
+
+    def __init__(self, library: ctypes.CDLL, num_slots: int) -> None:
+        self._functions = _bound(library)
+        self.address: int = self._functions["open_readiness"](num_slots)
+        close = self._functions["close_readiness"]
+        weakref.finalize(self, close, self.address).atexit = False
+
+    def begin(self, slot: int) -> int:
+        """A slot is filled from now on; the number of the filling, for `end`."""
+        filling: int = self._functions["begin_slot"](self.address, slot, 1)
+        return filling
+
+    def end(self, slot: int, filling: int, has_failed: bool = False) -> None:
+        """A filling has ended; one that is not the slot's last changes nothing."""
+        error = _CANCELLED if has_failed else _READY
+        self._functions["end_piece"](self.address, slot, filling, error)
+
+    def wait(self, slot: int, limit_s: float) -> int | None:
+        """What became of a slot's filling, 0 if all is well; None: it has not ended within
+        `limit_s`."""
+        state: int = self._functions["wait_for_slot"](self.address, slot, limit_s)
+        return None if state == _PENDING else state
+
+
+class Segment(NamedTuple):
+    """Bytes of a file that belong in a slot, `target` bytes from its start."""
+
+    start: int
+    num_bytes: int
+    target: int
+
+
+class Range(NamedTuple):
+    """What is read at a stretch: segments of one file, in order, with small gaps."""
+
+    file: int
+    segments: Sequence[Segment]
+
+
+class OpenFile(NamedTuple):
+    """A file that experts are read from."""
+
+    file: RegularFile
+    descriptor: int
+
+
+class _Source(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, _P) for name in ("first_range", "ranges", "segments", "files")),
+        *((name, _P) for name in ("slots", "buffers")),
+        *((name, _LONG) for name in ("num_experts", "slot_bytes", "piece_bytes")),
+        ("num_threads", _INT),
+    ]
+
+
+class CompiledReader:
+    """Reads experts, numbered through all layers, into slots.
+
+    A file that was written to since it was opened is not read.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        experts: Sequence[Sequence[Range]],
+        files: Sequence[OpenFile],
+        slots: NDArray[np.uint8],
+        slot_bytes: int,
+        buffers: NDArray[np.uint8] | None,
+    ) -> None:
+        """slots: the memory of all slots. buffers: what direct reads go through; None where reads
+        are not direct. Raises StorageError where the system has no thread to give."""
+        self._functions = _bound(library)
+        self._is_closing = False
+        self._files = files
+        self._experts = experts
+        self._keep: list[object] = [slots, buffers]
+        self.readiness = Readiness(library, len(slots) // slot_bytes)
+        piece_bytes, num_threads = _division(buffers)
+        first, ranges, segments = _tables(experts)
+        facts = np.array(
+            [(descriptor, each.num_bytes, each.identity[2]) for each, descriptor in files], np.int64
+        )
+        arrays = (first, ranges, segments, facts, slots)
+        self._keep += arrays
+        source = _Source(
+            *(each.ctypes.data for each in arrays),
+            None if buffers is None else buffers.ctypes.data,
+            len(experts),
+            slot_bytes,
+            piece_bytes,
+            num_threads,
+        )
+        opened = self._functions["open_reader"](ctypes.byref(source), self.readiness.address)
+        if not opened:
+            raise StorageError("The system has no thread to give that reads experts.")
+        self.address: int = opened
+        # Whoever waits for a read as this is closed yet has it.
+        weakref.finalize(self, self._functions["free_reader"], opened).atexit = False
+
+    def read(self, expert: int, slot: int, limit_s: float) -> int:
+        """Fills a slot; the bytes read. Raises StorageError where they cannot be read, or not
+        within `limit_s`: the slot may be written to as long as `is_filling`."""
+        self._functions["start_read"](self.address, expert, slot)
+        state, end_s = None, monotonic() + limit_s
+        while state is None and not self._is_closing and monotonic() < end_s:
+            state = self.readiness.wait(slot, min(limit_s, LOOK_S))
+        if state != _READY:
+            self._functions["cancel_read"](self.address, slot)
+            raise self.error(expert, _CANCELLED if self._is_closing else state, limit_s)
+        return self.num_bytes(expert)
+
+    def when_over(self, slot: int) -> Future[int]:
+        """Answered once no read into the slot is under way; never, where the reader is closed
+        before."""
+        over: Future[int] = Future()
+
+        def watch() -> None:
+            while not self._is_closing:
+                if self.readiness.wait(slot, LOOK_S) is not None:
+                    over.set_result(0)
+                    return
+
+        threading.Thread(target=watch, daemon=True).start()
+        return over
+
+    def num_bytes(self, expert: int) -> int:
+        return sum(_end(each) - each.segments[0].start for each in self._experts[expert])
+
+    def is_filling(self, slot: int) -> bool:
+        """Whether a read into the slot has not ended."""
+        return self.readiness.wait(slot, 0.0) is None
+
+    def error(self, expert: int, state: int | None, limit_s: float = 0.0) -> StorageError:
+        """What to raise for a read that ended with `state`, None: not within `limit_s`."""
+        files = [self._files[number] for number in {one.file for one in self._experts[expert]}]
+        names = ", ".join(str(each.file.path) for each in files)
+        what = f"{self.num_bytes(expert)} bytes of expert weights of {names}"
+        if state is None:
+            return StorageError(
+                f"A read of {what} has not ended within {limit_s:g} s; the disk or network drive "
+                "that holds the checkpoint does not answer."
+            )
+        if state > 0:
+            return StorageError(f"Reading {what} failed: {os.strerror(state)}.")
+        try:
+            for file, descriptor in files:
+                file.check(descriptor)
+        except StorageError as error:
+            return error
+        return StorageError(f"The read of {what} was given up.")
+
+    def drain(self, limit_s: float) -> bool:
+        """Gives up what has not begun and waits for the rest; whether all has ended."""
+        return bool(self._functions["drain_reader"](self.address, limit_s))
+
+    def close(self, limit_s: float) -> bool:
+        """Ends its threads. False where a read has not ended: memory and files that it uses must
+        stay, and do as far as they are this reader's."""
+        self._is_closing = True
+        has_ended = bool(self._functions["close_reader"](self.address, limit_s))
+        if not has_ended:
+            _never_freed.append(self._keep)
+        return has_ended
+
+
+def _bound(library: ctypes.CDLL) -> dict[str, ctypes._NamedFuncPointer]:
+    """Functions of their own: those of the library's attributes are shared."""
+    check_layouts(library, {"Source": _Source})
+    functions = {name: library[f"lowtide_{name}"] for name in _FUNCTIONS}
+    for name, function in functions.items():
+        function.restype, function.argtypes = _FUNCTIONS[name][0], _FUNCTIONS[name][1:]
+    return functions
+
+
+def _division(buffers: NDArray[np.uint8] | None) -> tuple[int, int]:
+    """Bytes of a piece and threads, each with a buffer. Without buffers reading is a copy: as many
+    threads as a machine that computes beside them can spare."""
+    if buffers is None:
+        return PIECE_BYTES, NUM_BUFFERED
+    least = len(buffers) // MIN_DIRECT
+    piece_bytes = min(PIECE_BYTES, (least - 2 * SECTOR_BYTES) // SECTOR_BYTES * SECTOR_BYTES)
+    num_threads = min(MAX_DIRECT, len(buffers) // (piece_bytes + 2 * SECTOR_BYTES))
+    return piece_bytes, num_threads
+
+
+MIN_DIRECT, MAX_DIRECT, NUM_BUFFERED = 4, 4, 2
+"""Direct reads outstanding at a time, at least and at most, and copies out of the page cache."""
+
+
+def _tables(experts: Sequence[Sequence[Range]]) -> tuple[IntArray, IntArray, IntArray]:
+    """`first_range`, `ranges` and `segments` of reader.hpp."""
+    first, ranges = [0], []
+    segments: list[Segment] = []
+    for of_expert in experts:
+        for file, own in of_expert:
+            start = own[0].start
+            ranges.append((file, start, _end(Range(file, own)) - start, len(segments), len(own)))
+            segments += own
+        first.append(len(ranges))
+    found = (first, ranges, segments)
+    tables = [np.array(each, np.int64) for each in found]
+    return tables[0], tables[1], tables[2]
+
+
+def _end(one: Range) -> int:
+    return one.segments[-1].start + one.segments[-1].num_bytes

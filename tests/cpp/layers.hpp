@@ -1,0 +1,350 @@
+// Layers with random weights, a pass through them and residents, each with all that it points to.
+
+#pragma once
+
+#include "driver.hpp"
+#include "layer.hpp"
+#include "quantised.hpp"
+
+namespace driver {
+
+using lowtide::Attention;
+using lowtide::DONE;
+using lowtide::Experts;
+using lowtide::FREE_SLOT;
+using lowtide::Layer;
+using lowtide::Matrix;
+using lowtide::Pass;
+using lowtide::Residency;
+using lowtide::TAKEN_SLOT;
+using lowtide::Turn;
+using Bytes = std::vector<std::uint8_t>;
+using Pack = void(int, int, int, const void*, const float*, std::uint8_t*, long, long);
+
+// What multiplies with matrices, and how they are stored: num_bits 16 is bfloat16.
+struct Kind {
+    MultiplyFunction* multiply;
+    ExpertsFunction* experts;
+    MlpsFunction* mlps;
+    Pack* pack;
+    int variant, num_bits;
+
+    long row_bytes(long num_k) const {
+        return num_bits == 16 ? 2 * num_k
+                              : lowtide::QuantisedWeights{nullptr, num_k, num_bits}.row_bytes();
+    }
+
+    Bytes stored(long num_outs, long num_k) const {
+        const Floats weights = floats(num_outs * num_k);
+        Bytes out(num_outs * row_bytes(num_k));
+        if (num_bits == 16)
+            for (long i = 0; i < num_outs * num_k; ++i) {
+                const bf16 narrow = lowtide::round_bf16(weights[i]);
+                std::memcpy(out.data() + 2 * i, &narrow, 2);
+            }
+        else
+            pack(0, num_bits, 0, weights.data(), nullptr, out.data(), num_outs, num_k);
+        return out;
+    }
+};
+
+inline Kind plain_kind(const Library& few_rows, int variant) {
+    return {few_rows.function<MultiplyFunction>("lowtide_plain_multiply"),
+            few_rows.function<ExpertsFunction>("lowtide_plain_experts"),
+            few_rows.function<MlpsFunction>("lowtide_plain_mlps"), nullptr, variant, 16};
+}
+
+// Which has a team.
+inline Kind few_bits_kind(const Library& quantised) {
+    return {quantised.function<MultiplyFunction>("lowtide_quantised_multiply"),
+            quantised.function<ExpertsFunction>("lowtide_quantised_experts"),
+            quantised.function<MlpsFunction>("lowtide_quantised_mlps"),
+            quantised.function<Pack>("lowtide_quantised_pack"),
+            quantised.function<int()>("lowtide_best_quantised")(), 4};
+}
+
+// Which of the parts that a layer may have it has.
+struct Form {
+    bool is_split, has_bias, has_norms, norms_all_heads, has_experts, is_float32, has_shared,
+        has_share;
+};
+constexpr Form FORMS[] = {
+    {false, false, false, false, false, false, true, false},  // dense
+    {true, true, false, false, true, false, false, false},
+    {false, false, true, false, true, true, true, false},
+    {true, false, true, true, true, false, true, true},
+};
+
+// The sizes of a layer; odd ones but where rotation asks for halves.
+struct Sizes {
+    long hidden, num_heads, num_key_heads, head_dim, num_experts, k, width, shared_width;
+};
+constexpr Sizes SIZES[] = {{33, 3, 1, 6, 5, 2, 17, 9}, {70, 4, 2, 16, 1, 1, 24, 40}};
+
+constexpr long CACHE_TOKENS = 11;
+
+// Owns what a layer points to.
+class OwnLayer {
+   public:
+    OwnLayer(const Kind& kind, const Sizes& sizes, const Form& form)
+        : kind_(kind), sizes_(sizes), form_(form) {
+        attend();
+        layer.mlp_norm = plain(sizes.hidden);
+        layer.hidden = sizes.hidden, layer.eps = 1e-6f;
+        if (form.has_experts) add_experts();
+        if (!form.has_shared) return;
+        layer.shared.gate = matrix(sizes.shared_width, sizes.hidden);
+        layer.shared.up = matrix(sizes.shared_width, sizes.hidden);
+        layer.shared.down = matrix(sizes.hidden, sizes.shared_width);
+        if (form.has_share) layer.shared.share = plain(sizes.hidden);
+    }
+
+    OwnLayer(const OwnLayer&) = delete;
+
+    void forget_keys() {
+        std::fill(keys_.begin(), keys_.end(), lowtide::round_bf16(0.5f));
+        std::fill(values_.begin(), values_.end(), lowtide::round_bf16(0.25f));
+    }
+
+    // As it is in a slot.
+    Bytes expert(long number) const {
+        const long num_bytes = layer.experts.slot_bytes;
+        const auto start = experts_.begin() + slot_of[number] * num_bytes;
+        return Bytes(start, start + num_bytes);
+    }
+
+    // Its experts in other slots than its own.
+    Layer elsewhere(const Bytes& slots) const {
+        Layer other = layer;
+        const auto move = [&](const void* place) {
+            return slots.data() + (static_cast<const std::uint8_t*>(place) - experts_.data());
+        };
+        Experts& e = other.experts;
+        e.gate = move(e.gate), e.up = move(e.up), e.down = move(e.down);
+        return other;
+    }
+
+    Layer layer{};
+    Ids slot_of;  // of each expert, in its own slots
+
+   private:
+    const bf16* plain(long count) {
+        numbers_.push_back(numbers(count));
+        return numbers_.back().data();
+    }
+
+    Matrix matrix(long num_outs, long num_k) {
+        stored_.push_back(kind_.stored(num_outs, num_k));
+        const bf16* bias = form_.has_bias ? plain(num_outs) : nullptr;
+        return {kind_.multiply, kind_.variant, kind_.num_bits, stored_.back().data(), bias,
+                num_outs};
+    }
+
+    void attend() {
+        const Sizes& s = sizes_;
+        const long query = s.num_heads * s.head_dim, key = s.num_key_heads * s.head_dim;
+        Attention& a = layer.attention;
+        a.norm = plain(s.hidden);
+        a.num_projections = form_.is_split ? 3 : 1;
+        if (form_.is_split) {
+            const long sizes_of[] = {query, key, key};
+            for (long i = 0; i < 3; ++i) a.projections[i] = matrix(sizes_of[i], s.hidden);
+        } else {
+            a.projections[0] = matrix(query + 2 * key, s.hidden);
+        }
+        if (form_.has_norms) {
+            a.query_norm_length = form_.norms_all_heads ? query : s.head_dim;
+            a.key_norm_length = form_.norms_all_heads ? key : s.head_dim;
+            a.query_norm = plain(a.query_norm_length), a.key_norm = plain(a.key_norm_length);
+        }
+        a.output = matrix(s.hidden, query);
+        a.head_stride = CACHE_TOKENS * s.head_dim;
+        keys_.resize(s.num_key_heads * a.head_stride), values_.resize(keys_.size());
+        a.keys = keys_.data(), a.values = values_.data();
+        a.num_heads = s.num_heads, a.num_key_heads = s.num_key_heads, a.head_dim = s.head_dim;
+        a.scale = 0.3f;
+    }
+
+    // Slots in another order than experts.
+    void add_experts() {
+        const Sizes& s = sizes_;
+        Experts& e = layer.experts;
+        router_ = floats(s.num_experts * s.hidden), bias_ = floats(s.num_experts);
+        e.is_float32 = form_.is_float32;
+        e.router = form_.is_float32 ? static_cast<const void*>(router_.data())
+                                    : plain(s.num_experts * s.hidden);
+        e.bias = form_.has_share ? bias_.data() : nullptr;
+        e.choice = {s.num_experts, s.k, 1, 1, 1, form_.is_float32, 1, 0, 1.5f};
+        e.run = kind_.experts, e.mlps = kind_.mlps, e.variant = kind_.variant, e.width = s.width;
+        std::fill_n(e.types, 3, kind_.num_bits);
+        for (long slot = 0; slot < s.num_experts; ++slot)
+            for (long part = 0; part < 3; ++part) {
+                const Bytes one = part == 2 ? kind_.stored(s.hidden, s.width)
+                                            : kind_.stored(s.width, s.hidden);
+                experts_.insert(experts_.end(), one.begin(), one.end());
+            }
+        experts_.shrink_to_fit();
+        const long inward = s.width * kind_.row_bytes(s.hidden);
+        e.slot_bytes = 2 * inward + s.hidden * kind_.row_bytes(s.width);
+        e.gate = experts_.data(), e.up = experts_.data() + inward;
+        e.down = experts_.data() + 2 * inward;
+        for (long expert = 0; expert < s.num_experts; ++expert)
+            slot_of.push_back(s.num_experts - 1 - expert);
+    }
+
+    const Kind kind_;
+    const Sizes sizes_;
+    const Form form_;
+    std::vector<Numbers> numbers_;
+    std::vector<Bytes> stored_;
+    Numbers keys_, values_;
+    Floats router_, bias_;
+    Bytes experts_;
+};
+
+// Owns what a pass points to, its rows at the ends of two sequences of a cache.
+class OwnPass {
+   public:
+    OwnPass(const Sizes& s, int variant, int num_threads, const Numbers& x, const Numbers& turns)
+        : x_(x) {
+        const long num_rows = long(x.size()) / s.hidden, pairs = num_rows * s.k;
+        const long size = s.num_heads * s.head_dim;
+        const long width = size + 2 * s.num_key_heads * s.head_dim;
+        for (long row = 0; row < num_rows; ++row) {
+            const long first = row % 2 * 5, count = 1 + row / 2;
+            tokens_.insert(tokens_.end(), {first, count});
+        }
+        pass = {variant, num_threads, num_rows, x_.data(), turns.data(), turns.data(),
+                s.head_dim / 2, tokens_.data(), room(num_rows * s.hidden), room(num_rows * width),
+                room(num_rows * size), room(num_rows * s.hidden), room(num_rows * s.hidden),
+                nullptr, nullptr, room(pairs * s.hidden), room(pairs * s.width),
+                room(pairs * s.width), nullptr, room(num_rows * s.shared_width),
+                room(num_rows * s.shared_width), room(num_rows * s.hidden), room(num_rows)};
+        router_input_.resize(num_rows * s.hidden), logits_.resize(num_rows * s.num_experts);
+        routed_.resize(num_rows * s.hidden);
+        pass.router_input = router_input_.data(), pass.logits = logits_.data();
+        pass.routed = routed_.data();
+    }
+
+    OwnPass(const OwnPass&) = delete;
+
+    const Numbers& x() const { return x_; }
+
+    Pass pass;
+
+   private:
+    bf16* room(long count) {
+        rooms_.push_back(Numbers(count));
+        return rooms_.back().data();
+    }
+
+    Numbers x_;
+    Ids tokens_;
+    std::vector<Numbers> rooms_;
+    Floats router_input_, logits_, routed_;
+};
+
+// Owns what a residency points to: slots without owners are free, and nobody is to be admitted.
+class OwnResidency {
+   public:
+    // owners: of each slot, layer * num_experts + expert or FREE_SLOT.
+    OwnResidency(long num_layers, long num_experts, const Ids& owners)
+        : table(num_layers * num_experts, -1),
+          owner(owners),
+          ring(owners.size()),
+          state(2),
+          room(num_layers),
+          hits(table.size()),
+          asked(3 * num_experts),
+          rank(table.size()) {
+        for (std::size_t slot = 0; slot < owners.size(); ++slot)
+            if (owners[slot] != FREE_SLOT) table[owners[slot]] = long(slot);
+        for (long layer = 0; layer < num_layers; ++layer)
+            room[layer] = num_residents(layer, num_experts);
+        reclaim();
+        Residency& r = residency;
+        r.table = table.data(), r.owner = owner.data();
+        r.free = ring.data(), r.free_state = state.data();
+        r.num_layers = num_layers, r.num_experts = num_experts, r.num_slots = long(owners.size());
+        r.rank = rank.data(), r.room = room.data(), r.hits = hits.data();
+        r.asked = asked.data();
+    }
+
+    OwnResidency(const OwnResidency&) = delete;
+
+    long num_residents(long layer, long num_experts) const {
+        const auto first = table.begin() + layer * num_experts;
+        return std::count_if(first, first + num_experts, [](long slot) { return slot >= 0; });
+    }
+
+    // Frees taken slots: nobody uses them any more.
+    void reclaim() {
+        state = {0, 0};
+        for (std::size_t slot = 0; slot < owner.size(); ++slot) {
+            if (owner[slot] == TAKEN_SLOT) owner[slot] = FREE_SLOT;
+            if (owner[slot] == FREE_SLOT) ring[state[1]++] = long(slot);
+        }
+    }
+
+    Residency residency{};
+    Ids table, owner, ring, state, room, hits, asked;
+    std::vector<double> rank;
+};
+
+// A call over layers, which goes on where it ended.
+class Run {
+   public:
+    explicit Run(const Library& few_rows)
+        : advance_(few_rows.function<int(void*, const Turn*, long, int, Residency*)>(
+              "lowtide_run_layers")),
+          reset_(few_rows.function<void(void*)>("lowtide_reset_run")),
+          close_(few_rows.function<void(void*)>("lowtide_close_run")),
+          run_(few_rows.function<void*()>("lowtide_open_run")()) {}
+    ~Run() { close_(run_); }
+    Run(const Run&) = delete;
+
+    // With attention.
+    int advance(const std::vector<Turn>& turns, Residency* residency) const {
+        return advance_(run_, turns.data(), long(turns.size()), 1, residency);
+    }
+
+    void reset() const { reset_(run_); }
+
+   private:
+    int (*advance_)(void*, const Turn*, long, int, Residency*);
+    void (*reset_)(void*);
+    void (*close_)(void*);
+    void* run_;
+};
+
+// A layer in parts, as where Python computes its experts in between.
+class Parts {
+   public:
+    explicit Parts(const Library& few_rows)
+        : to_router_(few_rows.function<void(const Layer*, const Pass*, int, std::int64_t*, float*)>(
+              "lowtide_run_to_router")),
+          from_experts_(few_rows.function<void(const Layer*, const Pass*)>(
+              "lowtide_run_from_experts")) {}
+
+    // The experts of each row.
+    Ids run(const OwnLayer& own, const Pass& pass) const {
+        const Experts& e = own.layer.experts;
+        const long hidden = own.layer.hidden, num_chosen = e.choice.num_chosen;
+        Ids experts(pass.num_rows * num_chosen), slots;
+        Floats weights(experts.size());
+        to_router_(&own.layer, &pass, 1, experts.data(), weights.data());
+        for (long expert : distinct(experts)) slots.push_back(own.slot_of[expert]);
+        if (e.router != nullptr)
+            e.run(e.variant, pass.num_threads, e.types, pass.mlp_input, experts.data(),
+                  weights.data(), slots.data(), e.gate, e.up, e.down, e.slot_bytes, pass.parts,
+                  pass.gate, pass.up, pass.routed, pass.num_rows, num_chosen, hidden, e.width);
+        from_experts_(&own.layer, &pass);
+        return experts;
+    }
+
+   private:
+    void (*to_router_)(const Layer*, const Pass*, int, std::int64_t*, float*);
+    void (*from_experts_)(const Layer*, const Pass*);
+};
+
+}  // namespace driver
