@@ -588,7 +588,9 @@ def test_moe_layer_routes_runs_and_adds_the_shared_expert(
         compute = on_this_thread(buffers)  # type: ignore[arg-type]
         shared = GatedMLP(gate, up, down, compute) if has_shared else None
         its_router = changed(router, weight, bias).within(compute.workspace)
+        experts.begin_pass(batch.step)
         MoELayer(0, its_router, experts, compute, shared).forward(x, batch, out)
+        experts.end_pass()
 
     assert router.bias is not None
     run(layer, x, out, *weights[6], router.weight, router.bias)
