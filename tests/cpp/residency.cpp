@@ -17,14 +17,15 @@ using lowtide::STUCK;
 using lowtide::WAITS;
 
 constexpr Sizes SIZES_HERE = {33, 3, 1, 6, 11, 3, 17, 9};
-constexpr long NUM_LAYERS = 3, NUM_EXPERTS = SIZES_HERE.num_experts;  // layers with experts
+constexpr long NUM_LAYERS = 4, NUM_EXPERTS = SIZES_HERE.num_experts;  // layers with experts
 constexpr long NUM_ALL = NUM_LAYERS * NUM_EXPERTS;
 constexpr std::int64_t RETIRED_SLOT = -3;  // of slots.py: neither free nor anybody's
 
-// Three layers with experts, and one without before them and between.
+// Layers with experts, and one without before them and between. What the second will ask for is
+// hard to expect, and the third's choice is its bias's.
 struct Model {
     explicit Model(const Kind& kind) : variant(kind.num_bits == 16 ? kind.variant : 0) {
-        for (int form : {0, 1, 0, 2, 3})
+        for (int form : {0, 3, 1, 3, 0, 2})
             layers.push_back(std::make_unique<OwnLayer>(kind, SIZES_HERE, FORMS[form]));
         for (const auto& layer : layers)
             for (long expert = 0; layer->layer.experts.router && expert < NUM_EXPERTS; ++expert)
