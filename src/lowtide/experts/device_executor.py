@@ -97,7 +97,9 @@ class DeviceExpertExecutor:
         else:
             self._run_shares(self._plan)
         if tile.is_last:
-            self.device.finish(self.host, work.layer, len(work.x))
+            self.device.finish(work.layer, len(work.x))
+            if work.layer == self.device.ledger.num_layers - 1:
+                self.device.end_pass(self.host)
         else:
             self.device.device.join()
 

@@ -96,18 +96,15 @@ class DeviceTier:
             ahead = Ahead(following, self.link.is_kept(following), at_host.predicted)
             self.link.look_ahead(following, prefetch.choose(ahead))
 
-    def finish(self, host: HostTier, layer: int, num_rows: int) -> None:
-        """What the caller does next sees all outputs; the link goes on while it is away. The last
-        layer brings the moves that are owed."""
+    def finish(self, layer: int, num_rows: int) -> None:
+        """What the caller does next sees all outputs; the link goes on while it is away."""
         self.link.pump(self._away.expected_s(layer, self.costs.dense_s.at(num_rows)))
         self._away.leave(layer)
         self.device.join()
         self.link.confirm()
-        if layer == self.ledger.num_layers - 1:
-            self._end_pass(host)
 
-    def _end_pass(self, host: HostTier) -> None:
-        """Waits for the moves that are owed."""
+    def end_pass(self, host: HostTier) -> None:
+        """After the last layer: brings the moves that are owed, and waits for them."""
         owed = self.link.take_owed()
         for layer, experts in owed.items():
             for expert, host_slot in self._in_host_memory(host, layer, experts):

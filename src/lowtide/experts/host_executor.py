@@ -233,7 +233,7 @@ class HostExpertExecutor:
                 return
             call()
             end()
-            self.host.news.set()
+            self.host.idle_s = 0.0
 
     def _run(self, tile: HostTile, pairs: slice, slot: int) -> None:
         self._gather(tile, [pairs])

@@ -47,14 +47,11 @@ class HostReads:
     def start(self) -> None:
         """Gives every free slot to an expert that waits for one, then to the next layer's."""
         tier = self._tier
+        tier.wants_slots = True  # first: what is given back from now on is news, or settled here
         tier.settle()
         while self._waiting and tier.ledger.num_free:
             self._pending.append(tier.start_read(self._layer, self._waiting.popleft()))
-        if self._waiting:
-            return
-        tier.late.start_reads(tier.start_read)
-        if tier.read_ahead is not None:
-            tier.read_ahead.start_reads(tier.start_read)
+        tier.wants_slots = bool(self._waiting) or tier.start_for_later()
 
     def arriving(
         self, experts: Collection[int], is_used: Callable[[], bool] = lambda: False

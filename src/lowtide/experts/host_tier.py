@@ -82,8 +82,9 @@ class HostTier:
         # Slots that reads write to, whoever has them; no ticket: Ctrl-C may have come before it.
         self._filling: dict[int, Ticket | None] = {}
         self._set_aside: dict[int, Ticket] = {}  # of them, those that nobody waits for
-        self.news = threading.Event()  # a read has ended, or a use of a slot, since it was cleared
-        self._idle_s = 0.0  # waited without any
+        self.news = threading.Event()  # a read or a computation has ended since it was cleared
+        self.idle_s = 0.0  # waited without any, and nothing that will be news has got on
+        self.wants_slots = False  # whether a slot that is given back is news
         self._uses: deque[tuple[int, Use]] = deque()
         self._returned: deque[int] = deque()  # slots whose use on another thread has ended
         self._evict_after: dict[int, tuple[int, int]] = {}  # slot: its (layer, expert)
@@ -118,14 +119,16 @@ class HostTier:
         """The use of a slot has ended; may be said on any thread."""
         if not self.is_permanent:
             self._returned.append(slot)
-        self.news.set()
+        self.idle_s = 0.0
+        if self.wants_slots:
+            self.news.set()
 
     def wait(self, stalled: Callable[[], LowtideError], limit_s: float = WAIT_LIMIT_S) -> None:
         """Waits for `news`, for `limit_s` at most. Raises `stalled` when there is none for long."""
         # Two waits: one may have passed while the process was stopped.
         limit_s = min(limit_s, USE_POLL_S if self._uses else WAIT_LIMIT_S / 2)
-        self._idle_s = 0.0 if self.news.wait(limit_s) else self._idle_s + limit_s
-        if self._idle_s >= WAIT_LIMIT_S:
+        self.idle_s = 0.0 if self.news.wait(limit_s) else self.idle_s + limit_s
+        if self.idle_s >= WAIT_LIMIT_S:
             raise stalled()
 
     def own_moves(self, step: Step, layer: int, wanted: IntArray) -> Moves:
@@ -250,6 +253,13 @@ class HostTier:
         self._evict_after.clear()
         self._filling.clear()
 
+    def start_for_later(self) -> bool:
+        """Gives free slots to whoever is read for another step; whether that takes more of them."""
+        waiting = self.late.start_reads(self.start_read)
+        if self.read_ahead is not None:
+            waiting = self.read_ahead.start_reads(self.start_read) or waiting
+        return waiting
+
     def close(self) -> None:
         """Waits for the reads under way, for `END_LIMIT_S` at most; no other begins."""
         self.transfer.close()
@@ -279,7 +289,7 @@ class HostTier:
         begun = [read for read in ahead if read.layer == layer and read.expert in absent]
         self._drop([read for read in ahead if read not in begun])
         self.stats.num_ahead += len(begun)
-        self._idle_s = 0.0
+        self.idle_s = 0.0
         return begun
 
     def _drop(self, reads: Sequence[PendingRead]) -> None:
@@ -301,7 +311,7 @@ class HostTier:
         return not self._set_aside
 
     def _release(self, slot: int) -> None:
-        self._idle_s, ledger = 0.0, self.ledger
+        self.idle_s, ledger = 0.0, self.ledger
         if not ledger.is_bound(slot):
             ledger.drop(slot)
             return

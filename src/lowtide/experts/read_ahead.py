@@ -64,10 +64,11 @@ class ReadAhead:
         self._layer = self._next_layer(facts)
         self._waiting = deque(self._expected(facts, run).tolist())
 
-    def start_reads(self, start: StartRead) -> None:
-        """Gives every free slot to an expert that is expected to be demanded."""
+    def start_reads(self, start: StartRead) -> bool:
+        """Gives every free slot to an expert that is expected to be demanded; whether some wait."""
         while self._waiting and self._ledger.num_free:
             self._pending.append(start(self._layer, self._waiting.popleft()))
+        return bool(self._waiting)
 
     def claim(self) -> list[PendingRead]:
         """Hands over all its reads, oldest first; their slots stay taken."""
@@ -113,11 +114,13 @@ class LateReads:
         """Who is to come for a layer's next step."""
         self._waiting.extend((layer, expert) for expert in experts.tolist())
 
-    def start_reads(self, start: StartRead) -> None:
-        """Gives free slots to those that wait for one; nobody who is demanded does."""
+    def start_reads(self, start: StartRead) -> bool:
+        """Gives free slots to those that wait for one, which nobody does who is demanded; whether
+        some wait yet."""
         while self._waiting and self._ledger.num_free:
             read = start(*self._waiting.popleft())
             self._pending.setdefault(read.layer, []).append(read)
+        return bool(self._waiting)
 
     def end(self, layer: int) -> list[PendingRead]:
         """A layer's reads, for the caller to wait for; whoever never got a slot is forgotten."""
