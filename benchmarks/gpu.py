@@ -372,6 +372,9 @@ class _InPlace:
     def drain(self) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
 
 def measure_link(home: HostTier, pinned: PinnedMemory, ceiling: float, report: Report) -> None:
     """One copy per expert, as the runtime does it."""

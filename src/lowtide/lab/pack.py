@@ -91,13 +91,21 @@ def pack(
     packer = _Packer(checkpoint, chosen, out, choose_pack(kernels), progress, opened.inputs)
     texts_bytes = sum(path.stat().st_size for path in _copied(opened))
     with _reserved(out, notes, packer.missing_bytes + texts_bytes):
-        packer.run()
-        if notes["source"] != _source(checkpoint):
-            raise StorageError(
-                f"{opened.folder} changed while it was packed; remove {out} and begin again."
-            )
+        try:
+            packer.run()
+        except StorageError:
+            _check_unchanged(notes, checkpoint, opened.folder, out)
+            raise
+        _check_unchanged(notes, checkpoint, opened.folder, out)
         _write_texts(opened, out, packer.weight_map())
     return out
+
+
+def _check_unchanged(
+    notes: Mapping[str, object], checkpoint: Checkpoint, folder: Path, out: Path
+) -> None:
+    if notes["source"] != _source(checkpoint):
+        raise StorageError(f"{folder} changed while it was packed; remove {out} and begin again.")
 
 
 def _packable(opened: OpenModel) -> Checkpoint:
