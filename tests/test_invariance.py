@@ -23,8 +23,10 @@ from whole import Setting, Trajectories, answers, check_idle, same_bits
 from lowtide import DiffusionParams, SamplingParams
 from lowtide.decode.block_diffusion import Finished, Request
 from lowtide.decode.block_sequence import BlockSequence, Prediction
-from lowtide.experts import transfer
+from lowtide.experts import compiled_residents, transfer
+from lowtide.experts.compiled_residents import CompiledResidents
 from lowtide.experts.host_tier import HostTier
+from lowtide.kernels.layer_parts import Status
 from lowtide.lab.synth import synth
 from lowtide.layers.batch import Segment
 from lowtide.layers.moe import SigmoidRouter
@@ -124,13 +126,22 @@ def reads_end_in_random_order(seed: int) -> Iterator[None]:
     """Submitted reads wait until one of them is waited for; then any of them may come first."""
     pick = random.Random(seed)
     waiting: list[_LateAnswer] = []
-    real_wait = HostTier.wait
+    real_wait, real_serve = HostTier.wait, CompiledResidents.serve
+
+    def finish_one() -> None:
+        waiting.pop(pick.randrange(len(waiting))).finish()
 
     def wait(host: HostTier, *arguments: Any) -> None:
         if waiting and not host.news.is_set():
-            waiting.pop(pick.randrange(len(waiting))).finish()
+            finish_one()
         else:
             real_wait(host, *arguments)
+
+    def serve(residents: CompiledResidents, status: Status) -> None:
+        if waiting and status is Status.WAITS:
+            finish_one()
+        else:
+            real_serve(residents, status)
 
     def submit(reader: FileReader, reads: Sequence[Read]) -> Ticket:
         late = _LateAnswer(functools.partial(reader._run, reads), waiting, pick)
@@ -141,6 +152,8 @@ def reads_end_in_random_order(seed: int) -> Iterator[None]:
         patch.setattr(FileReader, "submit", submit)
         patch.setattr(transfer, "_kept_ranges", lambda *_: None)  # all reads are Python's
         patch.setattr(HostTier, "wait", wait)
+        patch.setattr(compiled_residents, "CALL_LIMIT_S", 1e-4)
+        patch.setattr(CompiledResidents, "serve", serve)
         yield
 
 
