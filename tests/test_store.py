@@ -24,7 +24,7 @@ from lowtide.errors import StorageError
 from lowtide.experts.layout import SlotLayout
 from lowtide.experts.slots import ExpertSlots
 from lowtide.experts.transfer import DiskTransfer, largest_read_bytes
-from lowtide.files.regular_file import RegularFile
+from lowtide.files.regular_file import RegularFile, is_in_memory
 from lowtide.formats import formats
 from lowtide.formats.plain import ITEM_BYTES
 from lowtide.memory.arena import Arena
@@ -426,3 +426,23 @@ def test_dense_weights_are_read_and_converted(tmp_path: Path) -> None:
 
 def bits(tensor: torch.Tensor) -> bytes:
     return tensor.view(torch.int16).numpy().tobytes()
+
+
+def test_files_in_memory_are_copied_once() -> None:
+    memory = Path("/dev/shm")
+    if not memory.is_dir():
+        pytest.skip("no file system in memory here")
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        path = Path(folder) / "weights"
+        path.write_bytes(CONTENTS[0])
+        with path.open("rb") as file:
+            if not is_in_memory(file.fileno()):
+                pytest.skip(f"{memory} is on a disk")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            reader = FileReader([RegularFile.at(path)], SECTOR_BYTES)
+        assert not reader.is_direct
+        read, target = whole(0, 4097, 6000)
+        assert reader.submit([read]).result() == 6000
+        reader.close()
+    assert np.array_equal(target, CONTENTS[0][4097:10097])

@@ -67,7 +67,8 @@ class CompiledResidents:
         self._asked: IntArray = np.zeros((num_experts, 3), np.int64)
         self._tickets: dict[int, Ticket] = {}  # by slot: of reads that Python does
         self._read_bytes: deque[int] = deque()  # of each that has ended
-        self._trial = AheadTrial()
+        # A copy out of the page cache takes a core from computing, whenever it is made.
+        self._trial = AheadTrial() if compiled is not None and compiled.is_direct else None
         self._begin_s = 0.0  # when the pass began
         self._is_waiting: tuple[int, int, float] | None = None  # for whom, since when
         [free] = ledger.free
@@ -88,7 +89,8 @@ class CompiledResidents:
         struct = self._struct
         self._is_waiting = None
         self._ranks = ranks  # which has to outlive the pass
-        self._begin_s, struct.reads_ahead = perf_counter(), self._trial.is_on
+        self._begin_s = perf_counter()
+        struct.reads_ahead = self._trial is not None and self._trial.is_on
         struct.rank, struct.room = _address(ranks.rank), _address(ranks.room)
         struct.clock = None if ranks.clock is None else _address(ranks.clock)
         struct.per_token, struct.per_expert = ranks.per_token, ranks.per_expert
@@ -114,7 +116,7 @@ class CompiledResidents:
         outcome = Outcome(
             struct.num_hits, struct.num_misses, struct.num_admitted, struct.num_left_out
         )
-        if outcome.num_misses:
+        if outcome.num_misses and self._trial is not None:
             self._trial.took(perf_counter() - self._begin_s)
         stats.num_admitted += struct.num_admitted
         stats.num_evicted += struct.num_evicted

@@ -59,6 +59,21 @@ class RegularFile(NamedTuple):
             )
 
 
+def is_in_memory(descriptor: int) -> bool:
+    """Whether an open file lies on a file system without a disk (Linux alone says so)."""
+    device = os.fstat(descriptor).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return False
+    # proc(5): the device is the third word, the file system's type the first after the dash.
+    return any(
+        mount.split()[2] == number and mount.partition(" - ")[2].split()[0] in ("tmpfs", "ramfs")
+        for mount in mounts
+    )
+
+
 @contextmanager
 def open_regular(
     path: Path, error: type[LowtideError] = StorageError

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from lowtide.core import align_up
 from lowtide.errors import CheckpointError, StorageError, UnsupportedError
-from lowtide.files.regular_file import RegularFile
+from lowtide.files.regular_file import RegularFile, is_in_memory
 from lowtide.formats import MatrixFormat
 from lowtide.formats.arranged import Arranged
 from lowtide.formats.convert import Importance, Pack, convert, convert_rows, pack
@@ -199,11 +199,12 @@ class FileReader:
             for descriptor in descriptors or ():
                 os.close(descriptor)
         descriptors = self._open_all(0) or []
-        warnings.warn(
-            f"{self._files[0].path.parent} has no direct reads; reading through the page cache, "
-            "which is slower when memory is short.",
-            stacklevel=3,
-        )
+        if not all(map(is_in_memory, descriptors)):
+            warnings.warn(
+                f"{self._files[0].path.parent} has no direct reads; reading through the page "
+                "cache, which is slower when memory is short.",
+                stacklevel=3,
+            )
         return descriptors, False
 
     def _open_all(self, flags: int) -> list[int] | None:
@@ -222,6 +223,8 @@ class FileReader:
     def _can_read_direct(self, descriptors: Sequence[int]) -> bool:
         buffer = self._buffers.get()
         try:
+            if all(map(is_in_memory, descriptors)):
+                return False  # each would be a second copy
             for descriptor in descriptors:
                 os.preadv(descriptor, [buffer[:SECTOR_BYTES].data], 0)
         except OSError:

@@ -124,6 +124,7 @@ class CompiledReader:
         are not direct. Raises StorageError where the system has no thread to give."""
         self._functions = _bound(library)
         self._is_closing = False
+        self.is_direct = buffers is not None
         self._files = files
         self._experts = experts
         self._keep: list[object] = [slots, buffers]

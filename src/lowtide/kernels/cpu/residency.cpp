@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <chrono>
 
+#include "team.hpp"
+
 namespace lowtide {
 
 void LayerExperts::begin(
@@ -316,6 +318,7 @@ int LayerExperts::wait(long slot) {
     const int state = (*r_->readiness)->state(slot);
     if (state != PENDING) return state;
     const auto start = std::chrono::steady_clock::now();
+    rest_together();
     const int later = (*r_->readiness)->wait(slot, r_->wait_limit_s);
     const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
     r_->wait_s += waited.count();

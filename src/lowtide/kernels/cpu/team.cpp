@@ -72,6 +72,9 @@ class Team {
         for (long number = 0; number < num_pieces; ++number) piece(work, number);
     }
 
+    // Until the next work.
+    void rest() { rest_since_.store(offer_.load() >> 32, std::memory_order_relaxed); }
+
    private:
     void share(int num_threads, long num_pieces, Piece piece, const void* work) {
         grow(num_threads - 1);
@@ -133,7 +136,7 @@ class Team {
                 awake_until = bedtime();
             }
             for (int i = 0; i < 64 && !is_wanted(number); ++i) pause();
-            if (Clock::now() < awake_until) continue;
+            if (Clock::now() < awake_until && !has_rest()) continue;
             std::unique_lock<std::mutex> lock(sleep_);
             num_asleep_.fetch_add(1);
             wake_.wait(lock, [this, number] { return is_wanted(number); });
@@ -151,6 +154,10 @@ class Team {
         return is_offered && number < num_invited_.load(std::memory_order_relaxed);
     }
 
+    bool has_rest() const {
+        return rest_since_.load(std::memory_order_relaxed) == offer_.load() >> 32;
+    }
+
     std::mutex in_use_;
     int num_helpers_ = 0;
 
@@ -161,6 +168,7 @@ class Team {
     std::atomic<long> num_pieces_{0};
     std::atomic<int> num_invited_{0};
     std::atomic<int> num_crowded_calls_{0};
+    std::atomic<std::uint64_t> rest_since_{~0ull};
 
     std::mutex sleep_;
     std::condition_variable wake_;
@@ -181,6 +189,8 @@ Team* present = new Team;
 void run_together(int num_threads, long num_pieces, Piece piece, const void* work) {
     present->run(num_threads, num_pieces, piece, work);
 }
+
+void rest_together() { present->rest(); }
 
 }  // namespace lowtide
 

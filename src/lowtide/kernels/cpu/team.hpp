@@ -14,6 +14,10 @@ constexpr long WORTH_BYTES = 256 << 10;
 // a busy machine, or beside another call, the caller does it all.
 void run_together(int num_threads, long num_pieces, Piece piece, const void* work);
 
+// The caller waits for something else than the team's work: its threads sleep at once, so that their
+// cores are free for what is waited for.
+void rest_together();
+
 template <class Work>
 void together(int num_threads, long num_pieces, const Work& work) {
     const auto piece = [](const void* of, long number) { (*static_cast<const Work*>(of))(number); };
