@@ -27,7 +27,7 @@ from common.record import Recorder, Row, say
 from lowtide.config import ModelConfig
 from lowtide.engine.opening import EngineConfig, open_model
 from lowtide.lab.demo_text import held_out_text
-from lowtide.lab.quality import Report, Work, quality
+from lowtide.lab.quality import QualityReport, QualityWork, quality
 from lowtide.lab.quality import Row as Scored
 from lowtide.lab.quality_plot import check_plot, plot, points
 from lowtide.lab.quality_scores import Estimate, paired
@@ -59,7 +59,7 @@ class Cell(NamedTuple):
     tier: str
     share: float
     rows: Mapping[str, Scored]
-    report: Report
+    report: QualityReport
 
     @property
     def facts(self) -> Row:
@@ -116,7 +116,7 @@ def _measure(
     if tier == "link":
         shared |= {"device": "emulated", "device_options": device_options(Model(model, model))}
     opened = open_model(model, EngineConfig(**shared))
-    work = Work(
+    work = QualityWork(
         scope=Scope(options.tokens, 256), max_tokens=options.new, repeats=options.repeats
     ).with_text(opened.tokenizer, text)
     report = quality(model, [lane.setting(share) for lane in wanted], work, **shared)

@@ -28,7 +28,7 @@ from common.record import Recorder, Row, say
 from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.config import ModelConfig
 from lowtide.families import families
-from lowtide.lab.bench import Load, Preset, Run, take_turns
+from lowtide.lab.bench import Load, Preset, PresetRun, take_turns
 from lowtide.lab.budgets import budget_of_share
 from lowtide.lab.synth import write_checkpoint
 from lowtide.llm import plan_model
@@ -169,7 +169,7 @@ def _measure(
     recorder.write("ceiling", {**where, **disk.measure()})
 
 
-def _row(run: Run, exact: Run) -> Row:
+def _row(run: PresetRun, exact: PresetRun) -> Row:
     if run.reason:
         return {"reason": run.reason}
     speed, own = exact.tokens_per_s.median, run.tokens_per_s

@@ -25,9 +25,9 @@ from lowtide.engine.opening import EngineConfig, open_model
 from lowtide.lab.bench import Load, Preset, take_turns
 from lowtide.lab.budgets import budget_of_share
 from lowtide.lab.demo_text import held_out_text
+from lowtide.lab.quality import QualityWork, quality
 from lowtide.lab.quality import Row as Scored
-from lowtide.lab.quality import Work, quality
-from lowtide.lab.quality_settings import Setting
+from lowtide.lab.quality_settings import QualitySetting
 from lowtide.lab.quality_text import Scope
 from lowtide.llm import plan_model
 from lowtide.params import SamplingParams
@@ -70,8 +70,12 @@ def _measure(recorder: Recorder, model: str, text: str, options: argparse.Namesp
     say(f"{model}: {len(lanes)} lanes ...")
     opened = open_model(model, EngineConfig(**shared))
     weight_bytes = {row.format: row.weight_bytes for row in plan_by_format(opened)}
-    work = Work(scope=Scope(options.tokens, 256), repeats=0).with_text(opened.tokenizer, text)
-    report = quality(model, [Setting(options=each) for each in lanes.values()], work, **shared)
+    work = QualityWork(scope=Scope(options.tokens, 256), repeats=0).with_text(
+        opened.tokenizer, text
+    )
+    report = quality(
+        model, [QualitySetting(options=each) for each in lanes.values()], work, **shared
+    )
     prompt = list(work.token_ids[:PROMPT_TOKENS])
     load = Load(prompt, prompt, SamplingParams(max_tokens=options.new, ignore_eos=True))
     speeds = _speeds(model, lanes, load, options.repeats, shared)

@@ -33,7 +33,7 @@ from lowtide.policies.prefetch import (
     NoPrefetch,
     Prefetch,
     PreviousStep,
-    Random,
+    RandomPrefetch,
     Residual,
     Statistics,
 )
@@ -80,7 +80,7 @@ def _statistics(setting: Setting) -> Prefetch:
 _STEP = Step(StepKind.DECODE, 0)
 
 PREDICTORS: Mapping[str, Callable[[Setting], Prefetch]] = {
-    "random": lambda s: Random(NUM_PREFETCH.of(s), s.num_experts, s.seed),
+    "random": lambda s: RandomPrefetch(NUM_PREFETCH.of(s), s.num_experts, s.seed),
     "statistics": _statistics,
     "previous step": lambda s: PreviousStep(NUM_PREFETCH.of(s), s.num_layers, s.num_experts),
     "raw gate": lambda s: NextGate(NUM_PREFETCH.of(s)),

@@ -19,7 +19,7 @@ from test_compiled_reader import EXPERTS, SLOT_BYTES, wanted
 from lowtide.errors import StorageError
 from lowtide.files.regular_file import RegularFile
 from lowtide.kernels.cpu.library import FEW_ROWS, load_library
-from lowtide.kernels.cpu.reader import CompiledReader, OpenFile, Range, Segment
+from lowtide.kernels.cpu.reader import CompiledReader, OpenFile, Range, SlotSegment
 
 
 def read_and_close(fifo: Path, path: Path) -> int:
@@ -28,7 +28,7 @@ def read_and_close(fifo: Path, path: Path) -> int:
     regular, pipe = RegularFile.at(path), os.open(fifo, os.O_RDWR)
     stands_in = RegularFile(fifo, 0, (0, 0, os.fstat(pipe).st_mtime_ns))
     files = [OpenFile(regular, regular.open()), OpenFile(stands_in, pipe)]
-    experts = [EXPERTS[0], [Range(1, [Segment(0, 1000, 0)])]]
+    experts = [EXPERTS[0], [Range(1, [SlotSegment(0, 1000, 0)])]]
     slots = np.zeros((2, SLOT_BYTES), np.uint8)
     memory, library = slots.reshape(-1), load_library(*FEW_ROWS)
     reader = CompiledReader(library, experts, files, memory, SLOT_BYTES, None)

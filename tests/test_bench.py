@@ -15,7 +15,7 @@ from lowtide.errors import PlanError, UsageError
 from lowtide.hardware.kept_rates import keep_rates
 from lowtide.hardware.machine import Rate, this_machine
 from lowtide.lab import bench as bench_module
-from lowtide.lab.bench import Ceilings, Preset, Result, Run, bench
+from lowtide.lab.bench import Ceilings, Preset, PresetRun, Result, bench
 from lowtide.lab.budgets import budget_of_share, home_of_share
 from lowtide.llm import plan_model
 from lowtide.policies.presets import preset_names
@@ -230,4 +230,4 @@ def test_wrong_wishes_are_refused_before_anything_is_loaded(
 
 
 def test_a_label_has_the_options() -> None:
-    assert Run(Preset("tide", {"tau": "1"})).preset.label == "tide tau=1"
+    assert PresetRun(Preset("tide", {"tau": "1"})).preset.label == "tide tau=1"

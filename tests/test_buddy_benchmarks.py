@@ -14,7 +14,7 @@ from buddy_cases import random_profile
 
 from lowtide.lab.demo_text import held_out_text
 from lowtide.lab.quality import Passes, Row
-from lowtide.lab.quality_scores import Comparison, Rows, Scores
+from lowtide.lab.quality_scores import Comparison, RowScores, ScoredRows
 from lowtide.policies.presets import check_safe
 
 buddies, buddy, buddy_full, buddy_time = map(
@@ -54,13 +54,13 @@ def make_cell(lanes: list[Any], losses: dict[str, float], share: float = 0.375) 
     """A cell in which each lane loses so much on every token, give or take."""
     random = np.random.default_rng(0)
     base, ones = random.exponential(2.0, 640), np.ones(640)
-    scored = Rows(np.zeros(640, np.int64), np.arange(640) // 32)
-    exact = Scores(base, 0 * ones, ones, ones)
+    scored = ScoredRows(np.zeros(640, np.int64), np.arange(640) // 32)
+    exact = RowScores(base, 0 * ones, ones, ones)
     rows = {}
     for lane in lanes:
         lost = losses.get(lane.name, 0.0)
         noise = 0.05 * random.normal(size=640) if lost else 0.0
-        scores = Scores(base + lost + noise, lost * ones, ones, ones * (lost < 0.3))
+        scores = RowScores(base + lost + noise, lost * ones, ones, ones * (lost < 0.3))
         row = Row(lane.setting(share), scores=scores)
         row.comparison = Comparison.of(scores, exact, scored)
         counts = {"num_hits": 1.0, "num_misses": 1.0, "read_bytes": 1e6 * (1 - lost)}

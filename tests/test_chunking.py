@@ -31,8 +31,8 @@ from lowtide.memory.chunking import (
     EACH_TILE,
     MAX_BUCKETS,
     OPERATOR_TILES,
-    Asked,
     Counts,
+    LogitNeeds,
     bucket,
     longest_chunk,
     longest_tile,
@@ -43,7 +43,7 @@ from lowtide.memory.chunking import (
 )
 from lowtide.memory.kv_cache import GRANULE_TOKENS, KVCache
 from lowtide.memory.pass_planner import PassPlanner
-from lowtide.memory.planner import Graph, Placement
+from lowtide.memory.planner import ArenaPlaces, Graph
 from lowtide.memory.poison import PoisonedWorkspace
 from lowtide.memory.template import Sample, Template, bounds, symbols
 from lowtide.memory.workspace import Registrar, Workspace
@@ -166,7 +166,7 @@ def registered_graph(opened: OpenModel, counts: Counts, chunks: Mapping[str, int
 
 
 def counted(num_tokens: int, num_logits: int) -> Counts:
-    return Counts(num_tokens, num_tokens, num_tokens, num_logits, (Asked(entropy=True),))
+    return Counts(num_tokens, num_tokens, num_tokens, num_logits, (LogitNeeds(entropy=True),))
 
 
 counts_of_any = st.tuples(st.integers(1024, 40_000), st.integers(0, 100)).map(
@@ -303,7 +303,7 @@ def test_bits_do_not_depend_on_what_runs_together(family: str, tmp_path: Path) -
 def test_a_workspace_adopts_only_what_fits() -> None:
     workspace = Workspace(torch.empty(64, dtype=torch.uint8))
     with pytest.raises(InternalError, match="A plan of 65 bytes is adopted in a workspace of 64"):
-        workspace.adopt(Placement({}, 65), EACH_TILE)
+        workspace.adopt(ArenaPlaces({}, 65), EACH_TILE)
 
 
 # What compiled kernels have no use for

@@ -26,7 +26,7 @@ from lowtide.kernels.cpu.reader import (
     OpenFile,
     Range,
     Readiness,
-    Segment,
+    SlotSegment,
 )
 from lowtide.kernels.cpu.residency import ResidencyStruct
 
@@ -40,9 +40,9 @@ NUM_BYTES = 2 * PIECE_BYTES + 77
 SLOT_BYTES = NUM_BYTES + 100
 
 EXPERTS = [
-    [Range(0, [Segment(13, 50_001, 0), Segment(50_100, 999, 50_001)])],
-    [Range(0, [Segment(5, NUM_BYTES, 0)])],
-    [Range(1, [Segment(1, 70_000, 30_001)]), Range(0, [Segment(7, 30_001, 0)])],
+    [Range(0, [SlotSegment(13, 50_001, 0), SlotSegment(50_100, 999, 50_001)])],
+    [Range(0, [SlotSegment(5, NUM_BYTES, 0)])],
+    [Range(1, [SlotSegment(1, 70_000, 30_001)]), Range(0, [SlotSegment(7, 30_001, 0)])],
 ]
 
 

@@ -22,7 +22,7 @@ from whole import Setting, Trajectories, answers, check_idle, same_bits
 
 from lowtide import DiffusionParams, SamplingParams
 from lowtide.decode.block_diffusion import Finished, Request
-from lowtide.decode.block_sequence import BlockSequence, Prediction
+from lowtide.decode.block_sequence import BlockPrediction, BlockSequence
 from lowtide.experts import compiled_residents, transfer
 from lowtide.experts.compiled_residents import CompiledResidents
 from lowtide.experts.host_tier import HostTier
@@ -218,7 +218,7 @@ class Margins:
         margins = self
 
         def noting_choose(
-            sequence: BlockSequence, logits: Tensor, prediction: Prediction, part: slice
+            sequence: BlockSequence, logits: Tensor, prediction: BlockPrediction, part: slice
         ) -> None:
             margin = _token_margin(logits, sequence.request)
             seen = margins.tokens.setdefault(sequence.request.id, [])

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowtide.policies.lending import MOVE_READS, Use, grown, shrunk, worth_lending
+from lowtide.policies.lending import MOVE_READS, ExpertUse, grown, shrunk, worth_lending
 
 
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 8))
@@ -60,7 +60,7 @@ def test_room_goes_where_absent_experts_are_asked_for() -> None:
 
 
 def test_use_is_a_share_of_the_last_steps() -> None:
-    use = Use(2, 3)
+    use = ExpertUse(2, 3)
     for _ in range(400):
         use.saw(np.array([[0, 0, 0], [1, 0, 3]]))
         use.saw(np.array([[0, 0, 0], [0, 0, 1]]))

@@ -19,7 +19,7 @@ from lowtide.policies.buddy_lists import BuddyLists
 from lowtide.policies.buddy_profile import QualityCurve, token_entropy
 from lowtide.policies.buddy_search import UNBOUNDED
 from lowtide.policies.catalogue import CATALOGUE
-from lowtide.policies.miss import Buddy, CachePrior, Drop, Random, Rho, Weighing
+from lowtide.policies.miss import Buddy, CachePrior, Drop, RandomBuddy, Rho, Weighing
 from lowtide.policies.presets import check_safe, lossless_presets, parse_options
 from lowtide.policies.receipt import Receipts
 from lowtide.policies.recipe import Setting
@@ -194,7 +194,7 @@ def policies_of(num_layers: int, num_experts: int, rho: Rho) -> list[Substitutio
     return [
         Buddy(lists, OPEN, NO_PSI, rho),
         Buddy(lists, OPEN, NO_PSI, rho, step_bytes=40),
-        Random(OPEN, rho, seed=1),
+        RandomBuddy(OPEN, rho, seed=1),
         Drop(OPEN, rho),
         CachePrior(OPEN, 1.0, Weighing(False, True, 1.0)),
     ]
@@ -223,7 +223,7 @@ def test_no_layer_has_more_replaced_than_beta_allows(seed: int, beta: float) -> 
     gates, draw = Gates(beta=beta), np.random.default_rng(seed)
     policies: list[Substitution] = [
         Buddy(random_buddies(1, 10), gates, NO_PSI, ALL),
-        Random(gates, ALL, seed=1),
+        RandomBuddy(gates, ALL, seed=1),
         Drop(gates, ALL),
         CachePrior(gates, 1.0, Weighing(False, True, 1.0)),
     ]
@@ -298,7 +298,7 @@ def made(**options: str) -> Any:
 
 def test_the_preset_takes_its_options() -> None:
     assert isinstance(made().substitution, Buddy)
-    assert isinstance(made(miss="random").substitution, Random)
+    assert isinstance(made(miss="random").substitution, RandomBuddy)
     for options in ({"miss": "wait"}, {"rho": "0"}):
         exact = made(**options)
         assert exact.substitution is None and not exact.asks_routing

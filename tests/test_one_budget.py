@@ -20,7 +20,7 @@ from lowtide.memory.kv_pages import KVLayout, KVPages
 from lowtide.memory.pages import PageBudget
 from lowtide.memory.pass_planner import PassPlan
 from lowtide.memory.pass_plans import PagedRoom
-from lowtide.memory.planner import Placement
+from lowtide.memory.planner import ArenaPlaces
 
 PAGE = 4096
 NUM_TOKENS, NUM_SLOTS, SLOT_BYTES = 96, 12, 3 * PAGE // 2
@@ -65,7 +65,7 @@ class Machine:
 
     def run_pass(self, range_bytes: int, library_bytes: int) -> None:
         """Writes to all that it has asked for."""
-        placement = Placement({}, range_bytes)
+        placement = ArenaPlaces({}, range_bytes)
         self.room.hold(PassPlan(Counts(1, 1, 1), {}, placement, library_bytes, ""))
         self.room.bytes[:range_bytes].fill_(7)
 

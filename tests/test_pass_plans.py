@@ -19,7 +19,7 @@ from lowtide.memory.chunking import MAX_BUCKETS, Counts
 from lowtide.memory.pages import PageBudget
 from lowtide.memory.pass_planner import PassPlan, PassPlanner
 from lowtide.memory.pass_plans import PagedRoom, PassPlans
-from lowtide.memory.planner import Placement
+from lowtide.memory.planner import ArenaPlaces
 from lowtide.memory.poison import PoisonedWorkspace
 from lowtide.params import DiffusionParams, SamplingParams
 
@@ -158,7 +158,7 @@ def test_what_libraries_held_is_given_back_for_a_larger_range(
     """What one pass needs less of does not pay for what the next one needs before it is free."""
 
     def plan(range_bytes: int, library_bytes: int) -> PassPlan:
-        return PassPlan(Counts(1, 1, 1), {}, Placement({}, range_bytes), library_bytes, "")
+        return PassPlan(Counts(1, 1, 1), {}, ArenaPlaces({}, range_bytes), library_bytes, "")
 
     half = budget.num_bytes // 2
     room.hold(plan(half, half))

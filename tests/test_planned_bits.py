@@ -26,7 +26,7 @@ from lowtide.lab.synth import synth
 from lowtide.layers.batch import Batch, Segment
 from lowtide.llm import LLM
 from lowtide.memory.arena import Arena
-from lowtide.memory.chunking import OPERATOR_TILES, Asked, Counts, rows_together
+from lowtide.memory.chunking import OPERATOR_TILES, Counts, LogitNeeds, rows_together
 from lowtide.memory.kv_cache import GRANULE_TOKENS, KVCache
 from lowtide.memory.kv_turns import KVTurns
 from lowtide.memory.pass_planner import PassPlanner
@@ -35,7 +35,7 @@ from lowtide.memory.workspace import Buffers, Workspace
 
 STEP = Step(StepKind.DENOISE, 0)
 ALL_WANTED = Wanted(second=True, entropy=True)
-ASKED = tuple(Asked(second=True, entropy=True, is_guided=guided) for guided in (False, True))
+ASKED = tuple(LogitNeeds(second=True, entropy=True, is_guided=guided) for guided in (False, True))
 
 
 class Eager:

@@ -26,7 +26,7 @@ from lowtide.llm import LLM
 from lowtide.memory.arena import Arena
 from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.kv_turns import KVTurns
-from lowtide.memory.planner import Graph, Moment, Place, Placement, Transient, first_fit
+from lowtide.memory.planner import ArenaPlaces, Graph, Moment, Place, Transient, first_fit
 from lowtide.memory.poison import PoisonedWorkspace
 from lowtide.memory.workspace import Buffers, Registrar, Workspace
 from lowtide.models.decoder import Decoder
@@ -130,7 +130,7 @@ def test_a_buffer_that_was_given_back_makes_room() -> None:
 
 def test_what_the_plan_does_not_know_lies_beside_what_is_alive() -> None:
     places = {("a",): Place(128, 64), ("a", "b"): Place(0, 64)}
-    workspace = PoisonedWorkspace(Arena(512).bytes, Placement(places, 192))
+    workspace = PoisonedWorkspace(Arena(512).bytes, ArenaPlaces(places, 192))
     start = workspace._buffer.data_ptr()
     a = workspace.take("a", (64,), torch.uint8)
     assert a.data_ptr() == start + 128
@@ -145,7 +145,7 @@ def test_what_the_plan_does_not_know_lies_beside_what_is_alive() -> None:
 
 def test_poison_finds_an_overlap_and_a_late_reader() -> None:
     places = {("a",): Place(0, 64), ("a", "b"): Place(0, 64)}
-    workspace = PoisonedWorkspace(Arena(512).bytes, Placement(places, 64))
+    workspace = PoisonedWorkspace(Arena(512).bytes, ArenaPlaces(places, 64))
     late = workspace.take("a", (4,), torch.float32).fill_(1)
     with pytest.raises(InternalError, match="b at .* is over a at"):
         workspace.take("b", (4,), torch.float32)

@@ -20,7 +20,7 @@ from lowtide.policies.prefetch import (
     Prefetch,
     PrefetchOutcome,
     PreviousStep,
-    Random,
+    RandomPrefetch,
     Residual,
     Statistics,
     count_following,
@@ -88,7 +88,7 @@ def test_a_combination_weighs_its_parts() -> None:
 
 
 def test_random_repeats_with_its_seed() -> None:
-    first, again = Random(3, 6, seed=1), Random(3, 6, seed=1)
+    first, again = RandomPrefetch(3, 6, seed=1), RandomPrefetch(3, 6, seed=1)
     draws = [first.choose(Ahead(0, NOBODY)).tolist() for _ in range(4)]
     assert draws == [again.choose(Ahead(0, NOBODY)).tolist() for _ in range(4)]
     assert len({tuple(draw) for draw in draws}) > 1
@@ -107,7 +107,13 @@ def test_only_absent_experts_once_and_not_too_many(
     last = PreviousStep(ahead, 2, 6)
     last.observe(told(1, e1=2, e3=1))
     parts: list[tuple[Prefetch, float]] = [(last, 1.0), (NextGate(ahead), 1.0)]
-    everyone = [NextGate(ahead), last, Combined(ahead, parts), Random(ahead, 6), NoPrefetch()]
+    everyone = [
+        NextGate(ahead),
+        last,
+        Combined(ahead, parts),
+        RandomPrefetch(ahead, 6),
+        NoPrefetch(),
+    ]
     is_resident = np.isin(np.arange(6), list(residents))
     for prefetch in everyone:
         chosen = prefetch.choose(Ahead(1, is_resident, predicted)).tolist()

@@ -26,24 +26,28 @@ from lowtide.core import Facts, RoutedTokens
 from lowtide.decode.forced import ForcedText
 from lowtide.errors import PlanError, UsageError
 from lowtide.lab import plotting, quality_plot, quality_scores
-from lowtide.lab.quality import Report, Work, quality
+from lowtide.lab.quality import QualityReport, QualityWork, quality
 from lowtide.lab.quality_scores import Estimate
-from lowtide.lab.quality_settings import Setting, grouped
+from lowtide.lab.quality_settings import QualitySetting, grouped
 from lowtide.lab.quality_text import Scope
 from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.presets import register, unregister
 from lowtide.policies.substitution import in_order
 
 SCOPE = Scope(num_tokens=120, window_tokens=96, mask_ratios=(0.9, 0.3))
-EXACT = [Setting("tide"), Setting("lru", residents=0.3), Setting("tide", residents=0.0)]
+EXACT = [
+    QualitySetting("tide"),
+    QualitySetting("lru", residents=0.3),
+    QualitySetting("tide", residents=0.0),
+]
 
 
 def some_ids(num_tokens: int = 500, vocab: int = 90) -> list[int]:
     return np.random.default_rng(1).integers(3, vocab, num_tokens).tolist()
 
 
-def work(ids: list[int], repeats: int = 0) -> Work:
-    return Work(ids, scope=SCOPE, repeats=repeats, max_tokens=4)
+def work(ids: list[int], repeats: int = 0) -> QualityWork:
+    return QualityWork(ids, scope=SCOPE, repeats=repeats, max_tokens=4)
 
 
 def loss_of(logits: Tensor, token_ids: list[int]) -> float:
@@ -51,7 +55,7 @@ def loss_of(logits: Tensor, token_ids: list[int]) -> float:
     return float(torch.nn.functional.cross_entropy(logits.double(), wanted))
 
 
-def check_exact(report: Report) -> None:
+def check_exact(report: QualityReport) -> None:
     for row in report.rows:
         assert row.comparison is not None and row.passes is not None and not row.reason
         assert row.comparison.kl == row.comparison.loss_difference == Estimate(0.0, 0.0)
@@ -116,7 +120,7 @@ def test_the_masked_likelihood_of_whole_texts_is_that_of_a_direct_computation(
     tmp_path: Path, family: str
 ) -> None:
     model = write_masked(family, 1, tmp_path / "model")
-    settings = EXACT if family == "llada_moe" else [Setting()]
+    settings = EXACT if family == "llada_moe" else [QualitySetting()]
     report = quality(model.folder, settings, work(some_ids(vocab=80)), context=128)
     if family == "llada_moe":
         check_exact(report)
@@ -160,7 +164,7 @@ def lossy() -> Iterator[str]:
 def test_a_policy_that_changes_words_is_seen_and_timed_beside_the_exact_one(tmp_path: Path) -> None:
     model = write_causal("qwen3_moe", 3, tmp_path / "model", num_experts=32)
     with lossy() as name:
-        settings = [Setting(name, residents=0.3)]
+        settings = [QualitySetting(name, residents=0.3)]
         assert [[s.policy for s in group] for group in grouped(settings)] == [["auto", name]]
         report = quality(model.folder, settings, work(some_ids(), repeats=2), context=128)
     exact, changed = report.rows
@@ -176,14 +180,14 @@ def test_a_policy_that_changes_words_is_seen_and_timed_beside_the_exact_one(tmp_
 
 def test_what_cannot_run_is_a_row_and_a_reference_that_cannot_is_an_error() -> None:
     folder, ids = GOLDENS / "llada2-a", some_ids(vocab=380)
-    settings = [Setting("tide", residents=0.2), Setting("resident", residents=0.2)]
+    settings = [QualitySetting("tide", residents=0.2), QualitySetting("resident", residents=0.2)]
     report = quality(folder, settings, work(ids), context=128)
     assert "too small" in report.rows[1].reason and report.rows[1].comparison is None
     assert report.as_dict()["rows"][1]["reason"] == report.rows[1].reason
     with pytest.raises((PlanError, UsageError), match="too small"):
         quality(folder, settings[::-1], work(ids), context=128)
     with pytest.raises(UsageError, match="no tokens"):
-        quality(folder, settings, Work(), context=128)
+        quality(folder, settings, QualityWork(), context=128)
 
 
 @pytest.mark.parametrize(

@@ -13,30 +13,30 @@ import torch
 from lowtide import LLM
 from lowtide.engine.opening import EngineConfig, open_model
 from lowtide.errors import PlanError, StorageError, UsageError
-from lowtide.lab.quality import Work, quality
+from lowtide.lab.quality import QualityWork, quality
 from lowtide.lab.quality_choices import NUM_MASKS, Questions
 from lowtide.lab.quality_questions import (
     MAX_CHOICES,
     MAX_QUESTION_CHARS,
-    Question,
+    ChoiceQuestion,
     read_questions,
 )
-from lowtide.lab.quality_settings import Setting
+from lowtide.lab.quality_settings import QualitySetting
 from lowtide.model_folder.hub import resolve_model
 
-FOR = Question("import os\nimport sys\n\nfor i in ran", ("ge(10):\n", "dom\n", "42"), 0)
-QUESTIONS = [FOR, Question("def add(a, b):\n    return", (" a + b\n", " import"), 0)]
+FOR = ChoiceQuestion("import os\nimport sys\n\nfor i in ran", ("ge(10):\n", "dom\n", "42"), 0)
+QUESTIONS = [FOR, ChoiceQuestion("def add(a, b):\n    return", (" a + b\n", " import"), 0)]
 
 
-def questions(model: str, asked: list[Question], context: int = 128) -> Questions:
+def questions(model: str, asked: list[ChoiceQuestion], context: int = 128) -> Questions:
     opened = open_model(model, EngineConfig(context=context))
     return Questions(asked, opened.tokenizer, opened.config, opened.context)
 
 
 def test_an_autoregressive_choice_is_the_sum_of_its_tokens() -> None:
     made = questions("demo:chat", QUESTIONS)
-    work = Work(questions=made, repeats=0)
-    settings = [Setting("tide"), Setting("lru", residents=0.4)]
+    work = QualityWork(questions=made, repeats=0)
+    settings = [QualitySetting("tide"), QualitySetting("lru", residents=0.4)]
     report = quality("demo:chat", settings, work, context=128, dtype="float32")
     with LLM("demo:chat", context=128, dtype="float32") as llm:
         assert llm.tokenizer is not None
@@ -92,15 +92,15 @@ def test_a_diffusion_choice_is_its_mean_over_parts_hidden() -> None:
 
 
 def test_long_contexts_lose_their_beginning_and_short_ones_are_refused() -> None:
-    long = Question("import os\n" * 60, ("import", "x = 1\n"), 0)
+    long = ChoiceQuestion("import os\n" * 60, ("import", "x = 1\n"), 0)
     made = questions("demo:chat", [long], context=64)
     assert all(one.is_cut and len(one.token_ids) == 64 for one in made._encoded[0])
     with LLM("demo:chat", context=64) as llm:
         assert made.score(llm, "", lambda *_: None).num_cut == 1
     with pytest.raises(UsageError, match="it takes 2"):
-        questions("demo:chat", [Question("a", ("b", "c"), 0)])
+        questions("demo:chat", [ChoiceQuestion("a", ("b", "c"), 0)])
     with pytest.raises(PlanError, match="raise --context"):
-        questions("demo:chat", [Question("a b c", ("import os\n" * 60, "c"), 0)], context=64)
+        questions("demo:chat", [ChoiceQuestion("a b c", ("import os\n" * 60, "c"), 0)], context=64)
     assert resolve_model("demo:chat").is_dir()
 
 
@@ -113,7 +113,7 @@ def write(path: Path, *lines: Any) -> Path:
 def test_files_of_questions(tmp_path: Path) -> None:
     good = {"context": "a", "choices": ["b", "c"], "answer": 1, "id": 7}
     path = tmp_path / "q.jsonl"
-    assert read_questions(write(path, good, "", good)) == [Question("a", ("b", "c"), 1)] * 2
+    assert read_questions(write(path, good, "", good)) == [ChoiceQuestion("a", ("b", "c"), 1)] * 2
     odd = {**good, "context": "a\u2028\x85b"}
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(odd, ensure_ascii=False).encode() + b"\r\n")
     assert [question.context for question in read_questions(path)] == [odd["context"]]

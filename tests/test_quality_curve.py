@@ -17,9 +17,9 @@ from lowtide.engine.opening import EngineConfig, open_model
 from lowtide.errors import StorageError, UsageError
 from lowtide.lab.calibrate import calibrate
 from lowtide.lab.calibrate_buddies import BuddyWish
-from lowtide.lab.quality import Report, Work, quality
+from lowtide.lab.quality import QualityReport, QualityWork, quality
 from lowtide.lab.quality_curve import curve_path, keep_curve, measured_curve
-from lowtide.lab.quality_settings import MASSES, Setting, curve_settings
+from lowtide.lab.quality_settings import MASSES, QualitySetting, curve_settings
 from lowtide.lab.quality_text import Scope
 from lowtide.lab.synth import synth
 from lowtide.replay.calibration import Calibration
@@ -44,18 +44,18 @@ def calibration(model: Path) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def report(model: Path, calibration: Path) -> Report:
-    settings = [Setting("lru", residents=0.25)]
+def report(model: Path, calibration: Path) -> QualityReport:
+    settings = [QualitySetting("lru", residents=0.25)]
     for setting in curve_settings(BUDDY)[::3]:
-        settings.append(Setting(setting.policy, setting.policy_options, residents=0.25))
-    settings.append(Setting("buddymoe", {**BUDDY, "miss": "drop"}, residents=0.25))
-    settings.append(Setting("buddymoe", {**BUDDY, "miss": "wait"}, residents=0.25))
-    work = Work(IDS, scope=SCOPE, repeats=0, text_sha256="1" * 64)
+        settings.append(QualitySetting(setting.policy, setting.policy_options, residents=0.25))
+    settings.append(QualitySetting("buddymoe", {**BUDDY, "miss": "drop"}, residents=0.25))
+    settings.append(QualitySetting("buddymoe", {**BUDDY, "miss": "wait"}, residents=0.25))
+    work = QualityWork(IDS, scope=SCOPE, repeats=0, text_sha256="1" * 64)
     options: dict[str, Any] = {"context": 128, "calibration": str(calibration), "unsafe": True}
     return quality(model, settings, work, **options)
 
 
-def test_rows_carry_the_receipt_of_the_text(report: Report) -> None:
+def test_rows_carry_the_receipt_of_the_text(report: QualityReport) -> None:
     exact, wait, *bounded, drop = report.rows  # those that change no token come first
     assert exact.passes is not None and exact.passes.replaced is None and not exact.moved_share
     for row, mass in zip(bounded, MASSES[::3], strict=True):
@@ -74,7 +74,7 @@ def test_rows_carry_the_receipt_of_the_text(report: Report) -> None:
 
 
 def test_the_curve_is_of_what_was_measured_and_is_kept(
-    model: Path, calibration: Path, report: Report
+    model: Path, calibration: Path, report: QualityReport
 ) -> None:
     curve = measured_curve(report)
     bounded = report.rows[2:-1]
@@ -99,8 +99,8 @@ def test_the_curve_is_of_what_was_measured_and_is_kept(
 
 
 def test_without_buddies_or_substitutions_there_is_no_curve(model: Path, tmp_path: Path) -> None:
-    work = Work(IDS, scope=SCOPE, repeats=0)
-    report = quality(model, [Setting("lru")], work, context=128)
+    work = QualityWork(IDS, scope=SCOPE, repeats=0)
+    report = quality(model, [QualitySetting("lru")], work, context=128)
     with pytest.raises(UsageError, match="No setting replaced"):
         measured_curve(report)
     text = tmp_path / "text.txt"
@@ -131,7 +131,7 @@ def test_what_was_measured_is_shown_though_there_is_no_curve(
 @pytest.mark.parametrize("error", [StorageError("the disk is full"), ValueError("of matplotlib")])
 def test_what_was_measured_is_kept_and_shown_though_there_is_no_picture(
     error: Exception,
-    report: Report,
+    report: QualityReport,
     calibration: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -22,16 +22,16 @@ from lowtide.lab.quality_scores import (
     Comparison,
     Estimate,
     ReferenceLogits,
-    Rows,
+    RowScores,
+    ScoredRows,
     Scorer,
-    Scores,
     by_mask,
     paired,
 )
 from lowtide.lab.quality_text import (
     CONTEXT_TOKENS,
-    Sample,
     Scope,
+    TextSample,
     make_sample,
     nested_masks,
     num_rows,
@@ -46,10 +46,10 @@ SCOPE = Scope(num_tokens=500, window_tokens=128, mask_ratios=(0.5, 0.15))
 
 def score(
     logits: list[torch.Tensor], reference: list[torch.Tensor], folder: Path
-) -> tuple[Scores, Scores, Rows]:
+) -> tuple[RowScores, RowScores, ScoredRows]:
     """Of two texts of 40 tokens, as a run and its reference would."""
     texts = tuple(ForcedText(list(range(i, i + 40)), 2) for i in range(2))
-    sample = Sample(texts[0], texts, (), 8)
+    sample = TextSample(texts[0], texts, (), 8)
     with ReferenceLogits(2 * 37, 50, folder) as kept:
         found = []
         for each, is_reference in ((reference, True), (logits, False)):
@@ -103,21 +103,24 @@ def test_the_same_logits_are_exactly_the_same(tmp_path: Path) -> None:
 def test_an_error_takes_neighbours_as_one_observation() -> None:
     random = np.random.default_rng(0)
     of_stretch = random.normal(size=200).repeat(8)
-    rows = Rows(np.zeros(1600, np.int64), np.arange(1600) // 8)
+    rows = ScoredRows(np.zeros(1600, np.int64), np.arange(1600) // 8)
     found = rows.estimate(of_stretch)
     wanted = of_stretch[::8].std(ddof=1) / math.sqrt(200)
     assert found == Estimate(pytest.approx(of_stretch.mean()), pytest.approx(wanted))
-    alone = Rows(np.zeros(1600, np.int64), np.arange(1600)).estimate(of_stretch)
+    alone = ScoredRows(np.zeros(1600, np.int64), np.arange(1600)).estimate(of_stretch)
     assert alone.error is not None and found.error is not None
     assert alone.error == pytest.approx(found.error / math.sqrt(8), rel=0.01)
-    assert Rows(np.zeros(8, np.int64), np.zeros(8, np.int64)).estimate(of_stretch[:8]).error is None
+    assert (
+        ScoredRows(np.zeros(8, np.int64), np.zeros(8, np.int64)).estimate(of_stretch[:8]).error
+        is None
+    )
     assert Estimate(1.0, 0.4).is_above(0.1) and not Estimate(1.0, 0.5).is_above(0.1)
 
 
 def test_every_mask_counts_the_same() -> None:
-    rows = Rows(np.array([0] * 9 + [1]), np.arange(10))
+    rows = ScoredRows(np.array([0] * 9 + [1]), np.arange(10))
     assert rows.estimate(np.array([1.0] * 9 + [3.0])).mean == 2.0
-    scores = Scores(np.arange(10.0), *(np.zeros(10) for _ in range(3)))
+    scores = RowScores(np.arange(10.0), *(np.zeros(10) for _ in range(3)))
     compared = by_mask(scores, scores, rows, (0.9, 0.1))
     assert compared[0.9].loss.mean == 4.0 and compared[0.1].loss.mean == 9.0
     assert compared[0.1].num_rows == 1 and compared[0.1].loss.error is None

@@ -36,7 +36,7 @@ from lowtide.llm import plan_model
 from lowtide.policies.presets import lossless_presets
 from lowtide.policies.recipe import Setting
 from lowtide.replay.calibration import Calibration
-from lowtide.replay.host_alone import _Replay
+from lowtide.replay.host_alone import _HostReplay
 from lowtide.replay.simulator import Report
 from lowtide.replay.trace import Trace, TraceShape, TraceWriter
 
@@ -133,7 +133,7 @@ def coming(engine: Engine) -> list[tuple[int, int]]:
 
 def replayed(trace: Trace, preset: str, setting: Setting) -> tuple[BoolArray, list[Layer]]:
     """Who is resident at first, and what is decided of each layer of each pass."""
-    run, layers = _Replay(preset, setting), list[Layer]()
+    run, layers = _HostReplay(preset, setting), list[Layer]()
     first = run._is_resident.copy()
     for routed, hits in zip(trace.iter_routed(), trace.hits(), strict=True):
         run.begin_pass(routed.step)

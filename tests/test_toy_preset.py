@@ -25,14 +25,14 @@ from lowtide.policies.presets import (
     unregister,
 )
 from lowtide.policies.ranks import Ranks
-from lowtide.policies.recipe import Option, Recipe, Setting
+from lowtide.policies.recipe import PolicyOption, Recipe, Setting
 from lowtide.profiles import load_profile
 from lowtide.replay.simulator import simulate
 from lowtide.replay.trace import TraceShape
 
 MODEL = Path(__file__).parent / "goldens" / "llada2-a"
 DOCUMENT = Path(__file__).parents[1] / "docs" / "policies.md"
-STRIDE = Option("stride", "every so many experts one is kept", 2, 1, 9)
+STRIDE = PolicyOption("stride", "every so many experts one is kept", 2, 1, 9)
 
 
 class EveryNth(Ranked):

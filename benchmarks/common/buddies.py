@@ -12,7 +12,7 @@ from common.record import REPOSITORY, Row, say
 from lowtide import LLM
 from lowtide.lab.calibrate import calibrate
 from lowtide.lab.calibrate_buddies import BuddyWish
-from lowtide.lab.quality_settings import Setting
+from lowtide.lab.quality_settings import QualitySetting
 from lowtide.policies.buddy_lists import BuddyRule, Ranking
 from lowtide.policies.buddy_profile import BuddyProfile
 from lowtide.replay.calibration import Calibration
@@ -39,9 +39,9 @@ class Lane(NamedTuple):
     def rho(self) -> str:
         return self.options.get("rho", "")
 
-    def setting(self, share: float) -> Setting:
+    def setting(self, share: float) -> QualitySetting:
         """At a share of the experts that is resident."""
-        return Setting(self.policy, dict(self.options), residents=share)
+        return QualitySetting(self.policy, dict(self.options), residents=share)
 
 
 class Scale(NamedTuple):

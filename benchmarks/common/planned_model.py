@@ -27,7 +27,7 @@ from lowtide.engine.wiring import load
 from lowtide.kernels.row_statistics import Wanted
 from lowtide.layers.batch import Batch, Segment
 from lowtide.memory.arena import Arena
-from lowtide.memory.chunking import Asked, Counts
+from lowtide.memory.chunking import Counts, LogitNeeds
 from lowtide.memory.kv_cache import GRANULE_TOKENS, KVRange
 from lowtide.memory.kv_turns import KVTurns
 from lowtide.memory.pass_planner import PassPlan
@@ -37,7 +37,7 @@ from lowtide.memory.workspace import Workspace
 LEAST_TOKENS = 640
 """A pass of so many rows is divided into tiles."""
 
-_ASKED = Asked()
+_ASKED = LogitNeeds()
 """The arg-max and its probability alone."""
 
 _OPENED_TOKENS = 64

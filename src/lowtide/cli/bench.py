@@ -29,7 +29,7 @@ from lowtide.params import SamplingParams
 from lowtide.policies.presets import check_safe
 
 if TYPE_CHECKING:
-    from lowtide.lab.bench import Ceilings, Peak, Result, Run
+    from lowtide.lab.bench import Ceilings, Peak, PresetRun, Result
 
 
 @takes(Group.ENGINE, Group.HUB, Group.SAMPLING, Group.DIFFUSION, Group.BENCH, Group.OUTPUT)
@@ -144,7 +144,7 @@ def _title(model: str, repeats: int, result: Result) -> str:
     return " · ".join(parts)
 
 
-def _table(title: str, runs: tuple[Run, ...], has_experts: bool) -> Table:
+def _table(title: str, runs: tuple[PresetRun, ...], has_experts: bool) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("policy", no_wrap=True)
     names = ["tokens/s", "range", "predicted", "prefill/s"]
@@ -156,7 +156,7 @@ def _table(title: str, runs: tuple[Run, ...], has_experts: bool) -> Table:
     return table
 
 
-def _row(run: Run) -> list[str]:
+def _row(run: PresetRun) -> list[str]:
     label = run.preset.label
     if run.policy not in ("", run.preset.name):
         label += f": {run.policy}"
@@ -174,7 +174,7 @@ def _row(run: Run) -> list[str]:
     ]
 
 
-def _predicted(run: Run) -> str:
+def _predicted(run: PresetRun) -> str:
     """With how far it is from the measured speed."""
     if run.predicted_tokens_per_s is None or run.prediction_error is None:
         return "unknown"

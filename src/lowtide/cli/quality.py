@@ -23,12 +23,12 @@ from lowtide.cli.screen import ProgressBars, stdout_console
 from lowtide.cli.text_file import read_text
 from lowtide.config import format_size
 from lowtide.errors import UsageError
-from lowtide.lab.quality_questions import Question, read_questions
-from lowtide.lab.quality_settings import BUDDYMOE, RESIDENTS, Setting, curve_settings
+from lowtide.lab.quality_questions import ChoiceQuestion, read_questions
+from lowtide.lab.quality_settings import BUDDYMOE, RESIDENTS, QualitySetting, curve_settings
 
 if TYPE_CHECKING:
     from lowtide.engine.opening import OpenModel
-    from lowtide.lab.quality import Report, Row, Work
+    from lowtide.lab.quality import QualityReport, QualityWork, Row
     from lowtide.lab.quality_scores import Estimate
 
 DEFAULT_MAX_TOKENS = 64
@@ -65,7 +65,7 @@ def quality(model: ModelName, *, settings: Settings) -> None:
     options = settings.engine_options()
     policy, own = str(options.pop("policy")), options.pop("policy_options", {})
     grid = parse_settings(cast("list[str]", settings["setting"] or []))
-    rows = [Setting(policy, cast("dict[str, str]", own)), *grid]
+    rows = [QualitySetting(policy, cast("dict[str, str]", own)), *grid]
     if settings.flag("save_curve"):
         rows += curve_settings(rows[0].policy_options if policy == BUDDYMOE else {})
     questions = settings.text("choices")
@@ -94,7 +94,7 @@ def quality(model: ModelName, *, settings: Settings) -> None:
             raise failure
 
 
-def parse_settings(texts: Sequence[str]) -> list[Setting]:
+def parse_settings(texts: Sequence[str]) -> list[QualitySetting]:
     """Rows from `NAME=VALUE NAME=VALUE ...`, one for every combination of a name's values.
 
     Raises UsageError for what is no pair, no option or no value.
@@ -105,7 +105,7 @@ def parse_settings(texts: Sequence[str]) -> list[Setting]:
     return found
 
 
-def _combinations(text: str) -> Iterator[Setting]:
+def _combinations(text: str) -> Iterator[QualitySetting]:
     values: dict[str, list[str]] = {}
     for pair in text.split():
         name, equals, value = pair.partition("=")
@@ -116,14 +116,14 @@ def _combinations(text: str) -> Iterator[Setting]:
         yield _setting(dict(zip(values, chosen, strict=True)))
 
 
-def _setting(values: dict[str, str]) -> Setting:
+def _setting(values: dict[str, str]) -> QualitySetting:
     source = "--setting"
     residents = values.pop(RESIDENTS, None)
     options = {
         n: _OF_MODEL[n].parse(v, f"{source} {n}") for n, v in values.items() if n in _OF_MODEL
     }
     own = {n: v for n, v in values.items() if n not in _OF_MODEL and n != "policy"}
-    return Setting(
+    return QualitySetting(
         values.get("policy", "auto"),
         own,
         options,
@@ -146,11 +146,11 @@ def _measured(
     model: str,
     settings: Settings,
     options: dict[str, object],
-    rows: Sequence[Setting],
+    rows: Sequence[QualitySetting],
     text: str | None,
     ratios: tuple[float, ...],
-    asked: Sequence[Question],
-) -> tuple[Report, Path | None]:
+    asked: Sequence[ChoiceQuestion],
+) -> tuple[QualityReport, Path | None]:
     """The report, and where its curve is to be kept, if it is. What could not be written in the
     end is refused before anything is measured."""
     folder = str(find_model(model, settings))
@@ -179,14 +179,14 @@ def _failure(keep: Callable[[], None]) -> Exception | None:
     return None
 
 
-def _keep_curve(report: Report, path: Path | None) -> None:
+def _keep_curve(report: QualityReport, path: Path | None) -> None:
     from lowtide.lab.quality_curve import keep_curve, measured_curve
 
     if path is not None:
         keep_curve(path, measured_curve(report))
 
 
-def _draw(report: Report, path: str | None) -> None:
+def _draw(report: QualityReport, path: str | None) -> None:
     from lowtide.lab.quality_plot import plot
 
     if path is not None:
@@ -198,9 +198,9 @@ def _work(
     settings: Settings,
     text: str | None,
     ratios: tuple[float, ...],
-    asked: Sequence[Question],
-) -> Work:
-    from lowtide.lab.quality import Work
+    asked: Sequence[ChoiceQuestion],
+) -> QualityWork:
+    from lowtide.lab.quality import QualityWork
     from lowtide.lab.quality_choices import Questions
     from lowtide.lab.quality_text import Scope
 
@@ -212,18 +212,20 @@ def _work(
     questions = None
     if asked:
         questions = Questions(asked, opened.tokenizer, opened.config, opened.context)
-    work = Work(questions=questions, max_tokens=cast(int, given), repeats=repeats, scope=scope)
+    work = QualityWork(
+        questions=questions, max_tokens=cast(int, given), repeats=repeats, scope=scope
+    )
     return work if text is None else work.with_text(opened.tokenizer, text)
 
 
-def _print(model: str, report: Report) -> None:
+def _print(model: str, report: QualityReport) -> None:
     console = stdout_console()
     console.print(_table(model, report))
     for line in _notes(report):
         console.print(Text(line))
 
 
-def _table(model: str, report: Report) -> Table:
+def _table(model: str, report: QualityReport) -> Table:
     from lowtide.lab.quality_plot import points
 
     title = f"{model}, {report.device}, lowtide {__version__}"
@@ -241,7 +243,7 @@ def _table(model: str, report: Report) -> Table:
     return table
 
 
-def _columns(report: Report) -> list[str]:
+def _columns(report: QualityReport) -> list[str]:
     columns = ["tokens/s"]
     if report.sample is not None:
         loss = "masked loss" if report.is_diffusion else "perplexity"
@@ -253,7 +255,7 @@ def _columns(report: Report) -> list[str]:
     return columns
 
 
-def _cells(report: Report, row: Row) -> list[str]:
+def _cells(report: QualityReport, row: Row) -> list[str]:
     speed = row.tokens_per_s
     cells = ["" if speed is None else f"{speed:.1f}"]
     if row.comparison is not None and row.passes is not None:
@@ -279,11 +281,11 @@ def _cells(report: Report, row: Row) -> list[str]:
     return cells
 
 
-def _is_replaced(report: Report) -> bool:
+def _is_replaced(report: QualityReport) -> bool:
     return any(row.passes is not None and row.passes.replaced is not None for row in report.rows)
 
 
-def _is_moved(report: Report, counter: str) -> bool:
+def _is_moved(report: QualityReport, counter: str) -> bool:
     return any(row.passes is not None and row.passes.per_pass(counter) for row in report.rows)
 
 
@@ -291,7 +293,7 @@ def _error(estimate: Estimate) -> str:
     return "" if estimate.error is None else f"{estimate.error:.4f}"
 
 
-def _notes(report: Report) -> list[str]:
+def _notes(report: QualityReport) -> list[str]:
     rows = report.rows
     notes = [f"{row.setting.label} cannot run: {row.reason}" for row in rows if row.reason]
     notes.append(

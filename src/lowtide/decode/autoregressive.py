@@ -72,20 +72,22 @@ class Autoregressive(BatchDecoder[CausalSequence]):
     def _begin(self, request: Request, kv: KVRange) -> CausalSequence:
         return CausalSequence(request, kv)
 
-    def _next_pass(self) -> list[_Turn]:
+    def _next_pass(self) -> list[_TokenTurn]:
         """Who takes part in the next pass, with which positions; at most `max_rows` in all."""
-        turns: list[_Turn] = []
+        turns: list[_TokenTurn] = []
         num_free = self._max_rows
         for sequence in sorted(self._running, key=lambda sequence: sequence.num_rows > 1):
             num_rows = sequence.num_rows
             if num_rows > num_free:
                 num_rows = num_free // CHUNK_MULTIPLE * CHUNK_MULTIPLE
             if num_rows:
-                turns.append(_Turn(sequence, sequence.num_cached, sequence.num_cached + num_rows))
+                turns.append(
+                    _TokenTurn(sequence, sequence.num_cached, sequence.num_cached + num_rows)
+                )
                 num_free -= num_rows
         return turns
 
-    def _choose(self, hidden: Tensor, turns: Sequence[_Turn]) -> list[Choice | None]:
+    def _choose(self, hidden: Tensor, turns: Sequence[_TokenTurn]) -> list[Choice | None]:
         """The next token of every turn that fed all that its sequence knows."""
         ends = np.cumsum([turn.stop - turn.first for turn in turns])
         wanted = [i for i, turn in enumerate(turns) if turn.is_last]
@@ -107,7 +109,7 @@ class Autoregressive(BatchDecoder[CausalSequence]):
         return choose(logits, sequences)
 
 
-class _Turn(NamedTuple):
+class _TokenTurn(NamedTuple):
     """A sequence's part in a pass: its positions `first` to `stop`."""
 
     sequence: CausalSequence
@@ -120,13 +122,13 @@ class _Turn(NamedTuple):
         return self.stop == self.sequence.num_known
 
 
-def _kind(turns: Sequence[_Turn]) -> StepKind:
+def _kind(turns: Sequence[_TokenTurn]) -> StepKind:
     """A pass over parts of prompts only is a prefill; with one running sequence it decodes."""
     is_decode = any(turn.sequence.has_answer for turn in turns)
     return StepKind.DECODE if is_decode else StepKind.PREFILL
 
 
-def _batch(turns: Sequence[_Turn], step: Step) -> Batch:
+def _batch(turns: Sequence[_TokenTurn], step: Step) -> Batch:
     segments, num_rows, rows = [], 0, []
     for sequence, first, stop in turns:
         num_given = min(max(0, len(sequence.request.prompt) - first), stop - first)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lowtide.core import Step, StepKind
 from lowtide.decode.batch_decoder import LOGIT_ROWS, BatchDecoder, Model, joined
-from lowtide.decode.block_sequence import BlockSequence, Prediction
+from lowtide.decode.block_sequence import BlockPrediction, BlockSequence
 from lowtide.decode.logits import tiled_logits
 from lowtide.decode.request import Committed, Draft, Event, Finished, Prefill, Request
 from lowtide.errors import UsageError
@@ -86,29 +86,29 @@ class BlockDiffusion(BatchDecoder[BlockSequence]):
     def _begin(self, request: Request, kv: KVRange) -> BlockSequence:
         return BlockSequence(request, kv, self._mask_token_id)
 
-    def _next_pass(self) -> tuple[StepKind, list[_Turn]]:
+    def _next_pass(self) -> tuple[StepKind, list[_BlockTurn]]:
         """Who takes part in the next pass, with which positions; at most `max_rows` in all.
 
         Sequences with more to feed than a pass holds come first, with whole blocks that are final.
         """
-        turns: list[_Turn] = []
+        turns: list[_BlockTurn] = []
         num_free = self._max_rows
         for sequence in self._running:
             if sequence.num_rows > self._max_rows:
                 length = sequence.request.block_length
                 num_blocks = min(sequence.num_rows - length, num_free) // length
                 if num_blocks:
-                    turns.append(_Turn.of(sequence, num_blocks * length))
+                    turns.append(_BlockTurn.of(sequence, num_blocks * length))
                     num_free -= num_blocks * length
         if turns:
             return StepKind.PREFILL, turns
         for sequence in self._running:
             if sequence.num_rows <= num_free:
-                turns.append(_Turn.of(sequence, sequence.num_rows))
+                turns.append(_BlockTurn.of(sequence, sequence.num_rows))
                 num_free -= sequence.num_rows
         return StepKind.DENOISE, turns
 
-    def _batch(self, kind: StepKind, turns: Sequence[_Turn]) -> Batch:
+    def _batch(self, kind: StepKind, turns: Sequence[_BlockTurn]) -> Batch:
         token_ids, positions, segments, rows = [], [], [], []
         num_rows = 0
         for sequence, first, stop in turns:
@@ -134,13 +134,13 @@ class BlockDiffusion(BatchDecoder[BlockSequence]):
             step=Step(kind, index, joined(rows), self._is_last(kind, turns)),
         )
 
-    def _is_last(self, kind: StepKind, turns: Sequence[_Turn]) -> bool:
+    def _is_last(self, kind: StepKind, turns: Sequence[_BlockTurn]) -> bool:
         """Whether no pass is expected to follow: everybody takes part, and nobody goes on."""
         if kind is not StepKind.DENOISE or not self._is_everybody(len(turns)):
             return False
         return all(turn.sequence.is_expected_to_end for turn in turns)
 
-    def _predict(self, hidden: Tensor, turns: Sequence[_Turn]) -> list[Prediction]:
+    def _predict(self, hidden: Tensor, turns: Sequence[_BlockTurn]) -> list[BlockPrediction]:
         """What the model would write in each turn's block, logits computed tile by tile."""
         predictions, rows, needs_logits, starts = [], [], [], [0]
         num_before = 0
@@ -149,7 +149,7 @@ class BlockDiffusion(BatchDecoder[BlockSequence]):
             rows.append(num_before + wanted - first)
             needs_logits.append(np.full(len(wanted), sequence.needs_logits))
             starts.append(starts[-1] + len(wanted))
-            predictions.append(Prediction.empty(sequence.request.block_length, wanted))
+            predictions.append(BlockPrediction.empty(sequence.request.block_length, wanted))
             num_before += stop - first
         for tile, logits in tiled_logits(
             self._model, hidden, np.concatenate(rows), np.concatenate(needs_logits)
@@ -163,7 +163,7 @@ class BlockDiffusion(BatchDecoder[BlockSequence]):
         return predictions
 
 
-class _Turn(NamedTuple):
+class _BlockTurn(NamedTuple):
     """A sequence's part in a pass: its positions `first` to `stop`."""
 
     sequence: BlockSequence
@@ -171,5 +171,5 @@ class _Turn(NamedTuple):
     stop: int
 
     @classmethod
-    def of(cls, sequence: BlockSequence, num_rows: int) -> _Turn:
+    def of(cls, sequence: BlockSequence, num_rows: int) -> _BlockTurn:
         return cls(sequence, sequence.num_committed, sequence.num_committed + num_rows)

@@ -19,7 +19,7 @@ from lowtide.decode.unmask import choose_edits, choose_fills, num_scheduled
 from lowtide.layers.batch import KVRange
 
 
-class Prediction(NamedTuple):
+class BlockPrediction(NamedTuple):
     """Candidates and their confidence in a block; only those at `positions` mean anything."""
 
     positions: IntArray  # absolute
@@ -27,7 +27,7 @@ class Prediction(NamedTuple):
     confidence: FloatArray  # [block_length]
 
     @classmethod
-    def empty(cls, block_length: int, positions: IntArray) -> Prediction:
+    def empty(cls, block_length: int, positions: IntArray) -> BlockPrediction:
         zeros = np.zeros(block_length, np.float32)
         return cls(positions, np.zeros(block_length, np.int64), zeros)
 
@@ -94,7 +94,7 @@ class BlockSequence(Canvas):
         """Whether candidates are chosen from whole rows of logits, not from their arg-max."""
         return self._sampling.temperature > 0 or self._num_to_fill() is None
 
-    def choose(self, logits: Tensor | ArgMax, prediction: Prediction, part: slice) -> None:
+    def choose(self, logits: Tensor | ArgMax, prediction: BlockPrediction, part: slice) -> None:
         """Candidates at `prediction.positions[part]`, from their logits [n, vocab]."""
         positions = prediction.positions[part]
         chosen = choose_tokens(
@@ -112,7 +112,7 @@ class BlockSequence(Canvas):
         self.num_committed = stop
         return Prefill(self.request.id, stop, self._block_start)
 
-    def denoised(self, prediction: Prediction, use_kv_cache: bool) -> list[Event]:
+    def denoised(self, prediction: BlockPrediction, use_kv_cache: bool) -> list[Event]:
         """After a denoising pass: writes what the rules choose, moves on where they say so."""
         had_masks = bool(self._is_masked[self._block].any())
         written = self._write(prediction)
@@ -131,7 +131,7 @@ class BlockSequence(Canvas):
             events += self._finish_block(is_answered)
         return events
 
-    def _write(self, prediction: Prediction) -> BoolArray:
+    def _write(self, prediction: BlockPrediction) -> BoolArray:
         """Fills and edits the active block; which positions [block_length] were written."""
         request, tokens = self.request, self.tokens[self._block]
         is_masked = self._is_masked[self._block]

@@ -27,7 +27,7 @@ LOG_OFFSET = 1e-10
 """Inside the logarithm of an entropy, as Dream publishes it."""
 
 
-class RowStatistics(NamedTuple):
+class RowChoices(NamedTuple):
     """Of each row's softmax; in host memory."""
 
     best: IntArray  # [rows] the likeliest token, the lowest id on ties
@@ -36,10 +36,10 @@ class RowStatistics(NamedTuple):
     second: FloatArray  # [rows] the greatest probability beside it; zeros where not asked for
     entropy: FloatArray  # [rows] -sum p log(p + LOG_OFFSET); zeros where it was not asked for
 
-    def part(self, rows: slice | IntArray) -> RowStatistics:
+    def part(self, rows: slice | IntArray) -> RowChoices:
         """Those of some of the rows."""
         best, *others = self
-        return RowStatistics(best[rows], *(values[rows] for values in others))
+        return RowChoices(best[rows], *(values[rows] for values in others))
 
 
 class Candidates(NamedTuple):
@@ -57,7 +57,7 @@ class Candidates(NamedTuple):
         return cls(tokens, *(np.zeros(num_positions) for _ in range(3)))
 
     @classmethod
-    def likeliest(cls, statistics: RowStatistics, positions: IntArray) -> Candidates:
+    def likeliest(cls, statistics: RowChoices, positions: IntArray) -> Candidates:
         """The arg-max of each row; positions: [n], where the rows lie in their sequence. Raises
         NumericError for one that is not finite."""
         best, greatest, probability, second, entropy = statistics
@@ -117,7 +117,7 @@ def read_rows(logits: Tensor, reading: Reading, positions: IntArray, num_steps: 
     return candidates
 
 
-def row_statistics(logits: Tensor, needs_entropy: bool) -> RowStatistics:
+def row_statistics(logits: Tensor, needs_entropy: bool) -> RowChoices:
     """Of float32 [n, vocab] in host memory; overwritten.
 
     Probabilities in double precision where it matters: all but the likeliest are added up apart,
@@ -136,7 +136,7 @@ def row_statistics(logits: Tensor, needs_entropy: bool) -> RowStatistics:
         shares = weights.div_(total[:, None])
         entropy = -(shares * (shares + LOG_OFFSET).log_()).sum(dim=-1, dtype=torch.float64)
     found = (own, probability, second, entropy)
-    return RowStatistics(best.numpy(), *(values.numpy() for values in found))
+    return RowChoices(best.numpy(), *(values.numpy() for values in found))
 
 
 def _exclude(logits: Tensor, excluded: int | None) -> None:
@@ -149,7 +149,7 @@ def _draw_rows(
     reading: Reading,
     positions: IntArray,
     num_steps: int,
-    statistics: RowStatistics,
+    statistics: RowChoices,
     candidates: Candidates,
 ) -> None:
     """Puts a drawn token and its probability into each of the candidates.

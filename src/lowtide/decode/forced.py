@@ -19,7 +19,7 @@ from lowtide.core import BoolArray, CacheMode, IntArray
 from lowtide.decode.autoregressive import Autoregressive
 from lowtide.decode.batch_decoder import Model
 from lowtide.decode.block_diffusion import BlockDiffusion
-from lowtide.decode.block_sequence import BlockSequence, Prediction
+from lowtide.decode.block_sequence import BlockPrediction, BlockSequence
 from lowtide.decode.candidates import Candidates, Reading
 from lowtide.decode.causal_sequence import CausalSequence, Choice
 from lowtide.decode.masked_diffusion import MaskedDiffusion
@@ -185,10 +185,10 @@ class _ForcedBlocks(BlockSequence):
         masked = super().wanted_positions()
         return masked[masked < len(self._text.token_ids)]
 
-    def choose(self, logits: Tensor | ArgMax, prediction: Prediction, part: slice) -> None:
+    def choose(self, logits: Tensor | ArgMax, prediction: BlockPrediction, part: slice) -> None:
         self._on_logits(self._num_steps, prediction.positions[part], _rows(logits))
 
-    def denoised(self, prediction: Prediction, use_kv_cache: bool) -> list[Event]:
+    def denoised(self, prediction: BlockPrediction, use_kv_cache: bool) -> list[Event]:
         self._num_forwards += 1
         self._num_steps += 1
         self.num_committed = self._block_start if use_kv_cache else 0

@@ -26,7 +26,7 @@ from lowtide.decode.row_reading import HeadForm, RowModel, Rows, read_logits, re
 from lowtide.errors import PlanError, UsageError
 from lowtide.kernels.row_statistics import Wanted
 from lowtide.layers.batch import Batch, Segment
-from lowtide.memory.chunking import Asked, bucket
+from lowtide.memory.chunking import LogitNeeds, bucket
 from lowtide.memory.kv_cache import GRANULE_TOKENS, KVCache, KVRange
 
 
@@ -91,16 +91,16 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
     def _begin(self, request: Request, kv: KVRange) -> MaskedSequence:
         return MaskedSequence(request, kv, self._mask_token_id, self._is_measured_as_drawn)
 
-    def _next_pass(self) -> list[_Turn]:
+    def _next_pass(self) -> list[_MaskedTurn]:
         """Who takes part in the next pass, with which positions; at most `max_rows` rows in all."""
-        turns: list[_Turn] = []
+        turns: list[_MaskedTurn] = []
         num_rows = 0
         for sequence in self._running:
             first, stop = self._fed(sequence)
             length, num_copies = stop - first, _num_copies(sequence.request)
             if num_rows + num_copies * length <= self._max_rows:
                 starts = tuple(num_rows + copy * length for copy in range(num_copies))
-                turns.append(_Turn(sequence, starts, first, stop))
+                turns.append(_MaskedTurn(sequence, starts, first, stop))
                 num_rows += num_copies * length
         return turns
 
@@ -114,12 +114,12 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
         first = max(0, block.start - self._logits_shift)
         return first, block.stop if self._cache_mode is CacheMode.DUAL else length
 
-    def _kind(self, turn: _Turn) -> RowKind:
+    def _kind(self, turn: _MaskedTurn) -> RowKind:
         """Keys and values of a block's first pass are kept for those after it."""
         is_kept = self._cache_mode is not CacheMode.EXACT and not turn.sequence.num_block_passes
         return RowKind.COMMIT if is_kept else RowKind.DRAFT
 
-    def _batch(self, turns: Sequence[_Turn]) -> Batch:
+    def _batch(self, turns: Sequence[_MaskedTurn]) -> Batch:
         token_ids, positions, segments, rows = [], [], [], []
         for turn in turns:
             own = turn.token_ids()
@@ -139,13 +139,13 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
             asked=asked,
         )
 
-    def _is_last(self, turns: Sequence[_Turn]) -> bool:
+    def _is_last(self, turns: Sequence[_MaskedTurn]) -> bool:
         """Whether no pass is expected to follow: everybody takes part, and nobody goes on."""
         return self._is_everybody(len(turns)) and all(
             turn.sequence.is_expected_to_end for turn in turns
         )
 
-    def _read(self, hidden: Tensor, turns: Sequence[_Turn]) -> list[Candidates]:
+    def _read(self, hidden: Tensor, turns: Sequence[_MaskedTurn]) -> list[Candidates]:
         """A candidate for every wanted position of each turn."""
         found = [Candidates.empty(len(turn.sequence.wanted)) for turn in turns]
         for (_, needs_logits), indices in _kinds(turns).items():
@@ -154,7 +154,7 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
         return found
 
     def _read_statistics(
-        self, hidden: Tensor, turns: Sequence[_Turn], found: Sequence[Candidates]
+        self, hidden: Tensor, turns: Sequence[_MaskedTurn], found: Sequence[Candidates]
     ) -> None:
         wanted = _wanted(turns)
         read = [turn.read_positions(self._head_form) for turn in turns]
@@ -173,7 +173,7 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
             start += len(positions)
 
     def _read_logits(
-        self, hidden: Tensor, turns: Sequence[_Turn], found: Sequence[Candidates]
+        self, hidden: Tensor, turns: Sequence[_MaskedTurn], found: Sequence[Candidates]
     ) -> None:
         for turn, candidates in zip(turns, found, strict=True):
             sequence = turn.sequence
@@ -182,7 +182,7 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
                 candidates.put(part, sequence.choose(logits, part))
 
 
-class _Turn(NamedTuple):
+class _MaskedTurn(NamedTuple):
     """A sequence's part in a pass: its positions `first` to `stop`, whose rows begin at each of
     `starts`; the second time, which guidance asks for, without the prompt."""
 
@@ -233,7 +233,7 @@ class _Turn(NamedTuple):
         return Rows(own + self.starts[0], own + self.starts[1], factors)
 
 
-def _kinds(turns: Sequence[_Turn]) -> dict[tuple[bool, bool], list[int]]:
+def _kinds(turns: Sequence[_MaskedTurn]) -> dict[tuple[bool, bool], list[int]]:
     """Those whose logits are looked at together: by whether they are guided, and whether they need
     more than statistics."""
     kinds: dict[tuple[bool, bool], list[int]] = {}
@@ -243,7 +243,7 @@ def _kinds(turns: Sequence[_Turn]) -> dict[tuple[bool, bool], list[int]]:
     return kinds
 
 
-def _wanted(turns: Sequence[_Turn]) -> Wanted:
+def _wanted(turns: Sequence[_MaskedTurn]) -> Wanted:
     readings = [turn.sequence.reading for turn in turns]
     return Wanted(
         second=any(reading.needs_second for reading in readings),
@@ -251,7 +251,7 @@ def _wanted(turns: Sequence[_Turn]) -> Wanted:
     )
 
 
-def _asked(turns: Sequence[_Turn], form: HeadForm) -> tuple[int, tuple[Asked, ...]]:
+def _asked(turns: Sequence[_MaskedTurn], form: HeadForm) -> tuple[int, tuple[LogitNeeds, ...]]:
     """The rows whose statistics are asked for after a pass, of each kind at most, and the kinds;
     rows in buckets, so that a request has few."""
     num_rows, asked = 0, []
@@ -261,7 +261,7 @@ def _asked(turns: Sequence[_Turn], form: HeadForm) -> tuple[int, tuple[Asked, ..
             num_read = sum(len(turn.read_positions(form)) for turn in of_kind)
             most = sum(turn.sequence.request.max_tokens for turn in of_kind)
             num_rows = max(num_rows, bucket(num_read, max(num_read, most)))
-            asked.append(Asked(*_wanted(of_kind), is_guided))
+            asked.append(LogitNeeds(*_wanted(of_kind), is_guided))
     return num_rows, tuple(sorted(asked))
 
 

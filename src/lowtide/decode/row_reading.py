@@ -12,10 +12,9 @@ from torch import Tensor
 
 from lowtide.core import FloatArray, IntArray
 from lowtide.decode.batch_decoder import Model
-from lowtide.decode.candidates import RowStatistics
+from lowtide.decode.candidates import RowChoices
 from lowtide.decode.logits import tiled_logits
-from lowtide.kernels.row_statistics import Form, Guidance, Wanted
-from lowtide.kernels.row_statistics import RowStatistics as FoundStatistics
+from lowtide.kernels.row_statistics import Form, Guidance, RowStatistics, Wanted
 from lowtide.memory.pinned_copies import to_device
 
 PART_ROWS = 8
@@ -33,7 +32,7 @@ class RowModel(Model, Protocol):
         wanted: Wanted,
         guidance: Guidance | None = None,
         form: Form = Form.FUSED,
-    ) -> FoundStatistics:
+    ) -> RowStatistics:
         """Of the logits of hidden[rows], rows [n] int64; valid until the next call."""
         ...
 
@@ -65,7 +64,7 @@ class Rows(NamedTuple):
 
 def read_statistics(
     model: RowModel, hidden: Tensor, rows: Rows, wanted: Wanted, form: Form = Form.FUSED
-) -> RowStatistics:
+) -> RowChoices:
     """Of the logits of each row; the host waits for a GPU once."""
     device = hidden.device
     [own] = to_device(device, torch.from_numpy(rows.own))
@@ -81,7 +80,7 @@ def read_statistics(
     ]
     # float64 holds ids and float32 exactly: everything crosses to the host in one copy.
     host = torch.stack([found.best.double(), *(value.double() for value in values)]).cpu().numpy()
-    return RowStatistics(host[0].astype(np.int64), *host[1:])
+    return RowChoices(host[0].astype(np.int64), *host[1:])
 
 
 def read_logits(model: Model, hidden: Tensor, rows: Rows) -> Iterator[tuple[slice, Tensor]]:

@@ -29,7 +29,7 @@ from lowtide.memory.kv_pages import KVLayout, KVPages
 from lowtide.memory.pages import PageBudget
 from lowtide.memory.pass_plans import PagedRoom
 from lowtide.plan import MemoryPlan
-from lowtide.policies.lending import Use, grown, shrunk, worth_lending
+from lowtide.policies.lending import ExpertUse, grown, shrunk, worth_lending
 
 KV_GROUP_BYTES = 4096
 """A small page: 16 tokens of a head of 128 in bfloat16. A huge one would be 8,192 of them."""
@@ -166,7 +166,7 @@ class ElasticMemory:
         self._experts = experts
         self._tier: Tier = experts.host if experts.device is None else experts.device
         ledger = self._tier.ledger
-        experts.use = self._use = Use(ledger.num_layers, ledger.num_experts)
+        experts.use = self._use = ExpertUse(ledger.num_layers, ledger.num_experts)
         self._num_staging = plan.num_staging
         self._growth_bytes = 0.0  # that sequences and their passes take per step
         self._others_bytes = 0

@@ -145,7 +145,7 @@ class EngineConfig:
             )
         if self.elastic:
             check_elastic(self.device, self.device_options)
-        weight_formats.Asked.of(self.format, self.expert_dtype, self.dense_dtype)
+        weight_formats.FormatWishes.of(self.format, self.expert_dtype, self.dense_dtype)
         if self.activations not in ACTIVATIONS:
             raise UsageError(
                 f"activations {self.activations!r} is not known; choose {', '.join(ACTIVATIONS)}."
@@ -164,8 +164,8 @@ class EngineConfig:
             check_safe(self.policy, self.policy_options)
 
     @property
-    def formats(self) -> weight_formats.Asked:
-        return weight_formats.Asked.of(self.format, self.expert_dtype, self.dense_dtype)
+    def formats(self) -> weight_formats.FormatWishes:
+        return weight_formats.FormatWishes.of(self.format, self.expert_dtype, self.dense_dtype)
 
 
 @dataclass(frozen=True, slots=True)

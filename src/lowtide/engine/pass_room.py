@@ -18,7 +18,7 @@ from lowtide.memory.cuda_streams import plan_errors
 from lowtide.memory.host_pages import HostPages
 from lowtide.memory.pages import PageBudget
 from lowtide.memory.pass_plans import FixedRoom, PagedRoom, PassPlans
-from lowtide.memory.planner import UNPLANNED, Placement
+from lowtide.memory.planner import UNPLANNED, ArenaPlaces
 from lowtide.plan import MemoryPlan
 
 SMALL_GROUP_BYTES = 4096
@@ -28,7 +28,7 @@ class WorkspaceMemory(NamedTuple):
     """What a `Workspace` is made of."""
 
     buffer: Tensor  # uint8
-    placement: Placement
+    placement: ArenaPlaces
     plans: PassPlans | None  # None: all passes have the plan of the largest
 
 

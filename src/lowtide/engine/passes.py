@@ -14,7 +14,7 @@ from lowtide.engine.opening import OpenModel
 from lowtide.engine.planning import least_bytes, offered_bytes
 from lowtide.engine.registering import plan_long_passes, planner_of, register
 from lowtide.hardware import total_memory_bytes
-from lowtide.memory.chunking import OPERATOR_TILES, Asked, Counts
+from lowtide.memory.chunking import OPERATOR_TILES, Counts, LogitNeeds
 from lowtide.memory.pass_planner import PassPlan, PassPlanner
 from lowtide.params import DiffusionParams
 from lowtide.plan import MemoryPlan
@@ -96,7 +96,7 @@ def plan_steps(
     planner = planner_of(opened) or _plan_of_short_context(opened)
     decoding, wanted = opened.config.decoding, diffusion or DiffusionParams()
     rule = wanted.remasking or ("" if decoding is None else decoding.remasking)
-    asked = Asked(rule == "topk_margin", rule == "entropy", is_guided=bool(wanted.cfg_scale))
+    asked = LogitNeeds(rule == "topk_margin", rule == "entropy", is_guided=bool(wanted.cfg_scale))
     num_rows = (2 if asked.is_guided else 1) * num_tokens
     steps = []
     for num_masked in dict.fromkeys(max(1, round(share * max_masked)) for share in MASKED_SHARES):

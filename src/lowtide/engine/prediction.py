@@ -38,7 +38,7 @@ from lowtide.reading.dense_weights import DenseWeights
 from lowtide.schemas import model_schema
 
 
-class Demand(NamedTuple):
+class ExpertCounts(NamedTuple):
     """Of experts in one pass, over all layers."""
 
     num_run: float
@@ -47,10 +47,10 @@ class Demand(NamedTuple):
     num_on_disk: float  # of those, from host memory too
 
 
-def even_demand(shape: MoEShape, plan: MemoryPlan, num_rows: int) -> Demand:
+def even_demand(shape: MoEShape, plan: MemoryPlan, num_rows: int) -> ExpertCounts:
     """Where every expert is as likely as any other, token by token."""
     if not shape.num_experts:
-        return Demand(0.0, 0.0, 0.0, 0.0)
+        return ExpertCounts(0.0, 0.0, 0.0, 0.0)
     share = shape.num_experts_per_token / shape.num_experts
     num_run = shape.num_experts * (1 - (1 - share) ** num_rows) * shape.num_layers
     absent_share = 1 - sum(plan.residents_per_layer) / plan.num_experts
@@ -58,7 +58,7 @@ def even_demand(shape: MoEShape, plan: MemoryPlan, num_rows: int) -> Demand:
     if plan.gpu is not None:
         disk_share *= 1 - sum(plan.host_residents_per_layer) / plan.num_experts
     num_tokens = num_rows * shape.num_experts_per_token * shape.num_layers / num_run
-    return Demand(num_run, num_tokens, num_run * absent_share, num_run * disk_share)
+    return ExpertCounts(num_run, num_tokens, num_run * absent_share, num_run * disk_share)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Predictor:
     opened: OpenModel
     plan: MemoryPlan
     rests_on: Basis
-    pass_s: Callable[[int, Demand], float | None]
+    pass_s: Callable[[int, ExpertCounts], float | None]
 
     def prediction(self) -> Prediction:
         """Of the passes that the family's published decoding takes."""
@@ -156,13 +156,13 @@ def _kept_costs(opened: OpenModel, plan: MemoryPlan, machine: Machine) -> Costs 
 
 def _by_costs(
     opened: OpenModel, plan: MemoryPlan, costs: Costs, rates: Mapping[str, float]
-) -> Callable[[int, Demand], float | None]:
+) -> Callable[[int, ExpertCounts], float | None]:
     dense_share = _dense_bytes(opened) / _layer_bytes(opened)
     read_s = costs.disk_read_s or _read_s(opened, rates)
     num_moe_layers = opened.config.num_moe_layers
     layers_s = _layers_s(opened, rates)
 
-    def pass_s(num_rows: int, demand: Demand) -> float | None:
+    def pass_s(num_rows: int, demand: ExpertCounts) -> float | None:
         if demand.num_on_disk and read_s is None:
             return None
         num_tokens = max(1, round(demand.num_tokens))
@@ -182,7 +182,7 @@ def _by_costs(
 
 def _by_rates(
     opened: OpenModel, rates: Mapping[str, float]
-) -> Callable[[int, Demand], float | None]:
+) -> Callable[[int, ExpertCounts], float | None]:
     dense_bytes, dense_elements = _dense_bytes(opened), _dense_elements(opened)
     per_s = rates.get(product_name(opened.dtype)) or rates.get("products in float32", math.inf)
     read_s = _read_s(opened, rates)
@@ -194,7 +194,7 @@ def _by_rates(
     def taken_s(num_bytes: float, num_elements: float, num_rows: float) -> float:
         return max(num_bytes / rates[MEMORY_READ], 2 * num_elements * num_rows / per_s)
 
-    def pass_s(num_rows: int, demand: Demand) -> float | None:
+    def pass_s(num_rows: int, demand: ExpertCounts) -> float | None:
         if demand.num_on_disk and read_s is None:
             return None
         dense_s = taken_s(dense_bytes, dense_elements, num_rows)

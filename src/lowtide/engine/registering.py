@@ -29,7 +29,7 @@ from lowtide.kernels.row_statistics import Guidance, Wanted
 from lowtide.layers.attention import QUERY_ROWS
 from lowtide.layers.batch import Batch, KVRange, Segment
 from lowtide.layers.causal_attention import CAUSAL_ROWS
-from lowtide.memory.chunking import MAX_REMAINDER, TILE_ROWS, Asked, Counts
+from lowtide.memory.chunking import MAX_REMAINDER, TILE_ROWS, Counts, LogitNeeds
 from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.kv_turns import KVTurns
 from lowtide.memory.pass_planner import PassPlanner
@@ -39,7 +39,7 @@ from lowtide.models.decoder import Decoder
 from lowtide.policies.presets import asks_scores, substitutes
 from lowtide.threads.executor import MAX_THREADS, HostExecutor, InlineExecutor
 
-EVERY_KIND = tuple(Asked(*flags) for flags in product((False, True), repeat=3))
+EVERY_KIND = tuple(LogitNeeds(*flags) for flags in product((False, True), repeat=3))
 """All that can be asked of logits."""
 
 META = torch.device("meta")
@@ -135,7 +135,7 @@ def _forward_sample(opened: OpenModel, counts: Counts, chunks: Mapping[str, int]
     return Sample(counts, chunks, registrar.graph)
 
 
-def _head_template(opened: OpenModel, asked: Asked) -> Template:
+def _head_template(opened: OpenModel, asked: LogitNeeds) -> Template:
     samples = []
     for num_rows, chunks in _HEAD_SAMPLES:
         registrar = Registrar(chunks)
@@ -186,7 +186,7 @@ def num_threads(opened: OpenModel) -> int:
 
 
 def _run_head(
-    opened: OpenModel, model: Decoder, hidden: Tensor, num_rows: int, kinds: Iterable[Asked]
+    opened: OpenModel, model: Decoder, hidden: Tensor, num_rows: int, kinds: Iterable[LogitNeeds]
 ) -> None:
     form = HeadForm(opened.options.head_form).of_rows
     rows = torch.empty(num_rows, dtype=torch.int64, device=META)

@@ -32,7 +32,7 @@ _OTHER_NAMES = {"int8": "q8", "int4": "q4"}
 _OF_HEAD = {"q4": "q8"}  # others: as the rest
 
 
-class Asked(NamedTuple):
+class FormatWishes(NamedTuple):
     """By part: `own`, a format that weights are made into, or a compute dtype, into which whatever
     is stored in another way is unpacked."""
 
@@ -40,7 +40,7 @@ class Asked(NamedTuple):
     dense: str
 
     @classmethod
-    def of(cls, all_parts: str | None, experts: str | None, dense: str | None) -> Asked:
+    def of(cls, all_parts: str | None, experts: str | None, dense: str | None) -> FormatWishes:
         """From the options `format`, `expert_dtype` and `dense_dtype`. Raises UsageError."""
         whole = _checked("format", all_parts or OWN_FORMAT, (OWN_FORMAT, *QUANTISED, AUTO_FORMAT))
         if whole == AUTO_FORMAT:
@@ -74,7 +74,7 @@ class Asked(NamedTuple):
 
 
 def expert_formats(
-    asked: Asked, weight_map: WeightMap, has_gpu: bool
+    asked: FormatWishes, weight_map: WeightMap, has_gpu: bool
 ) -> list[tuple[MatrixFormat | None, ...]]:
     """By layer, of an expert's parts; see `SlotLayout.of`. Raises UnsupportedError for stored
     weights that are not made into what was asked for."""
@@ -94,7 +94,7 @@ def expert_formats(
 
 
 def dense_formats(
-    asked: Asked, schema: ModelSchema, weight_map: WeightMap, has_gpu: bool
+    asked: FormatWishes, schema: ModelSchema, weight_map: WeightMap, has_gpu: bool
 ) -> dict[str, MatrixFormat]:
     """Of the dense weights that are kept in another format than their type's, by name. Raises
     UnsupportedError as `expert_formats` does."""
@@ -119,7 +119,7 @@ def dense_formats(
     return kept
 
 
-def rounds(asked: Asked, dense: Mapping[str, MatrixFormat], weight_map: WeightMap) -> bool:
+def rounds(asked: FormatWishes, dense: Mapping[str, MatrixFormat], weight_map: WeightMap) -> bool:
     """Whether weights are rounded as they are read, to the formats asked for and `dense`, the
     answer of `dense_formats`."""
     is_changed = any(weight_map.dense[name].dtype != each.name for name, each in dense.items())

@@ -27,7 +27,7 @@ from lowtide.experts.work import Plan, Work
 from lowtide.kernels.layer_parts import ExpertParts
 from lowtide.memory.workspace import Buffers
 from lowtide.policies.decision import Decision, Policies
-from lowtide.policies.lending import Use
+from lowtide.policies.lending import ExpertUse
 from lowtide.policies.receipt import Receipt
 from lowtide.reading.dense_weights import Progress, no_progress
 
@@ -78,7 +78,7 @@ class ExpertRuntime:
         self.room = Room(policies.capacity)
         self.observer: Observer | None = None
         self.expert_observer: ExpertObserver | None = None  # never beside a device
-        self.use: Use | None = None  # told of every demand, where somebody wants to know
+        self.use: ExpertUse | None = None  # told of every demand, where somebody wants to know
         self.stats = ExpertStats()
         self._is_under_way = False  # a step, or what has to be cleared up after one
         self._hits: IntArray = np.zeros((shape.num_layers, shape.num_experts), np.int64)

@@ -16,7 +16,7 @@ from lowtide.experts.layout import SlotLayout
 from lowtide.experts.slots import ExpertSlots
 from lowtide.formats.arranged import Arranged
 from lowtide.formats.expert_inputs import ExpertInputs
-from lowtide.kernels.cpu.reader import CompiledReader, Range, Segment
+from lowtide.kernels.cpu.reader import CompiledReader, Range, SlotSegment
 from lowtide.reading.file_reader import (
     AnyRead,
     ArrayRead,
@@ -197,7 +197,9 @@ def _kept_ranges(table: ExpertTable, layout: SlotLayout) -> list[list[Range]] | 
 
 def _range(stored: ExpertRange, part_bytes: Sequence[int], places: Sequence[int]) -> Range:
     file, start, _, parts = stored
-    segments = [Segment(start + offset, part_bytes[part], places[part]) for part, offset in parts]
+    segments = [
+        SlotSegment(start + offset, part_bytes[part], places[part]) for part, offset in parts
+    ]
     return Range(file, segments)
 
 

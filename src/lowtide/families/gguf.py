@@ -22,14 +22,14 @@ _NUMBER = re.compile(r"\.[0-9]+(?=\.)")
 Value = object  # of one key of a file's metadata
 
 
-class Arranged(NamedTuple):
+class RearrangedTensor(NamedTuple):
     """A tensor that lies otherwise in the file than in memory, or is a part of one only."""
 
     name: str
     view: Callable[[ModelConfig], ArrayView]
 
 
-Names = Mapping[str, str | Arranged]
+Names = Mapping[str, str | RearrangedTensor]
 """Our names by the file's, both with `#` for a layer's number."""
 
 ENDS: Names = {
@@ -147,7 +147,7 @@ class GgufArchitecture:
     config: Callable[[GgufKeys], Config]
     names: Names
 
-    def name_of(self, tensor: str) -> str | Arranged | None:
+    def name_of(self, tensor: str) -> str | RearrangedTensor | None:
         """What we call a tensor of a file; None for one that nobody knows."""
         found = self.names.get(_NUMBER.sub(".#", tensor))
         if found is None:

@@ -74,7 +74,7 @@ def row_statistics(
     for group in groups:
         with workspace.scope():
             away = None if guidance is None else guidance.part(group)
-            inputs = _Inputs.gathered(kernels, hidden, rows[group], head, away, workspace)
+            inputs = _PaddedRows.gathered(kernels, hidden, rows[group], head, away, workspace)
             reduction = _Reduction(kernels, head, inputs, wanted, workspace, run)
             if form is Form.MATERIALISED:
                 reduction.materialise()
@@ -91,7 +91,7 @@ def _join(partials: Partials, out: RowStatistics) -> None:
         partials.part(part).join(out.part(part))
 
 
-class _Inputs(NamedTuple):
+class _PaddedRows(NamedTuple):
     """Normalised rows, their number rounded up to whole products by repeating the last."""
 
     x: Tensor  # [rows, hidden]
@@ -107,7 +107,7 @@ class _Inputs(NamedTuple):
         head: Head,
         guidance: Guidance | None,
         workspace: Buffers,
-    ) -> _Inputs:
+    ) -> _PaddedRows:
         def normalised(name: str, rows: Tensor) -> Tensor:
             padded = _padded(rows)
             x = workspace.take(name, (padded.shape[0], hidden.shape[1]), hidden.dtype)
@@ -174,7 +174,7 @@ class _Reduction:
         self,
         kernels: Kernels,
         head: Head,
-        inputs: _Inputs,
+        inputs: _PaddedRows,
         wanted: Wanted,
         workspace: Buffers,
         run: Run,

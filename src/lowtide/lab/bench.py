@@ -88,7 +88,7 @@ class Turn(NamedTuple):
 
 
 @dataclass(slots=True)
-class Run:
+class PresetRun:
     """One preset's turns, or why it had none."""
 
     preset: Preset
@@ -184,7 +184,7 @@ class Result:
     prompt_tokens: int
     prefill_tokens: int
     max_tokens: int  # of each answer
-    runs: tuple[Run, ...]
+    runs: tuple[PresetRun, ...]
     peaks: tuple[Peak, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -289,13 +289,13 @@ def take_turns(
     load: Load,
     repeats: int,
     progress: Progress = lambda what, done, total: None,
-) -> list[Run]:
+) -> list[PresetRun]:
     """`repeats` rounds, in each of which every preset has one turn.
 
     It starts a turn from its own first residents, is timed with a long prompt, and answers twice:
     the first time to find its residents, which does not count.
     """
-    runs = [Run(preset) for preset in presets]
+    runs = [PresetRun(preset) for preset in presets]
     total = repeats * len(runs)
     for done in range(total):
         progress("measuring", done, total)
@@ -306,7 +306,7 @@ def take_turns(
     return runs
 
 
-def _take_turn(llm: LLM, run: Run, load: Load) -> None:
+def _take_turn(llm: LLM, run: PresetRun, load: Load) -> None:
     try:
         llm.adopt_policy(*run.preset)
     except (PlanError, UsageError) as error:  # names and options were known: it is the budget

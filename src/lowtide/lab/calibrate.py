@@ -59,7 +59,7 @@ DIFFUSION = Length(64, 64)  # most of its rows are of blocks being filled, as in
 
 
 @dataclass(frozen=True, slots=True)
-class Foresight:
+class GateRecord:
     """What early gates predicted of a run, beside what was asked for."""
 
     trace: Trace
@@ -157,11 +157,11 @@ def foresee(
     model: str,
     residual: NDArray[np.float32],
     progress: Progress | None = None,
-) -> Foresight:
+) -> GateRecord:
     """Runs every layer's gate one layer early beside the prompts and their answers."""
     gates = _EarlyGates(llm, residual)
     trace = _run(llm, prompts, model, (gates,), "testing", progress)
-    return Foresight(trace, gates.predicted, _accuracy(trace, gates))
+    return GateRecord(trace, gates.predicted, _accuracy(trace, gates))
 
 
 def top_share(score: IntArray | FloatArray, hits: IntArray, num_top: int) -> float:

@@ -19,11 +19,18 @@ from lowtide.engine.forcing import ForcedRun
 from lowtide.engine.opening import EngineConfig, OpenModel, open_model
 from lowtide.errors import PlanError, UsageError
 from lowtide.files.folders import cache_folder
-from lowtide.lab.bench import Load, Preset, Progress, Run, take_turns
+from lowtide.lab.bench import Load, Preset, PresetRun, Progress, take_turns
 from lowtide.lab.quality_choices import ChoiceScores, Questions
-from lowtide.lab.quality_scores import Comparison, ReferenceLogits, Rows, Scorer, Scores, by_mask
-from lowtide.lab.quality_settings import Setting, grouped, opening_options
-from lowtide.lab.quality_text import Sample, Scope, encode, make_sample
+from lowtide.lab.quality_scores import (
+    Comparison,
+    ReferenceLogits,
+    RowScores,
+    ScoredRows,
+    Scorer,
+    by_mask,
+)
+from lowtide.lab.quality_settings import QualitySetting, grouped, opening_options
+from lowtide.lab.quality_text import Scope, TextSample, encode, make_sample
 from lowtide.llm import LLM, check_request
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.params import SamplingParams
@@ -36,7 +43,7 @@ NOT_OF_PASSES = ("hit_rate", "committed_tokens", "forwards", "generation_s", "to
 """Counters of an engine that do not add up, or count answers."""
 
 
-class Work(NamedTuple):
+class QualityWork(NamedTuple):
     """What is to be measured of every setting."""
 
     token_ids: Sequence[int] = ()  # of the text; none: it is not scored
@@ -47,7 +54,7 @@ class Work(NamedTuple):
     repeats: int = 3  # of those; 0: no speed is taken
     text_sha256: str = ""
 
-    def with_text(self, tokenizer: Tokenizer | None, text: str) -> Work:
+    def with_text(self, tokenizer: Tokenizer | None, text: str) -> QualityWork:
         """The same with a text to score. Raises UsageError for a model without a tokenizer."""
         ids, bos = encode(tokenizer, text)
         if not ids:
@@ -115,17 +122,17 @@ class Passes(NamedTuple):
 class Row:
     """One setting, and all that was measured of it; or why it cannot run."""
 
-    setting: Setting
+    setting: QualitySetting
     policy: str = ""  # in force
     budget_bytes: int = 0
     resident_share: float = 0.0
     reason: str = ""
-    scores: Scores = field(default_factory=Scores.none)
+    scores: RowScores = field(default_factory=RowScores.none)
     comparison: Comparison | None = None
     of_ratio: Mapping[float, Comparison] = field(default_factory=dict)
     passes: Passes | None = None
     choices: ChoiceScores | None = None
-    speed: Run | None = None
+    speed: PresetRun | None = None
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -160,12 +167,12 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class QualityReport:
     """All rows; the first one is the reference."""
 
     rows: tuple[Row, ...]
-    sample: Sample | None
-    scored: Rows | None  # the rows of logits, the same of every setting
+    sample: TextSample | None
+    scored: ScoredRows | None  # the rows of logits, the same of every setting
     text_sha256: str
     architecture: str
     device: str
@@ -189,12 +196,12 @@ class Report:
 
 def quality(
     model: str | Path,
-    settings: Sequence[Setting],
-    work: Work,
+    settings: Sequence[QualitySetting],
+    work: QualityWork,
     *,
     progress: Progress = lambda what, done, total: None,
     **options: Any,
-) -> Report:
+) -> QualityReport:
     """Measures every setting; the first one, or a lossless one in its place, is the reference.
 
     options: of `LLM`, those that all settings share, without a policy. Raises what `LLM` raises,
@@ -211,7 +218,7 @@ def quality(
     with ReferenceLogits(num_rows, opened.config.vocab_size, _spill_folder()) as reference:
         for group in groups:
             judge.measure(group, reference)
-    return Report(
+    return QualityReport(
         tuple(judge.rows),
         sample,
         judge.scored,
@@ -228,12 +235,12 @@ class _Judge:
         self,
         model: str | Path,
         options: Mapping[str, Any],
-        work: Work,
-        sample: Sample | None,
+        work: QualityWork,
+        sample: TextSample | None,
         progress: Progress,
     ) -> None:
         self.rows: list[Row] = []
-        self.scored: Rows | None = None
+        self.scored: ScoredRows | None = None
         self.plan: MemoryPlan | None = None
         self._model = model
         self._options = options
@@ -246,7 +253,7 @@ class _Judge:
         if self._work.repeats:
             check_request(self._model, lambda _: self._prompt(), self._params(), **self._options)
 
-    def measure(self, group: Sequence[Setting], reference: ReferenceLogits) -> None:
+    def measure(self, group: Sequence[QualitySetting], reference: ReferenceLogits) -> None:
         """The settings of one loaded model."""
         options = opening_options(self._model, group, self._options)
         with LLM(self._model, progress=self._progress, **options) as llm:
@@ -279,7 +286,7 @@ class _Judge:
                 llm, row.setting.label, self._progress, beside=first
             )
 
-    def _score(self, llm: LLM, row: Row, sample: Sample, reference: ReferenceLogits) -> None:
+    def _score(self, llm: LLM, row: Row, sample: TextSample, reference: ReferenceLogits) -> None:
         scorer = Scorer(sample, reference, is_reference=row is self.rows[0])
         llm.read(sample.warm_up, _look_away)
         before, runs = llm.stats(), []
@@ -313,7 +320,7 @@ class _Judge:
         return self._work.questions.prompt()[:SPEED_PROMPT_TOKENS]
 
 
-def _sample(opened: OpenModel, work: Work) -> Sample | None:
+def _sample(opened: OpenModel, work: QualityWork) -> TextSample | None:
     if not len(work.token_ids):
         if work.questions is None:
             raise UsageError("The text has no tokens, and there are no questions to answer.")
@@ -323,7 +330,7 @@ def _sample(opened: OpenModel, work: Work) -> Sample | None:
 
 
 def _passes(
-    sample: Sample,
+    sample: TextSample,
     runs: Sequence[ForcedRun],
     before: Mapping[str, float],
     after: Mapping[str, float],

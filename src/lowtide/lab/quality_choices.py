@@ -24,7 +24,7 @@ from lowtide.core import FloatArray, IntArray
 from lowtide.decode.forced import ForcedText
 from lowtide.errors import PlanError, UsageError
 from lowtide.lab.bench import Progress
-from lowtide.lab.quality_questions import Question
+from lowtide.lab.quality_questions import ChoiceQuestion
 from lowtide.lab.quality_scores import Estimate
 from lowtide.lab.quality_text import encode, nested_masks
 from lowtide.llm import LLM
@@ -75,7 +75,7 @@ class Questions:
 
     def __init__(
         self,
-        questions: Sequence[Question],
+        questions: Sequence[ChoiceQuestion],
         tokenizer: Tokenizer | None,
         config: ModelConfig,
         context: int,
@@ -172,7 +172,7 @@ class Questions:
         )
 
 
-def _encode(question: Question, tokenizer: Tokenizer | None, room: int) -> list[_Encoded]:
+def _encode(question: ChoiceQuestion, tokenizer: Tokenizer | None, room: int) -> list[_Encoded]:
     """Each choice behind its context. A token that context and choice share is the choice's."""
     encoded = []
     alone, bos = encode(tokenizer, question.context)
@@ -192,7 +192,7 @@ def _encode(question: Question, tokenizer: Tokenizer | None, room: int) -> list[
 
 
 def _unaskable(
-    question: Question, choice: str, num_context: int, num_tokens: int, room: int
+    question: ChoiceQuestion, choice: str, num_context: int, num_tokens: int, room: int
 ) -> UsageError | PlanError:
     shown = f"The question {question.context[:40]!r} with the choice {choice[:40]!r}"
     if num_context < 2:

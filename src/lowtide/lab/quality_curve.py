@@ -15,15 +15,15 @@ import numpy as np
 from lowtide.engine.model_calibration import find_calibration
 from lowtide.engine.opening import OpenModel
 from lowtide.errors import UsageError
-from lowtide.lab.quality import Report
-from lowtide.lab.quality_settings import Setting
+from lowtide.lab.quality import QualityReport
+from lowtide.lab.quality_settings import QualitySetting
 from lowtide.policies.buddy_profile import QualityCurve
 from lowtide.policies.presets import check_safe
 from lowtide.replay.calibration import Calibration, check_calibration_path, default_path
 from lowtide.replay.trace import TraceShape
 
 
-def measured_curve(report: Report) -> QualityCurve:
+def measured_curve(report: QualityReport) -> QualityCurve:
     """Replaced mass and KL of the rows that replaced any, baselines left out.
 
     Of rows with the same mass the greatest KL counts. Raises UsageError where no row replaced any.
@@ -66,7 +66,7 @@ def keep_curve(path: Path, curve: QualityCurve) -> None:
     Calibration.load(path).with_curve(curve).save(path)
 
 
-def _is_safe(setting: Setting) -> bool:
+def _is_safe(setting: QualitySetting) -> bool:
     try:
         check_safe(setting.policy, setting.policy_options)
     except UsageError:

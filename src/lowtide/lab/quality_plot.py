@@ -9,12 +9,12 @@ from typing import NamedTuple
 from lowtide.errors import StorageError, UnsupportedError
 from lowtide.files.whole_file import check_writable
 from lowtide.lab.plotting import check_matplotlib
-from lowtide.lab.quality import Report, Row
+from lowtide.lab.quality import QualityReport, Row
 
 SUFFIXES = (".png", ".svg", ".pdf")
 
 
-class Point(NamedTuple):
+class QualityPoint(NamedTuple):
     """A setting that ran: its speed, and what it loses beside the reference."""
 
     label: str
@@ -24,12 +24,12 @@ class Point(NamedTuple):
     is_best: bool  # no other setting is at least as good at both and better at one
 
 
-def points(rows: Sequence[Row]) -> list[Point]:
+def points(rows: Sequence[Row]) -> list[QualityPoint]:
     """The settings that ran, in order."""
     measured = [(row, _speed(row), *_harm(row)) for row in rows if not row.reason]
     pairs = [(speed, harm) for _, speed, harm, _ in measured]
     return [
-        Point(row.setting.label, speed, harm, error, is_best)
+        QualityPoint(row.setting.label, speed, harm, error, is_best)
         for (row, speed, harm, error), is_best in zip(measured, front(pairs), strict=True)
     ]
 
@@ -54,7 +54,7 @@ def check_plot(path: Path) -> None:
     check_writable(path, "plot")
 
 
-def plot(report: Report, path: Path) -> None:
+def plot(report: QualityReport, path: Path) -> None:
     """Draws every setting, the best ones joined. Raises as `check_plot` does."""
     check_plot(path)
     from matplotlib.figure import Figure

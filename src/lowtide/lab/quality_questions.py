@@ -19,7 +19,7 @@ MAX_CHOICES = 64
 _FORMAT = '{"context": "...", "choices": ["...", "..."], "answer": 0}'
 
 
-class Question(NamedTuple):
+class ChoiceQuestion(NamedTuple):
     """One line of the file."""
 
     context: str
@@ -27,7 +27,7 @@ class Question(NamedTuple):
     answer: int
 
 
-def read_questions(path: Path) -> list[Question]:
+def read_questions(path: Path) -> list[ChoiceQuestion]:
     """The questions of a file. Raises StorageError where it cannot be read, UsageError with the
     line for what is no question."""
     try:
@@ -50,7 +50,7 @@ def read_questions(path: Path) -> list[Question]:
     return found
 
 
-def _question(line: str, where: str) -> Question:
+def _question(line: str, where: str) -> ChoiceQuestion:
     if len(line) > MAX_QUESTION_CHARS:
         raise UsageError(
             f"{where} has {len(line)} characters, a question at most {MAX_QUESTION_CHARS}: give "
@@ -77,4 +77,4 @@ def _question(line: str, where: str) -> Question:
             f"{where}: answer is the index of the right choice, 0 to {len(choices) - 1}, not "
             f"{answer!r}."
         )
-    return Question(context, tuple(choices), answer)
+    return ChoiceQuestion(context, tuple(choices), answer)

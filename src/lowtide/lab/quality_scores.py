@@ -23,7 +23,7 @@ from lowtide.core import BoolArray, FloatArray, IntArray
 from lowtide.decode.forced import ForcedText
 from lowtide.decode.sampling import check_finite
 from lowtide.errors import InternalError, StorageError
-from lowtide.lab.quality_text import Sample
+from lowtide.lab.quality_text import TextSample
 
 MAX_HELD_BYTES = 1 << 26
 """Of the reference's logits in memory; more of them are kept in a nameless file."""
@@ -40,7 +40,7 @@ class Estimate(NamedTuple):
         return self.error is not None and self.mean - num_errors * self.error > bound
 
 
-class Scores(NamedTuple):
+class RowScores(NamedTuple):
     """Of every row that was scored, in order."""
 
     loss: FloatArray  # [rows] -log p(the text's token), nats
@@ -49,16 +49,16 @@ class Scores(NamedTuple):
     is_right: FloatArray  # [rows] 1 where it is the text's, else 0
 
     @classmethod
-    def none(cls) -> Scores:
+    def none(cls) -> RowScores:
         """Of no row."""
         return cls(*(np.empty(0) for _ in range(4)))
 
-    def part(self, rows: BoolArray) -> Scores:
+    def part(self, rows: BoolArray) -> RowScores:
         """Those of some rows."""
-        return Scores(*(values[rows] for values in self))
+        return RowScores(*(values[rows] for values in self))
 
 
-class Rows(NamedTuple):
+class ScoredRows(NamedTuple):
     """Which rows are scored: the same in every run over a sample."""
 
     mask: IntArray  # [rows] that hid the token; 0 in an autoregressive model
@@ -82,10 +82,10 @@ class Rows(NamedTuple):
             return Estimate(mean, None)
         return Estimate(mean, math.sqrt(float((sums**2).sum()) * len(sums) / (len(sums) - 1)))
 
-    def of_mask(self, mask: int) -> tuple[BoolArray, Rows]:
+    def of_mask(self, mask: int) -> tuple[BoolArray, ScoredRows]:
         """Which rows a mask hid, and those alone."""
         is_its: BoolArray = self.mask == mask
-        return is_its, Rows(self.mask[is_its], self.stretch[is_its])
+        return is_its, ScoredRows(self.mask[is_its], self.stretch[is_its])
 
 
 class Comparison(NamedTuple):
@@ -100,7 +100,7 @@ class Comparison(NamedTuple):
     accuracy_difference: Estimate
 
     @classmethod
-    def of(cls, scores: Scores, reference: Scores, rows: Rows) -> Comparison:
+    def of(cls, scores: RowScores, reference: RowScores, rows: ScoredRows) -> Comparison:
         return cls(
             len(scores.loss),
             rows.estimate(scores.loss),
@@ -193,13 +193,15 @@ class Scorer:
     The reference's own run writes its logits, all others read them.
     """
 
-    def __init__(self, sample: Sample, reference: ReferenceLogits, *, is_reference: bool) -> None:
+    def __init__(
+        self, sample: TextSample, reference: ReferenceLogits, *, is_reference: bool
+    ) -> None:
         self._sample = sample
         self._reference = reference
         self._is_reference = is_reference
         self._text: ForcedText | None = None
         self._num_texts = 0
-        self._parts: list[Scores] = []
+        self._parts: list[RowScores] = []
         self._places: list[tuple[int, IntArray]] = []
         reference.rewind()
 
@@ -220,11 +222,11 @@ class Scorer:
         self._parts.append(_scores(logits, beside, wanted, positions))
         self._places.append((mask, self._stretches(positions)))
 
-    def finish(self) -> tuple[Scores, Rows]:
+    def finish(self) -> tuple[RowScores, ScoredRows]:
         """All that was scored."""
-        scores = Scores(*(np.concatenate(values) for values in zip(*self._parts, strict=True)))
+        scores = RowScores(*(np.concatenate(values) for values in zip(*self._parts, strict=True)))
         masks = np.concatenate([np.full(len(of), mask) for mask, of in self._places])
-        return scores, Rows(masks, np.concatenate([of for _, of in self._places]))
+        return scores, ScoredRows(masks, np.concatenate([of for _, of in self._places]))
 
     def _stretches(self, positions: IntArray) -> IntArray:
         longest = max(len(text.token_ids) for text in self._sample.scored)
@@ -235,7 +237,7 @@ class Scorer:
         return stretches
 
 
-def _scores(logits: Tensor, reference: Tensor, wanted: IntArray, positions: IntArray) -> Scores:
+def _scores(logits: Tensor, reference: Tensor, wanted: IntArray, positions: IntArray) -> RowScores:
     """Row by row, in double precision: equal logits have a KL of exactly 0."""
     check_finite(logits.max(dim=-1).values, positions)
     loss, kl = np.empty(len(wanted)), np.empty(len(wanted))
@@ -245,17 +247,17 @@ def _scores(logits: Tensor, reference: Tensor, wanted: IntArray, positions: IntA
         kl[place] = float((log_p.exp() * (log_p - log_q)).sum())
     best, best_of_reference = (x.argmax(dim=-1).numpy() for x in (logits, reference))
     is_same, is_right = best == best_of_reference, best == wanted
-    return Scores(loss, kl, is_same.astype(np.float64), is_right.astype(np.float64))
+    return RowScores(loss, kl, is_same.astype(np.float64), is_right.astype(np.float64))
 
 
-def paired(scores: Scores, others: Scores, rows: Rows, name: str = "loss") -> Estimate:
+def paired(scores: RowScores, others: RowScores, rows: ScoredRows, name: str = "loss") -> Estimate:
     """The mean difference of two runs over the same rows, the second's taken off the first's;
-    name: of a field of `Scores`."""
+    name: of a field of `RowScores`."""
     return rows.estimate(scores._asdict()[name] - others._asdict()[name])
 
 
 def by_mask(
-    scores: Scores, reference: Scores, rows: Rows, ratios: Sequence[float]
+    scores: RowScores, reference: RowScores, rows: ScoredRows, ratios: Sequence[float]
 ) -> dict[float, Comparison]:
     """A comparison for each mask, by its ratio."""
     compared = {}

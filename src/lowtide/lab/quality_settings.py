@@ -20,7 +20,7 @@ MASSES = ("0.01", "0.02", "0.05", "0.1", "0.2", "0.4", "1")
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class QualitySetting:
     """A policy with its options, and what is different about the model that it is asked of.
 
     options: of `LLM`, on top of those that all settings share. residents: the share of the experts
@@ -74,10 +74,10 @@ class Setting:
         }
 
 
-def grouped(settings: Sequence[Setting]) -> Iterator[list[Setting]]:
+def grouped(settings: Sequence[QualitySetting]) -> Iterator[list[QualitySetting]]:
     """Settings of one loaded model each, in the order in which they first come, with one in front
     that changes no token where a group has none."""
-    groups: dict[tuple[tuple[str, str], ...], list[Setting]] = {}
+    groups: dict[tuple[tuple[str, str], ...], list[QualitySetting]] = {}
     for setting in settings:
         groups.setdefault(setting.of_model, []).append(setting)
     for group in groups.values():
@@ -86,14 +86,14 @@ def grouped(settings: Sequence[Setting]) -> Iterator[list[Setting]]:
         yield lossless + [setting for setting in group if not setting.is_lossless]
 
 
-def curve_settings(policy_options: Mapping[str, str]) -> list[Setting]:
+def curve_settings(policy_options: Mapping[str, str]) -> list[QualitySetting]:
     """Settings that replace from little of the router's mass to all that they can."""
     options = {"miss": "buddy", **policy_options}
-    return [Setting(BUDDYMOE, {**options, "max_mass": mass}) for mass in MASSES]
+    return [QualitySetting(BUDDYMOE, {**options, "max_mass": mass}) for mass in MASSES]
 
 
 def opening_options(
-    model: str | Path, group: Sequence[Setting], shared: Mapping[str, object]
+    model: str | Path, group: Sequence[QualitySetting], shared: Mapping[str, object]
 ) -> dict[str, Any]:
     """Options of the one `LLM` on which a group's settings take turns: with the policy that is told
     most of a pass, so that all of them find their room. Raises what `plan_model` raises."""

@@ -41,7 +41,7 @@ class Scope:
             )
 
 
-class Sample(NamedTuple):
+class TextSample(NamedTuple):
     """Windows of a text. Masks hide the most first, as decoding does."""
 
     warm_up: ForcedText  # finds the residents and is not scored
@@ -86,7 +86,7 @@ def make_sample(
     bos: Sequence[int],
     scope: Scope,
     seed: int = 0,
-) -> Sample:
+) -> TextSample:
     """Windows that are evenly spaced in a text, each beginning with `bos`; fewer or shorter ones
     where it has not as many tokens. context: tokens that the KV cache holds.
 
@@ -109,7 +109,7 @@ def make_sample(
         layout.text([*bos, *token_ids[index * stride :][:own]], ratios, (seed, index))
         for index in range(num_windows)
     ]
-    return Sample(texts[0], tuple(texts[1:]), ratios, layout.cluster_tokens)
+    return TextSample(texts[0], tuple(texts[1:]), ratios, layout.cluster_tokens)
 
 
 @dataclass(frozen=True, slots=True)

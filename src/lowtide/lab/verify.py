@@ -115,7 +115,7 @@ class _Case(NamedTuple):
     tolerance: float
 
 
-class _Layer(NamedTuple):
+class _LayerCopy(NamedTuple):
     """What a MoE layer was given, and what it made of it: copies on the CPU."""
 
     layer: int
@@ -125,7 +125,7 @@ class _Layer(NamedTuple):
     out: Tensor
 
 
-class _Task(NamedTuple):
+class _RunTask(NamedTuple):
     """What every run is given."""
 
     text: Sequence[int]  # whose logits are asked for
@@ -136,7 +136,7 @@ class _Task(NamedTuple):
 class _Run(NamedTuple):
     """What a run of the model showed."""
 
-    layers: list[_Layer]  # of the text
+    layers: list[_LayerCopy]  # of the text
     logits: Tensor  # float32 [rows, vocab]; of a long text some of its rows
     num_text: int
     token_ids: list[int]  # of the answer; then, of a long text, what one step writes
@@ -182,19 +182,19 @@ def verify(
 
 def _task(
     config: ModelConfig, prompt: Sequence[int] | None, max_tokens: int, context: int | None
-) -> _Task:
+) -> _RunTask:
     params = SamplingParams(max_tokens=max_tokens)
     if prompt is not None:
-        return _Task(prompt, prompt, params)
+        return _RunTask(prompt, prompt, params)
     num_tokens = NUM_PROMPT_TOKENS
     if config.is_bidirectional:
         limit = min(config.max_positions, context or LONG_TEXT_TOKENS)
         num_tokens = max(num_tokens, min(limit, LONG_TEXT_TOKENS))
     text = random_prompt(config, num_tokens)
-    return _Task(text, text[:NUM_PROMPT_TOKENS], params)
+    return _RunTask(text, text[:NUM_PROMPT_TOKENS], params)
 
 
-def _reference(model: str | Path, options: Mapping[str, Any], task: _Task) -> _Run:
+def _reference(model: str | Path, options: Mapping[str, Any], task: _RunTask) -> _Run:
     """The weights are gone when it returns: the next run has its own."""
     with LLM(model, **options) as llm:
         return _run(llm, task)
@@ -242,7 +242,7 @@ def _budgets(plan: MemoryPlan, share: float) -> dict[str, int]:
     return {"gpu_memory": budget_bytes, **home}
 
 
-def _verdicts(model: str | Path, case: _Case, reference: _Run, task: _Task) -> Iterator[Verdict]:
+def _verdicts(model: str | Path, case: _Case, reference: _Run, task: _RunTask) -> Iterator[Verdict]:
     """One for each preset; the model is loaded once."""
     with LLM(model, **case.options) as llm:
         for policy in lossless_presets() if llm.plan.num_experts else (AUTO,):
@@ -263,7 +263,7 @@ def _lossy(
     case: _Case,
     lossy: Lossy,
     reference: _Run,
-    task: _Task,
+    task: _RunTask,
 ) -> Iterator[Verdict]:
     """One: a policy whose passes may want more room is there from the start."""
     options = {**case.options, "policy": lossy.policy, "policy_options": lossy.options}
@@ -292,7 +292,7 @@ def _verdict(case: _Case, plan: MemoryPlan, policy: str) -> Verdict:
     )
 
 
-def _run(llm: LLM, task: _Task) -> _Run:
+def _run(llm: LLM, task: _RunTask) -> _Run:
     before, layers = llm.stats(), _Layers()
     with llm.observed(layers):
         logits = _some_rows(llm.logits(task.text))
@@ -324,12 +324,12 @@ def _long_step(llm: LLM, text: Sequence[int]) -> list[int]:
     return completion.token_ids
 
 
-def _given_the_same(llm: LLM, layers: Sequence[_Layer]) -> list[_Layer]:
+def _given_the_same(llm: LLM, layers: Sequence[_LayerCopy]) -> list[_LayerCopy]:
     """What the experts make of each layer's input and routing, by themselves."""
     return [seen._replace(out=_experts_of(llm, seen)) for seen in layers]
 
 
-def _experts_of(llm: LLM, seen: _Layer) -> Tensor:
+def _experts_of(llm: LLM, seen: _LayerCopy) -> Tensor:
     """A pass's rows at a time."""
     parts = zip(*(torch.split(t, MAX_PASS_ROWS) for t in (seen.x, *seen.routing)), strict=True)
     outs = [
@@ -343,11 +343,11 @@ class _Layers:
     """Keeps a copy of what every MoE layer was given and made of it."""
 
     def __init__(self) -> None:
-        self.seen: list[_Layer] = []
+        self.seen: list[_LayerCopy] = []
 
     def saw_layer(self, layer: int, step: Step, x: Tensor, routing: Routing, out: Tensor) -> None:
         x, experts, weights, out = (t.to("cpu", copy=True) for t in (x, *routing, out))
-        self.seen.append(_Layer(layer, step, x, Routing(experts, weights), out))
+        self.seen.append(_LayerCopy(layer, step, x, Routing(experts, weights), out))
 
 
 def _compared(verdict: Verdict, run: _Run, reference: _Run) -> Verdict:

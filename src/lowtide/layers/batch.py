@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from lowtide.core import Step
-from lowtide.memory.chunking import Asked, Counts
+from lowtide.memory.chunking import Counts, LogitNeeds
 from lowtide.memory.kv_cache import KVCache, KVRange
 
 __all__ = ["Batch", "KVRange", "Segment"]
@@ -43,7 +43,7 @@ class Batch:
     segments: tuple[Segment, ...]
     step: Step
     logit_rows: int = 0  # whose statistics are asked for after it at most, of each kind
-    asked: tuple[Asked, ...] = ()  # the kinds
+    asked: tuple[LogitNeeds, ...] = ()  # the kinds
 
     @property
     def counts(self) -> Counts:

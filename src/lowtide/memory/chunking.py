@@ -33,7 +33,7 @@ MAX_BUCKETS = 16
 """Plans of a request at most, however many masks it begins with."""
 
 
-class Asked(NamedTuple):
+class LogitNeeds(NamedTuple):
     """What a pass asks of its logits, beside the arg-max and its probability."""
 
     second: bool = False
@@ -48,7 +48,7 @@ class Counts(NamedTuple):
     block: int  # rows that see each other at most: those of its longest sequence
     keys: int  # tokens that a row sees at most
     logit_rows: int = 0  # rows whose logits are looked at, of each kind at most
-    asked: tuple[Asked, ...] = ()  # the kinds
+    asked: tuple[LogitNeeds, ...] = ()  # the kinds
 
     def rows_of(self, operator: str) -> int:
         return self.logit_rows if operator == "logits" else self.tokens

@@ -10,13 +10,13 @@ from lowtide.memory.chunking import (
     EACH_TILE,
     OPERATOR_TILES,
     TILE_ROWS,
-    Asked,
     Counts,
+    LogitNeeds,
     bucket,
     num_tiles,
     one_more,
 )
-from lowtide.memory.planner import Graph, Placement
+from lowtide.memory.planner import ArenaPlaces, Graph
 from lowtide.memory.template import Template, bounds
 
 MAX_PLANS = 128
@@ -30,7 +30,7 @@ class PassPlan:
 
     counts: Counts
     chunks: Mapping[str, int]
-    placement: Placement
+    placement: ArenaPlaces
     library_bytes: int  # what libraries hold beside the range at most
     binding: str
 
@@ -50,10 +50,10 @@ class PassPlanner:
 
     short: Graph
     forward: Template
-    head_of: Callable[[Asked], Template]
+    head_of: Callable[[LogitNeeds], Template]
     by_tile: frozenset[str] = frozenset()
     """Operators that take each tile by itself, however much room there is."""
-    _templates: dict[tuple[Asked, ...], Template] = field(default_factory=dict)
+    _templates: dict[tuple[LogitNeeds, ...], Template] = field(default_factory=dict)
     _plans: dict[tuple[Counts, int, int], PassPlan] = field(default_factory=dict)
     _least_bytes: dict[Counts, int] = field(default_factory=dict)
 

@@ -16,7 +16,7 @@ REMEMBERED_PASSES = 16
 """How many passes' memory is kept for the next one: those of requests that take turns."""
 
 
-class Room(Protocol):
+class PassRoom(Protocol):
     """What passes have room in: a range of addresses, and what libraries take beside it."""
 
     @property
@@ -46,7 +46,7 @@ class Room(Protocol):
 class PassPlans:
     """The plans of a model's passes as they come."""
 
-    def __init__(self, planner: PassPlanner, room: Room) -> None:
+    def __init__(self, planner: PassPlanner, room: PassRoom) -> None:
         self.planner = planner
         self._room = room
         self.current: PassPlan | None = None  # of the pass under way, or the last one
@@ -105,7 +105,7 @@ class PagedRoom:
         account: PageAccount,
         is_wanted: Callable[[], bool] | None = None,
     ) -> None:
-        """is_wanted: see `Room`; by default nobody wants anything."""
+        """is_wanted: see `PassRoom`; by default nobody wants anything."""
         self._arena = arena
         self._account = account
         self._is_wanted = is_wanted

@@ -61,14 +61,14 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Placement:
+class ArenaPlaces:
     """Places for all transients of a graph, by their paths, in a range of `arena_bytes`."""
 
     places: Mapping[Path, Place]
     arena_bytes: int
 
 
-UNPLANNED = Placement({}, 0)
+UNPLANNED = ArenaPlaces({}, 0)
 
 MAX_TRIES = 8
 """Orders of each kind that are tried."""
@@ -125,7 +125,7 @@ class Graph:
     moments: tuple[Moment, ...]
 
     @cached_property
-    def placement(self) -> Placement:
+    def placement(self) -> ArenaPlaces:
         """By first fit in the order of taking, or with the largest first; what then ends too high
         is placed sooner, a few times."""
         indexes = range(len(self.transients))
@@ -182,7 +182,7 @@ class Graph:
         """Of the range alone, libraries' outputs aside."""
         return sum(align_up(self.transients[i].num_bytes) for i in moment.alive)
 
-    def _sooner(self, order: list[int], placement: Placement) -> list[int]:
+    def _sooner(self, order: list[int], placement: ArenaPlaces) -> list[int]:
         """Half as late, all that ends beyond what the graph could do with."""
         order = list(order)
         stops = [placement.places[transient.path].stop for transient in self.transients]
@@ -192,14 +192,14 @@ class Graph:
         return order
 
 
-def first_fit(graph: Graph, order: Sequence[int]) -> Placement:
+def first_fit(graph: Graph, order: Sequence[int]) -> ArenaPlaces:
     """Each transient, in this order, at the lowest place that none beside it has."""
     places: dict[int, Place] = {}
     for i in order:
         num_bytes = align_up(graph.transients[i].num_bytes)
         start = lowest_gap((places[j] for j in graph.beside[i] if j in places), num_bytes)
         places[i] = Place(start, num_bytes)
-    return Placement(
+    return ArenaPlaces(
         {graph.transients[i].path: place for i, place in places.items()},
         max((place.stop for place in places.values()), default=0),
     )

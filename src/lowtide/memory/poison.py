@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowtide.errors import InternalError
 from lowtide.memory.pass_plans import PassPlans
-from lowtide.memory.planner import UNPLANNED, Placement
+from lowtide.memory.planner import UNPLANNED, ArenaPlaces
 from lowtide.memory.workspace import State, Workspace
 
 POISON = 0xFF
@@ -24,7 +24,7 @@ class PoisonedWorkspace(Workspace):
     """
 
     def __init__(
-        self, buffer: Tensor, plan: Placement = UNPLANNED, plans: PassPlans | None = None
+        self, buffer: Tensor, plan: ArenaPlaces = UNPLANNED, plans: PassPlans | None = None
     ) -> None:
         super().__init__(buffer, plan, plans)
         self.touched_bytes = 0

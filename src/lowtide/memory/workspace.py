@@ -31,11 +31,11 @@ from lowtide.memory.chunking import (
 from lowtide.memory.pass_plans import PassPlans
 from lowtide.memory.planner import (
     UNPLANNED,
+    ArenaPlaces,
     Graph,
     LibraryOutput,
     Path,
     Place,
-    Placement,
     Recording,
     lowest_gap,
 )
@@ -216,7 +216,7 @@ class Workspace(_States):
     """
 
     def __init__(
-        self, buffer: Tensor, plan: Placement = UNPLANNED, plans: PassPlans | None = None
+        self, buffer: Tensor, plan: ArenaPlaces = UNPLANNED, plans: PassPlans | None = None
     ) -> None:
         """`buffer`: uint8, of the plan's size or of what a `Registrar` counted for a pass. plans:
         where each pass has its own, and the memory for it in `buffer`."""
@@ -236,7 +236,7 @@ class Workspace(_States):
     def library(self, name: str, num_bytes: int) -> None:
         """Library outputs come from the library's allocator; only the registrar counts them."""
 
-    def adopt(self, placement: Placement, chunks: Mapping[str, int]) -> None:
+    def adopt(self, placement: ArenaPlaces, chunks: Mapping[str, int]) -> None:
         """Goes on by another plan, with nothing alive. Between passes only."""
         if placement.arena_bytes > self._buffer.numel():
             raise InternalError(

@@ -20,7 +20,7 @@ import numpy as np
 from lowtide.config import ModelConfig
 from lowtide.errors import CheckpointError, ConfigError, StorageError, UnsupportedError
 from lowtide.families import Family, gguf_family
-from lowtide.families.gguf import FUSED_QKV, Arranged, GgufArchitecture, GgufKeys, layer_of
+from lowtide.families.gguf import FUSED_QKV, GgufArchitecture, GgufKeys, RearrangedTensor, layer_of
 from lowtide.files.json_file import shown
 from lowtide.model_folder.checkpoint import Checkpoint, StoredPart, TensorEntry
 from lowtide.model_folder.further_layers import warn_of_further_layers
@@ -129,7 +129,7 @@ class GgufModel:
                         f"{header.file.path}: tensor {shown(name)} is none that lowtide computes "
                         f"with in {self.architecture.name}."
                     )
-                if isinstance(ours, Arranged):
+                if isinstance(ours, RearrangedTensor):
                     arranged.append(found._replace(arranged=ours))
                 elif ours in tensors:
                     raise CheckpointError(f"{self.path}: tensor {shown(name)} is given twice.")
@@ -164,7 +164,7 @@ class _Found(NamedTuple):
     name: str
     tensor: GgufTensor
     file: int
-    arranged: Arranged | None = None
+    arranged: RearrangedTensor | None = None
 
     @property
     def place(self) -> tuple[int, int, int, str]:

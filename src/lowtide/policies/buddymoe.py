@@ -15,8 +15,8 @@ from lowtide.policies.buddy_lists import MAX_K_MAX, BuddyLists
 from lowtide.policies.buddy_profile import BuddyProfile
 from lowtide.policies.buddy_search import UNBOUNDED
 from lowtide.policies.late import Late
-from lowtide.policies.miss import Buddy, CachePrior, Drop, Random, Rho
-from lowtide.policies.recipe import Option, Recipe, Setting, switch
+from lowtide.policies.miss import Buddy, CachePrior, Drop, RandomBuddy, Rho
+from lowtide.policies.recipe import PolicyOption, Recipe, Setting, switch
 from lowtide.policies.substitution import Substitution
 
 NAME = "buddymoe"
@@ -52,13 +52,13 @@ def _read_beta(text: str) -> StepBytes:
     return StepBytes(parse_size(text, 0))
 
 
-MISS = Option(
+MISS = PolicyOption(
     "miss",
     "what becomes of tokens whose experts are absent",
     "wait",
     words={name: name for name in ("buddy", "late", "wait", "random", "drop", "cache-prior")},
 )
-ALPHA: Option[float | tuple[float, ...] | Fitted | None] = Option(
+ALPHA: PolicyOption[float | tuple[float, ...] | Fitted | None] = PolicyOption(
     "alpha",
     "share of an expert's co-activations that its buddies cover; as calibrated unless given",
     None,
@@ -68,10 +68,10 @@ ALPHA: Option[float | tuple[float, ...] | Fitted | None] = Option(
     is_above_low=True,
     reads=("one for each layer (0.9,0.95,...), fit:SIZE", _read_alpha),
 )
-K_MAX: Option[int | None] = Option(
+K_MAX: PolicyOption[int | None] = PolicyOption(
     "k_max", "buddies of an expert, at most; as calibrated unless given", None, 1, MAX_K_MAX
 )
-RHO: Option[int | Rho] = Option(
+RHO: PolicyOption[int | Rho] = PolicyOption(
     "rho",
     "substitutions of a token in a layer, at most",
     Rho(),
@@ -79,7 +79,7 @@ RHO: Option[int | Rho] = Option(
     MAX_K_MAX,
     {"half": Rho(), "none": Rho(UNBOUNDED)},
 )
-BETA: Option[float | StepBytes | None] = Option(
+BETA: PolicyOption[float | StepBytes | None] = PolicyOption(
     "beta",
     "share of absent experts from which a layer's substitution is bypassed; or bytes of a pass",
     None,
@@ -89,7 +89,7 @@ BETA: Option[float | StepBytes | None] = Option(
     is_whole=False,
     reads=("bytes of a pass (64MiB)", _read_beta),
 )
-TAE: Option[float | None] = Option(
+TAE: PolicyOption[float | None] = PolicyOption(
     "tae",
     "tokens below this percentile of the calibration's entropies keep their experts",
     None,
@@ -98,10 +98,10 @@ TAE: Option[float | None] = Option(
     {"off": None},
     is_whole=False,
 )
-TEMPERATURE = Option(
+TEMPERATURE = PolicyOption(
     "temperature", "of the entropy's probabilities", 1.0, 0, 100, is_whole=False, is_above_low=True
 )
-MARGIN: Option[float | None] = Option(
+MARGIN: PolicyOption[float | None] = PolicyOption(
     "margin",
     "tokens whose best expert leads by this much keep their experts",
     None,
@@ -110,12 +110,12 @@ MARGIN: Option[float | None] = Option(
     {"off": None},
     is_whole=False,
 )
-SEARCH_RANK: Option[int | None] = Option(
+SEARCH_RANK: PolicyOption[int | None] = PolicyOption(
     "search_rank", "how far down a list to look", None, 1, MAX_K_MAX, {"all": None}
 )
-ETA = Option("eta", "what a buddy's own router logit counts", 0.0, 0, 100, is_whole=False)
-KAPPA = Option("kappa", "what a buddy on another device loses", 0.0, 0, 1, is_whole=False)
-MAX_KL: Option[float | None] = Option(
+ETA = PolicyOption("eta", "what a buddy's own router logit counts", 0.0, 0, 100, is_whole=False)
+KAPPA = PolicyOption("kappa", "what a buddy on another device loses", 0.0, 0, 1, is_whole=False)
+MAX_KL: PolicyOption[float | None] = PolicyOption(
     "max_kl",
     "estimated KL of a token in nats, at most; bounds the mass by the profile's curve",
     None,
@@ -124,7 +124,7 @@ MAX_KL: Option[float | None] = Option(
     {"off": None},
     is_whole=False,
 )
-MAX_MASS: Option[float | None] = Option(
+MAX_MASS: PolicyOption[float | None] = PolicyOption(
     "max_mass",
     "share of a request's router weight that may be replaced",
     0.05,  # what lost nothing that could be seen, of all that docs/quality.md compares
@@ -133,10 +133,12 @@ MAX_MASS: Option[float | None] = Option(
     {"off": None},
     is_whole=False,
 )
-PRIOR = Option("prior", "what cache-prior adds to residents' logits", 1.0, 0, 1e6, is_whole=False)
+PRIOR = PolicyOption(
+    "prior", "what cache-prior adds to residents' logits", 1.0, 0, 1e6, is_whole=False
+)
 IN_PREFILL = switch("in_prefill", "whether rows of prompts may be touched")
 IN_COMMIT = switch("in_commit", "whether rows that cache final tokens of a block may be touched")
-_OWN: tuple[Option[object], ...] = (
+_OWN: tuple[PolicyOption[object], ...] = (
     *(MISS, ALPHA, K_MAX, RHO, BETA, TAE, TEMPERATURE, MARGIN, SEARCH_RANK, ETA, KAPPA),
     *(MAX_KL, MAX_MASS, PRIOR, IN_PREFILL, IN_COMMIT),
 )
@@ -155,7 +157,7 @@ _UNSAFE = ("random", "drop", "cache-prior")
 def over(bases: Mapping[str, Recipe]) -> Recipe:
     """The preset, over any of `bases`, by the option `placement`."""
     names = {name: name for name in bases if name != "resident"}
-    placement = Option(
+    placement = PolicyOption(
         "placement", "the preset that places, assigns and prefetches", "lowtide", words=names
     )
 
@@ -202,7 +204,7 @@ def miss_policy(setting: Setting, base: Recipe) -> Substitution | None:
         return None
     gates = _gates(setting)
     if miss == "random":
-        return Random(gates, rho, setting.seed)
+        return RandomBuddy(gates, rho, setting.seed)
     if miss == "drop":
         return Drop(gates, rho)
     if miss == "cache-prior":

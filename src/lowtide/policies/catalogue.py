@@ -45,11 +45,11 @@ from lowtide.policies.prefetch import (
     Residual,
     Statistics,
 )
-from lowtide.policies.recipe import MAX_WHOLE, Option, Recipe, Setting, switch
+from lowtide.policies.recipe import MAX_WHOLE, PolicyOption, Recipe, Setting, switch
 from lowtide.policies.split import Favourites, FixedShare, Split, best_split
 from lowtide.policies.tau import FollowDrift, SolvedTau
 
-TAU: Option[int | FollowDrift | SolvedTau] = Option(
+TAU: PolicyOption[int | FollowDrift | SolvedTau] = PolicyOption(
     "tau",
     "TIDE's interval, in steps: auto follows the demand, paper is its Eq. 7",
     4,
@@ -63,10 +63,12 @@ STARTS_EMPTY = switch(
 )
 BY_THRESHOLD = switch("by_threshold", "whether an expert that alone would end sooner is fetched")
 BY_GREEDY = switch("by_greedy", "whether it assigns as its code does, not by a threshold")
-W_SIZE = Option("w_size", "steps of a window", 4, 1, MAX_WHOLE)
-U_SIZE = Option("u_size", "residents that a window may swap, at most", 8, 0, MAX_WHOLE)
-NUM_PREFETCH = Option("num_prefetch", "experts fetched ahead per layer, at most", 4, 0, MAX_WHOLE)
-MAX_STEP_BYTES: Option[int | None] = Option(
+W_SIZE = PolicyOption("w_size", "steps of a window", 4, 1, MAX_WHOLE)
+U_SIZE = PolicyOption("u_size", "residents that a window may swap, at most", 8, 0, MAX_WHOLE)
+NUM_PREFETCH = PolicyOption(
+    "num_prefetch", "experts fetched ahead per layer, at most", 4, 0, MAX_WHOLE
+)
+MAX_STEP_BYTES: PolicyOption[int | None] = PolicyOption(
     "max_step_bytes", "moves per forward pass, at most; any number unless given", None, 1, 10**15
 )
 

@@ -20,7 +20,7 @@ MOVE_READS = 1.5
 within memory, and another read when it comes back (docs/log.md)."""
 
 
-class Use:
+class ExpertUse:
     """How often each expert was asked for lately, in shares of steps. `mean` [layers, experts]."""
 
     def __init__(self, num_layers: int, num_experts: int) -> None:

@@ -2,8 +2,8 @@
 
 All of them answer another routing and keep a replaced expert's weight for whoever stands in. An
 expert that is on its way already is not absent, and nobody is replaced beyond what a request may
-have moved. `Random`, `Drop` and `CachePrior` are baselines; what gives up only the experts that
-come too late is in `late.py`.
+have moved. `RandomBuddy`, `Drop` and `CachePrior` are baselines; what gives up only the experts
+that come too late is in `late.py`.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Meter:
         return num_fit
 
 
-class Random:
+class RandomBuddy:
     """A baseline: any resident outside the token's experts, drawn from a seed."""
 
     def __init__(self, gates: Gates, rho: Rho, seed: int = 0) -> None:

@@ -121,13 +121,13 @@ def interval_seconds(
     hits [steps, layers, experts]; index [steps]: of each step in its block. Each layer has the
     link for as long as it takes, on average what it has where layers come one after another. [taus]
     """
-    replay = _Replay(hits[0], np.array(taus), budget, costs, waits)
+    replay = _TauReplay(hits[0], np.array(taus), budget, costs, waits)
     seconds = [replay.step(*one) for one in zip(hits, index.tolist(), strict=True)]
     total_s: FloatArray = np.sum(seconds, axis=0)
     return total_s
 
 
-class _Replay:
+class _TauReplay:
     """Residents [taus, layers, experts] at every interval, moved on step by step."""
 
     def __init__(

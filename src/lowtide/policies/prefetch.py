@@ -201,7 +201,7 @@ class Combined(Prefetch):
         return total
 
 
-class Random(Prefetch):
+class RandomPrefetch(Prefetch):
     """Any experts, drawn from a seed: what prefetching is worth without knowing anything."""
 
     def __init__(self, num_experts_ahead: int, num_experts: int, seed: int = 0) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from lowtide.errors import UsageError
 from lowtide.policies.catalogue import CATALOGUE, TAU
 from lowtide.policies.decision import Policies
-from lowtide.policies.recipe import Option, Recipe, Setting
+from lowtide.policies.recipe import PolicyOption, Recipe, Setting
 
 AUTO = "auto"
 ORACLE = "oracle"
@@ -43,7 +43,7 @@ def unregister(name: str) -> None:
     del CATALOGUE[name]
 
 
-def options_of(name: str) -> Mapping[str, Option[object]]:
+def options_of(name: str) -> Mapping[str, PolicyOption[object]]:
     """The options of a policy by name, none for one that is not known."""
     if name == AUTO:
         return {TAU.name: TAU}

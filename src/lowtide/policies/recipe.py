@@ -73,7 +73,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Option(Generic[T_co]):
+class PolicyOption(Generic[T_co]):
     """Something about a preset that a user may say: a number in a range, or a word.
 
     words: what each of them stands for; a switch has `true` and `false` and no range. is_whole:
@@ -134,9 +134,9 @@ def _number(text: str, is_whole: bool) -> float | None:
     return number if math.isfinite(number) and "_" not in text else None
 
 
-def switch(name: str, summary: str) -> Option[bool]:
+def switch(name: str, summary: str) -> PolicyOption[bool]:
     """An option that is `true` or `false`, false unless it is given."""
-    return Option(name, summary, False, words={"true": True, "false": False})
+    return PolicyOption(name, summary, False, words={"true": True, "false": False})
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class Recipe:
     assignment: Callable[[Setting], Assign] = lambda setting: AllHost()
     prefetch: Callable[[Setting], Prefetch] = lambda setting: NoPrefetch()
     summary: str = ""
-    options: tuple[Option[object], ...] = ()
+    options: tuple[PolicyOption[object], ...] = ()
     capacity: Callable[[Setting], Sequence[int]] = lambda setting: setting.capacity
     waits: Callable[[Setting], bool] = lambda setting: False
     fetches_all: bool = False

@@ -33,7 +33,7 @@ def compare_alone(trace: Trace, presets: Sequence[str], setting: Setting) -> lis
     hits = trace.hits()
     reports = []
     for preset in presets:
-        run = _Replay(preset, setting)
+        run = _HostReplay(preset, setting)
         routed = trace.iter_routed()
         for one, pass_hits, of_rows in zip(trace.passes, hits, routed, strict=True):
             run.begin_pass(one.step)
@@ -45,7 +45,7 @@ def compare_alone(trace: Trace, presets: Sequence[str], setting: Setting) -> lis
     return reports
 
 
-class _Replay:
+class _HostReplay:
     """Who is resident, moved on layer by layer."""
 
     def __init__(self, preset: str, setting: Setting) -> None:

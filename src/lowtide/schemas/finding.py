@@ -10,7 +10,7 @@ from lowtide.model_folder.checkpoint import Checkpoint, TensorEntry
 from lowtide.schemas.schema import PartSource, TensorSpec
 
 
-class Kind(NamedTuple):
+class PartKind(NamedTuple):
     """What an expert's stored part is."""
 
     dtype: str
@@ -20,7 +20,7 @@ class Kind(NamedTuple):
 class FoundParts(NamedTuple):
     """One stored part of every expert of a layer."""
 
-    kinds: list[Kind]
+    kinds: list[PartKind]
     files: list[int]
     offsets: list[int]
 
@@ -71,7 +71,7 @@ def find_parts(
         spec = source.spec(layer, expert)
         if spec != previous:  # a stacked tensor is looked up once
             entry, previous = find_expert(spec, first.dtype, checkpoint, may_differ=True), spec
-            kind = Kind(entry.dtype, entry.num_bytes // source.num_parts)
+            kind = PartKind(entry.dtype, entry.num_bytes // source.num_parts)
         found.kinds.append(kind)
         found.files.append(entry.file)
         found.offsets.append(entry.offset + source.place(expert) * kind.part_bytes)

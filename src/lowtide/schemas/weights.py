@@ -17,7 +17,7 @@ from lowtide.formats import MatrixFormat, format_of, formats
 from lowtide.formats.mixed import mixed
 from lowtide.formats.plain import ITEM_BYTES
 from lowtide.model_folder.checkpoint import Checkpoint, TensorEntry
-from lowtide.schemas.finding import Kind, find, find_expert, find_parts
+from lowtide.schemas.finding import PartKind, find, find_expert, find_parts
 from lowtide.schemas.schema import ExpertStorage, ModelSchema, SlotTarget, TensorSpec
 
 MAX_GAP_BYTES = 4096
@@ -255,7 +255,7 @@ def _expert_table(schema: ModelSchema, checkpoint: Checkpoint) -> ExpertTable:
     return ExpertTable(tuple(stored), files, offsets, storage.targets, *names, odd)
 
 
-def _stored(storage: ExpertStorage, kinds: Sequence[Kind]) -> StoredLayer:
+def _stored(storage: ExpertStorage, kinds: Sequence[PartKind]) -> StoredLayer:
     """kinds: of an expert's stored parts."""
     formats_of = _formats(storage, [each.dtype for each in kinds])
     return StoredLayer(formats_of, tuple(each.part_bytes for each in kinds))

@@ -6,10 +6,10 @@ from lowtide.errors import UnsupportedError
 from lowtide.families.gguf import (
     ROPE_DIVISORS,
     USUAL,
-    Arranged,
     Config,
     GgufArchitecture,
     GgufKeys,
+    RearrangedTensor,
     expert_config,
     expert_width,
     halves_in_turn,
@@ -38,11 +38,11 @@ GGUF = GgufArchitecture(
     names={
         **USUAL,
         ROPE_DIVISORS: ROPE_DIVISORS,  # read with the metadata
-        "blk.#.attn_q.weight": Arranged(
+        "blk.#.attn_q.weight": RearrangedTensor(
             _LAYER + "self_attn.q_proj.weight",
             halves_in_turn(lambda config: config.attention.num_heads),
         ),
-        "blk.#.attn_k.weight": Arranged(
+        "blk.#.attn_k.weight": RearrangedTensor(
             _LAYER + "self_attn.k_proj.weight",
             halves_in_turn(lambda config: config.attention.num_kv_heads),
         ),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from lowtide.families.gguf import (
     QKV_BIASES,
     USUAL,
-    Arranged,
     Config,
     GgufArchitecture,
     GgufKeys,
+    RearrangedTensor,
     expert_config,
     expert_width,
     mlp,
@@ -37,7 +37,7 @@ GGUF = GgufArchitecture(
         **QKV_BIASES,
         **mlp("_shexp", "mlp.shared_expert."),
         # A vector in some files.
-        "blk.#.ffn_gate_inp_shexp.weight": Arranged(
+        "blk.#.ffn_gate_inp_shexp.weight": RearrangedTensor(
             "model.layers.#.mlp.shared_expert_gate.weight",
             lambda config: ArrayView((1, config.hidden_size), order=(0, 1)),
         ),

@@ -89,7 +89,7 @@ class CompiledBuddies:
         return CompiledBalance(self._library)
 
     def of_layer(self, rules: LayerRules) -> LayerTwin:
-        return _Layer(rules, *self._deciding)
+        return _BuddyLayer(rules, *self._deciding)
 
     def of_pass(
         self, owner: IntArray, before: Masses, num_layers: int, share: float | None
@@ -98,7 +98,7 @@ class CompiledBuddies:
         return _Account(book, owner, self._route, self._count_moved, self._count_saved)
 
 
-class _Layer:
+class _BuddyLayer:
     """See `LayerTwin`."""
 
     def __init__(

@@ -74,7 +74,7 @@ class Readiness:
         return None if state == _PENDING else state
 
 
-class Segment(NamedTuple):
+class SlotSegment(NamedTuple):
     """Bytes of a file that belong in a slot, `target` bytes from its start."""
 
     start: int
@@ -86,7 +86,7 @@ class Range(NamedTuple):
     """What is read at a stretch: segments of one file, in order, with small gaps."""
 
     file: int
-    segments: Sequence[Segment]
+    segments: Sequence[SlotSegment]
 
 
 class OpenFile(NamedTuple):
@@ -244,7 +244,7 @@ MIN_DIRECT, MAX_DIRECT, NUM_BUFFERED = 4, 4, 2
 def _tables(experts: Sequence[Sequence[Range]]) -> tuple[IntArray, IntArray, IntArray]:
     """`first_range`, `ranges` and `segments` of reader.hpp."""
     first, ranges = [0], []
-    segments: list[Segment] = []
+    segments: list[SlotSegment] = []
     for of_expert in experts:
         for file, own in of_expert:
             start = own[0].start
