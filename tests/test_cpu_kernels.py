@@ -34,7 +34,7 @@ from lowtide.kernels.compiled import CompiledKernels
 from lowtide.kernels.cpu.few_rows import VARIANTS, FewRows, num_variants
 from lowtide.kernels.cpu.library import FEW_ROWS, _telling_line, load_library
 from lowtide.kernels.operands import ClampedWeights, ExpertWeights, Rotation, SlotPlaces
-from lowtide.kernels.reference import REFERENCE, silu_times
+from lowtide.kernels.reference import REFERENCE, clamped_swiglu, silu_times
 from lowtide.layers.linear import Linear
 from lowtide.memory.workspace import Workspace
 from lowtide.threads.executor import InlineExecutor
@@ -191,6 +191,49 @@ def test_a_clamped_expert(variants: list[FewRows]) -> None:
         run(x, weights, gate, up, out)
         answers.append(out.float())
     torch.testing.assert_close(*answers, rtol=4 * STEP, atol=16 * STEP)
+
+
+def test_clamped_experts_at_once_have_the_bits_of_one_by_one(variants: list[FewRows]) -> None:
+    """Whose products are compiled and whose gates and biases are torch's."""
+    hidden, width, num_slots = 40, 531, 3
+    sizes = [width * hidden, width * hidden, hidden * width, width, width, hidden]
+    arena = randn(num_slots, sum(sizes), seed=1)
+    *places_at, end = itertools.accumulate(sizes, initial=0)
+    starts = [arena.data_ptr() + 2 * at for at in places_at]
+    places = SlotPlaces(*starts[:3], 2 * end, *starts[3:])
+    groups = np.array([(2, 0, 3), (0, 4, 1), (1, 5, 8)])
+    x = randn(13, hidden, seed=2)
+    gate, up = (torch.empty(13, width, dtype=torch.bfloat16) for _ in range(2))
+    for kernel in variants:
+        expected = x.clone()
+        for slot, first, count in groups.tolist():
+            gate_w, up_w, down_w, *biases = arena[slot].split(sizes)
+            matrices = (gate_w.view(width, -1), up_w.view(width, -1), down_w.view(hidden, -1))
+            rows = slice(first, first + count)
+            own, scratch = expected[rows], (gate[rows], up[rows])
+            CompiledKernels(kernel).gated_mlp(
+                own, ClampedWeights(*matrices, *biases), *scratch, own
+            )
+        for num_threads in (1, 3):
+            out = x.clone()
+            kernel.experts.gated_mlps(groups, places, out, gate, up, num_threads)
+            assert torch.equal(out, expected)
+
+
+def test_clamped_gates_have_torchs_bits(variants: list[FewRows]) -> None:
+    """Of all numbers but those below the normal ones, which some products have no room for."""
+    every = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16)
+    gates = every[every.isfinite() & ((every == 0) | (every.abs() >= 2.0**-126))]
+    ups, nothing = 4 * randn(len(gates), seed=1), torch.zeros_like(gates)
+    slot = torch.stack([gates, ups, nothing, nothing, nothing, nothing])
+    starts = [each.data_ptr() for each in slot]
+    places = SlotPlaces(*starts[:3], slot.nbytes, *starts[3:])
+    expected = gates.clone()
+    clamped_swiglu(expected, ups.clone())
+    x, gate, up = torch.ones(1, 1).bfloat16(), *torch.empty(2, 1, len(gates)).bfloat16()
+    for kernel in variants:
+        kernel.experts.gated_mlps(np.array([(0, 0, 1)]), places, x.clone(), gate, up, 1)
+        assert torch.equal(gate[0].nan_to_num(), expected.nan_to_num())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -4,12 +4,14 @@ is asked in between and wherever it is not."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from family_models import write_model
+from rounded_files import write_rounded
 from torch import Tensor
 
 from lowtide.core import PassRows, RowKind, Step, StepKind
@@ -17,10 +19,13 @@ from lowtide.engine.engine import Engine
 from lowtide.engine.opening import EngineConfig, open_model
 from lowtide.engine.planning import make_plan
 from lowtide.engine.wiring import load
-from lowtide.experts.rows import Routing
+from lowtide.experts.compiled_residents import CompiledResidents
+from lowtide.experts.host_executor import HostExpertExecutor
+from lowtide.experts.rows import LayerCall, Routing
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.kernels import choice
 from lowtide.kernels.compiled import CompiledKernels
+from lowtide.kernels.layer_parts import Status
 from lowtide.lab.synth import synth
 from lowtide.layers.batch import Batch, Segment
 from lowtide.layers.few_rows import FewRowsLayer, FewRowsLayers, FewRowsPass
@@ -229,3 +234,95 @@ def test_logits_of_few_rows_are_of_no_more(folders: dict[str, Path]) -> None:
         for row in range(3):
             assert torch.equal(engine.model.logits(hidden[row : row + 1])[0], together[row])
         assert engine.model.mixes_rows(hidden.float())
+
+
+# Experts whose rows were routed elsewhere
+
+
+def gpt_oss(folder: Path, is_packed: bool) -> Path:
+    """Tiny; its experts in MXFP4 or in bfloat16."""
+    seed, changes = 0 if is_packed else 1, {"num_local_experts": 16, "num_hidden_layers": 3}
+    return write_model("gpt_oss", seed, folder, torch.bfloat16, **changes).folder
+
+
+@contextmanager
+def decided_in_python() -> Iterator[None]:
+    """Policies are asked of each layer, and each expert is run for itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CompiledResidents, "takes", lambda self, call: False)
+        patch.setattr(HostExpertExecutor, "_divided", lambda self, here: ([], here))
+        yield
+
+
+@pytest.mark.parametrize("policy", ["lru", "lowtide", "static"])
+@pytest.mark.parametrize("is_packed", [True, False], ids=["MXFP4", "bfloat16"])
+def test_experts_behind_torchs_router(tmp_path: Path, is_packed: bool, policy: str) -> None:
+    """Who is absent changes no bit, nor does a compiled call what hits and what becomes of it."""
+    folder, found, counts = gpt_oss(tmp_path / "model", is_packed), [], []
+    for share in (1.0, 0.3):
+        for is_compiled in (False, True):
+            with nullcontext() if is_compiled else decided_in_python():
+                with opened(folder, share, policy=policy) as engine:
+                    found.append([*decoded(engine, 1), *decoded(engine, 3)])
+                    counts.append(engine.as_dict())
+    assert all(are_equal(each, found[0]) for each in found)
+    names = ("num_hits", "num_misses", "num_admitted", "num_evicted", "read_bytes")
+    for in_python, compiled in (counts[:2], counts[2:]):
+        assert [in_python[name] for name in names] == [compiled[name] for name in names]
+    assert counts[0]["num_misses"] < counts[2]["num_misses"]
+
+
+def test_experts_behind_torchs_router_are_compiled_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    run = ExpertRuntime._run
+
+    def noting(runtime: ExpertRuntime, call: LayerCall) -> None:
+        asked.append(len(call.x))
+        run(runtime, call)
+
+    monkeypatch.setattr(ExpertRuntime, "_run", noting)
+    with opened(gpt_oss(tmp_path / "model", True), 0.3, policy="lru") as engine:
+        decoded(engine, 2, prompt=PROMPT)
+        assert set(asked) == {2 * PROMPT}  # prompts, not single rows
+        asked.clear()
+        engine.experts.observer = Seen()
+        decoded(engine, 2, prompt=PROMPT)
+        assert set(asked) == {2 * PROMPT, 2}
+
+
+def test_an_interrupt_while_experts_behind_torchs_router_are_read(tmp_path: Path) -> None:
+    def interrupt(residents: CompiledResidents, status: Status) -> None:
+        raise KeyboardInterrupt
+
+    with opened(gpt_oss(tmp_path / "model", True), 0.3, policy="lru") as engine:
+        expected = decoded(engine, 1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(CompiledResidents, "serve", interrupt)
+            patch.setattr(engine.experts._compiled._struct, "reader", None)  # Python is to read
+            with pytest.raises(KeyboardInterrupt):
+                decoded(engine, 1)
+        assert are_equal(decoded(engine, 1), expected)
+
+
+# Formats
+
+
+def test_absent_experts_in_fp8_are_read_in_the_call_over_all_layers(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = write_rounded(folders["qwen3_moe"], tmp_path, "fp8")
+    with opened(folder) as engine, one_by_one():
+        expected = decoded(engine, 3)
+    run, were_run = FewRowsLayers.run, []
+
+    def noting(layers: FewRowsLayers, few: FewRowsPass) -> bool:
+        were_run.append(run(layers, few))
+        return were_run[-1]
+
+    monkeypatch.setattr(FewRowsLayers, "run", noting)
+    with opened(folder, 0.3, policy="lru") as engine:
+        assert are_equal(decoded(engine, 3), expected)
+        assert engine.as_dict()["num_misses"] > 0
+    assert were_run == [True] * 3

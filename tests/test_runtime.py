@@ -27,6 +27,7 @@ from lowtide.core import Costs, MoEShape, Step, StepKind
 from lowtide.errors import InternalError, StorageError
 from lowtide.experts import host_tier, rows
 from lowtide.experts.at_once import ExpertsAtOnce
+from lowtide.experts.compiled_residents import CompiledResidents
 from lowtide.experts.device_executor import DeviceExpertExecutor
 from lowtide.experts.host_executor import HostExpertExecutor
 from lowtide.experts.host_tier import HostTier
@@ -39,6 +40,7 @@ from lowtide.experts.transfer import DiskTransfer, Transfer, largest_read_bytes
 from lowtide.files.regular_file import RegularFile
 from lowtide.formats import formats
 from lowtide.kernels.choice import choose_kernels
+from lowtide.kernels.layer_parts import Status
 from lowtide.kernels.operands import ExpertWeights
 from lowtide.kernels.reference import REFERENCE, Kernels
 from lowtide.memory.arena import Arena
@@ -177,6 +179,18 @@ class DisorderlyNews(threading.Event):
         return (not self.is_set() and self._transfer.finish_one()) or super().wait(timeout)
 
 
+def wait_for_disorder(residents: CompiledResidents, transfer: Disorder) -> None:
+    """The same of a compiled call that waits."""
+    serve = residents.serve
+
+    def finish_one(status: Status) -> None:
+        if status is not Status.WAITS or not transfer.finish_one():
+            serve(status)
+
+    residents.serve = finish_one  # type: ignore[method-assign]
+    residents._struct.wait_limit_s = 1e-4
+
+
 class _Answer(Future[int]):
     def __init__(self, owner: Disorder) -> None:
         super().__init__()
@@ -295,6 +309,8 @@ class Rig:
         at_once = ExpertsAtOnce.of(self.slots, kernels, executor.num_cores)
         experts = HostExpertExecutor(self.host, executor, kernels, at_once)
         self.runtime = ExpertRuntime(SHAPE, self.policies, experts)
+        if isinstance(self.transfer, Disorder) and self.runtime._compiled is not None:
+            wait_for_disorder(self.runtime._compiled, self.transfer)
         self.runtime.load()
         self.check()
 

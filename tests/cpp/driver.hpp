@@ -23,6 +23,7 @@
 namespace driver {
 
 using lowtide::bf16;
+using lowtide::ExpertPlaces;
 using lowtide::ExpertsFunction;
 using lowtide::MlpsFunction;
 using lowtide::MultiplyFunction;

@@ -50,8 +50,10 @@ struct Experts {
     long num, hidden, width;
     Numbers weights = numbers(num * 3 * hidden * width);
 
-    long slot_bytes() const { return 3 * hidden * width * long(sizeof(bf16)); }
     const bf16* part(long number) const { return weights.data() + number * hidden * width; }
+    ExpertPlaces places() const {
+        return {part(0), part(1), part(2), 3 * hidden * width * long(sizeof(bf16))};
+    }
 };
 
 constexpr std::int32_t NO_TYPES[3] = {};  // bfloat16 weights have no other than this
@@ -64,6 +66,7 @@ void run_experts(const Library& library, int variant, const Routed& routed, cons
     const long hidden = own.hidden, width = own.width, num_pairs = num_tokens * k;
     const Numbers x = numbers(num_tokens * hidden);
     const Floats weights = floats(num_pairs);
+    const ExpertPlaces places = own.places();
     const Ids experts = chosen_experts(num_tokens, k, num_experts), slots = slots_of(experts);
     Floats wanted(num_tokens * hidden, 0.0f);
     for (long pair = 0; pair < num_pairs; ++pair) {
@@ -79,13 +82,12 @@ void run_experts(const Library& library, int variant, const Routed& routed, cons
         Numbers parts(num_pairs * hidden), gate(num_pairs * width), up(num_pairs * width);
         Floats out(num_tokens * hidden, 3.0f);
         whole(variant, num_threads, NO_TYPES, x.data(), experts.data(), weights.data(),
-              slots.data(), own.part(0), own.part(1), own.part(2), own.slot_bytes(), parts.data(),
-              gate.data(), up.data(), out.data(), num_tokens, k, hidden, width);
+              slots.data(), &places, parts.data(), gate.data(), up.data(), out.data(), num_tokens, k,
+              hidden, width);
         expect(out == wanted, "experts at once", variant, num_tokens, k);
         const Ids of_groups = num_pairs == 0 ? Ids{} : Ids{slots[0], 0, num_pairs};
         groups(variant, num_threads, NO_TYPES, of_groups.data(), long(of_groups.size()) / 3,
-               own.part(0), own.part(1), own.part(2), own.slot_bytes(), parts.data(), gate.data(),
-               up.data(), hidden, width);
+               &places, parts.data(), gate.data(), up.data(), hidden, width);
     }
 }
 

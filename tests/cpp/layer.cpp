@@ -36,8 +36,12 @@ void run(const Library& few_rows, int variant, const Kind& kind, const Sizes& si
         own.forget_keys();
         const Ids experts = parts.run(own, apart.pass);
         expect(apart.x() == first, "bits of a layer in parts", variant, num_rows, num_threads);
+        OwnPass routed(sizes, variant, num_threads, x, turns);
+        own.forget_keys();
+        parts.run(own, routed.pass, residency);
+        expect(routed.x() == first, "bits of experts behind a router", variant, num_rows);
         if (form.has_experts)
-            expect(all.residency.num_hits == long(distinct(experts).size()), "experts that were hit",
+            expect(all.residency.num_hits == 2 * long(distinct(experts).size()), "experts that were hit",
                    all.residency.num_hits, num_rows, sizes.num_experts);
 
         // The same layer twice, over the keys of the last time.

@@ -10,9 +10,11 @@ namespace driver {
 
 using lowtide::Attention;
 using lowtide::DONE;
+using lowtide::ExpertCall;
 using lowtide::Experts;
 using lowtide::FREE_SLOT;
 using lowtide::Layer;
+using lowtide::LayerExperts;
 using lowtide::Matrix;
 using lowtide::Pass;
 using lowtide::Residency;
@@ -108,7 +110,7 @@ class OwnLayer {
 
     // As it is in a slot.
     Bytes expert(long number) const {
-        const long num_bytes = layer.experts.slot_bytes;
+        const long num_bytes = layer.experts.places.slot_bytes;
         const auto start = experts_.begin() + slot_of[number] * num_bytes;
         return Bytes(start, start + num_bytes);
     }
@@ -119,8 +121,10 @@ class OwnLayer {
         const auto move = [&](const void* place) {
             return slots.data() + (static_cast<const std::uint8_t*>(place) - experts_.data());
         };
-        Experts& e = other.experts;
-        e.gate = move(e.gate), e.up = move(e.up), e.down = move(e.down);
+        ExpertPlaces& places = other.experts.places;
+        for (const void** place : {&places.gate, &places.up, &places.down, &places.gate_bias,
+                                   &places.up_bias, &places.down_bias})
+            if (*place != nullptr) *place = move(*place);
         return other;
     }
 
@@ -165,6 +169,8 @@ class OwnLayer {
         a.scale = 0.3f;
     }
 
+    void append(const Bytes& part) { experts_.insert(experts_.end(), part.begin(), part.end()); }
+
     // Slots in another order than experts.
     void add_experts() {
         const Sizes& s = sizes_;
@@ -177,17 +183,25 @@ class OwnLayer {
         e.choice = {s.num_experts, s.k, 1, 1, 1, form_.is_float32, 1, 0, 1.5f};
         e.run = kind_.experts, e.mlps = kind_.mlps, e.variant = kind_.variant, e.width = s.width;
         std::fill_n(e.types, 3, kind_.num_bits);
-        for (long slot = 0; slot < s.num_experts; ++slot)
-            for (long part = 0; part < 3; ++part) {
-                const Bytes one = part == 2 ? kind_.stored(s.hidden, s.width)
-                                            : kind_.stored(s.width, s.hidden);
-                experts_.insert(experts_.end(), one.begin(), one.end());
-            }
-        experts_.shrink_to_fit();
         const long inward = s.width * kind_.row_bytes(s.hidden);
-        e.slot_bytes = 2 * inward + s.hidden * kind_.row_bytes(s.width);
-        e.gate = experts_.data(), e.up = experts_.data() + inward;
-        e.down = experts_.data() + 2 * inward;
+        const long end = 2 * inward + s.hidden * kind_.row_bytes(s.width);
+        const long biases = end + end % 2, width_bytes = 2 * s.width;
+        const long slot_bytes = biases + 2 * width_bytes + 2 * s.hidden;  // of all forms
+        for (long slot = 0; slot < s.num_experts; ++slot) {
+            for (long part = 0; part < 3; ++part)
+                append(part == 2 ? kind_.stored(s.hidden, s.width) : kind_.stored(s.width, s.hidden));
+            experts_.resize(slot * slot_bytes + biases);
+            const Numbers of_parts = numbers(2 * s.width + s.hidden);
+            append(Bytes(reinterpret_cast<const std::uint8_t*>(of_parts.data()),
+                         reinterpret_cast<const std::uint8_t*>(of_parts.data() + of_parts.size())));
+        }
+        experts_.shrink_to_fit();
+        const std::uint8_t* const start = experts_.data();
+        e.places = {start, start + inward, start + 2 * inward, slot_bytes};
+        if (form_.has_bias) {
+            e.places.gate_bias = start + biases, e.places.up_bias = start + biases + width_bytes;
+            e.places.down_bias = start + biases + 2 * width_bytes;
+        }
         for (long expert = 0; expert < s.num_experts; ++expert)
             slot_of.push_back(s.num_experts - 1 - expert);
     }
@@ -324,27 +338,54 @@ class Parts {
         : to_router_(few_rows.function<void(const Layer*, const Pass*, int, std::int64_t*, float*)>(
               "lowtide_run_to_router")),
           from_experts_(few_rows.function<void(const Layer*, const Pass*)>(
-              "lowtide_run_from_experts")) {}
+              "lowtide_run_from_experts")),
+          open_(few_rows.function<LayerExperts*()>("lowtide_open_experts")),
+          close_(few_rows.function<void(LayerExperts*)>("lowtide_close_experts")),
+          begin_(few_rows.function<Begin>("lowtide_begin_experts")),
+          advance_(few_rows.function<int(LayerExperts*)>("lowtide_advance_experts")) {}
 
-    // The experts of each row.
-    Ids run(const OwnLayer& own, const Pass& pass) const {
+    // The experts of each row. residency: in which all of them are, or null.
+    Ids run(const OwnLayer& own, const Pass& pass, Residency* residency = nullptr) const {
         const Experts& e = own.layer.experts;
         const long hidden = own.layer.hidden, num_chosen = e.choice.num_chosen;
         Ids experts(pass.num_rows * num_chosen), slots;
         Floats weights(experts.size());
         to_router_(&own.layer, &pass, 1, experts.data(), weights.data());
         for (long expert : distinct(experts)) slots.push_back(own.slot_of[expert]);
-        if (e.router != nullptr)
+        if (residency != nullptr)
+            run_residents(own.layer, pass, *residency, experts, weights);
+        else if (e.router != nullptr)
             e.run(e.variant, pass.num_threads, e.types, pass.mlp_input, experts.data(),
-                  weights.data(), slots.data(), e.gate, e.up, e.down, e.slot_bytes, pass.parts,
-                  pass.gate, pass.up, pass.routed, pass.num_rows, num_chosen, hidden, e.width);
+                  weights.data(), slots.data(), &e.places, pass.parts, pass.gate, pass.up,
+                  pass.routed, pass.num_rows, num_chosen, hidden, e.width);
         from_experts_(&own.layer, &pass);
         return experts;
     }
 
    private:
+    using Begin = void(LayerExperts*, Residency*, long, const ExpertCall*, const std::int64_t*,
+                       const float*);
+
+    void run_residents(const Layer& layer, const Pass& pass, Residency& residency,
+                       const Ids& experts, const Floats& weights) const {
+        const Experts& e = layer.experts;
+        const ExpertCall call = {
+            e.run, e.mlps, e.variant, pass.num_threads, e.types, e.places, layer.hidden, e.width,
+            pass.num_rows, e.choice.num_chosen, pass.mlp_input, pass.parts, pass.gate, pass.up,
+            pass.routed,
+        };
+        LayerExperts* const run = open_();
+        begin_(run, &residency, 0, &call, experts.data(), weights.data());
+        expect(advance_(run) == DONE, "experts that are there", pass.num_rows);
+        close_(run);
+    }
+
     void (*to_router_)(const Layer*, const Pass*, int, std::int64_t*, float*);
     void (*from_experts_)(const Layer*, const Pass*);
+    LayerExperts* (*open_)();
+    void (*close_)(LayerExperts*);
+    Begin* begin_;
+    int (*advance_)(LayerExperts*);
 };
 
 }  // namespace driver

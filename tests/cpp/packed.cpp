@@ -89,8 +89,9 @@ void run_packed(ExpertsFunction* whole, MlpsFunction* groups, int variant,
                 const std::int32_t (&types)[3], const Routed& routed, long hidden, long width) {
     const auto [num_tokens, k, num_experts] = routed;
     const PackedSlots own = packed_slots(types, num_experts, hidden, width);
-    const std::uint8_t *start = own.content.data(), *gate_w = start + own.offsets[0];
-    const std::uint8_t *up_w = start + own.offsets[1], *down_w = start + own.offsets[2];
+    const std::uint8_t* start = own.content.data();
+    const ExpertPlaces places = {start + own.offsets[0], start + own.offsets[1],
+                                 start + own.offsets[2], own.slot_bytes};
     const long num_pairs = num_tokens * k;
     const Numbers x = numbers(num_tokens * hidden);
     const Floats weights = floats(num_pairs);
@@ -100,13 +101,13 @@ void run_packed(ExpertsFunction* whole, MlpsFunction* groups, int variant,
         Numbers parts(num_pairs * hidden), gate(num_pairs * width), up(num_pairs * width);
         Floats out(num_tokens * hidden, 3.0f);
         whole(variant, num_threads, types, x.data(), experts.data(), weights.data(), slots.data(),
-              gate_w, up_w, down_w, own.slot_bytes, parts.data(), gate.data(), up.data(),
-              out.data(), num_tokens, k, hidden, width);
+              &places, parts.data(), gate.data(), up.data(), out.data(), num_tokens, k, hidden,
+              width);
         if (num_threads == 1) first = out;
         expect(is_same(out, first), "bits of packed experts", variant, types[0], num_tokens);
         const Ids of_groups = num_pairs == 0 ? Ids{} : Ids{slots[0], 0, num_pairs};
-        groups(variant, num_threads, types, of_groups.data(), long(of_groups.size()) / 3, gate_w,
-               up_w, down_w, own.slot_bytes, parts.data(), gate.data(), up.data(), hidden, width);
+        groups(variant, num_threads, types, of_groups.data(), long(of_groups.size()) / 3, &places,
+               parts.data(), gate.data(), up.data(), hidden, width);
     }
 }
 

@@ -131,7 +131,8 @@ void run_experts(const Kind& kind, int num_bits, const Routed& routed, long hidd
     const long inward = width * row_bytes(hidden, num_bits);
     const long slot_bytes = 2 * inward + hidden * row_bytes(width, num_bits);
     const Bytes exact(slots_bytes);  // no room behind the last
-    const std::uint8_t* place = exact.data();
+    const ExpertPlaces places = {exact.data(), exact.data() + inward, exact.data() + 2 * inward,
+                                 slot_bytes};
     const std::int32_t types[] = {num_bits, num_bits, num_bits};
     const long num_pairs = num_tokens * k;
     const Numbers x = numbers(num_tokens * hidden);
@@ -143,15 +144,14 @@ void run_experts(const Kind& kind, int num_bits, const Routed& routed, long hidd
             Numbers parts(num_pairs * hidden), gate(num_pairs * width), up(num_pairs * width);
             Floats out(num_tokens * hidden, 3.0f);
             whole(variant, num_threads, types, x.data(), experts.data(), weights.data(),
-                  slots.data(), place, place + inward, place + 2 * inward, slot_bytes,
-                  parts.data(), gate.data(), up.data(), out.data(), num_tokens, k, hidden, width);
+                  slots.data(), &places, parts.data(), gate.data(), up.data(), out.data(),
+                  num_tokens, k, hidden, width);
             if (num_threads == 1) first = out;
             expect(out == first, "bits of experts by threads", variant, num_tokens, num_threads);
             const long of_one = std::min(num_pairs, kind.max_rows(variant));
             const Ids of_groups = of_one == 0 ? Ids{} : Ids{slots[0], 0, of_one};
             groups(variant, num_threads, types, of_groups.data(), long(of_groups.size()) / 3,
-                   place, place + inward, place + 2 * inward, slot_bytes, parts.data(),
-                   gate.data(), up.data(), hidden, width);
+                   &places, parts.data(), gate.data(), up.data(), hidden, width);
         }
     }
 }

@@ -112,7 +112,8 @@ void run(const Library& library, int variant, int type, const Routed& routed) {
         std::copy(inward.content.begin(), inward.content.end(), slot + gate_bytes);
         std::copy(outward.content.begin(), outward.content.end(), slot + 2 * gate_bytes);
     }
-    const std::uint8_t *up_w = all.data() + gate_bytes, *down_w = up_w + gate_bytes;
+    const ExpertPlaces places = {all.data(), all.data() + gate_bytes, all.data() + 2 * gate_bytes,
+                                 slot_bytes};
     const std::int32_t types[] = {type, type, type};
     const Numbers x = numbers(num_tokens * hidden);
     const Floats weights = floats(num_tokens * k);
@@ -125,14 +126,13 @@ void run(const Library& library, int variant, int type, const Routed& routed) {
         Numbers parts(num_pairs * hidden), gate(num_pairs * width), up(num_pairs * width);
         Floats out(num_tokens * hidden, 3.0f);
         whole(variant, num_threads, types, x.data(), experts.data(), weights.data(), slots.data(),
-              all.data(), up_w, down_w, slot_bytes, parts.data(), gate.data(), up.data(),
-              out.data(), num_tokens, k, hidden, width);
+              &places, parts.data(), gate.data(), up.data(), out.data(), num_tokens, k, hidden,
+              width);
         if (num_threads == 1) by_one = parts;
         expect(is_same(parts, by_one), "bits of kept experts", variant, type, num_tokens);
         const Ids of_groups = num_pairs == 0 ? Ids{} : Ids{slots[0], 0, num_pairs};
         groups(variant, num_threads, types, of_groups.data(), long(of_groups.size()) / 3,
-               all.data(), up_w, down_w, slot_bytes, parts.data(), gate.data(), up.data(), hidden,
-               width);
+               &places, parts.data(), gate.data(), up.data(), hidden, width);
     }
 }
 

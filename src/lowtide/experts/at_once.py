@@ -13,9 +13,11 @@ from torch import Tensor
 
 from lowtide.core import BoolArray, IntArray
 from lowtide.experts.layout import ExpertLayout
+from lowtide.experts.rows import ExpertBuffers, LayerCall
 from lowtide.experts.slots import ExpertSlots
+from lowtide.kernels.cpu.weight_calls import ExpertCallStruct
 from lowtide.kernels.layer_parts import ExpertParts
-from lowtide.kernels.operands import ExpertWeights, SlotPlaces
+from lowtide.kernels.operands import SlotPlaces
 from lowtide.kernels.reference import Kernels
 from lowtide.kernels.several_experts import SeveralExperts
 from lowtide.threads.executor import Executor
@@ -35,8 +37,8 @@ class ExpertsAtOnce:
     def __init__(
         self, layers: Sequence[SeveralExperts], slots: ExpertSlots, num_threads: int
     ) -> None:
-        """layers: what calls over each layer's experts, which have no biases. The memory of `slots`
-        has to last as long as this is used."""
+        """layers: what calls over each layer's experts. The memory of `slots` has to last as long
+        as this is used."""
         places = [_places(layout, slots) for layout in slots.layout.layers]
         self._layers = list(zip(layers, places, strict=True))
         self._max_rows = min(kernels.max_rows for kernels in layers)
@@ -70,16 +72,28 @@ class ExpertsAtOnce:
         kernels, places = self._layers[layer]
         kernels.gated_mlps(groups, places, parts, gate, up, self._num_threads)
 
+    def takes(self, call: LayerCall) -> bool:
+        """Whether `layer_call` takes a layer's rows."""
+        return self._layers[call.layer][0].takes(call.x)
+
+    def layer_call(self, call: LayerCall) -> ExpertCallStruct:
+        """All of a layer's experts and their sum, for who knows which are in which slots. Takes
+        scratch of the workspace."""
+        (kernels, places), chosen = self._layers[call.layer], call.routing.experts
+        width = self._layouts[call.layer].parts[0].shape[0]
+        buffers = ExpertBuffers.of_pairs(call.workspace, chosen.numel(), width, call.x)
+        return kernels.layer_call(
+            call.x, chosen.shape[1], places, *buffers, call.out, self._num_threads
+        )
+
 
 def _several(layout: ExpertLayout, kernels: Kernels) -> SeveralExperts | None:
-    if layout.weights is not ExpertWeights:
-        return None
     if layout.is_plain:
         return kernels.several_experts
-    return kernels.several_stored(layout.formats)
+    return kernels.several_stored(layout.formats[:3])  # biases are in the compute dtype
 
 
 def _places(layout: ExpertLayout, slots: ExpertSlots) -> SlotPlaces:
     start = slots.image(0).data_ptr()
-    gate, up, down = (start + part.offsets[0] for part in layout.parts)
-    return SlotPlaces(gate, up, down, slots.layout.num_bytes)
+    gate, up, down, *biases = (start + part.offsets[0] for part in layout.parts)
+    return SlotPlaces(gate, up, down, slots.layout.num_bytes, *biases)

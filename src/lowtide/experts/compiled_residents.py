@@ -20,11 +20,13 @@ from numpy.typing import NDArray
 from lowtide.core import IntArray
 from lowtide.errors import InternalError, StorageError
 from lowtide.experts.ahead_trial import AheadTrial
+from lowtide.experts.at_once import ExpertsAtOnce
 from lowtide.experts.host_tier import END_LIMIT_S, HostTier
+from lowtide.experts.rows import LayerCall
 from lowtide.experts.slots import TAKEN
 from lowtide.experts.transfer import DiskTransfer
 from lowtide.kernels.cpu.reader import Readiness
-from lowtide.kernels.cpu.residency import ResidencyStruct
+from lowtide.kernels.cpu.residency import LayerExperts, ResidencyStruct
 from lowtide.kernels.layer_parts import Status
 from lowtide.policies.ranks import Ranks
 from lowtide.reading.file_reader import Ticket
@@ -49,15 +51,18 @@ class CompiledResidents:
     def __init__(
         self,
         host: HostTier,
+        at_once: ExpertsAtOnce,
         library: ctypes.CDLL,
         hits: IntArray,
         abandon: Callable[[], None],
     ) -> None:
-        """hits [num_layers, num_experts]: where tokens of each expert are counted. abandon: ends
-        what a pass had begun that failed."""
+        """at_once: what computes with the host's slots. hits [num_layers, num_experts]: where
+        tokens of each expert are counted. abandon: ends what a pass had begun that failed."""
         ledger, transfer = host.ledger, host.transfer
         compiled = transfer.compiled if isinstance(transfer, DiskTransfer) else None
         self._host = host
+        self._at_once = at_once
+        self._experts = LayerExperts(library)
         self._compiled = compiled
         self._hits, self._abandon = hits, abandon
         self._readiness = (
@@ -109,6 +114,17 @@ class CompiledResidents:
             raise self._failure()
         else:
             raise InternalError("An expert waits for a slot and none will come free.")
+
+    def takes(self, call: LayerCall) -> bool:
+        """Whether `run_layer` takes a layer's rows."""
+        return self._at_once.takes(call)
+
+    def run_layer(self, call: LayerCall) -> None:
+        """The experts of a layer whose router is not compiled, and their sum."""
+        with call.workspace.scope():
+            experts = self._at_once.layer_call(call)
+            for status in self._experts.run(self.address, call.layer, experts, *call.routing):
+                self.serve(status)
 
     def take_outcome(self) -> Outcome:
         """What became of all that was demanded since the last time."""

@@ -88,7 +88,7 @@ class HostExpertExecutor:
         library = self.kernels.library
         if library is None or self.at_once is None:
             return None
-        return CompiledResidents(self.host, library, hits, abandon)
+        return CompiledResidents(self.host, self.at_once, library, hits, abandon)
 
     def look(self, call: LayerCall, policies: Policies) -> AtHost:
         """A layer's input and routing in host memory."""

@@ -108,9 +108,15 @@ class ExpertRuntime:
         """
         if self._is_under_way:  # Ctrl-C came again while the last failure was cleared up
             self._abandon()
+        call, residents = LayerCall(layer, x, routing, step, workspace, out, scores), None
+        if self._compiled is not None and self._compiled.takes(call):
+            residents = self.residents()
         self._is_under_way = True
         try:
-            self._run(LayerCall(layer, x, routing, step, workspace, out, scores))
+            if residents is None:
+                self._run(call)
+            else:
+                residents.run_layer(call)
             self._is_under_way = False
         except BaseException:
             self._abandon()

@@ -81,3 +81,6 @@ class SlotPlaces(NamedTuple):
     up: int
     down: int
     slot_bytes: int
+    gate_bias: int | None = None  # of `ClampedWeights` all three
+    up_bias: int | None = None
+    down_bias: int | None = None

@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from lowtide.core import IntArray
+from lowtide.kernels.cpu.weight_calls import ExpertCallStruct
 from lowtide.kernels.operands import SlotPlaces
 
 
@@ -45,4 +46,18 @@ class SeveralExperts(Protocol):
         num_threads: int,
     ) -> None:
         """`Kernels.gated_mlp` of every expert of the tokens, and `Kernels.combine`."""
+        ...
+
+    def layer_call(
+        self,
+        x: Tensor,
+        num_chosen: int,
+        places: SlotPlaces,
+        parts: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        out: Tensor,
+        num_threads: int,
+    ) -> ExpertCallStruct:
+        """What `run_experts` is given, for who knows which experts are in which slots."""
         ...

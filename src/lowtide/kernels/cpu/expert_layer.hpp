@@ -15,15 +15,17 @@
 #pragma once
 
 #include "call_rows.hpp"
+#include "signatures.hpp"
 #include "team.hpp"
 
 namespace lowtide {
 
-// Where the experts' weights are: those of slot 0, the others at multiples of `slot_bytes`.
+// The experts' weights: those of slot 0, which lie where `places` says.
 template <class Weights>
 struct ExpertSlots {
     Weights gate, up, down;
-    long slot_bytes, hidden, width;
+    ExpertPlaces places;
+    long hidden, width;
 };
 
 // A row for each pair of a token and an expert: parts [.., hidden], gate and up [.., width].
@@ -118,8 +120,13 @@ class ExpertLayer {
         product.next = next < gates_.count() ? start(slots_.gate, gates_, next)
                                              : start(slots_.down, downs_, next - gates_.count());
         rows_.multiply(weights(slots_.up, gates_, number), product, inputs);
-        for (long row = 0; row < group.num_rows; ++row)
-            silu_times(variant_, gate + row * width, up + row * width, size);
+        const bf16* const gate_bias = bias(slots_.places.gate_bias, gates_, number);
+        const bf16* const up_bias = bias(slots_.places.up_bias, gates_, number);
+        for (long row = 0; row < group.num_rows; ++row) {
+            bf16 *const of_gate = gate + row * width, *const of_up = up + row * width;
+            if (gate_bias == nullptr) silu_times(variant_, of_gate, of_up, size);
+            else clamped_swiglu(variant_, of_gate, of_up, gate_bias, up_bias, size);
+        }
     }
 
     void run_down(long number) const {
@@ -132,12 +139,24 @@ class ExpertLayer {
         };
         product.next = start(slots_.down, downs_, number + num_threads_);
         rows_.multiply(weights(slots_.down, downs_, number), product, downs_.group(number));
+        const bf16* const own_bias = bias(slots_.places.down_bias, downs_, number);
+        for (long row = 0; own_bias != nullptr && row < group.num_rows; ++row)
+            add_bias(variant_, product.out + row * hidden, own_bias, downs_.size(number));
     }
 
     // Of a piece.
     Weights weights(const Weights& of_slot_0, const Pieces& pieces, long number) const {
         const Group& group = pieces.groups[pieces.group(number)];
-        return of_slot_0.moved(group.slot * slots_.slot_bytes).from(pieces.first(number));
+        return of_slot_0.moved(group.slot * slots_.places.slot_bytes).from(pieces.first(number));
+    }
+
+    // Of a piece; null where there are none.
+    const bf16* bias(const void* of_slot_0, const Pieces& pieces, long number) const {
+        if (of_slot_0 == nullptr) return nullptr;
+        const Group& group = pieces.groups[pieces.group(number)];
+        const auto* bytes = static_cast<const std::uint8_t*>(of_slot_0);
+        bytes += group.slot * slots_.places.slot_bytes;
+        return reinterpret_cast<const bf16*>(bytes) + pieces.first(number);
     }
 
     // Where a piece's weights begin; null where there is no such piece.

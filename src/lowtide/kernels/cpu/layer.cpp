@@ -115,9 +115,8 @@ void route(const Pass& p, const Layer& layer, std::int64_t* experts, float* weig
 
 ExpertCall expert_call(const Pass& p, const Layer& layer) {
     const Experts& e = layer.experts;
-    return {e.run, e.mlps, e.variant, p.num_threads, e.types, e.gate, e.up, e.down, e.slot_bytes,
-            layer.hidden, e.width, p.num_rows, e.choice.num_chosen, p.mlp_input, p.parts, p.gate,
-            p.up, p.routed};
+    return {e.run, e.mlps, e.variant, p.num_threads, e.types, e.places, layer.hidden, e.width,
+            p.num_rows, e.choice.num_chosen, p.mlp_input, p.parts, p.gate, p.up, p.routed};
 }
 
 void run_shared(const Pass& p, const Layer& layer) {
@@ -221,6 +220,7 @@ long lowtide_layout(const char* name) {
     constexpr std::pair<const char*, long> sizes[] = {
         {"Layer", sizeof(Layer)}, {"Pass", sizeof(Pass)}, {"Turn", sizeof(Turn)},
         {"Residency", sizeof(Residency)}, {"Source", sizeof(Source)},
+        {"ExpertCall", sizeof(ExpertCall)},
     };
     for (const auto& [known, num_bytes] : sizes)
         if (std::strcmp(name, known) == 0) return num_bytes;

@@ -30,8 +30,7 @@ struct Attention {
     float scale;
 };
 
-// Experts' weights are those of slot 0, the others lie at multiples of slot_bytes. run: what
-// computes with them, or null where they are elsewhere.
+// run: what computes with the experts, or null where they are elsewhere.
 struct Experts {
     const void* router;  // [num_experts, hidden]; null: a layer without
     long is_float32;  // the router's weights, product and logits
@@ -41,8 +40,8 @@ struct Experts {
     MlpsFunction* mlps;
     int variant;
     std::int32_t types[3];
-    const void *gate, *up, *down;
-    long slot_bytes, width;
+    ExpertPlaces places;
+    long width;
 };
 
 // A gated MLP that all rows use; width 0: none. share: [1, hidden], its weight for each row, or null.

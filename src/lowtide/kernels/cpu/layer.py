@@ -19,7 +19,7 @@ from lowtide.errors import InternalError
 from lowtide.kernels.cpu.few_rows import MAX_HEAD_DIM, ChoiceStruct, FewRows, choice_struct
 from lowtide.kernels.cpu.library import check_layouts
 from lowtide.kernels.cpu.residency import ResidencyStruct
-from lowtide.kernels.cpu.weight_calls import CompiledExperts, MatrixCall
+from lowtide.kernels.cpu.weight_calls import CompiledExperts, MatrixCall, PlacesStruct
 from lowtide.kernels.layer_parts import (
     AttentionParts,
     BoundPass,
@@ -86,10 +86,7 @@ class _Experts(ctypes.Structure):
         ("mlps", _P),
         ("variant", _INT),
         ("types", _INT * 3),
-        ("gate", _P),
-        ("up", _P),
-        ("down", _P),
-        ("slot_bytes", _LONG),
+        ("places", PlacesStruct),
         ("width", _LONG),
     ]
 
@@ -324,7 +321,7 @@ def _experts(router: RouterParts, parts: LayerParts) -> _Experts:
             calls.variant,
         )
         struct.types = (_INT * 3)(*kernels.types.tolist())
-        struct.gate, struct.up, struct.down, struct.slot_bytes = parts.experts.places
+        struct.places = PlacesStruct(*parts.experts.places)
         struct.width = parts.experts.expert_size
     return struct
 

@@ -111,4 +111,32 @@ inline void silu_times(int variant, bf16* gate, const bf16* up, long length) {
     });
 }
 
+// x += bias, rounded once.
+inline void add_bias(int variant, bf16* x, const bf16* bias, long length) {
+    vectorised(variant, [=]() INLINED_LAMBDA {
+        for (long i = 0; i < length; ++i) x[i] = round_bf16(widen(x[i]) + widen(bias[i]));
+    });
+}
+
+// `clamped_swiglu` of kernels/reference.py, of what the biases are added to before; rounded after
+// each operator, with torch's bits.
+inline void clamped_swiglu(
+    int variant, bf16* gate, const bf16* up, const bf16* gate_bias, const bf16* up_bias, long length
+) {
+    constexpr float LIMIT = 7.0f, SLOPE = 1.702f, AT_THE_BORDER = 2.723088e38f;  // e^88.5
+    vectorised(variant, [=]() INLINED_LAMBDA {
+        for (long i = 0; i < length; ++i) {
+            float value = rounded(widen(gate[i]) + widen(gate_bias[i]));
+            float other = rounded(widen(up[i]) + widen(up_bias[i]));
+            value = rounded((value > LIMIT ? LIMIT : value) * SLOPE);
+            // Of the numbers beyond the border of `exponential`, -88.5 has a quotient that is not 0.
+            float e = exponential(-value);
+            if (value < -88.0f) e = value == -88.5f ? AT_THE_BORDER : INFINITY;
+            const float silu = rounded(value / (1.0f + e));
+            other = other > LIMIT ? LIMIT : other < -LIMIT ? -LIMIT : other;
+            gate[i] = round_bf16(rounded(silu * rounded(other + 1.0f)) / SLOPE);
+        }
+    });
+}
+
 }  // namespace lowtide

@@ -37,8 +37,8 @@ void LayerExperts::begin(
     r_->num_misses += num_absent;
     if (num_absent == 0) {
         call.run(call.variant, call.num_threads, call.types, call.x, experts, weights, slots.data(),
-                 call.gate_w, call.up_w, call.down_w, call.slot_bytes, call.parts, call.gate,
-                 call.up, call.out, call.num_rows, call.num_chosen, call.hidden, call.width);
+                 &call.places, call.parts, call.gate, call.up, call.out, call.num_rows,
+                 call.num_chosen, call.hidden, call.width);
         for (long expert : leaving_after_use_) evict(expert);
         is_present_run_ = is_summed_ = true;
         drop_ahead();
@@ -280,7 +280,7 @@ void LayerExperts::run(const std::vector<Group>& groups) const {
     const ExpertCall& c = call_;
     c.mlps(c.variant, c.num_threads, c.types,
            reinterpret_cast<const std::int64_t*>(groups.data()), static_cast<long>(groups.size()),
-           c.gate_w, c.up_w, c.down_w, c.slot_bytes, c.parts, c.gate, c.up, c.hidden, c.width);
+           &c.places, c.parts, c.gate, c.up, c.hidden, c.width);
 }
 
 // Computes those that are there, or waits for the one that has been on its way for longest.
@@ -339,3 +339,23 @@ void LayerExperts::sum() {
 }
 
 }  // namespace lowtide
+
+extern "C" {
+
+lowtide::LayerExperts* lowtide_open_experts() { return new lowtide::LayerExperts; }
+
+void lowtide_close_experts(lowtide::LayerExperts* run) { delete run; }
+
+// A layer's experts, for rows that were routed elsewhere: experts, weights [num_rows, num_chosen],
+// experts ascending in each row. What was begun before and has not ended is forgotten.
+void lowtide_begin_experts(
+    lowtide::LayerExperts* run, lowtide::Residency* residency, long layer,
+    const lowtide::ExpertCall* call, const std::int64_t* experts, const float* weights
+) {
+    run->begin(*residency, layer, *call, experts, weights);
+}
+
+// On to the sum; a `Status`.
+int lowtide_advance_experts(lowtide::LayerExperts* run) { return run->advance(); }
+
+}

@@ -57,14 +57,15 @@ enum Status : int {
     STUCK,  // an expert waits for a slot and none is on its way to be free
 };
 
-// What computes a layer's experts: as in layer.hpp's `Experts`, and its scratch.
+// What computes a layer's experts: as in layer.hpp's `Experts`, and its scratch. As Python hands it
+// over where it knows the router.
 struct ExpertCall {
     ExpertsFunction* run;
     MlpsFunction* mlps;
     int variant, num_threads;
     const std::int32_t* types;
-    const void *gate_w, *up_w, *down_w;
-    long slot_bytes, hidden, width, num_rows, num_chosen;
+    ExpertPlaces places;
+    long hidden, width, num_rows, num_chosen;
     const bf16* x;
     bf16 *parts, *gate, *up;
     float* out;

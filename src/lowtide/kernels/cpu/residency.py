@@ -1,11 +1,27 @@
-"""Who is resident, as compiled passes are told it: the struct of residency.hpp."""
+"""Who is resident, as compiled passes are told it, and a layer's experts of which some are not: the
+struct and the class of residency.hpp."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import ClassVar
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
+from torch import Tensor
+
+from lowtide.kernels.cpu.library import check_layouts
+from lowtide.kernels.cpu.weight_calls import ExpertCallStruct
+from lowtide.kernels.layer_parts import Status
+
+_INT = ctypes.c_int
 _LONG, _DOUBLE, _P = ctypes.c_long, ctypes.c_double, ctypes.c_void_p
+_FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
+    "open_experts": (_P, ()),
+    "close_experts": (None, (_P,)),
+    "begin_experts": (None, (_P, _P, _LONG, _P, _P, _P)),
+    "advance_experts": (_INT, (_P,)),
+}
 
 
 class ResidencyStruct(ctypes.Structure):
@@ -30,3 +46,27 @@ class ResidencyStruct(ctypes.Structure):
         ("num_asked", _LONG),
         *((name, _LONG) for name in ("layer", "expert", "slot", "error")),
     ]
+
+
+class LayerExperts:
+    """The experts of one layer after the other, whose rows were routed elsewhere."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        check_layouts(library, {"ExpertCall": ExpertCallStruct})
+        # Functions of their own: those of the library's attributes are shared.
+        functions = {name: library[f"lowtide_{name}"] for name in _FUNCTIONS}
+        for name, function in functions.items():
+            function.restype, function.argtypes = _FUNCTIONS[name]
+        self._begin, self._advance = functions["begin_experts"], functions["advance_experts"]
+        self._run = functions["open_experts"]()
+        weakref.finalize(self, functions["close_experts"], self._run).atexit = False
+
+    def run(
+        self, residents: int, layer: int, call: ExpertCallStruct, experts: Tensor, weights: Tensor
+    ) -> Iterator[Status]:
+        """Computes their sum; gives what is to be done before it goes on. residents: the address of
+        a `ResidencyStruct`. experts, weights: see `CompiledExperts.run_experts`."""
+        routing = experts.data_ptr(), weights.data_ptr()
+        self._begin(self._run, residents, layer, ctypes.addressof(call), *routing)
+        while status := self._advance(self._run):
+            yield Status(status)

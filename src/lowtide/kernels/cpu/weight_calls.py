@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -20,9 +20,32 @@ from lowtide.kernels.operands import SlotPlaces
 _INT, _LONG, _P = ctypes.c_int, ctypes.c_long, ctypes.c_void_p
 _TYPES = {
     "multiply": (_INT, _INT, _INT, _P, _LONG, _P, _P, _P, *4 * (_LONG,)),
-    "mlps": (_INT, _INT, _P, _P, _LONG, *3 * (_P,), _LONG, *3 * (_P,), *2 * (_LONG,)),
-    "experts": (_INT, _INT, _P, *7 * (_P,), _LONG, *4 * (_P,), *4 * (_LONG,)),
+    "mlps": (_INT, _INT, _P, _P, _LONG, *4 * (_P,), *2 * (_LONG,)),
+    "experts": (_INT, _INT, *10 * (_P,), *4 * (_LONG,)),
 }
+
+
+class PlacesStruct(ctypes.Structure):
+    """`ExpertPlaces` of signatures.hpp."""
+
+    _fields_: ClassVar = [
+        *((name, _P) for name in ("gate", "up", "down")),
+        ("slot_bytes", _LONG),
+        *((name, _P) for name in ("gate_bias", "up_bias", "down_bias")),
+    ]
+
+
+class ExpertCallStruct(ctypes.Structure):
+    """`ExpertCall` of residency.hpp; whoever fills it in keeps alive what it points to."""
+
+    _fields_: ClassVar = [
+        *((name, _P) for name in ("run", "mlps")),
+        *((name, _INT) for name in ("variant", "num_threads")),
+        ("types", _P),
+        ("places", PlacesStruct),
+        *((name, _LONG) for name in ("hidden", "width", "num_rows", "num_chosen")),
+        *((name, _P) for name in ("x", "parts", "gate", "up", "out")),
+    ]
 
 
 class WeightCalls:
@@ -103,13 +126,14 @@ class CompiledExperts:
         most `max_rows`; no two share a row. parts [rows, hidden], which become outputs, and
         gate and up [rows, expert_size], scratch, are bfloat16. All of them contiguous.
         """
+        of_slots = PlacesStruct(*places)
         self.calls.mlps(
             self.calls.variant,
             num_threads,
             self.types.ctypes.data,
             groups.ctypes.data,
             len(groups),
-            *places,
+            ctypes.addressof(of_slots),
             parts.data_ptr(),
             gate.data_ptr(),
             up.data_ptr(),
@@ -137,7 +161,7 @@ class CompiledExperts:
         expert; parts [tokens * k, hidden] and gate and up [tokens * k, expert_size] bfloat16 are
         scratch; out [tokens, hidden] float32. All of them contiguous.
         """
-        num_tokens, k = experts.shape
+        (num_tokens, k), of_slots = experts.shape, PlacesStruct(*places)
         self.calls.experts(
             self.calls.variant,
             num_threads,
@@ -146,7 +170,7 @@ class CompiledExperts:
             experts.data_ptr(),
             weights.data_ptr(),
             slots.ctypes.data,
-            *places,
+            ctypes.addressof(of_slots),
             parts.data_ptr(),
             gate.data_ptr(),
             up.data_ptr(),
@@ -155,4 +179,30 @@ class CompiledExperts:
             k,
             x.shape[1],
             gate.shape[1],
+        )
+
+    def layer_call(
+        self,
+        x: Tensor,
+        num_chosen: int,
+        places: SlotPlaces,
+        parts: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        out: Tensor,
+        num_threads: int,
+    ) -> ExpertCallStruct:
+        """What `run_experts` is given, but for who was chosen and in which slots they are."""
+        return ExpertCallStruct(
+            self.calls.experts_address,
+            self.calls.mlps_address,
+            self.calls.variant,
+            num_threads,
+            self.types.ctypes.data,
+            PlacesStruct(*places),
+            x.shape[1],
+            gate.shape[1],
+            len(x),
+            num_chosen,
+            *(buffer.data_ptr() for buffer in (x, parts, gate, up, out)),
         )

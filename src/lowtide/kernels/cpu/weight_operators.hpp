@@ -40,11 +40,11 @@ void multiply_in_pieces(int variant, int num_threads, const Weights& weights, Pr
 
 template <class Weights>
 ExpertSlots<Weights> slots_of(
-    const std::int32_t* types, const void* gate, const void* up, const void* down, long slot_bytes,
-    long hidden, long width
+    const std::int32_t* types, const ExpertPlaces& places, long hidden, long width
 ) {
-    return {Weights(types[0], gate, width, hidden), Weights(types[1], up, width, hidden),
-            Weights(types[2], down, hidden, width), slot_bytes, hidden, width};
+    return {Weights(types[0], places.gate, width, hidden),
+            Weights(types[1], places.up, width, hidden),
+            Weights(types[2], places.down, hidden, width), places, hidden, width};
 }
 
 }  // namespace lowtide
@@ -53,27 +53,24 @@ ExpertSlots<Weights> slots_of(
 #define EXPERT_OPERATORS(kind, Weights, Rows)                                                      \
     extern "C" void lowtide_##kind##_mlps(                                                         \
         int variant, int num_threads, const std::int32_t* types, const std::int64_t* groups,       \
-        long num_groups, const void* gate_w, const void* up_w, const void* down_w,                 \
-        long slot_bytes, lowtide::bf16* parts, lowtide::bf16* gate, lowtide::bf16* up,             \
-        long hidden, long width                                                                    \
+        long num_groups, const lowtide::ExpertPlaces* places, lowtide::bf16* parts,                \
+        lowtide::bf16* gate, lowtide::bf16* up, long hidden, long width                            \
     ) {                                                                                            \
         lowtide::ExpertLayer<Weights, Rows>(                                                       \
             variant, num_threads,                                                                  \
-            lowtide::slots_of<Weights>(types, gate_w, up_w, down_w, slot_bytes, hidden, width),    \
-            {parts, gate, up}                                                                      \
+            lowtide::slots_of<Weights>(types, *places, hidden, width), {parts, gate, up}           \
         ).run(reinterpret_cast<const lowtide::Group*>(groups), num_groups);                        \
     }                                                                                              \
     extern "C" void lowtide_##kind##_experts(                                                      \
         int variant, int num_threads, const std::int32_t* types, const lowtide::bf16* x,           \
         const std::int64_t* experts, const float* weights, const std::int64_t* slots,              \
-        const void* gate_w, const void* up_w, const void* down_w, long slot_bytes,                 \
-        lowtide::bf16* parts, lowtide::bf16* gate, lowtide::bf16* up, float* out,                  \
-        long num_tokens, long k, long hidden, long width                                           \
+        const lowtide::ExpertPlaces* places, lowtide::bf16* parts, lowtide::bf16* gate,         \
+        lowtide::bf16* up, float* out, long num_tokens, long k, long hidden, long width            \
     ) {                                                                                            \
         lowtide::run_experts<Weights, Rows>(                                                       \
             variant, num_threads, x, experts, weights, slots,                                      \
-            lowtide::slots_of<Weights>(types, gate_w, up_w, down_w, slot_bytes, hidden, width),    \
-            {parts, gate, up}, out, num_tokens, k);                                                \
+            lowtide::slots_of<Weights>(types, *places, hidden, width), {parts, gate, up}, out,     \
+            num_tokens, k);                                                                        \
     }
 
 // Those and lowtide_KIND_multiply.
