@@ -76,15 +76,17 @@ class ExpertsAtOnce:
         """Whether `layer_call` takes a layer's rows."""
         return self._layers[call.layer][0].takes(call.x)
 
-    def layer_call(self, call: LayerCall) -> ExpertCallStruct:
-        """All of a layer's experts and their sum, for who knows which are in which slots. Takes
-        scratch of the workspace."""
-        (kernels, places), chosen = self._layers[call.layer], call.routing.experts
+    def pair_buffers(self, call: LayerCall) -> ExpertBuffers:
+        """Scratch of the workspace for `layer_call`."""
         width = self._layouts[call.layer].parts[0].shape[0]
-        buffers = ExpertBuffers.of_pairs(call.workspace, chosen.numel(), width, call.x)
-        return kernels.layer_call(
-            call.x, chosen.shape[1], places, *buffers, call.out, self._num_threads
-        )
+        return ExpertBuffers.of_pairs(call.workspace, call.routing.experts.numel(), width, call.x)
+
+    def layer_call(self, call: LayerCall, pairs: ExpertBuffers) -> ExpertCallStruct:
+        """All of a layer's experts and their sum, for who knows which are in which slots. The
+        caller keeps `call` and `pairs` while the experts run."""
+        kernels, places = self._layers[call.layer]
+        k = call.routing.experts.shape[1]
+        return kernels.layer_call(call.x, k, places, *pairs, call.out, self._num_threads)
 
 
 def _several(layout: ExpertLayout, kernels: Kernels) -> SeveralExperts | None:

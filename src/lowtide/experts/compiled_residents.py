@@ -122,7 +122,8 @@ class CompiledResidents:
     def run_layer(self, call: LayerCall) -> None:
         """The experts of a layer whose router is not compiled, and their sum."""
         with call.workspace.scope():
-            experts = self._at_once.layer_call(call)
+            pairs = self._at_once.pair_buffers(call)
+            experts = self._at_once.layer_call(call, pairs)
             for status in self._experts.run(self.address, call.layer, experts, *call.routing):
                 self.serve(status)
 
