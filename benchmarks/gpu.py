@@ -369,6 +369,9 @@ class _InPlace:
         ticket.set_result(0)
         return ticket
 
+    def describe(self, layer: int, expert: int) -> str:
+        return f"expert {expert} of MoE layer {layer}"
+
     def drain(self) -> None:
         pass
 

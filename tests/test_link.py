@@ -362,6 +362,9 @@ class FakeTransfer:
         name = f"reader {self._world.random.randrange(4)}"
         return LateFuture(self._world, name, lambda: None, end)
 
+    def describe(self, layer: int, expert: int) -> str:
+        return f"expert {expert} of MoE layer {layer}"
+
     def drain(self) -> None:
         self._world.drain("reader")
 

@@ -48,6 +48,7 @@ from lowtide.memory.workspace import Registrar, Workspace
 from lowtide.policies.decision import Decision, Policies
 from lowtide.policies.presets import recipe
 from lowtide.policies.recipe import Setting
+from lowtide.reading import file_reader
 from lowtide.reading.file_reader import FileReader, Ticket
 from lowtide.schemas.weights import ExpertTable, StoredLayer
 from lowtide.threads.executor import Executor, InlineExecutor, drain
@@ -147,6 +148,9 @@ class Disorder:
         self._under_way.append((answer, read))
         return answer
 
+    def describe(self, layer: int, expert: int) -> str:
+        return f"expert {expert} of MoE layer {layer}"
+
     def drain(self) -> None:
         for answer, read in self._under_way:
             finish(answer, read)
@@ -240,6 +244,9 @@ class Threads:
 
     def start(self, layer: int, expert: int, slot: int) -> Ticket:
         return self._pool.submit(fill, self._slots, slot, self._weights[layer, expert])
+
+    def describe(self, layer: int, expert: int) -> str:
+        return f"expert {expert} of MoE layer {layer}"
 
     def drain(self) -> None:
         pass  # every ticket is with the runtime
@@ -958,6 +965,9 @@ class Deaf:
             answer.set_result(0)
         self.waiting.clear()
 
+    def describe(self, layer: int, expert: int) -> str:
+        return f"expert {expert} of MoE layer {layer}"
+
     def drain(self) -> None:
         assert not self.waiting, "whoever drains now waits for ever"
 
@@ -967,7 +977,8 @@ class Deaf:
 
 @pytest.fixture
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_tier, "WAIT_LIMIT_S", 0.1)
+    for module in (host_tier, file_reader):
+        monkeypatch.setattr(module, "WAIT_LIMIT_S", 0.1)
     monkeypatch.setattr(host_tier, "END_LIMIT_S", 0.05)
 
 

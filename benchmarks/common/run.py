@@ -118,6 +118,10 @@ class TimedTransfer:
         ticket.add_done_callback(self._ended)
         return ticket
 
+    def describe(self, layer: int, expert: int) -> str:
+        """What `start` reads, for people."""
+        return self._transfer.describe(layer, expert)
+
     def drain(self) -> None:
         """Waits until no slot is being filled."""
         self._transfer.drain()

@@ -35,6 +35,10 @@ class Engine:
         moved = {} if self.elastic is None else self.elastic.as_dict()
         return {**self.experts.as_dict(), **moved}
 
+    def stop_waiting(self) -> None:
+        """A pass that waits for reads fails soon. May be called on any thread."""
+        self.experts.stop_waiting()
+
     def close(self) -> None:
         """Ends all threads and closes the checkpoint's files."""
         self.executor.close()

@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 
 from lowtide.decode.request import Event, Request
 from lowtide.engine.engine import Engine
-from lowtide.engine.worker import HEED_S, Answers, Job, Mailbox, Passes, Speed, Worker
+from lowtide.engine.worker import Answers, Job, Mailbox, Passes, Speed, Worker
 from lowtide.errors import InternalError, UsageError
+from lowtide.threads.event import HEED_S
 
 T = TypeVar("T")
 
@@ -121,6 +122,7 @@ class EngineLoop:
             if self._thread is None:
                 worker.end()
                 return
+            worker.engine.stop_waiting()
             worker.mailbox.put(Worker.stop)
         if not self._is_own_thread:
             _join(self._thread)

@@ -25,11 +25,9 @@ from lowtide.engine.opening import MAX_PASS_ROWS
 from lowtide.engine.prediction import predictor_of
 from lowtide.errors import InternalError, UsageError
 from lowtide.memory.cuda_streams import device_pass
+from lowtide.threads.event import HEED_S
 
 T = TypeVar("T")
-
-HEED_S = 0.3
-"""Ctrl-C interrupts a wait at once, except one that is just beginning: none is longer than so."""
 
 News = list[Event] | BaseException
 """What one pass brought to those who asked together, or why nothing more will come."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from lowtide.core import IntArray
 from lowtide.errors import InternalError, StorageError
 from lowtide.experts.ahead_trial import AheadTrial
 from lowtide.experts.at_once import ExpertsAtOnce
-from lowtide.experts.host_tier import END_LIMIT_S, HostTier
+from lowtide.experts.host_tier import HostTier
 from lowtide.experts.rows import LayerCall
 from lowtide.experts.slots import TAKEN
 from lowtide.experts.transfer import DiskTransfer
@@ -29,11 +29,8 @@ from lowtide.kernels.cpu.reader import Readiness
 from lowtide.kernels.cpu.residency import LayerExperts, ResidencyStruct
 from lowtide.kernels.layer_parts import Status
 from lowtide.policies.ranks import Ranks
-from lowtide.reading.file_reader import Ticket
-from lowtide.threads.event import WAIT_LIMIT_S
-
-CALL_LIMIT_S = 0.3
-"""A compiled wait is no longer: then Python hears of Ctrl-C and of the end."""
+from lowtide.reading.file_reader import Ticket, read_stalled
+from lowtide.threads.event import HEED_S, WAIT_LIMIT_S
 
 
 class Outcome(NamedTuple):
@@ -86,7 +83,7 @@ class CompiledResidents:
         self._struct.hits, self._struct.asked = _address(hits), _address(self._asked)
         self._struct.readiness = self._readiness.address
         self._struct.reader = None if compiled is None else compiled.address
-        self._struct.wait_limit_s = CALL_LIMIT_S
+        self._struct.wait_limit_s = HEED_S
         self.address = ctypes.addressof(self._struct)
 
     def begin_pass(self, ranks: Ranks) -> None:
@@ -155,14 +152,17 @@ class CompiledResidents:
         self._abandon()
 
     def reset(self) -> None:
-        """After a failure: forgets what Python was asked to read, and sets the slots aside that
-        compiled threads write to yet."""
-        for ticket in self._tickets.values():
-            ticket.cancel()
+        """After a failure: forgets what was to be read, and sets the slots aside that are written
+        to yet."""
+        begun = [ticket for ticket in self._tickets.values() if not ticket.cancel()]
+        wait(begun, self._host.end_limit_s)
+        for slot, ticket in self._tickets.items():
+            if not ticket.done():
+                self._host.set_aside(slot, ticket)
         self._tickets.clear()
         self._struct.num_asked = 0
         self._is_waiting = None
-        if self._compiled is None or self._compiled.drain(END_LIMIT_S):
+        if self._compiled is None or self._compiled.drain(self._host.end_limit_s):
             return
         for slot in np.flatnonzero(self._host.ledger.owner == TAKEN).tolist():
             if self._compiled.is_filling(slot):
@@ -184,6 +184,7 @@ class CompiledResidents:
         self._readiness.end(slot, filling, has_failed)
 
     def _check_wait(self) -> None:
+        self._host.check_open()
         layer, expert = self._struct.layer, self._struct.expert
         now_s = perf_counter()
         if self._is_waiting is None or self._is_waiting[:2] != (layer, expert):
@@ -199,14 +200,10 @@ class CompiledResidents:
 
     def _read_error(self, state: int | None) -> StorageError:
         struct = self._struct
-        if self._compiled is None:
-            return StorageError(
-                f"A read of expert {struct.expert} of MoE layer {struct.layer} has not ended "
-                f"within {WAIT_LIMIT_S:g} s; the disk or network drive that holds the checkpoint "
-                "does not answer."
-            )
+        if self._compiled is None or state is None:
+            return read_stalled(self._host.transfer.describe(struct.layer, struct.expert))
         number = struct.layer * struct.num_experts + struct.expert
-        return self._compiled.error(number, state, WAIT_LIMIT_S)
+        return self._compiled.error(number, state)
 
 
 def _address(array: NDArray[Any]) -> int:

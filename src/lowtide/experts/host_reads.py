@@ -8,7 +8,7 @@ from time import perf_counter
 
 from lowtide.core import IntArray, Moves
 from lowtide.errors import InternalError
-from lowtide.experts.host_tier import HostTier, compute_stalled, read_stalled
+from lowtide.experts.host_tier import HostTier, compute_stalled
 from lowtide.experts.read_ahead import PendingRead
 
 
@@ -73,7 +73,7 @@ class HostReads:
                 missing.remove(read.expert)
                 yield read.expert
             if reads and not arrived:
-                self._wait_for_read()
+                self._wait_for_read(reads[0])
             elif not arrived:
                 self._wait_for_slot(will_be_free)
 
@@ -94,9 +94,9 @@ class HostReads:
             self._admitted.append(read.expert)
         self.slots[read.expert] = read.slot
 
-    def _wait_for_read(self) -> None:
+    def _wait_for_read(self, read: PendingRead) -> None:
         start_s = perf_counter()
-        self._tier.wait(read_stalled)
+        self._tier.wait(lambda: self._tier.stalled(read))
         self._tier.stats.wait_s += perf_counter() - start_s
 
     def _wait_for_slot(self, will_be_free: bool) -> None:

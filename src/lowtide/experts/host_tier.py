@@ -6,29 +6,34 @@ some do, and the others are read from disk when a layer wants them.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from time import monotonic
 from typing import Protocol
 
 import numpy as np
 
 from lowtide.core import NO_MOVES, Demand, Facts, IntArray, Moves, Step
-from lowtide.errors import DeviceError, LowtideError, StorageError
+from lowtide.errors import DeviceError, LowtideError, StorageError, UsageError
 from lowtide.experts.read_ahead import LateReads, PendingRead, ReadAhead
 from lowtide.experts.slots import ExpertSlots, SlotLedger
-from lowtide.experts.transfer import Transfer, ticket_result
+from lowtide.experts.transfer import Transfer
 from lowtide.policies.decision import Policies
 from lowtide.reading.dense_weights import Progress
-from lowtide.reading.file_reader import Ticket
-from lowtide.threads.event import WAIT_LIMIT_S
+from lowtide.reading.file_reader import Ticket, read_stalled
+from lowtide.threads.event import HEED_S, WAIT_LIMIT_S
 
 USE_POLL_S = 1e-3
 """How often the uses of slots are looked at that do not say when they have ended: a device's."""
 
-END_LIMIT_S = 4.0
+CLOSING_PASS_S = 1.0
+"""How long a pass that is under way may wait for reads as its model is closed."""
+
+END_LIMIT_S = 2.0
 """After a failure: a read that takes longer keeps its slot until it has ended."""
 
 
@@ -88,6 +93,7 @@ class HostTier:
         self._uses: deque[tuple[int, Use]] = deque()
         self._returned: deque[int] = deque()  # slots whose use on another thread has ended
         self._evict_after: dict[int, tuple[int, int]] = {}  # slot: its (layer, expert)
+        self._waits_until_s = math.inf
 
     @property
     def num_ahead(self) -> int:
@@ -124,10 +130,12 @@ class HostTier:
             self.news.set()
 
     def wait(self, stalled: Callable[[], LowtideError], limit_s: float = WAIT_LIMIT_S) -> None:
-        """Waits for `news`, for `limit_s` at most. Raises `stalled` when there is none for long."""
-        # Two waits: one may have passed while the process was stopped.
-        limit_s = min(limit_s, USE_POLL_S if self._uses else WAIT_LIMIT_S / 2)
+        """Waits for `news`, for `limit_s` at most. Raises `stalled` when there is none for long,
+        UsageError some time after `stop_waiting`."""
+        # Several waits: one may have passed while the process was stopped.
+        limit_s = min(limit_s, USE_POLL_S if self._uses else min(HEED_S, WAIT_LIMIT_S / 2))
         self.idle_s = 0.0 if self.news.wait(limit_s) else self.idle_s + limit_s
+        self.check_open()
         if self.idle_s >= WAIT_LIMIT_S:
             raise stalled()
 
@@ -181,7 +189,7 @@ class HostTier:
             self.arrive(layer)
         self.claim(-1, ())
         if wait(self._set_aside.values(), WAIT_LIMIT_S).not_done:
-            raise read_stalled()
+            raise self._stalled_aside()
         self.settle()
 
     def wait_for_use(self) -> bool:
@@ -190,7 +198,7 @@ class HostTier:
         if self._uses:
             self._uses[0][1].wait()
         elif self._set_aside:
-            self.wait(read_stalled)
+            self.wait(self._stalled_aside)
         return bool(self._uses or self._set_aside)
 
     def load(self, initial: Sequence[IntArray], progress: Progress) -> None:
@@ -239,7 +247,7 @@ class HostTier:
         if self.read_ahead is not None:
             self.read_ahead.claim()
         self.late.forget()
-        if self._end_reads():
+        if self._end_reads(self.end_limit_s):
             self.transfer.drain()
         else:  # of a read that got no ticket nobody will learn when it has ended
             lost = [slot for slot, ticket in self._filling.items() if ticket is None]
@@ -260,10 +268,25 @@ class HostTier:
             waiting = self.read_ahead.start_reads(self.start_read) or waiting
         return waiting
 
+    def stop_waiting(self) -> None:
+        """`close` comes next: a pass that waits for reads has `CLOSING_PASS_S` yet. May be said on
+        any thread."""
+        self._waits_until_s = monotonic() + CLOSING_PASS_S
+
+    def check_open(self) -> None:
+        """Raises UsageError some time after `stop_waiting`."""
+        if monotonic() > self._waits_until_s:
+            raise UsageError("This LLM is closed; make another one.")
+
+    @property
+    def end_limit_s(self) -> float:
+        """After a failure: how long reads are waited for."""
+        return END_LIMIT_S if self._waits_until_s == math.inf else 0.0
+
     def close(self) -> None:
         """Waits for the reads under way, for `END_LIMIT_S` at most; no other begins."""
         self.transfer.close()
-        self._end_reads()
+        self._end_reads(END_LIMIT_S)
 
     def start_read(self, layer: int, expert: int) -> PendingRead:
         """Begins to read an expert into a free slot, which is taken until it is given back."""
@@ -275,8 +298,15 @@ class HostTier:
 
     def take_in(self, read: PendingRead) -> None:
         """Waits for a read. Raises StorageError when it failed, or does not end."""
-        self.stats.read_bytes += ticket_result(read.ticket)
-        self._filling.pop(read.slot, None)
+        end_s = monotonic() + WAIT_LIMIT_S
+        while read.slot in self._filling:
+            try:
+                self.stats.read_bytes += read.ticket.result(min(HEED_S, WAIT_LIMIT_S))
+                del self._filling[read.slot]
+            except TimeoutError:
+                self.check_open()
+                if monotonic() > end_s:
+                    raise self.stalled(read) from None
 
     def set_aside(self, slot: int, ticket: Ticket) -> None:
         """A taken slot, for whose read nothing waits any more: free once it has ended."""
@@ -301,14 +331,21 @@ class HostTier:
             read.ticket.cancel()
         self.settle()
 
-    def _end_reads(self) -> bool:
+    def _end_reads(self, limit_s: float) -> bool:
         """Cancels those that have not begun; whether no slot is being filled any more. The slots of
         those that do not end are set aside."""
         filling = {slot: ticket for slot, ticket in self._filling.items() if ticket is not None}
-        stuck = wait([each for each in filling.values() if not each.cancel()], END_LIMIT_S).not_done
+        stuck = wait([each for each in filling.values() if not each.cancel()], limit_s).not_done
         self._set_aside.update((slot, each) for slot, each in filling.items() if each in stuck)
         self._set_aside = {s: each for s, each in self._set_aside.items() if not each.done()}
         return not self._set_aside
+
+    def stalled(self, read: PendingRead) -> StorageError:
+        """What to raise for a read that does not end."""
+        return read_stalled(self.transfer.describe(read.layer, read.expert))
+
+    def _stalled_aside(self) -> StorageError:
+        return read_stalled("expert weights that an earlier pass asked for")
 
     def _release(self, slot: int) -> None:
         self.idle_s, ledger = 0.0, self.ledger
@@ -318,13 +355,6 @@ class HostTier:
         ledger.release(slot)
         if slot in self._evict_after and not ledger.is_leased(slot):
             self.evict(*self._evict_after.pop(slot))
-
-
-def read_stalled() -> StorageError:
-    return StorageError(
-        f"A read of expert weights has not ended within {WAIT_LIMIT_S:g} s; the disk or network "
-        "drive that holds the checkpoint does not answer."
-    )
 
 
 def compute_stalled() -> DeviceError:

@@ -56,5 +56,8 @@ class NoExperts:
         """The counters of the runtime without a device, which stay where they are; no hit rate."""
         return {**asdict(ExpertStats()), **asdict(HostStats()), "hit_rate": math.nan}
 
+    def stop_waiting(self) -> None:
+        """Reads nothing."""
+
     def close(self) -> None:
         """Holds nothing."""

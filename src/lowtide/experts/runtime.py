@@ -187,6 +187,10 @@ class ExpertRuntime:
         self.room = Room(policies.capacity)
         self.load(progress)
 
+    def stop_waiting(self) -> None:
+        """A pass that waits for reads fails soon. May be called on any thread."""
+        self.host.stop_waiting()
+
     def close(self) -> None:
         """Ends reads and gives back the device; the host's threads and files are others'."""
         self.host.close()

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
-from lowtide.errors import StorageError
 from lowtide.experts.layout import SlotLayout
 from lowtide.experts.slots import ExpertSlots
 from lowtide.formats.arranged import Arranged
@@ -26,12 +25,13 @@ from lowtide.reading.file_reader import (
     Read,
     Ticket,
     Window,
+    read_stalled,
 )
 from lowtide.schemas.schema import DOWN, SlotTarget
 from lowtide.schemas.weights import MAX_GAP_BYTES, ExpertRange, ExpertTable
 from lowtide.threads.event import WAIT_LIMIT_S
 
-CLOSE_LIMIT_S = 3.0
+CLOSE_LIMIT_S = 2.0
 """How long the end of reads is waited for as a model is closed."""
 
 
@@ -44,6 +44,10 @@ class Transfer(Protocol):
         Returns at once. The ticket's result is the number of bytes moved; it raises StorageError
         if they could not be. The slot must stay taken until the ticket is answered.
         """
+        ...
+
+    def describe(self, layer: int, expert: int) -> str:
+        """What `start` reads, for people."""
         ...
 
     def drain(self) -> None:
@@ -99,6 +103,11 @@ class DiskTransfer:
             return self._reader.submit(self._reads(layer, expert, slot))
         number = layer * self._num_experts + expert
         return self._reader.await_work(partial(self.compiled.read, number, slot, WAIT_LIMIT_S))
+
+    def describe(self, layer: int, expert: int) -> str:
+        numbers = dict.fromkeys(self._table.files[layer, expert].tolist())
+        names = ", ".join(str(self._reader.files[number].path) for number in numbers)
+        return f"expert {expert} of MoE layer {layer} from {names}"
 
     def _reads(self, layer: int, expert: int, slot: int) -> Sequence[AnyRead]:
         if self._table.targets is not None:
@@ -203,15 +212,13 @@ def _range(stored: ExpertRange, part_bytes: Sequence[int], places: Sequence[int]
     return Range(file, segments)
 
 
-def ticket_result(ticket: Ticket, limit_s: float = WAIT_LIMIT_S) -> int:
-    """The bytes moved. Raises StorageError when they were not, or not within `limit_s`."""
+def ticket_result(ticket: Ticket, what: str = "expert weights") -> int:
+    """The bytes moved. Raises StorageError when they were not, or not within `WAIT_LIMIT_S`.
+    what: is read, for people."""
     try:
-        return ticket.result(limit_s)
+        return ticket.result(WAIT_LIMIT_S)
     except TimeoutError as error:
-        raise StorageError(
-            f"A read of expert weights has not ended within {limit_s:g} s; the disk or network "
-            "drive that holds the checkpoint does not answer."
-        ) from error
+        raise read_stalled(what) from error
 
 
 def largest_read_bytes(table: ExpertTable) -> int:

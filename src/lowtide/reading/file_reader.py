@@ -13,7 +13,7 @@ import os
 import queue
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,13 +28,17 @@ from lowtide.formats.arranged import Arranged
 from lowtide.formats.convert import Importance, Pack, convert, convert_rows, pack
 from lowtide.kernels.cpu.reader import OpenFile
 from lowtide.memory.arena import Arena
-from lowtide.threads.executor import drain
+from lowtide.threads.daemon_pool import DaemonPool
+from lowtide.threads.event import WAIT_LIMIT_S
 
 NUM_READERS = 4
 """Reads outstanding at a time, each with one buffer of the ring."""
 
 SECTOR_BYTES = 4096
 """Direct reads start, end and land on multiples of this; no block device asks for more."""
+
+CLOSE_LIMIT_S = 1.0
+"""A closed reader waits no longer for reads under way."""
 
 MAX_READ_BYTES = 16 << 20
 """A longer range is read in pieces, so that the ring stays small for the largest experts."""
@@ -108,6 +112,14 @@ Ticket = Future[int]
 """The answer to a submitted list of reads: bytes read, or the StorageError they ended with."""
 
 
+def read_stalled(what: str) -> StorageError:
+    """What to raise for a read that has not ended within `WAIT_LIMIT_S`."""
+    return StorageError(
+        f"A read of {what} has not ended within {WAIT_LIMIT_S:g} s; the disk or network drive that "
+        "holds the checkpoint does not answer."
+    )
+
+
 def ring_bytes(largest_read_bytes: int) -> int:
     """Bytes of the ring that reads of at most `largest_read_bytes` need."""
     return NUM_READERS * _buffer_bytes(largest_read_bytes)
@@ -123,8 +135,7 @@ def matrix_bytes_at_once(stored: Arranged, shape: tuple[int, ...]) -> int:
 class FileReader:
     """Owns the reader threads, the ring and the open files.
 
-    `is_direct` says whether the page cache is bypassed. Every read that was submitted ends
-    before `close` returns.
+    `is_direct` says whether the page cache is bypassed.
     """
 
     def __init__(
@@ -139,7 +150,7 @@ class FileReader:
 
         Raises StorageError when one cannot be opened or is not what it was.
         """
-        self._files = tuple(files)
+        self.files = tuple(files)
         self._pack = pack
         self._num_readers = num_readers
         self._payload_bytes = _buffer_bytes(largest_read_bytes) - 2 * SECTOR_BYTES
@@ -147,7 +158,7 @@ class FileReader:
         self._fill_ring()
         self._descriptors, self.is_direct = self._open()
         self._is_lent = False
-        self._pool = ThreadPoolExecutor(num_readers, thread_name_prefix="lowtide-read")
+        self._threads = DaemonPool(num_readers, "lowtide-read")
 
     def submit(self, reads: Sequence[AnyRead]) -> Ticket:
         """Starts reads, in order, on one thread; their targets must stay alive until it ends."""
@@ -158,10 +169,7 @@ class FileReader:
 
     def await_work(self, work: Callable[[], int]) -> Ticket:
         """Has one of the threads wait for what others read."""
-        try:
-            return self._pool.submit(work)
-        except RuntimeError as error:
-            raise StorageError(f"No read can start on a closed reader: {error}.") from error
+        return self._threads.submit(work)
 
     def lend(self) -> tuple[list[OpenFile], NDArray[np.uint8] | None]:
         """The open files, and the ring where reads are direct, for a reader that takes this one's
@@ -169,17 +177,20 @@ class FileReader:
         for _ in range(self._num_readers):
             self._buffers.get()
         self._is_lent = True
-        files = [OpenFile(*each) for each in zip(self._files, self._descriptors, strict=True)]
+        files = [OpenFile(*each) for each in zip(self.files, self._descriptors, strict=True)]
         return files, self._ring.array() if self.is_direct else None
 
     def drain(self) -> None:
-        """Waits until every read submitted so far has ended, whoever has its ticket."""
-        drain(self._pool, self._num_readers)
+        """Waits until every read submitted so far has ended. Raises StorageError where one does
+        not."""
+        if not self._threads.drain(WAIT_LIMIT_S):
+            raise read_stalled("weights")
 
     def close(self) -> None:
-        """Waits for the reads under way, drops those not begun and closes the files."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        for descriptor in self._descriptors:
+        """Drops the reads not begun, waits for the others and closes the files; those of a read
+        that does not end within `CLOSE_LIMIT_S` stay open, as its memory stays."""
+        descriptors = [] if not self._threads.close(CLOSE_LIMIT_S) else self._descriptors
+        for descriptor in descriptors:
             os.close(descriptor)
         self._descriptors = []
 
@@ -201,7 +212,7 @@ class FileReader:
         descriptors = self._open_all(0) or []
         if not all(map(is_in_memory, descriptors)):
             warnings.warn(
-                f"{self._files[0].path.parent} has no direct reads; reading through the page "
+                f"{self.files[0].path.parent} has no direct reads; reading through the page "
                 "cache, which is slower when memory is short.",
                 stacklevel=3,
             )
@@ -209,7 +220,7 @@ class FileReader:
 
     def _open_all(self, flags: int) -> list[int] | None:
         descriptors: list[int] = []
-        for file in self._files:
+        for file in self.files:
             try:
                 descriptors.append(file.open(flags))
             except StorageError:
@@ -361,18 +372,18 @@ class FileReader:
                 got = os.preadv(self._descriptors[file], [target], aligned_start + filled)
             except OSError as error:
                 raise StorageError(
-                    f"Reading {num_bytes} bytes at {start} of {self._files[file].path} failed: "
+                    f"Reading {num_bytes} bytes at {start} of {self.files[file].path} failed: "
                     f"{error}."
                 ) from error
             filled += got
             if filled < wanted and (got == 0 or got % SECTOR_BYTES):
-                self._files[file].check(self._descriptors[file])
+                self.files[file].check(self._descriptors[file])
                 raise StorageError(
-                    f"{self._files[file].path} ends at byte {self._files[file].num_bytes}, before "
+                    f"{self.files[file].path} ends at byte {self.files[file].num_bytes}, before "
                     f"the end of bytes {start} to {start + num_bytes} that hold weights. Fetch it "
                     "again."
                 )
-        self._files[file].check(self._descriptors[file])
+        self.files[file].check(self._descriptors[file])
         if not self.is_direct:
             self._drop_pages(file, aligned_start, filled)
         return buffer[skip:wanted]

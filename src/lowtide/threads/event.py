@@ -7,6 +7,10 @@ from typing import Protocol
 WAIT_LIMIT_S = 60.0
 """No wait between devices lasts longer: a stalled link or a dead thread becomes an error."""
 
+HEED_S = 0.3
+"""No single wait lasts longer: in between it is seen whether the model was closed, and Python
+raises what Ctrl-C asked for."""
+
 
 class Event(Protocol):
     """A point in a stream's order of work."""

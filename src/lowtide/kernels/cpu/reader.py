@@ -18,6 +18,7 @@ from lowtide.core import IntArray
 from lowtide.errors import StorageError
 from lowtide.files.regular_file import RegularFile
 from lowtide.kernels.cpu.library import check_layouts
+from lowtide.threads.event import HEED_S
 
 PIECE_BYTES = 1 << 20
 """Of a file that are read at once: one absent expert is read by several threads."""
@@ -40,9 +41,6 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "close_reader": (_INT, _P, _DOUBLE),
     "free_reader": (None, _P),
 }
-
-LOOK_S = 0.3
-"""A compiled wait is no longer: then it is looked whether the reader is closed."""
 
 _never_freed: list[object] = []
 """What reads use that did not end."""
@@ -157,7 +155,7 @@ class CompiledReader:
         self._functions["start_read"](self.address, expert, slot)
         state, end_s = None, monotonic() + limit_s
         while state is None and not self._is_closing and monotonic() < end_s:
-            state = self.readiness.wait(slot, min(limit_s, LOOK_S))
+            state = self.readiness.wait(slot, min(limit_s, HEED_S))
         if state != _READY:
             self._functions["cancel_read"](self.address, slot)
             raise self.error(expert, _CANCELLED if self._is_closing else state, limit_s)
@@ -170,7 +168,7 @@ class CompiledReader:
 
         def watch() -> None:
             while not self._is_closing:
-                if self.readiness.wait(slot, LOOK_S) is not None:
+                if self.readiness.wait(slot, HEED_S) is not None:
                     over.set_result(0)
                     return
 

@@ -1,0 +1,137 @@
+"""A drive that stops answering: the request fails and is told of which file, others are answered,
+a model can be closed, a program can end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from whole import Setting
+
+from lowtide import SamplingParams
+from lowtide.errors import StorageError, UsageError
+from lowtide.experts import compiled_residents, host_tier, transfer
+from lowtide.lab.synth import synth
+from lowtide.llm import LLM
+from lowtide.reading import file_reader
+
+PROMPT, PARAMS = [5, 17, 3], SamplingParams(max_tokens=24)
+LEAST = Setting("lru", 0.0)
+
+
+class Drive:
+    """That of the experts: it answers, or does not until it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answers = threading.Event()
+        self.answers.set()
+        self.is_asked = threading.Event()
+        preadv = os.preadv
+
+        def late_preadv(*arguments: object) -> int:
+            if not self.answers.is_set():
+                self.is_asked.set()
+            assert self.answers.wait(60.0)
+            return preadv(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(os, "preadv", late_preadv)
+        # Compiled reads are tests/test_compiled_reader.py's.
+        monkeypatch.setattr(transfer, "_kept_ranges", lambda *_: None)
+
+
+@pytest.fixture
+def drive(monkeypatch: pytest.MonkeyPatch) -> Iterator[Drive]:
+    drive = Drive(monkeypatch)
+    yield drive
+    drive.answers.set()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synth("qwen3_moe", "tiny", tmp_path_factory.mktemp("endless") / "model", seed=5)
+
+
+def seconds_to_close(llm: LLM) -> float:
+    start_s = time.monotonic()
+    llm.close()
+    return time.monotonic() - start_s
+
+
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_a_model_whose_read_never_ends_is_closed(
+    model: Path, drive: Drive, is_watched: bool
+) -> None:
+    """In the midst of a pass: in one compiled call, and layer by layer."""
+    llm = LEAST.open(model)
+    if is_watched:
+        llm.observer = lambda *_: None
+    drive.answers.clear()
+    errors: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            llm.generate(PROMPT, PARAMS)
+        except BaseException as error:
+            errors.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    assert drive.is_asked.wait(60.0)
+    assert seconds_to_close(llm) < 5
+    asking.join(60.0)
+    assert len(errors) == 1 and isinstance(errors[0], UsageError), errors
+    assert "closed" in str(errors[0])
+
+
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_a_read_that_never_ends_is_told_with_its_file(
+    model: Path, drive: Drive, is_watched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (file_reader, host_tier, compiled_residents):
+        monkeypatch.setattr(module, "WAIT_LIMIT_S", 0.5)
+    with LEAST.open(model) as llm:
+        expected = llm.generate(PROMPT, PARAMS)[0].token_ids
+    with LEAST.open(model) as llm:
+        if is_watched:
+            llm.observer = lambda *_: None
+        drive.answers.clear()
+        with pytest.raises(StorageError, match=r"expert \d+ .*\.safetensors has not ended within"):
+            llm.generate(PROMPT, PARAMS)
+        drive.answers.set()
+        assert llm.generate(PROMPT, PARAMS)[0].token_ids == expected
+
+
+PROGRAM = """
+import os, sys, threading, time
+sys.path.insert(0, sys.argv[2])
+from whole import Setting
+from lowtide import SamplingParams
+from lowtide.experts import transfer
+transfer._kept_ranges = lambda *_: None
+llm = Setting("lru", 0.0).open(sys.argv[1])
+is_asked = threading.Event()
+def preadv(*arguments):
+    is_asked.set()
+    time.sleep(1000)
+os.preadv = preadv
+threading.Thread(target=llm.generate, args=([5, 17, 3],), daemon=True).start()
+is_asked.wait()
+llm.close()
+print("closed")
+"""
+
+
+def test_a_program_ends_whose_read_does_not(model: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(model), str(Path(__file__).parent)],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0 and result.stdout == "closed\n"
