@@ -4,17 +4,20 @@ Lanes take turns, answer by answer: everything resident, then each share under e
 every round two threads read whole experts straight into slots, the least that absent ones take. A
 lane's bound is the resident lane's pass and, after it, its absent experts' bytes at that rate; its
 processor time stands beside the resident lane's and those reads'. Nothing overlaps in the bound, so
-that a pass may take less. Four parts:
+that a pass may take less. Five parts:
 
 - tmpfs: decoding `synth qwen3_moe --size small`, its file in memory: a disk without limit;
 - block: a diffusion block's passes of `synth llada2 --size small`, the same way;
 - gguf: the first model in Q4_0, the same way;
-- disk: six layers of Qwen3-30B-A3B's dimensions, past the page cache.
+- disk: six layers of Qwen3-30B-A3B's dimensions, past the page cache;
+- by_expert: the same in Q4_0, as llama.cpp writes it and with `lowtide pack --by-expert`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import os
 import shutil
 import statistics
 import tempfile
@@ -41,10 +44,12 @@ from lowtide.engine.opening import EngineConfig
 from lowtide.engine.worker import make_decoder
 from lowtide.errors import UsageError
 from lowtide.lab.budgets import budget_of_share
+from lowtide.lab.pack_experts import pack_experts
 from lowtide.llm import plan_model
 from lowtide.params import SamplingParams
+from lowtide.reading.by_expert import copy_path
 
-PARTS = ("tmpfs", "block", "gguf", "disk")
+PARTS = ("tmpfs", "block", "gguf", "disk", "by_expert")
 POLICIES = ("lru", "lowtide")
 SHARES = {"tmpfs": (0.9, 0.75, 0.5, 0.25)}  # of the experts resident; others: one half
 NUM_DISK_LAYERS = 6
@@ -61,12 +66,12 @@ def main() -> None:
     recorder = Recorder("absent", settings, options.out)
     recorder.write("ceiling", memory_ceiling())
     for part in options.parts:
-        with _model(part, options) as model:
-            if model is None:
+        with _models(part, options) as models:
+            if not models:
                 say(f"{part} is left out: gguf is not installed.")
                 recorder.write(part, {"not_installed": ["gguf"]})
                 continue
-            for row in _measured(model, SHARES.get(part, (0.5,)), options):
+            for row in _measured(models, SHARES.get(part, (0.5,)), options):
                 recorder.write(part, row)
 
 
@@ -91,7 +96,7 @@ class Lane:
         config = EngineConfig(
             context=context, policy=policy, host_memory=budget_of_share(plan, share)
         )
-        self.policy, self.share = policy, share
+        self.name, self.policy, self.share = str(model.relative_to(model.parents[1])), policy, share
         self._options = options
         self._engine: Engine = stack.enter_context(loaded_engine(str(model), config))
         self.num_layers = len(self._engine.plan.residents_per_layer)
@@ -132,13 +137,13 @@ def _request(config: ModelConfig, options: argparse.Namespace, seed: int) -> Req
 
 
 def _measured(
-    model: Path, shares: Sequence[float], options: argparse.Namespace
+    models: Sequence[Path], shares: Sequence[float], options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """A row for each lane; the first has everything resident."""
-    wanted = [("resident", 1.0), *((policy, share) for share in shares for policy in POLICIES)]
-    files = [model] if model.is_file() else sorted(model.glob("*.safetensors"))
+    """A row for each lane; the first has everything resident. models: the same weights."""
+    wanted = [(models[0], "resident", 1.0), *itertools.product(models, POLICIES, shares)]
+    files = models[:1] if models[0].is_file() else sorted(models[0].glob("*.safetensors"))
     with ExitStack() as stack:
-        lanes = [Lane(stack, model, policy, share, options) for policy, share in wanted]
+        lanes = [Lane(stack, *each, options) for each in wanted]
         reads = stack.enter_context(closing(SlotReads(files, lanes[0].expert_bytes)))
         passes: list[list[Pass]] = [[] for _ in lanes]
         read_s: list[tuple[float, float]] = []
@@ -150,7 +155,7 @@ def _measured(
                 done.append(lane.answer(seed=number + 1))
             say(f"{number + 1} of {options.repeats} rounds")
         for lane, done in zip(lanes, passes, strict=True):
-            row = {"model": model.name, **_row(lane, done, passes[0], read_s)}
+            row = {"model": lane.name, **_row(lane, done, passes[0], read_s)}
             say(_line(row))
             yield row
 
@@ -210,24 +215,37 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def _model(part: str, options: argparse.Namespace) -> Iterator[Path | None]:
-    """What a part measures, on tmpfs unless it is `disk`'s; None where it cannot be written."""
-    if part == "disk":
-        yield model_of_layers("qwen3_moe", NUM_DISK_LAYERS)
+def _models(part: str, options: argparse.Namespace) -> Iterator[list[Path]]:
+    """What a part measures, on tmpfs unless it is of the disk; none where it cannot be written."""
+    if part in ("gguf", "by_expert") and find_spec("gguf") is None:
+        yield []
+        return
+    if part in ("disk", "by_expert"):
+        model = model_of_layers("qwen3_moe", NUM_DISK_LAYERS)
+        yield [model] if part == "disk" else _by_expert(model)
         return
     if part == "block":
         folder = model_folder(None, "small", "llada2")
     else:
         folder = model_folder(options.model, "small", "qwen3_moe")
-    if part == "gguf" and find_spec("gguf") is None:
-        yield None
-        return
     with tempfile.TemporaryDirectory(dir=_tmpfs(folder), prefix="lowtide-absent-") as name:
         target = Path(name) / folder.name
         if part == "gguf":
-            yield write_gguf(folder, target / f"{folder.name}-Q4_0.gguf", is_quantised=True)
+            yield [write_gguf(folder, target / f"{folder.name}-Q4_0.gguf", is_quantised=True)]
         else:
-            yield Path(shutil.copytree(folder, target))
+            yield [Path(shutil.copytree(folder, target))]
+
+
+def _by_expert(model: Path) -> list[Path]:
+    """A file in Q4_0, and itself with a copy of its experts beside it."""
+    plain = write_gguf(model, model.parent / "gguf" / f"{model.name}-Q4_0.gguf", is_quantised=True)
+    packed = plain.parents[1] / "by-expert" / plain.name
+    packed.parent.mkdir(exist_ok=True)
+    if not packed.exists():
+        os.link(plain, packed)
+    if not copy_path(packed).exists():
+        pack_experts(packed)
+    return [plain, packed]
 
 
 def _tmpfs(folder: Path) -> Path:

@@ -36,7 +36,7 @@ def test_a_pass_stands_beside_the_resident_one_and_its_own_bytes() -> None:
 @pytest.mark.parametrize("family", ["qwen3_moe", "llada2"])
 def test_only_lanes_with_less_than_everything_read(family: str, tmp_path: Path) -> None:
     model = synth(family, "tiny", tmp_path / family)
-    first, *others = absent._measured(model, (0.5,), OPTIONS)
+    first, *others = absent._measured([model], (0.5,), OPTIONS)
     assert first["policy"] == "resident" and first["over_bound"] == 1
     assert first["absent_per_pass"] == first["read_MB_per_pass"] == 0
     assert [row["policy"] for row in others] == ["lru", "lowtide"]

@@ -20,7 +20,7 @@ from lowtide.errors import UsageError
 from lowtide.families.registry import own_names
 
 
-@takes(Group.SYNTH, "seed", Group.OUTPUT)
+@takes("size", "out", "seed", Group.OUTPUT)
 def synth(
     family: Annotated[str, typer.Argument(help=f"A model family: {', '.join(own_names())}.")],
     *,
@@ -46,12 +46,25 @@ def synth(
     _tell(settings, "wrote", folder)
 
 
-@takes("format", "expert_dtype", "dense_dtype", "calibration", "out", Group.HUB, Group.OUTPUT)
+@takes(
+    "format",
+    "expert_dtype",
+    "dense_dtype",
+    "calibration",
+    "by_expert",
+    "out",
+    Group.HUB,
+    Group.OUTPUT,
+)
 def pack(model: ModelName, *, settings: Settings) -> None:
     """Write a model's folder anew with weights in 8 or 4 bits: a model that reads faster.
 
     With --calibration, of lowtide calibrate --inputs, experts lose less of what they are used for.
+    With --by-expert a GGUF model's experts are copied beside it, each in one piece, to be read
+    from there.
     """
+    if settings.flag("by_expert"):
+        return _pack_experts(model, settings)
     out = settings.text("out")
     if out is None:
         raise UsageError("pack needs --out FOLDER, the folder to write.")
@@ -68,6 +81,21 @@ def pack(model: ModelName, *, settings: Settings) -> None:
             progress,
             calibration=settings.text("calibration"),
         )
+    _tell(settings, "wrote", written)
+
+
+def _pack_experts(model: str, settings: Settings) -> None:
+    for name in ("format", "expert_dtype", "dense_dtype", "calibration", "out"):
+        if settings.is_given(name):
+            option = name.replace("_", "-")
+            raise UsageError(
+                f"--by-expert copies experts as they are, beside their model: leave --{option} out."
+            )
+    folder = find_model(model, settings)
+    from lowtide.lab.pack_experts import pack_experts
+
+    with ProgressBars() as progress:
+        written = pack_experts(folder, progress)
     _tell(settings, "wrote", written)
 
 
@@ -108,9 +136,10 @@ def ls(*, settings: Settings) -> None:
     stdout_console().print(table)
 
 
-def _tell(settings: Settings, done: str, folder: Path) -> None:
-    num_bytes = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+def _tell(settings: Settings, done: str, path: Path) -> None:
+    files = path.iterdir() if path.is_dir() else [path]
+    num_bytes = sum(file.stat().st_size for file in files if file.is_file())
     if settings.flag("json"):
-        print(json_line({"path": str(folder), "bytes": num_bytes}))
+        print(json_line({"path": str(path), "bytes": num_bytes}))
     else:
-        print(f"{done} {folder} ({format_size(num_bytes)})")
+        print(f"{done} {path} ({format_size(num_bytes)})")

@@ -122,6 +122,13 @@ OPTIONS: tuple[Option, ...] = (
     Option("alg_temp", Kind.NUMBER, Group.DIFFUSION, "Temperature of Dream's choice of positions."),
     Option("factor", Kind.NUMBER, Group.DIFFUSION, "How bold the factor rule is (1)."),
     Option("size", Kind.TEXT, Group.SYNTH, "tiny, small or full.", "tiny"),
+    Option(
+        "by_expert",
+        Kind.BOOLEAN,
+        Group.SYNTH,
+        "Copy a GGUF model's experts beside it, each in one piece, which is read faster.",
+        False,
+    ),
     Option("out", Kind.TEXT, Group.SYNTH, "synth's and pack's new folder, calibrate's file."),
     Option("trace", Kind.TEXT, Group.RECORD, "File to write the run's expert routing to."),
     Option(

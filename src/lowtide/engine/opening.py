@@ -49,6 +49,7 @@ from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.params import take_numbers
 from lowtide.plan import AUTO_FORMAT, OWN_FORMAT, WeightFormats, check_is_named
 from lowtide.policies.presets import check_policy, check_safe
+from lowtide.reading.by_expert import with_copy
 from lowtide.reading.dense_weights import DenseWeights, Progress, no_progress
 from lowtide.reading.fingerprint import fingerprint
 from lowtide.schemas import WeightMap, assume, bind, model_schema, stored_matrices
@@ -349,8 +350,10 @@ def _open_path(path: Path, options: EngineConfig) -> OpenModel:
 def _open_gguf(model: GgufModel, options: EngineConfig) -> OpenModel:
     config = _checked(model.config(options.config_overrides), options)
     checkpoint = model.checkpoint(config)
-    weight_map = bind(config, checkpoint)
-    return _opened(model.path, options, config, weight_map, checkpoint, model.tokenizer())
+    weights = with_copy(model.path, checkpoint, bind(config, checkpoint))
+    return _opened(
+        model.path, options, config, weights.weight_map, weights.checkpoint, model.tokenizer()
+    )
 
 
 def _checked(config: ModelConfig, options: EngineConfig) -> ModelConfig:

@@ -24,6 +24,8 @@ from lowtide.errors import InternalError, StorageError
 
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "I8": 1, "U8": 1, "I16": 2, "I32": 4, "I64": 8}
 
+_LEAST_ALIGNMENT = 8
+
 Buffer = bytes | bytearray | memoryview
 
 
@@ -69,14 +71,16 @@ class SafetensorsWriter:
         entries: Sequence[OutputTensor],
         *,
         metadata: Mapping[str, str] | None = None,
+        alignment: int = _LEAST_ALIGNMENT,
         open_file: OpenFile = open_for_writing,
     ) -> None:
-        """Nothing is written yet. Raises InternalError for two tensors of one name."""
+        """Nothing is written yet. alignment: of the data in the file, in bytes. Raises
+        InternalError for two tensors of one name."""
         if len({e.name for e in entries}) != len(entries):
             raise InternalError(f"{path.name} would hold two tensors of one name.")
         self.path = path
         self.entries = tuple(entries)
-        self._header = header_bytes(entries, metadata or {})
+        self._header = header_bytes(entries, metadata or {}, alignment)
         # Once: it is asked for at every write.
         self._num_bytes = len(self._header) + sum(e.num_bytes for e in entries)
         self._open_file = open_file
@@ -212,7 +216,11 @@ def file_bytes(path: Path) -> int | None:
     return facts.st_size if stat.S_ISREG(facts.st_mode) else None
 
 
-def header_bytes(entries: Sequence[OutputTensor], metadata: Mapping[str, str]) -> bytes:
+def header_bytes(
+    entries: Sequence[OutputTensor],
+    metadata: Mapping[str, str],
+    alignment: int = _LEAST_ALIGNMENT,
+) -> bytes:
     """The eight length bytes and the padded JSON header of a file with these tensors."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
@@ -225,7 +233,7 @@ def header_bytes(entries: Sequence[OutputTensor], metadata: Mapping[str, str]) -
         }
         start = stop
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % alignment)
     return len(text).to_bytes(8, "little") + text
 
 

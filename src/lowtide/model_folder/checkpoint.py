@@ -119,7 +119,7 @@ class Checkpoint:
         naming the file and the numbers, if anything is missing, damaged or contradictory.
         """
         names, weight_map = _find_files(folder)
-        headers = [_header_of(folder / name) for name in names]
+        headers = [read_header(folder / name) for name in names]
         checkpoint = cls.of_headers(headers)
         _check_index(weight_map, checkpoint.tensors, names, folder)
         return checkpoint
@@ -137,6 +137,19 @@ class Checkpoint:
             _refuse_shared_names(tensors, entries, names)
             tensors.update(entries)
         return cls(tuple(file for file, _ in headers), tensors)
+
+
+def read_header(path: Path) -> tuple[RegularFile, bytes]:
+    """A safetensors file and the JSON of its header. Raises CheckpointError."""
+    with open_regular(path, CheckpointError) as (stream, file):
+        try:
+            header_bytes = header_num_bytes(stream.read(LENGTH_BYTES), file.num_bytes, path)
+            data = stream.read(header_bytes)
+        except OSError as reason:
+            raise CheckpointError(f"{path} cannot be read: {reason.strerror}.") from reason
+    if len(data) != header_bytes:
+        raise CheckpointError(f"{path} ended after {len(data)} of {header_bytes} header bytes.")
+    return file, data
 
 
 def header_num_bytes(start: bytes, file_bytes: int, path: Path) -> int:
@@ -250,18 +263,6 @@ def _entries(file: RegularFile, data: bytes, index: int) -> dict[str, TensorEntr
     except ValueError as reason:
         raise CheckpointError(f"{path}: {reason}.") from None
     return entries
-
-
-def _header_of(path: Path) -> tuple[RegularFile, bytes]:
-    with open_regular(path, CheckpointError) as (stream, file):
-        try:
-            header_bytes = header_num_bytes(stream.read(LENGTH_BYTES), file.num_bytes, path)
-            data = stream.read(header_bytes)
-        except OSError as reason:
-            raise CheckpointError(f"{path} cannot be read: {reason.strerror}.") from reason
-    if len(data) != header_bytes:
-        raise CheckpointError(f"{path} ended after {len(data)} of {header_bytes} header bytes.")
-    return file, data
 
 
 def _check_header_bytes(path: Path, header_bytes: int, size: int) -> None:

@@ -1,0 +1,111 @@
+"""`lowtide pack --by-expert`: a copy of a GGUF model's experts, each in one piece."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections import deque
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from lowtide.engine.opening import EngineConfig, OpenModel, open_model
+from lowtide.errors import StorageError, UsageError
+from lowtide.files.regular_file import RegularFile
+from lowtide.formats import formats
+from lowtide.formats.matrix import Bytes
+from lowtide.lab.safetensors_writer import OutputTensor, SafetensorsWriter
+from lowtide.model_folder.checkpoint import Checkpoint
+from lowtide.model_folder.gguf_file import is_gguf
+from lowtide.reading.by_expert import (
+    BORDER_BYTES,
+    SOURCE,
+    copy_path,
+    expert_bytes,
+    part_starts,
+    tensor_name,
+)
+from lowtide.reading.dense_weights import Progress, no_progress
+from lowtide.reading.file_reader import NUM_READERS, ArrayRead, FileReader, Ticket
+from lowtide.reading.fingerprint import fingerprint
+from lowtide.schemas.weights import ExpertTable
+
+_PIECE_BYTES = 8 << 20
+_AS_IS = formats()["BF16"]  # of bytes that are copied
+
+
+def pack_experts(model: str | Path, progress: Progress = no_progress) -> Path:
+    """Writes the copy beside a GGUF model, which is read from there as soon as it is whole.
+
+    Raises UsageError for a model without a GGUF file or experts, or that has the copy, StorageError
+    for a disk that is full or a source that changes meanwhile, and what opening a model raises.
+    """
+    opened = open_model(model, EngineConfig(device="cpu"))
+    checkpoint, path = _source(opened)
+    table = opened.weight_map.experts
+    num_layers, num_experts, _ = table.files.shape
+    widths = [expert_bytes(table, layer) for layer in range(num_layers)]
+    entries = [
+        OutputTensor(tensor_name(layer), "U8", (num_experts, width))
+        for layer, width in enumerate(widths)
+    ]
+    metadata = {SOURCE: fingerprint(checkpoint, checkpoint.tensors)}
+    done_bytes, total_bytes = 0, num_experts * sum(widths)
+    waiting: deque[tuple[Ticket, Bytes]] = deque()
+    with (
+        _claimed(checkpoint.files[0]),
+        SafetensorsWriter(path, entries, metadata=metadata, alignment=BORDER_BYTES) as writer,
+        closing(FileReader(checkpoint.files, _PIECE_BYTES)) as reader,
+    ):
+        for layer, expert in np.ndindex(num_layers, num_experts):
+            target = np.zeros(widths[layer], np.uint8)
+            waiting.append((reader.submit(_reads(table, layer, expert, target)), target))
+            is_last = (layer, expert) == (num_layers - 1, num_experts - 1)
+            while waiting and (is_last or len(waiting) > 2 * NUM_READERS):
+                ticket, ready = waiting.popleft()
+                ticket.result()
+                writer.write(ready.data)
+                done_bytes += len(ready)
+                progress("packing", done_bytes, total_bytes)
+    return path
+
+
+def _source(opened: OpenModel) -> tuple[Checkpoint, Path]:
+    """What is copied, and where to."""
+    model = opened.folder
+    if opened.checkpoint is None or not is_gguf(model):
+        raise UsageError(
+            f"{model} is no GGUF file: in other files an expert lies in one piece already. Leave "
+            "--by-expert out."
+        )
+    if opened.config.experts is None:
+        raise UsageError(f"{model} has no experts to copy.")
+    if copy_path(model).exists():
+        raise UsageError(f"{copy_path(model)} is there already, and in use.")
+    return opened.checkpoint, copy_path(model)
+
+
+@contextmanager
+def _claimed(file: RegularFile) -> Iterator[None]:
+    """Keeps other processes from copying the same model."""
+    descriptor = file.open()
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise UsageError(f"Another process packs {file.path}; wait for it.") from error
+    except OSError as error:
+        raise StorageError(f"{file.path} cannot be claimed: {error.strerror}.") from error
+    finally:
+        os.close(descriptor)
+
+
+def _reads(table: ExpertTable, layer: int, expert: int, target: Bytes) -> list[ArrayRead]:
+    files, offsets = table.files[layer, expert].tolist(), table.offsets[layer, expert].tolist()
+    starts, part_bytes = part_starts(table, layer, expert), table.stored(layer, expert).part_bytes
+    return [
+        ArrayRead(((file, offset),), _AS_IS, target[start : start + num_bytes], None)
+        for file, offset, start, num_bytes in zip(files, offsets, starts, part_bytes, strict=True)
+    ]

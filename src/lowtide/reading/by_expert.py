@@ -1,0 +1,98 @@
+"""A copy of a GGUF model's experts, each in one piece.
+
+A GGUF file has the gate matrices of all experts of a layer, then their up matrices and so on: to
+read one expert is to read in three places. The copy beside it has an expert's parts one after the
+other, from a multiple of 4,096 bytes on, where direct reads begin. It is a safetensors file with a
+tensor `experts.LAYER` [num_experts, bytes] for each MoE layer, and says which model it is of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from lowtide.core import align_up
+from lowtide.errors import CheckpointError
+from lowtide.files.json_file import parse_object
+from lowtide.model_folder.checkpoint import Checkpoint, TensorEntry, read_header
+from lowtide.reading.fingerprint import fingerprint
+from lowtide.schemas.weights import ExpertTable, WeightMap
+
+BORDER_BYTES = 4096
+"""What a copied expert begins on a multiple of, in the file."""
+
+SOURCE = "source"
+"""Of the file's metadata: the fingerprint of the model that it is of."""
+
+
+def copy_path(model: Path) -> Path:
+    """Where the copy of a GGUF model's experts lies: beside its (first) file."""
+    return model.with_name(f"{model.name}.experts")
+
+
+def tensor_name(layer: int) -> str:
+    """Of the experts of a MoE layer, counted from 0."""
+    return f"experts.{layer}"
+
+
+def expert_bytes(table: ExpertTable, layer: int) -> int:
+    """From an expert's begin in the copy to that of the next."""
+    kinds = [table.layers[layer], *(each for (own, _), each in table.odd.items() if own == layer)]
+    return max(align_up(sum(each.part_bytes), BORDER_BYTES) for each in kinds)
+
+
+def part_starts(table: ExpertTable, layer: int, expert: int) -> list[int]:
+    """Of an expert's stored parts in the copy, from its begin."""
+    ends = np.cumsum(table.stored(layer, expert).part_bytes).tolist()
+    return [0, *ends[:-1]]
+
+
+class CopiedWeights(NamedTuple):
+    """A model whose experts are read from the copy."""
+
+    checkpoint: Checkpoint
+    weight_map: WeightMap
+
+
+def with_copy(model: Path, checkpoint: Checkpoint, weight_map: WeightMap) -> CopiedWeights:
+    """As given where there is no copy. Raises CheckpointError for a copy that is damaged or of
+    another model."""
+    path = copy_path(model)
+    if not path.exists():
+        return CopiedWeights(checkpoint, weight_map)
+    file, header = read_header(path)
+    found = Checkpoint.of_headers([(file, header)])
+    metadata = parse_object(header, str(path)).get("__metadata__")
+    source = metadata.get(SOURCE) if isinstance(metadata, Mapping) else None
+    if source != fingerprint(checkpoint, checkpoint.tensors):
+        raise CheckpointError(
+            f"{path} has the experts of another model than {model}: remove it, and make it anew "
+            f"(lowtide pack {model} --by-expert) if it is wanted."
+        )
+    table = weight_map.experts
+    offsets = np.empty_like(table.offsets)
+    num_layers, num_experts, _ = offsets.shape
+    for layer in range(num_layers):
+        pitch = expert_bytes(table, layer)
+        entry = found.tensors.get(tensor_name(layer))
+        if entry is None or not _fits(entry, num_experts, pitch):
+            raise CheckpointError(
+                f"{path} has no tensor {tensor_name(layer)} of {num_experts} experts of {pitch} "
+                f"bytes: it is damaged. Remove it, and make it anew (lowtide pack --by-expert)."
+            )
+        for expert in range(num_experts):
+            begin = entry.offset + expert * pitch
+            offsets[layer, expert] = begin + np.array(part_starts(table, layer, expert))
+    offsets.flags.writeable = False
+    files = np.full_like(offsets, len(checkpoint.files))
+    files.flags.writeable = False
+    copied = replace(weight_map, experts=replace(table, files=files, offsets=offsets))
+    return CopiedWeights(replace(checkpoint, files=(*checkpoint.files, file)), copied)
+
+
+def _fits(entry: TensorEntry, num_experts: int, pitch: int) -> bool:
+    return entry.dtype == "U8" and entry.shape == (num_experts, pitch)
