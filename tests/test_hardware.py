@@ -30,7 +30,16 @@ from lowtide.experts.layout import SlotLayout
 from lowtide.files.folders import cache_folder
 from lowtide.hardware import machine, measure, memory, store, streams
 from lowtide.hardware.cold_weights import last_level_cache_bytes
-from lowtide.hardware.machine import Machine, cpu_model, pcie_bytes_per_s, this_machine
+from lowtide.hardware.kept_rates import keep_rates
+from lowtide.hardware.machine import (
+    PIECES_AT_ONCE,
+    Machine,
+    Rate,
+    best_at_once,
+    cpu_model,
+    pcie_bytes_per_s,
+    this_machine,
+)
 from lowtide.hardware.measure import (
     Measured,
     Measurements,
@@ -42,8 +51,11 @@ from lowtide.hardware.store import CostKey, Stored, load, save, stored_or_measur
 from lowtide.hardware.streams import DeviceDenseStream
 from lowtide.hardware.timing import MAX_REPEATS, MIN_REPEATS, Timing, repeat_interleaved
 from lowtide.kernels.choice import choose_kernels
+from lowtide.kernels.cpu import reader
 from lowtide.kernels.reference import REFERENCE
 from lowtide.lab import doctor
+from lowtide.lab.synth import synth
+from lowtide.llm import LLM, plan_model
 from lowtide.memory.arena import Arena
 from lowtide.model_folder.checkpoint import TensorEntry
 from lowtide.profiles import load_profile
@@ -507,6 +519,40 @@ def test_doctor_says_what_a_model_costs_and_keeps_it(quick: None, cache: Path) -
     # The scratch file has gone; a compiled kernel may have been kept.
     assert {path.name for path in cache.iterdir()} <= {"costs", "kernels", "rates"}
     assert json.loads(run("demo:diffusion", "--json"))["costs"] == [costs]
+
+
+def test_a_disk_is_read_with_as_few_reads_at_once_as_are_as_fast() -> None:
+    def rates(*per_s: float) -> list[Rate]:
+        pairs = zip(PIECES_AT_ONCE, per_s, strict=False)
+        return [Rate(name, "B", value, 0.0, value) for name, value in pairs]
+
+    assert best_at_once(rates(1.0, 2.0, 2.04, 1.9)) == 2
+    assert best_at_once(rates(1.0, 2.0, 3.0, 4.0)) == 8
+    assert best_at_once(rates(1.0, 0.9, 0.8, 0.7)) == 1
+    assert best_at_once([Rate("memory read", "B", 9.0, 0.0, 9.0)]) is None
+
+
+@pytest.mark.parametrize("num_at_once", [1, 2, 8])
+def test_an_engine_reads_as_doctor_found_best(
+    num_at_once: int, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever reads are compiled, with the same words."""
+    divisions = []
+
+    def division(*arguments: Any) -> tuple[int, int]:
+        divisions.append(arguments[1])
+        return found(*arguments)
+
+    found = reader._division
+    monkeypatch.setattr(reader, "_division", division)
+    model = synth("qwen3_moe", "tiny", tmp_path / "model")
+    least = plan_model(model, context=64).minimum_bytes
+    expected = LLM(model, context=64, host_memory=least).generate([5, 6, 7], max_tokens=8)
+    names = [name for name, n in PIECES_AT_ONCE.items() if n == num_at_once]
+    keep_rates(this_machine(), [Rate(name, "B", 1e9, 0.0, 1e9) for name in names])
+    with LLM(model, context=64, host_memory=least) as llm:
+        assert llm.generate([5, 6, 7], max_tokens=8)[0].token_ids == expected[0].token_ids
+    assert divisions in ([], [reader.NUM_DIRECT, num_at_once])  # without a compiler: none
 
 
 def test_doctor_measures_again_when_told(quick: None) -> None:

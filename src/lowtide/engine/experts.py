@@ -24,6 +24,8 @@ from lowtide.experts.rows import HostScratch
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.experts.slots import ExpertSlots, SlotLedger
 from lowtide.experts.transfer import DiskTransfer
+from lowtide.hardware.kept_rates import kept_rates
+from lowtide.hardware.machine import best_at_once, this_machine
 from lowtide.kernels.reference import Kernels
 from lowtide.memory.arena import Arena
 from lowtide.plan import MemoryPlan, TierPlan
@@ -91,7 +93,8 @@ def _host_tier(
         slots = ExpertSlots(make_arena(tier.slot_bytes * tier.num_slots), source.layout)
     else:
         ledger, slots = lent.ledger, ExpertSlots(lent.arena, source.layout)
-    transfer = DiskTransfer(reader, source.table, slots, source.inputs, library)
+    num_at_once = best_at_once(kept_rates(this_machine()))
+    transfer = DiskTransfer(reader, source.table, slots, source.inputs, library, num_at_once)
     if plan.gpu is None:
         return HostTier(slots, ledger, transfer)
     if tier.num_slots == source.num_experts:

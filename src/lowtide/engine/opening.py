@@ -350,10 +350,8 @@ def _open_path(path: Path, options: EngineConfig) -> OpenModel:
 def _open_gguf(model: GgufModel, options: EngineConfig) -> OpenModel:
     config = _checked(model.config(options.config_overrides), options)
     checkpoint = model.checkpoint(config)
-    weights = with_copy(model.path, checkpoint, bind(config, checkpoint))
-    return _opened(
-        model.path, options, config, weights.weight_map, weights.checkpoint, model.tokenizer()
-    )
+    checkpoint, weight_map = with_copy(model.path, checkpoint, bind(config, checkpoint))
+    return _opened(model.path, options, config, weight_map, checkpoint, model.tokenizer())
 
 
 def _checked(config: ModelConfig, options: EngineConfig) -> ModelConfig:

@@ -72,9 +72,10 @@ class DiskTransfer:
         slots: ExpertSlots,
         inputs: ExpertInputs | None = None,
         library: ctypes.CDLL | None = None,
+        num_at_once: int | None = None,
     ) -> None:
         """What is not in a slot's own format is converted; where it is rounded, for the least
-        error on `inputs`. library: of compiled kernels."""
+        error on `inputs`. library: of compiled kernels. num_at_once: see `CompiledReader`."""
         self._reader = reader
         self._table = table
         self._slots = slots
@@ -85,7 +86,9 @@ class DiskTransfer:
         if library is not None and experts is not None:
             files, ring = reader.lend()
             memory, slot_bytes = slots.memory, slots.layout.num_bytes
-            self.compiled = CompiledReader(library, experts, files, memory, slot_bytes, ring)
+            self.compiled = CompiledReader(
+                library, experts, files, memory, slot_bytes, ring, num_at_once
+            )
 
     def drain(self) -> None:
         if self.compiled is not None:

@@ -6,15 +6,18 @@ These rates are the ceilings beside which a model's costs are read; predictions 
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from lowtide.core import ALIGNMENT
@@ -23,6 +26,7 @@ from lowtide.formats import format_of
 from lowtide.hardware.cold_weights import cold_bytes
 from lowtide.hardware.memory import total_memory_bytes
 from lowtide.hardware.timing import Sample, repeat_interleaved
+from lowtide.kernels.cpu.reader import PIECE_BYTES
 from lowtide.memory.arena import Arena
 from lowtide.reading.file_reader import FileReader, Piece, Read
 from lowtide.threads.executor import Executor, HostExecutor, Work
@@ -32,15 +36,20 @@ READ_BYTES = 16 << 20
 """Of one sequential read; the reader has several under way."""
 
 _MAX_READS = 32  # of one sample: half a GiB
+_MAX_PIECES = 128
+_NEARLY = 0.97  # of the best rate: fewer reads at once leave the processor more time
 _PRODUCT_SIZE = 2048
 _LINK_BYTES = 256 << 20
 
-RATES_METHOD = 1
+RATES_METHOD = 2
 """Counted up when something else is measured under the same name: kept rates are of no use then."""
 
 MEMORY_READ = "memory read"
 DISK_READ = "disk, sequential"
 """How the names of these rates begin."""
+
+PIECES_AT_ONCE = {f"disk, pieces of 1 MiB, {n} at once": n for n in (1, 2, 4, 8)}
+"""The names of these rates, and how many reads are under way: experts are read so."""
 
 LAYERS = "layers of a tiny model"
 """What a layer takes beside its weights: operators of hardly any size, one after the other."""
@@ -103,10 +112,17 @@ def measure_rates(executor: HostExecutor, file: Path | None) -> list[Rate]:
     """
     with executor.in_charge(), torch.inference_mode():
         rates = [*_memory_rates(executor), *_product_rates(executor)]
-        rates += [] if file is None else [_disk_rate(file)]
+        rates += [] if file is None else [_disk_rate(file), *_piece_rates(file)]
         if torch.cuda.is_available():
             rates += _gpu_rates(torch.device("cuda", 0))
     return rates
+
+
+def best_at_once(rates: Sequence[Rate]) -> int | None:
+    """How many pieces this machine's disk is to read at once; None where it was not measured."""
+    found = {PIECES_AT_ONCE[each.name]: each.per_s for each in rates if each.name in PIECES_AT_ONCE}
+    enough = _NEARLY * max(found.values(), default=0.0)
+    return min((n for n, per_s in found.items() if per_s >= enough), default=None)
 
 
 def rate_of(
@@ -188,6 +204,25 @@ def _disk_rate(path: Path) -> Rate:
         return rate_of(f"{DISK_READ}, {how}", "B", num_reads * READ_BYTES, sample)
     finally:
         reader.close()
+
+
+def _piece_rates(path: Path) -> list[Rate]:
+    """Pieces in no order that a disk could foresee, by so many threads."""
+    file = RegularFile.at(path)
+    num_pieces = min(_MAX_PIECES, file.num_bytes // PIECE_BYTES)
+    starts = np.random.default_rng(0).permutation(file.num_bytes // PIECE_BYTES) * PIECE_BYTES
+    as_is = format_of("BF16")
+    rates = []
+    for name, at_once in PIECES_AT_ONCE.items():
+        targets = [Arena(PIECE_BYTES).array() for _ in range(at_once)]
+        reads = [
+            Read(0, start, PIECE_BYTES, (Piece(0, PIECE_BYTES, as_is, target, as_is),))
+            for start, target in zip(starts[:num_pieces].tolist(), itertools.cycle(targets))
+        ]
+        with closing(FileReader([file], PIECE_BYTES, num_readers=at_once)) as reader:
+            sample = partial(_time_reads, reader, reads)
+            rates.append(rate_of(name, "B", num_pieces * PIECE_BYTES, sample))
+    return rates
 
 
 def _gpu_rates(device: torch.device) -> list[Rate]:

@@ -117,9 +117,11 @@ class CompiledReader:
         slots: NDArray[np.uint8],
         slot_bytes: int,
         buffers: NDArray[np.uint8] | None,
+        num_at_once: int | None = None,
     ) -> None:
         """slots: the memory of all slots. buffers: what direct reads go through; None where reads
-        are not direct. Raises StorageError where the system has no thread to give."""
+        are not direct. num_at_once: of those, under way at a time, by default `NUM_DIRECT`. Raises
+        StorageError where the system has no thread to give."""
         self._functions = _bound(library)
         self._is_closing = False
         self.is_direct = buffers is not None
@@ -127,7 +129,7 @@ class CompiledReader:
         self._experts = experts
         self._keep: list[object] = [slots, buffers]
         self.readiness = Readiness(library, len(slots) // slot_bytes)
-        piece_bytes, num_threads = _division(buffers)
+        piece_bytes, num_threads = _division(buffers, num_at_once or NUM_DIRECT)
         first, ranges, segments = _tables(experts)
         facts = np.array(
             [(descriptor, each.num_bytes, each.identity[2]) for each, descriptor in files], np.int64
@@ -224,19 +226,19 @@ def _bound(library: ctypes.CDLL) -> dict[str, ctypes._NamedFuncPointer]:
     return functions
 
 
-def _division(buffers: NDArray[np.uint8] | None) -> tuple[int, int]:
+def _division(buffers: NDArray[np.uint8] | None, num_direct: int) -> tuple[int, int]:
     """Bytes of a piece and threads, each with a buffer. Without buffers reading is a copy: as many
     threads as a machine that computes beside them can spare."""
     if buffers is None:
         return PIECE_BYTES, NUM_BUFFERED
-    least = len(buffers) // MIN_DIRECT
-    piece_bytes = min(PIECE_BYTES, (least - 2 * SECTOR_BYTES) // SECTOR_BYTES * SECTOR_BYTES)
-    num_threads = min(MAX_DIRECT, len(buffers) // (piece_bytes + 2 * SECTOR_BYTES))
-    return piece_bytes, num_threads
+    num_threads = min(num_direct, len(buffers) // (3 * SECTOR_BYTES))
+    most_bytes = len(buffers) // num_threads - 2 * SECTOR_BYTES
+    return min(PIECE_BYTES, most_bytes // SECTOR_BYTES * SECTOR_BYTES), num_threads
 
 
-MIN_DIRECT, MAX_DIRECT, NUM_BUFFERED = 4, 4, 2
-"""Direct reads outstanding at a time, at least and at most, and copies out of the page cache."""
+NUM_DIRECT, NUM_BUFFERED = 4, 2
+"""Direct reads under way at a time on a disk that was not measured, and copies out of the page
+cache."""
 
 
 def _tables(experts: Sequence[Sequence[Range]]) -> tuple[IntArray, IntArray, IntArray]:
