@@ -14,6 +14,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import GOLDENS
+from poison import PoisonedWorkspace
 
 from lowtide.compute import Compute
 from lowtide.core import Step, StepKind, align_up
@@ -44,7 +45,6 @@ from lowtide.memory.chunking import (
 from lowtide.memory.kv_cache import GRANULE_TOKENS, KVCache
 from lowtide.memory.pass_planner import PassPlanner
 from lowtide.memory.planner import ArenaPlaces, Graph
-from lowtide.memory.poison import PoisonedWorkspace
 from lowtide.memory.template import Sample, Template, bounds, symbols
 from lowtide.memory.workspace import Registrar, Workspace
 

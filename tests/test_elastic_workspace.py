@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from poison import PoisonedWorkspace
 from test_elastic_arena import physical_bytes
 
 from lowtide import LLM, DiffusionParams, SamplingParams
@@ -19,7 +20,6 @@ from lowtide.engine.engine import Engine
 from lowtide.errors import PageError
 from lowtide.lab.synth import synth
 from lowtide.llm import plan_model
-from lowtide.memory.poison import PoisonedWorkspace
 from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.presets import substitutes
 

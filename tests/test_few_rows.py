@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from family_models import write_model
+from poison import PoisonedWorkspace
 from rounded_files import write_rounded
 from torch import Tensor
 
@@ -30,7 +31,6 @@ from lowtide.lab.synth import synth
 from lowtide.layers.batch import Batch, Segment
 from lowtide.layers.few_rows import FewRowsLayer, FewRowsLayers, FewRowsPass
 from lowtide.llm import plan_model
-from lowtide.memory.poison import PoisonedWorkspace
 from lowtide.memory.workspace import Workspace
 
 AT_ONCE = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "bailing_moe_v2")

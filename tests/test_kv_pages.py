@@ -9,15 +9,13 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from stand_in_driver import GRANULARITY, StandInDriver
 from test_elastic_arena import physical_bytes
 from test_kv_cache import Held
 
 from lowtide.core import align_up
 from lowtide.errors import InternalError, PageError
 from lowtide.memory import kv_cache
-from lowtide.memory.arena import ElasticArena, Pages
-from lowtide.memory.cuda_pages import CudaPages
+from lowtide.memory.arena import ElasticArena
 from lowtide.memory.host_pages import HostPages
 from lowtide.memory.kv_cache import KVCache, storage_shape
 from lowtide.memory.kv_pages import KVLayout, KVPages
@@ -26,12 +24,12 @@ from lowtide.memory.pages import PageBudget
 PAGE = 4096
 
 
-def make_layout(num_tokens: int, head_dim: int = 4, has_head_parts: bool = True) -> KVLayout:
-    return KVLayout(storage_shape(2, 2, head_dim, num_tokens), torch.float32, has_head_parts)
+def make_layout(num_tokens: int, head_dim: int = 4) -> KVLayout:
+    return KVLayout(storage_shape(2, 2, head_dim, num_tokens), torch.float32)
 
 
 def make_cache(
-    pages: Pages, layout: KVLayout, budget_bytes: int = 1 << 40
+    pages: HostPages, layout: KVLayout, budget_bytes: int = 1 << 40
 ) -> tuple[KVCache, ElasticArena]:
     account = PageBudget(budget_bytes).open("KV cache")
     arena = ElasticArena(pages, account, layout.num_parts)
@@ -54,17 +52,15 @@ actions = st.one_of(
 @given(
     num_tokens=st.integers(0, 200),
     steps=st.lists(actions, max_size=30),
-    has_head_parts=st.booleans(),
     growth_tokens=st.sampled_from([16, 48]),
 )
 def test_what_is_written_is_read_wherever_memory_comes_and_goes(
     num_tokens: int,
     steps: list[tuple[str, int]],
-    has_head_parts: bool,
     growth_tokens: int,
 ) -> None:
     """Four tokens of a head fill a page, two where heads lie together; sequences share some."""
-    layout = make_layout(num_tokens, 256, has_head_parts)
+    layout = make_layout(num_tokens, 256)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv_cache, "GROWTH_TOKENS", growth_tokens)
         cache, arena = host_cache(layout)
@@ -152,26 +148,6 @@ def test_an_arena_of_other_parts_is_refused() -> None:
     arena = ElasticArena(HostPages(8 * PAGE, PAGE), PageBudget(0).open("KV cache"), 4)
     with pytest.raises(InternalError, match="has 8 parts of 1024 bytes, an arena 4 of 8192"):
         KVPages(arena, layout)
-
-
-def test_on_a_gpu_a_part_has_all_heads_of_a_layer() -> None:
-    """So that a group of 2 MiB holds thousands of tokens, not of each head."""
-    layout = KVLayout(storage_shape(2, 4, 128, 8192), torch.bfloat16, has_head_parts=False)
-    assert (layout.num_parts, layout.row_bytes, layout.token_bytes) == (4, 1024, 4096)
-    driver = StandInDriver()
-    pages = CudaPages(layout.address_bytes(GRANULARITY), driver=driver, gpu=driver)
-    cache, arena = make_cache(pages, layout)
-    kv = cache.allocate(4096)
-    cache.prepare(kv, 100)
-    assert arena.committed_bytes == 4 * GRANULARITY  # 2,048 tokens of each layer's keys and values
-    rows = torch.randn(100, 4, 128).bfloat16()
-    cache.write(1, kv, 0, rows, -rows)
-    keys, values = cache.read(1, kv, 100)
-    assert torch.equal(keys.transpose(0, 1), rows) and torch.equal(values, -keys)
-    assert keys.stride() == (128, 512, 1)
-    cache.free(kv)
-    arena.close()
-    assert driver.is_empty
 
 
 def test_addresses_are_for_all_tokens_in_whole_groups() -> None:

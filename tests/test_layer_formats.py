@@ -14,6 +14,7 @@ from examples import scaled
 from family_models import random_weight
 from gguf.constants import GGMLQuantizationType as Type
 from gguf_files import write_ling
+from poison import PoisonedWorkspace
 from test_few_rows import are_equal, decoded, one_by_one, opened
 from test_gguf_models import MIXED, SMALL, WIDTH, choosing, write
 from torch import Tensor
@@ -29,7 +30,6 @@ from lowtide.kernels.layer_parts import LayerParts
 from lowtide.lab.synth import synth
 from lowtide.layers.few_rows import FewRowsLayer
 from lowtide.llm import plan_model
-from lowtide.memory.poison import PoisonedWorkspace
 from lowtide.memory.workspace import Workspace
 from lowtide.schemas import model_schema
 

@@ -14,6 +14,7 @@ from computing import attention, on_this_thread
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import GOLDENS, OracleModel, load_oracle
+from poison import PoisonedWorkspace
 from torch import Tensor
 
 from lowtide.compute import Compute
@@ -33,7 +34,6 @@ from lowtide.llm import LLM
 from lowtide.memory.arena import Arena
 from lowtide.memory.chunking import EACH_TILE, MAX_REMAINDER, Counts, window_rows
 from lowtide.memory.kv_cache import GRANULE_TOKENS, KVCache, storage_shape
-from lowtide.memory.poison import PoisonedWorkspace
 from lowtide.memory.workspace import TILE_ROWS, Workspace, tiles
 from lowtide.threads.executor import HostExecutor
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from masked_models import NAMES, VOCAB, write_model
+from poison import PoisonedWorkspace
 from safetensors.torch import load_file, save_file
 from schema_sizes import num_parameters_of, num_tensors_of
 from torch import Tensor
@@ -26,7 +27,6 @@ from lowtide.families import families
 from lowtide.lab.synth import synth
 from lowtide.layers.batch import Batch, Segment
 from lowtide.llm import LLM, plan_model
-from lowtide.memory.poison import PoisonedWorkspace
 from lowtide.schemas import model_schema, weight_bytes
 
 GOLDENS = Path(__file__).parent / "goldens"

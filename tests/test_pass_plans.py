@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from poison import PoisonedWorkspace
 
 from lowtide.engine import wiring
 from lowtide.engine.pass_room import paged_room
@@ -20,7 +21,6 @@ from lowtide.memory.pages import PageBudget
 from lowtide.memory.pass_planner import PassPlan, PassPlanner
 from lowtide.memory.pass_plans import PagedRoom, PassPlans
 from lowtide.memory.planner import ArenaPlaces
-from lowtide.memory.poison import PoisonedWorkspace
 from lowtide.params import DiffusionParams, SamplingParams
 
 CONTEXT = 1024

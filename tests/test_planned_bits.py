@@ -12,6 +12,7 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from poison import PoisonedWorkspace
 from torch import Tensor
 
 from lowtide.compute import Compute
@@ -30,7 +31,6 @@ from lowtide.memory.chunking import OPERATOR_TILES, Counts, LogitNeeds, rows_tog
 from lowtide.memory.kv_cache import GRANULE_TOKENS, KVCache
 from lowtide.memory.kv_turns import KVTurns
 from lowtide.memory.pass_planner import PassPlanner
-from lowtide.memory.poison import PoisonedWorkspace
 from lowtide.memory.workspace import Buffers, Workspace
 
 STEP = Step(StepKind.DENOISE, 0)

@@ -9,6 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from poison import PoisonedWorkspace
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -25,7 +26,6 @@ from lowtide.lab import passes_picture
 from lowtide.lab.passes_picture import check_picture, draw, picture_of, svg
 from lowtide.lab.synth import synth
 from lowtide.memory.pass_planner import PassPlan
-from lowtide.memory.poison import PoisonedWorkspace
 
 FAMILIES = ("llada", "llada_moe", "dream")
 CONTEXT = 3000

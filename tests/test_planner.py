@@ -11,6 +11,7 @@ from exact_offsets import least_arena_bytes
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from poison import PoisonedWorkspace
 from torch import Tensor
 
 from lowtide.compute import Compute
@@ -27,7 +28,6 @@ from lowtide.memory.arena import Arena
 from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.kv_turns import KVTurns
 from lowtide.memory.planner import ArenaPlaces, Graph, Moment, Place, Transient, first_fit
-from lowtide.memory.poison import PoisonedWorkspace
 from lowtide.memory.workspace import Buffers, Registrar, Workspace
 from lowtide.models.decoder import Decoder
 

@@ -11,6 +11,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import GOLDENS
+from poison import PoisonedWorkspace
 from torch import Tensor
 
 from lowtide.core import Step, StepKind
@@ -30,7 +31,6 @@ from lowtide.layers.head import LogitsHead
 from lowtide.llm import LLM
 from lowtide.memory.arena import Arena
 from lowtide.memory.kv_cache import KVCache
-from lowtide.memory.poison import PoisonedWorkspace
 from lowtide.memory.workspace import Registrar, Workspace, tiles
 from lowtide.threads.executor import Executor, HostExecutor
 

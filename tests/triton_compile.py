@@ -16,7 +16,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lowtide.kernels import (
-    triton_buddies,
     triton_experts,
     triton_head,
     triton_routing,
@@ -92,20 +91,6 @@ def head(is_guided: bool, dtype: str, capability: int) -> dict[str, int]:
     target = GPUTarget("cuda", capability, 32)
     options = triton_head.launch_options(is_guided)
     return compiled(triton_head._reduce_tiles, types, constants, target, **options)
-
-
-def buddies(has_own_lists: bool, capability: int) -> dict[str, int]:
-    """Algorithm 1 for 6 experts of a token and lists of 16; a list of each pair's own or none."""
-    types = {"experts": "*i64", "weights": "*fp32", "may": "*i1", "lists": "*i32"}
-    types |= {"is_here": "*i1", "out": "*i64", "k": "i32", "length": "i32"}
-    types |= {"search_rank": "i32", "rho": "i32"}
-    constants: dict[str, int | None] = {"BLOCK_K": 8, "BLOCK_L": 16}
-    if has_own_lists:
-        types["list_of"] = "*i64"
-    else:
-        constants["list_of"] = None
-    target = GPUTarget("cuda", capability, 32)
-    return compiled(triton_buddies._find_buddies, types, constants, target, num_warps=1)
 
 
 def main() -> None:
@@ -204,13 +189,6 @@ def main() -> None:
                 (True, "bf16", 90),
                 (True, "bf16", 120),
             )
-        },
-        **{
-            f"buddies{' of pairs' if has_own_lists else ''} on {capability}": buddies(
-                has_own_lists, capability
-            )
-            for capability in (80, 86, 89, 90, 100, 120)
-            for has_own_lists in (False, True)
         },
         "join": compiled(
             triton_head._join_tiles,

@@ -67,8 +67,7 @@ def check_elastic(name: str, options: Mapping[str, str]) -> None:
     """Raises UnsupportedError for a device whose memory does not move."""
     if resolve_device(name) == "cuda":
         raise UnsupportedError(
-            "elastic on a GPU: memory moves there (memory/cuda_pages.py), but an engine's slots "
-            "and KV cache do not lie in it yet. Leave elastic out."
+            "elastic on a GPU: slots and KV cache do not grow and shrink there yet. Leave it out."
         )
     if name == "emulated" and num_emulated_devices(options) > 1:
         raise UnsupportedError(

@@ -9,7 +9,6 @@ Knows nothing of what is stored.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,10 +17,10 @@ from torch import Tensor
 
 from lowtide.core import BoolArray
 from lowtide.errors import InternalError, PageError
-from lowtide.memory.host_pages import HUGE_PAGE_BYTES, HostMapping
+from lowtide.memory.host_pages import HUGE_PAGE_BYTES, HostMapping, HostPages
 from lowtide.memory.pages import PageAccount
 
-__all__ = ["HUGE_PAGE_BYTES", "Arena", "ElasticArena", "Pages", "Region"]
+__all__ = ["HUGE_PAGE_BYTES", "Arena", "ElasticArena", "Region"]
 
 Span = tuple[int, int]
 """Bytes of a range, from the first to before the second."""
@@ -61,34 +60,6 @@ class Arena(Region):
         super().__init__(mapping.bytes)
 
 
-class Pages(Protocol):
-    """Reserved addresses, and memory that is put behind them and taken away in whole groups.
-
-    On the host `HostPages`, on a GPU `CudaPages`. Keeps no account of its groups: that is
-    `ElasticArena`'s.
-    """
-
-    group_bytes: int
-    num_bytes: int  # whole groups
-    bytes: Tensor  # uint8; only what is committed may be used
-
-    def commit(self, start: int, stop: int) -> None:
-        """Puts memory behind bytes `start` to `stop`, groups that have none.
-
-        Raises PageError when the system refuses; then none of them has any.
-        """
-        ...
-
-    def release(self, start: int, stop: int) -> None:
-        """Gives back the memory behind bytes `start` to `stop`, groups that have some; nothing
-        uses it any more."""
-        ...
-
-    def close(self) -> None:
-        """Gives back everything."""
-        ...
-
-
 class ElasticArena(Region):
     """A range of addresses whose memory grows and shrinks on account of a budget.
 
@@ -99,7 +70,7 @@ class ElasticArena(Region):
 
     def __init__(
         self,
-        pages: Pages,
+        pages: HostPages,
         account: PageAccount,
         num_parts: int = 1,
         free_bytes: Callable[[], int] | None = None,

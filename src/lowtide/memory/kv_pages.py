@@ -18,26 +18,20 @@ from lowtide.memory.arena import ElasticArena
 
 
 class KVLayout(NamedTuple):
-    """How a cache of `shape` [layers, arrays, kv_heads, tokens, head_dim] lies in memory.
-
-    With `has_head_parts` a head's tokens lie together, as the host's kernels want them, and a part
-    is a head's; without, a token's heads do: fewer, larger parts, for groups of pages as large as
-    a GPU's.
-    """
+    """How a cache of `shape` [layers, arrays, kv_heads, tokens, head_dim] lies in memory: a head's
+    tokens together, as the host's kernels want them, in a part of their own."""
 
     shape: tuple[int, int, int, int, int]
     dtype: torch.dtype
-    has_head_parts: bool = True
 
     @property
     def num_parts(self) -> int:
-        return math.prod(self.shape[: 3 if self.has_head_parts else 2])
+        return math.prod(self.shape[:3])
 
     @property
     def row_bytes(self) -> int:
         """A token in one part."""
-        num_heads, head_dim = self.shape[2], self.shape[4]
-        return (1 if self.has_head_parts else num_heads) * head_dim * self.dtype.itemsize
+        return self.shape[4] * self.dtype.itemsize
 
     @property
     def token_bytes(self) -> int:
@@ -58,10 +52,8 @@ class KVLayout(NamedTuple):
     def strides(self, part_bytes: int) -> tuple[int, int, int, int, int]:
         """Of a tensor of the shape over parts of so many bytes, in elements."""
         part, row = part_bytes // self.dtype.itemsize, self.row_bytes // self.dtype.itemsize
-        if self.has_head_parts:
-            array = self.shape[2] * part
-            return (self.shape[1] * array, array, part, row, 1)
-        return (self.shape[1] * part, part, self.shape[4], row, 1)
+        array = self.shape[2] * part
+        return (self.shape[1] * array, array, part, row, 1)
 
 
 class KVPages:

@@ -1,8 +1,7 @@
 """Algorithm 1 of BuddyMoE: for absent experts of each token, the first buddies that are here.
 
-`search_buddies` is the plain twin, as the paper writes it down: token by token, rank by rank. Its
-others are compiled (`kernels/cpu/buddies.cpp`, within a layer's whole decision) and of Triton
-(`kernels/triton_buddies.py`).
+`search_buddies` is the plain twin, as the paper writes it down: token by token, rank by rank. The
+compiled one is `kernels/cpu/buddies.cpp`, within a layer's whole decision.
 """
 
 from __future__ import annotations
