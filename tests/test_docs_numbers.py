@@ -32,6 +32,7 @@ ALLOWED = {
         "Python 3.11",
         "as many as weigh 1.3 times the machine's memory",
     ),
+    "docs/measured.md": (),
     "docs/policies.md": (
         "that would have been 1% faster is taken",
         "at least 2% faster",
@@ -76,7 +77,7 @@ def measured_numbers(page: str, allowed: tuple[str, ...] = ()) -> list[str]:
 @pytest.mark.parametrize("name", ALLOWED)
 def test_measured_numbers_stand_between_marks(name: str) -> None:
     page = (ROOT / name).read_text(encoding="utf-8")
-    if name == "README.md":
+    if name == "docs/measured.md":
         page = "\n".join(line for line in page.splitlines() if "metrics.json" not in line)
     assert not measured_numbers(page, ALLOWED[name])
     rotten = [phrase for phrase in ALLOWED[name] if not measured_numbers(phrase)]

@@ -303,13 +303,13 @@ def test_what_predictors_foretell_and_gain(tmp_path: Path) -> None:
     assert "| demo:chat | 8 | 4 | raw gate | recorded | 1.050 | 25% |" in told
 
 
-def test_the_readme_has_the_demos_own_numbers() -> None:
-    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+def test_the_page_has_the_demos_own_numbers() -> None:
+    text = (REPOSITORY / "docs" / "measured.md").read_text(encoding="utf-8")
     for name in ("autoregressive", "diffusion"):
         path = f"src/lowtide/demo/{name}/metrics.json"
         metrics = json.loads((REPOSITORY / path).read_text(encoding="utf-8"))
         shares = [value for key, value in metrics.items() if "accuracy" in key]
-        assert shares and f"]({path})" in text
+        assert shares and f"](../{path})" in text
         for share in shares:  # kept to four digits, of which the page has three
             assert any(f"{100 * share + off:.1f}%" in text for off in (0.0, 0.01)), share
     assert f"cosine similarity is {metrics['routing_step_cosine']}" in text

@@ -30,7 +30,7 @@ from reporting.tables import (
 README = Path("README.md")
 PAGES = (
     README,
-    *(Path(f"docs/{name}.md") for name in ("formats", "memory", "policies", "quality")),
+    *(Path(f"docs/{name}.md") for name in ("formats", "measured", "memory", "policies", "quality")),
 )
 """What is rewritten, relative to the repository."""
 _LARGER = {
