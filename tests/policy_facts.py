@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lowtide.core import (
-    NOBODY,
+    NO_EXPERTS,
     BoolArray,
     Costs,
     Demand,
@@ -32,7 +32,7 @@ def make_facts(
     arriving_s: FloatArray | None = None,
     link_s: float = 0.0,
     can_fetch: bool | None = None,
-    fetched: IntArray = NOBODY,
+    fetched: IntArray = NO_EXPERTS,
 ) -> Facts:
     """Of a layer that keeps those of the demand that are resident, and has no room for others."""
     costs = costs or Costs.unknown(1)

@@ -32,7 +32,7 @@ def costs(link_s: float = 1.0, host_s: float = 1.0, disk_s: float = 0.0) -> Cost
     return Costs(10, link_s, Curve([(1, host_s)]), one_s, one_s, 0.0, disk_s, 4)
 
 
-NOBODY: tuple[list[int], int] = ([], 0)
+NO_EXPERTS: tuple[list[int], int] = ([], 0)
 
 
 def queues(facts: Facts, assign: Assign | None = None) -> list[tuple[list[int], int]]:
@@ -47,8 +47,8 @@ def test_a_host_alone_gives_up_reads_that_end_after_its_residents() -> None:
     for read_s, num_late in ((1.0, 0), (1.5, 1), (4.0, 3)):
         assert queues(routed_facts(ROUTING, HERE, costs=costs(read_s))) == [
             ([4, 5, 3], num_late),
-            NOBODY,
-            NOBODY,
+            NO_EXPERTS,
+            NO_EXPERTS,
         ]
 
 

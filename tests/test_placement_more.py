@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from policy_facts import make_facts
 
-from lowtide.core import NOBODY, Costs, Curve, Demand, Moves, Step, StepKind
+from lowtide.core import NO_EXPERTS, Costs, Curve, Demand, Moves, Step, StepKind
 from lowtide.errors import UsageError
 from lowtide.policies.division import layer_budgets
 from lowtide.policies.lowtide import Lowtide
@@ -230,4 +230,4 @@ def test_what_one_layer_fetches_is_no_other_layers() -> None:
     demand = Demand(np.array([2]), np.array([9]), np.array([False]))
     facts = make_facts(demand, is_kept=nobody, capacity=[1, 1], fetched=np.array([2]))
     assert placement.update(facts).admit.tolist() == [2]
-    assert not len(placement.update(facts._replace(layer=1, fetched=NOBODY)).admit)
+    assert not len(placement.update(facts._replace(layer=1, fetched=NO_EXPERTS)).admit)

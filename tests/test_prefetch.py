@@ -26,7 +26,7 @@ from lowtide.policies.prefetch import (
     count_following,
 )
 
-NOBODY = np.zeros(6, np.bool_)
+NO_EXPERTS = np.zeros(6, np.bool_)
 
 
 def told(layer: int, **hits: int) -> Facts:
@@ -40,7 +40,7 @@ def told(layer: int, **hits: int) -> Facts:
 @pytest.mark.parametrize("kind", [NextGate, Residual])
 def test_gates_rank_absent_experts_by_predicted_tokens(kind: type[NextGate]) -> None:
     predicted = np.array([0, 5, 9, 5, 1, 0])
-    is_resident = NOBODY.copy()
+    is_resident = NO_EXPERTS.copy()
     is_resident[2] = True
     assert kind(3).choose(Ahead(1, is_resident, predicted)).tolist() == [1, 3, 4]
     assert kind(1).choose(Ahead(1, is_resident, predicted)).tolist() == [1]
@@ -55,12 +55,12 @@ def test_which_gate_is_wanted() -> None:
 
 def test_the_previous_step_is_remembered_per_layer() -> None:
     last = PreviousStep(2, num_layers=2, num_experts=6)
-    assert last.choose(Ahead(0, NOBODY)).tolist() == []
+    assert last.choose(Ahead(0, NO_EXPERTS)).tolist() == []
     last.observe(told(0, e4=1, e2=7, e5=1))
-    assert last.choose(Ahead(0, NOBODY)).tolist() == [2, 4]
-    assert last.choose(Ahead(1, NOBODY)).tolist() == []
+    assert last.choose(Ahead(0, NO_EXPERTS)).tolist() == [2, 4]
+    assert last.choose(Ahead(1, NO_EXPERTS)).tolist() == []
     last.observe(told(0, e1=1))
-    assert last.choose(Ahead(0, NOBODY)).tolist() == [1]
+    assert last.choose(Ahead(0, NO_EXPERTS)).tolist() == [1]
 
 
 def test_statistics_follow_what_calibration_saw() -> None:
@@ -68,12 +68,12 @@ def test_statistics_follow_what_calibration_saw() -> None:
     following = count_following([ids[:2], ids[2:]], 6)
     assert following.shape == (1, 6, 6) and following[0, 0].tolist() == [0, 0, 0, 2, 1, 0]
     usual = Statistics(3, following)
-    assert usual.choose(Ahead(1, NOBODY)).tolist() == []
+    assert usual.choose(Ahead(1, NO_EXPERTS)).tolist() == []
     usual.observe(told(0, e0=3))
-    assert usual.choose(Ahead(1, NOBODY)).tolist() == [3, 4]
+    assert usual.choose(Ahead(1, NO_EXPERTS)).tolist() == [3, 4]
     usual.observe(told(0, e0=1, e1=2))
-    assert usual.choose(Ahead(1, NOBODY)).tolist() == [5, 3, 4]
-    assert usual.choose(Ahead(0, NOBODY)).tolist() == []
+    assert usual.choose(Ahead(1, NO_EXPERTS)).tolist() == [5, 3, 4]
+    assert usual.choose(Ahead(0, NO_EXPERTS)).tolist() == []
 
 
 def test_a_combination_weighs_its_parts() -> None:
@@ -81,16 +81,16 @@ def test_a_combination_weighs_its_parts() -> None:
     both = Combined(2, [(last, 1.0), (NextGate(2), 3.0)])
     assert both.gate is Gate.RAW
     both.observe(told(1, e0=4))
-    assert both.choose(Ahead(1, NOBODY, np.array([0, 1, 1, 0, 0, 0]))).tolist() == [1, 2]
-    assert both.choose(Ahead(1, NOBODY, np.array([0, 9, 1, 0, 0, 0]))).tolist() == [1, 0]
+    assert both.choose(Ahead(1, NO_EXPERTS, np.array([0, 1, 1, 0, 0, 0]))).tolist() == [1, 2]
+    assert both.choose(Ahead(1, NO_EXPERTS, np.array([0, 9, 1, 0, 0, 0]))).tolist() == [1, 0]
     with pytest.raises(UsageError, match="one early gate"):
         Combined(2, [(NextGate(2), 1.0), (Residual(2), 1.0)])
 
 
 def test_random_repeats_with_its_seed() -> None:
     first, again = RandomPrefetch(3, 6, seed=1), RandomPrefetch(3, 6, seed=1)
-    draws = [first.choose(Ahead(0, NOBODY)).tolist() for _ in range(4)]
-    assert draws == [again.choose(Ahead(0, NOBODY)).tolist() for _ in range(4)]
+    draws = [first.choose(Ahead(0, NO_EXPERTS)).tolist() for _ in range(4)]
+    assert draws == [again.choose(Ahead(0, NO_EXPERTS)).tolist() for _ in range(4)]
     assert len({tuple(draw) for draw in draws}) > 1
 
 
@@ -123,20 +123,20 @@ def test_only_absent_experts_once_and_not_too_many(
 def test_a_prefetch_that_does_not_pay_is_switched_off_and_comes_back() -> None:
     guard = PaysOff(NextGate(2), gain_s=1.0, cost_s=1.0, margin=1.5, decay=0.5)
     predicted = np.array([3, 2, 0, 0, 0, 0])
-    assert guard.choose(Ahead(1, NOBODY, predicted)).tolist() == [0, 1]
+    assert guard.choose(Ahead(1, NO_EXPERTS, predicted)).tolist() == [0, 1]
     guard.record(PrefetchOutcome(num_hits=1, num_late=5, num_wasted=1))
     assert guard.is_on  # as much earned as lost, and late ones count neither way
     guard.record(PrefetchOutcome(num_wasted=2))
     assert not guard.is_on
     for _ in range(8):  # of which one is watched
-        assert guard.choose(Ahead(1, NOBODY, predicted)).tolist() == []
+        assert guard.choose(Ahead(1, NO_EXPERTS, predicted)).tolist() == []
         guard.observe(told(1, e0=1, e5=1))  # one of two silent forecasts was right
     assert not guard.is_on
     for _ in range(4 * 8):
-        guard.choose(Ahead(1, NOBODY, predicted))
+        guard.choose(Ahead(1, NO_EXPERTS, predicted))
         guard.observe(told(1, e0=1, e1=1))
     assert guard.is_on
-    assert guard.choose(Ahead(1, NOBODY, predicted)).tolist() == [0, 1]
+    assert guard.choose(Ahead(1, NO_EXPERTS, predicted)).tolist() == [0, 1]
     assert guard.total == PrefetchOutcome(1, 5, 3)
 
 
@@ -150,13 +150,13 @@ def test_in_silence_few_forecasts_are_made_and_every_layer_has_its_turn() -> Non
             is_wanted = guard.wants_prediction(layer)
             wanted += [layer] * is_wanted
             predicted = np.array([3, 2, 0, 0, 0, 0]) if is_wanted else None
-            assert guard.choose(Ahead(layer, NOBODY, predicted)).tolist() == []
+            assert guard.choose(Ahead(layer, NO_EXPERTS, predicted)).tolist() == []
     assert sorted(wanted) == sorted(2 * [1, 2, 3, 4])
 
 
 def test_a_prediction_passed_over_is_no_error_once_it_is_switched_on() -> None:
     guard = PaysOff(NextGate(2), gain_s=1.0, cost_s=1.0)
-    assert guard.choose(Ahead(1, NOBODY, None)).tolist() == []
+    assert guard.choose(Ahead(1, NO_EXPERTS, None)).tolist() == []
 
 
 def test_switching_needs_more_than_breaking_even() -> None:
@@ -164,7 +164,7 @@ def test_switching_needs_more_than_breaking_even() -> None:
     guard.record(PrefetchOutcome(num_wasted=1))
     predicted = np.array([3, 2, 0, 0, 0, 0])
     for _ in range(20):  # half of the forecasts right: even, below the margin
-        guard.choose(Ahead(1, NOBODY, predicted))
+        guard.choose(Ahead(1, NO_EXPERTS, predicted))
         guard.observe(told(1, e0=1))
     assert not guard.is_on
 

@@ -30,7 +30,7 @@ class AsyncLLM(LoadedModel):
     """A model under a memory budget, asked by coroutines: see `LLM`, whose options it has.
 
     Any number of tasks may ask at once and share passes; one that is cancelled ends what it asked,
-    one that reads slowly delays nobody. Loading, in the constructor, takes its time: where an
+    one that reads slowly delays no other. Loading, in the constructor, takes its time: where an
     event loop is running already, `await asyncio.to_thread(AsyncLLM, model)` keeps it free.
     """
 

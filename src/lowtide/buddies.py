@@ -73,7 +73,7 @@ class Waits(NamedTuple):
     queue_of: NDArray[np.uint8] | None  # [num_experts], 0: for nothing; None: all for the disk
     starts_s: tuple[float, float]
     each_s: tuple[float, float]
-    host_s: FloatArray | None  # [num_experts], where somebody waits for the threads
+    host_s: FloatArray | None  # [num_experts], where the threads are waited for
     deadline_s: float
 
 
@@ -121,7 +121,7 @@ class LayerTwin(Protocol):
         ...
 
     def give_up_late_alone(self, state: LayerState, facts: Facts) -> RoutedTokens | None:
-        """The same where there is no device and whoever is absent is read."""
+        """The same where there is no device and absent experts are read."""
         ...
 
     def give_up_late_beside(self, state: LayerState, facts: Facts) -> RoutedTokens | None:
@@ -131,7 +131,7 @@ class LayerTwin(Protocol):
 
 
 class PassAccount(Protocol):
-    """Counts for a pass whose tokens have owners; knows whom it has seen affected."""
+    """Counts for a pass whose tokens have owners; knows which it has seen affected."""
 
     def route(self, weights: WeightArray) -> Left | None:
         """Adds what a layer's router gave [tokens, k]; what each owner may have moved of it, and

@@ -23,5 +23,5 @@ class Compute:
     device: torch.device = torch.device("cpu")
 
     def to_device(self, *rows: Tensor) -> tuple[Tensor, ...]:
-        """Rows in host memory, of one length and type, where this computes; nobody waits."""
+        """Rows in host memory, of one length and type, where this computes; nothing waits."""
         return pinned_copies.to_device(self.device, *rows)

@@ -19,7 +19,7 @@ BoolArray = NDArray[np.bool_]
 FloatArray = NDArray[np.float64]
 WeightArray = NDArray[np.float32]
 
-NOBODY: IntArray = np.empty(0, np.int64)
+NO_EXPERTS: IntArray = np.empty(0, np.int64)
 """No expert."""
 
 ALIGNMENT = 64
@@ -51,12 +51,12 @@ class RowKind(enum.IntEnum):
 class PassRows(NamedTuple):
     """Whose the rows of a pass are, and what for."""
 
-    request: IntArray  # [rows] names as in events; -1: nobody's
+    request: IntArray  # [rows] names as in events; -1: none
     kind: NDArray[np.uint8]  # [rows] of `RowKind`
 
     @classmethod
     def nobodys(cls, kind: StepKind, num_rows: int) -> PassRows:
-        """Of a pass that nobody told more of than its kind."""
+        """Of a pass of which only the kind is known."""
         return cls(np.full(num_rows, -1), np.full(num_rows, _ROW_KIND[kind], np.uint8))
 
 
@@ -73,7 +73,7 @@ class Step:
 
     `index` counts denoising (or decoding) passes. With one sequence it restarts at 0 in every
     block; in a batch it is one counter of the engine. A prefill pass carries the index of the
-    pass that follows it and does not count. `rows`: of the pass, where somebody told them.
+    pass that follows it and does not count. `rows`: of the pass, where they are known.
     `is_last`: no other is expected to follow.
     """
 
@@ -94,7 +94,7 @@ class CacheMode(enum.Enum):
     keep some is an approximation (Fast-dLLM, section 3.2).
     """
 
-    EXACT = "exact"  # none that would be others if they were computed anew
+    EXACT = "exact"  # none that would be others if they were computed again
     PREFIX = "prefix"  # those of everything before the block
     DUAL = "dual"  # those of everything before and behind it
 
@@ -126,14 +126,14 @@ class Moves(NamedTuple):
 
     `admit` are experts that are not resident and shall be after this step; `evict` are
     residents that shall not. An evicted expert that this step needs is evicted after its use.
-    `later`: without a device, who shall be when the layer comes again; nobody waits for them yet.
-    `is_owed`: whoever this step does not bring anyway comes between it and the next one, which
+    `later`: without a device, who shall be when the layer comes again; nothing waits for them yet.
+    `is_owed`: experts that this step does not bring anyway come between it and the next one, which
     waits for it; else in idle link time, where a layer's next moves replace those not begun.
     """
 
     admit: IntArray
     evict: IntArray
-    later: IntArray = NOBODY
+    later: IntArray = NO_EXPERTS
     is_owed: bool = False
     num_left_out: int = 0  # asked for by the placement, but they cannot come: no link is idle
 
@@ -143,7 +143,7 @@ class Moves(NamedTuple):
         return len(self.admit) + len(self.later) + self.num_left_out
 
 
-NO_MOVES = Moves(NOBODY, NOBODY)
+NO_MOVES = Moves(NO_EXPERTS, NO_EXPERTS)
 
 
 class MoEShape(NamedTuple):
@@ -300,7 +300,7 @@ class Facts(NamedTuple):
     has_idle_link: bool = True
     """Whether experts that the step does not ask for can be brought, too; without a device the
     layer's reads are all there is."""
-    fetched: IntArray = NOBODY
+    fetched: IntArray = NO_EXPERTS
     """Absent experts that the step brings anyway, once decided: keeping one moves nothing."""
     routing: RoutedTokens | None = None  # of the step, for policies that ask for it
     is_here: BoolArray | None = None

@@ -77,7 +77,7 @@ class LLM(LoadedModel):
         to each prompt, prompt by prompt.
         `on_event` sees, on this thread, every event of every answer, whose place is the event's
         `request`; the answers do not wait for it, and end if it raises. `progress` shows a line on
-        standard error; by default where somebody watches and there are several answers. What the
+        standard error; by default on a terminal where there are several answers. What the
         KV cache has no room for yet waits. Raises UsageError or PlanError for a prompt that cannot
         be honoured, before the first step.
         """
@@ -156,7 +156,7 @@ class LLM(LoadedModel):
 
     def expert_columns(self, layer: int, expert: int, num_columns: int) -> Tensor:
         """Evenly spread columns of an expert's gate, up and down matrices, as they are multiplied
-        with: 1-D float32 on the CPU. Read from the checkpoint, whoever is resident.
+        with: 1-D float32 on the CPU. Read from the checkpoint, whichever experts are resident.
 
         `layer` counts MoE layers. Raises UsageError for an expert that there is not, StorageError.
         """
@@ -166,7 +166,7 @@ class LLM(LoadedModel):
 
     @contextmanager
     def observed(self, observer: Observer, experts: ExpertObserver | None = None) -> Iterator[None]:
-        """Meanwhile `observer` sees every MoE layer's routing and output, whoever asks, and
+        """Meanwhile `observer` sees every MoE layer's routing and output, of all callers, and
         `experts` what experts' matrices are multiplied with.
 
         Both are called in the midst of a pass, on the engine's thread: they can ask for `stats`,

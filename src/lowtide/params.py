@@ -222,7 +222,7 @@ class SamplingParams:
 
     @property
     def most_tokens(self) -> int:
-        """`max_tokens`, or its default while nobody has counted what the context leaves: in whole
+        """`max_tokens`, or its default while it is not counted what the context leaves: in whole
         blocks of the length that is asked for, one at least."""
         if self.max_tokens is not None:
             return self.max_tokens
@@ -330,7 +330,7 @@ def listed_params(params: object) -> list[SamplingParams]:
 
 
 def hint(name: str, known: Sequence[str], elsewhere: Mapping[str, str]) -> str:
-    """What somebody who wrote `name` may have meant."""
+    """What a user who wrote `name` may have meant."""
     if name in elsewhere:
         return f"It is called {elsewhere[name]} here."
     near = difflib.get_close_matches(name, known, n=1)

@@ -194,7 +194,7 @@ class MemoryPlan:
         return self.fast_tier.num_slots - sum(self.residents_per_layer)
 
     def __repr__(self) -> str:
-        """The table, for whoever looks at it in a terminal or a notebook."""
+        """The table, as it is shown in a terminal or a notebook."""
         from lowtide.plan_text import plan_as_text
 
         return plan_as_text(self)

@@ -1,4 +1,4 @@
-"""`Completion`: one answer, as whoever asked gets it."""
+"""`Completion`: one answer, as its caller gets it."""
 
 from __future__ import annotations
 

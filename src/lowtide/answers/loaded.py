@@ -222,8 +222,8 @@ class LoadedModel:
 
 @contextmanager
 def _told(progress: Progress | bool | None) -> Iterator[Progress | None]:
-    """Who is told how far loading is: whoever was named, or a line on standard error if that is
-    wished or, where nothing is said, somebody watches."""
+    """What is told how far loading is: the callback given, or a line on standard error if that is
+    wished or, where nothing is said, standard error is a terminal."""
     if progress is None:
         progress = is_watched()
     if callable(progress):

@@ -96,5 +96,5 @@ class LoadingLine(OneLine):
 
 
 def is_watched() -> bool:
-    """Whether somebody sees standard error as it is written: on a terminal, or in a notebook."""
+    """Whether standard error is shown as it is written: on a terminal, or in a notebook."""
     return sys.stderr.isatty() or "ipykernel" in sys.modules

@@ -1,4 +1,4 @@
-"""Events as whoever asked gets them: by the place of their prompt, with text beside ids."""
+"""Events as their caller gets them: by the place of their prompt, with text beside ids."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lowtide.model_folder.tokenizer import TextStream, Tokenizer
 class Reporter:
     """Puts the places of `requests` and their text into events.
 
-    Owns what of each text was held back. Without a tokenizer, and where nobody reads it
+    Owns what of each text was held back. Without a tokenizer, and where it is not read
     (`has_text`), there is no text.
     """
 

@@ -91,7 +91,7 @@ def ask_writing(llm: LLM, prompt: Prompt, params: SamplingParams, writer: TextWr
 
 
 def has_view(llm: LLM, console: Console) -> bool:
-    """Whether there are blocks to be drawn, and somebody to see them."""
+    """Whether there are blocks to be drawn, and a terminal to show them."""
     return can_redraw(console) and llm.config.is_diffusion
 
 

@@ -41,8 +41,8 @@ def calibrate(
     """Run a text and write down routing, residual vectors and statistics for the policies.
 
     Without --out they go to a file in the user's cache; --machine is what the intervals are for.
-    With --buddies there is a profile of who may stand in for whom in it, which buddymoe needs;
-    with --inputs there is what experts' matrices are multiplied with, for pack and --format.
+    With --buddies it has a profile of which expert may stand in for which, for buddymoe;
+    with --inputs what experts' matrices are multiplied with, for pack and --format.
     """
     from lowtide.profiles import load_profile
 

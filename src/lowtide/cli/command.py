@@ -104,7 +104,7 @@ def errors_reported(wants_json: bool = False, is_verbose: bool = False) -> Itera
             traceback.print_exception(error)
         message = (
             f"A library cannot be loaded: {error}. Where memory or open files are limited "
-            "(ulimit -v, ulimit -n) raise the limit, else install lowtide anew; -v shows where."
+            "(ulimit -v, ulimit -n) raise the limit, else install lowtide again; -v shows where."
         )
         if wants_json:
             _print_error_object(error, message)
@@ -194,8 +194,8 @@ def _warning(
     lineno: int,
     line: str | None = None,
 ) -> str:
-    """One of lowtide's own like its other notices: whoever runs a command has no use for a line of
-    source. A library's as Python shows it."""
+    """One of lowtide's own like its other notices, without a line of source. A
+    library's as Python shows it."""
     if category is UserWarning and Path(filename).is_relative_to(_PACKAGE):
         return f"lowtide: {printable(str(message))}\n"
     return _python_s_warning(message, category, filename, lineno, line)

@@ -81,7 +81,7 @@ class Conversation:
                     self._reported(self._answer, line)
 
     def _read(self, editor: LineEditor) -> str | None:
-        """The next line. Ctrl-C drops the one that is being typed; of lines that nobody types it
+        """The next line. Ctrl-C drops the one that is being typed; of lines that are not typed it
         ends the program."""
         while True:
             try:
@@ -181,7 +181,7 @@ class Conversation:
         if room < 1:
             raise UsageError(
                 f"This message has {len(token_ids)} tokens, and the context leaves no room for an "
-                "answer: shorten it, or begin anew with a larger --context."
+                "answer: shorten it, or begin again with a larger --context."
             )
         return token_ids, replace(self._params, max_tokens=min(self._params.most_tokens, room))
 

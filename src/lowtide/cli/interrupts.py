@@ -26,7 +26,7 @@ class Terminated(SystemExit):
 
 
 def hear_signals() -> None:
-    """From now on SIGTERM raises, too, unless whoever started this has it ignored; and one of the
+    """From now on SIGTERM raises, too, unless the parent process has it ignored; and one of the
     two that was dropped comes once more, a moment later."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _hear)
@@ -36,7 +36,7 @@ def hear_signals() -> None:
 
 
 def end_if_asked() -> None:
-    """Raises anew for a signal that came; for where whatever it raised may have been caught."""
+    """Raises again for a signal that came; for where what it raised may have been caught."""
     if _heard:
         for again in _to_come:  # once is enough: another would end what clears up
             again.cancel()

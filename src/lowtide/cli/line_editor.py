@@ -1,4 +1,4 @@
-"""Lines that somebody types: edited and remembered where the system has a library for that."""
+"""Lines that a user types: edited and remembered where the system has a library for that."""
 
 from __future__ import annotations
 

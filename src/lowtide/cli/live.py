@@ -111,7 +111,7 @@ class LiveView:
         self._draw(is_due=True)
 
     def _print(self, text: str) -> None:
-        """For good: as it is, since somebody may copy it from the terminal."""
+        """For good: as it is, since a user may copy it from the terminal."""
         self._live.console.print(Text(printable(text)), soft_wrap=True)
 
     def _draw(self, is_due: bool) -> None:
@@ -135,7 +135,7 @@ class LiveView:
 
     def _heed_resize(self) -> None:
         """A terminal that became narrower has broken the lines of the last frame into more: those
-        are erased here, and as many as there were by whoever draws the next frame."""
+        are erased here, and as many as there were by the next frame."""
         width = self._live.console.width
         if width >= self._width:
             return

@@ -13,8 +13,8 @@ EXIT_INTERRUPTED = 128 + 2  # as a shell reports a program that SIGINT ended
 
 
 def main() -> None:
-    """Run the command line; the exit code is 0, 1, 2 (wrong usage), 130 (Ctrl-C), 141 (whoever
-    read the output has gone) or 143 (SIGTERM)."""
+    """Run the command line; the exit code is 0, 1, 2 (wrong usage), 130 (Ctrl-C), 141 (the
+    output's reader has gone) or 143 (SIGTERM)."""
     try:
         _open_closed_streams()
         from lowtide.cli.interrupts import hear_signals
@@ -62,7 +62,7 @@ def _end_unread() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Whoever starts a program may have closed standard input, output or error: what is read there
+    """The parent process may have closed standard input, output or error: what is read there
     is nothing, and what is written goes nowhere. The next file that is opened would otherwise get
     that number, and whatever a library prints would go into it."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):

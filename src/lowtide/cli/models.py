@@ -57,7 +57,7 @@ def synth(
     Group.OUTPUT,
 )
 def pack(model: ModelName, *, settings: Settings) -> None:
-    """Write a model's folder anew with weights in 8 or 4 bits: a model that reads faster.
+    """Write a model's folder again with weights in 8 or 4 bits: a model that reads faster.
 
     With --calibration, of lowtide calibrate --inputs, experts lose less of what they are used for.
     With --by-expert a GGUF model's experts are copied beside it, each in one piece, to be read

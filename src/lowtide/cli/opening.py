@@ -60,7 +60,7 @@ class Planned(NamedTuple):
     memory: MemoryPlan
     passes: PlannedPasses | None  # of a bidirectional one
     by_format: tuple[FormatPlan, ...]
-    has_chat_template: bool | None  # None: nobody has looked
+    has_chat_template: bool | None  # None: not looked at
 
 
 def make_plan(model: str, settings: Settings) -> Planned:

@@ -150,7 +150,7 @@ OPTIONS: tuple[Option, ...] = (
         "Record what experts are given, for pack and --format with --calibration.",
         False,
     ),
-    Option("buddies", Kind.BOOLEAN, Group.BUDDIES, "Profile who may stand in for whom.", False),
+    Option("buddies", Kind.BOOLEAN, Group.BUDDIES, "Profile stand-ins for each expert.", False),
     Option(
         "alpha",
         Kind.TEXT,

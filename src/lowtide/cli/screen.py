@@ -20,7 +20,7 @@ from rich.progress import (
 FILE_WIDTH = 120
 """Columns of a table that is not shown on a terminal."""
 
-# A model's text must not move the cursor or retitle the window of whoever reads it.
+# A model's text must not move the cursor or retitle the window of its reader.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 

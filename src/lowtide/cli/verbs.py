@@ -41,7 +41,7 @@ _LINES = {
     "simulate": "Replay a trace in simulated time; nothing is computed.",
     "quality": "Score a text, or multiple choice, under several settings beside the exact run.",
     "synth": "Write a checkpoint with random weights and a realistic routing skew.",
-    "pack": "Write a model's folder anew with weights in 8 or 4 bits: a model that reads faster.",
+    "pack": "Write a model's folder again with weights in 8 or 4 bits: a model that reads faster.",
     "pull": "Fetch a model from the hub: weights, configuration and tokenizer, never code.",
     "ls": "List the models that are on this machine.",
 }

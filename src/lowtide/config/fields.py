@@ -115,7 +115,7 @@ class Fields:
             )
 
     def refuse_unread(self, name: str) -> None:
-        """Refuses an override whose key nobody asked for: it would have no effect."""
+        """Refuses an override whose key was not asked for: it would have no effect."""
         if name in self.asked:
             return
         close = difflib.get_close_matches(str(name), self.asked, 1)

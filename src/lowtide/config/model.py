@@ -49,7 +49,7 @@ class Published(NamedTuple):
 class ModelConfig:
     """A decoder, whatever its family calls these things.
 
-    Made by `load` or `from_dict`. Whoever makes one by hand gets the same checks of what must
+    Made by `load` or `from_dict`. One that is made by hand gets the same checks of what must
     fit together; they raise ConfigError.
     """
 

@@ -46,7 +46,7 @@ def format_size(num_bytes: int) -> str:
 
 
 _LEAST_BYTES = 1000
-"""Less is nobody's budget: a bare number below it was meant in GiB."""
+"""Less is no budget: a bare number below it was meant in GiB."""
 _UNIT_BYTES = {
     "b": 1,
     **{letter: 1024 ** (i + 1) for i, letter in enumerate("kmgtp")},

@@ -1,6 +1,6 @@
 """`AttentionSpec` and `ExpertSpec`: the two halves of a layer, whatever their family.
 
-Whoever makes one gets the checks of what must fit together; they raise ConfigError.
+Each one made gets the checks of what must fit together; they raise ConfigError.
 """
 
 from __future__ import annotations

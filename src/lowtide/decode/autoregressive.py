@@ -2,7 +2,7 @@
 
 A sequence feeds what it knows and has not cached: first its prompt, then each new token. Those
 that feed one token come first in every pass, prompts take the rows that are left, in the order in
-which they came: a long prompt starves nobody, and whoever runs rides along with its chunks.
+which they came: a long prompt starves no other, and running sequences ride along with its chunks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHUNK_MULTIPLE = 16
 class Autoregressive(BatchDecoder[CausalSequence]):
     """Decodes requests, one forward pass at a time, over one model and one KV cache.
 
-    With `use_kv_cache=False` everything is computed anew for every token: a slow reference.
+    With `use_kv_cache=False` everything is computed again for every token: a slow reference.
     `max_rows` is at least `CHUNK_MULTIPLE`.
     """
 

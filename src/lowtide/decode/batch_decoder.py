@@ -95,7 +95,7 @@ class BatchDecoder(abc.ABC, Generic[S]):
 
     @property
     def taking_part(self) -> Sequence[Request]:
-        """Whom the last `step` was for: if it failed, it failed for them."""
+        """Which requests the last `step` was for: if it failed, it failed for them."""
         return self._taking_part
 
     def add(self, request: Request) -> None:
@@ -157,7 +157,7 @@ class BatchDecoder(abc.ABC, Generic[S]):
         return request.canvas_length
 
     def _is_everybody(self, num_sequences: int) -> bool:
-        """Whether a pass of so many sequences leaves nobody out."""
+        """Whether a pass of so many sequences leaves no sequence out."""
         return not self._waiting and num_sequences == len(self._running)
 
     def _requests(self) -> Iterator[Request]:

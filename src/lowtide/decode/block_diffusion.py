@@ -41,7 +41,7 @@ __all__ = [
 class BlockDiffusion(BatchDecoder[BlockSequence]):
     """Decodes requests, one forward pass at a time, over one model and one KV cache.
 
-    With `use_kv_cache=False` everything is computed anew for every pass: a slow reference.
+    With `use_kv_cache=False` everything is computed again for every pass: a slow reference.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class BlockDiffusion(BatchDecoder[BlockSequence]):
         )
 
     def _is_last(self, kind: StepKind, turns: Sequence[_BlockTurn]) -> bool:
-        """Whether no pass is expected to follow: everybody takes part, and nobody goes on."""
+        """Whether no pass is expected to follow: all sequences take part, and none goes on."""
         if kind is not StepKind.DENOISE or not self._is_everybody(len(turns)):
             return False
         return all(turn.sequence.is_expected_to_end for turn in turns)

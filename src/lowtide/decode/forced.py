@@ -33,7 +33,7 @@ from lowtide.memory.kv_cache import KVCache
 
 
 class OnLogits(Protocol):
-    """Somebody who looks at what a token would have been chosen from."""
+    """Looks at what a token would have been chosen from."""
 
     def __call__(self, mask: int, positions: IntArray, logits: Tensor) -> None:
         """logits: float32 [n, vocab] in host memory, of the tokens at `positions` [n], valid until

@@ -140,7 +140,7 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
         )
 
     def _is_last(self, turns: Sequence[_MaskedTurn]) -> bool:
-        """Whether no pass is expected to follow: everybody takes part, and nobody goes on."""
+        """Whether no pass is expected to follow: all sequences take part, and none goes on."""
         return self._is_everybody(len(turns)) and all(
             turn.sequence.is_expected_to_end for turn in turns
         )

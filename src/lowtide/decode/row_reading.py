@@ -40,7 +40,7 @@ class RowModel(Model, Protocol):
 class HeadForm(enum.Enum):
     """Whose logits exist together, at temperature 0. What is read of them is the same."""
 
-    FUSED = "fused"  # nobody's: tiles only
+    FUSED = "fused"  # of no rows: tiles only
     MASKED = "masked"  # those of the rows that are read, as in Mosaic
     ALL = "all"  # those of every row of a pass, as published decoders have it
 

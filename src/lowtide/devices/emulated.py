@@ -146,7 +146,7 @@ class EmulatedDevice:
     def join(self) -> None:
         """Raises DeviceError when the outputs have not come, or anything failed since a drain.
 
-        Also for a copy whose own event nobody asked: its expert would be computed from old bytes.
+        Also for a copy whose own event was not asked: its expert would be computed from old bytes.
         """
         if self._last_run is not None:
             self._last_run.wait()

@@ -1,7 +1,7 @@
 """The engine's loop for coroutines: what is asked of it is awaited, nothing waits in a thread.
 
-News of the engine's thread come by `call_soon_threadsafe` into a queue without a bound: whoever
-reads slowly delays neither the engine nor anybody else. A task that is cancelled drops what it
+News of the engine's thread come by `call_soon_threadsafe` into a queue without a bound: a slow
+reader delays neither the engine nor another. A task that is cancelled drops what it
 asked.
 """
 
@@ -65,6 +65,6 @@ async def run_passes(loop: EngineLoop, work: Passes[T], num_tokens: int) -> T:
 
 
 def _call(running: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
-    """On the event loop's thread, soon; nowhere once that loop is closed: nobody waits there."""
+    """On the event loop's thread, soon; nowhere once that loop is closed: nothing waits there."""
     with suppress(RuntimeError):
         running.call_soon_threadsafe(function)

@@ -122,7 +122,7 @@ class SharedMemory:
         return KVCache(kv.storage, kv, self.max_range_tokens)
 
     def close(self) -> None:
-        """Gives all memory back; nobody uses any of it any more."""
+        """Gives all memory back; nothing uses any of it any more."""
         self.slots_account.give_way = None
         if self.kv is not None:
             self.kv.close()
@@ -175,7 +175,7 @@ class ElasticMemory:
         shared.slots_account.give_way = self.give_way
 
     def close(self) -> None:
-        """Gives all memory back, at once and whoever still holds tensors over it."""
+        """Gives all memory back, at once, also where tensors over it are left."""
         self._shared.close()
 
     def as_dict(self) -> dict[str, float]:
@@ -216,7 +216,7 @@ class ElasticMemory:
         self._fill()
 
     def restore(self) -> None:
-        """Brings the planned slots back, for a policy that begins anew with as many.
+        """Brings the planned slots back, for a policy that begins again with as many.
 
         Raises PageError where the system has less than the budget.
         """

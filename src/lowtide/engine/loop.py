@@ -1,7 +1,7 @@
-"""One thread that runs a loaded model for everybody who asks.
+"""One thread that runs a loaded model for all callers.
 
 Requests, cancellations and jobs reach it through a mailbox that it reads between two passes;
-events leave through a queue for each who asked. So whoever reads slowly delays nobody, an
+events leave through a queue for each who asked. So a slow reader delays no other, an
 exception in one thread ends nothing of another's, and what belongs to a thread (torch's number of
 threads, its inference mode, CUDA's current device) is always the same thread's.
 """
@@ -81,7 +81,7 @@ class EngineLoop:
         """As `run`, for work with passes of its own: it yields wherever others may have one.
 
         It begins when the KV cache has `num_tokens` free; requests that are asked later wait until
-        then. It is closed at a `yield` if whoever waits here is interrupted.
+        then. It is closed at a `yield` if the caller is interrupted.
         """
         job = Job(work, num_tokens)
         try:
@@ -139,7 +139,7 @@ class EngineLoop:
             self._worker.mailbox.put(partial(Worker.accept, asked=asked))
 
     def drop(self, asked: Answers | Job[Any]) -> None:
-        """Ends what was asked, wherever it is: nobody waits for it any more."""
+        """Ends what was asked, wherever it is: nothing waits for it any more."""
         self._worker.mailbox.put(partial(Worker.drop, asked=asked))
 
     @property
@@ -161,7 +161,7 @@ class EngineLoop:
         if os.getpid() != self._process:
             raise UsageError(
                 f"This model was loaded by process {self._process}, and its threads are not in "
-                f"process {os.getpid()}, a fork of it: load it there, or start that process anew."
+                f"process {os.getpid()}, a fork of it: load it there, or start that process again."
             )
 
 

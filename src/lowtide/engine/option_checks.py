@@ -79,7 +79,7 @@ def check_not_bidirectional(config: ModelConfig, options: EngineConfig) -> None:
     if isinstance(options.kv_cache, str):
         raise UnsupportedError(
             f"kv_cache {options.kv_cache!r} approximates what bidirectional models (LLaDA, "
-            f"LLaDA-MoE, Dream) would compute anew; {name} keeps exact keys and values: leave it "
+            f"LLaDA-MoE, Dream) would compute again; {name} keeps exact keys and values: leave it "
             "true."
         )
     if options.head_form != HeadForm.FUSED.value:

@@ -55,7 +55,7 @@ def paged_room(
     num_bytes: int, budget: PageBudget, is_wanted: Callable[[], bool] | None = None
 ) -> PagedRoom:
     """Addresses for so many bytes, with an account of the budget; is_wanted: whether others have a
-    better use for what a pass can do without, by default nobody."""
+    better use for what a pass can do without, by default none."""
     account, pages = budget.open("workspace"), HostPages(num_bytes, group_bytes(num_bytes))
     free_bytes = None if is_wanted is None else available_memory_bytes
     arena = ElasticArena(pages, account, free_bytes=free_bytes)

@@ -68,7 +68,7 @@ def run_experts(engine: Engine, layer: int, x: Tensor, routing: Routing, step: S
 
 def expert_columns(engine: Engine, layer: int, expert: int, num_columns: int) -> Tensor:
     """Evenly spread columns of an expert's gate, up and down matrices, one after the other, as
-    they are multiplied with: float32 on the CPU. Read anew into memory of its own. 1-D"""
+    they are multiplied with: float32 on the CPU. Read again into memory of its own. 1-D"""
     opened = engine.opened
     layout = opened.slot_layout
     slots = ExpertSlots(Arena(layout.num_bytes), layout)

@@ -151,7 +151,7 @@ class Worker:
             self._waiting.append(asked)
 
     def drop(self, asked: Asked) -> None:
-        """Ends what was asked, wherever it is; nobody waits for it any more."""
+        """Ends what was asked, wherever it is; nothing waits for it any more."""
         error = UsageError("This was cancelled.")
         if asked in self._waiting:
             self._waiting.remove(asked)
@@ -281,7 +281,7 @@ class Worker:
     def _end_error(self) -> Exception:
         if self._fault is None:
             return UsageError("This LLM is closed; make another one.")
-        error = InternalError(f"The engine's thread has ended: {self._fault!r}. Load anew.")
+        error = InternalError(f"The engine's thread has ended: {self._fault!r}. Load it again.")
         error.__cause__ = self._fault
         return error
 

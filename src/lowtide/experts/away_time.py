@@ -9,7 +9,7 @@ class AwayTime:
     """Times from the end of each layer's work to the next layer's demand: attention and router,
     behind the last layer also the head, sampling and the embedding.
 
-    Seconds of the clock, whoever computes meanwhile. The lesser of the last two counts, so that a
+    Seconds of the clock, whatever computes meanwhile. The lesser of the last two counts, so that a
     pause between two requests is taken for no pass's end.
     """
 

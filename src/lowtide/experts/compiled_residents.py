@@ -1,4 +1,4 @@
-"""The host's residents as compiled passes see and change them: nobody is asked in between.
+"""The host's residents as compiled passes see and change them: Python is not asked in between.
 
 What a placement says before a pass (`policies/ranks.py`) and the ledger's own arrays are handed
 over by address; what was demanded and what became of it is taken back when the pass has ended.
@@ -72,7 +72,7 @@ class CompiledResidents:
         # A copy out of the page cache takes a core from computing, whenever it is made.
         self._trial = AheadTrial() if compiled is not None and compiled.is_direct else None
         self._begin_s = 0.0  # when the pass began
-        self._is_waiting: tuple[int, int, float] | None = None  # for whom, since when
+        self._is_waiting: tuple[int, int, float] | None = None  # for which expert, since when
         [free] = ledger.free
         self._struct = ResidencyStruct(
             *map(_address, (ledger.table, ledger.owner, free.ring, free.state)),

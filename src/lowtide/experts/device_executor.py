@@ -104,7 +104,7 @@ class DeviceExpertExecutor:
             self.device.device.join()
 
     def abandon(self) -> None:
-        """After a failure: gives all slots back, once nobody uses or fills them."""
+        """After a failure: gives all slots back, once nothing uses or fills them."""
         self._beside.stop()
         self.device.abandon()
         self.host.abandon()
@@ -187,7 +187,7 @@ class DeviceExpertExecutor:
         work, tile = self._work, self._tile
         admit = np.array([e for e in moves.admit.tolist() if e in at_hand], np.int64)
         evict = np.array([e for e in moves.evict.tolist() if work.is_finished(e, tile)], np.int64)
-        num_spare = max(0, len(moves.admit) - len(moves.evict))  # in nobody's place
+        num_spare = max(0, len(moves.admit) - len(moves.evict))  # in no resident's place
         admit = admit[: num_spare + len(evict)]
         evict = evict[: max(0, len(admit) - num_spare)]
         self._moves = moves._replace(

@@ -140,7 +140,7 @@ class DeviceTier:
         self.link.evict(layer, expert)
 
     def abandon(self) -> None:
-        """After a failure: gives all slots back, once nobody uses or fills them."""
+        """After a failure: gives all slots back, once nothing uses or fills them."""
         self.device.drain()
         self.link.abandon()
 

@@ -28,8 +28,8 @@ class LentSlots(NamedTuple):
 class ElasticSlots:
     """Owns how many of a tier's slots are live, and has memory behind exactly those.
 
-    Does not choose who is evicted: whoever shrinks it has made room before. Changes between steps
-    only, on the thread that owns the slots.
+    Does not choose what is evicted: its caller makes room before it shrinks. Changes between
+    steps only, on the thread that owns the slots.
     """
 
     def __init__(

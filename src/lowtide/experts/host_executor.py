@@ -108,11 +108,11 @@ class HostExpertExecutor:
 
     def open(self, work: Work, plan: Plan | None) -> None:
         """Starts the other reads of a layer; `run_tile` of each of its tiles follows."""
-        assert plan is not None, "nobody was asked of a layer of the host's"
-        self.follow(plan, plan.ask_moves())  # whose slots are given to whom
+        assert plan is not None, "no policy was asked of a layer of the host's"
+        self.follow(plan, plan.ask_moves())  # which slots are given to which experts
 
     def run_tile(self, work: Work, tile: Tile) -> None:
-        """Experts of few rows in one call on this thread, unless somebody waits for a slot, which
+        """Experts of few rows in one call on this thread, unless an expert waits for a slot, which
         only this thread gives to others; the others on threads, as they are read."""
         is_finished = partial(work.is_finished, tile=tile)
         self._tile = HostTile(work.layer, tile.rows, work.buffers, work.x, is_finished)
@@ -132,7 +132,7 @@ class HostExpertExecutor:
         self._working.clear()
 
     def abandon(self) -> None:
-        """After a failure: gives all slots back, once nobody uses or fills them."""
+        """After a failure: gives all slots back, once nothing uses or fills them."""
         self.stop()
         self.host.abandon()
 

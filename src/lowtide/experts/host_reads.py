@@ -14,7 +14,7 @@ from lowtide.experts.read_ahead import PendingRead
 
 class HostReads:
     """Owns a layer's reads, each into a slot that is taken, and leases on the slots of those here.
-    Whoever gets an expert says when its use ends, by `HostTier.used_by` or `give_back`."""
+    A caller that gets an expert says when its use ends, by `HostTier.used_by` or `give_back`."""
 
     def __init__(self, tier: HostTier, layer: int, wanted: IntArray) -> None:
         """wanted: ascending. Those that are absent have to come, whatever is decided of who stays;
@@ -78,7 +78,7 @@ class HostReads:
                 self._wait_for_slot(will_be_free)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """All of them, for somebody who tells of every use by `used_by`."""
+        """All of them, for a caller that tells of every use by `used_by`."""
         yield from list(self.slots.items())
         absent = [*self._waiting, *(read.expert for read in self._pending)]
         for expert in self.arriving(absent):

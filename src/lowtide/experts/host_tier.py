@@ -75,7 +75,7 @@ class HostTier:
         reads_ahead: bool = True,
         is_permanent: bool = False,
     ) -> None:
-        """is_permanent: once loaded, every expert stays; nobody needs to say when a use ends."""
+        """is_permanent: once loaded, every expert stays; the end of a use need not be told."""
         self.slots = slots
         self.ledger = ledger
         self.transfer = transfer
@@ -84,9 +84,9 @@ class HostTier:
         self.stats = HostStats()
         self.read_ahead = ReadAhead(ledger) if reads_ahead else None
         self.late = LateReads(ledger)
-        # Slots that reads write to, whoever has them; no ticket: Ctrl-C may have come before it.
+        # Slots that reads write to; no ticket: Ctrl-C may have come before it.
         self._filling: dict[int, Ticket | None] = {}
-        self._set_aside: dict[int, Ticket] = {}  # of them, those that nobody waits for
+        self._set_aside: dict[int, Ticket] = {}  # of them, those that nothing waits for
         self.news = threading.Event()  # a read or a computation has ended since it was cleared
         self.idle_s = 0.0  # waited without any, and nothing that will be news has got on
         self.wants_slots = False  # whether a slot that is given back is news
@@ -102,7 +102,7 @@ class HostTier:
 
     @property
     def num_set_aside(self) -> int:
-        """Slots that nobody has until reads into them have ended, for which nobody waits."""
+        """Slots that are not used until reads into them have ended, for which nothing waits."""
         return len(self._set_aside)
 
     def has(self, layer: int, expert: int) -> bool:
@@ -168,7 +168,7 @@ class HostTier:
             self.read_ahead.expect(facts, run)
 
     def settle(self) -> None:
-        """Gives back the slots whose uses are done, and those of reads that nobody waits for."""
+        """Gives back the slots whose uses are done, and those of reads that nothing waits for."""
         while self._returned:
             self._release(self._returned.popleft())
         for slot in [slot for slot, ticket in self._set_aside.items() if ticket.done()]:
@@ -193,7 +193,7 @@ class HostTier:
         self.settle()
 
     def wait_for_use(self) -> bool:
-        """Waits for the end of a use that was told by `used_by`, or of a read that nobody waits
+        """Waits for the end of a use that was told by `used_by`, or of a read that nothing waits
         for; False where there is nothing to wait for."""
         if self._uses:
             self._uses[0][1].wait()
@@ -249,7 +249,7 @@ class HostTier:
         self.late.forget()
         if self._end_reads(self.end_limit_s):
             self.transfer.drain()
-        else:  # of a read that got no ticket nobody will learn when it has ended
+        else:  # when a read without a ticket has ended is never known
             lost = [slot for slot, ticket in self._filling.items() if ticket is None]
             self._set_aside.update((slot, Future()) for slot in lost)
         self._uses.clear()
@@ -262,7 +262,7 @@ class HostTier:
         self._filling.clear()
 
     def start_for_later(self) -> bool:
-        """Gives free slots to whoever is read for another step; whether that takes more of them."""
+        """Gives free slots to experts read for another step; whether that takes more of them."""
         waiting = self.late.start_reads(self.start_read)
         if self.read_ahead is not None:
             waiting = self.read_ahead.start_reads(self.start_read) or waiting

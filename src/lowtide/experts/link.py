@@ -42,7 +42,7 @@ class Link:
     """Owns the ledger of a device's slots and the order of copies into them.
 
     A slot changes owner at once, in the ledger; its next copy waits for the event of its last
-    use, so bytes change only when nobody needs them. Several devices have a link each; what no
+    use, so bytes change only when nothing needs them. Several devices have a link each; what no
     policy sends to one of them goes where the link is soonest free.
     """
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lowtide.core import NOBODY, Facts, IntArray, StepKind
+from lowtide.core import NO_EXPERTS, Facts, IntArray, StepKind
 from lowtide.experts.slots import SlotLedger
 from lowtide.reading.file_reader import Ticket
 
@@ -81,7 +81,7 @@ class ReadAhead:
         num_layers = self._ledger.num_layers
         if facts.layer + 1 < num_layers:
             return facts.layer + 1
-        # A prompt is read once. With a device above, some experts are nobody's to read.
+        # A prompt is read once. With a device above, some experts are not to be read here.
         step = facts.step
         is_repeated = step.kind is StepKind.DENOISE and not step.is_last
         return 0 if is_repeated and not facts.has_idle_link and num_layers > 1 else _NO_LAYER
@@ -90,14 +90,14 @@ class ReadAhead:
         demand = (run or facts).demand
         is_demanding = len(demand.experts) >= NEARLY_ALL * self._ledger.num_experts
         if self._layer == _NO_LAYER or not is_demanding:
-            return NOBODY
-        if run is not None and demand.is_resident.all():  # whoever is absent was replaced
-            return NOBODY
+            return NO_EXPERTS
+        if run is not None and demand.is_resident.all():  # absent experts were replaced
+            return NO_EXPERTS
         return np.flatnonzero(~self._ledger.is_resident(self._layer))
 
 
 class LateReads:
-    """Owns reads of experts that are to be resident when their layer comes again, and that nobody
+    """Owns reads of experts that are to be resident when their layer comes again, and that nothing
     waits for meanwhile. Each has the slot that its layer gave up for it."""
 
     def __init__(self, ledger: SlotLedger) -> None:
@@ -115,7 +115,7 @@ class LateReads:
         self._waiting.extend((layer, expert) for expert in experts.tolist())
 
     def start_reads(self, start: StartRead) -> bool:
-        """Gives free slots to those that wait for one, which nobody does who is demanded; whether
+        """Gives free slots to those that wait for one, which no demanded expert does; whether
         some wait yet."""
         while self._waiting and self._ledger.num_free:
             read = start(*self._waiting.popleft())
@@ -123,7 +123,7 @@ class LateReads:
         return bool(self._waiting)
 
     def end(self, layer: int) -> list[PendingRead]:
-        """A layer's reads, for the caller to wait for; whoever never got a slot is forgotten."""
+        """A layer's reads, for the caller to wait for; those without a slot are forgotten."""
         self._waiting = deque(each for each in self._waiting if each[0] != layer)
         return self._pending.pop(layer, [])
 

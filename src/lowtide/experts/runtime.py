@@ -33,7 +33,7 @@ from lowtide.reading.dense_weights import Progress, no_progress
 
 
 class Observer(Protocol):
-    """Somebody who watches without taking part: a trace, a comparison."""
+    """Called after each layer, read-only: a trace, a comparison."""
 
     def saw_layer(self, layer: int, step: Step, x: Tensor, routing: Routing, out: Tensor) -> None:
         """After a layer's experts were summed: `x` [tokens, hidden] compute dtype, what its router
@@ -43,7 +43,7 @@ class Observer(Protocol):
 
 
 class ExpertObserver(Protocol):
-    """Somebody who watches what experts' matrices are multiplied with, where the host has all."""
+    """Called with what experts' matrices are multiplied with, where the host has all."""
 
     def saw_experts(self, layer: int, x: Tensor, rows: ExpertRows, activated: Tensor) -> None:
         """After experts of a layer were run, all or a tile's, each for itself: `x` [tokens, hidden]
@@ -78,7 +78,7 @@ class ExpertRuntime:
         self.room = Room(policies.capacity)
         self.observer: Observer | None = None
         self.expert_observer: ExpertObserver | None = None  # never beside a device
-        self.use: ExpertUse | None = None  # told of every demand, where somebody wants to know
+        self.use: ExpertUse | None = None  # told of every demand, where that is wanted
         self.stats = ExpertStats()
         self._is_under_way = False  # a step, or what has to be cleared up after one
         self._hits: IntArray = np.zeros((shape.num_layers, shape.num_experts), np.int64)
@@ -229,7 +229,7 @@ class ExpertRuntime:
             work.add(tile, executor.threads)
 
     def _decide(self, call: LayerCall) -> tuple[LayerCall, Plan]:
-        """What is to be run, which a substitution may have changed, and by whom."""
+        """What is to be run, which a substitution may have changed, and what runs it."""
         at_host = self.executor.look(call, self.policies)
         facts, run = self._facts(call, at_host.experts, at_host.told), None
         self._count(call.layer, facts.demand)
@@ -265,7 +265,7 @@ class ExpertRuntime:
         return moves
 
     def _abandon(self) -> None:
-        """After a failure: gives all slots back, once nobody uses or fills them."""
+        """After a failure: gives all slots back, once nothing uses or fills them."""
         self._is_under_way = True
         if self._compiled is not None:
             self._compiled.reset()

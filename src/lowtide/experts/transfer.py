@@ -51,7 +51,7 @@ class Transfer(Protocol):
         ...
 
     def drain(self) -> None:
-        """Waits until no slot is being filled, whoever has the tickets."""
+        """Waits until no slot is being filled."""
         ...
 
     def close(self) -> None:

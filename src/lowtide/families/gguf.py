@@ -148,7 +148,7 @@ class GgufArchitecture:
     names: Names
 
     def name_of(self, tensor: str) -> str | RearrangedTensor | None:
-        """What we call a tensor of a file; None for one that nobody knows."""
+        """What we call a tensor of a file; None for one that is not known."""
         found = self.names.get(_NUMBER.sub(".#", tensor))
         if found is None:
             return None

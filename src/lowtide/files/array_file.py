@@ -84,7 +84,7 @@ def load_arrays(
         raise StorageError(text) from reason
     except _DAMAGE as reason:
         told = str(reason).rstrip(".")
-        way_out = "make it anew, remove it or leave it out"
+        way_out = "make it again, remove it or leave it out"
         raise UsageError(f"{path} is not a whole lowtide {noun}: {told}; {way_out}.") from None
 
 

@@ -4,7 +4,7 @@ In a user namespace (containers, sandboxes) users outside that have no number in
 one, the overflow user. Root may be among them, and so may anybody else whose files are visible. So
 a folder of the overflow user counts as root's only where the system's own layout says that it is
 root's, and where this user is seen as the overflow user, too, no file can be told to be its own.
-Whatever is not known for certain counts as somebody else.
+Whatever is not known for certain counts as another user.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 ID_MAP = Path("/proc/self/uid_map")
 OVERFLOW_ID = Path("/proc/sys/kernel/overflowuid")
 SYSTEM_FOLDERS = tuple(map(Path, ("/", "/home", "/tmp", "/var", "/var/tmp")))
-"""Root's on every Linux: nobody else can have made them, or put them in another's place."""
+"""Root's on every Linux: no other user can have made them, or put them in another's place."""
 
 _USUAL_OVERFLOW_ID = 65534
 _NUM_USERS = 2**32 - 1
@@ -43,8 +43,8 @@ def is_own(facts: os.stat_result) -> bool:
 def is_trusted(folder: Path, facts: os.stat_result) -> bool:
     """Whether a folder is this user's, or root's.
 
-    Of the overflow user it is where that stands for root and for nobody inside, the folder is one
-    of `SYSTEM_FOLDERS`, and nobody but the owner may rename what others have in it.
+    Of the overflow user it is where that stands for root and for no user inside, the folder is one
+    of `SYSTEM_FOLDERS`, and only the owner may rename what others have in it.
     """
     if facts.st_uid == 0 or is_own(facts):
         return True
@@ -55,7 +55,7 @@ def is_trusted(folder: Path, facts: os.stat_result) -> bool:
 
 
 def _number_of_root_outside() -> int | None:
-    """What root outside is seen as, where that is the overflow user and nobody inside is."""
+    """What root outside is seen as, where that is the overflow user and no user inside is."""
     number, ranges = _overflow_id(), _id_ranges()
     if number is None or any(each.first_outside == 0 and each.num_ids for each in ranges):
         return None
@@ -65,7 +65,7 @@ def _number_of_root_outside() -> int | None:
 
 
 def _has_all_users() -> bool:
-    """Whether everybody has a number of their own here: no namespace but the first, or one like
+    """Whether every user has a number of their own here: no namespace but the first, or one like
     it."""
     return sum(each.num_ids for each in _id_ranges()) >= _NUM_USERS
 

@@ -3,7 +3,7 @@
 A link is followed: what it leads to is replaced, and the link stays. A pipe, a device such as
 /dev/null, whatever standard output or error goes to, and any stream that is named by its number
 (/dev/fd/3) are no files to be replaced: once it is whole, what is written goes through them. A
-named pipe that nobody reads is waited for then.
+named pipe without a reader is waited for then.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _passing_on(path: Path, noun: str) -> Iterator[IO[bytes]]:
 
 
 def _copy_through(file: IO[bytes], path: Path) -> None:
-    """Into what is there, or the stream that goes to it: opened anew a file would be written from
+    """Into what is there, or the stream that goes to it: opened again a file would be written from
     its beginning."""
     facts = path.stat()
     if _standard_stream(facts) == 1:

@@ -30,7 +30,7 @@ SHRINKS = (1.0, 0.92, 0.84, 0.76)
 """Of a group's range: where the search for its scale begins. Of 8 bits only the first."""
 
 NUM_FITS = 3
-"""Times that scale and zero are fitted to the codes, and the codes chosen anew, from the best."""
+"""Times that scale and zero are fitted to the codes, and the codes chosen again, from the best."""
 
 _LARGEST = np.float32(65504)  # of float16
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lowtide.formats.quantised import GROUP
 
-if TYPE_CHECKING:  # whoever has a matrix has torch
+if TYPE_CHECKING:  # a matrix is never without torch
     import torch
     from torch import Tensor
 

@@ -1,7 +1,7 @@
 """The memory that a process's control groups still leave it.
 
-The kernel kills processes of a group that is over its limit, so whoever is about to take much asks
-before. Both versions of Linux's control groups, where they are usually mounted.
+The kernel kills processes of a group that is over its limit, so a caller that needs much
+asks before. Both versions of Linux's control groups, where they are usually mounted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class _Names(NamedTuple):
 
     limit: str
     usage: str
-    cache: str  # in memory.stat: pages of files that nobody used lately, dropped when need be
+    cache: str  # in memory.stat: pages of files that were not used lately, dropped when need be
 
 
 _V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")

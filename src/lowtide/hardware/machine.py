@@ -57,7 +57,7 @@ LAYERS = "layers of a tiny model"
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What measurements hold for: another machine, or this one changed, is measured anew."""
+    """What measurements hold for: another machine, or this one changed, is measured again."""
 
     cpu: str
     num_cores: int  # that this process may use

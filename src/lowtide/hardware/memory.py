@@ -43,7 +43,7 @@ def resident_bytes() -> int:
 def peak_resident_bytes() -> int:
     """The most physical memory this process has had, file pages that it mapped included.
 
-    From `VmHWM`: unlike getrusage's figure it starts anew with the program. Raises UsageError
+    From `VmHWM`: unlike getrusage's figure it starts again with the program. Raises UsageError
     where the system does not tell.
     """
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -53,7 +53,7 @@ def peak_resident_bytes() -> int:
 
 
 def reset_peak() -> None:
-    """Lets `peak_resident_bytes` start anew from what the process holds now."""
+    """Lets `peak_resident_bytes` start again from what the process holds now."""
     Path("/proc/self/clear_refs").write_text("5")
 
 

@@ -12,7 +12,7 @@ import os
 import torch
 
 NUM_KERNELS = 256
-"""Shapes kept, process-wide. Compiling one anew takes some 0.2 ms, a small expert's product 0.05:
+"""Shapes kept, process-wide. Compiling one again takes some 0.2 ms, a small expert's product 0.05:
 those of one block's steps must all find room."""
 
 KERNEL_BYTES = 700 << 10

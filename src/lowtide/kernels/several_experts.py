@@ -1,4 +1,4 @@
-"""What runs several experts at once, as whoever has experts to run sees it."""
+"""What runs several experts at once, as its callers see it."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def group_size(form):
 
 
 def row_groups(length: int, form: str) -> int:
-    """Groups of a row of so many weights; of plain ones nobody asks."""
+    """Groups of a row of so many weights; of plain ones none are asked for."""
     return 0 if form == PLAIN.value else triton.cdiv(length, group_size(form))
 
 

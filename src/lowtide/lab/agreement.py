@@ -1,6 +1,6 @@
 """What a prefix or dual cache costs: how far its answers agree with exact ones.
 
-The same prompt is answered with keys and values kept and with all of them computed anew. Answers
+The same prompt is answered with keys and values kept and with all of them computed again. Answers
 soon go separate ways, so every token that was written is also judged where it was written: is it
 what the exact model thinks likeliest in the same text?
 """

@@ -355,7 +355,7 @@ def _prefill_s(llm: LLM, load: Load) -> float:
 
 
 def _reset_peaks() -> bool:
-    """Whether the process's peak memory could be made to start anew."""
+    """Whether the process's peak memory could be made to start again."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     try:

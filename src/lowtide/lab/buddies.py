@@ -1,4 +1,4 @@
-"""Counts of who is chosen with whom, while a model runs: what a buddy profile is made of.
+"""Counts of which experts are chosen together, while a model runs: what a buddy profile is made of.
 
     counts = CoActivations(TraceShape(*llm.config.moe_shape))
     with llm.observed(counts):
@@ -115,8 +115,8 @@ class CoActivations:
         )
 
     def inputs(self, layer: int, count: int) -> tuple[Tensor, IntArray]:
-        """Evenly spread rows that the layer's experts were given [n, hidden] float32, and whom
-        they chose [n, k]."""
+        """Evenly spread rows that the layer's experts were given [n, hidden] float32, and which
+        experts they chose [n, k]."""
         rows, chosen = self._inputs[layer].rows(count), self._chosen[layer].rows(count)
         return torch.from_numpy(rows), chosen.astype(np.int64)
 

@@ -29,7 +29,7 @@ class Likeness(NamedTuple):
 
     pairs: float  # mean over all pairs
     first_buddy: float  # of an expert with the first of its list, in the mean
-    most_alike: float  # with whom it is most like
+    most_alike: float  # with which it is most alike
     correlation: float  # Spearman's, over all pairs, of the cosine with q(j|i)
 
 
@@ -130,7 +130,7 @@ def peers_that_reach(profile: BuddyProfile, alpha: float | FloatArray) -> list[I
 
 
 def plot(profile: BuddyProfile, folder: Path) -> list[Path]:
-    """Draws lists, activations and maps of who is chosen with whom into `folder`; the files.
+    """Draws lists, activations and maps of experts chosen together into `folder`; the files.
 
     Raises as `calibration_report.plot` does.
     """

@@ -41,7 +41,7 @@ def output_similarity(
 ) -> WeightArray:
     """Cosine of two experts' outputs on the same inputs. [layers, experts, experts] float32
 
-    Row i is of inputs whose tokens chose i, since they are whom a buddy would work for: the mean
+    Row i is of inputs whose tokens chose i, since a buddy would work for these: the mean
     over those, and over all inputs counted as one more. `seen` has kept `num_inputs`. Raises what
     `LLM.run_experts` raises.
     """

@@ -51,7 +51,7 @@ NUM_WAITING = 2
 """Threads beyond the cores: so many wait for the disk while others round."""
 
 AS_IS = formats()["BF16"]
-"""Of bytes that are copied, which nobody looks into."""
+"""Of bytes that are copied, which are not looked into."""
 
 _NOTES = "packing.json"
 _MAX_NOTES_BYTES = 64 << 20

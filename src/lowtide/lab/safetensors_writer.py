@@ -96,7 +96,7 @@ class SafetensorsWriter:
     @property
     def is_whole(self) -> bool:
         """Whether a file of that size is there: it appears under its name only when it is whole.
-        Raises StorageError where nobody can say."""
+        Raises StorageError where it cannot be known."""
         return file_bytes(self.path) == self._num_bytes
 
     @property
@@ -108,7 +108,7 @@ class SafetensorsWriter:
     def __enter__(self) -> SafetensorsWriter:
         """Raises StorageError if the disk has too little room or the file cannot be made."""
         try:
-            self._partial.unlink(missing_ok=True)  # of a killed run: written anew, and in its room
+            self._partial.unlink(missing_ok=True)  # of a killed run: written again, and in its room
             check_disk_space(self.path.parent, self.num_bytes)
             self._file = self._open_file(self._partial)
             self._write_all(self._header)
@@ -205,7 +205,7 @@ def partial_path(path: Path) -> Path:
 
 
 def file_bytes(path: Path) -> int | None:
-    """Size of the file at `path`, None where there is none. Raises StorageError where nobody can
+    """Size of the file at `path`, None where there is none. Raises StorageError where it cannot be
     say: the folder is closed, or a name too long."""
     try:
         facts = path.stat()

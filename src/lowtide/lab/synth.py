@@ -113,7 +113,7 @@ class _Made:
         for folder in self.folders:
             try:
                 folder.rmdir()
-            except OSError:  # never made, or somebody put a file there meanwhile
+            except OSError:  # never made, or another process put a file there meanwhile
                 return
 
 

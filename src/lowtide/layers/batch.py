@@ -59,7 +59,7 @@ class Batch:
     def placed(self, kv_cache: KVCache) -> Batch:
         """The same, with keys and values where they are in this pass; sees to their memory.
 
-        Raises PageError where nobody gives it.
+        Raises PageError where none is to be had.
         """
         ranges = [
             kv_cache.of_pass(one.kv, slice(one.start, one.stop), one.end_position)

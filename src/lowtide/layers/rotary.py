@@ -49,7 +49,7 @@ class Rotary:
 
 class Rotations:
     """Of the rows of one pass: computed once and shared by all layers, or, of many rows, a tile's
-    at a time and anew, which takes less than anything else that a layer does."""
+    at a time and each time, which takes less than anything else that a layer does."""
 
     def __init__(
         self, rotary: Rotary, positions: Tensor, dtype: torch.dtype, workspace: Buffers

@@ -142,7 +142,7 @@ class ElasticArena(Region):
         self._pages.close()
 
     def _take_or_ask(self, groups: BoolArray) -> None:
-        """Puts memory behind groups that have none. Somebody from outside may have taken what the
+        """Puts memory behind groups that have none. Another process may have taken what the
         budget promises: then others' pages are as good."""
         try:
             self._take(groups)

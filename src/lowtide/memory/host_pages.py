@@ -106,7 +106,7 @@ class HostPages:
     def release(self, start: int, stop: int) -> None:
         """Gives the memory of bytes `start` to `stop`, whole groups, back to the system at once.
 
-        Nobody may write to them any more: that would bring their pages back, uncounted.
+        Nothing may write to them any more: that would bring their pages back, uncounted.
         """
         self._mapping.advise(mmap.MADV_DONTNEED, start, stop)
 

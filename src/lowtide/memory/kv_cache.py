@@ -93,7 +93,7 @@ class KVCache:
 
         Between passes only: where the free tokens are in pieces, other ranges move together.
         Raises PlanError when there are not as many, PageError where moving wants memory that
-        nobody gives.
+        it is not to be had.
         """
         if not self.can_allocate(num_tokens):
             raise PlanError(
@@ -118,7 +118,7 @@ class KVCache:
     def prepare(self, kv_range: KVRange, num_tokens: int) -> None:
         """Before a pass writes up to `num_tokens` tokens of a range: sees to their memory.
 
-        Raises PageError, changing nothing, where nobody gives it.
+        Raises PageError, changing nothing, where it is not to be had.
         """
         if self._pages is None or num_tokens <= kv_range.num_usable:
             return

@@ -12,7 +12,7 @@ from lowtide.memory.workspace import Buffers
 
 
 class KVTurns(KVCache):
-    """Of a bidirectional model whose passes compute everything anew.
+    """Of a bidirectional model whose passes compute everything again.
 
     While a layer attends, keys and values of the pass's rows lie in the workspace, in the order of
     the rows; then the next layer's do. What sequences have for longer are ranges of numbers alone,

@@ -52,8 +52,8 @@ class PassPlans:
         self.current: PassPlan | None = None  # of the pass under way, or the last one
 
     def for_pass(self, counts: Counts) -> PassPlan:
-        """Raises PlanError where the pass cannot be divided into so little, PageError where nobody
-        gives way or the system refuses; the next pass may be another."""
+        """Raises PlanError where the pass cannot be divided into so little, PageError where
+        nothing gives way or the system refuses; the next pass may be another."""
         plan = self._plan(counts)
         self._room.hold(plan)
         self.current = plan
@@ -105,7 +105,7 @@ class PagedRoom:
         account: PageAccount,
         is_wanted: Callable[[], bool] | None = None,
     ) -> None:
-        """is_wanted: see `PassRoom`; by default nobody wants anything."""
+        """is_wanted: see `PassRoom`; by default nothing is wanted."""
         self._arena = arena
         self._account = account
         self._is_wanted = is_wanted
@@ -116,7 +116,7 @@ class PagedRoom:
 
     @property
     def free_bytes(self) -> int:
-        """What it has and what nobody has, up to the last page."""
+        """What it has and what is free, up to the last page."""
         free_bytes = self._account.num_bytes + self._account.budget.num_free_bytes
         return free_bytes - (self._arena.group_bytes - 1)
 

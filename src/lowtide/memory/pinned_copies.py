@@ -13,7 +13,7 @@ from lowtide.memory.cuda_streams import CudaEvent
 
 
 def to_device(device: torch.device, *rows: Tensor) -> tuple[Tensor, ...]:
-    """Rows in host memory, of one length and type, on a GPU: one copy, for which nobody waits.
+    """Rows in host memory, of one length and type, on a GPU: one copy, for which nothing waits.
 
     For any other device they are handed back as they are.
     """
@@ -26,7 +26,7 @@ def to_device(device: torch.device, *rows: Tensor) -> tuple[Tensor, ...]:
 
 
 def to_host(values: Tensor) -> Tensor:
-    """Values of a GPU in host memory once what is queued there has ended; nobody waits.
+    """Values of a GPU in host memory once what is queued there has ended; nothing waits.
 
     Those of any other device are handed back as they are.
     """

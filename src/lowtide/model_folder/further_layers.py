@@ -1,5 +1,5 @@
-"""Layers that weights have beyond those of their model: said, since whoever shortens a model for a
-trial wants that, and a `config.json` that is of another model answers without sense."""
+"""Layers that weights have beyond those of their model: said, since a model may be shortened for a
+trial, and with a `config.json` of another model answers make no sense."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What one GGUF file says of itself: its metadata, and where its tensors lie.
 
 Reads the header only, and believes none of it: every length and count is checked against the file
-before anything is made of it. Arrays stay bytes until somebody asks for their elements. Knows
+before anything is made of it. Arrays stay bytes until their elements are asked for. Knows
 nothing of what keys and tensors mean. The format is ggml's, versions 2 and 3, little-endian.
 
     header = GgufHeader.read(path)

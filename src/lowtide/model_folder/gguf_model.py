@@ -113,7 +113,7 @@ class GgufModel:
         """Where its tensors lie, by the names of the family's schema.
 
         Raises CheckpointError for two of one name or parts that do not fit their tensor, and
-        UnsupportedError for a tensor that nobody knows: without it the answers would be wrong.
+        UnsupportedError for a tensor that is not known: without it the answers would be wrong.
         """
         tensors: dict[str, TensorEntry] = {}
         arranged: list[_Found] = []

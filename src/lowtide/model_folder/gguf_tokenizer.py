@@ -74,7 +74,7 @@ def _byte_level(metadata: Metadata, tokens: Sequence[str], path: Path) -> tokeni
     if words is None:
         raise UnsupportedError(
             f"{path}: its tokenizer cuts words by the rule {shown(name)}, which is not known; "
-            f"known: {', '.join(WORDS)}. Choose another file of the model, converted anew: old "
+            f"known: {', '.join(WORDS)}. Choose another file of the model, converted again: old "
             "ones do not say their rule."
         )
     pairs = []

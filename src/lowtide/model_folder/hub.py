@@ -156,7 +156,7 @@ def _path(reference: str) -> Path:
 
     Raises UsageError for what no path can be, CheckpointError for one that is not for this user.
     """
-    if not reference.strip():  # such as "$MODEL" where nobody set it: not the present folder
+    if not reference.strip():  # such as "$MODEL" where it is not set: not the present folder
         raise UsageError("The model has no name; give a folder, a GGUF file or org/name.")
     path = Path(reference)
     try:
@@ -166,7 +166,7 @@ def _path(reference: str) -> Path:
             next(path.iterdir(), None)
     except (FileNotFoundError, NotADirectoryError):
         pass
-    except (RuntimeError, ValueError) as error:  # a home that nobody has, a character of none
+    except (RuntimeError, ValueError) as error:  # a home of no user, a character of none
         raise UsageError(f"There is no model {shown(reference)}: {error}.") from error
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:

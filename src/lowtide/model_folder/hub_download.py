@@ -1,7 +1,7 @@
 """A model's files from the hub into its cache: told before, resumed after a break, checked.
 
 Weights are written to `blobs/SHA256.lowtide`, which the next attempt continues, and take their
-place in the cache once their bytes have that digest. Small files are begun anew. Links from the
+place in the cache once their bytes have that digest. Small files are begun again. Links from the
 snapshot are made here, too: huggingface-hub's own download makes paths of what a server says.
 """
 
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 def no_progress(what: str, done_bytes: int, total_bytes: int) -> None:
-    """Of a download that nobody watches."""
+    """Of a download without a progress display."""
 
 
 def fetch(model: HubModel, progress: Progress = no_progress) -> Path:
@@ -153,7 +153,7 @@ class _Download:
             return blob
         with open(partial, "a+b") as file:
             self._lock_alone(file, name)
-            if blob.exists():  # somebody else's has just become whole
+            if blob.exists():  # another process's has just become whole
                 return blob
             digest = self._read_again(file)
             self._append(file, name, digest)

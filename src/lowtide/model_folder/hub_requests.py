@@ -15,7 +15,7 @@ from typing import TypeVar
 from lowtide.errors import HubError
 
 WAITS_S = (1.0, 2.0, 4.0, 8.0)
-"""Before each further attempt of a request that failed; bytes that came begin the row anew."""
+"""Before each further attempt of a request that failed; bytes that came begin the row again."""
 MAX_RETRY_AFTER_S = 60.0
 """A server that asks for a longer pause is not waited for."""
 PIECE_BYTES = 1 << 20
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Stopped(Exception):
-    """Somebody else's failure, or Ctrl-C, ended this transfer."""
+    """Another caller's failure, or Ctrl-C, ended this transfer."""
 
 
 class NotWhole(OSError):

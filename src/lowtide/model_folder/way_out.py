@@ -1,4 +1,4 @@
-"""What somebody may have meant by a reference that names no model here."""
+"""What a user may have meant by a reference that names no model here."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from lowtide.core import (
-    NOBODY,
+    NO_EXPERTS,
     Assignment,
     BoolArray,
     Costs,
@@ -226,7 +226,7 @@ class HostAlone:
     """Everything on the host, from wherever it is: a machine without a device."""
 
     def __call__(self, facts: Facts) -> Assignment:
-        return Assignment(NOBODY, NOBODY, facts.demand.experts)
+        return Assignment(NO_EXPERTS, NO_EXPERTS, facts.demand.experts)
 
 
 class AllHost:
@@ -277,7 +277,7 @@ class HybriMoEThreshold:
 
 class HybriMoEGreedy:
     """HybriMoE's released code: one queue, which the device empties from its front and the host
-    from its back, whoever would end sooner taking its next.
+    from its back, the side that would end sooner taking its next.
 
     In the queue stand residents, then absent experts, each with most tokens first. An absent
     expert on the device waits for the link, which brings one after another. Ties go to the device.

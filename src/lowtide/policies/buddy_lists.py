@@ -90,7 +90,7 @@ def lists_of(q: FloatArray, rule: BuddyRule, similarity: WeightArray | None = No
 
     q [layers, i, j]: q(j|i), with a diagonal of 0; all of a row is 0 for an expert without
     buddies. Peers are sorted by q, ties by id; the shortest prefix that reaches alpha is the list.
-    `similarity` [layers, i, j] sorts the prefix anew, and is then what `BuddyLists.q` has. Then it
+    `similarity` [layers, i, j] sorts the prefix again, and is then what `BuddyLists.q` has. Then it
     is cut at `k_max`. Raises UsageError for a rule that cannot be.
     """
     rule.check(len(q))

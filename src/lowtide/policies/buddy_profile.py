@@ -4,7 +4,7 @@
     lists.ids[layer, expert, : lists.lengths[layer, expert]]  # best buddy first
 
 Counts are kept, lists are made of them when a rule is known: `alpha` and `k_max` may be chosen
-anew without another calibration. Knows nothing of files and of who is resident.
+again without another calibration. Knows nothing of files and residents.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class BuddyProfile:
         return q
 
     def similarity(self, ranking: Ranking) -> WeightArray | None:
-        """What sorts lists anew under this ranking, if anything. Raises UsageError where that was
+        """What sorts lists again under this ranking, if anything. Raises UsageError where that was
         not measured."""
         measured = {
             Ranking.OUTPUTS: self.output_similarity,
@@ -274,5 +274,5 @@ def _check_counts(profile: BuddyProfile) -> None:
     )
     if not is_counted:
         raise UsageError(
-            "A buddy profile's counts contradict each other; run lowtide calibrate --buddies anew."
+            "A buddy profile's counts contradict each other; run lowtide calibrate --buddies again."
         )

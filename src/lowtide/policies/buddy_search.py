@@ -25,7 +25,7 @@ class BuddySearch(NamedTuple):
 
     experts: IntArray  # [tokens, k], ascending in each row
     weights: WeightArray  # [tokens, k]
-    may: BoolArray  # [tokens, k]: which of them are to be replaced, if somebody is there
+    may: BoolArray  # [tokens, k]: which of them are to be replaced, if a buddy is there
     lists: NDArray[np.int32]  # [lists, length] buddies, best first; -1 behind the last
     list_of: IntArray | None  # [tokens, k] the list of each; None: an expert's own id is its list's
     is_here: BoolArray  # [num_experts]: who may stand in
@@ -34,7 +34,7 @@ class BuddySearch(NamedTuple):
 
 
 def search_buddies(search: BuddySearch) -> IntArray:
-    """Who runs in place of each of `search.experts`; itself where nobody does. [tokens, k]
+    """Which expert runs in place of each of `search.experts`; itself where none does. [tokens, k]
 
     The sequential order over ranks, which is the reference: no expert comes twice for a token, not
     even one that was replaced.

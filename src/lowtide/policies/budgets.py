@@ -21,7 +21,7 @@ class Budgets:
     A layer that is to shrink may keep less at once; a layer that is to grow waits until those
     experts have left. So all layers together never have more than the total. Only
     layers that are full take part: the others wait for the link, and what is on its way counts.
-    A layer with all its experts stays so, and none becomes it: nobody decides for such layers.
+    A layer with all its experts stays so, and none becomes it: nothing is decided for such layers.
     """
 
     def __init__(self, capacity: Sequence[int], num_experts: int) -> None:
@@ -55,7 +55,7 @@ class Budgets:
         self._given = given.copy()
 
     def begin_step(self, worth_s: Callable[[], FloatArray]) -> None:
-        """At every second step decides who gives slots to whom.
+        """At every second step decides which layer gives slots to which.
 
         worth_s: tells what residency is worth in a step. [layers, experts]
         """

@@ -59,7 +59,7 @@ TAU: PolicyOption[int | FollowDrift | SolvedTau] = PolicyOption(
 )
 WAITS = switch("waits", "whether a refresh waits for what it admits, or the moves follow")
 STARTS_EMPTY = switch(
-    "starts_empty", "whether prompts refresh nothing: nobody is resident at first"
+    "starts_empty", "whether prompts refresh nothing: no expert is resident at first"
 )
 BY_THRESHOLD = switch("by_threshold", "whether an expert that alone would end sooner is fetched")
 BY_GREEDY = switch("by_greedy", "whether it assigns as its code does, not by a threshold")

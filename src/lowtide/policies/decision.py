@@ -33,7 +33,7 @@ class Decision(NamedTuple):
 class Policies:
     """A preset at work: its policies, made for one model and one budget.
 
-    Without a device somebody says where passes begin and end; within one the placement's `Ranks`
+    Without a device the runtime says where passes begin and end; within one the placement's `Ranks`
     say who moves, in compiled code or by `moves`.
 
     capacity: [num_layers], residents of each layer at the start, as the preset divides them; what

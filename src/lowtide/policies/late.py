@@ -33,7 +33,7 @@ class Late(CountedSubstitution):
         search_rank: int = UNBOUNDED,
         twins: BuddyTwins | None = None,
     ) -> None:
-        """assign: who would compute what if nobody were given up, beside a device."""
+        """assign: who would compute what if none were given up, beside a device."""
         self._layers = LayerTwins(lists, gates, psi, rho, search_rank, twins)
         self._assign = assign
         balance = (PlainBuddies() if twins is None else twins).balance()

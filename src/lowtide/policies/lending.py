@@ -40,7 +40,7 @@ class Shrunk(NamedTuple):
 
 
 def shrunk(capacity: IntArray, is_resident: BoolArray, use: FloatArray, count: int) -> Shrunk:
-    """Room for `count` residents less over all layers: what nobody fills goes first, then the
+    """Room for `count` residents less over all layers: what is not filled goes first, then the
     coldest residents, lower layers and ids first where they are alike.
 
     capacity [layers]; is_resident, use [layers, experts].

@@ -1,7 +1,7 @@
 """Miss policies: what becomes of tokens whose experts are absent, other than that they wait.
 
-All of them answer another routing and keep a replaced expert's weight for whoever stands in. An
-expert that is on its way already is not absent, and nobody is replaced beyond what a request may
+All of them answer another routing and keep a replaced expert's weight for its stand-in. An
+expert that is on its way already is not absent, and none is replaced beyond what a request may
 have moved. `RandomBuddy`, `Drop` and `CachePrior` are baselines; what gives up only the experts
 that come too late is in `late.py`.
 """
@@ -200,7 +200,7 @@ class Weighing:
 
 class CachePrior:
     """A baseline: the router's logits of residents are raised by a constant, and the best chosen
-    anew; the weights are of the logits as they were (cache-conditional routing).
+    again; the weights are of the logits as they were (cache-conditional routing).
 
     A router that chooses by more than its logits (a bias, groups) keeps what it chose unless a
     resident's raised logit beats that of an absent choice: without those that is the same.
@@ -288,7 +288,7 @@ def _within_mass_by_token(
     is_changed: BoolArray,
     left: Left | None,
 ) -> RoutedTokens | None:
-    """A token's experts all anew or none, since its weights hang together."""
+    """A token's experts all chosen again or none, since its weights hang together."""
     mass_left = None if left is None else left.mass.tolist()
     for token in is_changed.nonzero()[0].tolist():
         moved = found[token] != routing.experts[token]

@@ -135,9 +135,9 @@ class _TauReplay:
     ) -> None:
         self._taus, self._budget, self._costs, self._waits = taus, budget, costs, waits
         shape = (len(taus), *first.shape)
-        nobody = np.zeros(shape, np.bool_)
-        self._is_resident: BoolArray = np.broadcast_to(self._best(first, nobody[0]), shape).copy()
-        self._is_coming, self._is_leaving = nobody.copy(), nobody.copy()
+        none = np.zeros(shape, np.bool_)
+        self._is_resident: BoolArray = np.broadcast_to(self._best(first, none[0]), shape).copy()
+        self._is_coming, self._is_leaving = none.copy(), none.copy()
         self._credit = np.zeros(shape[:2])  # of transfers
 
     def step(self, hits: IntArray, index: int) -> FloatArray:

@@ -42,7 +42,7 @@ class Placement(Protocol):
     def update(self, facts: Facts) -> Moves:
         """Beside a device: what to admit and evict, told after the layer's router has spoken.
 
-        After the moves the layer has at most `facts.room` residents. Where nobody has more than
+        After the moves the layer has at most `facts.room` residents. Where no layer has more than
         that, admitting and evicting nothing is always safe.
         """
         ...
@@ -191,7 +191,7 @@ class Tide(Ranked):
     def __init__(
         self, num_layers: int, num_experts: int, tau: int | OnlineTau, starts_empty: bool = False
     ) -> None:
-        """starts_empty: nobody is resident before the first step that is no prefill."""
+        """starts_empty: no expert is resident before the first step that is no prefill."""
         super().__init__(num_layers, num_experts)
         self._tau = tau
         self._starts_empty = starts_empty
@@ -264,7 +264,7 @@ class ScoreCache(Ranked):
 class DaliWindow(Ranked):
     """DALI, Algorithm 2: every `w_size` steps up to `u_size` residents give way to hotter experts.
 
-    Scores sum tokens over the window and start anew after it. Where the paper contradicts itself,
+    Scores sum tokens over the window and start again after it. Where the paper contradicts itself,
     its text counts: the swap comes after a full window and the *lowest* residents leave. Readings
     of ours: every forward pass is a step, prefill too; a swap only where the score rises; the
     cache changes at no other time, unless room is lost; residents start at random, drawn from

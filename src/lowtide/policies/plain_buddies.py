@@ -200,7 +200,7 @@ def late_queues(state: LayerState, absent: BoolArray, waits: Waits) -> Iterator[
         yield Queue(experts, int(np.count_nonzero(ends_s > waits.deadline_s)))
     experts = by_mass(absent & (number_of == 3), mass)
     host_s = np.zeros(len(absent)) if waits.host_s is None else waits.host_s
-    # Whoever has most mass is computed first, as far as there is time.
+    # The expert with most mass is computed first, as far as there is time.
     ends_s = host_s[experts[::-1]].cumsum()
     yield Queue(experts, int(np.count_nonzero(ends_s > waits.deadline_s)))
 

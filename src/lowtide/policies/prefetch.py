@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.random import default_rng
 
-from lowtide.core import NOBODY, BoolArray, Facts, FloatArray, IntArray
+from lowtide.core import NO_EXPERTS, BoolArray, Facts, FloatArray, IntArray
 from lowtide.errors import UsageError
 
 
@@ -94,7 +94,7 @@ class NoPrefetch(Prefetch):
         return np.zeros(1, np.int64)
 
     def choose(self, ahead: Ahead) -> IntArray:
-        return NOBODY
+        return NO_EXPERTS
 
 
 class NextGate(Prefetch):
@@ -275,7 +275,7 @@ class PaysOff(Prefetch):
         # It may have been switched on after the early gate was passed over.
         is_foretold = ahead.predicted is not None or self.gate is Gate.NONE
         if not (is_watched and is_foretold):
-            return NOBODY
+            return NO_EXPERTS
         chosen = self._inner.choose(ahead)
         if self.is_on:
             return chosen

@@ -1,7 +1,8 @@
 """Ranks: what a placement says before a pass, and the moves that follow from it.
 
-Without a device nobody is asked within a pass: who becomes resident in whose place follows from
-numbers that were written down before. `admit` is the plain twin of what compiled code does.
+Without a device policies are not asked within a pass: which expert becomes resident in place of
+which follows from numbers that were written down before. `admit` is the plain twin of
+what compiled code does.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def admit(
 
     Absent demanded experts come in order of rank, lower ids first among equals, while there is
     free room or a resident of less rank. A demanded resident may leave as well, after its use.
-    Nobody reads those who are not demanded: where they compete, whom they would replace stays.
+    Those that are not demanded are not read: where they compete, those they would replace stay.
     """
     bump(ranks, layer, experts, num_tokens)
     is_demanded = np.zeros(len(is_resident), np.bool_)

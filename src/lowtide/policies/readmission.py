@@ -1,6 +1,6 @@
 """Readmission: replaced experts that are read all the same, so that residents keep adapting.
 
-Without a device nobody is read but who runs, and a replaced expert does not. Were all absent ones
+Without a device only experts that run are read, and a replaced one does not. Were all absent ones
 replaced for ever, the model would be pruned to the first residents, and look fast.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lowtide.core import NOBODY, Facts, IntArray, Moves
+from lowtide.core import NO_EXPERTS, Facts, IntArray, Moves
 
 EVERY = 8
 """Passes in which a layer may have one such read: an eighth of a read per layer and pass is little
@@ -23,15 +23,15 @@ class Readmission:
         self._num_passes = np.arange(num_layers) % every
 
     def choose(self, facts: Facts, run: Facts | None, moves: Moves) -> IntArray:
-        """Of the experts that the router asked for, the placement admits and nobody runs, the one
-        with most tokens, when it is the layer's turn."""
+        """Of the experts that the router asked for, the placement admits and that do not run, the
+        one with most tokens, when it is the layer's turn."""
         self._num_passes[facts.layer] += 1
         if run is None or self._num_passes[facts.layer] % self._every:
-            return NOBODY
+            return NO_EXPERTS
         demand = facts.demand
         is_left = np.isin(demand.experts, moves.admit)
         is_left &= ~np.isin(demand.experts, run.demand.experts)
         if not is_left.any():
-            return NOBODY
+            return NO_EXPERTS
         most = np.argmax(np.where(is_left, demand.num_tokens, 0))
         return demand.experts[most : most + 1]

@@ -2,7 +2,7 @@
 
 The only decision that changes what a model says. It is made between the router's demand and the
 assignment: who runs where goes by the answer, while placement and prefetch go on by what the
-router asked for, so that whom it wants does come.
+router asked for, so that the experts it wants do come.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CountedSubstitution:
         return self.counted(facts, None)
 
     def counted(self, facts: Facts, account: PassAccount | None) -> RoutedTokens | None:
-        """account: in place of `facts.left`; asked where nobody is absent, too."""
+        """account: in place of `facts.left`; asked where no expert is absent, too."""
         raise NotImplementedError
 
 

@@ -39,7 +39,7 @@ def miss_shares(blocks: Sequence[IntArray], budget: int, max_tau: int) -> FloatA
     """TIDE's f(tau) for tau = 1..`max_tau`: activated experts that are absent, over `budget`.
 
     The mean over the steps of all intervals, refresh steps included, and over layers; the
-    interval starts anew with each block. [max_tau]
+    interval starts again with each block. [max_tau]
     """
     _check_budget(budget)
     num_steps = sum(hits.shape[0] * hits.shape[1] for hits in blocks)

@@ -70,7 +70,7 @@ def with_copy(model: Path, checkpoint: Checkpoint, weight_map: WeightMap) -> Cop
     source = metadata.get(SOURCE) if isinstance(metadata, Mapping) else None
     if source != fingerprint(checkpoint, checkpoint.tensors):
         raise CheckpointError(
-            f"{path} has the experts of another model than {model}: remove it, and make it anew "
+            f"{path} has the experts of another model than {model}: remove it, and make it again "
             f"(lowtide pack {model} --by-expert) if it is wanted."
         )
     table = weight_map.experts
@@ -82,7 +82,7 @@ def with_copy(model: Path, checkpoint: Checkpoint, weight_map: WeightMap) -> Cop
         if entry is None or not _fits(entry, num_experts, pitch):
             raise CheckpointError(
                 f"{path} has no tensor {tensor_name(layer)} of {num_experts} experts of {pitch} "
-                f"bytes: it is damaged. Remove it, and make it anew (lowtide pack --by-expert)."
+                f"bytes: it is damaged. Remove it, and make it again (lowtide pack --by-expert)."
             )
         for expert in range(num_experts):
             begin = entry.offset + expert * pitch

@@ -35,7 +35,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def no_progress(what: str, done_bytes: int, total_bytes: int) -> None:
-    """Of a start-up that nobody watches."""
+    """Of a start-up without a progress display."""
 
 
 class DenseWeights:

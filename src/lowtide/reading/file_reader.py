@@ -173,7 +173,7 @@ class FileReader:
 
     def lend(self) -> tuple[list[OpenFile], NDArray[np.uint8] | None]:
         """The open files, and the ring where reads are direct, for a reader that takes this one's
-        place. Whoever submits a read all the same (a measurement) makes this one a ring anew."""
+        place. A read that is submitted all the same (a measurement) makes this one a new ring."""
         for _ in range(self._num_readers):
             self._buffers.get()
         self._is_lent = True

@@ -24,7 +24,7 @@ after the first [layers - 1]."""
 
 GATE_ACCURACY: GateAccuracies = {Gate.RAW: 0.75, Gate.RESIDUAL: 0.86}
 """About what DALI reports (means of its figures for Qwen and DeepSeek): what is assumed where
-nobody has measured."""
+it was not measured."""
 
 
 class Foresight(enum.Enum):
@@ -33,7 +33,7 @@ class Foresight(enum.Enum):
     NONE = "none"  # no early gate is asked
     RECORDED = "recorded"  # it said so
     MEASURED = "measured"  # it errs as often as it did on the calibration's text
-    ASSUMED = "assumed"  # it errs as often as published: nobody has measured
+    ASSUMED = "assumed"  # it errs as often as published; not measured
 
     @classmethod
     def of(

@@ -1,7 +1,7 @@
 """What hindsight knows: the most hits of any placement, and a preset that has the future.
 
 Belady's replacement with leave to bypass. It admits only what a step demands, chooses its first
-residents, and keeps who is wanted soonest. Nobody but a replay knows the future: the engine has no
+residents, and keeps those wanted soonest. Only a replay knows the future: the engine has no
 such preset.
 """
 

@@ -86,15 +86,16 @@ class RoutedPass(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """What was routed where, with what weight and for whom, pass by pass: the router's own choice,
-    whatever ran instead. Knows nothing of an expert's weights, of scores or time."""
+    """What was routed where, with what weight and for which request, pass by pass: the
+    router's own choice, whatever ran instead. Knows nothing of an expert's
+    weights, of scores or time."""
 
     model: str  # the model's name or fingerprint, as its recorder gave it
     shape: TraceShape
     passes: tuple[Pass, ...]
     ids: NDArray[np.uint16]  # [rows of all passes, layers, k]
     weights: WeightArray  # [rows of all passes, layers, k] of the router
-    requests: NDArray[np.int32]  # [rows of all passes] numbered as they came; -1: nobody's
+    requests: NDArray[np.int32]  # [rows of all passes] numbered as they came; -1: none
     kinds: NDArray[np.uint8]  # [rows of all passes] of `RowKind`
 
     def iter_routed(self) -> Iterator[RoutedPass]:
@@ -235,7 +236,7 @@ class TraceWriter:
 
     def record(self, layer: int, ids: IntArray, weights: WeightArray | None = None) -> None:
         """One layer's choice in the pass that has begun. ids, weights [rows, k]; all experts count
-        the same where nobody knows their weights."""
+        the same where their weights are not known."""
         if not self._passes:
             raise UsageError("A trace's first pass has not begun.")
         target = self._ids[-1]

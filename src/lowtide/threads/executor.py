@@ -1,7 +1,7 @@
 """Compute threads of the host: whole experts, or large pieces of a layer, side by side.
 
 A step's products are small. Splitting each over all cores would mean a barrier per product, and
-one core that somebody else is using would hold up every one of them; here threads take the next
+one core that another program is using would hold up every one of them; here threads take the next
 piece as they become free and meet once per layer (docs/log.md has the measurement). Results do
 not depend on the number of threads.
 
@@ -62,7 +62,7 @@ class Executor(Protocol):
         ...
 
     def drain(self) -> None:
-        """Waits until all that was submitted has ended, whoever has its answers."""
+        """Waits for all submitted work, regardless of who holds its futures."""
         ...
 
 

@@ -156,7 +156,7 @@ class ThreadStream:
             self._change.notify_all()
 
     def _fail_all(self) -> None:
-        """The thread ends, asked to or not: nobody may wait for what it will not do."""
+        """The thread ends, asked to or not: nothing may wait for what it will not do."""
         with self._change:
             self._is_open = False
             for task in self._tasks:
@@ -168,7 +168,7 @@ class ThreadStream:
 def _outcome(task: _Task) -> Exception | None:
     try:
         task.run()
-    except Exception as error:  # whoever waits for the event raises it
+    except Exception as error:  # the thread that waits for the event raises it
         return error
     return None
 

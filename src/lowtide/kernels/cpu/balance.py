@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lowtide.core import NOBODY, Assignment, Facts
+from lowtide.core import NO_EXPERTS, Assignment, Facts
 
 _P, _LONG, _DOUBLE, _CHAR = ctypes.c_void_p, ctypes.c_long, ctypes.c_double, ctypes.c_char
 
@@ -28,7 +28,7 @@ class CompiledBalance:
         costs, demand, arriving_s = facts.costs, facts.demand, facts.arriving_s
         num = len(demand.experts)
         if not num:
-            return Assignment(NOBODY, NOBODY, NOBODY)
+            return Assignment(NO_EXPERTS, NO_EXPERTS, NO_EXPERTS)
         # Any: stubs do not say before Python 3.12 that an array is a buffer.
         out: Any = np.empty(num, np.int64)
         self._balance(

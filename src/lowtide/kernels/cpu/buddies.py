@@ -60,7 +60,7 @@ class CompiledBuddies:
     """Substitutes and counts as `policies.plain_buddies.PlainBuddies` does."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        # Microseconds each: whoever lets the GIL go for that may have to stand in line for it.
+        # Microseconds each: a thread that lets the GIL go for that may have to wait for it.
         self._library = library = ctypes.PyDLL(library._name, handle=library._handle)
         self._count_saved = library.lowtide_count_saved
         self._count_saved.argtypes = (*2 * (_P,), *2 * (_LONG,), _P, _LONG, _P, _LONG, *2 * (_P,))

@@ -4,7 +4,8 @@ A wheel has them in `built/`, named by their sources: others than those that lie
 not loaded. Elsewhere they are in the user's cache.
 
 A library is code that this process will run: its folder and file must belong to this user alone,
-nobody else may be able to replace the folder, and a digest at the file's end says that it is whole.
+no other user may be able to replace the folder, and a digest at the file's end says that it is
+whole.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _COMPILERS = ("c++", "g++", "clang++")
 # Nothing of this machine: variants are chosen at run time. Nothing that changes arithmetic either.
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
 _LIMIT_S = 120.0
-_WHEEL_LIMIT_S = 900.0  # of a library: nobody's answer waits, and other builds may have the cores
+_WHEEL_LIMIT_S = 900.0  # of a library: no answer waits, and other builds may have the cores
 _MOST_CHARS = 500  # of a compiler's error
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _FOLDER = Path(__file__).parent
@@ -163,7 +164,7 @@ def _private_folder() -> Path:
 def _check_parent(parent: Path, folder: Path) -> None:
     """Who may rename what is in `parent` may put another folder in this one's place.
 
-    Raises StorageError if that is somebody beside this user and root (`files/owners.py`). A group
+    Raises StorageError if that is a user beside this one and root (`files/owners.py`). A group
     is believed: many systems give every user one of their own.
     """
     facts = parent.stat()
@@ -197,7 +198,7 @@ def _is_whole(path: Path) -> bool:
 
 def _build(sources: Sequence[Path], compiler: str, path: Path) -> None:
     """Writes the file whole or not at all: another process may be at it, too."""
-    _log.warning("Compiling kernels for this processor (once).")  # seconds: nobody waits unaware
+    _log.warning("Compiling kernels for this processor (once).")  # takes seconds
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
         built = Path(folder) / path.name
         _run([compiler, *_FLAGS, *map(str, sources), "-o", str(built)], Path(folder))

@@ -148,7 +148,7 @@ class CompiledReader:
         if not opened:
             raise StorageError("The system has no thread to give that reads experts.")
         self.address: int = opened
-        # Whoever waits for a read as this is closed yet has it.
+        # A caller that waits for a read as this is closed yet has it.
         weakref.finalize(self, self._functions["free_reader"], opened).atexit = False
 
     def read(self, expert: int, slot: int, limit_s: float) -> int:

@@ -25,7 +25,7 @@ _FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
 
 
 class ResidencyStruct(ctypes.Structure):
-    """`Residency`; whoever fills it in keeps alive what it points to."""
+    """`Residency`; the code that fills it in keeps alive what it points to."""
 
     _fields_: ClassVar = [
         *((name, _P) for name in ("table", "owner", "free", "free_state")),

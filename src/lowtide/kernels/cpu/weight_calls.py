@@ -36,7 +36,7 @@ class PlacesStruct(ctypes.Structure):
 
 
 class ExpertCallStruct(ctypes.Structure):
-    """`ExpertCall` of residency.hpp; whoever fills it in keeps alive what it points to."""
+    """`ExpertCall` of residency.hpp; the code that fills it in keeps alive what it points to."""
 
     _fields_: ClassVar = [
         *((name, _P) for name in ("run", "mlps")),
