@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 HEAD_ROWS = 32
 """Rows of a product; the last has half as many where that is enough. Fewer than 16 have other
-float32 bits, and more than 32 other bfloat16 bits where the processor has AMX (docs/log.md)."""
+float32 bits, and more than 32 other bfloat16 bits where the processor has AMX (docs/log)."""
 
 REDUCED_ROWS = 2 * HEAD_ROWS
 """Rows of products that are reduced together: calls of small operators are a fifth of the work."""

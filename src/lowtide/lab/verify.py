@@ -60,7 +60,7 @@ its largest. Its sums go in another order than the CPU's; elsewhere every bit is
 
 There every layer is given the reference's input and routing. Left to itself a model goes on from
 its own roundings: a token in a hundred is then sent to another expert, and differs by far more
-(docs/log.md). So its logits and tokens are shown, not judged."""
+(docs/log). So its logits and tokens are shown, not judged."""
 
 
 @dataclass(frozen=True, slots=True)

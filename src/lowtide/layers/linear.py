@@ -20,12 +20,12 @@ SPLIT_BYTES = 4 << 20
 """Larger weights are always worth handing to another thread: reading them is the work."""
 
 SPLIT_OPERATIONS = 1 << 24
-"""Multiplications and additions from which smaller weights are, too (docs/log.md)."""
+"""Multiplications and additions from which smaller weights are, too (docs/log)."""
 
 PRODUCT_ROWS = 256
 """Rows of a product, and up to 15 more. Fixed, because it decides bits. Of up to 256 rows these
 were the same however features were divided, also with AMX (of 257 to 271 that was not measured),
-and of the sizes tried it was the fastest for most shapes, not for all (docs/log.md)."""
+and of the sizes tried it was the fastest for most shapes, not for all (docs/log)."""
 
 
 class Linear:

@@ -1,7 +1,7 @@
 """Ranges of memory that tensors lie over, on huge pages where they pay.
 
 The pages under a buffer decide what a disk read into it costs: huge pages reach two to three
-times the speed of 4 KiB pages (docs/log.md). An `Arena` has all its memory for good; an
+times the speed of 4 KiB pages (docs/log). An `Arena` has all its memory for good; an
 `ElasticArena` takes and gives back parts of it while its addresses, and tensors over them, stay.
 Knows nothing of what is stored.
 """

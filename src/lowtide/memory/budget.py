@@ -22,7 +22,7 @@ DEVICE_STAGING_SLOTS = 8
 
 def host_staging_slots(slot_bytes: int, num_experts: int) -> int:
     """Host slots that experts pass through on their way from disk; `num_experts` of all layers."""
-    # Four readers stay busy only while twice as many slots wait for their use (docs/log.md).
+    # Four readers stay busy only while twice as many slots wait for their use (docs/log).
     return min(12 if slot_bytes <= LARGE_SLOT_BYTES else 2, num_experts)
 
 

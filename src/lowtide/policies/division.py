@@ -12,7 +12,7 @@ from lowtide.policies.recipe import Setting
 from lowtide.policies.split import least_s
 
 _NUM_WHOLE = 4  # numbers of whole layers that are compared
-_LEAST_GAIN = 1.02  # less may be chance: another text has other favourites (docs/log.md)
+_LEAST_GAIN = 1.02  # less may be chance: another text has other favourites (docs/log)
 
 
 def divided(setting: Setting) -> Sequence[int]:

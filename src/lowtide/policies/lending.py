@@ -17,7 +17,7 @@ _FORGET = 1 / 16
 
 MOVE_READS = 1.5
 """What it costs to make a slot and to take it away again, in reads of an expert: new pages, a copy
-within memory, and another read when it comes back (docs/log.md)."""
+within memory, and another read when it comes back (docs/log)."""
 
 
 class ExpertUse:

@@ -19,7 +19,7 @@ from lowtide.policies.prefetch import Ahead, Prefetch
 
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 _SEARCH_PASSES = 32  # of a calibration, evenly spaced: enough to see the load
-_COMPARED_PASSES = 128  # where two ways differ by little (docs/log.md)
+_COMPARED_PASSES = 128  # where two ways differ by little (docs/log)
 
 
 class Split(NamedTuple):

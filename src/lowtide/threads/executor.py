@@ -2,7 +2,7 @@
 
 A step's products are small. Splitting each over all cores would mean a barrier per product, and
 one core that another program is using would hold up every one of them; here threads take the next
-piece as they become free and meet once per layer (docs/log.md has the measurement). Results do
+piece as they become free and meet once per layer (docs/log has the measurement). Results do
 not depend on the number of threads.
 
 They may depend on how many torch threads one product has: on an AMD Zen 5 float32 products of 5 to
@@ -33,7 +33,7 @@ DRAIN_LIMIT_S = 60.0
 CORES_PER_PIECE = 1
 """torch threads of everything but experts, on the calling thread and on others: a layer is divided
 among threads instead, at features and heads where that changes no bit, and idle OpenMP threads
-would spin on the cores that the experts want (docs/log.md)."""
+would spin on the cores that the experts want (docs/log)."""
 
 _IMPORTED_BY = os.getpid()
 

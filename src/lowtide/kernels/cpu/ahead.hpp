@@ -2,10 +2,10 @@
 //
 // One stream after another is not the fastest way through memory: the processor fetches ahead by
 // itself, but within a page and for some streams at a time, and a row of weights is about a page.
-// Eight pages read side by side are 1.4 times as fast as one after the other (docs/log.md), whatever
+// Eight pages read side by side are 1.4 times as fast as one after the other (docs/log), whatever
 // the length of a row. So while one region of eight pages is read, in whatever order, the next one
 // is asked for, a line of each page in turn: into the second cache, or where unpacking is what takes
-// time (docs/log.md) into the first, from which what does not fit goes to the second.
+// time (docs/log) into the first, from which what does not fit goes to the second.
 
 #pragma once
 

@@ -1,7 +1,7 @@
 """Operators of a few bfloat16 rows on the CPU: decoding one token, or a handful.
 
 A product of one row is a matter of reading its weight, which torch's does at half the speed of
-memory; between products an operator of torch takes longer to call than to run (docs/log.md). The
+memory; between products an operator of torch takes longer to call than to run (docs/log). The
 C++ beside this file does both, and shares a product or a layer's experts among threads.
 
 `takes` tells which rows are few. What comes between products takes many, too, and shares those
@@ -63,7 +63,7 @@ class FewRows:
         self.library = library
         self.number = num_variants(library) - 1 if variant is None else variant
         self.variant = VARIANTS[self.number]
-        # With more rows computing is the work, and torch's products are faster (docs/log.md).
+        # With more rows computing is the work, and torch's products are faster (docs/log).
         self.max_rows: int = library.lowtide_max_rows(self.number)
         self.calls = WeightCalls(library, "plain", self.number, self.max_rows)
         self.experts = CompiledExperts(self.calls, 3 * (_NO_TYPE,))

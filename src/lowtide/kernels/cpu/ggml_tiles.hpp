@@ -5,7 +5,7 @@
 // written last has reached the cache waits for it. So with every tile of a chunk that is multiplied
 // with, some rows of the next chunk are unpacked, to tiles whose rows lie one after the other, by
 // code that is inlined: with both, products and their loads are nearly hidden behind unpacking
-// (docs/log.md).
+// (docs/log).
 
 #pragma once
 

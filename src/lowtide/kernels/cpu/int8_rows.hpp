@@ -22,7 +22,7 @@ constexpr long ROW_GROUPS = 16;  // of a block, and partial sums of an output
 
 // Whether weights are read in order, and nothing is asked for: what processors without AMX do by
 // themselves with one stream is best, and with more rows than one computing takes longer
-// (docs/log.md).
+// (docs/log).
 inline bool reads_in_order(int variant, long num_rows) {
     static const bool has_amx = lowtide_best_variant() == WITH_AMX;
     return variant == INT8_VNNI && num_rows == 1 && !has_amx;

@@ -5,7 +5,7 @@
 // each of them, 16 rows of x in a register. Sums are those of int8_products.hpp, in their order.
 //
 // A tile takes as long however few rows it is of: with fewer than `FEWEST_TILED` VNNI is as fast or
-// faster, from there on it depends on the weights' shape, and from 16 tiles are (docs/log.md).
+// faster, from there on it depends on the weights' shape, and from 16 tiles are (docs/log).
 
 #pragma once
 

@@ -167,7 +167,7 @@ struct StepWeights<4> {
         return {codes.of[0], table_of(ends, group)};
     }
 
-    // Shifts and look-ups of words: on an AMD Zen 4 better than what `unpack_step` has (docs/log.md).
+    // Shifts and look-ups of words: on an AMD Zen 4 better than what `unpack_step` has (docs/log).
     template <int number>
     AVX512BF16 INLINED __m512i at(const Ends<4>&, long) const {
         const __m512i second_words = _mm512_inserti64x4(

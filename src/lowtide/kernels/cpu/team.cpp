@@ -37,7 +37,7 @@ constexpr auto AWAKE = std::chrono::microseconds(200);
 // Pieces are alike, so the others are done soon after the caller's own. Who waits so much longer,
 // waits for a thread that another process has taken the core from, for milliseconds: likely one that
 // has used up its time by waiting for work. So it gives its own core away, and for some passes
-// threads sleep between handovers (docs/log.md).
+// threads sleep between handovers (docs/log).
 constexpr auto PATIENCE = std::chrono::microseconds(300);
 constexpr int CROWDED_CALLS = 1000;
 

@@ -178,7 +178,7 @@ struct Avx512 {
 struct Avx512Bf16 {
     static constexpr int ROWS = 8, SUMS = 16;
     // One or two rows of x wait for memory alone, and the processors that this is for (AMD's, from
-    // Zen 4 on; nearly all of Intel's have AMX) read fastest in order (docs/log.md).
+    // Zen 4 on; nearly all of Intel's have AMX) read fastest in order (docs/log).
     static constexpr bool READS_IN_ORDER = true;
 
     template <int rows, int outs>
