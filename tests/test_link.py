@@ -37,7 +37,6 @@ from lowtide.core import (
     Step,
     StepKind,
 )
-from lowtide.devices.group import DeviceGroup
 from lowtide.errors import DeviceError, StorageError
 from lowtide.experts import (
     device_executor,
@@ -62,7 +61,7 @@ from lowtide.experts.host_tier import HostTier
 from lowtide.experts.link import Link
 from lowtide.experts.rows import ExpertBuffers, ExpertRows, HostScratch, Routing
 from lowtide.experts.runtime import ExpertRuntime
-from lowtide.experts.slots import SlotLedger, slots_per_device
+from lowtide.experts.slots import SlotLedger
 from lowtide.kernels.reference import REFERENCE, Kernels
 from lowtide.memory.workspace import Workspace
 from lowtide.policies.decision import Policies
@@ -232,10 +231,9 @@ class FakeDevice:
     torch_device = torch.device("cpu")
     kernels = REFERENCE
 
-    def __init__(self, world: World, num_slots: int, number: int) -> None:
+    def __init__(self, world: World, num_slots: int) -> None:
         self.num_slots = num_slots
         self._world = world
-        self._number = number
         self._slots = FakeSlots(num_slots).values
         self._tasks: list[Task] = []
 
@@ -295,7 +293,7 @@ class FakeDevice:
         self._world.look()
         task = Task(begin, end, after)
         self._tasks.append(task)
-        self._world.queue(f"{name} {self._number}", task)
+        self._world.queue(name, task)
         return FakeEvent(self._world, task)
 
 
@@ -415,15 +413,10 @@ class AnyAssign:
         draws = [self._random.random() < share for _ in demand.experts]
         on_device = np.array(draws, np.bool_) & can_run
         fetch = demand.experts[on_device & ~demand.is_resident]
-        num_devices = 1 + int(demand.device_of.max()) if demand.device_of is not None else 0
-        is_told = num_devices > 0 and self._random.random() < 0.5
         return Assignment(
             demand.experts[on_device & demand.is_resident],
             fetch,
             demand.experts[~on_device],
-            np.array([self._random.randrange(num_devices) for _ in fetch], int)
-            if is_told
-            else None,
         )
 
 
@@ -466,7 +459,6 @@ class Machine:
             self.host,
             self._policies(num_demand_slots > 0),
             costs(num_demand_slots, link_s=random.choice([1e-9, 1e-10])),
-            num_devices=random.choice([1, 1, 2, 3]),
         )
         self.workspace = Workspace(torch.empty(1 << 16, dtype=torch.uint8))
         self.num_passes = 0
@@ -515,10 +507,10 @@ class Machine:
             for expert in np.flatnonzero(tier.ledger.is_resident(layer)).tolist():
                 if self.random.random() < 0.3:
                     tier.evict(layer, expert)
-        devices: list[FakeDevice] = tier.device.devices  # type: ignore[attr-defined]
-        slots = [(device, slot) for device in devices for slot in range(device.num_slots)]
-        for number, (device, slot) in enumerate(slots):
-            if tier.ledger.is_free(number):
+        device = tier.device
+        assert isinstance(device, FakeDevice)
+        for slot in range(device.num_slots):
+            if tier.ledger.is_free(slot):
                 device._slots[slot] = GARBAGE
 
     def _run_layer(self, layer: int) -> None:
@@ -562,11 +554,9 @@ def make_runtime(
     host: HostTier,
     policies: Policies,
     its_costs: Costs,
-    num_devices: int = 1,
 ) -> ExpertRuntime:
-    shares = slots_per_device(num_slots, num_devices)
-    device = DeviceGroup([FakeDevice(world, share, n) for n, share in enumerate(shares)])
-    ledger = SlotLedger(shape.num_layers, shape.num_experts, num_slots, num_devices)
+    device = FakeDevice(world, num_slots)
+    ledger = SlotLedger(shape.num_layers, shape.num_experts, num_slots)
     at_once: Any = FakeAtOnce(world.random, host.slots) if world.random.random() < 0.7 else None
     threads, kernels = FakeExecutor(world), WhoseWeights()
     link = Link(device, ledger, host, its_costs.link_s, its_costs.num_staging)

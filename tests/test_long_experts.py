@@ -391,9 +391,9 @@ def test_a_device_fetches_an_expert_once_in_a_long_pass(seed: int) -> None:
         fetched: list[float] = []  # whose bytes
         fetch = Link.fetch
 
-        def noted(link: Link, host_slot: int, device: int | None) -> Arrival:
+        def noted(link: Link, host_slot: int) -> Arrival:
             fetched.append(float(machine.host.slots.image(host_slot)))
-            return fetch(link, host_slot, device)
+            return fetch(link, host_slot)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Link, "fetch", noted)
@@ -451,13 +451,12 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> LongCase:
 
 @pytest.mark.invariant
 @examples(5)
-@given(policy=presets, gpu_share=shares, home_share=shares, num_devices=st.integers(1, 2))
+@given(policy=presets, gpu_share=shares, home_share=shares)
 def test_long_passes_have_the_same_bits_on_a_device(
-    case: LongCase, policy: str, gpu_share: float, home_share: float, num_devices: int
+    case: LongCase, policy: str, gpu_share: float, home_share: float
 ) -> None:
-    options = {**FAST, "devices": str(num_devices)}
     try:
-        llm = case.open(policy, gpu_share, home_share, device_options=options)
+        llm = case.open(policy, gpu_share, home_share, device_options=FAST)
     except PlanError as error:
         assert fetches_all(policy) and "1 expert slot" in str(error)
         return

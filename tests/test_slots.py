@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lowtide.core import ALIGNMENT, MoEShape
 from lowtide.errors import InternalError
 from lowtide.experts.layout import SlotLayout
-from lowtide.experts.slots import ExpertSlots, SlotLedger, slots_per_device
+from lowtide.experts.slots import ExpertSlots, SlotLedger
 from lowtide.memory.arena import Arena
 
 indices = st.integers(0, 10**6)
@@ -26,13 +26,9 @@ class LedgerMachine(RuleBasedStateMachine):
         num_layers=st.integers(1, 3),
         num_experts=st.integers(1, 5),
         num_slots=st.integers(0, 8),
-        num_devices=st.integers(1, 3),
     )
-    def make(self, num_layers: int, num_experts: int, num_slots: int, num_devices: int) -> None:
-        self.ledger = SlotLedger(num_layers, num_experts, num_slots, num_devices)
-        shares = slots_per_device(num_slots, num_devices)
-        self.device_of = [device for device, share in enumerate(shares) for _ in range(share)]
-        self.num_devices = num_devices
+    def make(self, num_layers: int, num_experts: int, num_slots: int) -> None:
+        self.ledger = SlotLedger(num_layers, num_experts, num_slots)
         self.experts = [(layer, e) for layer in range(num_layers) for e in range(num_experts)]
         self.num_layers = num_layers
         self.num_slots = num_slots
@@ -46,20 +42,16 @@ class LedgerMachine(RuleBasedStateMachine):
         used = self.taken | self.retired | set(self.bound.values())
         return set(range(self.num_slots)) - used
 
-    @rule(which=indices)
-    def take(self, which: int) -> None:
-        device = which % self.num_devices
-        if any(self.device_of[slot] == device for slot in self.free):
-            slot = self.ledger.take(device)
-            assert slot in self.free and self.device_of[slot] == device
+    @rule()
+    def take(self) -> None:
+        if self.free:
+            slot = self.ledger.take()
+            assert slot in self.free
             self.taken.add(slot)
         else:
-            num_live = sum(
-                self.device_of[slot] == device and slot not in self.retired
-                for slot in range(self.num_slots)
-            )
+            num_live = self.num_slots - len(self.retired)
             with pytest.raises(InternalError, match=f"All {num_live} "):
-                self.ledger.take(device)
+                self.ledger.take()
 
     @precondition(lambda self: self.num_slots)
     @rule(which=indices)
@@ -181,11 +173,6 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        num_free = [self.ledger.num_free_on(device) for device in range(self.num_devices)]
-        assert num_free == [
-            sum(self.device_of[slot] == device for slot in self.free)
-            for device in range(self.num_devices)
-        ]
         assert self.ledger.num_free == len(self.free)
         for slot in range(self.num_slots):
             assert self.ledger.is_free(slot) == (slot in self.free)
@@ -195,10 +182,6 @@ class LedgerMachine(RuleBasedStateMachine):
             assert residents == sorted(e for other, e in self.bound if other == layer)
         for place, slot in self.bound.items():
             assert self.ledger.slot_of(*place) == slot
-        for layer, expert in self.experts:
-            at = self.bound.get((layer, expert))
-            [device] = self.ledger.devices_with(layer, np.array([expert]))
-            assert device == (-1 if at is None else self.device_of[at])
 
     @invariant()
     def is_whole(self) -> None:
@@ -216,10 +199,10 @@ TestLedger.settings = settings(max_examples=scaled(40), stateful_step_count=30)
 def test_integrity_is_really_checked() -> None:
     ledger = SlotLedger(1, 4, 3)
     ledger.bind(0, 2, ledger.take())
-    ledger.free[0].add(0)  # slot 0 is now bound and free
+    ledger.free.add(0)  # slot 0 is now bound and free
     with pytest.raises(InternalError, match="do not make 3"):
         ledger.check_integrity()
-    ledger.free[0].state[1] -= 1
+    ledger.free.state[1] -= 1
     ledger.table[0, 3] = 0
     with pytest.raises(InternalError, match="2 residents for 1 bound"):
         ledger.check_integrity()

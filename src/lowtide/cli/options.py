@@ -45,7 +45,7 @@ OPTIONS: tuple[Option, ...] = (
         "device_option",
         Kind.PAIRS,
         Group.ENGINE,
-        "The emulated device's link_GBps=2, devices=2 and the like.",
+        "The emulated device's link_GBps=2 and the like.",
     ),
     Option("context", Kind.INTEGER, Group.ENGINE, "Tokens to make room for, prompt included."),
     Option("dtype", Kind.TEXT, Group.ENGINE, "Compute type; the checkpoint's own if not given."),

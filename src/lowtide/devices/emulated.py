@@ -64,11 +64,10 @@ class EmulatedDevice:
         num_slots: int,
         speeds: EmulatedSpeeds,
         kernels: Kernels = REFERENCE,
-        number: int = 1,
         cores_per_expert: int = 1,
     ) -> None:
-        """`arena` holds `num_slots` slots of `layout`; number: which of several it is.
-        cores_per_expert: the host's, so that an expert has the same bits on either side."""
+        """`arena` holds `num_slots` slots of `layout`. cores_per_expert: the host's, so that
+        an expert has the same bits on either side."""
         self.num_slots = num_slots
         self.speeds = speeds
         self.kernels = kernels
@@ -79,9 +78,8 @@ class EmulatedDevice:
         self._link_pace, self._compute_pace, self._host_pace = (
             _Pace(self._is_closing) for _ in range(3)
         )
-        suffix = f"-{number}" if number > 1 else ""
-        self._link = ThreadStream(LINK + suffix)
-        self._compute = ThreadStream(COMPUTE + suffix, cores_per_expert)
+        self._link = ThreadStream(LINK)
+        self._compute = ThreadStream(COMPUTE, cores_per_expert)
         self._last_run: ThreadEvent | None = None
 
     def describe(self) -> str:

@@ -29,8 +29,6 @@ _OPTIONS: Mapping[str, float] = {
     "host_slowdown": 1.0,
     "device_slowdown": 1.0,
 }
-_DEVICES = "devices"
-_MAX_DEVICES = 8
 
 _COLD_BYTES = 32 << 20  # weights of the measurement: far more than a core's own caches
 _MEASURE_S = 0.15  # of measured rounds
@@ -73,30 +71,15 @@ def check_emulated_options(options: Mapping[str, str]) -> dict[str, float]:
 
     Known are `link_GBps` and `link_latency_us` of the emulated link; `host_slowdown`, the host's
     time for an expert over the device's at any token count; `device_slowdown`, the device's over
-    that of a core of this machine; and `devices`, how many there are, each with that link. Raises
-    UsageError.
+    that of a core of this machine. Raises UsageError.
     """
-    num_emulated_devices(options)
     values = {}
     for name, text in options.items():
-        if name == _DEVICES:
-            continue
         if name not in _OPTIONS:
-            known = ", ".join([*_OPTIONS, _DEVICES])
+            known = ", ".join(_OPTIONS)
             raise UsageError(f"The emulated device has no option {name!r}; choose {known}.")
         values[name] = _number(name, text)
     return values
-
-
-def num_emulated_devices(options: Mapping[str, str]) -> int:
-    """The option `devices`, by default 1. Raises UsageError."""
-    text = str(options.get(_DEVICES, 1))
-    if text not in map(str, range(1, _MAX_DEVICES + 1)):
-        raise UsageError(
-            f"Device option {_DEVICES} must be a whole number from 1 to {_MAX_DEVICES}, not "
-            f"{text!r}."
-        )
-    return int(text)
 
 
 def _number(name: str, text: str) -> float:

@@ -19,14 +19,11 @@ from lowtide.devices.emulated_speeds import (
     EmulatedSpeeds,
     check_emulated_options,
     emulated_speeds,
-    num_emulated_devices,
 )
-from lowtide.devices.group import DeviceGroup
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.experts.device import Device
 from lowtide.experts.elastic_slots import LentSlots
 from lowtide.experts.layout import SlotLayout
-from lowtide.experts.slots import slots_per_device
 from lowtide.formats.expert_inputs import ExpertInputs
 from lowtide.hardware.machine import this_machine
 from lowtide.hardware.measure import Measured, measure_costs
@@ -63,16 +60,11 @@ def check_device(name: str, options: Mapping[str, str]) -> None:
         )
 
 
-def check_elastic(name: str, options: Mapping[str, str]) -> None:
+def check_elastic(name: str) -> None:
     """Raises UnsupportedError for a device whose memory does not move."""
     if resolve_device(name) == "cuda":
         raise UnsupportedError(
             "elastic on a GPU: slots and KV cache do not grow and shrink there yet. Leave it out."
-        )
-    if name == "emulated" and num_emulated_devices(options) > 1:
-        raise UnsupportedError(
-            "elastic with several devices: the KV cache is the first one's, and so would be all "
-            "slots that make way for it. Leave elastic out, or choose devices=1."
         )
 
 
@@ -139,32 +131,22 @@ def open_device(
     speeds = emulated_speeds(
         machine.options, layout, source.shape, layout.dtype, kernels, cores_per_expert
     )
-    num_devices = num_emulated_devices(machine.options)
-    shares = slots_per_device(tier.num_slots, num_devices)
-    arenas: list[Region] = [Arena(num_slots * layout.num_bytes) for num_slots in shares]
-    if lent is not None:
-        shares, arenas = [lent.ledger.num_slots], [lent.arena]
-    group = DeviceGroup(
-        [
-            EmulatedDevice(arena, layout, num_slots, speeds, kernels, number, cores_per_expert)
-            for number, (arena, num_slots) in enumerate(zip(arenas, shares, strict=True), 1)
-        ]
-    )
-    device = group if num_devices > 1 else group.devices[0]
-    return OpenDevice(device, _emulated_costs(speeds, source, num_devices), Arena, group.close)
+    num_slots = tier.num_slots if lent is None else lent.ledger.num_slots
+    arena: Region = Arena(num_slots * layout.num_bytes) if lent is None else lent.arena
+    device = EmulatedDevice(arena, layout, num_slots, speeds, kernels, cores_per_expert)
+    return OpenDevice(device, _emulated_costs(speeds, source), Arena, device.close)
 
 
-def _emulated_costs(speeds: EmulatedSpeeds, source: ExpertSource, num_devices: int) -> Costs:
+def _emulated_costs(speeds: EmulatedSpeeds, source: ExpertSource) -> Costs:
     expert_bytes = source.layout.num_bytes
     return Costs(
         expert_bytes=expert_bytes,
-        link_s=speeds.link_s(expert_bytes) / num_devices,
+        link_s=speeds.link_s(expert_bytes),
         host_s=speeds.host_s,
-        device_s=speeds.device_s.scaled(1 / num_devices),
+        device_s=speeds.device_s,
         # Dense layers are the caller's own work, at the speed of this machine.
         dense_s=speeds.device_s.scaled(source.layer_bytes / expert_bytes / speeds.device_slowdown),
         sync_s=0.0,
-        num_devices=num_devices,
     )
 
 

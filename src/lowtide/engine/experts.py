@@ -117,11 +117,10 @@ def _device_tier(
     num_ahead = num_staging // 2
     costs = replace(made.costs, num_staging=num_staging - num_ahead, num_ahead=num_ahead)
     if lent is None:
-        num_slots, num_devices = tier.num_slots, costs.num_devices
-        ledger = SlotLedger(shape.num_layers, shape.num_experts, num_slots, num_devices)
+        ledger = SlotLedger(shape.num_layers, shape.num_experts, tier.num_slots)
     else:
         ledger = lent.ledger
-    link = Link(made.device, ledger, host, costs.each.link_s, costs.num_staging)
+    link = Link(made.device, ledger, host, costs.link_s, costs.num_staging)
     return DeviceTier(made.device, link, costs, made.close)
 
 

@@ -145,7 +145,7 @@ class EngineConfig:
                 f"{', '.join(SAFETENSORS_NAME)}."
             )
         if self.elastic:
-            check_elastic(self.device, self.device_options)
+            check_elastic(self.device)
         weight_formats.FormatWishes.of(self.format, self.expert_dtype, self.dense_dtype)
         if self.activations not in ACTIVATIONS:
             raise UsageError(

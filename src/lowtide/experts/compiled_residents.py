@@ -73,7 +73,7 @@ class CompiledResidents:
         self._trial = AheadTrial() if compiled is not None and compiled.is_direct else None
         self._begin_s = 0.0  # when the pass began
         self._is_waiting: tuple[int, int, float] | None = None  # for which expert, since when
-        [free] = ledger.free
+        free = ledger.free
         self._struct = ResidencyStruct(
             *map(_address, (ledger.table, ledger.owner, free.ring, free.state)),
             num_layers,

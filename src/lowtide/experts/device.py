@@ -2,7 +2,7 @@
 
 Two streams of work, each in its own order: copies into slots, and experts computed from slots.
 Streams wait for each other's events, never for the calling thread, which only queues. `cuda.py`
-and `emulated.py` are the two kinds; `devices/group.py` makes one of several. A device decides
+and `emulated.py` are the two kinds. A device decides
 nothing.
 """
 

@@ -77,10 +77,8 @@ class DeviceExpertExecutor:
         self._keep: set[int] = set()
         self._moves: Moves | None = None
         self._outcome = self._link.end_prefetch(work.layer, assignment.fetch)
-        # By expert to fetch: its copy, if one has begun; and of several devices, which it is for.
+        # By expert to fetch: its copy, if one has begun.
         self._arrivals = {expert: self._link.take_arrival(work.layer, expert) for expert in fetch}
-        devices = [] if assignment.fetch_on is None else assignment.fetch_on.tolist()
-        self._fetch_on: dict[int, int] = dict(zip(fetch, devices, strict=False))
         self._host_rows = self._rows_at_host(plan)
         absent = [expert for expert, arrival in self._arrivals.items() if arrival is None]
         wanted = np.sort(np.concatenate([assignment.host, np.array(absent, np.int64)]))
@@ -216,7 +214,7 @@ class DeviceExpertExecutor:
 
     def _begin_copy(self, expert: int) -> Arrival:
         slot = self._beside.reads.slots[expert]
-        self._arrivals[expert] = arrival = self._link.fetch(slot, self._fetch_on.get(expert))
+        self._arrivals[expert] = arrival = self._link.fetch(slot)
         return arrival
 
     def _add_to_wave(self, expert: int, arrival: Arrival) -> None:
@@ -225,7 +223,7 @@ class DeviceExpertExecutor:
             self._run_wave()
 
     def _run_wave(self) -> None:
-        """Queues the experts of a wave, on each device behind the last of their arrivals there.
+        """Queues the experts of a wave behind the last of their arrivals.
 
         Each is resident then, or its slot is free again, unless it has rows in the next tile.
         """
@@ -235,17 +233,17 @@ class DeviceExpertExecutor:
         self._wave = []
         experts = np.array([expert for expert, _ in wave])
         slots = np.array([arrival.slot for _, arrival in wave])
-        arrivals = {arrival.slot: arrival for _, arrival in wave}
-        for group in self._link.by_device(ExpertGroup(layer, experts, slots)):
-            last = max((arrivals[slot] for slot in group.slots.tolist()), key=lambda a: a.order)
-            self._queue(group, last.event)
+        last = max((arrival for _, arrival in wave), key=lambda arrival: arrival.order)
+        self._queue(ExpertGroup(layer, experts, slots), last.event)
         for expert, arrival in wave:
             if self._work.is_finished(expert, self._tile):
                 self._link.settle(layer, expert, arrival.slot, expert in self._keep)
 
     def _run_residents(self, experts: IntArray) -> None:
-        for group in self._link.resident_groups(self._work.layer, experts):
-            self._queue(group, None)
+        if len(experts):
+            layer = self._work.layer
+            slots = self.device.link.ledger.slots_of(layer, experts)
+            self._queue(ExpertGroup(layer, experts, slots), None)
 
     def _queue(self, group: ExpertGroup, after: Event | None) -> None:
         use = self.device.device.run(group, self._tile.rows, self._work.buffers, after)

@@ -35,14 +35,14 @@ class ElasticSlots:
     def __init__(
         self, arena: ElasticArena, slot_bytes: int, ledger: SlotLedger, num_live: int
     ) -> None:
-        """ledger: of one device; its slots, all of them free, are as many as there can ever be.
+        """ledger: its slots, all of them free, are as many as there can ever be.
 
         Raises PageError where there is no memory for `num_live` of them.
         """
-        if ledger.num_devices != 1 or ledger.num_slots * slot_bytes > arena.num_bytes:
+        if ledger.num_slots * slot_bytes > arena.num_bytes:
             raise InternalError(
-                f"{ledger.num_slots} slots of {slot_bytes} bytes on {ledger.num_devices} devices "
-                f"do not lie in an arena of {arena.num_bytes}."
+                f"{ledger.num_slots} slots of {slot_bytes} bytes do not lie in an arena of "
+                f"{arena.num_bytes}."
             )
         self._arena = arena
         self._slot_bytes = slot_bytes

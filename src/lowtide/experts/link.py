@@ -42,8 +42,7 @@ class Link:
     """Owns the ledger of a device's slots and the order of copies into them.
 
     A slot changes owner at once, in the ledger; its next copy waits for the event of its last
-    use, so bytes change only when nothing needs them. Several devices have a link each; what no
-    policy sends to one of them goes where the link is soonest free.
+    use, so bytes change only when nothing needs them.
     """
 
     def __init__(
@@ -66,8 +65,8 @@ class Link:
         self._ahead: deque[_Wanted] = deque()
         self._moves: deque[_Wanted] = deque()
         self._owed: dict[int, list[_Wanted]] = {}  # by layer: moves that this pass ends with
-        self._in_flight: list[deque[Event]] = [deque() for _ in range(ledger.num_devices)]
-        self._num_copies = [0] * ledger.num_devices
+        self._in_flight: deque[Event] = deque()
+        self._num_copies = 0
         self._unproven: list[tuple[int, int]] = []  # residents whose copies may have failed
 
     def is_kept(self, layer: int) -> BoolArray:
@@ -84,36 +83,9 @@ class Link:
         self._forget_ended()
         for (its_layer, expert), arrival in self._coming.items():
             if its_layer == layer:
-                device = self.ledger.device_of[arrival.slot]
-                first = self._num_copies[device] - len(self._in_flight[device])
+                first = self._num_copies - len(self._in_flight)
                 left_s[expert] = self.link_s * max(0, arrival.order + 1 - first)
         return left_s[experts]
-
-    def devices_with(self, layer: int, experts: IntArray) -> IntArray | None:
-        """The device that has each, or that it is coming to, else -1; None where there is one."""
-        if self.ledger.num_devices == 1:
-            return None
-        devices = self.ledger.devices_with(layer, experts)
-        for (its_layer, expert), arrival in self._coming.items():
-            if its_layer == layer:
-                devices[experts == expert] = self.ledger.device_of[arrival.slot]
-        return devices
-
-    def resident_groups(self, layer: int, experts: IntArray) -> list[ExpertGroup]:
-        """One for each device that has some of them."""
-        return self.by_device(ExpertGroup(layer, experts, self.ledger.slots_of(layer, experts)))
-
-    def by_device(self, group: ExpertGroup) -> list[ExpertGroup]:
-        """The parts of what would be a group if there were only one device."""
-        if self.ledger.num_devices == 1:
-            return [group] if len(group.experts) else []
-        devices = self.ledger.device_of[group.slots]
-        parts = [devices == device for device in range(self.ledger.num_devices)]
-        return [
-            ExpertGroup(group.layer, group.experts[part], group.slots[part])
-            for part in parts
-            if part.any()
-        ]
 
     def note_use(self, group: ExpertGroup, use: Event) -> None:
         """Copies into the group's slots wait for `use` from now on."""
@@ -124,13 +96,10 @@ class Link:
         """An expert that is in a slot already, or coming to one; the caller settles it."""
         return self._coming.pop((layer, expert), None)
 
-    def fetch(self, host_slot: int, device: int | None = None) -> Arrival:
-        """Queues the copy of an expert into a slot taken for it; the caller settles it.
-
-        The slot is one of `device`, if that has a free one.
-        """
+    def fetch(self, host_slot: int) -> Arrival:
+        """Queues the copy of an expert into a slot taken for it; the caller settles it."""
         self.stats.num_fetched += 1
-        return self._copy(host_slot, is_move=False, device=device)
+        return self._copy(host_slot, is_move=False)
 
     def keep(self, layer: int, experts: IntArray) -> IntArray:
         """Evicts all residents but `experts`; returns those of `experts` that are absent."""
@@ -296,34 +265,20 @@ class Link:
         self._ahead.clear()
         self._moves.clear()
         self._owed.clear()
-        for in_flight in self._in_flight:
-            in_flight.clear()
+        self._in_flight.clear()
 
-    def _copy(self, host_slot: int, is_move: bool, device: int | None = None) -> Arrival:
-        if device is None or not self.ledger.num_free_on(device):
-            device = self._next_device()
-        slot = self.ledger.take(device)
+    def _copy(self, host_slot: int, is_move: bool) -> Arrival:
+        slot = self.ledger.take()
         source = self._host.slots.image(host_slot)
         event = self._device.copy(source, slot, self._last_use[slot])
         self._last_use[slot] = None  # the copy comes after it
         self._host.used_by(host_slot, event)
-        self._in_flight[device].append(event)
-        self._num_copies[device] += 1
-        return Arrival(slot, event, self._num_copies[device] - 1, is_move)
-
-    def _next_device(self) -> int:
-        """Where a slot is free, the link is soonest free and residents are fewest."""
-        ledger, in_flight = self.ledger, self._in_flight
-        if ledger.num_devices == 1:
-            return 0
-        num_free = [ledger.num_free_on(device) for device in range(ledger.num_devices)]
-        return min(
-            range(ledger.num_devices),
-            key=lambda device: (not num_free[device], len(in_flight[device]), -num_free[device]),
-        )
+        self._in_flight.append(event)
+        self._num_copies += 1
+        return Arrival(slot, event, self._num_copies - 1, is_move)
 
     def _soonest_free_s(self) -> float:
-        return len(self._in_flight[self._next_device()]) * self.link_s
+        return len(self._in_flight) * self.link_s
 
     def _begin_next(self) -> bool:
         """Begins the next waiting transfer that can be; whether there was one."""
@@ -375,9 +330,8 @@ class Link:
         self.ledger.drop(self._coming.pop((layer, expert)).slot)
 
     def _forget_ended(self) -> None:
-        for in_flight in self._in_flight:
-            while in_flight and in_flight[0].is_done():
-                in_flight.popleft()
+        while self._in_flight and self._in_flight[0].is_done():
+            self._in_flight.popleft()
 
     @staticmethod
     def _paired(victims: list[int | None], num_admitted: int) -> list[int | None]:

@@ -28,12 +28,6 @@ FREE, TAKEN, RETIRED = -1, -2, -3
 """What a slot is that holds no resident expert: `residency.hpp` knows the first two."""
 
 
-def slots_per_device(num_slots: int, num_devices: int) -> list[int]:
-    """Equal shares of a tier's slots; the first devices get the remainder."""
-    share, remainder = divmod(num_slots, num_devices)
-    return [share + (device < remainder) for device in range(num_devices)]
-
-
 class FreeSlots:
     """A queue of free slots, the one that was freed first in front, in memory that compiled code
     takes from and adds to as well."""
@@ -73,38 +67,22 @@ class SlotLedger:
     """Who owns each slot. A leased slot cannot be evicted; all changes are checked.
 
     A slot is free, taken (its bytes are arriving or it will be dropped after use), or bound to
-    an expert, which is then resident; or it is retired, when there is no memory behind it. Of
-    several devices each has a range of the slots. `table`, `owner` and `free` are what a
-    compiled pass reads and changes (`residency.hpp`).
+    an expert, which is then resident; or it is retired, when there is no memory behind it. `table`,
+    `owner` and `free` are what a compiled pass reads and changes (`residency.hpp`).
     """
 
-    def __init__(
-        self, num_layers: int, num_experts: int, num_slots: int, num_devices: int = 1
-    ) -> None:
+    def __init__(self, num_layers: int, num_experts: int, num_slots: int) -> None:
         self.num_layers, self.num_experts = num_layers, num_experts
         self.num_slots = num_slots
-        self.num_devices = num_devices
-        devices = np.repeat(np.arange(num_devices), slots_per_device(num_slots, num_devices))
-        self.device_of: IntArray = np.append(devices, -1)  # by slot, at last that of NO_SLOT
         self.table: IntArray = np.full((num_layers, num_experts), NO_SLOT, np.int64)
         # By slot: layer * num_experts + expert of what is bound to it, or what it is instead.
         self.owner: IntArray = np.full(num_slots, FREE, np.int64)
         self._num_leases = [0] * num_slots
-        self.free = [
-            FreeSlots(np.flatnonzero(devices == device).tolist()) for device in range(num_devices)
-        ]
+        self.free = FreeSlots(list(range(num_slots)))
 
     @property
     def num_free(self) -> int:
-        return sum(map(len, self.free))
-
-    def num_free_on(self, device: int) -> int:
-        return len(self.free[device])
-
-    def devices_with(self, layer: int, experts: IntArray) -> IntArray:
-        """The device in whose slots each expert is resident, -1 where it is not."""
-        devices: IntArray = self.device_of[self.table[layer, experts]]
-        return devices
+        return len(self.free)
 
     @property
     def num_resident(self) -> int:
@@ -128,12 +106,12 @@ class SlotLedger:
             raise InternalError(f"Expert {expert} of MoE layer {layer} is in no slot.")
         return slot
 
-    def take(self, device: int = 0) -> int:
-        """A free slot of `device`, now taken."""
-        if not len(self.free[device]):
-            own = self.owner[self.device_of[:-1] == device]
-            raise InternalError(f"All {np.count_nonzero(own != RETIRED)} expert slots are in use.")
-        slot = self.free[device].take()
+    def take(self) -> int:
+        """A free slot, now taken."""
+        if not len(self.free):
+            num_slots = np.count_nonzero(self.owner != RETIRED)
+            raise InternalError(f"All {num_slots} expert slots are in use.")
+        slot = self.free.take()
         self.owner[slot] = TAKEN
         return slot
 
@@ -154,8 +132,7 @@ class SlotLedger:
         """Takes a free slot out of use: its memory may go."""
         if not self.is_free(slot):
             raise InternalError(f"Slot {slot} is not free to be retired.")
-        free = self.free[self.device_of[slot]]
-        free.fill([each for each in free if each != slot])
+        self.free.fill([each for each in self.free if each != slot])
         self.owner[slot] = RETIRED
 
     def restore(self, slot: int) -> None:
@@ -227,13 +204,11 @@ class SlotLedger:
         self.owner[self.owner == TAKEN] = FREE
         self.owner[list(set_aside)] = TAKEN
         self._num_leases = [0] * self.num_slots
-        for device, free in enumerate(self.free):
-            is_own = self.device_of[:-1] == device
-            free.fill(np.flatnonzero(is_own & (self.owner == FREE)).tolist())
+        self.free.fill(np.flatnonzero(self.owner == FREE).tolist())
 
     def check_integrity(self) -> None:
         """Recounts every slot; raises InternalError if one is lost, shared or still leased."""
-        free = [slot for each in self.free for slot in each]
+        free = list(self.free)
         bound = np.flatnonzero(self.owner >= 0)
         if sorted(free) != np.flatnonzero(self.owner == FREE).tolist():
             taken, retired = (
@@ -254,7 +229,7 @@ class SlotLedger:
 
     def _free_again(self, slot: int) -> None:
         self.owner[slot] = FREE
-        self.free[self.device_of[slot]].add(slot)
+        self.free.add(slot)
 
     def _check_taken(self, slot: int) -> None:
         if self.owner[slot] != TAKEN:

@@ -74,11 +74,10 @@ def device_facts(
     link.bind_arrived()
     layer, (experts, num_tokens, told) = call.layer, asked
     is_here = link.ledger.is_resident(layer)
-    everyone = np.arange(len(is_here))
     return Facts(
         call.step,
         layer,
-        Demand(experts, num_tokens, is_here[experts], link.devices_with(layer, experts)),
+        Demand(experts, num_tokens, is_here[experts]),
         link.is_kept(layer),
         capacity,
         costs,
@@ -88,7 +87,6 @@ def device_facts(
         routing=told,
         is_here=is_here,
         is_at_host=None if host.is_permanent else host.ledger.is_resident(layer),
-        device_of=None if told is None else link.devices_with(layer, everyone),
     )
 
 
