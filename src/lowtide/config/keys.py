@@ -51,10 +51,8 @@ def decoder(
     """Adds what all families say alike. block_length: of a diffusion model whose config says it;
     is_bidirectional, logits_shift: see `ModelConfig`."""
     fields.only("hidden_act", "silu")
-    quantisation = None
-    if experts is None or not experts.is_mxfp4:
-        quantisation = read_quantisation(fields)
     vocab_size = fields.integer("vocab_size", low=1, high=MAX_VOCAB)
+    is_mxfp4 = experts is not None and experts.is_mxfp4
     decoding = origin.published.decoding
     if decoding is not None and block_length is not None:
         decoding = replace(decoding, block_length=block_length)
@@ -77,7 +75,7 @@ def decoder(
         decoding=decoding,
         is_bidirectional=is_bidirectional,
         logits_shift=logits_shift,
-        quantisation=quantisation,
+        quantisation=None if is_mxfp4 else read_quantisation(fields),
     )
 
 

@@ -21,6 +21,7 @@ from lowtide.engine.device import (
 from lowtide.engine.named_inputs import inputs_to_round_for
 from lowtide.engine.option_checks import (
     as_reference,
+    check_activations,
     check_integer,
     check_kinds,
     check_not_bidirectional,
@@ -47,7 +48,7 @@ from lowtide.model_folder.hub import has_weights, locate_model, resolve_model
 from lowtide.model_folder.hub_model import HubModel
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.params import take_numbers
-from lowtide.plan import AUTO_FORMAT, OWN_FORMAT, WeightFormats, check_is_named
+from lowtide.plan import OWN_FORMAT, WeightFormats, check_is_named
 from lowtide.policies.presets import check_policy, check_safe
 from lowtide.reading.by_expert import with_copy
 from lowtide.reading.dense_weights import DenseWeights, Progress, no_progress
@@ -64,8 +65,6 @@ MAX_BLOCK_LENGTH = MAX_PASS_ROWS // 2
 
 
 DEFAULT_CONTEXT = 4096
-
-ACTIVATIONS = (OWN_FORMAT, INT8)
 
 APPROXIMATE_CACHES = (CacheMode.PREFIX.value, CacheMode.DUAL.value)
 
@@ -147,16 +146,7 @@ class EngineConfig:
         if self.elastic:
             check_elastic(self.device)
         weight_formats.FormatWishes.of(self.format, self.expert_dtype, self.dense_dtype)
-        if self.activations not in ACTIVATIONS:
-            raise UsageError(
-                f"activations {self.activations!r} is not known; choose {', '.join(ACTIVATIONS)}."
-            )
-        if self.format == AUTO_FORMAT and self.activations != OWN_FORMAT:
-            raise UsageError(
-                f"activations {self.activations!r} needs weights in a format that is named, and "
-                "format 'auto' may leave them as they are stored: name the format, or leave "
-                "activations out."
-            )
+        check_activations(self.activations, self.format)
         check_integer("context", self.context, 1, 2**28)
         check_integer("block_length", self.block_length, 1, MAX_BLOCK_LENGTH)
         check_integer("seed", self.seed, 0, 2**63 - 1)

@@ -12,6 +12,8 @@ from lowtide.config import ModelConfig
 from lowtide.decode.row_reading import HeadForm
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.files.json_file import shown
+from lowtide.kernels.int8_rows import INT8
+from lowtide.plan import AUTO_FORMAT, OWN_FORMAT
 
 if TYPE_CHECKING:
     from lowtide.engine.opening import EngineConfig
@@ -85,4 +87,17 @@ def check_not_bidirectional(config: ModelConfig, options: EngineConfig) -> None:
     if options.head_form != HeadForm.FUSED.value:
         raise UnsupportedError(
             f"head_form {options.head_form!r} is for bidirectional models; leave it out for {name}."
+        )
+
+
+def check_activations(activations: str, format: str | None) -> None:
+    """Raises UsageError."""
+    known = (OWN_FORMAT, INT8)
+    if activations not in known:
+        raise UsageError(f"activations {activations!r} is not known; choose {', '.join(known)}.")
+    if format == AUTO_FORMAT and activations != OWN_FORMAT:
+        raise UsageError(
+            f"activations {activations!r} needs weights in a format that is named, and "
+            "format 'auto' may leave them as they are stored: name the format, or leave "
+            "activations out."
         )

@@ -7,18 +7,14 @@ so that nothing is loaded before all of it is there and the source was found unc
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import math
 import os
-import stat
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
-from io import FileIO
+from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,14 +22,14 @@ from lowtide.config.quantisation import PACKED_METHOD
 from lowtide.engine.opening import EngineConfig, OpenModel, open_model
 from lowtide.engine.weight_formats import QUANTISED
 from lowtide.errors import CheckpointError, StorageError, UnsupportedError, UsageError
-from lowtide.files.json_file import parse_object
 from lowtide.files.whole_file import whole_file
 from lowtide.formats import MatrixFormat, format_of, formats
 from lowtide.formats.convert import Importance, Pack
 from lowtide.formats.expert_inputs import ExpertInputs
 from lowtide.formats.matrix import Bytes
 from lowtide.kernels.choice import choose_pack
-from lowtide.lab.safetensors_writer import OutputTensor, SafetensorsWriter, check_disk_space
+from lowtide.lab.pack_folder import config_of, reserved
+from lowtide.lab.safetensors_writer import OutputTensor, SafetensorsWriter
 from lowtide.model_folder.checkpoint import INDEX_NAME, Checkpoint, TensorEntry
 from lowtide.model_folder.hub import tokenizer_file
 from lowtide.plan import OWN_FORMAT
@@ -53,9 +49,6 @@ NUM_WAITING = 2
 AS_IS = formats()["BF16"]
 """Of bytes that are copied, which are not looked into."""
 
-_NOTES = "packing.json"
-_MAX_NOTES_BYTES = 64 << 20
-_NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO)  # of a link, a folder, a socket
 _COPIED = (".json", ".txt", ".model", ".jinja")
 
 
@@ -90,7 +83,7 @@ def pack(
     notes = _notes(opened, checkpoint, chosen)
     packer = _Packer(checkpoint, chosen, out, choose_pack(kernels), progress, opened.inputs)
     texts_bytes = sum(path.stat().st_size for path in _copied(opened))
-    with _reserved(out, notes, packer.missing_bytes + texts_bytes):
+    with reserved(out, notes, packer.missing_bytes + texts_bytes):
         try:
             packer.run()
         except StorageError:
@@ -121,7 +114,7 @@ def _packable(opened: OpenModel) -> Checkpoint:
             f"There is nothing to pack: choose --format {' or '.join(QUANTISED)} for a model whose "
             "weights are not stored so."
         )
-    if "quantization_config" in _config_of(opened.folder):
+    if "quantization_config" in config_of(opened.folder):
         raise UnsupportedError(
             f"{opened.folder} is quantised already (quantization_config); pack the model it was "
             "made of."
@@ -296,99 +289,6 @@ def _ranges(entry: TensorEntry) -> Iterator[tuple[int, int]]:
             yield first + start, min(step, matrix_bytes - start)
 
 
-@contextmanager
-def _reserved(out: Path, notes: Mapping[str, object], needed_bytes: int) -> Iterator[None]:
-    """Makes the folder this process's own until all of it is written, and says of what it is.
-
-    Raises UsageError where it holds something else, or belongs to another process, and then
-    StorageError where its disk has too little room: nothing is left of a refusal.
-    """
-    if not os.path.exists(out):
-        check_disk_space(out, needed_bytes)  # before it is made
-    with _opened_notes(out) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UsageError(f"Another process packs into {out}; wait for it.") from error
-        found = file.read(_MAX_NOTES_BYTES + 1) or b""
-        text = json.dumps(notes, sort_keys=True).encode()
-        if found and not _are_notes(found):
-            raise UsageError(_what_is_there(out, _NOTES, is_interrupted=False))
-        try:
-            if found != text:  # else they stay: a full disk may not take them once more
-                _check_is_empty(out, is_interrupted=bool(found))
-            check_disk_space(out, needed_bytes)
-            if found != text:
-                _replace(file, text)
-        except BaseException as error:
-            if not found:
-                (out / _NOTES).unlink()
-            if isinstance(error, OSError):
-                raise StorageError(f"{out} cannot be written: {error.strerror}.") from error
-            raise
-        yield
-        (out / _NOTES).unlink()
-
-
-def _opened_notes(out: Path) -> FileIO:
-    """The notes in a folder, empty where there were none. Raises UsageError where something else
-    has their name, StorageError where they cannot be made."""
-    # A link would have another file written, a pipe would be waited for.
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(out / _NOTES, flags, 0o644)
-    except OSError as error:
-        if error.errno in _NO_FILE and os.path.lexists(out / _NOTES):
-            raise UsageError(_what_is_there(out, _NOTES, is_interrupted=False)) from error
-        raise StorageError(f"{out} cannot be written: {error.strerror or error}.") from error
-    file = FileIO(descriptor, "r+")  # with no buffer, whose end would fail once more
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        file.close()
-        raise UsageError(_what_is_there(out, _NOTES, is_interrupted=False))
-    return file
-
-
-def _are_notes(text: bytes) -> bool:
-    """Whether it is what a packing says of itself."""
-    with suppress(CheckpointError):
-        is_whole = len(text) <= _MAX_NOTES_BYTES
-        return is_whole and parse_object(text, _NOTES).keys() == {"source", "formats", "inputs"}
-    return False
-
-
-def _check_is_empty(out: Path, is_interrupted: bool) -> None:
-    """Raises UsageError where there is more than notes."""
-    others = sorted(path.name for path in out.iterdir() if path.name != _NOTES)
-    if others:
-        raise UsageError(_what_is_there(out, others[0], is_interrupted))
-
-
-def _replace(file: FileIO, text: bytes) -> None:
-    file.seek(0)
-    file.truncate()
-    while text:
-        text = text[file.write(text) :]
-
-
-def _what_is_there(out: Path, name: str, is_interrupted: bool) -> str:
-    """Why nothing is packed into a folder that has something, and what would do."""
-    if is_interrupted:
-        return (
-            f"{out} holds {name}, which is not of this packing: one that was interrupted had other "
-            "formats, or its source has changed since. Remove it, or choose a new folder."
-        )
-    with suppress(OSError, ValueError, TypeError, LookupError):  # whatever else may lie there
-        packed: Any = _config_of(out)["quantization_config"]
-        if packed["quant_method"] == PACKED_METHOD:
-            experts, dense = packed["formats"]["experts"], packed["formats"]["dense"]
-            return (
-                f"{out} is packed already, whole, with experts in {experts} and dense weights in "
-                f"{dense}: run it as it is. To pack once more, remove it or choose a new folder."
-            )
-    return f"{out} holds {name}, which is not of this packing; choose a new folder."
-
-
 def _write_texts(opened: OpenModel, out: Path, weight_map: Mapping[str, str]) -> None:
     """All that is not weights, `config.json` last."""
     for path in _copied(opened):
@@ -404,7 +304,7 @@ def _write_texts(opened: OpenModel, out: Path, weight_map: Mapping[str, str]) ->
     packed: dict[str, object] = {"quant_method": PACKED_METHOD, "version": 1, "formats": of_parts}
     if opened.inputs is not None:
         packed["inputs_sha256"] = opened.inputs.digest
-    _write_json(out / "config.json", {**_config_of(opened.folder), "quantization_config": packed})
+    _write_json(out / "config.json", {**config_of(opened.folder), "quantization_config": packed})
 
 
 def _copied(opened: OpenModel) -> list[Path]:
@@ -417,11 +317,6 @@ def _copied(opened: OpenModel) -> list[Path]:
 def _write_json(path: Path, value: object) -> None:
     with whole_file(path, "file") as file:
         file.write(json.dumps(value, indent=2).encode())
-
-
-def _config_of(folder: Path) -> dict[str, object]:
-    config: dict[str, object] = json.loads((folder / "config.json").read_bytes())
-    return config
 
 
 def _facts(path: Path) -> tuple[int, int]:

@@ -129,20 +129,14 @@ class CompiledReader:
         self._experts = experts
         self._keep: list[object] = [slots, buffers]
         self.readiness = Readiness(library, len(slots) // slot_bytes)
-        piece_bytes, num_threads = _division(buffers, num_at_once or NUM_DIRECT)
-        first, ranges, segments = _tables(experts)
-        facts = np.array(
-            [(descriptor, each.num_bytes, each.identity[2]) for each, descriptor in files], np.int64
-        )
-        arrays = (first, ranges, segments, facts, slots)
+        arrays = (*_tables(experts), _facts(files), slots)
         self._keep += arrays
         source = _Source(
             *(each.ctypes.data for each in arrays),
             None if buffers is None else buffers.ctypes.data,
             len(experts),
             slot_bytes,
-            piece_bytes,
-            num_threads,
+            *_division(buffers, num_at_once or NUM_DIRECT),
         )
         opened = self._functions["open_reader"](ctypes.byref(source), self.readiness.address)
         if not opened:
@@ -239,6 +233,12 @@ def _division(buffers: NDArray[np.uint8] | None, num_direct: int) -> tuple[int, 
 NUM_DIRECT, NUM_BUFFERED = 4, 2
 """Direct reads under way at a time on a disk that was not measured, and copies out of the page
 cache."""
+
+
+def _facts(files: Sequence[OpenFile]) -> IntArray:
+    """`files` of reader.hpp."""
+    facts = [(descriptor, each.num_bytes, each.identity[2]) for each, descriptor in files]
+    return np.array(facts, np.int64)
 
 
 def _tables(experts: Sequence[Sequence[Range]]) -> tuple[IntArray, IntArray, IntArray]:
