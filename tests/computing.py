@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lowtide.compute import Compute
 from lowtide.experts.at_once import ExpertsAtOnce
 from lowtide.experts.rows import ExpertRows, Routing
+from lowtide.kernels.cpu.weight_calls import CompiledExperts, PlacesStruct
+from lowtide.kernels.operands import SlotPlaces
 from lowtide.kernels.reference import REFERENCE, Kernels
 from lowtide.layers.attention import CachedAttention
 from lowtide.layers.batch import Segment
@@ -48,10 +52,38 @@ def summed_at_once(
     out, whole, term = torch.empty(x.shape), torch.empty(x.shape), torch.empty_like(x)
     REFERENCE.combine(parts, rows.part_of, routing.weights, term, torch.empty(x.shape), out)
     kernels, places, _, _ = at_once.parts(layer)
-    buffers = (parts, *scratch, whole)
-    kernels.run_experts(x, *routing, used, places, *buffers, num_threads=num_threads)
+    assert isinstance(kernels, CompiledExperts)
+    run_experts(kernels, x, routing, used, places, (parts, *scratch, whole), num_threads)
     assert torch.equal(out, whole)
     return out
+
+
+def run_experts(
+    kernels: CompiledExperts,
+    x: Tensor,
+    routing: Routing,
+    slots: NDArray[np.int64],
+    places: SlotPlaces,
+    buffers: tuple[Tensor, ...],
+    num_threads: int,
+) -> None:
+    """What compiled layers do where all experts are there. slots: of each distinct expert,
+    ascending by expert; buffers: parts, gate, up and out of `CompiledExperts.layer_call`."""
+    call = kernels.layer_call(x, routing.experts.shape[1], places, *buffers, num_threads)
+    chosen, of_slots = (routing.experts, routing.weights), PlacesStruct(*places)
+    kernels.calls.experts(
+        call.variant,
+        num_threads,
+        kernels.types.ctypes.data,
+        x.data_ptr(),
+        *(each.data_ptr() for each in chosen),
+        slots.ctypes.data,
+        ctypes.addressof(of_slots),
+        *(each.data_ptr() for each in buffers),
+        *routing.experts.shape,
+        x.shape[1],
+        buffers[1].shape[1],
+    )
 
 
 def attention(

@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from computing import on_this_thread
+from computing import on_this_thread, run_experts
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from lowtide.engine.opening import EngineConfig, open_model
 from lowtide.errors import StorageError, UnsupportedError
+from lowtide.experts.rows import Routing
 from lowtide.files import owners
 from lowtide.kernels import choice
 from lowtide.kernels.choice import choose_kernels, possible_names
@@ -325,9 +326,8 @@ def test_experts_at_once_have_the_bits_of_one_by_one(
     for kernel in variants:
         expected = one_by_one(kernel)
         out = torch.full_like(expected, torch.nan)
-        kernel.experts.run_experts(
-            x, experts, weights, named, places, parts, gate, up, out, num_threads
-        )
+        buffers, routing = (parts, gate, up, out), Routing(experts, weights)
+        run_experts(kernel.experts, x, routing, named, places, buffers, num_threads)
         assert torch.equal(out, expected)
 
 

@@ -17,7 +17,7 @@ class SeveralExperts(Protocol):
     max_rows: int  # of one expert
 
     def takes(self, x: Tensor) -> bool:
-        """Whether `run_experts` takes these rows."""
+        """Whether `layer_call` takes these rows."""
         ...
 
     def gated_mlps(
@@ -32,22 +32,6 @@ class SeveralExperts(Protocol):
         """`Kernels.gated_mlp` of several experts over their rows of `parts`, in place."""
         ...
 
-    def run_experts(
-        self,
-        x: Tensor,
-        experts: Tensor,
-        weights: Tensor,
-        slots: IntArray,
-        places: SlotPlaces,
-        parts: Tensor,
-        gate: Tensor,
-        up: Tensor,
-        out: Tensor,
-        num_threads: int,
-    ) -> None:
-        """`Kernels.gated_mlp` of every expert of the tokens, and `Kernels.combine`."""
-        ...
-
     def layer_call(
         self,
         x: Tensor,
@@ -59,5 +43,6 @@ class SeveralExperts(Protocol):
         out: Tensor,
         num_threads: int,
     ) -> ExpertCallStruct:
-        """What `run_experts` is given, for who knows which experts are in which slots."""
+        """All experts of the tokens and their sum, for code that knows which are chosen and in
+        which slots they are."""
         ...

@@ -65,7 +65,8 @@ class LayerExperts:
         self, residents: int, layer: int, call: ExpertCallStruct, experts: Tensor, weights: Tensor
     ) -> Iterator[Status]:
         """Computes their sum; gives what is to be done before it goes on. residents: the address of
-        a `ResidencyStruct`. experts, weights: see `CompiledExperts.run_experts`."""
+        a `ResidencyStruct`. experts [tokens, k] int64, ascending for each token; weights
+        [tokens, k] float32."""
         routing = experts.data_ptr(), weights.data_ptr()
         self._begin(self._run, residents, layer, ctypes.addressof(call), *routing)
         while status := self._advance(self._run):

@@ -108,7 +108,7 @@ class CompiledExperts:
         self.max_rows = calls.max_rows if max_rows is None else max_rows
 
     def takes(self, x: Tensor) -> bool:
-        """Whether `run_experts` takes these rows."""
+        """Whether `layer_call` takes these rows."""
         return self.calls.takes(x) and x.shape[0] <= self.max_rows
 
     def gated_mlps(
@@ -141,46 +141,6 @@ class CompiledExperts:
             gate.shape[1],
         )
 
-    def run_experts(
-        self,
-        x: Tensor,
-        experts: Tensor,
-        weights: Tensor,
-        slots: IntArray,
-        places: SlotPlaces,
-        parts: Tensor,
-        gate: Tensor,
-        up: Tensor,
-        out: Tensor,
-        num_threads: int,
-    ) -> None:
-        """`Kernels.gated_mlp` of every expert of the tokens and `Kernels.combine`, bit for bit.
-
-        x [tokens, hidden], which it `takes`; experts [tokens, k] int64, ascending for each token,
-        and their weights [tokens, k] float32; slots: one for each distinct expert, ascending by
-        expert; parts [tokens * k, hidden] and gate and up [tokens * k, expert_size] bfloat16 are
-        scratch; out [tokens, hidden] float32. All of them contiguous.
-        """
-        (num_tokens, k), of_slots = experts.shape, PlacesStruct(*places)
-        self.calls.experts(
-            self.calls.variant,
-            num_threads,
-            self.types.ctypes.data,
-            x.data_ptr(),
-            experts.data_ptr(),
-            weights.data_ptr(),
-            slots.ctypes.data,
-            ctypes.addressof(of_slots),
-            parts.data_ptr(),
-            gate.data_ptr(),
-            up.data_ptr(),
-            out.data_ptr(),
-            num_tokens,
-            k,
-            x.shape[1],
-            gate.shape[1],
-        )
-
     def layer_call(
         self,
         x: Tensor,
@@ -192,7 +152,13 @@ class CompiledExperts:
         out: Tensor,
         num_threads: int,
     ) -> ExpertCallStruct:
-        """What `run_experts` is given, but for who was chosen and in which slots they are."""
+        """`Kernels.gated_mlp` of all experts of the tokens and `Kernels.combine`, bit for bit, but
+        for which experts were chosen, of each token `num_chosen`, and their slots.
+
+        x [tokens, hidden], which it `takes`; parts [tokens * num_chosen, hidden] and gate and up
+        [tokens * num_chosen, expert_size] bfloat16 are scratch; out [tokens, hidden] float32. All
+        of them contiguous; the caller keeps them while the experts run.
+        """
         return ExpertCallStruct(
             self.calls.experts_address,
             self.calls.mlps_address,
