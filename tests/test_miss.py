@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lowtide.core import Costs, Facts, IntArray, RoutedTokens, RowKind, StepKind
 from lowtide.errors import UsageError
-from lowtide.policies.buddy_gates import Gates, Psi, absent_shares, home_devices, token_margins
+from lowtide.policies.buddy_gates import Gates, Psi, absent_shares, token_margins
 from lowtide.policies.buddy_lists import BuddyLists
 from lowtide.policies.buddy_profile import QualityCurve, token_entropy
 from lowtide.policies.buddy_search import UNBOUNDED
@@ -94,19 +94,8 @@ def test_beta_bypasses_a_layer_with_too_many_absent() -> None:
     assert buddy(Gates(beta=0.0))(facts) is None
 
 
-def test_partitions_are_gated_by_themselves() -> None:
-    facts = routed_facts(ROUTING, HERE)._replace(device_of=np.array([0, 1, 1, -1, -1, -1]))
-    assert home_devices(facts.device_of, ROUTING).tolist() == [0, 1]
-    assert absent_shares(facts, ROUTING) == pytest.approx([2 / 3, 1 / 3])
-    answer = buddy(Gates(beta=0.5))(facts)
-    assert answer is not None and answer.experts.tolist() == [[0, 3, 4], [0, 1, 2]]
-
-
-def test_a_hop_and_the_routers_own_logits_change_who_comes_first() -> None:
+def test_the_routers_own_logits_change_which_buddy_comes_first() -> None:
     lists = one_layer([[1], [0], [0], [1, 2], [2, 1], [0]], [[0.5, 0.4]] * 6)
-    facts = routed_facts(ROUTING, HERE)._replace(device_of=np.array([0, 1, 0, -1, -1, -1]))
-    near = buddy(lists=lists, psi=Psi(kappa=0.5), rho=Rho(1))(facts)
-    assert near is not None and near.experts.tolist() == [[0, 2, 4], [0, 1, 2]]
     scores = np.zeros((2, 6), np.float32)
     scores[0, 2] = 3.0
     liked = routed_facts(ROUTING._replace(scores=scores), HERE)

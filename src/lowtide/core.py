@@ -307,8 +307,6 @@ class Facts(NamedTuple):
     """[num_experts]: residents, whether the step asks for them or not; None: as `is_kept`."""
     is_at_host: BoolArray | None = None
     """[num_experts]: whose bytes are in host memory, beside a device; None: all of them."""
-    device_of: IntArray | None = None
-    """[num_experts]: of several devices the one that each is on, -1 where it is on none."""
     left: Left | None = None  # told to a substitution, where something bounds it
 
     @property

@@ -93,7 +93,8 @@ class DeviceTier:
         following = facts.layer + 1
         prefetch.observe(facts)
         if following < self.link.ledger.num_layers:
-            ahead = Ahead(following, self.link.is_kept(following), at_host.predicted)
+            is_kept, is_long = self.link.is_kept(following), at_host.x is None
+            ahead = Ahead(following, is_kept, at_host.predicted, is_long)
             self.link.look_ahead(following, prefetch.choose(ahead))
 
     def finish(self, layer: int, num_rows: int) -> None:

@@ -95,18 +95,9 @@ def absent_experts(facts: Facts) -> BoolArray:
 
 
 def absent_shares(facts: Facts, routing: RoutedTokens) -> FloatArray:
-    """Of the experts requested on each token's device the share that is absent (Eq. 2); with one
-    device that is of the layer. [tokens]"""
-    absent = absent_experts(facts)
-    if facts.device_of is None:
-        share = np.count_nonzero(absent) / max(1, len(facts.demand.experts))
-        return np.full(len(routing.weights), share)
-    home = home_devices(facts.device_of, routing)
-    shares = np.zeros(len(home))
-    for device in np.unique(home).tolist():
-        own = home == device
-        shares[own] = absent[np.unique(routing.experts[own])].mean()
-    return shares
+    """The share of the layer's requested experts that is absent (Eq. 2), for each token."""
+    share = np.count_nonzero(absent_experts(facts)) / max(1, len(facts.demand.experts))
+    return np.full(len(routing.weights), share)
 
 
 def token_margins(weights: WeightArray) -> FloatArray:
@@ -118,33 +109,19 @@ def token_margins(weights: WeightArray) -> FloatArray:
     return margins
 
 
-def home_devices(device_of: IntArray, routing: RoutedTokens) -> IntArray:
-    """Of several devices, the one that has most of each token's router weight, ties by number.
-
-    The paper partitions tokens and does not say how; a buddy there crosses nothing. [tokens]
-    """
-    device = device_of[routing.experts]
-    num_devices = int(device_of.max(initial=0)) + 1
-    weight = [(routing.weights * (device == one)).sum(axis=1) for one in range(num_devices)]
-    home: IntArray = np.stack(weight, axis=1).argmax(axis=1)
-    return home
-
-
 @dataclass(frozen=True, slots=True)
 class Psi:
     """What else than q decides which buddy comes first (Eq. 3).
 
-    Psi(j|i, x) = q(j|i) * (1 + eta * z(j, x)) * (1 - kappa * hop(j, x)), where z is the router's
-    logit less its mean over the layer's experts, in standard deviations, and hop is 1 for a buddy
-    on another device than the token's.
+    Psi(j|i, x) = q(j|i) * (1 + eta * z(j, x)), where z is the router's logit less its mean over
+    the layer's experts, in standard deviations. The paper's third factor is of several devices.
     """
 
     eta: float = 0.0
-    kappa: float = 0.0
 
     @property
     def is_used(self) -> bool:
-        return self.eta > 0 or self.kappa > 0
+        return self.eta > 0
 
     def scores(
         self, q: FloatArray, buddies: IntArray, facts: Facts, routing: RoutedTokens
@@ -157,9 +134,6 @@ class Psi:
             deviation = logits.std(axis=1, keepdims=True)
             z = (logits - logits.mean(axis=1, keepdims=True)) / deviation.clip(1e-12)
             psi = psi * (1 + self.eta * z[tokens, buddies])
-        if self.kappa and facts.device_of is not None:
-            is_far = facts.device_of[buddies] != home_devices(facts.device_of, routing)[tokens]
-            psi = psi * (1 - self.kappa * is_far)
         return psi
 
     def lists(

@@ -114,7 +114,6 @@ SEARCH_RANK: PolicyOption[int | None] = PolicyOption(
     "search_rank", "how far down a list to look", None, 1, MAX_K_MAX, {"all": None}
 )
 ETA = PolicyOption("eta", "what a buddy's own router logit counts", 0.0, 0, 100, is_whole=False)
-KAPPA = PolicyOption("kappa", "what a buddy on another device loses", 0.0, 0, 1, is_whole=False)
 MAX_KL: PolicyOption[float | None] = PolicyOption(
     "max_kl",
     "estimated KL of a token in nats, at most; bounds the mass by the profile's curve",
@@ -139,13 +138,13 @@ PRIOR = PolicyOption(
 IN_PREFILL = switch("in_prefill", "whether rows of prompts may be touched")
 IN_COMMIT = switch("in_commit", "whether rows that cache final tokens of a block may be touched")
 _OWN: tuple[PolicyOption[object], ...] = (
-    *(MISS, ALPHA, K_MAX, RHO, BETA, TAE, TEMPERATURE, MARGIN, SEARCH_RANK, ETA, KAPPA),
+    *(MISS, ALPHA, K_MAX, RHO, BETA, TAE, TEMPERATURE, MARGIN, SEARCH_RANK, ETA),
     *(MAX_KL, MAX_MASS, PRIOR, IN_PREFILL, IN_COMMIT),
 )
 
 _LISTED = ("buddy", "late")
 _READ_BY = {
-    **{one.name: _LISTED for one in (ALPHA, K_MAX, SEARCH_RANK, ETA, KAPPA)},
+    **{one.name: _LISTED for one in (ALPHA, K_MAX, SEARCH_RANK, ETA)},
     RHO.name: (*_LISTED, "random", "drop"),
     PRIOR.name: ("cache-prior",),
 }
@@ -213,7 +212,7 @@ def miss_policy(setting: Setting, base: Recipe) -> Substitution | None:
         return CachePrior(gates, PRIOR.of(setting), setting.weighing)
     lists = _lists(setting)
     rank = _search_rank(setting, lists)
-    psi = Psi(ETA.of(setting), KAPPA.of(setting))
+    psi = Psi(ETA.of(setting))
     if miss == "late":
         return Late(lists, gates, psi, rho, base.assignment(setting), rank, setting.twins)
     beta = BETA.of(setting)

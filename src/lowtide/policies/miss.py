@@ -102,10 +102,9 @@ class LayerTwins:
     def state(
         self, facts: Facts, routing: RoutedTokens, account: PassAccount | None = None
     ) -> LayerState:
-        """Partitions are gated, and Psi ranks buddies, here: few ask for that."""
+        """Psi ranks buddies here: few ask for that."""
         experts, weights, _ = routing
         owner, left = (None, None) if facts.left is None else facts.left
-        is_parted = facts.device_of is not None and self._gates.beta is not None
         asks_psi = self._psi.is_used and not facts.demand.is_resident.all()
         return LayerState(
             experts,
@@ -113,7 +112,7 @@ class LayerTwins:
             facts.step.rows_of(len(weights)).kind,
             who_is_here(facts),
             facts.arriving_s,
-            self._gates.open_tokens(facts, routing) if is_parted else None,
+            None,
             self._psi.lists(self._lists, facts, routing) if asks_psi else None,
             owner,
             left,

@@ -34,6 +34,8 @@ class Ahead(NamedTuple):
     is_kept: BoolArray  # [num_experts]: residents, and those on their way to be
     predicted: IntArray | None = None
     """[num_experts]: tokens that an early gate sends to each expert; None without."""
+    is_long: bool = False
+    """Whether the pass has more rows than an early gate is asked about."""
 
 
 class Prefetch(ABC):
@@ -60,6 +62,8 @@ class Prefetch(ABC):
 
     def choose(self, ahead: Ahead) -> IntArray:
         """Absent experts to fetch ahead, the most wanted first; lower ids win ties."""
+        if ahead.is_long and self.gate is not Gate.NONE:
+            return NO_EXPERTS
         score = self.score(ahead)
         wanted = ((score > 0) > ahead.is_kept).nonzero()[0]
         order = (-score[wanted]).argsort(kind="stable")[: self.num_experts_ahead]
