@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from policy_facts import make_facts
 
-from lowtide.core import Assignment, Costs, Curve, Demand, FloatArray, IntArray
+from lowtide.core import Assignment, Costs, Curve, Demand
 from lowtide.errors import PlanError, UsageError
 from lowtide.policies.assignment import (
     AllFetch,
@@ -31,7 +30,6 @@ from lowtide.policies.assignment import (
     is_on_device,
     makespan,
     prices,
-    prices_by_side,
 )
 from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.presets import fetches_all
@@ -253,89 +251,3 @@ def test_exact_names_its_limit() -> None:
 def test_beam_refuses_no_width() -> None:
     with pytest.raises(UsageError, match="width"):
         Beam(0)
-
-
-@given(demand=demands, costs=some_costs)
-def test_one_device_of_several_is_greedy(demand: Demand, costs: Costs) -> None:
-    """The same decisions to the bit, whether the device is said to be one or the only one."""
-    alone = demand._replace(device_of=np.where(demand.is_resident, 0, -1))
-    work = Greedy()(make_facts(alone, costs))
-    assert ids(work) == ids(Greedy()(make_facts(demand, costs)))
-    assert work.fetch_on is not None and work.fetch_on.tolist() == [0] * len(work.fetch)
-
-
-@given(demand=demands, costs=some_costs, data=st.data())
-def test_several_devices_are_so_many_sides(
-    demand: Demand, costs: Costs, data: st.DataObject
-) -> None:
-    num_devices = data.draw(st.integers(2, 3))
-    demand, arriving_s = scattered(demand, num_devices, data.draw(st.integers(0, 99)))
-    costs = replace(costs, num_devices=num_devices)
-    facts = make_facts(demand, costs, arriving_s=arriving_s)
-    work, sides_s = Greedy()(facts), prices_by_side(facts)
-    one = prices(facts._replace(costs=costs.each))  # of one device alone
-    assert np.array_equal(np.min(sides_s[:-1], axis=0), one.device_s)
-    assert np.array_equal(sides_s[-1], one.host_s)
-    side_of = sides(demand, work, num_devices)
-    assert np.isfinite(sides_s[side_of, np.arange(len(side_of))]).all()  # each where it can run
-    end_s = latest_s(sides_s, side_of)
-    assert end_s <= (num_devices + 1) * best_of_sides(sides_s, end_s) + 1e-9
-
-
-def scattered(demand: Demand, num_devices: int, seed: int) -> tuple[Demand, FloatArray]:
-    """Residents on any device, and some of the others on their way to one."""
-    draw = np.random.default_rng(seed)
-    is_coming = ~demand.is_resident & (draw.random(len(demand.experts)) < 0.3)
-    device_of = draw.integers(0, num_devices, len(demand.experts))
-    device_of[~demand.is_resident & ~is_coming] = -1
-    arriving_s = np.where(is_coming, draw.random(len(device_of)), np.inf)
-    return demand._replace(device_of=device_of), arriving_s
-
-
-def sides(demand: Demand, work: Assignment, num_devices: int) -> IntArray:
-    """The device that each activated expert runs on; `num_devices` for the host."""
-    assert demand.device_of is not None and work.fetch_on is not None
-    side_of = np.full(len(demand.experts), num_devices)
-    is_resident = np.isin(demand.experts, work.resident)
-    side_of[is_resident] = demand.device_of[is_resident]
-    side_of[np.isin(demand.experts, work.fetch)] = work.fetch_on
-    return side_of
-
-
-def latest_s(sides_s: FloatArray, side_of: IntArray) -> float:
-    """When the last side ends."""
-    return max(float(of_side[side_of == side].sum()) for side, of_side in enumerate(sides_s))
-
-
-def best_of_sides(sides_s: FloatArray, limit_s: float) -> float:
-    """The least makespan by enumeration; there is one within `limit_s`."""
-    states = {(0.0,) * len(sides_s)}
-    for added_s in sides_s.T.tolist():
-        states = {
-            (*ends_s[:side], ends_s[side] + s, *ends_s[side + 1 :])
-            for ends_s in states
-            for side, s in enumerate(added_s)
-            if ends_s[side] + s <= limit_s + 1e-9
-        }
-    return min(map(max, states))
-
-
-def test_two_devices_by_hand() -> None:
-    # Two devices with a link each, 7 s a fetch. Resident 0 (1 s) is on the second one. Of the
-    # absent: 9 tokens (18 s on the host, 9 on a device) to the first device, then 8 tokens (16 s
-    # on the host) to the second, for 8 < 9 + 8; then 1 token to the host, for 2 < 9 and 8 + 7;
-    # resident 0 would be 2 s on the host and comes last: 4 there, 9 where it is.
-    costs = replace(make_costs(link_s=3.5, device_s=0.5), num_devices=2)
-    demand = make_demand([1, 9, 8, 1], resident=[0])
-    placed = demand._replace(device_of=np.array([1, -1, -1, -1]))
-    work = Greedy()(make_facts(placed, costs))
-    assert ids(work) == ([], [1, 2], [0, 3])
-    assert work.fetch_on is not None and work.fetch_on.tolist() == [0, 1]
-    # As one device that is twice as fast it is Algorithm 1 with those costs.
-    as_one, only = (make_facts(demand, one) for one in (costs, replace(costs, num_devices=1)))
-    assert ids(Greedy()(as_one)) == ids(Greedy()(only))
-
-
-def test_who_is_on_which_device_must_be_known() -> None:
-    with pytest.raises(UsageError, match="which"):
-        prices_by_side(make_facts(make_demand([1, 2]), replace(make_costs(), num_devices=2)))

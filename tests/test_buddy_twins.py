@@ -68,7 +68,7 @@ def of_one_token(search: BuddySearch, token: int) -> tuple[LayerRules, LayerStat
     arriving_s = np.where(may[0], np.inf, 1.0)
     kinds = np.full(1, 3, np.uint8)
     state = LayerState(
-        experts, weights, kinds, search.is_here, arriving_s, None, own, None, None, search.rho
+        experts, weights, kinds, search.is_here, arriving_s, own, None, None, search.rho
     )
     return rules, state
 
@@ -137,7 +137,6 @@ def random_layer(draw: np.random.Generator, most_tokens: int) -> tuple[LayerRule
         draw.integers(0 if perhaps(0.5) else 3, 4, num_tokens).astype(np.uint8),
         is_here,
         np.where(draw.random(len(asked)) < 0.7, np.inf, 0.5) if perhaps(0.5) else None,
-        draw.random(num_tokens) < 0.5 if perhaps(0.2) else None,
         random_lists(draw, num_tokens * k, num_experts, length) if owns_lists else None,
         draw.integers(0, num_owners, num_tokens) if is_bounded else None,
         draw.random(num_owners) * draw.choice([0.1, 2, 50]) if is_bounded else None,
@@ -257,7 +256,7 @@ def test_late_experts_in_every_small_case(compiled: CompiledBuddies) -> None:
         for deadline_s, left, rho in itertools.product((0, 1, 3), (0.6, 9.0), (1, 2)):
             state = LayerState(
                 *(np.array(experts), weights, kinds, np.array(here)),
-                *(None, None, None, owner, np.array([left]), rho),
+                *(None, None, owner, np.array([left]), rho),
             )
             waits = Waits(None, (0.0, 0.0), (1.0, 0.0), None, float(deadline_s))
             answers = [layer.give_up_late(state, waits) for layer in layers]
@@ -387,7 +386,7 @@ def test_weights_that_are_none_are_a_fault_in_one_call(compiled: CompiledBuddies
         account = twins.of_pass(np.zeros(1, np.int64), Masses([0.0], [0.0]), 1, None)
         state = LayerState(
             *(np.array([[0, 1]]), np.array([[0.5, np.nan]], np.float32), kinds),
-            *(np.array([True, False, True]), None, None, None, None, None, 2, account),
+            *(np.array([True, False, True]), None, None, None, None, 2, account),
         )
         with pytest.raises(InternalError, match="not finite"):
             twins.of_layer(LayerRules(lists, 2, OPEN)).replace_absent(state)

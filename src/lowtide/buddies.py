@@ -55,7 +55,6 @@ class LayerState(NamedTuple):
     kinds: NDArray[np.uint8]  # [tokens] of `RowKind`
     is_here: BoolArray  # [num_experts]: who may stand in
     arriving_s: FloatArray | None  # of each expert that is asked for; infinite: it does not come
-    is_open: BoolArray | None  # [tokens] in place of the gates
     lists: NDArray[np.int32] | None  # [pairs, length] every pair's own, in place of the rules'
     owner: IntArray | None  # [tokens] whose each token is, where something bounds that
     left: FloatArray | None  # [owners] what each may have moved

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -105,7 +105,6 @@ class Demand(NamedTuple):
     experts: IntArray  # ascending ids of the experts with at least one token
     num_tokens: IntArray  # tokens routed to each of them ("hits")
     is_resident: BoolArray  # whether its weights are in a slot already
-    device_of: IntArray | None = None  # of several: which has it or awaits it, -1: none does
 
 
 def hit_rate(num_hits: float, num_activated: float) -> float:
@@ -161,14 +160,12 @@ class Assignment(NamedTuple):
 
     Ids ascend. `resident` run on the device from the slots they are in, `fetch` on the device
     once their weights have arrived, `host` on the CPU where their bytes have their home (a
-    resident expert may be among them). `fetch_on` [len(fetch)]: of several devices, the one for
-    each of `fetch`; None leaves that to the link.
+    resident expert may be among them).
     """
 
     resident: IntArray
     fetch: IntArray
     host: IntArray
-    fetch_on: IntArray | None = None
 
 
 _FAR_TOKENS = 2.0**40  # beyond any step: the last segment of a curve is drawn on to here
@@ -231,8 +228,7 @@ class Costs:
     """What one expert costs on this machine: measured or from a data sheet, never guessed here.
 
     Every policy's constants come from here. With `disk_read_s` above 0 the home of experts is
-    the disk, and a read runs beside whatever it feeds. Several equal devices count as one that
-    is as fast as all of them; `each` is what one of them costs.
+    the disk, and a read runs beside whatever it feeds.
     """
 
     expert_bytes: int
@@ -244,21 +240,12 @@ class Costs:
     disk_read_s: float = 0.0  # one expert, disk to host memory; 0 with a home in host memory
     num_staging: int = 2  # slots through which fetched experts pass, whatever is prefetched
     num_ahead: int = 0  # more of them, as far as no prefetched expert is in them
-    num_devices: int = 1  # each with a link of its own
 
     @classmethod
     def unknown(cls, expert_bytes: int) -> Costs:
         """Every time is 0: for policies that do not ask."""
         nothing = Curve([(1, 0.0)])
         return cls(expert_bytes, 0.0, nothing, nothing, nothing, 0.0)
-
-    @property
-    def each(self) -> Costs:
-        """Of one of the devices alone."""
-        num = self.num_devices
-        return replace(
-            self, link_s=num * self.link_s, device_s=self.device_s.scaled(num), num_devices=1
-        )
 
     @property
     def fetch_s(self) -> float:

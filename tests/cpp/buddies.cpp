@@ -25,22 +25,22 @@ struct Account {
     std::uint8_t* is_affected;
 };
 using Replace = long(const Rules*, const std::int64_t*, const float*, const std::uint8_t*, long,
-                     long, const std::uint8_t*, const double*, const std::uint8_t*,
+                     long, const std::uint8_t*, const double*,
                      const std::int32_t*, const std::int64_t*, const double*, long, long,
                      const Account*, long, std::int64_t*, float*);
 using GiveUp = long(const Rules*, const std::int64_t*, const float*, const std::uint8_t*, long,
-                    long, const std::uint8_t*, const double*, const std::uint8_t*,
+                    long, const std::uint8_t*, const double*,
                     const std::int32_t*, const std::int64_t*, const double*, long, long,
                     const Account*, const Queues*, std::int64_t*, float*);
 using GiveUpBeside = long(
     const Rules*, const std::int64_t*, const float*, const std::uint8_t*, long, long,
-    const std::uint8_t*, const double*, const std::uint8_t*, const std::int32_t*,
+    const std::uint8_t*, const double*, const std::int32_t*,
     const std::int64_t*, const double*, long, long, const Account*, const std::int64_t*,
     const std::int64_t*, const std::uint8_t*, const double*, const double*, const double*, long,
     double, double, double, double, const std::uint8_t*, std::int64_t*, float*);
 using GiveUpAlone = long(
     const Rules*, const std::int64_t*, const float*, const std::uint8_t*, long, long,
-    const std::uint8_t*, const double*, const std::uint8_t*, const std::int32_t*,
+    const std::uint8_t*, const double*, const std::int32_t*,
     const std::int64_t*, const double*, long, long, const Account*, const std::uint8_t*,
     const double*, long, double, std::int64_t*, float*);
 using Route = long(const Account*, const float*, long, long, double*);
@@ -81,11 +81,11 @@ void substitute(const Library& library, const Routed& routed, unsigned has) {
     const Ids experts = chosen_experts(num_tokens, k, num_experts);
     Floats weights = floats(num_pairs);
     for (float& each : weights) each = std::abs(each) + 1e-3f;
-    std::vector<std::uint8_t> kinds(num_tokens), is_here(num_experts), is_open(num_tokens);
+    std::vector<std::uint8_t> kinds(num_tokens), is_here(num_experts);
     std::vector<std::uint8_t> queue_of(num_experts), is_affected(num_tokens);
     std::vector<std::uint8_t> is_at_host(num_experts);
     for (auto& each : kinds) each = std::uint8_t(below(3));
-    for (auto* all : {&is_here, &is_open, &is_at_host})
+    for (auto* all : {&is_here, &is_at_host})
         for (auto& each : *all) each = std::uint8_t(below(2));
     for (auto& each : queue_of) each = std::uint8_t(below(4));
     const Ids asked = slots_of(experts);
@@ -109,7 +109,6 @@ void substitute(const Library& library, const Routed& routed, unsigned has) {
     const Queues queues = {has & 16 ? queue_of.data() : nullptr, host_s.data(), {0, 1e-3},
                            {1e-3, 2e-3}, 1.5e-3};
     const auto* arriving = has & 2 ? arriving_s.data() : nullptr;
-    const auto* open = has & 4 ? is_open.data() : nullptr;
     const auto* pairs_own = has & 32 ? own_lists.data() : nullptr;
     // Of the second of two layers; counted in the call that decides, or after it.
     std::vector<double> routed_mass(num_owners), moved_mass(num_owners);
@@ -129,21 +128,21 @@ void substitute(const Library& library, const Routed& routed, unsigned has) {
         const auto* bound = has_bound ? left.data() : nullptr;
         const long num_moved = way == 0
             ? replace(&rules, experts.data(), weights.data(), kinds.data(), num_tokens, k,
-                      is_here.data(), arriving, open, pairs_own, of, bound,
+                      is_here.data(), arriving, pairs_own, of, bound,
                       has_bound ? num_owners : 0, 2, account, has & 64 ? 1 : 0, out.data(),
                       out_weights.data())
             : way == 1
             ? give_up(&rules, experts.data(), weights.data(), kinds.data(), num_tokens, k,
-                      is_here.data(), arriving, open, pairs_own, of, bound,
+                      is_here.data(), arriving, pairs_own, of, bound,
                       has_bound ? num_owners : 0, 2, account, &queues, out.data(),
                       out_weights.data())
             : way == 2
             ? alone(&rules, experts.data(), weights.data(), kinds.data(), num_tokens, k,
-                    is_here.data(), arriving, open, pairs_own, of, bound,
+                    is_here.data(), arriving, pairs_own, of, bound,
                     has_bound ? num_owners : 0, 2, account, is_resident.data(), one_s.data(),
                     long(asked.size()), 1e-3, out.data(), out_weights.data())
             : beside(&rules, experts.data(), weights.data(), kinds.data(), num_tokens, k,
-                     is_here.data(), arriving, open, pairs_own, of, bound,
+                     is_here.data(), arriving, pairs_own, of, bound,
                      has_bound ? num_owners : 0, 2, account, asked.data(), tokens_of.data(),
                      is_resident.data(), one_s.data(), home_s.data(), one_s.data(),
                      long(asked.size()), 1e-3, has & 64 ? 2e-3 : INFINITY, 1e-3, 2e-3,

@@ -8,7 +8,6 @@ of its transfer and its computation, since the two overlap along a stream of exp
 from __future__ import annotations
 
 from itertools import accumulate
-from operator import add
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -23,7 +22,6 @@ from lowtide.core import (
     FloatArray,
     IntArray,
 )
-from lowtide.errors import UsageError
 
 
 class Assign(Protocol):
@@ -49,8 +47,7 @@ def prices(facts: Facts) -> Prices:
     the transfer or the computation that it feeds.
     """
     costs, demand = facts.costs, facts.demand
-    transfer_s = _transfer_s(facts, costs.fetch_s)
-    return Prices(np.maximum(transfer_s, costs.device_s(demand.num_tokens)), _host_s(facts))
+    return Prices(np.maximum(_transfer_s(facts), costs.device_s(demand.num_tokens)), _host_s(facts))
 
 
 def makespan(price: Prices, mask: BoolArray) -> float:
@@ -97,54 +94,10 @@ class Greedy:
     device. No memory limit, as printed: staging slots come free as experts finish. Never slower
     than twice the optimum: each choice adds at most min(t_gpu, t_cpu), and the sum of those is at
     most twice the optimum (Ibarra and Kim, 1977, for unrelated machines).
-
-    Several devices are as many sides, t_gpu the least of theirs, and ties go to the first; the
-    bound is then the number of sides. Only the device that has an expert, or awaits it, can run
-    it; an absent one is fetched to the device it was given to.
     """
 
     def __call__(self, facts: Facts) -> Assignment:
-        demand = facts.demand
-        if demand.device_of is None:
-            return divide(demand, greedy_mask(prices(facts)))
-        side_of = greedy_sides(prices_by_side(facts))
-        mask = side_of < facts.costs.num_devices
-        return divide(demand, mask)._replace(fetch_on=side_of[mask & ~demand.is_resident])
-
-
-def prices_by_side(facts: Facts) -> FloatArray:
-    """Seconds that each activated expert would add to each device and, at last, to the host.
-
-    [num_devices + 1, num_activated]
-    """
-    costs, demand = facts.costs, facts.demand
-    device_of, num_devices = demand.device_of, costs.num_devices
-    if device_of is None:
-        raise UsageError("An assignment to several devices must be told who is on which.")
-    # The costs are those of all devices together, of which each is one part.
-    fetch_s = max(num_devices * costs.link_s, costs.disk_read_s)
-    compute_s = num_devices * costs.device_s(demand.num_tokens)
-    device_s = np.maximum(_transfer_s(facts, fetch_s), compute_s)
-    can_run = [(device_of < 0) | (device_of == device) for device in range(num_devices)]
-    return np.stack([*(np.where(can, device_s, np.inf) for can in can_run), _host_s(facts)])
-
-
-def greedy_sides(sides_s: FloatArray) -> IntArray:
-    """Algorithm 1 over any number of devices and the host: the side that each expert is given to.
-
-    sides_s [num_devices + 1, num_activated], the host last.
-    """
-    order = lopsided_first(Prices(sides_s[:-1].min(axis=0), sides_s[-1]))
-    totals_s = [0.0] * len(sides_s)
-    picks: list[int] = []
-    for added_s in sides_s[:, order].T.tolist():
-        ends_s = list(map(add, totals_s, added_s))
-        side = ends_s.index(min(ends_s))
-        totals_s[side] = ends_s[side]
-        picks.append(side)
-    side_of = np.empty(len(order), np.int64)
-    side_of[order] = picks
-    return side_of
+        return divide(facts.demand, greedy_mask(prices(facts)))
 
 
 def greedy_mask(price: Prices) -> BoolArray:
@@ -310,9 +263,9 @@ class LayerSplit:
         return divide(facts.demand, np.full(len(facts.demand.experts), is_whole, np.bool_))
 
 
-def _transfer_s(facts: Facts, fetch_s: float) -> FloatArray:
+def _transfer_s(facts: Facts) -> FloatArray:
     """Seconds until each activated expert is on the device; infinite if it cannot come there."""
-    absent_s = fetch_s if facts.can_fetch else np.inf
+    absent_s = facts.costs.fetch_s if facts.can_fetch else np.inf
     transfer_s: FloatArray = np.where(facts.demand.is_resident, 0.0, absent_s)
     return transfer_s if facts.arriving_s is None else np.minimum(transfer_s, facts.arriving_s)
 

@@ -112,7 +112,6 @@ class LayerTwins:
             facts.step.rows_of(len(weights)).kind,
             who_is_here(facts),
             facts.arriving_s,
-            None,
             self._psi.lists(self._lists, facts, routing) if asks_psi else None,
             owner,
             left,

@@ -121,8 +121,6 @@ class PlainLayer:
         return state.lists, np.arange(state.experts.size).reshape(state.experts.shape)
 
     def _open_tokens(self, state: LayerState, absent: BoolArray) -> BoolArray:
-        if state.is_open is not None:
-            return state.is_open
         share = np.count_nonzero(absent) / max(1, len(np.unique(state.experts)))
         return open_tokens(self._rules.gates, state.kinds, state.weights, share)
 

@@ -27,7 +27,6 @@ struct Layer {
     long num_tokens, k;
     const std::uint8_t* is_here;  // [num_experts]: who may stand in
     const double* arriving_s;     // of the experts asked for, ascending; infinite: not on its way
-    const std::uint8_t* is_open;  // [num_tokens] in place of the gates
     const std::int32_t* lists;    // [pairs, length]: every pair's own, in place of the rules'
     const std::int64_t* owner;    // [num_tokens] whose each token is, with `left`
     const double* left;           // [num_owners] what each may have moved
@@ -99,7 +98,6 @@ double margin_of(const float* weights, long k) {
 
 // Tokens that may have experts replaced.
 std::vector<std::uint8_t> open_tokens(const Layer& layer, const Absent& absent) {
-    if (layer.is_open) return {layer.is_open, layer.is_open + layer.num_tokens};
     const Rules& rules = layer.rules;
     std::vector<std::uint8_t> is_open(layer.num_tokens, 0);
     const double share = static_cast<double>(absent.num) / std::max(1L, absent.num_asked);
@@ -377,12 +375,12 @@ extern "C" {
 long lowtide_replace_absent(
     const Rules* rules, const std::int64_t* experts, const float* weights,
     const std::uint8_t* kinds, long num_tokens, long k, const std::uint8_t* is_here,
-    const double* arriving_s, const std::uint8_t* is_open, const std::int32_t* lists,
-    const std::int64_t* owner, const double* left, long num_owners, long rho,
+    const double* arriving_s, const std::int32_t* lists, const std::int64_t* owner,
+    const double* left, long num_owners, long rho,
     const Account* account, long num_fit, std::int64_t* out, float* out_weights
 ) {
-    Layer layer{*rules,  experts, weights, kinds, num_tokens, k,  is_here, arriving_s,
-                is_open, lists,   owner,   left,  num_owners, rho};
+    Layer layer{*rules,     experts, weights, kinds, num_tokens, k,  is_here,
+                arriving_s, lists,   owner,   left,  num_owners, rho};
     return counted(layer, account, out, out_weights, [&] {
         return replace_absent(layer, num_fit, out, out_weights);
     });
@@ -392,12 +390,12 @@ long lowtide_replace_absent(
 long lowtide_give_up_late(
     const Rules* rules, const std::int64_t* experts, const float* weights,
     const std::uint8_t* kinds, long num_tokens, long k, const std::uint8_t* is_here,
-    const double* arriving_s, const std::uint8_t* is_open, const std::int32_t* lists,
-    const std::int64_t* owner, const double* left, long num_owners, long rho,
+    const double* arriving_s, const std::int32_t* lists, const std::int64_t* owner,
+    const double* left, long num_owners, long rho,
     const Account* account, const Queues* queues, std::int64_t* out, float* out_weights
 ) {
-    Layer layer{*rules,  experts, weights, kinds, num_tokens, k,  is_here, arriving_s,
-                is_open, lists,   owner,   left,  num_owners, rho};
+    Layer layer{*rules,     experts, weights, kinds, num_tokens, k,  is_here,
+                arriving_s, lists,   owner,   left,  num_owners, rho};
     return counted(layer, account, out, out_weights, [&] {
         return give_up_late(layer, *queues, out, out_weights);
     });

@@ -46,8 +46,8 @@ long lowtide_count_moved(
 long lowtide_give_up_late(
     const Rules* rules, const std::int64_t* experts, const float* weights,
     const std::uint8_t* kinds, long num_tokens, long k, const std::uint8_t* is_here,
-    const double* arriving_s, const std::uint8_t* is_open, const std::int32_t* lists,
-    const std::int64_t* owner, const double* left, long num_owners, long rho,
+    const double* arriving_s, const std::int32_t* lists, const std::int64_t* owner,
+    const double* left, long num_owners, long rho,
     const Account* account, const Queues* queues, std::int64_t* out, float* out_weights
 );
 

@@ -67,7 +67,7 @@ class CompiledBuddies:
         self._count_saved.restype = None
         library.lowtide_route.argtypes = (_P, _P, _LONG, _LONG, _P)
         library.lowtide_count_moved.argtypes = (_P, _LONG, *4 * (_P,), *3 * (_LONG,))
-        state = (*4 * (_P,), _LONG, _LONG, *6 * (_P,), _LONG, _LONG, _P)
+        state = (*4 * (_P,), _LONG, _LONG, *5 * (_P,), _LONG, _LONG, _P)
         more = {
             "lowtide_replace_absent": (_LONG,),
             "lowtide_give_up_late": (_P,),
@@ -132,7 +132,7 @@ class _BuddyLayer:
         return self._run(self._give_up_alone, state, *asked, costs.fetch_s)
 
     def give_up_late_beside(self, state: LayerState, facts: Facts) -> RoutedTokens | None:
-        costs, (experts, num_tokens, is_resident, _) = facts.costs, facts.demand
+        costs, (experts, num_tokens, is_resident) = facts.costs, facts.demand
         host_s = costs.host_s(num_tokens).tobytes()
         return self._run(
             self._give_up_beside,
@@ -152,7 +152,7 @@ class _BuddyLayer:
         )
 
     def _run(self, function: _Function, state: LayerState, *last: object) -> RoutedTokens | None:
-        experts, weights, kinds, is_here, arriving_s, is_open, lists, owner, left, rho, own = state
+        experts, weights, kinds, is_here, arriving_s, lists, owner, left, rho, own = state
         if own is not None and not isinstance(own, _Account):
             raise InternalError(
                 "A compiled decision counts in an account of its own twins' alone, not in a "
@@ -172,7 +172,6 @@ class _BuddyLayer:
             *experts.shape,
             is_here.tobytes(),
             None if arriving_s is None else arriving_s.tobytes(),
-            None if is_open is None else is_open.tobytes(),
             None if lists is None else lists.tobytes(),
             None if owner is None else owner.tobytes(),
             None if left is None else left.tobytes(),

@@ -25,8 +25,8 @@ extern "C" {
 long lowtide_give_up_late_beside(
     const Rules* rules, const std::int64_t* experts, const float* weights,
     const std::uint8_t* kinds, long num_tokens, long k, const std::uint8_t* is_here,
-    const double* arriving_s, const std::uint8_t* is_open, const std::int32_t* lists,
-    const std::int64_t* owner, const double* left, long num_owners, long rho,
+    const double* arriving_s, const std::int32_t* lists, const std::int64_t* owner,
+    const double* left, long num_owners, long rho,
     const Account* account, const std::int64_t* asked, const std::int64_t* tokens_of,
     const std::uint8_t* is_resident,
     const double* device_s, const double* at_home_s, const double* host_s, long num_asked,
@@ -56,7 +56,7 @@ long lowtide_give_up_late_beside(
         queue_of.data(), thread_s.data(), {0.0, link_s}, {read_s, copy_s}, residents_s * SLACK
     };
     return lowtide_give_up_late(
-        rules, experts, weights, kinds, num_tokens, k, is_here, arriving_s, is_open, lists, owner,
+        rules, experts, weights, kinds, num_tokens, k, is_here, arriving_s, lists, owner,
         left, num_owners, rho, account, &queues, out, out_weights
     );
 }
@@ -66,8 +66,8 @@ long lowtide_give_up_late_beside(
 long lowtide_give_up_late_alone(
     const Rules* rules, const std::int64_t* experts, const float* weights,
     const std::uint8_t* kinds, long num_tokens, long k, const std::uint8_t* is_here,
-    const double* arriving_s, const std::uint8_t* is_open, const std::int32_t* lists,
-    const std::int64_t* owner, const double* left, long num_owners, long rho,
+    const double* arriving_s, const std::int32_t* lists, const std::int64_t* owner,
+    const double* left, long num_owners, long rho,
     const Account* account, const std::uint8_t* is_resident, const double* resident_s,
     long num_asked, double read_s, std::int64_t* out, float* out_weights
 ) {
@@ -76,7 +76,7 @@ long lowtide_give_up_late_alone(
         if (is_resident[place]) residents_s += resident_s[place];
     const Queues queues{nullptr, nullptr, {0.0, 0.0}, {read_s, 0.0}, residents_s * SLACK};
     return lowtide_give_up_late(
-        rules, experts, weights, kinds, num_tokens, k, is_here, arriving_s, is_open, lists, owner,
+        rules, experts, weights, kinds, num_tokens, k, is_here, arriving_s, lists, owner,
         left, num_owners, rho, account, &queues, out, out_weights
     );
 }
