@@ -8,7 +8,7 @@ from lowtide.core import BoolArray, FloatArray, IntArray
 
 _DECAYS = (0.0, 0.8, 0.95)  # the last step, some five, some twenty; and everything ever seen
 _FORGET = 0.99  # weight of the past in what is learnt, per watched layer and step
-_WATCHED = 4  # every fourth layer is learnt from
+_WATCHED, _EARLY = 4, 64  # every fourth step is learnt from, and each of the first ones
 _RIDGE = 1e-9  # keeps memories that say the same from cancelling each other
 # One of an expert's tokens stays with it as often as not, so one with many comes again: the chance
 # by tokens, which is 1 to the last bit from 53 on.
@@ -27,7 +27,7 @@ class Forecast:
     A step's worth is a share: all experts of a layer sum to one, so that a prefill pass, which
     wants every expert, teaches as much as any other. Every layer remembers the last step, two
     exponential means and the mean of all steps, which a calibration starts. How much each memory
-    says about the next step is learnt while running, by least squares over some layers: routing
+    says about the next step is learnt while running, by least squares over some steps: routing
     that stays (a diffusion block), that drifts and that only has favourites want other mixtures.
     """
 
@@ -39,6 +39,7 @@ class Forecast:
         self._memories = np.zeros((num_memories, num_layers, num_experts))
         self._change = np.empty_like(self._memories)
         self._num_steps = 0.0
+        self._num_observed = 0
         if frequency is not None:
             self._num_steps = float(frequency.max(initial=0.0))
             total = np.maximum(frequency.sum(axis=1, keepdims=True), 1.0)
@@ -59,14 +60,15 @@ class Forecast:
         if not is_heard.any():
             return
         self.worth_s[is_heard] = total_s[is_heard]
-        self._watch(is_heard, worth_s, total_s)
+        if self._num_observed < _EARLY or self._num_observed % _WATCHED == 0:
+            self._learn(worth_s[is_heard] / total_s[is_heard, None], is_heard)
+        self._num_observed += 1
         kept_s = worth_s * stays(num_tokens)
         kept_s /= np.where(is_heard, kept_s.sum(axis=1), 1.0)[:, None]
         np.subtract(kept_s, self._memories, out=self._change)
         self._change *= self._rates()[:, None, None] * is_heard[:, None]
         self._memories += self._change
         self._num_steps += 1
-        self._learn()
 
     def before(self, shares: FloatArray) -> float:
         """Before a step: writes to `shares` [num_layers, num_experts] what is known of the one
@@ -87,18 +89,13 @@ class Forecast:
         """What each memory takes over of a new step."""
         return np.array([*(1 - decay for decay in _DECAYS), 1 / (self._num_steps + 1)])
 
-    def _watch(self, is_heard: BoolArray, worth_s: FloatArray, total_s: FloatArray) -> None:
-        """How the memories would have forecast this step, in every fourth layer."""
-        watched = np.arange(0, len(is_heard), _WATCHED)
-        watched = watched[is_heard[watched]]
-        memories = self._memories[:, watched].reshape(len(self._weights), -1)
-        wanted = (worth_s[watched] / total_s[watched, None]).reshape(-1)
-        self._products *= _FORGET ** len(watched)
+    def _learn(self, wanted: FloatArray, is_heard: BoolArray) -> None:
+        """The mixture that would have forecast the watched steps with the least squared error; as
+        long as little is known, equal weights. wanted [layers that are heard, experts]: shares."""
+        memories = self._memories[:, is_heard].reshape(len(self._weights), -1)
+        self._products *= _FORGET ** len(wanted)
         self._products[:, :-1] += memories.dot(memories.T)
-        self._products[:, -1] += memories.dot(wanted)
-
-    def _learn(self) -> None:
-        """The mixture of least squared error; as long as little is known, equal weights."""
+        self._products[:, -1] += memories.dot(wanted.reshape(-1))
         gram = self._products[:, :-1]
         ridge = _RIDGE + 1e-6 * np.trace(gram)
         target = self._products[:, -1] + ridge / len(gram)
