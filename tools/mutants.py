@@ -1,0 +1,237 @@
+"""Small faults put into the code on purpose, and the tests that find them.
+
+    python tools/mutants.py draw 60 --seed 1   # draws faults and records who finds them
+    python tools/mutants.py run                # whether each recorded fault is still found
+
+A fault changes one operator or number of one line. It is recorded in `tools/mutants.jsonl` by the
+function it is in and by the line's text, so that it is the same fault after that function moved to
+another file. Each is put into a copy of the tree, and those tests run that speak of its place, at
+most `NUM_RELATED` files of them. A fault that they do not find is recorded with `found_by` null:
+that is no proof that the whole suite would not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from os import environ
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORDED = ROOT / "tools" / "mutants.jsonl"
+NUM_RELATED = 10
+CPP_SHARE = 4  # one fault in so many is in C++
+LIMIT_S = 400.0  # for the tests of one fault; a test that hangs has found it
+CHANGES = {
+    " < ": " <= ",
+    " <= ": " < ",
+    " > ": " >= ",
+    " >= ": " > ",
+    " == ": " != ",
+    " + ": " - ",
+    " - ": " + ",
+    " += ": " -= ",
+    " and ": " or ",
+    " or ": " and ",
+    " && ": " || ",
+    "if not ": "if ",
+    "min(": "max(",
+    "max(": "min(",
+    "True": "False",
+    " + 1": " + 2",
+    " - 1": "",
+    "std::min": "std::max",
+}
+"""What is put in place of what, once in a line."""
+# Faults in them are faults of tests, of words or of a machine that is not here.
+_LEFT_OUT = re.compile(r"cuda|triton|_text|errors|__main__|/cli/|/lab/|schemas|unruly")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A changed line. `within`: the function's qualified name; a C++ file's is empty."""
+
+    within: str
+    line: str
+    changed: str
+    found_by: str | None = None
+
+
+def main() -> int:
+    """0 where all recorded faults that were found still are."""
+    parser = argparse.ArgumentParser(description="Faults on purpose, and who finds them.")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    draw = verbs.add_parser("draw", help="draw faults anew and record who finds them")
+    draw.add_argument("num_faults", type=int)
+    draw.add_argument("--seed", type=int, default=0)
+    verbs.add_parser("run", help="whether recorded faults are still found")
+    options = parser.parse_args()
+    if options.verb == "draw":
+        return _record(options.num_faults, options.seed)
+    return _run_again()
+
+
+def _record(num_faults: int, seed: int) -> int:
+    drawn = _drawn(num_faults, seed)
+    RECORDED.write_text("")
+    for number, fault in enumerate(drawn, 1):
+        found = replace(fault, found_by=_found_by(fault))
+        with RECORDED.open("a") as file:
+            file.write(json.dumps(asdict(found)) + "\n")
+        print(f"{number}: {found.within or 'C++'}: {found.changed}: {found.found_by}", flush=True)
+    return 0
+
+
+def _run_again() -> int:
+    faults = [Fault(**json.loads(line)) for line in RECORDED.read_text().splitlines()]
+    missed = gone = 0
+    for fault in faults:
+        try:
+            found_by = _found_by(fault)
+        except LookupError:
+            gone += 1
+            print(f"gone: {fault.within or 'C++'}: {fault.line}", flush=True)
+            continue
+        if fault.found_by and not found_by:
+            missed += 1
+            print(f"not found any more: {fault.within or 'C++'}: {fault.changed}", flush=True)
+    num_found = sum(fault.found_by is not None for fault in faults)
+    print(f"{len(faults)} faults, {num_found} were found, {missed} of them not now, {gone} gone")
+    return 1 if missed else 0
+
+
+# Places
+
+
+def _lines(root: Path) -> dict[tuple[str, str], list[tuple[Path, int]]]:
+    """Where each line of a function stands. Line numbers count from 0."""
+    places: dict[tuple[str, str], list[tuple[Path, int]]] = {}
+    for path in sorted((root / "src").rglob("*")):
+        if path.suffix not in (".py", ".cpp", ".hpp") or _LEFT_OUT.search(str(path)):
+            continue
+        text = path.read_text().splitlines()
+        owners = _owners(text) if path.suffix == ".py" else ["" for _ in text]
+        for number, (within, line) in enumerate(zip(owners, text, strict=True)):
+            if within is not None:
+                places.setdefault((within, line.strip()), []).append((path, number))
+    return places
+
+
+def _owners(text: Sequence[str]) -> list[str | None]:
+    """The function of each line that is code; None elsewhere."""
+    owners: list[str | None] = [None] * len(text)
+
+    def visit(node: ast.AST, name: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+                visit(child, f"{name}.{child.name}".lstrip("."))
+            elif isinstance(node, ast.FunctionDef) and isinstance(child, ast.stmt):
+                is_text = isinstance(child, ast.Expr | ast.Raise)
+                for number in range(child.lineno - 1, child.end_lineno or 0):
+                    owners[number] = None if is_text else name
+
+    visit(ast.parse("\n".join(text)), "")
+    return owners
+
+
+def _drawn(num_faults: int, seed: int) -> list[Fault]:
+    """Faults whose line is the only one of its text in its function; no two in one function."""
+    places = {
+        key: found[0]
+        for key, found in _lines(ROOT).items()
+        if len(found) == 1 and _can_change(key[1])
+    }
+    draw = random.Random(seed)
+    cpp = [key for key in places if not key[0]]
+    python = [key for key in places if key[0]]
+    num_cpp = num_faults // CPP_SHARE
+    faults = [_fault(draw, *key) for key in draw.sample(cpp, num_cpp)]
+    draw.shuffle(python)
+    chosen = list({key[0]: key for key in python}.values())[: num_faults - num_cpp]
+    return [*faults, *(_fault(draw, *key) for key in chosen)]
+
+
+def _can_change(line: str) -> bool:
+    is_text = line.startswith(
+        ("#", "//", '"', "f'", 'f"', "@", "template", "raise", "static_assert")
+    )
+    return not is_text and any(before in line for before in CHANGES)
+
+
+def _fault(draw: random.Random, within: str, line: str) -> Fault:
+    before = draw.choice([before for before in CHANGES if before in line])
+    return Fault(within, line, line.replace(before, CHANGES[before], 1))
+
+
+# Tests
+
+
+def _found_by(fault: Fault) -> str | None:
+    """The first test that fails with a fault; LookupError if its place is gone."""
+    with tempfile.TemporaryDirectory(prefix="lowtide-mutant-") as name:
+        copy = Path(name)
+        for path in _tracked():
+            (copy / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / path, copy / path)
+        found = _lines(copy).get((fault.within, fault.line), [])
+        if len(found) != 1:
+            raise LookupError(fault.line)
+        path, number = found[0]
+        lines = path.read_text().splitlines(keepends=True)
+        lines[number] = lines[number].replace(fault.line, fault.changed)
+        path.write_text("".join(lines))
+        files = list(_related(copy, path.relative_to(copy / "src"), fault))
+        return _first_failure(copy, files)
+
+
+def _tracked() -> list[str]:
+    git = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
+    return [name for name in subprocess.check_output(git, text=True).splitlines() if name]
+
+
+def _related(copy: Path, module: Path, fault: Fault) -> Iterator[str]:
+    """Files of tests that speak most of a module, its function and its class."""
+    dotted = ".".join(module.with_suffix("").parts)
+    names = [dotted, module.stem, *(part for part in fault.within.split(".") if part)]
+    tests = sorted((copy / "tests").glob("test_*.py"))
+    scores: dict[Path, int] = {}
+    for test in tests:
+        text = test.read_text()
+        scores[test] = sum(len(re.findall(rf"\b{re.escape(name)}\b", text)) for name in names)
+    if fault.found_by:
+        yield fault.found_by.partition("::")[0]
+    best = sorted(tests, key=lambda test: -scores[test])[:NUM_RELATED]
+    yield from (str(test.relative_to(copy)) for test in best if scores[test])
+    if module.suffix != ".py":
+        yield from (f"tests/test_{name}.py" for name in ("cpu_kernels", "quantised_kernels"))
+    yield from (f"tests/test_{name}.py" for name in ("end_to_end", "runtime", "llm_goldens"))
+
+
+def _first_failure(copy: Path, files: Sequence[str]) -> str | None:
+    present = [name for name in dict.fromkeys(files) if (copy / name).exists()]
+    pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "2", "-p", "no:cacheprovider"]
+    pytest += ["-m", "not slow and not gpu", *present]
+    variables = {**environ, "PYTHONPATH": str(copy / "src")}
+    try:
+        done = subprocess.run(
+            pytest, cwd=copy, env=variables, timeout=LIMIT_S, capture_output=True, text=True
+        )
+    except subprocess.TimeoutExpired:
+        return f"{present[0]}::hangs"
+    failures = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    if failures:
+        return str(failures[0])
+    return f"{present[0]}::ends with {done.returncode}" if done.returncode else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
