@@ -122,7 +122,7 @@ class LoadedModel:
 
     @property
     def fingerprint(self) -> str:
-        """Of the weights, whatever they are computed in: what a buddy profile belongs to."""
+        """Identifies the weights, in every compute dtype: a buddy profile belongs to it."""
         return self._engine.opened.fingerprint
 
     @property
@@ -194,7 +194,7 @@ class LoadedModel:
         params: SamplingParams | Sequence[SamplingParams] | None,
         wishes: Wishes,
     ) -> list[Request]:
-        """Of prompts, with the parameters that were given as such and as keywords."""
+        """A request for each prompt, with `params` and the keywords that override them."""
         if params is None or isinstance(params, SamplingParams):
             return self._intake.requests(prompts, with_wishes(params, wishes))
         each = [with_wishes(one, wishes) for one in listed_params(params)]

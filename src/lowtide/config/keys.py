@@ -122,7 +122,7 @@ def num_experts_per_token(fields: Fields) -> int:
 
 
 def expert_size(fields: Fields) -> int:
-    """Of a family whose `intermediate_size` is that of its dense layers."""
+    """Width of an expert, in a family whose `intermediate_size` is that of its dense layers."""
     return width(fields, "moe_intermediate_size", "expert_intermediate_size")
 
 

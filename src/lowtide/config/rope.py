@@ -51,7 +51,7 @@ def read_rope(
     can_stretch: bool = False,
     can_be_partial: bool = False,
 ) -> Rope:
-    """Of a family that rotates heads of `head_dim`.
+    """The rotary embedding of a family that rotates heads of `head_dim`.
 
     With `can_stretch` it may be made for longer contexts than it was trained on, in one of the
     ways of `_STRETCHES`; with `can_be_partial` some dimensions may stay as they are.
@@ -181,7 +181,7 @@ def _by_pair(given: PairDivisors, can_stretch: bool) -> _Stretch:
 
 
 def _divisors(stretch: _Stretch, theta: float, rotary_dim: int) -> tuple[float, ...]:
-    """Of the frequencies; see `Rope`."""
+    """The divisors of the frequencies, as `Rope` has them."""
     if stretch.bands is not None:
         pairs = range(0, rotary_dim, 2)
         return tuple(_of_band(theta ** (-pair / rotary_dim), stretch.bands) for pair in pairs)

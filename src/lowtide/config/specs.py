@@ -25,8 +25,8 @@ class AttentionSpec:
     rope: Rope
     has_qk_norm: bool = False  # before rotation
     has_qkv_bias: bool = False
-    # Of latent attention, where a head is [without rotation | rotary_dim] and values have a
-    # width of their own; 0 = not of this kind.
+    # For latent attention only, where a head is [without rotation | rotary_dim] and values have
+    # a width of their own; 0 = not of this kind.
     kv_lora_rank: int = 0
     q_lora_rank: int = 0  # 0 = queries are projected in one step
     value_head_dim: int = 0

@@ -91,7 +91,7 @@ def render_template(template: str, messages: object, options: Mapping[str, objec
 
 
 def _default_template(named: list[Any], folder: Path) -> object:
-    """Of several templates the one named `default`, or the only one."""
+    """The template named `default` among several, or the only one."""
     for i, entry in enumerate(named):
         values = [entry.get(key) for key in _NAMED] if isinstance(entry, dict) else [None]
         if not all(isinstance(value, str) for value in values):

@@ -34,7 +34,7 @@ SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
 LENGTH_BYTES = 8
-"""Of the header's length, little-endian, at the start of the file."""
+"""Bytes of the header's length, a little-endian integer at the start of the file."""
 
 DTYPE_BITS = {
     "F4": 4,

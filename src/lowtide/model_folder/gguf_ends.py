@@ -24,11 +24,11 @@ ENDS = frozenset(
 model's `generation_config.json` has all: gpt-oss also stops at its calls of tools."""
 
 CONTROL = 3
-"""Of `tokenizer.ggml.token_type`: a token that is no text."""
+"""The value in `tokenizer.ggml.token_type` of a token that is not text."""
 
 
 def ending_ids(metadata: Metadata) -> list[object]:
-    """Those that a file says, then those whose text says it; none twice."""
+    """The ids that the file names, then those of its control tokens in `ENDS`, each id once."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     said: list[object] = [metadata[key] for key in keys if key in metadata]
     return list(dict.fromkeys([*said, *_named(metadata)]))

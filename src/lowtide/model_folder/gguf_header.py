@@ -96,7 +96,7 @@ Metadata = Mapping[str, Value | GgufArray]
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """Of one file. Holds nothing open."""
+    """The metadata and tensors of one file. Keeps no file open."""
 
     file: RegularFile
     metadata: Metadata
@@ -207,7 +207,7 @@ class _Cursor:
 
 
 def _counts(cursor: _Cursor) -> tuple[int, int]:
-    """Of tensors and keys."""
+    """The numbers of tensors and of metadata keys; checks the magic and the version first."""
     if cursor.file.num_bytes < 24:
         cursor.fail(f"it has {cursor.file.num_bytes} bytes, too few for a GGUF file")
     cursor.need(24)
@@ -296,7 +296,7 @@ def _tensor(cursor: _Cursor) -> _Entry:
 
 
 def _format(cursor: _Cursor, tensor: str, number: int) -> MatrixFormat:
-    """Of a type by its number. Raises UnsupportedError by name."""
+    """The format of a ggml type's number. Raises UnsupportedError, with the type's name."""
     name, supported = TYPE_NAMES.get(number, f"number {number}"), _supported()
     if name not in supported:
         raise UnsupportedError(

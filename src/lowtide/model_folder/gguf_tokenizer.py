@@ -23,7 +23,7 @@ from lowtide.model_folder.tokenizer import Tokenizer, blamed
 
 MAX_TOKENS = 1 << 21
 MAX_PIECE_CHARS = 128
-"""Of a sentence-piece whose merges are looked for; published ones have 16 or, of spaces, more."""
+"""Longest piece whose merges are looked for. Published pieces have 16, runs of spaces more."""
 
 _TEMPLATE_KEY = "tokenizer.chat_template"
 _USER_DEFINED = 4
@@ -137,7 +137,7 @@ def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tupl
 
 
 def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
-    """Of tokens that are given twice the first counts."""
+    """The id of each token; the first one where a token is listed twice."""
     vocabulary: dict[str, int] = {}
     for number, token in enumerate(tokens):
         vocabulary.setdefault(token, number)

@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 def no_progress(what: str, done_bytes: int, total_bytes: int) -> None:
-    """Of a download without a progress display."""
+    """The callback of a download without a progress display."""
 
 
 def fetch(model: HubModel, progress: Progress = no_progress) -> Path:
@@ -223,7 +223,7 @@ class _Download:
         return self._model.files[name].sha256
 
     def _blob(self, name: str) -> Path:
-        """Of a large file."""
+        """Where the cache keeps a large file, by its SHA-256."""
         return self._blobs / str(self._sha256(name))
 
     def _partial(self, name: str) -> Path:
@@ -242,7 +242,7 @@ def _link(place: Path, blob: Path) -> None:
 
 
 def _free_bytes(folder: Path) -> int:
-    """Of the disk that a folder is on, or would be. Raises HubError if it cannot be asked."""
+    """Free bytes of the disk that a folder is on, or would be. Raises HubError if it is unknown."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     try:

@@ -190,7 +190,7 @@ def _num_bytes(file: RepoSibling, model: str) -> int:
 
 
 def _sha256(file: RepoSibling, model: str) -> str | None:
-    """Of a large file. Raises HubError for what is none: it becomes a name in the cache."""
+    """A large file's SHA-256, its name in the cache. Raises HubError for what is no SHA-256."""
     if file.lfs is None:
         return None
     said = file.lfs.sha256

@@ -14,7 +14,7 @@ _NOTHING: Mapping[str, object] = MappingProxyType({})
 
 
 def load_config(path: Path, overrides: Mapping[str, object] = _NOTHING) -> ModelConfig:
-    """Of a folder with its `config.json`, or of a GGUF file by its metadata.
+    """The configuration of a model: a folder's `config.json`, or a GGUF file's metadata.
 
     Raises as `ModelConfig.load` and `GgufModel.open` do.
     """
@@ -26,7 +26,7 @@ def load_config(path: Path, overrides: Mapping[str, object] = _NOTHING) -> Model
 
 
 def has_chat_template(path: Path) -> bool:
-    """Of a folder or a GGUF file. Raises CheckpointError."""
+    """Whether a model folder or a GGUF file has a chat template. Raises CheckpointError."""
     if not is_gguf(path):
         return tokenizer.has_chat_template(path)
     from lowtide.model_folder.gguf_model import GgufModel  # with every family

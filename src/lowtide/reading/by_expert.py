@@ -23,10 +23,10 @@ from lowtide.reading.fingerprint import fingerprint
 from lowtide.schemas.weights import ExpertTable, WeightMap
 
 BORDER_BYTES = 4096
-"""What a copied expert begins on a multiple of, in the file."""
+"""Alignment of each copied expert in the file, in bytes."""
 
 SOURCE = "source"
-"""Of the file's metadata: the fingerprint of the model that it is of."""
+"""The metadata key of the fingerprint of the model that was copied."""
 
 
 def copy_path(model: Path) -> Path:
@@ -35,18 +35,18 @@ def copy_path(model: Path) -> Path:
 
 
 def tensor_name(layer: int) -> str:
-    """Of the experts of a MoE layer, counted from 0."""
+    """The tensor in the copy that holds the experts of a MoE layer, counted from 0."""
     return f"experts.{layer}"
 
 
 def expert_bytes(table: ExpertTable, layer: int) -> int:
-    """From an expert's begin in the copy to that of the next."""
+    """Bytes in the copy from the start of one expert of a layer to that of the next."""
     kinds = [table.layers[layer], *(each for (own, _), each in table.odd.items() if own == layer)]
     return max(align_up(sum(each.part_bytes), BORDER_BYTES) for each in kinds)
 
 
 def part_starts(table: ExpertTable, layer: int, expert: int) -> list[int]:
-    """Of an expert's stored parts in the copy, from its begin."""
+    """Where each stored part of an expert begins in the copy, in bytes from the expert's start."""
     ends = np.cumsum(table.stored(layer, expert).part_bytes).tolist()
     return [0, *ends[:-1]]
 

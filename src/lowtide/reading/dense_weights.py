@@ -35,7 +35,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def no_progress(what: str, done_bytes: int, total_bytes: int) -> None:
-    """Of a start-up without a progress display."""
+    """The callback of a start-up without a progress display."""
 
 
 class DenseWeights:
@@ -69,7 +69,7 @@ class DenseWeights:
 
     @property
     def largest_row_bytes(self) -> int:
-        """Of what is read in one piece at least, of tensors that are put together of others."""
+        """Bytes of the largest piece that is read whole, among tensors assembled from others."""
         parts = (part for entry in self._entries.values() for part in entry.parts)
         rows = (part.num_bytes // part.view.stored_shape[0] for part in parts)
         units = (
@@ -157,7 +157,7 @@ class DenseWeights:
 
 
 def _arranged(entry: TensorEntry, target: NDArray[np.uint8], dtype: torch.dtype) -> list[AnyRead]:
-    """Of a tensor that is put together of others, the reads of its parts into `target`."""
+    """The reads into `target` of a tensor that is assembled from others, part by part."""
     elements = target.view(f"u{dtype.itemsize}")
     return [
         ArrayRead(

@@ -79,7 +79,7 @@ class ArrayRead(NamedTuple):
     name: str = ""  # for people, where what is read may be refused
 
     def stored_bytes(self, num_elements: int) -> list[int]:
-        """Of so many elements of the target, in each of the places."""
+        """Bytes that so many elements of the target take in the file, for each of the places."""
         if self.target_format is None:
             return [num_elements * self.target.itemsize]
         num_weights = self.target_format.num_weights(num_elements)
@@ -267,7 +267,7 @@ class FileReader:
         buffer: NDArray[np.uint8],
         pulled: tuple[Window, NDArray[np.uint8]] | None,
     ) -> int:
-        """Of a window that was pulled, or as many units at a time as the buffer holds."""
+        """Reads from a pulled window, or as many units at a time as the buffer holds."""
         kept, content = read.format.kept, read.target
         if read.target_format is not kept:
             content = np.empty(kept.matrix_bytes(read.shape), np.uint8)

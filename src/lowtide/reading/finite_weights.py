@@ -28,8 +28,8 @@ def check_finite(
     """Reads weights once and raises CheckpointError at an infinity or NaN, by its tensor's name.
 
     `dtypes`: the tensors that matter, in order, and what each is converted to when it is loaded:
-    a weight that overflows there counts, too. By default all are read, as they are stored. Of
-    MXFP4 weights the scales are looked at. Returns the share that was read within `limit_s`.
+    a weight that overflows there counts, too. By default all are read, as they are stored. For
+    MXFP4 weights only the scales are checked. Returns the share that was read within `limit_s`.
     """
     names = checkpoint.tensors if dtypes is None else dtypes
     checked = [

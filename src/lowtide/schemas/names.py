@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-"""Of a gated MLP, as most families call them."""
+"""The projections of a gated MLP, as most families name them."""
 
 
 class Names(NamedTuple):

@@ -25,7 +25,7 @@ def packed_name(name: str, format_name: str) -> str:
 
 
 def packed_shape(shape: tuple[int, ...], format_name: str) -> tuple[int, ...]:
-    """Of a packed tensor, in bytes."""
+    """The shape of a packed tensor, its last dimension in bytes."""
     return *shape[:-1], formats()[format_name].for_rows(shape[-1]).block_bytes[0]
 
 

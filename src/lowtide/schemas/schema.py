@@ -62,7 +62,7 @@ class PartSource(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """The shape of the whole tensor: [experts, rows, ..] where experts are stacked."""
         rows, *others = self.part_shape
         if self.num_stacked == 0:
             return self.part_shape
@@ -129,7 +129,7 @@ class ModelSchema:
 
     @property
     def expert_elements(self) -> int:
-        """Of all routed experts together."""
+        """Elements of all routed experts together."""
         return self.one_expert_elements * self.num_experts * len(self.moe_layers)
 
 

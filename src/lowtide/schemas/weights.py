@@ -70,18 +70,18 @@ class ExpertTable:
 
     @classmethod
     def empty(cls) -> ExpertTable:
-        """Of a model without experts."""
+        """The table of a model without experts."""
         nothing = np.empty((0, 0, 0), np.int64)
         return cls((), nothing, nothing)
 
     @property
     def largest_expert_bytes(self) -> int:
-        """Of one expert, as stored."""
+        """Stored bytes of the largest expert."""
         return max(sum(each.part_bytes) for each in (*self.layers, *self.odd.values()))
 
     @property
     def formats(self) -> set[MatrixFormat]:
-        """Of all stored parts."""
+        """The formats of all stored parts."""
         return {each for stored in (*self.layers, *self.odd.values()) for each in stored.formats}
 
     def stored(self, layer: int, expert: int) -> StoredLayer:
@@ -89,7 +89,7 @@ class ExpertTable:
         return self.odd.get((layer, expert), self.layers[layer])
 
     def name(self, layer: int, expert: int, part: int) -> str:
-        """Of a stored part's tensor, or of the matrix that it begins, as the model knows it."""
+        """The model's name for a stored part's tensor, or for the matrix that it begins."""
         number = self.first_layer + layer * self.layer_step
         return self.templates[part].format(layer=number, expert=expert)
 
@@ -214,8 +214,8 @@ def _kept_on_gpu(parts: Sequence[MatrixFormat | None]) -> tuple[MatrixFormat | N
 def _together(
     kinds: Sequence[tuple[MatrixFormat | None, ...]], has_gpu: bool
 ) -> tuple[MatrixFormat | None, ...]:
-    """Of experts that differ: a part is kept where it is in all of them. Layers with the same
-    formats are alike, whichever their first experts have."""
+    """The formats of a slot for experts that differ: a part is kept as it is stored where it is in
+    all of them. Layers with the same set of formats get the same result, in any order."""
     parts = []
     for variants in zip(*kinds, strict=True):
         known = sorted({each for each in variants if each is not None}, key=lambda each: each.name)
@@ -267,7 +267,7 @@ def _rounded_table(
     first: Sequence[TensorEntry],
     checkpoint: Checkpoint,
 ) -> ExpertTable:
-    """Of experts with matrices in several tensors, each of which is a stored part.
+    """The table of experts whose matrices are in several tensors, each of them a stored part.
 
     first: the entries of layer 0's expert 0; all others have to be stored as they are."""
     layers, tensors = schema.moe_layers, [entry.tensors or (entry,) for entry in first]
@@ -299,7 +299,7 @@ def _rounded_table(
 
 
 def _formats(storage: ExpertStorage, dtypes: Sequence[str]) -> tuple[MatrixFormat, ...]:
-    """Of each stored part: the one that its target names, or that of the tensor's type."""
+    """The format of each stored part: the one that its target names, or its tensor's type."""
     named: dict[int, str] = {}
     for part, target in enumerate(storage.targets or ()):
         if target is not None and target.format is not None:
