@@ -56,7 +56,7 @@ class PassRows(NamedTuple):
 
     @classmethod
     def nobodys(cls, kind: StepKind, num_rows: int) -> PassRows:
-        """Of a pass of which only the kind is known."""
+        """The rows of a pass of which only the kind is known."""
         return cls(np.full(num_rows, -1), np.full(num_rows, _ROW_KIND[kind], np.uint8))
 
 
@@ -108,7 +108,7 @@ class Demand(NamedTuple):
 
 
 def hit_rate(num_hits: float, num_activated: float) -> float:
-    """Of activated experts the share that was resident; NaN of none, as without experts."""
+    """The share of activated experts that was resident; NaN where none was activated."""
     return num_hits / num_activated if num_activated else math.nan
 
 

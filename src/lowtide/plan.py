@@ -13,7 +13,7 @@ from lowtide.core import CacheMode
 from lowtide.errors import UsageError
 
 OWN_FORMAT = "own"
-"""Of weights that are in memory as they are stored, or in the compute dtype."""
+"""The format of weights that are in memory as they are stored, or in the compute dtype."""
 
 AUTO_FORMAT = "auto"
 """Left to be chosen before a model is opened: see `engine/auto_format.py`."""
@@ -36,7 +36,7 @@ class WeightFormats:
 
     @property
     def names(self) -> set[str]:
-        """Of all parts."""
+        """The names of the formats of all parts."""
         return {*self.experts.split(", "), *self.dense.split(", "), *self.head.split(", ")}
 
     @property
@@ -181,7 +181,7 @@ class MemoryPlan:
 
     @property
     def budget_bytes(self) -> int:
-        """Of the fast tier."""
+        """The budget of the fast tier."""
         return self.fast_tier.budget_bytes
 
     @property

@@ -37,7 +37,7 @@ class Answer(NamedTuple):
 
     @property
     def usage(self) -> Usage:
-        """Of all together; a receipt is one answer's."""
+        """The usage of all answers together; a receipt belongs to a single answer."""
         usages = [completion.usage for completion in self.completions]
         if len(usages) == 1:
             return usages[0]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _OPTIONS = ("alpha", "list_size", "k_max", "smoothing", "ranking", "similarity")
 _SIMILARITIES = (Ranking.OUTPUTS, Ranking.WEIGHTS)
 _MAX_ROWS = 40
-"""Of the table; of a model with more layers, so many that are evenly spread."""
+"""Rows of the table at most; of a model with more layers it shows some, evenly spread."""
 
 
 def buddy_wish(settings: Settings) -> BuddyWish | None:

@@ -120,8 +120,8 @@ def errors_reported(wants_json: bool = False, is_verbose: bool = False) -> Itera
 
 
 def is_of_stdout(error: OSError) -> bool:
-    """Whether standard output is what could not be written; it is said, and closed. Of a file, or
-    of memory, it is what should have been a typed error."""
+    """Whether standard output is what could not be written; says so, and closes it. An error of a
+    file, or of memory, is not: that should have been a typed error."""
     if error.filename is not None or error.errno not in _WRITE_ERRORS:
         return False
     close_stdout()

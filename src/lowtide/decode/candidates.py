@@ -28,7 +28,7 @@ LOG_OFFSET = 1e-10
 
 
 class RowChoices(NamedTuple):
-    """Of each row's softmax; in host memory."""
+    """Statistics of each row's softmax, in host memory."""
 
     best: IntArray  # [rows] the likeliest token, the lowest id on ties
     greatest: FloatArray  # [rows] its logit; where that is not finite the others mean nothing
@@ -52,7 +52,7 @@ class Candidates(NamedTuple):
 
     @classmethod
     def empty(cls, num_positions: int) -> Candidates:
-        """Of `num_positions` that are still to be looked at."""
+        """Candidates for `num_positions` positions, all still to be filled in."""
         tokens = np.zeros(num_positions, np.int64)
         return cls(tokens, *(np.zeros(num_positions) for _ in range(3)))
 
@@ -118,7 +118,7 @@ def read_rows(logits: Tensor, reading: Reading, positions: IntArray, num_steps: 
 
 
 def row_statistics(logits: Tensor, needs_entropy: bool) -> RowChoices:
-    """Of float32 [n, vocab] in host memory; overwritten.
+    """Statistics of the rows of logits, float32 [n, vocab] in host memory, which are overwritten.
 
     Probabilities in double precision where it matters: all but the likeliest are added up apart,
     so that two that are nearly 1 are told from each other.

@@ -41,7 +41,7 @@ def tiled_logits(
     """What is chosen from at `hidden[rows]`, part by part: (which of `rows`, what), each valid
     until the next.
 
-    That is float32 logits [part, vocab] in host memory, the caller's to overwrite. Of rows on a
+    That is float32 logits [part, vocab] in host memory, the caller's to overwrite. For rows on a
     GPU that are not `needs_logits`, bool [rows], it is their arg-max. The host waits for a GPU
     once, and once more for every tile of rows but the last in which logits are needed.
     """
@@ -65,7 +65,7 @@ def _computed(model: Model, hidden: Tensor, rows: IntArray) -> Iterator[tuple[sl
 def _on_host(
     computed: Iterator[tuple[slice, Tensor]], device: torch.device, needs_logits: BoolArray
 ) -> Iterator[tuple[slice, Tensor | ArgMax]]:
-    """Of a GPU's logits what the host needs, after as few waits as there is room for logits."""
+    """What the host needs of a GPU's logits, with as few waits as the room for logits allows."""
     num_rows = len(needs_logits)
     best = torch.empty((num_rows, 3), dtype=torch.float64, device=device)
     host_best = torch.empty((num_rows, 3), dtype=torch.float64, pin_memory=True)

@@ -28,15 +28,15 @@ _RULES_OF = {
     "eps": SHARE_RULES,
     "alg_temp": RANKED_SHARE_RULES,
 }
-"""The rules that a field means something to."""
+"""The rules that use each field."""
 
 _FOR_REWRITING = ("edit_threshold", "max_post_steps")
 
 THRESHOLD, FACTOR, EPS = 0.9, 1.0, 1e-3
-"""Published by Fast-dLLM and Dream, where the family itself says nothing."""
+"""The values published by Fast-dLLM and Dream, for families that give none themselves."""
 
 MAX_STEPS = 2**16
-"""Of Dream's schedule, or as many as there are new tokens: each step of it is a number."""
+"""Most steps of Dream's schedule, unless more tokens are new: the schedule stores each step."""
 
 
 def resolve(

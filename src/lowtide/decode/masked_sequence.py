@@ -134,7 +134,7 @@ class MaskedSequence(Canvas):
         return self._has_schedule and self._num_steps >= (self._steps or 0)
 
     def _make_times(self) -> FloatArray:
-        """Of Dream's schedule, a block's; torch's rounding of them decides how many are written."""
+        """A block's times in Dream's schedule; torch's rounding decides how many are written."""
         eps = self.request.params.diffusion.eps
         if self._steps is None or eps is None:
             return np.ones(1)
@@ -204,7 +204,7 @@ class MaskedSequence(Canvas):
 
     @property
     def _num_tokens(self) -> int:
-        """Of the active block."""
+        """Tokens of the active block."""
         return self._block_end - self._block_start
 
     @property

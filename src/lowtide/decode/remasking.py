@@ -1,8 +1,8 @@
 """Which masked positions are written in a step of masked diffusion. Pure functions of numpy arrays.
 
 Arrays are of the positions that may still change, ascending: `confidence` [n] float64, and what is
-returned, [n] bool, is true for those that are written. Of equal confidences the lower position
-comes first. What is masked is known by its position, never by "equal to the mask id".
+returned, [n] bool, is true for those that are written. Where confidences are equal the lower
+position comes first. What is masked is known by its position, never by "equal to the mask id".
 
 Sources: fixed counts are LLaDA's `generate`; the decreasing share, its independent draws and its
 tempered choice are Dream's `diffusion_generate`; threshold and factor are Fast-dLLM's.

@@ -33,7 +33,7 @@ class RowModel(Model, Protocol):
         guidance: Guidance | None = None,
         form: Form = Form.FUSED,
     ) -> RowStatistics:
-        """Of the logits of hidden[rows], rows [n] int64; valid until the next call."""
+        """Statistics of the logits of hidden[rows], rows [n] int64; valid until the next call."""
         ...
 
 
@@ -65,7 +65,7 @@ class Rows(NamedTuple):
 def read_statistics(
     model: RowModel, hidden: Tensor, rows: Rows, wanted: Wanted, form: Form = Form.FUSED
 ) -> RowChoices:
-    """Of the logits of each row; the host waits for a GPU once."""
+    """Statistics of the logits of each row; the host waits for a GPU once."""
     device = hidden.device
     [own] = to_device(device, torch.from_numpy(rows.own))
     guidance = None

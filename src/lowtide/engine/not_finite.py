@@ -59,7 +59,7 @@ def _loaded_dtypes(opened: OpenModel, checkpoint: Checkpoint) -> dict[str, str]:
     dense, table = opened.weight_map.dense, opened.weight_map.experts
     dtypes = {}
     for name, weight in opened.dense.meta().items():
-        # Of another format, its unpacked weights.
+        # A weight in another format is checked in the type that it is unpacked into.
         dtype = weight.dtype if isinstance(weight, Tensor) else opened.dtype
         dtypes[places[dense[name].file, dense[name].offset]] = plain_format(dtype).name
     starts = set(zip(table.files.ravel().tolist(), table.offsets.ravel().tolist(), strict=True))

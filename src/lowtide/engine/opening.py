@@ -199,7 +199,7 @@ class OpenModel:
 
     @property
     def dense_formats(self) -> dict[str, MatrixFormat]:
-        """Of dense weights in another format than their type's."""
+        """The formats, by name, of dense weights in another format than their type's."""
         has_gpu = resolve_device(self.options.device) == "cuda"
         return weight_formats.dense_formats(
             self.options.formats, model_schema(self.config), self.weight_map, has_gpu
@@ -227,8 +227,8 @@ class OpenModel:
 
     @property
     def fingerprint(self) -> str:
-        """Of the weights that are always loaded: a few hundred short reads. Raises StorageError;
-        UsageError for a folder without weights."""
+        """Identifies the model by its dense weights, with a few hundred short reads. Raises
+        StorageError, and UsageError for a folder without weights."""
         if self.checkpoint is None:
             raise UsageError(f"{self.folder} has no weights that could be told from others.")
         return fingerprint(self.checkpoint, self.weight_map.dense)
@@ -240,7 +240,7 @@ class OpenModel:
 
     @property
     def largest_read_bytes(self) -> int:
-        """Of an expert; without experts, of a dense weight."""
+        """Bytes of the largest single read of an expert; without experts, of a dense weight."""
         if self.config.experts is None:
             return max(entry.num_bytes for entry in self.weight_map.dense.values())
         return max(largest_read_bytes(self.weight_map.experts), self.dense.largest_row_bytes)
@@ -252,7 +252,7 @@ class OpenModel:
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Of the KV cache for one sequence: its own bound, or the model's positions."""
+        """Most tokens of one sequence in the KV cache: its own bound, or the model's positions."""
         num_tokens = self.kv_shape[3]
         if self.config.is_bidirectional:  # under guidance a range holds a sequence twice
             return num_tokens
@@ -295,7 +295,7 @@ class OpenModel:
 
     @property
     def kv_bytes(self) -> int:
-        """Of the keys and values that are kept from pass to pass."""
+        """Bytes of the keys and values that are kept from pass to pass."""
         return math.prod(self.kv_shape) * self.dtype.itemsize if self.keeps_keys else 0
 
 

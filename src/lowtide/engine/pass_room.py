@@ -35,7 +35,7 @@ class WorkspaceMemory(NamedTuple):
 def workspace_memory(
     opened: OpenModel, plan: MemoryPlan, device: torch.device, shared: PagedRoom | None = None
 ) -> WorkspaceMemory:
-    """Of the plan's size, or `shared` with others. Raises PlanError where the system refuses it."""
+    """A workspace of the planned size, or `shared` memory. Raises PlanError if it is refused."""
     num_bytes, planner = plan.fast_tier.workspace_bytes, planner_of(opened)
     if planner is None:
         placement = register(opened).graph.placement

@@ -55,7 +55,7 @@ class PlannedPasses(NamedTuple):
 
 
 def plan_passes(opened: OpenModel, plan: MemoryPlan) -> PlannedPasses:
-    """Of a bidirectional model: steps of one request that fills the context."""
+    """The passes of a bidirectional model: steps of one request that fills the context."""
     tier, is_exact = plan.fast_tier, opened.cache_mode is CacheMode.EXACT
     num_offered = offered_bytes(opened, plan)
     return PlannedPasses(

@@ -86,7 +86,7 @@ def least_bytes(opened: OpenModel) -> int:
 
 
 def offered_bytes(opened: OpenModel, plan: MemoryPlan) -> int:
-    """Of the fast tier: the budget that was given, or all that could be had."""
+    """Bytes of the fast tier that are on offer: the budget that was given, or all there are."""
     is_given = opened.options.host_memory != "auto" or plan.gpu is not None
     return plan.budget_bytes if is_given else max(plan.budget_bytes, _usable_bytes(opened))
 
@@ -203,7 +203,7 @@ def _unpacking_bytes(opened: OpenModel) -> int:
 
 
 def workspace_bytes(opened: OpenModel) -> tuple[int, int]:
-    """Of the largest pass: with its operators divided as far as they can be, and whole."""
+    """Workspace of the largest pass with its operators divided as far as possible, and whole."""
     planner = planner_of(opened)
     if planner is None:
         return (needed_bytes := register(opened).graph.needed_bytes), needed_bytes
@@ -246,13 +246,13 @@ def _budget_bytes(opened: OpenModel, needs: Needs) -> int:
 
 
 def _advised_bytes(opened: OpenModel, needs: Needs) -> int:
-    """Of host memory: what everything takes, or all that can be had; 0 where that is too little."""
+    """Host memory for everything, or all that is usable; 0 where even that is too little."""
     usable_bytes = min(_usable_bytes(opened), needs.whole_bytes)
     return usable_bytes if usable_bytes >= needs.minimum_bytes else 0
 
 
 def _usable_bytes(opened: OpenModel) -> int:
-    """Of this machine's memory, now: a tenth is left to others and to the page cache."""
+    """Bytes of memory usable now: a tenth is left to other processes and to the page cache."""
     usable = available_memory_bytes() * 9 // 10 - OVERHEAD_ALLOWANCE_BYTES
     return usable - library_cache_bytes(opened.dtype)
 

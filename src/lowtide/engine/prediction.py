@@ -39,16 +39,16 @@ from lowtide.schemas import model_schema
 
 
 class ExpertCounts(NamedTuple):
-    """Of experts in one pass, over all layers."""
+    """How many experts one pass runs, over all layers, and how many of these are absent."""
 
     num_run: float
     num_tokens: float  # of each
-    num_absent: float  # of those, from where the pass computes
-    num_on_disk: float  # of those, from host memory too
+    num_absent: float  # of those that run, not where the pass computes
+    num_on_disk: float  # of the absent, not in host memory either
 
 
 def even_demand(shape: MoEShape, plan: MemoryPlan, num_rows: int) -> ExpertCounts:
-    """Where every expert is as likely as any other, token by token."""
+    """The counts of a pass in which every expert is as likely as any other, token by token."""
     if not shape.num_experts:
         return ExpertCounts(0.0, 0.0, 0.0, 0.0)
     share = shape.num_experts_per_token / shape.num_experts
@@ -71,7 +71,7 @@ class Predictor:
     pass_s: Callable[[int, ExpertCounts], float | None]
 
     def prediction(self) -> Prediction:
-        """Of the passes that the family's published decoding takes."""
+        """The speed of the passes that the family's published decoding takes."""
         num_rows, tokens_per_pass = published_pass(self.opened)
         demand = even_demand(self.opened.config.moe_shape, self.plan, num_rows)
         expert_bytes, read_bytes = _expert_bytes(self.opened)
@@ -86,7 +86,7 @@ class Predictor:
         )
 
     def tokens_per_s(self, num_tokens: int, num_passes: int, num_rows: int) -> float | None:
-        """Of a run that committed so many tokens in passes of so many rows together."""
+        """Speed of a run that committed `num_tokens`, its passes having `num_rows` together."""
         if not num_passes:
             return self.prediction().tokens_per_s
         mean_rows = max(1, round(num_rows / num_passes))
@@ -136,7 +136,7 @@ def _kind(name: str) -> str:
 
 
 def _kept_costs(opened: OpenModel, plan: MemoryPlan, machine: Machine) -> Costs | None:
-    """Of this model's experts, measured with its files or without."""
+    """The stored costs of this model's experts, measured with its files or without."""
     device = "" if plan.gpu is None else f"{plan.device}, {opened.options.kernels} kernels"
     folders: list[Path | None] = [None]
     if not device and opened.checkpoint is not None:
@@ -206,36 +206,36 @@ def _by_rates(
 
 
 def _layers_s(opened: OpenModel, rates: Mapping[str, float]) -> float:
-    """What all layers take beside their weights."""
+    """Seconds that all layers take beside their weights."""
     return opened.config.num_layers / rates[LAYERS] if LAYERS in rates else 0.0
 
 
 def _read_s(opened: OpenModel, rates: Mapping[str, float]) -> float | None:
-    """Of an expert, at the disk's best."""
+    """Seconds to read an expert at the disk's best rate."""
     return None if DISK_READ not in rates else _expert_bytes(opened)[1] / rates[DISK_READ]
 
 
 def _expert_bytes(opened: OpenModel) -> tuple[int, int]:
-    """Of an expert in a slot, and as it is read."""
+    """Bytes of an expert in a slot, and as it is read."""
     if opened.config.experts is None:
         return 0, 0
     return opened.slot_layout.num_bytes, opened.weight_map.experts.largest_expert_bytes
 
 
 def _layer_bytes(opened: OpenModel) -> int:
-    """Of a layer's dense weights, as costs are measured."""
+    """Bytes of a layer's dense weights, as costs are measured."""
     last = opened.config.moe_layers[-1]
     return layer_dense_bytes(opened.weight_map.dense, last, opened.dtype.itemsize)
 
 
 def _dense_bytes(opened: OpenModel) -> int:
-    """Of the dense weights that every pass multiplies with, in their formats: of an embedding rows
-    are looked up, unless it is the head, too."""
+    """Bytes of the dense weights that every pass multiplies with, in their formats: an embedding
+    counts only where it is the head too, as its rows are otherwise looked up."""
     return opened.dense.num_bytes - (0 if _is_tied(opened) else _embedding(opened).num_bytes)
 
 
 def _dense_elements(opened: OpenModel) -> int:
-    """Of the same weights."""
+    """Elements of the same weights."""
     elements = {name: math.prod(entry.shape) for name, entry in opened.weight_map.dense.items()}
     looked_up = () if _is_tied(opened) else _embedding(opened).names
     return sum(elements.values()) - sum(elements[name] for name in looked_up)

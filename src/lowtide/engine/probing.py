@@ -129,7 +129,7 @@ def checked_rows(
 
 
 def _columns(opened: OpenModel, matrix: Matrix, shape: tuple[int, ...], num_columns: int) -> Tensor:
-    """Of a matrix [out, in]: products with unit vectors, which every format has."""
+    """Some columns of a matrix [out, in], as products with unit vectors: any format has those."""
     num_rows, width = shape
     chosen = torch.linspace(0, width - 1, min(num_columns, width)).long()
     if isinstance(matrix, Tensor):

@@ -49,7 +49,7 @@ def register(opened: OpenModel, num_rows: int | None = None) -> Registrar:
     """What forward passes of up to so many rows take: counted once and remembered.
 
     num_rows: by default those of the largest pass. Layers give back what they take, so those up to
-    the first with experts stand for all. Of more than `MAX_PASS_ROWS` rows it is bidirectional,
+    the first with experts stand for all. A pass of more than `MAX_PASS_ROWS` rows is bidirectional,
     over one whole sequence.
     """
     num_rows = num_rows or opened.max_pass_rows
@@ -87,7 +87,7 @@ def plan_long_passes(opened: OpenModel) -> PassPlanner:
 
 
 def largest_counts(opened: OpenModel) -> Counts:
-    """Of a bidirectional model: one sequence that fills the KV cache, of which all is asked."""
+    """A bidirectional model's largest pass: a sequence that fills the KV cache, all of it asked."""
     num_rows = opened.max_pass_rows
     return Counts(num_rows, num_rows, num_rows, num_rows, (EVERY_KIND[-1],))
 

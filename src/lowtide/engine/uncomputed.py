@@ -51,7 +51,7 @@ def _arange(*bounds: int, dtype: torch.dtype = torch.int64, device: object) -> T
 
 
 def _elementwise(x: Tensor, *others: object) -> Tensor:
-    """Of one tensor, of two, or of a tensor and a number; the result's type is the wider one."""
+    """The result of an operator on one tensor, two, or a tensor and a number: the wider type."""
     dtype, shapes = x.dtype, [x.shape]
     for other in others:
         if isinstance(other, Tensor):

@@ -96,8 +96,8 @@ def expert_formats(
 def dense_formats(
     asked: FormatWishes, schema: ModelSchema, weight_map: WeightMap, has_gpu: bool
 ) -> dict[str, MatrixFormat]:
-    """Of the dense weights that are kept in another format than their type's, by name. Raises
-    UnsupportedError as `expert_formats` does."""
+    """The formats, by name, of dense weights that are kept in another format than their type's.
+    Raises UnsupportedError as `expert_formats` does."""
     kept = {}
     ends = {f"{name}.weight" for name in (schema.names.embedding, schema.names.head)}
     for spec in schema.dense:
