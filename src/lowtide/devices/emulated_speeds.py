@@ -143,7 +143,7 @@ def measure_device_s(
     """Seconds of one expert's gated MLP on one compute thread, by tokens: 1, 2, 4 and so on.
 
     Medians of rounds over all counts, each product with weights that have not been used for a
-    while, as in a model. Of a very large expert a slice is measured: time goes with its width.
+    while, as in a model. For a very large expert a slice is measured: time grows with its width.
     """
     largest = layout.largest
     formats_of = largest.largest_formats
@@ -162,7 +162,7 @@ def measure_device_s(
         while len(rounds) < _MIN_ROUNDS or perf_counter() < end_s:
             rounds.append([experts.run_s(num_tokens) for num_tokens in counts])
     seconds = np.median(rounds, axis=0) * (shape.expert_size / width)
-    # What took longer than more tokens did was held up by something.
+    # A count that took longer than a larger one was held up by something.
     seconds = np.minimum.accumulate(seconds[::-1])[::-1]
     return Curve(list(zip(counts, seconds.tolist(), strict=True)))
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from statistics import median
 
 NUM_TRIED = 12
-"""Passes of either kind in a trial, in turn."""
+"""Passes of a trial with reading ahead, and as many without, in turn."""
 
 NUM_KEPT = 500
-"""Passes until the next trial: it takes a twentieth of all."""
+"""Passes until the next trial, which so takes a twentieth of all passes."""
 
 WORTH = 0.98
-"""Of the time without: what is gained by less may be chance."""
+"""Reading ahead stays on below this share of the time without it: a smaller gain may be chance."""
 
 
 class AheadTrial:
-    """Decides for the next pass. Knows nothing of what passes do."""
+    """Decides whether the next pass reads ahead. Knows nothing of what passes do."""
 
     def __init__(self) -> None:
         self.is_on = False

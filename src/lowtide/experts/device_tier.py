@@ -45,7 +45,7 @@ class DeviceTier:
         self.early_gate: EarlyGate | None = None
         self.wave_size = max(1, costs.num_staging // 2)  # the other half arrives meanwhile
         self._away = AwayTime(link.ledger.num_layers)
-        # Of layers whose experts are all resident: counted where nothing waits for the count.
+        # Hits in layers whose experts are all resident: counted where nothing waits for the count.
         self._num_hits = torch.zeros((), dtype=torch.int64, device=device.torch_device)
         self._counts: list[Tensor] = []  # of the last such layers, each [num_experts]
 
@@ -72,7 +72,7 @@ class DeviceTier:
 
     def look(self, call: LayerCall, policies: Policies) -> AtHost:
         """A layer's input and routing in host memory, and what the early gate says of the next:
-        the layer's one synchronisation. Of a long pass without its input."""
+        the layer's one synchronisation. A long pass leaves its input on the device."""
         x, (experts, weights), scores = call.x, call.routing, call.scores
         if is_long(len(x)):
             experts, told = experts.cpu(), None

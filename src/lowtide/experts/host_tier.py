@@ -309,7 +309,7 @@ class HostTier:
                     raise self.stalled(read) from None
 
     def set_aside(self, slot: int, ticket: Ticket) -> None:
-        """A taken slot, for whose read nothing waits any more: free once it has ended."""
+        """Gives up a slot for whose read nothing waits any more: it is free once that has ended."""
         self._set_aside[slot] = ticket
 
     def claim(self, layer: int, absent: Collection[int]) -> list[PendingRead]:
@@ -323,7 +323,7 @@ class HostTier:
         return begun
 
     def _drop(self, reads: Sequence[PendingRead]) -> None:
-        """Of what was read ahead for nothing: a slot is free once its read has ended."""
+        """Cancels reads ahead that no layer needs; each slot is free once its read has ended."""
         self.stats.num_wasted += len(reads)
         for read in reads:
             self._set_aside[read.slot] = read.ticket

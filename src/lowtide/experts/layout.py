@@ -20,7 +20,7 @@ from lowtide.formats.plain import plain_format
 from lowtide.kernels.operands import ClampedWeights, ExpertWeights, Matrix
 
 Formats = tuple[MatrixFormat | None, ...]
-"""Of the parts of an expert; None: the compute dtype's own."""
+"""The format of each part of an expert; None: the compute dtype."""
 
 
 class PartLayout(NamedTuple):
@@ -76,7 +76,7 @@ class ExpertLayout(NamedTuple):
 
     @property
     def largest_formats(self) -> tuple[MatrixFormat, ...]:
-        """Of an expert whose parts are each the largest of those that differ."""
+        """For each part the format that takes most bytes, of those that experts have it in."""
         found = []
         for part in self.parts:
             sizes = {each.matrix_bytes(part.shape): each for each in part.format.variants}
@@ -154,7 +154,7 @@ class SlotLayout:
 
     @property
     def num_unused_bytes(self) -> int:
-        """Of an average slot, because layers differ."""
+        """Bytes of an average slot that its layer does not use, because layers differ."""
         return self.num_bytes - sum(layer.num_bytes for layer in self.layers) // len(self.layers)
 
     def describe(self) -> str:

@@ -14,7 +14,7 @@ from lowtide.kernels.operands import SortedPairs
 from lowtide.memory.workspace import TILE_ROWS, Buffers
 
 _LEAST_ROWS = 16
-"""Of a piece that is not a whole group: fewer rows would go to other kernels than the group."""
+"""Fewest rows of a piece where an expert has several: fewer would go to other kernels."""
 
 
 class Routing(NamedTuple):
@@ -115,8 +115,8 @@ class ExpertRows:
     def tiles(self, max_pairs: int) -> Iterator[slice]:
         """All sorted pairs, at most `max_pairs` at a time, no piece in two tiles.
 
-        `max_pairs` is at least `TILE_ROWS`. Of all experts with pairs in a tile only the last may
-        have more of them, in the next one.
+        `max_pairs` is at least `TILE_ROWS`. Only the last expert of a tile may have more pairs, in
+        the next tile.
         """
         start = stop = 0
         for num_pairs in np.diff(self.bounds).tolist():

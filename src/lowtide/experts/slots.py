@@ -287,7 +287,7 @@ class ExpertSlots:
         """The bits of the elements of a target's parts, in the order in which they are stored.
 
         [rows, parts, columns], or [columns, rows, parts] where that is transposed; a bias has
-        one column. Of a format's blocks, bytes instead of elements. tensor: which of the format's.
+        one column. Formats of blocks have bytes in place of elements. tensor: which of the format.
         """
         places = self.layout.layers[layer].parts[target.first : target.first + target.num_parts]
         first, num_rows = places[0], places[0].shape[0]

@@ -51,7 +51,7 @@ def tell(experts: Tensor, weights: Tensor, scores: Tensor | None) -> RoutedToken
 def host_facts(
     call: LayerCall, asked: Asked, capacity: IntArray, costs: Costs, ledger: SlotLedger
 ) -> Facts:
-    """Of a layer that the host runs alone. capacity: [num_layers]"""
+    """The facts of a layer that the host runs alone. capacity: [num_layers]"""
     is_kept, (experts, num_tokens, told) = ledger.is_resident(call.layer), asked
     return Facts(
         call.step,
@@ -70,7 +70,7 @@ def host_facts(
 def device_facts(
     call: LayerCall, asked: Asked, capacity: IntArray, costs: Costs, link: Link, host: HostTier
 ) -> Facts:
-    """Of a layer with a device beside the host, behind `link`; as above."""
+    """The facts of a layer with a device beside the host, behind `link`. capacity: [num_layers]"""
     link.bind_arrived()
     layer, (experts, num_tokens, told) = call.layer, asked
     is_here = link.ledger.is_resident(layer)

@@ -1,8 +1,8 @@
 """What one MoE layer works on in one step: its pairs sorted by expert, in tiles, and their sum.
 
-A short pass is one tile. Of a long one, as a bidirectional pass over a whole sequence is, as many
-pairs are computed at a time as a tile's buffers hold; what a tile has computed is added to the
-layer's sum: every token's in ascending id, one multiply and one add per expert, as
+A short pass is one tile. A long one, such as a bidirectional pass over a whole sequence, is
+computed in tiles of as many pairs as the buffers hold. Each tile's outputs are added to the layer's
+sum: for every token in ascending order of experts, one multiply and one add per expert, as
 `Kernels.combine` does. So neither budget nor threads nor tiles change a bit.
 """
 
@@ -103,7 +103,7 @@ class Work:
 
     @cached_property
     def _pair_weights(self) -> Tensor:
-        """Of the sorted pairs. [tokens * k] float32"""
+        """The router's weights, in the order of the sorted pairs. [tokens * k] float32"""
         weights = torch.empty_like(self._routing.weights).flatten()
         weights[self.rows.part_of.flatten()] = self._routing.weights.flatten()
         return weights

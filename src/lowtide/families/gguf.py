@@ -63,7 +63,7 @@ ROUTER: Names = {"blk.#.ffn_gate_inp.weight": "model.layers.#.mlp.gate.weight"}
 
 
 def mlp(there: str, here: str) -> Names:
-    """Of a gated MLP. there: what follows `ffn_gate` and its like; here: what ours begin with."""
+    """Names of a gated MLP. there: what follows `ffn_gate` etc.; here: what begins our names."""
     return {
         f"blk.#.ffn_{part}{there}.weight": f"model.layers.#.{here}{part}_proj.weight"
         for part in ("gate", "up", "down")
@@ -200,7 +200,7 @@ def expert_config(keys: GgufKeys, can_group: bool = False) -> Config:
 
 
 def expert_width(keys: GgufKeys) -> Value:
-    """Of an expert; older files leave it to the tensors."""
+    """The width of an expert, which in older files only the tensors tell."""
     stacked = {n: s for n, s in keys.shapes.items() if len(s) == 3}
     stored = [s[1] for n, s in stacked.items() if "ffn_gate_exps.weight" in n]
     stored += [s[1] // 2 for n, s in stacked.items() if "ffn_gate_up_exps.weight" in n]
@@ -209,7 +209,7 @@ def expert_width(keys: GgufKeys) -> Value:
 
 
 def shared_width(keys: GgufKeys) -> int:
-    """Of all shared experts together, by their tensors: what keys say of it differs."""
+    """The width of all shared experts together, from their tensors: the keys disagree on it."""
     stored = [s[0] for n, s in keys.shapes.items() if n.endswith("ffn_gate_shexp.weight")]
     return stored[0] if stored else 0
 
@@ -228,7 +228,7 @@ def halves_in_turn(num_heads: Callable[[ModelConfig], int]) -> Callable[[ModelCo
 def _rope_scaling(keys: GgufKeys) -> Config | PairDivisors | None:
     """As llama.cpp reads it: a factor without a type is that of the linear kind."""
     kind = keys.get("rope.scaling.type")
-    # Of YaRN it is config.json's attention_factor, of other kinds nothing that is computed.
+    # YaRN's is config.json's attention_factor; for other kinds nothing is computed with it.
     of_yarn = () if kind == "yarn" else ("yarn_attn_factor",)
     for name in ("attn_factor", "yarn_ext_factor", *of_yarn):
         keys.only(f"rope.scaling.{name}", 1.0)
@@ -254,7 +254,7 @@ def _rope_scaling(keys: GgufKeys) -> Config | PairDivisors | None:
 
 
 def _divisors(keys: GgufKeys) -> PairDivisors | None:
-    """Of frequencies that a file stretches pair by pair, as those of Llama 3.1 and later do."""
+    """The divisors of a file that stretches frequencies pair by pair, as Llama 3.1 and later."""
     if ROPE_DIVISORS not in keys.shapes:
         return None
     return PairDivisors(tuple(keys.vector(ROPE_DIVISORS)))

@@ -28,7 +28,7 @@ def families() -> Mapping[str, Family]:
 
 
 def own_names() -> tuple[str, ...]:
-    """Of lowtide's own families, without importing any of them."""
+    """The names of lowtide's own families, without importing any of them."""
     modules = pkgutil.iter_modules([str(Path(__file__).parent)])
     return tuple(module.name for module in modules if module.ispkg)
 
@@ -90,7 +90,7 @@ def _family_of(fields: Fields) -> tuple[Family, str]:
     told = ""
     if known is not None:
         instead = ", ".join(known.instead)
-        told = f" It is {known.name}: {known.reason}. Of that kind lowtide runs {instead}."
+        told = f" It is {known.name}: {known.reason}. lowtide runs {instead} of that kind."
     raise ConfigError(
         f"config.json: the architecture {shown(names[0])} is not supported.{told} Supported: "
         f"{supported}."

@@ -29,7 +29,7 @@ Floats = NDArray[np.float32]
 _ITEM_BYTES = {**ITEM_BYTES, "I32": 4, "F8_E4M3": 1}
 
 SCALE_DTYPES = tuple(ITEM_BYTES)
-"""Of scales, as checkpoints have them."""
+"""The dtypes of scales in checkpoints."""
 
 
 class StoredTensor(NamedTuple):
@@ -115,7 +115,7 @@ class Arranged(MatrixFormat):
 
     @abstractmethod
     def tensors(self, shape: Shape) -> tuple[StoredTensor, ...]:
-        """Of a matrix [out, in]. Raises CheckpointError, without its name, where none can be so."""
+        """The tensors of a matrix [out, in]. A bad shape raises CheckpointError, without its name."""
 
     @abstractmethod
     def num_units(self, shape: Shape) -> int: ...

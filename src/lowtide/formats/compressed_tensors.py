@@ -82,4 +82,4 @@ FORMATS = {
     for has_zeros in (False, True)
     for is_of_rows in (False, True)
 }
-"""Of 8 bits zeros have all 8, which a byte holds."""
+"""The readable variants. A zero has as many bits as the codes, 8 at most: a byte holds it."""

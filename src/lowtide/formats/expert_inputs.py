@@ -20,12 +20,13 @@ from lowtide.errors import UsageError
 MeanSquares = NDArray[np.float32]
 
 PRIOR_ROWS = 16
-"""So many rows of the layer's mean count beside an expert's own, of which a text may have few."""
+"""Rows of the layer's mean that count beside an expert's own, as a text may have few of those."""
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertInputs:
-    """Of every expert, over the rows of a text that chose it; where none did, of all its layer's.
+    """Mean squares of every expert's inputs, over the rows of a text that chose the expert; where
+    none did, over all rows of its layer.
 
     num_rows [layers, experts]; hidden [layers, experts, hidden_size], of gate and up; activated
     [layers, experts, expert_size], of down.
@@ -60,7 +61,7 @@ class ExpertInputs:
 
     @property
     def num_pairs(self) -> int:
-        """Of a row and an expert that it chose, over all layers."""
+        """Pairs of a row and an expert that it chose, over all layers."""
         return int(self.num_rows.sum())
 
     @property
@@ -70,7 +71,7 @@ class ExpertInputs:
 
     @cached_property
     def digest(self) -> str:
-        """Of all of it: other inputs, another digest."""
+        """A digest of everything here: other inputs have another."""
         digest = hashlib.sha256(self.fingerprint.encode())
         for array in (self.num_rows, self.hidden, self.activated):
             digest.update(np.ascontiguousarray(array).tobytes())
@@ -83,7 +84,7 @@ class ExpertInputs:
 
 
 def layer_means(num_rows: IntArray, of_experts: MeanSquares) -> MeanSquares:
-    """Of all rows of a layer, from the means of its experts' own. [layers, inputs]"""
+    """Means over all rows of a layer, from the means of its experts. [layers, inputs]"""
     share = num_rows / np.maximum(1, num_rows.sum(axis=1, keepdims=True))
     means: MeanSquares = np.einsum("le,lei->li", share.astype(np.float32), of_experts)
     return means

@@ -20,7 +20,7 @@ from lowtide.formats.plain import ITEM_BYTES
 BLOCK = 128
 
 DTYPE = "F8_E4M3"
-"""Of the weights, by its safetensors name."""
+"""The dtype of the weights, by its safetensors name."""
 
 SCALE_DTYPES = ("F32", "BF16")
 

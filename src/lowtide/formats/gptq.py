@@ -22,7 +22,7 @@ from lowtide.formats.matrix import Bytes
 from lowtide.formats.plain import ITEM_BYTES
 
 _ONE_OF_EACH = np.uint32(0x11111111)
-"""Of the eight numbers of an int32."""
+"""A one for each of the eight numbers in an int32."""
 
 
 class Gptq(Arranged):

@@ -19,12 +19,12 @@ from lowtide.formats.matrix import Bytes
 from lowtide.formats.plain import ITEM_BYTES
 
 GROUPS = (32, 64, 128)
-"""Weights that share a scale, which are read."""
+"""The group sizes that are read: weights that share a scale."""
 
 
 def group_in_memory(width: int) -> int:
-    """Of rows that have one scale each, which in memory every group has again: the largest that
-    divides them, or the smallest there is."""
+    """The group size for rows that have one scale each, which in memory every group repeats: the
+    largest size that divides a row, or else the smallest."""
     return next((group for group in reversed(GROUPS) if width % group == 0), GROUPS[0])
 
 

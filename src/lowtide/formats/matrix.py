@@ -61,15 +61,15 @@ class MatrixFormat(ABC):
     in_safetensors: bool = True  # whether `dtypes` are that format's own names
 
     def num_bytes(self, num_weights: int, tensor: int = 0) -> int:
-        """Of whole blocks, in one of the tensors."""
+        """Bytes of so many weights, whole blocks, in one of the tensors."""
         return num_weights // self.block_size * self.block_bytes[tensor]
 
     def matrix_bytes(self, shape: tuple[int, ...]) -> int:
-        """Of a whole matrix in one tensor."""
+        """Bytes of a whole matrix in one tensor."""
         return self.num_bytes(math.prod(shape))
 
     def for_rows(self, num_columns: int) -> MatrixFormat:
-        """The same of matrices with rows of this length, where that is one; blocks are of it."""
+        """This format for rows of this length, where its blocks are whole rows; else itself."""
         return self
 
     @property
@@ -85,7 +85,7 @@ class MatrixFormat(ABC):
         return (self,)
 
     def num_weights(self, num_items: int) -> int:
-        """Of so many items of an array in memory: elements, or bytes of blocks."""
+        """Weights in so many items of an array in memory: elements, or bytes of blocks."""
         return (
             num_items
             if self.block_size == 1

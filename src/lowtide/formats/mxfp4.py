@@ -24,10 +24,10 @@ BLOCK = 32
 [GGML_MXFP4] = [each for each in GGML_FORMATS if each.ggml_name == MXFP4]
 
 NAME = "MXFP4 blocks"
-"""Of the format; `MXFP4` is what it is kept as."""
+"""The name of the stored format; `MXFP4` is the one that it is kept as."""
 
 TENSOR_DTYPE = "U8"
-"""Of the tensors that hold blocks and scales, by its safetensors name."""
+"""The dtype of the tensors that hold blocks and scales, by its safetensors name."""
 
 
 _KEPT = np.dtype([("scale", "u1"), ("weights", "V16")])

@@ -27,7 +27,7 @@ GROUP = 64
 """Weights that share a scale and a zero."""
 
 SHRINKS = (1.0, 0.92, 0.84, 0.76)
-"""Of a group's range: where the search for its scale begins. Of 8 bits only the first."""
+"""Shares of a group's range from which the search for its scale begins; with 8 bits the first."""
 
 NUM_FITS = 3
 """Times that scale and zero are fitted to the codes, and the codes chosen again, from the best."""
@@ -39,7 +39,7 @@ Halves = NDArray[np.float16]
 
 
 class Quantised(MatrixFormat):
-    """Of any matrix; a row is a block of it once its length is known (`for_rows`)."""
+    """The format of any matrix; a row is one block once its length is known (`for_rows`)."""
 
     unpacked = "F32"
     is_kept = True
@@ -66,7 +66,7 @@ class Quantised(MatrixFormat):
 
 
 class QuantisedRows(Quantised):
-    """Of matrices with rows of one length."""
+    """The format of matrices with rows of one length."""
 
     def __init__(self, num_bits: int, num_columns: int) -> None:
         super().__init__(num_bits)
@@ -133,7 +133,7 @@ class QuantisedRows(Quantised):
 
 
 def row_bytes(num_columns: int, num_bits: int) -> int:
-    """Of a row: codes of whole groups, and four bytes for each."""
+    """Bytes of a row: the codes of whole groups, and four bytes for each group."""
     return -(-num_columns // GROUP) * (GROUP * num_bits // 8 + 4)
 
 
@@ -210,7 +210,7 @@ def _offer(w: Floats, worth: Floats, scale: Floats, zero: Floats, num_bits: int)
 
 
 def _codes(w: Floats, step: Floats, base: Floats, num_bits: int) -> Floats:
-    """The nearest ones."""
+    """The nearest codes of weights [64, n], as floats."""
     inverse = np.where(step > 0, np.float32(1) / step, np.float32(0))
     nearest = np.rint((w - base) * inverse)
     codes: Floats = np.minimum(np.maximum(nearest, 0), np.float32(2**num_bits - 1))
@@ -218,7 +218,7 @@ def _codes(w: Floats, step: Floats, base: Floats, num_bits: int) -> Floats:
 
 
 def _sum(terms: Floats) -> Floats:
-    """Of terms [64, n] over the first axis, one after the other."""
+    """The sum of terms [64, n] over the first axis, added one after the other."""
     total = np.zeros(terms.shape[1], np.float32)
     for each in terms:
         total += each

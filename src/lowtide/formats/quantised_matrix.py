@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # a matrix is never without torch
 
 
 class Groups(NamedTuple):
-    """Of a matrix with rows of whole groups: weight = scale * code + zero, in float32."""
+    """A matrix with rows of whole groups: weight = scale * code + zero, in float32."""
 
     codes: Tensor  # [out, groups, weights of a group], an integer type
     scales: Tensor  # [out, groups] float32

@@ -27,7 +27,7 @@ def cold_bytes() -> int:
 
 
 def last_level_cache_bytes(folder: Path = _CACHE_FOLDER) -> int:
-    """Of the first core, as Linux says; 0 where it does not."""
+    """The first core's largest cache, as Linux reports it; 0 where it does not."""
     sizes = [path.read_text().strip() for path in folder.glob("index*/size")]
     return max((int(size[:-1]) << 10 for size in sizes if size.endswith("K")), default=0)
 

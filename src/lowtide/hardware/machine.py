@@ -33,7 +33,7 @@ from lowtide.threads.executor import Executor, HostExecutor, Work
 
 RATE_LIMIT_S = 1.0
 READ_BYTES = 16 << 20
-"""Of one sequential read; the reader has several under way."""
+"""Bytes of one sequential read; the reader has several under way."""
 
 _MAX_READS = 32  # of one sample: half a GiB
 _MAX_PIECES = 128
@@ -42,7 +42,7 @@ _PRODUCT_SIZE = 2048
 _LINK_BYTES = 256 << 20
 
 RATES_METHOD = 2
-"""Counted up when something else is measured under the same name: kept rates are of no use then."""
+"""Raised when something else is measured under the same name, which makes kept rates useless."""
 
 MEMORY_READ = "memory read"
 DISK_READ = "disk, sequential"
@@ -128,7 +128,7 @@ def best_at_once(rates: Sequence[Rate]) -> int | None:
 def rate_of(
     name: str, unit: str, amount: float, sample: Sample, specified: float | None = None
 ) -> Rate:
-    """Of `amount` units in each sample, the first of which warms up."""
+    """The rate of samples that take `amount` units each; one more before them warms up."""
     sample()
     timing = repeat_interleaved([sample], RATE_LIMIT_S)[0]
     is_specified = specified is not None

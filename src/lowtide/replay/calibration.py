@@ -185,7 +185,7 @@ def _no_contradiction(path: Path) -> Iterator[None]:
 
 
 def _check_model(found: tuple[str, TraceShape], wanted: tuple[str, TraceShape]) -> None:
-    """Of each the architecture and the shape."""
+    """Compares the architecture and the shape of two models. Raises UsageError if they differ."""
     if found != wanted:
         raise UsageError(
             f"The calibration is another model's: {_described(*found)}, and this is "

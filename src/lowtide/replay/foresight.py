@@ -42,7 +42,7 @@ class Foresight(enum.Enum):
         accuracies: GateAccuracies | None,
         predictions: Mapping[Gate, Sequence[IntArray]],
     ) -> Foresight:
-        """Of a preset that asks `gate`. Raises UsageError where it is missing in `accuracies`."""
+        """Where the predictions of `gate` are from. Raises UsageError if `accuracies` lack it."""
         if gate is Gate.NONE:
             return cls.NONE
         if gate in predictions:

@@ -146,8 +146,8 @@ def compare(
 
 
 def fastest_tau(trace: Trace, preset: str, setting: Setting, max_tau: int = max(TAUS)) -> int:
-    """Of `TAUS` up to `max_tau` the one of least simulated time: those below a block's mean length,
-    and the first beyond, with which a block is refreshed once.
+    """The tau with the least simulated time, among those of `TAUS` up to `max_tau` that are below a
+    block's mean length and the first beyond, with which a block is refreshed once.
 
     The interval is fixed while one is tried, whatever `setting` says of following the drift.
     """

@@ -38,8 +38,8 @@ would spin on the cores that the experts want (docs/log)."""
 _IMPORTED_BY = os.getpid()
 
 MAX_THREADS = 64
-"""Of a model without experts, all of whose products are divided: as many threads as cores, if
-there are not more. Their pieces are at least 64 features wide."""
+"""Most threads of a model without experts, which divides all products among as many as there are
+cores. Their pieces are at least 64 features wide."""
 
 Work = Callable[[], None]
 
@@ -150,7 +150,7 @@ class _Division(NamedTuple):
 
     @classmethod
     def of(cls, num_experts_per_token: int, num_cores: int | None = None) -> _Division:
-        """Of `num_cores` anywhere, or of all that this process may use."""
+        """The division of `num_cores` that are not pinned, or of all that this process may use."""
         usable = os.sched_getaffinity(0)
         num_usable = num_cores or len(usable)
         num_threads = max(1, min(num_usable, num_experts_per_token))
@@ -209,7 +209,7 @@ class _Pinning:
 
     def __call__(self) -> None:
         with suppress(IndexError, OSError):  # no shares, or CPUs that were taken away meanwhile
-            # Of this thread, and of those that it makes.
+            # Applies to this thread, and to those that it makes.
             os.sched_setaffinity(0, self._shares.popleft())
         set_cores_per_product(CORES_PER_PIECE)
 

@@ -31,7 +31,7 @@ from lowtide.memory.kv_cache import KVCache
 from lowtide.models.decoder import Decoder
 
 LATENT_EPS = 1e-6
-"""Of the norms on latents, whatever `rms_norm_eps` is: the published code sets it nowhere else."""
+"""Epsilon of the norms on latents, whatever `rms_norm_eps` is: the published code never sets it."""
 
 
 class DeepseekV2(Decoder):

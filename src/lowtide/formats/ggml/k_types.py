@@ -77,7 +77,7 @@ def _iq4_xs(stored: Bytes) -> BlockGroups:
 
 
 def _with_offsets(block: NDArray[np.void], numbers: Bits) -> BlockGroups:
-    """Of numbers [blocks, 8, 32] whose scales and offsets have six bits each."""
+    """The groups of numbers [blocks, 8, 32] whose scales and offsets have six bits each."""
     low, middle, high = block["s"][:, :4], block["s"][:, 4:8], block["s"][:, 8:]
     sixes = np.concatenate((low & 63, high & 15 | (low >> 6) << 4), axis=-1)
     minus = np.concatenate((middle & 63, high >> 4 | (middle >> 6) << 4), axis=-1)
@@ -100,4 +100,4 @@ TYPES = {
     "Q6_K": (_Q6_K, _q6_k),
     "IQ4_XS": (_IQ4_XS, _iq4_xs),
 }
-"""Of each name the fields of a block and what finds the groups of 1-D bytes of blocks."""
+"""For each type's name: the fields of a block, and the function from 1-D bytes to groups."""

@@ -16,10 +16,10 @@ from lowtide.formats.matrix import Bytes
 IQ4_VALUES = np.array(
     (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.int8
 )
-"""Of the types with "non-linear" numbers of four bits."""
+"""The values of the sixteen numbers in types with "non-linear" numbers of four bits."""
 
 MXFP4_VALUES = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.int8)
-"""Doubled: the scale is halved."""
+"""The values of the sixteen codes of MXFP4, doubled, as the scale is halved."""
 
 Weights = NDArray[np.float32]
 Numbers = NDArray[np.int8]
@@ -111,7 +111,7 @@ def _mxfp4(stored: Bytes) -> BlockGroups:
 
 
 def _one_group(numbers: Numbers, scales: Weights, offsets: Weights | None = None) -> BlockGroups:
-    """Of numbers [blocks, 32]."""
+    """Blocks that are one group each, of numbers [blocks, 32]."""
     return BlockGroups(numbers[:, None], scales, offsets)
 
 
@@ -124,4 +124,4 @@ TYPES = {
     "IQ4_NL": (_Q4_0, _iq4_nl),
     "MXFP4": (_MXFP4, _mxfp4),
 }
-"""Of each name the fields of a block and what finds the groups of 1-D bytes of blocks."""
+"""For each type's name: the fields of a block, and the function from 1-D bytes to groups."""
