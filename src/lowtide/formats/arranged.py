@@ -115,7 +115,7 @@ class Arranged(MatrixFormat):
 
     @abstractmethod
     def tensors(self, shape: Shape) -> tuple[StoredTensor, ...]:
-        """The tensors of a matrix [out, in]. A bad shape raises CheckpointError, without its name."""
+        """The tensors of a matrix [out, in]. Raises CheckpointError, without its name, if unfit."""
 
     @abstractmethod
     def num_units(self, shape: Shape) -> int: ...

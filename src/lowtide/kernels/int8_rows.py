@@ -38,13 +38,13 @@ NUM_SUMS = 16
 packed types `ggml_int8.hpp`."""
 
 GroupedMatrix = QuantisedMatrix | PackedMatrix
-"""What is multiplied with so."""
+"""The matrices that int8 rows are multiplied with."""
 
 _MOST_CHUNK_ROWS = GROUP
 
 _MOST_ROUNDED_ROWS = 256
 _BLOCK = NUM_SUMS * GROUP
-"""Of the compiled twins: rows that a call rounds at a time, and numbers of a block of a row."""
+"""In the compiled twins: rows that a call rounds at a time, and numbers in a block of a row."""
 
 
 class RoundedRows(NamedTuple):

@@ -34,7 +34,7 @@ from lowtide.memory.workspace import Buffers
 
 CLAMP_LIMIT = 7.0
 CLAMP_SLOPE = 1.702
-"""Of `clamped_swiglu`; every published gpt-oss has these."""
+"""Limit and slope of `clamped_swiglu`; every published gpt-oss has these."""
 
 
 class Kernels:

@@ -61,7 +61,7 @@ class Guidance(NamedTuple):
 
 
 class RowStatistics(NamedTuple):
-    """Of n rows of logits. Where the greatest is not finite, what follows it is NaN.
+    """Statistics of n rows of logits. Where the greatest is not finite, what follows it is NaN.
 
     Probabilities are exact near 1, too: what is left of a row is summed up apart from its best.
     """

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lowtide.kernels.reference import Kernels
 
 TILE_WEIGHTS = 1 << 17
-"""Of a tile, about: 256 KiB in bfloat16. Fixed: it decides bits."""
+"""Weights of a tile, about: 256 KiB in bfloat16. Fixed, because it decides bits."""
 
 _ROWS_UNIT = 64  # a product's bits do not depend on where pieces begin that are multiples of it
 

@@ -127,7 +127,7 @@ class Blocks(NamedTuple):
 
 
 def _blocks(columns: int, depth: int) -> dict[int, Blocks]:
-    """Of small tiles; large ones read half as much at a time, in float32 too."""
+    """The blocks of small tiles, and of large ones, which are half as deep in every dtype."""
     return {_SMALL_TILE: Blocks(columns, depth), _LARGE_TILE: Blocks(64, depth // 2)}
 
 

@@ -41,7 +41,7 @@ class TritonKernels(Kernels):
         num_rows, num_tiles = rows.shape[0], triton_head.num_tiles(head.vocabulary.shape[0])
         out = RowStatistics.take(num_rows, wanted, workspace)
         with workspace.scope():
-            # Of all, where they lie: rows are gathered by the product. A layer took twice as much.
+            # All rows, where they are: the product gathers. A layer needed twice this memory.
             normed = workspace.take("head input", tuple(hidden.shape), hidden.dtype)
             self.rms_norm(hidden, head.norm, head.eps, workspace, normed)
             for first in range(0, num_rows, triton_head.GROUP_ROWS):
@@ -83,7 +83,7 @@ class TritonKernels(Kernels):
         workspace: Buffers,
         num_threads: int = 1,
     ) -> None:
-        # Of either alone, in long passes, the bits are those of one kernel after the other.
+        # With queries or keys alone, in long passes, separate kernels give the same bits.
         has_both = 0 < num_queries < x.shape[1]
         if has_both and len(norms.query) == x.shape[-1] and rotation.cos.dtype == x.dtype:
             triton_rows.normalise_and_rotate(x, num_queries, *norms, eps, *rotation)

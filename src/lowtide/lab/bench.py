@@ -34,13 +34,13 @@ from lowtide.params import SamplingParams
 from lowtide.plan import MemoryPlan
 
 DEFAULT_SHARE = 0.5
-"""Of the experts that are resident where no budget is given."""
+"""The share of experts that are resident where no budget is given."""
 
 PREFILL_TOKENS = 256
-"""Of the prompt that prefill is timed with, or as many as the context has room for."""
+"""Tokens of the prompt that prefill is timed with, or as many as the context has room for."""
 
 MAX_NEW_TOKENS = 64
-"""Of an answer whose length is not asked for, or as many as the context has room for."""
+"""Tokens of an answer whose length is not given, or as many as the context has room for."""
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, how much of it is, how much there is)."""
@@ -106,14 +106,14 @@ class PresetRun:
 
     @property
     def predicted_tokens_per_s(self) -> float | None:
-        """What was to be expected of the turns' passes; None where nothing is known."""
+        """The predicted speed for the turns' passes, their median; None where nothing is known."""
         known = [turn.predicted_tokens_per_s for turn in self.turns]
         found = [one for one in known if one is not None]
         return median(found) if found else None
 
     @property
     def prediction_error(self) -> float | None:
-        """Of the predicted speed, as a share of the measured one."""
+        """The error of the predicted speed, as a share of the measured one."""
         predicted = self.predicted_tokens_per_s
         return None if predicted is None else predicted / self.tokens_per_s.median - 1
 

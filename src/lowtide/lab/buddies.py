@@ -25,7 +25,7 @@ from lowtide.policies.buddy_profile import BuddyProfile
 from lowtide.replay.trace import TraceShape
 
 SAMPLE_TOKENS = 2048
-"""Of every layer, whose weights are kept for the percentiles of the entropy gate."""
+"""Tokens of each layer whose weights are kept for the percentiles of the entropy gate."""
 _PAIR_ROWS = 1024  # counted at a time
 
 

@@ -34,7 +34,7 @@ class Likeness(NamedTuple):
 
 
 class LayerReport(NamedTuple):
-    """Of one MoE layer."""
+    """What the buddy profile says of one MoE layer."""
 
     alpha: float
     reaches_alpha: float  # peers that it takes, in the mean over experts that were seen
@@ -48,7 +48,7 @@ class LayerReport(NamedTuple):
 
 
 def layer_reports(profile: BuddyProfile) -> list[LayerReport]:
-    """By the calibration's rule."""
+    """A report for each layer, by the calibration's rule."""
     rule, lists = profile.rule, profile.lists()
     lengths = prefix_lengths(profile.q(rule.ranking, rule.smoothing), lists.alphas)
     concentration, affinity = profile.concentration(), profile.affinity()
@@ -122,7 +122,7 @@ def top_peers(profile: BuddyProfile) -> FloatArray:
 
 
 def peers_that_reach(profile: BuddyProfile, alpha: float | FloatArray) -> list[IntArray]:
-    """Of each layer's experts that were seen, how many peers it takes to cover alpha, which is one
+    """For each layer, how many peers each expert that was seen takes to cover alpha, which is one
     for all layers or [layers]."""
     alphas = np.broadcast_to(alpha, profile.num_layers)
     lengths = prefix_lengths(profile.q(profile.rule.ranking, profile.rule.smoothing), alphas)
@@ -148,14 +148,14 @@ def plot(profile: BuddyProfile, folder: Path) -> list[Path]:
 
 
 def drawn_layers(num_layers: int) -> list[int]:
-    """Those that maps are drawn of."""
+    """The layers that maps are drawn of."""
     layers = np.linspace(0, num_layers - 1, min(MAX_MAPS, num_layers)).round()
     drawn: list[int] = layers.astype(int).tolist()
     return drawn
 
 
 def _ranks(values: FloatArray) -> FloatArray:
-    """Of equal values their mean rank."""
+    """The rank of each value, from 1; equal values get their mean rank."""
     _, place, count = np.unique(values, return_inverse=True, return_counts=True)
     last = count.cumsum()
     ranks: FloatArray = (last - (count - 1) / 2)[place]

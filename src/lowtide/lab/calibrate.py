@@ -48,7 +48,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class Length(NamedTuple):
-    """Of one piece of the text."""
+    """The length of one piece of the text."""
 
     prompt_tokens: int
     new_tokens: int
@@ -127,7 +127,7 @@ def split(
 
 
 def num_learning(num_pieces: int) -> int:
-    """Of so many pieces, those that are calibrated on."""
+    """How many of so many pieces are calibrated on; the rest are for the test."""
     return num_pieces - max(1, round(TEST_SHARE * num_pieces))
 
 
@@ -165,7 +165,7 @@ def foresee(
 
 
 def top_share(score: IntArray | FloatArray, hits: IntArray, num_top: int) -> float:
-    """Of the `num_top` experts of best score, the share that is among those with most hits.
+    """The share of the `num_top` experts of best score that is among those with most hits.
 
     Experts with as many hits as the last of those count too, and where fewer were activated these
     are all; of equal scores the lower id is taken. score, hits [experts], hits not all 0.

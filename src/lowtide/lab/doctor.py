@@ -69,13 +69,13 @@ KNOWN_MODELS: Mapping[str, str] = {
     "Qwen3-30B-A3B": "qwen3_moe",
     "Mixtral-8x7B": "mixtral",
 }
-"""Whose experts are measured when no model is named; the families whose full size they are."""
+"""Models whose experts are measured when none is named, each with its family."""
 
 SCRATCH_BYTES = 256 << 20
-"""Of the file that the disk is measured with where there is no model's."""
+"""Bytes of the file that the disk is measured with where no model is given."""
 
 DEMO_TOKENS = 16
-"""Written in each sample of what a layer takes beside its weights."""
+"""Tokens written in each sample of the time that a layer takes beside its weights."""
 
 _DEVICE_BYTES = 256 << 20  # of slots: more than a GPU's cache holds
 
@@ -174,7 +174,7 @@ def machine_rates(machine: Machine, opened: OpenModel | None, skipped: list[Skip
 
 
 def _layer_rate(options: EngineConfig) -> Rate:
-    """Of passes over single tokens: of the demo, whose weights are next to nothing."""
+    """The rate of layers in passes over single tokens of the demo, whose weights are tiny."""
     params = SamplingParams(max_tokens=DEMO_TOKENS, ignore_eos=True)
     with LLM(
         "demo:chat", device="cpu", kernels=options.kernels, policy="resident", progress=False

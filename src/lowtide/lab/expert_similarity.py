@@ -20,9 +20,9 @@ from lowtide.llm import LLM
 MAX_PASS_ROWS = 512
 """Rows that `LLM.run_experts` takes at once."""
 MAX_BYTES = 1 << 29
-"""Of a layer's outputs or weights that are compared, together."""
+"""Most bytes of a layer's outputs or weights that are compared, all experts together."""
 NUM_WEIGHTS = 1 << 16
-"""Of an expert's weights that are compared, about: evenly spread columns of its matrices."""
+"""Weights of an expert that are compared, about: evenly spread columns of its matrices."""
 
 Progress = Callable[[str, int, int], None]
 """Called with what is done, how much of it, and how much there is."""

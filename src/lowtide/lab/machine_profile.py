@@ -83,7 +83,7 @@ def _engine(costs: ExpertCosts, curve: tuple[Point, ...], memory_bytes: int) -> 
 
 
 def _operations(shape: MoEShape) -> int:
-    """Of one expert with one token: a multiplication and an addition per weight."""
+    """Operations of one expert for one token: a multiplication and an addition per weight."""
     return 2 * 3 * shape.hidden_size * shape.expert_size
 
 

@@ -41,13 +41,13 @@ from lowtide.schemas.schema import DOWN
 from lowtide.schemas.weights import ExpertTensor, expert_tensors
 
 PIECE_BYTES = 8 << 20
-"""Of the source, that a thread reads and rounds at a time."""
+"""Bytes of the source that a thread reads and rounds at a time."""
 
 NUM_WAITING = 2
 """Threads beyond the cores: so many wait for the disk while others round."""
 
 AS_IS = formats()["BF16"]
-"""Of bytes that are copied, which are not looked into."""
+"""The format of bytes that are copied unchanged, whatever they mean."""
 
 _COPIED = (".json", ".txt", ".model", ".jinja")
 
@@ -135,7 +135,7 @@ class _Target(NamedTuple):
 
 
 def _chosen(opened: OpenModel, checkpoint: Checkpoint) -> dict[str, _Target]:
-    """Of each tensor that is packed, by its name in the checkpoint."""
+    """The target of each tensor that is packed, by its name in the checkpoint."""
     dense = opened.weight_map.dense
     places = {(e.file, e.offset): name for name, e in checkpoint.tensors.items() if e.num_bytes}
     chosen = {
@@ -193,7 +193,7 @@ class _Packer:
 
     @property
     def missing_bytes(self) -> int:
-        """Of the disk, for the shards that an earlier run did not write."""
+        """Bytes of disk for the shards that an earlier run did not write."""
         return sum(shard.writer.missing_bytes for shard in self._shards)
 
     def run(self) -> None:
@@ -260,7 +260,7 @@ class _Packer:
                 yield Read(*place, num_bytes, (piece,)), target
 
     def _importance(self, name: str, entry: TensorEntry, start: int) -> Importance | None:
-        """Of what a tensor has at `start`."""
+        """The importance of inputs to the matrix that a tensor has at `start`."""
         tensor, inputs = self._chosen[name].of_experts, self._inputs
         if tensor is None or inputs is None:
             return None
@@ -275,7 +275,7 @@ class _Packer:
 
 
 def _matrix_bytes(entry: TensorEntry) -> int:
-    """Of one of the matrices in a tensor."""
+    """Bytes of one of the matrices in a tensor."""
     return max(1, entry.num_bytes // max(1, math.prod(entry.shape[:-2])))
 
 

@@ -51,7 +51,7 @@ class Picture(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Of all parts, in the order in which they are stacked."""
+        """The names of all parts, in the order in which they are stacked."""
         return list(dict.fromkeys(name for bar in self.bars for name, _ in bar.parts))
 
 

@@ -143,7 +143,7 @@ class Row:
 
     @property
     def moved_share(self) -> float:
-        """Of the router's mass over the text, the share that was replaced."""
+        """The share of the router's mass over the text that was replaced."""
         replaced = None if self.passes is None else self.passes.replaced
         return 0.0 if replaced is None else replaced.moved_share
 

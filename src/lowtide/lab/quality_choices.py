@@ -92,7 +92,7 @@ class Questions:
         return len(self._questions)
 
     def prompt(self) -> list[int]:
-        """Of the first question."""
+        """The prompt of the first question."""
         first = self._encoded[0][0]
         return first.token_ids[: first.num_context]
 

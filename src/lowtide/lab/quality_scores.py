@@ -26,7 +26,7 @@ from lowtide.errors import InternalError, StorageError
 from lowtide.lab.quality_text import TextSample
 
 MAX_HELD_BYTES = 1 << 26
-"""Of the reference's logits in memory; more of them are kept in a nameless file."""
+"""Most bytes of the reference's logits in memory; more of them are kept in a nameless file."""
 
 
 class Estimate(NamedTuple):
@@ -41,7 +41,7 @@ class Estimate(NamedTuple):
 
 
 class RowScores(NamedTuple):
-    """Of every row that was scored, in order."""
+    """The scores of all rows, in order."""
 
     loss: FloatArray  # [rows] -log p(the text's token), nats
     kl: FloatArray  # [rows] KL(reference || this), nats
@@ -50,7 +50,7 @@ class RowScores(NamedTuple):
 
     @classmethod
     def none(cls) -> RowScores:
-        """Of no row."""
+        """The scores of no rows."""
         return cls(*(np.empty(0) for _ in range(4)))
 
     def part(self, rows: BoolArray) -> RowScores:
@@ -66,7 +66,7 @@ class ScoredRows(NamedTuple):
 
     @property
     def weights(self) -> FloatArray:
-        """Of a mean in which every mask counts as much as any other; they sum to 1. [rows]"""
+        """The weight of each row in a mean where all masks count the same; they sum to 1. [rows]"""
         masks, counts = np.unique(self.mask, return_counts=True)
         weights: FloatArray = 1 / (len(masks) * counts[np.searchsorted(masks, self.mask)])
         return weights
@@ -113,7 +113,7 @@ class Comparison(NamedTuple):
 
     @property
     def perplexity(self) -> float:
-        """Of an autoregressive model; of others the exponential of a masked token's loss."""
+        """The exponential of the mean loss; for a diffusion model, of that of a masked token."""
         return math.exp(min(self.loss.mean, 700.0))
 
     def as_dict(self) -> dict[str, object]:

@@ -15,11 +15,11 @@ from lowtide.errors import UsageError
 from lowtide.model_folder.tokenizer import NO_TOKENIZER, Tokenizer
 
 CONTEXT_TOKENS = 32
-"""Of an autoregressive model's window, which are its prompt."""
+"""Tokens of an autoregressive model's window that are its prompt."""
 
 CLUSTER_TOKENS = 32
-"""Neighbours in a text are alike: so many of them are one observation of a standard error, of a
-block diffusion model a block."""
+"""Neighbours in a text are alike: so many of them are one observation of a standard error. For a
+block diffusion model a block is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +136,13 @@ class _Layout:
         return window - window % max(1, self.block_tokens)
 
     def num_context(self, window: int) -> int:
-        """Of a block model one block: every pass then has rows of two blocks at most."""
+        """Tokens of a window's prompt: with blocks one block, so a pass has two at most."""
         if self.block_tokens > 1:
             return self.block_tokens
         return CONTEXT_TOKENS if self.block_tokens else window // 2
 
     def num_scored(self, window: int) -> int:
-        """An autoregressive model's first token is no decoding pass's."""
+        """Tokens of a window that are scored; an autoregressive model decodes one fewer."""
         return window - self.num_context(window) - (self.block_tokens == 1)
 
     def text(

@@ -187,7 +187,7 @@ def _packed_fill(part: str, config: ModelConfig) -> Fill:
 
 
 def _residual_std(config: ModelConfig) -> float:
-    """Of one addition to the residual stream, for inputs of unit size."""
+    """Standard deviation of one addition to the residual stream, for inputs of unit size."""
     return CHARACTER.residual_gain / math.sqrt(2 * config.num_layers)
 
 

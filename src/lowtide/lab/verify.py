@@ -34,21 +34,21 @@ from lowtide.plan import MemoryPlan, WeightFormats
 from lowtide.policies.presets import AUTO, lossless_presets
 
 SHARES = (0.0, 1 / 3, 2 / 3)
-"""Of the experts that are resident, from none, with the least budget, upwards."""
+"""Shares of experts that are resident, in ascending order; none with the least budget."""
 
 NUM_PROMPT_TOKENS = 40
 
 LONG_TEXT_TOKENS = max(OPERATOR_TILES.values()) + 2 * (MAX_REMAINDER + 1)
-"""Of a bidirectional model's text: two tiles of every operator."""
+"""Tokens of a bidirectional model's text: two tiles of every operator."""
 
 LONG_ANSWER_TOKENS = OPERATOR_TILES["logits"] + 2 * (MAX_REMAINDER + 1)
-"""Of its masks, written in one step."""
+"""Masks in that text, written in one step."""
 
 MAX_LOGIT_ROWS = 64
-"""Of the text, that are kept of every run."""
+"""Rows of the text whose logits are kept from every run."""
 
 EMULATED_SPEEDS = {"link_GBps": "2", "link_latency_us": "20", "host_slowdown": "1"}
-"""Of an emulated device, where no others are given: it need not be slow to change nothing."""
+"""Default speeds of an emulated device, which need not be slow: they do not change results."""
 
 TOLERANCES: Mapping[torch.dtype, float] = {
     torch.float32: 1e-4,
@@ -280,7 +280,7 @@ def _lossy(
 
 
 def _verdict(case: _Case, plan: MemoryPlan, policy: str) -> Verdict:
-    """Of what was not compared yet."""
+    """The verdict of a run that was not compared yet."""
     return Verdict(
         device=case.device,
         policy=policy,

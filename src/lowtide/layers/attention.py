@@ -50,8 +50,8 @@ def blocks(segment: Segment) -> Iterator[Run]:
 
 
 class CachedAttention(NamedTuple):
-    """Of one layer, whose keys and values it writes and reads; does not know where queries, keys
-    and values come from. All are [rows, heads, head_dim]."""
+    """The attention of one layer, whose keys and values it writes and reads; does not know where
+    queries, keys and values come from. All are [rows, heads, head_dim]."""
 
     layer: int  # of the cache
     kv_cache: KVCache
@@ -61,8 +61,8 @@ class CachedAttention(NamedTuple):
     def store(
         self, key: Tensor, value: Tensor, segments: Sequence[Segment], first_row: int = 0
     ) -> None:
-        """Of a batch's rows from `first_row` on; before any of the batch's queries attend. Values
-        of keys that are not finite become NaN, in place."""
+        """Writes a batch's rows from `first_row` on, before any of the batch's queries attend.
+        Values of keys that are not finite become NaN, in place."""
         spread_not_finite(key, value)
         stop_row = first_row + len(key)
         for segment in segments:

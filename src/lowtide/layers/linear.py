@@ -20,12 +20,12 @@ SPLIT_BYTES = 4 << 20
 """Larger weights are always worth handing to another thread: reading them is the work."""
 
 SPLIT_OPERATIONS = 1 << 24
-"""Multiplications and additions from which smaller weights are, too (docs/log)."""
+"""Multiplications and additions from which smaller weights are worth it, too (docs/log)."""
 
 PRODUCT_ROWS = 256
-"""Rows of a product, and up to 15 more. Fixed, because it decides bits. Of up to 256 rows these
-were the same however features were divided, also with AMX (of 257 to 271 that was not measured),
-and of the sizes tried it was the fastest for most shapes, not for all (docs/log)."""
+"""Rows of a product, and up to 15 more. Fixed, because it decides bits. Products of up to 256 rows
+had the same bits however features were divided, also with AMX (257 to 271 were not measured), and
+256 was the fastest size tried for most shapes, not for all (docs/log)."""
 
 
 class Linear:
@@ -104,8 +104,8 @@ class GatedMLP:
         return MLPParts(gate, up, down, share)
 
     def forward(self, x: Tensor, out: Tensor) -> None:
-        """x, out [rows, hidden]; `out` may be `x`. Of all rows intermediate results exist at the
-        same time: who has many divides them (`in_chunks`)."""
+        """x, out [rows, hidden]; `out` may be `x`. Intermediate results of all rows exist at the
+        same time: a caller with many rows divides them (`in_chunks`)."""
         workspace = self._compute.workspace
         with workspace.scope():
             gate = workspace.take("mlp gate", (x.shape[0], self._width), x.dtype)

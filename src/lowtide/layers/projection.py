@@ -35,7 +35,7 @@ class SideBySide:
 
 
 class Projection(NamedTuple):
-    """Of hidden states [rows, hidden]; a column for each element of each head."""
+    """Projects hidden states [rows, hidden] to a column for each element of each head."""
 
     whole: SideBySide  # queries, then keys, then values
     queries: SideBySide

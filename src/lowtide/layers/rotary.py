@@ -48,8 +48,8 @@ class Rotary:
 
 
 class Rotations:
-    """Of the rows of one pass: computed once and shared by all layers, or, of many rows, a tile's
-    at a time and each time, which takes less than anything else that a layer does."""
+    """The rotations of one pass's rows: computed once and shared by all layers; in a long pass for
+    each tile in each layer, which takes less time than anything else that a layer does."""
 
     def __init__(
         self, rotary: Rotary, positions: Tensor, dtype: torch.dtype, workspace: Buffers
@@ -64,12 +64,12 @@ class Rotations:
 
     @property
     def whole(self) -> Rotation:
-        """Of all rows."""
+        """The rotation of all rows."""
         return self.of(slice(0, len(self._positions)))
 
     def of(self, rows: slice) -> Rotation:
-        """Of a tile's rows, in a pass of many valid until the enclosing scope ends; a short pass
-        is one tile."""
+        """The rotation of a tile's rows; in a long pass it is valid until the enclosing scope ends.
+        A short pass is one tile."""
         if self._shared is not None:
             return self._shared
         return self._rotary.rotation(self._positions[rows], self._dtype, self._workspace)

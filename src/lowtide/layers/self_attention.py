@@ -1,8 +1,8 @@
 """Self-attention of a layer with grouped query heads: projections, norms, rotation, output.
 
-A short pass is one tile. Of one with more rows nothing but keys and values is whole: first these,
-a tile of rows after the other, straight into the KV cache. Then chunks of tiles of queries
-(`layers/query_chunks.py`): projected, attended, and what comes of them added to the hidden states.
+A short pass is one tile. In a longer one nothing but keys and values exists for all rows at once:
+they are computed first, tile by tile, straight into the KV cache. Then chunks of tiles of queries
+(`layers/query_chunks.py`) are projected and attended, and the outputs added to the hidden states.
 """
 
 from __future__ import annotations

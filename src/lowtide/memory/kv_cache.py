@@ -51,10 +51,10 @@ class KVRange:
 class KVCache:
     """Owns the token ranges; does not know what a sequence is.
 
-    `storage` is of a `storage_shape`, in the compute dtype. Of a range only what was written is
-    ever touched, so that memory which is physical from its first use on grows with the sequences.
-    With `pages` that memory is asked for before it is used, and given back after. Where nothing is
-    kept from pass to pass there is a `KVTurns` instead (`memory/kv_turns.py`).
+    `storage` is of a `storage_shape`, in the compute dtype. Only the part of a range that was
+    written is ever touched, so that memory which is physical from its first use grows with the
+    sequences. With `pages` that memory is asked for before it is used, and given back after. Where
+    nothing is kept from pass to pass there is a `KVTurns` instead (`memory/kv_turns.py`).
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class KVCache:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of keys and values, which is the compute dtype."""
+        """The dtype of keys and values, which is the compute dtype."""
         return self._storage.dtype
 
     def place(self, layer: int) -> int:

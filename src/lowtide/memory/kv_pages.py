@@ -50,7 +50,7 @@ class KVLayout(NamedTuple):
         return self._replace(shape=(*self.shape[:3], num_tokens, self.shape[4]))
 
     def strides(self, part_bytes: int) -> tuple[int, int, int, int, int]:
-        """Of a tensor of the shape over parts of so many bytes, in elements."""
+        """Strides, in elements, of a tensor of the shape over parts of so many bytes."""
         part, row = part_bytes // self.dtype.itemsize, self.row_bytes // self.dtype.itemsize
         array = self.shape[2] * part
         return (self.shape[1] * array, array, part, row, 1)

@@ -12,11 +12,11 @@ from lowtide.memory.workspace import Buffers
 
 
 class KVTurns(KVCache):
-    """Of a bidirectional model whose passes compute everything again.
+    """The KV cache of a bidirectional model whose passes compute everything again.
 
     While a layer attends, keys and values of the pass's rows lie in the workspace, in the order of
-    the rows; then the next layer's do. What sequences have for longer are ranges of numbers alone,
-    which bound how many rows a pass has.
+    the rows; then the next layer's do. Sequences only keep ranges of token numbers, which bound how
+    many rows a pass has.
     """
 
     def __init__(self, shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:

@@ -36,7 +36,7 @@ class PassPlan:
 
     @property
     def needed_bytes(self) -> int:
-        """Of the range, all of which stays in memory, and of libraries."""
+        """Bytes of the range, all of which stays in memory, and of libraries."""
         return self.placement.arena_bytes + self.library_bytes
 
 
@@ -151,7 +151,7 @@ class PassPlanner:
         return self._templates[counts.asked]
 
     def _needed(self, counts: Counts, chunks: Mapping[str, int]) -> Graph:
-        """Of the short passes or of the long one, what needs more."""
+        """The graph of the short passes or of the long one, whichever needs more."""
         if counts.tokens <= TILE_ROWS:
             return self.short
         graph = self._template(counts).at(bounds(counts, chunks))

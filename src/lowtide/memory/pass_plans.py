@@ -110,7 +110,7 @@ class PagedRoom:
         self._account = account
         self._is_wanted = is_wanted
         self._library_bytes = 0
-        # Of the last passes, range and libraries.
+        # What the last passes needed: bytes of the range, and of libraries.
         self._held: deque[tuple[int, int]] = deque(maxlen=REMEMBERED_PASSES)
         self.bytes = arena.bytes  # uint8: only what the present plan has may be used
 

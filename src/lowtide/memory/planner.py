@@ -179,7 +179,7 @@ class Graph:
         )
 
     def alive_bytes(self, moment: Moment) -> int:
-        """Of the range alone, libraries' outputs aside."""
+        """Bytes of the range that are alive at a moment, without libraries' outputs."""
         return sum(align_up(self.transients[i].num_bytes) for i in moment.alive)
 
     def _sooner(self, order: list[int], placement: ArenaPlaces) -> list[int]:

@@ -122,7 +122,7 @@ class Template:
         )
 
     def joined(self, other: Template) -> Template:
-        """Of passes that do what both say, one after the other."""
+        """The template of passes that do what both describe, one after the other."""
         first = list(self.graph.transients)
         indexes: list[int] = []  # in the joined graph, of the transients of `other`
         known = {transient.path: i for i, transient in enumerate(first)}
@@ -181,7 +181,7 @@ class Template:
         return int(in_range[moment]), moment
 
     def alive_bytes(self, moment: int, values: IntArray) -> int:
-        """Of the range, then."""
+        """Bytes of the range that are alive at a moment."""
         return int(self.alive[moment] @ self._aligned(values))
 
     def library_bytes(self, values: IntArray) -> int:

@@ -279,7 +279,7 @@ class Registrar(_States):
 
     @property
     def graph(self) -> Graph:
-        """Of all that was run so far."""
+        """The graph of all that was run so far."""
         return self._recording.graph()
 
     def library(self, name: str, num_bytes: int) -> None:

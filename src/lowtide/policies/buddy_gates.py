@@ -25,7 +25,7 @@ from lowtide.policies.buddy_lists import BuddyLists
 from lowtide.policies.buddy_profile import token_entropy
 
 _SLACK = 1e-12
-"""Of entropies and margins: sums of the same weights in another order differ by less."""
+"""The slack of entropies and margins: sums of the same weights in another order differ by less."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,7 +126,7 @@ class Psi:
     def scores(
         self, q: FloatArray, buddies: IntArray, facts: Facts, routing: RoutedTokens
     ) -> FloatArray:
-        """Of each pair's buddies: q, buddies [tokens, k, length], -1 behind the last."""
+        """Psi of each pair's buddies; q, buddies [tokens, k, length], -1 behind the last."""
         psi = q
         tokens = np.arange(len(buddies))[:, None, None]
         if self.eta and routing.scores is not None:

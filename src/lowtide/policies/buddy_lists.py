@@ -131,20 +131,20 @@ def _prefixes(q: FloatArray, alphas: FloatArray) -> tuple[IntArray, IntArray]:
     order = np.argsort(-masked, axis=2, kind="stable")[:, :, :-1]
     covered = np.take_along_axis(q, order, 2).cumsum(axis=2)
     total = covered[:, :, -1:]
-    # Of the total as it was summed: the last peer covers exactly all of it.
+    # A share of the total as it was summed, so that the last peer covers exactly all of it.
     reaches = covered >= alphas[:, None, None] * total
     lengths = np.where(total[:, :, 0] > 0, reaches.argmax(axis=2) + 1, 0)
     return order, lengths
 
 
 def _sorted_anew(order: IntArray, is_listed: BoolArray, similarity: FloatArray) -> IntArray:
-    """The same lists by similarity; of equals the one of greater q comes first."""
+    """The same lists sorted by similarity; of equal buddies the one of greater q comes first."""
     alike = np.where(is_listed, np.take_along_axis(similarity, order, 2), -1.0)
     return np.take_along_axis(order, np.argsort(-alike, axis=2, kind="stable"), 2)
 
 
 def _fitted_alpha(q: FloatArray, list_size: float) -> float:
-    """Of one layer. q [experts, experts]"""
+    """The greatest alpha of one layer, as `fitted_alphas` has it. q [experts, experts]"""
     covered = (-np.sort(-q, axis=1))[:, :-1].cumsum(axis=1)
     covered = covered[covered[:, -1] > 0]
     covered = covered / covered[:, -1:]

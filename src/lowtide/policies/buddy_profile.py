@@ -84,7 +84,7 @@ class BuddyProfile:
     """
 
     fingerprint: str
-    """Of the weights: models that differ in nothing else are told apart (`LLM.fingerprint`)."""
+    """Identifies the weights, and so models that differ in nothing else (`LLM.fingerprint`)."""
     num_tokens: int  # rows that were routed, each by every layer
     activations: IntArray  # [layers, experts] A(i): tokens that chose i
     together: IntArray  # [layers, experts, experts] M(i, j): tokens that chose both; M(i, i) = 0

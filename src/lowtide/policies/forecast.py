@@ -47,7 +47,7 @@ class Forecast:
         self._products = np.zeros((num_memories, num_memories + 1))
         self._weights = np.full(num_memories, 1 / num_memories)
         self.worth_s = np.zeros(num_layers)
-        """Of all experts of each layer together, in the last step."""
+        """The worth of all experts of each layer together, in the last step."""
 
     def observe(self, num_tokens: IntArray, worth_s: FloatArray) -> None:
         """Tells what each expert's residency was worth in a step, in seconds.

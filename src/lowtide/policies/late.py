@@ -1,9 +1,9 @@
 """Ours: experts are given up only where waiting for them would make the layer take longer.
 
 An expert is late when the cost model has it ready after the residents' computation has ended: the
-layer's deadline. Of those that wait for one thing (the disk, the link, the host's threads) as many
-are given up as are too many for it, those of least router mass first, each for all its tokens in
-the pass or for none: one token that needs it has it brought.
+layer's deadline. Experts queue for the disk, the link or the host's threads. From each queue as
+many are given up as cannot be ready in time, those of least router mass first, each for all its
+tokens in the pass or for none: one token that needs it has it brought.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def grown(capacity: IntArray, is_resident: BoolArray, use: FloatArray, count: in
 
 
 def worth_lending(num_free_bytes: int, growth_bytes: float, absent_use: float) -> int:
-    """Of the free bytes, those that are better lent to expert slots than kept for sequences.
+    """How many of the free bytes are better lent to expert slots than kept for sequences.
 
     growth_bytes: what sequences take per step; absent_use: in which share of steps one more
     resident saves a read. A slot that is taken back after n steps has saved `n * absent_use` reads

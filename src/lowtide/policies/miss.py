@@ -132,7 +132,7 @@ class Meter:
         self._last_layer = num_layers
 
     def num_fit(self, facts: Facts, num_absent: int) -> int:
-        """Of the layer's absent experts those that its share has room for."""
+        """How many of the layer's absent experts its share of the step's bytes has room for."""
         if facts.step is not self._step or facts.layer <= self._last_layer:
             self._left_bytes = float(self._step_bytes)
         self._step, self._last_layer = facts.step, facts.layer

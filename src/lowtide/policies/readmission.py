@@ -23,8 +23,8 @@ class Readmission:
         self._num_passes = np.arange(num_layers) % every
 
     def choose(self, facts: Facts, run: Facts | None, moves: Moves) -> IntArray:
-        """Of the experts that the router asked for, the placement admits and that do not run, the
-        one with most tokens, when it is the layer's turn."""
+        """When it is the layer's turn, the expert with most tokens among those that the router
+        asked for, that the placement admits and that do not run; else none."""
         self._num_passes[facts.layer] += 1
         if run is None or self._num_passes[facts.layer] % self._every:
             return NO_EXPERTS

@@ -16,7 +16,7 @@ from lowtide.policies.plain_buddies import PlainBuddies
 from lowtide.policies.substitution import cannot_run, check_alike
 
 _SLACK = 1e-9
-"""Of a bound: sums of the same weights in another order differ by less."""
+"""The slack of a bound, as a share: sums of the same weights in another order differ by less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +80,13 @@ class Receipts:
     def __init__(
         self, num_layers: int, max_mass: float | None = None, twins: BuddyTwins | None = None
     ) -> None:
-        """max_mass: replaced over routed mass of a request, at most, at any time. twins: who
-        counts, the plain ones unless they are given."""
+        """max_mass: replaced over routed mass of a request, at most, at any time. twins: what
+        counts, by default the plain ones."""
         self._num_layers = num_layers
         self._share = None if max_mass is None else max_mass * (1 - _SLACK)
         self._twins = PlainBuddies() if twins is None else twins
         self._tallies: dict[int, _Tally] = {}
-        # Of the pass under way.
+        # The pass under way:
         self._rows: PassRows | None = None
         self._last_layer = num_layers
         self._running: list[_Tally] = []  # of each owner
@@ -137,20 +137,20 @@ class Receipts:
         return None if tally is None else tally.receipt()
 
     def all(self) -> list[Receipt]:
-        """Of every request so far."""
+        """The receipts of all requests so far."""
         self._write_down()
         return [tally.receipt() for tally in self._tallies.values()]
 
     def take_over(self, others: Receipts) -> None:
-        """Goes on with the tallies of those who counted until now."""
+        """Takes over the tallies of `others`, which counted until now."""
         others._write_down()
         self._tallies.update(others._tallies)
-        # Or it would write into them what they were.
+        # Otherwise `others` would write their old counts into the tallies.
         others._running, others._before, others._rows = [], [], None
 
     def account(self, facts: Facts, routing: RoutedTokens) -> PassAccount:
-        """Of the pass under way, for who counts by itself. Notices a pass's first layer: whose its
-        rows are, none of them affected yet."""
+        """The account of the pass under way, for callers that count by themselves. At a pass's
+        first layer it begins a new account, with the owners of the pass's rows."""
         rows, num_rows = facts.step.rows, len(routing.weights)
         is_same = rows is self._rows and facts.layer > self._last_layer
         self._last_layer = facts.layer

@@ -13,7 +13,7 @@ from lowtide.core import Facts, FloatArray
 from lowtide.policies.assignment import Assign
 
 _SLACK = 1 + 1e-9
-"""Of a deadline: sums of the same times in another order differ by less."""
+"""The slack of a deadline, as a factor: sums of the same times in another order differ by less."""
 
 DISK, LINK, THREADS = 1, 2, 3
 """What `Waits.queue_of` has."""

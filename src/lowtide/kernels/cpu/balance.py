@@ -14,8 +14,8 @@ _P, _LONG, _DOUBLE, _CHAR = ctypes.c_void_p, ctypes.c_long, ctypes.c_double, cty
 
 
 class CompiledBalance:
-    """Assigns as `Balance` does, to the last bit of every sum. Of one engine: what a call answers
-    besides is kept here."""
+    """Assigns as `Balance` does, to the last bit of every sum. Each engine has its own: it keeps
+    what else a call answered."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         """library: `BUDDIES`, loaded."""

@@ -26,7 +26,7 @@ MAX_HEAD_DIM = 1024
 """`MAX_DIM` of attention.cpp; a latent of DeepSeek-V2 is 576 wide."""
 
 _NO_TYPE = 0
-"""Of weights in bfloat16, which are all alike."""
+"""The type number of weights in bfloat16, which have only one type."""
 
 _INT, _FLOAT = ctypes.c_int, ctypes.c_float
 _P, _LONG = ctypes.c_void_p, ctypes.c_long

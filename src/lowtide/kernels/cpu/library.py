@@ -238,7 +238,7 @@ def _run(command: list[str], scratch: Path | None = None, limit_s: float | None 
 
 
 def _telling_line(errors: bytes) -> str:
-    """Of what a compiler says the first line of an error: hundreds may follow from it."""
+    """The first line of an error in a compiler's output: hundreds may follow from it."""
     lines = errors.decode(errors="replace").strip().splitlines()
     telling = [line for line in lines if "error:" in line] or lines[-1:]
     return (

@@ -52,7 +52,7 @@ class PackedOperators(ABC, Generic[OneMatrix]):
 
     @abstractmethod
     def type_number(self, stored: MatrixFormat) -> int | None:
-        """Of a format that matrices of experts may be in, bfloat16 among them; None of others."""
+        """The number of a format that experts' matrices may be in, also of bfloat16; else None."""
 
     def is_packed(self, stored: MatrixFormat) -> bool:
         """Whether a format is of this kind."""
@@ -67,7 +67,7 @@ class PackedOperators(ABC, Generic[OneMatrix]):
         """What multiplies with it; None where that takes a matrix's rows by themselves."""
 
     def experts(self, types: Sequence[int]) -> CompiledExperts | None:
-        """Of slots whose gate, up and down are of these types."""
+        """The compiled experts of slots whose gate, up and down are of these types."""
         return CompiledExperts(self.calls, types)
 
     @abstractmethod

@@ -77,7 +77,7 @@ class QuantisedOperators:
         return MatrixCall(self.calls, matrix.num_bits, matrix.data.data_ptr())
 
     def experts(self, num_bits: int) -> CompiledExperts:
-        """Of slots whose matrices are all of so many bits."""
+        """The compiled experts of slots whose matrices all have so many bits."""
         max_rows = min(MAX_FEW_ROWS, self.calls.max_rows)
         return CompiledExperts(self.calls, 3 * (num_bits,), max_rows)
 
@@ -104,7 +104,7 @@ class QuantisedOperators:
             wide = np.empty(4 * (len(source) // ITEM_BYTES[name]), np.uint8)
             convert_plain(source, name, wide, "F32")
             source, name = wide, "F32"
-        # Of files, so at any address: numpy copies where it has to.
+        # Bytes of a file may lie at any address: numpy copies where it has to.
         weights = np.require(
             source.view(np.uint16 if name == "BF16" else np.float32), None, ("C", "A")
         )

@@ -21,7 +21,7 @@ from lowtide.kernels.cpu.library import check_layouts
 from lowtide.threads.event import HEED_S
 
 PIECE_BYTES = 1 << 20
-"""Of a file that are read at once: one absent expert is read by several threads."""
+"""Bytes of a file that one thread reads at once: several threads read one absent expert."""
 
 SECTOR_BYTES = 4096
 
