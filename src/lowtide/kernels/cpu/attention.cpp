@@ -18,7 +18,8 @@ namespace {
 
 constexpr long MAX_GROUP = 8, MAX_DIM = 1024, BLOCK = 128;
 
-// Of keys. Less than of weights, since a key does more work: some ten microseconds.
+// Bytes of keys that are worth another thread: some ten microseconds. Fewer than of weights, since
+// a key does more work.
 constexpr long WORTH_KEY_BYTES = 32 << 10;
 
 // Some query heads of one key head.

@@ -369,9 +369,9 @@ long counted(
 
 extern "C" {
 
-// out, out_weights [num_tokens, k]: who runs in place of absent experts. Of these the num_fit that
+// out, out_weights [num_tokens, k]: what runs in place of absent experts. The num_fit of these that
 // the router cares most for are left as they are (0: none). account: in place of owner and left, or
-// null. Answers how many pairs were replaced, less than 0 where that cannot be run.
+// null. Returns how many pairs were replaced, less than 0 where that cannot be run.
 long lowtide_replace_absent(
     const Rules* rules, const std::int64_t* experts, const float* weights,
     const std::uint8_t* kinds, long num_tokens, long k, const std::uint8_t* is_here,

@@ -18,7 +18,7 @@
 
 namespace lowtide {
 
-// Of x [.., num_k] what groups have.
+// The rows of x [.., num_k] that groups have.
 struct GroupRows {
     const bf16* x;
     long stride, num_k;

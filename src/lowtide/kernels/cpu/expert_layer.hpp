@@ -54,7 +54,7 @@ class ExpertLayer {
    private:
     static constexpr long PIECE_BYTES = WORTH_BYTES / 2;  // of a matrix, as far as tiles stay whole
 
-    // Of groups that have few enough rows together; one at least.
+    // How many groups, from the first on, have few enough rows together; one at least.
     static long num_at_once(const Group* groups, long num_groups) {
         long count = 0;
         for (long num_rows = 0; count < num_groups; ++count) {
@@ -144,13 +144,13 @@ class ExpertLayer {
             add_bias(variant_, product.out + row * hidden, own_bias, downs_.size(number));
     }
 
-    // Of a piece.
+    // The weights of a piece.
     Weights weights(const Weights& of_slot_0, const Pieces& pieces, long number) const {
         const Group& group = pieces.groups[pieces.group(number)];
         return of_slot_0.moved(group.slot * slots_.places.slot_bytes).from(pieces.first(number));
     }
 
-    // Of a piece; null where there are none.
+    // The bias of a piece; null where there is none.
     const bf16* bias(const void* of_slot_0, const Pieces& pieces, long number) const {
         if (of_slot_0 == nullptr) return nullptr;
         const Group& group = pieces.groups[pieces.group(number)];

@@ -8,7 +8,7 @@ using namespace lowtide;
 
 namespace {
 
-// Of a weight. What is left of the last piece is waited for at the end.
+// Bytes of a weight in a piece. What is left of the last piece is waited for at the end.
 constexpr long LEAST_PIECE_BYTES = WORTH_BYTES / 2, MOST_PIECE_BYTES = 2 * WORTH_BYTES;
 
 // Output features of a piece: some eight pieces for a thread, so that a slow one does little harm.

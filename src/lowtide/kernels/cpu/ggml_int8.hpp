@@ -142,7 +142,7 @@ constexpr Lanes lanes_of_groups() {
     return lanes;
 }
 
-// Of the lanes of the first eight groups, where those of the last eight are.
+// For the lanes of the first eight groups, where those of the last eight are.
 template <class Type>
 constexpr Lanes lanes_behind() {
     Lanes lanes{};
@@ -159,8 +159,8 @@ VNNI INLINED __mmask16 lanes_before(long num_groups) {
         _mm512_load_si512(GROUPS.of), _mm512_set1_epi32(static_cast<int>(num_groups)));
 }
 
-// Sixteen groups. Of fewer than sixteen the others are as if they were 0, but of eight, which are
-// there twice: the last of two rows of weights are taken together.
+// Rounds sixteen groups. Where there are fewer, the others are as if they were 0; only eight groups
+// are there twice: the last of two rows of weights are taken together.
 template <class Type>
 VNNI INLINED void round_sixteen(const bf16* x, long length, RoundedGroups& out) {
     static constexpr WordOrder<Type> ORDER;

@@ -9,7 +9,7 @@
 namespace lowtide {
 namespace ggml {
 
-// Of two blocks of eight groups with 32 bytes for two groups: one's numbers are the low halves.
+// Words of two blocks of eight groups, 32 bytes for two groups: one's numbers are the low halves.
 template <class Type>
 struct PairedGroups : HalvedGroups {
     static constexpr int ZERO = 0;
@@ -125,7 +125,7 @@ struct Sixteen<Q6K> : SmallGroups {
     }
 };
 
-// Of types with two bits of a byte for each of four groups.
+// Words of types with two bits of a byte for each of four groups.
 struct TwoBits : SmallGroups {
     static constexpr int group(int lane) {
         return lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2;

@@ -128,8 +128,8 @@ AVX512_BF16 INLINED __m512i scaled(__m128i low, __m128i high, __m512 lower, __m5
 template <class Type>
 struct Block;
 
-// Of types whose blocks have 32 weights: `weights` is given a block's scale and, if it has one, its
-// offset, which is the second float16.
+// Blocks of types that have 32 weights in each: `weights` is given a block's scale and, if it has
+// one, its offset, which is the second float16.
 
 // Where a block has numbers of four bits, its weights are looked up.
 

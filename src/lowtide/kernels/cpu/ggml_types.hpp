@@ -189,7 +189,7 @@ INLINED void six_bits(const u8* s, int g, int* scale, int* offset) {
     }
 }
 
-// Of types that have a float16 for scales, one for offsets, and six bits of each for a group.
+// The scales and offsets of types with a float16 for either, and six bits of either for a group.
 INLINED void scales_of_six_bits(const u8* b, float* scales, float* offsets) {
     const float d = half_at(b), m = half_at(b + 2);
     for (int g = 0; g < 8; ++g) {
@@ -240,7 +240,7 @@ struct Q6K {
 
     static INLINED void numbers(const u8* b, i8* out) {
         for (int g = 0; g < 16; ++g) {
-            // Of 128 weights: 64 bytes' low halves, then the high ones; two bits in four layers.
+            // Each 128 weights: 64 bytes' low halves, then the high ones; two bits in four layers.
             const int half = g / 8, at = g % 8 * 16;
             const u8* q = b + half * 64 + at % 64;
             const u8* h = b + 128 + half * 32 + at % 32;
@@ -259,7 +259,7 @@ struct Q6K {
     }
 };
 
-// Of group g, six bits.
+// The scale of group g, six bits.
 INLINED int iq4_xs_scale(const u8* b, int g) {
     const int low = b[4 + g / 2] >> g % 2 * 4 & 15, high = (b[2] | b[3] << 8) >> 2 * g & 3;
     return (low | high << 4) - 32;

@@ -26,7 +26,7 @@ AVX512_BF16 INLINED void scales_and_offsets(const u8* b, float* out) {
     stays_in_memory(out);
 }
 
-// Of types with such scales.
+// The scales and offsets of types that have such scales.
 struct SixBits {
     static constexpr int STEPS = 4;
 

@@ -177,7 +177,7 @@ constexpr Table MXFP4_TABLE = raised(MXFP4_VALUES, MXFP4_ZERO);
 template <class Type>
 struct Sixteen;
 
-// Of 16 blocks with 16 bytes of low halves and high ones each.
+// Words of 16 blocks, each with 16 bytes of low halves and high ones.
 template <class Type>
 struct Nibbles : WholeGroups {
     static constexpr int group(int lane) { return lane; }
@@ -197,7 +197,7 @@ struct Nibbles : WholeGroups {
         split();
     }
 
-    // Of four registers with a group's sixteen bytes in each quarter.
+    // Splits four registers with a group's sixteen bytes in each quarter.
     VNNI INLINED void split() {
         __m512i rows[4] = {of[0], of[1], of[2], of[3]};
         unpack_four(rows);
@@ -214,7 +214,7 @@ struct Nibbles : WholeGroups {
     }
 };
 
-// Of 16 blocks with 32 fifth bits at `at` and the others behind them.
+// Words of 16 blocks with 32 fifth bits at `at` and the others behind them.
 template <class Type>
 struct FiveBits : Nibbles<Type> {
     template <int at>

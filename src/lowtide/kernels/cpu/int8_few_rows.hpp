@@ -73,7 +73,7 @@ class FewInt8Rows {
     static constexpr int OUTS = rows <= 2 ? 16 / rows : rows <= 4 ? 4 : 2, PAIRS = OUTS / 2;
     static constexpr long GROUP_BYTES = GROUP * num_bits / 8;
 
-    // Of rows `out` and out + 1 of the weights eight partial sums each, side by side.
+    // Eight partial sums for each of the weights' rows `out` and out + 1, side by side.
     VNNI INLINED void sum_two(long out, __m512 (&sums)[rows]) {
         __m512 of[2][rows];
         UNROLLED for (int o = 0; o < 2; ++o) sum_blocks(p_.w.row(out + o), of[o]);

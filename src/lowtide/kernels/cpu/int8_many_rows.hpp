@@ -40,7 +40,7 @@ class GroupTurns {
     const GroupTurn& operator[](long number) const { return turns_[number]; }
 
    private:
-    // Of the lanes i, i + step, i + 2 step and so on. Lanes without a group would add nothing.
+    // Adds the lanes i, i + step, i + 2 step and so on. Lanes without a group would add nothing.
     void add(long lane, long step) {
         if (step == SUMS) return add_lane(lane);
         add(lane, 2 * step);

@@ -101,7 +101,7 @@ INLINED void multiply_int8_plainly(const Int8Product& p) {
 template <int num_bits>
 struct Words;
 
-// Of half a block, by place: which word it is.
+// For each place in half a block, which word it is.
 template <int num_bits>
 struct HalfOrder {
     std::uint8_t words[BLOCK / 8];
@@ -149,7 +149,7 @@ struct Words<4> {
         }
     }
 
-    // Of each group. is_same: both halves with the first half of a block.
+    // The sums of each group. is_same: both halves with the first half of a block.
     template <bool is_same = false>
     VNNI INLINED __m512i dots(const std::int8_t* x) const {
         __m512i sums[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};

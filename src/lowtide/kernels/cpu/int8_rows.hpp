@@ -28,7 +28,7 @@ inline bool reads_in_order(int variant, long num_rows) {
     return variant == INT8_VNNI && num_rows == 1 && !has_amx;
 }
 
-// Of a matrix, that a thread multiplies with at a time: where a stream begins it takes a while, so
+// Bytes of a matrix that a thread multiplies with at a time: a stream takes a while to begin, so
 // pieces of one row are long, as far as every thread has one. (Where int8_few_rows.hpp takes rows of
 // weights by twos, it asks for them all the same.)
 inline long piece_bytes_of(
@@ -40,7 +40,7 @@ inline long piece_bytes_of(
     return is_in_order ? std::clamp(share, usual, 2 * WORTH_BYTES) : usual;
 }
 
-// Of a group of a row.
+// The step of a row's group, and the sum.
 struct RoundedGroup {
     float step, sum;  // sum: of its codes
 };
@@ -159,7 +159,7 @@ VNNI INLINED __m512 round_groups(const bf16* x, std::int8_t* codes) {
         static_cast<__mmask16>(~is_number), _mm512_set1_ps(NAN));
 }
 
-// Of `count` registers of codes the words as `order` has them: where each is, of all.
+// Puts the words of `count` registers of codes in order; `order`: where each is, of all.
 template <int count>
 VNNI INLINED void put_in_order(
     const std::int8_t* codes, const std::uint8_t* order, std::int8_t* out

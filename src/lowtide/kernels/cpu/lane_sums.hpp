@@ -64,8 +64,8 @@ AVX512 INLINED __m256i rounded_each(__m512 values) {
         _mm512_srli_epi32(up, 16), is_nan, _mm512_set1_epi32(0x7fc0)));
 }
 
-// Of rows of x from `row` on with `outs` rows of weights each, from `first` on. `p`: a product with
-// `bias`, `out` and `out_stride`.
+// Stores the outputs of rows of x from `row` on with `outs` rows of weights each, from `first` on.
+// `p`: a product with `bias`, `out` and `out_stride`.
 template <int rows, int outs, class P>
 AVX512 INLINED void store_outputs(const P& p, long row, long first, __m512 sums) {
     alignas(64) float bias[16] = {};

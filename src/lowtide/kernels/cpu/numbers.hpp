@@ -129,7 +129,7 @@ inline void clamped_swiglu(
             float value = rounded(widen(gate[i]) + widen(gate_bias[i]));
             float other = rounded(widen(up[i]) + widen(up_bias[i]));
             value = rounded((value > LIMIT ? LIMIT : value) * SLOPE);
-            // Of the numbers beyond the border of `exponential`, -88.5 has a quotient that is not 0.
+            // Beyond the border of `exponential` only -88.5 has a quotient that is not 0.
             float e = exponential(-value);
             if (value < -88.0f) e = value == -88.5f ? AT_THE_BORDER : INFINITY;
             const float silu = rounded(value / (1.0f + e));

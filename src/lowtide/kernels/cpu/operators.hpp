@@ -20,7 +20,7 @@ extern "C" {
 
 using lowtide::bf16;
 
-// Of weights in bfloat16, which have no types.
+// For weights in bfloat16, which have no types.
 lowtide::MultiplyFunction lowtide_plain_multiply;
 lowtide::MlpsFunction lowtide_plain_mlps;
 lowtide::ExpertsFunction lowtide_plain_experts;

@@ -132,7 +132,7 @@ class QuantisedAmx : Amx {
             turn_ = turn_ == BEHIND ? 0 : turn_ + 1;
         }
 
-        // Of the 16 rows, whose codes are at `codes`, those from `begin` to before `end`.
+        // Unpacks rows `begin` to before `end` of the 16 whose codes are at `codes`.
         template <bool has_both>
         UNPACKED_AMX INLINED void unpack(
             const std::uint8_t* codes, long begin, long end, long group
@@ -185,7 +185,7 @@ class QuantisedAmx : Amx {
             }
         }
 
-        // Of the 16 rows of weights from `first` on; begins those of the next.
+        // Stores the sums of the 16 rows of weights from `first` on; begins those of the next.
         UNPACKED_AMX INLINED void store(long first) {
             alignas(64) float sums[2][TILE * TILE];
             const long stride = stored_bytes(of_first_);
@@ -201,7 +201,7 @@ class QuantisedAmx : Amx {
             begin_sums();
         }
 
-        // Of both sums of some rows of x.
+        // Stores both sums of some rows of x.
         UNPACKED_AMX INLINED void store_rows(
             float (&sums)[2][TILE * TILE], long row, long num_rows, long first
         ) {

@@ -13,7 +13,7 @@ using Signed = std::int32_t __attribute__((vector_size(VECTOR_BYTES)));
 
 constexpr int LANES = VECTOR_BYTES / sizeof(float);
 
-// Of groups in all lanes: weight i of each, its importance.
+// The groups in all lanes: weight i of each, and its importance.
 struct Groups {
     Vector weights[GROUP], importance[GROUP];
 };
@@ -37,7 +37,7 @@ SEARCH INLINED Integers to_half(const Vector& value) {
     return sign | (size > 0x7f800000u ? Integers{} + 0x7e00u : number);
 }
 
-// Of what `to_half` makes.
+// The float32 of a half that `to_half` made.
 SEARCH INLINED Vector half_back(const Integers& half) {
     const Integers size = half & 0x7fffu, sign = (half & 0x8000u) << 16;
     const Vector tiny = __builtin_convertvector((Signed)size, Vector) * 0x1p-24f;
@@ -165,7 +165,7 @@ SEARCH INLINED void search(Groups& groups, Integers& scale16, Integers& zero16) 
     zero16 = is_finite ? to_half(best.zero) : Integers{} + 0x7e00u;
 }
 
-// Of two vectors elements by turns, from `first` of each on.
+// The elements of two vectors by turns, from `first` of each on.
 template <int first, int... number>
 SEARCH INLINED Integers by_turns(
     const Integers& a, const Integers& b, std::integer_sequence<int, number...>

@@ -37,7 +37,7 @@ constexpr long element(long number, long word) {
     return number / 2 * GROUP + 4 * i + number % 2 * 2 + part;
 }
 
-// Of a row of `num_k` elements.
+// Steps of a row of `num_k` elements.
 inline long num_steps(long num_k) { return (num_k + STEP - 1) / STEP; }
 
 AVX512BF16 INLINED __m512i as_integers(__m512bh pairs) {
@@ -105,8 +105,8 @@ struct alignas(64) Ends {
     static constexpr int SCALES = num_bits == 4 ? 1 : 4;
     float zeros[MOST_ENDS], scales[SCALES][MOST_ENDS];
 
-    // Of groups whose scales, float16, begin at `halves`, and their zeros so many bytes behind;
-    // what is beyond `mask` is 0.
+    // Loads the groups whose scales, float16, begin at `halves`, and their zeros so many bytes
+    // behind; what is beyond `mask` is 0.
     AVX512BF16 INLINED void load(const std::uint8_t* halves, long bytes_to_zeros, __mmask16 mask) {
         __m512 scale = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, halves));
         _mm512_store_ps(
@@ -193,7 +193,7 @@ struct StepWeights<8> {
                            every_fourth<second, byte + 1>(ends, group + second));
     }
 
-    // Of the codes of the step's first or second group those of bytes `i`, i + 4 and so on.
+    // The weights of bytes `i`, i + 4 and so on of the codes of the step's first or second group.
     template <int second, int i>
     AVX512BF16 INLINED __m512 every_fourth(const Ends<8>& ends, long group) const {
         const __m512i byte = _mm512_set1_epi32(static_cast<int>(0xffu << 8 * i));

@@ -42,9 +42,9 @@ struct Residency {
     long num_hits, num_misses, num_admitted, num_left_out, num_evicted, read_bytes;
     long num_ahead, num_late, num_wasted;  // reads ahead: used, of these not there in time; not used
     double wait_s;
-    // Of this pass.
+    // In this pass:
     long num_asked;
-    // Of the layer that runs.
+    // In the layer that runs:
     long layer, expert, slot, error;
 };
 

@@ -13,7 +13,7 @@ constexpr long SECTION_ALIGNMENT = 64;
 enum class Form { PLAIN, INTS_OF_4, INTS_OF_8, FP8 };  // PLAIN: bfloat16, without any sections
 enum class ScaleType { BF16, F16, F32 };
 
-// Of `type_number` in sectioned.py, whose bits these are.
+// The type that a `type_number` of sectioned.py encodes, whose bits these are.
 struct SectionedType {
     Form form;
     ScaleType scale;

@@ -6,12 +6,12 @@ namespace lowtide {
 
 using Piece = void (*)(const void* work, long piece);
 
-// Of weights, keys or values: less is read before another thread has begun.
+// Bytes of weights, keys or values that are worth another thread: fewer are read before it begins.
 constexpr long WORTH_BYTES = 256 << 10;
 
 // Calls piece(work, 0) to piece(work, num_pieces - 1), each once, on the calling thread and up to
-// `num_threads - 1` others, and returns when all have. Nobody is waited for who has not begun: on
-// a busy machine, or beside another call, the caller does it all.
+// `num_threads - 1` others, and returns when all have. Threads that have not begun are not waited
+// for: on a busy machine, or beside another call, the caller does it all.
 void run_together(int num_threads, long num_pieces, Piece piece, const void* work);
 
 // The caller waits for something else than the team's work: its threads sleep at once, so that their

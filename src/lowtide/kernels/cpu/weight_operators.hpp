@@ -11,7 +11,7 @@
 
 namespace lowtide {
 
-// Of any number of rows. `p` has neither weights nor inputs of its own.
+// Multiplies any number of rows. `p` has neither weights nor inputs of its own.
 template <class Weights, class Rows>
 void multiply_in_pieces(int variant, int num_threads, const Weights& weights, Product<bf16> p) {
     constexpr long PIECE_BYTES = WORTH_BYTES / 4;  // of a matrix, as far as tiles stay whole
