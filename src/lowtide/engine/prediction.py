@@ -1,9 +1,9 @@
 """How long a pass of a plan will take on this machine, by what `lowtide doctor` has kept.
 
-Of times of the model's own experts where they were measured, else of the rates of the machine's
-parts: weights go through memory once, products take their operations, absent experts are read
-beside the computation. A layer takes, on top, what one of hardly any weights does. Attention's
-scores are not counted, nor are reads ahead of a layer.
+A prediction rests on the times of the model's own experts where they were measured, else on the
+rates of the machine's parts: each pass reads the weights from memory once and computes its
+products, and absent experts are read beside the computation. A layer takes, on top, the time of one
+with hardly any weights. Attention's scores are not counted, nor are reads ahead of a layer.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class ElasticSlots:
         busy = [slot for slot in bound if ledger.is_leased(slot)]
         if busy or len(bound) + num_free < len(leaving):
             raise InternalError(
-                f"Of slots {leaving.start} to {leaving.stop}, which are to be retired, "
+                f"Slots {leaving.start} to {leaving.stop} are to be retired, but "
                 f"{len(leaving) - len(bound) - num_free} are taken and {len(busy)} leased."
             )
         num_room = ledger.num_free - num_free

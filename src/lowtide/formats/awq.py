@@ -1,8 +1,8 @@
 """AWQ in 4 bits: the `gemm` layout, as AutoAWQ writes it.
 
-Of a matrix [out, in], 8 numbers to an int32, along the output in all tensors and in an order of
-their own: `qweight` [in, out / 8], `qzeros` [groups, out / 8], `scales` [groups, out]. Zeros are as
-they are.
+A matrix [out, in] has 8 numbers to an int32, along the output in all tensors and in an order of
+their own: `qweight` [in, out / 8], `qzeros` [groups, out / 8], `scales` [groups, out]. Zeros are
+stored unchanged.
 """
 
 from __future__ import annotations

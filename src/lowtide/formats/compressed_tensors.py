@@ -1,7 +1,7 @@
 """compressed-tensors' `pack-quantized`: 4 or 8 bits, as llm-compressor writes it.
 
-Of a matrix [out, in], so many numbers to an int32, the first in its lowest bits, each more by half
-of their range than the signed one that it stands for: `weight_packed` [out, in * bits / 32] along
+A matrix [out, in] has 8 or 4 numbers to an int32, the first in its lowest bits, each stored with
+half of their range added to the signed number: `weight_packed` [out, in * bits / 32] along
 the input; `weight_scale` [out, groups]; where it is not symmetric, `weight_zero_point`
 [out * bits / 32, groups] along the output. Where each row has one scale there is one group.
 """

@@ -1,6 +1,6 @@
 """GPTQ in 4 bits, as AutoGPTQ and GPTQModel write it.
 
-Of a matrix [out, in], 8 numbers to an int32, the first in its lowest bits: `qweight` [in / 8, out]
+A matrix [out, in] has 8 numbers to an int32, the first in its lowest bits: `qweight` [in / 8, out]
 along the input, `qzeros` [groups, out / 8] along the output, `scales` [groups, out]; `g_idx` [in]
 is each input's group, which has to be its number divided by the group's size, or 0 where each row
 has one scale. In the first convention (`gptq`) zeros are stored less one, in the second (`gptq_v2`)

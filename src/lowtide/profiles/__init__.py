@@ -1,8 +1,8 @@
 """Hardware profiles: machines turned into the costs of one expert.
 
-Of two kinds, never mixed: a data sheet with the share of it that kernels reach (`DataSheet`), and
-a paper's machine as its figures show it (`PaperMachine`). For replaying traces on machines that
-are not here; a machine that is here is measured instead.
+There are two kinds, never mixed: a data sheet with the share of it that kernels reach
+(`DataSheet`), and a paper's machine as its figures show it (`PaperMachine`). They are for replaying
+traces on machines that are not here; a machine that is here is measured instead.
 """
 
 from __future__ import annotations
