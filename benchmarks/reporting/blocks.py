@@ -228,8 +228,8 @@ def beside_llama_cpp(results: Results, page: Path) -> str:
     least, most = min(rounded), max(rounded)
     first, last = run.of(_TYPES[0])[0], run.of(_TYPES[-1])[-1]
     return (
-        "- Of one autoregressive request whose model fits into memory in llama.cpp's types of 4 "
-        f"or 8 bits llama.cpp decodes {min(over_exact):.2f} to {max(over_exact):.2f} times as "
+        "- llama.cpp decodes one autoregressive request, of a model that fits into memory in its "
+        f"types of 4 or 8 bits, {min(over_exact):.2f} to {max(over_exact):.2f} times as "
         "fast as exact products do; with `--activations int8`, which rounds rows as it does, "
         f"lowtide has {least:.2f} ({rounded[least]}) to {most:.2f} ({rounded[most]}) of its speed "
         f"(lines {link(first, page)} to {link(last, page)}, [measured](#measured))."
