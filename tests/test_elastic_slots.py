@@ -105,7 +105,7 @@ def test_nobody_loses_a_slot_that_is_in_use() -> None:
         tier.bring(0, expert)
     taken = tier.ledger.take()
     assert taken == 3
-    with pytest.raises(InternalError, match="slots 3 to 4.*1 are taken and 0 leased"):
+    with pytest.raises(InternalError, match="Slots 3 to 4 .*but 1 are taken and 0 leased"):
         tier.elastic.shrink(3)
     tier.ledger.drop(taken)
     tier.ledger.lease(2)
