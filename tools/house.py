@@ -35,7 +35,7 @@ class Source(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Of the grammar: neither comments nor line ends nor indentation."""
+        """Tokens of the grammar: neither comments nor line ends nor indentation."""
         tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
         return sum(token.type not in _LAYOUT for token in tokens)
 
