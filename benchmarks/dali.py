@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
-from ablation import MODELS, STAGE_PREFETCH, STAGE_SHARE, STAGES, Load, make_case
 from common.arguments import run_script
+from common.dali_models import MODELS, STAGE_PREFETCH, STAGE_SHARE, STAGES, Load, make_case
 from common.dali_others import (
     OTHERS,
     Case,

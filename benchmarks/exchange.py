@@ -15,8 +15,8 @@ from dataclasses import replace
 from itertools import product
 
 import numpy as np
-from ablation import MODELS, PUBLISHED, Load, Model, make_case
 from common.arguments import run_script
+from common.dali_models import MODELS, PUBLISHED, Load, Model, make_case
 from common.dali_others import from_tokens
 from common.record import Recorder, Row, say
 from common.simulated import generating_passes, make_parser, summary

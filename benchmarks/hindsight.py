@@ -13,8 +13,8 @@ import argparse
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ablation import MODELS, Load, make_case
 from common.arguments import run_script
+from common.dali_models import MODELS, Load, make_case
 from common.record import Recorder, Row, say
 from common.simulated import VARIANTS, generating_passes, make_parser, make_setting, published
 from common.simulated import replay as replay_variants

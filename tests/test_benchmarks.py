@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from concurrent.futures import Future
-from contextlib import closing
 from importlib import import_module
 from pathlib import Path
 
@@ -17,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide import LLM
-from lowtide.core import Curve, MoEShape, Step, StepKind
-from lowtide.devices.emulated_speeds import EmulatedSpeeds
+from lowtide.core import MoEShape, Step, StepKind
 from lowtide.engine.opening import EngineConfig
 from lowtide.errors import InternalError, PlanError, UsageError
 from lowtide.lab.synth import synth
@@ -29,7 +27,6 @@ from lowtide.profiles import load_profile
 from lowtide.replay.calibration import Calibration
 from lowtide.replay.host_alone import compare_alone
 from lowtide.replay.simulator import simulate
-from lowtide.threads.executor import HostExecutor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 (
@@ -44,9 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
     record,
     run,
     worker,
-    masked_head,
     offload,
-    overlap,
 ) = map(
     import_module,
     (
@@ -61,9 +56,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
         "common.record",
         "common.run",
         "common.worker",
-        "masked_head",
         "offload",
-        "overlap",
     ),
 )
 
@@ -252,30 +245,6 @@ def test_budgets_hold_their_share_of_the_experts(tiny: Path) -> None:
             assert chosen.minimum_bytes == budget_bytes and not sum(chosen.residents_per_layer)
         else:
             assert chosen.host.num_slots == share * plan.num_experts
-
-
-def test_a_shared_step_lasts_as_long_as_emulated() -> None:
-    shape = MoEShape(1, 20, 8, hidden_size=32, expert_size=16)
-    speeds = EmulatedSpeeds(1e12, 0.0, 1.0, Curve([(1, 0.001), (8, 0.008)]))
-    with closing(overlap.Step(shape, 12, 4, speeds)) as step:
-        num_host_pairs = 4 * 8 - 2 * 12  # 32 pairs: two for each of the first 12 experts
-        assert step.emulated_host_s() == pytest.approx(0.001 * num_host_pairs)
-        for with_device in (False, True):
-            assert step.seconds(with_device, with_host=True) >= step.emulated_host_s()
-        assert step.seconds(with_device=True, with_host=False) > 0
-
-
-def test_all_ways_to_the_masked_rows_tokens_agree() -> None:
-    executor = HostExecutor(2)
-    with closing(executor), executor.in_charge(), torch.inference_mode():
-        head = masked_head.MaskedHead(2000, 64, 32, executor)
-        fused, materialised = (head.statistics(20, form) for form in masked_head.Form)
-        assert torch.equal(fused(), materialised())
-        assert head.product(20)().shape == (20, 2000)
-        # Of 64 rows at once some processors round a product elsewhere: near ties may fall apart.
-        logits = head.product(64)()[torch.arange(20) * 3]
-        best, all_best = fused()[:, None], head.all_rows(20)()
-        torch.testing.assert_close(logits.gather(1, best), logits.gather(1, all_best))
 
 
 def test_a_model_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 from common.synth_trace import synth_decode_trace, synth_trace
 from policy_facts import make_facts
 
-from lowtide.core import Assignment, Costs, Curve, Demand, MoEShape, StepKind
+from lowtide.core import Costs, Curve, MoEShape, StepKind
 from lowtide.policies.assignment import Greedy, HybriMoEThreshold
 from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.presets import recipe
@@ -20,13 +20,14 @@ from lowtide.profiles import load_profile
 from lowtide.replay.simulator import simulate
 from lowtide.replay.trace import TraceShape, demand_of
 
-simulated, traces, dali_others, printed_planning, published_numbers = (
+simulated, traces, models, dali_others, printed_planning, published_numbers = (
     import_module(f"common.{name}")
-    for name in "simulated traces dali_others printed_planning published_numbers".split()
+    for name in (
+        "simulated traces dali_models dali_others printed_planning published_numbers".split()
+    )
 )
-tau, cache, assignment, ablation, fit_profiles, exchange, dali, hindsight = map(
-    import_module,
-    "tau cache assignment ablation fit_profiles exchange dali hindsight".split(),
+tau, fit_profiles, exchange, dali, hindsight = map(
+    import_module, "tau fit_profiles exchange dali hindsight".split()
 )
 
 COSTS = Costs(
@@ -99,39 +100,6 @@ def test_runs_are_recorded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     before = path.stat().st_mtime_ns
     [again] = traces.record_all([run])
     assert np.array_equal(again.ids, first.ids) and path.stat().st_mtime_ns == before
-
-
-def test_the_parts_of_a_sequence_sum_to_the_whole() -> None:
-    trace = synth_decode_trace(SHAPE, num_sequences=2, num_prompt=4, num_new=8)
-    setting = simulated.make_setting(trace, COSTS, 8)
-    whole = simulate(trace, recipe("lru"), setting)
-    assert trace.beginning(3).hits().shape[0] == 3
-    rates = cache._along(trace, recipe("fiddler"), setting, trace.hits())
-    assert len(rates) == cache.NUM_PARTS and all(0 <= rate <= 1 for rate in rates)
-    assert 0 < whole.hit_rate < 1
-
-
-def test_fetches_arrive_one_by_one_beside_the_residents() -> None:
-    demand = Demand(np.arange(4), np.ones(4, np.int64), np.arange(4) < 2)
-    work = Assignment(np.array([0, 1]), np.array([2]), np.array([3]))
-    assert assignment._overlapped_s(demand, work, COSTS) == 13.0  # at 10, then 3
-    fetched = Assignment(np.array([0, 1]), np.array([2, 3]), np.array([], np.int64))
-    assert assignment._overlapped_s(demand, fetched, COSTS) == 23.0
-    alone = Assignment(np.array([], np.int64), np.array([], np.int64), np.arange(4))
-    assert assignment._overlapped_s(demand, alone, COSTS) == 16.0
-
-
-def test_the_exact_optimum_is_the_measure() -> None:
-    trace = synth_trace(SHAPE, num_blocks=1, steps_per_block=2, num_prompt_rows=4)
-    demands = list(assignment._demands(trace, 4))
-    assert len(demands) == 2 * SHAPE.num_layers and demands[0].is_resident.any()
-    solved = assignment._solvable(demands, COSTS)
-    assert len(solved) == len(demands)
-    for maker in assignment.POLICIES.values():
-        timed = assignment._judge(maker(COSTS), solved, COSTS)
-        assert 0 < timed.worst_share <= timed.optimum_share <= 1 + 1e-9
-    exact = assignment._judge(assignment.POLICIES["exact"](COSTS), solved, COSTS)
-    assert exact.worst_share == pytest.approx(1.0)
 
 
 def test_the_time_of_policies_is_that_of_passes_that_generate() -> None:
@@ -276,8 +244,8 @@ def test_shares_of_what_hindsight_knows() -> None:
 
 
 def test_two_texts_of_one_model() -> None:
-    model = ablation.Model("mixtral", {"u_size": 1})
-    trace, setting = ablation.make_case(model, COSTS, ablation.Load(2, 4, 3), 0.5, num_layers=2)
+    model = models.Model("mixtral", {"u_size": 1})
+    trace, setting = models.make_case(model, COSTS, models.Load(2, 4, 3), 0.5, num_layers=2)
     assert trace.num_committed == 6 and setting.options["u_size"] == 1
     assert setting.hits is not None and not np.array_equal(setting.hits, trace.hits())
 

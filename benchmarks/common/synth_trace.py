@@ -20,7 +20,6 @@ FloatScores = NDArray[np.float32]
 
 _MAX_ROWS = 512  # of one prefill pass
 _NUM_HALVINGS = 12
-_MAX_PREFERENCE = 4.0
 
 
 def synth_trace(
@@ -111,28 +110,12 @@ def locality_for(
         )
         return float(step_similarity(trace.blocks()).mean())
 
-    return _halved(reached, similarity, 1.0)
+    return _halved(reached, similarity)
 
 
-def preference_for(similarity: float, shape: TraceShape, seed: int = 0) -> float:
-    """The `skew`, and as much `taste`, at which the tokens of one sequence have this cosine.
-
-    Raises UsageError where tokens that have no preference are more alike already.
-    """
-    few = shape._replace(num_layers=4)
-
-    def reached(preference: float) -> float:
-        trace = synth_decode_trace(
-            few, num_prompt=0, num_new=128, skew=preference, taste=preference, seed=seed
-        )
-        return float(step_similarity(trace.blocks()).mean())
-
-    return _halved(reached, similarity, _MAX_PREFERENCE)
-
-
-def _halved(reached: Callable[[float], float], similarity: float, highest: float) -> float:
-    """Where from 0 to `highest` this rising function reaches `similarity`, by halving."""
-    low, high = 0.0, highest
+def _halved(reached: Callable[[float], float], similarity: float) -> float:
+    """Where from 0 to 1 this rising function reaches `similarity`, by halving."""
+    low, high = 0.0, 1.0
     least, most = reached(low), reached(high)
     if not least <= similarity <= most:
         raise UsageError(
