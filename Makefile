@@ -11,13 +11,26 @@ DEMO_MEMORY ?= 9MiB
 # Where the results of a GPU go.
 OUT ?= docs/results
 
-.PHONY: demo test test-machines sanitize check wheel bench bench-large report report-age gpu gpu-test gpu-bench-short gpu-bench-full
+# Two workers; what a test's own marker or part (tests/parts.py) leaves out is run elsewhere.
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal -m 'not slow and not gpu'
+
+.PHONY: demo test check-pages test-kernels test-machines sanitize check wheel bench bench-large report report-age gpu gpu-test gpu-bench-short gpu-bench-full
 
 demo: $(VENV)/.lowtide
 	$(BIN)/lowtide generate demo:diffusion -p 'def fibonacci(n):' --max-tokens 128 --context 512 --host-memory $(DEMO_MEMORY)
 
+# The product, with few examples of each property; HYPOTHESIS_PROFILE=ci draws more, =deep many.
 test: $(VENV)/.lowtide-dev
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m 'not slow and not gpu'
+	$(PYTEST) --part product
+
+# Pages, benchmarks and tools.
+check-pages: $(VENV)/.lowtide-dev
+	$(PYTEST) --part pages
+
+# Every kernel in every variant: compiled ones, Triton's in its interpreter, a GPU that is late.
+test-kernels: $(VENV)/.lowtide-dev
+	$(PYTEST) --part kernels
+	$(BIN)/python tools/kernel_tests.py record
 
 # What no machine may change, once more as on others: older processors, no compiler and so on;
 # `make test-machines MACHINES="no-compiler openmp-1"` as on those.

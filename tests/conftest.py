@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from machines import make_machine
+from parts import PARTS, part_of
 
 if TYPE_CHECKING:
     from hub_stand_in import StandIn
@@ -25,10 +27,21 @@ else:
         "ci", derandomize=True, deadline=None, database=None, max_examples=NORMAL_EXAMPLES
     )
     hypothesis.settings.register_profile(
-        "machines", derandomize=True, deadline=None, database=None, max_examples=10
+        "quick", derandomize=True, deadline=None, database=None, max_examples=10
     )
     hypothesis.settings.register_profile("deep", deadline=None, max_examples=2000)
-    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", choices=["product", *PARTS], help="only this part of the tests")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    part = config.getoption("--part")
+    if part is None or not collection_path.match("test_*.py"):
+        return None
+    return True if part_of(collection_path) != part else None
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,6 +55,18 @@ def pytest_configure(config: pytest.Config) -> None:
     wants_gpu = "gpu" in expression.replace("not gpu", "")
     if not wants_gpu:
         os.environ["TRITON_INTERPRET"] = "1"
+    if config.getoption("numprocesses", None):
+        _compile_kernels()
+
+
+def _compile_kernels() -> None:
+    """Before there are workers, each of which would compile the same."""
+    from lowtide.errors import UnsupportedError
+    from lowtide.kernels.cpu.library import LIBRARIES, load_library
+
+    with suppress(UnsupportedError):  # no compiler: tests of compiled kernels are skipped
+        for sources in LIBRARIES:
+            load_library(*sources)
 
 
 def pytest_sessionstart() -> None:

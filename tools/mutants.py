@@ -220,7 +220,7 @@ def _first_failure(copy: Path, files: Sequence[str]) -> str | None:
     present = [name for name in dict.fromkeys(files) if (copy / name).exists()]
     pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "2", "-p", "no:cacheprovider"]
     pytest += ["-m", "not slow and not gpu", *present]
-    variables = {**environ, "PYTHONPATH": str(copy / "src")}
+    variables = {**environ, "PYTHONPATH": str(copy / "src"), "HYPOTHESIS_PROFILE": "ci"}
     try:
         done = subprocess.run(
             pytest, cwd=copy, env=variables, timeout=LIMIT_S, capture_output=True, text=True

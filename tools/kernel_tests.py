@@ -1,0 +1,65 @@
+"""Whether `make test-kernels` has passed here with all that it depends on as it is now.
+
+    python tools/kernel_tests.py passed   # 0: it has, so that `.ci/run` may leave it out
+    python tools/kernel_tests.py record   # it just did
+
+What is kept is a digest in the user's cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from parts import part_of
+
+from lowtide.files.folders import cache_folder
+
+ROOT = Path(__file__).resolve().parent.parent
+_ROOMS = ("kernels", "devices", "formats", "layers", "experts")
+_PROCESSOR = Path("/proc/cpuinfo")
+
+
+def main() -> int:
+    kept = cache_folder() / "kernel-tests-passed"
+    now = digest(ROOT)
+    if sys.argv[1:] == ["record"]:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(now)
+        return 0
+    if sys.argv[1:] == ["passed"]:
+        return 0 if kept.exists() and kept.read_text() == now else 1
+    print(__doc__, file=sys.stderr)
+    return 2
+
+
+def digest(root: Path) -> str:
+    """What the kernels' tests depend on: code, tests with what they share, versions, processor."""
+    total = hashlib.sha256(f"{platform.python_version()}\0{_processor()}".encode())
+    for path in _files(root):
+        total.update(f"\0{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return total.hexdigest()
+
+
+def _files(root: Path) -> Iterator[Path]:
+    yield from (root / "constraints.txt", root / "pyproject.toml")
+    folders = [root / "src" / "lowtide" / room for room in _ROOMS] + [root / "tests"]
+    for path in sorted(path for folder in folders for path in folder.rglob("*.*")):
+        is_other_test = path.name.startswith("test_") and part_of(path) != "kernels"
+        if path.suffix in (".py", ".cpp", ".hpp") and not is_other_test:
+            yield path
+
+
+def _processor() -> str:
+    """The kernels choose their code by what it can do."""
+    lines = _PROCESSOR.read_text().splitlines() if _PROCESSOR.exists() else []
+    return next((line for line in lines if line.startswith("flags")), platform.machine())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
