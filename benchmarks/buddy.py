@@ -24,8 +24,8 @@ from common.ceilings import memory_ceiling
 from common.emulated import Model, device_options, temporary_folder
 from common.record import Recorder, Row, say
 
-from lowtide.config import ModelConfig
 from lowtide.engine.opening import EngineConfig, open_model
+from lowtide.families import read_config_in
 from lowtide.lab.demo_text import held_out_text
 from lowtide.lab.quality import QualityReport, QualityWork, quality
 from lowtide.lab.quality import Row as Scored
@@ -88,7 +88,7 @@ def main() -> None:
     text = held_out_text()
     with temporary_folder() as folder:
         for model in options.models:
-            config = ModelConfig.load(resolve_model(model))
+            config = read_config_in(resolve_model(model))
             path = Path(folder) / f"{Path(model).name}.buddies"
             profile = calibrated(model, path, options.pieces, context=CONTEXT)
             recorder.write("redundancy", {"model": model, **redundancy(profile)})

@@ -27,7 +27,7 @@ from common.record import Recorder, Row, say
 
 from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.config import ModelConfig
-from lowtide.families import families
+from lowtide.families import families, read_config_in
 from lowtide.lab.bench import Load, Preset, PresetRun, take_turns
 from lowtide.lab.budgets import budget_of_share
 from lowtide.lab.synth import write_checkpoint
@@ -120,7 +120,7 @@ def main() -> None:
     recorder = Recorder("buddy full", {name: getattr(options, name) for name in named}, options.out)
     for family in options.families:
         folder = _folder(options.folder, family, options.size, options.layers)
-        config = ModelConfig.load(folder)
+        config = read_config_in(folder)
         calibration = folder.parent / f"{folder.name}.buddies"
         profile = load_profile(calibration) or _calibrate(folder, calibration, options)
         recorder.write("redundancy", {"model": folder.name, **redundancy(profile)})

@@ -30,9 +30,9 @@ from common.planning_time import compare_search, plan_request
 from common.record import Recorder, Row, say
 from torch import Tensor
 
-from lowtide.config import ModelConfig
 from lowtide.decode.row_reading import HeadForm
 from lowtide.engine.engine import Engine
+from lowtide.families import read_config_in
 from lowtide.memory.arena import Arena
 from lowtide.memory.chunking import MAX_BUCKETS
 
@@ -172,7 +172,7 @@ def _time_chunks(
     num_tokens = options.chunked
     masked = num_masked(num_tokens, 0.9)
     model = StepModel(folder, 1, HeadForm.MASKED)
-    inner = "mlp" if ModelConfig.load(folder).experts is None else "experts"
+    inner = "mlp" if read_config_in(folder).experts is None else "experts"
     with torch.inference_mode(), model.loaded() as engine:
         runs: dict[tuple[str, int], Run] = {}
         for operator in ("none", inner, "attention"):

@@ -28,7 +28,7 @@ from transformers import (
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from lowtide.config import ModelConfig
+from lowtide.families import read_config
 from lowtide.schemas import model_schema
 
 LAYOUTS = ("per expert", "transformers", "VeOmni", "dInfer")
@@ -237,7 +237,7 @@ def _write_ling(rng: random.Random, folder: Path, dtype: torch.dtype) -> Written
     }
     del config["rope_parameters"]
     config["tie_word_embeddings"] = False  # as published
-    schema = model_schema(ModelConfig.from_dict(config))
+    schema = model_schema(read_config(config))
     specs = [*schema.dense]
     for layer in schema.moe_layers:
         specs += schema.expert_specs(layer)

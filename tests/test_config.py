@@ -12,12 +12,11 @@ from schema_sizes import kv_elements_of
 
 from lowtide.config import (
     DecodingDefaults,
-    ModelConfig,
     format_size,
     parse_size,
 )
 from lowtide.errors import ConfigError, LowtideError, UnsupportedError, UsageError
-from lowtide.families import families, supported_architectures
+from lowtide.families import families, read_config, read_config_in, supported_architectures
 
 GOLDENS = Path(__file__).parent / "goldens"
 
@@ -28,7 +27,7 @@ def write_config(folder: Path, config: object) -> Path:
 
 
 def test_published_mini_config() -> None:
-    config = ModelConfig.from_dict(ling_config())
+    config = read_config(ling_config())
     assert (config.family, config.architecture) == ("llada2", "LLaDA2MoeModelLM")
     assert (config.num_layers, config.num_moe_layers, config.moe_layers[0]) == (20, 19, 1)
     assert config.moe_shape == (19, 256, 8, 2048, 512)
@@ -45,14 +44,14 @@ def test_published_mini_config() -> None:
 
 
 def test_golden_configs() -> None:
-    config = ModelConfig.load(GOLDENS / "llada2-a")
+    config = read_config_in(GOLDENS / "llada2-a")
     assert (config.mask_token_id, config.eos_token_ids, config.dtype) == (383, (380,), "float32")
     assert (config.moe.num_groups, config.moe.num_groups_per_token) == (4, 2)
-    assert ModelConfig.load(GOLDENS / "llada2-b-bf16").dtype == "bfloat16"
+    assert read_config_in(GOLDENS / "llada2-b-bf16").dtype == "bfloat16"
 
 
 def test_autoregressive_ling_has_its_own_ids() -> None:
-    config = ModelConfig.from_dict(
+    config = read_config(
         ling_config(architectures=["BailingMoeV2ForCausalLM"], model_type="bailing_moe"),
         generation={"eos_token_id": [156892, 156895]},
     )
@@ -63,14 +62,14 @@ def test_autoregressive_ling_has_its_own_ids() -> None:
 
 
 def test_block_routing_replaces_group_limits() -> None:
-    config = ModelConfig.from_dict(ling_config(**FLASH, expert_capacity=48, block_size=32))
+    config = read_config(ling_config(**FLASH, expert_capacity=48, block_size=32))
     assert (config.moe.capacity, config.moe.window_tokens, config.block_length) == (48, 32, 32)
     assert (config.moe.num_groups, config.moe.num_groups_per_token) == (1, 1)
 
 
 def test_nested_rope_and_new_dtype_key() -> None:
     rope = {"rope_theta": 3e6, "rope_type": "default", "partial_rotary_factor": 0.5}
-    config = ModelConfig.from_dict(
+    config = read_config(
         ling_config(
             rope_theta=None,
             partial_rotary_factor=None,
@@ -85,7 +84,7 @@ def test_nested_rope_and_new_dtype_key() -> None:
 
 
 def test_optional_keys_have_the_published_meaning() -> None:
-    config = ModelConfig.from_dict(
+    config = read_config(
         ling_config(
             head_dim=None,
             num_key_value_heads=None,
@@ -103,20 +102,20 @@ def test_optional_keys_have_the_published_meaning() -> None:
 
 @pytest.mark.parametrize("name", ["n_routed_experts", "num_local_experts"])
 def test_other_names_of_the_expert_count(name: str) -> None:
-    config = ModelConfig.from_dict(ling_config(num_experts=None, **{name: 256}))
+    config = read_config(ling_config(num_experts=None, **{name: 256}))
     assert config.moe.num_experts == 256
     with pytest.raises(ConfigError, match="contradicts"):
-        ModelConfig.from_dict(ling_config(**{name: 128}))
+        read_config(ling_config(**{name: 128}))
 
 
 def test_other_name_of_the_expert_width() -> None:
     config = ling_config(moe_intermediate_size=None, expert_intermediate_size=512)
-    assert ModelConfig.from_dict(config).moe.expert_size == 512
+    assert read_config(config).moe.expert_size == 512
 
 
 def test_eos_ids_of_the_generation_config_have_the_last_word() -> None:
     def ids(eos: object, generated: object, **overrides: object) -> tuple[int, ...]:
-        config = ModelConfig.from_dict(
+        config = read_config(
             ling_config(eos_token_id=eos),
             generation={"eos_token_id": generated},
             overrides=overrides,
@@ -141,7 +140,7 @@ def test_eos_ids_outside_the_vocabulary_never_end_anything(
 
     def ids(eos: object, generated: object = None) -> tuple[int, ...]:
         config = ling_config(**TINY, eos_token_id=eos)
-        return ModelConfig.from_dict(config, generation={"eos_token_id": generated}).eos_token_ids
+        return read_config(config, generation={"eos_token_id": generated}).eos_token_ids
 
     assert ids([15, 16, 151645]) == (15,)
     assert ids([15, 16, 151645]) == (15,)
@@ -153,29 +152,29 @@ def test_eos_ids_outside_the_vocabulary_never_end_anything(
     assert len(caplog.messages) == 2 and {r.levelname for r in caplog.records} == {"WARNING"}
     with pytest.raises(ConfigError, match="eos_token_id -1 is not a token id"):
         ids(-1)
-    made = ModelConfig.from_dict(ling_config(**TINY))
+    made = read_config(ling_config(**TINY))
     with pytest.raises(ConfigError, match="16 is outside the vocabulary of 16"):
         replace(made, eos_token_ids=(16,))  # by hand, where nobody would be told
 
 
 def test_small_vocabularies_do_not_inherit_published_ids() -> None:
-    config = ModelConfig.from_dict(ling_config(**TINY))
+    config = read_config(ling_config(**TINY))
     assert config.eos_token_ids == ()
     with pytest.raises(ConfigError, match=r"156895 .* 16.*mask_token_id"):
-        ModelConfig.from_dict(ling_config(**{**TINY, "mask_token_id": None}))
+        read_config(ling_config(**{**TINY, "mask_token_id": None}))
 
 
 def test_overrides_replace_keys_and_must_have_an_effect(tmp_path: Path) -> None:
     folder = write_config(tmp_path, ling_config())
-    config = ModelConfig.load(folder, {"mask_token_id": 7, "block_length": 8})
+    config = read_config_in(folder, {"mask_token_id": 7, "block_length": 8})
     assert (config.mask_token_id, config.block_length) == (7, 8)
     assert config.decoding == DecodingDefaults(block_length=8)
     with pytest.raises(UsageError, match="'mask_tokn_id'.*did you mean mask_token_id"):
-        ModelConfig.load(folder, {"mask_tokn_id": 7})
+        read_config_in(folder, {"mask_tokn_id": 7})
     with pytest.raises(UsageError, match="model_type"):
-        ModelConfig.load(folder, {"model_type": "x"})
+        read_config_in(folder, {"model_type": "x"})
     with pytest.raises(ConfigError, match="mask_token_id 157184"):
-        ModelConfig.load(folder, {"mask_token_id": 157184})
+        read_config_in(folder, {"mask_token_id": 157184})
 
 
 @pytest.mark.parametrize(
@@ -236,7 +235,7 @@ def test_overrides_replace_keys_and_must_have_an_effect(tmp_path: Path) -> None:
 )
 def test_refused_with_numbers(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ModelConfig.from_dict(ling_config(**changes))
+        read_config(ling_config(**changes))
 
 
 @pytest.mark.parametrize(
@@ -261,7 +260,7 @@ def test_refused_with_numbers(changes: dict[str, object], message: str) -> None:
 )
 def test_unsupported_features_are_named(changes: dict[str, object], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
-        ModelConfig.from_dict(ling_config(**changes))
+        read_config(ling_config(**changes))
 
 
 @pytest.mark.parametrize(
@@ -283,25 +282,25 @@ def test_broken_files(tmp_path: Path, content: bytes | None, message: str) -> No
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ConfigError, match=message):
-        ModelConfig.load(tmp_path)
+        read_config_in(tmp_path)
 
 
 def test_broken_folders(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a folder"):
-        ModelConfig.load(tmp_path / "nowhere")
+        read_config_in(tmp_path / "nowhere")
     (tmp_path / "config.json").mkdir()
     with pytest.raises(ConfigError, match="not a regular file"):
-        ModelConfig.load(tmp_path)
+        read_config_in(tmp_path)
 
 
 def test_broken_generation_config_is_named(tmp_path: Path) -> None:
     folder = write_config(tmp_path, ling_config())
     (folder / "generation_config.json").write_text('{"eos_token_id": "x"}')
     with pytest.raises(ConfigError, match="generation_config.json: eos_token_id 'x'"):
-        ModelConfig.load(folder)
+        read_config_in(folder)
     (folder / "generation_config.json").write_text("{")
     with pytest.raises(ConfigError, match="generation_config.json is not valid"):
-        ModelConfig.load(folder)
+        read_config_in(folder)
 
 
 JSON = st.recursive(
@@ -314,7 +313,7 @@ JSON = st.recursive(
 @given(st.dictionaries(st.sampled_from(sorted(ling_config()) + ["eos_token_id"]), JSON))
 def test_any_value_gives_a_config_or_a_typed_error(changes: dict[str, object]) -> None:
     try:
-        config = ModelConfig.from_dict({**ling_config(), **changes})
+        config = read_config({**ling_config(), **changes})
     except LowtideError:
         return
     assert config.moe.num_experts_per_token <= config.moe.num_experts
@@ -337,7 +336,7 @@ def test_every_architecture_has_a_family() -> None:
         "Qwen3MoeForCausalLM",
     )
     for name in ("BailingMoeV2ForCausalLM", "LLaDA2MoeModelLM"):
-        assert ModelConfig.from_dict(ling_config(architectures=[name])).family in families()
+        assert read_config(ling_config(architectures=[name])).family in families()
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide import LLM
-from lowtide.config import ModelConfig
 from lowtide.errors import UsageError
+from lowtide.families import read_config_in
 from lowtide.lab.synth import synth
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
@@ -61,7 +61,7 @@ def _in_float32(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_sides_are_the_same_function(family: str, tiny: Callable[[str], Path]) -> None:
     folder = tiny(family)
-    config, weights = ModelConfig.load(folder, {"torch_dtype": "float32"}), _in_float32(folder)
+    config, weights = read_config_in(folder, {"torch_dtype": "float32"}), _in_float32(folder)
     token_ids = masked_sides.canvas(config, 40, 20)
     with torch.inference_mode():
         sides = masked_sides.open_sides(config, weights, ["ported", "transformers"])
@@ -76,7 +76,7 @@ def test_all_sides_are_the_same_function(family: str, tiny: Callable[[str], Path
 
 def test_sequences_of_a_flat_batch_do_not_see_each_other(tiny: Callable[[str], Path]) -> None:
     folder = tiny("dream")
-    model = official.Official(ModelConfig.load(folder), _in_float32(folder))
+    model = official.Official(read_config_in(folder), _in_float32(folder))
     ids = torch.arange(30)
     with torch.inference_mode():
         both = model(ids, [12, 18])

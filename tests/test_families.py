@@ -17,9 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from lowtide.config import ModelConfig
 from lowtide.errors import CheckpointError, ConfigError, PlanError, UnsupportedError
-from lowtide.families import families
+from lowtide.families import families, read_config
 from lowtide.lab.synth import synth
 from lowtide.lab.synth_weights import CHARACTER
 from lowtide.llm import LLM, plan_model
@@ -229,7 +228,7 @@ def test_synthetic_checkpoints_run(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", sorted(set(NAMES) - {"bailing_moe_v2"}))
 def test_small_is_about_a_gigabyte(family: str) -> None:
-    config = ModelConfig.from_dict(families()[family].sizes()["small"].config)
+    config = read_config(families()[family].sizes()["small"].config)
     assert 0.9e9 < sum(weight_bytes(config, "bfloat16")) < 1.1e9
 
 
@@ -278,7 +277,7 @@ DEEPSEEK_V2 = {
 
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_published_sizes(family: str) -> None:
-    config = ModelConfig.from_dict(families()[family].sizes()["full"].config)
+    config = read_config(families()[family].sizes()["full"].config)
     num_tensors, billions, token_bytes = PUBLISHED[family]
     schema = model_schema(config)
     assert num_tensors_of(schema) == num_tensors
@@ -288,15 +287,15 @@ def test_published_sizes(family: str) -> None:
 
 
 def test_numbers_that_are_easily_missed() -> None:
-    lite = ModelConfig.from_dict(families()["deepseek_v2"].sizes()["full"].config)
+    lite = read_config(families()["deepseek_v2"].sizes()["full"].config)
     latent = lite.attention
     assert latent.softmax_scale == pytest.approx(0.114721, abs=1e-6)
     assert latent.rope.yarn is not None and latent.rope.yarn.amplitude == 1.0
     assert latent.cache_shape == (1, 1, 576)
-    large = ModelConfig.from_dict(DEEPSEEK_V2)
+    large = read_config(DEEPSEEK_V2)
     assert round(num_parameters_of(model_schema(large)) / 1e9) == 236
     assert (large.moe.num_groups, large.moe.num_groups_per_token) == (8, 3)
-    qwen3 = ModelConfig.from_dict(families()["qwen3_moe"].sizes()["full"].config)
+    qwen3 = read_config(families()["qwen3_moe"].sizes()["full"].config)
     assert qwen3.attention.head_dim == 128
     assert qwen3.attention.softmax_scale == pytest.approx(128**-0.5)
     qwen3_long = {
@@ -307,20 +306,20 @@ def test_numbers_that_are_easily_missed() -> None:
             "original_max_position_embeddings": 32768,
         },
     }
-    yarn = ModelConfig.from_dict(qwen3_long).attention.rope.yarn
+    yarn = read_config(qwen3_long).attention.rope.yarn
     assert yarn is not None and yarn.amplitude == pytest.approx(1.138629)
 
 
 def test_layers_without_experts() -> None:
     config = families()["qwen3_moe"].sizes()["full"].config
-    leading = ModelConfig.from_dict({**config, "mlp_only_layers": [0, 1]})
+    leading = read_config({**config, "mlp_only_layers": [0, 1]})
     assert leading.moe_layers == range(2, 48) and leading.dense_size == 6144
-    every_third = ModelConfig.from_dict({**config, "decoder_sparse_step": 3})
+    every_third = read_config({**config, "decoder_sparse_step": 3})
     assert list(every_third.moe_layers) == list(range(2, 48, 3))
     with pytest.raises(UnsupportedError, match="mlp_only_layers a list of 1 values leaves experts"):
-        ModelConfig.from_dict({**config, "mlp_only_layers": [7]})
+        read_config({**config, "mlp_only_layers": [7]})
     with pytest.raises(ConfigError, match="leave no layer with experts"):
-        ModelConfig.from_dict({**config, "mlp_only_layers": list(range(48))})
+        read_config({**config, "mlp_only_layers": list(range(48))})
 
 
 # Plans from config.json alone
@@ -345,7 +344,7 @@ def test_a_plan_needs_no_shards(family: str, tmp_path: Path) -> None:
 def test_models_larger_than_the_machine_are_planned(family: str, tmp_path: Path) -> None:
     config = families()[family].sizes()["full"].config
     plan = plan_model(write_config(tmp_path / "model", config), context=4096)
-    dense, experts = weight_bytes(read := ModelConfig.from_dict(config), "bfloat16")
+    dense, experts = weight_bytes(read := read_config(config), "bfloat16")
     if read.moe.is_mxfp4:  # kept so: 17 bytes for 32 weights
         assert plan.full_bytes < dense + experts // 3
         experts = experts * 17 // 64
@@ -394,7 +393,7 @@ def test_models_larger_than_the_machine_are_planned(family: str, tmp_path: Path)
 )
 def test_unsupported_features_are_named(family: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
-        ModelConfig.from_dict({**families()[family].sizes()["full"].config, **changes})
+        read_config({**families()[family].sizes()["full"].config, **changes})
 
 
 @pytest.mark.parametrize(
@@ -418,12 +417,12 @@ def test_what_cannot_be_right_is_refused(
     family: str, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        ModelConfig.from_dict({**families()[family].sizes()["full"].config, **changes})
+        read_config({**families()[family].sizes()["full"].config, **changes})
 
 
 def test_other_architectures_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="'JambaForCausalLM' is not supported.*Qwen3Moe"):
-        ModelConfig.from_dict({"architectures": ["JambaForCausalLM"]})
+        read_config({"architectures": ["JambaForCausalLM"]})
 
 
 def test_a_bias_that_the_config_denies_is_refused(tmp_path: Path) -> None:

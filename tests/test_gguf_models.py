@@ -24,8 +24,8 @@ from typer.testing import CliRunner
 
 from lowtide import SamplingParams
 from lowtide.cli.app import app
-from lowtide.config import ModelConfig
 from lowtide.errors import CheckpointError, ConfigError, LowtideError, UnsupportedError
+from lowtide.families import read_config
 from lowtide.llm import LLM, plan_model
 from lowtide.model_folder.gguf_header import GgufHeader
 from lowtide.model_folder.gguf_model import GgufModel
@@ -107,7 +107,7 @@ def test_ling_is_that_of_its_safetensors(num_predicting: int, tmp_path: Path) ->
         max_position_embeddings=256,
         torch_dtype="float32",
     )
-    schema = model_schema(ModelConfig.from_dict(config))
+    schema = model_schema(read_config(config))
     torch.manual_seed(3)
     specs = [*schema.dense, *(s for n in schema.moe_layers for s in schema.expert_specs(n))]
     weights = {spec.name: random_weight(spec.name, spec.shape) for spec in specs}

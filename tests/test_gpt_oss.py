@@ -19,9 +19,8 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from lowtide.config import ModelConfig
 from lowtide.errors import ConfigError, InternalError, UnsupportedError
-from lowtide.families import families
+from lowtide.families import families, read_config
 from lowtide.kernels.operands import ClampedWeights
 from lowtide.kernels.reference import REFERENCE
 from lowtide.layers.batch import Segment
@@ -222,7 +221,7 @@ def test_norms_and_sinks_are_kept_in_float32() -> None:
 
 
 def test_the_published_numbers() -> None:
-    config = ModelConfig.from_dict(FULL)
+    config = read_config(FULL)
     assert config.attention.windows == (128, 0) * 12
     assert config.num_leading_layers == 2
     assert config.moe.is_mxfp4 and config.moe.is_clamped
@@ -230,7 +229,7 @@ def test_the_published_numbers() -> None:
     assert yarn is not None and not yarn.is_rounded
     assert yarn.amplitude == pytest.approx(1.346574)
     without = {name: FULL[name] for name in FULL if name not in ("layer_types", "sliding_window")}
-    assert ModelConfig.from_dict(without).attention.windows == config.attention.windows
+    assert read_config(without).attention.windows == config.attention.windows
 
 
 @pytest.mark.parametrize(
@@ -250,4 +249,4 @@ def test_what_is_not_gpt_oss_is_refused(
     changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        ModelConfig.from_dict({**FULL, **changes})
+        read_config({**FULL, **changes})

@@ -16,8 +16,7 @@ from torch import Tensor
 from lowtide import SamplingParams
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.formats import formats
-from lowtide.formats.quantised import GROUP
-from lowtide.formats.quantised_matrix import QuantisedMatrix
+from lowtide.formats.quantised_matrix import GROUP, QuantisedMatrix
 from lowtide.kernels.int8_rows import product_bytes, round_rows
 from lowtide.kernels.reference import Kernels
 from lowtide.lab.synth import synth

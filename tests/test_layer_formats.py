@@ -20,9 +20,9 @@ from test_gguf_models import MIXED, SMALL, WIDTH, choosing, write
 from torch import Tensor
 
 from lowtide import LLM, SamplingParams
-from lowtide.config import ModelConfig
 from lowtide.engine.engine import Engine
 from lowtide.experts.runtime import ExpertRuntime
+from lowtide.families import read_config
 from lowtide.kernels import choice
 from lowtide.kernels.compiled import CompiledKernels
 from lowtide.kernels.cpu.quantised import MAX_FEW_ROWS
@@ -110,7 +110,7 @@ def write_small_ling(path: Path) -> None:
         max_position_embeddings=256,
         torch_dtype="float32",
     )
-    schema = model_schema(ModelConfig.from_dict(config))
+    schema = model_schema(read_config(config))
     specs = [*schema.dense, *(s for n in schema.moe_layers for s in schema.expert_specs(n))]
     torch.manual_seed(3)
     weights = {spec.name: random_weight(spec.name, spec.shape) for spec in specs}

@@ -19,8 +19,8 @@ from transformers import Glm4MoeForCausalLM
 from whole import Setting, check_idle
 
 from lowtide import DiffusionParams, SamplingParams
-from lowtide.config import ModelConfig
 from lowtide.errors import UsageError
+from lowtide.families import read_config
 from lowtide.lab.synth_weights import to_bfloat16
 from lowtide.schemas import model_schema
 
@@ -71,7 +71,7 @@ def random_config(seed: int) -> dict[str, Any]:
 
 def random_weights(config: Mapping[str, Any], seed: int) -> Weights:
     """Every tensor by its published name, float32, of sizes that keep activations near one."""
-    schema = model_schema(ModelConfig.from_dict(config))
+    schema = model_schema(read_config(config))
     generator = torch.Generator().manual_seed(seed)
     specs = [*schema.dense, *(s for layer in schema.moe_layers for s in schema.expert_specs(layer))]
     weights = {}

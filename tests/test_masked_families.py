@@ -17,13 +17,12 @@ from schema_sizes import num_parameters_of, num_tensors_of
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from lowtide.config import ModelConfig
 from lowtide.core import Step, StepKind
 from lowtide.decode.logits import rows_that_predict
 from lowtide.engine import wiring
 from lowtide.engine.opening import EngineConfig, open_model
 from lowtide.errors import CheckpointError, ConfigError, PlanError, UnsupportedError
-from lowtide.families import families
+from lowtide.families import families, read_config
 from lowtide.lab.synth import synth
 from lowtide.layers.batch import Batch, Segment
 from lowtide.llm import LLM, plan_model
@@ -207,22 +206,22 @@ def full_config(family: str) -> dict[str, Any]:
 def test_published_sizes_and_ids(family: str) -> None:
     published = full_config(family)
     num_tensors, billions, mask, eos = PUBLISHED[family]
-    config = ModelConfig.from_dict(published)
+    config = read_config(published)
     schema = model_schema(config)
     assert num_tensors_of(schema) == num_tensors
     assert round(num_parameters_of(schema) / 1e9, 3) == billions
     assert (config.mask_token_id, config.eos_token_ids) == (mask, eos)
     for name in ("mask_token_id", "eos_token_id"):
         published.pop(name, None)
-    bare = ModelConfig.from_dict(published)
+    bare = read_config(published)
     assert (bare.mask_token_id, bare.eos_token_ids) == (mask, eos)
     assert config.dtype == "bfloat16" and config.is_bidirectional and config.block_length == 1
-    small = ModelConfig.from_dict(families()[family].sizes()["small"].config)
+    small = read_config(families()[family].sizes()["small"].config)
     assert 0.9e9 < sum(weight_bytes(small, "bfloat16")) < 1.1e9
 
 
 def test_published_decoding() -> None:
-    llada, moe, dream = (ModelConfig.from_dict(full_config(name)).decoding for name in NAMES)
+    llada, moe, dream = (read_config(full_config(name)).decoding for name in NAMES)
     assert llada is not None and moe is not None and dream is not None
     assert (llada.block_length, llada.steps, llada.remasking) == (128, 128, "low_confidence")
     assert (moe.block_length, moe.steps, moe.remasking) == (32, 128, "low_confidence")
@@ -261,15 +260,15 @@ def test_what_is_not_computed_is_refused_by_name(
     family: str, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises((ConfigError, UnsupportedError), match=words):
-        ModelConfig.from_dict({**full_config(family), **changes})
+        read_config({**full_config(family), **changes})
 
 
 def test_a_llada_may_leave_numbers_out() -> None:
     left_out = ("n_kv_heads", "mlp_hidden_size", "embedding_size", "weight_tying")
     bare = {name: x for name, x in full_config("llada").items() if name not in left_out}
-    config = ModelConfig.from_dict(bare)
+    config = read_config(bare)
     assert config.attention.num_kv_heads == 32 and config.dense_size == 4 * 4096
-    overridden = ModelConfig.from_dict(full_config("llada"), overrides={"n_layers": 2})
+    overridden = read_config(full_config("llada"), overrides={"n_layers": 2})
     assert overridden.num_layers == 2
 
 

@@ -15,13 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from lowtide.config import ModelConfig
 from lowtide.core import ALIGNMENT, MoEShape
 from lowtide.errors import CheckpointError, StorageError, UnsupportedError
 from lowtide.experts.layout import SlotLayout
 from lowtide.experts.slots import ExpertSlots
 from lowtide.experts.transfer import DiskTransfer, largest_read_bytes
-from lowtide.families import families
+from lowtide.families import families, read_config
 from lowtide.files.regular_file import RegularFile
 from lowtide.formats import formats, mxfp4
 from lowtide.formats.convert import convert, convert_rows
@@ -188,7 +187,7 @@ def test_slots_of_clamped_experts(dtype: str) -> None:
 
 Arrays = dict[str, np.ndarray]
 
-CONFIG = ModelConfig.from_dict(
+CONFIG = read_config(
     {
         **families()["gpt_oss"].sizes()["full"].config,
         "layer_types": None,

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowtide.config import ModelConfig
 from lowtide.decode.row_reading import HeadForm
 from lowtide.errors import PlanError
+from lowtide.families import read_config_in
 from lowtide.lab.synth import synth
 from lowtide.memory.arena import Arena
 
@@ -71,7 +71,7 @@ def test_a_planned_step_is_the_published_one_by_any_plan(
         model.plan_of(num_tokens, masked, undivided),
         model.plan(num_tokens, masked, 1 << 40),
     ]
-    config = ModelConfig.load(folder)
+    config = read_config_in(folder)
     with torch.inference_mode(), model.loaded() as engine:
         answers = [planned_model.PlannedStep(engine, plan, form).run() for plan in plans]
         token_ids = masked_sides.canvas(config, num_tokens, masked)

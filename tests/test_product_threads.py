@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from computing import on_this_thread
 
 import lowtide
-from lowtide.config import ModelConfig
 from lowtide.engine import opening
+from lowtide.families import read_config_in
 from lowtide.kernels.reference import REFERENCE, Kernels
 from lowtide.lab.synth import synth
 from lowtide.layers import causal_attention
@@ -142,7 +142,7 @@ def test_every_product_of_a_kind_has_one_count_wherever_it_runs(
 ) -> None:
     """On the calling thread, on compute threads and on an emulated device."""
     options: dict[str, Any] = {"device": device, "dtype": "float32", "context": 128}
-    have_cores(monkeypatch, ModelConfig.load(model).moe.num_experts_per_token * cores_per_expert)
+    have_cores(monkeypatch, read_config_in(model).moe.num_experts_per_token * cores_per_expert)
     with LLM(model, policy="tide", **options, **budget(model, options)) as llm:
         ask(llm)
     of_experts, of_pieces = told.of(EXPERT), told.of(PIECE)

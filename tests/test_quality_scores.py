@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy, kl_div
 from lowtide.config import ModelConfig
 from lowtide.decode.forced import ForcedText
 from lowtide.errors import InternalError, NumericError, StorageError, UsageError
+from lowtide.families import read_config_in
 from lowtide.lab import quality_scores
 from lowtide.lab.quality_plot import front
 from lowtide.lab.quality_scores import (
@@ -38,9 +39,9 @@ from lowtide.lab.quality_text import (
 )
 
 GOLDENS = Path(__file__).parent / "goldens"
-BLOCKS = ModelConfig.load(GOLDENS / "llada2-a")
-WHOLE = ModelConfig.load(GOLDENS / "llada-a")
-CAUSAL = ModelConfig.load(Path(__file__).parents[1] / "src/lowtide/demo/autoregressive")
+BLOCKS = read_config_in(GOLDENS / "llada2-a")
+WHOLE = read_config_in(GOLDENS / "llada-a")
+CAUSAL = read_config_in(Path(__file__).parents[1] / "src/lowtide/demo/autoregressive")
 SCOPE = Scope(num_tokens=500, window_tokens=128, mask_ratios=(0.5, 0.15))
 
 

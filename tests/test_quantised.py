@@ -17,7 +17,8 @@ from lowtide.errors import UnsupportedError, UsageError
 from lowtide.formats import formats
 from lowtide.formats.convert import convert
 from lowtide.formats.plain import convert_plain
-from lowtide.formats.quantised import GROUP, Floats, QuantisedRows, fitted
+from lowtide.formats.quantised import Floats, QuantisedRows, fitted
+from lowtide.formats.quantised_matrix import GROUP
 from lowtide.kernels import stored
 from lowtide.kernels.reference import REFERENCE
 from lowtide.lab.synth import synth

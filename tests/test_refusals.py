@@ -11,9 +11,8 @@ from checkpoint_files import ling_config
 from typer.testing import CliRunner
 
 from lowtide.cli.app import app
-from lowtide.config import ModelConfig
 from lowtide.errors import CheckpointError, ConfigError, UnsupportedError, UsageError
-from lowtide.families import families, supported_architectures
+from lowtide.families import families, read_config, read_config_in, supported_architectures
 from lowtide.families.registry import own_names
 from lowtide.families.unsupported import _BY_BEGINNING, why_unsupported
 from lowtide.lab.safetensors_writer import header_bytes
@@ -45,7 +44,7 @@ def run(*arguments: str) -> Any:
 )
 def test_models_are_named(architecture: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"{architecture}' is not supported.*{message}"):
-        ModelConfig.from_dict({"architectures": [architecture]})
+        read_config({"architectures": [architecture]})
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
     result = run("plan", str(tmp_path))
     assert result.exit_code == 2 and architecture in result.stderr
@@ -76,11 +75,11 @@ def test_formats_are_named(method: str | None, name: str) -> None:
     config = ling_config(quantization_config={"quant_method": method, "bits": 4})
     message = rf"the weights' format is {name}.* not read. Read are safetensors in .*bfloat16"
     with pytest.raises(UnsupportedError, match=message):
-        ModelConfig.from_dict(config)
+        read_config(config)
 
 
 def test_formats_of_tensors_are_named() -> None:
-    config = ModelConfig.load(GOLDEN)
+    config = read_config_in(GOLDEN)
     checkpoint = Checkpoint.open(GOLDEN)
     name = "lm_head.weight"
     fp8 = {**checkpoint.tensors, name: checkpoint.tensors[name]._replace(dtype="F8_E4M3")}

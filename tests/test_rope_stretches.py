@@ -21,7 +21,7 @@ from test_families import logits, random_ids
 
 from lowtide.config import ModelConfig
 from lowtide.errors import CheckpointError, ConfigError, StorageError, UnsupportedError
-from lowtide.families import families
+from lowtide.families import families, read_config
 from lowtide.llm import plan_model
 
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
@@ -59,7 +59,7 @@ def test_logits_are_those_of_transformers(
 
 def config_of(family: str, **rope: object) -> ModelConfig:
     config = {**families()[family].sizes()["full"].config, "rope_scaling": rope}
-    return ModelConfig.from_dict(config)
+    return read_config(config)
 
 
 def test_ling_is_stretched_as_well() -> None:

@@ -15,9 +15,9 @@ from rounded_files import QUANTISATIONS, Rounded, awq, fp8, gptq, pack_quantized
 from safetensors.torch import load_file, save_file
 
 from lowtide import LLM
-from lowtide.config import ModelConfig
 from lowtide.engine.opening import EngineConfig, open_model
 from lowtide.errors import CheckpointError, LowtideError, UnsupportedError
+from lowtide.families import read_config
 from lowtide.formats import format_of
 from lowtide.formats.arranged import Arranged
 from lowtide.formats.plain import plain_format
@@ -356,7 +356,7 @@ def test_other_variants_are_refused_by_name(
     config["quantization_config"] = {**QUANTISATIONS[kind][0], **changes}
     refusal = f"{message}.* which is not read. Read are safetensors in bfloat16"
     with pytest.raises(UnsupportedError, match=refusal):
-        ModelConfig.from_dict(config)
+        read_config(config)
 
 
 @pytest.mark.parametrize(
@@ -372,7 +372,7 @@ def test_other_variants_are_refused_by_name(
 def test_newer_tools_keys_are_read(kind: str, changes: dict, source: Path) -> None:
     config = json.loads((source / "config.json").read_text())
     config["quantization_config"] = {**QUANTISATIONS[kind][0], **changes}
-    found = ModelConfig.from_dict(config).quantisation
+    found = read_config(config).quantisation
     assert found is not None and (found.method, found.version) == (kind, 2)
 
 
@@ -392,7 +392,7 @@ def test_other_schemes_are_refused_by_name(changes: dict, message: str, source: 
     said["config_groups"]["group_0"]["weights"] |= changes
     config["quantization_config"] = said
     with pytest.raises(UnsupportedError, match=f"compressed-tensors.*{message}"):
-        ModelConfig.from_dict(config)
+        read_config(config)
 
 
 @pytest.mark.parametrize("kind", ["GPTQ v1", "AWQ", "pack-quantized int4"])

@@ -18,13 +18,14 @@ from schema_sizes import num_parameters_of, num_tensors_of
 
 from lowtide.config import ModelConfig
 from lowtide.errors import CheckpointError, UnsupportedError
+from lowtide.families import read_config, read_config_in
 from lowtide.formats import formats
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.schemas import ExpertTable, bind, model_schema, weight_bytes
 from lowtide.schemas.weights import StoredLayer
 
 GOLDENS = Path(__file__).parent / "goldens"
-CONFIG = ModelConfig.from_dict(ling_config(**TINY))
+CONFIG = read_config(ling_config(**TINY))
 Arrays = dict[str, np.ndarray]
 
 
@@ -139,7 +140,7 @@ def test_dense_entries(tmp_path: Path) -> None:
 
 def test_published_order_is_one_read() -> None:
     folder = GOLDENS / "llada2-a"
-    config, checkpoint = ModelConfig.load(folder), Checkpoint.open(folder)
+    config, checkpoint = read_config_in(folder), Checkpoint.open(folder)
     weights = bind(config, checkpoint)
     for layer, expert in itertools.product(range(3), range(32)):
         [read] = weights.experts.ranges(layer, expert)
@@ -240,23 +241,21 @@ def test_tied_embeddings_need_no_head(tmp_path: Path) -> None:
 
 
 def test_a_config_that_claims_too_much_fails_at_once(tmp_path: Path) -> None:
-    config = ModelConfig.from_dict(
-        ling_config(**{**TINY, "num_hidden_layers": 1024, "num_experts": 4096})
-    )
+    config = read_config(ling_config(**{**TINY, "num_hidden_layers": 1024, "num_experts": 4096}))
     with pytest.raises(CheckpointError, match="no tensor|has shape"):
         bind(config, write_model(tmp_path, published_arrays()))
 
 
 @pytest.mark.parametrize("architecture", ["LLaDA2MoeModelLM", "BailingMoeV2ForCausalLM"])
 def test_published_sizes(architecture: str) -> None:
-    mini = ModelConfig.from_dict(ling_config(architectures=[architecture]))
+    mini = read_config(ling_config(architectures=[architecture]))
     assert num_tensors_of(model_schema(mini)) == 14_813
     assert round(num_parameters_of(model_schema(mini)) / 1e9, 3) == 16.256
     dense, experts = weight_bytes(mini, "bfloat16")
     assert round(dense / 2**30, 2) == 1.78
     assert experts == 19 * 256 * 6 * 2**20
     assert weight_bytes(mini, "float32") == (2 * dense, 2 * experts)
-    flash = ModelConfig.from_dict(ling_config(architectures=[architecture], **FLASH))
+    flash = read_config(ling_config(architectures=[architecture], **FLASH))
     assert num_tensors_of(model_schema(flash)) == 24_161
     assert round(num_parameters_of(model_schema(flash)) / 1e9, 2) == 102.89
     dense, experts = weight_bytes(flash, "bfloat16")

@@ -21,9 +21,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from schema_sizes import num_tensors_of
 
-from lowtide.config import ModelConfig
 from lowtide.errors import StorageError, UsageError
-from lowtide.families import families
+from lowtide.families import families, read_config, read_config_in
 from lowtide.lab.safetensors_writer import Buffer, OpenFile, OutputFile, open_for_writing
 from lowtide.lab.synth import plan_shards, synth
 from lowtide.lab.synth_weights import CHARACTER, Noise, tensors_of, to_bfloat16, zipf_bias
@@ -66,7 +65,7 @@ def test_the_library_reads_every_tensor(tiny: Path) -> None:
 
 
 def test_the_engine_accepts_it(tiny: Path) -> None:
-    config = ModelConfig.load(tiny)
+    config = read_config_in(tiny)
     checkpoint = Checkpoint.open(tiny)
     bind(config, checkpoint)
     assert len(checkpoint.files) > 1
@@ -94,7 +93,7 @@ def test_full_is_the_published_model() -> None:
     shards = plan_shards(tensors, size.max_shard_bytes)
     assert len(shards) == 8
     assert all(sum(t.output.num_bytes for t in shard) <= 4 << 30 for shard in shards)
-    assert ModelConfig.from_dict(size.config).mask_token_id == 156895
+    assert read_config(size.config).mask_token_id == 156895
     assert size.eos_token_id == 156892
 
 
@@ -102,7 +101,7 @@ def test_full_is_the_published_model() -> None:
 def test_every_size_follows_the_schema(size: str) -> None:
     chosen = SIZES[size]
     tensors = list(tensors_of(chosen))
-    schema = model_schema(ModelConfig.from_dict(chosen.config))
+    schema = model_schema(read_config(chosen.config))
     assert len({t.name for t in tensors}) == num_tensors_of(schema)
     assert tensors[0].name == "model.word_embeddings.weight"
     assert tensors[-1].name == "lm_head.weight"

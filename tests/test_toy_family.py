@@ -19,7 +19,7 @@ from lowtide.config import ExpertSpec, ModelConfig, Published, keys
 from lowtide.config.fields import MAX_EXPERTS, Fields
 from lowtide.config.keys import Origin
 from lowtide.errors import ConfigError
-from lowtide.families import Family, SynthSize, families, register, unregister
+from lowtide.families import Family, SynthSize, families, read_config, register, unregister
 from lowtide.kernels.operands import HeadNorms
 from lowtide.lab.synth import synth
 from lowtide.layers.linear import GatedMLP
@@ -147,12 +147,12 @@ def test_a_toy_family_is_planned_made_loaded_and_run(tmp_path: Path) -> None:
 
 
 def test_a_toy_family_comes_and_goes() -> None:
-    assert ModelConfig.from_dict(CONFIG).family == "toy" and "toy" in families()
+    assert read_config(CONFIG).family == "toy" and "toy" in families()
     with pytest.raises(ValueError, match="toy: toy is taken"):
         register(replace(FAMILY, architectures=("ToyLM",)))
     with pytest.raises(ValueError, match="other: ToyForCausalLM is taken"):
         register(replace(FAMILY, name="other"))
     unregister("toy")
     with pytest.raises(ConfigError, match="'ToyForCausalLM' is not supported"):
-        ModelConfig.from_dict(CONFIG)
+        read_config(CONFIG)
     register(FAMILY)

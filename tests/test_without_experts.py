@@ -13,11 +13,10 @@ from test_toy_family import CONFIG, FAMILY
 from typer.testing import CliRunner
 
 from lowtide.cli.app import app
-from lowtide.config import ModelConfig
 from lowtide.core import Step, StepKind
 from lowtide.errors import PlanError, UnsupportedError, UsageError
 from lowtide.experts.rows import Routing
-from lowtide.families import SynthSize, register, unregister
+from lowtide.families import SynthSize, read_config, register, unregister
 from lowtide.lab import doctor
 from lowtide.lab.bench import Preset, bench
 from lowtide.lab.calibrate import calibrate
@@ -43,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_its_plan_has_no_slots(folder: Path, tmp_path: Path) -> None:
-    config = ModelConfig.from_dict(DENSE)
+    config = read_config(DENSE)
     assert config.experts is None and len(config.moe_layers) == 0
     assert config.num_leading_layers == 1
     found = model_schema(config)

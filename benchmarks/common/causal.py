@@ -21,12 +21,12 @@ import torch
 
 from common.memory import drop_pages, peak_resident_bytes, reset_peak, storage_read_bytes
 from common.run import loaded_engine
-from lowtide.config import ModelConfig
 from lowtide.decode.autoregressive import Autoregressive
 from lowtide.decode.request import Committed, Request
 from lowtide.engine.engine import Engine
 from lowtide.engine.opening import MAX_PASS_ROWS, EngineConfig
 from lowtide.experts import read_ahead
+from lowtide.families import read_config_in
 from lowtide.params import SamplingParams
 from lowtide.plan import OWN_FORMAT
 
@@ -320,7 +320,7 @@ def speeds(prompt: Sequence[int], answers: Sequence[Answer]) -> dict[str, Any]:
 
 def make_prompt(model: Path, num_tokens: int) -> list[int]:
     """Random ids, special ones left out."""
-    config = ModelConfig.load(model)
+    config = read_config_in(model)
     ordinary = min((config.vocab_size, *config.eos_token_ids))
     ids: list[int] = np.random.default_rng(0).integers(0, ordinary, num_tokens).tolist()
     return ids

@@ -23,8 +23,8 @@ from common.masked_shapes import MaskedShape, num_masked
 from common.masked_sides import WARM_UP_TOKENS, canvas, open_sides, read_weights
 from common.memory import peak_resident_bytes, reset_peak
 from common.planned_model import PlannedStep, StepModel
-from lowtide.config import ModelConfig
 from lowtide.decode.row_reading import HeadForm
+from lowtide.families import read_config_in
 from lowtide.hardware.memory import resident_bytes
 from lowtide.memory.pass_planner import PassPlan
 
@@ -43,7 +43,7 @@ def measure(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _measure_side(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    config, num_tokens = ModelConfig.load(folder), settings["num_tokens"]
+    config, num_tokens = read_config_in(folder), settings["num_tokens"]
     [side] = open_sides(config, read_weights(folder), [settings["side"]]).values()
     for length in WARM_UP_TOKENS:
         side.step(canvas(config, length, length // 2))

@@ -17,6 +17,7 @@ from torch import Tensor
 from common.official import Official, Weights, read_weights
 from lowtide.config import ModelConfig
 from lowtide.errors import UsageError
+from lowtide.families import read_config_in
 
 __all__ = ["SIDES", "WARM_UP_TOKENS", "Side", "canvas", "layers_only", "open_sides", "read_weights"]
 
@@ -111,7 +112,7 @@ def open_sides(
 
 def layers_only(folder: Path, num_layers: int) -> dict[str, object]:
     """What overrides `config.json` so that a model has fewer layers."""
-    name = "n_layers" if ModelConfig.load(folder).family == "llada" else "num_hidden_layers"
+    name = "n_layers" if read_config_in(folder).family == "llada" else "num_hidden_layers"
     return {name: num_layers}
 
 

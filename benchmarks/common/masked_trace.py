@@ -17,7 +17,7 @@ from common.masked_memory import OURS, plan_of
 from common.masked_shapes import MaskedShape
 from common.masked_sides import WARM_UP_TOKENS, canvas, open_sides, read_weights
 from common.planned_model import LEAST_TOKENS, PlannedStep, StepModel
-from lowtide.config import ModelConfig
+from lowtide.families import read_config_in
 from lowtide.memory.workspace import State, Workspace
 
 NUM_STEPS = 3
@@ -55,7 +55,7 @@ def measure(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _trace_side(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    config, num_tokens = ModelConfig.load(folder), settings["num_tokens"]
+    config, num_tokens = read_config_in(folder), settings["num_tokens"]
     [side] = open_sides(config, read_weights(folder), [settings["side"]]).values()
     for length in WARM_UP_TOKENS:
         side.step(canvas(config, length, length // 2))

@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from common.memory import drop_pages, peak_resident_bytes, reset_peak, storage_read_bytes
 from common.run import decode, make_decoder, make_request
-from lowtide.config import ModelConfig
+from lowtide.families import read_config_in
 from lowtide.layers.batch import Batch
 from lowtide.memory.kv_cache import KVCache, storage_shape
 
@@ -71,7 +71,7 @@ def measure(settings: Mapping[str, Any]) -> dict[str, Any]:
     num_forwards.
     """
     peer_model = Path(settings["peer_model"])
-    config = ModelConfig.load(Path(settings["model"]))
+    config = read_config_in(Path(settings["model"]))
     request = make_request(config, settings["num_prompt"], settings["num_new"], seed=0)
     with tempfile.TemporaryDirectory(dir=peer_model.parent) as offload_folder:
         folders = [peer_model, Path(offload_folder)]

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.record import Row
-from lowtide.config import ModelConfig
 from lowtide.core import Costs, Facts, FloatArray, IntArray, MoEShape, StepKind
-from lowtide.families import families
+from lowtide.families import families, read_config
 from lowtide.policies.assignment import break_even_tokens
 from lowtide.policies.prefetch import Ahead
 from lowtide.policies.recipe import Recipe, Setting
@@ -58,7 +57,7 @@ FLASH = MoEShape(31, 256, 8, 4096, 1024)
 
 def published(family: str) -> MoEShape:
     """The experts of the model whose dimensions `synth FAMILY --size full` has."""
-    return ModelConfig.from_dict(families()[family].sizes()["full"].config).moe_shape
+    return read_config(families()[family].sizes()["full"].config).moe_shape
 
 
 def trace_shape(shape: MoEShape) -> TraceShape:

@@ -9,6 +9,7 @@ with LLM("demo:diffusion", host_memory="16MiB") as llm:
 from __future__ import annotations
 
 from lowtide.errors import LowtideError
+from lowtide.version import __version__ as __version__
 
 TYPE_CHECKING = False  # importing `typing` for it takes longer than this file
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from lowtide.params import DiffusionParams as DiffusionParams
     from lowtide.params import SamplingParams as SamplingParams
     from lowtide.plan import MemoryPlan as MemoryPlan
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "AsyncLLM": "async_llm",

@@ -1,0 +1,3 @@
+"""The command line. Imports nothing, so that a program that is interrupted at once can end well."""
+
+EXIT_INTERRUPTED = 128 + 2  # as a shell reports a program that SIGINT ended

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from lowtide import __version__
 from lowtide.cli.verbs import LateVerbs
+from lowtide.version import __version__
 
 app = typer.Typer(
     name="lowtide",

@@ -11,7 +11,6 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from lowtide import __version__
 from lowtide.cli.answer import Prompt
 from lowtide.cli.command import EXIT_FAILURE, takes
 from lowtide.cli.doctor import machine_line, rates_table
@@ -27,6 +26,7 @@ from lowtide.config import format_size
 from lowtide.errors import UsageError
 from lowtide.params import SamplingParams
 from lowtide.policies.presets import check_safe
+from lowtide.version import __version__
 
 if TYPE_CHECKING:
     from lowtide.lab.bench import Ceilings, Peak, PresetRun, Result

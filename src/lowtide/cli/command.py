@@ -18,8 +18,7 @@ from typing import Annotated, TextIO
 
 import typer
 
-from lowtide.cli.habits import show_all
-from lowtide.cli.main import EXIT_INTERRUPTED
+from lowtide.cli import EXIT_INTERRUPTED
 from lowtide.cli.options import OPTIONS, Group, Kind, Option, Settings, is_common, resolve
 from lowtide.cli.screen import printable, stderr_console
 from lowtide.errors import ConfigError, LowtideError, UsageError
@@ -35,13 +34,23 @@ Verb = Callable[..., None]
 _PACKAGE = Path(__file__).parents[1]
 _python_s_warning = warnings.formatwarning
 
+
+def _show_all(ctx: typer.Context, is_wanted: bool) -> None:
+    """What `--help-all` does."""
+    if is_wanted:
+        for param in ctx.command.params:
+            param.hidden = False  # type: ignore[attr-defined]
+        typer.echo(ctx.get_help())
+        raise typer.Exit
+
+
 _HELP_ALL = inspect.Parameter(
     "help_all",
     inspect.Parameter.KEYWORD_ONLY,
     default=False,
     annotation=Annotated[
         bool,
-        typer.Option("--help-all", help="Show all options.", callback=show_all, is_eager=True),
+        typer.Option("--help-all", help="Show all options.", callback=_show_all, is_eager=True),
     ],
 )
 

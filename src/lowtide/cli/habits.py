@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-import typer
 from typer.core import TyperCommand, TyperGroup
 
 from lowtide.errors import UsageError
@@ -169,15 +168,6 @@ class Verbs(TyperGroup):
             model = shlex.quote(cmd_name)
             _answer(cmd_name, f"lowtide generate {model} 'text', or lowtide chat {model}")
         return found
-
-
-def show_all(ctx: typer.Context, is_wanted: bool) -> None:
-    """What `--help-all` does."""
-    if is_wanted:
-        for param in ctx.command.params:
-            param.hidden = False  # type: ignore[attr-defined]
-        typer.echo(ctx.get_help())
-        raise typer.Exit
 
 
 def _answer(name: str, line: str) -> None:

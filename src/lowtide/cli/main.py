@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 
+from lowtide.cli import EXIT_INTERRUPTED
+
 TYPE_CHECKING = False  # as in interrupts.py
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-EXIT_INTERRUPTED = 128 + 2  # as a shell reports a program that SIGINT ended
 
 
 def main() -> None:

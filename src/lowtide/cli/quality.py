@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, cast
 from rich.table import Table
 from rich.text import Text
 
-from lowtide import __version__
 from lowtide.cli.command import takes
 from lowtide.cli.generate import ModelName
 from lowtide.cli.opening import find_model
@@ -25,6 +24,7 @@ from lowtide.config import format_size
 from lowtide.errors import UsageError
 from lowtide.lab.quality_questions import ChoiceQuestion, read_questions
 from lowtide.lab.quality_settings import BUDDYMOE, RESIDENTS, QualitySetting, curve_settings
+from lowtide.version import __version__
 
 if TYPE_CHECKING:
     from lowtide.engine.opening import OpenModel

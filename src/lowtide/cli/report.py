@@ -14,8 +14,7 @@ from rich.text import Text
 
 from lowtide.cli.outlook import compared, prediction_object
 from lowtide.core import CacheMode
-from lowtide.plan import MemoryPlan
-from lowtide.plan_text import plan_facts, plan_rows, plan_tiers
+from lowtide.plan import MemoryPlan, plan_facts, plan_rows, plan_tiers
 
 if TYPE_CHECKING:
     from lowtide.answers.completion import Completion, Usage

@@ -3,7 +3,7 @@
 Every value is checked where it is read, so the rest of the house may trust it. Imports no torch,
 so that a refusal never waits for it.
 
-    config = ModelConfig.load(folder, {"mask_token_id": 383})
+    config = families.read_config_in(folder, {"mask_token_id": 383})
     config.attention.head_dim, config.moe.num_experts, config.moe_shape, config.decoding
 """
 

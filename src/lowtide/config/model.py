@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 from lowtide.config.quantisation import Quantisation
 from lowtide.config.specs import AttentionSpec, ExpertSpec
 from lowtide.core import MoEShape
 from lowtide.errors import ConfigError, UnsupportedError
-from lowtide.files.json_file import read_object
-
-MAX_CONFIG_BYTES = 16 << 20
-
-_NOTHING: Mapping[str, object] = MappingProxyType({})
 
 _MAX_PARAMETERS = 2**50  # far above any model, and no product of sizes leaves 63 bits
 
@@ -49,7 +40,7 @@ class Published(NamedTuple):
 class ModelConfig:
     """A decoder, whatever its family calls these things.
 
-    Made by `load` or `from_dict`. One that is made by hand gets the same checks of what must
+    Made by `families.read_config`. One that is made by hand gets the same checks of what must
     fit together; they raise ConfigError.
     """
 
@@ -82,35 +73,6 @@ class ModelConfig:
                     f"config.json: eos_token_id {token} is outside the vocabulary of "
                     f"{self.vocab_size}."
                 )
-
-    @classmethod
-    def load(cls, folder: Path, overrides: Mapping[str, object] = _NOTHING) -> ModelConfig:
-        """Reads `config.json`, and of `generation_config.json` the end-of-text ids.
-
-        `overrides` replace values under `config.json`'s own keys. Raises ConfigError for a file
-        or value that cannot be right, UnsupportedError for a feature that lowtide does not have
-        and UsageError for an override that would have no effect.
-        """
-        if not os.path.isdir(folder):
-            raise ConfigError(f"{folder} is not a folder.")
-        config = read_object(folder / "config.json", MAX_CONFIG_BYTES, ConfigError)
-        path = folder / "generation_config.json"
-        exists = os.path.lexists(path)
-        generation = read_object(path, MAX_CONFIG_BYTES, ConfigError) if exists else _NOTHING
-        return cls.from_dict(config, generation=generation, overrides=overrides)
-
-    @classmethod
-    def from_dict(
-        cls,
-        config: Mapping[str, object],
-        *,
-        generation: Mapping[str, object] = _NOTHING,
-        overrides: Mapping[str, object] = _NOTHING,
-    ) -> ModelConfig:
-        """The same from the contents of the two files; raises as `load` does."""
-        from lowtide.families import read_config  # which makes ModelConfigs
-
-        return read_config(config, generation, overrides)
 
     @property
     def is_diffusion(self) -> bool:

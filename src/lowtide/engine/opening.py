@@ -30,7 +30,7 @@ from lowtide.engine.option_checks import (
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.experts.layout import SlotLayout
 from lowtide.experts.transfer import largest_read_bytes
-from lowtide.families import families
+from lowtide.families import families, read_config, read_config_in
 from lowtide.formats import MatrixFormat
 from lowtide.formats.expert_inputs import ExpertInputs
 from lowtide.formats.plain import SAFETENSORS_NAME
@@ -319,9 +319,7 @@ def open_for_plan(reference: str | Path | HubModel, options: EngineConfig) -> Op
         found = locate_model(str(as_reference(found)), offline=options.offline)
     if isinstance(found, Path):
         return _open_path(found, options)
-    config = _checked(
-        ModelConfig.from_dict(found.config(), overrides=options.config_overrides), options
-    )
+    config = _checked(read_config(found.config(), overrides=options.config_overrides), options)
     checkpoint = stored_matrices(config, found.checkpoint())
     return _opened(found.folder, options, config, bind(config, checkpoint))
 
@@ -329,7 +327,7 @@ def open_for_plan(reference: str | Path | HubModel, options: EngineConfig) -> Op
 def _open_path(path: Path, options: EngineConfig) -> OpenModel:
     if is_gguf(path):
         return _open_gguf(GgufModel.open(path), options)
-    folder, config = path, _checked(ModelConfig.load(path, options.config_overrides), options)
+    folder, config = path, _checked(read_config_in(path, options.config_overrides), options)
     checkpoint = None
     if has_weights(folder):
         checkpoint = stored_matrices(config, Checkpoint.open(folder))

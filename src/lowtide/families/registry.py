@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 from collections.abc import Mapping
 from functools import cache
@@ -16,7 +17,11 @@ from lowtide.config.token_ids import read_eos_token_ids
 from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.families.family import Family
 from lowtide.families.unsupported import why_unsupported
-from lowtide.files.json_file import shown
+from lowtide.files.json_file import read_object, shown
+
+MAX_CONFIG_BYTES = 16 << 20
+
+_NOTHING: Mapping[str, object] = MappingProxyType({})
 
 _registered: dict[str, Family] = {}
 
@@ -64,10 +69,29 @@ def gguf_family(architecture: str) -> Family:
     return known[architecture]
 
 
+def read_config_in(folder: Path, overrides: Mapping[str, object] = _NOTHING) -> ModelConfig:
+    """Reads `config.json`, and of `generation_config.json` the end-of-text ids.
+
+    `overrides` replace values under `config.json`'s own keys. Raises ConfigError for a file
+    or value that cannot be right, UnsupportedError for a feature that lowtide does not have
+    and UsageError for an override that would have no effect.
+    """
+    if not os.path.isdir(folder):
+        raise ConfigError(f"{folder} is not a folder.")
+    config = read_object(folder / "config.json", MAX_CONFIG_BYTES, ConfigError)
+    path = folder / "generation_config.json"
+    exists = os.path.lexists(path)
+    generation = read_object(path, MAX_CONFIG_BYTES, ConfigError) if exists else _NOTHING
+    return read_config(config, generation=generation, overrides=overrides)
+
+
 def read_config(
-    config: Mapping[str, object], generation: Mapping[str, object], overrides: Mapping[str, object]
+    config: Mapping[str, object],
+    *,
+    generation: Mapping[str, object] = _NOTHING,
+    overrides: Mapping[str, object] = _NOTHING,
 ) -> ModelConfig:
-    """See `ModelConfig.from_dict`."""
+    """The same from the contents of the two files; raises as `read_config_in` does."""
     fields = Fields({**config, **overrides})
     family, architecture = _family_of(fields)
     eos = read_eos_token_ids(fields, generation, "eos_token_id" in overrides)

@@ -19,12 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.formats.matrix import Bytes, MatrixFormat, StoredMatrix
+from lowtide.formats.quantised_matrix import GROUP, QuantisedMatrix
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-GROUP = 64
-"""Weights that share a scale and a zero."""
 
 SHRINKS = (1.0, 0.92, 0.84, 0.76)
 """Shares of a group's range from which the search for its scale begins; with 8 bits the first."""
@@ -110,8 +108,6 @@ class QuantisedRows(Quantised):
         out[:, code_bytes:] = ends.reshape(len(out), -1)
 
     def matrix(self, tensors: Sequence[Tensor], shape: tuple[int, ...]) -> StoredMatrix:
-        from lowtide.formats.quantised_matrix import QuantisedMatrix
-
         return QuantisedMatrix(tensors[0].view(shape[0], -1), self.num_bits, shape[1])
 
     def is_finite(self, stored: Bytes) -> bool:

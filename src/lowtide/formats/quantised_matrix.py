@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from lowtide.formats.quantised import GROUP
-
 if TYPE_CHECKING:  # a matrix is never without torch
     import torch
     from torch import Tensor
+
+
+GROUP = 64
+"""Weights that share a scale and a zero."""
 
 
 class Groups(NamedTuple):

@@ -16,12 +16,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lowtide import __version__
 from lowtide.errors import CheckpointError, StorageError
 from lowtide.files.folders import cache_folder
 from lowtide.files.json_file import read_object
 from lowtide.files.whole_file import whole_file
 from lowtide.hardware.machine import RATES_METHOD, Machine, Rate
+from lowtide.version import __version__
 
 MAX_FILE_BYTES = 1 << 16
 

@@ -18,7 +18,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lowtide import __version__
 from lowtide.core import Costs, MoEShape
 from lowtide.errors import CheckpointError, StorageError
 from lowtide.experts.layout import SlotLayout
@@ -29,6 +28,7 @@ from lowtide.hardware.machine import Machine
 from lowtide.hardware.measure import METHOD, Measured, Measurements, Point
 from lowtide.hardware.timing import Timing
 from lowtide.kernels.reference import REFERENCE
+from lowtide.version import __version__
 
 MAX_FILE_BYTES = 1 << 20
 

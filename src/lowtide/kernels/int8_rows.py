@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from lowtide.formats.ggml import ROW_GROUP, PackedMatrix
-from lowtide.formats.quantised import GROUP
-from lowtide.formats.quantised_matrix import Groups, QuantisedMatrix
+from lowtide.formats.quantised_matrix import GROUP, Groups, QuantisedMatrix
 from lowtide.kernels.stored import tile_rows
 from lowtide.memory.chunking import MAX_REMAINDER, tiles
 

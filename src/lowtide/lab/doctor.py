@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lowtide.config import ModelConfig
 from lowtide.core import MoEShape
 from lowtide.devices.cuda import CudaDevice
 from lowtide.devices.emulated import EmulatedDevice
@@ -28,7 +27,7 @@ from lowtide.errors import PlanError, StorageError
 from lowtide.experts.device import Device
 from lowtide.experts.layout import SlotLayout
 from lowtide.experts.transfer import largest_read_bytes
-from lowtide.families import families
+from lowtide.families import families, read_config
 from lowtide.files.folders import cache_folder
 from lowtide.hardware.kept_rates import keep_rates
 from lowtide.hardware.machine import (
@@ -148,7 +147,7 @@ def _patients_of(name: str, opened: OpenModel, skipped: list[Skipped]) -> list[_
 def _known_models(options: EngineConfig) -> list[_Patient]:
     patients = []
     for name, family in KNOWN_MODELS.items():
-        config = ModelConfig.from_dict(families()[family].sizes()["full"].config)
+        config = read_config(families()[family].sizes()["full"].config)
         layout = SlotLayout.of(config.moe_shape, getattr(torch, options.dtype or config.dtype))
         dense, last = assume(config).dense, config.moe_layers[-1]
         dense_bytes = layer_dense_bytes(dense, last, layout.dtype.itemsize)

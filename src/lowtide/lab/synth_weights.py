@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.config import ModelConfig
-from lowtide.families import SynthSize
+from lowtide.families import SynthSize, read_config
 from lowtide.formats import mxfp4
 from lowtide.formats.plain import convert_plain
 from lowtide.lab.safetensors_writer import OutputTensor
@@ -121,7 +121,7 @@ class SynthTensor(NamedTuple):
 
 def tensors_of(size: SynthSize) -> Iterator[SynthTensor]:
     """Every tensor of the model, in the order of its layers, and what it is filled with."""
-    config = ModelConfig.from_dict(size.config)
+    config = read_config(size.config)
     schema = model_schema(config)
     experts = [spec for layer in schema.moe_layers for spec in schema.expert_specs(layer)]
     # A stable sort: what the schema says of one layer keeps its order, experts last.

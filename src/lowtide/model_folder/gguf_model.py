@@ -19,7 +19,7 @@ import numpy as np
 
 from lowtide.config import ModelConfig
 from lowtide.errors import CheckpointError, ConfigError, StorageError, UnsupportedError
-from lowtide.families import Family, gguf_family
+from lowtide.families import Family, gguf_family, read_config
 from lowtide.families.gguf import FUSED_QKV, GgufArchitecture, GgufKeys, RearrangedTensor, layer_of
 from lowtide.files.json_file import shown
 from lowtide.model_folder.checkpoint import Checkpoint, StoredPart, TensorEntry
@@ -70,12 +70,12 @@ class GgufModel:
         return self.headers[0].metadata
 
     def config(self, overrides: Mapping[str, object] = _NOTHING) -> ModelConfig:
-        """What the model is; `overrides` as in `ModelConfig.load`, whose errors it raises."""
+        """What the model is; `overrides` as in `read_config_in`, whose errors it raises."""
         shapes = {n: t.shape for header in self.headers for n, t in header.tensors.items()}
         keys = GgufKeys(self.architecture.name, self.metadata, shapes, self._vector)
         try:
             config = {**self.architecture.config(keys), **_token_ids(self.metadata)}
-            return ModelConfig.from_dict(config, overrides=overrides)
+            return read_config(config, overrides=overrides)
         except ConfigError as error:
             raise ConfigError(f"{self.path}, as a config.json: {error}") from None
         except UnsupportedError as error:

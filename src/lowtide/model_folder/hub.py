@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from lowtide.config import ModelConfig
 from lowtide.errors import CheckpointError, HubError, UsageError
+from lowtide.families import read_config
 from lowtide.files.json_file import shown
 from lowtide.model_folder.gguf_file import first_gguf, is_gguf
 from lowtide.model_folder.hub_cache import (
@@ -87,7 +87,7 @@ def fetch_model(
     model that lowtide does not run and CheckpointError for one whose shards are not all there,
     both before any weight is fetched, and HubError as `fetch` does.
     """
-    ModelConfig.from_dict(model.config(), overrides=overrides)
+    read_config(model.config(), overrides=overrides)
     return fetch(model, progress)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from lowtide.config import ModelConfig
+from lowtide.families import read_config_in
 from lowtide.model_folder import tokenizer
 from lowtide.model_folder.gguf_file import is_gguf
 
@@ -16,10 +17,10 @@ _NOTHING: Mapping[str, object] = MappingProxyType({})
 def load_config(path: Path, overrides: Mapping[str, object] = _NOTHING) -> ModelConfig:
     """The configuration of a model: a folder's `config.json`, or a GGUF file's metadata.
 
-    Raises as `ModelConfig.load` and `GgufModel.open` do.
+    Raises as `read_config_in` and `GgufModel.open` do.
     """
     if not is_gguf(path):
-        return ModelConfig.load(path, overrides)
+        return read_config_in(path, overrides)
     from lowtide.model_folder.gguf_model import GgufModel  # with every family
 
     return GgufModel.open(path).config(overrides)

@@ -13,27 +13,13 @@ from lowtide.config import DecodingDefaults, ModelConfig, Published, keys
 from lowtide.config.fields import Fields
 from lowtide.config.keys import Origin
 from lowtide.families.family import Family
+from lowtide.families.llada.names import NAMES
 from lowtide.families.sizes import read_sizes
-from lowtide.schemas.names import Names
 from lowtide.schemas.parts import decoder, in_layers, separate_qkv
 from lowtide.schemas.schema import ModelSchema
 
 if TYPE_CHECKING:
     from lowtide.models.decoder import Decoder
-
-NAMES = Names(
-    embedding="model.transformer.wte",
-    norm="model.transformer.ln_f",
-    head="model.transformer.ff_out",
-    layers="model.transformer.blocks",
-    attention_norm="attn_norm",
-    mlp_norm="ff_norm",
-    query="q_proj",
-    key="k_proj",
-    value="v_proj",
-    output="attn_out",
-    mlp=("ff_proj", "up_proj", "ff_out"),
-)
 
 _KEYS = {
     "hidden_size": "d_model",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from lowtide.families.llada import NAMES
+from lowtide.families.llada.names import NAMES
 from lowtide.layers.self_attention import GroupedAttention
 from lowtide.models.decoder import Decoder
 

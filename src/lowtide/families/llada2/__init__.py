@@ -13,15 +13,13 @@ from lowtide.config import DecodingDefaults, ExpertSpec, ModelConfig, Published,
 from lowtide.config.fields import MAX_EXPERTS, MAX_LAYERS, MAX_POSITIONS, Fields
 from lowtide.config.keys import Origin
 from lowtide.families.family import Family
+from lowtide.families.llada2.names import NAMES
 from lowtide.families.sizes import read_sizes
-from lowtide.schemas.names import Names
 from lowtide.schemas.parts import decoder, mlp, router, vector
 from lowtide.schemas.schema import ModelSchema, TensorSpec
 
 if TYPE_CHECKING:
     from lowtide.models.decoder import Decoder
-
-NAMES = Names(embedding="model.word_embeddings")
 
 
 def read(fields: Fields, origin: Origin, can_stretch: bool = False) -> ModelConfig:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lowtide.families.llada2 import NAMES
+from lowtide.families.llada2.names import NAMES
 from lowtide.kernels.operands import HeadNorms
 from lowtide.layers.linear import GatedMLP
 from lowtide.layers.router import SigmoidRouter
