@@ -5,10 +5,9 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-
-import pytest
+from typing import NamedTuple
 
 PACKAGE = Path(__file__).parent.parent / "src" / "lowtide"
 
@@ -58,13 +57,34 @@ NEVER = {
     "gguf",
 }
 
-FILES = sorted(PACKAGE.rglob("*.py"))
 
+class Source(NamedTuple):
+    """A file: its dotted name inside the package, as in `cli.main` or `llm`, and its text read."""
 
-def module_name(path: Path) -> str:
-    """Dotted name inside the package: `cli.main`, `policies`, `llm`, `__init__`."""
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
-    return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
+    name: str
+    nodes: list[ast.AST]
+    imports: list[str]
+    imports_at_load: list[str]
+
+    @classmethod
+    def of(cls, path: Path) -> Source:
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        name = ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
+        package = ".".join(("lowtide", *parts[:-1]))
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        at_load = list(imports(statements_at_load(tree), package))
+        nodes = list(ast.walk(tree))
+        return cls(name, nodes, list(imports(nodes, package)), at_load)
+
+    @property
+    def room(self) -> str:
+        return room(self.name)
+
+    @property
+    def own_imports(self) -> list[str]:
+        """Modules of the package, without the `lowtide.`."""
+        inner = (name.removeprefix("lowtide.") for name in self.imports if "lowtide." in name)
+        return [name for name in inner if is_module(name)]
 
 
 def room(name: str) -> str:
@@ -74,41 +94,31 @@ def room(name: str) -> str:
     return name.split(".")[0]
 
 
-def imports(
-    tree: ast.AST, own_package: str, only_at_load: bool = False
-) -> Iterator[tuple[str, ast.AST]]:
-    """Every module imported, dotted; nested ones too, unless `only_at_load`."""
-    for node in at_load(tree) if only_at_load else ast.walk(tree):
+def imports(nodes: Iterable[ast.AST], own_package: str) -> Iterator[str]:
+    """Every module that is imported, dotted."""
+    for node in nodes:
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node) for alias in node.names)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 package = own_package.split(".")
                 parents = package[: len(package) - node.level + 1]
                 base = ".".join([*parents, base] if base else parents)
-            yield base, node
+            yield base
             # `from lowtide import hub` imports a module too.
-            yield from ((f"{base}.{alias.name}", node) for alias in node.names)
+            yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def at_load(node: ast.AST) -> Iterator[ast.AST]:
-    """Statements that run when a module is imported: not functions, not `if TYPE_CHECKING`."""
+def statements_at_load(node: ast.AST) -> Iterator[ast.AST]:
+    """What runs when a module is imported: not functions, not `if TYPE_CHECKING`."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             continue
         yield child
-        yield from at_load(child)
-
-
-def own_imports(path: Path) -> Iterator[str]:
-    """Modules of the package that a file imports, without the `lowtide.`."""
-    for name, _ in imports(parse(path), package_of(path)):
-        inner = name.removeprefix("lowtide.")
-        if name.startswith("lowtide.") and is_module(inner):
-            yield inner
+        yield from statements_at_load(child)
 
 
 def is_module(name: str) -> bool:
@@ -116,12 +126,7 @@ def is_module(name: str) -> bool:
     return path.is_dir() or path.with_suffix(".py").exists()
 
 
-def package_of(path: Path) -> str:
-    return ".".join(("lowtide", *path.relative_to(PACKAGE).parent.parts))
-
-
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+SOURCES = [Source.of(path) for path in sorted(PACKAGE.rglob("*.py"))]
 
 
 def may_import(importer: str, imported: str) -> bool:
@@ -159,99 +164,94 @@ def is_pure(name: str) -> bool:
     return any(name == pure or name.startswith(pure + ".") for pure in PURE_FILES)
 
 
+def libraries(names: Iterable[str]) -> set[str]:
+    return {name.split(".")[0] for name in names}
+
+
+def dotted(node: ast.AST) -> str:
+    """As in `numpy.random`; "" where it is no name of one or two parts."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return f"{node.value.id}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
 def test_every_file_belongs_to_a_room() -> None:
     known = FACTS | BESIDE_EXPERTS | set(ON_EXPERTS) | set(FLOORS) | set(FRONT_DOORS) | {"__init__"}
-    assert {room(module_name(path)) for path in FILES} <= known
+    assert {source.room for source in SOURCES} <= known
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_imports_go_one_way(path: Path) -> None:
-    importer = room(module_name(path))
-    wrong = [name for name in own_imports(path) if not may_import(importer, room(name))]
-    assert not wrong, f"lowtide.{module_name(path)} must not import {wrong}"
+def test_imports_go_one_way() -> None:
+    for source in SOURCES:
+        wrong = [name for name in source.own_imports if not may_import(source.room, room(name))]
+        assert not wrong, f"lowtide.{source.name} must not import {wrong}"
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in FILES if room(module_name(p)) in HANDED_COMPUTE], ids=module_name
-)
-def test_models_and_layers_compute_with_what_they_are_handed(path: Path) -> None:
-    wrong = [name for name in own_imports(path) if name.startswith(NOT_FOR_THEM)]
-    assert not wrong, f"lowtide.{module_name(path)} is handed a Compute, and imports {wrong}"
+def test_models_and_layers_compute_with_what_they_are_handed() -> None:
+    for source in SOURCES:
+        if source.room in HANDED_COMPUTE:
+            wrong = [name for name in source.own_imports if name.startswith(NOT_FOR_THEM)]
+            assert not wrong, f"lowtide.{source.name} is handed a Compute, and imports {wrong}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_no_code_from_models_and_no_oracles(path: Path) -> None:
-    tree = parse(path)
-    libraries = {name.split(".")[0] for name, _ in imports(tree, package_of(path))}
-    assert not libraries & NEVER
-    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    called = {func.id for func in calls if isinstance(func, ast.Name)}
-    assert not called & {"eval", "exec", "__import__"}
-    assert not any(ast.unparse(func) == "torch.load" for func in calls)
+def test_no_code_from_models_and_no_oracles() -> None:
+    for source in SOURCES:
+        assert not libraries(source.imports) & NEVER, source.name
+        called = {dotted(node.func) for node in source.nodes if isinstance(node, ast.Call)}
+        assert not called & {"eval", "exec", "__import__", "torch.load"}, source.name
 
 
-def unseeded(tree: ast.AST, own_package: str) -> list[str]:
+def unseeded(nodes: Iterable[ast.AST]) -> list[str]:
     """Randomness that does not come from a seed that was given."""
-    found = {name for name, _ in imports(tree, own_package) if name.startswith("numpy.random")}
+    found = {name for name in imports(nodes, "lowtide") if "numpy.random" in name}
     others = sorted(found - {"numpy.random", "numpy.random.default_rng"})
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "default_rng":
+    for node in nodes:
+        if isinstance(node, ast.Call) and dotted(node.func) == "default_rng":
             if not node.args or ast.unparse(node.args[0]) == "None":
                 others.append(ast.unparse(node))
     return others
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if is_pure(module_name(p))], ids=module_name)
-def test_decisions_are_pure(path: Path) -> None:
-    tree = parse(path)
-    found = [name for name, _ in imports(tree, package_of(path))]
-    outside = {name.split(".")[0] for name in found if not name.startswith("lowtide")}
-    assert outside <= PURE_LIBRARIES
-    inside = list(own_imports(path))
-    assert all(room(name) in FACTS or is_pure(name) for name in inside), inside
-    attributes = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    assert not attributes & {"np.random", "numpy.random"}
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    assert not names & {"open", "print", "input"}
-    assert not unseeded(tree, package_of(path)), "what is drawn is drawn from a seed"
+def test_decisions_are_pure() -> None:
+    for source in SOURCES:
+        if not is_pure(source.name):
+            continue
+        outside = {name for name in source.imports if not name.startswith("lowtide")}
+        assert libraries(outside) <= PURE_LIBRARIES, source.name
+        inside = source.own_imports
+        assert all(room(name) in FACTS or is_pure(name) for name in inside), source.name
+        used = set(map(dotted, source.nodes))
+        assert not used & {"np.random", "numpy.random", "open", "print", "input"}, source.name
+        assert not unseeded(source.nodes), f"{source.name}: what is drawn is drawn from a seed"
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in FILES if room(module_name(p)) in TORCH_FREE], ids=module_name
-)
-def test_no_torch_at_load(path: Path) -> None:
-    found = imports(parse(path), package_of(path), only_at_load=True)
-    assert "torch" not in {name.split(".")[0] for name, _ in found}
+def test_no_torch_at_load() -> None:
+    for source in SOURCES:
+        if source.room in TORCH_FREE:
+            assert "torch" not in libraries(source.imports_at_load), source.name
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in FILES if room(module_name(p)) == "families"], ids=module_name
-)
-def test_a_family_imports_its_model_when_asked(path: Path) -> None:
-    found = [name for name, _ in imports(parse(path), package_of(path), only_at_load=True)]
-    rooms = {room(name.removeprefix("lowtide.")) for name in found if name.startswith("lowtide.")}
-    assert rooms <= FACTS
+def test_a_family_imports_its_model_when_asked() -> None:
+    for source in SOURCES:
+        if source.room == "families":
+            names = [name for name in source.imports_at_load if name.startswith("lowtide.")]
+            assert {room(name.removeprefix("lowtide.")) for name in names} <= FACTS, source.name
 
 
 def test_families_are_known_by_their_folders_alone() -> None:
     """Nothing but a family's folder names it: what else mentions one makes it no family."""
     folders = {path.parent.name for path in PACKAGE.glob("families/*/__init__.py")}
-    for path in FILES:
-        name = module_name(path)
-        if name.startswith("families.") and name.split(".")[1] in folders:
+    for source in SOURCES:
+        if source.name.startswith("families.") and source.name.split(".")[1] in folders:
             continue
-        named = {
-            imported.split(".")[1] for imported in own_imports(path) if "families." in imported
-        }
-        assert not named & folders, f"lowtide.{name} imports {named & folders}"
+        named = {name.split(".")[1] for name in source.own_imports if "families." in name}
+        assert not named & folders, f"lowtide.{source.name} imports {named & folders}"
 
 
 def test_a_refusal_does_not_wait_for_torch() -> None:
     modules = [
-        "lowtide." + module_name(path) if module_name(path) != "__init__" else "lowtide"
-        for path in FILES
-        if room(module_name(path)) in TORCH_FREE - {"__main__"}
-        and "template_worker" not in path.parts[-1]
+        f"lowtide.{source.name}".removesuffix(".__init__")
+        for source in SOURCES
+        if source.room in TORCH_FREE - {"__main__"} and "template_worker" not in source.name
     ]
     code = (
         "import importlib, sys\n"
@@ -276,9 +276,13 @@ def test_the_rules_themselves() -> None:
     assert room("families.mixtral.model") == "models" and room("families.sizes") == "families"
     assert not may_import("experts", "devices") and not may_import("layers", "devices")
     tree = ast.parse("from .. import llm\nfrom ..experts.slots import SlotLedger")
-    names = [name for name, _ in imports(tree, "lowtide.cli")]
+    names = list(imports(ast.walk(tree), "lowtide.cli"))
     assert "lowtide.llm" in names and "lowtide.experts.slots" in names
-    drawn = "from numpy.random import default_rng\n"
-    assert not unseeded(ast.parse(drawn + "default_rng(seed)"), "lowtide.policies")
-    for text in ("default_rng()", "default_rng(None)", "from numpy.random import normal"):
-        assert unseeded(ast.parse(drawn + text), "lowtide.policies")
+    for text, is_seeded in (
+        ("default_rng(seed)", True),
+        ("default_rng()", False),
+        ("default_rng(None)", False),
+        ("from numpy.random import normal", False),
+    ):
+        tree = ast.parse("from numpy.random import default_rng\n" + text)
+        assert bool(unseeded(list(ast.walk(tree)))) != is_seeded
