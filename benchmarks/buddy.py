@@ -27,9 +27,10 @@ from common.record import Recorder, Row, say
 from lowtide.engine.opening import EngineConfig, open_model
 from lowtide.families import read_config_in
 from lowtide.lab.demo_text import held_out_text
+from lowtide.lab.plotting import check_plot
 from lowtide.lab.quality import QualityReport, QualityWork, quality
 from lowtide.lab.quality import Row as Scored
-from lowtide.lab.quality_plot import check_plot, plot, points
+from lowtide.lab.quality_plot import plot, points
 from lowtide.lab.quality_scores import Estimate, paired
 from lowtide.lab.quality_text import Scope
 from lowtide.model_folder.hub import resolve_model

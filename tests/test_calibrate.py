@@ -39,7 +39,7 @@ from lowtide.lab.calibrate import (
     top_share,
 )
 from lowtide.lab.calibration_report import (
-    check_plot,
+    check_plots,
     distinct_experts,
     plot,
     previous_step,
@@ -411,7 +411,7 @@ def test_plots_are_drawn_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     taken = tmp_path / "taken" / "distinct-experts.png"
     taken.mkdir(parents=True)
     with pytest.raises(StorageError, match="distinct-experts.png cannot be written"):
-        check_plot(taken.parent)
+        check_plots(taken.parent)
     monkeypatch.setattr(plotting, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match=r"lowtide\[plot\]"):
         plot(make_calibration(), tmp_path)

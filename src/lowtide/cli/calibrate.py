@@ -91,11 +91,11 @@ def _calibrate(
 ) -> tuple[Calibration, Path]:
     folder = find_model_with_experts(model, settings, "A calibration is of experts")
     from lowtide.lab.calibrate import calibrate as run
-    from lowtide.lab.calibration_report import check_plot
+    from lowtide.lab.calibration_report import check_plots
 
     plots = settings.text("plot")
     if plots is not None:
-        check_plot(Path(plots))
+        check_plots(Path(plots))
     out = settings.text("out")
     if out is not None:  # before it is loaded; the default's name is known only then
         check_calibration_path(Path(out))

@@ -35,9 +35,9 @@ def plan(model: ModelName, *, settings: Settings) -> None:
     picture = settings.text("plot")
     with redirect_stdout(sys.stderr):
         if picture is not None:
-            from lowtide.lab.passes_picture import check_picture
+            from lowtide.lab.plotting import check_plot
 
-            check_picture(Path(picture))
+            check_plot(Path(picture))
         planned = make_plan(model, settings)
         if picture is not None:
             _draw(planned.passes, model, Path(picture))

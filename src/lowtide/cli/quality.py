@@ -155,9 +155,9 @@ def _measured(
     end is refused before anything is measured."""
     folder = str(find_model(model, settings))
     from lowtide.engine.opening import EngineConfig, open_model
+    from lowtide.lab.plotting import check_plot
     from lowtide.lab.quality import quality as measure
     from lowtide.lab.quality_curve import curve_path
-    from lowtide.lab.quality_plot import check_plot
 
     picture = settings.text("plot")
     if picture is not None:

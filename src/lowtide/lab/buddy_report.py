@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.core import FloatArray, IntArray
-from lowtide.lab.calibration_report import check_plot, save_figures
+from lowtide.lab.calibration_report import check_plots
+from lowtide.lab.plotting import save_figures
 from lowtide.policies.buddy_lists import prefix_lengths
 from lowtide.policies.buddy_profile import BuddyProfile
 
@@ -134,7 +135,7 @@ def plot(profile: BuddyProfile, folder: Path) -> list[Path]:
 
     Raises as `calibration_report.plot` does.
     """
-    check_plot(folder)
+    check_plots(folder)
     figures = {
         "buddy-list-sizes.png": _list_figure(profile),
         "expert-activations.png": _activation_figure(profile),

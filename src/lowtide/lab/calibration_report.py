@@ -5,7 +5,7 @@ Everything is computed from the calibration's trace; times are those of a machin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from lowtide.core import Costs, FloatArray, IntArray
-from lowtide.errors import StorageError
-from lowtide.files.whole_file import check_writable
 from lowtide.lab.calibrate import top_share
-from lowtide.lab.plotting import check_matplotlib
+from lowtide.lab.plotting import check_plot, save_figures
 from lowtide.policies.recipe import Setting
 from lowtide.policies.tau import drift, miss_shares, paper_tau
 from lowtide.replay.calibration import GATES, TOP_SIZES, Calibration
@@ -112,11 +110,10 @@ def token_share(calibration: Calibration) -> FloatArray:
     return share
 
 
-def check_plot(folder: Path) -> None:
+def check_plots(folder: Path) -> None:
     """Makes the folder; raises UnsupportedError or StorageError where nothing can be drawn."""
-    check_matplotlib()
     for name in (STEP_SIMILARITY, DISTINCT_EXPERTS):
-        check_writable(folder / name, "plot")
+        check_plot(folder / name)
 
 
 def plot(calibration: Calibration, folder: Path) -> list[Path]:
@@ -124,7 +121,7 @@ def plot(calibration: Calibration, folder: Path) -> list[Path]:
 
     Raises UnsupportedError without matplotlib, StorageError when a file cannot be written.
     """
-    check_plot(folder)
+    check_plots(folder)
     blocks = calibration.trace.blocks()
     apart = {f"{n} apart": (n, step_similarity(blocks, n)) for n in INTERVALS}
     each = {"all layers": (0, distinct_experts(blocks))}
@@ -133,16 +130,6 @@ def plot(calibration: Calibration, folder: Path) -> list[Path]:
         DISTINCT_EXPERTS: _figure("experts activated per layer", each),
     }
     return save_figures(figures, folder)
-
-
-def save_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
-    """Writes each under its name; the files. Raises StorageError."""
-    try:
-        for name, figure in figures.items():
-            figure.savefig(folder / name, dpi=120)
-    except OSError as reason:
-        raise StorageError(f"Plots cannot be written to {folder}: {reason.strerror}.") from reason
-    return [folder / name for name in figures]
 
 
 def _budget(trace: Trace, hits: IntArray, num_residents: int, costs: Costs) -> Budget:

@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lowtide.errors import UnsupportedError
+from lowtide.files.whole_file import check_writable, whole_file
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SUFFIXES = (".png", ".svg", ".pdf")
 
 
-def check_matplotlib() -> None:
-    """Raises UnsupportedError where there is none."""
+def check_plot(path: Path) -> None:
+    """Makes the folder; raises UnsupportedError or StorageError where no plot can be drawn."""
     if find_spec("matplotlib") is None:
         raise UnsupportedError(
             "--plot draws with matplotlib, which is not installed: pip install 'lowtide[plot]'."
         )
+    if path.suffix not in SUFFIXES:
+        raise UnsupportedError(
+            f"--plot {path}: a plot's name ends with {', '.join(SUFFIXES)}; choose one."
+        )
+    check_writable(path, "plot")
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Writes a plot, whole or not at all. Raises StorageError."""
+    with whole_file(path, "plot") as file:
+        figure.savefig(file, format=path.suffix.removeprefix("."), dpi=120)
+
+
+def save_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
+    """Writes each under its name into a folder; the files. Raises StorageError."""
+    for name, figure in figures.items():
+        save_figure(figure, folder / name)
+    return [folder / name for name in figures]

@@ -6,12 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from lowtide.errors import StorageError, UnsupportedError
-from lowtide.files.whole_file import check_writable
-from lowtide.lab.plotting import check_matplotlib
+from lowtide.lab.plotting import check_plot, save_figure
 from lowtide.lab.quality import QualityReport, Row
-
-SUFFIXES = (".png", ".svg", ".pdf")
 
 
 class QualityPoint(NamedTuple):
@@ -44,16 +40,6 @@ def front(pairs: Sequence[tuple[float, float]]) -> list[bool]:
     ]
 
 
-def check_plot(path: Path) -> None:
-    """Makes the folder; raises UnsupportedError or StorageError where no plot can be drawn."""
-    check_matplotlib()
-    if path.suffix not in SUFFIXES:
-        raise UnsupportedError(
-            f"--plot {path}: a plot's name ends with {', '.join(SUFFIXES)}; choose one."
-        )
-    check_writable(path, "plot")
-
-
 def plot(report: QualityReport, path: Path) -> None:
     """Draws every setting, the best ones joined. Raises as `check_plot` does."""
     check_plot(path)
@@ -72,10 +58,7 @@ def plot(report: QualityReport, path: Path) -> None:
     is_text = report.sample is not None
     axes.set_ylabel("nats per token lost against exact" if is_text else "share of wrong answers")
     axes.set_title(f"{report.architecture}: bars are two standard errors")
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as reason:
-        raise StorageError(f"Plot {path} cannot be written: {reason.strerror}.") from reason
+    save_figure(figure, path)
 
 
 def _speed(row: Row) -> float:
