@@ -137,7 +137,7 @@ class StandIn:
 
 
 def is_large(name: str) -> bool:
-    return name.endswith(".safetensors")
+    return name.endswith((".safetensors", ".gguf"))
 
 
 class _Server(ThreadingHTTPServer):
@@ -259,8 +259,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(302, b"", headers)
 
     def _send_elsewhere(self, path: str, fault: Fault | None) -> None:
-        repo_id, _, name = path.removeprefix("/").rpartition("/")
-        self._send_content(self.server.stand_in.repos[repo_id].files[name], {}, fault)
+        org, repo, name = path.removeprefix("/").split("/", 2)
+        self._send_content(self.server.stand_in.repos[f"{org}/{repo}"].files[name], {}, fault)
 
     def _send_content(self, content: Content, headers: dict[str, str], fault: Fault | None) -> None:
         first, stop, status = 0, content.num_bytes, 200

@@ -84,8 +84,11 @@ ANSWERED = {
     "an option with a value first": (["--host_memory=9M", "plan", DEMO], "after the verb"),
     "a model alone": ([DEMO], f"lowtide generate {DEMO} 'text', or lowtide chat {DEMO}"),
     "a file alone": (["./my model.gguf"], "lowtide chat './my model.gguf'"),
-    "a page of the hub": (["https://huggingface.co/org/name"], "give the id alone: org/name."),
-    "a tag in the verb's place": (["org/name:Q4"], "Nothing is fetched by a tag such as Q4"),
+    "a page of the hub": (
+        ["https://huggingface.co/org/name"],
+        "lowtide generate https://huggingface",
+    ),
+    "a tag in the verb's place": (["org/name:Q4"], "lowtide generate org/name:Q4 'text'"),
     "a flag in the text": (["run", DEMO, "what", "does", "-t", "do"], "behind --, or in quotes"),
     "ollama help": (["help", "run"], "lowtide VERB --help"),
     "llama-cli --n-cpu-moe": (["run", DEMO, "hi", "--n-cpu-moe", "9"], "expert by expert"),

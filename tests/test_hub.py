@@ -72,12 +72,7 @@ def test_a_path_that_does_not_exist_says_what_was_tried(reference: str) -> None:
 @pytest.mark.parametrize(
     ("reference", "said"),
     [
-        ("https://huggingface.co/org/name", "give the id alone: org/name."),
-        ("https://huggingface.co/org/name/blob/main/x.gguf", "hf download org/name FILE.gguf"),
-        ("hf.co/org/na.me/tree/v2", "give the id alone: org/na.me@v2."),
-        ("https://hf.co/org/name?library=x", "give the id alone: org/name."),
-        ("org/name:Q4_K_M", "hf download org/name FILE.gguf"),
-        ("hf.co/org/name:Q4_K_M", "give the id alone: org/name."),
+        ("https://huggingface.co/datasets/org/name", "org/name:Q4_K_M"),
         (r"C:\Users\me\my model", "/mnt/c/Users/me/my model"),
         ("D:/models/x", "/mnt/d/models/x"),
     ],

@@ -31,6 +31,7 @@ from lowtide.lab.synth import synth
 from lowtide.model_folder import hub, hub_download, hub_requests
 from lowtide.model_folder.hub_download import fetch
 from lowtide.model_folder.hub_model import HubModel
+from lowtide.model_folder.hub_reference import HubReference
 
 SHARD = "model.safetensors"
 SIZE = (GOLDEN / SHARD).stat().st_size
@@ -362,7 +363,7 @@ def test_failures_of_what_is_small_are_typed(
 def test_a_cache_that_cannot_be_written(stand_in: StandIn, cache: Path) -> None:
     cache.write_text("a file")
     with pytest.raises(HubError, match="could not be fetched"):
-        fetch(HubModel.ask("org/name", "main"))
+        fetch(HubModel.ask(HubReference("org/name")))
 
 
 PULL = [sys.executable, "-m", "lowtide", "pull", f"org/name@{COMMIT}"]

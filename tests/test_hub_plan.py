@@ -18,6 +18,7 @@ from lowtide.llm import plan_model
 from lowtide.model_folder import hub, hub_requests
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.model_folder.hub_model import HubModel
+from lowtide.model_folder.hub_reference import HubReference
 
 SHARD = "model.safetensors"
 
@@ -67,7 +68,7 @@ def test_a_plan_from_headers_is_the_plan_of_the_files(stand_in: StandIn) -> None
 def test_entries_are_those_of_the_files(stand_in: StandIn) -> None:
     files = {name: data for name, data in whole_repo().items() if name != "forward.safetensors"}
     stand_in.add("org/name", files)
-    found = HubModel.ask("org/name", "main").checkpoint()
+    found = HubModel.ask(HubReference("org/name")).checkpoint()
     assert found.tensors == Checkpoint.open(hub.resolve_model("org/name")).tensors
 
 
@@ -129,12 +130,6 @@ def test_a_config_that_is_refused_is_all_that_is_fetched(stand_in: StandIn) -> N
 
 
 def test_other_formats_are_named(stand_in: StandIn) -> None:
-    stand_in.add("org/name", {"q4.gguf": b"GGUF", "README.md": b""})
-    with pytest.raises(
-        HubError, match=r"config.json and \*.safetensors missing.*holds GGUF instead"
-    ) as error:
-        plan_model("org/name")
-    assert "hf download org/name FILE.gguf" in str(error.value)
     stand_in.add("org/name", {"config.json": b"{}", "pytorch_model.bin": b""})
     with pytest.raises(HubError, match="PyTorch's pickled weights instead"):
         plan_model("org/name")
@@ -262,6 +257,6 @@ def test_waits_end_when_somebody_stops(stand_in: StandIn) -> None:
     stopped.set()
     stand_in.add("org/name", whole_repo())
     stand_in.faults.append(Fault("config.json", 99, 503))
-    url = HubModel.ask("org/name", "main").url("config.json")
+    url = HubModel.ask(HubReference("org/name")).url("config.json")
     with pytest.raises(hub_requests.Stopped):
         hub_requests.read_part(url, 0, 10, stopped)

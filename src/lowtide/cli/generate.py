@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 ModelName = Annotated[
     str,
     typer.Argument(
-        help="A folder, GGUF file, hub id such as org/name, demo:diffusion or demo:autoregressive.",
+        help="A folder, GGUF file, hub id such as org/name or org/name:Q4_K_M, or demo:diffusion.",
         metavar="MODEL",
     ),
 ]

@@ -101,7 +101,9 @@ def _pack_experts(model: str, settings: Settings) -> None:
 
 @takes(Group.HUB, Group.OUTPUT)
 def pull(
-    model: Annotated[str, typer.Argument(help="A hub id: org/name or org/name@revision.")],
+    model: Annotated[
+        str, typer.Argument(help="A hub id: org/name, org/name@revision or org/name:Q4_K_M.")
+    ],
     *,
     settings: Settings,
 ) -> None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from lowtide.cli.options import Settings
 from lowtide.cli.screen import ProgressBars, stderr_console
 from lowtide.config import ModelConfig
-from lowtide.families import read_config
 from lowtide.files.whole_file import check_writable
 from lowtide.params import check_kind
 from lowtide.plan import FormatPlan, MemoryPlan, check_is_named
@@ -108,7 +107,7 @@ def _find(model: str, settings: Settings) -> tuple[Path | HubModel, ModelConfig]
     found, overrides = locate_model(model, offline=settings.flag("offline")), _overrides(settings)
     if isinstance(found, Path):
         return found, load_config(found, overrides)
-    return found, read_config(found.config(), overrides=overrides)
+    return found, found.model_config(overrides)
 
 
 def _fetched(found: Path | HubModel, settings: Settings) -> Path:

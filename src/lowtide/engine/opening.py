@@ -30,7 +30,7 @@ from lowtide.engine.option_checks import (
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.experts.layout import SlotLayout
 from lowtide.experts.transfer import largest_read_bytes
-from lowtide.families import families, read_config, read_config_in
+from lowtide.families import families, read_config_in
 from lowtide.formats import MatrixFormat
 from lowtide.formats.expert_inputs import ExpertInputs
 from lowtide.formats.plain import SAFETENSORS_NAME
@@ -319,9 +319,12 @@ def open_for_plan(reference: str | Path | HubModel, options: EngineConfig) -> Op
         found = locate_model(str(as_reference(found)), offline=options.offline)
     if isinstance(found, Path):
         return _open_path(found, options)
-    config = _checked(read_config(found.config(), overrides=options.config_overrides), options)
-    checkpoint = stored_matrices(config, found.checkpoint())
-    return _opened(found.folder, options, config, bind(config, checkpoint))
+    config = _checked(found.model_config(options.config_overrides), options)
+    if found.gguf_files:
+        checkpoint = found.gguf.checkpoint(config)
+    else:
+        checkpoint = stored_matrices(config, found.checkpoint())
+    return _opened(found.path, options, config, bind(config, checkpoint))
 
 
 def _open_path(path: Path, options: EngineConfig) -> OpenModel:

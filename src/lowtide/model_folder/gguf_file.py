@@ -1,32 +1,103 @@
-"""Which GGUF file is meant: by its path, or as the only model of a folder."""
+"""Which GGUF file is meant: by its path, as the only model of a folder, by its tag on the hub."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from lowtide.errors import CheckpointError
+from lowtide.files.regular_file import open_regular
 
+MAGIC = b"GGUF"
 SPLIT = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
 """The name of one of several files: the first has number 1."""
 
+USUAL_TAGS = ("Q4_K_M", "Q4_0", "Q8_0", "MXFP4")
+"""What is taken, in this order, of a repository with several models where no tag says which."""
+
+_TAG = re.compile(r"(?:UD-)?(?:I?Q[0-9]\w*|BF16|F16|F32|MXFP4\w*)$", re.IGNORECASE | re.ASCII)
+
 
 def is_gguf(path: Path) -> bool:
-    """Whether a model's path is that of a GGUF file, not of a folder."""
-    return path.suffix == ".gguf" and not path.is_dir()
+    """Whether a model's path is that of a GGUF file: by its name, or by its first bytes, for files
+    that are kept without one. Raises CheckpointError for one that cannot be read."""
+    if path.is_dir() or not path.exists():
+        return False
+    if path.suffix == ".gguf":
+        return True
+    if not path.is_file():
+        return False
+    with open_regular(path, CheckpointError) as (stream, _):
+        return stream.read(len(MAGIC)) == MAGIC
 
 
 def first_gguf(folder: Path) -> Path | None:
     """The one GGUF model in a folder; None if there is none. Raises CheckpointError for several."""
-    files = sorted(path for path in folder.glob("*.gguf") if not path.name.startswith("mmproj"))
-    splits = [SPLIT.fullmatch(path.name) for path in files]
-    pairs = zip(files, splits, strict=True)
-    firsts = [path for path, split in pairs if split is None or int(split[2]) == 1]
-    if len(firsts) > 1:
-        names = ", ".join(path.name for path in firsts[:4])
+    models = gguf_models(path.name for path in folder.glob("*.gguf"))
+    if len(models) > 1:
+        names = ", ".join(files[0] for files in list(models.values())[:4])
         raise CheckpointError(
-            f"{folder} holds {len(firsts)} GGUF models ({names}); give the path of one of them."
+            f"{folder} holds {len(models)} GGUF models ({names}); give the path of one of them."
         )
-    if files and not firsts:
-        raise CheckpointError(f"{folder} holds {files[0].name}, but not the first of its files.")
-    return firsts[0] if firsts else None
+    for files in models.values():
+        split = SPLIT.fullmatch(files[0])
+        if split is not None and int(split[2]) != 1:
+            raise CheckpointError(f"{folder} holds {files[0]}, but not the first of its files.")
+        return folder / files[0]
+    return None
+
+
+def gguf_models(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """The GGUF models among files: all files of each, in order, by its path without number and
+    suffix. Files that accompany models (of images, importance matrices) are left out."""
+    models: dict[str, list[str]] = {}
+    for name in sorted(names):
+        last = name.rpartition("/")[2].lower()
+        if last.endswith(".gguf") and not last.startswith(("mmproj", "imatrix")):
+            split = SPLIT.fullmatch(name)
+            models.setdefault(split[1] if split else name.removesuffix(".gguf"), []).append(name)
+    return {stem: tuple(files) for stem, files in models.items()}
+
+
+def is_whole(files: tuple[str, ...]) -> bool:
+    """Whether a model's files are all that their names announce."""
+    split = SPLIT.fullmatch(files[0])
+    return split is None or len(files) == int(split[3])
+
+
+def tag_of(stem: str) -> str:
+    """What tells a model from the others of its repository: its quantisation, or its name."""
+    found = _TAG.search(stem)
+    return found[0] if found else f"{stem.rpartition('/')[2]}.gguf"
+
+
+def choose_gguf(
+    models: Mapping[str, tuple[str, ...]], tag: str | None, where: str
+) -> tuple[str, ...]:
+    """The files of the model that a tag names; without one the only model, or a usual one.
+
+    tag: a quantisation, in any case, or a file's path. Raises CheckpointError, naming the tags
+    that there are, where none or several are meant.
+    """
+    if tag is None and len(models) == 1:
+        return next(iter(models.values()))
+    for wanted in USUAL_TAGS if tag is None else (tag,):
+        named = {s: files for s, files in models.items() if _is_named(wanted, s, files)}
+        exact = [files for s, files in named.items() if tag_of(s).lower() == wanted.lower()]
+        found = exact or list(named.values())
+        if len(found) == 1:
+            return found[0]
+        if found and tag is not None:
+            names = ", ".join(files[0] for files in found)
+            raise CheckpointError(f"{where}: {tag} may be {names}; give one of these after the :.")
+    tags = ", ".join(sorted(map(tag_of, models))[:40])
+    asked = "names none of its GGUF models" if tag is not None else "holds several GGUF models"
+    raise CheckpointError(f"{where} {asked}; give one as ORG/NAME:TAG. Tags: {tags}.")
+
+
+def _is_named(tag: str, stem: str, files: tuple[str, ...]) -> bool:
+    if tag.lower().endswith(".gguf"):
+        return tag in files or tag in (name.rpartition("/")[2] for name in files)
+    stem, tag = stem.lower(), tag.lower()
+    return stem == tag or (stem.endswith(tag) and stem[-len(tag) - 1] in "-._/")

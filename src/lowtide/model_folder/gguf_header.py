@@ -16,7 +16,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from lowtide.formats import MatrixFormat
 from lowtide.formats.ggml import FORMATS as PACKED
 from lowtide.formats.ggml import TYPE_NAMES
 from lowtide.formats.plain import FORMATS as PLAIN
+from lowtide.model_folder.gguf_file import MAGIC
 
 MAX_HEADER_BYTES = 256 << 20
 """Vocabularies of a few hundred thousand tokens and their merges take some ten MB."""
@@ -37,7 +38,6 @@ MAX_ENTRIES = 1 << 20
 
 MAX_NAME_BYTES = 65535
 
-_MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_DIMENSIONS = 4
 _ALIGNMENT = 32
@@ -47,6 +47,12 @@ _SCALARS |= {11: "<q", 12: "<d"}
 _STRING, _ARRAY, _FLOAT32 = 8, 9, 6
 
 Value = int | float | bool | str
+
+
+class Stream(Protocol):
+    """What a header is read from, in order."""
+
+    def read(self, num_bytes: int, /) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -107,10 +113,15 @@ class GgufHeader:
         """Raises CheckpointError, naming the file and the numbers, for a file that is truncated,
         damaged or contradictory, UnsupportedError for a type that weights are not read from."""
         with open_regular(path, CheckpointError) as (stream, file):
-            cursor = _Cursor(stream, file)
-            num_tensors, num_keys = _counts(cursor)
-            values = [_key_and_value(cursor) for _ in range(num_keys)]
-            entries = [_tensor(cursor) for _ in range(num_tensors)]
+            return cls.parse(stream, file)
+
+    @classmethod
+    def parse(cls, stream: Stream, file: RegularFile) -> GgufHeader:
+        """Of a file that `stream` reads from its first byte on; raises as `read` does."""
+        cursor = _Cursor(stream, file)
+        num_tensors, num_keys = _counts(cursor)
+        values = [_key_and_value(cursor) for _ in range(num_keys)]
+        entries = [_tensor(cursor) for _ in range(num_tensors)]
         data = memoryview(bytes(cursor.buffer))
         metadata = {key: _loaded(value, data) for key, value in values}
         if len(metadata) != num_keys:
@@ -141,7 +152,7 @@ class _Span(NamedTuple):
 class _Cursor:
     """Reads on through a header, as much of the file as it needs."""
 
-    def __init__(self, stream: BinaryIO, file: RegularFile) -> None:
+    def __init__(self, stream: Stream, file: RegularFile) -> None:
         self.buffer = bytearray()
         self.position = 0
         self.file = file
@@ -211,7 +222,7 @@ def _counts(cursor: _Cursor) -> tuple[int, int]:
     if cursor.file.num_bytes < 24:
         cursor.fail(f"it has {cursor.file.num_bytes} bytes, too few for a GGUF file")
     cursor.need(24)
-    if bytes(cursor.buffer[:4]) != _MAGIC:
+    if bytes(cursor.buffer[:4]) != MAGIC:
         cursor.fail(f"it is no GGUF file: it begins with {bytes(cursor.buffer[:4])!r}")
     cursor.position = 4
     version = cursor.number("<I")

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from lowtide.errors import CheckpointError, ConfigError, StorageError, Unsupport
 from lowtide.families import Family, gguf_family, read_config
 from lowtide.families.gguf import FUSED_QKV, GgufArchitecture, GgufKeys, RearrangedTensor, layer_of
 from lowtide.files.json_file import shown
+from lowtide.files.regular_file import RegularFile
 from lowtide.model_folder.checkpoint import Checkpoint, StoredPart, TensorEntry
 from lowtide.model_folder.further_layers import warn_of_further_layers
 from lowtide.model_folder.gguf_ends import ending_ids
@@ -35,6 +36,32 @@ _MAX_VECTOR_BYTES = 65536
 _NOTHING: Mapping[str, object] = MappingProxyType({})
 
 
+class GgufFiles(Protocol):
+    """Where files are read from: this machine, or the hub."""
+
+    def header(self, path: Path) -> GgufHeader: ...
+
+    def part(self, file: RegularFile, offset: int, num_bytes: int) -> bytes:
+        """Fewer bytes only where the file ends."""
+
+
+class LocalGgufFiles:
+    """Files of this machine."""
+
+    def header(self, path: Path) -> GgufHeader:
+        return GgufHeader.read(path)
+
+    def part(self, file: RegularFile, offset: int, num_bytes: int) -> bytes:
+        """Raises StorageError where it cannot be read."""
+        descriptor = file.open()
+        try:
+            return os.pread(descriptor, num_bytes, offset)
+        except OSError as reason:
+            raise StorageError(f"{file.path} cannot be read: {reason.strerror}.") from reason
+        finally:
+            os.close(descriptor)
+
+
 @dataclass(frozen=True, slots=True)
 class GgufModel:
     """The headers of a model's files, the first of which has its metadata."""
@@ -42,12 +69,14 @@ class GgufModel:
     headers: tuple[GgufHeader, ...]
     family: Family
     architecture: GgufArchitecture
+    files: GgufFiles
 
     @classmethod
-    def open(cls, path: Path) -> GgufModel:
+    def open(cls, path: Path, files: GgufFiles | None = None) -> GgufModel:
         """Raises CheckpointError for files that are damaged, missing or contradict each other,
         UnsupportedError for an architecture or type that is not read."""
-        first = GgufHeader.read(path)
+        files = files or LocalGgufFiles()
+        first = files.header(path)
         name = first.metadata.get("general.architecture")
         if not isinstance(name, str):
             raise CheckpointError(f"{path} names no general.architecture.")
@@ -55,11 +84,11 @@ class GgufModel:
             family = gguf_family(name)
         except UnsupportedError as error:
             raise UnsupportedError(f"{path}: {error}") from None
-        headers = (first, *map(GgufHeader.read, _others(path, first)))
+        headers = (first, *map(files.header, _others(path, first)))
         _check_split(headers)
         if family.gguf is None:
             raise UnsupportedError(f"{path}: {family.name} is not read from GGUF files.")
-        return cls(headers, family, family.gguf)
+        return cls(headers, family, family.gguf, files)
 
     @property
     def path(self) -> Path:
@@ -93,13 +122,7 @@ class GgufModel:
                 f"{header.file.path}: tensor {shown(name)} is {tensor.format.name} of shape "
                 f"{list(tensor.shape)}, not a short vector of float32."
             )
-        descriptor = header.file.open()
-        try:
-            data = os.pread(descriptor, tensor.num_bytes, tensor.offset)
-        except OSError as reason:
-            raise StorageError(f"{header.file.path} cannot be read: {reason.strerror}.") from reason
-        finally:
-            os.close(descriptor)
+        data = self.files.part(header.file, tensor.offset, tensor.num_bytes)
         if len(data) < tensor.num_bytes:
             raise StorageError(f"{header.file.path} ends inside {shown(name)}; fetch it again.")
         numbers: list[float] = np.frombuffer(data, "<f4").tolist()

@@ -1,8 +1,9 @@
 """From the name of a model to the folder it lies in: `resolve_model`, `pull`, `list_models`.
 
-A reference is a folder, a GGUF file, `demo:NAME`, or `org/name[@revision]` on the hub. Only weights
-and data files are ever fetched, every file from one commit, and nothing of a model that lowtide
-does not run. Imports no torch, and huggingface-hub only when a reference needs it.
+A reference is a folder, a GGUF file, `demo:NAME`, or on the hub `org/name[@revision][:TAG]` or the
+address of its page; TAG is of a GGUF file, such as Q4_K_M. Only weights and data files are ever
+fetched, every file from one commit, and nothing of a model that lowtide does not run. Imports no
+torch, and huggingface-hub only when a reference needs it.
 """
 
 from __future__ import annotations
@@ -10,16 +11,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 from lowtide.errors import CheckpointError, HubError, UsageError
-from lowtide.families import read_config
 from lowtide.files.json_file import shown
-from lowtide.model_folder.gguf_file import first_gguf, is_gguf
+from lowtide.model_folder.gguf_file import (
+    choose_gguf,
+    first_gguf,
+    gguf_models,
+    is_gguf,
+    is_whole,
+    tag_of,
+)
 from lowtide.model_folder.hub_cache import (
     cache_folder,
     cached_commit,
@@ -32,6 +38,7 @@ from lowtide.model_folder.hub_cache import (
 )
 from lowtide.model_folder.hub_download import Progress, fetch, no_progress
 from lowtide.model_folder.hub_model import HubModel, is_small
+from lowtide.model_folder.hub_reference import HubReference, parse
 from lowtide.model_folder.hub_requests import brief
 from lowtide.model_folder.way_out import way_out
 
@@ -39,9 +46,6 @@ DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 DEMO_NAMES = ("diffusion", "autoregressive")
 OLD_DEMO_NAMES = {"chat": "autoregressive"}
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
-_REVISION = re.compile(r"[A-Za-z0-9][\w./+-]{0,199}")
-_DEFAULT_REVISION = "main"
 _NOTHING: Mapping[str, object] = MappingProxyType({})
 
 _log = logging.getLogger(__name__)
@@ -65,7 +69,7 @@ def resolve_model(
     overrides: Mapping[str, object] = _NOTHING,
     progress: Progress = no_progress,
 ) -> Path:
-    """The folder of a model, fetched from the hub if it is not here yet.
+    """The folder of a model, or its GGUF file, fetched from the hub if it is not here yet.
 
     Raises as `locate_model` and `fetch_model` do.
     """
@@ -81,13 +85,13 @@ def fetch_model(
     overrides: Mapping[str, object] = _NOTHING,
     progress: Progress = no_progress,
 ) -> Path:
-    """The folder of a model whose files are fetched, as far as they are not here.
+    """A model whose files are fetched, as far as they are not here.
 
     overrides: values that replace `config.json`'s. Raises ConfigError or UnsupportedError for a
     model that lowtide does not run and CheckpointError for one whose shards are not all there,
     both before any weight is fetched, and HubError as `fetch` does.
     """
-    read_config(model.config(), overrides=overrides)
+    model.model_config(overrides)
     return fetch(model, progress)
 
 
@@ -95,7 +99,7 @@ def locate_model(reference: str, *, offline: bool = False) -> Path | HubModel:
     """Where a model is that is whole on this machine, or what the hub says of it.
 
     reference: a folder; a GGUF file (of several the first), for which a folder with no other
-    weights may stand; `demo:diffusion` or `demo:autoregressive`; `org/name` or `org/name@revision`.
+    weights may stand; `demo:diffusion` or `demo:autoregressive`; `org/name[@revision][:TAG]`.
     offline: look into the hub's cache only (also when HF_HUB_OFFLINE is set). A model that is
     whole in the cache is used, with a notice, where the hub cannot be asked.
     Raises HubError if there is no such model or the hub cannot be asked, UsageError for a
@@ -114,8 +118,7 @@ def locate_model(reference: str, *, offline: bool = False) -> Path | HubModel:
         )
     if folder.exists():
         return folder
-    repo_id, revision = _parse_hub_id(reference, folder)
-    return _locate_on_hub(repo_id, revision, offline=offline)
+    return _locate_on_hub(_parse_hub_id(reference, folder), offline=offline)
 
 
 def pull(reference: str, progress: Progress = no_progress) -> Path:
@@ -124,7 +127,9 @@ def pull(reference: str, progress: Progress = no_progress) -> Path:
     Raises UsageError for a reference that is not on the hub, and as `resolve_model` does.
     """
     if reference.startswith("demo:") or _path(reference).exists():
-        raise UsageError(f"{reference} is on this machine already; pull takes org/name[@revision].")
+        raise UsageError(
+            f"{reference} is on this machine already; pull takes org/name[@revision][:TAG]."
+        )
     return resolve_model(reference, progress=progress)
 
 
@@ -135,7 +140,9 @@ def list_models() -> list[LocalModel]:
     """
     demos = [DEMO_FOLDER / name for name in DEMO_NAMES if (DEMO_FOLDER / name).is_dir()]
     found = [_local_model(f"demo:{folder.name}", "", folder) for folder in demos]
-    cached = [_local_model(name, folder.name, folder) for name, folder in cached_snapshots()]
+    cached = [
+        model for name, folder in cached_snapshots() for model in _cached_models(name, folder)
+    ]
     return found + sorted(cached, key=lambda m: (m.name, m.revision))
 
 
@@ -173,7 +180,7 @@ def _path(reference: str) -> Path:
             raise UsageError(
                 f"There is no model {shown(reference)}: first comes the model, then the text."
             ) from error
-        may_be_on_hub = _HUB_ID.fullmatch(reference.partition("@")[0])
+        may_be_on_hub = parse(reference) is not None
         on_hub = " For the model of this name on the hub start in another folder."
         raise CheckpointError(
             f"{path} cannot be read: {error.strerror}.{on_hub if may_be_on_hub else ''}"
@@ -196,60 +203,89 @@ def _demo(name: str) -> Path:
     return folder
 
 
-def _parse_hub_id(reference: str, folder: Path) -> tuple[str, str]:
-    repo_id, _, revision = reference.partition("@")
-    is_path = reference.startswith((".", "/", "~")) or reference.count("/") > 1
-    if _HUB_ID.fullmatch(repo_id) and not ("@" not in reference and is_path):
-        revision = revision if "@" in reference else _DEFAULT_REVISION
-        if not _REVISION.fullmatch(revision) or ".." in revision:
-            raise UsageError(f"{revision!r} is not a revision; give a branch, a tag or a commit.")
-        return repo_id, revision
+def _parse_hub_id(reference: str, folder: Path) -> HubReference:
+    if (found := parse(reference)) is not None:
+        return found
     raise HubError(
         f"There is no model {reference!r}. Tried: the folder {folder.absolute()}, which does not "
-        "exist; the hub, whose ids look like org/name or org/name@revision; the demo models, "
+        "exist; the hub, whose ids look like org/name, org/name@revision or, with one of its GGUF "
+        "files, org/name:Q4_K_M; the demo models, "
         f"{', '.join(f'demo:{name}' for name in DEMO_NAMES)}.{way_out(reference)}"
     )
 
 
-def _locate_on_hub(repo_id: str, revision: str, *, offline: bool) -> Path | HubModel:
+def _locate_on_hub(reference: HubReference, *, offline: bool) -> Path | HubModel:
     from huggingface_hub import constants
 
-    commit = cached_commit(repo_id, revision)
-    here = None if commit is None else snapshot_folder(repo_id, commit)
-    missing = ["everything"] if here is None or not here.is_dir() else missing_files(here)
+    here, missing = _kept_copy(reference)
     # A commit never changes: if it is here whole, the network has nothing to add.
-    if here is not None and not missing and (offline or is_commit(revision)):
+    if here is not None and (offline or is_commit(reference.revision)):
         return here
     if offline or constants.HF_HUB_OFFLINE:
-        if here is not None and not missing:
+        if here is not None:
             return here
         raise HubError(
-            f"Offline, and {repo_id}@{revision} is not whole in the hub's cache {cache_folder()}: "
+            f"Offline, and {reference.name} is not whole in the hub's cache {cache_folder()}: "
             f"{listed(missing)} missing. Fetch it with network access: lowtide pull "
-            f"{repo_id}@{revision}."
+            f"{reference.name}."
         )
     try:
-        return _newest(HubModel.ask(repo_id, revision))
+        return _newest(HubModel.ask(reference))
     except HubError as error:
-        if here is None or missing:
+        if here is None:
             raise
         reason = brief(error.__cause__ or error)
         _log.warning(
-            "%s@%s: the hub cannot be asked (%s); the whole copy that is here is used: %s",
-            *(repo_id, revision, reason, here),
+            "%s: the hub cannot be asked (%s); the whole copy that is here is used: %s",
+            *(reference.name, reason, here),
         )
         return here
 
 
+def _kept_copy(reference: HubReference) -> tuple[Path | None, list[str]]:
+    """A model that is whole in the cache, as it was last fetched; or what is missing there."""
+    commit = cached_commit(reference.repo_id, reference.revision)
+    folder = None if commit is None else snapshot_folder(reference.repo_id, commit)
+    if folder is None or not folder.is_dir():
+        return None, ["everything"]
+    missing = missing_files(folder)
+    if reference.tag is None and not missing:
+        return folder, []
+    models = {s: files for s, files in _gguf_models(folder).items() if is_whole(files)}
+    if not models:
+        return None, missing if reference.tag is None else [reference.tag]
+    try:
+        return folder / choose_gguf(models, reference.tag, reference.name)[0], []
+    except CheckpointError:
+        return None, [reference.tag or "a tag that says which GGUF file"]
+
+
+def _gguf_models(folder: Path) -> dict[str, tuple[str, ...]]:
+    """The GGUF models of a snapshot; a link into the cache whose target is gone is no file."""
+    files = [path for path in folder.glob("**/*.gguf") if path.exists()]
+    return gguf_models(path.relative_to(folder).as_posix() for path in files)
+
+
 def _newest(model: HubModel) -> Path | HubModel:
-    """The folder of what the hub has now, if all of it is here."""
+    """What the hub has now, if all of it is here."""
     folder = model.folder
-    small = [name for name in model.files if is_small(name)]
-    if not all((folder / name).exists() for name in small) or missing_files(folder):
+    needed = [name for name in model.files if model.gguf_files or is_small(name)]
+    is_here = all((folder / name).exists() for name in needed)
+    if not is_here or (not model.gguf_files and missing_files(folder)):
         return model
     with contextlib.suppress(HubError):  # a cache that is only read is as good
-        remember_revision(model.repo_id, model.revision, model.commit)
-    return folder
+        remember_revision(model.reference, model.commit)
+    return model.path
+
+
+def _cached_models(name: str, folder: Path) -> Iterator[LocalModel]:
+    """The models of one commit: a checkpoint, and each GGUF model under its tag."""
+    if (folder / "config.json").exists():
+        yield _local_model(name, folder.name, folder)
+    for stem, files in _gguf_models(folder).items():
+        num_bytes = sum((folder / file).stat().st_size for file in files)
+        path = folder / files[0]
+        yield LocalModel(f"{name}:{tag_of(stem)}", folder.name, num_bytes, path, is_whole(files))
 
 
 def _local_model(name: str, revision: str, folder: Path) -> LocalModel:

@@ -15,6 +15,7 @@ from pathlib import Path
 from lowtide.errors import CheckpointError, HubError, StorageError
 from lowtide.files.json_file import read_object
 from lowtide.files.regular_file import read_regular
+from lowtide.model_folder.hub_reference import HubReference
 
 MAX_INDEX_BYTES = 64 << 20
 
@@ -55,8 +56,9 @@ def cached_commit(repo_id: str, revision: str) -> str | None:
     return commit if is_commit(commit) else None
 
 
-def remember_revision(repo_id: str, revision: str, commit: str) -> None:
+def remember_revision(reference: HubReference, commit: str) -> None:
     """Notes the name that a commit has: offline use looks that up. Raises HubError."""
+    repo_id, revision, _ = reference
     if revision == cached_commit(repo_id, revision) or commit == cached_commit(repo_id, revision):
         return
     path = repo_folder(repo_id) / "refs" / revision
@@ -72,14 +74,13 @@ def remember_revision(repo_id: str, revision: str, commit: str) -> None:
 
 
 def cached_snapshots() -> Iterator[tuple[str, Path]]:
-    """Names and folders of all that has a configuration. Raises HubError if it cannot be read."""
+    """Names and folders of all commits. Raises HubError if the cache cannot be read."""
     cache = cache_folder()
     try:
         for repo in cache.glob("models--*--*"):
             name = repo.name.removeprefix("models--").replace("--", "/", 1)
             for folder in (repo / "snapshots").glob("*"):
-                if (folder / "config.json").exists():
-                    yield name, folder
+                yield name, folder
     except OSError as error:
         raise HubError(f"The hub's cache {cache} cannot be read: {error}.") from error
 

@@ -45,7 +45,7 @@ def no_progress(what: str, done_bytes: int, total_bytes: int) -> None:
 
 
 def fetch(model: HubModel, progress: Progress = no_progress) -> Path:
-    """The folder of a model, with all its files fetched that were not here.
+    """The folder of a model, or its GGUF file, with all files fetched that were not here.
 
     Says what is fetched, where to, and what is free there. Raises CheckpointError if not all
     shards are on the hub, HubError if it does not fit, and for what breaks it off; what has come
@@ -61,8 +61,8 @@ def fetch(model: HubModel, progress: Progress = no_progress) -> Path:
     # The hub's errors share no base class: HTTP, connection, validation and disk errors.
     except Exception as error:
         raise failure(model.name, error) from error
-    remember_revision(model.repo_id, model.revision, model.commit)
-    return model.folder
+    remember_revision(model.reference, model.commit)
+    return model.path
 
 
 class _Download:
@@ -70,7 +70,7 @@ class _Download:
 
     def __init__(self, model: HubModel, shards: Sequence[str], progress: Progress) -> None:
         self._model = model
-        self._blobs = repo_folder(model.repo_id) / "blobs"
+        self._blobs = repo_folder(model.reference.repo_id) / "blobs"
         self._progress = progress
         self._lock = Lock()
         self._stopped = Event()
@@ -232,6 +232,7 @@ class _Download:
 
 def _link(place: Path, blob: Path) -> None:
     """Has `place` lead to `blob`, wherever it led; where there are no links, it takes its place."""
+    place.parent.mkdir(parents=True, exist_ok=True)
     link = place.with_name(f".{token_hex(8)}.lowtide")
     try:
         os.symlink(os.path.relpath(blob, place.parent), link)

@@ -1,7 +1,8 @@
 """A model on the hub, known without its weights: which files, how large, what their headers say.
 
-    model = HubModel.ask("org/name", "main")  # one request
+    model = HubModel.ask(HubReference("org/name"))  # one request
     model.config(), model.checkpoint()  # config.json; 8 bytes of each shard, then its header
+    model.gguf  # in place of both, of a GGUF model: its headers
 
 Everything is of one commit, the one that the revision stood for when the hub was asked.
 """
@@ -9,14 +10,17 @@ Everything is of one commit, the one that the revision stood for when the hub wa
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lowtide.config import ModelConfig
 from lowtide.errors import CheckpointError, ConfigError, HubError
+from lowtide.families import read_config
 from lowtide.files.json_file import parse_object, shown
 from lowtide.files.regular_file import RegularFile
 from lowtide.model_folder.checkpoint import (
@@ -27,12 +31,16 @@ from lowtide.model_folder.checkpoint import (
     header_num_bytes,
     shard_names,
 )
+from lowtide.model_folder.gguf_file import choose_gguf, gguf_models, is_whole
 from lowtide.model_folder.hub_cache import MAX_INDEX_BYTES, is_commit, snapshot_folder
+from lowtide.model_folder.hub_reference import HubReference
 from lowtide.model_folder.hub_requests import asked, failure, read_part
-from lowtide.model_folder.way_out import gguf_way_out
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoSibling
+
+    from lowtide.model_folder.gguf_header import GgufHeader
+    from lowtide.model_folder.gguf_model import GgufModel
 
 SMALL_FILES = ("*.json", "*.jinja")
 """What is fetched beside weights: configuration and tokenizer. Never code or pickled weights."""
@@ -43,7 +51,8 @@ MAX_CONFIG_BYTES = 16 << 20
 
 _MAX_NAME_BYTES = 200
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_OTHER_FORMATS = {".gguf": "GGUF", ".bin": "PyTorch's pickled weights", ".pth": "pickled weights"}
+_UNFIT = re.compile(r"(?:^|/)(?:\.|/|$)|\\")  # folders above, hidden ones, no name
+_OTHER_FORMATS = {".bin": "PyTorch's pickled weights", ".pth": "pickled weights"}
 
 
 class HubFile(NamedTuple):
@@ -53,23 +62,25 @@ class HubFile(NamedTuple):
     sha256: str | None  # of its bytes, and its name in the cache; None for small files
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HubModel:
     """The files of one commit of a model, and how to read of them."""
 
-    repo_id: str
-    revision: str  # as it was asked for
+    reference: HubReference  # as it was asked for
     commit: str
     files: Mapping[str, HubFile]  # weights, configuration, tokenizer; by name, in its order
+    gguf_files: tuple[str, ...] = ()  # of a GGUF model, in order: then they are all its files
 
     @classmethod
-    def ask(cls, repo_id: str, revision: str) -> HubModel:
-        """Raises HubError where the hub cannot be asked, or has no such model to be read."""
+    def ask(cls, reference: HubReference) -> HubModel:
+        """Raises HubError where the hub cannot be asked, or has no such model to be read,
+        CheckpointError where it is not clear which of several GGUF models is meant."""
         import huggingface_hub
         from huggingface_hub import constants
 
         timeout_s = constants.HF_HUB_ETAG_TIMEOUT
-        name = f"{repo_id}@{revision}"
+        repo_id, revision, tag = reference
+        name = reference.name
         try:
             info = asked(
                 lambda: huggingface_hub.HfApi().model_info(
@@ -84,23 +95,43 @@ class HubModel:
                 f"{name}: the hub says that it is {shown(info.sha)}, which is no commit."
             )
         siblings = {_checked_name(file.rfilename, name): file for file in info.siblings or ()}
+        gguf_files = _gguf_files(siblings, reference)
         files = {
             each: HubFile(_num_bytes(siblings[each], name), _sha256(siblings[each], name))
-            for each in sorted(siblings)
-            if _is_fetched(each)
+            for each in (gguf_files or sorted(filter(_is_fetched, siblings)))
         }
-        model = cls(repo_id, revision, str(info.sha), files)
-        model._check_whole(list(siblings))
+        model = cls(reference, str(info.sha), files, gguf_files)
+        if not gguf_files:
+            model._check_whole(list(siblings))
         return model
 
     @property
     def name(self) -> str:
-        return f"{self.repo_id}@{self.revision}"
+        return self.reference.name
 
     @property
     def folder(self) -> Path:
         """Where its files are once they are fetched."""
-        return snapshot_folder(self.repo_id, self.commit)
+        return snapshot_folder(self.reference.repo_id, self.commit)
+
+    @property
+    def path(self) -> Path:
+        """The model once it is fetched: its folder, or its first GGUF file."""
+        return self.folder / self.gguf_files[0] if self.gguf_files else self.folder
+
+    @cached_property
+    def gguf(self) -> GgufModel:
+        """The headers of a GGUF model. Raises as `GgufModel.open` does, and HubError."""
+        from lowtide.model_folder.gguf_model import GgufModel  # with every family
+
+        return GgufModel.open(self.path, self)
+
+    def model_config(self, overrides: Mapping[str, object]) -> ModelConfig:
+        """What the model is; `overrides` replace values of `config.json`. Raises HubError,
+        ConfigError, UnsupportedError."""
+        if self.gguf_files:
+            return self.gguf.config(overrides)
+        return read_config(self.config(), overrides=overrides)
 
     def config(self) -> dict[str, Any]:
         """What `config.json` holds. Raises HubError, ConfigError."""
@@ -115,13 +146,15 @@ class HubModel:
     def url(self, name: str) -> str:
         import huggingface_hub
 
-        return huggingface_hub.hf_hub_url(self.repo_id, name, revision=self.commit)
+        return huggingface_hub.hf_hub_url(self.reference.repo_id, name, revision=self.commit)
 
     def shards(self) -> tuple[str, ...]:
         """The weight files, told by their names; by the index where those do not tell.
 
         Raises CheckpointError where not all are there, HubError.
         """
+        if self.gguf_files:
+            return self.gguf_files
         try:
             return shard_names(self.files, self.name)
         except CheckpointError:
@@ -133,6 +166,19 @@ class HubModel:
             if shard not in self.files:
                 raise CheckpointError(f"{self.name}: {INDEX_NAME} names {shard}, which is missing.")
         return tuple(shards)
+
+    def header(self, path: Path) -> GgufHeader:
+        """Of the GGUF file that will be at `path`, read from the hub as far as it goes."""
+        name = path.relative_to(self.folder).as_posix()
+        if name not in self.files:
+            raise CheckpointError(f"{self.name}: {name} belongs to it and is not on the hub.")
+        file = RegularFile(path, self.files[name].num_bytes, (0, 0, 0))
+        from lowtide.model_folder.gguf_header import GgufHeader
+
+        return GgufHeader.parse(_RemoteFile(self, name), file)
+
+    def part(self, file: RegularFile, offset: int, num_bytes: int) -> bytes:
+        return self._read(file.path.relative_to(self.folder).as_posix(), offset, num_bytes)
 
     def _header(self, name: str) -> tuple[RegularFile, bytes]:
         num_bytes = self.files[name].num_bytes
@@ -161,24 +207,63 @@ class HubModel:
         if missing:
             others = {told for end, told in _OTHER_FORMATS.items() if _any_end(all_names, end)}
             instead = f" It holds {' and '.join(sorted(others))} instead." if others else ""
-            way = f" {gguf_way_out(self.repo_id)}" if _any_end(all_names, ".gguf") else ""
             raise HubError(
                 f"{self.name} is not a checkpoint that can be loaded: {' and '.join(missing)} "
-                f"missing on the hub.{instead} Only safetensors checkpoints are fetched; choose "
-                f"the model's original repository.{way}"
+                f"missing on the hub.{instead} Only safetensors and GGUF are fetched; choose the "
+                "model's original repository."
             )
+
+
+class _RemoteFile:
+    """Reads a file of the hub from its beginning on."""
+
+    def __init__(self, model: HubModel, name: str) -> None:
+        self._model = model
+        self._name = name
+        self._offset = 0
+
+    def read(self, num_bytes: int, /) -> bytes:
+        """At most `num_bytes`, fewer where the file ends. Raises HubError."""
+        rest = self._model.files[self._name].num_bytes - self._offset
+        data = self._model._read(self._name, self._offset, min(num_bytes, rest))
+        self._offset += len(data)
+        return data
+
+
+def _gguf_files(names: Collection[str], reference: HubReference) -> tuple[str, ...]:
+    """Those of the GGUF model that is asked for, which is none where there is a checkpoint and no
+    tag. Raises HubError for a tag where there is no GGUF model, CheckpointError where not all of
+    its files are there."""
+    if reference.tag is None and any(name.endswith(".safetensors") for name in names):
+        return ()
+    models = gguf_models(name for name in names if not name.startswith("."))
+    if not models:
+        if reference.tag is not None:
+            raise HubError(
+                f"{reference.name}: {reference.repo_id} holds no GGUF files that a tag could name; "
+                f"give {reference.repo_id} alone."
+            )
+        return ()
+    files = choose_gguf(models, reference.tag, reference.name)
+    if not is_whole(files):
+        raise CheckpointError(f"{reference.name}: of {files[0]} and its set, files are missing.")
+    return files
 
 
 def _checked_name(file: object, model: str) -> str:
     """Raises HubError for what is no text, or fetched and unfit for a name of a file."""
-    if isinstance(file, str) and not _is_fetched(file):
+    if isinstance(file, str) and not _is_fetched(file) and not file.endswith(".gguf"):
         return file
-    if not isinstance(file, str) or not file.isprintable() or len(file.encode()) > _MAX_NAME_BYTES:
+    if not isinstance(file, str) or not _is_fit(file):
         raise HubError(
             f"{model}: the hub lists a file {shown(file)}; names are printable text of at most "
             f"{_MAX_NAME_BYTES} bytes."
         )
     return file
+
+
+def _is_fit(path: str) -> bool:
+    return path.isprintable() and len(path.encode()) <= _MAX_NAME_BYTES and not _UNFIT.search(path)
 
 
 def _num_bytes(file: RepoSibling, model: str) -> int:
