@@ -10,7 +10,7 @@ use, only those and a device that is slowed down (`--slowdown`) mean anything.
 `--home disk` has no device: part of the experts is in memory, the host runs all and reads those
 that are absent, past the page cache. The replay is what `auto` goes by there: a layer takes its
 other work, which is that of a run with all experts in memory, and the longer of reading and
-computing its experts, as the engine measured both. Reads ahead of a layer are not simulated.
+computing its experts, as the engine measured both, less what reads ahead of a layer save.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _validate_disk(
     memory, trace = measure_in_memory(model, learned), first_answer(learned.trace)
     with DiskTrack.open(model, options.share, path) as track:
         costs, capacity = track.measure(), track.llm.plan.residents_per_layer
-        around_s = track.around_reads_s(learned)
+        around_s, ahead = track.around_reads_s(learned), track.ahead_slots(calibration)
         taken = _take_turns(partial(_answer_from_disk, track, learned), names, options.repeats)
     hits = trace.hits()
     one_by_one_s = float(np.where(hits > 0, costs.device_s(hits), 0.0).sum()) / len(trace.passes)
@@ -147,7 +147,7 @@ def _validate_disk(
     recorder.write("costs", {**row, "layer_besides_ms": 1e3 * costs.dense_s.at(1)})
     for name, stretches in taken.items():
         setting = _setting(calibration, capacity, costs, name)
-        [report] = compare_alone(trace, [VARIANTS[name].preset], setting)
+        [report] = compare_alone(trace, [VARIANTS[name].preset], setting, ahead)
         _write(recorder, name, report, stretches, COUNTED_ON_DISK)
 
 

@@ -18,13 +18,13 @@ from lowtide import LLM, SamplingParams
 from lowtide.buddies import PassAccount
 from lowtide.core import Facts, RoutedTokens, RowKind, Step
 from lowtide.errors import UsageError
-from lowtide.experts.read_ahead import NEARLY_ALL
 from lowtide.experts.rows import Routing
 from lowtide.lab.record import Recorder
 from lowtide.llm import plan_model
 from lowtide.policies import catalogue
 from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.presets import parse_options
+from lowtide.policies.reads_ahead import NEARLY_ALL
 from lowtide.policies.receipt import Receipt
 from lowtide.policies.recipe import Recipe, Setting
 from lowtide.policies.substitution import CountedSubstitution, Substitution, replaced

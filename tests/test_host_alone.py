@@ -15,9 +15,12 @@ from lowtide.core import Costs, Curve, Step, StepKind
 from lowtide.engine import policy_setting
 from lowtide.lab.calibrate import calibrate
 from lowtide.llm import plan_model
+from lowtide.policies.prefetch import PrefetchOutcome
 from lowtide.policies.presets import candidates
+from lowtide.policies.reads_ahead import NUM_KEPT, NUM_TRIED
 from lowtide.policies.recipe import Setting
 from lowtide.replay.host_alone import compare_alone
+from lowtide.replay.host_reads_ahead import AheadSlots
 from lowtide.replay.simulator import Report
 from lowtide.replay.trace import Trace, TraceShape, TraceWriter
 
@@ -61,6 +64,65 @@ def test_no_more_are_resident_than_there_is_room_for() -> None:
     assert all(report.hit_rate < 0.7 for report in reports)
 
 
+def two_layers(num_passes: int) -> Trace:
+    """Passes of one row that ask for experts 0 and 1 of the first layer, and in turn for 2 and 3,
+    4 and 5 of the second."""
+    writer = TraceWriter("m", TraceShape(2, 8, 2))
+    for index in range(num_passes):
+        second = [2, 3] if index % 2 else [4, 5]
+        ids = np.array([[[0, 1], second]])
+        writer.append(Step(StepKind.DECODE, index), 0, ids, num_committed=1)
+    return writer.trace()
+
+
+def replay_ahead(num_passes: int, ahead: AheadSlots, read_s: float = 10.0) -> Report:
+    costs = replace(COSTS, link_s=read_s)
+    resident = np.zeros((2, 8))
+    resident[0] = 1.0
+    setting = replace(Setting([8, 0], 8, costs), frequency=resident)
+    [report] = compare_alone(two_layers(num_passes), ["static"], setting, ahead)
+    return report
+
+
+def test_reads_ahead_by_the_next_layer_s_router() -> None:
+    num_passes = 2 * NUM_TRIED + NUM_KEPT
+    plain = replay_ahead(num_passes, AheadSlots())
+    # The first layer: dense 1, two in 6. The second one: dense 1, its reads 20.
+    assert plain.total_s == num_passes * (7 + 21) and plain.num_prefetched == 0
+    found = replay_ahead(num_passes, AheadSlots(2, 1, gate_accuracy=1.0))
+    num_ahead = NUM_TRIED + NUM_KEPT
+    # From the first layer's reads, of which there are none, to the second one's router: 6 + 1.
+    assert found.total_s == pytest.approx(plain.total_s - num_ahead * 7)
+    assert found.prefetch == PrefetchOutcome(0, 2 * num_ahead, 0), "none is there in time"
+    assert found.num_fetched == plain.num_fetched and found.link_s == pytest.approx(plain.link_s)
+    one = replay_ahead(num_passes, AheadSlots(1, 1, gate_accuracy=1.0), read_s=4.0)
+    assert one.prefetch == PrefetchOutcome(num_ahead, 0, 0), "a slot for one"
+
+
+def test_reads_ahead_that_save_nothing_are_switched_off() -> None:
+    num_passes = 2 * NUM_TRIED + 100
+    wrong = replay_ahead(num_passes, AheadSlots(4, 1, gate_accuracy=0.0, piece_share=0.5))
+    plain = replay_ahead(num_passes, AheadSlots())
+    assert wrong.prefetch.num_wasted > NUM_TRIED, "of a trial"
+    assert wrong.num_prefetched <= 2 * NUM_TRIED, "two a pass"
+    assert plain.total_s < wrong.total_s < plain.total_s + 5.0 * NUM_TRIED
+
+
+def test_reads_ahead_of_layers_that_ask_for_nearly_all() -> None:
+    writer = TraceWriter("m", TraceShape(2, 4, 4))
+    for index in range(2):
+        ids = np.tile(np.arange(4), (1, 2, 1))
+        writer.append(Step(StepKind.DENOISE, index), 0, ids, num_committed=1)
+    setting = replace(Setting([2, 2], 4, COSTS))
+    [plain] = compare_alone(writer.trace(), ["static"], setting)
+    # Two are read in 20 while four are computed in 12: the disk is not idle but for the dense 1.
+    assert plain.total_s == 4 * 21
+    [found] = compare_alone(writer.trace(), ["static"], setting, AheadSlots(1))
+    assert found.total_s == 21 + 3 * 20 and found.prefetch == PrefetchOutcome(0, 3, 0)
+    [compiled] = compare_alone(writer.trace(), ["static"], setting, AheadSlots(1, 8))
+    assert compiled.total_s == plain.total_s, "by itself, without reads ahead"
+
+
 @pytest.fixture(scope="module")
 def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("calibration") / "text.lowtide"
@@ -93,10 +155,12 @@ def test_auto_goes_by_simulation_on_a_calibration(calibration: Path) -> None:
 def test_auto_adopts_whatever_was_fastest(
     calibration: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Setting] = []
+    asked: list[tuple[Setting, AheadSlots]] = []
 
-    def compare(trace: Trace, presets: Sequence[str], setting: Setting) -> list[Report]:
-        asked.append(setting)
+    def compare(
+        trace: Trace, presets: Sequence[str], setting: Setting, ahead: AheadSlots
+    ) -> list[Report]:
+        asked.append((setting, ahead))
         return [
             Report(name, num_tokens=9 if name == "tide" else 1, total_s=1.0) for name in presets
         ]
@@ -105,5 +169,7 @@ def test_auto_adopts_whatever_was_fastest(
     with open_half(calibration=str(calibration)) as llm:
         assert llm.plan.policy == "tide" and "9 tokens/s" in llm.plan.reason
         llm.generate([PROMPT], PARAMS)
-    [setting] = asked
+        num_staging = llm.plan.num_staging
+    [(setting, ahead)] = asked
+    assert ahead.num_slots == num_staging > 0
     assert setting.costs.fetch_s > 0 and setting.frequency is not None

@@ -32,6 +32,7 @@ RATES = (
     Rate("disk, sequential, direct", "B", 1e8, 0.1, 1e8),
     Rate(LAYERS, "layers", 1e3, 0.1, 1e3),
 )
+COMPUTED = Curve([(1, 1e-3)])
 ELSEWHERE = Machine("Abacus 9", 4, 1 << 34, "Linux 7", None)
 
 
@@ -164,6 +165,30 @@ def test_times_of_the_model_s_own_experts_come_first(
     found = predictor.prediction()
     assert found.pass_s == pytest.approx(run_s + model.config.num_layers / 1e3)
     assert predictor.tokens_per_s(10, 20, 20) == pytest.approx(0.5 / found.pass_s)
+
+
+def test_reads_ahead_count_where_they_save_enough(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_rates(this_machine(), RATES)
+    full = make_plan(opened(folders["qwen3_moe"]))
+    budget = (full.minimum_bytes + full.full_bytes) // 2
+    model = opened(folders["qwen3_moe"], host_memory=budget)
+    plan = make_plan(model)
+    dense_s, read_s = 0.1, 1.0
+    costs = Costs(1, 0.0, COMPUTED, COMPUTED, Curve([(1, dense_s)]), 0.0, disk_read_s=read_s)
+    monkeypatch.setattr(prediction, "_kept_costs", lambda *args: costs)
+    monkeypatch.setattr(prediction, "_dense_bytes", lambda opened: prediction._layer_bytes(opened))
+    found = predictor_of(model, plan)
+    demand = even_demand(model.config.moe_shape, plan, 1)
+    assert found is not None and demand.num_on_disk and plan.num_staging > 2
+    besides_s = dense_s + model.config.num_layers / 1e3
+    # Three quarters of what is read meanwhile is asked for.
+    expected = besides_s + demand.num_on_disk * read_s - 0.75 * besides_s
+    monkeypatch.setattr(prediction, "WORTH", 1.0)
+    assert found.pass_s(1, demand) == pytest.approx(expected)
+    monkeypatch.setattr(prediction, "WORTH", 0.5)
+    assert found.pass_s(1, demand) == pytest.approx(besides_s + demand.num_on_disk * read_s)
 
 
 def test_a_run_s_speed_stands_beside_its_prediction(folders: dict[str, Path]) -> None:

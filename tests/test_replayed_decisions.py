@@ -26,7 +26,6 @@ from lowtide.engine.engine import Engine
 from lowtide.engine.opening import EngineConfig
 from lowtide.engine.policy_setting import _setting, adopt_policy
 from lowtide.engine.worker import make_decoder
-from lowtide.experts.ahead_trial import AheadTrial
 from lowtide.experts.rows import Routing
 from lowtide.lab.buddy_wish import BuddyWish
 from lowtide.lab.budgets import budget_of_share
@@ -34,6 +33,7 @@ from lowtide.lab.calibrate import calibrate
 from lowtide.lab.synth import synth
 from lowtide.llm import plan_model
 from lowtide.policies.presets import lossless_presets
+from lowtide.policies.reads_ahead import AheadTrial
 from lowtide.policies.recipe import Setting
 from lowtide.replay.calibration import Calibration
 from lowtide.replay.host_alone import _HostReplay
@@ -264,7 +264,7 @@ def test_every_pass_is_decided_alike_unwatched(
     case: tuple[Model, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it decodes: what it may do in one call has to decide the same."""
-    monkeypatch.setattr(AheadTrial, "took", lambda *_: None)  # a replay has no reads ahead
+    monkeypatch.setattr(AheadTrial, "took", lambda *_: None)  # reads ahead move no expert
     model, share = case
     with opened(model, share) as engine:
         watcher = engine.experts.observer = Watcher(engine)

@@ -11,10 +11,13 @@ from typing import Any, NamedTuple
 from common.emulated import Learned, Model, Stretch, Totals
 from lowtide import LLM
 from lowtide.core import Costs, Curve
+from lowtide.engine.policy_setting import ahead_slots
 from lowtide.errors import InternalError
 from lowtide.lab.budgets import budget_of_share
 from lowtide.llm import plan_model
 from lowtide.reading.file_reader import Ticket
+from lowtide.replay.calibration import Calibration
+from lowtide.replay.host_reads_ahead import AheadSlots
 
 NUM_MEASURED = 5  # times that costs are measured
 
@@ -60,6 +63,10 @@ class DiskTrack:
         with LayerClock(self.llm) as clock:
             self.answer(learned)
         return clock.around_reads_s
+
+    def ahead_slots(self, calibration: Calibration) -> AheadSlots:
+        """What reads ahead of a layer go by."""
+        return ahead_slots(self.llm._engine, calibration)
 
     def adopt(self, preset: str, options: Mapping[str, Any]) -> None:
         """Starts from a preset's own first residents."""

@@ -26,11 +26,13 @@ from lowtide.engine.registering import planner_of
 from lowtide.errors import PlanError
 from lowtide.experts.device_tier import DeviceTier
 from lowtide.experts.early_gate import EarlyGate, Route
+from lowtide.experts.host_executor import HostExpertExecutor
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.none import NoExperts
 from lowtide.experts.runtime import ExpertRuntime
-from lowtide.experts.transfer import ticket_result
+from lowtide.experts.transfer import DiskTransfer, ticket_result
 from lowtide.kernels.choice import compiled_buddies
+from lowtide.kernels.cpu.reader import PIECE_BYTES
 from lowtide.layers.router import Router, SigmoidRouter
 from lowtide.plan import MemoryPlan
 from lowtide.policies.decision import Policies
@@ -55,6 +57,7 @@ from lowtide.reading.dense_weights import no_progress
 from lowtide.replay.calibration import Calibration
 from lowtide.replay.foresight import measured_accuracy
 from lowtide.replay.host_alone import compare_alone
+from lowtide.replay.host_reads_ahead import AheadSlots
 from lowtide.replay.simulator import compare, fastest_tau
 from lowtide.replay.trace import Trace
 
@@ -117,7 +120,7 @@ def choose_by_simulation(engine: Engine, calibration: Calibration | None) -> Eng
     trace = _beginning(calibration, plan)
     if device is None:
         setting = _setting(engine.opened, plan, calibration, experts.policies.costs)
-        reports = compare_alone(trace, candidates(), setting)
+        reports = compare_alone(trace, candidates(), setting, ahead_slots(engine, calibration))
     else:
         setting = _setting(engine.opened, plan, calibration, device.costs)
         names = candidates(can_fetch=device.costs.num_staging > 0)
@@ -132,6 +135,20 @@ def choose_by_simulation(engine: Engine, calibration: Calibration | None) -> Eng
     if best.preset != plan.policy:
         engine = adopt_policy(engine, best.preset, {})
     return replace(engine, plan=replace(plan, policy=best.preset, reason=reason))
+
+
+def ahead_slots(engine: Engine, calibration: Calibration) -> AheadSlots:
+    """What reads ahead of a layer go by on the host alone, for a replay."""
+    executor, plan = engine.experts.executor, engine.plan
+    num_slots = plan.num_staging
+    if not isinstance(executor, HostExpertExecutor) or executor.at_once is None:
+        return AheadSlots(num_slots)
+    transfer, accuracy = executor.host.transfer, None
+    compiled = transfer.compiled if isinstance(transfer, DiskTransfer) else None
+    if compiled is not None and compiled.is_direct and engine.model.runs_at_once:
+        accuracy = measured_accuracy(calibration)[Gate.RAW]
+    piece_share = min(1.0, PIECE_BYTES / engine.opened.slot_layout.num_bytes)
+    return AheadSlots(num_slots, executor.at_once.max_rows, accuracy, piece_share)
 
 
 def _setting(

@@ -3,7 +3,8 @@
 A prediction rests on the times of the model's own experts where they were measured, else on the
 rates of the machine's parts: each pass reads the weights from memory once and computes its
 products, and absent experts are read beside the computation. A layer takes, on top, the time of one
-with hardly any weights. Attention's scores are not counted, nor are reads ahead of a layer.
+with hardly any weights. Attention's scores are not counted. Reads ahead of a layer are, where
+passes of so many rows begin them and they save enough.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from lowtide.core import CacheMode, Costs, MoEShape
 from lowtide.decode.masked_options import resolve
@@ -31,10 +34,14 @@ from lowtide.hardware.machine import (
 from lowtide.hardware.measure import layer_dense_bytes
 from lowtide.hardware.store import CostKey, load
 from lowtide.kernels.choice import possible_names
+from lowtide.kernels.cpu.quantised import MAX_FEW_ROWS
 from lowtide.params import DEFAULT_MAX_TOKENS, DiffusionParams
 from lowtide.plan import Basis, MemoryPlan, Prediction
+from lowtide.policies.prefetch import Gate
 from lowtide.policies.presets import fetches_all
+from lowtide.policies.reads_ahead import NEARLY_ALL, WORTH, read_ahead
 from lowtide.reading.dense_weights import DenseWeights
+from lowtide.replay.foresight import GATE_ACCURACY
 from lowtide.schemas import model_schema
 
 
@@ -111,7 +118,7 @@ def machine_predictor(opened: OpenModel, plan: MemoryPlan) -> Predictor:
     """What follows from this machine's rates alone, as if nothing were known of the experts."""
     rates = {_kind(rate.name): rate.per_s for rate in kept_rates(this_machine())}
     if plan.gpu is None and MEMORY_READ in rates:
-        return Predictor(opened, plan, Basis.MACHINE, _by_rates(opened, rates))
+        return Predictor(opened, plan, Basis.MACHINE, _by_rates(opened, plan, rates))
     return Predictor(opened, plan, Basis.NOTHING, lambda num_rows, demand: None)
 
 
@@ -175,13 +182,13 @@ def _by_costs(
                 host_s = costs.host_s.at(num_tokens)
                 absent_s = 1 / (1 / max(costs.link_s, 1e-9) + 1 / max(host_s, 1e-9))
             brought_s = max(brought_s, demand.num_absent * absent_s)
-        return layers_s + dense_s + max(compute_s, brought_s)
+        return _taken_s(opened, plan, num_rows, layers_s + dense_s, compute_s, brought_s, demand)
 
     return pass_s
 
 
 def _by_rates(
-    opened: OpenModel, rates: Mapping[str, float]
+    opened: OpenModel, plan: MemoryPlan, rates: Mapping[str, float]
 ) -> Callable[[int, ExpertCounts], float | None]:
     dense_bytes, dense_elements = _dense_bytes(opened), _dense_elements(opened)
     per_s = rates.get(product_name(opened.dtype)) or rates.get("products in float32", math.inf)
@@ -200,9 +207,38 @@ def _by_rates(
         dense_s = taken_s(dense_bytes, dense_elements, num_rows)
         compute_s = demand.num_run * taken_s(expert_bytes, elements, demand.num_tokens)
         read_all_s = demand.num_on_disk * (read_s or 0.0)
-        return layers_s + dense_s + max(compute_s, read_all_s)
+        besides_s = layers_s + dense_s
+        return _taken_s(opened, plan, num_rows, besides_s, compute_s, read_all_s, demand)
 
     return pass_s
+
+
+def _taken_s(
+    opened: OpenModel,
+    plan: MemoryPlan,
+    num_rows: int,
+    besides_s: float,
+    compute_s: float,
+    brought_s: float,
+    demand: ExpertCounts,
+) -> float:
+    """Seconds of a pass whose experts are computed beside reads, some of them ahead of their layer
+    where the host alone runs them."""
+    without_s = besides_s + max(compute_s, brought_s)
+    num_layers = opened.config.num_moe_layers
+    if plan.gpu is not None or not demand.num_on_disk or not num_layers:
+        return without_s
+    absent, num_slots = demand.num_on_disk / num_layers, float(plan.num_staging)
+    accuracy = 1.0 if demand.num_run >= NEARLY_ALL * plan.num_experts else 0.0
+    if num_rows <= MAX_FEW_ROWS:  # compiled code runs such passes by itself
+        is_decoding = opened.config.block_length == 1 and not opened.config.is_bidirectional
+        accuracy = float(np.mean(GATE_ACCURACY[Gate.RAW])) if is_decoding else 0.0
+        num_slots = max(0.0, num_slots - absent)
+    num_read = min(absent, num_slots) * num_layers
+    right, wrong = accuracy * num_read, (1 - accuracy) * num_read
+    ahead = read_ahead(right, wrong, besides_s, brought_s / demand.num_on_disk)
+    ahead_s = besides_s + max(compute_s, brought_s - ahead.saved_s)
+    return ahead_s if accuracy and ahead_s < WORTH * without_s else without_s
 
 
 def _layers_s(opened: OpenModel, rates: Mapping[str, float]) -> float:

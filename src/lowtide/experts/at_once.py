@@ -41,7 +41,7 @@ class ExpertsAtOnce:
         as this is used."""
         places = [_places(layout, slots) for layout in slots.layout.layers]
         self._layers = list(zip(layers, places, strict=True))
-        self._max_rows = min(kernels.max_rows for kernels in layers)
+        self.max_rows = min(kernels.max_rows for kernels in layers)  # of one expert
         self._layouts = slots.layout.layers
         self._num_threads = num_threads
 
@@ -61,7 +61,7 @@ class ExpertsAtOnce:
 
     def takes_experts(self, num_tokens: IntArray) -> BoolArray:
         """Which experts `run` takes, by their tokens."""
-        return num_tokens <= self._max_rows
+        return num_tokens <= self.max_rows
 
     def run(self, groups: IntArray, parts: Tensor, gate: Tensor, up: Tensor, layer: int) -> None:
         """Gated MLPs over their groups' rows of `parts`, in place, with the bits of one by one.

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from lowtide.core import IntArray
 from lowtide.errors import InternalError, StorageError
-from lowtide.experts.ahead_trial import AheadTrial
 from lowtide.experts.at_once import ExpertsAtOnce
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.rows import LayerCall
@@ -29,6 +28,7 @@ from lowtide.kernels.cpu.reader import Readiness
 from lowtide.kernels.cpu.residency import LayerExperts, ResidencyStruct
 from lowtide.kernels.layer_parts import Status
 from lowtide.policies.ranks import Ranks
+from lowtide.policies.reads_ahead import AheadTrial
 from lowtide.reading.file_reader import Ticket, read_stalled
 from lowtide.threads.event import HEED_S, WAIT_LIMIT_S
 

@@ -16,13 +16,10 @@ import numpy as np
 
 from lowtide.core import NO_EXPERTS, Facts, IntArray, StepKind
 from lowtide.experts.slots import SlotLedger
+from lowtide.policies.reads_ahead import NEARLY_ALL
 from lowtide.reading.file_reader import Ticket
 
 _NO_LAYER = -1
-
-NEARLY_ALL = 0.9
-"""A layer's share of demanded experts from which the next layer is expected to ask for all: no
-more than a tenth of the reads ahead are for nothing then, if the layers are alike."""
 
 
 class PendingRead(NamedTuple):

@@ -95,6 +95,11 @@ class Decoder(ABC):
         """Where its dense weights are, and what it computes on."""
         return self._embedding.device
 
+    @property
+    def runs_at_once(self) -> bool:
+        """Whether a pass of a row from each sequence is one compiled call over all layers."""
+        return self._at_once is not None
+
     def tensor(self, name: str) -> Tensor:
         """A weight that has no other format than its type's."""
         weight = self.weights[name]

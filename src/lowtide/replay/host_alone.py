@@ -2,7 +2,8 @@
 
 What is absent is read from disk while what is there is computed, and the policies say whose place
 it takes. So a layer takes its dense part, the longer of reading and computing, and where it reads
-what it takes around its reads; reads ahead of a layer are not counted.
+what it takes around its reads. From a layer's last read on, the disk reads ahead what the next one
+is expected to ask for, as `AheadSlots` allows; a trial switches that off where it saves nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import numpy as np
 from lowtide.core import Demand, Facts, IntArray, Moves, Step
 from lowtide.policies.presets import recipe
 from lowtide.policies.recipe import Setting
+from lowtide.replay.foresight import guesses
+from lowtide.replay.host_reads_ahead import NONE_AHEAD, AheadSlots, ReplayedAhead
 from lowtide.replay.simulator import (
     Report,
     count_substitutions,
@@ -23,22 +26,27 @@ from lowtide.replay.simulator import (
 from lowtide.replay.trace import RoutedPass, Trace, demand_of
 
 
-def compare_alone(trace: Trace, presets: Sequence[str], setting: Setting) -> list[Report]:
+def compare_alone(
+    trace: Trace, presets: Sequence[str], setting: Setting, ahead: AheadSlots = NONE_AHEAD
+) -> list[Report]:
     """Replays `trace` under each preset's placement; the reports in that order.
 
     setting.costs: `link_s` is a read, `device_s` an expert in memory, as lowtide's own placement
     takes them where there is no device; `sync_s` is of a layer that waits for reads, before the
-    first and after the last of them. A report's link is the disk.
+    first and after the last of them. A report's link is the disk, its prefetches reads ahead.
     """
     hits = trace.hits()
+    foreseen: Sequence[IntArray | None] = [None] * len(trace.passes)
+    if ahead.gate_accuracy is not None:
+        foreseen = list(guesses(trace, ahead.gate_accuracy, setting.seed))
     reports = []
     for preset in presets:
-        run = _HostReplay(preset, setting)
-        routed = trace.iter_routed()
-        for one, pass_hits, of_rows in zip(trace.passes, hits, routed, strict=True):
+        run = _HostReplay(preset, setting, ahead)
+        passes = zip(trace.passes, hits, trace.iter_routed(), foreseen, strict=True)
+        for one, pass_hits, of_rows, predicted in passes:
             run.begin_pass(one.step)
             for layer in range(setting.num_layers):
-                run.layer(layer, of_rows, one.num_rows, pass_hits[layer])
+                run.layer(layer, of_rows, one.num_rows, pass_hits[layer], predicted)
             run.end_pass(one.step, pass_hits, one.num_committed)
         run.end()
         reports.append(run.report)
@@ -48,19 +56,31 @@ def compare_alone(trace: Trace, presets: Sequence[str], setting: Setting) -> lis
 class _HostReplay:
     """Who is resident, moved on layer by layer."""
 
-    def __init__(self, preset: str, setting: Setting) -> None:
+    def __init__(self, preset: str, setting: Setting, ahead: AheadSlots = NONE_AHEAD) -> None:
         self.report = Report(preset, expert_bytes=setting.costs.expert_bytes)
         self._policies = replayable(recipe(preset).policies_without_device(setting))
         self._is_resident = np.zeros((setting.num_layers, setting.num_experts), np.bool_)
         for layer, is_resident in enumerate(self._is_resident):
             is_resident[self._policies.placement.initial(layer)] = True
+        self._ahead = ReplayedAhead(ahead, self._is_resident, setting.costs.fetch_s)
+        self._idle_s = 0.0  # the disk's, from a layer's last read to its end
+        self._began_s, self._num_read = 0.0, 0  # when the pass began, and what was read in it
+        self._is_compiled = False  # the pass
 
     def begin_pass(self, step: Step) -> None:
+        self._began_s, self._num_read = self.report.total_s, self.report.num_fetched
         num_residents = np.count_nonzero(self._is_resident, axis=1)
         self._policies.begin_pass(step, num_residents, self._policies.capacity)
 
-    def layer(self, layer: int, routed: RoutedPass, num_rows: int, hits: IntArray) -> None:
-        """One layer of one pass. hits [experts]"""
+    def layer(
+        self,
+        layer: int,
+        routed: RoutedPass,
+        num_rows: int,
+        hits: IntArray,
+        predicted: IntArray | None = None,
+    ) -> None:
+        """One layer of one pass. hits [experts]; predicted [layers, experts]: by early gates"""
         policies, is_resident = self._policies, self._is_resident[layer]
         demand = demand_of(hits, is_resident)
         is_kept = is_resident.copy()
@@ -82,6 +102,11 @@ class _HostReplay:
         is_resident[moves.later] = True  # when the layer comes again
         is_resident[moves.evict] = False
         self._count(demand if run is None else run.demand, moves, num_rows)
+        self._is_compiled = policies.substitution is None and self._ahead.is_compiled(num_rows)
+        if self._is_compiled:
+            self._ahead.expect_by_gate(facts, len(moves.evict), predicted)
+        else:
+            self._ahead.expect_by_demand(facts, run)
 
     def _count(self, demand: Demand, moves: Moves, num_rows: int) -> None:
         """What a layer took: its reads beside its computation, and what neither hides."""
@@ -89,17 +114,21 @@ class _HostReplay:
         num_hits = int(np.count_nonzero(demand.is_resident))
         compute_s = float(costs.device_s(demand.num_tokens).sum())
         num_read = len(demand.experts) - num_hits + len(moves.later)
-        read_s = num_read * costs.fetch_s
-        own_s = costs.dense_s.at(num_rows)
+        dense_s = own_s = costs.dense_s.at(num_rows)
+        ahead, outcome = self._ahead.claim(demand, self._idle_s + dense_s)
+        read_s = max(0.0, num_read * costs.fetch_s - ahead.saved_s)
+        self._idle_s = max(0.0, compute_s - read_s)
         if num_hits < len(demand.experts):
             own_s += costs.sync_s
+        report.prefetch.add(outcome)
+        report.num_prefetched += outcome.num_hits + outcome.num_late + outcome.num_wasted
         report.num_moves_asked += moves.num_asked
         report.num_moves_done += len(moves.admit) + len(moves.later)
         report.num_hits += num_hits
         report.num_activated += len(demand.experts)
         report.num_fetched += num_read
         report.host_s += own_s + compute_s
-        report.link_s += read_s
+        report.link_s += read_s + ahead.done_s
         report.total_s += own_s + max(read_s, compute_s)
         report.bound_s["host"] += own_s + compute_s
         report.bound_s["link"] += max(0.0, read_s - compute_s)
@@ -111,5 +140,7 @@ class _HostReplay:
     def end_pass(self, step: Step, hits: IntArray, num_committed: int) -> None:
         """hits [layers, experts]"""
         self._policies.end_pass(step, hits)
+        if self._is_compiled and self.report.num_fetched > self._num_read:
+            self._ahead.took(self.report.total_s - self._began_s)
         self.report.num_passes += 1
         self.report.num_tokens += num_committed

@@ -1,0 +1,71 @@
+"""Reads ahead of a layer where the host runs all experts: what begins them, what they save, and
+whether they stay on. The engine, the replay and the prediction of speed go by the same.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+NEARLY_ALL = 0.9
+"""A layer's share of demanded experts from which the next layer is expected to ask for all: no
+more than a tenth of the reads ahead are for nothing then, if the layers are alike."""
+
+NUM_TRIED = 12
+"""Passes of a trial with reading ahead, and as many without, in turn."""
+
+NUM_KEPT = 500
+"""Passes until the next trial, which so takes a twentieth of all passes."""
+
+WORTH = 0.98
+"""Reading ahead stays on below this share of the time without it: a smaller gain may be chance."""
+
+
+class AheadTrial:
+    """Decides whether the next pass reads ahead. Knows nothing of what passes do."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._num_kept = 0
+        self._seconds: dict[bool, list[float]] = {False: [], True: []}
+
+    def took(self, seconds: float) -> None:
+        """Told of a pass that waited for reads, or would have."""
+        if self._num_kept:
+            self._num_kept -= 1
+            return
+        self._seconds[self.is_on].append(seconds)
+        self.is_on = not self.is_on
+        if len(self._seconds[False]) == len(self._seconds[True]) == NUM_TRIED:
+            without, ahead = np.median(self._seconds[False]), np.median(self._seconds[True])
+            self.is_on, self._num_kept = bool(ahead < WORTH * without), NUM_KEPT
+            self._seconds = {False: [], True: []}
+
+
+class AheadReads(NamedTuple):
+    """What became of a layer's experts that were expected."""
+
+    saved_s: float  # of the layer's own reads; below 0 where a read that is given up is waited for
+    done_s: float  # the disk was busy with them before the layer asked
+    num_useful: float  # asked for, and there in time
+    num_late: float  # asked for, and waited for
+    num_useless: float
+
+
+def read_ahead(
+    num_right: float, num_wrong: float, window_s: float, read_s: float, piece_s: float = 0.0
+) -> AheadReads:
+    """Reads of absent experts, some that the layer will ask for among some that it will not.
+
+    window_s: from the last read of the layer before to this layer's demand. read_s: of an expert;
+    piece_s: of the part of it after which a read can be given up.
+    """
+    num_expected = num_right + num_wrong
+    if not num_expected:
+        return AheadReads(0.0, 0.0, 0.0, 0.0, 0.0)
+    wrong_share, done_s = num_wrong / num_expected, min(window_s, num_expected * read_s)
+    num_useful = num_right * done_s / (num_expected * read_s) if read_s else num_right
+    is_given_up = done_s < num_expected * read_s
+    saved_s = (1 - wrong_share) * done_s - (wrong_share * piece_s if is_given_up else 0.0)
+    return AheadReads(saved_s, done_s, num_useful, num_right - num_useful, num_wrong)
