@@ -92,36 +92,6 @@ def _lane(name: str, lost: float, **changes: Any) -> dict[str, Any]:
     return _row(benchmark="buddy", what=name, **cell, **row) | changes
 
 
-def test_what_substitution_costs_is_told_by_lane_and_by_claim(tmp_path: Path) -> None:
-    page = Path("docs/quality.md")
-    assert "Not measured yet" in blocks(_results(tmp_path, _row()), page)["buddies"]()
-    cell = {"model": "demo:chat", "tier": "disk", "resident_share": 0.375}
-    claims = [
-        _row(benchmark="buddy", what="expected", **cell, claim="it helps", is_met=is_met) | at
-        for is_met, at in ((True, {}), (False, {"tier": "link"}), (False, {"tier": "link"}))
-    ]
-    lanes = [
-        _lane("exact", 0.0),
-        _lane("buddy rho 2", 0.25),
-        _lane("far", 0.5, resident_share=0.75),
-    ]
-    redundancy = _row(benchmark="buddy", what="redundancy")
-    told = blocks(_results(tmp_path, redundancy, *lanes, *claims), page)["buddies"]()
-    assert "| exact \\* | 0.000 ± 0.010 |" in told and "far" not in told
-    assert "| buddy rho 2 | 0.250 ± 0.010 | 0.250 | 75% | 50% | 1.25 | 75% | 0.500 |" in told
-    assert "fewest bytes" not in told  # of two lanes none are few
-    assert told.startswith("![") and "demo:chat`, disk, 38%" in told
-    assert "| it helps | 1 of 2 |" in told
-
-
-def test_those_that_move_least_say_what_there_is_to_gain(tmp_path: Path) -> None:
-    lanes = [_lane("exact", 0.0), *(_lane(f"drop rho {n}", n / 10) for n in range(1, 6))]
-    told = blocks(_results(tmp_path, *lanes), Path("docs/quality.md"))["buddies"]()
-    assert (
-        "The 3 lanes that move the fewest bytes, 50% to 70% of exact's, write 1.30 to 1.50" in told
-    )
-
-
 def test_the_front_is_drawn_by_speed_and_by_bytes(tmp_path: Path) -> None:
     assert front_picture(_results(tmp_path, _row())) is None
     claim = _row(benchmark="buddy", what="expected", resident_share=0.375, speed_up=1.0)
@@ -155,76 +125,6 @@ def test_ticks_are_few_round_and_within(low: float, high: float) -> None:
     assert axis.at(low) == 0 and axis.at(high) == 100
 
 
-def test_formats_profiles_and_decisions_are_told(tmp_path: Path) -> None:
-    page, estimate = Path("docs/formats.md"), {"mean": 0.5, "error": 0.25}
-    empty = blocks(_results(tmp_path, _row()), page)
-    for name in ("formats", "buddy-profiles", "buddy-decisions", "buddies-full"):
-        assert "Not measured yet" in empty[name]()
-    lane = {"model": "m", "budget_share": 0.25, "weight_bytes": 5e6, "resident_share": 0.5}
-    lane |= dict.fromkeys(("loss", "loss_difference", "kl", "agreement", "accuracy"), estimate)
-    lane |= {"read_bytes_per_pass": 1e6, "each_tokens_per_s": [10.0, 30.0, 20.0]}
-    alike = {"pairs": 0.1, "first_buddy": 0.2, "most_alike": 0.3}
-    layer = {"model": "m", "layer": 1, "num_experts": 32, "likeness": alike}
-    layer |= dict.fromkeys(("concentration", "affinity_nats", "most_chosen", "least_chosen"), 0.5)
-    layer |= {"peers_of_alpha": {"0.5": 2.0, "0.75": 3.0, "0.95": 9.0, "0.99": 20.0}}
-    time = {"lane": "late", "tier": "beside a device", "num_rows": 32}
-    time |= {"substitute_us": 40.4, "both_us": 60.0, "settle_us": 9.0}
-    full = {"model": "m", "resident_share": 0.375, "tokens_per_s": 2.0, "speed_up": 1.2}
-    full |= {"read_bytes_per_token": 1e9, "waited_ms_per_miss": 3.0, "substitution_us": 12.0}
-    full |= {"share_of_layers": 0.0123, "layers_speed_up": 1.5}
-    told = blocks(
-        _results(
-            tmp_path,
-            _row(benchmark="format quality", what="q4", **lane),
-            _row(benchmark="buddy profile", what="layer", **layer),
-            _row(benchmark="buddy time", what="substitution", **time),
-            _row(benchmark="buddy full", what="ours rho 4", **full),
-        ),
-        page,
-    )
-    assert "| `m` | 25% of the experts as stored | q4 | 5.00 | 50% | 0.500 |" in told["formats"]()
-    assert "| 1.00 | 20.0 (10.0 to 30.0) |" in told["formats"]()
-    assert "| 0.100; 0.200; 0.300 | 2.0, 3.0, 9.0, 20.0 of 31 |" in told["buddy-profiles"]()
-    assert "| late | beside a device | 32 | 40 | 60 | 9 |" in told["buddy-decisions"]()
-    assert (
-        "| m | 38% | ours rho 4 | 2.00 | 1.20 | 1.50 | 1.00 | 3.00 | 12 | 1.23% |"
-        in told["buddies-full"]()
-    )
-
-
-def _number_of(place: str, here: float, **changes: Any) -> dict[str, Any]:
-    row = {"benchmark": "dali", "what": "number", "place": place, "of": "over HybriMoE"}
-    return _row(**row, published=2.0, here=here, num_cases=2, least=1.0, most=3.0, **changes)
-
-
-def test_numbers_of_a_paper_are_in_order_without_experiments(tmp_path: Path) -> None:
-    page = Path("docs/policies.md")
-    assert "Not measured yet" in blocks(_results(tmp_path, _row()), page)["dali-numbers"]()
-    tried = _number_of("Figure 12", 2.0) | {"what": "experiment", "experiment": "it is slow"}
-    numbers = [_number_of("Table 4", 1.8), _number_of("Figure 12", 1.0), tried]
-    numbers += [_number_of("Figure 14", 2.0) | {"what": "fitted"}]
-    _, _, *told = blocks(_results(tmp_path, *numbers), page)["dali-numbers"]().splitlines()
-    assert told[0].startswith(
-        "| Figure 12 | over HybriMoE | 2.00 | 1.00 (1.00 to 3.00) | 0.50 | [2]("
-    )
-    assert told[1].startswith("| Figure 14 | over HybriMoE | 2.00 | 2.00 | 1.00, fitted | [4](")
-    assert told[2].startswith("| Table 4 |") and not told[3]
-
-
-def test_what_planning_takes_is_told_beside_what_a_share_wants(tmp_path: Path) -> None:
-    page = Path("docs/policies.md")
-    numbers = [
-        _number_of("Table 6", 0.01, planned_us=us, layer_us=900.0)
-        | {"of": f"dali, {length} tokens", "published": 0.1}
-        for length, us in ((32, 9.0), (64, 10.0))
-    ]
-    other = numbers[0] | {"what": "experiment", "experiment": "it is slow", "planned_us": 500.0}
-    told = blocks(_results(tmp_path, *numbers, other), page)["dali-numbers"]()
-    assert told.endswith("`dali`'s shares want 100 to 100 us, where it takes 9.00 to 10.0 here.")
-    without = blocks(_results(tmp_path, _number_of("Table 4", 1.8)), page)["dali-numbers"]()
-    assert "Planning" not in without
-
-
 def _raced(what: str, lane: str, speed: float) -> dict[str, Any]:
     each = [0.9 * speed, speed, 1.1 * speed]
     return _row(benchmark="ar_decode", what=what, lane=lane, each_prefill=each, each_decode=each)
@@ -249,61 +149,6 @@ def test_the_readme_says_how_it_stands_beside_llama_cpp(tmp_path: Path) -> None:
         blocks(_results(tmp_path, alone), Path("README.md"))["beside-llama-cpp"]()
 
 
-def test_kernels_stand_beside_those_of_bfloat16(tmp_path: Path) -> None:
-    of_run = {"benchmark": "cpu_kernels", "what": "experts", "shape": "A", "num_threads": 2}
-    rates = {("q4", 1): (8.0, 4.0), ("q4", 8): (2.0, 3.0), ("bf16", 1): (10.0, 10.0)}
-    rows = [
-        _row(**of_run, format=name, num_rows=count, kernels=way, GBps=rate, of_ceiling=rate / 10)
-        for (name, count), (own, plain) in rates.items()
-        for way, rate in {"bf16": plain, name: own, "torch": 1.0}.items()
-    ]
-    head, _, *told = blocks(_results(tmp_path, *rows), Path("README.md"))["kernels"]().splitlines()
-    assert head == "| experts | threads | format | 1 row | 8 rows | line |"
-    assert told[0].startswith("| A | 2 | q4 | 80% (0.50) | 20% (1.50) | [2](")
-    assert told[1].startswith("| A | 2 | bf16 | 100% (1.00) |  | [")
-
-
-def test_the_readme_says_what_speed_to_expect(tmp_path: Path) -> None:
-    of_run = {"benchmark": "full size", "settings": {"host_memory": "12GiB"}, "what": "lowtide"}
-    speeds = (("own", 1.25), ("own", 1.5), ("q4", 9.0))
-    rows = [_row(**of_run, weights=weights, tokens_per_s=speed) for weights, speed in speeds]
-    told = blocks(_results(tmp_path, *rows), Path("README.md"))["expected-speed"]()
-    assert "writes 1.50 tokens/s in 12 GiB on 2 cores of A CPU, 25 GB (line [2](docs/" in told
-
-
-def test_the_simulator_stands_beside_the_runtime(tmp_path: Path) -> None:
-    page = Path("docs/policies.md")
-    assert "Not measured yet" in blocks(_results(tmp_path, _row()), page)["validated"]()
-    times = {"predicted_ms": 10.3, "measured_ms": 10.0, "least_ms": 9.0, "most_ms": 11.5}
-    counts = {
-        "hits": {"predicted": 4, "measured": [4, 4]},
-        "moved": {"predicted": 2, "measured": [2, 3]},
-    }
-    row = {"benchmark": "simulate", "what": "validate", "error": 0.03, "holds": True, **times}
-    rows = [
-        _row(**row, policy=name, settings={"home": home}, **counts)
-        for home, name in (("host", "tide waits"), ("disk", "lru"))
-    ]
-    told = blocks(_results(tmp_path, *rows), page)["validated"]()
-    assert "| `tide`, waits | 10.3 | 10 (9 to 11.5) | 1.030 | yes | other moved |" in told
-    assert told.index("emulated device") < told.index("`tide`") < told.index("on disk") < len(told)
-
-
-def test_what_predictors_foretell_and_gain(tmp_path: Path) -> None:
-    page = Path("docs/policies.md")
-    assert "Not measured yet" in blocks(_results(tmp_path, _row()), page)["prefetch"]()
-    facts = {"benchmark": "prefetch", "settings": {"model": "demo:chat"}, "predictor": "raw gate"}
-    tops = {"top_1": 0.5, "top_2": 0.6, "top_4": 0.7, "top_8": 0.8}
-    gain = {"residents": 8, "num_prefetch": 4, "foresight": "recorded", "gain": 1.05}
-    rows = [
-        _row(**facts, what="accuracy", **tops),
-        _row(**facts, what="end to end", **gain, wasted_share=0.25),
-    ]
-    told = blocks(_results(tmp_path, *rows), page)["prefetch"]()
-    assert "| demo:chat | raw gate | 50% | 60% | 70% | 80% |" in told
-    assert "| demo:chat | 8 | 4 | raw gate | recorded | 1.050 | 25% |" in told
-
-
 def test_the_page_has_the_demos_own_numbers() -> None:
     text = (REPOSITORY / "docs" / "measured.md").read_text(encoding="utf-8")
     for name in ("autoregressive", "diffusion"):
@@ -314,25 +159,6 @@ def test_the_page_has_the_demos_own_numbers() -> None:
         for share in shares:  # kept to four digits, of which the page has three
             assert any(f"{100 * share + off:.1f}%" in text for off in (0.0, 0.01)), share
     assert f"cosine similarity is {metrics['routing_step_cosine']}" in text
-
-
-def test_shares_of_the_oracle_are_counted(tmp_path: Path) -> None:
-    page = Path("docs/policies.md")
-    names = ("lowtide", "dali", "hybrimoe", "fiddler", "tide", "lru")
-    cells = {
-        share: {
-            "of_oracle": dict.fromkeys(names, speed),
-            "of_most_hits": dict.fromkeys(names, 0.75),
-            "over_best_other": {"lowtide": lead},
-        }
-        for share, speed, lead in (("0.25", 0.8, 0.96), ("0.5", 1.25, 1.5))
-    }
-    facts = {"benchmark": "hindsight", "what": "shares", "trace": "a run", "by_share": cells}
-    rows = [_row(**facts, routing=one, machine_profile="m") for one in ("recorded", "synthetic")]
-    told = blocks(_results(tmp_path, *rows), page)["hindsight"]()
-    assert "`lowtide` has 0.80 to 1.25 of the oracle's tokens/s (geometric mean 1.00)" in told
-    assert "at least 0.9 in 1 of 2 cells; it is the fastest in 1, 0.9600 to 1.50 times" in told
-    assert "| a run | m | 0.80, 1.25 |" in told
 
 
 def test_lines_of_no_commit_are_refused(tmp_path: Path) -> None:
