@@ -46,6 +46,7 @@ from lowtide.experts import (
     host_tier,
     link,
     read_ahead,
+    rows,
     runtime,
     slots,
 )
@@ -71,6 +72,14 @@ from lowtide.policies.recipe import Setting
 
 GARBAGE = -1.0
 HIDDEN = 2
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_tiles() -> Iterator[None]:
+    """Passes of some hundred rows are long ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "TILE_ROWS", 32)
+        yield
 
 
 class Task:
@@ -462,7 +471,7 @@ class Machine:
         )
         self.workspace = Workspace(torch.empty(1 << 16, dtype=torch.uint8))
         self.num_passes = 0
-        self.most_tokens = 6
+        self.most_tokens = random.choice([6, 150])  # of one tile, or of several
 
     def _policies(self, can_fetch: bool) -> Policies:
         random = self.random
@@ -692,7 +701,7 @@ def test_ctrl_c_comes_at_any_line_and_again_while_that_is_cleared_up(seed: int) 
     for _ in range(6):
         with pytest.MonkeyPatch.context() as patch, suppress(KeyboardInterrupt):
             patch.setattr(runtime, "_abandon", abandon_or_stop)
-            with traced(CtrlC(random.randint(1, 1500))):
+            with traced(CtrlC(random.randint(1, 4000 if machine.most_tokens > 6 else 1500))):
                 machine.run_pass()
         machine.run_pass()
     machine.check_idle()

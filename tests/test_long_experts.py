@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -16,32 +14,34 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from test_hybrid import FAST, Case, check_idle, presets, refuse, shares, tier_of
-from test_link import CtrlC, Machine, traced
+from test_link import Machine
 from test_product_threads import EXPERT, WORKER, Told
 from test_runtime import (
     EXECUTORS,
     POLICIES,
     POOL,
     SHAPE,
+    SMALL_TILE,
     WEIGHTS,
     Experts,
     Rig,
     StepInput,
     fill,
+    in_one_buffer,
     make_step,
+    tile_of,
 )
 from torch import Tensor
 
 from lowtide.core import Moves, Step, StepKind
 from lowtide.errors import DeviceError, PlanError, StorageError
-from lowtide.experts import rows as rows_module
 from lowtide.experts.link import Arrival, Link
 from lowtide.experts.registrar import ExpertRegistrar
 from lowtide.experts.rows import ExpertRows, Routing, row_pieces
 from lowtide.kernels.choice import choose_kernels
 from lowtide.kernels.cpu.reader import CompiledReader
 from lowtide.kernels.operands import ExpertWeights
-from lowtide.kernels.reference import REFERENCE, Kernels
+from lowtide.kernels.reference import REFERENCE
 from lowtide.llm import LLM
 from lowtide.memory.arena import Arena
 from lowtide.memory.workspace import Registrar, Workspace
@@ -51,37 +51,6 @@ from lowtide.reading.file_reader import FileReader
 from lowtide.threads.executor import Executor, HostExecutor
 
 DTYPES = [torch.float32, torch.bfloat16]
-SMALL_TILE = 32
-
-
-@contextmanager
-def tile_of(num_rows: int) -> Iterator[None]:
-    """Small tiles make long passes of few rows."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows_module, "TILE_ROWS", num_rows)
-        yield
-
-
-def in_one_buffer(call: StepInput, kernels: Kernels, tile_rows: int) -> Tensor:
-    """All pairs' outputs side by side, then their sum: as passes of one tile are computed.
-
-    An expert's rows are one product, or of more than a tile's several, none under 16 rows.
-    """
-    experts, weights = call.routing
-    pairs = REFERENCE.sort_pairs(experts, SHAPE.num_experts)
-    parts = call.x[pairs.token_of]
-    start = 0
-    for expert, count in enumerate(pairs.counts.tolist()):
-        left = count
-        while left:
-            size = left if left <= tile_rows else tile_rows - 16 * (left - tile_rows < 16)
-            rows = parts[start : start + size]
-            gate, up = (rows.new_empty(size, SHAPE.expert_size) for _ in range(2))
-            kernels.gated_mlp(rows, WEIGHTS[rows.dtype][call.layer, expert], gate, up, rows)
-            start, left = start + size, left - size
-    term, out = torch.empty_like(call.x), torch.empty(call.x.shape)
-    REFERENCE.combine(parts, pairs.part_of, weights, term, torch.empty(call.x.shape), out)
-    return out
 
 
 def long_steps(
@@ -169,25 +138,6 @@ def test_products_of_tiles_have_the_bits_of_whole_products(dtype: torch.dtype) -
         assert torch.equal(rig.run(call), whole)
 
 
-@examples(30)
-@given(calls=numbers(33, 150), capacity=capacities, policy=st.sampled_from(POLICIES))
-def test_every_miss_of_a_long_pass_is_one_read(
-    calls: list[tuple[int, int, int]], capacity: list[int], policy: str
-) -> None:
-    with tile_of(SMALL_TILE):
-        rig = Rig(policy, capacity)
-        for call in long_steps(calls):
-            wanted = set(call.routing.experts.flatten().tolist())
-            here = set(np.flatnonzero(rig.host.ledger.is_resident(call.layer)).tolist())
-            ahead = rig.host.read_ahead._pending  # type: ignore[union-attr]
-            here |= {read.expert for read in ahead if read.layer == call.layer}
-            before = len(rig.transfer.started)  # type: ignore[attr-defined]
-            rig.run(call)
-            reads = rig.transfer.started[before:]  # type: ignore[attr-defined]
-            reads = [expert for layer, expert in reads if layer == call.layer]
-            assert sorted(reads) == sorted(wanted - here)
-
-
 def test_residents_of_a_tile_are_computed_while_others_are_read() -> None:
     """Expert 0 has been read once expert 1, which is resident, is computed."""
     rig = Rig("static", [1, 6], executor=POOL)
@@ -213,61 +163,6 @@ def test_residents_of_a_tile_are_computed_while_others_are_read() -> None:
         with tile_of(SMALL_TILE):
             assert torch.equal(rig.run(call), in_one_buffer(call, REFERENCE, SMALL_TILE))
     rig.check()
-
-
-@examples(30)
-@given(
-    calls=numbers(1, 150),
-    capacity=capacities,
-    policy=st.sampled_from(POLICIES),
-    executor=st.sampled_from(EXECUTORS),
-    failing=st.sets(st.integers(0, 20), max_size=4),
-)
-def test_a_read_that_fails_in_a_long_pass_leaves_a_usable_runtime(
-    calls: list[tuple[int, int, int]],
-    capacity: list[int],
-    policy: str,
-    executor: Executor,
-    failing: set[int],
-) -> None:
-    with tile_of(SMALL_TILE):
-        rig = Rig(policy, capacity, executor=executor)
-        first = len(rig.transfer.started)  # type: ignore[attr-defined]
-        rig.transfer._fail_at = {first + number for number in failing}  # type: ignore[attr-defined]
-        for call in long_steps(calls):
-            try:
-                result = rig.run(call)
-            except StorageError as error:
-                assert str(error).startswith("read ")
-            else:
-                assert torch.equal(result, in_one_buffer(call, REFERENCE, SMALL_TILE))
-            rig.check()
-        rig.transfer._fail_at = set()  # type: ignore[attr-defined]
-        rig.host.pause()
-        for call in long_steps(calls):
-            assert torch.equal(rig.run(call), in_one_buffer(call, REFERENCE, SMALL_TILE))
-            rig.check()
-
-
-@pytest.mark.parametrize("capacity", [[0, 0], [3, 3], [6, 6]])
-@pytest.mark.parametrize("at", [0, 1, 4, 9])
-def test_an_interrupt_in_a_product_of_a_long_pass(capacity: list[int], at: int) -> None:
-    class Interrupted(Kernels):
-        numbers = itertools.count()
-
-        def gated_mlp(self, *arguments: Tensor) -> None:  # type: ignore[override]
-            if next(self.numbers) == at:
-                raise KeyboardInterrupt
-            super().gated_mlp(*arguments)  # type: ignore[arg-type]
-
-    call = make_step(1, 0, 0, 150, torch.float32)
-    with tile_of(SMALL_TILE):
-        rig = Rig("lru", capacity, executor=POOL, num_staging=1, kernels=Interrupted())
-        with pytest.raises(KeyboardInterrupt):
-            rig.run(call)
-        rig.check()
-        assert torch.equal(rig.run(call), in_one_buffer(call, REFERENCE, SMALL_TILE))
-        rig.check()
 
 
 def test_admitted_experts_make_room_where_those_they_replace_come_later(
@@ -339,55 +234,14 @@ def test_tiles_hold_whole_pieces(counts: list[int], max_pairs: int) -> None:
 # Beside a device
 
 
-def long_machine(seed: int) -> Machine:
-    machine = Machine(seed)
-    machine.most_tokens = 150
-    machine.preload()
-    return machine
-
-
-@examples(40)
-@given(st.integers(0, 2**32))
-def test_every_run_of_a_tile_reads_its_own_experts_bytes(seed: int) -> None:
-    with tile_of(SMALL_TILE):
-        machine = long_machine(seed)
-        for _ in range(6):
-            machine.run_pass()
-        machine.check_idle()
-
-
-@examples(30)
-@given(st.integers(0, 2**32))
-def test_failures_in_a_long_pass_lose_no_slot_and_leave_no_old_bytes(seed: int) -> None:
-    with tile_of(SMALL_TILE):
-        machine = long_machine(seed)
-        for _ in range(6):
-            machine.world.can_fail = True
-            try:
-                machine.run_pass()
-            except (DeviceError, StorageError):
-                machine.check()
-        machine.check_idle()
-
-
-@examples(25)
-@given(st.integers(0, 2**32))
-def test_ctrl_c_comes_at_any_line_of_a_long_pass(seed: int) -> None:
-    with tile_of(SMALL_TILE):
-        machine = long_machine(seed)
-        for _ in range(5):
-            with suppress(KeyboardInterrupt), traced(CtrlC(machine.random.randint(1, 4000))):
-                machine.run_pass()
-            machine.run_pass()
-        machine.check_idle()
-
-
 @examples(20)
 @given(st.integers(0, 2**32))
 def test_a_device_fetches_an_expert_once_in_a_long_pass(seed: int) -> None:
     """However many tiles have its rows."""
     with tile_of(SMALL_TILE):
-        machine = long_machine(seed)
+        machine = Machine(seed)
+        machine.most_tokens = 150
+        machine.preload()
         fetched: list[float] = []  # whose bytes
         fetch = Link.fetch
 

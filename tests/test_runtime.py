@@ -58,6 +58,8 @@ SHAPE = MoEShape(
 )
 NUM_STAGING = 2
 POLICIES = ["tide", "lru", "static"]
+SMALL_TILE = 32
+TILES = (512, SMALL_TILE)  # rows: a pass of few tokens is one tile, or several
 Weights = dict[tuple[int, int], ExpertWeights]
 
 
@@ -115,6 +117,36 @@ def dense_oracle(call: StepInput, weights: Weights) -> Tensor:
                 scale = scales[token][experts[token] == expert]
                 result[token] = result[token] + output[i].float() * scale
     return result
+
+
+@contextmanager
+def tile_of(num_rows: int) -> Iterator[None]:
+    """Small tiles make long passes of few rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "TILE_ROWS", num_rows)
+        yield
+
+
+def in_one_buffer(call: StepInput, kernels: Kernels, tile_rows: int) -> Tensor:
+    """All pairs' outputs side by side, then their sum: as passes of one tile are computed.
+
+    An expert's rows are one product, or of more than a tile's several, none under 16 rows.
+    """
+    experts, weights = call.routing
+    pairs = REFERENCE.sort_pairs(experts, SHAPE.num_experts)
+    parts = call.x[pairs.token_of]
+    start = 0
+    for expert, count in enumerate(pairs.counts.tolist()):
+        left = count
+        while left:
+            size = left if left <= tile_rows else tile_rows - 16 * (left - tile_rows < 16)
+            own = parts[start : start + size]
+            gate, up = (own.new_empty(size, SHAPE.expert_size) for _ in range(2))
+            kernels.gated_mlp(own, WEIGHTS[own.dtype][call.layer, expert], gate, up, own)
+            start, left = start + size, left - size
+    term, out = torch.empty_like(call.x), torch.empty(call.x.shape)
+    REFERENCE.combine(parts, pairs.part_of, weights, term, torch.empty(call.x.shape), out)
+    return out
 
 
 class Disorder:
@@ -433,9 +465,10 @@ def test_reads_on_real_threads(
             rig.check()
 
 
+@pytest.mark.parametrize("tile_rows", TILES)
 @given(numbers=calls, policy=st.sampled_from(POLICIES), capacity=capacities)
 def test_every_miss_is_one_read_and_no_hit_is_any(
-    numbers: list[tuple[int, int, int]], policy: str, capacity: list[int]
+    tile_rows: int, numbers: list[tuple[int, int, int]], policy: str, capacity: list[int]
 ) -> None:
     rig = Rig(policy, capacity)
     assert isinstance(rig.transfer, Disorder)
@@ -446,7 +479,8 @@ def test_every_miss_is_one_read_and_no_hit_is_any(
         wanted = set(call.routing.experts.flatten().tolist())
         present = set(np.flatnonzero(rig.host.ledger.is_resident(call.layer)).tolist())
         before = len(rig.transfer.started)
-        rig.run(call)
+        with tile_of(tile_rows):
+            rig.run(call)
         reads = {e for layer, e in rig.transfer.started[before:] if layer == call.layer}
         assert reads <= wanted - present
         hits += len(wanted & present)
@@ -546,31 +580,46 @@ def test_as_many_reads_as_slots_stay_under_way() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@given(numbers=calls, capacity=capacities, data=st.data(), executor=st.sampled_from(EXECUTORS))
+@given(
+    numbers=calls,
+    capacity=capacities,
+    failing=st.sets(st.integers(0, 20), max_size=4),
+    tile_rows=st.sampled_from(TILES),
+    executor=st.sampled_from(EXECUTORS),
+    seed=st.integers(0, 99),
+)
 def test_a_read_that_fails_leaves_a_usable_runtime(
     policy: str,
     numbers: list[tuple[int, int, int]],
     capacity: list[int],
-    data: st.DataObject,
+    failing: set[int],
+    tile_rows: int,
     executor: Executor,
+    seed: int,
 ) -> None:
     steps = make_steps(numbers, torch.float32)
-    rig = Rig(policy, capacity, executor=executor, seed=data.draw(st.integers(0, 99)))
+    rig = Rig(policy, capacity, executor=executor, seed=seed)
     assert isinstance(rig.transfer, Disorder)
     first = len(rig.transfer.started)
-    rig.transfer._fail_at = data.draw(st.sets(st.integers(first, first + 20), max_size=4))
+    rig.transfer._fail_at = {first + number for number in failing}
+    with tile_of(tile_rows):
+        for call in steps:
+            try:
+                result = rig.run(call)
+            except StorageError as error:
+                assert str(error).startswith("read ")
+            else:
+                assert torch.equal(result, in_one_buffer(call, REFERENCE, tile_rows))
+            rig.check()
+        rig.transfer._fail_at = set()
+        rig.host.pause()
+        check_all(rig, steps, tile_rows)
+
+
+def check_all(rig: Rig, steps: list[StepInput], tile_rows: int) -> None:
+    """It computes all of them as if nothing had been."""
     for call in steps:
-        try:
-            result = rig.run(call)
-        except StorageError as error:
-            assert str(error).startswith("read ")
-        else:
-            assert torch.equal(result, dense_oracle(call, WEIGHTS[torch.float32]))
-        rig.check()
-    rig.transfer._fail_at = set()
-    rig.host.pause()
-    for call in steps:
-        assert torch.equal(rig.run(call), dense_oracle(call, WEIGHTS[torch.float32]))
+        assert torch.equal(rig.run(call), in_one_buffer(call, REFERENCE, tile_rows))
         rig.check()
 
 
@@ -578,29 +627,28 @@ def test_a_read_that_fails_leaves_a_usable_runtime(
 @given(
     numbers=calls,
     capacity=capacities,
+    num_staging=st.integers(1, 3),
     at=st.integers(0, 25),
+    tile_rows=st.sampled_from(TILES),
     executor=st.sampled_from(EXECUTORS),
 )
 def test_an_interrupt_at_any_product_leaves_a_usable_runtime(
     policy: str,
     numbers: list[tuple[int, int, int]],
     capacity: list[int],
+    num_staging: int,
     at: int,
+    tile_rows: int,
     executor: Executor,
 ) -> None:
     steps = make_steps(numbers, torch.float32)
-    rig = Rig(policy, capacity, executor=executor)
-    with interrupted_at(at):
-        for call in steps:
-            try:
+    rig = Rig(policy, capacity, num_staging=num_staging, executor=executor)
+    with tile_of(tile_rows):
+        with interrupted_at(at), suppress(KeyboardInterrupt):
+            for call in steps:
                 rig.run(call)
-            except KeyboardInterrupt:
-                break
-            finally:
-                rig.check()
-    for call in steps:
-        assert torch.equal(rig.run(call), dense_oracle(call, WEIGHTS[torch.float32]))
         rig.check()
+        check_all(rig, steps, tile_rows)
 
 
 @pytest.mark.parametrize("is_after", [False, True])
@@ -999,7 +1047,7 @@ def check_set_aside(rig: Rig, slots: list[int]) -> None:
 
 @pytest.mark.usefixtures("short_limits")
 @pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("tile_rows", [512, 32])
+@pytest.mark.parametrize("tile_rows", TILES)
 def test_a_read_that_never_ends_fails_its_pass_alone(
     executor: Executor, tile_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
