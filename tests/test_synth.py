@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import itertools
 import json
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,10 +22,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from schema_sizes import num_tensors_of
+from test_pack_faults import files_of_at_most
 
 from lowtide.errors import StorageError, UsageError
 from lowtide.families import families, read_config, read_config_in
-from lowtide.lab.safetensors_writer import Buffer, OpenFile, OutputFile, open_for_writing
 from lowtide.lab.synth import plan_shards, synth
 from lowtide.lab.synth_weights import CHARACTER, Noise, tensors_of, to_bfloat16, zipf_bias
 from lowtide.model_folder.checkpoint import Checkpoint
@@ -199,6 +201,7 @@ def test_a_folder_with_anything_in_it_is_refused(tmp_path: Path, name: str) -> N
 
 def test_what_a_killed_run_left_is_replaced(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "model-00001-of-00003.safetensors.partial").write_text("half")
+    (tmp_path / ".config.json.0a1b2c3d").write_text("{")
     assert digest(synth("llada2", "tiny", tmp_path)) == digest(tiny)
 
 
@@ -218,102 +221,62 @@ def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert list(tmp_path.iterdir()) == []
 
 
-class Checkpoints:
-    """Numbers every open, write and flush of a run and raises at one of them."""
+class Faults:
+    """Counts what a run asks of the disk, and raises at one of these calls."""
 
-    def __init__(self, fail_at: int, error: BaseException) -> None:
-        self.count = itertools.count()
-        self.fail_at, self.error = fail_at, error
+    CALLS = ("write", "fsync", "replace")
 
-    def pass_one(self) -> None:
-        if next(self.count) == self.fail_at:
-            raise self.error
+    def __init__(self, fail_at: int = -1, error: BaseException | None = None) -> None:
+        self.count = 0
+        self.replaced: list[str] = []
+        self._fail_at, self._error = fail_at, error
 
-    def open(self, path: Path) -> OutputFile:
-        self.pass_one()
-        file = open_for_writing(path)
-        return _NumberedFile(file, self)
+    @contextmanager
+    def injected(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patched:
+            for name in self.CALLS:
+                patched.setattr(os, name, partial(self._call, getattr(os, name)))
+            yield
 
-
-class _NumberedFile:
-    def __init__(self, file: OutputFile, checkpoints: Checkpoints) -> None:
-        self.file, self.checkpoints = file, checkpoints
-
-    def write(self, data: Buffer, /) -> int | None:
-        self.checkpoints.pass_one()
-        return self.file.write(data)
-
-    def flush(self) -> None:
-        self.checkpoints.pass_one()
-        self.file.flush()
-
-    def fileno(self) -> int:
-        return self.file.fileno()
-
-    def close(self) -> None:
-        self.file.close()
-
-
-def num_checkpoints(tmp_path: Path) -> int:
-    probe = Checkpoints(-1, KeyboardInterrupt())
-    synth("llada2", "tiny", tmp_path / "probe", open_file=probe.open)
-    return next(probe.count)
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        self.count += 1
+        if self.count == self._fail_at and self._error is not None:
+            raise self._error
+        if function.__name__ == "replace":
+            self.replaced.append(Path(arguments[1]).name)
+        return function(*arguments)
 
 
 def spread(total: int) -> Iterator[int]:
     """The first and last ones, and some in between."""
-    return iter(sorted({0, 1, 2, *range(3, total, total // 8), *range(total - 12, total)}))
+    return iter(sorted({1, 2, *range(3, total, total // 8), *range(total - 12, total + 1)}))
 
 
 @pytest.mark.parametrize("kind", ["interrupt", "full disk"])
-def test_a_failure_at_any_checkpoint_leaves_nothing(tmp_path: Path, kind: str) -> None:
+def test_a_failure_at_any_call_leaves_nothing(tmp_path: Path, kind: str) -> None:
     error: BaseException = KeyboardInterrupt()
     expected: type[BaseException] = KeyboardInterrupt
     if kind == "full disk":
         error, expected = OSError(errno.ENOSPC, "No space left on device"), StorageError
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "earlier").write_text("mine")
-    total = num_checkpoints(tmp_path / "kept")
+    whole = Faults()
+    with whole.injected():
+        synth("llada2", "tiny", tmp_path / "kept" / "probe")
     before = digest(tmp_path / "kept" / "probe")
-    for fail_at in spread(total):
-        with pytest.raises(expected):
-            synth(
-                "llada2",
-                "tiny",
-                tmp_path / "new" / "m",
-                open_file=Checkpoints(fail_at, error).open,
-            )
+    for fail_at in spread(whole.count):
+        with Faults(fail_at, error).injected(), pytest.raises(expected):
+            synth("llada2", "tiny", tmp_path / "new" / "m")
         assert not (tmp_path / "new").exists()
     assert digest(tmp_path / "kept" / "probe") == before
     assert (tmp_path / "kept" / "earlier").read_text() == "mine"
 
 
-def limited(num_bytes: int) -> OpenFile:
-    """Files that together take this many bytes, to the byte, as a disk does."""
-    left = [num_bytes]
-
-    class Limited(_NumberedFile):
-        def write(self, data: Buffer, /) -> int | None:
-            if left[0] == 0:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            written = self.file.write(data[: left[0]]) or 0
-            left[0] -= written
-            return written
-
-    return lambda path: Limited(open_for_writing(path), Checkpoints(-1, KeyboardInterrupt()))
-
-
-@examples(15)
-@given(share=st.floats(0, 1, exclude_max=True))
-def test_a_disk_that_is_full_at_any_byte(
-    tiny: Path, tmp_path_factory: pytest.TempPathFactory, share: float
-) -> None:
-    total = sum(p.stat().st_size for p in tiny.iterdir())
-    out = tmp_path_factory.mktemp("full")
-    with pytest.raises(StorageError, match="No space left"):
-        synth("llada2", "tiny", out, open_file=limited(int(share * total)))
-    assert out.is_dir()
-    assert list(out.iterdir()) == []
+@pytest.mark.parametrize("num_bytes", [0, 100, 10_000, 300_000])
+def test_a_disk_that_takes_no_longer_files(tmp_path: Path, num_bytes: int) -> None:
+    with files_of_at_most(num_bytes), pytest.raises(StorageError, match="File too large"):
+        synth("llada2", "tiny", tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_interrupt_in_the_progress_callback(tmp_path: Path) -> None:
@@ -327,11 +290,7 @@ def test_an_interrupt_in_the_progress_callback(tmp_path: Path) -> None:
 
 
 def test_config_json_comes_last(tmp_path: Path) -> None:
-    opened: list[str] = []
-
-    def note(path: Path) -> OutputFile:
-        opened.append(path.name)
-        return open_for_writing(path)
-
-    synth("llada2", "tiny", tmp_path / "m", open_file=note)
-    assert opened[-1] == "config.json.partial"
+    faults = Faults()
+    with faults.injected():
+        synth("llada2", "tiny", tmp_path / "m")
+    assert faults.replaced[-1] == "config.json"

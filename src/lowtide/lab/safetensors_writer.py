@@ -14,17 +14,19 @@ import math
 import os
 import shutil
 import stat
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from lowtide.errors import InternalError, StorageError
 
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "I8": 1, "U8": 1, "I16": 2, "I32": 4, "I64": 8}
 
 _LEAST_ALIGNMENT = 8
+_STRETCH_BYTES = 32 << 20
 
 Buffer = bytes | bytearray | memoryview
 
@@ -41,28 +43,16 @@ class OutputTensor(NamedTuple):
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-class OutputFile(Protocol):
-    """What the writer needs of a file; tests hand in one that fails where they want."""
-
-    def write(self, data: Buffer, /) -> int | None: ...
-    def flush(self) -> None: ...
-    def fileno(self) -> int: ...
-    def close(self) -> None: ...
-
-
-OpenFile = Callable[[Path], OutputFile]
-
-
-def open_for_writing(path: Path) -> OutputFile:
-    """A new file. Tensors are large, so nothing of it is buffered or kept in the page cache."""
-    return _UncachedFile(path)
-
-
 class SafetensorsWriter:
     """A file being written; use it as a context manager.
 
     Leaving the block normally makes the file whole under its own name, leaving it by any
     exception (Ctrl-C too) removes every byte.
+
+    Each stretch is sent to the disk as soon as it is written, and its pages are given back.
+    Otherwise a checkpoint larger than memory drives everything else out of the page cache, and
+    the kernel spends longer on finding fresh pages than on writing: 2 GB took 4.3 s this way,
+    6 to 11 s without, interleaved on one machine.
     """
 
     def __init__(
@@ -72,58 +62,53 @@ class SafetensorsWriter:
         *,
         metadata: Mapping[str, str] | None = None,
         alignment: int = _LEAST_ALIGNMENT,
-        open_file: OpenFile = open_for_writing,
     ) -> None:
         """Nothing is written yet. alignment: of the data in the file, in bytes. Raises
         InternalError for two tensors of one name."""
         if len({e.name for e in entries}) != len(entries):
             raise InternalError(f"{path.name} would hold two tensors of one name.")
         self.path = path
-        self.entries = tuple(entries)
         self._header = header_bytes(entries, metadata or {}, alignment)
         # Once: it is asked for at every write.
-        self._num_bytes = len(self._header) + sum(e.num_bytes for e in entries)
-        self._open_file = open_file
-        self._partial = partial_path(path)
-        self._file: OutputFile | None = None
-        self._written_bytes = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the finished file."""
-        return self._num_bytes
+        self.num_bytes = len(self._header) + sum(e.num_bytes for e in entries)
+        self._partial = path.with_name(f"{path.name}.partial")
+        self._file: FileIO | None = None
+        self._written_bytes = self._synced_bytes = 0
 
     @property
     def is_whole(self) -> bool:
         """Whether a file of that size is there: it appears under its name only when it is whole.
         Raises StorageError where it cannot be known."""
-        return file_bytes(self.path) == self._num_bytes
+        return _file_bytes(self.path) == self.num_bytes
 
     @property
     def missing_bytes(self) -> int:
         """What is left to write, with what an earlier run was killed over given back. Raises
         StorageError."""
-        return 0 if self.is_whole else self._num_bytes - (file_bytes(self._partial) or 0)
+        return 0 if self.is_whole else self.num_bytes - (_file_bytes(self._partial) or 0)
 
     def __enter__(self) -> SafetensorsWriter:
         """Raises StorageError if the disk has too little room or the file cannot be made."""
-        try:
+        with self._all_or_nothing():
             self._partial.unlink(missing_ok=True)  # of a killed run: written again, and in its room
             check_disk_space(self.path.parent, self.num_bytes)
-            self._file = self._open_file(self._partial)
-            self._write_all(self._header)
-        except BaseException as error:
-            self._discard()
-            self._raise_storage_error(error)
-            raise
+            self._file = FileIO(self._partial, "w")
+        self.write(self._header)
         return self
 
     def write(self, data: Buffer) -> None:
         """The next bytes of the data, in pieces of any size. Raises StorageError."""
-        try:
-            self._write_all(data)
-        except OSError as error:
-            self._raise_storage_error(error)
+        if self._file is None:
+            raise InternalError(f"{self.path.name} is not open for writing.")
+        rest = memoryview(data).cast("B")
+        if self._written_bytes + len(rest) > self.num_bytes:
+            raise InternalError(f"{self.path.name}: more data than its header declares.")
+        with self._all_or_nothing():
+            while len(rest):  # the kernel may take less than it is given
+                num_bytes = os.write(self._file.fileno(), rest[:_STRETCH_BYTES])
+                self._written_bytes += num_bytes
+                rest = rest[num_bytes:]
+                self._give_back(self._file.fileno())
 
     def __exit__(
         self,
@@ -134,86 +119,46 @@ class SafetensorsWriter:
         if error is not None:
             self._discard()
             return
+        with self._all_or_nothing():
+            if self._file is None or self._written_bytes != self.num_bytes:
+                raise InternalError(
+                    f"{self.path.name}: {self._written_bytes} of {self.num_bytes} bytes were "
+                    "written."
+                )
+            os.fsync(self._file.fileno())
+            self._file.close()
+            os.replace(self._partial, self.path)
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Removes what was written on any failure; one of the disk is a StorageError."""
         try:
-            self._finish()
-        except BaseException as failure:
+            yield
+        except BaseException as error:
             self._discard()
-            self._raise_storage_error(failure)
+            if isinstance(error, OSError):
+                raise StorageError(
+                    f"Writing {self.path} failed after {self._written_bytes} of {self.num_bytes} "
+                    f"bytes: {error.strerror or error}; {_free_text(self.path.parent)}."
+                ) from error
             raise
-
-    def _write_all(self, data: Buffer) -> None:
-        if self._file is None:
-            raise InternalError(f"{self.path.name} is not open for writing.")
-        rest = memoryview(data).cast("B")
-        if self._written_bytes + len(rest) > self.num_bytes:
-            raise InternalError(f"{self.path.name}: more data than its header declares.")
-        while len(rest):
-            # The kernel may take less than it is given, at most 2 GiB in one call.
-            num_bytes = _write_some(self._file, rest)
-            self._written_bytes += num_bytes
-            rest = rest[num_bytes:]
-
-    def _finish(self) -> None:
-        if self._file is None or self._written_bytes != self.num_bytes:
-            raise InternalError(
-                f"{self.path.name}: {self._written_bytes} of {self.num_bytes} bytes were written."
-            )
-        file, self._file = self._file, None
-        try:
-            file.flush()
-            os.fsync(file.fileno())
-        finally:
-            file.close()
-        os.replace(self._partial, self.path)
 
     def _discard(self) -> None:
         file, self._file = self._file, None
-        try:
+        with suppress(OSError):  # closing may report the failure that is on its way up already
             if file is not None:
                 file.close()
-        except OSError:
-            pass  # closing may report the failure that is on its way up already
-        finally:
-            with suppress(OSError):
-                self._partial.unlink()
+        with suppress(OSError):
+            self._partial.unlink()
 
-    def _raise_storage_error(self, error: BaseException) -> None:
-        if isinstance(error, OSError):
-            raise StorageError(
-                f"Writing {self.path} failed after {self._written_bytes} of {self.num_bytes} "
-                f"bytes: {error.strerror or error}; {_free_text(self.path.parent)}."
-            ) from error
-
-
-def write_text_file(path: Path, text: str, *, open_file: OpenFile = open_for_writing) -> None:
-    """Writes a small file whole or not at all. Raises StorageError."""
-    partial = partial_path(path)
-    try:
-        _write_and_sync(partial, text.encode(), open_file)
-        os.replace(partial, path)
-    except OSError as error:
-        raise StorageError(
-            f"Writing {path} failed: {error.strerror or error}; {_free_text(path.parent)}."
-        ) from error
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def partial_path(path: Path) -> Path:
-    """Where a file lies while it is being written."""
-    return path.with_name(path.name + ".partial")
-
-
-def file_bytes(path: Path) -> int | None:
-    """Size of the file at `path`, None where there is none. Raises StorageError where it cannot be
-    say: the folder is closed, or a name too long."""
-    try:
-        facts = path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror or error}.") from error
-    return facts.st_size if stat.S_ISREG(facts.st_mode) else None
+    def _give_back(self, descriptor: int) -> None:
+        num_bytes = self._written_bytes - self._synced_bytes
+        if num_bytes < _STRETCH_BYTES:
+            return
+        if hasattr(os, "posix_fadvise"):  # not everywhere; it only saves time and memory
+            os.fdatasync(descriptor)
+            os.posix_fadvise(descriptor, self._synced_bytes, num_bytes, os.POSIX_FADV_DONTNEED)
+        self._synced_bytes = self._written_bytes
 
 
 def header_bytes(
@@ -252,62 +197,16 @@ def check_disk_space(folder: Path, need_bytes: int) -> None:
         )
 
 
-class _UncachedFile:
-    """Sends each stretch to the disk as soon as it is written, and gives its pages back.
-
-    Otherwise a checkpoint larger than memory drives everything else out of the page cache, and
-    the kernel spends longer on finding fresh pages than on writing: 2 GB took 4.3 s this way,
-    6 to 11 s without, interleaved on one machine.
-    """
-
-    _STRETCH_BYTES = 32 << 20
-
-    def __init__(self, path: Path) -> None:
-        self._file = open(path, "wb", buffering=0)
-        self._num_bytes = 0
-        self._synced_bytes = 0
-
-    def write(self, data: Buffer, /) -> int:
-        num_bytes = self._file.write(memoryview(data)[: self._STRETCH_BYTES]) or 0
-        self._num_bytes += num_bytes
-        if self._num_bytes - self._synced_bytes >= self._STRETCH_BYTES:
-            self._give_back()
-        return num_bytes
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def fileno(self) -> int:
-        return self._file.fileno()
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _give_back(self) -> None:
-        if hasattr(os, "posix_fadvise"):  # not everywhere; it only saves time and memory
-            os.fdatasync(self.fileno())
-            stretch = self._num_bytes - self._synced_bytes
-            os.posix_fadvise(self.fileno(), self._synced_bytes, stretch, os.POSIX_FADV_DONTNEED)
-        self._synced_bytes = self._num_bytes
-
-
-def _write_and_sync(path: Path, data: bytes, open_file: OpenFile) -> None:
-    file = open_file(path)
+def _file_bytes(path: Path) -> int | None:
+    """Size of the file at `path`, None where there is none. Raises StorageError where it cannot be
+    known: the folder is closed, or a name too long."""
     try:
-        rest = memoryview(data)
-        while len(rest):
-            rest = rest[_write_some(file, rest) :]
-        file.flush()
-        os.fsync(file.fileno())
-    finally:
-        file.close()
-
-
-def _write_some(file: OutputFile, data: memoryview) -> int:
-    num_bytes = file.write(data)
-    if not num_bytes:
-        raise OSError("nothing was written")
-    return num_bytes
+        facts = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror or error}.") from error
+    return facts.st_size if stat.S_ISREG(facts.st_mode) else None
 
 
 def _free_text(folder: Path) -> str:

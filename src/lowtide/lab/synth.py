@@ -10,22 +10,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lowtide.errors import StorageError, UsageError
 from lowtide.families import SynthSize, families
-from lowtide.lab.safetensors_writer import (
-    OpenFile,
-    SafetensorsWriter,
-    check_disk_space,
-    open_for_writing,
-    partial_path,
-    write_text_file,
-)
+from lowtide.files.whole_file import whole_file
+from lowtide.lab.safetensors_writer import SafetensorsWriter, check_disk_space
 from lowtide.lab.synth_tokenizer import tokenizer_config_json, tokenizer_json
 from lowtide.lab.synth_weights import Source, SynthTensor, tensors_of
+from lowtide.model_folder.checkpoint import INDEX_NAME
+
+_TOKENIZER, _TOKENIZER_CONFIG, _CONFIG = "tokenizer.json", "tokenizer_config.json", "config.json"
+_TEXTS = (_TOKENIZER, _TOKENIZER_CONFIG, INDEX_NAME, _CONFIG)
 
 Progress = Callable[[int, int], None]
 """Called with the bytes of weights written so far and of all of them."""
@@ -38,7 +35,6 @@ def synth(
     *,
     seed: int = 0,
     progress: Progress | None = None,
-    open_file: OpenFile = open_for_writing,
 ) -> Path:
     """Writes a checkpoint of a family with random weights into the folder `out`; returns that.
 
@@ -50,7 +46,7 @@ def synth(
     sizes = families()[family].sizes()
     if size not in sizes:
         raise UsageError(f"{family} has no size {size!r}; choose {', '.join(sizes)}.")
-    return write_checkpoint(sizes[size], out, seed=seed, progress=progress, open_file=open_file)
+    return write_checkpoint(sizes[size], out, seed=seed, progress=progress)
 
 
 def write_checkpoint(
@@ -59,24 +55,24 @@ def write_checkpoint(
     *,
     seed: int = 0,
     progress: Progress | None = None,
-    open_file: OpenFile = open_for_writing,
 ) -> Path:
     """Writes a checkpoint with random weights into the folder `out`, which it returns.
 
     Equal arguments give equal bytes. `config.json` is written last, and on any failure, Ctrl-C
     too, every file and folder made here is removed: a folder with `config.json` is whole.
 
-    seed: 0 or more. open_file: how files are made. Raises UsageError for a folder that holds
-    anything already, StorageError for a disk that is too small or fails.
+    seed: 0 or more. Raises UsageError for a folder that holds anything already, StorageError for a
+    disk that is too small or fails.
     """
     if not 0 <= seed < 2**63:
         raise UsageError(f"seed must be from 0 to {2**63 - 1}, not {seed}.")
-    made = _Made(out, set())
+    folders = [folder for folder in (out, *out.parents) if not folder.exists()]
+    files: list[Path] = []  # to be taken away again on a failure
     try:
-        _prepare_folder(out, made)
-        _write_files(made, size, seed, progress or _no_progress, open_file)
+        _prepare_folder(out)
+        _write_files(out, files, size, seed, progress or _no_progress)
     except BaseException:
-        made.remove()
+        _remove(files, folders)
         raise
     return out
 
@@ -98,29 +94,10 @@ def plan_shards(tensors: list[SynthTensor], max_shard_bytes: int) -> list[list[S
     return [sorted(shard) for shard in shards]
 
 
-@dataclass
-class _Made:
-    """What this run made, to be taken away again if it fails."""
-
-    out: Path
-    files: set[Path]
-    folders: tuple[Path, ...] = ()  # innermost first
-
-    def remove(self) -> None:
-        for file in self.files:
-            file.unlink(missing_ok=True)
-            partial_path(file).unlink(missing_ok=True)
-        for folder in self.folders:
-            try:
-                folder.rmdir()
-            except OSError:  # never made, or another process put a file there meanwhile
-                return
-
-
 def _write_files(
-    made: _Made, size: SynthSize, seed: int, progress: Progress, open_file: OpenFile
+    out: Path, files: list[Path], size: SynthSize, seed: int, progress: Progress
 ) -> None:
-    out = made.out
+    """files: gets all that are written."""
     tensors = list(tensors_of(size))
     shards = plan_shards(tensors, size.max_shard_bytes)
     names = [_shard_name(i, len(shards)) for i in range(len(shards))]
@@ -128,21 +105,31 @@ def _write_files(
     texts = _texts(size, shards, names, total_bytes)
     check_disk_space(out, total_bytes + sum(len(t) for t in texts.values()))
     source = Source(seed, sum(math.prod(t.shape) for t in tensors))
-    made.files |= {out / name for name in (*names, *texts)}
+    files += [out / name for name in (*names, *texts)]
 
     done_bytes = 0
     for name, shard in zip(names, shards, strict=True):
         outputs = [t.output for t in shard]
-        with SafetensorsWriter(
-            out / name, outputs, metadata={"format": "pt"}, open_file=open_file
-        ) as writer:
+        with SafetensorsWriter(out / name, outputs, metadata={"format": "pt"}) as writer:
             for tensor in shard:
                 for bits in source.elements(tensor):
                     writer.write(bits.data)
                 done_bytes += tensor.output.num_bytes
                 progress(done_bytes, total_bytes)
     for name, text in texts.items():
-        write_text_file(out / name, text, open_file=open_file)
+        with whole_file(out / name, "file") as file:
+            file.write(text.encode())
+
+
+def _remove(files: Sequence[Path], folders: Sequence[Path]) -> None:
+    """folders: innermost first."""
+    for file in files:
+        file.unlink(missing_ok=True)
+    for folder in folders:
+        try:
+            folder.rmdir()
+        except OSError:  # never made, or another process put a file there meanwhile
+            return
 
 
 def _texts(
@@ -152,13 +139,13 @@ def _texts(
     weight_map = {t.name: n for n, shard in zip(names, shards, strict=True) for t in shard}
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     texts = {
-        "tokenizer.json": tokenizer_json(size.eos_token_id),
-        "tokenizer_config.json": tokenizer_config_json(),
-        "model.safetensors.index.json": json.dumps(index, indent=2, sort_keys=True),
-        "config.json": json.dumps(size.config, indent=2, sort_keys=True),
+        _TOKENIZER: tokenizer_json(size.eos_token_id),
+        _TOKENIZER_CONFIG: tokenizer_config_json(),
+        INDEX_NAME: json.dumps(index, indent=2, sort_keys=True),
+        _CONFIG: json.dumps(size.config, indent=2, sort_keys=True),
     }
     if len(shards) == 1:  # one file is `model.safetensors`, and nothing needs an index
-        del texts["model.safetensors.index.json"]
+        del texts[INDEX_NAME]
     return texts
 
 
@@ -168,10 +155,8 @@ def _shard_name(index: int, num_shards: int) -> str:
     return f"model-{index + 1:05}-of-{num_shards:05}.safetensors"
 
 
-def _prepare_folder(out: Path, made: _Made) -> None:
+def _prepare_folder(out: Path) -> None:
     """Makes the folder, or checks that an existing one holds at most an earlier run's leavings."""
-    missing = [folder for folder in (out, *out.parents) if not folder.exists()]
-    made.folders = tuple(missing)
     try:
         out.mkdir(parents=True, exist_ok=True)
         present = sorted(out.iterdir())
@@ -192,12 +177,10 @@ def _prepare_folder(out: Path, made: _Made) -> None:
 
 def _is_leaving(path: Path) -> bool:
     """Whether this is a file that an earlier run was killed over while writing it."""
-    name = path.name.removesuffix(".partial")
-    is_ours = name.startswith("model") or name in ("config.json", *_TOKENIZER_FILES)
-    return name != path.name and is_ours and path.is_file() and not path.is_symlink()
-
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+    name = path.name
+    is_shard = name.startswith("model") and name.endswith(".safetensors.partial")
+    is_text = any(name.startswith(f".{text}.") for text in _TEXTS)  # as `whole_file` calls them
+    return (is_shard or is_text) and path.is_file() and not path.is_symlink()
 
 
 def _no_progress(done_bytes: int, total_bytes: int) -> None:
