@@ -35,11 +35,11 @@ def run(*arguments: str) -> Any:
         ("LlamaForCausalLM", "Llama, or a model built like it: a dense .* Qwen/Qwen3-30B-A3B"),
         ("Qwen3ForCausalLM", "Qwen3 without experts: a dense .* Qwen/Qwen3-30B-A3B"),
         ("Qwen3_5MoeForConditionalGeneration", "Qwen3.6: .*linear attention.*Qwen/Qwen3-30B-A3B"),
-        ("Gemma4ForConditionalGeneration", "It is Gemma 4: .*lowtide runs"),
+        ("Gemma4ForConditionalGeneration", "It is Gemma: .*lowtide runs"),
         ("MistralForCausalLM", "It is Mistral: a dense .*Mixtral-8x7B"),
         ("Llama4ForConditionalGeneration", "It is Llama 4: a mixture of experts"),
-        ("DeepseekV32ForCausalLM", "It is DeepSeek-V3.2: .*DeepSeek-V2-Lite"),
-        ("SDARMoeForCausalLM", "It is SDAR: a block-diffusion .*LLaDA2.0-mini"),
+        ("DeepseekV32ForCausalLM", "It is DeepSeek-V3, V3.2 or R1: .*DeepSeek-V2-Lite"),
+        ("SDARMoeForCausalLM", "It is SDAR: .*LLaDA2.0-mini"),
     ],
 )
 def test_models_are_named(architecture: str, message: str, tmp_path: Path) -> None:

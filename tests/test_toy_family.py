@@ -111,7 +111,7 @@ FAMILY = Family(
     published=Published(eos_token_ids=(304,)),
     read=read,
     schema=schema,
-    model=lambda: Toy,
+    decoder=f"{__name__}:Toy",
     sizes=lambda: {"tiny": SynthSize(CONFIG, 304, 1 << 20)},
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from lowtide.config import ModelConfig, Published
@@ -22,9 +23,9 @@ class Family:
     """How a family's files are read, and what computes it. Holds no torch until `model`.
 
     architectures: the names under `architectures` in `config.json`. read: that file's keys; it
-    refuses by name what the model does not do. schema: names and shapes of the tensors. model:
-    imports the model's file and returns its class. sizes: the checkpoints that `synth` can make.
-    gguf: the family in GGUF files, if it is read from them.
+    refuses by name what the model does not do. schema: names and shapes of the tensors. decoder:
+    where its class is, as `module:Class`. sizes: the checkpoints that `synth` can make. gguf: the
+    family in GGUF files, if it is read from them.
     """
 
     name: str
@@ -32,6 +33,12 @@ class Family:
     published: Published
     read: Callable[[Fields, Origin], ModelConfig]
     schema: Callable[[ModelConfig], ModelSchema]
-    model: Callable[[], type[Decoder]]
+    decoder: str
     sizes: Callable[[], Mapping[str, SynthSize]]
     gguf: GgufArchitecture | None = None
+
+    def model(self) -> type[Decoder]:
+        """The class that computes it, whose file is imported now."""
+        module, _, name = self.decoder.partition(":")
+        found: type[Decoder] = getattr(import_module(module), name)
+        return found

@@ -18,7 +18,7 @@ FAMILY = Family(
     published=Published(eos_token_ids=(156892,)),
     read=partial(read, can_stretch=True),
     schema=LLADA2.schema,
-    model=LLADA2.model,
+    decoder=LLADA2.decoder,
     sizes=partial(read_sizes, __name__),
     gguf=GGUF,
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 from lowtide.config import AttentionSpec, ExpertSpec, ModelConfig, Published, keys
 from lowtide.config.fields import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields
@@ -16,9 +15,6 @@ from lowtide.families.sizes import read_sizes
 from lowtide.files.json_file import shown
 from lowtide.schemas.parts import decoder, mlp, router, vector
 from lowtide.schemas.schema import ModelSchema, TensorSpec
-
-if TYPE_CHECKING:
-    from lowtide.models.decoder import Decoder
 
 
 def read(fields: Fields, origin: Origin) -> ModelConfig:
@@ -120,19 +116,13 @@ def _moe(config: ModelConfig, prefix: str) -> list[TensorSpec]:
     return [*router(config, prefix), *shared]
 
 
-def _model() -> type[Decoder]:
-    from lowtide.families.deepseek_v2.model import DeepseekV2
-
-    return DeepseekV2
-
-
 FAMILY = Family(
     name="deepseek_v2",
     architectures=("DeepseekV2ForCausalLM",),
     published=Published(eos_token_ids=(100001,)),
     read=read,
     schema=schema,
-    model=_model,
+    decoder=f"{__name__}.model:DeepseekV2",
     sizes=partial(read_sizes, __name__),
     gguf=GGUF,
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 from lowtide.config import DecodingDefaults, ModelConfig, Published, keys
 from lowtide.config.fields import Fields
@@ -12,9 +11,6 @@ from lowtide.families.family import Family
 from lowtide.families.sizes import read_sizes
 from lowtide.schemas.parts import decoder, in_layers, separate_qkv
 from lowtide.schemas.schema import ModelSchema
-
-if TYPE_CHECKING:
-    from lowtide.models.decoder import Decoder
 
 LOGITS_SHIFT = 1
 """It was trained on from an autoregressive model: a hidden state predicts the next position."""
@@ -39,12 +35,6 @@ def schema(config: ModelConfig) -> ModelSchema:
     return decoder(config, separate_qkv, absent=in_layers(config, "self_attn.o_proj.bias"))
 
 
-def _model() -> type[Decoder]:
-    from lowtide.families.dream.model import Dream
-
-    return Dream
-
-
 FAMILY = Family(
     name="dream",
     architectures=("DreamModel",),
@@ -62,6 +52,6 @@ FAMILY = Family(
     ),
     read=read,
     schema=schema,
-    model=_model,
+    decoder=f"{__name__}.model:Dream",
     sizes=partial(read_sizes, __name__),
 )

@@ -6,7 +6,6 @@ Experts of a layer are stacked, rows (or, unpacked, columns) of gate and up taki
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 from lowtide.config import ExpertSpec, ModelConfig, Published, keys
 from lowtide.config.fields import MAX_POSITIONS, Fields
@@ -19,9 +18,6 @@ from lowtide.files.json_file import shown
 from lowtide.formats import mxfp4
 from lowtide.schemas.parts import decoder, separate_qkv, vector
 from lowtide.schemas.schema import ExpertStorage, ModelSchema, PartSource, SlotTarget, TensorSpec
-
-if TYPE_CHECKING:
-    from lowtide.models.decoder import Decoder
 
 _GATE, _DOWN, _GATE_BIAS, _DOWN_BIAS = 0, 2, 3, 5  # parts of a slot: see ExpertLayout
 _EXPERTS = "model.layers.{layer}.mlp.experts."
@@ -185,19 +181,13 @@ def _stacked(
     return PartSource(_EXPERTS + name, shape, config.moe.num_experts, dtype=dtype)
 
 
-def _model() -> type[Decoder]:
-    from lowtide.families.gpt_oss.model import GptOss
-
-    return GptOss
-
-
 FAMILY = Family(
     name="gpt_oss",
     architectures=("GptOssForCausalLM",),
     published=Published(eos_token_ids=(200002,)),
     read=read,
     schema=schema,
-    model=_model,
+    decoder=f"{__name__}.model:GptOss",
     sizes=partial(read_sizes, __name__),
     gguf=GGUF,
 )

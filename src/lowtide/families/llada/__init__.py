@@ -7,7 +7,6 @@ the same `model_type`; its architecture is another.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 from lowtide.config import DecodingDefaults, ModelConfig, Published, keys
 from lowtide.config.fields import Fields
@@ -17,9 +16,6 @@ from lowtide.families.llada.names import NAMES
 from lowtide.families.sizes import read_sizes
 from lowtide.schemas.parts import decoder, in_layers, separate_qkv
 from lowtide.schemas.schema import ModelSchema
-
-if TYPE_CHECKING:
-    from lowtide.models.decoder import Decoder
 
 _KEYS = {
     "hidden_size": "d_model",
@@ -77,12 +73,6 @@ def schema(config: ModelConfig) -> ModelSchema:
     )
 
 
-def _model() -> type[Decoder]:
-    from lowtide.families.llada.model import LLaDA
-
-    return LLaDA
-
-
 FAMILY = Family(
     name="llada",
     architectures=("LLaDAModelLM",),
@@ -91,6 +81,6 @@ FAMILY = Family(
     ),
     read=read,
     schema=schema,
-    model=_model,
+    decoder=f"{__name__}.model:LLaDA",
     sizes=partial(read_sizes, __name__),
 )

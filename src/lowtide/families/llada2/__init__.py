@@ -7,7 +7,6 @@ multi-token prediction, which some exports carry after the last layer, are not n
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 from lowtide.config import DecodingDefaults, ExpertSpec, ModelConfig, Published, keys
 from lowtide.config.fields import MAX_EXPERTS, MAX_LAYERS, MAX_POSITIONS, Fields
@@ -17,9 +16,6 @@ from lowtide.families.llada2.names import NAMES
 from lowtide.families.sizes import read_sizes
 from lowtide.schemas.parts import decoder, mlp, router, vector
 from lowtide.schemas.schema import ModelSchema, TensorSpec
-
-if TYPE_CHECKING:
-    from lowtide.models.decoder import Decoder
 
 
 def read(fields: Fields, origin: Origin, can_stretch: bool = False) -> ModelConfig:
@@ -135,18 +131,12 @@ def _absent(config: ModelConfig) -> list[str]:
     return names
 
 
-def _model() -> type[Decoder]:
-    from lowtide.families.llada2.model import LLaDA2
-
-    return LLaDA2
-
-
 FAMILY = Family(
     name="llada2",
     architectures=("LLaDA2MoeModelLM",),
     published=Published((156892,), 156895, DecodingDefaults()),
     read=read,
     schema=schema,
-    model=_model,
+    decoder=f"{__name__}.model:LLaDA2",
     sizes=partial(read_sizes, __name__),
 )

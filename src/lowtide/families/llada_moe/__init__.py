@@ -7,7 +7,6 @@ checkpoint (`FusedLLaDAMoEModelLM`) differs only in how experts are stacked.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 from lowtide.config import DecodingDefaults, ExpertSpec, ModelConfig, Published, keys
 from lowtide.config.fields import Fields
@@ -18,9 +17,6 @@ from lowtide.families.sizes import read_sizes
 from lowtide.files.json_file import shown
 from lowtide.schemas.parts import decoder, in_layers, router, separate_qkv, vector
 from lowtide.schemas.schema import ModelSchema, TensorSpec
-
-if TYPE_CHECKING:
-    from lowtide.models.decoder import Decoder
 
 
 def read(fields: Fields, origin: Origin) -> ModelConfig:
@@ -80,12 +76,6 @@ def _attention(config: ModelConfig, prefix: str) -> list[TensorSpec]:
     return [*separate_qkv(config, prefix), *norms]
 
 
-def _model() -> type[Decoder]:
-    from lowtide.families.llada_moe.model import LLaDAMoE
-
-    return LLaDAMoE
-
-
 FAMILY = Family(
     name="llada_moe",
     architectures=("LLaDAMoEModelLM", "LLaDAMoEModel", "FusedLLaDAMoEModelLM"),
@@ -94,6 +84,6 @@ FAMILY = Family(
     ),
     read=read,
     schema=schema,
-    model=_model,
+    decoder=f"{__name__}.model:LLaDAMoE",
     sizes=partial(read_sizes, __name__),
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 from lowtide.config import ExpertSpec, ModelConfig, Published, keys
 from lowtide.config.fields import Fields
@@ -13,9 +12,6 @@ from lowtide.families.mixtral.gguf import GGUF
 from lowtide.families.sizes import read_sizes
 from lowtide.schemas.parts import decoder, separate_qkv, storages_of
 from lowtide.schemas.schema import ModelSchema, TensorSpec
-
-if TYPE_CHECKING:
-    from lowtide.models.decoder import Decoder
 
 
 def read(fields: Fields, origin: Origin) -> ModelConfig:
@@ -41,19 +37,13 @@ def _moe(config: ModelConfig, prefix: str) -> list[TensorSpec]:
     return [TensorSpec(name, shape, other_name=other_name, keeps_type=True)]
 
 
-def _model() -> type[Decoder]:
-    from lowtide.families.mixtral.model import Mixtral
-
-    return Mixtral
-
-
 FAMILY = Family(
     name="mixtral",
     architectures=("MixtralForCausalLM",),
     published=Published(eos_token_ids=(2,)),
     read=read,
     schema=schema,
-    model=_model,
+    decoder=f"{__name__}.model:Mixtral",
     sizes=partial(read_sizes, __name__),
     gguf=GGUF,
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 from lowtide.config import ExpertSpec, ModelConfig, Published, keys
 from lowtide.config.fields import Fields
@@ -13,9 +12,6 @@ from lowtide.families.olmoe.gguf import GGUF
 from lowtide.families.sizes import read_sizes
 from lowtide.schemas.parts import decoder, router, separate_qkv, vector
 from lowtide.schemas.schema import ModelSchema, TensorSpec
-
-if TYPE_CHECKING:
-    from lowtide.models.decoder import Decoder
 
 
 def read(fields: Fields, origin: Origin) -> ModelConfig:
@@ -44,19 +40,13 @@ def _attention(config: ModelConfig, prefix: str) -> list[TensorSpec]:
     return [*separate_qkv(config, prefix), *norms]
 
 
-def _model() -> type[Decoder]:
-    from lowtide.families.olmoe.model import Olmoe
-
-    return Olmoe
-
-
 FAMILY = Family(
     name="olmoe",
     architectures=("OlmoeForCausalLM",),
     published=Published(eos_token_ids=(50279,)),
     read=read,
     schema=schema,
-    model=_model,
+    decoder=f"{__name__}.model:Olmoe",
     sizes=partial(read_sizes, __name__),
     gguf=GGUF,
 )

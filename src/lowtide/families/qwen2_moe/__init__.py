@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 from lowtide.config import ModelConfig, Published, keys
 from lowtide.config.fields import Fields
@@ -14,9 +13,6 @@ from lowtide.families.qwen2_moe.gguf import GGUF
 from lowtide.families.sizes import read_sizes
 from lowtide.schemas.parts import decoder, in_layers, mlp, router, separate_qkv
 from lowtide.schemas.schema import ModelSchema, TensorSpec
-
-if TYPE_CHECKING:
-    from lowtide.models.decoder import Decoder
 
 
 def read(fields: Fields, origin: Origin) -> ModelConfig:
@@ -41,19 +37,13 @@ def _moe(config: ModelConfig, prefix: str) -> list[TensorSpec]:
     return [*router(config, prefix), *shared, gate]
 
 
-def _model() -> type[Decoder]:
-    from lowtide.families.qwen2_moe.model import Qwen2Moe
-
-    return Qwen2Moe
-
-
 FAMILY = Family(
     name="qwen2_moe",
     architectures=("Qwen2MoeForCausalLM",),
     published=Published(eos_token_ids=(151643,)),
     read=read,
     schema=schema,
-    model=_model,
+    decoder=f"{__name__}.model:Qwen2Moe",
     sizes=partial(read_sizes, __name__),
     gguf=GGUF,
 )

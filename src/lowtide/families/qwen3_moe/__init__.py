@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 from lowtide.config import ModelConfig, Published, keys
 from lowtide.config.fields import Fields
@@ -14,9 +13,6 @@ from lowtide.families.qwen3_moe.gguf import GGUF
 from lowtide.families.sizes import read_sizes
 from lowtide.schemas.parts import decoder, in_layers, router, separate_qkv, vector
 from lowtide.schemas.schema import ModelSchema, TensorSpec
-
-if TYPE_CHECKING:
-    from lowtide.models.decoder import Decoder
 
 
 def read(fields: Fields, origin: Origin) -> ModelConfig:
@@ -36,19 +32,13 @@ def _attention(config: ModelConfig, prefix: str) -> list[TensorSpec]:
     return [*separate_qkv(config, prefix), *norms]
 
 
-def _model() -> type[Decoder]:
-    from lowtide.families.qwen3_moe.model import Qwen3Moe
-
-    return Qwen3Moe
-
-
 FAMILY = Family(
     name="qwen3_moe",
     architectures=("Qwen3MoeForCausalLM",),
     published=Published(eos_token_ids=(151645, 151643)),
     read=read,
     schema=schema,
-    model=_model,
+    decoder=f"{__name__}.model:Qwen3Moe",
     sizes=partial(read_sizes, __name__),
     gguf=GGUF,
 )
