@@ -39,8 +39,8 @@ from common.run import loaded_engine, make_request
 
 from lowtide.config import ModelConfig
 from lowtide.decode.request import Committed, Draft, Request
+from lowtide.engine.config import EngineConfig
 from lowtide.engine.engine import Engine
-from lowtide.engine.opening import EngineConfig
 from lowtide.engine.worker import make_decoder
 from lowtide.errors import UsageError
 from lowtide.lab.budgets import budget_of_share

@@ -24,7 +24,8 @@ from common.ceilings import memory_ceiling
 from common.emulated import Model, device_options, temporary_folder
 from common.record import Recorder, Row, say
 
-from lowtide.engine.opening import EngineConfig, open_model
+from lowtide.engine.config import EngineConfig
+from lowtide.engine.opening import open_model
 from lowtide.families import read_config_in
 from lowtide.lab.demo_text import held_out_text
 from lowtide.lab.plotting import check_plot

@@ -20,8 +20,9 @@ from common.ceilings import memory_ceiling
 from common.record import Recorder, Row, say
 
 from lowtide import LLM
+from lowtide.engine.config import EngineConfig
 from lowtide.engine.format_plans import plan_by_format
-from lowtide.engine.opening import EngineConfig, open_model
+from lowtide.engine.opening import open_model
 from lowtide.lab.bench import Load, Preset, take_turns
 from lowtide.lab.budgets import budget_of_share
 from lowtide.lab.demo_text import held_out_text

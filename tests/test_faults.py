@@ -24,7 +24,8 @@ from lowtide import SamplingParams
 from lowtide.cli.app import app
 from lowtide.decode.block_diffusion import BlockDiffusion, Draft, Event
 from lowtide.engine import not_finite
-from lowtide.engine.opening import EngineConfig, open_model
+from lowtide.engine.config import EngineConfig
+from lowtide.engine.opening import open_model
 from lowtide.engine.planning import make_plan
 from lowtide.engine.wiring import load
 from lowtide.errors import (

@@ -16,8 +16,9 @@ from rounded_files import write_rounded
 from torch import Tensor
 
 from lowtide.core import PassRows, RowKind, Step, StepKind
+from lowtide.engine.config import EngineConfig
 from lowtide.engine.engine import Engine
-from lowtide.engine.opening import EngineConfig, open_model
+from lowtide.engine.opening import open_model
 from lowtide.engine.planning import make_plan
 from lowtide.engine.wiring import load
 from lowtide.experts.compiled_residents import CompiledResidents

@@ -15,7 +15,7 @@ from lowtide.cli.app import app
 from lowtide.cli.format_table import faster_line
 from lowtide.cli.quality import parse_settings
 from lowtide.engine import opening as engine_opening
-from lowtide.engine.opening import EngineConfig
+from lowtide.engine.config import EngineConfig
 from lowtide.errors import UsageError
 from lowtide.lab.pack import pack
 from lowtide.lab.synth import synth

@@ -19,7 +19,7 @@ import lowtide
 from lowtide.cli.app import app
 from lowtide.cli.habits import FLAGS, VERBS
 from lowtide.cli.live import LiveView
-from lowtide.cli.options import OPTIONS, is_common
+from lowtide.cli.options import OPTIONS
 from lowtide.cli.verbs import OWN_VERBS
 from lowtide.cli.verify import _verdict_line
 from lowtide.lab.verify import Verdict
@@ -155,9 +155,9 @@ def test_what_needs_no_verb_imports_none(arguments: list[str]) -> None:
 def test_help_has_the_common_options_and_help_all_has_all() -> None:
     shown, everything = run("generate", "--help").stdout, run("generate", "--help-all").stdout
     own = [option for option in OPTIONS if f"{option.flag} " in everything]
-    assert 40 < len(own) and all(f"{o.flag} " in shown for o in own if is_common(o))
-    assert sum(is_common(option) for option in own) == 9  # and -p makes ten
-    assert not [o.flag for o in own if not is_common(o) and f" {o.flag} " in shown]
+    assert 40 < len(own) and all(f"{o.flag} " in shown for o in own if o.is_common)
+    assert sum(option.is_common for option in own) == 9  # and -p makes ten
+    assert not [o.flag for o in own if not o.is_common and f" {o.flag} " in shown]
     for verb in ("plan", "chat", "bench", "verify", "calibrate", "quality"):
         assert "--help-all" in run(verb, "--help").stdout
         assert "--check-weights" in run(verb, "--help-all").stdout

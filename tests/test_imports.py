@@ -31,8 +31,8 @@ FLOORS = (
 )
 FRONT_DOORS = ("cli", "serve", "__main__")
 # Known to every room; they know only each other.
-FACTS = {"core", "params", "errors", "config", "schemas", "formats", "files", "model_folder"}
-FACTS |= {"families", "plan", "profiles", "buddies", "version"}
+FACTS = {"core", "option", "params", "errors", "config", "schemas", "formats", "files"}
+FACTS |= {"model_folder", "families", "plan", "profiles", "buddies", "version"}
 # They drive policies and replay traces without a model.
 BESIDE_EXPERTS = {"policies", "replay"}
 # Built on the experts' interfaces; wired to them by the engine, unknown to models and layers.

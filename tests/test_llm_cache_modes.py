@@ -22,7 +22,8 @@ from lowtide.cli.app import app
 from lowtide.decode import masked_options
 from lowtide.decode.forced import ForcedText
 from lowtide.decode.request import Draft
-from lowtide.engine.opening import EngineConfig, open_model
+from lowtide.engine.config import EngineConfig
+from lowtide.engine.opening import open_model
 from lowtide.errors import PlanError, UnsupportedError, UsageError
 from lowtide.llm import plan_model
 

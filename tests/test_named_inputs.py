@@ -10,7 +10,8 @@ import pytest
 
 from lowtide import LLM
 from lowtide.engine import format_plans
-from lowtide.engine.opening import EngineConfig, OpenModel, open_model
+from lowtide.engine.config import EngineConfig
+from lowtide.engine.opening import OpenModel, open_model
 from lowtide.engine.planning import make_plan
 from lowtide.files import array_file
 from lowtide.lab.calibrate import calibrate

@@ -18,8 +18,8 @@ from torch import Tensor
 from lowtide.compute import Compute
 from lowtide.core import Step, StepKind, align_up
 from lowtide.decode.block_diffusion import LOGIT_ROWS
+from lowtide.engine.config import MAX_PASS_ROWS
 from lowtide.engine.engine import Engine
-from lowtide.engine.opening import MAX_PASS_ROWS
 from lowtide.engine.registering import plan_long_passes, register
 from lowtide.families import families
 from lowtide.kernels.row_statistics import Guidance, Wanted

@@ -17,7 +17,8 @@ from lowtide.cli.app import app
 from lowtide.cli.live import LiveView
 from lowtide.cli.passes import pass_caption, steps_table
 from lowtide.engine import wiring
-from lowtide.engine.opening import EngineConfig, OpenModel, open_model
+from lowtide.engine.config import EngineConfig
+from lowtide.engine.opening import OpenModel, open_model
 from lowtide.engine.passes import MASKED_SHARES, longest_context, plan_passes
 from lowtide.engine.planning import make_plan
 from lowtide.errors import PlanError, UnsupportedError

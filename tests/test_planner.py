@@ -16,7 +16,8 @@ from torch import Tensor
 
 from lowtide.compute import Compute
 from lowtide.core import ALIGNMENT, Step, StepKind, align_up
-from lowtide.engine.opening import MAX_PASS_ROWS, EngineConfig, open_model
+from lowtide.engine.config import MAX_PASS_ROWS, EngineConfig
+from lowtide.engine.opening import open_model
 from lowtide.engine.registering import register
 from lowtide.errors import InternalError
 from lowtide.families import families

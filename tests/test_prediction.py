@@ -15,7 +15,8 @@ from lowtide import LLM
 from lowtide.cli.outlook import outlook, plan_line, prediction_object
 from lowtide.core import Costs, Curve, MoEShape
 from lowtide.engine import planning, prediction
-from lowtide.engine.opening import EngineConfig, OpenModel, open_model
+from lowtide.engine.config import EngineConfig
+from lowtide.engine.opening import OpenModel, open_model
 from lowtide.engine.planning import make_plan
 from lowtide.engine.prediction import even_demand, predictor_of, published_pass
 from lowtide.hardware.kept_rates import keep_rates, kept_rates, rates_path

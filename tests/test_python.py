@@ -25,9 +25,9 @@ from lowtide.answers.completion import Completion, Usage
 from lowtide.answers.progress_line import FIRST_AFTER_S, ProgressLine
 from lowtide.decode.intake import sample_seed
 from lowtide.decode.request import Committed, Finished
-from lowtide.engine.opening import EngineConfig
+from lowtide.engine.config import EngineConfig
 from lowtide.errors import LowtideError, PlanError, UsageError
-from lowtide.params import Wishes, field_names, with_wishes
+from lowtide.params import with_keywords
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -87,17 +87,17 @@ def test_options_are_keywords_with_the_engines_defaults(kind: type[Any]) -> None
     assert keywords == defaults
 
 
-def test_wishes_are_the_fields_of_both_params() -> None:
-    names = [*field_names(SamplingParams), *field_names(DiffusionParams)]
-    assert sorted(Wishes.__annotations__) == sorted(names)
+def test_a_mapping_that_is_none_is_empty() -> None:
+    config = EngineConfig(policy_options=None, config_overrides=None)  # type: ignore[arg-type]
+    assert config == EngineConfig()
 
 
 def test_a_keyword_takes_the_place_of_a_field() -> None:
     params = SamplingParams(max_tokens=9, top_k=3, diffusion=DiffusionParams(steps=2))
-    made = with_wishes(params, {"max_tokens": 5, "stop": "x", "threshold": 0.5})
+    made = with_keywords(params, {"max_tokens": 5, "stop": "x", "threshold": 0.5})
     diffusion = DiffusionParams(steps=2, threshold=0.5)
     assert made == SamplingParams(max_tokens=5, top_k=3, stop="x", diffusion=diffusion)
-    assert made.stop_strings == ("x",) and with_wishes(None, {}) == SamplingParams()
+    assert made.stop_strings == ("x",) and with_keywords(None, {}) == SamplingParams()
 
 
 @pytest.mark.parametrize(

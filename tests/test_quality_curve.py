@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from lowtide import LLM, SamplingParams
 from lowtide.cli.app import app
-from lowtide.engine.opening import EngineConfig, open_model
+from lowtide.engine.config import EngineConfig
+from lowtide.engine.opening import open_model
 from lowtide.errors import StorageError, UsageError
 from lowtide.lab.calibrate import calibrate
 from lowtide.lab.calibrate_buddies import BuddyWish

@@ -22,8 +22,8 @@ from torch import Tensor
 from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.core import BoolArray, IntArray, Step
 from lowtide.decode.request import Finished, Request
+from lowtide.engine.config import EngineConfig
 from lowtide.engine.engine import Engine
-from lowtide.engine.opening import EngineConfig
 from lowtide.engine.policy_setting import _setting, adopt_policy
 from lowtide.engine.worker import make_decoder
 from lowtide.experts.rows import Routing

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from lowtide.engine import registering
-from lowtide.engine.opening import EngineConfig, open_model
+from lowtide.engine.config import EngineConfig
+from lowtide.engine.opening import open_model
 from lowtide.engine.registering import largest_counts, planner_of, register
 from lowtide.engine.uncomputed import Uncomputed
 from lowtide.families import families

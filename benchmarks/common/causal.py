@@ -23,8 +23,8 @@ from common.memory import drop_pages, peak_resident_bytes, reset_peak, storage_r
 from common.run import loaded_engine
 from lowtide.decode.autoregressive import Autoregressive
 from lowtide.decode.request import Committed, Request
+from lowtide.engine.config import MAX_PASS_ROWS, EngineConfig
 from lowtide.engine.engine import Engine
-from lowtide.engine.opening import MAX_PASS_ROWS, EngineConfig
 from lowtide.experts import read_ahead
 from lowtide.families import read_config_in
 from lowtide.params import SamplingParams

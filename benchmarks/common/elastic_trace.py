@@ -17,8 +17,8 @@ from common.run import loaded_engine
 from lowtide.config import ModelConfig
 from lowtide.decode.intake import Intake
 from lowtide.decode.request import Committed, Finished, Request
+from lowtide.engine.config import MAX_BLOCK_LENGTH, EngineConfig
 from lowtide.engine.engine import Engine
-from lowtide.engine.opening import MAX_BLOCK_LENGTH, EngineConfig
 from lowtide.engine.worker import make_decoder
 from lowtide.params import SamplingParams
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from common.elastic_trace import Arrival, requests_of
 from common.memory import drop_pages, peak_resident_bytes
 from common.run import TimedTransfer, loaded_engine
+from lowtide.engine.config import EngineConfig
 from lowtide.engine.engine import Engine
-from lowtide.engine.opening import EngineConfig
 from lowtide.engine.worker import make_decoder
 
 NUM_WARM = 2

@@ -19,8 +19,9 @@ from common.masked_sides import canvas, layers_only
 from lowtide.compute import Compute
 from lowtide.core import Step, StepKind, align_up
 from lowtide.decode.row_reading import HeadForm
+from lowtide.engine.config import EngineConfig
 from lowtide.engine.engine import Engine
-from lowtide.engine.opening import EngineConfig, OpenModel, open_model
+from lowtide.engine.opening import OpenModel, open_model
 from lowtide.engine.planning import make_plan
 from lowtide.engine.registering import plan_long_passes
 from lowtide.engine.wiring import load

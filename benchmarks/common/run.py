@@ -12,8 +12,9 @@ import numpy as np
 
 from lowtide.config import ModelConfig
 from lowtide.decode.block_diffusion import BlockDiffusion, Committed, Finished, Model, Request
+from lowtide.engine.config import MAX_PASS_ROWS, EngineConfig
 from lowtide.engine.engine import Engine
-from lowtide.engine.opening import MAX_PASS_ROWS, EngineConfig, open_model
+from lowtide.engine.opening import open_model
 from lowtide.engine.planning import make_plan
 from lowtide.engine.wiring import load
 from lowtide.errors import UsageError

@@ -17,13 +17,14 @@ from typing import Unpack
 from torch import Tensor
 
 from lowtide.answers.completion import Completion, completion_of
+from lowtide.answers.keywords import AnswerKeywords
 from lowtide.answers.loaded import LoadedModel
 from lowtide.answers.reporter import Reporter
 from lowtide.decode.prompts import Messages, Prompt, TokenIds, as_prompts, one_prompt
 from lowtide.decode.request import Event, Finished, Request
 from lowtide.engine import async_loop
 from lowtide.engine.policy_setting import adopt_policy
-from lowtide.params import SamplingParams, Wishes
+from lowtide.params import SamplingParams
 
 
 class AsyncLLM(LoadedModel):
@@ -38,11 +39,11 @@ class AsyncLLM(LoadedModel):
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **wishes: Unpack[Wishes],
+        **keywords: Unpack[AnswerKeywords],
     ) -> list[Completion]:
         """As `LLM.generate`."""
         return await self._answered(
-            await asyncio.to_thread(lambda: self._requests(as_prompts(prompts), params, wishes))
+            await asyncio.to_thread(lambda: self._requests(as_prompts(prompts), params, keywords))
         )
 
     async def chat(
@@ -51,21 +52,24 @@ class AsyncLLM(LoadedModel):
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         template_options: Mapping[str, object] | None = None,
-        **wishes: Unpack[Wishes],
+        **keywords: Unpack[AnswerKeywords],
     ) -> list[Completion]:
         """As `LLM.chat`."""
 
         def requests() -> list[Request]:
-            return self._requests(self._chats(messages, template_options), params, wishes)
+            return self._requests(self._chats(messages, template_options), params, keywords)
 
         return await self._answered(await asyncio.to_thread(requests))
 
     async def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, **wishes: Unpack[Wishes]
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        **keywords: Unpack[AnswerKeywords],
     ) -> AsyncGenerator[Event, None]:
         """As `LLM.stream`; all of it, refusals too, begins with the first event awaited."""
         one = one_prompt(prompt)
-        requests = await asyncio.to_thread(lambda: self._requests([one], params, wishes))
+        requests = await asyncio.to_thread(lambda: self._requests([one], params, keywords))
         async with aclosing(self._events(requests)) as events:
             async for event in events:
                 yield event

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,6 +18,14 @@ IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 FloatArray = NDArray[np.float64]
 WeightArray = NDArray[np.float32]
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, the units done (bytes, passes) and the units in all."""
+
+
+def no_progress(what: str, done: int, total: int) -> None:
+    """The `Progress` that shows nothing."""
+
 
 NO_EXPERTS: IntArray = np.empty(0, np.int64)
 """No expert."""

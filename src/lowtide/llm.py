@@ -20,6 +20,7 @@ from typing import NamedTuple, Unpack
 from torch import Tensor
 
 from lowtide.answers.completion import Completion, completion_of
+from lowtide.answers.keywords import AnswerKeywords
 from lowtide.answers.loaded import LoadedModel
 from lowtide.answers.opening import intake_of, opened_for_plan, opened_for_request
 from lowtide.answers.progress_line import ProgressLine, is_watched
@@ -42,7 +43,7 @@ from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import ExpertObserver, Observer
 from lowtide.model_folder.hub_model import HubModel
 from lowtide.model_folder.tokenizer import Tokenizer
-from lowtide.params import SamplingParams, Wishes
+from lowtide.params import SamplingParams
 from lowtide.plan import FormatPlan, MemoryPlan
 
 
@@ -50,7 +51,7 @@ class LLM(LoadedModel):
     """A model under a memory budget.
 
     `model` is a folder, a GGUF file (of several the first), a hub id `org/name[@revision]` or a
-    demo such as `demo:diffusion`; options are described at `engine.opening.EngineConfig`. Raises a
+    demo such as `demo:diffusion`; options are described at `engine.config.EngineConfig`. Raises a
     `LowtideError` before any weight is read when the model, an option or the budget cannot be
     honoured.
 
@@ -67,7 +68,7 @@ class LLM(LoadedModel):
         on_event: Callable[[Event], None] | None = None,
         *,
         progress: bool | None = None,
-        **wishes: Unpack[Wishes],
+        **keywords: Unpack[AnswerKeywords],
     ) -> list[Completion]:
         """Answers one prompt or a list of them, as one flat batch; completions in their order.
 
@@ -81,7 +82,7 @@ class LLM(LoadedModel):
         KV cache has no room for yet waits. Raises UsageError or PlanError for a prompt that cannot
         be honoured, before the first step.
         """
-        requests = self._requests(as_prompts(prompts), params, wishes)
+        requests = self._requests(as_prompts(prompts), params, keywords)
         return self._answered(requests, on_event, progress)
 
     def chat(
@@ -92,7 +93,7 @@ class LLM(LoadedModel):
         *,
         template_options: Mapping[str, object] | None = None,
         progress: bool | None = None,
-        **wishes: Unpack[Wishes],
+        **keywords: Unpack[AnswerKeywords],
     ) -> list[Completion]:
         """Answers a conversation or a list of them, by the model's chat template.
 
@@ -100,11 +101,14 @@ class LLM(LoadedModel):
         `template_options` are further variables of the template, such as `enable_thinking`. For
         the rest see `generate`. Raises UsageError for a model without a chat template.
         """
-        requests = self._requests(self._chats(messages, template_options), params, wishes)
+        requests = self._requests(self._chats(messages, template_options), params, keywords)
         return self._answered(requests, on_event, progress)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, **wishes: Unpack[Wishes]
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        **keywords: Unpack[AnswerKeywords],
     ) -> Generator[Event, None, None]:
         """Events of one prompt as they happen: drafts of a diffusion model's block, committed
         tokens, the end. Their `text`s, joined, are the answer's.
@@ -112,7 +116,7 @@ class LLM(LoadedModel):
         The answer begins with the first `next`, does not wait for the others, and ends when this
         is closed or dropped. Raises UsageError for a list of prompts.
         """
-        return self._events(self._requests([one_prompt(prompt)], params, wishes))
+        return self._events(self._requests([one_prompt(prompt)], params, keywords))
 
     def logits(self, token_ids: TokenIds) -> Tensor:
         """Float32 logits [len, vocab] of every position's own token, on the CPU.

@@ -1,24 +1,20 @@
 """What a user may ask of a generation: `SamplingParams` and `DiffusionParams`.
 
 Values only, checked where they are made; a field left at `None` takes the model family's
-published default. `Wishes` are the same fields as keywords of a call. Imports no torch, so that a
-wrong flag is refused at once.
+published default. Imports no torch, so that a wrong flag is refused at once.
 """
 
 from __future__ import annotations
 
 import difflib
-import numbers
-import operator
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypedDict, cast
+from functools import partial
+from typing import Any
 
 from lowtide.errors import UnsupportedError, UsageError
-from lowtide.files.json_file import shown
+from lowtide.option import Group, check_options, option
 
-MAX_TOKENS_LIMIT = 2**31 - 1
 REMASKING_RULES = (
     "low_confidence",
     "random",
@@ -34,47 +30,8 @@ MAX_SAMPLES = 1024
 DEFAULT_MAX_TOKENS = 256
 MAX_SEED = 2**63 - 1
 
-
-def check_int(name: str, value: object, low: int, high: int = MAX_TOKENS_LIMIT) -> int:
-    """`value` as Python's integer. Raises UsageError."""
-    number = as_number(value)
-    if isinstance(number, bool) or not isinstance(number, int) or not low <= number <= high:
-        raise UsageError(f"{name} must be an integer from {low} to {high}, not {shown(value)}.")
-    return number
-
-
-def as_number(value: Any) -> Any:
-    """Python's number in place of another, such as numpy's, which a loop over an array gives; all
-    else as it is."""
-    if isinstance(value, int | float) or str(getattr(value, "dtype", "")).endswith("bool"):
-        return value
-    with suppress(TypeError, RuntimeError):  # no integer, or a tensor without its numbers
-        return operator.index(value)
-    with suppress(OverflowError):
-        return float(value) if isinstance(value, numbers.Real) else value
-    return value
-
-
-def _check_float(name: str, value: object, low: float, high: float) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not low <= value <= high:  # type: ignore[operator]
-        raise UsageError(f"{name} must be a number from {low} to {high}, not {shown(value)}.")
-
-
-def take_numbers(params: object, names: Sequence[str]) -> None:
-    """`as_number` of these fields of a frozen dataclass."""
-    for name in names:
-        object.__setattr__(params, name, as_number(getattr(params, name)))
-
-
-_DIFFUSION_RANGES = (
-    ("threshold", 0.0, 1.0),
-    ("edit_threshold", 0.0, 1.0),
-    ("cfg_scale", 0.0, 1e4),
-    ("eps", 1e-9, 0.999),
-    ("alg_temp", 0.0, 1e4),
-    ("factor", 0.0, 1e4),
-)
+_denoising = partial(option, Group.DIFFUSION)
+_sampling = partial(option, Group.SAMPLING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,41 +70,25 @@ class DiffusionParams:
         is; otherwise the block is finished first.
     """
 
-    block_length: int | None = None
-    steps: int | None = None
-    threshold: float | None = None
-    remasking: str | None = None
-    edit_threshold: float | None = None
-    max_post_steps: int | None = None
-    cfg_scale: float | None = None
-    eos_early_stop: bool | None = None
-    eps: float | None = None
-    alg_temp: float | None = None
-    factor: float | None = None
+    block_length: int | None = _denoising("Tokens denoised together.", low=1)
+    steps: int | None = _denoising(
+        "Denoising steps, per block (LLaDA2) or in all (LLaDA, Dream).", low=1
+    )
+    threshold: float | None = _denoising("Probability that writes a token.", high=1)
+    remasking: str | None = _denoising(
+        f"Which wait: {', '.join(REMASKING_RULES)}.", choices=REMASKING_RULES
+    )
+    edit_threshold: float | None = _denoising("Probability that replaces a token.", high=1)
+    max_post_steps: int | None = _denoising("Editing passes over a full block.")
+    cfg_scale: float | None = _denoising("Classifier-free guidance.", high=1e4)
+    eos_early_stop: bool | None = _denoising("Stop inside a block at its end.")
+    eps: float | None = _denoising("Where Dream's schedule ends (0.001).", low=1e-9, high=0.999)
+    alg_temp: float | None = _denoising("Temperature of Dream's choice of positions.", high=1e4)
+    factor: float | None = _denoising("How bold the factor rule is (1).", high=1e4)
 
     def __post_init__(self) -> None:
-        take_numbers(self, field_names(DiffusionParams))
-        for name, low in (("block_length", 1), ("steps", 1), ("max_post_steps", 0)):
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), low)
-        for name, least, most in _DIFFUSION_RANGES:
-            if getattr(self, name) is not None:
-                _check_float(name, getattr(self, name), least, most)
-        if self.remasking is not None and self.remasking not in REMASKING_RULES:
-            raise UsageError(
-                f"remasking {self.remasking!r} is not known; choose {', '.join(REMASKING_RULES)}."
-            )
-        if self.eos_early_stop is not None and not isinstance(self.eos_early_stop, bool):
-            raise UsageError(f"eos_early_stop must be true or false, not {self.eos_early_stop!r}.")
+        check_options(self)
 
-
-_RANGES = (
-    ("top_p", 1e-6, 1.0),
-    ("min_p", 0.0, 1.0),
-    ("repetition_penalty", 0.01, 100.0),
-    ("presence_penalty", -2.0, 2.0),
-    ("frequency_penalty", -2.0, 2.0),
-)
 
 AUTOREGRESSIVE_ONLY = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs")
 """Fields of `SamplingParams` that mean nothing where tokens are not written one by one."""
@@ -177,36 +118,34 @@ class SamplingParams:
         are made of it.
     """
 
-    max_tokens: int | None = None
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    stop: str | Sequence[str] | None = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
+    max_tokens: int | None = _sampling(
+        "New tokens at most (256, or what fits).", low=1, is_common=True
+    )
+    temperature: float = _sampling(
+        "0 takes the likeliest token, always.", 0.0, high=100, is_common=True
+    )
+    top_k: int | None = _sampling("Draw only from the k likeliest tokens.", low=1)
+    top_p: float | None = _sampling(
+        "Draw only from the least set with this mass.", low=1e-6, high=1
+    )
+    min_p: float | None = _sampling("Draw only what is this share as likely as any.", high=1)
+    repetition_penalty: float | None = _sampling(
+        "Above 1 discourages what was said (1).", low=0.01, high=100
+    )
+    presence_penalty: float | None = _sampling("Off the logit of tokens used (0).", low=-2, high=2)
+    frequency_penalty: float | None = _sampling("The same for each use (0).", low=-2, high=2)
+    seed: int | None = _sampling("Equal seeds give equal results (0).", high=MAX_SEED)
+    stop: str | Sequence[str] | None = _sampling("Text that ends the answer.", ())
+    ignore_eos: bool = _sampling("Go on after the end-of-text token.", False)
+    logprobs: int | None = _sampling(
+        "Report log-probabilities, and of this many more.",
+        high=MAX_TOP_LOGPROBS,
+    )
     diffusion: DiffusionParams = field(default_factory=DiffusionParams)
-    n: int = 1
+    n: int = _sampling("Answers to the prompt, drawn one by one.", 1, low=1, high=MAX_SAMPLES)
 
     def __post_init__(self) -> None:
-        take_numbers(self, field_names(SamplingParams))
-        if self.max_tokens is not None:
-            check_int("max_tokens", self.max_tokens, 1)
-        check_int("n", self.n, 1, MAX_SAMPLES)
-        _check_float("temperature", self.temperature, 0.0, 100.0)
-        if self.top_k is not None:
-            check_int("top_k", self.top_k, 1)
-        for name, low, high in _RANGES:
-            if getattr(self, name) is not None:
-                _check_float(name, getattr(self, name), low, high)
-        if self.seed is not None:
-            check_int("seed", self.seed, 0, MAX_SEED)
-        if self.logprobs is not None:
-            check_int("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+        check_options(self)
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         stop = () if stop is None else stop
         is_list = isinstance(stop, Sequence)
@@ -215,8 +154,6 @@ class SamplingParams:
                 "stop must be a text or a list of texts, none of them empty (left out: none), not "
                 f"{self.stop!r}."
             )
-        if not isinstance(self.ignore_eos, bool):
-            raise UsageError(f"ignore_eos must be true or false, not {self.ignore_eos!r}.")
         if not isinstance(self.diffusion, DiffusionParams):
             raise UsageError(f"diffusion must be DiffusionParams, not {self.diffusion!r}.")
 
@@ -250,36 +187,6 @@ def field_names(params: type[SamplingParams] | type[DiffusionParams]) -> list[st
     return [f.name for f in fields(params)]
 
 
-class Wishes(TypedDict, total=False):
-    """Fields of `SamplingParams` and `DiffusionParams` as keywords: `generate(prompt, n=3)`."""
-
-    max_tokens: int | None
-    n: int
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    repetition_penalty: float | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    seed: int | None
-    stop: str | Sequence[str] | None
-    ignore_eos: bool
-    logprobs: int | None
-    diffusion: DiffusionParams
-    block_length: int | None
-    steps: int | None
-    threshold: float | None
-    remasking: str | None
-    edit_threshold: float | None
-    max_post_steps: int | None
-    cfg_scale: float | None
-    eos_early_stop: bool | None
-    eps: float | None
-    alg_temp: float | None
-    factor: float | None
-
-
 ELSEWHERE = {
     "best_of": "n",
     "do_sample": "temperature (0 takes the likeliest token, above 0 draws)",
@@ -301,22 +208,23 @@ ELSEWHERE = {
 """What other programs call what is called otherwise here."""
 
 
-def with_wishes(params: SamplingParams | None, wishes: Wishes) -> SamplingParams:
-    """`params`, or those of no wishes, with what `wishes` name put in its place.
+def with_keywords(params: SamplingParams | None, given: Mapping[str, object]) -> SamplingParams:
+    """`params`, or their defaults, with the fields of both kinds that `given` names replaced.
 
     Raises UsageError for a keyword that there is not, and for a value that cannot be.
     """
     own, diffusion = field_names(SamplingParams), field_names(DiffusionParams)
-    given = cast(dict[str, Any], wishes)
     for name in given:
         if name not in own and name not in diffusion:
             way_out = hint(name, [*own, *diffusion], ELSEWHERE)
             raise UsageError(f"{name!r} is not a parameter of an answer. {way_out}")
-    made = replace(
-        params or SamplingParams(), **{name: given[name] for name in own if name in given}
-    )
-    inner = {name: given[name] for name in diffusion if name in given}
+    made = replace(params or SamplingParams(), **_among(own, given))
+    inner = _among(diffusion, given)
     return replace(made, diffusion=replace(made.diffusion, **inner)) if inner else made
+
+
+def _among(names: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: given[name] for name in names if name in given}
 
 
 def listed_params(params: object) -> list[SamplingParams]:

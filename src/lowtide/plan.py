@@ -18,6 +18,9 @@ from lowtide.errors import UsageError
 OWN_FORMAT = "own"
 """The format of weights that are in memory as they are stored, or in the compute dtype."""
 
+INT8_ROWS = "int8"
+"""Rows rounded to int8 before they are multiplied: see `kernels/int8_rows.py`."""
+
 AUTO_FORMAT = "auto"
 """Left to be chosen before a model is opened: see `engine/auto_format.py`."""
 

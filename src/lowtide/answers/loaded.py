@@ -5,25 +5,29 @@ How the engine behind it is put together is the business of `engine/`.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import MISSING, fields
 from functools import partial
 from pathlib import Path
-from typing import Never, NoReturn, cast
+from typing import NoReturn, Unpack, cast
 
 import torch
 from torch import Tensor
 
+from lowtide.answers.keywords import AnswerKeywords, ModelKeywords
 from lowtide.answers.opening import intake_of, opened_model
 from lowtide.answers.progress_line import LoadingLine, is_watched
 from lowtide.config import ModelConfig, format_size
+from lowtide.core import Progress
 from lowtide.decode.prompts import Messages, Prompt, TokenIds, is_chat, listed, one_text_of_ids
 from lowtide.decode.request import Request
 from lowtide.engine import probing
+from lowtide.engine.config import EngineConfig
 from lowtide.engine.engine import Engine
 from lowtide.engine.loop import EngineLoop
-from lowtide.engine.opening import EngineConfig
 from lowtide.engine.passes import PlannedPass, plan_steps
 from lowtide.engine.planning import make_plan
 from lowtide.engine.wiring import load
@@ -32,9 +36,19 @@ from lowtide.errors import UsageError
 from lowtide.layers.router import Router
 from lowtide.memory.pass_planner import PassPlan
 from lowtide.model_folder.tokenizer import Tokenizer
-from lowtide.params import SamplingParams, Wishes, check_int, listed_params, with_wishes
+from lowtide.option import check_int
+from lowtide.params import SamplingParams, listed_params, with_keywords
 from lowtide.plan import MemoryPlan
-from lowtide.reading.dense_weights import Progress
+
+
+def _signature() -> inspect.Signature:
+    """What editors and `help` show of `LLM(...)`: the options by name, with their defaults."""
+    model = inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    options = inspect.signature(EngineConfig).parameters.values()
+    mappings = {f.name for f in fields(EngineConfig) if f.default is MISSING}
+    return inspect.Signature(
+        [model, *(o.replace(default=None) if o.name in mappings else o for o in options)]
+    )
 
 
 class LoadedModel:
@@ -43,43 +57,12 @@ class LoadedModel:
     Owns the engine's loop. How its answers are waited for is said by `LLM` and `AsyncLLM`.
     """
 
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        device: str = "auto",
-        device_options: Mapping[str, str] | None = None,
-        gpu_memory: str | int = "auto",
-        host_memory: str | int = "auto",
-        policy: str = "auto",
-        policy_options: Mapping[str, str] | None = None,
-        context: int | None = None,
-        format: str | None = None,
-        expert_dtype: str | None = None,
-        dense_dtype: str | None = None,
-        activations: str = "own",
-        kernels: str = "auto",
-        dtype: str | None = None,
-        block_length: int | None = None,
-        calibration: str | None = None,
-        config_overrides: Mapping[str, object] | None = None,
-        offline: bool = False,
-        seed: int | None = None,
-        kv_cache: bool | str = True,
-        head_form: str = "fused",
-        elastic: bool = False,
-        check_weights: bool = False,
-        unsafe: bool = False,
-        progress: Progress | bool | None = None,
-        **unknown: Never,
-    ) -> None:
-        given = locals()  # by the names of the fields, as a test promises
-        options = {name: given[name] for name in EngineConfig.__dataclass_fields__}
-        for name in ("device_options", "policy_options", "config_overrides"):
-            options[name] = {} if options[name] is None else options[name]
+    __signature__ = _signature()
+
+    def __init__(self, model: str | Path, **options: Unpack[ModelKeywords]) -> None:
         self._name = str(model)
-        with _told(progress) as options["progress"]:
-            opened = opened_model(model, options | unknown)
+        with _shown(options.get("progress")) as progress:
+            opened = opened_model(model, {**options, "progress": progress})
             self._loop = EngineLoop(load(opened, make_plan(opened)))
         self._intake = intake_of(opened)
 
@@ -192,12 +175,12 @@ class LoadedModel:
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        wishes: Wishes,
+        given: AnswerKeywords,
     ) -> list[Request]:
         """A request for each prompt, with `params` and the keywords that override them."""
         if params is None or isinstance(params, SamplingParams):
-            return self._intake.requests(prompts, with_wishes(params, wishes))
-        each = [with_wishes(one, wishes) for one in listed_params(params)]
+            return self._intake.requests(prompts, with_keywords(params, given))
+        each = [with_keywords(one, given) for one in listed_params(params)]
         return self._intake.requests(prompts, each)
 
     def _logits_work(self, token_ids: TokenIds) -> tuple[Passes[Tensor], int]:
@@ -221,7 +204,7 @@ class LoadedModel:
 
 
 @contextmanager
-def _told(progress: Progress | bool | None) -> Iterator[Progress | None]:
+def _shown(progress: Progress | bool | None) -> Iterator[Progress | None]:
     """What is told how far loading is: the callback given, or a line on standard error if that is
     wished or, where nothing is said, standard error is a terminal."""
     if progress is None:

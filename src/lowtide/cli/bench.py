@@ -16,7 +16,7 @@ from lowtide.cli.command import EXIT_FAILURE, takes
 from lowtide.cli.doctor import machine_line, rates_table
 from lowtide.cli.generate import ModelName
 from lowtide.cli.opening import find_model
-from lowtide.cli.options import Group, Settings
+from lowtide.cli.options import Settings
 from lowtide.cli.outlook import doctor_command
 from lowtide.cli.policy_options import options_by_policy
 from lowtide.cli.prompt import read_prompt
@@ -24,6 +24,7 @@ from lowtide.cli.report import json_line, plan_object, plan_table
 from lowtide.cli.screen import ProgressBars, stdout_console
 from lowtide.config import format_size
 from lowtide.errors import UsageError
+from lowtide.option import Group
 from lowtide.params import SamplingParams
 from lowtide.policies.presets import check_safe
 from lowtide.version import __version__

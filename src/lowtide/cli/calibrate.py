@@ -14,11 +14,12 @@ from lowtide.cli.buddies import buddy_table, buddy_wish, likeness_table
 from lowtide.cli.command import takes
 from lowtide.cli.generate import ModelName
 from lowtide.cli.opening import find_model_with_experts, open_llm
-from lowtide.cli.options import Group, Settings
+from lowtide.cli.options import Settings
 from lowtide.cli.report import json_line
 from lowtide.cli.screen import ProgressBars, stdout_console
 from lowtide.cli.text_file import read_text
 from lowtide.lab.buddy_wish import BuddyWish
+from lowtide.option import Group
 from lowtide.replay.calibration import (
     GATES,
     TOP_SIZES,

@@ -11,10 +11,11 @@ from lowtide.cli.command import takes
 from lowtide.cli.conversation import Conversation
 from lowtide.cli.generate import ModelName, show_plan
 from lowtide.cli.opening import open_llm
-from lowtide.cli.options import Group, Settings
+from lowtide.cli.options import Settings
 from lowtide.cli.screen import stderr_console, stdout_console
 from lowtide.cli.turns import Turns
 from lowtide.errors import UsageError
+from lowtide.option import Group
 
 
 @takes(Group.PROMPT, Group.ENGINE, Group.HUB, Group.SAMPLING, Group.DIFFUSION, Group.OUTPUT)

@@ -19,9 +19,10 @@ from typing import Annotated, TextIO
 import typer
 
 from lowtide.cli import EXIT_INTERRUPTED
-from lowtide.cli.options import OPTIONS, Group, Kind, Option, Settings, is_common, resolve
+from lowtide.cli.options import OPTIONS, Settings, resolve
 from lowtide.cli.screen import printable, stderr_console
 from lowtide.errors import ConfigError, LowtideError, UsageError
+from lowtide.option import Group, Kind, Option
 
 _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -67,7 +68,7 @@ def takes(*wanted: Group | str) -> Callable[[Verb], Verb]:
         own = inspect.signature(verb, eval_str=True).parameters.values()
         parameters = [parameter for parameter in own if parameter.name != "settings"]
         parameters += [_flag_parameter(option) for option in options]
-        if not all(is_common(option) for option in options):
+        if not all(option.is_common for option in options):
             parameters.append(_HELP_ALL)
 
         @functools.wraps(verb)
@@ -162,7 +163,7 @@ def _flag_parameter(option: Option) -> inspect.Parameter:
         help=_help(option),
         metavar=None if option.kind is Kind.BOOLEAN else _metavar(option),
         rich_help_panel=option.group.value,
-        hidden=not is_common(option),
+        hidden=not option.is_common,
         show_default=False,
     )
     return inspect.Parameter(

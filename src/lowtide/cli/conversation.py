@@ -5,20 +5,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from lowtide.cli.answer import ask_live, ask_writing, has_view, live_view
 from lowtide.cli.line_editor import LineEditor
 from lowtide.cli.live import LiveView
-from lowtide.cli.options import OPTIONS, Group
+from lowtide.cli.options import OPTIONS
 from lowtide.cli.report import speed_line
 from lowtide.cli.screen import printable
 from lowtide.cli.text import TextWriter
 from lowtide.cli.turns import Turns
 from lowtide.errors import LowtideError, UsageError
-from lowtide.params import ELSEWHERE, SamplingParams, Wishes, hint, with_wishes
+from lowtide.option import Group
+from lowtide.params import ELSEWHERE, SamplingParams, hint, with_keywords
 
 if TYPE_CHECKING:
     from lowtide.llm import LLM
@@ -127,7 +128,7 @@ class Conversation:
                 "when chat begins, such as context, stays."
             )
         parsed = SETTABLE[name].parse(value.strip(), f"/set {name}")
-        self._params = with_wishes(self._params, cast(Wishes, {name: parsed}))
+        self._params = with_keywords(self._params, {name: parsed})
         self._say(f"{name}: {value.strip()}")
 
     def _show_stats(self) -> None:

@@ -14,10 +14,11 @@ from rich.text import Text
 
 from lowtide.cli.command import takes
 from lowtide.cli.opening import find_model
-from lowtide.cli.options import Group, Settings
+from lowtide.cli.options import Settings
 from lowtide.cli.report import json_line
 from lowtide.cli.screen import ProgressBars, stdout_console
 from lowtide.config import format_size
+from lowtide.option import Group
 
 if TYPE_CHECKING:
     from lowtide.hardware.machine import Machine, Rate

@@ -20,7 +20,7 @@ from lowtide.cli.answer import (
 )
 from lowtide.cli.command import takes
 from lowtide.cli.opening import open_llm
-from lowtide.cli.options import Group, Settings
+from lowtide.cli.options import Settings
 from lowtide.cli.outlook import outlook, plan_line
 from lowtide.cli.passes import steps_table
 from lowtide.cli.prompt import Question, read_prompt
@@ -28,6 +28,7 @@ from lowtide.cli.report import answer_object, json_line, plan_table, speed, spee
 from lowtide.cli.screen import stderr_console, stdout_console
 from lowtide.cli.text import TextWriter
 from lowtide.errors import UsageError
+from lowtide.option import Group
 from lowtide.params import SamplingParams
 
 if TYPE_CHECKING:

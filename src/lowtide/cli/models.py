@@ -12,12 +12,13 @@ from rich.table import Table
 from lowtide.cli.command import takes
 from lowtide.cli.generate import ModelName
 from lowtide.cli.opening import find_model, quiet_downloads
-from lowtide.cli.options import Group, Settings
+from lowtide.cli.options import Settings
 from lowtide.cli.report import json_line
 from lowtide.cli.screen import ProgressBars, stdout_console
 from lowtide.config import format_size
 from lowtide.errors import UsageError
 from lowtide.families.registry import own_names
+from lowtide.option import Group
 
 
 @takes("size", "out", "seed", Group.OUTPUT)

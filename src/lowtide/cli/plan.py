@@ -12,12 +12,13 @@ from lowtide.cli.command import takes
 from lowtide.cli.format_table import faster_line, formats_table
 from lowtide.cli.generate import ModelName
 from lowtide.cli.opening import Planned, make_plan
-from lowtide.cli.options import Group, Settings
+from lowtide.cli.options import Settings
 from lowtide.cli.outlook import outlook
 from lowtide.cli.passes import passes_object, passes_table
 from lowtide.cli.report import json_line, plan_object, plan_table
 from lowtide.cli.screen import stdout_console
 from lowtide.errors import UnsupportedError
+from lowtide.option import Group
 from lowtide.plan import faster_format
 
 if TYPE_CHECKING:

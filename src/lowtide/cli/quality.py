@@ -16,7 +16,7 @@ from rich.text import Text
 from lowtide.cli.command import takes
 from lowtide.cli.generate import ModelName
 from lowtide.cli.opening import find_model
-from lowtide.cli.options import OPTIONS, Group, Settings
+from lowtide.cli.options import OPTIONS, Settings
 from lowtide.cli.report import json_line
 from lowtide.cli.screen import ProgressBars, stdout_console
 from lowtide.cli.text_file import read_text
@@ -24,6 +24,7 @@ from lowtide.config import format_size
 from lowtide.errors import UsageError
 from lowtide.lab.quality_questions import ChoiceQuestion, read_questions
 from lowtide.lab.quality_settings import BUDDYMOE, RESIDENTS, QualitySetting, curve_settings
+from lowtide.option import Group
 from lowtide.version import __version__
 
 if TYPE_CHECKING:
@@ -154,7 +155,8 @@ def _measured(
     """The report, and where its curve is to be kept, if it is. What could not be written in the
     end is refused before anything is measured."""
     folder = str(find_model(model, settings))
-    from lowtide.engine.opening import EngineConfig, open_model
+    from lowtide.engine.config import EngineConfig
+    from lowtide.engine.opening import open_model
     from lowtide.lab.plotting import check_plot
     from lowtide.lab.quality import quality as measure
     from lowtide.lab.quality_curve import curve_path

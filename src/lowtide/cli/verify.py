@@ -15,11 +15,12 @@ from rich.table import Table
 from lowtide.cli.command import EXIT_FAILURE, takes
 from lowtide.cli.generate import ModelName
 from lowtide.cli.opening import find_model
-from lowtide.cli.options import Group, Settings
+from lowtide.cli.options import Settings
 from lowtide.cli.report import json_line
 from lowtide.cli.screen import stderr_console, stdout_console
 from lowtide.config import format_size
 from lowtide.errors import UsageError
+from lowtide.option import Group
 from lowtide.policies.presets import AUTO, is_lossless
 
 if TYPE_CHECKING:

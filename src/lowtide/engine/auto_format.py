@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from lowtide.engine.config import EngineConfig
 from lowtide.engine.format_plans import plan_by_format
-from lowtide.engine.opening import EngineConfig, OpenModel
+from lowtide.engine.opening import OpenModel
 from lowtide.plan import AUTO_FORMAT, OWN_FORMAT, faster_format
 
 

@@ -10,17 +10,10 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-
 from lowtide.core import Costs, MoEShape
 from lowtide.devices.cuda import CudaDevice
 from lowtide.devices.emulated import EmulatedDevice
-from lowtide.devices.emulated_speeds import (
-    EmulatedSpeeds,
-    check_emulated_options,
-    emulated_speeds,
-)
-from lowtide.errors import UnsupportedError, UsageError
+from lowtide.devices.emulated_speeds import EmulatedSpeeds, emulated_speeds
 from lowtide.experts.device import Device
 from lowtide.experts.elastic_slots import LentSlots
 from lowtide.experts.layout import SlotLayout
@@ -34,45 +27,6 @@ from lowtide.memory.pinned import PinnedMemory
 from lowtide.plan import MemoryPlan, TierPlan
 from lowtide.schemas import ExpertTable
 from lowtide.threads.executor import HostExecutor
-
-DEVICES = ("auto", "cpu", "cuda", "emulated")
-
-
-def check_device(name: str, options: Mapping[str, str]) -> None:
-    """Raises UsageError for a device or an option of one that there is not; needs no model."""
-    if name.startswith("cuda:"):
-        raise UnsupportedError(
-            f"Device {name!r}: one GPU is used, the first that this process sees. Choose --device "
-            "cuda; the environment's CUDA_VISIBLE_DEVICES says which GPUs a process sees."
-        )
-    if name not in DEVICES:
-        raise UsageError(f"Device {name!r} is not known; choose one of {', '.join(DEVICES)}.")
-    if name == "emulated":
-        check_emulated_options(options)
-    elif options:
-        raise UsageError(
-            f"Device options ({', '.join(options)}) belong to --device emulated, not to {name}."
-        )
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedError(
-            "Device 'cuda': this torch sees no GPU. Choose --device cpu, or install a torch build "
-            "for your GPU."
-        )
-
-
-def check_elastic(name: str) -> None:
-    """Raises UnsupportedError for a device whose memory does not move."""
-    if resolve_device(name) == "cuda":
-        raise UnsupportedError(
-            "elastic on a GPU: slots and KV cache do not grow and shrink there yet. Leave it out."
-        )
-
-
-def resolve_device(name: str) -> str:
-    """`auto` is the GPU if there is one; an emulated device is never chosen."""
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return name
 
 
 class DeviceOptions(NamedTuple):

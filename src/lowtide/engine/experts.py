@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
-from lowtide.core import Costs
+from lowtide.core import Costs, Progress
 from lowtide.engine.device import DeviceOptions, ExpertSource, OpenDevice, open_device
 from lowtide.engine.elastic import SharedMemory
 from lowtide.engine.opening import OpenModel
@@ -31,7 +31,6 @@ from lowtide.memory.arena import Arena
 from lowtide.plan import MemoryPlan, TierPlan
 from lowtide.policies.presets import recipe
 from lowtide.policies.recipe import Setting
-from lowtide.reading.dense_weights import Progress
 from lowtide.reading.file_reader import FileReader
 from lowtide.replay.calibration import Calibration
 from lowtide.threads.executor import Executor, HostExecutor

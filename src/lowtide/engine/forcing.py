@@ -24,9 +24,9 @@ from lowtide.decode.forced import (
 )
 from lowtide.decode.masked_diffusion import MaskedDiffusion
 from lowtide.decode.request import Request
+from lowtide.engine.config import MAX_PASS_ROWS
 from lowtide.engine.engine import Engine
 from lowtide.engine.not_finite import fault_found
-from lowtide.engine.opening import MAX_PASS_ROWS
 from lowtide.memory.cuda_streams import device_pass
 from lowtide.params import SamplingParams
 from lowtide.policies.receipt import Receipt

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from lowtide.engine.device import resolve_device
+from lowtide.engine.device_choice import resolve_device
 from lowtide.engine.named_inputs import named_inputs, rounds_experts
 from lowtide.engine.opening import OpenModel
 from lowtide.engine.planning import make_plan

@@ -11,7 +11,6 @@ from lowtide.engine.opening import OpenModel
 from lowtide.errors import NumericError
 from lowtide.formats.plain import plain_format
 from lowtide.model_folder.checkpoint import Checkpoint
-from lowtide.reading.dense_weights import no_progress
 from lowtide.reading.finite_weights import check_finite
 
 SEARCH_S = 60.0
@@ -41,7 +40,7 @@ def fault_found(opened: OpenModel) -> Iterator[None]:
 
 def _exonerate(opened: OpenModel, checkpoint: Checkpoint, error: NumericError) -> NumericError:
     """The error of weights that are finite; raises CheckpointError if they are not."""
-    progress = opened.options.progress or no_progress
+    progress = opened.options.report
     share = check_finite(checkpoint, progress, _loaded_dtypes(opened, checkpoint), SEARCH_S)
     dtype = str(opened.dtype).removeprefix("torch.")
     found = "all weights are finite"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -11,19 +10,12 @@ import torch
 
 from lowtide.config import ModelConfig
 from lowtide.core import CacheMode, align_up
-from lowtide.decode.row_reading import HeadForm
 from lowtide.engine import weight_formats
-from lowtide.engine.device import (
-    check_device,
-    check_elastic,
-    resolve_device,
-)
+from lowtide.engine.config import MAX_BLOCK_LENGTH, MAX_PASS_ROWS, EngineConfig
+from lowtide.engine.device_choice import resolve_device
 from lowtide.engine.named_inputs import inputs_to_round_for
 from lowtide.engine.option_checks import (
     as_reference,
-    check_activations,
-    check_integer,
-    check_kinds,
     check_not_bidirectional,
     check_without_experts,
 )
@@ -33,9 +25,7 @@ from lowtide.experts.transfer import largest_read_bytes
 from lowtide.families import families, read_config_in
 from lowtide.formats import MatrixFormat
 from lowtide.formats.expert_inputs import ExpertInputs
-from lowtide.formats.plain import SAFETENSORS_NAME
 from lowtide.kernels.choice import HOST, choose_kernels
-from lowtide.kernels.int8_rows import INT8
 from lowtide.kernels.operands import ClampedWeights, ExpertWeights
 from lowtide.kernels.reference import Kernels
 from lowtide.memory.kv_cache import storage_shape
@@ -47,116 +37,13 @@ from lowtide.model_folder.gguf_model import GgufModel
 from lowtide.model_folder.hub import has_weights, locate_model, resolve_model
 from lowtide.model_folder.hub_model import HubModel
 from lowtide.model_folder.tokenizer import Tokenizer
-from lowtide.params import take_numbers
-from lowtide.plan import OWN_FORMAT, WeightFormats, check_is_named
-from lowtide.policies.presets import check_policy, check_safe
+from lowtide.plan import INT8_ROWS, WeightFormats, check_is_named
 from lowtide.reading.by_expert import with_copy
-from lowtide.reading.dense_weights import DenseWeights, Progress, no_progress
+from lowtide.reading.dense_weights import DenseWeights
 from lowtide.reading.fingerprint import fingerprint
 from lowtide.schemas import WeightMap, assume, bind, model_schema, stored_matrices
 
-MAX_PASS_ROWS = 512
-"""Rows of the largest forward pass. Never a function of the budget: how rows are divided into
-passes must not depend on it."""
-
-
-MAX_BLOCK_LENGTH = MAX_PASS_ROWS // 2
-"""A block's first step also carries the block before it."""
-
-
 DEFAULT_CONTEXT = 4096
-
-APPROXIMATE_CACHES = (CacheMode.PREFIX.value, CacheMode.DUAL.value)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """Options of an engine. Sizes are bytes, `10GiB`, `80%` (of this machine) or `auto`.
-
-    device: `auto` (a GPU if there is one), `cpu`, `cuda` or `emulated`, with `device_options` for
-    the last. host_memory: the budget for weights, KV cache, workspace, read ring and expert slots,
-    or with a device for the experts at home; gpu_memory: the device's budget for all but those.
-    policy, policy_options: what stays resident (`policies/presets.py`).
-    context: tokens that there is room for over all running sequences; by default the model's
-    maximum, 4,096 at most. dtype: the compute type, by default the checkpoint's. block_length:
-    the block of `logits`. calibration: what `lowtide calibrate` wrote; by default what it wrote
-    to its default place for this model, if anything. config_overrides: values that replace
-    `config.json`'s. kv_cache: False recomputes everything at every step (a reference); of
-    bidirectional models `prefix` and `dual` keep while a block is filled what its first step
-    computed of everything before it, or of all but it: faster, and an approximation (Fast-dLLM).
-    format: `own` (as stored), `q8` or `q4`, with `expert_dtype` and `dense_dtype` by part: see
-    `weight_formats.py`; all but `own` may change answers; or `auto` (`auto_format.py`).
-    activations: `own`, or `int8`, to which rows are rounded that are multiplied with weights in q8,
-    q4 and GGUF's packed types; see `kernels/int8_rows.py`.
-    head_form: for ablations, see `decode.row_reading.HeadForm`.
-    elastic: what sequences do not use of the KV cache's memory holds experts, which make room for
-    as many sequences at once as there is memory for, none longer than `context` (not on a GPU).
-    check_weights: read all weights once and refuse infinities and NaN. unsafe: policies' baselines
-    that make answers worse are allowed. progress: called with
-    (what, bytes done, bytes in all).
-    """
-
-    device: str = "auto"
-    device_options: Mapping[str, str] = field(default_factory=dict)
-    gpu_memory: str | int = "auto"
-    host_memory: str | int = "auto"
-    policy: str = "auto"
-    policy_options: Mapping[str, str] = field(default_factory=dict)
-    context: int | None = None
-    format: str | None = None
-    expert_dtype: str | None = None
-    dense_dtype: str | None = None
-    activations: str = OWN_FORMAT
-    kernels: str = "auto"
-    dtype: str | None = None
-    block_length: int | None = None
-    calibration: str | None = None
-    config_overrides: Mapping[str, object] = field(default_factory=dict)
-    offline: bool = False
-    seed: int | None = None
-    kv_cache: bool | str = True
-    head_form: str = HeadForm.FUSED.value
-    elastic: bool = False
-    check_weights: bool = False
-    unsafe: bool = False
-    progress: Progress | None = None
-
-    def __post_init__(self) -> None:
-        take_numbers(self, ("host_memory", "gpu_memory", "context", "block_length", "seed"))
-        check_kinds(self)
-        check_device(self.device, self.device_options)
-        if resolve_device(self.device) == "cpu" and self.gpu_memory not in ("auto", 0, "0"):
-            raise UsageError(
-                f"gpu_memory {self.gpu_memory!r}: there is no GPU in use; leave it out."
-            )
-        if not isinstance(self.kv_cache, bool) and self.kv_cache not in APPROXIMATE_CACHES:
-            raise UsageError(
-                f"kv_cache must be true, false, {' or '.join(APPROXIMATE_CACHES)}, not "
-                f"{self.kv_cache!r}."
-            )
-        if self.head_form not in (form.value for form in HeadForm):
-            raise UsageError(f"head_form {self.head_form!r} unknown; choose fused, masked or all.")
-        if self.kernels not in ("auto", "reference"):
-            raise UnsupportedError(f"Kernels {self.kernels!r} unknown; choose auto or reference.")
-        if self.dtype is not None and self.dtype not in SAFETENSORS_NAME:
-            raise UnsupportedError(
-                f"dtype {self.dtype!r} is not supported; choose one of the names "
-                f"{', '.join(SAFETENSORS_NAME)}."
-            )
-        if self.elastic:
-            check_elastic(self.device)
-        weight_formats.FormatWishes.of(self.format, self.expert_dtype, self.dense_dtype)
-        check_activations(self.activations, self.format)
-        check_integer("context", self.context, 1, 2**28)
-        check_integer("block_length", self.block_length, 1, MAX_BLOCK_LENGTH)
-        check_integer("seed", self.seed, 0, 2**63 - 1)
-        check_policy(self.policy, self.policy_options)
-        if not self.unsafe:
-            check_safe(self.policy, self.policy_options)
-
-    @property
-    def formats(self) -> weight_formats.FormatWishes:
-        return weight_formats.FormatWishes.of(self.format, self.expert_dtype, self.dense_dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +162,7 @@ class OpenModel:
     @property
     def rounds_rows(self) -> bool:
         """Whether rows are rounded to int8 before they are multiplied with weights of few bits."""
-        return self.options.activations == INT8
+        return self.options.activations == INT8_ROWS
 
     @property
     def keeps_keys(self) -> bool:
@@ -306,7 +193,7 @@ def open_model(reference: str | Path, options: EngineConfig) -> OpenModel:
         str(as_reference(reference)),
         offline=options.offline,
         overrides=options.config_overrides,
-        progress=options.progress or no_progress,
+        progress=options.report,
     )
     return _open_path(path, options)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from lowtide.config import parse_size
 from lowtide.core import CacheMode
-from lowtide.engine.device import resolve_device
+from lowtide.engine.device_choice import resolve_device
 from lowtide.engine.opening import OpenModel
 from lowtide.engine.planning import least_bytes, offered_bytes
 from lowtide.engine.registering import plan_long_passes, planner_of, register

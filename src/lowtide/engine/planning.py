@@ -12,12 +12,11 @@ import torch
 
 from lowtide.config import format_size, parse_size
 from lowtide.devices.cuda import pinned_bytes
-from lowtide.engine.device import (
-    ExpertSource,
-    resolve_device,
-)
+from lowtide.engine.config import MAX_PASS_ROWS, EngineConfig
+from lowtide.engine.device import ExpertSource
+from lowtide.engine.device_choice import resolve_device
 from lowtide.engine.elastic import elastic_tokens
-from lowtide.engine.opening import MAX_PASS_ROWS, EngineConfig, OpenModel
+from lowtide.engine.opening import OpenModel
 from lowtide.engine.prediction import predictor_of
 from lowtide.engine.registering import largest_counts, num_threads, planner_of, register
 from lowtide.formats.plain import SAFETENSORS_NAME

@@ -14,12 +14,10 @@ from lowtide.buddies import BuddyTwins
 from lowtide.config import ExpertSpec
 from lowtide.core import Costs, Curve
 from lowtide.devices.emulated_speeds import measure_device_s
+from lowtide.engine.config import MAX_PASS_ROWS
 from lowtide.engine.engine import Engine
 from lowtide.engine.model_calibration import find_calibration, no_calibration
-from lowtide.engine.opening import (
-    MAX_PASS_ROWS,
-    OpenModel,
-)
+from lowtide.engine.opening import OpenModel
 from lowtide.engine.option_checks import check_without_experts
 from lowtide.engine.planning import workspace_bytes
 from lowtide.engine.registering import planner_of
@@ -53,7 +51,6 @@ from lowtide.policies.tau import (
     SolvedTau,
     calibrated_tau,
 )
-from lowtide.reading.dense_weights import no_progress
 from lowtide.replay.calibration import Calibration
 from lowtide.replay.foresight import measured_accuracy
 from lowtide.replay.host_alone import compare_alone
@@ -84,7 +81,7 @@ def adopt_policy(engine: Engine, policy: str, policy_options: Mapping[str, str])
         has_device=plan.gpu is not None,
     )
     plan = replace(plan, policy=preset, reason=reason)
-    calibration, progress = find_calibration(opened), options.progress or no_progress
+    calibration, progress = find_calibration(opened), options.report
     cores_per_expert = engine.executor.cores_per_expert
     policies = make_engine_policies(
         opened, plan, calibration, experts.host, experts.device, cores_per_expert

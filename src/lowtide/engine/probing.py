@@ -16,9 +16,10 @@ from lowtide.core import Step, StepKind
 from lowtide.decode.batch_decoder import LOGIT_ROWS
 from lowtide.decode.logits import rows_that_predict
 from lowtide.decode.sampling import check_finite
+from lowtide.engine.config import MAX_PASS_ROWS
 from lowtide.engine.engine import Engine
 from lowtide.engine.not_finite import fault_found
-from lowtide.engine.opening import MAX_PASS_ROWS, OpenModel
+from lowtide.engine.opening import OpenModel
 from lowtide.errors import UsageError
 from lowtide.experts.rows import Routing
 from lowtide.experts.slots import ExpertSlots

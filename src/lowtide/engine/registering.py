@@ -19,8 +19,9 @@ from lowtide.compute import Compute
 from lowtide.core import CacheMode, Step, StepKind
 from lowtide.decode.block_diffusion import LOGIT_ROWS
 from lowtide.decode.row_reading import HeadForm
-from lowtide.engine.device import resolve_device
-from lowtide.engine.opening import MAX_PASS_ROWS, OpenModel
+from lowtide.engine.config import MAX_PASS_ROWS
+from lowtide.engine.device_choice import resolve_device
+from lowtide.engine.opening import OpenModel
 from lowtide.engine.uncomputed import Uncomputed
 from lowtide.experts.registrar import ExpertRegistrar
 from lowtide.families import families

@@ -12,6 +12,7 @@ import torch
 
 from lowtide.compute import Compute
 from lowtide.config import ModelConfig
+from lowtide.core import Progress
 from lowtide.engine.elastic import ElasticMemory, SharedMemory
 from lowtide.engine.engine import Engine
 from lowtide.engine.experts import load_experts
@@ -34,7 +35,6 @@ from lowtide.memory.workspace import Workspace
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.models.decoder import Weights
 from lowtide.plan import MemoryPlan
-from lowtide.reading.dense_weights import Progress, no_progress
 from lowtide.reading.file_reader import FileReader
 from lowtide.reading.finite_weights import check_finite
 from lowtide.threads.executor import (
@@ -53,7 +53,7 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
     Raises CheckpointError for a folder without weights.
     """
     spare_forked_threads()
-    config, progress = opened.config, opened.options.progress or no_progress
+    config, progress = opened.config, opened.options.report
     checkpoint = _checked(opened, plan, progress)
     with ExitStack() as undo:
         reader = FileReader(checkpoint.files, opened.largest_read_bytes, _pack(opened))

@@ -19,9 +19,9 @@ from lowtide.decode.block_diffusion import BlockDiffusion
 from lowtide.decode.masked_diffusion import MaskedDiffusion
 from lowtide.decode.request import Committed, Event, Finished, Request
 from lowtide.decode.row_reading import HeadForm
+from lowtide.engine.config import MAX_PASS_ROWS
 from lowtide.engine.engine import Engine
 from lowtide.engine.not_finite import fault_found
-from lowtide.engine.opening import MAX_PASS_ROWS
 from lowtide.engine.prediction import predictor_of
 from lowtide.errors import InternalError, UsageError
 from lowtide.memory.cuda_streams import device_pass

@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from lowtide.core import Costs, Facts, IntArray, Moves
+from lowtide.core import Costs, Facts, IntArray, Moves, Progress
 from lowtide.experts.device import ExpertGroup
 from lowtide.experts.device_tier import DeviceTier
 from lowtide.experts.host_executor import HostExpertExecutor, HostTile
@@ -20,7 +20,6 @@ from lowtide.experts.rows import ExpertBuffers, ExpertRows, HostScratch, LayerCa
 from lowtide.experts.told import Asked, AtHost, device_facts
 from lowtide.experts.work import Plan, Tile, Work
 from lowtide.policies.decision import Policies
-from lowtide.reading.dense_weights import Progress
 from lowtide.threads.event import WAIT_LIMIT_S, Event
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.core import Costs, Facts, IntArray, Moves
+from lowtide.core import Costs, Facts, IntArray, Moves, Progress
 from lowtide.experts.at_once import ExpertsAtOnce
 from lowtide.experts.compiled_residents import CompiledResidents
 from lowtide.experts.host_reads import HostReads
@@ -29,7 +29,6 @@ from lowtide.experts.work import Plan, Tile, Work
 from lowtide.kernels.layer_parts import ExpertParts
 from lowtide.kernels.reference import Kernels
 from lowtide.policies.decision import Policies
-from lowtide.reading.dense_weights import Progress
 from lowtide.threads.event import WAIT_LIMIT_S
 from lowtide.threads.executor import Executor
 from lowtide.threads.executor import Work as Call

@@ -17,13 +17,12 @@ from typing import Protocol
 
 import numpy as np
 
-from lowtide.core import NO_MOVES, Demand, Facts, IntArray, Moves, Step
+from lowtide.core import NO_MOVES, Demand, Facts, IntArray, Moves, Progress, Step
 from lowtide.errors import DeviceError, LowtideError, StorageError, UsageError
 from lowtide.experts.read_ahead import LateReads, PendingRead, ReadAhead
 from lowtide.experts.slots import ExpertSlots, SlotLedger
 from lowtide.experts.transfer import Transfer
 from lowtide.policies.decision import Policies
-from lowtide.reading.dense_weights import Progress
 from lowtide.reading.file_reader import Ticket, read_stalled
 from lowtide.threads.event import HEED_S, WAIT_LIMIT_S
 

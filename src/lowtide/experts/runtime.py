@@ -16,7 +16,17 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from lowtide.core import Demand, Facts, IntArray, MoEShape, Moves, RoutedTokens, Step
+from lowtide.core import (
+    Demand,
+    Facts,
+    IntArray,
+    MoEShape,
+    Moves,
+    Progress,
+    RoutedTokens,
+    Step,
+    no_progress,
+)
 from lowtide.experts.compiled_residents import CompiledResidents
 from lowtide.experts.device_executor import DeviceExpertExecutor
 from lowtide.experts.host_executor import HostExpertExecutor
@@ -29,7 +39,6 @@ from lowtide.memory.workspace import Buffers
 from lowtide.policies.decision import Decision, Policies
 from lowtide.policies.lending import ExpertUse
 from lowtide.policies.receipt import Receipt
-from lowtide.reading.dense_weights import Progress, no_progress
 
 
 class Observer(Protocol):

@@ -29,8 +29,6 @@ from lowtide.formats.quantised_matrix import GROUP, Groups, QuantisedMatrix
 from lowtide.kernels.stored import tile_rows
 from lowtide.memory.chunking import MAX_REMAINDER, tiles
 
-INT8 = "int8"
-
 LARGEST_CODE = 127
 NUM_SUMS = 16
 """Partial sums of an output. Compiled twins of all this: `kernels/cpu/int8_products.hpp`, and for

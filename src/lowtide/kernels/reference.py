@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowtide.formats import MatrixFormat, StoredMatrix
 from lowtide.kernels import int8_rows, reference_rows, stored, tiled_head
-from lowtide.kernels.int8_rows import INT8, GroupedMatrix
+from lowtide.kernels.int8_rows import GroupedMatrix
 from lowtide.kernels.layer_parts import BoundLayers, BoundPass, LayerParts, WholeLayer
 from lowtide.kernels.operands import (
     ClampedWeights,
@@ -31,6 +31,7 @@ from lowtide.kernels.routing import limit_to_groups, weights_of
 from lowtide.kernels.row_statistics import Form, Guidance, Head, RowStatistics, Wanted
 from lowtide.kernels.several_experts import SeveralExperts
 from lowtide.memory.workspace import Buffers
+from lowtide.plan import INT8_ROWS
 
 CLAMP_LIMIT = 7.0
 CLAMP_SLOPE = 1.702
@@ -51,7 +52,7 @@ class Kernels:
         """rounds_rows: to int8, before products with weights of few bits (`int8_rows.py`). name:
         for people and stored costs."""
         self.rounds_rows = rounds_rows
-        self.name = f"{name}, {INT8} rows" if rounds_rows else name
+        self.name = f"{name}, {INT8_ROWS} rows" if rounds_rows else name
 
     # Products with stored weights
 

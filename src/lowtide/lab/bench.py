@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lowtide.core import hit_rate
+from lowtide.core import Progress, hit_rate, no_progress
 from lowtide.decode.prompts import Prompt
 from lowtide.decode.request import Prefill
-from lowtide.engine.opening import EngineConfig, OpenModel, open_model
+from lowtide.engine.config import EngineConfig
+from lowtide.engine.opening import OpenModel, open_model
 from lowtide.engine.planning import make_plan
 from lowtide.engine.prediction import predictor_of
 from lowtide.errors import PlanError, UsageError
@@ -41,9 +42,6 @@ PREFILL_TOKENS = 256
 
 MAX_NEW_TOKENS = 64
 """Tokens of an answer whose length is not given, or as many as the context has room for."""
-
-Progress = Callable[[str, int, int], None]
-"""Called with (what is being done, how much of it is, how much there is)."""
 
 
 class Preset(NamedTuple):
@@ -220,7 +218,7 @@ def bench(
     params: SamplingParams,
     *,
     repeats: int,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = no_progress,
     **options: Any,
 ) -> Result:
     """Loads a model and measures every preset.
@@ -288,7 +286,7 @@ def take_turns(
     presets: Sequence[Preset],
     load: Load,
     repeats: int,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = no_progress,
 ) -> list[PresetRun]:
     """`repeats` rounds, in each of which every preset has one turn.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from lowtide.core import FloatArray, IntArray, Step
+from lowtide.core import FloatArray, IntArray, Progress, Step
 from lowtide.errors import UsageError
 from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import ExpertObserver, Observer
@@ -42,9 +42,6 @@ from lowtide.replay.trace import Trace, TraceShape
 NUM_PIECES = 16
 TEST_SHARE = 0.25
 MIN_PIECE_TOKENS = 8
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is done, how much of it, and how much there is."""
 
 
 class Length(NamedTuple):

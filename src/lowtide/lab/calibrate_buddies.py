@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from lowtide.core import WeightArray
+from lowtide.core import Progress, WeightArray
 from lowtide.errors import UsageError
 from lowtide.lab.buddies import CoActivations, needed_tokens
 from lowtide.lab.buddy_wish import BuddyWish
@@ -16,9 +16,6 @@ from lowtide.llm import LLM
 from lowtide.policies.buddy_lists import Ranking
 from lowtide.policies.buddy_profile import BuddyProfile
 from lowtide.replay.trace import TraceShape
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is done, how much of it, and how much there is."""
 
 
 def counting(llm: LLM, wish: BuddyWish) -> CoActivations:

@@ -17,12 +17,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lowtide.core import MoEShape
+from lowtide.core import MoEShape, Progress, no_progress
 from lowtide.devices.cuda import CudaDevice
 from lowtide.devices.emulated import EmulatedDevice
 from lowtide.devices.emulated_speeds import emulated_speeds
-from lowtide.engine.device import resolve_device
-from lowtide.engine.opening import MAX_PASS_ROWS, EngineConfig, OpenModel, open_model
+from lowtide.engine.config import MAX_PASS_ROWS, EngineConfig
+from lowtide.engine.device_choice import resolve_device
+from lowtide.engine.opening import OpenModel, open_model
 from lowtide.errors import PlanError, StorageError
 from lowtide.experts.device import Device
 from lowtide.experts.layout import SlotLayout
@@ -78,16 +79,13 @@ DEMO_TOKENS = 16
 
 _DEVICE_BYTES = 256 << 20  # of slots: more than a GPU's cache holds
 
-Progress = Callable[[str, int, int], None]
-"""Called with (what is being measured, how much of it is done, how much there is)."""
-
 
 def diagnose(
     model: str | Path | None,
     *,
     name: str = "",
     is_fresh: bool = False,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = no_progress,
     **options: object,
 ) -> Diagnosis:
     """Measures the machine, and what is not stored of a model's costs or the known models'.

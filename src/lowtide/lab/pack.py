@@ -19,7 +19,9 @@ from typing import NamedTuple
 import numpy as np
 
 from lowtide.config.quantisation import PACKED_METHOD
-from lowtide.engine.opening import EngineConfig, OpenModel, open_model
+from lowtide.core import Progress, no_progress
+from lowtide.engine.config import EngineConfig
+from lowtide.engine.opening import OpenModel, open_model
 from lowtide.engine.weight_formats import QUANTISED
 from lowtide.errors import CheckpointError, StorageError, UnsupportedError, UsageError
 from lowtide.files.whole_file import whole_file
@@ -33,7 +35,6 @@ from lowtide.lab.safetensors_writer import OutputTensor, SafetensorsWriter
 from lowtide.model_folder.checkpoint import INDEX_NAME, Checkpoint, TensorEntry
 from lowtide.model_folder.hub import tokenizer_file
 from lowtide.plan import OWN_FORMAT
-from lowtide.reading.dense_weights import Progress, no_progress
 from lowtide.reading.file_reader import AnyRead, ArrayRead, FileReader, Piece, Read, Ticket
 from lowtide.schemas import model_schema
 from lowtide.schemas.packed import BYTES_DTYPE, packed_name, packed_shape

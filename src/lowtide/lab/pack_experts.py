@@ -11,7 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lowtide.engine.opening import EngineConfig, OpenModel, open_model
+from lowtide.core import Progress, no_progress
+from lowtide.engine.config import EngineConfig
+from lowtide.engine.opening import OpenModel, open_model
 from lowtide.errors import StorageError, UsageError
 from lowtide.files.regular_file import RegularFile
 from lowtide.formats import formats
@@ -27,7 +29,6 @@ from lowtide.reading.by_expert import (
     part_starts,
     tensor_name,
 )
-from lowtide.reading.dense_weights import Progress, no_progress
 from lowtide.reading.file_reader import NUM_READERS, ArrayRead, FileReader, Ticket
 from lowtide.reading.fingerprint import fingerprint
 from lowtide.schemas.weights import ExpertTable

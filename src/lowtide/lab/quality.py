@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lowtide.core import hit_rate
+from lowtide.core import Progress, hit_rate
+from lowtide.engine.config import EngineConfig
 from lowtide.engine.forcing import ForcedRun
-from lowtide.engine.opening import EngineConfig, OpenModel, open_model
+from lowtide.engine.opening import OpenModel, open_model
 from lowtide.errors import PlanError, UsageError
 from lowtide.files.folders import cache_folder
-from lowtide.lab.bench import Load, Preset, PresetRun, Progress, take_turns
+from lowtide.lab.bench import Load, Preset, PresetRun, take_turns
 from lowtide.lab.quality_choices import ChoiceScores, Questions
 from lowtide.lab.quality_scores import (
     Comparison,

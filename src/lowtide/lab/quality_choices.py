@@ -20,10 +20,9 @@ import numpy as np
 from torch import Tensor
 
 from lowtide.config import ModelConfig
-from lowtide.core import FloatArray, IntArray
+from lowtide.core import FloatArray, IntArray, Progress
 from lowtide.decode.forced import ForcedText
 from lowtide.errors import PlanError, UsageError
-from lowtide.lab.bench import Progress
 from lowtide.lab.quality_questions import ChoiceQuestion
 from lowtide.lab.quality_scores import Estimate
 from lowtide.lab.quality_text import encode, nested_masks

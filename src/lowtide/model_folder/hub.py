@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from lowtide.core import Progress, no_progress
 from lowtide.errors import CheckpointError, HubError, UsageError
 from lowtide.files.json_file import shown
 from lowtide.model_folder.gguf_file import (
@@ -36,7 +37,7 @@ from lowtide.model_folder.hub_cache import (
     remember_revision,
     snapshot_folder,
 )
-from lowtide.model_folder.hub_download import Progress, fetch, no_progress
+from lowtide.model_folder.hub_download import fetch
 from lowtide.model_folder.hub_model import HubModel, is_small
 from lowtide.model_folder.hub_reference import HubReference, parse
 from lowtide.model_folder.hub_requests import brief

@@ -12,7 +12,7 @@ import hashlib
 import logging
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from secrets import token_hex
@@ -20,6 +20,7 @@ from threading import Event, Lock
 from typing import BinaryIO
 
 from lowtide.config import format_size
+from lowtide.core import Progress, no_progress
 from lowtide.errors import HubError
 from lowtide.files.json_file import shown
 from lowtide.model_folder.checkpoint import INDEX_NAME, SINGLE_NAME
@@ -32,16 +33,9 @@ from lowtide.model_folder.hub_cache import (
 from lowtide.model_folder.hub_model import NUM_CONNECTIONS, HubModel, is_small
 from lowtide.model_folder.hub_requests import NotWhole, Stopped, failure, file_part
 
-Progress = Callable[[str, int, int], None]
-"""Called with (what is being done, bytes done, bytes in all)."""
-
 _READ_BYTES = 8 << 20
 
 _log = logging.getLogger(__name__)
-
-
-def no_progress(what: str, done_bytes: int, total_bytes: int) -> None:
-    """The callback of a download without a progress display."""
 
 
 def fetch(model: HubModel, progress: Progress = no_progress) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lowtide.core import align_up
+from lowtide.core import Progress, align_up
 from lowtide.errors import InternalError
 from lowtide.formats import MatrixFormat, format_of
 from lowtide.formats.arranged import Arranged
@@ -29,13 +29,6 @@ from lowtide.reading.file_reader import (
     Ticket,
     matrix_bytes_at_once,
 )
-
-Progress = Callable[[str, int, int], None]
-"""Called with (what is being done, bytes done, bytes in all)."""
-
-
-def no_progress(what: str, done_bytes: int, total_bytes: int) -> None:
-    """The callback of a start-up without a progress display."""
 
 
 class DenseWeights:

@@ -1,0 +1,136 @@
+"""`EngineConfig`: how a model is opened and run, declared and checked in one place.
+
+Imports no torch: the command line makes its flags of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from lowtide.core import Progress, no_progress
+from lowtide.engine.device_choice import check_device, check_elastic, resolve_device
+from lowtide.engine.weight_formats import FormatWishes
+from lowtide.errors import UnsupportedError, UsageError
+from lowtide.formats.plain import SAFETENSORS_NAME
+from lowtide.option import Group, check_options, option
+from lowtide.params import MAX_SEED
+from lowtide.plan import AUTO_FORMAT, INT8_ROWS, OWN_FORMAT
+from lowtide.policies.presets import check_policy, check_safe, preset_names
+
+MAX_PASS_ROWS = 512
+"""Rows of the largest forward pass. Never a function of the budget: how rows are divided into
+passes must not depend on it."""
+
+MAX_BLOCK_LENGTH = MAX_PASS_ROWS // 2
+"""A block's first step also carries the block before it."""
+
+_engine = partial(option, Group.ENGINE)
+_python = partial(option, Group.PYTHON)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Options of an engine. Sizes are bytes, `10GiB`, `80%` (of this machine) or `auto`.
+
+    device: `auto` (a GPU if there is one), `cpu`, `cuda` or `emulated`, with `device_options` for
+    the last. host_memory: the budget for weights, KV cache, workspace, read ring and expert slots,
+    or with a device for the experts at home; gpu_memory: the device's budget for all but those.
+    policy, policy_options: what stays resident (`policies/presets.py`).
+    context: tokens that there is room for over all running sequences; by default the model's
+    maximum, 4,096 at most. calibration: by default what `lowtide calibrate` wrote to its default
+    place for this model, if anything. kv_cache: False recomputes everything at every step (a
+    reference); `prefix` and `dual` of bidirectional models keep while a block is filled what its
+    first step computed of everything before it, or of all but it: faster, and an approximation
+    (Fast-dLLM).
+    format: `own` (as stored), `q8` or `q4`, with `expert_dtype` and `dense_dtype` by part: see
+    `weight_formats.py`; all but `own` may change answers; or `auto` (`auto_format.py`).
+    activations: `own`, or `int8`, to which rows are rounded that are multiplied with weights in q8,
+    q4 and GGUF's packed types; see `kernels/int8_rows.py`.
+    head_form: for ablations, see `decode.row_reading.HeadForm`.
+    elastic: what sequences do not use of the KV cache's memory holds experts, which make room for
+    as many sequences at once as there is memory for, none longer than `context` (not on a GPU).
+    check_weights: read all weights once and refuse infinities and NaN.
+    """
+
+    host_memory: str | int = _engine(
+        "Memory budget: 12G, 80%, auto.", "auto", short="--memory", is_common=True
+    )
+    gpu_memory: str | int = _engine("GPU memory budget: 12G, 80%, auto.", "auto", is_common=True)
+    policy: str = _engine(
+        f"Placement policy, one of {', '.join(preset_names())}.", "auto", is_common=True
+    )
+    policy_options: Mapping[str, str] = _engine(
+        "A policy's own setting, such as tau=4.", dict, name="policy_option"
+    )
+    device: str = _engine("auto, cpu, cuda or emulated.", "auto")
+    device_options: Mapping[str, str] = _engine(
+        "The emulated device's link_GBps=2 and the like.", dict, name="device_option"
+    )
+    context: int | None = _engine(
+        "Tokens to make room for, prompt included.", low=1, high=2**28, is_common=True
+    )
+    dtype: str | None = _engine("Compute type; the checkpoint's own if not given.")
+    format: str | None = _engine(
+        "Format of weights in memory: own, or q8, q4, auto (change words)."
+    )
+    expert_dtype: str | None = _engine("Format that experts are kept in.")
+    dense_dtype: str | None = _engine("Format that all other matrices are kept in.")
+    activations: str = _engine(
+        "Rows' type in products with q8, q4 and GGUF's packed weights: own, int8 (changes words).",
+        OWN_FORMAT,
+        choices=(OWN_FORMAT, INT8_ROWS),
+    )
+    kernels: str = _engine("auto or reference.", "auto", choices=("auto", "reference"))
+    kv_cache: bool | str = _engine(
+        "Keep keys and values where that is exact; prefix, dual (LLaDA, Dream): approximately.",
+        True,
+    )
+    elastic: bool = _engine("Lend the KV cache's unused memory to experts (not on a GPU).", False)
+    check_weights: bool = _engine("Refuse weights that are not finite.", False)
+    unsafe: bool = _engine("Allow baselines that harm answers.", False)
+    calibration: str | os.PathLike[str] | None = _engine("What lowtide calibrate wrote.")
+    config_overrides: Mapping[str, object] = _engine(
+        "A value to replace config.json's.", dict, name="config_override"
+    )
+    offline: bool = option(Group.HUB, "Use only what is on this machine.", False)
+    block_length: int | None = _python("The block of `logits`.", low=1, high=MAX_BLOCK_LENGTH)
+    head_form: str = _python("For ablations.", "fused", choices=("fused", "masked", "all"))
+    seed: int | None = _python("Of requests that bring none.", high=MAX_SEED)
+    progress: Progress | bool | None = None
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        check_device(self.device, self.device_options)
+        if resolve_device(self.device) == "cpu" and self.gpu_memory not in ("auto", 0, "0"):
+            raise UsageError(
+                f"gpu_memory {self.gpu_memory!r}: there is no GPU in use; leave it out."
+            )
+        if self.dtype is not None and self.dtype not in SAFETENSORS_NAME:
+            raise UnsupportedError(
+                f"dtype {self.dtype!r} is not supported; choose one of the names "
+                f"{', '.join(SAFETENSORS_NAME)}."
+            )
+        if self.elastic:
+            check_elastic(self.device)
+        if self.format == AUTO_FORMAT and self.activations != OWN_FORMAT:
+            raise UsageError(
+                f"activations {self.activations!r} needs weights in a format that is named, and "
+                "format 'auto' may leave them as they are stored: name the format, or leave "
+                "activations out."
+            )
+        _ = self.formats  # refused now if they cannot be
+        check_policy(self.policy, self.policy_options)
+        if not self.unsafe:
+            check_safe(self.policy, self.policy_options)
+
+    @property
+    def formats(self) -> FormatWishes:
+        return FormatWishes.of(self.format, self.expert_dtype, self.dense_dtype)
+
+    @property
+    def report(self) -> Progress:
+        """Is called with how far loading is."""
+        return self.progress if callable(self.progress) else no_progress

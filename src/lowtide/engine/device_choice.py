@@ -1,0 +1,54 @@
+"""Which device a name means. Imports torch when first asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lowtide.errors import UnsupportedError, UsageError
+
+DEVICES = ("auto", "cpu", "cuda", "emulated")
+
+
+def check_device(name: str, options: Mapping[str, str]) -> None:
+    """Raises UsageError for a device or an option of one that there is not; needs no model."""
+    if name.startswith("cuda:"):
+        raise UnsupportedError(
+            f"Device {name!r}: one GPU is used, the first that this process sees. Choose --device "
+            "cuda; the environment's CUDA_VISIBLE_DEVICES says which GPUs a process sees."
+        )
+    if name not in DEVICES:
+        raise UsageError(f"Device {name!r} is not known; choose one of {', '.join(DEVICES)}.")
+    if name == "emulated":
+        from lowtide.devices.emulated_speeds import check_emulated_options
+
+        check_emulated_options(options)
+    elif options:
+        raise UsageError(
+            f"Device options ({', '.join(options)}) belong to --device emulated, not to {name}."
+        )
+    if name == "cuda" and not _has_gpu():
+        raise UnsupportedError(
+            "Device 'cuda': this torch sees no GPU. Choose --device cpu, or install a torch build "
+            "for your GPU."
+        )
+
+
+def check_elastic(name: str) -> None:
+    """Raises UnsupportedError for a device whose memory does not move."""
+    if resolve_device(name) == "cuda":
+        raise UnsupportedError(
+            "elastic on a GPU: slots and KV cache do not grow and shrink there yet. Leave it out."
+        )
+
+
+def resolve_device(name: str) -> str:
+    """`auto` is the GPU if there is one; an emulated device is never chosen."""
+    if name == "auto":
+        return "cuda" if _has_gpu() else "cpu"
+    return name
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,322 @@
+"""What an option is: declared once, as a field of a dataclass or by itself.
+
+    @dataclass(frozen=True)
+    class Params:
+        steps: int | None = option(Group.DIFFUSION, "Denoising steps.", low=1)
+
+The kind of a field's value follows from its annotation. `options_of` lists a class's options, for
+the command line, the environment, TOML files, docs/options.md and the keywords of `LLM`;
+`check_options` checks an instance. Imports no torch, so that a wrong value is refused at once.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import json
+import numbers
+import operator
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from lowtide.config import parse_size
+from lowtide.core import CacheMode
+from lowtide.errors import UsageError
+from lowtide.files.json_file import shown
+
+ENV_PREFIX = "LOWTIDE_"
+
+MAX_INTEGER = 2**31 - 1
+
+_APPROXIMATE_CACHES = [mode.value for mode in CacheMode if mode is not CacheMode.EXACT]
+
+_DECLARED = "option"  # a dataclass field's key for what is declared of it
+
+
+class Kind(enum.Enum):
+    """What a value is, however it was written."""
+
+    TEXT = "text"
+    PATH = "path"
+    INTEGER = "integer"
+    NUMBER = "number"
+    BOOLEAN = "true or false"
+    CACHE = "mode"  # true, false, prefix or dual
+    SIZE = "size"  # kept as text: bytes, 10GiB, 80%, auto
+    TEXTS = "texts"  # repeatable
+    PAIRS = "NAME=VALUE"  # repeatable, values are text
+    JSON_PAIRS = "NAME=JSON"  # repeatable
+
+
+_KINDS = {
+    "str": Kind.TEXT,
+    "str | os.PathLike[str]": Kind.PATH,
+    "int": Kind.INTEGER,
+    "float": Kind.NUMBER,
+    "bool": Kind.BOOLEAN,
+    "bool | str": Kind.CACHE,
+    "str | int": Kind.SIZE,
+    "str | Sequence[str]": Kind.TEXTS,
+    "Mapping[str, str]": Kind.PAIRS,
+    "Mapping[str, object]": Kind.JSON_PAIRS,
+}
+"""By the annotation of a field, without its `| None`."""
+
+
+class Group(enum.Enum):
+    """What an option is for; a command takes whole groups."""
+
+    ENGINE = "Engine"
+    PROMPT = "Prompt"
+    SAMPLING = "Answer"
+    DIFFUSION = "Diffusion"
+    OUTPUT = "Output"
+    SYNTH = "Synthetic model"
+    HUB = "Hub"
+    RECORD = "Recording"
+    CALIBRATION = "Calibration"
+    BUDDIES = "Buddies"
+    SIMULATION = "Simulation"
+    BENCH = "Measurement"
+    QUALITY = "Quality"
+    DOCTOR = "Diagnosis"
+    PYTHON = "Python"  # a keyword only: no flag, variable or key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One thing a user can set. `name` is also the TOML key, `keyword` the one of a call."""
+
+    name: str
+    keyword: str
+    kind: Kind
+    group: Group
+    help: str
+    default: Any = None
+    short: str | None = None  # a second flag
+    is_common: bool = False
+    low: float = 0
+    high: float = MAX_INTEGER
+    choices: tuple[str, ...] = ()  # of a text; none: not known here
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def env(self) -> str:
+        return ENV_PREFIX + self.name.upper()
+
+    @property
+    def is_repeatable(self) -> bool:
+        return self.kind in (Kind.TEXTS, Kind.PAIRS, Kind.JSON_PAIRS)
+
+    def parse(self, raw: object, source: str) -> object:
+        """The value of `raw`, as a flag, variable or file gave it; UsageError names `source`."""
+        try:
+            return _PARSERS[self.kind](raw)
+        except (ValueError, UsageError) as error:
+            raise UsageError(f"{source}: {error}") from error
+
+    def check(self, value: object) -> None:
+        """Raises UsageError for a keyword's value that is of another type or out of range."""
+        name, said = self.keyword, shown(value)
+        if self.kind is Kind.INTEGER:
+            check_int(name, value, int(self.low), int(self.high))
+        elif self.kind is Kind.NUMBER:
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not self.low <= value <= self.high:  # type: ignore[operator]
+                raise UsageError(
+                    f"{name} must be a number from {self.low} to {self.high}, not {said}."
+                )
+        elif self.kind is Kind.CACHE and not isinstance(value, bool):
+            if value not in _APPROXIMATE_CACHES:
+                raise UsageError(f"{name} must be true, false, prefix or dual, not {said}.")
+        elif self.kind in _TYPES:
+            kind, noun = _TYPES[self.kind]
+            if not isinstance(value, kind):
+                raise UsageError(f"{name} must be {noun}, not {said}.")
+        if self.choices and value not in self.choices:
+            known = ", ".join(self.choices)
+            raise UsageError(f"{name} {said} is not known; choose {known}.")
+
+
+_TYPES: Mapping[Kind, tuple[Any, str]] = {
+    Kind.TEXT: (str, "a text"),
+    Kind.PATH: (str | os.PathLike, "the path of a file"),
+    Kind.BOOLEAN: (bool, "true or false"),
+    Kind.PAIRS: (Mapping, "a mapping of names to values"),
+    Kind.JSON_PAIRS: (Mapping, "a mapping of names to values"),
+}
+
+
+def option(group: Group, help: str, default: object = None, **declared: Any) -> Any:
+    """A field of a dataclass that is an option.
+
+    default: a value, or `dict` for a mapping. declared: further fields of `Option`; `name` where
+    that is not the field's.
+    """
+    metadata = {_DECLARED: {"group": group, "help": help, **declared}}
+    if default is dict:
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@functools.cache
+def options_of(params: Any) -> tuple[Option, ...]:
+    """The options that a dataclass, as a class, declares, in order."""
+    return tuple(
+        Option(
+            **{"name": f.name, **f.metadata[_DECLARED]},
+            keyword=f.name,
+            kind=_KINDS[str(f.type).removesuffix(" | None")],
+            default=f.default if isinstance(f.default, str | int | float) else None,
+        )
+        for f in fields(params)
+        if _DECLARED in f.metadata
+    )
+
+
+def check_options(params: Any) -> None:
+    """Checks the options of a frozen dataclass, and takes numpy's numbers as Python's.
+
+    A field that is None by default may be None; so may a mapping, which is then empty. Raises
+    UsageError.
+    """
+    params_class: Any = type(params)
+    for each in options_of(params_class):
+        value = getattr(params, each.keyword)
+        if each.kind in (Kind.INTEGER, Kind.NUMBER, Kind.SIZE):
+            value = as_number(value)
+        elif each.kind in (Kind.PAIRS, Kind.JSON_PAIRS) and value is None:
+            value = {}
+        object.__setattr__(params, each.keyword, value)
+        if value is not None or each.default is not None:
+            each.check(value)
+
+
+def check_int(name: str, value: object, low: int, high: int = MAX_INTEGER) -> int:
+    """`value` as Python's integer. Raises UsageError."""
+    number = as_number(value)
+    if isinstance(number, bool) or not isinstance(number, int) or not low <= number <= high:
+        raise UsageError(f"{name} must be an integer from {low} to {high}, not {shown(value)}.")
+    return number
+
+
+def as_number(value: Any) -> Any:
+    """Python's number in place of another, such as numpy's, which a loop over an array gives; all
+    else as it is."""
+    if isinstance(value, int | float) or str(getattr(value, "dtype", "")).endswith("bool"):
+        return value
+    with suppress(TypeError, RuntimeError):  # no integer, or a tensor without its numbers
+        return operator.index(value)
+    with suppress(OverflowError):
+        return float(value) if isinstance(value, numbers.Real) else value
+    return value
+
+
+def _text(raw: object) -> str:
+    if not isinstance(raw, str):
+        raise ValueError(f"expected text, not {raw!r}")
+    if not raw:
+        raise ValueError("expected text, not an empty value")
+    return raw
+
+
+def _integer(raw: object) -> int:
+    if isinstance(raw, int) and not isinstance(raw, bool):
+        return raw
+    try:
+        return int(_text(raw))
+    except ValueError:
+        raise ValueError(f"expected an integer, not {shown(raw)}") from None
+
+
+def _number(raw: object) -> float:
+    if isinstance(raw, int | float) and not isinstance(raw, bool):
+        return float(raw)
+    try:
+        return float(_text(raw))
+    except ValueError:
+        raise ValueError(f"expected a number, not {shown(raw)}") from None
+
+
+def _boolean(raw: object) -> bool:
+    if isinstance(raw, bool):
+        return raw
+    words = {"1": True, "true": True, "yes": True, "on": True}
+    words |= {"0": False, "false": False, "no": False, "off": False}
+    if not isinstance(raw, str) or raw.strip().lower() not in words:
+        raise ValueError(f"expected true or false, not {shown(raw)}")
+    return words[raw.strip().lower()]
+
+
+def _cache(raw: object) -> bool | str:
+    if isinstance(raw, str) and raw.strip().lower() in _APPROXIMATE_CACHES:
+        return raw.strip().lower()
+    try:
+        return _boolean(raw)
+    except ValueError:
+        raise ValueError(f"expected true, false, prefix or dual, not {shown(raw)}") from None
+
+
+def _size(raw: object) -> str:
+    text = str(_integer(raw)) if isinstance(raw, int) else _text(raw).strip()
+    if text != "auto":
+        parse_size(text, total=2**62)  # checked now, resolved where the machine is known
+    return text
+
+
+def _texts(raw: object) -> list[str]:
+    return [_text(item) for item in (raw if isinstance(raw, list) else [raw])]
+
+
+def _pairs(raw: object) -> dict[str, str]:
+    if isinstance(raw, Mapping):
+        return {_text(name): _scalar(value) for name, value in raw.items()}
+    return dict(_split_pair(item) for item in _texts(raw))
+
+
+def _json_pairs(raw: object) -> dict[str, object]:
+    if isinstance(raw, Mapping):
+        return {_text(name): value for name, value in raw.items()}
+    return {name: _json(value) for name, value in map(_split_pair, _texts(raw))}
+
+
+def _split_pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name.strip() or not equals:
+        raise ValueError(f"expected NAME=VALUE, not {shown(text)}")
+    return name.strip(), value.strip()
+
+
+def _scalar(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str | int | float):
+        return str(value)
+    raise ValueError(f"expected a single value, not {shown(value)}")
+
+
+def _json(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{shown(text)} is not JSON (text needs double quotes)") from None
+
+
+_PARSERS: Mapping[Kind, Callable[[object], object]] = {
+    Kind.TEXT: _text,
+    Kind.PATH: _text,
+    Kind.INTEGER: _integer,
+    Kind.NUMBER: _number,
+    Kind.BOOLEAN: _boolean,
+    Kind.CACHE: _cache,
+    Kind.SIZE: _size,
+    Kind.TEXTS: _texts,
+    Kind.PAIRS: _pairs,
+    Kind.JSON_PAIRS: _json_pairs,
+}
