@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import pty
+import select
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -60,7 +62,9 @@ class Words:
         return [Completion([2] * num_tokens, "word " * num_tokens, reason, usage)]
 
     def stats(self) -> dict[str, float]:
-        return {"hit_rate": 0.123456, "passes": 7}
+        done = {"committed_tokens": 20, "forwards": 1, "generation_s": 4.0, "tokens_per_s": 5.0}
+        experts = {"num_hits": 750, "num_misses": 250, "hit_rate": 0.75, "read_bytes": 1 << 30}
+        return {**done, **experts}
 
 
 class Config:
@@ -168,13 +172,18 @@ def test_commands() -> None:
     assert HELP in talk.says("/help") and HELP in talk.says("/?")
     assert "be brief" in talk.says("/system be brief", "hello")
     assert [m["role"] for m in talk.llm.prompts[-1]] == ["system", "user"]
-    assert "hit_rate: 0.1235\npasses: 7" in talk.says("/stats")
+    said = talk.says("/stats")
+    assert "20 tokens in 1 pass, 4.0 s: 5.0 tokens/s" in said
+    assert "experts: 1,000 uses, 75.0% of them found in memory, 1.0 GiB read from disk" in said
+    talk.llm.config.experts = None
+    assert "experts" not in talk.says("/stats")
     talk.says("/set temperature 0.5", "/set parameter stop x", "/set top-k 4", "/set steps 3", "a")
     params = talk.llm.asked[-1][1]
     assert (params.temperature, params.stop_strings) == (0.5, ("x",))
     assert params.top_k == 4 and params.diffusion.steps == 3
-    shown = talk.says("/set")
-    assert "temperature: 0.5" in shown and "steps: 3" in shown and "top_p" not in shown
+    shown = {line.split()[0]: line for line in talk.says("/set").splitlines() if line.strip()}
+    assert set(SETTABLE) <= set(shown) and "Above 1 discourages" in shown["repetition_penalty"]
+    assert " 0.5 " in shown["temperature"] and " 3 " in shown["steps"]
     talk.says("/clear")
     assert not len(talk.turns) and talk.turns.system == "be brief"
     talk.says("/set system other")
@@ -190,7 +199,10 @@ def test_commands() -> None:
         ("/set temperature hot", "/set temperature: expected a number"),
         ("/set temperature -1", "temperature must be a number"),
         ("/set top_k", "/set top_k: expected an integer"),
-        ("/nothing at all", "/nothing is no command"),
+        ("/nothing at all", "Unknown command /nothing"),
+        ("/retry", "no message yet"),
+        ("/save", "/save needs the name of a file"),
+        ("/load /no/such/file", "/no/such/file is missing"),
     ],
 )
 def test_what_is_wrong_with_a_command_is_told(line: str, said: str) -> None:
@@ -202,7 +214,7 @@ def test_what_is_wrong_with_a_command_is_told(line: str, said: str) -> None:
 def test_paths_and_lines_that_begin_with_a_space_are_no_commands() -> None:
     talk = Talk(max_tokens=10)
     lines = ["/usr/bin is a folder", "never /bye", " /bye", " /nothing at all"]
-    assert "no command" not in talk.says(*lines, " ", "/quit", "never")
+    assert "Unknown command" not in talk.says(*lines, " ", "/quit", "never")
     assert [p[-1]["content"] for p in talk.llm.prompts] == lines
 
 
@@ -233,47 +245,102 @@ def test_messages_of_several_lines() -> None:
     assert contents == ["one\ntwo\nthree", "single"]
 
 
+def test_the_last_message_is_answered_again() -> None:
+    talk = Talk(max_tokens=10)
+    talk.says("one", "two", "/retry")
+    assert [prompt[-1]["content"] for prompt in talk.llm.prompts] == ["one", "two", "two"]
+    assert len(talk.turns) == 2 and len(talk.llm.prompts[1]) == len(talk.llm.prompts[2])
+
+
+def test_a_conversation_is_saved_and_gone_on_with(tmp_path: Path) -> None:
+    talk, file = Talk(max_tokens=10), tmp_path / "talk.json"
+    assert "(saved 2 turns to " in talk.says("/system be brief", "one", "two", f"/save {file}")
+    other = Talk(max_tokens=10)
+    assert "(2 turns of " in other.says("zero", f"/load {file}", "three")
+    assert other.turns.messages()[:5] == talk.turns.messages()
+    words = "word " * 10
+    said = [message["content"] for message in other.llm.prompts[-1]]
+    assert said == ["be brief", "one", words, "two", words, "three"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "is not valid JSON"),
+        ("{}", "holds no list of messages"),
+        ('{"messages": [{"role": "user"}]}', "holds no list of messages"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "an answer to it is missing"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "take turns"),
+    ],
+)
+def test_a_file_that_holds_no_conversation(tmp_path: Path, content: str, said: str) -> None:
+    file = tmp_path / "talk.json"
+    file.write_text(content)
+    talk = Talk(max_tokens=10)
+    assert said in talk.says("one", f"/load {file}") and len(talk.turns) == 1
+
+
 EDITING = """
-import sys
+import sys, time
 from pathlib import Path
-from lowtide.cli.line_editor import LineEditor
-with LineEditor(["/help", "/clear"], Path(sys.argv[1])) as editor:
-    while (line := editor.read()) is not None:
-        print("READ", repr(line))
+from lowtide.cli.line_editor import LineEditor, typing_unseen
+editor = LineEditor(["/help", "/clear"], Path(sys.argv[1]) if sys.argv[1] else None)
+while (line := editor.read()) is not None:
+    print("READ", repr(line))
+    if line == "wait":
+        with typing_unseen():
+            print("ANSWER BEGINS", flush=True)
+            time.sleep(0.5)
+            print("ANSWER ENDS", flush=True)
 """
 
 
-def typed(history: Path, keys: bytes) -> str:
-    """What a program that reads lines shows somebody who types `keys` on a terminal."""
+def typed(history: Path | str, keys: bytes, *later: tuple[bytes, bytes]) -> str:
+    """What a program that reads lines shows a user who types `keys` on a terminal.
+
+    later: further keys, each after what has to be shown before them.
+    """
     pid, terminal = pty.fork()
     if pid == 0:
-        os.execve(sys.executable, [sys.executable, "-c", EDITING, str(history)], {**os.environ})
-    shown = b""
-    while b"> " not in shown:
-        shown += os.read(terminal, 1024)
-    os.write(terminal, keys)
-    end_s = time.monotonic() + 60
+        environment = {**os.environ, "TERM": "xterm"}
+        os.execve(sys.executable, [sys.executable, "-c", EDITING, str(history)], environment)
+    shown, parts = b"", [(b">", keys), *later]
+    end_s = time.monotonic() + 30
     while time.monotonic() < end_s:
-        try:
-            shown += os.read(terminal, 1024)
-        except OSError:  # the program has ended
-            break
+        if parts and parts[0][0] in shown:
+            os.write(terminal, parts.pop(0)[1])
+        if select.select([terminal], [], [], 0.1)[0]:
+            try:
+                shown += os.read(terminal, 1024)
+            except OSError:  # the program has ended
+                break
     os.close(terminal)
-    assert os.waitpid(pid, 0)[1] == 0
+    os.kill(pid, signal.SIGKILL) if time.monotonic() >= end_s else None
+    assert os.waitpid(pid, 0)[1] == 0, shown
     return shown.decode()
 
 
 def test_lines_are_edited_remembered_and_completed(tmp_path: Path) -> None:
-    pytest.importorskip("readline")
     history = tmp_path / "state" / "history"
-    shown = typed(history, b"hello\x01>> \r/cl\t\r\x04")
+    shown = typed(history, b"hello\x01>> \r/cl\t", (b"ear", b"\r\x04"))
     assert "READ '>> hello'" in shown and "READ '/clear" in shown
     assert history.stat().st_mode & 0o077 == 0 and ">> hello" in history.read_text()
     assert "READ '>> hello'" in typed(history, b"\x1b[A\x1b[A\r\x04")  # from the last time
+    assert "READ 'forgotten'" in typed("", b"forgotten\r\x04")
 
 
-def test_without_the_library_lines_are_read_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowtide.cli.line_editor.readline", None)
+def test_a_pasted_text_is_one_message(tmp_path: Path) -> None:
+    pasted = b"\x1b[200~def f():\r    return 1\r\rexplain\x1b[201~\r\x04"
+    assert "READ 'def f():\\n    return 1\\n\\nexplain'" in typed("", pasted)
+
+
+def test_what_is_typed_ahead_is_drawn_once_and_read_next() -> None:
+    shown = typed("", b"wait\r", (b"ANSWER BEGINS", b"and then\r\x04"))
+    answer = shown.partition("ANSWER BEGINS")[2].partition("ANSWER ENDS")
+    assert "and then" not in answer[0] and "READ 'and then'" in answer[2]
+
+
+def test_without_a_terminal_lines_are_read_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
-    with LineEditor(["/help"]) as editor:
-        assert [editor.read(), editor.read(), editor.read()] == ["one", "two", None]
+    editor = LineEditor(["/help"], None)
+    assert [editor.read(), editor.read(), editor.read()] == ["one", "two", None]

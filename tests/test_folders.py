@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.cli.line_editor import LineEditor
+from lowtide.cli.line_editor import LineEditor, history_file
 from lowtide.errors import StorageError
 from lowtide.files.folders import cache_folder, state_folder
 from lowtide.hardware.kept_rates import keep_rates, kept_rates
@@ -132,5 +132,4 @@ def test_rates_are_not_kept_and_said_so(homeless: None, caplog: pytest.LogCaptur
 
 def test_lines_are_read_without_a_history(homeless: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
-    with LineEditor([]) as editor:
-        assert editor.read() == "hello"
+    assert history_file() is None and LineEditor([], None).read() == "hello"

@@ -10,6 +10,7 @@ import typer
 from lowtide.cli.command import takes
 from lowtide.cli.conversation import Conversation
 from lowtide.cli.generate import ModelName, show_plan
+from lowtide.cli.line_editor import history_file
 from lowtide.cli.opening import open_llm
 from lowtide.cli.options import Settings
 from lowtide.cli.screen import stderr_console, stdout_console
@@ -22,6 +23,9 @@ from lowtide.option import Group
 def chat(
     model: ModelName,
     words: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    history: Annotated[
+        bool, typer.Option("--history/--no-history", help="Remember what you type for next time.")
+    ] = True,
     *,
     settings: Settings,
 ) -> None:
@@ -45,4 +49,5 @@ def chat(
         has_template = llm.tokenizer.has_chat_template and not settings.flag("raw")
         turns = Turns(has_template, settings.text("system"))
         show_plan(llm, model, settings)
-        Conversation(llm, params, turns, stdout_console(), stderr_console()).run()
+        kept = history_file() if history else None
+        Conversation(llm, params, turns, stdout_console(), stderr_console(), kept).run()

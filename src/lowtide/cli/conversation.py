@@ -5,18 +5,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from lowtide.cli.answer import ask_live, ask_writing, has_view, live_view
-from lowtide.cli.line_editor import LineEditor
+from lowtide.cli.kept_turns import load_turns, save_turns
+from lowtide.cli.line_editor import LineEditor, typing_unseen
 from lowtide.cli.live import LiveView
 from lowtide.cli.options import OPTIONS
 from lowtide.cli.report import speed_line
 from lowtide.cli.screen import printable
 from lowtide.cli.text import TextWriter
 from lowtide.cli.turns import Turns
+from lowtide.config import format_size
 from lowtide.errors import LowtideError, UsageError
 from lowtide.option import Group
 from lowtide.params import ELSEWHERE, SamplingParams, hint, with_keywords
@@ -31,10 +34,13 @@ HELP = """\
 /help               this
 /clear              forget the conversation
 /system TEXT        tell the model something first; without TEXT: what it is told
-/set NAME VALUE     change answers, such as temperature 0.7; without: those in force
+/set NAME VALUE     change answers, such as temperature 0.7; without: all that can be set
+/retry              another answer to the last message
+/save FILE          write the conversation to a file, as JSON
+/load FILE          go on with a conversation that was saved
 /stats              what the engine did so far
 /bye                leave, as Ctrl-D does
-\"\"\"                 begins and ends a message of several lines
+\"\"\"                 begins and ends a message of several lines; a pasted text is one, too
 Ctrl-C stops an answer."""
 
 SETTABLE = {o.name: o for o in OPTIONS if o.group in (Group.SAMPLING, Group.DIFFUSION)}
@@ -45,19 +51,29 @@ class Conversation:
     """Asks for the next turn and answers it. Owns what was said and the parameters in force."""
 
     def __init__(
-        self, llm: LLM, params: SamplingParams, turns: Turns, out: Console, err: Console
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        turns: Turns,
+        out: Console,
+        err: Console,
+        history: Path | None = None,
     ) -> None:
         self._llm = llm
         self._params = params
         self._turns = turns
         self._out = out
         self._err = err
+        self._history = history
         self._commands: Mapping[str, Callable[[str], None]] = {
-            "/help": lambda _: self._say(HELP),
-            "/?": lambda _: self._say(HELP),
+            "/help": lambda _: self._help(),
+            "/?": lambda _: self._help(),
             "/clear": lambda _: self._clear(),
             "/system": self._set_system,
             "/set": self._set,
+            "/retry": lambda _: self._retry(),
+            "/save": self._save,
+            "/load": self._load,
             "/stats": lambda _: self._show_stats(),
         }
 
@@ -66,20 +82,20 @@ class Conversation:
         if sys.stdin.isatty():
             template = "" if self._turns.has_template else " No chat template: plain continuation."
             self._say(f"/help shows commands, /bye leaves.{template}")
-        with LineEditor([*self._commands, *LEAVING]) as editor:
-            while (line := self._read(editor)) is not None:
-                word, _, rest = line.strip().partition(" ")
-                is_command = line.startswith("/")
-                if is_command and word in LEAVING:
-                    return
-                if is_command and word in self._commands:
-                    self._reported(self._commands[word], rest.strip())
-                elif is_command and word[1:].isalpha():
-                    self._say(
-                        f"{word} is no command: /help lists them. A space before it sends it."
-                    )
-                elif word:
-                    self._reported(self._answer, line)
+        editor = LineEditor([*self._commands, *LEAVING], self._history)
+        while (line := self._read(editor)) is not None:
+            word, _, rest = line.strip().partition(" ")
+            is_command = line.startswith("/")
+            if is_command and word in LEAVING:
+                return
+            if is_command and word in self._commands:
+                self._reported(self._commands[word], rest.strip())
+            elif is_command and word[1:].isalpha():
+                self._say(
+                    f"Unknown command {word} (try /help). To send it as text, start with a space."
+                )
+            elif word:
+                self._reported(self._answer, line)
 
     def _read(self, editor: LineEditor) -> str | None:
         """The next line. Ctrl-C drops the one that is being typed; of lines that are not typed it
@@ -104,6 +120,28 @@ class Conversation:
 
     # Commands
 
+    def _help(self) -> None:
+        kept = "nowhere" if self._history is None else f"in {self._history} (--no-history: nowhere)"
+        self._say(f"{HELP}\nWhat you type is kept {kept}.")
+
+    def _retry(self) -> None:
+        line, answer = self._turns.take_back()
+        try:
+            self._answer(line)
+        except LowtideError:
+            self._turns.add(line, answer)
+            raise
+
+    def _save(self, name: str) -> None:
+        path = _named(name, "/save")
+        save_turns(self._turns, path)
+        self._say(f"(saved {_counted(len(self._turns), 'turn')} to {path})")
+
+    def _load(self, name: str) -> None:
+        path = _named(name, "/load")
+        load_turns(self._turns, path)
+        self._say(f"({_counted(len(self._turns), 'turn')} of {path})")
+
     def _clear(self) -> None:
         self._turns.clear()
         self._say("(forgotten)")
@@ -119,7 +157,7 @@ class Conversation:
             self._set_system(value)
             return
         if not name:
-            self._say(_shown(self._params))
+            self._say(settable(self._params))
             return
         name = name.replace("-", "_")
         if name not in SETTABLE:
@@ -132,12 +170,7 @@ class Conversation:
         self._say(f"{name}: {value.strip()}")
 
     def _show_stats(self) -> None:
-        stats: dict[str, Any] = dict(self._llm.stats())
-        if self._llm.config.experts is None:
-            from lowtide.experts.none import NoExperts
-
-            stats = {name: stats[name] for name in stats if name not in NoExperts().as_dict()}
-        self._say("\n".join(f"{name}: {_number(value)}" for name, value in stats.items()))
+        self._say(stats_text(self._llm.stats(), self._llm.config.experts is not None))
 
     # Turns
 
@@ -146,10 +179,11 @@ class Conversation:
         token_ids, params = self._fitted(line)
         view = self._view(token_ids)
         try:
-            if isinstance(view, LiveView):
-                answer = ask_live(self._llm, token_ids, params, view)
-            else:
-                answer = ask_writing(self._llm, token_ids, params, view)
+            with typing_unseen():
+                if isinstance(view, LiveView):
+                    answer = ask_live(self._llm, token_ids, params, view)
+                else:
+                    answer = ask_writing(self._llm, token_ids, params, view)
         except KeyboardInterrupt:
             if not sys.stdin.isatty():
                 raise
@@ -195,12 +229,37 @@ class Conversation:
 LEAVING = ("/bye", "/exit", "/quit")
 
 
-def _shown(params: SamplingParams) -> str:
-    """What is in force, by the names that /set takes."""
+def settable(params: SamplingParams) -> str:
+    """All that /set takes, with the value in force where one was given."""
     values = {**asdict(params), **asdict(params.diffusion)}
-    given = {name: values[name] for name in SETTABLE if values[name] not in (None, ())}
-    return "\n".join(f"{name}: {value}" for name, value in given.items())
+    rows = []
+    for name, option in SETTABLE.items():
+        value = "" if values[name] in (None, ()) else str(values[name])
+        rows.append(f"{name:20}{value:12} {option.help}")
+    return "\n".join(rows)
 
 
-def _number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def stats_text(stats: Mapping[str, Any], has_experts: bool) -> str:
+    """What an engine did, in words: `LLM.stats()` has the numbers."""
+    lines = [
+        f"{_counted(stats['committed_tokens'], 'token')} in {_counted(stats['forwards'], 'pass')}, "
+        f"{stats['generation_s']:.1f} s: {stats['tokens_per_s']:.1f} tokens/s",
+    ]
+    if has_experts:
+        num_used = stats["num_hits"] + stats["num_misses"]
+        lines.append(
+            f"experts: {num_used:,} uses, {stats['hit_rate']:.1%} of them found in memory, "
+            f"{format_size(stats['read_bytes'])} read from disk"
+        )
+    return "\n".join(lines)
+
+
+def _named(name: str, command: str) -> Path:
+    if not name:
+        raise UsageError(f"{command} needs the name of a file.")
+    return Path(name).expanduser()
+
+
+def _counted(number: int, noun: str) -> str:
+    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    return f"{number:,} {noun}{ending}"

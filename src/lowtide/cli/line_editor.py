@@ -1,90 +1,97 @@
-"""Lines that a user types: edited and remembered where the system has a library for that."""
+"""Messages that a user types: edited, pasted whole and remembered by prompt_toolkit."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
+from typing import TYPE_CHECKING
 
 from lowtide.errors import StorageError
 from lowtide.files.folders import state_folder
 
-try:
-    import readline
-except ImportError:  # Python was built without it: lines are what the terminal makes of them
-    readline = None  # type: ignore[assignment]
+if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
 
-MAX_LINES = 1000
 QUOTES = '"""'
 
 
 class LineEditor:
-    """Reads turns of a conversation from standard input, on a terminal with history.
+    """Reads turns of a conversation from standard input.
 
-    Lines are kept in `history`, for this user's eyes only, when it is left. A turn that begins
-    with three quotes goes on to the next three.
+    On a terminal a pasted text is one message, and messages are kept in `history`, which only this
+    user can read (None: they are forgotten). A turn that begins with three quotes goes on to the
+    next three.
     """
 
-    def __init__(self, commands: Sequence[str], history: Path | None = None) -> None:
-        self._commands = commands
-        self._history = history or _kept_history()
-        self._has_editor = readline is not None and sys.stdin.isatty() and sys.stdout.isatty()
-
-    def __enter__(self) -> LineEditor:
-        if self._has_editor:
-            readline.set_history_length(MAX_LINES)
-            readline.set_completer_delims(" ")
-            readline.set_completer(self._completed)
-            readline.parse_and_bind("tab: complete")
-            with suppress(OSError):  # there is none yet, or none that can be read
-                if self._history is not None:
-                    readline.read_history_file(self._history)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._has_editor:
-            readline.set_completer(None)
-            with suppress(OSError):  # a history is no reason to end in an error
-                if self._history is not None:
-                    _keep(self._history)
+    def __init__(self, commands: Sequence[str], history: Path | None) -> None:
+        self._is_typed = sys.stdin.isatty()
+        can_edit = self._is_typed and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        self._session = _session(commands, history) if can_edit else None
 
     def read(self) -> str | None:
         """The next turn, or None at the end of input. Raises KeyboardInterrupt."""
-        is_typed = sys.stdin.isatty()
         try:
-            line = input("> " if is_typed else "")
+            line = self._line("> ")
             if not line.startswith(QUOTES):
                 return line
             text = line.removeprefix(QUOTES)
             while QUOTES not in text:
-                text += "\n" + input("  " if is_typed else "")
+                text += "\n" + self._line("  ")
             return text.partition(QUOTES)[0].strip("\n")
         except EOFError:
             return None
 
-    def _completed(self, begun: str, number: int) -> str | None:
-        """The so manieth command that begins so."""
-        found = [name for name in self._commands if begun and name.startswith(begun)]
-        return found[number] if number < len(found) else None
+    def _line(self, prompt: str) -> str:
+        if self._session is not None:
+            return self._session.prompt(prompt)
+        return input(prompt if self._is_typed else "")
 
 
-def _kept_history() -> Path | None:
-    """Where lines are kept; None for a user who has no home."""
+def history_file() -> Path | None:
+    """Where messages are kept; None for a user who has no home."""
     try:
         return state_folder() / "chat_history"
     except StorageError:
         return None
 
 
-def _keep(history: Path) -> None:
-    history.parent.mkdir(parents=True, exist_ok=True)
-    os.close(os.open(history, os.O_CREAT | os.O_WRONLY, 0o600))
-    readline.write_history_file(history)
+@contextmanager
+def typing_unseen() -> Iterator[None]:
+    """What is typed meanwhile is not drawn over an answer; it waits for the next prompt."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    import termios
+
+    before = termios.tcgetattr(sys.stdin)
+    unseen = list(before)
+    unseen[3] &= ~(termios.ECHO | termios.ICANON)  # Ctrl-C still interrupts
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, unseen)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+
+
+def _session(commands: Sequence[str], history: Path | None) -> PromptSession[str]:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+    from prompt_toolkit.output.vt100 import Vt100_Output
+
+    kept: History = InMemoryHistory()
+    if history is not None:
+        with suppress(OSError):  # a history is no reason to end in an error
+            history.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(history, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
+            kept = FileHistory(str(history))
+    completer = WordCompleter(list(commands), sentence=True)
+    # Where the cursor is need not be known, and terminals that cannot tell would be warned of.
+    output = Vt100_Output.from_pty(sys.stdout, term=os.environ.get("TERM"))
+    output.enable_cpr = False
+    return PromptSession(
+        history=kept, completer=completer, complete_while_typing=False, output=output
+    )

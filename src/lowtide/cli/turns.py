@@ -41,14 +41,24 @@ class Turns:
         """The prompt that has `line` as its newest."""
         if not self.has_template:
             return "".join(said + answer for said, answer in self._turns) + line
+        return [*self.messages(), {"role": "user", "content": line}]
+
+    def messages(self) -> list[dict[str, str]]:
+        """All that was said, in the form that chat APIs take."""
         messages = system_message(self._system)
         for said, answer in self._turns:
             messages.append({"role": "user", "content": said})
             messages.append({"role": "assistant", "content": answer})
-        return [*messages, {"role": "user", "content": line}]
+        return messages
 
     def add(self, line: str, answer: str) -> None:
         self._turns.append((line, answer))
+
+    def take_back(self) -> tuple[str, str]:
+        """Forgets the newest turn, message and answer. Raises UsageError where there is none."""
+        if not self._turns:
+            raise UsageError("There is no message yet to answer again.")
+        return self._turns.pop()
 
     def drop_oldest(self) -> None:
         del self._turns[0]

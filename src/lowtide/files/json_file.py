@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lowtide.errors import CheckpointError
+from lowtide.errors import CheckpointError, LowtideError
 from lowtide.files.regular_file import read_regular
 
 MAX_VALUES = 4_000_000
@@ -21,14 +21,14 @@ _SHOWN_BITS = 256  # a longer integer is described: printing it could cost more 
 
 
 def read_object(
-    path: Path, max_bytes: int, error: type[CheckpointError] = CheckpointError
+    path: Path, max_bytes: int, error: type[LowtideError] = CheckpointError
 ) -> dict[str, Any]:
     """The JSON object in the file at `path`; raises `error` if there is none to be had."""
     return parse_object(read_regular(path, max_bytes, error), str(path), error)
 
 
 def parse_object(
-    data: bytes, source: str, error: type[CheckpointError] = CheckpointError
+    data: bytes, source: str, error: type[LowtideError] = CheckpointError
 ) -> dict[str, Any]:
     """The JSON object that `data` is, in UTF-8; `source` names it in the `error` raised if not."""
     num_values = sum(data.count(mark) for mark in (b",", b"[", b"{"))

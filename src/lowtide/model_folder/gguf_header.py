@@ -49,7 +49,7 @@ _STRING, _ARRAY, _FLOAT32 = 8, 9, 6
 Value = int | float | bool | str
 
 
-class Stream(Protocol):
+class HeaderStream(Protocol):
     """What a header is read from, in order."""
 
     def read(self, num_bytes: int, /) -> bytes: ...
@@ -116,7 +116,7 @@ class GgufHeader:
             return cls.parse(stream, file)
 
     @classmethod
-    def parse(cls, stream: Stream, file: RegularFile) -> GgufHeader:
+    def parse(cls, stream: HeaderStream, file: RegularFile) -> GgufHeader:
         """Of a file that `stream` reads from its first byte on; raises as `read` does."""
         cursor = _Cursor(stream, file)
         num_tensors, num_keys = _counts(cursor)
@@ -152,7 +152,7 @@ class _Span(NamedTuple):
 class _Cursor:
     """Reads on through a header, as much of the file as it needs."""
 
-    def __init__(self, stream: Stream, file: RegularFile) -> None:
+    def __init__(self, stream: HeaderStream, file: RegularFile) -> None:
         self.buffer = bytearray()
         self.position = 0
         self.file = file
