@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from common.arguments import add_parts, make_parser, run_script
+from common.arguments import add_model, add_parts, make_parser, run_script
 from common.ceilings import SlotReads, memory_ceiling
 from common.cut_models import model_of_layers
 from common.gguf_file import write_gguf
@@ -256,15 +256,14 @@ def _tmpfs(folder: Path) -> Path:
 
 
 def _options() -> argparse.Namespace:
-    parser = make_parser(__doc__, "small", "qwen3_moe")
+    parser = make_parser(__doc__)
+    add_model(parser, "small", "qwen3_moe")
     add_parts(parser, PARTS)
-    parser.add_argument("--prompt", type=int, default=32, help="prompt tokens (32)")
-    parser.add_argument("--new", type=int, default=None, help="new tokens of an answer (96)")
-    parser.add_argument("--repeats", type=int, default=None, help="rounds, for medians (5)")
+    parser.add_argument("--prompt", type=int, default=32, help="prompt tokens")
+    parser.add_argument("--new", type=int, default=96, help="new tokens of an answer")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds, for medians")
     options = parser.parse_args()
-    options.new = options.new or (32 if options.quick else 96)
-    options.repeats = options.repeats or (2 if options.quick else 5)
-    options.read_bytes = 1 << (28 if options.quick else 30)
+    options.read_bytes = 1 << 30
     return options
 
 

@@ -26,7 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from common.arguments import make_parser, run_script
+from common.arguments import add_model, make_parser, run_script
 from common.causal import (
     Answer,
     Lane,
@@ -216,13 +216,12 @@ def _context(options: argparse.Namespace) -> int:
 
 
 def _options() -> argparse.Namespace:
-    parser = make_parser(__doc__, "small", "qwen3_moe")
-    parser.add_argument("--prompt", type=int, default=512, help="prompt tokens (512)")
-    parser.add_argument("--new", type=int, default=None, help="new tokens (64)")
-    parser.add_argument(
-        "--peer-new", type=int, default=4, help="new tokens of offloading peers (4)"
-    )
-    parser.add_argument("--repeats", type=int, default=3, help="answers, for medians (3)")
+    parser = make_parser(__doc__)
+    add_model(parser, "small", "qwen3_moe")
+    parser.add_argument("--prompt", type=int, default=512, help="prompt tokens")
+    parser.add_argument("--new", type=int, default=64, help="new tokens")
+    parser.add_argument("--peer-new", type=int, default=4, help="new tokens of offloading peers")
+    parser.add_argument("--repeats", type=int, default=3, help="answers, for medians")
     parser.add_argument("--lanes", nargs="+", choices=LANES, default=list(LANES))
     parser.add_argument(
         "--shares", type=float, nargs="*", default=[0.5, 0.25], help="of the experts in memory"
@@ -231,12 +230,9 @@ def _options() -> argparse.Namespace:
         "--types", nargs="*", default=["Q8_0", "Q4_0", "Q4_K_M"], help="of llama.cpp's own"
     )
     parser.add_argument("--only-offload", action="store_true", help="leave out the race in memory")
-    parser.add_argument("--policy", default="auto", help="under a budget (auto)")
+    parser.add_argument("--policy", default="auto", help="under a budget")
     parser.add_argument("--limit", choices=LIMITS, default="auto", help="how memory is limited")
-    options = parser.parse_args()
-    if options.new is None:
-        options.new = 16 if options.quick else 64
-    return options
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

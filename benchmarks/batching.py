@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from common.arguments import run_script
+from common.arguments import make_parser, run_script
 from common.ceilings import memory_ceiling
 from common.memory import peak_resident_bytes
 from common.record import Recorder, say
@@ -134,20 +134,15 @@ def _range(most: int) -> tuple[int, int]:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--model", default="demo:chat", help="folder, hub id or demo:chat")
-    parser.add_argument("--dtype", default="float32", help="compute type (float32)")
-    parser.add_argument("--host-memory", default="auto", help="memory budget (auto)")
-    parser.add_argument("--requests", type=int, default=32, help="requests at once (32)")
-    parser.add_argument("--prompt", type=int, default=24, help="longest prompt (24)")
-    parser.add_argument("--new", type=int, default=None, help="most new tokens (64)")
-    parser.add_argument("--repeats", type=int, default=2, help="runs of each, in turn (2)")
-    parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
-    parser.add_argument("--quick", action="store_true", help="few tokens: a look, not a result")
-    options = parser.parse_args()
-    if options.new is None:
-        options.new = 16 if options.quick else 64
-    return options
+    parser.add_argument("--dtype", default="float32", help="compute type")
+    parser.add_argument("--host-memory", default="auto", help="memory budget")
+    parser.add_argument("--requests", type=int, default=32, help="requests at once")
+    parser.add_argument("--prompt", type=int, default=24, help="longest prompt")
+    parser.add_argument("--new", type=int, default=64, help="most new tokens")
+    parser.add_argument("--repeats", type=int, default=2, help="runs of each, in turn")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

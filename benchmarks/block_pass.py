@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from common.arguments import make_parser, run_script
+from common.arguments import add_model, make_parser, run_script
 from common.ceilings import memory_ceiling
 from common.cut_models import model_of_layers
 from common.models import stored_as
@@ -116,15 +116,13 @@ class _Lane:
 
 
 def _options() -> argparse.Namespace:
-    parser = make_parser(__doc__, "full", MODEL)
+    parser = make_parser(__doc__)
+    add_model(parser, "full", MODEL)
     parser.add_argument("--weights", nargs="+", default=["own", "q4", "q4+int8"])
-    parser.add_argument("--prompt", type=int, default=32, help="prompt tokens (32)")
-    parser.add_argument("--new", type=int, default=None, help="new tokens of an answer (96)")
-    parser.add_argument("--repeats", type=int, default=None, help="answers of each engine (7)")
-    options = parser.parse_args()
-    options.new = options.new or (32 if options.quick else 96)
-    options.repeats = options.repeats or (2 if options.quick else 7)
-    return options
+    parser.add_argument("--prompt", type=int, default=32, help="prompt tokens")
+    parser.add_argument("--new", type=int, default=96, help="new tokens of an answer")
+    parser.add_argument("--repeats", type=int, default=7, help="answers of each engine")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.arguments import run_script
+from common.arguments import make_parser, run_script
 from common.buddies import Lane, Scale, calibrated, lanes, redundancy
 from common.ceilings import memory_ceiling
 from common.emulated import Model, device_options, temporary_folder
@@ -96,7 +96,7 @@ def main() -> None:
             recorder.write("redundancy", {"model": model, **redundancy(profile)})
             scale = Scale(config.moe.num_experts_per_token, config.moe.num_experts)
             for tier, share in itertools.product(options.tiers, options.shares):
-                is_short = tier == "link" or options.short or options.quick
+                is_short = tier == "link" or options.short
                 wanted = lanes(scale, options.placement, is_short=is_short)
                 cell = _measure(options, model, tier, share, wanted, path, text)
                 _record(recorder, cell, wanted, options)
@@ -224,25 +224,20 @@ def _speeds_up(cell: Cell, lane: str) -> Row:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--tiers", nargs="+", choices=TIERS, default=list(TIERS))
     parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES))
     parser.add_argument(
         "--short", action="store_true", help="the lanes of the link on the disk tier too, 11 not 21"
     )
-    parser.add_argument("--placement", default="lowtide", help="who stays resident (lowtide)")
-    parser.add_argument("--tokens", type=int, default=None, help="scored per lane (2048)")
-    parser.add_argument("--new", type=int, default=64, help="new tokens of a timed answer (64)")
-    parser.add_argument("--repeats", type=int, default=None, help="timed answers per lane (5)")
-    parser.add_argument("--pieces", type=int, default=64, help="of the calibration's text (64)")
+    parser.add_argument("--placement", default="lowtide", help="who stays resident")
+    parser.add_argument("--tokens", type=int, default=2048, help="scored per lane")
+    parser.add_argument("--new", type=int, default=64, help="new tokens of a timed answer")
+    parser.add_argument("--repeats", type=int, default=5, help="timed answers per lane")
+    parser.add_argument("--pieces", type=int, default=64, help="of the calibration's text")
     parser.add_argument("--plots", type=Path, help="folder for a picture of every cell")
-    parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
-    parser.add_argument("--quick", action="store_true", help="few tokens and lanes: a look")
-    options = parser.parse_args()
-    options.tokens = options.tokens or (128 if options.quick else 2048)
-    options.repeats = options.repeats or (1 if options.quick else 5)
-    return options
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from inspect import ismethod
 from pathlib import Path
 from typing import Any
 
-from common.arguments import run_script
+from common.arguments import make_parser, run_script
 from common.buddies import BUDDYMOE, Lane, calibrated, load_profile, redundancy
 from common.ceilings import Disk, memory_ceiling
 from common.models import cache_folder
@@ -150,7 +150,7 @@ def _measure(
     wide = {"policy": last.policy, "policy_options": dict(last.options)}
     plan = plan_model(folder, **shared, **wide)
     budget_bytes = budget_of_share(plan, share)
-    disk = Disk(folder, plan.host.slot_bytes, (1 << 28) if options.quick else (1 << 30))
+    disk = Disk(folder, plan.host.slot_bytes, 1 << 30)
     where = {"model": folder.name, "resident_share": share, "budget_bytes": budget_bytes}
     recorder.write("ceiling", {**where, **memory_ceiling(), **disk.measure()})
     with LLM(folder, host_memory=budget_bytes, **shared, **wide) as llm:
@@ -271,28 +271,22 @@ def _calibrate(folder: Path, path: Path, options: argparse.Namespace) -> BuddyPr
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--families", nargs="+", choices=tuple(LAYERS), default=list(LAYERS))
     parser.add_argument("--layers", type=int, help="of every model (3 and 6)")
-    parser.add_argument("--size", default="full", help="a key of the family's sizes (full)")
+    parser.add_argument("--size", default="full", help="a key of the family's sizes")
     parser.add_argument("--folder", type=Path, default=None, help="where models are kept")
     parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES))
-    parser.add_argument("--placement", default="lowtide", help="who stays resident (lowtide)")
+    parser.add_argument("--placement", default="lowtide", help="who stays resident")
+    parser.add_argument("--new", type=int, default=32, help="tokens of an answer, or of a block")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of a block")
+    parser.add_argument("--repeats", type=int, default=2, help="answers per lane")
     parser.add_argument(
-        "--new", type=int, default=None, help="tokens of an answer, or of a block (32)"
+        "--minutes", type=float, default=5.0, help="of a family: no share is begun beyond"
     )
-    parser.add_argument("--steps", type=int, default=STEPS, help="of a block (4)")
-    parser.add_argument("--repeats", type=int, default=None, help="answers per lane (2)")
-    parser.add_argument(
-        "--minutes", type=float, default=5.0, help="of a family: no share is begun beyond (5)"
-    )
-    parser.add_argument("--pieces", type=int, default=16, help="of the calibration's text (16)")
-    parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
-    parser.add_argument("--quick", action="store_true", help="few tokens: a look, not a result")
+    parser.add_argument("--pieces", type=int, default=16, help="of the calibration's text")
     options = parser.parse_args()
     options.folder = options.folder or cache_folder()
-    options.new = options.new or (16 if options.quick else 32)
-    options.repeats = options.repeats or (1 if options.quick else 2)
     return options
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from common.arguments import run_script
+from common.arguments import make_parser, run_script
 from common.buddies import calibrated
 from common.record import Recorder, Row
 
@@ -60,11 +60,10 @@ def layer_rows(profile: BuddyProfile) -> Iterator[Row]:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS))
-    parser.add_argument("--pieces", type=int, default=64, help="of the calibration's text (64)")
+    parser.add_argument("--pieces", type=int, default=64, help="of the calibration's text")
     parser.add_argument("--plots", type=Path, help="folder for pictures, one below it per model")
-    parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
     return parser.parse_args()
 
 

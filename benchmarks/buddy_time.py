@@ -15,11 +15,10 @@ import itertools
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from common.arguments import run_script
+from common.arguments import make_parser, run_script
 from common.record import Recorder, Row, say
 
 from lowtide.core import (
@@ -220,11 +219,10 @@ def _profile() -> BuddyProfile:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32], help="of a pass (1 32)")
-    parser.add_argument("--means", type=int, default=9, help="of which the least counts (9)")
-    parser.add_argument("--passes", type=int, default=20, help="of each mean (20)")
-    parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
+    parser = make_parser(__doc__)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32], help="of a pass")
+    parser.add_argument("--means", type=int, default=9, help="of which the least counts")
+    parser.add_argument("--passes", type=int, default=20, help="of each mean")
     return parser.parse_args()
 
 

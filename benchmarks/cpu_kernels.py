@@ -26,7 +26,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-from common.arguments import run_script
+from common.arguments import make_parser, run_script
 from common.record import Recorder, say
 
 from lowtide.formats import formats, fp8, ggml, grouped_ints
@@ -400,7 +400,7 @@ def _report(
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=_USUAL)
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128])
@@ -408,7 +408,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--ring-mib", type=int, default=1536, help="larger than any cache")
     parser.add_argument("--processor-time", action="store_true")
-    parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
     return parser.parse_args()
 
 

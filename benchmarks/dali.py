@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
-from common.arguments import run_script
+from common.arguments import make_parser, run_script
 from common.dali_models import MODELS, STAGE_PREFETCH, STAGE_SHARE, STAGES, Load, make_case
 from common.dali_others import (
     OTHERS,
@@ -42,7 +42,7 @@ from common.exact import exact_mask
 from common.printed_planning import PrintedGreedy, PrintedThreshold
 from common.published_numbers import Numbers
 from common.record import REPOSITORY, Recorder
-from common.simulated import generating_passes, make_parser, policy_s, trace_shape
+from common.simulated import generating_passes, policy_s, trace_shape
 from common.synth_trace import synth_decode_trace
 from exchange import BATCHES, MACHINE
 from fit_profiles import FIGURE_14, TABLE_4_STEPS, Shipped, dali_anchors, dali_cases
@@ -100,7 +100,7 @@ def main() -> None:
 
 def speeds_over_others(numbers: Numbers, options: argparse.Namespace) -> None:
     """Figures 12 and 13."""
-    models, batches = list(MODELS), BATCHES[1:3] if options.quick else BATCHES
+    models, batches = list(MODELS), BATCHES
     decode = [case for name in models for case in _cases(name, batches, options.layers)]
     _over_others(numbers, "Figure 12", FIGURE_12, decode)
     prefill = _cases("DeepSeek-V2-Lite", batches, options.layers, StepKind.PREFILL)
@@ -129,7 +129,7 @@ def parts_one_by_one(numbers: Numbers, options: argparse.Namespace) -> None:
     for name, value in FIGURE_14.items():
         here = value * anchors[f"Figure 14, {name}"]
         numbers.fitted("Figure 14", f"{name} over everything on the host", value, here)
-    batches = STAGE_BATCHES[:1] if options.quick else STAGE_BATCHES
+    batches = STAGE_BATCHES
     gains: dict[str, dict[str, list[float]]] = {}
     for name in STAGE_MODELS:
         for case in _cases(name, batches, options.layers):
@@ -170,7 +170,7 @@ def greedy_and_optimum(numbers: Numbers, options: argparse.Namespace) -> None:
         numbers.fitted("Table 4", of, value, here)
     for (name, batch), (optimum_s, greedy_s) in TABLE_4.items():
         of = f"{name}, batch {batch}: the greedy's share of the optimum's speed"
-        shares = _optimum_shares(name, batch, 2 if options.quick else 8)
+        shares = _optimum_shares(name, batch, 8)
         numbers.write("Table 4", of, optimum_s / greedy_s, shares)
 
 
@@ -194,8 +194,7 @@ def _optimum_shares(name: str, batch: int, num_new: int) -> list[float]:
 def scheduling(numbers: Numbers, options: argparse.Namespace) -> None:
     """Table 6: processor time of the policies beside simulated time; DeepSeek, batch 8."""
     for preset, by_length in TABLE_6.items():
-        lengths = [length for length in by_length if length <= 64 or not options.quick]
-        cases = {length: _planned_case(length) for length in lengths}
+        cases = {length: _planned_case(length) for length in by_length}
         layer_s = {n: case.seconds(preset) / _num_decisions(case) for n, case in cases.items()}
         mean = TABLE_6_MEAN[preset]
         told_s = mean / (1 - mean) * float(np.exp(np.mean(np.log(list(layer_s.values())))))
@@ -238,7 +237,7 @@ def features(numbers: Numbers, options: argparse.Namespace) -> None:
     text = "".join(path.read_text() for path in sorted(package.rglob("*.py")))
     for name, demo in DEMOS.items():
         with LLM(demo) as llm:
-            learning, testing = split(llm, text, 4 if options.quick else NUM_PIECES)
+            learning, testing = split(llm, text, NUM_PIECES)
             _, residual = learn(llm, learning, demo)
             cosine = foresee(llm, testing, demo, residual).accuracy.cosine
         for gate, value, found in zip(GATES, TABLE_8[name], cosine, strict=True):
@@ -247,7 +246,7 @@ def features(numbers: Numbers, options: argparse.Namespace) -> None:
 
 def windows(numbers: Numbers, options: argparse.Namespace) -> None:
     """Table 9: tokens per second of a sequence, of all layers by some."""
-    for name in list(TABLE_9)[:1] if options.quick else TABLE_9:
+    for name in TABLE_9:
         cases = _window_cases(name, options.layers)
         for window, value in TABLE_9[name].items():
             of = f"{name}, {'hybrimoe' if window is None else f'dali {window}'}"
@@ -335,8 +334,8 @@ PARTS: Mapping[str, Callable[[Numbers, argparse.Namespace], None]] = {
 
 def _options() -> argparse.Namespace:
     parser = make_parser(__doc__)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(all)")
-    parser.add_argument("--layers", type=int, default=8, help="of each model, simulated (8)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--layers", type=int, default=8, help="of each model, simulated")
     return parser.parse_args()
 
 

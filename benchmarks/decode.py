@@ -11,7 +11,7 @@ import argparse
 import statistics
 import time
 
-from common.arguments import make_parser, run_script
+from common.arguments import add_model, make_parser, run_script
 from common.ceilings import memory_ceiling
 from common.memory import peak_resident_bytes
 from common.models import model_folder
@@ -113,16 +113,18 @@ def _row(num_new: int, states: list[dict[str, float]]) -> dict[str, object]:
 
 
 def _options() -> argparse.Namespace:
-    parser = make_parser(__doc__, "small")
-    parser.add_argument("--prompt", type=int, default=64, help="prompt tokens (64)")
+    parser = make_parser(__doc__)
+    add_model(parser, "small")
+    parser.add_argument("--prompt", type=int, default=64, help="prompt tokens")
     parser.add_argument(
-        "--new", type=int, nargs="+", default=None, help="answer lengths in tokens (512 1024)"
+        "--new",
+        type=int,
+        nargs="+",
+        default=[512, 1024],
+        help="answer lengths in tokens",
     )
-    parser.add_argument("--repeats", type=int, default=1, help="whole runs, for medians (1)")
-    options = parser.parse_args()
-    if options.new is None:
-        options.new = [64, 128] if options.quick else [512, 1024]
-    return options
+    parser.add_argument("--repeats", type=int, default=1, help="whole runs, for medians")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from common.arguments import run_script
+from common.arguments import make_parser, run_script
 from common.ceilings import Disk
 from common.cut_models import cut_model, weight_bytes
 from common.elastic_trace import (
@@ -63,9 +63,8 @@ def _trace(family: str, kind: str, longest: int, num_new: int) -> list[Arrival]:
 
 
 def _measure(family: str, kind: str, options: argparse.Namespace, limit: MemoryLimit) -> None:
-    folder = cut_model(family, round(options.model_GB * 1e9), is_toy=options.quick)
-    longest = options.longest or (2048 if options.quick else LONGEST[family])
-    longest = min(longest, LONGEST[family])
+    folder = cut_model(family, round(options.model_GB * 1e9))
+    longest = min(options.longest or LONGEST[family], LONGEST[family])
     trace = _trace(family, kind, longest, options.new)
     budget_bytes = int(weight_bytes(folder) * options.share)
     settings = {
@@ -81,7 +80,7 @@ def _measure(family: str, kind: str, options: argparse.Namespace, limit: MemoryL
     contexts = _contexts(folder, budget_bytes, longest, most_at_once(trace))
     contexts = _spread(contexts, options.constants)
     plan = plan_model(folder, host_memory=budget_bytes, context=longest)
-    disk = Disk(folder, plan.host.slot_bytes, (1 << 28) if options.quick else (2 << 30))
+    disk = Disk(folder, plan.host.slot_bytes, 2 << 30)
     ceiling = disk.measure()
     recorder.write("ceiling", ceiling)
     common = {
@@ -171,27 +170,18 @@ def _can_plan(folder: Path, budget_bytes: int, context: int) -> bool:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--families", nargs="+", choices=list(LONGEST), default=list(LONGEST))
     parser.add_argument("--traces", nargs="+", choices=TRACES, default=list(TRACES))
-    parser.add_argument(
-        "--constants", type=int, default=NUM_CONSTANTS, help="constant divisions (5)"
-    )
-    parser.add_argument("--model-GB", type=float, help="of a model's layers at most (5)")
-    parser.add_argument("--share", type=float, default=0.5, help="of it, the budget (0.5)")
+    parser.add_argument("--constants", type=int, default=NUM_CONSTANTS, help="constant divisions")
+    parser.add_argument("--model-GB", type=float, default=5.0, help="of a model's layers at most")
+    parser.add_argument("--share", type=float, default=0.5, help="of it, the budget")
     parser.add_argument("--longest", type=int, help="tokens of the longest request (as published)")
-    parser.add_argument("--new", type=int, help="tokens of an answer (64)")
+    parser.add_argument("--new", type=int, default=64, help="tokens of an answer")
     parser.add_argument("--policy", default="auto")
-    parser.add_argument("--repeats", type=int, default=1, help="turns of all sides (1)")
+    parser.add_argument("--repeats", type=int, default=1, help="turns of all sides")
     parser.add_argument("--limit", choices=LIMITS, default="none", help="how memory is limited")
-    parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
-    parser.add_argument("--quick", action="store_true", help="toy models: a look, not a result")
-    parser.add_argument("--full", action="store_true", help="models of 16 GB: hours")
-    options = parser.parse_args()
-    default_GB = 0.5 if options.quick else 16.0 if options.full else 5.0
-    options.model_GB = options.model_GB or default_GB
-    options.new = options.new or (32 if options.quick else 64)
-    return options
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

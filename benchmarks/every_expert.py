@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from pathlib import Path
 from typing import Any
 
-from common.arguments import run_script
+from common.arguments import make_parser, run_script
 from common.ceilings import Disk
 from common.every_expert import NUM_WARM
 from common.masked_shapes import masked_shapes
@@ -35,13 +34,13 @@ NO_LIMIT = MemoryLimit("none", "lowtide's own budget is the limit")
 
 def main() -> None:
     options = _options()
-    [shape] = masked_shapes([MODEL], options.quick)
+    [shape] = masked_shapes([MODEL])
     folder = shape.folder(options.layers)
     named = ("layers", "lengths", "steps", "policy", "repeats")
     recorder = Recorder("every expert", {n: getattr(options, n) for n in named}, options.out)
     context = max(options.lengths)
     plan = plan_model(folder, context=context)
-    disk = Disk(folder, plan.host.slot_bytes, (1 << 28) if options.quick else (2 << 30))
+    disk = Disk(folder, plan.host.slot_bytes, 2 << 30)
     task = {
         "model": str(folder),
         "context": context,
@@ -116,18 +115,15 @@ def _judged(length: int, row: dict[str, float]) -> dict[str, bool]:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--layers", type=int, default=4, help="of the model (4)")
-    parser.add_argument("--lengths", type=int, nargs="+", help="(128 256 1024 4096)")
-    parser.add_argument("--steps", type=int, help=f"of each length, after {NUM_WARM} more (6)")
+    parser = make_parser(__doc__)
+    parser.add_argument("--layers", type=int, default=4, help="of the model")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 1024, 4096])
+    parser.add_argument(
+        "--steps", type=int, default=6, help=f"of each length, after {NUM_WARM} more"
+    )
     parser.add_argument("--policy", default="auto")
-    parser.add_argument("--repeats", type=int, default=1, help="turns of both sides (1)")
-    parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
-    parser.add_argument("--quick", action="store_true", help="a tiny model: a look, not a result")
-    options = parser.parse_args()
-    options.lengths = options.lengths or ([256, 640] if options.quick else [128, 256, 1024, 4096])
-    options.steps = options.steps or (2 if options.quick else 6)
-    return options
+    parser.add_argument("--repeats", type=int, default=1, help="turns of both sides")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

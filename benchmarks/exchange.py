@@ -15,11 +15,11 @@ from dataclasses import replace
 from itertools import product
 
 import numpy as np
-from common.arguments import run_script
+from common.arguments import make_parser, run_script
 from common.dali_models import MODELS, PUBLISHED, Load, Model, make_case
 from common.dali_others import from_tokens
 from common.record import Recorder, Row, say
-from common.simulated import generating_passes, make_parser, summary
+from common.simulated import generating_passes, summary
 
 from lowtide.core import Facts, IntArray, Moves, Step, StepKind
 from lowtide.policies.assignment import Greedy, HybriMoEGreedy, HybriMoEThreshold
@@ -116,7 +116,7 @@ def main() -> None:
     settings = {"profile": MACHINE, "layers": options.layers or "all", "resident_share": 0.5}
     recorder = Recorder("exchange", settings, options.out)
     for name in options.models:
-        for batch in (16,) if options.quick else BATCHES:
+        for batch in BATCHES:
             _measure(recorder, name, MODELS[name], batch, options)
 
 
@@ -124,7 +124,7 @@ def _measure(
     recorder: Recorder, name: str, model: Model, batch: int, options: argparse.Namespace
 ) -> None:
     costs = load_profile(MACHINE).costs(model.shape)
-    load = Load(batch, 64, 16 if options.quick else 64)
+    load = Load(batch, 64, 64)
     trace, setting = make_case(model, costs, load, options.preference, options.layers)
     num_prompts = sum(one.step.kind is StepKind.PREFILL for one in trace.passes)
     phases = {"decode": generating_passes(trace), "prefill": trace.beginning(num_prompts)}
@@ -198,7 +198,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--layers", type=int, help="of each model (all)")
     parser.add_argument(
-        "--preference", type=float, default=0.5, help="of the model and of each sequence (0.5)"
+        "--preference", type=float, default=0.5, help="of the model and of each sequence"
     )
     return parser.parse_args()
 

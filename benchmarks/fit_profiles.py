@@ -12,13 +12,12 @@ for the published rows marked `check`, which nothing is fitted to.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from common.arguments import run_script
+from common.arguments import make_parser, run_script
 from common.record import Recorder, say
 from common.simulated import (
     FLASH,
@@ -260,8 +259,7 @@ def as_toml(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
+    parser = make_parser(__doc__)
     parser.add_argument("--write", type=Path, help="write the profiles into this folder")
     options = parser.parse_args()
     recorder = Recorder("fit_profiles", {"layers": NUM_LAYERS}, options.out)

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common.arguments import run_script
+from common.arguments import make_parser, run_script
 from common.ceilings import memory_ceiling
 from common.record import Recorder, Row, say
 
@@ -121,12 +120,11 @@ def _speeds(
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS))
-    parser.add_argument("--tokens", type=int, default=2048, help="scored per lane (2048)")
-    parser.add_argument("--new", type=int, default=64, help="new tokens of a timed answer (64)")
-    parser.add_argument("--repeats", type=int, default=5, help="timed answers per lane (5)")
-    parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
+    parser.add_argument("--tokens", type=int, default=2048, help="scored per lane")
+    parser.add_argument("--new", type=int, default=64, help="new tokens of a timed answer")
+    parser.add_argument("--repeats", type=int, default=5, help="timed answers per lane")
     return parser.parse_args()
 
 

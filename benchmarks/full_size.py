@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 
-from common.arguments import make_parser, run_script
+from common.arguments import add_model, make_parser, run_script
 from common.ceilings import Disk, memory_ceiling
 from common.memory import LIMITS, choose_limit
 from common.models import model_folder, stored_as
@@ -37,7 +37,7 @@ def main() -> None:
     recorder = Recorder("full size", settings, options.out)
     budget_bytes = parse_size(options.host_memory)
     plan = plan_model(folder, host_memory=budget_bytes, context=options.context)
-    disk = Disk(folder, plan.host.slot_bytes, (1 << 30) if options.quick else (4 << 30))
+    disk = Disk(folder, plan.host.slot_bytes, 4 << 30)
     recorder.write("ceiling", {**memory_ceiling(), **disk.measure()})
     lanes = [(policy, OWN_FORMAT) for policy in options.policies]
     for policy, weights in [*lanes, *(("auto", each) for each in options.weights)]:
@@ -57,23 +57,21 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = make_parser(__doc__, "full")
-    parser.add_argument("--host-memory", default="12GiB", help="the budget (12GiB)")
+    parser = make_parser(__doc__)
+    add_model(parser, "full")
+    parser.add_argument("--host-memory", default="12GiB", help="the budget")
     parser.add_argument("--policies", nargs="+", default=["auto", "tide", "lru"])
     parser.add_argument(
         "--weights",
         nargs="+",
         default=["q4", "q4+int8"],
-        help="formats that the model is packed in, under `auto` (q4, and with rows in int8)",
+        help="formats that the model is packed in, under `auto`",
     )
-    parser.add_argument("--prompt", type=int, default=64, help="prompt tokens (64)")
-    parser.add_argument("--new", type=int, default=None, help="new tokens (64)")
-    parser.add_argument("--context", type=int, default=4096, help="tokens of KV cache (4096)")
+    parser.add_argument("--prompt", type=int, default=64, help="prompt tokens")
+    parser.add_argument("--new", type=int, default=64, help="new tokens")
+    parser.add_argument("--context", type=int, default=4096, help="tokens of KV cache")
     parser.add_argument("--limit", choices=LIMITS, default="auto", help="how memory is limited")
-    options = parser.parse_args()
-    if options.new is None:
-        options.new = 32 if options.quick else 64
-    return options
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ import argparse
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from common.arguments import run_script
+from common.arguments import make_parser, run_script
 from common.dali_models import MODELS, Load, make_case
 from common.record import Recorder, Row, say
-from common.simulated import VARIANTS, generating_passes, make_parser, make_setting, published
+from common.simulated import VARIANTS, generating_passes, make_setting, published
 from common.simulated import replay as replay_variants
 from common.traces import RECORDED, record_with_known
 
@@ -46,7 +46,7 @@ class Run(NamedTuple):
 def main() -> None:
     options = _options()
     recorder = Recorder("hindsight", {"synthetic_layers": NUM_LAYERS}, options.out)
-    for run in _runs(options.quick):
+    for run in _runs():
         hits = run.trace.hits()
         for machine in MACHINES:
             shares = [share for name, share in run.settings if name == machine]
@@ -59,8 +59,8 @@ def main() -> None:
             say(f"{run.name}, {machine}: lowtide at least {least:.2f} of the oracle")
 
 
-def _runs(is_quick: bool) -> Iterator[Run]:
-    for one, trace, known in record_with_known(RECORDED[:1] if is_quick else RECORDED):
+def _runs() -> Iterator[Run]:
+    for one, trace, known in record_with_known(RECORDED):
         shape = published(one.sizes_of)._replace(
             num_layers=trace.shape.num_layers, num_experts=trace.shape.num_experts
         )
@@ -72,8 +72,8 @@ def _runs(is_quick: bool) -> Iterator[Run]:
             for share in SHARES
         }
         yield Run(one.run.name, "recorded", trace, settings)
-    for name, model in list(MODELS.items())[: 1 if is_quick else None]:
-        for batch in SYNTHETIC_BATCHES[: 1 if is_quick else None]:
+    for name, model in MODELS.items():
+        for batch in SYNTHETIC_BATCHES:
             load, settings = Load(batch, 64, 64), {}
             for machine in MACHINES:
                 costs = load_profile(machine).costs(model.shape)

@@ -23,7 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.arguments import add_parts, make_parser, run_script
+from common.arguments import add_model, add_parts, make_parser, run_script
 from common.causal import with_ratios
 from common.ceilings import Disk, memory_ceiling
 from common.cut_models import cut_model, weight_bytes
@@ -39,7 +39,6 @@ from lowtide.llm import plan_model
 
 PARTS = ("bf16", "q4", "mapped")
 TIMES_MEMORY = 1.3
-TOY_BYTES = 256 << 20
 POLICIES = ("lowtide", "lru")
 
 
@@ -57,7 +56,7 @@ def main() -> None:
     }
     bench = _Bench(options, folder, Recorder("larger_than_memory", settings, options.out))
     plan = plan_model(folder, context=options.prompt + options.new)
-    disk = Disk(folder, plan.host.slot_bytes, (1 << 26) if options.toy else (4 << 30))
+    disk = Disk(folder, plan.host.slot_bytes, 4 << 30)
     bench.recorder.write("ceiling", {**memory_ceiling(), **disk.measure()})
     for part in options.parts:
         {"bf16": _bf16, "q4": _q4, "mapped": _mapped}[part](bench)
@@ -176,24 +175,19 @@ def _checkpoint(options: argparse.Namespace) -> Path:
     """`--model`, or one that is made once and kept; the disk is looked at first."""
     if options.model is not None:
         return Path(options.model)
-    if options.toy:
-        return cut_model("qwen3_moe", TOY_BYTES, is_toy=True)
     return cut_model("qwen3_moe", int(TIMES_MEMORY * total_memory_bytes()))
 
 
 def _options() -> argparse.Namespace:
-    parser = make_parser(__doc__, "full", "qwen3_moe")
+    parser = make_parser(__doc__)
+    add_model(parser, "full", "qwen3_moe")
     add_parts(parser, PARTS)
-    parser.add_argument("--toy", action="store_true", help="two narrow layers: to see that it runs")
-    parser.add_argument("--host-memory", default="19GiB", help="lowtide's budget in bf16 (19GiB)")
-    parser.add_argument("--prompt", type=int, default=128, help="prompt tokens (128)")
-    parser.add_argument("--new", type=int, default=None, help="new tokens (24)")
-    parser.add_argument("--repeats", type=int, default=3, help="answers, for medians (3)")
+    parser.add_argument("--host-memory", default="19GiB", help="lowtide's budget in bf16")
+    parser.add_argument("--prompt", type=int, default=128, help="prompt tokens")
+    parser.add_argument("--new", type=int, default=24, help="new tokens")
+    parser.add_argument("--repeats", type=int, default=3, help="answers, for medians")
     parser.add_argument("--limit", choices=LIMITS, default="auto", help="how memory is limited")
-    options = parser.parse_args()
-    if options.new is None:
-        options.new = 8 if options.quick else 24
-    return options
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

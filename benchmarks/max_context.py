@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.arguments import run_script
+from common.arguments import make_parser, run_script
 from common.growth import MIN_POINTS, Cell, Growth, StepTime, mean_ratios
 from common.masked_memory import OURS
 from common.masked_shapes import MODELS, MaskedShape, masked_shapes, num_masked, settings_of
@@ -100,11 +100,10 @@ def main() -> None:
         "their_lengths": options.their_lengths,
         "max_step_s": options.max_step,
         "theirs": None if options.theirs is None else options.theirs.name,
-        "is_quick": options.quick,
     }
     recorder = Recorder("max_context", settings, options.out)
     cells: list[Cell] = []
-    for shape in masked_shapes(options.models, options.quick):
+    for shape in masked_shapes(options.models):
         cells += _cells(recorder, shape, options)
     for side, ratio in mean_ratios(cells).items():
         paper = PAPER[side]
@@ -218,13 +217,19 @@ def _names(line: Line) -> dict[str, object]:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--models", nargs="+", choices=MODELS, help="which (all)")
+    parser = make_parser(__doc__)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="which")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
-    parser.add_argument("--caps", type=float, nargs="+", help="in GB (24 40)")
-    parser.add_argument("--shares", type=float, nargs="+", help="r_p (0.1 0.5 0.9)")
-    parser.add_argument("--lengths", type=int, nargs="+", help="of lowtide's (4096 8192 16384)")
-    parser.add_argument("--their-lengths", type=int, nargs="+", help="(1024 2048 4096)")
+    parser.add_argument("--caps", type=float, nargs="+", default=[24.0, 40.0], help="in GB")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.1, 0.5, 0.9], help="r_p")
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=[4096, 8192, 16384],
+        help="of lowtide's",
+    )
+    parser.add_argument("--their-lengths", type=int, nargs="+", default=[1024, 2048, 4096])
     parser.add_argument(
         "--planned", action="store_true", help="lowtide's longest sequences by plan, not measured"
     )
@@ -232,23 +237,9 @@ def _options() -> argparse.Namespace:
         "--theirs", type=Path, help="the other sides' steps are those of this file of JSON lines"
     )
     parser.add_argument(
-        "--max-step", type=float, help="seconds of a step that is run (120; 600 with --full)"
+        "--max-step", type=float, default=120.0, help="seconds of a step that is run"
     )
-    parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
-    parser.add_argument("--quick", action="store_true", help="a tiny model: a look, not a result")
-    parser.add_argument("--full", action="store_true", help="32,768 tokens too, longer steps")
-    options = parser.parse_args()
-    is_quick, is_full = options.quick, options.full
-    options.models = options.models or (["LLaDA-8B"] if is_quick else list(MODELS))
-    options.caps = options.caps or ([0.5] if is_quick else [24.0, 40.0])
-    options.shares = options.shares or ([0.5] if is_quick else [0.1, 0.5, 0.9])
-    ours = [8192, 16384, 32768] if is_quick else [4096, 8192, 16384]
-    options.lengths = options.lengths or ours + ([32768] if is_full else [])
-    options.their_lengths = options.their_lengths or [1024, 2048, 4096]
-    options.max_step = options.max_step or (600.0 if is_full else 120.0)
-    if is_quick:
-        options.max_step = min(options.max_step, 10.0)
-    return options
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

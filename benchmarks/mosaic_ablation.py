@@ -19,11 +19,10 @@ import argparse
 import statistics
 from collections.abc import Mapping
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common.arguments import add_parts, run_script
+from common.arguments import add_parts, make_parser, run_script
 from common.growth import Growth
 from common.masked_memory import OURS
 from common.masked_shapes import MODELS, MaskedShape, masked_shapes, num_masked, settings_of
@@ -72,10 +71,9 @@ def main() -> None:
         "traced_lengths": options.traced,
         "timed_lengths": options.timed,
         "repeats": options.repeats,
-        "is_quick": options.quick,
     }
     recorder = Recorder("mosaic_ablation", settings, options.out)
-    for shape in masked_shapes(options.models, options.quick):
+    for shape in masked_shapes(options.models):
         shape.folder(NUM_LAYERS)
         if "longest" in options.parts:
             _ablate(recorder, shape, options)
@@ -195,28 +193,17 @@ def _time_chunking(recorder: Recorder, shape: MaskedShape, options: argparse.Nam
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = make_parser(__doc__)
     add_parts(parser, MEASUREMENTS)
-    parser.add_argument("--models", nargs="+", choices=MODELS, help="which (all)")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="which")
     parser.add_argument("--sides", nargs="+", choices=TRACED, default=list(TRACED))
-    parser.add_argument("--share", type=float, default=0.5, help="r_p (0.5)")
-    parser.add_argument("--caps", type=float, nargs="+", help="in GB (24 40)")
-    parser.add_argument("--lengths", type=int, nargs="+", help="(2048 4096 8192)")
-    parser.add_argument("--traced", type=int, nargs="+", help="(2048 8192)")
-    parser.add_argument("--timed", type=int, nargs="+", help="(1024 4096)")
-    parser.add_argument("--repeats", type=int, help="steps of each, in turn (5)")
-    parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
-    parser.add_argument("--quick", action="store_true", help="a tiny model: a look, not a result")
-    parser.add_argument("--full", action="store_true", help="16,384 tokens, too")
-    options = parser.parse_args()
-    is_quick, more = options.quick, [16384] if options.full else []
-    options.models = options.models or (["LLaDA-8B"] if is_quick else list(MODELS))
-    options.caps = options.caps or ([0.1] if is_quick else [24.0, 40.0])
-    options.lengths = options.lengths or [2048, 4096, 8192, *more]
-    options.traced = options.traced or ([1024] if is_quick else [2048, 8192, *more])
-    options.timed = options.timed or ([1024] if is_quick else [1024, 4096, *more])
-    options.repeats = options.repeats or (1 if is_quick else 5)
-    return options
+    parser.add_argument("--share", type=float, default=0.5, help="r_p")
+    parser.add_argument("--caps", type=float, nargs="+", default=[24.0, 40.0], help="in GB")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192])
+    parser.add_argument("--traced", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--timed", type=int, nargs="+", default=[1024, 4096])
+    parser.add_argument("--repeats", type=int, default=5, help="steps of each, in turn")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

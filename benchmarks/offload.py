@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common.arguments import make_parser, run_script
+from common.arguments import add_model, make_parser, run_script
 from common.ceilings import Disk, memory_ceiling
 from common.memory import LIMITS, MemoryLimit, choose_limit
 from common.models import model_folder, stored_as
@@ -44,7 +44,7 @@ def main() -> None:
     recorder = Recorder("offload", settings, options.out)
     context = options.prompt + options.new + 32
     plan = plan_model(folder, context=context)
-    disk = Disk(folder, plan.host.slot_bytes, (1 << 28) if options.quick else (1 << 30))
+    disk = Disk(folder, plan.host.slot_bytes, 1 << 30)
     recorder.write("ceiling", {**memory_ceiling(), **disk.measure()})
     runs: dict[int, dict[str, Any]] = {}
     for weights, share, budget_bytes in _lanes(plan, options):
@@ -132,9 +132,10 @@ def _name(share: float) -> float | str:
 
 
 def _options() -> argparse.Namespace:
-    parser = make_parser(__doc__, "small")
-    parser.add_argument("--prompt", type=int, default=64, help="prompt tokens (64)")
-    parser.add_argument("--new", type=int, default=None, help="new tokens (256)")
+    parser = make_parser(__doc__)
+    add_model(parser, "small")
+    parser.add_argument("--prompt", type=int, default=64, help="prompt tokens")
+    parser.add_argument("--new", type=int, default=256, help="new tokens")
     parser.add_argument(
         "--shares",
         type=float,
@@ -146,26 +147,23 @@ def _options() -> argparse.Namespace:
         "--weights",
         nargs="*",
         default=["q4", "q4+int8"],
-        help="formats that the model is packed in too (q4, and with rows in int8)",
+        help="formats that the model is packed in too",
     )
     parser.add_argument(
         "--weights-shares",
         type=float,
         nargs="+",
         default=[0.25],
-        help="their budgets, by the share of the model's own experts that these hold (0.25)",
+        help="their budgets, by the share of the model's own experts that these hold",
     )
     parser.add_argument("--policy", default="auto")
     parser.add_argument("--policy-option", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--peer-shares", type=float, nargs="+", default=[0.5])
     parser.add_argument(
-        "--peer-forwards", type=int, default=3, help="passes of the peer; 0: no peer (3)"
+        "--peer-forwards", type=int, default=3, help="passes of the peer; 0: no peer"
     )
     parser.add_argument("--limit", choices=LIMITS, default="auto", help="how memory is limited")
-    options = parser.parse_args()
-    if options.new is None:
-        options.new = 64 if options.quick else 256
-    return options
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from common.arguments import run_script
+from common.arguments import make_parser, run_script
 from common.cut_models import cut_model, weight_bytes
 from common.memory import drop_pages
 from common.record import Recorder, say
@@ -44,9 +44,7 @@ Rates = dict[str, list[float]]
 
 def main() -> None:
     options = _options()
-    model = options.model or cut_model(
-        "qwen3_moe", round(options.GiB * (1 << 30)), is_toy=options.quick
-    )
+    model = options.model or cut_model("qwen3_moe", round(options.GiB * (1 << 30)))
     num_bytes = weight_bytes(model)
     settings = {"model": model.name, "bytes": num_bytes, "rounds": options.rounds}
     recorder = Recorder("pack", settings, options.out)
@@ -134,17 +132,12 @@ def _rounding_GBps(name: str, num_bytes: int) -> float:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--model", type=Path, help="folder of bfloat16 weights (a synthetic one)")
-    parser.add_argument("--GiB", type=float, help="of the synthetic model, at most (4)")
+    parser.add_argument("--GiB", type=float, default=4.0, help="of the synthetic model, at most")
     parser.add_argument("--formats", nargs="+", choices=("q8", "q4"), default=["q4", "q8"])
-    parser.add_argument("--rounds", type=int, help="measurements of each (3)")
-    parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
-    parser.add_argument("--quick", action="store_true", help="narrow layers: a look, not a result")
-    options = parser.parse_args()
-    options.rounds = options.rounds or (1 if options.quick else 3)
-    options.GiB = options.GiB or (0.5 if options.quick else 4.0)
-    return options
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

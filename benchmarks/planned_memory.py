@@ -13,11 +13,10 @@ cap of 24 GB operators are not divided at these lengths; the other end is as far
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from common.allocation_trace import Use, use_at_depth
-from common.arguments import add_parts, run_script
+from common.arguments import add_parts, make_parser, run_script
 from common.masked_memory import OURS
 from common.masked_shapes import MODELS, MaskedShape, masked_shapes, settings_of
 from common.memory import MemoryLimit
@@ -41,10 +40,9 @@ def main() -> None:
         "prompt_share": options.share,
         "lengths": options.lengths,
         "traced_lengths": options.traced,
-        "is_quick": options.quick,
     }
     recorder = Recorder("planned_memory", settings, options.out)
-    for shape in masked_shapes(options.models, options.quick):
+    for shape in masked_shapes(options.models):
         if "planned" in options.parts:
             _compare_all(recorder, shape, options)
         if "evenness" in options.parts:
@@ -145,29 +143,28 @@ def _evenness(recorder: Recorder, shape: MaskedShape, num_tokens: int, prompt_sh
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = make_parser(__doc__)
     add_parts(parser, PARTS)
-    parser.add_argument("--models", nargs="+", choices=MODELS, help="which (all)")
-    parser.add_argument("--share", type=float, default=0.5, help="r_p (0.5)")
-    parser.add_argument("--lengths", type=int, nargs="+", help="(1024 4096 8192 32768)")
-    parser.add_argument("--traced", type=int, nargs="+", help="of peak over average (2048 8192)")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="which")
+    parser.add_argument("--share", type=float, default=0.5, help="r_p")
     parser.add_argument(
-        "--undivided", type=int, default=8192, help="longest with undivided operators too (8192)"
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=[1024, 4096, 8192, 32768],
+        help="",
     )
-    parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
-    parser.add_argument("--quick", action="store_true", help="a tiny model: a look, not a result")
-    parser.add_argument("--full", action="store_true", help="more lengths, undivided at all")
-    options = parser.parse_args()
-    options.models = options.models or (["LLaDA-8B"] if options.quick else list(MODELS))
-    if options.quick:
-        lengths, traced = [1024, 4096], [2048]
-    elif options.full:
-        lengths, traced = [1024, 2048, 4096, 8192, 16384, 32768], [1024, 2048, 4096, 8192]
-        options.undivided = max(lengths)
-    else:
-        lengths, traced = [1024, 4096, 8192, 32768], [2048, 8192]
-    options.lengths, options.traced = options.lengths or lengths, options.traced or traced
-    return options
+    parser.add_argument(
+        "--traced",
+        type=int,
+        nargs="+",
+        default=[2048, 8192],
+        help="of peak over average",
+    )
+    parser.add_argument(
+        "--undivided", type=int, default=8192, help="longest with undivided operators too"
+    )
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

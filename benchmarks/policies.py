@@ -22,7 +22,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from common.arguments import run_script
+from common.arguments import make_parser, run_script
 from common.ceilings import memory_ceiling
 from common.emulated import (
     Learned,
@@ -69,16 +69,12 @@ CLOSE = 0.25
 NUM_WARM = 2  # answers before the one that counts
 STEPS = 16  # of a block
 
-QUICK_VARIANTS = ("layer-split", "hybrimoe", "tide tau=1 waits", "tide tau=1", "tide", "dali")
-QUICK_VARIANTS += ("lowtide",)
-
 
 def main() -> None:
     options = _options()
-    names = QUICK_VARIANTS if options.quick else tuple(VARIANTS)
-    shares = (0.5,) if options.quick else SHARES
+    names = tuple(VARIANTS)
     if options.recorded:
-        _replay_recorded(options.out, shares, names)
+        _replay_recorded(options.out, SHARES, names)
         return
     for name in options.models:
         model = find_model(name, options.layers)
@@ -96,11 +92,11 @@ def main() -> None:
             learned, calibration = learn(model, Path(folder), options.new, 1 + NUM_WARM, STEPS)
             recorder.write("ceiling", memory_ceiling())
             speeds = device_options(model)
-            for share in shares:
+            for share in SHARES:
                 with Track.open(model, share, speeds, calibration) as track:
                     _measure(recorder, track, share, learned, names, options.repeats)
         for machine in MACHINES:
-            _simulate(recorder, machine, SIMULATED, shares, learned.trace, learned.known, names)
+            _simulate(recorder, machine, SIMULATED, SHARES, learned.trace, learned.known, names)
 
 
 def _replay_recorded(out: Path | None, shares: tuple[float, ...], names: tuple[str, ...]) -> None:
@@ -215,17 +211,13 @@ def expectations(speeds: Mapping[str, float]) -> dict[str, float]:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=MODELS, help="models to measure, in turn")
-    parser.add_argument("--layers", type=int, default=4, help="of the synthetic model (4)")
-    parser.add_argument("--new", type=int, default=32, help="new tokens of an answer (32)")
-    parser.add_argument("--repeats", type=int, default=None, help="turns of each preset (3)")
-    parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
+    parser.add_argument("--layers", type=int, default=4, help="of the synthetic model")
+    parser.add_argument("--new", type=int, default=32, help="new tokens of an answer")
+    parser.add_argument("--repeats", type=int, default=3, help="turns of each preset")
     parser.add_argument("--recorded", action="store_true", help="replay recorded runs only")
-    parser.add_argument("--quick", action="store_true", help="few presets: a look, not a result")
-    options = parser.parse_args()
-    options.repeats = options.repeats or (1 if options.quick else 3)
-    return options
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -13,10 +13,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
-from common.arguments import run_script
+from common.arguments import make_parser, run_script
 from common.models import model_folder
 from common.record import REPOSITORY, Recorder, say
 
@@ -92,7 +91,7 @@ PREDICTORS: Mapping[str, Callable[[Setting], Prefetch]] = {
 def main() -> None:
     options = _options()
     for name in options.model or MODELS:
-        run = _record(name, options.pieces, options.quick)
+        run = _record(name, options.pieces)
         settings = {
             "model": name,
             "pieces": options.pieces,
@@ -113,9 +112,9 @@ def main() -> None:
                 _write_gains(recorder, run, setting.having(num_prefetch=num_prefetch))
 
 
-def _record(name: str, num_pieces: int, is_quick: bool) -> Run:
+def _record(name: str, num_pieces: int) -> Run:
     """Calibrates on one part of our own source and records another."""
-    model = model_folder(None, "tiny" if is_quick else "small") if name == "synth" else name
+    model = model_folder(None, "small") if name == "synth" else name
     package = REPOSITORY / "src" / "lowtide"
     text = "".join(path.read_text() for path in sorted(package.rglob("*.py")))
     with LLM(model) as llm:
@@ -229,17 +228,13 @@ def _large_experts(trace: Trace) -> MoEShape:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--model", action="append", help=f"folder, hub id, or one of {', '.join(MODELS)} (all)"
     )
-    parser.add_argument("--machine", default="rtx3090", help="hardware profile (rtx3090)")
-    parser.add_argument("--pieces", type=int, default=None, help="half of the text's pieces (12)")
-    parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
-    parser.add_argument("--quick", action="store_true", help="few pieces: a look, not a result")
+    parser.add_argument("--machine", default="rtx3090", help="hardware profile")
+    parser.add_argument("--pieces", type=int, default=12, help="half of the text's pieces")
     options = parser.parse_args()
-    if options.pieces is None:
-        options.pieces = 4 if options.quick else 12
     if options.pieces < 4:
         raise UsageError(f"--pieces {options.pieces}: it takes 4, or a part has none to test on.")
     return options

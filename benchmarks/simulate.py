@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from common.arguments import run_script
+from common.arguments import make_parser, run_script
 from common.ceilings import memory_ceiling
 from common.disk_home import DiskTrack, measure_in_memory, replay_costs
 from common.emulated import (
@@ -277,7 +277,7 @@ def _costs_row(measured: MeasuredCosts) -> Row:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--validate", action="store_true", required=True, help="predict, measure and compare"
     )
@@ -285,19 +285,17 @@ def _options() -> argparse.Namespace:
         "--home",
         choices=("host", "disk"),
         default="host",
-        help="of absent experts: host memory beside an emulated device, or disk without one (host)",
+        help="of absent experts: host memory beside an emulated device, or disk without one",
     )
     parser.add_argument(
         "--presets", nargs="+", choices=NAMES, help="(all that mean anything there)"
     )
-    parser.add_argument("--model", default="synth:llada2", help="model (synth:llada2)")
-    parser.add_argument("--layers", type=int, default=4, help="of the synthetic model (4)")
-    parser.add_argument("--share", type=float, default=0.5, help="of the experts, resident (0.5)")
-    parser.add_argument("--new", type=int, default=32, help="new tokens of an answer (32)")
+    parser.add_argument("--model", default="synth:llada2", help="model")
+    parser.add_argument("--layers", type=int, default=4, help="of the synthetic model")
+    parser.add_argument("--share", type=float, default=0.5, help="of the experts, resident")
+    parser.add_argument("--new", type=int, default=32, help="new tokens of an answer")
     parser.add_argument("--slowdown", type=float, help=f"of the device ({SLOWDOWN:g})")
-    parser.add_argument("--repeats", type=int, default=None, help="turns of each preset (7)")
-    parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
-    parser.add_argument("--quick", action="store_true", help="few repeats: a look, not a result")
+    parser.add_argument("--repeats", type=int, default=7, help="turns of each preset")
     options = parser.parse_args()
     if options.home == "disk":
         if options.slowdown is not None:
@@ -305,7 +303,6 @@ def _options() -> argparse.Namespace:
         if others := set(options.presets or PLACED) - set(PLACED):
             parser.error(f"--home disk tells {', '.join(PLACED)} apart, not {', '.join(others)}.")
     options.slowdown = SLOWDOWN if options.slowdown is None else options.slowdown
-    options.repeats = options.repeats or (2 if options.quick else 7)
     return options
 
 

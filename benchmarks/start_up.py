@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from common.arguments import run_script
+from common.arguments import make_parser, run_script
 from common.record import Recorder, say
 
 from lowtide.lab.synth import synth
@@ -121,13 +121,9 @@ def _line(what: str, values: Mapping[str, float | None]) -> str:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, help="starts of each command (9)")
-    parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
-    parser.add_argument("--quick", action="store_true", help="two rounds: a look, not a result")
-    options = parser.parse_args()
-    options.rounds = options.rounds or (2 if options.quick else 9)
-    return options
+    parser = make_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=9, help="starts of each command")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

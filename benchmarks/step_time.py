@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from common.arguments import add_parts, run_script
+from common.arguments import add_parts, make_parser, run_script
 from common.ceilings import memory_ceiling
 from common.growth import at_full_depth
 from common.masked_shapes import MODELS, MaskedShape, masked_shapes, num_masked
@@ -60,11 +60,10 @@ def main() -> None:
         "prompt_shares": options.shares,
         "chunked_length": options.chunked,
         "repeats": options.repeats,
-        "is_quick": options.quick,
     }
     recorder = Recorder("step_time", settings, options.out)
     recorder.write("ceiling", memory_ceiling())
-    for shape in masked_shapes(options.models, options.quick):
+    for shape in masked_shapes(options.models):
         steps_s: dict[tuple[int, float], float] = {}
         if "sides" in options.parts:
             model = StepModel(shape.folder(max(LAYERS)))
@@ -264,30 +263,25 @@ def _seconds(run: Run) -> float:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = make_parser(__doc__)
     add_parts(parser, PARTS)
-    parser.add_argument("--models", nargs="+", choices=MODELS, help="which (all)")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="which")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
-    parser.add_argument("--lengths", type=int, nargs="+", help="(1024 4096; 16384 with --full)")
-    parser.add_argument("--shares", type=float, nargs="+", help="r_p (0.1 0.5 0.9)")
-    parser.add_argument("--planned", type=int, nargs="+", help="(1024 4096 16384 32768)")
-    parser.add_argument("--chunked", type=int, help="tokens of one chunk against four (32768)")
-    parser.add_argument("--chunk-repeats", type=int, help="of one chunk against four (2)")
-    parser.add_argument("--repeats", type=int, help="steps of each, in turn (5)")
-    parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
-    parser.add_argument("--quick", action="store_true", help="a tiny model: a look, not a result")
-    parser.add_argument("--full", action="store_true", help="16,384 tokens, too")
-    options = parser.parse_args()
-    is_quick = options.quick
-    options.models = options.models or (["LLaDA-MoE"] if is_quick else list(MODELS))
-    lengths = [LEAST_TOKENS] if is_quick else [1024, 4096] + ([16384] if options.full else [])
-    options.lengths = options.lengths or lengths
-    options.shares = options.shares or ([0.5] if is_quick else [0.1, 0.5, 0.9])
-    options.planned = options.planned or [1024, 4096, 16384, 32768]
-    options.chunked = options.chunked or (4096 if is_quick else 32768)
-    options.repeats = options.repeats or (1 if is_quick else 5)
-    options.chunk_repeats = options.chunk_repeats or (1 if is_quick else 2)
-    return options
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096])
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.1, 0.5, 0.9], help="r_p")
+    parser.add_argument(
+        "--planned",
+        type=int,
+        nargs="+",
+        default=[1024, 4096, 16384, 32768],
+        help="",
+    )
+    parser.add_argument(
+        "--chunked", type=int, default=32768, help="tokens of one chunk against four"
+    )
+    parser.add_argument("--chunk-repeats", type=int, default=2, help="of one chunk against four")
+    parser.add_argument("--repeats", type=int, default=5, help="steps of each, in turn")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -20,13 +20,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-from common.arguments import run_script
+from common.arguments import make_parser, run_script
 from common.published_numbers import Numbers
 from common.record import Recorder, Row, say
 from common.simulated import (
     FLASH,
     ceilings,
-    make_parser,
     make_setting,
     published,
     replay,
@@ -88,26 +87,27 @@ class Case(NamedTuple):
     threshold: float | None
 
 
+BLOCK_LENGTHS = (32, 64, 128)
+
+
 def main() -> None:
     options = _options()
     settings = {"num_random": NUM_DRAWS, "similarity": SIMILARITY}
     settings["layers"] = options.layers or "all"
     recorder = Recorder("tau", settings, options.out)
-    recorded = [] if options.synthetic else _recorded(options.quick)
-    for case in [*_synthetic(options.quick, options.layers), *recorded]:
-        _measure(recorder, case, options.quick)
-    for similarity in SIMILARITIES[1:] if options.quick else SIMILARITIES:
+    recorded = [] if options.synthetic else _recorded()
+    for case in [*_synthetic(options.layers), *recorded]:
+        _measure(recorder, case)
+    for similarity in SIMILARITIES:
         _drift(recorder, similarity, options.layers)
-    blocks = TABLE_2_BLOCKS[:1] if options.quick else TABLE_2_BLOCKS
-    _published(Numbers(recorder), blocks, options.layers)
+    _published(Numbers(recorder), TABLE_2_BLOCKS, options.layers)
 
 
-def _synthetic(is_quick: bool, num_layers: int | None) -> list[Case]:
-    blocks = (32,) if is_quick else (32, 64, 128)
+def _synthetic(num_layers: int | None) -> list[Case]:
     return [
         _synthetic_case(model, num_layers, block_length)
         for model in MODELS
-        for block_length in blocks
+        for block_length in BLOCK_LENGTHS
     ]
 
 
@@ -134,16 +134,14 @@ def _synthetic_case(
     return Case(model, "synthetic", make(0), make(1), machine, costs, block_length, None)
 
 
-def _recorded(is_quick: bool) -> list[Case]:
+def _recorded() -> list[Case]:
     """The demo model commits one token a pass at any threshold, the synthetic checkpoint some."""
-    blocks = (32,) if is_quick else (32, 64, 128)
-    runs = [Run("demo:diffusion", 1, 2, max(64, block), block, 0.95) for block in blocks]
-    if not is_quick:
-        runs += [
-            Run("synth:llada2", 1, 2, max(64, block), block, threshold)
-            for block in blocks
-            for threshold in (0.7, 0.8, 0.9, 0.95)
-        ]
+    runs = [Run("demo:diffusion", 1, 2, max(64, block), block, 0.95) for block in BLOCK_LENGTHS]
+    runs += [
+        Run("synth:llada2", 1, 2, max(64, block), block, threshold)
+        for block in BLOCK_LENGTHS
+        for threshold in (0.7, 0.8, 0.9, 0.95)
+    ]
     traces = record_all([*runs, *(run._replace(for_calibration=True) for run in runs)])
     machine = "tide-a100"
     costs = load_profile(machine).costs(published("llada2"))
@@ -154,7 +152,7 @@ def _recorded(is_quick: bool) -> list[Case]:
     ]
 
 
-def _measure(recorder: Recorder, case: Case, is_quick: bool) -> None:
+def _measure(recorder: Recorder, case: Case) -> None:
     blocks, hits = case.trace.blocks(), case.trace.hits()
     facts: Row = {
         "model": case.model,
@@ -179,7 +177,7 @@ def _measure(recorder: Recorder, case: Case, is_quick: bool) -> None:
             "distinct_experts_by_step": [round(float(one), 1) for one in distinct],
         },
     )
-    for share in SHARES[1:2] if is_quick else SHARES:
+    for share in SHARES:
         num_residents = round(share * case.trace.shape.num_experts)
         setting = make_setting(case.trace, case.costs, num_residents, case.known)
         for waits in (True, False):

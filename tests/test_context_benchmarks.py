@@ -124,7 +124,7 @@ def test_the_headline_is_the_mean_over_all_cells() -> None:
 
 
 def test_weights_of_the_published_models() -> None:
-    shapes = masked_shapes.masked_shapes(["LLaDA-8B", "Dream-7B", "LLaDA-MoE"], is_quick=False)
+    shapes = masked_shapes.masked_shapes(["LLaDA-8B", "Dream-7B", "LLaDA-MoE"])
     assert [shape.num_layers for shape in shapes] == [32, 28, 16]
     billions = [shape.weight_bytes / 2e9 for shape in shapes]
     assert billions == pytest.approx([8.016, 7.616, 7.357], abs=1e-3)

@@ -102,7 +102,7 @@ def test_the_longest_sequence_is_the_last_that_has_a_plan(tiny: Callable[[str], 
 
 
 def test_a_step_is_run_only_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    [shape] = masked_shapes.masked_shapes(["LLaDA-8B"], is_quick=True)
+    [shape] = masked_shapes.masked_shapes(["LLaDA-8B"], "tiny")
     line = max_context.Line(shape, "ported", 0.5)
     for num_tokens in (1000, 2000, 4000):
         line.step_bytes[num_tokens] = 1e6 * num_tokens

@@ -11,27 +11,30 @@ from lowtide.cli.interrupts import hear_signals
 from lowtide.errors import LowtideError
 
 
-def make_parser(
-    description: str | None, size: str, family: str = "llada2"
-) -> argparse.ArgumentParser:
-    """A parser with `--model`, `--out` and `--quick`; `family` and `size` are the synthetic
-    model's."""
-    parser = argparse.ArgumentParser(description=(description or "").split("\n\n")[0])
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with `--out`; description: a script's docstring, which begins with it."""
+    parser = argparse.ArgumentParser(
+        description=(description or "").split("\n\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
+    return parser
+
+
+def add_model(parser: argparse.ArgumentParser, size: str, family: str = "llada2") -> None:
+    """`--model`; family, size: of the synthetic one that is made by default."""
     parser.add_argument(
         "--model",
         type=Path,
         help=f"model folder; made with `synth {family} --size {size}` where it does not exist "
         "(default: one in the user's cache)",
     )
-    parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
-    parser.add_argument("--quick", action="store_true", help="few tokens: a look, not a result")
-    return parser
 
 
 def add_parts(parser: argparse.ArgumentParser, parts: Sequence[str]) -> None:
     """`--parts`: which measurements of a script are taken, all by default."""
     parser.add_argument(
-        "--parts", nargs="+", choices=parts, default=list(parts), help="which measurements (all)"
+        "--parts", nargs="+", choices=parts, default=list(parts), help="which measurements"
     )
 
 

@@ -23,7 +23,7 @@ _LAYERS = {"llada": "n_layers", "llada_moe": "num_hidden_layers", "dream": "num_
 
 @dataclass(frozen=True)
 class MaskedShape:
-    """A family at one of its sizes: the published one, or the tiny one of a quick look."""
+    """A family at one of its sizes: the published one, or the tiny one of a test."""
 
     name: str
     family: str
@@ -67,9 +67,8 @@ class MaskedShape:
 MODELS = {"LLaDA-8B": "llada", "Dream-7B": "dream", "LLaDA-MoE": "llada_moe"}
 
 
-def masked_shapes(names: list[str], is_quick: bool) -> list[MaskedShape]:
-    """The models of these names; tiny ones for a quick look."""
-    size = "tiny" if is_quick else "full"
+def masked_shapes(names: list[str], size: str = "full") -> list[MaskedShape]:
+    """The models of these names."""
     return [MaskedShape(name, MODELS[name], size) for name in names]
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -185,11 +183,3 @@ def policy_s(
             if one.step.kind is not StepKind.PREFILL:
                 seconds.append((decided_s - start_s, end_s - decided_s))
     return np.array(seconds)
-
-
-def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser with `--out` and `--quick`."""
-    parser = argparse.ArgumentParser(description=(description or "").split("\n\n")[0])
-    parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
-    parser.add_argument("--quick", action="store_true", help="few cases: a look, not a result")
-    return parser
