@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from examples import examples
-from hash_model import MASK, HashModel, is_all_free, make_kv_cache
+from hash_model import MASK, HashModel, make_kv_cache
 from hypothesis import given
 from hypothesis import strategies as st
 from test_masked_diffusion import DREAM, Run, batches, make_request, options, requests
@@ -16,50 +16,9 @@ from lowtide.core import CacheMode
 from lowtide.decode.masked_diffusion import MaskedDiffusion
 from lowtide.decode.request import Request
 from lowtide.decode.row_reading import HeadForm
-from lowtide.errors import InternalError
 
 APPROXIMATE = [CacheMode.PREFIX, CacheMode.DUAL]
 modes = st.sampled_from(APPROXIMATE)
-
-
-@examples(50)
-@given(batches, st.sampled_from([144, 256, 512]), st.sampled_from([144, 512]), options, modes)
-def test_a_batch_decodes_each_request_as_if_alone(
-    batch, num_tokens, max_rows, options, mode
-) -> None:
-    together = Run(batch, num_tokens, max_rows, cache_mode=mode, **options)
-    assert is_all_free(together.kv_cache)
-    for request in batch:
-        alone = Run([request], cache_mode=mode, **options)
-        assert together.of(request.id) == alone.of(request.id)
-
-
-@examples(50)
-@given(batches, modes, st.integers(0, 20), st.data())
-def test_requests_come_go_and_fail_between_any_two_steps(batch, mode, fails_in, data) -> None:
-    """In a cache with room for few, so that ranges move while they are in use."""
-    kv_cache = make_kv_cache(176)
-    model = HashModel(kv_cache, 256)
-    model.fails_in = fails_in
-    decoder = MaskedDiffusion(model, kv_cache, MASK, 256, cache_mode=mode)
-    waiting, events, cancelled = list(batch), [], set()
-    while waiting or decoder.has_work:
-        if waiting and (not decoder.has_work or data.draw(st.booleans())):
-            decoder.add(waiting.pop(0))
-        if data.draw(st.integers(0, 9)) == 0:
-            index = data.draw(st.integers(0, len(batch) - 1))
-            if decoder.cancel(index):
-                cancelled.add(index)
-        if decoder.has_work:
-            try:
-                events += decoder.step()
-            except InternalError:
-                model.fails_in = None
-    assert is_all_free(kv_cache)
-    for request in batch:
-        if request.id not in cancelled:
-            own = [e for e in events if e.request == request.id]
-            assert own == Run([request], cache_mode=mode).of(request.id)
 
 
 @given(requests(), options, modes)

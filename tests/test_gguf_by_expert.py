@@ -12,6 +12,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from examples import scaled
 from gguf.constants import GGMLQuantizationType as Type
 from gguf_files import add_metadata, finish, packed, tensors_of
 from gguf_oracle import WIDTH, check, random_model
@@ -171,7 +172,7 @@ def test_costs_of_such_experts_can_be_measured(tmp_path: Path) -> None:
     assert [each.name for each in layout.largest.largest_formats] == ["Q4_K", "Q4_K", "Q6_K"]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(scaled(12)))
 def test_what_is_measured_is_the_largest_whatever_other_layers_have(seed: int) -> None:
     """Layers may say in the same byte of a slot which type a part is in."""
     kinds, rng = [formats()[name] for name in ("Q4_0", "Q5_0", "Q8_0")], random.Random(seed)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_files import ling_config, write_arrays
+from examples import scaled
 from oracle import block_causal_mask, make_oracle
 from torch import Tensor
 from transformers import Glm4MoeForCausalLM
@@ -172,7 +173,7 @@ def oracle_logits(oracle: Glm4MoeForCausalLM, token_ids: list[int], block_length
         return oracle(input_ids=torch.tensor([token_ids]), attention_mask=mask).logits[0]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(scaled(30)))
 def test_random_bodies(tmp_path: Path, seed: int) -> None:
     pick = random.Random(seed)
     config = random_config(seed)
@@ -252,7 +253,7 @@ class BlockRouting(torch.nn.Module):
         return router_logits, weights, ids
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(scaled(8)))
 def test_block_routing(tmp_path: Path, seed: int) -> None:
     pick = random.Random(1000 + seed)
     num_experts, k = pick.choice([6, 12, 20]), pick.randint(1, 3)

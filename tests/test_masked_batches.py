@@ -8,16 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 from examples import examples
-from hash_model import EOS, MASK, HashModel, is_all_free, make_kv_cache
+from hash_model import EOS, MASK, HashModel, make_kv_cache
 from hypothesis import given
-from hypothesis import strategies as st
-from test_masked_diffusion import DREAM, Run, batches, make_request, requests, trajectory
+from test_masked_diffusion import DREAM, Run, make_request, requests, trajectory
 from whole import decoded
 
 from lowtide.core import StepKind
 from lowtide.decode.masked_diffusion import MaskedDiffusion
 from lowtide.decode.request import Committed, Draft, Finished
-from lowtide.errors import InternalError, NumericError, PlanError, UsageError
+from lowtide.errors import PlanError, UsageError
 from lowtide.layers.batch import Batch
 from lowtide.params import DiffusionParams
 
@@ -28,45 +27,6 @@ def make_decoder(
     kv_cache = make_kv_cache(num_tokens)
     model = HashModel(kv_cache, max_rows, can_mask)
     return MaskedDiffusion(model, kv_cache, MASK, max_rows), model
-
-
-@given(batches, st.data())
-def test_requests_come_and_go_between_any_two_steps(batch, data) -> None:
-    decoder, model = make_decoder()
-    waiting, events, cancelled = list(batch), [], set()
-    while waiting or decoder.has_work:
-        if waiting and (not decoder.has_work or data.draw(st.booleans())):
-            decoder.add(waiting.pop(0))
-        if data.draw(st.integers(0, 9)) == 0:
-            index = data.draw(st.integers(0, len(batch) - 1))
-            if decoder.cancel(index):
-                cancelled.add(index)
-        if decoder.has_work:
-            events += decoder.step()
-    assert is_all_free(model._kv_cache)
-    for request in batch:
-        if request.id not in cancelled:
-            own = [e for e in events if e.request == request.id]
-            assert own == Run([request]).of(request.id)
-
-
-@examples(25)
-@given(batches, st.integers(0, 20))
-def test_a_failing_pass_leaves_everything_to_go_on_or_to_free(batch, fails_in) -> None:
-    decoder, model = make_decoder()
-    model.fails_in = fails_in
-    events = []
-    for request in batch:
-        decoder.add(request)
-    while decoder.has_work:
-        try:
-            events += decoder.step()
-        except InternalError:
-            model.fails_in = None
-    for request in batch:
-        own = [e for e in events if e.request == request.id]
-        assert own == Run([request]).of(request.id)
-    assert is_all_free(model._kv_cache)
 
 
 def test_every_sequence_takes_part_whole_and_guided_ones_twice() -> None:
@@ -247,15 +207,3 @@ def test_a_request_that_was_not_resolved_is_refused() -> None:
     bare = replace(request, params=replace(request.params, diffusion=DiffusionParams()))
     with pytest.raises(UsageError, match="has no remasking"):
         decoder.add(bare)
-
-
-def test_not_finite_logits_end_the_run_with_an_error() -> None:
-    class Broken(HashModel):
-        def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-            return super().logits(hidden).fill_(float("nan"))
-
-    kv_cache = make_kv_cache(64)
-    decoder = MaskedDiffusion(Broken(kv_cache, 64), kv_cache, MASK, 64)
-    with pytest.raises(NumericError, match="not finite"):
-        decoded(decoder, [make_request(max_tokens=8)])
-    assert is_all_free(kv_cache)

@@ -43,6 +43,12 @@ def test_every_preset_gives_the_same_bits_at_every_budget_on_every_device() -> N
     assert least.host_budget_bytes < verdicts[-1].host_budget_bytes  # half of them on disk
 
 
+@pytest.fixture
+def two_presets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them are tried above."""
+    monkeypatch.setattr(verify_module, "lossless_presets", lambda: ("lru", "tide"))
+
+
 def disturb(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
     """One combination of a layer's experts goes wrong."""
     num_calls, combine = 0, Kernels.combine
@@ -57,6 +63,7 @@ def disturb(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
     monkeypatch.setattr(Kernels, "combine", disturbed)
 
 
+@pytest.mark.usefixtures("two_presets")
 def test_a_broken_promise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     disturb(monkeypatch, call=2)  # in the reference's pass over the prompt
     verdicts = verify(MODEL, prompt=[1, 2, 3], max_tokens=1, context=128, device="cpu")
@@ -64,6 +71,7 @@ def test_a_broken_promise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(verdict.is_same for verdict in verdicts)
 
 
+@pytest.mark.usefixtures("two_presets")
 def test_a_broken_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum after the third layer that the device ran a share of."""
     num_layers, finish, combine = 0, DeviceTier.finish, Kernels.combine
@@ -105,6 +113,7 @@ def test_a_bidirectional_models_passes_are_whole_and_divided(name: str) -> None:
     assert verdict.num_tokens == 2 + verify_module.LONG_ANSWER_TOKENS
 
 
+@pytest.mark.usefixtures("two_presets")
 def test_a_gpu_s_experts_are_given_a_long_text_a_pass_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -165,6 +174,7 @@ def test_differences_are_shares_of_the_largest_value() -> None:
     assert verify_module._difference(wanted * torch.nan, wanted) == float("inf")
 
 
+@pytest.mark.usefixtures("two_presets")
 def test_the_command_prints_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify_module, "verify", partial(verify, max_tokens=4))
     result = CliRunner().invoke(app, ["verify", str(MODEL), "--context", "128", "--json"])
