@@ -295,6 +295,22 @@ def test_autoregressive_models_have_parameters_of_their_own() -> None:
     assert "steps: Bailing" in refused("generate", "demo:chat", "-p", "hi", "--steps", "3")
 
 
+def test_a_file_on_standard_input_follows_the_text(tmp_path: Path) -> None:
+    for text in (["-p", "explain"], ["explain"]):
+        assert run("generate", MODEL, *text, stdin="two\nlines\n").exit_code == 0
+        [message] = PretendLLM.latest.asked[0][0]
+        assert message["content"] == "explain\n\ntwo\nlines"
+    assert run("generate", MODEL, "explain", stdin="").exit_code == 0
+    assert PretendLLM.latest.asked[0][0][0]["content"] == "explain"
+    (tmp_path / "code").write_text("x = 1\n")
+    script = "from lowtide.cli.prompt import read_prompt; print(read_prompt('explain', None))"
+    for shell in ('"$0" -c "$1" < code', 'cat code | "$0" -c "$1"', '"$0" -c "$1" < /dev/null'):
+        command = ["sh", "-c", shell, sys.executable, script]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        expected = "explain\n" if "null" in shell else "explain\n\nx = 1\n"
+        assert done.stdout == expected, done
+
+
 def test_prompt_from_stdin_loses_one_newline() -> None:
     for arguments in (("-p", "-"), ()):
         assert run("generate", MODEL, *arguments, stdin="two\nlines\n\n").exit_code == 0
@@ -880,7 +896,7 @@ def test_the_package_imports_nothing_before_ctrl_c_is_understood() -> None:
         timeout=120,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
-    assert result.stdout == "['lowtide', 'lowtide.errors']\n", result.stderr
+    assert result.stdout == "['lowtide', 'lowtide.errors', 'lowtide.version']\n", result.stderr
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import termios
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -61,12 +62,11 @@ def history_file() -> Path | None:
 @contextmanager
 def typing_unseen() -> Iterator[None]:
     """What is typed meanwhile is not drawn over an answer; it waits for the next prompt."""
-    if not sys.stdin.isatty():
+    try:
+        before = termios.tcgetattr(sys.stdin)
+    except (OSError, ValueError, termios.error):  # no terminal
         yield
         return
-    import termios
-
-    before = termios.tcgetattr(sys.stdin)
     unseen = list(before)
     unseen[3] &= ~(termios.ECHO | termios.ICANON)  # Ctrl-C still interrupts
     termios.tcsetattr(sys.stdin, termios.TCSANOW, unseen)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
+import select
 import shlex
+import stat
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
 
 MAX_PROMPT_BYTES = 16 * 2**20
 MAX_TOKEN_ID = 2**31 - 1
+SILENT_PIPE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ def system_message(text: str | None) -> list[dict[str, str]]:
 def read_prompt(text: str | None, ids: str | None, model: str = "MODEL") -> str | list[int]:
     """The prompt that `-p` or `--prompt-ids` names; `-p -`, or neither with piped input, reads it.
 
+    A text is followed, after an empty line, by what a file or a pipe holds on standard input.
     Raises UsageError if there is none, if there are two, or if it is empty or not UTF-8.
     """
     if text is not None and ids is not None:
@@ -76,6 +81,8 @@ def read_prompt(text: str | None, ids: str | None, model: str = "MODEL") -> str 
     prompt = _read_stdin() if text is None or text == "-" else _checked(text)
     if not prompt:
         raise UsageError("the prompt is empty: give at least one character after -p.")
+    if text not in (None, "-") and _has_piped_input() and (more := _read_stdin()):
+        return f"{prompt}\n\n{more}"
     return prompt
 
 
@@ -93,6 +100,25 @@ def _token_id(word: str) -> int:
             f"--prompt-ids: {word[:40]!r} is not a token id (an integer from 0 to {MAX_TOKEN_ID})."
         )
     return int(word)
+
+
+def _has_piped_input() -> bool:
+    """Whether standard input is a file or a pipe: a terminal, a device or a socket is not read
+    beside a text. Says what is waited for where a pipe is silent."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError, AttributeError):  # closed, or none of the system's
+        buffer = getattr(sys.stdin, "buffer", None)
+        return isinstance(buffer, io.BufferedIOBase) and not buffer.closed
+    if not stat.S_ISFIFO(mode):
+        return stat.S_ISREG(mode)
+    if not select.select([sys.stdin], [], [], SILENT_PIPE_S)[0]:
+        print(
+            "lowtide: waiting for standard input to end: its text is added to the prompt "
+            "(< /dev/null leaves it out).",
+            file=sys.stderr,
+        )
+    return True
 
 
 def _read_stdin() -> str:
