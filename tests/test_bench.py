@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from lowtide import LLM, SamplingParams
 from lowtide.cli.app import app
 from lowtide.errors import PlanError, UsageError
-from lowtide.hardware.kept_rates import keep_rates
 from lowtide.hardware.machine import Rate, this_machine
+from lowtide.hardware.store import keep_rates
 from lowtide.lab import bench as bench_module
 from lowtide.lab.bench import Ceilings, Preset, PresetRun, Result, bench
 from lowtide.lab.budgets import budget_of_share, home_of_share

@@ -15,8 +15,8 @@ import pytest
 from lowtide.cli.line_editor import LineEditor, history_file
 from lowtide.errors import StorageError
 from lowtide.files.folders import cache_folder, state_folder
-from lowtide.hardware.kept_rates import keep_rates, kept_rates
 from lowtide.hardware.machine import this_machine
+from lowtide.hardware.store import keep_rates, kept_rates
 from lowtide.replay.calibration import default_path
 from lowtide.replay.trace import TraceShape
 

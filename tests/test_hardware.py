@@ -30,7 +30,6 @@ from lowtide.experts.layout import SlotLayout
 from lowtide.files.folders import cache_folder
 from lowtide.hardware import machine, measure, memory, store, streams
 from lowtide.hardware.cold_weights import last_level_cache_bytes
-from lowtide.hardware.kept_rates import keep_rates
 from lowtide.hardware.machine import (
     PIECES_AT_ONCE,
     Machine,
@@ -47,7 +46,7 @@ from lowtide.hardware.measure import (
     layer_dense_bytes,
     measure_costs,
 )
-from lowtide.hardware.store import CostKey, Stored, load, save, stored_or_measured
+from lowtide.hardware.store import CostKey, Stored, keep_rates, load, save, stored_or_measured
 from lowtide.hardware.streams import DeviceDenseStream
 from lowtide.hardware.timing import MAX_REPEATS, MIN_REPEATS, Timing, repeat_interleaved
 from lowtide.kernels.choice import choose_kernels

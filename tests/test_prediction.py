@@ -19,8 +19,8 @@ from lowtide.engine.config import EngineConfig
 from lowtide.engine.opening import OpenModel, open_model
 from lowtide.engine.planning import make_plan
 from lowtide.engine.prediction import even_demand, predictor_of, published_pass
-from lowtide.hardware.kept_rates import keep_rates, kept_rates, rates_path
 from lowtide.hardware.machine import LAYERS, Machine, Rate, this_machine
+from lowtide.hardware.store import keep_rates, kept_rates, rates_path
 from lowtide.lab.synth import synth
 from lowtide.llm import plan_in_full, plan_model
 from lowtide.plan import Basis, MemoryPlan, Prediction, TierPlan

@@ -24,8 +24,8 @@ from lowtide.experts.rows import HostScratch
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.experts.slots import ExpertSlots, SlotLedger
 from lowtide.experts.transfer import DiskTransfer
-from lowtide.hardware.kept_rates import kept_rates
 from lowtide.hardware.machine import best_at_once, this_machine
+from lowtide.hardware.store import kept_rates
 from lowtide.kernels.reference import Kernels
 from lowtide.memory.arena import Arena
 from lowtide.plan import MemoryPlan, TierPlan

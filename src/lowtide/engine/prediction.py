@@ -22,7 +22,6 @@ from lowtide.core import CacheMode, Costs, MoEShape
 from lowtide.decode.masked_options import resolve
 from lowtide.engine.opening import OpenModel
 from lowtide.errors import StorageError
-from lowtide.hardware.kept_rates import kept_rates
 from lowtide.hardware.machine import (
     DISK_READ,
     LAYERS,
@@ -32,7 +31,7 @@ from lowtide.hardware.machine import (
     this_machine,
 )
 from lowtide.hardware.measure import layer_dense_bytes
-from lowtide.hardware.store import CostKey, load
+from lowtide.hardware.store import CostKey, kept_rates, load
 from lowtide.kernels.choice import possible_names
 from lowtide.kernels.cpu.quantised import MAX_FEW_ROWS
 from lowtide.params import DEFAULT_MAX_TOKENS, DiffusionParams

@@ -1,8 +1,9 @@
-"""Keeps measured costs from one run to the next, for this machine and one model shape.
+"""Keeps what was measured on this machine from one run to the next.
 
-One JSON file per key below the user's cache folder (`$XDG_CACHE_HOME` or `~/.cache`), which says
-what was measured, on which machine, when and by which version. Emulated devices have no place
-here: their speeds are options.
+One JSON file per machine for the rates of its parts, and one per machine and model shape for what
+experts cost, below the user's cache folder (`$XDG_CACHE_HOME` or `~/.cache`). A file says what was
+measured, on which machine, when and by which version. Emulated devices have no place here: their
+speeds are options.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,7 +25,7 @@ from lowtide.experts.layout import SlotLayout
 from lowtide.files.folders import cache_folder
 from lowtide.files.json_file import read_object
 from lowtide.files.whole_file import whole_file
-from lowtide.hardware.machine import Machine
+from lowtide.hardware.machine import RATES_METHOD, Machine, Rate
 from lowtide.hardware.measure import METHOD, Measured, Measurements, Point
 from lowtide.hardware.timing import Timing
 from lowtide.kernels.reference import REFERENCE
@@ -79,10 +80,8 @@ class CostKey:
     @property
     def path(self) -> Path:
         """Where its file is, or would be."""
-        text = json.dumps(self._identity(), sort_keys=True)
-        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        name = f"{self.hidden_size}x{self.expert_size}-{self.dtype}-{digest}.json"
-        return cache_folder() / "costs" / name
+        name = f"{self.hidden_size}x{self.expert_size}-{self.dtype}-{_digest(self._identity())}"
+        return cache_folder() / "costs" / f"{name}.json"
 
     def _identity(self) -> dict[str, Any]:
         """As the file has it. Another version may compute differently, or measure so."""
@@ -133,9 +132,7 @@ def load(key: CostKey) -> Stored | None:
     if not os.path.lexists(path):
         return None
     try:
-        content = read_object(path, MAX_FILE_BYTES)
-        if content.get("of") != json.loads(json.dumps(key._identity())):
-            raise ValueError("it is of another machine, model or version")
+        content = _content(path, key._identity())
         measurements = _read_measurements(content["measurements"], key.expert_bytes)
         return Stored(measurements, datetime.fromisoformat(content["date"]).isoformat())
     except CheckpointError as error:
@@ -146,18 +143,67 @@ def load(key: CostKey) -> Stored | None:
 
 def save(key: CostKey, stored: Stored) -> None:
     """Writes the file, whole or not at all. Raises StorageError."""
-    content = {
-        "of": key._identity(),
-        "date": stored.date,
-        "measurements": asdict(stored.measurements),
-    }
-    path = key.path
+    measured = {"date": stored.date, "measurements": asdict(stored.measurements)}
+    _write(key.path, key._identity(), measured, "costs")
+
+
+def keep_rates(machine: Machine, rates: Sequence[Rate]) -> None:
+    """Writes a machine's file, whole or not at all; where that cannot be, a notice in the log."""
+    try:
+        measured = {"rates": [rate._asdict() for rate in rates]}
+        _write(rates_path(machine), _machine_identity(machine), measured, "rates")
+    except StorageError as error:
+        _log.warning("%s The measured rates are not kept.", error)
+
+
+def kept_rates(machine: Machine) -> tuple[Rate, ...]:
+    """What is kept of a machine; nothing where it was never measured. A file that is damaged is a
+    notice in the log."""
+    try:
+        path = rates_path(machine)
+    except StorageError:  # no home, so nothing was kept
+        return ()
+    if not os.path.lexists(path):
+        return ()
+    try:
+        content = _content(path, _machine_identity(machine))
+        return tuple(_read_rate(value) for value in content["rates"])
+    except CheckpointError as error:  # which names the file
+        _log.warning("%s It was to hold this machine's rates; lowtide doctor measures them.", error)
+    except (ValueError, KeyError, TypeError) as error:
+        _log.warning("%s does not hold a machine's rates: %s.", path, error)
+    return ()
+
+
+def rates_path(machine: Machine) -> Path:
+    """Where a machine's file is, or would be. Raises StorageError where there is no such folder."""
+    return cache_folder() / "rates" / f"{_digest(_machine_identity(machine))}.json"
+
+
+def _machine_identity(machine: Machine) -> dict[str, Any]:
+    return {"version": __version__, "method": RATES_METHOD, **asdict(machine)}
+
+
+def _digest(identity: Mapping[str, Any]) -> str:
+    text = json.dumps(identity, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _content(path: Path, identity: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Raises CheckpointError, and ValueError for a file that is of something else."""
+    content = read_object(path, MAX_FILE_BYTES)
+    if content.get("of") != json.loads(json.dumps(identity)):
+        raise ValueError("it is of another machine, model or version")
+    return content
+
+
+def _write(path: Path, identity: Mapping[str, Any], measured: Mapping[str, Any], what: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(f"{path.parent} cannot be made: {error.strerror}.") from error
-    with whole_file(path, "costs") as file:
-        file.write((json.dumps(content, indent=1) + "\n").encode())
+    with whole_file(path, what) as file:
+        file.write((json.dumps({"of": identity, **measured}, indent=1) + "\n").encode())
 
 
 def _load_or_notice(key: CostKey) -> Stored | None:
@@ -206,3 +252,14 @@ def _count(value: Any) -> int:
     if type(value) is not int or value < 1:
         raise ValueError(f"{value!r} is not a count")
     return value
+
+
+def _read_rate(value: Any) -> Rate:
+    """Raises ValueError or TypeError for anything else."""
+    rate = Rate(**value)
+    numbers = (rate.per_s, rate.spread, rate.ceiling)
+    if not all(type(number) in (int, float) and 0 <= number < math.inf for number in numbers):
+        raise ValueError(f"{value!r} is not a rate")
+    if not rate.per_s or type(rate.name) is not str or type(rate.unit) is not str:
+        raise ValueError(f"{value!r} is not a rate")
+    return rate

@@ -30,7 +30,6 @@ from lowtide.experts.layout import SlotLayout
 from lowtide.experts.transfer import largest_read_bytes
 from lowtide.families import families, read_config
 from lowtide.files.folders import cache_folder
-from lowtide.hardware.kept_rates import keep_rates
 from lowtide.hardware.machine import (
     LAYERS,
     READ_BYTES,
@@ -48,6 +47,7 @@ from lowtide.hardware.measure import (
 )
 from lowtide.hardware.store import (
     CostKey,
+    keep_rates,
     measured_now,
     stored_or_measured,
 )
