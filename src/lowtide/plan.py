@@ -6,10 +6,10 @@ Plain data. Knows nothing of files, devices or models.
 
 from __future__ import annotations
 
-import enum
 import html
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 from lowtide.config import format_size
 from lowtide.core import CacheMode
@@ -77,12 +77,25 @@ class TierPlan:
         return fixed + self.slot_bytes * self.num_slots
 
 
-class Basis(enum.Enum):
-    """What a prediction of speed rests on."""
+class Speed(NamedTuple):
+    """Tokens per second to expect, and between which they will lie."""
 
-    EXPERTS = "experts"  # times of this model's experts, measured on this machine
-    MACHINE = "machine"  # the rates of the machine's memory, products and disk
-    NOTHING = "nothing"
+    least: float
+    likely: float
+    most: float
+
+
+class PassTime(NamedTuple):
+    """Seconds that a pass will take, and between which it will lie."""
+
+    least_s: float
+    likely_s: float
+    most_s: float
+
+    def speed(self, num_tokens: float, most_tokens: float | None = None) -> Speed:
+        """With so many tokens of a pass; most_tokens: where it may be more of them."""
+        most = (most_tokens or num_tokens) / self.least_s
+        return Speed(num_tokens / self.most_s, num_tokens / self.likely_s, most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +107,10 @@ class Prediction:
 
     num_rows: int  # of a pass
     tokens_per_pass: float  # that it commits at least, as the family is published
+    most_tokens_per_pass: float  # of texts that the model is sure of
     read_bytes: float  # of experts, from disk
     memory_bytes: float  # of weights that are gone through in memory
-    pass_s: float | None  # None: nothing that it could follow from was measured
-    rests_on: Basis
+    pass_time: PassTime | None  # None: nothing that it could follow from was measured
     asked_share: float  # of all experts, that a pass asks for
 
     @property
@@ -111,8 +124,11 @@ class Prediction:
         return self.read_bytes / self.tokens_per_pass
 
     @property
-    def tokens_per_s(self) -> float | None:
-        return None if self.pass_s is None else self.tokens_per_pass / self.pass_s
+    def speed(self) -> Speed | None:
+        """None where nothing was measured that it could follow from."""
+        if self.pass_time is None:
+            return None
+        return self.pass_time.speed(self.tokens_per_pass, self.most_tokens_per_pass)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +138,7 @@ class FormatPlan:
     format: str
     weight_bytes: int  # of all weights in memory, experts and dense
     resident_share: float | None  # of experts, in the fast tier; None: not even the least fits
-    tokens_per_s: float | None  # predicted; None: nothing that it could follow from was measured
+    speed: Speed | None  # predicted; None: nothing that it could follow from was measured
 
 
 def check_is_named(format: object) -> None:
@@ -145,12 +161,11 @@ def faster_format(rows: Sequence[FormatPlan], weights: WeightFormats) -> FormatP
     if own is None or own.resident_share == 1.0 or not weights.names.isdisjoint(("q8", "q4")):
         return None
     others = [row for row in rows if row is not own and row.resident_share is not None]
-    if own.tokens_per_s is None:
+    if own.speed is None:
         known = [row for row in others if (row.resident_share or 0) > (own.resident_share or 0)]
         return max(known, key=lambda row: row.resident_share or 0.0, default=None)
-    least = 1.2 * own.tokens_per_s
-    faster = [row for row in others if (row.tokens_per_s or 0.0) >= least]
-    return max(faster, key=lambda row: row.tokens_per_s or 0.0, default=None)
+    faster = [row for row in others if row.speed and row.speed.likely >= 1.2 * own.speed.likely]
+    return max(faster, key=lambda row: row.speed.likely if row.speed else 0.0, default=None)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -17,7 +17,7 @@ from lowtide.cli.doctor import machine_line, rates_table
 from lowtide.cli.generate import ModelName
 from lowtide.cli.opening import find_model
 from lowtide.cli.options import Settings
-from lowtide.cli.outlook import doctor_command
+from lowtide.cli.outlook import doctor_command, per_second
 from lowtide.cli.policy_options import options_by_policy
 from lowtide.cli.prompt import read_prompt
 from lowtide.cli.report import json_line, plan_object, plan_table
@@ -176,10 +176,9 @@ def _row(run: PresetRun) -> list[str]:
 
 
 def _predicted(run: PresetRun) -> str:
-    """With how far it is from the measured speed."""
-    if run.predicted_tokens_per_s is None or run.prediction_error is None:
+    if run.predicted is None:
         return "unknown"
-    return f"{run.predicted_tokens_per_s:.1f} ({run.prediction_error:+.0%})"
+    return f"{per_second(run.predicted.least)} to {per_second(run.predicted.most)}"
 
 
 def _notes(result: Result, model: str) -> list[str]:
@@ -200,9 +199,9 @@ def _notes(result: Result, model: str) -> list[str]:
             "device_slowdown keeps its threads out of each other's way."
         )
     has_run = any(run.turns for run in result.runs)
-    is_predicted = any(run.predicted_tokens_per_s is not None for run in result.runs)
+    is_predicted = any(run.predicted is not None for run in result.runs)
     if has_run and not is_predicted and plan.device != "emulated":
-        notes.append(f"No speed is predicted before {doctor_command(model)} has run here.")
+        notes.append(f"No speed is predicted before {doctor_command(plan, model)} has run here.")
     notes.append(f"Prefill: {result.prefill_tokens} tokens, up to the first pass that writes.")
     return [*notes, *(_peak_line(peak) for peak in result.peaks)]
 

@@ -1,4 +1,4 @@
-"""`lowtide doctor`: what this machine is, and what experts cost on it, measured."""
+"""`lowtide doctor`: what this machine is, and what a model's experts cost on it, measured."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WIDE_SPREAD = 0.5
 OptionalModelName = Annotated[
     str | None,
     typer.Argument(
-        help="A folder, GGUF file, hub id or demo; without one the experts of well-known models.",
+        help="A folder, GGUF file, hub id or demo whose experts are measured, too.",
         metavar="[MODEL]",
     ),
 ]
@@ -53,7 +53,7 @@ def doctor(
         from lowtide.lab.machine_profile import check_profile, save_profile
 
         if profile is not None:
-            check_profile(profile, str(options["device"]))
+            check_profile(profile, str(options["device"]), has_model=model is not None)
         with ProgressBars() as progress:
             diagnosis = diagnose(
                 folder,
@@ -91,12 +91,12 @@ def machine_line(machine: Machine) -> str:
 
 
 def rates_table(rates: Sequence[Rate]) -> Table:
-    """The machine's rates beside their ceilings."""
+    """The machine's rates beside their ceilings; of weights those of a single token."""
     table = Table(title="this machine at its best", title_justify="left", title_style="bold")
     table.add_column("what")
     for name in ("measured", "repeats within", "ceiling"):
         table.add_column(name, justify="right")
-    for rate in rates:
+    for rate in (each for each in rates if not each.name.endswith("tokens")):
         how = "specified" if rate.is_specified else "best repeat"
         ceiling = f"{_per_s(rate.ceiling, rate.unit)}, {how}"
         table.add_row(rate.name, _per_s(rate.per_s, rate.unit), f"{rate.spread:.0%}", ceiling)

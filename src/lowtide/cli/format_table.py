@@ -1,4 +1,4 @@
-"""What each format of weights would give here: the table at a plan's end, and its first line."""
+"""What each format of weights would give here: the table at a plan's end."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from lowtide.cli.outlook import per_second
 from lowtide.config import format_size
-from lowtide.plan import FormatPlan, MemoryPlan, faster_format
+from lowtide.plan import FormatPlan, MemoryPlan
 
 _NOTE = (
     "--format q8 and q4 round weights as they are read (lowtide pack: once, of "
@@ -33,19 +34,6 @@ def formats_table(rows: Sequence[FormatPlan], plan: MemoryPlan) -> Group:
     return Group(table, Text(_NOTE)) if len(rows) > 1 else Group(table)
 
 
-def faster_line(rows: Sequence[FormatPlan], plan: MemoryPlan) -> str:
-    """The first line of a slow plan; nothing where no format would be faster."""
-    faster = faster_format(rows, plan.formats)
-    own = next((row for row in rows if row.format == "own"), None)
-    if faster is None or own is None:
-        return ""
-    line = f"faster: --format {faster.format}, {_share(faster)} of the experts resident"
-    if faster.tokens_per_s is not None and own.tokens_per_s is not None:
-        times = faster.tokens_per_s / own.tokens_per_s
-        line += f", about {times:.1f} times the tokens/s"
-    return f"{line} (as stored: {_share(own)}); it may change answers"
-
-
 def _fits(row: FormatPlan) -> str:
     return "no" if row.resident_share is None else "yes"
 
@@ -57,4 +45,4 @@ def _share(row: FormatPlan) -> str:
 def _speed(row: FormatPlan) -> str:
     if row.resident_share is None:
         return "-"
-    return "unknown" if row.tokens_per_s is None else f"{row.tokens_per_s:.3g}"
+    return "unknown" if row.speed is None else per_second(row.speed.likely)

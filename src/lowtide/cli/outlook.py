@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from collections.abc import Mapping, Sequence
 
 from lowtide.config import format_size
-from lowtide.plan import Basis, MemoryPlan, Prediction
-
-_RESTS_ON = {
-    Basis.EXPERTS: "by the times of its experts that lowtide doctor measured here",
-    Basis.MACHINE: "by the memory, products and disk that lowtide doctor measured here",
-}
+from lowtide.plan import FormatPlan, MemoryPlan, Prediction, Speed, faster_format
 
 
 def outlook(plan: MemoryPlan, model: str) -> str:
@@ -19,7 +15,7 @@ def outlook(plan: MemoryPlan, model: str) -> str:
     lines = []
     if plan.prediction is not None:
         lines += [_bytes_line(plan, plan.prediction), *_no_cache_line(plan.prediction)]
-        lines.append(_speed_line(plan.prediction, model))
+        lines.append(_speed_line(plan, plan.prediction, model))
     lines += [advice] if (advice := _advice(plan)) else []
     return "\n".join(lines)
 
@@ -33,16 +29,47 @@ def plan_line(plan: MemoryPlan, model: str) -> str:
         parts.append(f"{residents} of {plan.num_experts} experts resident ({plan.policy})")
     parts.append(f"context {plan.context}")
     prediction = plan.prediction
-    if prediction is not None and prediction.tokens_per_s is None:
-        parts.append(f"speed unknown until {doctor_command(model)} has run")
-    elif prediction is not None:
-        parts.append(f"{_at_least(prediction)} expected")
+    if prediction is not None and prediction.speed is None:
+        parts.append(f"speed unknown until {doctor_command(plan, model)} has run")
+    elif prediction is not None and prediction.speed is not None:
+        parts.append(f"{speed_text(prediction.speed)} expected")
     return " · ".join(parts)
 
 
-def doctor_command(model: str) -> str:
-    """What measures a model here, as one would type it."""
-    return f"`lowtide doctor {shlex.quote(model)}`"
+def verdict(plan: MemoryPlan, by_format: Sequence[FormatPlan], model: str) -> str:
+    """The plan in a sentence or three: whether it fits, how fast it is, what would be faster."""
+    resident, num_experts = sum(plan.residents_per_layer), plan.num_experts
+    parts = ["Fits."]
+    if resident < num_experts:
+        parts = [f"Runs, with {resident / num_experts:.0%} of the experts in memory."]
+    speed = None if plan.prediction is None else plan.prediction.speed
+    if speed is not None:
+        parts.append(f"{speed_text(speed).capitalize()}.")
+    elif plan.prediction is not None:
+        parts.append(f"How fast, {doctor_command(plan, model)} finds out.")
+    faster = faster_format(by_format, plan.formats)
+    if faster is not None:
+        gives = f"{faster.resident_share:.0%} of the experts in memory"
+        if faster.speed is not None:
+            gives = f"about {per_second(faster.speed.likely)}"
+        parts.append(f"With --format {faster.format} {gives}; it may change answers.")
+    return " ".join(parts)
+
+
+def doctor_command(plan: MemoryPlan, model: str) -> str:
+    """What measures this machine, with a GPU the model on it, as one would type it."""
+    return "`lowtide doctor`" if plan.gpu is None else f"`lowtide doctor {shlex.quote(model)}`"
+
+
+def speed_text(speed: Speed) -> str:
+    """Such as `about 14 tokens/s (10 to 18)`."""
+    least, likely, most = map(per_second, speed)
+    return f"about {likely} tokens/s ({least} to {most})"
+
+
+def per_second(number: float) -> str:
+    """With two digits where it has fewer before the point."""
+    return f"{number:.0f}" if number >= 10 else f"{number:.2g}"
 
 
 def prediction_object(prediction: Prediction | None) -> dict[str, object] | None:
@@ -50,26 +77,26 @@ def prediction_object(prediction: Prediction | None) -> dict[str, object] | None
     if prediction is None:
         return None
     return dataclasses.asdict(prediction) | {
-        "rests_on": prediction.rests_on.value,
-        "tokens_per_s": prediction.tokens_per_s,
+        "pass_time": prediction.pass_time and prediction.pass_time._asdict(),
+        "tokens_per_s": prediction.speed and prediction.speed._asdict(),
         "read_bytes_per_token": prediction.read_bytes_per_token,
         "asks_for_all": prediction.asks_for_all,
     }
 
 
-def compared(predicted: object, measured: float) -> str:
-    """A predicted speed, for beside the measured one; nothing where there is none."""
-    if not isinstance(predicted, float) or not measured:
-        return ""
-    return f"{predicted:.1f} predicted"
+def predicted(stats: Mapping[str, object]) -> str:
+    """The speed that was predicted, for beside the measured one; nothing where there is none."""
+    names = [f"predicted_tokens_per_s{end}" for end in ("_least", "_most")]
+    found = [number for name in names if isinstance(number := stats.get(name), float)]
+    return " to ".join(map(per_second, found)) + " predicted" if found else ""
 
 
 def _bytes_line(plan: MemoryPlan, prediction: Prediction) -> str:
     memory = format_size(round(prediction.memory_bytes / prediction.tokens_per_pass))
-    parts = [f"per token {memory} of weights are gone through"]
+    parts = [f"each token uses {memory} of weights"]
     if plan.num_experts:
         read = format_size(round(prediction.read_bytes_per_token))
-        parts.append(f"{read} of them read from disk, if all experts are asked for alike")
+        parts.append(f"{read} of them read from disk (with even routing)")
     return ", ".join(parts)
 
 
@@ -84,21 +111,14 @@ def _no_cache_line(prediction: Prediction) -> list[str]:
     ]
 
 
-def _speed_line(prediction: Prediction, model: str) -> str:
-    if prediction.tokens_per_s is None:
-        return f"tokens/s: unknown until {doctor_command(model)} has measured this machine"
+def _speed_line(plan: MemoryPlan, prediction: Prediction, model: str) -> str:
+    if prediction.speed is None or prediction.pass_time is None:
+        return f"tokens/s: unknown until {doctor_command(plan, model)} has measured this machine"
     rows = f"{prediction.num_rows} row{'s' * (prediction.num_rows > 1)}"
     return (
-        f"expected: {_at_least(prediction)}, passes of {rows} in {prediction.pass_s:.3g} s, "
-        f"{_RESTS_ON[prediction.rests_on]}"
+        f"expected: {speed_text(prediction.speed)}, passes of {rows} in "
+        f"{prediction.pass_time.likely_s:.3g} s, by what lowtide doctor measured here"
     )
-
-
-def _at_least(prediction: Prediction) -> str:
-    """A diffusion model may write more tokens in a pass than it has to."""
-    sign = "about" if prediction.num_rows == 1 else "at least"
-    per_s = prediction.tokens_per_s or 0.0
-    return f"{sign} {per_s:.0f} tokens/s" if per_s >= 10 else f"{sign} {per_s:.2g} tokens/s"
 
 
 def _advice(plan: MemoryPlan) -> str:

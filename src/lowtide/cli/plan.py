@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowtide.cli.command import takes
-from lowtide.cli.format_table import faster_line, formats_table
+from lowtide.cli.format_table import formats_table
 from lowtide.cli.generate import ModelName
 from lowtide.cli.opening import Planned, make_plan
 from lowtide.cli.options import Settings
-from lowtide.cli.outlook import outlook
+from lowtide.cli.outlook import outlook, verdict
 from lowtide.cli.passes import passes_object, passes_table
 from lowtide.cli.report import json_line, plan_object, plan_table
 from lowtide.cli.screen import stdout_console
@@ -58,8 +58,7 @@ def plan(model: ModelName, *, settings: Settings) -> None:
 
 def _print(planned: Planned, model: str) -> None:
     console = stdout_console()
-    if advice := faster_line(planned.by_format, planned.memory):
-        console.print(advice)
+    console.print(verdict(planned.memory, planned.by_format, model))
     console.print(plan_table(planned.memory))
     console.print(outlook(planned.memory, model))
     if planned.passes is not None:

@@ -12,7 +12,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from lowtide.cli.outlook import compared, prediction_object
+from lowtide.cli.outlook import predicted, prediction_object
 from lowtide.core import CacheMode
 from lowtide.plan import MemoryPlan, plan_facts, plan_rows, plan_tiers
 
@@ -68,9 +68,8 @@ def speed_line(usage: Usage, stats: Mapping[str, object], generation_s: float) -
     ]
     if num_forwards:
         parts[-1] += f" ({num_tokens / num_forwards:.1f} tokens each)"
-    measured = num_tokens / generation_s if generation_s > 0 else 0.0
-    if predicted := compared(stats.get("predicted_tokens_per_s"), measured):
-        parts.insert(1, predicted)
+    if expected := predicted(stats):
+        parts.insert(1, expected)
     hit_rate = stats.get("hit_rate")
     if isinstance(hit_rate, int | float) and math.isfinite(hit_rate):
         parts.append(f"hit rate {hit_rate:.0%}")

@@ -9,7 +9,6 @@ from lowtide.engine.device_choice import resolve_device
 from lowtide.engine.named_inputs import named_inputs, rounds_experts
 from lowtide.engine.opening import OpenModel
 from lowtide.engine.planning import make_plan
-from lowtide.engine.prediction import machine_predictor
 from lowtide.engine.weight_formats import QUANTISED
 from lowtide.errors import PlanError, UnsupportedError, UsageError
 from lowtide.formats.expert_inputs import ExpertInputs
@@ -31,8 +30,7 @@ def plan_by_format(opened: OpenModel) -> tuple[FormatPlan, ...]:
     """For each format that this model's weights can be in; no weight is read.
 
     With a calibration that is another model's, whose inputs nothing is rounded for, that is their
-    own alone. Speeds rest on the same: on times of the experts where those of all formats were
-    measured, else on this machine's rates.
+    own alone.
     """
     inputs, names = opened.inputs, [*FORMATS]
     if inputs is None:
@@ -41,21 +39,16 @@ def plan_by_format(opened: OpenModel) -> tuple[FormatPlan, ...]:
         except UsageError:
             names = [OWN_FORMAT]
     found = [each for name in names if (each := _in_format(opened, name, inputs)) is not None]
-    predictions = [each.plan.prediction for each in found if each.plan is not None]
-    is_alike = len({each.rests_on for each in predictions if each is not None}) <= 1
-    return tuple(_row(each, is_alike) for each in found)
+    return tuple(map(_row, found))
 
 
-def _row(found: _InFormat, is_alike: bool) -> FormatPlan:
+def _row(found: _InFormat) -> FormatPlan:
     plan = found.plan
     if plan is None:
         return FormatPlan(found.name, found.weight_bytes, None, None)
     num_experts = plan.num_experts
     share = sum(plan.residents_per_layer) / num_experts if num_experts else 1.0
-    prediction = plan.prediction
-    if not is_alike:
-        prediction = machine_predictor(found.opened, plan).prediction()
-    speed = None if prediction is None else prediction.tokens_per_s
+    speed = None if plan.prediction is None else plan.prediction.speed
     return FormatPlan(found.name, found.weight_bytes, share, speed)
 
 

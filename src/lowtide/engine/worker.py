@@ -314,8 +314,15 @@ class Speed:
         predictor = predictor_of(engine.opened, engine.plan)
         if predictor is None:
             return {}
-        found = predictor.tokens_per_s(self._num_tokens, self._num_forwards, engine.model.num_rows)
-        return {} if found is None else {"predicted_tokens_per_s": found}
+        found = predictor.speed(self._num_tokens, self._num_forwards, engine.model.num_rows)
+        if found is None:
+            return {}
+        least, likely, most = found
+        return {
+            "predicted_tokens_per_s": likely,
+            "predicted_tokens_per_s_least": least,
+            "predicted_tokens_per_s_most": most,
+        }
 
     def as_dict(self) -> dict[str, float]:
         return {

@@ -1,7 +1,7 @@
 """Which machine this is, and how fast its parts are at what they do best.
 
-These rates are the ceilings beside which a model's costs are read; predictions fall back on them
-(`engine/prediction.py`), no policy uses them.
+These rates are the ceilings beside which a model's costs are read; predictions use them
+(`engine/prediction.py`), no policy does.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +41,7 @@ _NEARLY = 0.97  # of the best rate: fewer reads at once leave the processor more
 _PRODUCT_SIZE = 2048
 _LINK_BYTES = 256 << 20
 
-RATES_METHOD = 2
+RATES_METHOD = 3
 """Raised when something else is measured under the same name, which makes kept rates useless."""
 
 MEMORY_READ = "memory read"
@@ -125,15 +125,27 @@ def best_at_once(rates: Sequence[Rate]) -> int | None:
     return min((n for n, per_s in found.items() if per_s >= enough), default=None)
 
 
+def disk_rate(rates: Sequence[Rate]) -> float | None:
+    """Bytes per second of reads as experts are read, in pieces side by side; None where that was
+    not measured."""
+    return max((each.per_s for each in rates if each.name in PIECES_AT_ONCE), default=None)
+
+
 def rate_of(
     name: str, unit: str, amount: float, sample: Sample, specified: float | None = None
 ) -> Rate:
     """The rate of samples that take `amount` units each; one more before them warms up."""
-    sample()
-    timing = repeat_interleaved([sample], RATE_LIMIT_S)[0]
-    is_specified = specified is not None
-    ceiling = amount / timing.least_s if specified is None else specified
-    return Rate(name, unit, amount / timing.median_s, timing.spread, ceiling, is_specified)
+    [rate] = rates_of({name: sample}, unit, amount)
+    return rate if specified is None else rate._replace(ceiling=specified, is_specified=True)
+
+
+def rates_of(samples: Mapping[str, Sample], unit: str, amount: float) -> Iterator[Rate]:
+    """The same of several, by name, repeats interleaved."""
+    for sample in samples.values():
+        sample()
+    timings = repeat_interleaved([*samples.values()], RATE_LIMIT_S)
+    for name, timing in zip(samples, timings, strict=True):
+        yield Rate(name, unit, amount / timing.median_s, timing.spread, amount / timing.least_s)
 
 
 def pcie_bytes_per_s(folder: Path) -> float | None:

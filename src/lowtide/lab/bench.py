@@ -32,7 +32,7 @@ from lowtide.lab.doctor import machine_rates
 from lowtide.lab.verify import NUM_PROMPT_TOKENS, random_prompt
 from lowtide.llm import LLM, plan_model
 from lowtide.params import SamplingParams
-from lowtide.plan import MemoryPlan
+from lowtide.plan import MemoryPlan, Speed
 
 DEFAULT_SHARE = 0.5
 """The share of experts that are resident where no budget is given."""
@@ -78,7 +78,7 @@ class Turn(NamedTuple):
     link_bytes: float
     read_bytes: float
     prefill_tokens_per_s: float
-    predicted_tokens_per_s: float | None = None  # of such passes; None: nothing was measured here
+    predicted: Speed | None = None  # of such passes; None: nothing was measured here
 
     @property
     def tokens_per_s(self) -> float:
@@ -103,17 +103,10 @@ class PresetRun:
         return Spread.of([turn.prefill_tokens_per_s for turn in self.turns])
 
     @property
-    def predicted_tokens_per_s(self) -> float | None:
+    def predicted(self) -> Speed | None:
         """The predicted speed for the turns' passes, their median; None where nothing is known."""
-        known = [turn.predicted_tokens_per_s for turn in self.turns]
-        found = [one for one in known if one is not None]
-        return median(found) if found else None
-
-    @property
-    def prediction_error(self) -> float | None:
-        """The error of the predicted speed, as a share of the measured one."""
-        predicted = self.predicted_tokens_per_s
-        return None if predicted is None else predicted / self.tokens_per_s.median - 1
+        found = [turn.predicted for turn in self.turns if turn.predicted is not None]
+        return Speed(*map(median, zip(*found, strict=True))) if found else None
 
     @property
     def hit_rate(self) -> float:
@@ -137,8 +130,7 @@ class PresetRun:
             **named,
             "policy": self.policy,
             "tokens_per_s": self.tokens_per_s._asdict(),
-            "predicted_tokens_per_s": self.predicted_tokens_per_s,
-            "prediction_error": self.prediction_error,
+            "predicted_tokens_per_s": self.predicted and self.predicted._asdict(),
             "prefill_tokens_per_s": self.prefill_tokens_per_s._asdict(),
             **{name: getattr(self, name) for name in names},
             "num_tokens": int(self.turns[0].num_tokens),
@@ -259,7 +251,7 @@ class Load(NamedTuple):
     prompt: list[int]
     prefill: list[int]  # the prompt that prefill is timed with
     params: SamplingParams
-    predicts: Callable[[MemoryPlan, Mapping[str, float]], float | None] = lambda plan, done: None
+    predicts: Callable[[MemoryPlan, Mapping[str, float]], Speed | None] = lambda plan, done: None
 
     @classmethod
     def of(cls, llm: LLM, prompt: Prompt | None, params: SamplingParams) -> Load:
@@ -327,18 +319,18 @@ def _take_turn(llm: LLM, run: PresetRun, load: Load) -> None:
             link_bytes=done.get("link_bytes", 0.0),
             read_bytes=done["read_bytes"],
             prefill_tokens_per_s=len(load.prefill) / prefill_s,
-            predicted_tokens_per_s=load.predicts(llm.plan, done),
+            predicted=load.predicts(llm.plan, done),
         )
     )
 
 
-def _predicted(opened: OpenModel, plan: MemoryPlan, done: Mapping[str, float]) -> float | None:
+def _predicted(opened: OpenModel, plan: MemoryPlan, done: Mapping[str, float]) -> Speed | None:
     """The speed to expect of the passes that were `done` under `plan`."""
     predictor = predictor_of(opened, plan)
     if predictor is None:
         return None
     counts = (done["committed_tokens"], done["forwards"], done["num_rows"])
-    return predictor.tokens_per_s(*map(round, counts))
+    return predictor.speed(*map(round, counts))
 
 
 def _prefill_s(llm: LLM, load: Load) -> float:

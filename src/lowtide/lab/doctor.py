@@ -1,21 +1,20 @@
 """`lowtide doctor`: what this machine is, and what experts cost on it.
 
-The machine's rates first, as ceilings; then the costs of one model, or of the experts of a few
-well-known ones. Costs are kept (`hardware/store.py`), except those of an emulated device.
+The machine's rates first, from which speeds are predicted; then, of a model that is named, what its
+experts cost. All are kept (`hardware/store.py`), except costs of an emulated device.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from lowtide.core import MoEShape, Progress, no_progress
 from lowtide.devices.cuda import CudaDevice
@@ -28,7 +27,6 @@ from lowtide.errors import PlanError, StorageError
 from lowtide.experts.device import Device
 from lowtide.experts.layout import SlotLayout
 from lowtide.experts.transfer import largest_read_bytes
-from lowtide.families import families, read_config
 from lowtide.files.folders import cache_folder
 from lowtide.hardware.machine import (
     LAYERS,
@@ -51,9 +49,8 @@ from lowtide.hardware.store import (
     measured_now,
     stored_or_measured,
 )
-from lowtide.kernels.choice import choose_kernels
+from lowtide.hardware.weight_rates import measure_weight_rates
 from lowtide.kernels.library_cache import limit_library_cache
-from lowtide.kernels.reference import Kernels
 from lowtide.lab.diagnosis import Diagnosis, ExpertCosts, Skipped
 from lowtide.llm import LLM
 from lowtide.memory.arena import Arena
@@ -61,15 +58,7 @@ from lowtide.memory.pinned import PinnedMemory
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.params import SamplingParams
 from lowtide.reading.file_reader import FileReader
-from lowtide.schemas import assume
 from lowtide.threads.executor import HostExecutor
-
-KNOWN_MODELS: Mapping[str, str] = {
-    "LLaDA2.0-mini": "llada2",
-    "Qwen3-30B-A3B": "qwen3_moe",
-    "Mixtral-8x7B": "mixtral",
-}
-"""Models whose experts are measured when none is named, each with its family."""
 
 SCRATCH_BYTES = 256 << 20
 """Bytes of the file that the disk is measured with where no model is given."""
@@ -88,7 +77,7 @@ def diagnose(
     progress: Progress = no_progress,
     **options: object,
 ) -> Diagnosis:
-    """Measures the machine, and what is not stored of a model's costs or the known models'.
+    """Measures the machine, and what is not stored of a model's costs.
 
     model: a folder, a hub id or a demo. name: what to call it, if not that. is_fresh: measures
     costs that are stored, too. options: fields of `EngineConfig`, of which `device`,
@@ -102,21 +91,16 @@ def diagnose(
     opened = None if model is None else open_model(model, config)
     skipped: list[Skipped] = []
     named = name or str(model)
-    patients = _patients_of(named, opened, skipped) if opened else _known_models(config)
+    patients = _patients_of(named, opened, skipped) if opened else []
     total = 1 + len(patients)
     progress("measuring", 0, total)
     machine = this_machine()
-    rates = [*machine_rates(machine, opened, skipped), _layer_rate(config)]
+    rates = [*machine_rates(machine, opened, skipped), *_weight_rates(skipped), _layer_rate()]
     keep_rates(machine, rates)
     costs: list[ExpertCosts] = []
     for done, patient in enumerate(patients, start=1):
         progress("measuring", done, total)
-        try:
-            costs.append(_costs(patient, machine, config, is_fresh))
-        except PlanError as error:
-            if opened is not None:
-                raise
-            skipped.append(Skipped(patient.name, str(error)))
+        costs.append(_costs(patient, machine, config, is_fresh))
     progress("measuring", total, total)
     return Diagnosis(machine, tuple(rates), tuple(costs), tuple(skipped))
 
@@ -128,7 +112,7 @@ class _Patient(NamedTuple):
     shape: MoEShape
     layout: SlotLayout
     dense_bytes: int
-    opened: OpenModel | None = None
+    opened: OpenModel
 
 
 def _patients_of(name: str, opened: OpenModel, skipped: list[Skipped]) -> list[_Patient]:
@@ -140,17 +124,6 @@ def _patients_of(name: str, opened: OpenModel, skipped: list[Skipped]) -> list[_
     item_bytes = layout.dtype.itemsize
     dense_bytes = layer_dense_bytes(opened.weight_map.dense, config.moe_layers[-1], item_bytes)
     return [_Patient(name, config.moe_shape, layout, dense_bytes, opened)]
-
-
-def _known_models(options: EngineConfig) -> list[_Patient]:
-    patients = []
-    for name, family in KNOWN_MODELS.items():
-        config = read_config(families()[family].sizes()["full"].config)
-        layout = SlotLayout.of(config.moe_shape, getattr(torch, options.dtype or config.dtype))
-        dense, last = assume(config).dense, config.moe_layers[-1]
-        dense_bytes = layer_dense_bytes(dense, last, layout.dtype.itemsize)
-        patients.append(_Patient(name, config.moe_shape, layout, dense_bytes))
-    return patients
 
 
 def machine_rates(machine: Machine, opened: OpenModel | None, skipped: list[Skipped]) -> list[Rate]:
@@ -170,12 +143,18 @@ def machine_rates(machine: Machine, opened: OpenModel | None, skipped: list[Skip
         executor.close()
 
 
-def _layer_rate(options: EngineConfig) -> Rate:
+def _weight_rates(skipped: list[Skipped]) -> list[Rate]:
+    try:
+        return measure_weight_rates()
+    except PlanError as error:
+        skipped.append(Skipped("weights", str(error)))
+        return []
+
+
+def _layer_rate() -> Rate:
     """The rate of layers in passes over single tokens of the demo, whose weights are tiny."""
     params = SamplingParams(max_tokens=DEMO_TOKENS, ignore_eos=True)
-    with LLM(
-        "demo:chat", device="cpu", kernels=options.kernels, policy="resident", progress=False
-    ) as llm:
+    with LLM("demo:chat", device="cpu", policy="resident", progress=False) as llm:
 
         def sample() -> float:
             before = llm.stats()
@@ -228,7 +207,7 @@ def _costs(
 ) -> ExpertCosts:
     device = resolve_device(options.device)
     checkpoint = _checkpoint(patient, device)
-    kernels = _kernels(patient, options)
+    kernels = patient.opened.kernels
     measure = partial(_measure, patient, device, options)
     if device == "emulated":
         measured, description = measure()
@@ -253,7 +232,7 @@ def _costs(
 def _measure(patient: _Patient, name: str, options: EngineConfig) -> tuple[Measured, str]:
     """The costs, and a line on the device that they were measured with."""
     make_executor = HostExecutor.beside_emulated if name == "emulated" else HostExecutor
-    kernels = _kernels(patient, options)
+    kernels = patient.opened.kernels
     executor = make_executor(patient.shape.num_experts_per_token)
     try:
         opening = _device(patient, name, options, executor.cores_per_expert)
@@ -274,26 +253,19 @@ def _measure(patient: _Patient, name: str, options: EngineConfig) -> tuple[Measu
     return measured, description
 
 
-def _kernels(patient: _Patient, options: EngineConfig) -> Kernels:
-    """The host's, as the engine chooses them: experts may be in formats that have their own."""
-    if patient.opened is not None:
-        return patient.opened.kernels
-    return choose_kernels(options.kernels, patient.layout.dtype)
-
-
 def _checkpoint(patient: _Patient, device: str) -> Checkpoint | None:
     """The files that experts are read from, if reads are a part of what they cost.
 
     With a GPU they are not, as in the engine, which looks for these costs when it loads a model;
     the disk's rate is among the machine's.
     """
-    return None if patient.opened is None or device == "cuda" else patient.opened.checkpoint
+    return None if device == "cuda" else patient.opened.checkpoint
 
 
 @contextmanager
 def _disk_source(patient: _Patient, device: str) -> Iterator[DiskSource | None]:
     checkpoint = _checkpoint(patient, device)
-    if patient.opened is None or checkpoint is None:
+    if checkpoint is None:
         yield None
         return
     table = patient.opened.weight_map.experts
@@ -322,7 +294,7 @@ def _device(
                 yield device, pinned.make_arena, name
     else:
         layout, num_slots = patient.layout, _num_slots(patient)
-        kernels = _kernels(patient, options)
+        kernels = patient.opened.kernels
         shape, given = patient.shape, options.device_options
         speeds = emulated_speeds(given, layout, shape, layout.dtype, kernels, cores_per_expert)
         arena = Arena(num_slots * layout.num_bytes)

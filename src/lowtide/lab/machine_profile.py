@@ -17,9 +17,14 @@ from lowtide.hardware.measure import Point
 from lowtide.lab.diagnosis import Diagnosis, ExpertCosts
 
 
-def check_profile(path: Path, device: str) -> None:
-    """Refuses before anything is measured: raises UsageError without a device, StorageError."""
+def check_profile(path: Path, device: str, has_model: bool) -> None:
+    """Refuses before anything is measured: raises UsageError without a device or a model,
+    StorageError."""
     check_writable(path, "profile")
+    if not has_model:
+        raise UsageError(
+            "A profile is made of a model's experts: lowtide doctor MODEL --profile FILE."
+        )
     if resolve_device(device) == "cpu":
         raise UsageError(
             "A profile is of a host and a device beside it, and there is no GPU; add --device "
@@ -41,10 +46,7 @@ def profile_text(diagnosis: Diagnosis) -> str:
     Raises StorageError where no experts, device or disk were measured.
     """
     if not diagnosis.costs:
-        raise StorageError(
-            "No experts were measured, and a profile is of some: there is too little memory for "
-            "those of any known model. Name a smaller one: lowtide doctor MODEL --profile FILE."
-        )
+        raise StorageError("A profile is made of a model's experts, and this model has none.")
     costs = diagnosis.costs[0]
     measured = costs.stored.measurements
     if measured.link is None or measured.sync is None:
