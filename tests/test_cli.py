@@ -26,6 +26,7 @@ from lowtide.cli.answer import ask_live, has_view
 from lowtide.cli.app import app
 from lowtide.cli.command import errors_reported
 from lowtide.cli.conversation import Conversation
+from lowtide.cli.format_table import format_object
 from lowtide.cli.live import MASK, LiveView
 from lowtide.cli.options import resolve
 from lowtide.cli.prompt import parse_ids, read_prompt
@@ -39,7 +40,7 @@ from lowtide.decode.request import TokenLogprobs
 from lowtide.errors import ConfigError, PlanError, StorageError, UsageError
 from lowtide.model_folder.tokenizer import TextStream
 from lowtide.params import AUTOREGRESSIVE_ONLY, SamplingParams
-from lowtide.plan import FormatPlan, MemoryPlan, TierPlan, WeightFormats
+from lowtide.plan import FormatPlan, MemoryPlan, Speed, TierPlan, WeightFormats
 from lowtide.policies.receipt import Receipt
 from lowtide.replay.trace import Pass, Trace, TraceShape
 
@@ -58,7 +59,10 @@ PLAN = MemoryPlan(
     policy="tide",
     reason="8 MiB holds 38 of 160 experts, so tide chooses which.",
 )
-BY_FORMAT = (FormatPlan("own", 8 * MIB, 0.25, 3.0), FormatPlan("q4", 2 * MIB, 1.0, 9.0))
+BY_FORMAT = (
+    FormatPlan("own", 8 * MIB, 0.25, Speed(2.0, 3.0, 4.0)),
+    FormatPlan("q4", 2 * MIB, 1.0, None),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -382,7 +386,7 @@ def test_plan_prints_the_table_and_the_reason() -> None:
 def test_plan_json_has_the_promised_names() -> None:
     plan = json.loads(run("plan", MODEL, "--json").stdout)
     has_template = plan.pop("chat_template")
-    assert plan.pop("by_format") == [dataclasses.asdict(row) for row in BY_FORMAT]
+    assert plan.pop("by_format") == [format_object(row) for row in BY_FORMAT]
     assert plan.pop("faster_format") == "q4"
     assert plan == json.loads(json.dumps(plan_object(PLAN))) and has_template is False
     assert plan["minimum_bytes"] < plan["budget_bytes"] < plan["full_bytes"]

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from lowtide import SamplingParams
 from lowtide.answers import opening
 from lowtide.cli.app import app
-from lowtide.cli.format_table import faster_line
 from lowtide.cli.quality import parse_settings
 from lowtide.engine import opening as engine_opening
 from lowtide.engine.config import EngineConfig
@@ -21,11 +20,16 @@ from lowtide.lab.pack import pack
 from lowtide.lab.synth import synth
 from lowtide.llm import LLM, check_request, plan_in_full, plan_model
 from lowtide.model_folder import hub
-from lowtide.plan import FormatPlan, WeightFormats, faster_format
+from lowtide.plan import FormatPlan, Speed, WeightFormats, faster_format
 
-OWN = FormatPlan("own", 4000, 0.25, 10.0)
-Q8 = FormatPlan("q8", 2000, 0.5, 18.0)
-Q4 = FormatPlan("q4", 1000, 1.0, 40.0)
+
+def speed(likely: float) -> Speed:
+    return Speed(likely / 2, likely, 2 * likely)
+
+
+OWN = FormatPlan("own", 4000, 0.25, speed(10.0))
+Q8 = FormatPlan("q8", 2000, 0.5, speed(18.0))
+Q4 = FormatPlan("q4", 1000, 1.0, speed(40.0))
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +45,7 @@ def test_the_rows_are_the_plans_in_those_formats(folder: Path) -> None:
     for row in found.by_format:
         plan = plan_model(folder, context=64, host_memory=budget, format=row.format)
         assert row.resident_share == sum(plan.residents_per_layer) / plan.num_experts
-        assert plan.prediction is not None and row.tokens_per_s == plan.prediction.tokens_per_s
+        assert plan.prediction is not None and row.speed == plan.prediction.speed
         held = plan.host.dense_bytes + plan.num_experts * plan.host.slot_bytes
         assert row.weight_bytes == held
     shares = [row.resident_share for row in found.by_format]
@@ -63,7 +67,7 @@ def test_a_plan_ends_with_the_table_and_begins_with_what_is_faster(
     given = ["plan", str(folder), "--context", "64", "--host-memory", budget]
     result = CliRunner().invoke(app, given, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
-    assert result.stdout.startswith("faster: --format q")
+    assert result.stdout.startswith("Runs, with ") and "With --format q" in result.stdout
     assert "by format" in result.stdout and "expected tokens/s" in result.stdout
     plan = json.loads(CliRunner().invoke(app, [*given, "--json"]).stdout)
     assert [row["format"] for row in plan["by_format"]] == ["own", "q8", "q4"]
@@ -75,8 +79,8 @@ def test_a_plan_ends_with_the_table_and_begins_with_what_is_faster(
     [
         ((OWN, Q8, Q4), WeightFormats(), "q4"),
         ((OWN, Q8), WeightFormats(), "q8"),
-        ((OWN, FormatPlan("q8", 2, 0.5, 11.9)), None, None),
-        ((FormatPlan("own", 4, 1.0, 10.0), Q4), WeightFormats(), None),
+        ((OWN, FormatPlan("q8", 2, 0.5, speed(11.9))), None, None),
+        ((FormatPlan("own", 4, 1.0, speed(10.0)), Q4), WeightFormats(), None),
         ((OWN, Q8, Q4), WeightFormats(experts="q4"), None),
         ((OWN,), WeightFormats(), None),
         ((FormatPlan("own", 4, None, None), FormatPlan("q4", 1, 0.5, None)), None, "q4"),
@@ -88,12 +92,6 @@ def test_the_faster_format_is_one_of_a_slow_plan(
 ) -> None:
     found = faster_format(rows, weights or WeightFormats())
     assert (None if found is None else found.format) == name
-
-
-def test_the_first_line_says_how_much_faster(folder: Path) -> None:
-    line = faster_line((OWN, Q8, Q4), plan_model(folder, context=64))
-    assert line.startswith("faster: --format q4, 100% of the experts resident, about 4.0 times")
-    assert line.endswith("(as stored: 25%); it may change answers")
 
 
 def test_auto_is_what_the_first_line_names(

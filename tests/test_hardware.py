@@ -28,7 +28,7 @@ from lowtide.errors import PlanError, StorageError, UsageError
 from lowtide.experts.at_once import ExpertsAtOnce
 from lowtide.experts.layout import SlotLayout
 from lowtide.files.folders import cache_folder
-from lowtide.hardware import machine, measure, memory, store, streams
+from lowtide.hardware import machine, measure, memory, store, streams, weight_rates
 from lowtide.hardware.cold_weights import last_level_cache_bytes
 from lowtide.hardware.machine import (
     PIECES_AT_ONCE,
@@ -76,6 +76,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "WARM_UP_LIMIT_S", 0.0)
     monkeypatch.setattr(measure, "cold_bytes", lambda: 1 << 20)
     monkeypatch.setattr(machine, "cold_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(weight_rates, "cold_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(weight_rates, "EXPERT", MoEShape(1, 8, 2, 256, 64))
     monkeypatch.setattr(machine, "RATE_LIMIT_S", 0.0)
     monkeypatch.setattr(machine, "_PRODUCT_SIZE", 64)
     monkeypatch.setattr(doctor, "SCRATCH_BYTES", machine.READ_BYTES)
@@ -608,29 +610,26 @@ def test_a_profile_is_refused_before_anything_is_measured(place: str, tmp_path: 
     arguments = ["doctor", "--profile", str(tmp_path / place), "--device", "emulated"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1 and "cannot be written" in result.stderr
-    arguments = ["doctor", "--profile", str(tmp_path / "this.toml"), "--device", "cpu"]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 2 and "emulated" in result.stderr
+    for arguments, said in ((["demo:chat", "--device", "cpu"], "emulated"), ([], "MODEL")):
+        arguments = ["doctor", *arguments, "--profile", str(tmp_path / "this.toml")]
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 2 and said in result.stderr
 
 
-def test_without_a_model_known_experts_are_measured_as_far_as_they_fit(
+def test_without_a_model_the_machine_is_measured(
     quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[MoEShape] = []
-
-    def fake(shape: MoEShape, layout: SlotLayout, *args: object, **options: object) -> Measured:
-        asked.append(shape)
-        if shape.expert_size > 10_000:
-            raise PlanError("too large for this machine")
-        of_layout = dataclasses.replace(MEASUREMENTS, expert_bytes=layout.num_bytes)
-        return Measured(of_layout.costs(), of_layout)
-
-    monkeypatch.setattr(doctor, "measure_costs", fake)
     told = json.loads(run("--json"))
-    sizes = [(costs["hidden_size"], costs["expert_size"]) for costs in told["costs"]]
-    assert sizes == [(2048, 512), (2048, 768)] and len(asked) == 3
-    assert [skipped["name"] for skipped in told["skipped"]] == ["Mixtral-8x7B"]
-    assert "Mixtral-8x7B was not measured: too large" in run()
+    rates = [Rate(**rate) for rate in told["rates"]]
+    assert told["costs"] == [] == told["skipped"]
+    assert len(weight_rates.seconds_per_byte(rates)) == len(weight_rates.KINDS)
+    assert weight_rates.rounding_rate(rates, "q4") and not weight_rates.rounding_rate(rates, "own")
+
+    def none_free(*args: object, **options: object) -> object:
+        raise PlanError("too little memory")
+
+    monkeypatch.setattr(weight_rates, "ColdWeights", none_free)
+    assert "weights was not measured: too little memory" in run()
 
 
 def test_doctor_refuses_what_is_not_there() -> None:

@@ -8,32 +8,41 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowtide import LLM
-from lowtide.cli.outlook import outlook, plan_line, prediction_object
-from lowtide.core import Costs, Curve, MoEShape
+from lowtide.cli.outlook import outlook, plan_line, predicted, prediction_object, verdict
+from lowtide.core import MoEShape
 from lowtide.engine import planning, prediction
 from lowtide.engine.config import EngineConfig
 from lowtide.engine.opening import OpenModel, open_model
 from lowtide.engine.planning import make_plan
-from lowtide.engine.prediction import even_demand, predictor_of, published_pass
-from lowtide.hardware.machine import LAYERS, Machine, Rate, this_machine
+from lowtide.engine.prediction import (
+    ExpertCounts,
+    PassCosts,
+    even_demand,
+    predictor_of,
+    published_pass,
+)
+from lowtide.hardware.machine import LAYERS, PIECES_AT_ONCE, Machine, Rate, this_machine
 from lowtide.hardware.store import keep_rates, kept_rates, rates_path
+from lowtide.hardware.weight_rates import KINDS, NUM_TOKENS, ROUNDING, kind_of
 from lowtide.lab.synth import synth
-from lowtide.llm import plan_in_full, plan_model
-from lowtide.plan import Basis, MemoryPlan, Prediction, TierPlan
+from lowtide.llm import LLM, plan_model
+from lowtide.plan import FormatPlan, MemoryPlan, PassTime, Prediction, Speed, TierPlan
 
 GIB = 1 << 30
+PER_BYTE_S = 1e-9
 RATES = (
-    Rate("memory read", "B", 1e9, 0.1, 2e9),
-    Rate("products in bfloat16", "FLOP", 1e10, 0.1, 1e10),
-    Rate("products in float32", "FLOP", 1e10, 0.1, 1e10),
-    Rate("disk, sequential, direct", "B", 1e8, 0.1, 1e8),
+    *(
+        Rate(kind.rate_name(count), "B", 1 / PER_BYTE_S, 0.1, 1e9)
+        for kind in KINDS
+        for count in NUM_TOKENS
+    ),
+    *(Rate(name, "B", 1e8, 0.1, 1e8) for name in PIECES_AT_ONCE),
     Rate(LAYERS, "layers", 1e3, 0.1, 1e3),
 )
-COMPUTED = Curve([(1, 1e-3)])
 ELSEWHERE = Machine("Abacus 9", 4, 1 << 34, "Linux 7", None)
 
 
@@ -122,50 +131,74 @@ def plan_of(num_experts: int, residents: tuple[int, ...]) -> MemoryPlan:
 
 def test_nothing_is_predicted_before_anything_was_measured(folders: dict[str, Path]) -> None:
     plan = plan_model(folders["qwen3_moe"], device="cpu")
-    assert plan.prediction is not None and plan.prediction.rests_on is Basis.NOTHING
-    assert plan.prediction.tokens_per_s is None and plan.prediction.memory_bytes > 0
-    told = outlook(plan, "a model")
-    assert "unknown until `lowtide doctor 'a model'` has measured" in told
+    assert plan.prediction is not None
+    assert plan.prediction.speed is None and plan.prediction.memory_bytes > 0
+    assert "unknown until `lowtide doctor` has measured" in outlook(plan, "a model")
+    assert verdict(plan, (), "a model") == "Fits. How fast, `lowtide doctor` finds out."
     with LLM(folders["qwen3_moe"], device="cpu") as llm:
         assert "predicted_tokens_per_s" not in llm.stats()
 
 
-def test_a_machine_s_rates_give_a_floor_of_every_pass(folders: dict[str, Path]) -> None:
+def test_a_pass_goes_through_its_weights_once(folders: dict[str, Path]) -> None:
     keep_rates(this_machine(), RATES)
     model = opened(folders["qwen3_moe"])
     found = make_plan(model).prediction
-    assert found is not None and found.pass_s is not None and found.rests_on is Basis.MACHINE
+    assert found is not None and found.pass_time is not None
     assert found.num_rows == 1 and found.read_bytes == 0
-    layers_s = model.config.num_layers / 1e3
-    assert found.pass_s >= layers_s + found.memory_bytes / 1e9 * 0.999
+    expected = model.config.num_layers / 1e3 + found.memory_bytes * PER_BYTE_S
+    assert found.pass_time.likely_s == pytest.approx(expected)
 
 
 def test_less_memory_is_slower_by_what_is_read(folders: dict[str, Path]) -> None:
     keep_rates(this_machine(), RATES)
-    everything = make_plan(opened(folders["qwen3_moe"]))
-    least = make_plan(opened(folders["qwen3_moe"], host_memory=everything.minimum_bytes))
-    assert everything.prediction is not None and least.prediction is not None
-    assert least.prediction.read_bytes > 0
-    assert (least.prediction.pass_s or 0) > (everything.prediction.pass_s or 0)
-    assert least.prediction.memory_bytes == everything.prediction.memory_bytes
+    everything = make_plan(opened(folders["qwen3_moe"])).prediction
+    least_bytes = make_plan(opened(folders["qwen3_moe"])).minimum_bytes
+    least = make_plan(opened(folders["qwen3_moe"], host_memory=least_bytes)).prediction
+    assert everything is not None and least is not None
+    assert least.read_bytes > 0 and least.memory_bytes == everything.memory_bytes
+    assert least.pass_time is not None and everything.pass_time is not None
+    assert least.pass_time.likely_s > everything.pass_time.likely_s
 
 
-def test_times_of_the_model_s_own_experts_come_first(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+def test_rounding_as_weights_are_read_takes_the_cores_time(folders: dict[str, Path]) -> None:
+    rounding = [Rate(name, "B", 1e6, 0.1, 1e6) for name in ROUNDING.values()]
+    times = []
+    for kept in (RATES, (*RATES, *rounding)):
+        keep_rates(this_machine(), kept)
+        least = make_plan(opened(folders["qwen3_moe"], format="q4")).minimum_bytes
+        plan = make_plan(opened(folders["qwen3_moe"], format="q4", host_memory=least))
+        assert plan.prediction is not None and plan.prediction.pass_time is not None
+        times.append(plan.prediction.pass_time.likely_s)
+    assert times[1] > times[0]
+
+
+@pytest.mark.parametrize(
+    ("bits", "dtype", "rounds_rows", "name"),
+    [
+        (16.0, torch.bfloat16, True, "bfloat16"),
+        (16.0, torch.float16, False, "float32"),
+        (32.0, torch.bfloat16, False, "float32"),
+        (8.25, torch.bfloat16, True, "q8 by int8 rows"),
+        (3.4, torch.float32, False, "q4"),
+    ],
+)
+def test_a_format_is_as_fast_as_the_nearest_that_was_measured(
+    bits: float, dtype: torch.dtype, rounds_rows: bool, name: str
 ) -> None:
-    keep_rates(this_machine(), RATES)
-    slow = Curve([(1, 1.0)])
-    costs = Costs(1, 0.0, slow, slow, Curve([(1, 0.0)]), 0.0, disk_read_s=3.0)
-    monkeypatch.setattr(prediction, "_kept_costs", lambda *args: costs)
-    model = opened(folders["qwen3_moe"])
-    plan = make_plan(model)
-    predictor = predictor_of(model, plan)
-    assert predictor is not None and predictor.rests_on is Basis.EXPERTS
-    shape = model.config.moe_shape
-    run_s = shape.num_layers * shape.num_experts_per_token
-    found = predictor.prediction()
-    assert found.pass_s == pytest.approx(run_s + model.config.num_layers / 1e3)
-    assert predictor.tokens_per_s(10, 20, 20) == pytest.approx(0.5 / found.pass_s)
+    assert kind_of(bits, dtype, rounds_rows).name == name
+
+
+COSTS = st.floats(1e-6, 1.0)
+
+
+@given(costs=st.builds(PassCosts, *[COSTS] * 5), run=COSTS, absent=COSTS, saved_s=COSTS)
+def test_a_pass_is_likely_to_take_what_lies_in_its_range(
+    costs: PassCosts, run: float, absent: float, saved_s: float
+) -> None:
+    demand = ExpertCounts(run, 1.0, run * absent, run * absent)
+    least_s, likely_s, most_s = costs.pass_time(demand)
+    assert 0 < least_s < likely_s < most_s
+    assert costs.pass_time(demand, saved_s).likely_s <= likely_s
 
 
 def test_reads_ahead_count_where_they_save_enough(
@@ -176,52 +209,50 @@ def test_reads_ahead_count_where_they_save_enough(
     budget = (full.minimum_bytes + full.full_bytes) // 2
     model = opened(folders["qwen3_moe"], host_memory=budget)
     plan = make_plan(model)
-    dense_s, read_s = 0.1, 1.0
-    costs = Costs(1, 0.0, COMPUTED, COMPUTED, Curve([(1, dense_s)]), 0.0, disk_read_s=read_s)
-    monkeypatch.setattr(prediction, "_kept_costs", lambda *args: costs)
-    monkeypatch.setattr(prediction, "_dense_bytes", lambda opened: prediction._layer_bytes(opened))
+    costs = PassCosts(dense_s=0.1, expert_s=1e-3, absent_s=0.0, read_s=1.0)
+    monkeypatch.setattr(prediction, "_host_costs", lambda *args: costs)
     found = predictor_of(model, plan)
     demand = even_demand(model.config.moe_shape, plan, 1)
     assert found is not None and demand.num_on_disk and plan.num_staging > 2
-    besides_s = dense_s + model.config.num_layers / 1e3
     # Three quarters of what is read meanwhile is asked for.
-    expected = besides_s + demand.num_on_disk * read_s - 0.75 * besides_s
-    monkeypatch.setattr(prediction, "WORTH", 1.0)
-    assert found.pass_s(1, demand) == pytest.approx(expected)
-    monkeypatch.setattr(prediction, "WORTH", 0.5)
-    assert found.pass_s(1, demand) == pytest.approx(besides_s + demand.num_on_disk * read_s)
+    expected = costs.dense_s + demand.num_on_disk - 0.75 * costs.dense_s
+    for worth, likely_s in ((1.0, expected), (0.5, costs.dense_s + demand.num_on_disk)):
+        monkeypatch.setattr(prediction, "WORTH", worth)
+        taken = found.pass_time(1)
+        assert taken is not None and taken.likely_s == pytest.approx(likely_s)
 
 
 def test_a_run_s_speed_stands_beside_its_prediction(folders: dict[str, Path]) -> None:
     keep_rates(this_machine(), RATES)
     with LLM(folders["qwen3_moe"], device="cpu") as llm:
         before = llm.stats()["predicted_tokens_per_s"]
-        assert llm.plan.prediction is not None
-        assert before == llm.plan.prediction.tokens_per_s
+        assert llm.plan.prediction is not None and llm.plan.prediction.speed is not None
+        assert before == llm.plan.prediction.speed.likely
         llm.generate([[1, 2, 3]])
         stats = llm.stats()
     assert stats["predicted_tokens_per_s"] > 0 and stats["tokens_per_s"] > 0
+    assert predicted(stats).endswith("predicted") and " to " in predicted(stats)
 
 
 def test_a_bidirectional_pass_has_the_whole_context(folders: dict[str, Path]) -> None:
-    assert published_pass(opened(folders["llada"], context=300)) == (300, 2.0)
+    assert published_pass(opened(folders["llada"], context=300)) == (300, 2.0, 2.0)
     assert published_pass(opened(folders["llada"], context=300, kv_cache="dual"))[0] == 128
-    assert published_pass(opened(folders["qwen3_moe"])) == (1, 1.0)
+    assert published_pass(opened(folders["qwen3_moe"])) == (1, 1.0, 1.0)
 
 
 # What is said.
 
-KNOWN = Prediction(1, 1.0, 3e8, 9e8, 0.25, Basis.EXPERTS, 0.1)
+KNOWN = Prediction(1, 1.0, 1.0, 3e8, 9e8, PassTime(0.05, 0.25, 0.5), 0.1)
 
 
 def test_a_plan_says_what_is_read_how_fast_and_which_budget() -> None:
     plan = replace(plan_of(96, (8, 8)), prediction=KNOWN, advised_bytes=GIB, full_bytes=2 * GIB)
     told = outlook(plan, "m")
     assert "858.3 MiB of weights" in told and "286.1 MiB of them read from disk" in told
-    assert "about 4 tokens/s" in told and "times of its experts" in told
+    assert "about 4 tokens/s (2 to 20)" in told and "lowtide doctor measured here" in told
     assert "--host-memory auto, now 1.0 GiB" in told and "everything takes 2.0 GiB" in told
     assert "16 of 96 experts resident (lowtide)" in plan_line(plan, "m")
-    assert "about 4 tokens/s expected" in plan_line(plan, "m")
+    assert "about 4 tokens/s (2 to 20) expected" in plan_line(plan, "m")
     held = outlook(replace(plan, advised_bytes=20 * GIB), "m")
     assert "--host-memory 20G, which holds everything" in held
 
@@ -229,8 +260,20 @@ def test_a_plan_says_what_is_read_how_fast_and_which_budget() -> None:
 def test_a_prediction_as_json() -> None:
     assert prediction_object(None) is None
     told = prediction_object(KNOWN)
-    assert told is not None and told["tokens_per_s"] == 4.0 and told["rests_on"] == "experts"
+    assert told is not None and told["tokens_per_s"] == {"least": 2.0, "likely": 4.0, "most": 20.0}
     assert json.loads(json.dumps(told)) == told
+
+
+def test_the_verdict_comes_first() -> None:
+    own = FormatPlan("own", 4, 16 / 96, KNOWN.speed)
+    q4 = FormatPlan("q4", 1, 1.0, Speed(60.0, 95.4, 120.0))
+    plan = replace(plan_of(96, (8, 8)), prediction=KNOWN)
+    assert verdict(plan, (own, q4), "m") == (
+        "Runs, with 17% of the experts in memory. About 4 tokens/s (2 to 20). "
+        "With --format q4 about 95; it may change answers."
+    )
+    whole = replace(plan, residents_per_layer=(48, 48))
+    assert verdict(whole, (), "m") == "Fits. About 4 tokens/s (2 to 20)."
 
 
 def test_a_budget_that_fits_the_machine_but_not_what_is_free_is_a_warning(
@@ -240,22 +283,3 @@ def test_a_budget_that_fits_the_machine_but_not_what_is_free_is_a_warning(
     plan = plan_model(folders["llada"], device="cpu", host_memory="1GiB")
     assert "1000 B are free now" in plan.reason
     assert plan.advised_bytes == 0 and "advised" not in outlook(plan, "m")
-
-
-def test_speeds_by_format_rest_on_the_same(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Times of the experts as they are stored say nothing beside rates of the machine."""
-    folder = folders["qwen3_moe"]
-    keep_rates(this_machine(), RATES)
-    by_rates = plan_in_full(folder, context=64).by_format
-    slow = Curve([(1, 1.0)])
-    costs = Costs(1, 0.0, slow, slow, Curve([(1, 0.0)]), 0.0, disk_read_s=3.0)
-    monkeypatch.setattr(
-        prediction,
-        "_kept_costs",
-        lambda opened, *rest: costs if opened.options.format in (None, "own") else None,
-    )
-    found = plan_model(folder, context=64).prediction
-    assert found is not None and found.rests_on is Basis.EXPERTS
-    assert plan_in_full(folder, context=64).by_format == by_rates

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 from rich.console import Group
 from rich.table import Table
@@ -32,6 +33,13 @@ def formats_table(rows: Sequence[FormatPlan], plan: MemoryPlan) -> Group:
     for row in rows:
         table.add_row(*[cell(row) for cell in columns.values()])
     return Group(table, Text(_NOTE)) if len(rows) > 1 else Group(table)
+
+
+def format_object(row: FormatPlan) -> dict[str, object]:
+    """For `--json`."""
+    told = asdict(row) | {"tokens_per_s": row.speed and row.speed._asdict()}
+    del told["speed"]
+    return told
 
 
 def _fits(row: FormatPlan) -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from contextlib import redirect_stdout
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowtide.cli.command import takes
-from lowtide.cli.format_table import formats_table
+from lowtide.cli.format_table import format_object, formats_table
 from lowtide.cli.generate import ModelName
 from lowtide.cli.opening import Planned, make_plan
 from lowtide.cli.options import Settings
@@ -46,7 +45,7 @@ def plan(model: ModelName, *, settings: Settings) -> None:
         faster = faster_format(planned.by_format, planned.memory.formats)
         told: dict[str, object] = {
             "chat_template": planned.has_chat_template,
-            "by_format": [asdict(row) for row in planned.by_format],
+            "by_format": [format_object(row) for row in planned.by_format],
             "faster_format": None if faster is None else faster.format,
         }
         if planned.passes is not None:
