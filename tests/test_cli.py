@@ -61,7 +61,7 @@ PLAN = MemoryPlan(
 )
 BY_FORMAT = (
     FormatPlan("own", 8 * MIB, 0.25, Speed(2.0, 3.0, 4.0)),
-    FormatPlan("q4", 2 * MIB, 1.0, None),
+    FormatPlan("q4", 2 * MIB, 1.0, Speed(8.0, 9.0, 10.0)),
 )
 
 

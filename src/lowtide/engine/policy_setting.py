@@ -136,8 +136,10 @@ def choose_by_simulation(engine: Engine, calibration: Calibration | None) -> Eng
 
 def ahead_slots(engine: Engine, calibration: Calibration) -> AheadSlots:
     """What reads ahead of a layer go by on the host alone, for a replay."""
-    executor, plan = engine.experts.executor, engine.plan
-    num_slots = plan.num_staging
+    num_slots = engine.plan.num_staging
+    if isinstance(engine.experts, NoExperts):
+        return AheadSlots(num_slots)
+    executor = engine.experts.executor
     if not isinstance(executor, HostExpertExecutor) or executor.at_once is None:
         return AheadSlots(num_slots)
     transfer, accuracy = executor.host.transfer, None
