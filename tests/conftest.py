@@ -76,8 +76,11 @@ def pytest_sessionstart() -> None:
     """
     import torch
 
+    from lowtide.kernels.choice import choose_kernels
+
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("highest")
+    choose_kernels("auto", torch.bfloat16)  # else the first test with a cache of its own compiles
     # A shell has what it runs in the background ignore Ctrl-C, and so would programs under test.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from family_models import FAMILIES, common, randomise
+from checkpoint_files import ling_config
+from family_models import FAMILIES, common, random_weight, randomise
+from torch import Tensor
 
 from lowtide import SamplingParams
+from lowtide.families import read_config
 from lowtide.llm import LLM
+from lowtide.schemas import model_schema
 
 TOLERANCE = 2e-4
 WIDTH = 256  # a block of the K types
@@ -72,3 +76,30 @@ def check(path: Path, model: torch.nn.Module, **options: Any) -> None:
     assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
     chosen = read[torch.arange(len(words)), torch.tensor(words)]
     assert (chosen >= read.max(-1).values - TOLERANCE * read.abs().max()).all()
+
+
+def small_ling() -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The config and random weights of a Ling 2.0, which transformers does not have."""
+    config = ling_config(
+        architectures=["BailingMoeV2ForCausalLM"],
+        num_hidden_layers=3,
+        hidden_size=WIDTH,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        rotary_dim=8,
+        intermediate_size=WIDTH,
+        moe_intermediate_size=WIDTH,
+        num_experts=8,
+        num_experts_per_tok=2,
+        n_group=4,
+        topk_group=2,
+        vocab_size=97,
+        pad_token_id=None,
+        max_position_embeddings=256,
+        torch_dtype="float32",
+    )
+    schema = model_schema(read_config(config))
+    torch.manual_seed(3)
+    specs = [*schema.dense, *(s for n in schema.moe_layers for s in schema.expert_specs(n))]
+    return config, {spec.name: random_weight(spec.name, spec.shape) for spec in specs}

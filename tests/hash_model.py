@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from row_model import RowStatisticsFromLogits
 
+from lowtide.core import Step, StepKind
 from lowtide.decode.batch_decoder import LOGIT_ROWS
 from lowtide.errors import InternalError
 from lowtide.layers.batch import Batch, Segment
@@ -95,3 +96,13 @@ def make_kv_cache(num_tokens: int) -> KVCache:
 
 def is_all_free(kv_cache: KVCache) -> bool:
     return kv_cache.can_allocate(kv_cache.num_tokens)
+
+
+def hash_logits(row: np.ndarray, block_length: int) -> torch.Tensor:
+    """Of a whole row, in a pass of its own, without any for MASK."""
+    kv_cache = make_kv_cache(128)
+    model = HashModel(kv_cache, 128, can_mask=False)
+    segment = Segment(0, len(row), 0, block_length, kv_cache.allocate(len(row)))
+    tokens, positions = torch.from_numpy(row), torch.arange(len(row))
+    hidden = model.forward(Batch(tokens, positions, (segment,), Step(StepKind.DENOISE, 0)))
+    return torch.cat([model.logits(part).clone() for part in hidden.split(LOGIT_ROWS)])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from diffusers import BlockRefinementScheduler
 from examples import examples
-from hash_model import EOS, MASK, VOCAB, HashModel, make_kv_cache
+from hash_model import EOS, MASK, VOCAB, HashModel, hash_logits, make_kv_cache
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import GOLDENS, OracleModel, block_causal_mask, load_oracle
@@ -21,9 +21,8 @@ from safetensors.torch import load_file
 from transformers import Glm4MoeForCausalLM
 from whole import decoded, trajectories_noted
 
-from lowtide.core import Step, StepKind
+from lowtide.core import StepKind
 from lowtide.decode.block_diffusion import (
-    LOGIT_ROWS,
     BlockDiffusion,
     Draft,
     Event,
@@ -32,7 +31,6 @@ from lowtide.decode.block_diffusion import (
     Request,
 )
 from lowtide.errors import PlanError, UsageError
-from lowtide.layers.batch import Batch, Segment
 from lowtide.params import DiffusionParams, SamplingParams
 
 
@@ -287,15 +285,6 @@ def cut(answer: np.ndarray, eos: Iterable[int], max_tokens: int) -> list[int]:
     tokens = answer[:max_tokens].tolist()
     ends = [index for index, token in enumerate(tokens) if token in eos]
     return tokens[: ends[0] + 1] if ends else tokens
-
-
-def hash_logits(row: np.ndarray, block_length: int) -> torch.Tensor:
-    kv_cache = make_kv_cache(128)
-    model = HashModel(kv_cache, 128, can_mask=False)
-    segment = Segment(0, len(row), 0, block_length, kv_cache.allocate(len(row)))
-    tokens, positions = torch.from_numpy(row), torch.arange(len(row))
-    hidden = model.forward(Batch(tokens, positions, (segment,), Step(StepKind.DENOISE, 0)))
-    return torch.cat([model.logits(part).clone() for part in hidden.split(LOGIT_ROWS)])
 
 
 @functools.cache

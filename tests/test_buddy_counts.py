@@ -18,7 +18,7 @@ from test_calibrate import SHAPE, make_calibration, open_tiny
 
 from lowtide import LLM
 from lowtide.core import Step, StepKind
-from lowtide.errors import StorageError, UnsupportedError, UsageError
+from lowtide.errors import UnsupportedError, UsageError
 from lowtide.experts.rows import Routing
 from lowtide.lab import expert_similarity
 from lowtide.lab.buddies import CoActivations, EvenSample, needed_tokens, shares
@@ -283,22 +283,6 @@ def test_a_damaged_profile_is_refused(tmp_path: Path, changes: dict[str, Any]) -
         np.savez(out, **{name: value for name, value in arrays.items() if value is not None})
     with pytest.raises(UsageError, match=r"c\.lowtide"):
         Calibration.load(path)
-
-
-@examples(40)
-@given(place=st.integers(0, 10**6), value=st.integers(0, 255))
-def test_a_flipped_byte_never_does_worse_than_an_error(
-    tmp_path_factory: pytest.TempPathFactory, place: int, value: int
-) -> None:
-    path = tmp_path_factory.mktemp("calibration") / "c.lowtide"
-    made().save(path)
-    data = bytearray(path.read_bytes())
-    data[place % len(data)] = value
-    path.write_bytes(data)
-    try:
-        Calibration.load(path)
-    except (UsageError, StorageError):
-        pass
 
 
 def test_buddies_of_another_shape_are_not_the_traces(tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ import pytest
 import torch
 from poison import PoisonedWorkspace
 from test_elastic_arena import physical_bytes
+from test_elastic_memory import elastic_of
 
 from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.engine import wiring
 from lowtide.engine.elastic import ElasticMemory
-from lowtide.engine.engine import Engine
 from lowtide.errors import PageError
 from lowtide.lab.synth import synth
 from lowtide.llm import plan_model
@@ -47,14 +47,6 @@ def answers(llm: LLM) -> tuple[list[list[int]], torch.Tensor]:
 def expected(model: Path) -> tuple[list[list[int]], torch.Tensor]:
     with LLM(model, context=CONTEXT) as llm:
         return answers(llm)
-
-
-def elastic_of(llm: LLM) -> ElasticMemory:
-    def look(engine: Engine) -> ElasticMemory:
-        assert engine.elastic is not None
-        return engine.elastic
-
-    return llm._loop.look(look)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -232,7 +233,7 @@ def test_a_bad_model_is_refused_before_any_weight_is_read(model: Path, name: str
     assert not reads
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", ["missing shard", "broken weights", "small budget"])
 def test_the_command_line_says_so_in_one_line(model: Path, name: str) -> None:
     damage, _, said, options = FAULTS[name]
     damage(model)
@@ -680,7 +681,7 @@ def wait_for_open_files(process: subprocess.Popen[str], model: Path) -> None:
     while process.poll() is None and not any(
         link.endswith(".safetensors") for link in open_files(model, process.pid)
     ):
-        os.sched_yield()
+        time.sleep(0.01)
 
 
 def check_quiet_end(code: int, errors: str) -> None:

@@ -32,7 +32,6 @@ from lowtide.lab.synth import synth
 from lowtide.layers.batch import Batch, Segment
 from lowtide.layers.few_rows import FewRowsLayer, FewRowsLayers, FewRowsPass
 from lowtide.llm import plan_model
-from lowtide.memory.workspace import Workspace
 
 AT_ONCE = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "bailing_moe_v2")
 """Families whose layers are one call."""
@@ -190,14 +189,16 @@ def test_an_observer_sees_what_it_would_one_by_one(folders: dict[str, Path]) -> 
 def test_nothing_is_read_that_is_not_alive(
     folders: dict[str, Path], family: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with opened(folders[family], share) as engine:
+    check_poisoned(folders[family], share, monkeypatch)
+
+
+def check_poisoned(
+    path: Path, share: float, monkeypatch: pytest.MonkeyPatch, **options: object
+) -> None:
+    with opened(path, share, **options) as engine:
         expected = decoded(engine, 2)
-
-    def poisoned(*given: object) -> Workspace:
-        return PoisonedWorkspace(*given)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("lowtide.engine.wiring.Workspace", poisoned)
-    with opened(folders[family], share) as engine:
+    monkeypatch.setattr("lowtide.engine.wiring.Workspace", PoisonedWorkspace)
+    with opened(path, share, **options) as engine:
         assert isinstance(engine.model.compute.workspace, PoisonedWorkspace)
         assert are_equal(decoded(engine, 2), expected)
 

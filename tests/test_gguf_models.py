@@ -14,22 +14,20 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from checkpoint_files import ling_config, write_arrays
-from family_models import random_weight
+from checkpoint_files import write_arrays
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Type
 from gguf_files import Choose, finish, split, write_gguf, write_ling
-from gguf_oracle import TOLERANCE, WIDTH, check, random_model
+from gguf_oracle import TOLERANCE, WIDTH, check, random_model, small_ling
 from typer.testing import CliRunner
 
 from lowtide import SamplingParams
 from lowtide.cli.app import app
 from lowtide.errors import CheckpointError, ConfigError, LowtideError, UnsupportedError
-from lowtide.families import read_config
 from lowtide.llm import LLM, plan_model
 from lowtide.model_folder.gguf_header import GgufHeader
 from lowtide.model_folder.gguf_model import GgufModel
-from lowtide.schemas import bind, model_schema
+from lowtide.schemas import bind
 
 MIXED = (Type.Q4_K, Type.Q6_K, Type.Q5_K, Type.Q3_K, Type.Q2_K, Type.IQ4_XS, Type.Q8_0)
 SMALL = (Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.IQ4_NL, Type.MXFP4)
@@ -88,29 +86,7 @@ def choosing(types: tuple[Type, ...]) -> Choose:
 @pytest.mark.parametrize("num_predicting", [0, 1])
 def test_ling_is_that_of_its_safetensors(num_predicting: int, tmp_path: Path) -> None:
     path, folder = tmp_path / "model.gguf", tmp_path / "folder"
-    config = ling_config(
-        architectures=["BailingMoeV2ForCausalLM"],
-        num_hidden_layers=3,
-        hidden_size=WIDTH,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        rotary_dim=8,
-        intermediate_size=WIDTH,
-        moe_intermediate_size=WIDTH,
-        num_experts=8,
-        num_experts_per_tok=2,
-        n_group=4,
-        topk_group=2,
-        vocab_size=97,
-        pad_token_id=None,
-        max_position_embeddings=256,
-        torch_dtype="float32",
-    )
-    schema = model_schema(read_config(config))
-    torch.manual_seed(3)
-    specs = [*schema.dense, *(s for n in schema.moe_layers for s in schema.expert_specs(n))]
-    weights = {spec.name: random_weight(spec.name, spec.shape) for spec in specs}
+    config, weights = small_ling()
     write_ling(path, config, weights, choosing(MIXED), num_predicting)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))

@@ -9,20 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_files import ling_config
 from examples import scaled
-from family_models import random_weight
 from gguf.constants import GGMLQuantizationType as Type
 from gguf_files import write_ling
-from poison import PoisonedWorkspace
-from test_few_rows import are_equal, decoded, one_by_one, opened
-from test_gguf_models import MIXED, SMALL, WIDTH, choosing, write
+from gguf_oracle import small_ling
+from test_few_rows import are_equal, check_poisoned, compiled, decoded, one_by_one, opened  # noqa: F401
+from test_gguf_models import MIXED, SMALL, choosing, write
 from torch import Tensor
 
 from lowtide import LLM, SamplingParams
 from lowtide.engine.engine import Engine
 from lowtide.experts.runtime import ExpertRuntime
-from lowtide.families import read_config
 from lowtide.kernels import choice
 from lowtide.kernels.compiled import CompiledKernels
 from lowtide.kernels.cpu.quantised import MAX_FEW_ROWS
@@ -30,8 +27,6 @@ from lowtide.kernels.layer_parts import LayerParts
 from lowtide.lab.synth import synth
 from lowtide.layers.few_rows import FewRowsLayer
 from lowtide.llm import plan_model
-from lowtide.memory.workspace import Workspace
-from lowtide.schemas import model_schema
 
 FORMATS: Mapping[str, Mapping[str, str]] = {
     "q8": {"format": "q8"},
@@ -66,12 +61,6 @@ FILES = {
 """Types that a GGUF file's tensors take in turns, so that they differ within a layer."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    if not isinstance(choice.choose_kernels("auto", torch.bfloat16), CompiledKernels):
-        pytest.skip("nothing is compiled here")
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("models")
@@ -84,37 +73,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     paths = {family: base / f"{family}.gguf" for family in FILES}
     for family, path in paths.items():
         if family == "bailing_moe_v2":
-            write_small_ling(path)
+            write_ling(path, *small_ling(), choosing(FILES[family]))
         else:
             write(path, family, 0, FILES[family])
     return paths
-
-
-def write_small_ling(path: Path) -> None:
-    config = ling_config(
-        architectures=["BailingMoeV2ForCausalLM"],
-        num_hidden_layers=3,
-        hidden_size=WIDTH,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        rotary_dim=8,
-        intermediate_size=WIDTH,
-        moe_intermediate_size=WIDTH,
-        num_experts=8,
-        num_experts_per_tok=2,
-        n_group=4,
-        topk_group=2,
-        vocab_size=97,
-        pad_token_id=None,
-        max_position_embeddings=256,
-        torch_dtype="float32",
-    )
-    schema = model_schema(read_config(config))
-    specs = [*schema.dense, *(s for n in schema.moe_layers for s in schema.expert_specs(n))]
-    torch.manual_seed(3)
-    weights = {spec.name: random_weight(spec.name, spec.shape) for spec in specs}
-    write_ling(path, config, weights, choosing(FILES["bailing_moe_v2"]))
 
 
 def check(path: Path, shapes: Sequence[tuple[int, int]], **options: object) -> None:
@@ -202,16 +164,7 @@ def test_nothing_is_read_that_is_not_alive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = files["qwen2_moe"] if name == "file" else folders["qwen2_moe"]
-    with opened(path, share, **FORMATS.get(name, {})) as engine:
-        expected = decoded(engine, 2)
-
-    def poisoned(*given: object) -> Workspace:
-        return PoisonedWorkspace(*given)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("lowtide.engine.wiring.Workspace", poisoned)
-    with opened(path, share, **FORMATS.get(name, {})) as engine:
-        assert isinstance(engine.model.compute.workspace, PoisonedWorkspace)
-        assert are_equal(decoded(engine, 2), expected)
+    check_poisoned(path, share, monkeypatch, **FORMATS.get(name, {}))
 
 
 @pytest.mark.parametrize("name", ["q4", "q8", "q4 rounded", "file"])

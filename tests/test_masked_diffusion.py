@@ -10,19 +10,16 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hash_model import EOS, MASK, VOCAB, HashModel, make_kv_cache
+from hash_model import EOS, MASK, VOCAB, HashModel, hash_logits, make_kv_cache
 from hypothesis import given
 from hypothesis import strategies as st
 from masked_oracle import FullModel, golden_cases, load_full
 from whole import decoded
 
 from lowtide.config import DecodingDefaults
-from lowtide.core import Step, StepKind
-from lowtide.decode.batch_decoder import LOGIT_ROWS
 from lowtide.decode.masked_diffusion import MaskedDiffusion
 from lowtide.decode.masked_options import resolve
 from lowtide.decode.request import Draft, Event, Finished, Request
-from lowtide.layers.batch import Batch, Segment
 from lowtide.params import REMASKING_RULES, DiffusionParams, SamplingParams
 
 LLADA = DecodingDefaults(block_length=128, steps=128, threshold=None)
@@ -235,7 +232,7 @@ def published(request: Request, logits_shift: int) -> list[list[int]]:
     for start in range(num_prompt, len(x), length):
         num_left_over, step = 0, 0
         while (x[start : start + length] == MASK).any():
-            logits = hash_logits(x.numpy(), logits_shift)[start : start + length]
+            logits = shifted_logits(x.numpy(), logits_shift)[start : start + length]
             is_masked = x[start : start + length] == MASK
             p = logits.double().softmax(-1)
             confidence, tokens = p.max(-1)
@@ -290,11 +287,6 @@ def published_choice(
     return surest[:num_tokens], 0
 
 
-def hash_logits(row: np.ndarray, logits_shift: int) -> torch.Tensor:
-    kv_cache = make_kv_cache(128)
-    model = HashModel(kv_cache, 128, can_mask=False)
-    segment = Segment(0, len(row), 0, len(row), kv_cache.allocate(len(row)))
-    tokens, positions = torch.from_numpy(row), torch.arange(len(row))
-    hidden = model.forward(Batch(tokens, positions, (segment,), Step(StepKind.DENOISE, 0)))
-    logits = torch.cat([model.logits(part).clone() for part in hidden.split(LOGIT_ROWS)])
+def shifted_logits(row: np.ndarray, logits_shift: int) -> torch.Tensor:
+    logits = hash_logits(row, len(row))
     return torch.cat([logits[:1], logits[:-1]]) if logits_shift else logits

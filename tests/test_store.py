@@ -7,7 +7,7 @@ import re
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from pathlib import Path
@@ -290,33 +290,26 @@ def test_short_reads_are_continued(files: list[Path], monkeypatch: pytest.Monkey
         assert np.array_equal(target, CONTENTS[0][10:-1])
 
 
-@pytest.mark.parametrize("which", [0, 1])
-def test_a_missing_file_is_an_error_and_nothing_stays_open(
-    which: int, files: list[Path], tmp_path: Path
-) -> None:
-    before = open_descriptors()
-    gone = tmp_path / "gone"
-    gone.write_bytes(b"x" * SECTOR_BYTES)
-    there = [RegularFile.at(files[0]), RegularFile.at(files[1])]
-    there[which] = RegularFile.at(gone)
-    gone.unlink()
-    with pytest.raises(StorageError, match="gone is missing"):
-        FileReader(there, SECTOR_BYTES)
-    assert open_descriptors() == before
+def replace(path: Path) -> None:
+    path.with_name("other").write_bytes(b"y" * SECTOR_BYTES)
+    path.with_name("other").rename(path)
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_replaced_file_is_an_error_and_nothing_stays_open(
-    which: int, files: list[Path], tmp_path: Path
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [(Path.unlink, "it is missing"), (replace, "it was changed or replaced.*4096 bytes then")],
+)
+def test_a_file_that_is_another_now_is_an_error_and_nothing_stays_open(
+    which: int, damage: Callable[[Path], None], said: str, files: list[Path], tmp_path: Path
 ) -> None:
     before = open_descriptors()
-    path = tmp_path / "replaced"
+    path = tmp_path / "it"
     path.write_bytes(b"x" * SECTOR_BYTES)
     there = [RegularFile.at(files[0]), RegularFile.at(files[1])]
     there[which] = RegularFile.at(path)
-    (tmp_path / "other").write_bytes(b"y" * SECTOR_BYTES)
-    (tmp_path / "other").rename(path)
-    with pytest.raises(StorageError, match=r"replaced was changed or replaced.*4096 bytes then"):
+    damage(path)
+    with pytest.raises(StorageError, match=said):
         FileReader(there, SECTOR_BYTES)
     assert open_descriptors() == before
 

@@ -229,21 +229,6 @@ def test_damaged_and_missing_files(tmp_path: Path) -> None:
             Trace.load(path)
 
 
-@given(place=st.integers(0, 10**6), value=st.integers(0, 255))
-def test_a_flipped_byte_never_does_worse_than_an_error(
-    tmp_path_factory: pytest.TempPathFactory, place: int, value: int
-) -> None:
-    path = tmp_path_factory.mktemp("trace") / "t.npz"
-    make_trace().save(path)
-    data = bytearray(path.read_bytes())
-    data[place % len(data)] = value
-    path.write_bytes(data)
-    try:
-        Trace.load(path)
-    except (UsageError, StorageError):
-        pass
-
-
 def test_a_failed_save_leaves_the_old_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
