@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import html
-import math
+import io
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from lowtide.lab.quality_plot import front
 from reporting.results import Line, Results
 from reporting.tables import percent
 
@@ -21,9 +25,9 @@ KINDS = {
 }
 """What a lane does with absent experts (its option `miss`): its name here, and its colour."""
 
-_WIDTH, _HEIGHT = 470, 360
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 16, 40, 50
-_COLUMNS, _LEGEND, _LABEL_STEP = 2, 48, 12
+# Text as text, and the same names of parts in every run.
+_STYLE = {"svg.fonttype": "none", "svg.hashsalt": "lowtide", "font.size": 8}
+_SAID = "bars: two standard errors; named and joined: no other gains more and loses less"
 
 
 class Mark(NamedTuple):
@@ -45,41 +49,10 @@ class Panel(NamedTuple):
 
     @property
     def front(self) -> list[Mark]:
-        """Those that no other beats: none gains as much, loses as little and is better at one.
-        By what they gain."""
-        best = [
-            mark
-            for mark in self.marks
-            if not any(
-                other.gain >= mark.gain
-                and other.lost <= mark.lost
-                and (other.gain, other.lost) != (mark.gain, mark.lost)
-                for other in self.marks
-            )
-        ]
+        """Those that no other beats, by what they gain."""
+        is_best = front([(mark.gain, mark.lost) for mark in self.marks])
+        best = [mark for mark, is_its in zip(self.marks, is_best, strict=True) if is_its]
         return sorted(best, key=lambda mark: (mark.gain, mark.lost))
-
-
-class Axis(NamedTuple):
-    """A range of values on a range of the picture."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-
-    def at(self, value: float) -> float:
-        share = (value - self.low) / (self.high - self.low)
-        return self.start + share * (self.end - self.start)
-
-    def ticks(self) -> list[float]:
-        """Some five round values."""
-        rough = (self.high - self.low) / 6
-        power = 10.0 ** math.floor(math.log10(rough))
-        step = next(one * power for one in (1, 2, 5, 10) if one * power >= rough)
-        first = math.ceil(self.low / step - 1e-9)
-        last = math.floor(self.high / step + 1e-9)
-        return [step * number for number in range(first, last + 1)]
 
 
 def front_picture(results: Results) -> str | None:
@@ -116,22 +89,22 @@ def panels_of(lines: Sequence[Line]) -> Iterator[Panel]:
 
 def svg(panels: Sequence[Panel]) -> str:
     """Panels two to a row, and below them which colour is what."""
-    num_rows = -(-len(panels) // _COLUMNS)
-    width = _WIDTH * min(_COLUMNS, len(panels))
-    height = _HEIGHT * num_rows + _LEGEND
-    drawn = []
-    for number, panel in enumerate(panels):
-        row, column = divmod(number, _COLUMNS)
-        inside = "\n".join(_panel(panel))
-        moved = f"transform='translate({column * _WIDTH} {row * _HEIGHT})'"
-        drawn.append(f"<g {moved}>\n{inside}\n</g>")
-    drawn += _legend(panels, height - 28)
-    inside = "\n".join(drawn)
-    return (
-        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' "
-        f"height='{height}' font-family='sans-serif' font-size='11'>\n"
-        f"<rect width='100%' height='100%' fill='#fff'/>\n{inside}\n</svg>\n"
-    )
+    num_columns = min(2, len(panels))
+    num_rows = -(-len(panels) // num_columns)
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(4.9 * num_columns, 3.7 * num_rows + 0.5), layout="constrained")
+        grid = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
+        for axes, panel in zip(grid, panels, strict=False):
+            _draw(axes, panel)
+        for axes in grid[len(panels) :]:
+            axes.set_axis_off()
+        kinds = {mark.kind for panel in panels for mark in panel.marks}
+        for name, colour in (KINDS[kind] for kind in KINDS if kind in kinds):
+            figure.axes[0].plot([], [], "o", color=colour, label=name)
+        figure.legend(loc="outside lower center", ncols=len(kinds), title=_SAID)
+        drawn = io.StringIO()
+        figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
+    return drawn.getvalue()
 
 
 def _mark(line: Line, gain: float) -> Mark:
@@ -139,79 +112,16 @@ def _mark(line: Line, gain: float) -> Mark:
     return Mark(line["what"], miss, gain, lost["mean"], lost["error"] or 0.0)
 
 
-def _panel(panel: Panel) -> list[str]:
-    x, y = _axes(panel.marks)
-    drawn = [_text(_LEFT, 22, panel.title, "font-weight='bold'"), *_grid(x, y, panel.gain)]
-    points = " ".join(f"{x.at(mark.gain):.1f},{y.at(mark.lost):.1f}" for mark in panel.front)
-    drawn.append(f"<polyline points='{points}' fill='none' stroke='#888'/>")
+def _draw(axes: Axes, panel: Panel) -> None:
     for mark in panel.marks:
-        drawn += _point(mark, x, y)
-    return [*drawn, *_labels(panel.front, x, y)]
-
-
-def _axes(marks: Sequence[Mark]) -> tuple[Axis, Axis]:
-    """With room for the bars of two errors, and for labels on the right."""
-    gains = [mark.gain for mark in marks]
-    least = min(0.0, *(mark.lost - 2 * mark.error for mark in marks))
-    most = max(0.01, *(mark.lost + 2 * mark.error for mark in marks))
-    spread = max(max(gains) - min(gains), 0.1)
-    margin = 0.05 * (most - least)
-    return (
-        Axis(min(gains) - 0.05 * spread, max(gains) + 0.4 * spread, _LEFT, _WIDTH - _RIGHT),
-        Axis(least - margin, most + margin, _HEIGHT - _BOTTOM, _TOP),
-    )
-
-
-def _grid(x: Axis, y: Axis, gain: str) -> list[str]:
-    drawn = []
-    for value in x.ticks():
-        drawn.append(_line(x.at(value), y.start, x.at(value), y.end, "#eee"))
-        drawn.append(_text(x.at(value), y.start + 16, f"{value:.3g}", "text-anchor='middle'"))
-    for value in y.ticks():
-        drawn.append(_line(x.start, y.at(value), x.end, y.at(value), "#eee"))
-        drawn.append(_text(x.start - 6, y.at(value) + 4, f"{value:.3g}", "text-anchor='end'"))
-    middle, height = (x.start + x.end) / 2, (y.start + y.end) / 2
-    drawn.append(_text(middle, y.start + 36, gain, "text-anchor='middle'"))
-    turned = f"text-anchor='middle' transform='rotate(-90 14 {height:.1f})'"
-    return [*drawn, _text(14, height, "nats per token lost", turned)]
-
-
-def _point(mark: Mark, x: Axis, y: Axis) -> list[str]:
-    colour = KINDS[mark.kind][1]
-    across, down = x.at(mark.gain), y.at(mark.lost)
-    low, high = y.at(mark.lost - 2 * mark.error), y.at(mark.lost + 2 * mark.error)
-    said = html.escape(f"{mark.name}: {mark.gain:.3g}, {mark.lost:.3g} nats")
-    return [
-        _line(across, low, across, high, colour),
-        f"<circle cx='{across:.1f}' cy='{down:.1f}' r='4' fill='{colour}'>"
-        f"<title>{said}</title></circle>",
-    ]
-
-
-def _labels(marks: Sequence[Mark], x: Axis, y: Axis) -> list[str]:
-    """Names beside the marks, from below, each far enough above the one before."""
-    drawn, lowest = [], math.inf
-    for mark in sorted(marks, key=lambda mark: mark.lost):
-        lowest = min(y.at(mark.lost) - 3, lowest - _LABEL_STEP)
-        drawn.append(_text(x.at(mark.gain) + 7, lowest, mark.name))
-    return drawn
-
-
-def _legend(panels: Sequence[Panel], below: float) -> list[str]:
-    kinds = {mark.kind for panel in panels for mark in panel.marks}
-    drawn, left = [], float(_LEFT)
-    for kind, (name, colour) in KINDS.items():
-        if kind in kinds:
-            drawn.append(f"<circle cx='{left:.0f}' cy='{below - 4:.0f}' r='4' fill='{colour}'/>")
-            drawn.append(_text(left + 8, below, name))
-            left += 24 + 6 * len(name)
-    said = "bars: two standard errors; named and joined: no other gains more and loses less"
-    return [*drawn, _text(_LEFT - 4, below + 18, said)]
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, colour: str) -> str:
-    return f"<line x1='{x1:.1f}' y1='{y1:.1f}' x2='{x2:.1f}' y2='{y2:.1f}' stroke='{colour}'/>"
-
-
-def _text(x: float, y: float, text: str, style: str = "") -> str:
-    return f"<text x='{x:.1f}' y='{y:.1f}' {style}>{html.escape(text)}</text>"
+        colour = KINDS[mark.kind][1]
+        axes.errorbar(mark.gain, mark.lost, yerr=2 * mark.error, fmt="o", color=colour)
+    axes.plot(*zip(*((m.gain, m.lost) for m in panel.front), strict=True), color="#888888", lw=1)
+    for mark in panel.front:
+        place = {"xytext": (5, 3), "textcoords": "offset points"}
+        axes.annotate(mark.name, (mark.gain, mark.lost), fontsize=6, **place)
+    axes.margins(x=0.2)
+    axes.grid(color="#eeeeee")
+    axes.set_title(panel.title, weight="bold")
+    axes.set_xlabel(panel.gain)
+    axes.set_ylabel("nats per token lost")
