@@ -142,7 +142,7 @@ class ExpertRuntime:
         self._step = step
         self._hits.fill(0)
         if self.device is None:
-            num_residents = np.count_nonzero(self.host.ledger.residents, axis=1)
+            num_residents = self.host.ledger.residents.sum(axis=1)
             ranks = self.policies.begin_pass(step, num_residents, self.room.capacity)
             if self._compiled is not None:
                 self._compiled.begin_pass(ranks)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from lowtide.core import BoolArray, FloatArray, IntArray
+from lowtide.core import FloatArray, IntArray
 
 _DECAYS = (0.0, 0.8, 0.95)  # the last step, some five, some twenty; and everything ever seen
 _FORGET = 0.99  # weight of the past in what is learnt, per watched layer and step
 _WATCHED, _EARLY = 4, 64  # every fourth step is learnt from, and each of the first ones
 _RIDGE = 1e-9  # keeps memories that say the same from cancelling each other
+_LEAST_S = 1e-300  # instead of nothing, to divide by
 # One of an expert's tokens stays with it as often as not, so one with many comes again: the chance
 # by tokens, which is 1 to the last bit from 53 on.
 _STAYS = 1.0 - np.exp2(-np.arange(54.0))
@@ -38,12 +39,15 @@ class Forecast:
         num_memories = len(_DECAYS) + 1
         self._memories = np.zeros((num_memories, num_layers, num_experts))
         self._change = np.empty_like(self._memories)
+        self._flat = self._memories.reshape(num_memories, -1)
         self._num_steps = 0.0
         self._num_observed = 0
         if frequency is not None:
             self._num_steps = float(frequency.max(initial=0.0))
             total = np.maximum(frequency.sum(axis=1, keepdims=True), 1.0)
             self._memories[-1] = frequency / total
+        # What each memory takes over of a new step.
+        self._rates = np.array([*(1 - decay for decay in _DECAYS), 1 / (self._num_steps + 1)])
         self._products = np.zeros((num_memories, num_memories + 1))
         self._weights = np.full(num_memories, 1 / num_memories)
         self.worth_s = np.zeros(num_layers)
@@ -56,43 +60,46 @@ class Forecast:
         is passed over.
         """
         total_s = worth_s.sum(axis=1)
-        is_heard = total_s > 0
-        if not is_heard.any():
+        silent = (total_s <= 0).nonzero()[0]
+        if len(silent) == len(total_s):
             return
-        self.worth_s[is_heard] = total_s[is_heard]
+        total_s[silent] = self.worth_s[silent]
+        self.worth_s = total_s
         if self._num_observed < _EARLY or self._num_observed % _WATCHED == 0:
-            self._learn(worth_s[is_heard] / total_s[is_heard, None], is_heard)
+            self._learn(worth_s, silent)
         self._num_observed += 1
         kept_s = worth_s * stays(num_tokens)
-        kept_s /= np.where(is_heard, kept_s.sum(axis=1), 1.0)[:, None]
+        kept_s /= np.maximum(kept_s.sum(axis=1, keepdims=True), _LEAST_S)
         np.subtract(kept_s, self._memories, out=self._change)
-        self._change *= self._rates()[:, None, None] * is_heard[:, None]
+        self._change *= self._rates[:, None, None]
+        self._change[:, silent] = 0.0
         self._memories += self._change
         self._num_steps += 1
+        self._rates[-1] = 1 / (self._num_steps + 1)
 
     def before(self, shares: FloatArray) -> float:
         """Before a step: writes to `shares` [num_layers, num_experts] what is known of the one
         after it, as shares of a layer's worth, and returns the weight that this step's own shares
         will have beside that."""
-        rates = self._rates()
-        weights = self._weights * (1 - rates)
-        np.dot(weights, self._memories.reshape(len(rates), -1), out=shares.reshape(-1))
-        return float(self._weights.dot(rates))
+        own = self._weights * self._rates
+        np.dot(self._weights - own, self._flat, out=shares.reshape(-1))
+        return float(own.sum())
 
     def __call__(self) -> FloatArray:
         """Seconds that residency will be worth in the next step. [num_layers, num_experts]"""
-        worth_s: FloatArray = np.tensordot(self._weights, self._memories, 1)
+        worth_s: FloatArray = self._weights.dot(self._flat).reshape(self._memories.shape[1:])
         worth_s *= self.worth_s[:, None]
         return np.maximum(worth_s, 0.0, out=worth_s)
 
-    def _rates(self) -> FloatArray:
-        """What each memory takes over of a new step."""
-        return np.array([*(1 - decay for decay in _DECAYS), 1 / (self._num_steps + 1)])
-
-    def _learn(self, wanted: FloatArray, is_heard: BoolArray) -> None:
+    def _learn(self, worth_s: FloatArray, silent: IntArray) -> None:
         """The mixture that would have forecast the watched steps with the least squared error; as
-        long as little is known, equal weights. wanted [layers that are heard, experts]: shares."""
-        memories = self._memories[:, is_heard].reshape(len(self._weights), -1)
+        long as little is known, equal weights. worth_s [layers, experts]; silent: layers without."""
+        total_s, memories = self.worth_s, self._memories
+        if len(silent):
+            worth_s, total_s = np.delete(worth_s, silent, 0), np.delete(total_s, silent)
+            memories = np.delete(memories, silent, 1)
+        wanted = worth_s / total_s[:, None]
+        memories = memories.reshape(len(self._weights), -1)
         self._products *= _FORGET ** len(wanted)
         self._products[:, :-1] += memories.dot(memories.T)
         self._products[:, -1] += memories.dot(wanted.reshape(-1))
