@@ -111,6 +111,32 @@ def test_two_experts_at_once_arrive_in_their_slots(paths: list[Path], is_direct:
     assert [own.reader.num_bytes(expert) for expert in range(3)] == [51_086, NUM_BYTES, 100_001]
 
 
+def test_what_lies_on_sectors_is_read_in_place(tmp_path: Path) -> None:
+    """Where file and slot have the same borders; all else goes through the ring."""
+    path, size = tmp_path / "file.bin", 2 * PIECE_BYTES
+    stored = np.random.default_rng(0).integers(1, 256, 3 * size, np.uint8)
+    path.write_bytes(stored.tobytes())
+    try:
+        files = open_files([path], os.O_DIRECT)
+    except StorageError:
+        pytest.skip("no direct reads here")
+    parts = [SlotSegment(4096, 50_000, 0), SlotSegment(54_096, size - 50_000, 50_000)]
+    apart = [SlotSegment(4096, 50_000, 0), SlotSegment(54_096, size - 50_000, 54_096)]
+    experts = [[Range(0, each)] for each in (parts, apart, [SlotSegment(4097, size, 0)])]
+    ring, slots = (np.frombuffer(mmap.mmap(-1, 2 * size), np.uint8) for _ in range(2))
+    reader = CompiledReader(load_library(*FEW_ROWS), experts, files, slots, 2 * size, ring)
+    for expert, is_in_place in ((0, True), (1, False), (2, False)):
+        slots[:], ring[:] = 0, 0
+        assert reader.read(expert, 0, 60.0) == size
+        for start, num_bytes, target in experts[expert][0].segments:
+            wanted = stored[start : start + num_bytes]
+            assert np.array_equal(slots[target : target + num_bytes], wanted)
+        assert np.count_nonzero(slots) == size
+        assert bool(ring.any()) is not is_in_place
+    assert reader.close(5.0)
+    os.close(files[0].descriptor)
+
+
 def test_a_file_that_was_truncated_is_named_with_its_bytes(paths: list[Path]) -> None:
     with opened(open_files(paths)) as own:
         os.truncate(paths[0], 100)

@@ -70,6 +70,21 @@ bool has_changed(const File& file) {
     return now.st_size != file.num_bytes || modified_ns != file.modified_ns;
 }
 
+// Where a piece goes in memory if all of it, and nothing else, can be read straight there: sectors of
+// the file are sectors of the slot. Else null.
+std::uint8_t* place_of(const Source& source, const Range& range, const Piece& piece, long slot) {
+    const Segment* segment = source.segments + range.first_segment;
+    const Segment* const end = segment + range.num_segments;
+    std::uint8_t* const place =
+        source.slots + slot * source.slot_bytes + segment->target + piece.start - segment->start;
+    for (const Segment* next = segment + 1; next < end; segment = next++)
+        if (next->start != segment->start + segment->num_bytes ||
+            next->target != segment->target + segment->num_bytes)
+            return nullptr;
+    const bool is_whole = piece.start % SECTOR_BYTES == 0 && piece.stop % SECTOR_BYTES == 0;
+    return is_whole && reinterpret_cast<std::uintptr_t>(place) % SECTOR_BYTES == 0 ? place : nullptr;
+}
+
 int read_piece(const Source& source, int thread, const Range& range, const Piece& piece, long slot) {
     const int descriptor = static_cast<int>(source.files[range.file].descriptor);
     std::uint8_t* const target = source.slots + slot * source.slot_bytes;
@@ -80,6 +95,9 @@ int read_piece(const Source& source, int thread, const Range& range, const Piece
         posix_fadvise(descriptor, piece.start, piece.stop - piece.start, POSIX_FADV_DONTNEED);
         return error;
     }
+    if (std::uint8_t* const place = place_of(source, range, piece, slot))
+        return read_all(descriptor, place, piece.start, piece.stop - piece.start,
+                        piece.stop - piece.start, true);
     std::uint8_t* const buffer =
         source.buffers + thread * (source.piece_bytes + 2 * SECTOR_BYTES);
     const long first = align_down(piece.start);
