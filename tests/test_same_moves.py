@@ -17,7 +17,7 @@ from lowtide.policies.placement import (
     LRU,
     DaliWindow,
     Frequency,
-    Ranked,
+    Placement,
     ScoreCache,
     Static,
     Tide,
@@ -145,7 +145,7 @@ def dali() -> Rule:
     return rule
 
 
-MADE: dict[str, tuple[Callable[[list[int]], Ranked], Callable[[], Rule]]] = {
+MADE: dict[str, tuple[Callable[[list[int]], Placement], Callable[[], Rule]]] = {
     "static": (lambda room: Static([np.arange(5)] * 2, NUM_EXPERTS, room), static),
     "favourites": (lambda room: Static.favourites(room, COUNTS), favourite),
     "lru": (lambda room: LRU(NUM_LAYERS, NUM_EXPERTS), lru),

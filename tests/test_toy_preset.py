@@ -15,7 +15,7 @@ from lowtide.errors import UsageError
 from lowtide.llm import plan_model
 from lowtide.policies.assignment import divide
 from lowtide.policies.catalogue import CATALOGUE
-from lowtide.policies.placement import Ranked
+from lowtide.policies.placement import Placement
 from lowtide.policies.presets import (
     candidates,
     check_policy,
@@ -35,7 +35,7 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "policies.md"
 STRIDE = PolicyOption("stride", "every so many experts one is kept", 2, 1, 9)
 
 
-class EveryNth(Ranked):
+class EveryNth(Placement):
     """Keeps every so many experts, starting from the step's index."""
 
     def __init__(self, num_layers: int, num_experts: int, stride: int) -> None:

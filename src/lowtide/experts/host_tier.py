@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from time import monotonic
-from typing import Protocol
 
 import numpy as np
 
@@ -24,7 +23,7 @@ from lowtide.experts.slots import ExpertSlots, SlotLedger
 from lowtide.experts.transfer import Transfer
 from lowtide.policies.decision import Policies
 from lowtide.reading.file_reader import Ticket, read_stalled
-from lowtide.threads.event import HEED_S, WAIT_LIMIT_S
+from lowtide.threads.event import HEED_S, WAIT_LIMIT_S, Event
 
 USE_POLL_S = 1e-3
 """How often the uses of slots are looked at that do not say when they have ended: a device's."""
@@ -34,14 +33,6 @@ CLOSING_PASS_S = 1.0
 
 END_LIMIT_S = 2.0
 """After a failure: a read that takes longer keeps its slot until it has ended."""
-
-
-class Use(Protocol):
-    """Something that reads a host slot for a while, and is not asked to say when it has ended."""
-
-    def is_done(self) -> bool: ...
-
-    def wait(self, limit_s: float = WAIT_LIMIT_S) -> None: ...
 
 
 @dataclass
@@ -89,7 +80,7 @@ class HostTier:
         self.news = threading.Event()  # a read or a computation has ended since it was cleared
         self.idle_s = 0.0  # waited without any, and nothing that will be news has got on
         self.wants_slots = False  # whether a slot that is given back is news
-        self._uses: deque[tuple[int, Use]] = deque()
+        self._uses: deque[tuple[int, Event]] = deque()
         self._returned: deque[int] = deque()  # slots whose use on another thread has ended
         self._evict_after: dict[int, tuple[int, int]] = {}  # slot: its (layer, expert)
         self._waits_until_s = math.inf
@@ -115,7 +106,7 @@ class HostTier:
             self.ledger.lease(slot)
         return slot
 
-    def used_by(self, slot: int, use: Use) -> None:
+    def used_by(self, slot: int, use: Event) -> None:
         """The slot's bytes must stay as they are until `use` is done."""
         if not self.is_permanent:
             self._uses.append((slot, use))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from lowtide.core import MoEShape, Step
+from lowtide.experts.none import NoExperts
 from lowtide.experts.rows import LayerBuffers, Routing
 from lowtide.experts.told import take_substituted
 from lowtide.memory.workspace import Buffers
 
 
-class ExpertRegistrar:
+class ExpertRegistrar(NoExperts):
     """Takes what a layer's experts take of the workspace, and computes nothing."""
 
     def __init__(
@@ -20,18 +21,6 @@ class ExpertRegistrar:
         self._shape = shape
         self._substitutes = substitutes
         self.asks_scores = asks_scores
-
-    def parts(self, layer: int) -> None:
-        """Nothing is computed anywhere."""
-
-    def residents(self) -> None:
-        """Each layer is asked for."""
-
-    def begin_pass(self, step: Step) -> None:
-        """Nothing is decided."""
-
-    def end_pass(self) -> None:
-        """Nothing is learnt."""
 
     def forward(
         self,

@@ -3,59 +3,26 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lowtide.compute import Compute
 from lowtide.core import Step
+from lowtide.experts.none import NoExperts
 from lowtide.experts.rows import Routing
-from lowtide.kernels.layer_parts import ExpertParts, MLPParts, Residents
+from lowtide.experts.runtime import ExpertRuntime
+from lowtide.kernels.layer_parts import MLPParts
 from lowtide.layers.batch import Batch
 from lowtide.layers.linear import GatedMLP
 from lowtide.layers.router import Router, SigmoidRouter, SoftmaxRouter, TopSoftmaxRouter
 from lowtide.layers.rows import in_chunks, in_tiles
-from lowtide.memory.workspace import Buffers
 
 __all__ = ["Experts", "MoELayer", "Router", "SigmoidRouter", "SoftmaxRouter", "TopSoftmaxRouter"]
 
 
-class Experts(Protocol):
-    """The expert runtime, as a layer sees it (`experts/runtime.py`)."""
-
-    @property
-    def asks_scores(self) -> bool:
-        """Whether `forward` is to be told the router's scores."""
-        ...
-
-    def parts(self, layer: int) -> ExpertParts | None:
-        """A layer's experts, for kernels that run whole layers; None where they cannot."""
-        ...
-
-    def residents(self) -> Residents | None:
-        """For compiled layers of the pass that has begun; None where something is to be asked
-        between a layer's router and its experts."""
-        ...
-
-    def begin_pass(self, step: Step) -> None:
-        """Before the first layer of a pass."""
-        ...
-
-    def end_pass(self) -> None:
-        """After the last."""
-        ...
-
-    def forward(
-        self,
-        layer: int,
-        x: Tensor,
-        routing: Routing,
-        step: Step,
-        workspace: Buffers,
-        out: Tensor,
-        scores: Tensor | None = None,
-    ) -> None: ...
+Experts = ExpertRuntime | NoExperts
+"""What a layer asks to run its experts."""
 
 
 class MoELayer:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -21,55 +21,50 @@ from lowtide.layers.rows import in_tiles
 from lowtide.memory.workspace import TILE_ROWS, Buffers, tiles
 
 
-class Router(Protocol):
-    """Chooses each token's experts."""
-
-    def route(self, x: Tensor, segments: Sequence[Segment]) -> Routing:
-        """For x [rows, hidden] in the compute dtype. Never depends on placement."""
-        ...
-
-    def scores(self, x: Tensor) -> Tensor:
-        """The logits that `route` chooses by, without a bias that only chooses: a product of its
-        own, for those who ask. [rows, num_experts] float32"""
-        ...
-
-    def parts(self) -> RouterParts | None:
-        """For kernels that run whole layers; None where more than `RouterParts` decides."""
-        ...
-
-    def within(self, workspace: Buffers) -> Router:
-        """The same router with scratch of its own: for a guess beside a pass."""
-        ...
-
-
 @dataclass(frozen=True)
-class _Computed:
-    """What computes, of every router, and the matrix of its product."""
+class Router:
+    """Chooses each token's experts. What computes, and the matrix of its product."""
 
     compute: Compute
     weight: Tensor  # [num_experts, hidden]
 
-    def within(self, workspace: Buffers) -> Self:
-        return replace(self, compute=replace(self.compute, workspace=workspace))
+    def route(self, x: Tensor, segments: Sequence[Segment]) -> Routing:
+        """For x [rows, hidden] in the compute dtype. Never depends on placement."""
+        return _route_in_tiles(self._choose, x, self.compute.workspace)
 
     def parts(self) -> RouterParts | None:
+        """For kernels that run whole layers; None where more than `RouterParts` decides."""
         return None
 
+    def within(self, workspace: Buffers) -> Self:
+        """The same router with scratch of its own: for a guess beside a pass."""
+        return replace(self, compute=replace(self.compute, workspace=workspace))
+
     def scores(self, x: Tensor) -> Tensor:
+        """The logits that `route` chooses by, without a bias that only chooses: a product of its
+        own, for those who ask. [rows, num_experts] float32"""
         shape = (len(x), len(self.weight))
         self.compute.workspace.library("router scores", 4 * math.prod(shape))
         scores = torch.empty(shape, dtype=torch.float32, device=x.device)
         in_tiles(self._score, x, scores)
         return scores
 
+    def _choose(self, x: Tensor) -> Routing:
+        """For a tile of rows."""
+        raise NotImplementedError
+
     def _score(self, x: Tensor, scores: Tensor) -> None:
+        with self.compute.workspace.scope():
+            scores.copy_(self._logits(x))
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """In the dtype of `weight`: a buffer that is alive until the enclosing scope ends."""
         workspace, dtype = self.compute.workspace, self.weight.dtype
-        with workspace.scope():
-            logits = workspace.take("router logits", tuple(scores.shape), dtype)
-            if dtype != x.dtype:
-                x = workspace.take("router input", tuple(x.shape), dtype).copy_(x)
-            self.compute.kernels.multiply(x, self.weight.t(), self._logit_bias, logits)
-            scores.copy_(logits)
+        logits = workspace.take("router logits", (len(x), len(self.weight)), dtype)
+        if dtype != x.dtype:
+            x = workspace.take("router input", tuple(x.shape), dtype).copy_(x)
+        self.compute.kernels.multiply(x, self.weight.t(), self._logit_bias, logits)
+        return logits
 
     @property
     def _logit_bias(self) -> Tensor | None:
@@ -78,7 +73,7 @@ class _Computed:
 
 
 @dataclass(frozen=True)
-class SigmoidRouter(_Computed):
+class SigmoidRouter(Router):
     """Sigmoid scores with a selection-only bias (LLaDA2, Ling 2.0; DeepSeek-V3's `noaux_tc`).
 
     scores = sigmoid(x W^T), weight and product in float32. Experts are chosen by score + bias,
@@ -100,30 +95,25 @@ class SigmoidRouter(_Computed):
     def route(self, x: Tensor, segments: Sequence[Segment]) -> Routing:
         if self.capacity:  # windows are of block-causal passes, which are one tile
             return self._choose_by_windows(x, segments)
-        return _route_in_tiles(self._choose, x, self.compute.workspace)
+        return super().route(x, segments)
 
     def parts(self) -> RouterParts | None:
         return None if self.capacity else RouterParts(self.weight, self.bias, self._choice)
 
     def _choose(self, x: Tensor) -> Routing:
         with self.compute.workspace.scope():
+            self._declare(x)
             logits = self._logits(x)
             return Routing(*self.compute.kernels.choose_experts(logits, self.bias, self._choice))
 
-    def _logits(self, x: Tensor) -> Tensor:
-        """A buffer that is alive until the enclosing scope ends."""
-        workspace = self.compute.workspace
-        # Scores, ranks, masks and top-k results: small, and without `out=` forms.
-        workspace.library("router", 5 * 4 * x.shape[0] * self.weight.shape[0])
-        logits = workspace.take("router logits", (len(x), len(self.weight)), torch.float32)
-        x_fp32 = workspace.take("router input", tuple(x.shape), torch.float32)
-        x_fp32.copy_(x)
-        self.compute.kernels.multiply(x_fp32, self.weight.t(), None, logits)
-        return logits
+    def _declare(self, x: Tensor) -> None:
+        """Scores, ranks, masks and top-k results: small, and without `out=` forms."""
+        self.compute.workspace.library("router", 5 * 4 * x.shape[0] * self.weight.shape[0])
 
     def _choose_by_windows(self, x: Tensor, segments: Sequence[Segment]) -> Routing:
         kernels = self.compute.kernels
         with self.compute.workspace.scope():
+            self._declare(x)
             scores = self._logits(x).sigmoid_()
             rank = scores if self.bias is None else scores + self.bias
             experts = kernels.top_experts(
@@ -164,7 +154,7 @@ class SigmoidRouter(_Computed):
 
 
 @dataclass(frozen=True)
-class SoftmaxRouter(_Computed):
+class SoftmaxRouter(Router):
     """The likeliest experts of a softmax over all of them (Mixtral, Qwen, OLMoE, DeepSeek-V2).
 
     The product has the precision of `weight`: the compute dtype, or float32; the softmax is in
@@ -182,20 +172,13 @@ class SoftmaxRouter(_Computed):
     def parts(self) -> RouterParts:
         return RouterParts(self.weight, None, self._choice)
 
-    def route(self, x: Tensor, segments: Sequence[Segment]) -> Routing:
-        return _route_in_tiles(self._choose, x, self.compute.workspace)
-
     def _choose(self, x: Tensor) -> Routing:
-        kernels, workspace, dtype = self.compute.kernels, self.compute.workspace, self.weight.dtype
-        shape = (x.shape[0], self.weight.shape[0])
+        workspace = self.compute.workspace
         # Logits, probabilities, ranks and top-k results: small, and without `out=` forms.
-        workspace.library("router", 6 * 4 * shape[0] * shape[1])
+        workspace.library("router", 6 * 4 * x.shape[0] * self.weight.shape[0])
         with workspace.scope():
-            logits = workspace.take("router logits", shape, dtype)
-            if dtype != x.dtype:
-                x = workspace.take("router input", tuple(x.shape), dtype).copy_(x)
-            kernels.multiply(x, self.weight.t(), None, logits)
-            return Routing(*kernels.choose_experts(logits, None, self._choice))
+            logits = self._logits(x)
+            return Routing(*self.compute.kernels.choose_experts(logits, None, self._choice))
 
     @cached_property
     def _choice(self) -> ExpertChoice:
@@ -211,7 +194,7 @@ class SoftmaxRouter(_Computed):
 
 
 @dataclass(frozen=True)
-class TopSoftmaxRouter(_Computed):
+class TopSoftmaxRouter(Router):
     """The experts of the highest logits, weighed by a softmax over those alone (gpt-oss).
 
     Logits and weights are in the compute dtype.
@@ -223,9 +206,6 @@ class TopSoftmaxRouter(_Computed):
     @property
     def _logit_bias(self) -> Tensor:
         return self.bias
-
-    def route(self, x: Tensor, segments: Sequence[Segment]) -> Routing:
-        return _route_in_tiles(self._choose, x, self.compute.workspace)
 
     def _choose(self, x: Tensor) -> Routing:
         # Logits and top-k results: small, and without `out=` forms.

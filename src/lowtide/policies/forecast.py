@@ -93,16 +93,16 @@ class Forecast:
 
     def _learn(self, worth_s: FloatArray, silent: IntArray) -> None:
         """The mixture that would have forecast the watched steps with the least squared error; as
-        long as little is known, equal weights. worth_s [layers, experts]; silent: layers without."""
+        long as little is known, equal weights. worth_s [layers, experts]; silent: others."""
         total_s, memories = self.worth_s, self._memories
         if len(silent):
             worth_s, total_s = np.delete(worth_s, silent, 0), np.delete(total_s, silent)
             memories = np.delete(memories, silent, 1)
         wanted = worth_s / total_s[:, None]
-        memories = memories.reshape(len(self._weights), -1)
+        flat = memories.reshape(len(self._weights), -1)
         self._products *= _FORGET ** len(wanted)
-        self._products[:, :-1] += memories.dot(memories.T)
-        self._products[:, -1] += memories.dot(wanted.reshape(-1))
+        self._products[:, :-1] += flat.dot(flat.T)
+        self._products[:, -1] += flat.dot(wanted.reshape(-1))
         gram = self._products[:, :-1]
         ridge = _RIDGE + 1e-6 * np.trace(gram)
         target = self._products[:, -1] + ridge / len(gram)

@@ -11,13 +11,13 @@ from lowtide.errors import UsageError
 from lowtide.policies.budgets import Budgets
 from lowtide.policies.forecast import Forecast, stays
 from lowtide.policies.online_tau import OnlineTau, interval
-from lowtide.policies.placement import Ranked, favourites
+from lowtide.policies.placement import Placement, favourites
 from lowtide.policies.ranks import Ranks, choose
 
 _NUM_KNOWN = 1025  # token counts whose worth is looked up
 
 
-class Lowtide(Ranked):
+class Lowtide(Placement):
     """TIDE's interval with a memory, and only moves that pay for themselves.
 
     For each expert it forecasts the seconds per step that residency would save: the cheaper way

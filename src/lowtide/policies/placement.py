@@ -11,7 +11,6 @@ one pass to the next: whatever was kept before, no more stays than there is room
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.random import default_rng
@@ -20,32 +19,6 @@ from lowtide.core import BoolArray, Demand, Facts, FloatArray, IntArray, Moves, 
 from lowtide.errors import UsageError
 from lowtide.policies.online_tau import OnlineTau, interval
 from lowtide.policies.ranks import Ranks, bump, choose
-
-
-class Placement(Protocol):
-    """Chooses the residents of every layer, within the room that it has now."""
-
-    def initial(self, layer: int) -> IntArray:
-        """Experts to make resident before the first step, ascending."""
-        ...
-
-    def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
-        """What holds for the pass that begins, of all layers: [num_layers], those that each has
-        and the room that it is given now."""
-        ...
-
-    def end_pass(self, step: Step, hits: IntArray) -> None:
-        """Told what the pass asked for: tokens of each expert, 0 in layers that are not heard of.
-        [num_layers, num_experts]"""
-        ...
-
-    def update(self, facts: Facts) -> Moves:
-        """Beside a device: what to admit and evict, told after the layer's router has spoken.
-
-        After the moves the layer has at most `facts.room` residents. Where no layer has more than
-        that, admitting and evicting nothing is always safe.
-        """
-        ...
 
 
 class Heard:
@@ -72,8 +45,9 @@ class Heard:
         self.hits[layer, demand.experts] = demand.num_tokens
 
 
-class Ranked:
-    """A placement that is its ranks. Asked layer by layer, it finds the passes by itself."""
+class Placement:
+    """Chooses the residents of every layer, within the room that it has now, by its ranks. Asked
+    layer by layer, it finds the passes by itself."""
 
     is_owed = False  # of its moves beside a device
 
@@ -83,13 +57,25 @@ class Ranked:
         self._num_residents = np.zeros(num_layers, np.int64)  # of each layer when last heard of
         self._ranks: Ranks
 
+    def initial(self, layer: int) -> IntArray:
+        """Experts to make resident before the first step, ascending."""
+        return np.empty(0, np.int64)
+
     def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
+        """What holds for the pass that begins, of all layers: [num_layers], those that each has
+        and the room that it is given now."""
         raise NotImplementedError
 
     def end_pass(self, step: Step, hits: IntArray) -> None:
-        """The pass has raised the ranks: often there is nothing else to learn."""
+        """Told what the pass asked for: tokens of each expert, 0 in layers that are not heard of.
+        [num_layers, num_experts]. It has raised the ranks: often there is nothing else to learn."""
 
     def update(self, facts: Facts) -> Moves:
+        """Beside a device: what to admit and evict, told after the layer's router has spoken.
+
+        After the moves the layer has at most `facts.room` residents. Where no layer has more than
+        that, admitting and evicting nothing is always safe.
+        """
         ranks = self.ranks_for(facts)
         moves = choose(ranks, facts.layer, self.may_enter(facts), facts.is_kept)
         return moves._replace(is_owed=True) if self.is_owed else moves
@@ -114,7 +100,7 @@ class Ranked:
         return self._ranks
 
 
-class Static(Ranked):
+class Static(Placement):
     """The same experts for ever, as many of them as there is room for.
 
     Without a calibration the first experts by id are kept. `Static` of all experts is the
@@ -161,7 +147,7 @@ class Static(Ranked):
         return ~facts.is_kept
 
 
-class LRU(Ranked):
+class LRU(Placement):
     """Keeps the experts used last, admitting each on demand (Mixtral-Offloading, per layer).
 
     Within a step experts count as used in ascending id.
@@ -171,14 +157,11 @@ class LRU(Ranked):
         super().__init__(num_layers, num_experts)
         self._clock = np.zeros(1, np.int64)
 
-    def initial(self, layer: int) -> IntArray:
-        return np.empty(0, np.int64)
-
     def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
         return Ranks(self._rank, capacity, clock=self._clock)
 
 
-class Tide(Ranked):
+class Tide(Placement):
     """Refreshes a layer's residents at every `tau`-th denoising step, and never in between.
 
     TIDE, Algorithm 1 as its text has it: at steps with `t % tau == 0` the experts with most hits
@@ -196,9 +179,6 @@ class Tide(Ranked):
         self._tau = tau
         self._starts_empty = starts_empty
 
-    def initial(self, layer: int) -> IntArray:
-        return np.empty(0, np.int64)
-
     def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
         self._rank.fill(0)
         is_left_out = self._starts_empty and step.kind is StepKind.PREFILL
@@ -211,7 +191,7 @@ class Tide(Ranked):
             self._tau.observe(step, hits)
 
 
-class Frequency(Ranked):
+class Frequency(Placement):
     """The experts used most, by a calibration and since (EdgeMoE).
 
     EdgeMoE evicts by activation frequency and by how soon a layer comes round again; the slots
@@ -232,7 +212,7 @@ class Frequency(Ranked):
         return Ranks(self._rank, capacity, per_expert=1)
 
 
-class ScoreCache(Ranked):
+class ScoreCache(Placement):
     """Keeps the experts with the highest running score of activation (HybriMoE).
 
     The score is an exponential mean of an expert's share of the step's hits, weight `alpha` for
@@ -261,7 +241,7 @@ class ScoreCache(Ranked):
         return is_fetched
 
 
-class DaliWindow(Ranked):
+class DaliWindow(Placement):
     """DALI, Algorithm 2: every `w_size` steps up to `u_size` residents give way to hotter experts.
 
     Scores sum tokens over the window and start again after it. Where the paper contradicts itself,

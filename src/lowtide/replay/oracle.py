@@ -14,7 +14,7 @@ import numpy as np
 
 from lowtide.core import BoolArray, Facts, FloatArray, IntArray, Step
 from lowtide.policies.assignment import Balance
-from lowtide.policies.placement import Placement, Ranked, favourites
+from lowtide.policies.placement import Placement, favourites
 from lowtide.policies.presets import ORACLE
 from lowtide.policies.ranks import Ranks
 from lowtide.policies.recipe import Recipe, Setting
@@ -59,7 +59,7 @@ def oracle(hits: IntArray) -> Recipe:
     return Recipe(place, lambda s: Balance(), summary="knows the future: for replays only")
 
 
-class Oracle(Ranked):
+class Oracle(Placement):
     """Belady's replacement, layer by layer, among those that the step fetches."""
 
     def __init__(self, hits: IntArray, capacity: Sequence[int]) -> None:

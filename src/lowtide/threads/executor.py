@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Barrier
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -44,26 +44,6 @@ cores. Their pieces are at least 64 features wide."""
 Work = Callable[[], None]
 
 _CPU_FOLDER = Path("/sys/devices/system/cpu")
-
-
-class Executor(Protocol):
-    """Runs pieces of work that share nothing."""
-
-    num_threads: int
-    num_cores: int  # for what divides its work among threads of its own
-
-    def submit(self, work: Work) -> Future[None]:
-        """Starts `work`, an expert's or several experts'; the answer raises what it raised."""
-        ...
-
-    def run(self, works: Sequence[Work]) -> None:
-        """Runs all of `works`, pieces of a layer, and waits for them; one of them on the calling
-        thread."""
-        ...
-
-    def drain(self) -> None:
-        """Waits for all submitted work, regardless of who holds its futures."""
-        ...
 
 
 class HostExecutor:
@@ -105,9 +85,12 @@ class HostExecutor:
         return cls(num_experts_per_token, 1, _Division.of(num_experts_per_token).cores_per_expert)
 
     def submit(self, work: Work) -> Future[None]:
+        """Starts `work`, an expert's or several experts'; the answer raises what it raised."""
         return self._pool.submit(_compute, work, self.cores_per_expert)
 
     def run(self, works: Sequence[Work]) -> None:
+        """Runs all of `works`, pieces of a layer that share nothing, and waits for them; one of
+        them on the calling thread."""
         futures = [self._pool.submit(_compute, work, CORES_PER_PIECE) for work in works[1:]]
         try:
             works[0]()
@@ -118,6 +101,7 @@ class HostExecutor:
                 raise error
 
     def drain(self) -> None:
+        """Waits for all submitted work, whether its future was kept or not."""
         drain(self._pool, self.num_threads)
 
     @contextmanager
@@ -237,6 +221,9 @@ class InlineExecutor:
 
     def drain(self) -> None:
         pass
+
+
+Executor = HostExecutor | InlineExecutor
 
 
 def drain(pool: ThreadPoolExecutor, num_threads: int, limit_s: float = DRAIN_LIMIT_S) -> None:
