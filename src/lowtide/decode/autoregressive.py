@@ -8,21 +8,18 @@ which they came: a long prompt starves no other, and running sequences ride alon
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide.core import RowKind, Step, StepKind
-from lowtide.decode.batch_decoder import BatchDecoder, Model, joined, rows_of
+from lowtide.core import Step, StepKind
+from lowtide.decode.batch_decoder import BatchDecoder, Model, Turn, joined
 from lowtide.decode.causal_sequence import CausalSequence, Choice, choose
 from lowtide.decode.logits import tiled_logits
 from lowtide.decode.request import Event, Request
 from lowtide.decode.sampling import ArgMax
 from lowtide.errors import UsageError
-from lowtide.layers.batch import Batch, Segment
 from lowtide.memory.kv_cache import KVCache, KVRange
 
 CHUNK_MULTIPLE = 16
@@ -51,7 +48,9 @@ class Autoregressive(BatchDecoder[CausalSequence]):
         self._see_to_memory((turn.sequence, turn.stop) for turn in turns)
         kind = _kind(turns)
         with torch.inference_mode():
-            hidden = self._model.forward(_batch(turns, Step(kind, self._num_passes)))
+            rows = joined([turn.sequence.pass_rows(turn.first, turn.stop) for turn in turns])
+            batch = self._make_batch(turns, Step(kind, self._num_passes, rows))
+            hidden = self._model.forward(batch)
             choices = self._choose(hidden, turns)
         self._num_passes += kind is StepKind.DECODE
         events: list[Event] = []
@@ -72,30 +71,28 @@ class Autoregressive(BatchDecoder[CausalSequence]):
     def _begin(self, request: Request, kv: KVRange) -> CausalSequence:
         return CausalSequence(request, kv)
 
-    def _next_pass(self) -> list[_TokenTurn]:
+    def _next_pass(self) -> list[Turn[CausalSequence]]:
         """Who takes part in the next pass, with which positions; at most `max_rows` in all."""
-        turns: list[_TokenTurn] = []
+        turns: list[Turn[CausalSequence]] = []
         num_free = self._max_rows
         for sequence in sorted(self._running, key=lambda sequence: sequence.num_rows > 1):
             num_rows = sequence.num_rows
             if num_rows > num_free:
                 num_rows = num_free // CHUNK_MULTIPLE * CHUNK_MULTIPLE
             if num_rows:
-                turns.append(
-                    _TokenTurn(sequence, sequence.num_cached, sequence.num_cached + num_rows)
-                )
+                first, start = sequence.num_cached, self._max_rows - num_free
+                turns.append(Turn(sequence, first, first + num_rows, start))
                 num_free -= num_rows
         return turns
 
-    def _choose(self, hidden: Tensor, turns: Sequence[_TokenTurn]) -> list[Choice | None]:
+    def _choose(self, hidden: Tensor, turns: Sequence[Turn[CausalSequence]]) -> list[Choice | None]:
         """The next token of every turn that fed all that its sequence knows."""
-        ends = np.cumsum([turn.stop - turn.first for turn in turns])
-        wanted = [i for i, turn in enumerate(turns) if turn.is_last]
+        wanted = [i for i, turn in enumerate(turns) if _is_last(turn)]
         choices: list[Choice | None] = [None] * len(turns)
         if wanted:
             sequences = [turns[i].sequence for i in wanted]
             needs_logits = np.array([sequence.needs_logits for sequence in sequences])
-            rows = ends[wanted] - 1
+            rows = np.array([turns[i].end - 1 for i in wanted])
             for part, logits in tiled_logits(self._model, hidden, rows, needs_logits):
                 chosen = self._choose_tokens(logits, sequences[part])
                 for i, choice in zip(wanted[part], chosen, strict=True):
@@ -109,38 +106,12 @@ class Autoregressive(BatchDecoder[CausalSequence]):
         return choose(logits, sequences)
 
 
-class _TokenTurn(NamedTuple):
-    """A sequence's part in a pass: its positions `first` to `stop`."""
-
-    sequence: CausalSequence
-    first: int
-    stop: int
-
-    @property
-    def is_last(self) -> bool:
-        """Whether nothing is left to feed, so that a next token can be chosen."""
-        return self.stop == self.sequence.num_known
+def _is_last(turn: Turn[CausalSequence]) -> bool:
+    """Whether nothing is left to feed, so that a next token can be chosen."""
+    return turn.stop == turn.sequence.num_known
 
 
-def _kind(turns: Sequence[_TokenTurn]) -> StepKind:
+def _kind(turns: Sequence[Turn[CausalSequence]]) -> StepKind:
     """A pass over parts of prompts only is a prefill; with one running sequence it decodes."""
     is_decode = any(turn.sequence.has_answer for turn in turns)
     return StepKind.DECODE if is_decode else StepKind.PREFILL
-
-
-def _batch(turns: Sequence[_TokenTurn], step: Step) -> Batch:
-    segments, num_rows, rows = [], 0, []
-    for sequence, first, stop in turns:
-        num_given = min(max(0, len(sequence.request.prompt) - first), stop - first)
-        rows.append(rows_of(sequence.request, RowKind.PROMPT, num_given))
-        rows.append(rows_of(sequence.request, RowKind.DECODE, stop - first - num_given))
-        segments.append(Segment(num_rows, num_rows + stop - first, first, 1, sequence.kv))
-        num_rows += stop - first
-    token_ids = np.concatenate([turn.sequence.tokens[turn.first : turn.stop] for turn in turns])
-    positions = np.concatenate([np.arange(turn.first, turn.stop) for turn in turns])
-    return Batch(
-        token_ids=torch.from_numpy(token_ids),
-        positions=torch.from_numpy(positions),
-        segments=tuple(segments),
-        step=replace(step, rows=joined(rows)),
-    )

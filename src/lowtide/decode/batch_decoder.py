@@ -9,15 +9,16 @@ from __future__ import annotations
 import abc
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from lowtide.core import PassRows, RowKind
+from lowtide.core import IntArray, PassRows, RowKind, Step
 from lowtide.decode.request import Event, Request
 from lowtide.errors import PlanError, UsageError
-from lowtide.layers.batch import Batch
+from lowtide.layers.batch import Batch, Segment
 from lowtide.memory.kv_cache import KVCache, KVRange
 
 LOGIT_ROWS = 32
@@ -50,6 +51,12 @@ class Running(Protocol):
     def request(self) -> Request: ...
 
     @property
+    def tokens(self) -> IntArray: ...
+
+    @property
+    def block_length(self) -> int: ...
+
+    @property
     def kv(self) -> KVRange: ...
 
     @property
@@ -57,6 +64,34 @@ class Running(Protocol):
 
 
 S = TypeVar("S", bound=Running)
+
+
+class Turn(NamedTuple, Generic[S]):
+    """A sequence's part in a pass: its positions `first` to `stop`, in the rows from `start` on.
+
+    With guidance there is a second copy of the same positions behind the first.
+    """
+
+    sequence: S
+    first: int
+    stop: int
+    start: int
+    num_copies: int = 1
+
+    @property
+    def length(self) -> int:
+        """Rows of a copy."""
+        return self.stop - self.first
+
+    @property
+    def end(self) -> int:
+        """One past the last row."""
+        return self.start + self.num_copies * self.length
+
+    @property
+    def starts(self) -> range:
+        """The first row of each copy."""
+        return range(self.start, self.end, self.length)
 
 
 def rows_of(request: Request, kind: RowKind, num_rows: int) -> PassRows:
@@ -143,6 +178,23 @@ class BatchDecoder(abc.ABC, Generic[S]):
         """Drops every request."""
         for request in list(self._requests()):
             self.cancel(request.id)
+
+    def _make_batch(self, turns: Sequence[Turn[S]], step: Step) -> Batch:
+        """The rows of a pass, turn after turn."""
+        copies = [copy for turn in turns for copy in self._copies(turn)]
+        positions = [np.arange(turn.first, turn.stop) for turn in turns for _ in turn.starts]
+        return Batch(
+            token_ids=torch.from_numpy(np.concatenate([tokens for tokens, _ in copies])),
+            positions=torch.from_numpy(np.concatenate(positions)),
+            segments=tuple(segment for _, segment in copies),
+            step=step,
+        )
+
+    def _copies(self, turn: Turn[S]) -> list[tuple[IntArray, Segment]]:
+        """The tokens of each copy of a sequence, and how they see each other."""
+        sequence, first, stop, start, _ = turn
+        segment = Segment(start, turn.end, first, sequence.block_length, sequence.kv)
+        return [(sequence.tokens[first:stop], segment)]
 
     @abc.abstractmethod
     def _check(self, request: Request) -> None:

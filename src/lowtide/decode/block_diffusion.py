@@ -10,19 +10,18 @@ step, share a pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lowtide.core import Step, StepKind
-from lowtide.decode.batch_decoder import LOGIT_ROWS, BatchDecoder, Model, joined
+from lowtide.decode.batch_decoder import LOGIT_ROWS, BatchDecoder, Model, Turn, joined
 from lowtide.decode.block_sequence import BlockPrediction, BlockSequence
 from lowtide.decode.logits import tiled_logits
 from lowtide.decode.request import Committed, Draft, Event, Finished, Prefill, Request
 from lowtide.errors import UsageError
-from lowtide.layers.batch import Batch, Segment
+from lowtide.layers.batch import Batch
 from lowtide.memory.kv_cache import KVCache, KVRange
 
 __all__ = [
@@ -86,71 +85,55 @@ class BlockDiffusion(BatchDecoder[BlockSequence]):
     def _begin(self, request: Request, kv: KVRange) -> BlockSequence:
         return BlockSequence(request, kv, self._mask_token_id)
 
-    def _next_pass(self) -> tuple[StepKind, list[_BlockTurn]]:
+    def _next_pass(self) -> tuple[StepKind, list[Turn[BlockSequence]]]:
         """Who takes part in the next pass, with which positions; at most `max_rows` in all.
 
         Sequences with more to feed than a pass holds come first, with whole blocks that are final.
         """
-        turns: list[_BlockTurn] = []
+        turns: list[Turn[BlockSequence]] = []
         num_free = self._max_rows
         for sequence in self._running:
             if sequence.num_rows > self._max_rows:
                 length = sequence.request.block_length
                 num_blocks = min(sequence.num_rows - length, num_free) // length
                 if num_blocks:
-                    turns.append(_BlockTurn.of(sequence, num_blocks * length))
+                    turns.append(self._turn(sequence, num_blocks * length, num_free))
                     num_free -= num_blocks * length
         if turns:
             return StepKind.PREFILL, turns
         for sequence in self._running:
             if sequence.num_rows <= num_free:
-                turns.append(_BlockTurn.of(sequence, sequence.num_rows))
+                turns.append(self._turn(sequence, sequence.num_rows, num_free))
                 num_free -= sequence.num_rows
         return StepKind.DENOISE, turns
 
-    def _batch(self, kind: StepKind, turns: Sequence[_BlockTurn]) -> Batch:
-        token_ids, positions, segments, rows = [], [], [], []
-        num_rows = 0
-        for sequence, first, stop in turns:
-            rows.append(sequence.pass_rows(first, stop))
-            token_ids.append(sequence.tokens[first:stop])
-            positions.append(np.arange(first, stop))
-            segments.append(
-                Segment(
-                    start=num_rows,
-                    stop=num_rows + stop - first,
-                    first_position=first,
-                    block_length=sequence.request.block_length,
-                    kv=sequence.kv,
-                )
-            )
-            num_rows += stop - first
+    def _turn(self, sequence: BlockSequence, num_rows: int, num_free: int) -> Turn[BlockSequence]:
+        first = sequence.num_committed
+        return Turn(sequence, first, first + num_rows, self._max_rows - num_free)
+
+    def _batch(self, kind: StepKind, turns: Sequence[Turn[BlockSequence]]) -> Batch:
         is_alone = len(self._running) == 1
         index = turns[0].sequence.num_block_passes if is_alone else self._num_passes
-        return Batch(
-            token_ids=torch.from_numpy(np.concatenate(token_ids)),
-            positions=torch.from_numpy(np.concatenate(positions)),
-            segments=tuple(segments),
-            step=Step(kind, index, joined(rows), self._is_last(kind, turns)),
-        )
+        rows = joined([turn.sequence.pass_rows(turn.first, turn.stop) for turn in turns])
+        return self._make_batch(turns, Step(kind, index, rows, self._is_last(kind, turns)))
 
-    def _is_last(self, kind: StepKind, turns: Sequence[_BlockTurn]) -> bool:
+    def _is_last(self, kind: StepKind, turns: Sequence[Turn[BlockSequence]]) -> bool:
         """Whether no pass is expected to follow: all sequences take part, and none goes on."""
         if kind is not StepKind.DENOISE or not self._is_everybody(len(turns)):
             return False
         return all(turn.sequence.is_expected_to_end for turn in turns)
 
-    def _predict(self, hidden: Tensor, turns: Sequence[_BlockTurn]) -> list[BlockPrediction]:
+    def _predict(
+        self, hidden: Tensor, turns: Sequence[Turn[BlockSequence]]
+    ) -> list[BlockPrediction]:
         """What the model would write in each turn's block, logits computed tile by tile."""
         predictions, rows, needs_logits, starts = [], [], [], [0]
-        num_before = 0
-        for sequence, first, stop in turns:
+        for sequence, first, _, start, _ in turns:
             wanted = sequence.wanted_positions()
-            rows.append(num_before + wanted - first)
+            rows.append(start + wanted - first)
             needs_logits.append(np.full(len(wanted), sequence.needs_logits))
             starts.append(starts[-1] + len(wanted))
             predictions.append(BlockPrediction.empty(sequence.request.block_length, wanted))
-            num_before += stop - first
         for tile, logits in tiled_logits(
             self._model, hidden, np.concatenate(rows), np.concatenate(needs_logits)
         ):
@@ -161,15 +144,3 @@ class BlockDiffusion(BatchDecoder[BlockSequence]):
                     part = logits[low - tile.start : high - tile.start]
                     turn.sequence.choose(part, prediction, slice(low - start, high - start))
         return predictions
-
-
-class _BlockTurn(NamedTuple):
-    """A sequence's part in a pass: its positions `first` to `stop`."""
-
-    sequence: BlockSequence
-    first: int
-    stop: int
-
-    @classmethod
-    def of(cls, sequence: BlockSequence, num_rows: int) -> _BlockTurn:
-        return cls(sequence, sequence.num_committed, sequence.num_committed + num_rows)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lowtide.core import PassRows, RowKind
 from lowtide.decode.penalties import has_penalties, penalise
 from lowtide.decode.request import Committed, Event, Finished, Prefill, Request, TokenLogprobs
 from lowtide.decode.sampling import ArgMax, Sampling, choose_next
@@ -27,6 +28,8 @@ class CausalSequence:
 
     Knows nothing of other sequences or of the model.
     """
+
+    block_length = 1
 
     def __init__(self, request: Request, kv: KVRange) -> None:
         self.request = request
@@ -56,6 +59,13 @@ class CausalSequence:
         """Whether its next token is chosen from a whole row of logits, not from the arg-max."""
         params = self.request.params
         return params.temperature > 0 or params.logprobs is not None or has_penalties(params)
+
+    def pass_rows(self, first: int, stop: int) -> PassRows:
+        """What becomes of the rows of positions `first` to `stop` in a pass."""
+        num_given = min(max(0, len(self.request.prompt) - first), stop - first)
+        kinds = np.full(stop - first, RowKind.DECODE, np.uint8)
+        kinds[:num_given] = RowKind.PROMPT
+        return PassRows(np.full(stop - first, self.request.id), kinds)
 
     def raw_logprobs(self, logits: Tensor) -> Tensor | None:
         """Log-probabilities [vocab] if they were asked for, from unchanged logits [vocab]."""

@@ -10,14 +10,14 @@ each at its own step, share a pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lowtide.core import CacheMode, IntArray, RowKind, Step, StepKind, align_up
-from lowtide.decode.batch_decoder import BatchDecoder, joined, rows_of
+from lowtide.decode.batch_decoder import BatchDecoder, Turn, joined, rows_of
 from lowtide.decode.candidates import Candidates
 from lowtide.decode.logits import rows_that_predict
 from lowtide.decode.masked_sequence import MaskedSequence
@@ -65,8 +65,9 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
         with torch.inference_mode():
             hidden = self._model.forward(self._batch(turns))
             candidates = self._read(hidden, turns)
-        for turn in turns:
-            turn.keep(self._cache_mode)
+        if self._cache_mode is not CacheMode.EXACT:  # what it has of them is wanted again
+            for turn in turns:
+                turn.sequence.kv.num_written = turn.sequence.kv.capacity
         self._num_passes += 1
         events: list[Event] = []
         for turn, found in zip(turns, candidates, strict=True):
@@ -91,16 +92,15 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
     def _begin(self, request: Request, kv: KVRange) -> MaskedSequence:
         return MaskedSequence(request, kv, self._mask_token_id, self._is_measured_as_drawn)
 
-    def _next_pass(self) -> list[_MaskedTurn]:
+    def _next_pass(self) -> list[Turn[MaskedSequence]]:
         """Who takes part in the next pass, with which positions; at most `max_rows` rows in all."""
-        turns: list[_MaskedTurn] = []
+        turns: list[Turn[MaskedSequence]] = []
         num_rows = 0
         for sequence in self._running:
             first, stop = self._fed(sequence)
             length, num_copies = stop - first, _num_copies(sequence.request)
             if num_rows + num_copies * length <= self._max_rows:
-                starts = tuple(num_rows + copy * length for copy in range(num_copies))
-                turns.append(_MaskedTurn(sequence, starts, first, stop))
+                turns.append(Turn(sequence, first, stop, num_rows, num_copies))
                 num_rows += num_copies * length
         return turns
 
@@ -114,38 +114,48 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
         first = max(0, block.start - self._logits_shift)
         return first, block.stop if self._cache_mode is CacheMode.DUAL else length
 
-    def _kind(self, turn: _MaskedTurn) -> RowKind:
+    def _kind(self, turn: Turn[MaskedSequence]) -> RowKind:
         """Keys and values of a block's first pass are kept for those after it."""
         is_kept = self._cache_mode is not CacheMode.EXACT and not turn.sequence.num_block_passes
         return RowKind.COMMIT if is_kept else RowKind.DRAFT
 
-    def _batch(self, turns: Sequence[_MaskedTurn]) -> Batch:
-        token_ids, positions, segments, rows = [], [], [], []
-        for turn in turns:
-            own = turn.token_ids()
-            token_ids += own
-            rows.append(rows_of(turn.sequence.request, self._kind(turn), sum(map(len, own))))
-            positions += [np.arange(turn.first, turn.stop)] * len(turn.starts)
-            segments += turn.segments()
+    def _batch(self, turns: Sequence[Turn[MaskedSequence]]) -> Batch:
         is_alone = len(self._running) == 1
         index = turns[0].sequence.num_block_passes if is_alone else self._num_passes
+        rows = [
+            rows_of(turn.sequence.request, self._kind(turn), turn.end - turn.start)
+            for turn in turns
+        ]
+        step = Step(StepKind.DENOISE, index, joined(rows), self._is_last(turns))
         logit_rows, asked = _asked(turns, self._head_form)
-        return Batch(
-            token_ids=torch.from_numpy(np.concatenate(token_ids)),
-            positions=torch.from_numpy(np.concatenate(positions)),
-            segments=tuple(segments),
-            step=Step(StepKind.DENOISE, index, joined(rows), self._is_last(turns)),
-            logit_rows=logit_rows,
-            asked=asked,
-        )
+        return replace(self._make_batch(turns, step), logit_rows=logit_rows, asked=asked)
 
-    def _is_last(self, turns: Sequence[_MaskedTurn]) -> bool:
+    def _copies(self, turn: Turn[MaskedSequence]) -> list[tuple[IntArray, Segment]]:
+        """The sequence, and the second time, which guidance asks for, without its prompt."""
+        sequence, first, stop, _, num_copies = turn
+        texts, length = (sequence.tokens, sequence.unconditional_tokens()), len(sequence.tokens)
+        return [
+            (
+                texts[copy][first:stop],
+                Segment(
+                    start,
+                    start + turn.length,
+                    first,
+                    block_length=length,
+                    kv=sequence.kv.part(copy, num_copies),
+                    sees_to=length,
+                ),
+            )
+            for copy, start in enumerate(turn.starts)
+        ]
+
+    def _is_last(self, turns: Sequence[Turn[MaskedSequence]]) -> bool:
         """Whether no pass is expected to follow: all sequences take part, and none goes on."""
         return self._is_everybody(len(turns)) and all(
             turn.sequence.is_expected_to_end for turn in turns
         )
 
-    def _read(self, hidden: Tensor, turns: Sequence[_MaskedTurn]) -> list[Candidates]:
+    def _read(self, hidden: Tensor, turns: Sequence[Turn[MaskedSequence]]) -> list[Candidates]:
         """A candidate for every wanted position of each turn."""
         found = [Candidates.empty(len(turn.sequence.wanted)) for turn in turns]
         for (_, needs_logits), indices in _kinds(turns).items():
@@ -154,13 +164,13 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
         return found
 
     def _read_statistics(
-        self, hidden: Tensor, turns: Sequence[_MaskedTurn], found: Sequence[Candidates]
+        self, hidden: Tensor, turns: Sequence[Turn[MaskedSequence]], found: Sequence[Candidates]
     ) -> None:
         wanted = _wanted(turns)
-        read = [turn.read_positions(self._head_form) for turn in turns]
+        read = [_read_positions(turn, self._head_form) for turn in turns]
         rows = _joined(
             [
-                turn.rows(positions, self._logits_shift)
+                _rows(turn, positions, self._logits_shift)
                 for turn, positions in zip(turns, read, strict=True)
             ]
         )
@@ -173,77 +183,39 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
             start += len(positions)
 
     def _read_logits(
-        self, hidden: Tensor, turns: Sequence[_MaskedTurn], found: Sequence[Candidates]
+        self, hidden: Tensor, turns: Sequence[Turn[MaskedSequence]], found: Sequence[Candidates]
     ) -> None:
         for turn, candidates in zip(turns, found, strict=True):
             sequence = turn.sequence
-            rows = turn.rows(sequence.wanted, self._logits_shift)
+            rows = _rows(turn, sequence.wanted, self._logits_shift)
             for part, logits in read_logits(self._model, hidden, rows):
                 candidates.put(part, sequence.choose(logits, part))
 
 
-class _MaskedTurn(NamedTuple):
-    """A sequence's part in a pass: its positions `first` to `stop`, whose rows begin at each of
-    `starts`; the second time, which guidance asks for, without the prompt."""
-
-    sequence: MaskedSequence
-    starts: tuple[int, ...]
-    first: int
-    stop: int
-
-    @property
-    def is_guided(self) -> bool:
-        return len(self.starts) > 1
-
-    def token_ids(self) -> list[IntArray]:
-        copies = [self.sequence.tokens, self.sequence.unconditional_tokens()]
-        return [copy[self.first : self.stop] for copy in copies[: len(self.starts)]]
-
-    def segments(self) -> list[Segment]:
-        length, num_copies = len(self.sequence.tokens), len(self.starts)
-        return [
-            Segment(
-                start=start,
-                stop=start + self.stop - self.first,
-                first_position=self.first,
-                block_length=length,
-                kv=self.sequence.kv.part(copy, num_copies),
-                sees_to=length,
-            )
-            for copy, start in enumerate(self.starts)
-        ]
-
-    def keep(self, mode: CacheMode) -> None:
-        """After the pass: the cache is told that what it has of the sequence is wanted again."""
-        if mode is not CacheMode.EXACT:
-            self.sequence.kv.num_written = self.sequence.kv.capacity
-
-    def read_positions(self, form: HeadForm) -> IntArray:
-        """The positions whose logits are computed; the wanted ones are among them."""
-        if form is HeadForm.ALL:
-            return np.arange(self.first, self.stop)
-        return self.sequence.wanted
-
-    def rows(self, positions: IntArray, logits_shift: int) -> Rows:
-        """The hidden states that the logits of these positions come from."""
-        own = rows_that_predict(positions - self.first, logits_shift)
-        if not self.is_guided:
-            return Rows(own + self.starts[0])
-        factors = np.full(len(own), self.sequence.cfg_scale + 1)
-        return Rows(own + self.starts[0], own + self.starts[1], factors)
+def _rows(turn: Turn[MaskedSequence], positions: IntArray, logits_shift: int) -> Rows:
+    """The hidden states that the logits of these positions come from."""
+    own = rows_that_predict(positions - turn.first, logits_shift) + turn.start
+    if turn.num_copies == 1:
+        return Rows(own)
+    return Rows(own, own + turn.length, np.full(len(own), turn.sequence.cfg_scale + 1))
 
 
-def _kinds(turns: Sequence[_MaskedTurn]) -> dict[tuple[bool, bool], list[int]]:
+def _read_positions(turn: Turn[MaskedSequence], form: HeadForm) -> IntArray:
+    """The positions whose logits are computed; the wanted ones are among them."""
+    return np.arange(turn.first, turn.stop) if form is HeadForm.ALL else turn.sequence.wanted
+
+
+def _kinds(turns: Sequence[Turn[MaskedSequence]]) -> dict[tuple[bool, bool], list[int]]:
     """Those whose logits are looked at together: by whether they are guided, and whether they need
     more than statistics."""
     kinds: dict[tuple[bool, bool], list[int]] = {}
     for index, turn in enumerate(turns):
-        kind = (turn.is_guided, turn.sequence.reading.needs_logits)
+        kind = (turn.num_copies > 1, turn.sequence.reading.needs_logits)
         kinds.setdefault(kind, []).append(index)
     return kinds
 
 
-def _wanted(turns: Sequence[_MaskedTurn]) -> Wanted:
+def _wanted(turns: Sequence[Turn[MaskedSequence]]) -> Wanted:
     readings = [turn.sequence.reading for turn in turns]
     return Wanted(
         second=any(reading.needs_second for reading in readings),
@@ -251,14 +223,16 @@ def _wanted(turns: Sequence[_MaskedTurn]) -> Wanted:
     )
 
 
-def _asked(turns: Sequence[_MaskedTurn], form: HeadForm) -> tuple[int, tuple[LogitNeeds, ...]]:
+def _asked(
+    turns: Sequence[Turn[MaskedSequence]], form: HeadForm
+) -> tuple[int, tuple[LogitNeeds, ...]]:
     """The rows whose statistics are asked for after a pass, of each kind at most, and the kinds;
     rows in buckets, so that a request has few."""
     num_rows, asked = 0, []
     for (is_guided, needs_logits), indices in _kinds(turns).items():
         if not needs_logits:
             of_kind = [turns[i] for i in indices]
-            num_read = sum(len(turn.read_positions(form)) for turn in of_kind)
+            num_read = sum(len(_read_positions(turn, form)) for turn in of_kind)
             most = sum(turn.sequence.request.max_tokens for turn in of_kind)
             num_rows = max(num_rows, bucket(num_read, max(num_read, most)))
             asked.append(LogitNeeds(*_wanted(of_kind), is_guided))
