@@ -106,9 +106,9 @@ def trajectories_noted() -> Iterator[Trajectories]:
     batch = BlockDiffusion._batch
 
     def noting(decoder: BlockDiffusion, kind: StepKind, turns: Sequence[Any]) -> Batch:
-        for sequence, _, stop in turns if kind is StepKind.DENOISE else ():
-            rows = trajectories.setdefault(sequence.request.id, [])
-            rows.append(sequence.tokens[:stop].tolist())
+        for turn in turns if kind is StepKind.DENOISE else ():
+            rows = trajectories.setdefault(turn.sequence.request.id, [])
+            rows.append(turn.sequence.tokens[: turn.stop].tolist())
         return batch(decoder, kind, turns)
 
     with pytest.MonkeyPatch.context() as patch:
