@@ -69,18 +69,9 @@ def test_a_path_that_does_not_exist_says_what_was_tried(reference: str) -> None:
         hub.resolve_model(reference)
 
 
-@pytest.mark.parametrize(
-    ("reference", "said"),
-    [
-        ("https://huggingface.co/datasets/org/name", "org/name:Q4_K_M"),
-        (r"C:\Users\me\my model", "/mnt/c/Users/me/my model"),
-        ("D:/models/x", "/mnt/d/models/x"),
-    ],
-)
-def test_what_may_have_been_meant_is_told(reference: str, said: str) -> None:
-    with pytest.raises(HubError, match="There is no model") as error:
-        hub.resolve_model(reference)
-    assert said in str(error.value)
+def test_a_page_that_is_no_model_s_is_answered_with_what_ids_look_like() -> None:
+    with pytest.raises(HubError, match="There is no model.*org/name:Q4_K_M"):
+        hub.resolve_model("https://huggingface.co/datasets/org/name")
 
 
 @pytest.mark.parametrize("verb", [hub.resolve_model, hub.pull])

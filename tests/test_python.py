@@ -124,11 +124,8 @@ def test_what_others_call_otherwise_is_told(name: str, said: str, llm: LLM) -> N
         ("max_model_len", "called context here"),
         ("n_ctx", "called context here"),
         ("torch_dtype", "called dtype here"),
-        ("trust_remote_code", "No code"),
-        ("local_files_only", "called offline here"),
+        ("trust_remote_code", "no code"),
         ("revision", "org/name@revision"),
-        ("cache_dir", "HF_HOME"),
-        ("verbose", "logging"),
         ("host_memroy", "Did you mean host_memory"),
     ],
 )

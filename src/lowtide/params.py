@@ -188,21 +188,15 @@ def field_names(params: type[SamplingParams] | type[DiffusionParams]) -> list[st
 
 
 ELSEWHERE = {
-    "best_of": "n",
     "do_sample": "temperature (0 takes the likeliest token, above 0 draws)",
     "max_completion_tokens": "max_tokens",
-    "max_length": "max_tokens (new tokens alone)",
     "max_new_tokens": "max_tokens",
-    "max_output_tokens": "max_tokens",
-    "n_predict": "max_tokens",
     "num_predict": "max_tokens",
     "num_return_sequences": "n",
     "repeat_penalty": "repetition_penalty",
     "sampling_params": "params",
     "stop_sequences": "stop",
-    "stop_strings": "stop",
     "temp": "temperature",
-    "top_logprobs": "logprobs",
     "use_tqdm": "progress",
 }
 """What other programs call what is called otherwise here."""

@@ -63,49 +63,21 @@ def engine_config(options: Mapping[str, object]) -> EngineConfig:
     known = list(EngineConfig.__dataclass_fields__)
     for name in options:
         if name not in known:
-            way_out = _NOT_HERE.get(name) or hint(name, known, _ELSEWHERE)
+            way_out = hint(name, known, _ELSEWHERE)
             raise UsageError(f"{name!r} is not an option of a model. {way_out}")
     return EngineConfig(**options)  # type: ignore[arg-type]
 
 
 _ELSEWHERE = {
-    "cpu_offload_gb": "gpu_memory, what the GPU may hold; the rest is offloaded",
     "device_map": "device, with gpu_memory and host_memory as budgets",
-    "gpu_memory_utilization": 'gpu_memory, such as "80%"',
+    "gpu_memory_utilization": 'gpu_memory, such as "80%",',
     "load_in_4bit": 'format="q4"',
-    "load_in_8bit": 'format="q8"',
-    "local_files_only": "offline",
-    "max_memory": "gpu_memory and host_memory",
     "max_model_len": "context",
-    "max_seq_length": "context",
     "n_ctx": "context",
-    "n_gpu_layers": 'gpu_memory, such as "10GiB": what fits is placed expert by expert',
-    "num_ctx": "context",
+    "n_gpu_layers": 'gpu_memory, such as "10GiB",',
     "quantization": "format",
+    "revision": 'a part of the model\'s id, "org/name@revision",',
     "torch_dtype": "dtype",
+    "trust_remote_code": "nothing, for no code of a model's repository is ever run,",
 }
 """What other programs call what is called otherwise here."""
-
-_NOTHING = "There is nothing to choose: leave it out."
-_CACHE = "The environment's HF_HOME names the folder that models are fetched to."
-
-_NOT_HERE = {
-    "attn_implementation": _NOTHING,
-    "cache_dir": _CACHE,
-    "chat_format": "The model's own chat template is applied; leave it out.",
-    "download_dir": _CACHE,
-    "enforce_eager": _NOTHING,
-    "flash_attn": _NOTHING,
-    "low_cpu_mem_usage": _NOTHING,
-    "max_num_seqs": "As many run at once as context has room for; leave it out.",
-    "n_batch": _NOTHING,
-    "n_threads": "Every core that there is computes; leave it out.",
-    "revision": 'It stands behind the id: "org/name@revision".',
-    "tensor_parallel_size": "One GPU is used.",
-    "token": "The environment's HF_TOKEN is used.",
-    "tokenizer": "It is read from the model's folder; leave it out.",
-    "trust_remote_code": "No code of a model's repository is ever run; leave it out.",
-    "use_mlock": _NOTHING,
-    "use_mmap": "Weights are never mapped; leave it out.",
-    "verbose": "logging.basicConfig(level=logging.INFO) tells more; leave it out.",
-}

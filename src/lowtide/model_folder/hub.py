@@ -41,7 +41,6 @@ from lowtide.model_folder.hub_download import fetch
 from lowtide.model_folder.hub_model import HubModel, is_small
 from lowtide.model_folder.hub_reference import HubReference, parse
 from lowtide.model_folder.hub_requests import brief
-from lowtide.model_folder.way_out import way_out
 
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 DEMO_NAMES = ("diffusion", "autoregressive")
@@ -211,7 +210,7 @@ def _parse_hub_id(reference: str, folder: Path) -> HubReference:
         f"There is no model {reference!r}. Tried: the folder {folder.absolute()}, which does not "
         "exist; the hub, whose ids look like org/name, org/name@revision or, with one of its GGUF "
         "files, org/name:Q4_K_M; the demo models, "
-        f"{', '.join(f'demo:{name}' for name in DEMO_NAMES)}.{way_out(reference)}"
+        f"{', '.join(f'demo:{name}' for name in DEMO_NAMES)}."
     )
 
 
