@@ -29,10 +29,10 @@ from lowtide.engine.config import EngineConfig
 from lowtide.engine.opening import open_model
 from lowtide.errors import StorageError, UnsupportedError
 from lowtide.experts.rows import Routing
-from lowtide.files import owners
 from lowtide.kernels import choice
 from lowtide.kernels.choice import choose_kernels, possible_names
 from lowtide.kernels.compiled import CompiledKernels
+from lowtide.kernels.cpu import library
 from lowtide.kernels.cpu.few_rows import VARIANTS, FewRows, num_variants
 from lowtide.kernels.cpu.library import FEW_ROWS, _telling_line, load_library
 from lowtide.kernels.operands import ClampedWeights, ExpertWeights, Rotation, SlotPlaces
@@ -594,39 +594,15 @@ def test_a_folder_that_others_may_replace_is_refused(source: Path, cache: Path, 
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may give folders away")
-def test_a_folder_in_somebody_else_s_is_refused(source: Path, cache: Path) -> None:
+def test_a_folder_in_another_user_s_is_refused(
+    source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache.parent.mkdir(parents=True)
     os.chown(cache.parent, 12345, 12345)
     with pytest.raises(StorageError, match=f"{cache.parent} belongs to another user"):
         load_library(source)
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root may give folders away")
-def test_of_users_without_a_number_only_the_system_s_folders_are_used(
-    source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "uid_map").write_text("0 1000 1\n")
-    monkeypatch.setattr(owners, "ID_MAP", tmp_path / "uid_map")
-    cache.parent.mkdir(parents=True)
-    number = int(owners.OVERFLOW_ID.read_text())
-    os.chown(cache.parent, number, number)
-    cache.mkdir(mode=0o700)
-    with pytest.raises(StorageError, match=f"{cache.parent} belongs to another user"):
-        load_library(source)
-    monkeypatch.setattr(owners, "SYSTEM_FOLDERS", (*owners.SYSTEM_FOLDERS, cache.parent))
+    monkeypatch.setattr(library, "_SYSTEM_FOLDERS", (cache.parent,))  # root's in a container
     check_loads(source, cache)
-
-
-def test_who_is_seen_as_everybody_keeps_no_kernels(
-    source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "uid_map").write_text("")
-    (tmp_path / "overflowuid").write_text(str(os.getuid()))
-    monkeypatch.setattr(owners, "ID_MAP", tmp_path / "uid_map")
-    monkeypatch.setattr(owners, "OVERFLOW_ID", tmp_path / "overflowuid")
-    with pytest.raises(StorageError, match="does not belong to this user alone"):
-        load_library(source)
-    assert kept(cache) == []
 
 
 def test_a_cache_that_cannot_be_written(source: Path, cache: Path) -> None:

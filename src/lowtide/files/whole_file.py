@@ -1,20 +1,17 @@
 """Files written whole or not at all: what was at their path before stays until then.
 
-A link is followed: what it leads to is replaced, and the link stays. A pipe, a device such as
-/dev/null, whatever standard output or error goes to, and any stream that is named by its number
-(/dev/fd/3) are no files to be replaced: once it is whole, what is written goes through them. A
-named pipe without a reader is waited for then.
+A link is followed: what it leads to is replaced, and the link stays. /dev/stdout, /dev/stderr, a
+pipe and a device such as /dev/null are not replaced: what is written goes through them once it is
+whole. A named pipe without a reader is waited for then.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
 import os
 import shutil
 import stat
-import tempfile
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +21,7 @@ from typing import IO
 
 from lowtide.errors import StorageError
 
-_STANDARD = (1, 2)  # output and error
-_BY_NUMBER = ("/dev/fd", "/proc/self/fd")
+_STREAMS = {"/dev/stdout": 1, "/dev/stderr": 2}
 
 
 @contextmanager
@@ -35,68 +31,44 @@ def whole_file(path: Path, noun: str) -> Iterator[IO[bytes]]:
 
     `noun` ("trace") names the file in the StorageError that a failing write raises.
     """
-    try:
-        with _replacing(path) if _is_replaced(path) else _passing_on(path, noun) as file:
-            yield file
-    except OSError as reason:
-        raise _refusal(path, noun, reason) from reason
+    with _refusing(path, noun), _replacing(path) if _is_replaced(path) else _through(path) as file:
+        yield file
 
 
 def check_writable(path: Path, noun: str) -> None:
     """Makes the folder that `path` names; raises StorageError where that fails, or `whole_file`
     would: before a long run, not after it."""
+    with _refusing(path, noun):
+        if _is_replaced(path):
+            target = Path(os.path.realpath(path))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}."):
+                pass
+
+
+@contextmanager
+def _refusing(path: Path, noun: str) -> Iterator[None]:
     try:
-        if not _is_replaced(path):
-            with _in_temporary_folder(), TemporaryFile():
-                return
-        target = Path(os.path.realpath(path))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}."):
-            pass
-    except OSError as reason:
-        raise _refusal(path, noun, reason) from reason
+        yield
+    except OSError as error:
+        what = f"{noun.capitalize()} {path}"
+        raise StorageError(f"{what} cannot be written: {error.strerror or error}.") from error
 
 
 def _is_replaced(path: Path) -> bool:
-    """Whether a file takes the place of what is at `path`: of a device or a pipe it would be that
-    for every program. Raises OSError for what can be neither replaced nor written through."""
+    """Whether a file takes the place of what is at `path`. Raises OSError for what can be neither
+    replaced nor written through."""
+    if str(path) in _STREAMS:
+        return False
     try:
-        facts = path.stat()
+        mode = path.stat().st_mode
     except FileNotFoundError:  # also where a link leads
         return True
-    if stat.S_ISDIR(facts.st_mode):
+    if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, "it is a folder")
-    number = _stream(path, facts)
-    if number is not None:
-        if fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
-            raise OSError(errno.EBADF, "it is open for reading only")
-        return False
-    if stat.S_ISREG(facts.st_mode):
-        return True
-    if not (stat.S_ISFIFO(facts.st_mode) or stat.S_ISCHR(facts.st_mode)):
-        raise OSError(errno.EINVAL, "it is no file, pipe or character device")
-    if not os.access(path, os.W_OK):
+    if not stat.S_ISREG(mode) and not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    return False
-
-
-def _stream(path: Path, facts: os.stat_result) -> int | None:
-    """The number of the stream that `path` names, or of a standard one that goes there.
-
-    facts: of what is at `path`."""
-    folders = {os.path.realpath(each) for each in _BY_NUMBER}
-    if path.name.isdecimal() and os.path.realpath(path.parent) in folders:
-        return int(path.name)
-    return _standard_stream(facts)
-
-
-def _standard_stream(facts: os.stat_result) -> int | None:
-    """Which of this process's goes to the file of these `facts`, if any does."""
-    for number in _STANDARD:
-        with contextlib.suppress(OSError):  # closed
-            if os.path.samestat(os.fstat(number), facts):
-                return number
-    return None
+    return stat.S_ISREG(mode)
 
 
 @contextmanager
@@ -110,46 +82,17 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
             os.fsync(file.fileno())
         os.replace(temporary, target)
     finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+        temporary.unlink(missing_ok=True)
 
 
 @contextmanager
-def _passing_on(path: Path, noun: str) -> Iterator[IO[bytes]]:
-    """Through what is there, once it is whole; until then it is held in the temporary folder."""
-    with _in_temporary_folder(), TemporaryFile() as file:
+def _through(path: Path) -> Iterator[IO[bytes]]:
+    """Into what is there, once it is whole; until then it is held in the temporary folder."""
+    number = _STREAMS.get(str(path))
+    with TemporaryFile() as file:
         yield file
         file.seek(0)
-        try:
-            _copy_through(file, path)
-        except OSError as reason:
-            raise _refusal(path, noun, reason) from reason
-
-
-def _copy_through(file: IO[bytes], path: Path) -> None:
-    """Into what is there, or the stream that goes to it: opened again a file would be written from
-    its beginning."""
-    facts = path.stat()
-    if _standard_stream(facts) == 1:
-        with contextlib.suppress(ValueError):  # closed
-            print(end="", flush=True)  # what was said before comes before
-    number = _stream(path, facts)
-    with open(path if number is None else os.dup(number), "wb") as through:
-        shutil.copyfileobj(file, through)
-
-
-@contextmanager
-def _in_temporary_folder() -> Iterator[None]:
-    """Has an OSError say where it happened: not where the file was asked for."""
-    try:
-        yield
-    except OSError as reason:
-        folder = tempfile.tempdir  # None where there is none, as the reason says
-        place = "" if folder is None else f" in the temporary folder {folder}"
-        said = f"{reason.strerror or reason}{place}; TMPDIR names another"
-        raise OSError(reason.errno, said) from reason
-
-
-def _refusal(path: Path, noun: str, reason: OSError) -> StorageError:
-    what = f"{noun.capitalize()} {path}"
-    return StorageError(f"{what} cannot be written: {reason.strerror or reason}.")
+        if number == 1:
+            sys.stdout.flush()  # what was printed before comes first
+        with open(path if number is None else os.dup(number), "wb") as through:
+            shutil.copyfileobj(file, through)

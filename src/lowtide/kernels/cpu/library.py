@@ -27,7 +27,6 @@ from pathlib import Path
 from lowtide.errors import InternalError, StorageError, UnsupportedError
 from lowtide.files.folders import cache_folder
 from lowtide.files.json_file import printable
-from lowtide.files.owners import is_own, is_trusted
 
 _COMPILERS = ("c++", "g++", "clang++")
 # Nothing of this machine: variants are chosen at run time. Nothing that changes arithmetic either.
@@ -37,6 +36,8 @@ _WHEEL_LIMIT_S = 900.0  # of a library: no answer waits, and other builds may ha
 _MOST_CHARS = 500  # of a compiler's error
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _FOLDER = Path(__file__).parent
+_SYSTEM_FOLDERS = tuple(map(Path, ("/", "/home", "/tmp", "/var", "/var/tmp")))
+"""Root's on every Linux, whatever number root has in a container's user namespace."""
 
 
 def _sources(*names: str) -> tuple[Path, ...]:
@@ -164,12 +165,13 @@ def _private_folder() -> Path:
 def _check_parent(parent: Path, folder: Path) -> None:
     """Who may rename what is in `parent` may put another folder in this one's place.
 
-    Raises StorageError if that is a user beside this one and root (`files/owners.py`). A group
-    is believed: many systems give every user one of their own.
+    Raises StorageError if that is a user beside this one and root. A group is believed: many
+    systems give every user one of their own.
     """
     facts = parent.stat()
     is_open = facts.st_mode & stat.S_IWOTH and not facts.st_mode & stat.S_ISVTX
-    if is_trusted(parent, facts) and not is_open:
+    is_trusted = parent in _SYSTEM_FOLDERS or facts.st_uid in (0, os.getuid())
+    if is_trusted and not is_open:
         return
     why = "may be written by anybody" if is_open else "belongs to another user"
     raise StorageError(
@@ -180,7 +182,7 @@ def _check_parent(parent: Path, folder: Path) -> None:
 
 def _is_private(facts: os.stat_result) -> bool:
     """This user's, and not for others to write."""
-    return is_own(facts) and not facts.st_mode & 0o022
+    return facts.st_uid == os.getuid() and not facts.st_mode & 0o022
 
 
 def _is_whole(path: Path) -> bool:
